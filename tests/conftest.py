@@ -1,0 +1,35 @@
+"""What every test needs before jax starts: its environment, and float64 on request."""
+
+import os
+
+# Several BLAS thread pools on a few cores get in each other's way.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+# No persistent compilation cache: a test must not depend on what an earlier run compiled.
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+
+# Flags count when the first backend starts, hence here. A flag that the caller has set stays.
+_XLA_FLAGS = {
+    # Tests over a device axis run on eight CPU devices.
+    "--xla_force_host_platform_device_count": "8",
+    # XLA's concurrency-optimised CPU schedule runs independent operations at the same time. On a
+    # machine with few cores a convolution and a LAPACK call can then wait for each other's threads
+    # for ever.
+    "--xla_cpu_enable_concurrency_optimized_scheduler": "false",
+}
+os.environ["XLA_FLAGS"] = " ".join(
+    [os.environ.get("XLA_FLAGS", "")]
+    + [f"{k}={v}" for k, v in _XLA_FLAGS.items() if k not in os.environ.get("XLA_FLAGS", "")]
+).strip()
+
+from collections.abc import Iterator  # noqa: E402
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+
+@pytest.fixture
+def x64() -> Iterator[None]:
+    """Switches float64 on for one test; everywhere else it stays off."""
+    with jax.enable_x64(True):
+        yield
