@@ -1,0 +1,154 @@
+"""The package as a whole: its public surface, what it imports, its metadata."""
+
+import ast
+import importlib.metadata
+import inspect
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import kfac
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "kfac").rglob("*.py"))
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+# The names under which modules of other packages are imported.
+OTHERS = {"jax", "jex", "jnp", "lax", "np", "numpy", "optax"}
+
+PUBLIC = {
+    "Factors",
+    "Layer",
+    "Layers",
+    "UnsupportedLayerError",
+    "diagnostics",
+    "find_layers",
+    "kfac",
+    "microbatch",
+    "scale_by_kfac",
+    "value_and_grad",
+}
+FUNCTIONS = sorted(name for name in PUBLIC if name[0].islower())
+
+
+def test_public_names_are_exactly_the_documented_ones():
+    names = {
+        name
+        for name, value in vars(kfac).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
+    }
+    assert names == PUBLIC
+    assert isinstance(kfac.__version__, str)
+
+
+def test_the_names_of_functions_are_not_shadowed_by_modules():
+    for name in FUNCTIONS:
+        assert inspect.isfunction(getattr(kfac, name)), name
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_public_objects_are_documented(name):
+    value = getattr(kfac, name)
+    text = inspect.getdoc(value)
+    assert text
+    assert text != inspect.getdoc(object)
+    # The dataclass and NamedTuple machinery writes a docstring that is only a signature.
+    assert not text.startswith(f"{name}("), text
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_public_functions_document_arguments_and_result(name):
+    function = getattr(kfac, name)
+    text = inspect.getdoc(function)
+    assert "Args:" in text
+    assert "Returns:" in text
+    arguments = text.split("Args:")[1].split("Returns:")[0]
+    for parameter in inspect.signature(function).parameters:
+        assert re.search(rf"^\s+\*{{0,2}}{parameter}\b.*:", arguments, re.MULTILINE), parameter
+
+
+def _imported_modules(tree: ast.AST) -> list[str]:
+    """Dotted paths of everything that is imported, `from a import b` counting as `a.b`."""
+    modules = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            modules += [f"{node.module}.{alias.name}" for alias in node.names]
+    return modules
+
+
+def _private_attributes(tree: ast.AST, packages: set[str]) -> list[str]:
+    """Expressions such as `jax._src.core` that reach into a package by attribute."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+            text = ast.unparse(node)
+            if text.split(".")[0] in packages and not node.attr.startswith("__"):
+                found.append(text)
+    return found
+
+
+def test_nothing_private_of_another_package_is_used():
+    assert SOURCES
+    for path in SOURCES:
+        tree = ast.parse(path.read_text())
+        for module in _imported_modules(tree):
+            root, *rest = module.split(".")
+            if root not in ("kfac", "__future__"):
+                private = [part for part in rest if part.startswith("_")]
+                assert not private, f"{path.relative_to(ROOT)} imports {module}"
+        assert not _private_attributes(
+            tree, {"jax", "jnp", "lax", "jex", "optax", "numpy", "np"}
+        ), path
+        assert "jax._src" not in path.read_text(), path
+
+
+def test_the_search_for_private_names_finds_them():
+    code = "import jax._src.core\nfrom jax import _src\nimport jax\njax._src.core.Trace\n"
+    tree = ast.parse(code)
+    assert _imported_modules(tree) == ["jax._src.core", "jax._src", "jax"]
+    assert _private_attributes(tree, {"jax"}) == ["jax._src"]
+
+
+def test_only_declared_dependencies_are_imported():
+    declared = {re.match(r"[\w-]+", entry)[0] for entry in PYPROJECT["project"]["dependencies"]}
+    assert declared == {"jax", "numpy", "optax"}
+    for path in SOURCES:
+        for module in _imported_modules(ast.parse(path.read_text())):
+            root = module.split(".")[0]
+            standard = root in sys.stdlib_module_names
+            assert standard or root in declared | {"kfac"}, f"{path.relative_to(ROOT)}: {module}"
+
+
+def test_there_is_one_version():
+    assert importlib.metadata.version("kfac-optax") == kfac.__version__
+    assert f"\nversion: {kfac.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"## [{kfac.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_ci_runs_the_test_command_of_the_readme():
+    readme = (ROOT / "README.md").read_text()
+    commands = [line for line in readme.splitlines() if line.startswith("pip install")]
+    assert len(commands) == 2  # All the set-up there is: the main job and the tests.
+    assert "pytest" in commands[1]
+    # .ci/run reads its command from the README; do here what it does there.
+    script = (ROOT / ".ci" / "run").read_text()
+    [extract] = re.findall(r"^test_command=\$\((.*)\) \|\| \{$", script, re.MULTILINE)
+    found = subprocess.run(
+        ["bash", "-c", extract], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert found.stdout.splitlines() == [commands[1]]
+    assert 'eval "$test_command"' in script
+
+
+def test_links_between_documents_lead_somewhere():
+    documents = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    for document in documents:
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text()):
+            if not target.startswith(("http://", "https://")):
+                assert (document.parent / target).exists(), f"{document.name} links to {target}"

@@ -1,0 +1,49 @@
+"""The README's example, run as it stands there."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def _model_and_data():
+    """A two-layer network and a batch of a task that it can learn."""
+    k1, k2, k3 = jax.random.split(jax.random.key(0), 3)
+    params = {
+        "hidden": {"kernel": 0.3 * jax.random.normal(k1, (5, 8)), "bias": jnp.zeros(8)},
+        "output": {"kernel": 0.3 * jax.random.normal(k2, (8, 3)), "bias": jnp.zeros(3)},
+    }
+    x = jax.random.normal(k3, (32, 5))
+    batch = (x, jnp.argmax(x[:, :3], axis=-1))
+
+    def loss_fn(params, batch):
+        x, labels = batch
+        h = jnp.tanh(x @ params["hidden"]["kernel"] + params["hidden"]["bias"])
+        logits = h @ params["output"]["kernel"] + params["output"]["bias"]
+        return -jnp.mean(jax.nn.log_softmax(logits)[jnp.arange(len(labels)), labels])
+
+    return params, batch, loss_fn
+
+
+def test_the_example_of_the_readme_trains():
+    [code] = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    params, batch, loss_fn = _model_and_data()
+    names = {"loss_fn": loss_fn, "params": params, "batch": batch, "learning_rate": 0.05}
+    exec(code, names)  # What a reader would paste.
+
+    table = str(names["layers"])
+    for leaf in ("hidden", "output", "kernel", "bias"):
+        assert leaf in table
+
+    opt_state = names["opt_state"]
+    losses = []
+    for _ in range(30):
+        params, opt_state, loss = names["step"](params, opt_state, batch)
+        losses.append(float(loss))
+    assert jax.tree.structure(params) == jax.tree.structure(names["params"])
+    assert np.isfinite(losses).all()
+    assert losses[-1] < 0.5 * losses[0]
