@@ -36,11 +36,7 @@ FUNCTIONS = sorted(name for name in PUBLIC if name[0].islower())
 
 
 def test_public_names_are_exactly_the_documented_ones():
-    names = {
-        name
-        for name, value in vars(kfac).items()
-        if not name.startswith("_") and not inspect.ismodule(value)
-    }
+    names = {name for name, value in vars(kfac).items() if not name.startswith("_") and not inspect.ismodule(value)}
     assert names == PUBLIC
     assert isinstance(kfac.__version__, str)
 
@@ -102,9 +98,7 @@ def test_nothing_private_of_another_package_is_used():
             if root not in ("kfac", "__future__"):
                 private = [part for part in rest if part.startswith("_")]
                 assert not private, f"{path.relative_to(ROOT)} imports {module}"
-        assert not _private_attributes(
-            tree, {"jax", "jnp", "lax", "jex", "optax", "numpy", "np"}
-        ), path
+        assert not _private_attributes(tree, {"jax", "jnp", "lax", "jex", "optax", "numpy", "np"}), path
         assert "jax._src" not in path.read_text(), path
 
 
@@ -139,9 +133,7 @@ def test_ci_runs_the_test_command_of_the_readme():
     # .ci/run reads its command from the README; do here what it does there.
     script = (ROOT / ".ci" / "run").read_text()
     [extract] = re.findall(r"^test_command=\$\((.*)\) \|\| \{$", script, re.MULTILINE)
-    found = subprocess.run(
-        ["bash", "-c", extract], cwd=ROOT, check=True, capture_output=True, text=True
-    )
+    found = subprocess.run(["bash", "-c", extract], cwd=ROOT, check=True, capture_output=True, text=True)
     assert found.stdout.splitlines() == [commands[1]]
     assert 'eval "$test_command"' in script
 
