@@ -1,0 +1,324 @@
+"""Configuration of the training script: typed fields, defaults that depend on the data, checks.
+
+A field that is `None` after parsing takes the value that `resolve` finds for the data set and the
+optimizer at hand; what a run really used is saved as `config.json` in its output folder.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+
+class UserError(Exception):
+    """Something the user can put right; reported as one sentence, without a traceback."""
+
+
+def _by(what: str) -> Any:
+    """Says in the help that the default depends on `what`, instead of "default: None"."""
+    return tyro.conf.arg(help_behavior_hint=f"(default: by {what})")
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Where images come from."""
+
+    source: Annotated[
+        Literal["digits", "cifar10", "folder", "synthetic"] | None,
+        tyro.conf.arg(
+            name="data", help_behavior_hint="(default: folder with --data-dir, else digits)"
+        ),
+    ] = None
+    """digits: 1,797 handwritten digits of 8x8 pixels that come with scikit-learn. cifar10: found in
+    --data-dir as pickles, binary files or PNG sheets. folder: train/<class>/*.JPEG and
+    val/<class>/*.JPEG under --data-dir. synthetic: noise, for measurements."""
+    data_dir: Annotated[Path | None, _by("data: data/cifar10 for cifar10")] = None
+    """Folder with the images. Given alone, it implies --data folder."""
+    image_size: Annotated[int | None, _by("data: 224 for folder and synthetic")] = None
+    """Side of the square images that the network sees; free for folder and synthetic only."""
+    synthetic_images: int = 640
+    """How many training images --data synthetic pretends to have."""
+    synthetic_classes: int = 1000
+    """How many classes --data synthetic has."""
+    workers: Annotated[int | None, _by("machine: its cores, at most 16")] = None
+    """Threads that decode images."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What is trained."""
+
+    arch: Annotated[
+        Literal["digits", "resnet20", "resnet18", "resnet50"] | None,
+        _by("data: digits, resnet20 for cifar10, else resnet50"),
+    ] = None
+    """Residual network: digits (two stages, for 8x8 images), resnet20 (the CIFAR-10 network),
+    resnet18 and resnet50 (the ImageNet networks)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of activations and gradients; parameters stay float32."""
+    label_smoothing: Annotated[float | None, _by("data: 0 for digits, else 0.1")] = None
+    """Share of the target spread evenly over all classes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimization:
+    """How it is trained. Fields marked [kfac] do nothing for the first-order optimizers."""
+
+    optimizer: Literal["kfac", "sgd", "lars", "lamb", "adamw"] = "kfac"
+    """Optimizer; the first-order ones are optax's."""
+    global_batch: Annotated[
+        int | None,
+        tyro.conf.arg(
+            aliases=["--batch-size"],
+            help_behavior_hint="(default: by data: 150 digits, 5000 cifar10, 256 folder)",
+        ),
+    ] = None
+    """Images in one optimizer step, over all micro-batches."""
+    micro_batches: Annotated[int | None, _by("data: 10 for cifar10, else 1")] = None
+    """Split each batch into so many parts and accumulate gradients, statistics and batch-norm
+    averages over them: memory is that of one part."""
+    epochs: Annotated[float | None, _by("data: 12 digits, 30 cifar10, 90 folder, 1 synthetic")] = None
+    """Length of the training in passes over the training images. Give this or --steps."""
+    steps: Annotated[int | None, _by("epochs")] = None
+    """Length of the training in optimizer steps. Give this or --epochs."""
+    learning_rate: Annotated[float | None, _by("optimizer and data")] = None
+    """Peak learning rate."""
+    warmup_epochs: Annotated[float | None, _by("optimizer and data")] = None
+    """Epochs over which the learning rate rises linearly from zero."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate falls after the warm-up; to zero at the last step unless constant."""
+    momentum: Annotated[float | None, _by("optimizer and data")] = None
+    """Momentum; for adamw and lamb the decay of the first moment."""
+    nesterov: Annotated[bool | None, _by("optimizer")] = None
+    """Nesterov's form of momentum, for kfac, sgd, lars and adamw."""
+    weight_decay: Annotated[float | None, _by("optimizer and data")] = None
+    """Weight decay of kernels; biases and normalisation parameters have none."""
+    damping: Annotated[float | None, _by("data")] = None
+    """[kfac] Damping, added to the curvature before it is inverted."""
+    factor_decay: Annotated[float | None, _by("data")] = None
+    """[kfac] Decay of the running average of the statistics; 0 uses the current batch alone."""
+    norm_constraint: Annotated[float | None, _by("data")] = None
+    """[kfac] Upper bound on the squared length of a step in the curvature's metric; 0 for none."""
+    trust_ratio: Annotated[bool | None, _by("data")] = None
+    """[kfac] Scale each kernel's update to the norm of the kernel, as LARS does."""
+    factor_every: int = 1
+    """[kfac] Collect statistics on every so many steps; the steps between cost little more than
+    first-order ones."""
+    inverse_every: int = 1
+    """[kfac] Recompute inverses every so many steps (every step during the library's warm-up)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Where results go and how the run is watched."""
+
+    output: Annotated[Path | None, _by("time: a new folder under runs/")] = None
+    """Folder for config.json, metrics.jsonl, curves.png and checkpoints/. It must be new or empty,
+    but for --resume."""
+    resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Go on with the run in --output (the newest under runs/ if that is not given) from its last
+    checkpoint, with its configuration. The end is the same, bit for bit, as if it had never
+    stopped."""
+    seed: int = 0
+    """Seed of the initial weights, the order of the images and their augmentation."""
+    log_every: int = 10
+    """Steps between lines on the terminal."""
+    eval_every: Annotated[int | None, _by("data: one epoch")] = None
+    """Steps between validations."""
+    checkpoint_every: Annotated[int | None, _by("data: one epoch")] = None
+    """Steps between checkpoints."""
+    keep_checkpoints: int = 2
+    """How many checkpoints are kept."""
+    stop_after: Annotated[
+        int | None, tyro.conf.arg(help_behavior_hint="(default: run to the end)")
+    ] = None
+    """Stop in good order after this step of the run, as at the end of a time slot; --resume goes
+    on from there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Train a residual network on images with K-FAC or a first-order optimizer.
+
+    Without arguments: a small network on scikit-learn's handwritten digits, ten K-FAC steps an
+    epoch, in well under four minutes on two CPU cores.
+    """
+
+    optim: Optimization = Optimization()
+    model: Model = Model()
+    data: Data = Data()
+    run: Run = Run()
+
+
+GROUPS = ("optim", "model", "data", "run")
+
+# What may differ when a run is resumed: it changes how one watches, not what is computed. The data
+# may have moved; that they are the same is checked by their fingerprint.
+FREE_ON_RESUME = {
+    "output", "resume", "stop_after", "log_every", "checkpoint_every", "keep_checkpoints",
+    "workers", "data_dir",
+}  # fmt: skip
+
+# Defaults by data set.
+DATA_DEFAULTS: dict[str, dict[str, Any]] = {
+    "digits": dict(image_size=8, arch="digits", label_smoothing=0.0, global_batch=150,
+                   micro_batches=1, epochs=12.0),
+    "cifar10": dict(image_size=32, arch="resnet20", label_smoothing=0.1, global_batch=5000,
+                    micro_batches=10, epochs=30.0, data_dir=Path("data/cifar10")),
+    "folder": dict(image_size=224, arch="resnet50", label_smoothing=0.1, global_batch=256,
+                   micro_batches=1, epochs=90.0),
+    "synthetic": dict(image_size=224, arch="resnet50", label_smoothing=0.1, global_batch=64,
+                      micro_batches=1, epochs=1.0),
+}  # fmt: skip
+
+# Defaults by optimizer, tuned on digits. For other data they are starting points, but for what
+# LARGE replaces.
+OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "kfac": dict(learning_rate=0.05, momentum=0.9, nesterov=False, weight_decay=1e-4,
+                 warmup_epochs=0.0, damping=1e-3, factor_decay=0.9, norm_constraint=0.0,
+                 trust_ratio=False),
+    "sgd": dict(learning_rate=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4,
+                warmup_epochs=1.0),
+    "lars": dict(learning_rate=5.0, momentum=0.9, nesterov=False, weight_decay=1e-4,
+                 warmup_epochs=1.0),
+    "lamb": dict(learning_rate=0.02, momentum=0.9, weight_decay=1e-4, warmup_epochs=1.0),
+    "adamw": dict(learning_rate=0.01, momentum=0.9, nesterov=False, weight_decay=1e-2,
+                  warmup_epochs=1.0),
+}  # fmt: skip
+LARGE: dict[str, dict[str, Any]] = {
+    "kfac": dict(learning_rate=0.02, damping=1e-4, factor_decay=0.0),
+    "sgd": dict(weight_decay=5e-5, warmup_epochs=5.0),
+    "lars": dict(weight_decay=5e-5, warmup_epochs=5.0),
+    "lamb": dict(warmup_epochs=5.0),
+    "adamw": dict(learning_rate=0.002, weight_decay=0.05, warmup_epochs=5.0),
+}
+
+
+def parse(args: list[str]) -> tuple[Config, dict[str, Any] | None]:
+    """The configuration that `args` ask for, and, when a run is resumed, what its data were."""
+    config = tyro.cli(tyro.conf.OmitArgPrefixes[Config], args=args)
+    if not config.run.resume:
+        return resolve(config), None
+    folder = config.run.output or _newest_run()
+    saved, found = _load(folder)
+    # The saved values are the defaults now, so only what was given on the command line can differ.
+    config = tyro.cli(tyro.conf.OmitArgPrefixes[Config], args=args, default=saved)
+    for group in GROUPS:
+        for field in dataclasses.fields(getattr(config, group)):
+            old = getattr(getattr(saved, group), field.name)
+            new = getattr(getattr(config, group), field.name)
+            if old != new and field.name not in FREE_ON_RESUME:
+                raise UserError(
+                    f"{_option(field.name)} {new} conflicts with the run in {folder}, which has "
+                    f"{old}; leave the option out to resume, or start a new run in another --output"
+                )
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, output=folder)), found
+
+
+def resolve(config: Config) -> Config:
+    """Puts the defaults that depend on data and optimizer in place of `None`, and checks values."""
+    optim, data, run = config.optim, config.data, config.run
+    source = data.source or ("folder" if data.data_dir is not None else "digits")
+    name = f"{source}-{optim.optimizer}-{time.strftime('%Y%m%d-%H%M%S')}"
+    defaults = {
+        **OPTIMIZER_DEFAULTS[optim.optimizer],
+        **(LARGE[optim.optimizer] if source != "digits" else {}),
+        **DATA_DEFAULTS[source],
+        "source": source,
+        "workers": min(16, os.cpu_count() or 1),
+        "output": Path("runs") / name,
+    }
+    if optim.steps is not None and optim.epochs is not None:
+        raise UserError("--epochs and --steps both give the length of the training; give one")
+    if optim.steps is not None:
+        defaults.pop("epochs")
+    if data.data_dir is not None and source in ("digits", "synthetic"):
+        raise UserError(f"--data {source} reads no folder; leave --data-dir {data.data_dir} out")
+    if source == "folder" and data.data_dir is None:
+        raise UserError("--data folder needs --data-dir, the folder that holds train/ and val/")
+    fixed = DATA_DEFAULTS[source]["image_size"]
+    if source in ("digits", "cifar10") and data.image_size not in (None, fixed):
+        raise UserError(f"--image-size {data.image_size} does not fit --data {source}, which has "
+                        f"images of {fixed}x{fixed}; leave the option out")  # fmt: skip
+    groups = {}
+    for group in GROUPS:
+        part = getattr(config, group)
+        values = {
+            field.name: defaults.get(field.name)
+            for field in dataclasses.fields(part)
+            if getattr(part, field.name) is None
+        }
+        groups[group] = dataclasses.replace(part, **values)
+    config = Config(**groups)
+    del optim, data, run
+    _check(config)
+    return config
+
+
+def _check(config: Config) -> None:
+    """Refuses values outside their range, with the option's name and the range."""
+    ranges: list[tuple[str, float, float]] = [
+        ("image_size", 1, 4096), ("synthetic_images", 1, math.inf),
+        ("synthetic_classes", 2, math.inf), ("workers", 1, 1024), ("label_smoothing", 0, 0.99),
+        ("global_batch", 1, math.inf), ("micro_batches", 1, math.inf), ("steps", 1, math.inf),
+        ("warmup_epochs", 0, math.inf), ("momentum", 0, 0.9999), ("weight_decay", 0, math.inf),
+        ("factor_decay", 0, 0.9999), ("norm_constraint", 0, math.inf),
+        ("factor_every", 1, math.inf), ("inverse_every", 1, math.inf), ("seed", 0, 2**31 - 1),
+        ("log_every", 1, math.inf), ("eval_every", 1, math.inf), ("checkpoint_every", 1, math.inf),
+        ("keep_checkpoints", 1, math.inf), ("stop_after", 1, math.inf),
+    ]  # fmt: skip
+    values = {k: v for group in GROUPS for k, v in vars(getattr(config, group)).items()}
+    for name, low, high in ranges:
+        value = values[name]
+        if value is not None and not (low <= value <= high and math.isfinite(value)):
+            wanted = f"at least {low}" if high == math.inf else f"from {low} to {high}"
+            raise UserError(f"{_option(name)} is {value} but must be {wanted}")
+    for name in ("epochs", "learning_rate", "damping"):
+        value = values[name]
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise UserError(f"{_option(name)} is {value} but must be greater than 0")
+    batch, parts = values["global_batch"], values["micro_batches"]
+    if batch % parts:
+        raise UserError(f"--global-batch {batch} does not divide into --micro-batches {parts}")
+
+
+def _option(field: str) -> str:
+    return "--" + {"source": "data"}.get(field, field).replace("_", "-")
+
+
+def _newest_run() -> Path:
+    runs = sorted(Path("runs").glob("*/config.json"), key=lambda path: path.stat().st_mtime)
+    if not runs:
+        raise UserError("--resume finds no run under runs/; name its folder with --output")
+    return runs[-1].parent
+
+
+def save(config: Config, found: dict[str, Any], folder: Path) -> None:
+    """Writes `config.json`: the configuration and what the data were."""
+    text = {**dataclasses.asdict(config), "found": found}
+    (folder / "config.json").write_text(json.dumps(text, indent=2, default=str) + "\n")
+
+
+def _load(folder: Path) -> tuple[Config, dict[str, Any]]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"--resume finds no run in {folder}: it has no config.json")
+    try:
+        text = json.loads(path.read_text())
+        for group, name in (("data", "data_dir"), ("run", "output")):
+            if text[group][name] is not None:
+                text[group][name] = Path(text[group][name])
+        # How the saved run was started and stopped is no property of the one that goes on.
+        text["run"].update(resume=False, stop_after=None)
+        saved = Config(
+            Optimization(**text["optim"]), Model(**text["model"]), Data(**text["data"]),
+            Run(**text["run"]),
+        )  # fmt: skip
+        return saved, text["found"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is not a configuration of this script ({error})") from error

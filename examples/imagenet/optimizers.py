@@ -1,0 +1,91 @@
+"""The optimizers of the script, all behind one interface.
+
+`gradient_fn` gives a function that returns `((loss, aux), grads, factors)`, `transform` an optax
+transform whose `update` takes `factors=`. First-order methods have `factors = None`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+import kfac
+from config import Optimization
+
+
+def learning_rate(config: Optimization, steps_per_epoch: int, total_steps: int) -> optax.Schedule:
+    """Linear warm-up from zero, then the chosen decay, by optimizer steps."""
+    peak = config.learning_rate
+    warmup = min(round(config.warmup_epochs * steps_per_epoch), total_steps - 1)
+    rest = max(total_steps - warmup, 1)
+    decay = {
+        "cosine": optax.cosine_decay_schedule(peak, rest),
+        "linear": optax.linear_schedule(peak, 0.0, rest),
+        "constant": optax.constant_schedule(peak),
+    }[config.schedule]
+    if warmup == 0:
+        return decay
+    # Starts at peak / warmup, not at zero: no step is for nothing.
+    rise = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
+    return optax.join_schedules([rise, decay], [warmup])
+
+
+def is_kernel(params: Any) -> Any:
+    """True for kernels: what weight decay and trust ratios are meant for."""
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+
+def transform(
+    config: Optimization, rate: optax.Schedule, layers: Any
+) -> optax.GradientTransformationExtraArgs:
+    """The optimizer as an optax transform; `layers` is read by K-FAC only."""
+    momentum, decay = config.momentum, config.weight_decay
+    match config.optimizer:
+        case "kfac":
+            return kfac.kfac(
+                rate, layers, damping=config.damping, momentum=momentum, nesterov=config.nesterov,
+                weight_decay=decay, norm_constraint=config.norm_constraint or None,
+                trust_ratio=config.trust_ratio, factor_decay=config.factor_decay,
+                inverse_every=config.inverse_every,
+            )  # fmt: skip
+        case "sgd":
+            tx = optax.chain(
+                optax.add_decayed_weights(decay, is_kernel),
+                optax.sgd(rate, momentum, nesterov=config.nesterov),
+            )
+        case "lars":
+            tx = optax.lars(
+                rate, decay, is_kernel, trust_ratio_mask=is_kernel, momentum=momentum,
+                nesterov=config.nesterov,
+            )  # fmt: skip
+        case "lamb":
+            tx = optax.lamb(rate, b1=momentum, weight_decay=decay, mask=is_kernel)
+        case "adamw":
+            tx = optax.adamw(
+                rate, b1=momentum, weight_decay=decay, mask=is_kernel, nesterov=config.nesterov
+            )
+        case other:
+            raise ValueError(f"no optimizer is called {other!r}")
+    return optax.with_extra_args_support(tx)
+
+
+def gradient_fn(
+    loss_fn: Callable[..., Any], layers: Any, micro_batches: int
+) -> Callable[..., Any]:
+    """`fn(params, batch_stats, batch) -> ((loss, aux), grads, factors)`.
+
+    Without `layers` the factors are None. Over micro-batches everything is averaged, the
+    batch-norm averages in `aux` too.
+    """
+    if layers is None:
+        plain = jax.value_and_grad(loss_fn, has_aux=True)
+
+        def fn(params: Any, batch_stats: Any, batch: Any) -> Any:
+            value, grads = plain(params, batch_stats, batch)
+            return value, grads, None
+    else:
+        fn = kfac.value_and_grad(loss_fn, layers, has_aux=True)
+    if micro_batches == 1:
+        return fn
+    return kfac.microbatch(fn, micro_batches, batch_argnums=2)
