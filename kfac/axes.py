@@ -1,0 +1,189 @@
+"""Where each axis of an array comes from in a parameter leaf.
+
+A kernel seldom reaches its matrix product as it was stored: it is cast, reshaped, transposed, sliced by a scan. Here an
+array that is a parameter seen through such operations carries, for each of its axes, the pieces ("atoms") of leaf axes
+it is made of, in order. The product that finally reads it then says of every atom whether it is an input axis, an
+output axis or a stack of independent copies, and the leaf can be brought to `[copies, d_out, d_in]` and back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+NOT_A_PARAMETER_AXIS = -1
+
+
+class Atom(NamedTuple):
+    """A strided piece of leaf axis `axis`; `axis == -1` stands for an axis that the leaf does not have."""
+
+    axis: int
+    stride: int
+    size: int
+
+    @property
+    def of_leaf(self) -> bool:
+        return self.axis != NOT_A_PARAMETER_AXIS
+
+    @property
+    def memory_order(self) -> tuple[int, int]:
+        return (self.axis, -self.stride)
+
+
+Axis = tuple[Atom, ...]  # major to minor; an axis of size 1 has no atoms
+Axes = tuple[Axis, ...]
+
+
+def foreign(size: int) -> Axis:
+    """An axis the leaf does not have: examples, positions."""
+    return (Atom(NOT_A_PARAMETER_AXIS, 1, size),) if size > 1 else ()
+
+
+def leaf_axes(shape: Sequence[int]) -> Axes:
+    return tuple((Atom(k, 1, size),) if size > 1 else () for k, size in enumerate(shape))
+
+
+def atoms_of(axes: Iterable[Axis]) -> list[Atom]:
+    """The leaf's atoms among `axes`, in array order."""
+    return [atom for axis in axes for atom in axis if atom.of_leaf]
+
+
+def is_broadcast(axes: Axes) -> bool:
+    """Whether some axis repeats the leaf (which makes an array of parameters an activation)."""
+    return any(not atom.of_leaf for axis in axes for atom in axis)
+
+
+def _merge(atoms: Iterable[Atom]) -> Axis:
+    merged: list[Atom] = []
+    for atom in atoms:
+        last = merged[-1] if merged else None
+        if last and last.axis == atom.axis and last.stride == atom.stride * atom.size:
+            merged[-1] = Atom(atom.axis, atom.stride, last.size * atom.size)
+        else:
+            merged.append(atom)
+    return tuple(merged)
+
+
+def _split(atom: Atom, major: int) -> tuple[Atom, Atom]:
+    minor = atom.size // major
+    return Atom(atom.axis, atom.stride * minor, major), Atom(atom.axis, atom.stride, minor)
+
+
+def reshape(axes: Axes, shape: Sequence[int]) -> Axes | None:
+    """Axes after a row-major reshape, or None where the new axes cut across atoms."""
+    queue = [atom for axis in axes for atom in axis][::-1]
+    result = []
+    for size in shape:
+        taken: list[Atom] = []
+        missing = size
+        while missing > 1:
+            atom = queue.pop()
+            if atom.size > missing:
+                if atom.size % missing:
+                    return None
+                atom, rest = _split(atom, missing)
+                queue.append(rest)
+            if missing % atom.size:
+                return None
+            missing //= atom.size
+            taken.append(atom)
+        result.append(_merge(taken))
+    return tuple(result)
+
+
+def broadcast(axes: Axes, old: Sequence[int], new: Sequence[int], dimensions: Sequence[int]) -> Axes:
+    """Axes after `broadcast_in_dim` from shape `old` to shape `new`."""
+    source = dict(zip(dimensions, range(len(old)), strict=True))
+    return tuple(
+        axes[source[k]] if k in source and old[source[k]] == size else foreign(size) for k, size in enumerate(new)
+    )
+
+
+def common_refinement(a: Axis, b: Axis) -> list[tuple[Atom, Atom]] | None:
+    """Cuts two axes of equal size into pairs of atoms of equal size; None where that is impossible."""
+    left, right = list(a)[::-1], list(b)[::-1]
+    pairs = []
+    while left and right:
+        x, y = left.pop(), right.pop()
+        if x.size > y.size:
+            if x.size % y.size:
+                return None
+            x, rest = _split(x, y.size)
+            left.append(rest)
+        elif y.size > x.size:
+            if y.size % x.size:
+                return None
+            y, rest = _split(y, x.size)
+            right.append(rest)
+        pairs.append((x, y))
+    return pairs if not left and not right else None
+
+
+class Layout(NamedTuple):
+    """How a leaf becomes matrices: its atoms in memory order, each with a role, `"stack"`, `"out"` or `"in"`."""
+
+    roles: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def size(self, role: str) -> int:
+        return math.prod(s for r, s in zip(self.roles, self.sizes, strict=True) if r == role)
+
+    def _order(self) -> list[int]:
+        return [k for role in ("stack", "out", "in") for k, r in enumerate(self.roles) if r == role]
+
+    def to_matrix(self, leaf):
+        """`leaf` as `[copies, d_out, d_in]` (`d_in` is 1 for a leaf without input axes)."""
+        matrix = leaf.reshape(self.sizes).transpose(self._order())
+        return matrix.reshape(self.size("stack"), self.size("out"), self.size("in"))
+
+    def from_matrix(self, matrix, shape: Sequence[int]):
+        """The inverse of `to_matrix`, for a leaf of shape `shape`."""
+        order = self._order()
+        inverse = [order.index(k) for k in range(len(order))]
+        return matrix.reshape([self.sizes[k] for k in order]).transpose(inverse).reshape(shape)
+
+
+def layout(roles: Iterable[tuple[Atom, str]]) -> Layout:
+    """The layout in which every atom of a leaf has the role given; neighbours of one role become one axis."""
+    ordered = sorted(roles, key=lambda pair: pair[0].memory_order)
+    names: list[str] = []
+    sizes: list[int] = []
+    for atom, role in ordered:
+        if names and names[-1] == role:
+            sizes[-1] *= atom.size
+        else:
+            names.append(role)
+            sizes.append(atom.size)
+    return Layout(tuple(names), tuple(sizes))
+
+
+class Arrangement(NamedTuple):
+    """How an activation becomes `[copies, rows, features]`, features in the memory order of the kernel."""
+
+    split: tuple[int, ...]
+    stack: tuple[int, ...]
+    rows: tuple[int, ...]
+    features: tuple[int, ...]
+
+    def __call__(self, x):
+        def size(positions):
+            return math.prod(self.split[k] for k in positions)
+
+        x = x.reshape(self.split).transpose(self.stack + self.rows + self.features)
+        return x.reshape(size(self.stack), size(self.rows), size(self.features))
+
+
+def arrangement(axes: Axes, stack: Iterable[Atom] = ()) -> Arrangement:
+    """The arrangement of an array with these axes: leaf atoms are features, but for those in `stack`."""
+    flat = [atom for axis in axes for atom in axis]
+    stack = set(stack)
+    kinds = {"stack": [], "rows": [], "features": []}
+    for position, atom in enumerate(flat):
+        kind = "rows" if not atom.of_leaf else "stack" if atom in stack else "features"
+        kinds[kind].append(position)
+    for kind in ("stack", "features"):
+        kinds[kind].sort(key=lambda position: flat[position].memory_order)
+    return Arrangement(
+        tuple(atom.size for atom in flat), tuple(kinds["stack"]), tuple(kinds["rows"]), tuple(kinds["features"])
+    )

@@ -1,0 +1,50 @@
+"""Named axes: what varies over them, and means over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def _varying(aval: Any) -> frozenset[str]:
+    # The attribute's name differs between jax releases.
+    if hasattr(aval, "manual_axis_type"):
+        return frozenset(aval.manual_axis_type.varying)
+    return frozenset(getattr(aval, "vma", None) or ())
+
+
+def varying_axes(tree: Any) -> frozenset[str]:
+    """The mesh axes of an enclosing `shard_map` over which some leaf of `tree` may differ between devices."""
+    return frozenset().union(*(_varying(jax.typeof(leaf)) for leaf in jax.tree.leaves(tree)))
+
+
+def as_varying(tree: Any, axes: frozenset[str]) -> Any:
+    """Marks every leaf of `tree` as varying over `axes`.
+
+    The gradient with respect to a value that is the same on all devices is summed over devices by autodiff; with respect
+    to a varying one it is the device's own, as under `pmap`.
+    """
+
+    def mark(leaf):
+        missing = tuple(sorted(axes - _varying(jax.typeof(leaf))))
+        return lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(mark, tree)
+
+
+def zeros_of(fn: Callable, *args: Any) -> Any:
+    """Zeros shaped, and varying over mesh axes, like the result of `fn(*args)`: the start of a sum in a scan."""
+
+    def zeros(aval):
+        return as_varying(jnp.zeros(aval.shape, aval.dtype), _varying(aval))
+
+    return jax.tree.map(zeros, jax.eval_shape(fn, *args))
+
+
+def mean_over(tree: Any, axis_name: str | tuple[str, ...] | None) -> Any:
+    """The mean of every leaf over a named axis; the tree itself without one."""
+    return tree if axis_name is None else lax.pmean(tree, axis_name)

@@ -1,0 +1,439 @@
+"""From the reads of a traced loss to layers, and to the taps that collect their statistics."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kfac import axes as axes_lib
+from kfac.axes import Atom, Layout
+from kfac.layers import Factors, Kronecker, Layer, Layers, Unitwise, leaf_path
+from kfac.replay import ElementwiseTap, Key, KroneckerTap, Plan
+from kfac.statistics import Convolution, accumulator
+from kfac.tracing import Analysis, Read, Trace, open_jaxpr, trace, unsupported
+
+
+def find_layers(
+    loss_fn: Callable[..., Any], params: Any, *args: Any, has_aux: bool = False, skip: Sequence[str] = (), **kwargs: Any
+) -> Layers:
+    """Says how each parameter leaf of `loss_fn` will be preconditioned.
+
+    Traces `loss_fn(params, *args, **kwargs)` once and follows every parameter leaf through shape and dtype operations to
+    the operations that read it. Nothing is computed. A leaf read by matrix products or convolutions gets a Kronecker
+    block, normalisation scales and shifts a unit-wise one, what remains a diagonal one; no leaf is left out silently.
+
+    Args:
+      loss_fn: the mean loss over the examples of a batch, a real scalar; with `has_aux`, a pair `(loss, aux)`.
+      params: the parameters, a pytree of real arrays or `jax.ShapeDtypeStruct`.
+      *args: further arguments: pytrees of arrays or `jax.ShapeDtypeStruct`; other leaves are passed on as they are.
+      has_aux: whether `loss_fn` returns a pair.
+      skip: regular expressions; a leaf in whose path (joined by `/`) one is found gets no curvature block, its gradient
+        passes through the preconditioner unchanged.
+      **kwargs: keyword arguments of `loss_fn`.
+
+    Returns:
+      `Layers`: print it to see every parameter.
+
+    Raises:
+      UnsupportedLayerError: a parameter is read in a way that cannot be treated exactly; the message says which and how
+        to go on.
+      ValueError: a pattern of `skip` matches no leaf, or is no regular expression.
+      TypeError: `loss_fn` does not return a real scalar, or a parameter leaf is not real.
+    """
+    names, shapes = paths_and_shapes(params)
+    # The example count matters to the statistics only, so a batch that does not tell it is no error here.
+    return resolve(trace(loss_fn, has_aux, params, args, kwargs), names, shapes, tuple(skip), None, strict=False).layers
+
+
+def paths_and_shapes(params: Any) -> tuple[list[str], list[tuple[int, ...]]]:
+    """Paths and shapes of the leaves, in the order of `jax.tree.leaves`."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(params)
+    names = [leaf_path(path) for path, _ in flat]
+    if not names:
+        raise ValueError("params has no leaves: there is nothing to train")
+    repeated = [name for name, count in collections.Counter(names).items() if count > 1]
+    if repeated:
+        raise ValueError(f"two parameter leaves have the path {repeated[0]!r}; rename one")
+    return names, [tuple(leaf.shape) for _, leaf in flat]
+
+
+@dataclasses.dataclass
+class Resolved:
+    """Layers, and all that `value_and_grad` needs to collect and finish their statistics.
+
+    Attributes:
+      layers: the layers.
+      plan: where the taps are.
+      probes: shape and dtype of what each tap sums.
+      finish: what brings these sums to factors, by layer.
+      num_examples: `n`.
+    """
+
+    layers: Layers
+    plan: Plan
+    probes: dict[Key, Any]
+    finish: dict[str, Callable[[list[Any]], Any]]
+    num_examples: int
+
+    def factors(self, sums: dict[Key, Any], grads: Sequence[Any]) -> Factors:
+        """Factors from the cotangents of the probes and, for coarse diagonals, the gradients."""
+        by_path = dict(zip(self.layers.paths, grads, strict=True))
+        blocks = {}
+        for layer in self.layers.with_factors:
+            if layer.coarse:
+                g = by_path[layer.params[0]]
+                squared = self.num_examples * jnp.square(g.astype(accumulator(g.dtype)))
+                blocks[layer.name] = Unitwise(squared.reshape(layer.factor_shapes["F"]))
+            else:
+                own = [sums[(layer.name, k)] for k in range(2) if (layer.name, k) in sums]
+                blocks[layer.name] = self.finish[layer.name](own)
+        return Factors(blocks)
+
+
+def resolve(
+    traced: Trace,
+    names: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    skip: tuple[str, ...],
+    num_examples: int | None,
+    strict: bool = True,
+) -> Resolved:
+    """Groups the reads of `traced` into layers and plans their taps.
+
+    Args:
+      traced: the traced loss.
+      names: paths of the parameter leaves.
+      shapes: their shapes.
+      skip: patterns of leaves to leave out.
+      num_examples: the number of examples, if the user gave it.
+      strict: whether an unknown number of examples is an error.
+    """
+    skipped = _skipped(skip, names)
+    analysis = Analysis(traced, names, shapes, skipped)
+    by_leaf: dict[int, list[Read]] = collections.defaultdict(list)
+    for read in analysis.reads:
+        by_leaf[read.leaf].append(read)
+    kernels = {leaf for leaf, reads in by_leaf.items() if any(read.op in ("dense", "conv") for read in reads)}
+    for leaf in kernels:
+        _check_kernel(names[leaf], by_leaf[leaf], analysis.coarse.get(leaf))
+    companions = _companions(analysis, by_leaf, kernels)
+
+    n = _num_examples(num_examples, analysis, kernels, names, strict)
+    drafts: list[tuple[Layer, list[int]]] = []
+    for leaf, name in enumerate(names):
+        if leaf in companions.values():
+            continue
+        if leaf in skipped:
+            drafts.append((Layer(name, "skipped", (name,), (shapes[leaf],), note="skipped by the user"), [leaf]))
+        elif leaf in kernels:
+            drafts.append(_kronecker_layer(leaf, companions.get(leaf), analysis, by_leaf, names, shapes, n))
+        else:
+            drafts.append(_elementwise_layer(leaf, companions.get(leaf), analysis, by_leaf, names, shapes, n))
+
+    parents = collections.Counter(_parent(layer.params[0]) for layer, _ in drafts)
+    resolved = Resolved(Layers((), tuple(names), skip), Plan(), {}, {}, n)
+    blocks = []
+    for layer, leaves in drafts:
+        parent = _parent(layer.params[0])
+        layer = dataclasses.replace(layer, name=parent if parent and parents[parent] == 1 else layer.params[0])
+        blocks.append(layer)
+        reads = [read for leaf in leaves for read in by_leaf[leaf]]
+        if layer.kind in ("dense", "conv"):
+            _plan_kronecker(resolved, layer, by_leaf[leaves[0]], analysis, traced)
+        elif reads and not layer.coarse:
+            _plan_elementwise(resolved, layer, leaves, by_leaf, traced, strict)
+    for path, operand in analysis.multipliers.items():
+        # Only where the jaxpr holds a tap: elsewhere nothing reads the multiplier.
+        resolved.plan.at(path).multipliers[path[-1]] = operand
+    resolved.layers = Layers(tuple(blocks), tuple(names), skip)
+    return resolved
+
+
+def _skipped(skip: tuple[str, ...], names: Sequence[str]) -> set[int]:
+    if isinstance(skip, str):
+        raise ValueError(f"skip must be a sequence of regular expressions, but is the string {skip!r}")
+    skipped = set()
+    for pattern in skip:
+        try:
+            found = {k for k, name in enumerate(names) if re.search(pattern, name)}
+        except re.error as error:
+            raise ValueError(f"skip: {pattern!r} is not a regular expression: {error}") from None
+        if not found:
+            raise ValueError(f"skip: {pattern!r} matches no parameter; the parameters are {', '.join(names)}")
+        skipped |= found
+    return skipped
+
+
+def _parent(path: str) -> str:
+    return path.rpartition("/")[0]
+
+
+def _check_kernel(name: str, reads: list[Read], coarse: str | None) -> None:
+    products = [read for read in reads if read.op in ("dense", "conv")]
+    where = " and ".join(sorted({read.op for read in reads}))
+    if coarse is not None:
+        raise unsupported(name, f"a matrix product or convolution and by {coarse}", "the two cannot be put in one block")
+    if len(products) < len(reads):
+        raise unsupported(name, where, "besides a product, an elementwise operation reads it")
+    if len({_kernel_layout(read) for read in products}) > 1:
+        raise unsupported(name, f"{len(products)} products", "they disagree on which of its axes are inputs")
+    if len({tuple(filter(None, read.view.stack)) for read in products}) > 1:
+        raise unsupported(name, f"{len(products)} products", "they disagree on how it is stacked")
+
+
+def _kernel_roles(read: Read) -> dict[Atom, str]:
+    stack = {*read.scanned, *read.batched}
+    roles = {atom: "in" for atom in axes_lib.atoms_of(read.x_axes)}
+    roles |= {atom: "out" for atom in axes_lib.atoms_of(read.y_axes)}
+    return roles | {atom: "stack" for atom in stack}
+
+
+def _kernel_layout(read: Read) -> Layout:
+    return axes_lib.layout(_kernel_roles(read).items())
+
+
+def _companions(analysis: Analysis, by_leaf: dict[int, list[Read]], kernels: set[int]) -> dict[int, int]:
+    """The bias of each kernel and the shift of each scale: the leaf added to its every output, and to nothing else."""
+    companions: dict[int, int] = {}
+    for leaf, reads in by_leaf.items():
+        if leaf in kernels or leaf in analysis.coarse or not all(r.op == "add" and r.joined for r in reads):
+            continue
+        joined = [read.joined[0] for read in reads if read.joined]
+        partners = {analysis.reads[k].leaf for k in joined}
+        partner = partners.pop()
+        if partners or partner in companions or partner in analysis.coarse or len(set(joined)) < len(joined):
+            continue
+        if partner in kernels:
+            # A bias may be missing from some uses of the kernel, but a subtracted one is no homogeneous 1.
+            if all(read.sign == 1 for read in reads):
+                companions[partner] = leaf
+        elif len(joined) == len(by_leaf[partner]) and all(analysis.reads[k].op == "mul" for k in joined):
+            companions[partner] = leaf
+    return companions
+
+
+def _num_examples(given, analysis: Analysis, kernels: set[int], names: Sequence[str], strict: bool) -> int:
+    if given is not None:
+        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+            raise ValueError(f"num_examples must be a positive int, but is {given!r}")
+        for read in analysis.reads:
+            if read.leaf in kernels and read.rows % given:
+                raise ValueError(
+                    f"num_examples={given} does not divide the {read.rows} positions at which {names[read.leaf]!r} is read"
+                )
+        return given
+    candidates: dict[int, str] = {}
+    for read in analysis.reads:
+        if read.leaf in kernels or not kernels:
+            candidates.setdefault(read.leading, names[read.leaf])
+    if len(candidates) > 1 and strict:
+        seen = ", ".join(f"{size} ({name!r})" for size, name in candidates.items())
+        raise ValueError(
+            f"the number of examples is not clear: the leading dimensions of the layers' inputs are {seen}. Pass "
+            "num_examples= to value_and_grad."
+        )
+    return next(iter(candidates), 1)
+
+
+def _kronecker_layer(leaf, bias, analysis, by_leaf, names, shapes, n) -> tuple[Layer, list[int]]:
+    reads = by_leaf[leaf]
+    kernel = _kernel_layout(reads[0])
+    leaves, layouts = [leaf], [kernel]
+    if bias is not None:
+        read = by_leaf[bias][0]
+        assert read.joined is not None
+        roles = _kernel_roles(analysis.reads[read.joined[0]])
+        layouts.append(axes_lib.layout((own, _role_within(roles, theirs)) for own, theirs in read.joined[1]))
+        leaves.append(bias)
+    rows = sum(read.rows for read in reads)
+    layer = Layer(
+        names[leaf],
+        reads[0].op,
+        tuple(names[k] for k in leaves),
+        tuple(shapes[k] for k in leaves),
+        tuple(layouts),
+        d_out=kernel.size("out"),
+        d_in=kernel.size("in") + (bias is not None),
+        copies=kernel.size("stack"),
+        stacked="stack" in kernel.roles,
+        positions=rows // n if rows % n == 0 else None,
+    )
+    return layer, leaves
+
+
+def _role_within(roles: dict[Atom, str], part: Atom) -> str:
+    return next(
+        role
+        for atom, role in roles.items()
+        if atom.axis == part.axis and atom.stride <= part.stride < atom.stride * atom.size
+    )
+
+
+def _elementwise_layer(leaf, shift, analysis, by_leaf, names, shapes, n) -> tuple[Layer, list[int]]:
+    size = math.prod(shapes[leaf])
+    reads = by_leaf.get(leaf, [])
+    if len({tuple(filter(None, read.view.stack)) for read in reads}) > 1:
+        raise unsupported(names[leaf], f"{len(reads)} operations", "they disagree on how it is stacked")
+    coarse, note, kind = False, "", "unitwise"
+    if leaf in analysis.coarse or not reads:
+        coarse, kind = True, "diagonal"
+        how = analysis.coarse.get(leaf) or analysis.derived.get(leaf)
+        note = f"read by {how}: n times the squared mean gradient" if how else "not used by the loss"
+    elif not any(read.op == "mul" for read in reads):
+        kind, note = "diagonal", "read by an elementwise sum: per-example gradients"
+    else:
+        note = "elementwise scale" + (" and shift" if shift is not None else "") + ": per-example gradients"
+    leaves = [leaf] if shift is None else [leaf, shift]
+    rows = sum(read.rows for read in reads)
+    layer = Layer(
+        names[leaf],
+        kind,
+        tuple(names[k] for k in leaves),
+        tuple(shapes[k] for k in leaves),
+        tuple(Layout(("out",), (size,)) for _ in leaves),
+        d_out=size,
+        d_in=len(leaves),
+        coarse=coarse,
+        note=note,
+        positions=rows // n if rows and rows % n == 0 and not coarse else None,
+    )
+    return layer, leaves
+
+
+def _plan_kronecker(resolved: Resolved, layer: Layer, reads: list[Read], analysis: Analysis, traced: Trace) -> None:
+    key = (layer.name, 0)
+    with_bias = {
+        read.joined[0] for read in analysis.reads if read.joined and analysis.names[read.leaf] in layer.params[1:]
+    }
+    for read in reads:
+        eqn = _equations(traced, read.path)[-1]
+        index = next(k for k, other in enumerate(analysis.reads) if other is read)
+        bias = "none" if not layer.has_bias else "one" if index in with_bias else "zero"
+        tap = KroneckerTap(
+            key,
+            read.operand,
+            axes_lib.arrangement(read.x_axes, read.batched),
+            axes_lib.arrangement(read.y_axes, read.batched),
+            _geometry(eqn) if read.op == "conv" else None,
+            bias,
+        )
+        _place(resolved, traced, read, tap)
+    read = reads[0]
+    dtype = accumulator(_equations(traced, read.path)[-1].invars[0].aval.dtype)
+    scanned = [length for length, atoms in zip(read.scans, read.view.stack, strict=True) if atoms]
+    batched = math.prod(atom.size for atom in read.batched)
+    resolved.probes[key] = Kronecker(
+        jax.ShapeDtypeStruct((*scanned, batched, layer.d_in, layer.d_in), dtype),
+        jax.ShapeDtypeStruct((*scanned, batched, layer.d_out, layer.d_out), dtype),
+    )
+    n, rows = resolved.num_examples, sum(read.rows for read in reads)
+    stack = [*read.scanned, *sorted(read.batched, key=lambda atom: atom.memory_order)]
+
+    def finish(sums: list[Kronecker]) -> Kronecker:
+        (moments,) = sums
+
+        def ordered(moment, shape):
+            tail = moment.shape[-2:]
+            return _in_memory_order(moment, stack, tail).reshape(shape)
+
+        shapes = layer.factor_shapes
+        # G = (n / s) sum g g^T with s = rows / n positions per example.
+        return Kronecker(ordered(moments.A, shapes["A"]) / n, ordered(moments.G, shapes["G"]) * (n / (rows / n)))
+
+    resolved.finish[layer.name] = finish
+
+
+def _in_memory_order(array: jax.Array, stack: list[Atom], tail: tuple[int, ...]) -> jax.Array:
+    order = sorted(range(len(stack)), key=lambda k: stack[k].memory_order)
+    array = array.reshape(*(atom.size for atom in stack), *tail)
+    return array.transpose(*order, *range(len(stack), len(stack) + len(tail)))
+
+
+def _plan_elementwise(resolved, layer, leaves, by_leaf, traced, strict: bool) -> None:
+    n = resolved.num_examples
+    stacks: list[list[Atom]] = []
+    for k, leaf in enumerate(leaves):
+        key = (layer.name, k)
+        for read in by_leaf[leaf]:
+            eqn = _equations(traced, read.path)[-1]
+            flat = [atom for axis in read.y_axes for atom in axis]
+            foreign = [position for position, atom in enumerate(flat) if not atom.of_leaf]
+            example = next((p for p in foreign if flat[p].size == n), None) if n > 1 else None
+            if n > 1 and example is None:
+                if not strict:
+                    return
+                raise ValueError(
+                    f"parameter {layer.params[k]!r} is read by {eqn.primitive.name} on an array of shape "
+                    f"{list(read.shape)} none of whose axes has the {n} examples: pass num_examples= to value_and_grad, "
+                    "or keep the examples on an axis of their own there."
+                )
+            units = sorted((p for p, atom in enumerate(flat) if atom.of_leaf), key=lambda p: flat[p].memory_order)
+            tap = ElementwiseTap(
+                key,
+                read.operand,
+                eqn.primitive.name,
+                tuple(atom.size for atom in flat),
+                example,
+                tuple(units),
+                read.sign,
+            )
+            _place(resolved, traced, read, tap)
+        local = sorted(axes_lib.atoms_of(read.y_axes), key=lambda atom: atom.memory_order)
+        scanned = [length for length, atoms in zip(read.scans, read.view.stack, strict=True) if atoms]
+        width = math.prod(atom.size for atom in local)
+        dtype = accumulator(eqn.outvars[0].aval.dtype)
+        resolved.probes[key] = jax.ShapeDtypeStruct((*scanned, n, width), dtype)
+        stacks.append([*read.scanned, Atom(axes_lib.NOT_A_PARAMETER_AXIS, 1, n), *local])
+
+    def finish(sums: list[jax.Array]) -> Unitwise:
+        # The example axis sorts before all axes of the leaf.
+        columns = [_in_memory_order(g, stack, ()).reshape(n, -1) for g, stack in zip(sums, stacks, strict=True)]
+        g = jnp.stack(columns, axis=-1)
+        return Unitwise(n * jnp.einsum("nup,nuq->upq", g, g, precision=jax.lax.Precision.HIGHEST))
+
+    resolved.finish[layer.name] = finish
+
+
+def _place(resolved: Resolved, traced: Trace, read: Read, tap: KroneckerTap | ElementwiseTap) -> None:
+    """Puts a tap behind an equation, and tells each scan around it whether the tap's probe is sliced there."""
+    resolved.plan.at(read.path).taps[read.path[-1]] = tap
+    plan, levels = resolved.plan, iter(read.view.stack)
+    for index, eqn in zip(read.path, _equations(traced, read.path)[:-1], strict=False):
+        plan = plan.children[index]
+        if eqn.primitive.name == "scan":
+            iterated = bool(next(levels))
+            if plan.iterated.setdefault(tap.key, iterated) != iterated:
+                raise unsupported(tap.key[0], "two operations in a scan", "only one of them iterates over it")
+
+
+def _equations(traced: Trace, path: Sequence[int]) -> list[Any]:
+    """The equations along a path, the one it ends at last."""
+    jaxpr = traced.closed.jaxpr
+    found = []
+    for index in path:
+        found.append(jaxpr.eqns[index])
+        params = found[-1].params
+        if len(found) < len(path):
+            jaxpr, _ = open_jaxpr(params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"])
+    return found
+
+
+def _geometry(eqn: Any) -> Convolution:
+    numbers = eqn.params["dimension_numbers"]
+    kernel, out = eqn.invars[1].aval.shape, eqn.outvars[0].aval.shape
+    return Convolution(
+        tuple(numbers.lhs_spec),
+        tuple(kernel[k] for k in numbers.rhs_spec[2:]),
+        tuple(eqn.params["window_strides"]),
+        tuple(tuple(pair) for pair in eqn.params["padding"]),
+        tuple(eqn.params["lhs_dilation"]),
+        tuple(eqn.params["rhs_dilation"]),
+        tuple(out[k] for k in numbers.out_spec[2:]),
+    )

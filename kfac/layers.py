@@ -1,0 +1,279 @@
+"""What a layer is: its parameters, its curvature block, and how its parameters become a matrix."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+
+from kfac.axes import Layout
+
+KRONECKER_KINDS = ("dense", "conv")
+UNITWISE_KINDS = ("unitwise", "diagonal")
+
+
+class UnsupportedLayerError(ValueError):
+    """A matrix product, convolution or opaque construct reads a parameter in a way that cannot be treated exactly.
+
+    The message names the parameter, the operation, the reason and the way out.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One block of the curvature: the parameters it covers and the dimensions of its factors.
+
+    Attributes:
+      name: the parameter path of the layer, joined by `/`.
+      kind: `"dense"` or `"conv"` (Kronecker: `A` is `[d_in, d_in]`, `G` is `[d_out, d_out]`), `"unitwise"` (a block of
+        `d_in` x `d_in` for each of `d_out` channels: normalisation scale and shift), `"diagonal"` (one number for each
+        of `d_out` elements) or `"skipped"` (no curvature).
+      params: paths of the parameter leaves: kernel and bias, or scale and shift.
+      shapes: shapes of these leaves.
+      layouts: how each leaf becomes `[copies, d_out, columns]`.
+      d_out: dimension of `G`, or number of channels.
+      d_in: dimension of `A`, the homogeneous 1 of a bias included, or parameters per channel.
+      copies: independent copies stacked in the same leaves (`lax.scan` over layers, batched kernels).
+      stacked: whether the factors carry a leading axis of length `copies`.
+      coarse: a diagonal block estimated from `n` times the squared mean gradient, for want of per-example gradients.
+      note: why the parameters have no Kronecker block.
+      positions: positions per example that share the weight, at the shapes the layer was found with.
+    """
+
+    name: str
+    kind: str
+    params: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    layouts: tuple[Layout, ...] = ()
+    d_out: int = 0
+    d_in: int = 0
+    copies: int = 1
+    stacked: bool = False
+    coarse: bool = False
+    note: str = ""
+    positions: int | None = dataclasses.field(default=None, compare=False)
+
+    @property
+    def has_bias(self) -> bool:
+        return self.kind in KRONECKER_KINDS and len(self.params) == 2
+
+    @property
+    def num_params(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    @property
+    def factor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the statistics of this layer in a `Factors`."""
+        lead = (self.copies,) if self.stacked else ()
+        if self.kind in KRONECKER_KINDS:
+            return {"A": (*lead, self.d_in, self.d_in), "G": (*lead, self.d_out, self.d_out)}
+        if self.kind in UNITWISE_KINDS:
+            return {"F": (self.d_out, self.d_in, self.d_in)}
+        return {}
+
+    def to_matrix(self, leaves: Sequence[jax.Array]) -> jax.Array:
+        """The layer's leaves (parameters, gradients) as one array.
+
+        Returns:
+          `[copies, d_out, d_in]` for a Kronecker layer, the bias as its last column; `[1, d_out, d_in]` for a unit-wise
+          or diagonal one, a column for each leaf.
+        """
+        columns = [layout.to_matrix(leaf) for layout, leaf in zip(self.layouts, leaves, strict=True)]
+        return jnp.concatenate(columns, axis=-1) if len(columns) > 1 else columns[0]
+
+    def from_matrix(self, matrix: jax.Array) -> list[jax.Array]:
+        """The inverse of `to_matrix`."""
+        leaves = []
+        start = 0
+        for layout, shape in zip(self.layouts, self.shapes, strict=True):
+            width = layout.size("in")
+            leaves.append(layout.from_matrix(matrix[..., start : start + width], shape))
+            start += width
+        return leaves
+
+    def describe(self) -> str:
+        """The layer in a few words, for error messages."""
+        factors = ", ".join(f"{name} {list(shape)}" for name, shape in self.factor_shapes.items())
+        return f"{self.kind} layer {self.name!r} ({', '.join(self.params)}; {factors or 'no factors'})"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Layers(Sequence[Layer]):
+    """How each parameter leaf will be preconditioned: an immutable, hashable sequence of `Layer`.
+
+    Printing it shows every parameter leaf in exactly one row, with the reason beside each that has no Kronecker block.
+    A layer can be looked up by position or by name.
+
+    Attributes:
+      blocks: the layers, in the order of their first parameter leaf.
+      paths: the path of every parameter leaf, in the order of `jax.tree.leaves(params)`.
+      skip: the patterns given to `find_layers`.
+    """
+
+    blocks: tuple[Layer, ...]
+    paths: tuple[str, ...]
+    skip: tuple[str, ...] = ()
+
+    @overload
+    def __getitem__(self, index: int | str) -> Layer: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Layer, ...]: ...
+    def __getitem__(self, index: int | str | slice) -> Layer | tuple[Layer, ...]:
+        if isinstance(index, str):
+            for layer in self.blocks:
+                if layer.name == index:
+                    return layer
+            raise KeyError(f"no layer {index!r}; the layers are {[layer.name for layer in self.blocks]}")
+        return self.blocks[index]
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def with_factors(self) -> tuple[Layer, ...]:
+        """The layers that have statistics: all but those skipped."""
+        return tuple(layer for layer in self.blocks if layer.kind != "skipped")
+
+    def __repr__(self) -> str:
+        return _table(self)
+
+
+def _table(layers: Layers) -> str:
+    header = ("layer", "kind", "parameters", "A", "G", "positions", "copies", "factors", "note")
+    rows = [header]
+    total = 0
+    for layer in layers:
+        prefix = f"{layer.name}/"
+        leaves = ", ".join(
+            f"{path.removeprefix(prefix)} [{', '.join(map(str, shape))}]"
+            for path, shape in zip(layer.params, layer.shapes, strict=True)
+        )
+        elements = sum(math.prod(shape) for shape in layer.factor_shapes.values())
+        total += elements
+        if layer.kind in KRONECKER_KINDS:
+            a, g = str(layer.d_in), str(layer.d_out)
+        elif layer.kind in UNITWISE_KINDS:
+            a, g = "", f"{layer.d_out} x {layer.d_in}x{layer.d_in}"
+        else:
+            a = g = ""
+        positions = "" if layer.positions is None else str(layer.positions)
+        rows.append(
+            (layer.name, layer.kind + (" (coarse)" if layer.coarse else ""), leaves, a, g, positions)
+            + (str(layer.copies), _bytes(4 * elements), layer.note)
+        )
+    widths = [max(len(row[k]) for row in rows) for k in range(len(header))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    params = sum(layer.num_params for layer in layers)
+    lines.append(
+        f"{len(layers.paths)} parameter leaves ({params:,} parameters) in {len(layers)} blocks; "
+        f"factors: {total:,} elements, {_bytes(4 * total)} in float32"
+    )
+    return "\n".join(lines)
+
+
+def _bytes(count: int) -> str:
+    value = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Kronecker:
+    """Kronecker factors of one layer, or their inverses: `A` is `[copies?, d_in, d_in]`, `G` `[copies?, d_out, d_out]`."""
+
+    A: Any
+    G: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Unitwise:
+    """A small dense block for each channel: `F` is `[d_out, p, p]`, with `p` parameters per channel."""
+
+    F: Any
+
+
+Block = Kronecker | Unitwise
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Factors(Mapping[str, Block]):
+    """The statistics of one batch: a mapping from layer name to `Kronecker(A, G)` or `Unitwise(F)`, and a pytree.
+
+    Like gradients, factors can be added, averaged, `psum`-ed with `jax.tree.map` and passed through `jit`.
+    """
+
+    def __init__(self, blocks: Mapping[str, Block]):
+        self._blocks = dict(blocks)
+
+    def __getitem__(self, name: str) -> Block:
+        return self._blocks[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._blocks)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __repr__(self) -> str:
+        return f"Factors({self._blocks!r})"
+
+    def unscale(self, loss_scale: jax.typing.ArrayLike) -> Factors:
+        """The statistics of the loss itself, from those of `loss_scale` times the loss.
+
+        Gradients are divided by the scale, their second moments (`G`, `F`) by its square; `A` does not depend on it.
+
+        Args:
+          loss_scale: the scalar the loss was multiplied by.
+        """
+
+        def unscaled(moment):
+            # Two divisions: the square of a large scale is not finite in float32 where the result is.
+            return moment / loss_scale / loss_scale
+
+        return Factors(
+            {
+                name: Kronecker(block.A, unscaled(block.G))
+                if isinstance(block, Kronecker)
+                else Unitwise(unscaled(block.F))
+                for name, block in self._blocks.items()
+            }
+        )
+
+    def tree_flatten_with_keys(self):
+        names = tuple(self._blocks)
+        return [(jax.tree_util.DictKey(name), self._blocks[name]) for name in names], names
+
+    @classmethod
+    def tree_unflatten(cls, names, blocks):
+        return cls(dict(zip(names, blocks, strict=True)))
+
+
+def leaf_path(path: Sequence[Any]) -> str:
+    """A key path of `jax.tree_util` as `a/b/c`; the wrapper that flax nnx puts around an array is left out."""
+    names = []
+    for key in path:
+        for attribute in ("key", "name", "idx"):
+            if hasattr(key, attribute):
+                names.append(str(getattr(key, attribute)))
+                break
+        else:
+            names.append(str(key))
+    if len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value"):
+        names.pop()
+    return "/".join(names) or "params"
+
+
+def leaves_by_path(params: Any) -> dict[str, Any]:
+    """The leaves of a tree of parameters or gradients by their paths."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(params)
+    return {leaf_path(path): leaf for path, leaf in flat}

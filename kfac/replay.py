@@ -1,0 +1,193 @@
+"""Evaluates a traced loss again, with taps behind the operations that read parameters.
+
+A tap is an identity on the result of an operation. Its backward pass also returns statistics of the operation's input
+and of the gradient that passes through, as the cotangent of a `probe`: differentiating the loss with respect to the
+probes yields the statistics in the same backward pass as the gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core as jex
+
+from kfac.axes import Arrangement
+from kfac.layers import Kronecker
+from kfac.statistics import Convolution, conv_moment, dense_moment, gram, per_example
+from kfac.tracing import CALLS, REMATS, open_jaxpr
+
+Key = tuple[str, int]  # layer name, and which of its parameters (0 for a Kronecker layer)
+Probes = Mapping[Key, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class KroneckerTap:
+    """Sums of `a a^T` and `g g^T` at one use of a kernel."""
+
+    key: Key
+    operand: int
+    arrange_x: Arrangement
+    arrange_g: Arrangement
+    conv: Convolution | None
+    bias: str
+
+    def residuals(self, values: Sequence[jax.Array], multiplier: jax.Array | None) -> Any:
+        del multiplier  # kernels are never scaled
+        return values[1 - self.operand]
+
+    def statistics(self, x: jax.Array, g: jax.Array) -> Kronecker:
+        if self.conv is None:
+            a = dense_moment(x, self.arrange_x, self.bias)
+        else:
+            a = conv_moment(x, self.conv, self.arrange_x, self.bias)
+        return Kronecker(a, gram(self.arrange_g(g)))
+
+
+@dataclasses.dataclass(frozen=True)
+class ElementwiseTap:
+    """Per-example gradients at one use of a scale or shift."""
+
+    key: Key
+    operand: int
+    op: str  # name of the primitive
+    split: tuple[int, ...]
+    example: int | None
+    units: tuple[int, ...]
+    sign: int
+
+    def residuals(self, values: Sequence[jax.Array], multiplier: jax.Array | None) -> Any:
+        other = values[1 - self.operand] if self.op in ("mul", "div") else None
+        return other, multiplier
+
+    def statistics(self, residuals: Any, g: jax.Array) -> jax.Array:
+        other, coefficient = residuals
+        if other is not None:
+            factor = 1 / other if self.op == "div" else other
+            coefficient = factor if coefficient is None else factor * coefficient
+        return self.sign * per_example(g, coefficient, self.split, self.example, self.units)
+
+
+Tap = KroneckerTap | ElementwiseTap
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _tap(tap: Tap, residuals: Any, y: jax.Array, probe: Any) -> jax.Array:
+    del tap, residuals, probe
+    return y
+
+
+def _tap_forward(tap, residuals, y, probe):
+    del tap, probe
+    return y, residuals
+
+
+def _tap_backward(tap, residuals, g):
+    return None, g, tap.statistics(residuals, g)
+
+
+_tap.defvjp(_tap_forward, _tap_backward)
+
+
+@dataclasses.dataclass
+class Plan:
+    """Where the taps of one jaxpr are, by equation index.
+
+    Attributes:
+      taps: taps behind equations of this jaxpr.
+      multipliers: equations whose result is a scaled view of a parameter, and the operand that is the view.
+      children: plans of the jaxprs inside equations.
+      iterated: for a scan, whether the probe of a key has an entry for each iteration.
+    """
+
+    taps: dict[int, Tap] = dataclasses.field(default_factory=dict)
+    multipliers: dict[int, int] = dataclasses.field(default_factory=dict)
+    children: dict[int, Plan] = dataclasses.field(default_factory=dict)
+    iterated: dict[Key, bool] = dataclasses.field(default_factory=dict)
+
+    def at(self, path: tuple[int, ...]) -> Plan:
+        """The plan of the jaxpr that holds equation `path`."""
+        plan = self
+        for index in path[:-1]:
+            plan = plan.children.setdefault(index, Plan())
+        return plan
+
+
+def evaluate(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """Results of one equation; equations are bound only through the public `jaxpr_as_fun`."""
+    variables = {var: value for var, value in zip(eqn.invars, values, strict=True) if not isinstance(var, jex.Literal)}
+    jaxpr = jex.Jaxpr((), list(variables), eqn.outvars, [eqn], eqn.effects)
+    return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))(*variables.values())
+
+
+def replay(jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any], plan: Plan, probes: Probes) -> list[Any]:
+    """The outputs of `jaxpr`, with the taps of `plan`."""
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+    multipliers: dict[Any, Any] = {}
+
+    def read(var):
+        return var.val if isinstance(var, jex.Literal) else env[var]
+
+    for index, eqn in enumerate(jaxpr.eqns):
+        values = [read(var) for var in eqn.invars]
+        child = plan.children.get(index)
+        outs = evaluate(eqn, values) if child is None else _inside(eqn, values, child, probes)
+        if index in plan.multipliers:
+            operand = plan.multipliers[index]
+            so_far = multipliers.get(eqn.invars[operand])
+            values[operand] = jnp.ones_like(values[operand]) if so_far is None else so_far
+            (multipliers[eqn.outvars[0]],) = evaluate(eqn, values)
+        tap = plan.taps.get(index)
+        if tap is not None:
+            residuals = tap.residuals(values, multipliers.get(eqn.invars[tap.operand]))
+            outs = [_tap(tap, residuals, outs[0], probes[tap.key])]
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(var) for var in jaxpr.outvars]
+
+
+def _inside(eqn: Any, values: Sequence[Any], plan: Plan, probes: Probes) -> list[Any]:
+    name = eqn.primitive.name
+    jaxpr, consts = open_jaxpr(eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"])
+    if name in CALLS:
+        return replay(jaxpr, consts, values, plan, probes)
+    if name in REMATS:
+
+        def block(probes, values):
+            return replay(jaxpr, consts, values, plan, probes)
+
+        remat = jax.checkpoint(block, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])
+        return remat({key: probes[key] for key in _keys(plan)}, values)
+    if name == "scan":
+        return _scan(eqn, jaxpr, consts, values, plan, probes)
+    raise AssertionError(f"no plan can lie inside {name}")
+
+
+def _keys(plan: Plan) -> set[Key]:
+    return {tap.key for tap in plan.taps.values()}.union(*(_keys(child) for child in plan.children.values()))
+
+
+def _scan(eqn: Any, jaxpr: jex.Jaxpr, consts, values: Sequence[Any], plan: Plan, probes: Probes) -> list[Any]:
+    first, last = eqn.params["num_consts"], eqn.params["num_consts"] + eqn.params["num_carry"]
+    shared = {key: probes[key] for key, iterated in plan.iterated.items() if not iterated}
+    own = {key: probes[key] for key, iterated in plan.iterated.items() if iterated}
+
+    def body(carry, slices):
+        xs, own = slices
+        outs = replay(jaxpr, consts, [*values[:first], *carry, *xs], plan, {**shared, **own})
+        return outs[: last - first], outs[last - first :]
+
+    carry, ys = lax.scan(
+        body,
+        list(values[first:last]),
+        (list(values[last:]), own),
+        length=eqn.params["length"],
+        reverse=eqn.params["reverse"],
+        unroll=eqn.params["unroll"],
+    )
+    return [*carry, *ys]

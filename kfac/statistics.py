@@ -1,0 +1,163 @@
+"""Second moments of each kind of read: what the backward pass of a tap computes.
+
+Everything here returns plain sums over rows; `fisher.py` divides by the number of examples and positions.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kfac.axes import Arrangement
+from kfac.collectives import zeros_of
+
+# Patches of a convolution are formed for so many elements at a time (16 MB in float32), not for the whole batch.
+PATCH_ELEMENTS = 1 << 22
+
+
+def accumulator(dtype: Any) -> Any:
+    """The dtype in which products of `dtype` operands are summed: float32 at least."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def gram(rows: jax.Array) -> jax.Array:
+    """Sum of outer products: `[copies, rows, d]` to `[copies, d, d]`, accumulated in float32 or better."""
+    return jnp.einsum("cri,crj->cij", rows, rows, preferred_element_type=accumulator(rows.dtype))
+
+
+def with_homogeneous(moment: jax.Array, sums: jax.Array | None, rows: int) -> jax.Array:
+    """Appends the row and column of a homogeneous coordinate: 1 in every row, or 0 where `sums` is None.
+
+    Args:
+      moment: `[copies, d, d]`, sum of outer products.
+      sums: `[copies, d]`, sum of the rows; None for a use of the kernel without its bias.
+      rows: how many rows were summed.
+    """
+    if sums is None:
+        return jnp.pad(moment, ((0, 0), (0, 1), (0, 1)))
+    corner = jnp.full((moment.shape[0], 1, 1), rows, moment.dtype)
+    top = jnp.concatenate([moment, sums[:, :, None]], axis=2)
+    bottom = jnp.concatenate([sums[:, None, :], corner], axis=2)
+    return jnp.concatenate([top, bottom], axis=1)
+
+
+def dense_moment(x: jax.Array, arrange: Arrangement, bias: str) -> jax.Array:
+    """Sum of `a a^T` over the rows of a dense layer's input.
+
+    Args:
+      x: the input as the product reads it.
+      arrange: brings it to `[copies, rows, d_in]`.
+      bias: `"none"`: no homogeneous coordinate; `"one"`: a homogeneous 1; `"zero"`: this use of the kernel adds no bias.
+    """
+    rows = arrange(x)
+    return _finish(gram(rows), jnp.sum(rows, axis=1, dtype=accumulator(x.dtype)), rows.shape[1], bias)
+
+
+def _finish(moment: jax.Array, sums: jax.Array, rows: int, bias: str) -> jax.Array:
+    if bias == "none":
+        return moment
+    return with_homogeneous(moment, sums if bias == "one" else None, rows)
+
+
+class Convolution(NamedTuple):
+    """The geometry of `lax.conv_general_dilated`, one entry for each spatial dimension; `spec` is `lhs_spec`."""
+
+    spec: tuple[int, ...]
+    window: tuple[int, ...]
+    strides: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    lhs_dilation: tuple[int, ...]
+    rhs_dilation: tuple[int, ...]
+    out: tuple[int, ...]
+
+
+def patches(x: jax.Array, conv: Convolution) -> jax.Array:
+    """The inputs each output position sees: `[n, *out, *window, channels]`.
+
+    Args:
+      x: `[n, *spatial, channels]`, already transposed.
+      conv: the geometry.
+    """
+    config = [(low, high, step - 1) for (low, high), step in zip(conv.padding, conv.lhs_dilation, strict=True)]
+    padded = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *config, (0, 0, 0)])
+    taps = []
+    for offset in itertools.product(*(range(size) for size in conv.window)):
+        start = [o * d for o, d in zip(offset, conv.rhs_dilation, strict=True)]
+        limit = [s + (n - 1) * t + 1 for s, n, t in zip(start, conv.out, conv.strides, strict=True)]
+        taps.append(
+            lax.slice(
+                padded,
+                (0, *start, 0),
+                (x.shape[0], *limit, x.shape[-1]),
+                (1, *conv.strides, 1),
+            )
+        )
+    stacked = taps[0][..., None, :] if len(taps) == 1 else jnp.stack(taps, axis=-2)
+    return stacked.reshape((*stacked.shape[:-2], *conv.window, x.shape[-1]))
+
+
+def conv_moment(x: jax.Array, conv: Convolution, arrange: Arrangement, bias: str) -> jax.Array:
+    """Sum of `a a^T` over the patches of a convolution, a few examples at a time.
+
+    Args:
+      x: the image in the layout of the convolution.
+      conv: the geometry.
+      arrange: brings patches of the whole batch to `[1, rows, d_in]`.
+      bias: as for `dense_moment`.
+    """
+    batch, channel, *spatial = conv.spec
+    x = x.transpose(batch, *spatial, channel)
+    n = x.shape[0]
+    per_example = math.prod(conv.out) * math.prod(conv.window) * x.shape[-1]
+    limit = max(1, PATCH_ELEMENTS // per_example)
+    chunk = next(size for size in range(min(n, limit), 0, -1) if n % size == 0)
+    dtype = accumulator(x.dtype)
+    if n > 1:  # the arrangement was made for the whole batch, the first of its axes
+        arrange = arrange._replace(split=(chunk, *arrange.split[1:]))
+
+    def moments(part):
+        rows = arrange(patches(part, conv))
+        return gram(rows), jnp.sum(rows, axis=1, dtype=dtype)
+
+    if chunk == n:
+        moment, sums = moments(x)
+    else:
+
+        def step(total, part):
+            return jax.tree.map(jnp.add, total, moments(part)), None
+
+        parts = x.reshape(n // chunk, chunk, *x.shape[1:])
+        (moment, sums), _ = lax.scan(step, zeros_of(moments, parts[0]), parts)
+    return _finish(moment, sums, n * math.prod(conv.out), bias)
+
+
+def per_example(
+    g: jax.Array, coefficient: jax.Array | None, split: tuple[int, ...], example: int | None, units: tuple[int, ...]
+) -> jax.Array:
+    """Gradients of each example with respect to an elementwise parameter, summed over positions.
+
+    Args:
+      g: gradient with respect to the result of the sum or product.
+      coefficient: what the parameter was multiplied by, broadcastable to `g`; None for a sum.
+      split: shape that separates the parameter's axes from the others.
+      example: position of the example axis in `split`; None for a single example.
+      units: positions of the parameter's axes, in its memory order.
+
+    Returns:
+      `[n, units]`.
+    """
+    dtype = accumulator(g.dtype)
+    g = g.astype(dtype)
+    if coefficient is not None:
+        g = g * coefficient.astype(dtype)
+    g = g.reshape(split)
+    kept = (() if example is None else (example,)) + units
+    summed = tuple(k for k in range(len(split)) if k not in kept)
+    remaining = [k for k in range(len(split)) if k not in summed]
+    g = jnp.sum(g, axis=summed).transpose([remaining.index(k) for k in kept])
+    return g.reshape(1 if example is None else g.shape[0], -1)

@@ -1,0 +1,585 @@
+"""Finds the operations that read parameters, in the jaxpr of a loss function.
+
+This module and `replay.py` are the only ones that read jaxprs. The walk gives every variable one of four states:
+
+- `Data`: depends on the arguments. `active` once a parameter took part, `output` while it is still the unbranched
+  result of a read, which is what a bias or shift is joined to.
+- `View`: one parameter leaf seen through casts, reshapes, transposes and scans, axis by axis (`axes.py`). `scaled` after
+  an elementwise product with something that has no example axis, as in `(x - mean) * (rsqrt(var) * scale)`.
+- `Derived`: computed from parameters in any other way. Harmless as long as no product reads it: a weight penalty.
+- a parameter that the user skipped counts as `Data`.
+
+A `Read` is an equation where a parameter meets data in a way whose per-example gradient is known: a matrix product,
+a convolution, or an elementwise sum or product that repeats the parameter over examples.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex
+
+from kfac import axes as axes_lib
+from kfac.axes import Atom, Axes
+from kfac.layers import UnsupportedLayerError
+
+Path = tuple[int, ...]  # equation indices, from the outermost jaxpr inwards
+
+CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"})
+REMATS = frozenset({"checkpoint", "remat", "remat2"})
+_IDENTITIES = frozenset(
+    {"convert_element_type", "copy", "copy_p", "name", "reduce_precision", "sharding_constraint", "pvary", "pcast"}
+    | {"reshard", "mesh_cast"}
+)
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+_LOOKUPS = frozenset({"gather"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """The result of read number `read`; axes that are not the parameter's are foreign."""
+
+    read: int
+    axes: Axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    active: bool = False
+    output: Output | None = None
+    rows_of: frozenset[int] = frozenset()  # leaves whose rows were looked up: tables of embeddings
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    leaf: int
+    axes: Axes
+    stack: tuple[axes_lib.Axis, ...] = ()  # for each enclosing scan, the atoms it iterates over (none: read each time)
+    scaled: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Derived:
+    leaves: frozenset[int]
+    how: str
+    repeated: bool = False  # broadcast over examples or positions: an activation rather than a parameter
+
+
+State = Data | View | Derived
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """One equation that reads a parameter leaf.
+
+    Attributes:
+      path: which equation.
+      op: `"dense"`, `"conv"`, `"mul"` or `"add"`.
+      operand: which operand of the equation the parameter is.
+      x_axes: axes of the other operand in terms of the leaf (dense), or of its patches (conv).
+      y_axes: axes of the result.
+      batched: leaf atoms that are a batch axis of the product: independent copies.
+      sign: -1 where the parameter is subtracted.
+      joined: the read whose result this one (a bias or shift) is added to, with the atoms of both leaves in pairs.
+      scans: lengths of the enclosing scans.
+    """
+
+    path: Path
+    op: str
+    leaf: int
+    view: View
+    operand: int
+    x_axes: Axes
+    y_axes: Axes
+    leading: int
+    shape: tuple[int, ...]
+    batched: tuple[Atom, ...] = ()
+    sign: int = 1
+    joined: tuple[int, tuple[tuple[Atom, Atom], ...]] | None = None
+    scans: tuple[int, ...] = ()
+
+    @property
+    def scanned(self) -> tuple[Atom, ...]:
+        return tuple(atom for axis in self.view.stack for atom in axis)
+
+    @property
+    def rows(self) -> int:
+        """Rows this read contributes: positions of all examples, over all iterations that share the parameter."""
+        rows = math.prod(atom.size for axis in self.y_axes for atom in axis if not atom.of_leaf)
+        return rows * math.prod(
+            length for length, atoms in zip(self.scans, self.view.stack, strict=True) if not atoms
+        )
+
+
+class Trace(NamedTuple):
+    """The jaxpr of a loss and how to call it with flat arguments."""
+
+    closed: jex.ClosedJaxpr
+    arrays: list[Any]  # the dynamic leaves of the arguments, after the parameters
+    rebuild: Callable[[Sequence[Any]], Any]  # flat outputs -> (loss, aux)
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def trace(loss_fn: Callable, has_aux: bool, params: Any, args: tuple, kwargs: dict) -> Trace:
+    """Traces `loss_fn(params, *args, **kwargs)`; arguments that are not arrays stay what they are."""
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    dynamic = [k for k, leaf in enumerate(leaves) if _is_array(leaf)]
+    arrays = [leaves[k] for k in dynamic]
+    flat_params, params_tree = jax.tree.flatten(params)
+    for leaf in flat_params:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise TypeError(f"kfac differentiates real parameters only, but a parameter leaf has dtype {leaf.dtype}")
+    static_aux: dict[int, Any] = {}
+    aux_tree: list[Any] = []
+
+    def flat_loss(flat_params, arrays):
+        filled = list(leaves)
+        for k, array in zip(dynamic, arrays, strict=True):
+            filled[k] = array
+        call_args, call_kwargs = jax.tree.unflatten(treedef, filled)
+        out = loss_fn(jax.tree.unflatten(params_tree, flat_params), *call_args, **call_kwargs)
+        if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+            raise TypeError(f"with has_aux=True loss_fn must return (loss, aux), but returned {type(out).__name__}")
+        loss, aux = out if has_aux else (out, None)
+        if not _is_array(loss) or jnp.shape(loss) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+            what = f"shape {jnp.shape(loss)}, dtype {loss.dtype}" if _is_array(loss) else type(loss).__name__
+            hint = "" if has_aux else "; for a pair (loss, aux) pass has_aux=True"
+            raise TypeError(f"loss_fn must return a real scalar, the mean loss, but returned {what}{hint}")
+        aux_leaves, tree = jax.tree.flatten(aux)
+        aux_tree.append(tree)
+        static_aux.update({k: leaf for k, leaf in enumerate(aux_leaves) if not _is_array(leaf)})
+        return [loss, *(leaf for leaf in aux_leaves if _is_array(leaf))]
+
+    closed = jax.make_jaxpr(flat_loss)(flat_params, arrays)
+
+    def rebuild(outs):
+        loss, *dynamic_aux = outs
+        tree = aux_tree[-1]
+        queue = iter(dynamic_aux)
+        aux = [static_aux[k] if k in static_aux else next(queue) for k in range(tree.num_leaves)]
+        return loss, jax.tree.unflatten(tree, aux)
+
+    return Trace(closed, arrays, rebuild)
+
+
+def subjaxprs(eqn: Any) -> Iterator[jex.Jaxpr]:
+    """The jaxprs among the parameters of an equation."""
+    for value in eqn.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, jex.ClosedJaxpr):
+                yield item.jaxpr
+            elif isinstance(item, jex.Jaxpr):
+                yield item
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[jex.Jaxpr, Sequence[Any]]:
+    return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, jex.ClosedJaxpr) else (jaxpr, ())
+
+
+def _contains_product(eqn: Any) -> bool:
+    return eqn.primitive.name in _PRODUCTS or any(
+        _contains_product(inner) for jaxpr in subjaxprs(eqn) for inner in jaxpr.eqns
+    )
+
+
+class Analysis:
+    """The reads of a traced loss.
+
+    Attributes:
+      reads: every read, in program order.
+      coarse: leaves that meet data in a way without known per-example gradients, and how.
+      multipliers: equations that produce a scaled view, and the operand that is the view.
+    """
+
+    def __init__(self, trace: Trace, names: Sequence[str], shapes: Sequence[tuple[int, ...]], skipped: set[int]):
+        self.names = names
+        self.reads: list[Read] = []
+        self.coarse: dict[int, str] = {}
+        self.derived: dict[int, str] = {}
+        self.multipliers: dict[Path, int] = {}
+        states: list[State] = [
+            Data(active=True) if k in skipped else View(k, axes_lib.leaf_axes(shape)) for k, shape in enumerate(shapes)
+        ]
+        jaxpr = trace.closed.jaxpr
+        states += [Data()] * (len(jaxpr.invars) - len(states))
+        # The other outputs are auxiliary: they carry no gradient, so they do not count as branches of a layer's output.
+        self._walk(jaxpr, states, (), (), jaxpr.outvars[:1])
+
+    # -- walking -------------------------------------------------------------------------------------------------
+
+    def _walk(self, jaxpr, states: Sequence[State], path: Path, scans: tuple[int, ...], outvars=None) -> list[State]:
+        outvars = jaxpr.outvars if outvars is None else outvars
+        env: dict[Any, State] = {var: Data() for var in jaxpr.constvars}
+        env.update(zip(jaxpr.invars, states, strict=True))
+        uses = collections.Counter(
+            var for eqn in jaxpr.eqns for var in eqn.invars if not isinstance(var, jex.Literal)
+        )
+        uses.update(var for var in outvars if not isinstance(var, jex.Literal))
+
+        def read(var) -> State:
+            if isinstance(var, jex.Literal):
+                return Data()
+            state = env[var]
+            if isinstance(state, Data) and state.output and uses[var] > 1:
+                # A gradient with respect to one branch alone is not that of the layer's output.
+                return dataclasses.replace(state, output=None)
+            return state
+
+        for index, eqn in enumerate(jaxpr.eqns):
+            results = self._equation(eqn, [read(var) for var in eqn.invars], (*path, index), scans)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(var) for var in jaxpr.outvars]
+
+    def _equation(self, eqn, states: list[State], path: Path, scans: tuple[int, ...]) -> list[State]:
+        name = eqn.primitive.name
+        params = [s for s in states if not isinstance(s, Data)]
+        if not params and not any(isinstance(s, Data) and (s.output or s.rows_of) for s in states):
+            return [Data(any(_active(s) for s in states))] * len(eqn.outvars)
+        if name == "optimization_barrier":
+            return [self._at_boundary(s, name) for s in states]
+        if name in CALLS or name in REMATS:
+            inner, consts = open_jaxpr(eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"])
+            entering = [self._at_boundary(s, name) for s in states]
+            return [self._at_boundary(s, name) for s in self._walk(inner, entering, path, scans)]
+        if name == "scan":
+            return self._scan(eqn, states, path, scans)
+        if any(True for _ in subjaxprs(eqn)) and params:
+            return self._opaque(eqn, states)
+        if name == "dot_general":
+            return [self._dot(eqn, states, path, scans)]
+        if name == "conv_general_dilated":
+            return [self._conv(eqn, states, path, scans)]
+        if not params:
+            return [self._through_data(eqn, states)] * len(eqn.outvars)
+        if name == "stop_gradient":
+            return [Data()]
+        if len(params) == 1 and isinstance(params[0], View) and len(eqn.outvars) == 1:
+            operand = next(k for k, s in enumerate(states) if s is params[0])
+            state = self._view(eqn, params[0], operand, states, path, scans)
+            if state is not None:
+                return [state]
+        return [self._derive(eqn, states)] * len(eqn.outvars)
+
+    def _at_boundary(self, state: State, name: str) -> State:
+        # A scaled view would need its multiplier carried across; no normalisation layer is written that way.
+        if isinstance(state, View) and state.scaled:
+            return Derived(frozenset({state.leaf}), f"a product, then {name}")
+        return state
+
+    def _through_data(self, eqn, states: list[State]) -> State:
+        """Activations only: keep what is known of a layer's output while its axes can be followed."""
+        active = any(_active(s) for s in states)
+        known = [k for k, s in enumerate(states) if isinstance(s, Data) and (s.output or s.rows_of)]
+        if len(known) != 1 or len(eqn.outvars) != 1:
+            return Data(active)
+        state = states[known[0]]
+        assert isinstance(state, Data)
+        if len(states) == 1:
+            axes = _follow(eqn, state.output.axes) if state.output else None
+            output = Output(state.output.read, axes) if state.output and axes is not None else None
+            shape_only = eqn.primitive.name in _IDENTITIES or _is_shape_op(eqn)
+            return Data(active, output, state.rows_of if shape_only else frozenset())
+        if eqn.primitive.name == "mul" and state.output and self.reads[state.output.read].op == "mul":
+            # x * (rsqrt(var) * scale) + shift: the product with x stands between a scale and its shift. To put both in
+            # one block needs no more than that they act on the same channels.
+            axes = _spread(state.output.axes, eqn.invars[known[0]].aval.shape, eqn.outvars[0].aval.shape)
+            return Data(active, Output(state.output.read, axes))
+        return Data(active)
+
+    def _scan(self, eqn, states: list[State], path: Path, scans: tuple[int, ...]) -> list[State]:
+        body, _ = open_jaxpr(eqn.params["jaxpr"])
+        num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        entering: list[State] = []
+        for k, state in enumerate(states):
+            state = self._at_boundary(state, "scan")
+            carried = num_consts <= k < num_consts + num_carry
+            if isinstance(state, Data):
+                state = Data(_active(state) or carried)
+            elif carried and body.outvars[k - num_consts] is not body.invars[k]:
+                self._refuse(state, eqn, "a scan changes it from iteration to iteration")
+            elif isinstance(state, View):
+                iterated = k >= num_consts + num_carry
+                atoms = state.axes[0] if iterated else ()
+                if iterated and axes_lib.is_broadcast((atoms,)):
+                    self._refuse(state, eqn, "a scan iterates over copies of it")
+                axes = state.axes[1:] if iterated else state.axes
+                state = View(state.leaf, axes, (*state.stack, atoms))
+            entering.append(state)
+        leaving = self._walk(body, entering, path, (*scans, eqn.params["length"]))
+        results: list[State] = []
+        for k, state in enumerate(leaving):
+            if isinstance(state, Data):
+                results.append(Data(active=True))
+            elif k < num_carry and isinstance(states[num_consts + k], (View, Derived)):
+                results.append(states[num_consts + k])
+            else:
+                leaves = frozenset({state.leaf}) if isinstance(state, View) else state.leaves
+                results.append(Derived(leaves, "scan"))
+        return results
+
+    # -- reads ---------------------------------------------------------------------------------------------------
+
+    def _add(self, read: Read) -> Data:
+        self.reads.append(read)
+        return Data(active=True, output=Output(len(self.reads) - 1, read.y_axes))
+
+    def _dot(self, eqn, states: list[State], path: Path, scans) -> State:
+        (contract, batch) = eqn.params["dimension_numbers"]
+        operand = self._product_operand(eqn, states)
+        if operand is None:
+            return self._product_of_others(eqn, states)
+        view, x = states[operand], eqn.invars[1 - operand].aval
+        assert isinstance(view, View)
+        w_contract, x_contract = contract[operand], contract[1 - operand]
+        w_batch, x_batch = batch[operand], batch[1 - operand]
+        w_free = [k for k in range(len(view.axes)) if k not in w_contract and k not in w_batch]
+        x_free = [k for k in range(x.ndim) if k not in x_contract and k not in x_batch]
+        if axes_lib.is_broadcast(tuple(view.axes[k] for k in (*w_contract, *w_free))):
+            # Broadcast over examples and then multiplied: an activation (a learned initial state).
+            self._met_data(view, f"broadcast, then {eqn.primitive.name}")
+            return Data(active=True)
+        x_axes: list[axes_lib.Axis] = [()] * x.ndim
+        for k, w_axis in [*zip(x_contract, w_contract, strict=True), *zip(x_batch, w_batch, strict=True)]:
+            x_axes[k] = view.axes[w_axis]
+        for k in x_free:
+            x_axes[k] = axes_lib.foreign(x.shape[k])
+        free_w, free_x = [view.axes[k] for k in w_free], [x_axes[k] for k in x_free]
+        y_axes = (*(view.axes[k] for k in w_batch), *(free_w + free_x if operand == 0 else free_x + free_w))
+        examples = sorted([*x_free, *(k for k in x_batch if axes_lib.is_broadcast((x_axes[k],)))])
+        return self._add(
+            Read(
+                path, "dense", view.leaf, view, operand, tuple(x_axes), y_axes,
+                x.shape[examples[0]] if examples else 1, tuple(eqn.outvars[0].aval.shape),
+                batched=tuple(axes_lib.atoms_of(view.axes[k] for k in w_batch)), scans=scans,
+            )
+        )  # fmt: skip
+
+    def _conv(self, eqn, states: list[State], path: Path, scans) -> State:
+        operand = self._product_operand(eqn, states)
+        if operand is None:
+            return self._product_of_others(eqn, states)
+        view = states[operand]
+        assert isinstance(view, View)
+        if operand == 0:
+            self._refuse(view, eqn, "it is the image of a convolution, not its kernel")
+        if axes_lib.is_broadcast(view.axes):
+            self._refuse(view, eqn, "a broadcast kernel")
+        for group in ("feature_group_count", "batch_group_count"):
+            if eqn.params[group] != 1:
+                self._refuse(view, eqn, f"{group}={eqn.params[group]} is not supported")
+        numbers = eqn.params["dimension_numbers"]
+        lhs, out = eqn.invars[0].aval, eqn.outvars[0].aval
+        out_channel, in_channel, *window = numbers.rhs_spec
+        x_axes = (
+            axes_lib.foreign(lhs.shape[numbers.lhs_spec[0]]),
+            *(axes_lib.foreign(out.shape[k]) for k in numbers.out_spec[2:]),
+            *(view.axes[k] for k in window),
+            view.axes[in_channel],
+        )
+        y_axes = [axes_lib.foreign(size) for size in out.shape]
+        y_axes[numbers.out_spec[1]] = view.axes[out_channel]
+        return self._add(
+            Read(
+                path, "conv", view.leaf, view, operand, x_axes, tuple(y_axes), lhs.shape[numbers.lhs_spec[0]],
+                tuple(out.shape), scans=scans,
+            )
+        )  # fmt: skip
+
+    def _product_operand(self, eqn, states: list[State]) -> int | None:
+        """Which operand of a product is the kernel; None if neither is."""
+        views = [k for k, s in enumerate(states) if isinstance(s, View)]
+        kernels = [k for k in views if not axes_lib.is_broadcast(states[k].axes)] or views  # type: ignore[union-attr]
+        for k in kernels:
+            other = states[1 - k]
+            if isinstance(other, Derived) and other.repeated:
+                self._met_data(other, f"broadcast, then {eqn.primitive.name}")
+            elif isinstance(other, View) and axes_lib.is_broadcast(other.axes):
+                self._met_data(other, f"broadcast, then {eqn.primitive.name}")
+            elif not isinstance(other, Data):
+                continue
+            view = states[k]
+            assert isinstance(view, View)
+            if view.scaled:
+                self._refuse(view, eqn, "its values are multiplied by others before the product")
+            return k
+        return None
+
+    def _product_of_others(self, eqn, states: list[State]) -> State:
+        if all(isinstance(s, Data) for s in states):
+            for state in states:
+                if isinstance(state, Data) and state.rows_of:
+                    self._refuse(state, eqn, "the product reads rows looked up in it")
+            return Data(any(_active(s) for s in states))
+        if any(isinstance(s, Data) for s in states):
+            state = next(s for s in states if not isinstance(s, Data))
+            if not isinstance(state, Derived) or not state.repeated:
+                how = f", computed from it by {state.how}" if isinstance(state, Derived) else ""
+                self._refuse(state, eqn, f"the product reads a different array{how}")
+            self._met_data(state, f"{state.how}, then {eqn.primitive.name}")
+            return Data(active=True)
+        return self._derive(eqn, states)
+
+    def _view(self, eqn, view: View, operand: int, states: list[State], path: Path, scans) -> State | None:
+        """What becomes of a single parameter view; None if it can no longer be followed."""
+        name = eqn.primitive.name
+        out = eqn.outvars[0].aval
+        if len(states) == 1:
+            if name == "neg":
+                self.multipliers[path] = operand
+                return dataclasses.replace(view, scaled=True)
+            if name == "convert_element_type" and not jnp.issubdtype(out.dtype, jnp.floating):
+                return None
+            axes = _follow(eqn, view.axes)
+            if axes is None:
+                return None
+            if view.scaled:
+                self.multipliers[path] = operand
+            return dataclasses.replace(view, axes=axes)
+        if name in _LOOKUPS and operand == 0:
+            self._met_data(view, name)
+            return Data(active=True, rows_of=frozenset({view.leaf}))
+        if len(states) != 2 or name not in ("add", "add_any", "sub", "mul", "div"):
+            return None
+        other_var, other = eqn.invars[1 - operand], states[1 - operand]
+        assert isinstance(other, Data)
+        y_axes = _spread(view.axes, eqn.invars[operand].aval.shape, out.shape)
+        repeated = axes_lib.is_broadcast(y_axes)
+        additive = name in ("add", "add_any", "sub")
+        if additive and isinstance(other_var, jex.Literal) and (operand == 0 or name != "sub") and not view.scaled:
+            return view  # a constant offset, as in (1 + scale): the gradient is the same
+        if name == "div" and operand == 1:
+            return None
+        if not additive and not repeated:
+            self.multipliers[path] = operand
+            return dataclasses.replace(view, scaled=True)
+        if not repeated and not other.active:
+            return None
+        leading = next((a.size for axis in y_axes for a in axis if not a.of_leaf), 1)
+        joined = None
+        if additive and other.output and not view.scaled:
+            joined = self._join(view, y_axes, other.output)
+        return self._add(
+            Read(
+                path, "add" if additive else "mul", view.leaf, view, operand, y_axes, y_axes, leading,
+                tuple(out.shape), sign=-1 if name == "sub" and operand == 1 else 1, joined=joined, scans=scans,
+            )
+        )  # fmt: skip
+
+    def _join(self, view: View, y_axes: Axes, output: Output) -> tuple[int, tuple[tuple[Atom, Atom], ...]] | None:
+        """Pairs a vector with the features of the output it is added to; None unless it has one element for each."""
+        read = self.reads[output.read]
+        if len(view.stack) != len(read.view.stack):
+            return None
+        pairs: list[tuple[Atom, Atom]] = []
+        for mine, theirs in zip((*view.stack, *y_axes), (*read.view.stack, *output.axes), strict=True):
+            refined = axes_lib.common_refinement(mine, theirs)
+            if refined is None or any(a.of_leaf != b.of_leaf for a, b in refined):
+                return None
+            pairs += [(a, b) for a, b in refined if a.of_leaf]
+        pairs.sort(key=lambda pair: pair[0].memory_order)
+        order = [b.memory_order for _, b in pairs]
+        return (output.read, tuple(pairs)) if order == sorted(order) else None
+
+    # -- everything else -----------------------------------------------------------------------------------------
+
+    def _met_data(self, state: State, how: str) -> None:
+        for leaf in _leaves(state):
+            self.coarse.setdefault(leaf, how)
+
+    def _derive(self, eqn, states: list[State]) -> State:
+        """Parameters in an operation whose per-example gradients are not known."""
+        name = eqn.primitive.name
+        sources = [s for s in states if not isinstance(s, Data)]
+        data = [s for s in states if isinstance(s, Data)]
+        repeated = [_is_repeated(s) for s in sources]
+        size = max((math.prod(var.aval.shape) for var in eqn.outvars), default=0)
+        grew = any(
+            math.prod(var.aval.shape) < size
+            for var, s in zip(eqn.invars, states, strict=True)
+            if not isinstance(s, Data)
+        )
+        leaves = frozenset().union(*(_leaves(s) for s in sources))
+        how = next((s.how for s in sources if isinstance(s, Derived)), name)
+        for leaf in leaves:
+            self.derived.setdefault(leaf, how)
+        if name in _LOOKUPS and data:
+            for state in sources:
+                self._met_data(state, how)
+            return Data(active=True, rows_of=leaves)
+        if data and (any(repeated) or grew or (any(_active(s) for s in data) and size > 1)):
+            for state in sources:
+                self._met_data(state, how)
+            return Data(active=True)
+        return Derived(leaves, how, repeated=all(repeated) or (name == "broadcast_in_dim" and grew))
+
+    def _opaque(self, eqn, states: list[State]) -> list[State]:
+        name = eqn.primitive.name
+        if name == "custom_jvp_call" and not _contains_product(eqn):
+            return [self._derive(eqn, states)] * len(eqn.outvars)
+        state = next(s for s in states if not isinstance(s, Data))
+        self._refuse(state, eqn, f"what {name} does with it cannot be followed")
+        raise AssertionError  # _refuse raises
+
+    def _refuse(self, state: State, eqn, reason: str) -> None:
+        leaf = min(state.rows_of if isinstance(state, Data) else _leaves(state))
+        shapes = ", ".join(str(list(getattr(var.aval, "shape", ()))) for var in eqn.invars)
+        raise unsupported(self.names[leaf], f"{eqn.primitive.name}({shapes})", reason)
+
+
+def unsupported(parameter: str, operation: str, reason: str) -> UnsupportedLayerError:
+    return UnsupportedLayerError(
+        f"parameter {parameter!r} is read by {operation} in a way that has no exact Kronecker factors: {reason}. "
+        f"To train it without preconditioning, pass skip=({'^' + parameter + '$'!r},) to find_layers; or change how "
+        "the model uses it."
+    )
+
+
+def _active(state: State) -> bool:
+    return state.active if isinstance(state, Data) else True
+
+
+def _is_repeated(state: State) -> bool:
+    return axes_lib.is_broadcast(state.axes) if isinstance(state, View) else isinstance(state, Derived) and state.repeated
+
+
+def _leaves(state: State) -> frozenset[int]:
+    if isinstance(state, View):
+        return frozenset({state.leaf})
+    return state.leaves if isinstance(state, Derived) else frozenset()
+
+
+def _spread(axes: Axes, shape: Sequence[int], total: Sequence[int]) -> Axes:
+    """Axes of an operand after an elementwise operation has broadcast it from `shape` to `total`."""
+    if len(shape) != len(total):  # a scalar, which has no axes of its own
+        return tuple(axes_lib.foreign(size) for size in total)
+    return tuple(
+        axis if own == size else axes_lib.foreign(size) for axis, own, size in zip(axes, shape, total, strict=True)
+    )
+
+
+def _is_shape_op(eqn) -> bool:
+    return eqn.primitive.name in ("reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim")
+
+
+def _follow(eqn, axes: Axes) -> Axes | None:
+    """Axes after an operation on shape or dtype; None if the operation is another."""
+    name = eqn.primitive.name
+    out = eqn.outvars[0].aval
+    if name in _IDENTITIES:
+        return axes
+    if name == "transpose":
+        return tuple(axes[k] for k in eqn.params["permutation"])
+    if name == "broadcast_in_dim":
+        return axes_lib.broadcast(axes, eqn.invars[0].aval.shape, out.shape, eqn.params["broadcast_dimensions"])
+    if name in ("reshape", "squeeze", "expand_dims") and eqn.params.get("dimensions") is None or name == "squeeze":
+        return axes_lib.reshape(axes, out.shape)
+    return None
