@@ -1,5 +1,7 @@
 """Distributed K-FAC for JAX: a second-order optimizer that drops into an optax training loop."""
 
+from kfac.alias import diagnostics as diagnostics
+from kfac.alias import kfac as kfac
 from kfac.finding import find_layers as find_layers
 from kfac.fisher import microbatch as microbatch
 from kfac.fisher import value_and_grad as value_and_grad
@@ -7,5 +9,7 @@ from kfac.layers import Factors as Factors
 from kfac.layers import Layer as Layer
 from kfac.layers import Layers as Layers
 from kfac.layers import UnsupportedLayerError as UnsupportedLayerError
+from kfac.transform import KfacState as KfacState
+from kfac.transform import scale_by_kfac as scale_by_kfac
 
 __version__ = "0.1.0"

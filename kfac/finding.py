@@ -179,7 +179,9 @@ def _check_kernel(name: str, reads: list[Read], coarse: str | None) -> None:
     products = [read for read in reads if read.op in ("dense", "conv")]
     where = " and ".join(sorted({read.op for read in reads}))
     if coarse is not None:
-        raise unsupported(name, f"a matrix product or convolution and by {coarse}", "the two cannot be put in one block")
+        raise unsupported(
+            name, f"a matrix product or convolution and by {coarse}", "the two cannot be put in one block"
+        )
     if len(products) < len(reads):
         raise unsupported(name, where, "besides a product, an elementwise operation reads it")
     if len({_kernel_layout(read) for read in products}) > 1:

@@ -112,9 +112,7 @@ class Read:
     def rows(self) -> int:
         """Rows this read contributes: positions of all examples, over all iterations that share the parameter."""
         rows = math.prod(atom.size for axis in self.y_axes for atom in axis if not atom.of_leaf)
-        return rows * math.prod(
-            length for length, atoms in zip(self.scans, self.view.stack, strict=True) if not atoms
-        )
+        return rows * math.prod(length for length, atoms in zip(self.scans, self.view.stack, strict=True) if not atoms)
 
 
 class Trace(NamedTuple):
@@ -220,9 +218,7 @@ class Analysis:
         outvars = jaxpr.outvars if outvars is None else outvars
         env: dict[Any, State] = {var: Data() for var in jaxpr.constvars}
         env.update(zip(jaxpr.invars, states, strict=True))
-        uses = collections.Counter(
-            var for eqn in jaxpr.eqns for var in eqn.invars if not isinstance(var, jex.Literal)
-        )
+        uses = collections.Counter(var for eqn in jaxpr.eqns for var in eqn.invars if not isinstance(var, jex.Literal))
         uses.update(var for var in outvars if not isinstance(var, jex.Literal))
 
         def read(var) -> State:
@@ -548,7 +544,9 @@ def _active(state: State) -> bool:
 
 
 def _is_repeated(state: State) -> bool:
-    return axes_lib.is_broadcast(state.axes) if isinstance(state, View) else isinstance(state, Derived) and state.repeated
+    return (
+        axes_lib.is_broadcast(state.axes) if isinstance(state, View) else isinstance(state, Derived) and state.repeated
+    )
 
 
 def _leaves(state: State) -> frozenset[int]:

@@ -1,0 +1,237 @@
+"""`kfac`: the preconditioner with the usual parts of an optimizer around it, and what a run logs of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from kfac.layers import KRONECKER_KINDS, Layers, leaf_path, leaves_by_path
+from kfac.transform import KfacState, ScalarOrSchedule, check_range, scale_by_kfac, value_at
+
+
+class NormConstraintState(NamedTuple):
+    """State of the norm constraint: the step, the preconditioner's state and the factor last applied."""
+
+    count: jax.Array
+    inner: KfacState
+    scale: jax.Array
+
+
+class MomentumState(NamedTuple):
+    """State of scheduled momentum: the step, and that of `optax.trace`."""
+
+    count: jax.Array
+    trace: optax.TraceState
+
+
+def kfac(
+    learning_rate: ScalarOrSchedule,
+    layers: Layers,
+    *,
+    momentum: ScalarOrSchedule | None = 0.9,
+    nesterov: bool = False,
+    weight_decay: ScalarOrSchedule | None = None,
+    weight_decay_mask: Any | Callable[[Any], Any] | None = None,
+    norm_constraint: ScalarOrSchedule | None = None,
+    trust_ratio: ScalarOrSchedule | None = None,
+    damping: ScalarOrSchedule = 1e-3,
+    factor_decay: ScalarOrSchedule = 0.95,
+    inverse_every: int = 1,
+    refresh_warmup: int = 10,
+    inverse: str = "cholesky",
+    precision: str = "float32",
+    unitwise_damping: ScalarOrSchedule = 1.0,
+    axis_name: str | tuple[str, ...] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """K-FAC as an optimizer: `scale_by_kfac`, norm constraint, momentum, trust ratio, weight decay, learning rate.
+
+    Each part but the first and the last is left out when its argument is None. A step whose preconditioned gradient is
+    not finite changes neither parameters nor momentum; `diagnostics` counts it.
+
+    Args:
+      learning_rate: scalar or schedule of the step.
+      layers: what `find_layers` returned.
+      momentum: decay of `optax.trace`, in [0, 1), kept in float32. Scalar or schedule. The learning rate is applied after
+        it, so that a falling rate shrinks the whole sum: the momentum coupling of Osawa et al.'s code.
+      nesterov: Nesterov's form of it.
+      weight_decay: decoupled weight decay, times the learning rate. Scalar or schedule.
+      weight_decay_mask: which parameters decay, as for `optax.add_decayed_weights`.
+      norm_constraint: the KL clip `c`: the preconditioned gradient `v` is multiplied by
+        `min(1, sqrt(c / (learning_rate^2 <v, g>)))`, `g` the gradient, over all parameters with a curvature block
+        together (Ba, Grosse & Martens 2017). Scalar or schedule.
+      trust_ratio: layerwise: the update of every kernel that has a Kronecker block is scaled to `trust_ratio` times the
+        norm of the kernel, as LARS does with the gradient. Other parameters are not scaled. Scalar or schedule.
+      damping: see `scale_by_kfac`, also for the arguments that follow.
+      factor_decay: decay of the running averages of the factors.
+      inverse_every: steps between refreshes of the inverses.
+      refresh_warmup: first steps in which every step with statistics refreshes.
+      inverse: how factors are inverted.
+      precision: dtype of the inverses.
+      unitwise_damping: factor on `damping` for unit-wise and diagonal blocks.
+      axis_name: named axis over which factors are averaged.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs`; `update` takes the keyword `factors`.
+
+    Raises:
+      ValueError: an argument is out of range.
+    """
+    check_range("learning_rate", learning_rate, 0, math.inf, open_high=True)
+    tx: optax.GradientTransformationExtraArgs = scale_by_kfac(
+        layers,
+        damping=damping,
+        factor_decay=factor_decay,
+        inverse_every=inverse_every,
+        refresh_warmup=refresh_warmup,
+        inverse=inverse,
+        precision=precision,
+        unitwise_damping=unitwise_damping,
+        axis_name=axis_name,
+    )
+    if norm_constraint is not None:
+        check_range("norm_constraint", norm_constraint, 0, math.inf, open_low=True, open_high=True)
+        tx = _constrain_norm(tx, layers, norm_constraint, learning_rate)
+    parts = []
+    if momentum is not None:
+        check_range("momentum", momentum, 0, 1, open_high=True)
+        parts.append(_momentum(momentum, nesterov))
+    elif nesterov:
+        raise ValueError("nesterov=True needs momentum, but momentum is None")
+    if trust_ratio is not None:
+        check_range("trust_ratio", trust_ratio, 0, math.inf, open_low=True, open_high=True)
+        kernels = {layer.params[0] for layer in layers if layer.kind in KRONECKER_KINDS}
+        scaled = optax.chain(optax.scale_by_trust_ratio(), _scale(trust_ratio))
+        parts.append(optax.masked(scaled, lambda tree: _mask(tree, kernels)))
+    if weight_decay is not None:
+        check_range("weight_decay", weight_decay, 0, math.inf, open_high=True)
+        decay = _decayed_weights(weight_decay)
+        parts.append(optax.masked(decay, weight_decay_mask) if weight_decay_mask is not None else decay)
+    elif weight_decay_mask is not None:
+        raise ValueError("weight_decay_mask needs weight_decay, but weight_decay is None")
+    parts.append(optax.scale_by_learning_rate(learning_rate))
+    # Rejects non-finite updates for good: momentum once NaN would stay so.
+    guarded = optax.apply_if_finite(optax.chain(*parts), max_consecutive_errors=jnp.iinfo(jnp.int32).max)
+    return optax.with_extra_args_support(optax.chain(tx, guarded))
+
+
+def _mask(tree: Any, chosen: set[str]) -> Any:
+    return jax.tree_util.tree_map_with_path(lambda path, _: leaf_path(path) in chosen, tree)
+
+
+def _scale(factor: ScalarOrSchedule) -> optax.GradientTransformation:
+    return optax.scale_by_schedule(factor) if callable(factor) else optax.scale(factor)
+
+
+def _momentum(decay: ScalarOrSchedule, nesterov: bool) -> optax.GradientTransformation:
+    """`optax.trace` in float32, with a decay that may be a schedule."""
+
+    def trace(count):
+        return optax.trace(decay=value_at(decay, count), nesterov=nesterov, accumulator_dtype=jnp.float32)
+
+    def init(params):
+        count = jnp.zeros((), jnp.int32)
+        return MomentumState(count, trace(count).init(params))
+
+    def update(updates, state, params=None):
+        moved, inner = trace(state.count).update(updates, state.trace, params)
+        moved = jax.tree.map(lambda new, old: new.astype(old.dtype), moved, updates)
+        return moved, MomentumState(optax.safe_increment(state.count), inner)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _decayed_weights(weight_decay: ScalarOrSchedule) -> optax.GradientTransformation:
+    if not callable(weight_decay):
+        return optax.add_decayed_weights(weight_decay)
+
+    def init(params):
+        del params
+        return optax.ScaleByScheduleState(count=jnp.zeros((), jnp.int32))
+
+    def update(updates, state, params=None):
+        decayed, _ = optax.add_decayed_weights(weight_decay(state.count)).update(updates, optax.EmptyState(), params)
+        return decayed, optax.ScaleByScheduleState(count=optax.safe_increment(state.count))
+
+    return optax.GradientTransformation(init, update)
+
+
+def _constrain_norm(
+    inner: optax.GradientTransformationExtraArgs,
+    layers: Layers,
+    constraint: ScalarOrSchedule,
+    learning_rate: ScalarOrSchedule,
+) -> optax.GradientTransformationExtraArgs:
+    """Scales what `inner` returns so that the predicted change of the loss' KL divergence stays below `constraint`."""
+    chosen = {path for layer in layers.with_factors for path in layer.params}
+
+    def init(params):
+        return NormConstraintState(jnp.zeros((), jnp.int32), inner.init(params), jnp.ones((), jnp.float32))
+
+    def update(updates, state, params=None, **extra):
+        preconditioned, inner_state = inner.update(updates, state.inner, params, **extra)
+        gradients, directions = leaves_by_path(updates), leaves_by_path(preconditioned)
+        product = sum(
+            jnp.vdot(gradients[path].astype(jnp.float32), directions[path].astype(jnp.float32))
+            for path in gradients
+            if path in chosen
+        )
+        rate = value_at(learning_rate, state.count)
+        limit = value_at(constraint, state.count)
+        length = rate * rate * product
+        # <v, g> cannot be negative; where it or the rate is zero there is nothing to constrain.
+        scale = jnp.where(length > limit, jnp.sqrt(limit / jnp.where(length > 0, length, 1)), 1.0)
+
+        def shorten(path, leaf):
+            return (leaf * scale).astype(leaf.dtype) if leaf_path(path) in chosen else leaf
+
+        shortened = jax.tree_util.tree_map_with_path(shorten, preconditioned)
+        return shortened, NormConstraintState(optax.safe_increment(state.count), inner_state, scale)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def diagnostics(opt_state: Any) -> dict[str, jax.Array]:
+    """Scalars worth logging, from the state of any chain that holds `scale_by_kfac`.
+
+    Args:
+      opt_state: an optimizer state; the preconditioner's part is looked for in it.
+
+    Returns:
+      `damping` of the last refresh, `gradient_norm` and `preconditioned_norm` (2-norms over the parameters with a
+      curvature block), `condition` (largest 1-norm condition number of a damped factor at the last refresh),
+      `inverse_age` (steps since then), `skipped_statistics` and `failed_inversions` (blocks, since the start); from
+      `kfac` also `skipped_steps` (updates that were not finite) and, with a norm constraint, `norm_constraint_scale`.
+
+    Raises:
+      ValueError: there is no K-FAC state, or more than one, in `opt_state`.
+    """
+    kinds = (KfacState, NormConstraintState, optax.ApplyIfFiniteState)
+    found: dict[type, list[Any]] = {kind: [] for kind in kinds}
+
+    def visit(node):
+        for kind in kinds:
+            if isinstance(node, kind):
+                found[kind].append(node)
+        children = jax.tree.leaves(node, is_leaf=lambda x: x is not node and isinstance(x, kinds))
+        for child in children:
+            if isinstance(child, kinds):
+                visit(child)
+
+    visit(opt_state)
+    if len(found[KfacState]) != 1:
+        raise ValueError(
+            f"opt_state must hold one state of scale_by_kfac, but holds {len(found[KfacState])}; "
+            "give diagnostics the part of each"
+        )
+    (state,) = found[KfacState]
+    scalars = {"damping": state.damping, "inverse_age": state.inverse_age, **state.metrics._asdict()}
+    if found[NormConstraintState]:
+        scalars["norm_constraint_scale"] = found[NormConstraintState][0].scale
+    if found[optax.ApplyIfFiniteState]:
+        scalars["skipped_steps"] = found[optax.ApplyIfFiniteState][0].total_notfinite
+    return scalars

@@ -1,0 +1,148 @@
+"""Layers of equal shape, stacked: what the optimizer keeps, inverts and applies as one batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kfac.layers import KRONECKER_KINDS, Block, Factors, Kronecker, Layer, Layers, Unitwise
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Layers whose blocks have the same shape; each copy of a stacked layer is a block of its own.
+
+    Attributes:
+      name: key of the group in the state.
+      kronecker: whether the blocks are Kronecker products.
+      layers: the members, in order.
+    """
+
+    name: str
+    kronecker: bool
+    layers: tuple[Layer, ...]
+
+    @property
+    def d_out(self) -> int:
+        return self.layers[0].d_out
+
+    @property
+    def d_in(self) -> int:
+        return self.layers[0].d_in
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Blocks of each layer."""
+        return tuple(layer.copies if self.kronecker else 1 for layer in self.layers)
+
+    @property
+    def size(self) -> int:
+        """Number of blocks, `k` below."""
+        return sum(self.counts)
+
+    def zeros(self, dtype: Any) -> Block:
+        """Statistics before any have arrived."""
+        if self.kronecker:
+            return Kronecker(
+                jnp.zeros((self.size, self.d_in, self.d_in), dtype),
+                jnp.zeros((self.size, self.d_out, self.d_out), dtype),
+            )
+        return Unitwise(jnp.zeros((self.size, self.d_out, self.d_in, self.d_in), dtype))
+
+    def identity(self, dtype: Any) -> Block:
+        """Inverses before any have been computed."""
+        return jax.tree.map(lambda stack: stack + jnp.eye(stack.shape[-1], dtype=dtype), self.zeros(dtype))
+
+    def stack_factors(self, factors: Factors) -> Block:
+        """The statistics of the members as stacks `[k, ...]`."""
+        blocks = []
+        for layer in self.layers:
+            block = factors[layer.name]
+            stacked = self.kronecker and layer.stacked
+            blocks.append(block if stacked else jax.tree.map(lambda x: x[None], block))
+        return jax.tree.map(lambda *stacks: jnp.concatenate(stacks), *blocks)
+
+    def stack_matrices(self, leaves: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
+        """Gradients of the members as `[k, d_out, d_in]`; zeros for a member that `leaves` does not hold."""
+        matrices = []
+        for layer, count in zip(self.layers, self.counts, strict=True):
+            if layer.params[0] in leaves:
+                own = [leaves[path].astype(dtype) for path in layer.params]
+                matrices.append(layer.to_matrix(own))
+            else:
+                matrices.append(jnp.zeros((count, self.d_out, self.d_in), dtype))
+        return jnp.concatenate(matrices)
+
+    def split_matrices(self, matrices: jax.Array) -> dict[str, jax.Array]:
+        """The inverse of `stack_matrices`: leaves by path."""
+        leaves: dict[str, jax.Array] = {}
+        start = 0
+        for layer, count in zip(self.layers, self.counts, strict=True):
+            leaves.update(zip(layer.params, layer.from_matrix(matrices[start : start + count]), strict=True))
+            start += count
+        return leaves
+
+
+def group_layers(layers: Layers) -> tuple[Group, ...]:
+    """Groups the layers that have statistics by the shape of their blocks, in order of first appearance."""
+    members: dict[str, list[Layer]] = {}
+    for layer in layers.with_factors:
+        if layer.kind in KRONECKER_KINDS:
+            name = f"kronecker_{layer.d_out}x{layer.d_in}"
+        else:
+            name = f"unitwise_{layer.d_out}x{layer.d_in}"
+        members.setdefault(name, []).append(layer)
+    return tuple(Group(name, layers[0].kind in KRONECKER_KINDS, tuple(layers)) for name, layers in members.items())
+
+
+def precondition(inverse: Block, matrices: jax.Array) -> jax.Array:
+    """`G^-1 V A^-1` for every Kronecker block, `F^-1 v` for every channel of a unit-wise one.
+
+    Products take operands in the dtype the inverses are kept in, and accumulate in float32 or better.
+
+    Args:
+      inverse: stacks of `k` inverses.
+      matrices: `[k, d_out, d_in]`.
+    """
+    if isinstance(inverse, Unitwise):
+        return jnp.sum(inverse.F.astype(matrices.dtype) * matrices[:, :, None, :], axis=-1)
+
+    def product(spec: str, *operands: jax.Array) -> jax.Array:
+        dtype = inverse.A.dtype
+        return jnp.einsum(
+            spec,
+            *(x.astype(dtype) for x in operands),
+            precision=lax.Precision.HIGHEST,
+            preferred_element_type=matrices.dtype,
+        )
+
+    half = product("kab,kbc->kac", inverse.G, matrices)
+    return product("kac,kcd->kad", half, inverse.A)
+
+
+def check_factors(factors: Any, layers: Layers) -> None:
+    """Raises where `factors` are not those of `layers`."""
+    if not isinstance(factors, Factors):
+        raise ValueError(f"factors must be what kfac.value_and_grad returns, but is {type(factors).__name__}")
+    expected = {layer.name: layer for layer in layers.with_factors}
+    _check_names(factors, list(expected))
+    for name, layer in expected.items():
+        block = factors[name]
+        for factor, shape in layer.factor_shapes.items():
+            found = tuple(getattr(block, factor).shape) if hasattr(block, factor) else None
+            if found != shape:
+                raise ValueError(f"factors of layer {name!r}: {factor} must have shape {shape}, but has {found}")
+
+
+def _check_names(factors: Factors, expected: Sequence[str]) -> None:
+    for name in expected:
+        if name not in factors:
+            raise ValueError(f"factors lack layer {name!r}; they are those of {', '.join(factors)}")
+    for name in factors:
+        if name not in expected:
+            raise ValueError(f"factors have layer {name!r}, which is not among the layers of this optimizer")

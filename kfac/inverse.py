@@ -1,0 +1,146 @@
+"""Damped inverses of stacked factors, and what happens when one fails.
+
+Everything works on stacks of equal shape, in float32 or better and at the highest matrix-product precision: reduced
+precision products (TF32, bf16 passes) inside a factorisation lose the small eigenvalues that damping is about.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kfac.layers import Kronecker, Unitwise
+
+RETRY = 10.0  # a factorisation that fails is tried once more with so many times the damping
+
+
+class Refreshed(NamedTuple):
+    """Inverses of a stack of `k` blocks.
+
+    Attributes:
+      inverse: the inverses; where `valid` is false, what they were before.
+      valid: `[k]`, whether the inverse is new.
+      condition: `[k]`, 1-norm condition number of the worse damped factor of each block.
+    """
+
+    inverse: Kronecker | Unitwise
+    valid: jax.Array
+    condition: jax.Array
+
+
+def split_damping(factors: Kronecker, damping: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Factored Tikhonov damping: what to add to the diagonals of `A` and `G`.
+
+    With `pi^2 = (tr A / dim A) / (tr G / dim G)` they are `pi sqrt(damping)` and `sqrt(damping) / pi` (Martens & Grosse
+    2015, section 6.3); `pi` is 1 where a trace is zero.
+
+    Args:
+      factors: stacks `[k, d, d]`.
+      damping: a scalar.
+
+    Returns:
+      Two arrays `[k]`.
+    """
+
+    def mean_eigenvalue(stack):
+        return jnp.trace(stack, axis1=-2, axis2=-1) / stack.shape[-1]
+
+    a, g = mean_eigenvalue(factors.A), mean_eigenvalue(factors.G)
+    usable = (a > 0) & (g > 0)
+    pi = jnp.where(usable, jnp.sqrt(jnp.where(usable, a, 1)) / jnp.sqrt(jnp.where(usable, g, 1)), 1)
+    root = jnp.sqrt(damping).astype(pi.dtype)
+    return pi * root, root / pi
+
+
+def add_diagonal(stack: jax.Array, amount: jax.Array) -> jax.Array:
+    """`stack[k] + amount[k] I`."""
+    return stack + amount[:, None, None] * jnp.eye(stack.shape[-1], dtype=stack.dtype)
+
+
+def cholesky_inverse(stack: jax.Array) -> jax.Array:
+    """Inverses of symmetric positive definite matrices `[k, d, d]`, symmetric; NaN where one is not positive definite."""
+    factor = lax.linalg.cholesky(stack, symmetrize_input=False)
+    identity = jnp.broadcast_to(jnp.eye(stack.shape[-1], dtype=stack.dtype), stack.shape)
+    half = lax.linalg.triangular_solve(factor, identity, left_side=True, lower=True)
+    inverse = jnp.einsum("kji,kjl->kil", half, half, precision=lax.Precision.HIGHEST)
+    return (inverse + inverse.mT) / 2
+
+
+def _one_norm(stack: jax.Array) -> jax.Array:
+    return jnp.max(jnp.sum(jnp.abs(stack), axis=-2), axis=-1)
+
+
+def _finite(stack: jax.Array) -> jax.Array:
+    return jnp.all(jnp.isfinite(stack), axis=(-2, -1))
+
+
+def refresh_kronecker(factors: Kronecker, previous: Kronecker, damping: jax.Array) -> Refreshed:
+    """Inverts `A + pi sqrt(damping) I` and `G + sqrt(damping) / pi I` for every block of a stack.
+
+    A block whose factorisation fails is tried again with ten times the damping; failing still, it keeps its previous
+    inverse. Nothing non-finite is ever returned.
+
+    Args:
+      factors: `A` `[k, d_in, d_in]` and `G` `[k, d_out, d_out]`.
+      previous: the inverses so far, in the dtype they are kept in.
+      damping: a scalar.
+    """
+
+    def attempt(damping):
+        on_a, on_g = split_damping(factors, damping)
+        a, g = add_diagonal(factors.A, on_a), add_diagonal(factors.G, on_g)
+        inverse = Kronecker(cholesky_inverse(a), cholesky_inverse(g))
+        condition = jnp.maximum(_one_norm(a) * _one_norm(inverse.A), _one_norm(g) * _one_norm(inverse.G))
+        kept = jax.tree.map(lambda new, old: new.astype(old.dtype), inverse, previous)
+        return kept, _finite(kept.A) & _finite(kept.G), condition
+
+    def retry(first):
+        return _choose(first, attempt(RETRY * damping))
+
+    first = attempt(damping)
+    result, valid, condition = lax.cond(jnp.all(first[1]), lambda first: first, retry, first)
+    result, _, _ = _choose((result, valid, condition), (previous, ~valid, condition))
+    return Refreshed(result, valid, condition)
+
+
+def _choose(first, second):
+    """Blocks of `first` where they are valid, of `second` elsewhere."""
+    valid = first[1]
+
+    def pick(a, b):
+        return jnp.where(valid.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
+
+    return jax.tree.map(pick, first, second)
+
+
+def refresh_unitwise(factors: Unitwise, previous: Unitwise, damping: jax.Array) -> Refreshed:
+    """Inverts `F + damping I` in closed form for every channel of a stack.
+
+    The determinant of a damped 2x2 block is summed from terms that are not negative, so it cannot cancel to zero.
+
+    Args:
+      factors: `F` `[k, channels, p, p]` with `p` 1 or 2.
+      previous: the inverses so far.
+      damping: a scalar.
+    """
+    f = factors.F
+    damping = damping.astype(f.dtype)
+    if f.shape[-1] == 1:
+        largest = f[..., 0, 0] + damping
+        inverse, condition = 1 / largest[..., None, None], jnp.ones_like(largest)
+    else:
+        a, b, d = f[..., 0, 0], f[..., 0, 1], f[..., 1, 1]
+        # Divided by the larger of the diagonal entries: products of large second moments overflow.
+        scale = jnp.maximum(a, d) + damping
+        a, b, d, shift = a / scale, b / scale, d / scale, damping / scale
+        determinant = jnp.maximum(a * d - b * b, 0) + shift * (a + d) + shift * shift
+        rows = [jnp.stack([d + shift, -b], axis=-1), jnp.stack([-b, a + shift], axis=-1)]
+        inverse = jnp.stack(rows, axis=-2) / (determinant * scale)[..., None, None]
+        condition = (jnp.maximum(a, d) + shift + jnp.abs(b)) ** 2 / determinant
+    inverse = inverse.astype(previous.F.dtype)
+    valid = jnp.all(jnp.isfinite(inverse), axis=(1, 2, 3))
+    inverse = jnp.where(valid[:, None, None, None], inverse, previous.F)
+    return Refreshed(Unitwise(inverse), valid, jnp.max(condition, axis=1))
