@@ -17,7 +17,7 @@ from kfac.transform import KfacState, ScalarOrSchedule, check_range, scale_by_kf
 class NormConstraintState(NamedTuple):
     """State of the norm constraint: the step, the preconditioner's state and the factor last applied."""
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]
     inner: KfacState
     scale: jax.Array
 
@@ -25,7 +25,7 @@ class NormConstraintState(NamedTuple):
 class MomentumState(NamedTuple):
     """State of scheduled momentum: the step, and that of `optax.trace`."""
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]
     trace: optax.TraceState
 
 
@@ -41,8 +41,8 @@ def kfac(
     trust_ratio: ScalarOrSchedule | None = None,
     damping: ScalarOrSchedule = 1e-3,
     factor_decay: ScalarOrSchedule = 0.95,
-    inverse_every: int = 1,
-    refresh_warmup: int = 10,
+    inverse_every: int | jax.Array = 1,
+    refresh_warmup: int | jax.Array = 10,
     inverse: str = "cholesky",
     precision: str = "float32",
     unitwise_damping: ScalarOrSchedule = 1.0,
@@ -56,8 +56,8 @@ def kfac(
     Args:
       learning_rate: scalar or schedule of the step.
       layers: what `find_layers` returned.
-      momentum: decay of `optax.trace`, in [0, 1), kept in float32. Scalar or schedule. The learning rate is applied after
-        it, so that a falling rate shrinks the whole sum: the momentum coupling of Osawa et al.'s code.
+      momentum: decay of `optax.trace`, in [0, 1), kept in float32. Scalar or schedule. The learning rate is applied
+        after it, so that a falling rate shrinks the whole sum: the momentum coupling of Osawa et al.'s code.
       nesterov: Nesterov's form of it.
       weight_decay: decoupled weight decay, times the learning rate. Scalar or schedule.
       weight_decay_mask: which parameters decay, as for `optax.add_decayed_weights`.

@@ -178,7 +178,7 @@ def arrangement(axes: Axes, stack: Iterable[Atom] = ()) -> Arrangement:
     """The arrangement of an array with these axes: leaf atoms are features, but for those in `stack`."""
     flat = [atom for axis in axes for atom in axis]
     stack = set(stack)
-    kinds = {"stack": [], "rows": [], "features": []}
+    kinds: dict[str, list[int]] = {"stack": [], "rows": [], "features": []}
     for position, atom in enumerate(flat):
         kind = "rows" if not atom.of_leaf else "stack" if atom in stack else "features"
         kinds[kind].append(position)

@@ -25,8 +25,8 @@ def varying_axes(tree: Any) -> frozenset[str]:
 def as_varying(tree: Any, axes: frozenset[str]) -> Any:
     """Marks every leaf of `tree` as varying over `axes`.
 
-    The gradient with respect to a value that is the same on all devices is summed over devices by autodiff; with respect
-    to a varying one it is the device's own, as under `pmap`.
+    The gradient with respect to a value that is the same on all devices is summed over devices by autodiff; with
+    respect to a varying one it is the device's own, as under `pmap`.
     """
 
     def mark(leaf):

@@ -47,6 +47,8 @@ def find_layers(
       ValueError: a pattern of `skip` matches no leaf, or is no regular expression.
       TypeError: `loss_fn` does not return a real scalar, or a parameter leaf is not real.
     """
+    if isinstance(skip, str):
+        raise ValueError(f"skip must be a sequence of regular expressions, but is the string {skip!r}")
     names, shapes = paths_and_shapes(params)
     # The example count matters to the statistics only, so a batch that does not tell it is no error here.
     return resolve(trace(loss_fn, has_aux, params, args, kwargs), names, shapes, tuple(skip), None, strict=False).layers
@@ -157,8 +159,6 @@ def resolve(
 
 
 def _skipped(skip: tuple[str, ...], names: Sequence[str]) -> set[int]:
-    if isinstance(skip, str):
-        raise ValueError(f"skip must be a sequence of regular expressions, but is the string {skip!r}")
     skipped = set()
     for pattern in skip:
         try:

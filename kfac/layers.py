@@ -188,7 +188,7 @@ def _bytes(count: int) -> str:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Kronecker:
-    """Kronecker factors of one layer, or their inverses: `A` is `[copies?, d_in, d_in]`, `G` `[copies?, d_out, d_out]`."""
+    """Kronecker factors of one layer, or their inverses: `A` `[copies?, d_in, d_in]`, `G` `[copies?, d_out, d_out]`."""
 
     A: Any
     G: Any

@@ -243,7 +243,7 @@ class Analysis:
         if name == "optimization_barrier":
             return [self._at_boundary(s, name) for s in states]
         if name in CALLS or name in REMATS:
-            inner, consts = open_jaxpr(eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"])
+            inner, _ = open_jaxpr(eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"])
             entering = [self._at_boundary(s, name) for s in states]
             return [self._at_boundary(s, name) for s in self._walk(inner, entering, path, scans)]
         if name == "scan":
@@ -578,6 +578,6 @@ def _follow(eqn, axes: Axes) -> Axes | None:
         return tuple(axes[k] for k in eqn.params["permutation"])
     if name == "broadcast_in_dim":
         return axes_lib.broadcast(axes, eqn.invars[0].aval.shape, out.shape, eqn.params["broadcast_dimensions"])
-    if name in ("reshape", "squeeze", "expand_dims") and eqn.params.get("dimensions") is None or name == "squeeze":
+    if name == "squeeze" or (name in ("reshape", "expand_dims") and eqn.params.get("dimensions") is None):
         return axes_lib.reshape(axes, out.shape)
     return None

@@ -14,7 +14,7 @@ from jax import lax
 from kfac.blocks import Group, check_factors, group_layers, precondition
 from kfac.collectives import mean_over
 from kfac.inverse import Refreshed, refresh_kronecker, refresh_unitwise
-from kfac.layers import Block, Factors, Kronecker, Layers, leaves_by_path
+from kfac.layers import Block, Factors, Kronecker, Layers, Unitwise, leaves_by_path
 
 Scalar = float | jax.Array
 ScalarOrSchedule = Scalar | Callable[[jax.Array], jax.typing.ArrayLike]
@@ -53,7 +53,7 @@ class KfacState(NamedTuple):
       metrics: scalars of the last step.
     """
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # optax's name for it
     factors: dict[str, Block]
     weight: dict[str, jax.Array]
     inverses: dict[str, Block]
@@ -99,8 +99,8 @@ def scale_by_kfac(
     *,
     damping: ScalarOrSchedule = 1e-3,
     factor_decay: ScalarOrSchedule = 0.95,
-    inverse_every: int = 1,
-    refresh_warmup: int = 10,
+    inverse_every: int | jax.Array = 1,
+    refresh_warmup: int | jax.Array = 10,
     inverse: str = "cholesky",
     precision: str = "float32",
     unitwise_damping: ScalarOrSchedule = 1.0,
@@ -113,10 +113,10 @@ def scale_by_kfac(
     multiplied by `(F + u l I)^-1` of their channel's block, with `u = unitwise_damping`. Skipped parameters pass through
     unchanged, and so do all until the first statistics arrive.
 
-    `update(grads, state, params=None, *, factors=None)` takes the statistics of the step as `factors`; without them the
-    step uses what it knows. The running average is `F <- decay F + (1 - decay) F_batch`, bias-corrected. A refresh of the
-    inverses follows the statistics of its step and precedes the preconditioning of its gradient; one that could change
-    nothing (no statistics and no other damping since the last) is left out.
+    `update(grads, state, params=None, *, factors=None)` takes the statistics of the step as `factors`; without them
+    the step uses what it knows. The running average is `F <- decay F + (1 - decay) F_batch`, bias-corrected. A refresh
+    of the inverses follows the statistics of its step and precedes the preconditioning of its gradient; one that could
+    change nothing (no statistics and no other damping since the last) is left out.
 
     Blocks with non-finite statistics leave them out of their average; a block whose factorisation fails, with ten times
     the damping as well, keeps its last inverse; a step with a non-finite gradient changes neither. `diagnostics` counts
@@ -129,10 +129,11 @@ def scale_by_kfac(
       inverse_every: the inverses are refreshed at steps 0, `inverse_every`, 2 `inverse_every`, ...
       refresh_warmup: during so many first steps, every step with statistics refreshes the inverses.
       inverse: `"cholesky"`.
-      precision: dtype in which inverses are kept and applied, `"float32"` or `"bfloat16"`. They are always computed in
-        float32.
+      precision: dtype in which inverses are kept and applied, `"float32"` or `"bfloat16"`. They are always computed
+        in float32.
       unitwise_damping: factor on `damping` for unit-wise and diagonal blocks. Scalar or schedule.
-      axis_name: the named axis (of `pmap`, `shard_map`) over which factors are averaged. Gradients are expected averaged.
+      axis_name: the named axis (of `pmap`, `shard_map`) over which factors are averaged. Gradients are expected
+        averaged.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. Updates keep the dtype of the gradients.
@@ -297,9 +298,12 @@ def _refresh(
     condition = jnp.zeros((), jnp.float32)
     for group in groups:
         factors, previous = state.factors[group.name], state.inverses[group.name]
+        new: Refreshed
         if isinstance(factors, Kronecker):
-            new: Refreshed = refresh_kronecker(factors, previous, damping)
+            assert isinstance(previous, Kronecker)
+            new = refresh_kronecker(factors, previous, damping)
         else:
+            assert isinstance(previous, Unitwise)
             new = refresh_unitwise(factors, previous, unitwise_damping)
         known = state.weight[group.name] > 0
         taken = new.valid & known & due
