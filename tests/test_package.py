@@ -1,7 +1,6 @@
 """The package as a whole: its public surface, what it imports, its metadata."""
 
 import ast
-import importlib.metadata
 import inspect
 import re
 import subprocess
@@ -22,6 +21,7 @@ OTHERS = {"jax", "jex", "jnp", "lax", "np", "numpy", "optax"}
 
 PUBLIC = {
     "Factors",
+    "KfacState",
     "Layer",
     "Layers",
     "UnsupportedLayerError",
@@ -120,7 +120,10 @@ def test_only_declared_dependencies_are_imported():
 
 
 def test_there_is_one_version():
-    assert importlib.metadata.version("kfac-optax") == kfac.__version__
+    # The distribution takes its version from the package, where it stands as a literal.
+    assert "version" not in PYPROJECT["project"] and "version" in PYPROJECT["project"]["dynamic"]
+    source = ROOT / PYPROJECT["tool"]["hatch"]["version"]["path"]
+    assert f'\n__version__ = "{kfac.__version__}"\n' in source.read_text()
     assert f"\nversion: {kfac.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"## [{kfac.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 

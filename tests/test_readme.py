@@ -10,7 +10,7 @@ import numpy as np
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
 
-def _model_and_data():
+def model_and_data():
     """A two-layer network and a batch of a task that it can learn."""
     k1, k2, k3 = jax.random.split(jax.random.key(0), 3)
     params = {
@@ -31,7 +31,7 @@ def _model_and_data():
 
 def test_the_example_of_the_readme_trains():
     [code] = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    params, batch, loss_fn = _model_and_data()
+    params, batch, loss_fn = model_and_data()
     names = {"loss_fn": loss_fn, "params": params, "batch": batch, "learning_rate": 0.05}
     exec(code, names)  # What a reader would paste.
 
