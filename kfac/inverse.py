@@ -95,7 +95,8 @@ def refresh_kronecker(factors: Kronecker, previous: Kronecker, damping: jax.Arra
         inverse = Kronecker(cholesky_inverse(a), cholesky_inverse(g))
         condition = jnp.maximum(_one_norm(a) * _one_norm(inverse.A), _one_norm(g) * _one_norm(inverse.G))
         kept = jax.tree.map(lambda new, old: new.astype(old.dtype), inverse, previous)
-        return kept, _finite(kept.A) & _finite(kept.G), condition
+        # The condition number tells what overflowed on the way: the inverse alone would then be zero.
+        return kept, _finite(kept.A) & _finite(kept.G) & jnp.isfinite(condition), condition
 
     def retry(first):
         return _choose(first, attempt(RETRY * damping))
@@ -119,28 +120,51 @@ def _choose(first, second):
 def refresh_unitwise(factors: Unitwise, previous: Unitwise, damping: jax.Array) -> Refreshed:
     """Inverts `F + damping I` in closed form for every channel of a stack.
 
-    The determinant of a damped 2x2 block is summed from terms that are not negative, so it cannot cancel to zero.
+    A layer with a channel that is not positive definite is tried again with ten times the damping; failing still, it
+    keeps its previous inverse.
 
     Args:
       factors: `F` `[k, channels, p, p]` with `p` 1 or 2.
       previous: the inverses so far.
       damping: a scalar.
     """
-    f = factors.F
-    damping = damping.astype(f.dtype)
-    if f.shape[-1] == 1:
-        largest = f[..., 0, 0] + damping
-        inverse, condition = 1 / largest[..., None, None], jnp.ones_like(largest)
-    else:
-        a, b, d = f[..., 0, 0], f[..., 0, 1], f[..., 1, 1]
-        # Divided by the larger of the diagonal entries: products of large second moments overflow.
-        scale = jnp.maximum(a, d) + damping
-        a, b, d, shift = a / scale, b / scale, d / scale, damping / scale
-        determinant = jnp.maximum(a * d - b * b, 0) + shift * (a + d) + shift * shift
-        rows = [jnp.stack([d + shift, -b], axis=-1), jnp.stack([-b, a + shift], axis=-1)]
-        inverse = jnp.stack(rows, axis=-2) / (determinant * scale)[..., None, None]
-        condition = (jnp.maximum(a, d) + shift + jnp.abs(b)) ** 2 / determinant
-    inverse = inverse.astype(previous.F.dtype)
-    valid = jnp.all(jnp.isfinite(inverse), axis=(1, 2, 3))
+    closed_form = _inverse_1x1 if factors.F.shape[-1] == 1 else _inverse_2x2
+
+    def attempt(damping):
+        inverse, condition, definite = closed_form(factors.F, damping.astype(factors.F.dtype))
+        inverse = inverse.astype(previous.F.dtype)
+        usable = definite & jnp.isfinite(condition) & _finite(inverse)
+        return inverse, jnp.all(usable, axis=1), jnp.max(condition, axis=1)
+
+    inverse, valid, condition = _choose(attempt(damping), attempt(RETRY * damping))
     inverse = jnp.where(valid[:, None, None, None], inverse, previous.F)
-    return Refreshed(Unitwise(inverse), valid, jnp.max(condition, axis=1))
+    return Refreshed(Unitwise(inverse), valid, condition)
+
+
+def _inverse_1x1(f: jax.Array, damping: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    damped = f + damping
+    value = damped[..., 0, 0]
+    return 1 / damped, value / value, value > 0
+
+
+def _inverse_2x2(f: jax.Array, damping: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Inverse, condition and whether positive definite, of each damped 2x2 block.
+
+    The determinant is summed from terms that are not negative where the block is a second moment, so it cannot cancel
+    to zero.
+    """
+    # Divided by the larger of the diagonal entries: products of large second moments overflow.
+    scale = jnp.maximum(f[..., 0, 0], f[..., 1, 1]) + damping
+    a, b, d, shift = f[..., 0, 0] / scale, f[..., 0, 1] / scale, f[..., 1, 1] / scale, damping / scale
+    # A second moment has |b| <= sqrt(a d), but rounding in the sums behind it can exceed that by a little. What exceeds
+    # it by more is indefinite, and only damping can help.
+    limit = jnp.sqrt(jnp.maximum(a, 0)) * jnp.sqrt(jnp.maximum(d, 0))
+    moment = (jnp.minimum(a, d) >= 0) & (jnp.abs(b) <= (1 + jnp.sqrt(jnp.finfo(f.dtype).eps)) * limit)
+    b = jnp.where(moment, jnp.clip(b, -limit, limit), b)
+    minor = a * d - b * b
+    determinant = jnp.where(moment, jnp.maximum(minor, 0), minor) + shift * (a + d) + shift * shift
+    rows = [jnp.stack([d + shift, -b], axis=-1), jnp.stack([-b, a + shift], axis=-1)]
+    inverse = jnp.stack(rows, axis=-2) / (determinant * scale)[..., None, None]
+    condition = (jnp.maximum(a, d) + shift + jnp.abs(b)) ** 2 / determinant
+    definite = (scale > 0) & (a + shift > 0) & (d + shift > 0) & (determinant > 0)
+    return inverse, condition, definite

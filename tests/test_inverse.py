@@ -1,0 +1,283 @@
+"""Damped inverses against dense float64 solves in NumPy; what happens when a factorisation fails."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kfac.inverse import RETRY, refresh_kronecker, refresh_unitwise
+from kfac.layers import Kronecker, Unitwise
+
+FLOAT32_EPS = float(np.finfo(np.float32).eps)
+
+
+def spd(seed, dim, condition=10.0, scale=1.0):
+    """A symmetric matrix with logarithmically spaced eigenvalues `scale / condition ... scale`."""
+    q, _ = np.linalg.qr(np.random.default_rng(seed).normal(size=(dim, dim)))
+    return (q * (scale * np.geomspace(1 / condition, 1, dim))) @ q.T
+
+
+def low_rank(seed, dim, rank, scale=1.0):
+    x = np.random.default_rng(seed).normal(size=(dim, rank))
+    return scale * x @ x.T / dim
+
+
+def truth(a, g, damping):
+    """Inverses of one damped block by the formulas of Martens & Grosse 2015, section 6.3."""
+    mean_a, mean_g = np.trace(a) / len(a), np.trace(g) / len(g)
+    pi = np.sqrt(mean_a / mean_g) if mean_a > 0 and mean_g > 0 else 1.0
+    return (
+        np.linalg.inv(a + pi * np.sqrt(damping) * np.eye(len(a))),
+        np.linalg.inv(g + np.sqrt(damping) / pi * np.eye(len(g))),
+    )
+
+
+def stack(blocks, dtype):
+    return Kronecker(
+        jnp.asarray(np.stack([a for a, _ in blocks]), dtype), jnp.asarray(np.stack([g for _, g in blocks]), dtype)
+    )
+
+
+def sevens(factors, dtype=None):
+    """Previous inverses that are easy to recognise."""
+    return jax.tree.map(lambda x: jnp.full(x.shape, 7, dtype or x.dtype), factors)
+
+
+@jax.jit
+def refresh(factors, previous, damping):
+    return refresh_kronecker(factors, previous, damping)
+
+
+CASES = {
+    "plain": [(spd(0, 5), spd(1, 3))],
+    "batch of equal shapes": [(spd(k, 5, scale=10.0**k), spd(k + 9, 3, scale=0.1**k)) for k in range(4)],
+    "singular factors": [(low_rank(0, 5, 2), low_rank(1, 3, 1))],
+    "one factor zero": [(spd(0, 5), np.zeros((3, 3))), (np.zeros((5, 5)), spd(1, 3))],
+    "both factors zero": [(np.zeros((5, 5)), np.zeros((3, 3)))],
+    "zero beside others": [(np.zeros((5, 5)), np.zeros((3, 3))), (spd(0, 5), spd(1, 3))],
+    "scales far apart": [(spd(0, 5, scale=1e6), spd(1, 3, scale=1e-10))],
+    "scalars": [(np.array([[4.0]]), np.array([[0.25]])), (np.array([[0.0]]), np.array([[2.0]]))],
+    "a scalar beside a matrix": [(spd(0, 5), np.array([[0.3]]))],
+}
+
+
+@pytest.mark.parametrize("damping", [1e-8, 1e-3, 10.0])
+@pytest.mark.parametrize("case", CASES)
+def test_kronecker_inverses_equal_dense_solves(x64, case, damping):
+    factors = stack(CASES[case], jnp.float64)
+    result = refresh(factors, sevens(factors), jnp.float64(damping))
+    assert np.all(result.valid)
+    for k, (a, g) in enumerate(CASES[case]):
+        for found, expected in zip((result.inverse.A[k], result.inverse.G[k]), truth(a, g, damping), strict=True):
+            np.testing.assert_allclose(found, expected, rtol=0, atol=1e-9 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kronecker_inverses_in_float32(case):
+    factors = stack(CASES[case], jnp.float32)
+    result = refresh(factors, sevens(factors), jnp.float32(1e-3))
+    assert np.all(result.valid)
+    for k, (a, g) in enumerate(CASES[case]):
+        for found, expected in zip((result.inverse.A[k], result.inverse.G[k]), truth(a, g, 1e-3), strict=True):
+            assert found.dtype == jnp.float32
+            condition = np.linalg.cond(expected)
+            tolerance = 10 * len(expected) * FLOAT32_EPS * condition * np.abs(expected).max()
+            np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
+
+
+def test_the_product_of_the_two_dampings_is_the_damping(x64):
+    """On diagonal factors the damping can be read off: `pi sqrt(l) * sqrt(l) / pi = l`, in the ratio of the means."""
+    a, g = np.diag([1.0, 2.0, 9.0]), np.diag([0.5, 0.25])
+    factors = stack([(a, g)], jnp.float64)
+    inverse = refresh(factors, sevens(factors), jnp.float64(0.01)).inverse
+    on_a = 1 / np.diag(inverse.A[0]) - np.diag(a)
+    on_g = 1 / np.diag(inverse.G[0]) - np.diag(g)
+    np.testing.assert_allclose(on_a, on_a[0], rtol=1e-10)
+    np.testing.assert_allclose(on_g, on_g[0], rtol=1e-10)
+    np.testing.assert_allclose(on_a[0] * on_g[0], 0.01, rtol=1e-10)
+    np.testing.assert_allclose(on_a[0] / on_g[0], (12 / 3) / (0.75 / 2), rtol=1e-10)
+
+
+def test_accuracy_at_condition_a_million_in_float32():
+    """`||I - M X||` stays of the size that rounding in float32 makes unavoidable, `eps` times the condition."""
+    a = spd(0, 64, condition=1e7).astype(np.float32)
+    g = spd(1, 48, condition=1e7).astype(np.float32)
+    factors = stack([(a, g)], jnp.float32)
+    damping = 1e-12  # pi is about 1: adds 1e-6 to each diagonal
+    result = refresh(factors, sevens(factors), jnp.float32(damping))
+    assert result.valid[0]
+    pi = np.sqrt(np.trace(a.astype(np.float64)) / 64 / (np.trace(g.astype(np.float64)) / 48))
+    for m, x, shift in ((a, result.inverse.A[0], pi * 1e-6), (g, result.inverse.G[0], 1e-6 / pi)):
+        m = m.astype(np.float64) + shift * np.eye(len(m))
+        condition = np.linalg.cond(m)
+        assert 5e5 < condition < 2e6
+        residual = np.linalg.norm(np.eye(len(m)) - m @ np.asarray(x, np.float64), 2)
+        assert residual < FLOAT32_EPS * condition
+    # The reported condition number is that of the worse damped factor, in the 1-norm.
+    assert 1e6 < result.condition[0] < 5e7
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_inverses_are_symmetric(precision):
+    factors = stack(CASES["batch of equal shapes"] + [(low_rank(0, 5, 2), low_rank(1, 3, 1))], jnp.float32)
+    inverse = refresh(factors, sevens(factors, precision), jnp.float32(1e-4)).inverse
+    for x in (inverse.A, inverse.G):
+        assert x.dtype == jnp.dtype(precision)
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(x.mT, np.float32))
+        assert np.all(np.linalg.eigvalsh(np.asarray(x, np.float32)) > 0)
+
+
+def test_a_failed_factorisation_is_retried_with_ten_times_the_damping(x64):
+    """Only the block that needs it gets more damping; the others keep theirs."""
+    good = (spd(0, 5), spd(1, 3))
+    # The least eigenvalue lies between the two dampings: sqrt(l) = 0.1 fails, sqrt(10 l) = 0.316 does.
+    a = np.diag([1.0, 1.0, 1.0, 1.0, -0.2])
+    g = np.diag([1.0, 1.0, 1.0]) * np.trace(a) / 5
+    factors = stack([good, (a, g), good], jnp.float64)
+    result = refresh(factors, sevens(factors), jnp.float64(0.01))
+    assert RETRY == 10
+    assert np.all(result.valid)
+    for k, (block, damping) in enumerate([(good, 0.01), ((a, g), 0.1), (good, 0.01)]):
+        for found, expected in zip((result.inverse.A[k], result.inverse.G[k]), truth(*block, damping), strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("bad", [np.diag([-5.0, 1.0, 1.0]), np.full((3, 3), np.nan), np.full((3, 3), np.inf)])
+@pytest.mark.parametrize("side", ["A", "G"])
+def test_a_block_that_fails_twice_keeps_its_last_inverse(bad, side):
+    good = (spd(0, 3), spd(1, 3))
+    broken = (bad, good[1]) if side == "A" else (good[0], bad)
+    factors = stack([broken, good], jnp.float32)
+    result = refresh(factors, sevens(factors), jnp.float32(1e-3))
+    np.testing.assert_array_equal(result.valid, [False, True])
+    # Both factors of the block: half of a new inverse and half of an old one make no inverse.
+    np.testing.assert_array_equal(result.inverse.A[0], 7)
+    np.testing.assert_array_equal(result.inverse.G[0], 7)
+    np.testing.assert_allclose(result.inverse.A[1], truth(*good, 1e-3)[0], rtol=1e-4)
+
+
+@pytest.mark.parametrize("damping", [0.0, -1.0, np.nan, np.inf])
+def test_no_damping_whatever_makes_an_inverse_that_is_not_finite(damping):
+    """A schedule may return anything."""
+    factors = stack([(np.zeros((4, 4)), np.zeros((3, 3))), (low_rank(0, 4, 1), low_rank(1, 3, 1))], jnp.float32)
+    unitwise = Unitwise(jnp.zeros((1, 4, 2, 2)))
+    for result in (
+        refresh(factors, sevens(factors), jnp.float32(damping)),
+        refresh_unitwise(unitwise, sevens(unitwise), jnp.float32(damping)),
+    ):
+        for x in jax.tree.leaves(result.inverse):
+            assert np.all(np.isfinite(x))
+        assert not np.any(result.valid)
+
+
+@pytest.mark.parametrize("scale", [1e-38, 1e-30, 1e30, 1e37])
+def test_factors_of_any_size_give_finite_inverses(scale):
+    factors = stack([(spd(0, 4, scale=scale), spd(1, 3)), (spd(0, 4), spd(1, 3, scale=scale))], jnp.float32)
+    result = refresh(factors, sevens(factors), jnp.float32(1e-3))
+    for x in jax.tree.leaves(result.inverse):
+        assert np.all(np.isfinite(x))
+
+
+def test_an_inverse_that_bfloat16_or_float32_cannot_hold_is_not_taken():
+    factors = stack([(np.zeros((2, 2)), np.zeros((2, 2)))], jnp.float32)
+    result = refresh(factors, sevens(factors, jnp.float16), jnp.float32(1e-12))
+    assert not result.valid[0]
+    np.testing.assert_array_equal(result.inverse.A, 7)
+
+
+# Unit-wise blocks.
+
+
+def unitwise(blocks, dtype):
+    return Unitwise(jnp.asarray(np.asarray(blocks)[None], dtype))
+
+
+TWO_BY_TWO = {
+    "plain": [[[2.0, 0.5], [0.5, 1.0]], [[1.0, -0.3], [-0.3, 4.0]]],
+    "zero": [[[0.0, 0.0], [0.0, 0.0]]],
+    "singular": [[[1.0, 1.0], [1.0, 1.0]], [[4.0, -2.0], [-2.0, 1.0]], [[0.0, 0.0], [0.0, 3.0]]],
+    "scales apart": [[[1e6, 1.0], [1.0, 1e-4]], [[1e-8, 0.0], [0.0, 1e8]]],
+    "one parameter": [[[2.0]], [[0.0]], [[1e8]]],
+}
+
+
+@pytest.mark.parametrize("damping", [1e-4, 1.0])
+@pytest.mark.parametrize("case", TWO_BY_TWO)
+def test_unitwise_inverses_equal_dense_solves(x64, case, damping):
+    factors = unitwise(TWO_BY_TWO[case], jnp.float64)
+    result = refresh_unitwise(factors, sevens(factors), jnp.float64(damping))
+    assert np.all(result.valid)
+    blocks = np.asarray(TWO_BY_TWO[case]) + damping * np.eye(len(TWO_BY_TWO[case][0]))
+    for found, block in zip(result.inverse.F[0], blocks, strict=True):
+        expected = np.linalg.inv(block)
+        tolerance = 1e-15 * np.linalg.cond(block) + 1e-13
+        np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+        np.testing.assert_array_equal(found, found.T)
+
+
+def test_unitwise_blocks_that_are_ill_conditioned_in_float32():
+    """Channels of rank one with a thousandth of an ulp to a thousand ulps of damping: accurate as far as float32 goes."""
+    rng = np.random.default_rng(0)
+    v = rng.normal(size=(200, 2)) * 10.0 ** rng.uniform(-6, 6, size=(200, 1))
+    blocks = (v[:, :, None] * v[:, None, :]).astype(np.float32)
+    for damping in (1e-6, 1e-2, 1e3):
+        result = refresh_unitwise(unitwise(blocks, jnp.float32), unitwise(blocks, jnp.float32), jnp.float32(damping))
+        assert result.valid[0]
+        found = np.asarray(result.inverse.F[0], np.float64)
+        damped = blocks.astype(np.float64) + np.float64(np.float32(damping)) * np.eye(2)
+        for x, block in zip(found, damped, strict=True):
+            eigenvalues = np.linalg.eigvalsh(x)
+            # Never beyond what the damping alone allows, and positive to rounding.
+            assert -2 * FLOAT32_EPS * eigenvalues[1] < eigenvalues[0] and eigenvalues[1] < 1.01 / damping
+            condition = np.linalg.cond(block)
+            if condition < 1e5:
+                expected = np.linalg.inv(block)
+                tolerance = 8 * FLOAT32_EPS * condition * np.abs(expected).max()
+                np.testing.assert_allclose(x, expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("scale", [1e-35, 1e-20, 1e20, 1e35])
+def test_unitwise_products_neither_overflow_nor_vanish(scale):
+    """Products of two such second moments are not finite in float32, or zero."""
+    blocks = np.array([[[2.0, 0.5], [0.5, 1.0]]]) * scale
+    factors = unitwise(blocks, jnp.float32)
+    result = refresh_unitwise(factors, sevens(factors), jnp.float32(scale))
+    assert result.valid[0]
+    np.testing.assert_allclose(result.inverse.F[0, 0], np.linalg.inv(blocks[0] + scale * np.eye(2)), rtol=1e-5)
+
+
+def test_a_unitwise_layer_with_a_broken_channel_keeps_its_last_inverse():
+    factors = Unitwise(
+        jnp.asarray([[[[1.0, 0.0], [0.0, 1.0]], [[np.nan, 0.0], [0.0, 1.0]]], 2 * [[[1.0, 0.0], [0.0, 1.0]]]])
+    )
+    result = refresh_unitwise(factors, sevens(factors), jnp.float32(1.0))
+    np.testing.assert_array_equal(result.valid, [False, True])
+    np.testing.assert_array_equal(result.inverse.F[0], 7)
+    np.testing.assert_allclose(result.inverse.F[1], [np.eye(2) / 2] * 2)
+
+
+def test_a_second_moment_made_slightly_indefinite_by_rounding_is_inverted():
+    """Its off-diagonal is held to what a second moment can have: no inverse with a negative direction."""
+    factors = unitwise([[[1.0, 1.0001], [1.0001, 1.0]]], jnp.float32)
+    result = refresh_unitwise(factors, sevens(factors), jnp.float32(1e-3))
+    assert result.valid[0]
+    np.testing.assert_allclose(result.inverse.F[0, 0], np.linalg.inv(np.ones((2, 2)) + 1e-3 * np.eye(2)), rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "block", [[[-1.0, 0.0], [0.0, 1.0]], [[1.0, 5.0], [5.0, 1.0]], [[-2.0, 0.0], [0.0, -2.0]], [[-0.5]]]
+)
+def test_indefinite_unitwise_statistics_are_not_inverted(block):
+    """Handed in, or left by rounding on the wire: an inverse that is not positive would climb the loss."""
+    factors = unitwise([block], jnp.float32)
+    result = refresh_unitwise(factors, sevens(factors), jnp.float32(1e-3))
+    assert not result.valid[0]
+    np.testing.assert_array_equal(result.inverse.F, 7)
+
+
+def test_indefinite_unitwise_statistics_are_retried_with_ten_times_the_damping(x64):
+    block = np.array([[1.0, 0.0], [0.0, -0.2]])
+    factors = unitwise([block, np.eye(2)], jnp.float64)
+    result = refresh_unitwise(factors, sevens(factors), jnp.float64(0.1))
+    assert result.valid[0]
+    np.testing.assert_allclose(result.inverse.F[0, 0], np.linalg.inv(block + np.eye(2)), rtol=1e-12)
