@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
+from kfac.collectives import AxisName
 from kfac.layers import KRONECKER_KINDS, Layers, leaf_path, leaves_by_path
 from kfac.transform import KfacState, ScalarOrSchedule, check_range, scale_by_kfac, value_at
 
@@ -43,10 +45,15 @@ def kfac(
     factor_decay: ScalarOrSchedule = 0.95,
     inverse_every: int | jax.Array = 1,
     refresh_warmup: int | jax.Array = 10,
+    staggered: bool | None = None,
     inverse: str = "cholesky",
     precision: str = "float32",
     unitwise_damping: ScalarOrSchedule = 1.0,
-    axis_name: str | tuple[str, ...] | None = None,
+    axis_name: AxisName | None = None,
+    mesh: Mesh | None = None,
+    precondition: str = "sharded",
+    communication_dtype: str = "float32",
+    triangular: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """K-FAC as an optimizer: `scale_by_kfac`, norm constraint, momentum, trust ratio, weight decay, learning rate.
 
@@ -70,10 +77,15 @@ def kfac(
       factor_decay: decay of the running averages of the factors.
       inverse_every: steps between refreshes of the inverses.
       refresh_warmup: first steps in which every step with statistics refreshes.
+      staggered: whether refreshes are spread over `inverse_every` steps.
       inverse: how factors are inverted.
       precision: dtype of the inverses.
       unitwise_damping: factor on `damping` for unit-wise and diagonal blocks.
-      axis_name: named axis over which factors are averaged.
+      axis_name: named axis of devices over which blocks are spread.
+      mesh: mesh with that axis, for plain `jit` over sharded arrays.
+      precondition: whether owners precondition (`"sharded"`) or all devices (`"replicated"`).
+      communication_dtype: dtype of statistics on the wire.
+      triangular: send upper triangles only.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`; `update` takes the keyword `factors`.
@@ -88,10 +100,15 @@ def kfac(
         factor_decay=factor_decay,
         inverse_every=inverse_every,
         refresh_warmup=refresh_warmup,
+        staggered=staggered,
         inverse=inverse,
         precision=precision,
         unitwise_damping=unitwise_damping,
         axis_name=axis_name,
+        mesh=mesh,
+        precondition=precondition,
+        communication_dtype=communication_dtype,
+        triangular=triangular,
     )
     if norm_constraint is not None:
         check_range("norm_constraint", norm_constraint, 0, math.inf, open_low=True, open_high=True)
@@ -202,9 +219,9 @@ def diagnostics(opt_state: Any) -> dict[str, jax.Array]:
       opt_state: an optimizer state; the preconditioner's part is looked for in it.
 
     Returns:
-      `damping` of the last refresh, `gradient_norm` and `preconditioned_norm` (2-norms over the parameters with a
-      curvature block), `condition` (largest 1-norm condition number of a damped factor at the last refresh),
-      `inverse_age` (steps since then), `skipped_statistics` and `failed_inversions` (blocks, since the start); from
+      `damping` of the last step, `gradient_norm` and `preconditioned_norm` (2-norms over the parameters with a
+      curvature block), `condition` (largest 1-norm condition number of a damped factor, each as of its last inversion),
+      `inverse_age` (steps since the oldest inverse in use was computed), `skipped_statistics` and `failed_inversions` (blocks, since the start); from
       `kfac` also `skipped_steps` (updates that were not finite) and, with a norm constraint, `norm_constraint_scale`.
 
     Raises:
@@ -229,7 +246,7 @@ def diagnostics(opt_state: Any) -> dict[str, jax.Array]:
             "give diagnostics the part of each"
         )
     (state,) = found[KfacState]
-    scalars = {"damping": state.damping, "inverse_age": state.inverse_age, **state.metrics._asdict()}
+    scalars = {"damping": state.damping, **state.metrics._asdict()}
     if found[NormConstraintState]:
         scalars["norm_constraint_scale"] = found[NormConstraintState][0].scale
     if found[optax.ApplyIfFiniteState]:

@@ -45,18 +45,18 @@ class Group:
         """Number of blocks, `k` below."""
         return sum(self.counts)
 
-    def zeros(self, dtype: Any) -> Block:
-        """Statistics before any have arrived."""
+    def zeros(self, size: int, dtype: Any) -> Block:
+        """Statistics of `size` blocks before any have arrived."""
         if self.kronecker:
             return Kronecker(
-                jnp.zeros((self.size, self.d_in, self.d_in), dtype),
-                jnp.zeros((self.size, self.d_out, self.d_out), dtype),
+                jnp.zeros((size, self.d_in, self.d_in), dtype),
+                jnp.zeros((size, self.d_out, self.d_out), dtype),
             )
-        return Unitwise(jnp.zeros((self.size, self.d_out, self.d_in, self.d_in), dtype))
+        return Unitwise(jnp.zeros((size, self.d_out, self.d_in, self.d_in), dtype))
 
-    def identity(self, dtype: Any) -> Block:
-        """Inverses before any have been computed."""
-        return jax.tree.map(lambda stack: stack + jnp.eye(stack.shape[-1], dtype=dtype), self.zeros(dtype))
+    def identity(self, size: int, dtype: Any) -> Block:
+        """Inverses of `size` blocks before any have been computed."""
+        return jax.tree.map(lambda stack: stack + jnp.eye(stack.shape[-1], dtype=dtype), self.zeros(size, dtype))
 
     def stack_factors(self, factors: Factors) -> Block:
         """The statistics of the members as stacks `[k, ...]`."""
@@ -100,7 +100,7 @@ def group_layers(layers: Layers) -> tuple[Group, ...]:
     return tuple(Group(name, layers[0].kind in KRONECKER_KINDS, tuple(layers)) for name, layers in members.items())
 
 
-def precondition(inverse: Block, matrices: jax.Array) -> jax.Array:
+def apply_inverse(inverse: Block, matrices: jax.Array) -> jax.Array:
     """`G^-1 V A^-1` for every Kronecker block, `F^-1 v` for every channel of a unit-wise one.
 
     Products take operands in the dtype the inverses are kept in, and accumulate in float32 or better.

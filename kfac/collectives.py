@@ -1,4 +1,4 @@
-"""Named axes: what varies over them, and means over them."""
+"""Named axes: what varies over them, means over them, and the traffic between devices and the owners of blocks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from kfac.assignment import Shard
+
+AxisName = str | tuple[str, ...]
 
 
 def _varying(aval: Any) -> frozenset[str]:
@@ -45,6 +49,121 @@ def zeros_of(fn: Callable, *args: Any) -> Any:
     return jax.tree.map(zeros, jax.eval_shape(fn, *args))
 
 
-def mean_over(tree: Any, axis_name: str | tuple[str, ...] | None) -> Any:
+def axis_size(axis_name: AxisName | None) -> int | None:
+    """The number of devices along a named axis; None where no such axis is bound."""
+    if axis_name is None:
+        return None
+    try:
+        return lax.axis_size(axis_name)
+    except NameError:
+        return None
+
+
+def mean_over(tree: Any, axis_name: AxisName | None) -> Any:
     """The mean of every leaf over a named axis; the tree itself without one."""
     return tree if axis_name is None else lax.pmean(tree, axis_name)
+
+
+# -- symmetric matrices on the wire ----------------------------------------------------------------------------------
+
+
+def pack(stack: jax.Array) -> jax.Array:
+    """The upper triangles of symmetric matrices `[k, d, d]` as `[k, h, 2 h + 1]`, `h = ceil(d / 2)`.
+
+    The upper left triangle, and the lower right one mirrored, fill a rectangle of `h` by `h + 1`; the upper right block
+    stands beside it. Slices and masks only: index tables would be as large as the matrices.
+    """
+    d = stack.shape[-1]
+    if d % 2:  # one more row and column of zeros
+        stack = jnp.pad(stack, ((0, 0), (0, 1), (0, 1)))
+    h = (d + 1) // 2
+    first, last, corner = stack[:, :h, :h], stack[:, h:, h:], stack[:, :h, h:]
+    row, column = lax.broadcasted_iota(jnp.int32, (h, h + 1), 0), lax.broadcasted_iota(jnp.int32, (h, h + 1), 1)
+    shifted = jnp.pad(first, ((0, 0), (0, 0), (1, 0)))
+    triangles = jnp.where(column > row, shifted, jnp.pad(last, ((0, 0), (0, 0), (0, 1))))
+    return jnp.concatenate([triangles, corner], axis=-1)
+
+
+def unpack(packed: jax.Array, d: int) -> jax.Array:
+    """The inverse of `pack`, for matrices of dimension `d`."""
+    h = packed.shape[-2]
+    triangles, corner = packed[..., : h + 1], packed[..., h + 1 :]
+    upper, lower = jnp.triu(triangles[..., 1:]), jnp.tril(triangles[..., :h])
+    first = upper + jnp.triu(upper, 1).mT
+    last = lower + jnp.tril(lower, -1).mT
+    top = jnp.concatenate([first, corner], axis=-1)
+    bottom = jnp.concatenate([corner.mT, last], axis=-1)
+    return jnp.concatenate([top, bottom], axis=-2)[..., :d, :d]
+
+
+# -- owners ----------------------------------------------------------------------------------------------------------
+
+
+def owns_last(shard: Shard, axis_name: AxisName | None) -> jax.Array:
+    """`[positions]`, false where this device holds no block at the last position."""
+    position = jnp.arange(shard.positions)
+    return (position < shard.full) | (_extra(shard, axis_name) < shard.remainder)
+
+
+def _extra(shard: Shard, axis_name: AxisName | None) -> jax.Array:
+    """Which block of the remainder is this device's; `remainder` or more if none is."""
+    if axis_name is None or shard.devices == 1:
+        return jnp.zeros((), jnp.int32)
+    return (lax.axis_index(axis_name) - shard.offset) % shard.devices
+
+
+def take_own(tree: Any, shard: Shard, axis_name: AxisName | None) -> Any:
+    """From stacks `[blocks, ...]` that all devices have, this device's `[positions, ...]`.
+
+    A device without a block at the last position gets one of the others' there.
+    """
+    if axis_name is None or shard.devices == 1:
+        return tree
+
+    def own(stack):
+        parts = []
+        if shard.full:
+            parts.append(lax.dynamic_slice_in_dim(stack, lax.axis_index(axis_name) * shard.full, shard.full))
+        if shard.remainder:
+            parts.append(_own_of_remainder(stack[shard.full * shard.devices :], shard, axis_name))
+        return jnp.concatenate(parts)
+
+    return jax.tree.map(own, tree)
+
+
+def _own_of_remainder(rest: jax.Array, shard: Shard, axis_name: AxisName) -> jax.Array:
+    return lax.dynamic_slice_in_dim(rest, jnp.minimum(_extra(shard, axis_name), shard.remainder - 1), 1)
+
+
+def mean_to_owners(stack: jax.Array, shard: Shard, axis_name: AxisName | None) -> jax.Array:
+    """The mean over devices of stacks `[blocks, ...]`, each block where it is owned: `[positions, ...]`.
+
+    A reduce-scatter for the blocks of which every device gets some, an all-reduce for the remainder.
+    """
+    if axis_name is None or shard.devices == 1:
+        return stack
+    even = shard.full * shard.devices
+    parts = []
+    if shard.full:
+        parts.append(lax.psum_scatter(stack[:even], axis_name, scatter_dimension=0, tiled=True))
+    if shard.remainder:
+        parts.append(_own_of_remainder(lax.psum(stack[even:], axis_name), shard, axis_name))
+    return jnp.concatenate(parts) / shard.devices
+
+
+def gather_from_owners(own: jax.Array, shard: Shard, axis_name: AxisName | None) -> jax.Array:
+    """From each device's `[positions, ...]`, all blocks `[blocks, ...]` on all devices."""
+    if axis_name is None or shard.devices == 1:
+        return own
+    parts = []
+    if shard.full:
+        parts.append(lax.all_gather(own[: shard.full], axis_name, tiled=True, to="invarying"))
+    if shard.remainder:
+        # A sum in which one device has the block and the others zeros: an all-gather would need room for D blocks.
+        extra = _extra(shard, axis_name)
+        block = jnp.where(extra < shard.remainder, own[shard.full :], 0)
+        empty = jnp.zeros((shard.remainder, *own.shape[1:]), own.dtype)
+        empty = as_varying(empty, varying_axes(block))
+        placed = lax.dynamic_update_slice_in_dim(empty, block, jnp.minimum(extra, shard.remainder - 1), 0)
+        parts.append(lax.psum(placed, axis_name))
+    return jnp.concatenate(parts)

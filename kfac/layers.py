@@ -163,7 +163,7 @@ def _table(layers: Layers) -> str:
         positions = "" if layer.positions is None else str(layer.positions)
         rows.append(
             (layer.name, layer.kind + (" (coarse)" if layer.coarse else ""), leaves, a, g, positions)
-            + (str(layer.copies), _bytes(4 * elements), layer.note)
+            + (str(layer.copies), format_bytes(4 * elements), layer.note)
         )
     widths = [max(len(row[k]) for row in rows) for k in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -171,12 +171,12 @@ def _table(layers: Layers) -> str:
     params = sum(layer.num_params for layer in layers)
     lines.append(
         f"{len(layers.paths)} parameter leaves ({params:,} parameters) in {len(layers)} blocks; "
-        f"factors: {total:,} elements, {_bytes(4 * total)} in float32"
+        f"factors: {total:,} elements, {format_bytes(4 * total)} in float32"
     )
     return "\n".join(lines)
 
 
-def _bytes(count: int) -> str:
+def format_bytes(count: float) -> str:
     value = float(count)
     for unit in ("B", "kB", "MB", "GB"):
         if value < 1000:

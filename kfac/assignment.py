@@ -1,0 +1,282 @@
+"""Who owns which block, and when it is inverted: pure arithmetic on shapes, no devices.
+
+Blocks of equal shape form a group of `K`. With `D` devices, device `d` owns
+
+    blocks    d*full ... d*full + full - 1          full = K // D       at its positions 0 ... full - 1
+    block     D*full + (d - offset) mod D           if that is < K      at its position full
+
+so ownership is a formula in the device's index, and neither the program nor any table grows with `D`. Each group's
+`offset` is chosen so that the remainders fill up the devices evenly.
+
+A staggered refresh cuts the work into `inverse_every` phases, largest blocks first, each to the phase with the least work
+so far. The blocks at one position have the same shape on all devices, so one schedule of positions serves all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+from kfac.blocks import Group, group_layers
+from kfac.layers import Layers, format_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """How the `blocks` of a group lie on `devices`.
+
+    Attributes:
+      blocks: `K`.
+      devices: `D`.
+      offset: the device that owns the first block of the remainder.
+    """
+
+    blocks: int
+    devices: int
+    offset: int = 0
+
+    @property
+    def full(self) -> int:
+        """Blocks that every device owns."""
+        return self.blocks // self.devices
+
+    @property
+    def remainder(self) -> int:
+        """Blocks left over, one each for the first devices from `offset` on."""
+        return self.blocks % self.devices
+
+    @property
+    def positions(self) -> int:
+        """Length of the stacks each device holds."""
+        return self.full + (self.remainder > 0)
+
+    def location(self, block: int) -> tuple[int, int]:
+        """Device and position of a block."""
+        even = self.full * self.devices
+        if block < even:
+            return divmod(block, self.full)
+        return (block - even + self.offset) % self.devices, self.full
+
+    def held(self, device: int) -> int:
+        """How many blocks a device owns."""
+        return self.full + ((device - self.offset) % self.devices < self.remainder)
+
+
+def block_cost(group: Group) -> int:
+    """Work to invert one block, `d_out^3 + d_in^3`; none for a unit-wise one."""
+    return group.d_out**3 + group.d_in**3 if group.kronecker else 0
+
+
+def make_shards(groups: Sequence[Group], devices: int) -> dict[str, Shard]:
+    """Spreads every Kronecker group over the devices, the most expensive remainders first."""
+    load = [0] * devices
+    shards = {}
+    for group in sorted((g for g in groups if g.kronecker), key=block_cost, reverse=True):
+        remainder = group.size % devices
+        offset = 0
+        if remainder:
+            # The run of devices whose busiest member is least busy, then with the least work in all.
+            def busy(start: int, remainder: int = remainder) -> tuple[int, int]:
+                run = [load[(start + k) % devices] for k in range(remainder)]
+                return max(run), sum(run)
+
+            offset = min(range(devices), key=busy)
+            for k in range(remainder):
+                load[(offset + k) % devices] += block_cost(group)
+        shards[group.name] = Shard(group.size, devices, offset)
+    return shards
+
+
+def make_phases(groups: Sequence[Group], shards: dict[str, Shard], phases: int) -> dict[str, tuple[int, ...]]:
+    """Spreads the positions of all groups over `phases` steps.
+
+    Returns:
+      For each Kronecker group `bounds` of length `phases + 1`: phase `p` inverts positions `bounds[p]` up to
+      `bounds[p + 1]`.
+    """
+    items = [
+        (block_cost(group), group.name) for group in groups if group.kronecker for _ in range(shards[group.name].positions)
+    ]
+    load = [0] * phases
+    counts = {name: [0] * phases for name in shards}
+    for cost, name in sorted(items, key=lambda item: -item[0]):
+        phase = min(range(phases), key=lambda p: load[p])
+        load[phase] += cost
+        counts[name][phase] += 1
+    # Positions of a group cost the same, so they can be numbered in the order of their phases.
+    return {name: tuple(sum(count[:p]) for p in range(phases + 1)) for name, count in counts.items()}
+
+
+def packed_size(dimension: int, triangular: bool = True) -> int:
+    """Elements of a symmetric matrix on the wire: its upper triangle (of an even dimension), or all of it."""
+    if not triangular:
+        return dimension * dimension
+    even = dimension + dimension % 2
+    return even * (even + 1) // 2
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Assignment:
+    """The plan of a distributed preconditioner; print it before renting machines.
+
+    Everything in it is counted from the shapes of the layers. Bytes are those of the operands of collectives; a ring
+    moves (D-1)/D of them in and out of each device for a reduce-scatter or gather, twice that for an all-reduce.
+
+    Attributes:
+      layers: the layers.
+      devices: number of devices.
+      inverse_every: steps over which a refresh is spread.
+      staggered: whether it is spread at all.
+      precondition: `"sharded"` or `"replicated"`.
+      triangular: whether upper triangles are sent.
+      wire_bytes: bytes per element on the wire.
+      inverse_bytes: bytes per element of an inverse.
+    """
+
+    layers: Layers
+    devices: int = 1
+    inverse_every: int = 1
+    staggered: bool = True
+    precondition: str = "sharded"
+    triangular: bool = True
+    wire_bytes: int = 4
+    inverse_bytes: int = 4
+
+    def __post_init__(self):
+        """Checks the arguments."""
+        for name in ("devices", "inverse_every"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive int, but is {value!r}")
+        if self.precondition not in ("sharded", "replicated"):
+            raise ValueError(f"precondition must be 'sharded' or 'replicated', but is {self.precondition!r}")
+
+    @functools.cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups of equal blocks."""
+        return group_layers(self.layers)
+
+    @functools.cached_property
+    def shards(self) -> dict[str, Shard]:
+        """How each Kronecker group lies on the devices."""
+        return make_shards(self.groups, self.devices)
+
+    @functools.cached_property
+    def phases(self) -> dict[str, tuple[int, ...]]:
+        """Which positions each step of a cycle inverts."""
+        return make_phases(self.groups, self.shards, self.inverse_every if self.staggered else 1)
+
+    @functools.cached_property
+    def cost_per_device(self) -> list[int]:
+        """Work of one whole refresh on each device, in `n^3`."""
+        load = [0] * self.devices
+        for group in self.groups:
+            if group.kronecker:
+                shard = self.shards[group.name]
+                for device in range(self.devices):
+                    load[device] += block_cost(group) * shard.held(device)
+        return load
+
+    @functools.cached_property
+    def cost_per_step(self) -> list[int]:
+        """Work of the busiest device in each step of a cycle, in `n^3`."""
+        bounds, shards = self.phases, self.shards
+        phases = self.inverse_every if self.staggered else 1
+        busiest = []
+        for phase in range(phases):
+            load = [0] * self.devices
+            for group in self.groups:
+                if group.kronecker:
+                    first, last = bounds[group.name][phase : phase + 2]
+                    for device in range(self.devices):
+                        held = min(last, shards[group.name].held(device))
+                        load[device] += block_cost(group) * max(0, held - first)
+            busiest.append(max(load))
+        return busiest
+
+    @property
+    def memory_per_device(self) -> int:
+        """Bytes of running averages and inverses that every device holds."""
+        total = 0
+        for group in self.groups:
+            if group.kronecker:
+                square = group.d_out**2 + group.d_in**2
+                total += self.shards[group.name].positions * square * (4 + self.inverse_bytes)
+                if self.precondition == "replicated" and self.devices > 1:
+                    total += group.size * square * self.inverse_bytes
+            else:
+                total += group.size * group.d_out * group.d_in**2 * (4 + self.inverse_bytes)
+        return total
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of statistics that each device puts into reductions, each time there are statistics."""
+        if self.devices == 1:
+            return 0
+        total = 0
+        for group in self.groups:
+            if group.kronecker:
+                packed = packed_size(group.d_in, self.triangular) + packed_size(group.d_out, self.triangular)
+                total += group.size * packed * self.wire_bytes
+            else:
+                total += group.size * group.d_out * group.d_in**2 * 4
+        return total
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes gathered: preconditioned gradients each step, or inverses each cycle if they are replicated."""
+        if self.devices == 1:
+            return 0
+        total = 0
+        for group in self.groups:
+            if group.kronecker and self.precondition == "sharded":
+                total += group.size * group.d_out * group.d_in * 4
+            elif group.kronecker:
+                packed = packed_size(group.d_in, self.triangular) + packed_size(group.d_out, self.triangular)
+                total += group.size * packed * self.inverse_bytes
+        return total
+
+    def owners(self) -> list[tuple[str, int, int]]:
+        """Owner of every Kronecker block: `(layer name, copy, device)`."""
+        rows = []
+        for group in self.groups:
+            if not group.kronecker:
+                continue
+            block = 0
+            for layer in group.layers:
+                for copy in range(layer.copies):
+                    rows.append((layer.name, copy, self.shards[group.name].location(block)[0]))
+                    block += 1
+        return rows
+
+    def __repr__(self) -> str:
+        return _table(self)
+
+
+def _table(plan: Assignment) -> str:
+    by_device: dict[int, list[str]] = {device: [] for device in range(plan.devices)}
+    copies = {layer.name: layer.copies for layer in plan.layers}
+    for name, copy, device in plan.owners():
+        by_device[device].append(f"{name}[{copy}]" if copies[name] > 1 else name)
+    costs = plan.cost_per_device
+    total, worst = sum(costs), max(costs)
+    lines = [f"{'device':>6}  {'n^3 work':>9}  {'share':>6}  layers"]
+    shown = range(plan.devices) if plan.devices <= 64 else range(16)
+    for device in shown:
+        share = costs[device] / total if total else 0
+        owned = ", ".join(by_device[device]) or "-"
+        lines.append(f"{device:>6}  {costs[device]:>9.3g}  {share:>6.1%}  {owned}")
+    if len(shown) < plan.devices:
+        idle = sum(cost == 0 for cost in costs)
+        lines.append(f"   ... {plan.devices - len(shown)} more devices; {idle} devices own nothing")
+    steps = plan.cost_per_step
+    mean = total / plan.devices
+    lines += [
+        f"one refresh: {total:.3g} n^3 in all; busiest device {worst:.3g}, {worst / mean if mean else 1:.2f} times the mean",
+        f"spread over {len(steps)} steps: worst step {max(steps):.3g}, mean {sum(steps) / len(steps):.3g}",
+        f"memory per device (averages and inverses): {format_bytes(plan.memory_per_device)}",
+        f"reduced per device, each time there are statistics: {format_bytes(plan.reduced_bytes)}",
+        f"gathered per {'step' if plan.precondition == 'sharded' else 'refresh'}: {format_bytes(plan.gathered_bytes)}",
+    ]
+    return "\n".join(lines)
