@@ -51,7 +51,7 @@ def split_damping(factors: Kronecker, damping: jax.Array) -> tuple[jax.Array, ja
     a, g = mean_eigenvalue(factors.A), mean_eigenvalue(factors.G)
     usable = (a > 0) & (g > 0)
     pi = jnp.where(usable, jnp.sqrt(jnp.where(usable, a, 1)) / jnp.sqrt(jnp.where(usable, g, 1)), 1)
-    root = jnp.sqrt(damping).astype(pi.dtype)
+    root = jnp.sqrt(damping.astype(pi.dtype))
     return pi * root, root / pi
 
 
@@ -61,7 +61,7 @@ def add_diagonal(stack: jax.Array, amount: jax.Array) -> jax.Array:
 
 
 def cholesky_inverse(stack: jax.Array) -> jax.Array:
-    """Inverses of symmetric positive definite matrices `[k, d, d]`, symmetric; NaN where one is not positive definite."""
+    """Inverses of symmetric positive definite `[k, d, d]`, symmetric; NaN where one is not positive definite."""
     factor = lax.linalg.cholesky(stack, symmetrize_input=False)
     identity = jnp.broadcast_to(jnp.eye(stack.shape[-1], dtype=stack.dtype), stack.shape)
     half = lax.linalg.triangular_solve(factor, identity, left_side=True, lower=True)
