@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -29,6 +30,7 @@ class KfacMetrics(NamedTuple):
       condition: largest 1-norm condition number of a damped factor at its last inversion.
       skipped_statistics: how many times a block left non-finite statistics out of its running average.
       failed_inversions: how many times a block kept its previous inverse because factorisation failed.
+      skipped_steps: how many times the gradient, or the preconditioned one, was not finite.
     """
 
     gradient_norm: jax.Array
@@ -36,19 +38,22 @@ class KfacMetrics(NamedTuple):
     condition: jax.Array
     skipped_statistics: jax.Array
     failed_inversions: jax.Array
+    skipped_steps: jax.Array
 
 
 class KfacState(NamedTuple):
     """State of `scale_by_kfac`: arrays only. Dictionaries are keyed by the shape of the blocks they stack.
 
     Attributes:
-      count: optimizer steps so far.
+      count: optimizer steps so far. One whose result is not finite is none: schedules and the interval of the refreshes
+        stay where they are, as they do in the optax parts of `kfac`.
       factors: bias-corrected running averages, `[k, ...]` for `k` blocks of one shape.
       weight: `[k]`, the sum of the weights in each average; 0 before the first statistics.
       inverses: damped inverses, shaped like `factors`.
       ready: `[k]`, whether a block has been inverted yet.
       stale: whether statistics have arrived since the last refresh.
       damping: the damping of the last refresh.
+      unitwise_damping: that of unit-wise and diagonal blocks.
       inverse_age: steps since the last refresh.
       metrics: scalars of the last step.
     """
@@ -60,6 +65,7 @@ class KfacState(NamedTuple):
     ready: dict[str, jax.Array]
     stale: jax.Array
     damping: jax.Array
+    unitwise_damping: jax.Array
     inverse_age: jax.Array
     metrics: KfacMetrics
 
@@ -70,12 +76,15 @@ def value_at(scalar: ScalarOrSchedule, count: jax.Array) -> jax.Array:
 
 
 def check_range(name: str, value: Any, low: float, high: float, *, open_low: bool = False, open_high: bool = False):
-    """Raises `ValueError` where a plain number is not in the range; schedules and arrays are taken as they are."""
-    if callable(value) or isinstance(value, jax.Array):
+    """Raises `ValueError` where a number is not in the range (in float32); schedules and tracers are taken as given."""
+    if callable(value) or isinstance(value, jax.core.Tracer):
         return
     left, right = "(" if open_low else "[", ")" if open_high else "]"
     try:
-        number = float(value)
+        if isinstance(value, str) or jnp.shape(value) != ():
+            raise TypeError
+        # Rounded as the computation will: 1 - 1e-9 is 1.
+        number = float(np.float32(value))
     except (TypeError, ValueError):
         raise ValueError(f"{name} must be a number or a schedule, but is {value!r}") from None
     above = number > low if open_low else number >= low
@@ -85,7 +94,10 @@ def check_range(name: str, value: Any, low: float, high: float, *, open_low: boo
 
 
 def _check_count(name: str, value: Any, low: int) -> None:
-    if not isinstance(value, jax.Array) and (isinstance(value, bool) or value != int(value) or value < low):
+    if isinstance(value, jax.core.Tracer):
+        return
+    number = isinstance(value, (int, float, np.integer, np.ndarray, jax.Array)) and jnp.shape(value) == ()
+    if not number or isinstance(value, bool) or not math.isfinite(value) or value != int(value) or value < low:
         raise ValueError(f"{name} must be an integer, at least {low}, but is {value!r}")
 
 
@@ -169,15 +181,17 @@ def scale_by_kfac(
             ready={group.name: jnp.zeros(group.size, bool) for group in groups},
             stale=scalar(bool),
             damping=scalar(jnp.float32),
+            unitwise_damping=scalar(jnp.float32),
             inverse_age=scalar(jnp.int32),
-            metrics=KfacMetrics(*(scalar(jnp.float32) for _ in range(3)), *(scalar(jnp.int32) for _ in range(2))),
+            metrics=KfacMetrics(*(scalar(jnp.float32) for _ in range(3)), *(scalar(jnp.int32) for _ in range(3))),
         )
 
     def update(updates: Any, state: KfacState, params: Any = None, *, factors: Factors | None = None, **extra: Any):
         del params, extra
         leaves = _match(layers, updates, "updates")
-        finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves.values()]))
+        finite = _all_finite(leaves)
         now = value_at(damping, state.count)
+        dampings = (now, now * value_at(unitwise_damping, state.count))
         if factors is not None:
             check_factors(factors, layers)
             # One after the other: on small machines XLA's CPU schedule can deadlock between the convolutions that the
@@ -189,8 +203,7 @@ def scale_by_kfac(
         due = state.count % period == 0
         if factors is not None:
             due |= state.count < jnp.asarray(refresh_warmup).astype(jnp.int32)
-        due &= finite & (state.stale | (now != state.damping))
-        dampings = (now, now * value_at(unitwise_damping, state.count))
+        due &= finite & (state.stale | (dampings[0] != state.damping) | (dampings[1] != state.unitwise_damping))
         always = factors is not None and not isinstance(inverse_every, jax.Array) and inverse_every == 1
         if always:  # No branch, so that nothing has to be copied into it and out.
             state = _refresh(groups, state, dampings, due)
@@ -199,14 +212,25 @@ def scale_by_kfac(
 
         preconditioned = _precondition(groups, state, leaves)
         blocks = {path: leaf for path, leaf in leaves.items() if path in preconditioned}
+        finite &= _all_finite(preconditioned)
         state = state._replace(
-            count=optax.safe_increment(state.count),
-            inverse_age=jnp.where(due, 0, optax.safe_increment(state.inverse_age)),
-            metrics=state.metrics._replace(gradient_norm=_norm(blocks), preconditioned_norm=_norm(preconditioned)),
+            count=jnp.where(finite, optax.safe_increment(state.count), state.count),
+            inverse_age=jnp.where(
+                due, 0, jnp.where(finite, optax.safe_increment(state.inverse_age), state.inverse_age)
+            ),
+            metrics=state.metrics._replace(
+                gradient_norm=_norm(blocks),
+                preconditioned_norm=_norm(preconditioned),
+                skipped_steps=state.metrics.skipped_steps + ~finite,
+            ),
         )
         return _rebuild(updates, leaves | preconditioned), state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _all_finite(leaves: dict[str, jax.Array]) -> jax.Array:
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves.values()] or [jnp.array(True)]))
 
 
 def _norm(leaves: dict[str, jax.Array]) -> jax.Array:
@@ -263,15 +287,19 @@ def _accumulate(
 ) -> KfacState:
     """Running averages with this step's statistics; a block whose statistics are not finite is left as it is."""
     averages, weights = {}, {}
-    skipped = state.metrics.skipped_statistics
+    skipped, stale = state.metrics.skipped_statistics, state.stale
     for group in groups:
         batch = mean_over(group.stack_factors(factors), axis_name)
-        finite = usable
+        finite = jnp.ones(group.size, bool)
         for stack in jax.tree.leaves(batch):
             finite &= jnp.all(jnp.isfinite(stack), axis=tuple(range(1, stack.ndim)))
+        skipped += jnp.sum(~finite, dtype=jnp.int32)
+        finite &= usable
+        stale |= jnp.any(finite)
         weight = state.weight[group.name]
         total = decay.astype(weight.dtype) * weight + (1 - decay.astype(weight.dtype))
-        share = jnp.where(finite, (1 - decay.astype(weight.dtype)) / total, 0)
+        # A decay of 1, which only a schedule can bring, waits for later statistics.
+        share = jnp.where(finite & (total > 0), (1 - decay.astype(weight.dtype)) / total, 0)
 
         def average(old, new, share=share, finite=finite):
             new = jnp.where(_per_block(finite, new), new.astype(old.dtype), 0)
@@ -279,11 +307,10 @@ def _accumulate(
 
         averages[group.name] = jax.tree.map(average, state.factors[group.name], batch)
         weights[group.name] = jnp.where(finite, total, weight)
-        skipped += jnp.sum(~finite, dtype=jnp.int32)
     return state._replace(
         factors=averages,
         weight=weights,
-        stale=state.stale | usable,
+        stale=stale,
         metrics=state.metrics._replace(skipped_statistics=skipped),
     )
 
@@ -321,6 +348,7 @@ def _refresh(
         ready=ready,
         stale=state.stale & ~due,
         damping=jnp.where(due, damping, state.damping),
+        unitwise_damping=jnp.where(due, unitwise_damping, state.unitwise_damping),
         metrics=state.metrics._replace(
             condition=jnp.where(due, condition, state.metrics.condition), failed_inversions=failed
         ),
