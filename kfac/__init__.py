@@ -2,6 +2,7 @@
 
 from kfac.alias import diagnostics as diagnostics
 from kfac.alias import kfac as kfac
+from kfac.assignment import Assignment as Assignment
 from kfac.finding import find_layers as find_layers
 from kfac.fisher import microbatch as microbatch
 from kfac.fisher import value_and_grad as value_and_grad
@@ -9,7 +10,10 @@ from kfac.layers import Factors as Factors
 from kfac.layers import Layer as Layer
 from kfac.layers import Layers as Layers
 from kfac.layers import UnsupportedLayerError as UnsupportedLayerError
-from kfac.transform import KfacState as KfacState
+from kfac.state import KfacState as KfacState
+from kfac.state import gather_state as gather_state
+from kfac.state import scatter_state as scatter_state
+from kfac.state import state_specs as state_specs
 from kfac.transform import scale_by_kfac as scale_by_kfac
 
 __version__ = "0.1.0"

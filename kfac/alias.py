@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.sharding import Mesh
 
 from kfac.collectives import AxisName
@@ -17,9 +18,8 @@ from kfac.transform import KfacState, ScalarOrSchedule, check_range, scale_by_kf
 
 
 class NormConstraintState(NamedTuple):
-    """State of the norm constraint: the step, the preconditioner's state and the factor last applied."""
+    """State of the norm constraint: the preconditioner's state and the factor last applied."""
 
-    count: jax.Array  # type: ignore[assignment]
     inner: KfacState
     scale: jax.Array
 
@@ -63,8 +63,8 @@ def kfac(
     Args:
       learning_rate: scalar or schedule of the step.
       layers: what `find_layers` returned.
-      momentum: decay of `optax.trace`, in [0, 1), kept in float32. Scalar or schedule. The learning rate is applied
-        after it, so that a falling rate shrinks the whole sum: the momentum coupling of Osawa et al.'s code.
+      momentum: decay of `optax.trace`, in [0, 1), kept in float32 or better. Scalar or schedule. The learning rate is
+        applied after it, so that a falling rate shrinks the whole sum: the momentum coupling of Osawa et al.'s code.
       nesterov: Nesterov's form of it.
       weight_decay: decoupled weight decay, times the learning rate. Scalar or schedule.
       weight_decay_mask: which parameters decay, as for `optax.add_decayed_weights`.
@@ -72,7 +72,8 @@ def kfac(
         `min(1, sqrt(c / (learning_rate^2 <v, g>)))`, `g` the gradient, over all parameters with a curvature block
         together (Ba, Grosse & Martens 2017). Scalar or schedule.
       trust_ratio: layerwise: the update of every kernel that has a Kronecker block is scaled to `trust_ratio` times the
-        norm of the kernel, as LARS does with the gradient. Other parameters are not scaled. Scalar or schedule.
+        norm of the kernel, as LARS does with the gradient; every copy of a stacked kernel by itself. It stays as it is
+        where one of the norms is zero. Other parameters are not scaled. Scalar or schedule.
       damping: see `scale_by_kfac`, also for the arguments that follow.
       factor_decay: decay of the running averages of the factors.
       inverse_every: steps between refreshes of the inverses.
@@ -121,9 +122,7 @@ def kfac(
         raise ValueError("nesterov=True needs momentum, but momentum is None")
     if trust_ratio is not None:
         check_range("trust_ratio", trust_ratio, 0, math.inf, open_low=True, open_high=True)
-        kernels = {layer.params[0] for layer in layers if layer.kind in KRONECKER_KINDS}
-        scaled = optax.chain(optax.scale_by_trust_ratio(), _scale(trust_ratio))
-        parts.append(optax.masked(scaled, lambda tree: _mask(tree, kernels)))
+        parts.append(_trust_ratio(layers, trust_ratio))
     if weight_decay is not None:
         check_range("weight_decay", weight_decay, 0, math.inf, open_high=True)
         decay = _decayed_weights(weight_decay)
@@ -132,32 +131,66 @@ def kfac(
         raise ValueError("weight_decay_mask needs weight_decay, but weight_decay is None")
     parts.append(optax.scale_by_learning_rate(learning_rate))
     # Rejects non-finite updates for good: momentum once NaN would stay so.
-    guarded = optax.apply_if_finite(optax.chain(*parts), max_consecutive_errors=jnp.iinfo(jnp.int32).max)
+    guarded = optax.apply_if_finite(_keep_dtype(optax.chain(*parts)), max_consecutive_errors=jnp.iinfo(jnp.int32).max)
     return optax.with_extra_args_support(optax.chain(tx, guarded))
 
 
-def _mask(tree: Any, chosen: set[str]) -> Any:
-    return jax.tree_util.tree_map_with_path(lambda path, _: leaf_path(path) in chosen, tree)
+def _wide(leaf: jax.Array) -> jax.Array:
+    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
 
 
-def _scale(factor: ScalarOrSchedule) -> optax.GradientTransformation:
-    return optax.scale_by_schedule(factor) if callable(factor) else optax.scale(factor)
+def _keep_dtype(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+    """Updates in the dtype they came in, whatever the scalars and parameters that `inner` multiplies by."""
+
+    def update(updates, state, params=None, **extra):
+        new, state = inner.update(updates, state, params, **extra)
+        return jax.tree.map(lambda new, old: new.astype(old.dtype), new, updates), state
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def _momentum(decay: ScalarOrSchedule, nesterov: bool) -> optax.GradientTransformation:
-    """`optax.trace` in float32, with a decay that may be a schedule."""
+    """`optax.trace` in float32 or better, with a decay that may be a schedule."""
 
     def trace(count):
-        return optax.trace(decay=value_at(decay, count), nesterov=nesterov, accumulator_dtype=jnp.float32)
+        return optax.trace(decay=value_at(decay, count), nesterov=nesterov)
 
     def init(params):
         count = jnp.zeros((), jnp.int32)
-        return MomentumState(count, trace(count).init(params))
+        return MomentumState(count, trace(count).init(jax.tree.map(_wide, params)))
 
     def update(updates, state, params=None):
-        moved, inner = trace(state.count).update(updates, state.trace, params)
-        moved = jax.tree.map(lambda new, old: new.astype(old.dtype), moved, updates)
+        moved, inner = trace(state.count).update(jax.tree.map(_wide, updates), state.trace, params)
         return moved, MomentumState(optax.safe_increment(state.count), inner)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _trust_ratio(layers: Layers, coefficient: ScalarOrSchedule) -> optax.GradientTransformation:
+    """`optax.scale_by_trust_ratio` on the kernels, for each copy of a stacked one by itself."""
+    kernels = {layer.params[0]: layer.layouts[0] for layer in layers if layer.kind in KRONECKER_KINDS}
+
+    def init(params):
+        del params
+        return optax.ScaleByScheduleState(count=jnp.zeros((), jnp.int32))
+
+    def update(updates, state, params=None):
+        if params is None:
+            raise ValueError("trust_ratio needs the parameters: call update(grads, state, params)")
+        ratio = optax.scale_by_trust_ratio(trust_coefficient=value_at(coefficient, state.count))
+
+        def scale(update, param):
+            return ratio.update(update, optax.EmptyState(), param)[0]
+
+        def scale_kernel(path, update, param):
+            if leaf_path(path) not in kernels:
+                return update
+            layout = kernels[leaf_path(path)]
+            copies = jax.vmap(scale)(layout.to_matrix(_wide(update)), layout.to_matrix(_wide(param)))
+            return layout.from_matrix(copies, update.shape)
+
+        scaled = jax.tree_util.tree_map_with_path(scale_kernel, updates, params)
+        return scaled, optax.ScaleByScheduleState(count=optax.safe_increment(state.count))
 
     return optax.GradientTransformation(init, update)
 
@@ -187,18 +220,19 @@ def _constrain_norm(
     chosen = {path for layer in layers.with_factors for path in layer.params}
 
     def init(params):
-        return NormConstraintState(jnp.zeros((), jnp.int32), inner.init(params), jnp.ones((), jnp.float32))
+        return NormConstraintState(inner.init(params), jnp.ones((), jnp.float32))
 
     def update(updates, state, params=None, **extra):
         preconditioned, inner_state = inner.update(updates, state.inner, params, **extra)
         gradients, directions = leaves_by_path(updates), leaves_by_path(preconditioned)
         product = sum(
-            jnp.vdot(gradients[path].astype(jnp.float32), directions[path].astype(jnp.float32))
+            jnp.vdot(_wide(gradients[path]), _wide(directions[path]), precision=lax.Precision.HIGHEST)
             for path in gradients
             if path in chosen
         )
-        rate = value_at(learning_rate, state.count)
-        limit = value_at(constraint, state.count)
+        # The step is the preconditioner's: one that is not finite moves no schedule.
+        rate = value_at(learning_rate, state.inner.count)
+        limit = value_at(constraint, state.inner.count)
         length = rate * rate * product
         # <v, g> cannot be negative; where it or the rate is zero there is nothing to constrain.
         scale = jnp.where(length > limit, jnp.sqrt(limit / jnp.where(length > 0, length, 1)), 1.0)
@@ -207,7 +241,7 @@ def _constrain_norm(
             return (leaf * scale).astype(leaf.dtype) if leaf_path(path) in chosen else leaf
 
         shortened = jax.tree_util.tree_map_with_path(shorten, preconditioned)
-        return shortened, NormConstraintState(optax.safe_increment(state.count), inner_state, scale)
+        return shortened, NormConstraintState(inner_state, scale.astype(jnp.float32))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -221,34 +255,31 @@ def diagnostics(opt_state: Any) -> dict[str, jax.Array]:
     Returns:
       `damping` of the last step, `gradient_norm` and `preconditioned_norm` (2-norms over the parameters with a
       curvature block), `condition` (largest 1-norm condition number of a damped factor, each as of its last inversion),
-      `inverse_age` (steps since the oldest inverse in use was computed), `skipped_statistics` and `failed_inversions` (blocks, since the start); from
-      `kfac` also `skipped_steps` (updates that were not finite) and, with a norm constraint, `norm_constraint_scale`.
+      `inverse_age` (steps since the oldest inverse in use was computed), `skipped_statistics` and `failed_inversions`
+      (blocks, since the start), `skipped_steps` (updates that were not finite, an `optax.apply_if_finite` around it
+      included) and, with a norm constraint, `norm_constraint_scale`.
 
     Raises:
       ValueError: there is no K-FAC state, or more than one, in `opt_state`.
     """
-    kinds = (KfacState, NormConstraintState, optax.ApplyIfFiniteState)
-    found: dict[type, list[Any]] = {kind: [] for kind in kinds}
-
-    def visit(node):
-        for kind in kinds:
-            if isinstance(node, kind):
-                found[kind].append(node)
-        children = jax.tree.leaves(node, is_leaf=lambda x: x is not node and isinstance(x, kinds))
-        for child in children:
-            if isinstance(child, kinds):
-                visit(child)
-
-    visit(opt_state)
-    if len(found[KfacState]) != 1:
+    states = _nodes(opt_state, KfacState)
+    if len(states) != 1:
         raise ValueError(
-            f"opt_state must hold one state of scale_by_kfac, but holds {len(found[KfacState])}; "
+            f"opt_state must hold one state of scale_by_kfac, but holds {len(states)}; "
             "give diagnostics the part of each"
         )
-    (state,) = found[KfacState]
+    (state,) = states
     scalars = {"damping": state.damping, **state.metrics._asdict()}
-    if found[NormConstraintState]:
-        scalars["norm_constraint_scale"] = found[NormConstraintState][0].scale
-    if found[optax.ApplyIfFiniteState]:
-        scalars["skipped_steps"] = found[optax.ApplyIfFiniteState][0].total_notfinite
+    for constraint in _nodes(opt_state, NormConstraintState):
+        scalars["norm_constraint_scale"] = constraint.scale
+    for guard in _nodes(opt_state, optax.ApplyIfFiniteState):
+        if _nodes(guard, KfacState):
+            # What it rejects does not reach the preconditioner.
+            scalars["skipped_steps"] += guard.total_notfinite
     return scalars
+
+
+def _nodes(tree: Any, kind: Any) -> list[Any]:
+    """The nodes of a type in a tree, also within one another."""
+    outermost = [x for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind)) if isinstance(x, kind)]
+    return outermost + [inner for node in outermost for inner in _nodes(tuple(node), kind)]

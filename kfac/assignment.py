@@ -1,15 +1,16 @@
 """Who owns which block, and when it is inverted: pure arithmetic on shapes, no devices.
 
-Blocks of equal shape form a group of `K`. With `D` devices, device `d` owns
+Blocks of equal shape form a group of `K`. They are dealt to `D` devices in turn: device `d` owns
 
-    blocks    d*full ... d*full + full - 1          full = K // D       at its positions 0 ... full - 1
-    block     D*full + (d - offset) mod D           if that is < K      at its position full
+    block     p D + d                        at its positions p = 0 ... full - 1,      full = K // D
+    block     full D + (d - offset) mod D    at its position full, if that is < K
 
 so ownership is a formula in the device's index, and neither the program nor any table grows with `D`. Each group's
 `offset` is chosen so that the remainders fill up the devices evenly.
 
-A staggered refresh cuts the work into `inverse_every` phases, largest blocks first, each to the phase with the least work
-so far. The blocks at one position have the same shape on all devices, so one schedule of positions serves all.
+A staggered refresh cuts the work into `inverse_every` phases, largest blocks first, each to the phase with the least
+work so far. The schedule is one of blocks, so training does not depend on the number of devices. Blocks of a group cost
+the same, so they can be numbered in the order of their phases: each device then has a run of positions in a phase.
 """
 
 from __future__ import annotations
@@ -53,27 +54,32 @@ class Shard:
 
     def location(self, block: int) -> tuple[int, int]:
         """Device and position of a block."""
-        even = self.full * self.devices
-        if block < even:
-            return divmod(block, self.full)
-        return (block - even + self.offset) % self.devices, self.full
+        position, device = divmod(block, self.devices)
+        return (device if position < self.full else (device + self.offset) % self.devices), position
 
     def held(self, device: int) -> int:
         """How many blocks a device owns."""
         return self.full + ((device - self.offset) % self.devices < self.remainder)
 
 
-def block_cost(group: Group) -> int:
-    """Work to invert one block, `d_out^3 + d_in^3`; none for a unit-wise one."""
-    return group.d_out**3 + group.d_in**3 if group.kronecker else 0
+Costs = Sequence[tuple[str, int, int]]  # name of a Kronecker group, number of its blocks, work to invert one
 
 
-def make_shards(groups: Sequence[Group], devices: int) -> dict[str, Shard]:
-    """Spreads every Kronecker group over the devices, the most expensive remainders first."""
+def block_cost(d_out: int, d_in: int) -> int:
+    """Work to invert a Kronecker block, in `n^3`."""
+    return d_out**3 + d_in**3
+
+
+def group_costs(groups: Sequence[Group]) -> Costs:
+    return [(g.name, g.size, block_cost(g.d_out, g.d_in)) for g in groups if g.kronecker]
+
+
+def make_shards(costs: Costs, devices: int) -> dict[str, Shard]:
+    """Spreads every group over the devices, the most expensive remainders first."""
     load = [0] * devices
     shards = {}
-    for group in sorted((g for g in groups if g.kronecker), key=block_cost, reverse=True):
-        remainder = group.size % devices
+    for name, size, cost in sorted(costs, key=lambda item: (-item[2], item[0])):
+        remainder = size % devices
         offset = 0
         if remainder:
             # The run of devices whose busiest member is least busy, then with the least work in all.
@@ -83,28 +89,24 @@ def make_shards(groups: Sequence[Group], devices: int) -> dict[str, Shard]:
 
             offset = min(range(devices), key=busy)
             for k in range(remainder):
-                load[(offset + k) % devices] += block_cost(group)
-        shards[group.name] = Shard(group.size, devices, offset)
+                load[(offset + k) % devices] += cost
+        shards[name] = Shard(size, devices, offset)
     return shards
 
 
-def make_phases(groups: Sequence[Group], shards: dict[str, Shard], phases: int) -> dict[str, tuple[int, ...]]:
-    """Spreads the positions of all groups over `phases` steps.
+def make_phases(costs: Costs, phases: int) -> dict[str, tuple[int, ...]]:
+    """Spreads the blocks of all groups over `phases` steps.
 
     Returns:
-      For each Kronecker group `bounds` of length `phases + 1`: phase `p` inverts positions `bounds[p]` up to
-      `bounds[p + 1]`.
+      For each group `bounds` of length `phases + 1`: phase `p` inverts blocks `bounds[p]` up to `bounds[p + 1]`.
     """
-    items = [
-        (block_cost(group), group.name) for group in groups if group.kronecker for _ in range(shards[group.name].positions)
-    ]
+    items = [(cost, name) for name, size, cost in costs for _ in range(size)]
     load = [0] * phases
-    counts = {name: [0] * phases for name in shards}
-    for cost, name in sorted(items, key=lambda item: -item[0]):
+    counts = {name: [0] * phases for name, _, _ in costs}
+    for cost, name in sorted(items, key=lambda item: (-item[0], item[1])):
         phase = min(range(phases), key=lambda p: load[p])
         load[phase] += cost
         counts[name][phase] += 1
-    # Positions of a group cost the same, so they can be numbered in the order of their phases.
     return {name: tuple(sum(count[:p]) for p in range(phases + 1)) for name, count in counts.items()}
 
 
@@ -160,22 +162,20 @@ class Assignment:
     @functools.cached_property
     def shards(self) -> dict[str, Shard]:
         """How each Kronecker group lies on the devices."""
-        return make_shards(self.groups, self.devices)
+        return make_shards(group_costs(self.groups), self.devices)
 
     @functools.cached_property
     def phases(self) -> dict[str, tuple[int, ...]]:
-        """Which positions each step of a cycle inverts."""
-        return make_phases(self.groups, self.shards, self.inverse_every if self.staggered else 1)
+        """Which blocks each step of a cycle inverts."""
+        return make_phases(group_costs(self.groups), self.inverse_every if self.staggered else 1)
 
     @functools.cached_property
     def cost_per_device(self) -> list[int]:
         """Work of one whole refresh on each device, in `n^3`."""
         load = [0] * self.devices
-        for group in self.groups:
-            if group.kronecker:
-                shard = self.shards[group.name]
-                for device in range(self.devices):
-                    load[device] += block_cost(group) * shard.held(device)
+        for name, _, cost in group_costs(self.groups):
+            for device in range(self.devices):
+                load[device] += cost * self.shards[name].held(device)
         return load
 
     @functools.cached_property
@@ -186,12 +186,10 @@ class Assignment:
         busiest = []
         for phase in range(phases):
             load = [0] * self.devices
-            for group in self.groups:
-                if group.kronecker:
-                    first, last = bounds[group.name][phase : phase + 2]
-                    for device in range(self.devices):
-                        held = min(last, shards[group.name].held(device))
-                        load[device] += block_cost(group) * max(0, held - first)
+            for name, _, cost in group_costs(self.groups):
+                first, last = bounds[name][phase : phase + 2]
+                for block in range(first, last):
+                    load[shards[name].location(block)[0]] += cost
             busiest.append(max(load))
         return busiest
 
@@ -203,7 +201,7 @@ class Assignment:
             if group.kronecker:
                 square = group.d_out**2 + group.d_in**2
                 total += self.shards[group.name].positions * square * (4 + self.inverse_bytes)
-                if self.precondition == "replicated" and self.devices > 1:
+                if self.precondition == "replicated":
                     total += group.size * square * self.inverse_bytes
             else:
                 total += group.size * group.d_out * group.d_in**2 * (4 + self.inverse_bytes)

@@ -49,6 +49,11 @@ def atoms_of(axes: Iterable[Axis]) -> list[Atom]:
     return [atom for axis in axes for atom in axis if atom.of_leaf]
 
 
+def is_part(part: Atom, whole: Atom) -> bool:
+    """Whether `part` is cut from `whole`."""
+    return part.axis == whole.axis and whole.stride <= part.stride < whole.stride * whole.size
+
+
 def is_broadcast(axes: Axes) -> bool:
     """Whether some axis repeats the leaf (which makes an array of parameters an activation)."""
     return any(not atom.of_leaf for axis in axes for atom in axis)

@@ -107,9 +107,26 @@ def owns_last(shard: Shard, axis_name: AxisName | None) -> jax.Array:
 
 def _extra(shard: Shard, axis_name: AxisName | None) -> jax.Array:
     """Which block of the remainder is this device's; `remainder` or more if none is."""
-    if axis_name is None or shard.devices == 1:
+    if axis_name is None:
         return jnp.zeros((), jnp.int32)
     return (lax.axis_index(axis_name) - shard.offset) % shard.devices
+
+
+def own_range(
+    shard: Shard, axis_name: AxisName | None, start: jax.Array, stop: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The positions at which this device holds blocks `start` up to `stop`: a first one and one past the last."""
+    if axis_name is None:
+        return start, stop
+    device = lax.axis_index(axis_name)
+
+    def positions_before(block):
+        return jnp.clip((block - device + shard.devices - 1) // shard.devices, 0, shard.full)
+
+    extra = _extra(shard, axis_name)
+    last = shard.full * shard.devices + extra
+    has_last = (extra < shard.remainder) & (start <= last) & (last < stop)
+    return positions_before(start), jnp.where(has_last, shard.full + 1, positions_before(stop))
 
 
 def take_own(tree: Any, shard: Shard, axis_name: AxisName | None) -> Any:
@@ -117,13 +134,14 @@ def take_own(tree: Any, shard: Shard, axis_name: AxisName | None) -> Any:
 
     A device without a block at the last position gets one of the others' there.
     """
-    if axis_name is None or shard.devices == 1:
+    if axis_name is None:
         return tree
 
     def own(stack):
         parts = []
         if shard.full:
-            parts.append(lax.dynamic_slice_in_dim(stack, lax.axis_index(axis_name) * shard.full, shard.full))
+            dealt = stack[: shard.full * shard.devices].reshape(shard.full, shard.devices, *stack.shape[1:])
+            parts.append(lax.dynamic_index_in_dim(dealt, lax.axis_index(axis_name), axis=1, keepdims=False))
         if shard.remainder:
             parts.append(_own_of_remainder(stack[shard.full * shard.devices :], shard, axis_name))
         return jnp.concatenate(parts)
@@ -140,12 +158,13 @@ def mean_to_owners(stack: jax.Array, shard: Shard, axis_name: AxisName | None) -
 
     A reduce-scatter for the blocks of which every device gets some, an all-reduce for the remainder.
     """
-    if axis_name is None or shard.devices == 1:
+    if axis_name is None:
         return stack
     even = shard.full * shard.devices
     parts = []
     if shard.full:
-        parts.append(lax.psum_scatter(stack[:even], axis_name, scatter_dimension=0, tiled=True))
+        dealt = stack[:even].reshape(shard.full, shard.devices, *stack.shape[1:])
+        parts.append(lax.psum_scatter(dealt, axis_name, scatter_dimension=1))
     if shard.remainder:
         parts.append(_own_of_remainder(lax.psum(stack[even:], axis_name), shard, axis_name))
     return jnp.concatenate(parts) / shard.devices
@@ -153,11 +172,12 @@ def mean_to_owners(stack: jax.Array, shard: Shard, axis_name: AxisName | None) -
 
 def gather_from_owners(own: jax.Array, shard: Shard, axis_name: AxisName | None) -> jax.Array:
     """From each device's `[positions, ...]`, all blocks `[blocks, ...]` on all devices."""
-    if axis_name is None or shard.devices == 1:
+    if axis_name is None:
         return own
     parts = []
     if shard.full:
-        parts.append(lax.all_gather(own[: shard.full], axis_name, tiled=True, to="invarying"))
+        dealt = lax.all_gather(own[: shard.full], axis_name, axis=1, to="invarying")
+        parts.append(dealt.reshape(shard.full * shard.devices, *own.shape[1:]))
     if shard.remainder:
         # A sum in which one device has the block and the others zeros: an all-gather would need room for D blocks.
         extra = _extra(shard, axis_name)

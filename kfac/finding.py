@@ -271,11 +271,7 @@ def _kronecker_layer(leaf, bias, analysis, by_leaf, names, shapes, n) -> tuple[L
 
 
 def _role_within(roles: dict[Atom, str], part: Atom) -> str:
-    return next(
-        role
-        for atom, role in roles.items()
-        if atom.axis == part.axis and atom.stride <= part.stride < atom.stride * atom.size
-    )
+    return next(role for atom, role in roles.items() if axes_lib.is_part(part, atom))
 
 
 def _elementwise_layer(leaf, shift, analysis, by_leaf, names, shapes, n) -> tuple[Layer, list[int]]:

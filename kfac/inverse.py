@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kfac.collectives import as_varying, varying_axes
 from kfac.layers import Kronecker, Unitwise
 
 RETRY = 10.0  # a factorisation that fails is tried once more with so many times the damping
@@ -51,7 +52,7 @@ def split_damping(factors: Kronecker, damping: jax.Array) -> tuple[jax.Array, ja
     a, g = mean_eigenvalue(factors.A), mean_eigenvalue(factors.G)
     usable = (a > 0) & (g > 0)
     pi = jnp.where(usable, jnp.sqrt(jnp.where(usable, a, 1)) / jnp.sqrt(jnp.where(usable, g, 1)), 1)
-    root = jnp.sqrt(damping).astype(pi.dtype)
+    root = jnp.sqrt(damping.astype(pi.dtype))
     return pi * root, root / pi
 
 
@@ -61,7 +62,7 @@ def add_diagonal(stack: jax.Array, amount: jax.Array) -> jax.Array:
 
 
 def cholesky_inverse(stack: jax.Array) -> jax.Array:
-    """Inverses of symmetric positive definite matrices `[k, d, d]`, symmetric; NaN where one is not positive definite."""
+    """Inverses of symmetric positive definite `[k, d, d]`, symmetric; NaN where one is not positive definite."""
     factor = lax.linalg.cholesky(stack, symmetrize_input=False)
     identity = jnp.broadcast_to(jnp.eye(stack.shape[-1], dtype=stack.dtype), stack.shape)
     half = lax.linalg.triangular_solve(factor, identity, left_side=True, lower=True)
@@ -98,13 +99,19 @@ def refresh_kronecker(factors: Kronecker, previous: Kronecker, damping: jax.Arra
         # The condition number tells what overflowed on the way: the inverse alone would then be zero.
         return kept, _finite(kept.A) & _finite(kept.G) & jnp.isfinite(condition), condition
 
-    def retry(first):
-        return _choose(first, attempt(RETRY * damping))
+    def unfinished(carry):
+        tries, (_, valid, _) = carry
+        return (tries < 2) & ~jnp.all(valid)
 
-    first = attempt(damping)
-    result, valid, condition = lax.cond(jnp.all(first[1]), lambda first: first, retry, first)
-    result, _, _ = _choose((result, valid, condition), (previous, ~valid, condition))
-    return Refreshed(result, valid, condition)
+    def again(carry):
+        # A loop rather than a first attempt and a branch, to compile the factorisations once.
+        tries, best = carry
+        return tries + 1, _choose(best, attempt(jnp.where(tries == 0, damping, RETRY * damping)))
+
+    nothing = (previous, jnp.zeros(factors.A.shape[0], bool), jnp.zeros(factors.A.shape[0], factors.A.dtype))
+    start = as_varying((jnp.zeros((), jnp.int32), nothing), varying_axes((factors, previous, damping)))
+    _, (inverse, valid, condition) = lax.while_loop(unfinished, again, start)
+    return Refreshed(inverse, valid, condition)
 
 
 def _choose(first, second):

@@ -118,10 +118,13 @@ class Plan:
         return plan
 
 
-def evaluate(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Results of one equation; equations are bound only through the public `jaxpr_as_fun`."""
+def evaluate(within: jex.Jaxpr, eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """Results of one equation of `within`; equations are bound only through the public `jaxpr_as_fun`."""
     variables = {var: value for var, value in zip(eqn.invars, values, strict=True) if not isinstance(var, jex.Literal)}
-    jaxpr = jex.Jaxpr((), list(variables), eqn.outvars, [eqn], eqn.effects)
+    # A copy of the jaxpr around it, because a new one wants debugging information that no public function makes.
+    jaxpr = within.replace(
+        constvars=[], invars=list(variables), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects
+    )
     return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))(*variables.values())
 
 
@@ -137,12 +140,12 @@ def replay(jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any], plan: P
     for index, eqn in enumerate(jaxpr.eqns):
         values = [read(var) for var in eqn.invars]
         child = plan.children.get(index)
-        outs = evaluate(eqn, values) if child is None else _inside(eqn, values, child, probes)
+        outs = evaluate(jaxpr, eqn, values) if child is None else _inside(eqn, values, child, probes)
         if index in plan.multipliers:
             operand = plan.multipliers[index]
             so_far = multipliers.get(eqn.invars[operand])
             values[operand] = jnp.ones_like(values[operand]) if so_far is None else so_far
-            (multipliers[eqn.outvars[0]],) = evaluate(eqn, values)
+            (multipliers[eqn.outvars[0]],) = evaluate(jaxpr, eqn, values)
         tap = plan.taps.get(index)
         if tap is not None:
             residuals = tap.residuals(values, multipliers.get(eqn.invars[tap.operand]))

@@ -18,7 +18,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,6 +39,7 @@ _IDENTITIES = frozenset(
 )
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 _LOOKUPS = frozenset({"gather"})
+_KERNEL_OPS = frozenset({"dense", "conv"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -482,8 +483,14 @@ class Analysis:
                 return None
             pairs += [(a, b) for a, b in refined if a.of_leaf]
         pairs.sort(key=lambda pair: pair[0].memory_order)
-        order = [b.memory_order for _, b in pairs]
-        return (output.read, tuple(pairs)) if order == sorted(order) else None
+        # A kernel and its bias are brought to [copies, features] each by its own layout, so only the order among copies
+        # and that among features must agree. A scale and its shift are used as they lie in memory.
+        stack = {*read.scanned, *read.batched} if read.op in _KERNEL_OPS else set()
+        for stacked in (True, False):
+            order = [b.memory_order for _, b in pairs if _within_any(b, stack) == stacked]
+            if order != sorted(order):
+                return None
+        return output.read, tuple(pairs)
 
     # -- everything else -----------------------------------------------------------------------------------------
 
@@ -553,6 +560,10 @@ def _leaves(state: State) -> frozenset[int]:
     if isinstance(state, View):
         return frozenset({state.leaf})
     return state.leaves if isinstance(state, Derived) else frozenset()
+
+
+def _within_any(part: Atom, atoms: Iterable[Atom]) -> bool:
+    return any(axes_lib.is_part(part, atom) for atom in atoms)
 
 
 def _spread(axes: Axes, shape: Sequence[int], total: Sequence[int]) -> Axes:

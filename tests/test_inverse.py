@@ -216,7 +216,7 @@ def test_unitwise_inverses_equal_dense_solves(x64, case, damping):
 
 
 def test_unitwise_blocks_that_are_ill_conditioned_in_float32():
-    """Channels of rank one with a thousandth of an ulp to a thousand ulps of damping: accurate as far as float32 goes."""
+    """Channels of rank one, some with far less damping than an ulp: accurate as far as float32 goes."""
     rng = np.random.default_rng(0)
     v = rng.normal(size=(200, 2)) * 10.0 ** rng.uniform(-6, 6, size=(200, 1))
     blocks = (v[:, :, None] * v[:, None, :]).astype(np.float32)

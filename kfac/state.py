@@ -1,0 +1,355 @@
+"""What the preconditioner keeps between steps, and how it lies on devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from kfac.assignment import Shard, block_cost, group_costs, make_shards
+from kfac.blocks import Group
+from kfac.collectives import AxisName, as_varying, axis_size, pack, unpack, varying_axes
+from kfac.layers import Block, Kronecker, Layers, leaves_by_path
+
+
+class KfacMetrics(NamedTuple):
+    """Scalars of the last step, for `diagnostics`.
+
+    Attributes:
+      gradient_norm: 2-norm of the gradient, over the parameters that have a curvature block.
+      preconditioned_norm: the same of the preconditioned gradient.
+      condition: largest 1-norm condition number of a damped factor, each as of its last inversion.
+      inverse_age: steps since the oldest of the inverses in use was computed.
+      skipped_statistics: how many times a block left non-finite statistics out of its running average.
+      failed_inversions: how many times a block kept its previous inverse because factorisation failed.
+      skipped_steps: how many times the gradient, or the preconditioned one, was not finite.
+    """
+
+    gradient_norm: jax.Array
+    preconditioned_norm: jax.Array
+    condition: jax.Array
+    inverse_age: jax.Array
+    skipped_statistics: jax.Array
+    failed_inversions: jax.Array
+    skipped_steps: jax.Array
+
+
+class BlockState(NamedTuple):
+    """What is kept of `k` blocks of one shape.
+
+    Attributes:
+      factors: bias-corrected running averages, `[k, ...]`.
+      weight: `[k]`, the sum of the weights in each average; 0 before the first statistics.
+      inverse: damped inverses, shaped like `factors`; identities before the first.
+      condition: `[k]`, 1-norm condition number of the worse damped factor at the last inversion; 0 before the first.
+      age: `[k]`, steps since the last inversion.
+    """
+
+    factors: Block
+    weight: jax.Array
+    inverse: Block
+    condition: jax.Array
+    age: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Owned:
+    """Blocks of one group that this device owns, at its positions; seen from outside, those of all devices in a row."""
+
+    blocks: BlockState
+    shard: Shard = dataclasses.field(metadata={"static": True})
+
+
+class Replica(NamedTuple):
+    """All inverses of a group, on every device, and whether each has been computed yet."""
+
+    inverse: Kronecker
+    ready: jax.Array
+
+
+class KfacState(NamedTuple):
+    """State of `scale_by_kfac`: arrays only. Dictionaries are keyed by the shape of the blocks they stack.
+
+    Attributes:
+      count: optimizer steps so far. One whose result is not finite is none: schedules and the interval of the refreshes
+        stay where they are, as they do in the optax parts of `kfac`.
+      changed: the last step that brought statistics or another damping.
+      damping: the damping of the last step.
+      unitwise_damping: that of unit-wise and diagonal blocks.
+      owned: Kronecker blocks, each device its own.
+      shared: unit-wise and diagonal blocks, the same on all devices.
+      replicas: with `precondition="replicated"` the inverses of all devices, else empty.
+      metrics: scalars of the last step.
+    """
+
+    count: jax.Array  # type: ignore[assignment]  # optax's name for it
+    changed: jax.Array
+    damping: jax.Array
+    unitwise_damping: jax.Array
+    owned: dict[str, Owned]
+    shared: dict[str, BlockState]
+    replicas: dict[str, Replica]
+    metrics: KfacMetrics
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What is fixed when the transformation is made; `phases` is the length of a staggered cycle."""
+
+    layers: Layers
+    groups: tuple[Group, ...]
+    axis_name: AxisName | None
+    phases: int
+    replicated: bool
+    wire_dtype: Any
+    triangular: bool
+    precision: str
+
+    def encode(self, stack: jax.Array) -> jax.Array:
+        """Symmetric matrices `[k, d, d]` as they are sent, `[k, elements]`."""
+        return (pack(stack) if self.triangular else stack).reshape(stack.shape[0], -1)
+
+    def decode(self, flat: jax.Array, d: int) -> jax.Array:
+        """The inverse of `encode`."""
+        if not self.triangular:
+            return flat.reshape(-1, d, d)
+        half = (d + 1) // 2
+        return unpack(flat.reshape(-1, half, 2 * half + 1), d)
+
+    @functools.cached_property
+    def skipped(self) -> frozenset[str]:
+        return frozenset(path for layer in self.layers if layer.kind == "skipped" for path in layer.params)
+
+    @functools.cached_property
+    def kronecker(self) -> tuple[Group, ...]:
+        return tuple(group for group in self.groups if group.kronecker)
+
+    @functools.cached_property
+    def unitwise(self) -> tuple[Group, ...]:
+        return tuple(group for group in self.groups if not group.kronecker)
+
+
+def init_state(config: Config, params: Any) -> KfacState:
+    leaves = match_leaves(config.layers, params, "params")
+    # Statistics of a float64 model stay in float64; nothing else is ever wider than float32.
+    dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in leaves.values()))
+    kept = dtype if config.precision == "float32" else jnp.dtype(config.precision)
+    devices = axis_size(config.axis_name)
+    shards = make_shards(group_costs(config.groups), devices or 1)
+
+    def blocks(group: Group, size: int) -> BlockState:
+        return BlockState(
+            factors=group.zeros(size, dtype),
+            weight=jnp.zeros(size, dtype),
+            inverse=group.identity(size, kept),
+            condition=jnp.zeros(size, dtype),
+            age=jnp.zeros(size, jnp.int32),
+        )
+
+    def own(group: Group) -> Owned:
+        shard = shards[group.name]
+        return Owned(_own_varying(blocks(group, shard.positions), config.axis_name, devices), shard)
+
+    replicas = {}
+    if config.replicated:
+        for group in config.kronecker:
+            inverse = group.identity(group.size, kept)
+            assert isinstance(inverse, Kronecker)
+            replicas[group.name] = Replica(inverse, jnp.zeros(group.size, bool))
+    return KfacState(
+        count=jnp.zeros((), jnp.int32),
+        changed=jnp.full((), -1, jnp.int32),
+        damping=jnp.zeros((), jnp.float32),
+        unitwise_damping=jnp.zeros((), jnp.float32),
+        owned={group.name: own(group) for group in config.kronecker},
+        shared={group.name: blocks(group, group.size) for group in config.unitwise},
+        replicas=replicas,
+        metrics=KfacMetrics(
+            *(jnp.zeros((), jnp.float32) for _ in range(3)), *(jnp.zeros((), jnp.int32) for _ in range(4))
+        ),
+    )
+
+
+def _own_varying(tree: Any, axis_name: AxisName | None, devices: int | None) -> Any:
+    """Marks a device's own blocks as its own, where `shard_map` checks that (`lax.axis_index` varies if it does)."""
+    return as_varying(tree, varying_axes(lax.axis_index(axis_name))) if devices else tree
+
+
+def state_specs(tx: optax.GradientTransformation, params: Any, axis_name: AxisName) -> Any:
+    """`PartitionSpec`s of an optimizer state, for `in_specs` and `out_specs` of `jax.shard_map` or shardings of `jit`.
+
+    Args:
+      tx: the optimizer: `kfac`, or any chain that holds `scale_by_kfac`.
+      params: the parameters, arrays or `jax.ShapeDtypeStruct`.
+      axis_name: the axis given to the optimizer.
+
+    Returns:
+      A tree prefix of the state: Kronecker blocks are split along the axis, everything else is the same on all devices.
+    """
+    return specs_of(jax.eval_shape(tx.init, params), axis_name)
+
+
+def specs_of(tree: Any, axis_name: AxisName) -> Any:
+    same, split = PartitionSpec(), PartitionSpec(axis_name)
+
+    def specs(node):
+        # A spec stands for the whole subtree below it.
+        return KfacState(same, same, same, same, split, same, same, same) if _is_state(node) else same
+
+    return jax.tree.map(specs, tree, is_leaf=_is_state)
+
+
+def match_leaves(layers: Layers, tree: Any, what: str) -> dict[str, jax.Array]:
+    """Leaves of parameters or gradients by path, checked against `layers`.
+
+    `optax.masked` replaces leaves by empty nodes: a layer may be missing as a whole, but not in part.
+    """
+    leaves = leaves_by_path(tree)
+    unknown = [path for path in leaves if path not in layers.paths]
+    if unknown:
+        raise ValueError(f"{what} have a leaf {unknown[0]!r} that `layers` was found without: call find_layers again")
+    masked = any(isinstance(x, optax.MaskedNode) for x in jax.tree.leaves(tree, is_leaf=_is_masked))
+    for layer in layers:
+        missing = [path for path in layer.params if path not in leaves]
+        if missing and (not masked or len(missing) < len(layer.params)):
+            reason = "is masked but the rest of its layer is not" if masked else "is missing"
+            raise ValueError(f"{what}: leaf {missing[0]!r} of layer {layer.name!r} {reason}")
+        for path, shape in zip(layer.params, layer.shapes, strict=True):
+            if path in leaves and tuple(leaves[path].shape) != shape:
+                raise ValueError(
+                    f"{what}: leaf {path!r} of layer {layer.name!r} must have shape {shape}, "
+                    f"but has {tuple(leaves[path].shape)}"
+                )
+    if not leaves:
+        raise ValueError(f"{what} have no leaves")
+    return leaves
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
+
+def rebuild(tree: Any, leaves: dict[str, jax.Array]) -> Any:
+    paths = leaves_by_path(tree)
+    return jax.tree.unflatten(jax.tree.structure(tree), [leaves[path] for path in paths])
+
+
+
+
+# -- other numbers of devices ----------------------------------------------------------------------------------------
+
+
+def gather_state(opt_state: Any) -> Any:
+    """An optimizer state as one device alone would hold it: what to write to a checkpoint.
+
+    Jit-compatible. From several processes, call it under `jax.jit` with replicated `out_shardings`.
+
+    Args:
+      opt_state: the state as it is outside of `shard_map` or `pmap` (there, with its leading axis of devices).
+
+    Returns:
+      The state for one device; `scatter_state` brings it onto any number of them.
+
+    Raises:
+      ValueError: there is no state of `scale_by_kfac` in `opt_state`.
+    """
+    if _states(opt_state)[0].count.ndim:  # of pmap
+        opt_state = jax.tree.map(_without_devices, opt_state, is_leaf=_is_owned)
+
+    def gather(node):
+        if not _is_state(node):
+            return node
+        return node._replace(owned={name: _gather_owned(own) for name, own in node.owned.items()})
+
+    return jax.tree.map(gather, opt_state, is_leaf=_is_state)
+
+
+def scatter_state(portable: Any, num_devices: int, *, pmap: bool = False) -> Any:
+    """A state from `gather_state`, for any number of devices.
+
+    Jit-compatible. The result is the global form that `shard_map` and `jit` over a mesh take: place it with `state_specs`,
+    if possible as `out_shardings` of a `jax.jit` around this function.
+
+    Args:
+      portable: what `gather_state` returned.
+      num_devices: length of the optimizer's axis.
+      pmap: return the form of `jax.pmap` instead, with a leading axis of devices on every array.
+
+    Returns:
+      The state. It holds the same numbers, so that training goes on as it would have.
+
+    Raises:
+      ValueError: `num_devices` is not a positive int, or `portable` is not what `gather_state` returns.
+    """
+    if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
+        raise ValueError(f"num_devices must be a positive int, but is {num_devices!r}")
+    _states(portable)
+
+    def scatter(node):
+        if not _is_state(node):
+            return node
+        if any(own.shard.devices != 1 for own in node.owned.values()):
+            raise ValueError("portable must be what gather_state returns, but is a state for several devices")
+        blocks = {name: own.blocks.inverse for name, own in node.owned.items()}
+        costs = [(name, x.A.shape[0], block_cost(x.G.shape[-1], x.A.shape[-1])) for name, x in blocks.items()]
+        shards = make_shards(costs, num_devices)
+        return node._replace(owned={name: _scatter_owned(own, shards[name]) for name, own in node.owned.items()})
+
+    state = jax.tree.map(scatter, portable, is_leaf=_is_state)
+    return jax.tree.map(lambda x: _with_devices(x, num_devices), state, is_leaf=_is_owned) if pmap else state
+
+
+def _states(opt_state: Any) -> list[KfacState]:
+    states = [node for node in jax.tree.leaves(opt_state, is_leaf=_is_state) if _is_state(node)]
+    if not states:
+        raise ValueError("there is no state of scale_by_kfac in the optimizer state")
+    return states
+
+
+def _is_state(node: Any) -> bool:
+    return isinstance(node, KfacState)
+
+
+def _is_owned(node: Any) -> bool:
+    return isinstance(node, Owned)
+
+
+def _without_devices(node: Any) -> Any:
+    """From pmap's form to that of shard_map: one row of owned blocks, one copy of everything else."""
+    if _is_owned(node):
+        return Owned(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), node.blocks), node.shard)
+    return node[0]
+
+
+def _with_devices(node: Any, devices: int) -> Any:
+    """The inverse of `_without_devices`."""
+    if _is_owned(node):
+        return Owned(jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), node.blocks), node.shard)
+    return jnp.broadcast_to(node, (devices, *node.shape))
+
+
+def _places(shard: Shard) -> jax.Array:
+    """Where each block stands in the row of all devices' positions."""
+    places = [shard.location(block) for block in range(shard.blocks)]
+    return jnp.array([device * shard.positions + position for device, position in places], jnp.int32)
+
+
+def _gather_owned(own: Owned) -> Owned:
+    places = _places(own.shard)
+    return Owned(jax.tree.map(lambda x: x[places], own.blocks), Shard(own.shard.blocks, 1))
+
+
+def _scatter_owned(own: Owned, shard: Shard) -> Owned:
+    places = _places(shard)
+
+    def spread(x):
+        return jnp.zeros((shard.devices * shard.positions, *x.shape[1:]), x.dtype).at[places].set(x)
+
+    return Owned(jax.tree.map(spread, own.blocks), shard)

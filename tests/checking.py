@@ -1,0 +1,122 @@
+"""Runs `find_layers` and `value_and_grad` on a loss and compares everything they return with the brute-force oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from oracle import Truth, example_gradients, relative_error, second_moment
+
+import kfac
+
+FLOAT64 = 1e-6
+ROUNDING = 1e-12
+
+
+def key(seed: int) -> jax.Array:
+    return jax.random.key(seed)
+
+
+def normal(seed: int, *shape: int, dtype: Any = None) -> jax.Array:
+    return jax.random.normal(key(seed), shape, dtype or jax.numpy.float64)
+
+
+def by_path(tree: Any) -> dict[str, Any]:
+    """Leaves of nested dicts by their keys joined with `/`."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {"/".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path): leaf for path, leaf in flat}
+
+
+def run(loss: Callable, params: Any, batch: Sequence[Any], *, rounding: float = ROUNDING, skip=(), **options):
+    """Layers, gradients and factors; gradients and value are those of `jax.value_and_grad`."""
+    layers = kfac.find_layers(loss, params, *batch, skip=skip)
+    value, grads, factors = jax.jit(kfac.value_and_grad(loss, layers, **options))(params, *batch)
+    expected_value, expected_grads = jax.jit(jax.value_and_grad(loss))(params, *batch)
+    assert jax.tree.structure(grads) == jax.tree.structure(expected_grads)
+    assert relative_error(value, np.asarray(expected_value, np.float64)) <= rounding
+    for found, expected in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
+        assert found.dtype == expected.dtype
+        assert relative_error(found, np.asarray(expected, np.float64)) <= rounding
+    check_layers(layers, params)
+    assert list(factors) == [layer.name for layer in layers.with_factors]
+    for layer in layers.with_factors:
+        block = factors[layer.name]
+        for name, shape in layer.factor_shapes.items():
+            assert getattr(block, name).shape == shape
+            assert getattr(block, name).dtype == (np.float64 if jax.config.jax_enable_x64 else np.float32)
+    return layers, grads, factors
+
+
+def check_layers(layers: kfac.Layers, params: Any) -> None:
+    """Every leaf in exactly one block, and exactly once in the table."""
+    paths = [path for layer in layers for path in layer.params]
+    assert sorted(paths) == sorted(layers.paths)
+    assert len(set(paths)) == len(jax.tree.leaves(params))
+
+
+def kinds(layers: kfac.Layers) -> dict[str, str]:
+    return {layer.name: f"coarse {layer.kind}" if layer.coarse else layer.kind for layer in layers}
+
+
+def check_kronecker(layers: kfac.Layers, factors: kfac.Factors, truth: Truth, tolerance: float = FLOAT64) -> None:
+    """Every layer with a Kronecker block is one that the oracle saw, and the factors agree.
+
+    Layer `name` with stacked copies is compared with the oracle's layers `name[0]`, `name[1]`, ...
+    """
+    seen = set()
+    for layer in layers:
+        if layer.kind not in ("dense", "conv"):
+            continue
+        block = factors[layer.name]
+        copies = [f"{layer.name}[{k}]" for k in range(layer.copies)] if layer.stacked else [layer.name]
+        for k, name in enumerate(copies):
+            seen.add(name)
+            for factor, expected in zip("AG", truth.kronecker(name), strict=True):
+                found = getattr(block, factor)
+                error = relative_error(found[k] if layer.stacked else found, expected)
+                assert error <= tolerance, f"{factor} of {name}: {error}"
+        assert layer.positions == sum(use.a.shape[1] for use in truth.uses[copies[0]])
+    assert seen == set(truth.uses)
+
+
+def check_vectors(
+    layers: kfac.Layers, factors: kfac.Factors, gradients: dict[str, np.ndarray], tolerance: float = FLOAT64
+) -> None:
+    """Unit-wise and exact diagonal blocks, from per-example gradients by leaf path."""
+    for layer in layers:
+        if layer.kind in ("unitwise", "diagonal") and not layer.coarse:
+            expected = second_moment([gradients[path] for path in layer.params])
+            error = relative_error(factors[layer.name].F, expected)
+            assert error <= tolerance, f"F of {layer.name}: {error}"
+
+
+def check_coarse(layers: kfac.Layers, factors: kfac.Factors, grads: Any, n: int, tolerance: float = FLOAT64) -> None:
+    leaves = dict(zip(layers.paths, jax.tree.leaves(grads), strict=True))
+    for layer in layers:
+        if layer.coarse:
+            expected = n * np.square(np.asarray(leaves[layer.params[0]], np.float64)).reshape(-1, 1, 1)
+            assert relative_error(factors[layer.name].F, expected) <= tolerance
+
+
+def check_all(
+    loss: Callable,
+    params: Any,
+    batch: Sequence[Any],
+    truth: Truth,
+    *,
+    vectors: dict[str, np.ndarray] | None = None,
+    tolerance: float = FLOAT64,
+    **options: Any,
+) -> tuple[kfac.Layers, kfac.Factors]:
+    """Compares every block; per-example gradients of vectors by default one example at a time."""
+    layers, grads, factors = run(loss, params, batch, **options)
+    if any(layer.kind in ("unitwise", "diagonal") and not layer.coarse for layer in layers):
+        gradients = vectors or dict(
+            zip(layers.paths, jax.tree.leaves(example_gradients(loss, params, batch)), strict=True)
+        )
+        check_vectors(layers, factors, gradients, tolerance)
+    check_kronecker(layers, factors, truth, tolerance)
+    check_coarse(layers, factors, grads, truth.n, tolerance)
+    return layers, factors

@@ -1,0 +1,189 @@
+"""pmap, shard_map, jit over a mesh and one device on the concatenated batch are the same optimizer."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import kfac
+
+AXIS = "batch"
+STEPS = 6
+EXAMPLES = 32
+
+
+def make_params(widths, seed=0):
+    """An MLP with a scale and shift behind each layer, and a layer that gets no gradient."""
+    params = {}
+    for k, (d_in, d_out) in enumerate(zip(widths[:-1], widths[1:], strict=True)):
+        key = jax.random.fold_in(jax.random.key(seed), k)
+        params[f"dense{k}"] = {"kernel": jax.random.normal(key, (d_in, d_out)) / d_in**0.5, "bias": jnp.zeros(d_out)}
+        params[f"norm{k}"] = {"scale": jnp.ones(d_out), "shift": jnp.zeros(d_out)}
+    params["idle"] = {"kernel": jnp.ones((widths[0], 3)), "bias": jnp.zeros(3)}
+    return params
+
+
+def loss_fn(params, batch):
+    x, y = batch
+    idle = x @ params["idle"]["kernel"] + params["idle"]["bias"]
+    count = sum(name.startswith("dense") for name in params)
+    for k in range(count):
+        x = x @ params[f"dense{k}"]["kernel"] + params[f"dense{k}"]["bias"]
+        x = jnp.tanh(x * params[f"norm{k}"]["scale"] + params[f"norm{k}"]["shift"])
+    return jnp.mean((x - y) ** 2) + 0 * jnp.sum(idle) / len(idle)
+
+
+def batches(widths):
+    rng = np.random.default_rng(0)
+    return [
+        (
+            rng.normal(size=(EXAMPLES, widths[0])).astype(np.float32) * np.linspace(0.2, 2, EXAMPLES)[:, None],
+            rng.normal(size=(EXAMPLES, widths[-1])).astype(np.float32),
+        )
+        for _ in range(STEPS)
+    ]
+
+
+def has_statistics(step):
+    return step not in (2, 4)
+
+
+def as_float32(tree):
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree)
+
+
+def train_one_device(params, data, layers, options):
+    tx = kfac.kfac(0.05, layers, **options)
+    state = tx.init(params)
+
+    @functools.partial(jax.jit, static_argnums=3)
+    def step(params, state, batch, statistics):
+        _, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)
+        updates, state = tx.update(grads, state, params, factors=factors if statistics else None)
+        return optax.apply_updates(params, updates), state
+
+    for k, batch in enumerate(data):
+        params, state = step(params, state, as_float32(batch), has_statistics(k))
+    return params, state
+
+
+def train_pmap(params, data, layers, options, devices):
+    tx = kfac.kfac(0.05, layers, axis_name=AXIS, **options)
+    devices = jax.devices()[:devices]
+    params = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(devices), *x.shape)), params)
+    state = jax.pmap(tx.init, axis_name=AXIS, devices=devices)(params)
+
+    def step(params, state, batch, statistics):
+        _, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)
+        grads = lax.pmean(grads, AXIS)
+        updates, state = tx.update(grads, state, params, factors=factors if statistics else None)
+        return optax.apply_updates(params, updates), state
+
+    step = jax.pmap(step, axis_name=AXIS, static_broadcasted_argnums=3, devices=devices)
+    for k, batch in enumerate(data):
+        shards = jax.tree.map(lambda x: x.reshape(len(devices), -1, *x.shape[1:]), as_float32(batch))
+        params, state = step(params, state, shards, has_statistics(k))
+    return jax.tree.map(lambda x: x[0], params), state
+
+
+def mesh_of(devices):
+    return Mesh(np.array(jax.devices()[:devices]), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def train_shard_map(params, data, layers, options, devices):
+    tx = kfac.kfac(0.05, layers, axis_name=AXIS, **options)
+    mesh = mesh_of(devices)
+    same, split = PartitionSpec(), PartitionSpec(AXIS)
+    specs = kfac.state_specs(tx, params, AXIS)
+    state = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=same, out_specs=specs))(params)
+
+    @functools.partial(jax.jit, static_argnums=3)
+    def step(params, state, batch, statistics):
+        def local(params, state, batch):
+            _, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)
+            grads = lax.pmean(grads, AXIS)
+            updates, state = tx.update(grads, state, params, factors=factors if statistics else None)
+            return optax.apply_updates(params, updates), state
+
+        return jax.shard_map(local, mesh=mesh, in_specs=(same, specs, split), out_specs=(same, specs))(
+            params, state, batch
+        )
+
+    for k, batch in enumerate(data):
+        params, state = step(params, state, as_float32(batch), has_statistics(k))
+    return params, state
+
+
+def train_mesh(params, data, layers, options, devices):
+    mesh = mesh_of(devices)
+    tx = kfac.kfac(0.05, layers, mesh=mesh, axis_name=AXIS, **options)
+    params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
+    state = tx.init(params)
+
+    @functools.partial(jax.jit, static_argnums=3)
+    def step(params, state, batch, statistics):
+        _, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)
+        updates, state = tx.update(grads, state, params, factors=factors if statistics else None)
+        return optax.apply_updates(params, updates), state
+
+    for k, batch in enumerate(data):
+        batch = jax.device_put(as_float32(batch), NamedSharding(mesh, PartitionSpec(AXIS)))
+        params, state = step(params, state, batch, has_statistics(k))
+    return params, state
+
+
+STYLES = {"pmap": train_pmap, "shard_map": train_shard_map, "mesh": train_mesh}
+MANY_LAYERS = (5,) * 11  # ten of one shape on eight devices
+FEW_LAYERS = (6, 7, 4)  # more devices than layers
+
+
+@functools.cache
+def one_device(widths, options):
+    params = make_params(widths)
+    data = batches(widths)
+    layers = kfac.find_layers(loss_fn, params, as_float32(data[0]))
+    return params, data, layers, *train_one_device(params, data, layers, dict(options))
+
+
+def assert_close(a, b, tolerance=1e-5):
+    for (path, x), (_, y) in zip(
+        jax.tree_util.tree_flatten_with_path(a)[0], jax.tree_util.tree_flatten_with_path(b)[0], strict=True
+    ):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        error = np.abs(x - y).max() / max(1.0, np.abs(y).max())
+        assert error < tolerance, f"{jax.tree_util.keystr(path)}: {error}"
+
+
+def grid():
+    """All combinations; those of an orthogonal array, in which every pair of choices occurs, are run by default."""
+    for style, widths, precondition, staggered, triangular in itertools.product(
+        STYLES, (MANY_LAYERS, FEW_LAYERS), ("sharded", "replicated"), (False, True), (False, True)
+    ):
+        replicated, few = precondition == "replicated", widths is FEW_LAYERS
+        chosen = triangular == (replicated ^ staggered) and few == (staggered ^ (style == "pmap"))
+        name = f"{style} {'few' if few else 'many'} {precondition} {'staggered' if staggered else 'at once'}"
+        yield pytest.param(
+            style,
+            widths,
+            precondition,
+            staggered,
+            triangular,
+            id=f"{name} {'packed' if triangular else 'whole'}",
+            marks=() if chosen else pytest.mark.slow,
+        )
+
+
+@pytest.mark.parametrize(("style", "widths", "precondition", "staggered", "triangular"), list(grid()))
+def test_eight_devices_are_one(style, widths, precondition, staggered, triangular):
+    options = {"inverse_every": 3, "refresh_warmup": 1, "staggered": staggered, "damping": 1e-2}
+    params, data, layers, expected, state = one_device(widths, tuple(options.items()))
+    options |= {"precondition": precondition, "triangular": triangular}
+    found, sharded_state = STYLES[style](params, data, layers, options, 8)
+    assert_close(found, expected)
+    assert_close(jax.tree.map(jnp.asarray, kfac.gather_state(sharded_state)[0].owned), state[0].owned, 2e-4)
