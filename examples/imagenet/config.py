@@ -282,8 +282,8 @@ DATA_DEFAULTS: dict[str, dict[str, Any]] = {
 # Defaults by optimizer, tuned on digits. For other data they are starting points, but for what
 # LARGE replaces.
 OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
-    "kfac": dict(learning_rate=0.05, momentum=0.9, nesterov=False, weight_decay=1e-4,
-                 warmup_epochs=0.0, damping=1e-3, factor_decay=0.9, norm_constraint=0.0,
+    "kfac": dict(learning_rate=0.03, momentum=0.9, nesterov=False, weight_decay=1e-4,
+                 warmup_epochs=1.0, damping=1e-2, factor_decay=0.9, norm_constraint=0.0,
                  trust_ratio=0.0),
     "sgd": dict(learning_rate=1.0, momentum=0.9, nesterov=True, weight_decay=1e-4,
                 warmup_epochs=1.0),
@@ -295,9 +295,9 @@ OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 LARGE: dict[str, dict[str, Any]] = {
     "kfac": dict(learning_rate=0.02, damping=1e-4, factor_decay=0.0),
-    "sgd": dict(weight_decay=5e-5, warmup_epochs=5.0),
-    "lars": dict(weight_decay=5e-5, warmup_epochs=5.0),
-    "lamb": dict(warmup_epochs=5.0),
+    "sgd": dict(learning_rate=0.1, weight_decay=5e-5, warmup_epochs=5.0),
+    "lars": dict(learning_rate=5.0, weight_decay=5e-5, warmup_epochs=5.0),
+    "lamb": dict(learning_rate=0.01, warmup_epochs=5.0),
     "adamw": dict(learning_rate=0.002, weight_decay=0.05, warmup_epochs=5.0),
 }
 
