@@ -15,9 +15,10 @@ AxisName = str | tuple[str, ...]
 
 
 def _varying(aval: Any) -> frozenset[str]:
-    # The attribute's name differs between jax releases.
-    if hasattr(aval, "manual_axis_type"):
-        return frozenset(aval.manual_axis_type.varying)
+    # The attribute's name differs between jax releases; outside shard_map a ShapeDtypeStruct has None.
+    manual = getattr(aval, "manual_axis_type", None)
+    if manual is not None:
+        return frozenset(manual.varying)
     return frozenset(getattr(aval, "vma", None) or ())
 
 

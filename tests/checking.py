@@ -6,34 +6,28 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from oracle import Truth, example_gradients, relative_error, second_moment
 
 import kfac
 
 FLOAT64 = 1e-6
+# Optimised code takes longer to compile than these programs to run.
+FAST = {"xla_backend_optimization_level": 0}
 ROUNDING = 1e-12
 
 
-def key(seed: int) -> jax.Array:
-    return jax.random.key(seed)
-
-
-def normal(seed: int, *shape: int, dtype: Any = None) -> jax.Array:
-    return jax.random.normal(key(seed), shape, dtype or jax.numpy.float64)
-
-
-def by_path(tree: Any) -> dict[str, Any]:
-    """Leaves of nested dicts by their keys joined with `/`."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {"/".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path): leaf for path, leaf in flat}
+def normal(seed: int, *shape: int, dtype: Any = np.float64) -> jax.Array:
+    # NumPy's: jax.random compiles for each shape, which takes longer than many a test.
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def run(loss: Callable, params: Any, batch: Sequence[Any], *, rounding: float = ROUNDING, skip=(), **options):
     """Layers, gradients and factors; gradients and value are those of `jax.value_and_grad`."""
     layers = kfac.find_layers(loss, params, *batch, skip=skip)
-    value, grads, factors = jax.jit(kfac.value_and_grad(loss, layers, **options))(params, *batch)
-    expected_value, expected_grads = jax.jit(jax.value_and_grad(loss))(params, *batch)
+    value, grads, factors = jax.jit(kfac.value_and_grad(loss, layers, **options), compiler_options=FAST)(params, *batch)
+    expected_value, expected_grads = jax.jit(jax.value_and_grad(loss), compiler_options=FAST)(params, *batch)
     assert jax.tree.structure(grads) == jax.tree.structure(expected_grads)
     assert relative_error(value, np.asarray(expected_value, np.float64)) <= rounding
     for found, expected in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
@@ -60,25 +54,43 @@ def kinds(layers: kfac.Layers) -> dict[str, str]:
     return {layer.name: f"coarse {layer.kind}" if layer.coarse else layer.kind for layer in layers}
 
 
+def kronecker(layers: kfac.Layers) -> list[kfac.Layer]:
+    return [layer for layer in layers if layer.kind in ("dense", "conv")]
+
+
+def copies(layer: kfac.Layer) -> list[str]:
+    """The oracle's names of the copies of a layer."""
+    return [f"{layer.name}[{k}]" for k in range(layer.copies)] if layer.stacked else [layer.name]
+
+
 def check_kronecker(layers: kfac.Layers, factors: kfac.Factors, truth: Truth, tolerance: float = FLOAT64) -> None:
     """Every layer with a Kronecker block is one that the oracle saw, and the factors agree.
 
     Layer `name` with stacked copies is compared with the oracle's layers `name[0]`, `name[1]`, ...
     """
     seen = set()
-    for layer in layers:
-        if layer.kind not in ("dense", "conv"):
-            continue
+    for layer in kronecker(layers):
         block = factors[layer.name]
-        copies = [f"{layer.name}[{k}]" for k in range(layer.copies)] if layer.stacked else [layer.name]
-        for k, name in enumerate(copies):
+        for k, name in enumerate(copies(layer)):
             seen.add(name)
             for factor, expected in zip("AG", truth.kronecker(name), strict=True):
                 found = getattr(block, factor)
                 error = relative_error(found[k] if layer.stacked else found, expected)
                 assert error <= tolerance, f"{factor} of {name}: {error}"
-        assert layer.positions == sum(use.a.shape[1] for use in truth.uses[copies[0]])
+        assert layer.positions == sum(use.a.shape[1] for use in truth.uses[copies(layer)[0]])
     assert seen == set(truth.uses)
+
+
+def check_matrices(layers: kfac.Layers, grads: Any, truth: Truth, tolerance: float) -> None:
+    """A layer's gradient as a matrix is the sum of `g a^T`: its rows and columns are in the order of the factors."""
+    by_path = dict(zip(layers.paths, map(np.asarray, jax.tree.leaves(grads)), strict=True))
+    for layer in kronecker(layers):
+        leaves = [by_path[path] for path in layer.params]
+        matrices = layer.to_matrix(leaves)
+        for matrix, name in zip(matrices, copies(layer), strict=True):
+            assert relative_error(matrix, truth.gradient(name)) <= tolerance
+        for leaf, restored in zip(leaves, layer.from_matrix(np.asarray(matrices)), strict=True):
+            np.testing.assert_array_equal(leaf, restored)
 
 
 def check_vectors(
@@ -118,5 +130,6 @@ def check_all(
         )
         check_vectors(layers, factors, gradients, tolerance)
     check_kronecker(layers, factors, truth, tolerance)
+    check_matrices(layers, grads, truth, tolerance)
     check_coarse(layers, factors, grads, truth.n, tolerance)
     return layers, factors

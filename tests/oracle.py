@@ -148,6 +148,15 @@ class Truth:
                 g_sum = g_sum + np.outer(g, g)
         return a_sum / self.n, g_sum * self.n / positions
 
+    def gradient(self, name: str) -> np.ndarray:
+        """The gradient of kernel and bias as a matrix `[d_out, d_in]`."""
+        homogeneous = any(use.bias for use in self.uses[name])
+        total = 0.0
+        for use in self.uses[name]:
+            for a, g in zip(np.concatenate(use.a), np.concatenate(use.g), strict=True):
+                total = total + np.outer(g, np.append(a, float(use.bias)) if homogeneous else a)
+        return total
+
 
 def truth(loss: Callable, params: Any, batch: Sequence[Any], *, interacting: bool = False) -> Truth:
     """Statistics of `loss(hook, params, *batch)`, the mean over the leading axis of every array in `batch`.
@@ -158,11 +167,12 @@ def truth(loss: Callable, params: Any, batch: Sequence[Any], *, interacting: boo
       batch: its further arguments, every leaf with a leading axis of examples.
       interacting: whether examples interact, so that the gradient of the mean loss cannot be taken one by one.
     """
+    batch = jax.tree.map(np.asarray, tuple(batch))
     n = len(jax.tree.leaves(batch)[0])
     share = n if interacting else 1
     recorder = Hook()
     jax.eval_shape(lambda p, b: loss(recorder, p, *b), params, jax.tree.map(lambda x: x[:share], batch))
-    zeros = {key: jnp.zeros(*entry) for key, entry in recorder.shapes.items()}
+    zeros = {key: np.zeros(*entry) for key, entry in recorder.shapes.items()}
 
     @jax.jit
     def gradients(params, part, zeros):
@@ -193,6 +203,7 @@ def truth(loss: Callable, params: Any, batch: Sequence[Any], *, interacting: boo
 
 def example_gradients(loss: Callable, params: Any, batch: Sequence[Any]) -> Any:
     """Per-example gradients of the mean loss, one example at a time: a tree of `[n, *shape]`."""
+    batch = jax.tree.map(np.asarray, tuple(batch))
     n = len(jax.tree.leaves(batch)[0])
     grad = jax.jit(jax.grad(loss))
     grads = [grad(params, *jax.tree.map(lambda x, i=i: x[i : i + 1], batch)) for i in range(n)]

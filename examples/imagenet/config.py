@@ -4,7 +4,10 @@ A field that is `None` after parsing takes the value that `resolve` finds for th
 optimizer at hand; what a run really used is saved as `config.json` in its output folder.
 """
 
+import contextlib
 import dataclasses
+import io
+import itertools
 import json
 import math
 import os
@@ -19,34 +22,121 @@ class UserError(Exception):
     """Something the user can put right; reported as one sentence, without a traceback."""
 
 
-def _by(what: str) -> Any:
-    """Says in the help that the default depends on `what`, instead of "default: None"."""
-    return tyro.conf.arg(help_behavior_hint=f"(default: by {what})")
+def option(text: str, by: str | None = None, parse: Any = None, **rest: Any) -> Any:
+    """Help of a field; `by` says what a default of None stands for, `parse` what it can be."""
+    if by is not None:
+        rest["help_behavior_hint"] = f"(default: {by})"
+    if parse is not None:
+        rest["constructor"] = parse
+    return tyro.conf.arg(help=text, **rest)
+
+
+Source = Literal["digits", "cifar10", "folder", "synthetic"]
+Arch = Literal["digits", "resnet20", "resnet18", "resnet50"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Data:
-    """Where images come from."""
+class Optimization:
+    """How it is trained. Fields marked [kfac] do nothing for the first-order optimizers."""
 
-    source: Annotated[
-        Literal["digits", "cifar10", "folder", "synthetic"] | None,
-        tyro.conf.arg(
-            name="data", help_behavior_hint="(default: folder with --data-dir, else digits)"
+    optimizer: Annotated[
+        Literal["kfac", "sgd", "lars", "lamb", "adamw"],
+        option("Optimizer; the first-order ones are optax's."),
+    ] = "kfac"
+    global_batch: Annotated[
+        int | None,
+        option(
+            "Images in one optimizer step, over all micro-batches.",
+            "150 for digits, 1000 for cifar10, 256 for folder, 64 for synthetic",
+            int,
+            aliases=["--batch-size"],
         ),
     ] = None
-    """digits: 1,797 handwritten digits of 8x8 pixels that come with scikit-learn. cifar10: found in
-    --data-dir as pickles, binary files or PNG sheets. folder: train/<class>/*.JPEG and
-    val/<class>/*.JPEG under --data-dir. synthetic: noise, for measurements."""
-    data_dir: Annotated[Path | None, _by("data: data/cifar10 for cifar10")] = None
-    """Folder with the images. Given alone, it implies --data folder."""
-    image_size: Annotated[int | None, _by("data: 224 for folder and synthetic")] = None
-    """Side of the square images that the network sees; free for folder and synthetic only."""
-    synthetic_images: int = 640
-    """How many training images --data synthetic pretends to have."""
-    synthetic_classes: int = 1000
-    """How many classes --data synthetic has."""
-    workers: Annotated[int | None, _by("machine: its cores, at most 16")] = None
-    """Threads that decode images."""
+    micro_batches: Annotated[
+        int | None,
+        option(
+            "Split each batch into so many parts and accumulate gradients, statistics and "
+            "batch-norm averages over them: memory is that of one part. Slow on CPUs.",
+            "1",
+            int,
+        ),
+    ] = None
+    epochs: Annotated[
+        float | None,
+        option(
+            "Length of the training in passes over the training images. Give this or --steps.",
+            "15 for digits, 30 for cifar10, 90 for folder, 1 for synthetic",
+            float,
+        ),
+    ] = None
+    steps: Annotated[
+        int | None,
+        option("Length of the training in optimizer steps. Give this or --epochs.", "by epochs", int),
+    ] = None
+    learning_rate: Annotated[float | None, option("Peak learning rate.", "by optimizer and data", float)] = None
+    warmup_epochs: Annotated[
+        float | None,
+        option("Epochs over which the learning rate rises linearly.", "by optimizer and data", float),
+    ] = None
+    schedule: Annotated[
+        Literal["cosine", "linear", "constant"],
+        option("How the learning rate falls after the warm-up; to zero at the last step, unless constant."),
+    ] = "cosine"
+    momentum: Annotated[
+        float | None,
+        option("Momentum; for adamw and lamb the decay of the first moment.", "by optimizer", float),
+    ] = None
+    nesterov: Annotated[
+        bool | None,
+        option("Nesterov's form of momentum; lamb does not have it.", "by optimizer", bool),
+    ] = None
+    weight_decay: Annotated[
+        float | None,
+        option(
+            "Weight decay of kernels; biases and normalisation parameters have none.",
+            "by optimizer and data",
+            float,
+        ),
+    ] = None
+    damping: Annotated[
+        float | None,
+        option("[kfac] Damping, added to the curvature before it is inverted.", "by data", float),
+    ] = None
+    factor_decay: Annotated[
+        float | None,
+        option(
+            "[kfac] Decay of the running average of the statistics; 0 uses the current batch alone.",
+            "by data",
+            float,
+        ),
+    ] = None
+    norm_constraint: Annotated[
+        float | None,
+        option(
+            "[kfac] Upper bound on the squared length of a step in the curvature's metric; 0 for none.",
+            "by data",
+            float,
+        ),
+    ] = None
+    trust_ratio: Annotated[
+        float | None,
+        option(
+            "[kfac] Scale each kernel's update to this share of the norm of the kernel, as LARS does; 0 for as it is.",
+            "by data",
+            float,
+        ),
+    ] = None
+    factor_every: Annotated[
+        int,
+        option(
+            "[kfac] Collect statistics on every so many steps (and on each of the first ten); "
+            "the steps between cost little more than first-order ones."
+        ),
+    ] = 1
+    inverse_every: Annotated[
+        int,
+        option("[kfac] Recompute inverses on every so many steps (and on each of the first ten)."),
+    ] = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,91 +144,104 @@ class Model:
     """What is trained."""
 
     arch: Annotated[
-        Literal["digits", "resnet20", "resnet18", "resnet50"] | None,
-        _by("data: digits, resnet20 for cifar10, else resnet50"),
+        Arch | None,
+        option(
+            "Residual network: digits (two stages, for 8x8 images), resnet20 (the CIFAR-10 "
+            "network), resnet18 and resnet50 (the ImageNet networks).",
+            "digits for digits, resnet20 for cifar10, else resnet50",
+            Arch,
+        ),
     ] = None
-    """Residual network: digits (two stages, for 8x8 images), resnet20 (the CIFAR-10 network),
-    resnet18 and resnet50 (the ImageNet networks)."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of activations and gradients; parameters stay float32."""
-    label_smoothing: Annotated[float | None, _by("data: 0 for digits, else 0.1")] = None
-    """Share of the target spread evenly over all classes."""
+    dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        option("Type of activations and their gradients; parameters stay float32."),
+    ] = "float32"
+    label_smoothing: Annotated[
+        float | None,
+        option(
+            "Share of the target that is spread evenly over all classes.",
+            "0 for digits, else 0.1",
+            float,
+        ),
+    ] = None
 
 
 @dataclasses.dataclass(frozen=True)
-class Optimization:
-    """How it is trained. Fields marked [kfac] do nothing for the first-order optimizers."""
+class Data:
+    """Where the images come from."""
 
-    optimizer: Literal["kfac", "sgd", "lars", "lamb", "adamw"] = "kfac"
-    """Optimizer; the first-order ones are optax's."""
-    global_batch: Annotated[
-        int | None,
-        tyro.conf.arg(
-            aliases=["--batch-size"],
-            help_behavior_hint="(default: by data: 150 digits, 5000 cifar10, 256 folder)",
+    source: Annotated[
+        Source | None,
+        option(
+            "digits: 1,797 handwritten digits of 8x8 pixels that come with scikit-learn. cifar10: "
+            "found in --data-dir as pickles, binary files or PNG sheets. folder: "
+            "train/<class>/*.JPEG and val/<class>/*.JPEG under --data-dir. synthetic: noise, for "
+            "measurements.",
+            "folder with --data-dir, else digits",
+            Source,
+            name="data",
         ),
     ] = None
-    """Images in one optimizer step, over all micro-batches."""
-    micro_batches: Annotated[int | None, _by("data: 10 for cifar10, else 1")] = None
-    """Split each batch into so many parts and accumulate gradients, statistics and batch-norm
-    averages over them: memory is that of one part."""
-    epochs: Annotated[float | None, _by("data: 12 digits, 30 cifar10, 90 folder, 1 synthetic")] = None
-    """Length of the training in passes over the training images. Give this or --steps."""
-    steps: Annotated[int | None, _by("epochs")] = None
-    """Length of the training in optimizer steps. Give this or --epochs."""
-    learning_rate: Annotated[float | None, _by("optimizer and data")] = None
-    """Peak learning rate."""
-    warmup_epochs: Annotated[float | None, _by("optimizer and data")] = None
-    """Epochs over which the learning rate rises linearly from zero."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate falls after the warm-up; to zero at the last step unless constant."""
-    momentum: Annotated[float | None, _by("optimizer and data")] = None
-    """Momentum; for adamw and lamb the decay of the first moment."""
-    nesterov: Annotated[bool | None, _by("optimizer")] = None
-    """Nesterov's form of momentum, for kfac, sgd, lars and adamw."""
-    weight_decay: Annotated[float | None, _by("optimizer and data")] = None
-    """Weight decay of kernels; biases and normalisation parameters have none."""
-    damping: Annotated[float | None, _by("data")] = None
-    """[kfac] Damping, added to the curvature before it is inverted."""
-    factor_decay: Annotated[float | None, _by("data")] = None
-    """[kfac] Decay of the running average of the statistics; 0 uses the current batch alone."""
-    norm_constraint: Annotated[float | None, _by("data")] = None
-    """[kfac] Upper bound on the squared length of a step in the curvature's metric; 0 for none."""
-    trust_ratio: Annotated[bool | None, _by("data")] = None
-    """[kfac] Scale each kernel's update to the norm of the kernel, as LARS does."""
-    factor_every: int = 1
-    """[kfac] Collect statistics on every so many steps; the steps between cost little more than
-    first-order ones."""
-    inverse_every: int = 1
-    """[kfac] Recompute inverses every so many steps (every step during the library's warm-up)."""
+    data_dir: Annotated[
+        Path | None,
+        option(
+            "Folder with the images. Given alone, it implies --data folder.",
+            "data/cifar10 for cifar10",
+            Path,
+        ),
+    ] = None
+    image_size: Annotated[
+        int | None,
+        option(
+            "Side of the square images that the network sees; free for folder and synthetic only.",
+            "224 for folder and synthetic",
+            int,
+        ),
+    ] = None
+    synthetic_images: Annotated[int, option("How many training images --data synthetic pretends to have.")] = 640
+    synthetic_classes: Annotated[int, option("How many classes --data synthetic has.")] = 1000
+    workers: Annotated[
+        int | None,
+        option("Threads that decode images.", "the machine's cores, at most 16", int),
+    ] = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
     """Where results go and how the run is watched."""
 
-    output: Annotated[Path | None, _by("time: a new folder under runs/")] = None
-    """Folder for config.json, metrics.jsonl, curves.png and checkpoints/. It must be new or empty,
-    but for --resume."""
-    resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Go on with the run in --output (the newest under runs/ if that is not given) from its last
-    checkpoint, with its configuration. The end is the same, bit for bit, as if it had never
-    stopped."""
-    seed: int = 0
-    """Seed of the initial weights, the order of the images and their augmentation."""
-    log_every: int = 10
-    """Steps between lines on the terminal."""
-    eval_every: Annotated[int | None, _by("data: one epoch")] = None
-    """Steps between validations."""
-    checkpoint_every: Annotated[int | None, _by("data: one epoch")] = None
-    """Steps between checkpoints."""
-    keep_checkpoints: int = 2
-    """How many checkpoints are kept."""
-    stop_after: Annotated[
-        int | None, tyro.conf.arg(help_behavior_hint="(default: run to the end)")
+    output: Annotated[
+        Path | None,
+        option(
+            "Folder for config.json, metrics.jsonl, curves.png and checkpoints/. It must be new "
+            "or empty, unless a run is resumed.",
+            "a new folder under runs/, named by data, optimizer and time",
+            Path,
+        ),
     ] = None
-    """Stop in good order after this step of the run, as at the end of a time slot; --resume goes
-    on from there."""
+    resume: Annotated[
+        bool,
+        option(
+            "Go on with the run in --output (the newest under runs/ if that is not given) from "
+            "its last checkpoint, with its configuration. It ends the same, bit for bit, as if it "
+            "had never stopped.",
+            "start a new run",
+        ),
+        tyro.conf.FlagCreatePairsOff,
+    ] = False
+    seed: Annotated[int, option("Seed of the initial weights, the order of the images and their augmentation.")] = 0
+    log_every: Annotated[int, option("Steps between lines on the terminal.")] = 10
+    eval_every: Annotated[int | None, option("Steps between validations.", "one epoch", int)] = None
+    checkpoint_every: Annotated[int | None, option("Steps between checkpoints.", "one epoch", int)] = None
+    keep_checkpoints: Annotated[int, option("How many checkpoints are kept.")] = 2
+    stop_after: Annotated[
+        int | None,
+        option(
+            "Stop in good order after this step of the run, as at the end of a time slot; --resume goes on from there.",
+            "run to the end",
+            int,
+        ),
+    ] = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,9 +270,9 @@ FREE_ON_RESUME = {
 # Defaults by data set.
 DATA_DEFAULTS: dict[str, dict[str, Any]] = {
     "digits": dict(image_size=8, arch="digits", label_smoothing=0.0, global_batch=150,
-                   micro_batches=1, epochs=12.0),
-    "cifar10": dict(image_size=32, arch="resnet20", label_smoothing=0.1, global_batch=5000,
-                    micro_batches=10, epochs=30.0, data_dir=Path("data/cifar10")),
+                   micro_batches=1, epochs=15.0),
+    "cifar10": dict(image_size=32, arch="resnet20", label_smoothing=0.1, global_batch=1000,
+                    micro_batches=1, epochs=30.0, data_dir=Path("data/cifar10")),
     "folder": dict(image_size=224, arch="resnet50", label_smoothing=0.1, global_batch=256,
                    micro_batches=1, epochs=90.0),
     "synthetic": dict(image_size=224, arch="resnet50", label_smoothing=0.1, global_batch=64,
@@ -179,35 +282,35 @@ DATA_DEFAULTS: dict[str, dict[str, Any]] = {
 # Defaults by optimizer, tuned on digits. For other data they are starting points, but for what
 # LARGE replaces.
 OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
-    "kfac": dict(learning_rate=0.05, momentum=0.9, nesterov=False, weight_decay=1e-4,
-                 warmup_epochs=0.0, damping=1e-3, factor_decay=0.9, norm_constraint=0.0,
-                 trust_ratio=False),
-    "sgd": dict(learning_rate=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4,
+    "kfac": dict(learning_rate=0.03, momentum=0.9, nesterov=False, weight_decay=1e-4,
+                 warmup_epochs=1.0, damping=1e-2, factor_decay=0.9, norm_constraint=0.0,
+                 trust_ratio=0.0),
+    "sgd": dict(learning_rate=1.0, momentum=0.9, nesterov=True, weight_decay=1e-4,
                 warmup_epochs=1.0),
-    "lars": dict(learning_rate=5.0, momentum=0.9, nesterov=False, weight_decay=1e-4,
+    "lars": dict(learning_rate=15.0, momentum=0.9, nesterov=False, weight_decay=1e-4,
                  warmup_epochs=1.0),
-    "lamb": dict(learning_rate=0.02, momentum=0.9, weight_decay=1e-4, warmup_epochs=1.0),
+    "lamb": dict(learning_rate=0.1, momentum=0.9, weight_decay=1e-4, warmup_epochs=1.0),
     "adamw": dict(learning_rate=0.01, momentum=0.9, nesterov=False, weight_decay=1e-2,
                   warmup_epochs=1.0),
 }  # fmt: skip
 LARGE: dict[str, dict[str, Any]] = {
     "kfac": dict(learning_rate=0.02, damping=1e-4, factor_decay=0.0),
-    "sgd": dict(weight_decay=5e-5, warmup_epochs=5.0),
-    "lars": dict(weight_decay=5e-5, warmup_epochs=5.0),
-    "lamb": dict(warmup_epochs=5.0),
+    "sgd": dict(learning_rate=0.1, weight_decay=5e-5, warmup_epochs=5.0),
+    "lars": dict(learning_rate=5.0, weight_decay=5e-5, warmup_epochs=5.0),
+    "lamb": dict(learning_rate=0.01, warmup_epochs=5.0),
     "adamw": dict(learning_rate=0.002, weight_decay=0.05, warmup_epochs=5.0),
 }
 
 
 def parse(args: list[str]) -> tuple[Config, dict[str, Any] | None]:
     """The configuration that `args` ask for, and, when a run is resumed, what its data were."""
-    config = tyro.cli(tyro.conf.OmitArgPrefixes[Config], args=args)
+    config = _command_line(args, Config())
     if not config.run.resume:
         return resolve(config), None
     folder = config.run.output or _newest_run()
     saved, found = _load(folder)
     # The saved values are the defaults now, so only what was given on the command line can differ.
-    config = tyro.cli(tyro.conf.OmitArgPrefixes[Config], args=args, default=saved)
+    config = _command_line(args, saved)
     for group in GROUPS:
         for field in dataclasses.fields(getattr(config, group)):
             old = getattr(getattr(saved, group), field.name)
@@ -220,9 +323,24 @@ def parse(args: list[str]) -> tuple[Config, dict[str, Any] | None]:
     return dataclasses.replace(config, run=dataclasses.replace(config.run, output=folder)), found
 
 
+def _command_line(args: list[str], default: Config) -> Config:
+    """Parses `args`; what tyro finds wrong becomes one sentence instead of its box."""
+    box = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(box):
+            return tyro.cli(tyro.conf.OmitArgPrefixes[Config], args=args, default=default, prog="train.py")
+    except SystemExit as end:
+        if not end.code:
+            raise
+        # The box has a title line, the message, and below a ruler hints and the help.
+        lines = [line.strip("│ ") for line in box.getvalue().splitlines()[1:]]
+        message = " ".join(itertools.takewhile(lambda line: line and line[0] not in "─╰", lines))
+        raise UserError(f"{message} (--help lists all options)") from None
+
+
 def resolve(config: Config) -> Config:
     """Puts the defaults that depend on data and optimizer in place of `None`, and checks values."""
-    optim, data, run = config.optim, config.data, config.run
+    optim, data = config.optim, config.data
     source = data.source or ("folder" if data.data_dir is not None else "digits")
     name = f"{source}-{optim.optimizer}-{time.strftime('%Y%m%d-%H%M%S')}"
     defaults = {
@@ -255,7 +373,6 @@ def resolve(config: Config) -> Config:
         }
         groups[group] = dataclasses.replace(part, **values)
     config = Config(**groups)
-    del optim, data, run
     _check(config)
     return config
 
@@ -267,7 +384,7 @@ def _check(config: Config) -> None:
         ("synthetic_classes", 2, math.inf), ("workers", 1, 1024), ("label_smoothing", 0, 0.99),
         ("global_batch", 1, math.inf), ("micro_batches", 1, math.inf), ("steps", 1, math.inf),
         ("warmup_epochs", 0, math.inf), ("momentum", 0, 0.9999), ("weight_decay", 0, math.inf),
-        ("factor_decay", 0, 0.9999), ("norm_constraint", 0, math.inf),
+        ("factor_decay", 0, 0.9999), ("norm_constraint", 0, math.inf), ("trust_ratio", 0, math.inf),
         ("factor_every", 1, math.inf), ("inverse_every", 1, math.inf), ("seed", 0, 2**31 - 1),
         ("log_every", 1, math.inf), ("eval_every", 1, math.inf), ("checkpoint_every", 1, math.inf),
         ("keep_checkpoints", 1, math.inf), ("stop_after", 1, math.inf),

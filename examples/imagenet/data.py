@@ -117,9 +117,7 @@ class FolderSplit:
     its place, for a batch keeps its size.
     """
 
-    def __init__(
-        self, files: Sequence[Path], labels: np.ndarray, size: int, pool: ThreadPoolExecutor
-    ) -> None:
+    def __init__(self, files: Sequence[Path], labels: np.ndarray, size: int, pool: ThreadPoolExecutor) -> None:
         self.files, self.labels, self.size, self.pool = files, labels.astype(np.int32), size, pool
 
     def __len__(self) -> int:
@@ -134,9 +132,7 @@ class FolderSplit:
         weights = np.array([weight for _, _, weight, _ in loaded], np.float32)
         return Batch(images, labels, weights, broken)
 
-    def _load_one(
-        self, index: int, key: tuple[int, int] | None
-    ) -> tuple[np.ndarray, int, float, list[str]]:
+    def _load_one(self, index: int, key: tuple[int, int] | None) -> tuple[np.ndarray, int, float, list[str]]:
         broken: list[str] = []
         while len(broken) < len(self.files):
             try:
@@ -153,9 +149,7 @@ class FolderSplit:
         raise UserError(f"none of the {len(self.files)} files beside {broken[0]} can be read")
 
 
-def _prepare(
-    file: Image.Image, size: int, index: int, key: tuple[int, int] | None
-) -> np.ndarray:
+def _prepare(file: Image.Image, size: int, index: int, key: tuple[int, int] | None) -> np.ndarray:
     """Decodes, cuts and scales one image to `[size, size, 3]`."""
     if key is None:
         # As usual for ImageNet: the short side to 256 for 224 pixels, then the centre.
@@ -183,9 +177,7 @@ def _centre_box(width: int, height: int, share: float) -> tuple[float, float, fl
     return left, top, left + side, top + side
 
 
-def _random_box(
-    width: int, height: int, rng: np.random.Generator
-) -> tuple[float, float, float, float]:
+def _random_box(width: int, height: int, rng: np.random.Generator) -> tuple[float, float, float, float]:
     """8% to 100% of the area at an aspect ratio of 3/4 to 4/3 (Szegedy et al. 2015)."""
     for _ in range(10):
         area = width * height * rng.uniform(0.08, 1.0)
@@ -206,7 +198,7 @@ def load(config: cfg.Data) -> Dataset:
         case "synthetic":
             return _synthetic(config)
         case "cifar10":
-            return _cifar10(_existing(config))
+            return read_cifar10(_existing(config))
         case _:
             return _folder(_existing(config), config.image_size, config.workers)
 
@@ -254,7 +246,8 @@ def _synthetic(config: cfg.Data) -> Dataset:
     )  # fmt: skip
 
 
-def _cifar10(folder: Path) -> Dataset:
+def read_cifar10(folder: Path) -> Dataset:
+    """CIFAR-10 in any of its layouts, in `folder` or where its archives unpack to below it."""
     layouts: tuple[tuple[str, Callable[[Path], tuple[Any, ...]]], ...] = (
         ("data_batch_1", _cifar_pickles),
         ("data_batch_1.bin", _cifar_binary),
@@ -300,9 +293,7 @@ class _ArrayUnpickler(pickle.Unpickler):
     """Reads arrays of numbers only: a pickle can otherwise run any code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "_codecs" or (
-            module.split(".")[0] == "numpy" and name in ("_reconstruct", "ndarray", "dtype")
-        ):
+        if module == "_codecs" or (module.split(".")[0] == "numpy" and name in ("_reconstruct", "ndarray", "dtype")):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it holds a {module}.{name}")
 
@@ -381,9 +372,7 @@ def _folder(folder: Path, size: int, workers: int) -> Dataset:
     )  # fmt: skip
 
 
-def _scan(
-    folder: Path, classes: list[str] | None
-) -> tuple[list[Path], np.ndarray, list[str], list[Path]]:
+def _scan(folder: Path, classes: list[str] | None) -> tuple[list[Path], np.ndarray, list[str], list[Path]]:
     """Files and labels of one split, its classes, and the files that are not taken for images."""
     if not folder.is_dir():
         raise UserError(

@@ -29,9 +29,7 @@ class ResNet(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         conv = partial(nn.Conv, use_bias=False, dtype=self.dtype, kernel_init=he_normal)
-        norm = partial(
-            nn.BatchNorm, use_running_average=not train, momentum=0.9, epsilon=1e-5, dtype=self.dtype
-        )
+        norm = partial(nn.BatchNorm, use_running_average=not train, momentum=0.9, epsilon=1e-5, dtype=self.dtype)
         x = x.astype(self.dtype)
         if self.stem == "imagenet":
             x = conv(self.width, (7, 7), (2, 2), padding=3, name="stem")(x)
@@ -87,7 +85,7 @@ class Block(nn.Module):
 def create(arch: str, num_classes: int, dtype: str) -> ResNet:
     """The network that `--arch` names."""
     make = {
-        "digits": partial(ResNet, (1, 1), width=16, stem="small"),
+        "digits": partial(ResNet, (1, 1), width=32, stem="small"),
         "resnet20": partial(ResNet, (3, 3, 3), width=16, stem="small"),
         "resnet18": partial(ResNet, (2, 2, 2, 2)),
         "resnet50": partial(ResNet, (3, 4, 6, 3), bottleneck=True),

@@ -36,17 +36,16 @@ def is_kernel(params: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
 
-def transform(
-    config: Optimization, rate: optax.Schedule, layers: Any
-) -> optax.GradientTransformationExtraArgs:
+def transform(config: Optimization, rate: optax.Schedule, layers: Any) -> optax.GradientTransformationExtraArgs:
     """The optimizer as an optax transform; `layers` is read by K-FAC only."""
     momentum, decay = config.momentum, config.weight_decay
     match config.optimizer:
         case "kfac":
             return kfac.kfac(
                 rate, layers, damping=config.damping, momentum=momentum, nesterov=config.nesterov,
-                weight_decay=decay, norm_constraint=config.norm_constraint or None,
-                trust_ratio=config.trust_ratio, factor_decay=config.factor_decay,
+                weight_decay=decay, weight_decay_mask=is_kernel,
+                norm_constraint=config.norm_constraint or None,
+                trust_ratio=config.trust_ratio or None, factor_decay=config.factor_decay,
                 inverse_every=config.inverse_every,
             )  # fmt: skip
         case "sgd":
@@ -62,17 +61,13 @@ def transform(
         case "lamb":
             tx = optax.lamb(rate, b1=momentum, weight_decay=decay, mask=is_kernel)
         case "adamw":
-            tx = optax.adamw(
-                rate, b1=momentum, weight_decay=decay, mask=is_kernel, nesterov=config.nesterov
-            )
+            tx = optax.adamw(rate, b1=momentum, weight_decay=decay, mask=is_kernel, nesterov=config.nesterov)
         case other:
             raise ValueError(f"no optimizer is called {other!r}")
     return optax.with_extra_args_support(tx)
 
 
-def gradient_fn(
-    loss_fn: Callable[..., Any], layers: Any, micro_batches: int
-) -> Callable[..., Any]:
+def gradient_fn(loss_fn: Callable[..., Any], layers: Any, micro_batches: int) -> Callable[..., Any]:
     """`fn(params, batch_stats, batch) -> ((loss, aux), grads, factors)`.
 
     Without `layers` the factors are None. Over micro-batches everything is averaged, the

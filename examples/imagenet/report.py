@@ -35,8 +35,7 @@ class Metrics:
 def _line(record: dict[str, Any]) -> str:
     # JSON knows no NaN.
     known = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in record.items()
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
     }
     return json.dumps(known) + "\n"
 
@@ -62,9 +61,7 @@ def plot(records: list[dict[str, Any]], path: Path, title: str) -> None:
     val = [r for r in records if r.get("val_loss") is not None]
     figure = Figure(figsize=(10, 4), layout="constrained")
     figure.suptitle(title)
-    for axes, key, label in zip(
-        figure.subplots(1, 2), ("loss", "accuracy"), ("loss", "accuracy (%)"), strict=True
-    ):
+    for axes, key, label in zip(figure.subplots(1, 2), ("loss", "accuracy"), ("loss", "accuracy (%)"), strict=True):
         factor = 100 if key == "accuracy" else 1
         steps = np.array([r["step"] for r in train])
         values = np.array([r[key] * factor for r in train])

@@ -1,10 +1,10 @@
 """Trains a residual network on images with K-FAC or a first-order optimizer.
 
-    python examples/imagenet/train.py                          # digits, ten K-FAC steps an epoch
-    python examples/imagenet/train.py --optimizer sgd
-    python examples/imagenet/train.py --data-dir imagenet      # train/<class>/, val/<class>/
-    python examples/imagenet/train.py --resume                 # goes on with the newest run
-    python examples/imagenet/train.py --help
+python examples/imagenet/train.py                          # digits, ten K-FAC steps an epoch
+python examples/imagenet/train.py --optimizer sgd
+python examples/imagenet/train.py --data-dir imagenet      # train/<class>/, val/<class>/
+python examples/imagenet/train.py --resume                 # goes on with the newest run
+python examples/imagenet/train.py --help
 """
 
 import os
@@ -106,9 +106,7 @@ def main(args: list[str]) -> None:
                jax.ShapeDtypeStruct((part,), jnp.int32))  # fmt: skip
     layers = None
     if use_kfac:
-        layers = kfac.find_layers(
-            loss_fn, variables["params"], variables["batch_stats"], example, has_aux=True
-        )
+        layers = kfac.find_layers(loss_fn, variables["params"], variables["batch_stats"], example, has_aux=True)
     rate = optimizers.learning_rate(optim, per_epoch, total)
     tx = optimizers.transform(optim, rate, layers)
 
@@ -145,9 +143,7 @@ def main(args: list[str]) -> None:
 
     def compile_step(layers: Any) -> Callable[..., Any]:
         gradients = optimizers.gradient_fn(loss_fn, layers, optim.micro_batches)
-        batch_like = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype), example
-        )
+        batch_like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype), example)
         step = jax.jit(functools.partial(train_step, gradients), donate_argnums=0)
         return step.lower(abstract, batch_like).compile()
 
@@ -168,9 +164,7 @@ def main(args: list[str]) -> None:
     state = create(key)
     checkpoints = ocp.CheckpointManager(
         (output / "checkpoints").absolute(),
-        options=ocp.CheckpointManagerOptions(
-            max_to_keep=run.keep_checkpoints, enable_async_checkpointing=False
-        ),
+        options=ocp.CheckpointManagerOptions(max_to_keep=run.keep_checkpoints, enable_async_checkpointing=False),
     )
     start, broken = 0, set[str]()
     if checkpoints.latest_step() is not None:
@@ -184,11 +178,16 @@ def main(args: list[str]) -> None:
         say(f"resuming {output} at step {start} of {total}")
     metrics = report.Metrics(output / "metrics.jsonl", start)
 
-    # SIGTERM and Ctrl-C end the run after the step at hand, with a checkpoint.
+    # SIGTERM and Ctrl-C end the run after the step at hand, with a checkpoint; a second one ends it now.
     stop_at = min(total, run.stop_after or total)
     stopping: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: stopping.append(number))
+
+    def stop(number: int, frame: Any) -> None:
+        stopping.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
 
     def note_broken(names: tuple[str, ...]) -> None:
         for name in names:
@@ -203,9 +202,7 @@ def main(args: list[str]) -> None:
     for step, got in enumerate(data.prefetch(batches), start + 1):
         done = step - 1
         with_factors = done < FACTOR_WARMUP or done % optim.factor_every == 0
-        state, values = (full_step if with_factors else cheap_step)(
-            state, (got.images, got.labels)
-        )
+        state, values = (full_step if with_factors else cheap_step)(state, (got.images, got.labels))
         note_broken(got.broken)
         pending.append((step, values))
         window_steps += 1
@@ -256,8 +253,10 @@ def main(args: list[str]) -> None:
         state_of = f"stopped by {why} at step {step} of {total}, to go on with --resume"
     else:
         state_of = f"done: {total} steps"
-    say(f"{state_of}; {title}; validation accuracy {accuracy}; {len(broken)} broken images; "
-        f"{time.perf_counter() - began:.1f} s, of which {compile_seconds:.1f} s compiling; {output}")
+    say(
+        f"{state_of}; {title}; validation accuracy {accuracy}; {len(broken)} broken images; "
+        f"{time.perf_counter() - began:.1f} s, of which {compile_seconds:.1f} s compiling; {output}"
+    )
 
 
 def open_output(config: cfg.Config, dataset: data.Dataset) -> Path:
@@ -280,7 +279,10 @@ def open_output(config: cfg.Config, dataset: data.Dataset) -> Path:
 
 
 def validation(
-    evaluate: Callable[..., Any], state: State, dataset: data.Dataset, size: int,
+    evaluate: Callable[..., Any],
+    state: State,
+    dataset: data.Dataset,
+    size: int,
     note_broken: Callable[[tuple[str, ...]], None],
 ) -> dict[str, float]:
     """Loss and accuracy over all readable validation images, each counted once."""
@@ -294,9 +296,7 @@ def validation(
     return {"val_loss": sums[0] / sums[2], "val_accuracy": sums[1] / sums[2]}
 
 
-def stop_at_nan(
-    name: str, step: int, checkpoint: int | None, output: Path, optim: cfg.Optimization
-) -> None:
+def stop_at_nan(name: str, step: int, checkpoint: int | None, output: Path, optim: cfg.Optimization) -> None:
     """Ends the run; what is on disk is from before."""
     kept = "no checkpoint was written yet" if checkpoint is None else (
         f"the checkpoint of step {checkpoint} in {output} is good"

@@ -1,0 +1,336 @@
+"""Factors of convolutions over a grid of geometries and layouts, against patches formed by explicit loops."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checking import check_all, check_kronecker, kinds, normal, run
+from jax import lax
+from oracle import Geometry, Hook, explicit_padding, truth
+
+import kfac
+import kfac.statistics
+
+N = 3
+LAYOUTS = {1: ("NHC", "HIO", "NHC"), 2: ("NHWC", "HWIO", "NHWC"), 3: ("NDHWC", "DHWIO", "NDHWC")}
+
+
+def to_channels_last(x, layout):
+    """An array of images in `layout` as `[n, *spatial, channels]`."""
+    spatial = [k for k, letter in enumerate(layout) if letter not in "NC"]
+    return x.transpose(layout.index("N"), *spatial, layout.index("C"))
+
+
+def from_channels_last(x, layout):
+    spatial = [letter for letter in layout if letter not in "NC"]
+    order = ["N", *spatial, "C"]
+    return x.transpose([order.index(letter) for letter in layout])
+
+
+def model(window, *, strides=1, padding="VALID", lhs=1, rhs=1, layout=None, bias=True, transform=None):
+    """A loss over one convolution, with the hook that the oracle needs."""
+    d = len(window)
+    layout = layout or LAYOUTS[d]
+
+    def each(value):
+        return (value,) * d if isinstance(value, int) else tuple(value)
+
+    strides, lhs, rhs = each(strides), each(lhs), each(rhs)
+
+    def loss(hook, p, x, t):
+        pads = explicit_padding(padding, x.shape[1:-1], window, strides, rhs)
+        kernel = p["conv"]["w"] if transform is None else transform(p["conv"]["w"])
+        y = lax.conv_general_dilated(
+            from_channels_last(x, layout[0]),
+            kernel,
+            strides,
+            padding,
+            lhs_dilation=lhs,
+            rhs_dilation=rhs,
+            dimension_numbers=layout,
+        )
+        if bias:
+            shape = [-1 if letter == "C" else 1 for letter in layout[2]]
+            y = y + p["conv"]["b"].reshape(shape)
+        y = to_channels_last(y, layout[2])
+        y = hook.layer("conv", x, y, bias=bias, conv=Geometry(window, strides, pads, lhs, rhs))
+        y = y.reshape(len(x), -1)
+        return jnp.mean(jnp.sum(jnp.tanh(y) * t[:, : y.shape[1]], axis=1))
+
+    return loss
+
+
+def plain(loss):
+    return lambda p, *batch: loss(Hook(), p, *batch)
+
+
+def kernel_shape(window, channels, features, spec):
+    sizes = {"I": channels, "O": features}
+    spatial = iter(window)
+    return tuple(sizes[letter] if letter in sizes else next(spatial) for letter in spec)
+
+
+def check(sizes, window, *, channels=2, features=3, transform=None, stored=None, **options):
+    d = len(window)
+    spec = (options.get("layout") or LAYOUTS[d])[1]
+    params = {"conv": {"w": normal(1, *(stored or kernel_shape(window, channels, features, spec)))}}
+    if options.get("bias", True):
+        params["conv"]["b"] = normal(2, features)
+    batch = (normal(3, N, *sizes, channels), normal(4, N, 600))
+    loss = model(window, transform=transform, **options)
+    layers, _ = check_all(plain(loss), params, batch, truth(loss, params, batch))
+    # A layer with one leaf is called after the leaf's parent as well.
+    assert kinds(layers) == {"conv": "conv"}
+    return layers
+
+
+ONE = [
+    dict(window=(3,), padding="SAME"),
+    dict(window=(2,), strides=2),
+    dict(window=(4,), strides=3, padding=[(2, 5)]),
+    dict(window=(3,), rhs=2, padding=[(-1, 3)]),
+    dict(window=(3,), lhs=3, padding=[(2, -2)]),
+    dict(window=(1,), strides=2, bias=False),
+]
+TWO = [
+    dict(window=(3, 3), padding="SAME"),
+    dict(window=(3, 3), padding="SAME", bias=False),
+    dict(window=(3, 3)),
+    dict(window=(3, 3), strides=2, padding="SAME"),
+    dict(window=(3, 3), strides=(2, 3), padding=[(1, 1), (0, 2)]),
+    dict(window=(2, 2), padding="SAME"),
+    dict(window=(2, 4), strides=2, padding="SAME"),
+    dict(window=(1, 1)),
+    dict(window=(1, 1), strides=2, bias=False),
+    dict(window=(1, 1), padding=[(1, 0), (2, 1)]),
+    dict(window=(1, 3), padding="SAME"),
+    dict(window=(5, 6)),  # as large as the image: a dense layer
+    dict(window=(7, 7), strides=2, padding=[(3, 3), (3, 3)]),
+    dict(window=(3, 2), rhs=2, padding="SAME"),
+    dict(window=(2, 3), rhs=(3, 1), strides=(1, 2), padding=[(2, 1), (3, 0)]),
+    dict(window=(3, 3), padding=[(-1, 0), (1, -2)]),
+    dict(window=(3, 3), lhs=2, padding=[(1, 2), (2, 1)]),
+    dict(window=(2, 3), lhs=(2, 3), rhs=(2, 1), strides=(3, 2), padding=[(-1, 2), (2, -3)]),
+    dict(window=(4, 4), lhs=2, padding=[(2, 2), (2, 2)], bias=False),
+]
+THREE = [
+    dict(window=(2, 3, 2), padding="SAME"),
+    dict(window=(2, 2, 1), strides=(1, 2, 1), rhs=(1, 1, 2), padding=[(0, 1), (1, 0), (-1, 1)]),
+    dict(window=(2, 1, 2), lhs=(2, 1, 1), padding=[(1, 1), (0, 0), (1, 0)], bias=False),
+]
+
+
+def name(case):
+    return ",".join(f"{key}={value}" for key, value in case.items()).replace(" ", "")
+
+
+@pytest.mark.parametrize("case", ONE, ids=name)
+def test_one_dimension(x64, case):
+    check((7,), **case)
+
+
+@pytest.mark.parametrize("case", TWO, ids=name)
+def test_two_dimensions(x64, case):
+    check((5, 6), **case)
+
+
+@pytest.mark.parametrize("case", THREE, ids=name)
+def test_three_dimensions(x64, case):
+    check((3, 4, 3), **case)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("NCHW", "OIHW", "NCHW"),
+        ("NHWC", "OIHW", "NCHW"),
+        ("CHWN", "IHWO", "HWNC"),
+        ("HWNC", "HOWI", "NHCW"),
+        ("NCHW", "HWIO", "CNHW"),
+    ],
+    ids="-".join,
+)
+@pytest.mark.parametrize("strides", [1, 2])
+def test_layouts(x64, layout, strides):
+    # An image of height N: nothing may take the height for the examples.
+    options = dict(window=(3, 2), strides=strides, padding=[(1, 1), (0, 1)], layout=layout)
+    spec = layout[1]
+    loss = model(**options)
+    params = {"conv": {"w": normal(1, *kernel_shape((3, 2), 2, 3, spec)), "b": normal(2, 3)}}
+    batch = (normal(3, N, N, 4, 2), normal(4, N, 600))
+    reference = truth(loss, params, batch)
+    for use in reference.uses["conv"]:
+        use.a = in_memory_order(use.a, (3, 2), 2, spec)
+    layers, _ = check_all(plain(loss), params, batch, reference)
+    assert kinds(layers) == {"conv": "conv"}
+
+
+def in_memory_order(rows, window, channels, spec):
+    """Patches `(*window, channels)` with their axes in the order of the kernel's input axes."""
+    order = iter(range(len(window)))
+    axes = [len(window) if letter == "I" else next(order) for letter in spec if letter != "O"]
+    rows = rows.reshape(*rows.shape[:2], *window, channels)
+    return rows.transpose(0, 1, *(2 + k for k in axes)).reshape(*rows.shape[:2], -1)
+
+
+@pytest.mark.parametrize(
+    ("stored", "transform"),
+    [
+        ((18, 3), lambda w: w.reshape(3, 3, 2, 3)),
+        ((9, 6), lambda w: w.reshape(3, 3, 2, 3)),
+        ((1, 3, 3, 2, 3), lambda w: w[0]),
+        ((3, 3, 2, 3), lambda w: w.astype(jnp.float32).astype(jnp.float64)),
+    ],
+    ids=["matrix", "nine-blocks", "leading-one", "cast"],
+)
+def test_a_kernel_stored_in_another_form(x64, stored, transform):
+    layers = check((4, 4), (3, 3), padding="SAME", stored=stored, transform=transform)
+    assert (layers["conv"].d_in, layers["conv"].d_out) == (19, 3)
+
+
+def test_a_kernel_stored_transposed(x64):
+    params = {"conv": {"w": normal(1, 3, 2, 3, 3), "b": normal(2, 3)}}  # OIHW, read as HWIO
+    batch = (normal(3, N, 4, 4, 2), normal(4, N, 600))
+    loss = model((3, 3), padding="SAME", transform=lambda w: w.transpose(2, 3, 1, 0))
+    reference = truth(loss, params, batch)
+    for use in reference.uses["conv"]:
+        use.a = in_memory_order(use.a, (3, 3), 2, "OIHW")
+    check_all(plain(loss), params, batch, reference)
+
+
+@pytest.mark.parametrize("elements", [1, 200, 500, 10**6])
+@pytest.mark.parametrize("n", [1, 6, 7])
+def test_chunks_of_the_batch(x64, monkeypatch, elements, n):
+    """However few patches fit, the sums are those of the whole batch; 7 examples divide into nothing but single ones."""
+    monkeypatch.setattr(kfac.statistics, "PATCH_ELEMENTS", elements)
+    params = {"conv": {"w": normal(1, 3, 3, 2, 3), "b": normal(2, 3)}}
+    batch = (normal(3, n, 4, 3, 2), normal(4, n, 600))
+    loss = model((3, 3), strides=(1, 2), padding="SAME")
+    _, _, factors = run(plain(loss), params, batch)
+    check_kronecker(kfac.find_layers(plain(loss), params, *batch), factors, truth(loss, params, batch))
+
+
+def test_convolutions_in_a_scan_under_remat(x64):
+    def loss(p, x, t):
+        @jax.checkpoint
+        def body(x, wb):
+            w, b = wb
+            y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=LAYOUTS[2])
+            return jnp.tanh(y + b), None
+
+        x, _ = lax.scan(body, x, (p["conv"]["w"], p["conv"]["b"]))
+        return jnp.mean(jnp.sum(x.reshape(len(x), -1) * t[:, :24], axis=1))
+
+    def reference(hook, p, x, t):
+        geometry = Geometry((3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), (1, 1))
+        for k in range(2):
+            y = lax.conv_general_dilated(x, p["conv"]["w"][k], (1, 1), "SAME", dimension_numbers=LAYOUTS[2])
+            x = jnp.tanh(hook.layer(f"conv[{k}]", x, y + p["conv"]["b"][k], bias=True, conv=geometry))
+        return jnp.mean(jnp.sum(x.reshape(len(x), -1) * t[:, :24], axis=1))
+
+    params = {"conv": {"w": 0.5 * normal(1, 2, 3, 3, 2, 2), "b": normal(2, 2, 2)}}
+    batch = (normal(3, N, 4, 3, 2), normal(4, N, 600))
+    check_all(loss, params, batch, truth(reference, params, batch))
+
+
+def test_one_kernel_at_two_resolutions(x64):
+    """A shared kernel: positions of both uses count, patches of both are summed."""
+
+    def reference(hook, p, x, t):
+        geometry = Geometry((3, 3), (2, 2), ((1, 1), (1, 1)), (1, 1), (1, 1))
+        total = 0.0
+        for _ in range(2):
+            y = lax.conv_general_dilated(x, p["w"], (2, 2), ((1, 1), (1, 1)), dimension_numbers=LAYOUTS[2])
+            x = jnp.tanh(hook.layer("w", x, y, conv=geometry))
+            flat = x.reshape(len(x), -1)
+            total = total + jnp.mean(jnp.sum(flat * t[:, : flat.shape[1]], axis=1))
+        return total
+
+    params, batch = {"w": normal(1, 3, 3, 2, 2)}, (normal(3, N, 6, 5, 2), normal(4, N, 600))
+    layers, _ = check_all(plain(reference), params, batch, truth(reference, params, batch))
+    assert layers["w"].positions == 9 + 4
+
+
+def test_a_vmapped_convolution_of_single_images(x64):
+    loss = model((3, 3), padding="SAME")
+
+    def single(p, x, t):
+        def one(image):
+            y = lax.conv_general_dilated(image[None], p["conv"]["w"], (1, 1), "SAME", dimension_numbers=LAYOUTS[2])
+            return y[0] + p["conv"]["b"]
+
+        y = jax.vmap(one)(x).reshape(len(x), -1)
+        return jnp.mean(jnp.sum(jnp.tanh(y) * t[:, : y.shape[1]], axis=1))
+
+    params = {"conv": {"w": normal(1, 3, 3, 2, 3), "b": normal(2, 3)}}
+    batch = (normal(3, N, 4, 3, 2), normal(4, N, 600))
+    layers, _ = check_all(single, params, batch, truth(loss, params, batch))
+    assert kinds(layers) == {"conv": "conv"}
+
+
+@pytest.mark.parametrize("geometry", [dict(padding="SAME"), dict(strides=2, padding=[(1, 2), (0, 1)])], ids=name)
+@pytest.mark.parametrize(("compute", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)], ids=["f32", "bf16"])
+def test_precision(monkeypatch, geometry, compute, tolerance):
+    monkeypatch.setattr(kfac.statistics, "PATCH_ELEMENTS", 2000)  # several chunks
+    base = model((3, 3), transform=None, **geometry)
+
+    def loss(hook, p, x, t):
+        return base(hook, jax.tree.map(lambda leaf: leaf.astype(x.dtype), p), x, t)
+
+    params = {"conv": {"w": normal(1, 3, 3, 4, 6, dtype=jnp.float32) / 6, "b": normal(2, 6, dtype=jnp.float32)}}
+    batch = (normal(3, 8, 6, 6, 4, dtype=jnp.float32), normal(4, 8, 600, dtype=jnp.float32))
+    _, _, factors = run(lambda p, x, t: plain(loss)(p, x.astype(compute), t), params, batch, rounding=tolerance / 5)
+    layers = kfac.find_layers(lambda p, x, t: plain(loss)(p, x.astype(compute), t), params, *batch)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf), jnp.float64), (params, batch))
+        reference = truth(loss, *wide)
+    check_kronecker(layers, factors, reference, tolerance)
+    assert factors["conv"].A.dtype == factors["conv"].G.dtype == jnp.float32
+
+
+# -- what cannot be treated --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kernel", "options"),
+    [
+        ((3, 3, 1, 4), dict(feature_group_count=2)),
+        ((3, 3, 1, 2), dict(feature_group_count=2)),
+        ((3, 3, 2, 4), dict(batch_group_count=2)),
+    ],
+    ids=["grouped", "depthwise", "batch-groups"],
+)
+def test_groups_are_refused(kernel, options):
+    def loss(p, x):
+        y = lax.conv_general_dilated(
+            x, p["conv"]["kernel"], (1, 1), "SAME", dimension_numbers=LAYOUTS[2], **options
+        )
+        return jnp.mean(y)
+
+    params = {"conv": {"kernel": jnp.zeros(kernel)}}
+    x = jnp.zeros((4, 5, 5, 2))
+    with pytest.raises(kfac.UnsupportedLayerError, match=r"'conv/kernel'.*conv_general_dilated.*group_count=2.*skip="):
+        kfac.find_layers(loss, params, x)
+    layers = kfac.find_layers(loss, params, x, skip=("^conv/kernel$",))
+    assert kinds(layers) == {"conv": "skipped"}
+
+
+def test_a_learned_image_is_refused():
+    def loss(p, x):
+        y = lax.conv_general_dilated(p["image"], x, (1, 1), "SAME", dimension_numbers=LAYOUTS[2])
+        return jnp.mean(y)
+
+    with pytest.raises(kfac.UnsupportedLayerError, match=r"'image'.*it is the image.*skip="):
+        kfac.find_layers(loss, {"image": jnp.zeros((4, 5, 5, 2))}, jnp.zeros((3, 3, 2, 3)))
+
+
+def test_a_flipped_kernel_is_refused():
+    def loss(p, x):
+        return jnp.mean(
+            lax.conv_transpose(x, p["w"], (2, 2), "SAME", dimension_numbers=LAYOUTS[2], transpose_kernel=True)
+        )
+
+    with pytest.raises(kfac.UnsupportedLayerError, match=r"'w'.*rev.*skip="):
+        kfac.find_layers(loss, {"w": jnp.zeros((3, 3, 3, 2))}, jnp.zeros((4, 5, 5, 2)))
