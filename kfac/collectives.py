@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -58,11 +59,6 @@ def axis_size(axis_name: AxisName | None) -> int | None:
         return lax.axis_size(axis_name)
     except NameError:
         return None
-
-
-def mean_over(tree: Any, axis_name: AxisName | None) -> Any:
-    """The mean of every leaf over a named axis; the tree itself without one."""
-    return tree if axis_name is None else lax.pmean(tree, axis_name)
 
 
 # -- symmetric matrices on the wire ----------------------------------------------------------------------------------
@@ -154,37 +150,84 @@ def _own_of_remainder(rest: jax.Array, shard: Shard, axis_name: AxisName) -> jax
     return lax.dynamic_slice_in_dim(rest, jnp.minimum(_extra(shard, axis_name), shard.remainder - 1), 1)
 
 
-def mean_to_owners(stack: jax.Array, shard: Shard, axis_name: AxisName | None) -> jax.Array:
-    """The mean over devices of stacks `[blocks, ...]`, each block where it is owned: `[positions, ...]`.
+def _fused(message: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """`message` of all arrays in one: they are laid end to end along a last axis, and its result is cut up again."""
+    if not arrays:
+        return []
+    flat = message(jnp.concatenate([x.reshape(*x.shape[:-1], -1) for x in arrays], axis=-1))
+    ends = list(itertools.accumulate(x.shape[-1] for x in arrays))
+    return jnp.split(flat, ends[:-1], axis=-1)
 
-    A reduce-scatter for the blocks of which every device gets some, an all-reduce for the remainder.
+
+def means_to_owners(
+    stacks: Mapping[str, jax.Array], shards: Mapping[str, Shard], axis_name: AxisName
+) -> dict[str, jax.Array]:
+    """Means over devices of stacks of blocks, each block where it is owned.
+
+    A reduce-scatter for the blocks of which every device gets some, an all-reduce for the remainders and for what all
+    devices keep; one message each, whatever the number of groups.
+
+    Args:
+      stacks: `[blocks, ...]` for each group.
+      shards: how the groups lie on the devices. All devices get all blocks of a group that is not among them.
+      axis_name: the axis.
+
+    Returns:
+      `[positions, ...]`, or `[blocks, ...]` for groups without a shard.
     """
-    if axis_name is None:
-        return stack
-    even = shard.full * shard.devices
-    parts = []
-    if shard.full:
-        dealt = stack[:even].reshape(shard.full, shard.devices, *stack.shape[1:])
-        parts.append(lax.psum_scatter(dealt, axis_name, scatter_dimension=1))
-    if shard.remainder:
-        parts.append(_own_of_remainder(lax.psum(stack[even:], axis_name), shard, axis_name))
-    return jnp.concatenate(parts) / shard.devices
+    devices = lax.axis_size(axis_name)
+    full = [name for name, shard in shards.items() if shard.full]
+    rest = [name for name in stacks if name not in shards or shards[name].remainder]
+
+    def cut(name):
+        return shards[name].full * devices if name in shards else 0
+
+    dealt = [stacks[n][: cut(n)].reshape(shards[n].full, devices, -1).swapaxes(0, 1).reshape(devices, -1) for n in full]
+    scattered = dict(zip(full, _fused(lambda x: lax.psum_scatter(x, axis_name), dealt), strict=True))
+    summed = _fused(lambda x: lax.psum(x, axis_name), [stacks[n][cut(n) :].reshape(-1) for n in rest])
+    reduced = {n: x.reshape(-1, *stacks[n].shape[1:]) for n, x in zip(rest, summed, strict=True)}
+    result = {}
+    for name, stack in stacks.items():
+        if name not in shards:
+            result[name] = reduced[name] / devices
+            continue
+        parts = [scattered[name].reshape(-1, *stack.shape[1:])] if name in scattered else []
+        if name in reduced:
+            parts.append(_own_of_remainder(reduced[name], shards[name], axis_name))
+        result[name] = jnp.concatenate(parts) / devices
+    return result
 
 
-def gather_from_owners(own: jax.Array, shard: Shard, axis_name: AxisName | None) -> jax.Array:
-    """From each device's `[positions, ...]`, all blocks `[blocks, ...]` on all devices."""
-    if axis_name is None:
-        return own
-    parts = []
-    if shard.full:
-        dealt = lax.all_gather(own[: shard.full], axis_name, axis=1, to="invarying")
-        parts.append(dealt.reshape(shard.full * shard.devices, *own.shape[1:]))
-    if shard.remainder:
+def gather_from_owners(
+    own: Mapping[str, jax.Array], shards: Mapping[str, Shard], axis_name: AxisName
+) -> dict[str, jax.Array]:
+    """From each device's `[positions, ...]`, all blocks `[blocks, ...]` on all devices, in two messages."""
+    devices = lax.axis_size(axis_name)
+    full = [name for name in own if shards[name].full]
+    rest = [name for name in own if shards[name].remainder]
+
+    def everywhere(x):
+        return lax.all_gather(x, axis_name, to="invarying")
+
+    def placed(name):
         # A sum in which one device has the block and the others zeros: an all-gather would need room for D blocks.
+        shard = shards[name]
         extra = _extra(shard, axis_name)
-        block = jnp.where(extra < shard.remainder, own[shard.full :], 0)
-        empty = jnp.zeros((shard.remainder, *own.shape[1:]), own.dtype)
+        block = jnp.where(extra < shard.remainder, own[name][shard.full :], 0)
+        empty = jnp.zeros((shard.remainder, *block.shape[1:]), block.dtype)
         empty = as_varying(empty, varying_axes(block))
-        placed = lax.dynamic_update_slice_in_dim(empty, block, jnp.minimum(extra, shard.remainder - 1), 0)
-        parts.append(lax.psum(placed, axis_name))
-    return jnp.concatenate(parts)
+        at = jnp.minimum(extra, shard.remainder - 1)
+        return lax.dynamic_update_slice_in_dim(empty, block, at, 0).reshape(-1)
+
+    gathered = dict(zip(full, _fused(everywhere, [own[n][: shards[n].full].reshape(-1) for n in full]), strict=True))
+    summed = dict(zip(rest, _fused(lambda x: lax.psum(x, axis_name), [placed(n) for n in rest]), strict=True))
+    result = {}
+    for name, stack in own.items():
+        parts = []
+        if name in gathered:
+            dealt = gathered[name].reshape(devices, shards[name].full, *stack.shape[1:]).swapaxes(0, 1)
+            parts.append(dealt.reshape(-1, *stack.shape[1:]))
+        if name in summed:
+            parts.append(summed[name].reshape(-1, *stack.shape[1:]))
+        result[name] = jnp.concatenate(parts)
+    return result

@@ -12,10 +12,10 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from kfac.assignment import Shard, block_cost, group_costs, make_shards
+from kfac.assignment import Shard, block_cost, group_costs, make_shards, packed_size
 from kfac.blocks import Group
 from kfac.collectives import AxisName, as_varying, axis_size, pack, unpack, varying_axes
-from kfac.layers import Block, Kronecker, Layers, leaves_by_path
+from kfac.layers import Block, Kronecker, Layers, Unitwise, leaves_by_path
 
 
 class KfacMetrics(NamedTuple):
@@ -98,6 +98,11 @@ class KfacState(NamedTuple):
     replicas: dict[str, Replica]
     metrics: KfacMetrics
 
+    @property
+    def blocks(self) -> dict[str, BlockState]:
+        """All blocks this device holds, its own and those that all devices share."""
+        return {name: own.blocks for name, own in self.owned.items()} | self.shared
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -112,16 +117,26 @@ class Config:
     triangular: bool
     precision: str
 
-    def encode(self, stack: jax.Array) -> jax.Array:
-        """Symmetric matrices `[k, d, d]` as they are sent, `[k, elements]`."""
-        return (pack(stack) if self.triangular else stack).reshape(stack.shape[0], -1)
+    def encode(self, block: Block) -> jax.Array:
+        """A stack of `k` blocks as it is sent, `[k, elements]`."""
+        parts = jax.tree.leaves(block)
+        if self.triangular and isinstance(block, Kronecker):
+            parts = [pack(part) for part in parts]
+        return jnp.concatenate([part.reshape(part.shape[0], -1) for part in parts], axis=1)
 
-    def decode(self, flat: jax.Array, d: int) -> jax.Array:
-        """The inverse of `encode`."""
-        if not self.triangular:
-            return flat.reshape(-1, d, d)
-        half = (d + 1) // 2
-        return unpack(flat.reshape(-1, half, 2 * half + 1), d)
+    def decode(self, flat: jax.Array, group: Group) -> Block:
+        """The inverse of `encode`, for blocks of `group`."""
+        if not group.kronecker:
+            return Unitwise(flat.reshape(-1, group.d_out, group.d_in, group.d_in))
+        cut = packed_size(group.d_in, self.triangular)
+
+        def square(flat, d):
+            if not self.triangular:
+                return flat.reshape(-1, d, d)
+            half = (d + 1) // 2
+            return unpack(flat.reshape(-1, half, 2 * half + 1), d)
+
+        return Kronecker(square(flat[:, :cut], group.d_in), square(flat[:, cut:], group.d_out))
 
     @functools.cached_property
     def skipped(self) -> frozenset[str]:
@@ -193,17 +208,18 @@ def state_specs(tx: optax.GradientTransformation, params: Any, axis_name: AxisNa
     Returns:
       A tree prefix of the state: Kronecker blocks are split along the axis, everything else is the same on all devices.
     """
-    return specs_of(jax.eval_shape(tx.init, params), axis_name)
+    state = jax.eval_shape(tx.init, params)
+    return jax.tree.map(
+        lambda node: state_spec(axis_name) if _is_state(node) else PartitionSpec(), state, is_leaf=_is_state
+    )
 
 
-def specs_of(tree: Any, axis_name: AxisName) -> Any:
-    same, split = PartitionSpec(), PartitionSpec(axis_name)
-
-    def specs(node):
-        # A spec stands for the whole subtree below it.
-        return KfacState(same, same, same, same, split, same, same, same) if _is_state(node) else same
-
-    return jax.tree.map(specs, tree, is_leaf=_is_state)
+def state_spec(axis_name: AxisName) -> KfacState:
+    """The `PartitionSpec`s of a `KfacState`; each stands for the whole subtree below it."""
+    specs: list[Any] = [
+        PartitionSpec(axis_name) if field == "owned" else PartitionSpec() for field in KfacState._fields
+    ]
+    return KfacState(*specs)
 
 
 def match_leaves(layers: Layers, tree: Any, what: str) -> dict[str, jax.Array]:
@@ -239,8 +255,6 @@ def _is_masked(node: Any) -> bool:
 def rebuild(tree: Any, leaves: dict[str, jax.Array]) -> Any:
     paths = leaves_by_path(tree)
     return jax.tree.unflatten(jax.tree.structure(tree), [leaves[path] for path in paths])
-
-
 
 
 # -- other numbers of devices ----------------------------------------------------------------------------------------

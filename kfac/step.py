@@ -10,14 +10,13 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from kfac.assignment import Shard, group_costs, make_phases, packed_size
+from kfac.assignment import Shard, group_costs, make_phases
 from kfac.blocks import Group, apply_inverse
 from kfac.collectives import (
     as_varying,
     axis_size,
     gather_from_owners,
-    mean_over,
-    mean_to_owners,
+    means_to_owners,
     own_range,
     owns_last,
     take_own,
@@ -66,79 +65,68 @@ def preconditioned_step(
     cycle = usable & (count - last_change < now.period)
     due = usable & (everything | (cycle & ((count % now.period == 0) | (config.phases > 1))))
 
-    owned, shared, replicas = {}, {}, {}
-    skipped, failed = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-    preconditioned: dict[str, jax.Array] = {}
+    blocks = state.blocks
+    shards = {name: own.shard for name, own in state.owned.items()}
+    skipped = failed = jnp.zeros((), jnp.int32)  # counted on this device, of the blocks that it alone has
+    skipped_by_all = failed_by_all = jnp.zeros((), jnp.int32)
+    if factors is not None:
+        batch = _batch_statistics(config, factors, shards, local=local)
+        for group in config.groups:
+            name = group.name
+            mine = owns_last(shards[name], axis) if group.kronecker else jnp.ones(group.size, bool)
+            blocks[name], bad = _accumulate(blocks[name], batch[name], now.decay, usable, mine)
+            if group.kronecker:
+                skipped += bad
+            else:
+                skipped_by_all += bad
+
+    replicas = dict(state.replicas)
     schedule = make_phases(group_costs(config.groups), config.phases)
     for group in config.kronecker:
-        name = group.name
-        blocks, shard = state.owned[name].blocks, state.owned[name].shard
-        mine = owns_last(shard, axis)
-        if factors is not None:
-            stacks = group.stack_factors(factors)
-            batch = _mean_to_owners(config, stacks, group, shard) if local else take_own(stacks, shard, axis)
-            blocks, bad = _accumulate(blocks, batch, now.decay, usable, mine)
-            skipped += bad
-        bounds = jnp.asarray(schedule[name], jnp.int32)
+        name, bounds = group.name, jnp.asarray(schedule[group.name], jnp.int32)
         phase = count % config.phases
         start = jnp.where(everything, 0, bounds[phase])
-        stop = jnp.where(due, jnp.where(everything, shard.blocks, bounds[phase + 1]), start)
-        blocks, bad = _refresh_range(blocks, *own_range(shard, axis, start, stop), now.damping)
+        stop = jnp.where(due, jnp.where(everything, group.size, bounds[phase + 1]), start)
+        blocks[name], bad = _refresh_range(blocks[name], *own_range(shards[name], axis, start, stop), now.damping)
         failed += bad
-        owned[name] = Owned(blocks, shard)
-
-        if name in state.replicas:
-            replicas[name] = lax.cond(
-                stop > start,
-                lambda own, old, group=group, shard=shard: _gather_inverses(config, own, old, group, shard),
-                lambda own, old: old,
-                blocks,
-                state.replicas[name],
-            )
-            preconditioned[name] = _apply(replicas[name].inverse, replicas[name].ready, matrices[name])
-        else:
-            own = _apply(blocks.inverse, blocks.condition > 0, take_own(matrices[name], shard, axis))
-            preconditioned[name] = gather_from_owners(own, shard, axis)
-
-    worst = [jnp.zeros((), jnp.float32)] + [_worst(own.blocks.condition, jnp.float32) for own in owned.values()]
-    oldest = [jnp.zeros((), jnp.int32)] + [_worst(own.blocks.age, jnp.int32) for own in owned.values()]
-    condition, age = jnp.max(jnp.stack(worst)), jnp.max(jnp.stack(oldest))
-    if axis is not None and config.kronecker:
-        skipped, failed = lax.psum((skipped, failed), axis)
-        condition, age = lax.pmax((condition, age), axis)
-
-    # A unit-wise block is cheap, so every device has them all; they are refreshed with the first phase of a cycle.
+        if name in replicas:
+            replicas[name] = _refresh_replica(config, replicas[name], blocks[name], group, shards[name], stop > start)
+    # A unit-wise block is cheap, so every device has them all, and they are refreshed with the first phase of a cycle.
     due = usable & (everything | (cycle & (count % now.period == 0)))
     for group in config.unitwise:
-        name, blocks = group.name, state.shared[group.name]
-        if factors is not None:
-            batch = group.stack_factors(factors)
-            batch = mean_over(batch, axis) if local else batch
-            blocks, bad = _accumulate(blocks, batch, now.decay, usable, jnp.ones(group.size, bool))
-            skipped += bad
-        blocks, bad = _refresh_unitwise(blocks, due, now.unitwise)
-        failed += bad
-        shared[name] = blocks
-        preconditioned[name] = _apply(blocks.inverse, blocks.condition > 0, matrices[name])
-        condition = jnp.maximum(condition, _worst(blocks.condition, jnp.float32))
-        age = jnp.maximum(age, _worst(blocks.age, jnp.int32))
+        blocks[group.name], bad = _refresh_unitwise(blocks[group.name], due, now.unitwise)
+        failed_by_all += bad
 
-    new = {path: leaf for group in config.groups for path, leaf in group.split_matrices(preconditioned[group.name]).items()}
-    result = {path: new[path].astype(leaf.dtype) for path, leaf in leaves.items() if path in new}
+    preconditioned = _precondition(config, blocks, replicas, shards, matrices)
     usable &= _all_finite(preconditioned.values())
+    counts = jnp.stack([skipped, failed])
+    extremes = jnp.stack([_worst(b.condition for b in blocks.values()), _worst(b.age for b in blocks.values())])
+    if axis is not None:
+        counts, extremes = lax.psum(counts, axis), lax.pmax(extremes, axis)
     metrics = KfacMetrics(
         gradient_norm=_norm(matrices.values()),
         preconditioned_norm=_norm(preconditioned.values()),
-        condition=condition,
-        inverse_age=age,
-        skipped_statistics=state.metrics.skipped_statistics + skipped,
-        failed_inversions=state.metrics.failed_inversions + failed,
+        condition=extremes[0],
+        inverse_age=extremes[1].astype(jnp.int32),
+        skipped_statistics=state.metrics.skipped_statistics + counts[0] + skipped_by_all,
+        failed_inversions=state.metrics.failed_inversions + counts[1] + failed_by_all,
         skipped_steps=state.metrics.skipped_steps + ~usable,
     )
-    count = jnp.where(usable, optax.safe_increment(count), count)
-    damping = jnp.where(usable, now.damping, state.damping), jnp.where(usable, now.unitwise, state.unitwise_damping)
-    state = KfacState(count, last_change, *damping, owned, shared, replicas, metrics)
-    return rebuild(updates, leaves | result), state
+    state = KfacState(
+        count=jnp.where(usable, optax.safe_increment(count), count),
+        changed=last_change,
+        damping=jnp.where(usable, now.damping, state.damping),
+        unitwise_damping=jnp.where(usable, now.unitwise, state.unitwise_damping),
+        owned={name: Owned(blocks[name], shard) for name, shard in shards.items()},
+        shared={group.name: blocks[group.name] for group in config.unitwise},
+        replicas=replicas,
+        metrics=metrics,
+    )
+    new: dict[str, jax.Array] = {}
+    for group in config.groups:
+        new.update(group.split_matrices(preconditioned[group.name]))
+    result = {path: new[path].astype(leaf.dtype) if path in new else leaf for path, leaf in leaves.items()}
+    return rebuild(updates, result), state
 
 
 def _all_finite(arrays: Iterable[jax.Array]) -> jax.Array:
@@ -164,8 +152,8 @@ def per_block(values: jax.Array, like: jax.Array) -> jax.Array:
     return values.reshape(-1, *(1,) * (like.ndim - 1))
 
 
-def _worst(values: jax.Array, dtype: Any) -> jax.Array:
-    return jnp.max(values, initial=0).astype(dtype)
+def _worst(arrays: Iterable[jax.Array]) -> jax.Array:
+    return jnp.max(jnp.concatenate([jnp.zeros(1), *(x.astype(jnp.float32) for x in arrays)]))
 
 
 def _norm(arrays: Iterable[jax.Array]) -> jax.Array:
@@ -173,27 +161,66 @@ def _norm(arrays: Iterable[jax.Array]) -> jax.Array:
     return jnp.sqrt(total)
 
 
-def _mean_to_owners(config: Config, stacks: Block, group: Group, shard: Shard) -> Kronecker:
-    """Means over devices of a group's statistics, in one message."""
-    assert isinstance(stacks, Kronecker)
-    if config.axis_name is None:
+def _batch_statistics(config: Config, factors: Factors, shards: dict[str, Shard], *, local: bool) -> dict[str, Block]:
+    """This step's statistics of the blocks that this device keeps, averaged over devices."""
+    axis = config.axis_name
+    stacks = {group.name: group.stack_factors(factors) for group in config.groups}
+    if axis is None:
         return stacks
-    dtype = stacks.A.dtype
-    sent = jnp.concatenate([config.encode(stacks.A), config.encode(stacks.G)], axis=1).astype(config.wire_dtype)
-    received = mean_to_owners(sent, shard, config.axis_name).astype(dtype)
-    cut = packed_size(group.d_in, config.triangular)
-    return Kronecker(config.decode(received[:, :cut], group.d_in), config.decode(received[:, cut:], group.d_out))
+    if not local:
+        return {
+            name: take_own(stack, shards[name], axis) if name in shards else stack for name, stack in stacks.items()
+        }
+    dtypes = {name: jax.tree.leaves(stack)[0].dtype for name, stack in stacks.items()}
+    sent = {name: config.encode(stack).astype(config.wire_dtype) for name, stack in stacks.items()}
+    received = means_to_owners(sent, shards, axis)
+    return {
+        group.name: config.decode(received[group.name].astype(dtypes[group.name]), group) for group in config.groups
+    }
 
 
-def _gather_inverses(config: Config, own: BlockState, old: Replica, group: Group, shard: Shard) -> Replica:
-    assert isinstance(own.inverse, Kronecker)
-    del old
-    sent = jnp.concatenate([config.encode(own.inverse.A), config.encode(own.inverse.G)], axis=1)
-    received = gather_from_owners(sent, shard, config.axis_name)
-    cut = packed_size(group.d_in, config.triangular)
-    inverse = Kronecker(config.decode(received[:, :cut], group.d_in), config.decode(received[:, cut:], group.d_out))
-    ready = gather_from_owners((own.condition > 0).astype(jnp.int32), shard, config.axis_name)
-    return Replica(inverse, ready > 0)
+def _refresh_replica(
+    config: Config, replica: Replica, own: BlockState, group: Group, shard: Shard, changed: jax.Array
+) -> Replica:
+    """The inverses of all devices, fetched if any of the group has `changed`."""
+    axis = config.axis_name
+    if axis is None:
+        assert isinstance(own.inverse, Kronecker)
+        return Replica(own.inverse, own.condition > 0)
+
+    def fetch(own, old):
+        del old
+        sent = {"inverse": config.encode(own.inverse), "ready": (own.condition > 0).astype(jnp.int32)[:, None]}
+        shards = dict.fromkeys(sent, shard)
+        inverse = gather_from_owners({"inverse": sent["inverse"]}, shards, axis)["inverse"]
+        ready = gather_from_owners({"ready": sent["ready"]}, shards, axis)["ready"]
+        decoded = config.decode(inverse, group)
+        assert isinstance(decoded, Kronecker)
+        return Replica(decoded, ready[:, 0] > 0)
+
+    return lax.cond(changed, fetch, lambda own, old: old, own, replica)
+
+
+def _precondition(
+    config: Config,
+    blocks: dict[str, BlockState],
+    replicas: dict[str, Replica],
+    shards: dict[str, Shard],
+    matrices: dict[str, jax.Array],
+) -> dict[str, jax.Array]:
+    """Preconditioned gradients of all groups: of one's own blocks and then gathered, or of all by every device."""
+    axis = config.axis_name
+    result, own = {}, {}
+    for group in config.groups:
+        name, kept = group.name, blocks[group.name]
+        if name in replicas:
+            result[name] = _apply(replicas[name].inverse, replicas[name].ready, matrices[name])
+        elif group.kronecker and axis is not None:
+            mine = take_own(matrices[name], shards[name], axis)
+            own[name] = _apply(kept.inverse, kept.condition > 0, mine)
+        else:
+            result[name] = _apply(kept.inverse, kept.condition > 0, matrices[name])
+    return result | (gather_from_owners(own, shards, axis) if axis is not None else {})
 
 
 def _accumulate(
@@ -256,10 +283,12 @@ def _refresh_range(
 def _refresh_unitwise(blocks: BlockState, due: jax.Array, damping: jax.Array) -> tuple[BlockState, jax.Array]:
     """New inverses of unit-wise blocks if `due`, and how many failed."""
     assert isinstance(blocks.factors, Unitwise) and isinstance(blocks.inverse, Unitwise)
+    old = blocks.inverse.F
     new = refresh_unitwise(blocks.factors, blocks.inverse, damping)
+    assert isinstance(new.inverse, Unitwise)
     known = blocks.weight > 0
     taken = new.valid & known & due
-    inverse = jnp.where(per_block(taken, new.inverse.F), new.inverse.F, blocks.inverse.F)
+    inverse = jnp.where(per_block(taken, old), new.inverse.F, old)
     return blocks._replace(
         inverse=Unitwise(inverse),
         condition=jnp.where(taken, new.condition, blocks.condition),
@@ -270,5 +299,3 @@ def _refresh_unitwise(blocks: BlockState, due: jax.Array, damping: jax.Array) ->
 def _apply(inverse: Block, ready: jax.Array, matrices: jax.Array) -> jax.Array:
     """Preconditioned gradients `[k, d_out, d_in]`; as they are where a block has no inverse yet."""
     return jnp.where(per_block(ready, matrices), apply_inverse(inverse, matrices), matrices)
-
-

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from kfac.blocks import check_factors, group_layers
 from kfac.collectives import AxisName, axis_size
 from kfac.layers import Factors, Layers
-from kfac.state import Config, KfacState, init_state, specs_of
+from kfac.state import Config, KfacState, init_state, state_spec
 from kfac.step import Now, preconditioned_step
 
 Scalar = float | jax.Array
@@ -154,7 +154,7 @@ def scale_by_kfac(
 
     if mesh is not None:
         assert axis_name is not None
-        same, split = PartitionSpec(), specs_of(KfacState(*[0] * len(KfacState._fields)), axis_name)
+        same, split = PartitionSpec(), state_spec(axis_name)
         init_on_mesh = jax.jit(
             jax.shard_map(functools.partial(init_state, config), mesh=mesh, in_specs=(same,), out_specs=split)
         )

@@ -1,0 +1,146 @@
+"""Counts of the distributed K-FAC step of ResNet-50, from programs lowered and compiled for many devices.
+
+Run as a script, because the number of devices is fixed when JAX starts: `resnet50_step.py DEVICES [compile]` prints JSON.
+"""
+
+import json
+import os
+import re
+import sys
+
+DEVICES = int(sys.argv[1])
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from jax import lax  # noqa: E402
+from jax.flatten_util import ravel_pytree  # noqa: E402
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec  # noqa: E402
+
+import kfac  # noqa: E402
+
+AXIS = "devices"
+# Out channels, kernel size, in channels of every convolution, and the final layer: the shapes make the state.
+STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))
+
+
+def parameters():
+    shapes = {"stem": {"kernel": (7, 7, 3, 64)}}
+    wide_in = 64
+    for stage, (width, blocks) in enumerate(STAGES):
+        for block in range(blocks):
+            name = f"stage{stage}block{block}"
+            shapes[f"{name}a"] = {"kernel": (1, 1, wide_in, width)}
+            shapes[f"{name}b"] = {"kernel": (3, 3, width, width)}
+            shapes[f"{name}c"] = {"kernel": (1, 1, width, 4 * width)}
+            if block == 0:
+                shapes[f"{name}d"] = {"kernel": (1, 1, wide_in, 4 * width)}
+            wide_in = 4 * width
+    shapes["head"] = {"kernel": (wide_in, 1000), "bias": (1000,)}
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), shapes, is_leaf=lambda s: isinstance(s, tuple))
+
+
+def convolve(x, layer):
+    return lax.conv_general_dilated(x, layer["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def loss_fn(params, images):
+    """ResNet-50's layers with its connections, without normalisation and strides: shapes of factors do not need them."""
+    x = convolve(images, params["stem"])
+    for stage, (_, blocks) in enumerate(STAGES):
+        for block in range(blocks):
+            name = f"stage{stage}block{block}"
+            y = jnp.tanh(convolve(x, params[f"{name}a"]))
+            y = convolve(jnp.tanh(convolve(y, params[f"{name}b"])), params[f"{name}c"])
+            x = jnp.tanh(y + (convolve(x, params[f"{name}d"]) if block == 0 else x))
+    logits = x.mean((1, 2)) @ params["head"]["kernel"] + params["head"]["bias"]
+    return -jnp.mean(jax.nn.log_softmax(logits)[:, 0])
+
+
+def main():
+    params = parameters()
+    images = jax.ShapeDtypeStruct((DEVICES, 4, 4, 3), jnp.float32)
+    layers = kfac.find_layers(loss_fn, params, images)
+    tx = kfac.scale_by_kfac(layers, axis_name=AXIS, inverse_every=10)
+    mesh = Mesh(np.array(jax.devices()), (AXIS,), axis_types=(AxisType.Auto,))
+    same, split = PartitionSpec(), PartitionSpec(AXIS)
+    specs = kfac.state_specs(tx, params, AXIS)
+    init = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=same, out_specs=specs))
+    state = jax.eval_shape(init, params)
+
+    def statistics(params, images):
+        _, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, images)
+        # In one message: the text of every collective lists all devices, whoever asks for it.
+        flat, unravel = ravel_pytree(grads)
+        return unravel(lax.pmean(flat, AXIS)), factors
+
+    def local_step(params, state, images):
+        grads, factors = statistics(params, images)
+        return tx.update(grads, state, params, factors=factors)
+
+    step = jax.shard_map(local_step, mesh=mesh, in_specs=(same, specs, split), out_specs=(same, specs))
+    lowered = jax.jit(step).lower(params, state, images)
+    result = {"devices": DEVICES, "text": len(lowered.as_text())}
+    if "compile" in sys.argv:
+        # The optimizer alone, with statistics that differ between devices, and without any.
+        grads = params
+        factors = jax.eval_shape(
+            lambda p, x: kfac.value_and_grad(loss_fn, layers)(p, x)[2],
+            params,
+            jax.ShapeDtypeStruct((1, 4, 4, 3), jnp.float32),
+        )
+        stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((DEVICES, *x.shape), x.dtype), factors)
+
+        def with_statistics(grads, state, factors):
+            return tx.update(grads, state, factors=jax.tree.map(lambda x: x[0], factors))
+
+        def without(grads, state, factors):
+            del factors
+            return tx.update(grads, state)
+
+        def shardings(tree):
+            return jax.tree.map(
+                lambda spec: NamedSharding(mesh, spec), tree, is_leaf=lambda s: isinstance(s, PartitionSpec)
+            )
+
+        def messages(update):
+            mapped = jax.shard_map(update, mesh=mesh, in_specs=(same, specs, split), out_specs=(same, specs))
+            place = (shardings(same), shardings(specs), shardings(split))
+            return collectives(jax.jit(mapped, in_shardings=place).lower(grads, state, stacked).compile().as_text())
+
+        held = (
+            jax.jit(lambda s: s, in_shardings=(shardings(specs),), out_shardings=shardings(specs))
+            .lower(state)
+            .compile()
+        )
+        result["state_bytes"] = held.memory_analysis().argument_size_in_bytes
+        result["messages"] = messages(with_statistics)
+        result["messages_without_statistics"] = messages(without)
+        result["packed_bytes"] = 4 * sum(
+            shape[-1] * (shape[-1] + 1) // 2 for layer in layers for shape in layer.factor_shapes.values()
+        )
+        plan = kfac.Assignment(layers, devices=DEVICES, inverse_every=10)
+        result["predicted_reduced_bytes"] = plan.reduced_bytes
+        result["predicted_state_bytes"] = plan.memory_per_device
+    print(json.dumps(result))
+
+
+def collectives(text):
+    """Bytes of the operands of each kind of collective in a compiled program."""
+    sizes = {"f32": 4, "s32": 4, "pred": 1, "bf16": 2}
+    total = {}
+    for line in text.splitlines():
+        found = re.search(r"= (.*?) (all-reduce|reduce-scatter|all-gather)(?:-start)?\(", line)
+        if not found:
+            continue
+        kind = found.group(2)
+        for dtype, shape in re.findall(r"(f32|s32|pred|bf16)\[([\d,]*)\]", found.group(1)):
+            elements = int(np.prod([int(n) for n in shape.split(",") if n]))
+            # A reduce-scatter's operand is as many times its result as there are devices.
+            total[kind] = total.get(kind, 0) + sizes[dtype] * elements * (DEVICES if kind == "reduce-scatter" else 1)
+    return total
+
+
+if __name__ == "__main__":
+    main()
