@@ -81,7 +81,7 @@ def check_range(name: str, value: Any, low: float, high: float, *, open_low: boo
         return
     left, right = "(" if open_low else "[", ")" if open_high else "]"
     try:
-        if isinstance(value, str) or jnp.shape(value) != ():
+        if isinstance(value, str) or np.shape(value) != ():
             raise TypeError
         # Rounded as the computation will: 1 - 1e-9 is 1.
         number = float(np.float32(value))
@@ -96,9 +96,15 @@ def check_range(name: str, value: Any, low: float, high: float, *, open_low: boo
 def _check_count(name: str, value: Any, low: int) -> None:
     if isinstance(value, jax.core.Tracer):
         return
-    number = isinstance(value, (int, float, np.integer, np.ndarray, jax.Array)) and jnp.shape(value) == ()
+    number = isinstance(value, (int, float, np.integer, np.ndarray, jax.Array)) and np.shape(value) == ()
     if not number or isinstance(value, bool) or not math.isfinite(value) or value != int(value) or value < low:
         raise ValueError(f"{name} must be an integer, at least {low}, but is {value!r}")
+
+
+def _check_axis_name(value: Any) -> None:
+    names = value if isinstance(value, tuple) else (value,)
+    if value is not None and not (names and all(isinstance(name, str) for name in names)):
+        raise ValueError(f"axis_name must be the name of an axis, a tuple of names or None, but is {value!r}")
 
 
 def _check_choice(name: str, value: Any, accepted: tuple[str, ...]) -> None:
@@ -162,6 +168,7 @@ def scale_by_kfac(
     _check_count("refresh_warmup", refresh_warmup, 0)
     _check_choice("inverse", inverse, ("cholesky",))
     _check_choice("precision", precision, ("float32", "bfloat16"))
+    _check_axis_name(axis_name)
     groups = group_layers(layers)
 
     def init(params: Any) -> KfacState:
