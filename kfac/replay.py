@@ -122,9 +122,7 @@ def evaluate(within: jex.Jaxpr, eqn: Any, values: Sequence[Any]) -> list[Any]:
     """Results of one equation of `within`; equations are bound only through the public `jaxpr_as_fun`."""
     variables = {var: value for var, value in zip(eqn.invars, values, strict=True) if not isinstance(var, jex.Literal)}
     # A copy of the jaxpr around it, because a new one wants debugging information that no public function makes.
-    jaxpr = within.replace(
-        constvars=[], invars=list(variables), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects
-    )
+    jaxpr = within.replace(constvars=[], invars=list(variables), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects)
     return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))(*variables.values())
 
 
