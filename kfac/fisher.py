@@ -119,8 +119,8 @@ def microbatch(
       float64) and keep their dtype.
 
     Raises:
-      ValueError: `num_microbatches` is not a positive int; when called: it does not divide a leading axis, or `fn`
-        returns something that is not real and so has no average.
+      ValueError: `num_microbatches` is not a positive int; when called: it does not divide a leading axis, leading axes
+        differ, or `fn` returns something that is not real and so has no average.
     """
     if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
         raise ValueError(f"num_microbatches must be a positive int, but is {num_microbatches!r}")
@@ -132,6 +132,13 @@ def microbatch(
             if not -len(args) <= k < len(args):
                 raise ValueError(f"batch_argnums has {k}, but there are {len(args)} positional arguments")
         positions = sorted({k % len(args) for k in argnums})
+        lengths = {jnp.shape(x)[0]: None for k in positions for x in jax.tree.leaves(args[k]) if jnp.shape(x)}
+        if len(lengths) > 1:
+            raise ValueError(
+                f"the arrays to split have leading axes of different lengths {', '.join(map(str, lengths))}: part k of one "
+                "would not belong to part k of another. Give batch_argnums, and pass what all parts share as another "
+                "argument."
+            )
         parts = [jax.tree.map(lambda x, k=k: _parts(x, num_microbatches, k), args[k]) for k in positions]
 
         def one(parts):
