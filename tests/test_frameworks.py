@@ -236,10 +236,9 @@ def linen_loss(train):
 
 def nnx_loss(train):
     graph, state, rest = nnx.split(NnxBatchNorm(nnx.Rngs(0)), nnx.Param, ...)
-    rest = jax.tree.map(lambda leaf: leaf.astype(float), rest)
 
     def loss(p, x, t):
-        model = nnx.merge(graph, p, rest)
+        model = nnx.merge(graph, p, jax.tree.map(lambda leaf: leaf.astype(float), rest))
         (model.train if train else model.eval)()
         return mean_loss(model(x), t)
 
