@@ -320,6 +320,7 @@ def _elementwise_layer(leaf, shift, analysis, by_leaf, names, shapes, n) -> tupl
 
 def _plan_kronecker(resolved: Resolved, layer: Layer, reads: list[Read], analysis: Analysis, traced: Trace) -> None:
     key = (layer.name, 0)
+    dtype = _accumulator(traced, reads)
     with_bias = {
         read.joined[0] for read in analysis.reads if read.joined and analysis.names[read.leaf] in layer.params[1:]
     }
@@ -334,10 +335,10 @@ def _plan_kronecker(resolved: Resolved, layer: Layer, reads: list[Read], analysi
             axes_lib.arrangement(read.y_axes, read.batched),
             _geometry(eqn) if read.op == "conv" else None,
             bias,
+            dtype,
         )
         _place(resolved, traced, read, tap)
     read = reads[0]
-    dtype = accumulator(_equations(traced, read.path)[-1].invars[0].aval.dtype)
     scanned = [length for length, atoms in zip(read.scans, read.view.stack, strict=True) if atoms]
     batched = math.prod(atom.size for atom in read.batched)
     resolved.probes[key] = Kronecker(
@@ -372,6 +373,7 @@ def _plan_elementwise(resolved, layer, leaves, by_leaf, traced, strict: bool) ->
     stacks: list[list[Atom]] = []
     for k, leaf in enumerate(leaves):
         key = (layer.name, k)
+        dtype = _accumulator(traced, by_leaf[leaf])
         for read in by_leaf[leaf]:
             eqn = _equations(traced, read.path)[-1]
             flat = [atom for axis in read.y_axes for atom in axis]
@@ -401,12 +403,12 @@ def _plan_elementwise(resolved, layer, leaves, by_leaf, traced, strict: bool) ->
                 example,
                 tuple(units),
                 read.sign,
+                dtype,
             )
             _place(resolved, traced, read, tap)
         local = sorted(axes_lib.atoms_of(read.y_axes), key=lambda atom: atom.memory_order)
         scanned = [length for length, atoms in zip(read.scans, read.view.stack, strict=True) if atoms]
         width = math.prod(atom.size for atom in local)
-        dtype = accumulator(eqn.outvars[0].aval.dtype)
         resolved.probes[key] = jax.ShapeDtypeStruct((*scanned, n, width), dtype)
         stacks.append([*read.scanned, Atom(axes_lib.NOT_A_PARAMETER_AXIS, 1, n), *local])
 
@@ -417,6 +419,13 @@ def _plan_elementwise(resolved, layer, leaves, by_leaf, traced, strict: bool) ->
         return Unitwise(n * jnp.einsum("nup,nuq->upq", g, g, precision=jax.lax.Precision.HIGHEST))
 
     resolved.finish[layer.name] = finish
+
+
+def _accumulator(traced: Trace, reads: list[Read]) -> Any:
+    """The dtype of the sums over all uses of a parameter, which need not have one dtype."""
+    equations = [_equations(traced, read.path)[-1] for read in reads]
+    dtypes = {var.aval.dtype for eqn in equations for var in (*eqn.invars, *eqn.outvars)}
+    return accumulator(jnp.result_type(*dtypes))
 
 
 def _place(resolved: Resolved, traced: Trace, read: Read, tap: KroneckerTap | ElementwiseTap) -> None:

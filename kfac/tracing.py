@@ -66,6 +66,7 @@ class View:
     axes: Axes
     stack: tuple[axes_lib.Axis, ...] = ()  # for each enclosing scan, the atoms it iterates over (none: read each time)
     scaled: bool = False
+    mixed: bool = False  # scaled by an array of data, so that it might be an activation of a single example
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +74,7 @@ class Derived:
     leaves: frozenset[int]
     how: str
     repeated: bool = False  # broadcast over examples or positions: an activation rather than a parameter
+    mixed: bool = False
 
 
 State = Data | View | Derived
@@ -276,7 +278,7 @@ class Analysis:
     def _at_boundary(self, state: State, name: str) -> State:
         # A scaled view would need its multiplier carried across; no normalisation layer is written that way.
         if isinstance(state, View) and state.scaled:
-            return Derived(frozenset({state.leaf}), f"a product, then {name}")
+            return Derived(frozenset({state.leaf}), f"a product, then {name}", mixed=state.mixed)
         return state
 
     def _through_data(self, eqn, states: list[State]) -> State:
@@ -440,6 +442,10 @@ class Analysis:
                 self._refuse(state, eqn, f"the product reads a different array{how}")
             self._met_data(state, f"{state.how}, then {eqn.primitive.name}")
             return Data(active=True)
+        for state, other in zip(states, reversed(states), strict=True):
+            if isinstance(other, (View, Derived)) and other.mixed:
+                reason = "with a single example, an activation cannot be told from a parameter; take at least two"
+                self._refuse(state, eqn, reason)
         return self._derive(eqn, states)
 
     def _view(self, eqn, view: View, operand: int, states: list[State], path: Path, scans) -> State | None:
@@ -474,7 +480,7 @@ class Analysis:
             return None
         if not additive and not repeated:
             self.multipliers[path] = operand
-            return dataclasses.replace(view, scaled=True)
+            return dataclasses.replace(view, scaled=True, mixed=view.mixed or math.prod(other_var.aval.shape) > 1)
         if not repeated and not other.active:
             return None
         leading = next((a.size for axis in y_axes for a in axis if not a.of_leaf), None)
@@ -543,7 +549,15 @@ class Analysis:
             for state in sources:
                 self._met_data(state, how)
             return Data(active=True, made_of=frozenset() if any(repeated) or grew else leaves)
-        return Derived(leaves, how, repeated=all(repeated) or (name == "broadcast_in_dim" and grew))
+        met = any(
+            isinstance(s, Data) and math.prod(var.aval.shape) > 1 for var, s in zip(eqn.invars, states, strict=True)
+        )
+        return Derived(
+            leaves,
+            how,
+            repeated=all(repeated) or (name == "broadcast_in_dim" and grew),
+            mixed=met or any(isinstance(s, (View, Derived)) and s.mixed for s in sources),
+        )
 
     def _opaque(self, eqn, states: list[State]) -> list[State]:
         name = eqn.primitive.name

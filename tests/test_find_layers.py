@@ -707,6 +707,19 @@ def test_examples_one_after_the_other_ask_for_num_examples(x64):
         assert relative_error(getattr(factors["w"], factor), expected) <= 1e-12
 
 
+def test_a_single_vector_is_refused_where_its_activations_look_like_parameters():
+    """`x * s + b` of one example has the shape of `s`: the next kernel must not be taken for one that meets no data."""
+
+    def loss(p, x):
+        x = (x - x.mean(-1, keepdims=True)) * p["s"] + p["b"]
+        return jnp.mean(jnp.tanh(x @ p["w"]))
+
+    params = {"b": jnp.ones(5), "s": jnp.ones(5), "w": jnp.ones((5, C))}
+    assert kinds(kfac.find_layers(loss, params, jnp.ones((2, 5)))) == {"s": "unitwise", "w": "dense"}
+    with pytest.raises(kfac.UnsupportedLayerError, match=r"'w'.*dot_general.*single example.*skip="):
+        kfac.find_layers(loss, params, jnp.ones((1, 5)))
+
+
 def test_flattened_examples_in_an_elementwise_layer_are_an_error():
     def loss(p, x):
         y = jnp.tanh(x @ p["a"]).reshape(N * T, C) * p["s"]
