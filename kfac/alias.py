@@ -114,6 +114,8 @@ def kfac(
     if norm_constraint is not None:
         check_range("norm_constraint", norm_constraint, 0, math.inf, open_low=True, open_high=True)
         tx = _constrain_norm(tx, layers, norm_constraint, learning_rate)
+    if not isinstance(nesterov, bool):
+        raise ValueError(f"nesterov must be True or False, but is {nesterov!r}")
     parts = []
     if momentum is not None:
         check_range("momentum", momentum, 0, 1, open_high=True)
@@ -127,6 +129,11 @@ def kfac(
         check_range("weight_decay", weight_decay, 0, math.inf, open_high=True)
         decay = _decayed_weights(weight_decay)
         parts.append(optax.masked(decay, weight_decay_mask) if weight_decay_mask is not None else decay)
+        if not callable(weight_decay_mask) and not all(isinstance(x, bool) for x in jax.tree.leaves(weight_decay_mask)):
+            raise ValueError(
+                "weight_decay_mask must be a tree of bools like the parameters, or a function from parameters to one, "
+                f"but is {weight_decay_mask!r}"
+            )
     elif weight_decay_mask is not None:
         raise ValueError("weight_decay_mask needs weight_decay, but weight_decay is None")
     parts.append(optax.scale_by_learning_rate(learning_rate))

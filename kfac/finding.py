@@ -25,8 +25,8 @@ def find_layers(
 ) -> Layers:
     """Says how each parameter leaf of `loss_fn` will be preconditioned.
 
-    Traces `loss_fn(params, *args, **kwargs)` once and follows every parameter leaf through shape and dtype operations to
-    the operations that read it. Nothing is computed. A leaf read by matrix products or convolutions gets a Kronecker
+    Traces `loss_fn(params, *args, **kwargs)` once and follows every parameter leaf through shape and dtype operations
+    to the operations that read it. Nothing is computed. A leaf read by matrix products or convolutions gets a Kronecker
     block, normalisation scales and shifts a unit-wise one, what remains a diagonal one; no leaf is left out silently.
 
     Args:
@@ -45,7 +45,7 @@ def find_layers(
       UnsupportedLayerError: a parameter is read in a way that cannot be treated exactly; the message says which and how
         to go on.
       ValueError: a pattern of `skip` matches no leaf, or is no regular expression.
-      TypeError: `loss_fn` does not return a real scalar, or a parameter leaf is not real.
+      TypeError: `loss_fn` does not return a real scalar, or a parameter leaf is no real array.
     """
     if isinstance(skip, str):
         raise ValueError(f"skip must be a sequence of regular expressions, but is the string {skip!r}")
@@ -63,6 +63,9 @@ def paths_and_shapes(params: Any) -> tuple[list[str], list[tuple[int, ...]]]:
     repeated = [name for name, count in collections.Counter(names).items() if count > 1]
     if repeated:
         raise ValueError(f"two parameter leaves have the path {repeated[0]!r}; rename one")
+    for name, (_, leaf) in zip(names, flat, strict=True):
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            raise TypeError(f"parameter {name!r} must be an array, but is of type {type(leaf).__name__}")
     return names, [tuple(leaf.shape) for _, leaf in flat]
 
 
@@ -140,7 +143,7 @@ def resolve(
             drafts.append(_elementwise_layer(leaf, companions.get(leaf), analysis, by_leaf, names, shapes, n))
 
     parents = collections.Counter(_parent(layer.params[0]) for layer, _ in drafts)
-    resolved = Resolved(Layers((), tuple(names), skip), Plan(), {}, {}, n)
+    resolved = Resolved(Layers((), tuple(names), skip), Plan(), {}, {}, n or 1)
     blocks = []
     for layer, leaves in drafts:
         parent = _parent(layer.params[0])
@@ -221,22 +224,28 @@ def _companions(analysis: Analysis, by_leaf: dict[int, list[Read]], kernels: set
     return companions
 
 
-def _num_examples(given, analysis: Analysis, kernels: set[int], names: Sequence[str], strict: bool) -> int:
+def _num_examples(given, analysis: Analysis, kernels: set[int], names: Sequence[str], strict: bool) -> int | None:
+    """The number of examples; None where it is not clear and need not be."""
     if given is not None:
         if isinstance(given, bool) or not isinstance(given, int) or given < 1:
             raise ValueError(f"num_examples must be a positive int, but is {given!r}")
         for read in analysis.reads:
             if read.leaf in kernels and read.rows % given:
                 raise ValueError(
-                    f"num_examples={given} does not divide the {read.rows} positions at which {names[read.leaf]!r} is read"
+                    f"num_examples={given} does not divide the {read.rows} positions at which "
+                    f"{names[read.leaf]!r} is read"
                 )
         return given
-    candidates: dict[int, str] = {}
+    candidates: dict[int | None, str] = {}
     for read in analysis.reads:
         if read.leaf in kernels or not kernels:
-            candidates.setdefault(read.leading, names[read.leaf])
-    if len(candidates) > 1 and strict:
-        seen = ", ".join(f"{size} ({name!r})" for size, name in candidates.items())
+            # Without an axis of its own there is one example, unless a scan runs over examples or over positions.
+            leading = 1 if read.leading is None and read.rows == 1 else read.leading
+            candidates.setdefault(leading, names[read.leaf])
+    if len(candidates) > 1 or None in candidates:
+        if not strict:
+            return None
+        seen = ", ".join(f"{size or 'none inside a scan'} ({name!r})" for size, name in candidates.items())
         raise ValueError(
             f"the number of examples is not clear: the leading dimensions of the layers' inputs are {seen}. Pass "
             "num_examples= to value_and_grad."
@@ -265,9 +274,13 @@ def _kronecker_layer(leaf, bias, analysis, by_leaf, names, shapes, n) -> tuple[L
         d_in=kernel.size("in") + (bias is not None),
         copies=kernel.size("stack"),
         stacked="stack" in kernel.roles,
-        positions=rows // n if rows % n == 0 else None,
+        positions=_positions(rows, n),
     )
     return layer, leaves
+
+
+def _positions(rows: int, n: int | None) -> int | None:
+    return rows // n if n and rows % n == 0 else None
 
 
 def _role_within(roles: dict[Atom, str], part: Atom) -> str:
@@ -300,13 +313,14 @@ def _elementwise_layer(leaf, shift, analysis, by_leaf, names, shapes, n) -> tupl
         d_in=len(leaves),
         coarse=coarse,
         note=note,
-        positions=rows // n if rows and rows % n == 0 and not coarse else None,
+        positions=None if coarse else _positions(rows, n),
     )
     return layer, leaves
 
 
 def _plan_kronecker(resolved: Resolved, layer: Layer, reads: list[Read], analysis: Analysis, traced: Trace) -> None:
     key = (layer.name, 0)
+    dtype = _accumulator(traced, reads)
     with_bias = {
         read.joined[0] for read in analysis.reads if read.joined and analysis.names[read.leaf] in layer.params[1:]
     }
@@ -321,10 +335,10 @@ def _plan_kronecker(resolved: Resolved, layer: Layer, reads: list[Read], analysi
             axes_lib.arrangement(read.y_axes, read.batched),
             _geometry(eqn) if read.op == "conv" else None,
             bias,
+            dtype,
         )
         _place(resolved, traced, read, tap)
     read = reads[0]
-    dtype = accumulator(_equations(traced, read.path)[-1].invars[0].aval.dtype)
     scanned = [length for length, atoms in zip(read.scans, read.view.stack, strict=True) if atoms]
     batched = math.prod(atom.size for atom in read.batched)
     resolved.probes[key] = Kronecker(
@@ -359,18 +373,26 @@ def _plan_elementwise(resolved, layer, leaves, by_leaf, traced, strict: bool) ->
     stacks: list[list[Atom]] = []
     for k, leaf in enumerate(leaves):
         key = (layer.name, k)
+        dtype = _accumulator(traced, by_leaf[leaf])
         for read in by_leaf[leaf]:
             eqn = _equations(traced, read.path)[-1]
             flat = [atom for axis in read.y_axes for atom in axis]
             foreign = [position for position, atom in enumerate(flat) if not atom.of_leaf]
-            example = next((p for p in foreign if flat[p].size == n), None) if n > 1 else None
-            if n > 1 and example is None:
-                if not strict:
-                    return
+            matching = [p for p in foreign if flat[p].size == n] if n > 1 else []
+            example = next(iter(matching), None)
+            if not strict and n > 1 and example is None:
+                return
+            if strict and len(matching) > 1 and matching[0] > 0:
                 raise ValueError(
                     f"parameter {layer.params[k]!r} is read by {eqn.primitive.name} on an array of shape "
-                    f"{list(read.shape)} none of whose axes has the {n} examples: pass num_examples= to value_and_grad, "
-                    "or keep the examples on an axis of their own there."
+                    f"{list(read.shape)}: it is not clear which of the axes of length {n} has the examples. Put the "
+                    "examples first, or take another number of them."
+                )
+            if n > 1 and example is None:
+                raise ValueError(
+                    f"parameter {layer.params[k]!r} is read by {eqn.primitive.name} on an array of shape "
+                    f"{list(read.shape)} none of whose axes has the {n} examples: pass num_examples= to "
+                    "value_and_grad, keep the examples on an axis of their own there, or leave it out with skip=."
                 )
             units = sorted((p for p, atom in enumerate(flat) if atom.of_leaf), key=lambda p: flat[p].memory_order)
             tap = ElementwiseTap(
@@ -381,12 +403,12 @@ def _plan_elementwise(resolved, layer, leaves, by_leaf, traced, strict: bool) ->
                 example,
                 tuple(units),
                 read.sign,
+                dtype,
             )
             _place(resolved, traced, read, tap)
         local = sorted(axes_lib.atoms_of(read.y_axes), key=lambda atom: atom.memory_order)
         scanned = [length for length, atoms in zip(read.scans, read.view.stack, strict=True) if atoms]
         width = math.prod(atom.size for atom in local)
-        dtype = accumulator(eqn.outvars[0].aval.dtype)
         resolved.probes[key] = jax.ShapeDtypeStruct((*scanned, n, width), dtype)
         stacks.append([*read.scanned, Atom(axes_lib.NOT_A_PARAMETER_AXIS, 1, n), *local])
 
@@ -397,6 +419,13 @@ def _plan_elementwise(resolved, layer, leaves, by_leaf, traced, strict: bool) ->
         return Unitwise(n * jnp.einsum("nup,nuq->upq", g, g, precision=jax.lax.Precision.HIGHEST))
 
     resolved.finish[layer.name] = finish
+
+
+def _accumulator(traced: Trace, reads: list[Read]) -> Any:
+    """The dtype of the sums over all uses of a parameter, which need not have one dtype."""
+    equations = [_equations(traced, read.path)[-1] for read in reads]
+    dtypes = {var.aval.dtype for eqn in equations for var in (*eqn.invars, *eqn.outvars)}
+    return accumulator(jnp.result_type(*dtypes))
 
 
 def _place(resolved: Resolved, traced: Trace, read: Read, tap: KroneckerTap | ElementwiseTap) -> None:

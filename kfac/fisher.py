@@ -32,12 +32,12 @@ def value_and_grad(
     (Grosse & Martens 2016; Osawa et al. 2019). Scales, shifts and other vectors get second moments of their per-example
     gradients. Operands keep the compute dtype of the layer, sums are in float32 (float64 for float64 operands).
 
-    The gradients are those of `jax.value_and_grad`. Inside `jax.shard_map` and `jax.pmap` loss, gradients and factors are
-    this device's own: average the gradients with `lax.pmean`, leave the factors to the optimizer (`axis_name=`).
+    The gradients are those of `jax.value_and_grad`. Inside `jax.shard_map` and `jax.pmap` loss, gradients and factors
+    are this device's own: average the gradients with `lax.pmean`, leave the factors to the optimizer (`axis_name=`).
 
     Args:
-      loss_fn: `loss_fn(params, *args, **kwargs)` returns the *mean* loss over this device's own examples, a real scalar;
-        with `has_aux`, a pair `(loss, aux)`.
+      loss_fn: `loss_fn(params, *args, **kwargs)` returns the *mean* loss over this device's own examples, a real
+        scalar; with `has_aux`, a pair `(loss, aux)`.
       layers: what `find_layers` returned for this function.
       has_aux: whether `loss_fn` returns a pair.
       fisher: `"empirical"`: statistics of the gradients of the loss itself.
@@ -93,8 +93,8 @@ def _check_same(expected: Layers, found: Layers) -> None:
     for a, b in zip(expected, found, strict=False):
         if a != b:
             raise ValueError(
-                f"loss_fn has other layers than `layers`: expected {a.describe()}, found {b.describe()}. Call find_layers "
-                "with the same function and with arguments of the same kind."
+                f"loss_fn has other layers than `layers`: expected {a.describe()}, found {b.describe()}. Call "
+                "find_layers with the same function and with arguments of the same kind."
             )
     raise ValueError(f"loss_fn has {len(found)} layers, but `layers` has {len(expected)}")
 
@@ -105,22 +105,22 @@ def microbatch(
     """Evaluates `fn` on equal parts of a batch, one after the other, and averages what it returns.
 
     For the mean loss of a batch the averages of loss and gradients over its parts are those of the whole, and so are
-    those of the factors (DESIGN: factors are never formed from averaged gradients). Memory does not grow with the number
-    of parts. With a train-mode batch norm each part is normalised by its own statistics.
+    those of the factors, which are never formed from averaged gradients. Memory does not grow with the number of parts.
+    With a train-mode batch norm each part is normalised by its own statistics.
 
     Args:
       fn: a function such as `value_and_grad` returns, `fn(params, batch, ...)`.
       num_microbatches: number of parts, at least 1.
-      batch_argnums: positions of the arguments to split, along the leading axis of each of their leaves. The others, and
-        keyword arguments, go to every part whole.
+      batch_argnums: positions of the arguments to split, along the leading axis of each of their leaves. The others,
+        and keyword arguments, go to every part whole.
 
     Returns:
       A function with the arguments and results of `fn`. Real results are averaged in float32 (float64 where they are
       float64) and keep their dtype.
 
     Raises:
-      ValueError: `num_microbatches` is not a positive int; when called: it does not divide a leading axis, or `fn`
-        returns something that is not real and so has no average.
+      ValueError: `num_microbatches` is not a positive int; when called: it does not divide a leading axis, leading axes
+        differ, or `fn` returns something that is not real and so has no average.
     """
     if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
         raise ValueError(f"num_microbatches must be a positive int, but is {num_microbatches!r}")
@@ -132,6 +132,12 @@ def microbatch(
             if not -len(args) <= k < len(args):
                 raise ValueError(f"batch_argnums has {k}, but there are {len(args)} positional arguments")
         positions = sorted({k % len(args) for k in argnums})
+        lengths = {jnp.shape(x)[0]: None for k in positions for x in jax.tree.leaves(args[k]) if jnp.shape(x)}
+        if len(lengths) > 1:
+            raise ValueError(
+                f"the arrays to split have leading axes of different lengths {', '.join(map(str, lengths))}: part k of "
+                "one would not belong to part k of another. Pass what all parts share as another argument."
+            )
         parts = [jax.tree.map(lambda x, k=k: _parts(x, num_microbatches, k), args[k]) for k in positions]
 
         def one(parts):

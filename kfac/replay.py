@@ -36,12 +36,15 @@ class KroneckerTap:
     arrange_g: Arrangement
     conv: Convolution | None
     bias: str
+    dtype: Any
 
     def residuals(self, values: Sequence[jax.Array], multiplier: jax.Array | None) -> Any:
         del multiplier  # kernels are never scaled
         return values[1 - self.operand]
 
     def statistics(self, x: jax.Array, g: jax.Array) -> Kronecker:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            x = x.astype(self.dtype)  # counts, or one-hot codes of integers
         if self.conv is None:
             a = dense_moment(x, self.arrange_x, self.bias)
         else:
@@ -60,6 +63,7 @@ class ElementwiseTap:
     example: int | None
     units: tuple[int, ...]
     sign: int
+    dtype: Any
 
     def residuals(self, values: Sequence[jax.Array], multiplier: jax.Array | None) -> Any:
         other = values[1 - self.operand] if self.op in ("mul", "div") else None
@@ -88,7 +92,7 @@ def _tap_forward(tap, residuals, y, probe):
 
 
 def _tap_backward(tap, residuals, g):
-    return None, g, tap.statistics(residuals, g)
+    return None, g, jax.tree.map(lambda moment: moment.astype(tap.dtype), tap.statistics(residuals, g))
 
 
 _tap.defvjp(_tap_forward, _tap_backward)

@@ -4,8 +4,8 @@ This module and `replay.py` are the only ones that read jaxprs. The walk gives e
 
 - `Data`: depends on the arguments. `active` once a parameter took part, `output` while it is still the unbranched
   result of a read, which is what a bias or shift is joined to.
-- `View`: one parameter leaf seen through casts, reshapes, transposes and scans, axis by axis (`axes.py`). `scaled` after
-  an elementwise product with something that has no example axis, as in `(x - mean) * (rsqrt(var) * scale)`.
+- `View`: one parameter leaf seen through casts, reshapes, transposes and scans, axis by axis (`axes.py`). `scaled`
+  after an elementwise product with something that has no example axis, as in `(x - mean) * (rsqrt(var) * scale)`.
 - `Derived`: computed from parameters in any other way. Harmless as long as no product reads it: a weight penalty.
 - a parameter that the user skipped counts as `Data`.
 
@@ -19,7 +19,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,8 @@ _IDENTITIES = frozenset(
 )
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 _LOOKUPS = frozenset({"gather"})
+# Their parameters hold the jaxpr of how two elements combine, which is no construct that swallows a parameter.
+_COMBINING = ("scatter", "reduce")
 _KERNEL_OPS = frozenset({"dense", "conv"})
 
 
@@ -54,7 +56,8 @@ class Output:
 class Data:
     active: bool = False
     output: Output | None = None
-    rows_of: frozenset[int] = frozenset()  # leaves whose rows were looked up: tables of embeddings
+    made_of: frozenset[int] = frozenset()  # leaves that it still consists of: looked-up rows, updated weights
+    skipped: bool = False  # a parameter that the user skipped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +66,7 @@ class View:
     axes: Axes
     stack: tuple[axes_lib.Axis, ...] = ()  # for each enclosing scan, the atoms it iterates over (none: read each time)
     scaled: bool = False
+    mixed: bool = False  # scaled by an array of data, so that it might be an activation of a single example
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +74,7 @@ class Derived:
     leaves: frozenset[int]
     how: str
     repeated: bool = False  # broadcast over examples or positions: an activation rather than a parameter
+    mixed: bool = False
 
 
 State = Data | View | Derived
@@ -85,6 +90,8 @@ class Read:
       operand: which operand of the equation the parameter is.
       x_axes: axes of the other operand in terms of the leaf (dense), or of its patches (conv).
       y_axes: axes of the result.
+      leading: length of the first axis that is not the parameter's; None without one.
+      shape: shape of the result.
       batched: leaf atoms that are a batch axis of the product: independent copies.
       sign: -1 where the parameter is subtracted.
       joined: the read whose result this one (a bias or shift) is added to, with the atoms of both leaves in pairs.
@@ -98,7 +105,7 @@ class Read:
     operand: int
     x_axes: Axes
     y_axes: Axes
-    leading: int
+    leading: int | None
     shape: tuple[int, ...]
     batched: tuple[Atom, ...] = ()
     sign: int = 1
@@ -206,7 +213,8 @@ class Analysis:
         self.derived: dict[int, str] = {}
         self.multipliers: dict[Path, int] = {}
         states: list[State] = [
-            Data(active=True) if k in skipped else View(k, axes_lib.leaf_axes(shape)) for k, shape in enumerate(shapes)
+            Data(active=True, skipped=True) if k in skipped else View(k, axes_lib.leaf_axes(shape))
+            for k, shape in enumerate(shapes)
         ]
         jaxpr = trace.closed.jaxpr
         states += [Data()] * (len(jaxpr.invars) - len(states))
@@ -239,8 +247,9 @@ class Analysis:
     def _equation(self, eqn, states: list[State], path: Path, scans: tuple[int, ...]) -> list[State]:
         name = eqn.primitive.name
         params = [s for s in states if not isinstance(s, Data)]
-        if not params and not any(isinstance(s, Data) and (s.output or s.rows_of) for s in states):
-            return [Data(any(_active(s) for s in states))] * len(eqn.outvars)
+        if not params and not any(isinstance(s, Data) and (s.output or s.made_of) for s in states):
+            skipped = len(states) == 1 and _keeps_values(eqn) and isinstance(states[0], Data) and states[0].skipped
+            return [Data(any(_active(s) for s in states), skipped=skipped)] * len(eqn.outvars)
         if name == "optimization_barrier":
             return [self._at_boundary(s, name) for s in states]
         if name in CALLS or name in REMATS:
@@ -249,7 +258,7 @@ class Analysis:
             return [self._at_boundary(s, name) for s in self._walk(inner, entering, path, scans)]
         if name == "scan":
             return self._scan(eqn, states, path, scans)
-        if any(True for _ in subjaxprs(eqn)) and params:
+        if any(True for _ in subjaxprs(eqn)) and params and not name.startswith(_COMBINING):
             return self._opaque(eqn, states)
         if name == "dot_general":
             return [self._dot(eqn, states, path, scans)]
@@ -269,13 +278,13 @@ class Analysis:
     def _at_boundary(self, state: State, name: str) -> State:
         # A scaled view would need its multiplier carried across; no normalisation layer is written that way.
         if isinstance(state, View) and state.scaled:
-            return Derived(frozenset({state.leaf}), f"a product, then {name}")
+            return Derived(frozenset({state.leaf}), f"a product, then {name}", mixed=state.mixed)
         return state
 
     def _through_data(self, eqn, states: list[State]) -> State:
         """Activations only: keep what is known of a layer's output while its axes can be followed."""
         active = any(_active(s) for s in states)
-        known = [k for k, s in enumerate(states) if isinstance(s, Data) and (s.output or s.rows_of)]
+        known = [k for k, s in enumerate(states) if isinstance(s, Data) and (s.output or s.made_of)]
         if len(known) != 1 or len(eqn.outvars) != 1:
             return Data(active)
         state = states[known[0]]
@@ -283,9 +292,9 @@ class Analysis:
         if len(states) == 1:
             axes = _follow(eqn, state.output.axes) if state.output else None
             output = Output(state.output.read, axes) if state.output and axes is not None else None
-            shape_only = eqn.primitive.name in _IDENTITIES or _is_shape_op(eqn)
-            return Data(active, output, state.rows_of if shape_only else frozenset())
-        if eqn.primitive.name == "mul" and state.output and self.reads[state.output.read].op == "mul":
+            return Data(active, output, state.made_of if _keeps_values(eqn) else frozenset())
+        scales = eqn.primitive.name == "mul" or (eqn.primitive.name == "div" and known[0] == 0)
+        if scales and state.output and self.reads[state.output.read].op == "mul":
             # x * (rsqrt(var) * scale) + shift: the product with x stands between a scale and its shift. To put both in
             # one block needs no more than that they act on the same channels.
             axes = _spread(state.output.axes, eqn.invars[known[0]].aval.shape, eqn.outvars[0].aval.shape)
@@ -300,7 +309,11 @@ class Analysis:
             state = self._at_boundary(state, "scan")
             carried = num_consts <= k < num_consts + num_carry
             if isinstance(state, Data):
-                state = Data(_active(state) or carried)
+                state = Data(state.active or carried, skipped=state.skipped and not carried)
+            elif carried and _is_repeated(state):
+                # A learned initial state, broadcast over the examples.
+                self._met_data(state, "broadcast, then scan")
+                state = Data(active=True)
             elif carried and body.outvars[k - num_consts] is not body.invars[k]:
                 self._refuse(state, eqn, "a scan changes it from iteration to iteration")
             elif isinstance(state, View):
@@ -316,8 +329,14 @@ class Analysis:
         for k, state in enumerate(leaving):
             if isinstance(state, Data):
                 results.append(Data(active=True))
-            elif k < num_carry and isinstance(states[num_consts + k], (View, Derived)):
+            elif k < num_carry and not isinstance(entering[num_consts + k], Data):
                 results.append(states[num_consts + k])
+            elif k < num_carry and _is_repeated(state):
+                self._met_data(state, "scan")
+                results.append(Data(active=True))
+            elif k < num_carry and math.prod(eqn.outvars[k].aval.shape) > 1:
+                # From the second iteration on, what the walk took for data is made of parameters.
+                self._refuse(state, eqn, "an iteration hands it to the next")
             else:
                 leaves = frozenset({state.leaf}) if isinstance(state, View) else state.leaves
                 results.append(Derived(leaves, "scan"))
@@ -355,7 +374,7 @@ class Analysis:
         return self._add(
             Read(
                 path, "dense", view.leaf, view, operand, tuple(x_axes), y_axes,
-                x.shape[examples[0]] if examples else 1, tuple(eqn.outvars[0].aval.shape),
+                x.shape[examples[0]] if examples else None, tuple(eqn.outvars[0].aval.shape),
                 batched=tuple(axes_lib.atoms_of(view.axes[k] for k in w_batch)), scans=scans,
             )
         )  # fmt: skip
@@ -412,9 +431,9 @@ class Analysis:
 
     def _product_of_others(self, eqn, states: list[State]) -> State:
         if all(isinstance(s, Data) for s in states):
-            for state in states:
-                if isinstance(state, Data) and state.rows_of:
-                    self._refuse(state, eqn, "the product reads rows looked up in it")
+            for state, other in zip(states, reversed(states), strict=True):
+                if isinstance(state, Data) and state.made_of and not (isinstance(other, Data) and other.skipped):
+                    self._refuse(state, eqn, "the product reads rows looked up in it, or what became of it")
             return Data(any(_active(s) for s in states))
         if any(isinstance(s, Data) for s in states):
             state = next(s for s in states if not isinstance(s, Data))
@@ -423,6 +442,10 @@ class Analysis:
                 self._refuse(state, eqn, f"the product reads a different array{how}")
             self._met_data(state, f"{state.how}, then {eqn.primitive.name}")
             return Data(active=True)
+        for state, other in zip(states, reversed(states), strict=True):
+            if isinstance(other, (View, Derived)) and other.mixed:
+                reason = "with a single example, an activation cannot be told from a parameter; take at least two"
+                self._refuse(state, eqn, reason)
         return self._derive(eqn, states)
 
     def _view(self, eqn, view: View, operand: int, states: list[State], path: Path, scans) -> State | None:
@@ -443,7 +466,7 @@ class Analysis:
             return dataclasses.replace(view, axes=axes)
         if name in _LOOKUPS and operand == 0:
             self._met_data(view, name)
-            return Data(active=True, rows_of=frozenset({view.leaf}))
+            return Data(active=True, made_of=frozenset({view.leaf}))
         if len(states) != 2 or name not in ("add", "add_any", "sub", "mul", "div"):
             return None
         other_var, other = eqn.invars[1 - operand], states[1 - operand]
@@ -457,19 +480,21 @@ class Analysis:
             return None
         if not additive and not repeated:
             self.multipliers[path] = operand
-            return dataclasses.replace(view, scaled=True)
+            return dataclasses.replace(view, scaled=True, mixed=view.mixed or math.prod(other_var.aval.shape) > 1)
         if not repeated and not other.active:
             return None
-        leading = next((a.size for axis in y_axes for a in axis if not a.of_leaf), 1)
+        leading = next((a.size for axis in y_axes for a in axis if not a.of_leaf), None)
         joined = None
         if additive and other.output and not view.scaled:
             joined = self._join(view, y_axes, other.output)
-        return self._add(
+        result = self._add(
             Read(
                 path, "add" if additive else "mul", view.leaf, view, operand, y_axes, y_axes, leading,
                 tuple(out.shape), sign=-1 if name == "sub" and operand == 1 else 1, joined=joined, scans=scans,
             )
         )  # fmt: skip
+        # An update of the size of the parameter, as in a model that takes gradient steps of its own.
+        return result if repeated or joined else dataclasses.replace(result, made_of=frozenset({view.leaf}))
 
     def _join(self, view: View, y_axes: Axes, output: Output) -> tuple[int, tuple[tuple[Atom, Atom], ...]] | None:
         """Pairs a vector with the features of the output it is added to; None unless it has one element for each."""
@@ -517,12 +542,22 @@ class Analysis:
         if name in _LOOKUPS and data:
             for state in sources:
                 self._met_data(state, how)
-            return Data(active=True, rows_of=leaves)
-        if data and (any(repeated) or grew or (any(_active(s) for s in data) and size > 1)):
+            return Data(active=True, made_of=leaves)
+        # A scalar made of parameters and added to the loss is a penalty; one that multiplies it is none.
+        mixed = any(_active(s) for s in data) and (size > 1 or name not in ("add", "add_any", "sub"))
+        if data and (any(repeated) or grew or mixed):
             for state in sources:
                 self._met_data(state, how)
-            return Data(active=True)
-        return Derived(leaves, how, repeated=all(repeated) or (name == "broadcast_in_dim" and grew))
+            return Data(active=True, made_of=frozenset() if any(repeated) or grew else leaves)
+        met = any(
+            isinstance(s, Data) and math.prod(var.aval.shape) > 1 for var, s in zip(eqn.invars, states, strict=True)
+        )
+        return Derived(
+            leaves,
+            how,
+            repeated=all(repeated) or (name == "broadcast_in_dim" and grew),
+            mixed=met or any(isinstance(s, (View, Derived)) and s.mixed for s in sources),
+        )
 
     def _opaque(self, eqn, states: list[State]) -> list[State]:
         name = eqn.primitive.name
@@ -530,10 +565,9 @@ class Analysis:
             return [self._derive(eqn, states)] * len(eqn.outvars)
         state = next(s for s in states if not isinstance(s, Data))
         self._refuse(state, eqn, f"what {name} does with it cannot be followed")
-        raise AssertionError  # _refuse raises
 
-    def _refuse(self, state: State, eqn, reason: str) -> None:
-        leaf = min(state.rows_of if isinstance(state, Data) else _leaves(state))
+    def _refuse(self, state: State, eqn, reason: str) -> NoReturn:
+        leaf = min(state.made_of if isinstance(state, Data) else _leaves(state))
         shapes = ", ".join(str(list(getattr(var.aval, "shape", ()))) for var in eqn.invars)
         raise unsupported(self.names[leaf], f"{eqn.primitive.name}({shapes})", reason)
 
@@ -575,8 +609,9 @@ def _spread(axes: Axes, shape: Sequence[int], total: Sequence[int]) -> Axes:
     )
 
 
-def _is_shape_op(eqn) -> bool:
-    return eqn.primitive.name in ("reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim")
+def _keeps_values(eqn) -> bool:
+    shape_ops = ("reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim")
+    return eqn.primitive.name in _IDENTITIES or eqn.primitive.name in shape_ops
 
 
 def _follow(eqn, axes: Axes) -> Axes | None:

@@ -34,7 +34,7 @@ def check_range(name: str, value: Any, low: float, high: float, *, open_low: boo
         return
     left, right = "(" if open_low else "[", ")" if open_high else "]"
     try:
-        if isinstance(value, str) or jnp.shape(value) != ():
+        if isinstance(value, str) or np.shape(value) != ():
             raise TypeError
         # Rounded as the computation will: 1 - 1e-9 is 1.
         number = float(np.float32(value))
@@ -49,9 +49,31 @@ def check_range(name: str, value: Any, low: float, high: float, *, open_low: boo
 def _check_count(name: str, value: Any, low: int) -> None:
     if isinstance(value, jax.core.Tracer):
         return
-    number = isinstance(value, (int, float, np.integer, np.ndarray, jax.Array)) and jnp.shape(value) == ()
+    number = isinstance(value, (int, float, np.integer, np.ndarray, jax.Array)) and np.shape(value) == ()
     if not number or isinstance(value, bool) or not math.isfinite(value) or value != int(value) or value < low:
         raise ValueError(f"{name} must be an integer, at least {low}, but is {value!r}")
+
+
+def _check_axis_name(value: Any) -> None:
+    names = value if isinstance(value, tuple) else (value,)
+    if value is not None and not (names and all(isinstance(name, str) for name in names)):
+        raise ValueError(f"axis_name must be the name of an axis, a tuple of names or None, but is {value!r}")
+
+
+def _axis_of(mesh: Any, axis_name: AxisName | None) -> AxisName:
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh must be a jax.sharding.Mesh, but is {type(mesh).__name__}")
+    if axis_name is None:
+        return tuple(mesh.axis_names)
+    for name in axis_name if isinstance(axis_name, tuple) else (axis_name,):
+        if name not in mesh.axis_names:
+            raise ValueError(f"axis_name must be among the axes of mesh, {mesh.axis_names}, but is {axis_name!r}")
+    return axis_name
+
+
+def _check_switch(name: str, value: Any, others: tuple[Any, ...] = ()) -> None:
+    if not isinstance(value, bool) and value not in others:
+        raise ValueError(f"{name} must be True or False{' or None' * (None in others)}, but is {value!r}")
 
 
 def _check_choice(name: str, value: Any, accepted: tuple[str, ...]) -> None:
@@ -133,14 +155,17 @@ def scale_by_kfac(
     _check_count("refresh_warmup", refresh_warmup, 0)
     _check_choice("inverse", inverse, ("cholesky",))
     _check_choice("precision", precision, ("float32", "bfloat16"))
+    _check_axis_name(axis_name)
+    _check_switch("staggered", staggered, (None,))
+    _check_switch("triangular", triangular)
     _check_choice("precondition", precondition, ("sharded", "replicated"))
     _check_choice("communication_dtype", communication_dtype, ("float32", "bfloat16"))
     if staggered and isinstance(inverse_every, jax.Array):
         raise ValueError("staggered=True needs inverse_every to be a plain int (a static argument), but it is an array")
     if staggered is None:
         staggered = not isinstance(inverse_every, jax.Array)
-    if mesh is not None and axis_name is None:
-        axis_name = tuple(mesh.axis_names)
+    if mesh is not None:
+        axis_name = _axis_of(mesh, axis_name)
     config = Config(
         layers=layers,
         groups=group_layers(layers),

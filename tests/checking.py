@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from oracle import Truth, example_gradients, relative_error, second_moment
 
 import kfac
+from oracle import Truth, example_gradients, relative_error, second_moment
 
 FLOAT64 = 1e-6
 # Optimised code takes longer to compile than these programs to run.

@@ -33,7 +33,7 @@ class Geometry:
 
 
 def explicit_padding(padding, sizes, window, strides, rhs_dilation) -> tuple[tuple[int, int], ...]:
-    """"SAME" and "VALID" written out."""
+    """Spelled-out pairs for "SAME" and "VALID"."""
     if padding == "VALID":
         return ((0, 0),) * len(sizes)
     if padding != "SAME":

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checking import check_all, check_kronecker, kinds, normal, run
 from jax import lax
-from oracle import Geometry, Hook, explicit_padding, truth
 
 import kfac
 import kfac.statistics
+from checking import check_all, check_kronecker, kinds, normal, run
+from oracle import Geometry, Hook, explicit_padding, truth
 
 N = 3
 LAYOUTS = {1: ("NHC", "HIO", "NHC"), 2: ("NHWC", "HWIO", "NHWC"), 3: ("NDHWC", "DHWIO", "NDHWC")}
@@ -203,7 +203,7 @@ def test_a_kernel_stored_transposed(x64):
 @pytest.mark.parametrize("elements", [1, 200, 500, 10**6])
 @pytest.mark.parametrize("n", [1, 6, 7])
 def test_chunks_of_the_batch(x64, monkeypatch, elements, n):
-    """However few patches fit, the sums are those of the whole batch; 7 examples divide into nothing but single ones."""
+    """However few patches fit, the sums are those of the whole batch; 7 examples only divide into single ones."""
     monkeypatch.setattr(kfac.statistics, "PATCH_ELEMENTS", elements)
     params = {"conv": {"w": normal(1, 3, 3, 2, 3), "b": normal(2, 3)}}
     batch = (normal(3, n, 4, 3, 2), normal(4, n, 600))
@@ -304,9 +304,7 @@ def test_precision(monkeypatch, geometry, compute, tolerance):
 )
 def test_groups_are_refused(kernel, options):
     def loss(p, x):
-        y = lax.conv_general_dilated(
-            x, p["conv"]["kernel"], (1, 1), "SAME", dimension_numbers=LAYOUTS[2], **options
-        )
+        y = lax.conv_general_dilated(x, p["conv"]["kernel"], (1, 1), "SAME", dimension_numbers=LAYOUTS[2], **options)
         return jnp.mean(y)
 
     params = {"conv": {"kernel": jnp.zeros(kernel)}}

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checking import check_all, check_kronecker, check_vectors, kinds, normal, run
 from jax import lax
-from oracle import Hook, example_gradients, relative_error, truth
 
 import kfac
+from checking import check_all, check_kronecker, check_vectors, kinds, normal, run
+from oracle import Hook, example_gradients, relative_error, truth
 
 N, T = 3, 4
 
@@ -268,7 +268,9 @@ NOT_JOINED = [
 ]
 
 
-@pytest.mark.parametrize(("model", "shapes"), NOT_JOINED, ids=[f"{c[0].__name__}-{k}" for k, c in enumerate(NOT_JOINED)])
+@pytest.mark.parametrize(
+    ("model", "shapes"), NOT_JOINED, ids=[f"{c[0].__name__}-{k}" for k, c in enumerate(NOT_JOINED)]
+)
 def test_a_vector_that_is_no_bias_gets_a_diagonal_of_per_example_gradients(x64, model, shapes):
     params, batch = parameters(shapes), (SEQUENCES(), TARGETS())
     layers, _ = check_all(plain(model), params, batch, truth(model, params, batch))
@@ -278,7 +280,7 @@ def test_a_vector_that_is_no_bias_gets_a_diagonal_of_per_example_gradients(x64, 
 def test_the_second_of_two_biases_gets_a_diagonal(x64):
     params = parameters({"w": (5, 4), "a": (4,), "b": (4,)})
     batch = (SEQUENCES(), TARGETS())
-    layers, grads, factors = run(plain(second_bias), params, batch)
+    layers, _, factors = run(plain(second_bias), params, batch)
     assert [layer.params for layer in layers] == [("b",), ("w", "a")]
     check_vectors(layers, factors, example_gradients(plain(second_bias), params, batch))
     check_kronecker(layers, factors, truth(second_bias, params, batch))
@@ -321,7 +323,9 @@ def test_uses_of_a_shared_kernel_count_as_positions(x64, model):
     shapes = {"w": (5, 5)} if model is shared_in_both_orientations else {"dense": {"w": (5, 5), "b": (5,)}}
     params, batch = parameters(shapes), (SEQUENCES(), TARGETS())
     layers, _ = check_all(plain(model), params, batch, truth(model, params, batch))
-    assert [layer.params for layer in layers] == [tuple(f"dense/{k}" for k in "wb") if len(layers.paths) > 1 else ("w",)]
+    assert [layer.params for layer in layers] == [
+        tuple(f"dense/{k}" for k in "wb") if len(layers.paths) > 1 else ("w",)
+    ]
 
 
 def test_a_jitted_function_called_twice_with_one_kernel_and_with_two(x64):
@@ -528,9 +532,7 @@ def test_scan_over_stacked_weights(x64, options):
 
 def test_reversed_scan(x64):
     params, batch = parameters({"stack": {"w": (3, 5, 5), "b": (3, 5)}}), (SEQUENCES(), TARGETS())
-    check_all(
-        scanned(reverse=True), params, batch, truth(functools.partial(deep, order=(2, 1, 0)), params, batch)
-    )
+    check_all(scanned(reverse=True), params, batch, truth(functools.partial(deep, order=(2, 1, 0)), params, batch))
 
 
 def test_two_scans_over_the_same_weights(x64):
@@ -654,6 +656,52 @@ def test_scan_that_shares_its_weights(x64, options):
     assert {layer.name: layer.positions for layer in layers} == {"u": T, "v": T, "out": 1}
 
 
+def test_weights_scanned_over_once_and_again_inside_another_scan(x64):
+    def stack(x, w):
+        return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+    def loss(p, x, t):
+        x, _ = lax.scan(lambda x, _: (stack(x, p["w"]), None), stack(x, p["w"]), None, length=2)
+        return mean_loss(x, t)
+
+    def reference(hook, p, x, t):
+        for k in (0, 1) * 3:
+            x = jnp.tanh(hook.layer(f"w[{k}]", x, x @ p["w"][k]))
+        return mean_loss(x, t)
+
+    params, batch = parameters({"w": (2, 5, 5)}), (SEQUENCES(), TARGETS())
+    layers, _ = check_all(loss, params, batch, truth(reference, params, batch))
+    assert layers["w"].positions == 3 * T
+
+
+@jax.custom_vjp
+def reversal(x):
+    return x
+
+
+reversal.defvjp(lambda x: (x, None), lambda _, g: (-0.3 * g,))
+
+
+@pytest.mark.parametrize("in_scan", [False, True])
+def test_custom_rules_of_activations_stay_in_force(x64, in_scan):
+    """Gradients of the replayed loss are those that the user wrote: relu's at zero, a reversed one."""
+
+    def reference(hook, p, x, t):
+        for k in range(2):
+            x = reversal(jax.nn.relu(hook.layer(f"w[{k}]", x, x @ p["w"][k])))
+        return mean_loss(x, t)
+
+    def loss(p, x, t):
+        @jax.checkpoint
+        def body(x, w):
+            return reversal(jax.nn.relu(x @ w)), None
+
+        return mean_loss(lax.scan(body, x, p["w"], unroll=1 if in_scan else 2)[0], t)
+
+    params, batch = parameters({"w": (2, 5, 5)}), (SEQUENCES().at[0].set(0), TARGETS())
+    check_all(loss, params, batch, truth(reference, params, batch))
+
+
 # -- exactness ---------------------------------------------------------------------------------------------------------
 
 
@@ -718,7 +766,7 @@ def test_num_examples_says_what_flattened_tokens_hide(x64):
         return mean_loss(jnp.tanh(y), t)
 
     params, batch = parameters({"dense": {"w": (5, 4), "b": (4,)}}), (SEQUENCES(), TARGETS())
-    layers, _, factors = run(loss, params, batch, num_examples=N)
+    _, _, factors = run(loss, params, batch, num_examples=N)
     for factor, expected in zip("AG", truth(reference, params, batch).kronecker("dense"), strict=True):
         assert relative_error(getattr(factors["dense"], factor), expected) <= 1e-12
 
@@ -756,7 +804,7 @@ def test_bf16_sums_of_many_rows_are_accumulated_in_float32():
     """Summed in bfloat16, 1 + 1 + ... stops at 256."""
 
     def loss(p, x):
-        return jnp.mean((x.astype(jnp.bfloat16) @ p["w"].astype(jnp.bfloat16) + p["b"].astype(jnp.bfloat16))) * 1.0
+        return jnp.mean(x.astype(jnp.bfloat16) @ p["w"].astype(jnp.bfloat16) + p["b"].astype(jnp.bfloat16)) * 1.0
 
     params = {"w": jnp.ones((2, 3)), "b": jnp.zeros(3)}
     x = jnp.ones((4096, 2))
@@ -764,6 +812,30 @@ def test_bf16_sums_of_many_rows_are_accumulated_in_float32():
     _, _, factors = jax.jit(kfac.value_and_grad(loss, layers))(params, x)
     (layer,) = layers
     np.testing.assert_array_equal(factors[layer.name].A, np.ones((3, 3)))
+
+
+def test_uses_of_one_parameter_in_two_precisions(x64):
+    """Sums are kept in the widest."""
+
+    def loss(p, x, t):
+        y = jnp.tanh(x @ p["w"]) * p["s"]
+        low = x.astype(jnp.float32) @ p["w"].astype(jnp.float32) * p["s"].astype(jnp.float32)
+        return mean_loss(y + low, t)
+
+    def reference(hook, p, x, t):
+        y = jnp.tanh(hook.layer("w", x, x @ p["w"])) * p["s"]
+        return mean_loss(y + hook.layer("w", x, x @ p["w"]) * p["s"], t)
+
+    params, batch = parameters({"w": (5, 4), "s": (4,)}), (SEQUENCES(), TARGETS())
+    _, _, factors = run(loss, params, batch, rounding=1e-6)
+    for factor, expected in zip("AG", truth(reference, params, batch).kronecker("w"), strict=True):
+        assert relative_error(getattr(factors["w"], factor), expected) <= 1e-5
+    assert factors["s"].F.dtype == jnp.float64
+
+
+def test_integer_inputs(x64):
+    params, batch = parameters({"w": (5, 4)}), (np.arange(5 * N).reshape(N, 5) % 3, TARGETS())
+    check_all(plain(vectors), params, batch, truth(vectors, params, batch))
 
 
 def test_bf16_parameters_have_float32_statistics_and_bf16_gradients():

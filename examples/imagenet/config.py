@@ -31,6 +31,9 @@ def option(text: str, by: str | None = None, parse: Any = None, **rest: Any) -> 
     return tyro.conf.arg(help=text, **rest)
 
 
+# `resolve` puts the default for the data and the optimizer in its place.
+AUTO: Any = None
+
 Source = Literal["digits", "cifar10", "folder", "synthetic"]
 Arch = Literal["digits", "resnet20", "resnet18", "resnet50"]
 
@@ -44,23 +47,23 @@ class Optimization:
         option("Optimizer; the first-order ones are optax's."),
     ] = "kfac"
     global_batch: Annotated[
-        int | None,
+        int,
         option(
             "Images in one optimizer step, over all micro-batches.",
             "150 for digits, 1000 for cifar10, 256 for folder, 64 for synthetic",
             int,
             aliases=["--batch-size"],
         ),
-    ] = None
+    ] = AUTO
     micro_batches: Annotated[
-        int | None,
+        int,
         option(
             "Split each batch into so many parts and accumulate gradients, statistics and "
             "batch-norm averages over them: memory is that of one part. Slow on CPUs.",
             "1",
             int,
         ),
-    ] = None
+    ] = AUTO
     epochs: Annotated[
         float | None,
         option(
@@ -73,59 +76,59 @@ class Optimization:
         int | None,
         option("Length of the training in optimizer steps. Give this or --epochs.", "by epochs", int),
     ] = None
-    learning_rate: Annotated[float | None, option("Peak learning rate.", "by optimizer and data", float)] = None
+    learning_rate: Annotated[float, option("Peak learning rate.", "by optimizer and data", float)] = AUTO
     warmup_epochs: Annotated[
-        float | None,
+        float,
         option("Epochs over which the learning rate rises linearly.", "by optimizer and data", float),
-    ] = None
+    ] = AUTO
     schedule: Annotated[
         Literal["cosine", "linear", "constant"],
         option("How the learning rate falls after the warm-up; to zero at the last step, unless constant."),
     ] = "cosine"
     momentum: Annotated[
-        float | None,
+        float,
         option("Momentum; for adamw and lamb the decay of the first moment.", "by optimizer", float),
-    ] = None
+    ] = AUTO
     nesterov: Annotated[
-        bool | None,
+        bool,
         option("Nesterov's form of momentum; lamb does not have it.", "by optimizer", bool),
-    ] = None
+    ] = AUTO
     weight_decay: Annotated[
-        float | None,
+        float,
         option(
             "Weight decay of kernels; biases and normalisation parameters have none.",
             "by optimizer and data",
             float,
         ),
-    ] = None
+    ] = AUTO
     damping: Annotated[
-        float | None,
+        float,
         option("[kfac] Damping, added to the curvature before it is inverted.", "by data", float),
-    ] = None
+    ] = AUTO
     factor_decay: Annotated[
-        float | None,
+        float,
         option(
             "[kfac] Decay of the running average of the statistics; 0 uses the current batch alone.",
             "by data",
             float,
         ),
-    ] = None
+    ] = AUTO
     norm_constraint: Annotated[
-        float | None,
+        float,
         option(
             "[kfac] Upper bound on the squared length of a step in the curvature's metric; 0 for none.",
             "by data",
             float,
         ),
-    ] = None
+    ] = AUTO
     trust_ratio: Annotated[
-        float | None,
+        float,
         option(
             "[kfac] Scale each kernel's update to this share of the norm of the kernel, as LARS does; 0 for as it is.",
             "by data",
             float,
         ),
-    ] = None
+    ] = AUTO
     factor_every: Annotated[
         int,
         option(
@@ -144,26 +147,26 @@ class Model:
     """What is trained."""
 
     arch: Annotated[
-        Arch | None,
+        Arch,
         option(
             "Residual network: digits (two stages, for 8x8 images), resnet20 (the CIFAR-10 "
             "network), resnet18 and resnet50 (the ImageNet networks).",
             "digits for digits, resnet20 for cifar10, else resnet50",
             Arch,
         ),
-    ] = None
+    ] = AUTO
     dtype: Annotated[
         Literal["float32", "bfloat16"],
         option("Type of activations and their gradients; parameters stay float32."),
     ] = "float32"
     label_smoothing: Annotated[
-        float | None,
+        float,
         option(
             "Share of the target that is spread evenly over all classes.",
             "0 for digits, else 0.1",
             float,
         ),
-    ] = None
+    ] = AUTO
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,19 +194,19 @@ class Data:
         ),
     ] = None
     image_size: Annotated[
-        int | None,
+        int,
         option(
             "Side of the square images that the network sees; free for folder and synthetic only.",
             "224 for folder and synthetic",
             int,
         ),
-    ] = None
+    ] = AUTO
     synthetic_images: Annotated[int, option("How many training images --data synthetic pretends to have.")] = 640
     synthetic_classes: Annotated[int, option("How many classes --data synthetic has.")] = 1000
     workers: Annotated[
-        int | None,
+        int,
         option("Threads that decode images.", "the machine's cores, at most 16", int),
-    ] = None
+    ] = AUTO
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,9 +35,9 @@ class Batch(NamedTuple):
     could not be read.
     """
 
-    images: np.ndarray
-    labels: np.ndarray
-    weights: np.ndarray
+    images: Any
+    labels: Any
+    weights: Any
     broken: tuple[str, ...] = ()
 
 

@@ -63,7 +63,7 @@ def main(args: list[str]) -> None:
     if batch > size:
         raise UserError(f"--global-batch {batch} does not fit the {size} training images")
     per_epoch = size // batch
-    total = optim.steps or max(1, round(optim.epochs * per_epoch))
+    total = optim.steps or max(1, round((optim.epochs or 0) * per_epoch))
     eval_every = run.eval_every or per_epoch
     checkpoint_every = run.checkpoint_every or per_epoch
     if found is not None and found != dataset.found():
@@ -128,9 +128,9 @@ def main(args: list[str]) -> None:
             metrics |= {f"kfac/{k}": v for k, v in kfac.diagnostics(opt_state).items()}
         return State(params, aux["batch_stats"], opt_state), metrics
 
-    def eval_step(state: State, batch: data.Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def eval_step(state: State, batch: data.Batch) -> tuple[jax.Array, ...]:
         variables = {"params": state.params, "batch_stats": state.batch_stats}
-        logits = model.apply(variables, normalise(batch.images), train=False)
+        logits: Any = model.apply(variables, normalise(batch.images), train=False)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
         right = jnp.argmax(logits, -1) == batch.labels
         return tuple(jnp.sum(x * batch.weights) for x in (losses, right, jnp.ones(right.shape)))

@@ -1,0 +1,124 @@
+"""A very small network with a block of every kind, and its gradients and statistics on a few batches.
+
+Its two dense layers have blocks of equal shape, one stack: what takes time in these tests is compilation.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import kfac
+
+EXAMPLES = 16
+
+
+def initial(dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape) / 2, dtype)
+
+    return {
+        "first": {"kernel": normal(3, 4), "bias": normal(4)},
+        "norm": {"scale": 1 + normal(4), "shift": normal(4)},
+        "offset": normal(4),
+        "out": {"kernel": normal(4, 4)},
+        "temperature": jnp.asarray(1.0, dtype),
+    }
+
+
+def batch(seed, n=EXAMPLES, dtype=jnp.float32):
+    rng = np.random.default_rng(100 + seed)
+    x = rng.normal(size=(n, 3))
+    return jnp.asarray(x, dtype), jnp.asarray((x[:, 0] * x[:, 1] > 0.1).astype(np.int32))
+
+
+def loss_fn(params, batch):
+    x, labels = batch
+    x = x @ params["first"]["kernel"] + params["first"]["bias"]
+    x = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-3)
+    x = jnp.tanh(x * params["norm"]["scale"] + params["norm"]["shift"])
+    x = (x + params["offset"]) @ params["out"]["kernel"]
+    logits = x * params["temperature"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
+
+
+@functools.cache
+def layers():
+    found = kfac.find_layers(loss_fn, initial(), batch(0), skip=["temperature"])
+    assert [layer.kind for layer in found] == ["dense", "unitwise", "diagonal", "dense", "skipped"]
+    return found
+
+
+@functools.cache
+def _measure():
+    return jax.jit(kfac.value_and_grad(loss_fn, layers()))
+
+
+@functools.cache
+def measured(seed):
+    """Gradients and statistics at the initial parameters."""
+    _, grads, factors = _measure()(initial(), batch(seed))
+    return grads, factors
+
+
+def stepper(tx, **jit_options):
+    @functools.partial(jax.jit, **jit_options)
+    def step(grads, state, params, factors=None):
+        updates, state = tx.update(grads, state, params, factors=factors)
+        return optax.apply_updates(params, updates), state, updates
+
+    return step
+
+
+def history(tx, steps=4, params=None, without=(), measured=measured):
+    """Parameters, state and updates after each of a few steps on the measured gradients; statistics on all but some."""
+    params = initial() if params is None else params
+    state = jax.jit(tx.init)(params)
+    step = stepper(tx)
+    found = []
+    for t in range(steps):
+        grads, factors = measured(t)
+        params, state, updates = step(grads, state, params, None if t in without else factors)
+        found.append((params, state, updates))
+    return found
+
+
+def run(tx, steps=4, **options):
+    """What `history` ends with."""
+    return history(tx, steps, **options)[-1]
+
+
+def state_of(opt_state):
+    """The one `KfacState` in an optimizer state."""
+
+    def is_leaf(x):
+        return isinstance(x, kfac.KfacState)
+
+    (found,) = [x for x in jax.tree.leaves(opt_state, is_leaf=is_leaf) if is_leaf(x)]
+    return found
+
+
+def assert_equal(found, expected):
+    """Bit for bit."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def assert_close(found, expected, rtol=1e-5):
+    """Every leaf, relative to its largest entry."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        np.testing.assert_allclose(a, b, rtol=0, atol=rtol * max(np.abs(b).max(), 1e-30))
+
+
+def differ(a, b):
+    return any(
+        not np.allclose(x, y, rtol=1e-4, atol=1e-7) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )

@@ -1,0 +1,303 @@
+"""What is not finite, or cannot be inverted, is left out, counted and outlived."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import kfac
+from kfac.layers import Factors
+from problem import (
+    assert_close,
+    assert_equal,
+    batch,
+    differ,
+    history,
+    initial,
+    layers,
+    loss_fn,
+    measured,
+    run,
+    state_of,
+    stepper,
+)
+
+BAD = [float("nan"), float("inf"), -float("inf")]
+
+
+def spoil(tree, *path, value=float("nan")):
+    """The tree with one element of one leaf replaced."""
+
+    def replace(p, leaf):
+        names = tuple(str(getattr(key, "key", getattr(key, "name", key))) for key in p)
+        return leaf.at[(0,) * leaf.ndim].set(value) if names == path else leaf
+
+    spoilt = jax.tree_util.tree_map_with_path(replace, tree)
+    assert differ(spoilt, tree)
+    return spoilt
+
+
+def without(state, *metrics):
+    """The state less some of its counters."""
+    return state._replace(metrics=state.metrics._replace(**dict.fromkeys(metrics, jnp.zeros(()))))
+
+
+# Where each block lies in the state.
+STACKS = {"first": ("kronecker_4x4", 0), "out": ("kronecker_4x4", 1), "norm": ("unitwise_4x2", 0)}
+STACKS["offset"] = ("unitwise_4x1", 0)
+
+
+@pytest.fixture(scope="module")
+def clean():
+    tx = kfac.scale_by_kfac(layers())
+    return tx, stepper(tx), history(tx, steps=4)
+
+
+@pytest.mark.parametrize("value", BAD[:2])
+@pytest.mark.parametrize(("layer", "factor"), [("first", "A"), ("out", "G"), ("norm", "F"), ("offset", "F")])
+def test_only_the_layer_with_bad_statistics_leaves_them_out(clean, layer, factor, value):
+    _, step, good = clean
+    _, before, _ = good[1]
+    params, grads, factors = initial(), *measured(2)
+    _, state, updates = step(grads, before, params, spoil(factors, layer, factor, value=value))
+    _, expected, _ = step(grads, before, params, factors)
+    for name, (group, k) in STACKS.items():
+        reference = before if name == layer else expected
+        for found, kept in ((state.factors, reference.factors), (state.weight, reference.weight)):
+            # Both factors of a Kronecker block, or neither.
+            assert_equal(jax.tree.map(lambda x: x[k], found[group]), jax.tree.map(lambda x: x[k], kept[group]))  # noqa: B023
+    assert state.metrics.skipped_statistics == 1
+    assert state.metrics.skipped_steps == 0
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves((state.inverses, updates)))
+    # The next good statistics go on from there.
+    _, state, _ = step(*measured(3)[:1], state, params, measured(3)[1])
+    assert state.metrics.skipped_statistics == 1
+    assert differ(state.factors[STACKS[layer][0]], before.factors[STACKS[layer][0]])
+
+
+def test_bad_first_statistics_leave_their_layer_passing_through():
+    tx = kfac.scale_by_kfac(layers())
+    grads, factors = measured(0)
+    _, state, updates = stepper(tx)(grads, tx.init(initial()), initial(), spoil(factors, "first", "G"))
+    assert_equal(updates["first"], grads["first"])
+    assert differ(updates["out"], grads["out"])
+    np.testing.assert_array_equal(state.weight["kronecker_4x4"] > 0, [False, True])
+    np.testing.assert_array_equal(state.ready["kronecker_4x4"], [False, True])
+    assert state.metrics.failed_inversions == 0
+
+
+@pytest.fixture(scope="module")
+def before_refresh():
+    tx = kfac.kfac(0.1, layers(), weight_decay=0.1, norm_constraint=1e-3, inverse_every=3, refresh_warmup=0)
+    return stepper(tx), run(tx, steps=3)
+
+
+@pytest.mark.parametrize("value", BAD)
+@pytest.mark.parametrize("path", [("out", "kernel"), ("temperature",)])
+def test_a_bad_gradient_leaves_everything_as_it_was(before_refresh, path, value):
+    """Also one of a skipped parameter, and also where its step was the one to refresh."""
+    step, (params, state, _) = before_refresh
+    grads, factors = measured(3)
+    after, bad, updates = step(spoil(grads, *path, value=value), state, params, factors)
+    assert_equal(after, params)
+    assert all(not np.any(x) for x in jax.tree.leaves(updates))
+    # Factors, inverses, momentum, counts: all but what is measured of the step and the counters of faults.
+    measures = ("gradient_norm", "preconditioned_norm", "skipped_steps")
+    assert_equal(without(state_of(bad), *measures), without(state_of(state), *measures))
+    assert_equal(bad[1].inner_state, state[1].inner_state)
+    assert kfac.diagnostics(bad)["skipped_steps"] == 1
+    assert kfac.diagnostics(bad)["skipped_statistics"] == 0
+    # The next good step is the one that this step should have been.
+    later, good, _ = step(grads, bad, params, factors)
+    expected, untouched, _ = step(grads, state, params, factors)
+    assert_equal(later, expected)
+    assert state_of(good).inverse_age == 0
+    assert_equal(without(state_of(good), *measures), without(state_of(untouched), *measures))
+    assert kfac.diagnostics(good)["skipped_steps"] == 1
+
+
+def test_schedules_stay_together_when_a_step_is_skipped():
+    """The norm constraint reckons with the rate that is applied; damping and momentum belong to the same step."""
+    options = {
+        "norm_constraint": 1e-4,
+        "damping": lambda t: 0.1 / (1 + t),
+        "momentum": lambda t: jnp.where(t < 1, 0.0, 0.9),
+        "trust_ratio": lambda t: 1.0 / (1 + t),
+        "weight_decay": lambda t: 0.1 * t,
+    }
+    tx = kfac.kfac(lambda t: 0.5**t, layers(), **options)
+    step = stepper(tx)
+    bad = jax.tree.map(lambda x: x * jnp.nan, measured(0)[0])
+    params, state = initial(), jax.jit(tx.init)(initial())
+    for t, skipped in enumerate([True, False, True, True, False, False]):
+        params, state, _ = step(bad if skipped else measured(t)[0], state, params, measured(t)[1])
+
+    def good_only(k):
+        return measured([1, 4, 5][k])
+
+    expected, expected_state, _ = run(tx, steps=3, measured=good_only)
+    assert_equal(params, expected)
+    assert kfac.diagnostics(state)["skipped_steps"] == 3
+    np.testing.assert_array_equal(
+        kfac.diagnostics(state)["norm_constraint_scale"], kfac.diagnostics(expected_state)["norm_constraint_scale"]
+    )
+
+
+def test_a_preconditioned_gradient_that_overflows_is_a_skipped_step():
+    tx = kfac.kfac(0.1, layers(), damping=1e-6)
+    params, state, _ = history(tx, steps=1)[-1]
+    grads = jax.tree.map(lambda x: jnp.sign(x) * 3e38, measured(1)[0])
+    after, bad, _ = stepper(tx)(grads, state, params, None)
+    assert_equal(after, params)
+    assert kfac.diagnostics(bad)["skipped_steps"] == 1
+    assert state_of(bad).count == 1
+    assert_equal(bad[1].inner_state, state[1].inner_state)
+
+
+def test_scale_by_kfac_alone_passes_a_bad_gradient_on_but_keeps_its_state():
+    tx = kfac.scale_by_kfac(layers())
+    _, state, _ = history(tx, steps=1)[-1]
+    grads = spoil(measured(1)[0], "out", "kernel")
+    _, bad, updates = stepper(tx)(grads, state, initial(), measured(1)[1])
+    assert not np.all(np.isfinite(updates["out"]["kernel"]))
+    measures = ("gradient_norm", "preconditioned_norm", "skipped_steps")
+    assert_equal(without(bad, *measures), without(state, *measures))
+    assert kfac.diagnostics(bad)["skipped_steps"] == 1
+
+
+def test_a_guard_around_the_optimizer_is_counted_once():
+    for tx in (
+        optax.apply_if_finite(kfac.kfac(0.1, layers()), 5),
+        optax.apply_if_finite(kfac.scale_by_kfac(layers()), 5),
+        optax.chain(optax.apply_if_finite(optax.scale(1.0), 5), kfac.kfac(0.1, layers())),
+    ):
+        params, state = initial(), tx.init(initial())
+        step = stepper(tx)
+        for t in range(2):
+            bad = spoil(measured(t)[0], "out", "kernel")
+            params, state, _ = step(bad if t == 0 else measured(t)[0], state, params, measured(t)[1])
+        # The last one's outer guard turned the bad gradient into zeros before the preconditioner saw it.
+        assert kfac.diagnostics(state)["skipped_steps"] == (0 if isinstance(state[0], optax.ApplyIfFiniteState) else 1)
+        assert differ(params, initial())
+
+
+# Inversions.
+
+
+def indefinite(factors, layer):
+    block = factors[layer]
+    return Factors({**factors, layer: type(block)(*(-10 * jnp.abs(x) for x in jax.tree.leaves(block)))})
+
+
+@pytest.fixture(scope="module")
+def forgetful():
+    tx = kfac.scale_by_kfac(layers(), factor_decay=0.0)
+    return stepper(tx), run(tx, steps=1)[1]
+
+
+@pytest.mark.parametrize("layer", STACKS)
+def test_a_block_that_cannot_be_inverted_keeps_its_last_inverse(forgetful, layer):
+    step, state = forgetful
+    grads, factors = measured(1)
+    _, bad, updates = step(grads, state, initial(), indefinite(factors, layer))
+    _, good, _ = step(grads, state, initial(), factors)
+    assert bad.metrics.failed_inversions == 1
+    for name, (group, k) in STACKS.items():
+        expected = state if name == layer else good
+        for found, kept in zip(
+            jax.tree.leaves(bad.inverses[group]), jax.tree.leaves(expected.inverses[group]), strict=True
+        ):
+            assert_close(found[k], kept[k], 0 if name == layer else 1e-6)
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(updates))
+    # Good statistics end it.
+    _, after, _ = step(grads, bad, initial(), factors)
+    assert after.metrics.failed_inversions == 1
+    assert_close(after.inverses, good.inverses, 1e-6)
+
+
+def test_a_block_that_never_was_inverted_passes_through():
+    tx = kfac.scale_by_kfac(layers())
+    grads, factors = measured(0)
+    _, state, updates = stepper(tx)(grads, tx.init(initial()), initial(), indefinite(factors, "first"))
+    assert_equal(updates["first"], grads["first"])
+    assert not state.ready["kronecker_4x4"][0]
+    assert state.ready["kronecker_4x4"][1]
+    assert state.metrics.failed_inversions == 1
+
+
+def test_training_survives_a_damping_that_a_schedule_lets_go_astray():
+    damping = lambda t: jnp.asarray([0.1, -1.0, jnp.nan, 0.0, 0.1])[t]  # noqa: E731
+    tx = kfac.kfac(0.01, layers(), damping=damping)
+    for params, state, _ in history(tx, steps=5):
+        assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves((params, state_of(state).inverses)))
+    assert kfac.diagnostics(state)["failed_inversions"] >= 8
+    assert kfac.diagnostics(state)["damping"] == np.float32(0.1)
+
+
+def test_training_through_faults_of_all_kinds_still_learns():
+    tx = kfac.kfac(0.05, layers(), damping=1e-2)
+    grad_fn = jax.jit(kfac.value_and_grad(loss_fn, layers()))
+    step = stepper(tx)
+    params, state = initial(), tx.init(initial())
+    first = loss_fn(params, batch(0, 256))
+    for t in range(20):
+        _, grads, factors = grad_fn(params, batch(t))
+        if t % 5 == 1:
+            grads = spoil(grads, "norm", "scale")
+        if t % 5 == 2:
+            factors = spoil(factors, "first", "A", value=float("inf"))
+        if t % 5 == 3:
+            factors = indefinite(factors, "out")
+        params, state, _ = step(grads, state, params, None if t % 5 == 4 else factors)
+    assert loss_fn(params, batch(0, 256)) < 0.9 * first
+    found = kfac.diagnostics(state)
+    assert found["skipped_steps"] == 4
+    assert found["skipped_statistics"] == 4
+
+
+# Loss scaling.
+
+
+@pytest.mark.parametrize("scale", [1024.0, 2.0**15])
+def test_statistics_of_a_scaled_loss_are_unscaled(scale):
+    def scaled(params, batch):
+        return scale * loss_fn(params, batch)
+
+    _, _, factors = jax.jit(kfac.value_and_grad(scaled, layers()))(initial(), batch(0))
+    expected = measured(0)[1]
+    assert differ(factors, expected)
+    assert_close(factors.unscale(scale), expected, 1e-6)
+    assert_equal(factors.unscale(scale)["first"].A, factors["first"].A)
+    # Where the square of the scale is not finite, but the result is.
+    tiny = jax.tree.map(lambda x: x * 1e-10, expected)
+    assert_close(jax.jit(lambda f, s: f.unscale(s))(tiny, 1e20)["first"].G, tiny["first"].G / 1e20 / 1e20, 1e-6)
+
+
+def test_loss_scaling_in_float16():
+    """Gradients of a float16 network, too small without the scale, train it with it."""
+    found = kfac.find_layers(loss_fn, initial(jnp.float16), batch(0, dtype=jnp.float16), skip=["temperature"])
+    tx = kfac.kfac(0.05, found, damping=1e-2)
+    params, state = initial(), tx.init(initial())
+
+    @jax.jit
+    def step(params, state, batch, scale):
+        half = jax.tree.map(lambda x: x.astype(jnp.float16), params)
+        scaled = lambda params, batch: scale * loss_fn(params, batch)  # noqa: E731
+        loss, grads, factors = kfac.value_and_grad(scaled, found)(half, batch)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
+        updates, state = tx.update(grads, state, params, factors=factors.unscale(scale))
+        return optax.apply_updates(params, updates), state, loss / scale
+
+    half_batch = batch(0, dtype=jnp.float16)
+    after, new, _ = step(params, state, half_batch, 1024.0)
+    unscaled, _, _ = stepper(kfac.kfac(0.05, layers(), damping=1e-2))(measured(0)[0], state, params, measured(0)[1])
+    assert_close(
+        jax.tree.map(lambda a, b: a - b, after, params), jax.tree.map(lambda a, b: a - b, unscaled, params), 0.1
+    )
+    # A scale that overflows skips the step.
+    stuck, new, _ = step(after, new, half_batch, 1e8)
+    assert_equal(stuck, after)
+    assert kfac.diagnostics(new)["skipped_steps"] == 1
+    _, new, _ = step(stuck, new, half_batch, 1024.0)
+    assert kfac.diagnostics(new)["skipped_steps"] == 1

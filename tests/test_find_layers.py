@@ -1,0 +1,919 @@
+"""Which block each parameter gets: normalisation, tables, tokens, temperatures, penalties; and what is refused."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import kfac
+from checking import check_all, kinds, normal, run
+from oracle import Hook, relative_error, second_moment, truth
+
+N, T, C = 4, 3, 6
+EPS = 1e-3
+
+
+def tree(**shapes):
+    return {
+        name: tree(**shape) if isinstance(shape, dict) else normal(20 + k, *shape, dtype=jnp.result_type(float))
+        for k, (name, shape) in enumerate(shapes.items())
+    }
+
+
+def mean_loss(y, t):
+    y = y.reshape(y.shape[0], -1)
+    return jnp.mean(jnp.sum(jnp.tanh(y) * t[:, : y.shape[1]], axis=1) + 0.5 * jnp.sum(jnp.sin(y), axis=1) ** 2)
+
+
+def inputs(*shape):
+    dtype = jnp.result_type(float)
+    return normal(1, N, *shape, dtype=dtype), normal(2, N, 100, dtype=dtype)
+
+
+# -- batch norm: examples interact, per-example gradients are those of ordinary back-propagation ----------------------
+
+
+def moments(x, axes):
+    mean = jnp.mean(x, axes, keepdims=True)
+    return mean, jnp.mean((x - mean) ** 2, axes, keepdims=True)
+
+
+def plain_spelling(x, mean, var, s, b):
+    return (x - mean) / jnp.sqrt(var + EPS) * s + b
+
+
+def folded_spelling(x, mean, var, s, b):
+    return (x - mean) * (lax.rsqrt(var + EPS) * s) + b
+
+
+def scale_first(x, mean, var, s, b):
+    return b + s * ((x - mean) * lax.rsqrt(var + EPS))
+
+
+def scale_before_the_division(x, mean, var, s, b):
+    return (x - mean) * s / jnp.sqrt(var + EPS) + b
+
+
+def scale_divided(x, mean, var, s, b):
+    return (s / jnp.sqrt(var + EPS)) * (x - mean) + b
+
+
+def shift_subtracted(x, mean, var, s, b):
+    return (x - mean) / jnp.sqrt(var + EPS) * s - b
+
+
+def one_plus_scale(x, mean, var, s, b):
+    return (x - mean) * lax.rsqrt(var + EPS) * (1 + s) + b
+
+
+def one_plus_scale_folded(x, mean, var, s, b):
+    return (x - mean) * (lax.rsqrt(var + EPS) * (s + 1.0)) + b
+
+
+def jitted_helper(x, mean, var, s, b):
+    return jax.jit(folded_spelling)(x, mean, var, s, b)
+
+
+def multiplier_into_a_jitted_helper(x, mean, var, s, b):
+    return jax.jit(lambda x, mean, mul, b: (x - mean) * mul + b)(x, mean, lax.rsqrt(var + EPS) * s, b)
+
+
+def product_and_sum_in_jitted_helpers(x, mean, var, s, b):
+    return jax.jit(jnp.add)(jax.jit(jnp.multiply)((x - mean) / jnp.sqrt(var + EPS), s), b)
+
+
+def under_remat(x, mean, var, s, b):
+    return jax.checkpoint(folded_spelling)(x, mean, var, s, b)
+
+
+def negated_twice(x, mean, var, s, b):
+    return (mean - x) * (-s * lax.rsqrt(var + EPS)) + b
+
+
+SPELLINGS = [
+    plain_spelling,
+    folded_spelling,
+    scale_first,
+    scale_before_the_division,
+    scale_divided,
+    shift_subtracted,
+    one_plus_scale,
+    one_plus_scale_folded,
+    jitted_helper,
+    product_and_sum_in_jitted_helpers,
+    under_remat,
+    negated_twice,
+]
+NETWORK = {"in": {"w": (5, C)}, "norm": {"scale": (C,), "shift": (C,)}, "out": {"w": (C, 2)}}
+
+
+def normalising_network(spelling, axes, evaluation=False, zero_scale=False):
+    """A reference network and the tested one: the reference gives each example its own scale and shift."""
+
+    def network(hook, p, x, t, s, b):
+        y = hook.layer("in", x, x @ p["in"]["w"])
+        mean, var = moments(y, axes)
+        if evaluation:
+            mean, var = jnp.linspace(-1, 1, C), jnp.linspace(0.5, 2, C)
+        y = jnp.tanh(spelling(y, mean, var, s, b))
+        return mean_loss(hook.layer("out", y, y @ p["out"]["w"]), t)
+
+    def reference(hook, p, x, t):
+        shape = (len(x), *(1,) * (x.ndim - 2), C)
+        s = hook.vector("norm/scale", p["norm"]["scale"], len(x)).reshape(shape)
+        b = hook.vector("norm/shift", p["norm"]["shift"], len(x)).reshape(shape)
+        return network(hook, p, x, t, s, b)
+
+    def loss(p, x, t):
+        return network(Hook(), p, x, t, p["norm"]["scale"], p["norm"]["shift"])
+
+    params = tree(**NETWORK)
+    if zero_scale:
+        params["norm"]["scale"] = jnp.zeros(C)
+    return reference, loss, params
+
+
+def check_norm(reference, loss, params, batch, expected="unitwise", interacting=True):
+    known = truth(reference, params, batch, interacting=interacting)
+    layers, factors = check_all(loss, params, batch, known, vectors=known.vectors)
+    assert kinds(layers) == {"in": "dense", "norm": expected, "out": "dense"}
+    return layers, factors
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_batch_norm(x64, spelling):
+    reference, loss, params = normalising_network(spelling, axes=(0, 1))
+    layers, _ = check_norm(reference, loss, params, inputs(T, 5))
+    assert layers["norm"].params == ("norm/scale", "norm/shift")
+    assert (layers["norm"].d_out, layers["norm"].d_in) == (C, 2)
+
+
+def test_a_multiplier_handed_to_a_jitted_function_makes_the_scale_coarse(x64):
+    reference, loss, params = normalising_network(multiplier_into_a_jitted_helper, axes=(0, 1))
+    batch = inputs(T, 5)
+    known = truth(reference, params, batch, interacting=True)
+    layers, _ = check_all(loss, params, batch, known, vectors=known.vectors)
+    assert kinds(layers) == {
+        "in": "dense",
+        "norm/scale": "coarse diagonal",
+        "norm/shift": "diagonal",
+        "out": "dense",
+    }
+
+
+@pytest.mark.parametrize("spelling", [plain_spelling, folded_spelling])
+def test_batch_norm_of_vectors(x64, spelling):
+    reference, loss, params = normalising_network(spelling, axes=(0,))
+    check_norm(reference, loss, params, inputs(5))
+
+
+@pytest.mark.parametrize("spelling", [plain_spelling, folded_spelling])
+def test_a_scale_initialised_at_zero(x64, spelling):
+    """The normalised input comes from the forward computation, not from a division by the scale."""
+    reference, loss, params = normalising_network(spelling, axes=(0, 1), zero_scale=True)
+    _, factors = check_norm(reference, loss, params, inputs(T, 5))
+    assert np.min(np.abs(factors["norm"].F)[:, 0, 0]) > 1e-8
+
+
+@pytest.mark.parametrize("spelling", [plain_spelling, folded_spelling, scale_divided])
+def test_batch_norm_with_running_averages(x64, spelling):
+    reference, loss, params = normalising_network(spelling, axes=(0, 1), evaluation=True)
+    check_norm(reference, loss, params, inputs(T, 5), interacting=False)
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS[:8])
+def test_layer_norm(x64, spelling):
+    reference, loss, params = normalising_network(spelling, axes=(-1,))
+    check_norm(reference, loss, params, inputs(T, 5), interacting=False)
+
+
+def test_layer_norm_under_vmap(x64):
+    def loss(p, x, t):
+        def one(x):
+            y = x @ p["in"]["w"]
+            y = plain_spelling(y, *moments(y, -1), p["norm"]["scale"], p["norm"]["shift"])
+            return jnp.tanh(y) @ p["out"]["w"]
+
+        return mean_loss(jax.vmap(jax.vmap(one))(x), t)
+
+    reference, _, params = normalising_network(plain_spelling, axes=(-1,))
+    check_norm(reference, loss, params, inputs(T, 5), interacting=False)
+
+
+def test_rms_norm_has_no_shift(x64):
+    def loss(p, x, t):
+        y = x @ p["in"]["w"]
+        y = y * lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + EPS) * p["norm"]["scale"]
+        return mean_loss(jnp.tanh(y) @ p["out"]["w"], t)
+
+    def reference(hook, p, x, t):
+        y = hook.layer("in", x, x @ p["in"]["w"])
+        y = y / jnp.sqrt(jnp.mean(y**2, axis=-1, keepdims=True) + EPS) * p["norm"]["scale"]
+        return mean_loss(hook.layer("out", jnp.tanh(y), jnp.tanh(y) @ p["out"]["w"]), t)
+
+    params, batch = tree(**NETWORK), inputs(T, 5)
+    del params["norm"]["shift"]
+    layers, _ = check_all(loss, params, batch, truth(reference, params, batch))
+    assert kinds(layers) == {"in": "dense", "norm": "unitwise", "out": "dense"}
+    assert layers["norm"].d_in == 1
+
+
+@pytest.mark.parametrize("split_scale", [False, True])
+def test_group_norm_with_channels_first(x64, split_scale):
+    def network(hook, p, x, t):
+        y = jnp.einsum("ntd,dc->nct", x, p["in"]["w"])
+        y = hook.layer("in", x, y.swapaxes(1, 2)).swapaxes(1, 2)
+        groups = y.reshape(len(x), 2, C // 2, T)
+        mean, var = moments(groups, (2, 3))
+        groups = (groups - mean) / jnp.sqrt(var + EPS)
+        if split_scale:
+            y = groups * p["norm"]["scale"].reshape(2, C // 2, 1) + p["norm"]["shift"].reshape(2, C // 2, 1)
+            y = y.reshape(len(x), C, T)
+        else:
+            y = groups.reshape(len(x), C, T) * p["norm"]["scale"][:, None] + p["norm"]["shift"][:, None]
+        y = jnp.tanh(y).swapaxes(1, 2)
+        return mean_loss(hook.layer("out", y, y @ p["out"]["w"]), t)
+
+    def loss(p, x, t):
+        return network(Hook(), p, x, t)
+
+    params, batch = tree(**NETWORK), inputs(T, 5)
+    layers, _ = check_all(loss, params, batch, truth(network, params, batch))
+    assert kinds(layers) == {"in": "dense", "norm": "unitwise", "out": "dense"}
+
+
+def test_norm_of_the_raw_input(x64):
+    def loss(p, x, t):
+        x = plain_spelling(x, *moments(x, -1), p["norm"]["scale"], p["norm"]["shift"])
+        return mean_loss(jnp.tanh(x) @ p["out"]["w"], t)
+
+    def reference(hook, p, x, t):
+        x = jnp.tanh(plain_spelling(x, *moments(x, -1), p["norm"]["scale"], p["norm"]["shift"]))
+        return mean_loss(hook.layer("out", x, x @ p["out"]["w"]), t)
+
+    params = {name: leaf for name, leaf in tree(**NETWORK).items() if name != "in"}
+    batch = inputs(T, C)
+    layers, _ = check_all(loss, params, batch, truth(reference, params, batch))
+    assert kinds(layers) == {"norm": "unitwise", "out": "dense"}
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_norms_in_a_scan(x64, remat):
+    """Stacked scale and shift, and a scale that all iterations share."""
+
+    def block(x, w, s, b, shared):
+        x = jnp.tanh(x @ w)
+        x = plain_spelling(x, *moments(x, -1), s, b)
+        return x * shared
+
+    def loss(p, x, t):
+        def body(x, layer):
+            return block(x, *layer, p["shared"]), None
+
+        stacked = (p["stack"]["w"], p["norm"]["s"], p["norm"]["b"])
+        x, _ = lax.scan(jax.checkpoint(body) if remat else body, x, stacked)
+        return mean_loss(x, t)
+
+    def reference(hook, p, x, t):
+        for k in range(2):
+            y = hook.layer(f"stack[{k}]", x, x @ p["stack"]["w"][k])
+            y = jnp.tanh(y)
+            x = plain_spelling(y, *moments(y, -1), p["norm"]["s"][k], p["norm"]["b"][k]) * p["shared"]
+        return mean_loss(x, t)
+
+    params = tree(norm={"s": (2, C), "b": (2, C)}, shared=(C,), stack={"w": (2, C, C)})
+    batch = inputs(T, C)
+    layers, factors = check_all(loss, params, batch, truth(reference, params, batch))
+    assert kinds(layers) == {"norm": "unitwise", "shared": "unitwise", "stack": "dense"}
+    assert layers["norm"].params == ("norm/s", "norm/b")
+    assert factors["norm"].F.shape == (2 * C, 2, 2)
+
+
+def test_low_precision_norm_keeps_its_statistics_in_float32():
+    reference, loss, params = normalising_network(folded_spelling, axes=(0, 1))
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
+    batch = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), inputs(T, 5))
+
+    def low_precision(p, x, t):
+        return loss(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), p), x.astype(jnp.bfloat16), t)
+
+    layers, _, factors = run(loss, params, batch, rounding=1e-5)
+    low_layers, _, low = run(low_precision, params, batch, rounding=1e-1)
+    assert layers == low_layers
+    assert low["norm"].F.dtype == jnp.float32
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), (params, batch))
+        known = truth(reference, *wide, interacting=True)
+    expected = second_moment([known.vectors["norm/scale"], known.vectors["norm/shift"]])
+    assert relative_error(factors["norm"].F, expected) <= 1e-5
+
+
+# -- other vectors -----------------------------------------------------------------------------------------------------
+
+
+def dense_with(function, **shapes):
+    """`function(p, x)` between two dense layers; its parameters are `shapes`."""
+
+    def model(hook, p, x, t):
+        x = jnp.tanh(hook.layer("in", x, x @ p["in"]["w"]))
+        x = function(p, x)
+        return mean_loss(hook.layer("out", x, x @ p["out"]["w"]), t)
+
+    return model, tree(**{"in": {"w": (5, C)}, "out": {"w": (C, 2)}} | shapes)
+
+
+def check_blocks(model, params, batch, **expected):
+    layers, _ = check_all(lambda p, *b: model(Hook(), p, *b), params, batch, truth(model, params, batch))
+    assert kinds(layers) == {"in": "dense", "out": "dense"} | expected
+    return layers
+
+
+@pytest.mark.parametrize(
+    ("shape", "function"),
+    [
+        ((T, C), lambda p, x: x + p["table"]),
+        ((1, T, C), lambda p, x: x + p["table"]),
+        ((T, 1), lambda p, x: x + p["table"]),
+        ((2 * T, C), lambda p, x: (x.repeat(2, axis=1) + p["table"])[:, 1:-1]),
+        ((C, T), lambda p, x: x - p["table"].T),
+        ((C,), lambda p, x: p["table"] + x),
+    ],
+)
+def test_a_positional_table_has_per_example_gradients(x64, shape, function):
+    model, params = dense_with(function, table=shape)
+    check_blocks(model, params, inputs(T, 5), table="diagonal")
+
+
+def test_a_table_as_long_as_the_batch_is_not_taken_for_the_examples(x64):
+    model, params = dense_with(lambda p, x: x + p["table"], table=(N, C))
+    check_blocks(model, params, inputs(N, 5), table="diagonal")
+
+
+def test_a_learned_temperature(x64):
+    model, params = dense_with(lambda p, x: x * p["temperature"], temperature=())
+    check_blocks(model, params, inputs(T, 5), temperature="unitwise")
+    model, params = dense_with(lambda p, x: x / jnp.exp(p["temperature"]), temperature=())
+    check_blocks(model, params, inputs(T, 5), temperature="coarse diagonal")
+
+
+def test_layer_scale_and_residual(x64):
+    model, params = dense_with(lambda p, x: x + p["gamma"] * jnp.sin(x), gamma=(C,))
+    check_blocks(model, params, inputs(T, 5), gamma="unitwise")
+
+
+def test_one_vector_as_scale_and_as_shift(x64):
+    model, params = dense_with(lambda p, x: x * p["v"] + p["v"], v=(C,))
+    check_blocks(model, params, inputs(T, 5), v="unitwise")
+
+
+def test_one_scale_for_two_places_and_two_shifts(x64):
+    model, params = dense_with(lambda p, x: jnp.tanh(x * p["s"] + p["a"]) * p["s"] + p["b"], s=(C,), a=(C,), b=(C,))
+    check_blocks(model, params, inputs(T, 5), s="unitwise", a="diagonal", b="diagonal")
+
+
+def test_a_vector_that_divides(x64):
+    model, params = dense_with(lambda p, x: x / (p["v"] ** 2 + 1), v=(C,))
+    check_blocks(model, params, inputs(T, 5), v="coarse diagonal")
+
+
+def test_a_gate_read_in_two_ways_is_coarse(x64):
+    """One of its reads has known per-example gradients, the other has not: the sum has none."""
+    model, params = dense_with(lambda p, x: p["g"] * x + (1 - p["g"]) * jnp.sin(x), g=(C,))
+    check_blocks(model, params, inputs(T, 5), g="coarse diagonal")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda p, x: jnp.concatenate([jnp.broadcast_to(p["cls"], (len(x), 1, C)), x], axis=1),
+        lambda p, x: x.at[:, 0].set(p["cls"]),
+        lambda p, x: x.at[:, 0].add(p["cls"]),
+        lambda p, x: jnp.where(x > 0.5, p["cls"], x),
+        lambda p, x: jnp.maximum(x, p["cls"]),
+    ],
+    ids=["concatenate", "set", "add", "where", "maximum"],
+)
+def test_a_class_token_is_coarse(x64, function):
+    model, params = dense_with(function, cls=(C,))
+    layers = check_blocks(model, params, inputs(T, 5), cls="coarse diagonal")
+    assert "n times the squared mean gradient" in layers["cls"].note
+    assert "diagonal (coarse)" in repr(layers)
+
+
+def test_an_embedding_is_coarse(x64):
+    def loss(p, tokens, t):
+        return mean_loss(p["table"][tokens] @ p["out"]["w"], t)
+
+    def reference(hook, p, tokens, t):
+        x = p["table"][tokens]
+        return mean_loss(hook.layer("out", x, x @ p["out"]["w"]), t)
+
+    params = tree(table=(7, C), out={"w": (C, 2)})
+    batch = (np.arange(N * T).reshape(N, T) % 7, inputs()[1])
+    layers, _ = check_all(loss, params, batch, truth(reference, params, batch))
+    assert kinds(layers) == {"out": "dense", "table": "coarse diagonal"}
+    layers = kfac.find_layers(loss, params, *batch, skip=("^out/",))
+    assert kinds(layers) == {"out": "skipped", "table": "coarse diagonal"}
+
+
+def test_a_learned_initial_state_of_a_scan_is_coarse(x64):
+    def model(hook, p, x, t):
+        h = jnp.broadcast_to(p["start"], (len(x), C))
+        for k in range(x.shape[1]):
+            u = hook.layer("in", x[:, k], x[:, k] @ p["in"]["w"])
+            h = jnp.tanh(hook.layer("out", h, h @ p["out"]["w"]) + u)
+        return mean_loss(h, t)
+
+    def loss(p, x, t):
+        def cell(h, x):
+            return jnp.tanh(h @ p["out"]["w"] + x @ p["in"]["w"]), None
+
+        h = jnp.broadcast_to(p["start"], (len(x), C))
+        return mean_loss(lax.scan(cell, h, x.swapaxes(0, 1))[0], t)
+
+    params = tree(**{"in": {"w": (5, C)}, "out": {"w": (C, C)}, "start": (C,)})
+    batch = inputs(T, 5)
+    layers, _ = check_all(loss, params, batch, truth(model, params, batch))
+    assert kinds(layers) == {"in": "dense", "out": "dense", "start": "coarse diagonal"}
+
+
+def test_an_unused_parameter(x64):
+    model, params = dense_with(lambda p, x: x, unused=(3, 2))
+    layers = check_blocks(model, params, inputs(T, 5), unused="coarse diagonal")
+    assert layers["unused"].note == "not used by the loss"
+
+
+@pytest.mark.parametrize(
+    "penalty",
+    [
+        lambda p: 1e-2 * sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(p)),
+        lambda p: 1e-2 * sum(jnp.vdot(leaf, leaf) for leaf in jax.tree.leaves(p)),
+        lambda p: 1e-2 * jnp.sum((p["in"]["w"].T @ p["in"]["w"] - jnp.eye(C)) ** 2),
+        lambda p: 1e-2 * jnp.max(jnp.abs(p["out"]["w"])) + 1e-2 * jnp.linalg.norm(p["in"]["w"]),
+    ],
+    ids=["squares", "inner-products", "orthogonality", "norms"],
+)
+def test_a_weight_penalty_leaves_factors_alone_but_not_gradients(x64, penalty):
+    model, params = dense_with(lambda p, x: x + p["b"], b=(C,))
+    batch = inputs(T, 5)
+    layers, grads, factors = run(lambda p, *b: model(Hook(), p, *b) + penalty(p), params, batch)
+    _, plain_grads, expected = run(lambda p, *b: model(Hook(), p, *b), params, batch)
+    assert kinds(layers) == {"in": "dense", "out": "dense", "b": "diagonal"}
+    for found, truth_ in zip(jax.tree.leaves(factors), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(found, truth_, rtol=1e-10)
+    assert not np.allclose(grads["in"]["w"], plain_grads["in"]["w"])
+
+
+def test_a_stopped_gradient_is_no_use(x64):
+    """A momentum encoder: the second product reads the kernel, but no gradient comes back through it."""
+
+    def model(hook, p, x, t):
+        y = hook.layer("w", x, x @ p["w"])
+        return mean_loss(y + x @ lax.stop_gradient(p["w"]), t)
+
+    params, batch = tree(w=(5, C)), inputs(T, 5)
+    layers, _ = check_all(lambda p, *b: model(Hook(), p, *b), params, batch, truth(model, params, batch))
+    assert layers["w"].positions == T
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@jax.custom_vjp
+def foreign(x, w):
+    return x @ w
+
+
+foreign.defvjp(lambda x, w: (x @ w, (x, w)), lambda res, g: (g @ res[1].T, jnp.einsum("...i,...o->io", res[0], g)))
+
+
+def spectral_norm(p, x):
+    u = jnp.ones(5) / jnp.sqrt(5.0)
+    for _ in range(2):
+        v = p["w"].T @ u
+        v = lax.stop_gradient(v / jnp.linalg.norm(v))
+        u = p["w"] @ v
+        u = lax.stop_gradient(u / jnp.linalg.norm(u))
+    return x @ (p["w"] / (u @ p["w"] @ v))
+
+
+def scanned_while(p, x):
+    return lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, jnp.tanh(s[1] @ p["w"])), (0, x))[1]
+
+
+def fast_weights(p, x):
+    inner = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(p["w"])
+    return x @ (p["w"] - 0.1 * inner)
+
+
+def lagged_weights(p, x):
+    def body(carry, _):
+        x, w = carry
+        return (jnp.tanh(x @ w), p["w"]), None
+
+    return lax.scan(body, (x, jnp.eye(5)), None, length=3)[0][0]
+
+
+SQUARE = (5, 5)
+REFUSED = {
+    "while loop": (scanned_while, SQUARE, r"while.*cannot be followed"),
+    "cond": (
+        lambda p, x: lax.cond(jnp.sum(x) > 0, lambda: x @ p["w"], lambda: x @ p["w"].T),
+        SQUARE,
+        r"cond.*cannot be followed",
+    ),
+    "foreign custom_vjp": (lambda p, x: foreign(x, p["w"]), SQUARE, r"custom_vjp.*cannot be followed"),
+    "weight standardisation": (
+        lambda p, x: x @ ((p["w"] - p["w"].mean(0)) / (p["w"].std(0) + EPS)),
+        SQUARE,
+        r"dot_general.*different array",
+    ),
+    "weight normalisation": (
+        lambda p, x: x @ (p["w"] / jnp.linalg.norm(p["w"], axis=0)),
+        SQUARE,
+        r"dot_general.*different array",
+    ),
+    "spectral norm": (spectral_norm, SQUARE, r"dot_general.*(multiplied|different array)"),
+    "pruned": (lambda p, x: x @ (p["w"] * (np.arange(25).reshape(5, 5) % 3 > 0)), SQUARE, r"dot_general.*multiplied"),
+    "masked": (
+        lambda p, x: x @ jnp.where(np.arange(25).reshape(5, 5) % 3 > 0, p["w"], 0.0),
+        SQUARE,
+        r"dot_general.*different array",
+    ),
+    "slice": (lambda p, x: x @ p["w"][:, :3], SQUARE, r"dot_general.*different array"),
+    "row of a stack": (lambda p, x: x @ p["w"][1], (2, 5, 5), r"dot_general.*different array"),
+    "dynamic row of a stack": (
+        lambda p, x: lax.fori_loop(0, 2, lambda k, x: jnp.tanh(x @ p["w"][k]), x),
+        (2, 5, 5),
+        r"dot_general.*(different array|looked up)",
+    ),
+    "gathered expert kernels": (
+        lambda p, x: jnp.einsum("nd,ndo->no", x[:, 0], p["w"][jnp.argmax(x[:, 0], axis=1) % 2]),
+        (2, 5, 5),
+        r"dot_general.*rows looked up",
+    ),
+    "embedding tied to the output": (
+        lambda p, x: p["w"][jnp.argmax(x, axis=-1)] @ p["w"].T,
+        SQUARE,
+        r"gather.*cannot be put in one block",
+    ),
+    "output tied to the embedding": (
+        lambda p, x: jnp.tanh(x @ p["w"]) + p["w"][jnp.argmax(x, axis=-1)],
+        SQUARE,
+        r"gather.*cannot be put in one block",
+    ),
+    "different sides": (
+        lambda p, x: jnp.tanh(x @ p["w"]) @ p["w"].T,
+        SQUARE,
+        r"disagree on which of its axes are inputs",
+    ),
+    "also a scale": (lambda p, x: x @ p["w"] + x * p["w"][0], SQUARE, r"cannot be put in one block"),
+    "also a table": (lambda p, x: x @ p["w"] + p["w"], SQUARE, r"besides a product"),
+    "fast weights": (fast_weights, SQUARE, r"dot_general.*what became of it"),
+    "updated weights": (lambda p, x: x @ (p["w"] - jnp.mean(x @ x, axis=0) @ jnp.ones(SQUARE)), SQUARE, "dot_general"),
+    "lagged weights": (lagged_weights, SQUARE, r"scan"),
+    "changed by a scan": (
+        lambda p, x: lax.scan(lambda c, _: ((jnp.tanh(c[0] @ c[1]), 0.9 * c[1]), None), (x, p["w"]), None, 2)[0][0],
+        SQUARE,
+        r"scan.*from iteration to iteration",
+    ),
+    "multiplies the loss": (
+        lambda p, x: (x @ p["w"]) * (1 + jnp.sum(p["w"] ** 2)),
+        SQUARE,
+        r"cannot be put in one block",
+    ),
+    "stacked in two orders": (
+        lambda p, x: x @ jnp.zeros((5, 5)) + scan_over(p["w"], 0, x) + scan_over(p["w"], 1, x),
+        (5, 5, 5),
+        r"disagree",
+    ),
+}
+
+
+def scan_over(w, axis, x):
+    return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, jnp.moveaxis(w, axis, 0))[0]
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_with_the_parameter_the_operation_the_reason_and_the_way_out(case):
+    function, shape, reason = REFUSED[case]
+
+    def loss(p, x):
+        return jnp.mean(jnp.sin(function(p["odd"], x)))
+
+    params = {"odd": {"w": jnp.ones(shape)}, "other": jnp.ones(2)}
+    x = jnp.ones((N, 5, 5))
+    with pytest.raises(kfac.UnsupportedLayerError) as caught:
+        kfac.find_layers(loss, params, x)
+    message = str(caught.value)
+    assert "'odd/w'" in message
+    assert re.search(reason, message), message
+    pattern = re.search(r"skip=\('(.*?)',\)", message).group(1)
+    layers = kfac.find_layers(loss, params, x, skip=(pattern,))
+    assert kinds(layers) == {"odd": "skipped", "other": "coarse diagonal"}
+    if case != "while loop":  # which jax itself cannot differentiate
+        _, _, factors = jax.jit(kfac.value_and_grad(loss, layers, num_examples=N))(params, x)
+        assert list(factors) == ["other"]
+
+
+def test_lora_is_refused_where_the_product_is_formed_first(x64):
+    def formed_first(p, x, t):
+        return mean_loss(x @ (p["base"] + p["a"] @ p["b"]), t)
+
+    def one_after_the_other(hook, p, x, t):
+        low = hook.layer("a", x, x @ p["a"])
+        y = hook.layer("base", x, x @ p["base"])
+        return mean_loss(y + hook.layer("b", low, low @ p["b"]), t)
+
+    params, batch = tree(a=(5, 2), b=(2, C), base=(5, C)), inputs(T, 5)
+    with pytest.raises(kfac.UnsupportedLayerError, match=r"'a'.*dot_general.*skip="):
+        kfac.find_layers(formed_first, params, *batch)
+    layers = kfac.find_layers(formed_first, params, *batch, skip=("^[ab]", "^base$"))
+    assert set(kinds(layers).values()) == {"skipped"}
+    layers, _ = check_all(
+        lambda p, *b: one_after_the_other(Hook(), p, *b), params, batch, truth(one_after_the_other, params, batch)
+    )
+    assert set(kinds(layers).values()) == {"dense"}
+
+
+def test_a_skipped_neighbour_changes_nothing_else(x64):
+    model, params = dense_with(lambda p, x: x * p["norm"]["s"] + p["norm"]["b"], norm={"s": (C,), "b": (C,)})
+    batch = inputs(T, 5)
+    _, grads, everything = run(lambda p, *b: model(Hook(), p, *b), params, batch)
+    layers, skipped_grads, factors = run(lambda p, *b: model(Hook(), p, *b), params, batch, skip=("^in/", "norm/b"))
+    assert kinds(layers) == {"in": "skipped", "norm/b": "skipped", "norm/s": "unitwise", "out": "dense"}
+    np.testing.assert_allclose(factors["out"].G, everything["out"].G, rtol=1e-12)
+    np.testing.assert_allclose(factors["norm/s"].F, everything["norm"].F[:, :1, :1], rtol=1e-12)
+    np.testing.assert_allclose(grads["in"]["w"], skipped_grads["in"]["w"], rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("skip", "message"),
+    [
+        (("nothing",), "'nothing' matches no parameter"),
+        (("(",), "no.*regular expression|not a regular"),
+        ("w", "sequence"),
+    ],
+)
+def test_bad_skip_patterns(skip, message):
+    with pytest.raises(ValueError, match=message):
+        kfac.find_layers(lambda p, x: jnp.mean(x @ p["w"]), {"w": jnp.ones((5, 2))}, jnp.ones((N, 5)), skip=skip)
+
+
+# -- the number of examples --------------------------------------------------------------------------------------------
+
+
+def value_and_grad(loss, params, *batch, **options):
+    return jax.eval_shape(kfac.value_and_grad(loss, kfac.find_layers(loss, params, *batch), **options), params, *batch)
+
+
+def test_disagreeing_example_counts_ask_for_num_examples():
+    def loss(p, x):
+        y = jnp.tanh(x @ p["a"]).reshape(N * T, C)
+        return jnp.mean(y @ p["b"])
+
+    params, x = {"a": jnp.ones((5, C)), "b": jnp.ones((C, 2))}, jnp.ones((N, T, 5))
+    with pytest.raises(ValueError, match=r"4 \('a'\), 12 \('b'\).*num_examples="):
+        value_and_grad(loss, params, x)
+    value_and_grad(loss, params, x, num_examples=N)
+    with pytest.raises(ValueError, match="num_examples=5 does not divide the 12 positions"):
+        value_and_grad(loss, params, x, num_examples=5)
+    for bad in (0, -1, 2.0, True):
+        with pytest.raises(ValueError, match="num_examples must be a positive int"):
+            value_and_grad(loss, params, x, num_examples=bad)
+
+
+def test_examples_one_after_the_other_ask_for_num_examples(x64):
+    """`lax.map` over examples: no layer's input has an axis of examples, and 1 would be quietly wrong."""
+
+    def loss(p, x, t):
+        return mean_loss(lax.map(lambda x: jnp.tanh(x @ p["w"]), x), t)
+
+    def reference(hook, p, x, t):
+        return mean_loss(jnp.tanh(hook.layer("w", x, x @ p["w"])), t)
+
+    params, batch = tree(w=(5, C)), inputs(5)
+    with pytest.raises(ValueError, match="num_examples="):
+        value_and_grad(loss, params, *batch)
+    known = truth(reference, params, batch)
+    layers, _, factors = run(loss, params, batch, num_examples=N)
+    assert layers["w"].positions is None
+    for factor, expected in zip("AG", known.kronecker("w"), strict=True):
+        assert relative_error(getattr(factors["w"], factor), expected) <= 1e-12
+
+
+def test_a_single_vector_is_refused_where_its_activations_look_like_parameters():
+    """`x * s + b` of one example has the shape of `s`: the next kernel must not be taken for one that meets no data."""
+
+    def loss(p, x):
+        x = (x - x.mean(-1, keepdims=True)) * p["s"] + p["b"]
+        return jnp.mean(jnp.tanh(x @ p["w"]))
+
+    params = {"b": jnp.ones(5), "s": jnp.ones(5), "w": jnp.ones((5, C))}
+    assert kinds(kfac.find_layers(loss, params, jnp.ones((2, 5)))) == {"s": "unitwise", "w": "dense"}
+    with pytest.raises(kfac.UnsupportedLayerError, match=r"'w'.*dot_general.*single example.*skip="):
+        kfac.find_layers(loss, params, jnp.ones((1, 5)))
+
+
+def test_flattened_examples_in_an_elementwise_layer_are_an_error():
+    def loss(p, x):
+        y = jnp.tanh(x @ p["a"]).reshape(N * T, C) * p["s"]
+        return jnp.mean(y)
+
+    params, x = {"a": jnp.ones((5, C)), "s": jnp.ones(C)}, jnp.ones((N, T, 5))
+    with pytest.raises(ValueError, match=r"'s'.*none of whose axes has the 4 examples"):
+        value_and_grad(loss, params, x)
+
+
+def test_an_ambiguous_axis_of_examples_is_an_error():
+    """Features first, examples last, and an axis of positions of the same length between."""
+
+    def loss(p, x):
+        y = jnp.tanh(jnp.einsum("ntd,dc->ctn", x, p["a"])) * p["s"][:, None, None]
+        return jnp.mean(y)
+
+    params = {"a": jnp.ones((5, C)), "s": jnp.ones(C)}
+    value_and_grad(loss, params, jnp.ones((N, T, 5)))
+    with pytest.raises(ValueError, match=r"'s'.*which.*examples"):
+        value_and_grad(loss, params, jnp.ones((N, N, 5)))
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def example_layers(width=C):
+    def loss(p, x, t):
+        y = plain_spelling(x @ p["in"]["w"], 0.0, 1.0, p["norm"]["scale"], p["norm"]["shift"])
+        return mean_loss(y @ p["out"]["w"] + p["out"]["b"], t) + jnp.sum(p["lost"])
+
+    params = {
+        "in": {"w": jnp.ones((5, width))},
+        "lost": jnp.ones(3),
+        "norm": {"scale": jnp.ones(width), "shift": jnp.ones(width)},
+        "out": {"b": jnp.ones(2), "w": jnp.ones((width, 2))},
+    }
+    return kfac.find_layers(loss, params, jnp.ones((N, 5)), jnp.ones((N, 2)), skip=("^out/b",))
+
+
+def test_layers_are_hashable_and_equal_across_calls():
+    one, two, other = example_layers(), example_layers(), example_layers(width=7)
+    assert one == two
+    assert hash(one) == hash(two)
+    assert one is not two
+    assert one != other
+    assert {one: 1}[two] == 1
+    with pytest.raises(AttributeError):
+        one.blocks = ()
+    with pytest.raises(AttributeError):
+        one[0].name = "other"
+
+
+def test_layers_do_not_depend_on_the_size_of_the_batch():
+    def layers(n):
+        model, params = dense_with(lambda p, x: x * p["s"] + p["b"], s=(C,), b=(C,))
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+        x, t = jax.ShapeDtypeStruct((n, T, 5), jnp.float32), jax.ShapeDtypeStruct((n, 100), jnp.float32)
+        return kfac.find_layers(lambda p, *b: model(Hook(), p, *b), shapes, x, t)
+
+    assert layers(1) == layers(2) == layers(64)
+
+
+def test_layers_are_a_sequence():
+    layers = example_layers()
+    assert [layer.name for layer in layers] == ["in", "lost", "norm", "out/b", "out/w"] or len(layers) == 5
+    assert layers[0] is layers["in"]
+    assert layers[1:3] == (layers["lost"], layers["norm"])
+    with pytest.raises(KeyError, match="no layer 'absent'"):
+        layers["absent"]
+
+
+def test_the_table_has_every_leaf_in_exactly_one_row():
+    layers = example_layers()
+    lines = repr(layers).splitlines()
+    rows = lines[2:-1]
+    assert len(rows) == len(layers)
+    for path in layers.paths:
+        own = [
+            row
+            for row, layer in zip(rows, layers, strict=True)
+            if path in layer.params and re.search(rf"(^|[ /]){re.escape(path.split('/')[-1])} \[", row)
+        ]
+        assert len(own) == 1, path
+    assert sum(len(re.findall(r"\w \[[\d, ]*\]", row)) for row in rows) == len(layers.paths)
+    for layer, row in zip(layers, rows, strict=True):
+        assert row.startswith(layer.name)
+        assert (layer.kind in ("dense", "conv")) or layer.note in row
+    elements = sum(int(np.prod(shape)) for layer in layers for shape in layer.factor_shapes.values())
+    assert f"factors: {elements:,} elements" in lines[-1]
+
+
+# -- calling it --------------------------------------------------------------------------------------------------------
+
+
+def test_aux_passes_through_with_leaves_that_are_no_arrays(x64):
+    tag = object()
+
+    def loss(p, x, t):
+        y = x @ p["w"]
+        return mean_loss(y, t), {"logits": y, "tag": tag, "name": "text", "count": 3, "none": None, "shape": y.shape}
+
+    params, batch = tree(w=(5, C)), inputs(T, 5)
+    layers = kfac.find_layers(loss, params, *batch, has_aux=True)
+    assert kinds(layers) == {"w": "dense"}
+    (value, aux), grads, _ = kfac.value_and_grad(loss, layers, has_aux=True)(params, *batch)
+    (expected, expected_aux), expected_grads = jax.value_and_grad(loss, has_aux=True)(params, *batch)
+    assert aux["tag"] is tag
+    assert {k: v for k, v in aux.items() if k not in ("logits", "tag")} == {
+        k: v for k, v in expected_aux.items() if k not in ("logits", "tag")
+    }
+    np.testing.assert_allclose(aux["logits"], expected_aux["logits"], rtol=1e-12)
+    np.testing.assert_allclose(value, expected, rtol=1e-12)
+    np.testing.assert_allclose(grads["w"], expected_grads["w"], rtol=1e-10)
+
+
+def test_the_output_before_the_bias_may_be_aux(x64):
+    """Reading an output for a metric does not take the bias away."""
+
+    def loss(p, x, t):
+        y = x @ p["d"]["w"]
+        return mean_loss(y + p["d"]["b"], t), y
+
+    params, batch = tree(d={"w": (5, C), "b": (C,)}), inputs(T, 5)
+    layers = kfac.find_layers(loss, params, *batch, has_aux=True)
+    assert kinds(layers) == {"d": "dense"}
+    layers = kfac.find_layers(jax.jit(loss), params, *batch, has_aux=True)
+    assert [path for layer in layers for path in layer.params].count("d/b") == 1
+
+
+def test_keyword_arguments_static_arguments_and_random_keys():
+    def loss(p, x, *, key, mode, scale=1.0):
+        keep = jax.random.bernoulli(key, 0.5, x.shape)
+        assert mode == "train"
+        return scale * jnp.mean(jnp.where(keep, x, 0) @ p["w"])
+
+    params, x = {"w": jnp.ones((5, 2))}, jnp.ones((N, 5))
+    options = dict(key=jax.random.key(0), mode="train", scale=2.0)
+    layers = kfac.find_layers(loss, params, x, **options)
+    value, grads, factors = kfac.value_and_grad(loss, layers)(params, x, **options)
+    expected, expected_grads = jax.value_and_grad(loss)(params, x, **options)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    np.testing.assert_allclose(grads["w"], expected_grads["w"], rtol=1e-6)
+    kept = np.where(jax.random.bernoulli(options["key"], 0.5, x.shape), x, 0)
+    np.testing.assert_allclose(factors["w"].A, kept.T @ kept / N, rtol=1e-6)
+
+
+def test_numpy_batches_in_float64_while_jax_computes_in_float32():
+    def loss(p, x, labels):
+        logits = x @ p["w"]
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=1))
+
+    params = {"w": np.ones((5, 3), np.float32)}
+    batch = (np.random.default_rng(0).normal(size=(N, 5)), np.arange(N) % 3)
+    layers = kfac.find_layers(loss, params, *batch)
+    value, grads, factors = kfac.value_and_grad(loss, layers)(params, *batch)
+    np.testing.assert_allclose(value, jax.value_and_grad(loss)(params, *batch)[0], rtol=1e-6)
+    np.testing.assert_allclose(factors["w"].A, batch[0].T @ batch[0] / N, rtol=1e-5)
+    assert factors["w"].A.dtype == grads["w"].dtype == np.float32
+
+
+def test_other_layers_than_expected_are_an_error():
+    def loss(p, x, wide):
+        y = x @ p["a"]
+        return jnp.mean((y + p["b"]) if wide else y * p["b"])
+
+    params, x = {"a": jnp.ones((5, 2)), "b": jnp.ones(2)}, jnp.ones((N, 5))
+    layers = kfac.find_layers(loss, params, x, True)
+    with pytest.raises(ValueError, match="other layers"):
+        kfac.value_and_grad(loss, layers)(params, x, False)
+    with pytest.raises(ValueError, match=r"differ in c"):
+        kfac.value_and_grad(loss, layers)(params | {"c": jnp.ones(2)}, x, True)
+    with pytest.raises(ValueError, match="layers must be"):
+        kfac.value_and_grad(loss, [])
+    with pytest.raises(ValueError, match="fisher must be"):
+        kfac.value_and_grad(loss, layers, fisher="exact")
+
+
+@pytest.mark.parametrize(
+    ("loss", "params", "message"),
+    [
+        (lambda p: p["w"], {"w": np.ones(2)}, "real scalar"),
+        (lambda p: (jnp.sum(p["w"]), 1), {"w": np.ones(2)}, "has_aux=True"),
+        (lambda p: 1.0, {"w": np.ones(2)}, "real scalar"),
+        (lambda p: jnp.sum(p["w"]), {"w": np.ones(2, np.int32)}, "real parameters"),
+        (lambda p: jnp.sum(p["w"]), {"w": 1.0}, "array"),
+        (lambda p: jnp.sum(p["w"]).astype(jnp.complex64), {"w": np.ones(2)}, "real scalar"),
+    ],
+)
+def test_losses_and_parameters_that_are_not_real(loss, params, message):
+    with pytest.raises(TypeError, match=message):
+        kfac.find_layers(loss, params)
+
+
+def test_no_parameters():
+    with pytest.raises(ValueError, match="no leaves"):
+        kfac.find_layers(lambda p: jnp.zeros(()), {})

@@ -1,0 +1,182 @@
+"""Accumulation over micro-batches, and statistics under `pmap` and `shard_map`: each part exact by itself."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kfac
+from checking import FAST, normal
+from oracle import relative_error
+
+N, T, C = 12, 3, 4
+
+
+def loss(p, x, t, *, batch_norm=False):
+    y = x @ p["in"]["w"] + p["in"]["b"]
+    axes = (0, 1) if batch_norm else -1
+    y = (y - y.mean(axes, keepdims=True)) / jnp.sqrt(y.var(axes, keepdims=True) + 1e-3)
+    y = jnp.tanh(y * p["norm"]["s"] + p["norm"]["b"]) + p["table"]
+    return jnp.mean(jnp.sum(jnp.tanh(y @ p["out"]["w"]) * t[..., None], axis=(1, 2)))
+
+
+def problem(dtype=np.float64):
+    shapes = {"in": {"w": (5, C), "b": (C,)}, "norm": {"s": (C,), "b": (C,)}, "out": {"w": (C, 2)}, "table": (T, C)}
+    flat, tree = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
+    params = jax.tree.unflatten(tree, [normal(k, *shape, dtype=dtype) for k, shape in enumerate(flat)])
+    return params, (normal(10, N, T, 5, dtype=dtype), normal(11, N, T, dtype=dtype))
+
+
+def function(params, batch, batch_norm=False, **options):
+    own = functools.partial(loss, batch_norm=batch_norm)
+    return kfac.value_and_grad(own, kfac.find_layers(own, params, *batch), **options)
+
+
+def compiled(fn):
+    return jax.jit(fn, compiler_options=FAST)
+
+
+def assert_equal(found, expected, tolerance=1e-10):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert one.dtype == two.dtype
+        assert relative_error(one, np.asarray(two, np.float64)) <= tolerance
+
+
+def mean_of(results):
+    return jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *results)
+
+
+@pytest.mark.parametrize("count", [1, 3, 12])
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_averages_are_the_means_over_separate_microbatches(x64, count, batch_norm):
+    params, batch = problem()
+    fn = function(params, batch, batch_norm)
+    found = compiled(kfac.microbatch(fn, count, batch_argnums=(1, 2)))(params, *batch)
+    single = compiled(fn)
+    parts = [
+        single(params, *(np.asarray(x).reshape(count, N // count, *x.shape[1:])[k] for x in batch))
+        for k in range(count)
+    ]
+    assert_equal(found, mean_of(parts))
+    if not batch_norm:
+        assert_equal(found, single(params, *batch))
+
+
+def test_a_batch_in_one_argument_and_aux(x64):
+    params, batch = problem()
+
+    def with_aux(p, batch, offset):
+        value = loss(p, *batch["data"]) + offset
+        return value, {"twice": 2 * value, "low": value.astype(jnp.bfloat16)}
+
+    whole = {"data": batch}
+    layers = kfac.find_layers(with_aux, params, whole, 1.0, has_aux=True)
+    fn = kfac.value_and_grad(with_aux, layers, has_aux=True)
+    (value, aux), grads, factors = compiled(kfac.microbatch(fn, 4))(params, whole, jnp.ones(()))
+    (expected, _), expected_grads, expected_factors = compiled(fn)(params, whole, jnp.ones(()))
+    assert_equal((value, grads, factors), (expected, expected_grads, expected_factors))
+    np.testing.assert_allclose(aux["twice"], 2 * value, rtol=1e-12)
+    assert aux["low"].dtype == jnp.bfloat16
+
+
+def test_batch_arguments_counted_from_the_end(x64):
+    params, batch = problem()
+    fn = function(params, batch)
+    found = compiled(kfac.microbatch(fn, 2, batch_argnums=(-1, -2)))(params, *batch)
+    assert_equal(found, compiled(kfac.microbatch(fn, 2, batch_argnums=[1, 2]))(params, *batch), 0)
+
+
+def test_low_precision_results_are_averaged_in_float32():
+    """Beside a gradient of 256, a sum in bfloat16 would not see any of 1."""
+    params = {"w": jnp.zeros((2, 1), jnp.bfloat16)}
+
+    def linear(p, x):
+        return jnp.mean((x @ p["w"]).astype(jnp.float32))
+
+    x = jnp.ones((512, 2), jnp.bfloat16).at[0].set(256)
+    layers = kfac.find_layers(linear, params, x)
+    _, grads, _ = compiled(kfac.microbatch(kfac.value_and_grad(linear, layers), 512))(params, x)
+    assert grads["w"].dtype == jnp.bfloat16
+    np.testing.assert_allclose(grads["w"].astype(jnp.float32), (511 + 256) / 512, rtol=1e-2)
+
+
+def test_memory_does_not_grow_with_the_number_of_microbatches():
+    params, _ = problem(np.float32)
+    size = 64
+
+    def temporary_bytes(count):
+        batch = (
+            jax.ShapeDtypeStruct((size * count, T, 5), jnp.float32),
+            jax.ShapeDtypeStruct((size * count, T), jnp.float32),
+        )
+        fn = kfac.microbatch(function(params, batch), count, batch_argnums=(1, 2))
+        return jax.jit(fn).lower(params, *batch).compile().memory_analysis().temp_size_in_bytes
+
+    few, many = temporary_bytes(2), temporary_bytes(64)
+    assert many <= 1.05 * few + 1024
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.0, True, "2"])
+def test_a_bad_number_of_microbatches(count):
+    with pytest.raises(ValueError, match="num_microbatches must be a positive int"):
+        kfac.microbatch(lambda p, x: x, count)
+
+
+def test_what_cannot_be_split_or_averaged_is_an_error():
+    params, batch = problem(np.float32)
+    fn = function(params, batch)
+    with pytest.raises(ValueError, match=r"num_microbatches=5 does not divide argument 1.*length 12"):
+        kfac.microbatch(fn, 5, batch_argnums=(1, 2))(params, *batch)
+    with pytest.raises(ValueError, match=r"does not divide argument 2.*no leading axis"):
+        kfac.microbatch(fn, 2, batch_argnums=(1, 2))(params, batch[0], 1.0)
+    with pytest.raises(ValueError, match=r"batch_argnums has 3"):
+        kfac.microbatch(fn, 2, batch_argnums=3)(params, *batch)
+
+    def counting(p, x, t):
+        return loss(p, x, t), jnp.arange(3)
+
+    layers = kfac.find_layers(counting, params, *batch, has_aux=True)
+    with pytest.raises(ValueError, match=r"averages results.*int32"):
+        kfac.microbatch(kfac.value_and_grad(counting, layers, has_aux=True), 2, batch_argnums=(1, 2))(params, *batch)
+
+
+def test_unequal_leading_axes_are_an_error():
+    """Both divide, but part `k` of one would not belong to part `k` of the other."""
+    params, (x, t) = problem(np.float32)
+    fn = function(params, (x, t))
+    with pytest.raises(ValueError, match="different lengths 12, 8"):
+        kfac.microbatch(fn, 4, batch_argnums=(1, 2))(params, x, t[:8])
+
+
+# -- several devices ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("mapped", ["pmap", "shard_map"])
+def test_loss_gradients_and_factors_are_the_devices_own(mapped, count):
+    params, batch = problem(np.float32)
+    fn = function(params, batch)
+    device_fn = fn if count == 1 else kfac.microbatch(fn, count, batch_argnums=(1, 2))
+    parts = [np.asarray(x).reshape(4, N // 4, *x.shape[1:]) for x in batch]
+    if mapped == "pmap":
+        found = jax.pmap(device_fn, in_axes=(None, 0, 0), axis_name="devices", devices=jax.devices()[:4])(
+            params, *parts
+        )
+    else:
+        spec = jax.sharding.PartitionSpec
+        mesh = jax.make_mesh((4,), ("devices",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+
+        def local(params, *batch):
+            return jax.tree.map(lambda leaf: leaf[None], device_fn(params, *batch))
+
+        specs = (spec(), spec("devices"), spec("devices"))
+        found = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=spec("devices")))(params, *batch)
+    single = compiled(fn)
+    for k in range(4):
+        expected = single(params, *(part[k] for part in parts))
+        assert_equal(jax.tree.map(lambda leaf, k=k: leaf[k], found), expected, 1e-5)

@@ -1,0 +1,595 @@
+"""Semantics of `scale_by_kfac` and `kfac`, one property a test."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import kfac
+from kfac.layers import Factors, Kronecker, Unitwise
+from problem import (
+    assert_close,
+    assert_equal,
+    batch,
+    differ,
+    history,
+    initial,
+    layers,
+    loss_fn,
+    measured,
+    run,
+    state_of,
+    stepper,
+)
+
+KFAC_OPTIONS = list(inspect.signature(kfac.kfac).parameters)
+SCALE_OPTIONS = list(inspect.signature(kfac.scale_by_kfac).parameters)
+
+# Options under which each argument matters, and the value that must change the outcome. A new argument without an entry
+# fails the tests below. Numbers are handed in as arrays, so that one compiled function serves them all.
+NUMBERS = {
+    "learning_rate": 0.3,
+    "momentum": 0.5,
+    "weight_decay": 0.1,
+    "norm_constraint": 1e-4,
+    "trust_ratio": 0.5,
+    "damping": 1e-2,
+    "factor_decay": 0.5,
+    "inverse_every": 3,
+    "refresh_warmup": 3,
+    "unitwise_damping": 30.0,
+}
+BASE = {
+    "learning_rate": 0.1,
+    "momentum": 0.9,
+    "weight_decay": 0.01,
+    "norm_constraint": 1e-3,
+    "trust_ratio": 1.0,
+    "damping": 1e-3,
+    "factor_decay": 0.95,
+    "inverse_every": 2,
+    "refresh_warmup": 0,
+    "unitwise_damping": 1.0,
+}
+SWITCHES = {
+    "momentum": ({}, None),
+    "nesterov": ({}, True),
+    "weight_decay": ({}, 0.1),
+    "weight_decay_mask": (
+        {"weight_decay": 0.1},
+        lambda params: jax.tree_util.tree_map_with_path(lambda p, _: p[-1].key == "kernel", params),
+    ),
+    "norm_constraint": ({}, 1e-4),
+    "trust_ratio": ({}, 0.5),
+    "precision": ({}, "bfloat16"),
+}
+# `layers` is what everything else is about, `inverse` has one value so far, `axis_name` has tests of its own.
+ELSEWHERE = {"layers", "inverse", "axis_name"}
+
+
+def test_the_tables_of_options_are_complete():
+    assert set(NUMBERS) | set(SWITCHES) | ELSEWHERE == set(KFAC_OPTIONS)
+    assert set(SCALE_OPTIONS) <= set(KFAC_OPTIONS)
+    for name in SCALE_OPTIONS[1:]:
+        ours, theirs = (inspect.signature(f).parameters[name].default for f in (kfac.kfac, kfac.scale_by_kfac))
+        assert ours == theirs
+
+
+@functools.cache
+def numbers_step(as_schedules):
+    """A step of `kfac` with all numbers as arguments; as schedules, a pair each: for the first two steps and then."""
+
+    @jax.jit
+    def step(options, grads, state, params, factors):
+        if as_schedules:
+            intervals = {k: options[k][0] for k in ("inverse_every", "refresh_warmup")}
+            options = {k: lambda count, v=v: jnp.where(count < 2, v[0], v[1]) for k, v in options.items()} | intervals
+        tx = kfac.kfac(layers=layers(), **options)
+        updates, state = tx.update(grads, state, params, factors=factors)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+@functools.cache
+def numbers_state(as_schedules):
+    scalars = {k: lambda count, v=v: v for k, v in BASE.items()} if as_schedules else BASE
+    intervals = {k: BASE[k] for k in ("inverse_every", "refresh_warmup")}
+    return jax.jit(kfac.kfac(layers=layers(), **{**scalars, **intervals}).init)(initial())
+
+
+def with_numbers(options, steps=4, as_schedules=False):
+    params = initial()
+    state = numbers_state(as_schedules)
+    options = jax.tree.map(jnp.asarray, options)
+    for t in range(steps):
+        params, state = numbers_step(as_schedules)(options, measured(t)[0], state, params, measured(t)[1])
+    return params
+
+
+@pytest.mark.parametrize("option", NUMBERS)
+def test_every_number_changes_the_result(option):
+    assert differ(with_numbers(BASE), with_numbers({**BASE, option: NUMBERS[option]}))
+
+
+@functools.cache
+def plainly(**options):
+    return run(kfac.kfac(0.1, layers(), **options))[0]
+
+
+@pytest.mark.parametrize("option", SWITCHES)
+def test_every_switch_changes_the_result(option):
+    base, value = SWITCHES[option]
+    assert differ(plainly(**base), plainly(**base, **{option: value}))
+
+
+def test_numbers_arrays_and_constant_schedules_are_the_same():
+    numbers = run(kfac.kfac(layers=layers(), **BASE))[0]
+    assert_close(with_numbers(BASE), numbers, 1e-5)
+    assert_close(with_numbers({k: (v, v) for k, v in BASE.items()}, as_schedules=True), numbers, 1e-5)
+
+
+@pytest.mark.parametrize("option", sorted(NUMBERS.keys() - {"inverse_every", "refresh_warmup"}))
+def test_a_schedule_is_read_at_the_count_of_the_step(option):
+    """The first two steps go by the first value, the third by the second."""
+    scheduled = {k: (v, v) for k, v in BASE.items()} | {option: (BASE[option], NUMBERS[option])}
+    for steps, same in ((2, True), (3, False)):
+        changed = with_numbers(scheduled, steps, as_schedules=True)
+        assert differ(changed, with_numbers(BASE, steps)) != same
+
+
+# Statistics.
+
+
+def constant_factors(step):
+    """Statistics that never change, with gradients that do."""
+    return measured(step)[0], measured(0)[1]
+
+
+def stacked(factors):
+    """Factors as the state holds them."""
+    return {
+        "kronecker_4x4": Kronecker(*(jnp.stack([getattr(factors[k], x) for k in ("first", "out")]) for x in "AG")),
+        "unitwise_4x2": Unitwise(factors["norm"].F[None]),
+        "unitwise_4x1": Unitwise(factors["offset"].F[None]),
+    }
+
+
+def test_the_average_of_constant_statistics_is_unbiased_from_the_first_on():
+    states = history(kfac.scale_by_kfac(layers(), factor_decay=0.9), steps=7, measured=constant_factors)
+    for t, (_, state, _) in enumerate(states):
+        assert_close(state.factors, stacked(measured(0)[1]), 1e-6)
+        for weight in state.weight.values():
+            np.testing.assert_allclose(weight, 1 - 0.9 ** (t + 1), rtol=1e-5)
+
+
+def test_the_average_does_not_depend_on_when_it_began():
+    def shifted(step):
+        return measured(max(step - 3, 0))
+
+    tx = kfac.scale_by_kfac(layers())
+    _, early, _ = run(tx, steps=3)
+    _, late, _ = run(tx, steps=6, without=(0, 1, 2), measured=shifted)
+    assert_equal(late.factors, early.factors)
+    assert_equal(late.inverses, early.inverses)
+
+
+def test_decay_zero_uses_the_last_statistics_alone():
+    _, state, _ = run(kfac.scale_by_kfac(layers(), factor_decay=0.0), steps=3)
+    assert_equal(state.factors, stacked(measured(2)[1]))
+
+
+def test_the_weights_of_a_decay_schedule_are_those_of_the_definition():
+    decays = [0.9, 0.2, 0.7]
+    _, state, _ = run(kfac.scale_by_kfac(layers(), factor_decay=lambda t: jnp.asarray(decays)[t]), steps=3)
+    moment, weight = 0.0, 0.0
+    for t, decay in enumerate(decays):
+        moment = decay * moment + (1 - decay) * np.asarray(measured(t)[1]["first"].A, np.float64)
+        weight = decay * weight + 1 - decay
+    assert_close(state.factors["kronecker_4x4"].A[0], moment / weight, 1e-6)
+    np.testing.assert_allclose(state.weight["kronecker_4x4"], weight, rtol=1e-6)
+
+
+def test_a_decay_of_one_from_a_schedule_waits_for_later_statistics():
+    decay = lambda t: jnp.where(t < 2, 1.0, 0.9)  # noqa: E731
+    _, (_, _, updates), (_, state, _) = history(kfac.scale_by_kfac(layers(), factor_decay=decay), steps=3)
+    assert_equal(updates, measured(1)[0])
+    assert_close(state.factors, stacked(measured(2)[1]), 1e-6)
+
+
+def test_stored_factors_contain_no_damping():
+    _, little, _ = run(kfac.scale_by_kfac(layers(), damping=1e-6))
+    _, much, _ = run(kfac.scale_by_kfac(layers(), damping=100.0))
+    assert_equal(little.factors, much.factors)
+    assert differ(little.inverses, much.inverses)
+
+
+def test_a_batch_twice_over_gives_the_same_update():
+    tx = kfac.scale_by_kfac(layers())
+
+    @jax.jit
+    def update(batch):
+        _, grads, factors = kfac.value_and_grad(loss_fn, layers())(initial(), batch)
+        return tx.update(grads, tx.init(initial()), factors=factors)
+
+    once, state = update(batch(0))
+    twice, state_twice = update(jax.tree.map(lambda x: jnp.concatenate([x, x]), batch(0)))
+    assert_close(state_twice.factors, state.factors, 1e-5)
+    assert_close(twice, once, 1e-4)
+
+
+# What passes through.
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_gradients_pass_bit_for_bit_until_the_first_statistics(precision):
+    tx = kfac.scale_by_kfac(layers(), precision=precision)
+    for t, (_, state, updates) in enumerate(history(tx, steps=4, without=range(3))):
+        assert state.count == t + 1
+        if t < 3:
+            assert_equal(updates, measured(t)[0])
+        else:
+            assert differ(updates, measured(t)[0])
+
+
+def test_odd_values_pass_bit_for_bit():
+    """Denormal numbers and those that bfloat16 does not have."""
+    odd = jax.tree.map(lambda x: jnp.full(x.shape, np.nextafter(np.float32(1), np.float32(2))) * 1e-30, initial())
+    tx = kfac.scale_by_kfac(layers(), precision="bfloat16")
+    assert_equal(tx.update(odd, tx.init(odd))[0], odd)
+
+
+def test_skipped_parameters_always_pass():
+    _, _, updates = run(kfac.scale_by_kfac(layers()), steps=3)
+    assert_equal(updates["temperature"], measured(2)[0]["temperature"])
+    assert differ(updates["offset"], measured(2)[0]["offset"])
+
+
+def test_diagonal_and_unitwise_blocks_by_their_formulas():
+    tx = kfac.scale_by_kfac(layers(), damping=0.25, unitwise_damping=0.5)
+    grads, factors = measured(0)
+    _, _, updates = run(tx, steps=1)
+    assert_close(updates["offset"], grads["offset"] / (factors["offset"].F[:, 0, 0] + 0.125), 1e-6)
+    pairs = np.stack([grads["norm"]["scale"], grads["norm"]["shift"]], -1)[..., None]
+    expected = np.linalg.solve(np.asarray(factors["norm"].F) + 0.125 * np.eye(2), pairs)[..., 0]
+    assert_close(updates["norm"], {"scale": expected[:, 0], "shift": expected[:, 1]}, 1e-5)
+
+
+# Refreshes.
+
+
+@functools.cache
+def refreshing(every, warmup):
+    """A step of `scale_by_kfac` with such intervals; the test's own schedules come as arrays."""
+    tx = kfac.scale_by_kfac(layers(), inverse_every=every, refresh_warmup=warmup)
+    return tx, stepper(tx)
+
+
+def ages(every, warmup, steps, without=()):
+    tx, step = refreshing(every, warmup)
+    state = tx.init(initial())
+    found = []
+    for t in range(steps):
+        _, state, _ = step(measured(t)[0], state, initial(), None if t in without else measured(t)[1])
+        found.append(int(state.inverse_age))
+    return found
+
+
+def test_when_the_inverses_are_refreshed():
+    assert ages(3, 0, 7) == [0, 1, 2, 0, 1, 2, 0]
+    # Steps count from the first, whether or not they bring statistics; where nothing is new there is nothing to do.
+    assert ages(3, 0, 8, without=(0, 1, 4, 5, 6)) == [0, 1, 2, 0, 1, 2, 3, 4]
+    assert ages(3, 5, 8) == [0, 0, 0, 0, 0, 1, 0, 1]
+    # In the first phase steps with statistics refresh, and no others but the regular ones.
+    assert ages(3, 5, 8, without=(1, 2, 4)) == [0, 1, 2, 0, 1, 2, 0, 1]
+
+
+@pytest.mark.parametrize("option", ["damping", "unitwise_damping"])
+def test_a_changed_damping_takes_effect_at_the_next_refresh(option):
+    schedule = lambda t: jnp.where(t < 2, 0.5, 2.0)  # noqa: E731
+    tx = kfac.scale_by_kfac(layers(), inverse_every=4, refresh_warmup=0, **{option: schedule})
+    states = [state for _, state, _ in history(tx, steps=6, without=range(1, 6))]
+    for state in states[1:4]:
+        assert_equal(state.inverses, states[0].inverses)
+    # At step 4, without statistics of its own: the averages so far, the damping of the step.
+    fresh = kfac.scale_by_kfac(layers(), inverse_every=4, refresh_warmup=0, **{option: 2.0})
+    assert differ(states[4].inverses, states[0].inverses)
+    assert_close(states[4].inverses, run(fresh, steps=1)[1].inverses, 1e-6)
+    assert [int(state.inverse_age) for state in states] == [0, 1, 2, 3, 0, 1]
+
+
+def test_stale_inverses_are_those_of_the_last_refresh():
+    tx = kfac.scale_by_kfac(layers(), inverse_every=3, refresh_warmup=0)
+    states = [state for _, state, _ in history(tx)]
+    assert_equal(states[1].inverses, states[0].inverses)
+    assert_equal(states[2].inverses, states[0].inverses)
+    assert differ(states[2].factors, states[0].factors)
+    every = run(kfac.scale_by_kfac(layers()))[1]
+    assert_close(states[3].inverses, every.inverses, 1e-6)
+
+
+# The parts of the alias.
+
+
+def test_the_norm_constraint_bounds_the_predicted_change():
+    grads, _ = measured(0)
+    for c, binds in ((1e-4, True), (1e6, False)):
+        _, _, free = run(kfac.kfac(0.1, layers(), momentum=None), steps=1)
+        _, state, held = run(kfac.kfac(0.1, layers(), momentum=None, norm_constraint=c), steps=1)
+        # lr^2 <v, g> with v = -update / lr, over all parameters that have a block together.
+        product = sum(
+            -0.1 * float(jnp.vdot(held[k], grads[k]))
+            if not isinstance(held[k], dict)
+            else sum(-0.1 * float(jnp.vdot(held[k][j], grads[k][j])) for j in held[k])
+            for k in held
+            if k != "temperature"
+        )
+        scale = float(kfac.diagnostics(state)["norm_constraint_scale"])
+        assert (scale < 1) == binds
+        # <v, g> shrinks with v; it was c / scale / lr^2 before.
+        np.testing.assert_allclose(product, c / scale if binds else product, rtol=1e-4)
+        assert_close(held["first"], jax.tree.map(lambda x: x * scale, free["first"]), 1e-5)  # noqa: B023
+        assert_equal(held["temperature"], free["temperature"])
+
+
+def test_the_trust_ratio_fixes_the_length_of_kernel_updates():
+    tx = kfac.kfac(0.5, layers(), trust_ratio=0.01)
+    (before, _, _), (params, _, _) = history(tx, steps=2)
+    for name in ("first", "out"):
+        step = jnp.linalg.norm(params[name]["kernel"] - before[name]["kernel"])
+        np.testing.assert_allclose(step, 0.5 * 0.01 * jnp.linalg.norm(before[name]["kernel"]), rtol=1e-3)
+    # Nothing else is scaled.
+    free, _, _ = run(kfac.kfac(0.5, layers()), steps=1)
+    assert_close({k: before[k] for k in ("norm", "offset")}, {k: free[k] for k in ("norm", "offset")}, 1e-6)
+    assert_close(before["first"]["bias"], free["first"]["bias"], 1e-6)
+
+
+def test_stacked_layers_train_like_separate_ones():
+    """A scan over stacked kernels and the same layers one by one, also where a norm of each kernel is taken."""
+    rng = np.random.default_rng(0)
+    kernels = jnp.asarray(rng.normal(size=(3, 4, 4)) * np.array([0.1, 1, 3])[:, None, None], jnp.float32)
+    biases = jnp.asarray(rng.normal(size=(3, 4)), jnp.float32)
+    x, y = (jnp.asarray(rng.normal(size=(8, 4)), jnp.float32) for _ in range(2))
+
+    def scanned(params, batch):
+        def body(h, layer):
+            return jnp.tanh(h @ layer["kernel"] + layer["bias"]), None
+
+        h, _ = jax.lax.scan(body, batch[0], params["stack"])
+        return jnp.mean((h - batch[1]) ** 2)
+
+    def separate(params, batch):
+        h = batch[0]
+        for k in range(3):
+            h = jnp.tanh(h @ params[f"layer{k}"]["kernel"] + params[f"layer{k}"]["bias"])
+        return jnp.mean((h - batch[1]) ** 2)
+
+    together = {"stack": {"kernel": kernels, "bias": biases}}
+    apart = {f"layer{k}": {"kernel": kernels[k], "bias": biases[k]} for k in range(3)}
+
+    def train(loss_fn, params):
+        found = kfac.find_layers(loss_fn, params, (x, y))
+        tx = kfac.kfac(0.1, found, damping=0.1, trust_ratio=0.1, norm_constraint=1e-2)
+        state = tx.init(params)
+
+        @jax.jit
+        def step(params, state):
+            _, grads, factors = kfac.value_and_grad(loss_fn, found)(params, (x, y))
+            updates, state = tx.update(grads, state, params, factors=factors)
+            return optax.apply_updates(params, updates), state
+
+        for _ in range(3):
+            params, state = step(params, state)
+        return params
+
+    together, apart = train(scanned, together), train(separate, apart)
+    for k in range(3):
+        assert_close(jax.tree.map(lambda x: x[k], together["stack"]), apart[f"layer{k}"], 1e-4)  # noqa: B023
+
+
+def test_the_learning_rate_comes_after_momentum():
+    """So that a rate that falls to zero stops everything at once."""
+    tx = kfac.kfac(lambda t: jnp.where(t < 3, 0.1, 0.0), layers(), weight_decay=0.1)
+    found = history(tx, steps=5)
+    assert differ(found[2][0], found[1][0])
+    assert_equal(found[4][0], found[2][0])
+
+
+def test_weight_decay_is_decoupled_and_masked():
+    plain = run(kfac.kfac(0.1, layers()), steps=1)[0]
+    decayed = run(kfac.kfac(0.1, layers(), weight_decay=0.5), steps=1)[0]
+    assert_close(decayed, jax.tree.map(lambda p, q: p - 0.1 * 0.5 * q, plain, initial()), 1e-6)
+    mask = jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == "kernel", initial())
+    masked = run(kfac.kfac(0.1, layers(), weight_decay=0.5, weight_decay_mask=mask), steps=1)[0]
+    assert_close(masked["out"], decayed["out"], 1e-6)
+    assert_close(masked["first"]["bias"], plain["first"]["bias"], 1e-6)
+
+
+def test_a_few_steps_get_further_than_gradient_descent_in_ten_times_as_many():
+    """Classification from features of very different size; gradient descent at the best of many rates."""
+    rng = np.random.default_rng(0)
+    sizes = np.geomspace(0.03, 3, 6)
+    x = jnp.asarray(rng.normal(size=(64, 6)) * sizes, jnp.float32)
+    noise = rng.normal(size=(64, 3))
+    y = jnp.asarray(np.argmax(np.asarray(x) / sizes @ rng.normal(size=(6, 3)) + 0.5 * noise, -1))
+    params = {"kernel": jnp.zeros((6, 3)), "bias": jnp.zeros(3)}
+
+    def classify(params, batch):
+        logits = batch[0] @ params["kernel"] + params["bias"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
+
+    found = kfac.find_layers(classify, params, (x, y))
+    tx = kfac.kfac(1.0, found, damping=1e-3, momentum=0.5)
+
+    @jax.jit
+    def kfac_step(params, state):
+        _, grads, factors = kfac.value_and_grad(classify, found)(params, (x, y))
+        updates, state = tx.update(grads, state, params, factors=factors)
+        return optax.apply_updates(params, updates), state
+
+    ours, state = params, tx.init(params)
+    for _ in range(15):
+        ours, state = kfac_step(ours, state)
+
+    @jax.jit
+    @jax.vmap
+    def descend(rate):
+        def step(params, _):
+            grads = jax.grad(classify)(params, (x, y))
+            return jax.tree.map(lambda p, g: p - rate * g, params, grads), None
+
+        return classify(jax.lax.scan(step, params, length=150)[0], (x, y))
+
+    assert float(classify(ours, (x, y))) < float(jnp.nanmin(descend(jnp.geomspace(1e-2, 30, 30))))
+
+
+# Axes.
+
+
+def test_factors_are_averaged_over_a_named_axis():
+    tx = kfac.scale_by_kfac(layers(), axis_name="devices")
+    grads = measured(0)[0]
+    pair = jax.tree.map(lambda *xs: jnp.stack(xs), *(measured(k)[1] for k in range(2)))
+
+    def update(factors):
+        return tx.update(grads, tx.init(initial()), factors=factors)
+
+    updates, state = jax.jit(jax.vmap(update, axis_name="devices"))(pair)
+    mean = jax.tree.map(lambda x: x.mean(0), pair)
+    _, expected_state, expected = run(kfac.scale_by_kfac(layers()), steps=1, measured=lambda _: (grads, mean))
+    for k in range(2):
+        assert_close(jax.tree.map(lambda x: x[k], updates), expected, 1e-5)  # noqa: B023
+        assert_close(jax.tree.map(lambda x: x[k], state.factors), expected_state.factors, 1e-6)  # noqa: B023
+
+
+# Bad arguments.
+
+BAD = {
+    "learning_rate": [-0.1, float("nan"), float("inf"), None, "fast", np.ones(2), jnp.array(-1.0)],
+    "layers": [None, [], "layers", initial()],
+    "momentum": [-0.1, 1.0, 1.5, float("nan"), "0.9"],
+    "nesterov": ["yes", None, 1],
+    "weight_decay": [-1e-4, float("inf"), "small"],
+    "weight_decay_mask": [7],
+    "norm_constraint": [0, -1.0, float("nan"), "tight"],
+    "trust_ratio": [0, -1.0, float("inf"), "much"],
+    "damping": [0, 0.0, -1e-3, float("nan"), float("inf"), None, "0.001", 1e-60, jnp.array(-1.0), jnp.ones(3)],
+    "factor_decay": [-0.1, 1, 1.0, 1 - 1e-12, float("nan"), "slow"],
+    "inverse_every": [0, -1, 2.5, None, True, "10", float("nan"), float("inf"), lambda t: 1],
+    "refresh_warmup": [-1, 1.5, None, "10"],
+    "inverse": ["eig", None, 3],
+    "precision": ["float16", "fp32", None, 32],
+    "unitwise_damping": [0, -1.0, float("inf"), None],
+    "axis_name": [3, 1.5, ("data", 3)],
+}
+
+
+def test_the_table_of_bad_arguments_is_complete():
+    assert set(BAD) == set(KFAC_OPTIONS)
+
+
+@pytest.mark.parametrize(("option", "value"), [(option, value) for option, values in BAD.items() for value in values])
+def test_a_bad_argument_is_named_with_its_value(option, value):
+    factories = [kfac.kfac, kfac.scale_by_kfac] if option in SCALE_OPTIONS else [kfac.kfac]
+    for factory in factories:
+        options = {"layers": layers(), **({"learning_rate": 0.1} if factory is kfac.kfac else {})}
+        options |= {"weight_decay": 0.1} if option == "weight_decay_mask" else {}
+        with pytest.raises(ValueError, match=option) as error:
+            factory(**{**options, option: value})
+        shown = type(value).__name__ if option == "layers" else repr(value)
+        assert shown in str(error.value)
+
+
+def test_options_that_would_silently_do_nothing_are_errors():
+    with pytest.raises(ValueError, match="nesterov"):
+        kfac.kfac(0.1, layers(), momentum=None, nesterov=True)
+    with pytest.raises(ValueError, match="weight_decay_mask"):
+        kfac.kfac(0.1, layers(), weight_decay_mask=lambda params: params)
+
+
+# What update refuses, when it is traced.
+
+
+def refuse(match, grads=None, factors=None, params=None):
+    tx = kfac.kfac(0.1, layers())
+    good_grads, good_factors = measured(0)
+    state = tx.init(initial())
+    with pytest.raises(ValueError, match=match):
+        jax.eval_shape(
+            lambda g, f: tx.update(g, state, initial(), factors=f),
+            good_grads if grads is None else grads,
+            good_factors if factors is None else factors,
+        )
+
+
+def test_gradients_of_another_shape_are_refused():
+    grads = measured(0)[0]
+    refuse(
+        r"'first/kernel' of layer 'first' must have shape \(3, 4\), but has \(4, 3\)",
+        {**grads, "first": {"kernel": jnp.zeros((4, 3)), "bias": jnp.zeros(4)}},
+    )
+    refuse("'temperature'.*'temperature'.*shape", {**grads, "temperature": jnp.zeros(1)})
+
+
+def test_gradients_of_another_structure_are_refused():
+    grads = measured(0)[0]
+    refuse("'offset' of layer 'offset' is missing", {k: v for k, v in grads.items() if k != "offset"})
+    refuse("'first/bias' of layer 'first' is missing", {**grads, "first": {"kernel": grads["first"]["kernel"]}})
+    refuse("'more'", {**grads, "more": jnp.zeros(3)})
+    refuse("no leaves|missing", {})
+
+
+def test_parameters_of_another_model_are_refused():
+    tx = kfac.scale_by_kfac(layers())
+    with pytest.raises(ValueError, match=r"'offset'.*\(4,\).*\(5,\)"):
+        tx.init({**initial(), "offset": jnp.zeros(5)})
+
+
+def test_factors_of_other_layers_or_shapes_are_refused():
+    factors = dict(measured(0)[1])
+    refuse("lack layer 'norm'", factors=Factors({k: v for k, v in factors.items() if k != "norm"}))
+    refuse("have layer 'more'", factors=Factors({**factors, "more": factors["norm"]}))
+    other = Kronecker(jnp.zeros((4, 4)), jnp.zeros((3, 3)))
+    refuse(r"layer 'out': G must have shape \(4, 4\), but has \(3, 3\)", factors=Factors({**factors, "out": other}))
+    refuse("layer 'out': A must have shape", factors=Factors({**factors, "out": Unitwise(jnp.zeros((4, 1, 1)))}))
+    stacked = jax.tree.map(lambda x: x[None], measured(0)[1])
+    refuse(r"layer 'first': A must have shape \(4, 4\), but has \(1, 4, 4\)", factors=stacked)
+    refuse("factors must be what kfac.value_and_grad returns, but is dict", factors=factors)
+    refuse("factors must be", factors=measured(0)[0])
+
+
+# Diagnostics.
+
+
+def test_diagnostics_by_their_definitions():
+    tx = kfac.kfac(0.1, layers(), damping=0.5, norm_constraint=1e-3)
+    grads, _ = measured(0)
+    _, state, _ = run(tx, steps=1)
+    found = kfac.diagnostics(state)
+    assert all(x.shape == () for x in found.values())
+    covered = [g for path, g in jax.tree_util.tree_leaves_with_path(grads) if path[0].key != "temperature"]
+    np.testing.assert_allclose(found["gradient_norm"], optax.tree.norm(covered), rtol=1e-6)
+    _, _, directions = run(kfac.scale_by_kfac(layers(), damping=0.5), steps=1)
+    covered = [v for path, v in jax.tree_util.tree_leaves_with_path(directions) if path[0].key != "temperature"]
+    np.testing.assert_allclose(found["preconditioned_norm"], optax.tree.norm(covered), rtol=1e-5)
+    assert found["damping"] == 0.5
+    inverses, conditions = state_of(state).inverses, []
+    for stack in jax.tree.leaves(inverses["kronecker_4x4"]):
+        conditions += [np.linalg.cond(x, 1) for x in stack]
+    for name in ("unitwise_4x2", "unitwise_4x1"):
+        conditions += [np.linalg.cond(x, 1) for x in inverses[name].F[0]]
+    np.testing.assert_allclose(found["condition"], max(conditions), rtol=1e-3)
+    for name in ("inverse_age", "skipped_statistics", "failed_inversions", "skipped_steps"):
+        assert found[name] == 0
+
+
+def test_diagnostics_of_no_or_two_preconditioners_are_refused():
+    with pytest.raises(ValueError, match="holds 0"):
+        kfac.diagnostics(optax.adam(0.1).init(initial()))
+    state = jax.jit(kfac.scale_by_kfac(layers()).init)(initial())
+    with pytest.raises(ValueError, match="holds 2"):
+        kfac.diagnostics((state, state))
