@@ -106,7 +106,8 @@ def refresh_kronecker(factors: Kronecker, previous: Kronecker, damping: jax.Arra
     def again(carry):
         # A loop rather than a first attempt and a branch, to compile the factorisations once.
         tries, best = carry
-        return tries + 1, _choose(best, attempt(jnp.where(tries == 0, damping, RETRY * damping)))
+        new = attempt(jnp.where(tries == 0, damping, RETRY * damping))
+        return tries + 1, _choose(best, _choose(new, best))
 
     nothing = (previous, jnp.zeros(factors.A.shape[0], bool), jnp.zeros(factors.A.shape[0], factors.A.dtype))
     start = as_varying((jnp.zeros((), jnp.int32), nothing), varying_axes((factors, previous, damping)))
