@@ -172,7 +172,8 @@ def scale_by_kfac(
     groups = group_layers(layers)
 
     def init(params: Any) -> KfacState:
-        leaves = _match(layers, params, "params")
+        # `optax.tree.map_params` asks for the state of a placeholder that has no leaves.
+        leaves = _match(layers, params, "params") if jax.tree.leaves(params) else {}
         # Statistics of a float64 model stay in float64; nothing else is ever wider than float32.
         dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in leaves.values()))
         kept = dtype if precision == "float32" else jnp.dtype(precision)
@@ -201,10 +202,12 @@ def scale_by_kfac(
         dampings = (now, now * value_at(unitwise_damping, state.count))
         if factors is not None:
             check_factors(factors, layers)
+            # Before the barrier, which would make averaged gradients as varying as the statistics of a device are.
+            factors = mean_over(factors, axis_name)
             # One after the other: on small machines XLA's CPU schedule can deadlock between the convolutions that the
             # gradients come from and the LAPACK calls that the statistics go to.
             factors, leaves = lax.optimization_barrier((factors, leaves))
-            state = _accumulate(groups, state, factors, value_at(factor_decay, state.count), axis_name, finite)
+            state = _accumulate(groups, state, factors, value_at(factor_decay, state.count), finite)
 
         period = jnp.asarray(inverse_every).astype(jnp.int32)
         due = state.count % period == 0
@@ -289,14 +292,13 @@ def _accumulate(
     state: KfacState,
     factors: Factors,
     decay: jax.Array,
-    axis_name: str | tuple[str, ...] | None,
     usable: jax.Array,
 ) -> KfacState:
     """Running averages with this step's statistics; a block whose statistics are not finite is left as it is."""
     averages, weights = {}, {}
     skipped, stale = state.metrics.skipped_statistics, state.stale
     for group in groups:
-        batch = mean_over(group.stack_factors(factors), axis_name)
+        batch = group.stack_factors(factors)
         finite = jnp.ones(group.size, bool)
         for stack in jax.tree.leaves(batch):
             finite &= jnp.all(jnp.isfinite(stack), axis=tuple(range(1, stack.ndim)))
