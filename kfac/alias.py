@@ -25,10 +25,10 @@ class NormConstraintState(NamedTuple):
 
 
 class MomentumState(NamedTuple):
-    """State of scheduled momentum: the step, and that of `optax.trace`."""
+    """State of scheduled momentum: the step, and the state of `optax.trace`."""
 
     count: jax.Array  # type: ignore[assignment]
-    trace: optax.TraceState
+    inner: optax.TraceState  # not `trace`: `optax.tree.get(opt_state, "trace")` finds one value only
 
 
 def kfac(
@@ -167,7 +167,7 @@ def _momentum(decay: ScalarOrSchedule, nesterov: bool) -> optax.GradientTransfor
         return MomentumState(count, trace(count).init(jax.tree.map(_wide, params)))
 
     def update(updates, state, params=None):
-        moved, inner = trace(state.count).update(jax.tree.map(_wide, updates), state.trace, params)
+        moved, inner = trace(state.count).update(jax.tree.map(_wide, updates), state.inner, params)
         return moved, MomentumState(optax.safe_increment(state.count), inner)
 
     return optax.GradientTransformation(init, update)

@@ -152,7 +152,8 @@ class Config:
 
 
 def init_state(config: Config, params: Any) -> KfacState:
-    leaves = match_leaves(config.layers, params, "params")
+    # `optax.tree.map_params` asks for the state of a placeholder that has no leaves.
+    leaves = match_leaves(config.layers, params, "params") if jax.tree.leaves(params) else {}
     # Statistics of a float64 model stay in float64; nothing else is ever wider than float32.
     dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in leaves.values()))
     kept = dtype if config.precision == "float32" else jnp.dtype(config.precision)

@@ -1,0 +1,541 @@
+"""The transforms among the rest of optax and jax: wrappers, dtypes, compilation, donation, checkpoints, devices."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import kfac
+from problem import (
+    assert_close,
+    assert_equal,
+    batch,
+    differ,
+    history,
+    initial,
+    layers,
+    loss_fn,
+    measured,
+    run,
+    state_of,
+    stepper,
+)
+
+RATE = 0.1
+
+
+@functools.cache
+def plain(steps=3):
+    """What `kfac` does with no wrapper: parameters and state."""
+    return run(kfac.kfac(RATE, layers()), steps=steps)[:2]
+
+
+# Chains and wrappers.
+
+
+def test_chain_of_parts_is_the_alias():
+    chain = optax.chain(
+        kfac.scale_by_kfac(layers()),
+        optax.trace(0.9),
+        optax.scale_by_learning_rate(RATE),
+    )
+    params, state, _ = run(chain, steps=3)
+    assert_close(params, plain()[0], 1e-6)
+    assert_equal(state_of(state).factors, state_of(plain()[1]).factors)
+
+
+def test_unknown_keywords_are_ignored():
+    grads, factors = measured(0)
+    for tx in (kfac.kfac(RATE, layers()), kfac.scale_by_kfac(layers()), kfac.kfac(RATE, layers(), norm_constraint=1e9)):
+        assert isinstance(tx, optax.GradientTransformationExtraArgs)
+        state = tx.init(initial())
+        update = jax.jit(functools.partial(tx.update, value=jnp.ones(()), grad=None, of_another_transform="x"))
+        update(grads, state, initial(), factors=factors)
+
+
+def only(*names):
+    def mask(params):
+        return jax.tree_util.tree_map_with_path(lambda path, _: path[0].key in names, params)
+
+    return mask
+
+
+@pytest.mark.parametrize("trust_ratio", [None, 1.0])
+def test_whole_layers_can_be_masked_out(trust_ratio):
+    tx = kfac.kfac(RATE, layers(), trust_ratio=trust_ratio, norm_constraint=1e9, weight_decay=0.1)
+    masked = optax.masked(tx, only("first", "norm", "temperature"))
+    params, state, updates = run(masked, steps=3)
+    assert_equal(updates["out"], measured(2)[0]["out"])
+    assert_equal(updates["offset"], measured(2)[0]["offset"])
+    # The others do what they do beside the whole.
+    whole = run(tx, steps=3)
+    assert_close([params[k] for k in ("first", "norm")], [whole[0][k] for k in ("first", "norm")], 1e-5)
+    assert "inverse_age" in kfac.diagnostics(state)
+
+
+def test_half_a_layer_masked_out_is_an_error():
+    def without_bias(params):
+        return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != "bias", params)
+
+    masked = optax.masked(kfac.kfac(RATE, layers()), without_bias)
+    with pytest.raises(ValueError, match="'first/bias' of layer 'first' is masked but the rest of its layer is not"):
+        masked.init(initial())
+
+
+def test_partition_leaves_some_parameters_to_adamw():
+    labels = {"first": "kfac", "norm": "adamw", "offset": "adamw", "out": "kfac", "temperature": "adamw"}
+    tx = optax.partition({"kfac": kfac.kfac(RATE, layers()), "adamw": optax.adamw(1e-3)}, labels)
+    params, state, _ = run(tx, steps=3)
+    assert_close([params[k] for k in ("first", "out")], [plain()[0][k] for k in ("first", "out")], 1e-5)
+    alone = run(optax.with_extra_args_support(optax.adamw(1e-3)), steps=3)[0]
+    assert_close(params["norm"], alone["norm"], 1e-6)
+    assert kfac.diagnostics(state)["inverse_age"] == 0
+
+
+def test_inject_hyperparams_with_all_defaults():
+    tx = optax.inject_hyperparams(kfac.kfac)(learning_rate=RATE, layers=layers(), norm_constraint=1e9)
+    params, state, _ = run(tx, steps=3)
+    assert_close(params, plain()[0], 1e-5)
+    numbers = {"learning_rate", "momentum", "norm_constraint", "damping", "factor_decay", "unitwise_damping"}
+    assert state.hyperparams.keys() == numbers | {"inverse_every", "refresh_warmup"}
+    assert kfac.diagnostics(state)["inverse_age"] == 0
+
+
+def test_an_injected_damping_takes_effect_at_the_next_refresh():
+    tx = optax.inject_hyperparams(kfac.scale_by_kfac)(layers=layers(), inverse_every=2, refresh_warmup=0)
+    step = stepper(tx)
+    state = tx.init(initial())
+    _, state, _ = step(measured(0)[0], state, initial(), measured(0)[1])
+    before = state_of(state).inverses
+    state.hyperparams["damping"] = jnp.asarray(0.5)
+    _, state, _ = step(measured(1)[0], state, initial(), measured(1)[1])
+    assert_equal(state_of(state).inverses, before)
+    _, state, _ = step(measured(2)[0], state, initial(), measured(2)[1])
+    assert kfac.diagnostics(state)["damping"] == 0.5
+    fresh = kfac.scale_by_kfac(layers(), inverse_every=2, refresh_warmup=0, damping=0.5)
+    assert_close(state_of(state).inverses, run(fresh, steps=3)[1].inverses, 1e-5)
+
+
+def test_injected_schedules():
+    rate, damping = (lambda t: 0.1 / (1 + t)), (lambda t: 0.01 * (1 + t))
+    injected = optax.inject_hyperparams(kfac.kfac)(learning_rate=rate, layers=layers(), damping=damping)
+    direct = kfac.kfac(rate, layers(), damping=damping)
+    assert_close(run(injected, steps=3)[0], run(direct, steps=3)[0], 1e-5)
+
+
+@pytest.mark.parametrize("momentum", [None, 0.9])
+def test_apply_if_finite_around_it(momentum):
+    tx = optax.apply_if_finite(kfac.kfac(RATE, layers(), momentum=momentum), max_consecutive_errors=3)
+    step = stepper(tx)
+    params, state = initial(), tx.init(initial())
+    grads, factors = measured(0)
+    params, state, _ = step(grads, state, params, factors)
+    after, rejected, _ = step(jax.tree.map(lambda g: g * jnp.nan, grads), state, params, factors)
+    assert_equal(after, params)
+    assert_equal(rejected.inner_state, state.inner_state)
+
+
+def test_multi_steps_takes_mean_gradients_and_the_last_statistics():
+    tx = optax.MultiSteps(kfac.kfac(RATE, layers()), every_k_schedule=2)
+    found = history(optax.GradientTransformationExtraArgs(tx.init, tx.update), steps=4)
+    assert_equal(found[0][0], initial())
+
+    def mean(t):
+        grads = jax.tree.map(lambda a, b: (a + b) / 2, measured(2 * t)[0], measured(2 * t + 1)[0])
+        return grads, measured(2 * t + 1)[1]
+
+    assert_close(found[-1][0], run(kfac.kfac(RATE, layers()), steps=2, measured=mean)[0], 1e-5)
+    assert state_of(found[-1][1]).count == 2
+
+
+def test_optax_tree_utilities_reach_into_the_state():
+    _, state = plain()
+    assert optax.tree.get(state, "damping") == np.float32(1e-3)
+    momentum = optax.tree.get(state, "trace")
+    assert jax.tree.structure(momentum) == jax.tree.structure(initial())
+    changed = optax.tree.set(state, inverse_age=jnp.asarray(7))
+    assert kfac.diagnostics(changed)["inverse_age"] == 7
+    # What is shaped like the parameters is momentum alone.
+    doubled = optax.tree.map_params(kfac.kfac(RATE, layers()), lambda x: 2 * x, state)
+    assert_equal(optax.tree.get(doubled, "trace"), jax.tree.map(lambda x: 2 * x, momentum))
+    assert_equal(state_of(doubled), state_of(state))
+
+
+def test_diagnostics_found_inside_any_nesting():
+    inner = kfac.kfac(RATE, layers(), norm_constraint=1e-3)
+    for wrap in (
+        lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+        lambda tx: optax.masked(optax.chain(tx), lambda p: jax.tree.map(lambda _: True, p)),
+        lambda tx: optax.MultiSteps(tx, 2),
+        lambda tx: optax.chain(optax.apply_if_finite(optax.masked(tx, only("first", "norm", "out", "offset")), 3)),
+        lambda tx: optax.inject_hyperparams(lambda rate: optax.chain(tx, optax.scale(rate)))(rate=1.0),
+    ):
+        init = wrap(inner).init
+        found = jax.eval_shape(lambda params, init=init: kfac.diagnostics(init(params)), initial())
+        assert {"damping", "condition", "skipped_steps", "norm_constraint_scale"} <= found.keys()
+
+
+# Dtypes and shapes.
+
+
+def abstract(tree):
+    return jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), tree)
+
+
+OPTIONS = {
+    "defaults": {},
+    "everything": {
+        "nesterov": True,
+        "norm_constraint": 1e-3,
+        "trust_ratio": 1.0,
+        "weight_decay": 0.1,
+        "precision": "bfloat16",
+        "inverse_every": 2,
+    },
+    "schedules": {
+        "learning_rate": lambda t: 0.1 / (1 + t),
+        "momentum": lambda t: 0.9,
+        "norm_constraint": lambda t: 1e-3,
+        "trust_ratio": lambda t: 1.0,
+        "weight_decay": lambda t: 0.1,
+        "damping": lambda t: 1e-2,
+    },
+    "arrays": {
+        "learning_rate": np.float32(0.1),
+        "momentum": jnp.asarray(0.9),
+        "norm_constraint": np.float64(1e-3),
+        "trust_ratio": jnp.asarray(1.0),
+        "weight_decay": jnp.asarray(0.1),
+        "damping": np.asarray(1e-2),
+    },
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_parameters_keep_their_dtype_and_the_state_its_own(options, dtype):
+    tx = kfac.kfac(**{"learning_rate": RATE, "layers": layers(), **OPTIONS[options]})
+    params = initial(jnp.dtype(dtype))
+    state = jax.eval_shape(tx.init, params)
+    shape_of = functools.partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
+    for statistics in (None, measured(0)[1]):
+        updates, after = jax.eval_shape(
+            lambda g, s, p, f=statistics: tx.update(g, s, p, factors=f), shape_of(params), state, shape_of(params)
+        )
+        assert abstract(after) == abstract(state)
+        assert all(x.dtype == dtype for x in jax.tree.leaves(updates))
+    kept = {x.dtype for x in jax.tree.leaves((state_of(state).factors, optax.tree.get(state, "trace")))}
+    assert kept == {jnp.dtype(jnp.float32)}
+
+
+def test_bfloat16_parameters_train():
+    params = initial(jnp.bfloat16)
+
+    def low(t):
+        return jax.tree.map(lambda g: g.astype(jnp.bfloat16), measured(t)[0]), measured(t)[1]
+
+    tx = kfac.kfac(0.01, layers(), damping=0.1)
+    after, _, _ = run(tx, steps=3, params=params, measured=low)
+    reference, _, _ = run(tx, steps=3)
+    assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(after))
+    assert_close(after, reference, 0.02)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_float64_stays_float64(x64, precision):
+    params = initial(jnp.float64)
+    found = kfac.find_layers(loss_fn, params, batch(0, dtype=jnp.float64), skip=["temperature"])
+    tx = kfac.kfac(RATE, found, precision=precision)
+    _, grads, factors = jax.jit(kfac.value_and_grad(loss_fn, found))(params, batch(0, dtype=jnp.float64))
+    state = jax.jit(tx.init)(params)
+    after, new, updates = stepper(tx)(grads, state, params, factors)
+    assert all(x.dtype == jnp.float64 for x in jax.tree.leaves((after, updates, state_of(new).factors)))
+    kept = jnp.float64 if precision == "float32" else jnp.bfloat16
+    assert all(x.dtype == kept for x in jax.tree.leaves(state_of(new).inverses))
+    assert abstract(new) == abstract(state)
+
+
+def test_float32_models_are_unaffected_by_x64(x64):
+    to_float32 = functools.partial(jax.tree.map, lambda x: jnp.asarray(np.asarray(x), np.asarray(x).dtype))
+    after, state, _ = run(kfac.kfac(RATE, layers()), steps=3, measured=lambda t: to_float32(measured(t)))
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(after))
+    assert abstract(state) == abstract(plain()[1])
+    assert_close(after, plain()[0], 1e-4)
+
+
+# Compilation, donation, abstract evaluation.
+
+
+@pytest.mark.parametrize("options", ["defaults", "schedules"])
+def test_two_compilations_with_and_without_statistics_and_no_third(options):
+    tx = kfac.kfac(**{"learning_rate": RATE, "layers": layers(), **OPTIONS[options]})
+    traces = []
+
+    @jax.jit
+    def step(grads, state, params, factors=None):
+        traces.append(factors is None)
+        updates, state = tx.update(grads, state, params, factors=factors)
+        return optax.apply_updates(params, updates), state
+
+    # Not under jit: what init returns must not differ from what update returns either.
+    params, state = initial(), tx.init(initial())
+    for t, given in enumerate([True, True, False, False, True, False]):
+        grads, factors = measured(t % 3)
+        params, state = step(grads, state, params, factors if given else None)
+    assert traces == [False, True]
+    assert step._cache_size() == 2
+
+
+def test_parameters_and_state_can_be_donated():
+    tx = kfac.kfac(RATE, layers(), norm_constraint=1e9)
+    step = stepper(tx, donate_argnames=("state", "params"))
+    # A copy of each: the parameters of other tests live on.
+    for init in (tx.init, jax.jit(tx.init)):
+        params = jax.tree.map(jnp.copy, initial())
+        state = init(params)
+        for t in range(3):
+            given = (params, state)
+            params, state, _ = step(*measured(t)[:1], state, params, measured(t)[1] if t != 1 else None)
+            # Scalars that a step does not read need not be given up.
+            assert all(x.is_deleted() for x in jax.tree.leaves(given) if x.ndim)
+        assert not any(x.is_deleted() for x in jax.tree.leaves((params, state)))
+    assert_close(params, run(kfac.kfac(RATE, layers()), steps=3, without=(1,))[0], 1e-5)
+
+
+def test_init_is_abstract():
+    tx = kfac.kfac(RATE, layers(), norm_constraint=1e-3, trust_ratio=1.0, weight_decay=0.1)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), initial())
+    assert abstract(jax.eval_shape(tx.init, shapes)) == abstract(tx.init(initial()))
+
+
+def test_init_shares_no_buffers_with_the_parameters():
+    params = jax.tree.map(jnp.copy, initial())
+    state = kfac.kfac(RATE, layers()).init(params)
+    for leaf in jax.tree.leaves(params):
+        leaf.delete()
+    jax.block_until_ready(jax.tree.map(lambda x: x + 0 if x.dtype != bool else x, state))
+
+
+def test_a_step_inside_scan():
+    tx = kfac.kfac(RATE, layers())
+    grads = jax.tree.map(lambda *xs: jnp.stack(xs), *(measured(t)[0] for t in range(3)))
+    factors = jax.tree.map(lambda *xs: jnp.stack(xs), *(measured(t)[1] for t in range(3)))
+
+    @jax.jit
+    def train(params):
+        def step(carry, measurement):
+            params, state = carry
+            updates, state = tx.update(measurement[0], state, params, factors=measurement[1])
+            return (optax.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(step, (params, tx.init(params)), (grads, factors))[0]
+
+    params, state = train(initial())
+    assert_close(params, plain()[0], 1e-5)
+    assert_close(state_of(state).factors, state_of(plain()[1]).factors, 1e-5)
+
+
+# Checkpoints.
+
+
+def test_an_orbax_checkpoint_continues_bit_for_bit(tmp_path):
+    checkpointing = pytest.importorskip("orbax.checkpoint")
+    tx = kfac.kfac(RATE, layers(), norm_constraint=1e-3, inverse_every=3, refresh_warmup=1)
+    found = history(tx, steps=6)
+    params, state, _ = found[2]
+    with checkpointing.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "step", {"params": params, "state": state})
+        checkpointer.wait_until_finished()
+        template = jax.eval_shape(lambda p: {"params": p, "state": tx.init(p)}, initial())
+        restored = checkpointer.restore(tmp_path / "step", template)
+    assert_equal(restored, {"params": params, "state": state})
+    params, state = restored["params"], restored["state"]
+    step = stepper(tx)
+    for t in range(3, 6):
+        params, state, _ = step(measured(t)[0], state, params, measured(t)[1])
+    assert_equal((params, state), found[5][:2])
+
+
+def test_state_survives_flattening_by_path():
+    """What serialisers of other make rely on."""
+    _, state = plain()
+    flat, treedef = jax.tree_util.tree_flatten_with_path(state)
+    names = [jax.tree_util.keystr(path) for path, _ in flat]
+    assert len(set(names)) == len(names)
+    assert_equal(jax.tree.unflatten(treedef, [np.asarray(leaf) for _, leaf in flat]), state)
+
+
+# Devices.
+
+DEVICES = 8
+
+
+def sharded_batch(step):
+    """Different data on each device, and all of it in one piece."""
+    whole = batch(step, 4 * DEVICES)
+    return whole, jax.tree.map(lambda x: x.reshape(DEVICES, 4, *x.shape[1:]), whole)
+
+
+def train_step(tx, axis_name=None):
+    def step(params, state, batch):
+        _, grads, factors = kfac.value_and_grad(loss_fn, layers())(params, batch)
+        grads = jax.lax.pmean(grads, axis_name) if axis_name else grads
+        updates, state = tx.update(grads, state, params, factors=factors)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+@functools.cache
+def one_device(steps=4):
+    tx = kfac.kfac(RATE, layers(), damping=1e-2, norm_constraint=1e-2, inverse_every=2, refresh_warmup=1)
+    step = jax.jit(train_step(tx))
+    params, state = initial(), jax.jit(tx.init)(initial())
+    for t in range(steps):
+        params, state = step(params, state, sharded_batch(t)[0])
+    return params, state
+
+
+MESH = jax.make_mesh((DEVICES,), ("devices",))
+
+
+def sharded(step):
+    """The function under `shard_map` with its default check: parameters and state replicated, the batch in parts."""
+    mapped = jax.jit(jax.shard_map(step, mesh=MESH, in_specs=(P(), P(), P("devices")), out_specs=(P(), P())))
+
+    def call(params, state, batch):
+        params, state = jax.device_put((params, state), NamedSharding(MESH, P()))
+        return mapped(params, state, jax.device_put(batch, NamedSharding(MESH, P("devices"))))
+
+    return call
+
+
+def check_devices(params, state):
+    expected_params, expected = one_device()
+    assert_close(params, expected_params, 1e-4)
+    found, expected = state_of(state), state_of(expected)
+    assert_close(found.factors, expected.factors, 1e-4)
+    assert_close(found.inverses, expected.inverses, 1e-3)
+    assert found.count == expected.count
+    assert found.inverse_age == expected.inverse_age
+    assert_close(found.metrics, expected.metrics, 1e-3)
+
+
+def options(axis_name):
+    return {
+        "damping": 1e-2,
+        "norm_constraint": 1e-2,
+        "inverse_every": 2,
+        "refresh_warmup": 1,
+        "axis_name": axis_name,
+    }
+
+
+def test_pmap_equals_one_device_on_the_whole_batch():
+    tx = kfac.kfac(RATE, layers(), **options("devices"))
+    step = jax.pmap(train_step(tx, "devices"), axis_name="devices")
+    params, state = jax.tree.map(lambda x: jnp.stack([x] * DEVICES), (initial(), tx.init(initial())))
+    for t in range(4):
+        params, state = step(params, state, sharded_batch(t)[1])
+    for k in range(DEVICES):
+        assert_equal(*(jax.tree.map(lambda x, k=k: np.asarray(x)[k], (params, state)) for k in (0, k)))
+    check_devices(*jax.tree.map(lambda x: np.asarray(x)[0], (params, state)))
+
+
+def test_shard_map_equals_one_device_on_the_whole_batch():
+    tx = kfac.kfac(RATE, layers(), **options("devices"))
+    step = sharded(train_step(tx, "devices"))
+    params, state = initial(), jax.jit(tx.init)(initial())
+    for t in range(4):
+        params, state = step(params, state, sharded_batch(t)[0])
+    check_devices(params, state)
+
+
+def test_shard_map_without_statistics():
+    tx = kfac.kfac(RATE, layers(), **options("devices"))
+    _, state = one_device()
+
+    @sharded
+    def cheap(params, state, batch):
+        own = jax.tree.map(lambda p: jax.lax.pcast(p, "devices", to="varying"), params)
+        grads = jax.lax.pmean(jax.grad(loss_fn)(own, batch), "devices")
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, _ = cheap(initial(), state, sharded_batch(0)[0])
+    grads = jax.jit(jax.grad(loss_fn))(initial(), sharded_batch(0)[0])
+    alone = kfac.kfac(RATE, layers(), **options(None))
+    expected, _, _ = stepper(alone)(grads, state, initial())
+    assert_close(params, expected, 1e-4)
+
+
+def test_two_named_axes():
+    tx = kfac.scale_by_kfac(layers(), axis_name=("rows", "columns"))
+    factors = jax.tree.map(lambda *xs: jnp.stack(xs).reshape(2, 2, *xs[0].shape), *(measured(t)[1] for t in range(4)))
+
+    def accumulate(factors):
+        return tx.update(measured(0)[0], tx.init(initial()), factors=factors)[1].factors
+
+    mapped = jax.vmap(jax.vmap(accumulate, axis_name="columns"), axis_name="rows")
+    found = jax.tree.map(lambda x: x[1, 0], jax.jit(mapped)(factors))
+    mean = jax.tree.map(lambda x: x.mean((0, 1)), factors)
+    alone = kfac.scale_by_kfac(layers())
+    assert_close(found, run(alone, steps=1, measured=lambda _: (measured(0)[0], mean))[1].factors, 1e-5)
+
+
+def test_bad_statistics_on_one_device_leave_the_layer_out_on_all():
+    tx = kfac.scale_by_kfac(layers(), axis_name="devices")
+    factors = jax.tree.map(lambda x: jnp.stack([x] * 4), measured(0)[1])
+    spoilt = jax.tree_util.tree_map_with_path(
+        lambda path, x: x.at[2].set(jnp.nan) if (path[0].key, path[1].name) == ("out", "G") else x, factors
+    )
+    state = jax.jit(
+        jax.vmap(lambda f: tx.update(measured(0)[0], tx.init(initial()), factors=f)[1], axis_name="devices")
+    )(spoilt)
+    np.testing.assert_array_equal(state.metrics.skipped_statistics, 1)
+    np.testing.assert_array_equal(state.weight["kronecker_4x4"] > 0, [[True, False]] * 4)
+
+
+# Other loops.
+
+
+def test_a_loop_in_the_style_of_flax_train_state():
+    train_state = pytest.importorskip("flax.training.train_state")
+
+    class State(train_state.TrainState):
+        def apply_gradients(self, *, grads, factors=None, **changes):
+            updates, opt_state = self.tx.update(grads, self.opt_state, self.params, factors=factors)
+            params = optax.apply_updates(self.params, updates)
+            return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **changes)
+
+    state = State.create(apply_fn=None, params=initial(), tx=kfac.kfac(RATE, layers()))
+
+    @jax.jit
+    def step(state, grads, factors):
+        return state.apply_gradients(grads=grads, factors=factors)
+
+    for t in range(3):
+        state = step(state, *measured(t))
+    assert_close(state.params, plain()[0], 1e-6)
+
+
+def test_lists_and_named_tuples_of_parameters():
+    """Paths are those of any pytree."""
+    x, labels = batch(0)
+    params = [{"w": initial()["first"]["kernel"]}, (initial()["out"]["kernel"], initial()["offset"])]
+
+    def other(params, batch):
+        h = jnp.tanh(batch[0] @ params[0]["w"]) @ params[1][0] + params[1][1]
+        return optax.softmax_cross_entropy_with_integer_labels(h, batch[1]).mean()
+
+    found = kfac.find_layers(other, params, (x, labels))
+    tx = kfac.kfac(RATE, found)
+    _, grads, factors = jax.jit(kfac.value_and_grad(other, found))(params, (x, labels))
+    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params, factors=factors)
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+    assert differ(updates, jax.tree.map(lambda g: -RATE * g, grads))
