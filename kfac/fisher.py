@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kfac.collectives import as_varying, varying_axes, zeros_of
+from kfac.convolutions import fast_in_loops
 from kfac.finding import paths_and_shapes, resolve
 from kfac.layers import Layers
 from kfac.replay import replay
@@ -158,8 +159,10 @@ def microbatch(
         def widen(x):
             return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
+        evaluate = fast_in_loops(one)
+
         def step(total, part):
-            return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, one(part)), None
+            return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, evaluate(part)), None
 
         total, _ = lax.scan(step, jax.tree.map(widen, zeros), parts)
         return jax.tree.map(lambda t, x: (t / num_microbatches).astype(x.dtype), total, zeros)
