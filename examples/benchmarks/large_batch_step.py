@@ -1,0 +1,119 @@
+"""One complete K-FAC step of ResNet-50 at a global batch of 131,072 images: time and peak memory.
+
+    python examples/benchmarks/large_batch_step.py                                  # 32 x 32 images, as on a CPU
+    python examples/benchmarks/large_batch_step.py --image-size 224 --dtype bfloat16 --local-batch 256   # on a GPU
+
+The batch is accumulated: `kfac.microbatch` scans over parts of `--local-batch` synthetic images, made on the device inside
+the scan, so that memory does not depend on their number. The step is the whole of it: gradients and factors averaged over
+all parts, running averages, all inverses, preconditioning, momentum, parameters. Prints one line of JSON.
+"""
+
+import argparse
+import functools
+import json
+import os
+import pathlib
+import resource
+import sys
+import time
+
+# Before JAX starts: on small machines LAPACK's threads stall, and XLA's CPU schedule can deadlock with convolutions.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+if "concurrency_optimized_scheduler" not in os.environ.get("XLA_FLAGS", ""):
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_enable_concurrency_optimized_scheduler=false".strip()
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "imagenet"))
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import models  # noqa: E402
+import optax  # noqa: E402
+
+import kfac  # noqa: E402
+
+CLASSES = 1000
+
+
+def main():
+    """Runs the step and prints what it took."""
+    options = parse()
+    parts = options.global_batch // options.local_batch
+    model = models.create("resnet50", CLASSES, options.dtype)
+    shape = (options.local_batch, options.image_size, options.image_size, 3)
+    variables = jax.jit(functools.partial(model.init, train=False))(jax.random.key(0), jnp.zeros((1, *shape[1:])))
+    params, statistics = variables["params"], variables["batch_stats"]
+
+    def loss_fn(params, keys):
+        image_key, label_key = jax.random.split(keys[0])
+        images = jax.random.normal(image_key, shape, jnp.float32)
+        labels = jax.random.randint(label_key, shape[:1], 0, CLASSES)
+        logits, _ = model.apply(
+            {"params": params, "batch_stats": statistics}, images, train=True, mutable=["batch_stats"]
+        )
+        return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
+
+    keys = jax.random.split(jax.random.key(1), parts)
+    layers = kfac.find_layers(loss_fn, params, keys[:1])
+    tx = kfac.kfac(0.07, layers, damping=1e-4, momentum=0.93, factor_decay=0.0)
+    state = jax.jit(tx.init)(params)
+    measure = kfac.microbatch(kfac.value_and_grad(loss_fn, layers), parts)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, keys):
+        loss, grads, factors = measure(params, keys)
+        updates, state = tx.update(grads, state, params, factors=factors)
+        return optax.apply_updates(params, updates), state, loss
+
+    began = time.perf_counter()
+    compiled = step.lower(params, state, keys).compile()
+    compile_seconds = time.perf_counter() - began
+    memory = compiled.memory_analysis()
+    print(f"compiled in {compile_seconds:.0f} s; {parts} parts of {options.local_batch} images", file=sys.stderr, flush=True)
+    began = time.perf_counter()
+    params, state, loss = jax.block_until_ready(compiled(params, state, keys))
+    seconds = time.perf_counter() - began
+    device = jax.devices()[0]
+    peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
+    print(
+        json.dumps(
+            {
+                "device": device.device_kind,
+                "jax": jax.__version__,
+                "global_batch": options.global_batch,
+                "local_batch": options.local_batch,
+                "image_size": options.image_size,
+                "dtype": options.dtype,
+                "compile_seconds": round(compile_seconds, 1),
+                "step_seconds": round(seconds, 2),
+                "images_per_second": round(options.global_batch / seconds, 1),
+                "peak_device_bytes": peak,
+                "peak_process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+                "temporary_bytes_of_the_program": memory.temp_size_in_bytes,
+                "argument_bytes_of_the_program": memory.argument_size_in_bytes,
+                "loss": float(loss),
+                "diagnostics": {name: float(value) for name, value in kfac.diagnostics(state).items()},
+                "parameters_finite": all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(params)),
+            }
+        )
+    )
+
+
+def parse() -> argparse.Namespace:
+    """Command-line options."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--global-batch", type=int, default=131_072, help="images in the step")
+    parser.add_argument("--local-batch", type=int, default=256, help="images in one part")
+    parser.add_argument("--image-size", type=int, default=32, help="height and width in pixels")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the computation")
+    options = parser.parse_args()
+    if min(options.global_batch, options.local_batch, options.image_size) < 1:
+        parser.error("--global-batch, --local-batch and --image-size must be positive")
+    if options.global_batch % options.local_batch:
+        parser.error(f"--local-batch {options.local_batch} does not divide --global-batch {options.global_batch}")
+    return options
+
+
+if __name__ == "__main__":
+    main()
