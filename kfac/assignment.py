@@ -271,7 +271,8 @@ def _table(plan: Assignment) -> str:
     steps = plan.cost_per_step
     mean = total / plan.devices
     lines += [
-        f"one refresh: {total:.3g} n^3 in all; busiest device {worst:.3g}, {worst / mean if mean else 1:.2f} times the mean",
+        f"one refresh: {total:.3g} n^3 in all; busiest device {worst:.3g}, "
+        f"{worst / mean if mean else 1:.2f} times the mean",
         f"spread over {len(steps)} steps: worst step {max(steps):.3g}, mean {sum(steps) / len(steps):.3g}",
         f"memory per device (averages and inverses): {format_bytes(plan.memory_per_device)}",
         f"reduced per device, each time there are statistics: {format_bytes(plan.reduced_bytes)}",

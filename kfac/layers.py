@@ -161,10 +161,9 @@ def _table(layers: Layers) -> str:
         else:
             a = g = ""
         positions = "" if layer.positions is None else str(layer.positions)
-        rows.append(
-            (layer.name, layer.kind + (" (coarse)" if layer.coarse else ""), leaves, a, g, positions)
-            + (str(layer.copies), format_bytes(4 * elements), layer.note)
-        )
+        kind = f"{layer.kind} (coarse)" if layer.coarse else layer.kind
+        memory = format_bytes(4 * elements)
+        rows.append((layer.name, kind, leaves, a, g, positions, str(layer.copies), memory, layer.note))
     widths = [max(len(row[k]) for row in rows) for k in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))

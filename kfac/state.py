@@ -289,8 +289,8 @@ def gather_state(opt_state: Any) -> Any:
 def scatter_state(portable: Any, num_devices: int, *, pmap: bool = False) -> Any:
     """A state from `gather_state`, for any number of devices.
 
-    Jit-compatible. The result is the global form that `shard_map` and `jit` over a mesh take: place it with `state_specs`,
-    if possible as `out_shardings` of a `jax.jit` around this function.
+    Jit-compatible. The result is the global form that `shard_map` and `jit` over a mesh take: place it with
+    `state_specs`, if possible as `out_shardings` of a `jax.jit` around this function.
 
     Args:
       portable: what `gather_state` returned.

@@ -52,7 +52,8 @@ def dense_moment(x: jax.Array, arrange: Arrangement, bias: str) -> jax.Array:
     Args:
       x: the input as the product reads it.
       arrange: brings it to `[copies, rows, d_in]`.
-      bias: `"none"`: no homogeneous coordinate; `"one"`: a homogeneous 1; `"zero"`: this use of the kernel adds no bias.
+      bias: `"none"`: no homogeneous coordinate; `"one"`: a homogeneous 1; `"zero"`: this use of the kernel adds no
+        bias.
     """
     rows = arrange(x)
     return _finish(gram(rows), jnp.sum(rows, axis=1, dtype=accumulator(x.dtype)), rows.shape[1], bias)

@@ -45,7 +45,8 @@ def preconditioned_step(
     devices = axis_size(axis)
     if axis is not None and devices is None:
         raise ValueError(
-            f"axis_name={axis!r} is not bound: call update inside jax.pmap or jax.shard_map over that axis, or pass mesh="
+            f"axis_name={axis!r} is not bound: call update inside jax.pmap or jax.shard_map over that axis, "
+            "or pass mesh="
         )
     _check_devices(state, devices or 1)
     leaves = match_leaves(config.layers, updates, "updates")
@@ -142,9 +143,9 @@ def _check_devices(state: KfacState, devices: int) -> None:
     for owned in state.owned.values():
         if owned.shard.devices != devices:
             raise ValueError(
-                f"the optimizer state is one for {owned.shard.devices} device(s), but update runs on {devices}. Initialise "
-                "it where the axis is bound, e.g. jax.pmap(tx.init, axis_name=...)(params); a state from another number of "
-                "devices is converted by kfac.gather_state and kfac.scatter_state."
+                f"the optimizer state is one for {owned.shard.devices} device(s), but update runs on {devices}. "
+                "Initialise it where the axis is bound, e.g. jax.pmap(tx.init, axis_name=...)(params); a state from "
+                "another number of devices is converted by kfac.gather_state and kfac.scatter_state."
             )
 
 

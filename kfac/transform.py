@@ -101,9 +101,9 @@ def scale_by_kfac(
     """Preconditions gradients with damped inverses of Kronecker factors.
 
     The gradient `V` of a layer in matrix form becomes `(G + sqrt(l)/pi I)^-1 V (A + pi sqrt(l) I)^-1` with damping `l`
-    and `pi^2 = (tr A / dim A) / (tr G / dim G)` (Martens & Grosse 2015; Osawa et al. 2019). Normalisation parameters are
-    multiplied by `(F + u l I)^-1` of their channel's block, with `u = unitwise_damping`. Skipped parameters pass through
-    unchanged, and so do all until the first statistics arrive.
+    and `pi^2 = (tr A / dim A) / (tr G / dim G)` (Martens & Grosse 2015; Osawa et al. 2019). Normalisation parameters
+    are multiplied by `(F + u l I)^-1` of their channel's block, with `u = unitwise_damping`. Skipped parameters pass
+    through unchanged, and so do all until the first statistics arrive.
 
     `update(grads, state, params=None, *, factors=None)` takes the statistics of the step as `factors`; without them
     the step uses what it knows. The running average is `F <- decay F + (1 - decay) F_batch`, bias-corrected. A refresh
