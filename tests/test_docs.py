@@ -1,11 +1,14 @@
 """The documentation says what the package does: its examples run, its tables are complete."""
 
+import functools
 import inspect
 import re
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import kfac
@@ -15,16 +18,37 @@ DOCS = Path(__file__).parents[1] / "docs"
 OPTIMIZER = (DOCS / "optimizer.md").read_text()
 
 
-@pytest.fixture(scope="module")
-def names():
-    """What the names of the examples of docs/optimizer.md stand for, after all of them have run."""
+def _run(page, count):
+    """What the names in the examples of a page stand for, after all `count` of them have run."""
     params, batch, loss_fn = model_and_data()
     names = {"loss_fn": loss_fn, "params": params, "batch": batch}
-    blocks = re.findall(r"^```python\n(.*?)^```$", OPTIMIZER, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 8
+    blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == count
     for block in blocks:
         exec(block, names)
     return names
+
+
+@pytest.fixture(scope="module")
+def names():
+    return _run("optimizer.md", 7)
+
+
+@pytest.fixture(scope="module")
+def distributed():
+    return _run("distributed.md", 9)
+
+
+def test_no_other_page_has_code_that_is_not_run():
+    pages = {path.name for path in DOCS.glob("*.md") if "```python" in path.read_text()}
+    assert pages == {"optimizer.md", "distributed.md"}
+
+
+def test_every_page_is_in_the_contents():
+    index, contents = (DOCS / "index.md").read_text(), (DOCS / "contents.rst").read_text().split()
+    for path in DOCS.glob("*.md"):
+        assert path.stem in contents
+        assert path.stem == "index" or f"({path.name})" in index
 
 
 def _table(heading):
@@ -74,14 +98,91 @@ def test_restored_state_is_the_saved_one(names):
     jax.tree.map(np.testing.assert_array_equal, saved, names["restored"])
 
 
-def test_data_parallel_step_equals_that_of_one_device(names):
-    devices = 4
-    params, (x, y) = names["params"], names["batch"]
-    parts = x.reshape(devices, -1, *x.shape[1:]), y.reshape(devices, -1)
-    tx = kfac.kfac(0.05, names["layers"])
-    _, grads, factors = kfac.value_and_grad(names["loss_fn"], names["layers"])(params, (x, y))
-    updates, _ = tx.update(grads, tx.init(params), params, factors=factors)
-    parallel, _, _ = names["parallel_step"](params, tx.init(params), parts)
-    for a, b, u in zip(*map(jax.tree.leaves, (parallel, params, updates)), strict=True):
-        np.testing.assert_allclose(a[0], b + u, rtol=1e-5, atol=1e-6)
-        np.testing.assert_array_equal(a[0], a[-1])
+def _assert_close(found, expected, tolerance=1e-5):
+    def compare(a, b):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+    jax.tree.map(compare, found, expected)
+
+
+def _train(names, steps):
+    """The guides' optimizer on one device that has the whole batch: its parameters and its state."""
+    params, batch, layers = names["params"], names["batch"], names["layers"]
+    tx = kfac.kfac(0.05, layers, inverse_every=3)
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state):
+        _, grads, factors = kfac.value_and_grad(names["loss_fn"], layers)(params, batch)
+        updates, state = tx.update(grads, state, params, factors=factors)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(steps):
+        params, state = step(params, state)
+    return params, state
+
+
+def test_the_three_styles_train_like_one_device(distributed):
+    expected, state = _train(distributed, 4)
+    _assert_close(distributed["global_params"], expected)
+    _assert_close(distributed["mesh_params"], expected)
+    for device in (0, 7):
+        _assert_close(jax.tree.map(lambda x, k=device: x[k], distributed["stacked_params"]), expected)
+    assert jax.tree.structure(distributed["portable"]) == jax.tree.structure(state)
+    for style in ("opt_state", "mesh_state", "stacked_state"):
+        _assert_close(jax.device_get(kfac.gather_state(distributed[style])), jax.device_get(state), 1e-3)
+
+
+def test_a_state_for_other_devices_goes_on_as_it_would_have(distributed):
+    expected, _ = _train(distributed, 5)
+    names, split = distributed, distributed["split"]
+    mesh, batch = names["small_mesh"], names["batch"]
+    tx = kfac.kfac(0.05, names["layers"], axis_name="devices", inverse_every=3)
+    specs = kfac.state_specs(tx, names["params"], "devices")
+
+    def local_step(params, state, batch):
+        _, grads, factors = kfac.value_and_grad(names["loss_fn"], names["layers"])(params, batch)
+        updates, state = tx.update(names["average"](grads), state, params, factors=factors)
+        return optax.apply_updates(params, updates)
+
+    step = jax.shard_map(local_step, mesh=mesh, in_specs=(names["same"], specs, split), out_specs=names["same"])
+    params = jax.device_get(names["global_params"])
+    _assert_close(jax.jit(step)(params, names["small_state"], batch), expected)
+    # The form of pmap holds the same numbers.
+    again = kfac.gather_state(names["small_stacked_state"])
+    jax.tree.map(np.testing.assert_array_equal, again, names["portable"])
+
+
+def test_a_loss_that_averages_over_devices_trains_like_one_device(distributed):
+    names = distributed
+
+    def global_loss(params, batch):
+        x, labels = batch
+        h = x @ params["hidden"]["kernel"] + params["hidden"]["bias"]
+        h = jnp.tanh(h - h.mean(axis=0))
+        logits = h @ params["output"]["kernel"] + params["output"]["bias"]
+        return -jnp.mean(jax.nn.log_softmax(logits)[jnp.arange(len(labels)), labels])
+
+    layers, params = names["synchronised_layers"], names["params"]
+    assert layers == kfac.find_layers(global_loss, params, names["batch"])
+
+    def step(params, batch, loss_fn, axis_name, average):
+        tx = kfac.kfac(0.05, layers, axis_name=axis_name)
+        loss, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)
+        loss, grads = average((loss, grads))
+        return loss, tx.update(grads, tx.init(params), params, factors=factors)[0]
+
+    local_step = functools.partial(
+        step, loss_fn=names["synchronised_loss"], axis_name="devices", average=names["average"]
+    )
+    in_specs = names["same"], names["split"]
+    mapped = jax.shard_map(local_step, mesh=names["mesh"], in_specs=in_specs, out_specs=names["same"])
+    found = jax.jit(mapped)(params, names["global_batch"])
+    expected = step(params, names["batch"], global_loss, None, lambda tree: tree)
+    _assert_close(jax.device_get(found), expected)
+
+
+def test_the_plan_of_the_guide_prints(distributed):
+    table = str(kfac.Assignment(distributed["layers"], devices=8, inverse_every=3))
+    assert "hidden" in table and "output" in table
+    assert len(table.splitlines()) == 1 + 8 + 5

@@ -20,6 +20,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 OTHERS = {"jax", "jex", "jnp", "lax", "np", "numpy", "optax"}
 
 PUBLIC = {
+    "Assignment",
     "Factors",
     "KfacState",
     "Layer",
@@ -27,9 +28,12 @@ PUBLIC = {
     "UnsupportedLayerError",
     "diagnostics",
     "find_layers",
+    "gather_state",
     "kfac",
     "microbatch",
     "scale_by_kfac",
+    "scatter_state",
+    "state_specs",
     "value_and_grad",
 }
 FUNCTIONS = sorted(name for name in PUBLIC if name[0].islower())
@@ -117,6 +121,10 @@ def test_only_declared_dependencies_are_imported():
             root = module.split(".")[0]
             standard = root in sys.stdlib_module_names
             assert standard or root in declared | {"kfac"}, f"{path.relative_to(ROOT)}: {module}"
+
+
+def test_type_checkers_of_users_see_the_types():
+    assert (ROOT / "kfac" / "py.typed").exists()
 
 
 def test_there_is_one_version():
