@@ -48,7 +48,7 @@ def preconditioned_step(
             f"axis_name={axis!r} is not bound: call update inside jax.pmap or jax.shard_map over that axis, "
             "or pass mesh="
         )
-    _check_devices(state, devices or 1)
+    check_devices(state, devices or 1)
     leaves = match_leaves(config.layers, updates, "updates")
     matrices = {group.name: group.stack_matrices(leaves, _dtype(state, group)) for group in config.groups}
     usable = _all_finite([*matrices.values(), *(leaf for path, leaf in leaves.items() if path in config.skipped)])
@@ -88,14 +88,15 @@ def preconditioned_step(
         phase = count % config.phases
         start = jnp.where(everything, 0, bounds[phase])
         stop = jnp.where(due, jnp.where(everything, group.size, bounds[phase + 1]), start)
-        blocks[name], bad = _refresh_range(blocks[name], *own_range(shards[name], axis, start, stop), now.damping)
+        first, last = own_range(shards[name], axis, start, stop)
+        blocks[name], bad = _refresh_range(blocks[name], first, last, usable, now.damping)
         failed += bad
         if name in replicas:
             replicas[name] = _refresh_replica(config, replicas[name], blocks[name], group, shards[name], stop > start)
     # A unit-wise block is cheap, so every device has them all, and they are refreshed with the first phase of a cycle.
     due = usable & (everything | (cycle & (count % now.period == 0)))
     for group in config.unitwise:
-        blocks[group.name], bad = _refresh_unitwise(blocks[group.name], due, now.unitwise)
+        blocks[group.name], bad = _refresh_unitwise(blocks[group.name], due, usable, now.unitwise)
         failed_by_all += bad
 
     preconditioned = _precondition(config, blocks, replicas, shards, matrices)
@@ -139,7 +140,7 @@ def _dtype(state: KfacState, group: Group) -> Any:
     return blocks.weight.dtype
 
 
-def _check_devices(state: KfacState, devices: int) -> None:
+def check_devices(state: KfacState, devices: int) -> None:
     for owned in state.owned.values():
         if owned.shard.devices != devices:
             raise ValueError(
@@ -154,7 +155,7 @@ def per_block(values: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _worst(arrays: Iterable[jax.Array]) -> jax.Array:
-    return jnp.max(jnp.concatenate([jnp.zeros(1), *(x.astype(jnp.float32) for x in arrays)]))
+    return jnp.max(jnp.concatenate([jnp.zeros(1, jnp.float32), *(x.astype(jnp.float32) for x in arrays)]))
 
 
 def _norm(arrays: Iterable[jax.Array]) -> jax.Array:
@@ -246,12 +247,16 @@ def _accumulate(
     return blocks._replace(factors=factors, weight=weight), jnp.sum(~finite & mine, dtype=jnp.int32)
 
 
+def _aged(blocks: BlockState, usable: jax.Array) -> jax.Array:
+    """Ages after this step of inverses that it leaves as they are; one that is not `usable` is no step."""
+    return jnp.where(blocks.condition > 0, blocks.age + usable, 0)
+
+
 def _refresh_range(
-    blocks: BlockState, start: jax.Array, stop: jax.Array, damping: jax.Array
+    blocks: BlockState, start: jax.Array, stop: jax.Array, usable: jax.Array, damping: jax.Array
 ) -> tuple[BlockState, jax.Array]:
     """New inverses at positions `start` up to `stop`, one at a time, in place; and how many failed."""
     assert isinstance(blocks.factors, Kronecker) and isinstance(blocks.inverse, Kronecker)
-    aged = jnp.where(blocks.weight > 0, blocks.age + 1, 0)
 
     def one(position, carry):
         inverse, condition, age, failed = carry
@@ -275,13 +280,15 @@ def _refresh_range(
             failed + jnp.sum(known & ~new.valid, dtype=jnp.int32),
         )
 
-    carry = (blocks.inverse, blocks.condition, aged, jnp.zeros((), jnp.int32))
-    carry = as_varying(carry, varying_axes((blocks, start, stop, damping)))
+    carry = (blocks.inverse, blocks.condition, _aged(blocks, usable), jnp.zeros((), jnp.int32))
+    carry = as_varying(carry, varying_axes((blocks, start, stop, usable, damping)))
     inverse, condition, age, failed = lax.fori_loop(start, stop, one, carry)
     return blocks._replace(inverse=inverse, condition=condition, age=age), failed
 
 
-def _refresh_unitwise(blocks: BlockState, due: jax.Array, damping: jax.Array) -> tuple[BlockState, jax.Array]:
+def _refresh_unitwise(
+    blocks: BlockState, due: jax.Array, usable: jax.Array, damping: jax.Array
+) -> tuple[BlockState, jax.Array]:
     """New inverses of unit-wise blocks if `due`, and how many failed."""
     assert isinstance(blocks.factors, Unitwise) and isinstance(blocks.inverse, Unitwise)
     old = blocks.inverse.F
@@ -293,7 +300,7 @@ def _refresh_unitwise(blocks: BlockState, due: jax.Array, damping: jax.Array) ->
     return blocks._replace(
         inverse=Unitwise(inverse),
         condition=jnp.where(taken, new.condition, blocks.condition),
-        age=jnp.where(taken | ~known, 0, blocks.age + 1),
+        age=jnp.where(taken, 0, _aged(blocks, usable)),
     ), jnp.sum(known & ~new.valid & due, dtype=jnp.int32)
 
 

@@ -17,7 +17,7 @@ from kfac.blocks import check_factors, group_layers
 from kfac.collectives import AxisName, axis_size
 from kfac.layers import Factors, Layers
 from kfac.state import Config, KfacState, init_state, state_spec
-from kfac.step import Now, preconditioned_step
+from kfac.step import Now, check_devices, preconditioned_step
 
 Scalar = float | jax.Array
 ScalarOrSchedule = Scalar | Callable[[jax.Array], jax.typing.ArrayLike]
@@ -208,6 +208,8 @@ def scale_by_kfac(
             warmup=count < jnp.asarray(refresh_warmup).astype(jnp.int32),
         )
         if mesh is not None and axis_size(axis_name) is None:
+            names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+            check_devices(state, math.prod(mesh.shape[name] for name in names))
             return update_on_mesh(updates, state, now, factors)
         return preconditioned_step(config, updates, state, now, factors, local=True)
 

@@ -1,6 +1,6 @@
 """Counts of the distributed K-FAC step of ResNet-50, from programs lowered and compiled for many devices.
 
-Run as a script, because the number of devices is fixed when JAX starts: `resnet50_step.py DEVICES [compile]` prints JSON.
+The number of devices is fixed when JAX starts, so this is a script: `resnet50_step.py DEVICES [compile]` prints JSON.
 """
 
 import json
@@ -8,17 +8,18 @@ import os
 import re
 import sys
 
-DEVICES = int(sys.argv[1])
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
+if __name__ == "__main__":
+    DEVICES = int(sys.argv[1])
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-from jax import lax  # noqa: E402
-from jax.flatten_util import ravel_pytree  # noqa: E402
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec  # noqa: E402
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.flatten_util import ravel_pytree
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-import kfac  # noqa: E402
+import kfac
 
 AXIS = "devices"
 # Out channels, kernel size, in channels of every convolution, and the final layer: the shapes make the state.
@@ -46,7 +47,7 @@ def convolve(x, layer):
 
 
 def loss_fn(params, images):
-    """ResNet-50's layers with its connections, without normalisation and strides: shapes of factors do not need them."""
+    """ResNet-50's layers and connections; normalisation and strides do not matter to the shapes of factors."""
     x = convolve(images, params["stem"])
     for stage, (_, blocks) in enumerate(STAGES):
         for block in range(blocks):

@@ -21,7 +21,7 @@ EXAMPLES = 32
 def make_params(widths, seed=0):
     """An MLP with a scale and shift behind each layer, and a layer that gets no gradient."""
     params = {}
-    for k, (d_in, d_out) in enumerate(zip(widths[:-1], widths[1:], strict=True)):
+    for k, (d_in, d_out) in enumerate(itertools.pairwise(widths)):
         key = jax.random.fold_in(jax.random.key(seed), k)
         params[f"dense{k}"] = {"kernel": jax.random.normal(key, (d_in, d_out)) / d_in**0.5, "bias": jnp.zeros(d_out)}
         params[f"norm{k}"] = {"scale": jnp.ones(d_out), "shift": jnp.zeros(d_out)}
@@ -73,11 +73,11 @@ def train_one_device(params, data, layers, options):
     return params, state
 
 
-def train_pmap(params, data, layers, options, devices):
+def train_pmap(params, data, layers, options, devices, state=None, first=0):
     tx = kfac.kfac(0.05, layers, axis_name=AXIS, **options)
     devices = jax.devices()[:devices]
     params = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(devices), *x.shape)), params)
-    state = jax.pmap(tx.init, axis_name=AXIS, devices=devices)(params)
+    state = state or jax.pmap(tx.init, axis_name=AXIS, devices=devices)(params)
 
     def step(params, state, batch, statistics):
         _, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)
@@ -86,7 +86,7 @@ def train_pmap(params, data, layers, options, devices):
         return optax.apply_updates(params, updates), state
 
     step = jax.pmap(step, axis_name=AXIS, static_broadcasted_argnums=3, devices=devices)
-    for k, batch in enumerate(data):
+    for k, batch in enumerate(data, first):
         shards = jax.tree.map(lambda x: x.reshape(len(devices), -1, *x.shape[1:]), as_float32(batch))
         params, state = step(params, state, shards, has_statistics(k))
     return jax.tree.map(lambda x: x[0], params), state
@@ -96,12 +96,12 @@ def mesh_of(devices):
     return Mesh(np.array(jax.devices()[:devices]), (AXIS,), axis_types=(AxisType.Auto,))
 
 
-def train_shard_map(params, data, layers, options, devices):
+def train_shard_map(params, data, layers, options, devices, state=None, first=0):
     tx = kfac.kfac(0.05, layers, axis_name=AXIS, **options)
     mesh = mesh_of(devices)
     same, split = PartitionSpec(), PartitionSpec(AXIS)
     specs = kfac.state_specs(tx, params, AXIS)
-    state = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=same, out_specs=specs))(params)
+    state = state or jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=same, out_specs=specs))(params)
 
     @functools.partial(jax.jit, static_argnums=3)
     def step(params, state, batch, statistics):
@@ -115,16 +115,16 @@ def train_shard_map(params, data, layers, options, devices):
             params, state, batch
         )
 
-    for k, batch in enumerate(data):
+    for k, batch in enumerate(data, first):
         params, state = step(params, state, as_float32(batch), has_statistics(k))
     return params, state
 
 
-def train_mesh(params, data, layers, options, devices):
+def train_mesh(params, data, layers, options, devices, state=None, first=0):
     mesh = mesh_of(devices)
     tx = kfac.kfac(0.05, layers, mesh=mesh, axis_name=AXIS, **options)
     params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
-    state = tx.init(params)
+    state = state or tx.init(params)
 
     @functools.partial(jax.jit, static_argnums=3)
     def step(params, state, batch, statistics):
@@ -132,7 +132,7 @@ def train_mesh(params, data, layers, options, devices):
         updates, state = tx.update(grads, state, params, factors=factors if statistics else None)
         return optax.apply_updates(params, updates), state
 
-    for k, batch in enumerate(data):
+    for k, batch in enumerate(data, first):
         batch = jax.device_put(as_float32(batch), NamedSharding(mesh, PartitionSpec(AXIS)))
         params, state = step(params, state, batch, has_statistics(k))
     return params, state
@@ -187,3 +187,76 @@ def test_eight_devices_are_one(style, widths, precondition, staggered, triangula
     found, sharded_state = STYLES[style](params, data, layers, options, 8)
     assert_close(found, expected)
     assert_close(jax.tree.map(jnp.asarray, kfac.gather_state(sharded_state)[0].owned), state[0].owned, 2e-4)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_state_moves_between_numbers_of_devices(style):
+    """Three steps on eight devices and three on two, by way of the portable state, are six on one."""
+    options = {"inverse_every": 3, "refresh_warmup": 1, "damping": 1e-2}
+    params, data, layers, expected, _ = one_device(MANY_LAYERS, tuple(options.items()))
+    params, state = STYLES[style](params, data[:3], layers, options, 8)
+    portable = jax.tree.map(np.asarray, kfac.gather_state(state))
+    params = jax.tree.map(np.asarray, params)
+    alone = jax.eval_shape(kfac.kfac(0.05, layers, **options).init, params)
+    assert jax.tree.structure(alone) == jax.tree.structure(portable)
+    restored = kfac.scatter_state(portable, 2, pmap=style == "pmap")
+    params, _ = STYLES[style](params, data[3:], layers, options, 2, restored, 3)
+    assert_close(params, expected)
+
+
+def test_scattering_and_gathering_again_changes_nothing():
+    options = (("inverse_every", 3), ("refresh_warmup", 1), ("damping", 1e-2))
+    state = one_device(MANY_LAYERS, options)[-1]
+    for devices in (1, 3, 8, 64):
+        for pmap in (False, True):
+            again = kfac.gather_state(kfac.scatter_state(state, devices, pmap=pmap))
+            assert jax.tree.structure(again) == jax.tree.structure(state)
+            jax.tree.map(np.testing.assert_array_equal, again, state)
+
+
+def test_a_state_for_another_number_of_devices_is_refused():
+    params, data, layers, _, state = one_device(FEW_LAYERS, (("damping", 1e-2),))
+    with pytest.raises(ValueError, match=r"state is one for 1 device.*runs on 8.*scatter_state"):
+        STYLES["mesh"](params, data, layers, {"damping": 1e-2}, 8, state)
+    with pytest.raises(ValueError, match="num_devices must be a positive int, but is 0"):
+        kfac.scatter_state(state, 0)
+    with pytest.raises(ValueError, match="there is no state of scale_by_kfac"):
+        kfac.gather_state({"momentum": jnp.zeros(3)})
+    with pytest.raises(ValueError, match="portable must be what gather_state returns"):
+        kfac.scatter_state(kfac.scatter_state(state, 4), 2)
+
+
+def test_an_axis_that_is_not_bound_is_refused():
+    params, _, layers, _, _ = one_device(FEW_LAYERS, (("damping", 1e-2),))
+    tx = kfac.kfac(0.05, layers, axis_name=AXIS)
+    with pytest.raises(ValueError, match="axis_name='batch' is not bound"):
+        tx.update(params, tx.init(params), params)
+    with pytest.raises(ValueError, match=r"axis_name must be among the axes of mesh, \('batch',\), but is 'model'"):
+        kfac.kfac(0.05, layers, mesh=mesh_of(2), axis_name="model")
+
+
+def test_a_device_that_sees_nan_hangs_nobody():
+    """Gradients left unaveraged, so that one device alone has a NaN: all devices leave the step out together."""
+    params, data, layers, _, _ = one_device(FEW_LAYERS, (("damping", 1e-2),))
+    devices = 4
+    tx = kfac.scale_by_kfac(layers, axis_name=AXIS, precondition="replicated", inverse_every=2)
+    params = jax.tree.map(lambda x: jnp.broadcast_to(x, (devices, *x.shape)), params)
+    state = jax.pmap(tx.init, axis_name=AXIS, devices=jax.devices()[:devices])(params)
+
+    def step(state, params, batch):
+        _, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)
+        return tx.update(grads, state, factors=factors)[1]
+
+    step = jax.pmap(step, axis_name=AXIS, devices=jax.devices()[:devices])
+    batch = jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), as_float32(data[0]))
+    state = step(state, params, batch)
+    before = jax.tree.map(np.asarray, state)
+    broken = (batch[0].at[1, 0, 0].set(jnp.nan), batch[1])
+    after = jax.tree.map(np.asarray, step(state, params, broken))
+    assert (after.count == before.count).all() and (after.metrics.skipped_steps == 1).all()
+    for name in before.owned:
+        jax.tree.map(np.testing.assert_array_equal, after.owned[name].blocks.inverse, before.owned[name].blocks.inverse)
+        jax.tree.map(np.testing.assert_array_equal, after.owned[name].blocks.factors, before.owned[name].blocks.factors)
+    # Statistics alone: the gradient is good, so the step counts, and only the layers concerned leave theirs out.
+    following = step(jax.tree.map(jnp.asarray, after), params, batch)
+    assert (np.asarray(following.count) == before.count + 1).all()

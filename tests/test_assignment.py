@@ -1,0 +1,123 @@
+"""Who owns what and when it is inverted: arithmetic, and ResNet-50's figures counted from compiled programs."""
+
+import functools
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import kfac
+import resnet50_step
+from kfac.assignment import Shard, make_phases, make_shards
+
+SCRIPT = pathlib.Path(__file__).parent / "resnet50_step.py"
+
+
+def equal_layers(count, width=6):
+    params = {f"layer{k}": jnp.zeros((width, width)) for k in range(count)}
+
+    def loss(params, x):
+        for k in range(count):
+            x = jnp.tanh(x @ params[f"layer{k}"])
+        return jnp.mean(x)
+
+    return kfac.find_layers(loss, params, jnp.zeros((2, width)))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 5, 8, 64])
+@pytest.mark.parametrize("blocks", [1, 4, 5, 8, 17])
+def test_every_block_has_one_place(blocks, devices):
+    shard = Shard(blocks, devices, offset=devices // 2)
+    places = [shard.location(block) for block in range(blocks)]
+    assert len(set(places)) == blocks
+    for device in range(devices):
+        held = sorted(position for owner, position in places if owner == device)
+        assert held == list(range(shard.held(device)))
+        assert len(held) <= shard.positions <= -(-blocks // devices)
+
+
+def test_remainders_fill_up_the_devices():
+    costs = [("large", 1, 1000), ("middle", 3, 100), ("small", 5, 10), ("least", 7, 1)]
+    shards = make_shards(costs, 8)
+    load = [0] * 8
+    for name, blocks, cost in costs:
+        for block in range(blocks):
+            load[shards[name].location(block)[0]] += cost
+    assert sorted(load, reverse=True)[:2] == [1000, 111]  # nothing joins the largest but what all others have, too
+    assert min(load) >= 11
+
+
+def test_phases_hold_every_block_once_and_do_not_depend_on_devices():
+    costs = [("a", 7, 50), ("b", 3, 200), ("c", 1, 10)]
+    bounds = make_phases(costs, 4)
+    for name, blocks, _ in costs:
+        assert bounds[name][0] == 0 and bounds[name][-1] == blocks and list(bounds[name]) == sorted(bounds[name])
+    load = [sum(cost * (bounds[n][p + 1] - bounds[n][p]) for n, _, cost in costs) for p in range(4)]
+    assert max(load) <= 260 and sum(load) == 960
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("inverse_every", [10, 100])
+def test_no_step_does_more_than_the_largest_layer_needs(devices, inverse_every, resnet50_layers):
+    plan = kfac.Assignment(resnet50_layers, devices=devices, inverse_every=inverse_every)
+    largest = 4608**3 + 512**3
+    assert max(plan.cost_per_step) <= 1.1 * largest
+    at_once = kfac.Assignment(resnet50_layers, devices=devices, inverse_every=inverse_every, staggered=False)
+    assert len(at_once.cost_per_step) == 1
+    assert sum(at_once.cost_per_device) == sum(plan.cost_per_device)
+
+
+@pytest.mark.parametrize(("count", "devices", "inverse_every"), [(24, 1, 8), (24, 1, 10), (40, 8, 5), (16, 8, 2)])
+def test_equal_layers_are_spread_evenly_over_the_steps(count, devices, inverse_every):
+    plan = kfac.Assignment(equal_layers(count), devices=devices, inverse_every=inverse_every)
+    steps = plan.cost_per_step
+    assert max(steps) <= 1.3 * sum(steps) / len(steps)
+    assert sum(plan.cost_per_device) == count * 2 * 6**3
+
+
+def test_the_plan_prints_who_owns_what(resnet50_layers):
+    plan = kfac.Assignment(resnet50_layers, devices=8, inverse_every=10)
+    text = repr(plan)
+    for layer in resnet50_layers:
+        assert layer.name in text
+    assert "memory per device" in text and "reduced per device" in text and "gathered per step" in text
+    assert len(repr(kfac.Assignment(resnet50_layers, devices=4096)).splitlines()) < 40
+    with pytest.raises(ValueError, match="devices must be a positive int, but is 0"):
+        kfac.Assignment(resnet50_layers, devices=0)
+    with pytest.raises(ValueError, match="precondition must be 'sharded' or 'replicated', but is 'both'"):
+        kfac.Assignment(resnet50_layers, precondition="both")
+
+
+@pytest.fixture(scope="module")
+def resnet50_layers():
+    params = resnet50_step.parameters()
+    return kfac.find_layers(resnet50_step.loss_fn, params, jax.ShapeDtypeStruct((1, 4, 4, 3), jnp.float32))
+
+
+@functools.cache
+def counted(devices, *options):
+    result = subprocess.run(
+        [sys.executable, str(SCRIPT), str(devices), *options], capture_output=True, text=True, check=True
+    )
+    return json.loads(result.stdout)
+
+
+def test_program_text_does_not_grow_with_devices():
+    text = {devices: counted(devices)["text"] for devices in (4, 64, 512)}
+    assert abs(text[64] / text[4] - 1) < 0.05
+    assert abs(text[512] / text[4] - 1) < 0.05
+
+
+@pytest.mark.slow
+def test_resnet50_on_eight_devices_counted_from_compiled_programs():
+    one, eight = counted(1, "compile"), counted(8, "compile")
+    assert eight["state_bytes"] <= 0.40 * one["state_bytes"]
+    reduced = eight["messages"]["all-reduce"] - eight["messages_without_statistics"]["all-reduce"]
+    assert set(eight["messages"]) == {"all-reduce"}  # fewer blocks than devices in every group
+    assert reduced <= 1.1 * eight["packed_bytes"]
+    assert abs(reduced - eight["predicted_reduced_bytes"]) < 1000
+    assert abs(eight["state_bytes"] - eight["predicted_state_bytes"]) < 1000
