@@ -178,7 +178,8 @@ def test_a_loss_that_averages_over_devices_trains_like_one_device(distributed):
     in_specs = names["same"], names["split"]
     mapped = jax.shard_map(local_step, mesh=names["mesh"], in_specs=in_specs, out_specs=names["same"])
     found = jax.jit(mapped)(params, names["global_batch"])
-    expected = step(params, names["batch"], global_loss, None, lambda tree: tree)
+    whole = functools.partial(step, loss_fn=global_loss, axis_name=None, average=lambda tree: tree)
+    expected = jax.jit(whole)(params, names["batch"])
     _assert_close(jax.device_get(found), expected)
 
 
