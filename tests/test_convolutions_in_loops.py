@@ -40,7 +40,7 @@ def loss_of(geometry):
     options = {key: value for key, value in options.items() if key != "window_strides"}
 
     def loss(kernel, image):
-        padding = ((1, 2),) * (len(image.shape) - 2)
+        padding = ((1, 1),) * (len(image.shape) - 2)
         out = lax.conv_general_dilated(image, kernel, strides, padding, dimension_numbers=numbers, **options)
         return jnp.mean(jnp.sin(out))
 
