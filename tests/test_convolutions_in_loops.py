@@ -20,7 +20,7 @@ def array(*shape):
 
 GEOMETRIES = {
     "NHWC": (("NHWC", "HWIO", "NHWC"), (4, 7, 6, 3), (3, 2, 3, 5), {}),
-    "NCHW": (("NCHW", "OIHW", "NCHW"), (4, 3, 7, 6), (5, 3, 3, 2), {}),
+    "NCHW": (("NCHW", "OIHW", "NCHW"), (4, 3, 7, 6), (5, 3, 3, 3), {}),
     "stride": (("NHWC", "HWIO", "NHWC"), (4, 7, 6, 3), (3, 3, 3, 5), {"window_strides": (2, 3)}),
     "dilations": (
         ("NHWC", "HWIO", "NHWC"),
