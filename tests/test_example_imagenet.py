@@ -164,7 +164,7 @@ def test_factor_every_and_inverse_every(tmp_path):
 def test_micro_batches(tmp_path, optimizer):
     options = ["--steps", 2, "--batch-size", 30, "--optimizer", optimizer, "--output"]
     train(*options, tmp_path / "one")
-    train(*options, tmp_path / "three", "--micro-batches", 3)
+    train(*options, tmp_path / "three", "--local-batch", 10)
     one, three = (records(tmp_path / x)[0] for x in ("one", "three"))
     # Batch norm sees parts of ten images, so the numbers are close but not the same.
     assert one["loss"] == pytest.approx(three["loss"], rel=0.2)
@@ -207,7 +207,7 @@ def test_resnet50_is_the_real_one():
 
 def test_help():
     done = train("--help")
-    for option in ("--optimizer", "--data-dir", "--micro-batches", "--damping", "--resume"):
+    for option in ("--optimizer", "--data-dir", "--local-batch", "--damping", "--resume"):
         assert option in done.stdout
     assert "{kfac,sgd,lars,lamb,adamw}" in done.stdout
 
@@ -226,7 +226,14 @@ def test_help():
         (["--damping", "nan"], ["--damping", "nan"]),
         (["--momentum", "1"], ["--momentum", "1", "0.9999"]),
         (["--batch-size", "2000"], ["2000", "1500"]),
-        (["--micro-batches", "7"], ["150", "7"]),
+        (["--devices", "1", "--local-batch", "7"], ["144", "7"]),
+        (["--devices", "3", "--global-batch", "100"], ["100", "3 devices"]),
+        (["--devices", "99"], ["99", "JAX_NUM_CPU_DEVICES"]),
+        (["--process-id", "1"], ["--process-id", "--coordinator"]),
+        (
+            ["--coordinator", "a:1", "--num-processes", "2", "--process-id", "2"],
+            ["--process-id 2", "--num-processes 2"],
+        ),
         (["--epochs", "1", "--steps", "1"], ["--epochs", "--steps"]),
         (["--image-size", "16"], ["--image-size", "8x8"]),
         (["--data", "folder"], ["--data-dir"]),
@@ -261,7 +268,7 @@ def test_earlier_results_are_not_touched(tmp_path):
     sentence = refused("--resume", "--output", tmp_path / "a", "--optimizer", "lars")
     assert all(word in sentence for word in ("--optimizer", "lars", "sgd")), sentence
     sentence = refused("--resume", "--output", tmp_path / "a", "--batch-size", 100)
-    assert all(word in sentence for word in ("--global-batch", "100", "150")), sentence
+    assert all(word in sentence for word in ("--global-batch", "100", "144")), sentence
     (tmp_path / "file").write_text("")
     assert "not a folder" in refused("--output", tmp_path / "file")
     (tmp_path / "file").unlink()
@@ -440,7 +447,7 @@ def test_cifar10_layouts(tmp_path, data_module, write):
 def test_cifar10_from_the_command_line(tmp_path):
     write_sheets(tmp_path / "cifar")
     options = ["--data", "cifar10", "--data-dir", tmp_path / "cifar", "--arch", "digits",
-               "--batch-size", 10, "--micro-batches", 1, "--optimizer", "sgd", "--steps", 2]  # fmt: skip
+               "--batch-size", 10, "--optimizer", "sgd", "--steps", 2]  # fmt: skip
     done = train(*options, "--output", tmp_path / "a")
     assert "40 training and 8 validation images of 32x32x3" in done.stdout
     (tmp_path / "cifar" / "test_batch.png").write_bytes(b"broken")

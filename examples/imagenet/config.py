@@ -49,21 +49,22 @@ class Optimization:
     global_batch: Annotated[
         int,
         option(
-            "Images in one optimizer step, over all micro-batches.",
-            "150 for digits, 1000 for cifar10, 256 for folder, 64 for synthetic",
+            "Images in one optimizer step, over all devices and micro-batches.",
+            "144 for digits, 1000 for cifar10, 256 for folder, 64 for synthetic",
             int,
             aliases=["--batch-size"],
         ),
     ] = AUTO
-    micro_batches: Annotated[
-        int,
+    local_batch: Annotated[
+        int | None,
         option(
-            "Split each batch into so many parts and accumulate gradients, statistics and "
-            "batch-norm averages over them: memory is that of one part. Slow on CPUs.",
-            "1",
+            "Images that a device works on at a time, which memory depends on. A larger share of the global batch is "
+            "cut into micro-batches, and gradients, statistics and batch-norm averages are accumulated over them "
+            "(slow on CPUs).",
+            "a device's whole share of the global batch",
             int,
         ),
-    ] = AUTO
+    ] = None
     epochs: Annotated[
         float | None,
         option(
@@ -155,6 +156,19 @@ class Model:
             Arch,
         ),
     ] = AUTO
+    width: Annotated[
+        int | None,
+        option("Channels of the first stage.", "32 for digits, 16 for resnet20, else 64", int),
+    ] = None
+    sync_batch_norm: Annotated[
+        bool,
+        option(
+            "Normalise by the mean and variance of a micro-batch over all devices, so that the number of devices "
+            "changes nothing; else each device uses its own images.",
+            "true for digits and cifar10, else false",
+            bool,
+        ),
+    ] = AUTO
     dtype: Annotated[
         Literal["float32", "bfloat16"],
         option("Type of activations and their gradients; parameters stay float32."),
@@ -210,6 +224,40 @@ class Data:
 
 
 @dataclasses.dataclass(frozen=True)
+class Hardware:
+    """What it runs on. Without options: all devices of this machine, one process."""
+
+    devices: Annotated[
+        int | None,
+        option("Number of devices.", "all that there are", int),
+    ] = None
+    distributed: Annotated[
+        bool,
+        option(
+            "Be one of several processes, with what SLURM, Open MPI, Kubernetes or Cloud TPUs say in the environment "
+            "(jax.distributed.initialize). The output folder must be one that all processes see.",
+            "a single process",
+        ),
+        tyro.conf.FlagCreatePairsOff,
+    ] = False
+    coordinator: Annotated[
+        str | None,
+        option(
+            "Address and port of process 0, HOST:PORT, where the environment does not tell it; needs --num-processes "
+            "and --process-id and implies --distributed.",
+            "from the environment",
+            str,
+        ),
+    ] = None
+    num_processes: Annotated[
+        int | None, option("Number of processes, with --coordinator.", "from the environment", int)
+    ] = None
+    process_id: Annotated[
+        int | None, option("Which of them this is, from 0, with --coordinator.", "from the environment", int)
+    ] = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Run:
     """Where results go and how the run is watched."""
 
@@ -258,28 +306,30 @@ class Config:
     optim: Optimization = Optimization()
     model: Model = Model()
     data: Data = Data()
+    hardware: Hardware = Hardware()
     run: Run = Run()
 
 
-GROUPS = ("optim", "model", "data", "run")
+GROUPS = ("optim", "model", "data", "hardware", "run")
 
-# What may differ when a run is resumed: it changes how one watches, not what is computed. The data
-# may have moved; that they are the same is checked by their fingerprint.
+# What may differ when a run is resumed: how one watches, and on what it runs. The data may have
+# moved; that they are the same is checked by their fingerprint.
 FREE_ON_RESUME = {
     "output", "resume", "stop_after", "log_every", "checkpoint_every", "keep_checkpoints",
-    "workers", "data_dir",
+    "workers", "data_dir", "local_batch", "devices", "distributed", "coordinator", "num_processes",
+    "process_id",
 }  # fmt: skip
 
 # Defaults by data set.
 DATA_DEFAULTS: dict[str, dict[str, Any]] = {
-    "digits": dict(image_size=8, arch="digits", label_smoothing=0.0, global_batch=150,
-                   micro_batches=1, epochs=15.0),
+    "digits": dict(image_size=8, arch="digits", label_smoothing=0.0, global_batch=144, epochs=15.0,
+                   sync_batch_norm=True),
     "cifar10": dict(image_size=32, arch="resnet20", label_smoothing=0.1, global_batch=1000,
-                    micro_batches=1, epochs=30.0, data_dir=Path("data/cifar10")),
+                    epochs=30.0, sync_batch_norm=True, data_dir=Path("data/cifar10")),
     "folder": dict(image_size=224, arch="resnet50", label_smoothing=0.1, global_batch=256,
-                   micro_batches=1, epochs=90.0),
+                   epochs=90.0, sync_batch_norm=False),
     "synthetic": dict(image_size=224, arch="resnet50", label_smoothing=0.1, global_batch=64,
-                      micro_batches=1, epochs=1.0),
+                      epochs=1.0, sync_batch_norm=False),
 }  # fmt: skip
 
 # Defaults by optimizer, tuned on digits. For other data they are starting points, but for what
@@ -323,7 +373,9 @@ def parse(args: list[str]) -> tuple[Config, dict[str, Any] | None]:
                     f"{_option(field.name)} {new} conflicts with the run in {folder}, which has "
                     f"{old}; leave the option out to resume, or start a new run in another --output"
                 )
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, output=folder)), found
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, output=folder))
+    _check(config)
+    return config, found
 
 
 def _command_line(args: list[str], default: Config) -> Config:
@@ -385,7 +437,9 @@ def _check(config: Config) -> None:
     ranges: list[tuple[str, float, float]] = [
         ("image_size", 1, 4096), ("synthetic_images", 1, math.inf),
         ("synthetic_classes", 2, math.inf), ("workers", 1, 1024), ("label_smoothing", 0, 0.99),
-        ("global_batch", 1, math.inf), ("micro_batches", 1, math.inf), ("steps", 1, math.inf),
+        ("global_batch", 1, math.inf), ("local_batch", 1, math.inf), ("width", 1, 4096),
+        ("devices", 1, math.inf), ("num_processes", 1, math.inf), ("process_id", 0, math.inf),
+        ("steps", 1, math.inf),
         ("warmup_epochs", 0, math.inf), ("momentum", 0, 0.9999), ("weight_decay", 0, math.inf),
         ("factor_decay", 0, 0.9999), ("norm_constraint", 0, math.inf), ("trust_ratio", 0, math.inf),
         ("factor_every", 1, math.inf), ("inverse_every", 1, math.inf), ("seed", 0, 2**31 - 1),
@@ -402,9 +456,14 @@ def _check(config: Config) -> None:
         value = values[name]
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise UserError(f"{_option(name)} is {value} but must be greater than 0")
-    batch, parts = values["global_batch"], values["micro_batches"]
-    if batch % parts:
-        raise UserError(f"--global-batch {batch} does not divide into --micro-batches {parts}")
+    named = {_option(name): values[name] for name in ("coordinator", "num_processes", "process_id")}
+    given = [name for name, value in named.items() if value is not None]
+    if given and len(given) < len(named):
+        missing = next(name for name in named if name not in given)
+        raise UserError(f"{given[0]} needs {missing} too; --distributed alone takes all three from the environment")
+    if given and values["process_id"] >= values["num_processes"]:
+        raise UserError(f"--process-id {values['process_id']} must be less than --num-processes "
+                        f"{values['num_processes']}")  # fmt: skip
 
 
 def _option(field: str) -> str:
@@ -433,11 +492,11 @@ def _load(folder: Path) -> tuple[Config, dict[str, Any]]:
         for group, name in (("data", "data_dir"), ("run", "output")):
             if text[group][name] is not None:
                 text[group][name] = Path(text[group][name])
-        # How the saved run was started and stopped is no property of the one that goes on.
+        # On what the saved run ran, and how it was started and stopped, is no property of the one that goes on.
         text["run"].update(resume=False, stop_after=None)
         saved = Config(
             Optimization(**text["optim"]), Model(**text["model"]), Data(**text["data"]),
-            Run(**text["run"]),
+            Hardware(), Run(**text["run"]),
         )  # fmt: skip
         return saved, text["found"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -46,8 +46,11 @@ class Split(Protocol):
 
     def __len__(self) -> int: ...
 
-    def load(self, indices: np.ndarray, key: tuple[int, int] | None) -> Batch:
-        """The images at `indices`, augmented by the random numbers of `key`, or not for None."""
+    def load(self, indices: np.ndarray, key: tuple[int, int] | None, rows: np.ndarray | None = None) -> Batch:
+        """The images at `indices`, augmented by the random numbers of `key`, or not for None.
+
+        With `rows`, only those of the batch: the same as all of them and then `rows`.
+        """
         ...
 
 
@@ -89,24 +92,27 @@ class ArraySplit:
     def __len__(self) -> int:
         return self.length
 
-    def load(self, indices: np.ndarray, key: tuple[int, int] | None) -> Batch:
+    def load(self, indices: np.ndarray, key: tuple[int, int] | None, rows: np.ndarray | None = None) -> Batch:
         """See `Split`."""
-        indices = indices % len(self.images)
-        images, labels = self.images[indices], self.labels[indices]
+        chosen = np.arange(len(indices)) if rows is None else rows
+        own = indices[chosen] % len(self.images)
+        images, labels = self.images[own], self.labels[own]
         if key is not None and (self.shift or self.flip):
-            images = self._augment(images, np.random.default_rng([key[0], AUGMENT, key[1]]))
+            rng = np.random.default_rng([key[0], AUGMENT, key[1]])
+            # Drawn for the whole batch, so that an image's do not depend on who loads it.
+            shifts = rng.integers(0, 2 * self.shift + 1, (2, len(indices), 1, 1))[:, chosen]
+            mirrored = rng.random((len(indices), 1, 1))[chosen] < 0.5
+            images = self._augment(images, shifts, mirrored)
         return Batch(images, labels, np.ones(len(labels), np.float32))
 
-    def _augment(self, images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    def _augment(self, images: np.ndarray, shifts: np.ndarray, mirrored: np.ndarray) -> np.ndarray:
         n, height, width, _ = images.shape
         pad = self.shift
         padded = np.pad(images, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
-        top, left = rng.integers(0, 2 * pad + 1, (2, n, 1, 1))
         rows, columns = np.arange(height)[None, :, None], np.arange(width)[None, None, :]
         if self.flip:
-            mirrored = rng.random((n, 1, 1)) < 0.5
             columns = np.where(mirrored, width - 1 - columns, columns)
-        return padded[np.arange(n)[:, None, None], top + rows, left + columns]
+        return padded[np.arange(n)[:, None, None], shifts[0] + rows, shifts[1] + columns]
 
 
 class FolderSplit:
@@ -123,8 +129,9 @@ class FolderSplit:
     def __len__(self) -> int:
         return len(self.files)
 
-    def load(self, indices: np.ndarray, key: tuple[int, int] | None) -> Batch:
+    def load(self, indices: np.ndarray, key: tuple[int, int] | None, rows: np.ndarray | None = None) -> Batch:
         """See `Split`."""
+        indices = indices if rows is None else indices[rows]
         loaded = list(self.pool.map(lambda index: self._load_one(int(index), key), indices))
         broken = tuple(name for _, _, _, names in loaded for name in names)
         images = np.stack([image for image, _, _, _ in loaded])
@@ -402,21 +409,27 @@ def _scan(folder: Path, classes: list[str] | None) -> tuple[list[Path], np.ndarr
     return files, np.array(labels), classes, other
 
 
-def train_batches(split: Split, size: int, seed: int, start: int, stop: int) -> Iterator[Batch]:
-    """Batches of the steps `start` to `stop`; each epoch in a new order, its remainder left out."""
+def train_batches(
+    split: Split, size: int, seed: int, start: int, stop: int, rows: np.ndarray | None = None
+) -> Iterator[Batch]:
+    """Batches of the steps `start` to `stop`; each epoch in a new order, its remainder left out.
+
+    `rows` are those of each batch that this process loads; None for all.
+    """
     per_epoch = len(split) // size
     order = np.empty(0, int)
     for step in range(start, stop):
         epoch, position = divmod(step, per_epoch)
         if position == 0 or step == start:
             order = np.random.default_rng([seed, ORDER, epoch]).permutation(len(split))
-        yield split.load(order[position * size : (position + 1) * size], (seed, step))
+        yield split.load(order[position * size : (position + 1) * size], (seed, step), rows)
 
 
-def val_batches(split: Split, size: int) -> Iterator[Batch]:
-    """Every image once, in batches of one size; the last is filled up with weight zero."""
+def val_batches(split: Split, size: int, rows: np.ndarray | None = None) -> Iterator[Batch]:
+    """Every image once, in batches of one size; the last is filled up with weight zero. `rows` as in training."""
+    chosen = np.arange(size) if rows is None else rows
     for start in range(0, len(split), size):
-        indices = np.arange(start, start + size)
+        indices = start + chosen
         batch = split.load(np.minimum(indices, len(split) - 1), None)
         fill = indices >= len(split)
         yield batch._replace(weights=np.where(fill, 0, batch.weights).astype(np.float32))

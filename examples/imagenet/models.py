@@ -16,7 +16,7 @@ class ResNet(nn.Module):
 
     `bottleneck` blocks are 1x1, 3x3, 1x1 with four times the width outside (stride in the 3x3),
     the others two 3x3. `stem` is "imagenet" (7x7 with stride 2, then max-pooling) or "small"
-    (3x3). Returns float32 logits.
+    (3x3). With `axis_name` batch norm averages over that axis of devices. Returns float32 logits.
     """
 
     stages: tuple[int, ...]
@@ -25,11 +25,15 @@ class ResNet(nn.Module):
     bottleneck: bool = False
     stem: str = "imagenet"
     dtype: Any = jnp.float32
+    axis_name: str | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         conv = partial(nn.Conv, use_bias=False, dtype=self.dtype, kernel_init=he_normal)
-        norm = partial(nn.BatchNorm, use_running_average=not train, momentum=0.9, epsilon=1e-5, dtype=self.dtype)
+        norm = partial(
+            nn.BatchNorm, use_running_average=not train, momentum=0.9, epsilon=1e-5, dtype=self.dtype,
+            axis_name=self.axis_name,
+        )  # fmt: skip
         x = x.astype(self.dtype)
         if self.stem == "imagenet":
             x = conv(self.width, (7, 7), (2, 2), padding=3, name="stem")(x)
@@ -82,12 +86,12 @@ class Block(nn.Module):
         return nn.relu(x + y)
 
 
-def create(arch: str, num_classes: int, dtype: str) -> ResNet:
+def create(arch: str, num_classes: int, dtype: str, width: int | None = None, axis_name: str | None = None) -> ResNet:
     """The network that `--arch` names."""
     make = {
-        "digits": partial(ResNet, (1, 1), width=32, stem="small"),
-        "resnet20": partial(ResNet, (3, 3, 3), width=16, stem="small"),
-        "resnet18": partial(ResNet, (2, 2, 2, 2)),
-        "resnet50": partial(ResNet, (3, 4, 6, 3), bottleneck=True),
+        "digits": partial(ResNet, (1, 1), width=width or 32, stem="small"),
+        "resnet20": partial(ResNet, (3, 3, 3), width=width or 16, stem="small"),
+        "resnet18": partial(ResNet, (2, 2, 2, 2), width=width or 64),
+        "resnet50": partial(ResNet, (3, 4, 6, 3), width=width or 64, bottleneck=True),
     }[arch]
-    return make(num_classes=num_classes, dtype=jnp.dtype(dtype))
+    return make(num_classes=num_classes, dtype=jnp.dtype(dtype), axis_name=axis_name)

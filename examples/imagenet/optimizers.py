@@ -36,8 +36,10 @@ def is_kernel(params: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
 
-def transform(config: Optimization, rate: optax.Schedule, layers: Any) -> optax.GradientTransformationExtraArgs:
-    """The optimizer as an optax transform; `layers` is read by K-FAC only."""
+def transform(
+    config: Optimization, rate: optax.Schedule, layers: Any, axis_name: str | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """The optimizer as an optax transform; `layers` and `axis_name` are read by K-FAC only."""
     momentum, decay = config.momentum, config.weight_decay
     match config.optimizer:
         case "kfac":
@@ -46,7 +48,7 @@ def transform(config: Optimization, rate: optax.Schedule, layers: Any) -> optax.
                 weight_decay=decay, weight_decay_mask=is_kernel,
                 norm_constraint=config.norm_constraint or None,
                 trust_ratio=config.trust_ratio or None, factor_decay=config.factor_decay,
-                inverse_every=config.inverse_every,
+                inverse_every=config.inverse_every, axis_name=axis_name,
             )  # fmt: skip
         case "sgd":
             tx = optax.chain(
@@ -67,8 +69,8 @@ def transform(config: Optimization, rate: optax.Schedule, layers: Any) -> optax.
     return optax.with_extra_args_support(tx)
 
 
-def gradient_fn(loss_fn: Callable[..., Any], layers: Any, micro_batches: int) -> Callable[..., Any]:
-    """`fn(params, batch_stats, batch) -> ((loss, aux), grads, factors)`.
+def gradient_fn(loss_fn: Callable[..., Any], layers: Any, micro_batches: int, axis_name: str) -> Callable[..., Any]:
+    """`fn(params, batch_stats, batch) -> ((loss, aux), grads, factors)`, this device's own.
 
     Without `layers` the factors are None. Over micro-batches everything is averaged, the
     batch-norm averages in `aux` too.
@@ -77,6 +79,8 @@ def gradient_fn(loss_fn: Callable[..., Any], layers: Any, micro_batches: int) ->
         plain = jax.value_and_grad(loss_fn, has_aux=True)
 
         def fn(params: Any, batch_stats: Any, batch: Any) -> Any:
+            # Of parameters that are the same on all devices shard_map would sum the gradients.
+            params = jax.lax.pcast(params, axis_name, to="varying")
             value, grads = plain(params, batch_stats, batch)
             return value, grads, None
     else:

@@ -16,20 +16,25 @@ def duration(seconds: float) -> str:
 
 
 class Metrics:
-    """Appends records to `metrics.jsonl`, each with the step it belongs to.
+    """Appends records to `metrics.jsonl`, each with the step it belongs to; without a path, nowhere.
 
     Records after `step` are dropped first: a run that was stopped between two checkpoints makes
     them again.
     """
 
-    def __init__(self, path: Path, step: int) -> None:
+    def __init__(self, path: Path | None, step: int) -> None:
+        self.records: list[dict[str, Any]] = []
+        self._file = None
+        if path is None:
+            return
         self.records = [record for record in read(path) if record["step"] <= step]
         path.write_text("".join(map(_line, self.records)))
         self._file = path.open("a", buffering=1)
 
     def write(self, record: dict[str, Any]) -> None:
         self.records.append(record)
-        self._file.write(_line(record))
+        if self._file is not None:
+            self._file.write(_line(record))
 
 
 def _line(record: dict[str, Any]) -> str:

@@ -4,6 +4,8 @@ python examples/imagenet/train.py                          # digits, ten K-FAC s
 python examples/imagenet/train.py --optimizer sgd
 python examples/imagenet/train.py --data-dir imagenet      # train/<class>/, val/<class>/
 python examples/imagenet/train.py --resume                 # goes on with the newest run
+python examples/imagenet/train.py --global-batch 131072 --local-batch 32 --data-dir imagenet
+python examples/imagenet/train.py --distributed            # in each process: launch/
 python examples/imagenet/train.py --help
 """
 
@@ -29,14 +31,18 @@ import jax
 import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
 
 import config as cfg
 import data
+import devices
 import kfac
 import models
 import optimizers
 import report
 from config import UserError
+from devices import AXIS, SAME, SPLIT
 
 # Inverses go stale fast at first, so each of the first steps collects statistics whatever
 # --factor-every says.
@@ -57,6 +63,11 @@ def main(args: list[str]) -> None:
     optim, run = config.optim, config.run
     use_kfac = optim.optimizer == "kfac"
 
+    # The devices in a row, over which each batch is split. One device is a row too.
+    devices.start(config.hardware)
+    mesh = devices.make_mesh(config.hardware.devices)
+    local_batch, micro_batches = devices.divide(optim, mesh.size)
+
     # The data, and how long the training is.
     dataset = data.load(config.data)
     batch, size = optim.global_batch, len(dataset.train)
@@ -69,26 +80,32 @@ def main(args: list[str]) -> None:
     if found is not None and found != dataset.found():
         raise UserError(f"the data are not those of the run in {run.output}: {dataset.found()} "
                         f"now, {found} then; point --data-dir to the same images")  # fmt: skip
-    output = open_output(config, dataset)
+    if len(set(devices.everyone(str(dataset.found())))) > 1:
+        raise UserError("the processes do not see the same images")
+    # Each process has named a new folder by its own clock.
+    assert run.output is not None
+    output = Path(devices.everyone(str(run.output))[0])
+    devices.on_first(lambda: open_output(config, dataset))
     say(f"{dataset.name}: {size} training and {len(dataset.val)} validation images of "
         f"{'x'.join(map(str, dataset.shape))}, {dataset.num_classes} classes"
         + (f" ({dataset.note})" if dataset.note else ""))  # fmt: skip
 
-    # The network and its loss.
-    model = models.create(config.model.arch, dataset.num_classes, config.model.dtype)
+    # The network and its loss, per device. `plain` is the network as it is outside of the row of devices.
+    plain = models.create(config.model.arch, dataset.num_classes, config.model.dtype, config.model.width)
+    model = plain.clone(axis_name=AXIS if config.model.sync_batch_norm else None)
     key = jax.random.key(run.seed)
     image = jax.ShapeDtypeStruct((1, *dataset.shape), jnp.float32)
-    variables = jax.eval_shape(lambda x: model.init(key, x, train=True), image)
+    variables = jax.eval_shape(lambda x: plain.init(key, x, train=True), image)
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(variables["params"]))
-    say(f"{config.model.arch} in {config.model.dtype}, {count / 1e6:.2f} M parameters; "
-        f"{optim.optimizer}, batch {batch} in {optim.micro_batches} part(s), "
-        f"{per_epoch} steps an epoch, {total} steps in all")  # fmt: skip
+    say(f"{config.model.arch} in {config.model.dtype}, {count / 1e6:.2f} M parameters; {optim.optimizer} on batches of "
+        f"{batch}: {mesh.size} device(s) in {jax.process_count()} process(es), {micro_batches} micro-batch(es) of "
+        f"{local_batch} images each; {per_epoch} steps an epoch, {total} steps in all")  # fmt: skip
 
     def normalise(images: jax.Array) -> jax.Array:
         mean, std = jnp.array(dataset.mean), jnp.array(dataset.std)
         return (images.astype(jnp.float32) / 255 - mean) / std
 
-    def loss_fn(params: Any, batch_stats: Any, batch: tuple[jax.Array, jax.Array]) -> Any:
+    def loss_fn(model: Any, params: Any, batch_stats: Any, batch: tuple[jax.Array, jax.Array]) -> Any:
         images, labels = batch
         logits, new = model.apply(
             {"params": params, "batch_stats": batch_stats}, normalise(images), train=True,
@@ -101,23 +118,31 @@ def main(args: list[str]) -> None:
         return loss, {"batch_stats": new["batch_stats"], "accuracy": accuracy}
 
     # The optimizer. K-FAC traces the loss once to find the layers.
-    part = batch // optim.micro_batches
-    example = (jax.ShapeDtypeStruct((part, *dataset.shape), jnp.uint8),
-               jax.ShapeDtypeStruct((part,), jnp.int32))  # fmt: skip
+    def images_like(count: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        split = NamedSharding(mesh, SPLIT)
+        return (jax.ShapeDtypeStruct((count, *dataset.shape), jnp.uint8, sharding=split),
+                jax.ShapeDtypeStruct((count,), jnp.int32, sharding=split))  # fmt: skip
+
     layers = None
     if use_kfac:
-        layers = kfac.find_layers(loss_fn, variables["params"], variables["batch_stats"], example, has_aux=True)
+        example = (jax.ShapeDtypeStruct((local_batch, *dataset.shape), jnp.uint8),
+                   jax.ShapeDtypeStruct((local_batch,), jnp.int32))  # fmt: skip
+        layers = kfac.find_layers(functools.partial(loss_fn, plain), variables["params"], variables["batch_stats"],
+                                  example, has_aux=True)  # fmt: skip
     rate = optimizers.learning_rate(optim, per_epoch, total)
-    tx = optimizers.transform(optim, rate, layers)
+    tx = optimizers.transform(optim, rate, layers, AXIS)
+    # Everything is the same on all devices but for the layers that each one owns.
+    state_specs = State(SAME, SAME, kfac.state_specs(tx, variables["params"], AXIS))
 
     def init(key: jax.Array) -> State:
-        new = model.init(key, jnp.zeros(image.shape, image.dtype), train=True)
+        new = plain.init(key, jnp.zeros(image.shape, image.dtype), train=True)
         return State(new["params"], new["batch_stats"], tx.init(new["params"]))
 
     def train_step(
         gradients: Callable[..., Any], state: State, batch: tuple[jax.Array, jax.Array]
     ) -> tuple[State, dict[str, jax.Array]]:
         (loss, aux), grads, factors = gradients(state.params, state.batch_stats, batch)
+        loss, aux, grads = lax.pmean((loss, aux, grads), AXIS)
         updates, opt_state = tx.update(grads, state.opt_state, state.params, factors=factors)
         params = optax.apply_updates(state.params, updates)
         metrics = {
@@ -128,40 +153,52 @@ def main(args: list[str]) -> None:
             metrics |= {f"kfac/{k}": v for k, v in kfac.diagnostics(opt_state).items()}
         return State(params, aux["batch_stats"], opt_state), metrics
 
-    def eval_step(state: State, batch: data.Batch) -> tuple[jax.Array, ...]:
-        variables = {"params": state.params, "batch_stats": state.batch_stats}
-        logits: Any = model.apply(variables, normalise(batch.images), train=False)
+    def eval_step(params: Any, batch_stats: Any, batch: data.Batch) -> tuple[jax.Array, ...]:
+        logits: Any = plain.apply({"params": params, "batch_stats": batch_stats}, normalise(batch.images), train=False)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
         right = jnp.argmax(logits, -1) == batch.labels
-        return tuple(jnp.sum(x * batch.weights) for x in (losses, right, jnp.ones(right.shape)))
+        sums = tuple(jnp.sum(x * batch.weights) for x in (losses, right, jnp.ones(right.shape)))
+        return lax.psum(sums, AXIS)
 
     # Compiled here and not on the first call: it can be timed, and nothing can retrace later.
     say("compiling ...")
     compile_began = time.perf_counter()
-    create = jax.jit(init).lower(key).compile()
-    abstract = jax.eval_shape(init, key)
+    on_devices = functools.partial(jax.shard_map, mesh=mesh)
+    state = jax.jit(on_devices(init, in_specs=SAME, out_specs=state_specs))(key)
 
     def compile_step(layers: Any) -> Callable[..., Any]:
-        gradients = optimizers.gradient_fn(loss_fn, layers, optim.micro_batches)
-        batch_like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype), example)
-        step = jax.jit(functools.partial(train_step, gradients), donate_argnums=0)
-        return step.lower(abstract, batch_like).compile()
+        gradients = optimizers.gradient_fn(functools.partial(loss_fn, model), layers, micro_batches, AXIS)
+        step = on_devices(functools.partial(train_step, gradients), in_specs=(state_specs, SPLIT),
+                          out_specs=(state_specs, SAME))  # fmt: skip
+        return jax.jit(step, donate_argnums=0).lower(state, images_like(batch)).compile()
 
     full_step = compile_step(layers)
     # Between statistics there is nothing of K-FAC in the backward pass.
     cheap_step = compile_step(None) if use_kfac and optim.factor_every > 1 else full_step
-    eval_size = min(part, len(dataset.val))
-    eval_like = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((eval_size, *x.shape[1:]), x.dtype),
-        data.Batch(*example, jax.ShapeDtypeStruct((part,), jnp.float32)),
+    eval_size = mesh.size * min(local_batch, -(-len(dataset.val) // mesh.size))
+    weights_like = jax.ShapeDtypeStruct((eval_size,), jnp.float32, sharding=NamedSharding(mesh, SPLIT))
+    evaluate = (
+        jax.jit(on_devices(eval_step, in_specs=(SAME, SAME, SPLIT), out_specs=SAME))
+        .lower(state.params, state.batch_stats, data.Batch(*images_like(eval_size), weights_like))
+        .compile()
     )
-    evaluate = jax.jit(eval_step).lower(abstract, eval_like).compile()
+    # A checkpoint holds the state of one device, which any number of devices can take up.
+    placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), state_specs,
+                          is_leaf=lambda node: isinstance(node, jax.P))  # fmt: skip
+
+    @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, SAME))
+    def gather(state: State) -> State:
+        return state._replace(opt_state=kfac.gather_state(state.opt_state)) if use_kfac else state
+
+    @functools.partial(jax.jit, out_shardings=placed)
+    def scatter(state: State) -> State:
+        return state._replace(opt_state=kfac.scatter_state(state.opt_state, mesh.size)) if use_kfac else state
+
     compile_seconds = time.perf_counter() - compile_began
     programs = "step, cheap step" if cheap_step is not full_step else "step"
     say(f"compiled {programs}, validation and initialisation in {compile_seconds:.1f} s")
 
     # Where it begins: at the beginning, or at the last checkpoint.
-    state = create(key)
     checkpoints = ocp.CheckpointManager(
         (output / "checkpoints").absolute(),
         options=ocp.CheckpointManagerOptions(max_to_keep=run.keep_checkpoints, enable_async_checkpointing=False),
@@ -170,47 +207,44 @@ def main(args: list[str]) -> None:
     if checkpoints.latest_step() is not None:
         start = checkpoints.latest_step()
         saved = checkpoints.restore(
-            start, args=ocp.args.Composite(state=ocp.args.StandardRestore(state),
+            start, args=ocp.args.Composite(state=ocp.args.StandardRestore(gather(state)),
                                            extra=ocp.args.JsonRestore())
         )  # fmt: skip
-        state, broken = saved["state"], set(saved["extra"]["broken"])
+        state, broken = scatter(saved["state"]), set(saved["extra"]["broken"])
     if run.resume:
         say(f"resuming {output} at step {start} of {total}")
-    metrics = report.Metrics(output / "metrics.jsonl", start)
+    metrics = report.Metrics(output / "metrics.jsonl" if devices.is_first() else None, start)
 
     # SIGTERM and Ctrl-C end the run after the step at hand, with a checkpoint; a second one ends it now.
     stop_at = min(total, run.stop_after or total)
-    stopping: list[int] = []
-
-    def stop(number: int, frame: Any) -> None:
-        stopping.append(number)
-        signal.signal(number, signal.SIG_DFL)
-
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
+    stop = devices.Stop()
 
     def note_broken(names: tuple[str, ...]) -> None:
         for name in names:
             if name not in broken:
                 broken.add(name)
-                say(f"skipped {name}: not a readable image", file=sys.stderr)
+                print(f"skipped {name}: not a readable image", file=sys.stderr, flush=True)
 
     pending: list[tuple[int, dict[str, jax.Array]]] = []
     loop_began = last_line = window_began = time.perf_counter()
     window_steps, step, text = 0, start, ""
-    batches = data.train_batches(dataset.train, batch, run.seed, start, stop_at)
+    rows = devices.own_rows(mesh, local_batch, micro_batches)
+    batches = data.train_batches(dataset.train, batch, run.seed, start, stop_at, rows)
     for step, got in enumerate(data.prefetch(batches), start + 1):
         done = step - 1
         with_factors = done < FACTOR_WARMUP or done % optim.factor_every == 0
-        state, values = (full_step if with_factors else cheap_step)(state, (got.images, got.labels))
+        images = devices.place(mesh, (got.images, got.labels))
+        state, values = (full_step if with_factors else cheap_step)(state, images)
         note_broken(got.broken)
         pending.append((step, values))
         window_steps += 1
 
-        last = step == stop_at or bool(stopping)
+        stopping = stop.asked(step)
+        last = step == stop_at or stopping
         validate = step % eval_every == 0 or step == total
         save = step % checkpoint_every == 0 or last
-        quiet = time.perf_counter() - last_line > 10
+        # Not by the clock where several processes must do the same.
+        quiet = time.perf_counter() - last_line > 10 and jax.process_count() == 1
         if not (validate or save or quiet or step % run.log_every == 0):
             continue
 
@@ -228,13 +262,15 @@ def main(args: list[str]) -> None:
         text = (f"step {step:>{len(str(total))}}/{total}  epoch {step / per_epoch:5.1f}  "
                 f"loss {record['loss']:.4f}  accuracy {record['accuracy']:6.1%}")  # fmt: skip
         if validate:
-            result = validation(evaluate, state, dataset, eval_size, note_broken)
+            result = validation(evaluate, state, dataset, eval_size, mesh, note_broken)
+            broken |= devices.union(broken)
             metrics.write({"step": step, **result, "broken_images": len(broken),
                            "seconds": round(time.perf_counter() - began, 2)})  # fmt: skip
             text += f"  val loss {result['val_loss']:.4f}  val accuracy {result['val_accuracy']:.1%}"
         if save:
+            broken |= devices.union(broken)
             checkpoints.save(step, args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state),
+                state=ocp.args.StandardSave(gather(state)),
                 extra=ocp.args.JsonSave({"broken": sorted(broken)})))  # fmt: skip
         now = time.perf_counter()
         left = (total - step) * (now - loop_began) / (step - start)
@@ -244,12 +280,15 @@ def main(args: list[str]) -> None:
         if last:
             break
 
+    stop.restore()
+    checkpoints.close()
     title = f"{dataset.name}, {config.model.arch}, {optim.optimizer}, batch {batch}"
-    report.plot(metrics.records, output / "curves.png", title)
+    if devices.is_first():
+        report.plot(metrics.records, output / "curves.png", title)
     accuracies = [r["val_accuracy"] for r in metrics.records if "val_accuracy" in r]
     accuracy = f"{accuracies[-1]:.2%} (best {max(accuracies):.2%})" if accuracies else "not measured"
     if step < total:
-        why = signal.Signals(stopping[0]).name if stopping else f"--stop-after {stop_at}"
+        why = signal.Signals(stop.signal).name if stop.signal else f"--stop-after {stop_at}"
         state_of = f"stopped by {why} at step {step} of {total}, to go on with --resume"
     else:
         state_of = f"done: {total} steps"
@@ -259,12 +298,12 @@ def main(args: list[str]) -> None:
     )
 
 
-def open_output(config: cfg.Config, dataset: data.Dataset) -> Path:
-    """The output folder, made and marked with the configuration; refuses one that is in use."""
+def open_output(config: cfg.Config, dataset: data.Dataset) -> None:
+    """Makes the output folder, marked with the configuration; refuses one that is in use."""
     output = config.run.output
     assert output is not None
     if config.run.resume:
-        return output
+        return
     if output.exists() and not output.is_dir():
         raise UserError(f"--output {output} is a file, not a folder")
     if output.exists() and any(output.iterdir()):
@@ -275,7 +314,6 @@ def open_output(config: cfg.Config, dataset: data.Dataset) -> Path:
         cfg.save(config, dataset.found(), output)
     except OSError as error:
         raise UserError(f"--output {output} cannot be written: {error.strerror}") from error
-    return output
 
 
 def validation(
@@ -283,13 +321,15 @@ def validation(
     state: State,
     dataset: data.Dataset,
     size: int,
+    mesh: Mesh,
     note_broken: Callable[[tuple[str, ...]], None],
 ) -> dict[str, float]:
     """Loss and accuracy over all readable validation images, each counted once."""
     sums = [0.0, 0.0, 0.0]
-    for got in data.prefetch(data.val_batches(dataset.val, size)):
+    rows = devices.own_rows(mesh, size // mesh.size, 1)
+    for got in data.prefetch(data.val_batches(dataset.val, size, rows)):
         note_broken(got.broken)
-        new = evaluate(state, got._replace(broken=()))
+        new = evaluate(state.params, state.batch_stats, devices.place(mesh, got._replace(broken=())))
         sums = [a + float(b) for a, b in zip(sums, new, strict=True)]
     if not sums[2]:
         raise UserError("none of the validation images can be read")
@@ -308,8 +348,9 @@ def stop_at_nan(name: str, step: int, checkpoint: int | None, output: Path, opti
                     f"a new run may do with {remedy}")  # fmt: skip
 
 
-def say(text: str, file: Any = None) -> None:
-    print(text, file=file, flush=True)
+def say(text: str) -> None:
+    if devices.is_first():
+        print(text, flush=True)
 
 
 if __name__ == "__main__":
