@@ -48,7 +48,7 @@ class BlockState(NamedTuple):
       weight: `[k]`, the sum of the weights in each average; 0 before the first statistics.
       inverse: damped inverses, shaped like `factors`; identities before the first.
       condition: `[k]`, 1-norm condition number of the worse damped factor at the last inversion; 0 before the first.
-      age: `[k]`, steps since the last inversion.
+      age: `[k]`, steps since the last inversion; 0 before the first.
     """
 
     factors: Block

@@ -102,6 +102,11 @@ def state_of(opt_state):
     return found
 
 
+def field_of(opt_state, field):
+    """A field of every block that is kept, by group: `factors`, `weight`, `inverse`, `condition` or `age`."""
+    return {name: getattr(block, field) for name, block in state_of(opt_state).blocks.items()}
+
+
 def assert_equal(found, expected):
     """Bit for bit."""
     assert jax.tree.structure(found) == jax.tree.structure(expected)

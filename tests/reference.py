@@ -125,6 +125,23 @@ def from_matrix(block, matrix, shapes):
     return leaves | {path: matrix[:, -1] for path in paths[1:]}
 
 
+def phases(every):
+    """Which step of `every` it is in which a Kronecker block is refreshed.
+
+    The largest blocks are placed first, those of equal size by the names of their groups, each in the first step of those
+    with the least work so far; blocks of a group are numbered in the order of their steps.
+    """
+    groups = {}
+    for block, (kind, _) in BLOCKS.items():
+        if kind == "kronecker":
+            groups.setdefault(to_matrix(block, initial_parameters()).shape, []).append(block)
+    work, steps = np.zeros(every), {shape: [] for shape in groups}
+    for _, _, shape in sorted((-(o**3) - i**3, f"{o}x{i}", (o, i)) for (o, i), same in groups.items() for _ in same):
+        steps[shape].append(np.argmin(work))
+        work[steps[shape][-1]] += shape[0] ** 3 + shape[1] ** 3
+    return {block: t for shape, same in groups.items() for block, t in zip(same, sorted(steps[shape]), strict=True)}
+
+
 @dataclasses.dataclass
 class Reference:
     """The optimizer. Every scalar is a function of the step."""
@@ -140,15 +157,17 @@ class Reference:
     unitwise_damping: callable = lambda _: 1.0
     inverse_every: int = 1
     refresh_warmup: int = 10
+    staggered: bool = False
 
     def __post_init__(self):
         self.count = 0
-        self.age = 0
+        self.phases = phases(self.inverse_every) if self.staggered else {}
+        self.ages = dict.fromkeys(BLOCKS, 0)
         self.sums = {}  # not bias-corrected
         self.weight = dict.fromkeys(BLOCKS, 0.0)
         self.inverses = {}
-        self.used = None  # what the last refresh went by
-        self.arrivals = 0
+        self.dampings = None  # of the last step
+        self.changed = None  # the last step with statistics or another damping
         self.trace = None
 
     @property
@@ -173,34 +192,38 @@ class Reference:
             else:
                 self.sums[name] = average(old, new)
             self.weight[name] = average(self.weight[name], 1)
-        self.arrivals += 1
 
-    def refresh(self):
-        damping = self.damping(self.count)
-        on_units = damping * self.unitwise_damping(self.count)
-        for name, factor in self.factors.items():
-            if isinstance(factor, tuple):
-                a, g = factor
-                pi = np.sqrt(np.trace(a) / len(a)) / np.sqrt(np.trace(g) / len(g))
-                self.inverses[name] = (
-                    np.linalg.inv(a + pi * np.sqrt(damping) * np.eye(len(a))),
-                    np.linalg.inv(g + np.sqrt(damping) / pi * np.eye(len(g))),
-                )
-            else:
-                self.inverses[name] = np.linalg.inv(factor + on_units * np.eye(factor.shape[-1]))
-        self.used = (self.arrivals, damping, on_units)
+    def refresh(self, name):
+        damping, on_units = self.dampings
+        factor = self.factors[name]
+        if isinstance(factor, tuple):
+            a, g = factor
+            pi = np.sqrt(np.trace(a) / len(a)) / np.sqrt(np.trace(g) / len(g))
+            self.inverses[name] = (
+                np.linalg.inv(a + pi * np.sqrt(damping) * np.eye(len(a))),
+                np.linalg.inv(g + np.sqrt(damping) / pi * np.eye(len(g))),
+            )
+        else:
+            self.inverses[name] = np.linalg.inv(factor + on_units * np.eye(factor.shape[-1]))
 
     def step(self, params, grads, statistics=None):
         """New parameters."""
         t = self.count
+        dampings = (self.damping(t), self.damping(t) * self.unitwise_damping(t))
         if statistics is not None:
             self.accumulate(statistics)
-        due = t % self.inverse_every == 0 or (statistics is not None and t < self.refresh_warmup)
-        if due and self.used != (self.arrivals, self.damping(t), self.damping(t) * self.unitwise_damping(t)):
-            self.refresh()
-            self.age = 0
-        else:
-            self.age += 1
+        if statistics is not None or dampings != self.dampings:
+            self.changed = t
+        self.dampings = dampings
+        everything = statistics is not None and t < self.refresh_warmup
+        # What happened a whole interval ago or before has reached every block.
+        news = t - self.changed < self.inverse_every
+        for name in self.factors:
+            if everything or (news and t % self.inverse_every == self.phases.get(name, 0)):
+                self.refresh(name)
+                self.ages[name] = 0
+            elif name in self.inverses:
+                self.ages[name] += 1
 
         shapes = {path: grad.shape for path, grad in grads.items()}
         updates = dict(grads)

@@ -16,13 +16,13 @@ from problem import (
     assert_equal,
     batch,
     differ,
+    field_of,
     history,
     initial,
     layers,
     loss_fn,
     measured,
     run,
-    state_of,
     stepper,
 )
 
@@ -66,13 +66,16 @@ SWITCHES = {
     "norm_constraint": ({}, 1e-4),
     "trust_ratio": ({}, 0.5),
     "precision": ({}, "bfloat16"),
+    "staggered": ({"inverse_every": 2, "refresh_warmup": 0}, False),
 }
-# `layers` is what everything else is about, `inverse` has one value so far, `axis_name` has tests of its own.
-ELSEWHERE = {"layers", "inverse", "axis_name"}
+# `layers` is what everything else is about, `inverse` has one value so far. The others are about several devices, where
+# all but one change the traffic and not the result.
+ELSEWHERE = {"layers", "inverse"}
+DEVICES = {"axis_name", "mesh", "precondition", "communication_dtype", "triangular"}
 
 
 def test_the_tables_of_options_are_complete():
-    assert set(NUMBERS) | set(SWITCHES) | ELSEWHERE == set(KFAC_OPTIONS)
+    assert set(NUMBERS) | set(SWITCHES) | ELSEWHERE | DEVICES == set(KFAC_OPTIONS)
     assert set(SCALE_OPTIONS) <= set(KFAC_OPTIONS)
     for name in SCALE_OPTIONS[1:]:
         ours, theirs = (inspect.signature(f).parameters[name].default for f in (kfac.kfac, kfac.scale_by_kfac))
@@ -99,7 +102,7 @@ def numbers_step(as_schedules):
 def numbers_state(as_schedules):
     scalars = {k: lambda count, v=v: v for k, v in BASE.items()} if as_schedules else BASE
     intervals = {k: BASE[k] for k in ("inverse_every", "refresh_warmup")}
-    return jax.jit(kfac.kfac(layers=layers(), **{**scalars, **intervals}).init)(initial())
+    return jax.jit(kfac.kfac(layers=layers(), staggered=False, **{**scalars, **intervals}).init)(initial())
 
 
 def with_numbers(options, steps=4, as_schedules=False):
@@ -128,7 +131,7 @@ def test_every_switch_changes_the_result(option):
 
 
 def test_numbers_arrays_and_constant_schedules_are_the_same():
-    numbers = run(kfac.kfac(layers=layers(), **BASE))[0]
+    numbers = run(kfac.kfac(layers=layers(), staggered=False, **BASE))[0]
     assert_close(with_numbers(BASE), numbers, 1e-5)
     assert_close(with_numbers({k: (v, v) for k, v in BASE.items()}, as_schedules=True), numbers, 1e-5)
 
@@ -162,8 +165,8 @@ def stacked(factors):
 def test_the_average_of_constant_statistics_is_unbiased_from_the_first_on():
     states = history(kfac.scale_by_kfac(layers(), factor_decay=0.9), steps=7, measured=constant_factors)
     for t, (_, state, _) in enumerate(states):
-        assert_close(state.factors, stacked(measured(0)[1]), 1e-6)
-        for weight in state.weight.values():
+        assert_close(field_of(state, "factors"), stacked(measured(0)[1]), 1e-6)
+        for weight in field_of(state, "weight").values():
             np.testing.assert_allclose(weight, 1 - 0.9 ** (t + 1), rtol=1e-5)
 
 
@@ -174,13 +177,13 @@ def test_the_average_does_not_depend_on_when_it_began():
     tx = kfac.scale_by_kfac(layers())
     _, early, _ = run(tx, steps=3)
     _, late, _ = run(tx, steps=6, without=(0, 1, 2), measured=shifted)
-    assert_equal(late.factors, early.factors)
-    assert_equal(late.inverses, early.inverses)
+    assert_equal(field_of(late, "factors"), field_of(early, "factors"))
+    assert_equal(field_of(late, "inverse"), field_of(early, "inverse"))
 
 
 def test_decay_zero_uses_the_last_statistics_alone():
     _, state, _ = run(kfac.scale_by_kfac(layers(), factor_decay=0.0), steps=3)
-    assert_equal(state.factors, stacked(measured(2)[1]))
+    assert_equal(field_of(state, "factors"), stacked(measured(2)[1]))
 
 
 def test_the_weights_of_a_decay_schedule_are_those_of_the_definition():
@@ -190,22 +193,22 @@ def test_the_weights_of_a_decay_schedule_are_those_of_the_definition():
     for t, decay in enumerate(decays):
         moment = decay * moment + (1 - decay) * np.asarray(measured(t)[1]["first"].A, np.float64)
         weight = decay * weight + 1 - decay
-    assert_close(state.factors["kronecker_4x4"].A[0], moment / weight, 1e-6)
-    np.testing.assert_allclose(state.weight["kronecker_4x4"], weight, rtol=1e-6)
+    assert_close(field_of(state, "factors")["kronecker_4x4"].A[0], moment / weight, 1e-6)
+    np.testing.assert_allclose(field_of(state, "weight")["kronecker_4x4"], weight, rtol=1e-6)
 
 
 def test_a_decay_of_one_from_a_schedule_waits_for_later_statistics():
     decay = lambda t: jnp.where(t < 2, 1.0, 0.9)  # noqa: E731
     _, (_, _, updates), (_, state, _) = history(kfac.scale_by_kfac(layers(), factor_decay=decay), steps=3)
     assert_equal(updates, measured(1)[0])
-    assert_close(state.factors, stacked(measured(2)[1]), 1e-6)
+    assert_close(field_of(state, "factors"), stacked(measured(2)[1]), 1e-6)
 
 
 def test_stored_factors_contain_no_damping():
     _, little, _ = run(kfac.scale_by_kfac(layers(), damping=1e-6))
     _, much, _ = run(kfac.scale_by_kfac(layers(), damping=100.0))
-    assert_equal(little.factors, much.factors)
-    assert differ(little.inverses, much.inverses)
+    assert_equal(field_of(little, "factors"), field_of(much, "factors"))
+    assert differ(field_of(little, "inverse"), field_of(much, "inverse"))
 
 
 def test_a_batch_twice_over_gives_the_same_update():
@@ -218,7 +221,7 @@ def test_a_batch_twice_over_gives_the_same_update():
 
     once, state = update(batch(0))
     twice, state_twice = update(jax.tree.map(lambda x: jnp.concatenate([x, x]), batch(0)))
-    assert_close(state_twice.factors, state.factors, 1e-5)
+    assert_close(field_of(state_twice, "factors"), field_of(state, "factors"), 1e-5)
     assert_close(twice, once, 1e-4)
 
 
@@ -263,53 +266,84 @@ def test_diagonal_and_unitwise_blocks_by_their_formulas():
 
 
 @functools.cache
-def refreshing(every, warmup):
-    """A step of `scale_by_kfac` with such intervals; the test's own schedules come as arrays."""
-    tx = kfac.scale_by_kfac(layers(), inverse_every=every, refresh_warmup=warmup)
-    return tx, stepper(tx)
+def refreshing(every, warmup, staggered):
+    """A step of `scale_by_kfac` with such intervals, and its first state."""
+    tx = kfac.scale_by_kfac(layers(), inverse_every=every, refresh_warmup=warmup, staggered=staggered)
+    return jax.jit(tx.init)(initial()), stepper(tx)
 
 
-def ages(every, warmup, steps, without=()):
-    tx, step = refreshing(every, warmup)
-    state = tx.init(initial())
+def block_ages(every, warmup, steps, without=(), staggered=False):
+    """After each step, the ages of the inverses: of `first`, `out` and the two unit-wise blocks."""
+    state, step = refreshing(every, warmup, staggered)
     found = []
     for t in range(steps):
         _, state, _ = step(measured(t)[0], state, initial(), None if t in without else measured(t)[1])
-        found.append(int(state.inverse_age))
+        blocks = field_of(state, "age")
+        names = ("kronecker_4x4", "unitwise_4x1", "unitwise_4x2")
+        found.append([int(age) for name in names for age in blocks[name]])
+        assert state.metrics.inverse_age == max(found[-1])
     return found
+
+
+def ages(*args, **kwargs):
+    """The same where all blocks are of one age."""
+    assert all(len(set(blocks)) == 1 for blocks in block_ages(*args, **kwargs))
+    return [blocks[0] for blocks in block_ages(*args, **kwargs)]
 
 
 def test_when_the_inverses_are_refreshed():
     assert ages(3, 0, 7) == [0, 1, 2, 0, 1, 2, 0]
     # Steps count from the first, whether or not they bring statistics; where nothing is new there is nothing to do.
-    assert ages(3, 0, 8, without=(0, 1, 4, 5, 6)) == [0, 1, 2, 0, 1, 2, 3, 4]
+    # Before the first refresh, at 3, there is no inverse that could age.
+    assert ages(3, 0, 8, without=(0, 1, 4, 5, 6)) == [0, 0, 0, 0, 1, 2, 3, 4]
     assert ages(3, 5, 8) == [0, 0, 0, 0, 0, 1, 0, 1]
     # In the first phase steps with statistics refresh, and no others but the regular ones.
     assert ages(3, 5, 8, without=(1, 2, 4)) == [0, 1, 2, 0, 1, 2, 0, 1]
 
 
+def test_staggered_blocks_take_turns():
+    """Two blocks in three steps: the first at 0, 3, ..., the second at 1, 4, ..., and unit-wise ones at 0, 3, ..."""
+    found = block_ages(3, 0, 6, staggered=True)
+    assert found == [[0, 0, 0, 0], [1, 0, 1, 1], [2, 1, 2, 2], [0, 2, 0, 0], [1, 0, 1, 1], [2, 1, 2, 2]]
+    # One that knows nothing before its turn has no inverse yet. After the last statistics, at 2, each has one more turn.
+    found = block_ages(3, 0, 8, without=(0, 1, 3, 4, 5, 6, 7), staggered=True)
+    assert found[:5] == [[0] * 4, [0] * 4, [0] * 4, [0] * 4, [1, 0, 1, 1]]
+    assert found[5:] == [[2, 1, 2, 2], [3, 2, 3, 3], [4, 3, 4, 4]]
+
+
+@pytest.mark.parametrize("staggered", [None, True])
+def test_the_first_phase_is_for_all_blocks_together(staggered):
+    found = block_ages(3, 5, 8, staggered=staggered)
+    assert found == [[0] * 4] * 5 + [[1, 1, 1, 1], [0, 2, 0, 0], [1, 0, 1, 1]]
+
+
+def test_an_interval_that_is_an_array_cannot_be_staggered():
+    with pytest.raises(ValueError, match="staggered=True needs inverse_every to be a plain int"):
+        kfac.scale_by_kfac(layers(), inverse_every=jnp.asarray(3), staggered=True)
+
+
 @pytest.mark.parametrize("option", ["damping", "unitwise_damping"])
 def test_a_changed_damping_takes_effect_at_the_next_refresh(option):
     schedule = lambda t: jnp.where(t < 2, 0.5, 2.0)  # noqa: E731
-    tx = kfac.scale_by_kfac(layers(), inverse_every=4, refresh_warmup=0, **{option: schedule})
+    tx = kfac.scale_by_kfac(layers(), inverse_every=4, refresh_warmup=0, staggered=False, **{option: schedule})
     states = [state for _, state, _ in history(tx, steps=6, without=range(1, 6))]
     for state in states[1:4]:
-        assert_equal(state.inverses, states[0].inverses)
+        assert_equal(field_of(state, "inverse"), field_of(states[0], "inverse"))
     # At step 4, without statistics of its own: the averages so far, the damping of the step.
-    fresh = kfac.scale_by_kfac(layers(), inverse_every=4, refresh_warmup=0, **{option: 2.0})
-    assert differ(states[4].inverses, states[0].inverses)
-    assert_close(states[4].inverses, run(fresh, steps=1)[1].inverses, 1e-6)
-    assert [int(state.inverse_age) for state in states] == [0, 1, 2, 3, 0, 1]
+    fresh = kfac.scale_by_kfac(layers(), inverse_every=4, refresh_warmup=0, staggered=False, **{option: 2.0})
+    assert differ(field_of(states[4], "inverse"), field_of(states[0], "inverse"))
+    assert_close(field_of(states[4], "inverse"), field_of(run(fresh, steps=1)[1], "inverse"), 1e-6)
+    assert [int(state.metrics.inverse_age) for state in states] == [0, 1, 2, 3, 0, 1]
 
 
 def test_stale_inverses_are_those_of_the_last_refresh():
-    tx = kfac.scale_by_kfac(layers(), inverse_every=3, refresh_warmup=0)
+    tx = kfac.scale_by_kfac(layers(), inverse_every=3, refresh_warmup=0, staggered=False)
     states = [state for _, state, _ in history(tx)]
-    assert_equal(states[1].inverses, states[0].inverses)
-    assert_equal(states[2].inverses, states[0].inverses)
-    assert differ(states[2].factors, states[0].factors)
+    assert_equal(field_of(states[1], "inverse"), field_of(states[0], "inverse"))
+    assert_equal(field_of(states[2], "inverse"), field_of(states[0], "inverse"))
+    assert differ(field_of(states[2], "factors"), field_of(states[0], "factors"))
     every = run(kfac.scale_by_kfac(layers()))[1]
-    assert_close(states[3].inverses, every.inverses, 1e-6)
+    assert_close(field_of(states[3], "inverse"), field_of(every, "inverse"), 1e-6)
 
 
 # The parts of the alias.
@@ -450,8 +484,11 @@ def test_a_few_steps_get_further_than_gradient_descent_in_ten_times_as_many():
 # Axes.
 
 
-def test_factors_are_averaged_over_a_named_axis():
-    tx = kfac.scale_by_kfac(layers(), axis_name="devices")
+@pytest.mark.parametrize("precondition", ["sharded", "replicated"])
+@pytest.mark.parametrize("communication_dtype", ["float32", "bfloat16"])
+def test_factors_are_averaged_over_a_named_axis(precondition, communication_dtype):
+    options = {"precondition": precondition, "communication_dtype": communication_dtype}
+    tx = kfac.scale_by_kfac(layers(), axis_name="devices", **options)
     grads = measured(0)[0]
     pair = jax.tree.map(lambda *xs: jnp.stack(xs), *(measured(k)[1] for k in range(2)))
 
@@ -461,9 +498,13 @@ def test_factors_are_averaged_over_a_named_axis():
     updates, state = jax.jit(jax.vmap(update, axis_name="devices"))(pair)
     mean = jax.tree.map(lambda x: x.mean(0), pair)
     _, expected_state, expected = run(kfac.scale_by_kfac(layers()), steps=1, measured=lambda _: (grads, mean))
-    for k in range(2):
-        assert_close(jax.tree.map(lambda x: x[k], updates), expected, 1e-5)  # noqa: B023
-        assert_close(jax.tree.map(lambda x: x[k], state.factors), expected_state.factors, 1e-6)  # noqa: B023
+    found = field_of(kfac.gather_state(state), "factors")
+    exact = communication_dtype == "float32"
+    assert_close(found, field_of(expected_state, "factors"), 1e-6 if exact else 1e-2)
+    assert differ(found, field_of(expected_state, "factors")) != exact
+    if exact:
+        for k in range(2):
+            assert_close(jax.tree.map(lambda x, k=k: x[k], updates), expected, 1e-5)
 
 
 # Bad arguments.
@@ -485,6 +526,11 @@ BAD = {
     "precision": ["float16", "fp32", None, 32],
     "unitwise_damping": [0, -1.0, float("inf"), None],
     "axis_name": [3, 1.5, ("data", 3)],
+    "staggered": [1, "yes", 0.5],
+    "mesh": ["devices", 8],
+    "precondition": ["owner", None, True],
+    "communication_dtype": ["float16", None, 16],
+    "triangular": ["upper", None, 1],
 }
 
 
@@ -500,7 +546,7 @@ def test_a_bad_argument_is_named_with_its_value(option, value):
         options |= {"weight_decay": 0.1} if option == "weight_decay_mask" else {}
         with pytest.raises(ValueError, match=option) as error:
             factory(**{**options, option: value})
-        shown = type(value).__name__ if option == "layers" else repr(value)
+        shown = type(value).__name__ if option in ("layers", "mesh") else repr(value)
         assert shown in str(error.value)
 
 
@@ -577,7 +623,7 @@ def test_diagnostics_by_their_definitions():
     covered = [v for path, v in jax.tree_util.tree_leaves_with_path(directions) if path[0].key != "temperature"]
     np.testing.assert_allclose(found["preconditioned_norm"], optax.tree.norm(covered), rtol=1e-5)
     assert found["damping"] == 0.5
-    inverses, conditions = state_of(state).inverses, []
+    inverses, conditions = field_of(state, "inverse"), []
     for stack in jax.tree.leaves(inverses["kronecker_4x4"]):
         conditions += [np.linalg.cond(x, 1) for x in stack]
     for name in ("unitwise_4x2", "unitwise_4x1"):
