@@ -206,8 +206,11 @@ def gather_from_owners(
     full = [name for name in own if shards[name].full]
     rest = [name for name in own if shards[name].remainder]
 
+    # Where shard_map keeps track of it, the result is the same on all devices. Under vmap there is no such gather.
+    to = "invarying" if varying_axes(lax.axis_index(axis_name)) else "varying"
+
     def everywhere(x):
-        return lax.all_gather(x, axis_name, to="invarying")
+        return lax.all_gather(x, axis_name, to=to)
 
     def placed(name):
         # A sum in which one device has the block and the others zeros: an all-gather would need room for D blocks.
