@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from kfac.assignment import Shard, block_cost, group_costs, make_shards, packed_size
 from kfac.blocks import Group
@@ -358,7 +358,13 @@ def _places(shard: Shard) -> jax.Array:
 
 def _gather_owned(own: Owned) -> Owned:
     places = _places(own.shard)
-    return Owned(jax.tree.map(lambda x: x[places], own.blocks), Shard(own.shard.blocks, 1))
+    return Owned(jax.tree.map(lambda x: _replicated(x)[places], own.blocks), Shard(own.shard.blocks, 1))
+
+
+def _replicated(x: jax.Array) -> jax.Array:
+    """An array with a copy on every device, which indexing over an axis of a mesh with explicit axes asks for."""
+    sharding = jax.typeof(x).sharding
+    return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec())) if any(sharding.spec) else x
 
 
 def _scatter_owned(own: Owned, shard: Shard) -> Owned:
