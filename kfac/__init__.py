@@ -2,8 +2,9 @@
 
 import os as _os
 
-# JAX's LAPACK on CPUs is the OpenBLAS of SciPy, loaded when it is first needed. Its threads and XLA's get in each other's
-# way: on two busy cores, inverting twenty matrices of 64 x 64 took 0.4 s instead of 5 ms. XLA's threads are enough.
+# JAX's LAPACK on CPUs is the OpenBLAS of SciPy, loaded when it is first needed. Its threads and XLA's get in each
+# other's way: on two busy cores, inverting twenty matrices of 64 x 64 took 0.4 s instead of 5 ms. XLA's threads are
+# enough.
 _os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from kfac.alias import diagnostics as diagnostics

@@ -128,8 +128,8 @@ def from_matrix(block, matrix, shapes):
 def phases(every):
     """Which step of `every` it is in which a Kronecker block is refreshed.
 
-    The largest blocks are placed first, those of equal size by the names of their groups, each in the first step of those
-    with the least work so far; blocks of a group are numbered in the order of their steps.
+    The largest blocks are placed first, those of equal size by the names of their groups, each in the first step of
+    those with the least work so far; blocks of a group are numbered in the order of their steps.
     """
     groups = {}
     for block, (kind, _) in BLOCKS.items():

@@ -305,7 +305,7 @@ def test_staggered_blocks_take_turns():
     """Two blocks in three steps: the first at 0, 3, ..., the second at 1, 4, ..., and unit-wise ones at 0, 3, ..."""
     found = block_ages(3, 0, 6, staggered=True)
     assert found == [[0, 0, 0, 0], [1, 0, 1, 1], [2, 1, 2, 2], [0, 2, 0, 0], [1, 0, 1, 1], [2, 1, 2, 2]]
-    # One that knows nothing before its turn has no inverse yet. After the last statistics, at 2, each has one more turn.
+    # One that knows nothing before its turn has no inverse. After the last statistics, at 2, each has one more turn.
     found = block_ages(3, 0, 8, without=(0, 1, 3, 4, 5, 6, 7), staggered=True)
     assert found[:5] == [[0] * 4, [0] * 4, [0] * 4, [0] * 4, [1, 0, 1, 1]]
     assert found[5:] == [[2, 1, 2, 2], [3, 2, 3, 3], [4, 3, 4, 4]]
