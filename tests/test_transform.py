@@ -2,14 +2,18 @@
 
 import functools
 import inspect
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import kfac
+from kfac.assignment import Shard
 from kfac.layers import Factors, Kronecker, Unitwise
 from problem import (
     assert_close,
@@ -68,10 +72,10 @@ SWITCHES = {
     "precision": ({}, "bfloat16"),
     "staggered": ({"inverse_every": 2, "refresh_warmup": 0}, False),
 }
-# `layers` is what everything else is about, `inverse` has one value so far. The others are about several devices, where
-# all but one change the traffic and not the result.
-ELSEWHERE = {"layers", "inverse"}
+# What matters on several devices: the tests of axes show what each of these changes, if only in the traffic.
 DEVICES = {"axis_name", "mesh", "precondition", "communication_dtype", "triangular"}
+# `layers` is what everything else is about, `inverse` has one value so far.
+ELSEWHERE = {"layers", "inverse"}
 
 
 def test_the_tables_of_options_are_complete():
@@ -505,6 +509,56 @@ def test_factors_are_averaged_over_a_named_axis(precondition, communication_dtyp
     if exact:
         for k in range(2):
             assert_close(jax.tree.map(lambda x, k=k: x[k], updates), expected, 1e-5)
+
+
+# Two blocks of 4x4 and 4x4, one on each device, whose triangles have 10 elements; unit-wise ones of 4x2x2 and 4x1x1.
+# Besides: whether all gradients are finite, the counts of faults, the worst condition and age.
+STATISTICS = [("reduce_scatter", "2x20xf32"), ("all_reduce", "20xf32")]
+DIRECTIONS = [("all_gather", "1x16xf32")]
+INVERSES = [("all_gather", "1x20xf32"), ("all_gather", "1x1xi32")]
+SMALL = [("all_reduce", "i32")], [("all_reduce", "2xi32"), ("all_reduce", "2xf32")]
+
+SENT = {
+    "axis_name": ({}, STATISTICS + DIRECTIONS),
+    "communication_dtype": (
+        {"communication_dtype": "bfloat16"},
+        [("reduce_scatter", "2x20xbf16"), ("all_reduce", "20xbf16"), *DIRECTIONS],
+    ),
+    "triangular": ({"triangular": False}, [("reduce_scatter", "2x32xf32"), ("all_reduce", "20xf32"), *DIRECTIONS]),
+    "precondition": ({"precondition": "replicated"}, STATISTICS + INVERSES),
+    # Statistics are those of the global batch already.
+    "mesh": ({"mesh": True}, DIRECTIONS),
+}
+assert set(SENT) == DEVICES
+
+
+@pytest.mark.parametrize("option", SENT)
+def test_what_is_sent_between_devices(option):
+    options, expected = SENT[option]
+    mesh = Mesh(jax.devices()[:2], ("devices",))
+    tx = kfac.scale_by_kfac(layers(), axis_name="devices", **(options | ({"mesh": mesh} if "mesh" in options else {})))
+    init, specs = tx.init, kfac.state_specs(tx, initial(), "devices")
+
+    def update(grads, state, factors):
+        return tx.update(grads, state, factors=factors)
+
+    if "mesh" not in options:
+        init = jax.shard_map(init, mesh=mesh, in_specs=P(), out_specs=specs)
+        update = jax.shard_map(update, mesh=mesh, in_specs=(P(), specs, P()), out_specs=(P(), specs))
+    state = jax.eval_shape(init, initial())
+    program = jax.jit(update).lower(measured(0)[0], state, measured(0)[1]).as_text()
+    messages = r'"stablehlo\.(reduce_scatter|all_reduce|all_gather)".*?: \(tensor<(\w+)>\) ->'
+    before, after = SMALL
+    assert re.findall(messages, program, flags=re.DOTALL) == before + expected + after
+    assert state.owned["kronecker_4x4"].shard == Shard(blocks=2, devices=2)
+    assert set(state.replicas) == ({"kronecker_4x4"} if option == "precondition" else set())
+
+
+def test_without_an_axis_nothing_is_sent():
+    tx = kfac.scale_by_kfac(layers())
+    state = jax.eval_shape(tx.init, initial())
+    program = jax.jit(lambda g, s, f: tx.update(g, s, factors=f)).lower(measured(0)[0], state, measured(0)[1])
+    assert not re.search("reduce_scatter|all_reduce|all_gather", program.as_text())
 
 
 # Bad arguments.
