@@ -36,7 +36,7 @@ def names():
 
 @pytest.fixture(scope="module")
 def distributed():
-    return _run("distributed.md", 9)
+    return _run("distributed.md", 10)
 
 
 def test_no_other_page_has_code_that_is_not_run():
