@@ -23,7 +23,8 @@ def shared_cache(tmp_path_factory):
 
 def environment(cached=True):
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    env.pop("XLA_FLAGS", None)  # Those are for the tests; the script sets its own.
+    # Those of the tests are not for the script, which sets its own. Most of the time is spent compiling.
+    env["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
     if cached:
         env |= {
             "JAX_ENABLE_COMPILATION_CACHE": "true",
@@ -91,7 +92,7 @@ def contents(folder):
     [o if o in ("kfac", "lars") else pytest.param(o, marks=pytest.mark.slow) for o in OPTIMIZERS],
 )
 def test_resumed_run_is_bit_identical(tmp_path, optimizer):
-    options = ["--optimizer", optimizer, "--steps", 13, "--output"]
+    options = ["--optimizer", optimizer, "--width", 8, "--steps", 13, "--output"]
     whole = train(*options, tmp_path / "whole", cached=False)
     train(*options, tmp_path / "parts", "--stop-after", 6, cached=False)
     assert {r["step"] for r in records(tmp_path / "parts")} == set(range(1, 7))
@@ -149,10 +150,10 @@ def test_metrics_after_the_last_checkpoint_are_made_again(tmp_path):
 
 
 def test_factor_every_and_inverse_every(tmp_path):
-    done = train("--steps", 14, "--factor-every", 3, "--inverse-every", 3, "--output", tmp_path / "a")
+    done = train("--steps", 14, "--width", 8, "--factor-every", 3, "--inverse-every", 3, "--output", tmp_path / "a")
     assert "step, cheap step" in done.stdout
     assert all(np.isfinite(r["loss"]) for r in records(tmp_path / "a") if "loss" in r)
-    every = train("--steps", 14, "--output", tmp_path / "b")
+    every = train("--steps", 14, "--width", 8, "--output", tmp_path / "b")
     assert "cheap" not in every.stdout
     a, b = ([r["loss"] for r in records(tmp_path / x) if "loss" in r] for x in "ab")
     # The first ten steps collect statistics in either case.
@@ -162,7 +163,7 @@ def test_factor_every_and_inverse_every(tmp_path):
 
 @pytest.mark.parametrize("optimizer", ["sgd", "kfac"])
 def test_micro_batches(tmp_path, optimizer):
-    options = ["--steps", 2, "--batch-size", 30, "--optimizer", optimizer, "--output"]
+    options = ["--steps", 2, "--width", 8, "--batch-size", 30, "--optimizer", optimizer, "--output"]
     train(*options, tmp_path / "one")
     train(*options, tmp_path / "three", "--local-batch", 10)
     one, three = (records(tmp_path / x)[0] for x in ("one", "three"))
@@ -172,7 +173,7 @@ def test_micro_batches(tmp_path, optimizer):
 
 
 def test_bfloat16_keeps_parameters_in_float32(tmp_path):
-    train("--steps", 3, "--dtype", "bfloat16", "--output", tmp_path / "a")
+    train("--steps", 3, "--width", 8, "--dtype", "bfloat16", "--output", tmp_path / "a")
     dtypes = {leaf.dtype.name for leaf in state(tmp_path / "a", 3)}
     assert {name for name in dtypes if "float" in name} == {"float32"}
 

@@ -19,4 +19,4 @@ set -euo pipefail
 
 # Each task sees its own GPU only, under number 0, whatever its number on the node.
 export JAX_LOCAL_DEVICE_IDS=0
-exec srun --kill-on-bad-exit=1 python examples/imagenet/train.py --distributed "$@"
+exec srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" python examples/imagenet/train.py --distributed "$@"
