@@ -151,6 +151,12 @@ class Assignment:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive int, but is {value!r}")
+        for name in ("staggered", "triangular"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, but is {getattr(self, name)!r}")
+        for name in ("wire_bytes", "inverse_bytes"):
+            if getattr(self, name) not in (2, 4):
+                raise ValueError(f"{name} must be 2 or 4, but is {getattr(self, name)!r}")
         if self.precondition not in ("sharded", "replicated"):
             raise ValueError(f"precondition must be 'sharded' or 'replicated', but is {self.precondition!r}")
 

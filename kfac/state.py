@@ -264,7 +264,8 @@ def rebuild(tree: Any, leaves: dict[str, jax.Array]) -> Any:
 def gather_state(opt_state: Any) -> Any:
     """An optimizer state as one device alone would hold it: what to write to a checkpoint.
 
-    Jit-compatible. From several processes, call it under `jax.jit` with replicated `out_shardings`.
+    Jit-compatible. With several processes, call it under `jax.jit` with replicated `out_shardings`; a state of `pmap`
+    has to be put together from the processes' parts first (the guide to several devices shows how).
 
     Args:
       opt_state: the state as it is outside of `shard_map` or `pmap` (there, with its leading axis of devices).
@@ -273,7 +274,7 @@ def gather_state(opt_state: Any) -> Any:
       The state for one device; `scatter_state` brings it onto any number of them.
 
     Raises:
-      ValueError: there is no state of `scale_by_kfac` in `opt_state`.
+      ValueError: there is no state of `scale_by_kfac` in `opt_state`, or it is not that of all devices.
     """
     if _states(opt_state)[0].count.ndim:  # of pmap
         opt_state = jax.tree.map(_without_devices, opt_state, is_leaf=_is_owned)
@@ -357,7 +358,12 @@ def _places(shard: Shard) -> jax.Array:
 
 
 def _gather_owned(own: Owned) -> Owned:
-    places = _places(own.shard)
+    places, expected = _places(own.shard), own.shard.devices * own.shard.positions
+    if own.blocks.weight.shape != (expected,):
+        raise ValueError(
+            f"opt_state must hold the {expected} blocks of all {own.shard.devices} devices in a row, but has "
+            f"{own.blocks.weight.shape}: gather outside of shard_map and pmap, and from the parts of all processes."
+        )
     return Owned(jax.tree.map(lambda x: _replicated(x)[places], own.blocks), Shard(own.shard.blocks, 1))
 
 

@@ -49,6 +49,12 @@ def preconditioned_step(
             "or pass mesh="
         )
     check_devices(state, devices or 1)
+    if bool(state.replicas) != (config.replicated and bool(config.kronecker)):
+        mode, other = ("replicated", "sharded") if config.replicated else ("sharded", "replicated")
+        raise ValueError(
+            f"precondition={mode!r}, but the optimizer state is one for precondition={other!r}: initialise it with the "
+            "same option."
+        )
     leaves = match_leaves(config.layers, updates, "updates")
     matrices = {group.name: group.stack_matrices(leaves, _dtype(state, group)) for group in config.groups}
     usable = _all_finite([*matrices.values(), *(leaf for path, leaf in leaves.items() if path in config.skipped)])

@@ -136,8 +136,10 @@ def scale_by_kfac(
         `factors` are those of the global batch, as `value_and_grad` under such a `jit` returns them.
       precondition: `"sharded"`: owners precondition, gradients are gathered every step. `"replicated"`: inverses are
         gathered when refreshed, and every device preconditions all blocks: fewer messages, more memory.
-      communication_dtype: dtype of statistics on the wire, `"float32"` or `"bfloat16"`.
-      triangular: send upper triangles of symmetric matrices only.
+      communication_dtype: dtype of statistics on the wire, `"float32"` or `"bfloat16"`. With `mesh`, where XLA averages
+        the statistics, `"float32"` only.
+      triangular: send upper triangles of symmetric matrices only; of statistics where `axis_name` is bound, and of
+        replicated inverses.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. Updates keep the dtype of the gradients.
@@ -166,6 +168,11 @@ def scale_by_kfac(
         staggered = not isinstance(inverse_every, jax.Array)
     if mesh is not None:
         axis_name = _axis_of(mesh, axis_name)
+        if communication_dtype != "float32":
+            raise ValueError(
+                f"communication_dtype={communication_dtype!r} has no effect with mesh=, where XLA averages the "
+                "statistics: use axis_name= inside jax.shard_map, or leave it at 'float32'"
+            )
     config = Config(
         layers=layers,
         groups=group_layers(layers),
