@@ -3,9 +3,9 @@
     python examples/benchmarks/large_batch_step.py                                  # 32 x 32 images, as on a CPU
     python examples/benchmarks/large_batch_step.py --image-size 224 --dtype bfloat16 --local-batch 256   # on a GPU
 
-The batch is accumulated: `kfac.microbatch` scans over parts of `--local-batch` synthetic images, made on the device inside
-the scan, so that memory does not depend on their number. The step is the whole of it: gradients and factors averaged over
-all parts, running averages, all inverses, preconditioning, momentum, parameters. Prints one line of JSON.
+The batch is accumulated: `kfac.microbatch` scans over parts of `--local-batch` synthetic images, made on the device
+inside the scan, so that memory does not depend on their number. The step is the whole of it: gradients and factors
+averaged over all parts, running averages, all inverses, preconditioning, momentum, parameters. Prints one line of JSON.
 """
 
 import argparse
@@ -24,12 +24,12 @@ if "concurrency_optimized_scheduler" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_enable_concurrency_optimized_scheduler=false".strip()
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "imagenet"))
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import models  # noqa: E402
-import optax  # noqa: E402
+import jax
+import jax.numpy as jnp
+import optax
 
-import kfac  # noqa: E402
+import kfac
+import models
 
 CLASSES = 1000
 
@@ -68,7 +68,7 @@ def main():
     compiled = step.lower(params, state, keys).compile()
     compile_seconds = time.perf_counter() - began
     memory = compiled.memory_analysis()
-    print(f"compiled in {compile_seconds:.0f} s; {parts} parts of {options.local_batch} images", file=sys.stderr, flush=True)
+    print(f"compiled in {compile_seconds:.0f} s; {parts} parts of {options.local_batch}", file=sys.stderr, flush=True)
     began = time.perf_counter()
     params, state, loss = jax.block_until_ready(compiled(params, state, keys))
     seconds = time.perf_counter() - began
@@ -88,8 +88,8 @@ def main():
                 "images_per_second": round(options.global_batch / seconds, 1),
                 "peak_device_bytes": peak,
                 "peak_process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-                "temporary_bytes_of_the_program": memory.temp_size_in_bytes,
-                "argument_bytes_of_the_program": memory.argument_size_in_bytes,
+                "temporary_bytes_of_the_program": memory.temp_size_in_bytes if memory else None,
+                "argument_bytes_of_the_program": memory.argument_size_in_bytes if memory else None,
                 "loss": float(loss),
                 "diagnostics": {name: float(value) for name, value in kfac.diagnostics(state).items()},
                 "parameters_finite": all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(params)),
