@@ -170,8 +170,11 @@ class Model:
         ),
     ] = AUTO
     dtype: Annotated[
-        Literal["float32", "bfloat16"],
-        option("Type of activations and their gradients; parameters stay float32."),
+        Literal["float32", "bfloat16", "float64"],
+        option(
+            "Type of activations and their gradients; parameters stay float32. float64 is for both, to compare runs "
+            "without rounding in the way.",
+        ),
     ] = "float32"
     label_smoothing: Annotated[
         float,

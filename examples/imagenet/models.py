@@ -1,4 +1,4 @@
-"""Residual networks in flax linen: NHWC, parameters in float32, compute in a type of choice."""
+"""Residual networks in flax linen: NHWC, parameters in float32, compute in a type of choice (float64: both)."""
 
 from functools import partial
 from typing import Any
@@ -16,7 +16,8 @@ class ResNet(nn.Module):
 
     `bottleneck` blocks are 1x1, 3x3, 1x1 with four times the width outside (stride in the 3x3),
     the others two 3x3. `stem` is "imagenet" (7x7 with stride 2, then max-pooling) or "small"
-    (3x3). With `axis_name` batch norm averages over that axis of devices. Returns float32 logits.
+    (3x3). With `axis_name` batch norm averages over that axis of devices. Returns logits in the
+    type of the parameters.
     """
 
     stages: tuple[int, ...]
@@ -29,10 +30,11 @@ class ResNet(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        conv = partial(nn.Conv, use_bias=False, dtype=self.dtype, kernel_init=he_normal)
+        wide = jnp.promote_types(self.dtype, jnp.float32)
+        conv = partial(nn.Conv, use_bias=False, dtype=self.dtype, param_dtype=wide, kernel_init=he_normal)
         norm = partial(
             nn.BatchNorm, use_running_average=not train, momentum=0.9, epsilon=1e-5, dtype=self.dtype,
-            axis_name=self.axis_name,
+            param_dtype=wide, axis_name=self.axis_name,
         )  # fmt: skip
         x = x.astype(self.dtype)
         if self.stem == "imagenet":
@@ -49,8 +51,8 @@ class ResNet(nn.Module):
                     name=f"stage{i + 1}_block{j + 1}",
                 )(x)  # fmt: skip
         x = jnp.mean(x, axis=(1, 2))
-        head = nn.Dense(self.num_classes, dtype=self.dtype, name="head")
-        return head(x).astype(jnp.float32)
+        head = nn.Dense(self.num_classes, dtype=self.dtype, param_dtype=wide, name="head")
+        return head(x).astype(wide)
 
 
 class Block(nn.Module):

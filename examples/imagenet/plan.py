@@ -76,16 +76,8 @@ Counted from shapes, per device (memory: averages and inverses; reduced: each ti
 busiest device, mean over steps):
 """)
     per = "step" if options.precondition == "sharded" else "refresh"
-    rows = [
-        (
-            "devices",
-            "global batch",
-            "memory",
-            "reduced",
-            f"gathered/{per}",
-            "inverted/step",
-            "preconditioned/step",
-        )
+    rows: list[tuple[str, ...]] = [
+        ("devices", "global batch", "memory", "reduced", f"gathered/{per}", "inverted/step", "preconditioned/step")
     ]
     for plan in plans:
         rows.append((f"{plan.devices:,}", f"{plan.devices * batch:,}", size_of(plan.memory_per_device),

@@ -63,6 +63,9 @@ def main(args: list[str]) -> None:
     optim, run = config.optim, config.run
     use_kfac = optim.optimizer == "kfac"
 
+    if config.model.dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+
     # The devices in a row, over which each batch is split. One device is a row too.
     devices.start(config.hardware)
     mesh = devices.make_mesh(config.hardware.devices)
@@ -95,15 +98,21 @@ def main(args: list[str]) -> None:
     model = plain.clone(axis_name=AXIS if config.model.sync_batch_norm else None)
     key = jax.random.key(run.seed)
     image = jax.ShapeDtypeStruct((1, *dataset.shape), jnp.float32)
-    variables = jax.eval_shape(lambda x: plain.init(key, x, train=True), image)
+    wide = jnp.promote_types(config.model.dtype, jnp.float32)
+
+    def fresh(key: jax.Array) -> Any:
+        variables = plain.init(key, jnp.zeros(image.shape, image.dtype), train=True)
+        return jax.tree.map(lambda x: x.astype(wide), variables)
+
+    variables = jax.eval_shape(fresh, key)
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(variables["params"]))
     say(f"{config.model.arch} in {config.model.dtype}, {count / 1e6:.2f} M parameters; {optim.optimizer} on batches of "
         f"{batch}: {mesh.size} device(s) in {jax.process_count()} process(es), {micro_batches} micro-batch(es) of "
         f"{local_batch} images each; {per_epoch} steps an epoch, {total} steps in all")  # fmt: skip
 
     def normalise(images: jax.Array) -> jax.Array:
-        mean, std = jnp.array(dataset.mean), jnp.array(dataset.std)
-        return (images.astype(jnp.float32) / 255 - mean) / std
+        mean, std = jnp.array(dataset.mean, wide), jnp.array(dataset.std, wide)
+        return (images.astype(wide) / 255 - mean) / std
 
     def loss_fn(model: Any, params: Any, batch_stats: Any, batch: tuple[jax.Array, jax.Array]) -> Any:
         images, labels = batch
@@ -135,7 +144,7 @@ def main(args: list[str]) -> None:
     state_specs = State(SAME, SAME, kfac.state_specs(tx, variables["params"], AXIS))
 
     def init(key: jax.Array) -> State:
-        new = plain.init(key, jnp.zeros(image.shape, image.dtype), train=True)
+        new = fresh(key)
         return State(new["params"], new["batch_stats"], tx.init(new["params"]))
 
     def train_step(
