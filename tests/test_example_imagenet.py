@@ -117,7 +117,7 @@ def test_resumed_run_is_bit_identical(tmp_path, optimizer):
 
 
 def test_sigterm_saves_and_resumes(tmp_path):
-    args = ["--optimizer", "sgd", "--steps", "2000", "--output", tmp_path / "a"]
+    args = ["--optimizer", "sgd", "--width", "8", "--steps", "2000", "--output", tmp_path / "a"]
     run = subprocess.Popen(
         [sys.executable, EXAMPLE / "train.py", *args],
         env=environment(),
@@ -139,7 +139,7 @@ def test_sigterm_saves_and_resumes(tmp_path):
 
 
 def test_metrics_after_the_last_checkpoint_are_made_again(tmp_path):
-    options = ["--optimizer", "sgd", "--steps", 6, "--checkpoint-every", 2]
+    options = ["--optimizer", "sgd", "--width", 8, "--steps", 6, "--checkpoint-every", 2]
     train(*options, "--output", tmp_path / "a")
     train(*options, "--output", tmp_path / "b", "--stop-after", 4)
     # As if the run had been killed: steps after the checkpoint, and a line cut short.
@@ -262,7 +262,7 @@ def test_refusal_is_one_sentence(tmp_path):
 
 
 def test_earlier_results_are_not_touched(tmp_path):
-    options = ["--optimizer", "sgd", "--steps", 2, "--output", tmp_path / "a"]
+    options = ["--optimizer", "sgd", "--width", 8, "--steps", 2, "--output", tmp_path / "a"]
     train(*options)
     before = contents(tmp_path)
     assert "in use" in refused(*options)
@@ -306,7 +306,7 @@ def make_images(folder, classes=("cat", "dog"), train=12, val=5):
 
 
 TINY = ["--arch", "digits", "--image-size", 16, "--batch-size", 6, "--optimizer", "sgd",
-        "--learning-rate", 0.1]  # fmt: skip
+        "--width", 8, "--learning-rate", 0.1]  # fmt: skip
 
 
 def test_folder_with_broken_images_trains(tmp_path):
@@ -348,7 +348,7 @@ def test_bad_folders_are_refused(tmp_path, monkeypatch):
     data.mkdir()
 
     def sentence(*more):
-        args = ["--data-dir", data, *TINY, *more, "--output", tmp_path / "out"]
+        args = ["--data-dir", data, *TINY, "--devices", 1, *more, "--output", tmp_path / "out"]
         with pytest.raises(train.UserError) as caught:
             train.main(list(map(str, args)))
         assert not (tmp_path / "out").exists()
