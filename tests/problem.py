@@ -65,8 +65,12 @@ def measured(seed):
     return grads, factors
 
 
+# Most of the time of these tests goes into compilation, and none into what it optimises.
+QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
 def stepper(tx, **jit_options):
-    @functools.partial(jax.jit, **jit_options)
+    @functools.partial(jax.jit, compiler_options=QUICKLY, **jit_options)
     def step(grads, state, params, factors=None):
         updates, state = tx.update(grads, state, params, factors=factors)
         return optax.apply_updates(params, updates), state, updates

@@ -1,5 +1,7 @@
 """Thirty steps on a small network against the NumPy reference: all state, not only the loss."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import optax
 import pytest
 
 import kfac
-from problem import state_of
+from problem import QUICKLY, state_of
 from reference import BLOCKS, SKIPPED, Reference, batch, initial_parameters, network
 
 STEPS = 30
@@ -165,13 +167,13 @@ def run(configuration, dtype, tolerance):
     tx = kfac.kfac(layers=layers, **{"momentum": None, "staggered": False, **sides[0]})
     state = jax.jit(tx.init)(params)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=QUICKLY)
     def full_step(params, state, images, labels):
         _, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, images, labels)
         updates, state = tx.update(grads, state, params, factors=factors)
         return optax.apply_updates(params, updates), state
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=QUICKLY)
     def cheap_step(params, state, images, labels):
         updates, state = tx.update(jax.grad(loss_fn)(params, images, labels), state, params)
         return optax.apply_updates(params, updates), state
