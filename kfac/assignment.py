@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import heapq
+import itertools
 from collections.abc import Sequence
 
 from kfac.blocks import Group, group_layers
@@ -101,13 +103,13 @@ def make_phases(costs: Costs, phases: int) -> dict[str, tuple[int, ...]]:
       For each group `bounds` of length `phases + 1`: phase `p` inverts blocks `bounds[p]` up to `bounds[p + 1]`.
     """
     items = [(cost, name) for name, size, cost in costs for _ in range(size)]
-    load = [0] * phases
+    least = [(0, phase) for phase in range(phases)]  # a heap
     counts = {name: [0] * phases for name, _, _ in costs}
     for cost, name in sorted(items, key=lambda item: (-item[0], item[1])):
-        phase = min(range(phases), key=lambda p: load[p])
-        load[phase] += cost
+        load, phase = least[0]
+        heapq.heapreplace(least, (load + cost, phase))
         counts[name][phase] += 1
-    return {name: tuple(sum(count[:p]) for p in range(phases + 1)) for name, count in counts.items()}
+    return {name: tuple(itertools.accumulate(count, initial=0)) for name, count in counts.items()}
 
 
 def packed_size(dimension: int, triangular: bool = True) -> int:
@@ -147,6 +149,8 @@ class Assignment:
 
     def __post_init__(self):
         """Checks the arguments."""
+        if not isinstance(self.layers, Layers):
+            raise ValueError(f"layers must be what kfac.find_layers returns, but is {type(self.layers).__name__}")
         for name in ("devices", "inverse_every"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -224,7 +228,7 @@ class Assignment:
                 packed = packed_size(group.d_in, self.triangular) + packed_size(group.d_out, self.triangular)
                 total += group.size * packed * self.wire_bytes
             else:
-                total += group.size * group.d_out * group.d_in**2 * 4
+                total += group.size * group.d_out * group.d_in**2 * self.wire_bytes
         return total
 
     @property

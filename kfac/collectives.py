@@ -160,7 +160,7 @@ def _fused(message: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array
 
 
 def means_to_owners(
-    stacks: Mapping[str, jax.Array], shards: Mapping[str, Shard], axis_name: AxisName
+    stacks: Mapping[str, jax.Array], shards: Mapping[str, Shard], axis_name: AxisName, dtypes: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
     """Means over devices of stacks of blocks, each block where it is owned.
 
@@ -171,6 +171,7 @@ def means_to_owners(
       stacks: `[blocks, ...]` for each group.
       shards: how the groups lie on the devices. All devices get all blocks of a group that is not among them.
       axis_name: the axis.
+      dtypes: of the results, for each group; sums are in the dtype of `stacks`.
 
     Returns:
       `[positions, ...]`, or `[blocks, ...]` for groups without a shard.
@@ -189,12 +190,12 @@ def means_to_owners(
     result = {}
     for name, stack in stacks.items():
         if name not in shards:
-            result[name] = reduced[name] / devices
+            result[name] = reduced[name].astype(dtypes[name]) / devices
             continue
         parts = [scattered[name].reshape(-1, *stack.shape[1:])] if name in scattered else []
         if name in reduced:
             parts.append(_own_of_remainder(reduced[name], shards[name], axis_name))
-        result[name] = jnp.concatenate(parts) / devices
+        result[name] = jnp.concatenate(parts).astype(dtypes[name]) / devices
     return result
 
 

@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend import core as jex
 
 from kfac.replay import evaluate
-from kfac.tracing import CALLS, open_jaxpr
+from kfac.tracing import CALLS, inner_jaxpr
 
 
 def fast_in_loops(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,17 +48,17 @@ def _evaluate(jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> l
         if name == "conv_general_dilated":
             outs = [_convolution(eqn.params, *values)]
         elif name in CALLS:
-            outs = _evaluate(*open_jaxpr(eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]), values)
+            outs = _evaluate(*inner_jaxpr(eqn), values)
         elif name == "scan":
-            outs = _scan(eqn.params, values)
+            outs = _scan(eqn, values)
         else:
             outs = evaluate(jaxpr, eqn, values)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(var) for var in jaxpr.outvars]
 
 
-def _scan(params: dict[str, Any], values: Sequence[Any]) -> list[Any]:
-    jaxpr, consts = open_jaxpr(params["jaxpr"])
+def _scan(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    params, (jaxpr, consts) = eqn.params, inner_jaxpr(eqn)
     first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
 
     def body(carry, xs):

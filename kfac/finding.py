@@ -17,7 +17,7 @@ from kfac.axes import Atom, Layout
 from kfac.layers import Factors, Kronecker, Layer, Layers, Unitwise, leaf_path
 from kfac.replay import ElementwiseTap, Key, KroneckerTap, Plan
 from kfac.statistics import Convolution, accumulator
-from kfac.tracing import Analysis, Read, Trace, open_jaxpr, trace, unsupported
+from kfac.tracing import NOT_WITH_EXAMPLES, Analysis, Read, Trace, inner_jaxpr, trace, unsupported
 
 
 def find_layers(
@@ -147,7 +147,9 @@ def resolve(
     blocks = []
     for layer, leaves in drafts:
         parent = _parent(layer.params[0])
-        layer = dataclasses.replace(layer, name=parent if parent and parents[parent] == 1 else layer.params[0])
+        # A path may hold a slash of its own, so a parent may have the path of a leaf.
+        unique = parent and parents[parent] == 1 and parent not in names
+        layer = dataclasses.replace(layer, name=parent if unique else layer.params[0])
         blocks.append(layer)
         reads = [read for leaf in leaves for read in by_leaf[leaf]]
         if layer.kind in ("dense", "conv"):
@@ -292,6 +294,8 @@ def _elementwise_layer(leaf, shift, analysis, by_leaf, names, shapes, n) -> tupl
     reads = by_leaf.get(leaf, [])
     if len({tuple(filter(None, read.view.stack)) for read in reads}) > 1:
         raise unsupported(names[leaf], f"{len(reads)} operations", "they disagree on how it is stacked")
+    if not reads and leaf in analysis.products:
+        raise unsupported(names[leaf], analysis.products[leaf], NOT_WITH_EXAMPLES)
     coarse, note, kind = False, "", "unitwise"
     if leaf in analysis.coarse or not reads:
         coarse, kind = True, "diagonal"
@@ -382,11 +386,13 @@ def _plan_elementwise(resolved, layer, leaves, by_leaf, traced, strict: bool) ->
             example = next(iter(matching), None)
             if not strict and n > 1 and example is None:
                 return
-            if strict and len(matching) > 1 and matching[0] > 0:
+            # Behind another axis, length alone tells the examples only if they can be on no other.
+            others = [p for p in foreign if flat[p].size % n == 0 and p != example] if n > 1 else []
+            if strict and others and example:
                 raise ValueError(
                     f"parameter {layer.params[k]!r} is read by {eqn.primitive.name} on an array of shape "
-                    f"{list(read.shape)}: it is not clear which of the axes of length {n} has the examples. Put the "
-                    "examples first, or take another number of them."
+                    f"{list(read.shape)}: it is not clear which of its axes has the {n} examples. Put the examples "
+                    "first, or take another number of them."
                 )
             if n > 1 and example is None:
                 raise ValueError(
@@ -446,9 +452,8 @@ def _equations(traced: Trace, path: Sequence[int]) -> list[Any]:
     found = []
     for index in path:
         found.append(jaxpr.eqns[index])
-        params = found[-1].params
         if len(found) < len(path):
-            jaxpr, _ = open_jaxpr(params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"])
+            jaxpr, _ = inner_jaxpr(found[-1])
     return found
 
 

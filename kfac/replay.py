@@ -20,7 +20,7 @@ from jax.extend import core as jex
 from kfac.axes import Arrangement
 from kfac.layers import Kronecker
 from kfac.statistics import Convolution, conv_moment, dense_moment, gram, per_example
-from kfac.tracing import CALLS, REMATS, open_jaxpr
+from kfac.tracing import CALLS, REMATS, inner_jaxpr
 
 Key = tuple[str, int]  # layer name, and which of its parameters (0 for a Kronecker layer)
 Probes = Mapping[Key, Any]
@@ -158,7 +158,7 @@ def replay(jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any], plan: P
 
 def _inside(eqn: Any, values: Sequence[Any], plan: Plan, probes: Probes) -> list[Any]:
     name = eqn.primitive.name
-    jaxpr, consts = open_jaxpr(eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"])
+    jaxpr, consts = inner_jaxpr(eqn)
     if name in CALLS:
         return replay(jaxpr, consts, values, plan, probes)
     if name in REMATS:

@@ -106,7 +106,7 @@ class KfacState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What is fixed when the transformation is made; `phases` is the length of a staggered cycle."""
+    """What is fixed when the transformation is made; `phases` are the steps of a cycle that invert."""
 
     layers: Layers
     groups: tuple[Group, ...]

@@ -13,6 +13,7 @@ from jax import lax
 from kfac.assignment import Shard, group_costs, make_phases
 from kfac.blocks import Group, apply_inverse
 from kfac.collectives import (
+    AxisName,
     as_varying,
     axis_size,
     gather_from_owners,
@@ -49,6 +50,12 @@ def preconditioned_step(
             "or pass mesh="
         )
     check_devices(state, devices or 1)
+    for owned in state.owned.values():
+        if owned.blocks.weight.shape[0] != owned.shard.positions:
+            raise ValueError(
+                f"this device must get {owned.shard.positions} of the state's {owned.shard.blocks} blocks of a shape, "
+                f"but gets {owned.blocks.weight.shape[0]}: use kfac.state_specs for in_specs and out_specs of the state"
+            )
     if bool(state.replicas) != (config.replicated and bool(config.kronecker)):
         mode, other = ("replicated", "sharded") if config.replicated else ("sharded", "replicated")
         raise ValueError(
@@ -56,6 +63,8 @@ def preconditioned_step(
             "same option."
         )
     leaves = match_leaves(config.layers, updates, "updates")
+    if axis is not None:
+        _check_varying(axis, updates, factors if local else None)
     matrices = {group.name: group.stack_matrices(leaves, _dtype(state, group)) for group in config.groups}
     usable = _all_finite([*matrices.values(), *(leaf for path, leaf in leaves.items() if path in config.skipped)])
     if axis is not None:
@@ -87,18 +96,20 @@ def preconditioned_step(
             else:
                 skipped_by_all += bad
 
-    replicas = dict(state.replicas)
     schedule = make_phases(group_costs(config.groups), config.phases)
+    phase = jnp.minimum(count % now.period, config.phases) if config.phases > 1 else jnp.zeros((), jnp.int32)
+    refreshed = jnp.zeros((), bool)
     for group in config.kronecker:
-        name, bounds = group.name, jnp.asarray(schedule[group.name], jnp.int32)
-        phase = count % config.phases
+        name = group.name
+        # In a cycle longer than there are blocks, nothing is left for the last steps.
+        bounds = jnp.asarray((*schedule[name], group.size), jnp.int32)
         start = jnp.where(everything, 0, bounds[phase])
         stop = jnp.where(due, jnp.where(everything, group.size, bounds[phase + 1]), start)
         first, last = own_range(shards[name], axis, start, stop)
         blocks[name], bad = _refresh_range(blocks[name], first, last, usable, now.damping)
         failed += bad
-        if name in replicas:
-            replicas[name] = _refresh_replica(config, replicas[name], blocks[name], group, shards[name], stop > start)
+        refreshed |= stop > start
+    replicas = _refresh_replicas(config, state.replicas, blocks, shards, refreshed)
     # A unit-wise block is cheap, so every device has them all, and they are refreshed with the first phase of a cycle.
     due = usable & (everything | (cycle & (count % now.period == 0)))
     for group in config.unitwise:
@@ -107,10 +118,11 @@ def preconditioned_step(
 
     preconditioned = _precondition(config, blocks, replicas, shards, matrices)
     usable &= _all_finite(preconditioned.values())
-    counts = jnp.stack([skipped, failed])
+    counts = jnp.stack([skipped, failed, (~usable).astype(jnp.int32)])
     extremes = jnp.stack([_worst(b.condition for b in blocks.values()), _worst(b.age for b in blocks.values())])
     if axis is not None:
         counts, extremes = lax.psum(counts, axis), lax.pmax(extremes, axis)
+    usable = counts[2] == 0  # agreed once more: the next step's decisions follow from it
     metrics = KfacMetrics(
         gradient_norm=_norm(matrices.values()),
         preconditioned_norm=_norm(preconditioned.values()),
@@ -139,6 +151,23 @@ def preconditioned_step(
 
 def _all_finite(arrays: Iterable[jax.Array]) -> jax.Array:
     return jnp.all(jnp.stack([jnp.array(True), *(jnp.all(jnp.isfinite(x)) for x in arrays)]))
+
+
+def _check_varying(axis: AxisName, updates: Any, factors: Factors | None) -> None:
+    """Raises where `shard_map` knows that averages over devices are missing or would be."""
+    differing = sorted(varying_axes(updates))
+    if differing:
+        raise ValueError(
+            f"updates differ between the devices of {differing}: average the gradients first, "
+            f"jax.lax.pmean(grads, {differing[0] if len(differing) == 1 else tuple(differing)!r})"
+        )
+    names = set(axis) if isinstance(axis, tuple) else {axis}
+    missing = sorted(varying_axes(factors) - names) if factors is not None else []
+    if missing:
+        raise ValueError(
+            f"factors differ between the devices of {missing}, which axis_name={axis!r} does not name: pass "
+            f"axis_name={(*sorted(names), *missing)!r}"
+        )
 
 
 def _dtype(state: KfacState, group: Group) -> Any:
@@ -180,33 +209,42 @@ def _batch_statistics(config: Config, factors: Factors, shards: dict[str, Shard]
             name: take_own(stack, shards[name], axis) if name in shards else stack for name, stack in stacks.items()
         }
     dtypes = {name: jax.tree.leaves(stack)[0].dtype for name, stack in stacks.items()}
-    sent = {name: config.encode(stack).astype(config.wire_dtype) for name, stack in stacks.items()}
-    received = means_to_owners(sent, shards, axis)
-    return {
-        group.name: config.decode(received[group.name].astype(dtypes[group.name]), group) for group in config.groups
-    }
+    sent = {name: config.encode(stack) for name, stack in stacks.items()}
+    if config.wire_dtype == jnp.bfloat16:
+        sent = {name: stack.astype(jnp.bfloat16) for name, stack in sent.items()}
+    received = means_to_owners(sent, shards, axis, dtypes)
+    return {group.name: config.decode(received[group.name], group) for group in config.groups}
 
 
-def _refresh_replica(
-    config: Config, replica: Replica, own: BlockState, group: Group, shard: Shard, changed: jax.Array
-) -> Replica:
-    """The inverses of all devices, fetched if any of the group has `changed`."""
+def _refresh_replicas(
+    config: Config,
+    replicas: dict[str, Replica],
+    blocks: dict[str, BlockState],
+    shards: dict[str, Shard],
+    refreshed: jax.Array,
+) -> dict[str, Replica]:
+    """The inverses of all devices, fetched in two messages if any have been `refreshed`."""
     axis = config.axis_name
-    if axis is None:
-        assert isinstance(own.inverse, Kronecker)
-        return Replica(own.inverse, own.condition > 0)
+    groups = [group for group in config.kronecker if group.name in replicas]
 
-    def fetch(own, old):
+    def fetch(owned, old):
         del old
-        sent = {"inverse": config.encode(own.inverse), "ready": (own.condition > 0).astype(jnp.int32)[:, None]}
-        shards = dict.fromkeys(sent, shard)
-        inverse = gather_from_owners({"inverse": sent["inverse"]}, shards, axis)["inverse"]
-        ready = gather_from_owners({"ready": sent["ready"]}, shards, axis)["ready"]
-        decoded = config.decode(inverse, group)
-        assert isinstance(decoded, Kronecker)
-        return Replica(decoded, ready[:, 0] > 0)
+        sent = {}
+        for group in groups:
+            own = owned[group.name]
+            encoded = config.encode(own.inverse)
+            sent[group.name] = jnp.concatenate([encoded, (own.condition > 0).astype(encoded.dtype)[:, None]], axis=1)
+        received = gather_from_owners(sent, shards, axis) if axis is not None else sent
+        new = {}
+        for group in groups:
+            inverse = config.decode(received[group.name][:, :-1], group)
+            assert isinstance(inverse, Kronecker)
+            new[group.name] = Replica(inverse, received[group.name][:, -1] > 0)
+        return new
 
-    return lax.cond(changed, fetch, lambda own, old: old, own, replica)
+    if not groups:
+        return {}
+    return lax.cond(refreshed, fetch, lambda owned, old: old, {g.name: blocks[g.name] for g in groups}, replicas)
 
 
 def _precondition(

@@ -1,6 +1,7 @@
 """Finds the operations that read parameters, in the jaxpr of a loss function.
 
-This module and `replay.py` are the only ones that read jaxprs. The walk gives every variable one of four states:
+The modules that know about jaxprs are this one, `replay.py` and `convolutions.py`. The walk gives every variable one of
+these states:
 
 - `Data`: depends on the arguments. `active` once a parameter took part, `output` while it is still the unbranched
   result of a read, which is what a bias or shift is joined to.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -58,6 +60,7 @@ class Data:
     output: Output | None = None
     made_of: frozenset[int] = frozenset()  # leaves that it still consists of: looked-up rows, updated weights
     skipped: bool = False  # a parameter that the user skipped
+    fixed: bool = False  # does not depend on the array arguments of the loss, so it holds no examples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +78,7 @@ class Derived:
     how: str
     repeated: bool = False  # broadcast over examples or positions: an activation rather than a parameter
     mixed: bool = False
+    product: str = ""  # the matrix product or convolution on the way: what it becomes must not meet data
 
 
 State = Data | View | Derived
@@ -191,6 +195,11 @@ def open_jaxpr(jaxpr: Any) -> tuple[jex.Jaxpr, Sequence[Any]]:
     return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, jex.ClosedJaxpr) else (jaxpr, ())
 
 
+def inner_jaxpr(eqn: Any) -> tuple[jex.Jaxpr, Sequence[Any]]:
+    """The jaxpr that a call, a remat or a scan evaluates, and its constants."""
+    return open_jaxpr(eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"])
+
+
 def _contains_product(eqn: Any) -> bool:
     return eqn.primitive.name in _PRODUCTS or any(
         _contains_product(inner) for jaxpr in subjaxprs(eqn) for inner in jaxpr.eqns
@@ -211,9 +220,12 @@ class Analysis:
         self.reads: list[Read] = []
         self.coarse: dict[int, str] = {}
         self.derived: dict[int, str] = {}
+        self.products: dict[int, str] = {}
         self.multipliers: dict[Path, int] = {}
+        # A loss without array arguments has its examples in constants.
+        self._constants = Data(fixed=bool(trace.arrays))
         states: list[State] = [
-            Data(active=True, skipped=True) if k in skipped else View(k, axes_lib.leaf_axes(shape))
+            Data(active=True, skipped=True, fixed=True) if k in skipped else View(k, axes_lib.leaf_axes(shape))
             for k, shape in enumerate(shapes)
         ]
         jaxpr = trace.closed.jaxpr
@@ -225,7 +237,7 @@ class Analysis:
 
     def _walk(self, jaxpr, states: Sequence[State], path: Path, scans: tuple[int, ...], outvars=None) -> list[State]:
         outvars = jaxpr.outvars if outvars is None else outvars
-        env: dict[Any, State] = {var: Data() for var in jaxpr.constvars}
+        env: dict[Any, State] = dict.fromkeys(jaxpr.constvars, self._constants)
         env.update(zip(jaxpr.invars, states, strict=True))
         uses = collections.Counter(var for eqn in jaxpr.eqns for var in eqn.invars if not isinstance(var, jex.Literal))
         uses.update(var for var in outvars if not isinstance(var, jex.Literal))
@@ -249,11 +261,13 @@ class Analysis:
         params = [s for s in states if not isinstance(s, Data)]
         if not params and not any(isinstance(s, Data) and (s.output or s.made_of) for s in states):
             skipped = len(states) == 1 and _keeps_values(eqn) and isinstance(states[0], Data) and states[0].skipped
-            return [Data(any(_active(s) for s in states), skipped=skipped)] * len(eqn.outvars)
+            return [Data(any(_active(s) for s in states), skipped=skipped, fixed=_fixed(eqn, states))] * len(
+                eqn.outvars
+            )
         if name == "optimization_barrier":
             return [self._at_boundary(s, name) for s in states]
         if name in CALLS or name in REMATS:
-            inner, _ = open_jaxpr(eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"])
+            inner, _ = inner_jaxpr(eqn)
             entering = [self._at_boundary(s, name) for s in states]
             return [self._at_boundary(s, name) for s in self._walk(inner, entering, path, scans)]
         if name == "scan":
@@ -267,7 +281,7 @@ class Analysis:
         if not params:
             return [self._through_data(eqn, states)] * len(eqn.outvars)
         if name == "stop_gradient":
-            return [Data()]
+            return [Data(fixed=True)]
         if len(params) == 1 and isinstance(params[0], View) and len(eqn.outvars) == 1:
             operand = next(k for k, s in enumerate(states) if s is params[0])
             state = self._view(eqn, params[0], operand, states, path, scans)
@@ -283,23 +297,23 @@ class Analysis:
 
     def _through_data(self, eqn, states: list[State]) -> State:
         """Activations only: keep what is known of a layer's output while its axes can be followed."""
-        active = any(_active(s) for s in states)
+        active, fixed = any(_active(s) for s in states), _fixed(eqn, states)
         known = [k for k, s in enumerate(states) if isinstance(s, Data) and (s.output or s.made_of)]
         if len(known) != 1 or len(eqn.outvars) != 1:
-            return Data(active)
+            return Data(active, fixed=fixed)
         state = states[known[0]]
         assert isinstance(state, Data)
         if len(states) == 1:
             axes = _follow(eqn, state.output.axes) if state.output else None
             output = Output(state.output.read, axes) if state.output and axes is not None else None
-            return Data(active, output, state.made_of if _keeps_values(eqn) else frozenset())
+            return Data(active, output, state.made_of if _keeps_values(eqn) else frozenset(), fixed=fixed)
         scales = eqn.primitive.name == "mul" or (eqn.primitive.name == "div" and known[0] == 0)
         if scales and state.output and self.reads[state.output.read].op == "mul":
             # x * (rsqrt(var) * scale) + shift: the product with x stands between a scale and its shift. To put both in
             # one block needs no more than that they act on the same channels.
             axes = _spread(state.output.axes, eqn.invars[known[0]].aval.shape, eqn.outvars[0].aval.shape)
-            return Data(active, Output(state.output.read, axes))
-        return Data(active)
+            return Data(active, Output(state.output.read, axes), fixed=fixed)
+        return Data(active, fixed=fixed)
 
     def _scan(self, eqn, states: list[State], path: Path, scans: tuple[int, ...]) -> list[State]:
         body, _ = open_jaxpr(eqn.params["jaxpr"])
@@ -309,7 +323,7 @@ class Analysis:
             state = self._at_boundary(state, "scan")
             carried = num_consts <= k < num_consts + num_carry
             if isinstance(state, Data):
-                state = Data(state.active or carried, skipped=state.skipped and not carried)
+                state = Data(active=True) if carried else dataclasses.replace(state, output=None)
             elif carried and _is_repeated(state):
                 # A learned initial state, broadcast over the examples.
                 self._met_data(state, "broadcast, then scan")
@@ -420,7 +434,7 @@ class Analysis:
                 self._met_data(other, f"broadcast, then {eqn.primitive.name}")
             elif isinstance(other, View) and axes_lib.is_broadcast(other.axes):
                 self._met_data(other, f"broadcast, then {eqn.primitive.name}")
-            elif not isinstance(other, Data):
+            elif not isinstance(other, Data) or other.fixed:
                 continue
             view = states[k]
             assert isinstance(view, View)
@@ -435,7 +449,7 @@ class Analysis:
                 if isinstance(state, Data) and state.made_of and not (isinstance(other, Data) and other.skipped):
                     self._refuse(state, eqn, "the product reads rows looked up in it, or what became of it")
             return Data(any(_active(s) for s in states))
-        if any(isinstance(s, Data) for s in states):
+        if any(isinstance(s, Data) and not s.fixed for s in states):
             state = next(s for s in states if not isinstance(s, Data))
             if not isinstance(state, Derived) or not state.repeated:
                 how = f", computed from it by {state.how}" if isinstance(state, Derived) else ""
@@ -446,7 +460,12 @@ class Analysis:
             if isinstance(other, (View, Derived)) and other.mixed:
                 reason = "with a single example, an activation cannot be told from a parameter; take at least two"
                 self._refuse(state, eqn, reason)
-        return self._derive(eqn, states)
+        derived = self._derive(eqn, states)
+        assert isinstance(derived, Derived)
+        shapes = ", ".join(str(list(var.aval.shape)) for var in eqn.invars)
+        product = f"{eqn.primitive.name}({shapes})"
+        self.products.update(dict.fromkeys(derived.leaves, product))
+        return dataclasses.replace(derived, product=product)
 
     def _view(self, eqn, view: View, operand: int, states: list[State], path: Path, scans) -> State | None:
         """What becomes of a single parameter view; None if it can no longer be followed."""
@@ -466,7 +485,7 @@ class Analysis:
             return dataclasses.replace(view, axes=axes)
         if name in _LOOKUPS and operand == 0:
             self._met_data(view, name)
-            return Data(active=True, made_of=frozenset({view.leaf}))
+            return Data(active=True, made_of=frozenset({view.leaf}), fixed=_fixed(eqn, states))
         if len(states) != 2 or name not in ("add", "add_any", "sub", "mul", "div"):
             return None
         other_var, other = eqn.invars[1 - operand], states[1 - operand]
@@ -478,6 +497,8 @@ class Analysis:
             return view  # a constant offset, as in (1 + scale): the gradient is the same
         if name == "div" and operand == 1:
             return None
+        if other.fixed and (additive or repeated):
+            return None  # not yet an activation
         if not additive and not repeated:
             self.multipliers[path] = operand
             return dataclasses.replace(view, scaled=True, mixed=view.mixed or math.prod(other_var.aval.shape) > 1)
@@ -485,7 +506,9 @@ class Analysis:
             return None
         leading = next((a.size for axis in y_axes for a in axis if not a.of_leaf), None)
         joined = None
-        if additive and other.output and not view.scaled:
+        # From `b - y` a kernel would get gradients of the other sign than its bias.
+        opposite = name == "sub" and operand == 0
+        if additive and other.output and not view.scaled and not (opposite and self._is_kernel(other.output)):
             joined = self._join(view, y_axes, other.output)
         result = self._add(
             Read(
@@ -495,6 +518,9 @@ class Analysis:
         )  # fmt: skip
         # An update of the size of the parameter, as in a model that takes gradient steps of its own.
         return result if repeated or joined else dataclasses.replace(result, made_of=frozenset({view.leaf}))
+
+    def _is_kernel(self, output: Output) -> bool:
+        return self.reads[output.read].op in _KERNEL_OPS
 
     def _join(self, view: View, y_axes: Axes, output: Output) -> tuple[int, tuple[tuple[Atom, Atom], ...]] | None:
         """Pairs a vector with the features of the output it is added to; None unless it has one element for each."""
@@ -520,6 +546,8 @@ class Analysis:
     # -- everything else -----------------------------------------------------------------------------------------
 
     def _met_data(self, state: State, how: str) -> None:
+        if isinstance(state, Derived) and state.product:
+            raise unsupported([self.names[leaf] for leaf in sorted(state.leaves)], state.product, NOT_WITH_EXAMPLES)
         for leaf in _leaves(state):
             self.coarse.setdefault(leaf, how)
 
@@ -527,7 +555,8 @@ class Analysis:
         """Parameters in an operation whose per-example gradients are not known."""
         name = eqn.primitive.name
         sources = [s for s in states if not isinstance(s, Data)]
-        data = [s for s in states if isinstance(s, Data)]
+        operands = list(zip(eqn.invars, states, strict=True))
+        data = [s for v, s in operands if isinstance(s, Data) and not s.fixed and not isinstance(v, jex.Literal)]
         repeated = [_is_repeated(s) for s in sources]
         size = max((math.prod(var.aval.shape) for var in eqn.outvars), default=0)
         grew = any(
@@ -539,6 +568,11 @@ class Analysis:
         how = next((s.how for s in sources if isinstance(s, Derived)), name)
         for leaf in leaves:
             self.derived.setdefault(leaf, how)
+        product = next((s.product for s in sources if isinstance(s, Derived) and s.product), "")
+        total = eqn.outvars[0].aval if eqn.outvars else None
+        scalars = all(isinstance(s, Data) or math.prod(v.aval.shape) == 1 for v, s in operands)
+        if data and scalars and name in ("add", "add_any", "sub") and total is not None and 0 < total.ndim < 2:
+            return Data(active=True)  # a penalty, added to the losses of the examples
         if name in _LOOKUPS and data:
             for state in sources:
                 self._met_data(state, how)
@@ -549,14 +583,13 @@ class Analysis:
             for state in sources:
                 self._met_data(state, how)
             return Data(active=True, made_of=frozenset() if any(repeated) or grew else leaves)
-        met = any(
-            isinstance(s, Data) and math.prod(var.aval.shape) > 1 for var, s in zip(eqn.invars, states, strict=True)
-        )
+        met = any(isinstance(s, Data) and not s.fixed and math.prod(v.aval.shape) > 1 for v, s in operands)
         return Derived(
             leaves,
             how,
             repeated=all(repeated) or (name == "broadcast_in_dim" and grew),
             mixed=met or any(isinstance(s, (View, Derived)) and s.mixed for s in sources),
+            product=product,
         )
 
     def _opaque(self, eqn, states: list[State]) -> list[State]:
@@ -567,17 +600,35 @@ class Analysis:
         self._refuse(state, eqn, f"what {name} does with it cannot be followed")
 
     def _refuse(self, state: State, eqn, reason: str) -> NoReturn:
-        leaf = min(state.made_of if isinstance(state, Data) else _leaves(state))
+        leaves = sorted(state.made_of if isinstance(state, Data) else _leaves(state))
         shapes = ", ".join(str(list(getattr(var.aval, "shape", ()))) for var in eqn.invars)
-        raise unsupported(self.names[leaf], f"{eqn.primitive.name}({shapes})", reason)
+        raise unsupported([self.names[leaf] for leaf in leaves], f"{eqn.primitive.name}({shapes})", reason)
 
 
-def unsupported(parameter: str, operation: str, reason: str) -> UnsupportedLayerError:
+NOT_WITH_EXAMPLES = (
+    "the other operand of the product holds no examples (it is a constant, a skipped parameter or another parameter), "
+    "so the result is one more array of parameters. Examples that loss_fn closes over must become arguments of it"
+)
+
+
+def unsupported(parameters: str | Sequence[str], operation: str, reason: str) -> UnsupportedLayerError:
+    names = [parameters] if isinstance(parameters, str) else list(parameters)
+    patterns = ", ".join(repr(f"^{re.escape(name)}$") for name in names)
+    which = f"parameter {names[0]!r} is" if len(names) == 1 else f"parameters {', '.join(map(repr, names))} are"
     return UnsupportedLayerError(
-        f"parameter {parameter!r} is read by {operation} in a way that has no exact Kronecker factors: {reason}. "
-        f"To train it without preconditioning, pass skip=({'^' + parameter + '$'!r},) to find_layers; or change how "
-        "the model uses it."
+        f"{which} read by {operation} in a way that has no exact Kronecker factors: {reason}. To train without "
+        f"preconditioning, pass skip=({patterns},) to find_layers; or change how the model uses it."
     )
+
+
+def _fixed(eqn, states: Sequence[State]) -> bool:
+    """Whether a result depends on no array argument. Zeros may be the initial state of a batch: they do not count."""
+    if eqn.primitive.name in CALLS and not states:
+        return False
+    own = [s for var, s in zip(eqn.invars, states, strict=True) if not isinstance(var, jex.Literal)]
+    if not own:
+        return eqn.primitive.name != "broadcast_in_dim"
+    return all(isinstance(s, Data) and s.fixed for s in own)
 
 
 def _active(state: State) -> bool:

@@ -126,7 +126,8 @@ def scale_by_kfac(
       refresh_warmup: during so many first steps, every step with statistics refreshes all inverses.
       staggered: spread the refreshes of the blocks over `inverse_every` steps by cost, so that no step pays for all;
         False refreshes all of them at steps 0, `inverse_every`, 2 `inverse_every`, ... None staggers where
-        `inverse_every` is a plain integer, which it takes.
+        `inverse_every` is a plain integer, which it takes, and inverses are not replicated: to fetch them, any refresh
+        sends all of them.
       inverse: `"cholesky"`.
       precision: dtype in which inverses are kept and applied, `"float32"` or `"bfloat16"`. They are always computed
         in float32.
@@ -165,7 +166,12 @@ def scale_by_kfac(
     if staggered and isinstance(inverse_every, jax.Array):
         raise ValueError("staggered=True needs inverse_every to be a plain int (a static argument), but it is an array")
     if staggered is None:
-        staggered = not isinstance(inverse_every, jax.Array)
+        staggered = precondition == "sharded"
+    groups = group_layers(layers)
+    phases = 1
+    if staggered and not isinstance(inverse_every, jax.Array):
+        # A cycle longer than there are blocks has steps without any.
+        phases = max(1, min(int(inverse_every), sum(group.size for group in groups if group.kronecker)))
     if mesh is not None:
         axis_name = _axis_of(mesh, axis_name)
         if communication_dtype != "float32":
@@ -175,9 +181,9 @@ def scale_by_kfac(
             )
     config = Config(
         layers=layers,
-        groups=group_layers(layers),
+        groups=groups,
         axis_name=axis_name,
-        phases=int(inverse_every) if staggered and not isinstance(inverse_every, jax.Array) else 1,
+        phases=phases,
         replicated=precondition == "replicated",
         wire_dtype=jnp.dtype(communication_dtype),
         triangular=triangular,

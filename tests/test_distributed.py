@@ -124,7 +124,11 @@ def train_mesh(params, data, layers, options, devices, state=None, first=0):
     mesh = mesh_of(devices)
     tx = kfac.kfac(0.05, layers, mesh=mesh, axis_name=AXIS, **options)
     params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
-    state = state or tx.init(params)
+    if state is None:
+        state = jax.jit(tx.init)(params)
+    else:
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), kfac.state_specs(tx, params, AXIS))
+        state = jax.jit(lambda s: s, out_shardings=shardings)(state)
 
     @functools.partial(jax.jit, static_argnums=3)
     def step(params, state, batch, statistics):
@@ -135,6 +139,7 @@ def train_mesh(params, data, layers, options, devices, state=None, first=0):
     for k, batch in enumerate(data, first):
         batch = jax.device_put(as_float32(batch), NamedSharding(mesh, PartitionSpec(AXIS)))
         params, state = step(params, state, batch, has_statistics(k))
+    assert step._cache_size() <= 2  # with statistics and without
     return params, state
 
 
@@ -273,3 +278,48 @@ def test_what_would_be_quietly_wrong_is_refused():
         kfac.gather_state(part)
     with pytest.raises(ValueError, match="wire_bytes must be 2 or 4, but is 3"):
         kfac.Assignment(layers, wire_bytes=3)
+
+
+def test_what_shard_map_knows_to_be_wrong_is_said_by_name():
+    params, data, layers, _, state = one_device(FEW_LAYERS, (("damping", 1e-2),))
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    same, split = PartitionSpec(), PartitionSpec(("data", "model"))
+    tx = kfac.kfac(0.05, layers, axis_name="data")
+
+    def run(average, specs, state):
+        def local(params, state, batch):
+            _, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)
+            return tx.update(average(grads), state, params, factors=factors)[0]
+
+        fn = jax.shard_map(local, mesh=mesh, in_specs=(same, specs, split), out_specs=same)
+        return fn(params, state, as_float32(data[0]))
+
+    scattered = kfac.scatter_state(state, 2)
+    specs = kfac.state_specs(tx, params, "data")
+    with pytest.raises(ValueError, match=r"updates differ between the devices of \['data', 'model'\]: average"):
+        run(lambda grads: grads, specs, scattered)
+    with pytest.raises(ValueError, match=r"axis_name='data' does not name: pass axis_name=\('data', 'model'\)"):
+        run(lambda grads: lax.pmean(grads, ("data", "model")), specs, scattered)
+    with pytest.raises(
+        ValueError, match=r"this device must get 1 of the state's 1 blocks .* but gets 2: use kfac.state_specs"
+    ):
+        run(lambda grads: lax.pmean(grads, ("data", "model")), same, scattered)
+
+
+def test_float64_stays_float64_between_devices(x64):
+    params = jax.tree.map(lambda x: x.astype(jnp.float64), make_params(FEW_LAYERS))
+    batch = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), batches(FEW_LAYERS)[0])
+    layers = kfac.find_layers(loss_fn, params, batch)
+    mesh, same = mesh_of(4), PartitionSpec()
+
+    def step(tx, axis, params, batch):
+        _, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)
+        grads = lax.pmean(grads, axis) if axis else grads
+        return tx.update(grads, tx.init(params), factors=factors)[0]
+
+    expected = jax.jit(functools.partial(step, kfac.scale_by_kfac(layers), None))(params, batch)
+    mapped = functools.partial(step, kfac.scale_by_kfac(layers, axis_name=AXIS), AXIS)
+    found = jax.jit(jax.shard_map(mapped, mesh=mesh, in_specs=(same, PartitionSpec(AXIS)), out_specs=same))(
+        params, batch
+    )
+    assert_close(found, expected, 1e-12)
