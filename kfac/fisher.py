@@ -113,7 +113,7 @@ def microbatch(
       fn: a function such as `value_and_grad` returns, `fn(params, batch, ...)`.
       num_microbatches: number of parts, at least 1.
       batch_argnums: positions of the arguments to split, along the leading axis of each of their leaves. The others,
-        and keyword arguments, go to every part whole.
+        and keyword arguments, go to every part whole: with a PRNG key among them all parts see the same random numbers.
 
     Returns:
       A function with the arguments and results of `fn`. Real results are averaged in float32 (float64 where they are

@@ -130,6 +130,9 @@ class Layers(Sequence[Layer]):
             raise KeyError(f"no layer {index!r}; the layers are {[layer.name for layer in self.blocks]}")
         return self.blocks[index]
 
+    def __contains__(self, item: object) -> bool:
+        return any(item in (layer, layer.name) for layer in self.blocks)
+
     def __len__(self) -> int:
         return len(self.blocks)
 
