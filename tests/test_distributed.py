@@ -219,9 +219,9 @@ def test_scattering_and_gathering_again_changes_nothing():
 
 
 def test_a_state_for_another_number_of_devices_is_refused():
-    params, data, layers, _, state = one_device(FEW_LAYERS, (("damping", 1e-2),))
+    params, _, layers, _, state = one_device(FEW_LAYERS, (("damping", 1e-2),))
     with pytest.raises(ValueError, match=r"state is one for 1 device.*runs on 8.*scatter_state"):
-        STYLES["mesh"](params, data, layers, {"damping": 1e-2}, 8, state)
+        kfac.kfac(0.05, layers, mesh=mesh_of(8), axis_name=AXIS).update(params, state, params)
     with pytest.raises(ValueError, match="num_devices must be a positive int, but is 0"):
         kfac.scatter_state(state, 0)
     with pytest.raises(ValueError, match="there is no state of scale_by_kfac"):
