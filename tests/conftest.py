@@ -12,6 +12,8 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 _XLA_FLAGS = {
     # Tests over a device axis run on eight CPU devices.
     "--xla_force_host_platform_device_count": "8",
+    # Eight devices on two cores may take longer to meet in a collective than XLA waits before it aborts.
+    "--xla_cpu_collective_call_terminate_timeout_seconds": "600",
     # XLA's concurrency-optimised CPU schedule runs independent operations at the same time. On a
     # machine with few cores a convolution and a LAPACK call can then wait for each other's threads
     # for ever.
