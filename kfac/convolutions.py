@@ -4,14 +4,18 @@ XLA's CPU backend has fast code for convolutions of one layout (`NHWC` images, `
 but only in the outermost computation of a program. The gradients of a convolution have other layouts, so within a
 `lax.scan` they run 50 times slower (https://github.com/jax-ml/jax/issues/12868). Here they are brought to that layout
 before XLA sees them.
+
+Images smaller than the kernel are slow everywhere (XLA exchanges the two); they are padded beforehand here.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
 
@@ -81,7 +85,15 @@ def _convolution(params: dict[str, Any], image: jax.Array, kernel: jax.Array) ->
     canonical = lax.ConvDimensionNumbers(last, (rank - 1, rank - 2, *range(rank - 2)), last)
     named = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "feature_group_count", "batch_group_count")
     options = {key: params[key] for key in (*named, "precision", "preferred_element_type")}
-    out = lax.conv_general_dilated(
-        image.transpose(image_order), kernel.transpose(kernel_order), dimension_numbers=canonical, **options
-    )
+    image, kernel = image.transpose(image_order), kernel.transpose(kernel_order)
+    if math.prod(kernel.shape[:-2]) > math.prod(image.shape[1:-1]):
+        # XLA would exchange image and kernel, and have no fast code for the result: twenty times slower. Around an
+        # image that is padded already it sees no gain in that; without the barrier it would undo the padding.
+        pads = [
+            (low, high, step - 1) for (low, high), step in zip(options["padding"], options["lhs_dilation"], strict=True)
+        ]
+        image = lax.pad(image, jnp.zeros((), image.dtype), [(0, 0, 0), *pads, (0, 0, 0)])
+        image = lax.optimization_barrier(image)
+        options |= {"padding": [(0, 0)] * len(pads), "lhs_dilation": [1] * len(pads)}
+    out = lax.conv_general_dilated(image, kernel, dimension_numbers=canonical, **options)
     return out.transpose([out_order.index(k) for k in range(rank)])

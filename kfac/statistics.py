@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,9 @@ from jax import lax
 
 from kfac.axes import Arrangement
 from kfac.collectives import zeros_of
+from kfac.correlations import Axis as ConvAxis
+from kfac.correlations import offset_moment
+from kfac.correlations import products as offset_products
 
 # Patches of a convolution are formed for so many elements at a time (16 MB in float32), not for the whole batch.
 PATCH_ELEMENTS = 1 << 22
@@ -103,7 +107,10 @@ def patches(x: jax.Array, conv: Convolution) -> jax.Array:
 
 
 def conv_moment(x: jax.Array, conv: Convolution, arrange: Arrangement, bias: str) -> jax.Array:
-    """Sum of `a a^T` over the patches of a convolution, a few examples at a time.
+    """Sum of `a a^T` over the patches of a convolution; patches of the whole batch are never formed.
+
+    With stride 1 it comes from correlations by offset, where those take fewer products; else from patches, a few
+    examples at a time.
 
     Args:
       x: the image in the layout of the convolution.
@@ -113,28 +120,54 @@ def conv_moment(x: jax.Array, conv: Convolution, arrange: Arrangement, bias: str
     """
     batch, channel, *spatial = conv.spec
     x = x.transpose(batch, *spatial, channel)
+    axes = conv_axes(x.shape[1:-1], conv)
+    if axes is None:
+        moment = _patch_moment(x, conv, arrange)
+    else:
+        # Features in the order of the kernel, from (window, channel).
+        names = arrange.split[len(arrange.rows) :]
+        order = [k - len(arrange.rows) for k in arrange.features]
+        moment = offset_moment(x, axes).reshape(*names, *names)
+        moment = moment.transpose(*order, *(k + len(names) for k in order))
+        moment = moment.reshape(1, math.prod(names), math.prod(names))
+    if bias == "none":
+        return moment
+    # Patches are linear in the image, so those of the summed image are the sums.
+    sums = jnp.sum(x, axis=0, keepdims=True, dtype=accumulator(x.dtype))
+    sums = jnp.sum(_for_examples(arrange, x.shape[0], 1)(patches(sums, conv)), axis=1)
+    return with_homogeneous(moment, sums if bias == "one" else None, x.shape[0] * math.prod(conv.out))
+
+
+def conv_axes(sizes: Sequence[int], conv: Convolution) -> tuple[ConvAxis, ...] | None:
+    """The geometry for `offset_moment`; None where patches are the better way."""
+    taps, positions = math.prod(conv.window), math.prod(conv.out)
+    if taps == 1 or max(conv.strides) > 1 or max(conv.lhs_dilation) > 1:
+        return None
+    lows = [low for low, _ in conv.padding]
+    axes = tuple(map(ConvAxis, sizes, conv.window, conv.rhs_dilation, lows, conv.out))
+    return axes if 2 * offset_products(axes) < taps**2 * positions else None
+
+
+def _for_examples(arrange: Arrangement, n: int, count: int) -> Arrangement:
+    """An arrangement made for patches of `n` examples, the first of its axes, for those of `count`."""
+    return arrange._replace(split=(count, *arrange.split[1:])) if n > 1 else arrange
+
+
+def _patch_moment(x: jax.Array, conv: Convolution, arrange: Arrangement) -> jax.Array:
     n = x.shape[0]
-    per_example = math.prod(conv.out) * math.prod(conv.window) * x.shape[-1]
-    limit = max(1, PATCH_ELEMENTS // per_example)
-    chunk = next(size for size in range(min(n, limit), 0, -1) if n % size == 0)
-    dtype = accumulator(x.dtype)
-    if n > 1:  # the arrangement was made for the whole batch, the first of its axes
-        arrange = arrange._replace(split=(chunk, *arrange.split[1:]))
+    taps = math.prod(conv.window)
+    limit = max(1, PATCH_ELEMENTS // (math.prod(conv.out) * taps * x.shape[-1]))
+    # A window of one tap makes patches no larger than the image.
+    chunk = n if taps == 1 else next(size for size in range(min(n, limit), 0, -1) if n % size == 0)
+    of_chunk = _for_examples(arrange, n, chunk)
 
     def moments(part):
-        rows = arrange(patches(part, conv))
-        return gram(rows), jnp.sum(rows, axis=1, dtype=dtype)
+        return gram(of_chunk(patches(part, conv)))
 
     if chunk == n:
-        moment, sums = moments(x)
-    else:
-
-        def step(total, part):
-            return jax.tree.map(jnp.add, total, moments(part)), None
-
-        parts = x.reshape(n // chunk, chunk, *x.shape[1:])
-        (moment, sums), _ = lax.scan(step, zeros_of(moments, parts[0]), parts)
-    return _finish(moment, sums, n * math.prod(conv.out), bias)
+        return moments(x)
+    parts = x.reshape(n // chunk, chunk, *x.shape[1:])
+    return lax.scan(lambda total, part: (total + moments(part), None), zeros_of(moments, parts[0]), parts)[0]
 
 
 def per_example(

@@ -136,6 +136,21 @@ def test_two_dimensions(x64, case):
     check((5, 6), **case)
 
 
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 6), (2, 3)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        dict(window=(3, 3), padding="SAME"),
+        dict(window=(5, 3), padding=[(2, 2), (2, 1)]),
+        dict(window=(2, 3), rhs=(1, 2), padding=[(3, 1), (2, 2)]),
+        dict(window=(3, 3), padding=[(4, 3), (3, 2)], bias=False),
+    ],
+    ids=name,
+)
+def test_images_smaller_than_the_window(x64, case, sizes):
+    check(sizes, **case)
+
+
 @pytest.mark.parametrize("case", THREE, ids=name)
 def test_three_dimensions(x64, case):
     check((3, 4, 3), **case)

@@ -29,6 +29,7 @@ GEOMETRIES = {
         {"lhs_dilation": (2, 1), "rhs_dilation": (1, 2)},
     ),
     "groups": (("NHWC", "HWIO", "NHWC"), (4, 5, 5, 4), (3, 3, 2, 6), {"feature_group_count": 2}),
+    "kernel larger than the image": (("NHWC", "HWIO", "NHWC"), (4, 2, 1, 3), (3, 3, 3, 5), {"window_strides": (2, 1)}),
     "one dimension": (("NWC", "WIO", "NWC"), (4, 9, 3), (3, 3, 5), {}),
     "three dimensions": (("NCDHW", "OIDHW", "NCDHW"), (2, 3, 4, 5, 4), (4, 3, 2, 3, 2), {}),
 }
@@ -57,12 +58,18 @@ def test_gradients_are_the_same(geometry):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_every_convolution_in_the_loop_has_the_fast_layout():
-    loss, kernel, image = loss_of("NCHW")
+@pytest.mark.parametrize("geometry", ["NCHW", "kernel larger than the image"])
+def test_every_convolution_in_the_loop_has_the_fast_layout(geometry):
+    loss, kernel, image = loss_of(geometry)
+
+    def inner(x):
+        numbers = GEOMETRIES[geometry][0]
+        square = kernel[:3] if geometry == "NCHW" else kernel[..., :3]
+        return lax.conv_general_dilated(x, square, (1, 1), "SAME", dimension_numbers=numbers)
 
     def two_layers(kernel, image):  # within a function that is jitted and a scan of its own
         def body(x, _):
-            return jax.jit(lambda x: lax.conv_general_dilated(x, kernel[:3], (1, 1), "SAME"))(x), None
+            return jax.jit(inner)(x), None
 
         return loss(kernel, lax.scan(body, image, length=2)[0])
 
