@@ -171,6 +171,17 @@ class Arrangement(NamedTuple):
     rows: tuple[int, ...]
     features: tuple[int, ...]
 
+    @property
+    def leading(self) -> int:
+        """Length of the first of the axes that make the rows."""
+        return self.split[self.rows[0]] if self.rows else 1
+
+    def every(self, k: int, x):
+        """Every `k`-th along the first of the axes that make the rows, and the arrangement of what is left."""
+        axis = self.rows[0]
+        x = x.reshape(self.split)[(slice(None),) * axis + (slice(None, None, k),)]
+        return x, self._replace(split=x.shape)
+
     def __call__(self, x):
         def size(positions):
             return math.prod(self.split[k] for k in positions)

@@ -109,6 +109,7 @@ def resolve(
     skip: tuple[str, ...],
     num_examples: int | None,
     strict: bool = True,
+    subsample: int = 1,
 ) -> Resolved:
     """Groups the reads of `traced` into layers and plans their taps.
 
@@ -119,6 +120,7 @@ def resolve(
       skip: patterns of leaves to leave out.
       num_examples: the number of examples, if the user gave it.
       strict: whether an unknown number of examples is an error.
+      subsample: Kronecker factors come from every `subsample`-th example.
     """
     skipped = _skipped(skip, names)
     analysis = Analysis(traced, names, shapes, skipped)
@@ -153,7 +155,7 @@ def resolve(
         blocks.append(layer)
         reads = [read for leaf in leaves for read in by_leaf[leaf]]
         if layer.kind in ("dense", "conv"):
-            _plan_kronecker(resolved, layer, by_leaf[leaves[0]], analysis, traced)
+            _plan_kronecker(resolved, layer, by_leaf[leaves[0]], analysis, traced, subsample)
         elif reads and not layer.coarse:
             _plan_elementwise(resolved, layer, leaves, by_leaf, traced, strict)
     for path, operand in analysis.multipliers.items():
@@ -322,7 +324,9 @@ def _elementwise_layer(leaf, shift, analysis, by_leaf, names, shapes, n) -> tupl
     return layer, leaves
 
 
-def _plan_kronecker(resolved: Resolved, layer: Layer, reads: list[Read], analysis: Analysis, traced: Trace) -> None:
+def _plan_kronecker(
+    resolved: Resolved, layer: Layer, reads: list[Read], analysis: Analysis, traced: Trace, subsample: int
+) -> None:
     key = (layer.name, 0)
     dtype = _accumulator(traced, reads)
     with_bias = {
@@ -340,7 +344,12 @@ def _plan_kronecker(resolved: Resolved, layer: Layer, reads: list[Read], analysi
             _geometry(eqn) if read.op == "conv" else None,
             bias,
             dtype,
+            subsample,
         )
+        if subsample > max(tap.arrange_g.leading, 1):
+            raise ValueError(
+                f"subsample={subsample}, but layer {layer.name!r} sees {tap.arrange_g.leading} example(s) at a time"
+            )
         _place(resolved, traced, read, tap)
     read = reads[0]
     scanned = [length for length, atoms in zip(read.scans, read.view.stack, strict=True) if atoms]

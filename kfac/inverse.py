@@ -15,6 +15,7 @@ from jax import lax
 from kfac.collectives import as_varying, varying_axes
 from kfac.layers import Kronecker, Unitwise
 
+LEAF = 600  # larger matrices are factorised by halves
 RETRY = 10.0  # a factorisation that fails is tried once more with so many times the damping
 
 
@@ -61,13 +62,44 @@ def add_diagonal(stack: jax.Array, amount: jax.Array) -> jax.Array:
     return stack + amount[:, None, None] * jnp.eye(stack.shape[-1], dtype=stack.dtype)
 
 
-def cholesky_inverse(stack: jax.Array) -> jax.Array:
-    """Inverses of symmetric positive definite `[k, d, d]`, symmetric; NaN where one is not positive definite."""
-    factor = lax.linalg.cholesky(stack, symmetrize_input=False)
-    identity = jnp.broadcast_to(jnp.eye(stack.shape[-1], dtype=stack.dtype), stack.shape)
-    half = lax.linalg.triangular_solve(factor, identity, left_side=True, lower=True)
-    inverse = jnp.einsum("kji,kjl->kil", half, half, precision=lax.Precision.HIGHEST)
+def spd_inverse(stack: jax.Array) -> jax.Array:
+    """Inverses of symmetric positive definite `[k, d, d]`, symmetric; NaN where one is not positive definite.
+
+    `W^T W` with `W` the inverse of the Cholesky factor. Most of the work after the factorisation is matrix products,
+    which use all of a device where the triangular solves of LAPACK and cuSOLVER do not.
+    """
+    inverse = _gram(_triangular_inverse(lax.linalg.cholesky(stack, symmetrize_input=False)))
     return (inverse + inverse.mT) / 2
+
+
+def _product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(spec, a, b, precision=lax.Precision.HIGHEST)
+
+
+def _triangular_inverse(factor: jax.Array) -> jax.Array:
+    """Inverses of lower triangular `[k, d, d]`; of `[[P, 0], [Q, R]]` it is `[[P^-1, 0], [-R^-1 Q P^-1, R^-1]]`."""
+    d = factor.shape[-1]
+    if d <= LEAF:
+        identity = jnp.broadcast_to(jnp.eye(d, dtype=factor.dtype), factor.shape)
+        return lax.linalg.triangular_solve(factor, identity, left_side=True, lower=True)
+    h = d // 2
+    first, last = _triangular_inverse(factor[:, :h, :h]), _triangular_inverse(factor[:, h:, h:])
+    corner = -_product("kab,kbc->kac", last, _product("kab,kbc->kac", factor[:, h:, :h], first))
+    top = jnp.pad(first, ((0, 0), (0, 0), (0, d - h)))
+    return jnp.concatenate([top, jnp.concatenate([corner, last], axis=2)], axis=1)
+
+
+def _gram(factor: jax.Array) -> jax.Array:
+    """`W^T W` of lower triangular `W`, without most of the products with its zeros."""
+    d = factor.shape[-1]
+    if d <= LEAF:
+        return _product("kab,kac->kbc", factor, factor)
+    h = d // 2
+    corner, last = factor[:, h:, :h], factor[:, h:, h:]
+    first = _gram(factor[:, :h, :h]) + _product("kab,kac->kbc", corner, corner)
+    below = _product("kab,kac->kbc", last, corner)
+    top = jnp.concatenate([first, below.mT], axis=2)
+    return jnp.concatenate([top, jnp.concatenate([below, _gram(last)], axis=2)], axis=1)
 
 
 def _one_norm(stack: jax.Array) -> jax.Array:
@@ -93,7 +125,7 @@ def refresh_kronecker(factors: Kronecker, previous: Kronecker, damping: jax.Arra
     def attempt(damping):
         on_a, on_g = split_damping(factors, damping)
         a, g = add_diagonal(factors.A, on_a), add_diagonal(factors.G, on_g)
-        inverse = Kronecker(cholesky_inverse(a), cholesky_inverse(g))
+        inverse = Kronecker(spd_inverse(a), spd_inverse(g))
         condition = jnp.maximum(_one_norm(a) * _one_norm(inverse.A), _one_norm(g) * _one_norm(inverse.G))
         kept = jax.tree.map(lambda new, old: new.astype(old.dtype), inverse, previous)
         # The condition number tells what overflowed on the way: the inverse alone would then be zero.

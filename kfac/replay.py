@@ -19,7 +19,7 @@ from jax.extend import core as jex
 
 from kfac.axes import Arrangement
 from kfac.layers import Kronecker
-from kfac.statistics import Convolution, conv_moment, dense_moment, gram, per_example
+from kfac.statistics import Convolution, conv_moment, dense_moment, for_examples, gram, per_example
 from kfac.tracing import CALLS, REMATS, inner_jaxpr
 
 Key = tuple[str, int]  # layer name, and which of its parameters (0 for a Kronecker layer)
@@ -37,6 +37,7 @@ class KroneckerTap:
     conv: Convolution | None
     bias: str
     dtype: Any
+    subsample: int = 1
 
     def residuals(self, values: Sequence[jax.Array], multiplier: jax.Array | None) -> Any:
         del multiplier  # kernels are never scaled
@@ -45,11 +46,22 @@ class KroneckerTap:
     def statistics(self, x: jax.Array, g: jax.Array) -> Kronecker:
         if not jnp.issubdtype(x.dtype, jnp.floating):
             x = x.astype(self.dtype)  # counts, or one-hot codes of integers
+        arrange_x, arrange_g, every = self.arrange_x, self.arrange_g, self.subsample
+        share = 1.0
+        if every > 1:
+            share = arrange_g.leading / -(-arrange_g.leading // every)
+            if self.conv is None:
+                x, arrange_x = arrange_x.every(every, x)
+            else:
+                x = x[(slice(None),) * self.conv.spec[0] + (slice(None, None, every),)]
+                arrange_x = for_examples(arrange_x, x.shape[self.conv.spec[0]])
+            g, arrange_g = arrange_g.every(every, g)
         if self.conv is None:
-            a = dense_moment(x, self.arrange_x, self.bias)
+            a = dense_moment(x, arrange_x, self.bias)
         else:
-            a = conv_moment(x, self.conv, self.arrange_x, self.bias)
-        return Kronecker(a, gram(self.arrange_g(g)))
+            a = conv_moment(x, self.conv, arrange_x, self.bias)
+        moments = Kronecker(a, gram(arrange_g(g)))
+        return moments if every == 1 else jax.tree.map(lambda moment: share * moment, moments)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -134,7 +134,8 @@ def conv_moment(x: jax.Array, conv: Convolution, arrange: Arrangement, bias: str
         return moment
     # Patches are linear in the image, so those of the summed image are the sums.
     sums = jnp.sum(x, axis=0, keepdims=True, dtype=accumulator(x.dtype))
-    sums = jnp.sum(_for_examples(arrange, x.shape[0], 1)(patches(sums, conv)), axis=1)
+    of_one = for_examples(arrange, 1) if x.shape[0] > 1 else arrange
+    sums = jnp.sum(of_one(patches(sums, conv)), axis=1)
     return with_homogeneous(moment, sums if bias == "one" else None, x.shape[0] * math.prod(conv.out))
 
 
@@ -148,9 +149,9 @@ def conv_axes(sizes: Sequence[int], conv: Convolution) -> tuple[ConvAxis, ...] |
     return axes if 2 * offset_products(axes) < taps**2 * positions else None
 
 
-def _for_examples(arrange: Arrangement, n: int, count: int) -> Arrangement:
-    """An arrangement made for patches of `n` examples, the first of its axes, for those of `count`."""
-    return arrange._replace(split=(count, *arrange.split[1:])) if n > 1 else arrange
+def for_examples(arrange: Arrangement, count: int) -> Arrangement:
+    """An arrangement made for patches of several examples, the first of its axes, for those of `count`."""
+    return arrange._replace(split=(count, *arrange.split[1:]))
 
 
 def _patch_moment(x: jax.Array, conv: Convolution, arrange: Arrangement) -> jax.Array:
@@ -159,7 +160,7 @@ def _patch_moment(x: jax.Array, conv: Convolution, arrange: Arrangement) -> jax.
     limit = max(1, PATCH_ELEMENTS // (math.prod(conv.out) * taps * x.shape[-1]))
     # A window of one tap makes patches no larger than the image.
     chunk = n if taps == 1 else next(size for size in range(min(n, limit), 0, -1) if n % size == 0)
-    of_chunk = _for_examples(arrange, n, chunk)
+    of_chunk = for_examples(arrange, chunk) if n > 1 else arrange
 
     def moments(part):
         return gram(of_chunk(patches(part, conv)))

@@ -27,6 +27,10 @@ from kfac.inverse import refresh_kronecker, refresh_unitwise
 from kfac.layers import Block, Factors, Kronecker, Unitwise
 from kfac.state import BlockState, Config, KfacMetrics, KfacState, Owned, Replica, match_leaves, rebuild
 
+# Blocks are inverted so many together that their larger factors have at most this many elements, so that small ones
+# do not wait for each other. A large one fills a device by itself, and more at a time would take more memory.
+TOGETHER = 1 << 18
+
 
 class Now(NamedTuple):
     """The scalars of one step."""
@@ -299,34 +303,40 @@ def _aged(blocks: BlockState, usable: jax.Array) -> jax.Array:
 def _refresh_range(
     blocks: BlockState, start: jax.Array, stop: jax.Array, usable: jax.Array, damping: jax.Array
 ) -> tuple[BlockState, jax.Array]:
-    """New inverses at positions `start` up to `stop`, one at a time, in place; and how many failed."""
+    """New inverses at positions `start` up to `stop`, a few small ones or one large one at a time; how many failed."""
     assert isinstance(blocks.factors, Kronecker) and isinstance(blocks.inverse, Kronecker)
+    size, largest = blocks.weight.shape[0], max(blocks.factors.A.shape[-1], blocks.factors.G.shape[-1])
+    width = min(size, max(1, TOGETHER // largest**2))
 
-    def one(position, carry):
+    def some(turn, carry):
         inverse, condition, age, failed = carry
+        wanted = start + turn * width
+        first = jnp.minimum(wanted, size - width)  # the last few begin earlier, and leave alone what is not theirs
+        position = first + jnp.arange(width)
 
         def at(stack):
-            return lax.dynamic_slice_in_dim(stack, position, 1)
+            return lax.dynamic_slice_in_dim(stack, first, width)
 
         new = refresh_kronecker(jax.tree.map(at, blocks.factors), jax.tree.map(at, inverse), damping)
-        known = at(blocks.weight) > 0
-        taken = new.valid & known
+        due = (at(blocks.weight) > 0) & (wanted <= position) & (position < stop)
+        taken = new.valid & due
 
         def put(stack, fresh):
             fresh = jnp.where(per_block(taken, fresh), fresh, at(stack))
-            return lax.dynamic_update_slice_in_dim(stack, fresh, position, 0)
+            return lax.dynamic_update_slice_in_dim(stack, fresh, first, 0)
 
         inverse = jax.tree.map(put, inverse, new.inverse)
         return (
             inverse,
             put(condition, new.condition.astype(condition.dtype)),
             put(age, jnp.zeros_like(at(age))),
-            failed + jnp.sum(known & ~new.valid, dtype=jnp.int32),
+            failed + jnp.sum(due & ~new.valid, dtype=jnp.int32),
         )
 
     carry = (blocks.inverse, blocks.condition, _aged(blocks, usable), jnp.zeros((), jnp.int32))
     carry = as_varying(carry, varying_axes((blocks, start, stop, usable, damping)))
-    inverse, condition, age, failed = lax.fori_loop(start, stop, one, carry)
+    turns = (jnp.maximum(stop - start, 0) + width - 1) // width
+    inverse, condition, age, failed = lax.fori_loop(0, turns, some, carry)
     return blocks._replace(inverse=inverse, condition=condition, age=age), failed
 
 

@@ -5,8 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kfac.inverse import RETRY, refresh_kronecker, refresh_unitwise
+import kfac.inverse
+import kfac.step
+from kfac.inverse import RETRY, refresh_kronecker, refresh_unitwise, spd_inverse
 from kfac.layers import Kronecker, Unitwise
+from kfac.state import BlockState
 
 FLOAT32_EPS = float(np.finfo(np.float32).eps)
 
@@ -183,6 +186,65 @@ def test_an_inverse_that_bfloat16_or_float32_cannot_hold_is_not_taken():
     result = refresh(factors, sevens(factors, jnp.float16), jnp.float32(1e-12))
     assert not result.valid[0]
     np.testing.assert_array_equal(result.inverse.A, 7)
+
+
+@pytest.mark.parametrize("dim", [7, 8, 13, 32])
+@pytest.mark.parametrize("leaf", [1, 3, 8])
+def test_inverses_by_halves_are_those_of_dense_solves(x64, monkeypatch, dim, leaf):
+    monkeypatch.setattr(kfac.inverse, "LEAF", leaf)
+    matrices = np.stack([spd(k, dim, condition=1e4) for k in range(3)])
+    found = np.asarray(spd_inverse(jnp.asarray(matrices)))
+    np.testing.assert_allclose(found, np.linalg.inv(matrices), rtol=0, atol=1e-10 * np.abs(found).max())
+    np.testing.assert_array_equal(found, found.mT)
+
+
+@pytest.mark.parametrize("place", [0, 4, 8, 12])
+def test_an_inverse_by_halves_fails_where_any_part_is_not_positive(monkeypatch, place):
+    monkeypatch.setattr(kfac.inverse, "LEAF", 3)
+    matrix = np.eye(13, dtype=np.float32)
+    matrix[place, place] = -1
+    assert not np.all(np.isfinite(spd_inverse(jnp.asarray(matrix[None]))))
+
+
+@pytest.mark.parametrize("condition", [1e3, 1e6])
+def test_inverses_by_halves_are_as_accurate_as_a_factorisation_allows(monkeypatch, condition):
+    """In float32, beside the residuals of an LU decomposition with pivoting and of the exact inverse, rounded."""
+    monkeypatch.setattr(kfac.inverse, "LEAF", 24)
+    matrix = spd(0, 200, condition=condition).astype(np.float32)
+    exact = np.linalg.inv(matrix.astype(np.float64)).astype(np.float32)
+
+    def residual(inverse):
+        return np.linalg.norm(np.eye(200) - matrix.astype(np.float64) @ np.asarray(inverse, np.float64)) / np.sqrt(200)
+
+    found = residual(spd_inverse(jnp.asarray(matrix[None]))[0])
+    assert found < 5 * residual(jnp.linalg.inv(matrix))
+    assert found < FLOAT32_EPS * condition
+    assert residual(exact) < found
+
+
+@pytest.mark.parametrize("start, stop", [(0, 5), (0, 1), (1, 4), (4, 5), (3, 3), (5, 5)])
+@pytest.mark.parametrize("width", [1, 2, 3, 5])
+def test_blocks_inverted_together_are_those_inverted_one_by_one(monkeypatch, width, start, stop):
+    monkeypatch.setattr(kfac.step, "TOGETHER", width * 16)
+    rng = np.random.default_rng(0)
+    a, g = (jnp.asarray(rng.normal(size=(5, d, d)), jnp.float32) for d in (4, 3))
+    factors = Kronecker((a @ a.mT).at[2].set(-jnp.eye(4)), g @ g.mT)  # one of them fails
+    blocks = BlockState(
+        factors=factors, weight=jnp.array([1.0, 1, 1, 0, 1]), inverse=sevens(factors),
+        condition=jnp.full(5, 2.0), age=jnp.full(5, 6, jnp.int32),
+    )  # fmt: skip
+    found, failed = kfac.step._refresh_range(
+        blocks, jnp.int32(start), jnp.int32(stop), jnp.array(True), jnp.float32(1e-3)
+    )
+    expected = refresh_kronecker(factors, blocks.inverse, jnp.float32(1e-3))
+    taken = [start <= k < stop and k not in (2, 3) for k in range(5)]  # 3 has no statistics yet
+    assert failed == (start <= 2 < stop)
+    for k in range(5):
+        stacks = (jax.tree.leaves(inverse) for inverse in (found.inverse, blocks.inverse, expected.inverse))
+        for new, old, whole in zip(*stacks, strict=True):
+            np.testing.assert_allclose(new[k], whole[k] if taken[k] else old[k], rtol=1e-4)
+        assert found.age[k] == (0 if taken[k] else 7)
+        assert (found.condition[k] != 2) == taken[k]
 
 
 # Unit-wise blocks.

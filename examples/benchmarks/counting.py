@@ -1,0 +1,58 @@
+"""Counts the floating-point operations of matrix products and convolutions in a function, from its jaxpr."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+def count_flops(fn: Callable[..., Any], *args: Any) -> int:
+    """Two for each multiplication and addition in products and convolutions, with the turns of each `scan`.
+
+    What a `while` loop does is not counted, because nothing says how often it turns (the preconditioner's loops over
+    inverses among them); of a `cond`, the branch with most is.
+    """
+    return _count(jax.make_jaxpr(fn)(*args).jaxpr)
+
+
+def _count(jaxpr: Any) -> int:
+    return sum(_equation(eqn) for eqn in jaxpr.eqns)
+
+
+def _equation(eqn: Any) -> int:
+    name = eqn.primitive.name
+    if name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        out = math.prod(eqn.outvars[0].aval.shape)
+        return 2 * out * math.prod(eqn.invars[0].aval.shape[k] for k in contracted)
+    if name == "conv_general_dilated":
+        return _convolution(eqn)
+    if name == "while":
+        return 0
+    inner = [_count(getattr(sub, "jaxpr", sub)) for value in eqn.params.values() for sub in _jaxprs(value)]
+    if name == "cond":
+        return max(inner, default=0)
+    return sum(inner) * (eqn.params["length"] if name == "scan" else 1)
+
+
+def _jaxprs(value: Any) -> list[Any]:
+    values = value if isinstance(value, tuple | list) else [value]
+    return [v for v in values if hasattr(v, "eqns") or hasattr(getattr(v, "jaxpr", None), "eqns")]
+
+
+def _convolution(eqn: Any) -> int:
+    """Products with padding and with the zeros of a dilated image are not counted."""
+    params, numbers = eqn.params, eqn.params["dimension_numbers"]
+    image, kernel, out = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape, eqn.outvars[0].aval.shape
+    total = 2 * out[numbers.out_spec[0]] * kernel[numbers.rhs_spec[0]] * kernel[numbers.rhs_spec[1]]
+    for k in range(len(out) - 2):
+        (low, _), stride = params["padding"][k], params["window_strides"][k]
+        spread, step = params["lhs_dilation"][k], params["rhs_dilation"][k]
+        size, taps = image[numbers.lhs_spec[2 + k]], kernel[numbers.rhs_spec[2 + k]]
+        total *= sum(
+            (place := position * stride - low + tap * step) % spread == 0 and 0 <= place <= (size - 1) * spread
+            for position in range(out[numbers.out_spec[2 + k]])
+            for tap in range(taps)
+        )
+    return total // params["batch_group_count"]

@@ -1,0 +1,386 @@
+"""What K-FAC adds to a training step of ResNet-50, beside the step's own arithmetic, in one run.
+
+    python examples/benchmarks/speed.py                                       # 224 x 224, batch 16, as on a CPU
+    python examples/benchmarks/speed.py --batch 256 --dtype bfloat16          # on a GPU
+    python examples/benchmarks/speed.py --sections inverses                   # a part of it
+
+Sections: `step` (whole steps of SGD with momentum and of K-FAC in each of its phases, compile time, temporary
+memory), `statistics` (ways to form `A` of a convolution, for the network's geometries), `inverses` (ways to invert, by
+dimension, and a whole refresh). All that is compared is timed in turn, and medians are given. Writes `speed.json`,
+`speed.md` and `speed.png` to `--output`.
+"""
+
+import argparse
+import functools
+import json
+import os
+import pathlib
+import statistics as stats
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+# Before JAX starts: on small machines LAPACK's threads stall, and XLA's CPU schedule can deadlock with convolutions.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+if "concurrency_optimized_scheduler" not in os.environ.get("XLA_FLAGS", ""):
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_enable_concurrency_optimized_scheduler=false".strip()
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "imagenet"))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+import candidates
+import kfac
+import models
+from counting import count_flops
+
+CLASSES = 1000
+SECTIONS = ("step", "statistics", "inverses")
+
+
+def median_times(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """Median seconds of each call, all called in turn `repeats` times after a first round."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(repeats + 1):
+        for name, call in calls.items():
+            began = time.perf_counter()
+            jax.block_until_ready(call())
+            if turn:
+                times[name].append(time.perf_counter() - began)
+    return {name: stats.median(values) for name, values in times.items()}
+
+
+def peak_flops(dtype: str) -> float:
+    """Products of large square matrices, FLOP/s."""
+    size = 2048 if jax.default_backend() == "cpu" else 8192
+    a = jnp.ones((size, size), dtype)
+    product = jax.jit(lambda a: a @ a)
+    return 2 * size**3 / median_times({"product": lambda: product(a)}, 9)["product"]
+
+
+# -- whole steps ------------------------------------------------------------------------------------------------------
+
+
+class Program:
+    """A compiled step that owns its parameters and state, which it updates in place."""
+
+    def __init__(self, step: Callable[..., Any], params: Any, state: Any, batch: Any):
+        lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, batch)
+        began = time.perf_counter()
+        self.compiled = lowered.compile()
+        self.compile_seconds = time.perf_counter() - began
+        self.flops = count_flops(step, params, state, batch)
+        memory = self.compiled.memory_analysis()
+        self.temporary_bytes = memory.temp_size_in_bytes if memory else None
+        self.batch = batch
+
+    def __call__(self, kept: dict[str, Any]) -> Any:
+        kept["params"], kept["state"], loss = self.compiled(kept["params"], kept["state"], self.batch)
+        return kept["params"], loss
+
+
+def whole_steps(options: argparse.Namespace, peak: float) -> dict[str, Any]:
+    model = models.create("resnet50", CLASSES, options.dtype)
+    shape = (options.batch, options.image_size, options.image_size, 3)
+    images = jax.random.normal(jax.random.key(2), shape, jnp.float32)
+    labels = jax.random.randint(jax.random.key(3), shape[:1], 0, CLASSES)
+    variables = jax.jit(functools.partial(model.init, train=False))(jax.random.key(0), jnp.zeros((1, *shape[1:])))
+    averages = variables["batch_stats"]
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        images, labels = batch
+        logits, _ = model.apply(
+            {"params": params, "batch_stats": averages}, images, train=True, mutable=["batch_stats"]
+        )
+        return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
+
+    batch = (images, labels)
+    layers = kfac.find_layers(loss_fn, variables["params"], batch)
+    # A tiny rate: a random network on noise is not to diverge while it is timed.
+    rate = 1e-6
+    every = options.inverse_every
+
+    def sgd(params: Any, state: Any, batch: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, state = first_order.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    def with_statistics(tx: Any, subsample: int = 1) -> Callable[..., Any]:
+        measure = kfac.value_and_grad(loss_fn, layers, subsample=subsample)
+
+        def step(params: Any, state: Any, batch: Any) -> Any:
+            loss, grads, factors = measure(params, batch)
+            updates, state = tx.update(grads, state, params, factors=factors)
+            return optax.apply_updates(params, updates), state, loss
+
+        return step
+
+    def without(tx: Any) -> Callable[..., Any]:
+        def step(params: Any, state: Any, batch: Any) -> Any:
+            loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+            updates, state = tx.update(grads, state, params, factors=None)
+            return optax.apply_updates(params, updates), state, loss
+
+        return step
+
+    def gradients(params: Any, state: Any, batch: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        return grads, state, loss
+
+    first_order = optax.sgd(rate, momentum=0.9)
+    make = functools.partial(kfac.kfac, rate, layers, damping=1e-3, momentum=0.9, refresh_warmup=0, inverse_every=every)
+    at_once, staggered = make(staggered=False), make(staggered=True)
+    copy = functools.partial(jax.tree.map, jnp.copy)
+
+    def kept(tx: Any) -> dict[str, Any]:
+        return {"params": copy(variables["params"]), "state": jax.jit(tx.init)(variables["params"])}
+
+    sgd_state, once_state, staggered_state = kept(first_order), kept(at_once), kept(staggered)
+    programs = {
+        "sgd": Program(sgd, **sgd_state, batch=batch),
+        "without statistics": Program(without(at_once), **once_state, batch=batch),
+        "statistics": Program(with_statistics(at_once), **once_state, batch=batch),
+        "statistics of every 4th example": Program(with_statistics(at_once, 4), **once_state, batch=batch),
+        "statistics and staggered inverses": Program(with_statistics(staggered), **staggered_state, batch=batch),
+    }
+
+    # The first step refreshes all; it is timed apart. The others until step `every` do not.
+    refresh = []
+    for _ in range(max(2, options.repeats // 2)):
+        once_state["state"] = jax.jit(at_once.init)(once_state["params"])
+        began = time.perf_counter()
+        jax.block_until_ready(programs["statistics"](once_state))
+        refresh.append(time.perf_counter() - began)
+    jax.block_until_ready(programs["statistics and staggered inverses"](staggered_state))
+    states = dict.fromkeys(programs, once_state)
+    states |= {"sgd": sgd_state, "statistics and staggered inverses": staggered_state}
+    if 4 * options.repeats + 8 > every:
+        raise SystemExit(f"--repeats {options.repeats} is too many for --inverse-every {every}")
+    times = median_times({n: functools.partial(p, states[n]) for n, p in programs.items()}, options.repeats)
+
+    # The preconditioner by itself, without the network.
+    forward_backward = count_flops(gradients, variables["params"], None, batch)
+    network = forward_backward / times["sgd"]
+    rows = []
+    for name, program in programs.items():
+        added, extra = times[name] - times["sgd"], program.flops - programs["sgd"].flops
+        rows.append(
+            {
+                "step": name,
+                "seconds": times[name],
+                "of sgd": times[name] / times["sgd"],
+                "GFLOP": program.flops / 1e9,
+                "added GFLOP/s of network's": extra / added / network if name != "sgd" and added > 0 else None,
+                "added GFLOP/s of peak": extra / added / peak if name != "sgd" and added > 0 else network / peak,
+                "compile seconds": program.compile_seconds,
+                "compile of sgd": program.compile_seconds / programs["sgd"].compile_seconds,
+                "temporary MB": program.temporary_bytes and program.temporary_bytes / 1e6,
+                "temporary of sgd": program.temporary_bytes
+                and program.temporary_bytes / programs["sgd"].temporary_bytes,
+            }
+        )
+    refresh_seconds = stats.median(refresh) - times["statistics"]
+    cycle = (
+        100 * times["without statistics"] + 10 * (times["statistics"] - times["without statistics"]) + refresh_seconds
+    )
+    cheap = times["without statistics"] / times["sgd"]
+    return {
+        "rows": rows,
+        "network GFLOP/s": network / 1e9,
+        "network of peak": network / peak,
+        "refresh of all inverses, seconds": refresh_seconds,
+        "statistics every 10, inverses every 100, of sgd": cycle / 100 / times["sgd"],
+        "of which preconditioning": cheap - 1,
+    }
+
+
+# -- statistics of convolutions ---------------------------------------------------------------------------------------
+
+
+def conv_statistics(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """`A` of a 3 x 3 convolution by each way, against the gradients of the convolution itself."""
+    rows = []
+    for channels, size, stride in ((64, 4, 1), (128, 8, 1), (256, 16, 1), (512, 32, 1), (128, 4, 2), (3, 1, 2)):
+        size = options.image_size // size
+        window = 7 if channels == 3 else 3
+        x = jax.random.normal(jax.random.key(0), (options.batch, size, size, channels), options.dtype)
+        kernel = jnp.ones((window, window, channels, 64 if channels == 3 else channels), options.dtype)
+
+        def convolution(x: jax.Array, kernel: jax.Array, stride: int = stride) -> jax.Array:
+            pad = kernel.shape[0] // 2
+            return lax.conv_general_dilated(
+                x, kernel, (stride, stride), [(pad, pad)] * 2, dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+
+        out = jax.jit(convolution)(x, kernel)
+        gradient = jax.jit(lambda x, k, y, f=convolution: jax.vjp(f, x, k)[1](y))
+        calls: dict[str, Callable[[], Any]] = {
+            "gradients of the convolution": functools.partial(gradient, x, kernel, out)
+        }
+        for name, way in candidates.conv_ways(x, window, stride).items():
+            calls[name] = functools.partial(jax.jit(way), x)
+        times = median_times(calls, options.repeats)
+        rows.append({"geometry": f"{window}x{window}/{stride}, {channels} channels, {size}x{size}"} | times)
+    return rows
+
+
+# -- inverses ---------------------------------------------------------------------------------------------------------
+
+
+def inverses(options: argparse.Namespace) -> dict[str, Any]:
+    rows = []
+    for size in options.dimensions:
+        matrix, near = candidates.factors_like(size, options.condition)
+        calls = {name: functools.partial(jax.jit(way), matrix, near) for name, way in candidates.INVERSES.items()}
+        if size > 1200:
+            calls.pop("eigh")  # minutes
+        times = median_times(calls, max(3, options.repeats // 3))
+        row: dict[str, Any] = {"dimension": size}
+        exact = np.asarray(matrix[0], np.float64)
+        for name, call in calls.items():
+            found = np.asarray(call()[0], np.float64)
+            residual = np.linalg.norm(np.eye(size) - exact @ found) / np.sqrt(size)
+            row |= {f"{name}, ms": 1e3 * times[name], f"{name}, residual": residual}
+        rows.append(row)
+    return {"condition": options.condition, "rows": rows}
+
+
+def full_refresh(options: argparse.Namespace) -> dict[str, float]:
+    """All inverses of ResNet-50: the package's refresh against `jnp.linalg.inv` of one factor after the other."""
+    sizes = candidates.resnet50_dimensions()
+    times: dict[str, float] = {"kfac": 0.0, "jnp.linalg.inv": 0.0}
+    ours = jax.jit(candidates.INVERSES["kfac"])
+    theirs = jax.jit(candidates.INVERSES["jnp.linalg.inv"])
+    for size, count in sizes.items():
+        matrix, near = candidates.factors_like(size, 1e3)
+        calls = {"kfac": lambda m=matrix, n=near: ours(m, n), "jnp.linalg.inv": lambda m=matrix, n=near: theirs(m, n)}
+        measured = median_times(calls, max(3, options.repeats // 3))
+        for name in times:
+            times[name] += count * measured[name]
+    return times | {"times faster": times["jnp.linalg.inv"] / times["kfac"]}
+
+
+# -- results ----------------------------------------------------------------------------------------------------------
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Rows as a Markdown table."""
+
+    def text(value: Any) -> str:
+        if value is None:
+            return ""
+        return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    lines += ["| " + " | ".join(text(row.get(name)) for name in names) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def report(results: dict[str, Any], output: pathlib.Path) -> None:
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "speed.json").write_text(json.dumps(results, indent=2) + "\n")
+    parts = [" ".join(f"{name}: {value}." for name, value in results["setting"].items())]
+    for section, result in results.items():
+        if section == "setting":
+            continue
+        rows = result if isinstance(result, list) else result.get("rows", [])
+        parts.append(f"## {section}\n")
+        parts += [table(rows)] if rows else []
+        if isinstance(result, dict):
+            parts += [f"- {name}: {value:.4g}" for name, value in result.items() if isinstance(value, int | float)]
+    text = "\n".join(parts) + "\n"
+    (output / "speed.md").write_text(text)
+    print(text)
+    plot(results, output / "speed.png")
+
+
+def plot(results: dict[str, Any], path: pathlib.Path) -> None:
+    """Step times as bars, inverses as lines over the dimension."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    panels = [name for name in ("step", "statistics", "inverses") if name in results]
+    figure, axes = plt.subplots(1, len(panels), figsize=(6 * len(panels), 4.5), squeeze=False, layout="constrained")
+    for axis, panel in zip(axes[0], panels, strict=True):
+        if panel == "inverses":
+            rows = results[panel]["rows"]
+            for name in [key.removesuffix(", ms") for key in rows[0] if key.endswith(", ms")]:
+                points = [(r["dimension"], r[f"{name}, ms"]) for r in rows if f"{name}, ms" in r]
+                axis.plot(*zip(*points, strict=True), marker="o", label=name)
+            axis.set(xscale="log", yscale="log", xlabel="dimension", ylabel="milliseconds", title="one inverse")
+            axis.legend()
+            continue
+        rows = results[panel]["rows"] if panel == "step" else results[panel]
+        if panel == "step":
+            names, values = [r["step"] for r in rows], [r["of sgd"] for r in rows]
+            axis.barh(names, values, color="tab:blue")
+            axis.bar_label(axis.containers[0], fmt="%.2f", padding=3)
+            axis.axvline(1, color="black", linewidth=0.8)
+            axis.set(xlabel="time of SGD's step", title="whole step")
+        else:
+            ways = [key for key in rows[0] if key != "geometry"]
+            for k, way in enumerate(ways):
+                places = np.arange(len(rows)) + 0.8 * k / len(ways)
+                axis.barh(places, [1e3 * r.get(way, 0) for r in rows], height=0.8 / len(ways), label=way)
+            axis.set_yticks(np.arange(len(rows)) + 0.3, [r["geometry"] for r in rows])
+            axis.set(xlabel="milliseconds", title="A of a convolution")
+            axis.legend()
+        axis.invert_yaxis()
+    figure.savefig(path, dpi=120)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--image-size", type=int, default=224, help="height and width in pixels")
+    parser.add_argument("--batch", type=int, default=16, help="images in a step")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the computation")
+    parser.add_argument("--inverse-every", type=int, default=100, help="steps in which a staggered refresh is spread")
+    parser.add_argument("--repeats", type=int, default=7, help="timed calls of each program")
+    parser.add_argument("--condition", type=float, default=1e6, help="condition number of the matrices to invert")
+    parser.add_argument(
+        "--dimensions", type=int, nargs="+", default=[64, 256, 576, 1152, 2304, 4608], help="of the matrices to invert"
+    )
+    parser.add_argument("--sections", choices=SECTIONS, nargs="+", default=list(SECTIONS), help="what to measure")
+    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("runs/speed"), help="folder for results")
+    options = parser.parse_args()
+    if min(options.image_size // 32, options.batch, options.repeats, options.inverse_every) < 1:
+        parser.error("--image-size must be at least 32, --batch, --repeats and --inverse-every at least 1")
+    return options
+
+
+def main() -> None:
+    options = parse()
+    peak = peak_flops(options.dtype)
+    results: dict[str, Any] = {
+        "setting": {
+            "device": jax.devices()[0].device_kind,
+            "jax": jax.__version__,
+            "kfac": kfac.__version__,
+            "image": options.image_size,
+            "batch": options.batch,
+            "dtype": options.dtype,
+            "peak of matrix products, GFLOP/s": round(peak / 1e9, 1),
+        }
+    }
+    if "statistics" in options.sections:
+        results["statistics"] = conv_statistics(options)
+    if "inverses" in options.sections:
+        results["inverses"] = inverses(options)
+        results["refresh"] = full_refresh(options)
+    if "step" in options.sections:
+        results["step"] = whole_steps(options, peak)
+    report(results, options.output)
+
+
+if __name__ == "__main__":
+    main()
