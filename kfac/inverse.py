@@ -15,7 +15,7 @@ from jax import lax
 from kfac.collectives import as_varying, varying_axes
 from kfac.layers import Kronecker, Unitwise
 
-LEAF = 600  # larger matrices are factorised by halves
+LEAF = 300  # larger matrices are treated by halves
 RETRY = 10.0  # a factorisation that fails is tried once more with so many times the damping
 
 
@@ -62,44 +62,96 @@ def add_diagonal(stack: jax.Array, amount: jax.Array) -> jax.Array:
     return stack + amount[:, None, None] * jnp.eye(stack.shape[-1], dtype=stack.dtype)
 
 
+# A lower triangular matrix by halves: `(first, corner, last)` stands for `[[first, 0], [corner, last]]`.
+Lower = jax.Array | tuple["Lower", jax.Array, "Lower"]
+
+
 def spd_inverse(stack: jax.Array) -> jax.Array:
     """Inverses of symmetric positive definite `[k, d, d]`, symmetric; NaN where one is not positive definite.
 
-    `W^T W` with `W` the inverse of the Cholesky factor. Most of the work after the factorisation is matrix products,
-    which use all of a device where the triangular solves of LAPACK and cuSOLVER do not.
+    `W^T W` with `W` the inverse of the Cholesky factor. Large matrices are treated by halves, so that most of the work
+    is matrix products, which use all of a device where the factorisations and triangular solves of LAPACK and cuSOLVER
+    do not, and so that few of them are with zeros. Only diagonal blocks are inverted explicitly, which keeps the
+    accuracy of a Cholesky factorisation (Higham 2002, chapters 8, 10 and 14).
     """
-    inverse = _gram(_triangular_inverse(lax.linalg.cholesky(stack, symmetrize_input=False)))
-    return (inverse + inverse.mT) / 2
+    return _gram(_factorise(stack)[1])
 
 
-def _product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.einsum(spec, a, b, precision=lax.Precision.HIGHEST)
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 
-def _triangular_inverse(factor: jax.Array) -> jax.Array:
-    """Inverses of lower triangular `[k, d, d]`; of `[[P, 0], [Q, R]]` it is `[[P^-1, 0], [-R^-1 Q P^-1, R^-1]]`."""
-    d = factor.shape[-1]
+def _factorise(stack: jax.Array) -> tuple[Lower, Lower]:
+    """The Cholesky factor `L` of symmetric positive definite `[k, d, d]`, and its inverse `W`."""
+    d = stack.shape[-1]
     if d <= LEAF:
-        identity = jnp.broadcast_to(jnp.eye(d, dtype=factor.dtype), factor.shape)
-        return lax.linalg.triangular_solve(factor, identity, left_side=True, lower=True)
+        factor = lax.linalg.cholesky(stack, symmetrize_input=False)
+        identity = jnp.broadcast_to(jnp.eye(d, dtype=stack.dtype), stack.shape)
+        return factor, lax.linalg.triangular_solve(factor, identity, left_side=True, lower=True)
     h = d // 2
-    first, last = _triangular_inverse(factor[:, :h, :h]), _triangular_inverse(factor[:, h:, h:])
-    corner = -_product("kab,kbc->kac", last, _product("kab,kbc->kac", factor[:, h:, :h], first))
-    top = jnp.pad(first, ((0, 0), (0, 0), (0, d - h)))
-    return jnp.concatenate([top, jnp.concatenate([corner, last], axis=2)], axis=1)
+    first, inverse = _factorise(stack[:, :h, :h])
+    corner = _solve(stack[:, h:, :h], first, inverse)
+    last, inverse_of_last = _factorise(stack[:, h:, h:] - _product(corner, corner.mT))
+    below = -_from_left(inverse_of_last, _from_right(corner, inverse))
+    return (first, corner, last), (inverse, below, inverse_of_last)
 
 
-def _gram(factor: jax.Array) -> jax.Array:
-    """`W^T W` of lower triangular `W`, without most of the products with its zeros."""
-    d = factor.shape[-1]
-    if d <= LEAF:
-        return _product("kab,kac->kbc", factor, factor)
-    h = d // 2
-    corner, last = factor[:, h:, :h], factor[:, h:, h:]
-    first = _gram(factor[:, :h, :h]) + _product("kab,kac->kbc", corner, corner)
-    below = _product("kab,kac->kbc", last, corner)
-    top = jnp.concatenate([first, below.mT], axis=2)
-    return jnp.concatenate([top, jnp.concatenate([below, _gram(last)], axis=2)], axis=1)
+def _solve(b: jax.Array, factor: Lower, inverse: Lower) -> jax.Array:
+    """`B L^-T`, from the inverses of the diagonal blocks of `L` alone."""
+    if not isinstance(factor, tuple) or not isinstance(inverse, tuple):
+        assert not isinstance(factor, tuple) and not isinstance(inverse, tuple)
+        return _product(b, inverse.mT)
+    first, corner, last = factor
+    h = corner.shape[-1]
+    left = _solve(b[:, :, :h], first, inverse[0])
+    right = _solve(b[:, :, h:] - _product(left, corner.mT), last, inverse[2])
+    return jnp.concatenate([left, right], axis=2)
+
+
+def _from_left(lower: Lower, b: jax.Array) -> jax.Array:
+    """`W B`."""
+    if not isinstance(lower, tuple):
+        return _product(lower, b)
+    first, corner, last = lower
+    h = corner.shape[-1]
+    top, bottom = b[:, :h], b[:, h:]
+    return jnp.concatenate([_from_left(first, top), _product(corner, top) + _from_left(last, bottom)], axis=1)
+
+
+def _from_right(b: jax.Array, lower: Lower) -> jax.Array:
+    """`B W`."""
+    if not isinstance(lower, tuple):
+        return _product(b, lower)
+    first, corner, last = lower
+    h = corner.shape[-1]
+    left, right = b[:, :, :h], b[:, :, h:]
+    return jnp.concatenate([_from_right(left, first) + _product(right, corner), _from_right(right, last)], axis=2)
+
+
+def _gram(lower: Lower) -> jax.Array:
+    """`W^T W`, symmetric to the last bit."""
+    if not isinstance(lower, tuple):
+        return _symmetric(_product(lower.mT, lower))
+    first, corner, last = lower
+    top = _gram(first) + _symmetric(_product(corner.mT, corner))
+    below = _transposed_from_left(last, corner)
+    upper = jnp.concatenate([top, below.mT], axis=2)
+    return jnp.concatenate([upper, jnp.concatenate([below, _gram(last)], axis=2)], axis=1)
+
+
+def _transposed_from_left(lower: Lower, b: jax.Array) -> jax.Array:
+    """`W^T B`."""
+    if not isinstance(lower, tuple):
+        return _product(lower.mT, b)
+    first, corner, last = lower
+    h = corner.shape[-1]
+    top, bottom = b[:, :h], b[:, h:]
+    upper = _transposed_from_left(first, top) + _product(corner.mT, bottom)
+    return jnp.concatenate([upper, _transposed_from_left(last, bottom)], axis=1)
+
+
+def _symmetric(stack: jax.Array) -> jax.Array:
+    return (stack + stack.mT) / 2
 
 
 def _one_norm(stack: jax.Array) -> jax.Array:

@@ -36,7 +36,7 @@ def conv_ways(x: jax.Array, window: int, stride: int) -> dict[str, Callable[[jax
     def by_offset(x: jax.Array) -> jax.Array:
         return offset_moment(x, (Axis(x.shape[1], window, 1, pad, out), Axis(x.shape[2], window, 1, pad, out)))
 
-    ways = {
+    ways: dict[str, Callable[[jax.Array], jax.Array]] = {
         "patches of the whole batch": lambda x: gram(patches(x)),
         "patches, an eighth of the batch at a time": chunked,
     }

@@ -18,7 +18,7 @@ import pathlib
 import statistics as stats
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 # Before JAX starts: on small machines LAPACK's threads stall, and XLA's CPU schedule can deadlock with convolutions.
@@ -43,7 +43,7 @@ CLASSES = 1000
 SECTIONS = ("step", "statistics", "inverses")
 
 
-def median_times(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+def median_times(calls: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
     """Median seconds of each call, all called in turn `repeats` times after a first round."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(repeats + 1):
