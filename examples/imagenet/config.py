@@ -34,7 +34,7 @@ AUTO: Any = None
 
 Source = Literal["digits", "cifar10", "folder", "synthetic"]
 Crop = Literal["random-resized", "squashed"]
-Decoding = Literal["pillow", "simplejpeg", "dali"]
+Decoding = Literal["pillow", "dali"]
 Arch = Literal["digits", "resnet20", "resnet18", "resnet50"]
 
 
@@ -240,8 +240,8 @@ class Data:
     decoder: Annotated[
         Decoding,
         option(
-            "What decodes the images of a folder: pillow; simplejpeg, the same pixels in three quarters of the time "
-            "(pip install simplejpeg); dali, on an NVIDIA GPU (pip install nvidia-dali-cuda120)."
+            "What decodes the images of a folder: pillow, in --workers; or NVIDIA DALI, on the GPU (pip install "
+            "nvidia-dali-cuda120), with --workers threads."
         ),
     ] = "pillow"
 

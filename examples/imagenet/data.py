@@ -1,6 +1,5 @@
 """Images as uint8 NHWC batches: digits, CIFAR-10, image folders and shards, noise."""
 
-import importlib.util
 import zlib
 from collections import deque
 from collections.abc import Callable, Generator
@@ -91,6 +90,7 @@ def _folder(config: cfg.Data) -> Dataset:
 
 def image_split(records: Records, config: cfg.Data) -> Split:
     """Decodes `records` as `config` has it."""
+    decoder = Decoder(config.image_size, config.crop)
     if config.decoder == "dali":
         import jax
 
@@ -99,11 +99,8 @@ def image_split(records: Records, config: cfg.Data) -> Split:
         device = jax.local_devices()[0]
         if device.platform != "gpu":
             raise UserError(f"--decoder dali needs an NVIDIA GPU, but JAX finds {device.device_kind}; leave it out")
-        decoder = Decoder(config.image_size, config.crop)
         return DaliSplit(records, decoder, config.workers, device.local_hardware_id)
-    if config.decoder == "simplejpeg" and importlib.util.find_spec("simplejpeg") is None:
-        raise UserError("--decoder simplejpeg needs a package that is not installed: pip install simplejpeg")
-    return ImageSplit(records, Decoder(config.image_size, config.crop, config.decoder), config.workers)
+    return ImageSplit(records, decoder, config.workers)
 
 
 def train_batches(

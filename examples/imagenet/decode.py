@@ -1,15 +1,17 @@
-"""One image: from the bytes of a file to `size` x `size` pixels.
-
-Pillow decodes; simplejpeg, which wraps the same library with less around it, gives the same pixels in three
-quarters of the time. Where it does not do (CMYK, damage, other formats) Pillow is asked.
-"""
+"""One image: from the bytes of a file to `size` x `size` pixels, by Pillow."""
 
 import io
+import os
 import warnings
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
+
+# Pillow gives the memory of each image back to the system and has it zeroed anew for the next, a quarter of all time,
+# unless it is told to keep some blocks. It reads this when it is imported.
+os.environ.setdefault("PILLOW_BLOCKS_MAX", "4")
+
 from PIL import Image
 
 from batches import AUGMENT, Key
@@ -34,14 +36,21 @@ class Decoder:
 
     size: int
     crop: Literal["random-resized", "squashed"] = "random-resized"
-    library: Literal["pillow", "simplejpeg"] = "pillow"
 
     def __call__(self, data: bytes, index: int, key: Key | None) -> np.ndarray:
         """The pixels `[size, size, 3]`; raises nearly anything where `data` is no image."""
         with Image.open(io.BytesIO(data), formats=FORMATS) as file:
             box, mirrored = self.choose(*file.size, index, key)
-            image, shrink = self._decode(data, file, box)
-        box = (box[0] * shrink[0], box[1] * shrink[1], box[2] * shrink[0], box[3] * shrink[1])
+            width, height = file.size
+            # JPEG decodes to a half, a quarter or an eighth of the size for less; the part that is cut
+            # out must keep at least the pixels that are asked for.
+            side = min(box[2] - box[0], box[3] - box[1])
+            divisor = next(d for d in (8, 4, 2, 1) if d == 1 or side >= d * self.size)
+            if divisor > 1:
+                file.draft("RGB", (width // divisor, height // divisor))
+            across, down = file.size[0] / width, file.size[1] / height
+            image = to_rgb(file)
+        box = (box[0] * across, box[1] * down, box[2] * across, box[3] * down)
         pixels = np.asarray(image.resize((self.size, self.size), Image.Resampling.BILINEAR, box=box))
         return pixels[:, ::-1] if mirrored else pixels
 
@@ -58,32 +67,6 @@ class Decoder:
         else:
             box = random_box(width, height, rng)
         return box, rng is not None and rng.random() < 0.5
-
-    def _decode(self, data: bytes, file: Any, box: Box) -> tuple[Image.Image, tuple[float, float]]:
-        """An RGB image, and by how much it is smaller than the file's, across and down."""
-        width, height = file.size
-        # JPEG decodes to a half, a quarter or an eighth of the size for less; the part that is cut
-        # out must keep at least the pixels that are asked for.
-        side = min(box[2] - box[0], box[3] - box[1])
-        divisor = next(d for d in (8, 4, 2, 1) if d == 1 or side >= d * self.size)
-        image = None
-        if self.library == "simplejpeg" and file.format == "JPEG" and file.mode in ("RGB", "L"):
-            image = _simplejpeg(data, -(-width // divisor), -(-height // divisor))
-        if image is None:
-            if divisor > 1:
-                file.draft("RGB", (width // divisor, height // divisor))
-            image = to_rgb(file)
-        return image, (image.size[0] / width, image.size[1] / height)
-
-
-def _simplejpeg(data: bytes, width: int, height: int) -> Image.Image | None:
-    import simplejpeg
-
-    try:
-        # It rounds up, so this asks for the divisor exactly.
-        return Image.fromarray(simplejpeg.decode_jpeg(data, min_height=height, min_width=width))
-    except ValueError:
-        return None
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
