@@ -19,7 +19,9 @@ from batches import AUGMENT, Key
 Box = tuple[float, float, float, float]
 
 # By content, whatever a file's name says. Not all that Pillow knows: for some formats it starts other programs.
-FORMATS = ("JPEG", "MPO", "PNG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
+FORMATS = ("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
+
+Image.init()
 
 # What Pillow warns of as a decompression bomb (89 million pixels and more) is treated as a broken file.
 warnings.simplefilter("error", Image.DecompressionBombWarning)
@@ -48,9 +50,10 @@ class Decoder:
             divisor = next(d for d in (8, 4, 2, 1) if d == 1 or side >= d * self.size)
             if divisor > 1:
                 file.draft("RGB", (width // divisor, height // divisor))
-            across, down = file.size[0] / width, file.size[1] / height
+            # The last pixel of a size that does not divide may be there in part only.
+            scale = 1 if file.size == (width, height) else 1 / divisor
             image = to_rgb(file)
-        box = (box[0] * across, box[1] * down, box[2] * across, box[3] * down)
+        box = (box[0] * scale, box[1] * scale, box[2] * scale, box[3] * scale)
         pixels = np.asarray(image.resize((self.size, self.size), Image.Resampling.BILINEAR, box=box))
         return pixels[:, ::-1] if mirrored else pixels
 
