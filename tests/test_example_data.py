@@ -246,7 +246,7 @@ def test_layouts_as_batches(tmp_path, layout):
     layout(tmp_path)
     options = config.Data("folder", tmp_path, image_size=8, workers=0)
     dataset = data.load(options)
-    train, val = LAYOUTS[layout]
+    _, val = LAYOUTS[layout]
     assert (len(dataset.train), len(dataset.val), dataset.num_classes) == (4, len(val), 2)
     (batch,) = data.train_batches(dataset.train, 4, 0, 0, 1)
     assert sorted(batch.labels) == [0, 0, 1, 1] and batch.images.shape == (4, 8, 8, 3)

@@ -70,7 +70,7 @@ class Pieces:
                 return other
         if key is None:
             return None
-        raise NothingReadableError(f"none of the {count} images beside {broken[0]} can be read")
+        raise NothingReadableError(f"none of the {count} files beside {broken[0]} can be read")
 
 
 class ImageSplit:
