@@ -43,18 +43,14 @@ def find(folder: Path) -> Found:
 
 
 def _class_folders(folder: Path) -> Found:
-    for split in ("train", "val"):
-        if not (folder / split).is_dir():
-            raise UserError(
-                f"--data-dir has no folder {split}/ ({folder / split}); it must hold train/<class>/*.JPEG and "
-                "val/<class>/*.JPEG, or tar shards *train*.tar and *val*.tar"
-            )
+    _check(folder, "train")
     classes = _subfolders(folder / "train")
     if not classes:
         raise UserError(f"{folder / 'train'} is empty: it must hold one folder of images for each class")
     if len(classes) < 2:
         raise UserError(f"{folder / 'train'} has one class only ({classes[0]}); training needs two")
     train, other = _scan(folder, "train", classes, classes)
+    _check(folder, "val")
     found = _subfolders(folder / "val")
     flat = [name for name in _files(folder / "val") if FLAT.match(Path(name).stem)]
     if flat and not found:
@@ -72,6 +68,14 @@ def _class_folders(folder: Path) -> Found:
         note = f"{len(other)} files ignored, for they do not end like images: {folder / other[0]}"
         note += " and others" if len(other) > 1 else ""
     return Found(train, val, len(classes), note)
+
+
+def _check(folder: Path, split: str) -> None:
+    if not (folder / split).is_dir():
+        raise UserError(
+            f"--data-dir has no folder {split}/ ({folder / split}); it must hold train/<class>/*.JPEG and "
+            "val/<class>/*.JPEG, or tar shards *train*.tar and *val*.tar"
+        )
 
 
 def _subfolders(folder: Path) -> list[str]:
