@@ -307,6 +307,7 @@ TRUTH = f"{DEVKIT}/ILSVRC2012_validation_ground_truth.txt"
         (flat, lambda r: (r / DEVKIT / "meta.mat").unlink(), ["meta.mat", "unpack"]),
         (tar_shards, lambda r: (r / "imagenet-val-000000.tar").unlink(), ["no *val*.tar"]),
         (tar_shards, lambda r: shard(r / "imagenet-val-000000.tar", (0, 2)), ["imagenet-val", "class 2"]),
+        (tar_shards, lambda r: [shard(path, (0, 0)) for path in r.glob("*.tar")], ["class 0 only"]),
         (tar_shards, lambda r: replace(r / "imagenet-train-000001.tar", b"no tar" * 200), ["train-000001.tar", "tar"]),
         (tar_shards, lambda r: shard(r / "imagenet-train-000001.tar", ()), ["train-000001.tar", "no images"]),
         (tar_shards, lambda r: shard(r / "imagenet-train-000001.tar", ("-1",)), ["number of a class"]),

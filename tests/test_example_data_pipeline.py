@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -234,22 +235,21 @@ for batch in data.train_batches(split, 50, 0, 0, 10**6):
 def test_workers_do_not_import_the_script_nor_outlive_it(images, tmp_path):
     # What the workers import is found by the path of the script, as it is for train.py.
     (tmp_path / "script.py").write_text(SCRIPT.format(example=str(EXAMPLE), images=str(images)))
-    run = subprocess.Popen(
-        [sys.executable, tmp_path / "script.py"], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    lines = list(itertools.islice(run.stdout, 4))
-    assert [line.split()[0] for line in lines] == ["imported", "batch", "batch", "batch"]
-    run.kill()
-    # The end of the output comes when the last process that has it open is gone.
-    assert "imported" not in run.stdout.read()
-    run.stdout.close()
-    run.wait()
+    command = [sys.executable, tmp_path / "script.py"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        try:
+            lines = list(itertools.islice(run.stdout, 4))
+            assert [line.split()[0] for line in lines] == ["imported", "batch", "batch", "batch"]
+        finally:
+            run.kill()
+        # The end of the output comes when the last process that has it open is gone.
+        assert "imported" not in run.stdout.read()
 
 
-def test_prefetch_places_the_next_batch_while_this_one_is_used(split):
+def test_prefetch_places_the_next_batch_while_this_one_is_used():
     import data
 
-    events = []
+    events, second = [], threading.Event()
 
     def batches():
         for i in range(3):
@@ -257,12 +257,13 @@ def test_prefetch_places_the_next_batch_while_this_one_is_used(split):
 
     def place(arrays):
         events.append(f"place {arrays[0][0]}")
+        if len(events) == 2:
+            second.set()
         return arrays
 
     ahead = data.prefetch(batches(), place)
     first = next(ahead)
-    while len(events) < 2:
-        pass
+    assert second.wait(60)
     assert events == ["place 0", "place 1"] and first.broken == ("0",)
     assert [batch.images[0] for batch in ahead] == [1, 2]
     # Errors arrive where the batch would have.

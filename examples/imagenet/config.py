@@ -233,8 +233,8 @@ class Data:
         Crop,
         option(
             "What training cuts out of the images of a folder: random-resized, 8% to 100% of the area; or squashed, a "
-            "random square out of the image resized to 256/224 of --image-size whatever its aspect ratio, as in "
-            "Osawa et al. Validation takes the centre either way."
+            "random square out of the image resized to 256/224 of --image-size whatever its aspect ratio. "
+            "Validation takes the centre either way."
         ),
     ] = "random-resized"
     decoder: Annotated[

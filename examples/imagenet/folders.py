@@ -39,7 +39,12 @@ def find(folder: Path) -> Found:
     if unknown := sorted(set(val.labels.tolist()) - set(train.labels.tolist())):
         raise UserError(f"the shards {val_shards[0]} and on in {folder} have images of class {unknown[0]}, of which "
                         "those for training have none")  # fmt: skip
-    return Found(train, val, int(train.labels.max()) + 1, train_note or val_note)
+    classes = int(train.labels.max()) + 1
+    if classes < 2:
+        raise UserError(
+            f"the shards {train_shards[0]} and on in {folder} have images of class 0 only; training needs two"
+        )
+    return Found(train, val, classes, train_note or val_note)
 
 
 def _class_folders(folder: Path) -> Found:

@@ -5,6 +5,7 @@ The headers are read once and kept in an index beside the shards; after that an 
 
 import os
 import tarfile
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,8 @@ def read(folder: Path, shards: Sequence[str]) -> tuple[Members, str]:
     note = ""
     if index is None:
         index = _index(folder, shards)
-        # Several processes may do this at once; each writes its own file and the last one stays.
-        partial = folder / f".index-{os.getpid()}.npz"
+        # Processes of several machines may do this at once; each writes its own file and the last one stays.
+        partial = folder / f".index-{uuid.uuid4().hex}.npz"
         try:
             np.savez(partial, shards=np.array(shards), state=state, **index)
             os.replace(partial, cache)
