@@ -81,7 +81,7 @@ def test_a_signal_to_all_processes_and_a_resume_change_nothing(shards, tmp_path)
 
 
 def test_two_processes_do_as_one(shards, tmp_path):
-    """Measured: metrics differ by rounding alone, 1e-6 in the first steps."""
+    """Up to rounding, which five steps do not amplify much."""
     options = ["--data-dir", shards, *OPTIONS, "--workers", 1, "--local-batch", 2, "--stop-after", 5, "--output"]
     finish(start("train.py", *options, tmp_path / "one", JAX_NUM_CPU_DEVICES="4"))
     finish(start("launch/two_processes.py", "--", *options, tmp_path / "two"))
