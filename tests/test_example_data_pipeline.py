@@ -1,0 +1,448 @@
+"""`examples/imagenet`: batches out of worker processes, and the command that measures them."""
+
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "imagenet"
+SIZE = 8
+BROKEN = (3, 17, 18)
+
+
+@pytest.fixture(autouse=True)
+def example(monkeypatch):
+    # For the workers too, which are told what the path is when they start.
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """Fifty files, three of them broken; the label of an image is its number."""
+    folder = tmp_path_factory.mktemp("images")
+    rng = np.random.default_rng(0)
+    for i in range(50):
+        image = Image.fromarray(rng.integers(0, 256, (30, 40, 3), np.uint8)).convert(("RGB", "L", "CMYK")[i % 3])
+        image.save(folder / f"{i:02d}.jpg")
+        if i in BROKEN:
+            (folder / f"{i:02d}.jpg").write_bytes(b"broken")
+    return folder
+
+
+@pytest.fixture
+def split(images):
+    """Makes splits, whose workers end with the test."""
+    from decode import Decoder
+    from pipeline import ImageSplit
+    from records import Files
+
+    made = []
+
+    def make(workers, files=None):
+        names = sorted(path.name for path in images.iterdir())
+        made.append(ImageSplit(files or Files(images, names, range(50)), Decoder(SIZE), workers))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+    assert not multiprocessing.active_children()
+
+
+def training(split, size=20, start=0, stop=4, rows=None, seed=5):
+    import data
+
+    return data.train_batches(split, size, seed, start, stop, rows)
+
+
+def assert_equal(found, expected):
+    found, expected = list(found), list(expected)
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        for x, y in zip(a, b, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def test_workers_resuming_and_processes_change_nothing(split):
+    whole = list(training(split(0)))
+    assert [batch.images.shape for batch in whole] == [(20, SIZE, SIZE, 3)] * 4
+    # More than one piece a batch, and pieces that do not divide it.
+    assert_equal(training(split(2)), whole)
+    assert_equal(training(split(1), start=3), whole[3:])
+    for rows in (np.arange(0, 20, 2), np.array([19, 4, 5])):
+        for got, all_rows in zip(training(split(0), rows=rows), whole, strict=True):
+            np.testing.assert_array_equal(got.images, all_rows.images[rows])
+            np.testing.assert_array_equal(got.labels, all_rows.labels[rows])
+    # The same image is cut in another way in another step, by another seed, and ordered in another way.
+    other = list(training(split(0), seed=6))
+    assert any(a.labels.tolist() != b.labels.tolist() for a, b in zip(whole, other, strict=True))
+
+
+def test_every_image_once_an_epoch(split, images):
+    from records import Files
+
+    # Without the broken ones, and as two processes.
+    names = [path.name for path in sorted(images.iterdir()) if int(path.stem) not in BROKEN]
+    files = Files(images, names, [int(name[:2]) for name in names])
+    shares = [(2, np.arange(12)), (0, np.arange(12, 23))]
+    labels = np.array([
+        np.concatenate(together)
+        for together in zip(*(
+            [batch.labels for batch in training(split(workers, files), 23, 0, 6, rows)] for workers, rows in shares
+        ), strict=True)
+    ])  # fmt: skip
+    epochs = labels.reshape(3, 46)
+    # 47 images make two batches of 23 and one image that is left out, another one each time.
+    assert all(len(set(epoch)) == 46 for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert not any(set(epoch) & set(BROKEN) for epoch in epochs)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_broken_files_are_replaced_by_the_next_and_named(split, images, workers):
+    import decode
+    from batches import epoch_order
+
+    seen = set()
+    for step, batch in enumerate(training(split(workers))):
+        order = epoch_order(5, step // 2, 50)[step % 2 * 20 :][:20]
+        expected = [{3: 4, 17: 19, 18: 19}.get(i, i) for i in order]
+        assert batch.labels.tolist() == expected and batch.weights.tolist() == [1] * 20
+        broken = {str(images / f"{j}.jpg") for i in order for j in {3: ["03"], 17: [17, 18], 18: [18]}.get(i, [])}
+        assert set(batch.broken) == broken
+        seen |= broken
+        at = expected.index(19) if 19 in expected else 0
+        data = (images / f"{expected[at]:02d}.jpg").read_bytes()
+        np.testing.assert_array_equal(batch.images[at], decode.Decoder(SIZE)(data, expected[at], (5, step)))
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_validation_counts_each_readable_image_once(split, workers):
+    import data
+
+    one = split(workers)
+    passes = []
+    for _ in range(3):
+        batches = list(data.val_batches(one, 20))
+        labels = np.concatenate([batch.labels for batch in batches])
+        weights = np.concatenate([batch.weights for batch in batches])
+        assert labels[:50].tolist() == list(range(50)) and len(labels) == 60
+        assert np.flatnonzero(weights == 0).tolist() == [*BROKEN, *range(50, 60)]
+        assert sum(len(batch.broken) for batch in batches) == 3
+        passes.append(batches)
+    # The workers stay, and begin the next pass with its beginning.
+    assert len(multiprocessing.active_children()) == workers
+    assert_equal(passes[1], passes[0])
+    # So do the shares of two processes, of which one has nothing of the last batch.
+    shares = [list(data.val_batches(split(0), 20, np.arange(k, k + 10))) for k in (0, 10)]
+    assert [batch.weights.sum() for batch in shares[1]] == [8, 10, 0]
+    assert sum(batch.weights.sum() for share in shares for batch in share) == 47
+
+
+def test_validation_that_is_broken_off_begins_anew(split):
+    import data
+
+    one = split(1)
+    expected = list(data.val_batches(one, 20))
+    batches = data.val_batches(one, 20)
+    next(batches)
+    batches.close()
+    assert not multiprocessing.active_children()
+    assert_equal(data.val_batches(one, 20), expected)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_nothing_readable_is_refused(split, tmp_path, workers):
+    from errors import UserError
+    from records import Files
+
+    for name in ("a.jpg", "b.jpg"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(UserError, match=r"none of the 2 files beside .*\.jpg can be read"):
+        list(training(split(workers, Files(tmp_path, ["a.jpg", "b.jpg"], [0, 1])), 2))
+
+
+def test_a_killed_worker_ends_the_run_with_a_sentence(split):
+    from errors import UserError
+
+    batches = training(split(1), stop=1000)
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    # A terminal sends this to all; the workers leave it to the main process.
+    os.kill(worker.pid, signal.SIGINT)
+    os.kill(worker.pid, signal.SIGTERM)
+    for _ in range(20):
+        next(batches)
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(UserError, match=r"killed .*-9.*--workers below 1"):
+        list(batches)
+
+
+def test_too_little_shared_memory_is_refused(split, monkeypatch):
+    import pipeline
+    from errors import UserError
+
+    usage = types.SimpleNamespace(free=10_000)
+    monkeypatch.setattr(pipeline.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(UserError, match=r"--workers 2 .*shared memory.*--shm-size"):
+        next(training(split(2)))
+
+
+def test_workers_import_little(split):
+    heavy = {"data", "config", "tyro", "flax", "optax", "kfac", "matplotlib", "sklearn", "scipy"}
+
+    class Modules:
+        labels = np.zeros(2, np.int32)
+
+        def read(self, index):
+            raise OSError
+
+        def name(self, index):
+            return ",".join(sorted(heavy & set(sys.modules)))
+
+    import data
+
+    (batch,) = data.val_batches(split(1, Modules()), 2)
+    assert batch.broken == ("", "")
+
+
+SCRIPT = """
+import os, signal, sys, time
+print("imported", __name__, flush=True)
+sys.path.insert(0, {example!r})
+from pathlib import Path
+import numpy as np
+import data, decode, pipeline, records
+files = records.Files(Path({images!r}), ["00.jpg", "01.jpg"] * 50, range(100))
+split = pipeline.ImageSplit(files, decode.Decoder(8), 2)
+for batch in data.train_batches(split, 50, 0, 0, 10**6):
+    print("batch", os.getpid(), flush=True)
+    time.sleep(0.1)
+"""
+
+
+def test_workers_do_not_import_the_script_nor_outlive_it(images, tmp_path):
+    # What the workers import is found by the path of the script, as it is for train.py.
+    (tmp_path / "script.py").write_text(SCRIPT.format(example=str(EXAMPLE), images=str(images)))
+    command = [sys.executable, tmp_path / "script.py"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        try:
+            lines = list(itertools.islice(run.stdout, 4))
+            assert [line.split()[0] for line in lines] == ["imported", "batch", "batch", "batch"]
+        finally:
+            run.kill()
+        # The end of the output comes when the last process that has it open is gone.
+        assert "imported" not in run.stdout.read()
+
+
+def test_prefetch_places_the_next_batch_while_this_one_is_used():
+    import data
+
+    events, second = [], threading.Event()
+
+    def batches():
+        for i in range(3):
+            yield data.Batch(np.full(1, i), np.zeros(1), np.ones(1), (str(i),))
+
+    def place(arrays):
+        events.append(f"place {arrays[0][0]}")
+        if len(events) == 2:
+            second.set()
+        return arrays
+
+    ahead = data.prefetch(batches(), place)
+    first = next(ahead)
+    assert second.wait(60)
+    assert events == ["place 0", "place 1"] and first.broken == ("0",)
+    assert [batch.images[0] for batch in ahead] == [1, 2]
+    # Errors arrive where the batch would have.
+
+    def fails():
+        yield data.Batch(np.zeros(1), np.zeros(1), np.ones(1))
+        raise data.UserError("no more")
+
+    ahead = data.prefetch(fails(), place)
+    next(ahead)
+    with pytest.raises(data.UserError, match="no more"):
+        next(ahead)
+
+
+# DALI
+
+
+def test_dali_that_is_not_installed_is_refused(monkeypatch, split):
+    import dali
+    import data
+    from config import Data
+    from errors import UserError
+
+    monkeypatch.setattr(dali.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install nvidia-dali"):
+        dali.DaliSplit(split(0).records, split(0).decoder, 1, None)
+    with pytest.raises(UserError, match="--decoder dali needs an NVIDIA GPU"):
+        data.image_split(split(0).records, Data("folder", image_size=SIZE, workers=1, decoder="dali"))
+
+
+class Node(types.SimpleNamespace):
+    """What an operator of DALI returns: its name and arguments."""
+
+
+def fake_dali(monkeypatch, calls):
+    """A stand-in that notes how the pipeline is built and lets Pillow do the work."""
+
+    class Pipeline:
+        def __init__(self, **options):
+            calls.append(("Pipeline", options))
+            self.fed = {}
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *args):
+            pass
+
+        def set_outputs(self, node):
+            self.node = node
+
+        def build(self):
+            pass
+
+        def feed_input(self, name, arrays):
+            assert all(isinstance(array, np.ndarray) for array in arrays)
+            self.fed[name] = arrays
+
+        def run(self):
+            resize, size = self.node.options, self.node.options["size"]
+            rows = []
+            for encoded, begin, end in zip(*(self.fed[k] for k in ("data", "begin", "end")), strict=True):
+                import io
+
+                try:
+                    image = Image.open(io.BytesIO(encoded.tobytes())).convert("RGB")
+                except OSError as error:
+                    raise RuntimeError("Critical error in pipeline") from error
+                (top, left), (bottom, right) = begin.tolist(), end.tolist()
+                box = (min(left, right), top, max(left, right), bottom)
+                pixels = np.asarray(image.resize(size, Image.Resampling.BILINEAR, box=box))
+                rows.append(pixels[:, ::-1] if left > right else pixels)
+            assert resize["roi_start"].options["name"] == "begin" and resize["roi_end"].options["name"] == "end"
+            found = types.SimpleNamespace(as_array=lambda: np.stack(rows))
+            return (types.SimpleNamespace(as_cpu=lambda: found, as_array=found.as_array),)
+
+    def operator(name):
+        return lambda *nodes, **options: calls.append((name, options)) or Node(nodes=nodes, options=options)
+
+    fn = types.SimpleNamespace(
+        external_source=operator("external_source"), resize=operator("resize"),
+        decoders=types.SimpleNamespace(image=operator("image")),
+    )  # fmt: skip
+    module = types.SimpleNamespace(Pipeline=Pipeline, fn=fn, types=types.SimpleNamespace(RGB="RGB"))
+    monkeypatch.setitem(sys.modules, "nvidia", types.SimpleNamespace(dali=module))
+    monkeypatch.setitem(sys.modules, "nvidia.dali", module)
+    import dali
+
+    monkeypatch.setattr(dali.importlib.util, "find_spec", lambda name: module)
+
+
+def test_dali_is_given_what_pillow_does(monkeypatch, images, tmp_path):
+    """Crops, mirroring, what goes another way (CMYK), what replaces broken files: all as without DALI."""
+    import dali
+    import data
+    import pipeline
+    from decode import Decoder
+    from records import Files
+
+    calls = []
+    fake_dali(monkeypatch, calls)
+    for path in images.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    # A good header and nothing after it, which only decoding shows.
+    whole = (images / "06.jpg").read_bytes()
+    (tmp_path / "06.jpg").write_bytes(whole[: len(whole) // 2])
+    names = sorted(path.name for path in tmp_path.iterdir())
+    files = Files(tmp_path, names, range(50))
+    # Large enough for Pillow not to decode at a part of the size, which the stand-in does not.
+    expected = pipeline.ImageSplit(files, Decoder(32), 0)
+    for device, kind in ((None, "cpu"), (3, "mixed")):
+        calls.clear()
+        found = dali.DaliSplit(files, expected.decoder, 2, device)
+        for batches in (training, lambda one: data.val_batches(one, 20)):
+            for a, b in zip(batches(found), batches(expected), strict=True):
+                np.testing.assert_allclose(a.images.astype(int), b.images, atol=1)
+                assert a.labels.tolist() == b.labels.tolist() and a.broken == b.broken
+                np.testing.assert_array_equal(a.weights, b.weights)
+        expected.close()
+        options = dict(calls)
+        assert options["Pipeline"]["device_id"] == device and options["Pipeline"]["num_threads"] == 2
+        assert options["image"] == {"device": kind, "output_type": "RGB", "adjust_orientation": False}
+        assert options["resize"]["size"] == [32, 32]
+
+
+# The command
+
+
+@pytest.fixture
+def speed():
+    import input_speed
+
+    return input_speed
+
+
+def run_folder(path, records):
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"optim": {"global_batch": 100}}))
+    (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_speed_is_measured_and_compared(speed, capsys, tmp_path, images):
+    small = ["--images", "64", "--batch", "32", "--image-size", "32"]
+    speed.main([*small, "--workers", "1", "--step-images-per-second", "0.5"])
+    text = capsys.readouterr().out
+    assert "64 images of 32x32 in batches of 32" in text and "1 worker(s)" in text
+    assert text.count("images/s") == 3 and "per core" in text and "The pipeline keeps up" in text
+    # 100 images a step, and at best 4 steps in 2 seconds; a step without its seconds is no help.
+    records = [{"step": 2, "seconds": 1.0}, {"step": 3}, {"step": 4, "seconds": 9.0}, {"step": 8, "seconds": 11.0}]
+    assert speed.speed_of_run(run_folder(tmp_path / "run", records)) == 200
+    for split, name in itertools.product(("train", "val"), ("cat", "dog")):
+        (tmp_path / "data" / split / name).mkdir(parents=True)
+        for i in range(20):
+            (tmp_path / "data" / split / name / f"{i}.jpg").write_bytes((images / f"{i:02d}.jpg").read_bytes())
+    speed.main([*small, "--data-dir", str(tmp_path / "data"), "--workers", "0", "--step-images-per-second", "1e9"])
+    text = capsys.readouterr().out
+    assert "does NOT keep up" in text and "6 broken" in text
+    with pytest.raises(speed.UserError, match="--batch 41 does not fit the 40 training images"):
+        speed.main(["--data-dir", str(tmp_path / "data"), "--batch", "41"])
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--batch", "0"], ["--batch is 0", "at least 1"]),
+        (["--workers", "-1"], ["--workers is -1", "at least 0"]),
+        (["--data-dir", "nowhere"], ["nowhere", "not a folder"]),
+        (["--run", "nowhere"], ["--run nowhere", "not the folder of a run"]),
+        (["--run", "nowhere", "--step-images-per-second", "1"], ["--run", "give one"]),
+    ],
+)
+def test_speed_refuses(speed, monkeypatch, tmp_path, args, words):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(speed.UserError) as caught:
+        speed.main(args)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_speed_of_a_run_that_says_too_little(speed, tmp_path):
+    with pytest.raises(speed.UserError, match="validate twice"):
+        speed.speed_of_run(run_folder(tmp_path / "run", [{"step": 2, "seconds": 1.0}]))
