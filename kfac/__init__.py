@@ -13,6 +13,7 @@ from kfac.assignment import Assignment as Assignment
 from kfac.finding import find_layers as find_layers
 from kfac.fisher import microbatch as microbatch
 from kfac.fisher import value_and_grad as value_and_grad
+from kfac.interval import AdaptiveInterval as AdaptiveInterval
 from kfac.layers import Factors as Factors
 from kfac.layers import Layer as Layer
 from kfac.layers import Layers as Layers
