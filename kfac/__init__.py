@@ -17,6 +17,7 @@ from kfac.layers import Factors as Factors
 from kfac.layers import Layer as Layer
 from kfac.layers import Layers as Layers
 from kfac.layers import UnsupportedLayerError as UnsupportedLayerError
+from kfac.likelihood import output as output
 from kfac.state import KfacState as KfacState
 from kfac.state import gather_state as gather_state
 from kfac.state import scatter_state as scatter_state
