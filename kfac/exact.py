@@ -81,7 +81,7 @@ def fisher_blocks(
         size = layers[name].d_in * layers[name].d_out
         if size > max_size:
             raise ValueError(
-                f"layer {name!r} has {size} parameters, its block {size} x {size} elements, and max_size is {max_size}: "
+                f"layer {name!r} has {size} parameters, its block {size} x {size} elements, but max_size={max_size}: "
                 "name smaller layers with names=, or raise max_size"
             )
 

@@ -39,7 +39,7 @@ def loss_of(model, likelihood):
 
 
 def columns(tree):
-    """Rows `[k, p]` by layer of `network`, in the order of `kron(A, G)`: kernels `[in, out]` as they lie, then biases."""
+    """Rows `[k, p]` by layer of `network`, in the order of `kron(A, G)`: kernels `[in, out]` as they lie, then bias."""
     tree = jax.tree.map(np.asarray, tree)
     k = len(tree["out"])
     dense = np.concatenate([tree["in"]["w"].reshape(k, -1), tree["in"]["b"]], axis=1)
@@ -266,7 +266,7 @@ def test_bad_arguments_are_errors():
     fisher_blocks = kfac.exact.fisher_blocks
     with pytest.raises(ValueError, match="fisher must be 'true' or 'empirical', but is 'sampled'"):
         fisher_blocks(loss, layers, fisher="sampled")
-    with pytest.raises(ValueError, match="'w' has 8 parameters, its block 8 x 8 elements, and max_size is 7"):
+    with pytest.raises(ValueError, match="'w' has 8 parameters, its block 8 x 8 elements, but max_size=7"):
         fisher_blocks(loss, layers, max_size=7)
     with pytest.raises(ValueError, match="no layer with statistics is called 'v'; there are w"):
         fisher_blocks(loss, layers, names=["v"])
