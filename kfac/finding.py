@@ -245,7 +245,8 @@ def _num_examples(
                 )
         return given
     if marks.marks:
-        return _rows_of_output(marks, analysis, kernels, names, strict)
+        products = [(names[read.leaf], read.rows, read.leading) for read in analysis.reads if read.leaf in kernels]
+        return marks.num_examples(products, strict)
     candidates: dict[int | None, str] = {}
     for read in analysis.reads:
         if read.leaf in kernels or not kernels:
@@ -261,32 +262,6 @@ def _num_examples(
             "num_examples= to value_and_grad."
         )
     return next(iter(candidates), 1)
-
-
-def _rows_of_output(marks: Marks, analysis: Analysis, kernels, names, strict: bool) -> int | None:
-    try:
-        n = marks.num_examples()
-    except ValueError:
-        if strict:
-            raise
-        return None
-    assert n is not None
-    vector = any(mark.vector for mark in marks.marks)
-    for read in analysis.reads:
-        if not strict or read.leaf not in kernels:
-            continue
-        if read.rows % n:
-            raise ValueError(
-                f"the marked output has {n} rows, which do not divide the {read.rows} positions at which "
-                f"{names[read.leaf]!r} is read. Pass num_examples= to value_and_grad."
-            )
-        if vector and read.leading not in (None, 1):
-            raise ValueError(
-                f"the marked output has one axis, which is that of its features, but {names[read.leaf]!r} is read "
-                f"with {read.leading} rows: give the features an axis of their own, kfac.output(x[:, None], ...), or "
-                "pass num_examples= to value_and_grad"
-            )
-    return n
 
 
 def _kronecker_layer(leaf, bias, analysis, by_leaf, names, shapes, n) -> tuple[Layer, list[int]]:
@@ -421,7 +396,7 @@ def _plan_elementwise(resolved, layer, leaves, by_leaf, traced, strict: bool) ->
             example = next(iter(matching), None)
             examples: tuple[int, ...] = () if example is None else (example,)
             if n > 1 and example is None:
-                examples = _token_axes(flat, resolved.marks, n)
+                examples = resolved.marks.token_axes(flat, n)
             if not strict and n > 1 and not examples:
                 return
             # Behind another axis, length alone tells the examples only if they can be on no other.
@@ -470,20 +445,6 @@ def _plan_elementwise(resolved, layer, leaves, by_leaf, traced, strict: bool) ->
         return Unitwise(n * jnp.einsum("nup,nuq->upq", g, g, precision=jax.lax.Precision.HIGHEST))
 
     resolved.finish[layer.name] = finish
-
-
-def _token_axes(flat: Sequence[Atom], marks: Marks, n: int) -> tuple[int, ...]:
-    """Where every prediction of a marked output `[examples, tokens, features]` is an example: the axes of both.
-
-    A table of positions has the axis of the tokens itself. Of its rows the gradient for a token knows one, so only the
-    examples are left to sum over.
-    """
-    for mark in marks.marks:
-        shape = [size for size in mark.shape[:-1] if size > 1]
-        sizes = [(p, atom.size) for p, atom in enumerate(flat) if atom.size > 1]
-        if not mark.scans and math.prod(shape) == n and [size for _, size in sizes[: len(shape)]] == shape:
-            return tuple(p for p, _ in sizes[: len(shape)] if not flat[p].of_leaf)
-    return ()
 
 
 def _accumulator(traced: Trace, reads: list[Read]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jex
 
+from kfac.axes import Atom
 from kfac.replay import AtMark, Key, Plan
 from kfac.statistics import accumulator
 from kfac.tracing import CALLS, REMATS, Path, Trace, inner_jaxpr, subjaxprs
@@ -97,20 +98,59 @@ class Marks:
     marks: tuple[Mark, ...]
     loss_leaves: frozenset[int]
 
-    def num_examples(self) -> int | None:
-        """The number of rows that all marks agree on; None without a mark.
+    def num_examples(self, products: Iterable[tuple[str, int, int | None]], strict: bool) -> int | None:
+        """The number of rows of the marked outputs; None where it is not clear and need not be.
+
+        Args:
+          products: the products that read kernels: parameter, number of positions, leading dimension.
+          strict: whether it must be clear.
 
         Raises:
-          ValueError: they do not agree.
+          ValueError: it is not clear, or it does not go with the products.
         """
         rows = {mark.rows: mark for mark in self.marks}
+        if not strict:
+            return next(iter(rows)) if len(rows) == 1 else None
         if len(rows) > 1:
             seen = " and ".join(f"{count} ({list(mark.shape)})" for count, mark in rows.items())
             raise ValueError(
                 f"the number of examples is not clear: the marked outputs have {seen} rows. Pass num_examples= to "
                 "value_and_grad."
             )
-        return next(iter(rows), None)
+        (n,) = rows
+        for name, positions, leading in products:
+            if positions % n:
+                raise ValueError(
+                    f"the marked output has {n} rows, which do not divide the {positions} positions at which {name!r} "
+                    "is read. Pass num_examples= to value_and_grad."
+                )
+            if rows[n].vector and leading not in (None, 1):
+                raise ValueError(
+                    f"the marked output has one axis, which is that of its features, but {name!r} is read with "
+                    f"{leading} rows: give the features an axis of their own, kfac.output(x[:, None], ...), or "
+                    "pass num_examples= to value_and_grad"
+                )
+        return n
+
+    def token_axes(self, axes: Sequence[Atom], n: int) -> tuple[int, ...]:
+        """Where every row of an output `[examples, tokens, features]` is an example, which axes of an array are theirs.
+
+        A table of positions has the axis of the tokens itself. Of its rows the gradient for a token knows one, so only
+        the examples are left to sum over.
+
+        Args:
+          axes: of an array that an elementwise parameter is read on.
+          n: the number of examples.
+
+        Returns:
+          Positions in `axes`; none if they do not begin with examples and tokens.
+        """
+        sizes = [(p, atom.size) for p, atom in enumerate(axes) if atom.size > 1]
+        for mark in self.marks:
+            shape = [size for size in mark.shape[:-1] if size > 1]
+            if not mark.scans and math.prod(shape) == n and [size for _, size in sizes[: len(shape)]] == shape:
+                return tuple(p for p, _ in sizes[: len(shape)] if not axes[p].of_leaf)
+        return ()
 
     def require(self, what: str, names: Sequence[str], skipped: Collection[str]) -> None:
         """Raises a `ValueError` unless every parameter of the loss acts on it through a marked output."""
