@@ -7,6 +7,7 @@ import os as _os
 # enough.
 _os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+from kfac import exact as exact
 from kfac.alias import diagnostics as diagnostics
 from kfac.alias import kfac as kfac
 from kfac.assignment import Assignment as Assignment
@@ -18,6 +19,7 @@ from kfac.layers import Factors as Factors
 from kfac.layers import Layer as Layer
 from kfac.layers import Layers as Layers
 from kfac.layers import UnsupportedLayerError as UnsupportedLayerError
+from kfac.likelihood import output as output
 from kfac.state import KfacState as KfacState
 from kfac.state import gather_state as gather_state
 from kfac.state import scatter_state as scatter_state

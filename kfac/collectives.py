@@ -51,6 +51,22 @@ def zeros_of(fn: Callable, *args: Any) -> Any:
     return jax.tree.map(zeros, jax.eval_shape(fn, *args))
 
 
+def own_key(key: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """A PRNG key of this device: its position on the mesh axes `axes` is folded in.
+
+    Under `pmap`, and under `shard_map` without its check, nothing tells over which axes a value varies: all count.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = [
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == jax.sharding.AxisType.Manual
+    ]
+    if manual and not varying_axes(lax.axis_index(manual[0])):
+        axes = frozenset(manual)
+    return jax.random.fold_in(key, lax.axis_index(tuple(sorted(axes)))) if axes else key
+
+
 def axis_size(axis_name: AxisName | None) -> int | None:
     """The number of devices along a named axis; None where no such axis is bound."""
     if axis_name is None:

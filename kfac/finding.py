@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from kfac import axes as axes_lib
 from kfac.axes import Atom, Layout
 from kfac.layers import Factors, Kronecker, Layer, Layers, Unitwise, leaf_path
+from kfac.likelihood import Marks, find_marks
 from kfac.replay import ElementwiseTap, Key, KroneckerTap, Plan
 from kfac.statistics import Convolution, accumulator
 from kfac.tracing import NOT_WITH_EXAMPLES, Analysis, Read, Trace, inner_jaxpr, trace, unsupported
@@ -79,6 +80,7 @@ class Resolved:
       probes: shape and dtype of what each tap sums.
       finish: what brings these sums to factors, by layer.
       num_examples: `n`.
+      marks: the marked outputs.
     """
 
     layers: Layers
@@ -86,6 +88,7 @@ class Resolved:
     probes: dict[Key, Any]
     finish: dict[str, Callable[[list[Any]], Any]]
     num_examples: int
+    marks: Marks
 
     def factors(self, sums: dict[Key, Any], grads: Sequence[Any]) -> Factors:
         """Factors from the cotangents of the probes and, for coarse diagonals, the gradients."""
@@ -132,7 +135,8 @@ def resolve(
         _check_kernel(names[leaf], by_leaf[leaf], analysis.coarse.get(leaf))
     companions = _companions(analysis, by_leaf, kernels)
 
-    n = _num_examples(num_examples, analysis, kernels, names, strict)
+    marks = find_marks(traced, len(names))
+    n = _num_examples(num_examples, marks, analysis, kernels, names, strict)
     drafts: list[tuple[Layer, list[int]]] = []
     for leaf, name in enumerate(names):
         if leaf in companions.values():
@@ -145,7 +149,7 @@ def resolve(
             drafts.append(_elementwise_layer(leaf, companions.get(leaf), analysis, by_leaf, names, shapes, n))
 
     parents = collections.Counter(_parent(layer.params[0]) for layer, _ in drafts)
-    resolved = Resolved(Layers((), tuple(names), skip), Plan(), {}, {}, n or 1)
+    resolved = Resolved(Layers((), tuple(names), skip), Plan(), {}, {}, n or 1, marks)
     blocks = []
     for layer, leaves in drafts:
         parent = _parent(layer.params[0])
@@ -228,7 +232,9 @@ def _companions(analysis: Analysis, by_leaf: dict[int, list[Read]], kernels: set
     return companions
 
 
-def _num_examples(given, analysis: Analysis, kernels: set[int], names: Sequence[str], strict: bool) -> int | None:
+def _num_examples(
+    given, marks: Marks, analysis: Analysis, kernels: set[int], names: Sequence[str], strict: bool
+) -> int | None:
     """The number of examples; None where it is not clear and need not be."""
     if given is not None:
         if isinstance(given, bool) or not isinstance(given, int) or given < 1:
@@ -240,6 +246,9 @@ def _num_examples(given, analysis: Analysis, kernels: set[int], names: Sequence[
                     f"{names[read.leaf]!r} is read"
                 )
         return given
+    if marks.marks:
+        products = [(names[read.leaf], read.rows, read.leading) for read in analysis.reads if read.leaf in kernels]
+        return marks.num_examples(products, strict)
     candidates: dict[int | None, str] = {}
     for read in analysis.reads:
         if read.leaf in kernels or not kernels:
@@ -384,6 +393,7 @@ def _in_memory_order(array: jax.Array, stack: list[Atom], tail: tuple[int, ...])
 def _plan_elementwise(resolved, layer, leaves, by_leaf, traced, strict: bool) -> None:
     n = resolved.num_examples
     stacks: list[list[Atom]] = []
+    rows: set[int] = set()
     for k, leaf in enumerate(leaves):
         key = (layer.name, k)
         dtype = _accumulator(traced, by_leaf[leaf])
@@ -393,7 +403,10 @@ def _plan_elementwise(resolved, layer, leaves, by_leaf, traced, strict: bool) ->
             foreign = [position for position, atom in enumerate(flat) if not atom.of_leaf]
             matching = [p for p in foreign if flat[p].size == n] if n > 1 else []
             example = next(iter(matching), None)
-            if not strict and n > 1 and example is None:
+            examples: tuple[int, ...] = () if example is None else (example,)
+            if n > 1 and example is None:
+                examples = resolved.marks.token_axes(flat, n)
+            if not strict and n > 1 and not examples:
                 return
             # Behind another axis, length alone tells the examples only if they can be on no other.
             others = [p for p in foreign if flat[p].size % n == 0 and p != example] if n > 1 else []
@@ -403,7 +416,7 @@ def _plan_elementwise(resolved, layer, leaves, by_leaf, traced, strict: bool) ->
                     f"{list(read.shape)}: it is not clear which of its axes has the {n} examples. Put the examples "
                     "first, or take another number of them."
                 )
-            if n > 1 and example is None:
+            if n > 1 and not examples:
                 raise ValueError(
                     f"parameter {layer.params[k]!r} is read by {eqn.primitive.name} on an array of shape "
                     f"{list(read.shape)} none of whose axes has the {n} examples: pass num_examples= to "
@@ -415,21 +428,28 @@ def _plan_elementwise(resolved, layer, leaves, by_leaf, traced, strict: bool) ->
                 read.operand,
                 eqn.primitive.name,
                 tuple(atom.size for atom in flat),
-                example,
+                examples,
                 tuple(units),
                 read.sign,
                 dtype,
             )
             _place(resolved, traced, read, tap)
+            rows.add(math.prod(flat[p].size for p in examples))
         local = sorted(axes_lib.atoms_of(read.y_axes), key=lambda atom: atom.memory_order)
         scanned = [length for length, atoms in zip(read.scans, read.view.stack, strict=True) if atoms]
         width = math.prod(atom.size for atom in local)
-        resolved.probes[key] = jax.ShapeDtypeStruct((*scanned, n, width), dtype)
-        stacks.append([*read.scanned, Atom(axes_lib.NOT_A_PARAMETER_AXIS, 1, n), *local])
+        if len(rows) > 1:
+            raise ValueError(
+                f"parameter {layer.params[k]!r} is read on arrays that have {' and '.join(map(str, sorted(rows)))} of "
+                f"the {n} examples: pass num_examples= to value_and_grad"
+            )
+        (count,) = rows
+        resolved.probes[key] = jax.ShapeDtypeStruct((*scanned, count, width), dtype)
+        stacks.append([*read.scanned, Atom(axes_lib.NOT_A_PARAMETER_AXIS, 1, count), *local])
 
     def finish(sums: list[jax.Array]) -> Unitwise:
         # The example axis sorts before all axes of the leaf.
-        columns = [_in_memory_order(g, stack, ()).reshape(n, -1) for g, stack in zip(sums, stacks, strict=True)]
+        columns = [_in_memory_order(g, stack, ()).reshape(count, -1) for g, stack in zip(sums, stacks, strict=True)]
         g = jnp.stack(columns, axis=-1)
         return Unitwise(n * jnp.einsum("nup,nuq->upq", g, g, precision=jax.lax.Precision.HIGHEST))
 

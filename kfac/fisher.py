@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,10 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kfac.collectives import as_varying, varying_axes, zeros_of
+from kfac.collectives import as_varying, own_key, varying_axes, zeros_of
 from kfac.convolutions import fast_in_loops
 from kfac.finding import paths_and_shapes, resolve
 from kfac.layers import Layers
+from kfac.likelihood import Draw, checked_key, keys_of, with_own_key
 from kfac.replay import replay
 from kfac.tracing import trace
 
@@ -42,55 +44,91 @@ def value_and_grad(
         scalar; with `has_aux`, a pair `(loss, aux)`.
       layers: what `find_layers` returned for this function.
       has_aux: whether `loss_fn` returns a pair.
-      fisher: `"empirical"`: statistics of the gradients of the loss itself.
-      num_examples: `n` of the batch that one call sees. By default the leading dimension of the layers' inputs.
+      fisher: `"empirical"`: statistics of the gradients of the loss itself. `"sampled"`: of the gradients of the mean
+        over `n` of `-log p(y | output)`, for targets `y` drawn from the distribution that the network predicts at the
+        outputs that `loss_fn` marks with `kfac.output`: one draw of an unbiased estimate of the true Fisher matrix
+        (Martens 2020). It costs a second backward pass.
+      num_examples: `n` of the batch that one call sees. By default the size of the marked output without its axis of
+        features, and without one the leading dimension of the layers' inputs.
       subsample: Kronecker factors come from every `subsample`-th example, which costs so many times less and is
         unbiased where the order of the examples means nothing. The gradients, and the unit-wise and diagonal blocks,
         which are cheap, come from all of them.
 
     Returns:
       A function of the arguments of `loss_fn` that returns `(value, grads, factors)`, where `value` is `loss` or
-      `(loss, aux)`, `grads` has the structure of the parameters and `factors` is a `Factors`.
+      `(loss, aux)`, `grads` has the structure of the parameters and `factors` is a `Factors`. With `"sampled"` it takes
+      `key`, a PRNG key, as a further keyword, which `loss_fn` does not see. The same key draws the same targets, but on
+      every device others: the device's position on the axes over which the arguments vary is folded into it (under
+      `jax.pmap`, and `shard_map` with `check_vma=False`, its position on all axes).
 
     Raises:
       ValueError: an argument is out of range; when the function is traced: it has other layers than `layers`, or the
-        number of examples is not clear.
+        number of examples is not clear, or `key` is missing, no key, or given where nothing is drawn, or with
+        `"sampled"` the loss depends on a parameter but no marked output does.
     """
     if not isinstance(layers, Layers):
         raise ValueError(f"layers must be what kfac.find_layers returns, but is {type(layers).__name__}")
-    if fisher != "empirical":
-        raise ValueError(f"fisher must be 'empirical', but is {fisher!r}")
+    if fisher not in ("empirical", "sampled"):
+        raise ValueError(f"fisher must be 'empirical' or 'sampled', but is {fisher!r}")
+    sampled = fisher == "sampled"
 
     if isinstance(subsample, bool) or not isinstance(subsample, int) or subsample < 1:
         raise ValueError(f"subsample must be a positive int, but is {subsample!r}")
 
     @functools.wraps(loss_fn)
     def with_factors(params, *args, **kwargs):
+        if sampled:
+            key = checked_key(kwargs.pop("key", None))
+        elif "key" in kwargs and not _takes_key(loss_fn):
+            raise ValueError("key is for fisher='sampled': with 'empirical' nothing is drawn, and loss_fn takes no key")
         # With replicated parameters, shard_map would sum gradients and statistics over devices inside autodiff.
         axes = varying_axes([x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array)])
         params = as_varying(params, axes | varying_axes(params))
         names, shapes = paths_and_shapes(params)
         traced = trace(loss_fn, has_aux, params, args, kwargs)
         resolved = resolve(traced, names, shapes, layers.skip, num_examples, subsample=subsample)
-        _check_same(layers, resolved.layers)
+        check_same(layers, resolved.layers)
         flat, treedef = jax.tree.flatten(params)
         probes = jax.tree.map(lambda probe: jnp.zeros(probe.shape, probe.dtype), resolved.probes)
         probes = as_varying(probes, axes | varying_axes(params))
         closed = traced.closed
 
-        def loss_of(flat, probes):
-            outs = replay(closed.jaxpr, closed.consts, [*flat, *traced.arrays], resolved.plan, probes)
-            return outs[0], outs
+        entries: dict[Any, Any] = {}
+        if sampled:
+            skipped = {path for layer in layers if layer.kind == "skipped" for path in layer.params}
+            resolved.marks.require("fisher='sampled'", names, skipped)
+            resolved.marks.place(resolved.plan, lambda mark: Draw(mark.likelihood, resolved.num_examples))
+            key = own_key(key, axes | varying_axes(closed.consts))
+            entries = keys_of(resolved.marks, key)
 
-        (_, outs), (grads, sums) = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)(flat, probes)
+        def losses_of(flat, probes):
+            arguments = [*flat, *traced.arrays]
+            outs, drawn = replay(closed.jaxpr, closed.consts, arguments, resolved.plan, {**probes, **entries})
+            likelihoods = [jnp.sum(x) for x in drawn.values()]
+            return (outs[0], likelihoods), outs
+
+        # One forward pass, a backward pass for the loss, and another for the likelihood of what was drawn.
+        (value, zeros), pull_back, outs = jax.vjp(losses_of, flat, probes, has_aux=True)
+        grads, sums = pull_back((jnp.ones_like(value), zeros))
+        curvature = grads
+        if sampled:
+            curvature, sums = pull_back((jnp.zeros_like(value), jax.tree.map(jnp.ones_like, zeros)))
         loss, aux = traced.rebuild(outs)
-        factors = resolved.factors(sums, grads)
+        factors = resolved.factors(sums, curvature)
         return (loss, aux) if has_aux else loss, jax.tree.unflatten(treedef, grads), factors
 
     return with_factors
 
 
-def _check_same(expected: Layers, found: Layers) -> None:
+def _takes_key(loss_fn: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(loss_fn).parameters.values()
+    except (TypeError, ValueError):  # a callable that does not tell
+        return True
+    return any(p.name == "key" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def check_same(expected: Layers, found: Layers) -> None:
     if expected == found:
         return
     if expected.paths != found.paths:
@@ -121,6 +159,7 @@ def microbatch(
       num_microbatches: number of parts, at least 1.
       batch_argnums: positions of the arguments to split, along the leading axis of each of their leaves. The others,
         and keyword arguments, go to every part whole: with a PRNG key among them all parts see the same random numbers.
+        The exception is the keyword `key`: if it is a PRNG key, the number of the part is folded into it.
 
     Returns:
       A function with the arguments and results of `fn`. Real results are averaged in float32 (float64 where they are
@@ -148,13 +187,15 @@ def microbatch(
             )
         parts = [jax.tree.map(lambda x, k=k: _parts(x, num_microbatches, k), args[k]) for k in positions]
 
-        def one(parts):
+        def one(numbered):
+            number, parts = numbered
             full = list(args)
             for k, part in zip(positions, parts, strict=True):
                 full[k] = part
-            return fn(*full, **kwargs)
+            return fn(*full, **with_own_key(kwargs, number))
 
-        first = jax.tree.map(lambda x: x[0], parts)
+        numbered = jnp.arange(num_microbatches), parts
+        first = jax.tree.map(lambda x: x[0], numbered)
         zeros = zeros_of(one, first)
         for path, leaf in jax.tree_util.tree_flatten_with_path(zeros)[0]:
             if not jnp.issubdtype(leaf.dtype, jnp.inexact):
@@ -171,7 +212,7 @@ def microbatch(
         def step(total, part):
             return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, evaluate(part)), None
 
-        total, _ = lax.scan(step, jax.tree.map(widen, zeros), parts)
+        total, _ = lax.scan(step, jax.tree.map(widen, zeros), numbered)
         return jax.tree.map(lambda t, x: (t / num_microbatches).astype(x.dtype), total, zeros)
 
     return accumulated

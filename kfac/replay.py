@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -72,7 +72,7 @@ class ElementwiseTap:
     operand: int
     op: str  # name of the primitive
     split: tuple[int, ...]
-    example: int | None
+    examples: tuple[int, ...]
     units: tuple[int, ...]
     sign: int
     dtype: Any
@@ -86,10 +86,12 @@ class ElementwiseTap:
         if other is not None:
             factor = 1 / other if self.op == "div" else other
             coefficient = factor if coefficient is None else factor * coefficient
-        return self.sign * per_example(g, coefficient, self.split, self.example, self.units)
+        return self.sign * per_example(g, coefficient, self.split, self.examples, self.units)
 
 
 Tap = KroneckerTap | ElementwiseTap
+# At a marked output: from its value and the mark's entry among the probes, the value to go on with and one to hand out.
+AtMark = Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -119,12 +121,14 @@ class Plan:
       multipliers: equations whose result is a scaled view of a parameter, and the operand that is the view.
       children: plans of the jaxprs inside equations.
       iterated: for a scan, whether the probe of a key has an entry for each iteration.
+      marks: what happens at marked outputs in this jaxpr, with their keys.
     """
 
     taps: dict[int, Tap] = dataclasses.field(default_factory=dict)
     multipliers: dict[int, int] = dataclasses.field(default_factory=dict)
     children: dict[int, Plan] = dataclasses.field(default_factory=dict)
     iterated: dict[Key, bool] = dataclasses.field(default_factory=dict)
+    marks: dict[int, tuple[Key, AtMark]] = dataclasses.field(default_factory=dict)
 
     def at(self, path: tuple[int, ...]) -> Plan:
         """The plan of the jaxpr that holds equation `path`."""
@@ -142,11 +146,14 @@ def evaluate(within: jex.Jaxpr, eqn: Any, values: Sequence[Any]) -> list[Any]:
     return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))(*variables.values())
 
 
-def replay(jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any], plan: Plan, probes: Probes) -> list[Any]:
-    """The outputs of `jaxpr`, with the taps of `plan`."""
+def replay(
+    jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any], plan: Plan, probes: Probes
+) -> tuple[list[Any], dict[Key, Any]]:
+    """The outputs of `jaxpr`, with the taps of `plan`; and what its marks hand out, stacked by the scans around."""
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
     multipliers: dict[Any, Any] = {}
+    handed: dict[Key, Any] = {}
 
     def read(var):
         return var.val if isinstance(var, jex.Literal) else env[var]
@@ -154,7 +161,11 @@ def replay(jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any], plan: P
     for index, eqn in enumerate(jaxpr.eqns):
         values = [read(var) for var in eqn.invars]
         child = plan.children.get(index)
-        outs = evaluate(jaxpr, eqn, values) if child is None else _inside(eqn, values, child, probes)
+        if child is None:
+            outs = evaluate(jaxpr, eqn, values)
+        else:
+            outs, inside = _inside(eqn, values, child, probes)
+            handed |= inside
         if index in plan.multipliers:
             operand = plan.multipliers[index]
             so_far = multipliers.get(eqn.invars[operand])
@@ -164,11 +175,14 @@ def replay(jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any], plan: P
         if tap is not None:
             residuals = tap.residuals(values, multipliers.get(eqn.invars[tap.operand]))
             outs = [_tap(tap, residuals, outs[0], probes[tap.key])]
+        if index in plan.marks:
+            key, at_mark = plan.marks[index]
+            outs[0], handed[key] = at_mark(outs[0], probes[key])
         env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(var) for var in jaxpr.outvars]
+    return [read(var) for var in jaxpr.outvars], handed
 
 
-def _inside(eqn: Any, values: Sequence[Any], plan: Plan, probes: Probes) -> list[Any]:
+def _inside(eqn: Any, values: Sequence[Any], plan: Plan, probes: Probes) -> tuple[list[Any], dict[Key, Any]]:
     name = eqn.primitive.name
     jaxpr, consts = inner_jaxpr(eqn)
     if name in CALLS:
@@ -186,20 +200,23 @@ def _inside(eqn: Any, values: Sequence[Any], plan: Plan, probes: Probes) -> list
 
 
 def _keys(plan: Plan) -> set[Key]:
-    return {tap.key for tap in plan.taps.values()}.union(*(_keys(child) for child in plan.children.values()))
+    own = {tap.key for tap in plan.taps.values()} | {key for key, _ in plan.marks.values()}
+    return own.union(*(_keys(child) for child in plan.children.values()))
 
 
-def _scan(eqn: Any, jaxpr: jex.Jaxpr, consts, values: Sequence[Any], plan: Plan, probes: Probes) -> list[Any]:
+def _scan(
+    eqn: Any, jaxpr: jex.Jaxpr, consts, values: Sequence[Any], plan: Plan, probes: Probes
+) -> tuple[list[Any], dict[Key, Any]]:
     first, last = eqn.params["num_consts"], eqn.params["num_consts"] + eqn.params["num_carry"]
     shared = {key: probes[key] for key, iterated in plan.iterated.items() if not iterated}
     own = {key: probes[key] for key, iterated in plan.iterated.items() if iterated}
 
     def body(carry, slices):
         xs, own = slices
-        outs = replay(jaxpr, consts, [*values[:first], *carry, *xs], plan, {**shared, **own})
-        return outs[: last - first], outs[last - first :]
+        outs, handed = replay(jaxpr, consts, [*values[:first], *carry, *xs], plan, {**shared, **own})
+        return outs[: last - first], (outs[last - first :], handed)
 
-    carry, ys = lax.scan(
+    carry, (ys, handed) = lax.scan(
         body,
         list(values[first:last]),
         (list(values[last:]), own),
@@ -207,4 +224,4 @@ def _scan(eqn: Any, jaxpr: jex.Jaxpr, consts, values: Sequence[Any], plan: Plan,
         reverse=eqn.params["reverse"],
         unroll=eqn.params["unroll"],
     )
-    return [*carry, *ys]
+    return [*carry, *ys], handed

@@ -172,7 +172,11 @@ def _patch_moment(x: jax.Array, conv: Convolution, arrange: Arrangement) -> jax.
 
 
 def per_example(
-    g: jax.Array, coefficient: jax.Array | None, split: tuple[int, ...], example: int | None, units: tuple[int, ...]
+    g: jax.Array,
+    coefficient: jax.Array | None,
+    split: tuple[int, ...],
+    examples: tuple[int, ...],
+    units: tuple[int, ...],
 ) -> jax.Array:
     """Gradients of each example with respect to an elementwise parameter, summed over positions.
 
@@ -180,7 +184,7 @@ def per_example(
       g: gradient with respect to the result of the sum or product.
       coefficient: what the parameter was multiplied by, broadcastable to `g`; None for a sum.
       split: shape that separates the parameter's axes from the others.
-      example: position of the example axis in `split`; None for a single example.
+      examples: positions of the axes of the examples in `split`; none for a single example.
       units: positions of the parameter's axes, in its memory order.
 
     Returns:
@@ -191,8 +195,8 @@ def per_example(
     if coefficient is not None:
         g = g * coefficient.astype(dtype)
     g = g.reshape(split)
-    kept = (() if example is None else (example,)) + units
+    kept = examples + units
     summed = tuple(k for k in range(len(split)) if k not in kept)
     remaining = [k for k in range(len(split)) if k not in summed]
     g = jnp.sum(g, axis=summed).transpose([remaining.index(k) for k in kept])
-    return g.reshape(1 if example is None else g.shape[0], -1)
+    return g.reshape(math.prod(split[k] for k in examples), -1)

@@ -1,7 +1,7 @@
 """Finds the operations that read parameters, in the jaxpr of a loss function.
 
-The modules that know about jaxprs are this one, `replay.py` and `convolutions.py`. The walk gives every variable one of
-these states:
+The modules that know about jaxprs are this one, `replay.py`, `likelihood.py` and `convolutions.py`. The walk gives
+every variable one of these states:
 
 - `Data`: depends on the arguments. `active` once a parameter took part, `output` while it is still the unbranched
   result of a read, which is what a bias or shift is joined to.

@@ -41,7 +41,18 @@ def distributed():
 
 def test_no_other_page_has_code_that_is_not_run():
     pages = {path.name for path in DOCS.glob("*.md") if "```python" in path.read_text()}
-    assert pages == {"optimizer.md", "distributed.md"}
+    assert pages == {"optimizer.md", "distributed.md", "curvature.md"}
+
+
+def test_the_curvature_page_shows_what_its_code_prints(capsys):
+    _run("curvature.md", 2)
+    [shown] = re.findall(r"^```text\n(.*?)^```$", (DOCS / "curvature.md").read_text(), re.MULTILINE | re.DOTALL)
+    number = r"\d+\.\d\d"
+    printed = capsys.readouterr().out
+    assert re.sub(number, "", printed).split() == re.sub(number, "", shown).split()
+    found, expected = ([float(x) for x in re.findall(number, text)] for text in (printed, shown))
+    # A rounding error may change a draw, and with it the way to the last steps.
+    np.testing.assert_allclose(found, expected, atol=0.05)
 
 
 def test_every_page_is_in_the_contents():

@@ -32,6 +32,7 @@ PUBLIC = {
     "gather_state",
     "kfac",
     "microbatch",
+    "output",
     "scale_by_kfac",
     "scatter_state",
     "state_specs",

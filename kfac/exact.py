@@ -1,0 +1,292 @@
+"""The exact Fisher matrix of small models, layer by layer, to measure approximations by.
+
+The block of a layer is a matrix over the entries of the layer's parameters as a matrix `[d_out, d_in]` (the bias is its
+last column, as in `Layer.to_matrix`), in the order of `kron(A, G)`: entry `(i_out, i_in)` has index `i_in * d_out +
+i_out`. Blocks of stacked layers carry a leading axis of copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kfac import likelihood as likelihood_lib
+from kfac.finding import paths_and_shapes, resolve
+from kfac.fisher import check_same
+from kfac.layers import Block, Kronecker, Layer, Layers, Unitwise
+from kfac.likelihood import Mark, Marks
+from kfac.replay import Key, Plan, replay
+from kfac.statistics import accumulator
+from kfac.tracing import Trace, trace
+
+_HIGHEST = lax.Precision.HIGHEST
+
+
+def fisher_blocks(
+    loss_fn: Callable[..., Any],
+    layers: Layers,
+    *,
+    fisher: str = "true",
+    names: Sequence[str] | None = None,
+    has_aux: bool = False,
+    num_examples: int | None = None,
+    max_size: int = 2048,
+) -> Callable[..., dict[str, jax.Array]]:
+    """The exact diagonal blocks of the Fisher matrix, for each layer one.
+
+    With `z_r` the `n` rows of the output that `loss_fn` marks with `kfac.output` and `J_r` their Jacobians with respect
+    to a layer's parameters:
+
+    - `"true"`: `(1/n) sum_r J_r^T H_r J_r`, where `H_r = E[(E[y] - y) (E[y] - y)^T]` over targets `y` from the
+      distribution that the network predicts. It is what `fisher="sampled"` of `value_and_grad` estimates, and for these
+      distributions the generalised Gauss-Newton matrix of the loss (Martens 2020, section 9.2).
+    - `"empirical"`: `n sum_i g_i g_i^T` with the shares `g_i` that examples have in the gradient of the loss, by way of
+      the marked output (Kunstner et al. 2019, equation 3).
+
+    Both are exact also where examples interact: `J_r` then runs through the whole batch. With `num_examples=n` and more
+    rows than that, an example is `rows / n` rows in succession.
+
+    It takes a backward pass over the whole batch for every row and feature of the output, and memory for the square of
+    the largest layer: meant for small models and few examples.
+
+    Args:
+      loss_fn: the mean loss, as for `value_and_grad`.
+      layers: what `find_layers` returned for it.
+      fisher: `"true"` or `"empirical"`.
+      names: names of the layers. By default all that have statistics.
+      has_aux: whether `loss_fn` returns a pair.
+      num_examples: `n`. By default the number of rows of the marked output.
+      max_size: the most parameters that a copy of a layer may have.
+
+    Returns:
+      A function of the arguments of `loss_fn` that returns a block `[p, p]` (`[copies, p, p]` for stacked layers) for
+      each layer, `p = d_in * d_out`, in float32 (float64 for float64 parameters).
+
+    Raises:
+      ValueError: an argument is out of range, or a layer has more than `max_size` parameters; when the function is
+        called: no output is marked, or the loss depends on a parameter but no marked output does, or examples cannot be
+        told apart because the output is marked inside a scan.
+    """
+    if fisher not in ("true", "empirical"):
+        raise ValueError(f"fisher must be 'true' or 'empirical', but is {fisher!r}")
+    known = [layer.name for layer in layers.with_factors]
+    chosen = known if names is None else list(names)
+    for name in chosen:
+        if name not in known:
+            raise ValueError(f"names: no layer with statistics is called {name!r}; there are {', '.join(known)}")
+        size = layers[name].d_in * layers[name].d_out
+        if size > max_size:
+            raise ValueError(
+                f"layer {name!r} has {size} parameters, its block {size} x {size} elements, but max_size={max_size}: "
+                "name smaller layers with names=, or raise max_size"
+            )
+
+    def blocks(params, *args, **kwargs):
+        paths, shapes = paths_and_shapes(params)
+        traced = trace(loss_fn, has_aux, params, args, kwargs)
+        resolved = resolve(traced, paths, shapes, layers.skip, num_examples)
+        check_same(layers, resolved.layers)
+        skipped = {path for layer in layers if layer.kind == "skipped" for path in layer.params}
+        resolved.marks.require("the exact Fisher matrix", paths, skipped)
+        flat, _ = jax.tree.flatten(params)
+        outputs, pull, slopes = _outputs(traced, resolved.marks, flat)
+        n = resolved.num_examples
+
+        def columns(cotangents):
+            """The pulled back cotangents `[k, ...]` as rows `[k, copies, p]`, by layer."""
+            by_path = dict(zip(paths, jax.vmap(pull)(cotangents), strict=True))
+            return {name: jax.vmap(lambda *g, k=name: _vector(layers[k], g))(*_leaves(layers[name], by_path))
+                    for name in chosen}  # fmt: skip
+
+        def add(total, cotangents):
+            rows = columns(cotangents)
+            return {name: total[name] + _gram(rows[name]) for name in chosen}, None
+
+        dtype = accumulator(jnp.result_type(*flat))
+        total = {}
+        for name in chosen:
+            size = layers[name].d_in * layers[name].d_out
+            total[name] = jnp.zeros((layers[name].copies, size, size), dtype)
+        if fisher == "true":
+            for key, mark in zip(outputs, resolved.marks.marks, strict=True):
+                total = _expected(mark, key, outputs, total, add)
+            scale = 1 / n
+        else:
+            total, scale = _observed(resolved.marks, slopes, n, total, add), n
+        return {name: (scale * (m if layers[name].stacked else m[0])) for name, m in total.items()}
+
+    return blocks
+
+
+def _leaves(layer: Layer, by_path: Mapping[str, jax.Array]) -> list[jax.Array]:
+    return [by_path[path] for path in layer.params]
+
+
+def _vector(layer: Layer, leaves: Sequence[jax.Array]) -> jax.Array:
+    """`[copies, p]`: the columns of the layer's matrix one after the other."""
+    matrix = layer.to_matrix(leaves)
+    return matrix.swapaxes(-1, -2).reshape(matrix.shape[0], -1)
+
+
+def _gram(rows: jax.Array) -> jax.Array:
+    rows = rows.astype(accumulator(rows.dtype))
+    return jnp.einsum("kcp,kcq->cpq", rows, rows, precision=_HIGHEST)
+
+
+def _outputs(
+    traced: Trace, marks: Marks, flat: list[jax.Array]
+) -> tuple[dict[Key, jax.Array], Callable[[Any], list[jax.Array]], dict[Key, jax.Array]]:
+    """The marked outputs, their vector-Jacobian product, and the gradient of the loss with respect to them."""
+    plan = Plan()
+    marks.place(plan, lambda mark: _perturbed)
+    closed = traced.closed
+
+    def evaluate(flat, offsets):
+        outs, outputs = replay(closed.jaxpr, closed.consts, [*flat, *traced.arrays], plan, offsets)
+        return outs[0], outputs
+
+    dtypes = jnp.result_type(*flat)
+    shaped = {("", k): jnp.zeros((*mark.scans, *mark.shape), dtypes) for k, mark in enumerate(marks.marks)}
+    offsets = jax.tree.map(lambda x, y: jnp.zeros(x.shape, y.dtype), shaped, jax.eval_shape(evaluate, flat, shaped)[1])
+    slopes = jax.grad(lambda offsets: evaluate(flat, offsets)[0])(offsets)
+    outputs, pull = jax.vjp(lambda flat: evaluate(flat, offsets)[1], flat)
+    return outputs, lambda cotangent: pull(cotangent)[0], slopes
+
+
+def _perturbed(x: jax.Array, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x + offset.astype(x.dtype), x
+
+
+def _root(likelihood: str, z: jax.Array) -> jax.Array:
+    """`S` with `S^T S = H` for one row `z` of outputs: `E[(E[y] - y) (E[y] - y)^T]`."""
+    p = likelihood_lib.mean(likelihood, z)
+    if likelihood == "categorical":
+        return jnp.sqrt(p)[:, None] * (jnp.eye(len(p), dtype=p.dtype) - p)
+    return jnp.diag(jnp.sqrt(p * (1 - p))) if likelihood == "bernoulli" else jnp.eye(len(z), dtype=p.dtype)
+
+
+def _expected(mark: Mark, key: Key, outputs: Mapping[Key, jax.Array], total: Any, add: Callable) -> Any:
+    """Adds `sum_r J_r^T H_r J_r` over the rows of a mark, one row at a time."""
+    features = mark.shape[-1]
+    rows = outputs[key].reshape(-1, features)
+
+    def row(total, index):
+        root = _root(mark.likelihood, rows[index]).astype(rows.dtype)
+        own = jnp.zeros((features, *rows.shape), rows.dtype).at[:, index].set(root)
+        cotangents = {k: jnp.zeros((features, *z.shape), z.dtype) for k, z in outputs.items()}
+        return add(total, {**cotangents, key: own.reshape(features, *outputs[key].shape)})
+
+    return lax.scan(row, total, jnp.arange(len(rows)))[0]
+
+
+def _observed(marks: Marks, slopes: Mapping[Key, jax.Array], n: int, total: Any, add: Callable) -> Any:
+    """Adds `sum_i g_i g_i^T` over examples, one at a time."""
+    for mark in marks.marks:
+        if mark.scans and (mark.rows != n or len(marks.marks) > 1):
+            raise ValueError(
+                f"the output is marked inside a scan, where its {mark.rows} rows cannot be shared out among {n} "
+                "examples: mark it outside"
+            )
+        if mark.rows % n:
+            raise ValueError(f"num_examples={n} does not divide the {mark.rows} rows of the marked output")
+
+    def example(total, index):
+        def only(slope):
+            grouped = slope.reshape(n, -1)
+            return jnp.zeros_like(grouped).at[index].set(grouped[index]).reshape(1, *slope.shape)
+
+        return add(total, jax.tree.map(only, dict(slopes)))
+
+    return lax.scan(example, total, jnp.arange(n))[0]
+
+
+class Error(NamedTuple):
+    """How far an approximation is from a matrix, each `[]` or `[copies]`.
+
+    Attributes:
+      relative: the Frobenius norm of the difference, relative to that of the matrix; 0 is perfect.
+      cosine: the cosine of the angle between the two as vectors, whatever their lengths; 1 is perfect.
+    """
+
+    relative: jax.Array
+    cosine: jax.Array
+
+
+def dense(block: Block) -> jax.Array:
+    """An approximate block as a full matrix, in the order of `fisher_blocks`.
+
+    Args:
+      block: `Kronecker(A, G)` or `Unitwise(F)` of a `Factors`.
+
+    Returns:
+      `[p, p]`, or `[copies, p, p]` for stacked factors: `kron(A, G)`, or the blocks of the channels.
+
+    Raises:
+      TypeError: `block` is neither.
+    """
+    if isinstance(block, Kronecker):
+        product = jnp.einsum("...ab,...gh->...agbh", block.A, block.G, precision=_HIGHEST)
+        size = block.A.shape[-1] * block.G.shape[-1]
+        return product.reshape(*block.A.shape[:-2], size, size)
+    if isinstance(block, Unitwise):
+        channels, size = block.F.shape[0], block.F.shape[0] * block.F.shape[1]
+        return jnp.einsum("cpq,cd->pcqd", block.F, jnp.eye(channels, dtype=block.F.dtype)).reshape(size, size)
+    raise TypeError(f"block must be Kronecker or Unitwise, but is {type(block).__name__}")
+
+
+def error(exact: jax.Array, approximation: jax.Array) -> Error:
+    """The error of an approximate block.
+
+    Args:
+      exact: `[..., p, p]`, such as a block of `fisher_blocks`.
+      approximation: of the same shape, such as `dense(factors[name])`.
+
+    Returns:
+      `Error(relative, cosine)`, each of shape `[...]`.
+
+    Raises:
+      ValueError: the shapes differ.
+    """
+    if exact.shape != approximation.shape:
+        raise ValueError(f"exact has shape {list(exact.shape)}, but approximation {list(approximation.shape)}")
+
+    def dot(a, b):
+        return jnp.sum(a * b, axis=(-2, -1))
+
+    norm = jnp.sqrt(dot(exact, exact))
+    difference = exact - approximation
+    other = jnp.sqrt(dot(approximation, approximation))
+    return Error(jnp.sqrt(dot(difference, difference)) / norm, dot(exact, approximation) / (norm * other))
+
+
+def nearest_kronecker(exact: jax.Array, layer: Layer) -> Kronecker:
+    """The Kronecker product nearest to a block in Frobenius norm: no choice of factors has a smaller error.
+
+    By the leading singular vectors of the rearranged block (Van Loan & Pitsianis 1993). The block is positive
+    semi-definite, and so are the factors.
+
+    Args:
+      exact: `[p, p]`, or `[copies, p, p]` for a stacked layer.
+      layer: the layer, of kind `"dense"` or `"conv"`.
+
+    Returns:
+      `Kronecker(A, G)`, with factors of equal norm.
+
+    Raises:
+      ValueError: the block is not that of such a layer.
+    """
+    shape = layer.factor_shapes
+    size = layer.d_in * layer.d_out
+    expected = (*shape.get("A", ())[:-2], size, size)
+    if set(shape) != {"A", "G"} or exact.shape != expected:
+        raise ValueError(f"a block of shape {list(exact.shape)} is not that of {layer.describe()}")
+    lead, a, g = exact.shape[:-2], layer.d_in, layer.d_out
+    rearranged = exact.reshape(*lead, a, g, a, g).swapaxes(-3, -2).reshape(*lead, a * a, g * g)
+    left, values, right = jnp.linalg.svd(rearranged, full_matrices=False)
+    sign = jnp.where(jnp.trace(left[..., 0].reshape(*lead, a, a), axis1=-2, axis2=-1) < 0, -1.0, 1.0)
+    root = (sign * jnp.sqrt(values[..., 0]))[..., None, None]
+    return Kronecker(root * left[..., 0].reshape(*lead, a, a), root * right[..., 0, :].reshape(*lead, g, g))

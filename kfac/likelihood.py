@@ -1,0 +1,348 @@
+"""The marked output of a network: where it is, which parameters it depends on, and targets drawn from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core as jex
+
+from kfac.axes import Atom
+from kfac.replay import AtMark, Key, Plan
+from kfac.statistics import accumulator
+from kfac.tracing import CALLS, REMATS, Path, Trace, inner_jaxpr, subjaxprs
+
+LIKELIHOODS = ("categorical", "bernoulli", "gaussian")
+_PREFIX = "kfac.output/"
+_NO_LEAVES: frozenset[int] = frozenset()
+
+
+def output(x: jax.Array, likelihood: str) -> jax.Array:
+    """Marks the output of the network inside `loss_fn`, and the distribution of the targets that it predicts.
+
+    An identity. `value_and_grad` counts the examples by it, `n = x.size / x.shape[-1]` unless `num_examples` is given,
+    and `fisher="sampled"` draws targets from the distribution; nothing else changes. It may stand inside `jax.jit`,
+    `jax.checkpoint`, `jax.vmap` and `lax.scan`, and a loss may mark several outputs, which count as independent given
+    the input.
+
+    The loss that belongs to a mark is the mean over the `n` rows of `-log p(target | x)`:
+
+    - `"categorical"`: `x` are logits, classes on the last axis: `optax.softmax_cross_entropy(x, target)`.
+    - `"bernoulli"`: `x` are logits of independent features on the last axis, summed over:
+      `optax.sigmoid_binary_cross_entropy(x, target).sum(-1)`.
+    - `"gaussian"`: `x` is the mean, the variance is 1: `0.5 * jnp.sum((target - x) ** 2, axis=-1)`.
+
+    Args:
+      x: real, `[..., features]`; a single feature has an axis of its own too.
+      likelihood: `"categorical"`, `"bernoulli"` or `"gaussian"`.
+
+    Returns:
+      `x`.
+
+    Raises:
+      ValueError: `likelihood` is another, or `x` has no axis.
+      TypeError: `x` is not real.
+    """
+    if likelihood not in LIKELIHOODS:
+        raise ValueError(f"likelihood must be one of {', '.join(map(repr, LIKELIHOODS))}, but is {likelihood!r}")
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"the output must be real, but has dtype {x.dtype}")
+    if x.ndim < 1:
+        raise ValueError("the output must have an axis of features, but is a scalar: pass x[..., None]")
+    # vmap puts its axis where it likes, but behind expand_dims it comes first, and the features remain last.
+    return lax.squeeze(checkpoint_name(lax.expand_dims(x, (0,)), _PREFIX + likelihood), (0,))
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """A marked output.
+
+    Attributes:
+      path: the equation of the mark.
+      likelihood: the distribution.
+      shape: `[..., features]`, with an axis of 1 among the others that `output` adds.
+      scans: lengths of the enclosing scans.
+      leaves: the parameter leaves it depends on.
+      around: which equations on the path are scans, by their position in it.
+    """
+
+    path: Path
+    likelihood: str
+    shape: tuple[int, ...]
+    scans: tuple[int, ...]
+    leaves: frozenset[int]
+    around: tuple[int, ...]
+
+    @property
+    def vector(self) -> bool:
+        """Whether it is a single prediction by shape, which might be a vector of predictions."""
+        return not self.scans and len(self.shape) == 2
+
+    @property
+    def rows(self) -> int:
+        """How many predictions it holds, over all iterations of the scans around it."""
+        return math.prod(self.scans) * math.prod(self.shape[:-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Marks:
+    """All marked outputs of a traced loss, in program order, and the leaves that the loss depends on."""
+
+    marks: tuple[Mark, ...]
+    loss_leaves: frozenset[int]
+
+    def num_examples(self, products: Iterable[tuple[str, int, int | None]], strict: bool) -> int | None:
+        """The number of rows of the marked outputs; None where it is not clear and need not be.
+
+        Args:
+          products: the products that read kernels: parameter, number of positions, leading dimension.
+          strict: whether it must be clear.
+
+        Raises:
+          ValueError: it is not clear, or it does not go with the products.
+        """
+        rows = {mark.rows: mark for mark in self.marks}
+        if not strict:
+            return next(iter(rows)) if len(rows) == 1 else None
+        if len(rows) > 1:
+            seen = " and ".join(f"{count} ({list(mark.shape)})" for count, mark in rows.items())
+            raise ValueError(
+                f"the number of examples is not clear: the marked outputs have {seen} rows. Pass num_examples= to "
+                "value_and_grad."
+            )
+        (n,) = rows
+        for name, positions, leading in products:
+            if positions % n:
+                raise ValueError(
+                    f"the marked output has {n} rows, which do not divide the {positions} positions at which {name!r} "
+                    "is read. Pass num_examples= to value_and_grad."
+                )
+            if rows[n].vector and leading not in (None, 1):
+                raise ValueError(
+                    f"the marked output has one axis, which is that of its features, but {name!r} is read with "
+                    f"{leading} rows: give the features an axis of their own, kfac.output(x[:, None], ...), or "
+                    "pass num_examples= to value_and_grad"
+                )
+        return n
+
+    def token_axes(self, axes: Sequence[Atom], n: int) -> tuple[int, ...]:
+        """Where every row of an output `[examples, tokens, features]` is an example, which axes of an array are theirs.
+
+        A table of positions has the axis of the tokens itself. Of its rows the gradient for a token knows one, so only
+        the examples are left to sum over.
+
+        Args:
+          axes: of an array that an elementwise parameter is read on.
+          n: the number of examples.
+
+        Returns:
+          Positions in `axes`; none if they do not begin with examples and tokens.
+        """
+        sizes = [(p, atom.size) for p, atom in enumerate(axes) if atom.size > 1]
+        for mark in self.marks:
+            shape = [size for size in mark.shape[:-1] if size > 1]
+            if not mark.scans and math.prod(shape) == n and [size for _, size in sizes[: len(shape)]] == shape:
+                return tuple(p for p, _ in sizes[: len(shape)] if not axes[p].of_leaf)
+        return ()
+
+    def require(self, what: str, names: Sequence[str], skipped: Collection[str]) -> None:
+        """Raises a `ValueError` unless every parameter of the loss acts on it through a marked output."""
+        if not self.marks:
+            raise ValueError(
+                f"{what} needs the output of the network: mark it inside loss_fn, "
+                "logits = kfac.output(logits, 'categorical')"
+            )
+        reached = frozenset().union(*(mark.leaves for mark in self.marks))
+        missing = [names[leaf] for leaf in sorted(self.loss_leaves - reached) if names[leaf] not in skipped]
+        if missing:
+            raise ValueError(
+                f"{what}: the loss depends on {', '.join(map(repr, missing[:5]))}, but no marked output does, so the "
+                "statistics would be zero. Mark with kfac.output every output that the loss compares with targets, or "
+                "leave these parameters out with skip=."
+            )
+
+    def place(self, plan: Plan, make: Callable[[Mark], AtMark]) -> None:
+        """Puts `make(mark)` at every mark of `plan`; mark `k` has the key `("", k)`, which no layer has."""
+        for k, mark in enumerate(self.marks):
+            key = ("", k)
+            plan.at(mark.path).marks[mark.path[-1]] = key, make(mark)
+            inner = plan
+            for position, index in enumerate(mark.path[:-1]):
+                inner = inner.children[index]
+                if position in mark.around:
+                    inner.iterated[key] = True
+
+
+def find_marks(traced: Trace, num_leaves: int) -> Marks:
+    """The marked outputs of a loss with `num_leaves` parameter leaves.
+
+    Raises:
+      ValueError: one is inside `lax.while_loop`, `lax.cond` or another construct that cannot be followed.
+    """
+    jaxpr = traced.closed.jaxpr
+    found: dict[Path, Mark] = {}
+    states = [frozenset({k}) if k < num_leaves else _NO_LEAVES for k in range(len(jaxpr.invars))]
+    outs = _walk(jaxpr, states, (), (), (), found)
+    return Marks(tuple(found.values()), outs[0])
+
+
+Leaves = frozenset[int]
+
+
+def _walk(
+    jaxpr: jex.Jaxpr,
+    states: Sequence[Leaves],
+    path: Path,
+    scans: tuple[int, ...],
+    around: tuple[int, ...],
+    found: dict[Path, Mark],
+) -> list[Leaves]:
+    """The leaves that each result of `jaxpr` depends on, given those of its arguments; adds marks to `found`."""
+    env: dict[Any, Leaves] = dict(zip(jaxpr.invars, states, strict=True))
+
+    def read(var) -> Leaves:
+        return _NO_LEAVES if isinstance(var, jex.Literal) else env.get(var, _NO_LEAVES)
+
+    for index, eqn in enumerate(jaxpr.eqns):
+        here, own = (*path, index), [read(var) for var in eqn.invars]
+        name = eqn.primitive.name
+        if name in CALLS or name in REMATS:
+            results = _walk(inner_jaxpr(eqn)[0], own, here, scans, around, found)
+        elif name == "scan":
+            results = _walk_scan(eqn, own, here, scans, (*around, len(path)), found)
+        else:
+            for inner in subjaxprs(eqn):
+                _refuse_marks(inner, name)
+            everything = _NO_LEAVES if name == "stop_gradient" else _NO_LEAVES.union(*own)
+            results = [everything] * len(eqn.outvars)
+            if _is_mark(eqn):
+                aval: Any = eqn.outvars[0].aval
+                likelihood = eqn.params["name"].removeprefix(_PREFIX)
+                found[here] = Mark(here, likelihood, tuple(aval.shape), scans, everything, around)
+        env.update(zip(eqn.outvars, results, strict=True))
+    return [read(var) for var in jaxpr.outvars]
+
+
+def _walk_scan(eqn, states: list[Leaves], path: Path, scans, around, found: dict[Path, Mark]) -> list[Leaves]:
+    first, last = eqn.params["num_consts"], eqn.params["num_consts"] + eqn.params["num_carry"]
+    body, scans = inner_jaxpr(eqn)[0], (*scans, eqn.params["length"])
+    while True:  # what the carry depends on can grow from iteration to iteration
+        results = _walk(body, states, path, scans, around, found)
+        grown = [a | b for a, b in zip(states[first:last], results, strict=False)]
+        if grown == states[first:last]:
+            return results
+        states = [*states[:first], *grown, *states[last:]]
+
+
+def _is_mark(eqn) -> bool:
+    return eqn.primitive.name == "name" and eqn.params["name"].startswith(_PREFIX)
+
+
+def _refuse_marks(jaxpr: jex.Jaxpr, construct: str) -> None:
+    for eqn in jaxpr.eqns:
+        if _is_mark(eqn):
+            raise ValueError(f"kfac.output cannot be followed inside {construct}: mark what comes out of it")
+        for inner in subjaxprs(eqn):
+            _refuse_marks(inner, construct)
+
+
+# -- targets -----------------------------------------------------------------------------------------------------------
+
+
+def mean(likelihood: str, x: jax.Array) -> jax.Array:
+    """The expectation of the target, one-hot for a class: `[..., features]` in float32 or better."""
+    x = x.astype(accumulator(x.dtype))
+    if likelihood == "categorical":
+        return jax.nn.softmax(x, axis=-1)
+    return jax.nn.sigmoid(x) if likelihood == "bernoulli" else x
+
+
+def sampled_gradient(likelihood: str, x: jax.Array, key: jax.Array) -> jax.Array:
+    """The gradient of `-log p(y | x)` with respect to `x`, `E[y] - y`, for a drawn `y`; float32 or better."""
+    wide = x.astype(accumulator(x.dtype))
+    if likelihood == "gaussian":
+        return jax.random.normal(key, wide.shape, wide.dtype)  # E[y] - y is minus a draw, and as likely as that
+    expected = mean(likelihood, x)
+    if likelihood == "bernoulli":
+        return expected - jax.random.bernoulli(key, expected)
+    return expected - jax.nn.one_hot(jax.random.categorical(key, wide), x.shape[-1], dtype=wide.dtype)
+
+
+@jax.custom_vjp
+def _pull(x: jax.Array, direction: jax.Array) -> jax.Array:
+    """A zero whose gradient with respect to `x` is `direction`."""
+    del direction
+    return jnp.zeros((), x.dtype)
+
+
+def _pull_forward(x, direction):
+    return jnp.zeros((), x.dtype), direction
+
+
+def _pull_backward(direction, g):
+    return g * direction, jnp.zeros_like(direction)
+
+
+_pull.defvjp(_pull_forward, _pull_backward)
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """At a mark: hands out a zero whose gradient is that of the mean over `n` of `-log p` of drawn targets."""
+
+    likelihood: str
+    n: int
+
+    def __call__(self, x: jax.Array, entry: jax.Array) -> tuple[jax.Array, jax.Array]:
+        gradient = sampled_gradient(self.likelihood, x, entry) / self.n
+        return x, _pull(x, lax.stop_gradient(gradient.astype(x.dtype)))
+
+
+def keys_of(marks: Marks, key: jax.Array) -> dict[Key, jax.Array]:
+    """A PRNG key for each mark, and for each iteration of the scans around it."""
+    keys: dict[Key, jax.Array] = {}
+    for k, mark in enumerate(marks.marks):
+        own = jax.random.fold_in(key, k)
+        keys[("", k)] = jax.random.split(own, mark.scans) if mark.scans else own
+    return keys
+
+
+# -- PRNG keys ---------------------------------------------------------------------------------------------------------
+
+
+def is_key(x: Any) -> bool:
+    """Whether `x` is a single PRNG key, as `jax.random.key` or `jax.random.PRNGKey` make it."""
+    if not (hasattr(x, "dtype") and hasattr(x, "shape")):
+        return False
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x.shape == ()
+    return x.dtype == jnp.uint32 and x.shape in ((2,), (4,))
+
+
+def checked_key(key: Any) -> jax.Array:
+    """`key` in the typed form.
+
+    Raises:
+      ValueError: it is missing, or no PRNG key.
+    """
+    if key is None:
+        raise ValueError("fisher='sampled' draws targets: pass a PRNG key at the call, key=jax.random.key(step)")
+    if not is_key(key):
+        what = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") and hasattr(key, "shape") else repr(key)
+        raise ValueError(f"key must be a single PRNG key, such as jax.random.key(step), but is {what}")
+    return key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
+
+
+def with_own_key(kwargs: Mapping[str, Any], part: Any) -> dict[str, Any]:
+    """`kwargs`, a PRNG key among them that is called `key` folded with the number of a part."""
+    own = dict(kwargs)
+    if is_key(own.get("key")):
+        own["key"] = jax.random.fold_in(own["key"], part)
+    return own
