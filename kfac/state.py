@@ -25,6 +25,9 @@ class KfacMetrics(NamedTuple):
       gradient_norm: 2-norm of the gradient, over the parameters that have a curvature block.
       preconditioned_norm: the same of the preconditioned gradient.
       condition: largest 1-norm condition number of a damped factor, each as of its last inversion.
+      statistics_change: how much the last statistics differed from the running averages before them: the Frobenius norm
+        of the difference, relative to the average, as a mean over all Kronecker factors. 1 for those without an average
+        so far, and for those that were left out.
       inverse_age: steps since the oldest of the inverses in use was computed.
       skipped_statistics: how many times a block left non-finite statistics out of its running average.
       failed_inversions: how many times a block kept its previous inverse because factorisation failed.
@@ -34,6 +37,7 @@ class KfacMetrics(NamedTuple):
     gradient_norm: jax.Array
     preconditioned_norm: jax.Array
     condition: jax.Array
+    statistics_change: jax.Array
     inverse_age: jax.Array
     skipped_statistics: jax.Array
     failed_inversions: jax.Array
@@ -188,7 +192,7 @@ def init_state(config: Config, params: Any) -> KfacState:
         shared={group.name: blocks(group, group.size) for group in config.unitwise},
         replicas=replicas,
         metrics=KfacMetrics(
-            *(jnp.zeros((), jnp.float32) for _ in range(3)), *(jnp.zeros((), jnp.int32) for _ in range(4))
+            *(jnp.zeros((), jnp.float32) for _ in range(4)), *(jnp.zeros((), jnp.int32) for _ in range(4))
         ),
     )
 
