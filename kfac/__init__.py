@@ -7,6 +7,7 @@ import os as _os
 # enough.
 _os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+from kfac import schedules as schedules
 from kfac.alias import diagnostics as diagnostics
 from kfac.alias import kfac as kfac
 from kfac.assignment import Assignment as Assignment

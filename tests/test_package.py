@@ -72,6 +72,18 @@ def test_public_functions_document_arguments_and_result(name):
         assert re.search(rf"^\s+\*{{0,2}}{parameter}\b.*:", arguments, re.MULTILINE), parameter
 
 
+def test_schedules_are_documented_like_the_rest():
+    names = [name for name, value in vars(kfac.schedules).items() if getattr(value, "__module__", "") == "kfac.schedules"]
+    assert sorted(names) == ["coupled_momentum", "damping_warmup"]
+    page = (ROOT / "docs" / "optimizer.md").read_text()
+    for name in names:
+        function = getattr(kfac.schedules, name)
+        text = inspect.getdoc(function)
+        assert all(section in text for section in ("Args:", "Returns:", "References:"))
+        assert all(f"  {parameter}: " in text for parameter in inspect.signature(function).parameters)
+        assert f"`{name}`" in page
+
+
 def _imported_modules(tree: ast.AST) -> list[str]:
     """Dotted paths of everything that is imported, `from a import b` counting as `a.b`."""
     modules = []
