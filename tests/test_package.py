@@ -73,7 +73,9 @@ def test_public_functions_document_arguments_and_result(name):
 
 
 def test_schedules_are_documented_like_the_rest():
-    names = [name for name, value in vars(kfac.schedules).items() if getattr(value, "__module__", "") == "kfac.schedules"]
+    names = [
+        name for name, value in vars(kfac.schedules).items() if getattr(value, "__module__", "") == "kfac.schedules"
+    ]
     assert sorted(names) == ["coupled_momentum", "damping_warmup"]
     page = (ROOT / "docs" / "optimizer.md").read_text()
     for name in names:
