@@ -44,7 +44,7 @@ Schedule = Literal["cosine", "linear", "polynomial", "constant"]
 Coupling = Literal["none", "ratio", "proportional"]
 Init = Literal["identity", "he"]
 Erasing = Literal["none", "own", "in-place"]
-BatchSize = int | Literal["auto"]
+BatchSize = int | Literal["auto"] | None
 
 # How many steps --global-batch auto makes of an epoch: as many as batch 131,072 makes of ImageNet's.
 STEPS_AN_EPOCH = 10
@@ -65,6 +65,7 @@ class Optimization:
             "the ten steps an epoch that batch 131,072 makes of ImageNet.",
             "144 for digits, 1000 for cifar10, 256 for folder, 64 for synthetic",
             BatchSize,
+            metavar="INT|auto",
             aliases=["--batch-size"],
         ),
     ] = AUTO

@@ -109,7 +109,8 @@ def load(folder: Path) -> Curves:
     try:
         saved = json.loads((folder / "config.json").read_text())
         optim = saved["optim"]
-        about = f": {optim['optimizer']}, batch {optim['global_batch']:,}, {saved['data']['source']}"
+        name = saved["run"]["config"]
+        about = f": {name + ', ' if name else ''}{optim['optimizer']}, batch {optim['global_batch']:,}, {saved['data']['source']}"
     except (OSError, ValueError, KeyError, TypeError):
         about = ""
     return Curves(folder.resolve().name + about, records)
@@ -121,7 +122,8 @@ def plot(runs: list[Curves], path: Path, title: str) -> None:
 
     across = [("step", "optimizer step"), ("epoch", "epoch"), ("seconds", "seconds of training")]
     figure = Figure(figsize=(14, 7.5), layout="constrained")
-    figure.suptitle(title)
+    if title:
+        figure.suptitle(title)
     grid = figure.subplots(2, 3, sharex="col", sharey="row")
     for k, run in enumerate(runs):
         color = f"C{k % 10}"
@@ -187,7 +189,7 @@ def main(args: list[str]) -> None:
     options = parser.parse_args(args)
     runs = [load(folder) for folder in options.runs]
     try:
-        plot(runs, options.output, f"{len(runs)} runs" if len(runs) > 1 else "")
+        plot(runs, options.output, "")
     except (OSError, ValueError) as error:
         raise UserError(f"--output {options.output} cannot be written: {error}") from error
     print(f"wrote {options.output}")
