@@ -108,9 +108,9 @@ def load(folder: Path) -> Curves:
         raise UserError(f"{folder} holds no run: it has no metrics.jsonl, or an empty one")
     try:
         saved = json.loads((folder / "config.json").read_text())
-        optim = saved["optim"]
-        name = saved["run"]["config"]
-        about = f": {name + ', ' if name else ''}{optim['optimizer']}, batch {optim['global_batch']:,}, {saved['data']['source']}"
+        named, optim = saved["run"]["config"], saved["optim"]
+        parts = [optim["optimizer"], f"batch {optim['global_batch']:,}", saved["data"]["source"]]
+        about = ": " + ", ".join([named, *parts] if named else parts)
     except (OSError, ValueError, KeyError, TypeError):
         about = ""
     return Curves(folder.resolve().name + about, records)
