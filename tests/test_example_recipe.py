@@ -383,7 +383,7 @@ def test_what_is_not_finite_has_a_name():
     assert precision.not_finite(np.nan, bad, trees) == (
         "the loss and the gradient a/kernel (and 1 more) and the parameter c"
     )
-    values = precision.squares({"x": {"a": jnp.array([3.0, 4.0]), "b": jnp.array(jnp.nan)}})["x"]
+    values = precision.squares({"a": jnp.array([3.0, 4.0]), "b": jnp.array(jnp.nan)})
     assert values[0] == 25 and np.isnan(values[1])
 
 
@@ -476,24 +476,27 @@ def test_the_recipe_on_other_devices(tmp_path):
         assert np.linalg.norm(a - b) < 1e-3 * np.linalg.norm(b)
 
 
-def test_float16_trains_and_a_step_that_overflows_changes_nothing(tmp_path):
-    options = ["--dtype", "float16", "--width", 8, "--checkpoint-every", 1, "--keep-checkpoints", 9]
-    finish(start(*options, "--steps", 4, "--output", tmp_path / "a"))
+@pytest.mark.parametrize("optimizer", ["kfac", "sgd"])
+def test_a_step_that_overflows_float16_changes_nothing_but_the_scale(tmp_path, monkeypatch, optimizer):
+    monkeypatch.setattr(precision, "INITIAL", 2.0**24)
+    options = ["--optimizer", optimizer, "--dtype", "float16", "--width", "4", "--devices", "1", "--steps", "9",
+               "--checkpoint-every", "1", "--keep-checkpoints", "9", "--output", str(tmp_path / "a")]  # fmt: skip
+    train.main(options)
     found = [r for r in records(tmp_path / "a") if "loss" in r]
-    plain = ["--width", 8, "--steps", 4, "--output", tmp_path / "b"]
-    finish(start(*plain))
-    expected = [r for r in records(tmp_path / "b") if "loss" in r]
-    skipped = [r for r in found if r["gradient_norm"] is None]
-    assert found[0]["loss_scale"] == 2.0**15 and found[-1]["loss_scale"] == 2.0**15 / 2 ** len(skipped)
-    assert found[0]["loss"] == pytest.approx(expected[0]["loss"], rel=1e-2)
-    if not skipped:
-        assert found[3]["loss"] == pytest.approx(expected[3]["loss"], rel=0.1)
-        return
-    for record in skipped:
-        if record["step"] > 1:
-            one, two = (state(tmp_path / "a", k) for k in (record["step"] - 1, record["step"]))
-            for name in ("params", "batch_stats"):
-                jax.tree.map(np.testing.assert_array_equal, one[name], two[name])
+    skipped = [r["step"] for r in found if r["gradient_norm"] is None]
+    assert skipped == list(range(1, len(skipped) + 1)) and 2 <= len(skipped) <= 7
+    assert [r["loss_scale"] for r in found] == [2.0 ** (24 - min(k, len(skipped))) for k in range(9)]
+    # Momentum, factors, inverses, counts of steps; but for what is counted of such steps and the norms of the gradient.
+    first, last, after = (state(tmp_path / "a", k) for k in (1, len(skipped), 9))
+    counts = re.compile(r"metrics|notfinite|last_finite")
+    kept = [name for name in ("params", "batch_stats", "opt_state") if name in first]
+    for name in kept:
+        before, now = (jax.tree_util.tree_flatten_with_path(x[name])[0] for x in (first, last))
+        for (path, x), (_, y) in zip(before, now, strict=True):
+            if not counts.search(jax.tree_util.keystr(path)):
+                np.testing.assert_array_equal(x, y, jax.tree_util.keystr(path))
+    assert (first["params"]["head"]["kernel"] != after["params"]["head"]["kernel"]).any()
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after["params"]))
 
 
 @pytest.mark.parametrize("optimizer", ["kfac", "sgd"])
@@ -507,7 +510,6 @@ def test_nan_stops_with_a_name_and_is_never_saved(tmp_path, optimizer):
     assert re.search(
         r"the (loss|gradient \S+|parameter \S+|batch-norm average \S+).* became NaN or infinite at step", sentence
     )
-    assert "/kernel" in sentence or "the loss" in sentence
     for folder in (tmp_path / "a" / "checkpoints").glob("[0-9]*"):
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state(tmp_path / "a", int(folder.name))))
 

@@ -11,6 +11,9 @@ from orbax.checkpoint import checkpoint_managers as ocp_managers
 import devices
 import kfac
 
+# In place of an accuracy, below all of them.
+NOT_VALIDATED = -1.0
+
 
 def portable(num_devices: int, local_batch: int, state: Any) -> Any:
     """The state of a run as one device would hold it, but for mixed images, which stay split, in their batch's order.
@@ -43,10 +46,7 @@ class Checkpoints:
         def accuracy(metrics: Any) -> float:
             return float(metrics["val_accuracy"])
 
-        policies = [
-            ocp_managers.LatestN(keep),
-            ocp_managers.BestN(get_metric_fn=accuracy, n=1, keep_checkpoints_without_metrics=False),
-        ]
+        policies = [ocp_managers.LatestN(keep), ocp_managers.BestN(get_metric_fn=accuracy, n=1)]
         self._manager = ocp.CheckpointManager(
             folder.absolute(),
             options=ocp.CheckpointManagerOptions(
@@ -63,7 +63,7 @@ class Checkpoints:
     def best(self) -> float:
         """The best validation accuracy of one that is kept."""
         known = [self._manager.metrics(step) for step in self._manager.all_steps()]
-        return max((metrics["val_accuracy"] for metrics in known if metrics), default=-1.0)
+        return max((metrics["val_accuracy"] for metrics in known if metrics), default=NOT_VALIDATED)
 
     def restore(self, like: Any) -> tuple[Any, dict[str, Any]]:
         """The last state, with the shapes and the places of `like`, and what was saved beside it."""
@@ -74,7 +74,8 @@ class Checkpoints:
     def save(self, step: int, state: Any, extra: dict[str, Any], val_accuracy: float | None) -> None:
         """Returns as soon as `state` is on the host; it must not share memory with what the next step overwrites."""
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), extra=ocp.args.JsonSave(extra))
-        metrics = None if val_accuracy is None else {"val_accuracy": val_accuracy}
+        # orbax warns of a checkpoint without metrics; one that was not validated is never the best.
+        metrics = {"val_accuracy": NOT_VALIDATED if val_accuracy is None else val_accuracy}
         self._manager.save(step, args=items, metrics=metrics)
 
     def close(self) -> None:

@@ -46,11 +46,9 @@ def select(condition: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
 
 
-def squares(trees: dict[str, Any]) -> dict[str, jax.Array]:
+def squares(tree: Any) -> jax.Array:
     """The squared norm of each leaf: not finite where one of its numbers is not, or their square."""
-    return {
-        kind: jnp.stack([jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)]) for kind, tree in trees.items()
-    }
+    return jnp.stack([jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)])
 
 
 def not_finite(loss: float, squares: dict[str, Any], trees: dict[str, Any]) -> str:

@@ -190,7 +190,7 @@ def main(args: list[str]) -> None:
         if optim.rescale:
             params = optimizers.rescale(params)
         batch_stats, loss_scale = aux["batch_stats"], state.loss_scale
-        gradient_norm = optax.global_norm(grads)
+        gradient_norm = jnp.sqrt(jnp.sum(precision.squares(grads)))
         if half:
             # What overflowed changes the scale, and nothing else but the counts that K-FAC keeps of such steps.
             finite = jnp.isfinite(gradient_norm)
@@ -199,9 +199,10 @@ def main(args: list[str]) -> None:
             loss_scale = precision.adjust(state.loss_scale, finite)
         metrics = {
             "loss": loss, "accuracy": aux["accuracy"], "gradient_norm": gradient_norm,
-            "parameter_norm": optax.global_norm(params),
+            "parameter_norm": jnp.sqrt(jnp.sum(precision.squares(params))),
         }  # fmt: skip
-        squares = precision.squares({"gradient": grads, "parameter": params, "batch-norm average": batch_stats})
+        watched = {"gradient": grads, "parameter": params, "batch-norm average": batch_stats}
+        squares = {name: precision.squares(tree) for name, tree in watched.items()}
         if half:
             metrics["loss_scale"] = state.loss_scale.scale
         if use_kfac:
