@@ -586,7 +586,7 @@ def test_one_program_of_nhwc_convolutions_that_updates_its_state_in_place(tmp_pa
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", spy)
     counts = {}
-    for steps in (11, 21):
+    for steps in (12, 22):
         programs.clear()
         caplog.clear()
         with jax.log_compiles(), caplog.at_level("WARNING"):
@@ -605,8 +605,8 @@ def test_one_program_of_nhwc_convolutions_that_updates_its_state_in_place(tmp_pa
                 ]
             )
         counts[steps] = sum("Finished XLA compilation" in record.getMessage() for record in caplog.records)
-    # Ten steps more, of both kinds, compile nothing more.
-    assert counts[11] == counts[21] > 0
+    # Ten steps more, of both kinds, compile nothing more; what is small has been compiled by the first run.
+    assert 3 <= counts[22] <= counts[12]
     full, cheap, _ = (p for p in programs)
     for lowered, compiled in (full, cheap):
         text = lowered.as_text()
