@@ -129,9 +129,12 @@ def preconditioned_step(
     if axis is not None:
         counts, extremes = lax.psum(counts, axis), lax.pmax(extremes, axis)
         change = lax.psum(change, axis)
-    number = 2 * sum(group.size for group in config.kronecker)
-    change = state.metrics.statistics_change if factors is None else change / max(number, 1)
     usable = counts[2] == 0  # agreed once more: the next step's decisions follow from it
+    number = 2 * sum(group.size for group in config.kronecker)
+    if factors is None:
+        change = state.metrics.statistics_change
+    else:
+        change = jnp.where(usable, change / max(number, 1), state.metrics.statistics_change)
     metrics = KfacMetrics(
         gradient_norm=_norm(matrices.values()),
         preconditioned_norm=_norm(preconditioned.values()),

@@ -21,6 +21,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 OTHERS = {"jax", "jex", "jnp", "lax", "np", "numpy", "optax"}
 
 PUBLIC = {
+    "AdaptiveInterval",
     "Assignment",
     "Factors",
     "KfacState",
@@ -71,6 +72,20 @@ def test_public_functions_document_arguments_and_result(name):
     arguments = text.split("Args:")[1].split("Returns:")[0]
     for parameter in inspect.signature(function).parameters:
         assert re.search(rf"^\s+\*{{0,2}}{parameter}\b.*:", arguments, re.MULTILINE), parameter
+
+
+def test_schedules_are_documented_like_the_rest():
+    names = [
+        name for name, value in vars(kfac.schedules).items() if getattr(value, "__module__", "") == "kfac.schedules"
+    ]
+    assert sorted(names) == ["coupled_momentum", "damping_warmup"]
+    page = (ROOT / "docs" / "optimizer.md").read_text()
+    for name in names:
+        function = getattr(kfac.schedules, name)
+        text = inspect.getdoc(function)
+        assert all(section in text for section in ("Args:", "Returns:", "References:"))
+        assert all(f"  {parameter}: " in text for parameter in inspect.signature(function).parameters)
+        assert f"`{name}`" in page
 
 
 def _imported_modules(tree: ast.AST) -> list[str]:
