@@ -44,6 +44,7 @@ Coupling = Literal["none", "ratio", "proportional"]
 Init = Literal["identity", "he"]
 Erasing = Literal["none", "own", "in-place"]
 BatchSize = int | Literal["auto"] | None
+Every = int | Literal["adaptive"]
 
 # How many steps --global-batch auto makes of an epoch: as many as batch 131,072 makes of ImageNet's.
 STEPS_AN_EPOCH = 10
@@ -192,11 +193,21 @@ class Optimization:
         ),
     ] = AUTO
     factor_every: Annotated[
-        int,
+        Every,
         option(
-            "[kfac] Collect statistics on every so many steps (and on each of the first ten); "
-            "the steps between cost little more than first-order ones."
+            "[kfac] Collect statistics on every so many steps (and on each of the first ten), or adaptive: the less "
+            "they change the more seldom. The steps between cost little more than first-order ones."
         ),
+    ] = 1
+    statistics_threshold: Annotated[
+        float,
+        option(
+            "[kfac] With --factor-every adaptive: relative change below which statistics count as similar. A single "
+            "batch's noise must lie below it."
+        ),
+    ] = 0.1
+    subsample: Annotated[
+        int, option("[kfac] Form statistics from every so many-th image only; gradients come from all.")
     ] = 1
     inverse_every: Annotated[
         int,
@@ -656,20 +667,21 @@ def _check(config: Config) -> None:
         ("damping_warmup_epochs", 0, math.inf),
         ("warmup_epochs", 0, math.inf), ("momentum", 0, 0.9999), ("weight_decay", 0, math.inf),
         ("factor_decay", 0, 0.9999), ("norm_constraint", 0, math.inf), ("trust_ratio", 0, math.inf),
-        ("factor_every", 1, math.inf), ("inverse_every", 1, math.inf), ("seed", 0, 2**31 - 1),
+        ("factor_every", 1, math.inf), ("subsample", 1, math.inf), ("inverse_every", 1, math.inf),
+        ("seed", 0, 2**31 - 1),
         ("log_every", 1, math.inf), ("eval_every", 1, math.inf), ("checkpoint_every", 1, math.inf),
         ("keep_checkpoints", 1, math.inf), ("stop_after", 1, math.inf),
     ]  # fmt: skip
     values = {k: v for group in GROUPS for k, v in vars(getattr(config, group)).items()}
     for name, low, high in ranges:
         value = values[name]
-        if value == "auto":
+        if value in ("auto", "adaptive"):
             continue
         if value is not None and not (low <= value <= high and math.isfinite(value)):
             wanted = f"at least {low}" if high == math.inf else f"from {low} to {high}"
             raise UserError(f"{_option(name)} is {value} but must be {wanted}")
-    for name in ("epochs", "learning_rate", "damping", "damping_initial", "unitwise_damping", "decay_power",
-                 "decay_end", "norm_epsilon"):  # fmt: skip
+    for name in ("epochs", "learning_rate", "damping", "statistics_threshold", "damping_initial", "unitwise_damping",
+                 "decay_power", "decay_end", "norm_epsilon"):  # fmt: skip
         value = values[name]
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise UserError(f"{_option(name)} is {value} but must be greater than 0")

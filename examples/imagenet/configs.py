@@ -221,8 +221,8 @@ def _kfac(
         momentum=momentum, nesterov=False, momentum_coupling="ratio", rate_in_momentum=True, damping=damping,
         # Their code multiplied by 16; their configurations say 64.
         unitwise_damping=16.0, factor_decay=0.0, norm_constraint=0.0, trust_ratio=0.0, weight_decay=0.0, rescale=True,
-        crop="squashed", arch="resnet50d", init="he", norm_epsilon=2e-5, mixup_alpha=alpha, erasing="in-place", label_smoothing=0.0,
-        divide_by_std=False,
+        crop="squashed", arch="resnet50d", init="he", norm_epsilon=2e-5, mixup_alpha=alpha, erasing="in-place",
+        label_smoothing=0.0, divide_by_std=False,
     )  # fmt: skip
 
 

@@ -106,11 +106,13 @@ def transform(
     return optax.with_extra_args_support(tx)
 
 
-def gradient_fn(loss_fn: Callable[..., Any], layers: Any, micro_batches: int, axis_name: str) -> Callable[..., Any]:
+def gradient_fn(
+    loss_fn: Callable[..., Any], layers: Any, micro_batches: int, axis_name: str, subsample: int = 1
+) -> Callable[..., Any]:
     """`fn(params, batch_stats, batch, loss_scale) -> ((loss, aux), grads, factors)`, this device's own.
 
-    Without `layers` the factors are None. Over micro-batches everything is averaged, the
-    batch-norm averages in `aux` too.
+    Without `layers` the factors are None; else they come from every `subsample`-th image. Over micro-batches everything
+    is averaged, the batch-norm averages in `aux` too.
     """
     if layers is None:
         plain = jax.value_and_grad(loss_fn, has_aux=True)
@@ -121,7 +123,7 @@ def gradient_fn(loss_fn: Callable[..., Any], layers: Any, micro_batches: int, ax
             value, grads = plain(params, *rest)
             return value, grads, None
     else:
-        fn = kfac.value_and_grad(loss_fn, layers, has_aux=True)
+        fn = kfac.value_and_grad(loss_fn, layers, has_aux=True, subsample=subsample)
     if micro_batches == 1:
         return fn
     return kfac.microbatch(fn, micro_batches, batch_argnums=2)

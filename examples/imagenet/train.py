@@ -19,6 +19,7 @@ if "xla_cpu_enable_concurrency_optimized_scheduler" not in os.environ.get("XLA_F
     flag = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 
+import dataclasses
 import functools
 import math
 import signal
@@ -223,14 +224,16 @@ def main(args: list[str]) -> None:
     state = jax.jit(on_devices(init, in_specs=SAME, out_specs=state_specs))(key)
 
     def compile_step(layers: Any) -> Callable[..., Any]:
-        gradients = optimizers.gradient_fn(functools.partial(loss_fn, model), layers, micro_batches, AXIS)
+        gradients = optimizers.gradient_fn(
+            functools.partial(loss_fn, model), layers, micro_batches, AXIS, optim.subsample
+        )
         step = on_devices(functools.partial(train_step, gradients), in_specs=(state_specs, SPLIT),
                           out_specs=(state_specs, SAME, SAME))  # fmt: skip
         return jax.jit(step, donate_argnums=0).lower(state, images_like(batch)).compile()
 
     full_step = compile_step(layers)
     # Between statistics there is nothing of K-FAC in the backward pass.
-    cheap_step = compile_step(None) if use_kfac and optim.factor_every > 1 else full_step
+    cheap_step = compile_step(None) if use_kfac and optim.factor_every != 1 else full_step
     eval_size = mesh.size * min(local_batch, -(-len(dataset.val) // mesh.size))
     weights_like = jax.ShapeDtypeStruct((eval_size,), jnp.float32, sharding=NamedSharding(mesh, SPLIT))
     evaluate = (
@@ -253,9 +256,11 @@ def main(args: list[str]) -> None:
     # Where it begins: at the beginning, or at the last checkpoint.
     saved = checkpoints.Checkpoints(output / "checkpoints", run.keep_checkpoints)
     start, broken = saved.latest() or 0, set[str]()
+    interval = kfac.AdaptiveInterval(optim.statistics_threshold)  # with --factor-every adaptive
     if start:
         portable_state, extra = saved.restore(gather(state))
         state, broken = scatter(portable_state), set(extra["broken"])
+        interval = kfac.AdaptiveInterval(**extra["interval"])
     if run.resume:
         say(f"resuming {output} at step {start} of {total}")
     metrics = report.Metrics(output / "metrics.jsonl" if devices.is_first() else None, start, run.tensorboard)
@@ -282,11 +287,16 @@ def main(args: list[str]) -> None:
     batches = data.train_batches(dataset.train, batch, run.seed, start, stop_at, rows)
     for step, got in enumerate(data.prefetch(batches, functools.partial(devices.place, mesh)), start + 1):
         done = step - 1
-        with_factors = done < FACTOR_WARMUP or done % optim.factor_every == 0
+        due = interval.due(done) if isinstance(optim.factor_every, str) else done % optim.factor_every == 0
+        with_factors = due or done < FACTOR_WARMUP
         trace.before(step)
         state, values, squares = (full_step if with_factors else cheap_step)(state, (got.images, got.labels))
         trace.after(step, state)
         note_broken(got.broken)
+        if use_kfac:
+            values = values | {"kfac/with_statistics": with_factors}
+        if optim.factor_every == "adaptive" and with_factors:
+            interval.record(done, float(values["kfac/statistics_change"]))  # waits for the device
         pending.append((step, values, squares))
         if len(pending) > 1:
             # No more than one step ahead of the device, or else batches would pile up on it.
@@ -332,7 +342,8 @@ def main(args: list[str]) -> None:
             text += f"  val loss {result['val_loss']:.4f}  val accuracy {result['val_accuracy']:.1%}"
         if save:
             broken |= devices.union(broken)
-            saved.save(step, gather(state), {"broken": sorted(broken)}, result.get("val_accuracy"))
+            extra = {"broken": sorted(broken), "interval": dataclasses.asdict(interval)}
+            saved.save(step, gather(state), extra, result.get("val_accuracy"))
         now = time.perf_counter()
         left = (total - step) * (now - loop_began) / (step - start)
         say(f"{text}  {speed:.2f} steps/s  {report.duration(left)} left")
