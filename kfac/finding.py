@@ -14,9 +14,10 @@ import jax.numpy as jnp
 
 from kfac import axes as axes_lib
 from kfac.axes import Atom, Layout
-from kfac.layers import Factors, Kronecker, Layer, Layers, Unitwise, leaf_path
+from kfac.layers import KRONECKER_KINDS, Factors, Kronecker, Layer, Layers, Unitwise, leaf_path
+from kfac.operands import FILL_OR_DROP, row_axis
 from kfac.replay import ElementwiseTap, Key, KroneckerTap, Plan
-from kfac.statistics import Convolution, accumulator
+from kfac.statistics import Convolution, Lookup, accumulator
 from kfac.tracing import NOT_WITH_EXAMPLES, Analysis, Read, Trace, inner_jaxpr, trace, unsupported
 
 
@@ -125,7 +126,8 @@ def resolve(
     by_leaf: dict[int, list[Read]] = collections.defaultdict(list)
     for read in analysis.reads:
         by_leaf[read.leaf].append(read)
-    kernels = {leaf for leaf, reads in by_leaf.items() if any(read.op in ("dense", "conv") for read in reads)}
+    _drop_mixed_lookups(analysis, by_leaf)
+    kernels = {leaf for leaf, reads in by_leaf.items() if any(read.op in KRONECKER_KINDS for read in reads)}
     for leaf in kernels:
         _check_kernel(names[leaf], by_leaf[leaf], analysis.coarse.get(leaf))
     companions = _companions(analysis, by_leaf, kernels)
@@ -152,7 +154,7 @@ def resolve(
         layer = dataclasses.replace(layer, name=parent if unique else layer.params[0])
         blocks.append(layer)
         reads = [read for leaf in leaves for read in by_leaf[leaf]]
-        if layer.kind in ("dense", "conv"):
+        if layer.kind in KRONECKER_KINDS:
             _plan_kronecker(resolved, layer, by_leaf[leaves[0]], analysis, traced)
         elif reads and not layer.coarse:
             _plan_elementwise(resolved, layer, leaves, by_leaf, traced, strict)
@@ -180,9 +182,30 @@ def _parent(path: str) -> str:
     return path.rpartition("/")[0]
 
 
+def _drop_mixed_lookups(analysis: Analysis, by_leaf: dict[int, list[Read]]) -> None:
+    """Leaves a table to the coarse diagonal if not all that reads it are lookups of its rows, and none is a product."""
+    for leaf, reads in list(by_leaf.items()):
+        lookups = [read for read in reads if read.op == "embedding"]
+        if not lookups or any(read.op in ("dense", "conv") for read in reads):
+            continue
+        forms = {(_kernel_layout(read), tuple(filter(None, read.view.stack))) for read in lookups}
+        if len(lookups) < len(reads) or len(forms) > 1 or leaf in analysis.coarse:
+            analysis.coarse.setdefault(leaf, "gather and other operations")
+            del by_leaf[leaf]
+
+
 def _check_kernel(name: str, reads: list[Read], coarse: str | None) -> None:
-    products = [read for read in reads if read.op in ("dense", "conv")]
+    products = [read for read in reads if read.op in KRONECKER_KINDS]
     where = " and ".join(sorted({read.op for read in reads}))
+    if len({read.op == "embedding" for read in products}) > 1:
+        reason = "of inputs that are looked up there are only counts, so the two cannot be put in one block"
+        if len({_kernel_layout(read) for read in products}) > 1:
+            reason = (
+                "an embedding that is the output layer as well has inputs on one axis and gradients on the other for "
+                "the one use, and the other way round for the other; the sum of the two Kronecker products is none, so "
+                "they cannot be put in one block. A table of its own for each use gets one"
+            )
+        raise unsupported(name, "a gather and a matrix product or convolution", reason)
     if coarse is not None:
         raise unsupported(
             name, f"a matrix product or convolution and by {coarse}", "the two cannot be put in one block"
@@ -266,6 +289,7 @@ def _kronecker_layer(leaf, bias, analysis, by_leaf, names, shapes, n) -> tuple[L
         layouts.append(axes_lib.layout((own, _role_within(roles, theirs)) for own, theirs in read.joined[1]))
         leaves.append(bias)
     rows = sum(read.rows for read in reads)
+    lookup = reads[0].op == "embedding"
     layer = Layer(
         names[leaf],
         reads[0].op,
@@ -276,6 +300,8 @@ def _kronecker_layer(leaf, bias, analysis, by_leaf, names, shapes, n) -> tuple[L
         d_in=kernel.size("in") + (bias is not None),
         copies=kernel.size("stack"),
         stacked="stack" in kernel.roles,
+        diagonal=("A",) if lookup else (),
+        note="A holds the counts of the rows looked up" if lookup else "",
         positions=_positions(rows, n),
     )
     return layer, leaves
@@ -337,7 +363,7 @@ def _plan_kronecker(resolved: Resolved, layer: Layer, reads: list[Read], analysi
             read.operand,
             axes_lib.arrangement(read.x_axes, read.batched),
             axes_lib.arrangement(read.y_axes, read.batched),
-            _geometry(eqn) if read.op == "conv" else None,
+            _geometry(read, eqn),
             bias,
             dtype,
         )
@@ -345,23 +371,20 @@ def _plan_kronecker(resolved: Resolved, layer: Layer, reads: list[Read], analysi
     read = reads[0]
     scanned = [length for length, atoms in zip(read.scans, read.view.stack, strict=True) if atoms]
     batched = math.prod(atom.size for atom in read.batched)
-    resolved.probes[key] = Kronecker(
-        jax.ShapeDtypeStruct((*scanned, batched, layer.d_in, layer.d_in), dtype),
-        jax.ShapeDtypeStruct((*scanned, batched, layer.d_out, layer.d_out), dtype),
-    )
+    sums = {name: jax.ShapeDtypeStruct((*scanned, batched, *tail), dtype) for name, tail in layer.block_shapes.items()}
+    resolved.probes[key] = Kronecker(**sums)
     n, rows = resolved.num_examples, sum(read.rows for read in reads)
     stack = [*read.scanned, *sorted(read.batched, key=lambda atom: atom.memory_order)]
 
     def finish(sums: list[Kronecker]) -> Kronecker:
         (moments,) = sums
 
-        def ordered(moment, shape):
-            tail = moment.shape[-2:]
-            return _in_memory_order(moment, stack, tail).reshape(shape)
+        def ordered(factor):
+            tail = layer.block_shapes[factor]
+            return _in_memory_order(getattr(moments, factor), stack, tail).reshape(layer.factor_shapes[factor])
 
-        shapes = layer.factor_shapes
         # G = (n / s) sum g g^T with s = rows / n positions per example.
-        return Kronecker(ordered(moments.A, shapes["A"]) / n, ordered(moments.G, shapes["G"]) * (n / (rows / n)))
+        return Kronecker(ordered("A") / n, ordered("G") * (n / (rows / n)))
 
     resolved.finish[layer.name] = finish
 
@@ -457,8 +480,15 @@ def _equations(traced: Trace, path: Sequence[int]) -> list[Any]:
     return found
 
 
-def _geometry(eqn: Any) -> Convolution:
+def _geometry(read: Read, eqn: Any) -> Convolution | Lookup | None:
+    if read.op == "dense":
+        return None
     numbers = eqn.params["dimension_numbers"]
+    if read.op == "embedding":
+        axis = row_axis(eqn)
+        assert axis is not None
+        column = tuple(numbers.start_index_map).index(axis)
+        return Lookup(eqn.invars[0].aval.shape[axis], column, eqn.params["mode"] == FILL_OR_DROP)
     kernel, out = eqn.invars[1].aval.shape, eqn.outvars[0].aval.shape
     return Convolution(
         tuple(numbers.lhs_spec),

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kfac.collectives import as_varying, varying_axes
-from kfac.layers import Kronecker, Unitwise
+from kfac.layers import Kronecker, Unitwise, is_diagonal
 
 RETRY = 10.0  # a factorisation that fails is tried once more with so many times the damping
 
@@ -39,7 +39,7 @@ def split_damping(factors: Kronecker, damping: jax.Array) -> tuple[jax.Array, ja
     2015, section 6.3); `pi` is 1 where a trace is zero.
 
     Args:
-      factors: stacks `[k, d, d]`.
+      factors: stacks `[k, d, d]`, or `[k, d]` of diagonals.
       damping: a scalar.
 
     Returns:
@@ -47,7 +47,8 @@ def split_damping(factors: Kronecker, damping: jax.Array) -> tuple[jax.Array, ja
     """
 
     def mean_eigenvalue(stack):
-        return jnp.trace(stack, axis1=-2, axis2=-1) / stack.shape[-1]
+        total = jnp.sum(stack, axis=-1) if is_diagonal(stack) else jnp.trace(stack, axis1=-2, axis2=-1)
+        return total / stack.shape[-1]
 
     a, g = mean_eigenvalue(factors.A), mean_eigenvalue(factors.G)
     usable = (a > 0) & (g > 0)
@@ -58,11 +59,18 @@ def split_damping(factors: Kronecker, damping: jax.Array) -> tuple[jax.Array, ja
 
 def add_diagonal(stack: jax.Array, amount: jax.Array) -> jax.Array:
     """`stack[k] + amount[k] I`."""
+    if is_diagonal(stack):
+        return stack + amount[:, None]
     return stack + amount[:, None, None] * jnp.eye(stack.shape[-1], dtype=stack.dtype)
 
 
 def cholesky_inverse(stack: jax.Array) -> jax.Array:
-    """Inverses of symmetric positive definite `[k, d, d]`, symmetric; NaN where one is not positive definite."""
+    """Inverses of symmetric positive definite `[k, d, d]`, symmetric; NaN where one is not positive definite.
+
+    Of diagonals `[k, d]`, the diagonals of the inverses.
+    """
+    if is_diagonal(stack):
+        return jnp.where(stack > 0, 1 / stack, jnp.nan)
     factor = lax.linalg.cholesky(stack, symmetrize_input=False)
     identity = jnp.broadcast_to(jnp.eye(stack.shape[-1], dtype=stack.dtype), stack.shape)
     half = lax.linalg.triangular_solve(factor, identity, left_side=True, lower=True)
@@ -71,11 +79,13 @@ def cholesky_inverse(stack: jax.Array) -> jax.Array:
 
 
 def _one_norm(stack: jax.Array) -> jax.Array:
+    if is_diagonal(stack):
+        return jnp.max(jnp.abs(stack), axis=-1)
     return jnp.max(jnp.sum(jnp.abs(stack), axis=-2), axis=-1)
 
 
 def _finite(stack: jax.Array) -> jax.Array:
-    return jnp.all(jnp.isfinite(stack), axis=(-2, -1))
+    return jnp.all(jnp.isfinite(stack), axis=-1 if is_diagonal(stack) else (-2, -1))
 
 
 def refresh_kronecker(factors: Kronecker, previous: Kronecker, damping: jax.Array) -> Refreshed:
@@ -85,7 +95,7 @@ def refresh_kronecker(factors: Kronecker, previous: Kronecker, damping: jax.Arra
     inverse. Nothing non-finite is ever returned.
 
     Args:
-      factors: `A` `[k, d_in, d_in]` and `G` `[k, d_out, d_out]`.
+      factors: `A` `[k, d_in, d_in]` and `G` `[k, d_out, d_out]`, or diagonals.
       previous: the inverses so far, in the dtype they are kept in.
       damping: a scalar.
     """

@@ -19,7 +19,7 @@ from jax.extend import core as jex
 
 from kfac.axes import Arrangement
 from kfac.layers import Kronecker
-from kfac.statistics import Convolution, conv_moment, dense_moment, gram, per_example
+from kfac.statistics import Convolution, Lookup, conv_moment, dense_moment, gram, lookup_counts, per_example
 from kfac.tracing import CALLS, REMATS, inner_jaxpr
 
 Key = tuple[str, int]  # layer name, and which of its parameters (0 for a Kronecker layer)
@@ -28,13 +28,13 @@ Probes = Mapping[Key, Any]
 
 @dataclasses.dataclass(frozen=True)
 class KroneckerTap:
-    """Sums of `a a^T` and `g g^T` at one use of a kernel."""
+    """Sums of `a a^T` and `g g^T` at one use of a kernel; of a lookup, the counts that are its diagonal `a a^T`."""
 
     key: Key
     operand: int
     arrange_x: Arrangement
     arrange_g: Arrangement
-    conv: Convolution | None
+    geometry: Convolution | Lookup | None
     bias: str
     dtype: Any
 
@@ -43,13 +43,16 @@ class KroneckerTap:
         return values[1 - self.operand]
 
     def statistics(self, x: jax.Array, g: jax.Array) -> Kronecker:
+        return Kronecker(self._inputs(x), gram(self.arrange_g(g)))
+
+    def _inputs(self, x: jax.Array) -> jax.Array:
+        if isinstance(self.geometry, Lookup):
+            return self.arrange_x(lookup_counts(x, self.geometry, self.dtype))[:, 0]
         if not jnp.issubdtype(x.dtype, jnp.floating):
             x = x.astype(self.dtype)  # counts, or one-hot codes of integers
-        if self.conv is None:
-            a = dense_moment(x, self.arrange_x, self.bias)
-        else:
-            a = conv_moment(x, self.conv, self.arrange_x, self.bias)
-        return Kronecker(a, gram(self.arrange_g(g)))
+        if self.geometry is None:
+            return dense_moment(x, self.arrange_x, self.bias)
+        return conv_moment(x, self.geometry, self.arrange_x, self.bias)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -65,6 +65,34 @@ def _finish(moment: jax.Array, sums: jax.Array, rows: int, bias: str) -> jax.Arr
     return with_homogeneous(moment, sums if bias == "one" else None, rows)
 
 
+class Lookup(NamedTuple):
+    """A gather of rows of a table.
+
+    Attributes:
+      rows: how many rows the table has.
+      column: which component of an index vector says the row.
+      drop: whether indices out of range are dropped; otherwise they are clamped.
+    """
+
+    rows: int
+    column: int
+    drop: bool
+
+
+def lookup_counts(indices: jax.Array, lookup: Lookup, dtype: Any) -> jax.Array:
+    """How often each row is looked up, `[rows]`: the diagonal of the sum of `a a^T` over one-hot `a`.
+
+    Args:
+      indices: as `lax.gather` takes them, `[..., components]`; a negative one is out of range.
+      lookup: what is looked up in.
+      dtype: of the counts.
+    """
+    flat = indices[..., lookup.column].reshape(-1)
+    inside = jnp.clip(flat, 0, lookup.rows - 1)
+    weight = (flat == inside).astype(dtype) if lookup.drop else jnp.ones_like(flat, dtype)
+    return jax.ops.segment_sum(weight, inside, num_segments=lookup.rows)
+
+
 class Convolution(NamedTuple):
     """The geometry of `lax.conv_general_dilated`, one entry for each spatial dimension; `spec` is `lhs_spec`."""
 

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 
 from kfac import axes as axes_lib
+from kfac import operands
 from kfac.axes import Atom, Axes
 from kfac.layers import UnsupportedLayerError
 
@@ -90,9 +91,10 @@ class Read:
 
     Attributes:
       path: which equation.
-      op: `"dense"`, `"conv"`, `"mul"` or `"add"`.
+      op: `"dense"`, `"conv"`, `"embedding"`, `"mul"` or `"add"`.
       operand: which operand of the equation the parameter is.
-      x_axes: axes of the other operand in terms of the leaf (dense), or of its patches (conv).
+      x_axes: axes of the other operand in terms of the leaf (dense), of its patches (conv) or of the counts of rows
+        (embedding).
       y_axes: axes of the result.
       leading: length of the first axis that is not the parameter's; None without one.
       shape: shape of the result.
@@ -318,12 +320,17 @@ class Analysis:
     def _scan(self, eqn, states: list[State], path: Path, scans: tuple[int, ...]) -> list[State]:
         body, _ = open_jaxpr(eqn.params["jaxpr"])
         num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        given = zip(eqn.invars, states, strict=True)
+        fixed = [isinstance(var, jex.Literal) or (isinstance(s, Data) and s.fixed) for var, s in given]
+        fixed = _fixed_in_scan(body, fixed, num_consts, num_carry)
         entering: list[State] = []
         for k, state in enumerate(states):
             state = self._at_boundary(state, "scan")
             carried = num_consts <= k < num_consts + num_carry
             if isinstance(state, Data):
-                state = Data(active=True) if carried else dataclasses.replace(state, output=None)
+                if carried:
+                    state = Data(active=True, fixed=fixed[k])
+                state = dataclasses.replace(state, output=None)
             elif carried and _is_repeated(state):
                 # A learned initial state, broadcast over the examples.
                 self._met_data(state, "broadcast, then scan")
@@ -342,7 +349,7 @@ class Analysis:
         results: list[State] = []
         for k, state in enumerate(leaving):
             if isinstance(state, Data):
-                results.append(Data(active=True))
+                results.append(Data(active=True, fixed=state.fixed))
             elif k < num_carry and not isinstance(entering[num_consts + k], Data):
                 results.append(states[num_consts + k])
             elif k < num_carry and _is_repeated(state):
@@ -406,21 +413,11 @@ class Analysis:
         for group in ("feature_group_count", "batch_group_count"):
             if eqn.params[group] != 1:
                 self._refuse(view, eqn, f"{group}={eqn.params[group]} is not supported")
-        numbers = eqn.params["dimension_numbers"]
-        lhs, out = eqn.invars[0].aval, eqn.outvars[0].aval
-        out_channel, in_channel, *window = numbers.rhs_spec
-        x_axes = (
-            axes_lib.foreign(lhs.shape[numbers.lhs_spec[0]]),
-            *(axes_lib.foreign(out.shape[k]) for k in numbers.out_spec[2:]),
-            *(view.axes[k] for k in window),
-            view.axes[in_channel],
-        )
-        y_axes = [axes_lib.foreign(size) for size in out.shape]
-        y_axes[numbers.out_spec[1]] = view.axes[out_channel]
+        found = operands.convolution(eqn, view.axes)
         return self._add(
             Read(
-                path, "conv", view.leaf, view, operand, x_axes, tuple(y_axes), lhs.shape[numbers.lhs_spec[0]],
-                tuple(out.shape), scans=scans,
+                path, "conv", view.leaf, view, operand, found.x_axes, found.y_axes, found.leading,
+                tuple(eqn.outvars[0].aval.shape), found.batched, scans=scans,
             )
         )  # fmt: skip
 
@@ -484,8 +481,7 @@ class Analysis:
                 self.multipliers[path] = operand
             return dataclasses.replace(view, axes=axes)
         if name in _LOOKUPS and operand == 0:
-            self._met_data(view, name)
-            return Data(active=True, made_of=frozenset({view.leaf}), fixed=_fixed(eqn, states))
+            return self._lookup(eqn, view, states, path, scans)
         if len(states) != 2 or name not in ("add", "add_any", "sub", "mul", "div"):
             return None
         other_var, other = eqn.invars[1 - operand], states[1 - operand]
@@ -518,6 +514,23 @@ class Analysis:
         )  # fmt: skip
         # An update of the size of the parameter, as in a model that takes gradient steps of its own.
         return result if repeated or joined else dataclasses.replace(result, made_of=frozenset({view.leaf}))
+
+    def _lookup(self, eqn, view: View, states: list[State], path: Path, scans) -> Data:
+        """Rows of a table. Each is known to meet data once for each index, unless the indices hold no examples."""
+        found, indices = operands.lookup(eqn, view.axes), states[1]
+        kernels = sum(math.prod(a.size for a in axis) > 1 for axis in view.axes) > 2
+        assert isinstance(indices, Data)
+        if found is None or view.scaled or indices.fixed:
+            self._met_data(view, eqn.primitive.name)
+            return Data(active=True, made_of=frozenset({view.leaf}), fixed=_fixed(eqn, states))
+        self.reads.append(
+            Read(
+                path, "embedding", view.leaf, view, 0, found.x_axes, found.y_axes, found.leading,
+                tuple(eqn.outvars[0].aval.shape), scans=scans,
+            )
+        )  # fmt: skip
+        # Rows with more than one axis may be kernels, chosen by the example; a product that reads those is refused.
+        return Data(active=True, made_of=frozenset({view.leaf} if kernels else ()))
 
     def _is_kernel(self, output: Output) -> bool:
         return self.reads[output.read].op in _KERNEL_OPS
@@ -629,6 +642,32 @@ def _fixed(eqn, states: Sequence[State]) -> bool:
     if not own:
         return eqn.primitive.name != "broadcast_in_dim"
     return all(isinstance(s, Data) and s.fixed for s in own)
+
+
+def _fixed_in_scan(body: jex.Jaxpr, fixed: Sequence[bool], num_consts: int, num_carry: int) -> list[bool]:
+    """Which inputs of a scan's body depend on no array argument in any iteration, as a counter of iterations does.
+
+    Args:
+      body: the jaxpr of an iteration.
+      fixed: whether each input is so in the first iteration.
+      num_consts: how many inputs come before those that are carried on.
+      num_carry: how many are.
+    """
+    fixed = list(fixed)
+    while True:
+        known = {var for var, is_fixed in zip(body.invars, fixed, strict=True) if is_fixed}
+        for eqn in body.eqns:
+            own = [var for var in eqn.invars if not isinstance(var, jex.Literal)]
+            if all(var in known for var in own) and (own or eqn.primitive.name != "broadcast_in_dim"):
+                known.update(eqn.outvars)
+        leaving = [isinstance(var, jex.Literal) or var in known for var in body.outvars[:num_carry]]
+        still = [
+            is_fixed and (not num_consts <= k < num_consts + num_carry or leaving[k - num_consts])
+            for k, is_fixed in enumerate(fixed)
+        ]
+        if still == fixed:
+            return fixed
+        fixed = still
 
 
 def _active(state: State) -> bool:

@@ -50,6 +50,8 @@ def hooked(hook, name="{}"):
         if context.method_name != "__call__":
             return y
         x, own = args[0] if args else None, name.format("/".join(module.path))
+        if isinstance(module, nn.Embed):
+            return hook.layer(own, jax.nn.one_hot(x, module.num_embeddings, dtype=y.dtype), y)
         if isinstance(module, nn.Dense):
             return hook.layer(own, x, y, bias=module.use_bias)
         if isinstance(module, nn.DenseGeneral):
@@ -109,7 +111,7 @@ TRANSFORMER = {
     "block/before_mlp": "unitwise",
     "block/down": "dense",
     "block/up": "dense",
-    "embed": "coarse diagonal",
+    "embed": "embedding",
     "head": "dense",
     "positions": "diagonal",
 }
