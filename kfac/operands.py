@@ -56,17 +56,25 @@ def row_axis(eqn: Any) -> int | None:
     return axis if eqn.params["slice_sizes"][axis] == 1 else None
 
 
-def convolution(eqn: Any, axes: Axes) -> Operands:
-    """A convolution whose kernel has these axes."""
-    numbers = eqn.params["dimension_numbers"]
+def convolution(eqn: Any, axes: Axes) -> Operands | None:
+    """A convolution whose kernel has these axes; None if its groups of channels cut across parts of an axis.
+
+    Groups are independent copies: the first of them reads the first channels, and its are the first outputs.
+    """
+    numbers, groups = eqn.params["dimension_numbers"], eqn.params["feature_group_count"]
     lhs, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     out_channel, in_channel, *window = numbers.rhs_spec
+    channels = out[numbers.out_spec[1]]
+    split = axes_lib.reshape((axes[out_channel],), (groups, channels // groups))
+    if split is None:
+        return None
+    group, outputs = split
     x_axes = (
         foreign(lhs[numbers.lhs_spec[0]]),
         *(foreign(out[k]) for k in numbers.out_spec[2:]),
         *(axes[k] for k in window),
-        axes[in_channel],
+        group + axes[in_channel],
     )
     y_axes = [foreign(size) for size in out]
-    y_axes[numbers.out_spec[1]] = axes[out_channel]
-    return Operands(x_axes, tuple(y_axes), lhs[numbers.lhs_spec[0]])
+    y_axes[numbers.out_spec[1]] = group + outputs
+    return Operands(x_axes, tuple(y_axes), lhs[numbers.lhs_spec[0]], group)

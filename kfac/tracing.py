@@ -410,10 +410,12 @@ class Analysis:
             self._refuse(view, eqn, "it is the image of a convolution, not its kernel")
         if axes_lib.is_broadcast(view.axes):
             self._refuse(view, eqn, "a broadcast kernel")
-        for group in ("feature_group_count", "batch_group_count"):
-            if eqn.params[group] != 1:
-                self._refuse(view, eqn, f"{group}={eqn.params[group]} is not supported")
+        if eqn.params["batch_group_count"] != 1:
+            self._refuse(view, eqn, f"batch_group_count={eqn.params['batch_group_count']} is not supported")
         found = operands.convolution(eqn, view.axes)
+        if found is None:
+            count = eqn.params["feature_group_count"]
+            self._refuse(view, eqn, f"feature_group_count={count} cuts across axes of the parameter")
         return self._add(
             Read(
                 path, "conv", view.leaf, view, operand, found.x_axes, found.y_axes, found.leading,
