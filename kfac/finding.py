@@ -22,7 +22,13 @@ from kfac.tracing import NOT_WITH_EXAMPLES, Analysis, Read, Trace, inner_jaxpr, 
 
 
 def find_layers(
-    loss_fn: Callable[..., Any], params: Any, *args: Any, has_aux: bool = False, skip: Sequence[str] = (), **kwargs: Any
+    loss_fn: Callable[..., Any],
+    params: Any,
+    *args: Any,
+    has_aux: bool = False,
+    skip: Sequence[str] = (),
+    max_dim: int | None = None,
+    **kwargs: Any,
 ) -> Layers:
     """Says how each parameter leaf of `loss_fn` will be preconditioned.
 
@@ -37,6 +43,8 @@ def find_layers(
       has_aux: whether `loss_fn` returns a pair.
       skip: regular expressions; a leaf in whose path (joined by `/`) one is found gets no curvature block, its gradient
         passes through the preconditioner unchanged.
+      max_dim: a Kronecker factor with more rows is kept as its diagonal, which the table says. None: no bound. The
+        inverse of a factor of `d` rows takes work of order `d^3` and memory of order `d^2`.
       **kwargs: keyword arguments of `loss_fn`.
 
     Returns:
@@ -45,14 +53,17 @@ def find_layers(
     Raises:
       UnsupportedLayerError: a parameter is read in a way that cannot be treated exactly; the message says which and how
         to go on.
-      ValueError: a pattern of `skip` matches no leaf, or is no regular expression.
+      ValueError: a pattern of `skip` matches no leaf, or is no regular expression; `max_dim` is no positive int.
       TypeError: `loss_fn` does not return a real scalar, or a parameter leaf is no real array.
     """
     if isinstance(skip, str):
         raise ValueError(f"skip must be a sequence of regular expressions, but is the string {skip!r}")
+    if max_dim is not None and (isinstance(max_dim, bool) or not isinstance(max_dim, int) or max_dim < 1):
+        raise ValueError(f"max_dim must be a positive int or None, but is {max_dim!r}")
     names, shapes = paths_and_shapes(params)
+    options = Layers((), tuple(names), tuple(skip), max_dim)
     # The example count matters to the statistics only, so a batch that does not tell it is no error here.
-    return resolve(trace(loss_fn, has_aux, params, args, kwargs), names, shapes, tuple(skip), None, strict=False).layers
+    return resolve(trace(loss_fn, has_aux, params, args, kwargs), names, shapes, options, None, strict=False).layers
 
 
 def paths_and_shapes(params: Any) -> tuple[list[str], list[tuple[int, ...]]]:
@@ -107,7 +118,7 @@ def resolve(
     traced: Trace,
     names: Sequence[str],
     shapes: Sequence[tuple[int, ...]],
-    skip: tuple[str, ...],
+    options: Layers,
     num_examples: int | None,
     strict: bool = True,
 ) -> Resolved:
@@ -117,11 +128,11 @@ def resolve(
       traced: the traced loss.
       names: paths of the parameter leaves.
       shapes: their shapes.
-      skip: patterns of leaves to leave out.
+      options: what holds the options of `find_layers`.
       num_examples: the number of examples, if the user gave it.
       strict: whether an unknown number of examples is an error.
     """
-    skipped = _skipped(skip, names)
+    skipped = _skipped(options.skip, names)
     analysis = Analysis(traced, names, shapes, skipped)
     by_leaf: dict[int, list[Read]] = collections.defaultdict(list)
     for read in analysis.reads:
@@ -145,13 +156,14 @@ def resolve(
             drafts.append(_elementwise_layer(leaf, companions.get(leaf), analysis, by_leaf, names, shapes, n))
 
     parents = collections.Counter(_parent(layer.params[0]) for layer, _ in drafts)
-    resolved = Resolved(Layers((), tuple(names), skip), Plan(), {}, {}, n or 1)
+    resolved = Resolved(options, Plan(), {}, {}, n or 1)
     blocks = []
     for layer, leaves in drafts:
         parent = _parent(layer.params[0])
         # A path may hold a slash of its own, so a parent may have the path of a leaf.
         unique = parent and parents[parent] == 1 and parent not in names
         layer = dataclasses.replace(layer, name=parent if unique else layer.params[0])
+        layer = _bounded(layer, options.max_dim)
         blocks.append(layer)
         reads = [read for leaf in leaves for read in by_leaf[leaf]]
         if layer.kind in KRONECKER_KINDS:
@@ -161,8 +173,20 @@ def resolve(
     for path, operand in analysis.multipliers.items():
         # Only where the jaxpr holds a tap: elsewhere nothing reads the multiplier.
         resolved.plan.at(path).multipliers[path[-1]] = operand
-    resolved.layers = Layers(tuple(blocks), tuple(names), skip)
+    resolved.layers = dataclasses.replace(options, blocks=tuple(blocks), paths=tuple(names))
     return resolved
+
+
+def _bounded(layer: Layer, max_dim: int | None) -> Layer:
+    """The layer with diagonals in the place of factors that are too large."""
+    if layer.kind not in KRONECKER_KINDS or max_dim is None:
+        return layer
+    large = [name for name, shape in layer.block_shapes.items() if len(shape) == 2 and shape[0] > max_dim]
+    if not large:
+        return layer
+    reason = " and ".join(f"{name} has more than max_dim={max_dim} rows" for name in large)
+    diagonal = tuple(name for name in "AG" if name in (*layer.diagonal, *large))
+    return dataclasses.replace(layer, diagonal=diagonal, note="; ".join(filter(None, [layer.note, reason])))
 
 
 def _skipped(skip: tuple[str, ...], names: Sequence[str]) -> set[int]:
@@ -358,14 +382,19 @@ def _plan_kronecker(resolved: Resolved, layer: Layer, reads: list[Read], analysi
         eqn = _equations(traced, read.path)[-1]
         index = next(k for k, other in enumerate(analysis.reads) if other is read)
         bias = "none" if not layer.has_bias else "one" if index in with_bias else "zero"
+        x_axes = read.x_axes
+        if read.op == "conv" and "A" in layer.diagonal:
+            spatial = len(eqn.params["window_strides"])
+            x_axes = (x_axes[0], *x_axes[1 + spatial :])  # of sums over positions
         tap = KroneckerTap(
             key,
             read.operand,
-            axes_lib.arrangement(read.x_axes, read.batched),
+            axes_lib.arrangement(x_axes, read.batched),
             axes_lib.arrangement(read.y_axes, read.batched),
             _geometry(read, eqn),
             bias,
             dtype,
+            layer.diagonal,
         )
         _place(resolved, traced, read, tap)
     read = reads[0]

@@ -120,11 +120,13 @@ class Layers(Sequence[Layer]):
       blocks: the layers, in the order of their first parameter leaf.
       paths: the path of every parameter leaf, in the order of `jax.tree.leaves(params)`.
       skip: the patterns given to `find_layers`.
+      max_dim: the bound given to `find_layers`.
     """
 
     blocks: tuple[Layer, ...]
     paths: tuple[str, ...]
     skip: tuple[str, ...] = ()
+    max_dim: int | None = None
 
     @overload
     def __getitem__(self, index: int | str) -> Layer: ...

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +20,18 @@ from jax.extend import core as jex
 
 from kfac.axes import Arrangement
 from kfac.layers import Kronecker
-from kfac.statistics import Convolution, Lookup, conv_moment, dense_moment, gram, lookup_counts, per_example
+from kfac.statistics import (
+    Convolution,
+    Lookup,
+    conv_moment,
+    dense_moment,
+    gram,
+    lookup_counts,
+    patch_sums,
+    per_example,
+    position_sums,
+    squared,
+)
 from kfac.tracing import CALLS, REMATS, inner_jaxpr
 
 Key = tuple[str, int]  # layer name, and which of its parameters (0 for a Kronecker layer)
@@ -28,7 +40,10 @@ Probes = Mapping[Key, Any]
 
 @dataclasses.dataclass(frozen=True)
 class KroneckerTap:
-    """Sums of `a a^T` and `g g^T` at one use of a kernel; of a lookup, the counts that are its diagonal `a a^T`."""
+    """Sums of `a a^T` and `g g^T` at one use of a kernel, or of their diagonals.
+
+    Of a lookup the diagonal of `a a^T` are counts.
+    """
 
     key: Key
     operand: int
@@ -37,22 +52,43 @@ class KroneckerTap:
     geometry: Convolution | Lookup | None
     bias: str
     dtype: Any
+    diagonal: tuple[str, ...] = ()
 
     def residuals(self, values: Sequence[jax.Array], multiplier: jax.Array | None) -> Any:
         del multiplier  # kernels are never scaled
         return values[1 - self.operand]
 
     def statistics(self, x: jax.Array, g: jax.Array) -> Kronecker:
-        return Kronecker(self._inputs(x), gram(self.arrange_g(g)))
+        return Kronecker(self._inputs(x), self._outputs(g))
+
+    def _outputs(self, g: jax.Array) -> jax.Array:
+        rows = self.arrange_g(g)
+        return position_sums(squared(rows), 1)[:, 0] if "G" in self.diagonal else gram(rows)
 
     def _inputs(self, x: jax.Array) -> jax.Array:
         if isinstance(self.geometry, Lookup):
             return self.arrange_x(lookup_counts(x, self.geometry, self.dtype))[:, 0]
         if not jnp.issubdtype(x.dtype, jnp.floating):
             x = x.astype(self.dtype)  # counts, or one-hot codes of integers
+        if "A" in self.diagonal:
+            return self._input_sums(x, squared, 1)[:, 0]
         if self.geometry is None:
             return dense_moment(x, self.arrange_x, self.bias)
         return conv_moment(x, self.geometry, self.arrange_x, self.bias)
+
+    def _input_sums(self, x: jax.Array, of: Callable[[jax.Array], jax.Array], groups: int) -> jax.Array:
+        """Sums of a function of the inputs over each of `groups` runs of rows: `[copies, groups, d_in]`."""
+        if isinstance(self.geometry, Convolution):
+            rows = self.arrange_x(patch_sums(x, self.geometry, of))  # one for each image
+            count = rows.shape[1] * math.prod(self.geometry.out)
+        else:
+            rows = of(self.arrange_x(x))
+            count = rows.shape[1]
+        sums = position_sums(rows, groups)
+        if self.bias == "none":
+            return sums
+        ones = count // groups if self.bias == "one" else 0
+        return jnp.pad(sums, ((0, 0), (0, 0), (0, 1)), constant_values=ones)
 
 
 @dataclasses.dataclass(frozen=True)

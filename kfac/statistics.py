@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -63,6 +64,17 @@ def _finish(moment: jax.Array, sums: jax.Array, rows: int, bias: str) -> jax.Arr
     if bias == "none":
         return moment
     return with_homogeneous(moment, sums if bias == "one" else None, rows)
+
+
+def position_sums(rows: jax.Array, groups: int) -> jax.Array:
+    """Sums over the rows of each of `groups` equal runs of them: `[copies, rows, d]` to `[copies, groups, d]`."""
+    copies, count, width = rows.shape
+    return jnp.sum(rows.reshape(copies, groups, count // groups, width), axis=2, dtype=accumulator(rows.dtype))
+
+
+def squared(rows: jax.Array) -> jax.Array:
+    """Squares of the entries; their sums over rows are the diagonal of `gram`."""
+    return jnp.square(rows.astype(accumulator(rows.dtype)))
 
 
 class Lookup(NamedTuple):
@@ -128,6 +140,27 @@ def patches(x: jax.Array, conv: Convolution) -> jax.Array:
         )
     stacked = taps[0][..., None, :] if len(taps) == 1 else jnp.stack(taps, axis=-2)
     return stacked.reshape((*stacked.shape[:-2], *conv.window, x.shape[-1]))
+
+
+def patch_sums(x: jax.Array, conv: Convolution, of: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Sums over output positions of a function of each entry of the patches: `[n, *window, channels]`.
+
+    No more is formed of the patches than one tap of the window at a time.
+
+    Args:
+      x: the image in the layout of the convolution.
+      conv: the geometry.
+      of: an elementwise function.
+    """
+    batch, channel, *spatial = conv.spec
+    x = x.transpose(batch, *spatial, channel)
+    taps = []
+    for offset in itertools.product(*(range(size) for size in conv.window)):
+        moved = [(p[0] - o * d, p[1]) for p, o, d in zip(conv.padding, offset, conv.rhs_dilation, strict=True)]
+        one = conv._replace(window=(1,) * len(conv.window), padding=tuple(moved))
+        seen = of(patches(x, one).reshape(x.shape[0], -1, x.shape[-1]))
+        taps.append(jnp.sum(seen, axis=1, dtype=accumulator(x.dtype)))
+    return jnp.stack(taps, axis=1).reshape(x.shape[0], *conv.window, x.shape[-1])
 
 
 def conv_moment(x: jax.Array, conv: Convolution, arrange: Arrangement, bias: str) -> jax.Array:

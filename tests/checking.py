@@ -23,9 +23,18 @@ def normal(seed: int, *shape: int, dtype: Any = np.float64) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
-def run(loss: Callable, params: Any, batch: Sequence[Any], *, rounding: float = ROUNDING, skip=(), **options):
+def run(
+    loss: Callable,
+    params: Any,
+    batch: Sequence[Any],
+    *,
+    rounding: float = ROUNDING,
+    skip=(),
+    max_dim: int | None = None,
+    **options,
+):
     """Layers, gradients and factors; gradients and value are those of `jax.value_and_grad`."""
-    layers = kfac.find_layers(loss, params, *batch, skip=skip)
+    layers = kfac.find_layers(loss, params, *batch, skip=skip, max_dim=max_dim)
     value, grads, factors = jax.jit(kfac.value_and_grad(loss, layers, **options), compiler_options=FAST)(params, *batch)
     expected_value, expected_grads = jax.jit(jax.value_and_grad(loss), compiler_options=FAST)(params, *batch)
     assert jax.tree.structure(grads) == jax.tree.structure(expected_grads)
