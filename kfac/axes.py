@@ -171,6 +171,12 @@ class Arrangement(NamedTuple):
     rows: tuple[int, ...]
     features: tuple[int, ...]
 
+    def grouped_by(self, position: int | None) -> Arrangement:
+        """The same with the rows of each index along one axis (a position in `split`) next to each other."""
+        if position is None:
+            return self
+        return self._replace(rows=(position, *(k for k in self.rows if k != position)))
+
     def __call__(self, x):
         def size(positions):
             return math.prod(self.split[k] for k in positions)

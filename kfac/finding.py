@@ -28,6 +28,7 @@ def find_layers(
     has_aux: bool = False,
     skip: Sequence[str] = (),
     max_dim: int | None = None,
+    reduce: Sequence[str] = (),
     **kwargs: Any,
 ) -> Layers:
     """Says how each parameter leaf of `loss_fn` will be preconditioned.
@@ -45,6 +46,9 @@ def find_layers(
         passes through the preconditioner unchanged.
       max_dim: a Kronecker factor with more rows is kept as its diagonal, which the table says. None: no bound. The
         inverse of a factor of `d` rows takes work of order `d^3` and memory of order `d^2`.
+      reduce: regular expressions; a matrix product or convolution whose kernel has one in its path is treated in the
+        setting "reduce" of Eschenhagen et al. 2023: inputs are averaged and output gradients summed over the positions
+        of an example before products are formed. Elsewhere it is "expand". Lookups are in the setting "expand" always.
       **kwargs: keyword arguments of `loss_fn`.
 
     Returns:
@@ -53,15 +57,17 @@ def find_layers(
     Raises:
       UnsupportedLayerError: a parameter is read in a way that cannot be treated exactly; the message says which and how
         to go on.
-      ValueError: a pattern of `skip` matches no leaf, or is no regular expression; `max_dim` is no positive int.
+      ValueError: a pattern of `skip` or `reduce` matches no leaf, or is no regular expression; `max_dim` is no positive
+        int.
       TypeError: `loss_fn` does not return a real scalar, or a parameter leaf is no real array.
     """
-    if isinstance(skip, str):
-        raise ValueError(f"skip must be a sequence of regular expressions, but is the string {skip!r}")
+    for option, patterns in (("skip", skip), ("reduce", reduce)):
+        if isinstance(patterns, str):
+            raise ValueError(f"{option} must be a sequence of regular expressions, but is the string {patterns!r}")
     if max_dim is not None and (isinstance(max_dim, bool) or not isinstance(max_dim, int) or max_dim < 1):
         raise ValueError(f"max_dim must be a positive int or None, but is {max_dim!r}")
     names, shapes = paths_and_shapes(params)
-    options = Layers((), tuple(names), tuple(skip), max_dim)
+    options = Layers((), tuple(names), tuple(skip), max_dim, tuple(reduce))
     # The example count matters to the statistics only, so a batch that does not tell it is no error here.
     return resolve(trace(loss_fn, has_aux, params, args, kwargs), names, shapes, options, None, strict=False).layers
 
@@ -132,7 +138,8 @@ def resolve(
       num_examples: the number of examples, if the user gave it.
       strict: whether an unknown number of examples is an error.
     """
-    skipped = _skipped(options.skip, names)
+    skipped = _matching("skip", options.skip, names)
+    reduced = {names[leaf] for leaf in _matching("reduce", options.reduce, names)}
     analysis = Analysis(traced, names, shapes, skipped)
     by_leaf: dict[int, list[Read]] = collections.defaultdict(list)
     for read in analysis.reads:
@@ -164,10 +171,12 @@ def resolve(
         unique = parent and parents[parent] == 1 and parent not in names
         layer = dataclasses.replace(layer, name=parent if unique else layer.params[0])
         layer = _bounded(layer, options.max_dim)
+        if layer.kind in ("dense", "conv") and layer.params[0] in reduced:
+            layer = dataclasses.replace(layer, weight_sharing="reduce")
         blocks.append(layer)
         reads = [read for leaf in leaves for read in by_leaf[leaf]]
         if layer.kind in KRONECKER_KINDS:
-            _plan_kronecker(resolved, layer, by_leaf[leaves[0]], analysis, traced)
+            _plan_kronecker(resolved, layer, by_leaf[leaves[0]], analysis, traced, strict)
         elif reads and not layer.coarse:
             _plan_elementwise(resolved, layer, leaves, by_leaf, traced, strict)
     for path, operand in analysis.multipliers.items():
@@ -189,17 +198,17 @@ def _bounded(layer: Layer, max_dim: int | None) -> Layer:
     return dataclasses.replace(layer, diagonal=diagonal, note="; ".join(filter(None, [layer.note, reason])))
 
 
-def _skipped(skip: tuple[str, ...], names: Sequence[str]) -> set[int]:
-    skipped = set()
-    for pattern in skip:
+def _matching(option: str, patterns: tuple[str, ...], names: Sequence[str]) -> set[int]:
+    matching = set()
+    for pattern in patterns:
         try:
             found = {k for k, name in enumerate(names) if re.search(pattern, name)}
         except re.error as error:
-            raise ValueError(f"skip: {pattern!r} is not a regular expression: {error}") from None
+            raise ValueError(f"{option}: {pattern!r} is not a regular expression: {error}") from None
         if not found:
-            raise ValueError(f"skip: {pattern!r} matches no parameter; the parameters are {', '.join(names)}")
-        skipped |= found
-    return skipped
+            raise ValueError(f"{option}: {pattern!r} matches no parameter; the parameters are {', '.join(names)}")
+        matching |= found
+    return matching
 
 
 def _parent(path: str) -> str:
@@ -372,9 +381,12 @@ def _elementwise_layer(leaf, shift, analysis, by_leaf, names, shapes, n) -> tupl
     return layer, leaves
 
 
-def _plan_kronecker(resolved: Resolved, layer: Layer, reads: list[Read], analysis: Analysis, traced: Trace) -> None:
+def _plan_kronecker(
+    resolved: Resolved, layer: Layer, reads: list[Read], analysis: Analysis, traced: Trace, strict: bool
+) -> None:
     key = (layer.name, 0)
     dtype = _accumulator(traced, reads)
+    n, reduce = resolved.num_examples, layer.weight_sharing == "reduce"
     with_bias = {
         read.joined[0] for read in analysis.reads if read.joined and analysis.names[read.leaf] in layer.params[1:]
     }
@@ -383,39 +395,96 @@ def _plan_kronecker(resolved: Resolved, layer: Layer, reads: list[Read], analysi
         index = next(k for k, other in enumerate(analysis.reads) if other is read)
         bias = "none" if not layer.has_bias else "one" if index in with_bias else "zero"
         x_axes = read.x_axes
-        if read.op == "conv" and "A" in layer.diagonal:
+        if read.op == "conv" and (reduce or "A" in layer.diagonal):
             spatial = len(eqn.params["window_strides"])
             x_axes = (x_axes[0], *x_axes[1 + spatial :])  # of sums over positions
+        arrange_x = axes_lib.arrangement(x_axes, read.batched)
+        arrange_g = axes_lib.arrangement(read.y_axes, read.batched)
+        if reduce:
+            if not strict and n > 1 and not all(_sizes(axes, n) for axes in (x_axes, read.y_axes)):
+                return
+            x_example = _example_position(x_axes, n, layer.params[0], read, eqn, strict)
+            g_example = _example_position(read.y_axes, n, layer.params[0], read, eqn, strict)
+            arrange_x, arrange_g = arrange_x.grouped_by(x_example), arrange_g.grouped_by(g_example)
         tap = KroneckerTap(
             key,
             read.operand,
-            axes_lib.arrangement(x_axes, read.batched),
-            axes_lib.arrangement(read.y_axes, read.batched),
+            arrange_x,
+            arrange_g,
             _geometry(read, eqn),
             bias,
             dtype,
             layer.diagonal,
+            n if reduce else None,
         )
         _place(resolved, traced, read, tap)
     read = reads[0]
     scanned = [length for length, atoms in zip(read.scans, read.view.stack, strict=True) if atoms]
     batched = math.prod(atom.size for atom in read.batched)
-    sums = {name: jax.ShapeDtypeStruct((*scanned, batched, *tail), dtype) for name, tail in layer.block_shapes.items()}
-    resolved.probes[key] = Kronecker(**sums)
-    n, rows = resolved.num_examples, sum(read.rows for read in reads)
+    tails = {"A": (n, layer.d_in), "G": (n, layer.d_out)} if reduce else layer.block_shapes
+    summed = {name: jax.ShapeDtypeStruct((*scanned, batched, *tail), dtype) for name, tail in tails.items()}
+    resolved.probes[key] = Kronecker(**summed)
+    rows = sum(read.rows for read in reads)
+    positions = rows / n
     stack = [*read.scanned, *sorted(read.batched, key=lambda atom: atom.memory_order)]
+    lead = (layer.copies,) if layer.stacked else ()
 
     def finish(sums: list[Kronecker]) -> Kronecker:
         (moments,) = sums
+        a, g = (_in_memory_order(getattr(moments, f), stack, tails[f]).reshape(*lead, *tails[f]) for f in "AG")
+        if not reduce:
+            # G = (n / s) sum g g^T with s = rows / n positions per example.
+            return Kronecker(a / n, g * (n / positions))
 
-        def ordered(factor):
-            tail = layer.block_shapes[factor]
-            return _in_memory_order(getattr(moments, factor), stack, tail).reshape(layer.factor_shapes[factor])
+        def moment(factor, rows):
+            if factor in layer.diagonal:
+                return jnp.sum(jnp.square(rows), axis=-2)
+            return jnp.einsum("...ni,...nj->...ij", rows, rows, precision=jax.lax.Precision.HIGHEST)
 
-        # G = (n / s) sum g g^T with s = rows / n positions per example.
-        return Kronecker(ordered("A") / n, ordered("G") * (n / (rows / n)))
+        return Kronecker(moment("A", a / positions) / n, moment("G", g) * n)
 
     resolved.finish[layer.name] = finish
+
+
+def _sizes(axes: axes_lib.Axes, n: int) -> list[int]:
+    """Positions, among all atoms of `axes`, of those that may be the axis of `n` examples."""
+    flat = [atom for axis in axes for atom in axis]
+    return [position for position, atom in enumerate(flat) if not atom.of_leaf and atom.size == n]
+
+
+def _reorders(read: Read, eqn: Any) -> bool:
+    """Whether a product may bring the axes of examples and positions into another order than that of its input."""
+    if read.op != "dense":
+        return False
+    batch = eqn.params["dimension_numbers"][1][1 - read.operand]
+    return any(axes_lib.is_broadcast((read.x_axes[k],)) for k in batch)
+
+
+def _example_position(axes: axes_lib.Axes, n: int, parameter: str, read: Read, eqn: Any, strict: bool) -> int | None:
+    """Which of all atoms of `axes` are the `n` examples; None for a single one, which needs no axis.
+
+    Raises:
+      ValueError: none can be, or another might.
+    """
+    if n == 1:
+        return None
+    flat = [atom for axis in axes for atom in axis]
+    matching = _sizes(axes, n)
+    example = next(iter(matching), None)
+    # Behind another axis, length alone tells the examples only if they can be on no other.
+    others = [p for p, atom in enumerate(flat) if not atom.of_leaf and atom.size % n == 0 and p != example]
+    if strict and others and (example or _reorders(read, eqn)):
+        raise ValueError(
+            f"parameter {parameter!r} is read by {eqn.primitive.name} on an array of shape {list(read.shape)}: it is "
+            f"not clear which of its axes has the {n} examples. Put the examples first, or take another number of them."
+        )
+    if example is None:
+        raise ValueError(
+            f"parameter {parameter!r} is read by {eqn.primitive.name} on an array of shape {list(read.shape)} none of "
+            f"whose axes has the {n} examples: pass num_examples= to value_and_grad, keep the examples on an axis of "
+            "their own there, or leave it out with skip=."
+        )
+    return example
 
 
 def _in_memory_order(array: jax.Array, stack: list[Atom], tail: tuple[int, ...]) -> jax.Array:
@@ -433,25 +502,9 @@ def _plan_elementwise(resolved, layer, leaves, by_leaf, traced, strict: bool) ->
         for read in by_leaf[leaf]:
             eqn = _equations(traced, read.path)[-1]
             flat = [atom for axis in read.y_axes for atom in axis]
-            foreign = [position for position, atom in enumerate(flat) if not atom.of_leaf]
-            matching = [p for p in foreign if flat[p].size == n] if n > 1 else []
-            example = next(iter(matching), None)
-            if not strict and n > 1 and example is None:
+            if not strict and n > 1 and not _sizes(read.y_axes, n):
                 return
-            # Behind another axis, length alone tells the examples only if they can be on no other.
-            others = [p for p in foreign if flat[p].size % n == 0 and p != example] if n > 1 else []
-            if strict and others and example:
-                raise ValueError(
-                    f"parameter {layer.params[k]!r} is read by {eqn.primitive.name} on an array of shape "
-                    f"{list(read.shape)}: it is not clear which of its axes has the {n} examples. Put the examples "
-                    "first, or take another number of them."
-                )
-            if n > 1 and example is None:
-                raise ValueError(
-                    f"parameter {layer.params[k]!r} is read by {eqn.primitive.name} on an array of shape "
-                    f"{list(read.shape)} none of whose axes has the {n} examples: pass num_examples= to "
-                    "value_and_grad, keep the examples on an axis of their own there, or leave it out with skip=."
-                )
+            example = _example_position(read.y_axes, n, layer.params[k], read, eqn, strict)
             units = sorted((p for p, atom in enumerate(flat) if atom.of_leaf), key=lambda p: flat[p].memory_order)
             tap = ElementwiseTap(
                 key,

@@ -41,6 +41,7 @@ class Layer:
       stacked: whether the factors carry a leading axis of length `copies`.
       coarse: a diagonal block estimated from `n` times the squared mean gradient, for want of per-example gradients.
       diagonal: which of `"A"` and `"G"` are kept as their diagonals, `[d_in]` and `[d_out]`.
+      weight_sharing: `"expand"` or `"reduce"`: whether positions are summed after or before products are formed.
       note: why the parameters have no Kronecker block, or a factor of it is diagonal.
       positions: positions per example that share the weight, at the shapes the layer was found with.
     """
@@ -56,6 +57,7 @@ class Layer:
     stacked: bool = False
     coarse: bool = False
     diagonal: tuple[str, ...] = ()
+    weight_sharing: str = "expand"
     note: str = ""
     positions: int | None = dataclasses.field(default=None, compare=False)
 
@@ -121,12 +123,14 @@ class Layers(Sequence[Layer]):
       paths: the path of every parameter leaf, in the order of `jax.tree.leaves(params)`.
       skip: the patterns given to `find_layers`.
       max_dim: the bound given to `find_layers`.
+      reduce: the patterns of kernels in the setting "reduce" given to `find_layers`.
     """
 
     blocks: tuple[Layer, ...]
     paths: tuple[str, ...]
     skip: tuple[str, ...] = ()
     max_dim: int | None = None
+    reduce: tuple[str, ...] = ()
 
     @overload
     def __getitem__(self, index: int | str) -> Layer: ...
@@ -177,6 +181,8 @@ def _table(layers: Layers) -> str:
         else:
             a = g = ""
         positions = "" if layer.positions is None else str(layer.positions)
+        if layer.weight_sharing == "reduce":
+            positions = f"{positions} (reduce)".strip()
         kind = f"{layer.kind} (coarse)" if layer.coarse else layer.kind
         memory = format_bytes(4 * elements)
         rows.append((layer.name, kind, leaves, a, g, positions, str(layer.copies), memory, layer.note))

@@ -42,7 +42,8 @@ Probes = Mapping[Key, Any]
 class KroneckerTap:
     """Sums of `a a^T` and `g g^T` at one use of a kernel, or of their diagonals.
 
-    Of a lookup the diagonal of `a a^T` are counts.
+    Of a lookup the diagonal of `a a^T` are counts. With `examples` ("reduce") it is sums of `a` and `g` over the
+    positions of each example, `[copies, examples, d]`: their products can be formed when all uses have been summed.
     """
 
     key: Key
@@ -53,6 +54,7 @@ class KroneckerTap:
     bias: str
     dtype: Any
     diagonal: tuple[str, ...] = ()
+    examples: int | None = None
 
     def residuals(self, values: Sequence[jax.Array], multiplier: jax.Array | None) -> Any:
         del multiplier  # kernels are never scaled
@@ -63,6 +65,8 @@ class KroneckerTap:
 
     def _outputs(self, g: jax.Array) -> jax.Array:
         rows = self.arrange_g(g)
+        if self.examples is not None:
+            return position_sums(rows, self.examples)
         return position_sums(squared(rows), 1)[:, 0] if "G" in self.diagonal else gram(rows)
 
     def _inputs(self, x: jax.Array) -> jax.Array:
@@ -70,6 +74,8 @@ class KroneckerTap:
             return self.arrange_x(lookup_counts(x, self.geometry, self.dtype))[:, 0]
         if not jnp.issubdtype(x.dtype, jnp.floating):
             x = x.astype(self.dtype)  # counts, or one-hot codes of integers
+        if self.examples is not None:
+            return self._input_sums(x, lambda rows: rows, self.examples)
         if "A" in self.diagonal:
             return self._input_sums(x, squared, 1)[:, 0]
         if self.geometry is None:

@@ -31,10 +31,11 @@ def run(
     rounding: float = ROUNDING,
     skip=(),
     max_dim: int | None = None,
+    reduce=(),
     **options,
 ):
     """Layers, gradients and factors; gradients and value are those of `jax.value_and_grad`."""
-    layers = kfac.find_layers(loss, params, *batch, skip=skip, max_dim=max_dim)
+    layers = kfac.find_layers(loss, params, *batch, skip=skip, max_dim=max_dim, reduce=reduce)
     value, grads, factors = jax.jit(kfac.value_and_grad(loss, layers, **options), compiler_options=FAST)(params, *batch)
     expected_value, expected_grads = jax.jit(jax.value_and_grad(loss), compiler_options=FAST)(params, *batch)
     assert jax.tree.structure(grads) == jax.tree.structure(expected_grads)
