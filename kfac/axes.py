@@ -125,6 +125,22 @@ def common_refinement(a: Axis, b: Axis) -> list[tuple[Atom, Atom]] | None:
     return pairs if not left and not right else None
 
 
+def split_like(axis: Axis, parts: Sequence[Atom]) -> Axis | None:
+    """Cuts leaf atoms that span several of `parts`, as a reshape joins neighbours; None where one straddles two."""
+    result: list[Atom] = []
+    for atom in axis:
+        inside = sorted((part for part in parts if is_part(part, atom)), key=lambda part: part.memory_order)
+        if len(inside) > 1 and math.prod(part.size for part in inside) == atom.size:
+            result += inside
+            continue
+        if atom.of_leaf and not any(
+            is_part(atom, part) and atom.stride * atom.size <= part.stride * part.size for part in parts
+        ):
+            return None
+        result.append(atom)
+    return tuple(result)
+
+
 class Layout(NamedTuple):
     """How a leaf becomes matrices: its atoms in memory order, each with a role, `"stack"`, `"out"` or `"in"`."""
 

@@ -542,9 +542,11 @@ class Analysis:
         read = self.reads[output.read]
         if len(view.stack) != len(read.view.stack):
             return None
+        outputs = axes_lib.atoms_of((*read.view.stack, *read.y_axes))
+        found = [axes_lib.split_like(axis, outputs) for axis in output.axes]
         pairs: list[tuple[Atom, Atom]] = []
-        for mine, theirs in zip((*view.stack, *y_axes), (*read.view.stack, *output.axes), strict=True):
-            refined = axes_lib.common_refinement(mine, theirs)
+        for mine, theirs in zip((*view.stack, *y_axes), (*read.view.stack, *found), strict=True):
+            refined = None if theirs is None else axes_lib.common_refinement(mine, theirs)
             if refined is None or any(a.of_leaf != b.of_leaf for a, b in refined):
                 return None
             pairs += [(a, b) for a, b in refined if a.of_leaf]

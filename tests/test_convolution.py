@@ -407,6 +407,53 @@ def test_convolutions_under_vmap_with_a_kernel_and_an_image_each(x64):
     assert layers["conv"].copies == 2
 
 
+@pytest.mark.parametrize("axis", [1, 3])
+def test_a_bias_of_groups_under_vmap_over_single_images(x64, axis):
+    """The output is reshaped on its way to the bias, which joins the axis of groups and that of outputs."""
+    _, reference, params, batch = grouped(2, 2, 3, window_strides=(1, 1), padding="SAME")
+    params["conv"]["b"] = params["conv"]["b"].reshape((6, 1, 1) if axis == 1 else (6,))
+
+    def single(p, x, t):
+        def one(image):
+            y = lax.conv_general_dilated(
+                image[None], p["conv"]["w"], (1, 1), "SAME", dimension_numbers=LAYOUTS[2], feature_group_count=2
+            )
+            return jnp.moveaxis(y[0], 2, 0) + p["conv"]["b"] if axis == 1 else y[0] + p["conv"]["b"]
+
+        y = jax.vmap(one)(x)
+        y = (jnp.moveaxis(y, 1, 3) if axis == 1 else y).reshape(len(x), -1)
+        return jnp.mean(jnp.sum(jnp.tanh(y) * t[:, : y.shape[1]], axis=1) + 0.5 * jnp.sum(jnp.sin(y), axis=1) ** 2)
+
+    flat = {"conv": {"w": params["conv"]["w"], "b": params["conv"]["b"].reshape(-1)}}
+    layers, _ = check_all(single, params, batch, truth(reference, flat, batch))
+    assert layers["conv"].has_bias and layers["conv"].copies == 2
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (2, 3), (6,)], ids=str)
+def test_a_bias_added_in_another_form(x64, shape):
+    """Six outputs, of two groups of three, in parts: along the groups a bias is one, across them it is a table."""
+    _, reference, params, batch = grouped(2, 2, 3, window_strides=(1, 1), padding="SAME")
+    params["conv"]["b"] = params["conv"]["b"].reshape(shape)
+
+    def loss(p, x, t):
+        y = lax.conv_general_dilated(
+            x, p["conv"]["w"], (1, 1), "SAME", dimension_numbers=LAYOUTS[2], feature_group_count=2
+        )
+        y = (y.reshape(*y.shape[:3], *shape) + p["conv"]["b"]).reshape(len(x), -1)
+        return jnp.mean(jnp.sum(jnp.tanh(y) * t[:, : y.shape[1]], axis=1) + 0.5 * jnp.sum(jnp.sin(y), axis=1) ** 2)
+
+    flat = {"conv": {"w": params["conv"]["w"], "b": params["conv"]["b"].reshape(-1)}}
+    known = truth(reference, flat, batch)
+    layers, _, factors = run(loss, params, batch)
+    joined = shape != (3, 2)
+    assert [layer.kind for layer in layers] == (["conv"] if joined else ["diagonal", "conv"])
+    for k in range(2):
+        a, g = known.kronecker(f"conv[{k}]")
+        block = factors["conv" if joined else "conv/w"]
+        np.testing.assert_allclose(block.A[k], a if joined else a[:-1, :-1], rtol=1e-9)
+        np.testing.assert_allclose(block.G[k], g, rtol=1e-9)
+
+
 def test_groups_that_cut_across_the_parameter_are_refused():
     def loss(p, x):
         w = p["w"].transpose(1, 2, 3, 0, 4).reshape(3, 2, 2, 6)  # output channels in three parts of two
