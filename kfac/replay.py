@@ -57,11 +57,22 @@ class KroneckerTap:
     examples: int | None = None
 
     def residuals(self, values: Sequence[jax.Array], multiplier: jax.Array | None) -> Any:
-        del multiplier  # kernels are never scaled
-        return values[1 - self.operand]
+        # A kernel is multiplied by the same number everywhere, if at all.
+        return values[1 - self.operand], None if multiplier is None else multiplier.reshape(-1)[0]
 
-    def statistics(self, x: jax.Array, g: jax.Array) -> Kronecker:
-        return Kronecker(self._inputs(x), self._outputs(g))
+    def statistics(self, residuals: Any, g: jax.Array) -> Kronecker:
+        x, number = residuals
+        a = self._inputs(x)
+        return Kronecker(a if number is None else self._multiplied(a, number), self._outputs(g))
+
+    def _multiplied(self, a: jax.Array, number: jax.Array) -> jax.Array:
+        """The sums of a product with `number` times the kernel: inputs are so many times larger, but for the 1."""
+        entries = jnp.full(a.shape[-1], number, self.dtype)
+        if self.bias != "none":
+            entries = entries.at[-1].set(1)
+        if self.examples is not None:
+            return a * entries
+        return a * entries**2 if "A" in self.diagonal else a * entries[:, None] * entries
 
     def _outputs(self, g: jax.Array) -> jax.Array:
         rows = self.arrange_g(g)

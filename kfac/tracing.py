@@ -70,6 +70,7 @@ class View:
     axes: Axes
     stack: tuple[axes_lib.Axis, ...] = ()  # for each enclosing scan, the atoms it iterates over (none: read each time)
     scaled: bool = False
+    uniform: bool = True  # scaled, if at all, by numbers only
     mixed: bool = False  # scaled by an array of data, so that it might be an activation of a single example
 
 
@@ -437,7 +438,7 @@ class Analysis:
                 continue
             view = states[k]
             assert isinstance(view, View)
-            if view.scaled:
+            if not view.uniform:
                 self._refuse(view, eqn, "its values are multiplied by others before the product")
             return k
         return None
@@ -499,7 +500,14 @@ class Analysis:
             return None  # not yet an activation
         if not additive and not repeated:
             self.multipliers[path] = operand
-            return dataclasses.replace(view, scaled=True, mixed=view.mixed or math.prod(other_var.aval.shape) > 1)
+            # A number made of parameters may depend on this one: its kernel is normalised.
+            number = math.prod(other_var.aval.shape) == 1 and not other.active
+            return dataclasses.replace(
+                view,
+                scaled=True,
+                uniform=view.uniform and number,
+                mixed=view.mixed or math.prod(other_var.aval.shape) > 1,
+            )
         if not repeated and not other.active:
             return None
         leading = next((a.size for axis in y_axes for a in axis if not a.of_leaf), None)
@@ -522,7 +530,7 @@ class Analysis:
         found, indices = operands.lookup(eqn, view.axes), states[1]
         kernels = sum(math.prod(a.size for a in axis) > 1 for axis in view.axes) > 2
         assert isinstance(indices, Data)
-        if found is None or view.scaled or indices.fixed:
+        if found is None or not view.uniform or indices.fixed:
             self._met_data(view, eqn.primitive.name)
             return Data(active=True, made_of=frozenset({view.leaf}), fixed=_fixed(eqn, states))
         self.reads.append(
