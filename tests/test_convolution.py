@@ -335,7 +335,7 @@ def grouped(groups, channels, features, *, stored="HWIO", bias=True, layout="NHW
     params = {"conv": {"w": normal(1, *(sizes[letter] for letter in stored))}}
     if bias:
         params["conv"]["b"] = normal(2, groups * features)
-    return loss, reference, params, (normal(3, N, 5, 6, groups * channels), normal(4, N, 600))
+    return loss, reference, params, (normal(3, N, 5, 6, groups * channels), normal(4, N, 800))
 
 
 GROUPED = [
