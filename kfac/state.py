@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from kfac.assignment import Shard, block_cost, group_costs, make_shards, packed_size
 from kfac.blocks import Group
 from kfac.collectives import AxisName, as_varying, axis_size, pack, unpack, varying_axes
-from kfac.layers import Block, Kronecker, Layers, Unitwise, leaves_by_path
+from kfac.layers import Block, Kronecker, Layers, Unitwise, is_diagonal, leaves_by_path
 
 
 class KfacMetrics(NamedTuple):
@@ -125,22 +125,22 @@ class Config:
         """A stack of `k` blocks as it is sent, `[k, elements]`."""
         parts = jax.tree.leaves(block)
         if self.triangular and isinstance(block, Kronecker):
-            parts = [pack(part) for part in parts]
+            parts = [part if is_diagonal(part) else pack(part) for part in parts]
         return jnp.concatenate([part.reshape(part.shape[0], -1) for part in parts], axis=1)
 
     def decode(self, flat: jax.Array, group: Group) -> Block:
         """The inverse of `encode`, for blocks of `group`."""
         if not group.kronecker:
-            return Unitwise(flat.reshape(-1, group.d_out, group.d_in, group.d_in))
-        cut = packed_size(group.d_in, self.triangular)
+            return Unitwise(flat.reshape(-1, *group.shapes["F"]))
+        cut = packed_size(group.shapes["A"], self.triangular)
 
-        def square(flat, d):
-            if not self.triangular:
-                return flat.reshape(-1, d, d)
-            half = (d + 1) // 2
-            return unpack(flat.reshape(-1, half, 2 * half + 1), d)
+        def unpacked(flat, shape):
+            if not self.triangular or len(shape) == 1:
+                return flat.reshape(-1, *shape)
+            half = (shape[0] + 1) // 2
+            return unpack(flat.reshape(-1, half, 2 * half + 1), shape[0])
 
-        return Kronecker(square(flat[:, :cut], group.d_in), square(flat[:, cut:], group.d_out))
+        return Kronecker(unpacked(flat[:, :cut], group.shapes["A"]), unpacked(flat[:, cut:], group.shapes["G"]))
 
     @functools.cached_property
     def skipped(self) -> frozenset[str]:
@@ -318,7 +318,7 @@ def scatter_state(portable: Any, num_devices: int, *, pmap: bool = False) -> Any
         if any(own.shard.devices != 1 for own in node.owned.values()):
             raise ValueError("portable must be what gather_state returns, but is a state for several devices")
         blocks = {name: own.blocks.inverse for name, own in node.owned.items()}
-        costs = [(name, x.A.shape[0], block_cost(x.G.shape[-1], x.A.shape[-1])) for name, x in blocks.items()]
+        costs = [(name, x.A.shape[0], block_cost([x.A.shape[1:], x.G.shape[1:]])) for name, x in blocks.items()]
         shards = make_shards(costs, num_devices)
         return node._replace(owned={name: _scatter_owned(own, shards[name]) for name, own in node.owned.items()})
 

@@ -534,7 +534,8 @@ def test_the_main_job(tmp_path, optimizer):
 
 def test_adaptive_statistics_and_their_resume(tmp_path):
     """Which steps have statistics is the same whether or not the run was stopped on the way."""
-    options = ["--steps", 30, "--width", 8, "--factor-every", "adaptive", "--statistics-threshold", 2.0, "--subsample", 2]
+    options = ["--steps", 30, "--width", 8, "--subsample", 2]
+    options += ["--factor-every", "adaptive", "--statistics-threshold", 2.0]
     train(*options, "--output", tmp_path / "whole")
     train(*options, "--output", tmp_path / "parts", "--stop-after", 16)
     train("--resume", "--output", tmp_path / "parts")
