@@ -128,6 +128,11 @@ def name(case):
     return ",".join(f"{key}={value}" for key, value in case.items()).replace(" ", "")
 
 
+@pytest.fixture(autouse=True)
+def correlations_for_any_number_of_channels(monkeypatch):
+    monkeypatch.setattr(kfac.statistics, "FEW_CHANNELS", 0)
+
+
 @pytest.mark.parametrize("case", ONE, ids=name)
 def test_one_dimension(x64, case):
     check((7,), **case)
@@ -135,6 +140,12 @@ def test_one_dimension(x64, case):
 
 @pytest.mark.parametrize("case", TWO, ids=name)
 def test_two_dimensions(x64, case):
+    check((5, 6), **case)
+
+
+@pytest.mark.parametrize("case", [c for c in TWO if "strides" not in c and "lhs" not in c], ids=name)
+def test_two_dimensions_with_few_channels(x64, monkeypatch, case):
+    monkeypatch.setattr(kfac.statistics, "FEW_CHANNELS", 16)
     check((5, 6), **case)
 
 

@@ -612,8 +612,9 @@ def test_one_program_of_nhwc_convolutions_that_updates_its_state_in_place(tmp_pa
         text = lowered.as_text()
         layouts = set(re.findall(r"dim_numbers = (\[.*?\]x\[.*?\]->\[.*?\])", text))
         assert "[b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]" in layouts
-        # And its gradients with respect to the kernel and to the image.
+        # And its gradients with respect to the kernel and to the image, and correlations of images for statistics.
         assert layouts <= {
+            "[f, 0, 1, b]x[i, 0, 1, o]->[0, 1, f, b]",
             "[b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]",
             "[f, 0, 1, b]x[i, 0, 1, o]->[0, 1, b, f]",
             "[b, 0, 1, f]x[0, 1, o, i]->[b, 0, 1, f]",
