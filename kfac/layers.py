@@ -59,10 +59,12 @@ class Layer:
 
     @property
     def has_bias(self) -> bool:
+        """Whether a bias makes up the last column of the matrix."""
         return self.kind in KRONECKER_KINDS and len(self.params) == 2
 
     @property
     def num_params(self) -> int:
+        """Number of elements of all leaves."""
         return sum(math.prod(shape) for shape in self.shapes)
 
     @property
@@ -98,7 +100,8 @@ class Layer:
     def describe(self) -> str:
         """The layer in a few words, for error messages."""
         factors = ", ".join(f"{name} {list(shape)}" for name, shape in self.factor_shapes.items())
-        return f"{self.kind} layer {self.name!r} ({', '.join(self.params)}; {factors or 'no factors'})"
+        details = [", ".join(self.params), factors or "no factors", *([self.note] if self.note else [])]
+        return f"{self.kind} layer {self.name!r} ({'; '.join(details)})"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -138,7 +141,7 @@ class Layers(Sequence[Layer]):
 
     @property
     def with_factors(self) -> tuple[Layer, ...]:
-        """The layers that have statistics: all but those skipped."""
+        """The layers that have statistics, which are all but those skipped."""
         return tuple(layer for layer in self.blocks if layer.kind != "skipped")
 
     def __repr__(self) -> str:

@@ -1,6 +1,7 @@
 """The rule for steps with statistics, against its definition."""
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -33,7 +34,7 @@ def test_a_change_halves_the_interval_and_likeness_once_keeps_it():
 
 def test_intervals_have_a_bound():
     taken = steps_with_statistics(lambda step: 0.01, 100, longest=7)
-    assert max(b - a for a, b in zip(taken, taken[1:], strict=False)) == 7
+    assert max(b - a for a, b in itertools.pairwise(taken)) == 7
 
 
 @pytest.mark.parametrize("change", [math.nan, math.inf, 0.1, 5.0])
