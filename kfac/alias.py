@@ -37,6 +37,7 @@ def kfac(
     *,
     momentum: ScalarOrSchedule | None = 0.9,
     nesterov: bool = False,
+    rate_in_momentum: bool = False,
     weight_decay: ScalarOrSchedule | None = None,
     weight_decay_mask: Any | Callable[[Any], Any] | None = None,
     norm_constraint: ScalarOrSchedule | None = None,
@@ -63,9 +64,13 @@ def kfac(
     Args:
       learning_rate: scalar or schedule of the step.
       layers: what `find_layers` returned.
-      momentum: decay of `optax.trace`, in [0, 1), kept in float32 or better. Scalar or schedule. The learning rate is
-        applied after it, so that a falling rate shrinks the whole sum: the momentum coupling of Osawa et al.'s code.
+      momentum: decay of `optax.trace`, in [0, 1), kept in float32 or better. Scalar or schedule.
       nesterov: Nesterov's form of it.
+      rate_in_momentum: whether the learning rate is applied before the momentum. False: `v <- m v + p`, `w <- w - lr v`
+        with the preconditioned gradient `p`, so that a falling rate shrinks all of `v`. True: `v <- m v - lr p`,
+        `w <- w + v`, as Osawa et al. have it, in which steps of an earlier, larger rate go on; see
+        `kfac.schedules.coupled_momentum`. The same for a constant rate. Not with `trust_ratio`, which comes after the
+        momentum and would take the rate out again.
       weight_decay: decoupled weight decay, times the learning rate. Scalar or schedule.
       weight_decay_mask: which parameters decay, as for `optax.add_decayed_weights`.
       norm_constraint: the KL clip `c`: the preconditioned gradient `v` is multiplied by
@@ -116,18 +121,26 @@ def kfac(
         tx = _constrain_norm(tx, layers, norm_constraint, learning_rate)
     if not isinstance(nesterov, bool):
         raise ValueError(f"nesterov must be True or False, but is {nesterov!r}")
+    if not isinstance(rate_in_momentum, bool):
+        raise ValueError(f"rate_in_momentum must be True or False, but is {rate_in_momentum!r}")
+    if rate_in_momentum and trust_ratio is not None:
+        raise ValueError("rate_in_momentum=True has no effect with trust_ratio, which rescales what the momentum gives")
     parts = []
+    rate = optax.scale_by_learning_rate(learning_rate)
+    if rate_in_momentum:
+        parts.append(rate)
     if momentum is not None:
         check_range("momentum", momentum, 0, 1, open_high=True)
         parts.append(_momentum(momentum, nesterov))
-    elif nesterov:
-        raise ValueError("nesterov=True needs momentum, but momentum is None")
+    elif nesterov or rate_in_momentum:
+        name = "nesterov" if nesterov else "rate_in_momentum"
+        raise ValueError(f"{name}=True needs momentum, but momentum is None")
     if trust_ratio is not None:
         check_range("trust_ratio", trust_ratio, 0, math.inf, open_low=True, open_high=True)
         parts.append(_trust_ratio(layers, trust_ratio))
     if weight_decay is not None:
         check_range("weight_decay", weight_decay, 0, math.inf, open_high=True)
-        decay = _decayed_weights(weight_decay)
+        decay = _decayed_weights(_times_rate(weight_decay, learning_rate) if rate_in_momentum else weight_decay)
         parts.append(optax.masked(decay, weight_decay_mask) if weight_decay_mask is not None else decay)
         if not callable(weight_decay_mask) and not all(isinstance(x, bool) for x in jax.tree.leaves(weight_decay_mask)):
             raise ValueError(
@@ -136,7 +149,8 @@ def kfac(
             )
     elif weight_decay_mask is not None:
         raise ValueError("weight_decay_mask needs weight_decay, but weight_decay is None")
-    parts.append(optax.scale_by_learning_rate(learning_rate))
+    if not rate_in_momentum:
+        parts.append(rate)
     # Rejects non-finite updates for good: momentum once NaN would stay so.
     guarded = optax.apply_if_finite(_keep_dtype(optax.chain(*parts)), max_consecutive_errors=jnp.iinfo(jnp.int32).max)
     return optax.with_extra_args_support(optax.chain(tx, guarded))
@@ -215,6 +229,11 @@ def _decayed_weights(weight_decay: ScalarOrSchedule) -> optax.GradientTransforma
         return decayed, optax.ScaleByScheduleState(count=optax.safe_increment(state.count))
 
     return optax.GradientTransformation(init, update)
+
+
+def _times_rate(weight_decay: ScalarOrSchedule, learning_rate: ScalarOrSchedule) -> optax.Schedule:
+    """What is added to a step that already contains the learning rate."""
+    return lambda count: -value_at(learning_rate, count) * value_at(weight_decay, count)
 
 
 def _constrain_norm(

@@ -19,7 +19,8 @@ import dataclasses
 import functools
 import heapq
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 from kfac.blocks import Group, group_layers
 from kfac.layers import Layers, format_bytes
@@ -67,13 +68,13 @@ class Shard:
 Costs = Sequence[tuple[str, int, int]]  # name of a Kronecker group, number of its blocks, work to invert one
 
 
-def block_cost(d_out: int, d_in: int) -> int:
-    """Work to invert a Kronecker block, in `n^3`."""
-    return d_out**3 + d_in**3
+def block_cost(shapes: Iterable[tuple[int, ...]]) -> int:
+    """Work to invert a Kronecker block with factors of such shapes, in `n^3`; that of a diagonal one is `n`."""
+    return sum(shape[0] if len(shape) == 1 else shape[0] ** 3 for shape in shapes)
 
 
 def group_costs(groups: Sequence[Group]) -> Costs:
-    return [(g.name, g.size, block_cost(g.d_out, g.d_in)) for g in groups if g.kronecker]
+    return [(g.name, g.size, block_cost(g.shapes.values())) for g in groups if g.kronecker]
 
 
 def make_shards(costs: Costs, devices: int) -> dict[str, Shard]:
@@ -112,11 +113,11 @@ def make_phases(costs: Costs, phases: int) -> dict[str, tuple[int, ...]]:
     return {name: tuple(itertools.accumulate(count, initial=0)) for name, count in counts.items()}
 
 
-def packed_size(dimension: int, triangular: bool = True) -> int:
-    """Elements of a symmetric matrix on the wire: its upper triangle (of an even dimension), or all of it."""
-    if not triangular:
-        return dimension * dimension
-    even = dimension + dimension % 2
+def packed_size(shape: tuple[int, ...], triangular: bool = True) -> int:
+    """Elements of a factor on the wire: the upper triangle of a matrix (of an even dimension), or all of it."""
+    if not triangular or len(shape) == 1:
+        return math.prod(shape)
+    even = shape[0] + shape[0] % 2
     return even * (even + 1) // 2
 
 
@@ -208,13 +209,13 @@ class Assignment:
         """Bytes of running averages and inverses that every device holds."""
         total = 0
         for group in self.groups:
+            elements = sum(math.prod(shape) for shape in group.shapes.values())
             if group.kronecker:
-                square = group.d_out**2 + group.d_in**2
-                total += self.shards[group.name].positions * square * (4 + self.inverse_bytes)
+                total += self.shards[group.name].positions * elements * (4 + self.inverse_bytes)
                 if self.precondition == "replicated":
-                    total += group.size * square * self.inverse_bytes
+                    total += group.size * elements * self.inverse_bytes
             else:
-                total += group.size * group.d_out * group.d_in**2 * (4 + self.inverse_bytes)
+                total += group.size * elements * (4 + self.inverse_bytes)
         return total
 
     @property
@@ -224,11 +225,8 @@ class Assignment:
             return 0
         total = 0
         for group in self.groups:
-            if group.kronecker:
-                packed = packed_size(group.d_in, self.triangular) + packed_size(group.d_out, self.triangular)
-                total += group.size * packed * self.wire_bytes
-            else:
-                total += group.size * group.d_out * group.d_in**2 * self.wire_bytes
+            packed = sum(packed_size(s, self.triangular and group.kronecker) for s in group.shapes.values())
+            total += group.size * packed * self.wire_bytes
         return total
 
     @property
@@ -241,7 +239,7 @@ class Assignment:
             if group.kronecker and self.precondition == "sharded":
                 total += group.size * group.d_out * group.d_in * 4
             elif group.kronecker:
-                packed = packed_size(group.d_in, self.triangular) + packed_size(group.d_out, self.triangular)
+                packed = sum(packed_size(shape, self.triangular) for shape in group.shapes.values())
                 total += group.size * packed * self.inverse_bytes
         return total
 

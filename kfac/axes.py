@@ -125,6 +125,22 @@ def common_refinement(a: Axis, b: Axis) -> list[tuple[Atom, Atom]] | None:
     return pairs if not left and not right else None
 
 
+def split_like(axis: Axis, parts: Sequence[Atom]) -> Axis | None:
+    """Cuts leaf atoms that span several of `parts`, as a reshape joins neighbours; None where one straddles two."""
+    result: list[Atom] = []
+    for atom in axis:
+        inside = sorted((part for part in parts if is_part(part, atom)), key=lambda part: part.memory_order)
+        if len(inside) > 1 and math.prod(part.size for part in inside) == atom.size:
+            result += inside
+            continue
+        if atom.of_leaf and not any(
+            is_part(atom, part) and atom.stride * atom.size <= part.stride * part.size for part in parts
+        ):
+            return None
+        result.append(atom)
+    return tuple(result)
+
+
 class Layout(NamedTuple):
     """How a leaf becomes matrices: its atoms in memory order, each with a role, `"stack"`, `"out"` or `"in"`."""
 
@@ -181,6 +197,12 @@ class Arrangement(NamedTuple):
         axis = self.rows[0]
         x = x.reshape(self.split)[(slice(None),) * axis + (slice(None, None, k),)]
         return x, self._replace(split=x.shape)
+
+    def grouped_by(self, position: int | None) -> Arrangement:
+        """The same with the rows of each index along one axis (a position in `split`) next to each other."""
+        if position is None:
+            return self
+        return self._replace(rows=(position, *(k for k in self.rows if k != position)))
 
     def __call__(self, x):
         def size(positions):

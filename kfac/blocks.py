@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kfac.layers import KRONECKER_KINDS, Block, Factors, Kronecker, Layer, Layers, Unitwise
+from kfac.layers import KRONECKER_KINDS, Block, Factors, Kronecker, Layer, Layers, Unitwise, is_diagonal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +36,11 @@ class Group:
         return self.layers[0].d_in
 
     @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the factors of one block, as they are kept: of a Kronecker block `[d, d]`, or `[d]` if diagonal."""
+        return self.layers[0].block_shapes if self.kronecker else self.layers[0].factor_shapes
+
+    @property
     def counts(self) -> tuple[int, ...]:
         """Blocks of each layer."""
         return tuple(layer.copies if self.kronecker else 1 for layer in self.layers)
@@ -47,16 +52,16 @@ class Group:
 
     def zeros(self, size: int, dtype: Any) -> Block:
         """Statistics of `size` blocks before any have arrived."""
-        if self.kronecker:
-            return Kronecker(
-                jnp.zeros((size, self.d_in, self.d_in), dtype),
-                jnp.zeros((size, self.d_out, self.d_out), dtype),
-            )
-        return Unitwise(jnp.zeros((size, self.d_out, self.d_in, self.d_in), dtype))
+        parts = {name: jnp.zeros((size, *shape), dtype) for name, shape in self.shapes.items()}
+        return Kronecker(**parts) if self.kronecker else Unitwise(**parts)
 
     def identity(self, size: int, dtype: Any) -> Block:
         """Inverses of `size` blocks before any have been computed."""
-        return jax.tree.map(lambda stack: stack + jnp.eye(stack.shape[-1], dtype=dtype), self.zeros(size, dtype))
+
+        def one(stack):
+            return stack + (1 if is_diagonal(stack) else jnp.eye(stack.shape[-1], dtype=dtype))
+
+        return jax.tree.map(one, self.zeros(size, dtype))
 
     def stack_factors(self, factors: Factors) -> Block:
         """The statistics of the members as stacks `[k, ...]`."""
@@ -93,7 +98,8 @@ def group_layers(layers: Layers) -> tuple[Group, ...]:
     members: dict[str, list[Layer]] = {}
     for layer in layers.with_factors:
         if layer.kind in KRONECKER_KINDS:
-            name = f"kronecker_{layer.d_out}x{layer.d_in}"
+            form = "".join(f"_diagonal_{factor}" for factor in layer.diagonal)
+            name = f"kronecker_{layer.d_out}x{layer.d_in}{form}"
         else:
             name = f"unitwise_{layer.d_out}x{layer.d_in}"
         members.setdefault(name, []).append(layer)
@@ -121,8 +127,9 @@ def apply_inverse(inverse: Block, matrices: jax.Array) -> jax.Array:
             preferred_element_type=matrices.dtype,
         )
 
-    half = product("kab,kbc->kac", inverse.G, matrices)
-    return product("kac,kcd->kad", half, inverse.A)
+    left = "ka" if is_diagonal(inverse.G) else "kab"
+    half = product(f"{left},k{left[-1]}c->kac", inverse.G, matrices)
+    return product("kac,kc->kac" if is_diagonal(inverse.A) else "kac,kcd->kad", half, inverse.A)
 
 
 def check_factors(factors: Any, layers: Layers) -> None:

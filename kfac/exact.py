@@ -88,7 +88,7 @@ def fisher_blocks(
     def blocks(params, *args, **kwargs):
         paths, shapes = paths_and_shapes(params)
         traced = trace(loss_fn, has_aux, params, args, kwargs)
-        resolved = resolve(traced, paths, shapes, layers.skip, num_examples)
+        resolved = resolve(traced, paths, shapes, layers, num_examples)
         check_same(layers, resolved.layers)
         skipped = {path for layer in layers if layer.kind == "skipped" for path in layer.params}
         resolved.marks.require("the exact Fisher matrix", paths, skipped)

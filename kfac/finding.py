@@ -14,15 +14,23 @@ import jax.numpy as jnp
 
 from kfac import axes as axes_lib
 from kfac.axes import Atom, Layout
-from kfac.layers import Factors, Kronecker, Layer, Layers, Unitwise, leaf_path
+from kfac.layers import KRONECKER_KINDS, Factors, Kronecker, Layer, Layers, Unitwise, leaf_path
 from kfac.likelihood import Marks, find_marks
+from kfac.operands import FILL_OR_DROP, row_axis
 from kfac.replay import ElementwiseTap, Key, KroneckerTap, Plan
-from kfac.statistics import Convolution, accumulator
+from kfac.statistics import Convolution, Lookup, accumulator
 from kfac.tracing import NOT_WITH_EXAMPLES, Analysis, Read, Trace, inner_jaxpr, trace, unsupported
 
 
 def find_layers(
-    loss_fn: Callable[..., Any], params: Any, *args: Any, has_aux: bool = False, skip: Sequence[str] = (), **kwargs: Any
+    loss_fn: Callable[..., Any],
+    params: Any,
+    *args: Any,
+    has_aux: bool = False,
+    skip: Sequence[str] = (),
+    max_dim: int | None = None,
+    reduce: Sequence[str] = (),
+    **kwargs: Any,
 ) -> Layers:
     """Says how each parameter leaf of `loss_fn` will be preconditioned.
 
@@ -37,6 +45,11 @@ def find_layers(
       has_aux: whether `loss_fn` returns a pair.
       skip: regular expressions; a leaf in whose path (joined by `/`) one is found gets no curvature block, its gradient
         passes through the preconditioner unchanged.
+      max_dim: a Kronecker factor with more rows is kept as its diagonal, which the table says. None: no bound. The
+        inverse of a factor of `d` rows takes work of order `d^3` and memory of order `d^2`.
+      reduce: regular expressions; a matrix product or convolution whose kernel has one in its path is treated in the
+        setting "reduce" of Eschenhagen et al. 2023: inputs are averaged and output gradients summed over the positions
+        of an example before products are formed. Elsewhere it is "expand". Lookups are in the setting "expand" always.
       **kwargs: keyword arguments of `loss_fn`.
 
     Returns:
@@ -45,14 +58,19 @@ def find_layers(
     Raises:
       UnsupportedLayerError: a parameter is read in a way that cannot be treated exactly; the message says which and how
         to go on.
-      ValueError: a pattern of `skip` matches no leaf, or is no regular expression.
+      ValueError: a pattern of `skip` or `reduce` matches no leaf, or is no regular expression; `max_dim` is no positive
+        int.
       TypeError: `loss_fn` does not return a real scalar, or a parameter leaf is no real array.
     """
-    if isinstance(skip, str):
-        raise ValueError(f"skip must be a sequence of regular expressions, but is the string {skip!r}")
+    for option, patterns in (("skip", skip), ("reduce", reduce)):
+        if isinstance(patterns, str):
+            raise ValueError(f"{option} must be a sequence of regular expressions, but is the string {patterns!r}")
+    if max_dim is not None and (isinstance(max_dim, bool) or not isinstance(max_dim, int) or max_dim < 1):
+        raise ValueError(f"max_dim must be a positive int or None, but is {max_dim!r}")
     names, shapes = paths_and_shapes(params)
+    options = Layers((), tuple(names), tuple(skip), max_dim, tuple(reduce))
     # The example count matters to the statistics only, so a batch that does not tell it is no error here.
-    return resolve(trace(loss_fn, has_aux, params, args, kwargs), names, shapes, tuple(skip), None, strict=False).layers
+    return resolve(trace(loss_fn, has_aux, params, args, kwargs), names, shapes, options, None, strict=False).layers
 
 
 def paths_and_shapes(params: Any) -> tuple[list[str], list[tuple[int, ...]]]:
@@ -109,7 +127,7 @@ def resolve(
     traced: Trace,
     names: Sequence[str],
     shapes: Sequence[tuple[int, ...]],
-    skip: tuple[str, ...],
+    options: Layers,
     num_examples: int | None,
     strict: bool = True,
     subsample: int = 1,
@@ -120,17 +138,19 @@ def resolve(
       traced: the traced loss.
       names: paths of the parameter leaves.
       shapes: their shapes.
-      skip: patterns of leaves to leave out.
+      options: what holds the options of `find_layers`.
       num_examples: the number of examples, if the user gave it.
       strict: whether an unknown number of examples is an error.
       subsample: Kronecker factors come from every `subsample`-th example.
     """
-    skipped = _skipped(skip, names)
+    skipped = _matching("skip", options.skip, names)
+    reduced = {names[leaf] for leaf in _matching("reduce", options.reduce, names)}
     analysis = Analysis(traced, names, shapes, skipped)
     by_leaf: dict[int, list[Read]] = collections.defaultdict(list)
     for read in analysis.reads:
         by_leaf[read.leaf].append(read)
-    kernels = {leaf for leaf, reads in by_leaf.items() if any(read.op in ("dense", "conv") for read in reads)}
+    _drop_mixed_lookups(analysis, by_leaf)
+    kernels = {leaf for leaf, reads in by_leaf.items() if any(read.op in KRONECKER_KINDS for read in reads)}
     for leaf in kernels:
         _check_kernel(names[leaf], by_leaf[leaf], analysis.coarse.get(leaf))
     companions = _companions(analysis, by_leaf, kernels)
@@ -149,46 +169,82 @@ def resolve(
             drafts.append(_elementwise_layer(leaf, companions.get(leaf), analysis, by_leaf, names, shapes, n))
 
     parents = collections.Counter(_parent(layer.params[0]) for layer, _ in drafts)
-    resolved = Resolved(Layers((), tuple(names), skip), Plan(), {}, {}, n or 1, marks)
+    resolved = Resolved(options, Plan(), {}, {}, n or 1, marks)
     blocks = []
     for layer, leaves in drafts:
         parent = _parent(layer.params[0])
         # A path may hold a slash of its own, so a parent may have the path of a leaf.
         unique = parent and parents[parent] == 1 and parent not in names
         layer = dataclasses.replace(layer, name=parent if unique else layer.params[0])
+        layer = _bounded(layer, options.max_dim)
+        if layer.kind in ("dense", "conv") and layer.params[0] in reduced:
+            layer = dataclasses.replace(layer, weight_sharing="reduce")
         blocks.append(layer)
         reads = [read for leaf in leaves for read in by_leaf[leaf]]
-        if layer.kind in ("dense", "conv"):
-            _plan_kronecker(resolved, layer, by_leaf[leaves[0]], analysis, traced, subsample)
+        if layer.kind in KRONECKER_KINDS:
+            _plan_kronecker(resolved, layer, by_leaf[leaves[0]], analysis, traced, strict, subsample)
         elif reads and not layer.coarse:
             _plan_elementwise(resolved, layer, leaves, by_leaf, traced, strict)
     for path, operand in analysis.multipliers.items():
         # Only where the jaxpr holds a tap: elsewhere nothing reads the multiplier.
         resolved.plan.at(path).multipliers[path[-1]] = operand
-    resolved.layers = Layers(tuple(blocks), tuple(names), skip)
+    resolved.layers = dataclasses.replace(options, blocks=tuple(blocks), paths=tuple(names))
     return resolved
 
 
-def _skipped(skip: tuple[str, ...], names: Sequence[str]) -> set[int]:
-    skipped = set()
-    for pattern in skip:
+def _bounded(layer: Layer, max_dim: int | None) -> Layer:
+    """The layer with diagonals in the place of factors that are too large."""
+    if layer.kind not in KRONECKER_KINDS or max_dim is None:
+        return layer
+    large = [name for name, shape in layer.block_shapes.items() if len(shape) == 2 and shape[0] > max_dim]
+    if not large:
+        return layer
+    reason = " and ".join(f"{name} has more than max_dim={max_dim} rows" for name in large)
+    diagonal = tuple(name for name in "AG" if name in (*layer.diagonal, *large))
+    return dataclasses.replace(layer, diagonal=diagonal, note="; ".join(filter(None, [layer.note, reason])))
+
+
+def _matching(option: str, patterns: tuple[str, ...], names: Sequence[str]) -> set[int]:
+    matching = set()
+    for pattern in patterns:
         try:
             found = {k for k, name in enumerate(names) if re.search(pattern, name)}
         except re.error as error:
-            raise ValueError(f"skip: {pattern!r} is not a regular expression: {error}") from None
+            raise ValueError(f"{option}: {pattern!r} is not a regular expression: {error}") from None
         if not found:
-            raise ValueError(f"skip: {pattern!r} matches no parameter; the parameters are {', '.join(names)}")
-        skipped |= found
-    return skipped
+            raise ValueError(f"{option}: {pattern!r} matches no parameter; the parameters are {', '.join(names)}")
+        matching |= found
+    return matching
 
 
 def _parent(path: str) -> str:
     return path.rpartition("/")[0]
 
 
+def _drop_mixed_lookups(analysis: Analysis, by_leaf: dict[int, list[Read]]) -> None:
+    """Leaves a table to the coarse diagonal if not all that reads it are lookups of its rows, and none is a product."""
+    for leaf, reads in list(by_leaf.items()):
+        lookups = [read for read in reads if read.op == "embedding"]
+        if not lookups or any(read.op in ("dense", "conv") for read in reads):
+            continue
+        forms = {(_kernel_layout(read), tuple(filter(None, read.view.stack))) for read in lookups}
+        if len(lookups) < len(reads) or len(forms) > 1 or leaf in analysis.coarse:
+            analysis.coarse.setdefault(leaf, "gather and other operations")
+            del by_leaf[leaf]
+
+
 def _check_kernel(name: str, reads: list[Read], coarse: str | None) -> None:
-    products = [read for read in reads if read.op in ("dense", "conv")]
+    products = [read for read in reads if read.op in KRONECKER_KINDS]
     where = " and ".join(sorted({read.op for read in reads}))
+    if len({read.op == "embedding" for read in products}) > 1:
+        reason = "of inputs that are looked up there are only counts, so the two cannot be put in one block"
+        if len({_kernel_layout(read) for read in products}) > 1:
+            reason = (
+                "an embedding that is the output layer as well has inputs on one axis and gradients on the other for "
+                "the one use, and the other way round for the other; the sum of the two Kronecker products is none, so "
+                "they cannot be put in one block. A table of its own for each use gets one"
+            )
+        raise unsupported(name, "a gather and a matrix product or convolution", reason)
     if coarse is not None:
         raise unsupported(
             name, f"a matrix product or convolution and by {coarse}", "the two cannot be put in one block"
@@ -277,6 +333,7 @@ def _kronecker_layer(leaf, bias, analysis, by_leaf, names, shapes, n) -> tuple[L
         layouts.append(axes_lib.layout((own, _role_within(roles, theirs)) for own, theirs in read.joined[1]))
         leaves.append(bias)
     rows = sum(read.rows for read in reads)
+    lookup = reads[0].op == "embedding"
     layer = Layer(
         names[leaf],
         reads[0].op,
@@ -287,6 +344,8 @@ def _kronecker_layer(leaf, bias, analysis, by_leaf, names, shapes, n) -> tuple[L
         d_in=kernel.size("in") + (bias is not None),
         copies=kernel.size("stack"),
         stacked="stack" in kernel.roles,
+        diagonal=("A",) if lookup else (),
+        note="A holds the counts of the rows looked up" if lookup else "",
         positions=_positions(rows, n),
     )
     return layer, leaves
@@ -334,10 +393,11 @@ def _elementwise_layer(leaf, shift, analysis, by_leaf, names, shapes, n) -> tupl
 
 
 def _plan_kronecker(
-    resolved: Resolved, layer: Layer, reads: list[Read], analysis: Analysis, traced: Trace, subsample: int
+    resolved: Resolved, layer: Layer, reads: list[Read], analysis: Analysis, traced: Trace, strict: bool, subsample: int
 ) -> None:
     key = (layer.name, 0)
     dtype = _accumulator(traced, reads)
+    n, reduce = resolved.num_examples, layer.weight_sharing == "reduce"
     with_bias = {
         read.joined[0] for read in analysis.reads if read.joined and analysis.names[read.leaf] in layer.params[1:]
     }
@@ -345,14 +405,28 @@ def _plan_kronecker(
         eqn = _equations(traced, read.path)[-1]
         index = next(k for k, other in enumerate(analysis.reads) if other is read)
         bias = "none" if not layer.has_bias else "one" if index in with_bias else "zero"
+        x_axes = read.x_axes
+        if read.op == "conv" and (reduce or "A" in layer.diagonal):
+            spatial = len(eqn.params["window_strides"])
+            x_axes = (x_axes[0], *x_axes[1 + spatial :])  # of sums over positions
+        arrange_x = axes_lib.arrangement(x_axes, read.batched)
+        arrange_g = axes_lib.arrangement(read.y_axes, read.batched)
+        if reduce:
+            if not strict and n > 1 and not all(_sizes(axes, n) for axes in (x_axes, read.y_axes)):
+                return
+            x_example = _example_position(x_axes, n, layer.params[0], read, eqn, strict)
+            g_example = _example_position(read.y_axes, n, layer.params[0], read, eqn, strict)
+            arrange_x, arrange_g = arrange_x.grouped_by(x_example), arrange_g.grouped_by(g_example)
         tap = KroneckerTap(
             key,
             read.operand,
-            axes_lib.arrangement(read.x_axes, read.batched),
-            axes_lib.arrangement(read.y_axes, read.batched),
-            _geometry(eqn) if read.op == "conv" else None,
+            arrange_x,
+            arrange_g,
+            _geometry(read, eqn),
             bias,
             dtype,
+            layer.diagonal,
+            n if reduce else None,
             subsample,
         )
         if subsample > max(tap.arrange_g.leading, 1):
@@ -363,25 +437,70 @@ def _plan_kronecker(
     read = reads[0]
     scanned = [length for length, atoms in zip(read.scans, read.view.stack, strict=True) if atoms]
     batched = math.prod(atom.size for atom in read.batched)
-    resolved.probes[key] = Kronecker(
-        jax.ShapeDtypeStruct((*scanned, batched, layer.d_in, layer.d_in), dtype),
-        jax.ShapeDtypeStruct((*scanned, batched, layer.d_out, layer.d_out), dtype),
-    )
-    n, rows = resolved.num_examples, sum(read.rows for read in reads)
+    tails = {"A": (n, layer.d_in), "G": (n, layer.d_out)} if reduce else layer.block_shapes
+    summed = {name: jax.ShapeDtypeStruct((*scanned, batched, *tail), dtype) for name, tail in tails.items()}
+    resolved.probes[key] = Kronecker(**summed)
+    rows = sum(read.rows for read in reads)
+    positions = rows / n
     stack = [*read.scanned, *sorted(read.batched, key=lambda atom: atom.memory_order)]
+    lead = (layer.copies,) if layer.stacked else ()
 
     def finish(sums: list[Kronecker]) -> Kronecker:
         (moments,) = sums
+        a, g = (_in_memory_order(getattr(moments, f), stack, tails[f]).reshape(*lead, *tails[f]) for f in "AG")
+        if not reduce:
+            # G = (n / s) sum g g^T with s = rows / n positions per example.
+            return Kronecker(a / n, g * (n / positions))
 
-        def ordered(moment, shape):
-            tail = moment.shape[-2:]
-            return _in_memory_order(moment, stack, tail).reshape(shape)
+        def moment(factor, rows):
+            if factor in layer.diagonal:
+                return jnp.sum(jnp.square(rows), axis=-2)
+            return jnp.einsum("...ni,...nj->...ij", rows, rows, precision=jax.lax.Precision.HIGHEST)
 
-        shapes = layer.factor_shapes
-        # G = (n / s) sum g g^T with s = rows / n positions per example.
-        return Kronecker(ordered(moments.A, shapes["A"]) / n, ordered(moments.G, shapes["G"]) * (n / (rows / n)))
+        return Kronecker(moment("A", a / positions) / n, moment("G", g) * n)
 
     resolved.finish[layer.name] = finish
+
+
+def _sizes(axes: axes_lib.Axes, n: int) -> list[int]:
+    """Positions, among all atoms of `axes`, of those that may be the axis of `n` examples."""
+    flat = [atom for axis in axes for atom in axis]
+    return [position for position, atom in enumerate(flat) if not atom.of_leaf and atom.size == n]
+
+
+def _reorders(read: Read, eqn: Any) -> bool:
+    """Whether a product may bring the axes of examples and positions into another order than that of its input."""
+    if read.op != "dense":
+        return False
+    batch = eqn.params["dimension_numbers"][1][1 - read.operand]
+    return any(axes_lib.is_broadcast((read.x_axes[k],)) for k in batch)
+
+
+def _example_position(axes: axes_lib.Axes, n: int, parameter: str, read: Read, eqn: Any, strict: bool) -> int | None:
+    """Which of all atoms of `axes` are the `n` examples; None for a single one, which needs no axis.
+
+    Raises:
+      ValueError: none can be, or another might.
+    """
+    if n == 1:
+        return None
+    flat = [atom for axis in axes for atom in axis]
+    matching = _sizes(axes, n)
+    example = next(iter(matching), None)
+    # Behind another axis, length alone tells the examples only if they can be on no other.
+    others = [p for p, atom in enumerate(flat) if not atom.of_leaf and atom.size % n == 0 and p != example]
+    if strict and others and (example or _reorders(read, eqn)):
+        raise ValueError(
+            f"parameter {parameter!r} is read by {eqn.primitive.name} on an array of shape {list(read.shape)}: it is "
+            f"not clear which of its axes has the {n} examples. Put the examples first, or take another number of them."
+        )
+    if example is None:
+        raise ValueError(
+            f"parameter {parameter!r} is read by {eqn.primitive.name} on an array of shape {list(read.shape)} none of "
+            f"whose axes has the {n} examples: pass num_examples= to value_and_grad, keep the examples on an axis of "
+            "their own there, or leave it out with skip=."
+        )
+    return example
 
 
 def _in_memory_order(array: jax.Array, stack: list[Atom], tail: tuple[int, ...]) -> jax.Array:
@@ -400,28 +519,14 @@ def _plan_elementwise(resolved, layer, leaves, by_leaf, traced, strict: bool) ->
         for read in by_leaf[leaf]:
             eqn = _equations(traced, read.path)[-1]
             flat = [atom for axis in read.y_axes for atom in axis]
-            foreign = [position for position, atom in enumerate(flat) if not atom.of_leaf]
-            matching = [p for p in foreign if flat[p].size == n] if n > 1 else []
-            example = next(iter(matching), None)
-            examples: tuple[int, ...] = () if example is None else (example,)
-            if n > 1 and example is None:
+            examples: tuple[int, ...] = ()
+            if n > 1 and not _sizes(read.y_axes, n):
                 examples = resolved.marks.token_axes(flat, n)
-            if not strict and n > 1 and not examples:
-                return
-            # Behind another axis, length alone tells the examples only if they can be on no other.
-            others = [p for p in foreign if flat[p].size % n == 0 and p != example] if n > 1 else []
-            if strict and others and example:
-                raise ValueError(
-                    f"parameter {layer.params[k]!r} is read by {eqn.primitive.name} on an array of shape "
-                    f"{list(read.shape)}: it is not clear which of its axes has the {n} examples. Put the examples "
-                    "first, or take another number of them."
-                )
-            if n > 1 and not examples:
-                raise ValueError(
-                    f"parameter {layer.params[k]!r} is read by {eqn.primitive.name} on an array of shape "
-                    f"{list(read.shape)} none of whose axes has the {n} examples: pass num_examples= to "
-                    "value_and_grad, keep the examples on an axis of their own there, or leave it out with skip=."
-                )
+                if not strict and not examples:
+                    return
+            if not examples:
+                example = _example_position(read.y_axes, n, layer.params[k], read, eqn, strict)
+                examples = () if example is None else (example,)
             units = sorted((p for p, atom in enumerate(flat) if atom.of_leaf), key=lambda p: flat[p].memory_order)
             tap = ElementwiseTap(
                 key,
@@ -486,8 +591,15 @@ def _equations(traced: Trace, path: Sequence[int]) -> list[Any]:
     return found
 
 
-def _geometry(eqn: Any) -> Convolution:
+def _geometry(read: Read, eqn: Any) -> Convolution | Lookup | None:
+    if read.op == "dense":
+        return None
     numbers = eqn.params["dimension_numbers"]
+    if read.op == "embedding":
+        axis = row_axis(eqn)
+        assert axis is not None
+        column = tuple(numbers.start_index_map).index(axis)
+        return Lookup(eqn.invars[0].aval.shape[axis], column, eqn.params["mode"] == FILL_OR_DROP)
     kernel, out = eqn.invars[1].aval.shape, eqn.outvars[0].aval.shape
     return Convolution(
         tuple(numbers.lhs_spec),

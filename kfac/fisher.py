@@ -86,7 +86,7 @@ def value_and_grad(
         params = as_varying(params, axes | varying_axes(params))
         names, shapes = paths_and_shapes(params)
         traced = trace(loss_fn, has_aux, params, args, kwargs)
-        resolved = resolve(traced, names, shapes, layers.skip, num_examples, subsample=subsample)
+        resolved = resolve(traced, names, shapes, layers, num_examples, subsample=subsample)
         check_same(layers, resolved.layers)
         flat, treedef = jax.tree.flatten(params)
         probes = jax.tree.map(lambda probe: jnp.zeros(probe.shape, probe.dtype), resolved.probes)

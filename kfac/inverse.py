@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from kfac.collectives import as_varying, varying_axes
-from kfac.layers import Kronecker, Unitwise
+from kfac.layers import Kronecker, Unitwise, is_diagonal
 
-LEAF = 300  # larger matrices are treated by halves
+LEAF = 600  # larger matrices are treated by halves; smaller leaves gain little, and cost time to compile
 RETRY = 10.0  # a factorisation that fails is tried once more with so many times the damping
 
 
@@ -40,7 +40,7 @@ def split_damping(factors: Kronecker, damping: jax.Array) -> tuple[jax.Array, ja
     2015, section 6.3); `pi` is 1 where a trace is zero.
 
     Args:
-      factors: stacks `[k, d, d]`.
+      factors: stacks `[k, d, d]`, or `[k, d]` of diagonals.
       damping: a scalar.
 
     Returns:
@@ -48,7 +48,8 @@ def split_damping(factors: Kronecker, damping: jax.Array) -> tuple[jax.Array, ja
     """
 
     def mean_eigenvalue(stack):
-        return jnp.trace(stack, axis1=-2, axis2=-1) / stack.shape[-1]
+        total = jnp.sum(stack, axis=-1) if is_diagonal(stack) else jnp.trace(stack, axis1=-2, axis2=-1)
+        return total / stack.shape[-1]
 
     a, g = mean_eigenvalue(factors.A), mean_eigenvalue(factors.G)
     usable = (a > 0) & (g > 0)
@@ -59,6 +60,8 @@ def split_damping(factors: Kronecker, damping: jax.Array) -> tuple[jax.Array, ja
 
 def add_diagonal(stack: jax.Array, amount: jax.Array) -> jax.Array:
     """`stack[k] + amount[k] I`."""
+    if is_diagonal(stack):
+        return stack + amount[:, None]
     return stack + amount[:, None, None] * jnp.eye(stack.shape[-1], dtype=stack.dtype)
 
 
@@ -69,11 +72,14 @@ Lower = jax.Array | tuple["Lower", jax.Array, "Lower"]
 def spd_inverse(stack: jax.Array) -> jax.Array:
     """Inverses of symmetric positive definite `[k, d, d]`, symmetric; NaN where one is not positive definite.
 
-    `W^T W` with `W` the inverse of the Cholesky factor. Large matrices are treated by halves, so that most of the work
-    is matrix products, which use all of a device where the factorisations and triangular solves of LAPACK and cuSOLVER
-    do not, and so that few of them are with zeros. Only diagonal blocks are inverted explicitly, which keeps the
-    accuracy of a Cholesky factorisation (Higham 2002, chapters 8, 10 and 14).
+    Of diagonals `[k, d]`, those of the inverses. Else `W^T W`, with `W` the inverse of the Cholesky factor. Large
+    matrices are treated by halves, so that most of the work is matrix products, which use all of a device where the
+    factorisations and triangular solves of LAPACK and cuSOLVER do not, and so that few of them are with zeros. Only
+    diagonal blocks are inverted explicitly, which keeps the accuracy of a Cholesky factorisation (Higham 2002, chapters
+    8, 10 and 14).
     """
+    if is_diagonal(stack):
+        return jnp.where(stack > 0, 1 / stack, jnp.nan)
     return _gram(_factorise(stack)[1])
 
 
@@ -155,11 +161,13 @@ def _symmetric(stack: jax.Array) -> jax.Array:
 
 
 def _one_norm(stack: jax.Array) -> jax.Array:
+    if is_diagonal(stack):
+        return jnp.max(jnp.abs(stack), axis=-1)
     return jnp.max(jnp.sum(jnp.abs(stack), axis=-2), axis=-1)
 
 
 def _finite(stack: jax.Array) -> jax.Array:
-    return jnp.all(jnp.isfinite(stack), axis=(-2, -1))
+    return jnp.all(jnp.isfinite(stack), axis=-1 if is_diagonal(stack) else (-2, -1))
 
 
 def refresh_kronecker(factors: Kronecker, previous: Kronecker, damping: jax.Array) -> Refreshed:
@@ -169,7 +177,7 @@ def refresh_kronecker(factors: Kronecker, previous: Kronecker, damping: jax.Arra
     inverse. Nothing non-finite is ever returned.
 
     Args:
-      factors: `A` `[k, d_in, d_in]` and `G` `[k, d_out, d_out]`.
+      factors: `A` `[k, d_in, d_in]` and `G` `[k, d_out, d_out]`, or diagonals.
       previous: the inverses so far, in the dtype they are kept in.
       damping: a scalar.
     """

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from kfac.axes import Layout
 
-KRONECKER_KINDS = ("dense", "conv")
+KRONECKER_KINDS = ("dense", "conv", "embedding")
 UNITWISE_KINDS = ("unitwise", "diagonal")
 
 
@@ -29,9 +29,9 @@ class Layer:
 
     Attributes:
       name: the parameter path of the layer, joined by `/`.
-      kind: `"dense"` or `"conv"` (Kronecker: `A` is `[d_in, d_in]`, `G` is `[d_out, d_out]`), `"unitwise"` (a block of
-        `d_in` x `d_in` for each of `d_out` channels: normalisation scale and shift), `"diagonal"` (one number for each
-        of `d_out` elements) or `"skipped"` (no curvature).
+      kind: `"dense"`, `"conv"` or `"embedding"` (Kronecker: `A` is `[d_in, d_in]`, `G` is `[d_out, d_out]`),
+        `"unitwise"` (a block of `d_in` x `d_in` for each of `d_out` channels: normalisation scale and shift),
+        `"diagonal"` (one number for each of `d_out` elements) or `"skipped"` (no curvature).
       params: paths of the parameter leaves: kernel and bias, or scale and shift.
       shapes: shapes of these leaves.
       layouts: how each leaf becomes `[copies, d_out, columns]`.
@@ -40,7 +40,9 @@ class Layer:
       copies: independent copies stacked in the same leaves (`lax.scan` over layers, batched kernels).
       stacked: whether the factors carry a leading axis of length `copies`.
       coarse: a diagonal block estimated from `n` times the squared mean gradient, for want of per-example gradients.
-      note: why the parameters have no Kronecker block.
+      diagonal: which of `"A"` and `"G"` are kept as their diagonals, `[d_in]` and `[d_out]`.
+      weight_sharing: `"expand"` or `"reduce"`: whether positions are summed after or before products are formed.
+      note: why the parameters have no Kronecker block, or a factor of it is diagonal.
       positions: positions per example that share the weight, at the shapes the layer was found with.
     """
 
@@ -54,6 +56,8 @@ class Layer:
     copies: int = 1
     stacked: bool = False
     coarse: bool = False
+    diagonal: tuple[str, ...] = ()
+    weight_sharing: str = "expand"
     note: str = ""
     positions: int | None = dataclasses.field(default=None, compare=False)
 
@@ -72,10 +76,16 @@ class Layer:
         """Shapes of the statistics of this layer in a `Factors`."""
         lead = (self.copies,) if self.stacked else ()
         if self.kind in KRONECKER_KINDS:
-            return {"A": (*lead, self.d_in, self.d_in), "G": (*lead, self.d_out, self.d_out)}
+            return {name: (*lead, *shape) for name, shape in self.block_shapes.items()}
         if self.kind in UNITWISE_KINDS:
             return {"F": (self.d_out, self.d_in, self.d_in)}
         return {}
+
+    @property
+    def block_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the factors of one Kronecker block, `[d, d]`, or `[d]` for a diagonal one."""
+        sizes = {"A": self.d_in, "G": self.d_out}
+        return {name: (size,) if name in self.diagonal else (size, size) for name, size in sizes.items()}
 
     def to_matrix(self, leaves: Sequence[jax.Array]) -> jax.Array:
         """The layer's leaves (parameters, gradients) as one array.
@@ -115,11 +125,15 @@ class Layers(Sequence[Layer]):
       blocks: the layers, in the order of their first parameter leaf.
       paths: the path of every parameter leaf, in the order of `jax.tree.leaves(params)`.
       skip: the patterns given to `find_layers`.
+      max_dim: the bound given to `find_layers`.
+      reduce: the patterns of kernels in the setting "reduce" given to `find_layers`.
     """
 
     blocks: tuple[Layer, ...]
     paths: tuple[str, ...]
     skip: tuple[str, ...] = ()
+    max_dim: int | None = None
+    reduce: tuple[str, ...] = ()
 
     @overload
     def __getitem__(self, index: int | str) -> Layer: ...
@@ -161,12 +175,17 @@ def _table(layers: Layers) -> str:
         elements = sum(math.prod(shape) for shape in layer.factor_shapes.values())
         total += elements
         if layer.kind in KRONECKER_KINDS:
-            a, g = str(layer.d_in), str(layer.d_out)
+            a, g = (
+                f"{size} (diagonal)" if factor in layer.diagonal else str(size)
+                for factor, size in (("A", layer.d_in), ("G", layer.d_out))
+            )
         elif layer.kind in UNITWISE_KINDS:
             a, g = "", f"{layer.d_out} x {layer.d_in}x{layer.d_in}"
         else:
             a = g = ""
         positions = "" if layer.positions is None else str(layer.positions)
+        if layer.weight_sharing == "reduce":
+            positions = f"{positions} (reduce)".strip()
         kind = f"{layer.kind} (coarse)" if layer.coarse else layer.kind
         memory = format_bytes(4 * elements)
         rows.append((layer.name, kind, leaves, a, g, positions, str(layer.copies), memory, layer.note))
@@ -193,10 +212,18 @@ def format_bytes(count: float) -> str:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Kronecker:
-    """Kronecker factors of one layer, or their inverses: `A` `[copies?, d_in, d_in]`, `G` `[copies?, d_out, d_out]`."""
+    """Kronecker factors of one layer, or their inverses: `A` `[copies?, d_in, d_in]`, `G` `[copies?, d_out, d_out]`.
+
+    A factor that is kept as its diagonal is `[copies?, d]`.
+    """
 
     A: Any
     G: Any
+
+
+def is_diagonal(stack: Any) -> bool:
+    """Whether a stack of Kronecker factors holds their diagonals, `[k, d]`, rather than whole matrices."""
+    return stack.ndim == 2
 
 
 @jax.tree_util.register_dataclass

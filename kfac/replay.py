@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,19 @@ from jax.extend import core as jex
 
 from kfac.axes import Arrangement
 from kfac.layers import Kronecker
-from kfac.statistics import Convolution, conv_moment, dense_moment, for_examples, gram, per_example
+from kfac.statistics import (
+    Convolution,
+    Lookup,
+    conv_moment,
+    dense_moment,
+    for_examples,
+    gram,
+    lookup_counts,
+    patch_sums,
+    per_example,
+    position_sums,
+    squared,
+)
 from kfac.tracing import CALLS, REMATS, inner_jaxpr
 
 Key = tuple[str, int]  # layer name, and which of its parameters (0 for a Kronecker layer)
@@ -28,40 +41,97 @@ Probes = Mapping[Key, Any]
 
 @dataclasses.dataclass(frozen=True)
 class KroneckerTap:
-    """Sums of `a a^T` and `g g^T` at one use of a kernel."""
+    """Sums of `a a^T` and `g g^T` at one use of a kernel, or of their diagonals.
+
+    Of a lookup the diagonal of `a a^T` are counts. With `examples` ("reduce") it is sums of `a` and `g` over the
+    positions of each example, `[copies, examples, d]`: their products can be formed when all uses have been summed.
+    """
 
     key: Key
     operand: int
     arrange_x: Arrangement
     arrange_g: Arrangement
-    conv: Convolution | None
+    geometry: Convolution | Lookup | None
     bias: str
     dtype: Any
+    diagonal: tuple[str, ...] = ()
+    examples: int | None = None
     subsample: int = 1
 
     def residuals(self, values: Sequence[jax.Array], multiplier: jax.Array | None) -> Any:
-        del multiplier  # kernels are never scaled
-        return values[1 - self.operand]
+        # A kernel is multiplied by the same number everywhere, if at all.
+        return values[1 - self.operand], None if multiplier is None else multiplier.reshape(-1)[0]
 
-    def statistics(self, x: jax.Array, g: jax.Array) -> Kronecker:
+    def statistics(self, residuals: Any, g: jax.Array) -> Kronecker:
+        x, number = residuals
+        # Counts of rows, and sums over positions, are cheap: they are those of all examples.
+        if self.subsample == 1 or self.examples is not None:
+            a, outputs = self._inputs(x), self._outputs(g)
+        else:
+            share = self.arrange_g.leading / -(-self.arrange_g.leading // self.subsample)
+            thinned, g = self._thinned_outputs(g)
+            outputs = share * thinned._outputs(g)
+            if isinstance(self.geometry, Lookup):
+                a = self._inputs(x)
+            else:
+                thinned, x = self._thinned_inputs(x)
+                a = share * thinned._inputs(x)
+        return Kronecker(a if number is None else self._multiplied(a, number), outputs)
+
+    def _thinned_outputs(self, g: jax.Array) -> tuple[KroneckerTap, jax.Array]:
+        g, arrange = self.arrange_g.every(self.subsample, g)
+        return dataclasses.replace(self, arrange_g=arrange), g
+
+    def _thinned_inputs(self, x: jax.Array) -> tuple[KroneckerTap, jax.Array]:
+        if isinstance(self.geometry, Convolution):
+            axis = self.geometry.spec[0]
+            x = x[(slice(None),) * axis + (slice(None, None, self.subsample),)]
+            arrange = for_examples(self.arrange_x, x.shape[axis])
+        else:
+            x, arrange = self.arrange_x.every(self.subsample, x)
+        return dataclasses.replace(self, arrange_x=arrange), x
+
+    def _multiplied(self, a: jax.Array, number: jax.Array) -> jax.Array:
+        """The sums of a product with `number` times the kernel: inputs are so many times larger, but for the 1."""
+        entries = jnp.full(a.shape[-1], number, self.dtype)
+        if self.bias != "none":
+            entries = entries.at[-1].set(1)
+        if self.examples is not None:
+            return a * entries
+        return a * entries**2 if "A" in self.diagonal else a * entries[:, None] * entries
+
+    def _outputs(self, g: jax.Array) -> jax.Array:
+        rows = self.arrange_g(g)
+        if self.examples is not None:
+            return position_sums(rows, self.examples)
+        return position_sums(squared(rows), 1)[:, 0] if "G" in self.diagonal else gram(rows)
+
+    def _inputs(self, x: jax.Array) -> jax.Array:
+        if isinstance(self.geometry, Lookup):
+            return self.arrange_x(lookup_counts(x, self.geometry, self.dtype))[:, 0]
         if not jnp.issubdtype(x.dtype, jnp.floating):
             x = x.astype(self.dtype)  # counts, or one-hot codes of integers
-        arrange_x, arrange_g, every = self.arrange_x, self.arrange_g, self.subsample
-        share = 1.0
-        if every > 1:
-            share = arrange_g.leading / -(-arrange_g.leading // every)
-            if self.conv is None:
-                x, arrange_x = arrange_x.every(every, x)
-            else:
-                x = x[(slice(None),) * self.conv.spec[0] + (slice(None, None, every),)]
-                arrange_x = for_examples(arrange_x, x.shape[self.conv.spec[0]])
-            g, arrange_g = arrange_g.every(every, g)
-        if self.conv is None:
-            a = dense_moment(x, arrange_x, self.bias)
+        if self.examples is not None:
+            return self._input_sums(x, lambda rows: rows, self.examples)
+        if "A" in self.diagonal:
+            return self._input_sums(x, squared, 1)[:, 0]
+        if self.geometry is None:
+            return dense_moment(x, self.arrange_x, self.bias)
+        return conv_moment(x, self.geometry, self.arrange_x, self.bias)
+
+    def _input_sums(self, x: jax.Array, of: Callable[[jax.Array], jax.Array], groups: int) -> jax.Array:
+        """Sums of a function of the inputs over each of `groups` runs of rows: `[copies, groups, d_in]`."""
+        if isinstance(self.geometry, Convolution):
+            rows = self.arrange_x(patch_sums(x, self.geometry, of))  # one for each image
+            count = rows.shape[1] * math.prod(self.geometry.out)
         else:
-            a = conv_moment(x, self.conv, arrange_x, self.bias)
-        moments = Kronecker(a, gram(arrange_g(g)))
-        return moments if every == 1 else jax.tree.map(lambda moment: share * moment, moments)
+            rows = of(self.arrange_x(x))
+            count = rows.shape[1]
+        sums = position_sums(rows, groups)
+        if self.bias == "none":
+            return sums
+        ones = count // groups if self.bias == "one" else 0
+        return jnp.pad(sums, ((0, 0), (0, 0), (0, 1)), constant_values=ones)
 
 
 @dataclasses.dataclass(frozen=True)

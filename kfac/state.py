@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from kfac.assignment import Shard, block_cost, group_costs, make_shards, packed_size
 from kfac.blocks import Group
 from kfac.collectives import AxisName, as_varying, axis_size, pack, unpack, varying_axes
-from kfac.layers import Block, Kronecker, Layers, Unitwise, leaves_by_path
+from kfac.layers import Block, Kronecker, Layers, Unitwise, is_diagonal, leaves_by_path
 
 
 class KfacMetrics(NamedTuple):
@@ -25,6 +25,9 @@ class KfacMetrics(NamedTuple):
       gradient_norm: 2-norm of the gradient, over the parameters that have a curvature block.
       preconditioned_norm: the same of the preconditioned gradient.
       condition: largest 1-norm condition number of a damped factor, each as of its last inversion.
+      statistics_change: how much the last statistics differed from the running averages before them: the Frobenius norm
+        of the difference, relative to the average, as a mean over all Kronecker factors. 1 for those without an average
+        so far, and for those that were left out.
       inverse_age: steps since the oldest of the inverses in use was computed.
       skipped_statistics: how many times a block left non-finite statistics out of its running average.
       failed_inversions: how many times a block kept its previous inverse because factorisation failed.
@@ -34,6 +37,7 @@ class KfacMetrics(NamedTuple):
     gradient_norm: jax.Array
     preconditioned_norm: jax.Array
     condition: jax.Array
+    statistics_change: jax.Array
     inverse_age: jax.Array
     skipped_statistics: jax.Array
     failed_inversions: jax.Array
@@ -121,22 +125,22 @@ class Config:
         """A stack of `k` blocks as it is sent, `[k, elements]`."""
         parts = jax.tree.leaves(block)
         if self.triangular and isinstance(block, Kronecker):
-            parts = [pack(part) for part in parts]
+            parts = [part if is_diagonal(part) else pack(part) for part in parts]
         return jnp.concatenate([part.reshape(part.shape[0], -1) for part in parts], axis=1)
 
     def decode(self, flat: jax.Array, group: Group) -> Block:
         """The inverse of `encode`, for blocks of `group`."""
         if not group.kronecker:
-            return Unitwise(flat.reshape(-1, group.d_out, group.d_in, group.d_in))
-        cut = packed_size(group.d_in, self.triangular)
+            return Unitwise(flat.reshape(-1, *group.shapes["F"]))
+        cut = packed_size(group.shapes["A"], self.triangular)
 
-        def square(flat, d):
-            if not self.triangular:
-                return flat.reshape(-1, d, d)
-            half = (d + 1) // 2
-            return unpack(flat.reshape(-1, half, 2 * half + 1), d)
+        def unpacked(flat, shape):
+            if not self.triangular or len(shape) == 1:
+                return flat.reshape(-1, *shape)
+            half = (shape[0] + 1) // 2
+            return unpack(flat.reshape(-1, half, 2 * half + 1), shape[0])
 
-        return Kronecker(square(flat[:, :cut], group.d_in), square(flat[:, cut:], group.d_out))
+        return Kronecker(unpacked(flat[:, :cut], group.shapes["A"]), unpacked(flat[:, cut:], group.shapes["G"]))
 
     @functools.cached_property
     def skipped(self) -> frozenset[str]:
@@ -188,7 +192,7 @@ def init_state(config: Config, params: Any) -> KfacState:
         shared={group.name: blocks(group, group.size) for group in config.unitwise},
         replicas=replicas,
         metrics=KfacMetrics(
-            *(jnp.zeros((), jnp.float32) for _ in range(3)), *(jnp.zeros((), jnp.int32) for _ in range(4))
+            *(jnp.zeros((), jnp.float32) for _ in range(4)), *(jnp.zeros((), jnp.int32) for _ in range(4))
         ),
     )
 
@@ -315,7 +319,7 @@ def scatter_state(portable: Any, num_devices: int, *, pmap: bool = False) -> Any
         if any(own.shard.devices != 1 for own in node.owned.values()):
             raise ValueError("portable must be what gather_state returns, but is a state for several devices")
         blocks = {name: own.blocks.inverse for name, own in node.owned.items()}
-        costs = [(name, x.A.shape[0], block_cost(x.G.shape[-1], x.A.shape[-1])) for name, x in blocks.items()]
+        costs = [(name, x.A.shape[0], block_cost([x.A.shape[1:], x.G.shape[1:]])) for name, x in blocks.items()]
         shards = make_shards(costs, num_devices)
         return node._replace(owned={name: _scatter_owned(own, shards[name]) for name, own in node.owned.items()})
 

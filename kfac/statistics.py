@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -69,6 +69,45 @@ def _finish(moment: jax.Array, sums: jax.Array, rows: int, bias: str) -> jax.Arr
     return with_homogeneous(moment, sums if bias == "one" else None, rows)
 
 
+def position_sums(rows: jax.Array, groups: int) -> jax.Array:
+    """Sums over the rows of each of `groups` equal runs of them: `[copies, rows, d]` to `[copies, groups, d]`."""
+    copies, count, width = rows.shape
+    return jnp.sum(rows.reshape(copies, groups, count // groups, width), axis=2, dtype=accumulator(rows.dtype))
+
+
+def squared(rows: jax.Array) -> jax.Array:
+    """Squares of the entries; their sums over rows are the diagonal of `gram`."""
+    return jnp.square(rows.astype(accumulator(rows.dtype)))
+
+
+class Lookup(NamedTuple):
+    """A gather of rows of a table.
+
+    Attributes:
+      rows: how many rows the table has.
+      column: which component of an index vector says the row.
+      drop: whether indices out of range are dropped; otherwise they are clamped.
+    """
+
+    rows: int
+    column: int
+    drop: bool
+
+
+def lookup_counts(indices: jax.Array, lookup: Lookup, dtype: Any) -> jax.Array:
+    """How often each row is looked up, `[rows]`: the diagonal of the sum of `a a^T` over one-hot `a`.
+
+    Args:
+      indices: as `lax.gather` takes them, `[..., components]`; a negative one is out of range.
+      lookup: what is looked up in.
+      dtype: of the counts.
+    """
+    flat = indices[..., lookup.column].reshape(-1)
+    inside = jnp.clip(flat, 0, lookup.rows - 1)
+    weight = (flat == inside).astype(dtype) if lookup.drop else jnp.ones_like(flat, dtype)
+    return jax.ops.segment_sum(weight, inside, num_segments=lookup.rows)
+
+
 class Convolution(NamedTuple):
     """The geometry of `lax.conv_general_dilated`, one entry for each spatial dimension; `spec` is `lhs_spec`."""
 
@@ -106,6 +145,27 @@ def patches(x: jax.Array, conv: Convolution) -> jax.Array:
     return stacked.reshape((*stacked.shape[:-2], *conv.window, x.shape[-1]))
 
 
+def patch_sums(x: jax.Array, conv: Convolution, of: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Sums over output positions of a function of each entry of the patches: `[n, *window, channels]`.
+
+    No more is formed of the patches than one tap of the window at a time.
+
+    Args:
+      x: the image in the layout of the convolution.
+      conv: the geometry.
+      of: an elementwise function.
+    """
+    batch, channel, *spatial = conv.spec
+    x = x.transpose(batch, *spatial, channel)
+    taps = []
+    for offset in itertools.product(*(range(size) for size in conv.window)):
+        moved = [(p[0] - o * d, p[1]) for p, o, d in zip(conv.padding, offset, conv.rhs_dilation, strict=True)]
+        one = conv._replace(window=(1,) * len(conv.window), padding=tuple(moved))
+        seen = of(patches(x, one).reshape(x.shape[0], -1, x.shape[-1]))
+        taps.append(jnp.sum(seen, axis=1, dtype=accumulator(x.dtype)))
+    return jnp.stack(taps, axis=1).reshape(x.shape[0], *conv.window, x.shape[-1])
+
+
 def conv_moment(x: jax.Array, conv: Convolution, arrange: Arrangement, bias: str) -> jax.Array:
     """Sum of `a a^T` over the patches of a convolution; patches of the whole batch are never formed.
 
@@ -120,7 +180,8 @@ def conv_moment(x: jax.Array, conv: Convolution, arrange: Arrangement, bias: str
     """
     batch, channel, *spatial = conv.spec
     x = x.transpose(batch, *spatial, channel)
-    axes = conv_axes(x.shape[1:-1], conv)
+    # Correlations are between all channels, so those of groups are better off with patches.
+    axes = None if arrange.stack else conv_axes(x.shape[1:-1], conv)
     if axes is None:
         moment = _patch_moment(x, conv, arrange)
     else:

@@ -90,14 +90,16 @@ def preconditioned_step(
     shards = {name: own.shard for name, own in state.owned.items()}
     skipped = failed = jnp.zeros((), jnp.int32)  # counted on this device, of the blocks that it alone has
     skipped_by_all = failed_by_all = jnp.zeros((), jnp.int32)
+    change = jnp.zeros((), jnp.float32)  # summed over this device's Kronecker factors
     if factors is not None:
         batch = _batch_statistics(config, factors, shards, local=local)
         for group in config.groups:
             name = group.name
             mine = owns_last(shards[name], axis) if group.kronecker else jnp.ones(group.size, bool)
-            blocks[name], bad = _accumulate(blocks[name], batch[name], now.decay, usable, mine)
+            blocks[name], bad, changed_by = _accumulate(blocks[name], batch[name], now.decay, usable, mine)
             if group.kronecker:
                 skipped += bad
+                change += changed_by
             else:
                 skipped_by_all += bad
 
@@ -127,11 +129,18 @@ def preconditioned_step(
     extremes = jnp.stack([_worst(b.condition for b in blocks.values()), _worst(b.age for b in blocks.values())])
     if axis is not None:
         counts, extremes = lax.psum(counts, axis), lax.pmax(extremes, axis)
+        change = lax.psum(change, axis)
     usable = counts[2] == 0  # agreed once more: the next step's decisions follow from it
+    number = 2 * sum(group.size for group in config.kronecker)
+    if factors is None:
+        change = state.metrics.statistics_change
+    else:
+        change = jnp.where(usable, change / max(number, 1), state.metrics.statistics_change)
     metrics = KfacMetrics(
         gradient_norm=_norm(matrices.values()),
         preconditioned_norm=_norm(preconditioned.values()),
         condition=extremes[0],
+        statistics_change=change,
         inverse_age=extremes[1].astype(jnp.int32),
         skipped_statistics=state.metrics.skipped_statistics + counts[0] + skipped_by_all,
         failed_inversions=state.metrics.failed_inversions + counts[1] + failed_by_all,
@@ -290,8 +299,12 @@ def _precondition(
 
 def _accumulate(
     blocks: BlockState, batch: Block, decay: jax.Array, usable: jax.Array, mine: jax.Array
-) -> tuple[BlockState, jax.Array]:
-    """Running averages with this step's statistics, and how many blocks left them out because they are not finite."""
+) -> tuple[BlockState, jax.Array, jax.Array]:
+    """Running averages with this step's statistics; how many blocks left them out because they are not finite.
+
+    Also, summed over this device's factors, their relative changes `||batch - average|| / ||average||`: 1 where there
+    is no average so far or the statistics are left out.
+    """
     finite = jnp.ones(mine.shape, bool)
     for stack in jax.tree.leaves(batch):
         finite &= jnp.all(jnp.isfinite(stack), axis=tuple(range(1, stack.ndim)))
@@ -301,13 +314,26 @@ def _accumulate(
     # A decay of 1, which only a schedule can bring, waits for later statistics.
     share = jnp.where(taken & (total > 0), (1 - decay) / total, 0)
 
+    def relative(old, new):
+        def norm(stack):
+            return jnp.sqrt(jnp.sum(jnp.square(stack), axis=tuple(range(1, stack.ndim))))
+
+        size = norm(old)
+        known = taken & (size > 0)
+        ratio = norm(new.astype(old.dtype) - old) / jnp.where(known, size, 1)
+        return jnp.sum(jnp.where(mine, jnp.where(known, ratio, 1), 0)).astype(jnp.float32)
+
+    change = sum(jax.tree.leaves(jax.tree.map(relative, blocks.factors, batch)), jnp.zeros((), jnp.float32))
+    # First the change, then the averages in the place of the old ones.
+    previous, change = lax.optimization_barrier((blocks.factors, as_varying(change, varying_axes(blocks.factors))))
+
     def average(old, new):
         new = jnp.where(per_block(taken, new), new.astype(old.dtype), 0)
         return (1 - per_block(share, old)) * old + per_block(share, old) * new
 
-    factors = jax.tree.map(average, blocks.factors, batch)
+    factors = jax.tree.map(average, previous, batch)
     weight = jnp.where(taken, total, blocks.weight)
-    return blocks._replace(factors=factors, weight=weight), jnp.sum(~finite & mine, dtype=jnp.int32)
+    return blocks._replace(factors=factors, weight=weight), jnp.sum(~finite & mine, dtype=jnp.int32), change
 
 
 def _aged(blocks: BlockState, usable: jax.Array) -> jax.Array:

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 
 from kfac import axes as axes_lib
+from kfac import operands
 from kfac.axes import Atom, Axes
 from kfac.layers import UnsupportedLayerError
 
@@ -69,6 +70,7 @@ class View:
     axes: Axes
     stack: tuple[axes_lib.Axis, ...] = ()  # for each enclosing scan, the atoms it iterates over (none: read each time)
     scaled: bool = False
+    uniform: bool = True  # scaled, if at all, by numbers only
     mixed: bool = False  # scaled by an array of data, so that it might be an activation of a single example
 
 
@@ -90,9 +92,10 @@ class Read:
 
     Attributes:
       path: which equation.
-      op: `"dense"`, `"conv"`, `"mul"` or `"add"`.
+      op: `"dense"`, `"conv"`, `"embedding"`, `"mul"` or `"add"`.
       operand: which operand of the equation the parameter is.
-      x_axes: axes of the other operand in terms of the leaf (dense), or of its patches (conv).
+      x_axes: axes of the other operand in terms of the leaf (dense), of its patches (conv) or of the counts of rows
+        (embedding).
       y_axes: axes of the result.
       leading: length of the first axis that is not the parameter's; None without one.
       shape: shape of the result.
@@ -318,12 +321,17 @@ class Analysis:
     def _scan(self, eqn, states: list[State], path: Path, scans: tuple[int, ...]) -> list[State]:
         body, _ = open_jaxpr(eqn.params["jaxpr"])
         num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        given = zip(eqn.invars, states, strict=True)
+        fixed = [isinstance(var, jex.Literal) or (isinstance(s, Data) and s.fixed) for var, s in given]
+        fixed = _fixed_in_scan(body, fixed, num_consts, num_carry)
         entering: list[State] = []
         for k, state in enumerate(states):
             state = self._at_boundary(state, "scan")
             carried = num_consts <= k < num_consts + num_carry
             if isinstance(state, Data):
-                state = Data(active=True) if carried else dataclasses.replace(state, output=None)
+                if carried:
+                    state = Data(active=True, fixed=fixed[k])
+                state = dataclasses.replace(state, output=None)
             elif carried and _is_repeated(state):
                 # A learned initial state, broadcast over the examples.
                 self._met_data(state, "broadcast, then scan")
@@ -342,7 +350,7 @@ class Analysis:
         results: list[State] = []
         for k, state in enumerate(leaving):
             if isinstance(state, Data):
-                results.append(Data(active=True))
+                results.append(Data(active=True, fixed=state.fixed))
             elif k < num_carry and not isinstance(entering[num_consts + k], Data):
                 results.append(states[num_consts + k])
             elif k < num_carry and _is_repeated(state):
@@ -403,24 +411,16 @@ class Analysis:
             self._refuse(view, eqn, "it is the image of a convolution, not its kernel")
         if axes_lib.is_broadcast(view.axes):
             self._refuse(view, eqn, "a broadcast kernel")
-        for group in ("feature_group_count", "batch_group_count"):
-            if eqn.params[group] != 1:
-                self._refuse(view, eqn, f"{group}={eqn.params[group]} is not supported")
-        numbers = eqn.params["dimension_numbers"]
-        lhs, out = eqn.invars[0].aval, eqn.outvars[0].aval
-        out_channel, in_channel, *window = numbers.rhs_spec
-        x_axes = (
-            axes_lib.foreign(lhs.shape[numbers.lhs_spec[0]]),
-            *(axes_lib.foreign(out.shape[k]) for k in numbers.out_spec[2:]),
-            *(view.axes[k] for k in window),
-            view.axes[in_channel],
-        )
-        y_axes = [axes_lib.foreign(size) for size in out.shape]
-        y_axes[numbers.out_spec[1]] = view.axes[out_channel]
+        if eqn.params["batch_group_count"] != 1:
+            self._refuse(view, eqn, f"batch_group_count={eqn.params['batch_group_count']} is not supported")
+        found = operands.convolution(eqn, view.axes)
+        if found is None:
+            count = eqn.params["feature_group_count"]
+            self._refuse(view, eqn, f"feature_group_count={count} cuts across axes of the parameter")
         return self._add(
             Read(
-                path, "conv", view.leaf, view, operand, x_axes, tuple(y_axes), lhs.shape[numbers.lhs_spec[0]],
-                tuple(out.shape), scans=scans,
+                path, "conv", view.leaf, view, operand, found.x_axes, found.y_axes, found.leading,
+                tuple(eqn.outvars[0].aval.shape), found.batched, scans=scans,
             )
         )  # fmt: skip
 
@@ -438,7 +438,7 @@ class Analysis:
                 continue
             view = states[k]
             assert isinstance(view, View)
-            if view.scaled:
+            if not view.uniform:
                 self._refuse(view, eqn, "its values are multiplied by others before the product")
             return k
         return None
@@ -484,8 +484,7 @@ class Analysis:
                 self.multipliers[path] = operand
             return dataclasses.replace(view, axes=axes)
         if name in _LOOKUPS and operand == 0:
-            self._met_data(view, name)
-            return Data(active=True, made_of=frozenset({view.leaf}), fixed=_fixed(eqn, states))
+            return self._lookup(eqn, view, states, path, scans)
         if len(states) != 2 or name not in ("add", "add_any", "sub", "mul", "div"):
             return None
         other_var, other = eqn.invars[1 - operand], states[1 - operand]
@@ -501,7 +500,14 @@ class Analysis:
             return None  # not yet an activation
         if not additive and not repeated:
             self.multipliers[path] = operand
-            return dataclasses.replace(view, scaled=True, mixed=view.mixed or math.prod(other_var.aval.shape) > 1)
+            # A number made of parameters may depend on this one: its kernel is normalised.
+            number = math.prod(other_var.aval.shape) == 1 and not other.active
+            return dataclasses.replace(
+                view,
+                scaled=True,
+                uniform=view.uniform and number,
+                mixed=view.mixed or math.prod(other_var.aval.shape) > 1,
+            )
         if not repeated and not other.active:
             return None
         leading = next((a.size for axis in y_axes for a in axis if not a.of_leaf), None)
@@ -519,6 +525,23 @@ class Analysis:
         # An update of the size of the parameter, as in a model that takes gradient steps of its own.
         return result if repeated or joined else dataclasses.replace(result, made_of=frozenset({view.leaf}))
 
+    def _lookup(self, eqn, view: View, states: list[State], path: Path, scans) -> Data:
+        """Rows of a table. Each is known to meet data once for each index, unless the indices hold no examples."""
+        found, indices = operands.lookup(eqn, view.axes), states[1]
+        kernels = sum(math.prod(a.size for a in axis) > 1 for axis in view.axes) > 2
+        assert isinstance(indices, Data)
+        if found is None or not view.uniform or indices.fixed:
+            self._met_data(view, eqn.primitive.name)
+            return Data(active=True, made_of=frozenset({view.leaf}), fixed=_fixed(eqn, states))
+        self.reads.append(
+            Read(
+                path, "embedding", view.leaf, view, 0, found.x_axes, found.y_axes, found.leading,
+                tuple(eqn.outvars[0].aval.shape), scans=scans,
+            )
+        )  # fmt: skip
+        # Rows with more than one axis may be kernels, chosen by the example; a product that reads those is refused.
+        return Data(active=True, made_of=frozenset({view.leaf} if kernels else ()))
+
     def _is_kernel(self, output: Output) -> bool:
         return self.reads[output.read].op in _KERNEL_OPS
 
@@ -527,9 +550,11 @@ class Analysis:
         read = self.reads[output.read]
         if len(view.stack) != len(read.view.stack):
             return None
+        outputs = axes_lib.atoms_of((*read.view.stack, *read.y_axes))
+        found = [axes_lib.split_like(axis, outputs) for axis in output.axes]
         pairs: list[tuple[Atom, Atom]] = []
-        for mine, theirs in zip((*view.stack, *y_axes), (*read.view.stack, *output.axes), strict=True):
-            refined = axes_lib.common_refinement(mine, theirs)
+        for mine, theirs in zip((*view.stack, *y_axes), (*read.view.stack, *found), strict=True):
+            refined = None if theirs is None else axes_lib.common_refinement(mine, theirs)
             if refined is None or any(a.of_leaf != b.of_leaf for a, b in refined):
                 return None
             pairs += [(a, b) for a, b in refined if a.of_leaf]
@@ -631,6 +656,32 @@ def _fixed(eqn, states: Sequence[State]) -> bool:
     return all(isinstance(s, Data) and s.fixed for s in own)
 
 
+def _fixed_in_scan(body: jex.Jaxpr, fixed: Sequence[bool], num_consts: int, num_carry: int) -> list[bool]:
+    """Which inputs of a scan's body depend on no array argument in any iteration, as a counter of iterations does.
+
+    Args:
+      body: the jaxpr of an iteration.
+      fixed: whether each input is so in the first iteration.
+      num_consts: how many inputs come before those that are carried on.
+      num_carry: how many are.
+    """
+    fixed = list(fixed)
+    while True:
+        known = {var for var, is_fixed in zip(body.invars, fixed, strict=True) if is_fixed}
+        for eqn in body.eqns:
+            own = [var for var in eqn.invars if not isinstance(var, jex.Literal)]
+            if all(var in known for var in own) and (own or eqn.primitive.name != "broadcast_in_dim"):
+                known.update(eqn.outvars)
+        leaving = [isinstance(var, jex.Literal) or var in known for var in body.outvars[:num_carry]]
+        still = [
+            is_fixed and (not num_consts <= k < num_consts + num_carry or leaving[k - num_consts])
+            for k, is_fixed in enumerate(fixed)
+        ]
+        if still == fixed:
+            return fixed
+        fixed = still
+
+
 def _active(state: State) -> bool:
     return state.active if isinstance(state, Data) else True
 
@@ -675,6 +726,9 @@ def _follow(eqn, axes: Axes) -> Axes | None:
         return tuple(axes[k] for k in eqn.params["permutation"])
     if name == "broadcast_in_dim":
         return axes_lib.broadcast(axes, eqn.invars[0].aval.shape, out.shape, eqn.params["broadcast_dimensions"])
-    if name == "squeeze" or (name in ("reshape", "expand_dims") and eqn.params.get("dimensions") is None):
+    if name in ("squeeze", "expand_dims"):
         return axes_lib.reshape(axes, out.shape)
+    if name == "reshape":  # of the transposed array, if it says so
+        order = eqn.params["dimensions"]
+        return axes_lib.reshape(axes if order is None else tuple(axes[k] for k in order), out.shape)
     return None

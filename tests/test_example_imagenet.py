@@ -530,3 +530,19 @@ def test_the_main_job(tmp_path, optimizer):
     train("--optimizer", optimizer, "--output", tmp_path / "a")
     last = [r for r in records(tmp_path / "a") if "val_accuracy" in r][-1]
     assert last["val_accuracy"] >= 0.97
+
+
+def test_adaptive_statistics_and_their_resume(tmp_path):
+    """Which steps have statistics is the same whether or not the run was stopped on the way."""
+    options = ["--steps", 30, "--width", 8, "--subsample", 2]
+    options += ["--factor-every", "adaptive", "--statistics-threshold", 2.0]
+    train(*options, "--output", tmp_path / "whole")
+    train(*options, "--output", tmp_path / "parts", "--stop-after", 16)
+    train("--resume", "--output", tmp_path / "parts")
+    whole, parts = (
+        [r["kfac/with_statistics"] for r in records(tmp_path / name) if "kfac/with_statistics" in r]
+        for name in ("whole", "parts")
+    )
+    assert whole == parts
+    # Of each of the first ten, then less and less often.
+    assert whole[:10] == [1.0] * 10 and 10 < sum(whole) < 20

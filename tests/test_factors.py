@@ -207,6 +207,83 @@ def test_a_dense_layer_in_every_orientation(x64, model, inputs, shapes, expected
     assert kinds(layers) == (expected or {name: "dense" for name in shapes})
 
 
+# -- kernels times a number --------------------------------------------------------------------------------------------
+
+
+def times(hook, p, x, t, c=0.3):
+    """`x @ (c w) + b` is `(c x) @ w + b`."""
+    y = (c * x) @ p["dense"]["w"] + p["dense"]["b"]
+    return mean_loss(hook.layer("dense", c * x, y, bias=True), t)
+
+
+TIMES = {
+    "left": lambda w, x: 0.3 * w,
+    "right and transposed": lambda w, x: (w.T * 0.3).T,
+    "divided": lambda w, x: w / (1 / 0.3),
+    "twice, with a sign": lambda w, x: -(w * -0.6) * 0.5,
+    "cast": lambda w, x: (w.astype(jnp.float64) * 0.3).astype(x.dtype),
+    "a constant array": lambda w, x: w * jnp.full((1, 1), 0.3),
+    "computed without parameters": lambda w, x: w * jnp.sqrt(0.09 + 0 * jnp.sum(x)),
+    "a number without gradient": lambda w, x: w * lax.stop_gradient(0.3 + 0 * jnp.sum(w)),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"reduce": ("w",)}, {"max_dim": 3}], ids=str)
+@pytest.mark.parametrize("case", TIMES)
+def test_a_kernel_times_a_number(x64, case, options):
+    def loss(p, x, t):
+        return mean_loss(x @ TIMES[case](p["dense"]["w"], x) + p["dense"]["b"], t)
+
+    def scaled_inputs(p, x, t):
+        return times(Hook(), p, x, t)
+
+    params, batch = parameters({"dense": {"w": (5, 4), "b": (4,)}}), (SEQUENCES(), TARGETS())
+    if not options:
+        check_all(loss, params, batch, truth(times, params, batch))
+    layers, _, found = run(loss, params, batch, **options)
+    _, _, expected = run(scaled_inputs, params, batch, **options)
+    assert kinds(layers) == BIASED and layers["dense"].has_bias
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert relative_error(a, np.asarray(b)) <= 1e-12
+
+
+def test_uses_with_different_numbers(x64):
+    def loss(p, x, t):
+        y = jnp.tanh(x @ p["w"])
+        y = jnp.tanh(y @ (2.0 * p["w"]))
+        return mean_loss(lax.scan(lambda y, _: (jnp.tanh(y @ (p["w"] * 0.5)), None), y, None, length=2)[0], t)
+
+    def reference(hook, p, x, t):
+        for c in (1.0, 2.0, 0.5, 0.5):
+            x = jnp.tanh(hook.layer("w", c * x, (c * x) @ p["w"]))
+        return mean_loss(x, t)
+
+    params, batch = parameters({"w": (5, 5)}), (SEQUENCES(), TARGETS())
+    layers, _ = check_all(loss, params, batch, truth(reference, params, batch))
+    assert layers["w"].positions == 4 * T
+
+
+def test_a_convolution_and_a_table_times_a_number(x64):
+    numbers = ("NHWC", "HWIO", "NHWC")
+
+    def network(p, ids, x, t, c, d):
+        """`c` multiplies kernels and `d` inputs."""
+        y = lax.conv_general_dilated(d * x, c * p["conv"], (1, 1), "SAME", dimension_numbers=numbers)
+        return mean_loss(jnp.tanh(y).mean((1, 2)) + d * (c * p["table"])[ids], t)
+
+    params = parameters({"conv": (2, 2, 3, 4), "table": (7, 4)})
+    batch = (np.array([0, 3, 3], np.int32), IMAGES(), TARGETS())
+    layers, _, found = run(lambda p, *b: network(p, *b, 0.3, 1.0), params, batch)
+    _, _, expected = run(lambda p, *b: network(p, *b, 1.0, 0.3), params, batch)
+    assert kinds(layers) == {"conv": "conv", "table": "embedding"}
+    block, other = found["conv"], expected["conv"]
+    assert relative_error(block.A, np.asarray(other.A)) <= 1e-12 >= relative_error(block.G, np.asarray(other.G))
+    # A number behind the lookup is part of the gradient, one before it part of the input; the block is the same.
+    block, other = found["table"], expected["table"]
+    for k in range(7):
+        assert relative_error(block.A[k] * block.G, np.asarray(other.A[k] * other.G)) <= 1e-12
+
+
 # -- biases that are none ----------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from jax import lax
 
 import kfac
 from checking import check_all, check_kronecker, check_vectors, kinds, kronecker, normal, run
-from oracle import Geometry, explicit_padding, truth
+from oracle import Geometry, Hook, explicit_padding, truth
 
 N, T = 3, 4
 EPS = 1e-5
@@ -50,6 +50,8 @@ def hooked(hook, name="{}"):
         if context.method_name != "__call__":
             return y
         x, own = args[0] if args else None, name.format("/".join(module.path))
+        if isinstance(module, nn.Embed):
+            return hook.layer(own, jax.nn.one_hot(x, module.num_embeddings, dtype=y.dtype), y)
         if isinstance(module, nn.Dense):
             return hook.layer(own, x, y, bias=module.use_bias)
         if isinstance(module, nn.DenseGeneral):
@@ -109,7 +111,7 @@ TRANSFORMER = {
     "block/before_mlp": "unitwise",
     "block/down": "dense",
     "block/up": "dense",
-    "embed": "coarse diagonal",
+    "embed": "embedding",
     "head": "dense",
     "positions": "diagonal",
 }
@@ -296,6 +298,164 @@ def test_nnx_layers_of_a_transformer(x64):
     }
     assert all(layer.has_bias for layer in kronecker(layers))
     np.testing.assert_allclose(factors["attention/key"].A, factors["attention/query"].A, rtol=1e-12)
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+HEADS, HEAD, D = 2, 3, 6
+ATTENTION = {
+    **{name: {"kernel": (D, HEADS, HEAD), "bias": (HEADS, HEAD)} for name in ("query", "key", "value")},
+    "out": {"kernel": (HEADS, HEAD, D), "bias": (D,)},
+}
+
+
+def attention(hook, p, x, t):
+    """Kernels `[d, heads, head_dim]` and `[heads, head_dim, d]`, as frameworks store them."""
+
+    def project(name):
+        y = jnp.einsum("ntd,dhk->nthk", x, p[name]["kernel"]) + p[name]["bias"]
+        return hook.layer(name, x, y, out=2, bias=True)
+
+    query, key, value = map(project, ("query", "key", "value"))
+    weights = jax.nn.softmax(jnp.einsum("nqhk,nshk->nhqs", query / np.sqrt(HEAD), key), axis=-1)
+    mixed = jnp.einsum("nhqs,nshk->nqhk", weights, value)
+    y = jnp.einsum("nqhk,hkd->nqd", mixed, p["out"]["kernel"]) + p["out"]["bias"]
+    return mean_loss(hook.layer("out", mixed.reshape(*mixed.shape[:2], -1), y, bias=True), t)
+
+
+def einsum_attention(p, x, t):
+    return attention(Hook(), p, x, t)
+
+
+def vmapped_attention(p, x, t):
+    """A model of one sequence under `vmap`."""
+
+    def one(x):
+        query, key, value = (
+            jnp.einsum("td,dhk->htk", x, p[n]["kernel"]) + p[n]["bias"][:, None] for n in ("query", "key", "value")
+        )
+        weights = jax.nn.softmax(query @ key.swapaxes(1, 2) / np.sqrt(HEAD), axis=-1)
+        return jnp.einsum("hqk,hkd->qd", weights @ value, p["out"]["kernel"]) + p["out"]["bias"]
+
+    return mean_loss(jax.vmap(one)(x), t)
+
+
+def linen_attention(p, x, t):
+    module = nn.MultiHeadDotProductAttention(num_heads=HEADS, param_dtype=x.dtype)
+    return mean_loss(module.apply({"params": p}, x, x), t)
+
+
+def nnx_attention(p, x, t):
+    module = nnx.MultiHeadAttention(HEADS, D, decode=False, param_dtype=x.dtype, rngs=nnx.Rngs(0))
+    graph, state, rest = nnx.split(module, nnx.Param, ...)
+    own = jax.tree_util.tree_map_with_path(lambda path, _: p[path[0].key][path[1].key], state)
+    return mean_loss(nnx.merge(graph, own, rest)(x), t)
+
+
+@pytest.mark.parametrize("loss", [einsum_attention, vmapped_attention, linen_attention, nnx_attention])
+def test_attention(x64, loss):
+    params, batch = drawn(ATTENTION), (normal(1, N, T, D), normal(2, N, 60))
+    # A part of nnx's attention is in float32 whatever the dtype of its inputs: its loss is another by 1e-6.
+    tolerance = 1e-5 if loss is nnx_attention else 1e-9
+    layers, _ = check_all(loss, params, batch, truth(attention, params, batch), rounding=1e-10, tolerance=tolerance)
+    assert kinds(layers) == dict.fromkeys(("key", "out", "query", "value"), "dense")
+    assert (layers["query"].d_in, layers["query"].d_out) == (D + 1, HEADS * HEAD)
+
+
+@pytest.mark.parametrize("spelling", ["einsum", "vmap", "scan"])
+def test_a_mixture_of_experts_has_a_block_for_each_expert(x64, spelling):
+    """Kernels with an axis of experts that inputs and outputs share; which expert gets what is weighted by a router."""
+    experts = 3
+
+    def network(p, x, t, apply):
+        gates = jax.nn.softmax(x @ p["router"]["w"], axis=-1)
+        routed = jnp.einsum("nte,ntd->entd", gates, x)  # inputs of the experts: an axis of experts first
+        return mean_loss(apply(p["experts"]["w"], p["experts"]["b"], routed).sum(0), t)
+
+    def apply(w, b, routed):
+        if spelling == "einsum":
+            return jnp.tanh(jnp.einsum("entd,edf->entf", routed, w) + b[:, None, None])
+        if spelling == "vmap":
+            return jax.vmap(lambda w, b, x: jnp.tanh(x @ w + b))(w, b, routed)
+        return lax.scan(lambda c, each: (c, jnp.tanh(each[2] @ each[0] + each[1])), 0.0, (w, b, routed))[1]
+
+    def reference(hook, p, x, t):
+        gates = jax.nn.softmax(hook.layer("router", x, x @ p["router"]["w"]), axis=-1)
+        total = 0.0
+        for k in range(experts):
+            own = gates[..., k, None] * x
+            y = own @ p["experts"]["w"][k] + p["experts"]["b"][k]
+            total = total + jnp.tanh(hook.layer(f"experts[{k}]", own, y, bias=True))
+        return mean_loss(total, t)
+
+    params = drawn({"experts": {"w": (experts, D, 4), "b": (experts, 4)}, "router": {"w": (D, experts)}})
+    batch = (normal(1, N, T, D), normal(2, N, 60))
+    layers, factors = check_all(lambda p, x, t: network(p, x, t, apply), params, batch, truth(reference, params, batch))
+    assert layers["experts"].copies == experts and factors["experts"].A.shape == (experts, D + 1, D + 1)
+
+
+# -- kernels that are computed from parameters -------------------------------------------------------------------------
+
+
+class Standardised(nn.Module):
+    """Weight standardisation, as in big transfer."""
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("kernel", nn.initializers.lecun_normal(), (3, 3, x.shape[-1], 4))
+        w = (w - w.mean((0, 1, 2))) / (w.std((0, 1, 2)) + 1e-5)
+        y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return y * self.param("gain", nn.initializers.ones, (4,))
+
+
+class Normalised(nn.Module):
+    wrapper: Any
+    layer: Any
+
+    @nn.compact
+    def __call__(self, x):
+        options = {"update_stats": True} if self.wrapper is nn.SpectralNorm else {}
+        return self.wrapper(self.layer)(x, **options)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Normalised(nn.WeightNorm, nn.Dense(4)),
+        Normalised(nn.SpectralNorm, nn.Dense(4)),
+        Normalised(nn.WeightNorm, nn.Conv(4, (3, 3))),
+        Normalised(nn.SpectralNorm, nn.Conv(4, (3, 3))),
+        Standardised(),
+    ],
+    ids=["dense weight norm", "dense spectral norm", "conv weight norm", "conv spectral norm", "standardised"],
+)
+def test_derived_kernels_of_linen_are_refused(model):
+    x = normal(1, N, 5, 6, 2, dtype=jnp.float32)
+    variables = dict(model.init(jax.random.key(0), x))
+    params, stats = variables.pop("params"), variables
+
+    def loss(p, x):
+        y, _ = model.apply({"params": p, **stats}, x, mutable=list(stats))
+        return jnp.mean(jnp.sin(y))
+
+    with pytest.raises(kfac.UnsupportedLayerError, match=r"kernel'.*(dot_general|conv_general_dilated).*skip="):
+        kfac.find_layers(loss, params, x)
+    layers = kfac.find_layers(loss, params, x, skip=("kernel",))
+    assert "skipped" in kinds(layers).values()
+
+
+@pytest.mark.parametrize("wrapper", ["WeightNorm", "SpectralNorm"])
+def test_derived_kernels_of_nnx_are_refused(wrapper):
+    rngs = nnx.Rngs(0)
+    model = getattr(nnx, wrapper)(nnx.Linear(5, 4, rngs=rngs), rngs=rngs)
+    graph, state, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss(p, x):
+        own = jax.tree.map(lambda leaf: leaf + 0, rest)  # variables of this trace
+        return jnp.mean(jnp.sin(nnx.merge(graph, p, own)(x)))
+
+    with pytest.raises(kfac.UnsupportedLayerError, match=r"kernel'.*dot_general.*skip="):
+        kfac.find_layers(loss, state, normal(1, N, 5, dtype=jnp.float32))
 
 
 # -- containers --------------------------------------------------------------------------------------------------------

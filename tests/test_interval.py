@@ -4,9 +4,13 @@ import dataclasses
 import itertools
 import math
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import kfac
+from problem import initial, layers, measured
 
 
 def steps_with_statistics(changes, steps, **options):
@@ -59,3 +63,37 @@ def test_it_goes_on_from_what_was_saved():
 def test_bad_arguments_are_named(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         kfac.AdaptiveInterval(**options)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_the_change_is_that_of_the_statistics_against_their_average(decay):
+    tx = kfac.scale_by_kfac(layers(), factor_decay=decay)
+    update = jax.jit(lambda grads, state, factors: tx.update(grads, state, factors=factors)[1])
+    state = update(*_with(tx.init(initial()), 0))
+    assert kfac.diagnostics(state)["statistics_change"] == 1  # nothing to compare with
+    average = {layer.name: measured(0)[1][layer.name] for layer in layers().with_factors if layer.kind == "dense"}
+    state = update(*_with(state, 1))
+    changes = [
+        np.linalg.norm(getattr(measured(1)[1][name], side)[...] - getattr(block, side))
+        / np.linalg.norm(getattr(block, side))
+        for name, block in average.items()
+        for side in ("A", "G")
+    ]
+    np.testing.assert_allclose(kfac.diagnostics(state)["statistics_change"], np.mean(changes), rtol=1e-5)
+    after = update(measured(2)[0], state, None)
+    assert kfac.diagnostics(after)["statistics_change"] == kfac.diagnostics(state)["statistics_change"]
+
+
+def test_statistics_that_are_left_out_count_as_changed():
+    tx = kfac.scale_by_kfac(layers())
+    update = jax.jit(lambda grads, state, factors: tx.update(grads, state, factors=factors)[1])
+    state = update(*_with(update(*_with(tx.init(initial()), 0)), 0))
+    np.testing.assert_allclose(kfac.diagnostics(state)["statistics_change"], 0, atol=1e-6)
+    grads, state, factors = _with(state, 0)
+    state = update(grads, state, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), factors))
+    assert kfac.diagnostics(state)["statistics_change"] == 1
+
+
+def _with(state, seed):
+    grads, factors = measured(seed)
+    return grads, state, factors

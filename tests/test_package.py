@@ -57,9 +57,9 @@ def interface():
             elif isinstance(member, property | functools.cached_property):
                 lines.append(f"{name}.{key}")
 
-    for module, prefix in ((kfac, "kfac"), (kfac.exact, "kfac.exact")):
+    for module, prefix in ((kfac, "kfac"), (kfac.exact, "kfac.exact"), (kfac.schedules, "kfac.schedules")):
         for name, value in sorted(vars(module).items()):
-            # `exact` imports names from private modules, which are not thereby public.
+            # What the public modules import from private ones is not thereby public.
             own = module is kfac or getattr(value, "__module__", None) == module.__name__
             if own and not name.startswith("_") and not inspect.ismodule(value):
                 add(f"{prefix}.{name}", value)
@@ -78,7 +78,7 @@ def test_public_names_and_signatures_are_those_on_file():
 def test_every_module_but_the_public_ones_is_reached_through_the_package():
     source = (ROOT / "kfac" / "__init__.py").read_text()
     imports = re.findall(r"^from kfac(?:\.\w+)? import (\w+) as (\w+)$", source, re.MULTILINE)
-    assert {name for name, _ in imports} == PUBLIC | {"exact"}
+    assert {name for name, _ in imports} == PUBLIC | {"exact", "schedules"}
     assert all(name == alias for name, alias in imports)
 
 
@@ -106,6 +106,20 @@ def test_public_functions_document_arguments_and_result(name):
     arguments = text.split("Args:")[1].split("Returns:")[0]
     for parameter in inspect.signature(function).parameters:
         assert re.search(rf"^\s+\*{{0,2}}{parameter}\b.*:", arguments, re.MULTILINE), parameter
+
+
+def test_schedules_are_documented_like_the_rest():
+    names = [
+        name for name, value in vars(kfac.schedules).items() if getattr(value, "__module__", "") == "kfac.schedules"
+    ]
+    assert sorted(names) == ["coupled_momentum", "damping_warmup"]
+    page = (ROOT / "docs" / "optimizer.md").read_text()
+    for name in names:
+        function = getattr(kfac.schedules, name)
+        text = inspect.getdoc(function)
+        assert all(section in text for section in ("Args:", "Returns:", "References:"))
+        assert all(f"  {parameter}: " in text for parameter in inspect.signature(function).parameters)
+        assert f"`{name}`" in page
 
 
 def _imported_modules(tree: ast.AST) -> list[str]:

@@ -194,10 +194,11 @@ def test_a_coarse_block_is_the_second_moment_of_the_sampled_gradient(x64):
     table, x = normal(0, 7, OUT), jnp.array([0, 3, 3, 6])
 
     def loss(p, x):
-        z = kfac.output(p["table"][x], "categorical")
+        z = kfac.output(p["table"][::-1][len(p["table"]) - 1 - x], "categorical")
         return nll("categorical", z, targets("categorical", z)).mean()
 
     params = {"table": table}
+    assert kfac.find_layers(loss, params, x)[0].coarse
     fn = function(loss, params, x)
     found = many(fn, params, x, draws=4000)
     p = np.asarray(jax.nn.softmax(table[x], axis=-1))

@@ -62,6 +62,7 @@ BASE = {
 SWITCHES = {
     "momentum": ({}, None),
     "nesterov": ({}, True),
+    "rate_in_momentum": ({"learning_rate": lambda count: 0.1 * 0.5**count}, True),
     "weight_decay": ({}, 0.1),
     "weight_decay_mask": (
         {"weight_decay": 0.1},
@@ -125,7 +126,7 @@ def test_every_number_changes_the_result(option):
 
 @functools.cache
 def plainly(**options):
-    return run(kfac.kfac(0.1, layers(), **options))[0]
+    return run(kfac.kfac(**{"learning_rate": 0.1, "layers": layers(), **options}))[0]
 
 
 @pytest.mark.parametrize("option", SWITCHES)
@@ -437,6 +438,23 @@ def test_the_learning_rate_comes_after_momentum():
     assert_equal(found[4][0], found[2][0])
 
 
+def test_the_learning_rate_inside_the_momentum():
+    """`v <- m v - lr p`, `w <- w + v - lr wd w`, with the preconditioned gradients of the bare transformation."""
+    rates, decay, momentum = [0.1, 0.1, 0.05, 0.0125], 0.25, 0.5
+    bare = history(kfac.scale_by_kfac(layers()))  # its updates do not depend on the parameters
+
+    def rate(count):
+        return jnp.asarray(rates)[count]
+
+    options = {"momentum": momentum, "weight_decay": decay, "rate_in_momentum": True}
+    found = history(kfac.kfac(rate, layers(), **options))
+    params, velocity = initial(), jax.tree.map(jnp.zeros_like, initial())
+    for lr, (_, _, p), (after, _, _) in zip(rates, bare, found, strict=True):
+        velocity = jax.tree.map(lambda v, p, lr=lr: momentum * v - lr * p, velocity, p)
+        params = jax.tree.map(lambda w, v, lr=lr: w + v - lr * decay * w, params, velocity)
+        assert_close(after, params, 1e-5)
+
+
 def test_weight_decay_is_decoupled_and_masked():
     plain = run(kfac.kfac(0.1, layers()), steps=1)[0]
     decayed = run(kfac.kfac(0.1, layers(), weight_decay=0.5), steps=1)[0]
@@ -513,11 +531,11 @@ def test_factors_are_averaged_over_a_named_axis(precondition, communication_dtyp
 
 # Two blocks of 4x4 and 4x4, one on each device, whose triangles have 10 elements; unit-wise ones of 4x2x2 and 4x1x1.
 # Besides: whether all gradients are finite, the counts of faults and whether the result is finite, the worst condition
-# and age.
+# and age, how much the statistics changed.
 STATISTICS = [("reduce_scatter", "2x20xf32"), ("all_reduce", "20xf32")]
 DIRECTIONS = [("all_gather", "1x16xf32")]
 INVERSES = [("all_gather", "1x21xf32")]  # with a column for whether each has been computed
-SMALL = [("all_reduce", "i32")], [("all_reduce", "3xi32"), ("all_reduce", "2xf32")]
+SMALL = [("all_reduce", "i32")], [("all_reduce", "3xi32"), ("all_reduce", "2xf32"), ("all_reduce", "f32")]
 
 SENT = {
     "axis_name": ({}, STATISTICS + DIRECTIONS),
@@ -569,6 +587,7 @@ BAD = {
     "layers": [None, [], "layers", initial()],
     "momentum": [-0.1, 1.0, 1.5, float("nan"), "0.9"],
     "nesterov": ["yes", None, 1],
+    "rate_in_momentum": ["yes", None, 1],
     "weight_decay": [-1e-4, float("inf"), "small"],
     "weight_decay_mask": [7],
     "norm_constraint": [0, -1.0, float("nan"), "tight"],
@@ -608,6 +627,10 @@ def test_a_bad_argument_is_named_with_its_value(option, value):
 def test_options_that_would_silently_do_nothing_are_errors():
     with pytest.raises(ValueError, match="nesterov"):
         kfac.kfac(0.1, layers(), momentum=None, nesterov=True)
+    with pytest.raises(ValueError, match="rate_in_momentum"):
+        kfac.kfac(0.1, layers(), momentum=None, rate_in_momentum=True)
+    with pytest.raises(ValueError, match="trust_ratio"):
+        kfac.kfac(0.1, layers(), trust_ratio=1.0, rate_in_momentum=True)
     with pytest.raises(ValueError, match="weight_decay_mask"):
         kfac.kfac(0.1, layers(), weight_decay_mask=lambda params: params)
 

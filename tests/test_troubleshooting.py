@@ -16,11 +16,12 @@ PAGE = (Path(__file__).parents[1] / "docs" / "troubleshooting.md").read_text()
 SHOWN = [" ".join(text.split()) for text in re.findall(r"^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)]
 
 
-def scaled_kernel():
+def tied_kernel():
     def loss(params, x):
-        return jnp.mean(jnp.square(x @ (2.0 * params["dense"]["kernel"])))
+        kernel = params["coder"]["kernel"]
+        return jnp.mean(jnp.square(jnp.tanh(x @ kernel) @ kernel.T - x))
 
-    kfac.find_layers(loss, {"dense": {"kernel": jnp.ones((3, 4))}}, jnp.ones((8, 3)))
+    kfac.find_layers(loss, {"coder": {"kernel": jnp.ones((3, 4))}}, jnp.ones((8, 3)))
 
 
 def unknown_pattern():
@@ -90,7 +91,7 @@ def gradients_that_were_not_averaged():
 
 
 CASES = [
-    scaled_kernel,
+    tied_kernel,
     unknown_pattern,
     flattened_examples,
     another_loss,

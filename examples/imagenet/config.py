@@ -1,11 +1,12 @@
 """Configuration of the training script: typed fields, defaults that depend on the data, checks.
 
-A field that is `None` after parsing takes the value that `resolve` finds for the data set and the
-optimizer at hand; what a run really used is saved as `config.json` in its output folder.
+A field that is `None` after parsing takes the value that `resolve` finds for the named configuration, the data set and
+the optimizer at hand; what a run really used is saved as `config.json` in its output folder.
 """
 
 import contextlib
 import dataclasses
+import inspect
 import io
 import itertools
 import json
@@ -17,6 +18,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from configs import CONFIGS
 from errors import UserError
 
 
@@ -35,7 +37,17 @@ AUTO: Any = None
 Source = Literal["digits", "cifar10", "folder", "synthetic"]
 Crop = Literal["random-resized", "squashed"]
 Decoding = Literal["pillow", "dali"]
-Arch = Literal["digits", "resnet20", "resnet18", "resnet50"]
+Arch = Literal["digits", "resnet20", "resnet18", "resnet50", "resnet50d"]
+Optimizer = Literal["kfac", "sgd", "lars", "lamb", "adamw"]
+Schedule = Literal["cosine", "linear", "polynomial", "constant"]
+Coupling = Literal["none", "ratio", "proportional"]
+Init = Literal["identity", "he"]
+Erasing = Literal["none", "own", "in-place"]
+BatchSize = int | Literal["auto"] | None
+Every = int | Literal["adaptive"]
+
+# How many steps --global-batch auto makes of an epoch: as many as batch 131,072 makes of ImageNet's.
+STEPS_AN_EPOCH = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,15 +55,17 @@ class Optimization:
     """How it is trained. Fields marked [kfac] do nothing for the first-order optimizers."""
 
     optimizer: Annotated[
-        Literal["kfac", "sgd", "lars", "lamb", "adamw"],
-        option("Optimizer; the first-order ones are optax's."),
-    ] = "kfac"
+        Optimizer,
+        option("Optimizer; the first-order ones are optax's.", "kfac, or that of --config", Optimizer),
+    ] = AUTO
     global_batch: Annotated[
-        int,
+        Any,
         option(
-            "Images in one optimizer step, over all devices and micro-batches.",
+            "Images in one optimizer step, over all devices and micro-batches; auto: a tenth of the training images, "
+            "the ten steps an epoch that batch 131,072 makes of ImageNet.",
             "144 for digits, 1000 for cifar10, 256 for folder, 64 for synthetic",
-            int,
+            BatchSize,
+            metavar="INT|auto",
             aliases=["--batch-size"],
         ),
     ] = AUTO
@@ -68,14 +82,14 @@ class Optimization:
     epochs: Annotated[
         float | None,
         option(
-            "Length of the training in passes over the training images. Give this or --steps.",
-            "15 for digits, 30 for cifar10, 90 for folder, 1 for synthetic",
+            "Length of the training, in passes over the training images. Give this, --steps or --examples.",
+            "14.4 for digits, 30 for cifar10, 90 for folder, 1 for synthetic",
             float,
         ),
     ] = None
-    steps: Annotated[
-        int | None,
-        option("Length of the training in optimizer steps. Give this or --epochs.", "by epochs", int),
+    steps: Annotated[int | None, option("Length of the training in optimizer steps.", "by epochs", int)] = None
+    examples: Annotated[
+        int | None, option("Length of the training in images, each pass counted.", "by epochs", int)
     ] = None
     learning_rate: Annotated[float, option("Peak learning rate.", "by optimizer and data", float)] = AUTO
     warmup_epochs: Annotated[
@@ -83,9 +97,25 @@ class Optimization:
         option("Epochs over which the learning rate rises linearly.", "by optimizer and data", float),
     ] = AUTO
     schedule: Annotated[
-        Literal["cosine", "linear", "constant"],
-        option("How the learning rate falls after the warm-up; to zero at the last step, unless constant."),
-    ] = "cosine"
+        Schedule,
+        option(
+            "How the learning rate falls after the warm-up: to zero at the last step, unless constant; polynomial "
+            "by --decay-power, --decay-begin and --decay-end.",
+            "cosine",
+            Schedule,
+        ),
+    ] = AUTO
+    decay_power: Annotated[float, option("Power of the polynomial schedule.", "2", float)] = AUTO
+    decay_begin: Annotated[
+        float | None,
+        option(
+            "Epoch at which the polynomial schedule begins to fall; constant before.", "the end of the warm-up", float
+        ),
+    ] = None
+    decay_end: Annotated[
+        float | None,
+        option("Epoch at which it would be zero, possibly after the end of the training.", "the end", float),
+    ] = None
     momentum: Annotated[
         float,
         option("Momentum; for adamw and lamb the decay of the first moment.", "by optimizer", float),
@@ -93,6 +123,25 @@ class Optimization:
     nesterov: Annotated[
         bool,
         option("Nesterov's form of momentum; lamb does not have it.", "by optimizer", bool),
+    ] = AUTO
+    momentum_coupling: Annotated[
+        Coupling,
+        option(
+            "[kfac] Momentum that falls with the learning rate: ratio: times rate over last rate whenever it falls, as "
+            " in the code of Osawa et al.; proportional: times rate over peak rate, as in their paper.",
+            "none",
+            Coupling,
+        ),
+    ] = AUTO
+    rate_in_momentum: Annotated[
+        bool,
+        option(
+            "[kfac] Apply the learning rate before the momentum, v <- m v - lr p, instead of after it.", "false", bool
+        ),
+    ] = AUTO
+    rescale: Annotated[
+        bool,
+        option("After each step scale kernels down to norm sqrt(2 d_out) where they are larger.", "false", bool),
     ] = AUTO
     weight_decay: Annotated[
         float,
@@ -105,6 +154,19 @@ class Optimization:
     damping: Annotated[
         float,
         option("[kfac] Damping, added to the curvature before it is inverted.", "by data", float),
+    ] = AUTO
+    damping_initial: Annotated[
+        float | None,
+        option(
+            "[kfac] Damping of the first step, from which it falls to --damping.", "--damping from the start", float
+        ),
+    ] = None
+    damping_warmup_epochs: Annotated[
+        float, option("[kfac] Epochs in which most of that way is gone; needs --damping-initial.")
+    ] = 5.0
+    unitwise_damping: Annotated[
+        float,
+        option("[kfac] Factor on the damping for the parameters of batch norm.", "1", float),
     ] = AUTO
     factor_decay: Annotated[
         float,
@@ -131,11 +193,21 @@ class Optimization:
         ),
     ] = AUTO
     factor_every: Annotated[
-        int,
+        Every,
         option(
-            "[kfac] Collect statistics on every so many steps (and on each of the first ten); "
-            "the steps between cost little more than first-order ones."
+            "[kfac] Collect statistics on every so many steps (and on each of the first ten), or adaptive: the less "
+            "they change the more seldom. The steps between cost little more than first-order ones."
         ),
+    ] = 1
+    statistics_threshold: Annotated[
+        float,
+        option(
+            "[kfac] With --factor-every adaptive: relative change below which statistics count as similar. A single "
+            "batch's noise must lie below it."
+        ),
+    ] = 0.1
+    subsample: Annotated[
+        int, option("[kfac] Form statistics from every so many-th image only; gradients come from all.")
     ] = 1
     inverse_every: Annotated[
         int,
@@ -151,8 +223,8 @@ class Model:
         Arch,
         option(
             "Residual network: digits (two stages, for 8x8 images), resnet20 (the CIFAR-10 "
-            "network), resnet18 and resnet50 (the ImageNet networks).",
-            "digits for digits, resnet20 for cifar10, else resnet50",
+            "network), resnet18, resnet50 and resnet50d (the ImageNet networks).",
+            "digits for digits, resnet20 for cifar10, else resnet50 or that of --config",
             Arch,
         ),
     ] = AUTO
@@ -170,12 +242,54 @@ class Model:
         ),
     ] = AUTO
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float64"],
+        Literal["float32", "bfloat16", "float16", "float64"],
         option(
-            "Type of activations and their gradients; parameters stay float32. float64 is for both, to compare runs "
-            "without rounding in the way.",
+            "Type of activations and their gradients; parameters stay float32. float16 scales the loss, by a factor "
+            "that adapts. float64 is for parameters too, to compare runs without rounding in the way.",
         ),
     ] = "float32"
+    init: Annotated[
+        Init,
+        option(
+            "Initial weights: identity: residual blocks start as the identity; he: kernels He-normal by fan-in, "
+            "the final one too, batch-norm scales N(1, 0.05).",
+            "identity",
+            Init,
+        ),
+    ] = AUTO
+    norm_epsilon: Annotated[float, option("Added to the variance in batch norm.", "1e-5", float)] = AUTO
+
+
+@dataclasses.dataclass(frozen=True)
+class Augmentation:
+    """What the device does with images and labels before the network sees them."""
+
+    mixup_alpha: Annotated[
+        float,
+        option(
+            "Running mixup: each image is mixed with the last step's mixed one, by max(b, 1 - b), b ~ Beta(alpha, "
+            "alpha); 0 for none.",
+            "0",
+            float,
+        ),
+    ] = AUTO
+    erasing: Annotated[
+        Erasing,
+        option(
+            "Random erasing of a rectangle in half of the images; in-place: what is erased is missing from the next "
+            "step's mixup too.",
+            "none",
+            Erasing,
+        ),
+    ] = AUTO
+    divide_by_std: Annotated[
+        bool,
+        option(
+            "Divide pixels by their standard deviation after subtracting their mean, both on a scale of 0 to 1.",
+            "true",
+            bool,
+        ),
+    ] = AUTO
     label_smoothing: Annotated[
         float,
         option(
@@ -234,9 +348,11 @@ class Data:
         option(
             "What training cuts out of the images of a folder: random-resized, 8% to 100% of the area; or squashed, a "
             "random square out of the image resized to 256/224 of --image-size whatever its aspect ratio. "
-            "Validation takes the centre either way."
+            "Validation takes the centre either way.",
+            "squashed for the K-FAC configurations, else random-resized",
+            Crop,
         ),
-    ] = "random-resized"
+    ] = AUTO
     decoder: Annotated[
         Decoding,
         option(
@@ -284,6 +400,20 @@ class Hardware:
 class Run:
     """Where results go and how the run is watched."""
 
+    config: Annotated[
+        str | None,
+        option(
+            f"A named configuration: {', '.join(CONFIGS)}. Any option given beside it comes first; a network for "
+            "small images stays with digits and cifar10.",
+            "none",
+            str,
+        ),
+    ] = None
+    print_config: Annotated[
+        bool,
+        option("Print the configuration, every default resolved, and end.", "train"),
+        tyro.conf.FlagCreatePairsOff,
+    ] = False
     output: Annotated[
         Path | None,
         option(
@@ -307,7 +437,14 @@ class Run:
     log_every: Annotated[int, option("Steps between lines on the terminal.")] = 10
     eval_every: Annotated[int | None, option("Steps between validations.", "one epoch", int)] = None
     checkpoint_every: Annotated[int | None, option("Steps between checkpoints.", "one epoch", int)] = None
-    keep_checkpoints: Annotated[int, option("How many checkpoints are kept.")] = 2
+    keep_checkpoints: Annotated[
+        int, option("How many checkpoints are kept, besides the one with the best validation accuracy.")
+    ] = 2
+    tensorboard: Annotated[bool, option("Write event files for TensorBoard beside metrics.jsonl.")] = False
+    profile: Annotated[
+        str | None,
+        option("Trace these steps, FIRST:LAST, with jax.profiler into profile/ of the output folder.", "none", str),
+    ] = None
     stop_after: Annotated[
         int | None,
         option(
@@ -328,24 +465,31 @@ class Config:
 
     optim: Optimization = Optimization()
     model: Model = Model()
+    augment: Augmentation = Augmentation()
     data: Data = Data()
     hardware: Hardware = Hardware()
     run: Run = Run()
 
 
-GROUPS = ("optim", "model", "data", "hardware", "run")
+GROUPS = ("optim", "model", "augment", "data", "hardware", "run")
 
 # What may differ when a run is resumed: how one watches, and on what it runs. The data may have
 # moved; that they are the same is checked by their fingerprint.
 FREE_ON_RESUME = {
     "output", "resume", "stop_after", "log_every", "checkpoint_every", "keep_checkpoints",
     "workers", "data_dir", "local_batch", "devices", "distributed", "coordinator", "num_processes",
-    "process_id",
+    "process_id", "print_config", "tensorboard", "profile",
 }  # fmt: skip
+
+# Defaults where no configuration, data set or optimizer has another.
+DEFAULTS: dict[str, Any] = dict(
+    optimizer="kfac", schedule="cosine", decay_power=2.0, rescale=False, init="identity", norm_epsilon=1e-5,
+    mixup_alpha=0.0, erasing="none", divide_by_std=True, crop="random-resized",
+)  # fmt: skip
 
 # Defaults by data set.
 DATA_DEFAULTS: dict[str, dict[str, Any]] = {
-    "digits": dict(image_size=8, arch="digits", label_smoothing=0.0, global_batch=144, epochs=15.0,
+    "digits": dict(image_size=8, arch="digits", label_smoothing=0.0, global_batch=144, epochs=14.4,
                    sync_batch_norm=True),
     "cifar10": dict(image_size=32, arch="resnet20", label_smoothing=0.1, global_batch=1000,
                     epochs=30.0, sync_batch_norm=True, data_dir=Path("data/cifar10")),
@@ -360,7 +504,8 @@ DATA_DEFAULTS: dict[str, dict[str, Any]] = {
 OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
     "kfac": dict(learning_rate=0.03, momentum=0.9, nesterov=False, weight_decay=1e-4,
                  warmup_epochs=1.0, damping=1e-2, factor_decay=0.9, norm_constraint=0.0,
-                 trust_ratio=0.0),
+                 trust_ratio=0.0, momentum_coupling="none", rate_in_momentum=False,
+                 unitwise_damping=1.0),
     "sgd": dict(learning_rate=1.0, momentum=0.9, nesterov=True, weight_decay=1e-4,
                 warmup_epochs=1.0),
     "lars": dict(learning_rate=15.0, momentum=0.9, nesterov=False, weight_decay=1e-4,
@@ -420,19 +565,30 @@ def resolve(config: Config) -> Config:
     """Puts the defaults that depend on data and optimizer in place of `None`, and checks values."""
     optim, data = config.optim, config.data
     source = data.source or ("folder" if data.data_dir is not None else "digits")
-    name = f"{source}-{optim.optimizer}-{time.strftime('%Y%m%d-%H%M%S')}"
+    recipe = named(config.run.config)
+    chosen: str | None = optim.optimizer
+    optimizer = chosen or recipe.get("optimizer", DEFAULTS["optimizer"])
+    name = f"{source}-{config.run.config or optimizer}-{time.strftime('%Y%m%d-%H%M%S')}"
+    # The networks of the configurations are for large images, and their share of a device for large networks.
+    small = source in ("digits", "cifar10")
     defaults = {
-        **OPTIMIZER_DEFAULTS[optim.optimizer],
-        **(LARGE[optim.optimizer] if source != "digits" else {}),
+        **DEFAULTS,
+        **OPTIMIZER_DEFAULTS[optimizer],
+        **(LARGE[optimizer] if source != "digits" else {}),
         **DATA_DEFAULTS[source],
+        **{k: v for k, v in recipe.items() if k not in (("arch", "sync_batch_norm", "local_batch") if small else ())},
         "source": source,
         "workers": cores(),
         "output": Path("runs") / name,
     }
-    if optim.steps is not None and optim.epochs is not None:
-        raise UserError("--epochs and --steps both give the length of the training; give one")
-    if optim.steps is not None:
+    lengths = [name for name in ("epochs", "steps", "examples") if getattr(optim, name) is not None]
+    if len(lengths) > 1:
+        raise UserError(f"--{lengths[0]} and --{lengths[1]} both give the length of the training; give one")
+    if lengths:
         defaults.pop("epochs")
+    if optim.global_batch is not None and optim.global_batch != recipe.get("global_batch"):
+        # It was for the configuration's own batch.
+        defaults.pop("local_batch", None)
     if data.data_dir is not None and source in ("digits", "synthetic"):
         raise UserError(f"--data {source} reads no folder; leave --data-dir {data.data_dir} out")
     if source == "folder" and data.data_dir is None:
@@ -455,6 +611,51 @@ def resolve(config: Config) -> Config:
     return config
 
 
+def named(name: str | None) -> dict[str, Any]:
+    """The fields that the configuration of this name sets."""
+    if name is None:
+        return {}
+    if name not in CONFIGS:
+        raise UserError(f"--config {name} is unknown; there are {', '.join(CONFIGS)}")
+    return CONFIGS[name]()
+
+
+def show(config: Config) -> str:
+    """The configuration as JSON, after what its docstring says."""
+    about = (inspect.getdoc(CONFIGS[config.run.config]) or "") + "\n\n" if config.run.config else ""
+    return about + json.dumps(dataclasses.asdict(config), indent=2, default=str)
+
+
+def fit_batch(config: Config, images: int, devices: int) -> Config:
+    """The configuration with a number for `--global-batch auto`, and a batch that the training images hold."""
+    batch = config.optim.global_batch
+    if batch == "auto":
+        batch = max(1, images // STEPS_AN_EPOCH // devices) * devices
+        config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, global_batch=batch))
+    if batch > images:
+        raise UserError(f"--global-batch {batch} does not fit the {images} training images; auto takes a tenth of them")
+    return config
+
+
+def total_steps(optim: Optimization, per_epoch: float) -> int:
+    """The length of the training, given in steps, epochs or examples."""
+    if optim.steps is not None:
+        return optim.steps
+    steps = optim.examples / optim.global_batch if optim.examples is not None else (optim.epochs or 0) * per_epoch
+    # What was asked for in full, but for rounding.
+    return max(1, math.ceil(steps - 1e-6))
+
+
+def traced_steps(profile: str | None) -> tuple[int, int]:
+    """First and last step of `--profile`; (0, 0) for none."""
+    if profile is None:
+        return 0, 0
+    first, _, last = profile.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+        raise UserError(f"--profile is {profile} but must be FIRST:LAST, two steps counted from 1, such as 20:25")
+    return int(first), int(last)
+
+
 def _check(config: Config) -> None:
     """Refuses values outside their range, with the option's name and the range."""
     ranges: list[tuple[str, float, float]] = [
@@ -462,27 +663,43 @@ def _check(config: Config) -> None:
         ("synthetic_classes", 2, math.inf), ("workers", 0, 1024), ("label_smoothing", 0, 0.99),
         ("global_batch", 1, math.inf), ("local_batch", 1, math.inf), ("width", 1, 4096),
         ("devices", 1, math.inf), ("num_processes", 1, math.inf), ("process_id", 0, math.inf),
-        ("steps", 1, math.inf),
+        ("steps", 1, math.inf), ("examples", 1, math.inf), ("mixup_alpha", 0, 100), ("decay_begin", 0, math.inf),
+        ("damping_warmup_epochs", 0, math.inf),
         ("warmup_epochs", 0, math.inf), ("momentum", 0, 0.9999), ("weight_decay", 0, math.inf),
         ("factor_decay", 0, 0.9999), ("norm_constraint", 0, math.inf), ("trust_ratio", 0, math.inf),
-        ("factor_every", 1, math.inf), ("inverse_every", 1, math.inf), ("seed", 0, 2**31 - 1),
+        ("factor_every", 1, math.inf), ("subsample", 1, math.inf), ("inverse_every", 1, math.inf),
+        ("seed", 0, 2**31 - 1),
         ("log_every", 1, math.inf), ("eval_every", 1, math.inf), ("checkpoint_every", 1, math.inf),
         ("keep_checkpoints", 1, math.inf), ("stop_after", 1, math.inf),
     ]  # fmt: skip
     values = {k: v for group in GROUPS for k, v in vars(getattr(config, group)).items()}
     for name, low, high in ranges:
         value = values[name]
+        if value in ("auto", "adaptive"):
+            continue
         if value is not None and not (low <= value <= high and math.isfinite(value)):
             wanted = f"at least {low}" if high == math.inf else f"from {low} to {high}"
             raise UserError(f"{_option(name)} is {value} but must be {wanted}")
-    for name in ("epochs", "learning_rate", "damping"):
+    for name in ("epochs", "learning_rate", "damping", "statistics_threshold", "damping_initial", "unitwise_damping",
+                 "decay_power", "decay_end", "norm_epsilon"):  # fmt: skip
         value = values[name]
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise UserError(f"{_option(name)} is {value} but must be greater than 0")
-    named = {_option(name): values[name] for name in ("coordinator", "num_processes", "process_id")}
-    given = [name for name, value in named.items() if value is not None]
-    if given and len(given) < len(named):
-        missing = next(name for name in named if name not in given)
+    begin = values["warmup_epochs"] if values["decay_begin"] is None else values["decay_begin"]
+    if values["decay_end"] is not None and values["decay_end"] <= begin:
+        raise UserError(f"--decay-end {values['decay_end']} must be greater than --decay-begin {begin}")
+    if values["decay_begin"] is not None and values["decay_begin"] < values["warmup_epochs"]:
+        raise UserError(f"--decay-begin {begin} must not be less than --warmup-epochs {values['warmup_epochs']}")
+    if values["damping_initial"] is not None and values["damping"] and values["damping_initial"] < values["damping"]:
+        raise UserError(f"--damping-initial {values['damping_initial']} must not be less than --damping "
+                        f"{values['damping']}")  # fmt: skip
+    if values["rate_in_momentum"] and values["trust_ratio"]:
+        raise UserError("--rate-in-momentum has no effect with --trust-ratio; leave one of them out")
+    traced_steps(values["profile"])
+    process = {_option(name): values[name] for name in ("coordinator", "num_processes", "process_id")}
+    given = [name for name, value in process.items() if value is not None]
+    if given and len(given) < len(process):
+        missing = next(name for name in process if name not in given)
         raise UserError(f"{given[0]} needs {missing} too; --distributed alone takes all three from the environment")
     if given and values["process_id"] >= values["num_processes"]:
         raise UserError(f"--process-id {values['process_id']} must be less than --num-processes "
@@ -521,10 +738,10 @@ def _load(folder: Path) -> tuple[Config, dict[str, Any]]:
             if text[group][name] is not None:
                 text[group][name] = Path(text[group][name])
         # On what the saved run ran, and how it was started and stopped, is no property of the one that goes on.
-        text["run"].update(resume=False, stop_after=None)
+        text["run"].update(resume=False, stop_after=None, profile=None)
         saved = Config(
-            Optimization(**text["optim"]), Model(**text["model"]), Data(**text["data"]),
-            Hardware(), Run(**text["run"]),
+            Optimization(**text["optim"]), Model(**text["model"]), Augmentation(**text["augment"]),
+            Data(**text["data"]), Hardware(), Run(**text["run"]),
         )  # fmt: skip
         return saved, text["found"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:

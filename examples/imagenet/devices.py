@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -67,6 +69,27 @@ def own_rows(mesh: Mesh, local: int, micro_batches: int) -> np.ndarray:
     mine = [k for k, device in enumerate(mesh.devices) if device.process_index == jax.process_index()]
     rows = np.arange(micro_batches * mesh.size * local).reshape(micro_batches, mesh.size, local)
     return rows[:, mine].swapaxes(0, 1).ravel()
+
+
+def own_indices(devices: int, local: int, micro_batches: int) -> jax.Array:
+    """Where a device's images stand in the global batch, in its order; inside of the row of devices."""
+    part, place = jnp.arange(micro_batches)[:, None], jnp.arange(local)
+    return ((part * devices + lax.axis_index(AXIS)) * local + place).ravel()
+
+
+def in_batch_order(x: jax.Array, devices: int, local: int) -> jax.Array:
+    """An array that is split over devices like the images, in the order of the global batch."""
+    return x.reshape(devices, -1, local, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
+
+
+def in_device_order(x: jax.Array, devices: int, local: int) -> jax.Array:
+    """The inverse of `in_batch_order`."""
+    return x.reshape(-1, devices, local, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
+
+
+def shardings(mesh: Mesh, specs: Any) -> Any:
+    """Where arrays with these partition specs lie."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda node: isinstance(node, jax.P))
 
 
 def place(mesh: Mesh, arrays: Any) -> Any:

@@ -1,5 +1,6 @@
 """Residual networks in flax linen: NHWC, parameters in float32, compute in a type of choice (float64: both)."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -7,17 +8,28 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-# He et al. 2015: keeps the variance of activations through a ReLU; fan-out as in torchvision.
-he_normal = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
+# He et al. 2015: keeps the variance of activations through a ReLU, or by fan-out that of their gradients.
+he_normal = nn.initializers.variance_scaling(2.0, "fan_in", "normal")
+he_normal_backward = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
+
+
+def around_one(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+    """N(1, 0.05): batch-norm scales of Osawa et al. 2019."""
+    return 1 + 0.05 * jax.random.normal(key, shape, dtype)
 
 
 class ResNet(nn.Module):
     """`stages[i]` blocks of width `width * 2**i`; each stage but the first halves the image.
 
     `bottleneck` blocks are 1x1, 3x3, 1x1 with four times the width outside (stride in the 3x3),
-    the others two 3x3. `stem` is "imagenet" (7x7 with stride 2, then max-pooling) or "small"
-    (3x3). With `axis_name` batch norm averages over that axis of devices. Returns logits in the
-    type of the parameters.
+    the others two 3x3. `stem` is "imagenet" (7x7 with stride 2, then max-pooling), "deep" (three 3x3 instead
+    of the 7x7) or "small" (3x3). With `pooled_shortcut` a strided shortcut averages before its 1x1; with it and the
+    deep stem a ResNet-50 is a ResNet-50-D (He et al. 2018).
+
+    `init_scheme` is "identity" (blocks start as the identity: their last scale is zero, Goyal et al. 2017) or "he"
+    (Osawa et al. 2019: kernels by fan-in, so that each has norm sqrt(2 d_out), the final one too; scales around 1).
+
+    With `axis_name` batch norm averages over that axis of devices. Returns logits in the type of the parameters.
     """
 
     stages: tuple[int, ...]
@@ -25,21 +37,36 @@ class ResNet(nn.Module):
     width: int = 64
     bottleneck: bool = False
     stem: str = "imagenet"
+    pooled_shortcut: bool = False
+    init_scheme: str = "identity"
+    norm_epsilon: float = 1e-5
     dtype: Any = jnp.float32
     axis_name: str | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         wide = jnp.promote_types(self.dtype, jnp.float32)
-        conv = partial(nn.Conv, use_bias=False, dtype=self.dtype, param_dtype=wide, kernel_init=he_normal)
-        norm = partial(
-            nn.BatchNorm, use_running_average=not train, momentum=0.9, epsilon=1e-5, dtype=self.dtype,
-            param_dtype=wide, axis_name=self.axis_name,
+        identity = self.init_scheme == "identity"
+        conv = partial(
+            nn.Conv, use_bias=False, dtype=self.dtype, param_dtype=wide,
+            kernel_init=he_normal_backward if identity else he_normal,
         )  # fmt: skip
+        norm = partial(
+            nn.BatchNorm, use_running_average=not train, momentum=0.9, epsilon=self.norm_epsilon, dtype=self.dtype,
+            param_dtype=wide, axis_name=self.axis_name, scale_init=nn.initializers.ones if identity else around_one,
+        )  # fmt: skip
+        last_norm = partial(norm, scale_init=nn.initializers.zeros) if identity else norm
         x = x.astype(self.dtype)
         if self.stem == "imagenet":
             x = conv(self.width, (7, 7), (2, 2), padding=3, name="stem")(x)
             x = nn.relu(norm(name="stem_norm")(x))
+            x = nn.max_pool(x, (3, 3), (2, 2), padding=((1, 1), (1, 1)))
+        elif self.stem == "deep":
+            # The bias does nothing before a batch norm, but the network that the recipe is for has it.
+            x = conv(self.width // 2, (3, 3), (2, 2), padding=1, use_bias=True, name="stem1")(x)
+            x = nn.relu(norm(name="stem1_norm")(x))
+            x = nn.relu(norm(name="stem2_norm")(conv(self.width // 2, (3, 3), padding=1, name="stem2")(x)))
+            x = nn.relu(norm(name="stem3_norm")(conv(self.width, (3, 3), padding=1, name="stem3")(x)))
             x = nn.max_pool(x, (3, 3), (2, 2), padding=((1, 1), (1, 1)))
         else:
             x = conv(self.width, (3, 3), padding=1, name="stem")(x)
@@ -47,11 +74,12 @@ class ResNet(nn.Module):
         for i, blocks in enumerate(self.stages):
             for j in range(blocks):
                 x = Block(
-                    self.width * 2**i, 2 if i > 0 and j == 0 else 1, self.bottleneck, conv, norm,
-                    name=f"stage{i + 1}_block{j + 1}",
+                    self.width * 2**i, 2 if i > 0 and j == 0 else 1, self.bottleneck, self.pooled_shortcut, conv,
+                    norm, last_norm, name=f"stage{i + 1}_block{j + 1}",
                 )(x)  # fmt: skip
         x = jnp.mean(x, axis=(1, 2))
-        head = nn.Dense(self.num_classes, dtype=self.dtype, param_dtype=wide, name="head")
+        head_init = nn.initializers.lecun_normal() if identity else he_normal
+        head = nn.Dense(self.num_classes, dtype=self.dtype, param_dtype=wide, kernel_init=head_init, name="head")
         return head(x).astype(wide)
 
 
@@ -61,8 +89,10 @@ class Block(nn.Module):
     width: int
     stride: int
     bottleneck: bool
+    pooled_shortcut: bool
     conv: Any
     norm: Any
+    last_norm: Any
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -80,20 +110,26 @@ class Block(nn.Module):
             y = nn.relu(self.norm(name="norm1")(y))
             y = self.conv(out, (3, 3), padding=1, name="conv2")(y)
             last = "norm2"
-        # A block starts as the identity: its last scale is zero (Goyal et al. 2017).
-        y = self.norm(scale_init=nn.initializers.zeros, name=last)(y)
+        y = self.last_norm(name=last)(y)
         if x.shape != y.shape:
+            if self.pooled_shortcut and self.stride > 1:
+                x = nn.avg_pool(x, strides, strides, padding="SAME", count_include_pad=False)
+                strides = (1, 1)
             x = self.conv(out, (1, 1), strides, padding=0, name="shortcut")(x)
             x = self.norm(name="shortcut_norm")(x)
         return nn.relu(x + y)
 
 
-def create(arch: str, num_classes: int, dtype: str, width: int | None = None, axis_name: str | None = None) -> ResNet:
-    """The network that `--arch` names."""
-    make = {
+def create(
+    arch: str, num_classes: int, dtype: str, width: int | None = None, axis_name: str | None = None, **rest: Any
+) -> ResNet:
+    """The network that `--arch` names; `rest` are `init_scheme` and `norm_epsilon`."""
+    resnet50 = partial(ResNet, (3, 4, 6, 3), width=width or 64, bottleneck=True)
+    make: dict[str, Callable[..., ResNet]] = {
         "digits": partial(ResNet, (1, 1), width=width or 32, stem="small"),
         "resnet20": partial(ResNet, (3, 3, 3), width=width or 16, stem="small"),
         "resnet18": partial(ResNet, (2, 2, 2, 2), width=width or 64),
-        "resnet50": partial(ResNet, (3, 4, 6, 3), width=width or 64, bottleneck=True),
-    }[arch]
-    return make(num_classes=num_classes, dtype=jnp.dtype(dtype), axis_name=axis_name)
+        "resnet50": resnet50,
+        "resnet50d": partial(resnet50, stem="deep", pooled_shortcut=True),
+    }
+    return make[arch](num_classes=num_classes, dtype=jnp.dtype(dtype), axis_name=axis_name, **rest)

@@ -101,7 +101,12 @@ step(s), no two things at once, every message an all-reduce:
 def parse(args: list[str]) -> argparse.Namespace:
     parser = Parser(prog="plan.py", description=__doc__, formatter_class=Formatter)
     add = parser.add_argument
-    add("--arch", choices=["digits", "resnet20", "resnet18", "resnet50"], default="resnet50", help="network")
+    add(
+        "--arch",
+        choices=["digits", "resnet20", "resnet18", "resnet50", "resnet50d"],
+        default="resnet50",
+        help="network",
+    )
     add("--image-size", type=positive, default=224, help="side of the images")
     add("--classes", type=positive, default=1000, help="number of classes")
     add("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="type of activations")

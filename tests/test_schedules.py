@@ -1,0 +1,68 @@
+"""The schedules of the large-batch recipe, each against its definition."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import kfac
+from problem import assert_close, layers, run
+
+RATES = [0.5, 0.5, 0.25, 0.3, 0.15, 0.0, 0.0, 0.1]
+
+
+def rate(count):
+    return jnp.asarray(RATES)[count]
+
+
+def test_momentum_by_the_ratio_of_two_rates():
+    momentum = kfac.schedules.coupled_momentum(0.9, rate)
+    expected = [0.9, 0.9, 0.9 * 0.25 / 0.5, 0.9, 0.9 * 0.15 / 0.3, 0.0, 0.9, 0.9]
+    np.testing.assert_allclose([momentum(t) for t in range(len(RATES))], expected, rtol=1e-6)
+
+
+def test_momentum_in_proportion_to_the_rate():
+    momentum = kfac.schedules.coupled_momentum(0.9, rate, reference_rate=0.5)
+    np.testing.assert_allclose([momentum(t) for t in range(len(RATES))], 0.9 / 0.5 * np.array(RATES), rtol=1e-6)
+    # While the rate is above the reference the momentum is what was asked for.
+    assert kfac.schedules.coupled_momentum(0.9, rate, reference_rate=0.2)(0) == np.float32(0.9)
+
+
+def test_coupled_momentum_in_the_optimizer():
+    """By the ratio it is constant momentum with the rate behind it; the paper's form is another method."""
+    falling = optax.polynomial_schedule(0.1, 0.0, 3, transition_steps=6, transition_begin=1)
+    coupled = kfac.schedules.coupled_momentum(0.9, falling)
+    inside = run(kfac.kfac(falling, layers(), momentum=coupled, rate_in_momentum=True), steps=6)[0]
+    outside = run(kfac.kfac(falling, layers(), momentum=0.9), steps=6)[0]
+    assert_close(inside, outside, 1e-5)
+    proportional = kfac.schedules.coupled_momentum(0.9, falling, reference_rate=0.1)
+    other = run(kfac.kfac(falling, layers(), momentum=proportional, rate_in_momentum=True), steps=6)[0]
+    with pytest.raises(AssertionError):
+        assert_close(other, outside, 1e-3)
+
+
+def test_the_damping_warms_up_by_its_recursion():
+    initial, target, steps = 1e-1, 1e-4, 20
+    damping = kfac.schedules.damping_warmup(initial, target, steps)
+    value, share = initial, 2 * np.log10(initial / target) / steps
+    for t in range(60):
+        np.testing.assert_allclose(damping(t), value, rtol=1e-4)
+        value = (1 - share) * value + share * target
+    assert kfac.schedules.damping_warmup(1e-3, 1e-3, 10)(5) == np.float32(1e-3)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "name"),
+    [
+        ("coupled_momentum", (1.0, 0.1), "momentum"),
+        ("coupled_momentum", (0.9, -0.1), "learning_rate"),
+        ("coupled_momentum", (0.9, 0.1), "reference_rate"),
+        ("damping_warmup", (1e-4, 1e-3, 10), "initial"),
+        ("damping_warmup", (1e-3, 0, 10), "target"),
+        ("damping_warmup", (1e-1, 1e-4, 5), "num_steps"),
+    ],
+)
+def test_bad_arguments_are_named(function, arguments, name):
+    options = {"reference_rate": 0.0} if name == "reference_rate" else {}
+    with pytest.raises(ValueError, match=name):
+        getattr(kfac.schedules, function)(*arguments, **options)
