@@ -231,7 +231,7 @@ class Assignment:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes gathered: preconditioned gradients each step, or inverses each cycle if they are replicated."""
+        """Bytes gathered, of preconditioned gradients each step or, if they are replicated, of inverses each cycle."""
         if self.devices == 1:
             return 0
         total = 0

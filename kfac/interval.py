@@ -10,7 +10,7 @@ import math
 class AdaptiveInterval:
     """Lengthens the interval between steps with statistics while these stay alike, and shortens it when they do not.
 
-    A training loop asks it before a step, and tells it the change after one with statistics:
+    A training loop asks it before a step, and tells it the change after one with statistics::
 
         interval = kfac.AdaptiveInterval()
         for step in range(steps):

@@ -63,10 +63,12 @@ class Layer:
 
     @property
     def has_bias(self) -> bool:
+        """Whether a bias makes up the last column of the matrix."""
         return self.kind in KRONECKER_KINDS and len(self.params) == 2
 
     @property
     def num_params(self) -> int:
+        """Number of elements of all leaves."""
         return sum(math.prod(shape) for shape in self.shapes)
 
     @property
@@ -81,7 +83,7 @@ class Layer:
 
     @property
     def block_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the factors of one Kronecker block: `[d, d]`, or `[d]` for a diagonal one."""
+        """Shapes of the factors of one Kronecker block, `[d, d]`, or `[d]` for a diagonal one."""
         sizes = {"A": self.d_in, "G": self.d_out}
         return {name: (size,) if name in self.diagonal else (size, size) for name, size in sizes.items()}
 
@@ -108,7 +110,8 @@ class Layer:
     def describe(self) -> str:
         """The layer in a few words, for error messages."""
         factors = ", ".join(f"{name} {list(shape)}" for name, shape in self.factor_shapes.items())
-        return f"{self.kind} layer {self.name!r} ({', '.join(self.params)}; {factors or 'no factors'})"
+        details = [", ".join(self.params), factors or "no factors", *([self.note] if self.note else [])]
+        return f"{self.kind} layer {self.name!r} ({'; '.join(details)})"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -152,7 +155,7 @@ class Layers(Sequence[Layer]):
 
     @property
     def with_factors(self) -> tuple[Layer, ...]:
-        """The layers that have statistics: all but those skipped."""
+        """The layers that have statistics, which are all but those skipped."""
         return tuple(layer for layer in self.blocks if layer.kind != "skipped")
 
     def __repr__(self) -> str:

@@ -211,7 +211,8 @@ def state_specs(tx: optax.GradientTransformation, params: Any, axis_name: AxisNa
       axis_name: the axis given to the optimizer.
 
     Returns:
-      A tree prefix of the state: Kronecker blocks are split along the axis, everything else is the same on all devices.
+      A tree prefix of the state, in which Kronecker blocks are split along the axis, and everything else is the same on
+      all devices.
     """
     state = jax.eval_shape(tx.init, params)
     return jax.tree.map(

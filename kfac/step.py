@@ -53,6 +53,7 @@ def preconditioned_step(
             f"axis_name={axis!r} is not bound: call update inside jax.pmap or jax.shard_map over that axis, "
             "or pass mesh="
         )
+    _check_groups(config, state)
     check_devices(state, devices or 1)
     for owned in state.owned.values():
         if owned.blocks.weight.shape[0] != owned.shard.positions:
@@ -186,6 +187,20 @@ def _check_varying(axis: AxisName, updates: Any, factors: Factors | None) -> Non
 def _dtype(state: KfacState, group: Group) -> Any:
     blocks = state.owned[group.name].blocks if group.kronecker else state.shared[group.name]
     return blocks.weight.dtype
+
+
+def _check_groups(config: Config, state: KfacState) -> None:
+    """Raises where a state is that of another model."""
+    found = {name: owned.shard.blocks for name, owned in state.owned.items()}
+    found |= {name: blocks.weight.shape[-1] for name, blocks in state.shared.items()}
+    expected = {group.name: group.size for group in config.groups}
+    for name in expected | found:
+        has, needs = found.get(name, 0), expected.get(name, 0)
+        if has != needs:
+            raise ValueError(
+                f"the optimizer state is not one for these layers: it has {has} blocks {name}, where the layers have "
+                f"{needs}. Initialise it with the same layers, or restore the checkpoint of this model."
+            )
 
 
 def check_devices(state: KfacState, devices: int) -> None:

@@ -31,7 +31,12 @@ def _run(page, count):
 
 @pytest.fixture(scope="module")
 def names():
-    return _run("optimizer.md", 9)
+    return _run("optimizer.md", 8)
+
+
+@pytest.fixture(scope="module")
+def precision():
+    return _run("precision.md", 2)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +46,7 @@ def distributed():
 
 def test_no_other_page_has_code_that_is_not_run():
     pages = {path.name for path in DOCS.glob("*.md") if "```python" in path.read_text()}
-    assert pages == {"optimizer.md", "distributed.md", "curvature.md"}
+    assert pages == {"optimizer.md", "distributed.md", "curvature.md", "precision.md", "quickstart.md"}
 
 
 def test_the_curvature_page_shows_what_its_code_prints(capsys):
@@ -57,9 +62,21 @@ def test_the_curvature_page_shows_what_its_code_prints(capsys):
 
 def test_every_page_is_in_the_contents():
     index, contents = (DOCS / "index.md").read_text(), (DOCS / "contents.rst").read_text().split()
-    for path in DOCS.glob("*.md"):
+    for path in (*DOCS.glob("*.md"), DOCS / "api.rst"):
         assert path.stem in contents
         assert path.stem == "index" or f"({path.name})" in index
+
+
+def test_every_public_name_is_in_the_reference():
+    text = (DOCS / "api.rst").read_text()
+    documented = re.findall(r"^\.\. auto\w+:: (\S+)$", text, re.MULTILINE)
+    assert len(documented) == len(set(documented))
+    public = {name for name, value in vars(kfac).items() if name[0] != "_" and not inspect.ismodule(value)}
+    assert set(documented) == public | {"kfac.exact", "kfac.schedules"}
+
+
+def test_warnings_of_sphinx_are_errors_in_ci():
+    assert re.search(r"^ *sphinx-build .*(?:-W|--fail-on-warning)\b", (DOCS.parent / ".ci" / "run").read_text(), re.M)
 
 
 def _table(heading):
@@ -97,7 +114,23 @@ def test_accumulated_factors_are_those_of_the_whole_batch(names):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), whole, parts)
 
 
-def test_unscaled_statistics_are_those_of_the_loss_itself(names):
+def test_the_quickstart_learns_with_both_optimizers(capsys):
+    names = _run("quickstart.md", 3)
+    printed = capsys.readouterr().out
+    assert str(names["layers"]) in printed and "skipped_steps" in printed
+    for label, params in (("SGD", names["sgd_params"]), ("K-FAC", names["kfac_params"])):
+        assert f"{label}: {names['accuracy'](params):.1%}" in printed
+        assert names["accuracy"](params) > 0.8  # one in ten by guessing
+
+
+def test_reduced_precision_keeps_what_the_page_says(precision):
+    assert {x.dtype for x in jax.tree.leaves((precision["params"], precision["factors"]))} == {jnp.dtype("float32")}
+    owned = precision["opt_state"][0].owned
+    assert {x.dtype for own in owned.values() for x in jax.tree.leaves(own.blocks.inverse)} == {jnp.dtype("bfloat16")}
+
+
+def test_unscaled_statistics_are_those_of_the_loss_itself(precision):
+    names = precision
     whole = kfac.value_and_grad(names["loss_fn"], names["layers"])(names["params"], names["batch"])
     scaled = names["grads"], names["factors"]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), whole[1:], scaled)

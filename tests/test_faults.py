@@ -1,14 +1,20 @@
 """What is not finite, or cannot be inverted, is left out, counted and outlived."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import kfac
 from kfac.layers import Factors
 from problem import (
+    QUICKLY,
     assert_close,
     assert_equal,
     batch,
@@ -309,3 +315,155 @@ def test_loss_scaling_in_float16():
     assert kfac.diagnostics(new)["skipped_steps"] == 1
     _, new, _ = step(stuck, new, half_batch, 1024.0)
     assert kfac.diagnostics(new)["skipped_steps"] == 1
+
+
+# Where faults come from.
+
+
+@pytest.mark.parametrize("value", BAD[:2])
+def test_bad_activations_leave_everything_as_it_was(clean, value):
+    """One element of one example, through the whole loss."""
+    _, step, states = clean
+    params, state, _ = states[1]
+    x, labels = batch(2)
+    grads, factors = _gradients(params, (x.at[3, 1].set(value), labels))
+    assert not all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(grads))
+    _, bad, _ = step(grads, state, params, factors)
+    measures = ("gradient_norm", "preconditioned_norm", "skipped_steps", "skipped_statistics")
+    assert_equal(without(bad, *measures), without(state, *measures))
+    assert bad.metrics.skipped_steps == 1
+    # The same step with good activations is the one that it would have been.
+    _, after, updates = step(*_gradients(params, batch(2))[:1], bad, params, _gradients(params, batch(2))[1])
+    _, expected, right = step(*_gradients(params, batch(2))[:1], state, params, _gradients(params, batch(2))[1])
+    assert_equal(updates, right)
+    assert_equal(without(after, *measures), without(expected, *measures))
+
+
+def _gradients(params, batch):
+    return _value_and_grad()(params, batch)[1:]
+
+
+@functools.cache
+def _value_and_grad():
+    return jax.jit(kfac.value_and_grad(loss_fn, layers()))
+
+
+@pytest.mark.parametrize("layer", STACKS)
+def test_factors_of_low_rank_or_none_are_inverted(forgetful, layer):
+    """A layer that is dead in this batch, and one that sees a single direction: damping makes both definite."""
+    step, state = forgetful
+    grads, factors = measured(1)
+
+    def rank_one(stack):
+        ones = jnp.ones_like(stack[..., :1])
+        return ones @ ones.mT
+
+    for change in (jnp.zeros_like, rank_one):
+        block = jax.tree.map(change, factors[layer])
+        _, after, updates = step(grads, state, initial(), Factors({**factors, layer: block}))
+        assert after.metrics.failed_inversions == 0
+        group, k = STACKS[layer]
+        assert differ(
+            jax.tree.map(lambda x: x[k], field_of(after, "inverse")[group]),  # noqa: B023
+            jax.tree.map(lambda x: x[k], field_of(state, "inverse")[group]),  # noqa: B023
+        )
+        for inverse in jax.tree.leaves(field_of(after, "inverse")):
+            assert np.all(np.linalg.eigvalsh(inverse) > 0)
+        assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(updates))
+
+
+@pytest.mark.parametrize("layer", STACKS)
+def test_an_inverse_outlives_any_number_of_failures_in_a_row(forgetful, layer):
+    step, state = forgetful
+    group, k = STACKS[layer]
+    last = state
+    for failures in range(1, 6):
+        grads, factors = measured(failures)
+        _, last, updates = step(grads, last, initial(), indefinite(factors, layer))
+        for found, kept in zip(
+            jax.tree.leaves(field_of(last, "inverse")[group]),
+            jax.tree.leaves(field_of(state, "inverse")[group]),
+            strict=True,
+        ):
+            assert_equal(found[k], kept[k])
+        assert kfac.diagnostics(last)["failed_inversions"] == failures
+        assert kfac.diagnostics(last)["inverse_age"] == failures
+        assert last.count == state.count + failures
+        assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(updates))
+    grads, factors = measured(6)
+    _, good, _ = step(grads, last, initial(), factors)
+    _, never_failed, _ = step(grads, state, initial(), factors)
+    assert kfac.diagnostics(good)["inverse_age"] == 0
+    assert_close(field_of(good, "inverse"), field_of(never_failed, "inverse"), 1e-6)
+
+
+# One device of several.
+
+NOTHING, ACTIVATION, GRADIENT, STATISTIC, INDEFINITE = range(5)
+
+
+@pytest.fixture(scope="module")
+def devices():
+    """A step on eight devices of which the sixth has the fault whose number is an argument, and its first state."""
+    mesh = jax.make_mesh((8,), ("devices",), axis_types=(AxisType.Auto,))
+    tx = kfac.kfac(0.05, layers(), axis_name="devices", factor_decay=0.0)
+    specs = kfac.state_specs(tx, initial(), "devices")
+
+    def local_step(params, state, batch, fault, value):
+        here = lax.axis_index("devices") == 5
+
+        def strike(kind, tree, bad):
+            return jax.tree.map(lambda x: jnp.where(here & (fault == kind), bad(x), x), tree)
+
+        batch = strike(ACTIVATION, batch[0], lambda x: x.at[0, 0].set(value)), batch[1]
+        _, grads, factors = kfac.value_and_grad(loss_fn, layers())(params, batch)
+        grads = strike(GRADIENT, grads, lambda x: x.at[(0,) * x.ndim].set(value))
+        first, out = factors["first"], factors["out"]
+        out = dataclasses.replace(out, G=strike(STATISTIC, out.G, lambda x: x.at[0, 0].set(value)))
+        first = dataclasses.replace(first, A=strike(INDEFINITE, first.A, lambda x: -1e3 * jnp.eye(x.shape[-1])))
+        factors = Factors({**factors, "first": first, "out": out})
+        updates, state = tx.update(lax.pmean(grads, "devices"), state, params, factors=factors)
+        return optax.apply_updates(params, updates), state
+
+    same, split = PartitionSpec(), PartitionSpec("devices")
+    step = jax.jit(
+        jax.shard_map(local_step, mesh=mesh, in_specs=(same, specs, split, same, same), out_specs=(same, specs)),
+        compiler_options=QUICKLY,
+    )
+    init = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=same, out_specs=specs))
+    params = jax.device_put(initial(), NamedSharding(mesh, same))
+
+    def take(params, state, t, fault=NOTHING, value=0.0):
+        return jax.block_until_ready(step(params, state, batch(t, 64), fault, value))
+
+    return take, *take(params, init(params), 0)
+
+
+@pytest.mark.parametrize("value", BAD[:2])
+@pytest.mark.parametrize("fault", [ACTIVATION, GRADIENT, STATISTIC, INDEFINITE])
+def test_a_fault_on_one_device_of_eight(devices, fault, value):
+    """All devices take the same decision; what the fault does not touch goes on; the next step is a good one."""
+    take, params, state = devices
+    after, bad = take(params, state, 1, fault, value)
+    expected, _ = take(params, state, 1)
+    counts = kfac.diagnostics(bad)
+    assert counts["skipped_steps"] == (fault in (ACTIVATION, GRADIENT))
+    # Activations that are not finite spoil every statistic of the step, but the step is left out as a whole.
+    if fault != ACTIVATION:
+        assert counts["skipped_statistics"] == (fault == STATISTIC)
+    assert counts["failed_inversions"] == (fault == INDEFINITE)
+    if fault in (ACTIVATION, GRADIENT):
+        assert_equal(after, params)
+        assert_equal(field_of(bad, "inverse"), field_of(state, "inverse"))
+    else:
+        spoilt, whole = ("out", "first") if fault == STATISTIC else ("first", "out")
+        assert differ(after[spoilt], expected[spoilt])
+        assert_close(after[whole], expected[whole], 1e-6)
+    # Every device has the same parameters.
+    for leaf in jax.tree.leaves(after):
+        for shard in leaf.addressable_shards:
+            np.testing.assert_array_equal(shard.data, leaf)
+    later, last = take(after, bad, 2)
+    assert differ(later, after)
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves((later, field_of(last, "inverse"))))
+    assert kfac.diagnostics(last)["skipped_steps"] == counts["skipped_steps"]

@@ -1,6 +1,7 @@
 """The package as a whole: its public surface, what it imports, its metadata."""
 
 import ast
+import functools
 import inspect
 import os
 import re
@@ -20,32 +21,65 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # The names under which modules of other packages are imported.
 OTHERS = {"jax", "jex", "jnp", "lax", "np", "numpy", "optax"}
 
-PUBLIC = {
-    "AdaptiveInterval",
-    "Assignment",
-    "Factors",
-    "KfacState",
-    "Layer",
-    "Layers",
-    "UnsupportedLayerError",
-    "diagnostics",
-    "find_layers",
-    "gather_state",
-    "kfac",
-    "microbatch",
-    "output",
-    "scale_by_kfac",
-    "scatter_state",
-    "state_specs",
-    "value_and_grad",
-}
+# Public names with their signatures: what a user's code may rely on, the fields of the state that a checkpoint holds
+# included. A change of the file is a change of the interface, and belongs into the changelog.
+# `python tests/test_package.py` writes it anew.
+INTERFACE = ROOT / "tests" / "public_api.txt"
+
+
+def signature(name, value):
+    """As it would stand in the source, a parameter a line if it is long."""
+    found = inspect.signature(value)
+    parameters = [str(p).replace("ForwardRef", "") for p in found.parameters.values() if p.name != "self"]
+    parameters = [re.sub(r"\('(.*?)'\)|'(.*?)'", lambda m: m[1] or m[2] or "''", text, count=1) for text in parameters]
+    keyword_only = [k for k, p in enumerate(found.parameters.values()) if p.kind is p.KEYWORD_ONLY]
+    if keyword_only and not any(p.kind is p.VAR_POSITIONAL for p in found.parameters.values()):
+        parameters.insert(keyword_only[0], "*")
+    text = f"{name}({', '.join(parameters)})"
+    return text if len(text) <= 120 else f"{name}(\n" + "".join(f"    {p},\n" for p in parameters) + ")"
+
+
+def interface():
+    """Every public object, and the public members of its class, with its signature."""
+    lines = []
+
+    def add(name, value):
+        if not inspect.isclass(value):
+            lines.append(signature(name, value))
+            return
+        own = "__init__" in vars(value) or hasattr(value, "_fields")
+        lines.append(signature(name, value) if own else name)
+        for key, member in sorted(vars(value).items()):
+            if key.startswith(("_", "tree_")):
+                continue
+            if inspect.isfunction(member):
+                lines.append(signature(f"{name}.{key}", member))
+            elif isinstance(member, property | functools.cached_property):
+                lines.append(f"{name}.{key}")
+
+    for module, prefix in ((kfac, "kfac"), (kfac.exact, "kfac.exact"), (kfac.schedules, "kfac.schedules")):
+        for name, value in sorted(vars(module).items()):
+            # What the public modules import from private ones is not thereby public.
+            own = module is kfac or getattr(value, "__module__", None) == module.__name__
+            if own and not name.startswith("_") and not inspect.ismodule(value):
+                add(f"{prefix}.{name}", value)
+    return "\n".join(lines) + "\n"
+
+
+PUBLIC = {name for name, value in vars(kfac).items() if not name.startswith("_") and not inspect.ismodule(value)}
 FUNCTIONS = sorted(name for name in PUBLIC if name[0].islower())
 
 
-def test_public_names_are_exactly_the_documented_ones():
-    names = {name for name, value in vars(kfac).items() if not name.startswith("_") and not inspect.ismodule(value)}
-    assert names == PUBLIC
+def test_public_names_and_signatures_are_those_on_file():
+    assert interface() == INTERFACE.read_text(), "if this is meant: python tests/test_package.py, and a changelog entry"
     assert isinstance(kfac.__version__, str)
+
+
+def test_every_module_but_the_public_ones_is_reached_through_the_package():
+    source = (ROOT / "kfac" / "__init__.py").read_text()
+    imports = re.findall(r"^from kfac(?:\.\w+)? import (\w+) as (\w+)$", source, re.MULTILINE)
+    assert {name for name, _ in imports} == PUBLIC | {"exact", "schedules"}
+    assert all(name == alias for name, alias in imports)
 
 
 def test_the_names_of_functions_are_not_shadowed_by_modules():
@@ -153,6 +187,20 @@ def test_there_is_one_version():
     assert f"## [{kfac.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
+def test_the_changelog_lists_versions_in_order_and_the_last_is_the_package():
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    headings = re.findall(r"^## (.*)$", changelog, re.MULTILINE)
+    assert headings[0] == "[Unreleased]"
+    versions = []
+    for heading in headings[1:]:
+        found = re.fullmatch(r"\[(\d+)\.(\d+)\.(\d+)\] - \d{4}-\d\d-\d\d", heading)
+        versions.append(tuple(map(int, found.groups())))
+    assert versions == sorted(set(versions), reverse=True)
+    assert headings[1].startswith(f"[{kfac.__version__}] - ")
+    sections = set(re.findall(r"^### (.*)$", changelog, re.MULTILINE))
+    assert sections <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+
+
 def test_ci_runs_the_test_command_of_the_readme():
     readme = (ROOT / "README.md").read_text()
     commands = [line for line in readme.splitlines() if line.startswith("pip install")]
@@ -183,3 +231,7 @@ def test_lapack_gets_one_thread_unless_the_user_says_otherwise():
             [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
         )
         assert found.stdout.strip() == expected
+
+
+if __name__ == "__main__":
+    INTERFACE.write_text(interface())

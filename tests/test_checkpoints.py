@@ -1,0 +1,109 @@
+"""Checkpoints cut short, of another model, another version or another number of devices: an error, and no loss."""
+
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+import kfac
+from problem import assert_equal, batch, initial, layers, loss_fn, measured, run
+
+TX = kfac.kfac(0.1, layers())
+
+
+@pytest.fixture(scope="module")
+def trained():
+    params, state, _ = run(TX, steps=2)
+    return {"params": params, "opt_state": state}
+
+
+@pytest.fixture(scope="module")
+def saved(trained, tmp_path_factory):
+    """Checkpoints of steps 1 and 2, both the same."""
+    folder = tmp_path_factory.mktemp("run")
+    with ocp.StandardCheckpointer() as checkpointer:
+        for step in ("1", "2"):
+            checkpointer.save(folder / step, trained)
+            checkpointer.wait_until_finished()
+    return folder
+
+
+def restore(path, target):
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(path, target)
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("files", ["d/*", "manifest.ocdbt", "_METADATA"])
+def test_a_truncated_checkpoint_is_refused_and_the_one_before_it_is_good(saved, trained, tmp_path, files):
+    folder = tmp_path / "run"
+    shutil.copytree(saved, folder)
+    cut = [path for path in (folder / "2").glob(files) if path.is_file()]
+    assert cut
+    for path in cut:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    before = contents(folder)
+    with pytest.raises(Exception, match=r"Error|OUT_OF_RANGE|DATA_LOSS|Unterminated|Expecting|NOT_FOUND"):
+        restore(folder / "2", trained)
+    assert contents(folder) == before
+    assert_equal(restore(folder / "1", trained), trained)
+
+
+def test_a_checkpoint_of_a_process_that_was_stopped_half_way_is_not_taken_for_one(saved, trained, tmp_path):
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, args=ocp.args.StandardSave(trained))
+        manager.wait_until_finished()
+    # orbax renames a folder when all of it is written.
+    shutil.copytree(saved / "2", tmp_path / "run" / "2.orbax-checkpoint-tmp-0")
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        assert manager.latest_step() == 1
+        assert_equal(manager.restore(1, args=ocp.args.StandardRestore(trained)), trained)
+
+
+def test_a_checkpoint_of_another_model_is_refused(saved):
+    params = {**initial(), "out": {"kernel": jnp.ones((4, 5))}}
+    other = kfac.find_layers(loss_fn, params, batch(0), skip=["temperature"])
+    target = {"params": params, "opt_state": kfac.kfac(0.1, other).init(params)}
+    before = contents(saved)
+    with pytest.raises(ValueError, match=r"structures do not match[\s\S]*kronecker_5x4"):
+        restore(saved / "1", target)
+    assert contents(saved) == before
+    # And so is a state that was brought in by another way.
+    with pytest.raises(ValueError, match="state is not one for these layers: it has 1 blocks kronecker_4x4"):
+        jax.eval_shape(lambda state: TX.update(measured(0)[0], state, initial()), target["opt_state"])
+
+
+def test_a_checkpoint_of_another_version_of_the_state_names_what_differs(trained, tmp_path):
+    """A field that an earlier version did not have."""
+    fields = trained["opt_state"][0]._asdict()
+    del fields["unitwise_damping"]
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "earlier", {**trained, "opt_state": [fields, *trained["opt_state"][1:]]})
+        checkpointer.wait_until_finished()
+    target = {**trained, "opt_state": [trained["opt_state"][0]._asdict(), *trained["opt_state"][1:]]}
+    with pytest.raises(ValueError, match=r"structures do not match[\s\S]*unitwise_damping"):
+        restore(tmp_path / "earlier", target)
+
+
+def test_a_checkpoint_of_another_number_of_devices_is_refused_unless_it_is_gathered(trained, tmp_path):
+    mesh = jax.make_mesh((8,), ("devices",), axis_types=(AxisType.Auto,))
+    tx = kfac.kfac(0.1, layers(), axis_name="devices")
+    specs = kfac.state_specs(tx, initial(), "devices")
+    state = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=PartitionSpec(), out_specs=specs))(initial())
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "eight", {"opt_state": state})
+        checkpointer.save(tmp_path / "gathered", {"opt_state": jax.device_get(kfac.gather_state(state))})
+        checkpointer.wait_until_finished()
+    fresh = {"opt_state": TX.init(initial())}
+    with pytest.raises(ValueError, match="is not compatible with the stored shape"):
+        restore(tmp_path / "eight", fresh)
+    restored = restore(tmp_path / "gathered", fresh)
+    assert jax.tree.structure(restored) == jax.tree.structure(fresh)
+    jax.tree.map(np.testing.assert_array_equal, restored, fresh)

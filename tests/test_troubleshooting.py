@@ -1,0 +1,122 @@
+"""The errors on the troubleshooting page are those that users get, to the letter."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import kfac
+from problem import batch, initial, layers, loss_fn, measured
+
+PAGE = (Path(__file__).parents[1] / "docs" / "troubleshooting.md").read_text()
+SHOWN = [" ".join(text.split()) for text in re.findall(r"^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)]
+
+
+def tied_kernel():
+    def loss(params, x):
+        kernel = params["coder"]["kernel"]
+        return jnp.mean(jnp.square(jnp.tanh(x @ kernel) @ kernel.T - x))
+
+    kfac.find_layers(loss, {"coder": {"kernel": jnp.ones((3, 4))}}, jnp.ones((8, 3)))
+
+
+def unknown_pattern():
+    kfac.find_layers(loss_fn, initial(), batch(0), skip=["embedding"])
+
+
+def flattened_examples():
+    def loss(params, x):
+        h = jnp.tanh(x @ params["a"])
+        return jnp.mean(jnp.square(h.reshape(-1, 4) @ params["b"]))
+
+    params, x = {"a": jnp.ones((3, 4)), "b": jnp.ones((4, 2))}, jnp.ones((4, 6, 3))
+    jax.eval_shape(kfac.value_and_grad(loss, kfac.find_layers(loss, params, x)), params, x)
+
+
+def another_loss():
+    def without_offset(params, batch):
+        return loss_fn({**params, "offset": jnp.zeros(4)}, batch)
+
+    jax.eval_shape(kfac.value_and_grad(without_offset, layers()), initial(), batch(0))
+
+
+def uneven_parts():
+    jax.eval_shape(kfac.microbatch(kfac.value_and_grad(loss_fn, layers()), 3), initial(), batch(0))
+
+
+def update(tx, state, **arguments):
+    return jax.eval_shape(lambda state: tx.update(measured(0)[0], state, initial(), **arguments), state)
+
+
+def factors_that_are_gradients():
+    tx = kfac.kfac(0.1, layers())
+    update(tx, tx.init(initial()), factors=measured(0)[0])
+
+
+def state_of_another_model():
+    wide = {**initial(), "out": {"kernel": jnp.ones((4, 5))}}
+    other = kfac.find_layers(loss_fn, wide, batch(0), skip=["temperature"])
+    tx = kfac.kfac(0.1, layers())
+    update(tx, kfac.kfac(0.1, other).init(wide), factors=measured(0)[1])
+
+
+def axis_that_is_not_bound():
+    tx = kfac.kfac(0.1, layers(), axis_name="devices")
+    update(tx, kfac.kfac(0.1, layers()).init(initial()))
+
+
+def eight_devices():
+    return jax.make_mesh((8,), ("devices",), axis_types=(AxisType.Auto,))
+
+
+def state_for_other_devices():
+    tx = kfac.kfac(0.1, layers(), mesh=eight_devices())
+    update(tx, kfac.kfac(0.1, layers()).init(initial()))
+
+
+def gradients_that_were_not_averaged():
+    tx = kfac.kfac(0.1, layers(), axis_name="devices")
+    specs = kfac.state_specs(tx, initial(), "devices")
+
+    def step(params, batch):
+        _, grads, factors = kfac.value_and_grad(loss_fn, layers())(params, batch)
+        return tx.update(grads, tx.init(params), params, factors=factors)
+
+    mapped = jax.shard_map(step, mesh=eight_devices(), in_specs=(P(), P("devices")), out_specs=(P(), specs))
+    jax.eval_shape(mapped, initial(), batch(0))
+
+
+CASES = [
+    tied_kernel,
+    unknown_pattern,
+    flattened_examples,
+    another_loss,
+    uneven_parts,
+    factors_that_are_gradients,
+    state_of_another_model,
+    axis_that_is_not_bound,
+    state_for_other_devices,
+    gradients_that_were_not_averaged,
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_the_page_shows_the_error_as_it_is(case):
+    with pytest.raises(ValueError) as caught:
+        case()
+    assert " ".join(str(caught.value).split()) in SHOWN
+
+
+def test_the_page_shows_no_other_errors():
+    assert len(SHOWN) == len(CASES)
+
+
+def test_the_page_names_scalars_and_options_that_exist():
+    tx = kfac.kfac(0.1, layers(), norm_constraint=1e-3)
+    scalars = set(kfac.diagnostics(tx.init(initial())))
+    for name in ("condition", "failed_inversions", "inverse_age", "skipped_statistics", "skipped_steps"):
+        assert name in scalars and f"`{name}`" in PAGE
