@@ -149,6 +149,20 @@ def whole_steps(options: argparse.Namespace, peak: float) -> dict[str, Any]:
         "statistics and staggered inverses": Program(with_statistics(staggered), **staggered_state, batch=batch),
     }
 
+    compiled = [
+        {
+            "step": name,
+            "GFLOP": program.flops / 1e9,
+            "compile seconds": program.compile_seconds,
+            "compile of sgd": program.compile_seconds / programs["sgd"].compile_seconds,
+            "temporary MB": program.temporary_bytes and program.temporary_bytes / 1e6,
+            "temporary of sgd": program.temporary_bytes and program.temporary_bytes / programs["sgd"].temporary_bytes,
+        }
+        for name, program in programs.items()
+    ]
+    if options.compile_only:
+        return {"rows": compiled}
+
     # The first step refreshes all; it is timed apart. The others until step `every` do not.
     refresh = []
     for _ in range(max(2, options.repeats // 2)):
@@ -163,7 +177,6 @@ def whole_steps(options: argparse.Namespace, peak: float) -> dict[str, Any]:
         raise SystemExit(f"--repeats {options.repeats} is too many for --inverse-every {every}")
     times = median_times({n: functools.partial(p, states[n]) for n, p in programs.items()}, options.repeats)
 
-    # The preconditioner by itself, without the network.
     forward_backward = count_flops(gradients, variables["params"], None, batch)
     network = forward_backward / times["sgd"]
     rows = []
@@ -174,16 +187,11 @@ def whole_steps(options: argparse.Namespace, peak: float) -> dict[str, Any]:
                 "step": name,
                 "seconds": times[name],
                 "of sgd": times[name] / times["sgd"],
-                "GFLOP": program.flops / 1e9,
                 "added GFLOP/s of network's": extra / added / network if name != "sgd" and added > 0 else None,
                 "added GFLOP/s of peak": extra / added / peak if name != "sgd" and added > 0 else network / peak,
-                "compile seconds": program.compile_seconds,
-                "compile of sgd": program.compile_seconds / programs["sgd"].compile_seconds,
-                "temporary MB": program.temporary_bytes and program.temporary_bytes / 1e6,
-                "temporary of sgd": program.temporary_bytes
-                and program.temporary_bytes / programs["sgd"].temporary_bytes,
             }
         )
+    rows = [row | more for row, more in zip(rows, compiled, strict=True)]
     refresh_seconds = stats.median(refresh) - times["statistics"]
     cycle = (
         100 * times["without statistics"] + 10 * (times["statistics"] - times["without statistics"]) + refresh_seconds
@@ -308,6 +316,10 @@ def plot(results: dict[str, Any], path: pathlib.Path) -> None:
     from matplotlib import pyplot as plt
 
     panels = [name for name in ("step", "statistics", "inverses") if name in results]
+    if "step" in panels and "of sgd" not in results["step"]["rows"][0]:
+        panels.remove("step")
+    if not panels:
+        return
     figure, axes = plt.subplots(1, len(panels), figsize=(6 * len(panels), 4.5), squeeze=False, layout="constrained")
     for axis, panel in zip(axes[0], panels, strict=True):
         if panel == "inverses":
@@ -324,7 +336,7 @@ def plot(results: dict[str, Any], path: pathlib.Path) -> None:
             axis.barh(names, values, color="tab:blue")
             axis.bar_label(axis.containers[0], fmt="%.2f", padding=3)
             axis.axvline(1, color="black", linewidth=0.8)
-            axis.set(xlabel="time of SGD's step", title="whole step")
+            axis.set(xlabel="time of SGD's step", title="whole step", xlim=(0, 1.15 * max(values)))
         else:
             ways = [key for key in rows[0] if key != "geometry"]
             for k, way in enumerate(ways):
@@ -332,7 +344,7 @@ def plot(results: dict[str, Any], path: pathlib.Path) -> None:
                 axis.barh(places, [1e3 * r.get(way, 0) for r in rows], height=0.8 / len(ways), label=way)
             axis.set_yticks(np.arange(len(rows)) + 0.3, [r["geometry"] for r in rows])
             axis.set(xlabel="milliseconds", title="A of a convolution")
-            axis.legend()
+            figure.legend(loc="outside lower center", ncols=len(ways))
         axis.invert_yaxis()
     figure.savefig(path, dpi=120)
 
@@ -351,6 +363,7 @@ def parse() -> argparse.Namespace:
         "--dimensions", type=int, nargs="+", default=[64, 256, 576, 1152, 2304, 4608], help="of the matrices to invert"
     )
     parser.add_argument("--sections", choices=SECTIONS, nargs="+", default=list(SECTIONS), help="what to measure")
+    parser.add_argument("--compile-only", action="store_true", help="section step: sizes and compilation, no timing")
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("runs/speed"), help="folder for results")
     options = parser.parse_args()
     if min(options.image_size // 32, options.batch, options.repeats, options.inverse_every) < 1:
