@@ -417,6 +417,9 @@ def _plan_kronecker(
             x_example = _example_position(x_axes, n, layer.params[0], read, eqn, strict)
             g_example = _example_position(read.y_axes, n, layer.params[0], read, eqn, strict)
             arrange_x, arrange_g = arrange_x.grouped_by(x_example), arrange_g.grouped_by(g_example)
+        elif subsample > 1:
+            x_example, g_example = _subsampled(resolved, layer, read, eqn, subsample)
+            arrange_x, arrange_g = arrange_x.grouped_by(x_example), arrange_g.grouped_by(g_example)
         tap = KroneckerTap(
             key,
             read.operand,
@@ -429,10 +432,6 @@ def _plan_kronecker(
             n if reduce else None,
             subsample,
         )
-        if subsample > max(tap.arrange_g.leading, 1):
-            raise ValueError(
-                f"subsample={subsample}, but layer {layer.name!r} sees {tap.arrange_g.leading} example(s) at a time"
-            )
         _place(resolved, traced, read, tap)
     read = reads[0]
     scanned = [length for length, atoms in zip(read.scans, read.view.stack, strict=True) if atoms]
@@ -501,6 +500,31 @@ def _example_position(axes: axes_lib.Axes, n: int, parameter: str, read: Read, e
             "their own there, or leave it out with skip=."
         )
     return example
+
+
+def _subsampled(
+    resolved: Resolved, layer: Layer, read: Read, eqn: Any, subsample: int
+) -> tuple[int | None, int | None]:
+    """Which of all atoms of a read's input, and of its output, are the examples of which `subsample` takes a part.
+
+    Raises:
+      ValueError: they have no axis of their own, or are fewer than `subsample`.
+    """
+    n, parameter = resolved.num_examples, layer.params[0]
+    # Where every token is an example, `subsample` takes whole sequences.
+    count = n if _sizes(read.y_axes, n) else resolved.marks.sequences(n)
+    if subsample > count:
+        raise ValueError(f"subsample={subsample}, but layer {layer.name!r} sees {count} example(s) at a time")
+    if read.op == "conv":
+        numbers = eqn.params["dimension_numbers"]
+        images, out = read.x_axes[0], numbers.out_spec[0]
+        if math.prod(atom.size for atom in images) == count:
+            return 0, sum(len(axis) for axis in read.y_axes[:out])
+        return None, _example_position((images,), count, parameter, read, eqn, strict=True)
+    g_example = _example_position(read.y_axes, count, parameter, read, eqn, strict=True)
+    if read.op == "embedding":
+        return None, g_example  # counts of rows are those of all examples
+    return _example_position(read.x_axes, count, parameter, read, eqn, strict=True), g_example
 
 
 def _in_memory_order(array: jax.Array, stack: list[Atom], tail: tuple[int, ...]) -> jax.Array:

@@ -51,8 +51,9 @@ def value_and_grad(
       num_examples: `n` of the batch that one call sees. By default the size of the marked output without its axis of
         features, and without one the leading dimension of the layers' inputs.
       subsample: Kronecker factors come from every `subsample`-th example, which costs so many times less and is
-        unbiased where the order of the examples means nothing. The gradients, and the unit-wise and diagonal blocks,
-        which are cheap, come from all of them.
+        unbiased where the order of the examples means nothing. Layers must see the examples on an axis of their own;
+        where the tokens of a marked output `[sequences, tokens, features]` are examples, whole sequences are taken.
+        The gradients, and the unit-wise and diagonal blocks, which are cheap, come from all of them.
 
     Returns:
       A function of the arguments of `loss_fn` that returns `(value, grads, factors)`, where `value` is `loss` or
@@ -63,8 +64,9 @@ def value_and_grad(
 
     Raises:
       ValueError: an argument is out of range; when the function is traced: it has other layers than `layers`, or the
-        number of examples is not clear, or `key` is missing, no key, or given where nothing is drawn, or with
-        `"sampled"` the loss depends on a parameter but no marked output does.
+        number of examples is not clear, or with `subsample` a layer sees too few or cannot tell them from positions, or
+        `key` is missing, no key, or given where nothing is drawn, or with `"sampled"` the loss depends on a parameter
+        but no marked output does.
     """
     if not isinstance(layers, Layers):
         raise ValueError(f"layers must be what kfac.find_layers returns, but is {type(layers).__name__}")

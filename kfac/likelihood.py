@@ -152,6 +152,14 @@ class Marks:
                 return tuple(p for p, _ in sizes[: len(shape)] if not axes[p].of_leaf)
         return ()
 
+    def sequences(self, n: int) -> int:
+        """The number of sequences if each of the `n` examples is a row of an output `[sequences, tokens, features]`."""
+        for mark in self.marks:
+            shape = [size for size in mark.shape[:-1] if size > 1]
+            if not mark.scans and len(shape) > 1 and math.prod(shape) == n:
+                return shape[0]
+        return n
+
     def require(self, what: str, names: Sequence[str], skipped: Collection[str]) -> None:
         """Raises a `ValueError` unless every parameter of the loss acts on it through a marked output."""
         if not self.marks:

@@ -1,5 +1,7 @@
 """Statistics from every k-th example: those of the smaller batch, exactly; gradients of the whole."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,3 +94,49 @@ def test_what_is_no_positive_int_is_refused(x64, value):
 def test_more_than_the_batch_is_refused(x64):
     with pytest.raises(ValueError, match=r"subsample=5, but layer 'conv' sees 4 example\(s\) at a time"):
         factors_and_grads(4, subsample=5)
+
+
+def sequences(p, x, t, form):
+    if form == "time-major":
+        y = jnp.swapaxes(jnp.swapaxes(x, 0, 1) @ p["w"], 0, 1)
+    elif form == "marked":
+        y = kfac.output(jnp.swapaxes(jnp.swapaxes(x, 0, 1) @ p["w"], 0, 1), "gaussian")  # every token an example
+    elif form == "reordered":
+        kernels = jnp.broadcast_to(p["w"], (len(x), *p["w"].shape))
+        y = jax.vmap(lambda x, w: x @ w, in_axes=(1, 0))(jnp.swapaxes(x, 0, 1), kernels)
+    else:
+        y = (x.reshape(-1, x.shape[-1]) @ p["w"]).reshape(*x.shape[:2], -1)
+    return jnp.mean(jnp.sin(jnp.tanh(y).sum((1, 2)) * t))
+
+
+@pytest.mark.parametrize("form", ["time-major", "marked", "reordered"])
+def test_it_is_examples_that_are_taken_where_they_do_not_come_first(x64, form):
+    """Not every other time step of a time-major layer, which tells nothing of the steps between."""
+    loss = functools.partial(sequences, form=form)
+    p, (x, t) = {"w": normal(0, 5, 3)}, (normal(1, 4, 7, 5), normal(2, 4))
+    layers = kfac.find_layers(loss, p, x, t)
+
+    def factors(x, t, **options):
+        known = {} if form == "marked" else {"num_examples": len(x)}
+        return kfac.value_and_grad(loss, layers, **known, **options)(p, x, t)[2]
+
+    expected, found = factors(x[::2], t[::2]), factors(x, t, subsample=2)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), found, expected)
+
+
+def test_examples_without_an_axis_of_their_own_are_refused(x64):
+    p = {"w": normal(0, 5, 3)}
+    for n, message in ((4, "none of whose axes has the 4 examples"), (1, r"sees 1 example\(s\) at a time")):
+        data = normal(1, n, 6, 5), normal(2, n)
+        loss = functools.partial(sequences, form="flattened")
+        layers = kfac.find_layers(loss, p, *data)
+        with pytest.raises(ValueError, match=message):
+            kfac.value_and_grad(loss, layers, num_examples=n, subsample=2)(p, *data)
+    images, kernel = normal(3, 1, 4, 4, 2), {"w": normal(4, 3, 3, 2, 3)}
+
+    def of_images(p, x):
+        return jnp.mean(jnp.sin(conv(x, p["w"], 1)))
+
+    layers = kfac.find_layers(of_images, kernel, images)
+    with pytest.raises(ValueError, match=r"sees 1 example\(s\) at a time"):
+        kfac.value_and_grad(of_images, layers, subsample=2)(kernel, images)
