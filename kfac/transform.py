@@ -40,7 +40,9 @@ def check_range(name: str, value: Any, low: float, high: float, *, open_low: boo
         number = float(np.float32(value))
     except (TypeError, ValueError):
         raise ValueError(f"{name} must be a number or a schedule, but is {value!r}") from None
-    above = number > low if open_low else number >= low
+    # A bound may be an argument, too; not below it means not below it in float32.
+    least = float(np.float32(low))
+    above = number > least if open_low else number >= least
     below = number < high if open_high else number <= high
     if math.isnan(number) or not (above and below):
         raise ValueError(f"{name} must lie in {left}{low:g}, {high:g}{right}, but is {value!r}")
