@@ -281,9 +281,10 @@ def diagnostics(opt_state: Any) -> dict[str, jax.Array]:
     Returns:
       `damping` of the last step, `gradient_norm` and `preconditioned_norm` (2-norms over the parameters with a
       curvature block), `condition` (largest 1-norm condition number of a damped factor, each as of its last inversion),
-      `inverse_age` (steps since the oldest inverse in use was computed), `skipped_statistics` and `failed_inversions`
-      (blocks, since the start), `skipped_steps` (updates that were not finite, an `optax.apply_if_finite` around it
-      included) and, with a norm constraint, `norm_constraint_scale`.
+      `statistics_change` (of the last statistics, relative to the running averages before them), `inverse_age` (steps
+      since the oldest inverse in use was computed), `skipped_statistics` and `failed_inversions` (blocks, since the
+      start), `skipped_steps` (updates that were not finite, an `optax.apply_if_finite` around it included) and, with a
+      norm constraint, `norm_constraint_scale`.
 
     Raises:
       ValueError: there is no K-FAC state, or more than one, in `opt_state`.
