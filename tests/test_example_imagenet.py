@@ -236,6 +236,7 @@ def test_help():
             ["--process-id 2", "--num-processes 2"],
         ),
         (["--epochs", "1", "--steps", "1"], ["--epochs", "--steps"]),
+        (["--profile", "151:160"], ["151:160", "150"]),
         (["--image-size", "16"], ["--image-size", "8x8"]),
         (["--data", "folder"], ["--data-dir"]),
         (["--data-dir", "nowhere"], ["nowhere", "does not exist"]),

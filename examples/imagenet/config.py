@@ -75,7 +75,7 @@ class Optimization:
             "Images that a device works on at a time, which memory depends on. A larger share of the global batch is "
             "cut into micro-batches, and gradients, statistics and batch-norm averages are accumulated over them "
             "(slow on CPUs).",
-            "a device's whole share of the global batch",
+            "32 with a configuration's own batch on large images, else a device's whole share of the global batch",
             int,
         ),
     ] = None
@@ -128,7 +128,7 @@ class Optimization:
         Coupling,
         option(
             "[kfac] Momentum that falls with the learning rate: ratio: times rate over last rate whenever it falls, as "
-            " in the code of Osawa et al.; proportional: times rate over peak rate, as in their paper.",
+            "in the code of Osawa et al.; proportional: times rate over peak rate, as in their paper.",
             "none",
             Coupling,
         ),
@@ -568,6 +568,11 @@ def resolve(config: Config) -> Config:
     recipe = named(config.run.config)
     chosen: str | None = optim.optimizer
     optimizer = chosen or recipe.get("optimizer", DEFAULTS["optimizer"])
+    if recipe and optimizer != recipe["optimizer"] and optim.learning_rate is None:
+        raise UserError(
+            f"--config {config.run.config} has a --learning-rate for {recipe['optimizer']}, {recipe['learning_rate']}"
+            f"; with --optimizer {optimizer} give one too, or another --config"
+        )
     name = f"{source}-{config.run.config or optimizer}-{time.strftime('%Y%m%d-%H%M%S')}"
     # The networks of the configurations are for large images, and their share of a device for large networks.
     small = source in ("digits", "cifar10")
@@ -581,6 +586,11 @@ def resolve(config: Config) -> Config:
         "workers": cores(),
         "output": Path("runs") / name,
     }
+    given: str | None = optim.schedule
+    schedule = given or recipe.get("schedule", DEFAULTS["schedule"])
+    for name in ("decay_power", "decay_begin", "decay_end"):
+        if getattr(optim, name) is not None and schedule != "polynomial":
+            raise UserError(f"{_option(name)} has no effect with --schedule {schedule}; it is for polynomial")
     lengths = [name for name in ("epochs", "steps", "examples") if getattr(optim, name) is not None]
     if len(lengths) > 1:
         raise UserError(f"--{lengths[0]} and --{lengths[1]} both give the length of the training; give one")
@@ -694,7 +704,8 @@ def _check(config: Config) -> None:
         raise UserError(f"--damping-initial {values['damping_initial']} must not be less than --damping "
                         f"{values['damping']}")  # fmt: skip
     if values["rate_in_momentum"] and values["trust_ratio"]:
-        raise UserError("--rate-in-momentum has no effect with --trust-ratio; leave one of them out")
+        raise UserError("--rate-in-momentum has no effect with --trust-ratio; "
+                        "give --no-rate-in-momentum or --trust-ratio 0")  # fmt: skip
     traced_steps(values["profile"])
     process = {_option(name): values[name] for name in ("coordinator", "num_processes", "process_id")}
     given = [name for name, value in process.items() if value is not None]

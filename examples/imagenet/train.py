@@ -88,6 +88,9 @@ def main(args: list[str]) -> None:
     batch = optim.global_batch
     per_epoch = size / batch
     total = cfg.total_steps(optim, per_epoch)
+    stop_at = min(total, run.stop_after or total)
+    if cfg.traced_steps(run.profile)[0] > stop_at:
+        raise UserError(f"--profile {run.profile} begins after the last step, {stop_at}")
     eval_every = run.eval_every or max(1, round(per_epoch))
     checkpoint_every = run.checkpoint_every or max(1, round(per_epoch))
     if found is not None and found != dataset.found():
@@ -270,7 +273,6 @@ def main(args: list[str]) -> None:
                "batch-norm average": variables["batch_stats"]}  # fmt: skip
 
     # SIGTERM and Ctrl-C end the run after the step at hand, with a checkpoint; a second one ends it now.
-    stop_at = min(total, run.stop_after or total)
     stop = devices.Stop()
 
     def note_broken(names: tuple[str, ...]) -> None:
@@ -353,8 +355,8 @@ def main(args: list[str]) -> None:
             break
 
     trace.end()
-    stop.restore()
     saved.close()
+    stop.restore()
     metrics.close()
     title = f"{dataset.name}, {config.model.arch}, {optim.optimizer}, batch {batch}"
     if devices.is_first():
