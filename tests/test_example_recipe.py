@@ -490,6 +490,8 @@ def test_a_step_that_overflows_float16_changes_nothing_but_the_scale(tmp_path, m
     skipped = [r["step"] for r in found if r["gradient_norm"] is None]
     assert skipped == list(range(1, len(skipped) + 1)) and 2 <= len(skipped) <= 7
     assert [r["loss_scale"] for r in found] == [2.0 ** (24 - min(k, len(skipped))) for k in range(9)]
+    rates = [r["learning_rate"] for r in found]
+    assert rates[0] == rates[len(skipped)] and (len(skipped) == 8 or rates[len(skipped)] < rates[-1])
     # Momentum, factors, inverses, counts of steps; but for what is counted of such steps and the norms of the gradient.
     first, last, after = (state(tmp_path / "a", k) for k in (1, len(skipped), 9))
     counts = re.compile(r"metrics|notfinite|last_finite")

@@ -268,6 +268,8 @@ def main(args: list[str]) -> None:
         say(f"resuming {output} at step {start} of {total}")
     metrics = report.Metrics(output / "metrics.jsonl" if devices.is_first() else None, start, run.tensorboard)
     seconds_before = metrics.seconds
+    # The schedule does not go on in steps that float16 left out.
+    left_out = sum(half and "gradient_norm" in r and r["gradient_norm"] is None for r in metrics.records)
     trace = running.Trace(cfg.traced_steps(run.profile), output / "profile")
     watched = {"gradient": variables["params"], "parameter": variables["params"],
                "batch-norm average": variables["batch_stats"]}  # fmt: skip
@@ -322,9 +324,10 @@ def main(args: list[str]) -> None:
             # When the steps between two readings ended is not known: evenly spread.
             seconds = seconds_before + before - loop_began + (read_at - before) * k / len(pending)
             metrics.write({"step": at, "epoch": round(at / per_epoch, 4), "seconds": round(seconds, 3),
-                           "learning_rate": float(rate(at - 1)), **record})  # fmt: skip
+                           "learning_rate": float(rate(at - 1 - left_out)), **record})  # fmt: skip
             if half and record["loss_scale"] > precision.SMALLEST and not math.isfinite(record["gradient_norm"]):
-                continue  # left out, and the next loss scale is smaller
+                left_out += 1  # and the next loss scale is smaller
+                continue
             if bad := precision.not_finite(record["loss"], squares, watched):
                 running.stop_at_nan(bad, at, saved, config)
         pending.clear()
