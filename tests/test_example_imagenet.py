@@ -147,6 +147,9 @@ def test_metrics_after_the_last_checkpoint_are_made_again(tmp_path):
         file.write('{"step": 5, "loss": 1.0}\n{"step": 6, "lo')
     train("--resume", "--output", tmp_path / "b")
     assert records(tmp_path / "a") == records(tmp_path / "b")
+    sentence = refused("--resume", "--output", tmp_path / "b", "--stop-after", 3)
+    assert "--stop-after 3" in sentence and "step 6" in sentence
+    assert records(tmp_path / "a") == records(tmp_path / "b")
 
 
 def test_factor_every_and_inverse_every(tmp_path):

@@ -259,6 +259,8 @@ def main(args: list[str]) -> None:
     # Where it begins: at the beginning, or at the last checkpoint.
     saved = checkpoints.Checkpoints(output / "checkpoints", run.keep_checkpoints)
     start, broken = saved.latest() or 0, set[str]()
+    if stop_at < start:
+        raise UserError(f"--stop-after {stop_at} is over: the run in {output} is at step {start}")
     interval = kfac.AdaptiveInterval(optim.statistics_threshold)  # with --factor-every adaptive
     if start:
         portable_state, extra = saved.restore(gather(state))
