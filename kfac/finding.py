@@ -414,8 +414,11 @@ def _plan_kronecker(
         if reduce:
             if not strict and n > 1 and not all(_sizes(axes, n) for axes in (x_axes, read.y_axes)):
                 return
-            x_example = _example_position(x_axes, n, layer.params[0], read, eqn, strict)
-            g_example = _example_position(read.y_axes, n, layer.params[0], read, eqn, strict)
+            images = _images(read, eqn, n)
+            x_example, g_example = images or (
+                _example_position(x_axes, n, layer.params[0], read, eqn, strict),
+                _example_position(read.y_axes, n, layer.params[0], read, eqn, strict),
+            )
             arrange_x, arrange_g = arrange_x.grouped_by(x_example), arrange_g.grouped_by(g_example)
         elif subsample > 1:
             x_example, g_example = _subsampled(resolved, layer, read, eqn, subsample)
@@ -516,15 +519,23 @@ def _subsampled(
     if subsample > count:
         raise ValueError(f"subsample={subsample}, but layer {layer.name!r} sees {count} example(s) at a time")
     if read.op == "conv":
-        numbers = eqn.params["dimension_numbers"]
-        images, out = read.x_axes[0], numbers.out_spec[0]
-        if math.prod(atom.size for atom in images) == count:
-            return 0, sum(len(axis) for axis in read.y_axes[:out])
-        return None, _example_position((images,), count, parameter, read, eqn, strict=True)
+        images = _images(read, eqn, count)
+        return images or (None, _example_position((read.x_axes[0],), count, parameter, read, eqn, strict=True))
     g_example = _example_position(read.y_axes, count, parameter, read, eqn, strict=True)
     if read.op == "embedding":
         return None, g_example  # counts of rows are those of all examples
     return _example_position(read.x_axes, count, parameter, read, eqn, strict=True), g_example
+
+
+def _images(read: Read, eqn: Any, n: int) -> tuple[int, int] | None:
+    """Where, among all atoms, the `n` images of a convolution are, in its input and its output; None if they are not.
+
+    Its dimension numbers say it: nothing else of the same length can be taken for them.
+    """
+    if read.op != "conv" or n == 1 or math.prod(atom.size for atom in read.x_axes[0]) != n:
+        return None
+    out = eqn.params["dimension_numbers"].out_spec[0]
+    return 0, sum(len(axis) for axis in read.y_axes[:out])
 
 
 def _in_memory_order(array: jax.Array, stack: list[Atom], tail: tuple[int, ...]) -> jax.Array:

@@ -131,6 +131,23 @@ def test_convolutions(x64, strides, padding, dilation, max_dim):
     check(plain(model), model, params, (normal(1, N, 5, 6, 2), normal(2, N, 200)), max_dim=max_dim)
 
 
+def test_a_convolution_whose_output_has_the_height_first_and_as_long_as_the_batch(x64):
+    """Its dimension numbers tell the examples from the rows of the image."""
+    numbers = ("HWNC", "HWIO", "HWNC")
+
+    def loss(p, x, t):
+        y = lax.conv_general_dilated(x.transpose(1, 2, 0, 3), p["conv"]["w"], (1, 1), "SAME", dimension_numbers=numbers)
+        return mean_loss((y + p["conv"]["b"]).transpose(2, 0, 1, 3), t)
+
+    def model(hook, p, x, t):
+        y = lax.conv_general_dilated(x, p["conv"]["w"], (1, 1), "SAME", dimension_numbers=NUMBERS) + p["conv"]["b"]
+        geometry = Geometry((3, 2), (1, 1), ((1, 1), (0, 1)), (1, 1), (1, 1))
+        return mean_loss(hook.layer("conv", x, y, bias=True, conv=geometry), t)
+
+    params = parameters({"conv": {"w": (3, 2, 2, 3), "b": (3,)}})
+    check(loss, model, params, (normal(1, N, N, 6, 2), normal(2, N, 200)))
+
+
 def test_grouped_convolutions_with_channels_first(x64):
     def loss(p, x, t):
         numbers = ("NCHW", "OIHW", "NCHW")
