@@ -45,7 +45,10 @@ class Metrics:
         if path is None:
             return
         self.records = [record for record in read(path) if record["step"] <= step]
-        path.write_text("".join(map(_line, self.records)))
+        # In one go: a run killed here keeps what it had.
+        whole = path.with_suffix(".tmp")
+        whole.write_text("".join(map(_line, self.records)))
+        whole.replace(path)
         self._file = path.open("a", buffering=1)
         if events:
             self._events = _event_writer(path.parent / "tensorboard", step)
