@@ -134,6 +134,42 @@ class KroneckerTap:
         return jnp.pad(sums, ((0, 0), (0, 0), (0, 1)), constant_values=ones)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Source:
+    """How an array is computed by elementwise equations from one array of its shape and smaller ones.
+
+    A normalised input is such an array. The backward pass of a network computes it again from the array before, and so
+    do the taps: kept for them, it would take as much memory as all outputs of convolutions.
+    """
+
+    within: jex.Jaxpr
+    equations: tuple[Any, ...]
+    inputs: tuple[Any, ...]
+
+    def __call__(self, values: Sequence[jax.Array]) -> jax.Array:
+        # Without the barrier, XLA would see that the forward pass has computed the same, and keep that.
+        env = dict(zip(self.inputs, lax.optimization_barrier(list(values)), strict=True))
+        for eqn in self.equations:
+            operands = [var.val if isinstance(var, jex.Literal) else env[var] for var in eqn.invars]
+            (env[eqn.outvars[0]],) = evaluate(self.within, eqn, operands)
+        return env[self.equations[-1].outvars[0]]
+
+
+def _source(within: jex.Jaxpr, producers: Mapping[Any, Any], var: Any) -> Source | None:
+    """Where an operand comes from, if from elementwise equations of the same jaxpr."""
+    equations: list[Any] = []
+    inputs: list[Any] = []
+    while not isinstance(var, jex.Literal) and var in producers:
+        eqn = producers[var]
+        large = [v for v in eqn.invars if not isinstance(v, jex.Literal) and v.aval.shape == var.aval.shape]
+        if eqn.primitive.name not in ("add", "sub", "mul", "div", "convert_element_type") or len(large) != 1:
+            break
+        equations.insert(0, eqn)
+        inputs += [v for v in eqn.invars if not isinstance(v, jex.Literal) and v not in (large[0], *inputs)]
+        var = large[0]
+    return Source(within, tuple(equations), (var, *inputs)) if equations else None
+
+
 @dataclasses.dataclass(frozen=True)
 class ElementwiseTap:
     """Per-example gradients at one use of a scale or shift."""
@@ -147,6 +183,8 @@ class ElementwiseTap:
     sign: int
     dtype: Any
 
+    source: Source | None = None
+
     def residuals(self, values: Sequence[jax.Array], multiplier: jax.Array | None) -> Any:
         other = values[1 - self.operand] if self.op in ("mul", "div") else None
         return other, multiplier
@@ -154,6 +192,8 @@ class ElementwiseTap:
     def statistics(self, residuals: Any, g: jax.Array) -> jax.Array:
         other, coefficient = residuals
         if other is not None:
+            if self.source is not None:
+                other = self.source(other)
             factor = 1 / other if self.op == "div" else other
             coefficient = factor if coefficient is None else factor * coefficient
         return self.sign * per_example(g, coefficient, self.split, self.examples, self.units)
@@ -224,6 +264,7 @@ def replay(
     env.update(zip(jaxpr.invars, args, strict=True))
     multipliers: dict[Any, Any] = {}
     handed: dict[Key, Any] = {}
+    producers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
 
     def read(var):
         return var.val if isinstance(var, jex.Literal) else env[var]
@@ -243,6 +284,11 @@ def replay(
             (multipliers[eqn.outvars[0]],) = evaluate(jaxpr, eqn, values)
         tap = plan.taps.get(index)
         if tap is not None:
+            if isinstance(tap, ElementwiseTap):
+                source = _source(jaxpr, producers, eqn.invars[1 - tap.operand])
+                if source is not None:
+                    tap = dataclasses.replace(tap, source=source)
+                    values[1 - tap.operand] = [read(var) for var in source.inputs]
             residuals = tap.residuals(values, multipliers.get(eqn.invars[tap.operand]))
             outs = [_tap(tap, residuals, outs[0], probes[tap.key])]
         if index in plan.marks:
