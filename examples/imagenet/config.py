@@ -73,8 +73,7 @@ class Optimization:
         int | None,
         option(
             "Images that a device works on at a time, which memory depends on. A larger share of the global batch is "
-            "cut into micro-batches, and gradients, statistics and batch-norm averages are accumulated over them "
-            "(slow on CPUs).",
+            "cut into micro-batches, and gradients, statistics and batch-norm averages are accumulated over them.",
             "32 with a configuration's own batch on large images, else a device's whole share of the global batch",
             int,
         ),
