@@ -96,12 +96,19 @@ def preconditioned_step(
         for group in config.groups:
             name = group.name
             mine = owns_last(shards[name], axis) if group.kronecker else jnp.ones(group.size, bool)
-            blocks[name], bad, changed_by = _accumulate(blocks[name], batch[name], now.decay, usable, mine)
+            finite = _finite_blocks(batch[name])
+            taken = finite & mine & usable
+            bad = jnp.sum(~finite & mine, dtype=jnp.int32)
+            old = blocks[name]
             if group.kronecker:
                 skipped += bad
-                change += changed_by
+                changed_by = _change(old.factors, batch[name], taken, mine)
+                # First the change, then the averages in the place of the old ones.
+                before, changed_by = lax.optimization_barrier((old.factors, changed_by))
+                old, change = old._replace(factors=before), change + changed_by
             else:
                 skipped_by_all += bad
+            blocks[name] = _accumulate(old, batch[name], now.decay, taken)
 
     schedule = make_phases(group_costs(config.groups), config.phases)
     phase = jnp.minimum(count % now.period, config.phases) if config.phases > 1 else jnp.zeros((), jnp.int32)
@@ -297,22 +304,20 @@ def _precondition(
     return result | (gather_from_owners(own, shards, axis) if axis is not None else {})
 
 
-def _accumulate(
-    blocks: BlockState, batch: Block, decay: jax.Array, usable: jax.Array, mine: jax.Array
-) -> tuple[BlockState, jax.Array, jax.Array]:
-    """Running averages with this step's statistics; how many blocks left them out because they are not finite.
-
-    Also, summed over this device's factors, their relative changes `||batch - average|| / ||average||`: 1 where there
-    is no average so far or the statistics are left out.
-    """
-    finite = jnp.ones(mine.shape, bool)
-    for stack in jax.tree.leaves(batch):
+def _finite_blocks(batch: Block) -> jax.Array:
+    """`[k]`: which blocks of a stack are finite."""
+    stacks = jax.tree.leaves(batch)
+    finite = jnp.ones(stacks[0].shape[0], bool)
+    for stack in stacks:
         finite &= jnp.all(jnp.isfinite(stack), axis=tuple(range(1, stack.ndim)))
-    taken = finite & mine & usable
-    decay = decay.astype(blocks.weight.dtype)
-    total = decay * blocks.weight + (1 - decay)
-    # A decay of 1, which only a schedule can bring, waits for later statistics.
-    share = jnp.where(taken & (total > 0), (1 - decay) / total, 0)
+    return finite
+
+
+def _change(factors: Block, batch: Block, taken: jax.Array, mine: jax.Array) -> jax.Array:
+    """Relative changes `||batch - average|| / ||average||`, summed over this device's factors.
+
+    1 where there is no average so far or the statistics are left out.
+    """
 
     def relative(old, new):
         def norm(stack):
@@ -323,17 +328,24 @@ def _accumulate(
         ratio = norm(new.astype(old.dtype) - old) / jnp.where(known, size, 1)
         return jnp.sum(jnp.where(mine, jnp.where(known, ratio, 1), 0)).astype(jnp.float32)
 
-    change = sum(jax.tree.leaves(jax.tree.map(relative, blocks.factors, batch)), jnp.zeros((), jnp.float32))
-    # First the change, then the averages in the place of the old ones.
-    previous, change = lax.optimization_barrier((blocks.factors, as_varying(change, varying_axes(blocks.factors))))
+    change = sum(jax.tree.leaves(jax.tree.map(relative, factors, batch)), jnp.zeros((), jnp.float32))
+    return as_varying(change, varying_axes(factors))
+
+
+def _accumulate(blocks: BlockState, batch: Block, decay: jax.Array, taken: jax.Array) -> BlockState:
+    """Running averages with the statistics of the blocks whose are `taken`."""
+    decay = decay.astype(blocks.weight.dtype)
+    total = decay * blocks.weight + (1 - decay)
+    # A decay of 1, which only a schedule can bring, waits for later statistics.
+    share = jnp.where(taken & (total > 0), (1 - decay) / total, 0)
 
     def average(old, new):
         new = jnp.where(per_block(taken, new), new.astype(old.dtype), 0)
         return (1 - per_block(share, old)) * old + per_block(share, old) * new
 
-    factors = jax.tree.map(average, previous, batch)
+    factors = jax.tree.map(average, blocks.factors, batch)
     weight = jnp.where(taken, total, blocks.weight)
-    return blocks._replace(factors=factors, weight=weight), jnp.sum(~finite & mine, dtype=jnp.int32), change
+    return blocks._replace(factors=factors, weight=weight)
 
 
 def _aged(blocks: BlockState, usable: jax.Array) -> jax.Array:
