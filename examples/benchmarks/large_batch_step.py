@@ -11,18 +11,11 @@ averaged over all parts, running averages, all inverses, preconditioning, moment
 import argparse
 import functools
 import json
-import os
-import pathlib
 import resource
 import sys
 import time
 
-# Before JAX starts: on small machines LAPACK's threads stall, and XLA's CPU schedule can deadlock with convolutions.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-if "concurrency_optimized_scheduler" not in os.environ.get("XLA_FLAGS", ""):
-    flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_enable_concurrency_optimized_scheduler=false".strip()
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "imagenet"))
+import environment  # noqa: F401, isort: skip; before JAX is imported
 
 import jax
 import jax.numpy as jnp
