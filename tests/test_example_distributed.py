@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from runs import state as load
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "imagenet"
 # Half of the time goes into compiling otherwise.
 FLAGS = "--xla_backend_optimization_level=0"
@@ -39,17 +41,6 @@ def finish(process):
     out, err = process.communicate(timeout=800)
     assert process.returncode == 0, err
     return out
-
-
-def load(folder, step):
-    """The state in a checkpoint."""
-    import orbax.checkpoint as ocp
-
-    path = folder / "checkpoints" / str(step) / "state"
-    checkpointer = ocp.PyTreeCheckpointer()
-    tree = checkpointer.metadata(path).item_metadata.tree
-    plain = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-    return checkpointer.restore(path, restore_args=plain)
 
 
 def assert_same(a, b, tolerance):

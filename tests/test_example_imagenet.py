@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from PIL import Image
+
+from runs import records, state
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "imagenet"
 OPTIMIZERS = ["kfac", "sgd", "lars", "lamb", "adamw"]
@@ -65,22 +68,8 @@ def refused(*args, **kwargs):
     return lines[0]
 
 
-def records(folder):
-    """The metrics of a run but for its times."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
-
-
-def state(folder, step):
-    """The leaves of a checkpoint."""
-    import jax
-    import orbax.checkpoint as ocp
-
-    path = folder / "checkpoints" / str(step) / "state"
-    checkpointer = ocp.PyTreeCheckpointer()
-    tree = checkpointer.metadata(path).item_metadata.tree
-    plain = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-    return jax.tree.leaves(checkpointer.restore(path, restore_args=plain))
+def leaves(folder, step):
+    return jax.tree.leaves(state(folder, step))
 
 
 def contents(folder):
@@ -100,7 +89,7 @@ def test_resumed_run_is_bit_identical(tmp_path, optimizer):
     assert "resuming" in again.stdout
     assert "at step 6 of 13" in again.stdout
     assert records(tmp_path / "whole") == records(tmp_path / "parts")
-    for a, b in zip(state(tmp_path / "whole", 13), state(tmp_path / "parts", 13), strict=True):
+    for a, b in zip(leaves(tmp_path / "whole", 13), leaves(tmp_path / "parts", 13), strict=True):
         np.testing.assert_array_equal(a, b)
 
     # What a run leaves, and what it says.
@@ -177,7 +166,7 @@ def test_micro_batches(tmp_path, optimizer):
 
 def test_bfloat16_keeps_parameters_in_float32(tmp_path):
     train("--steps", 3, "--width", 8, "--dtype", "bfloat16", "--output", tmp_path / "a")
-    dtypes = {leaf.dtype.name for leaf in state(tmp_path / "a", 3)}
+    dtypes = {leaf.dtype.name for leaf in leaves(tmp_path / "a", 3)}
     assert {name for name in dtypes if "float" in name} == {"float32"}
 
 
@@ -287,7 +276,7 @@ def test_nan_keeps_the_last_good_checkpoint(tmp_path):
     )  # fmt: skip
     assert "NaN" in sentence and "--learning-rate" in sentence
     for folder in (tmp_path / "a" / "checkpoints").glob("[0-9]*"):
-        assert all(np.isfinite(leaf).all() for leaf in state(tmp_path / "a", int(folder.name)))
+        assert all(np.isfinite(leaf).all() for leaf in leaves(tmp_path / "a", int(folder.name)))
 
 
 # Folders of images

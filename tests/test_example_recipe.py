@@ -17,6 +17,7 @@ import pytest
 from jax.sharding import Mesh
 
 import kfac
+from runs import records, state
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "imagenet"
 sys.path.insert(0, str(EXAMPLE))
@@ -410,21 +411,6 @@ def finish(process):
     out, err = process.communicate(timeout=900)
     assert process.returncode == 0, err
     return out
-
-
-def records(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
-
-
-def state(folder, step):
-    import orbax.checkpoint as ocp
-
-    path = folder / "checkpoints" / str(step) / "state"
-    checkpointer = ocp.PyTreeCheckpointer()
-    tree = checkpointer.metadata(path).item_metadata.tree
-    plain = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-    return checkpointer.restore(path, restore_args=plain)
 
 
 RECIPE = ["--config", "bs128k", "--data", "digits", "--global-batch", "auto", "--width", 8, "--steps"]

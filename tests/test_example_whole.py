@@ -4,7 +4,6 @@ Slow, for each run compiles its steps anew.
 """
 
 import io
-import json
 import os
 import random
 import re
@@ -17,6 +16,8 @@ import jax
 import numpy as np
 import pytest
 from PIL import Image
+
+from runs import records, state
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "imagenet"
 CLASSES, TRAIN, VAL = ("bird", "cat", "dog"), 80, 10
@@ -95,21 +96,6 @@ def finish(process):
     assert process.returncode == 0, err
     assert "Traceback" not in err
     return out
-
-
-def records(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
-
-
-def state(folder, step):
-    import orbax.checkpoint as ocp
-
-    path = folder / "checkpoints" / str(step) / "state"
-    checkpointer = ocp.PyTreeCheckpointer()
-    tree = checkpointer.metadata(path).item_metadata.tree
-    plain = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-    return checkpointer.restore(path, restore_args=plain)
 
 
 def recipe(images):
