@@ -9,6 +9,7 @@ _os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from kfac import exact as exact
 from kfac import schedules as schedules
+from kfac.adaptive import adaptive_damping as adaptive_damping
 from kfac.alias import diagnostics as diagnostics
 from kfac.alias import kfac as kfac
 from kfac.assignment import Assignment as Assignment

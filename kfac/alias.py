@@ -12,6 +12,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh
 
+from kfac.adaptive import AdaptiveDampingState
 from kfac.collectives import AxisName
 from kfac.layers import KRONECKER_KINDS, Layers, leaf_path, leaves_by_path
 from kfac.transform import KfacState, ScalarOrSchedule, check_range, scale_by_kfac, value_at
@@ -283,8 +284,8 @@ def diagnostics(opt_state: Any) -> dict[str, jax.Array]:
       curvature block), `condition` (largest 1-norm condition number of a damped factor, each as of its last inversion),
       `statistics_change` (of the last statistics, relative to the running averages before them), `inverse_age` (steps
       since the oldest inverse in use was computed), `skipped_statistics` and `failed_inversions` (blocks, since the
-      start), `skipped_steps` (updates that were not finite, an `optax.apply_if_finite` around it included) and, with a
-      norm constraint, `norm_constraint_scale`.
+      start), `skipped_steps` (updates that were not finite, an `optax.apply_if_finite` around it included), with a norm
+      constraint `norm_constraint_scale`, and with `adaptive_damping` the last `reduction_ratio` (NaN before the first).
 
     Raises:
       ValueError: there is no K-FAC state, or more than one, in `opt_state`.
@@ -299,6 +300,8 @@ def diagnostics(opt_state: Any) -> dict[str, jax.Array]:
     scalars = {"damping": state.damping, **state.metrics._asdict()}
     for constraint in _nodes(opt_state, NormConstraintState):
         scalars["norm_constraint_scale"] = constraint.scale
+    for adaptive in _nodes(opt_state, AdaptiveDampingState):
+        scalars["reduction_ratio"] = adaptive.reduction_ratio
     for guard in _nodes(opt_state, optax.ApplyIfFiniteState):
         if _nodes(guard, KfacState):
             # What it rejects does not reach the preconditioner.

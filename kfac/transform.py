@@ -48,7 +48,7 @@ def check_range(name: str, value: Any, low: float, high: float, *, open_low: boo
         raise ValueError(f"{name} must lie in {left}{low:g}, {high:g}{right}, but is {value!r}")
 
 
-def _check_count(name: str, value: Any, low: int) -> None:
+def check_count(name: str, value: Any, low: int) -> None:
     if isinstance(value, jax.core.Tracer):
         return
     number = isinstance(value, (int, float, np.integer, np.ndarray, jax.Array)) and np.shape(value) == ()
@@ -56,7 +56,7 @@ def _check_count(name: str, value: Any, low: int) -> None:
         raise ValueError(f"{name} must be an integer, at least {low}, but is {value!r}")
 
 
-def _check_axis_name(value: Any) -> None:
+def check_axis_name(value: Any) -> None:
     names = value if isinstance(value, tuple) else (value,)
     if value is not None and not (names and all(isinstance(name, str) for name in names)):
         raise ValueError(f"axis_name must be the name of an axis, a tuple of names or None, but is {value!r}")
@@ -156,11 +156,11 @@ def scale_by_kfac(
     check_range("damping", damping, 0, math.inf, open_low=True, open_high=True)
     check_range("factor_decay", factor_decay, 0, 1, open_high=True)
     check_range("unitwise_damping", unitwise_damping, 0, math.inf, open_low=True, open_high=True)
-    _check_count("inverse_every", inverse_every, 1)
-    _check_count("refresh_warmup", refresh_warmup, 0)
+    check_count("inverse_every", inverse_every, 1)
+    check_count("refresh_warmup", refresh_warmup, 0)
     _check_choice("inverse", inverse, ("cholesky",))
     _check_choice("precision", precision, ("float32", "bfloat16"))
-    _check_axis_name(axis_name)
+    check_axis_name(axis_name)
     _check_switch("staggered", staggered, (None,))
     _check_switch("triangular", triangular)
     _check_choice("precondition", precondition, ("sharded", "replicated"))

@@ -1,0 +1,203 @@
+"""Damping that adapts to how well the quadratic model predicts the loss: the Levenberg-Marquardt rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from kfac import likelihood as likelihood_lib
+from kfac.collectives import AxisName, as_varying, axis_size, varying_axes
+from kfac.finding import paths_and_shapes
+from kfac.likelihood import find_marks
+from kfac.replay import Plan, replay
+from kfac.statistics import accumulator
+from kfac.tracing import trace
+from kfac.transform import check_axis_name, check_count, check_range
+
+
+class AdaptiveDampingState(NamedTuple):
+    """State of `adaptive_damping`.
+
+    Attributes:
+      count: updates so far.
+      next_damping: the damping of the next step, float32.
+      reduction_ratio: actual over predicted change of the loss when it was last measured; NaN before.
+      inner: the state of the optimizer.
+    """
+
+    count: jax.Array  # type: ignore[assignment]  # optax's name for it
+    next_damping: jax.Array  # not `damping`: `optax.tree.get(opt_state, "damping")` finds one value only
+    reduction_ratio: jax.Array
+    inner: Any
+
+
+def adaptive_damping(
+    optimizer: Callable[[jax.Array], optax.GradientTransformation],
+    initial: float,
+    *,
+    every: int = 5,
+    decay: float = 0.95,
+    low: float = 0.25,
+    high: float = 0.75,
+    minimum: float = 1e-8,
+    maximum: float = 1e3,
+    axis_name: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer whose damping follows the Levenberg-Marquardt rule on the reduction ratio.
+
+    In every `every`-th step with update `d` of the parameters `w`,
+
+        ratio = (h(w + d) - h(w)) / (M(d) - M(0)),    M(d) - M(0) = <grad h, d> + (<d, F d> + l |d|^2) / 2
+
+    compares the change of the loss `h` on the step's batch with what the quadratic model predicted, with damping `l`
+    and the exact Fisher matrix `F` of that batch (Martens & Grosse 2015, section 6.5). Above `high` the model is better
+    than the damping supposes, which is multiplied by `decay^every`; below `low` it is divided by it. A model that
+    predicts no decrease, as momentum can bring about, and a loss that is not finite after the step count as below
+    `low`; a step that changes nothing, or starts from a loss that is not finite, as neither.
+
+    `update(grads, state, params, *, value_fn, **extra)` needs the parameters and, as optax's line searches
+    do, the loss as a function of them alone: `value_fn=lambda params: loss_fn(params, batch)`, the mean loss whose
+    gradient `grads` is, with its output marked by `kfac.output`. What the loss draws at random must come from the same
+    key whenever it is called. A step that measures costs about three more forward passes; the others cost nothing.
+
+    Args:
+      optimizer: makes the whole optimizer from a damping, `lambda damping: kfac.kfac(rate, layers, damping=damping)`.
+      initial: the damping to begin with.
+      every: steps from one measurement to the next.
+      decay: factor on the damping per step, in (0, 1).
+      low: ratio below which the damping grows, in (0, `high`).
+      high: ratio above which it falls, in (`low`, 1).
+      minimum: bound on the damping, positive.
+      maximum: bound on the damping, at least `minimum`.
+      axis_name: the named axis of devices of `jax.pmap` or `jax.shard_map`, where `value_fn` is the loss of this
+        device's examples; what is measured is averaged over it.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs`; the extra arguments go on to the optimizer. `kfac.diagnostics` reports
+      the last `reduction_ratio`.
+
+    Raises:
+      ValueError: an argument is out of range; in `update`: `params` or `value_fn` is missing, or no output is marked.
+      TypeError: `value_fn` does not return a real scalar.
+
+    References:
+      Martens and Grosse, "Optimizing Neural Networks with Kronecker-factored Approximate Curvature", 2015,
+      https://arxiv.org/abs/1503.05671
+    """
+    if not callable(optimizer):
+        raise ValueError(
+            "optimizer must be a function from a damping to an optax transformation, such as "
+            f"lambda damping: kfac.kfac(rate, layers, damping=damping), but is {optimizer!r}"
+        )
+    check_range("minimum", minimum, 0, math.inf, open_low=True, open_high=True)
+    check_range("maximum", maximum, minimum, math.inf, open_high=True)
+    check_range("initial", initial, minimum, maximum)
+    check_range("decay", decay, 0, 1, open_low=True, open_high=True)
+    check_range("high", high, 0, 1, open_low=True, open_high=True)
+    check_range("low", low, 0, high, open_low=True, open_high=True)
+    check_count("every", every, 1)
+    check_axis_name(axis_name)
+
+    def inner(damping: jax.Array) -> optax.GradientTransformationExtraArgs:
+        return optax.with_extra_args_support(optimizer(damping))
+
+    def init(params):
+        damping = jnp.asarray(initial, jnp.float32)
+        return AdaptiveDampingState(
+            count=jnp.zeros((), jnp.int32),
+            next_damping=damping,
+            reduction_ratio=jnp.full((), jnp.nan, jnp.float32),
+            inner=inner(damping).init(params),
+        )
+
+    def update(updates, state, params=None, *, value_fn=None, **extra):
+        if params is None:
+            raise ValueError("adaptive_damping needs the parameters: call update(grads, state, params, value_fn=...)")
+        if value_fn is None:
+            raise ValueError(
+                "adaptive_damping measures the loss after the step: pass it as a function of the parameters, "
+                "update(grads, state, params, ..., value_fn=lambda params: loss_fn(params, batch))"
+            )
+        damping = state.next_damping
+        # A chain may hold another transformation that measures the loss.
+        changes, inner_state = inner(damping).update(updates, state.inner, params, value_fn=value_fn, **extra)
+
+        def measured(_):
+            ratio = _reduction_ratio(value_fn, params, changes, damping, axis_name)
+            factor = jnp.where(ratio > high, decay**every, jnp.where(ratio < low, decay**-every, 1.0))
+            # Without a ratio there is nothing to learn from the step.
+            known = ~jnp.isnan(ratio)
+            new = jnp.where(known, jnp.clip(damping * factor, minimum, maximum), damping)
+            return new.astype(jnp.float32), jnp.where(known, ratio, state.reduction_ratio).astype(jnp.float32)
+
+        def unmeasured(_):
+            return damping, state.reduction_ratio
+
+        count = optax.safe_increment(state.count)
+        next_damping, ratio = lax.cond(count % every == 0, measured, unmeasured, None)
+        return changes, AdaptiveDampingState(count, next_damping, ratio, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _reduction_ratio(
+    value_fn: Callable[[Any], Any], params: Any, changes: Any, damping: jax.Array, axis_name: AxisName | None
+) -> jax.Array:
+    """Actual over predicted change of the loss; minus infinity for a bad step, NaN if nothing can be said of it."""
+
+    def averaged(x):
+        return lax.pmean(x, axis_name) if axis_size(axis_name) else x
+
+    before, slope, curvature = jax.tree.map(averaged, _along(value_fn, params, changes))
+    after = averaged(value_fn(optax.apply_updates(params, changes)))
+    length = optax.tree.norm(changes, squared=True)
+    predicted = slope + (curvature + damping * length) / 2
+    bad = ~(predicted < 0) | ~jnp.isfinite(after)
+    ratio = jnp.where(bad, -jnp.inf, (after - before) / jnp.where(bad, 1, predicted))
+    return jnp.where((length > 0) & jnp.isfinite(before), ratio, jnp.nan)
+
+
+def _along(value_fn: Callable[[Any], Any], params: Any, direction: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The loss at `params`, its slope along `direction`, and `<direction, F direction>`, in one forward pass.
+
+    `F = (1/n) sum_r J_r^T H_r J_r` over the `n` rows of the marked outputs, so the product is the mean over rows of
+    `<J_r d, H_r J_r d>` with the Hessian `H` of `-log p` (Martens 2020, section 9.2).
+    """
+    axes = varying_axes(jax.eval_shape(value_fn, params))
+    params, direction = as_varying((params, direction), axes)
+    names, _ = paths_and_shapes(params)
+    traced = trace(value_fn, False, params, (), {})
+    closed, flat = traced.closed, jax.tree.leaves(params)
+    marks = find_marks(traced, len(flat))
+    marks.require("adaptive_damping", names, ())
+    n = marks.num_examples((), strict=True)
+    assert n is not None  # strict
+    plan = Plan()
+    marks.place(plan, lambda mark: lambda x, entry: (x, x))
+    entries = {("", k): jnp.zeros(mark.scans) for k, mark in enumerate(marks.marks)}
+
+    def evaluate(flat):
+        outs, outputs = replay(closed.jaxpr, closed.consts, flat, plan, entries)
+        return outs[0], outputs
+
+    tangents = [d.astype(p.dtype) for d, p in zip(jax.tree.leaves(direction), flat, strict=True)]
+    (loss, outputs), (slope, moved) = jax.jvp(evaluate, (flat,), (tangents,))
+    total = sum(_second_derivative(mark.likelihood, outputs["", k], moved["", k]) for k, mark in enumerate(marks.marks))
+    return loss, slope, jnp.divide(total, n)
+
+
+def _second_derivative(likelihood: str, x: jax.Array, v: jax.Array) -> jax.Array:
+    """`<v, H v>` with the Hessian `H` of `-log p` with respect to `x`, summed over all rows."""
+    v = v.astype(accumulator(v.dtype))
+    if likelihood == "gaussian":
+        return jnp.sum(v * v)
+    p = likelihood_lib.mean(likelihood, x)
+    if likelihood == "bernoulli":
+        return jnp.sum(p * (1 - p) * v * v)
+    return jnp.sum(p * (v - jnp.sum(p * v, axis=-1, keepdims=True)) ** 2)

@@ -1,0 +1,287 @@
+"""`adaptive_damping` against the reduction ratio from explicit Jacobians, and its rule."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import kfac
+from checking import FAST, normal
+
+N, D, HIDDEN, OUT = 8, 5, 4, 3
+RATE = 0.1
+
+
+def initial():
+    return {"first": normal(0, D, HIDDEN, dtype=np.float32) / 2, "last": normal(1, HIDDEN, OUT, dtype=np.float32)}
+
+
+def examples(seed=2, n=N):
+    return normal(seed, n, D, dtype=np.float32), jnp.asarray(np.random.default_rng(seed).integers(0, OUT, n))
+
+
+def outputs(params, x):
+    return jnp.tanh(x @ params["first"]) @ params["last"]
+
+
+def log_likelihood(likelihood, z, labels):
+    target = jax.nn.one_hot(labels, OUT)
+    if likelihood == "categorical":
+        return optax.softmax_cross_entropy(z, target)
+    if likelihood == "bernoulli":
+        return optax.sigmoid_binary_cross_entropy(z, target).sum(-1)
+    return 0.5 * jnp.sum((target - z) ** 2, axis=-1)
+
+
+def loss_of(likelihood="categorical"):
+    def loss(params, batch):
+        x, labels = batch
+        return log_likelihood(likelihood, kfac.output(outputs(params, x), likelihood), labels).mean()
+
+    return loss
+
+
+def sgd(damping):
+    """The simplest optimizer that depends on the damping."""
+    return optax.sgd(RATE / damping)
+
+
+def step_of(tx, loss, **options):
+    @functools.partial(jax.jit, compiler_options=FAST)
+    def step(params, state, batch):
+        grads = jax.grad(loss)(params, batch)
+        changes, state = tx.update(grads, state, params, value_fn=lambda p: loss(p, batch), **options)
+        return optax.apply_updates(params, changes), state, changes
+
+    return step
+
+
+def exact_ratio(likelihood, params, changes, batch, damping):
+    """In float64 by the full Jacobian and the Hessian of every row."""
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), (params, changes))
+        x, labels = jnp.asarray(np.asarray(batch[0]), jnp.float64), batch[1]
+        flat, rebuild = jax.flatten_util.ravel_pytree(wide[0])
+        d = jax.flatten_util.ravel_pytree(wide[1])[0]
+
+        def z(flat):
+            return outputs(rebuild(flat), x)
+
+        def h(flat):
+            return log_likelihood(likelihood, z(flat), labels).mean()
+
+        jacobian = jax.jacobian(z)(flat)
+        hessian = jax.vmap(jax.hessian(functools.partial(log_likelihood, likelihood)))(z(flat), labels)
+        fisher = jnp.einsum("rcp,rcd,rdq->pq", jacobian, hessian, jacobian) / len(x)
+        predicted = jax.grad(h)(flat) @ d + (d @ fisher @ d + damping * d @ d) / 2
+        return float((h(flat + d) - h(flat)) / predicted)
+
+
+@pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
+def test_ratio_is_that_of_explicit_jacobians(likelihood):
+    loss, batch, params = loss_of(likelihood), examples(), initial()
+    tx = kfac.adaptive_damping(sgd, 0.5, every=1)
+    _, state, changes = step_of(tx, loss)(params, tx.init(params), batch)
+    expected = exact_ratio(likelihood, params, changes, batch, 0.5)
+    assert abs(float(state.reduction_ratio) - expected) < 1e-4
+    assert 0 < expected < 2
+
+
+@pytest.mark.parametrize(
+    ("rate", "expected"),
+    [
+        (1e-3, 0.9**2),  # a small step is predicted well
+        (40.0, 0.9**-2),  # the loss rises
+        (-0.1, 0.9**-2),  # the model itself predicts no decrease
+        (math.inf, 1.0),  # the optimizer makes no step at all
+    ],
+)
+def test_rule(rate, expected):
+    def optimizer(damping):
+        del damping
+        return optax.sgd(rate) if math.isfinite(rate) else optax.set_to_zero()
+
+    tx, loss, params = kfac.adaptive_damping(optimizer, 0.01, every=2, decay=0.9), loss_of(), initial()
+    step, state = step_of(tx, loss), tx.init(params)
+    _, state, _ = step(params, state, examples())
+    assert float(state.next_damping) == np.float32(0.01)
+    assert math.isnan(float(state.reduction_ratio))
+    _, state, _ = step(params, state, examples())
+    np.testing.assert_allclose(float(state.next_damping), 0.01 * expected, rtol=1e-6)
+    assert math.isnan(float(state.reduction_ratio)) == (expected == 1)
+
+
+def test_between_the_thresholds_the_damping_stays():
+    tx = kfac.adaptive_damping(lambda damping: optax.sgd(0.5), 0.01, every=1, low=1e-6, high=1 - 1e-6)
+    params = initial()
+    _, state, _ = step_of(tx, loss_of())(params, tx.init(params), examples())
+    assert 1e-6 < float(state.reduction_ratio) < 1 - 1e-6
+    assert float(state.next_damping) == np.float32(0.01)
+
+
+def test_bounds():
+    params = initial()
+    for rate, expected in ((1e-3, 0.0095), (40.0, 0.0102)):
+        tx = kfac.adaptive_damping(lambda damping, r=rate: optax.sgd(r), 0.01, minimum=0.0095, maximum=0.0102, every=1)
+        state = tx.init(params)
+        for _ in range(2):
+            _, state, _ = step_of(tx, loss_of())(params, state, examples())
+        assert float(state.next_damping) == np.float32(expected)
+
+
+def test_losses_that_are_not_finite():
+    params, batch = initial(), examples()
+
+    def loss(params, batch):  # NaN away from the initial parameters
+        moved = optax.tree.norm(optax.tree.sub(params, initial()))
+        return loss_of()(params, batch) + jnp.where(moved > 0, jnp.nan, 0.0)
+
+    tx = kfac.adaptive_damping(lambda damping: optax.sgd(0.01), 0.01, every=1)
+    grads = jax.grad(loss_of())(params, batch)
+    _, after = tx.update(grads, tx.init(params), params, value_fn=lambda p: loss(p, batch))
+    assert float(after.reduction_ratio) == -math.inf
+    np.testing.assert_allclose(float(after.next_damping), 0.01 / 0.95, rtol=1e-6)
+    _, before = tx.update(grads, tx.init(params), params, value_fn=lambda p: loss_of()(p, batch) * jnp.nan)
+    assert math.isnan(float(before.reduction_ratio))
+    assert float(before.next_damping) == np.float32(0.01)
+
+
+def kfac_of(loss, batch, **options):
+    layers = kfac.find_layers(loss, initial(), batch)
+    return layers, kfac.adaptive_damping(
+        lambda damping: kfac.kfac(RATE, layers, damping=damping, refresh_warmup=0, **options), 0.1, every=1,
+        axis_name=options.get("axis_name"),
+    )  # fmt: skip
+
+
+def trajectory(step, tx, params, batch, steps=2):
+    state = tx.init(params)
+    for _ in range(steps):
+        params, state = step(params, state, batch)
+    return params, state
+
+
+def test_kfac_with_it():
+    """The damping reaches the inverses, and the log."""
+    loss, batch = loss_of(), examples()
+    layers, tx = kfac_of(loss, batch)
+
+    @functools.partial(jax.jit, compiler_options=FAST)
+    def step(params, state, batch):
+        _, grads, factors = kfac.value_and_grad(loss, layers)(params, batch)
+        changes, state = tx.update(grads, state, params, factors=factors, value_fn=lambda p: loss(p, batch))
+        return optax.apply_updates(params, changes), state
+
+    before, state = trajectory(step, tx, initial(), batch, steps=1)
+    np.testing.assert_allclose(state.next_damping, 0.1 * 0.95, rtol=1e-6)
+    fixed = kfac.kfac(RATE, layers, damping=float(state.next_damping), refresh_warmup=0)
+
+    @functools.partial(jax.jit, compiler_options=FAST)
+    def with_fixed_damping(params, state, batch):
+        _, grads, factors = kfac.value_and_grad(loss, layers)(params, batch)
+        changes, _ = fixed.update(grads, state, params, factors=factors)
+        return optax.apply_updates(params, changes)
+
+    expected = with_fixed_damping(before, state.inner, batch)
+    params, state = step(before, state, batch)
+    scalars = kfac.diagnostics(state)
+    np.testing.assert_allclose(scalars["damping"], 0.1 * 0.95, rtol=1e-6)
+    assert float(scalars["reduction_ratio"]) > 0.75
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("mapped", ["shard_map", "unchecked shard_map", "pmap"])
+def test_devices(mapped):
+    """What four devices measure together is what one measures."""
+    loss, batch, devices = loss_of(), examples(), 4
+    layers, tx = kfac_of(loss, batch)
+
+    def single(params, state, batch):
+        _, grads, factors = kfac.value_and_grad(loss, layers)(params, batch)
+        changes, state = tx.update(grads, state, params, factors=factors, value_fn=lambda p: loss(p, batch))
+        return optax.apply_updates(params, changes), state
+
+    expected = trajectory(jax.jit(single, compiler_options=FAST), tx, initial(), batch)
+    parts = jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), batch)
+    _, several = kfac_of(loss, jax.tree.map(lambda x: x[0], parts), axis_name="d")
+
+    def local(params, batch):
+        state = several.init(params)
+        for _ in range(2):
+            _, grads, factors = kfac.value_and_grad(loss, layers)(params, batch)
+            grads = jax.lax.pmean(grads, "d")
+            changes, state = several.update(grads, state, params, factors=factors, value_fn=lambda p: loss(p, batch))
+            params = optax.apply_updates(params, changes)
+        return params, state.next_damping, state.reduction_ratio
+
+    if mapped == "pmap":
+        found = jax.pmap(local, axis_name="d", in_axes=(None, 0))(initial(), parts)
+        found = jax.tree.map(lambda x: x[0], found)
+    else:
+        mesh = jax.make_mesh((devices,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+        found = jax.jit(
+            jax.shard_map(local, mesh=mesh, in_specs=(P(), P("d")), out_specs=P(), check_vma=mapped[0] == "s"),
+            compiler_options=FAST,
+        )(initial(), batch)
+    params, damping, ratio = found
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(expected[0]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(damping, expected[1].next_damping, rtol=1e-6)
+    np.testing.assert_allclose(ratio, expected[1].reduction_ratio, rtol=1e-3)
+
+
+def test_marks_inside_scan_and_vmap():
+    loss, params, batch = loss_of(), initial(), examples()
+
+    def scanned(params, batch):
+        parts = jax.tree.map(lambda x: x.reshape(4, 2, *x.shape[1:]), batch)
+        return jax.lax.scan(lambda total, part: (total + loss(params, part) / 4, None), jnp.zeros(()), parts)[0]
+
+    def mapped(params, batch):
+        return jax.vmap(lambda x, y: loss(params, (x[None], y[None])))(*batch).mean()
+
+    ratios = []
+    for other in (loss, scanned, mapped):
+        tx = kfac.adaptive_damping(sgd, 0.5, every=1)
+        ratios.append(float(step_of(tx, other)(params, tx.init(params), batch)[1].reduction_ratio))
+    np.testing.assert_allclose(ratios, ratios[0], rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": 1e-3}, "optimizer must be a function"),
+        ({"initial": 0.0}, "initial must lie in"),
+        ({"initial": 10.0, "maximum": 1.0}, "initial must lie in"),
+        ({"every": 0}, "every must be an integer, at least 1"),
+        ({"decay": 1.0}, "decay must lie in"),
+        ({"low": 0.8}, "low must lie in"),
+        ({"high": 1.5}, "high must lie in"),
+        ({"minimum": 0.0}, "minimum must lie in"),
+        ({"maximum": 1e-9}, "maximum must lie in"),
+        ({"axis_name": 3}, "axis_name must be"),
+    ],
+)
+def test_arguments_out_of_range(options, message):
+    with pytest.raises(ValueError, match=message):
+        kfac.adaptive_damping(**({"optimizer": sgd, "initial": 1e-3} | options))
+
+
+def test_what_update_needs():
+    params, batch = initial(), examples()
+    tx = kfac.adaptive_damping(sgd, 0.5, every=1)
+    state, loss = tx.init(params), loss_of()
+    with pytest.raises(ValueError, match="needs the parameters"):
+        tx.update(params, state, value_fn=lambda p: loss(p, batch))
+    with pytest.raises(ValueError, match="value_fn=lambda params"):
+        tx.update(params, state, params)
+    with pytest.raises(ValueError, match=r"adaptive_damping needs the output of the network: mark it"):
+        tx.update(params, state, params, value_fn=lambda p: optax.tree.norm(p))
