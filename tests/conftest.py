@@ -1,12 +1,22 @@
 """What every test needs before jax starts: its environment, and float64 on request."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 # Several BLAS thread pools on a few cores get in each other's way.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-# No persistent compilation cache: a test must not depend on what an earlier run compiled.
+# No persistent compilation cache in the tests' own processes, and for the scripts they start (tests/runs.py) one that
+# is as old as this run: nothing depends on what an earlier run compiled. Workers and scripts inherit the folder's name.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="kfac-tests-")
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+
+# Optimised code takes longer to compile than these programs to run.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
 
 # Flags count when the first backend starts, hence here. A flag that the caller has set stays.
 _XLA_FLAGS = {

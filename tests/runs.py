@@ -1,9 +1,66 @@
-"""What a run of the example leaves in its folder."""
+"""Scripts of the examples as processes of their own, and what a run leaves in its folder."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import numpy as np
+
+ROOT = Path(__file__).parents[1]
+IMAGENET = ROOT / "examples" / "imagenet"
+
+
+def start(*args, name="train.py", devices=1, cached=True, cwd=None):
+    """A script of `examples/imagenet` on some CPU devices, in a process group of its own.
+
+    Most of its time goes into compiling: little is optimised, and with `cached` it shares what it compiles with the
+    other scripts of this run of the tests.
+    """
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+    # The flags of the tests are not for scripts, which set their own.
+    del env["XLA_FLAGS"]
+    if cached:
+        env |= {"JAX_ENABLE_COMPILATION_CACHE": "true", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")]))
+    return subprocess.Popen(
+        [sys.executable, str(IMAGENET / name), *map(str, args)],
+        env=env,
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end(process):
+    """What a script that was started has done, after its end."""
+    out, err = process.communicate(timeout=900)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def finish(process):
+    """The same, which must be no error."""
+    done = end(process)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+def train(*args, **options):
+    return finish(start(*args, **options))
+
+
+def refused(*args, **options):
+    """The sentence with which a script refuses `args`: but for broken images, there is no other."""
+    done = end(start(*args, **options))
+    assert done.returncode == 1, done.stderr
+    lines = [line for line in done.stderr.strip().splitlines() if not line.startswith("skipped ")]
+    assert len(lines) == 1 and lines[0].startswith("error: "), done.stderr
+    return lines[0]
 
 
 def records(folder):

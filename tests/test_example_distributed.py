@@ -1,9 +1,7 @@
 """`examples/imagenet` on one device, on four, in two processes; and its planning command."""
 
-import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,35 +10,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from runs import finish, start, train
 from runs import state as load
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "imagenet"
-# Half of the time goes into compiling otherwise.
-FLAGS = "--xla_backend_optimization_level=0"
-
-
-def start(script, *args):
-    """A script of the example, as a process of its own."""
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(EXAMPLE.parents[1]), env.get("PYTHONPATH", "")]))
-    command = [sys.executable, str(EXAMPLE / script), *map(str, args)]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def train(devices, *args):
-    """The training script in one process."""
-    os.environ["JAX_NUM_CPU_DEVICES"] = str(devices)
-    try:
-        process = start("train.py", "--devices", devices, *args)
-    finally:
-        del os.environ["JAX_NUM_CPU_DEVICES"]
-    return finish(process)
-
-
-def finish(process):
-    out, err = process.communicate(timeout=800)
-    assert process.returncode == 0, err
-    return out
+TWO = "launch/two_processes.py"
 
 
 def assert_same(a, b, tolerance):
@@ -54,11 +28,12 @@ def assert_same(a, b, tolerance):
 
 def test_default_job_in_two_processes_on_four_devices_and_on_one(tmp_path):
     """Measured: the worst leaf differs by 2e-5 after ten steps."""
-    one = train(1, "--steps", 5, "--output", tmp_path / "one")
+    job = ["--width", 8, "--steps", 5, "--output"]
+    one = train(*job, tmp_path / "one").stdout
     assert "1 device(s) in 1 process(es)" in one
-    four = train(4, "--steps", 5, "--output", tmp_path / "four")
+    four = train(*job, tmp_path / "four", devices=4).stdout
     assert "4 device(s) in 1 process(es)" in four
-    two = finish(start("launch/two_processes.py", "--", "--steps", 5, "--output", tmp_path / "two"))
+    two = train("--", *job, tmp_path / "two", name=TWO).stdout
     assert "4 device(s) in 2 process(es)" in two
     # One process writes and prints.
     assert two.count("done: 5 steps") == 1
@@ -71,14 +46,14 @@ def test_default_job_in_two_processes_on_four_devices_and_on_one(tmp_path):
 
 def test_two_processes_stop_together_and_one_resumes_with_accumulation(tmp_path):
     options = ["--width", 8, "--optimizer", "sgd", "--local-batch", 36, "--log-every", 1]
-    run = start("launch/two_processes.py", "--", *options, "--steps", 5000, "--output", tmp_path / "a")
+    run = start("--", *options, "--steps", 5000, "--output", tmp_path / "a", name=TWO)
     for line in run.stdout:
         if line.startswith("step"):
             run.send_signal(signal.SIGTERM)
             break
-    out = finish(run)
+    out = finish(run).stdout
     step = int(re.search(r"stopped by SIGTERM at step (\d+) of 5000", out).group(1))
-    again = train(2, "--resume", "--output", tmp_path / "a", "--stop-after", step + 1)
+    again = train("--resume", "--output", tmp_path / "a", "--stop-after", step + 1, devices=2).stdout
     assert "2 micro-batch(es) of 36 images" in again
     assert f"at step {step} of 5000" in again
 
@@ -87,16 +62,16 @@ def test_two_processes_stop_together_and_one_resumes_with_accumulation(tmp_path)
 def test_forty_steps_in_float64_on_four_devices_and_on_one(tmp_path):
     """Measured: 2e-7; statistics travel in float32. In float32 throughout, rounding grows too fast for a comparison."""
     options = ["--dtype", "float64", "--width", 8, "--steps", 40, "--output"]
-    train(1, *options, tmp_path / "one")
-    train(4, *options, tmp_path / "four")
+    train(*options, tmp_path / "one")
+    train(*options, tmp_path / "four", devices=4)
     assert_same(load(tmp_path / "four", 40), load(tmp_path / "one", 40), 1e-5)
 
 
 @pytest.mark.slow
 def test_whole_job_on_four_devices_and_in_two_processes(tmp_path):
     """After 150 steps in float32 runs differ, by as much as those of one device with other compiler options do."""
-    four = train(4, "--output", tmp_path / "four")
-    two = finish(start("launch/two_processes.py", "--", "--output", tmp_path / "two"))
+    four = train("--output", tmp_path / "four", devices=4).stdout
+    two = train("--", "--output", tmp_path / "two", name=TWO).stdout
     for out in (four, two):
         assert float(re.search(r"best ([\d.]+)%", out).group(1)) >= 97
 
@@ -105,9 +80,9 @@ def test_whole_job_on_four_devices_and_in_two_processes(tmp_path):
 def test_resume_on_other_devices(tmp_path):
     """Measured: the worst leaf differs by 2e-6. The micro-batches hold the same images on four devices and on two."""
     options = ["--width", 8, "--steps", 8, "--local-batch"]
-    train(4, *options, 18, "--output", tmp_path / "a", "--stop-after", 5)
-    train(2, "--resume", "--output", tmp_path / "a", "--local-batch", 36)
-    train(2, *options, 36, "--output", tmp_path / "b")
+    train(*options, 18, "--output", tmp_path / "a", "--stop-after", 5, devices=4)
+    train("--resume", "--output", tmp_path / "a", "--local-batch", 36, devices=2)
+    train(*options, 36, "--output", tmp_path / "b", devices=2)
     assert_same(load(tmp_path / "a", 8), load(tmp_path / "b", 8), 1e-4)
 
 

@@ -1,11 +1,9 @@
 """The recipe of `examples/imagenet`, each piece against its definition."""
 
 import json
-import os
 import random
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +15,8 @@ import pytest
 from jax.sharding import Mesh
 
 import kfac
-from runs import records, state
+import runs
+from runs import finish, records, start, state
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "imagenet"
 sys.path.insert(0, str(EXAMPLE))
@@ -395,44 +394,27 @@ def test_what_is_not_finite_has_a_name():
 # The whole script.
 
 
-def environment(count=1):
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(count)}
-    env["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(EXAMPLE.parents[1]), env.get("PYTHONPATH", "")]))
-    return env
-
-
-def start(*args, count=1):
-    command = [sys.executable, str(EXAMPLE / "train.py"), *map(str, args)]
-    return subprocess.Popen(command, env=environment(count), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def finish(process):
-    out, err = process.communicate(timeout=900)
-    assert process.returncode == 0, err
-    return out
-
-
 RECIPE = ["--config", "bs128k", "--data", "digits", "--global-batch", "auto", "--width", 8, "--steps"]
 
 
 def test_the_recipe_is_killed_and_resumed_bit_for_bit(tmp_path):
     """With everything on, in two micro-batches; SIGTERM at some step; metrics go on, parameters are the same."""
     options = [*RECIPE, 24, "--local-batch", 75, "--log-every", 1, "--output"]
-    whole = finish(start(*options, tmp_path / "whole"))
+    whole = runs.train(*options, tmp_path / "whole", cached=False).stdout
     assert "done: 24 steps" in whole and "10 steps an epoch" in whole and "2 micro-batch(es) of 75" in whole
     after = random.randrange(2, 15)
     print(f"SIGTERM after step {after}")
+    # Compiled twice, independently of each other.
     run = start(*options, tmp_path / "parts")
     for line in run.stdout:
         if re.match(rf"step +{after}/", line):
             run.send_signal(signal.SIGTERM)
             break
-    out = finish(run)
+    out = finish(run).stdout
     stopped = int(re.search(r"stopped by SIGTERM at step (\d+) of 24", out).group(1))
     assert after <= stopped < 24
     assert records(tmp_path / "parts")[-1]["step"] == stopped
-    finish(start("--resume", "--output", tmp_path / "parts"))
+    runs.train("--resume", "--output", tmp_path / "parts")
     assert records(tmp_path / "whole") == records(tmp_path / "parts")
     seconds = [json.loads(line)["seconds"] for line in (tmp_path / "parts/metrics.jsonl").read_text().splitlines()]
     assert seconds == sorted(seconds)
@@ -455,9 +437,9 @@ def test_the_recipe_is_killed_and_resumed_bit_for_bit(tmp_path):
 def test_the_recipe_on_other_devices(tmp_path):
     """Stopped on four devices, resumed on two with other micro-batches: as if always on two, up to rounding."""
     options = ["--config", "bs128k", "--data", "digits", "--global-batch", 144, "--width", 8, "--steps", 8]
-    finish(start(*options, "--local-batch", 18, "--stop-after", 4, "--output", tmp_path / "a", count=4))
-    finish(start("--resume", "--local-batch", 36, "--output", tmp_path / "a", count=2))
-    finish(start(*options, "--local-batch", 36, "--output", tmp_path / "b", count=2))
+    runs.train(*options, "--local-batch", 18, "--stop-after", 4, "--output", tmp_path / "a", devices=4)
+    runs.train("--resume", "--local-batch", 36, "--output", tmp_path / "a", devices=2)
+    runs.train(*options, "--local-batch", 36, "--output", tmp_path / "b", devices=2)
     one, two = state(tmp_path / "a", 8), state(tmp_path / "b", 8)
     for name in ("images", "targets"):
         # Random numbers and the order of the batch do not depend on devices at all.
@@ -495,13 +477,11 @@ def test_a_step_that_overflows_float16_changes_nothing_but_the_scale(tmp_path, m
 def test_nan_stops_with_a_name_and_is_never_saved(tmp_path, optimizer):
     options = ["--optimizer", optimizer, "--learning-rate", 1e30, "--steps", 20, "--checkpoint-every", 1,
                "--warmup-epochs", 0, "--width", 8, "--output", tmp_path / "a"]  # fmt: skip
-    run = start(*options)
-    _, err = run.communicate(timeout=900)
-    assert run.returncode == 1
-    sentence = err.strip().splitlines()[-1]
+    sentence = runs.refused(*options)
     assert re.search(
         r"the (loss|gradient \S+|parameter \S+|batch-norm average \S+).* became NaN or infinite at step", sentence
     )
+    assert "--learning-rate" in sentence
     for folder in (tmp_path / "a" / "checkpoints").glob("[0-9]*"):
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state(tmp_path / "a", int(folder.name))))
 
@@ -527,9 +507,8 @@ def test_the_best_checkpoint_is_kept_besides_the_last(tmp_path):
 
 def test_events_and_traces_are_written(tmp_path):
     out = tmp_path / "a"
-    finish(
-        start("--optimizer", "sgd", "--width", 8, "--steps", 5, "--tensorboard", "--profile", "2:3", "--output", out)
-    )
+    options = ["--optimizer", "sgd", "--width", 8, "--steps", 2000, "--stop-after", 5, "--eval-every", 5]
+    runs.train(*options, "--tensorboard", "--profile", "2:3", "--output", out)
     [events] = (out / "tensorboard").iterdir()
     assert b"learning_rate" in events.read_bytes() and b"val_accuracy" in events.read_bytes()
     assert list((out / "profile").rglob("*.xplane.pb"))
@@ -577,28 +556,22 @@ def test_one_program_of_nhwc_convolutions_that_updates_its_state_in_place(tmp_pa
         return compiled
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", spy)
-    counts = {}
-    for steps in (12, 22):
-        programs.clear()
-        caplog.clear()
-        with jax.log_compiles(), caplog.at_level("WARNING"):
-            options = ["--config", "bs128k", "--data", "digits", "--global-batch", "auto", "--factor-every", "2"]
-            train.main(
-                [
-                    *options,
-                    "--width",
-                    "4",
-                    "--devices",
-                    "1",
-                    "--steps",
-                    str(steps),
-                    "--output",
-                    str(tmp_path / str(steps)),
-                ]
-            )
-        counts[steps] = sum("Finished XLA compilation" in record.getMessage() for record in caplog.records)
-    # Ten steps more, of both kinds, compile nothing more; what is small has been compiled by the first run.
-    assert 3 <= counts[22] <= counts[12]
+    compilations = {}
+    write = report.Metrics.write
+
+    def count(metrics, record):
+        found = (r for r in caplog.records if "Finished XLA compilation" in r.getMessage())
+        compilations[record["step"]] = sum(1 for _ in found)
+        write(metrics, record)
+
+    monkeypatch.setattr(report.Metrics, "write", count)
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        options = ["--config", "bs128k", "--data", "digits", "--global-batch", "auto", "--factor-every", "2", "--width"]
+        train.main(
+            [*options, "4", "--devices", "1", "--steps", "20", "--log-every", "1", "--output", str(tmp_path / "a")]
+        )
+    # Once steps of both kinds and a validation are over, nothing more is compiled.
+    assert 3 <= compilations[13] == compilations[20]
     full, cheap, _ = (p for p in programs)
     for lowered, compiled in (full, cheap):
         text = lowered.as_text()

@@ -8,18 +8,14 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from PIL import Image
 
-from runs import records, state
+from runs import finish, records, start, state, train
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "imagenet"
 CLASSES, TRAIN, VAL = ("bird", "cat", "dog"), 80, 10
 STEPS = 14
 
@@ -81,23 +77,6 @@ def odd_jpeg(rng, label, i):
     return file.getvalue()
 
 
-def start(*args, script="train.py", devices=1):
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
-    env["JAX_NUM_CPU_DEVICES"] = str(devices)
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(EXAMPLE.parents[1]), env.get("PYTHONPATH", "")]))
-    command = [sys.executable, str(EXAMPLE / script), *map(str, args)]
-    return subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-
-
-def finish(process):
-    out, err = process.communicate(timeout=900)
-    assert process.returncode == 0, err
-    assert "Traceback" not in err
-    return out
-
-
 def recipe(images):
     return ["--config", "bs128k", "--data-dir", images, "--global-batch", "auto", "--arch", "digits", "--width", 8,
             "--image-size", 32, "--log-every", 1]  # fmt: skip
@@ -105,7 +84,7 @@ def recipe(images):
 
 def test_odd_jpegs_by_the_recipe_killed_and_resumed_are_the_same_bit_for_bit(images, tmp_path):
     options = [*recipe(images), "--workers", 2, "--steps", STEPS, "--output"]
-    whole = finish(start(*options, tmp_path / "whole"))
+    whole = train(*options, tmp_path / "whole", cached=False).stdout
     assert "10 steps an epoch" in whole and f"done: {STEPS} steps" in whole
     assert "24: 1 device(s) in 1 process(es), 1 micro-batch(es) of 24 images" in whole
 
@@ -117,11 +96,11 @@ def test_odd_jpegs_by_the_recipe_killed_and_resumed_are_the_same_bit_for_bit(ima
             # As a batch system does, to the workers too.
             os.killpg(run.pid, signal.SIGTERM)
             break
-    stopped = int(re.search(rf"stopped by SIGTERM at step (\d+) of {STEPS}", finish(run)).group(1))
+    stopped = int(re.search(rf"stopped by SIGTERM at step (\d+) of {STEPS}", finish(run).stdout).group(1))
     assert after <= stopped < STEPS
     before = (tmp_path / "parts/metrics.jsonl").read_text()
     assert records(tmp_path / "parts")[-1]["step"] == stopped
-    resumed = finish(start("--resume", "--output", tmp_path / "parts", "--workers", 1))
+    resumed = train("--resume", "--output", tmp_path / "parts", "--workers", 1).stdout
     assert f"at step {stopped} of {STEPS}" in resumed
 
     assert (tmp_path / "parts/metrics.jsonl").read_text().startswith(before)
@@ -143,8 +122,8 @@ def test_odd_jpegs_by_the_recipe_killed_and_resumed_are_the_same_bit_for_bit(ima
 def test_two_processes_follow_the_recipe_as_one_does(images, tmp_path):
     """On as many devices in all; up to rounding, which a few steps do not amplify much."""
     options = [*recipe(images), "--workers", 1, "--stop-after", 4, "--output"]
-    finish(start(*options, tmp_path / "one", devices=2))
-    finish(start("--devices", 1, "--", *options, tmp_path / "two", script="launch/two_processes.py"))
+    train(*options, tmp_path / "one", devices=2)
+    train("--devices", 1, "--", *options, tmp_path / "two", name="launch/two_processes.py")
     one, two = (records(tmp_path / name) for name in ("one", "two"))
     assert [r["step"] for r in one] == [r["step"] for r in two] == [1, 2, 3, 4]
     for a, b in zip(one, two, strict=True):

@@ -10,6 +10,7 @@ from orbax.checkpoint import checkpoint_managers as ocp_managers
 
 import devices
 import kfac
+from errors import UserError
 
 # In place of an accuracy, below all of them.
 NOT_VALIDATED = -1.0
@@ -39,6 +40,28 @@ def _has_kfac(state: Any) -> bool:
     return any(isinstance(node, kfac.KfacState) for node in nodes)
 
 
+def _difference(folder: Path, like: Any) -> str:
+    """In what the state in `folder` differs from `like`; empty where it does not or cannot be read."""
+
+    def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+        leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+        return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in leaves}
+
+    try:
+        found = shapes(ocp.PyTreeCheckpointer().metadata(folder).item_metadata.tree)
+    except Exception:  # as in `restore`
+        return ""
+    wanted = shapes(like)
+    for path in sorted(wanted.keys() | found.keys()):
+        if path not in found:
+            return f"it has no {path}"
+        if path not in wanted:
+            return f"it has {path}, which this run does not"
+        if found[path] != wanted[path]:
+            return f"its {path} has shape {list(found[path])}, that of this run {list(wanted[path])}"
+    return ""
+
+
 class Checkpoints:
     """The checkpoints of a run, in `folder`."""
 
@@ -66,10 +89,29 @@ class Checkpoints:
         return max((metrics["val_accuracy"] for metrics in known if metrics), default=NOT_VALIDATED)
 
     def restore(self, like: Any) -> tuple[Any, dict[str, Any]]:
-        """The last state, with the shapes and the places of `like`, and what was saved beside it."""
+        """The last state, with the shapes and the places of `like`, and what was saved beside it.
+
+        Raises `UserError` where it cannot be read, or is one of another run; what is on disk stays as it is.
+        """
+        step = self._manager.latest_step()
         items = ocp.args.Composite(state=ocp.args.StandardRestore(like), extra=ocp.args.JsonRestore())
-        saved = self._manager.restore(self._manager.latest_step(), args=items)
+        try:
+            saved = self._manager.restore(step, args=items)
+        except Exception as error:  # orbax raises what it meets: of JSON, of tensorstore, of the file system
+            raise UserError(self._complaint(step, like, error)) from error
         return saved["state"], saved["extra"]
+
+    def _complaint(self, step: int, like: Any, error: Exception) -> str:
+        """Why the checkpoint of `step` is of no use, and what to do."""
+        folder = Path(self._manager.directory) / str(step)
+        if differs := _difference(folder / "state", like):
+            return (f"the checkpoint {folder} is not one of this run: {differs}; resume with the model, the options of "
+                    "the optimizer and the version of kfac that wrote it, or start a new run")  # fmt: skip
+        earlier = [other for other in self._manager.all_steps() if other < step]
+        rest = f"--resume then goes on from step {max(earlier)}" if earlier else "there is none before it"
+        reason = (str(error).strip().splitlines() or [""])[0][:200]
+        return (f"the checkpoint {folder} cannot be read, its files are cut short or missing "
+                f"({type(error).__name__}: {reason}); remove that folder, {rest}")  # fmt: skip
 
     def save(self, step: int, state: Any, extra: dict[str, Any], val_accuracy: float | None) -> None:
         """Returns as soon as `state` is on the host; it must not share memory with what the next step overwrites."""
