@@ -12,6 +12,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
+import numpy as np
+
 NOT_A_PARAMETER_AXIS = -1
 
 
@@ -21,6 +24,7 @@ class Atom(NamedTuple):
     axis: int
     stride: int
     size: int
+    flipped: bool = False  # read from its end
 
     @property
     def of_leaf(self) -> bool:
@@ -63,8 +67,9 @@ def _merge(atoms: Iterable[Atom]) -> Axis:
     merged: list[Atom] = []
     for atom in atoms:
         last = merged[-1] if merged else None
-        if last and last.axis == atom.axis and last.stride == atom.stride * atom.size:
-            merged[-1] = Atom(atom.axis, atom.stride, last.size * atom.size)
+        whole = last and last.stride == atom.stride * atom.size and last.flipped == atom.flipped
+        if last and whole and last.axis == atom.axis:
+            merged[-1] = atom._replace(size=last.size * atom.size)
         else:
             merged.append(atom)
     return tuple(merged)
@@ -72,7 +77,7 @@ def _merge(atoms: Iterable[Atom]) -> Axis:
 
 def _split(atom: Atom, major: int) -> tuple[Atom, Atom]:
     minor = atom.size // major
-    return Atom(atom.axis, atom.stride * minor, major), Atom(atom.axis, atom.stride, minor)
+    return atom._replace(stride=atom.stride * minor, size=major), atom._replace(size=minor)
 
 
 def reshape(axes: Axes, shape: Sequence[int]) -> Axes | None:
@@ -105,8 +110,77 @@ def broadcast(axes: Axes, old: Sequence[int], new: Sequence[int], dimensions: Se
     )
 
 
+def flip(axis: Axis) -> Axis:
+    """An axis read from its end."""
+    return tuple(atom._replace(flipped=not atom.flipped) if atom.of_leaf else atom for atom in axis)
+
+
+def cut(axis: Axis, start: int, size: int) -> tuple[Axis, list[tuple[int, int]]] | None:
+    """The entries `start` to `start + size` of an axis, and by how much that moves where the leaf is read.
+
+    Returns:
+      The axis that is left, and pairs of a leaf axis and the entries of it to leave out before the first one read; None
+      where the entries are no box of atoms.
+    """
+    if size == math.prod(atom.size for atom in axis):
+        return axis, []
+    if size == 0:
+        return None
+    *majors, minor = axis
+    if not majors:
+        first = minor.size - start - size if minor.flipped else start
+        left = (minor._replace(size=size),) if size > 1 else ()
+        return left, [(minor.axis, first * minor.stride)] if minor.of_leaf else []
+    major, at = divmod(start, minor.size)
+    if at == 0 and size % minor.size == 0:
+        found = cut(tuple(majors), major, size // minor.size)
+        return found and ((*found[0], minor), found[1])
+    if at + size <= minor.size:
+        outer, inner = cut(tuple(majors), major, 1), cut((minor,), at, size)
+        return outer and inner and (inner[0], outer[1] + inner[1])
+    return None
+
+
+def picks(shape: Sequence[int], start: Sequence[int], atoms: Iterable[Atom]) -> tuple[tuple[Atom, int], ...] | None:
+    """What an array leaves out of the leaf it is cut from, if that makes it one of several equal parts.
+
+    Args:
+      shape: of the leaf.
+      start: the first entry read, along each axis of the leaf.
+      atoms: what is read from there on.
+
+    Returns:
+      The atoms of which one entry is read, in memory order, and which; none for an array of the whole leaf. None where
+      the leaf is no multiple of the array.
+    """
+    found: list[tuple[Atom, int]] = []
+    for axis, (size, first) in enumerate(zip(shape, start, strict=True)):
+        inner = 1
+        read = sorted((atom for atom in atoms if atom.axis == axis), key=lambda atom: atom.stride)
+        missing = []
+        for atom in (*read, Atom(axis, size, 1)):
+            if atom.stride % inner or first // atom.stride % atom.size:
+                return None
+            if atom.stride > inner:
+                gap = Atom(axis, inner, atom.stride // inner)
+                missing.append((gap, first // inner % gap.size))
+            inner = atom.stride * atom.size
+        found += reversed(missing)
+    return tuple(found)
+
+
+def entries(shape: Sequence[int], start: Sequence[int], atoms: Sequence[Atom]) -> np.ndarray:
+    """Where an array with these atoms, major to minor, lies in a leaf of shape `shape`: indices into the flat leaf."""
+    weights = [math.prod(shape[k + 1 :]) for k in range(len(shape))]
+    where = np.asarray(sum(first * weight for first, weight in zip(start, weights, strict=True)))
+    for atom in atoms:
+        steps = np.arange(atom.size) * atom.stride * weights[atom.axis]
+        where = where[..., None] + (steps[::-1] if atom.flipped else steps)
+    return where.reshape(-1)
+
+
 def common_refinement(a: Axis, b: Axis) -> list[tuple[Atom, Atom]] | None:
-    """Cuts two axes of equal size into pairs of atoms of equal size; None where that is impossible."""
+    """Cuts two axes of equal size into pairs of atoms of equal size, read in one direction; None if there are none."""
     left, right = list(a)[::-1], list(b)[::-1]
     pairs = []
     while left and right:
@@ -121,6 +195,8 @@ def common_refinement(a: Axis, b: Axis) -> list[tuple[Atom, Atom]] | None:
                 return None
             y, rest = _split(y, x.size)
             right.append(rest)
+        if x.flipped != y.flipped:
+            return None
         pairs.append((x, y))
     return pairs if not left and not right else None
 
@@ -131,7 +207,7 @@ def split_like(axis: Axis, parts: Sequence[Atom]) -> Axis | None:
     for atom in axis:
         inside = sorted((part for part in parts if is_part(part, atom)), key=lambda part: part.memory_order)
         if len(inside) > 1 and math.prod(part.size for part in inside) == atom.size:
-            result += inside
+            result += [part._replace(flipped=atom.flipped) for part in inside]
             continue
         if atom.of_leaf and not any(
             is_part(atom, part) and atom.stride * atom.size <= part.stride * part.size for part in parts
@@ -180,12 +256,16 @@ def layout(roles: Iterable[tuple[Atom, str]]) -> Layout:
 
 
 class Arrangement(NamedTuple):
-    """How an activation becomes `[copies, rows, features]`, features in the memory order of the kernel."""
+    """How an activation becomes `[copies, rows, features]`, features in the memory order of the kernel.
+
+    Axes are positions in `split`: what makes the copies, the rows and the features, and what is to be read backwards.
+    """
 
     split: tuple[int, ...]
     stack: tuple[int, ...]
     rows: tuple[int, ...]
     features: tuple[int, ...]
+    flips: tuple[int, ...] = ()
 
     @property
     def leading(self) -> int:
@@ -208,7 +288,8 @@ class Arrangement(NamedTuple):
         def size(positions):
             return math.prod(self.split[k] for k in positions)
 
-        x = x.reshape(self.split).transpose(self.stack + self.rows + self.features)
+        x = jnp.flip(x.reshape(self.split), self.flips) if self.flips else x.reshape(self.split)
+        x = x.transpose(self.stack + self.rows + self.features)
         return x.reshape(size(self.stack), size(self.rows), size(self.features))
 
 
@@ -216,6 +297,7 @@ def arrangement(axes: Axes, stack: Iterable[Atom] = ()) -> Arrangement:
     """The arrangement of an array with these axes: leaf atoms are features, but for those in `stack`."""
     flat = [atom for axis in axes for atom in axis]
     stack = set(stack)
+    flips = tuple(position for position, atom in enumerate(flat) if atom.flipped)
     kinds: dict[str, list[int]] = {"stack": [], "rows": [], "features": []}
     for position, atom in enumerate(flat):
         kind = "rows" if not atom.of_leaf else "stack" if atom in stack else "features"
@@ -223,5 +305,5 @@ def arrangement(axes: Axes, stack: Iterable[Atom] = ()) -> Arrangement:
     for kind in ("stack", "features"):
         kinds[kind].sort(key=lambda position: flat[position].memory_order)
     return Arrangement(
-        tuple(atom.size for atom in flat), tuple(kinds["stack"]), tuple(kinds["rows"]), tuple(kinds["features"])
+        tuple(atom.size for atom in flat), tuple(kinds["stack"]), tuple(kinds["rows"]), tuple(kinds["features"]), flips
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kfac import axes as axes_lib
 from kfac.axes import Atom, Layout
@@ -96,7 +97,7 @@ class Resolved:
       layers: the layers.
       plan: where the taps are.
       probes: shape and dtype of what each tap sums.
-      finish: what brings these sums to factors, by layer.
+      finish: what brings these sums to factors, by layer, and their keys.
       num_examples: `n`.
       marks: the marked outputs.
     """
@@ -104,7 +105,7 @@ class Resolved:
     layers: Layers
     plan: Plan
     probes: dict[Key, Any]
-    finish: dict[str, Callable[[list[Any]], Any]]
+    finish: dict[str, tuple[list[Key], Callable[[list[Any]], Any]]]
     num_examples: int
     marks: Marks
 
@@ -118,8 +119,8 @@ class Resolved:
                 squared = self.num_examples * jnp.square(g.astype(accumulator(g.dtype)))
                 blocks[layer.name] = Unitwise(squared.reshape(layer.factor_shapes["F"]))
             else:
-                own = [sums[(layer.name, k)] for k in range(2) if (layer.name, k) in sums]
-                blocks[layer.name] = self.finish[layer.name](own)
+                keys, finish = self.finish[layer.name]
+                blocks[layer.name] = finish([sums[key] for key in keys])
         return Factors(blocks)
 
 
@@ -184,10 +185,12 @@ def resolve(
         if layer.kind in KRONECKER_KINDS:
             _plan_kronecker(resolved, layer, by_leaf[leaves[0]], analysis, traced, strict, subsample)
         elif reads and not layer.coarse:
-            _plan_elementwise(resolved, layer, leaves, by_leaf, traced, strict)
+            _plan_elementwise(resolved, layer, leaves, by_leaf, shapes, traced, strict)
     for path, operand in analysis.multipliers.items():
         # Only where the jaxpr holds a tap: elsewhere nothing reads the multiplier.
         resolved.plan.at(path).multipliers[path[-1]] = operand
+    for path in analysis.carriers:
+        resolved.plan.at((*path, 0))
     resolved.layers = dataclasses.replace(options, blocks=tuple(blocks), paths=tuple(names))
     return resolved
 
@@ -227,7 +230,7 @@ def _drop_mixed_lookups(analysis: Analysis, by_leaf: dict[int, list[Read]]) -> N
         lookups = [read for read in reads if read.op == "embedding"]
         if not lookups or any(read.op in ("dense", "conv") for read in reads):
             continue
-        forms = {(_kernel_layout(read), tuple(filter(None, read.view.stack))) for read in lookups}
+        forms = {(_kernel_layout(read), tuple(filter(None, read.view.stack)), read.picked) for read in lookups}
         if len(lookups) < len(reads) or len(forms) > 1 or leaf in analysis.coarse:
             analysis.coarse.setdefault(leaf, "gather and other operations")
             del by_leaf[leaf]
@@ -251,17 +254,50 @@ def _check_kernel(name: str, reads: list[Read], coarse: str | None) -> None:
         )
     if len(products) < len(reads):
         raise unsupported(name, where, "besides a product, an elementwise operation reads it")
+    if len({read.picked for read in products}) > 1:
+        raise unsupported(name, f"{len(products)} products", "they disagree on the parts that it is cut into")
     if len({_kernel_layout(read) for read in products}) > 1:
-        raise unsupported(name, f"{len(products)} products", "they disagree on which of its axes are inputs")
+        reason = "they disagree on which of its axes are inputs"
+        if any(_is_transposed(a, b) for a in products for b in products):
+            reason = (
+                "a kernel and its transpose have inputs on one axis and gradients on the other for the one use, and "
+                "the other way round for the other; the sum of the two Kronecker products is none. A kernel of its own "
+                "for each use gets one"
+            )
+        raise unsupported(name, f"{len(products)} products", reason)
     if len({tuple(filter(None, read.view.stack)) for read in products}) > 1:
         raise unsupported(name, f"{len(products)} products", "they disagree on how it is stacked")
 
 
+def _is_transposed(a: Read, b: Read) -> bool:
+    swapped = {"in": "out", "out": "in", "stack": "stack"}
+    return _kernel_layout(a) == axes_lib.layout((atom, swapped[role]) for atom, role in _kernel_roles(b).items())
+
+
 def _kernel_roles(read: Read) -> dict[Atom, str]:
-    stack = {*read.scanned, *read.batched}
     roles = {atom: "in" for atom in axes_lib.atoms_of(read.x_axes)}
     roles |= {atom: "out" for atom in axes_lib.atoms_of(read.y_axes)}
-    return roles | {atom: "stack" for atom in stack}
+    return roles | {atom: "stack" for atom in read.copies}
+
+
+def _part(read: Read) -> int:
+    """Which part of its leaf a product reads, in memory order."""
+    index = 0
+    for atom, entry in read.picks or ():
+        index = index * atom.size + entry
+    return index
+
+
+def _parts(reads: Sequence[Read]) -> list[list[Read]]:
+    """The reads of each part that a leaf is read in; of the whole of it, as a rule."""
+    parts: dict[Any, list[Read]] = collections.defaultdict(list)
+    for read in reads:
+        parts[read.view.start].append(read)
+    return list(parts.values())
+
+
+def _uses(reads: Sequence[Read]) -> int:
+    return max((sum(read.uses for read in part) for part in _parts(reads)), default=0)
 
 
 def _kernel_layout(read: Read) -> Layout:
@@ -332,8 +368,11 @@ def _kronecker_layer(leaf, bias, analysis, by_leaf, names, shapes, n) -> tuple[L
         roles = _kernel_roles(analysis.reads[read.joined[0]])
         layouts.append(axes_lib.layout((own, _role_within(roles, theirs)) for own, theirs in read.joined[1]))
         leaves.append(bias)
-    rows = sum(read.rows for read in reads)
+    rows = {sum(read.rows for read in part) for part in _parts(reads)}
     lookup = reads[0].op == "embedding"
+    parts, read_parts = math.prod(atom.size for atom in reads[0].picked), len(_parts(reads))
+    notes = ["A holds the counts of the rows looked up"] * lookup
+    notes += [f"{read_parts} of its {parts} parts read"] * (read_parts < parts)
     layer = Layer(
         names[leaf],
         reads[0].op,
@@ -345,8 +384,9 @@ def _kronecker_layer(leaf, bias, analysis, by_leaf, names, shapes, n) -> tuple[L
         copies=kernel.size("stack"),
         stacked="stack" in kernel.roles,
         diagonal=("A",) if lookup else (),
-        note="A holds the counts of the rows looked up" if lookup else "",
-        positions=_positions(rows, n),
+        note="; ".join(notes),
+        positions=_positions(rows.pop(), n) if len(rows) == 1 else None,
+        uses=_uses(reads),
     )
     return layer, leaves
 
@@ -362,8 +402,6 @@ def _role_within(roles: dict[Atom, str], part: Atom) -> str:
 def _elementwise_layer(leaf, shift, analysis, by_leaf, names, shapes, n) -> tuple[Layer, list[int]]:
     size = math.prod(shapes[leaf])
     reads = by_leaf.get(leaf, [])
-    if len({tuple(filter(None, read.view.stack)) for read in reads}) > 1:
-        raise unsupported(names[leaf], f"{len(reads)} operations", "they disagree on how it is stacked")
     if not reads and leaf in analysis.products:
         raise unsupported(names[leaf], analysis.products[leaf], NOT_WITH_EXAMPLES)
     coarse, note, kind = False, "", "unitwise"
@@ -376,7 +414,6 @@ def _elementwise_layer(leaf, shift, analysis, by_leaf, names, shapes, n) -> tupl
     else:
         note = "elementwise scale" + (" and shift" if shift is not None else "") + ": per-example gradients"
     leaves = [leaf] if shift is None else [leaf, shift]
-    rows = sum(read.rows for read in reads)
     layer = Layer(
         names[leaf],
         kind,
@@ -387,7 +424,8 @@ def _elementwise_layer(leaf, shift, analysis, by_leaf, names, shapes, n) -> tupl
         d_in=len(leaves),
         coarse=coarse,
         note=note,
-        positions=None if coarse else _positions(rows, n),
+        positions=None if coarse else _positions(max(sum(read.rows for read in part) for part in _parts(reads)), n),
+        uses=1 if coarse else _uses(reads),
     )
     return layer, leaves
 
@@ -395,7 +433,6 @@ def _elementwise_layer(leaf, shift, analysis, by_leaf, names, shapes, n) -> tupl
 def _plan_kronecker(
     resolved: Resolved, layer: Layer, reads: list[Read], analysis: Analysis, traced: Trace, strict: bool, subsample: int
 ) -> None:
-    key = (layer.name, 0)
     dtype = _accumulator(traced, reads)
     n, reduce = resolved.num_examples, layer.weight_sharing == "reduce"
     with_bias = {
@@ -424,7 +461,7 @@ def _plan_kronecker(
             x_example, g_example = _subsampled(resolved, layer, read, eqn, subsample)
             arrange_x, arrange_g = arrange_x.grouped_by(x_example), arrange_g.grouped_by(g_example)
         tap = KroneckerTap(
-            key,
+            (layer.name, _part(read)),
             read.operand,
             arrange_x,
             arrange_g,
@@ -441,27 +478,33 @@ def _plan_kronecker(
     batched = math.prod(atom.size for atom in read.batched)
     tails = {"A": (n, layer.d_in), "G": (n, layer.d_out)} if reduce else layer.block_shapes
     summed = {name: jax.ShapeDtypeStruct((*scanned, batched, *tail), dtype) for name, tail in tails.items()}
-    resolved.probes[key] = Kronecker(**summed)
-    rows = sum(read.rows for read in reads)
-    positions = rows / n
-    stack = [*read.scanned, *sorted(read.batched, key=lambda atom: atom.memory_order)]
+    positions = {_part(part[0]): sum(read.rows for read in part) / n for part in _parts(reads)}
+    resolved.probes.update({(layer.name, part): Kronecker(**summed) for part in positions})
+    parts = math.prod(atom.size for atom in read.picked)
+    stack = [*read.picked, *read.scanned, *sorted(read.batched, key=lambda atom: atom.memory_order)]
     lead = (layer.copies,) if layer.stacked else ()
 
+    def of_part(sums: Kronecker, positions: float) -> Kronecker:
+        # G = (n / s) sum g g^T with s positions per example.
+        return Kronecker(sums.A / positions, sums.G) if reduce else Kronecker(sums.A / n, sums.G * (n / positions))
+
     def finish(sums: list[Kronecker]) -> Kronecker:
-        (moments,) = sums
-        a, g = (_in_memory_order(getattr(moments, f), stack, tails[f]).reshape(*lead, *tails[f]) for f in "AG")
+        found = {part: of_part(moments, s) for moments, (part, s) in zip(sums, positions.items(), strict=True)}
+        unread = jax.tree.map(jnp.zeros_like, sums[0])
+        ordered = [found.get(part, unread) for part in range(parts)]
+        stacked = jax.tree.map(lambda *blocks: jnp.stack(blocks), *ordered) if parts > 1 else ordered[0]
+        a, g = (_in_memory_order(getattr(stacked, f), stack, tails[f]).reshape(*lead, *tails[f]) for f in "AG")
         if not reduce:
-            # G = (n / s) sum g g^T with s = rows / n positions per example.
-            return Kronecker(a / n, g * (n / positions))
+            return Kronecker(a, g)
 
         def moment(factor, rows):
             if factor in layer.diagonal:
                 return jnp.sum(jnp.square(rows), axis=-2)
             return jnp.einsum("...ni,...nj->...ij", rows, rows, precision=jax.lax.Precision.HIGHEST)
 
-        return Kronecker(moment("A", a / positions) / n, moment("G", g) * n)
+        return Kronecker(moment("A", a) / n, moment("G", g) * n)
 
-    resolved.finish[layer.name] = finish
+    resolved.finish[layer.name] = [(layer.name, part) for part in positions], finish
 
 
 def _sizes(axes: axes_lib.Axes, n: int) -> list[int]:
@@ -541,16 +584,21 @@ def _images(read: Read, eqn: Any, n: int) -> tuple[int, int] | None:
 def _in_memory_order(array: jax.Array, stack: list[Atom], tail: tuple[int, ...]) -> jax.Array:
     order = sorted(range(len(stack)), key=lambda k: stack[k].memory_order)
     array = array.reshape(*(atom.size for atom in stack), *tail)
+    flips = [k for k, atom in enumerate(stack) if atom.flipped]
+    array = jnp.flip(array, flips) if flips else array
     return array.transpose(*order, *range(len(stack), len(stack) + len(tail)))
 
 
-def _plan_elementwise(resolved, layer, leaves, by_leaf, traced, strict: bool) -> None:
+def _plan_elementwise(resolved, layer, leaves, by_leaf, shapes, traced, strict: bool) -> None:
     n = resolved.num_examples
-    stacks: list[list[Atom]] = []
+    keys: list[Key] = []
+    entries: list[
+        tuple[int, np.ndarray]
+    ] = []  # for each key, which of the leaves it belongs to and which entries of it
     rows: set[int] = set()
     for k, leaf in enumerate(leaves):
-        key = (layer.name, k)
         dtype = _accumulator(traced, by_leaf[leaf])
+        known: dict[tuple, Key] = {}
         for read in by_leaf[leaf]:
             eqn = _equations(traced, read.path)[-1]
             flat = [atom for axis in read.y_axes for atom in axis]
@@ -563,6 +611,21 @@ def _plan_elementwise(resolved, layer, leaves, by_leaf, traced, strict: bool) ->
                 example = _example_position(read.y_axes, n, layer.params[k], read, eqn, strict)
                 examples = () if example is None else (example,)
             units = sorted((p for p, atom in enumerate(flat) if atom.of_leaf), key=lambda p: flat[p].memory_order)
+            rows.add(math.prod(flat[p].size for p in examples))
+            if len(rows) > 1:
+                raise ValueError(
+                    f"parameter {layer.params[k]!r} is read on arrays that have {' and '.join(map(str, sorted(rows)))} "
+                    f"of the {n} examples: pass num_examples= to value_and_grad"
+                )
+            scanned = tuple(length for length, atoms in zip(read.scans, read.view.stack, strict=True) if atoms)
+            where = axes_lib.entries(shapes[leaf], read.view.start, [*read.scanned, *(flat[p] for p in units)])
+            # Uses of the same entries are summed for each example before they are squared.
+            key = known.setdefault((scanned, where.tobytes()), (layer.name, len(keys)))
+            if key not in resolved.probes:
+                keys.append(key)
+                entries.append((k, where))
+                width = math.prod(flat[p].size for p in units)
+                resolved.probes[key] = jax.ShapeDtypeStruct((*scanned, min(rows), width), dtype)
             tap = ElementwiseTap(
                 key,
                 read.operand,
@@ -574,26 +637,18 @@ def _plan_elementwise(resolved, layer, leaves, by_leaf, traced, strict: bool) ->
                 dtype,
             )
             _place(resolved, traced, read, tap)
-            rows.add(math.prod(flat[p].size for p in examples))
-        local = sorted(axes_lib.atoms_of(read.y_axes), key=lambda atom: atom.memory_order)
-        scanned = [length for length, atoms in zip(read.scans, read.view.stack, strict=True) if atoms]
-        width = math.prod(atom.size for atom in local)
-        if len(rows) > 1:
-            raise ValueError(
-                f"parameter {layer.params[k]!r} is read on arrays that have {' and '.join(map(str, sorted(rows)))} of "
-                f"the {n} examples: pass num_examples= to value_and_grad"
-            )
-        (count,) = rows
-        resolved.probes[key] = jax.ShapeDtypeStruct((*scanned, count, width), dtype)
-        stacks.append([*read.scanned, Atom(axes_lib.NOT_A_PARAMETER_AXIS, 1, count), *local])
 
     def finish(sums: list[jax.Array]) -> Unitwise:
-        # The example axis sorts before all axes of the leaf.
-        columns = [_in_memory_order(g, stack, ()).reshape(count, -1) for g, stack in zip(sums, stacks, strict=True)]
+        columns = [jnp.zeros(())] * len(leaves)
+        for (k, where), g in zip(entries, sums, strict=True):
+            g = jnp.moveaxis(g, -2, 0).reshape(g.shape[-2], -1)
+            if not np.array_equal(where, np.arange(layer.d_out)):
+                g = jnp.zeros((len(g), layer.d_out), g.dtype).at[:, where].set(g)
+            columns[k] = columns[k] + g if columns[k].ndim else g
         g = jnp.stack(columns, axis=-1)
         return Unitwise(n * jnp.einsum("nup,nuq->upq", g, g, precision=jax.lax.Precision.HIGHEST))
 
-    resolved.finish[layer.name] = finish
+    resolved.finish[layer.name] = keys, finish
 
 
 def _accumulator(traced: Trace, reads: list[Read]) -> Any:

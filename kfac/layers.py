@@ -44,6 +44,8 @@ class Layer:
       weight_sharing: `"expand"` or `"reduce"`: whether positions are summed after or before products are formed.
       note: why the parameters have no Kronecker block, or a factor of it is diagonal.
       positions: positions per example that share the weight, at the shapes the layer was found with.
+      uses: how many operations, or iterations of a loop, read the parameters (or each part of them); their positions
+        add up.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Layer:
     weight_sharing: str = "expand"
     note: str = ""
     positions: int | None = dataclasses.field(default=None, compare=False)
+    uses: int = dataclasses.field(default=1, compare=False)
 
     @property
     def has_bias(self) -> bool:
@@ -184,8 +187,9 @@ def _table(layers: Layers) -> str:
         else:
             a = g = ""
         positions = "" if layer.positions is None else str(layer.positions)
-        if layer.weight_sharing == "reduce":
-            positions = f"{positions} (reduce)".strip()
+        remarks = [f"{layer.uses} uses"] * (layer.uses > 1) + ["reduce"] * (layer.weight_sharing == "reduce")
+        if remarks:
+            positions = f"{positions} ({', '.join(remarks)})".strip()
         kind = f"{layer.kind} (coarse)" if layer.coarse else layer.kind
         memory = format_bytes(4 * elements)
         rows.append((layer.name, kind, leaves, a, g, positions, str(layer.copies), memory, layer.note))

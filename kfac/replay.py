@@ -256,18 +256,33 @@ def evaluate(within: jex.Jaxpr, eqn: Any, values: Sequence[Any]) -> list[Any]:
     return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))(*variables.values())
 
 
+# What parameters have been multiplied by on the way to each variable that is a scaled view.
+Multipliers = dict[int, jax.Array]  # by position among the arguments or results of an equation
+
+
 def replay(
     jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any], plan: Plan, probes: Probes
 ) -> tuple[list[Any], dict[Key, Any]]:
     """The outputs of `jaxpr`, with the taps of `plan`; and what its marks hand out, stacked by the scans around."""
+    outs, _, handed = _replay(jaxpr, consts, args, {}, plan, probes)
+    return outs, handed
+
+
+def _replay(
+    jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any], scaled: Multipliers, plan: Plan, probes: Probes
+) -> tuple[list[Any], Multipliers, dict[Key, Any]]:
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
-    multipliers: dict[Any, Any] = {}
+    multipliers: dict[Any, Any] = {jaxpr.invars[k]: multiplier for k, multiplier in scaled.items()}
     handed: dict[Key, Any] = {}
     producers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
 
     def read(var):
         return var.val if isinstance(var, jex.Literal) else env[var]
+
+    def known(variables) -> Multipliers:
+        found = ((k, None if isinstance(var, jex.Literal) else multipliers.get(var)) for k, var in enumerate(variables))
+        return {k: multiplier for k, multiplier in found if multiplier is not None}
 
     for index, eqn in enumerate(jaxpr.eqns):
         values = [read(var) for var in eqn.invars]
@@ -275,13 +290,14 @@ def replay(
         if child is None:
             outs = evaluate(jaxpr, eqn, values)
         else:
-            outs, inside = _inside(eqn, values, child, probes)
+            outs, leaving, inside = _inside(eqn, values, known(eqn.invars), child, probes)
+            multipliers.update((eqn.outvars[k], multiplier) for k, multiplier in leaving.items())
             handed |= inside
         if index in plan.multipliers:
             operand = plan.multipliers[index]
             so_far = multipliers.get(eqn.invars[operand])
             values[operand] = jnp.ones_like(values[operand]) if so_far is None else so_far
-            (multipliers[eqn.outvars[0]],) = evaluate(jaxpr, eqn, values)
+            multipliers.update(zip(eqn.outvars, evaluate(jaxpr, eqn, values), strict=True))
         tap = plan.taps.get(index)
         if tap is not None:
             if isinstance(tap, ElementwiseTap):
@@ -295,23 +311,25 @@ def replay(
             key, at_mark = plan.marks[index]
             outs[0], handed[key] = at_mark(outs[0], probes[key])
         env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(var) for var in jaxpr.outvars], handed
+    return [read(var) for var in jaxpr.outvars], known(jaxpr.outvars), handed
 
 
-def _inside(eqn: Any, values: Sequence[Any], plan: Plan, probes: Probes) -> tuple[list[Any], dict[Key, Any]]:
+def _inside(
+    eqn: Any, values: Sequence[Any], scaled: Multipliers, plan: Plan, probes: Probes
+) -> tuple[list[Any], Multipliers, dict[Key, Any]]:
     name = eqn.primitive.name
     jaxpr, consts = inner_jaxpr(eqn)
     if name in CALLS:
-        return replay(jaxpr, consts, values, plan, probes)
+        return _replay(jaxpr, consts, values, scaled, plan, probes)
     if name in REMATS:
 
-        def block(probes, values):
-            return replay(jaxpr, consts, values, plan, probes)
+        def block(probes, values, scaled):
+            return _replay(jaxpr, consts, values, scaled, plan, probes)
 
         remat = jax.checkpoint(block, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])
-        return remat({key: probes[key] for key in _keys(plan)}, values)
+        return remat({key: probes[key] for key in _keys(plan)}, values, scaled)
     if name == "scan":
-        return _scan(eqn, jaxpr, consts, values, plan, probes)
+        return _scan(eqn, jaxpr, consts, values, scaled, plan, probes)
     raise AssertionError(f"no plan can lie inside {name}")
 
 
@@ -321,23 +339,27 @@ def _keys(plan: Plan) -> set[Key]:
 
 
 def _scan(
-    eqn: Any, jaxpr: jex.Jaxpr, consts, values: Sequence[Any], plan: Plan, probes: Probes
-) -> tuple[list[Any], dict[Key, Any]]:
+    eqn: Any, jaxpr: jex.Jaxpr, consts, values: Sequence[Any], scaled: Multipliers, plan: Plan, probes: Probes
+) -> tuple[list[Any], Multipliers, dict[Key, Any]]:
     first, last = eqn.params["num_consts"], eqn.params["num_consts"] + eqn.params["num_carry"]
     shared = {key: probes[key] for key, iterated in plan.iterated.items() if not iterated}
     own = {key: probes[key] for key, iterated in plan.iterated.items() if iterated}
+    # A scaled view that is carried comes out as it went in.
+    same = {k: multiplier for k, multiplier in scaled.items() if k < last}
+    sliced = {k: multiplier for k, multiplier in scaled.items() if k >= last}
 
     def body(carry, slices):
-        xs, own = slices
-        outs, handed = replay(jaxpr, consts, [*values[:first], *carry, *xs], plan, {**shared, **own})
+        xs, own, sliced = slices
+        arguments = [*values[:first], *carry, *xs]
+        outs, _, handed = _replay(jaxpr, consts, arguments, {**same, **sliced}, plan, {**shared, **own})
         return outs[: last - first], (outs[last - first :], handed)
 
     carry, (ys, handed) = lax.scan(
         body,
         list(values[first:last]),
-        (list(values[last:]), own),
+        (list(values[last:]), own, sliced),
         length=eqn.params["length"],
         reverse=eqn.params["reverse"],
         unroll=eqn.params["unroll"],
     )
-    return [*carry, *ys], handed
+    return [*carry, *ys], {k - first: multiplier for k, multiplier in same.items() if k >= first}, handed

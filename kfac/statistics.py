@@ -193,6 +193,8 @@ def conv_moment(x: jax.Array, conv: Convolution, arrange: Arrangement, bias: str
         names = arrange.split[len(arrange.rows) :]
         order = [k - len(arrange.rows) for k in arrange.features]
         moment = offset_moment(x, axes).reshape(*names, *names)
+        flips = [k - len(arrange.rows) for k in arrange.flips if k >= len(arrange.rows)]
+        moment = jnp.flip(moment, [*flips, *(k + len(names) for k in flips)]) if flips else moment
         moment = moment.transpose(*order, *(k + len(names) for k in order))
         moment = moment.reshape(1, math.prod(names), math.prod(names))
     if bias == "none":

@@ -42,6 +42,7 @@ _IDENTITIES = frozenset(
 )
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 _LOOKUPS = frozenset({"gather"})
+_PARTS = frozenset({"slice", "split", "unstack"})
 # Their parameters hold the jaxpr of how two elements combine, which is no construct that swallows a parameter.
 _COMBINING = ("scatter", "reduce")
 _KERNEL_OPS = frozenset({"dense", "conv"})
@@ -68,6 +69,7 @@ class Data:
 class View:
     leaf: int
     axes: Axes
+    start: tuple[int, ...]  # the first entry of each leaf axis that it holds: not zeros where it is a slice
     stack: tuple[axes_lib.Axis, ...] = ()  # for each enclosing scan, the atoms it iterates over (none: read each time)
     scaled: bool = False
     uniform: bool = True  # scaled, if at all, by numbers only
@@ -103,6 +105,7 @@ class Read:
       sign: -1 where the parameter is subtracted.
       joined: the read whose result this one (a bias or shift) is added to, with the atoms of both leaves in pairs.
       scans: lengths of the enclosing scans.
+      picks: where a product reads one of several equal parts of the leaf, which (`axes.picks`).
     """
 
     path: Path
@@ -118,16 +121,30 @@ class Read:
     sign: int = 1
     joined: tuple[int, tuple[tuple[Atom, Atom], ...]] | None = None
     scans: tuple[int, ...] = ()
+    picks: tuple[tuple[Atom, int], ...] | None = ()
+
+    @property
+    def picked(self) -> tuple[Atom, ...]:
+        return tuple(atom for atom, _ in self.picks or ())
+
+    @property
+    def copies(self) -> tuple[Atom, ...]:
+        """Atoms of the leaf that hold independent copies of a kernel."""
+        return (*self.picked, *self.scanned, *self.batched)
 
     @property
     def scanned(self) -> tuple[Atom, ...]:
         return tuple(atom for axis in self.view.stack for atom in axis)
 
     @property
+    def uses(self) -> int:
+        """How often the parameter is read: once in each iteration that shares it."""
+        return math.prod(length for length, atoms in zip(self.scans, self.view.stack, strict=True) if not atoms)
+
+    @property
     def rows(self) -> int:
         """Rows this read contributes: positions of all examples, over all iterations that share the parameter."""
-        rows = math.prod(atom.size for axis in self.y_axes for atom in axis if not atom.of_leaf)
-        return rows * math.prod(length for length, atoms in zip(self.scans, self.view.stack, strict=True) if not atoms)
+        return self.uses * math.prod(atom.size for axis in self.y_axes for atom in axis if not atom.of_leaf)
 
 
 class Trace(NamedTuple):
@@ -216,19 +233,24 @@ class Analysis:
       reads: every read, in program order.
       coarse: leaves that meet data in a way without known per-example gradients, and how.
       multipliers: equations that produce a scaled view, and the operand that is the view.
+      carriers: equations out of which a scaled view is handed.
     """
 
     def __init__(self, trace: Trace, names: Sequence[str], shapes: Sequence[tuple[int, ...]], skipped: set[int]):
         self.names = names
+        self.shapes = shapes
         self.reads: list[Read] = []
         self.coarse: dict[int, str] = {}
         self.derived: dict[int, str] = {}
         self.products: dict[int, str] = {}
         self.multipliers: dict[Path, int] = {}
+        self.carriers: set[Path] = set()
         # A loss without array arguments has its examples in constants.
         self._constants = Data(fixed=bool(trace.arrays))
         states: list[State] = [
-            Data(active=True, skipped=True, fixed=True) if k in skipped else View(k, axes_lib.leaf_axes(shape))
+            Data(active=True, skipped=True, fixed=True)
+            if k in skipped
+            else View(k, axes_lib.leaf_axes(shape), (0,) * len(shape))
             for k, shape in enumerate(shapes)
         ]
         jaxpr = trace.closed.jaxpr
@@ -268,13 +290,15 @@ class Analysis:
                 eqn.outvars
             )
         if name == "optimization_barrier":
-            return [self._at_boundary(s, name) for s in states]
-        if name in CALLS or name in REMATS:
-            inner, _ = inner_jaxpr(eqn)
-            entering = [self._at_boundary(s, name) for s in states]
-            return [self._at_boundary(s, name) for s in self._walk(inner, entering, path, scans)]
-        if name == "scan":
-            return self._scan(eqn, states, path, scans)
+            return [self._at_barrier(s) for s in states]
+        if name in CALLS or name in REMATS or name == "scan":
+            if name == "scan":
+                leaving = self._scan(eqn, states, path, scans)
+            else:
+                leaving = self._walk(inner_jaxpr(eqn)[0], states, path, scans)
+            if any(isinstance(s, View) and s.scaled for s in leaving):
+                self.carriers.add(path)
+            return leaving
         if any(True for _ in subjaxprs(eqn)) and params and not name.startswith(_COMBINING):
             return self._opaque(eqn, states)
         if name == "dot_general":
@@ -285,6 +309,8 @@ class Analysis:
             return [self._through_data(eqn, states)] * len(eqn.outvars)
         if name == "stop_gradient":
             return [Data(fixed=True)]
+        if len(params) == 1 and isinstance(params[0], View) and name in _PARTS:
+            return self._parts(eqn, params[0], path)
         if len(params) == 1 and isinstance(params[0], View) and len(eqn.outvars) == 1:
             operand = next(k for k, s in enumerate(states) if s is params[0])
             state = self._view(eqn, params[0], operand, states, path, scans)
@@ -292,10 +318,10 @@ class Analysis:
                 return [state]
         return [self._derive(eqn, states)] * len(eqn.outvars)
 
-    def _at_boundary(self, state: State, name: str) -> State:
-        # A scaled view would need its multiplier carried across; no normalisation layer is written that way.
+    def _at_barrier(self, state: State) -> State:
+        # A scaled view would need its multiplier carried across; no model is written that way.
         if isinstance(state, View) and state.scaled:
-            return Derived(frozenset({state.leaf}), f"a product, then {name}", mixed=state.mixed)
+            return Derived(frozenset({state.leaf}), "a product, then optimization_barrier", mixed=state.mixed)
         return state
 
     def _through_data(self, eqn, states: list[State]) -> State:
@@ -326,7 +352,6 @@ class Analysis:
         fixed = _fixed_in_scan(body, fixed, num_consts, num_carry)
         entering: list[State] = []
         for k, state in enumerate(states):
-            state = self._at_boundary(state, "scan")
             carried = num_consts <= k < num_consts + num_carry
             if isinstance(state, Data):
                 if carried:
@@ -344,7 +369,7 @@ class Analysis:
                 if iterated and axes_lib.is_broadcast((atoms,)):
                     self._refuse(state, eqn, "a scan iterates over copies of it")
                 axes = state.axes[1:] if iterated else state.axes
-                state = View(state.leaf, axes, (*state.stack, atoms))
+                state = dataclasses.replace(state, axes=axes, stack=(*state.stack, atoms))
             entering.append(state)
         leaving = self._walk(body, entering, path, (*scans, eqn.params["length"]))
         results: list[State] = []
@@ -398,8 +423,17 @@ class Analysis:
                 path, "dense", view.leaf, view, operand, tuple(x_axes), y_axes,
                 x.shape[examples[0]] if examples else None, tuple(eqn.outvars[0].aval.shape),
                 batched=tuple(axes_lib.atoms_of(view.axes[k] for k in w_batch)), scans=scans,
+                picks=self._picks(view, eqn),
             )
         )  # fmt: skip
+
+    def _picks(self, view: View, eqn) -> tuple[tuple[Atom, int], ...]:
+        """Which part of its leaf a kernel is."""
+        atoms = axes_lib.atoms_of((*view.stack, *view.axes))
+        picks = axes_lib.picks(self.shapes[view.leaf], view.start, atoms)
+        if picks is None:
+            self._refuse(view, eqn, "it reads a slice that is not one of several equal parts of the parameter")
+        return picks
 
     def _conv(self, eqn, states: list[State], path: Path, scans) -> State:
         operand = self._product_operand(eqn, states)
@@ -420,7 +454,7 @@ class Analysis:
         return self._add(
             Read(
                 path, "conv", view.leaf, view, operand, found.x_axes, found.y_axes, found.leading,
-                tuple(eqn.outvars[0].aval.shape), found.batched, scans=scans,
+                tuple(eqn.outvars[0].aval.shape), found.batched, scans=scans, picks=self._picks(view, eqn),
             )
         )  # fmt: skip
 
@@ -452,8 +486,10 @@ class Analysis:
         if any(isinstance(s, Data) and not s.fixed for s in states):
             state = next(s for s in states if not isinstance(s, Data))
             if not isinstance(state, Derived) or not state.repeated:
-                how = f", computed from it by {state.how}" if isinstance(state, Derived) else ""
-                self._refuse(state, eqn, f"the product reads a different array{how}")
+                reason = "its other operand holds no examples"
+                if isinstance(state, Derived):
+                    reason = f"the kernel is a different array, computed from it by {state.how}"
+                self._refuse(state, eqn, reason)
             self._met_data(state, f"{state.how}, then {eqn.primitive.name}")
             return Data(active=True)
         for state, other in zip(states, reversed(states), strict=True):
@@ -466,6 +502,15 @@ class Analysis:
         product = f"{eqn.primitive.name}({shapes})"
         self.products.update(dict.fromkeys(derived.leaves, product))
         return dataclasses.replace(derived, product=product)
+
+    def _parts(self, eqn, view: View, path: Path) -> list[State]:
+        """Slices of a view at places that do not depend on data."""
+        found = [_cut(eqn, view, k) for k in range(len(eqn.outvars))]
+        if not all(found):
+            return [self._derive(eqn, [view])] * len(eqn.outvars)
+        if view.scaled:
+            self.multipliers[path] = 0
+        return [dataclasses.replace(view, axes=part[0], start=part[1]) for part in found if part]
 
     def _view(self, eqn, view: View, operand: int, states: list[State], path: Path, scans) -> State | None:
         """What becomes of a single parameter view; None if it can no longer be followed."""
@@ -516,10 +561,12 @@ class Analysis:
         opposite = name == "sub" and operand == 0
         if additive and other.output and not view.scaled and not (opposite and self._is_kernel(other.output)):
             joined = self._join(view, y_axes, other.output)
+        atoms = axes_lib.atoms_of((*view.stack, *view.axes))
         result = self._add(
             Read(
                 path, "add" if additive else "mul", view.leaf, view, operand, y_axes, y_axes, leading,
                 tuple(out.shape), sign=-1 if name == "sub" and operand == 1 else 1, joined=joined, scans=scans,
+                picks=axes_lib.picks(self.shapes[view.leaf], view.start, atoms),
             )
         )  # fmt: skip
         # An update of the size of the parameter, as in a model that takes gradient steps of its own.
@@ -530,13 +577,14 @@ class Analysis:
         found, indices = operands.lookup(eqn, view.axes), states[1]
         kernels = sum(math.prod(a.size for a in axis) > 1 for axis in view.axes) > 2
         assert isinstance(indices, Data)
-        if found is None or not view.uniform or indices.fixed:
+        picks = axes_lib.picks(self.shapes[view.leaf], view.start, axes_lib.atoms_of((*view.stack, *view.axes)))
+        if found is None or not view.uniform or indices.fixed or picks is None:
             self._met_data(view, eqn.primitive.name)
             return Data(active=True, made_of=frozenset({view.leaf}), fixed=_fixed(eqn, states))
         self.reads.append(
             Read(
                 path, "embedding", view.leaf, view, 0, found.x_axes, found.y_axes, found.leading,
-                tuple(eqn.outvars[0].aval.shape), scans=scans,
+                tuple(eqn.outvars[0].aval.shape), scans=scans, picks=picks,
             )
         )  # fmt: skip
         # Rows with more than one axis may be kernels, chosen by the example; a product that reads those is refused.
@@ -548,11 +596,14 @@ class Analysis:
     def _join(self, view: View, y_axes: Axes, output: Output) -> tuple[int, tuple[tuple[Atom, Atom], ...]] | None:
         """Pairs a vector with the features of the output it is added to; None unless it has one element for each."""
         read = self.reads[output.read]
-        if len(view.stack) != len(read.view.stack):
+        picks = axes_lib.picks(self.shapes[view.leaf], view.start, axes_lib.atoms_of((*view.stack, *view.axes)))
+        if len(view.stack) != len(read.view.stack) or picks is None or read.picks is None:
+            return None
+        if [(atom.size, index) for atom, index in picks] != [(atom.size, index) for atom, index in read.picks]:
             return None
         outputs = axes_lib.atoms_of((*read.view.stack, *read.y_axes))
         found = [axes_lib.split_like(axis, outputs) for axis in output.axes]
-        pairs: list[tuple[Atom, Atom]] = []
+        pairs = [(mine, theirs) for (mine, _), (theirs, _) in zip(picks, read.picks, strict=True)]
         for mine, theirs in zip((*view.stack, *y_axes), (*read.view.stack, *found), strict=True):
             refined = None if theirs is None else axes_lib.common_refinement(mine, theirs)
             if refined is None or any(a.of_leaf != b.of_leaf for a, b in refined):
@@ -561,7 +612,7 @@ class Analysis:
         pairs.sort(key=lambda pair: pair[0].memory_order)
         # A kernel and its bias are brought to [copies, features] each by its own layout, so only the order among copies
         # and that among features must agree. A scale and its shift are used as they lie in memory.
-        stack = {*read.scanned, *read.batched} if read.op in _KERNEL_OPS else set()
+        stack = {*read.copies} if read.op in _KERNEL_OPS else set()
         for stacked in (True, False):
             order = [b.memory_order for _, b in pairs if _within_any(b, stack) == stacked]
             if order != sorted(order):
@@ -711,6 +762,33 @@ def _spread(axes: Axes, shape: Sequence[int], total: Sequence[int]) -> Axes:
     )
 
 
+def _cut(eqn, view: View, k: int) -> tuple[Axes, tuple[int, ...]] | None:
+    """Axes and start of result `k` of an equation that takes parts; None if it cannot be followed."""
+    name, params, shape = eqn.primitive.name, eqn.params, eqn.invars[0].aval.shape
+    first, sizes = [0] * len(shape), list(shape)
+    if name == "slice":
+        if params["strides"] is not None and any(step != 1 for step in params["strides"]):
+            return None
+        first, sizes = list(params["start_indices"]), list(eqn.outvars[0].aval.shape)
+    elif name == "split":
+        axis, lengths = params["axis"], params["sizes"]
+        first[axis], sizes[axis] = sum(map(int, lengths[:k])), int(lengths[k])
+    else:  # unstack
+        axis = params["axis"]
+        first[axis], sizes[axis] = k, 1
+    start, axes = list(view.start), []
+    for axis, begin, size in zip(view.axes, first, sizes, strict=True):
+        found = axes_lib.cut(axis, begin, size)
+        if found is None:
+            return None
+        axes.append(found[0])
+        for leaf_axis, moved in found[1]:
+            start[leaf_axis] += moved
+    if name == "unstack":
+        del axes[params["axis"]]
+    return tuple(axes), tuple(start)
+
+
 def _keeps_values(eqn) -> bool:
     shape_ops = ("reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim")
     return eqn.primitive.name in _IDENTITIES or eqn.primitive.name in shape_ops
@@ -728,6 +806,8 @@ def _follow(eqn, axes: Axes) -> Axes | None:
         return axes_lib.broadcast(axes, eqn.invars[0].aval.shape, out.shape, eqn.params["broadcast_dimensions"])
     if name in ("squeeze", "expand_dims"):
         return axes_lib.reshape(axes, out.shape)
+    if name == "rev":
+        return tuple(axes_lib.flip(a) if k in eqn.params["dimensions"] else a for k, a in enumerate(axes))
     if name == "reshape":  # of the transposed array, if it says so
         order = eqn.params["dimensions"]
         return axes_lib.reshape(axes if order is None else tuple(axes[k] for k in order), out.shape)

@@ -587,13 +587,3 @@ def test_a_learned_image_is_refused():
 
     with pytest.raises(kfac.UnsupportedLayerError, match=r"'image'.*it is the image.*skip="):
         kfac.find_layers(loss, {"image": jnp.zeros((4, 5, 5, 2))}, jnp.zeros((3, 3, 2, 3)))
-
-
-def test_a_flipped_kernel_is_refused():
-    def loss(p, x):
-        return jnp.mean(
-            lax.conv_transpose(x, p["w"], (2, 2), "SAME", dimension_numbers=LAYOUTS[2], transpose_kernel=True)
-        )
-
-    with pytest.raises(kfac.UnsupportedLayerError, match=r"'w'.*rev.*skip="):
-        kfac.find_layers(loss, {"w": jnp.zeros((3, 3, 3, 2))}, jnp.zeros((4, 5, 5, 2)))
