@@ -6,13 +6,12 @@ precision products (TF32, bf16 passes) inside a factorisation lose the small eig
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kfac.collectives import as_varying, varying_axes
 from kfac.layers import Kronecker, Unitwise, is_diagonal
 
 LEAF = 600  # larger matrices are treated by halves; smaller leaves gain little, and cost time to compile
@@ -31,31 +30,6 @@ class Refreshed(NamedTuple):
     inverse: Kronecker | Unitwise
     valid: jax.Array
     condition: jax.Array
-
-
-def split_damping(factors: Kronecker, damping: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Factored Tikhonov damping: what to add to the diagonals of `A` and `G`.
-
-    With `pi^2 = (tr A / dim A) / (tr G / dim G)` they are `pi sqrt(damping)` and `sqrt(damping) / pi` (Martens & Grosse
-    2015, section 6.3); `pi` is 1 where a trace is zero.
-
-    Args:
-      factors: stacks `[k, d, d]`, or `[k, d]` of diagonals.
-      damping: a scalar.
-
-    Returns:
-      Two arrays `[k]`.
-    """
-
-    def mean_eigenvalue(stack):
-        total = jnp.sum(stack, axis=-1) if is_diagonal(stack) else jnp.trace(stack, axis1=-2, axis2=-1)
-        return total / stack.shape[-1]
-
-    a, g = mean_eigenvalue(factors.A), mean_eigenvalue(factors.G)
-    usable = (a > 0) & (g > 0)
-    pi = jnp.where(usable, jnp.sqrt(jnp.where(usable, a, 1)) / jnp.sqrt(jnp.where(usable, g, 1)), 1)
-    root = jnp.sqrt(damping.astype(pi.dtype))
-    return pi * root, root / pi
 
 
 def add_diagonal(stack: jax.Array, amount: jax.Array) -> jax.Array:
@@ -91,7 +65,8 @@ def _factorise(stack: jax.Array) -> tuple[Lower, Lower]:
     """The Cholesky factor `L` of symmetric positive definite `[k, d, d]`, and its inverse `W`."""
     d = stack.shape[-1]
     if d <= LEAF:
-        factor = lax.linalg.cholesky(stack, symmetrize_input=False)
+        # LAPACK reads columns. A symmetric matrix and its transpose are the same, and this spares XLA a copy of more.
+        factor = lax.linalg.cholesky(stack.mT, symmetrize_input=False)
         identity = jnp.broadcast_to(jnp.eye(d, dtype=stack.dtype), stack.shape)
         return factor, lax.linalg.triangular_solve(factor, identity, left_side=True, lower=True)
     h = d // 2
@@ -170,41 +145,15 @@ def _finite(stack: jax.Array) -> jax.Array:
     return jnp.all(jnp.isfinite(stack), axis=-1 if is_diagonal(stack) else (-2, -1))
 
 
-def refresh_kronecker(factors: Kronecker, previous: Kronecker, damping: jax.Array) -> Refreshed:
-    """Inverts `A + pi sqrt(damping) I` and `G + sqrt(damping) / pi I` for every block of a stack.
-
-    A block whose factorisation fails is tried again with ten times the damping; failing still, it keeps its previous
-    inverse. Nothing non-finite is ever returned.
-
-    Args:
-      factors: `A` `[k, d_in, d_in]` and `G` `[k, d_out, d_out]`, or diagonals.
-      previous: the inverses so far, in the dtype they are kept in.
-      damping: a scalar.
-    """
-
-    def attempt(damping):
-        on_a, on_g = split_damping(factors, damping)
-        a, g = add_diagonal(factors.A, on_a), add_diagonal(factors.G, on_g)
-        inverse = Kronecker(spd_inverse(a), spd_inverse(g))
-        condition = jnp.maximum(_one_norm(a) * _one_norm(inverse.A), _one_norm(g) * _one_norm(inverse.G))
-        kept = jax.tree.map(lambda new, old: new.astype(old.dtype), inverse, previous)
-        # The condition number tells what overflowed on the way: the inverse alone would then be zero.
-        return kept, _finite(kept.A) & _finite(kept.G) & jnp.isfinite(condition), condition
-
-    def unfinished(carry):
-        tries, (_, valid, _) = carry
-        return (tries < 2) & ~jnp.all(valid)
-
-    def again(carry):
-        # A loop rather than a first attempt and a branch, to compile the factorisations once.
-        tries, best = carry
-        new = attempt(jnp.where(tries == 0, damping, RETRY * damping))
-        return tries + 1, _choose(best, _choose(new, best))
-
-    nothing = (previous, jnp.zeros(factors.A.shape[0], bool), jnp.zeros(factors.A.shape[0], factors.A.dtype))
-    start = as_varying((jnp.zeros((), jnp.int32), nothing), varying_axes((factors, previous, damping)))
-    _, (inverse, valid, condition) = lax.while_loop(unfinished, again, start)
-    return Refreshed(inverse, valid, condition)
+def invert_damped(stack: jax.Array, amount: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Inverses of `stack[k] + amount[k] I` in `dtype`, and their 1-norm condition numbers; 0 where one is not finite."""
+    damped = add_diagonal(stack, amount)
+    inverse = spd_inverse(damped)
+    condition = _one_norm(damped) * _one_norm(inverse)
+    kept = inverse.astype(dtype)
+    # The condition number tells what overflowed on the way: the inverse alone would then be zero.
+    usable = _finite(kept) & jnp.isfinite(condition)
+    return kept, jnp.where(usable, condition, 0)
 
 
 def _choose(first, second):

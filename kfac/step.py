@@ -23,13 +23,10 @@ from kfac.collectives import (
     take_own,
     varying_axes,
 )
-from kfac.inverse import refresh_kronecker, refresh_unitwise
+from kfac.inverse import Refreshed, refresh_unitwise
 from kfac.layers import Block, Factors, Kronecker, Unitwise
+from kfac.refresh import refresh_kronecker
 from kfac.state import BlockState, Config, KfacMetrics, KfacState, Owned, Replica, match_leaves, rebuild
-
-# Blocks are inverted so many together that their larger factors have at most this many elements, so that small ones
-# do not wait for each other. A large one fills a device by itself, and more at a time would take more memory.
-TOGETHER = 1 << 18
 
 
 class Now(NamedTuple):
@@ -113,6 +110,7 @@ def preconditioned_step(
     schedule = make_phases(group_costs(config.groups), config.phases)
     phase = jnp.minimum(count % now.period, config.phases) if config.phases > 1 else jnp.zeros((), jnp.int32)
     refreshed = jnp.zeros((), bool)
+    wanted = {}
     for group in config.kronecker:
         name = group.name
         # In a cycle longer than there are blocks, nothing is left for the last steps.
@@ -120,9 +118,13 @@ def preconditioned_step(
         start = jnp.where(everything, 0, bounds[phase])
         stop = jnp.where(due, jnp.where(everything, group.size, bounds[phase + 1]), start)
         first, last = own_range(shards[name], axis, start, stop)
-        blocks[name], bad = _refresh_range(blocks[name], first, last, usable, now.damping)
-        failed += bad
+        position = jnp.arange(blocks[name].weight.shape[0])
+        wanted[name] = (blocks[name].weight > 0) & (first <= position) & (position < last)
         refreshed |= stop > start
+    factors_of, inverses_of = ({n: getattr(blocks[n], part) for n in wanted} for part in ("factors", "inverse"))
+    for name, new in refresh_kronecker(factors_of, inverses_of, wanted, now.damping).items():
+        blocks[name] = _refreshed(blocks[name], new, usable)
+        failed += jnp.sum(wanted[name] & ~new.valid, dtype=jnp.int32)
     replicas = _refresh_replicas(config, state.replicas, blocks, shards, refreshed)
     # A unit-wise block is cheap, so every device has them all, and they are refreshed with the first phase of a cycle.
     due = usable & (everything | (cycle & (count % now.period == 0)))
@@ -353,44 +355,12 @@ def _aged(blocks: BlockState, usable: jax.Array) -> jax.Array:
     return jnp.where(blocks.condition > 0, blocks.age + usable, 0)
 
 
-def _refresh_range(
-    blocks: BlockState, start: jax.Array, stop: jax.Array, usable: jax.Array, damping: jax.Array
-) -> tuple[BlockState, jax.Array]:
-    """New inverses at positions `start` up to `stop`, a few small ones or one large one at a time; how many failed."""
-    assert isinstance(blocks.factors, Kronecker) and isinstance(blocks.inverse, Kronecker)
-    size, largest = blocks.weight.shape[0], max(blocks.factors.A.shape[-1], blocks.factors.G.shape[-1])
-    width = min(size, max(1, TOGETHER // largest**2))
-
-    def some(turn, carry):
-        inverse, condition, age, failed = carry
-        wanted = start + turn * width
-        first = jnp.minimum(wanted, size - width)  # the last few begin earlier, and leave alone what is not theirs
-        position = first + jnp.arange(width)
-
-        def at(stack):
-            return lax.dynamic_slice_in_dim(stack, first, width)
-
-        new = refresh_kronecker(jax.tree.map(at, blocks.factors), jax.tree.map(at, inverse), damping)
-        due = (at(blocks.weight) > 0) & (wanted <= position) & (position < stop)
-        taken = new.valid & due
-
-        def put(stack, fresh):
-            fresh = jnp.where(per_block(taken, fresh), fresh, at(stack))
-            return lax.dynamic_update_slice_in_dim(stack, fresh, first, 0)
-
-        inverse = jax.tree.map(put, inverse, new.inverse)
-        return (
-            inverse,
-            put(condition, new.condition.astype(condition.dtype)),
-            put(age, jnp.zeros_like(at(age))),
-            failed + jnp.sum(due & ~new.valid, dtype=jnp.int32),
-        )
-
-    carry = (blocks.inverse, blocks.condition, _aged(blocks, usable), jnp.zeros((), jnp.int32))
-    carry = as_varying(carry, varying_axes((blocks, start, stop, usable, damping)))
-    turns = (jnp.maximum(stop - start, 0) + width - 1) // width
-    inverse, condition, age, failed = lax.fori_loop(0, turns, some, carry)
-    return blocks._replace(inverse=inverse, condition=condition, age=age), failed
+def _refreshed(blocks: BlockState, new: Refreshed, usable: jax.Array) -> BlockState:
+    return blocks._replace(
+        inverse=new.inverse,
+        condition=jnp.where(new.valid, new.condition, blocks.condition),
+        age=jnp.where(new.valid, 0, _aged(blocks, usable)),
+    )
 
 
 def _refresh_unitwise(

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import kfac.inverse
-import kfac.step
-from kfac.inverse import RETRY, refresh_kronecker, refresh_unitwise, spd_inverse
+import kfac.refresh
+from kfac.inverse import RETRY, refresh_unitwise, spd_inverse
 from kfac.layers import Kronecker, Unitwise
-from kfac.state import BlockState
+from kfac.refresh import refresh_kronecker
 
 FLOAT32_EPS = float(np.finfo(np.float32).eps)
 
@@ -48,7 +48,8 @@ def sevens(factors, dtype=None):
 
 @jax.jit
 def refresh(factors, previous, damping):
-    return refresh_kronecker(factors, previous, damping)
+    due = jnp.ones(factors.A.shape[0], bool)
+    return refresh_kronecker({"one": factors}, {"one": previous}, {"one": due}, damping)["one"]
 
 
 CASES = {
@@ -222,29 +223,41 @@ def test_inverses_by_halves_are_as_accurate_as_a_factorisation_allows(monkeypatc
     assert residual(exact) < found
 
 
-@pytest.mark.parametrize("start, stop", [(0, 5), (0, 1), (1, 4), (4, 5), (3, 3), (5, 5)])
 @pytest.mark.parametrize("width", [1, 2, 3, 5])
-def test_blocks_inverted_together_are_those_inverted_one_by_one(monkeypatch, width, start, stop):
-    monkeypatch.setattr(kfac.step, "TOGETHER", width * 16)
+def test_blocks_of_several_shapes_are_inverted_as_if_each_were_alone(monkeypatch, width):
+    """Sides of one dimension share a loop; a block is taken with both its sides or not at all."""
+    monkeypatch.setattr(kfac.refresh, "TOGETHER", width * 16)
     rng = np.random.default_rng(0)
-    a, g = (jnp.asarray(rng.normal(size=(5, d, d)), jnp.float32) for d in (4, 3))
-    factors = Kronecker((a @ a.mT).at[2].set(-jnp.eye(4)), g @ g.mT)  # one of them fails
-    blocks = BlockState(
-        factors=factors, weight=jnp.array([1.0, 1, 1, 0, 1]), inverse=sevens(factors),
-        condition=jnp.full(5, 2.0), age=jnp.full(5, 6, jnp.int32),
-    )  # fmt: skip
-    found, failed = kfac.step._refresh_range(
-        blocks, jnp.int32(start), jnp.int32(stop), jnp.array(True), jnp.float32(1e-3)
-    )
-    expected = refresh_kronecker(factors, blocks.inverse, jnp.float32(1e-3))
-    taken = [start <= k < stop and k not in (2, 3) for k in range(5)]  # 3 has no statistics yet
-    assert failed == (start <= 2 < stop)
-    for k in range(5):
-        stacks = (jax.tree.leaves(inverse) for inverse in (found.inverse, blocks.inverse, expected.inverse))
-        for new, old, whole in zip(*stacks, strict=True):
-            np.testing.assert_allclose(new[k], whole[k] if taken[k] else old[k], rtol=1e-4)
-        assert found.age[k] == (0 if taken[k] else 7)
-        assert (found.condition[k] != 2) == taken[k]
+
+    def moments(k, d):
+        x = jnp.asarray(rng.normal(size=(k, d, d)), jnp.float32)
+        return x @ x.mT
+
+    factors = {
+        "a": Kronecker(moments(5, 4).at[2].set(-jnp.eye(4)), moments(5, 3)),  # one of them fails
+        "b": Kronecker(moments(2, 3), moments(2, 4).at[1].set(-jnp.eye(4))),
+        "square": Kronecker(moments(3, 4).at[0].set(-jnp.eye(4)), moments(3, 4).at[2].set(jnp.nan)),
+        "more damping": Kronecker(jnp.diag(jnp.array([1.0, 1, 1, -0.1]))[None], 0.725 * jnp.eye(3)[None]),
+        "table": Kronecker(jnp.abs(moments(2, 6)[:, 0]), moments(2, 4)),
+        "wide": Kronecker(moments(1, 3), jnp.abs(moments(1, 7)[:, 0])),
+        "thin": Kronecker(jnp.array([[1.0, 2.0], [-2.0, 1.0]]), jnp.array([[3.0], [1.0]])),
+    }
+    fails = {("a", 2), ("b", 1), ("square", 0), ("square", 2), ("thin", 1)}
+    due = {name: np.ones(block.A.shape[0], bool) for name, block in factors.items()}
+    due["a"][3] = due["square"][1] = due["table"][0] = False
+    previous = {name: sevens(block) for name, block in factors.items()}
+    found = jax.jit(refresh_kronecker)(factors, previous, due, jnp.float32(4e-3))
+    for name, block in factors.items():
+        for k in range(block.A.shape[0]):
+            a, g = (np.asarray(x[k], np.float64) for x in (block.A, block.G))
+            a, g = (np.diag(x) if x.ndim == 1 else x for x in (a, g))
+            taken = due[name][k] and (name, k) not in fails
+            assert found[name].valid[k] == taken
+            assert (found[name].condition[k] > 0) == taken
+            expected = truth(a, g, 4e-2 if name == "more damping" else 4e-3)
+            for new, whole in zip((found[name].inverse.A[k], found[name].inverse.G[k]), expected, strict=True):
+                whole = np.diag(whole) if new.ndim == 1 else whole
+                np.testing.assert_allclose(new, whole if taken else np.full(new.shape, 7), rtol=2e-3, atol=1e-3)
 
 
 # Unit-wise blocks.
