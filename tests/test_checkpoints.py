@@ -1,5 +1,6 @@
 """Checkpoints cut short, of another model, another version or another number of devices: an error, and no loss."""
 
+import dataclasses
 import gc
 import shutil
 import warnings
@@ -12,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import kfac
-from problem import assert_equal, batch, initial, layers, loss_fn, measured, run
+from problem import assert_close, assert_equal, batch, field_of, initial, layers, loss_fn, measured, run, stepper
 
 TX = kfac.kfac(0.1, layers())
 
@@ -123,3 +124,35 @@ def test_a_checkpoint_of_another_number_of_devices_is_refused_unless_it_is_gathe
     restored = restore(tmp_path / "gathered", fresh)
     assert jax.tree.structure(restored) == jax.tree.structure(fresh)
     jax.tree.map(np.testing.assert_array_equal, restored, fresh)
+
+
+def test_a_checkpoint_of_the_averages_alone_gets_its_inverses_at_the_next_step(tmp_path):
+    """Half of the state: running averages and their weights, in a fresh state; without the momentum here."""
+    tx = kfac.scale_by_kfac(layers())
+    params, state, _ = run(tx, steps=2)
+
+    def averages(blocks):
+        return {"factors": blocks.factors, "weight": blocks.weight}
+
+    def with_averages(blocks, kept):
+        return blocks._replace(**kept)
+
+    kept = {name: averages(blocks) for name, blocks in state.blocks.items()}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "half", kept)
+        checkpointer.wait_until_finished()
+        kept = checkpointer.restore(tmp_path / "half", kept)
+    fresh = tx.init(params)
+    fresh = fresh._replace(
+        owned={
+            k: dataclasses.replace(own, blocks=with_averages(own.blocks, kept[k])) for k, own in fresh.owned.items()
+        },
+        shared={name: with_averages(blocks, kept[name]) for name, blocks in fresh.shared.items()},
+    )
+    step = stepper(tx)
+    for statistics in (measured(2)[1], None):
+        _, expected, right = step(measured(2)[0], state, params, statistics)
+        _, found, updates = step(measured(2)[0], fresh, params, statistics)
+        assert_close(updates, right, 1e-5)
+        assert_close(field_of(found, "inverse"), field_of(expected, "inverse"), 1e-5)
+        assert_equal(field_of(found, "factors"), field_of(expected, "factors"))

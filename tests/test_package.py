@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib.util
 import inspect
 import os
 import re
@@ -144,6 +145,30 @@ def _private_attributes(tree: ast.AST, packages: set[str]) -> list[str]:
     return found
 
 
+# The modules of JAX that its reference documents, as far as the package has a use for them. All others, such as
+# jax.interpreters, change without notice, whether or not their names begin with an underscore. Of jax.core there is one
+# name to tell what is traced.
+PUBLIC_MODULES = {"jax.ad_checkpoint", "jax.dtypes", "jax.extend.core", "jax.lax", "jax.nn", "jax.numpy", "jax.ops",
+                  "jax.random", "jax.sharding", "jax.tree", "jax.tree_util", "jax.typing"}  # fmt: skip
+
+
+@functools.cache
+def _is_module(path: str) -> bool:
+    try:
+        return importlib.util.find_spec(path) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _not_public(tree: ast.AST) -> set[str]:
+    """Modules of JAX that the code reaches, by an import or by attributes, and that are not on the list."""
+    attributes = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    paths = [path for path in _imported_modules(tree) + attributes if re.fullmatch(r"jax(\.\w+)+", path)]
+    parents = {".".join(path.split(".")[:k]) for path in paths for k in range(2, path.count(".") + 2)}
+    modules = {path for path in parents if path in sys.modules or _is_module(path)}
+    return {path for path in modules if not any(f"{public}.".startswith(f"{path}.") for public in PUBLIC_MODULES)}
+
+
 def test_nothing_private_of_another_package_is_used():
     assert SOURCES
     for path in SOURCES:
@@ -155,6 +180,7 @@ def test_nothing_private_of_another_package_is_used():
                 assert not private, f"{path.relative_to(ROOT)} imports {module}"
         assert not _private_attributes(tree, {"jax", "jnp", "lax", "jex", "optax", "numpy", "np"}), path
         assert "jax._src" not in path.read_text(), path
+        assert not _not_public(ast.parse(path.read_text().replace("jax.core.Tracer", "Tracer"))), path
 
 
 def test_the_search_for_private_names_finds_them():
@@ -162,6 +188,17 @@ def test_the_search_for_private_names_finds_them():
     tree = ast.parse(code)
     assert _imported_modules(tree) == ["jax._src.core", "jax._src", "jax"]
     assert _private_attributes(tree, {"jax"}) == ["jax._src"]
+    for code in (
+        "import jax.interpreters.xla",
+        "from jax.interpreters import ad",
+        "from jax import interpreters",
+        "import jax\njax.interpreters.ad.vjp",
+        "from jax.extend import linear_util",
+        "from jax.experimental import sparse",
+        "from jax.core import Tracer",
+    ):
+        assert _not_public(ast.parse(code)), code
+    assert not _not_public(ast.parse("from jax.extend import core\nfrom jax import lax\nimport jax\njax.random.key(0)"))
 
 
 def test_only_declared_dependencies_are_imported():

@@ -1,0 +1,186 @@
+"""Random networks and random schedules: what holds in the cases that other tests spell out holds in all.
+
+The slow variants draw many more, and others in each run.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+import kfac
+from checking import check_all
+from networks import networks
+from oracle import truth
+from problem import assert_equal, state_of
+
+# Compilation takes as long as it takes, and the first example longer than the others.
+USUAL = dict(deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def few(count):
+    return settings(max_examples=count, derandomize=True, database=None, **USUAL)
+
+
+def many(count):
+    return settings(max_examples=count, database=None, **USUAL)
+
+
+# Factors.
+
+
+def check_factors(network):
+    with jax.enable_x64(True):
+        params, batch = network.parameters(np.float64), network.batch(0, 4, np.float64)
+        expected = truth(network.reference, params, batch, interacting=network.interacting)
+        check_all(network.loss, params, batch, expected, vectors=expected.vectors)
+
+
+@few(20)
+@given(networks())
+def test_factors_equal_brute_force(network):
+    check_factors(network)
+
+
+@pytest.mark.slow
+@many(150)
+@given(networks(depth=5))
+def test_factors_of_many_networks_equal_brute_force(network):
+    check_factors(network)
+
+
+# Schedules.
+
+OPTIONS = st.fixed_dictionaries(
+    {
+        "damping": st.sampled_from([1e-2, 1.0]),
+        "factor_decay": st.sampled_from([0.0, 0.5, 0.95]),
+        "inverse_every": st.integers(1, 4),
+        "refresh_warmup": st.integers(0, 3),
+        "staggered": st.sampled_from([None, False]),
+        "precision": st.sampled_from(["float32", "bfloat16"]),
+        "momentum": st.sampled_from([None, 0.9]),
+        "norm_constraint": st.sampled_from([None, 1e-2]),
+    }
+)
+SCHEDULES = st.lists(st.booleans(), min_size=3, max_size=8)
+
+
+def check_schedule(network, options, schedule, compute):
+    """Steps with statistics where `schedule` is true."""
+    params = network.parameters(np.float32)
+    loss = functools.partial(network.loss, compute=jnp.dtype(compute))
+    layers = kfac.find_layers(loss, params, *network.batch(0, 4, np.float32))
+    tx = kfac.kfac(0.01, layers, **options)
+    state = jax.jit(tx.init)(params)
+    like = jax.tree.map(lambda x: (x.shape, x.dtype), (params, state))
+
+    @jax.jit
+    def full(params, state, batch):
+        _, grads, factors = kfac.value_and_grad(loss, layers)(params, *batch)
+        updates, state = tx.update(grads, state, params, factors=factors)
+        return optax.apply_updates(params, updates), state
+
+    @jax.jit
+    def cheap(params, state, batch):
+        updates, state = tx.update(jax.grad(loss)(params, *batch), state, params)
+        return optax.apply_updates(params, updates), state
+
+    for k, statistics in enumerate(schedule):
+        before = state
+        params, state = (full if statistics else cheap)(params, state, network.batch(10 * k, 4, np.float32))
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), (params, state)) == like
+        assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves((params, state)))
+        assert state_of(state).count == k + 1
+        known = any(schedule[: k + 1])
+        for name, block in state_of(state).blocks.items():
+            assert np.all((np.asarray(block.weight) > 0) == known), name
+            if not statistics:
+                assert_equal(block.factors, state_of(before).blocks[name].factors)
+            for inverse in jax.tree.leaves(block.inverse):
+                inverse = np.asarray(inverse, np.float64)
+                np.testing.assert_array_equal(inverse, inverse.swapaxes(-1, -2), name)
+                if options["precision"] == "float32":
+                    assert np.all(np.linalg.eigvalsh(inverse) > 0), name
+    counts = kfac.diagnostics(state)
+    assert [counts[name] for name in ("skipped_steps", "skipped_statistics", "failed_inversions")] == [0, 0, 0]
+    # Nothing was compiled again.
+    assert full._cache_size() == any(schedule) and cheap._cache_size() == (not all(schedule))
+
+
+@few(5)
+@given(networks(depth=2), OPTIONS, SCHEDULES, st.sampled_from(["float32", "bfloat16"]))
+def test_states_keep_their_form_and_inverses_stay_definite(network, options, schedule, compute):
+    check_schedule(network, options, schedule, compute)
+
+
+@pytest.mark.slow
+@many(60)
+@given(networks(depth=4), OPTIONS, SCHEDULES, st.sampled_from(["float32", "bfloat16"]))
+def test_states_of_many_networks_keep_their_form(network, options, schedule, compute):
+    check_schedule(network, options, schedule, compute)
+
+
+# Devices.
+
+COMMUNICATION = st.fixed_dictionaries(
+    {
+        "precondition": st.sampled_from(["sharded", "replicated"]),
+        "triangular": st.booleans(),
+        "inverse_every": st.integers(1, 3),
+        "refresh_warmup": st.integers(0, 2),
+    }
+)
+
+
+def check_devices(network, options, schedule, count):
+    """Of examples that do not interact: parameters after each step are those of one device with the whole batch."""
+    with jax.enable_x64(True):
+        start = network.parameters(np.float64)
+        layers = kfac.find_layers(network.loss, start, *network.batch(0, 2, np.float64))
+        mesh = Mesh(np.array(jax.devices()[:count]), ("devices",), axis_types=(AxisType.Auto,))
+        same, split = PartitionSpec(), PartitionSpec("devices")
+        one = kfac.kfac(0.01, layers, damping=0.1, staggered=False, **options)
+        all_of_them = kfac.kfac(0.01, layers, damping=0.1, staggered=False, axis_name="devices", **options)
+        specs = kfac.state_specs(all_of_them, start, "devices")
+
+        def step(tx, average, statistics, params, state, batch):
+            _, grads, factors = kfac.value_and_grad(network.loss, layers)(params, *batch)
+            updates, state = tx.update(average(grads), state, params, factors=factors if statistics else None)
+            return optax.apply_updates(params, updates), state
+
+        def mapped(statistics):
+            local = functools.partial(step, all_of_them, lambda tree: lax.pmean(tree, "devices"), statistics)
+            return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(same, specs, split), out_specs=(same, specs)))
+
+        alone = {flag: jax.jit(functools.partial(step, one, lambda tree: tree, flag)) for flag in set(schedule)}
+        together = {flag: mapped(flag) for flag in set(schedule)}
+        first, second = (start, one.init(start)), None
+        init = jax.jit(jax.shard_map(all_of_them.init, mesh=mesh, in_specs=same, out_specs=specs))
+        second = (start, init(start))
+        for k, flag in enumerate(schedule):
+            batch = network.batch(10 * k, 2 * count, np.float64)
+            first = alone[flag](*first, batch)
+            second = jax.block_until_ready(together[flag](*second, batch))
+            for a, b in zip(jax.tree.leaves(second[0]), jax.tree.leaves(first[0]), strict=True):
+                np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
+
+
+@few(3)
+@given(networks(depth=2, interacting=False), COMMUNICATION, st.just([True, False, True]), st.sampled_from([2, 8]))
+def test_devices_do_as_one(network, options, schedule, count):
+    check_devices(network, options, schedule, count)
+
+
+@pytest.mark.slow
+@many(25)
+@given(networks(depth=3, interacting=False), COMMUNICATION, SCHEDULES, st.sampled_from([2, 3, 8]))
+def test_devices_do_as_one_for_many_networks(network, options, schedule, count):
+    check_devices(network, options, schedule, count)
