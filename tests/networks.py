@@ -158,8 +158,7 @@ class Network:
         return [(f"{type(layer).__name__.lower()}{k}", layer) for k, layer in enumerate(self.layers)]
 
     def batch(self, seed, examples, dtype):
-        x = normal(seed, examples, *self.shape)
-        return jnp.asarray(x, dtype), normal(seed + 1, examples, CLASSES, dtype=dtype)
+        return normal(seed, examples, *self.shape, dtype=dtype), normal(seed + 1, examples, CLASSES, dtype=dtype)
 
     def parameters(self, dtype):
         params, x = {}, jax.ShapeDtypeStruct((2, *self.shape), dtype)

@@ -162,9 +162,8 @@ def check_devices(network, options, schedule, count):
 
         alone = {flag: jax.jit(functools.partial(step, one, lambda tree: tree, flag)) for flag in set(schedule)}
         together = {flag: mapped(flag) for flag in set(schedule)}
-        first, second = (start, one.init(start)), None
         init = jax.jit(jax.shard_map(all_of_them.init, mesh=mesh, in_specs=same, out_specs=specs))
-        second = (start, init(start))
+        first, second = (start, one.init(start)), (start, init(start))
         for k, flag in enumerate(schedule):
             batch = network.batch(10 * k, 2 * count, np.float64)
             first = alone[flag](*first, batch)
@@ -173,7 +172,7 @@ def check_devices(network, options, schedule, count):
                 np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
 
 
-@few(3)
+@few(2)
 @given(networks(depth=2, interacting=False), COMMUNICATION, st.just([True, False, True]), st.sampled_from([2, 8]))
 def test_devices_do_as_one(network, options, schedule, count):
     check_devices(network, options, schedule, count)
