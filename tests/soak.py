@@ -267,7 +267,8 @@ def supervise(output: Path, steps: int, faulty: bool, options: argparse.Namespac
     command = [sys.executable, __file__, "--output", str(output), "--steps", str(steps), "--dtype", options.dtype,
                "--devices", str(options.devices), "--child", "faulty" if faulty else "clean"]  # fmt: skip
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(options.devices)}
-    env |= {"OPENBLAS_NUM_THREADS": "1", "XLA_FLAGS": "--xla_cpu_enable_concurrency_optimized_scheduler=false"}
+    flags = {"enable_concurrency_optimized_scheduler": "false", "collective_call_terminate_timeout_seconds": "600"}
+    env |= {"OPENBLAS_NUM_THREADS": "1", "XLA_FLAGS": " ".join(f"--xla_cpu_{k}={v}" for k, v in flags.items())}
     # Each process compiles the same program.
     env |= {"JAX_ENABLE_COMPILATION_CACHE": "true", "JAX_COMPILATION_CACHE_DIR": str(output.parent / "cache")}
     while not any("val_accuracy" in record for record in read(journal)):
