@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kfac.layers import KRONECKER_KINDS, Block, Factors, Kronecker, Layer, Layers, Unitwise, is_diagonal
+from kfac.inverse import eigenvalues
+from kfac.layers import KRONECKER_KINDS, Block, Eigen, Factors, Kronecker, Layer, Layers, Unitwise, is_diagonal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +56,23 @@ class Group:
         parts = {name: jnp.zeros((size, *shape), dtype) for name, shape in self.shapes.items()}
         return Kronecker(**parts) if self.kronecker else Unitwise(**parts)
 
-    def identity(self, size: int, dtype: Any) -> Block:
-        """Inverses of `size` blocks before any have been computed."""
+    def identity(self, size: int, dtype: Any, kept: Any, *, eigen: bool = False) -> Block:
+        """Inverses of `size` blocks before any have been computed.
+
+        Args:
+          size: how many.
+          dtype: of statistics and eigenvalues.
+          kept: dtype of inverses and eigenvectors.
+          eigen: whether inverses are kept as eigenvectors and eigenvalues.
+        """
 
         def one(stack):
-            return stack + (1 if is_diagonal(stack) else jnp.eye(stack.shape[-1], dtype=dtype))
+            if is_diagonal(stack):
+                return jnp.ones(stack.shape, dtype if eigen else kept)
+            eye = jnp.zeros(stack.shape, kept) + jnp.eye(stack.shape[-1], dtype=kept)
+            return Eigen(eye, jnp.ones(stack.shape[:-1], dtype)) if eigen and self.kronecker else eye
 
-        return jax.tree.map(one, self.zeros(size, dtype))
+        return jax.tree.map(one, jax.eval_shape(lambda: self.zeros(size, dtype)))
 
     def stack_factors(self, factors: Factors) -> Block:
         """The statistics of the members as stacks `[k, ...]`."""
@@ -119,17 +130,43 @@ def apply_inverse(inverse: Block, matrices: jax.Array) -> jax.Array:
         return jnp.sum(inverse.F.astype(matrices.dtype) * matrices[:, :, None, :], axis=-1)
 
     def product(spec: str, *operands: jax.Array) -> jax.Array:
-        dtype = inverse.A.dtype
-        return jnp.einsum(
-            spec,
-            *(x.astype(dtype) for x in operands),
-            precision=lax.Precision.HIGHEST,
-            preferred_element_type=matrices.dtype,
-        )
+        return _product(spec, inverse.A.dtype, matrices.dtype, *operands)
 
     left = "ka" if is_diagonal(inverse.G) else "kab"
     half = product(f"{left},k{left[-1]}c->kac", inverse.G, matrices)
     return product("kac,kc->kac" if is_diagonal(inverse.A) else "kac,kcd->kad", half, inverse.A)
+
+
+def apply_eigen(inverse: Kronecker, matrices: jax.Array, damping: jax.Array) -> jax.Array:
+    """`Q_G [(Q_G^T V Q_A) / (l_G l_A^T + damping)] Q_A^T`: `(A (x) G + damping I)^-1` for every Kronecker block.
+
+    Products as in `apply_inverse`, eigenvalues in float32 or better. A damping that is not positive gives NaN.
+
+    Args:
+      inverse: stacks of `k` eigendecompositions, or of the eigenvalues of diagonal factors.
+      matrices: `[k, d_out, d_in]`.
+      damping: a scalar.
+    """
+    out = _rotate(matrices, inverse, back=False)
+    values = eigenvalues(inverse.G)[:, :, None] * eigenvalues(inverse.A)[:, None, :]
+    damping = jnp.where(damping > 0, damping, jnp.nan).astype(values.dtype)
+    return _rotate((out / (values + damping)).astype(matrices.dtype), inverse, back=True)
+
+
+def _rotate(matrices: jax.Array, inverse: Kronecker, *, back: bool) -> jax.Array:
+    """`Q_G^T V Q_A`, or `Q_G V Q_A^T` to go `back`; the eigenvectors of a diagonal factor are the identity."""
+    if isinstance(inverse.G, Eigen):
+        q = inverse.G.vectors
+        matrices = _product("kab,kbc->kac" if back else "kba,kbc->kac", q.dtype, matrices.dtype, q, matrices)
+    if isinstance(inverse.A, Eigen):
+        q = inverse.A.vectors
+        matrices = _product("kac,kdc->kad" if back else "kac,kcd->kad", q.dtype, matrices.dtype, matrices, q)
+    return matrices
+
+
+def _product(spec: str, dtype: Any, wide: Any, *operands: jax.Array) -> jax.Array:
+    narrow = (x.astype(dtype) for x in operands)
+    return jnp.einsum(spec, *narrow, precision=lax.Precision.HIGHEST, preferred_element_type=wide)
 
 
 def check_factors(factors: Any, layers: Layers) -> None:

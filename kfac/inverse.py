@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kfac.layers import Kronecker, Unitwise, is_diagonal
+from kfac.layers import Eigen, Kronecker, Unitwise, is_diagonal
 
 LEAF = 600  # larger matrices are treated by halves; smaller leaves gain little, and cost time to compile
 RETRY = 10.0  # a factorisation that fails is tried once more with so many times the damping
@@ -146,7 +146,7 @@ def _finite(stack: jax.Array) -> jax.Array:
 
 
 def invert_damped(stack: jax.Array, amount: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Inverses of `stack[k] + amount[k] I` in `dtype`, and their 1-norm condition numbers; 0 where one is not finite."""
+    """Inverses of `stack[k] + amount[k] I` in `dtype`, and their 1-norm condition numbers; 0 where not finite."""
     damped = add_diagonal(stack, amount)
     inverse = spd_inverse(damped)
     condition = _one_norm(damped) * _one_norm(inverse)
@@ -154,6 +154,35 @@ def invert_damped(stack: jax.Array, amount: jax.Array, dtype: Any) -> tuple[jax.
     # The condition number tells what overflowed on the way: the inverse alone would then be zero.
     usable = _finite(kept) & jnp.isfinite(condition)
     return kept, jnp.where(usable, condition, 0)
+
+
+def decompose(stack: jax.Array, dtype: Any) -> tuple[Eigen | jax.Array, jax.Array]:
+    """Eigenvectors in `dtype` and eigenvalues of symmetric `[k, d, d]`, and 1 where they are finite, 0 where not.
+
+    Of diagonals `[k, d]` the eigenvalues alone. Rounding can make those of a second moment negative: they become 0.
+    """
+    if is_diagonal(stack):
+        return jnp.maximum(stack, 0), _finite(stack).astype(stack.dtype)
+    vectors, values = lax.linalg.eigh(stack.mT, symmetrize_input=False)  # the transpose as in `_factorise`
+    values, vectors = jnp.maximum(values, 0), vectors.astype(dtype)
+    usable = jnp.all(jnp.isfinite(values), axis=-1) & _finite(vectors)
+    return Eigen(vectors, values), usable.astype(stack.dtype)
+
+
+def eigen_condition(inverse: Kronecker, damping: jax.Array) -> jax.Array:
+    """`[k]`, the condition numbers of `A (x) G + damping I`, from the eigenvalues of its factors."""
+    (low_a, high_a), (low_g, high_g) = (
+        (jnp.min(values, axis=1), jnp.max(values, axis=1)) for values in map(eigenvalues, (inverse.A, inverse.G))
+    )
+    # What a schedule may bring, zero or NaN, is no reason to take the decompositions for missing.
+    damping = jnp.where(damping > 0, damping, 0).astype(low_a.dtype)
+    low, high = low_a * low_g + damping, high_a * high_g + damping
+    return jnp.where(low > 0, high / jnp.where(low > 0, low, 1), jnp.inf)
+
+
+def eigenvalues(side: Eigen | jax.Array) -> jax.Array:
+    """`[k, d]`; of a diagonal factor they are all that is kept."""
+    return side.values if isinstance(side, Eigen) else side
 
 
 def _choose(first, second):

@@ -232,6 +232,15 @@ def is_diagonal(stack: Any) -> bool:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Eigen:
+    """Symmetric matrices `vectors diag(values) vectors^T`: `vectors` `[k, d, d]`, `values` `[k, d]`, not negative."""
+
+    vectors: Any
+    values: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Unitwise:
     """A small dense block for each channel: `F` is `[d_out, p, p]`, with `p` parameters per channel."""
 

@@ -28,6 +28,28 @@ class Operands(NamedTuple):
     batched: tuple[Atom, ...] = ()
 
 
+def product(eqn: Any, axes: Axes, operand: int) -> Operands | None:
+    """A `dot_general` whose operand number `operand` has these axes; None for a broadcast one, which is no kernel."""
+    contract, batch = eqn.params["dimension_numbers"]
+    x = eqn.invars[1 - operand].aval
+    w_contract, x_contract = contract[operand], contract[1 - operand]
+    w_batch, x_batch = batch[operand], batch[1 - operand]
+    w_free = [k for k in range(len(axes)) if k not in w_contract and k not in w_batch]
+    x_free = [k for k in range(x.ndim) if k not in x_contract and k not in x_batch]
+    if axes_lib.is_broadcast(tuple(axes[k] for k in (*w_contract, *w_free))):
+        return None
+    x_axes: list[axes_lib.Axis] = [()] * x.ndim
+    for k, w_axis in [*zip(x_contract, w_contract, strict=True), *zip(x_batch, w_batch, strict=True)]:
+        x_axes[k] = axes[w_axis]
+    for k in x_free:
+        x_axes[k] = foreign(x.shape[k])
+    free_w, free_x = [axes[k] for k in w_free], [x_axes[k] for k in x_free]
+    y_axes = (*(axes[k] for k in w_batch), *(free_w + free_x if operand == 0 else free_x + free_w))
+    examples = sorted([*x_free, *(k for k in x_batch if axes_lib.is_broadcast((x_axes[k],)))])
+    batched = tuple(axes_lib.atoms_of(axes[k] for k in w_batch))
+    return Operands(tuple(x_axes), y_axes, x.shape[examples[0]] if examples else None, batched)
+
+
 def lookup(eqn: Any, axes: Axes) -> Operands | None:
     """A `gather` that takes whole rows of a table, one for each index; None if it is another."""
     numbers, mode = eqn.params["dimension_numbers"], eqn.params["mode"]

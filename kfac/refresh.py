@@ -1,9 +1,9 @@
 """New inverses of Kronecker blocks: one loop for each dimension that their factors have.
 
-To compile an inversion takes longer than anything else here, and a network has fewer dimensions than shapes of blocks.
-So the matrices of one dimension, whatever stack they are in and on whichever side of a block, pass through one loop. The
-two sides of a block then meet in different loops, but are only taken together: the smaller one, which comes first, waits
-until the larger one is there.
+A network has fewer dimensions than shapes of blocks, and to compile an inversion takes long. So the matrices of one
+dimension, whatever stack they are in and on whichever side of a block, pass through one loop. The two sides of a block
+then meet in different loops, but are only taken together: the smaller one, which comes first, waits until the larger
+one is there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from kfac.collectives import as_varying, varying_axes
-from kfac.inverse import RETRY, Refreshed, invert_damped
+from kfac.inverse import RETRY, Refreshed, decompose, invert_damped
 from kfac.layers import Kronecker, is_diagonal
 
 # Matrices are inverted so many together that they have at most this many elements, so that small ones do not wait for
@@ -79,17 +79,20 @@ def refresh_kronecker(
     previous: Mapping[str, Kronecker],
     due: Mapping[str, jax.Array],
     damping: jax.Array,
+    *,
+    eigen: bool = False,
 ) -> dict[str, Refreshed]:
-    """Inverts `A + pi sqrt(damping) I` and `G + sqrt(damping) / pi I` of the blocks that are due.
+    """Inverts `A + pi sqrt(damping) I` and `G + sqrt(damping) / pi I` of the blocks that are due, or decomposes both.
 
     A block one of whose factorisations fails is tried again with ten times the damping; failing still, it keeps its
-    previous inverse. Nothing non-finite is ever returned.
+    previous inverse. Nothing non-finite is ever returned. Eigendecompositions are without damping, and tried once.
 
     Args:
       factors: stacks of `k` blocks of one shape: `A` `[k, d_in, d_in]` and `G` `[k, d_out, d_out]`, or diagonals.
       previous: the inverses so far, in the dtype they are kept in.
       due: `[k]` for each stack.
       damping: a scalar.
+      eigen: whether inverses are kept as `Eigen`, and those of diagonals as their eigenvalues.
 
     Returns:
       For each stack all its inverses; `valid` where they are new.
@@ -104,7 +107,7 @@ def refresh_kronecker(
 
     def unfinished(carry):
         tries, _, condition = carry
-        return (tries < 2) & jnp.any(wanted & (condition == 0))
+        return (tries < (1 if eigen else 2)) & jnp.any(wanted & (condition == 0))
 
     def attempt(carry):
         # A loop rather than a first attempt and a branch, to compile the inversions once.
@@ -113,7 +116,7 @@ def refresh_kronecker(
         waiting = {side.name: jax.tree.map(jnp.zeros_like, inverses[side.key]) for side in sides if side.first}
         progress = as_varying(_Progress(inverses, waiting, jnp.zeros_like(condition)), axes)
         for alike in _by_shape(sides):
-            progress = _invert_alike(alike, more * amounts, wanted & (condition == 0), progress)
+            progress = _invert_alike(alike, more * amounts, wanted & (condition == 0), progress, eigen)
         new = progress.condition
         worse = jnp.where((new > 0) & (new[partner] > 0), jnp.maximum(new, new[partner]), condition)
         return tries + 1, progress.inverses, worse
@@ -133,18 +136,26 @@ def _sides(factors: Mapping[str, Kronecker]) -> list[Side]:
     sides, at = [], 0
     for name, block in factors.items():
         k = block.A.shape[0]
-        # Diagonals take no loop, so they come before all others.
-        a, g = (-1 if is_diagonal(x) else x.shape[-1] for x in (block.A, block.G))
-        sides += [Side(name, "A", block.A, a < g, at, at + k), Side(name, "G", block.G, a >= g, at + k, at)]
+        first = "A" if _place(block.A) < _place(block.G) else "G"
+        sides += [
+            Side(name, "A", block.A, first == "A", at, at + k),
+            Side(name, "G", block.G, first == "G", at + k, at),
+        ]
         at += 2 * k
     return sides
 
 
+def _place(stack: jax.Array) -> tuple[int, tuple[int, ...]]:
+    """Where a stack comes in the order of the loops: diagonals before matrices, small before large."""
+    return stack.ndim, stack.shape[1:]
+
+
 def _by_shape(sides: Sequence[Side]) -> list[list[Side]]:
-    """Sides with factors of one shape each: diagonals before matrices, small before large, and first ones first."""
-    shapes = sorted({side.stack.shape[1:] for side in sides}, key=lambda shape: (len(shape), shape))
-    alike = ([side for side in sides if side.stack.shape[1:] == shape] for shape in shapes)
-    return [sorted(some, key=lambda side: not side.first) for some in alike]
+    """The sides whose factors have one shape, in the order of the loops; first sides come first."""
+    alike: dict[Any, list[Side]] = {}
+    for side in sorted(sides, key=lambda side: (_place(side.stack), not side.first)):
+        alike.setdefault(side.stack.shape[1:], []).append(side)
+    return list(alike.values())
 
 
 def split_damping(sides: Sequence[Side], partner: np.ndarray, damping: jax.Array) -> jax.Array:
@@ -173,7 +184,7 @@ def _diagonals(stack: jax.Array) -> jax.Array:
 
 
 def _invert_alike(
-    sides: Sequence[Side], amounts: jax.Array, wanted: jax.Array, progress: _Progress
+    sides: Sequence[Side], amounts: jax.Array, wanted: jax.Array, progress: _Progress, eigen: bool
 ) -> _Progress:
     """Inverts the factors of `sides`, which are of one shape, a few small ones or one large one at a time."""
     shape = sides[0].stack.shape[1:]
@@ -184,28 +195,31 @@ def _invert_alike(
             # The last few of a side begin earlier, and leave alone what is not theirs.
             start = max(0, min(begin, side.size - width))
             own = (begin - start, min(begin + width, side.size) - start)
-            turns.append((which, side.first, start, side.at + start, side.other + start, *own))
+            turns.append((which, start, side.at + start, side.other + start, *own))
     table, lane = np.array(turns, np.int32), np.arange(width)
-    within = (table[:, 5:6] <= lane) & (lane < table[:, 6:7])
+    within = (table[:, 4:5] <= lane) & (lane < table[:, 5:6])
     # Slices of vectors may reach beyond their end, where a stack has fewer than `width`.
     amounts, wanted = jnp.pad(amounts, (0, width)), jnp.pad(wanted, (0, width))
     inverses = {side.key: progress.inverses[side.key] for side in sides if not side.first}
     inverses |= {side.other_key: progress.inverses[side.other_key] for side in sides if not side.first}
     waiting = {side.name: progress.waiting[side.name] for side in sides}
-    dtype = progress.inverses[sides[0].key].dtype
+    dtype = jax.tree.leaves(progress.inverses[sides[0].key])[0].dtype
 
     def some(carry):
         remaining, inverses, waiting, condition = carry
         turn = jnp.argmax(remaining)
-        which, first, start, at, other, low, high = jnp.asarray(table)[turn]
+        which, start, at, other, low, high = jnp.asarray(table)[turn]
 
         def rows(stack):
             return lax.dynamic_slice_in_dim(stack, start, min(width, stack.shape[0]))
 
-        def write(stack, values, where):
-            old = rows(stack)
-            where = where[: len(old)].reshape(-1, *(1,) * (old.ndim - 1))
-            return lax.dynamic_update_slice_in_dim(stack, jnp.where(where, values[: len(old)], old), start, 0)
+        def write(stacks, values, where):
+            def put(stack, values):
+                old = rows(stack)
+                now = where[: len(old)].reshape(-1, *(1,) * (old.ndim - 1))
+                return lax.dynamic_update_slice_in_dim(stack, jnp.where(now, values[: len(old)], old), start, 0)
+
+            return jax.tree.map(put, stacks, values)
 
         matrices = jnp.zeros((width, *shape), sides[0].stack.dtype)
         for k, side in enumerate(sides):
@@ -214,7 +228,7 @@ def _invert_alike(
             matrices = jnp.where(which == k, own, matrices)
         due = (low <= lane) & (lane < high) & lax.dynamic_slice_in_dim(wanted, at, width)
         amount = jnp.where(due, lax.dynamic_slice_in_dim(amounts, at, width), 1)
-        inverse, number = invert_damped(matrices, amount, dtype)
+        inverse, number = decompose(matrices, dtype) if eigen else invert_damped(matrices, amount, dtype)
         taken = due & (number > 0)
         complete = taken & (lax.dynamic_slice_in_dim(condition, other, width) > 0)
         inverses, waiting = dict(inverses), dict(waiting)
@@ -224,12 +238,12 @@ def _invert_alike(
             else:
                 now = (which == k) & complete
                 inverses[side.key] = write(inverses[side.key], inverse, now)
-                inverses[side.other_key] = write(inverses[side.other_key], rows(waiting[side.name]), now)
+                inverses[side.other_key] = write(inverses[side.other_key], jax.tree.map(rows, waiting[side.name]), now)
         old = lax.dynamic_slice_in_dim(condition, at, width)
         condition = lax.dynamic_update_slice_in_dim(condition, jnp.where(due, number, old), at, 0)
         return remaining & (np.arange(len(turns)) != turn), inverses, waiting, condition
 
-    remaining = jnp.any(within & wanted[table[:, 3:4] + lane], axis=1)
+    remaining = jnp.any(within & wanted[table[:, 2:3] + lane], axis=1)
     carry = (remaining, inverses, waiting, jnp.pad(progress.condition, (0, width)))
     _, inverses, waiting, condition = lax.while_loop(lambda carry: jnp.any(carry[0]), some, carry)
     return _Progress(progress.inverses | inverses, progress.waiting | waiting, condition[:-width])

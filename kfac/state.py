@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +26,8 @@ class KfacMetrics(NamedTuple):
     Attributes:
       gradient_norm: 2-norm of the gradient, over the parameters that have a curvature block.
       preconditioned_norm: the same of the preconditioned gradient.
-      condition: largest 1-norm condition number of a damped factor, each as of its last inversion.
+      condition: largest condition number of what is inverted, each as of its last inversion: of the damped factors in
+        the 1-norm; of eigendecompositions, of the damped blocks in the 2-norm.
       statistics_change: how much the last statistics differed from the running averages before them: the Frobenius norm
         of the difference, relative to the average, as a mean over all Kronecker factors. 1 for those without an average
         so far, and for those that were left out.
@@ -50,8 +53,8 @@ class BlockState(NamedTuple):
     Attributes:
       factors: bias-corrected running averages, `[k, ...]`.
       weight: `[k]`, the sum of the weights in each average; 0 before the first statistics.
-      inverse: damped inverses, shaped like `factors`; identities before the first.
-      condition: `[k]`, 1-norm condition number of the worse damped factor at the last inversion; 0 before the first.
+      inverse: damped inverses, shaped like `factors`, or eigendecompositions; identities before the first.
+      condition: `[k]`, condition number at the last inversion; 0 before the first.
       age: `[k]`, steps since the last inversion; 0 before the first.
     """
 
@@ -120,6 +123,12 @@ class Config:
     wire_dtype: Any
     triangular: bool
     precision: str
+    inverse: str
+
+    @property
+    def eigen(self) -> bool:
+        """Whether inverses are kept as eigendecompositions."""
+        return self.inverse != "cholesky"
 
     def encode(self, block: Block) -> jax.Array:
         """A stack of `k` blocks as it is sent, `[k, elements]`."""
@@ -141,6 +150,25 @@ class Config:
             return unpack(flat.reshape(-1, half, 2 * half + 1), shape[0])
 
         return Kronecker(unpacked(flat[:, :cut], group.shapes["A"]), unpacked(flat[:, cut:], group.shapes["G"]))
+
+    def encode_inverse(self, inverse: Kronecker) -> jax.Array:
+        """A stack of `k` inverses as it is sent, `[k, elements]`; eigenvectors whole, in the dtype of eigenvalues."""
+        if not self.eigen:
+            return self.encode(inverse)
+        return jnp.concatenate([part.reshape(part.shape[0], -1) for part in jax.tree.leaves(inverse)], axis=1)
+
+    def decode_inverse(self, flat: jax.Array, group: Group, like: Kronecker) -> Kronecker:
+        """The inverse of `encode_inverse`, shaped like `like`."""
+        if not self.eigen:
+            inverse = self.decode(flat, group)
+            assert isinstance(inverse, Kronecker)
+            return inverse
+        leaves, treedef = jax.tree.flatten(like)
+        ends = list(itertools.accumulate(math.prod(leaf.shape[1:]) for leaf in leaves))
+        parts = jnp.split(flat, ends[:-1], axis=1)
+        return treedef.unflatten(
+            part.reshape(-1, *leaf.shape[1:]).astype(leaf.dtype) for part, leaf in zip(parts, leaves, strict=True)
+        )
 
     @functools.cached_property
     def skipped(self) -> frozenset[str]:
@@ -168,7 +196,7 @@ def init_state(config: Config, params: Any) -> KfacState:
         return BlockState(
             factors=group.zeros(size, dtype),
             weight=jnp.zeros(size, dtype),
-            inverse=group.identity(size, kept),
+            inverse=group.identity(size, dtype, kept, eigen=config.eigen),
             condition=jnp.zeros(size, dtype),
             age=jnp.zeros(size, jnp.int32),
         )
@@ -180,7 +208,7 @@ def init_state(config: Config, params: Any) -> KfacState:
     replicas = {}
     if config.replicated:
         for group in config.kronecker:
-            inverse = group.identity(group.size, kept)
+            inverse = group.identity(group.size, dtype, kept, eigen=config.eigen)
             assert isinstance(inverse, Kronecker)
             replicas[group.name] = Replica(inverse, jnp.zeros(group.size, bool))
     return KfacState(
@@ -318,7 +346,7 @@ def scatter_state(portable: Any, num_devices: int, *, pmap: bool = False) -> Any
             return node
         if any(own.shard.devices != 1 for own in node.owned.values()):
             raise ValueError("portable must be what gather_state returns, but is a state for several devices")
-        blocks = {name: own.blocks.inverse for name, own in node.owned.items()}
+        blocks = {name: own.blocks.factors for name, own in node.owned.items()}
         costs = [(name, x.A.shape[0], block_cost([x.A.shape[1:], x.G.shape[1:]])) for name, x in blocks.items()]
         shards = make_shards(costs, num_devices)
         return node._replace(owned={name: _scatter_owned(own, shards[name]) for name, own in node.owned.items()})

@@ -1,6 +1,6 @@
 """Second moments of each kind of read: what the backward pass of a tap computes.
 
-Everything here returns plain sums over rows; `finding.py` divides by the number of examples and positions.
+Everything here returns plain sums over rows; `planning.py` divides by the number of examples and positions.
 """
 
 from __future__ import annotations

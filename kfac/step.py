@@ -11,7 +11,7 @@ import optax
 from jax import lax
 
 from kfac.assignment import Shard, group_costs, make_phases
-from kfac.blocks import Group, apply_inverse
+from kfac.blocks import Group, apply_eigen, apply_inverse
 from kfac.collectives import (
     AxisName,
     as_varying,
@@ -23,7 +23,7 @@ from kfac.collectives import (
     take_own,
     varying_axes,
 )
-from kfac.inverse import Refreshed, refresh_unitwise
+from kfac.inverse import Refreshed, eigen_condition, refresh_unitwise
 from kfac.layers import Block, Factors, Kronecker, Unitwise
 from kfac.refresh import refresh_kronecker
 from kfac.state import BlockState, Config, KfacMetrics, KfacState, Owned, Replica, match_leaves, rebuild
@@ -122,8 +122,9 @@ def preconditioned_step(
         wanted[name] = (blocks[name].weight > 0) & (first <= position) & (position < last)
         refreshed |= stop > start
     factors_of, inverses_of = ({n: getattr(blocks[n], part) for n in wanted} for part in ("factors", "inverse"))
-    for name, new in refresh_kronecker(factors_of, inverses_of, wanted, now.damping).items():
-        blocks[name] = _refreshed(blocks[name], new, usable)
+    refreshes = refresh_kronecker(factors_of, inverses_of, wanted, now.damping, eigen=config.eigen)
+    for name, new in refreshes.items():
+        blocks[name] = _refreshed(config, blocks[name], new, usable, now.damping)
         failed += jnp.sum(wanted[name] & ~new.valid, dtype=jnp.int32)
     replicas = _refresh_replicas(config, state.replicas, blocks, shards, refreshed)
     # A unit-wise block is cheap, so every device has them all, and they are refreshed with the first phase of a cycle.
@@ -132,7 +133,7 @@ def preconditioned_step(
         blocks[group.name], bad = _refresh_unitwise(blocks[group.name], due, usable, now.unitwise)
         failed_by_all += bad
 
-    preconditioned = _precondition(config, blocks, replicas, shards, matrices)
+    preconditioned = _precondition(config, blocks, replicas, shards, matrices, now.damping)
     usable &= _all_finite(preconditioned.values())
     counts = jnp.stack([skipped, failed, (~usable).astype(jnp.int32)])
     extremes = jnp.stack([_worst(b.condition for b in blocks.values()), _worst(b.age for b in blocks.values())])
@@ -265,17 +266,15 @@ def _refresh_replicas(
     groups = [group for group in config.kronecker if group.name in replicas]
 
     def fetch(owned, old):
-        del old
         sent = {}
         for group in groups:
             own = owned[group.name]
-            encoded = config.encode(own.inverse)
+            encoded = config.encode_inverse(own.inverse)
             sent[group.name] = jnp.concatenate([encoded, (own.condition > 0).astype(encoded.dtype)[:, None]], axis=1)
         received = gather_from_owners(sent, shards, axis) if axis is not None else sent
         new = {}
         for group in groups:
-            inverse = config.decode(received[group.name][:, :-1], group)
-            assert isinstance(inverse, Kronecker)
+            inverse = config.decode_inverse(received[group.name][:, :-1], group, old[group.name].inverse)
             new[group.name] = Replica(inverse, received[group.name][:, -1] > 0)
         return new
 
@@ -290,19 +289,27 @@ def _precondition(
     replicas: dict[str, Replica],
     shards: dict[str, Shard],
     matrices: dict[str, jax.Array],
+    damping: jax.Array,
 ) -> dict[str, jax.Array]:
     """Preconditioned gradients of all groups: of one's own blocks and then gathered, or of all by every device."""
     axis = config.axis_name
+
+    def apply(inverse: Block, ready: jax.Array, matrices: jax.Array) -> jax.Array:
+        """Preconditioned gradients `[k, d_out, d_in]`; as they are where a block has no inverse yet."""
+        eigen = config.eigen and isinstance(inverse, Kronecker)
+        applied = apply_eigen(inverse, matrices, damping) if eigen else apply_inverse(inverse, matrices)
+        return jnp.where(per_block(ready, matrices), applied, matrices)
+
     result, own = {}, {}
     for group in config.groups:
         name, kept = group.name, blocks[group.name]
         if name in replicas:
-            result[name] = _apply(replicas[name].inverse, replicas[name].ready, matrices[name])
+            result[name] = apply(replicas[name].inverse, replicas[name].ready, matrices[name])
         elif group.kronecker and axis is not None:
             mine = take_own(matrices[name], shards[name], axis)
-            own[name] = _apply(kept.inverse, kept.condition > 0, mine)
+            own[name] = apply(kept.inverse, kept.condition > 0, mine)
         else:
-            result[name] = _apply(kept.inverse, kept.condition > 0, matrices[name])
+            result[name] = apply(kept.inverse, kept.condition > 0, matrices[name])
     return result | (gather_from_owners(own, shards, axis) if axis is not None else {})
 
 
@@ -355,10 +362,12 @@ def _aged(blocks: BlockState, usable: jax.Array) -> jax.Array:
     return jnp.where(blocks.condition > 0, blocks.age + usable, 0)
 
 
-def _refreshed(blocks: BlockState, new: Refreshed, usable: jax.Array) -> BlockState:
+def _refreshed(config: Config, blocks: BlockState, new: Refreshed, usable: jax.Array, damping: jax.Array) -> BlockState:
+    assert isinstance(new.inverse, Kronecker)
+    condition = eigen_condition(new.inverse, damping) if config.eigen else new.condition
     return blocks._replace(
         inverse=new.inverse,
-        condition=jnp.where(new.valid, new.condition, blocks.condition),
+        condition=jnp.where(new.valid, condition, blocks.condition),
         age=jnp.where(new.valid, 0, _aged(blocks, usable)),
     )
 
@@ -379,8 +388,3 @@ def _refresh_unitwise(
         condition=jnp.where(taken, new.condition, blocks.condition),
         age=jnp.where(taken, 0, _aged(blocks, usable)),
     ), jnp.sum(known & ~new.valid & due, dtype=jnp.int32)
-
-
-def _apply(inverse: Block, ready: jax.Array, matrices: jax.Array) -> jax.Array:
-    """Preconditioned gradients `[k, d_out, d_in]`; as they are where a block has no inverse yet."""
-    return jnp.where(per_block(ready, matrices), apply_inverse(inverse, matrices), matrices)

@@ -122,7 +122,7 @@ def scale_by_kfac(
 
     Args:
       layers: what `find_layers` returned.
-      damping: positive scalar or schedule of the step; takes effect at the next refresh.
+      damping: positive scalar or schedule of the step; takes effect at the next refresh, with `"eigh"` at once.
       factor_decay: decay of the running averages, in [0, 1); 0 uses the last statistics alone. Scalar or schedule.
       inverse_every: each inverse is refreshed every so many steps, counted from the first.
       refresh_warmup: during so many first steps, every step with statistics refreshes all inverses.
@@ -130,9 +130,11 @@ def scale_by_kfac(
         False refreshes all of them at steps 0, `inverse_every`, 2 `inverse_every`, ... None staggers where
         `inverse_every` is a plain integer, which it takes, and inverses are not replicated: to fetch them, any refresh
         sends all of them.
-      inverse: `"cholesky"`.
-      precision: dtype in which inverses are kept and applied, `"float32"` or `"bfloat16"`. They are always computed
-        in float32.
+      inverse: `"cholesky"`: as above. `"eigh"`: `(A (x) G + l I)^-1` exactly, by eigendecompositions of the factors:
+        `V` becomes `Q_G [(Q_G^T V Q_A) / (l_G l_A^T + l)] Q_A^T`. The damping of the step is used, whenever the
+        decompositions are from. They take several times as long as inverses, and applying them twice as long.
+      precision: dtype in which inverses or eigenvectors are kept and applied, `"float32"` or `"bfloat16"`. They are
+        always computed in float32.
       unitwise_damping: factor on `damping` for unit-wise and diagonal blocks. Scalar or schedule.
       axis_name: the named axis of devices, of `jax.pmap`, `jax.shard_map` or `mesh`; a tuple for several.
       mesh: for plain `jit` over sharded arrays. `init` and `update` then open a `shard_map` of their own over it, and
@@ -158,7 +160,7 @@ def scale_by_kfac(
     check_range("unitwise_damping", unitwise_damping, 0, math.inf, open_low=True, open_high=True)
     check_count("inverse_every", inverse_every, 1)
     check_count("refresh_warmup", refresh_warmup, 0)
-    _check_choice("inverse", inverse, ("cholesky",))
+    _check_choice("inverse", inverse, ("cholesky", "eigh"))
     _check_choice("precision", precision, ("float32", "bfloat16"))
     check_axis_name(axis_name)
     _check_switch("staggered", staggered, (None,))
@@ -190,6 +192,7 @@ def scale_by_kfac(
         wire_dtype=jnp.dtype(communication_dtype),
         triangular=triangular,
         precision=precision,
+        inverse=inverse,
     )
 
     if mesh is not None:

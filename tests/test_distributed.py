@@ -195,6 +195,22 @@ def test_eight_devices_are_one(style, widths, precondition, staggered, triangula
     assert_close(jax.jit(kfac.gather_state)(sharded_state)[0].owned, state[0].owned, 2e-4)
 
 
+@pytest.mark.parametrize(
+    ("style", "precondition"), [("shard_map", "sharded"), ("shard_map", "replicated"), ("mesh", "sharded")]
+)
+def test_eight_devices_are_one_with_eigendecompositions(style, precondition):
+    """Also where a state goes to another number of devices on the way."""
+    options = {"inverse_every": 3, "refresh_warmup": 1, "staggered": True, "damping": 1e-2, "inverse": "eigh"}
+    params, data, layers, expected, _ = one_device(FEW_LAYERS, tuple(options.items()))
+    options |= {"precondition": precondition}
+    half, state = STYLES[style](params, data[:3], layers, options, 8)
+    if precondition == "sharded":
+        state = kfac.scatter_state(jax.device_get(jax.jit(kfac.gather_state)(state)), 2)
+    devices = 2 if precondition == "sharded" else 8
+    found, _ = STYLES[style](jax.device_get(half), data[3:], layers, options, devices, state, 3)
+    assert_close(found, expected, 1e-4)
+
+
 @pytest.mark.parametrize("style", STYLES)
 def test_a_state_moves_between_numbers_of_devices(style):
     """Three steps on eight devices and three on two, by way of the portable state, are six on one."""

@@ -300,6 +300,19 @@ def test_nnx_layers_of_a_transformer(x64):
     np.testing.assert_allclose(factors["attention/key"].A, factors["attention/query"].A, rtol=1e-12)
 
 
+def test_recurrent_cells_are_used_at_every_step():
+    """Traced only: what is counted in a scan is compared with brute force elsewhere."""
+    model = nn.RNN(nn.LSTMCell(5))
+    x = jnp.zeros((N, T, D))
+
+    def loss(p, x):
+        return jnp.mean(model.apply({"params": p}, x)[:, -1] ** 2)
+
+    layers = kfac.find_layers(loss, shapes_of(model, x)["params"], x)
+    assert kinds(layers) == {f"cell/{kind}{gate}": "dense" for kind in "hi" for gate in "fgio"}
+    assert {(layer.uses, layer.positions) for layer in layers} == {(T, T)}
+
+
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 HEADS, HEAD, D = 2, 3, 6

@@ -242,7 +242,8 @@ def test_blocks_of_several_shapes_are_inverted_as_if_each_were_alone(monkeypatch
         "wide": Kronecker(moments(1, 3), jnp.abs(moments(1, 7)[:, 0])),
         "thin": Kronecker(jnp.array([[1.0, 2.0], [-2.0, 1.0]]), jnp.array([[3.0], [1.0]])),
     }
-    fails = {("a", 2), ("b", 1), ("square", 0), ("square", 2), ("thin", 1)}
+    factors["tall"] = Kronecker(*reversed(jax.tree.leaves(factors["thin"])))
+    fails = {("tall", 1), ("a", 2), ("b", 1), ("square", 0), ("square", 2), ("thin", 1)}
     due = {name: np.ones(block.A.shape[0], bool) for name, block in factors.items()}
     due["a"][3] = due["square"][1] = due["table"][0] = False
     previous = {name: sevens(block) for name, block in factors.items()}

@@ -70,13 +70,14 @@ SWITCHES = {
     ),
     "norm_constraint": ({}, 1e-4),
     "trust_ratio": ({}, 0.5),
+    "inverse": ({}, "eigh"),
     "precision": ({}, "bfloat16"),
     "staggered": ({"inverse_every": 2, "refresh_warmup": 0}, False),
 }
 # What matters on several devices: the tests of axes show what each of these changes, if only in the traffic.
 DEVICES = {"axis_name", "mesh", "precondition", "communication_dtype", "triangular"}
-# `layers` is what everything else is about, `inverse` has one value so far.
-ELSEWHERE = {"layers", "inverse"}
+# What everything else is about.
+ELSEWHERE = {"layers"}
 
 
 def test_the_tables_of_options_are_complete():

@@ -1,0 +1,319 @@
+"""Where the taps of each layer are, and what brings the sums that they collect to factors."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kfac import axes as axes_lib
+from kfac.analysis import Analysis
+from kfac.axes import Atom
+from kfac.layers import Factors, Kronecker, Layer, Layers, Unitwise
+from kfac.likelihood import Marks
+from kfac.operands import FILL_OR_DROP, row_axis
+from kfac.reads import Read, by_part, part_index, unsupported
+from kfac.replay import ElementwiseTap, Key, KroneckerTap, Plan
+from kfac.statistics import Convolution, Lookup, accumulator
+from kfac.tracing import Trace, equations_along
+
+
+@dataclasses.dataclass
+class Resolved:
+    """Layers, and all that `value_and_grad` needs to collect and finish their statistics.
+
+    Attributes:
+      layers: the layers.
+      plan: where the taps are.
+      probes: shape and dtype of what each tap sums.
+      finish: what brings these sums to factors, by layer, and their keys.
+      num_examples: `n`.
+      marks: the marked outputs.
+    """
+
+    layers: Layers
+    plan: Plan
+    probes: dict[Key, Any]
+    finish: dict[str, tuple[list[Key], Callable[[list[Any]], Any]]]
+    num_examples: int
+    marks: Marks
+
+    def factors(self, sums: dict[Key, Any], grads: Sequence[Any]) -> Factors:
+        """Factors from the cotangents of the probes and, for coarse diagonals, the gradients."""
+        by_path = dict(zip(self.layers.paths, grads, strict=True))
+        blocks = {}
+        for layer in self.layers.with_factors:
+            if layer.coarse:
+                g = by_path[layer.params[0]]
+                squared = self.num_examples * jnp.square(g.astype(accumulator(g.dtype)))
+                blocks[layer.name] = Unitwise(squared.reshape(layer.factor_shapes["F"]))
+            else:
+                keys, finish = self.finish[layer.name]
+                blocks[layer.name] = finish([sums[key] for key in keys])
+        return Factors(blocks)
+
+
+def plan_kronecker(
+    resolved: Resolved, layer: Layer, reads: list[Read], analysis: Analysis, traced: Trace, strict: bool, subsample: int
+) -> None:
+    dtype = _accumulator(traced, reads)
+    n, reduce = resolved.num_examples, layer.weight_sharing == "reduce"
+    with_bias = {
+        read.joined[0] for read in analysis.reads if read.joined and analysis.names[read.leaf] in layer.params[1:]
+    }
+    for read in reads:
+        eqn = equations_along(traced, read.path)[-1]
+        index = next(k for k, other in enumerate(analysis.reads) if other is read)
+        bias = "none" if not layer.has_bias else "one" if index in with_bias else "zero"
+        x_axes = read.x_axes
+        if read.op == "conv" and (reduce or "A" in layer.diagonal):
+            spatial = len(eqn.params["window_strides"])
+            x_axes = (x_axes[0], *x_axes[1 + spatial :])  # of sums over positions
+        arrange_x = axes_lib.arrangement(x_axes, read.batched)
+        arrange_g = axes_lib.arrangement(read.y_axes, read.batched)
+        if reduce:
+            if not strict and n > 1 and not all(_sizes(axes, n) for axes in (x_axes, read.y_axes)):
+                return
+            images = _images(read, eqn, n)
+            x_example, g_example = images or (
+                _example_position(x_axes, n, layer.params[0], read, eqn, strict),
+                _example_position(read.y_axes, n, layer.params[0], read, eqn, strict),
+            )
+            arrange_x, arrange_g = arrange_x.grouped_by(x_example), arrange_g.grouped_by(g_example)
+        elif subsample > 1:
+            x_example, g_example = _subsampled(resolved, layer, read, eqn, subsample)
+            arrange_x, arrange_g = arrange_x.grouped_by(x_example), arrange_g.grouped_by(g_example)
+        tap = KroneckerTap(
+            (layer.name, part_index(read)),
+            read.operand,
+            arrange_x,
+            arrange_g,
+            _geometry(read, eqn),
+            bias,
+            dtype,
+            layer.diagonal,
+            n if reduce else None,
+            subsample,
+        )
+        _place(resolved, traced, read, tap)
+    read = reads[0]
+    scanned = [length for length, atoms in zip(read.scans, read.view.stack, strict=True) if atoms]
+    batched = math.prod(atom.size for atom in read.batched)
+    tails = {"A": (n, layer.d_in), "G": (n, layer.d_out)} if reduce else layer.block_shapes
+    summed = {name: jax.ShapeDtypeStruct((*scanned, batched, *tail), dtype) for name, tail in tails.items()}
+    positions = {part_index(part[0]): sum(read.rows for read in part) / n for part in by_part(reads)}
+    resolved.probes.update({(layer.name, part): Kronecker(**summed) for part in positions})
+    parts = math.prod(atom.size for atom in read.picked)
+    stack = [*read.picked, *read.scanned, *sorted(read.batched, key=lambda atom: atom.memory_order)]
+    lead = (layer.copies,) if layer.stacked else ()
+
+    def of_part(sums: Kronecker, positions: float) -> Kronecker:
+        # G = (n / s) sum g g^T with s positions per example.
+        return Kronecker(sums.A / positions, sums.G) if reduce else Kronecker(sums.A / n, sums.G * (n / positions))
+
+    def finish(sums: list[Kronecker]) -> Kronecker:
+        found = {part: of_part(moments, s) for moments, (part, s) in zip(sums, positions.items(), strict=True)}
+        unread = jax.tree.map(jnp.zeros_like, sums[0])
+        ordered = [found.get(part, unread) for part in range(parts)]
+        stacked = jax.tree.map(lambda *blocks: jnp.stack(blocks), *ordered) if parts > 1 else ordered[0]
+        a, g = (_in_memory_order(getattr(stacked, f), stack, tails[f]).reshape(*lead, *tails[f]) for f in "AG")
+        if not reduce:
+            return Kronecker(a, g)
+
+        def moment(factor, rows):
+            if factor in layer.diagonal:
+                return jnp.sum(jnp.square(rows), axis=-2)
+            return jnp.einsum("...ni,...nj->...ij", rows, rows, precision=jax.lax.Precision.HIGHEST)
+
+        return Kronecker(moment("A", a) / n, moment("G", g) * n)
+
+    resolved.finish[layer.name] = [(layer.name, part) for part in positions], finish
+
+
+def _sizes(axes: axes_lib.Axes, n: int) -> list[int]:
+    """Positions, among all atoms of `axes`, of those that may be the axis of `n` examples."""
+    flat = [atom for axis in axes for atom in axis]
+    return [position for position, atom in enumerate(flat) if not atom.of_leaf and atom.size == n]
+
+
+def _reorders(read: Read, eqn: Any) -> bool:
+    """Whether a product may bring the axes of examples and positions into another order than that of its input."""
+    if read.op != "dense":
+        return False
+    batch = eqn.params["dimension_numbers"][1][1 - read.operand]
+    return any(axes_lib.is_broadcast((read.x_axes[k],)) for k in batch)
+
+
+def _example_position(axes: axes_lib.Axes, n: int, parameter: str, read: Read, eqn: Any, strict: bool) -> int | None:
+    """Which of all atoms of `axes` are the `n` examples; None for a single one, which needs no axis.
+
+    Raises:
+      ValueError: none can be, or another might.
+    """
+    if n == 1:
+        return None
+    flat = [atom for axis in axes for atom in axis]
+    matching = _sizes(axes, n)
+    example = next(iter(matching), None)
+    # Behind another axis, length alone tells the examples only if they can be on no other.
+    others = [p for p, atom in enumerate(flat) if not atom.of_leaf and atom.size % n == 0 and p != example]
+    if strict and others and (example or _reorders(read, eqn)):
+        raise ValueError(
+            f"parameter {parameter!r} is read by {eqn.primitive.name} on an array of shape {list(read.shape)}: it is "
+            f"not clear which of its axes has the {n} examples. Put the examples first, or take another number of them."
+        )
+    if example is None:
+        raise ValueError(
+            f"parameter {parameter!r} is read by {eqn.primitive.name} on an array of shape {list(read.shape)} none of "
+            f"whose axes has the {n} examples: pass num_examples= to value_and_grad, keep the examples on an axis of "
+            "their own there, or leave it out with skip=."
+        )
+    return example
+
+
+def _subsampled(
+    resolved: Resolved, layer: Layer, read: Read, eqn: Any, subsample: int
+) -> tuple[int | None, int | None]:
+    """Which of all atoms of a read's input, and of its output, are the examples of which `subsample` takes a part.
+
+    Raises:
+      ValueError: they have no axis of their own, or are fewer than `subsample`.
+    """
+    n, parameter = resolved.num_examples, layer.params[0]
+    # Where every token is an example, `subsample` takes whole sequences.
+    count = n if _sizes(read.y_axes, n) else resolved.marks.sequences(n)
+    if subsample > count:
+        raise ValueError(f"subsample={subsample}, but layer {layer.name!r} sees {count} example(s) at a time")
+    if read.op == "conv":
+        images = _images(read, eqn, count)
+        return images or (None, _example_position((read.x_axes[0],), count, parameter, read, eqn, strict=True))
+    g_example = _example_position(read.y_axes, count, parameter, read, eqn, strict=True)
+    if read.op == "embedding":
+        return None, g_example  # counts of rows are those of all examples
+    return _example_position(read.x_axes, count, parameter, read, eqn, strict=True), g_example
+
+
+def _images(read: Read, eqn: Any, n: int) -> tuple[int, int] | None:
+    """Where, among all atoms, the `n` images of a convolution are, in its input and its output; None if they are not.
+
+    Its dimension numbers say it: nothing else of the same length can be taken for them.
+    """
+    if read.op != "conv" or n == 1 or math.prod(atom.size for atom in read.x_axes[0]) != n:
+        return None
+    out = eqn.params["dimension_numbers"].out_spec[0]
+    return 0, sum(len(axis) for axis in read.y_axes[:out])
+
+
+def _in_memory_order(array: jax.Array, stack: list[Atom], tail: tuple[int, ...]) -> jax.Array:
+    order = sorted(range(len(stack)), key=lambda k: stack[k].memory_order)
+    array = array.reshape(*(atom.size for atom in stack), *tail)
+    flips = [k for k, atom in enumerate(stack) if atom.flipped]
+    array = jnp.flip(array, flips) if flips else array
+    return array.transpose(*order, *range(len(stack), len(stack) + len(tail)))
+
+
+def plan_elementwise(resolved, layer, leaves, by_leaf, shapes, traced, strict: bool) -> None:
+    n = resolved.num_examples
+    keys: list[Key] = []
+    entries: list[
+        tuple[int, np.ndarray]
+    ] = []  # for each key, which of the leaves it belongs to and which entries of it
+    rows: set[int] = set()
+    for k, leaf in enumerate(leaves):
+        dtype = _accumulator(traced, by_leaf[leaf])
+        known: dict[tuple, Key] = {}
+        for read in by_leaf[leaf]:
+            eqn = equations_along(traced, read.path)[-1]
+            flat = [atom for axis in read.y_axes for atom in axis]
+            examples: tuple[int, ...] = ()
+            if n > 1 and not _sizes(read.y_axes, n):
+                examples = resolved.marks.token_axes(flat, n)
+                if not strict and not examples:
+                    return
+            if not examples:
+                example = _example_position(read.y_axes, n, layer.params[k], read, eqn, strict)
+                examples = () if example is None else (example,)
+            units = sorted((p for p, atom in enumerate(flat) if atom.of_leaf), key=lambda p: flat[p].memory_order)
+            rows.add(math.prod(flat[p].size for p in examples))
+            if len(rows) > 1:
+                raise ValueError(
+                    f"parameter {layer.params[k]!r} is read on arrays that have {' and '.join(map(str, sorted(rows)))} "
+                    f"of the {n} examples: pass num_examples= to value_and_grad"
+                )
+            scanned = tuple(length for length, atoms in zip(read.scans, read.view.stack, strict=True) if atoms)
+            where = axes_lib.entries(shapes[leaf], read.view.start, [*read.scanned, *(flat[p] for p in units)])
+            # Uses of the same entries are summed for each example before they are squared.
+            key = known.setdefault((scanned, where.tobytes()), (layer.name, len(keys)))
+            if key not in resolved.probes:
+                keys.append(key)
+                entries.append((k, where))
+                width = math.prod(flat[p].size for p in units)
+                resolved.probes[key] = jax.ShapeDtypeStruct((*scanned, min(rows), width), dtype)
+            tap = ElementwiseTap(
+                key,
+                read.operand,
+                eqn.primitive.name,
+                tuple(atom.size for atom in flat),
+                examples,
+                tuple(units),
+                read.sign,
+                dtype,
+            )
+            _place(resolved, traced, read, tap)
+
+    def finish(sums: list[jax.Array]) -> Unitwise:
+        columns: list[list[jax.Array]] = [[] for _ in leaves]
+        for (k, where), g in zip(entries, sums, strict=True):
+            g = jnp.moveaxis(g, -2, 0).reshape(g.shape[-2], -1)
+            if not np.array_equal(where, np.arange(layer.d_out)):
+                g = jnp.zeros((len(g), layer.d_out), g.dtype).at[:, where].set(g)
+            columns[k].append(g)
+        g = jnp.stack([sum(parts[1:], parts[0]) for parts in columns], axis=-1)
+        return Unitwise(n * jnp.einsum("nup,nuq->upq", g, g, precision=jax.lax.Precision.HIGHEST))
+
+    resolved.finish[layer.name] = keys, finish
+
+
+def _accumulator(traced: Trace, reads: list[Read]) -> Any:
+    """The dtype of the sums over all uses of a parameter, which need not have one dtype."""
+    equations = [equations_along(traced, read.path)[-1] for read in reads]
+    dtypes = {var.aval.dtype for eqn in equations for var in (*eqn.invars, *eqn.outvars)}
+    return accumulator(jnp.result_type(*dtypes))
+
+
+def _place(resolved: Resolved, traced: Trace, read: Read, tap: KroneckerTap | ElementwiseTap) -> None:
+    """Puts a tap behind an equation, and tells each scan around it whether the tap's probe is sliced there."""
+    resolved.plan.at(read.path).taps[read.path[-1]] = tap
+    plan, levels = resolved.plan, iter(read.view.stack)
+    for index, eqn in zip(read.path, equations_along(traced, read.path)[:-1], strict=False):
+        plan = plan.children[index]
+        if eqn.primitive.name == "scan":
+            iterated = bool(next(levels))
+            if plan.iterated.setdefault(tap.key, iterated) != iterated:
+                raise unsupported(tap.key[0], "two operations in a scan", "only one of them iterates over it")
+
+
+def _geometry(read: Read, eqn: Any) -> Convolution | Lookup | None:
+    if read.op == "dense":
+        return None
+    numbers = eqn.params["dimension_numbers"]
+    if read.op == "embedding":
+        axis = row_axis(eqn)
+        assert axis is not None
+        column = tuple(numbers.start_index_map).index(axis)
+        return Lookup(eqn.invars[0].aval.shape[axis], column, eqn.params["mode"] == FILL_OR_DROP)
+    kernel, out = eqn.invars[1].aval.shape, eqn.outvars[0].aval.shape
+    return Convolution(
+        tuple(numbers.lhs_spec),
+        tuple(kernel[k] for k in numbers.rhs_spec[2:]),
+        tuple(eqn.params["window_strides"]),
+        tuple(tuple(pair) for pair in eqn.params["padding"]),
+        tuple(eqn.params["lhs_dilation"]),
+        tuple(eqn.params["rhs_dilation"]),
+        tuple(out[k] for k in numbers.out_spec[2:]),
+    )

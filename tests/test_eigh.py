@@ -1,0 +1,149 @@
+"""Eigendecompositions in the place of inverses, against dense solves in NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kfac
+from checking import FAST
+from kfac.inverse import decompose
+from kfac.layers import Eigen, Factors, Kronecker
+from kfac.refresh import refresh_kronecker
+
+
+def loss_fn(params, x, rows):
+    """A dense layer with a bias, a table, stacked copies, and factors above the bound on one side and on both."""
+    h = x @ params["dense"]["kernel"] + params["dense"]["bias"]
+    h = h[:, :3] + params["table"][rows] + h[:, 3:]
+    h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, params["stacked"])
+    h = h @ params["wide"]
+    return jnp.mean((h @ params["both"]) ** 2)
+
+
+def setting(dtype=jnp.float64):
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    params = {
+        "dense": {"kernel": normal(2, 4), "bias": normal(4)},
+        "table": normal(6, 3),
+        "stacked": normal(2, 3, 3),
+        "wide": normal(3, 9),
+        "both": normal(9, 8),
+    }
+    layers = kfac.find_layers(loss_fn, params, normal(5, 2), jnp.arange(5), max_dim=7)
+
+    def moment(shape):
+        lead, d = shape[:-1] if len(shape) != 1 else (), shape[-1]
+        if len(shape) in (2, 3):
+            x = rng.normal(size=(*shape[:-1], d - 1))  # one eigenvalue is zero
+            return jnp.asarray(x @ np.swapaxes(x, -1, -2), dtype)
+        return jnp.asarray(np.square(rng.normal(size=(*lead, d))), dtype)
+
+    blocks = {layer.name: Kronecker(**{f: moment(s) for f, s in layer.factor_shapes.items()}) for layer in layers}
+    gradients = jax.tree.map(lambda x: normal(*x.shape), params)
+    return params, layers, Factors(blocks), gradients
+
+
+def dense_solves(layers, factors, gradients, damping):
+    """`(A (x) G + damping I)^-1` times the gradient of every block."""
+    leaves = dict(zip(layers.paths, jax.tree.leaves(gradients), strict=True))
+    solved = {}
+    for layer in layers:
+        block = factors[layer.name]
+        matrices = np.asarray(layer.to_matrix([leaves[path] for path in layer.params]))
+        results = []
+        for k, matrix in enumerate(matrices):
+            a, g = (np.asarray(x[k] if layer.stacked else x) for x in (block.A, block.G))
+            a, g = (np.diag(x) if x.ndim == 1 else x for x in (a, g))
+            damped = np.kron(a, g) + damping * np.eye(matrix.size)
+            results.append(np.linalg.solve(damped, matrix.T.reshape(-1)).reshape(matrix.T.shape).T)
+        restored = layer.from_matrix(jnp.asarray(np.stack(results)))
+        solved |= dict(zip(layer.params, restored, strict=True))
+    return [solved[path] for path in layers.paths]
+
+
+def test_preconditioning_is_a_solve_with_the_damped_kronecker_product(x64):
+    """With the damping of the step itself, however old the decompositions; diagonal factors and copies included."""
+    params, layers, factors, gradients = setting()
+    diagonal = {layer.name: "".join(layer.diagonal) for layer in layers}
+    assert diagonal == {"dense": "", "table": "A", "stacked": "", "wide": "G", "both": "AG"}
+    tx = kfac.scale_by_kfac(
+        layers, inverse="eigh", damping=lambda t: jnp.where(t < 1, 0.25, 2.0), inverse_every=5, staggered=False
+    )
+    state = jax.jit(tx.init)(params)
+    step = jax.jit(lambda g, s, f: tx.update(g, s, factors=f), compiler_options=FAST)
+    for damping, given in ((0.25, factors), (2.0, None)):
+        updates, state = step(gradients, state, given)
+        expected = dense_solves(layers, factors, gradients, damping)
+        for found, solved in zip(jax.tree.leaves(updates), expected, strict=True):
+            np.testing.assert_allclose(found, solved, rtol=0, atol=1e-9 * np.abs(solved).max())
+    assert kfac.diagnostics(state)["inverse_age"] == 1
+    # Of the damped blocks at the refresh, in the 2-norm.
+    largest = max(
+        np.linalg.cond(
+            np.kron(*(np.diag(x) if np.ndim(x) == 1 else x for x in map(np.asarray, pair))) + 0.25 * np.eye(n)
+        )
+        for layer in layers
+        for n in [layer.d_in * layer.d_out]
+        for block in [factors[layer.name]]
+        for pair in (zip(block.A, block.G, strict=True) if layer.stacked else [(block.A, block.G)])
+    )
+    np.testing.assert_allclose(kfac.diagnostics(state)["condition"], largest, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.03)])
+def test_in_float32_and_with_eigenvectors_in_bfloat16(precision, tolerance):
+    params, layers, factors, gradients = setting(jnp.float32)
+    tx = kfac.scale_by_kfac(layers, inverse="eigh", damping=0.3, precision=precision)
+    state = tx.init(params)
+    updates, state = jax.jit(lambda g, s: tx.update(g, s, factors=factors), compiler_options=FAST)(gradients, state)
+    vectors = state.owned["kronecker_4x3"].blocks.inverse.A
+    assert vectors.vectors.dtype == jnp.dtype(precision)
+    assert vectors.values.dtype == jnp.float32
+    for found, solved in zip(jax.tree.leaves(updates), dense_solves(layers, factors, gradients, 0.3), strict=True):
+        assert found.dtype == jnp.float32
+        np.testing.assert_allclose(found, solved, rtol=0, atol=tolerance * np.abs(solved).max())
+
+
+def test_rounding_below_zero_becomes_zero():
+    stack = jnp.array([[[1.0, 1.0], [1.0, 1.0 - 1e-6]]])
+    eigen, usable = decompose(stack, jnp.float32)
+    assert usable[0] == 1
+    assert np.all(eigen.values >= 0)
+    np.testing.assert_allclose(eigen.values[0], [0, 2], atol=2e-6)
+
+
+def test_a_decomposition_that_fails_leaves_the_last_one_of_both_sides():
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(2, 3, 3)), jnp.float32)
+    factors = {"one": Kronecker((x @ x.mT).at[0].set(jnp.nan), x @ x.mT)}
+    previous = {
+        "one": jax.tree.map(lambda x: Eigen(jnp.full(x.shape, 7.0), jnp.full(x.shape[:2], 7.0)), factors["one"])
+    }
+    due = {"one": jnp.ones(2, bool)}
+    new = jax.jit(lambda: refresh_kronecker(factors, previous, due, jnp.float32(1e-3), eigen=True))()["one"]
+    np.testing.assert_array_equal(new.valid, [False, True])
+    for side, stack in ((new.inverse.A, factors["one"].A), (new.inverse.G, factors["one"].G)):
+        np.testing.assert_array_equal(side.vectors[0], 7)
+        np.testing.assert_array_equal(side.values[0], 7)
+        q = np.asarray(side.vectors[1])
+        np.testing.assert_allclose((q * side.values[1]) @ q.T, stack[1], atol=1e-5)
+
+
+def test_a_damping_that_went_astray_is_a_skipped_step():
+    params, layers, factors, gradients = setting(jnp.float32)
+
+    def step(state, damping):
+        tx = kfac.kfac(0.1, layers, inverse="eigh", damping=lambda count: damping)
+        return tx.update(gradients, state, params, factors=factors)
+
+    step = jax.jit(step, compiler_options=FAST)
+    _, good = step(kfac.kfac(0.1, layers, inverse="eigh").init(params), 1e-2)
+    for damping in (0.0, -1.0, np.nan):
+        updates, state = step(good, damping)
+        assert all(np.all(np.asarray(x) == 0) for x in jax.tree.leaves(updates))
+        assert kfac.diagnostics(state)["skipped_steps"] == 1
