@@ -261,6 +261,25 @@ def test_a_table_of_positions_longer_than_the_sequence(x64):
     assert not np.any(factors["positions"].F[-2 * D :])
 
 
+def test_a_stacked_scale_that_a_scan_iterates_over_and_others_read(x64):
+    """Its uses are summed for each example, wherever they are, before they are squared."""
+
+    def body(p, x, scale):
+        return jnp.sin(x * scale + p["scale"][0])
+
+    def loss(p, x, t):
+        x, _ = lax.scan(lambda x, scale: (body(p, x, scale), None), x, p["scale"])
+        return mean_loss(jnp.tanh(x @ p["w"]) * p["scale"][::-1][0], t)
+
+    def reference(hook, p, x, t):
+        for scale in p["scale"]:
+            x = body(p, x, scale)
+        return mean_loss(jnp.tanh(hook.layer("w", x, x @ p["w"])) * p["scale"][1], t)
+
+    layers, _ = check(reference, drawn(scale=(2, D), w=(D, D)), sequences(), loss=loss)
+    assert kinds(layers) == {"scale": "unitwise", "w": "dense"}
+
+
 @pytest.mark.parametrize(
     ("loss", "reason"),
     [
