@@ -281,14 +281,18 @@ def report(clean: list[dict], faulty: list[dict], steps: int) -> bool:
     """Prints the table; whether all is well."""
     by_step = {record["step"]: record for record in faulty if "step" in record}
     counts: dict[int, collections.Counter] = collections.defaultdict(collections.Counter)
+    indefinite = NOTHING
     for step in range(EVERY, steps + 1):
-        # A fault is answerable for what is counted until the next one.
+        # A fault is answerable for what is counted until the next one; one that makes averages indefinite as long as
+        # they remain so.
         kind = fault_of(step - step % EVERY, steps)
         if kind == NOTHING or step not in by_step:
             continue
+        indefinite = kind if kind in (INDEFINITE, IN_A_ROW) else indefinite
         counts[kind]["times"] += step % EVERY == 0
         for name in COUNTS:
-            counts[kind][name] += int(by_step[step][name] - by_step[step - 1][name])
+            blamed = indefinite if name == "failed_inversions" and indefinite != NOTHING else kind
+            counts[blamed][name] += int(by_step[step][name] - by_step[step - 1][name])
     print("| injected | times | steps left out | statistics left out | inversions failed |")
     print("|---|---|---|---|---|")
     for kind, found in sorted(counts.items()):
