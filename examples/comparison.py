@@ -1,7 +1,8 @@
 """What the examples that compare optimizers share: a training loop, trials over declared grids, and what came of them.
 
-Every optimizer gets the same number of trials, drawn without replacement from its own grid and kept as JSON; the one
-with the lowest final loss is run again from other initial weights and batches, and only these runs are compared.
+Every optimizer gets a number of trials, drawn without replacement from its own grid and kept as JSON: K-FAC no more than
+the others. The one with the lowest final loss is run again from other initial weights and batches, and only these runs
+are compared.
 """
 
 import dataclasses
@@ -15,14 +16,14 @@ from typing import Annotated, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "benchmarks"))
 
-import environment  # noqa: E402, F401  before JAX starts
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-import tyro  # noqa: E402
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
 
-import kfac  # noqa: E402
+import environment  # noqa: F401  before JAX starts
+import kfac
 
 Settings = dict[str, float]
 Grid = dict[str, tuple[float, ...]]
@@ -44,6 +45,8 @@ class Options:
     """How many runs of each optimizer are averaged; the trials have a seed of their own."""
     tune: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Run the trials that trials.jsonl does not have yet."""
+    only: tuple[str, ...] = ()
+    """With --tune: of these optimizers; of all if none is named."""
     folder: Path = Path()
     """Where trials.jsonl is; results.json and curves.png are written with --save."""
     save: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -135,7 +138,7 @@ def search(task: Task, grids: dict[str, Grid], options: Options) -> None:
     """Runs the trials that the file does not have yet, the optimizers in turn, and adds a line for each."""
     path = options.folder / "trials.jsonl"
     done = [(trial["optimizer"], trial["settings"], trial["steps"]) for trial in read(path)]
-    each = {name: points(grid, options.trials) for name, grid in grids.items()}
+    each = {name: points(grid, options.trials) for name, grid in grids.items() if name in (options.only or grids)}
     for number in range(options.trials):
         for name, settings in ((name, own[number]) for name, own in each.items() if number < len(own)):
             if (name, settings, options.steps) in done:
@@ -169,9 +172,14 @@ def first_at(curve: Curve, measure: str, target: float) -> dict[str, float] | No
     return next((record for record in curve if record[measure] <= target), None)
 
 
-def table(curves: dict[str, Curve], baseline: str, measure: str) -> Iterator[str]:
-    """For each optimizer the final loss, and when it reached the final loss of `baseline`: rows of Markdown."""
-    target, steps = curves[baseline][-1][measure], curves[baseline][-1]["step"]
+def baseline(curves: dict[str, Curve], measure: str) -> str:
+    """The best of the first-order optimizers."""
+    return min((name for name in curves if name != "kfac"), key=lambda name: _last(curves[name], measure))
+
+
+def table(curves: dict[str, Curve], against: str, measure: str) -> Iterator[str]:
+    """For each optimizer the final loss, and when it reached the final loss of `against`: rows of Markdown."""
+    target, steps = curves[against][-1][measure], curves[against][-1]["step"]
     yield f"| optimizer | {measure} loss at the end | step at which it is {target:.4f} | seconds until then | a step |"
     yield "|---|---|---|---|---|"
     for name, curve in curves.items():
@@ -203,11 +211,13 @@ def figure(path: Path, curves: dict[str, Curve], measure: str, label: str, logar
 
 def main(task: Callable[[], Task], grids: dict[str, Grid], default: Options, args: list[str], *, measure: str,
          label: str, logarithmic: bool = False) -> None:  # fmt: skip
-    """The command line of an example: `--tune`, or the comparison with the last optimizer but K-FAC as the baseline."""
+    """The command line of an example: `--tune`, or the comparison with the best first-order optimizer."""
     options = tyro.cli(Options, args=args, default=default)
     for name in ("steps", "every", "trials", "seeds"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name} is {getattr(options, name)} but must be at least 1")
+    if unknown := set(options.only) - set(grids):
+        raise UserError(f"--only {' '.join(sorted(unknown))}: there are {', '.join(grids)}")
     if options.tune:
         return search(task(), grids, options)
     trials = read(options.folder / "trials.jsonl")
@@ -221,9 +231,7 @@ def main(task: Callable[[], Task], grids: dict[str, Grid], default: Options, arg
         for record in mean(runs[name]):
             print("  ".join(f"{key} {value:.4g}" for key, value in record.items()), flush=True)
     curves = {name: mean(own) for name, own in runs.items()}
-    first_order = [name for name in grids if name != "kfac"]
-    baseline = min(first_order, key=lambda name: _last(curves[name], measure))
-    print("\n".join(table(curves, baseline, measure)))
+    print("\n".join(table(curves, baseline(curves, measure), measure)))
     if options.save:
         text = {"settings": settings, "runs": runs}
         (options.folder / "results.json").write_text(json.dumps(text) + "\n")

@@ -84,5 +84,5 @@ def test_float16_is_refused(example):
     sys.modules.pop("train", None)
     import train as script
 
-    with pytest.raises(script.UserError, match="--fisher sampled.*--dtype float16"):
+    with pytest.raises(script.UserError, match=r"--fisher sampled.*--dtype float16"):
         script.main(["--fisher", "sampled", "--dtype", "float16"])

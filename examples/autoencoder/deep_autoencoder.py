@@ -1,7 +1,7 @@
 """The deep autoencoder of the K-FAC papers, on scikit-learn's digits: K-FAC against Nesterov momentum and Adam.
 
-    python examples/autoencoder/deep_autoencoder.py          # trains with all three, prints the comparison
-    python examples/autoencoder/deep_autoencoder.py --tune   # the search that the settings come from
+python examples/autoencoder/deep_autoencoder.py          # trains with all three, prints the comparison
+python examples/autoencoder/deep_autoencoder.py --tune   # the search that the settings come from
 """
 
 import sys
@@ -14,7 +14,6 @@ sys.path.insert(0, str(FOLDER.parent))
 import comparison  # noqa: E402, I001  before JAX starts
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from sklearn.datasets import load_digits  # noqa: E402
 
@@ -24,7 +23,7 @@ Params = list[dict[str, jax.Array]]
 
 GRIDS: dict[str, comparison.Grid] = {
     "nesterov": {
-        "learning_rate": (0.003, 0.01, 0.02, 0.04, 0.08),
+        "learning_rate": (0.003, 0.01, 0.02, 0.04),
         "momentum": (0.9, 0.95, 0.98, 0.99),
         "warmup": (0.02, 0.1),
     },

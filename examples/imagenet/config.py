@@ -209,8 +209,8 @@ class Optimization:
     fisher: Annotated[
         Fisher,
         option(
-            "[kfac] Whose gradients the statistics are of: empirical: of the loss; sampled: of the log-likelihood of labels "
-            "drawn from what the network predicts, which takes a second backward pass."
+            "[kfac] What the statistics are of: empirical: gradients of the loss; sampled: those for labels drawn from "
+            "what the network predicts, which takes a second backward pass."
         ),
     ] = "empirical"
     subsample: Annotated[
@@ -714,8 +714,8 @@ def _check(config: Config) -> None:
         raise UserError("--rate-in-momentum has no effect with --trust-ratio; "
                         "give --no-rate-in-momentum or --trust-ratio 0")  # fmt: skip
     if values["fisher"] == "sampled" and values["dtype"] == "float16":
-        raise UserError("--fisher sampled has gradients that --dtype float16 would have to scale apart from those of the "
-                        "loss, and does not; use bfloat16 or float32")  # fmt: skip
+        raise UserError("--fisher sampled takes gradients of what it draws, which --dtype float16 does not scale as it "
+                        "does the loss; use bfloat16 or float32")  # fmt: skip
     traced_steps(values["profile"])
     process = {_option(name): values[name] for name in ("coordinator", "num_processes", "process_id")}
     given = [name for name, value in process.items() if value is not None]
