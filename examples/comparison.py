@@ -1,8 +1,8 @@
 """What the examples that compare optimizers share: a training loop, trials over declared grids, and what came of them.
 
-Every optimizer gets a number of trials, drawn without replacement from its own grid and kept as JSON: K-FAC no more than
-the others. The one with the lowest final loss is run again from other initial weights and batches, and only these runs
-are compared.
+Every optimizer gets a number of trials, K-FAC no more than the others: points drawn without replacement from its own
+grid, kept as JSON. The one with the lowest final loss is run again from other initial weights and batches, and only
+these runs are compared.
 """
 
 import dataclasses
@@ -82,6 +82,7 @@ class Task:
         self.evaluate = jax.jit(evaluate)
         self.layers = kfac.find_layers(loss, init(jax.random.key(0)), batch(0, 0))
         self.compiled: dict[str, Callable[..., Any]] = {}
+        self.compiler_options: dict[str, Any] = {}  # of XLA
 
     def step(self, name: str, params: Any, state: Any, batch: Any, count: Any, steps: Any, numbers: Any) -> Any:
         rate = numbers["learning_rate"] * shape(count, steps, numbers["warmup"])
@@ -103,7 +104,9 @@ class Task:
         rest = jnp.float32(steps), {key: jnp.float32(value) for key, value in settings.items()}
         if name not in self.compiled:
             step = jax.jit(self.step, static_argnums=0, donate_argnums=(1, 2))
-            self.compiled[name] = step.lower(name, params, state, self.batch(seed, 0), 0, *rest).compile()
+            self.compiled[name] = step.lower(name, params, state, self.batch(seed, 0), 0, *rest).compile(
+                self.compiler_options
+            )
         curve: Curve = []
         losses: list[float] = []
         seconds = 0.0

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from checking import FAST
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -47,6 +49,7 @@ def test_the_network_and_its_losses_are_those_of_the_papers(autoencoder):
 
 def test_every_optimizer_learns_and_again_the_same(autoencoder):
     task = autoencoder.make((64, 4))
+    task.compiler_options = FAST
     assert {layer.kind for layer in task.layers} == {"dense"}
     for name, grid in autoencoder.GRIDS.items():
         settings = {key: values[len(values) // 2] for key, values in grid.items()} | {"learning_rate": 0.01}

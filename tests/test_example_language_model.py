@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import kfac
+from checking import FAST
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -95,6 +96,7 @@ def test_both_optimizers_learn():
     import char_transformer
 
     task = char_transformer.make(tiny(layers=1), sequences=16, parts=1)
+    task.compiler_options = FAST
     np.testing.assert_array_equal(task.batch(0, 3), task.batch(0, 3))
     assert task.batch(0, 3).shape == (16, 7) and (task.batch(0, 3) != task.batch(1, 3)).any()
     for name, grid in char_transformer.GRIDS.items():
