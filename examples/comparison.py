@@ -48,9 +48,11 @@ class Options:
     only: tuple[str, ...] = ()
     """With --tune: of these optimizers; of all if none is named."""
     folder: Path = Path()
-    """Where trials.jsonl is; results.json and curves.png are written with --save."""
-    save: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Keep the results."""
+    """Where trials.jsonl is."""
+    report: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Train nothing: compare the best trials, and draw them."""
+    figure: Path = Path("curves.png")
+    """With --report: where the curves of the losses are drawn."""
 
 
 class UserError(Exception):
@@ -153,12 +155,12 @@ def search(task: Task, grids: dict[str, Grid], options: Options) -> None:
             print(f"trial {number + 1}/{len(each[name])} of {name}: {settings} ends at {curve[-1]}", flush=True)
 
 
-def best(trials: Sequence[dict[str, Any]], name: str, measure: str) -> Settings:
-    """The settings of the optimizer's trial with the lowest final loss; one that diverged has none."""
+def best(trials: Sequence[dict[str, Any]], name: str, measure: str) -> dict[str, Any]:
+    """The optimizer's trial with the lowest final loss; one that diverged has none."""
     own = [trial for trial in trials if trial["optimizer"] == name]
     if not own:
         raise UserError(f"trials.jsonl has no trials of {name}: run --tune first")
-    return min(own, key=lambda trial: _last(trial["curve"], measure))["settings"]
+    return min(own, key=lambda trial: _last(trial["curve"], measure))
 
 
 def _last(curve: Curve, measure: str) -> float:
@@ -224,21 +226,22 @@ def main(task: Callable[[], Task], grids: dict[str, Grid], default: Options, arg
     if options.tune:
         return search(task(), grids, options)
     trials = read(options.folder / "trials.jsonl")
-    settings = {name: best(trials, name, measure) for name in grids}
+    chosen = {name: best(trials, name, measure) for name in grids}
+    if options.report:
+        curves = {name: trial["curve"] for name, trial in chosen.items()}
+        print("\n".join(table(curves, baseline(curves, measure), measure)))
+        return figure(options.figure, curves, measure, label, logarithmic)
     made = task()
     print(made.layers)
-    runs: dict[str, list[Curve]] = {}
+    curves = {}
     for name in grids:
-        print(f"{name}: {settings[name]}", flush=True)
-        runs[name] = [made.run(name, settings[name], options.steps, 1 + k, options.every) for k in range(options.seeds)]
-        for record in mean(runs[name]):
+        settings = chosen[name]["settings"]
+        print(f"{name}: {settings}", flush=True)
+        runs = [made.run(name, settings, options.steps, 1 + k, options.every) for k in range(options.seeds)]
+        curves[name] = mean(runs)
+        for record in curves[name]:
             print("  ".join(f"{key} {value:.4g}" for key, value in record.items()), flush=True)
-    curves = {name: mean(own) for name, own in runs.items()}
     print("\n".join(table(curves, baseline(curves, measure), measure)))
-    if options.save:
-        text = {"settings": settings, "runs": runs}
-        (options.folder / "results.json").write_text(json.dumps(text) + "\n")
-        figure(options.folder / "curves.png", curves, measure, label, logarithmic)
 
 
 def script(run: Callable[[list[str]], None]) -> None:

@@ -1,7 +1,6 @@
 """`examples/autoencoder` and what the examples that compare optimizers share, on tiny sizes."""
 
 import importlib
-import json
 import math
 from pathlib import Path
 
@@ -103,8 +102,8 @@ def test_a_search_goes_on_where_it_stopped(comparison, tmp_path, capsys):
     assert sorted(task.runs + again.runs) == [(name, rate) for name in grids for rate in grids[name]["learning_rate"]]
     trials = comparison.read(tmp_path / "trials.jsonl")
     assert len(trials) == 6
-    assert comparison.best(trials, "adam", "training") == {"learning_rate": 0.1}
-    assert comparison.best(trials, "kfac", "training") == {"learning_rate": 0.4}  # 0.3 diverged
+    assert comparison.best(trials, "adam", "training")["settings"] == {"learning_rate": 0.1}
+    assert comparison.best(trials, "kfac", "training")["settings"] == {"learning_rate": 0.4}  # 0.3 diverged
     assert "trial 3/3 of kfac" in capsys.readouterr().out
 
 
@@ -125,28 +124,35 @@ def test_the_comparison_says_when_a_loss_is_reached(comparison):
     assert comparison.first_at(slow, "training", 1) is None
 
 
+def kept(comparison, grids, folder, measure):
+    """The trials in the folder of an example, and the curve of the best of each optimizer."""
+    trials = comparison.read(EXAMPLES / folder / "trials.jsonl")
+    return trials, {name: comparison.best(trials, name, measure)["curve"] for name in grids}
+
+
 @pytest.mark.parametrize(
     ("folder", "script", "measure"),
     [("autoencoder", "deep_autoencoder", "training"), ("language_model", "char_transformer", "validation")],
 )
-def test_the_page_shows_the_results_that_are_kept(monkeypatch, comparison, folder, script, measure):
-    """The trials are of the declared grids, no more of K-FAC than of the others; the table is of runs of the best."""
+def test_the_page_shows_the_trials_that_are_kept(monkeypatch, comparison, tmp_path, capsys, folder, script, measure):
+    """They are of the declared grids, no more of K-FAC than of the others, and the table is that of the best."""
     monkeypatch.syspath_prepend(str(EXAMPLES / folder))
-    grids = importlib.import_module(script).GRIDS
-    trials = comparison.read(EXAMPLES / folder / "trials.jsonl")
+    example = importlib.import_module(script)
+    grids = example.GRIDS
+    trials, curves = kept(comparison, grids, folder, measure)
     counts = {name: sum(trial["optimizer"] == name for trial in trials) for name in grids}
     assert 0 < counts["kfac"] == min(counts.values()) and sum(counts.values()) == len(trials)
     for trial in trials:
+        assert trial["steps"] == example.OPTIONS.steps
         assert all(value in grids[trial["optimizer"]][key] for key, value in trial["settings"].items())
-    results = json.loads((EXAMPLES / folder / "results.json").read_text())
-    assert results["settings"] == {name: comparison.best(trials, name, measure) for name in grids}
-    curves = {name: comparison.mean(runs) for name, runs in results["runs"].items()}
     page = (EXAMPLES.parent / "docs" / "examples.md").read_text()
-    assert "\n".join(comparison.table(curves, comparison.baseline(curves, measure), measure)) in page
+    table = "\n".join(comparison.table(curves, comparison.baseline(curves, measure), measure))
+    assert table in page
+    example.main(["--report", "--figure", str(tmp_path / "curves.png")])
+    assert table in capsys.readouterr().out and (tmp_path / "curves.png").stat().st_size > 10_000
 
 
-def test_kfac_is_far_ahead_in_steps_on_the_autoencoder(comparison):
-    results = json.loads((EXAMPLES / "autoencoder" / "results.json").read_text())
-    curves = {name: comparison.mean(runs) for name, runs in results["runs"].items()}
-    target = min(curves["adam"][-1]["training"], curves["nesterov"][-1]["training"])
-    assert comparison.first_at(curves["kfac"], "training", target)["step"] < 0.3 * curves["adam"][-1]["step"]
+def test_kfac_reaches_the_loss_of_the_others_in_a_third_of_their_steps(autoencoder, comparison):
+    _, curves = kept(comparison, autoencoder.GRIDS, "autoencoder", "training")
+    against = curves[comparison.baseline(curves, "training")][-1]
+    assert comparison.first_at(curves["kfac"], "training", against["training"])["step"] < against["step"] / 3
