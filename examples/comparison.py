@@ -224,13 +224,15 @@ def main(task: Callable[[], Task], grids: dict[str, Grid], default: Options, arg
     if unknown := set(options.only) - set(grids):
         raise UserError(f"--only {' '.join(sorted(unknown))}: there are {', '.join(grids)}")
     if options.tune:
-        return search(task(), grids, options)
+        search(task(), grids, options)
+        return
     trials = read(options.folder / "trials.jsonl")
     chosen = {name: best(trials, name, measure) for name in grids}
     if options.report:
         curves = {name: trial["curve"] for name, trial in chosen.items()}
         print("\n".join(table(curves, baseline(curves, measure), measure)))
-        return figure(options.figure, curves, measure, label, logarithmic)
+        figure(options.figure, curves, measure, label, logarithmic)
+        return
     made = task()
     print(made.layers)
     curves = {}
