@@ -135,14 +135,17 @@ def points(grid: Grid, number: int) -> list[Settings]:
 
 def read(path: Path) -> list[dict[str, Any]]:
     """The lines of a file of trials, if there is one; a last line that was cut short is left out."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def search(task: Task, grids: dict[str, Grid], options: Options) -> None:
     """Runs the trials that the file does not have yet, the optimizers in turn, and adds a line for each."""
     path = options.folder / "trials.jsonl"
-    done = [(trial["optimizer"], trial["settings"], trial["steps"]) for trial in read(path)]
+    whole = read(path)
+    if path.exists() and not path.read_text().endswith("\n"):  # or else the next line would go on with it
+        path.write_text("".join(json.dumps(trial) + "\n" for trial in whole))
+    done = [(trial["optimizer"], trial["settings"], trial["steps"]) for trial in whole]
     each = {name: points(grid, options.trials) for name, grid in grids.items() if name in (options.only or grids)}
     for number in range(options.trials):
         for name, settings in ((name, own[number]) for name, own in each.items() if number < len(own)):
