@@ -9,13 +9,12 @@ import pytest
 from jax.sharding import Mesh
 
 import kfac
-from runs import records, state
-from test_example_imagenet import EXAMPLE, shared_cache, train  # noqa: F401
+from runs import IMAGENET, records, state, train
 
 
 @pytest.fixture
 def example(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLE))
+    monkeypatch.syspath_prepend(str(IMAGENET))
 
 
 def test_every_device_micro_batch_and_step_draws_its_own(example):
@@ -67,13 +66,12 @@ def test_the_stream_is_that_of_nothing_else(example):
     assert len(drawn) == 4 and not drawn & others
 
 
-def test_a_resumed_run_draws_as_if_it_had_not_stopped(tmp_path, monkeypatch):
+def test_a_resumed_run_draws_as_if_it_had_not_stopped(tmp_path):
     """On two devices, with micro-batches."""
-    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
     options = ["--fisher", "sampled", "--width", 8, "--steps", 8, "--batch-size", 48, "--local-batch", 12]
-    train(*options, "--output", tmp_path / "whole")
-    train(*options, "--output", tmp_path / "parts", "--stop-after", 5)
-    train("--resume", "--output", tmp_path / "parts")
+    train(*options, "--output", tmp_path / "whole", devices=2)
+    train(*options, "--output", tmp_path / "parts", "--stop-after", 5, devices=2)
+    train("--resume", "--output", tmp_path / "parts", devices=2)
     assert records(tmp_path / "whole") == records(tmp_path / "parts")
     whole, parts = (jax.tree.leaves(state(tmp_path / name, 8)) for name in ("whole", "parts"))
     for a, b in zip(whole, parts, strict=True):
