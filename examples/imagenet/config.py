@@ -45,6 +45,7 @@ Init = Literal["identity", "he"]
 Erasing = Literal["none", "own", "in-place"]
 BatchSize = int | Literal["auto"] | None
 Every = int | Literal["adaptive"]
+Fisher = Literal["empirical", "sampled"]
 
 # How many steps --global-batch auto makes of an epoch: as many as batch 131,072 makes of ImageNet's.
 STEPS_AN_EPOCH = 10
@@ -205,6 +206,13 @@ class Optimization:
             "batch's noise must lie below it."
         ),
     ] = 0.1
+    fisher: Annotated[
+        Fisher,
+        option(
+            "[kfac] What the statistics are of: empirical: gradients of the loss; sampled: those for labels drawn from "
+            "what the network predicts, which takes a second backward pass."
+        ),
+    ] = "empirical"
     subsample: Annotated[
         int, option("[kfac] Form statistics from every so many-th image only; gradients come from all.")
     ] = 1
@@ -705,6 +713,9 @@ def _check(config: Config) -> None:
     if values["rate_in_momentum"] and values["trust_ratio"]:
         raise UserError("--rate-in-momentum has no effect with --trust-ratio; "
                         "give --no-rate-in-momentum or --trust-ratio 0")  # fmt: skip
+    if values["fisher"] == "sampled" and values["dtype"] == "float16":
+        raise UserError("--fisher sampled takes gradients of what it draws, which --dtype float16 does not scale as it "
+                        "does the loss; use bfloat16 or float32")  # fmt: skip
     traced_steps(values["profile"])
     process = {_option(name): values[name] for name in ("coordinator", "num_processes", "process_id")}
     given = [name for name, value in process.items() if value is not None]

@@ -14,6 +14,9 @@ import optax
 import kfac
 from config import Optimization
 
+# `augment.keys` folds in the step instead, which is never as large as this.
+FISHER_STREAM = 2**32 - 1
+
 
 def learning_rate(config: Optimization, steps_per_epoch: float, total_steps: int) -> optax.Schedule:
     """Linear warm-up from zero, then the chosen decay, by optimizer steps."""
@@ -52,6 +55,11 @@ def damping(config: Optimization, steps_per_epoch: float) -> Any:
         return config.damping
     steps = max(1, round(config.damping_warmup_epochs * steps_per_epoch))
     return kfac.schedules.damping_warmup(config.damping_initial, config.damping, steps)
+
+
+def fisher_key(seed: int, step: jax.Array) -> jax.Array:
+    """The key from which the labels of a step are drawn, of a stream that nothing else of the run has."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), FISHER_STREAM), step)
 
 
 def rescale(params: Any) -> Any:
@@ -107,23 +115,30 @@ def transform(
 
 
 def gradient_fn(
-    loss_fn: Callable[..., Any], layers: Any, micro_batches: int, axis_name: str, subsample: int = 1
+    loss_fn: Callable[..., Any],
+    layers: Any,
+    micro_batches: int,
+    axis_name: str,
+    subsample: int = 1,
+    fisher: str = "empirical",
 ) -> Callable[..., Any]:
-    """`fn(params, batch_stats, batch, loss_scale) -> ((loss, aux), grads, factors)`, this device's own.
+    """`fn(params, batch_stats, batch, loss_scale, key=...) -> ((loss, aux), grads, factors)`, this device's own.
 
     Without `layers` the factors are None; else they come from every `subsample`-th image. Over micro-batches everything
-    is averaged, the batch-norm averages in `aux` too.
+    is averaged, the batch-norm averages in `aux` too. Where labels are drawn (`fisher="sampled"`), `key` is that of the
+    step, the same on all devices: each micro-batch of each device draws with one of its own.
     """
     if layers is None:
         plain = jax.value_and_grad(loss_fn, has_aux=True)
 
-        def fn(params: Any, *rest: Any) -> Any:
+        def fn(params: Any, *rest: Any, key: Any = None) -> Any:
+            del key
             # Of parameters that are the same on all devices shard_map would sum the gradients.
             params = jax.lax.pcast(params, axis_name, to="varying")
             value, grads = plain(params, *rest)
             return value, grads, None
     else:
-        fn = kfac.value_and_grad(loss_fn, layers, has_aux=True, subsample=subsample)
+        fn = kfac.value_and_grad(loss_fn, layers, has_aux=True, subsample=subsample, fisher=fisher)
     if micro_batches == 1:
         return fn
     return kfac.microbatch(fn, micro_batches, batch_argnums=2)

@@ -135,6 +135,8 @@ def main(args: list[str]) -> None:
             {"params": params, "batch_stats": batch_stats}, normalise(batch.images), train=True,
             mutable=["batch_stats"],
         )  # fmt: skip
+        if optim.fisher == "sampled":
+            logits = kfac.output(logits, "categorical")
         targets = optax.smooth_labels(batch.targets, aug.label_smoothing)
         loss = jnp.mean(optax.softmax_cross_entropy(logits, targets))
         # Of a mixed image its own label counts, which has the larger share.
@@ -185,7 +187,8 @@ def main(args: list[str]) -> None:
             keys = augment.keys(run.seed, state.step, devices.own_indices(mesh.size, local_batch, micro_batches))
             seen, mixed = augment.augment(keys, state.step, aug.mixup_alpha, aug.erasing, seen, mixed)
         scale = state.loss_scale.scale if half else None
-        (loss, aux), grads, factors = gradients(state.params, state.batch_stats, seen, scale)
+        drawing = {"key": optimizers.fisher_key(run.seed, state.step)} if optim.fisher == "sampled" else {}
+        (loss, aux), grads, factors = gradients(state.params, state.batch_stats, seen, scale, **drawing)
         loss, aux, grads = lax.pmean((loss, aux, grads), AXIS)
         if half:
             loss, grads, factors = precision.unscale(state.loss_scale, loss, grads, factors)
@@ -228,7 +231,7 @@ def main(args: list[str]) -> None:
 
     def compile_step(layers: Any) -> Callable[..., Any]:
         gradients = optimizers.gradient_fn(
-            functools.partial(loss_fn, model), layers, micro_batches, AXIS, optim.subsample
+            functools.partial(loss_fn, model), layers, micro_batches, AXIS, optim.subsample, optim.fisher
         )
         step = on_devices(functools.partial(train_step, gradients), in_specs=(state_specs, SPLIT),
                           out_specs=(state_specs, SAME, SAME))  # fmt: skip

@@ -1,0 +1,257 @@
+"""What the examples that compare optimizers share: a training loop, trials over declared grids, and what came of them.
+
+Every optimizer gets a number of trials, K-FAC no more than the others: points drawn without replacement from its own
+grid, kept as JSON. The one with the lowest final loss is run again from other initial weights and batches, and only
+these runs are compared.
+"""
+
+import dataclasses
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "benchmarks"))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+
+import environment  # noqa: F401  before JAX starts
+import kfac
+
+Settings = dict[str, float]
+Grid = dict[str, tuple[float, ...]]
+# One record for each evaluation: step, seconds so far, losses.
+Curve = list[dict[str, float]]
+
+
+@dataclasses.dataclass
+class Options:
+    """Trains with every optimizer at the best settings of its trials, and prints how they compare."""
+
+    steps: int
+    """Length of each run. The learning rate falls to zero at its end, whatever the length."""
+    every: int
+    """Steps between evaluations."""
+    trials: int
+    """With --tune: how many points of its grid each optimizer gets."""
+    seeds: int = 3
+    """How many runs of each optimizer are averaged; the trials have a seed of their own."""
+    tune: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Run the trials that trials.jsonl does not have yet."""
+    only: tuple[str, ...] = ()
+    """With --tune: of these optimizers; of all if none is named."""
+    folder: Path = Path()
+    """Where trials.jsonl is."""
+    report: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Train nothing: compare the best trials, and draw them."""
+    figure: Path = Path("curves.png")
+    """With --report: where the curves of the losses are drawn."""
+
+
+class UserError(Exception):
+    """Something the user can put right; reported as one sentence, without a traceback."""
+
+
+def shape(step: Any, steps: Any, warmup: Any) -> Any:
+    """The learning rate of a step, from 0, relative to its peak: linear over the first `warmup`, then half a cosine."""
+    rise = (step + 1) / jnp.maximum(warmup * steps, 1)
+    done = jnp.clip((step - warmup * steps) / (steps * (1 - warmup)), 0, 1)
+    return jnp.where(rise < 1, rise, 0.5 * (1 + jnp.cos(jnp.pi * done)))
+
+
+class Task:
+    """What is trained, with compiled steps whose numbers are arguments, so that all trials share them.
+
+    Args:
+      init: initial parameters from a key.
+      batch: the batch of a seed and a step.
+      loss: mean loss of parameters and a batch, with its output marked for K-FAC.
+      evaluate: losses by name, of parameters.
+      optimizer: an optax transformation from its name, the learning rate at this step, its settings and the layers.
+      fisher: of which K-FAC takes the statistics, "sampled" or "empirical".
+    """
+
+    def __init__(self, *, init: Callable[..., Any], batch: Callable[..., Any], loss: Callable[..., Any],
+                 evaluate: Callable[..., Any], optimizer: Callable[..., Any], fisher: str) -> None:  # fmt: skip
+        self.init, self.batch, self.loss, self.optimizer, self.fisher = init, batch, loss, optimizer, fisher
+        self.evaluate = jax.jit(evaluate)
+        self.layers = kfac.find_layers(loss, init(jax.random.key(0)), batch(0, 0))
+        self.compiled: dict[str, Callable[..., Any]] = {}
+        self.compiler_options: dict[str, Any] = {}  # of XLA
+
+    def step(self, name: str, params: Any, state: Any, batch: Any, count: Any, steps: Any, numbers: Any) -> Any:
+        rate = numbers["learning_rate"] * shape(count, steps, numbers["warmup"])
+        tx = self.optimizer(name, rate, numbers, self.layers)
+        if name == "kfac":
+            measure = kfac.value_and_grad(self.loss, self.layers, fisher=self.fisher)
+            drawing = {"key": jax.random.fold_in(jax.random.key(0), count)} if self.fisher == "sampled" else {}
+            loss, grads, factors = measure(params, batch, **drawing)
+            updates, state = tx.update(grads, state, params, factors=factors)
+        else:
+            loss, grads = jax.value_and_grad(self.loss)(params, batch)
+            updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    def run(self, name: str, settings: Settings, steps: int, seed: int, every: int) -> Curve:
+        """Trains; the seconds are of the processor, in steps alone: without compiling, batches and evaluation."""
+        params = self.init(jax.random.key(seed))
+        state = self.optimizer(name, settings["learning_rate"], settings, self.layers).init(params)
+        rest = jnp.float32(steps), {key: jnp.float32(value) for key, value in settings.items()}
+        if name not in self.compiled:
+            step = jax.jit(self.step, static_argnums=0, donate_argnums=(1, 2))
+            self.compiled[name] = step.lower(name, params, state, self.batch(seed, 0), 0, *rest).compile(
+                self.compiler_options
+            )
+        curve: Curve = []
+        losses: list[float] = []
+        seconds = 0.0
+        for count in range(steps):
+            batch, began = self.batch(seed, count), time.process_time()
+            params, state, loss = jax.block_until_ready(self.compiled[name](params, state, batch, count, *rest))
+            seconds += time.process_time() - began
+            losses.append(float(loss))
+            if (count + 1) % every == 0 or count + 1 == steps:
+                found = {name: round(float(value), 5) for name, value in self.evaluate(params).items()}
+                mean = round(float(np.mean(losses)), 5)
+                curve.append({"step": count + 1, "seconds": round(seconds, 3), "batches": mean, **found})
+                losses = []
+                if not np.isfinite(list(found.values())).all():
+                    break
+        return curve
+
+
+def points(grid: Grid, number: int) -> list[Settings]:
+    """Distinct points of the grid in random order, the same every time."""
+    every = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    return [every[k] for k in np.random.default_rng(0).permutation(len(every))[:number]]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file of trials, if there is one; a last line that was cut short is left out."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def search(task: Task, grids: dict[str, Grid], options: Options) -> None:
+    """Runs the trials that the file does not have yet, the optimizers in turn, and adds a line for each."""
+    path = options.folder / "trials.jsonl"
+    whole = read(path)
+    if path.exists() and not path.read_text().endswith("\n"):  # or else the next line would go on with it
+        path.write_text("".join(json.dumps(trial) + "\n" for trial in whole))
+    done = [(trial["optimizer"], trial["settings"], trial["steps"]) for trial in whole]
+    each = {name: points(grid, options.trials) for name, grid in grids.items() if name in (options.only or grids)}
+    for number in range(options.trials):
+        for name, settings in ((name, own[number]) for name, own in each.items() if number < len(own)):
+            if (name, settings, options.steps) in done:
+                continue
+            curve = task.run(name, settings, options.steps, 0, options.every)
+            trial = {"optimizer": name, "settings": settings, "steps": options.steps, "curve": curve}
+            with path.open("a") as file:
+                file.write(json.dumps(trial) + "\n")
+            print(f"trial {number + 1}/{len(each[name])} of {name}: {settings} ends at {curve[-1]}", flush=True)
+
+
+def best(trials: Sequence[dict[str, Any]], name: str, measure: str) -> dict[str, Any]:
+    """The optimizer's trial with the lowest final loss; one that diverged has none."""
+    own = [trial for trial in trials if trial["optimizer"] == name]
+    if not own:
+        raise UserError(f"trials.jsonl has no trials of {name}: run --tune first")
+    return min(own, key=lambda trial: _last(trial["curve"], measure))
+
+
+def _last(curve: Curve, measure: str) -> float:
+    return curve[-1][measure] if np.isfinite(curve[-1][measure]) else np.inf
+
+
+def mean(curves: Sequence[Curve]) -> Curve:
+    """The mean over runs, record by record."""
+    return [{name: float(np.mean([r[name] for r in rows])) for name in rows[0]} for rows in zip(*curves, strict=False)]
+
+
+def first_at(curve: Curve, measure: str, target: float) -> dict[str, float] | None:
+    """The first record whose loss is no higher than `target`."""
+    return next((record for record in curve if record[measure] <= target), None)
+
+
+def baseline(curves: dict[str, Curve], measure: str) -> str:
+    """The best of the first-order optimizers."""
+    return min((name for name in curves if name != "kfac"), key=lambda name: _last(curves[name], measure))
+
+
+def table(curves: dict[str, Curve], against: str, measure: str) -> Iterator[str]:
+    """For each optimizer the final loss, and when it reached the final loss of `against`: rows of Markdown."""
+    target, steps = curves[against][-1][measure], curves[against][-1]["step"]
+    yield f"| optimizer | {measure} loss at the end | step at which it is {target:.4f} | seconds until then | a step |"
+    yield "|---|---|---|---|---|"
+    for name, curve in curves.items():
+        there, end = first_at(curve, measure, target), curve[-1]
+        when = f"{there['step']:.0f} ({there['step'] / steps:.0%}) | {there['seconds']:.1f}" if there else "- | -"
+        yield f"| {name} | {end[measure]:.4f} | {when} | {end['seconds'] / end['step']:.3f} |"
+
+
+def figure(path: Path, curves: dict[str, Curve], measure: str, label: str, logarithmic: bool) -> None:
+    """The losses against steps and against seconds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    drawn, axes = plt.subplots(1, 2, figsize=(9, 3.5), sharey=True, layout="constrained")
+    for axis, against in zip(axes, ("step", "seconds"), strict=True):
+        for name, curve in curves.items():
+            axis.plot([r[against] for r in curve], [r[measure] for r in curve], label=name)
+        axis.set_xlabel("steps" if against == "step" else "seconds of processor time")
+        axis.grid(alpha=0.3)
+        if logarithmic:
+            axis.set_yscale("log")
+    axes[0].set_ylabel(label)
+    axes[0].legend()
+    drawn.savefig(path, dpi=120)
+    plt.close(drawn)
+
+
+def main(task: Callable[[], Task], grids: dict[str, Grid], default: Options, args: list[str], *, measure: str,
+         label: str, logarithmic: bool = False) -> None:  # fmt: skip
+    """The command line of an example: `--tune`, or the comparison with the best first-order optimizer."""
+    options = tyro.cli(Options, args=args, default=default)
+    for name in ("steps", "every", "trials", "seeds"):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name} is {getattr(options, name)} but must be at least 1")
+    if unknown := set(options.only) - set(grids):
+        raise UserError(f"--only {' '.join(sorted(unknown))}: there are {', '.join(grids)}")
+    if options.tune:
+        search(task(), grids, options)
+        return
+    trials = read(options.folder / "trials.jsonl")
+    chosen = {name: best(trials, name, measure) for name in grids}
+    if options.report:
+        curves = {name: trial["curve"] for name, trial in chosen.items()}
+        print("\n".join(table(curves, baseline(curves, measure), measure)))
+        figure(options.figure, curves, measure, label, logarithmic)
+        return
+    made = task()
+    print(made.layers)
+    curves = {}
+    for name in grids:
+        settings = chosen[name]["settings"]
+        print(f"{name}: {settings}", flush=True)
+        runs = [made.run(name, settings, options.steps, 1 + k, options.every) for k in range(options.seeds)]
+        curves[name] = mean(runs)
+        for record in curves[name]:
+            print("  ".join(f"{key} {value:.4g}" for key, value in record.items()), flush=True)
+    print("\n".join(table(curves, baseline(curves, measure), measure)))
+
+
+def script(run: Callable[[list[str]], None]) -> None:
+    """Runs the example; what it refuses is one sentence."""
+    try:
+        run(sys.argv[1:])
+    except UserError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,88 @@
+"""A causal transformer in bare jax.numpy: stacked weights under `lax.scan`, `jax.checkpoint`, compute in bfloat16."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import kfac
+
+Params = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Transformer:
+    """Sizes of the network, and the type in which it computes; its parameters are float32 always."""
+
+    vocabulary: int
+    context: int = 64
+    width: int = 64
+    layers: int = 2
+    heads: int = 2
+    dtype: str = "bfloat16"
+
+    def init(self, key: jax.Array) -> Params:
+        """Kernels with variance 1 / d_in; the two that write to the residual stream start smaller, by their number."""
+        d, k = self.width, self.layers
+        keys = iter(jax.random.split(key, 7))
+
+        def dense(*shape: int, scale: float = 1.0) -> Params:
+            kernel = jax.random.normal(next(keys), shape) * scale * shape[-2] ** -0.5
+            return {"kernel": kernel, "bias": jnp.zeros((*shape[:-2], shape[-1]))}
+
+        def norm(*shape: int) -> Params:
+            return {"scale": jnp.ones(shape), "shift": jnp.zeros(shape)}
+
+        residual = (2 * k) ** -0.5
+        return {
+            "tokens": jax.random.normal(next(keys), (self.vocabulary, d)),
+            "positions": 0.1 * jax.random.normal(next(keys), (self.context, d)),
+            "blocks": {
+                "norm_attention": norm(k, d),
+                "queries_keys_values": dense(k, d, 3 * d),
+                "attention": dense(k, d, d, scale=residual),
+                "norm_mlp": norm(k, d),
+                "up": dense(k, d, 4 * d),
+                "down": dense(k, 4 * d, d, scale=residual),
+            },
+            "norm": norm(d),
+            "head": dense(d, self.vocabulary),
+        }
+
+    def logits(self, params: Params, tokens: jax.Array) -> jax.Array:
+        """`[batch, time]` tokens to `[batch, time, vocabulary]` logits of the token that follows each, in float32."""
+        dtype = jnp.dtype(self.dtype)
+        batch, time = tokens.shape
+        causal = jnp.tril(jnp.ones((time, time), bool))
+
+        def dense(layer: Params, x: jax.Array) -> jax.Array:
+            return x.astype(dtype) @ layer["kernel"].astype(dtype) + layer["bias"].astype(dtype)
+
+        def norm(layer: Params, x: jax.Array) -> jax.Array:
+            x = x.astype(jnp.float32)
+            x = x - x.mean(-1, keepdims=True)
+            x = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5)
+            return x * layer["scale"] + layer["shift"]
+
+        @jax.checkpoint
+        def block(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
+            qkv = dense(layer["queries_keys_values"], norm(layer["norm_attention"], x))
+            q, k, v = jnp.moveaxis(qkv.reshape(batch, time, 3, self.heads, -1), 2, 0)
+            scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
+            weights = jax.nn.softmax(jnp.where(causal, scores, -1e30)).astype(dtype)
+            mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(batch, time, -1)
+            x = x + dense(layer["attention"], mixed)
+            x = x + dense(layer["down"], jax.nn.relu(dense(layer["up"], norm(layer["norm_mlp"], x))))
+            return x, None
+
+        x = (params["tokens"][tokens] + params["positions"][:time]).astype(dtype)
+        x, _ = lax.scan(block, x, params["blocks"])
+        return dense(params["head"], norm(params["norm"], x)).astype(jnp.float32)
+
+    def loss(self, params: Params, tokens: jax.Array) -> jax.Array:
+        """Mean over tokens of `-log p`, in nats; `tokens` is `[batch, context + 1]`."""
+        logits = kfac.output(self.logits(params, tokens[:, :-1]), "categorical")
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1)
+        return -jnp.mean(chosen)

@@ -1,0 +1,87 @@
+"""docs/interop.md: every loop on it trains, with the statistics arriving at the optimizer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import kfac
+from test_docs import _run
+
+
+@pytest.fixture(scope="module")
+def names():
+    return _run("interop.md", 6)
+
+
+def plain(loss_fn, layers, params, batch, tx=None, steps=5):
+    """The loop of the README: parameters, state and the last loss."""
+    tx = tx or kfac.kfac(0.1, layers, damping=1e-2)
+
+    @jax.jit
+    def step(params, state):
+        loss, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)
+        updates, state = tx.update(grads, state, params, factors=factors)
+        return optax.apply_updates(params, updates), state, loss
+
+    state = tx.init(params)
+    for _ in range(steps):
+        params, state, loss = step(params, state)
+    return params, state, loss
+
+
+def assert_same(found, expected):
+    found, expected = jax.tree.leaves(found), jax.tree.leaves(expected)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_train_state_that_hands_factors_over_does_what_the_plain_loop_does(names):
+    params = names["params"]
+    expected = plain(names["linen_loss"], names["layers"], params, names["batch"])
+    assert_same(names["state"].params, expected[0])
+    assert names["state"].step == 5 and float(names["linen_last"]) == pytest.approx(float(expected[2]), rel=1e-4)
+    assert kfac.diagnostics(names["state"].opt_state)["condition"] > 1
+    # What the page says of the plain one: nothing fails, and nothing is preconditioned.
+    from flax.training.train_state import TrainState
+
+    state = TrainState.create(apply_fn=None, params=params, tx=names["tx"])
+    before = kfac.diagnostics(state.opt_state)["condition"]
+    state = state.apply_gradients(grads=params)
+    assert_same(state.params, jax.tree.map(lambda p: 0.9 * p, params))
+    assert kfac.diagnostics(state.opt_state)["condition"] == before
+
+
+def test_the_optimizer_of_nnx_does_what_the_plain_loop_does(names):
+    from flax import nnx
+
+    expected = plain(names["nnx_loss"], names["nnx_layers"], names["nnx_params"], names["batch"])
+    assert_same(nnx.state(names["nnx_model"], nnx.Param), expected[0])
+    assert names["scalars"]["condition"] == pytest.approx(float(kfac.diagnostics(expected[1])["condition"]), rel=1e-3)
+
+
+def test_a_partition_gives_each_its_own(names):
+    """Beside AdamW on the embedding K-FAC does what it does with AdamW's steps of the embedding in its place."""
+    loss_fn, batch, params = names["word_loss"], names["word_batch"], names["word_params"]
+    whole = kfac.find_layers(loss_fn, params, batch)
+    tx = optax.partition(
+        {"kfac": kfac.kfac(0.1, whole, damping=1e-2), "adamw": optax.adamw(3e-2)}, names["labels"]
+    )  # without skip=: only what is computed differs
+    assert_same(names["partitioned_params"], plain(loss_fn, whole, params, batch, tx)[0])
+    # The first step of AdamW has the length of its rate.
+    layers, partitioned = names["word_layers"], names["partitioned"]
+    first = plain(loss_fn, layers, params, batch, partitioned, steps=1)[0]
+    moved = jnp.abs(first["embedding"]["embedding"] - params["embedding"]["embedding"])
+    read = np.unique(batch[0])
+    np.testing.assert_allclose(moved[read], 3e-2, rtol=0.02)
+    alone = plain(loss_fn, layers, params, batch, steps=1)[0]
+    assert_same([first[k] for k in ("hidden", "output")], [alone[k] for k in ("hidden", "output")])
+    assert float(names["word_last"]) < float(loss_fn(params, batch))
+
+
+@pytest.mark.parametrize("framework", ["eqx", "hk"])
+def test_other_frameworks_learn(names, framework):
+    state = names[f"{framework}_state"]
+    assert kfac.diagnostics(state)["condition"] > 1
+    assert 0 < float(names[f"{framework}_last"]) < 0.8  # log 3 by guessing
