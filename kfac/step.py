@@ -296,8 +296,10 @@ def _precondition(
 
     def apply(inverse: Block, ready: jax.Array, matrices: jax.Array) -> jax.Array:
         """Preconditioned gradients `[k, d_out, d_in]`; as they are where a block has no inverse yet."""
-        eigen = config.eigen and isinstance(inverse, Kronecker)
-        applied = apply_eigen(inverse, matrices, damping) if eigen else apply_inverse(inverse, matrices)
+        if config.eigen and isinstance(inverse, Kronecker):
+            applied = apply_eigen(inverse, matrices, damping)
+        else:
+            applied = apply_inverse(inverse, matrices)
         return jnp.where(per_block(ready, matrices), applied, matrices)
 
     result, own = {}, {}
