@@ -123,9 +123,9 @@ def preconditioned_step(
         refreshed |= stop > start
     factors_of, inverses_of = ({n: getattr(blocks[n], part) for n in wanted} for part in ("factors", "inverse"))
     refreshes = refresh_kronecker(factors_of, inverses_of, wanted, now.damping, eigen=config.eigen)
-    for name, new in refreshes.items():
-        blocks[name] = _refreshed(config, blocks[name], new, usable, now.damping)
-        failed += jnp.sum(wanted[name] & ~new.valid, dtype=jnp.int32)
+    for name, refresh in refreshes.items():
+        blocks[name] = _refreshed(config, blocks[name], refresh, usable, now.damping)
+        failed += jnp.sum(wanted[name] & ~refresh.valid, dtype=jnp.int32)
     replicas = _refresh_replicas(config, state.replicas, blocks, shards, refreshed)
     # A unit-wise block is cheap, so every device has them all, and they are refreshed with the first phase of a cycle.
     due = usable & (everything | (cycle & (count % now.period == 0)))
