@@ -136,7 +136,8 @@ class Assignment:
       precondition: `"sharded"` or `"replicated"`.
       triangular: whether upper triangles are sent.
       wire_bytes: bytes per element on the wire.
-      inverse_bytes: bytes per element of an inverse.
+      inverse_bytes: bytes per element of an inverse, or of eigenvectors.
+      inverse: `"cholesky"` or `"eigh"`: whether inverses or eigendecompositions are kept.
     """
 
     layers: Layers
@@ -147,6 +148,7 @@ class Assignment:
     triangular: bool = True
     wire_bytes: int = 4
     inverse_bytes: int = 4
+    inverse: str = "cholesky"
 
     def __post_init__(self):
         """Checks the arguments."""
@@ -164,6 +166,8 @@ class Assignment:
                 raise ValueError(f"{name} must be 2 or 4, but is {getattr(self, name)!r}")
         if self.precondition not in ("sharded", "replicated"):
             raise ValueError(f"precondition must be 'sharded' or 'replicated', but is {self.precondition!r}")
+        if self.inverse not in ("cholesky", "eigh"):
+            raise ValueError(f"inverse must be 'cholesky' or 'eigh', but is {self.inverse!r}")
 
     @functools.cached_property
     def groups(self) -> tuple[Group, ...]:
@@ -211,12 +215,20 @@ class Assignment:
         for group in self.groups:
             elements = sum(math.prod(shape) for shape in group.shapes.values())
             if group.kronecker:
-                total += self.shards[group.name].positions * elements * (4 + self.inverse_bytes)
+                inverse = self._inverse_size(group)
+                total += self.shards[group.name].positions * (4 * elements + inverse)
                 if self.precondition == "replicated":
-                    total += group.size * elements * self.inverse_bytes
+                    total += group.size * inverse
             else:
                 total += group.size * elements * (4 + self.inverse_bytes)
         return total
+
+    def _inverse_size(self, group: Group) -> int:
+        """Bytes of what is kept to apply the inverse of one block; eigenvalues are in float32."""
+        if self.inverse == "cholesky":
+            return sum(math.prod(shape) for shape in group.shapes.values()) * self.inverse_bytes
+        vectors = sum(shape[0] ** 2 for shape in group.shapes.values() if len(shape) == 2)
+        return vectors * self.inverse_bytes + 4 * (group.d_in + group.d_out)
 
     @property
     def reduced_bytes(self) -> int:
@@ -238,6 +250,9 @@ class Assignment:
         for group in self.groups:
             if group.kronecker and self.precondition == "sharded":
                 total += group.size * group.d_out * group.d_in * 4
+            elif group.kronecker and self.inverse == "eigh":
+                # Whole, and eigenvectors in the dtype of the eigenvalues.
+                total += 4 * group.size * sum(math.prod(s) + s[0] * (len(s) == 2) for s in group.shapes.values())
             elif group.kronecker:
                 packed = sum(packed_size(shape, self.triangular) for shape in group.shapes.values())
                 total += group.size * packed * self.inverse_bytes

@@ -166,9 +166,8 @@ class Config:
         leaves, treedef = jax.tree.flatten(like)
         ends = list(itertools.accumulate(math.prod(leaf.shape[1:]) for leaf in leaves))
         parts = jnp.split(flat, ends[:-1], axis=1)
-        return treedef.unflatten(
-            part.reshape(-1, *leaf.shape[1:]).astype(leaf.dtype) for part, leaf in zip(parts, leaves, strict=True)
-        )
+        whole = [part.reshape(-1, *x.shape[1:]).astype(x.dtype) for part, x in zip(parts, leaves, strict=True)]
+        return jax.tree.unflatten(treedef, whole)
 
     @functools.cached_property
     def skipped(self) -> frozenset[str]:

@@ -123,9 +123,9 @@ def preconditioned_step(
         refreshed |= stop > start
     factors_of, inverses_of = ({n: getattr(blocks[n], part) for n in wanted} for part in ("factors", "inverse"))
     refreshes = refresh_kronecker(factors_of, inverses_of, wanted, now.damping, eigen=config.eigen)
-    for name, new in refreshes.items():
-        blocks[name] = _refreshed(config, blocks[name], new, usable, now.damping)
-        failed += jnp.sum(wanted[name] & ~new.valid, dtype=jnp.int32)
+    for name, refresh in refreshes.items():
+        blocks[name] = _refreshed(config, blocks[name], refresh, usable, now.damping)
+        failed += jnp.sum(wanted[name] & ~refresh.valid, dtype=jnp.int32)
     replicas = _refresh_replicas(config, state.replicas, blocks, shards, refreshed)
     # A unit-wise block is cheap, so every device has them all, and they are refreshed with the first phase of a cycle.
     due = usable & (everything | (cycle & (count % now.period == 0)))
@@ -296,8 +296,10 @@ def _precondition(
 
     def apply(inverse: Block, ready: jax.Array, matrices: jax.Array) -> jax.Array:
         """Preconditioned gradients `[k, d_out, d_in]`; as they are where a block has no inverse yet."""
-        eigen = config.eigen and isinstance(inverse, Kronecker)
-        applied = apply_eigen(inverse, matrices, damping) if eigen else apply_inverse(inverse, matrices)
+        if config.eigen and isinstance(inverse, Kronecker):
+            applied = apply_eigen(inverse, matrices, damping)
+        else:
+            applied = apply_inverse(inverse, matrices)
         return jnp.where(per_block(ready, matrices), applied, matrices)
 
     result, own = {}, {}

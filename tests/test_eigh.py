@@ -109,6 +109,20 @@ def test_in_float32_and_with_eigenvectors_in_bfloat16(precision, tolerance):
         np.testing.assert_allclose(found, solved, rtol=0, atol=tolerance * np.abs(solved).max())
 
 
+@pytest.mark.parametrize("precondition", ["sharded", "replicated"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_plan_counts_the_bytes_of_the_state(precondition, precision):
+    params, layers, _, _ = setting(jnp.float32)
+    tx = kfac.scale_by_kfac(layers, inverse="eigh", precision=precision, precondition=precondition)
+    state = jax.eval_shape(tx.init, params)
+    kept = [(block.factors, block.inverse) for block in state.blocks.values()]
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((kept, [r.inverse for r in state.replicas.values()])))
+    plan = kfac.Assignment(
+        layers, inverse="eigh", precondition=precondition, inverse_bytes=jnp.dtype(precision).itemsize
+    )
+    assert plan.memory_per_device == held
+
+
 def test_rounding_below_zero_becomes_zero():
     stack = jnp.array([[[1.0, 1.0], [1.0, 1.0 - 1e-6]]])
     eigen, usable = decompose(stack, jnp.float32)
