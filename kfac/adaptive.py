@@ -53,7 +53,7 @@ def adaptive_damping(
 
     In every `every`-th step with update `d` of the parameters `w`,
 
-        ratio = (h(w + d) - h(w)) / (M(d) - M(0)),    M(d) - M(0) = <grad h, d> + (<d, F d> + l |d|^2) / 2
+        ratio = (h(w + d) - h(w)) / (M(d) - M(0)),    M(d) - M(0) = <grad h, d> + (<d, F d> + l <d, d>) / 2
 
     compares the change of the loss `h` on the step's batch with what the quadratic model predicted, with damping `l`
     and the exact Fisher matrix `F` of that batch (Martens & Grosse 2015, section 6.5). Above `high` the model is better
