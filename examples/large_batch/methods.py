@@ -1,0 +1,178 @@
+"""The optimizers that are compared: what each one's settings mean, and the space that is searched for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import kfac
+
+Settings = dict[str, Any]
+
+
+def schedule(peak: Any, steps: Any) -> Callable[[Any], Any]:
+    """Linear warm-up over the first tenth of the steps, linear decay to zero after the last; arguments may be traced."""
+    warmup = jnp.ceil(0.1 * steps)
+
+    def rate(count: Any) -> Any:
+        now = jnp.asarray(count, jnp.float32)
+        rising = (now + 1) / warmup
+        falling = (steps - now) / (steps - warmup)
+        return peak * jnp.clip(jnp.minimum(rising, falling), 0.0, 1.0)
+
+    return rate
+
+
+def is_kernel(params: Any) -> Any:
+    """True for the weights of convolutions and of the final layer: what trust ratios and weight decay are for."""
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+
+def _by_kind(kernels: optax.GradientTransformation, vectors: optax.GradientTransformation):
+    def labels(params: Any) -> Any:
+        return jax.tree.map(lambda yes: "kernel" if yes else "vector", is_kernel(params))
+
+    return optax.multi_transform({"kernel": kernels, "vector": vectors}, labels)
+
+
+def _sgd(rate, s, layers):
+    del layers
+    if s.get("turned"):
+        return optax.chain(optax.trace(s["momentum"], nesterov=True), _turned(s), optax.scale_by_learning_rate(rate))
+    return optax.chain(
+        optax.add_decayed_weights(s["weight_decay"], is_kernel), optax.sgd(rate, s["momentum"], nesterov=True)
+    )
+
+
+def _lars(rate, s, layers):
+    """`learning_rate` is the relative step of a kernel without momentum; `vectors` multiplies it for vectors."""
+    del layers
+
+    def part(rate, kernel):
+        return optax.lars(rate, s["weight_decay"] if kernel else 0.0, trust_coefficient=1.0, trust_ratio_mask=kernel,
+                          momentum=s["momentum"], nesterov=True)  # fmt: skip
+
+    return _by_kind(part(rate, True), part(lambda count: s["vectors"] * rate(count), False))
+
+
+def _lamb(rate, s, layers):
+    del layers
+    return optax.lamb(rate, b1=s["momentum"], b2=s["b2"], weight_decay=s["weight_decay"], mask=is_kernel)
+
+
+def _adamw(rate, s, layers):
+    del layers
+    return optax.adamw(
+        rate, b1=s["momentum"], b2=s["b2"], weight_decay=s["weight_decay"], mask=is_kernel, nesterov=True
+    )
+
+
+def _muon(rate, s, layers):
+    """Matrices as K-FAC sees them: the window and the inputs of a convolution against its outputs."""
+    del layers
+
+    def dimensions(params: Any) -> Any:
+        def of(leaf: Any) -> Any:
+            if leaf.ndim < 2:
+                return None
+            return optax.contrib.MuonDimensionNumbers(tuple(range(leaf.ndim - 1)), leaf.ndim - 1)
+
+        return jax.tree.map(of, params)
+
+    def muon(rate, vectors, weight_decay):
+        return optax.contrib.muon(
+            rate, beta=s["momentum"], weight_decay=weight_decay, weight_decay_mask=is_kernel, nesterov=True,
+            adam_learning_rate=vectors, adam_b2=s["b2"], muon_weight_dimension_numbers=dimensions,
+        )  # fmt: skip
+
+    if s.get("turned"):
+        return optax.chain(muon(1.0, 1.0, 0.0), _turned(s), optax.scale(-1.0), optax.scale_by_learning_rate(rate))
+    return muon(rate, lambda count: s["vectors"] * rate(count), s["weight_decay"])
+
+
+def _kfac(rate, s, layers):
+    if not s.get("turned"):
+        return kfac.kfac(rate, layers, **{name: s[name] for name in KFAC_OPTIONS if name in s})
+    preconditioner = kfac.scale_by_kfac(layers, **{name: s[name] for name in SCALE_OPTIONS if name in s})
+    momentum = optax.trace(s["momentum"], nesterov=s["nesterov"])
+    return optax.chain(preconditioner, momentum, _turned(s), optax.scale_by_learning_rate(rate))
+
+
+def _turned(s: Settings) -> optax.GradientTransformation:
+    """Turns every kernel by an angle of the learning rate; vectors have the rate `vectors` times that.
+
+    Of a convolution's update the part along the kernel is left out first (all of them are followed by batch norm here).
+    """
+
+    def update(updates, state, params=None):
+        def turn(u, w, yes):
+            if not yes:
+                return s["vectors"] * u
+            if s.get("tangent", True) and u.ndim > 2:
+                u = u - w * (jnp.vdot(u, w) / jnp.vdot(w, w))
+            return u * (jnp.linalg.norm(w.ravel()) / (jnp.linalg.norm(u.ravel()) + 1e-12))
+
+        return jax.tree.map(turn, updates, params, is_kernel(params)), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def rescaled(params: Any, norms: Any) -> Any:
+    """Every kernel brought back to the norm it had at first."""
+
+    def scaled(leaf: jax.Array, norm: jax.Array, yes: bool) -> jax.Array:
+        return leaf * (norm / (jnp.linalg.norm(leaf.ravel()) + 1e-9)) if yes else leaf
+
+    return jax.tree.map(scaled, params, norms, is_kernel(params))
+
+
+SCALE_OPTIONS = ("damping", "factor_decay", "inverse_every", "refresh_warmup", "precision", "unitwise_damping")
+KFAC_OPTIONS = (
+    *SCALE_OPTIONS, "momentum", "nesterov", "rate_in_momentum", "weight_decay", "norm_constraint", "trust_ratio",
+)  # fmt: skip
+
+
+class Method(NamedTuple):
+    """`make(rate, settings, layers)` is the optimizer; `grid` are the settings that are searched, the others `fixed`."""
+
+    make: Callable[..., Any]
+    fixed: Settings
+    grid: dict[str, tuple[Any, ...]]
+
+
+METHODS = {
+    "sgd": Method(
+        _sgd,
+        {"momentum": 0.9, "weight_decay": 5e-4},
+        {"learning_rate": (0.2, 0.4, 0.8), "momentum": (0.9, 0.95)},
+    ),
+    "lars": Method(
+        _lars,
+        {"momentum": 0.9, "weight_decay": 5e-4},
+        {"learning_rate": (0.015, 0.03, 0.06), "vectors": (3.0, 10.0)},
+    ),
+    "lamb": Method(
+        _lamb,
+        {"momentum": 0.9, "weight_decay": 5e-4},
+        {"learning_rate": (0.03, 0.06, 0.12), "b2": (0.95, 0.999)},
+    ),
+    "adamw": Method(
+        _adamw,
+        {"momentum": 0.9, "weight_decay": 5e-4},
+        {"learning_rate": (0.005, 0.01, 0.02), "b2": (0.95, 0.999)},
+    ),
+    "muon": Method(
+        _muon,
+        {"momentum": 0.9, "b2": 0.95, "weight_decay": 5e-4},
+        {"learning_rate": (0.1, 0.2, 0.4), "vectors": (0.1, 0.3)},
+    ),
+    "kfac": Method(
+        _kfac,
+        {"momentum": 0.9, "nesterov": True, "turned": True, "vectors": 0.15, "factor_decay": 0.0, "subsample": 4},
+        {"learning_rate": (0.035, 0.07, 0.14), "damping": (1e-3, 1e-4)},
+    ),
+}

@@ -1,0 +1,56 @@
+"""Results of trials: JSON lines, one a trial, appended as they come."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+from errors import UserError
+from training import Trial
+
+Record = dict[str, Any]
+FIELDS = ("task", "method", "settings", "batch", "steps", "seed", "eval_every")
+
+
+def trial_of(record: Record) -> Trial:
+    return Trial(**{name: record[name] for name in FIELDS})
+
+
+class Store:
+    """All trials of a file, by what they are; the line that a killed study left half-written is dropped."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.records: dict[str, Record] = {}
+        if not path.is_file():
+            return
+        lines = path.read_text().splitlines(keepends=True)
+        for number, line in enumerate(lines, 1):
+            try:
+                record = json.loads(line)
+                self.records[trial_of(record).key] = record
+            except (ValueError, KeyError, TypeError) as error:
+                if number == len(lines) and not line.endswith("\n"):
+                    path.write_text("".join(lines[:-1]))
+                    return
+                raise UserError(f"{path}, line {number}, is no trial of this study ({error})") from error
+
+    def __contains__(self, trial: Trial) -> bool:
+        return trial.key in self.records
+
+    def __getitem__(self, trial: Trial) -> Record:
+        return self.records[trial.key]
+
+    def add(self, record: Record) -> None:
+        """Keeps a record, in the file too."""
+        self.records[trial_of(record).key] = record
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+# A plan asks for trials one by one and is told the result of each; so it can depend on them, and a study that was
+# killed goes through it again without running anything twice.
+Plan = Generator[Trial, Record, Any]

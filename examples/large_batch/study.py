@@ -1,0 +1,132 @@
+"""How many steps each optimizer needs to a fixed accuracy at large batches: every table of the study, one command each.
+
+    python examples/large_batch/study.py search       # settings of each method: a declared grid, the same for all
+    python examples/large_batch/study.py seeds        # the winners with three seeds, at the budgets around the target
+    python examples/large_batch/study.py report       # tables and figures from what is stored
+
+Every finished trial is a line of JSON in --results; a command that was killed goes on where it was, and trials that
+are there are not run again.
+"""
+
+from __future__ import annotations
+
+import before_jax  # noqa: F401, isort: skip
+
+import contextlib
+import dataclasses
+import io
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+import plans
+import reporting
+import tasks
+import training
+from errors import UserError
+from methods import METHODS
+from store import Plan, Store
+from tasks import Task
+
+HERE = Path(__file__).resolve().parent
+
+
+def _option(text: str):
+    return tyro.conf.arg(help=text)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """One table of the study of optimizers at large batches, or the report of all of them."""
+
+    table: Annotated[
+        tyro.conf.Positional[
+            Literal["search", "seeds", "batch-sizes", "ablations", "defaults", "time", "report"]
+        ],
+        _option(
+            "search: settings of each method; seeds: the winners with three seeds at several budgets; batch-sizes: steps "
+            "to the target from N/200 to N/4; ablations: K-FAC's winner with one thing changed; defaults: kfac.kfac as it "
+            "is; time: seconds of a step of each method; report: tables and figures from the stored trials"
+        ),
+    ]
+    task: Annotated[Literal["cifar", "digits", "toy"], _option("what is trained; toy is for tests")] = "cifar"
+    methods: Annotated[tuple[str, ...], _option("which methods; all if left out")] = ()
+    data_dir: Annotated[Path, _option("folder with CIFAR-10; get_cifar10.py fetches it")] = Path("data/cifar10")
+    results: Annotated[Path, _option("folder of the JSON lines")] = HERE / "results"
+    figures: Annotated[Path, _option("folder for the figures of report")] = HERE.parents[1] / "docs" / "figures"
+    limit: Annotated[int | None, _option("stop after so many new trials")] = None
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Runs what the command line asks for."""
+    options = parse(args)
+    unknown = [name for name in options.methods if name not in METHODS]
+    if unknown:
+        raise UserError(f"--methods {unknown[0]} is none of {', '.join(METHODS)}")
+    if options.limit is not None and options.limit < 1:
+        raise UserError(f"--limit must be at least 1, but is {options.limit}")
+    store = Store(options.results / f"{options.task}.jsonl")
+    if options.table == "report":
+        reporting.report(store, options.results, options.task, options.figures)
+        return
+    task = tasks.load(options.task, options.data_dir)
+    chosen = options.methods or tuple(METHODS)
+    if options.table == "time":
+        reporting.write_times(options.results / f"{options.task}-times.json", task, store, chosen)
+        return
+    plan = {
+        "search": plans.search, "seeds": plans.seeds, "batch-sizes": plans.batch_sizes,
+
+    }[options.table]  # fmt: skip
+    follow(plan(task, chosen), task, store, options.limit)
+
+
+def parse(args: Sequence[str] | None) -> Options:
+    """Parses the command line; what tyro finds wrong becomes one sentence instead of its box."""
+    text = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(text):
+            return tyro.cli(Options, args=args, prog="study.py", description=__doc__)
+    except SystemExit as error:
+        if error.code in (0, None):
+            raise
+        lines = [line.strip("│ ").strip() for line in text.getvalue().splitlines()]
+        words = " ".join(line for line in lines if line and line[0] not in "╭╰─")
+        raise UserError(words.removeprefix("Parsing error").strip()) from None
+
+
+def follow(plan: Plan, task: Task, store: Store, limit: int | None = None) -> None:
+    """Runs the trials of a plan that are not stored."""
+    new, record = 0, None
+    try:
+        while True:
+            trial = plan.send(record) if record is not None else next(plan)
+            if trial not in store:
+                if new == limit:
+                    return
+                began = time.perf_counter()
+                store.add(training.run(task, trial))
+                new += 1
+                result = store[trial]
+                varied = {k: v for k, v in trial.settings.items() if METHODS[trial.method].fixed.get(k) != v}
+                words = " ".join(f"{k}={v}" for k, v in varied.items())
+                print(
+                    f"{trial.method:6} batch {trial.batch} steps {trial.steps} seed {trial.seed} {words}: "
+                    f"{result['val_accuracy']:.1%} in {time.perf_counter() - began:.0f} s", flush=True,
+                )  # fmt: skip
+            record = store[trial]
+    except StopIteration:
+        print(f"{new} new trials; {len(store.records)} in {store.path}", flush=True)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path.home() / ".cache" / "kfac-study"))
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,102 @@
+"""The tasks of the study: images in memory, a network, and a target fixed before the runs that count."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import models
+from batches import ArraySplit
+from cifar10 import read_cifar10
+from errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Task:
+    """Images uint8 NHWC. Settings are chosen by the validation images; the test images are seen once, at the end."""
+
+    name: str
+    train: ArraySplit
+    val: tuple[np.ndarray, np.ndarray]
+    test: tuple[np.ndarray, np.ndarray]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    model: models.ResNet
+    smoothing: float
+    target: float  # accuracy on the validation images
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.train.images.shape[1:]
+
+
+def load(name: str, data_dir: Path) -> Task:
+    """The task of that name; `data_dir` is read by "cifar" only."""
+    return TASKS[name](data_dir)
+
+
+def _resnet(stages: tuple[int, ...], width: int) -> models.ResNet:
+    return models.ResNet(stages, num_classes=10, width=width, stem="small", init_scheme="he")
+
+
+@functools.lru_cache(maxsize=1)
+def _cifar(data_dir: Path) -> Task:
+    """5,000 training images of CIFAR-10 at 16 x 16, 2,500 others to validate, all 10,000 test images."""
+    if not data_dir.is_dir():
+        raise UserError(f"--data-dir {data_dir} is not a folder; examples/imagenet/get_cifar10.py fetches CIFAR-10")
+    whole = read_cifar10(data_dir)
+    train, val = whole.train, whole.val
+    assert isinstance(train, ArraySplit) and isinstance(val, ArraySplit)
+    # RandomState, because its stream is frozen between versions of numpy.
+    order = np.random.RandomState(0).permutation(len(train))
+    chosen, held = order[:5000], order[5000:7500]
+    return Task(
+        "cifar", ArraySplit(_halved(train.images[chosen]), train.labels[chosen], shift=2, flip=True),
+        (_halved(train.images[held]), train.labels[held]), (_halved(val.images), val.labels),
+        whole.mean, whole.std, _resnet((1, 1, 1), 16), 0.1, 0.5,
+    )  # fmt: skip
+
+
+def _halved(images: np.ndarray) -> np.ndarray:
+    """Each 2 x 2 pixels averaged."""
+    n, height, width, channels = images.shape
+    parts = images.reshape(n, height // 2, 2, width // 2, 2, channels)
+    return np.round(parts.mean((2, 4), dtype=np.float32)).astype(np.uint8)
+
+
+@functools.lru_cache(maxsize=1)
+def _digits(data_dir: Path) -> Task:
+    """1,000 of the handwritten digits of scikit-learn (8 x 8) to train on, 400 to validate, 397 to test."""
+    del data_dir
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    images = np.round(images * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8, 1)
+    order = np.random.RandomState(0).permutation(len(labels))
+    train, val, test = order[:1000], order[1000:1400], order[1400:]
+    pixels = images[train] / 255
+    return Task(
+        "digits", ArraySplit(images[train], labels[train], shift=1), (images[val], labels[val].astype(np.int32)),
+        (images[test], labels[test].astype(np.int32)), (float(pixels.mean()),), (float(pixels.std()),),
+        _resnet((1, 1), 16), 0.1, 0.97,
+    )  # fmt: skip
+
+
+def _toy(data_dir: Path) -> Task:
+    """64 images of two colours: for the tests of this study."""
+    del data_dir
+    rng = np.random.RandomState(0)
+    labels = np.arange(96) % 2
+    images = (rng.randint(0, 128, (96, 4, 4, 1)) + 127 * labels[:, None, None, None]).astype(np.uint8)
+    labels = labels.astype(np.int32)
+    return Task(
+        "toy", ArraySplit(images[:64], labels[:64]), (images[64:80], labels[64:80]), (images[80:], labels[80:]),
+        (0.5,), (0.25,), models.ResNet((1,), num_classes=10, width=2, stem="small", init_scheme="he"), 0.1, 0.9,
+    )  # fmt: skip
+
+
+TASKS: dict[str, Any] = {"cifar": _cifar, "digits": _digits, "toy": _toy}

@@ -1,0 +1,216 @@
+"""One trial: a task, a method and its settings, trained for a budget of steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import kfac
+import methods
+from batches import Plan
+from tasks import Task
+
+# Settings that make another program; all others are numbers that the program takes as arguments.
+STATIC = (
+    "nesterov", "rate_in_momentum", "inverse_every", "refresh_warmup", "inverse", "precision", "fisher", "subsample",
+    "statistics_every", "statistics_threshold", "rescale", "turned", "tangent", "batch_norm_blocks",
+)  # fmt: skip
+STATISTICS_WARMUP = 10  # first steps of which every one collects statistics
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """What makes a trial: two with the same fields are the same, and need to be run once."""
+
+    task: str
+    method: str
+    settings: dict[str, Any]
+    batch: int
+    steps: int
+    seed: int = 0
+    eval_every: int = 5
+
+    @property
+    def key(self) -> str:
+        """Text that is the same for the same trial."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+
+class State(NamedTuple):
+    params: Any
+    batch_stats: Any
+    opt_state: Any
+    kernel_norms: Any
+
+
+class Programs(NamedTuple):
+    """The compiled parts of a trial; `cheap` is the step without statistics, the same as `step` where there are none."""
+
+    init: Any
+    step: Any
+    cheap: Any
+    evaluate: Any
+
+
+def normalised(task: Task, images: jax.Array) -> jax.Array:
+    mean, std = jnp.asarray(task.mean), jnp.asarray(task.std)
+    return (images.astype(jnp.float32) / 255 - mean) / std
+
+
+@functools.lru_cache(maxsize=64)
+def programs(task: Task, method: str, static: tuple[tuple[str, Any], ...], names: tuple[str, ...], batch: int):
+    """Compiles what trials of one kind share. Budget, rates and other numbers are arguments, so they do not recompile."""
+    fixed = dict(static)
+    model = task.model
+    use_kfac = method == "kfac"
+    images_like = jax.ShapeDtypeStruct((batch, *task.shape), jnp.uint8)
+    labels_like = jax.ShapeDtypeStruct((batch,), jnp.int32)
+
+    def loss_fn(params, batch_stats, images, labels):
+        logits, new = model.apply(
+            {"params": params, "batch_stats": batch_stats}, normalised(task, images), train=True,
+            mutable=["batch_stats"],
+        )  # fmt: skip
+        if fixed.get("fisher") == "sampled":
+            logits = kfac.output(logits)
+        targets = optax.smooth_labels(jax.nn.one_hot(labels, logits.shape[-1]), task.smoothing)
+        return jnp.mean(optax.softmax_cross_entropy(logits, targets)), new["batch_stats"]
+
+    def fresh(key):
+        return model.init(key, jnp.zeros((1, *task.shape)), train=False)
+
+    layers = None
+    if use_kfac:
+        like = jax.eval_shape(fresh, jax.random.key(0))
+        layers = kfac.find_layers(
+            loss_fn, like["params"], like["batch_stats"], images_like, labels_like, has_aux=True,
+            skip=() if fixed.get("batch_norm_blocks", True) else ("norm",),
+        )  # fmt: skip
+
+    def transform(settings, steps):
+        rate = methods.schedule(settings["learning_rate"], steps)
+        return optax.with_extra_args_support(methods.METHODS[method].make(rate, {**settings, **fixed}, layers))
+
+    def init(key, settings, steps):
+        variables = fresh(key)
+        params = variables["params"]
+        norms = jax.tree.map(lambda leaf: jnp.linalg.norm(leaf.ravel()), params)
+        return State(params, variables["batch_stats"], transform(settings, steps).init(params), norms)
+
+    def step(with_statistics, state, images, labels, key, settings, steps):
+        if with_statistics:
+            gradients = kfac.value_and_grad(
+                loss_fn, layers, has_aux=True, fisher=fixed.get("fisher", "empirical"),
+                subsample=fixed.get("subsample", 1),
+            )  # fmt: skip
+            extra = {"key": key} if fixed.get("fisher") == "sampled" else {}
+            (loss, batch_stats), grads, factors = gradients(state.params, state.batch_stats, images, labels, **extra)
+        else:
+            plain = jax.value_and_grad(loss_fn, has_aux=True)
+            (loss, batch_stats), grads = plain(state.params, state.batch_stats, images, labels)
+            factors = None
+        tx = transform(settings, steps)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params, factors=factors)
+        params = optax.apply_updates(state.params, updates)
+        if fixed.get("rescale"):
+            params = methods.rescaled(params, state.kernel_norms)
+        change = kfac.diagnostics(opt_state)["statistics_change"] if use_kfac else jnp.zeros(())
+        return State(params, batch_stats, opt_state, state.kernel_norms), (loss, change)
+
+    def evaluate(params, batch_stats, images, labels):
+        logits = model.apply({"params": params, "batch_stats": batch_stats}, normalised(task, images), train=False)
+        return jnp.mean(jnp.argmax(logits, -1) == labels)
+
+    number = jax.ShapeDtypeStruct((), jnp.float32)
+    numbers = dict.fromkeys(names, number)
+    key_like = jax.eval_shape(lambda: jax.random.key(0))
+    init_program = jax.jit(init)
+    state_like = jax.eval_shape(init, key_like, numbers, number)
+    arguments = (state_like, images_like, labels_like, key_like, numbers, number)
+
+    def compiled(with_statistics):
+        fn = functools.partial(step, with_statistics)
+        return jax.jit(fn, donate_argnums=0).lower(*arguments).compile()
+
+    full = compiled(use_kfac)
+    cheap = compiled(False) if use_kfac and fixed.get("statistics_every", 1) != 1 else full
+    return Programs(init_program, full, cheap, jax.jit(evaluate))
+
+
+def split_settings(settings: dict[str, Any]) -> tuple[tuple[tuple[str, Any], ...], dict[str, Any]]:
+    """What makes another program, and the numbers."""
+    static = tuple(sorted((name, value) for name, value in settings.items() if name in STATIC))
+    return static, {name: np.float32(value) for name, value in settings.items() if name not in STATIC}
+
+
+def prepare(task: Task, trial: Trial) -> tuple[Programs, dict[str, Any]]:
+    """The programs of a trial and the numbers that they take."""
+    static, numbers = split_settings(trial.settings)
+    return programs(task, trial.method, static, tuple(sorted(numbers)), trial.batch), numbers
+
+
+def run(task: Task, trial: Trial) -> dict[str, Any]:
+    """Trains; returns the trial with its curve of validation accuracies, the losses and the test accuracy.
+
+    A trial whose loss is no longer finite stops; its curve goes on at chance.
+    """
+    compiled, numbers = prepare(task, trial)
+    steps = np.float32(trial.steps)
+    key = jax.random.key(trial.seed)
+    state = compiled.init(key, numbers, steps)
+    plan = Plan(len(task.train), trial.batch, np.arange(trial.batch), trial.seed, 0, trial.steps)
+    every = trial.settings.get("statistics_every", 1)
+    interval = kfac.AdaptiveInterval(trial.settings.get("statistics_threshold", 0.1))
+    curve: list[tuple[int, float]] = []
+    losses: list[float] = []
+    collected = 0
+    began = time.perf_counter()
+    for number, batch in enumerate(task.train.batches(plan)):
+        due = interval.due(number) if every == "adaptive" else number % every == 0
+        due |= number < STATISTICS_WARMUP
+        collected += due
+        program = compiled.step if due else compiled.cheap
+        state, (loss, change) = program(
+            state, batch.images, batch.labels, jax.random.fold_in(key, number), numbers, steps
+        )
+        if every == "adaptive" and due:
+            interval.record(number, float(change))
+        losses.append(float(loss))
+        if not math.isfinite(losses[-1]):
+            break
+        if (number + 1) % trial.eval_every == 0 or number + 1 == trial.steps:
+            curve.append((number + 1, round(accuracy(compiled, state, task.val), 4)))
+    finite = len(losses) == trial.steps and math.isfinite(losses[-1])
+    seconds = time.perf_counter() - began
+    norms = jax.tree.map(lambda leaf: jnp.linalg.norm(leaf.ravel()), state.params)
+    growth = jax.tree.map(lambda new, old, yes: float(new / old) if yes else 0.0, norms, state.kernel_norms,
+                          methods.is_kernel(state.params))  # fmt: skip
+    return {
+        **dataclasses.asdict(trial),
+        "finite": finite,
+        "curve": curve,
+        "val_accuracy": curve[-1][1] if finite else 0.1,
+        "test_accuracy": round(accuracy(compiled, state, task.test), 4) if finite else 0.1,
+        "losses": [round(loss, 4) for loss in losses if math.isfinite(loss)],
+        "norm_growth": round(max(jax.tree.leaves(growth)), 3) if finite else None,
+        "steps_with_statistics": collected if trial.method == "kfac" else 0,
+        "seconds": round(seconds, 2),
+    }
+
+
+def accuracy(compiled: Programs, state: State, split: tuple[np.ndarray, np.ndarray]) -> float:
+    """Of the network with its averaged batch-norm statistics, in equal parts of the images."""
+    images, labels = split
+    size = max(d for d in range(1, 501) if len(labels) % d == 0)
+    parts = range(0, len(labels), size)
+    right = [compiled.evaluate(state.params, state.batch_stats, images[i : i + size], labels[i : i + size]) for i in parts]
+    return float(np.mean([float(x) for x in right]))
