@@ -79,7 +79,10 @@ def kfac(
         together (Ba, Grosse & Martens 2017). Scalar or schedule.
       trust_ratio: layerwise: the update of every kernel that has a Kronecker block is scaled to `trust_ratio` times the
         norm of the kernel, as LARS does with the gradient; every copy of a stacked kernel by itself. It stays as it is
-        where one of the norms is zero. Other parameters are not scaled. Scalar or schedule.
+        where one of the norms is zero. Of a kernel whose scale does not matter to the loss, as before batch norm, the
+        update first loses its part along the kernel, which would use up length and turn nothing. Such kernels are
+        known by `|cos(w, g)| < 0.1 / sqrt(d)`, with `d` entries in the kernel `w` and its gradient `g` (Heo et al.
+        2021). Other parameters are not scaled. Scalar or schedule.
       damping: see `scale_by_kfac`, also for the arguments that follow.
       factor_decay: decay of the running averages of the factors.
       inverse_every: steps between refreshes of the inverses.
@@ -154,7 +157,12 @@ def kfac(
         parts.append(rate)
     # Rejects non-finite updates for good: momentum once NaN would stay so.
     guarded = optax.apply_if_finite(_keep_dtype(optax.chain(*parts)), max_consecutive_errors=jnp.iinfo(jnp.int32).max)
-    return optax.with_extra_args_support(optax.chain(tx, guarded))
+    chain = optax.with_extra_args_support(optax.chain(tx, guarded))
+
+    def update(updates, state, params=None, **extra):
+        return chain.update(updates, state, params, unpreconditioned=updates, **extra)
+
+    return optax.GradientTransformationExtraArgs(chain.init, update)
 
 
 def _wide(leaf: jax.Array) -> jax.Array:
@@ -188,33 +196,52 @@ def _momentum(decay: ScalarOrSchedule, nesterov: bool) -> optax.GradientTransfor
     return optax.GradientTransformation(init, update)
 
 
-def _trust_ratio(layers: Layers, coefficient: ScalarOrSchedule) -> optax.GradientTransformation:
-    """`optax.scale_by_trust_ratio` on the kernels, for each copy of a stacked one by itself."""
+# Of kernels whose scale matters, so few gradients are at such an angle by chance (Heo et al. 2021, arXiv:2006.08217).
+RIGHT_ANGLE = 0.1
+
+
+def _trust_ratio(layers: Layers, coefficient: ScalarOrSchedule) -> optax.GradientTransformationExtraArgs:
+    """`optax.scale_by_trust_ratio` of what turns a kernel, for each copy of a stacked one by itself."""
     kernels = {layer.params[0]: layer.layouts[0] for layer in layers if layer.kind in KRONECKER_KINDS}
 
     def init(params):
         del params
         return optax.ScaleByScheduleState(count=jnp.zeros((), jnp.int32))
 
-    def update(updates, state, params=None):
+    def update(updates, state, params=None, *, unpreconditioned, **extra):
+        del extra
         if params is None:
             raise ValueError("trust_ratio needs the parameters: call update(grads, state, params)")
         ratio = optax.scale_by_trust_ratio(trust_coefficient=value_at(coefficient, state.count))
 
-        def scale(update, param):
-            return ratio.update(update, optax.EmptyState(), param)[0]
+        def scale(update, param, gradient):
+            turning = _without_radial_part(update, param, gradient)
+            return ratio.update(turning, optax.EmptyState(), param)[0]
 
-        def scale_kernel(path, update, param):
+        def scale_kernel(path, update, *param_and_gradient):
             if leaf_path(path) not in kernels:
                 return update
             layout = kernels[leaf_path(path)]
-            copies = jax.vmap(scale)(layout.to_matrix(_wide(update)), layout.to_matrix(_wide(param)))
-            return layout.from_matrix(copies, update.shape)
+            matrices = (layout.to_matrix(_wide(leaf)) for leaf in (update, *param_and_gradient))
+            return layout.from_matrix(jax.vmap(scale)(*matrices), update.shape)
 
-        scaled = jax.tree_util.tree_map_with_path(scale_kernel, updates, params)
+        scaled = jax.tree_util.tree_map_with_path(scale_kernel, updates, params, unpreconditioned)
         return scaled, optax.ScaleByScheduleState(count=optax.safe_increment(state.count))
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _without_radial_part(update: jax.Array, param: jax.Array, gradient: jax.Array) -> jax.Array:
+    """An update without its part along the parameter, where the gradient has none either."""
+
+    def dot(x, y):
+        return jnp.vdot(x, y, precision=lax.Precision.HIGHEST)
+
+    square = dot(param, param)
+    bound = RIGHT_ANGLE * jnp.sqrt(square * dot(gradient, gradient) / param.size)
+    free = jnp.abs(dot(param, gradient)) < bound
+    radial = dot(update, param) / jnp.where(square > 0, square, 1)
+    return jnp.where(free, update - radial * param, update)
 
 
 def _decayed_weights(weight_decay: ScalarOrSchedule) -> optax.GradientTransformation:

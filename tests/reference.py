@@ -252,6 +252,11 @@ class Reference:
         if self.trust_ratio is not None:
             updates = dict(updates)
             for path in (paths[0] for kind, paths in BLOCKS.values() if kind == "kronecker"):
+                length = np.linalg.norm(params[path])
+                cosine = np.sum(params[path] * grads[path]) / (length * np.linalg.norm(grads[path]))
+                if abs(cosine) < 0.1 / np.sqrt(params[path].size):
+                    along = params[path] / length
+                    updates[path] = updates[path] - np.sum(updates[path] * along) * along
                 ratio = np.linalg.norm(params[path]) / np.linalg.norm(updates[path])
                 updates[path] = self.trust_ratio(t) * ratio * updates[path]
         if self.weight_decay is not None:

@@ -95,17 +95,26 @@ def _muon(rate, s, layers):
 
 
 def _kfac(rate, s, layers):
-    if not s.get("turned"):
-        return kfac.kfac(rate, layers, **{name: s[name] for name in KFAC_OPTIONS if name in s})
-    preconditioner = kfac.scale_by_kfac(layers, **{name: s[name] for name in SCALE_OPTIONS if name in s})
-    momentum = optax.trace(s["momentum"], nesterov=s["nesterov"])
-    return optax.chain(preconditioner, momentum, _turned(s), optax.scale_by_learning_rate(rate))
+    """With `turned`, `learning_rate` is the angle by which kernels turn, and `vectors` multiplies it for vectors."""
+    if not s.get("tangent", True):
+        preconditioner = kfac.scale_by_kfac(layers, **{name: s[name] for name in SCALE_OPTIONS if name in s})
+        momentum = optax.trace(s["momentum"], nesterov=s["nesterov"])
+        return optax.chain(preconditioner, momentum, _turned(s), optax.scale_by_learning_rate(rate))
+    options = {name: s[name] for name in KFAC_OPTIONS if name in s}
+    if s.get("coupling"):
+        options["momentum"] = kfac.schedules.coupled_momentum(s["momentum"], rate)
+        # The form without a reference rate would be the same as a constant momentum while the rate falls.
+        options["rate_in_momentum"] = True
+    if s.get("turned"):
+        options["trust_ratio"] = 1 / s["vectors"]
+        return kfac.kfac(lambda count: s["vectors"] * rate(count), layers, **options)
+    return kfac.kfac(rate, layers, **options)
 
 
 def _turned(s: Settings) -> optax.GradientTransformation:
-    """Turns every kernel by an angle of the learning rate; vectors have the rate `vectors` times that.
+    """For the controls: what `trust_ratio` of `kfac.kfac` does to kernels, for other methods' updates.
 
-    Of a convolution's update the part along the kernel is left out first (all of them are followed by batch norm here).
+    All convolutions are followed by batch norm here, so that the part of an update along the kernel is left out.
     """
 
     def update(updates, state, params=None):

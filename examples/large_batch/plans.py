@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-import methods
 from methods import METHODS, Settings
 from store import Plan, Record
-from tasks import Task
 from training import Trial
 
 SEEDS = (0, 1, 2)
@@ -20,114 +19,237 @@ def score(record: Record) -> float:
     return record["val_accuracy"]
 
 
-def budgets_of(task: Task, batch: int) -> tuple[int, ...]:
-    """Budgets of steps that are tried for a batch size: each a half more than the last, from two epochs... of N/10."""
-    scale = {10: 1.0, 4: 0.75, 50: 2.5, 200: 8.0}[round(len(task.train) / batch)]
-    return tuple(round(scale * steps / 10) * 10 for steps in BUDGETS[task.name])
+class Rules(NamedTuple):
+    """What is fixed for a task before its trials run.
+
+    Attributes:
+      images: `N`, training images.
+      target: accuracy on the validation images.
+      searched: budgets of steps of the search, at batches of N/10.
+      budgets: budgets of steps that a method may need, by `N / batch`; what needs more is reported as that.
+      ablation_seeds: seeds of the ablations.
+    """
+
+    images: int
+    target: float
+    searched: tuple[int, ...]
+    budgets: dict[int, tuple[int, ...]]
+    ablation_seeds: tuple[int, ...]
 
 
-BUDGETS = {
-    "cifar": (30, 40, 60, 80, 120, 160, 240, 320),
-    "digits": (10, 20, 30, 40, 60, 80, 120, 160),
-    "toy": (2, 4),
-}
-SEARCHED = {"cifar": (60, 120), "digits": (30, 60), "toy": (2,)}  # budgets of the search, at N/10
+RULES = {
+    "cifar": Rules(5000, 0.5, (60, 120), {
+        10: (20, 30, 40, 60, 80, 120), 4: (15, 20, 30, 40, 60, 80), 50: (80, 120, 160, 240, 320, 480),
+        200: (240, 320, 480, 640, 960, 1280),
+    }, (0,)),
+    "digits": Rules(1000, 0.97, (30, 60), {
+        10: (10, 15, 20, 30, 40, 60), 4: (8, 10, 15, 20, 30, 40), 50: (20, 30, 40, 60, 80, 120),
+        200: (40, 60, 80, 120, 160, 240),
+    }, SEEDS),
+    "toy": Rules(64, 0.9, (2,), {10: (2, 4), 4: (2, 4), 50: (2, 4), 200: (2, 4)}, (0,)),
+}  # fmt: skip
 
 
-def grid_search(task: Task, method: str, steps: int, batch: int, space: dict[str, tuple[Any, ...]]) -> Plan:
+def grid_search(task: str, method: str, steps: int, batch: int, space: dict[str, tuple[Any, ...]]) -> Plan:
     """A grid of learning rates and a second setting; then learning rates beyond an edge that has the best.
 
     Returns the records, best first.
     """
     fixed = METHODS[method].fixed
-    (second, others) = next((item for item in space.items() if item[0] != "learning_rate"), ("", ()))
+    second, others = next(((name, values) for name, values in space.items() if name != "learning_rate"))
     rates = list(space["learning_rate"])
     records = []
-    for other in others or (None,):
+    for other in others:
         for rate in rates:
-            settings = {**fixed, "learning_rate": rate, **({second: other} if second else {})}
-            records.append((yield Trial(task.name, method, settings, batch, steps)))
+            settings = {**fixed, "learning_rate": rate, second: other}
+            records.append((yield Trial(task, method, settings, batch, steps)))
     for _ in range(EXTENSIONS):
         best = max(records, key=score)["settings"]
         if best["learning_rate"] not in (min(rates), max(rates)):
             break
         outwards = 2.0 if best["learning_rate"] == max(rates) else 0.5
         rates.append(best["learning_rate"] * outwards)
-        settings = {**best, "learning_rate": rates[-1]}
-        records.append((yield Trial(task.name, method, settings, batch, steps)))
+        records.append((yield Trial(task, method, {**best, "learning_rate": rates[-1]}, batch, steps)))
     return sorted(records, key=score, reverse=True)
 
 
-def search(task: Task, chosen: tuple[str, ...]) -> Plan:
-    """Every method's whole grid at the first budget; at the next, for those that missed the target, rates alone.
+def search(task: str, chosen: tuple[str, ...]) -> Plan:
+    """Every method's grid at the first budget; for those that missed the target, the two best settings at the next.
 
     Returns the best record of each method at its last budget.
     """
-    batch = len(task.train) // 10
+    rules = RULES[task]
     winners: dict[str, Record] = {}
-    for steps in SEARCHED[task.name]:
-        for method in chosen:
-            space = METHODS[method].grid
-            if method in winners:
-                if score(winners[method]) >= task.target:
-                    continue
-                best = winners[method]["settings"]
-                space = {
-                    name: values if name == "learning_rate" else (best[name],) for name, values in space.items()
-                }
-            winners[method] = (yield from grid_search(task, method, steps, batch, space))[0]
+    for method in chosen:
+        records = yield from grid_search(task, method, rules.searched[0], rules.images // 10, METHODS[method].grid)
+        for steps in rules.searched[1:]:
+            if score(records[0]) >= rules.target:
+                break
+            longer = []
+            for record in records[:2]:
+                longer.append((yield Trial(task, method, record["settings"], rules.images // 10, steps)))
+            records = sorted(longer, key=score, reverse=True)
+        winners[method] = records[0]
     return winners
 
 
-def least_budget(task: Task, method: str, settings: Settings, batch: int, seeds: tuple[int, ...]) -> Plan:
-    """Upwards through the budgets with the first seed until the target is reached, then all seeds around there.
+def least_budget(task: str, method: str, winner: Record, parts: int, seeds: tuple[int, ...]) -> Plan:
+    """The budgets around the target: from that of the winner, with all seeds, down or up.
 
-    Returns all records.
+    Returns the records by budget: the last one reaches the target on average, or is the largest there is; the one
+    before it does not, unless it is the first.
     """
-    budgets = budgets_of(task, batch)
-    records = []
-    reached = len(budgets) - 1
-    for number, steps in enumerate(budgets):
-        records.append((yield Trial(task.name, method, settings, batch, steps, seeds[0])))
-        if score(records[-1]) >= task.target:
-            reached = number
-            break
-    means = []
-    number = max(reached - 1, 0)
-    while number < len(budgets):
-        steps = budgets[number]
-        scores = []
+    rules = RULES[task]
+    batch, budgets = rules.images // parts, rules.budgets[parts]
+    start = budgets.index(winner["steps"])
+
+    def whole(number: int) -> Plan:
+        records = []
         for seed in seeds:
-            record = yield Trial(task.name, method, settings, batch, steps, seed)
-            records.append(record)
-            scores.append(score(record))
-        means.append(sum(scores) / len(scores))
-        if means[-1] >= task.target:
-            break
-        number += 1
-    return records
+            records.append((yield Trial(task, method, winner["settings"], batch, budgets[number], seed)))
+        return records
+
+    def reaches(records: list[Record]) -> bool:
+        return sum(map(score, records)) / len(records) >= rules.target
+
+    found = {start: (yield from whole(start))}
+    while not reaches(found[max(found)]) and max(found) + 1 < len(budgets):
+        found[max(found) + 1] = yield from whole(max(found) + 1)
+    while min(found) > 0 and reaches(found[min(found)]):
+        found[min(found) - 1] = yield from whole(min(found) - 1)
+    return [found[number] for number in sorted(found)]
 
 
-def seeds(task: Task, chosen: tuple[str, ...]) -> Plan:
+def seeds(task: str, chosen: tuple[str, ...]) -> Plan:
     """The best settings of the search with all seeds, at the budgets around the target."""
     winners = yield from search(task, chosen)
     for method in chosen:
-        yield from least_budget(task, method, winners[method]["settings"], len(task.train) // 10, SEEDS)
+        yield from least_budget(task, method, winners[method], 10, SEEDS)
 
 
-def batch_sizes(task: Task, chosen: tuple[str, ...]) -> Plan:
-    """The best settings carried to other batch sizes: three learning rates around the square-root rule, one seed."""
+OTHER_PARTS = (4, 50, 200)
+
+
+def one_batch_size(task: str, method: str, winner: Record, parts: int) -> Plan:
+    """The best settings carried to batches of `N / parts`: three learning rates around the square-root rule, one seed.
+
+    Returns what `least_budget` does with the best of them.
+    """
+    rules = RULES[task]
+    settings = winner["settings"]
+    centre = settings["learning_rate"] * (10 / parts) ** 0.5
+    # The budget that stands where the winner's stands among those of N/10.
+    position = min(rules.budgets[10].index(winner["steps"]), len(rules.budgets[parts]) - 1)
+    records = []
+    for factor in (1.0, 0.5, 2.0):
+        scaled = {**settings, "learning_rate": centre * factor}
+        steps = rules.budgets[parts][position]
+        records.append((yield Trial(task, method, scaled, rules.images // parts, steps)))
+    return (yield from least_budget(task, method, max(records, key=score), parts, SEEDS[:1]))
+
+
+def batch_sizes(task: str, chosen: tuple[str, ...]) -> Plan:
+    """Every method at the other batch sizes."""
     winners = yield from search(task, chosen)
-    for parts in (4, 50, 200):
-        batch = len(task.train) // parts
+    for parts in OTHER_PARTS:
         for method in chosen:
-            settings = winners[method]["settings"]
-            centre = settings["learning_rate"] * (10 / parts) ** 0.5
-            records = []
-            for factor in (1.0, 0.5, 2.0):
-                scaled = {**settings, "learning_rate": centre * factor}
-                # At the budget of this batch size that the winner needed at N/10, or as near as there is.
-                steps = budgets_of(task, batch)[budgets_of(task, len(task.train) // 10).index(winners[method]["steps"])]
-                records.append((yield Trial(task.name, method, scaled, batch, steps)))
-            best = max(records, key=score)["settings"]
-            yield from least_budget(task, method, best, batch, SEEDS[:1])
+            yield from one_batch_size(task, method, winners[method], parts)
+
+
+def changed(winner: Settings, method: str, change: Callable[[Settings], Settings]) -> Settings:
+    """Settings of an ablation: K-FAC's best, or a control's own, with the change."""
+    base = winner if method == "kfac" else METHODS[method].fixed
+    return {name: value for name, value in {**base, **change(winner)}.items() if value is not None}
+
+
+def one_ablation(task: str, winner: Record, method: str, change: Callable[[Settings], Settings]) -> Plan:
+    """K-FAC's best settings with one thing changed, at the first budget of the search; returns the records by seed."""
+    rules = RULES[task]
+    settings = changed(winner["settings"], method, change)
+    records = []
+    for seed in rules.ablation_seeds:
+        records.append((yield Trial(task, method, settings, rules.images // 10, rules.searched[0], seed)))
+    return records
+
+
+def ablations(task: str, chosen: tuple[str, ...]) -> Plan:
+    """All of them."""
+    del chosen
+    winner = (yield from search(task, ("kfac",)))["kfac"]
+    for method, change in ABLATIONS.values():
+        yield from one_ablation(task, winner, method, change)
+
+
+# `kfac.kfac` with nothing but a learning rate; statistics of the whole batch.
+DEFAULTS: dict[str, Settings] = {
+    "kfac.kfac(schedule, layers), peak 0.02": {"learning_rate": 0.02},
+}
+
+
+def one_default(task: str, settings: Settings) -> Plan:
+    """Budgets and seeds of one call; returns what `least_budget` does."""
+    rules = RULES[task]
+    first = yield Trial(task, "kfac", settings, rules.images // 10, rules.searched[0])
+    return (yield from least_budget(task, "kfac", first, 10, SEEDS))
+
+
+def defaults(task: str, chosen: tuple[str, ...]) -> Plan:
+    """Budgets and seeds with the defaults."""
+    del chosen
+    for settings in DEFAULTS.values():
+        yield from one_default(task, settings)
+
+
+def _set(**settings: Any) -> Callable[[Settings], Settings]:
+    return lambda winner: settings
+
+
+def _times(name: str, factor: float) -> Callable[[Settings], Settings]:
+    return lambda winner: {name: winner[name] * factor}
+
+
+def _untied(**settings: Any) -> Callable[[Settings], Settings]:
+    """Without the trust ratio: the rate of vectors is that of all parameters."""
+    return lambda winner: {"turned": None, "vectors": None, "learning_rate": 0.02, **settings}
+
+
+# Name, method, and what is changed of the winner's settings (None: left out).
+ABLATIONS: dict[str, tuple[str, Callable[[Settings], Settings]]] = {
+    "(the winner)": ("kfac", _set()),
+    "learning rate x 1/2": ("kfac", _times("learning_rate", 0.5)),
+    "learning rate x 2": ("kfac", _times("learning_rate", 2.0)),
+    "damping x 10": ("kfac", _times("damping", 10.0)),
+    "damping x 100": ("kfac", _times("damping", 100.0)),
+    "damping x 1/10": ("kfac", _times("damping", 0.1)),
+    "running average 0.9": ("kfac", _set(factor_decay=0.9)),
+    "running average 0.95": ("kfac", _set(factor_decay=0.95)),
+    "statistics and inverses every 5 steps": ("kfac", _set(statistics_every=5)),
+    "statistics and inverses every 10 steps": ("kfac", _set(statistics_every=10)),
+    "statistics and inverses every 50 steps": ("kfac", _set(statistics_every=50)),
+    "statistics when they change (threshold 0.7)": (
+        "kfac", _set(statistics_every="adaptive", statistics_threshold=0.7)
+    ),
+    "statistics of every example": ("kfac", _set(subsample=1)),
+    "statistics of every 10th example": ("kfac", _set(subsample=10)),
+    "sampled Fisher": ("kfac", _set(fisher="sampled")),
+    "batch norm without blocks": ("kfac", _set(batch_norm_blocks=False)),
+    "batch norm's damping x 16": ("kfac", _set(unitwise_damping=16.0)),
+    "vectors' rate x 3": ("kfac", _times("vectors", 3.0)),
+    "vectors' rate x 1/3": ("kfac", _times("vectors", 1 / 3)),
+    "kernels kept at their first norm": ("kfac", _set(rescale=True)),
+    "part along the kernel kept": ("kfac", _set(tangent=False)),
+    "without Nesterov": ("kfac", _set(nesterov=False)),
+    "momentum 0.8": ("kfac", _set(momentum=0.8)),
+    "momentum 0.95": ("kfac", _set(momentum=0.95)),
+    "bfloat16 inverses": ("kfac", _set(precision="bfloat16")),
+    "bfloat16 statistics": ("kfac", _set(statistics_dtype="bfloat16")),
+    "no trust ratio, rate 0.02": ("kfac", _untied()),
+    "no trust ratio, rate 0.04": ("kfac", _untied(learning_rate=0.04)),
+    "no trust ratio, norm constraint 1e-3": ("kfac", _untied(norm_constraint=1e-3)),
+    "no trust ratio, kernels kept at their first norm": ("kfac", _untied(rescale=True)),
+    "no trust ratio, rate in momentum": ("kfac", _untied(rate_in_momentum=True, nesterov=False)),
+    "SGD with such a trust ratio, 0.07": ("sgd", _set(turned=True, vectors=0.15, learning_rate=0.07)),
+    "SGD with such a trust ratio, 0.035": ("sgd", _set(turned=True, vectors=0.15, learning_rate=0.035)),
+    "Muon with such a trust ratio, 0.07": ("muon", _set(turned=True, vectors=0.15, learning_rate=0.07)),
+    "Muon with such a trust ratio, 0.14": ("muon", _set(turned=True, vectors=0.15, learning_rate=0.14)),
+}  # fmt: skip

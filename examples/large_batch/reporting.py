@@ -1,2 +1,305 @@
-def report(*a): ...
-def write_times(*a): ...
+"""Tables in Markdown and figures, from stored trials alone; and the times of the compiled steps."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import plans
+import training
+from batches import Plan as BatchPlan
+from errors import UserError
+from methods import METHODS
+from plans import RULES
+from store import Plan, Record, Store
+from tasks import Task
+from training import Trial
+
+ROUNDS = 9
+LABELS = {"sgd": "Nesterov SGD", "lars": "LARS", "lamb": "LAMB", "adamw": "AdamW", "muon": "Muon", "kfac": "K-FAC"}
+
+
+def replay(plan: Plan, store: Store) -> tuple[Any, list[Record], bool]:
+    """What a plan returns, the records of its trials, and whether all of them are stored; without that, None first."""
+    records: list[Record] = []
+    try:
+        trial = next(plan)
+        while trial in store:
+            records.append(store[trial])
+            trial = plan.send(records[-1])
+    except StopIteration as end:
+        return end.value, records, True
+    return None, records, False
+
+
+def write_times(path: Path, task: Task, store: Store, chosen: tuple[str, ...]) -> None:
+    """Median seconds of the compiled step of every program of the study, each timed in turn, at batches of N/10."""
+    batch = len(task.train) // 10
+    trials: dict[str, Trial] = {}
+    winners, _, done = replay(plans.search(task.name, chosen), store)
+    if not done:
+        raise UserError(f"the search is not done: run study.py search --task {task.name} first")
+    for method in chosen:
+        trials[method] = Trial(task.name, method, winners[method]["settings"], batch, 10)
+    if "kfac" in chosen:
+        for name, (method, change) in plans.ABLATIONS.items():
+            settings = plans.changed(winners["kfac"]["settings"], method, change)
+            trials[f"kfac: {name}"] = Trial(task.name, method, settings, batch, 10)
+    prepared: dict[Any, tuple[Any, Any, Any]] = {}
+    names: dict[Any, list[str]] = {}
+    data = next(iter(task.train.batches(BatchPlan(len(task.train), batch, np.arange(batch), 0, 0, 1))))
+    key = jax.random.key(0)
+    for name, trial in trials.items():
+        compiled, numbers = training.prepare(task, trial)
+        names.setdefault(id(compiled), []).append(name)
+        prepared[id(compiled)] = (compiled, numbers, compiled.init(key, numbers, np.float32(10)))
+    seconds: dict[Any, dict[str, list[float]]] = {
+        which: {"step": [], "without_statistics": []} for which in prepared
+    }
+    for _ in range(ROUNDS):
+        for which, (compiled, numbers, state) in prepared.items():
+            for kind, program in (("step", compiled.step), ("without_statistics", compiled.cheap)):
+                began = time.perf_counter()
+                state, _ = jax.block_until_ready(
+                    program(state, data.images, data.labels, key, numbers, np.float32(10))
+                )
+                seconds[which][kind].append(time.perf_counter() - began)
+                if compiled.cheap is compiled.step:
+                    break
+            prepared[which] = (compiled, numbers, state)
+    found = {
+        name: {kind: round(statistics.median(times), 4) for kind, times in seconds[which].items() if times}
+        for which, shared in names.items() for name in shared
+    }  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    for name, times in found.items():
+        print(f"{name}: {times}")
+
+
+def report(store: Store, results: Path, task: str, figures: Path) -> None:
+    """Prints the tables for which all trials are there, and draws their figures."""
+    if not store.records:
+        raise UserError(f"{store.path} holds no trials: run study.py search --task {task} first")
+    times_path = results / f"{task}-times.json"
+    times = json.loads(times_path.read_text()) if times_path.is_file() else {}
+    figures.mkdir(parents=True, exist_ok=True)
+    chosen = tuple(METHODS)
+    print(f"{len(store.records)} trials of {task}, target {RULES[task].target:.0%}\n")
+    for table in (_search, _seeds, _batch_sizes, _ablations, _defaults):
+        table(store, task, chosen, times, figures)
+
+
+def _table(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    print(f"**{title}**\n")
+    for row in (head, ("---",) * len(head), *rows):
+        print("| " + " | ".join(row) + " |")
+    print()
+
+
+def _words(record: Record) -> str:
+    fixed = METHODS[record["method"]].fixed
+    grid = METHODS[record["method"]].grid
+    varied = {k: v for k, v in record["settings"].items() if k in grid or fixed.get(k) != v}
+    return ", ".join(f"{k.replace('_', ' ')} {v:g}" for k, v in varied.items())
+
+
+def _search(store: Store, task: str, chosen: tuple[str, ...], times: Any, figures: Path) -> None:
+    """The best of each method at each budget of the search; the curves of the best."""
+    winners, records, done = replay(plans.search(task, chosen), store)
+    rows = []
+    for steps in RULES[task].searched:
+        for method in chosen:
+            own = [r for r in records if r["method"] == method and r["steps"] == steps]
+            if own:
+                best = max(own, key=plans.score)
+                others = sorted((plans.score(r) for r in own), reverse=True)[1:3]
+                rows.append((f"{steps}", LABELS[method], f"{len(own)}", _words(best), f"{plans.score(best):.1%}",
+                             ", ".join(f"{x:.1%}" for x in others), f"{best['test_accuracy']:.1%}"))  # fmt: skip
+    head = ("budget", "method", "trials", "best settings", "validation", "next two", "test")
+    _table("Search" if done else "Search (not finished)", head, rows)
+    first = RULES[task].searched[0]
+
+    def draw(axes: Any) -> None:
+        for method in chosen:
+            own = [r for r in records if r["method"] == method and r["steps"] == first]
+            if own:
+                best = max(own, key=plans.score)
+                axes.plot(*zip(*best["curve"], strict=True), label=LABELS[method], marker=".")
+        axes.axhline(RULES[task].target, color="grey", linewidth=0.8)
+        axes.set(xlabel="step", ylabel="validation accuracy", title=f"{task}: best trial at {first} steps")
+
+    if rows:
+        _draw(figures / f"large_batch_{task}_curves.svg", draw)
+
+
+def crossing(groups: list[list[Record]], target: float) -> tuple[float, float]:
+    """Steps to the target and their standard error, from the budgets on either side of it.
+
+    The mean accuracies at the end of the budgets are interpolated over the logarithm of the budget. The error is that of
+    the means, divided by the slope; infinite steps, and the
+    largest budget, where the target was not reached.
+    """
+    means = [statistics.fmean(map(plans.score, group)) for group in groups]
+    budgets = [group[0]["steps"] for group in groups]
+    if means[-1] < target:
+        return math.inf, float(budgets[-1])
+    above = next(i for i, mean in enumerate(means) if mean >= target)
+    if above == 0:
+        return float(budgets[0]), math.nan
+    span = math.log(budgets[above] / budgets[above - 1])
+    slope = (means[above] - means[above - 1]) / span
+    steps = budgets[above - 1] * math.exp((target - means[above - 1]) / slope)
+    if len(groups[above]) < 2:
+        return steps, math.nan
+    error = math.hypot(*(deviation(groups[i]) / 2 for i in (above - 1, above)))
+    return steps, steps * error / slope
+
+
+def deviation(group: list[Record]) -> float:
+    """Standard error of the mean accuracy of a group of seeds."""
+    return statistics.stdev(map(plans.score, group)) / math.sqrt(len(group))
+
+
+def _steps(value: float, error: float) -> str:
+    if math.isinf(value):
+        return f"more than {error:.0f}"
+    return f"{value:.0f}" if math.isnan(error) else f"{value:.0f} ± {error:.0f}"
+
+
+def _seeds(store: Store, task: str, chosen: tuple[str, ...], times: Any, figures: Path) -> None:
+    """Steps, epochs and seconds to the target."""
+    rules = RULES[task]
+    winners, _, done = replay(plans.search(task, chosen), store)
+    if not done:
+        return
+    rows, drawn = [], {}
+    for method in chosen:
+        groups, records, done = replay(
+            plans.least_budget(task, method, winners[method], 10, plans.SEEDS), store
+        )
+        if not done:
+            continue
+        steps, error = crossing(groups, rules.target)
+        step = times.get(method, {}).get("step", math.nan)
+        last = groups[-1]
+        around = "; ".join(
+            f"{group[0]['steps']}: {statistics.fmean(map(plans.score, group)):.1%} ± {deviation(group):.1%}"
+            for group in groups
+        )  # fmt: skip
+        test = statistics.fmean(r["test_accuracy"] for r in last)
+        rows.append((LABELS[method], _steps(steps, error), f"{steps / 10:.1f}", f"{step:.3f}", f"{steps * step:.0f}",
+                     around, f"{test:.1%}"))  # fmt: skip
+        by_budget: dict[int, list[float]] = {}
+        for trial in store.records.values():
+            same = trial["method"] == method and trial["settings"] == winners[method]["settings"]
+            if same and trial["batch"] == rules.images // 10:
+                by_budget.setdefault(trial["steps"], []).append(plans.score(trial))
+        drawn[method] = sorted((k, statistics.fmean(v)) for k, v in by_budget.items())
+    if not rows:
+        return
+    head = ("method", "steps to the target", "epochs", "s a step", "s to the target", "accuracy by budget", "test at the last budget")
+    _table(f"Steps to {rules.target:.0%} at N/10, three seeds", head, rows)
+
+    def draw(axes: Any) -> None:
+        for method, points in drawn.items():
+            axes.plot(*zip(*points, strict=True), label=LABELS[method], marker="o")
+        axes.axhline(rules.target, color="grey", linewidth=0.8)
+        axes.set(xscale="log", xlabel="budget in steps", ylabel="validation accuracy at its end", title=f"{task}, batch N/10")
+
+    _draw(figures / f"large_batch_{task}_budgets.svg", draw)
+
+
+def _batch_sizes(store: Store, task: str, chosen: tuple[str, ...], times: Any, figures: Path) -> None:
+    rules = RULES[task]
+    winners, _, done = replay(plans.search(task, chosen), store)
+    if not done:
+        return
+    rows, drawn = [], {}
+    for method in chosen:
+        found: dict[int, tuple[float, float]] = {}
+        groups, _, done = replay(plans.least_budget(task, method, winners[method], 10, plans.SEEDS), store)
+        if done:
+            found[10] = crossing(groups, rules.target)
+        for parts in plans.OTHER_PARTS:
+            groups, _, done = replay(plans.one_batch_size(task, method, winners[method], parts), store)
+            if done:
+                found[parts] = crossing(groups, rules.target)
+        drawn[method] = sorted((rules.images // parts, value) for parts, (value, _) in found.items() if math.isfinite(value))
+        rows.append((LABELS[method], *(_steps(*found[p]) if p in found else "" for p in (200, 50, 10, 4))))
+    _table(f"Steps to {rules.target:.0%} by batch size", ("method", "N/200", "N/50", "N/10", "N/4"), rows)
+
+    def draw(axes: Any) -> None:
+        for method, points in drawn.items():
+            if points:
+                axes.plot(*zip(*points, strict=True), label=LABELS[method], marker="o")
+        axes.set(xscale="log", yscale="log", xlabel="batch", ylabel=f"steps to {rules.target:.0%}", title=task)
+
+    _draw(figures / f"large_batch_{task}_batch_sizes.svg", draw)
+
+
+def _ablations(store: Store, task: str, chosen: tuple[str, ...], times: Any, figures: Path) -> None:
+    rules = RULES[task]
+    winners, _, done = replay(plans.search(task, chosen), store)
+    if not done:
+        return
+    rows = []
+    for name, (method, change) in plans.ABLATIONS.items():
+        records, _, done = replay(plans.one_ablation(task, winners["kfac"], method, change), store)
+        if not done:
+            continue
+        seconds = times.get(f"kfac: {name}", {})
+        share = records[0]["steps_with_statistics"] / records[0]["steps"]
+        step = seconds.get("step", math.nan)
+        cheap = seconds.get("without_statistics", step)
+        mean = share * step + (1 - share) * cheap if method == "kfac" else step
+        reached = [first_reach(record, rules.target) for record in records]
+        rows.append((name, f"{statistics.fmean(map(plans.score, records)):.1%}",
+                     ", ".join(f"{plans.score(r):.1%}" for r in records),
+                     ", ".join(reached), "" if math.isnan(mean) else f"{mean:.3f}"))  # fmt: skip
+    if rows:
+        head = ("change", "validation", "by seed", f"first at {rules.target:.0%}", "s a step on average")
+        _table(f"K-FAC with one thing changed, {rules.searched[0]} steps, two seeds", head, rows)
+
+
+def first_reach(record: Record, target: float) -> str:
+    """The first evaluation of a run at or above the target."""
+    return next((f"{step}" for step, accuracy in record["curve"] if accuracy >= target), "-")
+
+
+def _defaults(store: Store, task: str, chosen: tuple[str, ...], times: Any, figures: Path) -> None:
+    rules = RULES[task]
+    rows = []
+    for name, settings in plans.DEFAULTS.items():
+        groups, _, done = replay(plans.one_default(task, settings), store)
+        if done:
+            rows.append((name, _steps(*crossing(groups, rules.target)), "; ".join(
+                f"{g[0]['steps']}: {statistics.fmean(map(plans.score, g)):.1%} ± {deviation(g):.1%}" for g in groups
+            )))  # fmt: skip
+    if rows:
+        _table(f"kfac.kfac as it is: steps to {rules.target:.0%}", ("call", "steps", "accuracy by budget"), rows)
+
+
+def _draw(path: Path, draw: Callable[[Any], None]) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    # The same bytes for the same results.
+    matplotlib.rcParams["svg.hashsalt"] = "large_batch"
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    draw(axes)
+    axes.legend(fontsize="small")
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)

@@ -81,9 +81,9 @@ def main(args: Sequence[str] | None = None) -> None:
         return
     plan = {
         "search": plans.search, "seeds": plans.seeds, "batch-sizes": plans.batch_sizes,
-
+        "ablations": plans.ablations, "defaults": plans.defaults,
     }[options.table]  # fmt: skip
-    follow(plan(task, chosen), task, store, options.limit)
+    follow(plan(options.task, chosen), task, store, options.limit)
 
 
 def parse(args: Sequence[str] | None) -> Options:

@@ -26,8 +26,7 @@ class Task:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     model: models.ResNet
-    smoothing: float
-    target: float  # accuracy on the validation images
+    smoothing: float = 0.1
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -57,7 +56,7 @@ def _cifar(data_dir: Path) -> Task:
     return Task(
         "cifar", ArraySplit(_halved(train.images[chosen]), train.labels[chosen], shift=2, flip=True),
         (_halved(train.images[held]), train.labels[held]), (_halved(val.images), val.labels),
-        whole.mean, whole.std, _resnet((1, 1, 1), 16), 0.1, 0.5,
+        whole.mean, whole.std, _resnet((1, 1, 1), 16),
     )  # fmt: skip
 
 
@@ -82,7 +81,7 @@ def _digits(data_dir: Path) -> Task:
     return Task(
         "digits", ArraySplit(images[train], labels[train], shift=1), (images[val], labels[val].astype(np.int32)),
         (images[test], labels[test].astype(np.int32)), (float(pixels.mean()),), (float(pixels.std()),),
-        _resnet((1, 1), 16), 0.1, 0.97,
+        _resnet((1, 1), 16),
     )  # fmt: skip
 
 
@@ -95,7 +94,7 @@ def _toy(data_dir: Path) -> Task:
     labels = labels.astype(np.int32)
     return Task(
         "toy", ArraySplit(images[:64], labels[:64]), (images[64:80], labels[64:80]), (images[80:], labels[80:]),
-        (0.5,), (0.25,), models.ResNet((1,), num_classes=10, width=2, stem="small", init_scheme="he"), 0.1, 0.9,
+        (0.5,), (0.25,), _resnet((1,), 2),
     )  # fmt: skip
 
 

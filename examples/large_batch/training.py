@@ -21,9 +21,11 @@ from tasks import Task
 
 # Settings that make another program; all others are numbers that the program takes as arguments.
 STATIC = (
-    "nesterov", "rate_in_momentum", "inverse_every", "refresh_warmup", "inverse", "precision", "fisher", "subsample",
-    "statistics_every", "statistics_threshold", "rescale", "turned", "tangent", "batch_norm_blocks",
+    "nesterov", "rate_in_momentum", "precision", "fisher", "subsample", "statistics_dtype", "rescale", "turned",
+    "tangent", "batch_norm_blocks", "coupling", "cheap_steps",
 )  # fmt: skip
+# When statistics are collected is decided outside of the programs.
+OUTSIDE = ("statistics_every", "statistics_threshold")
 STATISTICS_WARMUP = 10  # first steps of which every one collects statistics
 
 
@@ -114,6 +116,8 @@ def programs(task: Task, method: str, static: tuple[tuple[str, Any], ...], names
             )  # fmt: skip
             extra = {"key": key} if fixed.get("fisher") == "sampled" else {}
             (loss, batch_stats), grads, factors = gradients(state.params, state.batch_stats, images, labels, **extra)
+            if rounded := fixed.get("statistics_dtype"):
+                factors = jax.tree.map(lambda x: x.astype(rounded).astype(x.dtype), factors)
         else:
             plain = jax.value_and_grad(loss_fn, has_aux=True)
             (loss, batch_stats), grads = plain(state.params, state.batch_stats, images, labels)
@@ -142,14 +146,15 @@ def programs(task: Task, method: str, static: tuple[tuple[str, Any], ...], names
         return jax.jit(fn, donate_argnums=0).lower(*arguments).compile()
 
     full = compiled(use_kfac)
-    cheap = compiled(False) if use_kfac and fixed.get("statistics_every", 1) != 1 else full
+    cheap = compiled(False) if use_kfac and fixed.get("cheap_steps") else full
     return Programs(init_program, full, cheap, jax.jit(evaluate))
 
 
 def split_settings(settings: dict[str, Any]) -> tuple[tuple[tuple[str, Any], ...], dict[str, Any]]:
     """What makes another program, and the numbers."""
-    static = tuple(sorted((name, value) for name, value in settings.items() if name in STATIC))
-    return static, {name: np.float32(value) for name, value in settings.items() if name not in STATIC}
+    cheap = {"cheap_steps": True} if settings.get("statistics_every", 1) != 1 else {}
+    static = tuple(sorted((name, value) for name, value in {**settings, **cheap}.items() if name in STATIC))
+    return static, {name: np.float32(value) for name, value in settings.items() if name not in (*STATIC, *OUTSIDE)}
 
 
 def prepare(task: Task, trial: Trial) -> tuple[Programs, dict[str, Any]]:
