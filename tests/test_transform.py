@@ -388,6 +388,34 @@ def test_the_trust_ratio_fixes_the_length_of_kernel_updates():
     assert_close(before["first"]["bias"], free["first"]["bias"], 1e-6)
 
 
+def test_the_trust_ratio_turns_kernels_whose_scale_does_not_matter():
+    """Before batch norm the whole length goes into turning; elsewhere the direction stays as it is."""
+    rng = np.random.default_rng(0)
+    params = {name: jnp.asarray(rng.normal(size=(6, 6)), jnp.float32) for name in ("free", "out")}
+    x, y = (jnp.asarray(rng.normal(size=(32, 6)), jnp.float32) for _ in range(2))
+
+    def loss_fn(params, batch):
+        h = batch[0] @ params["free"]
+        h = (h - jnp.mean(h, axis=0)) / jnp.sqrt(jnp.sum(h**2))
+        return jnp.mean((jnp.tanh(h) @ params["out"] - batch[1]) ** 2)
+
+    found = kfac.find_layers(loss_fn, params, (x, y))
+    _, grads, factors = kfac.value_and_grad(loss_fn, found)(params, (x, y))
+
+    def update(**options):
+        tx = kfac.kfac(0.5, found, damping=0.1, momentum=None, **options)
+        return tx.update(grads, tx.init(params), params, factors=factors)[0]
+
+    turned, plain = update(trust_ratio=0.1), update()
+    weight, step = params["free"], plain["free"]
+    turning = step - weight * jnp.vdot(step, weight) / jnp.vdot(weight, weight)
+    # There is something to leave out.
+    assert jnp.linalg.norm(turning) < 0.99 * jnp.linalg.norm(step)
+    for name, direction in (("free", turning), ("out", plain["out"])):
+        length = 0.5 * 0.1 * jnp.linalg.norm(params[name])
+        np.testing.assert_allclose(turned[name], direction * length / jnp.linalg.norm(direction), rtol=1e-4, atol=1e-6)
+
+
 def test_stacked_layers_train_like_separate_ones():
     """A scan over stacked kernels and the same layers one by one, also where a norm of each kernel is taken."""
     rng = np.random.default_rng(0)

@@ -116,7 +116,7 @@ def _search(store: Store, task: str, chosen: tuple[str, ...], times: Any, figure
     """The best of each method at each budget of the search; the curves of the best."""
     winners, records, done = replay(plans.search(task, chosen), store)
     rows = []
-    for steps in RULES[task].searched:
+    for steps in (RULES[task].searched, RULES[task].shorter, RULES[task].longer):
         for method in chosen:
             own = [r for r in records if r["method"] == method and r["steps"] == steps]
             if own:
@@ -126,7 +126,7 @@ def _search(store: Store, task: str, chosen: tuple[str, ...], times: Any, figure
                              ", ".join(f"{x:.1%}" for x in others), f"{best['test_accuracy']:.1%}"))  # fmt: skip
     head = ("budget", "method", "trials", "best settings", "validation", "next two", "test")
     _table("Search" if done else "Search (not finished)", head, rows)
-    first = RULES[task].searched[0]
+    first = RULES[task].searched
 
     def draw(axes: Any) -> None:
         for method in chosen:
@@ -267,7 +267,7 @@ def _ablations(store: Store, task: str, chosen: tuple[str, ...], times: Any, fig
                      ", ".join(reached), "" if math.isnan(mean) else f"{mean:.3f}"))  # fmt: skip
     if rows:
         head = ("change", "validation", "by seed", f"first at {rules.target:.0%}", "s a step on average")
-        _table(f"K-FAC with one thing changed, {rules.searched[0]} steps, two seeds", head, rows)
+        _table(f"K-FAC with one thing changed, {winners['kfac']['steps']} steps", head, rows)
 
 
 def first_reach(record: Record, target: float) -> str:
