@@ -15,7 +15,7 @@ Settings = dict[str, Any]
 
 
 def schedule(peak: Any, steps: Any) -> Callable[[Any], Any]:
-    """Linear warm-up over the first tenth of the steps, linear decay to zero after the last; arguments may be traced."""
+    """Linear warm-up over the first tenth of the steps, then linear decay to zero; arguments may be traced."""
     warmup = jnp.ceil(0.1 * steps)
 
     def rate(count: Any) -> Any:
@@ -146,7 +146,7 @@ KFAC_OPTIONS = (
 
 
 class Method(NamedTuple):
-    """`make(rate, settings, layers)` is the optimizer; `grid` are the settings that are searched, the others `fixed`."""
+    """`make(rate, settings, layers)` is the optimizer; settings in `grid` are searched, the others `fixed`."""
 
     make: Callable[..., Any]
     fixed: Settings

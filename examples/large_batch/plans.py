@@ -78,7 +78,7 @@ def grid_search(task: str, method: str, steps: int, batch: int, space: dict[str,
 
 
 def search(task: str, chosen: tuple[str, ...]) -> Plan:
-    """Every method's grid at one budget; then its two best settings at a shorter one, or at a longer one where it missed.
+    """Every method's grid at one budget; then its two best settings at a shorter one, or a longer one where it missed.
 
     Returns the better of the two for each method.
     """
@@ -136,27 +136,26 @@ OTHER_PARTS = (4, 50, 200)
 
 
 def one_batch_size(task: str, method: str, winner: Record, parts: int) -> Plan:
-    """The best settings carried to batches of `N / parts`: three learning rates around the square-root rule, one seed.
+    """The best settings carried to batches of `N / parts`, one seed: the same rate, and by the square-root rule.
 
-    Returns what `least_budget` does with the best of them.
+    Returns what `least_budget` does with the better of them.
     """
     rules = RULES[task]
-    settings = winner["settings"]
-    centre = settings["learning_rate"] * (10 / parts) ** 0.5
-    # The budget that stands where the winner's stands among those of N/10.
-    position = min(rules.budgets[10].index(winner["steps"]), len(rules.budgets[parts]) - 1)
+    groups = yield from least_budget(task, method, winner, 10, SEEDS)
+    # The budget that stands where the one needed at N/10 stands among those of N/10.
+    position = min(rules.budgets[10].index(groups[-1][0]["steps"]), len(rules.budgets[parts]) - 1)
+    steps = rules.budgets[parts][position]
     records = []
-    for factor in (1.0, 0.5, 2.0):
-        scaled = {**settings, "learning_rate": centre * factor}
-        steps = rules.budgets[parts][position]
-        records.append((yield Trial(task, method, scaled, rules.images // parts, steps)))
+    for factor in (1.0, (10 / parts) ** 0.5):
+        settings = {**winner["settings"], "learning_rate": winner["settings"]["learning_rate"] * factor}
+        records.append((yield Trial(task, method, settings, rules.images // parts, steps)))
     return (yield from least_budget(task, method, max(records, key=score), parts, SEEDS[:1]))
 
 
-def batch_sizes(task: str, chosen: tuple[str, ...]) -> Plan:
-    """Every method at the other batch sizes."""
+def batch_sizes(task: str, chosen: tuple[str, ...], all_parts: tuple[int, ...]) -> Plan:
+    """The methods at other batch sizes."""
     winners = yield from search(task, chosen)
-    for parts in OTHER_PARTS:
+    for parts in all_parts:
         for method in chosen:
             yield from one_batch_size(task, method, winners[method], parts)
 
@@ -185,10 +184,13 @@ def ablations(task: str, chosen: tuple[str, ...]) -> Plan:
         yield from one_ablation(task, winner, method, change)
 
 
-# `kfac.kfac` with nothing but a learning rate; statistics of the whole batch.
+# What stands in the call is all that is given; statistics of the whole batch.
 DEFAULTS: dict[str, Settings] = {
-    "kfac.kfac(schedule, layers), peak 0.02": {"learning_rate": 0.02},
-}
+    "`kfac.kfac(schedule, layers)`, peak 0.02": {"learning_rate": 0.02},
+    "`kfac.kfac(schedule, layers, nesterov=True, trust_ratio=7.0)`, peak 0.01": {
+        "learning_rate": 0.01, "nesterov": True, "trust_ratio": 7.0,
+    },
+}  # fmt: skip
 
 
 def one_default(task: str, settings: Settings) -> Plan:
@@ -221,6 +223,9 @@ def _untied(**settings: Any) -> Callable[[Settings], Settings]:
 # Name, method, and what is changed of the winner's settings (None: left out).
 ABLATIONS: dict[str, tuple[str, Callable[[Settings], Settings]]] = {
     "(the winner)": ("kfac", _set()),
+    "statistics of every example": ("kfac", _set(subsample=1)),
+    "momentum 0.8": ("kfac", _set(momentum=0.8)),
+    "running average 0.5": ("kfac", _set(factor_decay=0.5)),
     "learning rate x 1/2": ("kfac", _times("learning_rate", 0.5)),
     "learning rate x 2": ("kfac", _times("learning_rate", 2.0)),
     "damping x 10": ("kfac", _times("damping", 10.0)),
@@ -230,26 +235,27 @@ ABLATIONS: dict[str, tuple[str, Callable[[Settings], Settings]]] = {
     "statistics and inverses every 10 steps": ("kfac", _set(statistics_every=10)),
     "statistics and inverses every 50 steps": ("kfac", _set(statistics_every=50)),
     "statistics when they change (threshold 0.7)": (
-        "kfac", _set(statistics_every="adaptive", statistics_threshold=0.7)
+        "kfac",
+        _set(statistics_every="adaptive", statistics_threshold=0.7),
     ),
-    "statistics of every example": ("kfac", _set(subsample=1)),
-    "sampled Fisher": ("kfac", _set(fisher="sampled")),
-    "batch norm without blocks": ("kfac", _set(batch_norm_blocks=False)),
-    "batch norm's damping x 16": ("kfac", _set(unitwise_damping=16.0)),
-    "vectors' rate x 3": ("kfac", _times("vectors", 3.0)),
-    "vectors' rate x 1/3": ("kfac", _times("vectors", 1 / 3)),
-    "kernels kept at their first norm": ("kfac", _set(rescale=True)),
-    "part along the kernel kept": ("kfac", _set(tangent=False)),
-    "without Nesterov": ("kfac", _set(nesterov=False)),
-    "momentum 0.8": ("kfac", _set(momentum=0.8)),
-    "momentum 0.95": ("kfac", _set(momentum=0.95)),
-    "bfloat16 inverses": ("kfac", _set(precision="bfloat16")),
-    "bfloat16 statistics": ("kfac", _set(statistics_dtype="bfloat16")),
     "no trust ratio, rate 0.02": ("kfac", _untied()),
     "no trust ratio, rate 0.04": ("kfac", _untied(learning_rate=0.04)),
-    "no trust ratio, norm constraint 1e-3": ("kfac", _untied(norm_constraint=1e-3)),
-    "no trust ratio, kernels kept at their first norm": ("kfac", _untied(rescale=True)),
-    "no trust ratio, rate in momentum": ("kfac", _untied(rate_in_momentum=True, nesterov=False)),
-    "SGD with such a trust ratio, 0.07": ("sgd", _set(turned=True, vectors=0.15, learning_rate=0.07)),
+    "Muon's best settings": ("muon", _set(learning_rate=0.2, vectors=0.3)),
+    "Muon's best settings, vectors 1": ("muon", _set(learning_rate=0.2, vectors=1.0)),
+    "Muon's best settings, momentum 0.95": ("muon", _set(learning_rate=0.2, vectors=0.3, momentum=0.95)),
     "Muon with such a trust ratio, 0.07": ("muon", _set(turned=True, vectors=0.15, learning_rate=0.07)),
-}  # fmt: skip
+    "SGD with such a trust ratio, 0.07": ("sgd", _set(turned=True, vectors=0.15, learning_rate=0.07)),
+    "part along the kernel kept": ("kfac", _set(tangent=False)),
+    "without Nesterov": ("kfac", _set(nesterov=False)),
+    "kernels kept at their first norm": ("kfac", _set(rescale=True)),
+    "batch norm without blocks": ("kfac", _set(batch_norm_blocks=False)),
+    "sampled Fisher": ("kfac", _set(fisher="sampled")),
+    "bfloat16 inverses": ("kfac", _set(precision="bfloat16")),
+    "bfloat16 statistics": ("kfac", _set(statistics_dtype="bfloat16")),
+    "no trust ratio, norm constraint 1e-3": ("kfac", _untied(norm_constraint=1e-3)),
+    "no trust ratio, rate in momentum": ("kfac", _untied(rate_in_momentum=True, nesterov=False)),
+    "vectors' rate x 3": ("kfac", _times("vectors", 3.0)),
+    "vectors' rate x 1/3": ("kfac", _times("vectors", 1 / 3)),
+    "batch norm's damping x 16": ("kfac", _set(unitwise_damping=16.0)),
+    "momentum 0.95": ("kfac", _set(momentum=0.95)),
+}

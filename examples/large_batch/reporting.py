@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +40,31 @@ def replay(plan: Plan, store: Store) -> tuple[Any, list[Record], bool]:
     return None, records, False
 
 
+def searched(store: Store, task: str, chosen: tuple[str, ...]) -> tuple[dict[str, Record], list[Record]]:
+    """The winners of the methods whose search is done, and all records of the searches."""
+    winners, records = {}, []
+    for method in chosen:
+        found, own, done = replay(plans.search(task, (method,)), store)
+        records += own
+        if done:
+            winners |= found
+    return winners, records
+
+
 def write_times(path: Path, task: Task, store: Store, chosen: tuple[str, ...]) -> None:
     """Median seconds of the compiled step of every program of the study, each timed in turn, at batches of N/10."""
     batch = len(task.train) // 10
     trials: dict[str, Trial] = {}
-    winners, _, done = replay(plans.search(task.name, chosen), store)
-    if not done:
-        raise UserError(f"the search is not done: run study.py search --task {task.name} first")
+    winners, _ = searched(store, task.name, chosen)
+    if missing := [method for method in chosen if method not in winners]:
+        raise UserError(f"the search of {missing[0]} is not done: run study.py search --task {task.name} first")
     for method in chosen:
         trials[method] = Trial(task.name, method, winners[method]["settings"], batch, 10)
     if "kfac" in chosen:
         for name, (method, change) in plans.ABLATIONS.items():
-            settings = plans.changed(winners["kfac"]["settings"], method, change)
-            trials[f"kfac: {name}"] = Trial(task.name, method, settings, batch, 10)
+            records, _, done = replay(plans.one_ablation(task.name, winners["kfac"], method, change), store)
+            if done:
+                trials[f"kfac: {name}"] = Trial(task.name, method, records[0]["settings"], batch, 10)
     prepared: dict[Any, tuple[Any, Any, Any]] = {}
     names: dict[Any, list[str]] = {}
     data = next(iter(task.train.batches(BatchPlan(len(task.train), batch, np.arange(batch), 0, 0, 1))))
@@ -61,16 +73,12 @@ def write_times(path: Path, task: Task, store: Store, chosen: tuple[str, ...]) -
         compiled, numbers = training.prepare(task, trial)
         names.setdefault(id(compiled), []).append(name)
         prepared[id(compiled)] = (compiled, numbers, compiled.init(key, numbers, np.float32(10)))
-    seconds: dict[Any, dict[str, list[float]]] = {
-        which: {"step": [], "without_statistics": []} for which in prepared
-    }
+    seconds: dict[Any, dict[str, list[float]]] = {which: {"step": [], "without_statistics": []} for which in prepared}
     for _ in range(ROUNDS):
         for which, (compiled, numbers, state) in prepared.items():
             for kind, program in (("step", compiled.step), ("without_statistics", compiled.cheap)):
                 began = time.perf_counter()
-                state, _ = jax.block_until_ready(
-                    program(state, data.images, data.labels, key, numbers, np.float32(10))
-                )
+                state, _ = jax.block_until_ready(program(state, data.images, data.labels, key, numbers, np.float32(10)))
                 seconds[which][kind].append(time.perf_counter() - began)
                 if compiled.cheap is compiled.step:
                     break
@@ -98,7 +106,7 @@ def report(store: Store, results: Path, task: str, figures: Path) -> None:
         table(store, task, chosen, times, figures)
 
 
-def _table(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+def _table(title: str, head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     print(f"**{title}**\n")
     for row in (head, ("---",) * len(head), *rows):
         print("| " + " | ".join(row) + " |")
@@ -114,7 +122,7 @@ def _words(record: Record) -> str:
 
 def _search(store: Store, task: str, chosen: tuple[str, ...], times: Any, figures: Path) -> None:
     """The best of each method at each budget of the search; the curves of the best."""
-    winners, records, done = replay(plans.search(task, chosen), store)
+    winners, records = searched(store, task, chosen)
     rows = []
     for steps in (RULES[task].searched, RULES[task].shorter, RULES[task].longer):
         for method in chosen:
@@ -125,7 +133,7 @@ def _search(store: Store, task: str, chosen: tuple[str, ...], times: Any, figure
                 rows.append((f"{steps}", LABELS[method], f"{len(own)}", _words(best), f"{plans.score(best):.1%}",
                              ", ".join(f"{x:.1%}" for x in others), f"{best['test_accuracy']:.1%}"))  # fmt: skip
     head = ("budget", "method", "trials", "best settings", "validation", "next two", "test")
-    _table("Search" if done else "Search (not finished)", head, rows)
+    _table("Search" if len(winners) == len(chosen) else "Search (not finished)", head, rows)
     first = RULES[task].searched
 
     def draw(axes: Any) -> None:
@@ -144,9 +152,8 @@ def _search(store: Store, task: str, chosen: tuple[str, ...], times: Any, figure
 def crossing(groups: list[list[Record]], target: float) -> tuple[float, float]:
     """Steps to the target and their standard error, from the budgets on either side of it.
 
-    The mean accuracies at the end of the budgets are interpolated over the logarithm of the budget. The error is that of
-    the means, divided by the slope; infinite steps, and the
-    largest budget, where the target was not reached.
+    The mean accuracies at the end of the budgets are interpolated over the logarithm of the budget. The error is that
+    of the means, divided by the slope; infinite steps, and the largest budget, where the target was not reached.
     """
     means = [statistics.fmean(map(plans.score, group)) for group in groups]
     budgets = [group[0]["steps"] for group in groups]
@@ -178,14 +185,10 @@ def _steps(value: float, error: float) -> str:
 def _seeds(store: Store, task: str, chosen: tuple[str, ...], times: Any, figures: Path) -> None:
     """Steps, epochs and seconds to the target."""
     rules = RULES[task]
-    winners, _, done = replay(plans.search(task, chosen), store)
-    if not done:
-        return
+    winners, _ = searched(store, task, chosen)
     rows, drawn = [], {}
-    for method in chosen:
-        groups, records, done = replay(
-            plans.least_budget(task, method, winners[method], 10, plans.SEEDS), store
-        )
+    for method in winners:
+        groups, _, done = replay(plans.least_budget(task, method, winners[method], 10, plans.SEEDS), store)
         if not done:
             continue
         steps, error = crossing(groups, rules.target)
@@ -206,25 +209,33 @@ def _seeds(store: Store, task: str, chosen: tuple[str, ...], times: Any, figures
         drawn[method] = sorted((k, statistics.fmean(v)) for k, v in by_budget.items())
     if not rows:
         return
-    head = ("method", "steps to the target", "epochs", "s a step", "s to the target", "accuracy by budget", "test at the last budget")
+    head = (
+        "method",
+        "steps to the target",
+        "epochs",
+        "s a step",
+        "s to the target",
+        "accuracy by budget",
+        "test at the last budget",
+    )
     _table(f"Steps to {rules.target:.0%} at N/10, three seeds", head, rows)
 
     def draw(axes: Any) -> None:
         for method, points in drawn.items():
             axes.plot(*zip(*points, strict=True), label=LABELS[method], marker="o")
         axes.axhline(rules.target, color="grey", linewidth=0.8)
-        axes.set(xscale="log", xlabel="budget in steps", ylabel="validation accuracy at its end", title=f"{task}, batch N/10")
+        axes.set(
+            xscale="log", xlabel="budget in steps", ylabel="validation accuracy at its end", title=f"{task}, batch N/10"
+        )
 
     _draw(figures / f"large_batch_{task}_budgets.svg", draw)
 
 
 def _batch_sizes(store: Store, task: str, chosen: tuple[str, ...], times: Any, figures: Path) -> None:
     rules = RULES[task]
-    winners, _, done = replay(plans.search(task, chosen), store)
-    if not done:
-        return
+    winners, _ = searched(store, task, chosen)
     rows, drawn = [], {}
-    for method in chosen:
+    for method in winners:
         found: dict[int, tuple[float, float]] = {}
         groups, _, done = replay(plans.least_budget(task, method, winners[method], 10, plans.SEEDS), store)
         if done:
@@ -233,8 +244,13 @@ def _batch_sizes(store: Store, task: str, chosen: tuple[str, ...], times: Any, f
             groups, _, done = replay(plans.one_batch_size(task, method, winners[method], parts), store)
             if done:
                 found[parts] = crossing(groups, rules.target)
-        drawn[method] = sorted((rules.images // parts, value) for parts, (value, _) in found.items() if math.isfinite(value))
-        rows.append((LABELS[method], *(_steps(*found[p]) if p in found else "" for p in (200, 50, 10, 4))))
+        drawn[method] = sorted(
+            (rules.images // parts, value) for parts, (value, _) in found.items() if math.isfinite(value)
+        )
+        if len(found) > 1:
+            rows.append((LABELS[method], *(_steps(*found[p]) if p in found else "" for p in (200, 50, 10, 4))))
+    if not rows:
+        return
     _table(f"Steps to {rules.target:.0%} by batch size", ("method", "N/200", "N/50", "N/10", "N/4"), rows)
 
     def draw(axes: Any) -> None:
@@ -248,8 +264,8 @@ def _batch_sizes(store: Store, task: str, chosen: tuple[str, ...], times: Any, f
 
 def _ablations(store: Store, task: str, chosen: tuple[str, ...], times: Any, figures: Path) -> None:
     rules = RULES[task]
-    winners, _, done = replay(plans.search(task, chosen), store)
-    if not done:
+    winners, _ = searched(store, task, chosen)
+    if "kfac" not in winners:
         return
     rows = []
     for name, (method, change) in plans.ABLATIONS.items():

@@ -55,7 +55,7 @@ class State(NamedTuple):
 
 
 class Programs(NamedTuple):
-    """The compiled parts of a trial; `cheap` is the step without statistics, the same as `step` where there are none."""
+    """The compiled parts of a trial; `cheap` is the step without statistics, where there is one."""
 
     init: Any
     step: Any
@@ -70,7 +70,7 @@ def normalised(task: Task, images: jax.Array) -> jax.Array:
 
 @functools.lru_cache(maxsize=64)
 def programs(task: Task, method: str, static: tuple[tuple[str, Any], ...], names: tuple[str, ...], batch: int):
-    """Compiles what trials of one kind share. Budget, rates and other numbers are arguments, so they do not recompile."""
+    """Compiles what trials of one kind share: budget, rates and other numbers are arguments."""
     fixed = dict(static)
     model = task.model
     use_kfac = method == "kfac"
@@ -83,7 +83,7 @@ def programs(task: Task, method: str, static: tuple[tuple[str, Any], ...], names
             mutable=["batch_stats"],
         )  # fmt: skip
         if fixed.get("fisher") == "sampled":
-            logits = kfac.output(logits)
+            logits = kfac.output(logits, "categorical")
         targets = optax.smooth_labels(jax.nn.one_hot(labels, logits.shape[-1]), task.smoothing)
         return jnp.mean(optax.softmax_cross_entropy(logits, targets)), new["batch_stats"]
 
@@ -217,5 +217,7 @@ def accuracy(compiled: Programs, state: State, split: tuple[np.ndarray, np.ndarr
     images, labels = split
     size = max(d for d in range(1, 501) if len(labels) % d == 0)
     parts = range(0, len(labels), size)
-    right = [compiled.evaluate(state.params, state.batch_stats, images[i : i + size], labels[i : i + size]) for i in parts]
+    right = [
+        compiled.evaluate(state.params, state.batch_stats, images[i : i + size], labels[i : i + size]) for i in parts
+    ]
     return float(np.mean([float(x) for x in right]))

@@ -1,0 +1,96 @@
+"""The study of optimizers at large batches: it resumes, reports from what is stored, and refuses in one sentence."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "large_batch" / "study.py"
+
+
+def study(*args, check=True):
+    """Runs the script in a process of its own: the flags that it sets for JAX are none of the other tests'."""
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    done = subprocess.run([sys.executable, SCRIPT, *args], env=env, capture_output=True, text=True, check=False)
+    if check:
+        assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory):
+    """Results of a search that was stopped after two trials, then killed within a line, then went on."""
+    folder = tmp_path_factory.mktemp("study")
+    args = ("search", "--task", "toy", "--methods", "sgd", "--results", folder)
+    study(*args, "--limit", "2")
+    path = folder / "toy.jsonl"
+    first = path.read_text()
+    path.write_text(first + first[:50])
+    study(*args)
+    return folder, first
+
+
+def test_a_killed_search_goes_on_where_it_was(searched):
+    folder, first = searched
+    text = (folder / "toy.jsonl").read_text()
+    assert first.count("\n") == 2
+    assert text.startswith(first)
+    records = [json.loads(line) for line in text.splitlines()]
+    keys = [json.dumps([r["method"], r["settings"], r["steps"], r["seed"]], sort_keys=True) for r in records]
+    assert len(set(keys)) == len(keys)
+    # The grid of six, rates beyond its edges, and the two best once more.
+    assert len(records) >= 8
+    assert {r["steps"] for r in records} == {2, 4}
+    assert all(len(r["losses"]) == r["steps"] for r in records if r["finite"])
+
+
+def test_the_report_comes_from_what_is_stored(searched, tmp_path):
+    folder, _ = searched
+    printed = study("report", "--task", "toy", "--results", folder, "--figures", tmp_path).stdout
+    assert "**Search (not finished)**" in printed
+    assert "Nesterov SGD" in printed
+    assert (tmp_path / "large_batch_toy_curves.svg").is_file()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["search", "--methods", "adagrad"], "--methods adagrad is none of sgd, "),
+        (["search", "--limit", "0"], "--limit must be at least 1"),
+        (["search", "--data-dir", "nowhere"], "--data-dir nowhere is not a folder"),
+        (["report", "--results", "nowhere"], "holds no trials"),
+        (["dance"], "dance"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(args, message):
+    done = study(*args, check=False)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_damaged_line_is_named(tmp_path):
+    (tmp_path / "toy.jsonl").write_text('{"task": 1}\n{}\n')
+    done = study("report", "--task", "toy", "--results", tmp_path, check=False)
+    assert "toy.jsonl, line 1, is no trial" in done.stderr
+
+
+def test_the_budget_that_reaches_the_target_is_interpolated():
+    script = """
+import before_jax, reporting
+group = lambda steps, *scores: [{"steps": steps, "val_accuracy": x} for x in scores]
+print(reporting.crossing([group(40, 0.4, 0.4), group(90, 0.6, 0.6)], 0.5))
+print(reporting.crossing([group(40, 0.4, 0.4)], 0.5))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=SCRIPT.parent, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    first, second = (json.loads(line.replace("inf", "Infinity").replace("(", "[").replace(")", "]"))
+                     for line in done.stdout.splitlines())  # fmt: skip
+    assert first == pytest.approx([60, 0])
+    assert second == [math.inf, 40.0]
