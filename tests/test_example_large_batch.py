@@ -56,27 +56,43 @@ def test_the_report_comes_from_what_is_stored(searched, tmp_path):
     assert (tmp_path / "large_batch_toy_curves.svg").is_file()
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["search", "--methods", "adagrad"], "--methods adagrad is none of sgd, "),
-        (["search", "--limit", "0"], "--limit must be at least 1"),
-        (["search", "--data-dir", "nowhere"], "--data-dir nowhere is not a folder"),
-        (["report", "--results", "nowhere"], "holds no trials"),
-        (["dance"], "dance"),
-    ],
-)
-def test_what_is_wrong_is_said_in_one_sentence(args, message):
-    done = study(*args, check=False)
-    assert done.returncode == 1
-    assert message in done.stderr
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
+WRONG = [
+    (["search", "--methods", "adagrad"], "--methods adagrad is none of sgd, "),
+    (["search", "--limit", "0"], "--limit must be at least 1"),
+    (["search", "--data-dir", "nowhere"], "--data-dir nowhere is not a folder"),
+    (["batch-sizes", "--task", "toy", "--parts", "3"], "--parts 3 is none of 4, 50, 200"),
+    (["report", "--results", "nowhere"], "holds no trials"),
+    (["time", "--task", "toy", "--results", "nowhere"], "the search of sgd is not done"),
+    (["dance"], "dance"),
+]
+
+
+def test_what_is_wrong_is_said_in_one_sentence():
+    script = """
+import json, sys
+import study
+from errors import UserError
+for args in json.loads(sys.argv[1]):
+    try:
+        study.main(args)
+    except UserError as error:
+        print(str(error).replace(chr(10), "<newline>"))
+"""
+    args = json.dumps([args for args, _ in WRONG])
+    done = subprocess.run([sys.executable, "-c", script, args], cwd=SCRIPT.parent, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(WRONG), done.stderr
+    for line, (_, message) in zip(lines, WRONG, strict=True):
+        assert message in line
+        assert "<newline>" not in line
 
 
 def test_a_damaged_line_is_named(tmp_path):
     (tmp_path / "toy.jsonl").write_text('{"task": 1}\n{}\n')
     done = study("report", "--task", "toy", "--results", tmp_path, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
     assert "toy.jsonl, line 1, is no trial" in done.stderr
 
 

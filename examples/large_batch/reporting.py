@@ -42,7 +42,8 @@ def replay(plan: Plan, store: Store) -> tuple[Any, list[Record], bool]:
 
 def searched(store: Store, task: str, chosen: tuple[str, ...]) -> tuple[dict[str, Record], list[Record]]:
     """The winners of the methods whose search is done, and all records of the searches."""
-    winners, records = {}, []
+    winners: dict[str, Record] = {}
+    records: list[Record] = []
     for method in chosen:
         found, own, done = replay(plans.search(task, (method,)), store)
         records += own

@@ -79,8 +79,8 @@ def main(args: Sequence[str] | None = None) -> None:
         reporting.write_times(options.results / f"{options.task}-times.json", task, store, chosen)
         return
     if options.table == "batch-sizes":
-        if unknown := [parts for parts in options.parts if parts not in plans.OTHER_PARTS]:
-            raise UserError(f"--parts {unknown[0]} is none of {', '.join(map(str, plans.OTHER_PARTS))}")
+        if other := [parts for parts in options.parts if parts not in plans.OTHER_PARTS]:
+            raise UserError(f"--parts {other[0]} is none of {', '.join(map(str, plans.OTHER_PARTS))}")
         plan = plans.batch_sizes(options.task, chosen, options.parts)
     else:
         make = {

@@ -90,7 +90,7 @@ def programs(task: Task, method: str, static: tuple[tuple[str, Any], ...], names
     def fresh(key):
         return model.init(key, jnp.zeros((1, *task.shape)), train=False)
 
-    layers = None
+    layers: Any = None
     if use_kfac:
         like = jax.eval_shape(fresh, jax.random.key(0))
         layers = kfac.find_layers(
@@ -131,7 +131,7 @@ def programs(task: Task, method: str, static: tuple[tuple[str, Any], ...], names
         return State(params, batch_stats, opt_state, state.kernel_norms), (loss, change)
 
     def evaluate(params, batch_stats, images, labels):
-        logits = model.apply({"params": params, "batch_stats": batch_stats}, normalised(task, images), train=False)
+        logits: Any = model.apply({"params": params, "batch_stats": batch_stats}, normalised(task, images), train=False)
         return jnp.mean(jnp.argmax(logits, -1) == labels)
 
     number = jax.ShapeDtypeStruct((), jnp.float32)
