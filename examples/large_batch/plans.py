@@ -239,6 +239,10 @@ ABLATIONS: dict[str, tuple[str, Callable[[Settings], Settings]]] = {
     "Muon's best settings, vectors 1": ("muon", _set(learning_rate=0.2, vectors=1.0)),
     "Muon's best settings, momentum 0.95": ("muon", _set(learning_rate=0.2, vectors=0.3, momentum=0.95)),
     "part along the kernel kept": ("kfac", _set(tangent=False)),
+    "learning rate x 2, part along the kernel kept": (
+        "kfac",
+        lambda winner: {"tangent": False, "learning_rate": 2 * winner["learning_rate"]},
+    ),
     "without Nesterov": ("kfac", _set(nesterov=False)),
     "statistics and inverses every 50 steps": ("kfac", _set(statistics_every=50)),
     "batch norm without blocks": ("kfac", _set(batch_norm_blocks=False)),
