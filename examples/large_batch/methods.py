@@ -101,10 +101,6 @@ def _kfac(rate, s, layers):
         momentum = optax.trace(s["momentum"], nesterov=s["nesterov"])
         return optax.chain(preconditioner, momentum, _turned(s), optax.scale_by_learning_rate(rate))
     options = {name: s[name] for name in KFAC_OPTIONS if name in s}
-    if s.get("coupling"):
-        options["momentum"] = kfac.schedules.coupled_momentum(s["momentum"], rate)
-        # The form without a reference rate would be the same as a constant momentum while the rate falls.
-        options["rate_in_momentum"] = True
     if s.get("turned"):
         options["trust_ratio"] = 1 / s["vectors"]
         return kfac.kfac(lambda count: s["vectors"] * rate(count), layers, **options)

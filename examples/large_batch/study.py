@@ -15,7 +15,6 @@ import before_jax  # noqa: F401, isort: skip
 import contextlib
 import dataclasses
 import io
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -132,7 +131,6 @@ def follow(plan: Plan, task: Task, store: Store, limit: int | None = None) -> No
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path.home() / ".cache" / "kfac-study"))
     try:
         main()
     except UserError as error:

@@ -86,7 +86,7 @@ def _digits(data_dir: Path) -> Task:
 
 
 def _toy(data_dir: Path) -> Task:
-    """64 images of two colours: for the tests of this study."""
+    """64 dark and light images: for the tests of this study."""
     del data_dir
     rng = np.random.RandomState(0)
     labels = np.arange(96) % 2

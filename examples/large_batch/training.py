@@ -22,7 +22,7 @@ from tasks import Task
 # Settings that make another program; all others are numbers that the program takes as arguments.
 STATIC = (
     "nesterov", "rate_in_momentum", "precision", "fisher", "subsample", "statistics_dtype", "rescale", "turned",
-    "tangent", "batch_norm_blocks", "coupling", "cheap_steps",
+    "tangent", "batch_norm_blocks", "cheap_steps",
 )  # fmt: skip
 # When statistics are collected is decided outside of the programs.
 OUTSIDE = ("statistics_every", "statistics_threshold")
