@@ -267,6 +267,7 @@ def _batch_sizes(store: Store, task: str, chosen: tuple[str, ...], times: Any, f
                 axes.plot(*zip(*points, strict=True), marker="o", **STYLES[method])
         axes.set(xscale="log", yscale="log", xlabel="batch", ylabel=f"steps to {rules.target:.0%}", title=task)
         _plain(axes.xaxis, [rules.images // parts for parts in (10, *plans.OTHER_PARTS)])
+        _plain(axes.yaxis, (10, 20, 30, 40, 60, 80, 100, 150, 200, 300, 500, 1000))
 
     _draw(figures / f"large_batch_{task}_batch_sizes.svg", draw)
 
