@@ -41,6 +41,8 @@ class Options:
     """Steps between evaluations."""
     trials: int
     """With --tune: how many points of its grid each optimizer gets."""
+    refine: int = 2
+    """With --tune: how often the best trial is then repeated with twice and half its learning rate; of K-FAC's, once."""
     seeds: int = 3
     """How many runs of each optimizer are averaged; the trials have a seed of their own."""
     tune: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -139,23 +141,38 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def search(task: Task, grids: dict[str, Grid], options: Options) -> None:
+def search(task: Task, grids: dict[str, Grid], options: Options, measure: str) -> None:
     """Runs the trials that the file does not have yet, the optimizers in turn, and adds a line for each."""
     path = options.folder / "trials.jsonl"
     whole = read(path)
     if path.exists() and not path.read_text().endswith("\n"):  # or else the next line would go on with it
         path.write_text("".join(json.dumps(trial) + "\n" for trial in whole))
     done = [(trial["optimizer"], trial["settings"], trial["steps"]) for trial in whole]
-    each = {name: points(grid, options.trials) for name, grid in grids.items() if name in (options.only or grids)}
+
+    def run(name: str, settings: Settings) -> None:
+        if (name, settings, options.steps) in done:
+            return
+        curve = task.run(name, settings, options.steps, 0, options.every)
+        trial = {"optimizer": name, "settings": settings, "steps": options.steps, "curve": curve}
+        with path.open("a") as file:
+            file.write(json.dumps(trial) + "\n")
+        done.append((name, settings, options.steps))
+        print(f"{name}: {settings} ends at {curve[-1]}", flush=True)
+
+    chosen = [name for name in grids if name in (options.only or grids)]
+    each = {name: points(grids[name], options.trials) for name in chosen}
     for number in range(options.trials):
-        for name, settings in ((name, own[number]) for name, own in each.items() if number < len(own)):
-            if (name, settings, options.steps) in done:
+        for name in chosen:
+            if number < len(each[name]):
+                run(name, each[name][number])
+    # The grid may end before the best rate. K-FAC gets no more trials than the others.
+    for again in range(options.refine):
+        for name in chosen:
+            if again and name == "kfac":
                 continue
-            curve = task.run(name, settings, options.steps, 0, options.every)
-            trial = {"optimizer": name, "settings": settings, "steps": options.steps, "curve": curve}
-            with path.open("a") as file:
-                file.write(json.dumps(trial) + "\n")
-            print(f"trial {number + 1}/{len(each[name])} of {name}: {settings} ends at {curve[-1]}", flush=True)
+            settings = best(read(path), name, measure)["settings"]
+            for factor in (2.0, 0.5):
+                run(name, {**settings, "learning_rate": settings["learning_rate"] * factor})
 
 
 def best(trials: Sequence[dict[str, Any]], name: str, measure: str) -> dict[str, Any]:
@@ -221,13 +238,15 @@ def main(task: Callable[[], Task], grids: dict[str, Grid], default: Options, arg
          label: str, logarithmic: bool = False) -> None:  # fmt: skip
     """The command line of an example: `--tune`, or the comparison with the best first-order optimizer."""
     options = tyro.cli(Options, args=args, default=default)
+    if options.refine < 0:
+        raise UserError(f"--refine is {options.refine} but must be at least 0")
     for name in ("steps", "every", "trials", "seeds"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name} is {getattr(options, name)} but must be at least 1")
     if unknown := set(options.only) - set(grids):
         raise UserError(f"--only {' '.join(sorted(unknown))}: there are {', '.join(grids)}")
     if options.tune:
-        search(task(), grids, options)
+        search(task(), grids, options, measure)
         return
     trials = read(options.folder / "trials.jsonl")
     chosen = {name: best(trials, name, measure) for name in grids}

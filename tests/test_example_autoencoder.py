@@ -90,21 +90,30 @@ class Counted:
 
 def test_a_search_goes_on_where_it_stopped(comparison, tmp_path, capsys):
     grids = {"adam": {"learning_rate": (0.1, 0.2, 0.3)}, "kfac": {"learning_rate": (0.3, 0.4, 0.5)}}
-    options = comparison.Options(steps=5, every=5, trials=2, folder=tmp_path)
+    options = comparison.Options(steps=5, every=5, trials=2, refine=0, folder=tmp_path)
     task = Counted()
-    comparison.search(task, grids, options)
+    comparison.search(task, grids, options, "training")
     assert [name for name, _ in task.runs] == ["adam", "kfac"] * 2
     with (tmp_path / "trials.jsonl").open("a") as file:
         file.write('{"optimizer": "adam", "set')  # killed while it wrote
     again = Counted()
     options.trials = 3
-    comparison.search(again, grids, options)
+    comparison.search(again, grids, options, "training")
     assert sorted(task.runs + again.runs) == [(name, rate) for name in grids for rate in grids[name]["learning_rate"]]
     trials = comparison.read(tmp_path / "trials.jsonl")
     assert len(trials) == 6
     assert comparison.best(trials, "adam", "training")["settings"] == {"learning_rate": 0.1}
     assert comparison.best(trials, "kfac", "training")["settings"] == {"learning_rate": 0.4}  # 0.3 diverged
-    assert "trial 3/3 of kfac" in capsys.readouterr().out
+    assert "kfac: {'learning_rate': 0.4} ends at" in capsys.readouterr().out
+
+
+def test_a_search_goes_beyond_the_grid(comparison, tmp_path):
+    """Twice and half the best rate, twice; of K-FAC once, which so never has more trials than the others."""
+    grids = {"adam": {"learning_rate": (0.1, 0.2)}, "kfac": {"learning_rate": (0.4, 0.5)}}
+    task = Counted()
+    comparison.search(task, grids, comparison.Options(steps=5, every=5, trials=2, folder=tmp_path), "training")
+    rates = {name: sorted(rate for other, rate in task.runs if other == name) for name in grids}
+    assert rates == {"adam": [0.025, 0.05, 0.1, 0.2], "kfac": [0.2, 0.4, 0.5, 0.8]}
 
 
 def test_what_cannot_be_compared_is_refused(autoencoder, comparison, tmp_path):
@@ -144,7 +153,10 @@ def test_the_page_shows_the_trials_that_are_kept(monkeypatch, comparison, tmp_pa
     assert 0 < counts["kfac"] == min(counts.values()) and sum(counts.values()) == len(trials)
     for trial in trials:
         assert trial["steps"] == example.OPTIONS.steps
-        assert all(value in grids[trial["optimizer"]][key] for key, value in trial["settings"].items())
+        grid = grids[trial["optimizer"]]
+        rate = trial["settings"]["learning_rate"]
+        assert any(rate == value * 2.0**k for value in grid["learning_rate"] for k in (-2, -1, 0, 1, 2))  # or refined
+        assert all(trial["settings"][key] in values for key, values in grid.items() if key != "learning_rate")
     page = (EXAMPLES.parent / "docs" / "examples.md").read_text()
     table = "\n".join(comparison.table(curves, comparison.baseline(curves, measure), measure))
     assert table in page
