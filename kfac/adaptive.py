@@ -68,6 +68,10 @@ def adaptive_damping(
 
     Args:
       optimizer: makes the whole optimizer from a damping, `lambda damping: kfac.kfac(rate, layers, damping=damping)`.
+        It is called in every update, and must use the damping that it is given: one that `optax.inject_hyperparams`
+        holds inside stays what it was at first (pass it past that). What changes the updates belongs inside, too: the
+        ratio is that of the step that comes out here. `optax.inject_hyperparams` around it needs
+        `static_args="optimizer"`.
       initial: the damping to begin with.
       every: steps from one measurement to the next.
       decay: factor on the damping per step, in (0, 1).
@@ -95,6 +99,12 @@ def adaptive_damping(
             "optimizer must be a function from a damping to an optax transformation, such as "
             f"lambda damping: kfac.kfac(rate, layers, damping=damping), but is {optimizer!r}"
         )
+    numbers = dict(initial=initial, decay=decay, low=low, high=high, minimum=minimum, maximum=maximum)
+    for name, value in numbers.items():
+        if callable(value):
+            raise ValueError(
+                f"{name} must be a number, but is a function, {value!r}: the damping follows no schedule here"
+            )
     check_range("minimum", minimum, 0, math.inf, open_low=True, open_high=True)
     check_range("maximum", maximum, minimum, math.inf, open_high=True)
     check_range("initial", initial, minimum, maximum)
@@ -124,6 +134,11 @@ def adaptive_damping(
                 "adaptive_damping measures the loss after the step: pass it as a function of the parameters, "
                 "update(grads, state, params, ..., value_fn=lambda params: loss_fn(params, batch))"
             )
+        if any(map(_is_masked, jax.tree.leaves(params, is_leaf=_is_masked))):
+            raise ValueError(
+                "adaptive_damping measures the loss of all parameters, but optax.masked or optax.partition hides some: "
+                "put these inside, adaptive_damping(lambda damping: optax.partition(...), ...)"
+            )
         damping = state.next_damping
         # A chain may hold another transformation that measures the loss.
         changes, inner_state = inner(damping).update(updates, state.inner, params, value_fn=value_fn, **extra)
@@ -144,6 +159,10 @@ def adaptive_damping(
         return changes, AdaptiveDampingState(count, next_damping, ratio, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
 
 
 def _reduction_ratio(

@@ -109,7 +109,9 @@ def plan_kronecker(
     positions = {part_index(part[0]): sum(read.rows for read in part) / n for part in by_part(reads)}
     resolved.probes.update({(layer.name, part): Kronecker(**summed) for part in positions})
     parts = math.prod(atom.size for atom in read.picked)
-    stack = [*read.picked, *read.scanned, *sorted(read.batched, key=lambda atom: atom.memory_order)]
+    # What the taps arrange is in memory order already; scans go in the order in which the parameter is read.
+    batches = sorted((atom._replace(flipped=False) for atom in read.batched), key=lambda atom: atom.memory_order)
+    stack = [*read.picked, *read.scanned, *batches]
     lead = (layer.copies,) if layer.stacked else ()
 
     def of_part(sums: Kronecker, positions: float) -> Kronecker:

@@ -261,6 +261,7 @@ def test_marks_inside_scan_and_vmap():
         ({"optimizer": 1e-3}, "optimizer must be a function"),
         ({"initial": 0.0}, "initial must lie in"),
         ({"initial": 10.0, "maximum": 1.0}, "initial must lie in"),
+        ({"initial": optax.constant_schedule(1.0)}, "initial must be a number, but is a function"),
         ({"every": 0}, "every must be an integer, at least 1"),
         ({"decay": 1.0}, "decay must lie in"),
         ({"low": 0.8}, "low must lie in"),
@@ -285,3 +286,7 @@ def test_what_update_needs():
         tx.update(params, state, params)
     with pytest.raises(ValueError, match=r"adaptive_damping needs the output of the network: mark it"):
         tx.update(params, state, params, value_fn=lambda p: optax.tree.norm(p))
+    first = next(iter(params))
+    tx = optax.masked(tx, {name: name == first for name in params})
+    with pytest.raises(ValueError, match=r"optax\.masked or optax\.partition hides some: put these inside"):
+        tx.update(params, tx.init(params), params, value_fn=lambda p: loss(p, batch))

@@ -316,6 +316,25 @@ def test_kernels_and_biases_read_backwards(x64):
     assert layers["dense"].has_bias
 
 
+def test_copies_read_backwards(x64):
+    """Kernels of one product that are read in reverse order, inside a scan that reads its own backwards, too."""
+
+    def loss(p, x):
+        def layer(x, w):
+            return jnp.tanh(jnp.einsum("nki,kio->nko", x, w[::-1]) + p["b"][::-1]), None
+
+        return jnp.mean(jnp.sum(jnp.sin(lax.scan(layer, x, p["w"][::-1])[0]), axis=(1, 2)) ** 2)
+
+    def model(hook, p, x):
+        for k in (1, 0):
+            products = [x[:, j] @ p["w"][k, 2 - j] for j in range(3)]
+            products = [hook.layer(f"w[{3 * k + 2 - j}]", x[:, j], y) for j, y in enumerate(products)]
+            x = jnp.tanh(jnp.stack(products, axis=1) + p["b"][::-1])
+        return jnp.mean(jnp.sum(jnp.sin(x), axis=(1, 2)) ** 2)
+
+    check(model, drawn(b=(3, 3), w=(2, 3, 3, 3)), (normal(1, 3, 3, 3),), loss=loss)
+
+
 @pytest.mark.parametrize(
     ("few", "options"),
     [(0, {}), (100, {}), (100, {"reduce": ("w",), "max_dim": 12})],
