@@ -42,7 +42,7 @@ class Options:
     trials: int
     """With --tune: how many points of its grid each optimizer gets."""
     refine: int = 2
-    """With --tune: how often the best trial is then repeated with twice and half its learning rate; of K-FAC's, once."""
+    """With --tune: how often the best trial is repeated with twice and half its learning rate; of K-FAC's, once."""
     seeds: int = 3
     """How many runs of each optimizer are averaged; the trials have a seed of their own."""
     tune: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
