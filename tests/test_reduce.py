@@ -111,7 +111,7 @@ def parameters(shapes):
 def test_dense_layers(x64, case, max_dim):
     model, inputs, shapes = DENSE[case]
     layers = check(plain(model), model, parameters(shapes), (normal(1, N, *inputs), normal(2, N, 60)), max_dim=max_dim)
-    assert "(reduce)" in repr(layers)
+    assert "reduce)" in repr(layers)
 
 
 @pytest.mark.parametrize(
