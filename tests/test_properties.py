@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import kfac
 from checking import check_all
-from networks import networks
+from networks import Conv, Dense, Loop, Network, networks
 from oracle import truth
 from problem import assert_equal, state_of
 
@@ -55,6 +55,14 @@ def test_factors_equal_brute_force(network):
 def test_factors_of_many_networks_equal_brute_force(network):
     check_factors(network)
 
+
+# What few draws may leave out: a convolution, stacked layers in a scan under remat, and a dense layer, together.
+VARIED = Network(
+    (4, 4, 2),
+    (Conv((3, 3), (1, 1), "SAME", (1, 1), 1, 3, True), Loop((2,), True, False, True), Dense(4, True)),
+    ((), (), ()),
+    False,
+)
 
 # Schedules.
 
@@ -116,6 +124,7 @@ def check_schedule(network, options, schedule, compute):
 
 
 @few(5)
+@example(VARIED, {"inverse_every": 2, "refresh_warmup": 1, "precision": "float32"}, [True, False, True], "float32")
 @given(networks(depth=2), OPTIONS, SCHEDULES, st.sampled_from(["float32", "bfloat16"]))
 def test_states_keep_their_form_and_inverses_stay_definite(network, options, schedule, compute):
     check_schedule(network, options, schedule, compute)
@@ -173,6 +182,12 @@ def check_devices(network, options, schedule, count):
 
 
 @few(2)
+@example(
+    VARIED,
+    {"precondition": "sharded", "triangular": True, "inverse_every": 2, "refresh_warmup": 1},
+    [True, False, True],
+    8,
+)
 @given(networks(depth=2, interacting=False), COMMUNICATION, st.just([True, False, True]), st.sampled_from([2, 8]))
 def test_devices_do_as_one(network, options, schedule, count):
     check_devices(network, options, schedule, count)
