@@ -22,8 +22,10 @@ import numpy as np
 import optax
 import tyro
 
-import environment  # noqa: F401  before JAX starts
+import environment  # noqa: F401, isort: skip; before JAX starts
+
 import kfac
+from errors import UserError
 
 Settings = dict[str, float]
 Grid = dict[str, tuple[float, ...]]
@@ -55,10 +57,6 @@ class Options:
     """Train nothing: compare the best trials, and draw them."""
     figure: Path = Path("curves.png")
     """With --report: where the curves of the losses are drawn."""
-
-
-class UserError(Exception):
-    """Something the user can put right; reported as one sentence, without a traceback."""
 
 
 def shape(step: Any, steps: Any, warmup: Any) -> Any:

@@ -98,7 +98,7 @@ def test_a_damaged_line_is_named(tmp_path):
 
 def test_the_budget_that_reaches_the_target_is_interpolated():
     script = """
-import before_jax, reporting
+import study, reporting
 group = lambda steps, *scores: [{"steps": steps, "val_accuracy": x} for x in scores]
 print(reporting.crossing([group(40, 0.4, 0.4), group(90, 0.6, 0.6)], 0.5))
 print(reporting.crossing([group(40, 0.4, 0.4)], 0.5))

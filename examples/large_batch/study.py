@@ -10,8 +10,6 @@ are there are not run again.
 
 from __future__ import annotations
 
-import before_jax  # noqa: F401, isort: skip
-
 import contextlib
 import dataclasses
 import io
@@ -22,6 +20,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import environment  # noqa: F401, isort: skip; before JAX is imported
 
 import plans
 import reporting
