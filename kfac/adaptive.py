@@ -16,6 +16,7 @@ from kfac.collectives import AxisName, as_varying, axis_size, varying_axes
 from kfac.finding import paths_and_shapes
 from kfac.likelihood import find_marks
 from kfac.replay import Plan, replay
+from kfac.state import has_masked
 from kfac.statistics import accumulator
 from kfac.tracing import trace
 from kfac.transform import check_axis_name, check_count, check_range
@@ -134,7 +135,7 @@ def adaptive_damping(
                 "adaptive_damping measures the loss after the step: pass it as a function of the parameters, "
                 "update(grads, state, params, ..., value_fn=lambda params: loss_fn(params, batch))"
             )
-        if any(map(_is_masked, jax.tree.leaves(params, is_leaf=_is_masked))):
+        if has_masked(params):
             raise ValueError(
                 "adaptive_damping measures the loss of all parameters, but optax.masked or optax.partition hides some: "
                 "put these inside, adaptive_damping(lambda damping: optax.partition(...), ...)"
@@ -159,10 +160,6 @@ def adaptive_damping(
         return changes, AdaptiveDampingState(count, next_damping, ratio, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _is_masked(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)
 
 
 def _reduction_ratio(

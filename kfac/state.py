@@ -264,7 +264,7 @@ def match_leaves(layers: Layers, tree: Any, what: str) -> dict[str, jax.Array]:
     unknown = [path for path in leaves if path not in layers.paths]
     if unknown:
         raise ValueError(f"{what} have a leaf {unknown[0]!r} that `layers` was found without: call find_layers again")
-    masked = any(isinstance(x, optax.MaskedNode) for x in jax.tree.leaves(tree, is_leaf=_is_masked))
+    masked = has_masked(tree)
     for layer in layers:
         missing = [path for path in layer.params if path not in leaves]
         if missing and (not masked or len(missing) < len(layer.params)):
@@ -281,8 +281,13 @@ def match_leaves(layers: Layers, tree: Any, what: str) -> dict[str, jax.Array]:
     return leaves
 
 
-def _is_masked(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)
+def has_masked(tree: Any) -> bool:
+    """Whether `optax.masked` has replaced a leaf of `tree`."""
+
+    def is_masked(node):
+        return isinstance(node, optax.MaskedNode)
+
+    return any(map(is_masked, jax.tree.leaves(tree, is_leaf=is_masked)))
 
 
 def rebuild(tree: Any, leaves: dict[str, jax.Array]) -> Any:
