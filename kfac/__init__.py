@@ -13,6 +13,7 @@ from kfac.adaptive import adaptive_damping as adaptive_damping
 from kfac.alias import diagnostics as diagnostics
 from kfac.alias import kfac as kfac
 from kfac.assignment import Assignment as Assignment
+from kfac.eigenbasis import eigenbasis as eigenbasis
 from kfac.finding import find_layers as find_layers
 from kfac.fisher import microbatch as microbatch
 from kfac.fisher import value_and_grad as value_and_grad

@@ -137,7 +137,7 @@ class Assignment:
       triangular: whether upper triangles are sent.
       wire_bytes: bytes per element on the wire.
       inverse_bytes: bytes per element of an inverse, or of eigenvectors.
-      inverse: `"cholesky"` or `"eigh"`: whether inverses or eigendecompositions are kept.
+      inverse: `"cholesky"`, `"eigh"` or `"ekfac"`: whether inverses or eigendecompositions are kept, with moments.
     """
 
     layers: Layers
@@ -166,8 +166,10 @@ class Assignment:
                 raise ValueError(f"{name} must be 2 or 4, but is {getattr(self, name)!r}")
         if self.precondition not in ("sharded", "replicated"):
             raise ValueError(f"precondition must be 'sharded' or 'replicated', but is {self.precondition!r}")
-        if self.inverse not in ("cholesky", "eigh"):
-            raise ValueError(f"inverse must be 'cholesky' or 'eigh', but is {self.inverse!r}")
+        if self.inverse not in ("cholesky", "eigh", "ekfac"):
+            raise ValueError(f"inverse must be 'cholesky', 'eigh' or 'ekfac', but is {self.inverse!r}")
+        if self.inverse == "ekfac" and self.precondition == "replicated":
+            raise ValueError("precondition='replicated' is not for inverse='ekfac': leave it at 'sharded'")
 
     @functools.cached_property
     def groups(self) -> tuple[Group, ...]:
@@ -216,8 +218,8 @@ class Assignment:
             elements = sum(math.prod(shape) for shape in group.shapes.values())
             if group.kronecker:
                 inverse = self._inverse_size(group)
-                total += self.shards[group.name].positions * (4 * elements + inverse)
-                if self.precondition == "replicated":
+                total += self.shards[group.name].positions * (4 * elements + inverse + 4 * self._moments(group))
+                if self.precondition == "replicated" or (self.devices > 1 and self._moments(group)):
                     total += group.size * inverse
             else:
                 total += group.size * elements * (4 + self.inverse_bytes)
@@ -230,6 +232,10 @@ class Assignment:
         vectors = sum(shape[0] ** 2 for shape in group.shapes.values() if len(shape) == 2)
         return vectors * self.inverse_bytes + 4 * (group.d_in + group.d_out)
 
+    def _moments(self, group: Group) -> int:
+        """Elements of the second moments of one block."""
+        return group.d_out * group.d_in if self.inverse == "ekfac" and group.correctable else 0
+
     @property
     def reduced_bytes(self) -> int:
         """Bytes of statistics that each device puts into reductions, each time there are statistics."""
@@ -238,7 +244,7 @@ class Assignment:
         total = 0
         for group in self.groups:
             packed = sum(packed_size(s, self.triangular and group.kronecker) for s in group.shapes.values())
-            total += group.size * packed * self.wire_bytes
+            total += group.size * (packed + self._moments(group)) * self.wire_bytes
         return total
 
     @property
@@ -246,17 +252,22 @@ class Assignment:
         """Bytes gathered, of preconditioned gradients each step or, if they are replicated, of inverses each cycle."""
         if self.devices == 1:
             return 0
-        total = 0
-        for group in self.groups:
-            if group.kronecker and self.precondition == "sharded":
-                total += group.size * group.d_out * group.d_in * 4
-            elif group.kronecker and self.inverse == "eigh":
-                # Whole, and eigenvectors in the dtype of the eigenvalues.
-                total += 4 * group.size * sum(math.prod(s) + s[0] * (len(s) == 2) for s in group.shapes.values())
-            elif group.kronecker:
-                packed = sum(packed_size(shape, self.triangular) for shape in group.shapes.values())
-                total += group.size * packed * self.inverse_bytes
-        return total
+        if self.precondition == "replicated":
+            return sum(self._sent(group) for group in self.groups if group.kronecker)
+        return sum(4 * group.size * group.d_out * group.d_in for group in self.groups if group.kronecker)
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes of eigendecompositions that all devices get besides, with `"ekfac"`, in each step with a refresh."""
+        return sum(self._sent(group) for group in self.groups if self.devices > 1 and self._moments(group))
+
+    def _sent(self, group: Group) -> int:
+        """Bytes of the inverses of a group, as they are sent."""
+        if self.inverse == "cholesky":
+            packed = sum(packed_size(shape, self.triangular) for shape in group.shapes.values())
+            return group.size * packed * self.inverse_bytes
+        # Whole, and eigenvectors in the dtype of the eigenvalues.
+        return 4 * group.size * sum(math.prod(s) + s[0] * (len(s) == 2) for s in group.shapes.values())
 
     def owners(self) -> list[tuple[str, int, int]]:
         """Owner of every Kronecker block: `(layer name, copy, device)`."""
@@ -301,4 +312,6 @@ def _table(plan: Assignment) -> str:
         f"reduced per device, each time there are statistics: {format_bytes(plan.reduced_bytes)}",
         f"gathered per {'step' if plan.precondition == 'sharded' else 'refresh'}: {format_bytes(plan.gathered_bytes)}",
     ]
+    if plan.fetched_bytes:
+        lines.append(f"eigenvectors to all devices, each step with a refresh: {format_bytes(plan.fetched_bytes)}")
     return "\n".join(lines)

@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from kfac.inverse import eigenvalues
 from kfac.layers import KRONECKER_KINDS, Block, Eigen, Factors, Kronecker, Layer, Layers, Unitwise, is_diagonal
 
 
@@ -51,6 +51,16 @@ class Group:
         """Number of blocks, `k` below."""
         return sum(self.counts)
 
+    @property
+    def correctable(self) -> bool:
+        """Whether EKFAC corrects the eigenvalues of one of the members."""
+        return any(layer.correctable for layer in self.layers)
+
+    @property
+    def corrected(self) -> np.ndarray:
+        """`[k]`: of which blocks."""
+        return np.repeat([layer.correctable for layer in self.layers], self.counts)
+
     def zeros(self, size: int, dtype: Any) -> Block:
         """Statistics of `size` blocks before any have arrived."""
         parts = {name: jnp.zeros((size, *shape), dtype) for name, shape in self.shapes.items()}
@@ -74,13 +84,16 @@ class Group:
 
         return jax.tree.map(one, jax.eval_shape(lambda: self.zeros(size, dtype)))
 
-    def stack_factors(self, factors: Factors) -> Block:
-        """The statistics of the members as stacks `[k, ...]`."""
+    def stack_factors(self, factors: Factors, *, moments: bool = False) -> Block:
+        """The statistics of the members as stacks `[k, ...]`; with `moments`, zeros for members that have none."""
         blocks = []
-        for layer in self.layers:
+        for layer, count in zip(self.layers, self.counts, strict=True):
             block = factors[layer.name]
             stacked = self.kronecker and layer.stacked
-            blocks.append(block if stacked else jax.tree.map(lambda x: x[None], block))
+            block = block if stacked else jax.tree.map(lambda x: x[None], block)
+            if moments and isinstance(block, Kronecker) and block.moments is None:
+                block = dataclasses.replace(block, moments=jnp.zeros((count, self.d_out, self.d_in), block.A.dtype))
+            blocks.append(block)
         return jax.tree.map(lambda *stacks: jnp.concatenate(stacks), *blocks)
 
     def stack_matrices(self, leaves: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
@@ -137,18 +150,18 @@ def apply_inverse(inverse: Block, matrices: jax.Array) -> jax.Array:
     return product("kac,kc->kac" if is_diagonal(inverse.A) else "kac,kcd->kad", half, inverse.A)
 
 
-def apply_eigen(inverse: Kronecker, matrices: jax.Array, damping: jax.Array) -> jax.Array:
-    """`Q_G [(Q_G^T V Q_A) / (l_G l_A^T + damping)] Q_A^T`: `(A (x) G + damping I)^-1` for every Kronecker block.
+def apply_eigen(inverse: Kronecker, values: jax.Array, matrices: jax.Array, damping: jax.Array) -> jax.Array:
+    """`Q_G [(Q_G^T V Q_A) / (values + damping)] Q_A^T`; with `l_G l_A^T` for values it is `(A (x) G + damping I)^-1`.
 
     Products as in `apply_inverse`, eigenvalues in float32 or better. A damping that is not positive gives NaN.
 
     Args:
       inverse: stacks of `k` eigendecompositions, or of the eigenvalues of diagonal factors.
+      values: `[k, d_out, d_in]`, the eigenvalues of the blocks.
       matrices: `[k, d_out, d_in]`.
       damping: a scalar.
     """
     out = _rotate(matrices, inverse, back=False)
-    values = eigenvalues(inverse.G)[:, :, None] * eigenvalues(inverse.A)[:, None, :]
     damping = jnp.where(damping > 0, damping, jnp.nan).astype(values.dtype)
     return _rotate((out / (values + damping)).astype(matrices.dtype), inverse, back=True)
 
@@ -169,8 +182,8 @@ def _product(spec: str, dtype: Any, wide: Any, *operands: jax.Array) -> jax.Arra
     return jnp.einsum(spec, *narrow, precision=lax.Precision.HIGHEST, preferred_element_type=wide)
 
 
-def check_factors(factors: Any, layers: Layers) -> None:
-    """Raises where `factors` are not those of `layers`."""
+def check_factors(factors: Any, layers: Layers, *, ekfac: bool | None = None) -> None:
+    """Raises where `factors` are not those of `layers`; `ekfac` says whether they must have moments, or must not."""
     if not isinstance(factors, Factors):
         raise ValueError(f"factors must be what kfac.value_and_grad returns, but is {type(factors).__name__}")
     expected = {layer.name: layer for layer in layers.with_factors}
@@ -181,6 +194,24 @@ def check_factors(factors: Any, layers: Layers) -> None:
             found = tuple(getattr(block, factor).shape) if hasattr(block, factor) else None
             if found != shape:
                 raise ValueError(f"factors of layer {name!r}: {factor} must have shape {shape}, but has {found}")
+        if ekfac is not None and layer.correctable:
+            _check_moments(name, layer, block, ekfac)
+
+
+def _check_moments(name: str, layer: Layer, block: Any, ekfac: bool) -> None:
+    if ekfac and block.moments is None:
+        raise ValueError(
+            f"factors of layer {name!r} have no moments, which inverse='ekfac' needs: take them from "
+            "value_and_grad(..., ekfac=True)(..., basis=kfac.eigenbasis(opt_state, layers))"
+        )
+    if not ekfac and block.moments is not None:
+        raise ValueError(
+            f"factors of layer {name!r} have moments, for which only inverse='ekfac' has a use: choose that, or leave "
+            "out ekfac=True in value_and_grad"
+        )
+    shape = (*block.A.shape[:-2], layer.d_out, layer.d_in)
+    if ekfac and tuple(block.moments.shape) != shape:
+        raise ValueError(f"factors of layer {name!r}: moments must have shape {shape}, but has {block.moments.shape}")
 
 
 def _check_names(factors: Factors, expected: Sequence[str]) -> None:

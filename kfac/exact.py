@@ -216,22 +216,32 @@ class Error(NamedTuple):
     cosine: jax.Array
 
 
-def dense(block: Block) -> jax.Array:
+def dense(block: Block, basis: Kronecker | None = None) -> jax.Array:
     """An approximate block as a full matrix, in the order of `fisher_blocks`.
 
     Args:
       block: `Kronecker(A, G)` or `Unitwise(F)` of a `Factors`.
+      basis: the eigenvectors of the layer from `kfac.eigenbasis`, for the matrix of EKFAC, which has `block.moments`
+        for eigenvalues.
 
     Returns:
-      `[p, p]`, or `[copies, p, p]` for stacked factors: `kron(A, G)`, or the blocks of the channels.
+      `[p, p]`, or `[copies, p, p]` for stacked factors: `kron(A, G)`, or that of EKFAC, or the blocks of the channels.
 
     Raises:
       TypeError: `block` is neither.
+      ValueError: with `basis`, `block` has no moments.
     """
     if isinstance(block, Kronecker):
-        product = jnp.einsum("...ab,...gh->...agbh", block.A, block.G, precision=_HIGHEST)
         size = block.A.shape[-1] * block.G.shape[-1]
-        return product.reshape(*block.A.shape[:-2], size, size)
+        if basis is None:
+            product = jnp.einsum("...ab,...gh->...agbh", block.A, block.G, precision=_HIGHEST)
+            return product.reshape(*block.A.shape[:-2], size, size)
+        if block.moments is None:
+            raise ValueError("block has no moments: take it from value_and_grad(..., ekfac=True)(..., basis=basis)")
+        vectors = jnp.einsum("...ai,...gj->...agij", basis.A, basis.G, precision=_HIGHEST)
+        vectors = vectors.reshape(*block.A.shape[:-2], size, size)
+        values = block.moments.mT.reshape(*block.A.shape[:-2], 1, size)
+        return jnp.matmul(vectors * values, vectors.mT, precision=_HIGHEST)
     if isinstance(block, Unitwise):
         channels, size = block.F.shape[0], block.F.shape[0] * block.F.shape[1]
         return jnp.einsum("cpq,cd->pcqd", block.F, jnp.eye(channels, dtype=block.F.dtype)).reshape(size, size)

@@ -104,6 +104,7 @@ def resolve(
     num_examples: int | None,
     strict: bool = True,
     subsample: int = 1,
+    ekfac: bool = False,
 ) -> Resolved:
     """Groups the reads of `traced` into layers and plans their taps.
 
@@ -115,6 +116,7 @@ def resolve(
       num_examples: the number of examples, if the user gave it.
       strict: whether an unknown number of examples is an error.
       subsample: Kronecker factors come from every `subsample`-th example.
+      ekfac: whether taps also sum squares of per-example gradients.
     """
     skipped = _matching("skip", options.skip, names)
     reduced = {names[leaf] for leaf in _matching("reduce", options.reduce, names)}
@@ -155,7 +157,7 @@ def resolve(
         blocks.append(layer)
         reads = [read for leaf in leaves for read in by_leaf[leaf]]
         if layer.kind in KRONECKER_KINDS:
-            plan_kronecker(resolved, layer, by_leaf[leaves[0]], analysis, traced, strict, subsample)
+            plan_kronecker(resolved, layer, by_leaf[leaves[0]], analysis, traced, strict, subsample, ekfac)
         elif reads and not layer.coarse:
             plan_elementwise(resolved, layer, leaves, by_leaf, shapes, traced, strict)
     for path, operand in analysis.multipliers.items():

@@ -13,6 +13,7 @@ from jax import lax
 
 from kfac.collectives import as_varying, own_key, varying_axes, zeros_of
 from kfac.convolutions import fast_in_loops
+from kfac.eigenbasis import check_basis
 from kfac.finding import paths_and_shapes, resolve
 from kfac.layers import Layers
 from kfac.likelihood import Draw, checked_key, keys_of, with_own_key
@@ -28,6 +29,7 @@ def value_and_grad(
     fisher: str = "empirical",
     num_examples: int | None = None,
     subsample: int = 1,
+    ekfac: bool = False,
 ) -> Callable[..., tuple[Any, Any, Any]]:
     """`jax.value_and_grad`, with the statistics of every layer beside the gradients.
 
@@ -54,25 +56,31 @@ def value_and_grad(
         unbiased where the order of the examples means nothing. Layers must see the examples on an axis of their own;
         where the tokens of a marked output `[sequences, tokens, features]` are examples, whole sequences are taken.
         The gradients, and the unit-wise and diagonal blocks, which are cheap, come from all of them.
+      ekfac: for an optimizer with `inverse="ekfac"`: `moments` beside `A` and `G`, the second moments of per-example
+        gradients in an eigenbasis, `n sum_i (Q_G^T (sum_p g_ip a_ip^T) Q_A)^2` with the gradients `g_ip` of the mean
+        loss (George et al. 2018). Where examples have several positions, layers must see them on an axis of their own.
 
     Returns:
       A function of the arguments of `loss_fn` that returns `(value, grads, factors)`, where `value` is `loss` or
       `(loss, aux)`, `grads` has the structure of the parameters and `factors` is a `Factors`. With `"sampled"` it takes
       `key`, a PRNG key, as a further keyword, which `loss_fn` does not see. The same key draws the same targets, but on
       every device others: the device's position on the axes over which the arguments vary is folded into it (under
-      `jax.pmap`, and `shard_map` with `check_vma=False`, its position on all axes).
+      `jax.pmap`, and `shard_map` with `check_vma=False`, its position on all axes). With `ekfac` it takes `basis`, what
+      `kfac.eigenbasis` returns, likewise.
 
     Raises:
       ValueError: an argument is out of range; when the function is traced: it has other layers than `layers`, or the
-        number of examples is not clear, or with `subsample` a layer sees too few or cannot tell them from positions, or
-        `key` is missing, no key, or given where nothing is drawn, or with `"sampled"` the loss depends on a parameter
-        but no marked output does.
+        number of examples is not clear, or with `subsample` or `ekfac` a layer cannot tell them from positions, or with
+        `subsample` it sees too few, or `basis` is missing or no such one, or `key` is missing, no key, or given
+        where nothing is drawn, or with `"sampled"` the loss depends on a parameter but no marked output does.
     """
     if not isinstance(layers, Layers):
         raise ValueError(f"layers must be what kfac.find_layers returns, but is {type(layers).__name__}")
     if fisher not in ("empirical", "sampled"):
         raise ValueError(f"fisher must be 'empirical' or 'sampled', but is {fisher!r}")
     sampled = fisher == "sampled"
+    if not isinstance(ekfac, bool):
+        raise ValueError(f"ekfac must be True or False, but is {ekfac!r}")
 
     if isinstance(subsample, bool) or not isinstance(subsample, int) or subsample < 1:
         raise ValueError(f"subsample must be a positive int, but is {subsample!r}")
@@ -81,27 +89,35 @@ def value_and_grad(
     def with_factors(params, *args, **kwargs):
         if sampled:
             key = checked_key(kwargs.pop("key", None))
-        elif "key" in kwargs and not _takes_key(loss_fn):
+        elif "key" in kwargs and not _takes(loss_fn, "key"):
             raise ValueError("key is for fisher='sampled': with 'empirical' nothing is drawn, and loss_fn takes no key")
+        if ekfac:
+            basis = kwargs.pop("basis", None)
+        elif "basis" in kwargs and not _takes(loss_fn, "basis"):
+            raise ValueError("basis is for ekfac=True: else nothing is expressed in it, and loss_fn takes no basis")
         # With replicated parameters, shard_map would sum gradients and statistics over devices inside autodiff.
         axes = varying_axes([x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array)])
         params = as_varying(params, axes | varying_axes(params))
         names, shapes = paths_and_shapes(params)
         traced = trace(loss_fn, has_aux, params, args, kwargs)
-        resolved = resolve(traced, names, shapes, layers, num_examples, subsample=subsample)
+        resolved = resolve(traced, names, shapes, layers, num_examples, subsample=subsample, ekfac=ekfac)
         check_same(layers, resolved.layers)
+        if ekfac:
+            check_basis(basis, resolved.layers)
         flat, treedef = jax.tree.flatten(params)
         probes = jax.tree.map(lambda probe: jnp.zeros(probe.shape, probe.dtype), resolved.probes)
         probes = as_varying(probes, axes | varying_axes(params))
         closed = traced.closed
 
         entries: dict[Any, Any] = {}
+        for name, spread in resolved.spread.items():
+            entries |= spread(basis[name])
         if sampled:
             skipped = {path for layer in layers if layer.kind == "skipped" for path in layer.params}
             resolved.marks.require("fisher='sampled'", names, skipped)
             resolved.marks.place(resolved.plan, lambda mark: Draw(mark.likelihood, resolved.num_examples))
             key = own_key(key, axes | varying_axes(closed.consts))
-            entries = keys_of(resolved.marks, key)
+            entries |= keys_of(resolved.marks, key)
 
         def losses_of(flat, probes):
             arguments = [*flat, *traced.arrays]
@@ -122,12 +138,12 @@ def value_and_grad(
     return with_factors
 
 
-def _takes_key(loss_fn: Callable[..., Any]) -> bool:
+def _takes(loss_fn: Callable[..., Any], name: str) -> bool:
     try:
         parameters = inspect.signature(loss_fn).parameters.values()
     except (TypeError, ValueError):  # a callable that does not tell
         return True
-    return any(p.name == "key" or p.kind is p.VAR_KEYWORD for p in parameters)
+    return any(p.name == name or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def check_same(expected: Layers, found: Layers) -> None:

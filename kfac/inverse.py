@@ -169,15 +169,17 @@ def decompose(stack: jax.Array, dtype: Any) -> tuple[Eigen | jax.Array, jax.Arra
     return Eigen(vectors, values), usable.astype(stack.dtype)
 
 
-def eigen_condition(inverse: Kronecker, damping: jax.Array) -> jax.Array:
-    """`[k]`, the condition numbers of `A (x) G + damping I`, from the eigenvalues of its factors."""
-    (low_a, high_a), (low_g, high_g) = (
-        (jnp.min(values, axis=1), jnp.max(values, axis=1)) for values in map(eigenvalues, (inverse.A, inverse.G))
-    )
+def eigen_condition(values: jax.Array, damping: jax.Array) -> jax.Array:
+    """`[k]`, the condition numbers of damped blocks with eigenvalues `values` `[k, d_out, d_in]`."""
     # What a schedule may bring, zero or NaN, is no reason to take the decompositions for missing.
-    damping = jnp.where(damping > 0, damping, 0).astype(low_a.dtype)
-    low, high = low_a * low_g + damping, high_a * high_g + damping
+    damping = jnp.where(damping > 0, damping, 0).astype(values.dtype)
+    low, high = jnp.min(values, axis=(1, 2)) + damping, jnp.max(values, axis=(1, 2)) + damping
     return jnp.where(low > 0, high / jnp.where(low > 0, low, 1), jnp.inf)
+
+
+def block_eigenvalues(inverse: Kronecker) -> jax.Array:
+    """`l_G l_A^T`, the eigenvalues of `A (x) G`, `[k, d_out, d_in]`."""
+    return eigenvalues(inverse.G)[:, :, None] * eigenvalues(inverse.A)[:, None, :]
 
 
 def eigenvalues(side: Eigen | jax.Array) -> jax.Array:

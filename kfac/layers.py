@@ -85,6 +85,11 @@ class Layer:
         return {}
 
     @property
+    def correctable(self) -> bool:
+        """Whether `inverse="ekfac"` corrects eigenvalues of this layer: it has two whole factors, and one use."""
+        return self.kind in KRONECKER_KINDS and not self.diagonal and self.uses == 1
+
+    @property
     def block_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the factors of one Kronecker block, `[d, d]`, or `[d]` for a diagonal one."""
         sizes = {"A": self.d_in, "G": self.d_out}
@@ -218,11 +223,13 @@ def format_bytes(count: float) -> str:
 class Kronecker:
     """Kronecker factors of one layer, or their inverses: `A` `[copies?, d_in, d_in]`, `G` `[copies?, d_out, d_out]`.
 
-    A factor that is kept as its diagonal is `[copies?, d]`.
+    A factor that is kept as its diagonal is `[copies?, d]`. In statistics for EKFAC, `moments` `[copies?, d_out, d_in]`
+    are the second moments of per-example gradients in an eigenbasis.
     """
 
     A: Any
     G: Any
+    moments: Any = None
 
 
 def is_diagonal(stack: Any) -> bool:
@@ -275,7 +282,8 @@ class Factors(Mapping[str, Block]):
     def unscale(self, loss_scale: jax.typing.ArrayLike) -> Factors:
         """The statistics of the loss itself, from those of `loss_scale` times the loss.
 
-        Gradients are divided by the scale, their second moments (`G`, `F`) by its square; `A` does not depend on it.
+        Gradients are divided by the scale, their second moments (`G`, `F`, `moments`) by its square; `A` does not
+        depend on it.
 
         Args:
           loss_scale: the scalar the loss was multiplied by.
@@ -287,7 +295,7 @@ class Factors(Mapping[str, Block]):
 
         return Factors(
             {
-                name: Kronecker(block.A, unscaled(block.G))
+                name: Kronecker(block.A, *jax.tree.map(unscaled, (block.G, block.moments)))
                 if isinstance(block, Kronecker)
                 else Unitwise(unscaled(block.F))
                 for name, block in self._blocks.items()

@@ -17,6 +17,7 @@ from kfac.axes import Atom
 from kfac.layers import Factors, Kronecker, Layer, Layers, Unitwise
 from kfac.likelihood import Marks
 from kfac.operands import FILL_OR_DROP, row_axis
+from kfac.per_example import Moments, row_positions
 from kfac.reads import Read, by_part, part_index, unsupported
 from kfac.replay import ElementwiseTap, Key, KroneckerTap, Plan
 from kfac.statistics import Convolution, Lookup, accumulator
@@ -34,6 +35,7 @@ class Resolved:
       finish: what brings these sums to factors, by layer, and their keys.
       num_examples: `n`.
       marks: the marked outputs.
+      spread: what brings the eigenvectors of a layer to its taps, by layer.
     """
 
     layers: Layers
@@ -42,6 +44,7 @@ class Resolved:
     finish: dict[str, tuple[list[Key], Callable[[list[Any]], Any]]]
     num_examples: int
     marks: Marks
+    spread: dict[str, Callable[[Kronecker], dict[Key, Kronecker]]] = dataclasses.field(default_factory=dict)
 
     def factors(self, sums: dict[Key, Any], grads: Sequence[Any]) -> Factors:
         """Factors from the cotangents of the probes and, for coarse diagonals, the gradients."""
@@ -59,7 +62,14 @@ class Resolved:
 
 
 def plan_kronecker(
-    resolved: Resolved, layer: Layer, reads: list[Read], analysis: Analysis, traced: Trace, strict: bool, subsample: int
+    resolved: Resolved,
+    layer: Layer,
+    reads: list[Read],
+    analysis: Analysis,
+    traced: Trace,
+    strict: bool,
+    subsample: int,
+    ekfac: bool,
 ) -> None:
     dtype = _accumulator(traced, reads)
     n, reduce = resolved.num_examples, layer.weight_sharing == "reduce"
@@ -99,12 +109,15 @@ def plan_kronecker(
             layer.diagonal,
             n if reduce else None,
             subsample,
+            _moments(resolved, layer, read, eqn, bias, dtype, subsample) if ekfac and layer.correctable else None,
         )
         _place(resolved, traced, read, tap)
     read = reads[0]
     scanned = [length for length, atoms in zip(read.scans, read.view.stack, strict=True) if atoms]
     batched = math.prod(atom.size for atom in read.batched)
-    tails = {"A": (n, layer.d_in), "G": (n, layer.d_out)} if reduce else layer.block_shapes
+    tails = {"A": (n, layer.d_in), "G": (n, layer.d_out)} if reduce else dict(layer.block_shapes)
+    if ekfac and layer.correctable:
+        tails["moments"] = (layer.d_out, layer.d_in)
     summed = {name: jax.ShapeDtypeStruct((*scanned, batched, *tail), dtype) for name, tail in tails.items()}
     positions = {part_index(part[0]): sum(read.rows for read in part) / n for part in by_part(reads)}
     resolved.probes.update({(layer.name, part): Kronecker(**summed) for part in positions})
@@ -115,26 +128,77 @@ def plan_kronecker(
     lead = (layer.copies,) if layer.stacked else ()
 
     def of_part(sums: Kronecker, positions: float) -> Kronecker:
+        moments = None if sums.moments is None else sums.moments * n
+        if reduce:
+            return Kronecker(sums.A / positions, sums.G, moments)
         # G = (n / s) sum g g^T with s positions per example.
-        return Kronecker(sums.A / positions, sums.G) if reduce else Kronecker(sums.A / n, sums.G * (n / positions))
+        return Kronecker(sums.A / n, sums.G * (n / positions), moments)
 
     def finish(sums: list[Kronecker]) -> Kronecker:
         found = {part: of_part(moments, s) for moments, (part, s) in zip(sums, positions.items(), strict=True)}
         unread = jax.tree.map(jnp.zeros_like, sums[0])
-        ordered = [found.get(part, unread) for part in range(parts)]
-        stacked = jax.tree.map(lambda *blocks: jnp.stack(blocks), *ordered) if parts > 1 else ordered[0]
-        a, g = (_in_memory_order(getattr(stacked, f), stack, tails[f]).reshape(*lead, *tails[f]) for f in "AG")
+        by_part = [found.get(part, unread) for part in range(parts)]
+        stacked = jax.tree.map(lambda *blocks: jnp.stack(blocks), *by_part) if parts > 1 else by_part[0]
+        ordered = {
+            f: _in_memory_order(getattr(stacked, f), stack, tail).reshape(*lead, *tail) for f, tail in tails.items()
+        }
         if not reduce:
-            return Kronecker(a, g)
+            return Kronecker(**ordered)
 
         def moment(factor, rows):
             if factor in layer.diagonal:
                 return jnp.sum(jnp.square(rows), axis=-2)
             return jnp.einsum("...ni,...nj->...ij", rows, rows, precision=jax.lax.Precision.HIGHEST)
 
-        return Kronecker(moment("A", a) / n, moment("G", g) * n)
+        squares = {"A": moment("A", ordered["A"]) / n, "G": moment("G", ordered["G"]) * n}
+        return Kronecker(**{**ordered, **squares})
 
+    def spread(basis: Kronecker) -> dict[Key, Kronecker]:
+        """The layer's eigenvectors as the taps of its parts take them, the other way round than `finish`."""
+
+        def arranged(vectors):
+            tail = vectors.shape[-2:]
+            return _from_memory_order(vectors, stack, tail).reshape(parts, *scanned, batched, *tail)
+
+        whole = jax.tree.map(arranged, basis)
+        return {_basis_key(layer, part): jax.tree.map(lambda x, part=part: x[part], whole) for part in positions}
+
+    if ekfac and layer.correctable:
+        resolved.spread[layer.name] = spread
     resolved.finish[layer.name] = [(layer.name, part) for part in positions], finish
+
+
+def _basis_key(layer: Layer, part: int) -> Key:
+    return layer.name, part, "eigenvectors"
+
+
+def _moments(resolved: Resolved, layer: Layer, read: Read, eqn: Any, bias: str, dtype: Any, subsample: int) -> Moments:
+    """What sums the squares of per-example gradients at the one read of a kernel."""
+    n = resolved.num_examples
+    rows_y, rows_x = row_positions(read, eqn)
+    flat = [atom for axis in read.y_axes for atom in axis]
+    images, geometry = _images(read, eqn, n), _geometry(read, eqn)
+    assert not isinstance(geometry, Lookup)
+    if math.prod(flat[p].size for p in rows_y) == n:
+        examples = tuple(rows_y)  # a row for each example
+    elif images:
+        examples = (images[1],)
+    else:
+        example = _example_position(read.y_axes, n, layer.params[0], read, eqn, strict=True)
+        examples = resolved.marks.token_axes(flat, n) or (() if example is None else (example,))
+    order = [*examples, *(p for p in rows_y if p not in examples)]
+    in_x = dict(zip(rows_y, rows_x, strict=True))
+    return Moments(
+        _basis_key(layer, part_index(read)),
+        n,
+        axes_lib.arrangement(read.x_axes, read.batched)._replace(rows=tuple(in_x[p] for p in order)),
+        axes_lib.arrangement(read.y_axes, read.batched)._replace(rows=tuple(order)),
+        geometry,
+        images is not None,
+        {"none": None, "one": 1.0, "zero": 0.0}[bias],
+        subsample,
+        dtype,
+    )
 
 
 def _sizes(axes: axes_lib.Axes, n: int) -> list[int]:
@@ -219,6 +283,15 @@ def _in_memory_order(array: jax.Array, stack: list[Atom], tail: tuple[int, ...])
     return array.transpose(*order, *range(len(stack), len(stack) + len(tail)))
 
 
+def _from_memory_order(array: jax.Array, stack: list[Atom], tail: tuple[int, ...]) -> jax.Array:
+    """The inverse of `_in_memory_order`."""
+    order = sorted(range(len(stack)), key=lambda k: stack[k].memory_order)
+    array = array.reshape(*(stack[k].size for k in order), *tail)
+    array = array.transpose(*map(order.index, range(len(stack))), *range(len(stack), len(stack) + len(tail)))
+    flips = [k for k, atom in enumerate(stack) if atom.flipped]
+    return jnp.flip(array, flips) if flips else array
+
+
 def plan_elementwise(resolved, layer, leaves, by_leaf, shapes, traced, strict: bool) -> None:
     n = resolved.num_examples
     keys: list[Key] = []
@@ -298,6 +371,8 @@ def _place(resolved: Resolved, traced: Trace, read: Read, tap: KroneckerTap | El
             iterated = bool(next(levels))
             if plan.iterated.setdefault(tap.key, iterated) != iterated:
                 raise unsupported(tap.key[0], "two operations in a scan", "only one of them iterates over it")
+            if isinstance(tap, KroneckerTap) and tap.moments:
+                plan.iterated[tap.moments.basis] = iterated
 
 
 def _geometry(read: Read, eqn: Any) -> Convolution | Lookup | None:

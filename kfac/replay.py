@@ -20,6 +20,7 @@ from jax.extend import core as jex
 
 from kfac.axes import Arrangement
 from kfac.layers import Kronecker
+from kfac.per_example import Moments
 from kfac.statistics import (
     Convolution,
     Lookup,
@@ -35,7 +36,7 @@ from kfac.statistics import (
 )
 from kfac.tracing import CALLS, REMATS, inner_jaxpr
 
-Key = tuple[str, int]  # layer name, and which of its parameters (0 for a Kronecker layer)
+Key = tuple[Any, ...]  # layer name, and which of its parameters (0 for a Kronecker layer); longer for its eigenvectors
 Probes = Mapping[Key, Any]
 
 
@@ -45,6 +46,7 @@ class KroneckerTap:
 
     Of a lookup the diagonal of `a a^T` are counts. With `examples` ("reduce") it is sums of `a` and `g` over the
     positions of each example, `[copies, examples, d]`: their products can be formed when all uses have been summed.
+    With `moments` also sums of squares of per-example gradients in a basis, which comes with the residuals.
     """
 
     key: Key
@@ -57,13 +59,16 @@ class KroneckerTap:
     diagonal: tuple[str, ...] = ()
     examples: int | None = None
     subsample: int = 1
+    moments: Moments | None = None
 
-    def residuals(self, values: Sequence[jax.Array], multiplier: jax.Array | None) -> Any:
+    def residuals(self, values: Sequence[jax.Array], multiplier: jax.Array | None, probes: Probes) -> Any:
         # A kernel is multiplied by the same number everywhere, if at all.
-        return values[1 - self.operand], None if multiplier is None else multiplier.reshape(-1)[0]
+        number = None if multiplier is None else multiplier.reshape(-1)[0]
+        return values[1 - self.operand], number, None if self.moments is None else probes[self.moments.basis]
 
     def statistics(self, residuals: Any, g: jax.Array) -> Kronecker:
-        x, number = residuals
+        x, number, basis = residuals
+        moments = None if self.moments is None else self.moments(x, g, number, basis)
         # Counts of rows, and sums over positions, are cheap: they are those of all examples.
         if self.subsample == 1 or self.examples is not None:
             a, outputs = self._inputs(x), self._outputs(g)
@@ -76,7 +81,7 @@ class KroneckerTap:
             else:
                 thinned, x = self._thinned_inputs(x)
                 a = share * thinned._inputs(x)
-        return Kronecker(a if number is None else self._multiplied(a, number), outputs)
+        return Kronecker(a if number is None else self._multiplied(a, number), outputs, moments)
 
     def _thinned_outputs(self, g: jax.Array) -> tuple[KroneckerTap, jax.Array]:
         g, arrange = self.arrange_g.every(self.subsample, g)
@@ -185,7 +190,8 @@ class ElementwiseTap:
 
     source: Source | None = None
 
-    def residuals(self, values: Sequence[jax.Array], multiplier: jax.Array | None) -> Any:
+    def residuals(self, values: Sequence[jax.Array], multiplier: jax.Array | None, probes: Probes) -> Any:
+        del probes
         other = values[1 - self.operand] if self.op in ("mul", "div") else None
         return other, multiplier
 
@@ -305,7 +311,7 @@ def _replay(
                 if source is not None:
                     tap = dataclasses.replace(tap, source=source)
                     values[1 - tap.operand] = [read(var) for var in source.inputs]
-            residuals = tap.residuals(values, multipliers.get(eqn.invars[tap.operand]))
+            residuals = tap.residuals(values, multipliers.get(eqn.invars[tap.operand]), probes)
             outs = [_tap(tap, residuals, outs[0], probes[tap.key])]
         if index in plan.marks:
             key, at_mark = plan.marks[index]
@@ -335,6 +341,7 @@ def _inside(
 
 def _keys(plan: Plan) -> set[Key]:
     own = {tap.key for tap in plan.taps.values()} | {key for key, _ in plan.marks.values()}
+    own |= {tap.moments.basis for tap in plan.taps.values() if isinstance(tap, KroneckerTap) and tap.moments}
     return own.union(*(_keys(child) for child in plan.children.values()))
 
 

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from kfac.assignment import Shard, block_cost, group_costs, make_shards, packed_size
 from kfac.blocks import Group
 from kfac.collectives import AxisName, as_varying, axis_size, pack, unpack, varying_axes
+from kfac.correction import Moments
 from kfac.layers import Block, Kronecker, Layers, Unitwise, is_diagonal, leaves_by_path
 
 
@@ -56,6 +57,7 @@ class BlockState(NamedTuple):
       inverse: damped inverses, shaped like `factors`, or eigendecompositions; identities before the first.
       condition: `[k]`, condition number at the last inversion; 0 before the first.
       age: `[k]`, steps since the last inversion; 0 before the first.
+      moments: with `inverse="ekfac"`, second moments in the eigenbasis, where a block has two whole factors; else None.
     """
 
     factors: Block
@@ -63,6 +65,7 @@ class BlockState(NamedTuple):
     inverse: Block
     condition: jax.Array
     age: jax.Array
+    moments: Moments | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -92,7 +95,8 @@ class KfacState(NamedTuple):
       unitwise_damping: that of unit-wise and diagonal blocks.
       owned: Kronecker blocks, each device its own.
       shared: unit-wise and diagonal blocks, the same on all devices.
-      replicas: with `precondition="replicated"` the inverses of all devices, else empty.
+      replicas: the inverses of all devices with `precondition="replicated"`, with `inverse="ekfac"` over an axis the
+        eigendecompositions of the blocks that have moments; else empty.
       metrics: scalars of the last step.
     """
 
@@ -130,18 +134,27 @@ class Config:
         """Whether inverses are kept as eigendecompositions."""
         return self.inverse != "cholesky"
 
+    def corrects(self, group: Group) -> bool:
+        """Whether blocks of a group have moments."""
+        return self.inverse == "ekfac" and group.correctable
+
+    def replicates(self, group: Group) -> bool:
+        """Whether all devices have the inverses of a group; to express statistics in eigenvectors, they need those."""
+        return self.replicated or (self.corrects(group) and self.axis_name is not None)
+
     def encode(self, block: Block) -> jax.Array:
         """A stack of `k` blocks as it is sent, `[k, elements]`."""
         parts = jax.tree.leaves(block)
         if self.triangular and isinstance(block, Kronecker):
-            parts = [part if is_diagonal(part) else pack(part) for part in parts]
+            sides = [part if is_diagonal(part) else pack(part) for part in (block.A, block.G)]
+            parts = sides + parts[2:]
         return jnp.concatenate([part.reshape(part.shape[0], -1) for part in parts], axis=1)
 
     def decode(self, flat: jax.Array, group: Group) -> Block:
         """The inverse of `encode`, for blocks of `group`."""
         if not group.kronecker:
             return Unitwise(flat.reshape(-1, *group.shapes["F"]))
-        cut = packed_size(group.shapes["A"], self.triangular)
+        sizes = [packed_size(group.shapes[factor], self.triangular) for factor in "AG"]
 
         def unpacked(flat, shape):
             if not self.triangular or len(shape) == 1:
@@ -149,7 +162,9 @@ class Config:
             half = (shape[0] + 1) // 2
             return unpack(flat.reshape(-1, half, 2 * half + 1), shape[0])
 
-        return Kronecker(unpacked(flat[:, :cut], group.shapes["A"]), unpacked(flat[:, cut:], group.shapes["G"]))
+        a, g, moments = jnp.split(flat, list(itertools.accumulate(sizes)), axis=1)
+        a, g = unpacked(a, group.shapes["A"]), unpacked(g, group.shapes["G"])
+        return Kronecker(a, g, moments.reshape(-1, group.d_out, group.d_in) if self.corrects(group) else None)
 
     def encode_inverse(self, inverse: Kronecker) -> jax.Array:
         """A stack of `k` inverses as it is sent, `[k, elements]`; eigenvectors whole, in the dtype of eigenvalues."""
@@ -198,6 +213,7 @@ def init_state(config: Config, params: Any) -> KfacState:
             inverse=group.identity(size, dtype, kept, eigen=config.eigen),
             condition=jnp.zeros(size, dtype),
             age=jnp.zeros(size, jnp.int32),
+            moments=_no_moments(group, size, dtype) if config.corrects(group) else None,
         )
 
     def own(group: Group) -> Owned:
@@ -205,8 +221,8 @@ def init_state(config: Config, params: Any) -> KfacState:
         return Owned(_own_varying(blocks(group, shard.positions), config.axis_name, devices), shard)
 
     replicas = {}
-    if config.replicated:
-        for group in config.kronecker:
+    for group in config.kronecker:
+        if config.replicates(group):
             inverse = group.identity(group.size, dtype, kept, eigen=config.eigen)
             assert isinstance(inverse, Kronecker)
             replicas[group.name] = Replica(inverse, jnp.zeros(group.size, bool))
@@ -222,6 +238,10 @@ def init_state(config: Config, params: Any) -> KfacState:
             *(jnp.zeros((), jnp.float32) for _ in range(4)), *(jnp.zeros((), jnp.int32) for _ in range(4))
         ),
     )
+
+
+def _no_moments(group: Group, size: int, dtype: Any) -> Moments:
+    return Moments(jnp.zeros((size, group.d_out, group.d_in), dtype), jnp.zeros(size, dtype))
 
 
 def _own_varying(tree: Any, axis_name: AxisName | None, devices: int | None) -> Any:
@@ -313,13 +333,16 @@ def gather_state(opt_state: Any) -> Any:
     Raises:
       ValueError: there is no state of `scale_by_kfac` in `opt_state`, or it is not that of all devices.
     """
-    if _states(opt_state)[0].count.ndim:  # of pmap
+    if find_state(opt_state, "opt_state").count.ndim:  # of pmap
         opt_state = jax.tree.map(_without_devices, opt_state, is_leaf=_is_owned)
 
     def gather(node):
         if not _is_state(node):
             return node
-        return node._replace(owned={name: _gather_owned(own) for name, own in node.owned.items()})
+        owned = {name: _gather_owned(own) for name, own in node.owned.items()}
+        # Replicas that are there for the sake of several devices can be had from the blocks again.
+        replicas = {name: r for name, r in node.replicas.items() if owned[name].blocks.moments is None}
+        return node._replace(owned=owned, replicas=replicas)
 
     return jax.tree.map(gather, opt_state, is_leaf=_is_state)
 
@@ -343,7 +366,7 @@ def scatter_state(portable: Any, num_devices: int, *, pmap: bool = False) -> Any
     """
     if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
         raise ValueError(f"num_devices must be a positive int, but is {num_devices!r}")
-    _states(portable)
+    find_state(portable, "portable")
 
     def scatter(node):
         if not _is_state(node):
@@ -353,17 +376,25 @@ def scatter_state(portable: Any, num_devices: int, *, pmap: bool = False) -> Any
         blocks = {name: own.blocks.factors for name, own in node.owned.items()}
         costs = [(name, x.A.shape[0], block_cost([x.A.shape[1:], x.G.shape[1:]])) for name, x in blocks.items()]
         shards = make_shards(costs, num_devices)
-        return node._replace(owned={name: _scatter_owned(own, shards[name]) for name, own in node.owned.items()})
+        replicas = dict(node.replicas)
+        for name, own in node.owned.items():
+            if own.blocks.moments is not None:
+                replicas[name] = Replica(own.blocks.inverse, own.blocks.condition > 0)
+        owned = {name: _scatter_owned(own, shards[name]) for name, own in node.owned.items()}
+        return node._replace(owned=owned, replicas=replicas)
 
     state = jax.tree.map(scatter, portable, is_leaf=_is_state)
     return jax.tree.map(lambda x: _with_devices(x, num_devices), state, is_leaf=_is_owned) if pmap else state
 
 
-def _states(opt_state: Any) -> list[KfacState]:
+def find_state(opt_state: Any, argument: str) -> KfacState:
+    """The first `KfacState` in an optimizer state."""
     states = [node for node in jax.tree.leaves(opt_state, is_leaf=_is_state) if _is_state(node)]
     if not states:
-        raise ValueError("there is no state of scale_by_kfac in the optimizer state")
-    return states
+        raise ValueError(
+            f"there is no state of scale_by_kfac in {argument}, which is of type {type(opt_state).__name__}"
+        )
+    return states[0]
 
 
 def _is_state(node: Any) -> bool:

@@ -23,8 +23,9 @@ from kfac.collectives import (
     take_own,
     varying_axes,
 )
+from kfac.correction import Moments, corrected_eigenvalues, into_basis
 from kfac.inverse import Refreshed, eigen_condition, refresh_unitwise
-from kfac.layers import Block, Factors, Kronecker, Unitwise
+from kfac.layers import Block, Eigen, Factors, Kronecker, Unitwise, is_diagonal
 from kfac.refresh import refresh_kronecker
 from kfac.state import BlockState, Config, KfacMetrics, KfacState, Owned, Replica, match_leaves, rebuild
 
@@ -58,7 +59,8 @@ def preconditioned_step(
                 f"this device must get {owned.shard.positions} of the state's {owned.shard.blocks} blocks of a shape, "
                 f"but gets {owned.blocks.weight.shape[0]}: use kfac.state_specs for in_specs and out_specs of the state"
             )
-    if bool(state.replicas) != (config.replicated and bool(config.kronecker)):
+    _check_form(config, state)
+    if set(state.replicas) != {group.name for group in config.kronecker if config.replicates(group)}:
         mode, other = ("replicated", "sharded") if config.replicated else ("sharded", "replicated")
         raise ValueError(
             f"precondition={mode!r}, but the optimizer state is one for precondition={other!r}: initialise it with the "
@@ -89,11 +91,11 @@ def preconditioned_step(
     skipped_by_all = failed_by_all = jnp.zeros((), jnp.int32)
     change = jnp.zeros((), jnp.float32)  # summed over this device's Kronecker factors
     if factors is not None:
-        batch = _batch_statistics(config, factors, shards, local=local)
+        batch, moments = _without_moments(_batch_statistics(config, factors, shards, local=local))
         for group in config.groups:
             name = group.name
             mine = owns_last(shards[name], axis) if group.kronecker else jnp.ones(group.size, bool)
-            finite = _finite_blocks(batch[name])
+            finite = _finite_blocks((batch[name], moments.get(name)))
             taken = finite & mine & usable
             bad = jnp.sum(~finite & mine, dtype=jnp.int32)
             old = blocks[name]
@@ -105,6 +107,10 @@ def preconditioned_step(
                 old, change = old._replace(factors=before), change + changed_by
             else:
                 skipped_by_all += bad
+            if old.moments is not None:
+                # Those before the first decomposition are in no basis that is kept.
+                found = taken & take_own(jnp.asarray(group.corrected), shards[name], axis) & (old.condition > 0)
+                old = old._replace(moments=Moments(*_averaged(*old.moments, moments[name], now.decay, found)))
             blocks[name] = _accumulate(old, batch[name], now.decay, taken)
 
     schedule = make_phases(group_costs(config.groups), config.phases)
@@ -213,6 +219,22 @@ def _check_groups(config: Config, state: KfacState) -> None:
             )
 
 
+def _check_form(config: Config, state: KfacState) -> None:
+    """Raises where a state has inverses of another kind."""
+    for group in config.kronecker:
+        blocks = state.owned[group.name].blocks
+        assert isinstance(blocks.inverse, Kronecker)
+        if all(is_diagonal(part) for part in jax.tree.leaves(blocks.factors)):
+            continue
+        eigen = any(isinstance(side, Eigen) for side in (blocks.inverse.A, blocks.inverse.G))
+        if eigen != config.eigen or (blocks.moments is not None) != config.corrects(group):
+            kept = "ekfac" if blocks.moments is not None else "eigh" if eigen else "cholesky"
+            raise ValueError(
+                f"inverse={config.inverse!r}, but the optimizer state is one for inverse={kept!r}: initialise it with "
+                "the same option."
+            )
+
+
 def check_devices(state: KfacState, devices: int) -> None:
     for owned in state.owned.values():
         if owned.shard.devices != devices:
@@ -239,7 +261,7 @@ def _norm(arrays: Iterable[jax.Array]) -> jax.Array:
 def _batch_statistics(config: Config, factors: Factors, shards: dict[str, Shard], *, local: bool) -> dict[str, Block]:
     """This step's statistics of the blocks that this device keeps, averaged over devices."""
     axis = config.axis_name
-    stacks = {group.name: group.stack_factors(factors) for group in config.groups}
+    stacks = {group.name: group.stack_factors(factors, moments=config.corrects(group)) for group in config.groups}
     if axis is None:
         return stacks
     if not local:
@@ -294,10 +316,10 @@ def _precondition(
     """Preconditioned gradients of all groups: of one's own blocks and then gathered, or of all by every device."""
     axis = config.axis_name
 
-    def apply(inverse: Block, ready: jax.Array, matrices: jax.Array) -> jax.Array:
+    def apply(inverse: Block, ready: jax.Array, matrices: jax.Array, moments: Moments | None) -> jax.Array:
         """Preconditioned gradients `[k, d_out, d_in]`; as they are where a block has no inverse yet."""
         if config.eigen and isinstance(inverse, Kronecker):
-            applied = apply_eigen(inverse, matrices, damping)
+            applied = apply_eigen(inverse, corrected_eigenvalues(inverse, moments), matrices, damping)
         else:
             applied = apply_inverse(inverse, matrices)
         return jnp.where(per_block(ready, matrices), applied, matrices)
@@ -305,17 +327,23 @@ def _precondition(
     result, own = {}, {}
     for group in config.groups:
         name, kept = group.name, blocks[group.name]
-        if name in replicas:
-            result[name] = apply(replicas[name].inverse, replicas[name].ready, matrices[name])
+        if config.replicated and name in replicas:
+            result[name] = apply(replicas[name].inverse, replicas[name].ready, matrices[name], None)
         elif group.kronecker and axis is not None:
             mine = take_own(matrices[name], shards[name], axis)
-            own[name] = apply(kept.inverse, kept.condition > 0, mine)
+            own[name] = apply(kept.inverse, kept.condition > 0, mine, kept.moments)
         else:
-            result[name] = apply(kept.inverse, kept.condition > 0, matrices[name])
+            result[name] = apply(kept.inverse, kept.condition > 0, matrices[name], kept.moments)
     return result | (gather_from_owners(own, shards, axis) if axis is not None else {})
 
 
-def _finite_blocks(batch: Block) -> jax.Array:
+def _without_moments(batch: dict[str, Block]) -> tuple[dict[str, Block], dict[str, jax.Array]]:
+    """The statistics that all kinds of inverses have, and the moments by themselves."""
+    moments = {n: b.moments for n, b in batch.items() if isinstance(b, Kronecker) and b.moments is not None}
+    return {n: Kronecker(b.A, b.G) if isinstance(b, Kronecker) else b for n, b in batch.items()}, moments
+
+
+def _finite_blocks(batch: Any) -> jax.Array:
     """`[k]`: which blocks of a stack are finite."""
     stacks = jax.tree.leaves(batch)
     finite = jnp.ones(stacks[0].shape[0], bool)
@@ -343,19 +371,23 @@ def _change(factors: Block, batch: Block, taken: jax.Array, mine: jax.Array) -> 
     return as_varying(change, varying_axes(factors))
 
 
-def _accumulate(blocks: BlockState, batch: Block, decay: jax.Array, taken: jax.Array) -> BlockState:
-    """Running averages with the statistics of the blocks whose are `taken`."""
-    decay = decay.astype(blocks.weight.dtype)
-    total = decay * blocks.weight + (1 - decay)
+def _averaged(average: Any, weight: jax.Array, new: Any, decay: jax.Array, taken: jax.Array) -> tuple[Any, jax.Array]:
+    """A bias-corrected running average and the sum of its weights, with what is new of the blocks that are `taken`."""
+    decay = decay.astype(weight.dtype)
+    total = decay * weight + (1 - decay)
     # A decay of 1, which only a schedule can bring, waits for later statistics.
     share = jnp.where(taken & (total > 0), (1 - decay) / total, 0)
 
-    def average(old, new):
+    def one(old, new):
         new = jnp.where(per_block(taken, new), new.astype(old.dtype), 0)
         return (1 - per_block(share, old)) * old + per_block(share, old) * new
 
-    factors = jax.tree.map(average, blocks.factors, batch)
-    weight = jnp.where(taken, total, blocks.weight)
+    return jax.tree.map(one, average, new), jnp.where(taken, total, weight)
+
+
+def _accumulate(blocks: BlockState, batch: Block, decay: jax.Array, taken: jax.Array) -> BlockState:
+    """Running averages with the statistics of the blocks whose are `taken`."""
+    factors, weight = _averaged(blocks.factors, blocks.weight, batch, decay, taken)
     return blocks._replace(factors=factors, weight=weight)
 
 
@@ -365,10 +397,15 @@ def _aged(blocks: BlockState, usable: jax.Array) -> jax.Array:
 
 
 def _refreshed(config: Config, blocks: BlockState, new: Refreshed, usable: jax.Array, damping: jax.Array) -> BlockState:
-    assert isinstance(new.inverse, Kronecker)
-    condition = eigen_condition(new.inverse, damping) if config.eigen else new.condition
+    assert isinstance(new.inverse, Kronecker) and isinstance(blocks.inverse, Kronecker)
+    condition, moments = new.condition, blocks.moments
+    if moments is not None:
+        moments = moments._replace(average=into_basis(moments.average, blocks.inverse, new.inverse, new.valid))
+    if config.eigen:
+        condition = eigen_condition(corrected_eigenvalues(new.inverse, moments), damping)
     return blocks._replace(
         inverse=new.inverse,
+        moments=moments,
         condition=jnp.where(new.valid, condition, blocks.condition),
         age=jnp.where(new.valid, 0, _aged(blocks, usable)),
     )

@@ -128,11 +128,16 @@ def scale_by_kfac(
       refresh_warmup: during so many first steps, every step with statistics refreshes all inverses.
       staggered: spread the refreshes of the blocks over `inverse_every` steps by cost, so that no step pays for all;
         False refreshes all of them at steps 0, `inverse_every`, 2 `inverse_every`, ... None staggers where
-        `inverse_every` is a plain integer, which it takes, and inverses are not replicated: to fetch them, any refresh
-        sends all of them.
+        `inverse_every` is a plain integer, which it takes, and inverses are not replicated, as they are with `"ekfac"`
+        on several devices: to fetch them, any refresh sends all of them.
       inverse: `"cholesky"`: as above. `"eigh"`: `(A (x) G + l I)^-1` exactly, by eigendecompositions of the factors:
         `V` becomes `Q_G [(Q_G^T V Q_A) / (l_G l_A^T + l)] Q_A^T`. The damping of the step is used, whenever the
         decompositions are from. They take several times as long as inverses, and applying them twice as long.
+        `"ekfac"`: `V` becomes `Q_G [(Q_G^T V Q_A) / (s + l)] Q_A^T` with the running average `s` of the second moments
+        of per-example gradients in the eigenbasis (George et al. 2018), which is updated with all statistics and turned
+        into the new basis at each refresh; `l_G l_A^T` until it has some, and for layers with a diagonal factor or
+        several uses. Statistics must have these moments: `value_and_grad(..., ekfac=True)`, called with
+        `basis=kfac.eigenbasis(opt_state, layers)`.
       precision: dtype in which inverses or eigenvectors are kept and applied, `"float32"` or `"bfloat16"`. They are
         always computed in float32.
       unitwise_damping: factor on `damping` for unit-wise and diagonal blocks. Scalar or schedule.
@@ -140,7 +145,8 @@ def scale_by_kfac(
       mesh: for plain `jit` over sharded arrays. `init` and `update` then open a `shard_map` of their own over it, and
         `factors` are those of the global batch, as `value_and_grad` under such a `jit` returns them.
       precondition: `"sharded"`: owners precondition, gradients are gathered every step. `"replicated"`: inverses are
-        gathered when refreshed, and every device preconditions all blocks: fewer messages, more memory.
+        gathered when refreshed, and every device preconditions all blocks: fewer messages, more memory. Not with
+        `"ekfac"`, whose eigenvalues change with all statistics.
       communication_dtype: dtype of statistics on the wire, `"float32"` or `"bfloat16"`. With `mesh`, where XLA averages
         the statistics, `"float32"` only.
       triangular: send upper triangles of symmetric matrices only; of statistics where `axis_name` is bound, and of
@@ -160,17 +166,23 @@ def scale_by_kfac(
     check_range("unitwise_damping", unitwise_damping, 0, math.inf, open_low=True, open_high=True)
     check_count("inverse_every", inverse_every, 1)
     check_count("refresh_warmup", refresh_warmup, 0)
-    _check_choice("inverse", inverse, ("cholesky", "eigh"))
+    _check_choice("inverse", inverse, ("cholesky", "eigh", "ekfac"))
     _check_choice("precision", precision, ("float32", "bfloat16"))
     check_axis_name(axis_name)
     _check_switch("staggered", staggered, (None,))
     _check_switch("triangular", triangular)
     _check_choice("precondition", precondition, ("sharded", "replicated"))
     _check_choice("communication_dtype", communication_dtype, ("float32", "bfloat16"))
+    if inverse == "ekfac" and precondition == "replicated":
+        raise ValueError(
+            "precondition='replicated' is not for inverse='ekfac', whose eigenvalues change with all statistics and "
+            "would be sent as often: leave it at 'sharded'"
+        )
     if staggered and isinstance(inverse_every, jax.Array):
         raise ValueError("staggered=True needs inverse_every to be a plain int (a static argument), but it is an array")
     if staggered is None:
-        staggered = precondition == "sharded"
+        several = axis_name is not None or mesh is not None
+        staggered = precondition == "sharded" and not (inverse == "ekfac" and several)
     groups = group_layers(layers)
     phases = 1
     if staggered and not isinstance(inverse_every, jax.Array):
@@ -216,7 +228,7 @@ def scale_by_kfac(
     def update(updates: Any, state: KfacState, params: Any = None, *, factors: Factors | None = None, **extra: Any):
         del params, extra
         if factors is not None:
-            check_factors(factors, layers)
+            check_factors(factors, layers, ekfac=inverse == "ekfac")
         count = state.count
         now = Now(
             damping=value_at(damping, count),

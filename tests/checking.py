@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kfac
+from kfac.layers import Kronecker
 from oracle import Truth, example_gradients, relative_error, second_moment
 
 FLOAT64 = 1e-6
@@ -145,4 +146,57 @@ def check_all(
     check_kronecker(layers, factors, truth, tolerance)
     check_matrices(layers, grads, truth, tolerance)
     check_coarse(layers, factors, grads, truth.n, tolerance)
+    return layers, factors
+
+
+# -- moments of EKFAC -------------------------------------------------------------------------------------------------
+
+
+def rotations(layers, dtype=np.float64):
+    """Any orthogonal matrices do for a basis."""
+    rng = np.random.default_rng(0)
+
+    def rotation(shape):
+        return jnp.asarray(np.linalg.qr(rng.normal(size=shape))[0], dtype)
+
+    return {
+        layer.name: Kronecker(rotation(layer.factor_shapes["A"]), rotation(layer.factor_shapes["G"]))
+        for layer in layers
+        if layer.correctable
+    }
+
+
+def expected_moments(layers, gradients, basis):
+    """`n sum_i (Q_G^T g_i Q_A)^2` of the shares `g_i` of examples in the gradient, in loops."""
+    leaves = dict(zip(layers.paths, map(np.asarray, jax.tree.leaves(gradients)), strict=True))
+    moments = {}
+    for layer in layers:
+        if layer.correctable:
+            n, total = len(leaves[layer.params[0]]), 0.0
+            for i in range(n):
+                matrices = np.asarray(layer.to_matrix([leaves[path][i] for path in layer.params]))
+                q_a, q_g = (
+                    np.asarray(q, np.float64).reshape(-1, *q.shape[-2:])
+                    for q in (basis[layer.name].A, basis[layer.name].G)
+                )
+                total = total + np.stack([(g.T @ m @ a) ** 2 for m, a, g in zip(matrices, q_a, q_g, strict=True)])
+            moments[layer.name] = n * total if layer.stacked else n * total[0]
+    return moments
+
+
+def check_moments(loss, params, batch, *, tolerance=1e-10, gradients=None, find=None, **options):
+    layers = kfac.find_layers(loss, params, *batch, **(find or {}))
+    basis = rotations(layers)
+    assert basis
+    measure = jax.jit(kfac.value_and_grad(loss, layers, ekfac=True, **options), compiler_options=FAST)
+    _, _, factors = measure(params, *batch, basis=basis)
+    if gradients is None:
+        gradients = example_gradients(loss, params, batch)
+    expected = expected_moments(layers, gradients, basis)
+    for layer in layers:
+        if layer.kind in ("dense", "conv", "embedding"):
+            assert (factors[layer.name].moments is None) == (layer.name not in expected)
+    for name, moments in expected.items():
+        error = relative_error(factors[name].moments, moments)
+        assert error <= tolerance, (name, error)
     return layers, factors

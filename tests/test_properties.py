@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import kfac
-from checking import check_all
+from checking import check_all, check_moments
 from networks import Conv, Dense, Loop, Network, networks
 from oracle import truth
 from problem import assert_equal, state_of
@@ -54,6 +54,27 @@ def test_factors_equal_brute_force(network):
 @given(networks(depth=5))
 def test_factors_of_many_networks_equal_brute_force(network):
     check_factors(network)
+
+
+# Moments of EKFAC.
+
+
+def check_network_moments(network):
+    with jax.enable_x64(True):
+        check_moments(network.loss, network.parameters(np.float64), network.batch(0, 4, np.float64))
+
+
+@few(6)
+@given(networks(interacting=False))
+def test_moments_equal_brute_force(network):
+    check_network_moments(network)
+
+
+@pytest.mark.slow
+@many(100)
+@given(networks(depth=4, interacting=False))
+def test_moments_of_many_networks_equal_brute_force(network):
+    check_network_moments(network)
 
 
 # What few draws may leave out: a convolution, stacked layers in a scan under remat, and a dense layer, together.

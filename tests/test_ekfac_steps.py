@@ -1,0 +1,265 @@
+"""The optimizer with `inverse="ekfac"`: what it keeps and applies, against NumPy; several devices; refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import kfac
+import problem
+from checking import normal
+from kfac.correction import into_basis
+from kfac.layers import Eigen, Kronecker
+from problem import QUICKLY, assert_close, assert_equal, state_of
+
+LAYERS = problem.layers()
+LAMBDA = 1e-2
+
+
+@functools.cache
+def measure(fisher="empirical"):
+    return kfac.value_and_grad(problem.loss_fn, LAYERS, ekfac=True, fisher=fisher)
+
+
+def stepper(tx):
+    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    def step(state, batch):
+        basis = kfac.eigenbasis(state, LAYERS)
+        _, grads, factors = measure()(problem.initial(), batch, basis=basis)
+        updates, state = tx.update(grads, state, factors=factors)
+        return grads, factors, updates, state
+
+    return step
+
+
+def matrices(tree):
+    leaves = dict(zip(LAYERS.paths, jax.tree.leaves(tree), strict=True))
+    return {
+        layer.name: np.asarray(layer.to_matrix([leaves[path] for path in layer.params])[0], np.float64)
+        for layer in LAYERS
+        if layer.correctable
+    }
+
+
+def kept(state):
+    """Eigenvectors, eigenvalues and moments of the two dense layers, which are one group."""
+    blocks = state_of(state).owned["kronecker_4x4"].blocks
+    as_numpy = jax.tree.map(lambda x: np.asarray(x, np.float64), blocks)
+    found = {}
+    for k, name in enumerate(("first", "out")):
+        sides = as_numpy.inverse.A, as_numpy.inverse.G
+        found[name] = {
+            "Q": [side.vectors[k] for side in sides],
+            "l": [side.values[k] for side in sides],
+            "s": as_numpy.moments.average[k],
+            "weight": as_numpy.moments.weight[k],
+        }
+    return found
+
+
+@pytest.mark.parametrize(("inverse_every", "staggered"), [(1, False), (3, False), (3, True)])
+def test_steps_against_numpy(inverse_every, staggered):
+    """Moments are averaged in the basis they were measured in, turned with it, and divide the gradient."""
+    decay, warmup = 0.5, 1
+    tx = kfac.scale_by_kfac(
+        LAYERS, inverse="ekfac", damping=LAMBDA, factor_decay=decay, inverse_every=inverse_every,
+        refresh_warmup=warmup, staggered=staggered,
+    )  # fmt: skip
+    state = jax.jit(tx.init)(problem.initial())
+    step = stepper(tx)
+    average = dict.fromkeys(("first", "out"))
+    weight = dict.fromkeys(("first", "out"), 0.0)
+    turned = 0
+    for t in range(6):
+        old = kept(state)
+        grads, factors, updates, state = step(state, problem.batch(t))
+        new = kept(state)
+        for name in ("first", "out"):
+            if t > 0:  # there is a basis
+                share = (1 - decay) / (decay * weight[name] + 1 - decay)
+                moments = np.asarray(factors[name].moments, np.float64)
+                average[name] = moments if average[name] is None else (1 - share) * average[name] + share * moments
+                weight[name] = decay * weight[name] + 1 - decay
+                q_a, q_g = ((n.T @ o) ** 2 for n, o in zip(new[name]["Q"], old[name]["Q"], strict=True))
+                turned += not np.allclose(q_a, np.eye(4), atol=1e-6)
+                average[name] = q_g @ average[name] @ q_a.T
+                np.testing.assert_allclose(new[name]["s"], average[name], rtol=2e-4, atol=1e-9)
+            np.testing.assert_allclose(new[name]["weight"], weight[name], rtol=1e-6)
+            a, g = new[name]["Q"]
+            values = np.outer(new[name]["l"][1], new[name]["l"][0]) if t == 0 else average[name]
+            expected = g @ ((g.T @ matrices(grads)[name] @ a) / (values + LAMBDA)) @ a.T
+            np.testing.assert_allclose(matrices(updates)[name], expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+    # Of two blocks in five steps: all, those of one refresh, and one in each of two steps of a cycle.
+    assert turned == {(1, False): 10, (3, False): 2, (3, True): 3}[inverse_every, staggered]
+
+
+def test_the_sum_of_moments_stays_when_the_basis_turns(x64):
+    def vectors(seed):
+        return jnp.asarray(np.linalg.qr(np.random.default_rng(seed).normal(size=(2, 4, 4)))[0])
+
+    def eigen(seed):
+        return Kronecker(Eigen(vectors(seed), jnp.ones((2, 4))), Eigen(vectors(seed + 1), jnp.ones((2, 4))))
+
+    average = jnp.abs(normal(0, 2, 4, 4))
+    new = into_basis(average, eigen(1), eigen(5), jnp.array([True, False]))
+    np.testing.assert_allclose(new.sum((1, 2)), average.sum((1, 2)), rtol=1e-12)
+    np.testing.assert_array_equal(new[1], average[1])
+    # The diagonal, in the new basis, of the matrix that had them on its diagonal in the old one.
+    old_q, new_q = (np.kron(np.asarray(e.A.vectors[0]), np.asarray(e.G.vectors[0])) for e in (eigen(1), eigen(5)))
+    matrix = old_q @ np.diag(np.asarray(average[0]).T.reshape(-1)) @ old_q.T
+    np.testing.assert_allclose(np.asarray(new[0]).T.reshape(-1), np.diag(new_q.T @ matrix @ new_q), rtol=1e-10)
+
+
+def test_statistics_that_are_not_finite_leave_moments_alone():
+    tx = kfac.scale_by_kfac(LAYERS, inverse="ekfac", damping=LAMBDA, inverse_every=5, refresh_warmup=1)
+    state = jax.jit(tx.init)(problem.initial())
+    step = stepper(tx)
+    for t in range(2):
+        grads, factors, _, state = step(state, problem.batch(t))
+    first = dataclasses.replace(factors["first"], moments=factors["first"].moments.at[0, 0].set(jnp.inf))
+    bad = kfac.Factors({**factors, "first": first})
+    _, after = jax.jit(tx.update)(grads, state, factors=bad)
+    assert kfac.diagnostics(after)["skipped_statistics"] == 1
+    np.testing.assert_array_equal(kept(after)["first"]["s"], kept(state)["first"]["s"])
+    assert not np.array_equal(kept(after)["out"]["s"], kept(state)["out"]["s"])
+
+
+# -- several devices ---------------------------------------------------------------------------------------------------
+
+DEVICES = 4
+
+
+def whole(style, options, steps=4):
+    """Updates and portable state of a few steps on one device, or on several that share the examples."""
+    params = problem.initial()
+    axis = None if style in ("one", "mesh") else "devices"
+    mesh = Mesh(np.array(jax.devices()[:DEVICES]), ("devices",), axis_types=(AxisType.Auto,))
+    tx = kfac.scale_by_kfac(
+        LAYERS, inverse="ekfac", damping=LAMBDA, axis_name=axis, mesh=mesh if style == "mesh" else None, **options
+    )
+
+    def step(state, batch):
+        basis = kfac.eigenbasis(state, LAYERS)
+        _, grads, factors = measure()(params, batch, basis=basis)
+        if axis:
+            grads = jax.lax.pmean(grads, axis)
+        return tx.update(grads, state, factors=factors)
+
+    split, same = PartitionSpec("devices"), PartitionSpec()
+    if style == "pmap":
+        copies = jax.tree.map(lambda x: jnp.broadcast_to(x, (DEVICES, *x.shape)), params)
+        state = jax.pmap(tx.init, axis_name=axis, devices=jax.devices()[:DEVICES])(copies)
+        step = jax.pmap(step, axis_name=axis, devices=jax.devices()[:DEVICES])
+    elif style == "shard_map":
+        specs = kfac.state_specs(kfac.scale_by_kfac(LAYERS, inverse="ekfac"), params, "devices")
+        state = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=same, out_specs=specs))(params)
+        step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs, split), out_specs=(same, specs)))
+    elif style == "mesh":
+        state = jax.jit(tx.init)(params)
+        step = jax.jit(step)
+    else:
+        state, step = jax.jit(tx.init)(params), jax.jit(step)
+    updates = None
+    for t in range(steps):
+        batch = problem.batch(t)
+        if style == "pmap":
+            batch = jax.tree.map(lambda x: x.reshape(DEVICES, -1, *x.shape[1:]), batch)
+        elif style == "mesh":
+            batch = jax.device_put(batch, NamedSharding(mesh, split))
+        updates, state = jax.block_until_ready(step(state, batch))
+    if style == "pmap":
+        updates = jax.tree.map(lambda x: x[0], updates)
+    return updates, state
+
+
+@functools.cache
+def on_one_device(inverse_every):
+    return whole("one", {"inverse_every": inverse_every, "refresh_warmup": 1, "staggered": False})
+
+
+@pytest.mark.parametrize("style", ["pmap", "shard_map", "mesh"])
+@pytest.mark.parametrize("inverse_every", [1, 3])
+def test_several_devices_are_one(style, inverse_every):
+    """Each has a quarter of the examples, all have the bases, and each the moments of what it owns."""
+    updates, state = whole(style, {"inverse_every": inverse_every, "refresh_warmup": 1})
+    expected, one = on_one_device(inverse_every)
+    assert_close(updates, expected, rtol=2e-4)
+    portable = kfac.gather_state(state)
+    assert jax.tree.structure(portable) == jax.tree.structure(one)
+    moments = state_of(portable).owned["kronecker_4x4"].blocks.moments
+    assert_close(moments, state_of(one).owned["kronecker_4x4"].blocks.moments, rtol=2e-3)
+    # And back: as many devices, or others, go on with the same bases.
+    for devices in (DEVICES, 2):
+        scattered = kfac.scatter_state(portable, devices, pmap=style == "pmap")
+        if devices == DEVICES:
+            assert_equal(state_of(scattered).replicas, jax.tree.map(jnp.asarray, state_of(state).replicas))
+        assert_equal(kfac.gather_state(scattered), portable)
+
+
+def test_the_plan_counts_the_bytes_of_the_state():
+    tx = kfac.scale_by_kfac(LAYERS, inverse="ekfac")
+    state = jax.eval_shape(tx.init, problem.initial())
+    held = 0
+    for block in state.blocks.values():
+        average = () if block.moments is None else block.moments.average
+        held += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((block.factors, block.inverse, average)))
+    one, four = (kfac.Assignment(LAYERS, devices=devices, inverse="ekfac") for devices in (1, DEVICES))
+    assert one.memory_per_device == held
+    plain = kfac.Assignment(LAYERS, devices=DEVICES, inverse="eigh")
+    # Two blocks of 4 x 4: each has moments on its owner, and eigenvectors and eigenvalues on every device.
+    assert four.memory_per_device - plain.memory_per_device == 4 * (16 + 2 * (2 * 16 + 2 * 4))
+    assert four.reduced_bytes - plain.reduced_bytes == 4 * 2 * 16
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_go_together_is_refused():
+    params, batch = problem.initial(), problem.batch(0)
+    tx, eigh = (kfac.scale_by_kfac(LAYERS, inverse=inverse) for inverse in ("ekfac", "eigh"))
+    state = tx.init(params)
+    grads, plain = problem.measured(0)
+    basis = kfac.eigenbasis(state, LAYERS)
+    _, _, factors = measure()(params, batch, basis=basis)
+    with pytest.raises(ValueError, match=r"layer 'first' have no moments.*ekfac=True"):
+        tx.update(grads, state, factors=plain)
+    with pytest.raises(ValueError, match=r"layer 'first' have moments.*only inverse='ekfac'"):
+        eigh.update(grads, eigh.init(params), factors=factors)
+    with pytest.raises(ValueError, match=r"inverse='ekfac', but the optimizer state is one for inverse='eigh'"):
+        tx.update(grads, eigh.init(params), factors=factors)
+    with pytest.raises(ValueError, match=r"inverse='eigh', but the optimizer state is one for inverse='ekfac'"):
+        eigh.update(grads, state, factors=plain)
+    with pytest.raises(ValueError, match="precondition='replicated' is not for inverse='ekfac'"):
+        kfac.scale_by_kfac(LAYERS, inverse="ekfac", precondition="replicated")
+    with pytest.raises(ValueError, match="basis is missing: with ekfac=True"):
+        measure()(params, batch)
+    with pytest.raises(ValueError, match="basis lacks layer 'out'"):
+        measure()(params, batch, basis={"first": basis["first"]})
+    with pytest.raises(ValueError, match=r"basis of layer 'out': A must have shape \(4, 4\), but has \(3, 3\)"):
+        measure()(params, batch, basis={**basis, "out": Kronecker(jnp.eye(3), jnp.eye(4))})
+    with pytest.raises(ValueError, match="basis is for ekfac=True"):
+        kfac.value_and_grad(problem.loss_fn, LAYERS)(params, batch, basis=basis)
+    with pytest.raises(ValueError, match="ekfac must be True or False, but is 1"):
+        kfac.value_and_grad(problem.loss_fn, LAYERS, ekfac=1)
+    with pytest.raises(ValueError, match="source must be a state of an optimizer with inverse='ekfac'"):
+        kfac.eigenbasis(eigh.init(params), LAYERS)
+    with pytest.raises(ValueError, match="no state of scale_by_kfac in source"):
+        kfac.eigenbasis({"a": 1}, LAYERS)
+
+
+def test_examples_that_cannot_be_told_from_positions_are_refused():
+    def loss(p, x):
+        return jnp.mean(jnp.tanh(x.reshape(-1, 3) @ p["w"]) ** 2)
+
+    params, x = {"w": jnp.ones((3, 2))}, jnp.ones((4, 5, 3))
+    layers = kfac.find_layers(loss, params, x)
+    basis = {"w": Kronecker(jnp.eye(3), jnp.eye(2))}
+    kfac.value_and_grad(loss, layers, num_examples=4)(params, x)
+    with pytest.raises(ValueError, match="none of whose axes has the 4 examples"):
+        kfac.value_and_grad(loss, layers, num_examples=4, ekfac=True)(params, x, basis=basis)
