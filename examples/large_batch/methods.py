@@ -135,7 +135,9 @@ def rescaled(params: Any, norms: Any) -> Any:
     return jax.tree.map(scaled, params, norms, is_kernel(params))
 
 
-SCALE_OPTIONS = ("damping", "factor_decay", "inverse_every", "refresh_warmup", "precision", "unitwise_damping")
+SCALE_OPTIONS = (
+    "damping", "factor_decay", "inverse_every", "refresh_warmup", "precision", "unitwise_damping", "inverse",
+)  # fmt: skip
 KFAC_OPTIONS = (
     *SCALE_OPTIONS, "momentum", "nesterov", "rate_in_momentum", "weight_decay", "norm_constraint", "trust_ratio",
 )  # fmt: skip

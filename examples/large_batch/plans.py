@@ -262,4 +262,11 @@ ABLATIONS: dict[str, tuple[str, Callable[[Settings], Settings]]] = {
     "vectors' rate x 1/3": ("kfac", _times("vectors", 1 / 3)),
     "batch norm's damping x 16": ("kfac", _set(unitwise_damping=16.0)),
     "momentum 0.95": ("kfac", _set(momentum=0.95)),
+    "eigendecompositions": ("kfac", _set(inverse="eigh")),
+    "EKFAC": ("kfac", _set(inverse="ekfac")),
+    "EKFAC, running average 0.9": ("kfac", _set(inverse="ekfac", factor_decay=0.9)),
+    "EKFAC, running average 0.9, damping x 1/10": (
+        "kfac",
+        lambda winner: {"inverse": "ekfac", "factor_decay": 0.9, "damping": winner["damping"] / 10},
+    ),
 }

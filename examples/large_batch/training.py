@@ -22,7 +22,7 @@ from tasks import Task
 # Settings that make another program; all others are numbers that the program takes as arguments.
 STATIC = (
     "nesterov", "rate_in_momentum", "precision", "fisher", "subsample", "statistics_dtype", "rescale", "turned",
-    "tangent", "batch_norm_blocks", "cheap_steps",
+    "tangent", "batch_norm_blocks", "cheap_steps", "inverse",
 )  # fmt: skip
 # When statistics are collected is decided outside of the programs.
 OUTSIDE = ("statistics_every", "statistics_threshold")
@@ -110,11 +110,14 @@ def programs(task: Task, method: str, static: tuple[tuple[str, Any], ...], names
 
     def step(with_statistics, state, images, labels, key, settings, steps):
         if with_statistics:
+            ekfac = fixed.get("inverse") == "ekfac"
             gradients = kfac.value_and_grad(
                 loss_fn, layers, has_aux=True, fisher=fixed.get("fisher", "empirical"),
-                subsample=fixed.get("subsample", 1),
+                subsample=fixed.get("subsample", 1), ekfac=ekfac,
             )  # fmt: skip
             extra = {"key": key} if fixed.get("fisher") == "sampled" else {}
+            if ekfac:
+                extra["basis"] = kfac.eigenbasis(state.opt_state, layers)
             (loss, batch_stats), grads, factors = gradients(state.params, state.batch_stats, images, labels, **extra)
             if rounded := fixed.get("statistics_dtype"):
                 factors = jax.tree.map(lambda x: x.astype(rounded).astype(x.dtype), factors)
