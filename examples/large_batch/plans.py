@@ -160,6 +160,26 @@ def batch_sizes(task: str, chosen: tuple[str, ...], all_parts: tuple[int, ...]) 
             yield from one_batch_size(task, method, winners[method], parts)
 
 
+def one_search_again(task: str, method: str, parts: int) -> Plan:
+    """The grid once more at batches of `N / parts`, and the budgets around the target for its best, with one seed.
+
+    Returns what `least_budget` does.
+    """
+    rules = RULES[task]
+    budgets = rules.budgets[parts]
+    records = yield from grid_search(
+        task, method, budgets[len(budgets) // 2], rules.images // parts, METHODS[method].grid
+    )
+    return (yield from least_budget(task, method, records[0], parts, SEEDS[:1]))
+
+
+def searches_again(task: str, chosen: tuple[str, ...], all_parts: tuple[int, ...]) -> Plan:
+    """The methods at other batch sizes, with settings searched there."""
+    for parts in all_parts:
+        for method in chosen:
+            yield from one_search_again(task, method, parts)
+
+
 def changed(winner: Settings, method: str, change: Callable[[Settings], Settings]) -> Settings:
     """Settings of an ablation: K-FAC's best, or a control's own, with the change."""
     base = winner if method == "kfac" else METHODS[method].fixed

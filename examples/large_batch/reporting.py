@@ -261,6 +261,18 @@ def _batch_sizes(store: Store, task: str, chosen: tuple[str, ...], times: Any, f
         return
     _table(f"Steps to {rules.target:.0%} by batch size", ("method", "N/200", "N/50", "N/10", "N/4"), rows)
 
+    again = []
+    for method in chosen:
+        cells = []
+        for parts in plans.OTHER_PARTS[::-1]:
+            groups, _, done = replay(plans.one_search_again(task, method, parts), store)
+            best = groups[-1][0] if done else None
+            cells += [f"{_steps(*crossing(groups, rules.target))}, {_words(best)}" if best else ""]
+        if any(cells):
+            again.append((LABELS[method], *cells))
+    if again:
+        _table("The same, settings searched at that size", ("method", "N/200", "N/50", "N/4"), again)
+
     def draw(axes: Any) -> None:
         for method, points in drawn.items():
             if points:

@@ -46,11 +46,14 @@ class Options:
     """One table of the study of optimizers at large batches, or the report of all of them."""
 
     table: Annotated[
-        tyro.conf.Positional[Literal["search", "seeds", "batch-sizes", "ablations", "defaults", "time", "report"]],
+        tyro.conf.Positional[
+            Literal["search", "seeds", "batch-sizes", "searched-sizes", "ablations", "defaults", "time", "report"]
+        ],
         _option(
             "search: settings of each method; seeds: the winners with three seeds at several budgets; batch-sizes: "
-            "steps to the target from N/200 to N/4; ablations: K-FAC's winner with one thing changed; defaults: "
-            "kfac.kfac as it is; time: seconds of a step; report: tables and figures from the stored trials"
+            "steps to the target from N/200 to N/4; searched-sizes: the same with settings searched there; ablations: "
+            "K-FAC's winner with one thing changed; defaults: kfac.kfac as it is; time: seconds of a step; report: "
+            "tables and figures from the stored trials"
         ),
     ]
     task: Annotated[Literal["cifar", "digits", "toy"], _option("what is trained; toy is for tests")] = "cifar"
@@ -58,7 +61,7 @@ class Options:
     data_dir: Annotated[Path, _option("folder with CIFAR-10; get_cifar10.py fetches it")] = Path("data/cifar10")
     results: Annotated[Path, _option("folder of the JSON lines")] = HERE / "results"
     figures: Annotated[Path, _option("folder for the figures of report")] = HERE.parents[1] / "docs" / "figures"
-    parts: Annotated[tuple[int, ...], _option("for batch-sizes: N / batch")] = plans.OTHER_PARTS
+    parts: Annotated[tuple[int, ...], _option("for batch-sizes and searched-sizes: N / batch")] = plans.OTHER_PARTS
     limit: Annotated[int | None, _option("stop after so many new trials")] = None
 
 
@@ -79,10 +82,11 @@ def main(args: Sequence[str] | None = None) -> None:
     if options.table == "time":
         reporting.write_times(options.results / f"{options.task}-times.json", task, store, chosen)
         return
-    if options.table == "batch-sizes":
+    if options.table in ("batch-sizes", "searched-sizes"):
         if other := [parts for parts in options.parts if parts not in plans.OTHER_PARTS]:
             raise UserError(f"--parts {other[0]} is none of {', '.join(map(str, plans.OTHER_PARTS))}")
-        plan = plans.batch_sizes(options.task, chosen, options.parts)
+        sizes = plans.batch_sizes if options.table == "batch-sizes" else plans.searches_again
+        plan = sizes(options.task, chosen, options.parts)
     else:
         make = {
             "search": plans.search,
