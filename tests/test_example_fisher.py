@@ -1,4 +1,4 @@
-"""`--fisher sampled` of the ImageNet example: what is drawn, where, and again after a stop."""
+"""`--fisher sampled` and `--inverse ekfac` of the ImageNet example: what is drawn, where, and again after a stop."""
 
 import sys
 
@@ -66,9 +66,13 @@ def test_the_stream_is_that_of_nothing_else(example):
     assert len(drawn) == 4 and not drawn & others
 
 
-def test_a_resumed_run_draws_as_if_it_had_not_stopped(tmp_path):
+EKFAC = pytest.param(["--inverse", "ekfac", "--factor-every", 2], marks=pytest.mark.slow, id="ekfac")
+
+
+@pytest.mark.parametrize("chosen", [pytest.param(["--fisher", "sampled"], id="sampled"), EKFAC])
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path, chosen):
     """On two devices, with micro-batches."""
-    options = ["--fisher", "sampled", "--width", 8, "--steps", 8, "--batch-size", 48, "--local-batch", 12]
+    options = [*chosen, "--width", 8, "--steps", 8, "--batch-size", 48, "--local-batch", 12]
     train(*options, "--output", tmp_path / "whole", devices=2)
     train(*options, "--output", tmp_path / "parts", "--stop-after", 5, devices=2)
     train("--resume", "--output", tmp_path / "parts", devices=2)

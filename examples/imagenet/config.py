@@ -46,6 +46,7 @@ Erasing = Literal["none", "own", "in-place"]
 BatchSize = int | Literal["auto"] | None
 Every = int | Literal["adaptive"]
 Fisher = Literal["empirical", "sampled"]
+Inverse = Literal["cholesky", "eigh", "ekfac"]
 
 # How many steps --global-batch auto makes of an epoch: as many as batch 131,072 makes of ImageNet's.
 STEPS_AN_EPOCH = 10
@@ -220,6 +221,13 @@ class Optimization:
         int,
         option("[kfac] Recompute inverses on every so many steps (and on each of the first ten)."),
     ] = 1
+    inverse: Annotated[
+        Inverse,
+        option(
+            "[kfac] How factors are inverted: cholesky; eigh: eigendecompositions, damped by the product of the "
+            "eigenvalues; ekfac: those with eigenvalues from second moments of per-example gradients."
+        ),
+    ] = "cholesky"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -93,7 +93,7 @@ def transform(
                 unitwise_damping=config.unitwise_damping, weight_decay=decay, weight_decay_mask=is_kernel,
                 norm_constraint=config.norm_constraint or None,
                 trust_ratio=config.trust_ratio or None, factor_decay=config.factor_decay,
-                inverse_every=config.inverse_every, axis_name=axis_name,
+                inverse_every=config.inverse_every, inverse=config.inverse, axis_name=axis_name,
             )  # fmt: skip
         case "sgd":
             tx = optax.chain(
@@ -121,24 +121,26 @@ def gradient_fn(
     axis_name: str,
     subsample: int = 1,
     fisher: str = "empirical",
+    ekfac: bool = False,
 ) -> Callable[..., Any]:
-    """`fn(params, batch_stats, batch, loss_scale, key=...) -> ((loss, aux), grads, factors)`, this device's own.
+    """`fn(params, batch_stats, batch, loss_scale, ...) -> ((loss, aux), grads, factors)`, this device's own.
 
     Without `layers` the factors are None; else they come from every `subsample`-th image. Over micro-batches everything
     is averaged, the batch-norm averages in `aux` too. Where labels are drawn (`fisher="sampled"`), `key` is that of the
-    step, the same on all devices: each micro-batch of each device draws with one of its own.
+    step, the same on all devices: each micro-batch of each device draws with one of its own. With `ekfac`, `basis` is
+    what the second moments are expressed in.
     """
     if layers is None:
         plain = jax.value_and_grad(loss_fn, has_aux=True)
 
-        def fn(params: Any, *rest: Any, key: Any = None) -> Any:
-            del key
+        def fn(params: Any, *rest: Any, key: Any = None, basis: Any = None) -> Any:
+            del key, basis
             # Of parameters that are the same on all devices shard_map would sum the gradients.
             params = jax.lax.pcast(params, axis_name, to="varying")
             value, grads = plain(params, *rest)
             return value, grads, None
     else:
-        fn = kfac.value_and_grad(loss_fn, layers, has_aux=True, subsample=subsample, fisher=fisher)
+        fn = kfac.value_and_grad(loss_fn, layers, has_aux=True, subsample=subsample, fisher=fisher, ekfac=ekfac)
     if micro_batches == 1:
         return fn
     return kfac.microbatch(fn, micro_batches, batch_argnums=2)

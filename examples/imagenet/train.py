@@ -84,6 +84,7 @@ def main(args: list[str]) -> None:
     config = cfg.fit_batch(config, size, mesh.size)
     optim, aug, run = config.optim, config.augment, config.run
     use_kfac = optim.optimizer == "kfac"
+    ekfac = use_kfac and optim.inverse == "ekfac"
     local_batch, micro_batches = devices.divide(optim, mesh.size)
     batch = optim.global_batch
     per_epoch = size / batch
@@ -187,8 +188,13 @@ def main(args: list[str]) -> None:
             keys = augment.keys(run.seed, state.step, devices.own_indices(mesh.size, local_batch, micro_batches))
             seen, mixed = augment.augment(keys, state.step, aug.mixup_alpha, aug.erasing, seen, mixed)
         scale = state.loss_scale.scale if half else None
-        drawing = {"key": optimizers.fisher_key(run.seed, state.step)} if optim.fisher == "sampled" else {}
-        (loss, aux), grads, factors = gradients(state.params, state.batch_stats, seen, scale, **drawing)
+        extra: dict[str, Any] = {}
+        if optim.fisher == "sampled":
+            extra["key"] = optimizers.fisher_key(run.seed, state.step)
+        if ekfac:
+            assert layers is not None
+            extra["basis"] = kfac.eigenbasis(state.opt_state, layers)
+        (loss, aux), grads, factors = gradients(state.params, state.batch_stats, seen, scale, **extra)
         loss, aux, grads = lax.pmean((loss, aux, grads), AXIS)
         if half:
             loss, grads, factors = precision.unscale(state.loss_scale, loss, grads, factors)
@@ -231,7 +237,7 @@ def main(args: list[str]) -> None:
 
     def compile_step(layers: Any) -> Callable[..., Any]:
         gradients = optimizers.gradient_fn(
-            functools.partial(loss_fn, model), layers, micro_batches, AXIS, optim.subsample, optim.fisher
+            functools.partial(loss_fn, model), layers, micro_batches, AXIS, optim.subsample, optim.fisher, ekfac
         )
         step = on_devices(functools.partial(train_step, gradients), in_specs=(state_specs, SPLIT),
                           out_specs=(state_specs, SAME, SAME))  # fmt: skip
