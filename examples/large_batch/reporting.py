@@ -185,6 +185,11 @@ def _steps(value: float, error: float) -> str:
     return f"{value:.0f}" if math.isnan(error) else f"{value:.0f} ± {error:.0f}"
 
 
+def _known(value: float, digits: int) -> str:
+    """The number; nothing where it is infinite or was not measured."""
+    return f"{value:.{digits}f}" if math.isfinite(value) else ""
+
+
 def _seeds(store: Store, task: str, chosen: tuple[str, ...], times: Any, figures: Path) -> None:
     """Steps, epochs and seconds to the target."""
     rules = RULES[task]
@@ -206,8 +211,8 @@ def _seeds(store: Store, task: str, chosen: tuple[str, ...], times: Any, figures
             for group in groups
         )  # fmt: skip
         test = statistics.fmean(r["test_accuracy"] for r in last)
-        rows.append((LABELS[method], _steps(steps, error), f"{steps / 10:.1f}", f"{step:.3f}", f"{steps * step:.0f}",
-                     around, f"{test:.1%}"))  # fmt: skip
+        rows.append((LABELS[method], _steps(steps, error), _known(steps / 10, 1), _known(step, 3),
+                     _known(steps * step, 0 if steps * step >= 10 else 1), around, f"{test:.1%}"))  # fmt: skip
         by_budget: dict[int, list[float]] = {}
         for trial in store.records.values():
             same = trial["method"] == method and trial["settings"] == winners[method]["settings"]
