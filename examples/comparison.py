@@ -50,7 +50,7 @@ class Options:
     tune: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Run the trials that trials.jsonl does not have yet."""
     only: tuple[str, ...] = ()
-    """With --tune: of these optimizers; of all if none is named."""
+    """These optimizers alone; all if none is named."""
     folder: Path = Path()
     """Where trials.jsonl is."""
     report: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -157,15 +157,14 @@ def search(task: Task, grids: dict[str, Grid], options: Options, measure: str) -
         done.append((name, settings, options.steps))
         print(f"{name}: {settings} ends at {curve[-1]}", flush=True)
 
-    chosen = [name for name in grids if name in (options.only or grids)]
-    each = {name: points(grids[name], options.trials) for name in chosen}
+    each = {name: points(grids[name], options.trials) for name in grids}
     for number in range(options.trials):
-        for name in chosen:
+        for name in grids:
             if number < len(each[name]):
                 run(name, each[name][number])
     # The grid may end before the best rate. K-FAC gets no more trials than the others.
     for again in range(options.refine):
-        for name in chosen:
+        for name in grids:
             if again and name == "kfac":
                 continue
             settings = best(read(path), name, measure)["settings"]
@@ -243,11 +242,14 @@ def main(task: Callable[[], Task], grids: dict[str, Grid], default: Options, arg
             raise UserError(f"--{name} is {getattr(options, name)} but must be at least 1")
     if unknown := set(options.only) - set(grids):
         raise UserError(f"--only {' '.join(sorted(unknown))}: there are {', '.join(grids)}")
+    grids = {name: grid for name, grid in grids.items() if name in (options.only or grids)}
     if options.tune:
         search(task(), grids, options, measure)
         return
     trials = read(options.folder / "trials.jsonl")
     chosen = {name: best(trials, name, measure) for name in grids}
+    if options.report and not set(grids) - {"kfac"}:
+        raise UserError("--report compares K-FAC with the others: name one of them with --only, or leave --only out")
     if options.report:
         curves = {name: trial["curve"] for name, trial in chosen.items()}
         print("\n".join(table(curves, baseline(curves, measure), measure)))
@@ -263,7 +265,8 @@ def main(task: Callable[[], Task], grids: dict[str, Grid], default: Options, arg
         curves[name] = mean(runs)
         for record in curves[name]:
             print("  ".join(f"{key} {value:.4g}" for key, value in record.items()), flush=True)
-    print("\n".join(table(curves, baseline(curves, measure), measure)))
+    if set(curves) - {"kfac"}:
+        print("\n".join(table(curves, baseline(curves, measure), measure)))
 
 
 def script(run: Callable[[list[str]], None]) -> None:
