@@ -63,7 +63,9 @@ def into_basis(average: jax.Array, old: Kronecker, new: Kronecker, changed: jax.
 def _turned(average: jax.Array, old: Kronecker, new: Kronecker) -> jax.Array:
     def squared(old, new):
         turn = jnp.matmul(new.astype(average.dtype).T, old.astype(average.dtype), precision=lax.Precision.HIGHEST)
-        return jnp.square(turn)
+        # Columns sum to 1, so that no part of the sum is lost where vectors are rounded to bfloat16.
+        square = jnp.square(turn)
+        return square / jnp.sum(square, axis=0)
 
     g, a = squared(old.G, new.G), squared(old.A, new.A)
     return jnp.einsum("ij,jk,lk->il", g, average, a, precision=lax.Precision.HIGHEST)

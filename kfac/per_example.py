@@ -36,6 +36,7 @@ class Moments:
       by_image: whether the images of a convolution are the examples, so that it needs the patches of a few at a time.
       homogeneous: the last entry of every row of the input, which belongs to a bias; None without one.
       subsample: only every `subsample`-th example is taken, with so much more weight.
+      groups: of so many equal runs of examples it takes every `subsample`-th; sequences, where tokens are examples.
       dtype: of the sums.
     """
 
@@ -47,6 +48,7 @@ class Moments:
     by_image: bool
     homogeneous: float | None
     subsample: int
+    groups: int
     dtype: Any
 
     def __call__(self, x: jax.Array, g: jax.Array, number: jax.Array | None, basis: Kronecker) -> jax.Array:
@@ -64,7 +66,7 @@ class Moments:
         inputs = x if self.by_image else self._inputs(x, self.examples)
         gradients = _by_example(self.arrange_g(g), self.examples)
         if self.subsample > 1:
-            inputs, gradients = inputs[:: self.subsample], gradients[:: self.subsample]
+            inputs, gradients = self._thinned(inputs), self._thinned(gradients)
 
         def squares(part):
             inputs, gradients = part
@@ -83,6 +85,10 @@ class Moments:
         zeros = zeros_of(squares, jax.tree.map(lambda x: x[0], parts))
         total, _ = lax.scan(lambda total, part: (total + squares(part), None), zeros, parts)
         return total * (self.examples / taken)
+
+    def _thinned(self, x: jax.Array) -> jax.Array:
+        taken = x.reshape(self.groups, -1, *x.shape[1:])[:: self.subsample]
+        return taken.reshape(-1, *x.shape[1:])
 
     def _inputs(self, x: jax.Array, examples: int) -> jax.Array:
         """`[examples, copies, positions, features]`."""

@@ -92,7 +92,7 @@ def plan_kronecker(
             images = _images(read, eqn, n)
             x_example, g_example = images or (
                 _example_position(x_axes, n, layer.params[0], read, eqn, strict),
-                _example_position(read.y_axes, n, layer.params[0], read, eqn, strict),
+                _result_position(read, eqn, n, layer.params[0], strict),
             )
             arrange_x, arrange_g = arrange_x.grouped_by(x_example), arrange_g.grouped_by(g_example)
         elif subsample > 1:
@@ -109,7 +109,9 @@ def plan_kronecker(
             layer.diagonal,
             n if reduce else None,
             subsample,
-            _moments(resolved, layer, read, eqn, bias, dtype, subsample) if ekfac and layer.correctable else None,
+            _moments(resolved, layer, read, eqn, bias, dtype, subsample, arrange_g)
+            if ekfac and layer.correctable
+            else None,
         )
         _place(resolved, traced, read, tap)
     read = reads[0]
@@ -172,8 +174,17 @@ def _basis_key(layer: Layer, part: int) -> Key:
     return layer.name, part, "eigenvectors"
 
 
-def _moments(resolved: Resolved, layer: Layer, read: Read, eqn: Any, bias: str, dtype: Any, subsample: int) -> Moments:
-    """What sums the squares of per-example gradients at the one read of a kernel."""
+def _moments(
+    resolved: Resolved,
+    layer: Layer,
+    read: Read,
+    eqn: Any,
+    bias: str,
+    dtype: Any,
+    subsample: int,
+    arrange_g: axes_lib.Arrangement,
+) -> Moments:
+    """What sums the squares of per-example gradients at the one read of a kernel; `arrange_g` is that of its `G`."""
     n = resolved.num_examples
     rows_y, rows_x = row_positions(read, eqn)
     flat = [atom for axis in read.y_axes for atom in axis]
@@ -184,8 +195,13 @@ def _moments(resolved: Resolved, layer: Layer, read: Read, eqn: Any, bias: str, 
     elif images:
         examples = (images[1],)
     else:
-        example = _example_position(read.y_axes, n, layer.params[0], read, eqn, strict=True)
-        examples = resolved.marks.token_axes(flat, n) or (() if example is None else (example,))
+        examples = () if n == 1 or _sizes(read.y_axes, n) else resolved.marks.token_axes(flat, n)
+        if math.prod(flat[p].size for p in examples) != n:
+            example = _result_position(read, eqn, n, layer.params[0], strict=True)
+            examples = () if example is None else (example,)
+    # `subsample` takes every so many along the first axis, that of sequences where tokens are examples.
+    first = arrange_g.rows[0] if subsample > 1 else None
+    examples = tuple(sorted(examples, key=lambda p: p != first))
     order = [*examples, *(p for p in rows_y if p not in examples)]
     in_x = dict(zip(rows_y, rows_x, strict=True))
     return Moments(
@@ -197,8 +213,21 @@ def _moments(resolved: Resolved, layer: Layer, read: Read, eqn: Any, bias: str, 
         images is not None,
         {"none": None, "one": 1.0, "zero": 0.0}[bias],
         subsample,
+        min(n, arrange_g.leading),
         dtype,
     )
+
+
+def _result_position(read: Read, eqn: Any, n: int, parameter: str, strict: bool) -> int | None:
+    """`_example_position` of a read's result.
+
+    With the kernel on the left of a product the examples come behind the outputs; that they lead its input says it.
+    """
+    if read.op == "dense" and n > 1 and not _reorders(read, eqn):
+        rows_y, rows_x = row_positions(read, eqn)
+        if 0 in rows_x and next(atom for axis in read.x_axes for atom in axis).size == n:
+            return rows_y[rows_x.index(0)]
+    return _example_position(read.y_axes, n, parameter, read, eqn, strict)
 
 
 def _sizes(axes: axes_lib.Axes, n: int) -> list[int]:
@@ -228,7 +257,10 @@ def _example_position(axes: axes_lib.Axes, n: int, parameter: str, read: Read, e
     example = next(iter(matching), None)
     # Behind another axis, length alone tells the examples only if they can be on no other.
     others = [p for p, atom in enumerate(flat) if not atom.of_leaf and atom.size % n == 0 and p != example]
-    if strict and others and (example or _reorders(read, eqn)):
+    # Where a kernel has been broadcast, then reshaped, its axes say nothing about the order of the data.
+    axis_of = [axis for axis in axes for _ in axis]
+    joined = example is not None and sum(not atom.of_leaf for atom in axis_of[example]) > 1
+    if strict and (joined or (others and (example or _reorders(read, eqn)))):
         raise ValueError(
             f"parameter {parameter!r} is read by {eqn.primitive.name} on an array of shape {list(read.shape)}: it is "
             f"not clear which of its axes has the {n} examples. Put the examples first, or take another number of them."
@@ -258,7 +290,7 @@ def _subsampled(
     if read.op == "conv":
         images = _images(read, eqn, count)
         return images or (None, _example_position((read.x_axes[0],), count, parameter, read, eqn, strict=True))
-    g_example = _example_position(read.y_axes, count, parameter, read, eqn, strict=True)
+    g_example = _result_position(read, eqn, count, parameter, strict=True)
     if read.op == "embedding":
         return None, g_example  # counts of rows are those of all examples
     return _example_position(read.x_axes, count, parameter, read, eqn, strict=True), g_example

@@ -61,6 +61,14 @@ def preconditioned_step(
             )
     _check_form(config, state)
     if set(state.replicas) != {group.name for group in config.kronecker if config.replicates(group)}:
+        if config.inverse == "ekfac":
+            have, convert = (
+                ("a", "kfac.scatter_state(opt_state, 1)") if axis else ("no", "kfac.gather_state(opt_state)")
+            )
+            raise ValueError(
+                f"with inverse='ekfac' a state is another where there is an axis of devices, if only of one: update "
+                f"has {have} such axis, but the state is one for the other case: {convert} makes it from that."
+            )
         mode, other = ("replicated", "sharded") if config.replicated else ("sharded", "replicated")
         raise ValueError(
             f"precondition={mode!r}, but the optimizer state is one for precondition={other!r}: initialise it with the "

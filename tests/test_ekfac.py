@@ -99,6 +99,11 @@ def vmapped(p, x, t):
     return jnp.mean(jax.vmap(lambda x, t: unbiased(p, x[None], t[None]))(x, t))
 
 
+def heads_before_positions(p, x, t):
+    """The product has the kernel on the left: `[heads, features, examples, positions]`, twice as many as examples."""
+    return mean_loss(jnp.einsum("ntd,hdk->nhtk", x, p["w"]), t)
+
+
 SEQUENCES = (N, T, 5)
 DENSE = {
     "one position": (biased, (N, 5), {"dense": {"w": (5, 6), "b": (6,)}}),
@@ -108,6 +113,7 @@ DENSE = {
     "two axes out of order": (two_axes_out_of_order, (N, 2, T, 5), {"w": (5, 6)}),
     "a single example": (biased, (1, T, 5), {"dense": {"w": (5, 6), "b": (6,)}}),
     "kernel on the left": (kernel_on_the_left, SEQUENCES, {"w": (5, 6)}),
+    "heads before positions": (heads_before_positions, (N, 2 * N, 3), {"w": (2, 3, 3)}),
     "heads": (heads, SEQUENCES, {"dense": {"w": (5, 2, 3), "b": (2, 3)}}),
     "a kernel for each example": (broadcast_kernel, SEQUENCES, {"w": (5, 6)}),
     "copies": (copies, (N, 2, T, 5), {"w": (2, 5, 6)}),
@@ -221,6 +227,47 @@ def test_tokens_as_examples(x64):
     t = jax.nn.one_hot(jnp.arange(N * T).reshape(N, T) % 3, 3, dtype=jnp.float64)
     rows = x.reshape(N * T, 1, 5), t.reshape(N * T, 1, 3)
     check_moments(loss, params, (x, t), gradients=example_gradients(loss, params, rows))
+
+
+def tokens(p, x, t):
+    """Every token is an example; those of the first layer have further positions."""
+    h = jnp.sum(jnp.tanh(x @ p["first"]), axis=2)
+    logits = kfac.output(h @ p["second"], "categorical")
+    return -jnp.mean(jnp.sum(jax.nn.log_softmax(logits) * t, axis=-1))
+
+
+def test_positions_of_tokens(x64):
+    params, x = parameters({"first": (5, 4), "second": (4, 3)}), normal(1, N, T, 2, 5)
+    t = jax.nn.one_hot(jnp.arange(N * T).reshape(N, T) % 3, 3, dtype=jnp.float64)
+    rows = x.reshape(N * T, 1, 2, 5), t.reshape(N * T, 1, 3)
+    check_moments(tokens, params, (x, t), gradients=example_gradients(tokens, params, rows))
+
+
+@pytest.mark.parametrize("positions", [1, 2])
+def test_every_kth_sequence_of_tokens(x64, positions):
+    """Moments, like `A` and `G`, come from whole sequences: every second token would be the same places of each."""
+    params, x = parameters({"first": (5, 4), "second": (4, 3)}), normal(1, N, 2 * T, positions, 5)
+    t = jax.nn.one_hot(jnp.arange(2 * N * T).reshape(N, 2 * T) % 3, 3, dtype=jnp.float64)
+    layers = kfac.find_layers(tokens, params, x, t)
+    basis = rotations(layers)
+    _, _, found = kfac.value_and_grad(tokens, layers, ekfac=True, subsample=2)(params, x, t, basis=basis)
+    _, _, expected = kfac.value_and_grad(tokens, layers, ekfac=True)(params, x[::2], t[::2], basis=basis)
+    for name in basis:
+        for side in ("A", "G", "moments"):
+            assert relative_error(getattr(found[name], side), np.asarray(getattr(expected[name], side))) <= 1e-12
+
+
+def test_a_kernel_broadcast_over_axes_that_are_joined_is_refused(x64):
+    """Its axes say `[positions, examples]`, whatever the order of the data."""
+
+    def loss(p, x, t):
+        n, s, d = x.shape
+        w = jnp.broadcast_to(p["w"], (s, n, *p["w"].shape)).reshape(n * s, *p["w"].shape)
+        y = lax.dot_general(x.reshape(n * s, 1, d), w, (((2,), (1,)), ((0,), (0,))))
+        return mean_loss(y.reshape(n, s, -1), t)
+
+    with pytest.raises(ValueError, match="not clear which of its axes has the 4 examples"):
+        check_moments(loss, parameters({"w": (5, 6)}), (normal(1, *SEQUENCES), normal(2, N, 300)), num_examples=N)
 
 
 def test_layers_without_a_correction(x64):

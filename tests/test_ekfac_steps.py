@@ -116,6 +116,16 @@ def test_the_sum_of_moments_stays_when_the_basis_turns(x64):
     np.testing.assert_allclose(np.asarray(new[0]).T.reshape(-1), np.diag(new_q.T @ matrix @ new_q), rtol=1e-10)
 
 
+def test_a_rounded_basis_that_stays_loses_nothing_of_the_sum():
+    vectors = jnp.asarray(np.linalg.qr(np.random.default_rng(0).normal(size=(1, 8, 8)))[0], jnp.bfloat16)
+    same = Kronecker(Eigen(vectors, jnp.ones((1, 8))), Eigen(vectors, jnp.ones((1, 8))))
+    average = jnp.abs(normal(0, 1, 8, 8, dtype=np.float32))
+    moments = average
+    for _ in range(50):
+        moments = into_basis(moments, same, same, jnp.array([True]))
+    np.testing.assert_allclose(moments.sum(), average.sum(), rtol=1e-5)
+
+
 def test_statistics_that_are_not_finite_leave_moments_alone():
     tx = kfac.scale_by_kfac(LAYERS, inverse="ekfac", damping=LAMBDA, inverse_every=5, refresh_warmup=1)
     state = jax.jit(tx.init)(problem.initial())
@@ -215,6 +225,23 @@ def test_the_plan_counts_the_bytes_of_the_state():
     # Two blocks of 4 x 4: each has moments on its owner, and eigenvectors and eigenvalues on every device.
     assert four.memory_per_device - plain.memory_per_device == 4 * (16 + 2 * (2 * 16 + 2 * 4))
     assert four.reduced_bytes - plain.reduced_bytes == 4 * 2 * 16
+
+
+def test_an_axis_of_one_device():
+    """Its state has replicas; that of no axis has none, and each is made from the other."""
+    mesh = Mesh(np.array(jax.devices()[:1]), ("devices",), axis_types=(AxisType.Auto,))
+    alone, meshed = (kfac.scale_by_kfac(LAYERS, inverse="ekfac", mesh=m) for m in (None, mesh))
+    params = problem.initial()
+    state = jax.jit(alone.init)(params)
+    grads, factors, expected, _ = stepper(alone)(state, problem.batch(0))
+    scattered = kfac.scatter_state(state, 1)
+    with pytest.raises(ValueError, match=r"no such axis.*kfac\.gather_state"):
+        alone.update(grads, scattered, factors=factors)
+    with pytest.raises(ValueError, match=r"a such axis.*kfac\.scatter_state"):
+        meshed.update(grads, state, factors=factors)
+    for tx, own in ((meshed, scattered), (alone, kfac.gather_state(scattered))):
+        update = jax.jit(tx.update, compiler_options=QUICKLY)
+        assert_close(update(grads, own, factors=factors)[0], expected)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
