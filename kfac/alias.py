@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 
 from kfac.adaptive import AdaptiveDampingState
 from kfac.collectives import AxisName
-from kfac.inverse import all_finite
 from kfac.layers import KRONECKER_KINDS, Layers, leaf_path, leaves_by_path
 from kfac.transform import KfacState, ScalarOrSchedule, check_range, scale_by_kfac, value_at
 
@@ -156,7 +155,8 @@ def kfac(
         raise ValueError("weight_decay_mask needs weight_decay, but weight_decay is None")
     if not rate_in_momentum:
         parts.append(rate)
-    guarded = _apply_if_finite(_keep_dtype(optax.chain(*parts)))
+    # Rejects non-finite updates for good: momentum once NaN would stay so.
+    guarded = optax.apply_if_finite(_keep_dtype(optax.chain(*parts)), max_consecutive_errors=jnp.iinfo(jnp.int32).max)
     chain = optax.with_extra_args_support(optax.chain(tx, guarded))
 
     def update(updates, state, params=None, **extra):
@@ -177,33 +177,6 @@ def _keep_dtype(inner: optax.GradientTransformationExtraArgs) -> optax.GradientT
         return jax.tree.map(lambda new, old: new.astype(old.dtype), new, updates), state
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
-
-
-def _apply_if_finite(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-    """`optax.apply_if_finite` that rejects for good: momentum once NaN would stay so.
-
-    Selects where that branches, which compiles in a fraction of the time.
-    """
-
-    def init(params):
-        return optax.ApplyIfFiniteState(
-            notfinite_count=jnp.zeros((), jnp.int32),
-            last_finite=jnp.array(True),
-            total_notfinite=jnp.zeros((), jnp.int32),
-            inner_state=inner.init(params),
-        )
-
-    def update(updates, state, params=None, **extra):
-        finite = all_finite(jax.tree.leaves(updates))
-        new, inner_state = inner.update(updates, state.inner_state, params, **extra)
-        return jax.tree.map(lambda x: jnp.where(finite, x, 0), new), optax.ApplyIfFiniteState(
-            notfinite_count=jnp.where(finite, 0, optax.safe_increment(state.notfinite_count)),
-            last_finite=finite,
-            total_notfinite=jnp.where(finite, state.total_notfinite, optax.safe_increment(state.total_notfinite)),
-            inner_state=jax.tree.map(lambda x, old: jnp.where(finite, x, old), inner_state, state.inner_state),
-        )
-
-    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _momentum(decay: ScalarOrSchedule, nesterov: bool) -> optax.GradientTransformation:

@@ -6,7 +6,6 @@ precision products (TF32, bf16 passes) inside a factorisation lose the small eig
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +15,6 @@ from jax import lax
 from kfac.layers import Eigen, Kronecker, Unitwise, is_diagonal
 
 LEAF = 600  # larger matrices are treated by halves; smaller leaves gain little, and cost time to compile
-SMALL = 1 << 16  # elements of an array that may be copied
 RETRY = 10.0  # a factorisation that fails is tried once more with so many times the damping
 
 
@@ -38,7 +36,10 @@ def add_diagonal(stack: jax.Array, amount: jax.Array) -> jax.Array:
     """`stack[k] + amount[k] I`."""
     if is_diagonal(stack):
         return stack + amount[:, None]
-    return stack + amount[:, None, None] * jnp.eye(stack.shape[-1], dtype=stack.dtype)
+    k, d = stack.shape[:2]
+    # Every (d + 1)-th element of a matrix. An identity matrix would be kept through the loop over all blocks.
+    diagonal = lax.pad(jnp.broadcast_to(amount[:, None], (k, d)), jnp.zeros((), amount.dtype), [(0, 0, 0), (0, 0, d)])
+    return stack + diagonal.reshape(stack.shape)
 
 
 # A lower triangular matrix by halves: `(first, corner, last)` stands for `[[first, 0], [corner, last]]`.
@@ -64,7 +65,7 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _factorise(stack: jax.Array) -> tuple[Lower, Lower]:
-    """The Cholesky factor `L` of symmetric positive definite `[k, d, d]`, its corners negated, and its inverse `W`."""
+    """The Cholesky factor `L` of symmetric positive definite `[k, d, d]`, and its inverse `W`."""
     d = stack.shape[-1]
     if d <= LEAF:
         # LAPACK reads columns. A symmetric matrix and its transpose are the same, and this spares XLA a copy of more.
@@ -73,22 +74,21 @@ def _factorise(stack: jax.Array) -> tuple[Lower, Lower]:
         return factor, lax.linalg.triangular_solve(factor, identity, left_side=True, lower=True)
     h = d // 2
     first, inverse = _factorise(stack[:, :h, :h])
-    # Negated where it is cut out, which costs nothing.
-    corner = _solve(-stack[:, h:, :h], first, inverse)
+    corner = _solve(stack[:, h:, :h], first, inverse)
     last, inverse_of_last = _factorise(stack[:, h:, h:] - _product(corner, corner.mT))
-    below = _from_left(inverse_of_last, _from_right(corner, inverse))
+    below = -_from_left(inverse_of_last, _from_right(corner, inverse))
     return (first, corner, last), (inverse, below, inverse_of_last)
 
 
 def _solve(b: jax.Array, factor: Lower, inverse: Lower) -> jax.Array:
-    """`B L^-T`, from the inverses of the diagonal blocks of `L` and its negated corners."""
+    """`B L^-T`, from the inverses of the diagonal blocks of `L` alone."""
     if not isinstance(factor, tuple) or not isinstance(inverse, tuple):
         assert not isinstance(factor, tuple) and not isinstance(inverse, tuple)
         return _product(b, inverse.mT)
     first, corner, last = factor
     h = corner.shape[-1]
     left = _solve(b[:, :, :h], first, inverse[0])
-    right = _solve(b[:, :, h:] + _product(left, corner.mT), last, inverse[2])
+    right = _solve(b[:, :, h:] - _product(left, corner.mT), last, inverse[2])
     return jnp.concatenate([left, right], axis=2)
 
 
@@ -138,41 +138,21 @@ def _symmetric(stack: jax.Array) -> jax.Array:
     return (stack + stack.mT) / 2
 
 
-def _one_norms(*stacks: jax.Array) -> jax.Array:
-    """`[stacks, k]`."""
-    columns = [jnp.abs(stack) if is_diagonal(stack) else jnp.sum(jnp.abs(stack), axis=-2) for stack in stacks]
-    return jnp.max(jnp.stack(columns), axis=-1)
-
-
-def not_finite(stack: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
-    """0 where everything along `axes` is finite, else NaN.
-
-    XLA compiles such a sum for a CPU many times faster than `jnp.all(jnp.isfinite(stack))`, and it needs no memory.
-    """
-    return jnp.sum(stack - stack, axis=axes)
-
-
-def all_finite(arrays: Iterable[jax.Array]) -> jax.Array:
-    """Whether all elements of all arrays are finite; small ones are looked at together, which is compiled once."""
-
-    def parts(array):
-        return array - array if array.size < SMALL else not_finite(array)
-
-    found = jnp.concatenate([jnp.zeros(1), *(parts(x).ravel().astype(jnp.float32) for x in arrays)])
-    # A product, as XLA would make of a sum of scalars a chain of additions, repeated wherever the result is used.
-    return jnp.vdot(found, jnp.ones_like(found)) == 0
+def _one_norm(stack: jax.Array) -> jax.Array:
+    if is_diagonal(stack):
+        return jnp.max(jnp.abs(stack), axis=-1)
+    return jnp.max(jnp.sum(jnp.abs(stack), axis=-2), axis=-1)
 
 
 def _finite(stack: jax.Array) -> jax.Array:
-    return not_finite(stack, (-1,) if is_diagonal(stack) else (-2, -1)) == 0
+    return jnp.all(jnp.isfinite(stack), axis=-1 if is_diagonal(stack) else (-2, -1))
 
 
 def invert_damped(stack: jax.Array, amount: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Inverses of `stack[k] + amount[k] I` in `dtype`, and their 1-norm condition numbers; 0 where not finite."""
     damped = add_diagonal(stack, amount)
     inverse = spd_inverse(damped)
-    norm, norm_of_inverse = _one_norms(damped, inverse)
-    condition = norm * norm_of_inverse
+    condition = _one_norm(damped) * _one_norm(inverse)
     kept = inverse.astype(dtype)
     # The condition number tells what overflowed on the way: the inverse alone would then be zero.
     usable = _finite(kept) & jnp.isfinite(condition)
@@ -188,7 +168,7 @@ def decompose(stack: jax.Array, dtype: Any) -> tuple[Eigen | jax.Array, jax.Arra
         return jnp.maximum(stack, 0), _finite(stack).astype(stack.dtype)
     vectors, values = lax.linalg.eigh(stack.mT, symmetrize_input=False)  # the transpose as in `_factorise`
     values, vectors = jnp.maximum(values, 0), vectors.astype(dtype)
-    usable = _finite(values) & _finite(vectors)
+    usable = jnp.all(jnp.isfinite(values), axis=-1) & _finite(vectors)
     return Eigen(vectors, values), usable.astype(stack.dtype)
 
 

@@ -24,7 +24,7 @@ from kfac.collectives import (
     varying_axes,
 )
 from kfac.correction import Moments, corrected_eigenvalues, into_basis
-from kfac.inverse import Refreshed, all_finite, eigen_condition, not_finite, refresh_unitwise
+from kfac.inverse import Refreshed, eigen_condition, refresh_unitwise
 from kfac.layers import Block, Eigen, Factors, Kronecker, Unitwise, is_diagonal
 from kfac.refresh import refresh_kronecker
 from kfac.state import BlockState, Config, KfacMetrics, KfacState, Owned, Replica, match_leaves, rebuild
@@ -78,7 +78,7 @@ def preconditioned_step(
     if axis is not None:
         _check_varying(axis, updates, factors if local else None)
     matrices = {group.name: group.stack_matrices(leaves, _dtype(state, group)) for group in config.groups}
-    usable = all_finite([*matrices.values(), *(leaf for path, leaf in leaves.items() if path in config.skipped)])
+    usable = _all_finite([*matrices.values(), *(leaf for path, leaf in leaves.items() if path in config.skipped)])
     if axis is not None:
         # The same decision everywhere, whatever one device has seen: what follows holds collectives.
         usable = lax.pmin(usable.astype(jnp.int32), axis) > 0
@@ -110,9 +110,10 @@ def preconditioned_step(
             if group.kronecker:
                 skipped += bad
                 changed_by = _change(old.factors, batch[name], taken, mine)
-                # First the change, then the averages in the place of the old ones.
-                before, changed_by = lax.optimization_barrier((old.factors, changed_by))
-                old, change = old._replace(factors=before), change + changed_by
+                change += changed_by
+                # True always: so the averages wait for it, and can be written in the place of the old ones. XLA drops
+                # an optimization barrier here, and would copy those.
+                taken &= ~(changed_by < -1)
             else:
                 skipped_by_all += bad
             if old.moments is not None:
@@ -148,7 +149,7 @@ def preconditioned_step(
         failed_by_all += bad
 
     preconditioned = _precondition(config, blocks, replicas, shards, matrices, now.damping)
-    usable &= all_finite(preconditioned.values())
+    usable &= _all_finite(preconditioned.values())
     counts = jnp.stack([skipped, failed, (~usable).astype(jnp.int32)])
     extremes = jnp.stack([_worst(b.condition for b in blocks.values()), _worst(b.age for b in blocks.values())])
     if axis is not None:
@@ -185,6 +186,10 @@ def preconditioned_step(
         new.update(group.split_matrices(preconditioned[group.name]))
     result = {path: new[path].astype(leaf.dtype) if path in new else leaf for path, leaf in leaves.items()}
     return rebuild(updates, result), state
+
+
+def _all_finite(arrays: Iterable[jax.Array]) -> jax.Array:
+    return jnp.all(jnp.stack([jnp.array(True), *(jnp.all(jnp.isfinite(x)) for x in arrays)]))
 
 
 def _check_varying(axis: AxisName, updates: Any, factors: Factors | None) -> None:
@@ -350,7 +355,10 @@ def _without_moments(batch: dict[str, Block]) -> tuple[dict[str, Block], dict[st
 def _finite_blocks(batch: Any) -> jax.Array:
     """`[k]`: which blocks of a stack are finite."""
     stacks = jax.tree.leaves(batch)
-    return sum((not_finite(x, tuple(range(1, x.ndim))) for x in stacks), jnp.zeros(())) == 0
+    finite = jnp.ones(stacks[0].shape[0], bool)
+    for stack in stacks:
+        finite &= jnp.all(jnp.isfinite(stack), axis=tuple(range(1, stack.ndim)))
+    return finite
 
 
 def _change(factors: Block, batch: Block, taken: jax.Array, mine: jax.Array) -> jax.Array:
