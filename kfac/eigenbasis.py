@@ -18,7 +18,8 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
     """The eigenvectors of the factors: what `value_and_grad` with `ekfac=True` takes as `basis`.
 
     Jit-compatible. Of the state of an optimizer these are the eigenvectors that it preconditions with, and the same on
-    all devices; inside `jax.pmap` and `jax.shard_map` take them from the state there.
+    all devices; inside `jax.pmap` and `jax.shard_map` take them from the state there. Moments for an optimizer must be
+    in the basis of its own state, that which its step begins with: no error is possible where they are in another.
 
     Args:
       source: a state of an optimizer with `inverse="ekfac"`, or a `Factors`, whose factors are then decomposed.
