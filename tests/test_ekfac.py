@@ -131,8 +131,11 @@ def parameters(shapes, dtype=np.float64):
     return jax.tree.unflatten(tree, [normal(10 + k, *shape, dtype=dtype) / 2 for k, shape in enumerate(flat)])
 
 
-@pytest.mark.parametrize("reduce", [(), (".",)], ids=["expand", "reduce"])
-@pytest.mark.parametrize("case", DENSE)
+# The setting "reduce" changes other factors, and how examples are told from positions.
+SETTINGS = [*((case, ()) for case in DENSE), *((case, (".",)) for case in ("positions", "copies", "scan", "parts"))]
+
+
+@pytest.mark.parametrize(("case", "reduce"), SETTINGS, ids=str)
 def test_dense_layers(x64, case, reduce):
     loss, inputs, shapes = DENSE[case]
     n = inputs[0]

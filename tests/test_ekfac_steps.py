@@ -193,8 +193,7 @@ def on_one_device(inverse_every):
     return whole("one", {"inverse_every": inverse_every, "refresh_warmup": 1, "staggered": False})
 
 
-@pytest.mark.parametrize("style", ["pmap", "shard_map", "mesh"])
-@pytest.mark.parametrize("inverse_every", [1, 3])
+@pytest.mark.parametrize(("style", "inverse_every"), [("pmap", 3), ("shard_map", 1), ("shard_map", 3), ("mesh", 3)])
 def test_several_devices_are_one(style, inverse_every):
     """Each has a quarter of the examples, all have the bases, and each the moments of what it owns."""
     updates, state = whole(style, {"inverse_every": inverse_every, "refresh_warmup": 1})
