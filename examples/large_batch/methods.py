@@ -96,15 +96,54 @@ def _muon(rate, s, layers):
 
 def _kfac(rate, s, layers):
     """With `turned`, `learning_rate` is the angle by which kernels turn, and `vectors` multiplies it for vectors."""
-    if not s.get("tangent", True):
+    if s.get("adaptive_damping"):
+        plain = {name: value for name, value in s.items() if name != "adaptive_damping"}
+        return kfac.adaptive_damping(lambda damping: _kfac(rate, {**plain, "damping": damping}, layers), 1e-3)
+    if "first_damping" in s:  # falls, or rises, to `damping` over the budget, geometrically
+        first, last, steps = s["first_damping"], s["damping"], s["steps"]
+        s = {**s, "damping": lambda count: first * (last / first) ** (count / steps)}
+    if not s.get("tangent", True) or s.get("momentum_first") or s.get("eigenbasis_adam"):
         preconditioner = kfac.scale_by_kfac(layers, **{name: s[name] for name in SCALE_OPTIONS if name in s})
+        if s.get("eigenbasis_adam"):
+            preconditioner = _adam_in_eigenbasis(preconditioner, layers, s["b2"])
         momentum = optax.trace(s["momentum"], nesterov=s["nesterov"])
-        return optax.chain(preconditioner, momentum, _turned(s), optax.scale_by_learning_rate(rate))
+        parts = (momentum, preconditioner) if s.get("momentum_first") else (preconditioner, momentum)
+        return optax.chain(*parts, _turned(s), optax.scale_by_learning_rate(rate))
     options = {name: s[name] for name in KFAC_OPTIONS if name in s}
     if s.get("turned"):
         options["trust_ratio"] = 1 / s["vectors"]
         return kfac.kfac(lambda count: s["vectors"] * rate(count), layers, **options)
     return kfac.kfac(rate, layers, **options)
+
+
+def _adam_in_eigenbasis(inner: Any, layers: kfac.Layers, b2: Any) -> optax.GradientTransformationExtraArgs:
+    """For the controls, as SOAP does: kernels' gradients divided, in the eigenbasis, by the root of their mean square.
+
+    The eigenbasis is that of K-FAC's factors; other parameters go through `inner`, which keeps it.
+    """
+
+    def matrices(grads: Any) -> dict[str, jax.Array]:
+        leaves = dict(zip(layers.paths, jax.tree.leaves(grads), strict=True))
+        return {x.name: x.to_matrix([leaves[path] for path in x.params]) for x in layers if x.correctable}
+
+    def init(params: Any) -> Any:
+        return inner.init(params), jax.tree.map(jnp.zeros_like, matrices(params)), jnp.zeros(())
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        kept, squares, weight = state
+        updates, kept = inner.update(grads, kept, params, **extra)
+        leaves = dict(zip(layers.paths, jax.tree.leaves(updates), strict=True))
+        weight = b2 * weight + 1 - b2
+        for name, basis in kfac.eigenbasis(kept, layers).items():
+            turned = basis.G.T @ matrices(grads)[name] @ basis.A
+            squares = {**squares, name: b2 * squares[name] + (1 - b2) * turned**2}
+            scaled = turned / (jnp.sqrt(squares[name] / weight) + 1e-8)
+            restored = layers[name].from_matrix(basis.G @ scaled @ basis.A.T)
+            leaves |= dict(zip(layers[name].params, restored, strict=True))
+        ordered = [leaves[path] for path in layers.paths]
+        return jax.tree.unflatten(jax.tree.structure(updates), ordered), (kept, squares, weight)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _turned(s: Settings) -> optax.GradientTransformation:

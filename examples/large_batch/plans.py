@@ -283,6 +283,14 @@ ABLATIONS: dict[str, tuple[str, Callable[[Settings], Settings]]] = {
     "batch norm's damping x 16": ("kfac", _set(unitwise_damping=16.0)),
     "momentum 0.95": ("kfac", _set(momentum=0.95)),
     "eigendecompositions": ("kfac", _set(inverse="eigh")),
+    "damping from 1e-2 to 1e-4": ("kfac", _set(first_damping=1e-2, damping=1e-4)),
+    "damping from 1e-4 to 1e-2": ("kfac", _set(first_damping=1e-4, damping=1e-2)),
+    "adaptive damping": ("kfac", _set(adaptive_damping=True)),
+    "momentum before the preconditioner": ("kfac", _set(momentum_first=True)),
+    "SOAP's second moments in K-FAC's eigenbasis": (
+        "kfac",
+        _set(eigenbasis_adam=True, inverse="ekfac", factor_decay=0.9, b2=0.95),
+    ),
     "EKFAC": ("kfac", _set(inverse="ekfac")),
     "EKFAC, running average 0.9": ("kfac", _set(inverse="ekfac", factor_decay=0.9)),
     "EKFAC, running average 0.9, damping x 1/10": (

@@ -23,6 +23,7 @@ from tasks import Task
 STATIC = (
     "nesterov", "rate_in_momentum", "precision", "fisher", "subsample", "statistics_dtype", "rescale", "turned",
     "tangent", "batch_norm_blocks", "cheap_steps", "inverse",
+    "momentum_first", "eigenbasis_adam", "adaptive_damping",
 )  # fmt: skip
 # When statistics are collected is decided outside of the programs.
 OUTSIDE = ("statistics_every", "statistics_threshold")
@@ -82,7 +83,7 @@ def programs(task: Task, method: str, static: tuple[tuple[str, Any], ...], names
             {"params": params, "batch_stats": batch_stats}, normalised(task, images), train=True,
             mutable=["batch_stats"],
         )  # fmt: skip
-        if fixed.get("fisher") == "sampled":
+        if fixed.get("fisher") == "sampled" or fixed.get("adaptive_damping"):
             logits = kfac.output(logits, "categorical")
         targets = optax.smooth_labels(jax.nn.one_hot(labels, logits.shape[-1]), task.smoothing)
         return jnp.mean(optax.softmax_cross_entropy(logits, targets)), new["batch_stats"]
@@ -100,7 +101,8 @@ def programs(task: Task, method: str, static: tuple[tuple[str, Any], ...], names
 
     def transform(settings, steps):
         rate = methods.schedule(settings["learning_rate"], steps)
-        return optax.with_extra_args_support(methods.METHODS[method].make(rate, {**settings, **fixed}, layers))
+        numbers = {**settings, **fixed, "steps": steps}
+        return optax.with_extra_args_support(methods.METHODS[method].make(rate, numbers, layers))
 
     def init(key, settings, steps):
         variables = fresh(key)
@@ -126,7 +128,10 @@ def programs(task: Task, method: str, static: tuple[tuple[str, Any], ...], names
             (loss, batch_stats), grads = plain(state.params, state.batch_stats, images, labels)
             factors = None
         tx = transform(settings, steps)
-        updates, opt_state = tx.update(grads, state.opt_state, state.params, factors=factors)
+        value: dict[str, Any] = {"factors": factors}
+        if fixed.get("adaptive_damping"):
+            value["value_fn"] = lambda params: loss_fn(params, state.batch_stats, images, labels)[0]
+        updates, opt_state = tx.update(grads, state.opt_state, state.params, **value)
         params = optax.apply_updates(state.params, updates)
         if fixed.get("rescale"):
             params = methods.rescaled(params, state.kernel_norms)
