@@ -211,7 +211,7 @@ def test_eight_devices_are_one_with_eigendecompositions(style, precondition):
     assert_close(found, expected, 1e-4)
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", [pytest.param("pmap", marks=pytest.mark.slow), "shard_map", "mesh"])
 def test_a_state_moves_between_numbers_of_devices(style):
     """Three steps on eight devices and three on two, by way of the portable state, are six on one."""
     options = {"inverse_every": 3, "refresh_warmup": 1, "damping": 1e-2}

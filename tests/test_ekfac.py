@@ -170,8 +170,8 @@ def convolution(numbers, groups, options, p, x, t):
     return mean_loss(y, t)
 
 
-# Every pair of a geometry and a layout, and of each with groups and without.
-CASES = [(g, n, 1 + (i + k) % 2) for i, g in enumerate(CONVOLUTIONS) for k, n in enumerate(LAYOUTS)]
+# Each geometry in two layouts, one of them with groups; each layout with two geometries.
+CASES = [(g, LAYOUTS[(i + k) % 4], 1 + k) for i, g in enumerate(CONVOLUTIONS) for k in range(2)]
 
 
 @pytest.mark.parametrize(("geometry", "numbers", "groups"), CASES, ids=str)
