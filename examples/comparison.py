@@ -248,9 +248,9 @@ def main(task: Callable[[], Task], grids: dict[str, Grid], default: Options, arg
         return
     trials = read(options.folder / "trials.jsonl")
     chosen = {name: best(trials, name, measure) for name in grids}
-    if options.report and not set(grids) - {"kfac"}:
-        raise UserError("--report compares K-FAC with the others: name one of them with --only, or leave --only out")
     if options.report:
+        if not set(grids) - {"kfac"}:
+            raise UserError("--report compares K-FAC with the others: name one with --only, or leave --only out")
         curves = {name: trial["curve"] for name, trial in chosen.items()}
         print("\n".join(table(curves, baseline(curves, measure), measure)))
         figure(options.figure, curves, measure, label, logarithmic)

@@ -48,9 +48,14 @@ def leaf_axes(shape: Sequence[int]) -> Axes:
     return tuple((Atom(k, 1, size),) if size > 1 else () for k, size in enumerate(shape))
 
 
+def flatten(axes: Iterable[Axis]) -> list[Atom]:
+    """All atoms of `axes`, in array order."""
+    return [atom for axis in axes for atom in axis]
+
+
 def atoms_of(axes: Iterable[Axis]) -> list[Atom]:
     """The leaf's atoms among `axes`, in array order."""
-    return [atom for axis in axes for atom in axis if atom.of_leaf]
+    return [atom for atom in flatten(axes) if atom.of_leaf]
 
 
 def is_part(part: Atom, whole: Atom) -> bool:
@@ -82,7 +87,7 @@ def _split(atom: Atom, major: int) -> tuple[Atom, Atom]:
 
 def reshape(axes: Axes, shape: Sequence[int]) -> Axes | None:
     """Axes after a row-major reshape, or None where the new axes cut across atoms."""
-    queue = [atom for axis in axes for atom in axis][::-1]
+    queue = flatten(axes)[::-1]
     result = []
     for size in shape:
         taken: list[Atom] = []
@@ -295,7 +300,7 @@ class Arrangement(NamedTuple):
 
 def arrangement(axes: Axes, stack: Iterable[Atom] = ()) -> Arrangement:
     """The arrangement of an array with these axes: leaf atoms are features, but for those in `stack`."""
-    flat = [atom for axis in axes for atom in axis]
+    flat = flatten(axes)
     stack = set(stack)
     flips = tuple(position for position, atom in enumerate(flat) if atom.flipped)
     kinds: dict[str, list[int]] = {"stack": [], "rows": [], "features": []}

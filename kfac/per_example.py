@@ -24,7 +24,7 @@ from kfac.statistics import PATCH_ELEMENTS, Convolution, for_examples, patches
 
 
 @dataclasses.dataclass(frozen=True)
-class Moments:
+class MomentSums:
     """Sums of squares of per-example gradients in a basis, at the one use of a kernel.
 
     Attributes:
@@ -151,15 +151,7 @@ def row_positions(read: Read, eqn: Any) -> tuple[list[int], list[int]]:
         order = [*batch, *free]
     starts = [sum(map(len, read.x_axes[:k])) for k in range(len(read.x_axes))]
     in_x = [starts[k] + p for k in order for p, atom in enumerate(read.x_axes[k]) if not atom.of_leaf]
-    in_y = _rows(read.y_axes)
-    sizes = [[flat[p].size for p in found] for flat, found in ((_flat(read.x_axes), in_x), (_flat(read.y_axes), in_y))]
-    assert sizes[0] == sizes[1], (read, sizes)
+    x, y = axes_lib.flatten(read.x_axes), axes_lib.flatten(read.y_axes)
+    in_y = [p for p, atom in enumerate(y) if not atom.of_leaf]
+    assert [x[p].size for p in in_x] == [y[p].size for p in in_y], read
     return in_y, in_x
-
-
-def _flat(axes: axes_lib.Axes) -> list[axes_lib.Atom]:
-    return [atom for axis in axes for atom in axis]
-
-
-def _rows(axes: axes_lib.Axes) -> list[int]:
-    return [p for p, atom in enumerate(_flat(axes)) if not atom.of_leaf]

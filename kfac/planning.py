@@ -17,7 +17,7 @@ from kfac.axes import Atom
 from kfac.layers import Factors, Kronecker, Layer, Layers, Unitwise
 from kfac.likelihood import Marks
 from kfac.operands import FILL_OR_DROP, row_axis
-from kfac.per_example import Moments, row_positions
+from kfac.per_example import MomentSums, row_positions
 from kfac.reads import Read, by_part, part_index, unsupported
 from kfac.replay import ElementwiseTap, Key, KroneckerTap, Plan
 from kfac.statistics import Convolution, Lookup, accumulator
@@ -183,11 +183,11 @@ def _moments(
     dtype: Any,
     subsample: int,
     arrange_g: axes_lib.Arrangement,
-) -> Moments:
+) -> MomentSums:
     """What sums the squares of per-example gradients at the one read of a kernel; `arrange_g` is that of its `G`."""
     n = resolved.num_examples
     rows_y, rows_x = row_positions(read, eqn)
-    flat = [atom for axis in read.y_axes for atom in axis]
+    flat = axes_lib.flatten(read.y_axes)
     images, geometry = _images(read, eqn, n), _geometry(read, eqn)
     assert not isinstance(geometry, Lookup)
     if math.prod(flat[p].size for p in rows_y) == n:
@@ -204,7 +204,7 @@ def _moments(
     examples = tuple(sorted(examples, key=lambda p: p != first))
     order = [*examples, *(p for p in rows_y if p not in examples)]
     in_x = dict(zip(rows_y, rows_x, strict=True))
-    return Moments(
+    return MomentSums(
         _basis_key(layer, part_index(read)),
         n,
         axes_lib.arrangement(read.x_axes, read.batched)._replace(rows=tuple(in_x[p] for p in order)),
@@ -225,15 +225,14 @@ def _result_position(read: Read, eqn: Any, n: int, parameter: str, strict: bool)
     """
     if read.op == "dense" and n > 1 and not _reorders(read, eqn):
         rows_y, rows_x = row_positions(read, eqn)
-        if 0 in rows_x and next(atom for axis in read.x_axes for atom in axis).size == n:
+        if 0 in rows_x and axes_lib.flatten(read.x_axes)[0].size == n:
             return rows_y[rows_x.index(0)]
     return _example_position(read.y_axes, n, parameter, read, eqn, strict)
 
 
 def _sizes(axes: axes_lib.Axes, n: int) -> list[int]:
     """Positions, among all atoms of `axes`, of those that may be the axis of `n` examples."""
-    flat = [atom for axis in axes for atom in axis]
-    return [position for position, atom in enumerate(flat) if not atom.of_leaf and atom.size == n]
+    return [position for position, atom in enumerate(axes_lib.flatten(axes)) if not atom.of_leaf and atom.size == n]
 
 
 def _reorders(read: Read, eqn: Any) -> bool:
@@ -252,7 +251,7 @@ def _example_position(axes: axes_lib.Axes, n: int, parameter: str, read: Read, e
     """
     if n == 1:
         return None
-    flat = [atom for axis in axes for atom in axis]
+    flat = axes_lib.flatten(axes)
     matching = _sizes(axes, n)
     example = next(iter(matching), None)
     # Behind another axis, length alone tells the examples only if they can be on no other.
@@ -336,7 +335,7 @@ def plan_elementwise(resolved, layer, leaves, by_leaf, shapes, traced, strict: b
         known: dict[tuple, Key] = {}
         for read in by_leaf[leaf]:
             eqn = equations_along(traced, read.path)[-1]
-            flat = [atom for axis in read.y_axes for atom in axis]
+            flat = axes_lib.flatten(read.y_axes)
             examples: tuple[int, ...] = ()
             if n > 1 and not _sizes(read.y_axes, n):
                 examples = resolved.marks.token_axes(flat, n)

@@ -20,7 +20,7 @@ from jax.extend import core as jex
 
 from kfac.axes import Arrangement
 from kfac.layers import Kronecker
-from kfac.per_example import Moments
+from kfac.per_example import MomentSums
 from kfac.statistics import (
     Convolution,
     Lookup,
@@ -59,7 +59,7 @@ class KroneckerTap:
     diagonal: tuple[str, ...] = ()
     examples: int | None = None
     subsample: int = 1
-    moments: Moments | None = None
+    moments: MomentSums | None = None
 
     def residuals(self, values: Sequence[jax.Array], multiplier: jax.Array | None, probes: Probes) -> Any:
         # A kernel is multiplied by the same number everywhere, if at all.

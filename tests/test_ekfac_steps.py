@@ -23,8 +23,8 @@ LAMBDA = 1e-2
 
 
 @functools.cache
-def measure(fisher="empirical"):
-    return kfac.value_and_grad(problem.loss_fn, LAYERS, ekfac=True, fisher=fisher)
+def measure():
+    return kfac.value_and_grad(problem.loss_fn, LAYERS, ekfac=True)
 
 
 def stepper(tx):

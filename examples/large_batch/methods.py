@@ -134,8 +134,9 @@ def _adam_in_eigenbasis(inner: Any, layers: kfac.Layers, b2: Any) -> optax.Gradi
         updates, kept = inner.update(grads, kept, params, **extra)
         leaves = dict(zip(layers.paths, jax.tree.leaves(updates), strict=True))
         weight = b2 * weight + 1 - b2
+        gradients = matrices(grads)
         for name, basis in kfac.eigenbasis(kept, layers).items():
-            turned = basis.G.T @ matrices(grads)[name] @ basis.A
+            turned = basis.G.T @ gradients[name] @ basis.A
             squares = {**squares, name: b2 * squares[name] + (1 - b2) * turned**2}
             scaled = turned / (jnp.sqrt(squares[name] / weight) + 1e-8)
             restored = layers[name].from_matrix(basis.G @ scaled @ basis.A.T)
