@@ -155,14 +155,27 @@ def kfac(
         raise ValueError("weight_decay_mask needs weight_decay, but weight_decay is None")
     if not rate_in_momentum:
         parts.append(rate)
-    # Rejects non-finite updates for good: momentum once NaN would stay so.
-    guarded = optax.apply_if_finite(_keep_dtype(optax.chain(*parts)), max_consecutive_errors=jnp.iinfo(jnp.int32).max)
-    chain = optax.with_extra_args_support(optax.chain(tx, guarded))
+    rest = optax.with_extra_args_support(_keep_dtype(optax.chain(*parts)))
+
+    def init(params):
+        return tx.init(params), rest.init(params)
 
     def update(updates, state, params=None, **extra):
-        return chain.update(updates, state, params, unpreconditioned=updates, **extra)
+        preconditioned, first = tx.update(updates, state[0], params, **extra)
+        taken = _refused(first) == _refused(state[0])
+        moved, second = rest.update(preconditioned, state[1], params, unpreconditioned=updates, taken=taken, **extra)
+        # A refused step is none: the counts of schedules stay, like the momentum, and nothing is updated. Selected, as
+        # XLA makes a selection part of the arithmetic beside it, where kernels of a branch would have to be compiled.
+        kept = jax.tree.map(lambda new, old: jnp.where(taken, new, old) if new.ndim == 0 else new, second, state[1])
+        return jax.tree.map(lambda leaf: jnp.where(taken, leaf, 0), moved), (first, kept)
 
-    return optax.GradientTransformationExtraArgs(chain.init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _refused(state: Any) -> jax.Array:
+    """Steps so far whose gradient, as it was or preconditioned, was not finite."""
+    (own,) = _nodes(state, KfacState)
+    return own.metrics.skipped_steps
 
 
 def _wide(leaf: jax.Array) -> jax.Array:
@@ -179,7 +192,7 @@ def _keep_dtype(inner: optax.GradientTransformationExtraArgs) -> optax.GradientT
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
-def _momentum(decay: ScalarOrSchedule, nesterov: bool) -> optax.GradientTransformation:
+def _momentum(decay: ScalarOrSchedule, nesterov: bool) -> optax.GradientTransformationExtraArgs:
     """`optax.trace` in float32 or better, with a decay that may be a schedule."""
 
     def trace(count):
@@ -189,11 +202,20 @@ def _momentum(decay: ScalarOrSchedule, nesterov: bool) -> optax.GradientTransfor
         count = jnp.zeros((), jnp.int32)
         return MomentumState(count, trace(count).init(jax.tree.map(_wide, params)))
 
-    def update(updates, state, params=None):
-        moved, inner = trace(state.count).update(jax.tree.map(_wide, updates), state.inner, params)
+    def update(updates, state, params=None, *, taken, **extra):
+        del extra
+        now = trace(state.count)
+
+        def move(updates, inner):
+            return now.update(jax.tree.map(_wide, updates), inner, params)[1]
+
+        # A branch, where a selection would do: XLA would compute what is selected twice, for the momentum and for the
+        # parameters, and copy the momentum first.
+        inner = lax.cond(taken, move, lambda updates, inner: inner, updates, state.inner)
+        moved = now.update(jax.tree.map(_wide, updates), inner, params)[0] if nesterov else inner.trace
         return moved, MomentumState(optax.safe_increment(state.count), inner)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 # Of kernels whose scale matters, so few gradients are at such an angle by chance (Heo et al. 2021, arXiv:2006.08217).

@@ -149,7 +149,13 @@ def preconditioned_step(
         failed_by_all += bad
 
     preconditioned = _precondition(config, blocks, replicas, shards, matrices, now.damping)
-    usable &= _all_finite(preconditioned.values())
+    new: dict[str, jax.Array] = {}
+    for group in config.groups:
+        new.update(group.split_matrices(preconditioned[group.name]))
+    result = {path: new[path].astype(leaf.dtype) if path in new else leaf for path, leaf in leaves.items()}
+    # What is finite as it was computed may be too large for a narrower dtype of the gradients.
+    narrowed = [leaf for path, leaf in result.items() if path in new and leaf.dtype != new[path].dtype]
+    usable &= _all_finite([*preconditioned.values(), *narrowed])
     counts = jnp.stack([skipped, failed, (~usable).astype(jnp.int32)])
     extremes = jnp.stack([_worst(b.condition for b in blocks.values()), _worst(b.age for b in blocks.values())])
     if axis is not None:
@@ -181,10 +187,6 @@ def preconditioned_step(
         replicas=replicas,
         metrics=metrics,
     )
-    new: dict[str, jax.Array] = {}
-    for group in config.groups:
-        new.update(group.split_matrices(preconditioned[group.name]))
-    result = {path: new[path].astype(leaf.dtype) if path in new else leaf for path, leaf in leaves.items()}
     return rebuild(updates, result), state
 
 
