@@ -144,8 +144,14 @@ def _one_norm(stack: jax.Array) -> jax.Array:
     return jnp.max(jnp.sum(jnp.abs(stack), axis=-2), axis=-1)
 
 
-def _finite(stack: jax.Array) -> jax.Array:
-    return jnp.all(jnp.isfinite(stack), axis=-1 if is_diagonal(stack) else (-2, -1))
+def finite(stack: jax.Array, dims: int = 1) -> jax.Array:
+    """Whether all numbers are finite of each of what `stack` has along its first `dims` dimensions.
+
+    By their sum: NaN stays in it, infinities stay or become NaN. Finite numbers whose sum is too large for their dtype
+    count as not finite. `isfinite` of every number would be an array as large as the stack, with a reduction of its
+    own, three times as slow and long to compile.
+    """
+    return jnp.isfinite(jnp.sum(stack, axis=tuple(range(dims, stack.ndim))))
 
 
 def invert_damped(stack: jax.Array, amount: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -155,7 +161,7 @@ def invert_damped(stack: jax.Array, amount: jax.Array, dtype: Any) -> tuple[jax.
     condition = _one_norm(damped) * _one_norm(inverse)
     kept = inverse.astype(dtype)
     # The condition number tells what overflowed on the way: the inverse alone would then be zero.
-    usable = _finite(kept) & jnp.isfinite(condition)
+    usable = finite(kept) & jnp.isfinite(condition)
     return kept, jnp.where(usable, condition, 0)
 
 
@@ -165,10 +171,10 @@ def decompose(stack: jax.Array, dtype: Any) -> tuple[Eigen | jax.Array, jax.Arra
     Of diagonals `[k, d]` the eigenvalues alone. Rounding can make those of a second moment negative: they become 0.
     """
     if is_diagonal(stack):
-        return jnp.maximum(stack, 0), _finite(stack).astype(stack.dtype)
+        return jnp.maximum(stack, 0), finite(stack).astype(stack.dtype)
     vectors, values = lax.linalg.eigh(stack.mT, symmetrize_input=False)  # the transpose as in `_factorise`
     values, vectors = jnp.maximum(values, 0), vectors.astype(dtype)
-    usable = jnp.all(jnp.isfinite(values), axis=-1) & _finite(vectors)
+    usable = finite(values) & finite(vectors)
     return Eigen(vectors, values), usable.astype(stack.dtype)
 
 
@@ -216,7 +222,7 @@ def refresh_unitwise(factors: Unitwise, previous: Unitwise, damping: jax.Array) 
     def attempt(damping):
         inverse, condition, definite = closed_form(factors.F, damping.astype(factors.F.dtype))
         inverse = inverse.astype(previous.F.dtype)
-        usable = definite & jnp.isfinite(condition) & _finite(inverse)
+        usable = definite & jnp.isfinite(condition) & finite(inverse, 2)
         return inverse, jnp.all(usable, axis=1), jnp.max(condition, axis=1)
 
     inverse, valid, condition = _choose(attempt(damping), attempt(RETRY * damping))

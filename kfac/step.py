@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -24,7 +26,7 @@ from kfac.collectives import (
     varying_axes,
 )
 from kfac.correction import Moments, corrected_eigenvalues, into_basis
-from kfac.inverse import Refreshed, eigen_condition, refresh_unitwise
+from kfac.inverse import Refreshed, eigen_condition, finite, refresh_unitwise
 from kfac.layers import Block, Eigen, Factors, Kronecker, Unitwise, is_diagonal
 from kfac.refresh import refresh_kronecker
 from kfac.state import BlockState, Config, KfacMetrics, KfacState, Owned, Replica, match_leaves, rebuild
@@ -103,9 +105,9 @@ def preconditioned_step(
         for group in config.groups:
             name = group.name
             mine = owns_last(shards[name], axis) if group.kronecker else jnp.ones(group.size, bool)
-            finite = _finite_blocks((batch[name], moments.get(name)))
-            taken = finite & mine & usable
-            bad = jnp.sum(~finite & mine, dtype=jnp.int32)
+            good = _finite_blocks((batch[name], moments.get(name)))
+            taken = good & mine & usable
+            bad = jnp.sum(~good & mine, dtype=jnp.int32)
             old = blocks[name]
             if group.kronecker:
                 skipped += bad
@@ -191,7 +193,7 @@ def preconditioned_step(
 
 
 def _all_finite(arrays: Iterable[jax.Array]) -> jax.Array:
-    return jnp.all(jnp.stack([jnp.array(True), *(jnp.all(jnp.isfinite(x)) for x in arrays)]))
+    return jnp.all(jnp.stack([jnp.array(True), *(finite(x, 0) for x in arrays)]))
 
 
 def _check_varying(axis: AxisName, updates: Any, factors: Factors | None) -> None:
@@ -356,11 +358,7 @@ def _without_moments(batch: dict[str, Block]) -> tuple[dict[str, Block], dict[st
 
 def _finite_blocks(batch: Any) -> jax.Array:
     """`[k]`: which blocks of a stack are finite."""
-    stacks = jax.tree.leaves(batch)
-    finite = jnp.ones(stacks[0].shape[0], bool)
-    for stack in stacks:
-        finite &= jnp.all(jnp.isfinite(stack), axis=tuple(range(1, stack.ndim)))
-    return finite
+    return functools.reduce(operator.and_, map(finite, jax.tree.leaves(batch)))
 
 
 def _change(factors: Block, batch: Block, taken: jax.Array, mine: jax.Array) -> jax.Array:
