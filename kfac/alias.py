@@ -193,7 +193,7 @@ def _keep_dtype(inner: optax.GradientTransformationExtraArgs) -> optax.GradientT
 
 
 def _momentum(decay: ScalarOrSchedule, nesterov: bool) -> optax.GradientTransformationExtraArgs:
-    """`optax.trace` in float32 or better, with a decay that may be a schedule; it stays in steps that are not `taken`."""
+    """`optax.trace` in float32 or better, with a decay that may be a schedule; kept in steps not `taken`."""
 
     def trace(count):
         return optax.trace(decay=value_at(decay, count))
