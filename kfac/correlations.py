@@ -158,6 +158,11 @@ def _by_pair(left: jax.Array, right: jax.Array, axes: Sequence[Axis], k: int) ->
 def _correlate(left: jax.Array, right: jax.Array, axes: Sequence[Axis]) -> jax.Array:
     """The sums for all offsets between taps, `[*offsets, channels, channels]`."""
     rank = len(axes)
+    if not any(axis.steps for axis in axes):
+        # All there is to sum over, without the layouts that convolutions need.
+        left, right = (part.reshape(-1, part.shape[-1]) for part in (left, right))
+        moment = jnp.einsum("ri,rj->ij", left, right, preferred_element_type=left.dtype)
+        return moment.reshape((1,) * rank + moment.shape)
     middle = tuple(range(1, rank + 1))
     # As in a kernel's gradient, channels take the place of the batch, and examples that of channels.
     spec = lax.ConvDimensionNumbers((rank + 1, 0, *middle), (rank + 1, 0, *middle), (rank + 1, rank, *range(rank)))

@@ -6,10 +6,12 @@ precision products (TF32, bf16 passes) inside a factorisation lose the small eig
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from kfac.layers import Eigen, Kronecker, Unitwise, is_diagonal
@@ -198,44 +200,60 @@ def eigenvalues(side: Eigen | jax.Array) -> jax.Array:
     return side.values if isinstance(side, Eigen) else side
 
 
-def _choose(first, second):
-    """Blocks of `first` where they are valid, of `second` elsewhere."""
-    valid = first[1]
-
-    def pick(a, b):
-        return jnp.where(valid.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
-
-    return jax.tree.map(pick, first, second)
-
-
-def refresh_unitwise(factors: Unitwise, previous: Unitwise, damping: jax.Array) -> Refreshed:
-    """Inverts `F + damping I` in closed form for every channel of a stack.
+def refresh_unitwise(
+    factors: Mapping[str, Unitwise], previous: Mapping[str, Unitwise], damping: jax.Array
+) -> dict[str, Refreshed]:
+    """Inverts `F + damping I` in closed form for every channel of all stacks.
 
     A layer with a channel that is not positive definite is tried again with ten times the damping; failing still, it
     keeps its previous inverse.
 
     Args:
-      factors: `F` `[k, channels, p, p]` with `p` 1 or 2.
+      factors: stacks of `F` `[k, channels, p, p]` with `p` 1 or 2.
       previous: the inverses so far.
       damping: a scalar.
     """
-    closed_form = _inverse_1x1 if factors.F.shape[-1] == 1 else _inverse_2x2
+    results: dict[str, Refreshed] = {}
+    for size in sorted({stack.F.shape[-1] for stack in factors.values()}):
+        stacks = {name: stack for name, stack in factors.items() if stack.F.shape[-1] == size}
+        results |= _refresh_channels(stacks, previous, damping)
+    return results
 
-    def attempt(damping):
-        inverse, condition, definite = closed_form(factors.F, damping.astype(factors.F.dtype))
-        inverse = inverse.astype(previous.F.dtype)
-        usable = definite & jnp.isfinite(condition) & finite(inverse, 2)
-        return inverse, jnp.all(usable, axis=1), jnp.max(condition, axis=1)
 
-    inverse, valid, condition = _choose(attempt(damping), attempt(RETRY * damping))
-    inverse = jnp.where(valid[:, None, None, None], inverse, previous.F)
-    return Refreshed(Unitwise(inverse), valid, condition)
+def _refresh_channels(
+    factors: Mapping[str, Unitwise], previous: Mapping[str, Unitwise], damping: jax.Array
+) -> dict[str, Refreshed]:
+    """`refresh_unitwise` for blocks of one size: the channels of all layers as one array, which compiles sooner."""
+    shapes = [stack.F.shape for stack in factors.values()]
+    channels = np.repeat([shape[1] for shape in shapes], [shape[0] for shape in shapes])  # of each layer
+    layer = np.repeat(np.arange(len(channels)), channels)
+    size = shapes[0][-1]
+    blocks = jnp.concatenate([stack.F.reshape(-1, size, size) for stack in factors.values()])
+    # Both attempts at once, along a first axis.
+    amounts = jnp.stack([damping, RETRY * damping]).astype(blocks.dtype)[:, None]
+    inverse, condition, definite = (_inverse_1x1 if size == 1 else _inverse_2x2)(blocks, amounts)
+    inverse = inverse.astype(next(iter(previous.values())).F.dtype)
+    condition = jnp.where(definite & jnp.isfinite(condition) & finite(inverse, 2), condition, jnp.inf)
+    worst = jax.ops.segment_max(condition.T, layer, len(channels), indices_are_sorted=True)
+    first, again = jnp.isfinite(worst).T
+    valid, worst = first | again, jnp.where(first, worst[:, 0], worst[:, 1])
+
+    results = {}
+    start = at = 0
+    for name, (count, width, *_) in zip(factors, shapes, strict=True):
+        stop, end = start + count, at + count * width
+        tries = inverse[:, at:end].reshape(2, count, width, size, size)
+        kept = previous[name].F
+        kept = jnp.where(again[start:stop, None, None, None], tries[1], kept)
+        kept = jnp.where(first[start:stop, None, None, None], tries[0], kept)
+        results[name] = Refreshed(Unitwise(kept), valid[start:stop], worst[start:stop])
+        start, at = stop, end
+    return results
 
 
 def _inverse_1x1(f: jax.Array, damping: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    damped = f + damping
-    value = damped[..., 0, 0]
-    return 1 / damped, value / value, value > 0
+    value = f[..., 0, 0] + damping
+    return (1 / value)[..., None, None], value / value, value > 0
 
 
 def _inverse_2x2(f: jax.Array, damping: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -379,8 +379,9 @@ def plan_elementwise(resolved, layer, leaves, by_leaf, shapes, traced, strict: b
             if not np.array_equal(where, np.arange(layer.d_out)):
                 g = jnp.zeros((len(g), layer.d_out), g.dtype).at[:, where].set(g)
             columns[k].append(g)
-        g = jnp.stack([sum(parts[1:], parts[0]) for parts in columns], axis=-1)
-        return Unitwise(n * jnp.einsum("nup,nuq->upq", g, g, precision=jax.lax.Precision.HIGHEST))
+        each = [sum(parts[1:], parts[0]) for parts in columns]
+        moments = [[jnp.sum(a * b, axis=0) for b in each] for a in each]
+        return Unitwise(n * jnp.stack([jnp.stack(row, axis=-1) for row in moments], axis=-2))
 
     resolved.finish[layer.name] = keys, finish
 

@@ -143,8 +143,10 @@ def preconditioned_step(
     replicas = _refresh_replicas(config, state.replicas, blocks, shards, refreshed)
     # A unit-wise block is cheap, so every device has them all, and they are refreshed with the first phase of a cycle.
     due = usable & (everything | (cycle & (count % now.period == 0)))
-    for group in config.unitwise:
-        blocks[group.name], bad = _refresh_unitwise(blocks[group.name], due, usable, now.unitwise)
+    kept = {group.name: blocks[group.name] for group in config.unitwise}
+    factors_of, inverses_of = ({n: getattr(b, part) for n, b in kept.items()} for part in ("factors", "inverse"))
+    for name, refresh in refresh_unitwise(factors_of, inverses_of, now.unitwise).items():
+        blocks[name], bad = _refreshed_unitwise(kept[name], refresh, due, usable)
         failed_by_all += bad
 
     preconditioned = _precondition(config, blocks, replicas, shards, matrices, now.damping)
@@ -426,14 +428,12 @@ def _refreshed(config: Config, blocks: BlockState, new: Refreshed, usable: jax.A
     )
 
 
-def _refresh_unitwise(
-    blocks: BlockState, due: jax.Array, usable: jax.Array, damping: jax.Array
+def _refreshed_unitwise(
+    blocks: BlockState, new: Refreshed, due: jax.Array, usable: jax.Array
 ) -> tuple[BlockState, jax.Array]:
-    """New inverses of unit-wise blocks if `due`, and how many failed."""
-    assert isinstance(blocks.factors, Unitwise) and isinstance(blocks.inverse, Unitwise)
+    """Unit-wise blocks with their new inverses if `due`, and how many failed."""
+    assert isinstance(new.inverse, Unitwise) and isinstance(blocks.inverse, Unitwise)
     old = blocks.inverse.F
-    new = refresh_unitwise(blocks.factors, blocks.inverse, damping)
-    assert isinstance(new.inverse, Unitwise)
     known = blocks.weight > 0
     taken = new.valid & known & due
     inverse = jnp.where(per_block(taken, old), new.inverse.F, old)

@@ -167,7 +167,7 @@ def test_no_damping_whatever_makes_an_inverse_that_is_not_finite(damping):
     unitwise = Unitwise(jnp.zeros((1, 4, 2, 2)))
     for result in (
         refresh(factors, sevens(factors), jnp.float32(damping)),
-        refresh_unitwise(unitwise, sevens(unitwise), jnp.float32(damping)),
+        refreshed_unitwise(unitwise, sevens(unitwise), jnp.float32(damping)),
     ):
         for x in jax.tree.leaves(result.inverse):
             assert np.all(np.isfinite(x))
@@ -264,6 +264,10 @@ def test_blocks_of_several_shapes_are_inverted_as_if_each_were_alone(monkeypatch
 # Unit-wise blocks.
 
 
+def refreshed_unitwise(factors, previous, damping):
+    return refresh_unitwise({"one": factors}, {"one": previous}, damping)["one"]
+
+
 def unitwise(blocks, dtype):
     return Unitwise(jnp.asarray(np.asarray(blocks)[None], dtype))
 
@@ -281,7 +285,7 @@ TWO_BY_TWO = {
 @pytest.mark.parametrize("case", TWO_BY_TWO)
 def test_unitwise_inverses_equal_dense_solves(x64, case, damping):
     factors = unitwise(TWO_BY_TWO[case], jnp.float64)
-    result = refresh_unitwise(factors, sevens(factors), jnp.float64(damping))
+    result = refreshed_unitwise(factors, sevens(factors), jnp.float64(damping))
     assert np.all(result.valid)
     blocks = np.asarray(TWO_BY_TWO[case]) + damping * np.eye(len(TWO_BY_TWO[case][0]))
     for found, block in zip(result.inverse.F[0], blocks, strict=True):
@@ -297,7 +301,7 @@ def test_unitwise_blocks_that_are_ill_conditioned_in_float32():
     v = rng.normal(size=(200, 2)) * 10.0 ** rng.uniform(-6, 6, size=(200, 1))
     blocks = (v[:, :, None] * v[:, None, :]).astype(np.float32)
     for damping in (1e-6, 1e-2, 1e3):
-        result = refresh_unitwise(unitwise(blocks, jnp.float32), unitwise(blocks, jnp.float32), jnp.float32(damping))
+        result = refreshed_unitwise(unitwise(blocks, jnp.float32), unitwise(blocks, jnp.float32), jnp.float32(damping))
         assert result.valid[0]
         found = np.asarray(result.inverse.F[0], np.float64)
         damped = blocks.astype(np.float64) + np.float64(np.float32(damping)) * np.eye(2)
@@ -317,7 +321,7 @@ def test_unitwise_products_neither_overflow_nor_vanish(scale):
     """Products of two such second moments are not finite in float32, or zero."""
     blocks = np.array([[[2.0, 0.5], [0.5, 1.0]]]) * scale
     factors = unitwise(blocks, jnp.float32)
-    result = refresh_unitwise(factors, sevens(factors), jnp.float32(scale))
+    result = refreshed_unitwise(factors, sevens(factors), jnp.float32(scale))
     assert result.valid[0]
     np.testing.assert_allclose(result.inverse.F[0, 0], np.linalg.inv(blocks[0] + scale * np.eye(2)), rtol=1e-5)
 
@@ -326,7 +330,7 @@ def test_a_unitwise_layer_with_a_broken_channel_keeps_its_last_inverse():
     factors = Unitwise(
         jnp.asarray([[[[1.0, 0.0], [0.0, 1.0]], [[np.nan, 0.0], [0.0, 1.0]]], 2 * [[[1.0, 0.0], [0.0, 1.0]]]])
     )
-    result = refresh_unitwise(factors, sevens(factors), jnp.float32(1.0))
+    result = refreshed_unitwise(factors, sevens(factors), jnp.float32(1.0))
     np.testing.assert_array_equal(result.valid, [False, True])
     np.testing.assert_array_equal(result.inverse.F[0], 7)
     np.testing.assert_allclose(result.inverse.F[1], [np.eye(2) / 2] * 2)
@@ -335,7 +339,7 @@ def test_a_unitwise_layer_with_a_broken_channel_keeps_its_last_inverse():
 def test_a_second_moment_made_slightly_indefinite_by_rounding_is_inverted():
     """Its off-diagonal is held to what a second moment can have: no inverse with a negative direction."""
     factors = unitwise([[[1.0, 1.0001], [1.0001, 1.0]]], jnp.float32)
-    result = refresh_unitwise(factors, sevens(factors), jnp.float32(1e-3))
+    result = refreshed_unitwise(factors, sevens(factors), jnp.float32(1e-3))
     assert result.valid[0]
     np.testing.assert_allclose(result.inverse.F[0, 0], np.linalg.inv(np.ones((2, 2)) + 1e-3 * np.eye(2)), rtol=1e-3)
 
@@ -346,7 +350,7 @@ def test_a_second_moment_made_slightly_indefinite_by_rounding_is_inverted():
 def test_indefinite_unitwise_statistics_are_not_inverted(block):
     """Handed in, or left by rounding on the wire: an inverse that is not positive would climb the loss."""
     factors = unitwise([block], jnp.float32)
-    result = refresh_unitwise(factors, sevens(factors), jnp.float32(1e-3))
+    result = refreshed_unitwise(factors, sevens(factors), jnp.float32(1e-3))
     assert not result.valid[0]
     np.testing.assert_array_equal(result.inverse.F, 7)
 
@@ -354,6 +358,36 @@ def test_indefinite_unitwise_statistics_are_not_inverted(block):
 def test_indefinite_unitwise_statistics_are_retried_with_ten_times_the_damping(x64):
     block = np.array([[1.0, 0.0], [0.0, -0.2]])
     factors = unitwise([block, np.eye(2)], jnp.float64)
-    result = refresh_unitwise(factors, sevens(factors), jnp.float64(0.1))
+    result = refreshed_unitwise(factors, sevens(factors), jnp.float64(0.1))
     assert result.valid[0]
     np.testing.assert_allclose(result.inverse.F[0, 0], np.linalg.inv(block + np.eye(2)), rtol=1e-12)
+
+
+def test_unitwise_layers_of_several_shapes_are_inverted_as_if_each_were_alone():
+    """Good ones, ones that need more damping and ones that fail, with one and two parameters per channel."""
+    rng = np.random.default_rng(0)
+    factors = {}
+    for k, width, p in [(3, 4, 2), (2, 1, 1), (4, 33, 2), (1, 7, 2), (3, 5, 1)]:
+        x = rng.normal(size=(k, width, p, p)).astype(np.float32)
+        blocks = x @ x.swapaxes(-1, -2)
+        for block, low in zip(blocks[1:], [-0.2, -5.0, -0.2], strict=False):
+            block[width // 2] = np.diag([low, 1.0][:p])
+        factors[f"{width}x{p}"] = Unitwise(jnp.asarray(blocks))
+    damping = jnp.float32(0.1)
+    together = jax.jit(refresh_unitwise)(factors, {name: sevens(f) for name, f in factors.items()}, damping)
+    assert set(together) == set(factors)
+    for name, stack in factors.items():
+        blocks, result = np.asarray(stack.F, np.float64), together[name]
+        for block, inverse, valid, condition in zip(
+            blocks, result.inverse.F, result.valid, result.condition, strict=True
+        ):
+            used = next(
+                (d for d in (0.1, 1.0) if np.all(np.linalg.eigvalsh(block + d * np.eye(block.shape[-1])) > 0)), None
+            )
+            assert valid == (used is not None)
+            if used is None:
+                np.testing.assert_array_equal(inverse, 7)
+                continue
+            damped = block + used * np.eye(block.shape[-1])
+            np.testing.assert_allclose(inverse, np.linalg.inv(damped), rtol=1e-3, atol=1e-4)
+            assert condition >= 0.99 * np.linalg.cond(damped).max()
