@@ -149,8 +149,8 @@ def _one_norm(stack: jax.Array) -> jax.Array:
 def finite(stack: jax.Array, dims: int = 1) -> jax.Array:
     """Whether all numbers are finite of each of what `stack` has along its first `dims` dimensions.
 
-    By their sum: NaN stays in it, infinities stay or become NaN. Finite numbers whose sum is too large for float32 count
-    as not finite. `isfinite` of every number would be an array as large as the stack, with a reduction of its
+    By their sum: NaN stays in it, infinities stay or become NaN. Finite numbers whose sum is too large for float32
+    count as not finite. `isfinite` of every number would be an array as large as the stack, with a reduction of its
     own, three times as slow and long to compile.
     """
     # In float16, sums of ordinary numbers would overflow.
