@@ -193,27 +193,27 @@ def _keep_dtype(inner: optax.GradientTransformationExtraArgs) -> optax.GradientT
 
 
 def _momentum(decay: ScalarOrSchedule, nesterov: bool) -> optax.GradientTransformationExtraArgs:
-    """`optax.trace` in float32 or better, with a decay that may be a schedule."""
+    """`optax.trace` in float32 or better, with a decay that may be a schedule; kept in steps not `taken`."""
 
     def trace(count):
-        return optax.trace(decay=value_at(decay, count), nesterov=nesterov)
+        return optax.trace(decay=value_at(decay, count))
 
     def init(params):
         count = jnp.zeros((), jnp.int32)
         return MomentumState(count, trace(count).init(jax.tree.map(_wide, params)))
 
     def update(updates, state, params=None, *, taken, **extra):
-        del extra
-        now = trace(state.count)
+        del params, extra
+        wide = jax.tree.map(_wide, updates)
 
-        def move(updates, inner):
-            return now.update(jax.tree.map(_wide, updates), inner, params)[1]
+        def moved(updates, inner):
+            return trace(state.count).update(updates, inner)[1]
 
-        # A branch, where a selection would do: XLA would compute what is selected twice, for the momentum and for the
+        # A branch where a selection would do: XLA would compute what is selected twice, for the momentum and for the
         # parameters, and copy the momentum first.
-        inner = lax.cond(taken, move, lambda updates, inner: inner, updates, state.inner)
-        moved = now.update(jax.tree.map(_wide, updates), inner, params)[0] if nesterov else inner.trace
-        return moved, MomentumState(optax.safe_increment(state.count), inner)
+        inner = lax.cond(taken, moved, lambda updates, inner: inner, wide, state.inner)
+        ahead = moved(wide, inner) if nesterov else inner
+        return ahead.trace, MomentumState(optax.safe_increment(state.count), inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -125,23 +125,6 @@ def _extra(shard: Shard, axis_name: AxisName | None) -> jax.Array:
     return (lax.axis_index(axis_name) - shard.offset) % shard.devices
 
 
-def own_range(
-    shard: Shard, axis_name: AxisName | None, start: jax.Array, stop: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The positions at which this device holds blocks `start` up to `stop`: a first one and one past the last."""
-    if axis_name is None:
-        return start, stop
-    device = lax.axis_index(axis_name)
-
-    def positions_before(block):
-        return jnp.clip((block - device + shard.devices - 1) // shard.devices, 0, shard.full)
-
-    extra = _extra(shard, axis_name)
-    last = shard.full * shard.devices + extra
-    has_last = (extra < shard.remainder) & (start <= last) & (last < stop)
-    return positions_before(start), jnp.where(has_last, shard.full + 1, positions_before(stop))
-
-
 def take_own(tree: Any, shard: Shard, axis_name: AxisName | None) -> Any:
     """From stacks `[blocks, ...]` that all devices have, this device's `[positions, ...]`.
 

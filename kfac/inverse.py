@@ -160,11 +160,13 @@ def _one_norm(stack: jax.Array) -> jax.Array:
 def finite(stack: jax.Array, dims: int = 1) -> jax.Array:
     """Whether all numbers are finite of each of what `stack` has along its first `dims` dimensions.
 
-    By their sum: NaN stays in it, infinities stay or become NaN. Finite numbers whose sum is too large for their dtype
-    count as not finite. `isfinite` of every number would be an array as large as the stack, with a reduction of its
+    By their sum: NaN stays in it, infinities stay or become NaN. Finite numbers whose sum is too large for float32 count
+    as not finite. `isfinite` of every number would be an array as large as the stack, with a reduction of its
     own, three times as slow and long to compile.
     """
-    return jnp.isfinite(jnp.sum(stack, axis=tuple(range(dims, stack.ndim))))
+    # In float16, sums of ordinary numbers would overflow.
+    wide = jnp.promote_types(stack.dtype, jnp.float32)
+    return jnp.isfinite(jnp.sum(stack, axis=tuple(range(dims, stack.ndim)), dtype=wide))
 
 
 def invert_damped(

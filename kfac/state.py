@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from kfac.assignment import Shard, block_cost, group_costs, make_shards, packed_size
+from kfac.assignment import Shard, block_cost, group_costs, make_phases, make_shards, packed_size
 from kfac.blocks import Group
 from kfac.collectives import AxisName, as_varying, axis_size, pack, unpack, varying_axes
 from kfac.correction import Moments
@@ -191,6 +192,12 @@ class Config:
     @functools.cached_property
     def kronecker(self) -> tuple[Group, ...]:
         return tuple(group for group in self.groups if group.kronecker)
+
+    @functools.cached_property
+    def turns(self) -> dict[str, np.ndarray]:
+        """Of each Kronecker group, in which phase of a cycle each block is inverted, `[k]`."""
+        bounds = make_phases(group_costs(self.groups), self.phases)
+        return {name: np.repeat(np.arange(self.phases), np.diff(ends)) for name, ends in bounds.items()}
 
     @functools.cached_property
     def unitwise(self) -> tuple[Group, ...]:

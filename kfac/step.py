@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
-from kfac.assignment import Shard, group_costs, make_phases
+from kfac.assignment import Shard
 from kfac.blocks import Group, apply_eigen, apply_inverse
 from kfac.collectives import (
     AxisName,
@@ -20,7 +19,6 @@ from kfac.collectives import (
     axis_size,
     gather_from_owners,
     means_to_owners,
-    own_range,
     owns_last,
     take_own,
     varying_axes,
@@ -80,7 +78,8 @@ def preconditioned_step(
     if axis is not None:
         _check_varying(axis, updates, factors if local else None)
     matrices = {group.name: group.stack_matrices(leaves, _dtype(state, group)) for group in config.groups}
-    usable = _all_finite([*matrices.values(), *(leaf for path, leaf in leaves.items() if path in config.skipped)])
+    square = _square(matrices.values())
+    usable = _all_finite(square, (leaf for path, leaf in leaves.items() if path in config.skipped))
     if axis is not None:
         # The same decision everywhere, whatever one device has seen: what follows holds collectives.
         usable = lax.pmin(usable.astype(jnp.int32), axis) > 0
@@ -97,52 +96,50 @@ def preconditioned_step(
 
     blocks = state.blocks
     shards = {name: own.shard for name, own in state.owned.items()}
-    skipped = failed = jnp.zeros((), jnp.int32)  # counted on this device, of the blocks that it alone has
-    skipped_by_all = failed_by_all = jnp.zeros((), jnp.int32)
+    mine = {group.name: _owned(group, shards, axis) for group in config.groups}
+    skipped = skipped_by_all = jnp.zeros((), jnp.int32)  # of this device's own blocks, and of those that all have
     change = jnp.zeros((), jnp.float32)  # summed over this device's Kronecker factors
     if factors is not None:
         batch, moments = _without_moments(_batch_statistics(config, factors, shards, local=local))
+        sizes = {name: _squares(blocks[name].factors) for name in batch}
+        moved = {name: _squares(_differences(batch[name], blocks[name].factors)) for name in batch}
+        good = {name: jnp.isfinite(sum(squares)) for name, squares in moved.items()}
+        good |= {name: good[name] & finite(moment) for name, moment in moments.items()}
+        left_out = {name: ~good[name] & mine[name] for name in batch}
+        skipped, skipped_by_all = _number(left_out, config.kronecker), _number(left_out, config.unitwise)
+        taken = {name: good[name] & mine[name] & usable for name in batch}
+        changes = [
+            _relative(*pair, taken[name], mine[name])
+            for name in shards
+            for pair in zip(moved[name], sizes[name], strict=True)
+        ]
+        change = jnp.sum(_join(changes))
         for group in config.groups:
-            name = group.name
-            mine = owns_last(shards[name], axis) if group.kronecker else jnp.ones(group.size, bool)
-            good = _finite_blocks((batch[name], moments.get(name)))
-            taken = good & mine & usable
-            bad = jnp.sum(~good & mine, dtype=jnp.int32)
-            old = blocks[name]
-            if group.kronecker:
-                skipped += bad
-                changed_by = _change(old.factors, batch[name], taken, mine)
-                change += changed_by
-                # True always: so the averages wait for it, and can be written in the place of the old ones. XLA drops
-                # an optimization barrier here, and would copy those.
-                taken &= ~(changed_by < -1)
-            else:
-                skipped_by_all += bad
+            # True always: so the averages wait for all that reads the old ones, and can be written in their place. XLA
+            # drops an optimization barrier here, and would copy them.
+            known = taken[group.name] & ~(change < -1) if group.kronecker else taken[group.name]
+            old = blocks[group.name]
             if old.moments is not None:
                 # Those before the first decomposition are in no basis that is kept.
-                found = taken & take_own(jnp.asarray(group.corrected), shards[name], axis) & (old.condition > 0)
-                old = old._replace(moments=Moments(*_averaged(*old.moments, moments[name], now.decay, found)))
-            blocks[name] = _accumulate(old, batch[name], now.decay, taken)
+                own = take_own(jnp.asarray(group.corrected), shards[group.name], axis)
+                found = known & own & (old.condition > 0)
+                old = old._replace(moments=Moments(*_averaged(*old.moments, moments[group.name], now.decay, found)))
+            blocks[group.name] = _accumulate(old, batch[group.name], now.decay, known)
 
-    schedule = make_phases(group_costs(config.groups), config.phases)
     phase = jnp.minimum(count % now.period, config.phases) if config.phases > 1 else jnp.zeros((), jnp.int32)
-    refreshed = jnp.zeros((), bool)
     wanted = {}
-    for group in config.kronecker:
-        name = group.name
-        # In a cycle longer than there are blocks, nothing is left for the last steps.
-        bounds = jnp.asarray((*schedule[name], group.size), jnp.int32)
-        start = jnp.where(everything, 0, bounds[phase])
-        stop = jnp.where(due, jnp.where(everything, group.size, bounds[phase + 1]), start)
-        first, last = own_range(shards[name], axis, start, stop)
-        position = jnp.arange(blocks[name].weight.shape[0])
-        wanted[name] = (blocks[name].weight > 0) & (first <= position) & (position < last)
-        refreshed |= stop > start
+    for name, turns in config.turns.items():
+        turn = everything | (take_own(jnp.asarray(turns), shards[name], axis) == phase)
+        wanted[name] = due & turn & mine[name] & (blocks[name].weight > 0)
     factors_of, inverses_of = ({n: getattr(blocks[n], part) for n in wanted} for part in ("factors", "inverse"))
     refreshes = refresh_kronecker(factors_of, inverses_of, wanted, now.damping, eigen=config.eigen)
     for name, refresh in refreshes.items():
         blocks[name] = _refreshed(config, blocks[name], refresh, usable, now.damping)
-        failed += jnp.sum(wanted[name] & ~refresh.valid, dtype=jnp.int32)
+    failed = _number({name: wanted[name] & ~refresh.valid for name, refresh in refreshes.items()}, config.kronecker)
+    failed_by_all = jnp.zeros((), jnp.int32)
+    # In a cycle longer than there are blocks, nothing is left for the last steps.
+    busy = np.isin(np.arange(config.phases + 1), [turn for turns in config.turns.values() for turn in turns])
+    refreshed = due & (everything | jnp.asarray(busy)[phase])
     replicas = _refresh_replicas(config, state.replicas, blocks, shards, refreshed)
     # A unit-wise block is cheap, so every device has them all, and they are refreshed with the first phase of a cycle.
     due = usable & (everything | (cycle & (count % now.period == 0)))
@@ -157,9 +154,10 @@ def preconditioned_step(
     result = {path: new[path].astype(leaf.dtype) if path in new else leaf for path, leaf in leaves.items()}
     # What is finite as it was computed may be too large for a narrower dtype of the gradients.
     narrowed = [leaf for path, leaf in result.items() if path in new and leaf.dtype != new[path].dtype]
-    usable &= _all_finite([*preconditioned.values(), *narrowed])
+    preconditioned_square = _square(preconditioned.values())
+    usable &= _all_finite(preconditioned_square, narrowed)
     counts = jnp.stack([skipped, failed, (~usable).astype(jnp.int32)])
-    extremes = jnp.stack([_worst(b.condition for b in blocks.values()), _worst(b.age for b in blocks.values())])
+    extremes = jnp.stack([jnp.max(_join(getattr(b, part) for b in blocks.values())) for part in ("condition", "age")])
     if axis is not None:
         counts, extremes = lax.psum(counts, axis), lax.pmax(extremes, axis)
         change = lax.psum(change, axis)
@@ -170,8 +168,8 @@ def preconditioned_step(
     else:
         change = jnp.where(usable, change / max(number, 1), state.metrics.statistics_change)
     metrics = KfacMetrics(
-        gradient_norm=_norm(matrices.values()),
-        preconditioned_norm=_norm(preconditioned.values()),
+        gradient_norm=jnp.sqrt(square),
+        preconditioned_norm=jnp.sqrt(preconditioned_square),
         condition=extremes[0],
         statistics_change=change,
         inverse_age=extremes[1].astype(jnp.int32),
@@ -192,8 +190,9 @@ def preconditioned_step(
     return rebuild(updates, result), state
 
 
-def _all_finite(arrays: Iterable[jax.Array]) -> jax.Array:
-    return jnp.all(jnp.stack([jnp.array(True), *(finite(x, 0) for x in arrays)]))
+def _all_finite(square: jax.Array, leaves: Iterable[jax.Array]) -> jax.Array:
+    """Whether a sum of squares and some leaves are finite."""
+    return jnp.all(jnp.isfinite(square) & jnp.stack([jnp.array(True), *(finite(leaf, 0) for leaf in leaves)]))
 
 
 def _check_varying(axis: AxisName, updates: Any, factors: Factors | None) -> None:
@@ -258,17 +257,30 @@ def check_devices(state: KfacState, devices: int) -> None:
             )
 
 
+def _owned(group: Group, shards: dict[str, Shard], axis: AxisName | None) -> jax.Array:
+    """`[positions]`: whether the block there is a device's own."""
+    return owns_last(shards[group.name], axis) if group.kronecker else jnp.ones(group.size, bool)
+
+
 def per_block(values: jax.Array, like: jax.Array) -> jax.Array:
     return values.reshape(-1, *(1,) * (like.ndim - 1))
 
 
-def _worst(arrays: Iterable[jax.Array]) -> jax.Array:
-    return jnp.max(jnp.concatenate([jnp.zeros(1, jnp.float32), *(x.astype(jnp.float32) for x in arrays)]))
+def _join(vectors: Iterable[jax.Array]) -> jax.Array:
+    """A zero and the numbers of all groups: reduced together, they take one kernel instead of many."""
+    joined = jnp.concatenate([jnp.zeros(1, jnp.float32), *(x.astype(jnp.float32) for x in vectors)])
+    # Without a barrier XLA reduces the parts one by one.
+    return lax.optimization_barrier(joined)
 
 
-def _norm(arrays: Iterable[jax.Array]) -> jax.Array:
-    total = sum((jnp.sum(jnp.square(x.astype(jnp.float32))) for x in arrays), jnp.zeros((), jnp.float32))
-    return jnp.sqrt(total)
+def _number(found: dict[str, jax.Array], groups: Iterable[Group]) -> jax.Array:
+    """How many blocks of these groups were found."""
+    return jnp.sum(_join(found[group.name] for group in groups)).astype(jnp.int32)
+
+
+def _square(arrays: Iterable[jax.Array]) -> jax.Array:
+    """The squared norm of all arrays together."""
+    return sum((jnp.sum(jnp.square(x.astype(jnp.float32))) for x in arrays), jnp.zeros((), jnp.float32))
 
 
 def _batch_statistics(config: Config, factors: Factors, shards: dict[str, Shard], *, local: bool) -> dict[str, Block]:
@@ -356,28 +368,22 @@ def _without_moments(batch: dict[str, Block]) -> tuple[dict[str, Block], dict[st
     return {n: Kronecker(b.A, b.G) if isinstance(b, Kronecker) else b for n, b in batch.items()}, moments
 
 
-def _finite_blocks(batch: Any) -> jax.Array:
-    """`[k]`: which blocks of a stack are finite."""
-    return functools.reduce(operator.and_, map(finite, jax.tree.leaves(batch)))
+def _differences(batch: Block, average: Block) -> Block:
+    return jax.tree.map(lambda new, old: new.astype(old.dtype) - old, batch, average)
 
 
-def _change(factors: Block, batch: Block, taken: jax.Array, mine: jax.Array) -> jax.Array:
-    """Relative changes `||batch - average|| / ||average||`, summed over this device's factors.
+def _squares(tree: Any) -> list[jax.Array]:
+    """The squared Frobenius norms `[k]` of each stack."""
+    return [jnp.sum(jnp.square(x), axis=tuple(range(1, x.ndim))) for x in jax.tree.leaves(tree)]
+
+
+def _relative(change: jax.Array, size: jax.Array, taken: jax.Array, mine: jax.Array) -> jax.Array:
+    """`[k]`: `||batch - average|| / ||average||` of the factors that are a device's own, from the squares of both.
 
     1 where there is no average so far or the statistics are left out.
     """
-
-    def relative(old, new):
-        def norm(stack):
-            return jnp.sqrt(jnp.sum(jnp.square(stack), axis=tuple(range(1, stack.ndim))))
-
-        size = norm(old)
-        known = taken & (size > 0)
-        ratio = norm(new.astype(old.dtype) - old) / jnp.where(known, size, 1)
-        return jnp.sum(jnp.where(mine, jnp.where(known, ratio, 1), 0)).astype(jnp.float32)
-
-    change = sum(jax.tree.leaves(jax.tree.map(relative, factors, batch)), jnp.zeros((), jnp.float32))
-    return as_varying(change, varying_axes(factors))
+    known = taken & (size > 0)
+    return jnp.where(mine, jnp.where(known, jnp.sqrt(change / jnp.where(known, size, 1)), 1), 0)
 
 
 def _averaged(average: Any, weight: jax.Array, new: Any, decay: jax.Array, taken: jax.Array) -> tuple[Any, jax.Array]:

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import kfac
-from kfac.layers import Factors
+from kfac.layers import Factors, Kronecker
 from problem import (
     QUICKLY,
     assert_close,
@@ -193,6 +193,33 @@ def test_a_guard_around_the_optimizer_is_counted_once():
         # The last one's outer guard turned the bad gradient into zeros before the preconditioner saw it.
         assert kfac.diagnostics(state)["skipped_steps"] == (0 if isinstance(state[0], optax.ApplyIfFiniteState) else 1)
         assert differ(params, initial())
+
+
+def float16_step(gradient, scale=1.0):
+    """A step with gradients in float16 of a kernel, which grow a thousandfold, and of a vector that is skipped."""
+    params = {"kernel": jnp.zeros((2, 2), jnp.float16), "free": jnp.zeros(4096, jnp.float16)}
+
+    def loss(params, x):
+        return jnp.mean((x @ params["kernel"]) ** 2) + jnp.sum(params["free"])
+
+    found = kfac.find_layers(loss, params, jnp.ones((3, 2), jnp.float16), skip=["free"])
+    tx = kfac.kfac(1.0, found, damping=1e-3, momentum=0.5)
+    tiny = Factors({"kernel": Kronecker(1e-6 * jnp.eye(2), 1e-6 * jnp.eye(2))})
+    grads = {"kernel": jnp.full((2, 2), scale, jnp.float16), "free": jnp.full(4096, gradient, jnp.float16)}
+    updates, state = jax.jit(tx.update)(grads, tx.init(params), params, factors=tiny)
+    return updates, kfac.diagnostics(state)["skipped_steps"]
+
+
+def test_float16_gradients_whose_sum_has_no_float16_are_taken():
+    updates, skipped = float16_step(gradient=100.0)
+    assert skipped == 0
+    assert np.all(updates["free"] == -100) and np.all(np.abs(updates["kernel"]) > 100)
+
+
+def test_a_preconditioned_gradient_beyond_float16_is_refused():
+    updates, skipped = float16_step(gradient=1.0, scale=200.0)
+    assert skipped == 1
+    assert not np.any(jax.tree.leaves(updates)[0]) and not np.any(jax.tree.leaves(updates)[1])
 
 
 # Inversions.
