@@ -1,7 +1,8 @@
-"""New inverses of Kronecker blocks: one loop for each dimension that their factors have.
+"""New inverses of Kronecker blocks: one loop for all factors of about one dimension.
 
 A network has fewer dimensions than shapes of blocks, and to compile an inversion takes long. So the matrices of one
-dimension, whatever stack they are in and on whichever side of a block, pass through one loop. The two sides of a block
+dimension, whatever stack they are in and on whichever side of a block, pass through one loop. So do those of smaller
+dimensions, enlarged by a multiple of the identity, where that costs little. The two sides of a block
 then meet in different loops, but are only taken together: the smaller one, which comes first, waits until the larger
 one is there.
 """
@@ -195,11 +196,7 @@ def _place(stack: jax.Array) -> tuple[int, tuple[int, ...]]:
 
 
 def _loops(sides: Sequence[Side], *, exact: bool) -> list[_Loop]:
-    """The loops in their order, each with first sides first.
-
-    Unless sizes are to be `exact`, sides of similar sizes, or of such that there is little to
-    do, share a loop.
-    """
+    """The loops in their order, each with first sides first; unless sizes are to be `exact`, some are enlarged."""
     alike: dict[tuple[int, int], list[Side]] = {}
     for ndim in (2, 3):
         same = [side for side in sides if side.stack.ndim == ndim]
@@ -236,11 +233,13 @@ def split_damping(sides: Sequence[Side], partner: np.ndarray, damping: jax.Array
     With `pi^2 = (tr A / dim A) / (tr G / dim G)` it is `pi sqrt(damping)` for `A` and `sqrt(damping) / pi` for `G`
     (Martens & Grosse 2015, section 6.3); `pi` is 1 where a trace is zero.
     """
+    alike: dict[int, list[Side]] = {}
+    for side in sides:
+        alike.setdefault(side.stack.shape[-1], []).append(side)
+    traces = [jnp.sum(jnp.concatenate([_diagonals(side.stack) for side in same]), axis=1) for same in alike.values()]
+    order = np.concatenate([side.at + np.arange(side.size) for same in alike.values() for side in same])
     dims = np.concatenate([np.full(side.size, side.stack.shape[-1]) for side in sides])
-    # Brought to one length, so that one kernel takes them all.
-    diagonals = [_diagonals(side.stack) for side in sides]
-    traces = jnp.sum(jnp.concatenate([jnp.pad(x, ((0, 0), (0, max(dims) - x.shape[1]))) for x in diagonals]), axis=1)
-    mean = traces / dims.astype(traces.dtype)
+    mean = jnp.concatenate(traces)[np.argsort(order)] / dims.astype(traces[0].dtype)
     other = mean[partner]
     usable = (mean > 0) & (other > 0)
     pi = jnp.where(usable, jnp.sqrt(jnp.where(usable, mean, 1)) / jnp.sqrt(jnp.where(usable, other, 1)), 1)
