@@ -34,14 +34,26 @@ class Refreshed(NamedTuple):
     condition: jax.Array
 
 
-def add_diagonal(stack: jax.Array, amount: jax.Array) -> jax.Array:
-    """`stack[k] + amount[k] I`."""
-    if is_diagonal(stack):
-        return stack + amount[:, None]
+def even_size(d: int) -> int:
+    """The smallest dimension from `d` on of which all halves in `spd_inverse` are equal."""
+    leaves = 1
+    while leaves * LEAF < d:
+        leaves *= 2
+    return -(-d // leaves) * leaves
+
+
+def add_diagonal(stack: jax.Array, amount: jax.Array, size: jax.Array | int) -> jax.Array:
+    """`stack[k] + amount[k] I`, where all beyond the leading `size` rows and columns is zero so far.
+
+    There, the diagonal becomes that of the first row, so that neither the 1-norm nor that of the inverse can grow.
+    """
     k, d = stack.shape[:2]
-    # Every (d + 1)-th element of a matrix. An identity matrix would be kept through the loop over all blocks.
-    diagonal = lax.pad(jnp.broadcast_to(amount[:, None], (k, d)), jnp.zeros((), amount.dtype), [(0, 0, 0), (0, 0, d)])
-    return stack + diagonal.reshape(stack.shape)
+    corner = stack.reshape(k, -1)[:, :1]
+    diagonal = amount[:, None] + jnp.where(np.arange(d) < size, 0, corner)
+    if not is_diagonal(stack):
+        # Every (d + 1)-th element of a matrix. An identity matrix would be kept through the loop over all blocks.
+        diagonal = lax.pad(diagonal, jnp.zeros((), diagonal.dtype), [(0, 0, 0), (0, 0, d)]).reshape(stack.shape)
+    return stack + diagonal
 
 
 # A lower triangular matrix by halves: `(first, corner, last)` stands for `[[first, 0], [corner, last]]`.
@@ -158,9 +170,14 @@ def finite(stack: jax.Array, dims: int = 1) -> jax.Array:
     return jnp.isfinite(jnp.sum(stack, axis=tuple(range(dims, stack.ndim)), dtype=wide))
 
 
-def invert_damped(stack: jax.Array, amount: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Inverses of `stack[k] + amount[k] I` in `dtype`, and their 1-norm condition numbers; 0 where not finite."""
-    damped = add_diagonal(stack, amount)
+def invert_damped(
+    stack: jax.Array, amount: jax.Array, size: jax.Array | int, dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Inverses of `stack[k] + amount[k] I` in `dtype`, and their 1-norm condition numbers; 0 where not finite.
+
+    They are those of the leading `size` rows and columns, if all others are zero.
+    """
+    damped = add_diagonal(stack, amount, size)
     inverse = spd_inverse(damped)
     condition = _one_norm(damped) * _one_norm(inverse)
     kept = inverse.astype(dtype)
