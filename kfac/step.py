@@ -113,7 +113,7 @@ def preconditioned_step(
             for name in shards
             for pair in zip(moved[name], sizes[name], strict=True)
         ]
-        change = jnp.sum(_join(changes))
+        change = jnp.sum(_join(changes), dtype=jnp.float32)
         for group in config.groups:
             # True always: so the averages wait for all that reads the old ones, and can be written in their place. XLA
             # drops an optimization barrier here, and would copy them.
@@ -159,7 +159,8 @@ def preconditioned_step(
     preconditioned_square = _square(preconditioned.values())
     usable &= _all_finite(preconditioned_square, narrowed)
     counts = jnp.stack([skipped, failed, (~usable).astype(jnp.int32)])
-    extremes = jnp.stack([jnp.max(_join(getattr(b, part) for b in blocks.values())) for part in ("condition", "age")])
+    conditions, ages = (_join(getattr(b, part) for b in blocks.values()) for part in ("condition", "age"))
+    extremes = jnp.stack([jnp.max(numbers).astype(jnp.float32) for numbers in (conditions, ages)])
     if axis is not None:
         counts, extremes = lax.psum(counts, axis), lax.pmax(extremes, axis)
         change = lax.psum(change, axis)
@@ -270,14 +271,13 @@ def per_block(values: jax.Array, like: jax.Array) -> jax.Array:
 
 def _join(vectors: Iterable[jax.Array]) -> jax.Array:
     """A zero and the numbers of all groups: reduced together, they take one kernel instead of many."""
-    joined = jnp.concatenate([jnp.zeros(1, jnp.float32), *(x.astype(jnp.float32) for x in vectors)])
     # Without a barrier XLA reduces the parts one by one.
-    return lax.optimization_barrier(joined)
+    return lax.optimization_barrier(jnp.concatenate([jnp.zeros(1, bool), *vectors]))
 
 
 def _number(found: dict[str, jax.Array], groups: Iterable[Group]) -> jax.Array:
     """How many blocks of these groups were found."""
-    return jnp.sum(_join(found[group.name] for group in groups)).astype(jnp.int32)
+    return jnp.sum(_join(found[group.name] for group in groups), dtype=jnp.int32)
 
 
 def _square(arrays: Iterable[jax.Array]) -> jax.Array:
