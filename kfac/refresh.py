@@ -2,9 +2,8 @@
 
 A network has fewer dimensions than shapes of blocks, and to compile an inversion takes long. So the matrices of one
 dimension, whatever stack they are in and on whichever side of a block, pass through one loop. So do those of smaller
-dimensions, enlarged by a multiple of the identity, where that costs little. The two sides of a block
-then meet in different loops, but are only taken together: the smaller one, which comes first, waits until the larger
-one is there.
+dimensions, enlarged by a multiple of the identity, where that costs little. The two sides of a block then meet in
+different loops, but are only taken together: the smaller one, which comes first, waits until the larger one is there.
 """
 
 from __future__ import annotations
@@ -329,6 +328,8 @@ def _invert(loop: _Loop, end: int, turns: _Turns, progress: _Progress, eigen: bo
 
 def _only_if(needed: jax.Array, change: Callable[[Any], Any], stacks: Any) -> Any:
     """`change(stacks)` if `needed`, in place: XLA copies what a conditional may change, but not what a loop changes."""
-    return lax.while_loop(lambda carry: carry[0], lambda carry: (carry[0] & False, change(carry[1])), (needed, stacks))[
-        1
-    ]
+
+    def once(carry):
+        return carry[0] & False, change(carry[1])
+
+    return lax.while_loop(lambda carry: carry[0], once, (needed, stacks))[1]
