@@ -1,6 +1,7 @@
-"""Counts the floating-point operations of matrix products and convolutions in a function, from its jaxpr."""
+"""What can be counted in a program: floating-point operations, kernels that a compiler has to make."""
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -56,3 +57,20 @@ def _convolution(eqn: Any) -> int:
             for tap in range(taps)
         )
     return total // params["batch_group_count"]
+
+
+def count_distinct_kernels(program: str) -> int:
+    """Kernels that XLA makes for a compiled program, from its text; without those of libraries.
+
+    Fusions that are the same but for their names are compiled once, at least by XLA's CPU backend. Their number is
+    what the time to compile follows, and has no noise.
+    """
+    bodies = dict(re.findall(r"^%?([\w.-]+) \([^\n]*\{\n(.*?)\n\}", program, re.DOTALL | re.MULTILINE))
+    calls = (line for line in program.splitlines() if " fusion(" in line and "__ynn_fusion" not in line)
+    return len({_without_names(bodies[line.split("calls=%")[1].split(",")[0]]) for line in calls})
+
+
+def _without_names(body: str) -> str:
+    numbers: dict[str, str] = {}
+    body = re.sub(r", metadata=\{[^}]*\}", "", body)
+    return re.sub(r"%[\w.-]+", lambda name: numbers.setdefault(name[0], f"%{len(numbers)}"), body)

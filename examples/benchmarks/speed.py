@@ -30,7 +30,7 @@ from jax import lax
 import candidates
 import kfac
 import models
-from counting import count_flops
+from counting import count_distinct_kernels, count_flops
 
 CLASSES = 1000
 SECTIONS = ("step", "statistics", "inverses")
@@ -68,6 +68,7 @@ class Program:
         self.compiled = lowered.compile()
         self.compile_seconds = time.perf_counter() - began
         self.flops = count_flops(step, params, state, batch)
+        self.distinct_kernels = count_distinct_kernels(self.compiled.as_text())
         memory = self.compiled.memory_analysis()
         self.temporary_bytes = memory.temp_size_in_bytes if memory else None
         self.batch = batch
@@ -148,6 +149,7 @@ def whole_steps(options: argparse.Namespace, peak: float) -> dict[str, Any]:
             "GFLOP": program.flops / 1e9,
             "compile seconds": program.compile_seconds,
             "compile of sgd": program.compile_seconds / programs["sgd"].compile_seconds,
+            "distinct kernels": program.distinct_kernels,
             "temporary MB": program.temporary_bytes and program.temporary_bytes / 1e6,
             "temporary of sgd": program.temporary_bytes and program.temporary_bytes / programs["sgd"].temporary_bytes,
         }
