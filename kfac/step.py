@@ -100,31 +100,9 @@ def preconditioned_step(
     skipped = skipped_by_all = jnp.zeros((), jnp.int32)  # of this device's own blocks, and of those that all have
     change = jnp.zeros((), jnp.float32)  # summed over this device's Kronecker factors
     if factors is not None:
-        batch, moments = _without_moments(_batch_statistics(config, factors, shards, local=local))
-        sizes = {name: _squares(blocks[name].factors) for name in batch}
-        moved = {name: _squares(_differences(batch[name], blocks[name].factors)) for name in batch}
-        good = {name: jnp.isfinite(sum(squares)) for name, squares in moved.items()}
-        good |= {name: good[name] & finite(moment) for name, moment in moments.items()}
-        left_out = {name: ~good[name] & mine[name] for name in batch}
+        batch = _batch_statistics(config, factors, shards, local=local)
+        blocks, left_out, change = _with_statistics(config, blocks, batch, shards, mine, usable, now.decay)
         skipped, skipped_by_all = _number(left_out, config.kronecker), _number(left_out, config.unitwise)
-        taken = {name: good[name] & mine[name] & usable for name in batch}
-        changes = [
-            _relative(*pair, taken[name], mine[name])
-            for name in shards
-            for pair in zip(moved[name], sizes[name], strict=True)
-        ]
-        change = jnp.sum(_join(changes), dtype=jnp.float32)
-        for group in config.groups:
-            # True always: so the averages wait for all that reads the old ones, and can be written in their place. XLA
-            # drops an optimization barrier here, and would copy them.
-            known = taken[group.name] & ~(change < -1) if group.kronecker else taken[group.name]
-            old = blocks[group.name]
-            if old.moments is not None:
-                # Those before the first decomposition are in no basis that is kept.
-                own = take_own(jnp.asarray(group.corrected), shards[group.name], axis)
-                found = known & own & (old.condition > 0)
-                old = old._replace(moments=Moments(*_averaged(*old.moments, moments[group.name], now.decay, found)))
-            blocks[group.name] = _accumulate(old, batch[group.name], now.decay, known)
 
     phase = jnp.minimum(count % now.period, config.phases) if config.phases > 1 else jnp.zeros((), jnp.int32)
     wanted = {}
@@ -362,6 +340,48 @@ def _precondition(
         else:
             result[name] = apply(kept.inverse, kept.condition > 0, matrices[name], kept.moments)
     return result | (gather_from_owners(own, shards, axis) if axis is not None else {})
+
+
+def _with_statistics(
+    config: Config,
+    blocks: dict[str, BlockState],
+    batch: dict[str, Block],
+    shards: dict[str, Shard],
+    mine: dict[str, jax.Array],
+    usable: jax.Array,
+    decay: jax.Array,
+) -> tuple[dict[str, BlockState], dict[str, jax.Array], jax.Array]:
+    """Blocks with this step's statistics in their averages.
+
+    Returns:
+      The blocks; which of them left their statistics out, as these are not finite, `[k]` for each group; and the
+      relative changes `||batch - average|| / ||average||`, summed over this device's Kronecker factors.
+    """
+    batch, moments = _without_moments(batch)
+    sizes = {name: _squares(blocks[name].factors) for name in batch}
+    moved = {name: _squares(_differences(batch[name], blocks[name].factors)) for name in batch}
+    good = {name: jnp.isfinite(sum(squares)) for name, squares in moved.items()}
+    good |= {name: good[name] & finite(moment) for name, moment in moments.items()}
+    taken = {name: good[name] & mine[name] & usable for name in batch}
+    changes = [
+        _relative(*pair, taken[name], mine[name])
+        for name in shards
+        for pair in zip(moved[name], sizes[name], strict=True)
+    ]
+    change = jnp.sum(_join(changes), dtype=jnp.float32)
+    result = {}
+    for group in config.groups:
+        # True always: so the averages wait for all that reads the old ones, and can be written in their place. XLA
+        # drops an optimization barrier here, and would copy them.
+        known = taken[group.name] & ~(change < -1) if group.kronecker else taken[group.name]
+        old = blocks[group.name]
+        if old.moments is not None:
+            # Those before the first decomposition are in no basis that is kept.
+            own = take_own(jnp.asarray(group.corrected), shards[group.name], config.axis_name)
+            found = known & own & (old.condition > 0)
+            old = old._replace(moments=Moments(*_averaged(*old.moments, moments[group.name], decay, found)))
+        result[group.name] = _accumulate(old, batch[group.name], decay, known)
+    return result, {name: ~good[name] & mine[name] for name in batch}, change
 
 
 def _without_moments(batch: dict[str, Block]) -> tuple[dict[str, Block], dict[str, jax.Array]]:

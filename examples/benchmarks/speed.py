@@ -68,7 +68,7 @@ class Program:
         self.compiled = lowered.compile()
         self.compile_seconds = time.perf_counter() - began
         self.flops = count_flops(step, params, state, batch)
-        self.distinct_kernels = count_distinct_kernels(self.compiled.as_text())
+        self.distinct_kernels = count_distinct_kernels(self.compiled.as_text() or "")
         memory = self.compiled.memory_analysis()
         self.temporary_bytes = memory.temp_size_in_bytes if memory else None
         self.batch = batch
