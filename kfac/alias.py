@@ -163,7 +163,8 @@ def kfac(
     def update(updates, state, params=None, **extra):
         preconditioned, first = tx.update(updates, state[0], params, **extra)
         taken = _refused(first) == _refused(state[0])
-        moved, second = rest.update(preconditioned, state[1], params, unpreconditioned=updates, taken=taken, **extra)
+        own = {"unpreconditioned": updates, "taken": taken}
+        moved, second = rest.update(preconditioned, state[1], params, **extra | own)
         # A refused step is none: the counts of schedules stay, like the momentum, and nothing is updated. Selected, as
         # XLA makes a selection part of the arithmetic beside it, where kernels of a branch would have to be compiled.
         kept = jax.tree.map(lambda new, old: jnp.where(taken, new, old) if new.ndim == 0 else new, second, state[1])

@@ -149,8 +149,8 @@ def preconditioned_step(
     else:
         change = jnp.where(usable, change / max(number, 1), state.metrics.statistics_change)
     metrics = KfacMetrics(
-        gradient_norm=jnp.sqrt(square),
-        preconditioned_norm=jnp.sqrt(preconditioned_square),
+        gradient_norm=jnp.sqrt(square).astype(jnp.float32),
+        preconditioned_norm=jnp.sqrt(preconditioned_square).astype(jnp.float32),
         condition=extremes[0],
         statistics_change=change,
         inverse_age=extremes[1].astype(jnp.int32),
@@ -260,7 +260,7 @@ def _number(found: dict[str, jax.Array], groups: Iterable[Group]) -> jax.Array:
 
 def _square(arrays: Iterable[jax.Array]) -> jax.Array:
     """The squared norm of all arrays together."""
-    return sum((jnp.sum(jnp.square(x.astype(jnp.float32))) for x in arrays), jnp.zeros((), jnp.float32))
+    return sum((jnp.sum(jnp.square(x)) for x in arrays), jnp.zeros((), jnp.float32))
 
 
 def _batch_statistics(config: Config, factors: Factors, shards: dict[str, Shard], *, local: bool) -> dict[str, Block]:

@@ -55,7 +55,9 @@ def test_unknown_keywords_are_ignored():
     for tx in (kfac.kfac(RATE, layers()), kfac.scale_by_kfac(layers()), kfac.kfac(RATE, layers(), norm_constraint=1e9)):
         assert isinstance(tx, optax.GradientTransformationExtraArgs)
         state = tx.init(initial())
-        update = jax.jit(functools.partial(tx.update, value=jnp.ones(()), grad=None, of_another_transform="x"))
+        # The last is the name of one that the parts of `kfac` pass on among themselves.
+        others = {"value": jnp.ones(()), "grad": None, "of_another_transform": "x", "taken": False}
+        update = jax.jit(functools.partial(tx.update, **others))
         update(grads, state, initial(), factors=factors)
 
 
