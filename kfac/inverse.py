@@ -218,9 +218,12 @@ def eigenvalues(side: Eigen | jax.Array) -> jax.Array:
 
 
 def refresh_unitwise(
-    factors: Mapping[str, Unitwise], previous: Mapping[str, Unitwise], damping: jax.Array
+    factors: Mapping[str, Unitwise],
+    previous: Mapping[str, Unitwise],
+    due: Mapping[str, jax.Array],
+    damping: jax.Array,
 ) -> dict[str, Refreshed]:
-    """Inverts `F + damping I` in closed form for every channel of all stacks.
+    """Inverts `F + damping I` in closed form for every channel of the layers that are due.
 
     A layer with a channel that is not positive definite is tried again with ten times the damping; failing still, it
     keeps its previous inverse.
@@ -228,17 +231,21 @@ def refresh_unitwise(
     Args:
       factors: stacks of `F` `[k, channels, p, p]` with `p` 1 or 2.
       previous: the inverses so far.
+      due: `[k]` for each stack.
       damping: a scalar.
     """
     results: dict[str, Refreshed] = {}
     for size in sorted({stack.F.shape[-1] for stack in factors.values()}):
         stacks = {name: stack for name, stack in factors.items() if stack.F.shape[-1] == size}
-        results |= _refresh_channels(stacks, previous, damping)
+        results |= _refresh_channels(stacks, previous, due, damping)
     return results
 
 
 def _refresh_channels(
-    factors: Mapping[str, Unitwise], previous: Mapping[str, Unitwise], damping: jax.Array
+    factors: Mapping[str, Unitwise],
+    previous: Mapping[str, Unitwise],
+    due: Mapping[str, jax.Array],
+    damping: jax.Array,
 ) -> dict[str, Refreshed]:
     """`refresh_unitwise` for blocks of one size: the channels of all layers as one array, which compiles sooner."""
     shapes = [stack.F.shape for stack in factors.values()]
@@ -252,7 +259,7 @@ def _refresh_channels(
     inverse = inverse.astype(next(iter(previous.values())).F.dtype)
     condition = jnp.where(definite & jnp.isfinite(condition) & finite(inverse, 2), condition, jnp.inf)
     worst = jax.ops.segment_max(condition.T, layer, len(channels), indices_are_sorted=True)
-    first, again = jnp.isfinite(worst).T
+    first, again = jnp.isfinite(worst).T & jnp.concatenate([due[name] for name in factors])
     valid, worst = first | again, jnp.where(first, worst[:, 0], worst[:, 1])
 
     results = {}

@@ -25,7 +25,7 @@ from kfac.collectives import (
 )
 from kfac.correction import Moments, corrected_eigenvalues, into_basis
 from kfac.inverse import Refreshed, eigen_condition, finite, refresh_unitwise
-from kfac.layers import Block, Eigen, Factors, Kronecker, Unitwise, is_diagonal
+from kfac.layers import Block, Eigen, Factors, Kronecker, is_diagonal
 from kfac.refresh import refresh_kronecker
 from kfac.state import BlockState, Config, KfacMetrics, KfacState, Owned, Replica, match_leaves, rebuild
 
@@ -114,18 +114,20 @@ def preconditioned_step(
     for name, refresh in refreshes.items():
         blocks[name] = _refreshed(config, blocks[name], refresh, usable, now.damping)
     failed = _number({name: wanted[name] & ~refresh.valid for name, refresh in refreshes.items()}, config.kronecker)
-    failed_by_all = jnp.zeros((), jnp.int32)
     # In a cycle longer than there are blocks, nothing is left for the last steps.
     busy = np.isin(np.arange(config.phases + 1), [turn for turns in config.turns.values() for turn in turns])
     refreshed = due & (everything | jnp.asarray(busy)[phase])
     replicas = _refresh_replicas(config, state.replicas, blocks, shards, refreshed)
     # A unit-wise block is cheap, so every device has them all, and they are refreshed with the first phase of a cycle.
     due = usable & (everything | (cycle & (count % now.period == 0)))
-    kept = {group.name: blocks[group.name] for group in config.unitwise}
-    factors_of, inverses_of = ({n: getattr(b, part) for n, b in kept.items()} for part in ("factors", "inverse"))
-    for name, refresh in refresh_unitwise(factors_of, inverses_of, now.unitwise).items():
-        blocks[name], bad = _refreshed_unitwise(kept[name], refresh, due, usable)
-        failed_by_all += bad
+    wanted = {group.name: due & (blocks[group.name].weight > 0) for group in config.unitwise}
+    factors_of, inverses_of = ({n: getattr(blocks[n], part) for n in wanted} for part in ("factors", "inverse"))
+    refreshes = refresh_unitwise(factors_of, inverses_of, wanted, now.unitwise)
+    for name, refresh in refreshes.items():
+        blocks[name] = _refreshed(config, blocks[name], refresh, usable, now.damping)
+    failed_by_all = _number(
+        {name: wanted[name] & ~refresh.valid for name, refresh in refreshes.items()}, config.unitwise
+    )
 
     preconditioned = _precondition(config, blocks, replicas, shards, matrices, now.damping)
     new: dict[str, jax.Array] = {}
@@ -428,37 +430,18 @@ def _accumulate(blocks: BlockState, batch: Block, decay: jax.Array, taken: jax.A
     return blocks._replace(factors=factors, weight=weight)
 
 
-def _aged(blocks: BlockState, usable: jax.Array) -> jax.Array:
-    """Ages after this step of inverses that it leaves as they are; one that is not `usable` is no step."""
-    return jnp.where(blocks.condition > 0, blocks.age + usable, 0)
-
-
 def _refreshed(config: Config, blocks: BlockState, new: Refreshed, usable: jax.Array, damping: jax.Array) -> BlockState:
-    assert isinstance(new.inverse, Kronecker) and isinstance(blocks.inverse, Kronecker)
+    """Blocks with their new inverses. Those left as they are get older, unless the step is not `usable` and so none."""
     condition, moments = new.condition, blocks.moments
-    if moments is not None:
-        moments = moments._replace(average=into_basis(moments.average, blocks.inverse, new.inverse, new.valid))
-    if config.eigen:
-        condition = eigen_condition(corrected_eigenvalues(new.inverse, moments), damping)
+    if isinstance(new.inverse, Kronecker):
+        assert isinstance(blocks.inverse, Kronecker)
+        if moments is not None:
+            moments = moments._replace(average=into_basis(moments.average, blocks.inverse, new.inverse, new.valid))
+        if config.eigen:
+            condition = eigen_condition(corrected_eigenvalues(new.inverse, moments), damping)
     return blocks._replace(
         inverse=new.inverse,
         moments=moments,
         condition=jnp.where(new.valid, condition, blocks.condition),
-        age=jnp.where(new.valid, 0, _aged(blocks, usable)),
+        age=jnp.where(~new.valid & (blocks.condition > 0), blocks.age + usable, 0),
     )
-
-
-def _refreshed_unitwise(
-    blocks: BlockState, new: Refreshed, due: jax.Array, usable: jax.Array
-) -> tuple[BlockState, jax.Array]:
-    """Unit-wise blocks with their new inverses if `due`, and how many failed."""
-    assert isinstance(new.inverse, Unitwise) and isinstance(blocks.inverse, Unitwise)
-    old = blocks.inverse.F
-    known = blocks.weight > 0
-    taken = new.valid & known & due
-    inverse = jnp.where(per_block(taken, old), new.inverse.F, old)
-    return blocks._replace(
-        inverse=Unitwise(inverse),
-        condition=jnp.where(taken, new.condition, blocks.condition),
-        age=jnp.where(taken, 0, _aged(blocks, usable)),
-    ), jnp.sum(known & ~new.valid & due, dtype=jnp.int32)

@@ -267,8 +267,12 @@ def test_blocks_of_several_shapes_are_inverted_as_if_each_were_alone(monkeypatch
 # Unit-wise blocks.
 
 
+def all_due(factors):
+    return {name: jnp.ones(stack.F.shape[0], bool) for name, stack in factors.items()}
+
+
 def refreshed_unitwise(factors, previous, damping):
-    return refresh_unitwise({"one": factors}, {"one": previous}, damping)["one"]
+    return refresh_unitwise({"one": factors}, {"one": previous}, all_due({"one": factors}), damping)["one"]
 
 
 def unitwise(blocks, dtype):
@@ -377,7 +381,8 @@ def test_unitwise_layers_of_several_shapes_are_inverted_as_if_each_were_alone():
             block[width // 2] = np.diag([low, 1.0][:p])
         factors[f"{width}x{p}"] = Unitwise(jnp.asarray(blocks))
     damping = jnp.float32(0.1)
-    together = jax.jit(refresh_unitwise)(factors, {name: sevens(f) for name, f in factors.items()}, damping)
+    previous = {name: sevens(f) for name, f in factors.items()}
+    together = jax.jit(refresh_unitwise)(factors, previous, all_due(factors), damping)
     assert set(together) == set(factors)
     for name, stack in factors.items():
         blocks, result = np.asarray(stack.F, np.float64), together[name]
