@@ -14,14 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kfac import likelihood as likelihood_lib
-from kfac.finding import paths_and_shapes, resolve
-from kfac.fisher import check_same
-from kfac.layers import Block, Kronecker, Layer, Layers, Unitwise
-from kfac.likelihood import Mark, Marks
-from kfac.replay import Key, Plan, replay
-from kfac.statistics import accumulator
-from kfac.tracing import Trace, trace
+from kfac._capture import outputs as likelihood_lib
+from kfac._capture.find_layers import paths_and_shapes, resolve
+from kfac._capture.outputs import Mark, Marks
+from kfac._capture.replay import Key, Plan, replay
+from kfac._capture.trace import Trace, trace
+from kfac._capture.value_and_grad import check_same
+from kfac._factors import Block, Kronecker, Unitwise
+from kfac._layers import Layer, Layers
+from kfac._statistics.dense import accumulator
 
 _HIGHEST = lax.Precision.HIGHEST
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from kfac.transform import ScalarOrSchedule, check_range, value_at
+from kfac._optimizer.scale_by_kfac import ScalarOrSchedule, check_range, value_at
 
 
 def coupled_momentum(

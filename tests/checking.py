@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kfac
-from kfac.layers import Kronecker
+from kfac._factors import Kronecker
 from oracle import Truth, example_gradients, relative_error, second_moment
 
 FLOAT64 = 1e-6

@@ -91,7 +91,7 @@ def train(output: Path, steps: int, faulty: bool, dtype: str, num_devices: int) 
     import running
     import train as example
     from devices import AXIS, SAME, SPLIT
-    from kfac.layers import Factors
+    from kfac._layers import Factors
 
     options = ["--steps", steps, "--dtype", dtype, "--output", output]
     config = cfg.parse([*map(str, options)])[0]

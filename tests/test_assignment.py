@@ -12,7 +12,7 @@ import pytest
 
 import kfac
 import resnet50_step
-from kfac.assignment import Shard, make_phases, make_shards
+from kfac._distributed.assignment import Shard, make_phases, make_shards
 
 SCRIPT = pathlib.Path(__file__).parent / "resnet50_step.py"
 

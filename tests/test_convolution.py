@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 
 import kfac
-import kfac.statistics
+import kfac._statistics.dense
 from checking import check_all, check_kronecker, kinds, normal, run
 from oracle import Geometry, Hook, explicit_padding, truth
 

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import kfac
-from kfac.convolutions import fast_in_loops
+from kfac._capture.convolutions_in_loops import fast_in_loops
 
 RNG = np.random.default_rng(0)
 

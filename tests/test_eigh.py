@@ -7,9 +7,9 @@ import pytest
 
 import kfac
 from checking import FAST
-from kfac.inverse import decompose
-from kfac.layers import Eigen, Factors, Kronecker
-from kfac.refresh import refresh_kronecker
+from kfac._curvature.cholesky import decompose
+from kfac._curvature.refresh import refresh_kronecker
+from kfac._factors import Eigen, Factors, Kronecker
 
 
 def loss_fn(params, x, rows):

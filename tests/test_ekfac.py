@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import kfac
-import kfac.per_example
+import kfac._statistics.per_example
 from checking import FAST, check_moments, expected_moments, normal, rotations
 from oracle import example_gradients, relative_error
 

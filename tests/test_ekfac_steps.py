@@ -14,8 +14,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import kfac
 import problem
 from checking import normal
-from kfac.correction import into_basis
-from kfac.layers import Eigen, Kronecker
+from kfac._curvature.ekfac import into_basis
+from kfac._factors import Eigen, Kronecker
 from problem import QUICKLY, assert_close, assert_equal, state_of
 
 LAYERS = problem.layers()

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import kfac
-from kfac.layers import Factors, Kronecker
+from kfac._factors import Factors, Kronecker
 from problem import (
     QUICKLY,
     assert_close,

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import kfac.inverse
-import kfac.refresh
-from kfac.inverse import RETRY, refresh_unitwise, spd_inverse
-from kfac.layers import Kronecker, Unitwise
-from kfac.refresh import refresh_kronecker
+import kfac._curvature.cholesky
+import kfac._curvature.refresh
+from kfac._curvature.cholesky import RETRY, refresh_unitwise, spd_inverse
+from kfac._curvature.refresh import refresh_kronecker
+from kfac._factors import Kronecker, Unitwise
 
 FLOAT32_EPS = float(np.finfo(np.float32).eps)
 

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import kfac
-import kfac.statistics
+import kfac._statistics.dense
 from checking import check_all, check_kronecker, kinds, normal, run
 from oracle import Geometry, Hook, relative_error, truth
 

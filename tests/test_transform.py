@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import kfac
-from kfac.assignment import Shard
-from kfac.layers import Factors, Kronecker, Unitwise
+from kfac._distributed.assignment import Shard
+from kfac._factors import Factors, Kronecker, Unitwise
 from problem import (
     assert_close,
     assert_equal,

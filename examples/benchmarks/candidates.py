@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kfac.correlations import Axis, offset_moment
-from kfac.inverse import spd_inverse
+from kfac._curvature.cholesky import spd_inverse
+from kfac._statistics.correlations import Axis, offset_moment
 
 
 def conv_ways(x: jax.Array, window: int, stride: int) -> dict[str, Callable[[jax.Array], jax.Array]]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, overload
+from collections.abc import Sequence
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
-
-from kfac.axes import Layout
 
 KRONECKER_KINDS = ("dense", "conv", "embedding")
 UNITWISE_KINDS = ("unitwise", "diagonal")
@@ -21,6 +19,30 @@ class UnsupportedLayerError(ValueError):
 
     The message names the parameter, the operation, the reason and the way out.
     """
+
+
+class Layout(NamedTuple):
+    """How a leaf becomes matrices: its atoms in memory order, each with a role, `"stack"`, `"out"` or `"in"`."""
+
+    roles: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def size(self, role: str) -> int:
+        return math.prod(s for r, s in zip(self.roles, self.sizes, strict=True) if r == role)
+
+    def _order(self) -> list[int]:
+        return [k for role in ("stack", "out", "in") for k, r in enumerate(self.roles) if r == role]
+
+    def to_matrix(self, leaf):
+        """`leaf` as `[copies, d_out, d_in]` (`d_in` is 1 for a leaf without input axes)."""
+        matrix = leaf.reshape(self.sizes).transpose(self._order())
+        return matrix.reshape(self.size("stack"), self.size("out"), self.size("in"))
+
+    def from_matrix(self, matrix, shape: Sequence[int]):
+        """The inverse of `to_matrix`, for a leaf of shape `shape`."""
+        order = self._order()
+        inverse = [order.index(k) for k in range(len(order))]
+        return matrix.reshape([self.sizes[k] for k in order]).transpose(inverse).reshape(shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,99 +238,6 @@ def format_bytes(count: float) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1000
     return f"{value:.1f} TB"
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Kronecker:
-    """Kronecker factors of one layer, or their inverses: `A` `[copies?, d_in, d_in]`, `G` `[copies?, d_out, d_out]`.
-
-    A factor that is kept as its diagonal is `[copies?, d]`. In statistics for EKFAC, `moments` `[copies?, d_out, d_in]`
-    are the second moments of per-example gradients in an eigenbasis.
-    """
-
-    A: Any
-    G: Any
-    moments: Any = None
-
-
-def is_diagonal(stack: Any) -> bool:
-    """Whether a stack of Kronecker factors holds their diagonals, `[k, d]`, rather than whole matrices."""
-    return stack.ndim == 2
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Eigen:
-    """Symmetric matrices `vectors diag(values) vectors^T`: `vectors` `[k, d, d]`, `values` `[k, d]`, not negative."""
-
-    vectors: Any
-    values: Any
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Unitwise:
-    """A small dense block for each channel: `F` is `[d_out, p, p]`, with `p` parameters per channel."""
-
-    F: Any
-
-
-Block = Kronecker | Unitwise
-
-
-@jax.tree_util.register_pytree_with_keys_class
-class Factors(Mapping[str, Block]):
-    """The statistics of one batch: a mapping from layer name to `Kronecker(A, G)` or `Unitwise(F)`, and a pytree.
-
-    Like gradients, factors can be added, averaged, `psum`-ed with `jax.tree.map` and passed through `jit`.
-    """
-
-    def __init__(self, blocks: Mapping[str, Block]):
-        self._blocks = dict(blocks)
-
-    def __getitem__(self, name: str) -> Block:
-        return self._blocks[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._blocks)
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    def __repr__(self) -> str:
-        return f"Factors({self._blocks!r})"
-
-    def unscale(self, loss_scale: jax.typing.ArrayLike) -> Factors:
-        """The statistics of the loss itself, from those of `loss_scale` times the loss.
-
-        Gradients are divided by the scale, their second moments (`G`, `F`, `moments`) by its square; `A` does not
-        depend on it.
-
-        Args:
-          loss_scale: the scalar the loss was multiplied by.
-        """
-
-        def unscaled(moment):
-            # Two divisions: the square of a large scale is not finite in float32 where the result is.
-            return moment / loss_scale / loss_scale
-
-        return Factors(
-            {
-                name: Kronecker(block.A, *jax.tree.map(unscaled, (block.G, block.moments)))
-                if isinstance(block, Kronecker)
-                else Unitwise(unscaled(block.F))
-                for name, block in self._blocks.items()
-            }
-        )
-
-    def tree_flatten_with_keys(self):
-        names = tuple(self._blocks)
-        return [(jax.tree_util.DictKey(name), self._blocks[name]) for name in names], names
-
-    @classmethod
-    def tree_unflatten(cls, names, blocks):
-        return cls(dict(zip(names, blocks, strict=True)))
 
 
 def leaf_path(path: Sequence[Any]) -> str:

@@ -23,10 +23,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from kfac import axes as axes_lib
-from kfac.axes import Atom, Axes, Layout
-from kfac.layers import UnsupportedLayerError
-from kfac.tracing import Path
+from kfac._capture import axes as axes_lib
+from kfac._capture.axes import Atom, Axes
+from kfac._capture.trace import Path
+from kfac._layers import Layout, UnsupportedLayerError
 
 
 @dataclasses.dataclass(frozen=True)

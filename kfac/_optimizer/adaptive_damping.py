@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from kfac import likelihood as likelihood_lib
-from kfac.collectives import AxisName, as_varying, axis_size, varying_axes
-from kfac.finding import paths_and_shapes
-from kfac.likelihood import find_marks
-from kfac.replay import Plan, replay
-from kfac.state import has_masked
-from kfac.statistics import accumulator
-from kfac.tracing import trace
-from kfac.transform import check_axis_name, check_count, check_range
+from kfac._capture import outputs as likelihood_lib
+from kfac._capture.find_layers import paths_and_shapes
+from kfac._capture.outputs import find_marks
+from kfac._capture.replay import Plan, replay
+from kfac._capture.trace import trace
+from kfac._optimizer.scale_by_kfac import check_axis_name, check_count, check_range
+from kfac._optimizer.state import has_masked
+from kfac._statistics.dense import accumulator
+from kfac._varying import AxisName, as_varying, axis_size, varying_axes
 
 
 class AdaptiveDampingState(NamedTuple):

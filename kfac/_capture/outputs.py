@@ -13,10 +13,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jex
 
-from kfac.axes import Atom
-from kfac.replay import AtMark, Key, Plan
-from kfac.statistics import accumulator
-from kfac.tracing import CALLS, REMATS, Path, Trace, inner_jaxpr, subjaxprs
+from kfac._capture.axes import Atom
+from kfac._capture.replay import AtMark, Key, Plan
+from kfac._capture.trace import CALLS, REMATS, Path, Trace, inner_jaxpr, subjaxprs
+from kfac._statistics.dense import accumulator
 
 LIKELIHOODS = ("categorical", "bernoulli", "gaussian")
 _PREFIX = "kfac.output/"

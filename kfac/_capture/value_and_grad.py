@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kfac.collectives import as_varying, own_key, varying_axes, zeros_of
-from kfac.convolutions import fast_in_loops
-from kfac.eigenbasis import check_basis
-from kfac.finding import paths_and_shapes, resolve
-from kfac.layers import Layers
-from kfac.likelihood import Draw, checked_key, keys_of, with_own_key
-from kfac.replay import replay
-from kfac.tracing import trace
+from kfac._capture.convolutions_in_loops import fast_in_loops
+from kfac._capture.find_layers import paths_and_shapes, resolve
+from kfac._capture.outputs import Draw, checked_key, keys_of, with_own_key
+from kfac._capture.replay import replay
+from kfac._capture.trace import trace
+from kfac._layers import Layers
+from kfac._optimizer.eigenbasis import check_basis
+from kfac._varying import as_varying, own_key, varying_axes, zeros_of
 
 
 def value_and_grad(

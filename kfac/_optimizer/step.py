@@ -11,23 +11,15 @@ import numpy as np
 import optax
 from jax import lax
 
-from kfac.assignment import Shard
-from kfac.blocks import Group, apply_eigen, apply_inverse
-from kfac.collectives import (
-    AxisName,
-    as_varying,
-    axis_size,
-    gather_from_owners,
-    means_to_owners,
-    owns_last,
-    take_own,
-    varying_axes,
-)
-from kfac.correction import Moments, corrected_eigenvalues, into_basis
-from kfac.inverse import Refreshed, eigen_condition, finite, refresh_unitwise
-from kfac.layers import Block, Eigen, Factors, Kronecker, is_diagonal
-from kfac.refresh import refresh_kronecker
-from kfac.state import BlockState, Config, KfacMetrics, KfacState, Owned, Replica, match_leaves, rebuild
+from kfac._curvature.blocks import Group, apply_eigen, apply_inverse
+from kfac._curvature.cholesky import Refreshed, eigen_condition, finite, refresh_unitwise
+from kfac._curvature.ekfac import Moments, corrected_eigenvalues, into_basis
+from kfac._curvature.refresh import refresh_kronecker
+from kfac._distributed.assignment import Shard
+from kfac._distributed.collectives import gather_from_owners, means_to_owners, owns_last, take_own
+from kfac._factors import Block, Eigen, Factors, Kronecker, is_diagonal
+from kfac._optimizer.state import BlockState, Config, KfacMetrics, KfacState, Owned, Replica, match_leaves, rebuild
+from kfac._varying import AxisName, as_varying, axis_size, varying_axes
 
 
 class Now(NamedTuple):

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
 
-from kfac.replay import evaluate
-from kfac.tracing import CALLS, inner_jaxpr
+from kfac._capture.replay import evaluate
+from kfac._capture.trace import CALLS, inner_jaxpr
 
 
 def fast_in_loops(fn: Callable[..., Any]) -> Callable[..., Any]:

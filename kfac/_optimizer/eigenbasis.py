@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kfac.blocks import check_factors, group_layers
-from kfac.inverse import decompose
-from kfac.layers import Eigen, Factors, Kronecker, Layers
-from kfac.state import find_state
+from kfac._curvature.blocks import check_factors, group_layers
+from kfac._curvature.cholesky import decompose
+from kfac._factors import Eigen, Factors, Kronecker
+from kfac._layers import Layers
+from kfac._optimizer.state import find_state
 
 
 def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
 
-from kfac.axes import Arrangement
-from kfac.layers import Kronecker
-from kfac.per_example import MomentSums
-from kfac.statistics import (
+from kfac._capture.axes import Arrangement
+from kfac._capture.trace import CALLS, REMATS, inner_jaxpr
+from kfac._factors import Kronecker
+from kfac._statistics.dense import (
     Convolution,
     Lookup,
     conv_moment,
@@ -34,7 +34,7 @@ from kfac.statistics import (
     position_sums,
     squared,
 )
-from kfac.tracing import CALLS, REMATS, inner_jaxpr
+from kfac._statistics.per_example import MomentSums
 
 Key = tuple[Any, ...]  # layer name, and which of its parameters (0 for a Kronecker layer); longer for its eigenvectors
 Probes = Mapping[Key, Any]

@@ -14,11 +14,11 @@ from typing import Any, NoReturn
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from kfac import axes as axes_lib
-from kfac import operands
-from kfac.axes import Atom, Axes
-from kfac.following import PARTS, cut, fixed_in_scan, follow, is_fixed, keeps_values, spread
-from kfac.reads import (
+from kfac._capture import axes as axes_lib
+from kfac._capture import operands
+from kfac._capture.axes import Atom, Axes
+from kfac._capture.following import PARTS, cut, fixed_in_scan, follow, is_fixed, keeps_values, spread
+from kfac._capture.reads import (
     NOT_WITH_EXAMPLES,
     Data,
     Derived,
@@ -31,7 +31,7 @@ from kfac.reads import (
     leaves_of,
     unsupported,
 )
-from kfac.tracing import CALLS, REMATS, Path, Trace, contains_product, inner_jaxpr, open_jaxpr, subjaxprs
+from kfac._capture.trace import CALLS, REMATS, Path, Trace, contains_product, inner_jaxpr, open_jaxpr, subjaxprs
 
 _LOOKUPS = frozenset({"gather"})
 # Their parameters hold the jaxpr of how two elements combine, which is no construct that swallows a parameter.

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kfac.collectives import as_varying, varying_axes
-from kfac.inverse import RETRY, Refreshed, decompose, even_size, invert_damped
-from kfac.layers import Kronecker, is_diagonal
+from kfac._curvature.cholesky import RETRY, Refreshed, decompose, even_size, invert_damped
+from kfac._factors import Kronecker, is_diagonal
+from kfac._varying import as_varying, varying_axes
 
 # Matrices are inverted so many together that they have at most this many elements, so that small ones do not wait for
 # each other. A large one fills a device by itself, and more at a time would take more memory.

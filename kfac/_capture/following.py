@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from jax.extend import core as jex
 
-from kfac import axes as axes_lib
-from kfac.axes import Axes
-from kfac.reads import Data, State, View
-from kfac.tracing import CALLS
+from kfac._capture import axes as axes_lib
+from kfac._capture.axes import Axes
+from kfac._capture.reads import Data, State, View
+from kfac._capture.trace import CALLS
 
 _IDENTITIES = frozenset(
     {"convert_element_type", "copy", "copy_p", "name", "reduce_precision", "sharding_constraint", "pvary", "pcast"}

@@ -12,10 +12,10 @@ import optax
 from jax import lax
 from jax.sharding import Mesh
 
-from kfac.adaptive import AdaptiveDampingState
-from kfac.collectives import AxisName
-from kfac.layers import KRONECKER_KINDS, Layers, leaf_path, leaves_by_path
-from kfac.transform import KfacState, ScalarOrSchedule, check_range, scale_by_kfac, value_at
+from kfac._layers import KRONECKER_KINDS, Layers, leaf_path, leaves_by_path
+from kfac._optimizer.adaptive_damping import AdaptiveDampingState
+from kfac._optimizer.scale_by_kfac import KfacState, ScalarOrSchedule, check_range, scale_by_kfac, value_at
+from kfac._varying import AxisName
 
 
 class NormConstraintState(NamedTuple):

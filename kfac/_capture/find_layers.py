@@ -11,13 +11,11 @@ from typing import Any
 
 import jax
 
-from kfac import axes as axes_lib
-from kfac.analysis import Analysis
-from kfac.axes import Atom, Layout
-from kfac.layers import KRONECKER_KINDS, Layer, Layers, leaf_path
-from kfac.likelihood import Marks, find_marks
-from kfac.planning import Resolved, plan_elementwise, plan_kronecker
-from kfac.reads import (
+from kfac._capture import axes as axes_lib
+from kfac._capture.analysis import Analysis
+from kfac._capture.axes import Atom
+from kfac._capture.outputs import Marks, find_marks
+from kfac._capture.reads import (
     NOT_WITH_EXAMPLES,
     Read,
     by_part,
@@ -26,8 +24,10 @@ from kfac.reads import (
     most_uses,
     unsupported,
 )
-from kfac.replay import Plan
-from kfac.tracing import Trace, trace
+from kfac._capture.replay import Plan
+from kfac._capture.taps import Resolved, plan_elementwise, plan_kronecker
+from kfac._capture.trace import Trace, trace
+from kfac._layers import KRONECKER_KINDS, Layer, Layers, Layout, leaf_path
 
 
 def find_layers(

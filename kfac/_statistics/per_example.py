@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kfac import axes as axes_lib
-from kfac.axes import Arrangement
-from kfac.collectives import zeros_of
-from kfac.layers import Kronecker
-from kfac.reads import Read
-from kfac.statistics import PATCH_ELEMENTS, Convolution, for_examples, patches
+from kfac._capture import axes as axes_lib
+from kfac._capture.axes import Arrangement
+from kfac._capture.reads import Read
+from kfac._factors import Kronecker
+from kfac._statistics.dense import PATCH_ELEMENTS, Convolution, for_examples, patches
+from kfac._varying import zeros_of
 
 
 @dataclasses.dataclass(frozen=True)

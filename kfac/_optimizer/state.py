@@ -15,11 +15,13 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from kfac.assignment import Shard, block_cost, group_costs, make_phases, make_shards, packed_size
-from kfac.blocks import Group
-from kfac.collectives import AxisName, as_varying, axis_size, pack, unpack, varying_axes
-from kfac.correction import Moments
-from kfac.layers import Block, Kronecker, Layers, Unitwise, is_diagonal, leaves_by_path
+from kfac._curvature.blocks import Group
+from kfac._curvature.ekfac import Moments
+from kfac._distributed.assignment import Shard, block_cost, group_costs, make_phases, make_shards, packed_size
+from kfac._distributed.collectives import pack, unpack
+from kfac._factors import Block, Kronecker, Unitwise, is_diagonal
+from kfac._layers import Layers, leaves_by_path
+from kfac._varying import AxisName, as_varying, axis_size, varying_axes
 
 
 class KfacMetrics(NamedTuple):

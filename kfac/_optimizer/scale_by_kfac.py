@@ -13,11 +13,12 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from kfac.blocks import check_factors, group_layers
-from kfac.collectives import AxisName, axis_size
-from kfac.layers import Factors, Layers
-from kfac.state import Config, KfacState, init_state, state_spec
-from kfac.step import Now, check_devices, preconditioned_step
+from kfac._curvature.blocks import check_factors, group_layers
+from kfac._factors import Factors
+from kfac._layers import Layers
+from kfac._optimizer.state import Config, KfacState, init_state, state_spec
+from kfac._optimizer.step import Now, check_devices, preconditioned_step
+from kfac._varying import AxisName, axis_size
 
 Scalar = float | jax.Array
 ScalarOrSchedule = Scalar | Callable[[jax.Array], jax.typing.ArrayLike]

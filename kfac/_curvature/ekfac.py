@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kfac.inverse import block_eigenvalues
-from kfac.layers import Eigen, Kronecker
+from kfac._curvature.cholesky import block_eigenvalues
+from kfac._factors import Eigen, Kronecker
 
 
 class Moments(NamedTuple):

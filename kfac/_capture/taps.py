@@ -11,17 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kfac import axes as axes_lib
-from kfac.analysis import Analysis
-from kfac.axes import Atom
-from kfac.layers import Factors, Kronecker, Layer, Layers, Unitwise
-from kfac.likelihood import Marks
-from kfac.operands import FILL_OR_DROP, row_axis
-from kfac.per_example import MomentSums, row_positions
-from kfac.reads import Read, by_part, part_index, unsupported
-from kfac.replay import ElementwiseTap, Key, KroneckerTap, Plan
-from kfac.statistics import Convolution, Lookup, accumulator
-from kfac.tracing import Trace, equations_along
+from kfac._capture import axes as axes_lib
+from kfac._capture.analysis import Analysis
+from kfac._capture.axes import Atom
+from kfac._capture.operands import FILL_OR_DROP, row_axis
+from kfac._capture.outputs import Marks
+from kfac._capture.reads import Read, by_part, part_index, unsupported
+from kfac._capture.replay import ElementwiseTap, Key, KroneckerTap, Plan
+from kfac._capture.trace import Trace, equations_along
+from kfac._factors import Factors, Kronecker, Unitwise
+from kfac._layers import Layer, Layers
+from kfac._statistics.dense import Convolution, Lookup, accumulator
+from kfac._statistics.per_example import MomentSums, row_positions
 
 
 @dataclasses.dataclass

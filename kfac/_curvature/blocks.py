@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kfac.layers import KRONECKER_KINDS, Block, Eigen, Factors, Kronecker, Layer, Layers, Unitwise, is_diagonal
+from kfac._factors import Block, Eigen, Factors, Kronecker, Unitwise, is_diagonal
+from kfac._layers import KRONECKER_KINDS, Layer, Layers
 
 
 @dataclasses.dataclass(frozen=True)

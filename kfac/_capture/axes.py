@@ -15,6 +15,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from kfac._layers import Layout
+
 NOT_A_PARAMETER_AXIS = -1
 
 
@@ -220,30 +222,6 @@ def split_like(axis: Axis, parts: Sequence[Atom]) -> Axis | None:
             return None
         result.append(atom)
     return tuple(result)
-
-
-class Layout(NamedTuple):
-    """How a leaf becomes matrices: its atoms in memory order, each with a role, `"stack"`, `"out"` or `"in"`."""
-
-    roles: tuple[str, ...]
-    sizes: tuple[int, ...]
-
-    def size(self, role: str) -> int:
-        return math.prod(s for r, s in zip(self.roles, self.sizes, strict=True) if r == role)
-
-    def _order(self) -> list[int]:
-        return [k for role in ("stack", "out", "in") for k, r in enumerate(self.roles) if r == role]
-
-    def to_matrix(self, leaf):
-        """`leaf` as `[copies, d_out, d_in]` (`d_in` is 1 for a leaf without input axes)."""
-        matrix = leaf.reshape(self.sizes).transpose(self._order())
-        return matrix.reshape(self.size("stack"), self.size("out"), self.size("in"))
-
-    def from_matrix(self, matrix, shape: Sequence[int]):
-        """The inverse of `to_matrix`, for a leaf of shape `shape`."""
-        order = self._order()
-        inverse = [order.index(k) for k in range(len(order))]
-        return matrix.reshape([self.sizes[k] for k in order]).transpose(inverse).reshape(shape)
 
 
 def layout(roles: Iterable[tuple[Atom, str]]) -> Layout:

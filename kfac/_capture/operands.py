@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from jax.lax import GatherScatterMode
 
-from kfac import axes as axes_lib
-from kfac.axes import Atom, Axes, foreign
+from kfac._capture import axes as axes_lib
+from kfac._capture.axes import Atom, Axes, foreign
 
 FILL_OR_DROP = GatherScatterMode.FILL_OR_DROP
 

@@ -22,8 +22,8 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 
-from kfac.blocks import Group, group_layers
-from kfac.layers import Layers, format_bytes
+from kfac._curvature.blocks import Group, group_layers
+from kfac._layers import Layers, format_bytes
 
 
 @dataclasses.dataclass(frozen=True)

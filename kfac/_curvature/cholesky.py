@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kfac.layers import Eigen, Kronecker, Unitwise, is_diagonal
+from kfac._factors import Eigen, Kronecker, Unitwise, is_diagonal
 
 LEAF = 600  # larger matrices are treated by halves; smaller leaves gain little, and cost time to compile
 RETRY = 10.0  # a factorisation that fails is tried once more with so many times the damping

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kfac.axes import Arrangement
-from kfac.collectives import zeros_of
-from kfac.correlations import Axis as ConvAxis
-from kfac.correlations import offset_moment
-from kfac.correlations import products as offset_products
+from kfac._capture.axes import Arrangement
+from kfac._statistics.correlations import Axis as ConvAxis
+from kfac._statistics.correlations import offset_moment
+from kfac._statistics.correlations import products as offset_products
+from kfac._varying import zeros_of
 
 # Patches of a convolution are formed for so many elements at a time (16 MB in float32), not for the whole batch.
 PATCH_ELEMENTS = 1 << 22

@@ -1,0 +1,1 @@
+"""Sums of products over the rows of inputs and output gradients."""

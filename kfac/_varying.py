@@ -1,0 +1,74 @@
+"""Named axes of devices: whether one is bound, and which values differ over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+AxisName = str | tuple[str, ...]
+
+
+def _varying(aval: Any) -> frozenset[str]:
+    # The attribute's name differs between jax releases; outside shard_map a ShapeDtypeStruct has None.
+    manual = getattr(aval, "manual_axis_type", None)
+    if manual is not None:
+        return frozenset(manual.varying)
+    return frozenset(getattr(aval, "vma", None) or ())
+
+
+def varying_axes(tree: Any) -> frozenset[str]:
+    """The mesh axes of an enclosing `shard_map` over which some leaf of `tree` may differ between devices."""
+    return frozenset().union(*(_varying(jax.typeof(leaf)) for leaf in jax.tree.leaves(tree)))
+
+
+def as_varying(tree: Any, axes: frozenset[str]) -> Any:
+    """Marks every leaf of `tree` as varying over `axes`.
+
+    The gradient with respect to a value that is the same on all devices is summed over devices by autodiff; with
+    respect to a varying one it is the device's own, as under `pmap`.
+    """
+
+    def mark(leaf):
+        missing = tuple(sorted(axes - _varying(jax.typeof(leaf))))
+        return lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(mark, tree)
+
+
+def zeros_of(fn: Callable, *args: Any) -> Any:
+    """Zeros shaped, and varying over mesh axes, like the result of `fn(*args)`: the start of a sum in a scan."""
+
+    def zeros(aval):
+        return as_varying(jnp.zeros(aval.shape, aval.dtype), _varying(aval))
+
+    return jax.tree.map(zeros, jax.eval_shape(fn, *args))
+
+
+def own_key(key: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """A PRNG key of this device: its position on the mesh axes `axes` is folded in.
+
+    Under `pmap`, and under `shard_map` without its check, nothing tells over which axes a value varies: all count.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = [
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == jax.sharding.AxisType.Manual
+    ]
+    if manual and not varying_axes(lax.axis_index(manual[0])):
+        axes = frozenset(manual)
+    return jax.random.fold_in(key, lax.axis_index(tuple(sorted(axes)))) if axes else key
+
+
+def axis_size(axis_name: AxisName | None) -> int | None:
+    """The number of devices along a named axis; None where no such axis is bound."""
+    if axis_name is None:
+        return None
+    try:
+        return lax.axis_size(axis_name)
+    except NameError:
+        return None
