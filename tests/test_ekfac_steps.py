@@ -24,7 +24,7 @@ LAMBDA = 1e-2
 
 @functools.cache
 def measure():
-    return kfac.value_and_grad(problem.loss_fn, LAYERS, ekfac=True)
+    return kfac.value_and_grad(problem.loss_fn, LAYERS)
 
 
 def stepper(tx):
@@ -288,4 +288,4 @@ def test_examples_that_cannot_be_told_from_positions_are_refused():
     basis = {"w": Kronecker(jnp.eye(3), jnp.eye(2))}
     kfac.value_and_grad(loss, layers, num_examples=4)(params, x)
     with pytest.raises(ValueError, match="none of whose axes has the 4 examples"):
-        kfac.value_and_grad(loss, layers, num_examples=4, ekfac=True)(params, x, basis=basis)
+        kfac.value_and_grad(loss, layers, num_examples=4)(params, x, basis=basis)

@@ -12,13 +12,13 @@ import optax
 from jax import lax
 
 from kfac._capture import outputs as likelihood_lib
-from kfac._capture.find_layers import paths_and_shapes
 from kfac._capture.outputs import find_marks
-from kfac._capture.replay import Plan, replay
+from kfac._capture.replay import replay
+from kfac._capture.taps import Plan
 from kfac._capture.trace import trace
 from kfac._optimizer.scale_by_kfac import check_axis_name, check_count, check_range
 from kfac._optimizer.state import has_masked
-from kfac._statistics.dense import accumulator
+from kfac._statistics.rows import accumulator
 from kfac._varying import AxisName, as_varying, axis_size, varying_axes
 
 
@@ -187,19 +187,18 @@ def _along(value_fn: Callable[[Any], Any], params: Any, direction: Any) -> tuple
     """
     axes = varying_axes(jax.eval_shape(value_fn, params))
     params, direction = as_varying((params, direction), axes)
-    names, _ = paths_and_shapes(params)
-    traced = trace(value_fn, False, params, (), {})
-    closed, flat = traced.closed, jax.tree.leaves(params)
-    marks = find_marks(traced, len(flat))
-    marks.require("adaptive_damping", names, ())
-    n = marks.num_examples((), strict=True)
-    assert n is not None  # strict
+    traced, flat = trace(value_fn, False, params, (), {}), jax.tree.leaves(params)
+    marks = find_marks(traced)
+    marks.require("adaptive_damping", traced.names, ())
+    n, unclear = marks.num_examples(())
+    if n is None:
+        raise ValueError(unclear)
     plan = Plan()
     marks.place(plan, lambda mark: lambda x, entry: (x, x))
     entries = {("", k): jnp.zeros(mark.scans) for k, mark in enumerate(marks.marks)}
 
     def evaluate(flat):
-        outs, outputs = replay(closed.jaxpr, closed.consts, flat, plan, entries)
+        outs, outputs = replay(traced.program, flat, plan, entries)
         return outs[0], outputs
 
     tangents = [d.astype(p.dtype) for d, p in zip(jax.tree.leaves(direction), flat, strict=True)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -77,22 +76,3 @@ def _decomposed(block: Any) -> Kronecker:
         return jnp.reshape(eigen.vectors, factor.shape)
 
     return Kronecker(vectors(block.A), vectors(block.G))
-
-
-def check_basis(basis: Any, layers: Layers) -> None:
-    """Raises where `basis` is not what `eigenbasis` returns for these layers."""
-    if not isinstance(basis, Mapping):
-        what = "is missing" if basis is None else f"is of type {type(basis).__name__}"
-        raise ValueError(f"basis {what}: with ekfac=True pass basis=kfac.eigenbasis(opt_state, layers)")
-    expected = {layer.name: layer for layer in layers if layer.correctable}
-    for name in sorted(expected.keys() ^ set(basis)):
-        raise ValueError(
-            f"basis {'lacks' if name in expected else 'has'} layer {name!r}, which "
-            f"{'has' if name in expected else 'has not'} two whole factors and one use here: pass "
-            "basis=kfac.eigenbasis(opt_state, layers) for layers found with arguments of the same kind"
-        )
-    for name, layer in expected.items():
-        for factor, shape in layer.factor_shapes.items():
-            found = tuple(getattr(basis[name], factor).shape)
-            if found != shape:
-                raise ValueError(f"basis of layer {name!r}: {factor} must have shape {shape}, but has {found}")
