@@ -366,7 +366,7 @@ def test_sampled_moments_have_the_mean_of_the_exact_fisher_matrix(x64):
     @jax.jit
     def mean(keys):
         return jax.tree.map(
-            lambda x: x.mean(0), jax.vmap(lambda k: measure(params, *batch, basis=basis, key=k)[2])(keys)
+            lambda x: x.mean(0), jax.vmap(lambda k: measure(params, *batch, basis=basis, fisher_key=k)[2])(keys)
         )
 
     factors = mean(jax.random.split(jax.random.key(0), 4000))
