@@ -12,6 +12,7 @@ from jax import lax
 
 from kfac._capture.convolutions_in_loops import fast_in_loops
 from kfac._capture.outputs import with_own_key
+from kfac._factors import Factors
 from kfac._varying import zeros_of
 
 
@@ -83,7 +84,12 @@ def microbatch(
             return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, evaluate(part)), None
 
         total, _ = lax.scan(step, jax.tree.map(widen, zeros), numbered)
-        return jax.tree.map(lambda t, x: (t / num_microbatches).astype(x.dtype), total, zeros)
+        mean = jax.tree.map(lambda t, x: (t / num_microbatches).astype(x.dtype), total, zeros)
+        return jax.tree.map(
+            lambda x: x.of_batches(num_microbatches) if isinstance(x, Factors) else x,
+            mean,
+            is_leaf=lambda x: isinstance(x, Factors),
+        )
 
     return accumulated
 

@@ -18,7 +18,7 @@ from kfac._capture.find_reads import Use, by_part, unsupported
 from kfac._capture.outputs import Marks
 from kfac._capture.taps import ElementwiseTap, Key, KroneckerTap, Plan, Tap
 from kfac._capture.trace import Trace
-from kfac._factors import Factors, Kronecker, Unitwise
+from kfac._factors import Coarse, Factors, Kronecker, Unitwise
 from kfac._layers import KRONECKER_KINDS, Layer, Layers
 from kfac._statistics.rows import accumulator
 
@@ -50,12 +50,12 @@ class Planned:
     def factors(self, sums: dict[Key, Any], grads: Sequence[Any]) -> Factors:
         """Factors from the cotangents of the probes and, for coarse diagonals, the gradients."""
         by_path = dict(zip(self.layers.paths, grads, strict=True))
-        blocks = {}
+        blocks: dict[str, Any] = {}
         for layer in self.layers.with_factors:
             if layer.coarse:
                 g = by_path[layer.params[0]]
-                squared = self.num_examples * jnp.square(g.astype(accumulator(g.dtype)))
-                blocks[layer.name] = Unitwise(squared.reshape(layer.factor_shapes["F"]))
+                mean = g.astype(accumulator(g.dtype)).reshape(-1)
+                blocks[layer.name] = Coarse(mean, jnp.full_like(mean, self.num_examples, shape=()))
             else:
                 keys, finish = self.finish[layer.name]
                 blocks[layer.name] = finish([sums[key] for key in keys])
