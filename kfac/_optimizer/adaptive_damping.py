@@ -16,7 +16,7 @@ from kfac._capture.find_layers import paths_and_shapes
 from kfac._capture.outputs import find_marks
 from kfac._capture.replay import Plan, replay
 from kfac._capture.trace import trace
-from kfac._optimizer.scale_by_kfac import check_axis_name, check_count, check_range
+from kfac._checks import check_axis_name, check_count, check_range
 from kfac._optimizer.state import has_masked
 from kfac._statistics.dense import accumulator
 from kfac._varying import AxisName, as_varying, axis_size, varying_axes
