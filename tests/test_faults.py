@@ -100,7 +100,7 @@ def test_bad_first_statistics_leave_their_layer_passing_through():
 @pytest.fixture(scope="module")
 def before_refresh():
     options = {"weight_decay": 0.1, "norm_constraint": 1e-3, "inverse_every": 3, "refresh_warmup": 0}
-    tx = kfac.kfac(0.1, layers(), staggered=False, **options)
+    tx = kfac.kfac(0.1, layers(), distribution=kfac.Distribution(staggered=False), **options)
     return stepper(tx), history(tx, steps=3)
 
 
@@ -443,7 +443,7 @@ NOTHING, ACTIVATION, GRADIENT, STATISTIC, INDEFINITE = range(5)
 def devices():
     """A step on eight devices of which the sixth has the fault whose number is an argument, and its first state."""
     mesh = jax.make_mesh((8,), ("devices",), axis_types=(AxisType.Auto,))
-    tx = kfac.kfac(0.05, layers(), axis_name="devices", factor_decay=0.0)
+    tx = kfac.kfac(0.05, layers(), factor_decay=0.0, distribution=kfac.Distribution("devices"))
     specs = kfac.state_specs(tx, initial(), "devices")
 
     def local_step(params, state, batch, fault, value):

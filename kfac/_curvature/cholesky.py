@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from kfac._curvature.inverse import Inverse, product
@@ -99,9 +98,12 @@ def _diagonals(stack: jax.Array) -> jax.Array:
 
 def add_diagonal(stack: jax.Array, amount: jax.Array) -> jax.Array:
     """`stack[k] + amount[k] I`."""
-    if is_diagonal(stack):
-        return stack + amount[:, None]
-    return stack + amount[:, None, None] * np.eye(stack.shape[-1], dtype=bool)
+    k, d = stack.shape[:2]
+    diagonal = jnp.broadcast_to(amount[:, None], (k, d))
+    if not is_diagonal(stack):
+        # Every (d + 1)-th element of a matrix. An identity matrix would be kept through the loop over all blocks.
+        diagonal = lax.pad(diagonal, jnp.zeros((), diagonal.dtype), [(0, 0, 0), (0, 0, d)]).reshape(stack.shape)
+    return stack + diagonal
 
 
 def invert_damped(stack: jax.Array, amount: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
