@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kfac._checks import check_type
 from kfac._curvature.inverse import Inverse
 from kfac._curvature.unitwise import ChannelInverse
 from kfac._factors import Block, Factors, Kronecker, Unitwise
@@ -124,7 +123,8 @@ def group_layers(layers: Layers) -> tuple[Group, ...]:
 
 def check_factors(factors: Any, layers: Layers, inverse: Inverse | None = None) -> None:
     """Raises where `factors` are not those of `layers`, or not what `inverse` needs."""
-    check_type("factors", factors, Factors, "what kfac.value_and_grad returns")
+    if not isinstance(factors, Factors):
+        raise ValueError(f"factors must be what kfac.value_and_grad returns, but is {type(factors).__name__}")
     expected = {layer.name: layer for layer in layers.with_factors}
     _check_names(factors, list(expected))
     for name, layer in expected.items():
