@@ -1,6 +1,7 @@
 """An inverse of one's own is one class: on one device, on several, and in the plan."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ def steps(tx, mesh=None, count=3):
     params = initial()
     state = jax.jit(tx.init)(params)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=QUICKLY)
     def step(params, state, batch):
         _, grads, factors = kfac.value_and_grad(loss_fn, layers())(params, batch)
         updates, state = tx.update(grads, state, params, factors=factors)

@@ -17,7 +17,7 @@ from config import Optimization
 # `augment.keys` folds in the step instead, which is never as large as this.
 FISHER_STREAM = 2**32 - 1
 
-INVERSES = {"cholesky": kfac.Cholesky, "eigh": kfac.Eigh, "ekfac": kfac.Ekfac}
+INVERSES: dict[str, Callable[..., kfac.Inverse]] = {"cholesky": kfac.Cholesky, "eigh": kfac.Eigh, "ekfac": kfac.Ekfac}
 
 
 def learning_rate(config: Optimization, steps_per_epoch: float, total_steps: int) -> optax.Schedule:

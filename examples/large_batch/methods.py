@@ -119,7 +119,7 @@ def _kfac(rate, s, layers):
 
 
 def _inverse(s: Settings) -> kfac.Inverse:
-    kinds = {"cholesky": kfac.Cholesky, "eigh": kfac.Eigh, "ekfac": kfac.Ekfac}
+    kinds: dict[str, Callable[..., kfac.Inverse]] = {"cholesky": kfac.Cholesky, "eigh": kfac.Eigh, "ekfac": kfac.Ekfac}
     return kinds[s.get("inverse", "cholesky")](s.get("precision", "float32"))
 
 

@@ -61,6 +61,7 @@ class Ekfac(Eigh):
         new, condition = super().refresh(kept, factors, damping)
         if kept.moments is None:
             return new, condition
+        new = dataclasses.replace(new, moments=kept.moments)
         turned = into_basis(kept.moments.average, self.basis(kept), self.basis(new))
         new = dataclasses.replace(new, moments=kept.moments._replace(average=turned))
         return new, eigen_condition(corrected_eigenvalues(new), damping)
