@@ -46,8 +46,10 @@ def spoil(tree, *path, value=float("nan")):
 
 
 def without(state, *metrics):
-    """The state less some of its counters."""
-    return state._replace(metrics=state.metrics._replace(**dict.fromkeys(metrics, jnp.zeros(()))))
+    """The state less some of its counters, and whether it comes from a refused step."""
+    return state._replace(
+        refused=jnp.array(False), metrics=state.metrics._replace(**dict.fromkeys(metrics, jnp.zeros(())))
+    )
 
 
 # Where each block lies in the state.
@@ -119,6 +121,7 @@ def test_a_bad_gradient_leaves_everything_as_it_was(before_refresh, path, value,
     measures = ("gradient_norm", "preconditioned_norm", "skipped_steps")
     assert_equal(without(state_of(bad), *measures), without(state_of(state), *measures))
     assert_equal(bad[1], state[1])
+    assert state_of(bad).refused and not state_of(state).refused
     assert kfac.diagnostics(bad)["skipped_steps"] == 1
     assert kfac.diagnostics(bad)["skipped_statistics"] == 0
     # The next good step is the one that this step should have been.
