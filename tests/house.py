@@ -111,11 +111,15 @@ def upward(found: list[Module]) -> list[str]:
 
 
 def circle(found: list[Module]) -> list[str]:
-    """Modules that import each other in a circle: what is left when all that import nothing left are taken away."""
-    left = {module.name: set(module.imports) for module in found}
-    while free := [name for name, imports in left.items() if not imports & left.keys()]:
-        for name in free:
-            del left[name]
+    """Modules in circles of imports: what is left without those that import none, and those that none imports."""
+    left = {module.name: module.imports for module in found}
+    while left:
+        imported = set().union(*left.values())
+        kept = {name: imports & left.keys() for name, imports in left.items() if name in imported}
+        kept = {name: imports for name, imports in kept.items() if imports}
+        if kept == left:
+            break
+        left = kept
     return sorted(left)
 
 
