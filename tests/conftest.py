@@ -40,9 +40,15 @@ os.environ["XLA_FLAGS"] = " ".join(
 
 import gc  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
+from pathlib import Path  # noqa: E402
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A run without the tests of the examples does not import what they import, which is large."""
+    return (collection_path.name.startswith("test_example") and "not examples" in config.option.markexpr) or None
 
 
 @pytest.fixture(scope="module", autouse=True)
