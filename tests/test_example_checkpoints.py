@@ -17,7 +17,7 @@ import pytest
 from runs import IMAGENET, ROOT
 
 # What orbax leaves behind after an error: see tests/test_checkpoints.py.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = [pytest.mark.examples, pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")]
 
 
 @pytest.fixture(autouse=True)

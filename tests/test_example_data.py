@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+pytestmark = pytest.mark.examples
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "imagenet"
 sys.path.insert(0, str(EXAMPLE))
 try:

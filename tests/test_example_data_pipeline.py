@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+pytestmark = pytest.mark.examples
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "imagenet"
 SIZE = 8
 BROKEN = (3, 17, 18)

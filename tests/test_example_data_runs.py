@@ -16,7 +16,7 @@ from runs import records, start
 OPTIONS = ["--arch", "digits", "--image-size", 16, "--batch-size", 8, "--optimizer", "sgd", "--width", 8,
            "--learning-rate", 0.1, "--steps", 40, "--log-every", 1, "--no-sync-batch-norm"]  # fmt: skip
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.examples, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

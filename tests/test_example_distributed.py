@@ -13,6 +13,8 @@ from jax.sharding import Mesh
 from runs import finish, start, train
 from runs import state as load
 
+pytestmark = pytest.mark.examples
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "imagenet"
 TWO = "launch/two_processes.py"
 

@@ -11,6 +11,8 @@ from jax.sharding import Mesh
 import kfac
 from runs import IMAGENET, records, state, train
 
+pytestmark = pytest.mark.examples
+
 
 @pytest.fixture
 def example(monkeypatch):

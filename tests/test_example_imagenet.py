@@ -14,6 +14,8 @@ from PIL import Image
 
 from runs import finish, records, refused, start, state, train
 
+pytestmark = pytest.mark.examples
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "imagenet"
 OPTIMIZERS = ["kfac", "sgd", "lars", "lamb", "adamw"]
 # Runs of different lengths share a program if they are parts of one long run.

@@ -18,6 +18,8 @@ import kfac
 import runs
 from runs import finish, records, start, state
 
+pytestmark = pytest.mark.examples
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "imagenet"
 sys.path.insert(0, str(EXAMPLE))
 import augment  # noqa: E402

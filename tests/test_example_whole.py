@@ -19,7 +19,7 @@ from runs import finish, records, start, state, train
 CLASSES, TRAIN, VAL = ("bird", "cat", "dog"), 80, 10
 STEPS = 14
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.examples, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -378,7 +378,7 @@ def test_state_survives_flattening_by_path():
 
 # Devices.
 
-DEVICES = 8
+DEVICES = 4
 
 
 def sharded_batch(step):

@@ -209,15 +209,15 @@ def check_devices(network, options, schedule, count):
     VARIED,
     {"precondition": "sharded", "triangular": True, "inverse_every": 2, "refresh_warmup": 1},
     [True, False, True],
-    8,
+    4,
 )
-@given(networks(depth=2, interacting=False), COMMUNICATION, st.just([True, False, True]), st.sampled_from([2, 8]))
+@given(networks(depth=2, interacting=False), COMMUNICATION, st.just([True, False, True]), st.sampled_from([2, 4]))
 def test_devices_do_as_one(network, options, schedule, count):
     check_devices(network, options, schedule, count)
 
 
 @pytest.mark.slow
 @many(25)
-@given(networks(depth=3, interacting=False), COMMUNICATION, SCHEDULES, st.sampled_from([2, 3, 8]))
+@given(networks(depth=3, interacting=False), COMMUNICATION, SCHEDULES, st.sampled_from([2, 3, 4]))
 def test_devices_do_as_one_for_many_networks(network, options, schedule, count):
     check_devices(network, options, schedule, count)

@@ -69,12 +69,12 @@ def axis_that_is_not_bound():
     update(tx, kfac.kfac(0.1, layers()).init(initial()))
 
 
-def eight_devices():
-    return jax.make_mesh((8,), ("devices",), axis_types=(AxisType.Auto,))
+def four_devices():
+    return jax.make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
 
 
 def state_for_other_devices():
-    tx = kfac.kfac(0.1, layers(), distribution=kfac.Distribution(mesh=eight_devices()))
+    tx = kfac.kfac(0.1, layers(), distribution=kfac.Distribution(mesh=four_devices()))
     update(tx, kfac.kfac(0.1, layers()).init(initial()))
 
 
@@ -86,7 +86,7 @@ def gradients_that_were_not_averaged():
         _, grads, factors = kfac.value_and_grad(loss_fn, layers())(params, batch)
         return tx.update(grads, tx.init(params), params, factors=factors)
 
-    mapped = jax.shard_map(step, mesh=eight_devices(), in_specs=(P(), P("devices")), out_specs=(P(), specs))
+    mapped = jax.shard_map(step, mesh=four_devices(), in_specs=(P(), P("devices")), out_specs=(P(), specs))
     jax.eval_shape(mapped, initial(), batch(0))
 
 

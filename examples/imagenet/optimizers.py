@@ -136,14 +136,14 @@ def gradient_fn(
     if layers is None:
         plain = jax.value_and_grad(loss_fn, has_aux=True)
 
-        def fn(params: Any, *rest: Any, key: Any = None, basis: Any = None) -> Any:
-            del key, basis
+        def fn(params: Any, *rest: Any, fisher_key: Any = None, basis: Any = None) -> Any:
+            del fisher_key, basis
             # Of parameters that are the same on all devices shard_map would sum the gradients.
             params = jax.lax.pcast(params, axis_name, to="varying")
             value, grads = plain(params, *rest)
             return value, grads, None
     else:
-        fn = kfac.value_and_grad(loss_fn, layers, has_aux=True, subsample=subsample, fisher=fisher, ekfac=ekfac)
+        fn = kfac.value_and_grad(loss_fn, layers, has_aux=True, subsample=subsample, fisher=fisher)
     if micro_batches == 1:
         return fn
     return kfac.microbatch(fn, micro_batches, batch_argnums=2)
