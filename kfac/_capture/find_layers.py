@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from kfac._capture import axes as axes_lib
-from kfac._capture.find_reads import NOT_WITH_EXAMPLES, Reads, Use, by_part, unsupported
+from kfac._capture.find_reads import Reads
 from kfac._capture.outputs import Marks, find_marks
+from kfac._capture.states import NOT_WITH_EXAMPLES, Use, by_part, unsupported
 from kfac._capture.trace import Trace, trace
 from kfac._layers import KRONECKER_KINDS, Layer, Layers, Layout
 

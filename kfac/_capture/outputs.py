@@ -214,9 +214,8 @@ def _walk(
             return _walk_scan(op, own, here, scans, (*around, len(path)), found)
         if op.inner:
             return _walk(op.inner, own, here, scans, around, found)
-        for inner in primitives.inside(op.eqn):
-            if any(primitives.contains(eqn, _is_mark) for eqn in inner.eqns):
-                raise ValueError(f"kfac.output cannot be followed inside {op.name}: mark what comes out of it")
+        if op.opaque and primitives.contains(op.eqn, _is_mark):
+            raise ValueError(f"kfac.output cannot be followed inside {op.name}: mark what comes out of it")
         together = _NO_LEAVES.union(*own) if op.alive else _NO_LEAVES
         likelihood = primitives.is_named(op.eqn, _PREFIX)
         if likelihood and op.alive:

@@ -14,8 +14,8 @@ import numpy as np
 from kfac._capture import axes as axes_lib
 from kfac._capture.axes import Atom
 from kfac._capture.find_layers import Found, layers_of
-from kfac._capture.find_reads import Use, by_part, unsupported
 from kfac._capture.outputs import Marks
+from kfac._capture.states import Use, by_part, unsupported
 from kfac._capture.taps import ElementwiseTap, Key, KroneckerTap, Plan, Tap
 from kfac._capture.trace import Trace
 from kfac._factors import Coarse, Factors, Kronecker, Unitwise
@@ -291,7 +291,7 @@ def _example_position(use: Use, n: int, parameter: str) -> int | None:
     # Where a kernel has been broadcast, then reshaped, its axes say nothing about the order of the data.
     axis_of = [axis for axis in axes for _ in axis]
     joined = example is not None and sum(not atom.of_leaf for atom in axis_of[example]) > 1
-    where = f"parameter {parameter!r} is read by {read.primitive} on an array of shape {list(read.shape)}"
+    where = f"parameter {parameter!r} is read by {read.name} on an array of shape {list(read.shape)}"
     if joined or (others and (example or read.reorders)):
         raise ValueError(
             f"{where}: it is not clear which of its axes has the {n} examples. Put the examples first, or take another "

@@ -57,7 +57,7 @@ class Read:
 
     Attributes:
       op: `"dense"`, `"conv"`, `"embedding"`, `"mul"` or `"add"`.
-      primitive: the name of the primitive.
+      name: of the primitive.
       operand: which input the parameter is.
       other: which input the data is.
       x_axes: axes of the data in terms of the leaf (dense), of its patches (conv) or of the counts of rows (embedding).
@@ -75,7 +75,7 @@ class Read:
     """
 
     op: str
-    primitive: str
+    name: str
     operand: int
     other: int
     x_axes: Axes
@@ -253,7 +253,7 @@ def _elementwise(eqn: Any, operand: int, axes: Axes) -> Meaning:
     y_axes = spread(axes, eqn.invars[operand].aval.shape, out)
     return Read(
         op="add" if name in SUMS else "mul",
-        primitive=name,
+        name=name,
         operand=operand,
         other=1 - operand,
         x_axes=y_axes,
@@ -289,7 +289,7 @@ def _product(eqn: Any, operand: int, axes: Axes) -> Meaning:
     examples = sorted([*x_free, *repeated])
     return Read(
         op="dense",
-        primitive=eqn.primitive.name,
+        name=eqn.primitive.name,
         operand=operand,
         other=1 - operand,
         x_axes=tuple(x_axes),
@@ -338,7 +338,7 @@ def _convolution(eqn: Any, operand: int, axes: Axes) -> Meaning:
     lead = sum(len(axis) for axis in y_axes[: numbers.out_spec[0]])
     return Read(
         op="conv",
-        primitive=eqn.primitive.name,
+        name=eqn.primitive.name,
         operand=operand,
         other=0,
         x_axes=x_axes,
@@ -386,7 +386,7 @@ def _lookup(eqn: Any, operand: int, axes: Axes) -> Meaning:
     row = iter([() if k == row_axis else axis for k, axis in enumerate(axes) if k not in numbers.collapsed_slice_dims])
     return Read(
         op="embedding",
-        primitive=eqn.primitive.name,
+        name=eqn.primitive.name,
         operand=0,
         other=1,
         x_axes=(axes[row_axis],),
@@ -497,4 +497,4 @@ def _alike(eqn: Any, like: Callable[..., Any], operand: int, axes: Axes) -> Mean
     if not isinstance(found, Read):
         return found
     other = next(k for k, var in enumerate(order) if var is inner.invars[found.other])
-    return dataclasses.replace(found, operand=operand, other=other, primitive=name)
+    return dataclasses.replace(found, operand=operand, other=other, name=name)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 
 from kfac._capture import primitives
-from kfac._layers import leaf_path
+from kfac._layers import leaf_paths
 
 Path = tuple[int, ...]  # positions of ops, from the outermost program inwards
 State = TypeVar("State")
@@ -262,14 +262,13 @@ def check_params(params: Any) -> tuple[list[str], list[tuple[int, ...]]]:
       ValueError: there are none, or two have one path.
       TypeError: one is no real array.
     """
-    flat, _ = jax.tree_util.tree_flatten_with_path(params)
-    names = [leaf_path(path) for path, _ in flat]
+    names, leaves = leaf_paths(params), jax.tree.leaves(params)
     if not names:
         raise ValueError("params has no leaves: there is nothing to train")
     repeated = [name for name, count in collections.Counter(names).items() if count > 1]
     if repeated:
         raise ValueError(f"two parameter leaves have the path {repeated[0]!r}; rename one")
-    for name, (_, leaf) in zip(names, flat, strict=True):
+    for name, leaf in zip(names, leaves, strict=True):
         if not _is_array(leaf):
             raise TypeError(f"parameter {name!r} must be an array, but is of type {type(leaf).__name__}")
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -277,7 +276,7 @@ def check_params(params: Any) -> tuple[list[str], list[tuple[int, ...]]]:
                 f"parameter {name!r} has dtype {leaf.dtype}: kfac differentiates real parameters only. Keep other "
                 "arrays out of params, as a further argument of loss_fn"
             )
-    return names, [tuple(leaf.shape) for _, leaf in flat]
+    return names, [tuple(leaf.shape) for leaf in leaves]
 
 
 def trace(loss_fn: Callable, has_aux: bool, params: Any, args: tuple, kwargs: dict) -> Trace:

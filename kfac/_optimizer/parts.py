@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from kfac._layers import KRONECKER_KINDS, Layers, leaf_path, leaves_by_path
+from kfac._layers import KRONECKER_KINDS, Layers, leaves_by_path, map_by_path
 from kfac._optimizer.scale_by_kfac import ScalarOrSchedule, value_at
 from kfac._optimizer.state import KfacState
 
@@ -56,9 +56,9 @@ def constrain_norm(
         scale = jnp.where(length > limit, jnp.sqrt(limit / jnp.where(length > 0, length, 1)), 1.0)
 
         def shorten(path, leaf):
-            return (leaf * scale).astype(leaf.dtype) if leaf_path(path) in chosen else leaf
+            return (leaf * scale).astype(leaf.dtype) if path in chosen else leaf
 
-        shortened = jax.tree_util.tree_map_with_path(shorten, preconditioned)
+        shortened = map_by_path(shorten, preconditioned)
         return shortened, NormConstraintState(inner_state, scale.astype(jnp.float32))
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -127,13 +127,13 @@ def scale_by_layer_trust_ratio(layers: Layers, coefficient: ScalarOrSchedule) ->
             return ratio.update(turning, optax.EmptyState(), param)[0]
 
         def scale_kernel(path, update, *param_and_gradient):
-            if leaf_path(path) not in kernels:
+            if path not in kernels:
                 return update
-            layout = kernels[leaf_path(path)]
+            layout = kernels[path]
             matrices = (layout.to_matrix(_wide(leaf)) for leaf in (update, *param_and_gradient))
             return layout.from_matrix(jax.vmap(scale)(*matrices), update.shape)
 
-        scaled = jax.tree_util.tree_map_with_path(scale_kernel, updates, params, unpreconditioned)
+        scaled = map_by_path(scale_kernel, updates, params, unpreconditioned)
         return scaled, optax.ScaleByScheduleState(count=optax.safe_increment(state.count))
 
     return optax.GradientTransformationExtraArgs(init, update)

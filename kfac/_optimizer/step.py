@@ -19,7 +19,7 @@ from kfac._curvature.refresh import refresh
 from kfac._curvature.symmetric import flatten_block, unflatten_block
 from kfac._distributed.assignment import Shard
 from kfac._distributed.collectives import gather_from_owners, means_to_owners, owns_last, take_own
-from kfac._factors import Block, Factors, Kronecker
+from kfac._factors import Block, Coarse, Factors, Kronecker, Unitwise
 from kfac._layers import leaves_by_path
 from kfac._optimizer.state import BlockState, Config, KfacMetrics, KfacState, Owned, Replica, check_state, match_leaves
 from kfac._varying import AxisName, as_varying, axis_size, varying_axes
@@ -199,6 +199,7 @@ def decide(place: Place, state: KfacState, usable: jax.Array, *, statistics: boo
 def average_statistics(place: Place, factors: Factors, *, local: bool) -> dict[str, Block]:
     """This step's statistics of the blocks that this device keeps, averaged over devices."""
     config, shards, axis = place.config, place.shards, place.config.axis
+    factors = _of_whole_batch(factors, axis if local else None)
     stacks = {group.name: group.stack_factors(factors, moments=config.has_moments(group)) for group in config.groups}
     if axis is None:
         return stacks
@@ -212,6 +213,20 @@ def average_statistics(place: Place, factors: Factors, *, local: bool) -> dict[s
         sent = {name: stack.astype(config.distribution.communication_dtype) for name, stack in sent.items()}
     received = means_to_owners(sent, shards, axis, dtypes)
     return {name: unflatten_block(received[name], stack) for name, stack in stacks.items()}
+
+
+def _of_whole_batch(factors: Factors, axis: AxisName | None) -> Factors:
+    """The factors with coarse blocks formed from the mean gradient over all devices, as on one."""
+
+    def formed(block):
+        if not isinstance(block, Coarse):
+            return block
+        if axis is None:
+            return Unitwise(block.F)
+        count = block.count * lax.axis_size(axis)
+        return Unitwise(as_varying(Coarse(lax.pmean(block.mean, axis), count).F, varying_axes(block.mean)))
+
+    return Factors({name: formed(block) for name, block in factors.items()})
 
 
 def take_in(place: Place, blocks: dict[str, BlockState], batch: dict[str, Block], usable: jax.Array) -> Taken:
