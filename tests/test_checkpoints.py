@@ -111,7 +111,7 @@ def test_a_checkpoint_of_another_version_of_the_state_names_what_differs(trained
 
 def test_a_checkpoint_of_another_number_of_devices_is_refused_unless_it_is_gathered(trained, tmp_path):
     mesh = jax.make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
-    tx = kfac.kfac(0.1, layers(), axis_name="devices")
+    tx = kfac.kfac(0.1, layers(), distribution=kfac.Distribution("devices"))
     specs = kfac.state_specs(tx, initial(), "devices")
     state = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=PartitionSpec(), out_specs=specs))(initial())
     with ocp.StandardCheckpointer() as checkpointer:

@@ -170,7 +170,7 @@ def test_a_state_for_other_devices_goes_on_as_it_would_have(distributed):
     expected, _ = _train(distributed, 5)
     names, split = distributed, distributed["split"]
     mesh, batch = names["small_mesh"], names["batch"]
-    tx = kfac.kfac(0.05, names["layers"], axis_name="devices", inverse_every=3)
+    tx = kfac.kfac(0.05, names["layers"], inverse_every=3, distribution=kfac.Distribution("devices"))
     specs = kfac.state_specs(tx, names["params"], "devices")
 
     def local_step(params, state, batch):
@@ -200,7 +200,7 @@ def test_a_loss_that_averages_over_devices_trains_like_one_device(distributed):
     assert layers == kfac.find_layers(global_loss, params, names["batch"])
 
     def step(params, batch, loss_fn, axis_name, average):
-        tx = kfac.kfac(0.05, layers, axis_name=axis_name)
+        tx = kfac.kfac(0.05, layers, distribution=kfac.Distribution(axis_name))
         loss, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)
         loss, grads = average((loss, grads))
         return loss, tx.update(grads, tx.init(params), params, factors=factors)[0]

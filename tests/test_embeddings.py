@@ -404,7 +404,7 @@ def test_preconditioning_is_that_of_the_dense_form(x64):
     assert np.all(np.asarray(updates["table"])[2] == 0)
 
 
-@pytest.mark.parametrize("options", [{}, {"precondition": "replicated"}, {"triangular": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"precondition": "replicated"}], ids=str)
 def test_several_devices_are_one(options):
     params, batch, layers = problem(jnp.float32)
     mesh = Mesh(np.array(jax.devices()[:4]), ("d",))
@@ -417,10 +417,17 @@ def test_several_devices_are_one(options):
             params = optax.apply_updates(params, updates)
         return params, state
 
-    alone = kfac.kfac(0.05, layers, damping=1e-2, inverse_every=2, refresh_warmup=1, staggered=False)
+    alone = kfac.kfac(
+        0.05, layers, damping=1e-2, inverse_every=2, refresh_warmup=1, distribution=kfac.Distribution(staggered=False)
+    )
     expected, state = jax.jit(lambda p, b: train(alone, lambda g: g, p, alone.init(p), b))(params, batch)
     tx = kfac.kfac(
-        0.05, layers, damping=1e-2, inverse_every=2, refresh_warmup=1, staggered=False, axis_name="d", **options
+        0.05,
+        layers,
+        damping=1e-2,
+        inverse_every=2,
+        refresh_warmup=1,
+        distribution=kfac.Distribution("d", staggered=False, **options),
     )
     specs = kfac.state_specs(kfac.kfac(0.05, layers, **options), params, "d")
     init = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=(same,), out_specs=specs))

@@ -46,8 +46,10 @@ def spoil(tree, *path, value=float("nan")):
 
 
 def without(state, *metrics):
-    """The state less some of its counters."""
-    return state._replace(metrics=state.metrics._replace(**dict.fromkeys(metrics, jnp.zeros(()))))
+    """The state less some of its counters, and whether it comes from a refused step."""
+    return state._replace(
+        refused=jnp.array(False), metrics=state.metrics._replace(**dict.fromkeys(metrics, jnp.zeros(())))
+    )
 
 
 # Where each block lies in the state.
@@ -100,7 +102,7 @@ def test_bad_first_statistics_leave_their_layer_passing_through():
 @pytest.fixture(scope="module")
 def before_refresh():
     options = {"weight_decay": 0.1, "norm_constraint": 1e-3, "inverse_every": 3, "refresh_warmup": 0}
-    tx = kfac.kfac(0.1, layers(), staggered=False, **options)
+    tx = kfac.kfac(0.1, layers(), distribution=kfac.Distribution(staggered=False), **options)
     return stepper(tx), history(tx, steps=3)
 
 
@@ -119,6 +121,7 @@ def test_a_bad_gradient_leaves_everything_as_it_was(before_refresh, path, value,
     measures = ("gradient_norm", "preconditioned_norm", "skipped_steps")
     assert_equal(without(state_of(bad), *measures), without(state_of(state), *measures))
     assert_equal(bad[1], state[1])
+    assert state_of(bad).refused and not state_of(state).refused
     assert kfac.diagnostics(bad)["skipped_steps"] == 1
     assert kfac.diagnostics(bad)["skipped_statistics"] == 0
     # The next good step is the one that this step should have been.
@@ -443,7 +446,7 @@ NOTHING, ACTIVATION, GRADIENT, STATISTIC, INDEFINITE = range(5)
 def devices():
     """A step on four devices of which the third has the fault whose number is an argument, and its first state."""
     mesh = jax.make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
-    tx = kfac.kfac(0.05, layers(), axis_name="devices", factor_decay=0.0)
+    tx = kfac.kfac(0.05, layers(), factor_decay=0.0, distribution=kfac.Distribution("devices"))
     specs = kfac.state_specs(tx, initial(), "devices")
 
     def local_step(params, state, batch, fault, value):

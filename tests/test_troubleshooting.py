@@ -65,7 +65,7 @@ def state_of_another_model():
 
 
 def axis_that_is_not_bound():
-    tx = kfac.kfac(0.1, layers(), axis_name="devices")
+    tx = kfac.kfac(0.1, layers(), distribution=kfac.Distribution("devices"))
     update(tx, kfac.kfac(0.1, layers()).init(initial()))
 
 
@@ -74,12 +74,12 @@ def four_devices():
 
 
 def state_for_other_devices():
-    tx = kfac.kfac(0.1, layers(), mesh=four_devices())
+    tx = kfac.kfac(0.1, layers(), distribution=kfac.Distribution(mesh=four_devices()))
     update(tx, kfac.kfac(0.1, layers()).init(initial()))
 
 
 def gradients_that_were_not_averaged():
-    tx = kfac.kfac(0.1, layers(), axis_name="devices")
+    tx = kfac.kfac(0.1, layers(), distribution=kfac.Distribution("devices"))
     specs = kfac.state_specs(tx, initial(), "devices")
 
     def step(params, batch):

@@ -17,6 +17,8 @@ from config import Optimization
 # `augment.keys` folds in the step instead, which is never as large as this.
 FISHER_STREAM = 2**32 - 1
 
+INVERSES: dict[str, Callable[..., kfac.Inverse]] = {"cholesky": kfac.Cholesky, "eigh": kfac.Eigh, "ekfac": kfac.Ekfac}
+
 
 def learning_rate(config: Optimization, steps_per_epoch: float, total_steps: int) -> optax.Schedule:
     """Linear warm-up from zero, then the chosen decay, by optimizer steps."""
@@ -93,7 +95,8 @@ def transform(
                 unitwise_damping=config.unitwise_damping, weight_decay=decay, weight_decay_mask=is_kernel,
                 norm_constraint=config.norm_constraint or None,
                 trust_ratio=config.trust_ratio or None, factor_decay=config.factor_decay,
-                inverse_every=config.inverse_every, inverse=config.inverse, axis_name=axis_name,
+                inverse_every=config.inverse_every, inverse=INVERSES[config.inverse](),
+                distribution=kfac.Distribution(axis_name),
             )  # fmt: skip
         case "sgd":
             tx = optax.chain(
@@ -133,14 +136,14 @@ def gradient_fn(
     if layers is None:
         plain = jax.value_and_grad(loss_fn, has_aux=True)
 
-        def fn(params: Any, *rest: Any, key: Any = None, basis: Any = None) -> Any:
-            del key, basis
+        def fn(params: Any, *rest: Any, fisher_key: Any = None, basis: Any = None) -> Any:
+            del fisher_key, basis
             # Of parameters that are the same on all devices shard_map would sum the gradients.
             params = jax.lax.pcast(params, axis_name, to="varying")
             value, grads = plain(params, *rest)
             return value, grads, None
     else:
-        fn = kfac.value_and_grad(loss_fn, layers, has_aux=True, subsample=subsample, fisher=fisher, ekfac=ekfac)
+        fn = kfac.value_and_grad(loss_fn, layers, has_aux=True, subsample=subsample, fisher=fisher)
     if micro_batches == 1:
         return fn
     return kfac.microbatch(fn, micro_batches, batch_argnums=2)

@@ -58,7 +58,12 @@ def main(args: list[str]) -> None:
     channels = 1 if options.arch == "digits" else 3
     counts = count(options.arch, options.image_size, channels, options.classes, options.dtype)
     plans = [
-        kfac.Assignment(counts.layers, devices, options.inverse_every, precondition=options.precondition)
+        kfac.Assignment(
+            counts.layers,
+            devices,
+            options.inverse_every,
+            distribution=kfac.Distribution(precondition=options.precondition),
+        )
         for devices in options.devices
     ]
     if options.table:
@@ -165,7 +170,8 @@ def preconditioning_flops(plan: kfac.Assignment) -> float:
     total = 0.0
     for group in plan.groups:
         if group.kronecker:
-            held = plan.shards[group.name].positions if plan.precondition == "sharded" else group.size
+            replicated = plan.distribution is not None and plan.distribution.replicated
+            held = group.size if replicated else plan.shards[group.name].positions
             total += held * 2 * group.d_out * group.d_in * (group.d_out + group.d_in)
     return total
 
@@ -175,7 +181,7 @@ def predict(plan: kfac.Assignment, counts: Counts, options: argparse.Namespace) 
     images = options.local_batch * options.micro_batches
     # A ring sends and receives (D-1)/D of the bytes, twice for an all-reduce, once for a reduce-scatter or all-gather.
     ring = 2 * (plan.devices - 1) / plan.devices / options.bytes_per_second
-    gathered = plan.gathered_bytes / (1 if plan.precondition == "sharded" else options.inverse_every)
+    gathered = plan.gathered_bytes / (1 if options.precondition == "sharded" else options.inverse_every)
     return Row(
         images * counts.step_flops / options.flops_per_second + 4 * counts.parameters * ring,
         images * counts.statistics_flops / options.flops_per_second / options.factor_every,

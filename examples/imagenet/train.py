@@ -190,7 +190,7 @@ def main(args: list[str]) -> None:
         scale = state.loss_scale.scale if half else None
         extra: dict[str, Any] = {}
         if optim.fisher == "sampled":
-            extra["key"] = optimizers.fisher_key(run.seed, state.step)
+            extra["fisher_key"] = optimizers.fisher_key(run.seed, state.step)
         if ekfac:
             assert layers is not None
             extra["basis"] = kfac.eigenbasis(state.opt_state, layers)
