@@ -15,12 +15,12 @@ from flax import nnx
 from jax import lax
 
 import kfac
-from checking import ROUNDING, check_all, check_kronecker, check_vectors, kinds, kronecker, normal, run
+from checking import check_all, check_kronecker, check_vectors, kinds, kronecker, normal, run
 from oracle import Geometry, Hook, explicit_padding, truth
 
 N, T = 3, 4
 EPS = 1e-5
-ATTENTION = 1e-6  # flax takes its softmax in float32
+SOFTMAX = 1e-6  # nnx takes it in float32
 
 
 def mean_loss(y, t):
@@ -137,8 +137,7 @@ def test_linen(x64, model, x, expected, wrap):
         with hooked(hook):
             return mean_loss(model.apply({"params": p}, x), t)
 
-    rounding = ROUNDING if expected is CONVOLUTIONAL else ATTENTION
-    layers, _ = check_all(loss, params, batch, truth(reference, params, batch), rounding=rounding)
+    layers, _ = check_all(loss, params, batch, truth(reference, params, batch))
     assert kinds(layers) == expected
     for layer in layers:
         if "norm" in layer.name and layer.d_in == 2:
@@ -288,7 +287,7 @@ def test_nnx_layers_of_a_transformer(x64):
         return mean_loss(nnx.merge(graph, p, rest)(x), t)
 
     batch = (normal(1, N, T, 4), normal(2, N, 60))
-    layers, _, factors = run(loss, randomised(state), batch, rounding=ATTENTION)
+    layers, _, factors = run(loss, randomised(state), batch, rounding=SOFTMAX)
     assert kinds(layers) == {
         "attention/key": "dense",
         "attention/out": "dense",
