@@ -110,6 +110,10 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
         _check_kernel(names[leaf], by_leaf[leaf], reads.coarse.get(leaf))
     companions = _companions(reads, by_leaf, kernels)
     n, unclear = count_examples(num_examples, marks, reads, kernels, names)
+    for _, length in reads.merges.values():
+        if n is not None and length != n:
+            reason = f"arrays that all examples share meet {length} of them, elsewhere there seem to be {n}"
+            n, unclear = None, f"the number of examples is not clear: {reason}. Pass num_examples= to value_and_grad."
 
     drafts: list[tuple[Layer, list[int]]] = []
     for leaf, name in enumerate(names):
@@ -243,18 +247,21 @@ def count_examples(
         if isinstance(given, bool) or not isinstance(given, int) or given < 1:
             raise ValueError(f"num_examples must be a positive int, but is {given!r}")
         for use in reads.uses:
-            if use.leaf in kernels and use.rows % given:
+            if use.leaf in kernels and not use.late and use.rows % given:
                 where = f"the {use.rows} positions at which {names[use.leaf]!r} is read"
                 raise ValueError(f"num_examples={given} does not divide {where}")
         return given, ""
     if marks.marks:
-        return marks.num_examples([(names[u.leaf], u.rows, u.read.leading) for u in reads.uses if u.leaf in kernels])
+        own = (use for use in reads.uses if use.leaf in kernels and not use.late)
+        return marks.num_examples([(names[use.leaf], use.rows, use.read.leading) for use in own])
     candidates: dict[int | None, str] = {}
     for use in reads.uses:
-        if use.leaf in kernels or not kernels:
+        if not use.late and (use.leaf in kernels or not kernels):
             # Without an axis of its own there is one example, unless a scan runs over examples or over positions.
             leading = 1 if use.read.leading is None and use.rows == 1 else use.read.leading
             candidates.setdefault(leading, names[use.leaf])
+    if not candidates:
+        candidates.update({length: "rows that all examples share" for _, length in reads.merges.values()})
     if not candidates:
         candidates.update(reads.skipped_products)
     if not candidates and any(leaf in reads.coarse or leaf in reads.derived for leaf in range(len(names))):
@@ -281,7 +288,7 @@ def _kronecker_layer(leaves, reads: Reads, by_leaf: dict[int, list[Use]], names,
         roles = reads.uses[joined[0]].roles
         layouts.append(axes_lib.layout((own, _role_within(roles, theirs)) for own, theirs in joined[1]))
     by_parts, lookup = by_part(uses), main.read.op == "embedding"
-    rows = {sum(use.rows for use in part) for part in by_parts}
+    rows = {sum(use.rows * (n or 1 if use.late else 1) for use in part) for part in by_parts}
     parts = math.prod(atom.size for atom in uses[0].picked)
     notes = ["A holds the counts of the rows looked up"] * lookup
     notes += ["read as its transpose as well"] * any(use.layout != kernel for use in uses)

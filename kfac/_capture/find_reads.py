@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from kfac._capture import axes as axes_lib
+from kfac._capture import primitives
 from kfac._capture.axes import Atom, Axes
 from kfac._capture.primitives import PRODUCTS, SUMS, Follow, Read, spread
 from kfac._capture.states import (
@@ -40,6 +41,8 @@ class Reads:
       derived: leaves that something else is computed from, and how.
       products: leaves whose product with another parameter something is computed from, and that product.
       skipped_products: lengths of the first axes that are not the parameter's, where products read skipped ones.
+      merges: where rows that all examples share meet the examples: the axis of these, and its length.
+      shared_calls: operations into which such rows are handed.
       multipliers: operations that produce a scaled view, and the operand that is the view.
       carriers: operations out of which a scaled view is handed.
     """
@@ -51,8 +54,13 @@ class Reads:
         self.derived: dict[int, str] = {}
         self.products: dict[int, str] = {}
         self.skipped_products: dict[int | None, str] = {}
+        self.merges: dict[Path, tuple[int, int]] = {}
+        self.shared_calls: set[Path] = set()
         self.multipliers: dict[Path, int] = {}
         self.carriers: set[Path] = set()
+        shapes = [tuple(array.shape) for array in traced.arrays]
+        self._lengths = {shape[0] for shape in shapes if shape and shape[0] > 1}
+        self._sizes = {size for shape in shapes for size in shape[:-1] if size > 1} | self._lengths
         # A loss without array arguments has its examples in constants.
         self._constants = Data(fixed=bool(traced.arrays))
         states: list[State] = [
@@ -62,7 +70,10 @@ class Reads:
             for k, shape in enumerate(self.shapes)
         ]
         states += [Data()] * len(traced.arrays)
-        self._walk(traced.program, states, (), ())
+        loss, *_ = self._walk(traced.program, states, (), ())
+        if isinstance(loss, Data) and loss.shared:
+            names = [self.names[leaf] for leaf in sorted(loss.shared)]
+            raise unsupported(names, "a product", NOT_WITH_EXAMPLES)
 
     # -- walking -------------------------------------------------------------------------------------------------
 
@@ -77,7 +88,7 @@ class Reads:
 
     def _visit(self, op: Op, states: list[State], path: Path, scans) -> list[State]:
         params = [s for s in states if not isinstance(s, Data)]
-        known = params or any(isinstance(s, Data) and (s.output or s.made_of) for s in states)
+        known = params or any(isinstance(s, Data) and (s.output or s.made_of or s.shared) for s in states)
         if not op.alive or not known:
             if op.alive and (op.name in PRODUCTS or op.name == "gather"):
                 self._note_skipped(op, states)
@@ -85,9 +96,13 @@ class Reads:
             # Parameters that carry no gradient are numbers, but no examples.
             constants = [Data(fixed=True) if not isinstance(s, Data) else s for s in states]
             active = any(isinstance(s, Data) and s.active for s in states)
-            return [Data(active, skipped=skipped, fixed=_is_fixed(op, constants))] * len(op.outputs)
+            return [Data(active, skipped=skipped, fixed=self._is_fixed(op, constants))] * len(op.outputs)
         if op.name == "optimization_barrier":
             return [_at_barrier(s) for s in states]
+        if any(isinstance(s, Data) and s.shared for s in states):
+            found = self._with_shared(op, states, params, path)
+            if found is not None:
+                return found
         if op.inner:
             leaving = (
                 self._scan(op, states, path, scans) if op.name == "scan" else self._walk(op.inner, states, path, scans)
@@ -107,6 +122,39 @@ class Reads:
                 return found
         return [self._derive(op, states)] * len(op.outputs)
 
+    def _with_shared(self, op: Op, states: list[State], params: Sequence[State], path: Path) -> list[State] | None:
+        """Results of an op with rows that all examples share; None where it is one like others.
+
+        Where they meet the examples by way of a broadcast, each example has a gradient of its own with respect to them.
+        """
+        leaves = frozenset().union(*(s.shared for s in states if isinstance(s, Data)))
+        if op.inner:
+            if op.call and op.call.scan:
+                raise unsupported([self.names[leaf] for leaf in sorted(leaves)], op.describe(), NOT_WITH_EXAMPLES)
+            self.shared_calls.add(path)
+            return None
+        if params:
+            return None
+        where = [k for k, s in enumerate(states) if isinstance(s, Data) and s.shared]
+        given = zip(states, op.literals, strict=True)
+        alone = all(literal or (isinstance(s, Data) and s.fixed) for s, literal in given)
+        if alone and op.name == "broadcast_in_dim":
+            new = axes_lib.broadcast_axes(op.results[0], primitives.broadcast_dimensions(op.eqn))
+        elif alone or op.name not in primitives.ELEMENTWISE:
+            new = []
+        else:
+            shape = next(shape for k, shape in enumerate(op.shapes) if k in where)
+            new = [k for k, (own, size) in enumerate(zip(shape, op.results[0], strict=False)) if own == 1 < size]
+        axes = [k for k in new if op.results[0][k] in self._lengths]
+        if len(axes) == 1 and len({op.shapes[k] for k in where}) == 1:
+            self.merges[path] = axes[0], op.results[0][axes[0]]
+            return [Data(active=True)]
+        if not alone:
+            raise unsupported([self.names[leaf] for leaf in sorted(leaves)], op.describe(), NOT_WITH_EXAMPLES)
+        followed = self._through_data(op, states)
+        assert isinstance(followed, Data)
+        return [dataclasses.replace(followed, shared=leaves, fixed=True)] * len(op.outputs)
+
     def _note_skipped(self, op: Op, states: list[State]) -> None:
         for k, state in enumerate(states):
             if isinstance(state, Data) and state.skipped:
@@ -116,7 +164,7 @@ class Reads:
 
     def _through_data(self, op: Op, states: list[State]) -> State:
         """Activations only: keep what is known of a layer's output while its axes can be followed."""
-        active, fixed = any(is_active(s) for s in states), _is_fixed(op, states)
+        active, fixed = any(is_active(s) for s in states), self._is_fixed(op, states)
         known = [k for k, s in enumerate(states) if isinstance(s, Data) and (s.output or s.made_of)]
         if len(known) != 1 or len(op.outputs) != 1:
             return Data(active, fixed=fixed)
@@ -179,6 +227,20 @@ class Reads:
                 results.append(Derived(leaves_of(state), "scan"))
         return results
 
+    def _is_fixed(self, op: Op, states: Sequence[State]) -> bool:
+        """Whether a result depends on no array argument.
+
+        Zeros of the size of a batch may be its initial state: they do not count.
+        """
+        if op.inner and not states:
+            return False
+        own = [s for s, literal in zip(states, op.literals, strict=True) if not literal]
+        if not own:
+            shape = op.results[0] if op.results else ()
+            of_batch = self._lengths if len(shape) == 1 else self._sizes
+            return op.name != "broadcast_in_dim" or not (of_batch.intersection(shape) or not self._constants.fixed)
+        return all(isinstance(s, Data) and s.fixed for s in own)
+
     # -- reads ---------------------------------------------------------------------------------------------------
 
     def _add(self, use: Use) -> Data:
@@ -212,7 +274,11 @@ class Reads:
             # Broadcast over examples and then multiplied: an activation (a learned initial state).
             self._met_data(view, f"broadcast, then {op.name}")
             return Data(active=True)
-        return self._add(self._kernel(op, found, view, path, scans))
+        use, other = self._kernel(op, found, view, path, scans), states[found.other]
+        if not isinstance(other, Data) or not other.fixed:
+            return self._add(use)
+        result = self._add(dataclasses.replace(use, late=True))
+        return dataclasses.replace(result, shared=other.shared | {view.leaf}, fixed=True)
 
     def _kernel_operand(self, op: Op, states: list[State]) -> int | None:
         """Which operand of a product is the kernel; None if none is."""
@@ -225,10 +291,17 @@ class Reads:
                 self._met_data(other, f"broadcast, then {op.name}")
             elif not isinstance(other, Data) or other.fixed:
                 continue
-            if not views[k].uniform:
-                self._refuse(views[k], op, "its values are multiplied by others before the product")
-            return k
+            return self._uniform(op, views[k], k)
+        for k in kernels:  # of rows that all examples share
+            found = op.meaning(k, views[k].axes)
+            if isinstance(found, Read) and found.op == "dense" and isinstance(states[found.other], Data):
+                return self._uniform(op, views[k], k)
         return None
+
+    def _uniform(self, op: Op, view: View, k: int) -> int:
+        if not view.uniform:
+            self._refuse(view, op, "its values are multiplied by others before the product")
+        return k
 
     def _product_of_others(self, op: Op, states: list[State]) -> State:
         if all(isinstance(s, Data) for s in states):
@@ -285,7 +358,7 @@ class Reads:
             return view  # a constant offset, as in (1 + scale): the gradient is the same
         if read.divides and operand == 1:
             return None
-        if other.fixed and (additive or repeated):
+        if other.fixed and (additive or repeated) and not other.shared:
             return None  # not yet an activation
         if not additive and not repeated:
             self.multipliers[path] = operand
@@ -302,7 +375,11 @@ class Reads:
             joined = self._join(view, read.y_axes, other.output)
             same = joined is not None and other.output.axes == self.uses[joined[0]].read.y_axes
             directly = same and not other.output.multiplied and not opposite
+        if other.shared and not (joined and self._is_kernel(Output(joined[0], ()))):
+            self._refuse(view, op, NOT_WITH_EXAMPLES)
         result = self._add(Use(read, view.leaf, view, path, scans, self._picks(view), joined, directly))
+        if other.shared:
+            return dataclasses.replace(result, shared=other.shared, fixed=True)
         # An update of the size of the parameter, as in a model that takes gradient steps of its own.
         return result if repeated or joined else dataclasses.replace(result, made_of=frozenset({view.leaf}))
 
@@ -313,7 +390,7 @@ class Reads:
         assert isinstance(indices, Data)
         if read is None or not view.uniform or indices.fixed or self._picks(view) is None:
             self._met_data(view, op.name)
-            return Data(active=True, made_of=frozenset({view.leaf}), fixed=_is_fixed(op, states))
+            return Data(active=True, made_of=frozenset({view.leaf}), fixed=self._is_fixed(op, states))
         self.uses.append(self._kernel(op, read, view, path, scans))
         # Rows with more than one axis may be kernels, chosen by the example; a product that reads those is refused.
         return Data(active=True, made_of=frozenset({view.leaf} if kernels else ()))
@@ -410,16 +487,6 @@ def _at_barrier(state: State) -> State:
     if isinstance(state, View) and state.scaled:
         return Derived(frozenset({state.leaf}), "a product, then optimization_barrier", mixed=state.mixed)
     return state
-
-
-def _is_fixed(op: Op, states: Sequence[State]) -> bool:
-    """Whether a result depends on no array argument. Zeros may be the initial state of a batch: they do not count."""
-    if op.inner and not states:
-        return False
-    own = [s for s, literal in zip(states, op.literals, strict=True) if not literal]
-    if not own:
-        return op.name != "broadcast_in_dim"
-    return all(isinstance(s, Data) and s.fixed for s in own)
 
 
 def _fixed_in_scan(op: Op, fixed: Sequence[bool]) -> list[bool]:

@@ -104,7 +104,9 @@ def plan_taps(
     for path, operand in found.reads.multipliers.items():
         # Only where the program holds a tap: elsewhere nothing reads the multiplier.
         planned.plan.at(path).multipliers[path[-1]] = operand
-    for path in found.reads.carriers:
+    for path, (axis, _) in found.reads.merges.items():
+        planned.plan.at(path).merges[path[-1]] = axis
+    for path in found.reads.carriers | found.reads.shared_calls:
         planned.plan.at((*path, 0))
     return planned
 
@@ -116,6 +118,10 @@ def _plan_kronecker(planned: Planned, layer: Layer, uses: list[Use], subsample: 
     with_bias = {use.joined[0] for use in planned.found.reads.uses if use.joined and _is_bias(planned, layer, use)}
     dtype = jnp.result_type(*{use.read.dtype for use in uses})
     for use in uses:
+        index = next(k for k, other in enumerate(planned.found.reads.uses) if other is use)
+        if use.late:
+            planned.plan.at(use.path).late[use.path[-1]] = planned.num_examples
+        use = use.for_all(planned.num_examples)
         read = use.read
         examples = _examples(planned, layer, use, subsample, moments)
         rest = [p for p, _ in read.rows if p not in examples]
@@ -123,7 +129,6 @@ def _plan_kronecker(planned: Planned, layer: Layer, uses: list[Use], subsample: 
             rest = [p for p, atom in enumerate(axes_lib.flatten(read.y_axes)) if not atom.of_leaf and p not in examples]
         in_x = dict(read.rows)
         x_rows = [[in_x[p] for p in part if p in in_x] for part in (examples, rest)]
-        index = next(k for k, other in enumerate(planned.found.reads.uses) if other is use)
         tap = KroneckerTap(
             key=_key(layer, use),
             operand=read.operand,
@@ -157,7 +162,7 @@ def _finish_kronecker(planned: Planned, layer: Layer, uses: list[Use], dtype: An
     if moments:
         tails["moments"] = (layer.d_out, layer.d_in)
     summed = {name: jax.ShapeDtypeStruct((*use.iterated, batched, *tail), dtype) for name, tail in tails.items()}
-    positions = {part[0].part: sum(use.rows for use in part) / n for part in by_part(uses)}
+    positions = {part[0].part: sum(use.for_all(n).rows for use in part) / n for part in by_part(uses)}
     keys = list(dict.fromkeys(_key(layer, use) for use in uses))
     for key in keys:
         # Of its transpose, the layer's outputs are the inputs.

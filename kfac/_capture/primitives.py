@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend import core as jex
 from jax.lax import GatherScatterMode
 
@@ -27,6 +28,11 @@ from kfac._statistics.rows import Lookup, accumulator
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 SUMS = frozenset({"add", "add_any", "sub"})
+# Operations on arrays of one shape, or of ones in the place of some of its lengths.
+ELEMENTWISE: dict[str, Callable[..., jax.Array]] = {
+    **{name: getattr(lax, name) for name in ("add", "sub", "mul", "div", "max", "min", "pow", "select_n")},
+    "add_any": lax.add,
+}
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"})
 _REMATS = frozenset({"checkpoint", "remat", "remat2"})
 _IDENTITIES = frozenset(
@@ -152,6 +158,12 @@ def is_named(eqn: Any, prefix: str) -> str | None:
     """Of a `checkpoint_name` that begins with `prefix`, the rest."""
     name = eqn.params["name"] if eqn.primitive.name == "name" else ""
     return name.removeprefix(prefix) if name.startswith(prefix) else None
+
+
+def broadcast_dimensions(eqn: Any) -> tuple[int, ...]:
+    """Which axes of the result of a `broadcast_in_dim` are those of its input, but for those that it repeats."""
+    own = zip(eqn.params["broadcast_dimensions"], eqn.invars[0].aval.shape, strict=True)
+    return tuple(int(k) for k, size in own if size == eqn.outvars[0].aval.shape[k])
 
 
 def stops_gradient(eqn: Any) -> bool:

@@ -13,7 +13,27 @@ from jax.extend import core as jex
 
 from kfac._capture import primitives
 from kfac._capture.taps import ElementwiseTap, Key, Plan, Probes, tapped
-from kfac._capture.trace import Program
+from kfac._capture.trace import Op, Program
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """An array that is the same for all `n` examples, once for each of them, `[n, ...]`.
+
+    So the gradient with respect to it is known for each.
+    """
+
+    rows: Any
+
+
+def _is_shared(value: Any) -> bool:
+    return isinstance(value, Shared)
+
+
+def _alone(value: Any) -> Any:
+    return value.rows[0] if isinstance(value, Shared) else value
+
 
 # What parameters have been multiplied by on the way to each variable that is a scaled view.
 Multipliers = dict[int, jax.Array]  # by position among the arguments or results of an op
@@ -22,7 +42,7 @@ Multipliers = dict[int, jax.Array]  # by position among the arguments or results
 def replay(program: Program, args: Sequence[Any], plan: Plan, probes: Probes) -> tuple[list[Any], dict[Key, Any]]:
     """The results of a program, with the taps of `plan`; and what its marks hand out, stacked by the scans around."""
     outs, _, handed = _replay(program, args, {}, plan, probes)
-    return outs, handed
+    return list(map(_alone, outs)), handed
 
 
 def evaluate(within: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
@@ -89,8 +109,15 @@ def _replay(
     for index, op in enumerate(program.ops):
         eqn, values = op.eqn, [read(var) for var in op.inputs]
         child = plan.children.get(index)
+        if not op.alive:
+            values = list(map(_alone, values))
+        if index in plan.late:
+            other = plan.taps[index].other
+            assert other is not None
+            if not _is_shared(values[other]):
+                values[other] = Shared(jnp.broadcast_to(values[other], (plan.late[index], *values[other].shape)))
         if child is None:
-            outs = evaluate(jaxpr, eqn, values)
+            outs = _evaluate_shared(jaxpr, op, values, plan.merges.get(index))
         else:
             outs, leaving, inside = _inside(op, values, known(op.inputs), child, probes)
             multipliers.update((op.outputs[k], multiplier) for k, multiplier in leaving.items())
@@ -107,13 +134,40 @@ def _replay(
                 if source is not None:
                     values[tap.other] = [read(var) for var in source.inputs]
                     tap = dataclasses.replace(tap, source=source)
-            residuals = tap.residuals(values, multipliers.get(op.inputs[tap.operand]), probes)
-            outs = [tapped(tap, residuals, outs[0], probes[tap.key])]
+            rows = [value.rows if _is_shared(value) else value for value in values]
+            residuals = tap.residuals(rows, multipliers.get(op.inputs[tap.operand]), probes)
+            if index in plan.late:
+                outs = [Shared(tapped(tap, residuals, outs[0].rows, probes[tap.key]))]
+            else:
+                outs = [tapped(tap, residuals, outs[0], probes[tap.key])]
         if index in plan.marks:
             key, at_mark = plan.marks[index]
             outs[0], handed[key] = at_mark(outs[0], probes[key])
         env.update(zip(op.outputs, outs, strict=True))
     return [read(var) for var in jaxpr.outvars], known(jaxpr.outvars), handed
+
+
+def _evaluate_shared(jaxpr: Any, op: Op, values: Sequence[Any], axis: int | None) -> list[Any]:
+    """Results of an op; where arrays that all examples share meet the examples, which have the axis `axis`."""
+    if not any(map(_is_shared, values)):
+        return evaluate(jaxpr, op.eqn, values)
+
+    def one(*values):
+        return evaluate(jaxpr, op.eqn, values)
+
+    if axis is not None and len(values) > 1:
+
+        def whole(value):
+            if _is_shared(value):  # the examples take the place of an axis of length one
+                value = jnp.moveaxis(jnp.squeeze(value.rows, axis + 1), 0, axis)
+            return jnp.broadcast_to(value, op.results[0])
+
+        return [primitives.ELEMENTWISE[op.name](*map(whole, values))]
+    own = [value.rows if _is_shared(value) else value for value in values]
+    outs = jax.vmap(one, in_axes=[0 if _is_shared(value) else None for value in values])(*own)
+    if axis is None:
+        return list(map(Shared, outs))
+    return [jnp.moveaxis(jnp.take(outs[0], 0, axis=axis + 1), 0, axis)]
 
 
 def _inside(
@@ -139,7 +193,8 @@ def _inside(
 
 
 def _constrained(value: Any, sharding: Any) -> Any:
-    return lax.with_sharding_constraint(value, sharding) if isinstance(sharding, jax.sharding.Sharding) else value
+    known = isinstance(sharding, jax.sharding.Sharding) and not _is_shared(value)
+    return lax.with_sharding_constraint(value, sharding) if known else value
 
 
 def _scan(

@@ -47,6 +47,9 @@ class Data:
     made_of: frozenset[int] = frozenset()  # leaves that it still consists of: looked-up rows, updated weights
     skipped: bool = False  # a parameter that the user skipped
     fixed: bool = False  # does not depend on the array arguments of the loss, so it holds no examples
+    shared: frozenset[int] = (
+        frozenset()
+    )  # leaves whose products with constants it is made of: the same for all examples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +88,7 @@ class Use:
       picks: where a product reads one of several equal parts of the leaf, which (`axes.picks`).
       joined: the use whose result this one (a bias or shift) is added to, with the atoms of both leaves in pairs.
       directly: whether nothing stands between that result and the addition but a change of form.
+      late: whether it reads rows that all examples share. Its result gets an axis of examples, which come in later.
     """
 
     read: Read
@@ -95,6 +99,7 @@ class Use:
     picks: tuple[tuple[Atom, int], ...] | None = ()
     joined: tuple[int, tuple[tuple[Atom, Atom], ...]] | None = None
     directly: bool = False
+    late: bool = False
 
     @property
     def picked(self) -> tuple[Atom, ...]:
@@ -123,6 +128,21 @@ class Use:
     def rows(self) -> int:
         """Rows this use contributes: positions of all examples, over all iterations that share the parameter."""
         return self.times * math.prod(atom.size for axis in self.read.y_axes for atom in axis if not atom.of_leaf)
+
+    def for_all(self, n: int) -> Use:
+        """The same with `n` examples on a first axis, for rows that all of them share."""
+        if not self.late:
+            return self
+        read, axis = self.read, axes_lib.foreign(n)
+        read = dataclasses.replace(
+            read,
+            x_axes=(axis, *read.x_axes),
+            y_axes=(axis, *read.y_axes),
+            rows=(*((0, 0) for _ in axis), *((y + len(axis), x + len(axis)) for y, x in read.rows)),
+            shape=(n, *read.shape),
+            leading=n,
+        )
+        return dataclasses.replace(self, read=read, late=False)
 
     @property
     def roles(self) -> dict[Atom, str]:

@@ -183,6 +183,8 @@ class Plan:
       multipliers: ops whose result is a scaled view of a parameter, and the operand that is the view.
       children: plans of the programs inside ops.
       iterated: for a scan, whether the probe of a key has an entry for each iteration.
+      late: taps of reads of rows that all examples share, and the number of these.
+      merges: ops at which such rows meet the examples, and the axis of these.
       marks: what happens at marked outputs, with their keys.
     """
 
@@ -190,6 +192,8 @@ class Plan:
     multipliers: dict[int, int] = dataclasses.field(default_factory=dict)
     children: dict[int, Plan] = dataclasses.field(default_factory=dict)
     iterated: dict[Key, bool] = dataclasses.field(default_factory=dict)
+    late: dict[int, int] = dataclasses.field(default_factory=dict)
+    merges: dict[int, int] = dataclasses.field(default_factory=dict)
     marks: dict[int, tuple[Key, AtMark]] = dataclasses.field(default_factory=dict)
 
     def at(self, path: tuple[int, ...]) -> Plan:

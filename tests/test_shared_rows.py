@@ -1,0 +1,123 @@
+"""Products with rows that all examples share: tangents and cotangents that start from constants, first states.
+
+Each example has a gradient of its own with respect to such a product, where it meets the examples. The same loss with
+rows of every example's own, `row + 0 * x`, has ordinary reads, which other tests compare with brute force.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kfac
+from checking import normal, run
+from oracle import relative_error
+
+N, D, H = 6, 2, 4
+
+
+def network(p, x):
+    h = jnp.tanh(x @ p["w1"] + p["b1"])
+    h = jnp.tanh(h @ p["w2"] + p["b2"])
+    return (h @ p["w3"])[0]
+
+
+def parameters():
+    shapes = {"w1": (D, H), "b1": (H,), "w2": (H, H), "b2": (H,), "w3": (H, 1)}
+    return {name: normal(k, *shape) for k, (name, shape) in enumerate(shapes.items())}
+
+
+def directional(p, x, own):
+    """The derivative along a fixed direction."""
+    direction = jnp.array([1.0, 0.5])
+    return jax.jvp(lambda z: network(p, z), (x,), (direction + own(x),))[1]
+
+
+def jacobian(p, x, own):
+    return jnp.sum(jax.vmap(lambda v: jax.jvp(lambda z: network(p, z), (x,), (v + own(x),))[1])(jnp.eye(D)) ** 2)
+
+
+def laplacian(p, x, own):
+    """Forward over forward, as for a partial differential equation."""
+
+    def second(v):
+        v = v + own(x)
+        return jax.jvp(lambda z: jax.jvp(lambda z: network(p, z), (z,), (v,))[1], (x,), (v,))[1]
+
+    return sum(second(v) for v in jnp.eye(D)) - 1.0
+
+
+def first_state(p, x, own):
+    """A recurrent network in a Python loop, whose first state is zero or learnt from nothing."""
+    h = jnp.full((H,), 0.3) + jnp.sum(own(x))
+    for _ in range(2):
+        h = jnp.tanh(h @ p["w2"] + x @ p["w1"] + p["b1"])
+    return jnp.sum(h**2) + (h @ p["w3"])[0] + jnp.sum(jnp.tanh(p["b2"] * h))
+
+
+CASES = {"directional": directional, "jacobian": jacobian, "laplacian": laplacian, "first state": first_state}
+
+
+def loss_of(case, own, wrap=lambda f: f):
+    one = wrap(lambda p, x: CASES[case](p, x, own) ** 2)
+
+    def loss(p, x):
+        return jnp.mean(jax.vmap(one, in_axes=(None, 0))(p, x))
+
+    return loss
+
+
+def nothing(x):
+    del x
+    return 0.0
+
+
+def zeros_of_its_own(x):
+    return 0 * x
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["alone", "jit", "remat"])
+@pytest.mark.parametrize("case", CASES)
+def test_they_count_as_rows_of_every_example(x64, case, wrap):
+    params, x = parameters(), normal(9, N, D)
+    layers, _, found = run(loss_of(case, nothing, wrap), params, (x,))
+    same, _, expected = run(loss_of(case, zeros_of_its_own, wrap), params, (x,))
+    assert layers == same
+    assert [layer.positions for layer in layers] == [layer.positions for layer in same]
+    for name, block in expected.items():
+        for a, b in zip(jax.tree.leaves(found[name]), jax.tree.leaves(block), strict=True):
+            assert relative_error(a, np.asarray(b)) < 1e-10, name
+
+
+@pytest.mark.parametrize("derivative", [jax.hessian, jax.jacfwd, jax.grad, jax.linearize], ids=lambda f: f.__name__)
+def test_derivatives_as_they_are_written(x64, derivative):
+    """Gradients are right, and a doubled batch leaves the statistics as they are."""
+
+    def one(p, x):
+        if derivative is jax.linearize:
+            return jax.linearize(lambda z: network(p, z), x)[1](jnp.ones(D))
+        return jnp.sum(derivative(lambda z: network(p, z))(x))
+
+    def loss(p, x):
+        return jnp.mean((jax.vmap(one, in_axes=(None, 0))(p, x) - 1) ** 2)
+
+    params, x = parameters(), normal(9, N, D)
+    _, _, once = run(loss, params, (x,), rounding=1e-9)
+    _, _, twice = run(loss, params, (jnp.concatenate([x, x]),), rounding=1e-9)
+    for a, b in zip(jax.tree.leaves(twice), jax.tree.leaves(once), strict=True):
+        assert relative_error(a, np.asarray(b)) < 1e-8
+
+
+def test_a_constant_kernel_is_still_refused():
+    """Where the product meets the examples otherwise than by a broadcast, it is one more array of parameters."""
+
+    def loss(p, x):
+        return jnp.mean((x @ (jnp.ones((D, 3)) @ p["w"])) ** 2)
+
+    with pytest.raises(kfac.UnsupportedLayerError, match=r"'w'.*holds no examples.*skip="):
+        kfac.find_layers(loss, {"w": jnp.ones((3, H))}, jnp.ones((N, D)))
+
+
+def test_a_product_of_constants_alone_is_refused():
+    with pytest.raises(kfac.UnsupportedLayerError, match=r"'w'.*holds no examples.*skip="):
+        kfac.find_layers(lambda p, x: jnp.mean((jnp.ones((7, 3)) @ p["w"]) ** 2), {"w": jnp.ones((3, H))}, jnp.ones(N))
