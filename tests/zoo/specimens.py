@@ -1,0 +1,210 @@
+"""What a specimen is, and the checks that all of them have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+import kfac
+from checking import FAST, check_layers
+from oracle import relative_error
+from zoo.bruteforce import Truth, truth
+
+N = 6  # examples, three thirds of two
+TOLERANCE = 1e-7
+
+
+@dataclasses.dataclass(frozen=True)
+class Specimen:
+    """A model, and what ought to happen to it.
+
+    Attributes:
+      name: of the model.
+      construct: what is special about it.
+      build: makes `(loss, params, batch)` with `loss(params, batch)` and `N` rows in every array of the batch.
+      refused: patterns that the error of `find_layers` must match; none where the model must be right.
+      interacting: whether examples act on each other, so that a batch is not the sum of its thirds.
+      examples: how many examples a row of the batch is, for `num_examples=`; None to pass none.
+      skip: patterns for `find_layers`.
+    """
+
+    name: str
+    construct: str
+    build: Callable[[], tuple[Callable, Any, Any]]
+    refused: tuple[str, ...] = ()
+    interacting: bool = False
+    examples: int | None = None
+    skip: tuple[str, ...] = ()
+
+
+ZOO: dict[str, Specimen] = {}
+
+
+def specimen(name: str, construct: str, **options: Any) -> Callable:
+    """Puts the model that the decorated function builds into the zoo."""
+
+    def enter(build):
+        assert name not in ZOO
+        ZOO[name] = Specimen(name, construct, build, **options)
+        return build
+
+    return enter
+
+
+def randomised(shapes: Any, seed: int = 0) -> Any:
+    """Normal numbers in the place of the parameters of a framework: no initialiser is compiled."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda leaf: jnp.asarray(0.5 * rng.normal(size=leaf.shape), np.float64), shapes)
+
+
+def tree(seed: int = 0, **shapes: Any) -> dict[str, Any]:
+    """Parameters of a bare model: nested dictionaries of shapes."""
+    return randomised(
+        jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, np.float64), shapes, is_leaf=lambda s: isinstance(s, tuple)), seed
+    )
+
+
+def data(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(100 + seed).normal(size=(N, *shape)))
+
+
+def tokens(seed: int, *shape: int, below: int = 7) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(200 + seed).integers(0, below, (N, *shape)))
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1))
+
+
+def linen(model: Any, batch: dict[str, jax.Array], criterion: Callable, **options: Any) -> tuple[Callable, Any, Any]:
+    """Loss, parameters and batch of a flax linen model of `batch["x"]`."""
+    shapes = jax.eval_shape(lambda x: model.init(jax.random.key(0), x, **options), batch["x"])
+    others = {key: randomised(value) for key, value in shapes.items() if key != "params"}
+    mutable = list(others)
+
+    def loss(params, b):
+        out = model.apply({"params": params, **others}, b["x"], mutable=mutable, **options)[0]
+        return criterion(out, b["y"])
+
+    return loss, randomised(shapes["params"]), batch
+
+
+def modules(build: Callable) -> tuple[Any, Any]:
+    """Graph and parameters of a flax nnx module that takes `rngs`."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))
+    return graph, randomised(state)
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def dressed(loss: Callable) -> Callable:
+    """The loss as a training script has it: a metric in aux, and a pass whose gradient is stopped."""
+
+    def with_company(params, batch):
+        value = loss(params, batch)
+        other = loss(params, jax.tree.map(lambda x: jnp.flip(x, 0), batch))
+        metric = loss(jax.tree.map(jnp.cos, params), batch)
+        return value + 0 * lax.stop_gradient(other), {"metric": metric}
+
+    return with_company
+
+
+def parts_of(case: Specimen, batch: Any) -> list[Any]:
+    """The batch in another order, and unless examples interact in thirds, each example of a third twice."""
+    order = np.random.default_rng(5).permutation(N)
+    if case.interacting:
+        return [jax.tree.map(lambda x: x[order], batch)]
+    thirds = order.reshape(3, -1)
+    return [jax.tree.map(lambda x, at=at: x[np.concatenate([at, at])], batch) for at in thirds]
+
+
+def find(case: Specimen) -> kfac.Layers:
+    loss, params, batch = case.build()
+    return kfac.find_layers(loss, params, batch, skip=case.skip)
+
+
+def check(case: Specimen) -> None:
+    """What the package measures on a dressed loss, in thirds with doubled examples, is what brute force says of all."""
+    loss, params, batch = case.build()
+    expected = truth(loss, params, batch, N * (case.examples or 1))
+    parts = parts_of(case, batch)
+    layers = kfac.find_layers(dressed(loss), params, parts[0], has_aux=True, skip=case.skip)
+    check_layers(layers, params)
+    rows = len(jax.tree.leaves(parts[0])[0])
+    count = case.examples and rows * case.examples
+    fn = kfac.value_and_grad(dressed(loss), layers, has_aux=True, num_examples=count)
+    fn = jax.jit(fn, compiler_options=FAST)
+    results = [fn(params, part) for part in parts]
+    for _, grads, factors in results:
+        check_coarse(layers, grads, factors, rows * (case.examples or 1))
+    found = jax.tree.map(lambda *leaves: np.mean(np.stack(leaves), 0), *((v[0], g, f) for v, g, f in results))
+    compare(layers, *found, expected)
+
+
+def check_coarse(layers, grads, factors, n):
+    leaves = dict(zip(layers.paths, jax.tree.leaves(grads), strict=True))
+    for layer in layers:
+        if layer.coarse:
+            block = n * np.square(np.asarray(leaves[layer.params[0]])).reshape(-1, 1, 1)
+            assert relative_error(factors[layer.name].F, block) <= TOLERANCE, f"coarse {layer.name}"
+
+
+def compare(layers: kfac.Layers, value: Any, grads: Any, factors: kfac.Factors, expected: Truth) -> None:
+    assert relative_error(value, expected.value) <= TOLERANCE
+    for path, got, true in zip(layers.paths, jax.tree.leaves(grads), jax.tree.leaves(expected.grads), strict=True):
+        assert relative_error(got, true) <= TOLERANCE, f"gradient of {path}"
+    by_path = dict(zip(layers.paths, jax.tree.leaves(expected.grads), strict=True))
+    wrong = []
+    for layer in layers:
+        if layer.kind in kfac._layers.KRONECKER_KINDS:
+            a, g, matrix, positions = expected.kronecker(layers, layer)
+            if layer.kind == "embedding":
+                assert not np.any(a - np.stack([np.diag(np.diagonal(x)) for x in a]))
+                a = np.stack([np.diagonal(x) for x in a])
+            block = factors[layer.name]
+            found_a, found_g = (x if layer.stacked else x[None] for x in (block.A, block.G))
+            true = np.asarray(layer.to_matrix([by_path[path] for path in layer.params]))
+            assert relative_error(matrix, true) <= TOLERANCE, f"brute force has not seen all of {layer.name}"
+            errors = relative_error(found_a, a), relative_error(found_g, g)
+            if max(errors) > TOLERANCE or layer.positions is None or abs(positions.max() - layer.positions) > 1e-9:
+                wrong.append(f"{layer.name}: A {errors[0]:.1e}, G {errors[1]:.1e}, s {layer.positions} for {positions}")
+        elif layer.kind in kfac._layers.UNITWISE_KINDS and not layer.coarse:
+            rows = expected.vectors(layers, layer)
+            true = np.asarray(layer.to_matrix([by_path[path] for path in layer.params]))[0]
+            assert relative_error(rows.sum(0), true) <= TOLERANCE, f"brute force has not seen all of {layer.name}"
+            block = expected.n * np.einsum("nci,ncj->cij", rows, rows)
+            error = relative_error(factors[layer.name].F, block)
+            if error > TOLERANCE:
+                wrong.append(f"{layer.name}: F {error:.1e}")
+    assert not wrong, "; ".join(wrong)
+
+
+def check_refused(case: Specimen) -> None:
+    """The error names the parameter and a way out, which leads on: what it says to skip is skipped, the rest trains."""
+    loss, params, batch = case.build()
+    skip: Sequence[str] = ()
+    first = ""
+    for _ in range(10):
+        try:
+            layers = kfac.find_layers(loss, params, batch, skip=skip)
+            break
+        except kfac.UnsupportedLayerError as error:
+            message = str(error)
+            first = first or message
+            advised = re.findall(r"'(\^.*?\$)'", message)
+            assert advised and not set(advised) <= set(skip), f"no way out of: {message}"
+            skip = (*skip, *advised)
+    assert first, "not refused"
+    for pattern in case.refused:
+        assert re.search(pattern, first), f"{pattern!r} is not in: {first}"
+    fn = kfac.value_and_grad(loss, layers, num_examples=N * (case.examples or 1))
+    jax.eval_shape(fn, params, batch)
