@@ -137,6 +137,8 @@ class _Run:
             moved = _moved(tag, move)
             return list(zip(outs, moved if isinstance(moved, list) else [moved], strict=True))
         (k,) = numbered
+        if name in ("add", "add_any", "sub", "mul", "div"):
+            tag = tags[k] = _moved(tag, lambda a: _spread(a, eqn.outvars[0].aval.shape))
         if name == "neg":
             return [(-values[0], Numbered(tag.serial, -1.0 if tag.factor is None else -tag.factor))]
         if name in ("mul", "div") and not tag.is_repeated and not (name == "div" and k == 1):
@@ -145,9 +147,13 @@ class _Run:
             factor = other if tag.factor is None else tag.factor * other
             return [(_bind(eqn, values)[0], Numbered(tag.serial, factor))]
         if name in ("add", "add_any", "sub", "mul", "div"):
-            zero = self.meet(Meeting("vector", place, tag.serial, {}), np.shape(values[k]), values[k].dtype, ())
+            shape, dtype = eqn.outvars[0].aval.shape, values[k].dtype
+            zero = self.meet(Meeting("vector", place, tag.serial, {}), shape, dtype, ())
             values[k] = values[k] + (zero if tag.factor is None else zero * tag.factor)
-            return [(out, None) for out in _bind(eqn, values)]
+            if name == "div":
+                return [(values[0] / values[1], None)]
+            sign = -1 if name == "sub" else 1
+            return [(values[0] * values[1] if name == "mul" else values[0] + sign * values[1], None)]
         if name in ("dot_general", "ragged_dot_general", "ragged_dot") or (name == "conv_general_dilated" and k == 1):
             if tag.factor is not None and np.ndim(tag.factor):
                 return None
@@ -175,6 +181,10 @@ def _bind(eqn, values):
     return jax_core.jaxpr_as_fun(jax_core.ClosedJaxpr(jaxpr, ()))(*inputs)
 
 
+def _spread(a, shape):
+    return np.broadcast_to(a, shape) if isinstance(a, np.ndarray) else jnp.broadcast_to(a, shape)
+
+
 def _moved(tag: Numbered, move: Callable) -> Any:
     serials = move(tag.serial)
     factor = tag.factor
@@ -195,8 +205,7 @@ def _mover(name: str, params: dict[str, Any]) -> Callable | None:
         shape = [1] * len(params["shape"])
         for axis, at in enumerate(params["broadcast_dimensions"]):
             shape[at] = a.shape[axis]
-        a = a.reshape(shape)
-        return np.broadcast_to(a, params["shape"]) if isinstance(a, np.ndarray) else jnp.broadcast_to(a, params["shape"])
+        return _spread(a.reshape(shape), params["shape"])
 
     def cut(a):
         strides = params["strides"] or (1,) * a.ndim

@@ -113,11 +113,7 @@ def llama():
     return loss, tree(table=(V, D), blocks=blocks, norm=(D,), head=(D, V)), text()
 
 
-@specimen(
-    "repeated heads",
-    "key and value kernels repeated for each query head by `jnp.repeat` before they are used",
-    refused=("parameter 'k' is read by", "skip="),
-)
+@specimen("repeated heads", "key and value kernels repeated for each query head by `jnp.repeat` before they are used")
 def repeated_heads():
     def loss(p, b):
         q = jnp.einsum("ntd,dhk->nthk", b["x"], p["q"])
