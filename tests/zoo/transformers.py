@@ -177,7 +177,7 @@ class VisionTransformer(nnx.Module):
         return self.head(x[:, 0])
 
 
-@specimen("ViT in nnx", "patches by a strided convolution, a class token, `nnx.MultiHeadAttention`")
+@specimen("ViT in nnx", "patches by a strided convolution, a class token, `nnx.MultiHeadAttention`", coarse=("token",), tolerance=1e-5)
 def vit():
     graph, state = modules(VisionTransformer)
 
@@ -209,7 +209,7 @@ def mixer():
     return linen(Mixer(), {"x": data(0, 4, 4, 2), "y": tokens(0, below=3)}, cross_entropy)
 
 
-@specimen("Swin", "windows by reshapes and `jnp.roll`, a table of relative positions that is looked up and added to scores")
+@specimen("Swin", "windows by reshapes and `jnp.roll`, a table of relative positions that is looked up and added to scores, `num_examples=`", examples=1, coarse=("first/relative", "second/relative"))
 def swin():
     heads, window, d = 2, 2, 8
     steps = np.arange(window)
@@ -367,7 +367,7 @@ def encoder_decoder():
     return lambda p, b: cross_entropy(network.apply(p, b["source"], b["x"]), b["y"]), params, batch
 
 
-@specimen("LoRA", "`x @ w + (x @ a) @ b` with `w` under stop_gradient")
+@specimen("LoRA", "`x @ w + (x @ a) @ b` with `w` under stop_gradient", coarse=("in/w", "out/w"))
 def lora():
     def loss(p, b):
         def layer(x, q):
@@ -389,7 +389,7 @@ def lora_merged():
     return loss, tree(w=(D, V), a=(D, 2), b=(2, V)), {"x": data(0, D), "y": tokens(0, below=V)}
 
 
-@specimen("a soft prompt", "learned vectors before the tokens of each example")
+@specimen("a soft prompt", "learned vectors before the tokens of each example", coarse=("prompt",))
 def prompt():
     def loss(p, b):
         x = p["table"][b["x"]]
