@@ -131,7 +131,11 @@ class _Run:
                 return [(_bind(eqn, values)[0], Numbered(np.concatenate(parts, params["dimension"])))]
             return None
         if len(numbered) > 1:
-            return None
+            # What is repeated for the examples, as a learned first state is, is data.
+            numbered = [k for k in numbered if not tags[k].is_repeated]
+            if len(numbered) != 1:
+                return None
+            tag = tags[numbered[0]]
         if (move := _mover(name, params)) is not None:
             outs = _bind(eqn, values)
             moved = _moved(tag, move)
@@ -254,9 +258,11 @@ class Truth:
         g_sum = np.zeros((copies, layer.d_out, layer.d_out))
         matrix = np.zeros((copies, layer.d_out, layer.d_in))
         rows = np.zeros(copies)
+        biases = self._additions(layers, layer)
         for meeting, seen, g in self.found:
             if meeting.kind == "vector" or not np.isin(meeting.serial, where[0]).any():
                 continue
+            one = float(_taken(g, biases))
             for serial, a, grads in _products(meeting, seen, g):
                 copy, out, into = (part[serial] for part in where[1:])
                 if a is None:  # a lookup: the serial numbers of each row that was found
@@ -275,19 +281,27 @@ class Truth:
                 whole = np.zeros((len(grads), layer.d_out))
                 whole[:, out] = grads
                 if layer.has_bias:
-                    a = np.concatenate([a, np.ones((len(a), 1))], 1)
+                    a = np.concatenate([a, np.full((len(a), 1), one)], 1)
                 a_sum[copy[0]] += a.T @ a
                 g_sum[copy[0]] += whole.T @ whole
                 matrix[copy[0]] += whole.T @ a
                 rows[copy[0]] += len(a)
         return a_sum / self.n, g_sum * self.n**2 / np.maximum(rows, 1)[:, None, None], matrix, rows / self.n
 
+    def _additions(self, layers: kfac.Layers, layer: kfac.Layer) -> list[np.ndarray]:
+        """The gradients at each place where the bias of a layer is added."""
+        if not layer.has_bias:
+            return []
+        start = _starts(layers)[layers.paths.index(layer.params[1])]
+        own = np.arange(start, start + math.prod(layer.shapes[1]))
+        return [g for meeting, _, g in self.found if meeting.kind == "vector" and np.isin(meeting.serial, own).all()]
+
     def vectors(self, layers: kfac.Layers, layer: kfac.Layer) -> np.ndarray:
         """Gradients of each example `[n, d_out, columns]` of the leaves of an elementwise block."""
         starts = _starts(layers)
         total = np.zeros((self.n, sum(_sizes(layers))))
         for meeting, seen, g in self.found:
-            if meeting.kind in ("vector", "gather"):
+            if meeting.kind in ("vector", "gather") and not np.iscomplexobj(g):
                 serial = meeting.serial if meeting.kind == "vector" else np.nan_to_num(seen[0]).astype(int) - 1
                 rows, serial = g.reshape(self.n, -1), serial.reshape(self.n, -1)
                 for i in range(self.n):
@@ -318,6 +332,15 @@ def _places(layers: kfac.Layers, layer: kfac.Layer):
     for table, at in zip(tables, np.indices(serial.shape), strict=True):
         table[serial.reshape(-1)] = at.reshape(-1)
     return (own, *tables)
+
+
+def _taken(g: np.ndarray, biases: list[np.ndarray]) -> bool:
+    """Whether a bias is added to a product: the gradients of both are the same numbers. Takes it from the list."""
+    for k, other in enumerate(biases):
+        if other.size == g.size and np.allclose(np.sort(other, None), np.sort(g, None), rtol=1e-9, atol=0):
+            del biases[k]
+            return True
+    return False
 
 
 def _products(meeting: Meeting, seen, g):

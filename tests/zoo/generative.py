@@ -84,7 +84,7 @@ def realnvp():
     return loss, tree(net0=layers(D, 8, 2 * D), net1=layers(D, 8, 2 * D), scale=(2, D)), {"x": data(0, D)}
 
 
-@specimen("Glow", "an invertible 1x1 convolution and the determinant of its kernel", refused=("parameter 'w'", "skip="))
+@specimen("Glow", "an invertible 1x1 convolution; the determinant of its kernel is as a weight penalty is", penalised=True)
 def glow():
     def loss(p, b):
         z = (b["x"] * p["scale"] + p["shift"]) @ p["w"]

@@ -118,7 +118,7 @@ GRID = np.linspace(0, 1, 10).reshape(5, 2)
 @specimen(
     "DeepONet on a grid",
     "a trunk of constant coordinates that all examples share",
-    refused=("parameter 'trunk/w1'", "skip="),
+    refused=("parameters? .*'trunk/w1'", "skip="),
 )
 def deeponet_grid():
     def loss(p, b):
@@ -129,7 +129,7 @@ def deeponet_grid():
     return loss, params, {"sensors": data(0, 5), "g": data(2, 5)}
 
 
-@specimen("Fourier operator", "complex kernels on the modes of an FFT", refused=("parameter 'modes_(real|imag)'", "skip="))
+@specimen("Fourier operator", "complex kernels on the modes of an FFT", refused=("parameters? .*'modes_(real|imag)'", "skip="))
 def fourier():
     def loss(p, b):
         x = b["x"] @ p["in"]

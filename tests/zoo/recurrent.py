@@ -55,7 +55,7 @@ class NnxLstm(nnx.Module):
         return self.head(self.rnn(x, rngs=nnx.Rngs(0))[:, -1])
 
 
-@specimen("LSTM in nnx", "`nnx.RNN(nnx.LSTMCell)`", skip=("rngs",))
+@specimen("LSTM in nnx", "`nnx.RNN(nnx.LSTMCell)`")
 def lstm_nnx():
     graph, state, rest = modules(NnxLstm, nnx.Param)
 
@@ -216,7 +216,7 @@ def neural_ode():
 
 
 def equilibrium(f, p, x):
-    return lax.while_loop(lambda z: jnp.max(jnp.abs(f(p, x, z) - z)) > 1e-6, lambda z: f(p, x, z), jnp.zeros_like(x))
+    return lax.while_loop(lambda z: jnp.max(jnp.abs(f(p, x, z) - z)) > 1e-13, lambda z: f(p, x, z), jnp.zeros_like(x))
 
 
 @specimen("DEQ", "a fixed point by `lax.while_loop` without a gradient, and one step from there with it")

@@ -10,6 +10,7 @@ from zoo.generative import layers, mlp
 from zoo.specimens import cross_entropy, data, specimen, tokens, tree
 
 D, ACTIONS = 5, 3
+TARGET = ("target/b1", "target/b2", "target/w1", "target/w2")
 
 
 def transitions():
@@ -31,7 +32,7 @@ def dqn():
     return loss, tree(**layers(D, 8, ACTIONS)), transitions()
 
 
-@specimen("double DQN", "target parameters beside the online ones, best action by the online network")
+@specimen("double DQN", "target parameters beside the online ones, best action by the online network", coarse=TARGET)
 def double_dqn():
     def loss(p, b):
         best = jnp.argmax(mlp(p["online"], b["next"]), -1)
@@ -69,7 +70,7 @@ def actor_critic():
     return loss, tree(trunk=(D, 8), b=(8,), actor=(8, ACTIONS), critic=(8, 1)), transitions()
 
 
-@specimen("PPO over rollouts", "rollouts `[n, time]`, a Gaussian policy with a learned deviation, clipped ratios")
+@specimen("PPO over rollouts", "rollouts `[n, time]`, a Gaussian policy with a learned deviation, clipped ratios", coarse=("log_std",))
 def ppo():
     def loss(p, b):
         mean = mlp(p["policy"], b["s"])
@@ -151,7 +152,7 @@ def fixmatch():
     return loss, tree(**layers(D, 8, 3)), batch
 
 
-@specimen("BYOL", "a predictor on the online network, the target network under `lax.stop_gradient`")
+@specimen("BYOL", "a predictor on the online network, the target network under `lax.stop_gradient`", coarse=TARGET)
 def byol():
     def loss(p, b):
         online = mlp(p["predictor"], mlp(p["online"], b["x"]))
