@@ -89,9 +89,6 @@ class _Run:
                 inner = params[key]
                 inner, consts = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
                 return self.program(inner, consts, inputs, place)
-        if name == "custom_vjp_call" and any(tag is not None for _, tag in inputs):
-            inner = params["call_jaxpr"]
-            return self.program(inner.jaxpr, inner.consts, inputs, place)
         values, tags = [v for v, _ in inputs], [t for _, t in inputs]
         numbered = [k for k, tag in enumerate(tags) if tag is not None]
         if numbered:
@@ -300,8 +297,9 @@ class Truth:
         """Gradients of each example `[n, d_out, columns]` of the leaves of an elementwise block."""
         starts = _starts(layers)
         total = np.zeros((self.n, sum(_sizes(layers))))
+        own = [np.arange(starts[k], starts[k + 1]) for k in map(layers.paths.index, layer.params)]
         for meeting, seen, g in self.found:
-            if meeting.kind in ("vector", "gather") and not np.iscomplexobj(g):
+            if meeting.kind in ("vector", "gather") and np.isin(meeting.serial, np.concatenate(own)).any():
                 serial = meeting.serial if meeting.kind == "vector" else np.nan_to_num(seen[0]).astype(int) - 1
                 rows, serial = g.reshape(self.n, -1), serial.reshape(self.n, -1)
                 for i in range(self.n):

@@ -123,6 +123,7 @@ def diffusion():
 @specimen(
     "score matching",
     "the gradient of an energy with respect to its input, by `jax.grad` inside the loss",
+    coarse=("b2",),
     refused=("parameter 'w[12]'", "skip="),
 )
 def score():

@@ -51,7 +51,7 @@ def pinn_nested():
     return loss, tree(**layers(2, 8, 1)), points()
 
 
-@specimen("PINN by hessian", "`jax.vmap(jax.hessian)`: forward over reverse", refused=("parameter 'w[12]'", "skip="))
+@specimen("PINN by hessian", "`jax.vmap(jax.hessian)`: forward over reverse", coarse=("b2",), refused=("parameter 'w[12]'", "skip="))
 def pinn_hessian():
     def loss(p, b):
         laplacian = jax.vmap(lambda x: jnp.trace(jax.hessian(lambda x: u(p, x))(x)))(b["x"])
@@ -60,7 +60,7 @@ def pinn_hessian():
     return loss, tree(**layers(2, 8, 1)), points()
 
 
-@specimen("PINN by grad of grad", "`jax.vmap(jax.grad(jax.grad(u)))`", refused=("parameter 'w[12]'", "skip="))
+@specimen("PINN by grad of grad", "`jax.vmap(jax.grad(jax.grad(u)))`", coarse=("b2",), refused=("parameter 'w[12]'", "skip="))
 def pinn_reverse():
     def loss(p, b):
         def scalar(t):
@@ -91,7 +91,7 @@ def linearised():
 
 
 @specimen(
-    "Hamiltonian network", "equations of motion by `jax.grad` of an energy", refused=("parameter 'w[12]'", "skip=")
+    "Hamiltonian network", "equations of motion by `jax.grad` of an energy", coarse=("b2",), refused=("parameter 'w[12]'", "skip=")
 )
 def hamiltonian():
     def loss(p, b):

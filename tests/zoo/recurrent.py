@@ -35,7 +35,8 @@ def lstm_linen():
 @specimen(
     "optimised LSTM in linen",
     "`nn.OptimizedLSTMCell` concatenates its kernels",
-    refused=("RNN_0/|OptimizedLSTMCell", "skip="),
+    refused=("'OptimizedLSTMCell_0/h[fgio]/kernel'", "concatenate", "skip="),
+    coarse=tuple(f"OptimizedLSTMCell_0/h{gate}/bias" for gate in "fgio"),
 )
 def lstm_optimised():
     return linen(Recurrent(nn.OptimizedLSTMCell), sequences(), cross_entropy)

@@ -133,7 +133,7 @@ def vat():
     def loss(p, b):
         z = lax.stop_gradient(mlp(p, b["x"]))
         slope = jax.grad(lambda r: divergence(z, mlp(p, b["x"] + 0.1 * r)))(b["r"])
-        r = lax.stop_gradient(slope / (jnp.linalg.norm(slope, axis=-1, keepdims=True) + 1e-9))
+        r = lax.stop_gradient(slope / (jnp.linalg.norm(slope, axis=-1, keepdims=True) + 1e-16))
         return cross_entropy(mlp(p, b["x"]), b["y"]) + divergence(z, mlp(p, b["x"] + 0.5 * r))
 
     return loss, tree(**layers(D, 8, 3)), {"x": data(0, D), "r": data(1, D), "y": tokens(0, below=3)}

@@ -180,7 +180,8 @@ def check(case: Specimen) -> None:
         check_coarse(layers, grads, factors, rows * (case.examples or 1))
     found = jax.tree.map(lambda *leaves: np.mean(np.stack(leaves), 0), *((v[0], g, f) for v, g, f in results))
     compare(layers, *found, expected, case)
-    assert {layer.name for layer in layers if layer.coarse} == set(case.coarse)
+    coarse = {layer.name for layer in layers if layer.coarse}
+    assert coarse == set(case.coarse), f"coarse: {sorted(coarse)}"
 
 
 def check_coarse(layers, grads, factors, n):
