@@ -1,27 +1,72 @@
 """Every model of the zoo is right, or refused by an error that leads on."""
 
-import pytest
+import os
+import pathlib
 
-from zoo import BROKEN, ZOO
-from zoo.specimens import check, check_refused
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+import kfac
+from zoo import BROKEN, GUESSED, ZOO
+from zoo.bruteforce import FAST, truth
+from zoo.specimens import N, check, check_asks, check_refused, compare, dressed, table
 
 pytestmark = pytest.mark.usefixtures("x64")
+TABLE = pathlib.Path(__file__).parents[1] / "docs" / "zoo_table.md"
 
 
-def cases(refused):
+def cases(chosen, broken=BROKEN):
     found = []
     for name, case in ZOO.items():
-        if bool(case.refused) == refused:
-            marks = [pytest.mark.xfail(strict=True, reason=BROKEN[name])] if name in BROKEN else []
+        if chosen(case):
+            marks = [pytest.mark.xfail(strict=True, reason=broken[name])] if name in broken else []
             found.append(pytest.param(case, id=name.replace(" ", "-"), marks=marks))
     return found
 
 
-@pytest.mark.parametrize("case", cases(refused=False))
+@pytest.mark.parametrize("case", cases(lambda case: not case.refused))
 def test_statistics_are_those_of_brute_force(case):
     check(case)
 
 
-@pytest.mark.parametrize("case", cases(refused=True))
+@pytest.mark.parametrize("case", cases(lambda case: case.refused))
 def test_a_refusal_names_the_parameter_and_a_way_out(case):
     check_refused(case)
+
+
+@pytest.mark.parametrize("case", cases(lambda case: case.examples, GUESSED))
+def test_a_number_of_examples_that_cannot_be_known_is_asked_for(case):
+    check_asks(case)
+
+
+@pytest.mark.parametrize("name", ["a soft prompt", "actor-critic", "MobileNet in haiku"])
+def test_three_devices_are_one(name):
+    """A third of the batch on each: the mean of the factors is that of the whole batch, without any company."""
+    case = ZOO[name]
+    loss, params, batch = case.build()
+    layers = kfac.find_layers(dressed(loss), params, batch, has_aux=True)
+
+    def local(params, batch):
+        results = kfac.value_and_grad(dressed(loss), layers, has_aux=True)(params, batch)
+        return jax.lax.pmean((results[0][0], *results[1:]), "devices")
+
+    mesh = Mesh(np.array(jax.devices()[:3]), ("devices",))
+    over, whole = PartitionSpec("devices"), PartitionSpec()
+    fn = jax.shard_map(local, mesh=mesh, in_specs=(whole, over), out_specs=whole)
+    found = jax.jit(fn, compiler_options=FAST)(params, batch)
+    compare(layers, *jax.tree.map(np.asarray, found), truth(loss, params, batch, N), case)
+
+
+def test_there_is_a_zoo():
+    assert len(ZOO) >= 40
+    assert {*BROKEN, *GUESSED} <= set(ZOO)
+
+
+def test_the_table_in_the_documentation():
+    """After a change of the zoo, or for the better: `UPDATE_ZOO_TABLE=1 pytest tests/test_zoo.py -k table`."""
+    text = table(ZOO, BROKEN)
+    if os.environ.get("UPDATE_ZOO_TABLE"):
+        TABLE.write_text(text)
+    assert TABLE.read_text() == text

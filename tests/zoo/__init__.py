@@ -30,3 +30,10 @@ BROKEN: dict[str, str] = {
     "hypernetwork for a task": NOTHING_LEFT,
     "LoRA, merged first": NOTHING_LEFT,
 }
+
+# Where the number of examples is guessed, and is none that an argument has.
+GUESSED: dict[str, str] = dict.fromkeys(
+    ("SimCLR on concatenated views", "reward model on concatenated pairs", "experts by ragged products",
+     "sums of cells by lax.map"),
+    "the inferred number is the leading length of no array argument",
+)  # fmt: skip

@@ -12,13 +12,14 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from jax import lax
 
 import kfac
-from checking import FAST, check_layers
+from checking import check_layers
 from oracle import relative_error
-from zoo.bruteforce import Truth, truth
+from zoo.bruteforce import FAST, Truth, truth
 
 N = 6  # examples, three thirds of two
 
@@ -248,3 +249,42 @@ def check_refused(case: Specimen) -> None:
         assert re.search(pattern, first), f"{pattern!r} is not in: {first}"
     if len(skip) < len(layers.paths):
         check(dataclasses.replace(case, refused=(), skip=tuple(skip)))
+
+
+def check_asks(case: Specimen) -> None:
+    """Where the examples have no axis of their own, their number is asked for and not guessed."""
+    loss, params, batch = case.build()
+    layers = kfac.find_layers(loss, params, batch, skip=case.skip)
+    with pytest.raises(ValueError, match="num_examples="):
+        jax.eval_shape(kfac.value_and_grad(loss, layers), params, batch)
+
+
+# -- the table in the documentation ------------------------------------------------------------------------------------
+
+KINDS = (("Kronecker", kfac._layers.KRONECKER_KINDS), ("unit-wise", ("unitwise",)), ("diagonal", ("diagonal",)))
+
+
+def what_happens(case: Specimen) -> str:
+    """The blocks that a model gets, or the operation that is refused, with the first parameter and the reason."""
+    loss, params, batch = case.build()
+    try:
+        layers = kfac.find_layers(loss, params, batch, skip=case.skip)
+    except kfac.UnsupportedLayerError as error:
+        found = re.search(r"parameters? '(.*?)'.* read by (.*?) in a way .*?: (.*?)(?:[;:]| \\(|\\. )", str(error))
+        assert found, str(error)
+        operation = re.sub(r"\(\[.*", "", found[2])
+        return f"refused: `{found[1]}`, read by {operation}: {found[3]}"
+    fine = [layer for layer in layers if not layer.coarse]
+    counts = [f"{sum(layer.kind in kinds for layer in fine)} {name}" for name, kinds in KINDS]
+    coarse = ", ".join(f"`{layer.name}`" for layer in layers if layer.coarse)
+    counted = ", ".join(count for count in counts if not count.startswith("0 "))
+    return f"{counted}; coarse: {coarse}" if coarse else counted
+
+
+def table(zoo: dict[str, Specimen], broken: dict[str, str]) -> str:
+    """The zoo as a table in Markdown."""
+    rows = ["| model | construct | what happens |", "|---|---|---|"]
+    for name, case in zoo.items():
+        remark = f" (known fault: {broken[name]})" if name in broken else ""
+        rows.append(f"| {name} | {case.construct} | {what_happens(case)}{remark} |")
+    return "\n".join(rows) + "\n"
