@@ -9,8 +9,8 @@ the same way. Wherever numbered numbers meet others, a zero is added:
 - to the numbers themselves where they are added to or multiplied with something: the gradient with respect to it is
   that of each place at which a number is used.
 
-At the end serial numbers say which row of `a`, and of `g`, belongs to which row and column of a layer's matrix. What has
-no gradient at any place or in any iteration is dead.
+At the end serial numbers say which row of `a`, and of `g`, belongs to which row and column of a layer's matrix. What
+has no gradient, in no iteration, is dead.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def _mover(name: str, params: dict[str, Any]) -> Callable | None:
 
     def split(a):
         ends = np.cumsum(params["sizes"])[:-1]
-        return list(np.split(a, ends, params["axis"]) if isinstance(a, np.ndarray) else jnp.split(a, ends, params["axis"]))
+        return list((np if isinstance(a, np.ndarray) else jnp).split(a, ends, params["axis"]))
 
     return {
         "reshape": lambda a: a.reshape(params["new_sizes"]),
@@ -351,7 +351,7 @@ def _products(meeting: Meeting, seen, g):
         order = [k for k in range(g.ndim) if k not in features] + list(features)
         width = math.prod(g.shape[k] for k in features)
         serial = np.nan_to_num(seen[0]).astype(int) - 1
-        yield (*(array.transpose(order).reshape(-1, width) for array in (serial,)), None, g.transpose(order).reshape(-1, width))
+        yield serial.transpose(order).reshape(-1, width), None, g.transpose(order).reshape(-1, width)
         return
     *operands, factor = seen
     x = next(operand for operand in operands if operand is not None) * factor
@@ -433,4 +433,3 @@ def truth(loss: Callable, params: Any, batch: Any, n: int) -> Truth:
         alive[meeting.place] |= bool(np.any(g))
     found = [entry for entry in zip(meetings, seen, gs, strict=True) if alive[entry[0].place]]
     return Truth(value, jax.tree.unflatten(treedef, grads), found, n)
-

@@ -41,7 +41,11 @@ def vae():
     return linen(Vae(), {"x": data(0, D + 3), "y": data(1, D)}, criterion)
 
 
-@specimen("VQ-VAE", "nearest row of a codebook by its products with the codes, then looked up", refused=("parameter 'book'", "skip="))
+@specimen(
+    "VQ-VAE",
+    "nearest row of a codebook by its products with the codes, then looked up",
+    refused=("parameter 'book'", "skip="),
+)
 def vq():
     def loss(p, b):
         z = b["x"] @ p["in"]
@@ -84,7 +88,9 @@ def realnvp():
     return loss, tree(net0=layers(D, 8, 2 * D), net1=layers(D, 8, 2 * D), scale=(2, D)), {"x": data(0, D)}
 
 
-@specimen("Glow", "an invertible 1x1 convolution; the determinant of its kernel is as a weight penalty is", penalised=True)
+@specimen(
+    "Glow", "an invertible 1x1 convolution; the determinant of its kernel is as a weight penalty is", penalised=True
+)
 def glow():
     def loss(p, b):
         z = (b["x"] * p["scale"] + p["shift"]) @ p["w"]
@@ -134,7 +140,11 @@ def score():
     return loss, tree(**layers(D, 8, 1)), {"x": data(0, D), "noise": data(1, D)}
 
 
-@specimen("WGAN with a gradient penalty", "the norm of a gradient by `jax.grad` in the loss", refused=("parameter 'w[12]'", "skip="))
+@specimen(
+    "WGAN with a gradient penalty",
+    "the norm of a gradient by `jax.grad` in the loss",
+    refused=("parameter 'w[12]'", "skip="),
+)
 def wgan():
     def loss(p, b):
         middle = 0.3 * b["x"] + 0.7 * b["fake"]
@@ -156,7 +166,9 @@ def hypernetwork():
 
 
 @specimen(
-    "hypernetwork for a task", "a kernel made of a learned code, which no example takes part in", refused=("parameters? ", "skip=")
+    "hypernetwork for a task",
+    "a kernel made of a learned code, which no example takes part in",
+    refused=("parameters? ", "skip="),
 )
 def hypernetwork_of_a_task():
     def loss(p, b):

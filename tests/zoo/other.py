@@ -113,7 +113,11 @@ def arcface():
     return loss, tree(**{"in": (5, 8), "w": (8, 3)}), {"x": data(0, 5), "y": tokens(0, below=3)}
 
 
-@specimen("a table of positions and a penalty", "learned positions added to tokens, weight decay inside the loss", penalised=True)
+@specimen(
+    "a table of positions and a penalty",
+    "learned positions added to tokens, weight decay inside the loss",
+    penalised=True,
+)
 def positions():
     def loss(p, b):
         x = b["x"] @ p["in"] + p["positions"]

@@ -51,7 +51,12 @@ def pinn_nested():
     return loss, tree(**layers(2, 8, 1)), points()
 
 
-@specimen("PINN by hessian", "`jax.vmap(jax.hessian)`: forward over reverse", coarse=("b2",), refused=("parameter 'w[12]'", "skip="))
+@specimen(
+    "PINN by hessian",
+    "`jax.vmap(jax.hessian)`: forward over reverse",
+    coarse=("b2",),
+    refused=("parameter 'w[12]'", "skip="),
+)
 def pinn_hessian():
     def loss(p, b):
         laplacian = jax.vmap(lambda x: jnp.trace(jax.hessian(lambda x: u(p, x))(x)))(b["x"])
@@ -60,7 +65,9 @@ def pinn_hessian():
     return loss, tree(**layers(2, 8, 1)), points()
 
 
-@specimen("PINN by grad of grad", "`jax.vmap(jax.grad(jax.grad(u)))`", coarse=("b2",), refused=("parameter 'w[12]'", "skip="))
+@specimen(
+    "PINN by grad of grad", "`jax.vmap(jax.grad(jax.grad(u)))`", coarse=("b2",), refused=("parameter 'w[12]'", "skip=")
+)
 def pinn_reverse():
     def loss(p, b):
         def scalar(t):
@@ -91,7 +98,10 @@ def linearised():
 
 
 @specimen(
-    "Hamiltonian network", "equations of motion by `jax.grad` of an energy", coarse=("b2",), refused=("parameter 'w[12]'", "skip=")
+    "Hamiltonian network",
+    "equations of motion by `jax.grad` of an energy",
+    coarse=("b2",),
+    refused=("parameter 'w[12]'", "skip="),
 )
 def hamiltonian():
     def loss(p, b):
@@ -129,7 +139,9 @@ def deeponet_grid():
     return loss, params, {"sensors": data(0, 5), "g": data(2, 5)}
 
 
-@specimen("Fourier operator", "complex kernels on the modes of an FFT", refused=("parameters? .*'modes_(real|imag)'", "skip="))
+@specimen(
+    "Fourier operator", "complex kernels on the modes of an FFT", refused=("parameters? .*'modes_(real|imag)'", "skip=")
+)
 def fourier():
     def loss(p, b):
         x = b["x"] @ p["in"]
@@ -195,7 +207,8 @@ def graph_network():
         pooled = jax.ops.segment_sum(x, jnp.repeat(jnp.arange(n), nodes), n)
         return jnp.mean(((pooled @ p["out"])[:, 0] - b["f"]) ** 2)
 
-    params = tree(**{f"message{k}": layers(4, 7, 3) for k in (0, 1)}, **{f"node{k}": layers(5, 7, 2) for k in (0, 1)}, out=(2, 1))
+    message, node = layers(4, 7, 3), layers(5, 7, 2)
+    params = tree(message0=message, message1=message, node0=node, node1=node, out=(2, 1))
     batch = {
         "x": data(0, nodes, 2), "s": tokens(0, edges, below=nodes), "r": tokens(1, edges, below=nodes), "f": data(1),
     }  # fmt: skip

@@ -135,7 +135,9 @@ def characters():
     return loss, params, {"x": tokens(0, T, below=V), "y": tokens(1, T, below=V)}
 
 
-@specimen("bidirectional network", "one scan forwards, one in reverse, a learned first state", coarse=("back/h", "there/h"))
+@specimen(
+    "bidirectional network", "one scan forwards, one in reverse, a learned first state", coarse=("back/h", "there/h")
+)
 def bidirectional():
     def loss(p, b):
         def run(q, reverse):
@@ -179,7 +181,9 @@ def s4d():
     return loss, params, sequences()
 
 
-@specimen("Mamba", "selective state space by `lax.associative_scan`, causal depthwise convolution, gates", coarse=("log_a",))
+@specimen(
+    "Mamba", "selective state space by `lax.associative_scan`, causal depthwise convolution, gates", coarse=("log_a",)
+)
 def mamba():
     states, inner = 3, 5
 
@@ -193,7 +197,7 @@ def mamba():
         step = jax.nn.softplus(low @ p["step"] + p["step_bias"])
         decay = jnp.exp(step[..., None] * -jnp.exp(p["log_a"]))
         drive = (step * x)[..., None] * into[..., None, :]
-        _, h = lax.associative_scan(lambda l, r: (l[0] * r[0], r[0] * l[1] + r[1]), (decay, drive), axis=1)
+        _, h = lax.associative_scan(lambda a, c: (a[0] * c[0], c[0] * a[1] + c[1]), (decay, drive), axis=1)
         y = jnp.einsum("ntds,nts->ntd", h, out) + x * p["d"]
         return cross_entropy(jnp.mean((y * jax.nn.silu(gate)) @ p["out"], 1), b["y"])
 
@@ -230,7 +234,8 @@ def deq():
         z = lax.stop_gradient(equilibrium(f, lax.stop_gradient(p), lax.stop_gradient(x)))
         return cross_entropy(f(p, x, z) @ p["head"], b["y"])
 
-    return loss, tree(**{"in": (D, H), "b": (H,), "w": (H, H), "head": (H, 3)}), {"x": data(0, D), "y": tokens(0, below=3)}
+    params = tree(**{"in": (D, H), "b": (H,), "w": (H, H), "head": (H, 3)})
+    return loss, params, {"x": data(0, D), "y": tokens(0, below=3)}
 
 
 @specimen(

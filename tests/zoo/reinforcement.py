@@ -70,7 +70,11 @@ def actor_critic():
     return loss, tree(trunk=(D, 8), b=(8,), actor=(8, ACTIONS), critic=(8, 1)), transitions()
 
 
-@specimen("PPO over rollouts", "rollouts `[n, time]`, a Gaussian policy with a learned deviation, clipped ratios", coarse=("log_std",))
+@specimen(
+    "PPO over rollouts",
+    "rollouts `[n, time]`, a Gaussian policy with a learned deviation, clipped ratios",
+    coarse=("log_std",),
+)
 def ppo():
     def loss(p, b):
         mean = mlp(p["policy"], b["s"])
@@ -115,7 +119,9 @@ def reward():
     return loss, tree(**layers(D, 8, 1)), transitions()
 
 
-@specimen("reward model on concatenated pairs", "both texts in one batch of twice the size, `num_examples=`", examples=1)
+@specimen(
+    "reward model on concatenated pairs", "both texts in one batch of twice the size, `num_examples=`", examples=1
+)
 def reward_concatenated():
     def loss(p, b):
         better, worse = jnp.split(mlp(p, jnp.concatenate([b["s"], b["next"]])), 2)
@@ -139,7 +145,11 @@ def vat():
     return loss, tree(**layers(D, 8, 3)), {"x": data(0, D), "r": data(1, D), "y": tokens(0, below=3)}
 
 
-@specimen("FixMatch", "unlabelled images three for each labelled one, labels from a pass without a gradient, `num_examples=`", examples=1)
+@specimen(
+    "FixMatch",
+    "unlabelled images three for each labelled one, labels from a pass without a gradient, `num_examples=`",
+    examples=1,
+)
 def fixmatch():
     def loss(p, b):
         weak, strong = b["weak"].reshape(-1, D), b["strong"].reshape(-1, D)
@@ -164,9 +174,7 @@ def byol():
     return loss, params, {"x": data(0, D), "view": data(1, D)}
 
 
-@specimen(
-    "MAML", "a gradient step inside the loss", refused=("parameter '?.*w[12]'", "skip=")
-)
+@specimen("MAML", "a gradient step inside the loss", refused=("parameter '?.*w[12]'", "skip="))
 def maml():
     def loss(p, b):
         def inner(p, x, y):

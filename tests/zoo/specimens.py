@@ -75,9 +75,8 @@ def randomised(shapes: Any, seed: int = 0) -> Any:
 
 def tree(seed: int = 0, **shapes: Any) -> dict[str, Any]:
     """Parameters of a bare model: nested dictionaries of shapes."""
-    return randomised(
-        jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, np.float64), shapes, is_leaf=lambda s: isinstance(s, tuple)), seed
-    )
+    is_shape = lambda s: isinstance(s, tuple)  # noqa: E731
+    return randomised(jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, np.float64), shapes, is_leaf=is_shape), seed)
 
 
 def data(seed: int, *shape: int) -> jax.Array:
@@ -113,7 +112,8 @@ def modules(build: Callable, *kinds: Any) -> tuple[Any, ...]:
 
 def _zeros(shapes: Any) -> Any:
     def zero(leaf):
-        return jax.random.key(0) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else jnp.zeros(leaf.shape, leaf.dtype)
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return jax.random.key(0) if is_key else jnp.zeros(leaf.shape, leaf.dtype)
 
     return jax.tree.map(zero, shapes)
 
@@ -140,7 +140,7 @@ def equinox(build: Callable, batch: dict[str, jax.Array], criterion: Callable) -
 
 
 def dressed(loss: Callable) -> Callable:
-    """The loss as a training script has it: a second pass whose gradient is stopped, and which is a metric in aux, too."""
+    """The loss with a second pass, whose gradient is stopped and which is a metric in aux, too."""
 
     def with_company(params, batch):
         other = loss(params, jax.tree.map(lambda x: jnp.flip(x, 0), batch))
@@ -191,7 +191,9 @@ def check_coarse(layers, grads, factors, n):
             assert relative_error(factors[layer.name].F, block) <= 1e-7, f"coarse {layer.name}"
 
 
-def compare(layers: kfac.Layers, value: Any, grads: Any, factors: kfac.Factors, expected: Truth, case: Specimen) -> None:
+def compare(
+    layers: kfac.Layers, value: Any, grads: Any, factors: kfac.Factors, expected: Truth, case: Specimen
+) -> None:
     tolerance = case.tolerance
     assert relative_error(value, expected.value) <= tolerance
     size = max(np.max(np.abs(leaf)) for leaf in jax.tree.leaves(expected.grads))

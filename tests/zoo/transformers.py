@@ -87,7 +87,9 @@ def rotate(x, positions):
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
 
 
-@specimen("Llama", "bare jax.numpy: RoPE, grouped queries, RMS norm, SwiGLU, `lax.scan` over layers under `jax.checkpoint`")
+@specimen(
+    "Llama", "bare jax.numpy: RoPE, grouped queries, RMS norm, SwiGLU, `lax.scan` over layers under `jax.checkpoint`"
+)
 def llama():
     heads, groups, width = 4, 2, 2
 
@@ -124,7 +126,9 @@ def repeated_heads():
     return loss, params, {"x": data(0, T, D), "y": tokens(0, T, below=V)}
 
 
-@specimen("a fused projection", "query, key and value in equal parts of one kernel, by `jnp.split(w, 3, -1)` of the kernel")
+@specimen(
+    "a fused projection", "query, key and value in equal parts of one kernel, by `jnp.split(w, 3, -1)` of the kernel"
+)
 def fused():
     def loss(p, b):
         q, k, v = (b["x"] @ w + c for w, c in zip(jnp.split(p["w"], 3, -1), jnp.split(p["b"], 3), strict=True))
@@ -142,7 +146,7 @@ def fused():
 def fused_unequal():
     def loss(p, b):
         q, k, v = jnp.split(p["w"], [8, 12], -1)
-        q, k, v = (b["x"] @ q).reshape(-1, T, 4, 2), (b["x"] @ k).reshape(-1, T, 2, 2), (b["x"] @ v).reshape(-1, T, 2, 2)
+        q, k, v = ((b["x"] @ w).reshape(-1, T, w.shape[1] // 2, 2) for w in (q, k, v))
         out = causal(q, jnp.repeat(k, 2, 2), jnp.repeat(v, 2, 2)).reshape(-1, T, 8)
         return cross_entropy(out @ p["o"], b["y"])
 
@@ -177,7 +181,12 @@ class VisionTransformer(nnx.Module):
         return self.head(x[:, 0])
 
 
-@specimen("ViT in nnx", "patches by a strided convolution, a class token, `nnx.MultiHeadAttention`", coarse=("token",), tolerance=1e-5)
+@specimen(
+    "ViT in nnx",
+    "patches by a strided convolution, a class token, `nnx.MultiHeadAttention`",
+    coarse=("token",),
+    tolerance=1e-5,
+)
 def vit():
     graph, state = modules(VisionTransformer)
 
@@ -209,7 +218,12 @@ def mixer():
     return linen(Mixer(), {"x": data(0, 4, 4, 2), "y": tokens(0, below=3)}, cross_entropy)
 
 
-@specimen("Swin", "windows by reshapes and `jnp.roll`, a table of relative positions that is looked up and added to scores, `num_examples=`", examples=1, coarse=("first/relative", "second/relative"))
+@specimen(
+    "Swin",
+    "windows by reshapes and `jnp.roll`, looked-up relative positions added to scores, `num_examples=`",
+    examples=1,
+    coarse=("first/relative", "second/relative"),
+)
 def swin():
     heads, window, d = 2, 2, 8
     steps = np.arange(window)
@@ -257,7 +271,10 @@ def dispatch(logits, k, capacity):
 EXPERTS = {"router": (D, 3), "up": (3, D, 5), "down": (3, 5, D), "head": (D, V)}
 
 
-@specimen("experts with top-2 and a capacity", "tokens dispatched within each sequence by one-hot products, kernels `[experts, ...]`")
+@specimen(
+    "experts with top-2 and a capacity",
+    "tokens dispatched within each sequence by one-hot products, kernels `[experts, ...]`",
+)
 def mixture():
     def loss(p, b):
         there, back = dispatch(b["x"] @ p["router"], 2, 2)
@@ -379,9 +396,7 @@ def lora():
     return loss, params, {"x": data(0, D), "y": tokens(0, below=V)}
 
 
-@specimen(
-    "LoRA, merged first", "`x @ (w + a @ b)`", refused=("parameter", "'(a|b)'", "skip=")
-)
+@specimen("LoRA, merged first", "`x @ (w + a @ b)`", refused=("parameter", "'(a|b)'", "skip="))
 def lora_merged():
     def loss(p, b):
         return cross_entropy(b["x"] @ (p["w"] + p["a"] @ p["b"]), b["y"])

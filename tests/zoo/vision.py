@@ -32,7 +32,9 @@ class ResNet(nn.Module):
         return nn.Dense(3)(jnp.mean(x, (1, 2)))
 
 
-@specimen("ResNet in linen", "`nn.BatchNorm` in training, strided convolutions and a projection shortcut", interacting=True)
+@specimen(
+    "ResNet in linen", "`nn.BatchNorm` in training, strided convolutions and a projection shortcut", interacting=True
+)
 def resnet():
     return linen(ResNet(), images(), cross_entropy)
 
@@ -148,7 +150,9 @@ def contrast(z1, z2):
     return 0.5 * (cross_entropy(scores, labels) + cross_entropy(scores.T, labels))
 
 
-@specimen("SimCLR", "two views one after the other through one encoder, each example against all others", interacting=True)
+@specimen(
+    "SimCLR", "two views one after the other through one encoder, each example against all others", interacting=True
+)
 def simclr():
     def loss(p, b):
         z1, z2 = (jax.nn.relu(b[view] @ p["w1"] + p["b1"]) @ p["w2"] for view in ("x", "view"))
@@ -212,7 +216,9 @@ def spectral_norm():
     return linen(Wrapped(nn.SpectralNorm), {"x": data(0, 5), "y": tokens(0, below=3)}, cross_entropy)
 
 
-@specimen("standardised convolution", "kernels less their mean before they are used", refused=("parameter 'w'", "skip="))
+@specimen(
+    "standardised convolution", "kernels less their mean before they are used", refused=("parameter 'w'", "skip=")
+)
 def standardised():
     def loss(p, b):
         w = p["w"] - jnp.mean(p["w"], (0, 1, 2))
@@ -221,7 +227,11 @@ def standardised():
     return loss, tree(w=(3, 3, 2, 4), head=(4, 3)), images()
 
 
-@specimen("WaveNet in haiku", "dilated causal `hk.Conv1D`, gated by one another; the last residual is not used", coarse=("conv1_d_8/b", "conv1_d_8/w"))
+@specimen(
+    "WaveNet in haiku",
+    "dilated causal `hk.Conv1D`, gated by one another; the last residual is not used",
+    coarse=("conv1_d_8/b", "conv1_d_8/w"),
+)
 def wavenet():
     def network(x):
         x, skips = hk.Conv1D(4, 1)(x), 0
@@ -235,7 +245,7 @@ def wavenet():
     return haiku(network, {"x": data(0, 5, 2), "y": tokens(0, 5, below=3)}, cross_entropy)
 
 
-@specimen("global response norm", "batch norm with running averages, squared channels, an ensemble of heads by `einsum`")
+@specimen("global response norm", "channels divided by their norms over the image, an ensemble of heads by `einsum`")
 def ensemble_of_heads():
     def loss(p, b):
         x = convolve(b["x"], p["c"])
