@@ -111,7 +111,7 @@ def test_there_is_a_zoo():
 
 
 def test_the_table_in_the_documentation():
-    """After a change of the zoo, or for the better: `UPDATE_ZOO_TABLE=1 pytest tests/test_zoo.py -k table`."""
+    """After a change of the zoo, or for the better: `UPDATE_ZOO_TABLE=1 pytest tests/test_zoo.py -k documentation`."""
     text = table(ZOO, BROKEN)
     if os.environ.get("UPDATE_ZOO_TABLE"):
         TABLE.write_text(text)

@@ -34,6 +34,6 @@ BROKEN: dict[str, str] = {
 # Where the number of examples is guessed, and is none that an argument has.
 GUESSED: dict[str, str] = dict.fromkeys(
     ("SimCLR on concatenated views", "reward model on concatenated pairs", "experts by ragged products",
-     "sums of cells by lax.map"),
+     "sums of cells by lax.map", "time first"),
     "the inferred number is the leading length of no array argument",
 )  # fmt: skip

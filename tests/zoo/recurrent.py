@@ -267,3 +267,16 @@ def deq_implicit():
         return cross_entropy(solve({"w": p["w"]}, b["x"] @ p["in"]) @ p["head"], b["y"])
 
     return loss, tree(**{"in": (D, H), "w": (H, H), "head": (H, 3)}), {"x": data(0, D), "y": tokens(0, below=3)}
+
+
+@specimen(
+    "time first", "sequences `[time, n, features]` throughout, transposed inside the loss, `num_examples=`", examples=1
+)
+def time_first():
+    def loss(p, b):
+        x = jnp.swapaxes(b["x"], 0, 1)
+        h = jnp.tanh(x @ p["w"] + p["b"])
+        mixed = jnp.einsum("tnd,sd->snd", h, jnp.eye(T, H)) + h
+        return cross_entropy((mixed @ p["head"]).mean(0), b["y"])
+
+    return loss, tree(w=(D, H), b=(H,), head=(H, 3)), sequences()

@@ -272,7 +272,7 @@ def what_happens(case: Specimen) -> str:
     try:
         layers = kfac.find_layers(loss, params, batch, skip=case.skip)
     except kfac.UnsupportedLayerError as error:
-        found = re.search(r"parameters? '(.*?)'.* read by (.*?) in a way .*?: (.*?)(?:[;:]| \\(|\\. )", str(error))
+        found = re.search(r"parameters? '(.*?)'.* read by (.*?) in a way .*?: (.*?)(?:[;:]| \(|\. )", str(error))
         assert found, str(error)
         operation = re.sub(r"\(\[.*", "", found[2])
         return f"refused: `{found[1]}`, read by {operation}: {found[3]}"
