@@ -1,0 +1,118 @@
+"""Every model of the zoo is right, or refused by an error that leads on."""
+
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+import kfac
+from oracle import Geometry, Hook, relative_error
+from oracle import truth as by_hooks
+from zoo import BROKEN, GUESSED, ZOO
+from zoo.bruteforce import FAST, truth
+from zoo.specimens import N, check, check_asks, check_refused, compare, dressed, table
+
+pytestmark = pytest.mark.usefixtures("x64")
+TABLE = pathlib.Path(__file__).parents[1] / "docs" / "zoo_table.md"
+
+
+def cases(chosen, broken=BROKEN):
+    found = []
+    for name, case in ZOO.items():
+        if chosen(case):
+            marks = [pytest.mark.xfail(strict=True, reason=broken[name])] if name in broken else []
+            found.append(pytest.param(case, id=name.replace(" ", "-"), marks=marks))
+    return found
+
+
+@pytest.mark.parametrize("case", cases(lambda case: not case.refused))
+def test_statistics_are_those_of_brute_force(case):
+    check(case)
+
+
+@pytest.mark.parametrize("case", cases(lambda case: case.refused))
+def test_a_refusal_names_the_parameter_and_a_way_out(case):
+    check_refused(case)
+
+
+@pytest.mark.parametrize("case", cases(lambda case: case.examples, GUESSED))
+def test_a_number_of_examples_that_cannot_be_known_is_asked_for(case):
+    check_asks(case)
+
+
+@pytest.mark.parametrize("name", ["a soft prompt", "actor-critic", "MobileNet in haiku"])
+def test_three_devices_are_one(name):
+    """A third of the batch on each: the mean of the factors is that of the whole batch, without any company."""
+    case = ZOO[name]
+    loss, params, batch = case.build()
+    layers = kfac.find_layers(dressed(loss), params, batch, has_aux=True)
+
+    def local(params, batch):
+        results = kfac.value_and_grad(dressed(loss), layers, has_aux=True)(params, batch)
+        return jax.lax.pmean((results[0][0], *results[1:]), "devices")
+
+    mesh = Mesh(np.array(jax.devices()[:3]), ("devices",))
+    over, whole = PartitionSpec("devices"), PartitionSpec()
+    fn = jax.shard_map(local, mesh=mesh, in_specs=(whole, over), out_specs=whole)
+    found = jax.jit(fn, compiler_options=FAST)(params, batch)
+    compare(layers, *jax.tree.map(np.asarray, found), truth(loss, params, batch, N), case)
+
+
+def test_brute_force_agrees_with_hooks_by_hand():
+    """A convolution, and a kernel used twice, once with its bias."""
+    rng = np.random.default_rng(0)
+    shapes = {"c": (2, 2, 2, 3), "cb": (3,), "w": (12, 12), "b": (12,)}
+    params = {name: jnp.asarray(rng.normal(size=shape)) for name, shape in shapes.items()}
+    x = jnp.asarray(rng.normal(size=(N, 3, 3, 2)))
+    geometry = Geometry((2, 2), (1, 1), ((0, 0), (0, 0)), (1, 1), (1, 1))
+
+    def hooked(hook, p, x):
+        y = lax.conv_general_dilated(x, p["c"], (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")) + p["cb"]
+        h = jnp.tanh(hook.layer("c", x, y, bias=True, conv=geometry)).reshape(len(x), -1)
+        h = jnp.tanh(hook.layer("w", h, h @ p["w"] + p["b"], bias=True))
+        return jnp.mean(jnp.sum(hook.layer("w", h, h @ p["w"]) ** 2, -1))
+
+    def loss(p, x):
+        return hooked(Hook(), p, x)
+
+    layers = kfac.find_layers(loss, params, x)
+    by_hand, found = by_hooks(hooked, params, (x,)), truth(loss, params, x, N)
+    for layer in layers:
+        a, g, matrix, positions = found.kronecker(layers, layer)
+        key = layer.params[0]
+        for mine, other in zip((a[0], g[0]), by_hand.kronecker(key), strict=True):
+            assert relative_error(mine, other) < 1e-12
+        assert relative_error(matrix[0], by_hand.gradient(key)) < 1e-12
+        assert positions == sum(use.a.shape[1] for use in by_hand.uses[key])
+
+
+def test_small_faults_are_seen():
+    case = ZOO["multilayer perceptron"]
+    loss, params, batch = case.build()
+    expected = truth(loss, params, batch, N)
+    layers = kfac.find_layers(loss, params, batch)
+    value, grads, factors = jax.jit(kfac.value_and_grad(loss, layers), compiler_options=FAST)(params, batch)
+    compare(layers, value, grads, factors, expected, case)
+    leaves, structure = jax.tree.flatten(factors)
+    for k in range(len(leaves)):
+        wrong = [leaf * (1 + 1e-5 * (j == k)) for j, leaf in enumerate(leaves)]
+        with pytest.raises(AssertionError, match=r"(in|out): A"):
+            compare(layers, value, grads, jax.tree.unflatten(structure, wrong), expected, case)
+
+
+def test_there_is_a_zoo():
+    assert len(ZOO) >= 40
+    assert {*BROKEN, *GUESSED} <= set(ZOO)
+
+
+def test_the_table_in_the_documentation():
+    """After a change of the zoo, or for the better: `UPDATE_ZOO_TABLE=1 pytest tests/test_zoo.py -k documentation`."""
+    text = table(ZOO, BROKEN)
+    if os.environ.get("UPDATE_ZOO_TABLE"):
+        TABLE.write_text(text)
+    assert TABLE.read_text() == text

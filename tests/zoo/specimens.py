@@ -1,0 +1,292 @@
+"""What a specimen is, and the checks that all of them have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+import kfac
+from checking import check_layers
+from oracle import relative_error
+from zoo.bruteforce import FAST, Truth, truth
+
+N = 6  # examples, three thirds of two
+
+
+@dataclasses.dataclass(frozen=True)
+class Specimen:
+    """A model, and what ought to happen to it.
+
+    Attributes:
+      name: of the model.
+      construct: what is special about it.
+      build: makes `(loss, params, batch)` with `loss(params, batch)` and `N` rows in every array of the batch.
+      refused: patterns that the error of `find_layers` must match; none where the model must be right.
+      interacting: whether examples act on each other, so that a batch is not the sum of its thirds.
+      examples: how many examples a row of the batch is, for `num_examples=`; None to pass none.
+      skip: patterns for `find_layers`.
+      coarse: names of the layers whose block is coarse.
+      tolerance: relative to the largest entry; larger where the model computes in float32.
+      penalised: whether the loss depends on parameters beside what the examples see of them.
+    """
+
+    name: str
+    construct: str
+    build: Callable[[], tuple[Callable, Any, Any]]
+    refused: tuple[str, ...] = ()
+    interacting: bool = False
+    examples: int | None = None
+    skip: tuple[str, ...] = ()
+    coarse: tuple[str, ...] = ()
+    tolerance: float = 1e-7
+    penalised: bool = False
+
+
+ZOO: dict[str, Specimen] = {}
+
+
+def specimen(name: str, construct: str, **options: Any) -> Callable:
+    """Puts the model that the decorated function builds into the zoo."""
+
+    def enter(build):
+        assert name not in ZOO
+        ZOO[name] = Specimen(name, construct, build, **options)
+        return build
+
+    return enter
+
+
+def randomised(shapes: Any, seed: int = 0) -> Any:
+    """Normal numbers in the place of the parameters of a framework: no initialiser is compiled."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda leaf: jnp.asarray(0.5 * rng.normal(size=leaf.shape), np.float64), shapes)
+
+
+def tree(seed: int = 0, **shapes: Any) -> dict[str, Any]:
+    """Parameters of a bare model: nested dictionaries of shapes."""
+    is_shape = lambda s: isinstance(s, tuple)  # noqa: E731
+    return randomised(jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, np.float64), shapes, is_leaf=is_shape), seed)
+
+
+def data(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(100 + seed).normal(size=(N, *shape)))
+
+
+def tokens(seed: int, *shape: int, below: int = 7) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(200 + seed).integers(0, below, (N, *shape)))
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1))
+
+
+def linen(model: Any, batch: dict[str, jax.Array], criterion: Callable, **options: Any) -> tuple[Callable, Any, Any]:
+    """Loss, parameters and batch of a flax linen model of `batch["x"]`."""
+    shapes = jax.eval_shape(lambda x: model.init(jax.random.key(0), x, **options), batch["x"])
+    others = {key: randomised(value) for key, value in shapes.items() if key != "params"}
+    mutable = list(others)
+
+    def loss(params, b):
+        out = model.apply({"params": params, **others}, b["x"], mutable=mutable, **options)[0]
+        return criterion(out, b["y"])
+
+    return loss, randomised(shapes["params"]), batch
+
+
+def modules(build: Callable, *kinds: Any) -> tuple[Any, ...]:
+    """Graph, parameters and whatever else is in a flax nnx module that takes `rngs`."""
+    graph, state, *rest = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))), *kinds, *([...] if kinds else []))
+    return graph, randomised(state), *map(_zeros, rest)
+
+
+def _zeros(shapes: Any) -> Any:
+    def zero(leaf):
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return jax.random.key(0) if is_key else jnp.zeros(leaf.shape, leaf.dtype)
+
+    return jax.tree.map(zero, shapes)
+
+
+def haiku(network: Callable, batch: dict[str, jax.Array], criterion: Callable) -> tuple[Callable, Any, Any]:
+    """Loss, parameters and batch of a haiku function of `batch["x"]`."""
+    model = hk.without_apply_rng(hk.transform(network))
+    params = randomised(jax.eval_shape(model.init, jax.random.key(0), batch["x"]))
+    return lambda p, b: criterion(model.apply(p, b["x"]), b["y"]), params, batch
+
+
+def equinox(build: Callable, batch: dict[str, jax.Array], criterion: Callable) -> tuple[Callable, Any, Any]:
+    """Loss, parameters and batch of an equinox module of one example."""
+    shapes = eqx.filter_eval_shape(build, jax.random.key(0))
+    params, static = eqx.partition(shapes, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+
+    def loss(params, b):
+        return criterion(jax.vmap(eqx.combine(params, static))(b["x"]), b["y"])
+
+    return loss, randomised(params), batch
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def dressed(loss: Callable) -> Callable:
+    """The loss with a second pass, whose gradient is stopped and which is a metric in aux, too."""
+
+    def with_company(params, batch):
+        other = loss(params, jax.tree.map(lambda x: jnp.flip(x, 0), batch))
+        return loss(params, batch) + 0 * lax.stop_gradient(other), {"metric": other}
+
+    return with_company
+
+
+def parts_of(case: Specimen, batch: Any) -> list[Any]:
+    """The batch in another order, and unless examples interact in thirds, each example of a third twice."""
+    order = np.random.default_rng(5).permutation(N)
+    if case.interacting:
+        return [jax.tree.map(lambda x: x[order], batch)]
+    thirds = order.reshape(3, -1)
+    return [jax.tree.map(lambda x, at=at: x[np.concatenate([at, at])], batch) for at in thirds]
+
+
+def find(case: Specimen) -> kfac.Layers:
+    loss, params, batch = case.build()
+    return kfac.find_layers(loss, params, batch, skip=case.skip)
+
+
+def check(case: Specimen) -> None:
+    """What the package measures on a dressed loss, in thirds with doubled examples, is what brute force says of all."""
+    loss, params, batch = case.build()
+    expected = truth(loss, params, batch, N * (case.examples or 1))
+    parts = parts_of(case, batch)
+    layers = kfac.find_layers(dressed(loss), params, parts[0], has_aux=True, skip=case.skip)
+    check_layers(layers, params)
+    rows = len(jax.tree.leaves(parts[0])[0])
+    count = case.examples and rows * case.examples
+    fn = kfac.value_and_grad(dressed(loss), layers, has_aux=True, num_examples=count)
+    fn = jax.jit(fn, compiler_options=FAST)
+    results = [fn(params, part) for part in parts]
+    for _, grads, factors in results:
+        check_coarse(layers, grads, factors, rows * (case.examples or 1))
+    found = jax.tree.map(lambda *leaves: np.mean(np.stack(leaves), 0), *((v[0], g, f) for v, g, f in results))
+    compare(layers, *found, expected, case)
+    coarse = {layer.name for layer in layers if layer.coarse}
+    assert coarse == set(case.coarse), f"coarse: {sorted(coarse)}"
+
+
+def check_coarse(layers, grads, factors, n):
+    leaves = dict(zip(layers.paths, jax.tree.leaves(grads), strict=True))
+    for layer in layers:
+        if layer.coarse:
+            block = n * np.square(np.asarray(leaves[layer.params[0]])).reshape(-1, 1, 1)
+            assert relative_error(factors[layer.name].F, block) <= 1e-7, f"coarse {layer.name}"
+
+
+def compare(
+    layers: kfac.Layers, value: Any, grads: Any, factors: kfac.Factors, expected: Truth, case: Specimen
+) -> None:
+    tolerance = case.tolerance
+    assert relative_error(value, expected.value) <= tolerance
+    size = max(np.max(np.abs(leaf)) for leaf in jax.tree.leaves(expected.grads))
+
+    def agree(found, true):  # a gradient may be zero up to rounding, as that of a key's bias
+        return np.max(np.abs(found - true)) <= tolerance * max(np.max(np.abs(true)), 1e-2 * size)
+
+    for path, got, true in zip(layers.paths, jax.tree.leaves(grads), jax.tree.leaves(expected.grads), strict=True):
+        assert agree(got, true), f"gradient of {path}"
+    by_path = dict(zip(layers.paths, jax.tree.leaves(expected.grads), strict=True))
+    wrong = []
+    for layer in layers:
+        if layer.kind in kfac._layers.KRONECKER_KINDS:
+            a, g, matrix, positions = expected.kronecker(layers, layer)
+            if layer.kind == "embedding":
+                assert not np.any(a - np.stack([np.diag(np.diagonal(x)) for x in a]))
+                a = np.stack([np.diagonal(x) for x in a])
+            block = factors[layer.name]
+            found_a, found_g = (x if layer.stacked else x[None] for x in (block.A, block.G))
+            true = np.asarray(layer.to_matrix([by_path[path] for path in layer.params]))
+            assert case.penalised or agree(matrix, true), f"brute force has not seen all of {layer.name}"
+            errors = relative_error(found_a, a), relative_error(found_g, g)
+            if max(errors) > tolerance or (case.examples is None and abs(positions.max() - layer.positions) > 1e-9):
+                wrong.append(f"{layer.name}: A {errors[0]:.1e}, G {errors[1]:.1e}, s {layer.positions} for {positions}")
+        elif layer.kind in kfac._layers.UNITWISE_KINDS and not layer.coarse:
+            rows = expected.vectors(layers, layer)
+            true = np.asarray(layer.to_matrix([by_path[path] for path in layer.params]))[0]
+            assert case.penalised or agree(rows.sum(0), true), f"brute force has not seen all of {layer.name}"
+            block = expected.n * np.einsum("nci,ncj->cij", rows, rows)
+            error = relative_error(factors[layer.name].F, block)
+            if error > tolerance:
+                wrong.append(f"{layer.name}: F {error:.1e}")
+    assert not wrong, "; ".join(wrong)
+
+
+def check_refused(case: Specimen) -> None:
+    """The error names the parameter and a way out, which leads on: what it says to skip is skipped, the rest trains."""
+    loss, params, batch = case.build()
+    skip: Sequence[str] = ()
+    first = ""
+    for _ in range(10):
+        try:
+            layers = kfac.find_layers(loss, params, batch, skip=skip)
+            fn = kfac.value_and_grad(loss, layers, num_examples=case.examples and N * case.examples)
+            jax.eval_shape(fn, params, batch)
+            break
+        except kfac.UnsupportedLayerError as error:
+            message = str(error)
+            first = first or message
+            advised = re.findall(r"'(\^.*?\$)'", message)
+            assert advised and not set(advised) <= set(skip), f"no way out of: {message}"
+            skip = (*skip, *advised)
+    assert first, "not refused"
+    for pattern in case.refused:
+        assert re.search(pattern, first), f"{pattern!r} is not in: {first}"
+    if len(skip) < len(layers.paths):
+        check(dataclasses.replace(case, refused=(), skip=tuple(skip)))
+
+
+def check_asks(case: Specimen) -> None:
+    """Where the examples have no axis of their own, their number is asked for and not guessed."""
+    loss, params, batch = case.build()
+    layers = kfac.find_layers(loss, params, batch, skip=case.skip)
+    with pytest.raises(ValueError, match="num_examples="):
+        jax.eval_shape(kfac.value_and_grad(loss, layers), params, batch)
+
+
+# -- the table in the documentation ------------------------------------------------------------------------------------
+
+KINDS = (("Kronecker", kfac._layers.KRONECKER_KINDS), ("unit-wise", ("unitwise",)), ("diagonal", ("diagonal",)))
+
+
+def what_happens(case: Specimen) -> str:
+    """The blocks that a model gets, or the operation that is refused, with the first parameter and the reason."""
+    loss, params, batch = case.build()
+    try:
+        layers = kfac.find_layers(loss, params, batch, skip=case.skip)
+    except kfac.UnsupportedLayerError as error:
+        found = re.search(r"parameters? '(.*?)'.* read by (.*?) in a way .*?: (.*?)(?:[;:]| \(|\. )", str(error))
+        assert found, str(error)
+        operation = re.sub(r"\(\[.*", "", found[2])
+        return f"refused: `{found[1]}`, read by {operation}: {found[3]}"
+    fine = [layer for layer in layers if not layer.coarse]
+    counts = [f"{sum(layer.kind in kinds for layer in fine)} {name}" for name, kinds in KINDS]
+    coarse = ", ".join(f"`{layer.name}`" for layer in layers if layer.coarse)
+    counted = ", ".join(count for count in counts if not count.startswith("0 "))
+    return f"{counted}; coarse: {coarse}" if coarse else counted
+
+
+def table(zoo: dict[str, Specimen], broken: dict[str, str]) -> str:
+    """The zoo as a table in Markdown."""
+    rows = ["| model | construct | what happens |", "|---|---|---|"]
+    for name, case in zoo.items():
+        remark = f" (known fault: {broken[name]})" if name in broken else ""
+        rows.append(f"| {name} | {case.construct} | {what_happens(case)}{remark} |")
+    return "\n".join(rows) + "\n"
