@@ -65,6 +65,11 @@ def is_part(part: Atom, whole: Atom) -> bool:
     return part.axis == whole.axis and whole.stride <= part.stride < whole.stride * whole.size
 
 
+def foreign_sizes(axes: Axes) -> set[int]:
+    """Lengths of the axes that repeat the leaf."""
+    return {atom.size for atom in flatten(axes) if not atom.of_leaf}
+
+
 def is_broadcast(axes: Axes) -> bool:
     """Whether some axis repeats the leaf (which makes an array of parameters an activation)."""
     return any(not atom.of_leaf for axis in axes for atom in axis)

@@ -246,10 +246,6 @@ def count_examples(
     if given is not None:
         if isinstance(given, bool) or not isinstance(given, int) or given < 1:
             raise ValueError(f"num_examples must be a positive int, but is {given!r}")
-        for use in reads.uses:
-            if use.leaf in kernels and not use.late and use.rows % given:
-                where = f"the {use.rows} positions at which {names[use.leaf]!r} is read"
-                raise ValueError(f"num_examples={given} does not divide {where}")
         return given, ""
     if marks.marks:
         own = (use for use in reads.uses if use.leaf in kernels and not use.late)
@@ -275,7 +271,15 @@ def count_examples(
             f"the number of examples is not clear: the leading dimensions of the layers' inputs are {seen}. Pass "
             "num_examples= to value_and_grad."
         )
-    return next(iter(candidates), 1), ""
+    n = next(iter(candidates), None) or 1
+    if n > 1 and reads.lengths and n not in reads.lengths:
+        name = next(iter(candidates.values()))
+        return None, (
+            f"the number of examples is not clear: {name!r} is read with {n} rows, which is the leading length of no array "
+            f"argument of loss_fn. If each of them is an example, pass num_examples={n} to value_and_grad; else pass how "
+            "many there are."
+        )
+    return n, ""
 
 
 def _kronecker_layer(leaves, reads: Reads, by_leaf: dict[int, list[Use]], names, shapes, n: int | None) -> Layer:

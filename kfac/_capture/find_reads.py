@@ -41,6 +41,7 @@ class Reads:
       derived: leaves that something else is computed from, and how.
       products: leaves whose product with another parameter something is computed from, and that product.
       skipped_products: lengths of the first axes that are not the parameter's, where products read skipped ones.
+      lengths: leading lengths above one of the array arguments.
       merges: where rows that all examples share meet the examples: the axis of these, and its length.
       shared_calls: operations into which such rows are handed.
       multipliers: operations that produce a scaled view, and the operand that is the view.
@@ -59,8 +60,8 @@ class Reads:
         self.multipliers: dict[Path, int] = {}
         self.carriers: set[Path] = set()
         shapes = [tuple(array.shape) for array in traced.arrays]
-        self._lengths = {shape[0] for shape in shapes if shape and shape[0] > 1}
-        self._sizes = {size for shape in shapes for size in shape[:-1] if size > 1} | self._lengths
+        self.lengths = {shape[0] for shape in shapes if shape and shape[0] > 1}
+        self._sizes = {size for shape in shapes for size in shape[:-1] if size > 1} | self.lengths
         # A loss without array arguments has its examples in constants.
         self._constants = Data(fixed=bool(traced.arrays))
         states: list[State] = [
@@ -145,7 +146,7 @@ class Reads:
         else:
             shape = next(shape for k, shape in enumerate(op.shapes) if k in where)
             new = [k for k, (own, size) in enumerate(zip(shape, op.results[0], strict=False)) if own == 1 < size]
-        axes = [k for k in new if op.results[0][k] in self._lengths]
+        axes = [k for k in new if op.results[0][k] in self.lengths]
         if len(axes) == 1 and len({op.shapes[k] for k in where}) == 1:
             self.merges[path] = axes[0], op.results[0][axes[0]]
             return [Data(active=True)]
@@ -237,7 +238,7 @@ class Reads:
         own = [s for s, literal in zip(states, op.literals, strict=True) if not literal]
         if not own:
             shape = op.results[0] if op.results else ()
-            of_batch = self._lengths if len(shape) == 1 else self._sizes
+            of_batch = self.lengths if len(shape) == 1 else self._sizes
             return op.name != "broadcast_in_dim" or not (of_batch.intersection(shape) or not self._constants.fixed)
         return all(isinstance(s, Data) and s.fixed for s in own)
 
@@ -272,6 +273,8 @@ class Reads:
             self._refuse(view, op, found)
         if not isinstance(found, Read):
             # Broadcast over examples and then multiplied: an activation (a learned initial state).
+            if not self._sizes.intersection(axes_lib.foreign_sizes(view.axes)) and self.lengths:
+                self._refuse(view, op, "its entries are repeated before the product")
             self._met_data(view, f"broadcast, then {op.name}")
             return Data(active=True)
         use, other = self._kernel(op, found, view, path, scans), states[found.other]

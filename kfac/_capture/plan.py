@@ -92,9 +92,9 @@ def plan_taps(
       ValueError: the number of examples is not clear, or a layer that has to cannot tell them from positions.
     """
     found = layers_of(traced, options, marks, num_examples)
-    if found.num_examples is None:
+    if found.num_examples is None and found.layers.with_factors:
         raise ValueError(found.unclear)
-    planned = Planned(found, found.num_examples)
+    planned = Planned(found, found.num_examples or 1)
     for layer in found.layers:
         uses = found.uses[layer.name]
         if layer.kind in KRONECKER_KINDS:

@@ -26,7 +26,7 @@ from kfac._capture.axes import Atom, Axes, foreign
 from kfac._statistics.convolution import Convolution
 from kfac._statistics.rows import Lookup, accumulator
 
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 SUMS = frozenset({"add", "add_any", "sub"})
 # Operations on arrays of one shape, or of ones in the place of some of its lengths.
 ELEMENTWISE: dict[str, Callable[..., jax.Array]] = {
@@ -426,6 +426,7 @@ _TABLE: dict[str, Rule] = {
     "dot_general": _product,
     "conv_general_dilated": _convolution,
     "gather": _lookup,
+    "ragged_dot_general": lambda eqn, operand, axes: "statistics of ragged products are not implemented",
 }
 
 # -- a user's own ------------------------------------------------------------------------------------------------------

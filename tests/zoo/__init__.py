@@ -15,21 +15,7 @@ TANGENT = "constant tangents hold no examples"
 NOTHING_LEFT = "with all parameters skipped, as advised, the number of examples is asked for"
 
 # What ought to be and is not yet.
-BROKEN: dict[str, str] = {
-    "score matching": CONSTANT,
-    "PINN by grad of grad": CONSTANT,
-    "Hamiltonian network": CONSTANT,
-    "repeated heads": "a repeated kernel is quietly given a coarse block",
-    "experts by ragged products": "lax.ragged_dot is quietly given a coarse block",
-    "a Switch layer over all tokens": FRACTION,
-    "graphs of unequal size": FRACTION,
-    "PINN by jacfwd of jacfwd": TANGENT,
-    "PINN by nested jvp": TANGENT,
-    "Sobolev training": TANGENT,
-    "LSTM in equinox, in a Python loop": "asks for num_examples, and then says that it does not divide the positions",
-    "hypernetwork for a task": NOTHING_LEFT,
-    "LoRA, merged first": NOTHING_LEFT,
-}
+BROKEN: dict[str, str] = {}
 
 # Where the number of examples is guessed, and is none that an argument has.
 GUESSED: dict[str, str] = dict.fromkeys(
