@@ -114,8 +114,7 @@ def adaptive_damping(
     check_range("high", high, 0, 1, open_low=True, open_high=True)
     check_range("low", low, 0, high, open_low=True, open_high=True)
     check_count("every", every, 1)
-    if distribution is not None:
-        check_type("distribution", distribution, Distribution, "a kfac.Distribution or None")
+    check_type("distribution", distribution, Distribution | None, "a kfac.Distribution or None")
     axis = None if distribution is None else distribution.axis
 
     def inner(damping: jax.Array) -> optax.GradientTransformationExtraArgs:

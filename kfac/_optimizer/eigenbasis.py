@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+from jax import lax
 
 from kfac._checks import check_layers
 from kfac._curvature.blocks import check_factors, group_layers
-from kfac._curvature.eigh import decompose
-from kfac._factors import Eigen, Factors, Kronecker
+from kfac._curvature.refresh import in_portions
+from kfac._factors import Factors, Kronecker
 from kfac._layers import Layers
 from kfac._optimizer.state import find_state
 
@@ -71,8 +71,9 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
 def _decomposed(block: Any) -> Kronecker:
     def vectors(factor):
         stack = factor.reshape(-1, *factor.shape[-2:])
-        eigen = decompose(stack, factor.dtype)
-        assert isinstance(eigen, Eigen)
-        return jnp.reshape(eigen.vectors, factor.shape)
+        return in_portions(eigenvectors, len(stack), stack).reshape(factor.shape)
+
+    def eigenvectors(width, stack):
+        return lax.map(lambda matrix: lax.linalg.eigh(matrix.mT, symmetrize_input=False)[0], stack, batch_size=width)
 
     return Kronecker(vectors(block.A), vectors(block.G))

@@ -15,7 +15,7 @@ from jax import lax
 from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.assignment import Shard, group_costs, make_phases, make_shards
-from kfac._distributed.distribution import Distribution
+from kfac._distributed.distribution import Distribution, shared
 from kfac._factors import Block
 from kfac._layers import Layers, leaves_by_path
 from kfac._varying import AxisName, as_varying, axis_size, varying_axes
@@ -186,8 +186,8 @@ def init_state(config: Config, params: Any) -> KfacState:
         return Owned(held, shard, config.inverse)
 
     def replica(group: Group) -> Replica:
-        shared = config.distribution.shared(config.inverse, inverses(group, group.size), several=True)
-        return Replica(shared, jnp.zeros(group.size, bool))
+        kept = shared(config.distribution, config.inverse, inverses(group, group.size))
+        return Replica(kept, jnp.zeros(group.size, bool))
 
     return KfacState(
         count=jnp.zeros((), jnp.int32),

@@ -19,6 +19,7 @@ from kfac._curvature.refresh import refresh
 from kfac._curvature.symmetric import flatten_block, unflatten_block
 from kfac._distributed.assignment import Shard
 from kfac._distributed.collectives import gather_from_owners, means_to_owners, owns_last, take_own
+from kfac._distributed.distribution import decode, encode
 from kfac._factors import Block, Coarse, Factors, Kronecker, Unitwise
 from kfac._layers import leaves_by_path
 from kfac._optimizer.state import BlockState, Config, KfacMetrics, KfacState, Owned, Replica, check_state, match_leaves
@@ -306,14 +307,16 @@ def refresh_inverses(
 def _fetched(place: Place, replicas: dict[str, Replica], stacks: dict[str, Any]) -> dict[str, Replica]:
     """What all devices have of the inverses, from their owners in two messages."""
     config, axis = place.config, place.config.axis
-    distribution, sent = config.distribution, {}
+    sent = {}
     for name in replicas:
         kept, condition = stacks[name]
-        encoded = distribution.encode(config.inverse, distribution.shared(config.inverse, kept, several=True))
+        encoded = encode(config.distribution, config.inverse, kept)
         sent[name] = jnp.concatenate([encoded, (condition > 0).astype(encoded.dtype)[:, None]], axis=1)
     received = gather_from_owners(sent, place.shards, axis) if axis is not None and sent else sent
     return {
-        name: Replica(distribution.decode(config.inverse, flat[:, :-1], replicas[name].inverse), flat[:, -1] > 0)
+        name: Replica(
+            decode(config.distribution, config.inverse, flat[:, :-1], replicas[name].inverse), flat[:, -1] > 0
+        )
         for name, flat in received.items()
     }
 
