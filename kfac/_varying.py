@@ -12,6 +12,11 @@ from jax import lax
 AxisName = str | tuple[str, ...]
 
 
+def axis_names(axis: AxisName | None) -> tuple[str, ...]:
+    """The names, of which there may be one, several or none."""
+    return axis if isinstance(axis, tuple) else () if axis is None else (axis,)
+
+
 def _varying(aval: Any) -> frozenset[str]:
     # The attribute's name differs between jax releases; outside shard_map a ShapeDtypeStruct has None.
     manual = getattr(aval, "manual_axis_type", None)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kfac._curvature.inverse import Inverse, product
+from kfac._curvature.inverse import Inverse, identities, product
 from kfac._factors import Eigen, Kronecker, is_diagonal
 
 
@@ -39,11 +39,10 @@ class Eigh(Inverse):
         """Identities; of a diagonal factor eigenvalues alone."""
 
         def one(stack):
-            if is_diagonal(stack):
-                return jnp.ones(stack.shape, stack.dtype)
-            dtype = self.kept_dtype(stack.dtype)
-            eye = jnp.zeros(stack.shape, dtype) + jnp.eye(stack.shape[-1], dtype=dtype)
-            return Eigen(eye, jnp.ones(stack.shape[:-1], stack.dtype))
+            values = jnp.ones(stack.shape[:2], stack.dtype)
+            return (
+                values if is_diagonal(stack) else Eigen(identities(stack.shape, self.kept_dtype(stack.dtype)), values)
+            )
 
         return Kronecker(one(factors.A), one(factors.G))
 

@@ -27,15 +27,16 @@ def _extra(shard: Shard, axis_name: AxisName | None) -> jax.Array:
     return (lax.axis_index(axis_name) - shard.offset) % shard.devices
 
 
-def take_own(tree: Any, shard: Shard, axis_name: AxisName | None) -> Any:
-    """From stacks `[blocks, ...]` that all devices have, this device's `[positions, ...]`.
+def take_own(stacks: Mapping[str, Any], shards: Mapping[str, Shard], axis_name: AxisName | None) -> dict[str, Any]:
+    """From stacks `[blocks, ...]` of each group, which all devices have, this device's `[positions, ...]`.
 
-    A device without a block at the last position gets one of the others' there.
+    A device without a block at the last position gets one of the others' there. All get all blocks of a group that is
+    not among `shards`.
     """
     if axis_name is None:
-        return tree
+        return dict(stacks)
 
-    def own(stack):
+    def own(stack, shard):
         parts = []
         if shard.full:
             dealt = stack[: shard.full * shard.devices].reshape(shard.full, shard.devices, *stack.shape[1:])
@@ -44,7 +45,8 @@ def take_own(tree: Any, shard: Shard, axis_name: AxisName | None) -> Any:
             parts.append(_own_of_remainder(stack[shard.full * shard.devices :], shard, axis_name))
         return jnp.concatenate(parts)
 
-    return jax.tree.map(own, tree)
+    mine = {name: jax.tree.map(lambda x, s=shards[name]: own(x, s), stacks[name]) for name in stacks if name in shards}
+    return dict(stacks) | mine
 
 
 def _own_of_remainder(rest: jax.Array, shard: Shard, axis_name: AxisName) -> jax.Array:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from kfac._checks import check_axis_name, check_choice, check_switch, check_type
 from kfac._curvature.inverse import Inverse
 from kfac._curvature.symmetric import flatten, unflatten
-from kfac._varying import AxisName
+from kfac._varying import AxisName, axis_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +56,10 @@ class Distribution:
         if self.mesh is None:
             return
         check_type("mesh", self.mesh, Mesh, "a jax.sharding.Mesh")
-        for name in self.axis_name if isinstance(self.axis_name, tuple) else (self.axis_name,):
-            if name is not None and name not in self.mesh.axis_names:
-                raise ValueError(
-                    f"axis_name must be among the axes of mesh, {self.mesh.axis_names}, but is {self.axis_name!r}"
-                )
+        if not set(axis_names(self.axis_name)) <= set(self.mesh.axis_names):
+            raise ValueError(
+                f"axis_name must be among the axes of mesh, {self.mesh.axis_names}, but is {self.axis_name!r}"
+            )
         if self.communication_dtype != "float32":
             raise ValueError(
                 f"communication_dtype={self.communication_dtype!r} has no effect with mesh=, where XLA averages the "

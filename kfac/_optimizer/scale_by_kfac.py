@@ -22,7 +22,7 @@ from kfac._layers import Layers
 from kfac._optimizer.reshard import state_spec
 from kfac._optimizer.state import Config, KfacState, check_devices, init_state
 from kfac._optimizer.step import Now, preconditioned_step
-from kfac._varying import axis_size
+from kfac._varying import axis_names, axis_size
 
 Scalar = float | jax.Array
 ScalarOrSchedule = Scalar | Callable[[jax.Array], jax.typing.ArrayLike]
@@ -121,8 +121,7 @@ def scale_by_kfac(
             warmup=count < jnp.asarray(refresh_warmup).astype(jnp.int32),
         )
         if mesh is not None and axis_size(axis) is None:
-            names = axis if isinstance(axis, tuple) else (axis,)
-            check_devices(state, math.prod(mesh.shape[name] for name in names))
+            check_devices(state, math.prod(mesh.shape[name] for name in axis_names(axis)))
             return update_on_mesh(updates, state, now, factors)
         return preconditioned_step(config, updates, state, now, factors, local=True)
 

@@ -116,6 +116,12 @@ class KfacState(NamedTuple):
         return {name: own.blocks for name, own in self.owned.items()} | self.shared
 
 
+def with_blocks(state: KfacState, blocks: dict[str, BlockState]) -> KfacState:
+    """The state with other blocks."""
+    owned = {name: dataclasses.replace(own, blocks=blocks[name]) for name, own in state.owned.items()}
+    return state._replace(owned=owned, shared={name: blocks[name] for name in state.shared})
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """What is fixed when the transformation is made; `phases` are the steps of a cycle that invert."""
