@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -100,11 +100,13 @@ class Group:
     def split_matrices(self, matrices: jax.Array) -> dict[str, jax.Array]:
         """The inverse of `stack_matrices`: leaves by path."""
         leaves: dict[str, jax.Array] = {}
-        start = 0
-        for layer, count in zip(self.layers, self.counts, strict=True):
-            leaves.update(zip(layer.params, layer.from_matrix(matrices[start : start + count]), strict=True))
-            start += count
+        for layer, own in self.split(matrices):
+            leaves.update(zip(layer.params, layer.from_matrix(own), strict=True))
         return leaves
+
+    def split(self, stack: jax.Array) -> Iterator[tuple[Layer, jax.Array]]:
+        """Each member with its part of a stack `[k, ...]`."""
+        return zip(self.layers, jnp.split(stack, np.cumsum(self.counts)[:-1]), strict=True)
 
 
 def group_layers(layers: Layers) -> tuple[Group, ...]:

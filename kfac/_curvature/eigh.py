@@ -48,7 +48,9 @@ class Eigh(Inverse):
 
     def refresh(self, kept, factors, damping):
         """Decompositions of both factors."""
-        new = Kronecker(decompose(factors.A, vectors_dtype(kept.A)), decompose(factors.G, vectors_dtype(kept.G)))
+        del kept  # nothing of it goes on
+        dtype = self.kept_dtype(factors.A.dtype)
+        new = Kronecker(decompose(factors.A, dtype), decompose(factors.G, dtype))
         return new, eigen_condition(block_eigenvalues(new), damping)
 
     def apply(self, kept, matrices, damping):
@@ -66,11 +68,6 @@ def decompose(stack: jax.Array, dtype: Any) -> Eigen | jax.Array:
     # LAPACK reads columns. A symmetric matrix and its transpose are the same, and this spares XLA a copy of more.
     vectors, values = lax.linalg.eigh(stack.mT, symmetrize_input=False)
     return Eigen(vectors.astype(dtype), jnp.maximum(values, 0))
-
-
-def vectors_dtype(side: Eigen | jax.Array) -> Any:
-    """The dtype in which a side has its eigenvectors, or eigenvalues if it has no other."""
-    return side.vectors.dtype if isinstance(side, Eigen) else side.dtype
 
 
 def eigenvalues(side: Eigen | jax.Array) -> jax.Array:

@@ -92,12 +92,10 @@ def means_to_owners(
     reduced = {n: x.reshape(-1, *stacks[n].shape[1:]) for n, x in zip(rest, summed, strict=True)}
     result = {}
     for name, stack in stacks.items():
-        if name not in shards:
-            result[name] = reduced[name].astype(dtypes[name]) / devices
-            continue
         parts = [scattered[name].reshape(-1, *stack.shape[1:])] if name in scattered else []
         if name in reduced:
-            parts.append(_own_of_remainder(reduced[name], shards[name], axis_name))
+            rest_of = reduced[name]
+            parts.append(_own_of_remainder(rest_of, shards[name], axis_name) if name in shards else rest_of)
         result[name] = jnp.concatenate(parts).astype(dtypes[name]) / devices
     return result
 

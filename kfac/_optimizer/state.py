@@ -176,13 +176,8 @@ def init_state(config: Config, params: Any) -> KfacState:
         return group.kind(config.inverse).init(group.zeros(size, dtype, moments=config.has_moments(group)))
 
     def blocks(group: Group, size: int) -> BlockState:
-        return BlockState(
-            factors=group.zeros(size, dtype),
-            weight=jnp.zeros(size, dtype),
-            inverse=inverses(group, size),
-            condition=jnp.zeros(size, dtype),
-            age=jnp.zeros(size, jnp.int32),
-        )
+        weight, condition, age = jnp.zeros(size, dtype), jnp.zeros(size, dtype), jnp.zeros(size, jnp.int32)
+        return BlockState(group.zeros(size, dtype), weight, inverses(group, size), condition, age)
 
     def own(group: Group) -> Owned:
         shard = shards[group.name]
@@ -204,9 +199,7 @@ def init_state(config: Config, params: Any) -> KfacState:
         owned={group.name: own(group) for group in config.kronecker},
         shared={group.name: blocks(group, group.size) for group in config.groups if not group.kronecker},
         replicas={group.name: replica(group) for group in config.groups if config.shares(group)},
-        metrics=KfacMetrics(
-            *(jnp.zeros((), jnp.float32) for _ in range(4)), *(jnp.zeros((), jnp.int32) for _ in range(4))
-        ),
+        metrics=KfacMetrics(*(jnp.zeros((), dtype) for dtype in 4 * [jnp.float32] + 4 * [jnp.int32])),
     )
 
 
