@@ -59,11 +59,8 @@ def own_key(key: jax.Array, axes: frozenset[str]) -> jax.Array:
     Under `pmap`, and under `shard_map` without its check, nothing tells over which axes a value varies: all count.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    manual = [
-        name
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == jax.sharding.AxisType.Manual
-    ]
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    manual = [name for name, kind in kinds if kind == jax.sharding.AxisType.Manual]
     if manual and not varying_axes(lax.axis_index(manual[0])):
         axes = frozenset(manual)
     return jax.random.fold_in(key, lax.axis_index(tuple(sorted(axes)))) if axes else key

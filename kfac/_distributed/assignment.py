@@ -92,18 +92,12 @@ def make_shards(costs: Costs, devices: int) -> dict[str, Shard]:
     load = [0] * devices
     shards = {}
     for name, size, cost in sorted(costs, key=lambda item: (-item[2], item[0])):
-        remainder = size % devices
-        offset = 0
-        if remainder:
-            # The run of devices whose busiest member is least busy, then with the least work in all.
-            def busy(start: int, remainder: int = remainder) -> tuple[int, int]:
-                run = [load[(start + k) % devices] for k in range(remainder)]
-                return max(run), sum(run)
-
-            offset = min(range(devices), key=busy)
-            for k in range(remainder):
-                load[(offset + k) % devices] += cost
-        shards[name] = Shard(size, devices, offset)
+        # The run of devices whose busiest member is least busy, then with the least work in all.
+        runs = ([(start + k) % devices for k in range(size % devices)] for start in range(devices))
+        run = min(runs, key=lambda run: (max((load[d] for d in run), default=0), sum(load[d] for d in run)))
+        for device in run:
+            load[device] += cost
+        shards[name] = Shard(size, devices, run[0] if run else 0)
     return shards
 
 

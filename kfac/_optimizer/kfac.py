@@ -187,12 +187,8 @@ def constrain_norm(
 
     def update(updates, state, params=None, **extra):
         preconditioned, inner_state = inner.update(updates, state.inner, params, **extra)
-        gradients, directions = leaves_by_path(updates), leaves_by_path(preconditioned)
-        product = sum(
-            jnp.vdot(_wide(gradients[path]), _wide(directions[path]), precision=lax.Precision.HIGHEST)
-            for path in gradients
-            if path in chosen
-        )
+        trees = (leaves_by_path(tree).items() for tree in (updates, preconditioned))
+        product = optax.tree.vdot(*({path: _wide(leaf) for path, leaf in tree if path in chosen} for tree in trees))
         # The step is the preconditioner's: one that is not finite moves no schedule.
         rate = value_at(learning_rate, state.inner.count)
         limit = value_at(constraint, state.inner.count)
