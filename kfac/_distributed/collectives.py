@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kfac._curvature.inverse import per_block
 from kfac._distributed.assignment import Shard
-from kfac._varying import AxisName, as_varying, varying_axes
+from kfac._varying import AxisName, varying_axes
 
 
 def owns_last(shard: Shard, axis_name: AxisName | None) -> jax.Array:
@@ -117,12 +118,8 @@ def gather_from_owners(
     def placed(name):
         # A sum in which one device has the block and the others zeros: an all-gather would need room for D blocks.
         shard = shards[name]
-        extra = _extra(shard, axis_name)
-        block = jnp.where(extra < shard.remainder, own[name][shard.full :], 0)
-        empty = jnp.zeros((shard.remainder, *block.shape[1:]), block.dtype)
-        empty = as_varying(empty, varying_axes(block))
-        at = jnp.minimum(extra, shard.remainder - 1)
-        return lax.dynamic_update_slice_in_dim(empty, block, at, 0).reshape(-1)
+        here = jnp.arange(shard.remainder) == _extra(shard, axis_name)
+        return jnp.where(per_block(here, own[name]), own[name][shard.full :], 0).reshape(-1)
 
     gathered = dict(zip(full, _fused(everywhere, [own[n][: shards[n].full].reshape(-1) for n in full]), strict=True))
     summed = dict(zip(rest, _fused(lambda x: lax.psum(x, axis_name), [placed(n) for n in rest]), strict=True))

@@ -276,9 +276,8 @@ def check_state(config: Config, state: KfacState, devices: int) -> None:
     if set(state.replicas) == {group.name for group in config.groups if config.shares(group)}:
         return
     if config.inverse.takes_moments:
-        have, convert = (
-            ("a", "kfac.scatter_state(opt_state, 1)") if config.axis else ("no", "kfac.gather_state(opt_state)")
-        )
+        to_one, to_none = ("a", "kfac.scatter_state(opt_state, 1)"), ("no", "kfac.gather_state(opt_state)")
+        have, convert = to_one if config.axis else to_none
         raise ValueError(
             f"with inverse={config.inverse!r} a state is another where there is an axis of devices, if only of one: "
             f"update has {have} such axis, but the state is one for the other case: {convert} makes it from that."
