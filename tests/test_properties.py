@@ -94,7 +94,7 @@ OPTIONS = st.fixed_dictionaries(
         "inverse_every": st.integers(1, 4),
         "refresh_warmup": st.integers(0, 3),
         "distribution": st.sampled_from([None, kfac.Distribution(staggered=False)]),
-        "precision": st.sampled_from(["float32", "bfloat16"]),
+        "inverse": st.sampled_from(["float32", "bfloat16"]).map(kfac.Cholesky),
         "momentum": st.sampled_from([None, 0.9]),
         "norm_constraint": st.sampled_from([None, 1e-2]),
     }
@@ -145,7 +145,12 @@ def check_schedule(network, options, schedule, compute):
 
 
 @few(5)
-@example(VARIED, {"inverse_every": 2, "refresh_warmup": 1, "precision": "float32"}, [True, False, True], "float32")
+@example(
+    VARIED,
+    {"inverse_every": 2, "refresh_warmup": 1, "inverse": kfac.Cholesky("float32")},
+    [True, False, True],
+    "float32",
+)
 @given(networks(depth=2), OPTIONS, SCHEDULES, st.sampled_from(["float32", "bfloat16"]))
 def test_states_keep_their_form_and_inverses_stay_definite(network, options, schedule, compute):
     check_schedule(network, options, schedule, compute)
