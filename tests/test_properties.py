@@ -136,7 +136,7 @@ def check_schedule(network, options, schedule, compute):
             for inverse in jax.tree.leaves(block.inverse):
                 inverse = np.asarray(inverse, np.float64)
                 np.testing.assert_array_equal(inverse, inverse.swapaxes(-1, -2), name)
-                if options["precision"] == "float32":
+                if options["inverse"].precision == "float32":
                     assert np.all(np.linalg.eigvalsh(inverse) > 0), name
     counts = kfac.diagnostics(state)
     assert [counts[name] for name in ("skipped_steps", "skipped_statistics", "failed_inversions")] == [0, 0, 0]
@@ -147,7 +147,7 @@ def check_schedule(network, options, schedule, compute):
 @few(5)
 @example(
     VARIED,
-    {"inverse_every": 2, "refresh_warmup": 1, "inverse": kfac.Cholesky("float32")},
+    {"inverse_every": 2, "refresh_warmup": 1, "inverse": kfac.Cholesky()},
     [True, False, True],
     "float32",
 )
