@@ -26,7 +26,7 @@ from kfac._layers import Layers as Layers
 from kfac._layers import UnsupportedLayerError as UnsupportedLayerError
 from kfac._optimizer.adaptive_damping import adaptive_damping as adaptive_damping
 from kfac._optimizer.diagnostics import diagnostics as diagnostics
-from kfac._optimizer.eigenbasis import eigenbasis as eigenbasis
+from kfac._optimizer.diagnostics import eigenbasis as eigenbasis
 from kfac._optimizer.interval import AdaptiveInterval as AdaptiveInterval
 from kfac._optimizer.kfac import kfac as kfac
 from kfac._optimizer.reshard import gather_state as gather_state

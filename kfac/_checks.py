@@ -66,7 +66,7 @@ def check_axis_name(value: Any) -> None:
         raise ValueError(f"axis_name must be the name of an axis, a tuple of names or None, but is {value!r}")
 
 
-def check_type(name: str, value: Any, kind: type, what: str) -> None:
+def check_type(name: str, value: Any, kind: Any, what: str) -> None:
     """Raises where a value is not of a type, which the message calls `what`."""
     if not isinstance(value, kind):
         raise ValueError(f"{name} must be {what}, but is of type {type(value).__name__}: {value!r}")

@@ -159,11 +159,9 @@ class Factors(Mapping[str, Statistics]):
         def own(block):
             if isinstance(block, Kronecker):
                 return Kronecker(block.A, *jax.tree.map(unscaled, (block.G, block.moments)))
-            return (
-                Unitwise(unscaled(block.F))
-                if isinstance(block, Unitwise)
-                else Coarse(block.mean / loss_scale, block.count)
-            )
+            if isinstance(block, Unitwise):
+                return Unitwise(unscaled(block.F))
+            return Coarse(block.mean / loss_scale, block.count)
 
         return Factors({name: own(block) for name, block in self._blocks.items()})
 

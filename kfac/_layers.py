@@ -132,9 +132,9 @@ class Layer:
         leaves = []
         start = 0
         for layout, shape in zip(self.layouts, self.shapes, strict=True):
-            width = layout.size("in")
-            leaves.append(layout.from_matrix(matrix[..., start : start + width], shape))
-            start += width
+            end = start + layout.size("in")
+            leaves.append(layout.from_matrix(matrix[..., start:end], shape))
+            start = end
         return leaves
 
     def describe(self) -> str:
@@ -171,10 +171,10 @@ class Layers(Sequence[Layer]):
     def __getitem__(self, index: slice) -> tuple[Layer, ...]: ...
     def __getitem__(self, index: int | str | slice) -> Layer | tuple[Layer, ...]:
         if isinstance(index, str):
-            for layer in self.blocks:
-                if layer.name == index:
-                    return layer
-            raise KeyError(f"no layer {index!r}; the layers are {[layer.name for layer in self.blocks]}")
+            names = [layer.name for layer in self.blocks]
+            if index not in names:
+                raise KeyError(f"no layer {index!r}; the layers are {names}")
+            return self.blocks[names.index(index)]
         return self.blocks[index]
 
     def __contains__(self, item: object) -> bool:
@@ -205,10 +205,8 @@ def _table(layers: Layers) -> str:
         elements = sum(math.prod(shape) for shape in layer.factor_shapes.values())
         total += elements
         if layer.kind in KRONECKER_KINDS:
-            a, g = (
-                f"{size} (diagonal)" if factor in layer.diagonal else str(size)
-                for factor, size in (("A", layer.d_in), ("G", layer.d_out))
-            )
+            sizes = ("A", layer.d_in), ("G", layer.d_out)
+            a, g = (f"{size} (diagonal)" if factor in layer.diagonal else str(size) for factor, size in sizes)
         elif layer.kind in UNITWISE_KINDS:
             a, g = "", f"{layer.d_out} x {layer.d_in}x{layer.d_in}"
         else:

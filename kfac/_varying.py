@@ -13,6 +13,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 AxisName = str | tuple[str, ...]
 
 
+def axis_names(axis: AxisName | None) -> tuple[str, ...]:
+    """The names, of which there may be one, several or none."""
+    return axis if isinstance(axis, tuple) else () if axis is None else (axis,)
+
+
 def _varying(aval: Any) -> frozenset[str]:
     # The attribute's name differs between jax releases; outside shard_map a ShapeDtypeStruct has None.
     manual = getattr(aval, "manual_axis_type", None)
@@ -55,11 +60,8 @@ def own_key(key: jax.Array, axes: frozenset[str]) -> jax.Array:
     Under `pmap`, and under `shard_map` without its check, nothing tells over which axes a value varies: all count.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    manual = [
-        name
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == jax.sharding.AxisType.Manual
-    ]
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    manual = [name for name, kind in kinds if kind == jax.sharding.AxisType.Manual]
     if manual and not varying_axes(lax.axis_index(manual[0])):
         axes = frozenset(manual)
     return jax.random.fold_in(key, lax.axis_index(tuple(sorted(axes)))) if axes else key

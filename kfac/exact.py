@@ -7,6 +7,7 @@ i_out`. Blocks of stacked layers carry a leading axis of copies.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,9 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kfac._capture import outputs as likelihood_lib
 from kfac._capture.find_layers import layers_of
-from kfac._capture.outputs import Mark, Marks, find_marks
+from kfac._capture.outputs import Mark, Marks, find_marks, mean
 from kfac._capture.replay import replay
 from kfac._capture.taps import Key, Plan
 from kfac._capture.trace import Trace, trace
@@ -76,11 +76,11 @@ def fisher_blocks(
     if fisher not in ("true", "empirical"):
         raise ValueError(f"fisher must be 'true' or 'empirical', but is {fisher!r}")
     known = [layer.name for layer in layers.with_factors]
-    chosen = known if names is None else list(names)
+    chosen, sizes = known if names is None else list(names), {}
     for name in chosen:
         if name not in known:
             raise ValueError(f"names: no layer with statistics is called {name!r}; there are {', '.join(known)}")
-        size = layers[name].d_in * layers[name].d_out
+        size = sizes[name] = layers[name].d_in * layers[name].d_out
         if size > max_size:
             raise ValueError(
                 f"layer {name!r} has {size} parameters, its block {size} x {size} elements, but max_size={max_size}: "
@@ -100,21 +100,15 @@ def fisher_blocks(
         flat, _ = jax.tree.flatten(params)
         outputs, pull, slopes = _outputs(traced, marks, flat)
 
-        def columns(cotangents):
-            """The pulled back cotangents `[k, ...]` as rows `[k, copies, p]`, by layer."""
-            by_path = dict(zip(paths, jax.vmap(pull)(cotangents), strict=True))
-            return {name: jax.vmap(lambda *g, k=name: _vector(layers[k], g))(*_leaves(layers[name], by_path))
-                    for name in chosen}  # fmt: skip
-
         def add(total, cotangents):
-            rows = columns(cotangents)
+            """Adds those of the pulled back cotangents `[k, ...]`, as rows `[k, copies, p]` of each layer."""
+            by_path = dict(zip(paths, jax.vmap(pull)(cotangents), strict=True))
+            leaves = {name: [by_path[path] for path in layers[name].params] for name in chosen}
+            rows = {name: jax.vmap(functools.partial(_vector, layers[name]))(leaves[name]) for name in chosen}
             return {name: total[name] + _gram(rows[name]) for name in chosen}, None
 
         dtype = accumulator(jnp.result_type(*flat))
-        total = {}
-        for name in chosen:
-            size = layers[name].d_in * layers[name].d_out
-            total[name] = jnp.zeros((layers[name].copies, size, size), dtype)
+        total = {name: jnp.zeros((layers[name].copies, *2 * [sizes[name]]), dtype) for name in chosen}
         if fisher == "true":
             for key, mark in zip(outputs, marks.marks, strict=True):
                 total = _expected(mark, key, outputs, total, add)
@@ -124,10 +118,6 @@ def fisher_blocks(
         return {name: (scale * (m if layers[name].stacked else m[0])) for name, m in total.items()}
 
     return blocks
-
-
-def _leaves(layer: Layer, by_path: Mapping[str, jax.Array]) -> list[jax.Array]:
-    return [by_path[path] for path in layer.params]
 
 
 def _vector(layer: Layer, leaves: Sequence[jax.Array]) -> jax.Array:
@@ -166,7 +156,7 @@ def _perturbed(x: jax.Array, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _root(likelihood: str, z: jax.Array) -> jax.Array:
     """`S` with `S^T S = H` for one row `z` of outputs: `E[(E[y] - y) (E[y] - y)^T]`."""
-    p = likelihood_lib.mean(likelihood, z)
+    p = mean(likelihood, z)
     if likelihood == "categorical":
         return jnp.sqrt(p)[:, None] * (jnp.eye(len(p), dtype=p.dtype) - p)
     return jnp.diag(jnp.sqrt(p * (1 - p))) if likelihood == "bernoulli" else jnp.eye(len(z), dtype=p.dtype)
@@ -299,9 +289,13 @@ def nearest_kronecker(exact: jax.Array, layer: Layer) -> Kronecker:
     expected = (*shape.get("A", ())[:-2], size, size)
     if set(shape) != {"A", "G"} or exact.shape != expected:
         raise ValueError(f"a block of shape {list(exact.shape)} is not that of {layer.describe()}")
-    lead, a, g = exact.shape[:-2], layer.d_in, layer.d_out
-    rearranged = exact.reshape(*lead, a, g, a, g).swapaxes(-3, -2).reshape(*lead, a * a, g * g)
-    left, values, right = jnp.linalg.svd(rearranged, full_matrices=False)
-    sign = jnp.where(jnp.trace(left[..., 0].reshape(*lead, a, a), axis1=-2, axis2=-1) < 0, -1.0, 1.0)
-    root = (sign * jnp.sqrt(values[..., 0]))[..., None, None]
-    return Kronecker(root * left[..., 0].reshape(*lead, a, a), root * right[..., 0, :].reshape(*lead, g, g))
+    a, g = layer.d_in, layer.d_out
+
+    def nearest(block):
+        rearranged = block.reshape(a, g, a, g).swapaxes(1, 2).reshape(a * a, g * g)
+        left, values, right = jnp.linalg.svd(rearranged, full_matrices=False)
+        in_a, in_g = left[:, 0].reshape(a, a), right[0].reshape(g, g)
+        root = jnp.sqrt(values[0]) * jnp.where(jnp.trace(in_a) < 0, -1, 1)
+        return Kronecker(root * in_a, root * in_g)
+
+    return lax.map(nearest, exact) if exact.ndim == 3 else nearest(exact)

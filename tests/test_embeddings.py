@@ -433,7 +433,7 @@ def test_several_devices_are_one(options):
         refresh_warmup=1,
         distribution=kfac.Distribution("d", staggered=False, **options),
     )
-    specs = kfac.state_specs(kfac.kfac(0.05, layers, **options), params, "d")
+    specs = kfac.state_specs(tx, params, "d")
     init = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=(same,), out_specs=specs))
     step = jax.jit(
         jax.shard_map(

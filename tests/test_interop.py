@@ -200,7 +200,7 @@ OPTIONS = {
         "norm_constraint": 1e-3,
         "trust_ratio": 1.0,
         "weight_decay": 0.1,
-        "precision": "bfloat16",
+        "inverse": kfac.Cholesky("bfloat16"),
         "inverse_every": 2,
     },
     "schedules": {
@@ -439,7 +439,7 @@ def options(axis_name):
         "norm_constraint": 1e-2,
         "inverse_every": 2,
         "refresh_warmup": 1,
-        "axis_name": axis_name,
+        "distribution": kfac.Distribution(axis_name),
     }
 
 

@@ -94,7 +94,7 @@ OPTIONS = st.fixed_dictionaries(
         "inverse_every": st.integers(1, 4),
         "refresh_warmup": st.integers(0, 3),
         "distribution": st.sampled_from([None, kfac.Distribution(staggered=False)]),
-        "precision": st.sampled_from(["float32", "bfloat16"]),
+        "inverse": st.sampled_from(["float32", "bfloat16"]).map(kfac.Cholesky),
         "momentum": st.sampled_from([None, 0.9]),
         "norm_constraint": st.sampled_from([None, 1e-2]),
     }
@@ -136,7 +136,7 @@ def check_schedule(network, options, schedule, compute):
             for inverse in jax.tree.leaves(block.inverse):
                 inverse = np.asarray(inverse, np.float64)
                 np.testing.assert_array_equal(inverse, inverse.swapaxes(-1, -2), name)
-                if options["precision"] == "float32":
+                if options["inverse"].precision == "float32":
                     assert np.all(np.linalg.eigvalsh(inverse) > 0), name
     counts = kfac.diagnostics(state)
     assert [counts[name] for name in ("skipped_steps", "skipped_statistics", "failed_inversions")] == [0, 0, 0]
@@ -145,7 +145,12 @@ def check_schedule(network, options, schedule, compute):
 
 
 @few(5)
-@example(VARIED, {"inverse_every": 2, "refresh_warmup": 1, "precision": "float32"}, [True, False, True], "float32")
+@example(
+    VARIED,
+    {"inverse_every": 2, "refresh_warmup": 1, "inverse": kfac.Cholesky()},
+    [True, False, True],
+    "float32",
+)
 @given(networks(depth=2), OPTIONS, SCHEDULES, st.sampled_from(["float32", "bfloat16"]))
 def test_states_keep_their_form_and_inverses_stay_definite(network, options, schedule, compute):
     check_schedule(network, options, schedule, compute)
@@ -163,7 +168,6 @@ def test_states_of_many_networks_keep_their_form(network, options, schedule, com
 COMMUNICATION = st.fixed_dictionaries(
     {
         "precondition": st.sampled_from(["sharded", "replicated"]),
-        "triangular": st.booleans(),
         "inverse_every": st.integers(1, 3),
         "refresh_warmup": st.integers(0, 2),
     }
@@ -177,10 +181,11 @@ def check_devices(network, options, schedule, count):
         layers = kfac.find_layers(network.loss, start, *network.batch(0, 2, np.float64))
         mesh = Mesh(np.array(jax.devices()[:count]), ("devices",), axis_types=(AxisType.Auto,))
         same, split = PartitionSpec(), PartitionSpec("devices")
-        one = kfac.kfac(0.01, layers, damping=0.1, distribution=kfac.Distribution(staggered=False), **options)
-        all_of_them = kfac.kfac(
-            0.01, layers, damping=0.1, distribution=kfac.Distribution("devices", staggered=False), **options
-        )
+        where = {"precondition": options["precondition"], "staggered": False}
+        rest = {name: value for name, value in options.items() if name != "precondition"}
+        one = kfac.kfac(0.01, layers, damping=0.1, distribution=kfac.Distribution(**where), **rest)
+        devices = kfac.Distribution("devices", **where)
+        all_of_them = kfac.kfac(0.01, layers, damping=0.1, distribution=devices, **rest)
         specs = kfac.state_specs(all_of_them, start, "devices")
 
         def step(tx, average, statistics, params, state, batch):
@@ -207,7 +212,7 @@ def check_devices(network, options, schedule, count):
 @few(2)
 @example(
     VARIED,
-    {"precondition": "sharded", "triangular": True, "inverse_every": 2, "refresh_warmup": 1},
+    {"precondition": "sharded", "inverse_every": 2, "refresh_warmup": 1},
     [True, False, True],
     4,
 )

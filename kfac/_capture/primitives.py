@@ -454,6 +454,9 @@ def register_primitive(name: str, like: Callable[..., Any] | None = None) -> Non
       like: a function of the same arrays, in the same order, that is a single operation of JAX: a product `x @ w`
         (`jnp.einsum`, `lax.dot_general`), a convolution, a change of form. None: look inside.
 
+    Returns:
+      Nothing.
+
     Raises:
       ValueError: `name` is no string or `like` no function.
     """

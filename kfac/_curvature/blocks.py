@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -92,8 +92,7 @@ class Group:
         matrices = []
         for layer, count in zip(self.layers, self.counts, strict=True):
             if layer.params[0] in leaves:
-                own = [leaves[path].astype(dtype) for path in layer.params]
-                matrices.append(layer.to_matrix(own))
+                matrices.append(layer.to_matrix([leaves[path].astype(dtype) for path in layer.params]))
             else:
                 matrices.append(jnp.zeros((count, self.d_out, self.d_in), dtype))
         return jnp.concatenate(matrices)
@@ -101,11 +100,13 @@ class Group:
     def split_matrices(self, matrices: jax.Array) -> dict[str, jax.Array]:
         """The inverse of `stack_matrices`: leaves by path."""
         leaves: dict[str, jax.Array] = {}
-        start = 0
-        for layer, count in zip(self.layers, self.counts, strict=True):
-            leaves.update(zip(layer.params, layer.from_matrix(matrices[start : start + count]), strict=True))
-            start += count
+        for layer, own in self.split(matrices):
+            leaves.update(zip(layer.params, layer.from_matrix(own), strict=True))
         return leaves
+
+    def split(self, stack: jax.Array) -> Iterator[tuple[Layer, jax.Array]]:
+        """Each member with its part of a stack `[k, ...]`."""
+        return zip(self.layers, jnp.split(stack, np.cumsum(self.counts)[:-1]), strict=True)
 
 
 def group_layers(layers: Layers) -> tuple[Group, ...]:
@@ -126,21 +127,16 @@ def check_factors(factors: Any, layers: Layers, inverse: Inverse | None = None) 
     if not isinstance(factors, Factors):
         raise ValueError(f"factors must be what kfac.value_and_grad returns, but is {type(factors).__name__}")
     expected = {layer.name: layer for layer in layers.with_factors}
-    _check_names(factors, list(expected))
-    for name, layer in expected.items():
-        block = factors[name]
+    for name in expected:
+        if name not in factors:
+            raise ValueError(f"factors lack layer {name!r}; they are those of {', '.join(factors)}")
+    for name, block in factors.items():
+        if name not in expected:
+            raise ValueError(f"factors have layer {name!r}, which is not among the layers of this optimizer")
+        layer = expected[name]
         for factor, shape in layer.factor_shapes.items():
             found = tuple(getattr(block, factor).shape) if hasattr(block, factor) else None
             if found != shape:
                 raise ValueError(f"factors of layer {name!r}: {factor} must have shape {shape}, but has {found}")
         if inverse is not None:
             inverse.check(layer, block)
-
-
-def _check_names(factors: Factors, expected: Sequence[str]) -> None:
-    for name in expected:
-        if name not in factors:
-            raise ValueError(f"factors lack layer {name!r}; they are those of {', '.join(factors)}")
-    for name in factors:
-        if name not in expected:
-            raise ValueError(f"factors have layer {name!r}, which is not among the layers of this optimizer")

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kfac._curvature.inverse import Inverse, product
+from kfac._curvature.inverse import Inverse, identities, product
 from kfac._curvature.symmetric import flatten_block, unflatten_block
 from kfac._factors import Kronecker, is_diagonal
 
@@ -41,14 +41,8 @@ class Cholesky(Inverse):
 
     def init(self, factors):
         """Identities, `A` and `G` shaped like the factors."""
-
-        def one(stack):
-            dtype = self.kept_dtype(stack.dtype)
-            if is_diagonal(stack):
-                return jnp.ones(stack.shape, dtype)
-            return jnp.zeros(stack.shape, dtype) + jnp.eye(stack.shape[-1], dtype=dtype)
-
-        return Kronecker(one(factors.A), one(factors.G))
+        dtype = self.kept_dtype(factors.A.dtype)
+        return Kronecker(identities(factors.A.shape, dtype), identities(factors.G.shape, dtype))
 
     def refresh(self, kept, factors, damping):
         """Inverses of both damped factors."""
@@ -191,20 +185,9 @@ def _gram(lower: Lower) -> jax.Array:
         return _symmetric(_product(lower.mT, lower))
     first, corner, last = lower
     top = _gram(first) + _symmetric(_product(corner.mT, corner))
-    below = _transposed_from_left(last, corner)
-    upper = jnp.concatenate([top, below.mT], axis=2)
-    return jnp.concatenate([upper, jnp.concatenate([below, _gram(last)], axis=2)], axis=1)
-
-
-def _transposed_from_left(lower: Lower, b: jax.Array) -> jax.Array:
-    """`W^T B`."""
-    if not isinstance(lower, tuple):
-        return _product(lower.mT, b)
-    first, corner, last = lower
-    h = corner.shape[-1]
-    top, bottom = b[:, :h], b[:, h:]
-    upper = _transposed_from_left(first, top) + _product(corner.mT, bottom)
-    return jnp.concatenate([upper, _transposed_from_left(last, bottom)], axis=1)
+    beside = _from_right(corner.mT, last)
+    upper = jnp.concatenate([top, beside], axis=2)
+    return jnp.concatenate([upper, jnp.concatenate([beside.mT, _gram(last)], axis=2)], axis=1)
 
 
 def _symmetric(stack: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kfac._curvature.inverse import Inverse, product
+from kfac._curvature.inverse import Inverse, identities, product
 from kfac._factors import Eigen, Kronecker, is_diagonal
 
 
@@ -39,17 +39,18 @@ class Eigh(Inverse):
         """Identities; of a diagonal factor eigenvalues alone."""
 
         def one(stack):
-            if is_diagonal(stack):
-                return jnp.ones(stack.shape, stack.dtype)
-            dtype = self.kept_dtype(stack.dtype)
-            eye = jnp.zeros(stack.shape, dtype) + jnp.eye(stack.shape[-1], dtype=dtype)
-            return Eigen(eye, jnp.ones(stack.shape[:-1], stack.dtype))
+            values = jnp.ones(stack.shape[:2], stack.dtype)
+            return (
+                values if is_diagonal(stack) else Eigen(identities(stack.shape, self.kept_dtype(stack.dtype)), values)
+            )
 
         return Kronecker(one(factors.A), one(factors.G))
 
     def refresh(self, kept, factors, damping):
         """Decompositions of both factors."""
-        new = Kronecker(decompose(factors.A, vectors_dtype(kept.A)), decompose(factors.G, vectors_dtype(kept.G)))
+        del kept  # nothing of it goes on
+        dtype = self.kept_dtype(factors.A.dtype)
+        new = Kronecker(decompose(factors.A, dtype), decompose(factors.G, dtype))
         return new, eigen_condition(block_eigenvalues(new), damping)
 
     def apply(self, kept, matrices, damping):
@@ -67,11 +68,6 @@ def decompose(stack: jax.Array, dtype: Any) -> Eigen | jax.Array:
     # LAPACK reads columns. A symmetric matrix and its transpose are the same, and this spares XLA a copy of more.
     vectors, values = lax.linalg.eigh(stack.mT, symmetrize_input=False)
     return Eigen(vectors.astype(dtype), jnp.maximum(values, 0))
-
-
-def vectors_dtype(side: Eigen | jax.Array) -> Any:
-    """The dtype in which a side has its eigenvectors, or eigenvalues if it has no other."""
-    return side.vectors.dtype if isinstance(side, Eigen) else side.dtype
 
 
 def eigenvalues(side: Eigen | jax.Array) -> jax.Array:

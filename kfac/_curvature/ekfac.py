@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kfac._curvature.averages import averaged
 from kfac._curvature.eigh import Eigh, block_eigenvalues, eigen_condition, solve_in_basis
+from kfac._curvature.inverse import averaged
 from kfac._factors import Kronecker
 
 
@@ -61,8 +61,7 @@ class Ekfac(Eigh):
         new, condition = super().refresh(kept, factors, damping)
         if kept.moments is None:
             return new, condition
-        new = dataclasses.replace(new, moments=kept.moments)
-        turned = into_basis(kept.moments.average, self.basis(kept), self.basis(new))
+        turned = into_basis(kept.moments.average, self.basis(kept), Kronecker(new.A.vectors, new.G.vectors))
         new = dataclasses.replace(new, moments=kept.moments._replace(average=turned))
         return new, eigen_condition(corrected_eigenvalues(new), damping)
 
@@ -72,8 +71,9 @@ class Ekfac(Eigh):
 
     def absorb(self, kept, moments, decay, taken):
         """Into the running average of the moments."""
-        average, weight = averaged(kept.moments.average, kept.moments.weight, moments, decay, taken)
-        return dataclasses.replace(kept, moments=Moments(average, weight))
+        return dataclasses.replace(
+            kept, moments=Moments(*averaged(kept.moments.average, kept.moments.weight, moments, decay, taken))
+        )
 
     def basis(self, kept):
         """The eigenvectors of blocks that have moments."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -53,13 +54,18 @@ def refresh(inverse: Inverse, kept: Any, factors: Any, wanted: jax.Array, dampin
     arguments = as_varying((kept, factors, wanted, damping), axes)
     size = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(factors))
     width = min(len(wanted), max(1, TOGETHER // size))
+    return in_portions(functools.partial(_refresh, inverse), width, *arguments)
+
+
+def in_portions(fn: Callable[..., Any], width: int, *arguments: Any) -> Any:
+    """`fn(width, *arguments)`, which calls LAPACK for `width` matrices at once; on CPUs one by one, `fn(1, ...)`.
+
+    There JAX's LAPACK calls hand the matrices of a batch to XLA's threads and wait for them, on one of these threads:
+    with as many simulated devices as cores all wait, and none is left to work.
+    """
     if width == 1:
-        return _refresh(inverse, 1, *arguments)
-    # On CPUs one by one. JAX's LAPACK calls hand the matrices of a batch to XLA's threads and wait for them, on one of
-    # these threads: with as many simulated devices as cores all wait, and none is left to work.
-    return lax.platform_dependent(
-        *arguments, cpu=functools.partial(_refresh, inverse, 1), default=functools.partial(_refresh, inverse, width)
-    )
+        return fn(1, *arguments)
+    return lax.platform_dependent(*arguments, cpu=functools.partial(fn, 1), default=functools.partial(fn, width))
 
 
 def _refresh(inverse: Inverse, width: int, kept: Any, factors: Any, wanted: jax.Array, damping: jax.Array) -> Refreshed:

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kfac._curvature.inverse import Inverse
+from kfac._curvature.inverse import Inverse, identities
 from kfac._factors import Unitwise
 
 
@@ -21,8 +21,7 @@ class ChannelInverse(Inverse):
 
     def init(self, factors):
         """Identities, shaped like the statistics."""
-        dtype = self.kept_dtype(factors.F.dtype)
-        return Unitwise(jnp.zeros(factors.F.shape, dtype) + jnp.eye(factors.F.shape[-1], dtype=dtype))
+        return Unitwise(identities(factors.F.shape, self.kept_dtype(factors.F.dtype)))
 
     def refresh(self, kept, factors, damping):
         """Inverses in closed form."""

@@ -19,7 +19,9 @@ import dataclasses
 import functools
 import heapq
 import itertools
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +31,8 @@ from kfac._curvature.blocks import Group, group_layers
 from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse, count_bytes
 from kfac._curvature.symmetric import flatten_block
-from kfac._distributed.distribution import Distribution
+from kfac._distributed.distribution import Distribution, encode, shared, staggers
+from kfac._factors import Block
 from kfac._layers import Layers, format_bytes
 
 
@@ -89,18 +92,12 @@ def make_shards(costs: Costs, devices: int) -> dict[str, Shard]:
     load = [0] * devices
     shards = {}
     for name, size, cost in sorted(costs, key=lambda item: (-item[2], item[0])):
-        remainder = size % devices
-        offset = 0
-        if remainder:
-            # The run of devices whose busiest member is least busy, then with the least work in all.
-            def busy(start: int, remainder: int = remainder) -> tuple[int, int]:
-                run = [load[(start + k) % devices] for k in range(remainder)]
-                return max(run), sum(run)
-
-            offset = min(range(devices), key=busy)
-            for k in range(remainder):
-                load[(offset + k) % devices] += cost
-        shards[name] = Shard(size, devices, offset)
+        # The run of devices whose busiest member is least busy, then with the least work in all.
+        runs = ([(start + k) % devices for k in range(size % devices)] for start in range(devices))
+        run = min(runs, key=lambda run: (max((load[d] for d in run), default=0), sum(load[d] for d in run)))
+        for device in run:
+            load[device] += cost
+        shards[name] = Shard(size, devices, run[0] if run else 0)
     return shards
 
 
@@ -147,9 +144,8 @@ class Assignment:
         check_positive_int("devices", self.devices)
         check_positive_int("inverse_every", self.inverse_every)
         check_type("inverse", self.inverse, Inverse, "a kind of inverse such as kfac.Cholesky()")
-        if self.distribution is not None:
-            check_type("distribution", self.distribution, Distribution, "a kfac.Distribution or None")
-        self._uses.staggers(self.inverse, several=self.devices > 1)
+        check_type("distribution", self.distribution, Distribution | None, "a kfac.Distribution or None")
+        staggers(self._uses, self.inverse, several=self.devices > 1)
 
     @property
     def _uses(self) -> Distribution:
@@ -158,7 +154,7 @@ class Assignment:
     @property
     def _steps(self) -> int:
         """Steps of a cycle."""
-        return self.inverse_every if self._uses.staggers(self.inverse, several=self.devices > 1) else 1
+        return self.inverse_every if staggers(self._uses, self.inverse, several=self.devices > 1) else 1
 
     @functools.cached_property
     def groups(self) -> tuple[Group, ...]:
@@ -178,23 +174,18 @@ class Assignment:
     @functools.cached_property
     def cost_per_device(self) -> list[int]:
         """Work of one whole refresh on each device, in `n^3`."""
-        load = [0] * self.devices
-        for name, _, cost in group_costs(self.groups):
-            for device in range(self.devices):
-                load[device] += cost * self.shards[name].held(device)
-        return load
+        costs = group_costs(self.groups)
+        return [sum(cost * self.shards[name].held(device) for name, _, cost in costs) for device in range(self.devices)]
 
     @functools.cached_property
     def cost_per_step(self) -> list[int]:
         """Work of the busiest device in each step of a cycle, in `n^3`."""
-        bounds, shards = self.phases, self.shards
         busiest = []
         for phase in range(self._steps):
             load = [0] * self.devices
             for name, _, cost in group_costs(self.groups):
-                first, last = bounds[name][phase : phase + 2]
-                for block in range(first, last):
-                    load[shards[name].location(block)[0]] += cost
+                for block in range(*self.phases[name][phase : phase + 2]):
+                    load[self.shards[name].location(block)[0]] += cost
             busiest.append(max(load))
         return busiest
 
@@ -203,32 +194,18 @@ class Assignment:
         """Bytes of running averages and inverses that every device holds."""
         total = 0
         for group in self.groups:
-            statistics, kept, shared = self._sizes(group)
+            kind, factors = group.kind(self.inverse), jax.eval_shape(lambda group=group: self._statistics(group))
             held = self.shards[group.name].positions if group.kronecker else group.size
-            total += held * (statistics + kept) + group.size * shared
-        return total
-
-    def _sizes(self, group: Group) -> tuple[int, int, int]:
-        """Bytes of one block: of statistics, of what its inverse keeps, and of what all devices keep of that."""
-        kind = group.kind(self.inverse)
-        statistics = jax.eval_shape(lambda: group.zeros(1, jnp.float32))
-        factors = jax.eval_shape(lambda: group.zeros(1, jnp.float32, moments=kind.takes_moments))
-        several = self.devices > 1
-        shared = jax.eval_shape(lambda f: self._uses.shared(kind, kind.init(f), several=several), factors)
-        return count_bytes(statistics), kind.size(factors), count_bytes(shared) if group.kronecker else 0
+            total += held * (4 * sum(map(math.prod, group.shapes.values())) + kind.size(factors))
+        everywhere = self.devices > 1 or self._uses.replicated
+        return total + (self._bytes(lambda group: self._shared(group, shared)) if everywhere else 0)
 
     @property
     def reduced_bytes(self) -> int:
         """Bytes of statistics that each device puts into reductions, each time there are statistics."""
-        if self.devices == 1:
-            return 0
-        wire = jnp.dtype(self._uses.communication_dtype)
-
-        def sent(group):
-            block = group.zeros(group.size, wire, moments=group.kind(self.inverse).takes_moments)
-            return flatten_block(block)
-
-        return sum(count_bytes(jax.eval_shape(functools.partial(sent, group))) for group in self.groups)
+        wire = self._uses.communication_dtype
+        sent = self._bytes(lambda group: flatten_block(self._statistics(group, wire)))
+        return sent if self.devices > 1 else 0
 
     @property
     def gathered_bytes(self) -> int:
@@ -236,36 +213,37 @@ class Assignment:
         if self.devices == 1:
             return 0
         if self._uses.replicated:
-            return self._sent()
+            return self._bytes(lambda group: self._shared(group, encode))
         return sum(4 * group.size * group.d_out * group.d_in for group in self.groups if group.kronecker)
 
     @property
     def fetched_bytes(self) -> int:
         """Bytes of eigenvectors that all devices get besides, with `Ekfac`, in each step with a refresh."""
-        return 0 if self.devices == 1 or self._uses.replicated else self._sent()
+        several = self.devices > 1 and not self._uses.replicated
+        return self._bytes(lambda group: self._shared(group, encode)) if several else 0
 
-    def _sent(self) -> int:
-        """Bytes of what all devices get of inverses, as it is sent."""
+    def _statistics(self, group: Group, dtype: Any = jnp.float32) -> Block:
+        """One block's."""
+        return group.zeros(1, dtype, moments=group.kind(self.inverse).takes_moments)
 
-        def sent(group):
-            kept = self.inverse.init(group.zeros(group.size, jnp.float32, moments=self.inverse.takes_moments))
-            shared = self._uses.shared(self.inverse, kept, several=True)
-            return None if shared is None else self._uses.encode(self.inverse, shared)
+    def _shared(self, group: Group, form: Callable[[Distribution, Inverse, Any], Any]) -> Any:
+        """What all devices get of the inverse of one block, in a `form`: `shared` or `encode`."""
+        kept = self.inverse.init(self._statistics(group)) if group.kronecker else None
+        there = kept is not None and shared(self._uses, self.inverse, kept) is not None
+        return form(self._uses, self.inverse, kept) if there else None
 
-        groups = [group for group in self.groups if group.kronecker]
-        return sum(count_bytes(jax.eval_shape(functools.partial(sent, group))) for group in groups)
+    def _bytes(self, block: Callable[[Group], Any]) -> int:
+        """Bytes of all blocks, from what there is of one."""
+        return sum(group.size * count_bytes(jax.eval_shape(functools.partial(block, group))) for group in self.groups)
 
     def owners(self) -> list[tuple[str, int, int]]:
         """Owner of every Kronecker block: `(layer name, copy, device)`."""
         rows = []
         for group in self.groups:
-            if not group.kronecker:
-                continue
-            block = 0
-            for layer in group.layers:
-                for copy in range(layer.copies):
-                    rows.append((layer.name, copy, self.shards[group.name].location(block)[0]))
-                    block += 1
+            if group.kronecker:
+                copies = [(layer.name, copy) for layer in group.layers for copy in range(layer.copies)]
+                shard = self.shards[group.name]
+                rows += [(*copy, shard.location(block)[0]) for block, copy in enumerate(copies)]
         return rows
 
     def __repr__(self) -> str:

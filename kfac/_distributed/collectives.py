@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kfac._curvature.inverse import per_block
 from kfac._distributed.assignment import Shard
-from kfac._varying import AxisName, as_varying, varying_axes
+from kfac._varying import AxisName, varying_axes
 
 
 def owns_last(shard: Shard, axis_name: AxisName | None) -> jax.Array:
@@ -27,15 +28,16 @@ def _extra(shard: Shard, axis_name: AxisName | None) -> jax.Array:
     return (lax.axis_index(axis_name) - shard.offset) % shard.devices
 
 
-def take_own(tree: Any, shard: Shard, axis_name: AxisName | None) -> Any:
-    """From stacks `[blocks, ...]` that all devices have, this device's `[positions, ...]`.
+def take_own(stacks: Mapping[str, Any], shards: Mapping[str, Shard], axis_name: AxisName | None) -> dict[str, Any]:
+    """From stacks `[blocks, ...]` of each group, which all devices have, this device's `[positions, ...]`.
 
-    A device without a block at the last position gets one of the others' there.
+    A device without a block at the last position gets one of the others' there. All get all blocks of a group that is
+    not among `shards`.
     """
     if axis_name is None:
-        return tree
+        return dict(stacks)
 
-    def own(stack):
+    def own(stack, shard):
         parts = []
         if shard.full:
             dealt = stack[: shard.full * shard.devices].reshape(shard.full, shard.devices, *stack.shape[1:])
@@ -44,7 +46,8 @@ def take_own(tree: Any, shard: Shard, axis_name: AxisName | None) -> Any:
             parts.append(_own_of_remainder(stack[shard.full * shard.devices :], shard, axis_name))
         return jnp.concatenate(parts)
 
-    return jax.tree.map(own, tree)
+    mine = {name: jax.tree.map(lambda x, s=shards[name]: own(x, s), stacks[name]) for name in stacks if name in shards}
+    return dict(stacks) | mine
 
 
 def _own_of_remainder(rest: jax.Array, shard: Shard, axis_name: AxisName) -> jax.Array:
@@ -90,12 +93,10 @@ def means_to_owners(
     reduced = {n: x.reshape(-1, *stacks[n].shape[1:]) for n, x in zip(rest, summed, strict=True)}
     result = {}
     for name, stack in stacks.items():
-        if name not in shards:
-            result[name] = reduced[name].astype(dtypes[name]) / devices
-            continue
         parts = [scattered[name].reshape(-1, *stack.shape[1:])] if name in scattered else []
         if name in reduced:
-            parts.append(_own_of_remainder(reduced[name], shards[name], axis_name))
+            rest_of = reduced[name]
+            parts.append(_own_of_remainder(rest_of, shards[name], axis_name) if name in shards else rest_of)
         result[name] = jnp.concatenate(parts).astype(dtypes[name]) / devices
     return result
 
@@ -117,12 +118,8 @@ def gather_from_owners(
     def placed(name):
         # A sum in which one device has the block and the others zeros: an all-gather would need room for D blocks.
         shard = shards[name]
-        extra = _extra(shard, axis_name)
-        block = jnp.where(extra < shard.remainder, own[name][shard.full :], 0)
-        empty = jnp.zeros((shard.remainder, *block.shape[1:]), block.dtype)
-        empty = as_varying(empty, varying_axes(block))
-        at = jnp.minimum(extra, shard.remainder - 1)
-        return lax.dynamic_update_slice_in_dim(empty, block, at, 0).reshape(-1)
+        here = jnp.arange(shard.remainder) == _extra(shard, axis_name)
+        return jnp.where(per_block(here, own[name]), own[name][shard.full :], 0).reshape(-1)
 
     gathered = dict(zip(full, _fused(everywhere, [own[n][: shards[n].full].reshape(-1) for n in full]), strict=True))
     summed = dict(zip(rest, _fused(lambda x: lax.psum(x, axis_name), [placed(n) for n in rest]), strict=True))

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from kfac._checks import check_axis_name, check_choice, check_switch, check_type
 from kfac._curvature.inverse import Inverse
 from kfac._curvature.symmetric import flatten, unflatten
-from kfac._varying import AxisName
+from kfac._varying import AxisName, axis_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +56,10 @@ class Distribution:
         if self.mesh is None:
             return
         check_type("mesh", self.mesh, Mesh, "a jax.sharding.Mesh")
-        for name in self.axis_name if isinstance(self.axis_name, tuple) else (self.axis_name,):
-            if name is not None and name not in self.mesh.axis_names:
-                raise ValueError(
-                    f"axis_name must be among the axes of mesh, {self.mesh.axis_names}, but is {self.axis_name!r}"
-                )
+        if not set(axis_names(self.axis_name)) <= set(self.mesh.axis_names):
+            raise ValueError(
+                f"axis_name must be among the axes of mesh, {self.mesh.axis_names}, but is {self.axis_name!r}"
+            )
         if self.communication_dtype != "float32":
             raise ValueError(
                 f"communication_dtype={self.communication_dtype!r} has no effect with mesh=, where XLA averages the "
@@ -79,34 +78,36 @@ class Distribution:
         """Whether every device preconditions all blocks."""
         return self.precondition == "replicated"
 
-    def staggers(self, inverse: Inverse, *, several: bool) -> bool:
-        """Whether refreshes are spread over steps, by one's choice or by default; `several`: on more than one device.
 
-        Raises:
-          ValueError: `inverse` cannot be had on all devices.
-        """
-        if inverse.takes_moments and self.replicated:
-            raise ValueError(
-                f"precondition='replicated' is not for inverse={inverse!r}, whose eigenvalues change with all "
-                "statistics and would be sent as often: leave it at 'sharded'"
-            )
-        if self.staggered is not None:
-            return self.staggered
-        return not self.replicated and not (inverse.takes_moments and several)
+def staggers(distribution: Distribution, inverse: Inverse, *, several: bool) -> bool:
+    """Whether refreshes are spread over steps, by one's choice or by default; `several`: on more than one device.
 
-    def shared(self, inverse: Inverse, kept: Any, *, several: bool) -> Any:
-        """What all devices hold of what owners keep of a stack; None if nothing.
+    Raises:
+      ValueError: `inverse` cannot be had on all devices.
+    """
+    if inverse.takes_moments and distribution.replicated:
+        raise ValueError(
+            f"precondition='replicated' is not for inverse={inverse!r}, whose eigenvalues change with all "
+            "statistics and would be sent as often: leave it at 'sharded'"
+        )
+    if distribution.staggered is not None:
+        return distribution.staggered
+    return not distribution.replicated and not (inverse.takes_moments and several)
 
-        All of it where every device preconditions; else, on several, what statistics are to be expressed in.
-        """
-        if self.replicated:
-            return kept
-        return inverse.basis(kept) if several else None
 
-    def encode(self, inverse: Inverse, shared: Any) -> jax.Array:
-        """What is `shared`, as it is sent: `[k, elements]`."""
-        return inverse.encode(shared) if self.replicated else flatten(shared)
+def shared(distribution: Distribution, inverse: Inverse, kept: Any) -> Any:
+    """What several devices all hold of what owners keep of a stack; None if nothing.
 
-    def decode(self, inverse: Inverse, flat: jax.Array, like: Any) -> Any:
-        """The inverse of `encode`."""
-        return inverse.decode(flat, like) if self.replicated else unflatten(flat, like)
+    All of it where every device preconditions; else what statistics are to be expressed in.
+    """
+    return kept if distribution.replicated else inverse.basis(kept)
+
+
+def encode(distribution: Distribution, inverse: Inverse, kept: Any) -> jax.Array:
+    """What is `shared` of what owners keep, as it is sent: `[k, elements]`."""
+    return inverse.encode(kept) if distribution.replicated else flatten(inverse.basis(kept))
+
+
+def decode(distribution: Distribution, inverse: Inverse, flat: jax.Array, like: Any) -> Any:
+    """What is `shared`, from how it was sent."""
+    return inverse.decode(flat, like) if distribution.replicated else unflatten(flat, like)

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from kfac._capture import outputs as likelihood_lib
-from kfac._capture.outputs import find_marks
+from kfac._capture.outputs import find_marks, mean
 from kfac._capture.replay import replay
 from kfac._capture.taps import Plan
 from kfac._capture.trace import trace
@@ -114,21 +113,15 @@ def adaptive_damping(
     check_range("high", high, 0, 1, open_low=True, open_high=True)
     check_range("low", low, 0, high, open_low=True, open_high=True)
     check_count("every", every, 1)
-    if distribution is not None:
-        check_type("distribution", distribution, Distribution, "a kfac.Distribution or None")
+    check_type("distribution", distribution, Distribution | None, "a kfac.Distribution or None")
     axis = None if distribution is None else distribution.axis
 
     def inner(damping: jax.Array) -> optax.GradientTransformationExtraArgs:
         return optax.with_extra_args_support(optimizer(damping))
 
     def init(params):
-        damping = jnp.asarray(initial, jnp.float32)
-        return AdaptiveDampingState(
-            count=jnp.zeros((), jnp.int32),
-            next_damping=damping,
-            reduction_ratio=jnp.full((), jnp.nan, jnp.float32),
-            inner=inner(damping).init(params),
-        )
+        damping, ratio = jnp.asarray(initial, jnp.float32), jnp.full((), jnp.nan, jnp.float32)
+        return AdaptiveDampingState(jnp.zeros((), jnp.int32), damping, ratio, inner(damping).init(params))
 
     def update(updates, state, params=None, *, value_fn=None, **extra):
         if params is None:
@@ -147,7 +140,7 @@ def adaptive_damping(
         # A chain may hold another transformation that measures the loss.
         changes, inner_state = inner(damping).update(updates, state.inner, params, value_fn=value_fn, **extra)
 
-        def measured(_):
+        def measured():
             ratio = _reduction_ratio(value_fn, params, changes, damping, axis)
             factor = jnp.where(ratio > high, decay**every, jnp.where(ratio < low, decay**-every, 1.0))
             # Without a ratio there is nothing to learn from the step.
@@ -155,11 +148,8 @@ def adaptive_damping(
             new = jnp.where(known, jnp.clip(damping * factor, minimum, maximum), damping)
             return new.astype(jnp.float32), jnp.where(known, ratio, state.reduction_ratio).astype(jnp.float32)
 
-        def unmeasured(_):
-            return damping, state.reduction_ratio
-
         count = optax.safe_increment(state.count)
-        next_damping, ratio = lax.cond(count % every == 0, measured, unmeasured, None)
+        next_damping, ratio = lax.cond(count % every == 0, measured, lambda: (damping, state.reduction_ratio))
         return changes, AdaptiveDampingState(count, next_damping, ratio, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -215,7 +205,7 @@ def _second_derivative(likelihood: str, x: jax.Array, v: jax.Array) -> jax.Array
     v = v.astype(accumulator(v.dtype))
     if likelihood == "gaussian":
         return jnp.sum(v * v)
-    p = likelihood_lib.mean(likelihood, x)
+    p = mean(likelihood, x)
     if likelihood == "bernoulli":
         return jnp.sum(p * (1 - p) * v * v)
     return jnp.sum(p * (v - jnp.sum(p * v, axis=-1, keepdims=True)) ** 2)

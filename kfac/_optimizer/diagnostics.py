@@ -1,4 +1,4 @@
-"""What a run logs of an optimizer state."""
+"""What is read off an optimizer state: scalars for a run to log, and the eigenvectors by layer for EKFAC."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ from typing import Any
 
 import jax
 import optax
+from jax import lax
 
+from kfac._checks import check_layers
+from kfac._curvature.blocks import check_factors, group_layers
+from kfac._curvature.refresh import in_portions
+from kfac._factors import Factors, Kronecker
+from kfac._layers import Layers
 from kfac._optimizer.adaptive_damping import AdaptiveDampingState
-from kfac._optimizer.parts import NormConstraintState
+from kfac._optimizer.kfac import NormConstraintState
 from kfac._optimizer.state import KfacState, find_nodes, find_state
 
 
@@ -41,3 +47,60 @@ def diagnostics(opt_state: Any) -> dict[str, jax.Array]:
             # What it rejects does not reach the preconditioner.
             scalars["skipped_steps"] += guard.total_notfinite
     return scalars
+
+
+def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
+    """The eigenvectors of the factors: what `value_and_grad` takes as `basis`.
+
+    Jit-compatible. Of the state of an optimizer these are the eigenvectors that it preconditions with, and the same on
+    all devices; inside `jax.pmap` and `jax.shard_map` take them from the state there. Moments for an optimizer must be
+    in the basis of its own state, that which its step begins with: no error is possible where they are in another.
+
+    Args:
+      source: the one state of an optimizer with `inverse=kfac.Ekfac()` in a tree, or a `Factors`,
+        whose factors are then decomposed.
+      layers: what `find_layers` returned.
+
+    Returns:
+      For each layer that EKFAC corrects, those with two whole factors and one use (`Layer.correctable`), a
+      `Kronecker(A, G)` of orthogonal matrices, `Q_A` `[copies?, d_in, d_in]` and `Q_G` `[copies?, d_out, d_out]`,
+      columns in the order of growing eigenvalues. Before the first inversion they are identities.
+
+    Raises:
+      ValueError: `source` is neither, or is not one for these layers.
+    """
+    check_layers(layers)
+    if isinstance(source, Factors):
+        check_factors(source, layers)
+        blocks: dict[str, Any] = {layer.name: source[layer.name] for layer in layers if layer.correctable}
+        return {name: Kronecker(_eigenvectors(block.A), _eigenvectors(block.G)) for name, block in blocks.items()}
+    state = find_state(source, "source")
+    basis: dict[str, Kronecker] = {}
+    for group in [group for group in group_layers(layers) if group.correctable]:
+        own = state.owned.get(group.name)
+        vectors = own.inverse.basis(own.blocks.inverse) if own is not None else None
+        if own is None or vectors is None or own.shard.blocks != group.size:
+            raise ValueError(
+                f"source must be a state of an optimizer with inverse=kfac.Ekfac() for these layers, but has "
+                f"{'no' if own is None else own.shard.blocks} blocks {group.name}"
+                f"{f' for inverse={own.inverse!r}' if own is not None and vectors is None else ''}"
+            )
+        if group.name in state.replicas:
+            vectors = state.replicas[group.name].inverse
+        if vectors.A.shape[0] != group.size:
+            raise ValueError(
+                "source is the state of several devices with an axis of them in front, as pmap returns it: call "
+                "eigenbasis inside of pmap"
+            )
+        for (layer, a), (_, g) in zip(group.split(vectors.A), group.split(vectors.G), strict=True):
+            if layer.correctable:
+                basis[layer.name] = Kronecker(a, g) if layer.stacked else Kronecker(a[0], g[0])
+    return basis
+
+
+def _eigenvectors(factor: jax.Array) -> jax.Array:
+    def portions(width, stack):
+        return lax.map(lambda matrix: lax.linalg.eigh(matrix.mT, symmetrize_input=False)[0], stack, batch_size=width)
+
+    stack = factor.reshape(-1, *factor.shape[-2:])
+    return in_portions(portions, len(stack), stack).reshape(factor.shape)

@@ -66,12 +66,7 @@ class AdaptiveInterval:
         A change that is not finite, as from statistics that were left out, counts as not similar.
         """
         similar = float(change) < self.threshold
-        if not similar:
-            interval = max(1, self.last // 2)
-        elif self.similar:
-            interval = self.last + self.before
-        else:
-            interval = self.last
-        interval = min(interval, self.longest)
+        longer = self.last + self.before if self.similar else self.last
+        interval = min(longer if similar else max(1, self.last // 2), self.longest)
         self.before, self.last, self.similar = self.last, interval, similar
         self.next_step = step + interval

@@ -30,17 +30,13 @@ def state_specs(tx: optax.GradientTransformation, params: Any, axis_name: AxisNa
       all devices.
     """
     state = jax.eval_shape(tx.init, params)
-    return jax.tree.map(
-        lambda node: state_spec(axis_name) if _is_state(node) else PartitionSpec(), state, is_leaf=_is_state
-    )
+    return _on_states(lambda node: state_spec(axis_name), state, lambda leaf: PartitionSpec())
 
 
 def state_spec(axis_name: AxisName) -> KfacState:
     """The `PartitionSpec`s of a `KfacState`; each stands for the whole subtree below it."""
-    specs: list[Any] = [
-        PartitionSpec(axis_name) if field == "owned" else PartitionSpec() for field in KfacState._fields
-    ]
-    return KfacState(*specs)
+    specs: dict[str, Any] = {field: PartitionSpec() for field in KfacState._fields}
+    return KfacState(**specs | {"owned": PartitionSpec(axis_name)})
 
 
 def gather_state(opt_state: Any) -> Any:
@@ -62,14 +58,12 @@ def gather_state(opt_state: Any) -> Any:
         opt_state = jax.tree.map(_without_devices, opt_state, is_leaf=_is_owned)
 
     def gather(node):
-        if not _is_state(node):
-            return node
         owned = {name: _gather_owned(own) for name, own in node.owned.items()}
         # A basis that is there for the sake of several devices can be had from the blocks again.
         replicas = {name: r for name, r in node.replicas.items() if not owned[name].inverse.takes_moments}
         return node._replace(owned=owned, replicas=replicas)
 
-    return jax.tree.map(gather, opt_state, is_leaf=_is_state)
+    return _on_states(gather, opt_state)
 
 
 def scatter_state(portable: Any, num_devices: int, *, pmap: bool = False) -> Any:
@@ -93,22 +87,18 @@ def scatter_state(portable: Any, num_devices: int, *, pmap: bool = False) -> Any
     _some_state(portable, "portable")
 
     def scatter(node):
-        if not _is_state(node):
-            return node
         if any(own.shard.devices != 1 for own in node.owned.values()):
             raise ValueError("portable must be what gather_state returns, but is a state for several devices")
         blocks = {name: own.blocks.factors for name, own in node.owned.items()}
         costs = [(name, x.A.shape[0], block_cost([x.A.shape[1:], x.G.shape[1:]])) for name, x in blocks.items()]
         shards = make_shards(costs, num_devices)
-        replicas = dict(node.replicas)
-        for name, own in node.owned.items():
-            basis = own.inverse.basis(own.blocks.inverse)
-            if basis is not None:
-                replicas[name] = Replica(basis, own.blocks.condition > 0)
+        bases = {name: own.inverse.basis(own.blocks.inverse) for name, own in node.owned.items()}
+        ready = {name: node.owned[name].blocks.condition > 0 for name, basis in bases.items() if basis is not None}
+        replicas = node.replicas | {name: Replica(bases[name], ready[name]) for name in ready}
         owned = {name: _scatter_owned(own, shards[name]) for name, own in node.owned.items()}
         return node._replace(owned=owned, replicas=replicas)
 
-    state = jax.tree.map(scatter, portable, is_leaf=_is_state)
+    state = _on_states(scatter, portable)
     return jax.tree.map(lambda x: _with_devices(x, num_devices), state, is_leaf=_is_owned) if pmap else state
 
 
@@ -126,8 +116,13 @@ def _mapped(fn: Callable[[jax.Array], jax.Array], own: Owned, shard: Shard | Non
     return dataclasses.replace(own, blocks=jax.tree.map(fn, own.blocks), shard=shard or own.shard)
 
 
-def _is_state(node: Any) -> bool:
-    return isinstance(node, KfacState)
+def _on_states(fn: Callable[[KfacState], Any], tree: Any, other: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
+    """`fn` of the K-FAC states in a tree, `other` of all other leaves."""
+
+    def is_state(node):
+        return isinstance(node, KfacState)
+
+    return jax.tree.map(lambda node: fn(node) if is_state(node) else other(node), tree, is_leaf=is_state)
 
 
 def _is_owned(node: Any) -> bool:

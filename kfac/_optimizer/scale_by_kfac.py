@@ -16,13 +16,13 @@ from kfac._checks import check_count, check_layers, check_range, check_type
 from kfac._curvature.blocks import check_factors, group_layers
 from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
-from kfac._distributed.distribution import Distribution
+from kfac._distributed.distribution import Distribution, staggers
 from kfac._factors import Factors
 from kfac._layers import Layers
 from kfac._optimizer.reshard import state_spec
 from kfac._optimizer.state import Config, KfacState, check_devices, init_state
 from kfac._optimizer.step import Now, preconditioned_step
-from kfac._varying import axis_size, lying_as, replicated
+from kfac._varying import axis_names, axis_size, lying_as, replicated
 
 Scalar = float | jax.Array
 ScalarOrSchedule = Scalar | Callable[[jax.Array], jax.typing.ArrayLike]
@@ -88,8 +88,7 @@ def scale_by_kfac(
     check_count("inverse_every", inverse_every, 1)
     check_count("refresh_warmup", refresh_warmup, 0)
     check_type("inverse", inverse, Inverse, "a kind of inverse such as kfac.Cholesky()")
-    if distribution is not None:
-        check_type("distribution", distribution, Distribution, "a kfac.Distribution or None")
+    check_type("distribution", distribution, Distribution | None, "a kfac.Distribution or None")
     config = _config(layers, inverse, distribution or Distribution(), inverse_every)
     axis, mesh = config.axis, config.distribution.mesh
     if mesh is not None and axis is not None:
@@ -122,8 +121,7 @@ def scale_by_kfac(
             warmup=count < jnp.asarray(refresh_warmup).astype(jnp.int32),
         )
         if mesh is not None and axis_size(axis) is None:
-            names = axis if isinstance(axis, tuple) else (axis,)
-            check_devices(state, math.prod(mesh.shape[name] for name in names))
+            check_devices(state, math.prod(mesh.shape[name] for name in axis_names(axis)))
             new, state = update_on_mesh(replicated(updates), state, now, factors)
             return lying_as(new, updates), state
         return preconditioned_step(config, updates, state, now, factors, local=True)
@@ -133,7 +131,7 @@ def scale_by_kfac(
 
 def _config(layers: Layers, inverse: Inverse, distribution: Distribution, inverse_every: int | jax.Array) -> Config:
     """What is fixed, and over how many steps refreshes are spread."""
-    staggered = distribution.staggers(inverse, several=distribution.axis is not None)
+    staggered = staggers(distribution, inverse, several=distribution.axis is not None)
     groups = group_layers(layers)
     phases = 1
     if staggered and not isinstance(inverse_every, jax.Array):

@@ -15,7 +15,7 @@ from jax import lax
 from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.assignment import Shard, group_costs, make_phases, make_shards
-from kfac._distributed.distribution import Distribution
+from kfac._distributed.distribution import Distribution, shared
 from kfac._factors import Block
 from kfac._layers import Layers, leaves_by_path
 from kfac._varying import AxisName, as_varying, axis_size, varying_axes
@@ -116,6 +116,12 @@ class KfacState(NamedTuple):
         return {name: own.blocks for name, own in self.owned.items()} | self.shared
 
 
+def with_blocks(state: KfacState, blocks: dict[str, BlockState]) -> KfacState:
+    """The state with other blocks."""
+    owned = {name: dataclasses.replace(own, blocks=blocks[name]) for name, own in state.owned.items()}
+    return state._replace(owned=owned, shared={name: blocks[name] for name in state.shared})
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """What is fixed when the transformation is made; `phases` are the steps of a cycle that invert."""
@@ -170,13 +176,8 @@ def init_state(config: Config, params: Any) -> KfacState:
         return group.kind(config.inverse).init(group.zeros(size, dtype, moments=config.has_moments(group)))
 
     def blocks(group: Group, size: int) -> BlockState:
-        return BlockState(
-            factors=group.zeros(size, dtype),
-            weight=jnp.zeros(size, dtype),
-            inverse=inverses(group, size),
-            condition=jnp.zeros(size, dtype),
-            age=jnp.zeros(size, jnp.int32),
-        )
+        weight, condition, age = jnp.zeros(size, dtype), jnp.zeros(size, dtype), jnp.zeros(size, jnp.int32)
+        return BlockState(group.zeros(size, dtype), weight, inverses(group, size), condition, age)
 
     def own(group: Group) -> Owned:
         shard = shards[group.name]
@@ -186,8 +187,8 @@ def init_state(config: Config, params: Any) -> KfacState:
         return Owned(held, shard, config.inverse)
 
     def replica(group: Group) -> Replica:
-        shared = config.distribution.shared(config.inverse, inverses(group, group.size), several=True)
-        return Replica(shared, jnp.zeros(group.size, bool))
+        kept = shared(config.distribution, config.inverse, inverses(group, group.size))
+        return Replica(kept, jnp.zeros(group.size, bool))
 
     return KfacState(
         count=jnp.zeros((), jnp.int32),
@@ -198,9 +199,7 @@ def init_state(config: Config, params: Any) -> KfacState:
         owned={group.name: own(group) for group in config.kronecker},
         shared={group.name: blocks(group, group.size) for group in config.groups if not group.kronecker},
         replicas={group.name: replica(group) for group in config.groups if config.shares(group)},
-        metrics=KfacMetrics(
-            *(jnp.zeros((), jnp.float32) for _ in range(4)), *(jnp.zeros((), jnp.int32) for _ in range(4))
-        ),
+        metrics=KfacMetrics(*(jnp.zeros((), dtype) for dtype in 4 * [jnp.float32] + 4 * [jnp.int32])),
     )
 
 
@@ -277,9 +276,8 @@ def check_state(config: Config, state: KfacState, devices: int) -> None:
     if set(state.replicas) == {group.name for group in config.groups if config.shares(group)}:
         return
     if config.inverse.takes_moments:
-        have, convert = (
-            ("a", "kfac.scatter_state(opt_state, 1)") if config.axis else ("no", "kfac.gather_state(opt_state)")
-        )
+        to_one, to_none = ("a", "kfac.scatter_state(opt_state, 1)"), ("no", "kfac.gather_state(opt_state)")
+        have, convert = to_one if config.axis else to_none
         raise ValueError(
             f"with inverse={config.inverse!r} a state is another where there is an axis of devices, if only of one: "
             f"update has {have} such axis, but the state is one for the other case: {convert} makes it from that."

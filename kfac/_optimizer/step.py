@@ -12,17 +12,16 @@ import numpy as np
 import optax
 from jax import lax
 
-from kfac._curvature.averages import averaged
-from kfac._curvature.blocks import Group
-from kfac._curvature.inverse import finite, per_block
+from kfac._curvature.inverse import averaged, finite, per_block
 from kfac._curvature.refresh import refresh
 from kfac._curvature.symmetric import flatten_block, unflatten_block
 from kfac._distributed.assignment import Shard
 from kfac._distributed.collectives import gather_from_owners, means_to_owners, owns_last, take_own
+from kfac._distributed.distribution import decode, encode
 from kfac._factors import Block, Coarse, Factors, Kronecker, Tied, Unitwise
-from kfac._layers import leaves_by_path
-from kfac._optimizer.state import BlockState, Config, KfacMetrics, KfacState, Owned, Replica, check_state, match_leaves
-from kfac._varying import AxisName, as_varying, axis_size, varying_axes
+from kfac._layers import leaves_by_path, map_by_path
+from kfac._optimizer.state import Config, KfacMetrics, KfacState, Replica, check_state, match_leaves, with_blocks
+from kfac._varying import AxisName, as_varying, axis_names, axis_size, varying_axes
 
 Vectors = dict[str, jax.Array]  # for each group `[k]`, a number for each block
 
@@ -35,58 +34,6 @@ class Now(NamedTuple):
     decay: jax.Array
     period: jax.Array
     warmup: jax.Array
-
-
-class Gradients(NamedTuple):
-    """The gradients as they came, and as the blocks see them.
-
-    Attributes:
-      leaves: by path.
-      matrices: of each group, `[k, d_out, d_in]`.
-      square: their squared norm.
-      usable: whether all are finite, on all devices.
-    """
-
-    leaves: dict[str, jax.Array]
-    matrices: dict[str, jax.Array]
-    square: jax.Array
-    usable: jax.Array
-
-
-class Due(NamedTuple):
-    """What is to be done in a step, as agreed between devices.
-
-    Attributes:
-      changed: the last step that brought statistics or another damping.
-      refresh: whether any block of any device may be refreshed.
-      blocks: which of the blocks that a device holds are in turn.
-    """
-
-    changed: jax.Array
-    refresh: jax.Array
-    blocks: Vectors
-
-
-class Taken(NamedTuple):
-    """What came of the statistics of a step.
-
-    Attributes:
-      blocks: with these in their averages.
-      left_out: which blocks left theirs out, as they are not finite.
-      change: `||batch - average|| / ||average||`, summed over this device's Kronecker factors.
-    """
-
-    blocks: dict[str, BlockState]
-    left_out: Vectors
-    change: jax.Array
-
-
-class Inverses(NamedTuple):
-    """What came of a refresh: the blocks, what all devices have of them, and which blocks were wanted in vain."""
-
-    blocks: dict[str, BlockState]
-    replicas: dict[str, Replica]
-    failed: Vectors
 
 
 class Place(NamedTuple):
@@ -111,18 +58,18 @@ def preconditioned_step(
     """One step on one device; `local` statistics are still to be averaged over devices."""
     check(config, state, updates, factors if local else None)
     place = locate(config, state, now)
-    gradients = take_gradients(place, state, updates)
-    due = decide(place, state, gradients.usable, statistics=factors is not None)
-    taken = Taken(state.blocks, {}, jnp.zeros((), jnp.float32))
+    matrices, square, usable = take_gradients(place, state, updates)
+    changed, any_due, due = decide(place, state, usable, statistics=factors is not None)
+    left_out: Vectors = {}
+    change = None
     if factors is not None:
         batch = average_statistics(place, factors, local=local)
-        taken = take_in(place, state.blocks, batch, gradients.usable)
-    inverses = refresh_inverses(place, taken.blocks, state.replicas, due, gradients.usable)
-    preconditioned = precondition(place, inverses, gradients.matrices)
-    leaves, square, usable = restore(config, gradients, preconditioned)
-    state = count(place, state, due, taken if factors is not None else None, inverses, gradients.square, square, usable)
-    paths = leaves_by_path(updates)
-    return jax.tree.unflatten(jax.tree.structure(updates), [leaves[path] for path in paths]), state
+        state, left_out, change = take_in(place, state, batch, usable)
+    state, failed = refresh_inverses(place, state, any_due, due, usable)
+    preconditioned = precondition(place, state, matrices)
+    updates, new_square, usable = restore(config, updates, preconditioned, usable)
+    metrics, usable = measure(place, state, [square, new_square], change, [left_out, failed], usable)
+    return updates, count(state, now, changed, metrics, usable)
 
 
 def check(config: Config, state: KfacState, updates: Any, local: Factors | None) -> None:
@@ -135,20 +82,16 @@ def check(config: Config, state: KfacState, updates: Any, local: Factors | None)
         )
     check_state(config, state, devices or 1)
     match_leaves(config.layers, updates, "updates")
-    if axis is not None:
-        _check_varying(axis, updates, local)
-
-
-def _check_varying(axis: AxisName, updates: Any, factors: Factors | None) -> None:
-    """Raises where `shard_map` knows that averages over devices are missing or would be."""
-    differing = sorted(varying_axes(updates))
+    if axis is None:
+        return
+    # Where `shard_map` knows that averages over devices are missing or would be.
+    differing, names = sorted(varying_axes(updates)), axis_names(axis)
     if differing:
         raise ValueError(
             f"updates differ between the devices of {differing}: average the gradients first, "
             f"jax.lax.pmean(grads, {differing[0] if len(differing) == 1 else tuple(differing)!r})"
         )
-    names = set(axis) if isinstance(axis, tuple) else {axis}
-    missing = sorted(varying_axes(factors) - names) if factors is not None else []
+    missing = sorted(varying_axes(local).difference(names))
     if missing:
         raise ValueError(
             f"factors differ between the devices of {missing}, which axis_name={axis!r} does not name: pass "
@@ -166,21 +109,30 @@ def locate(config: Config, state: KfacState, now: Now) -> Place:
     return Place(config, now, shards, mine)
 
 
-def take_gradients(place: Place, state: KfacState, updates: Any) -> Gradients:
-    """The gradients as matrices, and whether this is a step at all."""
-    config = place.config
-    leaves, blocks = leaves_by_path(updates), state.blocks
+def take_gradients(place: Place, state: KfacState, updates: Any) -> tuple[Vectors, jax.Array, jax.Array]:
+    """The gradients as matrices `[k, d_out, d_in]` of each group, their squared norm, and whether all are finite.
+
+    All devices agree on that, for it decides whether this is a step at all.
+    """
+    config, leaves, blocks = place.config, leaves_by_path(updates), state.blocks
     matrices = {group.name: group.stack_matrices(leaves, blocks[group.name].weight.dtype) for group in config.groups}
     square = _square(matrices.values())
     usable = _all_finite(square, (leaf for path, leaf in leaves.items() if path in config.skipped))
     if config.axis is not None:
         # The same decision everywhere, whatever one device has seen: what follows holds collectives.
         usable = lax.pmin(usable.astype(jnp.int32), config.axis) > 0
-    return Gradients(leaves, matrices, square, usable)
+    return matrices, square, usable
 
 
-def decide(place: Place, state: KfacState, usable: jax.Array, *, statistics: bool) -> Due:
-    """Which blocks are in turn: in warmup all, after it those whose phase it is, if there was a change since."""
+def decide(
+    place: Place, state: KfacState, usable: jax.Array, *, statistics: bool
+) -> tuple[jax.Array, jax.Array, Vectors]:
+    """Which blocks are in turn: in warmup all, after it those whose phase it is, if there was a change since.
+
+    Returns:
+      The last step that brought statistics or another damping, whether any block of any device may be refreshed, and
+      which of the blocks that this device holds.
+    """
     config, now, step = place.config, place.now, state.count
     changed = (now.damping != state.damping) | (now.unitwise != state.unitwise_damping) | statistics
     last_change = jnp.where(usable & changed, step, state.changed)
@@ -189,11 +141,9 @@ def decide(place: Place, state: KfacState, usable: jax.Array, *, statistics: boo
     # In a cycle with fewer phases than steps nothing is left for the last ones: theirs is a phase of no block.
     phase = jnp.minimum(step % now.period, config.phases)
     busy = np.isin(np.arange(config.phases + 1), np.concatenate([np.zeros(0, int), *config.turns.values()]))
-    blocks = {}
-    for name, turns in config.turns.items():
-        own = take_own(jnp.asarray(turns), place.shards[name], config.axis) if name in place.shards else turns
-        blocks[name] = everything | (cycle & (own == phase))
-    return Due(last_change, everything | (cycle & jnp.asarray(busy)[phase]), blocks)
+    own = take_own({name: jnp.asarray(turns) for name, turns in config.turns.items()}, place.shards, config.axis)
+    blocks = {name: everything | (cycle & (turns == phase)) for name, turns in own.items()}
+    return last_change, everything | (cycle & jnp.asarray(busy)[phase]), blocks
 
 
 def average_statistics(place: Place, factors: Factors, *, local: bool) -> dict[str, Block]:
@@ -201,12 +151,8 @@ def average_statistics(place: Place, factors: Factors, *, local: bool) -> dict[s
     config, shards, axis = place.config, place.shards, place.config.axis
     factors = _of_whole_batch(factors, axis if local else None)
     stacks = {group.name: group.stack_factors(factors, moments=config.has_moments(group)) for group in config.groups}
-    if axis is None:
-        return stacks
-    if not local:
-        return {
-            name: take_own(stack, shards[name], axis) if name in shards else stack for name, stack in stacks.items()
-        }
+    if axis is None or not local:
+        return take_own(stacks, shards, axis)
     dtypes = {name: jax.tree.leaves(stack)[0].dtype for name, stack in stacks.items()}
     sent = {name: flatten_block(stack) for name, stack in stacks.items()}
     if config.distribution.communication_dtype != "float32":
@@ -231,34 +177,43 @@ def _of_whole_batch(factors: Factors, axis: AxisName | None) -> Factors:
     return Factors({name: formed(block) for name, block in factors.items()})
 
 
-def take_in(place: Place, blocks: dict[str, BlockState], batch: dict[str, Block], usable: jax.Array) -> Taken:
-    """Running averages with this step's statistics; a block whose are not finite leaves them out."""
-    config, mine, decay = place.config, place.mine, place.now.decay
+def take_in(
+    place: Place, state: KfacState, batch: dict[str, Block], usable: jax.Array
+) -> tuple[KfacState, Vectors, jax.Array]:
+    """This step's statistics into the running averages; a block whose are not finite leaves them out.
+
+    Returns:
+      The state, which blocks left theirs out, and `||batch - average|| / ||average||`, summed over this device's
+      Kronecker factors: 1 for one without an average so far, or whose statistics are left out.
+    """
+    config, decay = place.config, place.now.decay
+    taken, left_out, changes = {}, {}, []
     moments = {name: block.moments for name, block in batch.items() if isinstance(block, Kronecker)}
-    batch = {n: dataclasses.replace(b, moments=None) if isinstance(b, Kronecker) else b for n, b in batch.items()}
-    sizes = {name: _squares(blocks[name].factors) for name in batch}
-    moved = {name: _squares(_differences(batch[name], blocks[name].factors)) for name in batch}
-    good = {name: jnp.isfinite(sum(squares)) for name, squares in moved.items()}
-    good |= {name: good[name] & finite(moment) for name, moment in moments.items() if moment is not None}
-    taken = {name: good[name] & mine[name] & usable for name in batch}
-    changes = [
-        _relative(*pair, taken[name], mine[name])
-        for name in place.shards
-        for pair in zip(moved[name], sizes[name], strict=True)
-    ]
+    new = {n: dataclasses.replace(b, moments=None) if isinstance(b, Kronecker) else b for n, b in batch.items()}
+    for name, mine in place.mine.items():
+        old = state.blocks[name].factors
+        moved = _squares(jax.tree.map(lambda new, old: new.astype(old.dtype) - old, new[name], old))
+        good = jnp.isfinite(sum(moved))
+        if moments.get(name) is not None:
+            good &= finite(moments[name])
+        taken[name], left_out[name] = good & mine & usable, ~good & mine
+        for change, size in zip(moved, _squares(old), strict=True) if name in place.shards else ():
+            known = taken[name] & (size > 0)
+            relative = jnp.where(known, jnp.sqrt(change / jnp.where(known, size, 1)), 1)
+            changes.append(jnp.where(mine, relative, 0))
     change = jnp.sum(_join(changes), dtype=jnp.float32)
     result = {}
     for group in config.groups:
-        name, old = group.name, blocks[group.name]
+        name, block = group.name, state.blocks[group.name]
         known = after(change, taken[name]) if group.kronecker else taken[name]
-        kept = old.inverse
+        kept = block.inverse
         if config.has_moments(group):
             # Those before the first decomposition are in no basis that is kept.
-            own = take_own(jnp.asarray(group.corrected), place.shards[name], config.axis)
-            kept = config.inverse.absorb(kept, moments[name], decay, known & own & (old.condition > 0))
-        factors, weight = averaged(old.factors, old.weight, batch[name], decay, known)
-        result[name] = old._replace(factors=factors, weight=weight, inverse=kept)
-    return Taken(result, {name: ~good[name] & mine[name] for name in batch}, change)
+            own = take_own({name: jnp.asarray(group.corrected)}, place.shards, config.axis)[name]
+            kept = config.inverse.absorb(kept, moments[name], decay, known & own & (block.condition > 0))
+        factors, weight = averaged(block.factors, block.weight, new[name], decay, known)
+        result[name] = block._replace(factors=factors, weight=weight, inverse=kept)
+    return with_blocks(state, result), left_out, change
 
 
 def after(number: jax.Array, flags: jax.Array) -> jax.Array:
@@ -271,15 +226,15 @@ def after(number: jax.Array, flags: jax.Array) -> jax.Array:
 
 
 def refresh_inverses(
-    place: Place, blocks: dict[str, BlockState], replicas: dict[str, Replica], due: Due, usable: jax.Array
-) -> Inverses:
-    """New inverses of the blocks that are due and have statistics, and of the replicas of them.
+    place: Place, state: KfacState, any_due: jax.Array, due: Vectors, usable: jax.Array
+) -> tuple[KfacState, Vectors]:
+    """New inverses of the blocks that are due and have statistics, and of their replicas; and which blocks failed.
 
     All under one conditional, with a predicate that devices agree on: a step without a refresh does none of it, and a
     refresh begins when all gradients are known. XLA changes the stacks in their place.
     """
-    config = place.config
-    wanted = {name: due.blocks[name] & place.mine[name] & (blocks[name].weight > 0) for name in blocks}
+    config, blocks = place.config, state.blocks
+    wanted = {name: due[name] & place.mine[name] & (blocks[name].weight > 0) for name in blocks}
     stacks = {name: (block.inverse, block.condition) for name, block in blocks.items()}
     none = {name: as_varying(jnp.zeros(flags.shape, bool), varying_axes(flags)) for name, flags in wanted.items()}
 
@@ -296,109 +251,111 @@ def refresh_inverses(
     def unchanged(stacks, replicas):
         return stacks, replicas, none
 
-    stacks, replicas, valid = lax.cond(due.refresh, renewed, unchanged, stacks, replicas)
+    stacks, replicas, valid = lax.cond(any_due, renewed, unchanged, stacks, state.replicas)
     result = {}
     for name, block in blocks.items():
         # Inverses left as they are get older, unless the step is not usable and so none.
         age = jnp.where(~valid[name] & (block.condition > 0), block.age + usable, 0)
         result[name] = block._replace(inverse=stacks[name][0], condition=stacks[name][1], age=age)
-    return Inverses(result, replicas, {name: wanted[name] & ~valid[name] for name in blocks})
+    state = with_blocks(state, result)._replace(replicas=replicas)
+    return state, {name: wanted[name] & ~valid[name] for name in blocks}
 
 
 def _fetched(place: Place, replicas: dict[str, Replica], stacks: dict[str, Any]) -> dict[str, Replica]:
     """What all devices have of the inverses, from their owners in two messages."""
     config, axis = place.config, place.config.axis
-    distribution, sent = config.distribution, {}
+    sent = {}
     for name in replicas:
         kept, condition = stacks[name]
-        encoded = distribution.encode(config.inverse, distribution.shared(config.inverse, kept, several=True))
+        encoded = encode(config.distribution, config.inverse, kept)
         sent[name] = jnp.concatenate([encoded, (condition > 0).astype(encoded.dtype)[:, None]], axis=1)
     received = gather_from_owners(sent, place.shards, axis) if axis is not None and sent else sent
     return {
-        name: Replica(distribution.decode(config.inverse, flat[:, :-1], replicas[name].inverse), flat[:, -1] > 0)
+        name: Replica(
+            decode(config.distribution, config.inverse, flat[:, :-1], replicas[name].inverse), flat[:, -1] > 0
+        )
         for name, flat in received.items()
     }
 
 
-def precondition(place: Place, inverses: Inverses, matrices: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def precondition(place: Place, state: KfacState, matrices: Vectors) -> Vectors:
     """Preconditioned gradients of all groups: of one's own blocks and then gathered, or of all by every device."""
     config, axis = place.config, place.config.axis
-
-    def apply(group: Group, kept: Any, ready: jax.Array, matrices: jax.Array) -> jax.Array:
-        """Preconditioned gradients `[k, d_out, d_in]`; as they are where a block has no inverse yet."""
-        applied = group.kind(config.inverse).apply(kept, matrices, place.now.damping)
-        return jnp.where(per_block(ready, matrices), applied, matrices)
-
-    result, own = {}, {}
+    replicated, result = config.distribution.replicated, {}
+    own = matrices if replicated else take_own(matrices, place.shards, axis)
     for group in config.groups:
-        name, block = group.name, inverses.blocks[group.name]
-        if group.kronecker and config.distribution.replicated:
-            result[name] = apply(group, *inverses.replicas[name], matrices[name])
-        elif group.kronecker and axis is not None:
-            mine = take_own(matrices[name], place.shards[name], axis)
-            own[name] = apply(group, block.inverse, block.condition > 0, mine)
-        else:
-            result[name] = apply(group, block.inverse, block.condition > 0, matrices[name])
-    return result | (gather_from_owners(own, place.shards, axis) if axis is not None else {})
+        name, block = group.name, state.blocks[group.name]
+        everywhere = replicated and group.kronecker
+        kept, ready = state.replicas[name] if everywhere else (block.inverse, block.condition > 0)
+        applied = group.kind(config.inverse).apply(kept, own[name], place.now.damping)
+        result[name] = jnp.where(per_block(ready, own[name]), applied, own[name])  # not before there is an inverse
+    if replicated or axis is None:
+        return result
+    return result | gather_from_owners({name: result[name] for name in place.shards}, place.shards, axis)
 
 
 def restore(
-    config: Config, gradients: Gradients, preconditioned: dict[str, jax.Array]
-) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
-    """The preconditioned gradients as leaves in their dtypes, their squared norm, and whether all are finite."""
+    config: Config, updates: Any, preconditioned: Vectors, usable: jax.Array
+) -> tuple[Any, jax.Array, jax.Array]:
+    """The preconditioned gradients in the form of `updates`, their squared norm, and whether all are finite."""
     new: dict[str, jax.Array] = {}
     for group in config.groups:
         new.update(group.split_matrices(preconditioned[group.name]))
-    result = {p: new[p].astype(leaf.dtype) if p in new else leaf for p, leaf in gradients.leaves.items()}
+    updates = map_by_path(lambda path, leaf: new[path].astype(leaf.dtype) if path in new else leaf, updates)
     # What is finite as it was computed may be too large for a narrower dtype of the gradients.
-    narrowed = [leaf for path, leaf in result.items() if path in new and leaf.dtype != new[path].dtype]
+    leaves = leaves_by_path(updates)
+    narrowed = [leaf for path, leaf in leaves.items() if path in new and leaf.dtype != new[path].dtype]
     square = _square(preconditioned.values())
-    return result, square, gradients.usable & _all_finite(square, narrowed)
+    return updates, square, usable & _all_finite(square, narrowed)
 
 
-def count(
-    place: Place,
-    state: KfacState,
-    due: Due,
-    taken: Taken | None,
-    inverses: Inverses,
-    square: jax.Array,
-    preconditioned_square: jax.Array,
-    usable: jax.Array,
-) -> KfacState:
-    """The state after the step, with what devices have to tell each other of it."""
-    config, now, blocks, metrics = place.config, place.now, inverses.blocks, state.metrics
-    skipped = _number(config, taken.left_out if taken is not None else {})
-    counts = jnp.stack([skipped, _number(config, inverses.failed), (~usable).astype(jnp.int32)])
-    conditions, ages = (_join(getattr(b, part) for b in blocks.values()) for part in ("condition", "age"))
-    extremes = jnp.stack([jnp.max(numbers).astype(jnp.float32) for numbers in (conditions, ages)])
-    change = taken.change if taken is not None else None
-    if config.axis is not None:
-        counts, extremes = lax.psum(counts, config.axis), lax.pmax(extremes, config.axis)
-        change = lax.psum(change, config.axis) if change is not None else None
+def measure(
+    place: Place, state: KfacState, squares: list[jax.Array], change: Any, found: list[Vectors], usable: jax.Array
+) -> tuple[KfacMetrics, jax.Array]:
+    """The scalars of the step, with what devices have to tell each other of it, and whether all find it usable.
+
+    Args:
+      place: where the step is.
+      state: with what is kept from now on, and the metrics of the step before.
+      squares: squared norms of the gradient and of the preconditioned one.
+      change: what `take_in` returned, or None without statistics.
+      found: the blocks that left statistics out, and those whose inversion failed.
+      usable: whether this device finds it so.
+    """
+    axis, metrics = place.config.axis, state.metrics
+    counts = jnp.stack([*(_number(place, flags) for flags in found), (~usable).astype(jnp.int32)])
+    parts = [[getattr(block, part) for block in state.blocks.values()] for part in ("condition", "age")]
+    extremes = jnp.stack([jnp.max(_join(part)).astype(jnp.float32) for part in parts])
+    if axis is not None:
+        counts, extremes = lax.psum(counts, axis), lax.pmax(extremes, axis)
+        change = lax.psum(change, axis) if change is not None else None
     usable = counts[2] == 0  # agreed once more: the next step's decisions follow from it
+    before = metrics.statistics_change
     if change is not None:
-        change = change / max(2 * sum(group.size for group in config.kronecker), 1)
-        change = jnp.where(usable, change, metrics.statistics_change)
-    metrics = KfacMetrics(
-        gradient_norm=jnp.sqrt(square).astype(jnp.float32),
-        preconditioned_norm=jnp.sqrt(preconditioned_square).astype(jnp.float32),
+        number = 2 * sum(group.size for group in place.config.kronecker)
+        change = jnp.where(usable, change / max(number, 1), before)
+    norms = [jnp.sqrt(square).astype(jnp.float32) for square in squares]
+    new = KfacMetrics(
+        gradient_norm=norms[0],
+        preconditioned_norm=norms[1],
         condition=extremes[0],
-        statistics_change=metrics.statistics_change if change is None else change,
+        statistics_change=before if change is None else change,
         inverse_age=extremes[1].astype(jnp.int32),
         skipped_statistics=metrics.skipped_statistics + counts[0],
         failed_inversions=metrics.failed_inversions + counts[1],
         skipped_steps=metrics.skipped_steps + ~usable,
     )
-    return KfacState(
+    return new, usable
+
+
+def count(state: KfacState, now: Now, changed: jax.Array, metrics: KfacMetrics, usable: jax.Array) -> KfacState:
+    """The state after the step."""
+    return state._replace(
         count=jnp.where(usable, optax.safe_increment(state.count), state.count),
         refused=~usable,
-        changed=due.changed,
+        changed=changed,
         damping=jnp.where(usable, now.damping, state.damping),
         unitwise_damping=jnp.where(usable, now.unitwise, state.unitwise_damping),
-        owned={name: Owned(blocks[name], shard, config.inverse) for name, shard in place.shards.items()},
-        shared={group.name: blocks[group.name] for group in config.groups if not group.kronecker},
-        replicas=inverses.replicas,
         metrics=metrics,
     )
 
@@ -414,11 +371,11 @@ def _join(vectors: Iterable[jax.Array]) -> jax.Array:
     return lax.optimization_barrier(jnp.concatenate([jnp.zeros(1, bool), *vectors]))
 
 
-def _number(config: Config, found: Vectors) -> jax.Array:
+def _number(place: Place, found: Vectors) -> jax.Array:
     """How many blocks were found, so that the sum over devices counts each once: those that all have, on the first."""
-    first = jnp.array(True) if config.axis is None else lax.axis_index(config.axis) == 0
-    own = {group.name for group in config.kronecker}
-    return jnp.sum(_join(x if name in own else x & first for name, x in found.items()), dtype=jnp.int32)
+    axis = place.config.axis
+    first = jnp.array(True) if axis is None else lax.axis_index(axis) == 0
+    return jnp.sum(_join(x if name in place.shards else x & first for name, x in found.items()), dtype=jnp.int32)
 
 
 def _square(arrays: Iterable[jax.Array]) -> jax.Array:
@@ -429,16 +386,3 @@ def _square(arrays: Iterable[jax.Array]) -> jax.Array:
 def _squares(tree: Any) -> list[jax.Array]:
     """The squared Frobenius norms `[k]` of each stack."""
     return [jnp.sum(jnp.square(x), axis=tuple(range(1, x.ndim))) for x in jax.tree.leaves(tree)]
-
-
-def _differences(batch: Block, average: Block) -> Block:
-    return jax.tree.map(lambda new, old: new.astype(old.dtype) - old, batch, average)
-
-
-def _relative(change: jax.Array, size: jax.Array, taken: jax.Array, mine: jax.Array) -> jax.Array:
-    """`[k]`: `||batch - average|| / ||average||` of the factors that are a device's own, from the squares of both.
-
-    1 where there is no average so far or the statistics are left out.
-    """
-    known = taken & (size > 0)
-    return jnp.where(mine, jnp.where(known, jnp.sqrt(change / jnp.where(known, size, 1)), 1), 0)
