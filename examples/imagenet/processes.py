@@ -1,0 +1,105 @@
+"""Processes and devices: who takes part, what processes tell each other, and the signals that end a run."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh
+
+from recipe import AXIS
+from records import UserError
+
+
+def meet(config: Any) -> None:
+    """Meets the other processes, if there are any."""
+    if not config.distributed and config.coordinator is None:
+        return
+    try:
+        # Processes that end differ by what process 0 still writes, hence some patience.
+        jax.distributed.initialize(
+            config.coordinator, config.num_processes, config.process_id, shutdown_timeout_seconds=60
+        )
+    except (ValueError, RuntimeError) as error:
+        how = (
+            ""
+            if config.coordinator
+            else "; where the environment does not tell, name --coordinator, --num-processes and --process-id"
+        )
+        raise UserError(f"the processes do not meet: {str(error).strip().splitlines()[0]}{how}") from error
+
+
+def row_of_devices(wanted: int | None) -> Mesh:
+    """All devices of all processes in a row, those of a process side by side; or `wanted` of one process."""
+    found = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    if wanted is not None and (wanted > len(found) or (jax.process_count() > 1 and wanted != len(found))):
+        hint = "; JAX_NUM_CPU_DEVICES sets the number for a CPU" if found[0].platform == "cpu" else ""
+        raise UserError(f"--devices {wanted} does not fit the {len(found)} of {jax.process_count()} process(es){hint}")
+    return Mesh(np.array(found[:wanted]), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def is_first() -> bool:
+    """Whether this is the process that writes and prints."""
+    return jax.process_index() == 0
+
+
+def everyone(text: str) -> list[str]:
+    """What each process passes, in their order; all must call it."""
+    if jax.process_count() == 1:
+        return [text]
+    data = np.frombuffer(text.encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.array([len(data)])).ravel()
+    padded = np.zeros(max(1, sizes.max()), np.uint8)
+    padded[: len(data)] = data
+    rows = multihost_utils.process_allgather(padded)
+    return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+def union(names: set[str]) -> set[str]:
+    """The names that any process has; all must call it."""
+    return {name for text in everyone(json.dumps(sorted(names))) for name in json.loads(text)}
+
+
+def on_first(call: Callable[[], Any]) -> Any:
+    """Process 0 does it, the others wait; what it refuses is refused by all."""
+    error, result = "", None
+    if is_first():
+        try:
+            result = call()
+        except UserError as refused:
+            error = str(refused)
+    if error := everyone(error)[0]:
+        raise UserError(error)
+    return result
+
+
+class Stop:
+    """Notes SIGTERM and Ctrl-C, which end the run after the step at hand; a second one ends it now."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self.together = jax.process_count() > 1
+        # JAX itself waits for the SIGTERM of any process and finds a step that all of them can still reach.
+        numbers = [signal.SIGINT] if self.together else [signal.SIGINT, signal.SIGTERM]
+        self.before = {number: signal.signal(number, self._note) for number in numbers}
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.signal = number
+        signal.signal(number, signal.SIG_DFL)
+        if self.together:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def asked(self, step: int) -> bool:
+        """Whether to end after this step, the same in every process."""
+        if self.together and multihost_utils.reached_preemption_sync_point(step):
+            self.signal = self.signal or signal.SIGTERM
+            return True
+        return not self.together and self.signal is not None
+
+    def restore(self) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
