@@ -73,24 +73,24 @@ def write(path: Path, record: dict) -> None:
 def train(output: Path, steps: int, faulty: bool, dtype: str, num_devices: int) -> None:
     """Trains to the end, or until a fault kills this process."""
     sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "imagenet")]
+    import devices
     import flax.linen as nn
     import jax
     import jax.numpy as jnp
     import numpy as np
     import optax
+    import optimizers
+    import precision
+    import running
+    from devices import AXIS, SAME, SPLIT
     from jax import lax
 
     import checkpoints
     import config as cfg
     import data
-    import devices
     import kfac
     import models
-    import optimizers
-    import precision
-    import running
     import train as example
-    from devices import AXIS, SAME, SPLIT
     from kfac._layers import Factors
 
     options = ["--steps", steps, "--dtype", dtype, "--output", output]

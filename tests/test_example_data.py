@@ -1,14 +1,18 @@
 """`examples/imagenet`: files of all kinds and layouts, and what becomes of them."""
 
 import io
+import json
 import os
+import pickle
 import sys
 import tarfile
 import types
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from PIL import Image
 
 pytestmark = pytest.mark.examples
@@ -489,7 +493,7 @@ TRUTH = f"{DEVKIT}/ILSVRC2012_validation_ground_truth.txt"
         (tar_shards, lambda r: (r / "imagenet-val-000000.tar").unlink(), ["no *val* tar shards"]),
         (
             tar_shards,
-            lambda r: shard(r / "imagenet-val-000000.tar", (0, 2)),
+            lambda r: shard(r / "imagenet-val-000000.tar", (0, 1, 2)),
             ["class 2 for validation", "none for training"],
         ),
         (tar_shards, lambda r: [shard(path, (0, 0)) for path in r.glob("*.tar")], ["one class only, 0"]),
@@ -532,3 +536,130 @@ def test_names_need_not_be_text(tmp_path):
     write(tmp_path / name, 100)
     files = records.Files(tmp_path, [name], [0])
     assert files.read(0) == (tmp_path / name).read_bytes()
+
+
+# CIFAR-10
+
+
+def cifar_arrays():
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (6, 8, 32, 32, 3), np.uint8)
+    return images, rng.integers(0, 10, (6, 8))
+
+
+def write_pickles(folder):
+    images, labels = cifar_arrays()
+    folder = folder / "cifar-10-batches-py"
+    folder.mkdir(parents=True)
+    names = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
+    for name, rows, these in zip(names, images, labels, strict=True):
+        planes = rows.transpose(0, 3, 1, 2).reshape(8, 3072)
+        text = {b"data": planes, b"labels": these.tolist(), b"batch_label": b"x"}
+        (folder / name).write_bytes(pickle.dumps(text, protocol=2))
+
+
+def write_binary(folder):
+    images, labels = cifar_arrays()
+    folder = folder / "cifar-10-batches-bin"
+    folder.mkdir(parents=True)
+    names = [f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]
+    for name, rows, these in zip(names, images, labels, strict=True):
+        planes = rows.transpose(0, 3, 1, 2).reshape(8, 3072)
+        text = np.concatenate([these[:, None].astype(np.uint8), planes], axis=1)
+        (folder / name).write_bytes(text.tobytes())
+
+
+def write_sheets(folder):
+    images, labels = cifar_arrays()
+    folder.mkdir(parents=True)
+    names = [f"data_batch_{i}.png" for i in range(1, 6)] + ["test_batch.png"]
+    for name, rows in zip(names, images, strict=True):
+        Image.fromarray(rows.reshape(8, 1024, 3)).save(folder / name)
+    (folder / "train_lables.json").write_text(json.dumps(labels[:5].ravel().tolist()))
+    (folder / "test_lables.json").write_text(json.dumps(labels[5].tolist()))
+
+
+@pytest.mark.parametrize("write", [write_pickles, write_binary, write_sheets])
+def test_cifar10_layouts(tmp_path, write):
+    write(tmp_path / "cifar")
+    dataset = data.read_cifar10(tmp_path / "cifar")
+    images, labels = cifar_arrays()
+    train, val = (split.load(np.arange(len(split)), None) for split in (dataset.train, dataset.val))
+    np.testing.assert_array_equal(train.images, images[:5].reshape(-1, 32, 32, 3))
+    np.testing.assert_array_equal(train.labels, labels[:5].ravel())
+    np.testing.assert_array_equal(val.images, images[5])
+    np.testing.assert_array_equal(val.labels, labels[5])
+
+
+def test_damaged_cifar10_is_refused(tmp_path):
+    def sentence(folder):
+        with pytest.raises(data.UserError) as caught:
+            data.read_cifar10(folder)
+        return str(caught.value)
+
+    write_pickles(tmp_path / "a")
+    path = tmp_path / "a/cifar-10-batches-py/data_batch_3"
+    path.write_bytes(path.read_bytes()[:500])
+    assert "data_batch_3 is not a CIFAR-10 pickle" in sentence(tmp_path / "a")
+    path.write_bytes(pickle.dumps(os.getcwd))
+    assert "data_batch_3 is not a CIFAR-10 pickle" in sentence(tmp_path / "a")
+
+    write_binary(tmp_path / "b")
+    path = tmp_path / "b/cifar-10-batches-bin/data_batch_2.bin"
+    path.write_bytes(path.read_bytes()[:500])
+    assert "500 bytes" in sentence(tmp_path / "b")
+
+    write_sheets(tmp_path / "c")
+    (tmp_path / "c/train_lables.json").write_text("[1, 2]")
+    assert "40 images but 2 labels" in sentence(tmp_path / "c")
+    (tmp_path / "c/train_lables.json").write_text(json.dumps([10] * 40))
+    assert "labels from 0 to 9" in sentence(tmp_path / "c")
+    (tmp_path / "c/data_batch_4.png").unlink()
+    assert "data_batch_4.png" in sentence(tmp_path / "c")
+
+
+# In memory.
+
+
+def test_splits_of_the_digits_do_not_overlap():
+    dataset = data.load(types.SimpleNamespace(data="digits", data_dir=None, image_size=8))
+    assert (len(dataset.train), len(dataset.val)) == (1500, 297)
+    histogram = np.bincount(dataset.val.labels)
+    assert histogram.min() >= 28 and histogram.max() <= 31
+    together = np.concatenate([dataset.train.images, dataset.val.images]).reshape(1797, 64)
+    assert len(np.unique(together, axis=0)) == 1797
+
+
+def test_every_image_once_an_epoch():
+    n = 10
+    images = np.arange(n, dtype=np.uint8).reshape(n, 1, 1, 1)
+    split = data.ArraySplit(images, np.arange(n))
+    batches = list(data.train_batches(split, 5, 0, 0, 4))
+    first, second = (np.concatenate([b.labels for b in batches[i : i + 2]]) for i in (0, 2))
+    assert sorted(first) == sorted(second) == list(range(n))
+    assert first.tolist() != second.tolist()
+    # Any step can be the first.
+    again = list(data.train_batches(split, 5, 0, 3, 4))
+    np.testing.assert_array_equal(again[0].labels, batches[3].labels)
+    # The last batch of a validation is filled up with images that do not count.
+    batches = list(data.val_batches(split, 4))
+    assert [b.weights.sum() for b in batches] == [4, 4, 2]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_micro_batches_are_the_same_on_any_number_of_devices(count):
+    mesh = Mesh(np.array(jax.devices()[:count]), ("devices",))
+    local, parts = 12 // count, 3
+    rows = data.own_rows(mesh, 0, local, parts)
+    assert sorted(rows) == list(range(36))
+    by_part = rows.reshape(count, parts, local).swapaxes(0, 1).reshape(parts, -1)
+    np.testing.assert_array_equal(by_part, np.arange(36).reshape(3, 12))
+
+
+def test_a_share_of_a_batch_is_what_the_whole_would_have_been():
+    rng = np.random.default_rng(0)
+    split = data.ArraySplit(rng.integers(0, 256, (9, 6, 6, 1), np.uint8), np.arange(9), shift=1, flip=True)
+    indices, rows = np.arange(8), np.array([5, 2, 7])
+    whole, share = split.load(indices, (0, 3)), split.load(indices, (0, 3), rows)
+    np.testing.assert_array_equal(share.images, whole.images[rows])
+    np.testing.assert_array_equal(share.labels, whole.labels[rows])

@@ -1,7 +1,7 @@
 """Images as uint8 NHWC batches: digits, CIFAR-10, noise, and encoded images decoded by worker processes.
 
 Every batch is a function of (seed, step) alone, whatever the number of processes and of workers, so a resumed run sees
-what an uninterrupted one would have seen. Workers import this module and `records` (numpy, Pillow, grain), no JAX.
+what an uninterrupted one would have seen. Workers import this module and what it imports, which is little.
 """
 
 import functools
@@ -124,9 +124,6 @@ class Dataset(NamedTuple):
 def load(config: Any) -> Dataset:
     """Finds the data that `config` names; raises `UserError` where they are not there."""
     folder, size = config.data_dir, config.image_size
-    if config.data in ("cifar10", "folder") and not folder.is_dir():
-        get = "; get_cifar10.sh fetches CIFAR-10" if config.data == "cifar10" else ""
-        raise UserError(f"--data-dir {folder} {'is not a folder' if folder.exists() else 'does not exist'}{get}")
     match config.data:
         case "digits":
             return _digits()

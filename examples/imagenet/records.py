@@ -152,6 +152,8 @@ class Rows(Members):
 
 def find(folder: Path) -> Found:
     """The images in `folder`; raises `UserError` with the way out where they, or some of them, are not there."""
+    if not folder.is_dir():
+        raise UserError(f"--data-dir {folder} {'is not a folder' if folder.exists() else 'does not exist'}")
     inner = folder / "data" if not (folder / "train").is_dir() and (folder / "data").is_dir() else folder
     kind = next((kind for kind in KINDS if _shards(inner, kind, "train")), None)
     if kind is None or (folder / "train").is_dir():

@@ -67,6 +67,7 @@ class Metrics:
         self._began = self._read_at - max((record.get("seconds", 0.0) for record in self.records[-100:]), default=0.0)
         if folder is None:
             return
+        packages = {name: _package(name) for name in ("tensorboardX", "wandb") if name.lower().rstrip("x") in services}
         with _said(path):
             # In one go: a run killed here keeps what it had.
             whole = path.with_suffix(".tmp")
@@ -75,9 +76,9 @@ class Metrics:
             self._file = path.open("a", buffering=1)
         if "tensorboard" in services:
             # A resumed run's own later events are hidden: it makes them again.
-            self._events = _package("tensorboardX").SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+            self._events = packages["tensorboardX"].SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
         if "wandb" in services:
-            self._wandb = _package("wandb").init(
+            self._wandb = packages["wandb"].init(
                 project="kfac-imagenet", name=folder.name, id=folder.name, dir=folder, resume="allow",
                 config=json.loads((folder / "config.json").read_text()),
             )  # fmt: skip
