@@ -10,23 +10,29 @@ _os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 from kfac import exact as exact
 from kfac import schedules as schedules
 from kfac._capture.find_layers import find_layers as find_layers
+from kfac._capture.microbatch import microbatch as microbatch
 from kfac._capture.outputs import output as output
-from kfac._capture.value_and_grad import microbatch as microbatch
+from kfac._capture.primitives import register_primitive as register_primitive
 from kfac._capture.value_and_grad import value_and_grad as value_and_grad
+from kfac._curvature.cholesky import Cholesky as Cholesky
+from kfac._curvature.eigh import Eigh as Eigh
+from kfac._curvature.ekfac import Ekfac as Ekfac
+from kfac._curvature.inverse import Inverse as Inverse
 from kfac._distributed.assignment import Assignment as Assignment
+from kfac._distributed.distribution import Distribution as Distribution
 from kfac._factors import Factors as Factors
 from kfac._layers import Layer as Layer
 from kfac._layers import Layers as Layers
 from kfac._layers import UnsupportedLayerError as UnsupportedLayerError
 from kfac._optimizer.adaptive_damping import adaptive_damping as adaptive_damping
+from kfac._optimizer.diagnostics import diagnostics as diagnostics
 from kfac._optimizer.eigenbasis import eigenbasis as eigenbasis
 from kfac._optimizer.interval import AdaptiveInterval as AdaptiveInterval
-from kfac._optimizer.kfac import diagnostics as diagnostics
 from kfac._optimizer.kfac import kfac as kfac
+from kfac._optimizer.reshard import gather_state as gather_state
+from kfac._optimizer.reshard import scatter_state as scatter_state
+from kfac._optimizer.reshard import state_specs as state_specs
 from kfac._optimizer.scale_by_kfac import scale_by_kfac as scale_by_kfac
 from kfac._optimizer.state import KfacState as KfacState
-from kfac._optimizer.state import gather_state as gather_state
-from kfac._optimizer.state import scatter_state as scatter_state
-from kfac._optimizer.state import state_specs as state_specs
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -45,20 +45,40 @@ class Unitwise:
     F: Any
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Coarse:
+    """What a coarse diagonal block is made of: the mean gradient `mean` `[d_out]` of a batch of `count` examples.
+
+    The block is `count` times the squared mean gradient of the *whole* batch. So over devices and micro-batches the
+    means are averaged and the counts added up, before anything is squared.
+    """
+
+    mean: Any
+    count: Any
+
+    @property
+    def F(self) -> jax.Array:
+        """The block, `[d_out, 1, 1]`."""
+        return (self.count * jax.numpy.square(self.mean))[:, None, None]
+
+
 Block = Kronecker | Unitwise
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class Factors(Mapping[str, Block]):
-    """The statistics of one batch: a mapping from layer name to `Kronecker(A, G)` or `Unitwise(F)`, and a pytree.
+class Factors(Mapping[str, Block | Coarse]):
+    """The statistics of one batch: a mapping from layer name to `Kronecker(A, G)`, `Unitwise(F)` or `Coarse`; a pytree.
 
-    Like gradients, factors can be added, averaged, `psum`-ed with `jax.tree.map` and passed through `jit`.
+    Like gradients, factors can be added, averaged, `psum`-ed with `jax.tree.map` and passed through `jit`. The average
+    of the factors of several batches is that of all of them together, but for the counts of coarse blocks, which
+    `of_batches` mends.
     """
 
-    def __init__(self, blocks: Mapping[str, Block]):
+    def __init__(self, blocks: Mapping[str, Block | Coarse]):
         self._blocks = dict(blocks)
 
-    def __getitem__(self, name: str) -> Block:
+    def __getitem__(self, name: str) -> Block | Coarse:
         return self._blocks[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -84,14 +104,28 @@ class Factors(Mapping[str, Block]):
             # Two divisions: the square of a large scale is not finite in float32 where the result is.
             return moment / loss_scale / loss_scale
 
-        return Factors(
-            {
-                name: Kronecker(block.A, *jax.tree.map(unscaled, (block.G, block.moments)))
-                if isinstance(block, Kronecker)
-                else Unitwise(unscaled(block.F))
-                for name, block in self._blocks.items()
-            }
-        )
+        def own(block):
+            if isinstance(block, Kronecker):
+                return Kronecker(block.A, *jax.tree.map(unscaled, (block.G, block.moments)))
+            return (
+                Unitwise(unscaled(block.F))
+                if isinstance(block, Unitwise)
+                else Coarse(block.mean / loss_scale, block.count)
+            )
+
+        return Factors({name: own(block) for name, block in self._blocks.items()})
+
+    def of_batches(self, number: jax.typing.ArrayLike) -> Factors:
+        """The statistics of `number` batches together, from the averages of theirs.
+
+        Args:
+          number: how many batches of equal size have been averaged over.
+        """
+
+        def own(block):
+            return dataclasses.replace(block, count=block.count * number) if isinstance(block, Coarse) else block
+
+        return Factors({name: own(block) for name, block in self._blocks.items()})
 
     def tree_flatten_with_keys(self):
         names = tuple(self._blocks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, overload
 
 import jax
@@ -240,22 +240,30 @@ def format_bytes(count: float) -> str:
     return f"{value:.1f} TB"
 
 
-def leaf_path(path: Sequence[Any]) -> str:
-    """A key path of `jax.tree_util` as `a/b/c`; the wrapper that flax nnx puts around an array is left out."""
-    names = []
-    for key in path:
-        for attribute in ("key", "name", "idx"):
-            if hasattr(key, attribute):
-                names.append(str(getattr(key, attribute)))
-                break
-        else:
-            names.append(str(key))
-    if len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value"):
-        names.pop()
-    return "/".join(names) or "params"
+def leaf_paths(tree: Any) -> list[str]:
+    """Paths of the leaves as `a/b/c`, in their order; what flax nnx wraps around an array has no name in them."""
+    paths = []
+    for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_variable)[0]:
+        inside = [inner for inner, _ in jax.tree_util.tree_flatten_with_path(node)[0]]
+        for inner in [()] if _is_variable(node) and len(inside) == 1 else inside:
+            paths.append("/".join(map(_key_name, (*path, *inner))) or "params")
+    return paths
 
 
-def leaves_by_path(params: Any) -> dict[str, Any]:
+def _is_variable(node: Any) -> bool:
+    known = (base for base in type(node).__mro__ if base.__module__.startswith("flax.nnx"))
+    return any(base.__name__ in ("Variable", "VariableState") for base in known)
+
+
+def _key_name(key: Any) -> str:
+    return str(next((getattr(key, name) for name in ("key", "name", "idx") if hasattr(key, name)), key))
+
+
+def leaves_by_path(tree: Any) -> dict[str, Any]:
     """The leaves of a tree of parameters or gradients by their paths."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(params)
-    return {leaf_path(path): leaf for path, leaf in flat}
+    return dict(zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True))
+
+
+def map_by_path(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """`fn(path, leaf, *leaves of the others)` for each leaf of `tree`."""
+    return jax.tree.map(fn, jax.tree.unflatten(jax.tree.structure(tree), leaf_paths(tree)), tree, *rest)

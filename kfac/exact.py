@@ -15,14 +15,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from kfac._capture import outputs as likelihood_lib
-from kfac._capture.find_layers import paths_and_shapes, resolve
-from kfac._capture.outputs import Mark, Marks
-from kfac._capture.replay import Key, Plan, replay
+from kfac._capture.find_layers import layers_of
+from kfac._capture.outputs import Mark, Marks, find_marks
+from kfac._capture.replay import replay
+from kfac._capture.taps import Key, Plan
 from kfac._capture.trace import Trace, trace
 from kfac._capture.value_and_grad import check_same
 from kfac._factors import Block, Kronecker, Unitwise
 from kfac._layers import Layer, Layers
-from kfac._statistics.dense import accumulator
+from kfac._statistics.rows import accumulator
 
 _HIGHEST = lax.Precision.HIGHEST
 
@@ -87,15 +88,17 @@ def fisher_blocks(
             )
 
     def blocks(params, *args, **kwargs):
-        paths, shapes = paths_and_shapes(params)
         traced = trace(loss_fn, has_aux, params, args, kwargs)
-        resolved = resolve(traced, paths, shapes, layers, num_examples)
-        check_same(layers, resolved.layers)
+        paths, marks = traced.names, find_marks(traced)
         skipped = {path for layer in layers if layer.kind == "skipped" for path in layer.params}
-        resolved.marks.require("the exact Fisher matrix", paths, skipped)
+        marks.require("the exact Fisher matrix", paths, skipped)
+        found = layers_of(traced, layers, marks, num_examples)
+        check_same(layers, found.layers)
+        n = found.num_examples
+        if n is None:
+            raise ValueError(found.unclear)
         flat, _ = jax.tree.flatten(params)
-        outputs, pull, slopes = _outputs(traced, resolved.marks, flat)
-        n = resolved.num_examples
+        outputs, pull, slopes = _outputs(traced, marks, flat)
 
         def columns(cotangents):
             """The pulled back cotangents `[k, ...]` as rows `[k, copies, p]`, by layer."""
@@ -113,11 +116,11 @@ def fisher_blocks(
             size = layers[name].d_in * layers[name].d_out
             total[name] = jnp.zeros((layers[name].copies, size, size), dtype)
         if fisher == "true":
-            for key, mark in zip(outputs, resolved.marks.marks, strict=True):
+            for key, mark in zip(outputs, marks.marks, strict=True):
                 total = _expected(mark, key, outputs, total, add)
             scale = 1 / n
         else:
-            total, scale = _observed(resolved.marks, slopes, n, total, add), n
+            total, scale = _observed(marks, slopes, n, total, add), n
         return {name: (scale * (m if layers[name].stacked else m[0])) for name, m in total.items()}
 
     return blocks
@@ -144,10 +147,9 @@ def _outputs(
     """The marked outputs, their vector-Jacobian product, and the gradient of the loss with respect to them."""
     plan = Plan()
     marks.place(plan, lambda mark: _perturbed)
-    closed = traced.closed
 
     def evaluate(flat, offsets):
-        outs, outputs = replay(closed.jaxpr, closed.consts, [*flat, *traced.arrays], plan, offsets)
+        outs, outputs = replay(traced.program, [*flat, *traced.arrays], plan, offsets)
         return outs[0], outputs
 
     dtypes = jnp.result_type(*flat)
@@ -238,7 +240,7 @@ def dense(block: Block, basis: Kronecker | None = None) -> jax.Array:
             product = jnp.einsum("...ab,...gh->...agbh", block.A, block.G, precision=_HIGHEST)
             return product.reshape(*block.A.shape[:-2], size, size)
         if block.moments is None:
-            raise ValueError("block has no moments: take it from value_and_grad(..., ekfac=True)(..., basis=basis)")
+            raise ValueError("block has no moments: take it from value_and_grad(...)(..., basis=basis)")
         vectors = jnp.einsum("...ai,...gj->...agij", basis.A, basis.G, precision=_HIGHEST)
         vectors = vectors.reshape(*block.A.shape[:-2], size, size)
         values = block.moments.mT.reshape(*block.A.shape[:-2], 1, size)

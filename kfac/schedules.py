@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from kfac._optimizer.scale_by_kfac import ScalarOrSchedule, check_range, value_at
+from kfac._checks import check_range
+from kfac._optimizer.scale_by_kfac import ScalarOrSchedule, value_at
 
 
 def coupled_momentum(

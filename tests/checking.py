@@ -188,7 +188,7 @@ def check_moments(loss, params, batch, *, tolerance=1e-10, gradients=None, find=
     layers = kfac.find_layers(loss, params, *batch, **(find or {}))
     basis = rotations(layers)
     assert basis
-    measure = jax.jit(kfac.value_and_grad(loss, layers, ekfac=True, **options), compiler_options=FAST)
+    measure = jax.jit(kfac.value_and_grad(loss, layers, **options), compiler_options=FAST)
     _, _, factors = measure(params, *batch, basis=basis)
     if gradients is None:
         gradients = example_gradients(loss, params, batch)

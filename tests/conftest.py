@@ -17,27 +17,46 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 
 # Optimised code takes longer to compile than these programs to run.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
+QUICKLY = os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"].lower() in ("1", "true", "yes", "on")
 
 # Flags count when the first backend starts, hence here. A flag that the caller has set stays.
 _XLA_FLAGS = {
-    # Tests over a device axis run on eight CPU devices.
-    "--xla_force_host_platform_device_count": "8",
-    # Eight devices on two cores may take longer to meet in a collective than XLA waits before it aborts.
+    # Tests over a device axis run on four CPU devices.
+    "--xla_force_host_platform_device_count": "4",
+    # Several devices on two cores may take longer to meet in a collective than XLA waits before it aborts.
     "--xla_cpu_collective_call_terminate_timeout_seconds": "600",
     # XLA's concurrency-optimised CPU schedule runs independent operations at the same time. On a
     # machine with few cores a convolution and a LAPACK call can then wait for each other's threads
     # for ever.
     "--xla_cpu_enable_concurrency_optimized_scheduler": "false",
 }
+if QUICKLY:
+    # The newer way to make code of fused operations goes through MLIR and takes three times as long.
+    _XLA_FLAGS["--xla_cpu_use_fusion_emitters"] = "false"
 os.environ["XLA_FLAGS"] = " ".join(
     [os.environ.get("XLA_FLAGS", "")]
     + [f"{k}={v}" for k, v in _XLA_FLAGS.items() if k not in os.environ.get("XLA_FLAGS", "")]
 ).strip()
 
+import gc  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
+from pathlib import Path  # noqa: E402
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A run without the tests of the examples does not import what they import, which is large."""
+    return (collection_path.name.startswith("test_example") and "not examples" in config.option.markexpr) or None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_what_was_compiled() -> Iterator[None]:
+    """No file needs what another has compiled; kept, it fills gigabytes."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture

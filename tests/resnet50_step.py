@@ -63,7 +63,7 @@ def main():
     params = parameters()
     images = jax.ShapeDtypeStruct((DEVICES, 4, 4, 3), jnp.float32)
     layers = kfac.find_layers(loss_fn, params, images)
-    tx = kfac.scale_by_kfac(layers, axis_name=AXIS, inverse_every=10)
+    tx = kfac.scale_by_kfac(layers, inverse_every=10, distribution=kfac.Distribution(AXIS))
     mesh = Mesh(np.array(jax.devices()), (AXIS,), axis_types=(AxisType.Auto,))
     same, split = PartitionSpec(), PartitionSpec(AXIS)
     specs = kfac.state_specs(tx, params, AXIS)

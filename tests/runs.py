@@ -24,11 +24,11 @@ def start(*args, name="train.py", devices=1, cached=True, cwd=None, env=None):
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),
         "DEVICES": str(devices),
+        "PYTHON": sys.executable,
         **(env or {}),
     }
-    env["PYTHON"] = sys.executable
-    # The flags of the tests are not for scripts, which set their own.
-    del env["XLA_FLAGS"]
+    # Scripts set their own flags. Of those of the tests they get the one with which code is compiled sooner.
+    env["XLA_FLAGS"] = " ".join(flag for flag in env["XLA_FLAGS"].split() if "fusion_emitters" in flag)
     if cached:
         env |= {"JAX_ENABLE_COMPILATION_CACHE": "true", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")]))

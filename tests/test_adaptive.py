@@ -153,11 +153,13 @@ def test_losses_that_are_not_finite():
     assert float(before.next_damping) == np.float32(0.01)
 
 
-def kfac_of(loss, batch, **options):
+def kfac_of(loss, batch, distribution=None, **options):
     layers = kfac.find_layers(loss, initial(), batch)
     return layers, kfac.adaptive_damping(
-        lambda damping: kfac.kfac(RATE, layers, damping=damping, refresh_warmup=0, **options), 0.1, every=1,
-        axis_name=options.get("axis_name"),
+        lambda damping: kfac.kfac(
+            RATE, layers, damping=damping, refresh_warmup=0, distribution=distribution, **options
+        ),
+        0.1, every=1, distribution=distribution,
     )  # fmt: skip
 
 
@@ -211,7 +213,7 @@ def test_devices(mapped):
 
     expected = trajectory(jax.jit(single, compiler_options=FAST), tx, initial(), batch)
     parts = jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), batch)
-    _, several = kfac_of(loss, jax.tree.map(lambda x: x[0], parts), axis_name="d")
+    _, several = kfac_of(loss, jax.tree.map(lambda x: x[0], parts), distribution=kfac.Distribution("d"))
 
     def local(params, batch):
         state = several.init(params)
@@ -268,7 +270,7 @@ def test_marks_inside_scan_and_vmap():
         ({"high": 1.5}, "high must lie in"),
         ({"minimum": 0.0}, "minimum must lie in"),
         ({"maximum": 1e-9}, "maximum must lie in"),
-        ({"axis_name": 3}, "axis_name must be"),
+        ({"distribution": "d"}, "distribution must be"),
     ],
 )
 def test_arguments_out_of_range(options, message):

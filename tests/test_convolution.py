@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 
 import kfac
-import kfac._statistics.dense
+import kfac._statistics.convolution
 from checking import check_all, check_kronecker, kinds, normal, run
 from oracle import Geometry, Hook, explicit_padding, truth
 
@@ -130,7 +130,7 @@ def name(case):
 
 @pytest.fixture(autouse=True)
 def correlations_for_any_number_of_channels(monkeypatch):
-    monkeypatch.setattr(kfac.statistics, "FEW_CHANNELS", 0)
+    monkeypatch.setattr(kfac._statistics.convolution, "FEW_CHANNELS", 0)
 
 
 @pytest.mark.parametrize("case", ONE, ids=name)
@@ -145,7 +145,7 @@ def test_two_dimensions(x64, case):
 
 @pytest.mark.parametrize("case", [c for c in TWO if "strides" not in c and "lhs" not in c], ids=name)
 def test_two_dimensions_with_few_channels(x64, monkeypatch, case):
-    monkeypatch.setattr(kfac.statistics, "FEW_CHANNELS", 16)
+    monkeypatch.setattr(kfac._statistics.convolution, "FEW_CHANNELS", 16)
     check((5, 6), **case)
 
 
@@ -232,7 +232,7 @@ def test_a_kernel_stored_transposed(x64):
 @pytest.mark.parametrize("n", [1, 6, 7])
 def test_chunks_of_the_batch(x64, monkeypatch, elements, n):
     """However few patches fit, the sums are those of the whole batch; 7 examples only divide into single ones."""
-    monkeypatch.setattr(kfac.statistics, "PATCH_ELEMENTS", elements)
+    monkeypatch.setattr(kfac._statistics.convolution, "PATCH_ELEMENTS", elements)
     params = {"conv": {"w": normal(1, 3, 3, 2, 3), "b": normal(2, 3)}}
     batch = (normal(3, n, 4, 3, 2), normal(4, n, 600))
     loss = model((3, 3), strides=(1, 2), padding="SAME")
@@ -301,7 +301,7 @@ def test_a_vmapped_convolution_of_single_images(x64):
 @pytest.mark.parametrize("geometry", [dict(padding="SAME"), dict(strides=2, padding=[(1, 2), (0, 1)])], ids=name)
 @pytest.mark.parametrize(("compute", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)], ids=["f32", "bf16"])
 def test_precision(monkeypatch, geometry, compute, tolerance):
-    monkeypatch.setattr(kfac.statistics, "PATCH_ELEMENTS", 2000)  # several chunks
+    monkeypatch.setattr(kfac._statistics.convolution, "PATCH_ELEMENTS", 2000)  # several chunks
     base = model((3, 3), transform=None, **geometry)
 
     def loss(hook, p, x, t):
@@ -393,7 +393,7 @@ def test_groups_are_independent_copies(x64, case):
 
 @pytest.mark.parametrize("elements", [1, 200])
 def test_groups_in_chunks_of_the_batch(x64, monkeypatch, elements):
-    monkeypatch.setattr(kfac.statistics, "PATCH_ELEMENTS", elements)
+    monkeypatch.setattr(kfac._statistics.convolution, "PATCH_ELEMENTS", elements)
     loss, reference, params, batch = grouped(2, 2, 3, window_strides=(1, 2), padding="SAME")
     check_all(loss, params, batch, truth(reference, params, batch))
 

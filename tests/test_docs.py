@@ -60,23 +60,12 @@ def test_the_curvature_page_shows_what_its_code_prints(capsys):
     np.testing.assert_allclose(found, expected, atol=0.05)
 
 
-def test_every_page_is_in_the_contents():
-    index, contents = (DOCS / "index.md").read_text(), (DOCS / "contents.rst").read_text().split()
-    for path in (*DOCS.glob("*.md"), DOCS / "api.rst"):
-        assert path.stem in contents
-        assert path.stem == "index" or f"({path.name})" in index
-
-
 def test_every_public_name_is_in_the_reference():
     text = (DOCS / "api.rst").read_text()
     documented = re.findall(r"^\.\. auto\w+:: (\S+)$", text, re.MULTILINE)
     assert len(documented) == len(set(documented))
     public = {name for name, value in vars(kfac).items() if name[0] != "_" and not inspect.ismodule(value)}
     assert set(documented) == public | {"kfac.exact", "kfac.schedules"}
-
-
-def test_warnings_of_sphinx_are_errors_in_ci():
-    assert re.search(r"^ *sphinx-build .*(?:-W|--fail-on-warning)\b", (DOCS.parent / ".ci" / "run").read_text(), re.M)
 
 
 def _table(heading):
@@ -170,7 +159,7 @@ def test_the_three_styles_train_like_one_device(distributed):
     expected, state = _train(distributed, 4)
     _assert_close(distributed["global_params"], expected)
     _assert_close(distributed["mesh_params"], expected)
-    for device in (0, 7):
+    for device in (0, -1):
         _assert_close(jax.tree.map(lambda x, k=device: x[k], distributed["stacked_params"]), expected)
     assert jax.tree.structure(distributed["portable"]) == jax.tree.structure(state)
     for style in ("opt_state", "mesh_state", "stacked_state"):
@@ -181,7 +170,7 @@ def test_a_state_for_other_devices_goes_on_as_it_would_have(distributed):
     expected, _ = _train(distributed, 5)
     names, split = distributed, distributed["split"]
     mesh, batch = names["small_mesh"], names["batch"]
-    tx = kfac.kfac(0.05, names["layers"], axis_name="devices", inverse_every=3)
+    tx = kfac.kfac(0.05, names["layers"], inverse_every=3, distribution=kfac.Distribution("devices"))
     specs = kfac.state_specs(tx, names["params"], "devices")
 
     def local_step(params, state, batch):
@@ -211,7 +200,7 @@ def test_a_loss_that_averages_over_devices_trains_like_one_device(distributed):
     assert layers == kfac.find_layers(global_loss, params, names["batch"])
 
     def step(params, batch, loss_fn, axis_name, average):
-        tx = kfac.kfac(0.05, layers, axis_name=axis_name)
+        tx = kfac.kfac(0.05, layers, distribution=kfac.Distribution(axis_name))
         loss, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)
         loss, grads = average((loss, grads))
         return loss, tx.update(grads, tx.init(params), params, factors=factors)[0]

@@ -7,8 +7,8 @@ import pytest
 
 import kfac
 from checking import FAST
-from kfac._curvature.cholesky import decompose
-from kfac._curvature.refresh import refresh_kronecker
+from kfac._curvature.eigh import decompose
+from kfac._curvature.refresh import refresh
 from kfac._factors import Eigen, Factors, Kronecker
 
 
@@ -72,7 +72,11 @@ def test_preconditioning_is_a_solve_with_the_damped_kronecker_product(x64):
     diagonal = {layer.name: "".join(layer.diagonal) for layer in layers}
     assert diagonal == {"dense": "", "table": "A", "stacked": "", "wide": "G", "both": "AG"}
     tx = kfac.scale_by_kfac(
-        layers, inverse="eigh", damping=lambda t: jnp.where(t < 1, 0.25, 2.0), inverse_every=5, staggered=False
+        layers,
+        inverse=kfac.Eigh(),
+        damping=lambda t: jnp.where(t < 1, 0.25, 2.0),
+        inverse_every=5,
+        distribution=kfac.Distribution(staggered=False),
     )
     state = jax.jit(tx.init)(params)
     step = jax.jit(lambda g, s, f: tx.update(g, s, factors=f), compiler_options=FAST)
@@ -98,7 +102,7 @@ def test_preconditioning_is_a_solve_with_the_damped_kronecker_product(x64):
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.03)])
 def test_in_float32_and_with_eigenvectors_in_bfloat16(precision, tolerance):
     params, layers, factors, gradients = setting(jnp.float32)
-    tx = kfac.scale_by_kfac(layers, inverse="eigh", damping=0.3, precision=precision)
+    tx = kfac.scale_by_kfac(layers, inverse=kfac.Eigh(precision), damping=0.3)
     state = tx.init(params)
     updates, state = jax.jit(lambda g, s: tx.update(g, s, factors=factors), compiler_options=FAST)(gradients, state)
     vectors = state.owned["kronecker_4x3"].blocks.inverse.A
@@ -113,20 +117,18 @@ def test_in_float32_and_with_eigenvectors_in_bfloat16(precision, tolerance):
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_plan_counts_the_bytes_of_the_state(precondition, precision):
     params, layers, _, _ = setting(jnp.float32)
-    tx = kfac.scale_by_kfac(layers, inverse="eigh", precision=precision, precondition=precondition)
+    inverse, distribution = kfac.Eigh(precision), kfac.Distribution(precondition=precondition)
+    tx = kfac.scale_by_kfac(layers, inverse=inverse, distribution=distribution)
     state = jax.eval_shape(tx.init, params)
     kept = [(block.factors, block.inverse) for block in state.blocks.values()]
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((kept, [r.inverse for r in state.replicas.values()])))
-    plan = kfac.Assignment(
-        layers, inverse="eigh", precondition=precondition, inverse_bytes=jnp.dtype(precision).itemsize
-    )
+    plan = kfac.Assignment(layers, inverse=inverse, distribution=distribution)
     assert plan.memory_per_device == held
 
 
 def test_rounding_below_zero_becomes_zero():
     stack = jnp.array([[[1.0, 1.0], [1.0, 1.0 - 1e-6]]])
-    eigen, usable = decompose(stack, jnp.float32)
-    assert usable[0] == 1
+    eigen = decompose(stack, jnp.float32)
     assert np.all(eigen.values >= 0)
     np.testing.assert_allclose(eigen.values[0], [0, 2], atol=2e-6)
 
@@ -134,14 +136,11 @@ def test_rounding_below_zero_becomes_zero():
 def test_a_decomposition_that_fails_leaves_the_last_one_of_both_sides():
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(2, 3, 3)), jnp.float32)
-    factors = {"one": Kronecker((x @ x.mT).at[0].set(jnp.nan), x @ x.mT)}
-    previous = {
-        "one": jax.tree.map(lambda x: Eigen(jnp.full(x.shape, 7.0), jnp.full(x.shape[:2], 7.0)), factors["one"])
-    }
-    due = {"one": jnp.ones(2, bool)}
-    new = jax.jit(lambda: refresh_kronecker(factors, previous, due, jnp.float32(1e-3), eigen=True))()["one"]
+    factors = Kronecker((x @ x.mT).at[0].set(jnp.nan), x @ x.mT)
+    previous = jax.tree.map(lambda x: Eigen(jnp.full(x.shape, 7.0), jnp.full(x.shape[:2], 7.0)), factors)
+    new = jax.jit(lambda: refresh(kfac.Eigh(), previous, factors, jnp.ones(2, bool), jnp.float32(1e-3)))()
     np.testing.assert_array_equal(new.valid, [False, True])
-    for side, stack in ((new.inverse.A, factors["one"].A), (new.inverse.G, factors["one"].G)):
+    for side, stack in ((new.inverse.A, factors.A), (new.inverse.G, factors.G)):
         np.testing.assert_array_equal(side.vectors[0], 7)
         np.testing.assert_array_equal(side.values[0], 7)
         q = np.asarray(side.vectors[1])
@@ -152,11 +151,11 @@ def test_a_damping_that_went_astray_is_a_skipped_step():
     params, layers, factors, gradients = setting(jnp.float32)
 
     def step(state, damping):
-        tx = kfac.kfac(0.1, layers, inverse="eigh", damping=lambda count: damping)
+        tx = kfac.kfac(0.1, layers, inverse=kfac.Eigh(), damping=lambda count: damping)
         return tx.update(gradients, state, params, factors=factors)
 
     step = jax.jit(step, compiler_options=FAST)
-    _, good = step(kfac.kfac(0.1, layers, inverse="eigh").init(params), 1e-2)
+    _, good = step(kfac.kfac(0.1, layers, inverse=kfac.Eigh()).init(params), 1e-2)
     for damping in (0.0, -1.0, np.nan):
         updates, state = step(good, damping)
         assert all(np.all(np.asarray(x) == 0) for x in jax.tree.leaves(updates))

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import kfac
-import kfac._statistics.per_example
+import kfac._statistics.moments
 from checking import FAST, check_moments, expected_moments, normal, rotations
 from oracle import example_gradients, relative_error
 
@@ -193,7 +193,7 @@ def test_convolutions(x64, geometry, numbers, groups):
 
 @pytest.mark.parametrize("n", [4, 6])
 def test_a_few_examples_at_a_time(x64, monkeypatch, n):
-    monkeypatch.setattr(kfac.per_example, "PATCH_ELEMENTS", 200)
+    monkeypatch.setattr(kfac._statistics.moments, "PATCH_ELEMENTS", 200)
     loss, _, shapes = DENSE["positions"]
     check_moments(loss, parameters(shapes), (normal(1, n, T, 5), normal(2, n, 300)))
     loss = functools.partial(convolution, LAYOUTS[0], 1, CONVOLUTIONS["strides and padding"])
@@ -211,7 +211,7 @@ def test_every_kth_example(x64):
         batch = x, normal(2, 5, 300)
         layers = kfac.find_layers(loss, params, *batch)
         basis = rotations(layers)
-        measure = kfac.value_and_grad(loss, layers, ekfac=True, subsample=2)
+        measure = kfac.value_and_grad(loss, layers, subsample=2)
         _, _, factors = jax.jit(measure, compiler_options=FAST)(params, *batch, basis=basis)
         gradients = jax.tree.map(lambda g: g[::2], example_gradients(loss, params, batch))
         for name, moments in expected_moments(layers, gradients, basis).items():
@@ -253,8 +253,8 @@ def test_every_kth_sequence_of_tokens(x64, positions):
     t = jax.nn.one_hot(jnp.arange(2 * N * T).reshape(N, 2 * T) % 3, 3, dtype=jnp.float64)
     layers = kfac.find_layers(tokens, params, x, t)
     basis = rotations(layers)
-    _, _, found = kfac.value_and_grad(tokens, layers, ekfac=True, subsample=2)(params, x, t, basis=basis)
-    _, _, expected = kfac.value_and_grad(tokens, layers, ekfac=True)(params, x[::2], t[::2], basis=basis)
+    _, _, found = kfac.value_and_grad(tokens, layers, subsample=2)(params, x, t, basis=basis)
+    _, _, expected = kfac.value_and_grad(tokens, layers)(params, x[::2], t[::2], basis=basis)
     for name in basis:
         for side in ("A", "G", "moments"):
             assert relative_error(getattr(found[name], side), np.asarray(getattr(expected[name], side))) <= 1e-12
@@ -299,7 +299,7 @@ def test_bfloat16_operands():
 
     layers = kfac.find_layers(narrow, params, *batch)
     basis = rotations(layers, np.float32)
-    _, _, factors = jax.jit(kfac.value_and_grad(narrow, layers, ekfac=True))(params, *batch, basis=basis)
+    _, _, factors = jax.jit(kfac.value_and_grad(narrow, layers))(params, *batch, basis=basis)
     moments = factors["dense"].moments
     assert moments.dtype == jnp.float32
     expected = expected_moments(layers, example_gradients(loss, params, batch), basis)["dense"]
@@ -311,10 +311,10 @@ def test_micro_batches_and_loss_scale(x64):
     params, batch = parameters(shapes), (normal(1, 6, T, 5), normal(2, 6, 300))
     layers = kfac.find_layers(loss, params, *batch)
     basis = rotations(layers)
-    measure = kfac.value_and_grad(loss, layers, ekfac=True)
+    measure = kfac.value_and_grad(loss, layers)
     _, _, whole = measure(params, *batch, basis=basis)
     _, _, mean = kfac.microbatch(measure, 3, batch_argnums=(1, 2))(params, *batch, basis=basis)
-    scaled = kfac.value_and_grad(lambda *args: 1024 * loss(*args), layers, ekfac=True)(params, *batch, basis=basis)[2]
+    scaled = kfac.value_and_grad(lambda *args: 1024 * loss(*args), layers)(params, *batch, basis=basis)[2]
     for found in (mean, scaled.unscale(1024.0)):
         assert relative_error(found["dense"].moments, np.asarray(whole["dense"].moments)) <= 1e-12
 
@@ -341,7 +341,7 @@ def test_its_error_is_never_above_that_of_the_kronecker_product(x64, n):
     layers = kfac.find_layers(classifier, params, *batch)
     _, _, factors = kfac.value_and_grad(classifier, layers)(params, *batch)
     basis = kfac.eigenbasis(factors, layers)
-    _, _, factors = jax.jit(kfac.value_and_grad(classifier, layers, ekfac=True))(params, *batch, basis=basis)
+    _, _, factors = jax.jit(kfac.value_and_grad(classifier, layers))(params, *batch, basis=basis)
     exact = kfac.exact.fisher_blocks(classifier, layers, fisher="empirical")(params, *batch)
     for name, block in exact.items():
         plain = kfac.exact.error(block, kfac.exact.dense(factors[name])).relative
@@ -361,12 +361,12 @@ def test_sampled_moments_have_the_mean_of_the_exact_fisher_matrix(x64):
     params, *batch = classification(6)
     layers = kfac.find_layers(classifier, params, *batch)
     basis = rotations(layers)
-    measure = kfac.value_and_grad(classifier, layers, ekfac=True, fisher="sampled")
+    measure = kfac.value_and_grad(classifier, layers, fisher="sampled")
 
     @jax.jit
     def mean(keys):
         return jax.tree.map(
-            lambda x: x.mean(0), jax.vmap(lambda k: measure(params, *batch, basis=basis, key=k)[2])(keys)
+            lambda x: x.mean(0), jax.vmap(lambda k: measure(params, *batch, basis=basis, fisher_key=k)[2])(keys)
         )
 
     factors = mean(jax.random.split(jax.random.key(0), 4000))

@@ -391,9 +391,9 @@ def problem(dtype):
 def test_preconditioning_is_that_of_the_dense_form(x64):
     params, batch, layers = problem(jnp.float64)
     assert kinds(layers) == {"other": "embedding", "out": "dense", "table": "embedding"}
-    _, grads, factors = kfac.value_and_grad(loss_of_two, layers)(params, *batch)
+    _, grads, factors = jax.jit(kfac.value_and_grad(loss_of_two, layers))(params, *batch)
     tx = kfac.scale_by_kfac(layers, damping=2**-7)
-    updates, state = tx.update(grads, tx.init(params), params, factors=factors)
+    updates, state = jax.jit(tx.update)(grads, tx.init(params), params, factors=factors)
     for name in ("table", "other"):
         a, g = np.diag(factors[name].A), np.asarray(factors[name].G)
         np.testing.assert_allclose(updates[name], dense_step(params, grads[name], a, g, 2**-7), rtol=1e-8)
@@ -404,7 +404,7 @@ def test_preconditioning_is_that_of_the_dense_form(x64):
     assert np.all(np.asarray(updates["table"])[2] == 0)
 
 
-@pytest.mark.parametrize("options", [{}, {"precondition": "replicated"}, {"triangular": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"precondition": "replicated"}], ids=str)
 def test_several_devices_are_one(options):
     params, batch, layers = problem(jnp.float32)
     mesh = Mesh(np.array(jax.devices()[:4]), ("d",))
@@ -417,10 +417,17 @@ def test_several_devices_are_one(options):
             params = optax.apply_updates(params, updates)
         return params, state
 
-    alone = kfac.kfac(0.05, layers, damping=1e-2, inverse_every=2, refresh_warmup=1, staggered=False)
+    alone = kfac.kfac(
+        0.05, layers, damping=1e-2, inverse_every=2, refresh_warmup=1, distribution=kfac.Distribution(staggered=False)
+    )
     expected, state = jax.jit(lambda p, b: train(alone, lambda g: g, p, alone.init(p), b))(params, batch)
     tx = kfac.kfac(
-        0.05, layers, damping=1e-2, inverse_every=2, refresh_warmup=1, staggered=False, axis_name="d", **options
+        0.05,
+        layers,
+        damping=1e-2,
+        inverse_every=2,
+        refresh_warmup=1,
+        distribution=kfac.Distribution("d", staggered=False, **options),
     )
     specs = kfac.state_specs(kfac.kfac(0.05, layers, **options), params, "d")
     init = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=(same,), out_specs=specs))
@@ -458,8 +465,8 @@ def test_a_large_vocabulary_needs_no_square():
     batch = (np.arange(6, dtype=np.int32).reshape(3, 2) * 30_000, jnp.ones((3, 60)))
     loss = lambda p, ids, t: mean_loss(p["table"][ids] + 0.1, t)  # noqa: E731
     layers = kfac.find_layers(loss, params, *batch)
-    _, grads, factors = kfac.value_and_grad(loss, layers)(params, *batch)
+    _, grads, factors = jax.jit(kfac.value_and_grad(loss, layers))(params, *batch)
     tx = kfac.kfac(0.1, layers)
-    updates, _ = tx.update(grads, tx.init(params), params, factors=factors)
+    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params, factors=factors)
     assert jnp.all(jnp.isfinite(updates["table"]))
     assert int(jnp.sum(jnp.any(updates["table"] != 0, axis=1))) == 6

@@ -11,6 +11,8 @@ import pytest
 
 from checking import FAST
 
+pytestmark = pytest.mark.examples
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 

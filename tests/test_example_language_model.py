@@ -11,6 +11,8 @@ import pytest
 import kfac
 from checking import FAST
 
+pytestmark = pytest.mark.examples
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 

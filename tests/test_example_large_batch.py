@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.examples
+
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "large_batch" / "study.py"
 
 

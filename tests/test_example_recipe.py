@@ -13,6 +13,8 @@ from jax.sharding import Mesh
 
 import kfac
 
+pytestmark = pytest.mark.examples
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "imagenet"
 sys.path.insert(0, str(EXAMPLE))
 import checkpoints  # noqa: E402

@@ -121,7 +121,9 @@ def test_an_injected_damping_takes_effect_at_the_next_refresh():
     _, state, _ = step(measured(2)[0], state, initial(), measured(2)[1])
     assert kfac.diagnostics(state)["damping"] == 0.5
     # An injected interval is an array, which is not staggered.
-    fresh = kfac.scale_by_kfac(layers(), inverse_every=2, refresh_warmup=0, staggered=False, damping=0.5)
+    fresh = kfac.scale_by_kfac(
+        layers(), inverse_every=2, refresh_warmup=0, distribution=kfac.Distribution(staggered=False), damping=0.5
+    )
     assert_close(field_of(state, "inverse"), field_of(run(fresh, steps=3)[1], "inverse"), 1e-5)
 
 
@@ -254,7 +256,7 @@ def test_bfloat16_parameters_train():
 def test_float64_stays_float64(x64, precision):
     params = initial(jnp.float64)
     found = kfac.find_layers(loss_fn, params, batch(0, dtype=jnp.float64), skip=["temperature"])
-    tx = kfac.kfac(RATE, found, precision=precision)
+    tx = kfac.kfac(RATE, found, inverse=kfac.Cholesky(precision))
     _, grads, factors = jax.jit(kfac.value_and_grad(loss_fn, found))(params, batch(0, dtype=jnp.float64))
     state = jax.jit(tx.init)(params)
     after, new, updates = stepper(tx)(grads, state, params, factors)
@@ -376,7 +378,7 @@ def test_state_survives_flattening_by_path():
 
 # Devices.
 
-DEVICES = 8
+DEVICES = 4
 
 
 def sharded_batch(step):
@@ -480,7 +482,7 @@ def test_shard_map_without_statistics():
 
 
 def test_two_named_axes():
-    tx = kfac.scale_by_kfac(layers(), axis_name=("rows", "columns"))
+    tx = kfac.scale_by_kfac(layers(), distribution=kfac.Distribution(("rows", "columns")))
     factors = jax.tree.map(lambda *xs: jnp.stack(xs).reshape(2, 2, *xs[0].shape), *(measured(t)[1] for t in range(4)))
 
     def accumulate(factors):
@@ -494,7 +496,7 @@ def test_two_named_axes():
 
 
 def test_bad_statistics_on_one_device_leave_the_layer_out_on_all():
-    tx = kfac.scale_by_kfac(layers(), axis_name="devices")
+    tx = kfac.scale_by_kfac(layers(), distribution=kfac.Distribution("devices"))
     factors = jax.tree.map(lambda x: jnp.stack([x] * 4), measured(0)[1])
     spoilt = jax.tree_util.tree_map_with_path(
         lambda path, x: x.at[2].set(jnp.nan) if (path[0].key, path[1].name) == ("out", "G") else x, factors

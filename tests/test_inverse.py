@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kfac
 import kfac._curvature.cholesky
 import kfac._curvature.refresh
-from kfac._curvature.cholesky import RETRY, refresh_unitwise, spd_inverse
-from kfac._curvature.refresh import refresh_kronecker
+from kfac._curvature.cholesky import spd_inverse
+from kfac._curvature.refresh import RETRY
+from kfac._curvature.unitwise import ChannelInverse
 from kfac._factors import Kronecker, Unitwise
 
 FLOAT32_EPS = float(np.finfo(np.float32).eps)
@@ -49,7 +51,7 @@ def sevens(factors, dtype=None):
 @jax.jit
 def refresh(factors, previous, damping):
     due = jnp.ones(factors.A.shape[0], bool)
-    return refresh_kronecker({"one": factors}, {"one": previous}, {"one": due}, damping)["one"]
+    return kfac._curvature.refresh.refresh(kfac.Cholesky(), previous, factors, due, damping)
 
 
 CASES = {
@@ -192,7 +194,7 @@ def test_an_inverse_that_bfloat16_or_float32_cannot_hold_is_not_taken():
 @pytest.mark.parametrize("dim", [7, 8, 13, 32])
 @pytest.mark.parametrize("leaf", [1, 3, 8])
 def test_inverses_by_halves_are_those_of_dense_solves(x64, monkeypatch, dim, leaf):
-    monkeypatch.setattr(kfac.inverse, "LEAF", leaf)
+    monkeypatch.setattr(kfac._curvature.cholesky, "LEAF", leaf)
     matrices = np.stack([spd(k, dim, condition=1e4) for k in range(3)])
     found = np.asarray(spd_inverse(jnp.asarray(matrices)))
     np.testing.assert_allclose(found, np.linalg.inv(matrices), rtol=0, atol=1e-10 * np.abs(found).max())
@@ -201,7 +203,7 @@ def test_inverses_by_halves_are_those_of_dense_solves(x64, monkeypatch, dim, lea
 
 @pytest.mark.parametrize("place", [0, 4, 8, 12])
 def test_an_inverse_by_halves_fails_where_any_part_is_not_positive(monkeypatch, place):
-    monkeypatch.setattr(kfac.inverse, "LEAF", 3)
+    monkeypatch.setattr(kfac._curvature.cholesky, "LEAF", 3)
     matrix = np.eye(13, dtype=np.float32)
     matrix[place, place] = -1
     assert not np.all(np.isfinite(spd_inverse(jnp.asarray(matrix[None]))))
@@ -210,7 +212,7 @@ def test_an_inverse_by_halves_fails_where_any_part_is_not_positive(monkeypatch, 
 @pytest.mark.parametrize("condition", [1e3, 1e6])
 def test_inverses_by_halves_are_as_accurate_as_a_factorisation_allows(monkeypatch, condition):
     """In float32, beside the residuals of an LU decomposition with pivoting and of the exact inverse, rounded."""
-    monkeypatch.setattr(kfac.inverse, "LEAF", 24)
+    monkeypatch.setattr(kfac._curvature.cholesky, "LEAF", 24)
     matrix = spd(0, 200, condition=condition).astype(np.float32)
     exact = np.linalg.inv(matrix.astype(np.float64)).astype(np.float32)
 
@@ -223,56 +225,54 @@ def test_inverses_by_halves_are_as_accurate_as_a_factorisation_allows(monkeypatc
     assert residual(exact) < found
 
 
-@pytest.mark.parametrize(("width", "extra", "leaf"), [(1, 0, 600), (2, 0.3, 600), (3, 9, 600), (5, 9, 2)])
-def test_blocks_of_several_shapes_are_inverted_as_if_each_were_alone(monkeypatch, width, extra, leaf):
-    """Sides of about one dimension share a loop; a block is taken with both its sides or not at all."""
-    monkeypatch.setattr(kfac.refresh, "TOGETHER", width * 16)
-    monkeypatch.setattr(kfac.refresh, "EXTRA", extra)
-    monkeypatch.setattr(kfac.inverse, "LEAF", leaf)
+@pytest.mark.parametrize("name", ["plain", "table", "wide", "thin"])
+@pytest.mark.parametrize("width", [1, 2, 3, 5])
+@pytest.mark.parametrize("leaf", [600, 2])
+def test_blocks_in_portions_are_inverted_as_if_each_were_alone(monkeypatch, name, width, leaf):
+    """Some are not wanted, one fails, one needs more damping: each keeps or gets both its sides."""
+    monkeypatch.setattr(kfac._curvature.cholesky, "LEAF", leaf)
     rng = np.random.default_rng(0)
 
     def moments(k, d):
         x = jnp.asarray(rng.normal(size=(k, d, d)), jnp.float32)
         return x @ x.mT
 
+    def diagonals(k, d):
+        return jnp.abs(jnp.asarray(rng.normal(size=(k, d)), jnp.float32))
+
     factors = {
-        "a": Kronecker(moments(5, 4).at[2].set(-jnp.eye(4)), moments(5, 3)),  # one of them fails
-        "b": Kronecker(moments(2, 3), moments(2, 4).at[1].set(-jnp.eye(4))),
-        "square": Kronecker(moments(3, 4).at[0].set(-jnp.eye(4)), moments(3, 4).at[2].set(jnp.nan)),
-        "more damping": Kronecker(jnp.diag(jnp.array([1.0, 1, 1, -0.1]))[None], 0.725 * jnp.eye(3)[None]),
-        "table": Kronecker(jnp.abs(moments(2, 6)[:, 0]), moments(2, 4)),
-        "wide": Kronecker(moments(1, 3), jnp.abs(moments(1, 7)[:, 0])),
-        "thin": Kronecker(jnp.array([[1.0, 2.0], [-2.0, 1.0]]), jnp.array([[3.0], [1.0]])),
-    }
-    factors["tall"] = Kronecker(*reversed(jax.tree.leaves(factors["thin"])))
-    fails = {("tall", 1), ("a", 2), ("b", 1), ("square", 0), ("square", 2), ("thin", 1)}
-    due = {name: np.ones(block.A.shape[0], bool) for name, block in factors.items()}
-    due["a"][3] = due["square"][1] = due["table"][0] = False
-    previous = {name: sevens(block) for name, block in factors.items()}
-    # A function of its own: of the same one, JAX would take the program that it traced with other constants.
-    found = jax.jit(lambda *args: refresh_kronecker(*args))(factors, previous, due, jnp.float32(4e-3))
-    for name, block in factors.items():
-        for k in range(block.A.shape[0]):
-            a, g = (np.asarray(x[k], np.float64) for x in (block.A, block.G))
-            a, g = (np.diag(x) if x.ndim == 1 else x for x in (a, g))
-            taken = due[name][k] and (name, k) not in fails
-            assert found[name].valid[k] == taken
-            assert (found[name].condition[k] > 0) == taken
-            expected = truth(a, g, 4e-2 if name == "more damping" else 4e-3)
-            for new, whole in zip((found[name].inverse.A[k], found[name].inverse.G[k]), expected, strict=True):
-                whole = np.diag(whole) if new.ndim == 1 else whole
-                np.testing.assert_allclose(new, whole if taken else np.full(new.shape, 7), rtol=2e-3, atol=1e-3)
+        "plain": Kronecker(moments(5, 4).at[2].set(-jnp.eye(4)), moments(5, 3)),
+        "table": Kronecker(diagonals(5, 6), moments(5, 4).at[2].set(jnp.nan)),
+        "wide": Kronecker(moments(5, 3).at[2].set(-jnp.eye(3)), diagonals(5, 7)),
+        "thin": Kronecker(diagonals(5, 2).at[2].set(-1.0), diagonals(5, 1)),
+    }[name]
+    if name == "plain":
+        hard = Kronecker(jnp.diag(jnp.array([1.0, 1, 1, -0.1])), 0.725 * jnp.eye(3))
+        factors = jax.tree.map(lambda stack, one: stack.at[4].set(one), factors, hard)
+    wanted = np.array([True, True, True, False, True])
+    previous = sevens(factors)
+    found = jax.jit(lambda *args: kfac._curvature.refresh._refresh(kfac.Cholesky(), width, *args))(
+        previous, factors, wanted, jnp.float32(4e-3)
+    )
+    taken = wanted & (np.arange(5) != 2)
+    np.testing.assert_array_equal(found.valid, taken)
+    np.testing.assert_array_equal(found.condition > 0, taken)
+    for k in range(5):
+        a, g = (np.asarray(x[k], np.float64) for x in (factors.A, factors.G))
+        a, g = (np.diag(x) if x.ndim == 1 else x for x in (a, g))
+        expected = truth(a, g, 4e-2 if name == "plain" and k == 4 else 4e-3)
+        for new, whole in zip((found.inverse.A[k], found.inverse.G[k]), expected, strict=True):
+            whole = np.diag(whole) if new.ndim == 1 else whole
+            np.testing.assert_allclose(new, whole if taken[k] else np.full(new.shape, 7), rtol=2e-3, atol=1e-3)
 
 
 # Unit-wise blocks.
 
 
-def all_due(factors):
-    return {name: jnp.ones(stack.F.shape[0], bool) for name, stack in factors.items()}
-
-
+@jax.jit
 def refreshed_unitwise(factors, previous, damping):
-    return refresh_unitwise({"one": factors}, {"one": previous}, all_due({"one": factors}), damping)["one"]
+    due = jnp.ones(factors.F.shape[0], bool)
+    return kfac._curvature.refresh.refresh(ChannelInverse(), previous, factors, due, damping)
 
 
 def unitwise(blocks, dtype):
@@ -382,10 +382,9 @@ def test_unitwise_layers_of_several_shapes_are_inverted_as_if_each_were_alone():
         factors[f"{width}x{p}"] = Unitwise(jnp.asarray(blocks))
     damping = jnp.float32(0.1)
     previous = {name: sevens(f) for name, f in factors.items()}
-    together = jax.jit(refresh_unitwise)(factors, previous, all_due(factors), damping)
-    assert set(together) == set(factors)
     for name, stack in factors.items():
-        blocks, result = np.asarray(stack.F, np.float64), together[name]
+        blocks = np.asarray(stack.F, np.float64)
+        result = refreshed_unitwise(stack, previous[name], damping)
         for block, inverse, valid, condition in zip(
             blocks, result.inverse.F, result.valid, result.condition, strict=True
         ):

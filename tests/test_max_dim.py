@@ -116,7 +116,7 @@ def test_several_devices_are_one(precondition):
         return tx.update(average(grads), tx.init(params), params, factors=factors)[0]
 
     expected = jax.jit(functools.partial(step, kfac.scale_by_kfac(layers), lambda g: g))(params, batch)
-    tx = kfac.scale_by_kfac(layers, axis_name="d", precondition=precondition)
+    tx = kfac.scale_by_kfac(layers, distribution=kfac.Distribution("d", precondition=precondition))
     mapped = functools.partial(step, tx, lambda g: lax.pmean(g, "d"))
     found = jax.jit(jax.shard_map(mapped, mesh=mesh, in_specs=(same, split), out_specs=same))(params, batch)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):

@@ -224,33 +224,6 @@ def test_there_is_one_version():
     assert f"## [{kfac.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_the_changelog_lists_versions_in_order_and_the_last_is_the_package():
-    changelog = (ROOT / "CHANGELOG.md").read_text()
-    headings = re.findall(r"^## (.*)$", changelog, re.MULTILINE)
-    assert headings[0] == "[Unreleased]"
-    versions = []
-    for heading in headings[1:]:
-        found = re.fullmatch(r"\[(\d+)\.(\d+)\.(\d+)\] - \d{4}-\d\d-\d\d", heading)
-        versions.append(tuple(map(int, found.groups())))
-    assert versions == sorted(set(versions), reverse=True)
-    assert headings[1].startswith(f"[{kfac.__version__}] - ")
-    sections = set(re.findall(r"^### (.*)$", changelog, re.MULTILINE))
-    assert sections <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
-
-
-def test_ci_runs_the_test_command_of_the_readme():
-    readme = (ROOT / "README.md").read_text()
-    commands = [line for line in readme.splitlines() if line.startswith("pip install")]
-    assert len(commands) == 2  # All the set-up there is: the main job and the tests.
-    assert "pytest" in commands[1]
-    # .ci/run reads its command from the README; do here what it does there.
-    script = (ROOT / ".ci" / "run").read_text()
-    [extract] = re.findall(r"^test_command=\$\((.*)\) \|\| \{$", script, re.MULTILINE)
-    found = subprocess.run(["bash", "-c", extract], cwd=ROOT, check=True, capture_output=True, text=True)
-    assert found.stdout.splitlines() == [commands[1]]
-    assert 'eval "$test_command"' in script
-
-
 def test_links_between_documents_lead_somewhere():
     documents = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     for document in documents:

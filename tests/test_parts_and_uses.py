@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import kfac
-import kfac._statistics.dense
+import kfac._statistics.convolution
 from checking import check_all, check_kronecker, kinds, normal, run
 from oracle import Geometry, Hook, relative_error, truth
 
@@ -342,7 +342,7 @@ def test_copies_read_backwards(x64):
 )
 def test_flipped_kernels_of_convolutions(x64, monkeypatch, few, options):
     """The statistics of a flipped kernel are those of the kernel as it is used, read backwards."""
-    monkeypatch.setattr(kfac.statistics, "FEW_CHANNELS", few)
+    monkeypatch.setattr(kfac._statistics.convolution, "FEW_CHANNELS", few)
 
     def loss(p, x, t, flip=True):
         w = p["conv"]["w"][::-1, ::-1] if flip else p["conv"]["w"]

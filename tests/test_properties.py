@@ -93,7 +93,7 @@ OPTIONS = st.fixed_dictionaries(
         "factor_decay": st.sampled_from([0.0, 0.5, 0.95]),
         "inverse_every": st.integers(1, 4),
         "refresh_warmup": st.integers(0, 3),
-        "staggered": st.sampled_from([None, False]),
+        "distribution": st.sampled_from([None, kfac.Distribution(staggered=False)]),
         "precision": st.sampled_from(["float32", "bfloat16"]),
         "momentum": st.sampled_from([None, 0.9]),
         "norm_constraint": st.sampled_from([None, 1e-2]),
@@ -177,8 +177,10 @@ def check_devices(network, options, schedule, count):
         layers = kfac.find_layers(network.loss, start, *network.batch(0, 2, np.float64))
         mesh = Mesh(np.array(jax.devices()[:count]), ("devices",), axis_types=(AxisType.Auto,))
         same, split = PartitionSpec(), PartitionSpec("devices")
-        one = kfac.kfac(0.01, layers, damping=0.1, staggered=False, **options)
-        all_of_them = kfac.kfac(0.01, layers, damping=0.1, staggered=False, axis_name="devices", **options)
+        one = kfac.kfac(0.01, layers, damping=0.1, distribution=kfac.Distribution(staggered=False), **options)
+        all_of_them = kfac.kfac(
+            0.01, layers, damping=0.1, distribution=kfac.Distribution("devices", staggered=False), **options
+        )
         specs = kfac.state_specs(all_of_them, start, "devices")
 
         def step(tx, average, statistics, params, state, batch):
@@ -207,15 +209,15 @@ def check_devices(network, options, schedule, count):
     VARIED,
     {"precondition": "sharded", "triangular": True, "inverse_every": 2, "refresh_warmup": 1},
     [True, False, True],
-    8,
+    4,
 )
-@given(networks(depth=2, interacting=False), COMMUNICATION, st.just([True, False, True]), st.sampled_from([2, 8]))
+@given(networks(depth=2, interacting=False), COMMUNICATION, st.just([True, False, True]), st.sampled_from([2, 4]))
 def test_devices_do_as_one(network, options, schedule, count):
     check_devices(network, options, schedule, count)
 
 
 @pytest.mark.slow
 @many(25)
-@given(networks(depth=3, interacting=False), COMMUNICATION, SCHEDULES, st.sampled_from([2, 3, 8]))
+@given(networks(depth=3, interacting=False), COMMUNICATION, SCHEDULES, st.sampled_from([2, 3, 4]))
 def test_devices_do_as_one_for_many_networks(network, options, schedule, count):
     check_devices(network, options, schedule, count)

@@ -131,7 +131,7 @@ def many(fn, params, *args, draws, key=0):
     @compiled
     def moments(keys):
         def some(keys):
-            factors = jax.vmap(lambda key: fn(params, *args, key=key)[2])(keys)
+            factors = jax.vmap(lambda key: fn(params, *args, fisher_key=key)[2])(keys)
             return jax.tree.map(lambda f: (f.sum(0), jnp.square(f).sum(0)), dict(factors))
 
         return jax.tree.map(lambda s: s.sum(0), lax.map(some, keys))
@@ -154,7 +154,7 @@ def assert_within(found, expected, sigmas=5.0):
 def assert_unbiased(found, expected):
     assert set(found) == set(expected)
     for name, block in found.items():
-        if isinstance(block, kfac.layers.Kronecker):
+        if isinstance(block, kfac._factors.Kronecker):
             a, g = expected[name]
             assert relative_error(block.A[0], a) < 1e-9
             assert_within(block.G, g)
@@ -207,7 +207,7 @@ def test_a_coarse_block_is_the_second_moment_of_the_sampled_gradient(x64):
     assert_within(jax.tree.map(np.ravel, found["table"].F), expected.ravel())
     with pytest.raises(AssertionError):  # it is not that of the gradient of the loss
         layers = kfac.find_layers(loss, params, x)
-        _, grads, factors = fn(params, x, key=jax.random.key(0))
+        _, grads, factors = fn(params, x, fisher_key=jax.random.key(0))
         check_coarse(layers, factors, grads, len(x))
 
 
@@ -246,7 +246,7 @@ def test_two_outputs_are_independent_given_the_input(x64):
 def test_loss_and_gradients_are_those_of_the_loss(likelihood, dtype):
     params, x = parameters(dtype), normal(9, N, T, D, dtype=dtype)
     loss = loss_of(network, likelihood)
-    value, grads, factors = compiled(function(loss, params, x))(params, x, key=jax.random.key(1))
+    value, grads, factors = compiled(function(loss, params, x))(params, x, fisher_key=jax.random.key(1))
     expected = compiled(jax.value_and_grad(loss))(params, x)
     tolerance = 1e-6 if dtype == jnp.float32 else 2e-2
     for found, other in zip(jax.tree.leaves((value, grads)), jax.tree.leaves(expected), strict=True):
@@ -267,10 +267,10 @@ def _without_mark(loss, *args):
 def test_the_same_key_draws_the_same_targets():
     params, x = parameters(np.float32), normal(9, N, D, dtype=np.float32)
     fn = compiled(function(loss_of(network, "categorical"), params, x))
-    first, again, other = (fn(params, x, key=jax.random.key(k))[2] for k in (5, 5, 6))
+    first, again, other = (fn(params, x, fisher_key=jax.random.key(k))[2] for k in (5, 5, 6))
     jax.tree.map(np.testing.assert_array_equal, first, again)
     assert differ(first, other)
-    legacy = fn(params, x, key=jax.random.PRNGKey(5))[2]
+    legacy = fn(params, x, fisher_key=jax.random.PRNGKey(5))[2]
     jax.tree.map(np.testing.assert_array_equal, first, legacy)
 
 
@@ -288,10 +288,10 @@ def test_auxiliary_results_and_other_keywords():
 
     layers = kfac.find_layers(loss, params, x, scale=1.0, has_aux=True)
     fn = kfac.value_and_grad(loss, layers, has_aux=True, fisher="sampled")
-    (value, aux), _, factors = fn(params, x, scale=3.0, key=jax.random.key(0))
+    (value, aux), _, factors = fn(params, x, scale=3.0, fisher_key=jax.random.key(0))
     np.testing.assert_allclose(aux["twice"], 2 * value, rtol=1e-6)
     # What is drawn does not depend on the loss.
-    _, _, one = fn(params, x, scale=1.0, key=jax.random.key(0))
+    _, _, one = fn(params, x, scale=1.0, fisher_key=jax.random.key(0))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), factors, one)
 
 
@@ -345,8 +345,8 @@ def test_a_mark_is_found_and_the_draws_are_the_same(marked):
         return nll("categorical", z, targets("categorical", z)).mean()
 
     plain = loss_of(network, "categorical")
-    found = compiled(function(loss, params, x))(params, x, key=jax.random.key(0))
-    expected = compiled(function(plain, params, x))(params, x, key=jax.random.key(0))
+    found = compiled(function(loss, params, x))(params, x, fisher_key=jax.random.key(0))
+    expected = compiled(function(plain, params, x))(params, x, fisher_key=jax.random.key(0))
     tolerance = 1e-5 if marked is not _cast else 1e-2
     for name in expected[2]:
         for a, b in zip(jax.tree.leaves(found[2][name]), jax.tree.leaves(expected[2][name]), strict=True):
@@ -391,8 +391,8 @@ def test_draws_under_another_loss_than_the_likelihood(x64):
         weighted = jnp.mean(jnp.arange(N) * nll("categorical", z, 0.9 * targets("categorical", z) + 0.1 / OUT))
         return weighted + 0.1 * jnp.sum(p["out"] ** 2)
 
-    found = function(loss, params, x)(params, x, key=jax.random.key(0))[2]
-    expected = function(loss_of(network, "categorical"), params, x)(params, x, key=jax.random.key(0))[2]
+    found = function(loss, params, x)(params, x, fisher_key=jax.random.key(0))[2]
+    expected = function(loss_of(network, "categorical"), params, x)(params, x, fisher_key=jax.random.key(0))[2]
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-10), found, expected)
 
 
@@ -408,13 +408,13 @@ def test_microbatches_draw_for_themselves():
     params, x = _same_rows(4)
     fn = function(loss_of(network, "categorical"), params, x)
     key = jax.random.key(3)
-    found = compiled(kfac.microbatch(fn, 4))(params, x, key=key)
+    found = compiled(kfac.microbatch(fn, 4))(params, x, fisher_key=key)
     single = compiled(fn)
-    parts = [single(params, x[:N], key=jax.random.fold_in(key, k)) for k in range(4)]
+    parts = [single(params, x[:N], fisher_key=jax.random.fold_in(key, k)) for k in range(4)]
     assert differ(parts[0][2], parts[1][2])
     expected = jax.tree.map(lambda *leaves: sum(leaves) / 4, *parts)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), found, expected)
-    legacy = compiled(kfac.microbatch(fn, 4))(params, x, key=jax.random.PRNGKey(3))
+    legacy = compiled(kfac.microbatch(fn, 4))(params, x, fisher_key=jax.random.PRNGKey(3))
     jax.tree.map(np.testing.assert_array_equal, found, legacy)
 
 
@@ -435,10 +435,10 @@ def test_devices_draw_for_themselves(mapped):
     key = jax.random.key(3)
 
     def local(params, x, key):
-        return jax.tree.map(lambda leaf: leaf[None], fn(params, x, key=key))
+        return jax.tree.map(lambda leaf: leaf[None], fn(params, x, fisher_key=key))
 
     if mapped == "pmap":
-        of_device = jax.pmap(lambda p, x, k: fn(p, x, key=k), in_axes=(None, 0, None), devices=jax.devices()[:4])
+        of_device = jax.pmap(lambda p, x, k: fn(p, x, fisher_key=k), in_axes=(None, 0, None), devices=jax.devices()[:4])
         found = of_device(params, x.reshape(4, N, D), key)
     else:
         shape, names = ((2, 2), ("data", "model")) if mapped == "two axes" else ((4,), ("data",))
@@ -452,7 +452,7 @@ def test_devices_draw_for_themselves(mapped):
     for k in range(2 if mapped == "two axes" else 4):
         own = jax.tree.map(lambda leaf, k=k: leaf[k], factors)
         assert k == 0 or differ(own, jax.tree.map(lambda leaf: leaf[0], factors))
-        alone = compiled(expected)(params, x[:N], key=jax.random.fold_in(key, k))
+        alone = compiled(expected)(params, x[:N], fisher_key=jax.random.fold_in(key, k))
         jax.tree.map(
             functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6),
             jax.tree.map(lambda leaf, k=k: leaf[k], jax.device_get(found)),
@@ -465,8 +465,8 @@ def test_sharded_arrays_under_jit_draw_as_one_device_does():
     fn = compiled(function(loss_of(network, "categorical"), params, x))
     mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    found = fn(params, jax.device_put(x, sharding), key=jax.random.key(0))
-    expected = fn(params, x, key=jax.random.key(0))
+    found = fn(params, jax.device_put(x, sharding), fisher_key=jax.random.key(0))
+    expected = fn(params, x, fisher_key=jax.random.key(0))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), found, expected)
 
 
@@ -514,8 +514,9 @@ def test_bad_marks_are_errors():
         kfac.output(1.0, "gaussian")
 
 
-def _raises(match, loss, params, *args, key=0, **options):
-    given = {} if key is None else {"key": jax.random.key(key) if isinstance(key, int) else key}
+def _raises(match, loss, params, *args, fisher_key=..., **options):
+    fisher_key = jax.random.key(0) if fisher_key is ... else fisher_key
+    given = {} if fisher_key is None else {"fisher_key": fisher_key}
     with pytest.raises(ValueError, match=match):
         function(loss, params, *args, **options)(params, *args, **given)
 
@@ -524,9 +525,11 @@ def test_what_cannot_be_drawn_is_an_error():
     params, x = parameters(np.float32), normal(9, N, D, dtype=np.float32)
     marked = loss_of(network, "categorical")
     _raises("fisher must be 'empirical' or 'sampled', but is 'exact'", marked, params, x, fisher="exact")
-    _raises("pass a PRNG key at the call, key=jax.random.key", marked, params, x, key=None)
-    _raises(r"must be a single PRNG key.*key<fry>\[2\]", marked, params, x, key=jax.random.split(jax.random.key(0)))
-    _raises("must be a single PRNG key.*'seed'", marked, params, x, key="seed")
+    _raises("pass a PRNG key at the call, fisher_key=jax.random.key", marked, params, x, fisher_key=None)
+    _raises(
+        r"must be a single PRNG key.*key<fry>\[2\]", marked, params, x, fisher_key=jax.random.split(jax.random.key(0))
+    )
+    _raises("must be a single PRNG key.*'seed'", marked, params, x, fisher_key="seed")
     _raises("with 'empirical' nothing is drawn", marked, params, x, fisher="empirical")
     _raises("'sampled' needs the output.*kfac.output", lambda p, x: jnp.mean(_plain(p, x)), params, x)
 
@@ -536,7 +539,7 @@ def test_what_cannot_be_drawn_is_an_error():
         return jnp.mean(jnp.sum(z, -1) + jnp.sum(h @ p["out"], -1))
 
     _raises("the loss depends on 'out', but no marked output does", unmarked_head, params, x)
-    function(unmarked_head, params, x, skip=["out"])(params, x, key=jax.random.key(0))
+    function(unmarked_head, params, x, skip=["out"])(params, x, fisher_key=jax.random.key(0))
 
     def in_cond(p, x):
         return lax.cond(x[0, 0] > 0, lambda z: kfac.output(z, "gaussian"), lambda z: z, _plain(p, x)).mean()
@@ -552,7 +555,7 @@ def test_an_unclear_number_of_examples_is_an_error():
         return (kfac.output(z, "gaussian") ** 2).mean() + (kfac.output(z[:3], "gaussian") ** 2).mean()
 
     _raises(r"marked outputs have 6 .* and 3 .* rows.*num_examples", two, params, x)
-    function(two, params, x, num_examples=N)(params, x, key=jax.random.key(0))
+    function(two, params, x, num_examples=N)(params, x, fisher_key=jax.random.key(0))
 
     def vector(p, x):
         return (kfac.output(_plain(p, x)[:, 0], "bernoulli") ** 2).mean()
@@ -594,7 +597,7 @@ def test_the_forward_pass_is_shared_and_statistics_are_collected_once(looped):
             x = functools.reduce(lambda x, k: jnp.tanh(x @ p[f"{k}"]), range(depth), x)
         return jnp.mean(jnp.sum(kfac.output(x, "gaussian") ** 2, -1))
 
-    program = jax.jit(function(loss, params, x)).lower(params, x, key=jax.random.key(0)).compile().as_text()
+    program = jax.jit(function(loss, params, x)).lower(params, x, fisher_key=jax.random.key(0)).compile().as_text()
     # Of a layer: its product forwards; two backwards; of the other backward pass only that on the way; A and G.
     expected = 6 if looped else 6 * depth - 2  # the first layer needs no gradient of its input
     assert len(re.findall(r" dot\(", program)) == expected

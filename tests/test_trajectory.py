@@ -164,7 +164,8 @@ def run(configuration, dtype, tolerance):
     params = nested(expected, dtype)
     images, labels = batch(0)
     layers = kfac.find_layers(loss_fn, params, jnp.asarray(images, dtype), labels, skip=[SKIPPED])
-    tx = kfac.kfac(layers=layers, **{"momentum": None, "staggered": False, **sides[0]})
+    distribution = kfac.Distribution(staggered=sides[0].pop("staggered", False))
+    tx = kfac.kfac(layers=layers, distribution=distribution, **{"momentum": None, **sides[0]})
     state = jax.jit(tx.init)(params)
 
     @functools.partial(jax.jit, compiler_options=QUICKLY)

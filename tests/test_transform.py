@@ -1,5 +1,6 @@
 """Semantics of `scale_by_kfac` and `kfac`, one property a test."""
 
+import dataclasses
 import functools
 import inspect
 import re
@@ -70,18 +71,21 @@ SWITCHES = {
     ),
     "norm_constraint": ({}, 1e-4),
     "trust_ratio": ({}, 0.5),
-    "inverse": ({}, "eigh"),
-    "precision": ({}, "bfloat16"),
-    "staggered": ({"inverse_every": 2, "refresh_warmup": 0}, False),
+    "inverse": ({}, kfac.Eigh()),
+    "distribution": ({"inverse_every": 2, "refresh_warmup": 0}, kfac.Distribution(staggered=False)),
 }
-# What matters on several devices: the tests of axes show what each of these changes, if only in the traffic.
-DEVICES = {"axis_name", "mesh", "precondition", "communication_dtype", "triangular"}
+# What the fields of the values change: of a distribution on several devices the traffic, which the tests of axes show.
+INVERSE_FIELDS = {"precision"}
+DEVICES = {"axis_name", "mesh", "precondition", "communication_dtype"}
+AT_ONCE = kfac.Distribution(staggered=False)
 # What everything else is about.
 ELSEWHERE = {"layers"}
 
 
 def test_the_tables_of_options_are_complete():
-    assert set(NUMBERS) | set(SWITCHES) | ELSEWHERE | DEVICES == set(KFAC_OPTIONS)
+    assert set(NUMBERS) | set(SWITCHES) | ELSEWHERE == set(KFAC_OPTIONS)
+    for value, fields in ((kfac.Distribution(), DEVICES | {"staggered"}), *((i, INVERSE_FIELDS) for i in INVERSES)):
+        assert {field.name for field in dataclasses.fields(value)} == fields
     assert set(SCALE_OPTIONS) <= set(KFAC_OPTIONS)
     for name in SCALE_OPTIONS[1:]:
         ours, theirs = (inspect.signature(f).parameters[name].default for f in (kfac.kfac, kfac.scale_by_kfac))
@@ -108,7 +112,7 @@ def numbers_step(as_schedules):
 def numbers_state(as_schedules):
     scalars = {k: lambda count, v=v: v for k, v in BASE.items()} if as_schedules else BASE
     intervals = {k: BASE[k] for k in ("inverse_every", "refresh_warmup")}
-    return jax.jit(kfac.kfac(layers=layers(), staggered=False, **{**scalars, **intervals}).init)(initial())
+    return jax.jit(kfac.kfac(layers=layers(), distribution=AT_ONCE, **{**scalars, **intervals}).init)(initial())
 
 
 def with_numbers(options, steps=4, as_schedules=False):
@@ -137,7 +141,7 @@ def test_every_switch_changes_the_result(option):
 
 
 def test_numbers_arrays_and_constant_schedules_are_the_same():
-    numbers = run(kfac.kfac(layers=layers(), staggered=False, **BASE))[0]
+    numbers = run(kfac.kfac(layers=layers(), distribution=AT_ONCE, **BASE))[0]
     assert_close(with_numbers(BASE), numbers, 1e-5)
     assert_close(with_numbers({k: (v, v) for k, v in BASE.items()}, as_schedules=True), numbers, 1e-5)
 
@@ -236,7 +240,7 @@ def test_a_batch_twice_over_gives_the_same_update():
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_gradients_pass_bit_for_bit_until_the_first_statistics(precision):
-    tx = kfac.scale_by_kfac(layers(), precision=precision)
+    tx = kfac.scale_by_kfac(layers(), inverse=kfac.Cholesky(precision))
     for t, (_, state, updates) in enumerate(history(tx, steps=4, without=range(3))):
         assert state.count == t + 1
         if t < 3:
@@ -248,8 +252,8 @@ def test_gradients_pass_bit_for_bit_until_the_first_statistics(precision):
 def test_odd_values_pass_bit_for_bit():
     """Denormal numbers and those that bfloat16 does not have."""
     odd = jax.tree.map(lambda x: jnp.full(x.shape, np.nextafter(np.float32(1), np.float32(2))) * 1e-30, initial())
-    tx = kfac.scale_by_kfac(layers(), precision="bfloat16")
-    assert_equal(tx.update(odd, tx.init(odd))[0], odd)
+    tx = kfac.scale_by_kfac(layers(), inverse=kfac.Cholesky("bfloat16"))
+    assert_equal(jax.jit(tx.update)(odd, tx.init(odd))[0], odd)
 
 
 def test_skipped_parameters_always_pass():
@@ -274,7 +278,9 @@ def test_diagonal_and_unitwise_blocks_by_their_formulas():
 @functools.cache
 def refreshing(every, warmup, staggered):
     """A step of `scale_by_kfac` with such intervals, and its first state."""
-    tx = kfac.scale_by_kfac(layers(), inverse_every=every, refresh_warmup=warmup, staggered=staggered)
+    tx = kfac.scale_by_kfac(
+        layers(), inverse_every=every, refresh_warmup=warmup, distribution=kfac.Distribution(staggered=staggered)
+    )
     return jax.jit(tx.init)(initial()), stepper(tx)
 
 
@@ -325,25 +331,25 @@ def test_the_first_phase_is_for_all_blocks_together(staggered):
 
 def test_an_interval_that_is_an_array_cannot_be_staggered():
     with pytest.raises(ValueError, match="staggered=True needs inverse_every to be a plain int"):
-        kfac.scale_by_kfac(layers(), inverse_every=jnp.asarray(3), staggered=True)
+        kfac.scale_by_kfac(layers(), inverse_every=jnp.asarray(3), distribution=kfac.Distribution(staggered=True))
 
 
 @pytest.mark.parametrize("option", ["damping", "unitwise_damping"])
 def test_a_changed_damping_takes_effect_at_the_next_refresh(option):
     schedule = lambda t: jnp.where(t < 2, 0.5, 2.0)  # noqa: E731
-    tx = kfac.scale_by_kfac(layers(), inverse_every=4, refresh_warmup=0, staggered=False, **{option: schedule})
+    tx = kfac.scale_by_kfac(layers(), inverse_every=4, refresh_warmup=0, distribution=AT_ONCE, **{option: schedule})
     states = [state for _, state, _ in history(tx, steps=6, without=range(1, 6))]
     for state in states[1:4]:
         assert_equal(field_of(state, "inverse"), field_of(states[0], "inverse"))
     # At step 4, without statistics of its own: the averages so far, the damping of the step.
-    fresh = kfac.scale_by_kfac(layers(), inverse_every=4, refresh_warmup=0, staggered=False, **{option: 2.0})
+    fresh = kfac.scale_by_kfac(layers(), inverse_every=4, refresh_warmup=0, distribution=AT_ONCE, **{option: 2.0})
     assert differ(field_of(states[4], "inverse"), field_of(states[0], "inverse"))
     assert_close(field_of(states[4], "inverse"), field_of(run(fresh, steps=1)[1], "inverse"), 1e-6)
     assert [int(state.metrics.inverse_age) for state in states] == [0, 1, 2, 3, 0, 1]
 
 
 def test_stale_inverses_are_those_of_the_last_refresh():
-    tx = kfac.scale_by_kfac(layers(), inverse_every=3, refresh_warmup=0, staggered=False)
+    tx = kfac.scale_by_kfac(layers(), inverse_every=3, refresh_warmup=0, distribution=AT_ONCE)
     states = [state for _, state, _ in history(tx)]
     assert_equal(field_of(states[1], "inverse"), field_of(states[0], "inverse"))
     assert_equal(field_of(states[2], "inverse"), field_of(states[0], "inverse"))
@@ -402,11 +408,11 @@ def test_the_trust_ratio_turns_kernels_whose_scale_does_not_matter():
         return jnp.mean((jnp.tanh(h) @ params["out"] - batch[1]) ** 2)
 
     found = kfac.find_layers(loss_fn, params, (x, y))
-    _, grads, factors = kfac.value_and_grad(loss_fn, found)(params, (x, y))
+    _, grads, factors = jax.jit(kfac.value_and_grad(loss_fn, found))(params, (x, y))
 
     def update(**options):
         tx = kfac.kfac(0.5, found, damping=0.01, momentum=None, **options)
-        return tx.update(grads, tx.init(params), params, factors=factors)[0]
+        return jax.jit(tx.update)(grads, tx.init(params), params, factors=factors)[0]
 
     turned, plain = update(trust_ratio=0.1), update()
     weight, step = params["free"], plain["free"]
@@ -541,7 +547,7 @@ def test_a_few_steps_get_further_than_gradient_descent_in_ten_times_as_many():
 @pytest.mark.parametrize("communication_dtype", ["float32", "bfloat16"])
 def test_factors_are_averaged_over_a_named_axis(precondition, communication_dtype):
     options = {"precondition": precondition, "communication_dtype": communication_dtype}
-    tx = kfac.scale_by_kfac(layers(), axis_name="devices", **options)
+    tx = kfac.scale_by_kfac(layers(), distribution=kfac.Distribution("devices", **options))
     grads = measured(0)[0]
     pair = jax.tree.map(lambda *xs: jnp.stack(xs), *(measured(k)[1] for k in range(2)))
 
@@ -565,7 +571,7 @@ def test_factors_are_averaged_over_a_named_axis(precondition, communication_dtyp
 # and age, how much the statistics changed.
 STATISTICS = [("reduce_scatter", "2x20xf32"), ("all_reduce", "20xf32")]
 DIRECTIONS = [("all_gather", "1x16xf32")]
-INVERSES = [("all_gather", "1x21xf32")]  # with a column for whether each has been computed
+GATHERED = [("all_gather", "1x21xf32")]  # with a column for whether each has been computed
 SMALL = [("all_reduce", "i32")], [("all_reduce", "3xi32"), ("all_reduce", "2xf32"), ("all_reduce", "f32")]
 
 SENT = {
@@ -574,8 +580,7 @@ SENT = {
         {"communication_dtype": "bfloat16"},
         [("reduce_scatter", "2x20xbf16"), ("all_reduce", "20xbf16"), *DIRECTIONS],
     ),
-    "triangular": ({"triangular": False}, [("reduce_scatter", "2x32xf32"), ("all_reduce", "20xf32"), *DIRECTIONS]),
-    "precondition": ({"precondition": "replicated"}, STATISTICS + INVERSES),
+    "precondition": ({"precondition": "replicated"}, STATISTICS + GATHERED),
     # Statistics are those of the global batch already.
     "mesh": ({"mesh": True}, DIRECTIONS),
 }
@@ -586,7 +591,8 @@ assert set(SENT) == DEVICES
 def test_what_is_sent_between_devices(option):
     options, expected = SENT[option]
     mesh = Mesh(jax.devices()[:2], ("devices",))
-    tx = kfac.scale_by_kfac(layers(), axis_name="devices", **(options | ({"mesh": mesh} if "mesh" in options else {})))
+    options = options | ({"mesh": mesh} if "mesh" in options else {})
+    tx = kfac.scale_by_kfac(layers(), distribution=kfac.Distribution("devices", **options))
     init, specs = tx.init, kfac.state_specs(tx, initial(), "devices")
 
     def update(grads, state, factors):
@@ -627,20 +633,24 @@ BAD = {
     "factor_decay": [-0.1, 1, 1.0, 1 - 1e-12, float("nan"), "slow"],
     "inverse_every": [0, -1, 2.5, None, True, "10", float("nan"), float("inf"), lambda t: 1],
     "refresh_warmup": [-1, 1.5, None, "10"],
-    "inverse": ["eig", None, 3],
-    "precision": ["float16", "fp32", None, 32],
+    "inverse": ["eigh", None, 3, kfac.Cholesky],
     "unitwise_damping": [0, -1.0, float("inf"), None],
+    "distribution": ["devices", 8, {}],
+}
+BAD_FIELDS = {
+    "precision": ["float16", "fp32", None, 32],
     "axis_name": [3, 1.5, ("data", 3)],
     "staggered": [1, "yes", 0.5],
     "mesh": ["devices", 8],
     "precondition": ["owner", None, True],
     "communication_dtype": ["float16", None, 16],
-    "triangular": ["upper", None, 1],
 }
+INVERSES = [kfac.Cholesky(), kfac.Eigh(), kfac.Ekfac()]
 
 
 def test_the_table_of_bad_arguments_is_complete():
     assert set(BAD) == set(KFAC_OPTIONS)
+    assert set(BAD_FIELDS) == INVERSE_FIELDS | DEVICES | {"staggered"}
 
 
 @pytest.mark.parametrize(("option", "value"), [(option, value) for option, values in BAD.items() for value in values])
@@ -651,8 +661,18 @@ def test_a_bad_argument_is_named_with_its_value(option, value):
         options |= {"weight_decay": 0.1} if option == "weight_decay_mask" else {}
         with pytest.raises(ValueError, match=option) as error:
             factory(**{**options, option: value})
-        shown = type(value).__name__ if option in ("layers", "mesh") else repr(value)
+        shown = type(value).__name__ if option == "layers" else repr(value)
         assert shown in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [(field, value) for field, values in BAD_FIELDS.items() for value in values]
+)
+def test_a_bad_field_is_named_with_its_value(field, value):
+    for make in (kfac.Cholesky, kfac.Eigh, kfac.Ekfac) if field in INVERSE_FIELDS else (kfac.Distribution,):
+        with pytest.raises(ValueError, match=field) as error:
+            make(**{field: value})
+        assert repr(value) in str(error.value)
 
 
 def test_options_that_would_silently_do_nothing_are_errors():

@@ -65,28 +65,28 @@ def state_of_another_model():
 
 
 def axis_that_is_not_bound():
-    tx = kfac.kfac(0.1, layers(), axis_name="devices")
+    tx = kfac.kfac(0.1, layers(), distribution=kfac.Distribution("devices"))
     update(tx, kfac.kfac(0.1, layers()).init(initial()))
 
 
-def eight_devices():
-    return jax.make_mesh((8,), ("devices",), axis_types=(AxisType.Auto,))
+def four_devices():
+    return jax.make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
 
 
 def state_for_other_devices():
-    tx = kfac.kfac(0.1, layers(), mesh=eight_devices())
+    tx = kfac.kfac(0.1, layers(), distribution=kfac.Distribution(mesh=four_devices()))
     update(tx, kfac.kfac(0.1, layers()).init(initial()))
 
 
 def gradients_that_were_not_averaged():
-    tx = kfac.kfac(0.1, layers(), axis_name="devices")
+    tx = kfac.kfac(0.1, layers(), distribution=kfac.Distribution("devices"))
     specs = kfac.state_specs(tx, initial(), "devices")
 
     def step(params, batch):
         _, grads, factors = kfac.value_and_grad(loss_fn, layers())(params, batch)
         return tx.update(grads, tx.init(params), params, factors=factors)
 
-    mapped = jax.shard_map(step, mesh=eight_devices(), in_specs=(P(), P("devices")), out_specs=(P(), specs))
+    mapped = jax.shard_map(step, mesh=four_devices(), in_specs=(P(), P("devices")), out_specs=(P(), specs))
     jax.eval_shape(mapped, initial(), batch(0))
 
 

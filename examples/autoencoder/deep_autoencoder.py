@@ -82,7 +82,7 @@ def optimizer(name: str, rate: Any, numbers: dict[str, Any], layers: kfac.Layers
         case _:
             return kfac.kfac(
                 rate, layers, damping=numbers["damping"], momentum=numbers["momentum"], nesterov=True,
-                norm_constraint=numbers["norm_constraint"], factor_decay=0.95, inverse="cholesky", inverse_every=1,
+                norm_constraint=numbers["norm_constraint"], factor_decay=0.95, inverse_every=1,
             )  # fmt: skip
 
 

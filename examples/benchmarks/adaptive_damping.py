@@ -34,7 +34,7 @@ def train(tx, layers, params, data):
 
     @jax.jit
     def step(params, state, batch, key):
-        _, grads, factors = kfac.value_and_grad(loss_fn, layers, fisher="sampled")(params, batch, key=key)
+        _, grads, factors = kfac.value_and_grad(loss_fn, layers, fisher="sampled")(params, batch, fisher_key=key)
         updates, state = tx.update(grads, state, params, factors=factors, value_fn=lambda p: loss_fn(p, batch))
         return optax.apply_updates(params, updates), state
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from kfac._curvature.cholesky import spd_inverse
-from kfac._statistics.correlations import Axis, offset_moment
+from kfac._statistics.offsets import Axis, offset_moment
 
 
 def conv_ways(x: jax.Array, window: int, stride: int) -> dict[str, Callable[[jax.Array], jax.Array]]:

@@ -128,7 +128,7 @@ def whole_steps(options: argparse.Namespace, peak: float) -> dict[str, Any]:
 
     first_order = optax.sgd(rate, momentum=0.9)
     make = functools.partial(kfac.kfac, rate, layers, damping=1e-3, momentum=0.9, refresh_warmup=0, inverse_every=every)
-    at_once, staggered = make(staggered=False), make(staggered=True)
+    at_once, staggered = (make(distribution=kfac.Distribution(staggered=way)) for way in (False, True))
     copy = functools.partial(jax.tree.map, jnp.copy)
 
     def kept(tx: Any) -> dict[str, Any]:

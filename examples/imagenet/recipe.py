@@ -15,6 +15,7 @@ import optax
 import kfac
 
 AXIS = "devices"
+INVERSES: dict[str, Callable[..., kfac.Inverse]] = {"cholesky": kfac.Cholesky, "eigh": kfac.Eigh, "ekfac": kfac.Ekfac}
 # `keys` folds in the step instead, which is never as large as this.
 FISHER_STREAM = 2**32 - 1
 
@@ -245,8 +246,8 @@ def transform(config: Any, rate: optax.Schedule, steps_per_epoch: float, layers:
                 nesterov=config.nesterov, rate_in_momentum=config.rate_in_momentum,
                 unitwise_damping=config.unitwise_damping, weight_decay=decay, weight_decay_mask=is_kernel,
                 norm_constraint=config.norm_constraint or None, trust_ratio=config.trust_ratio or None,
-                factor_decay=config.factor_decay, inverse_every=config.inverse_every, inverse=config.inverse,
-                axis_name=AXIS,
+                factor_decay=config.factor_decay, inverse_every=config.inverse_every,
+                inverse=INVERSES[config.inverse](), distribution=kfac.Distribution(AXIS),
             )  # fmt: skip
         case "sgd":
             sgd = optax.sgd(rate, config.momentum, nesterov=config.nesterov)
@@ -277,10 +278,7 @@ def gradient_fn(config: Any, loss_fn: Callable[..., Any], layers: Any, micro_bat
 
         measure: Callable[..., Any] = first_order
     else:
-        ekfac = config.inverse == "ekfac"
-        measure = kfac.value_and_grad(
-            loss_fn, layers, has_aux=True, subsample=config.subsample, fisher=config.fisher, ekfac=ekfac
-        )
+        measure = kfac.value_and_grad(loss_fn, layers, has_aux=True, subsample=config.subsample, fisher=config.fisher)
     if micro_batches > 1:
         measure = kfac.microbatch(measure, micro_batches, batch_argnums=2)
 
@@ -288,7 +286,9 @@ def gradient_fn(config: Any, loss_fn: Callable[..., Any], layers: Any, micro_bat
         more: dict[str, Any] = {}
         if layers is not None and config.fisher == "sampled":
             # The same on all devices: each micro-batch of each device draws with one of its own.
-            more["key"] = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), FISHER_STREAM), step)
+            more["fisher_key"] = jax.random.fold_in(
+                jax.random.fold_in(jax.random.key(config.seed), FISHER_STREAM), step
+            )
         if layers is not None and config.inverse == "ekfac":
             more["basis"] = kfac.eigenbasis(opt_state, layers)
         return measure(*args, **more)

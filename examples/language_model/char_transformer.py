@@ -51,7 +51,7 @@ def optimizer(name: str, rate: Any, numbers: dict[str, Any], layers: kfac.Layers
     return kfac.kfac(
         rate, layers, damping=numbers["damping"], unitwise_damping=1.0, factor_decay=numbers["factor_decay"],
         momentum=numbers["momentum"], nesterov=True, trust_ratio=1.0, norm_constraint=numbers["norm_constraint"],
-        weight_decay=numbers["weight_decay"], weight_decay_mask=is_kernel, inverse_every=1, inverse="cholesky",
+        weight_decay=numbers["weight_decay"], weight_decay_mask=is_kernel, inverse_every=1,
     )  # fmt: skip
 
 

@@ -103,17 +103,24 @@ def _kfac(rate, s, layers):
         first, last, steps = s["first_damping"], s["damping"], s["steps"]
         s = {**s, "damping": lambda count: first * (last / first) ** (count / steps)}
     if not s.get("tangent", True) or s.get("momentum_first") or s.get("eigenbasis_adam"):
-        preconditioner = kfac.scale_by_kfac(layers, **{name: s[name] for name in SCALE_OPTIONS if name in s})
+        preconditioner = kfac.scale_by_kfac(
+            layers, inverse=_inverse(s), **{name: s[name] for name in SCALE_OPTIONS if name in s}
+        )
         if s.get("eigenbasis_adam"):
             preconditioner = _adam_in_eigenbasis(preconditioner, layers, s["b2"])
         momentum = optax.trace(s["momentum"], nesterov=s["nesterov"])
         parts = (momentum, preconditioner) if s.get("momentum_first") else (preconditioner, momentum)
         return optax.chain(*parts, _turned(s), optax.scale_by_learning_rate(rate))
-    options = {name: s[name] for name in KFAC_OPTIONS if name in s}
+    options = {"inverse": _inverse(s)} | {name: s[name] for name in KFAC_OPTIONS if name in s}
     if s.get("turned"):
         options["trust_ratio"] = 1 / s["vectors"]
         return kfac.kfac(lambda count: s["vectors"] * rate(count), layers, **options)
     return kfac.kfac(rate, layers, **options)
+
+
+def _inverse(s: Settings) -> kfac.Inverse:
+    kinds: dict[str, Callable[..., kfac.Inverse]] = {"cholesky": kfac.Cholesky, "eigh": kfac.Eigh, "ekfac": kfac.Ekfac}
+    return kinds[s.get("inverse", "cholesky")](s.get("precision", "float32"))
 
 
 def _adam_in_eigenbasis(inner: Any, layers: kfac.Layers, b2: Any) -> optax.GradientTransformationExtraArgs:
@@ -175,9 +182,7 @@ def rescaled(params: Any, norms: Any) -> Any:
     return jax.tree.map(scaled, params, norms, is_kernel(params))
 
 
-SCALE_OPTIONS = (
-    "damping", "factor_decay", "inverse_every", "refresh_warmup", "precision", "unitwise_damping", "inverse",
-)  # fmt: skip
+SCALE_OPTIONS = ("damping", "factor_decay", "inverse_every", "refresh_warmup", "unitwise_damping")
 KFAC_OPTIONS = (
     *SCALE_OPTIONS, "momentum", "nesterov", "rate_in_momentum", "weight_decay", "norm_constraint", "trust_ratio",
 )  # fmt: skip

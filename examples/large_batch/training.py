@@ -115,9 +115,9 @@ def programs(task: Task, method: str, static: tuple[tuple[str, Any], ...], names
             ekfac = fixed.get("inverse") == "ekfac"
             gradients = kfac.value_and_grad(
                 loss_fn, layers, has_aux=True, fisher=fixed.get("fisher", "empirical"),
-                subsample=fixed.get("subsample", 1), ekfac=ekfac,
+                subsample=fixed.get("subsample", 1),
             )  # fmt: skip
-            extra = {"key": key} if fixed.get("fisher") == "sampled" else {}
+            extra = {"fisher_key": key} if fixed.get("fisher") == "sampled" else {}
             if ekfac:
                 extra["basis"] = kfac.eigenbasis(state.opt_state, layers)
             (loss, batch_stats), grads, factors = gradients(state.params, state.batch_stats, images, labels, **extra)

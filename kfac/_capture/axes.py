@@ -12,10 +12,10 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from kfac._layers import Layout
+from kfac._statistics.rows import Arrangement
 
 NOT_A_PARAMETER_AXIS = -1
 
@@ -238,55 +238,22 @@ def layout(roles: Iterable[tuple[Atom, str]]) -> Layout:
     return Layout(tuple(names), tuple(sizes))
 
 
-class Arrangement(NamedTuple):
-    """How an activation becomes `[copies, rows, features]`, features in the memory order of the kernel.
+def arrangement(axes: Axes, copies: Iterable[Atom], examples: Sequence[int], rows: Sequence[int]) -> Arrangement:
+    """How an array with these axes becomes rows of features: leaf atoms are features, but for those in `copies`.
 
-    Axes are positions in `split`: what makes the copies, the rows and the features, and what is to be read backwards.
+    Args:
+      axes: the axes of the array.
+      copies: leaf atoms that hold independent copies.
+      examples: which of all atoms of `axes`, counted in array order, are the examples.
+      rows: which are the positions of an example.
     """
-
-    split: tuple[int, ...]
-    stack: tuple[int, ...]
-    rows: tuple[int, ...]
-    features: tuple[int, ...]
-    flips: tuple[int, ...] = ()
-
-    @property
-    def leading(self) -> int:
-        """Length of the first of the axes that make the rows."""
-        return self.split[self.rows[0]] if self.rows else 1
-
-    def every(self, k: int, x):
-        """Every `k`-th along the first of the axes that make the rows, and the arrangement of what is left."""
-        axis = self.rows[0]
-        x = x.reshape(self.split)[(slice(None),) * axis + (slice(None, None, k),)]
-        return x, self._replace(split=x.shape)
-
-    def grouped_by(self, position: int | None) -> Arrangement:
-        """The same with the rows of each index along one axis (a position in `split`) next to each other."""
-        if position is None:
-            return self
-        return self._replace(rows=(position, *(k for k in self.rows if k != position)))
-
-    def __call__(self, x):
-        def size(positions):
-            return math.prod(self.split[k] for k in positions)
-
-        x = jnp.flip(x.reshape(self.split), self.flips) if self.flips else x.reshape(self.split)
-        x = x.transpose(self.stack + self.rows + self.features)
-        return x.reshape(size(self.stack), size(self.rows), size(self.features))
-
-
-def arrangement(axes: Axes, stack: Iterable[Atom] = ()) -> Arrangement:
-    """The arrangement of an array with these axes: leaf atoms are features, but for those in `stack`."""
-    flat = flatten(axes)
-    stack = set(stack)
-    flips = tuple(position for position, atom in enumerate(flat) if atom.flipped)
-    kinds: dict[str, list[int]] = {"stack": [], "rows": [], "features": []}
-    for position, atom in enumerate(flat):
-        kind = "rows" if not atom.of_leaf else "stack" if atom in stack else "features"
-        kinds[kind].append(position)
-    for kind in ("stack", "features"):
-        kinds[kind].sort(key=lambda position: flat[position].memory_order)
+    flat, copies = flatten(axes), set(copies)
+    leaf = sorted((k for k, atom in enumerate(flat) if atom.of_leaf), key=lambda k: flat[k].memory_order)
     return Arrangement(
-        tuple(atom.size for atom in flat), tuple(kinds["stack"]), tuple(kinds["rows"]), tuple(kinds["features"]), flips
+        split=tuple(atom.size for atom in flat),
+        copies=tuple(k for k in leaf if flat[k] in copies),
+        examples=tuple(examples),
+        rows=tuple(rows),
+        features=tuple(k for k in leaf if flat[k] not in copies),
+        flips=tuple(k for k, atom in enumerate(flat) if atom.flipped),
     )

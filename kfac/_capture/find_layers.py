@@ -1,4 +1,4 @@
-"""From the reads of a traced loss to layers: which leaves make a block, and of which kind."""
+"""From the reads of a loss to layers: which leaves make a block, and of which kind."""
 
 from __future__ import annotations
 
@@ -7,27 +7,14 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import jax
+from typing import Any, NamedTuple
 
 from kfac._capture import axes as axes_lib
-from kfac._capture.analysis import Analysis
-from kfac._capture.axes import Atom
+from kfac._capture.find_reads import Reads
 from kfac._capture.outputs import Marks, find_marks
-from kfac._capture.reads import (
-    NOT_WITH_EXAMPLES,
-    Read,
-    by_part,
-    kernel_layout,
-    kernel_roles,
-    most_uses,
-    unsupported,
-)
-from kfac._capture.replay import Plan
-from kfac._capture.taps import Resolved, plan_elementwise, plan_kronecker
+from kfac._capture.states import NOT_WITH_EXAMPLES, Use, by_part, unsupported
 from kfac._capture.trace import Trace, trace
-from kfac._layers import KRONECKER_KINDS, Layer, Layers, Layout, leaf_path
+from kfac._layers import KRONECKER_KINDS, Layer, Layers, Layout
 
 
 def find_layers(
@@ -45,6 +32,7 @@ def find_layers(
     Traces `loss_fn(params, *args, **kwargs)` once and follows every parameter leaf through shape and dtype operations
     to the operations that read it. Nothing is computed. A leaf read by matrix products or convolutions gets a Kronecker
     block, normalisation scales and shifts a unit-wise one, what remains a diagonal one; no leaf is left out silently.
+    What carries no gradient to the loss does not count: `stop_gradient`, metrics in `aux`, outputs that nothing uses.
 
     Args:
       loss_fn: the mean loss over the examples of a batch, a real scalar; with `has_aux`, a pair `(loss, aux)`.
@@ -75,98 +63,80 @@ def find_layers(
             raise ValueError(f"{option} must be a sequence of regular expressions, but is the string {patterns!r}")
     if max_dim is not None and (isinstance(max_dim, bool) or not isinstance(max_dim, int) or max_dim < 1):
         raise ValueError(f"max_dim must be a positive int or None, but is {max_dim!r}")
-    names, shapes = paths_and_shapes(params)
-    options = Layers((), tuple(names), tuple(skip), max_dim, tuple(reduce))
-    # The example count matters to the statistics only, so a batch that does not tell it is no error here.
-    return resolve(trace(loss_fn, has_aux, params, args, kwargs), names, shapes, options, None, strict=False).layers
+    traced = trace(loss_fn, has_aux, params, args, kwargs)
+    options = Layers((), tuple(traced.names), tuple(skip), max_dim, tuple(reduce))
+    return layers_of(traced, options, find_marks(traced), None).layers
 
 
-def paths_and_shapes(params: Any) -> tuple[list[str], list[tuple[int, ...]]]:
-    """Paths and shapes of the leaves, in the order of `jax.tree.leaves`."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(params)
-    names = [leaf_path(path) for path, _ in flat]
-    if not names:
-        raise ValueError("params has no leaves: there is nothing to train")
-    repeated = [name for name, count in collections.Counter(names).items() if count > 1]
-    if repeated:
-        raise ValueError(f"two parameter leaves have the path {repeated[0]!r}; rename one")
-    for name, (_, leaf) in zip(names, flat, strict=True):
-        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-            raise TypeError(f"parameter {name!r} must be an array, but is of type {type(leaf).__name__}")
-    return names, [tuple(leaf.shape) for _, leaf in flat]
+class Found(NamedTuple):
+    """The layers of a loss, and what they are known from.
+
+    Attributes:
+      layers: the layers.
+      reads: how the program uses its parameters.
+      uses: for each layer the uses of each of its leaves, in the order of `Layer.params`.
+      marks: the marked outputs.
+      num_examples: `n`; None where it is not clear.
+      unclear: why it is not, and what to do.
+    """
+
+    layers: Layers
+    reads: Reads
+    uses: dict[str, list[list[Use]]]
+    marks: Marks
+    num_examples: int | None
+    unclear: str
 
 
-def resolve(
-    traced: Trace,
-    names: Sequence[str],
-    shapes: Sequence[tuple[int, ...]],
-    options: Layers,
-    num_examples: int | None,
-    strict: bool = True,
-    subsample: int = 1,
-    ekfac: bool = False,
-) -> Resolved:
-    """Groups the reads of `traced` into layers and plans their taps.
+def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | None) -> Found:
+    """Groups the uses of each leaf into layers.
 
     Args:
       traced: the traced loss.
-      names: paths of the parameter leaves.
-      shapes: their shapes.
       options: what holds the options of `find_layers`.
+      marks: its marked outputs.
       num_examples: the number of examples, if the user gave it.
-      strict: whether an unknown number of examples is an error.
-      subsample: Kronecker factors come from every `subsample`-th example.
-      ekfac: whether taps also sum squares of per-example gradients.
     """
+    names, shapes = traced.names, traced.shapes
     skipped = _matching("skip", options.skip, names)
     reduced = {names[leaf] for leaf in _matching("reduce", options.reduce, names)}
-    analysis = Analysis(traced, names, shapes, skipped)
-    by_leaf: dict[int, list[Read]] = collections.defaultdict(list)
-    for read in analysis.reads:
-        by_leaf[read.leaf].append(read)
-    _drop_mixed_lookups(analysis, by_leaf)
-    kernels = {leaf for leaf, reads in by_leaf.items() if any(read.op in KRONECKER_KINDS for read in reads)}
+    reads = Reads(traced, skipped)
+    by_leaf: dict[int, list[Use]] = collections.defaultdict(list)
+    for use in reads.uses:
+        by_leaf[use.leaf].append(use)
+    _drop_mixed_lookups(reads, by_leaf)
+    kernels = {leaf for leaf, uses in by_leaf.items() if any(use.read.op in KRONECKER_KINDS for use in uses)}
     for leaf in kernels:
-        _check_kernel(names[leaf], by_leaf[leaf], analysis.coarse.get(leaf))
-    companions = _companions(analysis, by_leaf, kernels)
+        _check_kernel(names[leaf], by_leaf[leaf], reads.coarse.get(leaf))
+    companions = _companions(reads, by_leaf, kernels)
+    n, unclear = count_examples(num_examples, marks, reads, kernels, names)
 
-    marks = find_marks(traced, len(names))
-    n = _num_examples(num_examples, marks, analysis, kernels, names, strict)
     drafts: list[tuple[Layer, list[int]]] = []
     for leaf, name in enumerate(names):
         if leaf in companions.values():
             continue
+        leaves = [leaf, companions[leaf]] if leaf in companions else [leaf]
         if leaf in skipped:
-            drafts.append((Layer(name, "skipped", (name,), (shapes[leaf],), note="skipped by the user"), [leaf]))
+            layer = Layer(name, "skipped", (name,), (shapes[leaf],), note="skipped by the user")
         elif leaf in kernels:
-            drafts.append(_kronecker_layer(leaf, companions.get(leaf), analysis, by_leaf, names, shapes, n))
+            layer = _kronecker_layer(leaves, reads, by_leaf, names, shapes, n)
         else:
-            drafts.append(_elementwise_layer(leaf, companions.get(leaf), analysis, by_leaf, names, shapes, n))
+            layer = _elementwise_layer(leaves, reads, by_leaf, names, shapes, n)
+        drafts.append((layer, leaves))
 
     parents = collections.Counter(_parent(layer.params[0]) for layer, _ in drafts)
-    resolved = Resolved(options, Plan(), {}, {}, n or 1, marks)
-    blocks = []
+    blocks, uses_of = [], {}
     for layer, leaves in drafts:
         parent = _parent(layer.params[0])
         # A path may hold a slash of its own, so a parent may have the path of a leaf.
         unique = parent and parents[parent] == 1 and parent not in names
-        layer = dataclasses.replace(layer, name=parent if unique else layer.params[0])
-        layer = _bounded(layer, options.max_dim)
+        layer = _bounded(dataclasses.replace(layer, name=parent if unique else layer.params[0]), options.max_dim)
         if layer.kind in ("dense", "conv") and layer.params[0] in reduced:
             layer = dataclasses.replace(layer, weight_sharing="reduce")
         blocks.append(layer)
-        reads = [read for leaf in leaves for read in by_leaf[leaf]]
-        if layer.kind in KRONECKER_KINDS:
-            plan_kronecker(resolved, layer, by_leaf[leaves[0]], analysis, traced, strict, subsample, ekfac)
-        elif reads and not layer.coarse:
-            plan_elementwise(resolved, layer, leaves, by_leaf, shapes, traced, strict)
-    for path, operand in analysis.multipliers.items():
-        # Only where the jaxpr holds a tap: elsewhere nothing reads the multiplier.
-        resolved.plan.at(path).multipliers[path[-1]] = operand
-    for path in analysis.carriers:
-        resolved.plan.at((*path, 0))
-    resolved.layers = dataclasses.replace(options, blocks=tuple(blocks), paths=tuple(names))
-    return resolved
+        uses_of[layer.name] = [by_leaf[leaf] for leaf in leaves]
+    layers = dataclasses.replace(options, blocks=tuple(blocks), paths=tuple(names))
+    return Found(layers, reads, uses_of, marks, n, unclear)
 
 
 def _bounded(layer: Layer, max_dim: int | None) -> Layer:
@@ -198,24 +168,25 @@ def _parent(path: str) -> str:
     return path.rpartition("/")[0]
 
 
-def _drop_mixed_lookups(analysis: Analysis, by_leaf: dict[int, list[Read]]) -> None:
+def _drop_mixed_lookups(reads: Reads, by_leaf: dict[int, list[Use]]) -> None:
     """Leaves a table to the coarse diagonal if not all that reads it are lookups of its rows, and none is a product."""
-    for leaf, reads in list(by_leaf.items()):
-        lookups = [read for read in reads if read.op == "embedding"]
-        if not lookups or any(read.op in ("dense", "conv") for read in reads):
+    for leaf, uses in list(by_leaf.items()):
+        lookups = [use for use in uses if use.read.op == "embedding"]
+        if not lookups or any(use.read.op in ("dense", "conv") for use in uses):
             continue
-        forms = {(kernel_layout(read), tuple(filter(None, read.view.stack)), read.picked) for read in lookups}
-        if len(lookups) < len(reads) or len(forms) > 1 or leaf in analysis.coarse:
-            analysis.coarse.setdefault(leaf, "gather and other operations")
+        forms = {(use.layout, tuple(filter(None, use.view.stack)), use.picked) for use in lookups}
+        if len(lookups) < len(uses) or len(forms) > 1 or leaf in reads.coarse:
+            reads.coarse.setdefault(leaf, "gather and other operations")
             del by_leaf[leaf]
 
 
-def _check_kernel(name: str, reads: list[Read], coarse: str | None) -> None:
-    products = [read for read in reads if read.op in KRONECKER_KINDS]
-    where = " and ".join(sorted({read.op for read in reads}))
-    if len({read.op == "embedding" for read in products}) > 1:
+def _check_kernel(name: str, uses: list[Use], coarse: str | None) -> None:
+    products = [use for use in uses if use.read.op in KRONECKER_KINDS]
+    where = " and ".join(sorted({use.read.op for use in uses}))
+    layouts = {use.layout for use in products}
+    if len({use.read.op == "embedding" for use in products}) > 1:
         reason = "of inputs that are looked up there are only counts, so the two cannot be put in one block"
-        if len({kernel_layout(read) for read in products}) > 1:
+        if len(layouts) > 1:
             reason = (
                 "an embedding that is the output layer as well has inputs on one axis and gradients on the other for "
                 "the one use, and the other way round for the other; the sum of the two Kronecker products is none, so "
@@ -226,11 +197,11 @@ def _check_kernel(name: str, reads: list[Read], coarse: str | None) -> None:
         raise unsupported(
             name, f"a matrix product or convolution and by {coarse}", "the two cannot be put in one block"
         )
-    if len(products) < len(reads):
+    if len(products) < len(uses):
         raise unsupported(name, where, "besides a product, an elementwise operation reads it")
-    if len({read.picked for read in products}) > 1:
+    if len({use.picked for use in products}) > 1:
         raise unsupported(name, f"{len(products)} products", "they disagree on the parts that it is cut into")
-    if len({kernel_layout(read) for read in products}) > 1:
+    if len(layouts) > 1:
         reason = "they disagree on which of its axes are inputs"
         if any(_is_transposed(a, b) for a in products for b in products):
             reason = (
@@ -239,126 +210,125 @@ def _check_kernel(name: str, reads: list[Read], coarse: str | None) -> None:
                 "for each use gets one"
             )
         raise unsupported(name, f"{len(products)} products", reason)
-    if len({tuple(filter(None, read.view.stack)) for read in products}) > 1:
+    if len({tuple(filter(None, use.view.stack)) for use in products}) > 1:
         raise unsupported(name, f"{len(products)} products", "they disagree on how it is stacked")
 
 
-def _is_transposed(a: Read, b: Read) -> bool:
+def _is_transposed(a: Use, b: Use) -> bool:
     swapped = {"in": "out", "out": "in", "stack": "stack"}
-    return kernel_layout(a) == axes_lib.layout((atom, swapped[role]) for atom, role in kernel_roles(b).items())
+    return a.layout == axes_lib.layout((atom, swapped[role]) for atom, role in b.roles.items())
 
 
-def _companions(analysis: Analysis, by_leaf: dict[int, list[Read]], kernels: set[int]) -> dict[int, int]:
+def _companions(reads: Reads, by_leaf: dict[int, list[Use]], kernels: set[int]) -> dict[int, int]:
     """The bias of each kernel and the shift of each scale: the leaf added to its every output, and to nothing else."""
     companions: dict[int, int] = {}
-    for leaf, reads in by_leaf.items():
-        if leaf in kernels or leaf in analysis.coarse or not all(r.op == "add" and r.joined for r in reads):
+    for leaf, uses in by_leaf.items():
+        if leaf in kernels or leaf in reads.coarse or not all(u.read.op == "add" and u.joined for u in uses):
             continue
-        joined = [read.joined[0] for read in reads if read.joined]
-        partners = {analysis.reads[k].leaf for k in joined}
+        joined = [use.joined[0] for use in uses if use.joined]
+        partners = {reads.uses[k].leaf for k in joined}
         partner = partners.pop()
-        if partners or partner in companions or partner in analysis.coarse or len(set(joined)) < len(joined):
+        if partners or partner in companions or partner in reads.coarse or len(set(joined)) < len(joined):
             continue
         if partner in kernels:
             # A bias may be missing from some uses of the kernel, but a subtracted one is no homogeneous 1.
-            if all(read.sign == 1 for read in reads):
+            if all(use.read.sign == 1 for use in uses):
                 companions[partner] = leaf
-        elif len(joined) == len(by_leaf[partner]) and all(analysis.reads[k].op == "mul" for k in joined):
+        elif len(joined) == len(by_leaf[partner]) and all(reads.uses[k].read.op == "mul" for k in joined):
             companions[partner] = leaf
     return companions
 
 
-def _num_examples(
-    given, marks: Marks, analysis: Analysis, kernels: set[int], names: Sequence[str], strict: bool
-) -> int | None:
-    """The number of examples; None where it is not clear and need not be."""
+def count_examples(
+    given: int | None, marks: Marks, reads: Reads, kernels: set[int], names: Sequence[str]
+) -> tuple[int | None, str]:
+    """The number of examples; None where it is not clear, and why."""
     if given is not None:
         if isinstance(given, bool) or not isinstance(given, int) or given < 1:
             raise ValueError(f"num_examples must be a positive int, but is {given!r}")
-        for read in analysis.reads:
-            if read.leaf in kernels and read.rows % given:
-                raise ValueError(
-                    f"num_examples={given} does not divide the {read.rows} positions at which "
-                    f"{names[read.leaf]!r} is read"
-                )
-        return given
+        for use in reads.uses:
+            if use.leaf in kernels and use.rows % given:
+                where = f"the {use.rows} positions at which {names[use.leaf]!r} is read"
+                raise ValueError(f"num_examples={given} does not divide {where}")
+        return given, ""
     if marks.marks:
-        products = [(names[read.leaf], read.rows, read.leading) for read in analysis.reads if read.leaf in kernels]
-        return marks.num_examples(products, strict)
+        return marks.num_examples([(names[u.leaf], u.rows, u.read.leading) for u in reads.uses if u.leaf in kernels])
     candidates: dict[int | None, str] = {}
-    for read in analysis.reads:
-        if read.leaf in kernels or not kernels:
+    for use in reads.uses:
+        if use.leaf in kernels or not kernels:
             # Without an axis of its own there is one example, unless a scan runs over examples or over positions.
-            leading = 1 if read.leading is None and read.rows == 1 else read.leading
-            candidates.setdefault(leading, names[read.leaf])
+            leading = 1 if use.read.leading is None and use.rows == 1 else use.read.leading
+            candidates.setdefault(leading, names[use.leaf])
+    if not candidates:
+        candidates.update(reads.skipped_products)
+    if not candidates and any(leaf in reads.coarse or leaf in reads.derived for leaf in range(len(names))):
+        return (
+            None,
+            "the number of examples is not clear: no product reads a parameter. Pass num_examples= to value_and_grad.",
+        )
     if len(candidates) > 1 or None in candidates:
-        if not strict:
-            return None
         seen = ", ".join(f"{size or 'none inside a scan'} ({name!r})" for size, name in candidates.items())
-        raise ValueError(
+        return None, (
             f"the number of examples is not clear: the leading dimensions of the layers' inputs are {seen}. Pass "
             "num_examples= to value_and_grad."
         )
-    return next(iter(candidates), 1)
+    return next(iter(candidates), 1), ""
 
 
-def _kronecker_layer(leaf, bias, analysis, by_leaf, names, shapes, n) -> tuple[Layer, list[int]]:
-    reads = by_leaf[leaf]
-    kernel = kernel_layout(reads[0])
-    leaves, layouts = [leaf], [kernel]
-    if bias is not None:
-        read = by_leaf[bias][0]
-        assert read.joined is not None
-        roles = kernel_roles(analysis.reads[read.joined[0]])
-        layouts.append(axes_lib.layout((own, _role_within(roles, theirs)) for own, theirs in read.joined[1]))
-        leaves.append(bias)
-    rows = {sum(read.rows for read in part) for part in by_part(reads)}
-    lookup = reads[0].op == "embedding"
-    parts, read_parts = math.prod(atom.size for atom in reads[0].picked), len(by_part(reads))
+def _kronecker_layer(leaves, reads: Reads, by_leaf: dict[int, list[Use]], names, shapes, n: int | None) -> Layer:
+    uses, kernel = by_leaf[leaves[0]], by_leaf[leaves[0]][0].layout
+    layouts = [kernel]
+    for bias in leaves[1:]:
+        joined = by_leaf[bias][0].joined
+        assert joined is not None
+        roles = reads.uses[joined[0]].roles
+        layouts.append(axes_lib.layout((own, _role_within(roles, theirs)) for own, theirs in joined[1]))
+    by_parts, lookup = by_part(uses), uses[0].read.op == "embedding"
+    rows = {sum(use.rows for use in part) for part in by_parts}
+    parts = math.prod(atom.size for atom in uses[0].picked)
     notes = ["A holds the counts of the rows looked up"] * lookup
-    notes += [f"{read_parts} of its {parts} parts read"] * (read_parts < parts)
-    layer = Layer(
-        names[leaf],
-        reads[0].op,
+    notes += [f"{len(by_parts)} of its {parts} parts read"] * (len(by_parts) < parts)
+    return Layer(
+        names[leaves[0]],
+        uses[0].read.op,
         tuple(names[k] for k in leaves),
         tuple(shapes[k] for k in leaves),
         tuple(layouts),
         d_out=kernel.size("out"),
-        d_in=kernel.size("in") + (bias is not None),
+        d_in=kernel.size("in") + len(leaves) - 1,
         copies=kernel.size("stack"),
         stacked="stack" in kernel.roles,
         diagonal=("A",) if lookup else (),
         note="; ".join(notes),
         positions=_positions(rows.pop(), n) if len(rows) == 1 else None,
-        uses=most_uses(reads),
+        uses=max(sum(use.times for use in part) for part in by_parts),
     )
-    return layer, leaves
 
 
 def _positions(rows: int, n: int | None) -> int | None:
     return rows // n if n and rows % n == 0 else None
 
 
-def _role_within(roles: dict[Atom, str], part: Atom) -> str:
+def _role_within(roles: dict[axes_lib.Atom, str], part: axes_lib.Atom) -> str:
     return next(role for atom, role in roles.items() if axes_lib.is_part(part, atom))
 
 
-def _elementwise_layer(leaf, shift, analysis, by_leaf, names, shapes, n) -> tuple[Layer, list[int]]:
-    size = math.prod(shapes[leaf])
-    reads = by_leaf.get(leaf, [])
-    if not reads and leaf in analysis.products:
-        raise unsupported(names[leaf], analysis.products[leaf], NOT_WITH_EXAMPLES)
-    coarse, note, kind = False, "", "unitwise"
-    if leaf in analysis.coarse or not reads:
-        coarse, kind = True, "diagonal"
-        how = analysis.coarse.get(leaf) or analysis.derived.get(leaf)
+def _elementwise_layer(leaves, reads: Reads, by_leaf: dict[int, list[Use]], names, shapes, n: int | None) -> Layer:
+    leaf, size = leaves[0], math.prod(shapes[leaves[0]])
+    uses = by_leaf.get(leaf, [])
+    if not uses and leaf in reads.products:
+        raise unsupported(names[leaf], reads.products[leaf], NOT_WITH_EXAMPLES)
+    coarse = leaf in reads.coarse or not uses
+    kind = "unitwise" if not coarse and any(use.read.op == "mul" for use in uses) else "diagonal"
+    if coarse:
+        how = reads.coarse.get(leaf) or reads.derived.get(leaf)
         note = f"read by {how}: n times the squared mean gradient" if how else "not used by the loss"
-    elif not any(read.op == "mul" for read in reads):
-        kind, note = "diagonal", "read by an elementwise sum: per-example gradients"
+    elif kind == "diagonal":
+        note = "read by an elementwise sum: per-example gradients"
     else:
-        note = "elementwise scale" + (" and shift" if shift is not None else "") + ": per-example gradients"
-    leaves = [leaf] if shift is None else [leaf, shift]
-    layer = Layer(
+        note = f"elementwise scale{' and shift' if len(leaves) > 1 else ''}: per-example gradients"
+    parts = by_part(uses) if not coarse else []
+    return Layer(
         names[leaf],
         kind,
         tuple(names[k] for k in leaves),
@@ -368,7 +338,6 @@ def _elementwise_layer(leaf, shift, analysis, by_leaf, names, shapes, n) -> tupl
         d_in=len(leaves),
         coarse=coarse,
         note=note,
-        positions=None if coarse else _positions(max(sum(read.rows for read in part) for part in by_part(reads)), n),
-        uses=1 if coarse else most_uses(reads),
+        positions=_positions(max(sum(use.rows for use in part) for part in parts), n) if parts else None,
+        uses=max(sum(use.times for use in part) for part in parts) if parts else 1,
     )
-    return layer, leaves

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend import core as jex
 
+from kfac._capture import primitives
 from kfac._capture.axes import Atom
-from kfac._capture.replay import AtMark, Key, Plan
-from kfac._capture.trace import CALLS, REMATS, Path, Trace, inner_jaxpr, subjaxprs
-from kfac._statistics.dense import accumulator
+from kfac._capture.taps import AtMark, Key, Plan
+from kfac._capture.trace import Op, Path, Program, Trace
+from kfac._statistics.rows import accumulator
 
 LIKELIHOODS = ("categorical", "bernoulli", "gaussian")
 _PREFIX = "kfac.output/"
@@ -60,19 +60,21 @@ def output(x: jax.Array, likelihood: str) -> jax.Array:
     return lax.squeeze(checkpoint_name(lax.expand_dims(x, (0,)), _PREFIX + likelihood), (0,))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Mark:
-    """A marked output.
+    """A marked output that reaches the loss.
 
     Attributes:
-      path: the equation of the mark.
+      op: the operation.
+      path: where it is.
       likelihood: the distribution.
       shape: `[..., features]`, with an axis of 1 among the others that `output` adds.
       scans: lengths of the enclosing scans.
       leaves: the parameter leaves it depends on.
-      around: which equations on the path are scans, by their position in it.
+      around: which operations on the path are scans, by their position in it.
     """
 
+    op: Op
     path: Path
     likelihood: str
     shape: tuple[int, ...]
@@ -98,39 +100,33 @@ class Marks:
     marks: tuple[Mark, ...]
     loss_leaves: frozenset[int]
 
-    def num_examples(self, products: Iterable[tuple[str, int, int | None]], strict: bool) -> int | None:
-        """The number of rows of the marked outputs; None where it is not clear and need not be.
+    def num_examples(self, products: Iterable[tuple[str, int, int | None]]) -> tuple[int | None, str]:
+        """The number of rows of the marked outputs; None where it is not clear or does not fit the products, and why.
 
         Args:
           products: the products that read kernels: parameter, number of positions, leading dimension.
-          strict: whether it must be clear.
-
-        Raises:
-          ValueError: it is not clear, or it does not go with the products.
         """
         rows = {mark.rows: mark for mark in self.marks}
-        if not strict:
-            return next(iter(rows)) if len(rows) == 1 else None
         if len(rows) > 1:
             seen = " and ".join(f"{count} ({list(mark.shape)})" for count, mark in rows.items())
-            raise ValueError(
+            return None, (
                 f"the number of examples is not clear: the marked outputs have {seen} rows. Pass num_examples= to "
                 "value_and_grad."
             )
         (n,) = rows
         for name, positions, leading in products:
             if positions % n:
-                raise ValueError(
+                return None, (
                     f"the marked output has {n} rows, which do not divide the {positions} positions at which {name!r} "
                     "is read. Pass num_examples= to value_and_grad."
                 )
             if rows[n].vector and leading not in (None, 1):
-                raise ValueError(
+                return None, (
                     f"the marked output has one axis, which is that of its features, but {name!r} is read with "
                     f"{leading} rows: give the features an axis of their own, kfac.output(x[:, None], ...), or "
                     "pass num_examples= to value_and_grad"
                 )
-        return n
+        return n, ""
 
     def token_axes(self, axes: Sequence[Atom], n: int) -> tuple[int, ...]:
         """Where every row of an output `[examples, tokens, features]` is an example, which axes of an array are theirs.
@@ -188,77 +184,56 @@ class Marks:
                     inner.iterated[key] = True
 
 
-def find_marks(traced: Trace, num_leaves: int) -> Marks:
-    """The marked outputs of a loss with `num_leaves` parameter leaves.
+Leaves = frozenset[int]
+
+
+def find_marks(traced: Trace) -> Marks:
+    """The marked outputs of a loss.
 
     Raises:
       ValueError: one is inside `lax.while_loop`, `lax.cond` or another construct that cannot be followed.
     """
-    jaxpr = traced.closed.jaxpr
     found: dict[Path, Mark] = {}
-    states = [frozenset({k}) if k < num_leaves else _NO_LEAVES for k in range(len(jaxpr.invars))]
-    outs = _walk(jaxpr, states, (), (), (), found)
-    return Marks(tuple(found.values()), outs[0])
+    states = [frozenset({k}) for k in range(traced.num_leaves)] + [_NO_LEAVES] * len(traced.arrays)
+    loss, *_ = _walk(traced.program, states, (), (), (), found)
+    return Marks(tuple(found.values()), loss)
 
 
-Leaves = frozenset[int]
+def _is_mark(eqn: Any) -> bool:
+    return primitives.is_named(eqn, _PREFIX) is not None
 
 
 def _walk(
-    jaxpr: jex.Jaxpr,
-    states: Sequence[Leaves],
-    path: Path,
-    scans: tuple[int, ...],
-    around: tuple[int, ...],
-    found: dict[Path, Mark],
+    program: Program, states: Sequence[Leaves], path: Path, scans, around, found: dict[Path, Mark]
 ) -> list[Leaves]:
-    """The leaves that each result of `jaxpr` depends on, given those of its arguments; adds marks to `found`."""
-    env: dict[Any, Leaves] = dict(zip(jaxpr.invars, states, strict=True))
+    """The leaves that each result depends on, given those of the arguments; adds marks to `found`."""
 
-    def read(var) -> Leaves:
-        return _NO_LEAVES if isinstance(var, jex.Literal) else env.get(var, _NO_LEAVES)
+    def visit(index: int, op: Op, own: list[Leaves]) -> list[Leaves]:
+        here = (*path, index)
+        if op.call and op.call.scan and op.inner:
+            return _walk_scan(op, own, here, scans, (*around, len(path)), found)
+        if op.inner:
+            return _walk(op.inner, own, here, scans, around, found)
+        if op.opaque and primitives.contains(op.eqn, _is_mark):
+            raise ValueError(f"kfac.output cannot be followed inside {op.name}: mark what comes out of it")
+        together = _NO_LEAVES.union(*own) if op.alive else _NO_LEAVES
+        likelihood = primitives.is_named(op.eqn, _PREFIX)
+        if likelihood and op.alive:
+            found[here] = Mark(op, here, likelihood, op.results[0], scans, together, around)
+        return [together] * len(op.outputs)
 
-    for index, eqn in enumerate(jaxpr.eqns):
-        here, own = (*path, index), [read(var) for var in eqn.invars]
-        name = eqn.primitive.name
-        if name in CALLS or name in REMATS:
-            results = _walk(inner_jaxpr(eqn)[0], own, here, scans, around, found)
-        elif name == "scan":
-            results = _walk_scan(eqn, own, here, scans, (*around, len(path)), found)
-        else:
-            for inner in subjaxprs(eqn):
-                _refuse_marks(inner, name)
-            everything = _NO_LEAVES if name == "stop_gradient" else _NO_LEAVES.union(*own)
-            results = [everything] * len(eqn.outvars)
-            if _is_mark(eqn):
-                aval: Any = eqn.outvars[0].aval
-                likelihood = eqn.params["name"].removeprefix(_PREFIX)
-                found[here] = Mark(here, likelihood, tuple(aval.shape), scans, everything, around)
-        env.update(zip(eqn.outvars, results, strict=True))
-    return [read(var) for var in jaxpr.outvars]
+    return program.run(states, _NO_LEAVES, _NO_LEAVES, visit)
 
 
-def _walk_scan(eqn, states: list[Leaves], path: Path, scans, around, found: dict[Path, Mark]) -> list[Leaves]:
-    first, last = eqn.params["num_consts"], eqn.params["num_consts"] + eqn.params["num_carry"]
-    body, scans = inner_jaxpr(eqn)[0], (*scans, eqn.params["length"])
+def _walk_scan(op: Op, states: list[Leaves], path: Path, scans, around, found: dict[Path, Mark]) -> list[Leaves]:
+    assert op.inner and op.call and op.call.scan
+    first, carried, length = op.call.scan
     while True:  # what the carry depends on can grow from iteration to iteration
-        results = _walk(body, states, path, scans, around, found)
-        grown = [a | b for a, b in zip(states[first:last], results, strict=False)]
-        if grown == states[first:last]:
+        results = _walk(op.inner, states, path, (*scans, length), around, found)
+        grown = [a | b for a, b in zip(states[first : first + carried], results, strict=False)]
+        if grown == states[first : first + carried]:
             return results
-        states = [*states[:first], *grown, *states[last:]]
-
-
-def _is_mark(eqn) -> bool:
-    return eqn.primitive.name == "name" and eqn.params["name"].startswith(_PREFIX)
-
-
-def _refuse_marks(jaxpr: jex.Jaxpr, construct: str) -> None:
-    for eqn in jaxpr.eqns:
-        if _is_mark(eqn):
-            raise ValueError(f"kfac.output cannot be followed inside {construct}: mark what comes out of it")
-        for inner in subjaxprs(eqn):
-            _refuse_marks(inner, construct)
+        states = [*states[:first], *grown, *states[first + carried :]]
 
 
 # -- targets -----------------------------------------------------------------------------------------------------------
@@ -341,16 +316,16 @@ def checked_key(key: Any) -> jax.Array:
       ValueError: it is missing, or no PRNG key.
     """
     if key is None:
-        raise ValueError("fisher='sampled' draws targets: pass a PRNG key at the call, key=jax.random.key(step)")
+        raise ValueError("fisher='sampled' draws targets: pass a PRNG key at the call, fisher_key=jax.random.key(step)")
     if not is_key(key):
         what = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") and hasattr(key, "shape") else repr(key)
-        raise ValueError(f"key must be a single PRNG key, such as jax.random.key(step), but is {what}")
+        raise ValueError(f"fisher_key must be a single PRNG key, such as jax.random.key(step), but is {what}")
     return key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
 
 
 def with_own_key(kwargs: Mapping[str, Any], part: Any) -> dict[str, Any]:
-    """`kwargs`, a PRNG key among them that is called `key` folded with the number of a part."""
-    own = dict(kwargs)
-    if is_key(own.get("key")):
-        own["key"] = jax.random.fold_in(own["key"], part)
-    return own
+    """`kwargs`, PRNG keys among them that are called `key` or `fisher_key` folded with the number of a part."""
+    folded = {
+        name: jax.random.fold_in(kwargs[name], part) for name in ("key", "fisher_key") if is_key(kwargs.get(name))
+    }
+    return {**kwargs, **folded}

@@ -1,42 +1,291 @@
-"""A loss function as a jaxpr, and the way into the jaxprs inside it."""
+"""A loss function as a program that can be walked: its equations, what is inside them, and what reaches the loss.
+
+A `Program` is a jaxpr, an `Op` one of its equations. What equations mean is in `primitives.py`; the rest of the capture
+sees no more of them than an `Op` shows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-Path = tuple[int, ...]  # equation indices, from the outermost jaxpr inwards
+from kfac._capture import primitives
+from kfac._layers import leaf_paths
 
-CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"})
-REMATS = frozenset({"checkpoint", "remat", "remat2"})
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+Path = tuple[int, ...]  # positions of ops, from the outermost program inwards
+State = TypeVar("State")
+
+
+@dataclasses.dataclass(eq=False)
+class Op:
+    """One equation of a program.
+
+    Attributes:
+      eqn: the equation itself.
+      inner: the program inside, of a call, a remat or a scan.
+      live: whether each result reaches the loss by a way that carries a gradient.
+      alive: whether one does, or something inside.
+      summed: whether they reach it by sums and factors alone, as the terms of a penalty do.
+      branched: whether each input is an array that something else live reads as well.
+    """
+
+    eqn: Any
+    inner: Program | None
+    live: tuple[bool, ...] = ()
+    alive: bool = False
+    summed: bool = False
+    branched: tuple[bool, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.eqn.primitive.name
+
+    @property
+    def inputs(self) -> Sequence[Any]:
+        return self.eqn.invars
+
+    @property
+    def outputs(self) -> Sequence[Any]:
+        return self.eqn.outvars
+
+    @functools.cached_property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the inputs."""
+        return tuple(tuple(getattr(var.aval, "shape", ())) for var in self.inputs)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers of elements of the inputs."""
+        return [math.prod(shape) for shape in self.shapes]
+
+    @functools.cached_property
+    def results(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the results."""
+        return tuple(tuple(getattr(var.aval, "shape", ())) for var in self.outputs)
+
+    @functools.cached_property
+    def literals(self) -> tuple[bool, ...]:
+        """Whether each input is a number written into the program."""
+        return tuple(isinstance(var, jex.Literal) for var in self.inputs)
+
+    @property
+    def call(self) -> primitives.Call | None:
+        return primitives.call(self.eqn)
+
+    @property
+    def opaque(self) -> bool:
+        """Whether it holds a program that cannot be looked into."""
+        return self.inner is None and any(True for _ in primitives.inside(self.eqn))
+
+    def meaning(self, operand: int, axes: primitives.Axes) -> primitives.Meaning:
+        """What it does with a parameter that is its input number `operand` and has these axes."""
+        return primitives.meaning(self.eqn, operand, axes)
+
+    @property
+    def registered(self) -> bool:
+        """Whether the user has said what it is like."""
+        return primitives.is_registered(self.eqn)
+
+    @property
+    def keeps_values(self) -> bool:
+        return primitives.keeps_values(self.eqn)
+
+    def contains_product(self) -> bool:
+        return primitives.contains(self.eqn, primitives.is_product)
+
+    def describe(self) -> str:
+        """Its name and the shapes of its inputs, for messages."""
+        return f"{self.name}({', '.join(str(list(shape)) for shape in self.shapes)})"
+
+
+@dataclasses.dataclass(eq=False)
+class Program:
+    """A jaxpr whose ops know what is inside them, and what of it reaches the loss.
+
+    Attributes:
+      jaxpr: the jaxpr.
+      consts: values of its constants.
+      ops: its equations.
+      branched: whether each result is also read by something live inside.
+    """
+
+    jaxpr: Any
+    consts: Sequence[Any]
+    ops: list[Op]
+    branched: tuple[bool, ...] = ()
+
+    def run(
+        self,
+        states: Sequence[State],
+        constant: State,
+        number: State,
+        visit: Callable[[int, Op, list[State]], Sequence[State]],
+    ) -> list[State]:
+        """Computes with states in the place of arrays: those of the results, from those of the inputs.
+
+        Args:
+          states: of the inputs.
+          constant: of constants.
+          number: of numbers written into the program.
+          visit: gives the states of an op's results from its position, itself and the states of its inputs.
+        """
+        env: dict[Any, State] = dict.fromkeys(self.jaxpr.constvars, constant)
+        env.update(zip(self.jaxpr.invars, states, strict=True))
+
+        def read(var) -> State:
+            return number if isinstance(var, jex.Literal) else env[var]
+
+        for index, op in enumerate(self.ops):
+            env.update(zip(op.outputs, visit(index, op, [read(var) for var in op.inputs]), strict=True))
+        return [read(var) for var in self.jaxpr.outvars]
+
+    def hands_on(self, result: int, argument: int) -> bool:
+        """Whether a result is one of the arguments, as it came."""
+        return self.jaxpr.outvars[result] is self.jaxpr.invars[argument]
+
+    def literal(self, result: int) -> bool:
+        """Whether a result is a number written into the program."""
+        return isinstance(self.jaxpr.outvars[result], jex.Literal)
+
+
+def program(jaxpr: Any, consts: Sequence[Any]) -> Program:
+    ops = []
+    for eqn in jaxpr.eqns:
+        found = primitives.call(eqn)
+        ops.append(Op(eqn, program(found.jaxpr, found.consts) if found else None))
+    return Program(jaxpr, consts, ops)
+
+
+class Reached(NamedTuple):
+    """How an array reaches the loss: whether a gradient comes back, and whether by sums and numbers alone."""
+
+    live: bool
+    summed: bool
+
+
+def mark_live(found: Program, results: Sequence[Reached], roots: Collection[Op] = ()) -> list[Reached]:
+    """Notes what reaches the loss.
+
+    Integers and booleans carry no gradient, nor does what goes through `stop_gradient` and the like.
+
+    Args:
+      found: the program.
+      results: how its results do.
+      roots: ops whose results do, whoever reads them.
+
+    Returns:
+      How the arguments do.
+    """
+    readers: collections.Counter[Any] = collections.Counter()
+    bent: set[Any] = set()  # of these arrays, what does not reach the loss by sums and numbers alone
+
+    def reach(var, how: Reached) -> None:
+        if how.live and not isinstance(var, jex.Literal) and jnp.issubdtype(var.aval.dtype, jnp.inexact):
+            readers[var] += 1
+            if not how.summed:
+                bent.add(var)
+
+    def reached(var) -> Reached:
+        live = not isinstance(var, jex.Literal) and readers[var] > 0
+        return Reached(live, live and var not in bent)
+
+    for var, how in zip(found.jaxpr.outvars, results, strict=True):
+        reach(var, how)
+    for op in reversed(found.ops):
+        ways = [reached(var) for var in op.outputs]
+        if op in roots:
+            ways = [Reached(True, False)] * len(ways)
+        if primitives.stops_gradient(op.eqn):
+            ways = [Reached(False, False)] * len(ways)
+        inputs = _inputs_of(op, ways, roots)
+        op.live = tuple(way.live for way in ways)
+        op.alive = any(op.live) or (op.inner is not None and any(inner.alive for inner in op.inner.ops))
+        op.summed = all(way.summed for way in ways if way.live)
+        for var, how in zip(op.inputs, inputs, strict=True):
+            reach(var, how)
+    for op in found.ops:
+        op.branched = tuple(reached(var).live and readers[var] > 1 for var in op.inputs)
+    found.branched = tuple(reached(var).live and readers[var] > 1 for var in found.jaxpr.outvars)
+    return [reached(var) for var in found.jaxpr.invars]
+
+
+def _inputs_of(op: Op, ways: Sequence[Reached], roots: Collection[Op]) -> list[Reached]:
+    """How the inputs of an op reach the loss, if its results do in these ways."""
+    if op.inner and op.call:
+        scan = op.call.scan
+        if not scan:
+            return mark_live(op.inner, ways, roots)
+        ways = [Reached(way.live, False) for way in ways]
+        while True:  # a carry also reaches it by way of a later iteration
+            inputs = mark_live(op.inner, ways, roots)
+            carried = [way.live for way in inputs[scan.consts : scan.consts + scan.carried]]
+            live = [a.live or b for a, b in zip(ways, carried, strict=False)]
+            grown = [Reached(now, False) for now in live] + ways[scan.carried :]
+            if grown == ways:
+                return [Reached(way.live, False) for way in inputs]
+            ways = grown
+    alive = any(way.live for way in ways)
+    summed = alive and all(way.summed for way in ways if way.live) and primitives.sums(op.eqn)
+    return [Reached(alive, summed)] * len(op.inputs)
 
 
 class Trace(NamedTuple):
-    """The jaxpr of a loss and how to call it with flat arguments."""
+    """A traced loss and how to call it with flat arguments."""
 
-    closed: jex.ClosedJaxpr
+    program: Program
     arrays: list[Any]  # the dynamic leaves of the arguments, after the parameters
     rebuild: Callable[[Sequence[Any]], Any]  # flat outputs -> (loss, aux)
+    names: list[str]  # paths of the parameter leaves
+    shapes: list[tuple[int, ...]]
+
+    @property
+    def num_leaves(self) -> int:
+        return len(self.names)
 
 
 def _is_array(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
+def check_params(params: Any) -> tuple[list[str], list[tuple[int, ...]]]:
+    """Paths and shapes of the parameter leaves, in the order of `jax.tree.leaves`.
+
+    Raises:
+      ValueError: there are none, or two have one path.
+      TypeError: one is no real array.
+    """
+    names, leaves = leaf_paths(params), jax.tree.leaves(params)
+    if not names:
+        raise ValueError("params has no leaves: there is nothing to train")
+    repeated = [name for name, count in collections.Counter(names).items() if count > 1]
+    if repeated:
+        raise ValueError(f"two parameter leaves have the path {repeated[0]!r}; rename one")
+    for name, leaf in zip(names, leaves, strict=True):
+        if not _is_array(leaf):
+            raise TypeError(f"parameter {name!r} must be an array, but is of type {type(leaf).__name__}")
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise TypeError(
+                f"parameter {name!r} has dtype {leaf.dtype}: kfac differentiates real parameters only. Keep other "
+                "arrays out of params, as a further argument of loss_fn"
+            )
+    return names, [tuple(leaf.shape) for leaf in leaves]
+
+
 def trace(loss_fn: Callable, has_aux: bool, params: Any, args: tuple, kwargs: dict) -> Trace:
     """Traces `loss_fn(params, *args, **kwargs)`; arguments that are not arrays stay what they are."""
+    names, shapes = check_params(params)
     leaves, treedef = jax.tree.flatten((args, kwargs))
     dynamic = [k for k, leaf in enumerate(leaves) if _is_array(leaf)]
     arrays = [leaves[k] for k in dynamic]
     flat_params, params_tree = jax.tree.flatten(params)
-    for leaf in flat_params:
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise TypeError(f"kfac differentiates real parameters only, but a parameter leaf has dtype {leaf.dtype}")
     static_aux: dict[int, Any] = {}
     aux_tree: list[Any] = []
 
@@ -67,40 +316,12 @@ def trace(loss_fn: Callable, has_aux: bool, params: Any, args: tuple, kwargs: di
         aux = [static_aux[k] if k in static_aux else next(queue) for k in range(tree.num_leaves)]
         return loss, jax.tree.unflatten(tree, aux)
 
-    return Trace(closed, arrays, rebuild)
+    found = program(closed.jaxpr, closed.consts)
+    mark_live(found, [Reached(True, True), *[Reached(False, False)] * (len(closed.jaxpr.outvars) - 1)])
+    return Trace(found, arrays, rebuild, names, shapes)
 
 
-def subjaxprs(eqn: Any) -> Iterator[jex.Jaxpr]:
-    """The jaxprs among the parameters of an equation."""
-    for value in eqn.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(item, jex.ClosedJaxpr):
-                yield item.jaxpr
-            elif isinstance(item, jex.Jaxpr):
-                yield item
-
-
-def open_jaxpr(jaxpr: Any) -> tuple[jex.Jaxpr, Sequence[Any]]:
-    return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, jex.ClosedJaxpr) else (jaxpr, ())
-
-
-def inner_jaxpr(eqn: Any) -> tuple[jex.Jaxpr, Sequence[Any]]:
-    """The jaxpr that a call, a remat or a scan evaluates, and its constants."""
-    return open_jaxpr(eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"])
-
-
-def contains_product(eqn: Any) -> bool:
-    return eqn.primitive.name in PRODUCTS or any(
-        contains_product(inner) for jaxpr in subjaxprs(eqn) for inner in jaxpr.eqns
-    )
-
-
-def equations_along(traced: Trace, path: Sequence[int]) -> list[Any]:
-    """The equations along a path, the one it ends at last."""
-    jaxpr = traced.closed.jaxpr
-    found = []
-    for index in path:
-        found.append(jaxpr.eqns[index])
-        if len(found) < len(path):
-            jaxpr, _ = inner_jaxpr(found[-1])
-    return found
+def aim_at(traced: Trace, roots: Collection[Op]) -> None:
+    """Notes what reaches the results of some ops, in the place of what reaches the loss."""
+    outputs = traced.program.jaxpr.outvars
+    mark_live(traced.program, [Reached(False, False)] * len(outputs), roots)

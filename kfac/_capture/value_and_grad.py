@@ -1,24 +1,21 @@
-"""Gradients and Kronecker factors in one backward pass, and their accumulation over micro-batches."""
+"""Loss, gradients and factors in one backward pass."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from kfac._capture.convolutions_in_loops import fast_in_loops
-from kfac._capture.find_layers import paths_and_shapes, resolve
-from kfac._capture.outputs import Draw, checked_key, keys_of, with_own_key
+from kfac._capture.outputs import Draw, checked_key, find_marks, keys_of
+from kfac._capture.plan import Planned, plan_taps
 from kfac._capture.replay import replay
-from kfac._capture.trace import trace
+from kfac._capture.trace import Trace, aim_at, trace
 from kfac._layers import Layers
-from kfac._optimizer.eigenbasis import check_basis
-from kfac._varying import as_varying, own_key, varying_axes, zeros_of
+from kfac._varying import as_varying, own_key, varying_axes
 
 
 def value_and_grad(
@@ -29,7 +26,6 @@ def value_and_grad(
     fisher: str = "empirical",
     num_examples: int | None = None,
     subsample: int = 1,
-    ekfac: bool = False,
 ) -> Callable[..., tuple[Any, Any, Any]]:
     """`jax.value_and_grad`, with the statistics of every layer beside the gradients.
 
@@ -56,94 +52,98 @@ def value_and_grad(
         unbiased where the order of the examples means nothing. Layers must see the examples on an axis of their own;
         where the tokens of a marked output `[sequences, tokens, features]` are examples, whole sequences are taken.
         The gradients, and the unit-wise and diagonal blocks, which are cheap, come from all of them.
-      ekfac: for an optimizer with `inverse="ekfac"`: `moments` beside `A` and `G`, the second moments of per-example
-        gradients in an eigenbasis, `n sum_i (Q_G^T (sum_p g_ip a_ip^T) Q_A)^2` with the gradients `g_ip` of the mean
-        loss (George et al. 2018). Where examples have several positions, layers must see them on an axis of their own.
 
     Returns:
       A function of the arguments of `loss_fn` that returns `(value, grads, factors)`, where `value` is `loss` or
-      `(loss, aux)`, `grads` has the structure of the parameters and `factors` is a `Factors`. With `"sampled"` it takes
-      `key`, a PRNG key, as a further keyword, which `loss_fn` does not see. The same key draws the same targets, but on
-      every device others: the device's position on the axes over which the arguments vary is folded into it (under
-      `jax.pmap`, and `shard_map` with `check_vma=False`, its position on all axes). With `ekfac` it takes `basis`, what
-      `kfac.eigenbasis` returns, likewise.
+      `(loss, aux)`, `grads` has the structure of the parameters and `factors` is a `Factors`. It takes two further
+      keywords, which `loss_fn` does not see:
+
+      - `fisher_key`, with `"sampled"`: a PRNG key. The same key draws the same targets, but on every device others: the
+        device's position on the axes over which the arguments vary is folded into it (under `jax.pmap`, and `shard_map`
+        with `check_vma=False`, its position on all axes).
+      - `basis`, for an optimizer with `inverse=kfac.Ekfac()`: what `kfac.eigenbasis` returns. `factors` then hold
+        `moments` beside `A` and `G`, the second moments of per-example gradients in that eigenbasis,
+        `n sum_i (Q_G^T (sum_p g_ip a_ip^T) Q_A)^2` with the gradients `g_ip` of the mean loss (George et al. 2018).
+        Where examples have several positions, layers must see them on an axis of their own.
 
     Raises:
       ValueError: an argument is out of range; when the function is traced: it has other layers than `layers`, or the
-        number of examples is not clear, or with `subsample` or `ekfac` a layer cannot tell them from positions, or with
-        `subsample` it sees too few, or `basis` is missing or no such one, or `key` is missing, no key, or given
-        where nothing is drawn, or with `"sampled"` the loss depends on a parameter but no marked output does.
+        number of examples is not clear, or with `subsample` or `basis` a layer cannot tell them from positions, or with
+        `subsample` it sees too few, or `basis` is no such one, or `fisher_key` is missing, no key, or given where
+        nothing is drawn, or with `"sampled"` the loss depends on a parameter but no marked output does.
     """
     if not isinstance(layers, Layers):
         raise ValueError(f"layers must be what kfac.find_layers returns, but is {type(layers).__name__}")
     if fisher not in ("empirical", "sampled"):
         raise ValueError(f"fisher must be 'empirical' or 'sampled', but is {fisher!r}")
-    sampled = fisher == "sampled"
-    if not isinstance(ekfac, bool):
-        raise ValueError(f"ekfac must be True or False, but is {ekfac!r}")
-
     if isinstance(subsample, bool) or not isinstance(subsample, int) or subsample < 1:
         raise ValueError(f"subsample must be a positive int, but is {subsample!r}")
+    sampled = fisher == "sampled"
 
     @functools.wraps(loss_fn)
     def with_factors(params, *args, **kwargs):
-        if sampled:
-            key = checked_key(kwargs.pop("key", None))
-        elif "key" in kwargs and not _takes(loss_fn, "key"):
-            raise ValueError("key is for fisher='sampled': with 'empirical' nothing is drawn, and loss_fn takes no key")
-        if ekfac:
-            basis = kwargs.pop("basis", None)
-        elif "basis" in kwargs and not _takes(loss_fn, "basis"):
-            raise ValueError("basis is for ekfac=True: else nothing is expressed in it, and loss_fn takes no basis")
+        key = _fisher_key(loss_fn, kwargs, sampled)
+        basis = None if _takes(loss_fn, "basis") else kwargs.pop("basis", None)
         # With replicated parameters, shard_map would sum gradients and statistics over devices inside autodiff.
         axes = varying_axes([x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array)])
         params = as_varying(params, axes | varying_axes(params))
-        names, shapes = paths_and_shapes(params)
         traced = trace(loss_fn, has_aux, params, args, kwargs)
-        resolved = resolve(traced, names, shapes, layers, num_examples, subsample=subsample, ekfac=ekfac)
-        check_same(layers, resolved.layers)
-        if ekfac:
-            check_basis(basis, resolved.layers)
-        flat, treedef = jax.tree.flatten(params)
-        probes = jax.tree.map(lambda probe: jnp.zeros(probe.shape, probe.dtype), resolved.probes)
-        probes = as_varying(probes, axes | varying_axes(params))
-        closed = traced.closed
-
-        entries: dict[Any, Any] = {}
-        for name, spread in resolved.spread.items():
-            entries |= spread(basis[name])
+        marks = find_marks(traced)
         if sampled:
             skipped = {path for layer in layers if layer.kind == "skipped" for path in layer.params}
-            resolved.marks.require("fisher='sampled'", names, skipped)
-            resolved.marks.place(resolved.plan, lambda mark: Draw(mark.likelihood, resolved.num_examples))
-            key = own_key(key, axes | varying_axes(closed.consts))
-            entries |= keys_of(resolved.marks, key)
-
-        def losses_of(flat, probes):
-            arguments = [*flat, *traced.arrays]
-            outs, drawn = replay(closed.jaxpr, closed.consts, arguments, resolved.plan, {**probes, **entries})
-            likelihoods = [jnp.sum(x) for x in drawn.values()]
-            return (outs[0], likelihoods), outs
-
-        # One forward pass, a backward pass for the loss, and another for the likelihood of what was drawn.
-        (value, zeros), pull_back, outs = jax.vjp(losses_of, flat, probes, has_aux=True)
-        grads, sums = pull_back((jnp.ones_like(value), zeros))
-        curvature = grads
-        if sampled:
-            curvature, sums = pull_back((jnp.zeros_like(value), jax.tree.map(jnp.ones_like, zeros)))
+            marks.require("fisher='sampled'", traced.names, skipped)
+            aim_at(traced, [mark.op for mark in marks.marks])
+        planned = plan_taps(traced, layers, marks, num_examples, subsample, moments=basis is not None)
+        check_same(layers, planned.layers)
+        if basis is not None:
+            check_basis(basis, layers)
+        entries: dict[Any, Any] = {}
+        for name, spread in planned.spread.items():
+            entries |= spread((basis or {})[name])
+        if key is not None:
+            marks.place(planned.plan, lambda mark: Draw(mark.likelihood, planned.num_examples))
+            entries |= keys_of(marks, own_key(key, axes | varying_axes(traced.program.consts)))
+        flat, treedef = jax.tree.flatten(params)
+        probes = jax.tree.map(lambda probe: jnp.zeros(probe.shape, probe.dtype), planned.probes)
+        probes = as_varying(probes, axes | varying_axes(params))
+        outs, grads, factors = _differentiate(traced, planned, flat, probes, entries, sampled)
         loss, aux = traced.rebuild(outs)
-        factors = resolved.factors(sums, curvature)
         return (loss, aux) if has_aux else loss, jax.tree.unflatten(treedef, grads), factors
 
     return with_factors
 
 
+def _differentiate(traced: Trace, planned: Planned, flat: list[Any], probes: Any, entries: Any, sampled: bool):
+    """One forward pass, a backward pass for the loss, and another for the likelihood of what was drawn."""
+
+    def losses_of(flat, probes):
+        outs, drawn = replay(traced.program, [*flat, *traced.arrays], planned.plan, {**probes, **entries})
+        likelihoods = [jnp.sum(x) for x in drawn.values()]
+        return (outs[0], likelihoods), outs
+
+    (value, zeros), pull_back, outs = jax.vjp(losses_of, flat, probes, has_aux=True)
+    grads, sums = pull_back((jnp.ones_like(value), zeros))
+    curvature = grads
+    if sampled:
+        curvature, sums = pull_back((jnp.zeros_like(value), jax.tree.map(jnp.ones_like, zeros)))
+    return outs, grads, planned.factors(sums, curvature)
+
+
+def _fisher_key(loss_fn: Callable[..., Any], kwargs: dict[str, Any], sampled: bool) -> jax.Array | None:
+    """The key for what is drawn, taken out of the keywords."""
+    if sampled:
+        return checked_key(kwargs.pop("fisher_key", None))
+    if "fisher_key" in kwargs and not _takes(loss_fn, "fisher_key"):
+        raise ValueError("fisher_key is for fisher='sampled': with 'empirical' nothing is drawn")
+    return None
+
+
 def _takes(loss_fn: Callable[..., Any], name: str) -> bool:
+    """Whether a function has a parameter of that name."""
     try:
-        parameters = inspect.signature(loss_fn).parameters.values()
+        return name in inspect.signature(loss_fn).parameters
     except (TypeError, ValueError):  # a callable that does not tell
-        return True
-    return any(p.name == name or p.kind is p.VAR_KEYWORD for p in parameters)
+        return False
 
 
 def check_same(expected: Layers, found: Layers) -> None:
@@ -163,82 +163,20 @@ def check_same(expected: Layers, found: Layers) -> None:
     raise ValueError(f"loss_fn has {len(found)} layers, but `layers` has {len(expected)}")
 
 
-def microbatch(
-    fn: Callable[..., Any], num_microbatches: int, *, batch_argnums: int | Sequence[int] = 1
-) -> Callable[..., Any]:
-    """Evaluates `fn` on equal parts of a batch, one after the other, and averages what it returns.
-
-    For the mean loss of a batch the averages of loss and gradients over its parts are those of the whole, and so are
-    those of the factors, which are never formed from averaged gradients. Memory does not grow with the number of parts.
-    With a train-mode batch norm each part is normalised by its own statistics.
-
-    Args:
-      fn: a function such as `value_and_grad` returns, `fn(params, batch, ...)`.
-      num_microbatches: number of parts, at least 1.
-      batch_argnums: positions of the arguments to split, along the leading axis of each of their leaves. The others,
-        and keyword arguments, go to every part whole: with a PRNG key among them all parts see the same random numbers.
-        The exception is the keyword `key`: if it is a PRNG key, the number of the part is folded into it.
-
-    Returns:
-      A function with the arguments and results of `fn`. Real results are averaged in float32 (float64 where they are
-      float64) and keep their dtype.
-
-    Raises:
-      ValueError: `num_microbatches` is not a positive int; when called: it does not divide a leading axis, leading axes
-        differ, or `fn` returns something that is not real and so has no average.
-    """
-    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
-        raise ValueError(f"num_microbatches must be a positive int, but is {num_microbatches!r}")
-    argnums = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
-
-    @functools.wraps(fn)
-    def accumulated(*args, **kwargs):
-        for k in argnums:
-            if not -len(args) <= k < len(args):
-                raise ValueError(f"batch_argnums has {k}, but there are {len(args)} positional arguments")
-        positions = sorted({k % len(args) for k in argnums})
-        lengths = {jnp.shape(x)[0]: None for k in positions for x in jax.tree.leaves(args[k]) if jnp.shape(x)}
-        if len(lengths) > 1:
-            raise ValueError(
-                f"the arrays to split have leading axes of different lengths {', '.join(map(str, lengths))}: part k of "
-                "one would not belong to part k of another. Pass what all parts share as another argument."
-            )
-        parts = [jax.tree.map(lambda x, k=k: _parts(x, num_microbatches, k), args[k]) for k in positions]
-
-        def one(numbered):
-            number, parts = numbered
-            full = list(args)
-            for k, part in zip(positions, parts, strict=True):
-                full[k] = part
-            return fn(*full, **with_own_key(kwargs, number))
-
-        numbered = jnp.arange(num_microbatches), parts
-        first = jax.tree.map(lambda x: x[0], numbered)
-        zeros = zeros_of(one, first)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(zeros)[0]:
-            if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-                raise ValueError(
-                    f"microbatch averages results, but result {jax.tree_util.keystr(path)} has dtype {leaf.dtype}: "
-                    "convert it to a float in loss_fn"
-                )
-
-        def widen(x):
-            return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-        evaluate = fast_in_loops(one)
-
-        def step(total, part):
-            return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, evaluate(part)), None
-
-        total, _ = lax.scan(step, jax.tree.map(widen, zeros), numbered)
-        return jax.tree.map(lambda t, x: (t / num_microbatches).astype(x.dtype), total, zeros)
-
-    return accumulated
-
-
-def _parts(x: Any, count: int, argnum: int) -> jax.Array:
-    shape = jnp.shape(x)
-    if not shape or shape[0] % count:
-        what = f"leading axis of length {shape[0]}" if shape else "no leading axis"
-        raise ValueError(f"num_microbatches={count} does not divide argument {argnum}: an array in it has {what}")
-    return jnp.reshape(x, (count, shape[0] // count, *shape[1:]))
+def check_basis(basis: Any, layers: Layers) -> None:
+    """Raises where `basis` is not what `eigenbasis` returns for these layers."""
+    if not isinstance(basis, Mapping):
+        what = "is missing" if basis is None else f"is of type {type(basis).__name__}"
+        raise ValueError(f"basis {what}: pass basis=kfac.eigenbasis(opt_state, layers)")
+    expected = {layer.name: layer for layer in layers if layer.correctable}
+    for name in sorted(expected.keys() ^ set(basis)):
+        raise ValueError(
+            f"basis {'lacks' if name in expected else 'has'} layer {name!r}, which "
+            f"{'has' if name in expected else 'has not'} two whole factors and one use here: pass "
+            "basis=kfac.eigenbasis(opt_state, layers) for layers found with arguments of the same kind"
+        )
+    for name, layer in expected.items():
+        for factor, shape in layer.factor_shapes.items():
+            found = tuple(getattr(basis[name], factor).shape)
+            if found != shape:
+                raise ValueError(f"basis of layer {name!r}: {factor} must have shape {shape}, but has {found}")

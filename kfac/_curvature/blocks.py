@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from kfac._factors import Block, Eigen, Factors, Kronecker, Unitwise, is_diagonal
+from kfac._curvature.inverse import Inverse
+from kfac._curvature.unitwise import ChannelInverse
+from kfac._factors import Block, Factors, Kronecker, Unitwise
 from kfac._layers import KRONECKER_KINDS, Layer, Layers
 
 
@@ -62,28 +63,17 @@ class Group:
         """`[k]`: of which blocks."""
         return np.repeat([layer.correctable for layer in self.layers], self.counts)
 
-    def zeros(self, size: int, dtype: Any) -> Block:
-        """Statistics of `size` blocks before any have arrived."""
+    def kind(self, inverse: Inverse) -> Inverse:
+        """What inverts these blocks: `inverse`, or for small ones the closed form."""
+        return inverse if self.kronecker else ChannelInverse(inverse.precision)
+
+    def zeros(self, size: int, dtype: Any, *, moments: bool = False) -> Block:
+        """Statistics of `size` blocks before any have arrived; with `moments`, those too where a member has such."""
         parts = {name: jnp.zeros((size, *shape), dtype) for name, shape in self.shapes.items()}
-        return Kronecker(**parts) if self.kronecker else Unitwise(**parts)
-
-    def identity(self, size: int, dtype: Any, kept: Any, *, eigen: bool = False) -> Block:
-        """Inverses of `size` blocks before any have been computed.
-
-        Args:
-          size: how many.
-          dtype: of statistics and eigenvalues.
-          kept: dtype of inverses and eigenvectors.
-          eigen: whether inverses are kept as eigenvectors and eigenvalues.
-        """
-
-        def one(stack):
-            if is_diagonal(stack):
-                return jnp.ones(stack.shape, dtype if eigen else kept)
-            eye = jnp.zeros(stack.shape, kept) + jnp.eye(stack.shape[-1], dtype=kept)
-            return Eigen(eye, jnp.ones(stack.shape[:-1], dtype)) if eigen and self.kronecker else eye
-
-        return jax.tree.map(one, jax.eval_shape(lambda: self.zeros(size, dtype)))
+        if not self.kronecker:
+            return Unitwise(**parts)
+        known = jnp.zeros((size, self.d_out, self.d_in), dtype) if moments and self.correctable else None
+        return Kronecker(**parts, moments=known)
 
     def stack_factors(self, factors: Factors, *, moments: bool = False) -> Block:
         """The statistics of the members as stacks `[k, ...]`; with `moments`, zeros for members that have none."""
@@ -92,7 +82,7 @@ class Group:
             block = factors[layer.name]
             stacked = self.kronecker and layer.stacked
             block = block if stacked else jax.tree.map(lambda x: x[None], block)
-            if moments and isinstance(block, Kronecker) and block.moments is None:
+            if moments and isinstance(block, Kronecker) and self.correctable and block.moments is None:
                 block = dataclasses.replace(block, moments=jnp.zeros((count, self.d_out, self.d_in), block.A.dtype))
             blocks.append(block)
         return jax.tree.map(lambda *stacks: jnp.concatenate(stacks), *blocks)
@@ -131,60 +121,8 @@ def group_layers(layers: Layers) -> tuple[Group, ...]:
     return tuple(Group(name, layers[0].kind in KRONECKER_KINDS, tuple(layers)) for name, layers in members.items())
 
 
-def apply_inverse(inverse: Block, matrices: jax.Array) -> jax.Array:
-    """`G^-1 V A^-1` for every Kronecker block, `F^-1 v` for every channel of a unit-wise one.
-
-    Products take operands in the dtype the inverses are kept in, and accumulate in float32 or better.
-
-    Args:
-      inverse: stacks of `k` inverses.
-      matrices: `[k, d_out, d_in]`.
-    """
-    if isinstance(inverse, Unitwise):
-        return jnp.sum(inverse.F.astype(matrices.dtype) * matrices[:, :, None, :], axis=-1)
-
-    def product(spec: str, *operands: jax.Array) -> jax.Array:
-        return _product(spec, inverse.A.dtype, matrices.dtype, *operands)
-
-    left = "ka" if is_diagonal(inverse.G) else "kab"
-    half = product(f"{left},k{left[-1]}c->kac", inverse.G, matrices)
-    return product("kac,kc->kac" if is_diagonal(inverse.A) else "kac,kcd->kad", half, inverse.A)
-
-
-def apply_eigen(inverse: Kronecker, values: jax.Array, matrices: jax.Array, damping: jax.Array) -> jax.Array:
-    """`Q_G [(Q_G^T V Q_A) / (values + damping)] Q_A^T`; with `l_G l_A^T` for values it is `(A (x) G + damping I)^-1`.
-
-    Products as in `apply_inverse`, eigenvalues in float32 or better. A damping that is not positive gives NaN.
-
-    Args:
-      inverse: stacks of `k` eigendecompositions, or of the eigenvalues of diagonal factors.
-      values: `[k, d_out, d_in]`, the eigenvalues of the blocks.
-      matrices: `[k, d_out, d_in]`.
-      damping: a scalar.
-    """
-    out = _rotate(matrices, inverse, back=False)
-    damping = jnp.where(damping > 0, damping, jnp.nan).astype(values.dtype)
-    return _rotate((out / (values + damping)).astype(matrices.dtype), inverse, back=True)
-
-
-def _rotate(matrices: jax.Array, inverse: Kronecker, *, back: bool) -> jax.Array:
-    """`Q_G^T V Q_A`, or `Q_G V Q_A^T` to go `back`; the eigenvectors of a diagonal factor are the identity."""
-    if isinstance(inverse.G, Eigen):
-        q = inverse.G.vectors
-        matrices = _product("kab,kbc->kac" if back else "kba,kbc->kac", q.dtype, matrices.dtype, q, matrices)
-    if isinstance(inverse.A, Eigen):
-        q = inverse.A.vectors
-        matrices = _product("kac,kdc->kad" if back else "kac,kcd->kad", q.dtype, matrices.dtype, matrices, q)
-    return matrices
-
-
-def _product(spec: str, dtype: Any, wide: Any, *operands: jax.Array) -> jax.Array:
-    narrow = (x.astype(dtype) for x in operands)
-    return jnp.einsum(spec, *narrow, precision=lax.Precision.HIGHEST, preferred_element_type=wide)
-
-
-def check_factors(factors: Any, layers: Layers, *, ekfac: bool | None = None) -> None:
-    """Raises where `factors` are not those of `layers`; `ekfac` says whether they must have moments, or must not."""
+def check_factors(factors: Any, layers: Layers, inverse: Inverse | None = None) -> None:
+    """Raises where `factors` are not those of `layers`, or not what `inverse` needs."""
     if not isinstance(factors, Factors):
         raise ValueError(f"factors must be what kfac.value_and_grad returns, but is {type(factors).__name__}")
     expected = {layer.name: layer for layer in layers.with_factors}
@@ -195,24 +133,8 @@ def check_factors(factors: Any, layers: Layers, *, ekfac: bool | None = None) ->
             found = tuple(getattr(block, factor).shape) if hasattr(block, factor) else None
             if found != shape:
                 raise ValueError(f"factors of layer {name!r}: {factor} must have shape {shape}, but has {found}")
-        if ekfac is not None and layer.correctable:
-            _check_moments(name, layer, block, ekfac)
-
-
-def _check_moments(name: str, layer: Layer, block: Any, ekfac: bool) -> None:
-    if ekfac and block.moments is None:
-        raise ValueError(
-            f"factors of layer {name!r} have no moments, which inverse='ekfac' needs: take them from "
-            "value_and_grad(..., ekfac=True)(..., basis=kfac.eigenbasis(opt_state, layers))"
-        )
-    if not ekfac and block.moments is not None:
-        raise ValueError(
-            f"factors of layer {name!r} have moments, for which only inverse='ekfac' has a use: choose that, or leave "
-            "out ekfac=True in value_and_grad"
-        )
-    shape = (*block.A.shape[:-2], layer.d_out, layer.d_in)
-    if ekfac and tuple(block.moments.shape) != shape:
-        raise ValueError(f"factors of layer {name!r}: moments must have shape {shape}, but has {block.moments.shape}")
+        if inverse is not None:
+            inverse.check(layer, block)
 
 
 def _check_names(factors: Factors, expected: Sequence[str]) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kfac._curvature.cholesky import block_eigenvalues
-from kfac._factors import Eigen, Kronecker
+from kfac._curvature.averages import averaged
+from kfac._curvature.eigh import Eigh, block_eigenvalues, eigen_condition, solve_in_basis
+from kfac._factors import Kronecker
 
 
 class Moments(NamedTuple):
@@ -24,18 +26,87 @@ class Moments(NamedTuple):
     weight: jax.Array
 
 
-def corrected_eigenvalues(inverse: Kronecker, moments: Moments | None) -> jax.Array:
+@dataclasses.dataclass(frozen=True)
+class Ekfac(Eigh):
+    """Corrected eigenvalues: `Q_G [(Q_G^T V Q_A) / (s + l)] Q_A^T` with second moments `s` of per-example gradients.
+
+    `s` is the running average of the squares of per-example gradients in the eigenbasis of the factors. It is updated
+    with all statistics, and turned into the new basis at each refresh. For layers with a diagonal factor or several
+    uses, and until a layer has some, it is `l_G l_A^T` as with `Eigh`. Statistics must have these moments:
+    `kfac.value_and_grad(loss_fn, layers)(params, batch, basis=kfac.eigenbasis(opt_state, layers))`.
+
+    Args:
+      precision: the dtype in which eigenvectors are kept and applied, `"float32"` or `"bfloat16"`. They are always
+        computed in float32, and eigenvalues kept in it.
+
+    Raises:
+      ValueError: `precision` is neither.
+
+    References:
+      George et al., "Fast Approximate Natural Gradient Descent in a Kronecker-factored Eigenbasis", 2018,
+      https://arxiv.org/abs/1806.03884
+    """
+
+    takes_moments = True
+
+    def init(self, factors):
+        """As of `Eigh`; with moments for blocks that have them."""
+        inverse = super().init(factors)
+        if factors.moments is None:
+            return inverse
+        return dataclasses.replace(inverse, moments=Moments(factors.moments, jnp.zeros_like(factors.moments[:, 0, 0])))
+
+    def refresh(self, kept, factors, damping):
+        """Decompositions of both factors, and the moments in the new basis."""
+        new, condition = super().refresh(kept, factors, damping)
+        if kept.moments is None:
+            return new, condition
+        new = dataclasses.replace(new, moments=kept.moments)
+        turned = into_basis(kept.moments.average, self.basis(kept), self.basis(new))
+        new = dataclasses.replace(new, moments=kept.moments._replace(average=turned))
+        return new, eigen_condition(corrected_eigenvalues(new), damping)
+
+    def apply(self, kept, matrices, damping):
+        """In the eigenbasis, a division by the corrected eigenvalues."""
+        return solve_in_basis(kept, corrected_eigenvalues(kept), matrices, damping)
+
+    def absorb(self, kept, moments, decay, taken):
+        """Into the running average of the moments."""
+        average, weight = averaged(kept.moments.average, kept.moments.weight, moments, decay, taken)
+        return dataclasses.replace(kept, moments=Moments(average, weight))
+
+    def basis(self, kept):
+        """The eigenvectors of blocks that have moments."""
+        return None if kept.moments is None else Kronecker(kept.A.vectors, kept.G.vectors)
+
+    def check(self, layer, block):
+        """Moments must be there, and of the right shape."""
+        if not layer.correctable:
+            return
+        if block.moments is None:
+            raise ValueError(
+                f"factors of layer {layer.name!r} have no moments, which inverse={self!r} needs: take them from "
+                "value_and_grad(loss_fn, layers)(params, batch, basis=kfac.eigenbasis(opt_state, layers))"
+            )
+        shape = (*block.A.shape[:-2], layer.d_out, layer.d_in)
+        if tuple(block.moments.shape) != shape:
+            raise ValueError(
+                f"factors of layer {layer.name!r}: moments must have shape {shape}, but has {block.moments.shape}"
+            )
+
+
+def corrected_eigenvalues(inverse: Kronecker) -> jax.Array:
     """The eigenvalues that a block is taken to have, `[k, d_out, d_in]`.
 
-    The moments where there are some; else, and without `moments`, the products of the eigenvalues of the factors.
+    The moments where there are some; else the products of the eigenvalues of the factors.
     """
     products = block_eigenvalues(inverse)
-    if moments is None:
+    if inverse.moments is None:
         return products
-    return jnp.where(moments.weight[:, None, None] > 0, moments.average, products)
+    return jnp.where(inverse.moments.weight[:, None, None] > 0, inverse.moments.average, products)
 
 
-def into_basis(average: jax.Array, old: Kronecker, new: Kronecker, changed: jax.Array) -> jax.Array:
+def into_basis(average: jax.Array, old: Kronecker, new: Kronecker) -> jax.Array:
     """Moments in a new eigenbasis: the diagonal, there, of the matrix that had them for eigenvalues in the old one.
 
     With `T = Q_new^T Q_old` of both sides it is `(T_G * T_G) s (T_A * T_A)^T`, `*` elementwise. So what has been learnt
@@ -43,29 +114,15 @@ def into_basis(average: jax.Array, old: Kronecker, new: Kronecker, changed: jax.
 
     Args:
       average: `[k, d_out, d_in]`.
-      old: eigendecompositions before.
-      new: eigendecompositions from now on.
-      changed: `[k]`, of which blocks they are others.
+      old: eigenvectors before.
+      new: eigenvectors from now on.
     """
 
-    def one(block):
-        average, old, new, changed = block
-        return lax.cond(changed, _turned, lambda average, old, new: average, average, old, new)
-
-    def vectors(inverse):
-        assert isinstance(inverse.A, Eigen) and isinstance(inverse.G, Eigen)
-        return Kronecker(inverse.A.vectors, inverse.G.vectors)
-
-    blocks = average, vectors(old), vectors(new), changed
-    return lax.cond(jnp.any(changed), lambda blocks: lax.map(one, blocks), lambda blocks: blocks[0], blocks)
-
-
-def _turned(average: jax.Array, old: Kronecker, new: Kronecker) -> jax.Array:
     def squared(old, new):
-        turn = jnp.matmul(new.astype(average.dtype).T, old.astype(average.dtype), precision=lax.Precision.HIGHEST)
+        turn = jnp.matmul(new.astype(average.dtype).mT, old.astype(average.dtype), precision=lax.Precision.HIGHEST)
         # Columns sum to 1, so that no part of the sum is lost where vectors are rounded to bfloat16.
         square = jnp.square(turn)
-        return square / jnp.sum(square, axis=0)
+        return square / jnp.sum(square, axis=-2, keepdims=True)
 
     g, a = squared(old.G, new.G), squared(old.A, new.A)
-    return jnp.einsum("ij,jk,lk->il", g, average, a, precision=lax.Precision.HIGHEST)
+    return jnp.einsum("kij,kjm,klm->kil", g, average, a, precision=lax.Precision.HIGHEST)

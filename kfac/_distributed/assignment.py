@@ -19,10 +19,17 @@ import dataclasses
 import functools
 import heapq
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 
+import jax
+import jax.numpy as jnp
+
+from kfac._checks import check_layers, check_positive_int, check_type
 from kfac._curvature.blocks import Group, group_layers
+from kfac._curvature.cholesky import Cholesky
+from kfac._curvature.inverse import Inverse, count_bytes
+from kfac._curvature.symmetric import flatten_block
+from kfac._distributed.distribution import Distribution
 from kfac._layers import Layers, format_bytes
 
 
@@ -113,14 +120,6 @@ def make_phases(costs: Costs, phases: int) -> dict[str, tuple[int, ...]]:
     return {name: tuple(itertools.accumulate(count, initial=0)) for name, count in counts.items()}
 
 
-def packed_size(shape: tuple[int, ...], triangular: bool = True) -> int:
-    """Elements of a factor on the wire: the upper triangle of a matrix (of an even dimension), or all of it."""
-    if not triangular or len(shape) == 1:
-        return math.prod(shape)
-    even = shape[0] + shape[0] % 2
-    return even * (even + 1) // 2
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
 class Assignment:
     """The plan of a distributed preconditioner; print it before renting machines.
@@ -132,44 +131,34 @@ class Assignment:
       layers: the layers.
       devices: number of devices.
       inverse_every: steps over which a refresh is spread.
-      staggered: whether it is spread at all.
-      precondition: `"sharded"` or `"replicated"`.
-      triangular: whether upper triangles are sent.
-      wire_bytes: bytes per element on the wire.
-      inverse_bytes: bytes per element of an inverse, or of eigenvectors.
-      inverse: `"cholesky"`, `"eigh"` or `"ekfac"`: whether inverses or eigendecompositions are kept, with moments.
+      inverse: how blocks are inverted, as given to the optimizer.
+      distribution: how devices are used, likewise.
     """
 
     layers: Layers
     devices: int = 1
     inverse_every: int = 1
-    staggered: bool = True
-    precondition: str = "sharded"
-    triangular: bool = True
-    wire_bytes: int = 4
-    inverse_bytes: int = 4
-    inverse: str = "cholesky"
+    inverse: Inverse = Cholesky()
+    distribution: Distribution | None = None
 
     def __post_init__(self):
         """Checks the arguments."""
-        if not isinstance(self.layers, Layers):
-            raise ValueError(f"layers must be what kfac.find_layers returns, but is {type(self.layers).__name__}")
-        for name in ("devices", "inverse_every"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive int, but is {value!r}")
-        for name in ("staggered", "triangular"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, but is {getattr(self, name)!r}")
-        for name in ("wire_bytes", "inverse_bytes"):
-            if getattr(self, name) not in (2, 4):
-                raise ValueError(f"{name} must be 2 or 4, but is {getattr(self, name)!r}")
-        if self.precondition not in ("sharded", "replicated"):
-            raise ValueError(f"precondition must be 'sharded' or 'replicated', but is {self.precondition!r}")
-        if self.inverse not in ("cholesky", "eigh", "ekfac"):
-            raise ValueError(f"inverse must be 'cholesky', 'eigh' or 'ekfac', but is {self.inverse!r}")
-        if self.inverse == "ekfac" and self.precondition == "replicated":
-            raise ValueError("precondition='replicated' is not for inverse='ekfac': leave it at 'sharded'")
+        check_layers(self.layers)
+        check_positive_int("devices", self.devices)
+        check_positive_int("inverse_every", self.inverse_every)
+        check_type("inverse", self.inverse, Inverse, "a kind of inverse such as kfac.Cholesky()")
+        if self.distribution is not None:
+            check_type("distribution", self.distribution, Distribution, "a kfac.Distribution or None")
+        self._uses.staggers(self.inverse, several=self.devices > 1)
+
+    @property
+    def _uses(self) -> Distribution:
+        return self.distribution or Distribution()
+
+    @property
+    def _steps(self) -> int:
+        """Steps of a cycle."""
+        return self.inverse_every if self._uses.staggers(self.inverse, several=self.devices > 1) else 1
 
     @functools.cached_property
     def groups(self) -> tuple[Group, ...]:
@@ -184,7 +173,7 @@ class Assignment:
     @functools.cached_property
     def phases(self) -> dict[str, tuple[int, ...]]:
         """Which blocks each step of a cycle inverts."""
-        return make_phases(group_costs(self.groups), self.inverse_every if self.staggered else 1)
+        return make_phases(group_costs(self.groups), self._steps)
 
     @functools.cached_property
     def cost_per_device(self) -> list[int]:
@@ -199,9 +188,8 @@ class Assignment:
     def cost_per_step(self) -> list[int]:
         """Work of the busiest device in each step of a cycle, in `n^3`."""
         bounds, shards = self.phases, self.shards
-        phases = self.inverse_every if self.staggered else 1
         busiest = []
-        for phase in range(phases):
+        for phase in range(self._steps):
             load = [0] * self.devices
             for name, _, cost in group_costs(self.groups):
                 first, last = bounds[name][phase : phase + 2]
@@ -215,59 +203,57 @@ class Assignment:
         """Bytes of running averages and inverses that every device holds."""
         total = 0
         for group in self.groups:
-            elements = sum(math.prod(shape) for shape in group.shapes.values())
-            if group.kronecker:
-                inverse = self._inverse_size(group)
-                total += self.shards[group.name].positions * (4 * elements + inverse + 4 * self._moments(group))
-                if self.precondition == "replicated" or (self.devices > 1 and self._moments(group)):
-                    total += group.size * inverse
-            else:
-                total += group.size * elements * (4 + self.inverse_bytes)
+            statistics, kept, shared = self._sizes(group)
+            held = self.shards[group.name].positions if group.kronecker else group.size
+            total += held * (statistics + kept) + group.size * shared
         return total
 
-    def _inverse_size(self, group: Group) -> int:
-        """Bytes of what is kept to apply the inverse of one block; eigenvalues are in float32."""
-        if self.inverse == "cholesky":
-            return sum(math.prod(shape) for shape in group.shapes.values()) * self.inverse_bytes
-        vectors = sum(shape[0] ** 2 for shape in group.shapes.values() if len(shape) == 2)
-        return vectors * self.inverse_bytes + 4 * (group.d_in + group.d_out)
-
-    def _moments(self, group: Group) -> int:
-        """Elements of the second moments of one block."""
-        return group.d_out * group.d_in if self.inverse == "ekfac" and group.correctable else 0
+    def _sizes(self, group: Group) -> tuple[int, int, int]:
+        """Bytes of one block: of statistics, of what its inverse keeps, and of what all devices keep of that."""
+        kind = group.kind(self.inverse)
+        statistics = jax.eval_shape(lambda: group.zeros(1, jnp.float32))
+        factors = jax.eval_shape(lambda: group.zeros(1, jnp.float32, moments=kind.takes_moments))
+        several = self.devices > 1
+        shared = jax.eval_shape(lambda: self._uses.shared(kind, kind.init(factors), several=several))
+        return count_bytes(statistics), kind.size(factors), count_bytes(shared) if group.kronecker else 0
 
     @property
     def reduced_bytes(self) -> int:
         """Bytes of statistics that each device puts into reductions, each time there are statistics."""
         if self.devices == 1:
             return 0
-        total = 0
-        for group in self.groups:
-            packed = sum(packed_size(s, self.triangular and group.kronecker) for s in group.shapes.values())
-            total += group.size * (packed + self._moments(group)) * self.wire_bytes
-        return total
+        wire = jnp.dtype(self._uses.communication_dtype)
+
+        def sent(group):
+            block = group.zeros(group.size, wire, moments=group.kind(self.inverse).takes_moments)
+            return flatten_block(block)
+
+        return sum(count_bytes(jax.eval_shape(functools.partial(sent, group))) for group in self.groups)
 
     @property
     def gathered_bytes(self) -> int:
         """Bytes gathered, of preconditioned gradients each step or, if they are replicated, of inverses each cycle."""
         if self.devices == 1:
             return 0
-        if self.precondition == "replicated":
-            return sum(self._sent(group) for group in self.groups if group.kronecker)
+        if self._uses.replicated:
+            return self._sent()
         return sum(4 * group.size * group.d_out * group.d_in for group in self.groups if group.kronecker)
 
     @property
     def fetched_bytes(self) -> int:
-        """Bytes of eigendecompositions that all devices get besides, with `"ekfac"`, in each step with a refresh."""
-        return sum(self._sent(group) for group in self.groups if self.devices > 1 and self._moments(group))
+        """Bytes of eigenvectors that all devices get besides, with `Ekfac`, in each step with a refresh."""
+        return 0 if self.devices == 1 or self._uses.replicated else self._sent()
 
-    def _sent(self, group: Group) -> int:
-        """Bytes of the inverses of a group, as they are sent."""
-        if self.inverse == "cholesky":
-            packed = sum(packed_size(shape, self.triangular) for shape in group.shapes.values())
-            return group.size * packed * self.inverse_bytes
-        # Whole, and eigenvectors in the dtype of the eigenvalues.
-        return 4 * group.size * sum(math.prod(s) + s[0] * (len(s) == 2) for s in group.shapes.values())
+    def _sent(self) -> int:
+        """Bytes of what all devices get of inverses, as it is sent."""
+
+        def sent(group):
+            kept = self.inverse.init(group.zeros(group.size, jnp.float32, moments=self.inverse.takes_moments))
+            shared = self._uses.shared(self.inverse, kept, several=True)
+            return None if shared is None else self._uses.encode(self.inverse, shared)
+
+        groups = [group for group in self.groups if group.kronecker]
+        return sum(count_bytes(jax.eval_shape(functools.partial(sent, group))) for group in groups)
 
     def owners(self) -> list[tuple[str, int, int]]:
         """Owner of every Kronecker block: `(layer name, copy, device)`."""
@@ -310,7 +296,7 @@ def _table(plan: Assignment) -> str:
         f"spread over {len(steps)} steps: worst step {max(steps):.3g}, mean {sum(steps) / len(steps):.3g}",
         f"memory per device (averages and inverses): {format_bytes(plan.memory_per_device)}",
         f"reduced per device, each time there are statistics: {format_bytes(plan.reduced_bytes)}",
-        f"gathered per {'step' if plan.precondition == 'sharded' else 'refresh'}: {format_bytes(plan.gathered_bytes)}",
+        f"gathered per {'refresh' if plan._uses.replicated else 'step'}: {format_bytes(plan.gathered_bytes)}",
     ]
     if plan.fetched_bytes:
         lines.append(f"eigenvectors to all devices, each step with a refresh: {format_bytes(plan.fetched_bytes)}")

@@ -12,13 +12,14 @@ import optax
 from jax import lax
 
 from kfac._capture import outputs as likelihood_lib
-from kfac._capture.find_layers import paths_and_shapes
 from kfac._capture.outputs import find_marks
-from kfac._capture.replay import Plan, replay
+from kfac._capture.replay import replay
+from kfac._capture.taps import Plan
 from kfac._capture.trace import trace
-from kfac._optimizer.scale_by_kfac import check_axis_name, check_count, check_range
+from kfac._checks import check_count, check_range, check_type
+from kfac._distributed.distribution import Distribution
 from kfac._optimizer.state import has_masked
-from kfac._statistics.dense import accumulator
+from kfac._statistics.rows import accumulator
 from kfac._varying import AxisName, as_varying, axis_size, varying_axes
 
 
@@ -48,7 +49,7 @@ def adaptive_damping(
     high: float = 0.75,
     minimum: float = 1e-8,
     maximum: float = 1e3,
-    axis_name: AxisName | None = None,
+    distribution: Distribution | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer whose damping follows the Levenberg-Marquardt rule on the reduction ratio.
 
@@ -80,8 +81,8 @@ def adaptive_damping(
       high: ratio above which it falls, in (`low`, 1).
       minimum: bound on the damping, positive.
       maximum: bound on the damping, at least `minimum`.
-      axis_name: the named axis of devices of `jax.pmap` or `jax.shard_map`, where `value_fn` is the loss of this
-        device's examples; what is measured is averaged over it.
+      distribution: as given to the optimizer. Inside `jax.pmap` and `jax.shard_map`, where `value_fn` is the loss of
+        this device's examples, what is measured is averaged over its axis.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`; the extra arguments go on to the optimizer. `kfac.diagnostics` reports
@@ -113,7 +114,9 @@ def adaptive_damping(
     check_range("high", high, 0, 1, open_low=True, open_high=True)
     check_range("low", low, 0, high, open_low=True, open_high=True)
     check_count("every", every, 1)
-    check_axis_name(axis_name)
+    if distribution is not None:
+        check_type("distribution", distribution, Distribution, "a kfac.Distribution or None")
+    axis = None if distribution is None else distribution.axis
 
     def inner(damping: jax.Array) -> optax.GradientTransformationExtraArgs:
         return optax.with_extra_args_support(optimizer(damping))
@@ -145,7 +148,7 @@ def adaptive_damping(
         changes, inner_state = inner(damping).update(updates, state.inner, params, value_fn=value_fn, **extra)
 
         def measured(_):
-            ratio = _reduction_ratio(value_fn, params, changes, damping, axis_name)
+            ratio = _reduction_ratio(value_fn, params, changes, damping, axis)
             factor = jnp.where(ratio > high, decay**every, jnp.where(ratio < low, decay**-every, 1.0))
             # Without a ratio there is nothing to learn from the step.
             known = ~jnp.isnan(ratio)
@@ -163,12 +166,12 @@ def adaptive_damping(
 
 
 def _reduction_ratio(
-    value_fn: Callable[[Any], Any], params: Any, changes: Any, damping: jax.Array, axis_name: AxisName | None
+    value_fn: Callable[[Any], Any], params: Any, changes: Any, damping: jax.Array, axis: AxisName | None
 ) -> jax.Array:
     """Actual over predicted change of the loss; minus infinity for a bad step, NaN if nothing can be said of it."""
 
     def averaged(x):
-        return lax.pmean(x, axis_name) if axis_size(axis_name) else x
+        return lax.pmean(x, axis) if axis_size(axis) else x
 
     before, slope, curvature = jax.tree.map(averaged, _along(value_fn, params, changes))
     after = averaged(value_fn(optax.apply_updates(params, changes)))
@@ -187,19 +190,18 @@ def _along(value_fn: Callable[[Any], Any], params: Any, direction: Any) -> tuple
     """
     axes = varying_axes(jax.eval_shape(value_fn, params))
     params, direction = as_varying((params, direction), axes)
-    names, _ = paths_and_shapes(params)
-    traced = trace(value_fn, False, params, (), {})
-    closed, flat = traced.closed, jax.tree.leaves(params)
-    marks = find_marks(traced, len(flat))
-    marks.require("adaptive_damping", names, ())
-    n = marks.num_examples((), strict=True)
-    assert n is not None  # strict
+    traced, flat = trace(value_fn, False, params, (), {}), jax.tree.leaves(params)
+    marks = find_marks(traced)
+    marks.require("adaptive_damping", traced.names, ())
+    n, unclear = marks.num_examples(())
+    if n is None:
+        raise ValueError(unclear)
     plan = Plan()
     marks.place(plan, lambda mark: lambda x, entry: (x, x))
     entries = {("", k): jnp.zeros(mark.scans) for k, mark in enumerate(marks.marks)}
 
     def evaluate(flat):
-        outs, outputs = replay(closed.jaxpr, closed.consts, flat, plan, entries)
+        outs, outputs = replay(traced.program, flat, plan, entries)
         return outs[0], outputs
 
     tangents = [d.astype(p.dtype) for d, p in zip(jax.tree.leaves(direction), flat, strict=True)]

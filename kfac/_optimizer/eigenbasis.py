@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from kfac._checks import check_layers
 from kfac._curvature.blocks import check_factors, group_layers
-from kfac._curvature.cholesky import decompose
+from kfac._curvature.eigh import decompose
 from kfac._factors import Eigen, Factors, Kronecker
 from kfac._layers import Layers
 from kfac._optimizer.state import find_state
 
 
 def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
-    """The eigenvectors of the factors: what `value_and_grad` with `ekfac=True` takes as `basis`.
+    """The eigenvectors of the factors: what `value_and_grad` takes as `basis`.
 
     Jit-compatible. Of the state of an optimizer these are the eigenvectors that it preconditions with, and the same on
     all devices; inside `jax.pmap` and `jax.shard_map` take them from the state there. Moments for an optimizer must be
     in the basis of its own state, that which its step begins with: no error is possible where they are in another.
 
     Args:
-      source: a state of an optimizer with `inverse="ekfac"`, or a `Factors`, whose factors are then decomposed.
+      source: the one state of an optimizer with `inverse=kfac.Ekfac()` in a tree, or a `Factors`,
+        whose factors are then decomposed.
       layers: what `find_layers` returned.
 
     Returns:
@@ -34,8 +35,7 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
     Raises:
       ValueError: `source` is neither, or is not one for these layers.
     """
-    if not isinstance(layers, Layers):
-        raise ValueError(f"layers must be what kfac.find_layers returns, but is {type(layers).__name__}")
+    check_layers(layers)
     if isinstance(source, Factors):
         check_factors(source, layers)
         return {layer.name: _decomposed(source[layer.name]) for layer in layers if layer.correctable}
@@ -45,16 +45,15 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
         if not group.correctable:
             continue
         own = state.owned.get(group.name)
-        if own is None or own.blocks.moments is None or own.shard.blocks != group.size:
+        vectors = own.inverse.basis(own.blocks.inverse) if own is not None else None
+        if own is None or vectors is None or own.shard.blocks != group.size:
             raise ValueError(
-                f"source must be a state of an optimizer with inverse='ekfac' for these layers, but has "
+                f"source must be a state of an optimizer with inverse=kfac.Ekfac() for these layers, but has "
                 f"{'no' if own is None else own.shard.blocks} blocks {group.name}"
-                f"{' without moments' if own is not None and own.blocks.moments is None else ''}"
+                f"{f' for inverse={own.inverse!r}' if own is not None and vectors is None else ''}"
             )
-        inverse = state.replicas[group.name].inverse if group.name in state.replicas else own.blocks.inverse
-        assert isinstance(inverse, Kronecker)
-        assert isinstance(inverse.A, Eigen) and isinstance(inverse.G, Eigen)
-        vectors = Kronecker(inverse.A.vectors, inverse.G.vectors)
+        if group.name in state.replicas:
+            vectors = state.replicas[group.name].inverse
         if vectors.A.shape[0] != group.size:
             raise ValueError(
                 "source is the state of several devices with an axis of them in front, as pmap returns it: call "
@@ -72,27 +71,8 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
 def _decomposed(block: Any) -> Kronecker:
     def vectors(factor):
         stack = factor.reshape(-1, *factor.shape[-2:])
-        eigen, _ = decompose(stack, factor.dtype)
+        eigen = decompose(stack, factor.dtype)
         assert isinstance(eigen, Eigen)
         return jnp.reshape(eigen.vectors, factor.shape)
 
     return Kronecker(vectors(block.A), vectors(block.G))
-
-
-def check_basis(basis: Any, layers: Layers) -> None:
-    """Raises where `basis` is not what `eigenbasis` returns for these layers."""
-    if not isinstance(basis, Mapping):
-        what = "is missing" if basis is None else f"is of type {type(basis).__name__}"
-        raise ValueError(f"basis {what}: with ekfac=True pass basis=kfac.eigenbasis(opt_state, layers)")
-    expected = {layer.name: layer for layer in layers if layer.correctable}
-    for name in sorted(expected.keys() ^ set(basis)):
-        raise ValueError(
-            f"basis {'lacks' if name in expected else 'has'} layer {name!r}, which "
-            f"{'has' if name in expected else 'has not'} two whole factors and one use here: pass "
-            "basis=kfac.eigenbasis(opt_state, layers) for layers found with arguments of the same kind"
-        )
-    for name, layer in expected.items():
-        for factor, shape in layer.factor_shapes.items():
-            found = tuple(getattr(basis[name], factor).shape)
-            if found != shape:
-                raise ValueError(f"basis of layer {name!r}: {factor} must have shape {shape}, but has {found}")

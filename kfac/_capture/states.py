@@ -1,6 +1,6 @@
-"""What is known of a variable in the jaxpr of a loss, and of an operation that reads a parameter.
+"""What is known of an array in the program of a loss, and of an operation that reads a parameter.
 
-The walk in `analysis.py` gives every variable one of these states:
+Every array on the way has one of these states:
 
 - `Data`: depends on the arguments. `active` once a parameter took part, `output` while it is still the unbranched
   result of a read, which is what a bias or shift is joined to.
@@ -10,8 +10,7 @@ The walk in `analysis.py` gives every variable one of these states:
 - `Derived`: computed from parameters in any other way. Harmless as long as no product reads it: a weight penalty.
 - a parameter that the user skipped counts as `Data`.
 
-A `Read` is an equation where a parameter meets data in a way whose per-example gradient is known: a matrix product,
-a convolution, a lookup, or an elementwise sum or product that repeats the parameter over examples.
+A `Use` is an operation where a parameter meets data, and where that is.
 """
 
 from __future__ import annotations
@@ -25,16 +24,20 @@ from typing import Any
 
 from kfac._capture import axes as axes_lib
 from kfac._capture.axes import Atom, Axes
+from kfac._capture.primitives import Read
 from kfac._capture.trace import Path
 from kfac._layers import Layout, UnsupportedLayerError
+
+KERNEL_OPS = frozenset({"dense", "conv"})
 
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """The result of read number `read`; axes that are not the parameter's are foreign."""
+    """The result of use number `use`; axes that are not the parameter's are foreign."""
 
-    read: int
+    use: int
     axes: Axes
+    multiplied: bool = False  # by data, since
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,62 +73,83 @@ State = Data | View | Derived
 
 
 @dataclasses.dataclass(frozen=True)
-class Read:
-    """One equation that reads a parameter leaf.
+class Use:
+    """One read of a parameter leaf, and where it is.
 
     Attributes:
-      path: which equation.
-      op: `"dense"`, `"conv"`, `"embedding"`, `"mul"` or `"add"`.
-      operand: which operand of the equation the parameter is.
-      x_axes: axes of the other operand in terms of the leaf (dense), of its patches (conv) or of the counts of rows
-        (embedding).
-      y_axes: axes of the result.
-      leading: length of the first axis that is not the parameter's; None without one.
-      shape: shape of the result.
-      batched: leaf atoms that are a batch axis of the product: independent copies.
-      sign: -1 where the parameter is subtracted.
-      joined: the read whose result this one (a bias or shift) is added to, with the atoms of both leaves in pairs.
-      scans: lengths of the enclosing scans.
+      read: what the operation does.
+      leaf: the parameter leaf.
+      view: in which form it is read.
+      path: the operation.
+      scans: of the enclosing scans, their places in `path` and lengths.
       picks: where a product reads one of several equal parts of the leaf, which (`axes.picks`).
+      joined: the use whose result this one (a bias or shift) is added to, with the atoms of both leaves in pairs.
+      directly: whether nothing stands between that result and the addition but a change of form.
     """
 
-    path: Path
-    op: str
+    read: Read
     leaf: int
     view: View
-    operand: int
-    x_axes: Axes
-    y_axes: Axes
-    leading: int | None
-    shape: tuple[int, ...]
-    batched: tuple[Atom, ...] = ()
-    sign: int = 1
-    joined: tuple[int, tuple[tuple[Atom, Atom], ...]] | None = None
-    scans: tuple[int, ...] = ()
+    path: Path
+    scans: tuple[tuple[int, int], ...] = ()
     picks: tuple[tuple[Atom, int], ...] | None = ()
+    joined: tuple[int, tuple[tuple[Atom, Atom], ...]] | None = None
+    directly: bool = False
 
     @property
     def picked(self) -> tuple[Atom, ...]:
         return tuple(atom for atom, _ in self.picks or ())
 
     @property
-    def copies(self) -> tuple[Atom, ...]:
-        """Atoms of the leaf that hold independent copies of a kernel."""
-        return (*self.picked, *self.scanned, *self.batched)
-
-    @property
     def scanned(self) -> tuple[Atom, ...]:
         return tuple(atom for axis in self.view.stack for atom in axis)
 
     @property
-    def uses(self) -> int:
+    def copies(self) -> tuple[Atom, ...]:
+        """Atoms of the leaf that hold independent copies of a kernel."""
+        return (*self.picked, *self.scanned, *self.read.batched)
+
+    @property
+    def iterated(self) -> tuple[int, ...]:
+        """Lengths of the scans that iterate over the leaf."""
+        return tuple(length for (_, length), atoms in zip(self.scans, self.view.stack, strict=True) if atoms)
+
+    @property
+    def times(self) -> int:
         """How often the parameter is read: once in each iteration that shares it."""
-        return math.prod(length for length, atoms in zip(self.scans, self.view.stack, strict=True) if not atoms)
+        return math.prod(length for (_, length), atoms in zip(self.scans, self.view.stack, strict=True) if not atoms)
 
     @property
     def rows(self) -> int:
-        """Rows this read contributes: positions of all examples, over all iterations that share the parameter."""
-        return self.uses * math.prod(atom.size for axis in self.y_axes for atom in axis if not atom.of_leaf)
+        """Rows this use contributes: positions of all examples, over all iterations that share the parameter."""
+        return self.times * math.prod(atom.size for axis in self.read.y_axes for atom in axis if not atom.of_leaf)
+
+    @property
+    def roles(self) -> dict[Atom, str]:
+        """The role of each atom of a kernel."""
+        roles = {atom: "in" for atom in axes_lib.atoms_of(self.read.x_axes)}
+        roles |= {atom: "out" for atom in axes_lib.atoms_of(self.read.y_axes)}
+        return roles | {atom: "stack" for atom in self.copies}
+
+    @property
+    def layout(self) -> Layout:
+        return axes_lib.layout(self.roles.items())
+
+    @property
+    def part(self) -> int:
+        """Which part of its leaf a product reads, in memory order."""
+        index = 0
+        for atom, entry in self.picks or ():
+            index = index * atom.size + entry
+        return index
+
+
+def by_part(uses: Sequence[Use]) -> list[list[Use]]:
+    """The uses of each part that a leaf is read in; of the whole of it, as a rule."""
+    parts: dict[Any, list[Use]] = collections.defaultdict(list)
+    for use in uses:
+        parts[use.view.start].append(use)
+    return list(parts.values())
 
 
 def is_active(state: State) -> bool:
@@ -133,45 +157,15 @@ def is_active(state: State) -> bool:
 
 
 def is_repeated(state: State) -> bool:
-    return (
-        axes_lib.is_broadcast(state.axes) if isinstance(state, View) else isinstance(state, Derived) and state.repeated
-    )
+    if isinstance(state, View):
+        return axes_lib.is_broadcast(state.axes)
+    return isinstance(state, Derived) and state.repeated
 
 
 def leaves_of(state: State) -> frozenset[int]:
     if isinstance(state, View):
         return frozenset({state.leaf})
-    return state.leaves if isinstance(state, Derived) else frozenset()
-
-
-def kernel_roles(read: Read) -> dict[Atom, str]:
-    roles = {atom: "in" for atom in axes_lib.atoms_of(read.x_axes)}
-    roles |= {atom: "out" for atom in axes_lib.atoms_of(read.y_axes)}
-    return roles | {atom: "stack" for atom in read.copies}
-
-
-def part_index(read: Read) -> int:
-    """Which part of its leaf a product reads, in memory order."""
-    index = 0
-    for atom, entry in read.picks or ():
-        index = index * atom.size + entry
-    return index
-
-
-def by_part(reads: Sequence[Read]) -> list[list[Read]]:
-    """The reads of each part that a leaf is read in; of the whole of it, as a rule."""
-    parts: dict[Any, list[Read]] = collections.defaultdict(list)
-    for read in reads:
-        parts[read.view.start].append(read)
-    return list(parts.values())
-
-
-def most_uses(reads: Sequence[Read]) -> int:
-    return max((sum(read.uses for read in part) for part in by_part(reads)), default=0)
-
-
-def kernel_layout(read: Read) -> Layout:
-    return axes_lib.layout(kernel_roles(read).items())
+    return state.leaves if isinstance(state, Derived) else state.made_of
 
 
 NOT_WITH_EXAMPLES = (

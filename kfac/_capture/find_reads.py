@@ -1,0 +1,451 @@
+"""Follows every parameter through the program of a loss to the operations that read it.
+
+What is known of each array on the way is in `states.py`. What carries no gradient to the loss is walked past: no read,
+no branch of an output, no reason to refuse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
+
+from kfac._capture import axes as axes_lib
+from kfac._capture.axes import Atom, Axes
+from kfac._capture.primitives import PRODUCTS, SUMS, Follow, Read, spread
+from kfac._capture.states import (
+    KERNEL_OPS,
+    NOT_WITH_EXAMPLES,
+    Data,
+    Derived,
+    Output,
+    State,
+    Use,
+    View,
+    is_active,
+    is_repeated,
+    leaves_of,
+    unsupported,
+)
+from kfac._capture.trace import Op, Path, Program, Trace
+
+
+class Reads:
+    """How the program of a loss uses its parameters.
+
+    Attributes:
+      uses: every read, in program order.
+      coarse: leaves that meet data in a way without known per-example gradients, and how.
+      derived: leaves that something else is computed from, and how.
+      products: leaves whose product with another parameter something is computed from, and that product.
+      skipped_products: lengths of the first axes that are not the parameter's, where products read skipped ones.
+      multipliers: operations that produce a scaled view, and the operand that is the view.
+      carriers: operations out of which a scaled view is handed.
+    """
+
+    def __init__(self, traced: Trace, skipped: set[int]):
+        self.names, self.shapes = traced.names, traced.shapes
+        self.uses: list[Use] = []
+        self.coarse: dict[int, str] = {}
+        self.derived: dict[int, str] = {}
+        self.products: dict[int, str] = {}
+        self.skipped_products: dict[int | None, str] = {}
+        self.multipliers: dict[Path, int] = {}
+        self.carriers: set[Path] = set()
+        # A loss without array arguments has its examples in constants.
+        self._constants = Data(fixed=bool(traced.arrays))
+        states: list[State] = [
+            Data(active=True, skipped=True, fixed=True)
+            if k in skipped
+            else View(k, axes_lib.leaf_axes(shape), (0,) * len(shape))
+            for k, shape in enumerate(self.shapes)
+        ]
+        states += [Data()] * len(traced.arrays)
+        self._walk(traced.program, states, (), ())
+
+    # -- walking -------------------------------------------------------------------------------------------------
+
+    def _walk(self, program: Program, states: Sequence[State], path: Path, scans) -> list[State]:
+        def visit(index: int, op: Op, states: list[State]) -> list[State]:
+            # A gradient with respect to one branch alone is not that of a layer's output.
+            branched = op.branched or (False,) * len(states)
+            return self._visit(op, list(map(_unbranched, states, branched)), (*path, index), scans)
+
+        results = program.run(states, self._constants, Data(), visit)
+        return list(map(_unbranched, results, program.branched))
+
+    def _visit(self, op: Op, states: list[State], path: Path, scans) -> list[State]:
+        params = [s for s in states if not isinstance(s, Data)]
+        known = params or any(isinstance(s, Data) and (s.output or s.made_of) for s in states)
+        if not op.alive or not known:
+            if op.alive and (op.name in PRODUCTS or op.name == "gather"):
+                self._note_skipped(op, states)
+            skipped = len(states) == 1 and op.keeps_values and isinstance(states[0], Data) and states[0].skipped
+            # Parameters that carry no gradient are numbers, but no examples.
+            constants = [Data(fixed=True) if not isinstance(s, Data) else s for s in states]
+            active = any(isinstance(s, Data) and s.active for s in states)
+            return [Data(active, skipped=skipped, fixed=_is_fixed(op, constants))] * len(op.outputs)
+        if op.name == "optimization_barrier":
+            return [_at_barrier(s) for s in states]
+        if op.inner:
+            leaving = (
+                self._scan(op, states, path, scans) if op.name == "scan" else self._walk(op.inner, states, path, scans)
+            )
+            if any(isinstance(s, View) and s.scaled for s in leaving):
+                self.carriers.add(path)
+            return leaving
+        if op.opaque and params and not op.registered:
+            return self._opaque(op, states)
+        if op.name in PRODUCTS or (op.registered and self._reads_kernel(op, states)):
+            return [self._product(op, states, path, scans)]
+        if not params:
+            return [self._through_data(op, states)] * len(op.outputs)
+        if len(params) == 1 and isinstance(params[0], View):
+            found = self._of_one(op, params[0], states, path, scans)
+            if found is not None:
+                return found
+        return [self._derive(op, states)] * len(op.outputs)
+
+    def _note_skipped(self, op: Op, states: list[State]) -> None:
+        for k, state in enumerate(states):
+            if isinstance(state, Data) and state.skipped:
+                found = op.meaning(k, axes_lib.leaf_axes(op.shapes[k]))
+                if isinstance(found, Read):
+                    self.skipped_products.setdefault(found.leading, "a skipped parameter")
+
+    def _through_data(self, op: Op, states: list[State]) -> State:
+        """Activations only: keep what is known of a layer's output while its axes can be followed."""
+        active, fixed = any(is_active(s) for s in states), _is_fixed(op, states)
+        known = [k for k, s in enumerate(states) if isinstance(s, Data) and (s.output or s.made_of)]
+        if len(known) != 1 or len(op.outputs) != 1:
+            return Data(active, fixed=fixed)
+        state = states[known[0]]
+        assert isinstance(state, Data)
+        if len(states) == 1:
+            found = op.meaning(0, state.output.axes) if state.output and op.name not in ("neg", "slice") else None
+            output = None
+            if state.output and isinstance(found, Follow):
+                output = dataclasses.replace(state.output, axes=found.axes[0])
+            return Data(active, output, state.made_of if op.keeps_values else frozenset(), fixed=fixed)
+        scales = op.name == "mul" or (op.name == "div" and known[0] == 0)
+        if scales and state.output and self.uses[state.output.use].read.op == "mul":
+            # x * (rsqrt(var) * scale) + shift: the product with x stands between a scale and its shift. To put both in
+            # one block needs no more than that they act on the same channels.
+            axes = spread(state.output.axes, op.shapes[known[0]], op.results[0])
+            return Data(active, Output(state.output.use, axes, multiplied=True), fixed=fixed)
+        return Data(active, fixed=fixed)
+
+    def _scan(self, op: Op, states: list[State], path: Path, scans) -> list[State]:
+        assert op.inner and op.call and op.call.scan
+        first, carried, length = op.call.scan
+        last = first + carried
+        fixed = _fixed_in_scan(
+            op, [lit or (isinstance(s, Data) and s.fixed) for lit, s in zip(op.literals, states, strict=True)]
+        )
+        entering: list[State] = []
+        for k, state in enumerate(states):
+            if isinstance(state, Data):
+                if first <= k < last:
+                    state = Data(active=True, fixed=fixed[k])
+                state = dataclasses.replace(state, output=None)
+            elif first <= k < last and is_repeated(state):
+                # A learned initial state, broadcast over the examples.
+                self._met_data(state, "broadcast, then scan")
+                state = Data(active=True)
+            elif first <= k < last and not op.inner.hands_on(k - first, k):
+                self._refuse(state, op, "a scan changes it from iteration to iteration")
+            elif isinstance(state, View):
+                atoms = state.axes[0] if k >= last else ()
+                if k >= last and axes_lib.is_broadcast((atoms,)):
+                    self._refuse(state, op, "a scan iterates over copies of it")
+                axes = state.axes[1:] if k >= last else state.axes
+                state = dataclasses.replace(state, axes=axes, stack=(*state.stack, atoms))
+            entering.append(state)
+        leaving = self._walk(op.inner, entering, path, (*scans, (len(path) - 1, length)))
+        results: list[State] = []
+        for k, state in enumerate(leaving):
+            if isinstance(state, Data):
+                results.append(Data(active=True, fixed=state.fixed))
+            elif k < carried and not isinstance(entering[first + k], Data):
+                results.append(states[first + k])
+            elif k < carried and is_repeated(state):
+                self._met_data(state, "scan")
+                results.append(Data(active=True))
+            elif k < carried and math.prod(op.results[k]) > 1:
+                # From the second iteration on, what the walk took for data is made of parameters.
+                self._refuse(state, op, "an iteration hands it to the next")
+            else:
+                results.append(Derived(leaves_of(state), "scan"))
+        return results
+
+    # -- reads ---------------------------------------------------------------------------------------------------
+
+    def _add(self, use: Use) -> Data:
+        self.uses.append(use)
+        return Data(active=True, output=Output(len(self.uses) - 1, use.read.y_axes))
+
+    def _picks(self, view: View) -> tuple[tuple[Atom, int], ...] | None:
+        """Which part of its leaf a view is (`axes.picks`)."""
+        return axes_lib.picks(self.shapes[view.leaf], view.start, axes_lib.atoms_of((*view.stack, *view.axes)))
+
+    def _kernel(self, op: Op, read: Read, view: View, path: Path, scans) -> Use:
+        picks = self._picks(view)
+        if picks is None:
+            self._refuse(view, op, "it reads a slice that is not one of several equal parts of the parameter")
+        return Use(read, view.leaf, view, path, scans, picks)
+
+    def _reads_kernel(self, op: Op, states: list[State]) -> bool:
+        found = (op.meaning(k, s.axes) for k, s in enumerate(states) if isinstance(s, View))
+        return any(isinstance(read, Read) and read.op in KERNEL_OPS for read in found)
+
+    def _product(self, op: Op, states: list[State], path: Path, scans) -> State:
+        operand = self._kernel_operand(op, states)
+        if operand is None:
+            return self._product_of_others(op, states)
+        view = states[operand]
+        assert isinstance(view, View)
+        found = op.meaning(operand, view.axes)
+        if isinstance(found, str):
+            self._refuse(view, op, found)
+        if not isinstance(found, Read):
+            # Broadcast over examples and then multiplied: an activation (a learned initial state).
+            self._met_data(view, f"broadcast, then {op.name}")
+            return Data(active=True)
+        return self._add(self._kernel(op, found, view, path, scans))
+
+    def _kernel_operand(self, op: Op, states: list[State]) -> int | None:
+        """Which operand of a product is the kernel; None if none is."""
+        views = {k: s for k, s in enumerate(states) if isinstance(s, View)}
+        kernels = [k for k, view in views.items() if not axes_lib.is_broadcast(view.axes)] or list(views)
+        for k in kernels:
+            found = op.meaning(k, views[k].axes)
+            other = states[found.other if isinstance(found, Read) else 1 - k]
+            if is_repeated(other):
+                self._met_data(other, f"broadcast, then {op.name}")
+            elif not isinstance(other, Data) or other.fixed:
+                continue
+            if not views[k].uniform:
+                self._refuse(views[k], op, "its values are multiplied by others before the product")
+            return k
+        return None
+
+    def _product_of_others(self, op: Op, states: list[State]) -> State:
+        if all(isinstance(s, Data) for s in states):
+            for state, other in zip(states, reversed(states), strict=True):
+                if isinstance(state, Data) and state.made_of and not (isinstance(other, Data) and other.skipped):
+                    self._refuse(state, op, "the product reads rows looked up in it, or what became of it")
+            return Data(any(is_active(s) for s in states))
+        if any(isinstance(s, Data) and not s.fixed for s in states):
+            state = next(s for s in states if not isinstance(s, Data))
+            if not isinstance(state, Derived) or not state.repeated:
+                reason = "its other operand holds no examples"
+                if isinstance(state, Derived):
+                    reason = f"the kernel is a different array, computed from it by {state.how}"
+                self._refuse(state, op, reason)
+            self._met_data(state, f"{state.how}, then {op.name}")
+            return Data(active=True)
+        for state, other in zip(states, reversed(states), strict=True):
+            if isinstance(other, (View, Derived)) and other.mixed:
+                reason = "with a single example, an activation cannot be told from a parameter; take at least two"
+                self._refuse(state, op, reason)
+        derived = self._derive(op, states)
+        assert isinstance(derived, Derived)
+        self.products.update(dict.fromkeys(derived.leaves, op.describe()))
+        return dataclasses.replace(derived, product=op.describe())
+
+    def _of_one(self, op: Op, view: View, states: list[State], path: Path, scans) -> list[State] | None:
+        """What becomes of a single parameter view; None if it can no longer be followed."""
+        operand = next(k for k, s in enumerate(states) if s is view)
+        found = op.meaning(operand, view.axes)
+        if isinstance(found, Follow):
+            scaled = view.scaled or op.name == "neg"
+            if scaled:
+                self.multipliers[path] = operand
+            return [self._moved(view, *part, scaled) for part in zip(found.axes, found.moved, strict=True)]
+        if op.name == "gather" and operand == 0:
+            return [self._lookup(op, found if isinstance(found, Read) else None, view, states, path, scans)]
+        if not isinstance(found, Read):
+            return None
+        state = self._elementwise(op, found, view, states, path, scans)
+        return None if state is None else [state]
+
+    def _moved(self, view: View, axes: Axes, moves: Iterable[tuple[int, int]], scaled: bool) -> View:
+        start = list(view.start)
+        for leaf_axis, by in moves:
+            start[leaf_axis] += by
+        return dataclasses.replace(view, axes=axes, start=tuple(start), scaled=scaled)
+
+    def _elementwise(self, op: Op, read: Read, view: View, states: list[State], path: Path, scans) -> State | None:
+        """A sum or product of a view with an array that is no parameter."""
+        operand, other = read.operand, states[read.other]
+        assert isinstance(other, Data)
+        repeated, additive = axes_lib.is_broadcast(read.y_axes), read.op == "add"
+        if additive and op.literals[read.other] and read.sign == 1 and not view.scaled:
+            return view  # a constant offset, as in (1 + scale): the gradient is the same
+        if read.divides and operand == 1:
+            return None
+        if other.fixed and (additive or repeated):
+            return None  # not yet an activation
+        if not additive and not repeated:
+            self.multipliers[path] = operand
+            # A number made of parameters may depend on this one: its kernel is normalised.
+            number = op.sizes[read.other] == 1 and not other.active
+            mixed = view.mixed or op.sizes[read.other] > 1
+            return dataclasses.replace(view, scaled=True, uniform=view.uniform and number, mixed=mixed)
+        if not repeated and not other.active:
+            return None
+        joined, directly = None, False
+        # From `b - y` a kernel would get gradients of the other sign than its bias.
+        opposite = op.name == "sub" and operand == 0
+        if additive and other.output and not view.scaled and not (opposite and self._is_kernel(other.output)):
+            joined = self._join(view, read.y_axes, other.output)
+            same = joined is not None and other.output.axes == self.uses[joined[0]].read.y_axes
+            directly = same and not other.output.multiplied and not opposite
+        result = self._add(Use(read, view.leaf, view, path, scans, self._picks(view), joined, directly))
+        # An update of the size of the parameter, as in a model that takes gradient steps of its own.
+        return result if repeated or joined else dataclasses.replace(result, made_of=frozenset({view.leaf}))
+
+    def _lookup(self, op: Op, read: Read | None, view: View, states: list[State], path: Path, scans) -> Data:
+        """Rows of a table. Each is known to meet data once for each index, unless the indices hold no examples."""
+        kernels = sum(math.prod(a.size for a in axis) > 1 for axis in view.axes) > 2
+        indices = states[1]
+        assert isinstance(indices, Data)
+        if read is None or not view.uniform or indices.fixed or self._picks(view) is None:
+            self._met_data(view, op.name)
+            return Data(active=True, made_of=frozenset({view.leaf}), fixed=_is_fixed(op, states))
+        self.uses.append(self._kernel(op, read, view, path, scans))
+        # Rows with more than one axis may be kernels, chosen by the example; a product that reads those is refused.
+        return Data(active=True, made_of=frozenset({view.leaf} if kernels else ()))
+
+    def _is_kernel(self, output: Output) -> bool:
+        return self.uses[output.use].read.op in KERNEL_OPS
+
+    def _join(self, view: View, y_axes: Axes, output: Output) -> tuple[int, tuple[tuple[Atom, Atom], ...]] | None:
+        """Pairs a vector with the features of the output it is added to; None unless it has one element for each."""
+        use = self.uses[output.use]
+        picks = self._picks(view)
+        if len(view.stack) != len(use.view.stack) or picks is None or use.picks is None:
+            return None
+        if [(atom.size, index) for atom, index in picks] != [(atom.size, index) for atom, index in use.picks]:
+            return None
+        outputs = axes_lib.atoms_of((*use.view.stack, *use.read.y_axes))
+        found = [axes_lib.split_like(axis, outputs) for axis in output.axes]
+        pairs = [(mine, theirs) for (mine, _), (theirs, _) in zip(picks, use.picks, strict=True)]
+        for mine, theirs in zip((*view.stack, *y_axes), (*use.view.stack, *found), strict=True):
+            refined = None if theirs is None else axes_lib.common_refinement(mine, theirs)
+            if refined is None or any(a.of_leaf != b.of_leaf for a, b in refined):
+                return None
+            pairs += [(a, b) for a, b in refined if a.of_leaf]
+        pairs.sort(key=lambda pair: pair[0].memory_order)
+        # A kernel and its bias are brought to [copies, features] each by its own layout, so only the order among copies
+        # and that among features must agree. A scale and its shift are used as they lie in memory.
+        stack = {*use.copies} if use.read.op in KERNEL_OPS else set()
+        for stacked in (True, False):
+            order = [b.memory_order for _, b in pairs if _within_any(b, stack) == stacked]
+            if order != sorted(order):
+                return None
+        return output.use, tuple(pairs)
+
+    # -- everything else -----------------------------------------------------------------------------------------
+
+    def _met_data(self, state: State, how: str) -> None:
+        if isinstance(state, Derived) and state.product:
+            raise unsupported([self.names[leaf] for leaf in sorted(state.leaves)], state.product, NOT_WITH_EXAMPLES)
+        for leaf in () if isinstance(state, Data) else leaves_of(state):
+            self.coarse.setdefault(leaf, how)
+
+    def _derive(self, op: Op, states: list[State]) -> State:
+        """Parameters in an operation whose per-example gradients are not known."""
+        sources = [s for s in states if not isinstance(s, Data)]
+        data = [
+            s for s, lit in zip(states, op.literals, strict=True) if isinstance(s, Data) and not s.fixed and not lit
+        ]
+        repeated = [is_repeated(s) for s in sources]
+        size = max((math.prod(shape) for shape in op.results), default=0)
+        grew = any(own < size for own, s in zip(op.sizes, states, strict=True) if not isinstance(s, Data))
+        leaves = frozenset().union(*(leaves_of(s) for s in sources))
+        how = next((s.how for s in sources if isinstance(s, Derived)), op.name)
+        for leaf in leaves:
+            self.derived.setdefault(leaf, how)
+        product = next((s.product for s in sources if isinstance(s, Derived) and s.product), "")
+        scalars = all(isinstance(s, Data) or own == 1 for own, s in zip(op.sizes, states, strict=True))
+        if data and scalars and op.name in SUMS and op.results[0] and (len(op.results[0]) == 1 or op.summed):
+            return Data(active=True)  # a penalty, added to the losses of the examples
+        if op.name == "gather" and data:
+            for state in sources:
+                self._met_data(state, how)
+            return Data(active=True, made_of=leaves)
+        # A scalar made of parameters and added to the loss is a penalty; one that multiplies it is none.
+        mixed = any(is_active(s) for s in data) and (size > 1 or op.name not in SUMS)
+        if data and (any(repeated) or grew or mixed):
+            for state in sources:
+                self._met_data(state, how)
+            return Data(active=True, made_of=frozenset() if any(repeated) or grew else leaves)
+        met = any(isinstance(s, Data) and not s.fixed and own > 1 for own, s in zip(op.sizes, states, strict=True))
+        return Derived(
+            leaves,
+            how,
+            repeated=all(repeated) or (op.name == "broadcast_in_dim" and grew),
+            mixed=met or any(isinstance(s, (View, Derived)) and s.mixed for s in sources),
+            product=product,
+        )
+
+    def _opaque(self, op: Op, states: list[State]) -> list[State]:
+        if op.name == "custom_jvp_call" and not op.contains_product():
+            return [self._derive(op, states)] * len(op.outputs)
+        state = next(s for s in states if not isinstance(s, Data))
+        self._refuse(state, op, f"what {op.name} does with it cannot be followed")
+
+    def _refuse(self, state: State, op: Op, reason: str) -> NoReturn:
+        raise unsupported([self.names[leaf] for leaf in sorted(leaves_of(state))], op.describe(), reason)
+
+
+def _unbranched(state: State, branched: bool) -> State:
+    return dataclasses.replace(state, output=None) if branched and isinstance(state, Data) and state.output else state
+
+
+def _at_barrier(state: State) -> State:
+    # A scaled view would need its multiplier carried across; no model is written that way.
+    if isinstance(state, View) and state.scaled:
+        return Derived(frozenset({state.leaf}), "a product, then optimization_barrier", mixed=state.mixed)
+    return state
+
+
+def _is_fixed(op: Op, states: Sequence[State]) -> bool:
+    """Whether a result depends on no array argument. Zeros may be the initial state of a batch: they do not count."""
+    if op.inner and not states:
+        return False
+    own = [s for s, literal in zip(states, op.literals, strict=True) if not literal]
+    if not own:
+        return op.name != "broadcast_in_dim"
+    return all(isinstance(s, Data) and s.fixed for s in own)
+
+
+def _fixed_in_scan(op: Op, fixed: Sequence[bool]) -> list[bool]:
+    """Which inputs of a scan depend on no array argument in any iteration, as a counter of iterations does.
+
+    Args:
+      op: the scan.
+      fixed: whether each input is so in the first iteration.
+    """
+    assert op.inner and op.call and op.call.scan
+    first, carried, _ = op.call.scan
+
+    def visit(_: int, inner: Op, states: list[bool]) -> list[bool]:
+        alone = all(inner.literals) and inner.name == "broadcast_in_dim"
+        return [all(states) and not alone] * len(inner.outputs)
+
+    fixed = list(fixed)
+    while True:
+        leaving = op.inner.run(fixed, False, True, visit)
+        still = [
+            constant and (not first <= k < first + carried or leaving[k - first]) for k, constant in enumerate(fixed)
+        ]
+        if still == fixed:
+            return fixed
+        fixed = still
+
+
+def _within_any(part: Atom, atoms: Iterable[Atom]) -> bool:
+    return any(axes_lib.is_part(part, atom) for atom in atoms)

@@ -1,0 +1,102 @@
+"""Values, gradients and factors accumulated over micro-batches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kfac._capture.convolutions_in_loops import fast_in_loops
+from kfac._capture.outputs import with_own_key
+from kfac._factors import Factors
+from kfac._varying import zeros_of
+
+
+def microbatch(
+    fn: Callable[..., Any], num_microbatches: int, *, batch_argnums: int | Sequence[int] = 1
+) -> Callable[..., Any]:
+    """Evaluates `fn` on equal parts of a batch, one after the other, and averages what it returns.
+
+    For the mean loss of a batch the averages of loss and gradients over its parts are those of the whole, and so are
+    those of the factors, which are never formed from averaged gradients. Memory does not grow with the number of parts.
+    With a train-mode batch norm each part is normalised by its own statistics.
+
+    Args:
+      fn: a function such as `value_and_grad` returns, `fn(params, batch, ...)`.
+      num_microbatches: number of parts, at least 1.
+      batch_argnums: positions of the arguments to split, along the leading axis of each of their leaves. The others,
+        and keyword arguments, go to every part whole: with a PRNG key among them all parts see the same random numbers.
+        The exceptions are the keywords `key` and `fisher_key`: into a PRNG key there the number of the part is folded.
+
+    Returns:
+      A function with the arguments and results of `fn`. Real results are averaged in float32 (float64 where they are
+      float64) and keep their dtype.
+
+    Raises:
+      ValueError: `num_microbatches` is not a positive int; when called: it does not divide a leading axis, leading axes
+        differ, or `fn` returns something that is not real and so has no average.
+    """
+    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
+        raise ValueError(f"num_microbatches must be a positive int, but is {num_microbatches!r}")
+    argnums = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
+
+    @functools.wraps(fn)
+    def accumulated(*args, **kwargs):
+        for k in argnums:
+            if not -len(args) <= k < len(args):
+                raise ValueError(f"batch_argnums has {k}, but there are {len(args)} positional arguments")
+        positions = sorted({k % len(args) for k in argnums})
+        lengths = {jnp.shape(x)[0]: None for k in positions for x in jax.tree.leaves(args[k]) if jnp.shape(x)}
+        if len(lengths) > 1:
+            raise ValueError(
+                f"the arrays to split have leading axes of different lengths {', '.join(map(str, lengths))}: part k of "
+                "one would not belong to part k of another. Pass what all parts share as another argument."
+            )
+        parts = [jax.tree.map(lambda x, k=k: _parts(x, num_microbatches, k), args[k]) for k in positions]
+
+        def one(numbered):
+            number, parts = numbered
+            full = list(args)
+            for k, part in zip(positions, parts, strict=True):
+                full[k] = part
+            return fn(*full, **with_own_key(kwargs, number))
+
+        numbered = jnp.arange(num_microbatches), parts
+        first = jax.tree.map(lambda x: x[0], numbered)
+        zeros = zeros_of(one, first)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(zeros)[0]:
+            if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+                raise ValueError(
+                    f"microbatch averages results, but result {jax.tree_util.keystr(path)} has dtype {leaf.dtype}: "
+                    "convert it to a float in loss_fn"
+                )
+
+        def widen(x):
+            return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+        evaluate = fast_in_loops(one)
+
+        def step(total, part):
+            return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, evaluate(part)), None
+
+        total, _ = lax.scan(step, jax.tree.map(widen, zeros), numbered)
+        mean = jax.tree.map(lambda t, x: (t / num_microbatches).astype(x.dtype), total, zeros)
+        return jax.tree.map(
+            lambda x: x.of_batches(num_microbatches) if isinstance(x, Factors) else x,
+            mean,
+            is_leaf=lambda x: isinstance(x, Factors),
+        )
+
+    return accumulated
+
+
+def _parts(x: Any, count: int, argnum: int) -> jax.Array:
+    shape = jnp.shape(x)
+    if not shape or shape[0] % count:
+        what = f"leading axis of length {shape[0]}" if shape else "no leading axis"
+        raise ValueError(f"num_microbatches={count} does not divide argument {argnum}: an array in it has {what}")
+    return jnp.reshape(x, (count, shape[0] // count, *shape[1:]))

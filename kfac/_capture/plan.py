@@ -1,0 +1,405 @@
+"""From layers to taps: where they stand, and what brings the sums that they collect to factors."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kfac._capture import axes as axes_lib
+from kfac._capture.axes import Atom
+from kfac._capture.find_layers import Found, layers_of
+from kfac._capture.outputs import Marks
+from kfac._capture.states import Use, by_part, unsupported
+from kfac._capture.taps import ElementwiseTap, Key, KroneckerTap, Plan, Tap
+from kfac._capture.trace import Trace
+from kfac._factors import Coarse, Factors, Kronecker, Unitwise
+from kfac._layers import KRONECKER_KINDS, Layer, Layers
+from kfac._statistics.rows import accumulator
+
+
+@dataclasses.dataclass
+class Planned:
+    """All that `value_and_grad` needs to collect and finish the statistics of a loss.
+
+    Attributes:
+      found: the layers.
+      num_examples: `n`.
+      plan: where the taps are.
+      probes: shape and dtype of what each tap sums.
+      finish: what brings these sums to factors, by layer, and their keys.
+      spread: what brings the eigenvectors of a layer to its taps, by layer.
+    """
+
+    found: Found
+    num_examples: int
+    plan: Plan = dataclasses.field(default_factory=Plan)
+    probes: dict[Key, Any] = dataclasses.field(default_factory=dict)
+    finish: dict[str, tuple[list[Key], Callable[[list[Any]], Any]]] = dataclasses.field(default_factory=dict)
+    spread: dict[str, Callable[[Kronecker], dict[Key, Kronecker]]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def layers(self) -> Layers:
+        return self.found.layers
+
+    def factors(self, sums: dict[Key, Any], grads: Sequence[Any]) -> Factors:
+        """Factors from the cotangents of the probes and, for coarse diagonals, the gradients."""
+        by_path = dict(zip(self.layers.paths, grads, strict=True))
+        blocks: dict[str, Any] = {}
+        for layer in self.layers.with_factors:
+            if layer.coarse:
+                g = by_path[layer.params[0]]
+                mean = g.astype(accumulator(g.dtype)).reshape(-1)
+                blocks[layer.name] = Coarse(mean, jnp.full_like(mean, self.num_examples, shape=()))
+            else:
+                keys, finish = self.finish[layer.name]
+                blocks[layer.name] = finish([sums[key] for key in keys])
+        return Factors(blocks)
+
+    def place(self, use: Use, tap: Tap) -> None:
+        """Puts a tap behind an op, and tells each scan around it whether the tap's probe is sliced there."""
+        self.plan.at(use.path).taps[use.path[-1]] = tap
+        levels = {position: bool(atoms) for (position, _), atoms in zip(use.scans, use.view.stack, strict=True)}
+        plan = self.plan
+        for position, index in enumerate(use.path[:-1]):
+            plan = plan.children[index]
+            if position in levels:
+                if plan.iterated.setdefault(tap.key, levels[position]) != levels[position]:
+                    raise unsupported(tap.key[0], "two operations in a scan", "only one of them iterates over it")
+                if isinstance(tap, KroneckerTap) and tap.basis:
+                    plan.iterated[tap.basis] = levels[position]
+
+
+def plan_taps(
+    traced: Trace, options: Layers, marks: Marks, num_examples: int | None, subsample: int, moments: bool
+) -> Planned:
+    """Finds the layers of a traced loss and plans their taps.
+
+    Args:
+      traced: the traced loss.
+      options: what holds the options of `find_layers`.
+      marks: its marked outputs.
+      num_examples: the number of examples, if the user gave it.
+      subsample: Kronecker factors come from every `subsample`-th example.
+      moments: whether taps also sum squares of per-example gradients, in a basis.
+
+    Raises:
+      ValueError: the number of examples is not clear, or a layer that has to cannot tell them from positions.
+    """
+    found = layers_of(traced, options, marks, num_examples)
+    if found.num_examples is None:
+        raise ValueError(found.unclear)
+    planned = Planned(found, found.num_examples)
+    for layer in found.layers:
+        uses = found.uses[layer.name]
+        if layer.kind in KRONECKER_KINDS:
+            _plan_kronecker(planned, layer, uses[0], subsample, moments and layer.correctable)
+        elif any(uses) and not layer.coarse:
+            _plan_elementwise(planned, layer, uses)
+    for path, operand in found.reads.multipliers.items():
+        # Only where the program holds a tap: elsewhere nothing reads the multiplier.
+        planned.plan.at(path).multipliers[path[-1]] = operand
+    for path in found.reads.carriers:
+        planned.plan.at((*path, 0))
+    return planned
+
+
+# -- Kronecker layers --------------------------------------------------------------------------------------------------
+
+
+def _plan_kronecker(planned: Planned, layer: Layer, uses: list[Use], subsample: int, moments: bool) -> None:
+    with_bias = {use.joined[0] for use in planned.found.reads.uses if use.joined and _is_bias(planned, layer, use)}
+    dtype = jnp.result_type(*{use.read.dtype for use in uses})
+    for use in uses:
+        read = use.read
+        examples = _examples(planned, layer, use, subsample, moments)
+        rest = [p for p, _ in read.rows if p not in examples]
+        if read.op == "embedding":
+            rest = [p for p, atom in enumerate(axes_lib.flatten(read.y_axes)) if not atom.of_leaf and p not in examples]
+        in_x = dict(read.rows)
+        x_rows = [[in_x[p] for p in part if p in in_x] for part in (examples, rest)]
+        index = next(k for k, other in enumerate(planned.found.reads.uses) if other is use)
+        tap = KroneckerTap(
+            key=(layer.name, use.part),
+            operand=read.operand,
+            other=read.other,
+            arrange_x=axes_lib.arrangement(read.x_axes, read.batched, *x_rows),
+            arrange_g=axes_lib.arrangement(read.y_axes, read.batched, examples, rest),
+            geometry=read.geometry,
+            images=not examples or (read.images is not None and tuple(examples) == (read.images[0],)),
+            homogeneous=None if not layer.has_bias else 1.0 if index in with_bias else 0.0,
+            dtype=dtype,
+            diagonal=layer.diagonal,
+            reduce=layer.weight_sharing == "reduce",
+            subsample=subsample,
+            basis=_basis_key(layer, use.part) if moments else None,
+        )
+        planned.place(use, tap)
+    _finish_kronecker(planned, layer, uses, dtype, moments)
+
+
+def _is_bias(planned: Planned, layer: Layer, use: Use) -> bool:
+    return planned.found.layers.paths[use.leaf] in layer.params[1:]
+
+
+def _finish_kronecker(planned: Planned, layer: Layer, uses: list[Use], dtype: Any, moments: bool) -> None:
+    """The probes of a layer, and what brings the sums of its parts and copies to factors."""
+    n, reduce, use = planned.num_examples, layer.weight_sharing == "reduce", uses[0]
+    batched = math.prod(atom.size for atom in use.read.batched)
+    tails = {"A": (n, layer.d_in), "G": (n, layer.d_out)} if reduce else dict(layer.block_shapes)
+    if moments:
+        tails["moments"] = (layer.d_out, layer.d_in)
+    summed = {name: jax.ShapeDtypeStruct((*use.iterated, batched, *tail), dtype) for name, tail in tails.items()}
+    positions = {part[0].part: sum(use.rows for use in part) / n for part in by_part(uses)}
+    planned.probes.update({(layer.name, part): Kronecker(**summed) for part in positions})
+    parts = math.prod(atom.size for atom in use.picked)
+    # What the taps arrange is in memory order already; scans go in the order in which the parameter is read.
+    batches = sorted((atom._replace(flipped=False) for atom in use.read.batched), key=lambda atom: atom.memory_order)
+    stack = [*use.picked, *use.scanned, *batches]
+    lead = (layer.copies,) if layer.stacked else ()
+
+    def of_part(sums: Kronecker, positions: float) -> Kronecker:
+        moments = None if sums.moments is None else sums.moments * n
+        if reduce:
+            return Kronecker(sums.A / positions, sums.G, moments)
+        # G = (n / s) sum g g^T with s positions per example.
+        return Kronecker(sums.A / n, sums.G * (n / positions), moments)
+
+    def squares(factor: str, rows: jax.Array) -> jax.Array:
+        if factor in layer.diagonal:
+            return jnp.sum(jnp.square(rows), axis=-2)
+        return jnp.einsum("...ni,...nj->...ij", rows, rows, precision=jax.lax.Precision.HIGHEST)
+
+    def finish(sums: list[Kronecker]) -> Kronecker:
+        found = {part: of_part(own, s) for own, (part, s) in zip(sums, positions.items(), strict=True)}
+        unread = jax.tree.map(jnp.zeros_like, sums[0])
+        by_part = [found.get(part, unread) for part in range(parts)]
+        stacked = jax.tree.map(lambda *blocks: jnp.stack(blocks), *by_part) if parts > 1 else by_part[0]
+        ordered = {
+            f: _in_memory_order(getattr(stacked, f), stack, tail).reshape(*lead, *tail) for f, tail in tails.items()
+        }
+        if reduce:
+            ordered |= {"A": squares("A", ordered["A"]) / n, "G": squares("G", ordered["G"]) * n}
+        return Kronecker(**ordered)
+
+    def spread(basis: Kronecker) -> dict[Key, Kronecker]:
+        """The layer's eigenvectors as the taps of its parts take them, the other way round than `finish`."""
+
+        def arranged(vectors):
+            tail = vectors.shape[-2:]
+            return _from_memory_order(vectors, stack, tail).reshape(parts, *use.iterated, batched, *tail)
+
+        whole = jax.tree.map(arranged, basis)
+        return {_basis_key(layer, part): jax.tree.map(lambda x, part=part: x[part], whole) for part in positions}
+
+    if moments:
+        planned.spread[layer.name] = spread
+    planned.finish[layer.name] = [(layer.name, part) for part in positions], finish
+
+
+def _basis_key(layer: Layer, part: int) -> Key:
+    return layer.name, part, "eigenvectors"
+
+
+def _in_memory_order(array: jax.Array, stack: list[Atom], tail: tuple[int, ...]) -> jax.Array:
+    order = sorted(range(len(stack)), key=lambda k: stack[k].memory_order)
+    array = array.reshape(*(atom.size for atom in stack), *tail)
+    flips = [k for k, atom in enumerate(stack) if atom.flipped]
+    array = jnp.flip(array, flips) if flips else array
+    return array.transpose(*order, *range(len(stack), len(stack) + len(tail)))
+
+
+def _from_memory_order(array: jax.Array, stack: list[Atom], tail: tuple[int, ...]) -> jax.Array:
+    """The inverse of `_in_memory_order`."""
+    order = sorted(range(len(stack)), key=lambda k: stack[k].memory_order)
+    array = array.reshape(*(stack[k].size for k in order), *tail)
+    array = array.transpose(*map(order.index, range(len(stack))), *range(len(stack), len(stack) + len(tail)))
+    flips = [k for k, atom in enumerate(stack) if atom.flipped]
+    return jnp.flip(array, flips) if flips else array
+
+
+# -- which axes are the examples ---------------------------------------------------------------------------------------
+
+
+def _examples(planned: Planned, layer: Layer, use: Use, subsample: int, moments: bool) -> tuple[int, ...]:
+    """Which of all atoms of a result are the examples; none where nothing asks for single ones, or there is one only.
+
+    With `subsample` the first is what is thinned: whole sequences, where tokens are examples.
+
+    Raises:
+      ValueError: they have no axis of their own, or are fewer than `subsample`.
+    """
+    n, read, name = planned.num_examples, use.read, layer.params[0]
+    thinned: tuple[int, ...] = ()
+    if subsample > 1 and (moments or layer.weight_sharing != "reduce"):
+        count = n if _sizes(read.y_axes, n) else planned.found.marks.sequences(n)
+        if subsample > count:
+            raise ValueError(f"subsample={subsample}, but layer {layer.name!r} sees {count} example(s) at a time")
+        thinned = _result_axis(use, count, name)
+    if not moments:
+        return _result_axis(use, n, name) if layer.weight_sharing == "reduce" else thinned
+    flat = axes_lib.flatten(read.y_axes)
+    rows = tuple(p for p, _ in read.rows)
+    if math.prod(flat[p].size for p in rows) == n:
+        examples = rows  # a row for each example
+    else:
+        tokens = () if n == 1 or read.images or _sizes(read.y_axes, n) else planned.found.marks.token_axes(flat, n)
+        examples = tokens if math.prod(flat[p].size for p in tokens) == n else _result_axis(use, n, name)
+    return tuple(sorted(examples, key=lambda p: p not in thinned))
+
+
+def _sizes(axes: axes_lib.Axes, n: int) -> list[int]:
+    """Positions, among all atoms of `axes`, of those that may be the axis of `n` examples."""
+    return [position for position, atom in enumerate(axes_lib.flatten(axes)) if not atom.of_leaf and atom.size == n]
+
+
+def _result_axis(use: Use, n: int, parameter: str) -> tuple[int, ...]:
+    """Which of all atoms of a result are the `n` examples; none for a single one, which needs no axis.
+
+    The dimension numbers of a convolution say it: nothing else of the same length can be taken for its images. With the
+    kernel on the left of a product the examples come behind the outputs; that they lead its input says it.
+    """
+    read = use.read
+    if read.images and axes_lib.flatten(read.x_axes)[0].size == n:
+        return (read.images[0],)
+    if read.op == "dense" and n > 1 and not read.reorders:
+        leading = [y for y, x in read.rows if x == 0]
+        if leading and axes_lib.flatten(read.x_axes)[0].size == n:
+            return (leading[0],)
+    example = _example_position(use, n, parameter)
+    return () if example is None else (example,)
+
+
+def _example_position(use: Use, n: int, parameter: str) -> int | None:
+    """Which atom of a result is the axis of the `n` examples, by its length; None for a single example.
+
+    Raises:
+      ValueError: none can be, or another might.
+    """
+    if n == 1:
+        return None
+    read, axes = use.read, use.read.y_axes
+    flat = axes_lib.flatten(axes)
+    example = next(iter(_sizes(axes, n)), None) if read.op != "conv" else None
+    # Behind another axis, length alone tells the examples only if they can be on no other.
+    others = [p for p, atom in enumerate(flat) if not atom.of_leaf and atom.size % n == 0 and p != example]
+    # Where a kernel has been broadcast, then reshaped, its axes say nothing about the order of the data.
+    axis_of = [axis for axis in axes for _ in axis]
+    joined = example is not None and sum(not atom.of_leaf for atom in axis_of[example]) > 1
+    where = f"parameter {parameter!r} is read by {read.name} on an array of shape {list(read.shape)}"
+    if joined or (others and (example or read.reorders)):
+        raise ValueError(
+            f"{where}: it is not clear which of its axes has the {n} examples. Put the examples first, or take another "
+            "number of them."
+        )
+    if example is None:
+        raise ValueError(
+            f"{where} none of whose axes has the {n} examples: pass num_examples= to value_and_grad, keep the examples "
+            "on an axis of their own there, or leave it out with skip=."
+        )
+    return example
+
+
+# -- elementwise layers ------------------------------------------------------------------------------------------------
+
+
+def _plan_elementwise(planned: Planned, layer: Layer, uses: list[list[Use]]) -> None:
+    n, shapes = planned.num_examples, planned.found.reads.shapes
+    probes: dict[Key, tuple[int, np.ndarray]] = {}  # of which leaf it is, and of which of its entries
+    known: dict[tuple, Key] = {}
+    taps: list[tuple[Use, ElementwiseTap]] = []
+    counts: set[int] = set()
+    for column, (parameter, own) in enumerate(zip(layer.params, uses, strict=True)):
+        dtype = jnp.result_type(*{use.read.dtype for use in own})
+        for use in own:
+            arrange = _elementwise_arrangement(planned, use, parameter)
+            flat = axes_lib.flatten(use.read.y_axes)
+            counts.add(math.prod(flat[p].size for p in arrange.examples))
+            if len(counts) > 1:
+                raise ValueError(
+                    f"parameter {parameter!r} is read on arrays that have {' and '.join(map(str, sorted(counts)))} of "
+                    f"the {n} examples: pass num_examples= to value_and_grad"
+                )
+            atoms = [*use.scanned, *(flat[p] for p in arrange.features)]
+            where = axes_lib.entries(shapes[use.leaf], use.view.start, atoms)
+            # Uses of the same entries are summed for each example before they are squared.
+            key = known.setdefault((column, use.iterated, where.tobytes()), (layer.name, len(known)))
+            probes[key] = column, where
+            other = use.read.other if use.read.op == "mul" else None
+            tap = ElementwiseTap(key, use.read.operand, other, use.read.divides, arrange, use.read.sign, dtype)
+            taps.append((use, tap))
+    columns = _columns(planned, layer, taps, probes)
+    for use, tap in taps:
+        if columns and probes[tap.key][0] > 0:
+            continue  # the shift's are formed together with those of its scale
+        tap = dataclasses.replace(tap, columns=columns)
+        width = math.prod(tap.arrange.split[p] for p in tap.arrange.features)
+        shape = (width, columns, columns) if columns else (next(iter(counts)), width)
+        planned.probes[tap.key] = jax.ShapeDtypeStruct((*use.iterated, *shape), tap.dtype)
+        planned.place(use, tap)
+    keys = [key for key, (column, _) in probes.items() if not (columns and column)]
+    finish = _of_moments if columns else _of_gradients
+    entries = [probes[key] for key in keys]
+    planned.finish[layer.name] = keys, lambda sums: finish(layer, n, entries, sums)
+
+
+def _elementwise_arrangement(planned: Planned, use: Use, parameter: str) -> axes_lib.Arrangement:
+    n, flat = planned.num_examples, axes_lib.flatten(use.read.y_axes)
+    examples: tuple[int, ...] = ()
+    if n > 1 and not _sizes(use.read.y_axes, n):
+        examples = planned.found.marks.token_axes(flat, n)
+    if not examples:
+        example = _example_position(use, n, parameter)
+        examples = () if example is None else (example,)
+    rows = [p for p, atom in enumerate(flat) if not atom.of_leaf and p not in examples]
+    # Entries are put in their places as they are read.
+    return axes_lib.arrangement(use.read.y_axes, (), examples, rows)._replace(flips=())
+
+
+def _columns(
+    planned: Planned, layer: Layer, taps: list[tuple[Use, ElementwiseTap]], probes: dict[Key, tuple[int, np.ndarray]]
+) -> int | None:
+    """How many parameters of a channel a tap can form the moments of by itself, which takes no per-example gradients.
+
+    That is so where every entry is read once, and a shift is added right behind the product with its scale. None where
+    it is not.
+    """
+    read = np.zeros((len(layer.params), layer.d_out), int)
+    for use, tap in taps:
+        column, where = probes[tap.key]
+        np.add.at(read[column], where, use.times)
+    if not (read == 1).all():
+        return None
+    scales = {id(use): tap for use, tap in taps if probes[tap.key][0] == 0}
+    for use, tap in taps:
+        if probes[tap.key][0] == 0:
+            continue
+        assert use.joined is not None
+        scale = scales.get(id(planned.found.reads.uses[use.joined[0]]))
+        same = scale is not None and np.array_equal(probes[scale.key][1], probes[tap.key][1])
+        if not (same and use.directly and tap.sign == 1):
+            return None
+    return len(layer.params)
+
+
+def _of_moments(layer: Layer, n: int, entries: list[tuple[int, np.ndarray]], sums: list[jax.Array]) -> Unitwise:
+    moments = jnp.concatenate([own.reshape(-1, layer.d_in, layer.d_in) for own in sums])
+    where = np.concatenate([where for _, where in entries])
+    return Unitwise(n * (moments if np.array_equal(where, np.arange(layer.d_out)) else moments[np.argsort(where)]))
+
+
+def _of_gradients(layer: Layer, n: int, entries: list[tuple[int, np.ndarray]], sums: list[jax.Array]) -> Unitwise:
+    columns: list[list[jax.Array]] = [[] for _ in layer.params]
+    for (column, where), g in zip(entries, sums, strict=True):
+        g = jnp.moveaxis(g, -2, 0).reshape(g.shape[-2], -1)
+        if not np.array_equal(where, np.arange(layer.d_out)):
+            g = jnp.zeros((len(g), layer.d_out), g.dtype).at[:, where].set(g)
+        columns[column].append(g)
+    each = [sum(parts[1:], parts[0]) for parts in columns]
+    moments = [[jnp.sum(a * b, axis=0) for b in each] for a in each]
+    return Unitwise(n * jnp.stack([jnp.stack(row, axis=-1) for row in moments], axis=-2))

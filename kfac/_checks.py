@@ -1,0 +1,78 @@
+"""Checks of arguments: a `ValueError` names the argument, what is accepted, and the value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from kfac._layers import Layers
+
+
+def check_range(name: str, value: Any, low: float, high: float, *, open_low: bool = False, open_high: bool = False):
+    """Raises where a number is not in the range (in float32); schedules and tracers are taken as given."""
+    if callable(value) or isinstance(value, jax.core.Tracer):
+        return
+    left, right = "(" if open_low else "[", ")" if open_high else "]"
+    try:
+        if isinstance(value, str) or np.shape(value) != ():
+            raise TypeError
+        # Rounded as the computation will: 1 - 1e-9 is 1.
+        number = float(np.float32(value))
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be a number or a schedule, but is {value!r}") from None
+    # A bound may be an argument, too; not below it means not below it in float32.
+    least = float(np.float32(low))
+    above = number > least if open_low else number >= least
+    below = number < high if open_high else number <= high
+    if math.isnan(number) or not (above and below):
+        raise ValueError(f"{name} must lie in {left}{low:g}, {high:g}{right}, but is {value!r}")
+
+
+def check_count(name: str, value: Any, low: int) -> None:
+    """Raises where a value is no integer, or is below `low`; an array and a float without a fraction will do."""
+    if isinstance(value, jax.core.Tracer):
+        return
+    number = isinstance(value, (int, float, np.integer, np.ndarray, jax.Array)) and np.shape(value) == ()
+    if not number or isinstance(value, bool) or not math.isfinite(value) or value != int(value) or value < low:
+        raise ValueError(f"{name} must be an integer, at least {low}, but is {value!r}")
+
+
+def check_positive_int(name: str, value: Any) -> None:
+    """Raises where a static size is no positive `int`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a positive int, but is {value!r}")
+
+
+def check_choice(name: str, value: Any, accepted: Sequence[str]) -> None:
+    """Raises where a value is none of the strings that are accepted."""
+    if not isinstance(value, str) or value not in accepted:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, accepted))}, but is {value!r}")
+
+
+def check_switch(name: str, value: Any, *, optional: bool = False) -> None:
+    """Raises where a value is no `bool`, nor None if it is `optional`."""
+    if not isinstance(value, bool) and not (optional and value is None):
+        raise ValueError(f"{name} must be True or False{' or None' * optional}, but is {value!r}")
+
+
+def check_axis_name(value: Any) -> None:
+    """Raises where a value cannot name axes of devices."""
+    names = value if isinstance(value, tuple) else (value,)
+    if value is not None and not (names and all(isinstance(name, str) for name in names)):
+        raise ValueError(f"axis_name must be the name of an axis, a tuple of names or None, but is {value!r}")
+
+
+def check_type(name: str, value: Any, kind: type, what: str) -> None:
+    """Raises where a value is not of a type, which the message calls `what`."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} must be {what}, but is of type {type(value).__name__}: {value!r}")
+
+
+def check_layers(value: Any) -> None:
+    """Raises where a value is not what `find_layers` returns."""
+    if not isinstance(value, Layers):
+        raise ValueError(f"layers must be what kfac.find_layers returns, but is {type(value).__name__}")

@@ -1,0 +1,163 @@
+"""What an inverse is: the interface between curvature blocks and the optimizer."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kfac._checks import check_choice
+from kfac._curvature.symmetric import flatten, unflatten
+from kfac._layers import Layer
+
+
+@dataclasses.dataclass(frozen=True)
+class Inverse(abc.ABC):
+    """How Kronecker blocks are inverted, and how that is applied to gradients: what `inverse=` takes.
+
+    A kind of inverse is a subclass, a frozen dataclass whose fields are its options. It says what is kept of a stack of
+    `k` blocks of one shape (`init`), how that follows from the factors (`refresh`), and how gradients are multiplied
+    by it (`apply`). The rest has defaults. When a block is refreshed, in which portions a stack is worked on, another
+    attempt where one fails, and what several devices do, is not its business. All methods are traced by JAX.
+
+    `factors` are stacks of statistics, with `A` `[k, d_in, d_in]` and `G` `[k, d_out, d_out]`, or `[k, d]` where a
+    factor is diagonal. What is kept may be any pytree of arrays whose leading axis is that of the blocks::
+
+        @dataclasses.dataclass(frozen=True)
+        class Diagonal(kfac.Inverse):
+            def init(self, factors):
+                return jnp.ones((len(factors.A), factors.G.shape[-1], factors.A.shape[-1]))
+
+            def refresh(self, kept, factors, damping):
+                a, g = (x if x.ndim == 2 else jnp.diagonal(x, axis1=1, axis2=2) for x in (factors.A, factors.G))
+                new = 1 / (g[:, :, None] * a[:, None, :] + damping[:, None, None])
+                return new, jnp.max(new, axis=(1, 2)) / jnp.min(new, axis=(1, 2))
+
+            def apply(self, kept, matrices, damping):
+                return kept * matrices
+
+    Args:
+      precision: the dtype in which inverses are kept and applied, `"float32"` or `"bfloat16"`. They are always computed
+        in float32; those of a float64 model are float64 throughout, with `"float32"`.
+
+    Attributes:
+      damped: whether what is kept contains the damping of its refresh. Then a block that fails is tried again with
+        more.
+      takes_moments: whether statistics bring the second moments of per-example gradients in `basis`, which `absorb`
+        takes in. What is applied then changes with all statistics.
+
+    Raises:
+      ValueError: `precision` is none of these.
+    """
+
+    precision: str = "float32"
+
+    damped: ClassVar[bool] = True
+    takes_moments: ClassVar[bool] = False
+
+    def __post_init__(self):
+        """Checks the arguments."""
+        check_choice("precision", self.precision, ("float32", "bfloat16"))
+
+    @abc.abstractmethod
+    def init(self, factors: Any) -> Any:
+        """What is kept of blocks before their first refresh; until then it is not applied.
+
+        Args:
+          factors: statistics that are zero. With `takes_moments`, `factors.moments` are `[k, d_out, d_in]` where one of
+            the blocks has such, else None.
+        """
+
+    @abc.abstractmethod
+    def refresh(self, kept: Any, factors: Any, damping: jax.Array) -> tuple[Any, jax.Array]:
+        """What is kept from now on.
+
+        Args:
+          kept: so far, of some of the blocks.
+          factors: their running averages.
+          damping: `[k]`.
+
+        Returns:
+          The new one, and `[k]` condition numbers of what was inverted for `diagnostics`: 0 or NaN where it failed. A
+          block that is not finite counts as failed, too, and keeps the old one.
+        """
+
+    @abc.abstractmethod
+    def apply(self, kept: Any, matrices: jax.Array, damping: jax.Array) -> jax.Array:
+        """The preconditioned gradients.
+
+        Args:
+          kept: what `refresh` returned.
+          matrices: gradients `[k, d_out, d_in]`.
+          damping: the damping of this step, a scalar. One that is in `kept` is that of the refresh.
+
+        Returns:
+          As `matrices`.
+        """
+
+    def absorb(self, kept: Any, moments: jax.Array, decay: jax.Array, taken: jax.Array) -> Any:
+        """With `takes_moments`: what is kept, with the moments `[k, d_out, d_in]` of the blocks that are `taken`."""
+        del moments, decay, taken
+        return kept
+
+    def basis(self, kept: Any) -> Any:
+        """With `takes_moments`: the vectors in which moments are due, a `Kronecker`, or None where there are none."""
+        del kept
+        return None
+
+    def encode(self, kept: Any) -> jax.Array:
+        """What all devices get with `precondition="replicated"`, as it is sent: `[k, elements]`."""
+        return flatten(kept)
+
+    def decode(self, flat: jax.Array, like: Any) -> Any:
+        """The inverse of `encode`, shaped like `like` but for the number of blocks."""
+        return unflatten(flat, like)
+
+    def size(self, factors: Any) -> int:
+        """Bytes that are kept of blocks with statistics shaped like `factors`."""
+        return count_bytes(jax.eval_shape(self.init, factors))
+
+    def check(self, layer: Layer, block: Any) -> None:
+        """Raises `ValueError` where the statistics `block` of a layer are not those that this inverse needs."""
+        if getattr(block, "moments", None) is not None:
+            raise ValueError(
+                f"factors of layer {layer.name!r} have moments, for which inverse={self!r} has no use: choose "
+                "inverse=kfac.Ekfac(), or take factors without basis="
+            )
+
+    def kept_dtype(self, dtype: Any) -> Any:
+        """The dtype of inverses, where statistics have `dtype`."""
+        return dtype if self.precision == "float32" else jnp.dtype(self.precision)
+
+
+def count_bytes(tree: Any) -> int:
+    """Bytes of all arrays."""
+    return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+
+
+def finite(stack: jax.Array, dims: int = 1) -> jax.Array:
+    """Whether all numbers are finite of each of what `stack` has along its first `dims` dimensions.
+
+    By their sum: NaN stays in it, infinities stay or become NaN. Finite numbers whose sum is too large for float32
+    count as not finite. `isfinite` of every number would be an array as large as the stack.
+    """
+    # In float16, sums of ordinary numbers would overflow.
+    wide = jnp.promote_types(stack.dtype, jnp.float32)
+    return jnp.isfinite(jnp.sum(stack, axis=tuple(range(dims, stack.ndim)), dtype=wide))
+
+
+def product(spec: str, dtype: Any, wide: Any, *operands: jax.Array) -> jax.Array:
+    """An `einsum` of operands in `dtype`, the one that inverses are kept in, with sums and result in `wide`."""
+    narrow = (x.astype(dtype) for x in operands)
+    return jnp.einsum(spec, *narrow, precision=lax.Precision.HIGHEST, preferred_element_type=wide)
+
+
+def per_block(values: jax.Array, like: jax.Array) -> jax.Array:
+    """`[k]` in the shape `[k, 1, ...]`, to go with `like`."""
+    return values.reshape(-1, *(1,) * (like.ndim - 1))

@@ -1,0 +1,65 @@
+"""Small dense blocks, one for each channel, in closed form: normalisation scales and shifts, and single elements."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from kfac._curvature.inverse import Inverse
+from kfac._factors import Unitwise
+
+
+@dataclasses.dataclass(frozen=True)
+class ChannelInverse(Inverse):
+    """`(F + l I)^-1 v` of every channel, with `F` `[k, channels, p, p]` and `p` 1 or 2.
+
+    The channels of a layer are one block: it fails if one of them is not positive definite. Its condition number is
+    that of the worst channel, in the 1-norm.
+    """
+
+    def init(self, factors):
+        """Identities, shaped like the statistics."""
+        dtype = self.kept_dtype(factors.F.dtype)
+        return Unitwise(jnp.zeros(factors.F.shape, dtype) + jnp.eye(factors.F.shape[-1], dtype=dtype))
+
+    def refresh(self, kept, factors, damping):
+        """Inverses in closed form."""
+        blocks, amount = factors.F, damping.astype(factors.F.dtype)[:, None]
+        inverse, condition, definite = (_inverse_1x1 if blocks.shape[-1] == 1 else _inverse_2x2)(blocks, amount)
+        usable = jnp.all(definite & jnp.isfinite(condition), axis=1)
+        return Unitwise(inverse.astype(kept.F.dtype)), jnp.where(usable, jnp.max(condition, axis=1), 0)
+
+    def apply(self, kept, matrices, damping):
+        """A product for each channel, in float32 or better."""
+        del damping  # that of the refresh is in the inverses
+        return jnp.sum(kept.F.astype(matrices.dtype) * matrices[:, :, None, :], axis=-1)
+
+
+def _inverse_1x1(f: jax.Array, damping: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    value = f[..., 0, 0] + damping
+    return (1 / value)[..., None, None], value / value, value > 0
+
+
+def _inverse_2x2(f: jax.Array, damping: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Inverse, condition and whether positive definite, of each damped 2x2 block.
+
+    The determinant is summed from terms that are not negative where the block is a second moment, so it cannot cancel
+    to zero.
+    """
+    # Divided by the larger of the diagonal entries: products of large second moments overflow.
+    scale = jnp.maximum(f[..., 0, 0], f[..., 1, 1]) + damping
+    a, b, d, shift = f[..., 0, 0] / scale, f[..., 0, 1] / scale, f[..., 1, 1] / scale, damping / scale
+    # A second moment has |b| <= sqrt(a d), but rounding in the sums behind it can exceed that by a little. What exceeds
+    # it by more is indefinite, and only damping can help.
+    limit = jnp.sqrt(jnp.maximum(a, 0)) * jnp.sqrt(jnp.maximum(d, 0))
+    moment = (jnp.minimum(a, d) >= 0) & (jnp.abs(b) <= (1 + jnp.sqrt(jnp.finfo(f.dtype).eps)) * limit)
+    b = jnp.where(moment, jnp.clip(b, -limit, limit), b)
+    minor = a * d - b * b
+    determinant = jnp.where(moment, jnp.maximum(minor, 0), minor) + shift * (a + d) + shift * shift
+    rows = [jnp.stack([d + shift, -b], axis=-1), jnp.stack([-b, a + shift], axis=-1)]
+    inverse = jnp.stack(rows, axis=-2) / (determinant * scale)[..., None, None]
+    condition = (jnp.maximum(a, d) + shift + jnp.abs(b)) ** 2 / determinant
+    definite = (scale > 0) & (a + shift > 0) & (d + shift > 0) & (determinant > 0)
+    return inverse, condition, definite

@@ -1,0 +1,112 @@
+"""Where blocks, statistics and gradients lie on devices, as a value."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from kfac._checks import check_axis_name, check_choice, check_switch, check_type
+from kfac._curvature.inverse import Inverse
+from kfac._curvature.symmetric import flatten, unflatten
+from kfac._varying import AxisName
+
+
+@dataclasses.dataclass(frozen=True)
+class Distribution:
+    """How K-FAC uses several devices, and when: what `distribution=` takes.
+
+    Every Kronecker block has an owner. Statistics arrive local and are averaged to the owners, which keep the running
+    averages, invert, and precondition their blocks; the preconditioned gradients are gathered. Of symmetric matrices
+    the upper triangles are sent. Gradients are expected to be averaged over devices already (`lax.pmean`).
+
+    Args:
+      axis_name: the named axis of devices, of `jax.pmap`, `jax.shard_map` or `mesh`; a tuple for several. None for one
+        device, and with `mesh` for all axes of it.
+      mesh: for plain `jit` over sharded arrays. `init` and `update` then open a `shard_map` of their own over it, and
+        `factors` are those of the global batch, as `value_and_grad` under such a `jit` returns them.
+      precondition: `"sharded"`: owners precondition, gradients are gathered every step. `"replicated"`: inverses are
+        gathered when refreshed, and every device preconditions all blocks: fewer messages, more memory. Not with
+        `Ekfac`, whose eigenvalues change with all statistics.
+      staggered: spread the refreshes of the blocks over `inverse_every` steps by cost, so that no step pays for all;
+        False refreshes all of them at steps 0, `inverse_every`, 2 `inverse_every`, ... None staggers where
+        `inverse_every` is a plain integer, which it takes, and inverses are not sent, as they are with `"replicated"`
+        and, on several devices, with `Ekfac`: any refresh sends all of them.
+      communication_dtype: dtype of statistics on the wire, `"float32"` or `"bfloat16"`. With `mesh`, where XLA averages
+        the statistics, `"float32"` only.
+
+    Raises:
+      ValueError: an argument is out of range.
+    """
+
+    axis_name: AxisName | None = None
+    mesh: Mesh | None = None
+    precondition: str = "sharded"
+    staggered: bool | None = None
+    communication_dtype: str = "float32"
+
+    def __post_init__(self):
+        """Checks the arguments."""
+        check_axis_name(self.axis_name)
+        check_choice("precondition", self.precondition, ("sharded", "replicated"))
+        check_switch("staggered", self.staggered, optional=True)
+        check_choice("communication_dtype", self.communication_dtype, ("float32", "bfloat16"))
+        if self.mesh is None:
+            return
+        check_type("mesh", self.mesh, Mesh, "a jax.sharding.Mesh")
+        for name in self.axis_name if isinstance(self.axis_name, tuple) else (self.axis_name,):
+            if name is not None and name not in self.mesh.axis_names:
+                raise ValueError(
+                    f"axis_name must be among the axes of mesh, {self.mesh.axis_names}, but is {self.axis_name!r}"
+                )
+        if self.communication_dtype != "float32":
+            raise ValueError(
+                f"communication_dtype={self.communication_dtype!r} has no effect with mesh=, where XLA averages the "
+                "statistics: use axis_name= inside jax.shard_map, or leave it at 'float32'"
+            )
+
+    @property
+    def axis(self) -> AxisName | None:
+        """The axis that blocks are spread over; None for one device."""
+        if self.axis_name is None and self.mesh is not None:
+            return tuple(self.mesh.axis_names)
+        return self.axis_name
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every device preconditions all blocks."""
+        return self.precondition == "replicated"
+
+    def staggers(self, inverse: Inverse, *, several: bool) -> bool:
+        """Whether refreshes are spread over steps, by one's choice or by default; `several`: on more than one device.
+
+        Raises:
+          ValueError: `inverse` cannot be had on all devices.
+        """
+        if inverse.takes_moments and self.replicated:
+            raise ValueError(
+                f"precondition='replicated' is not for inverse={inverse!r}, whose eigenvalues change with all "
+                "statistics and would be sent as often: leave it at 'sharded'"
+            )
+        if self.staggered is not None:
+            return self.staggered
+        return not self.replicated and not (inverse.takes_moments and several)
+
+    def shared(self, inverse: Inverse, kept: Any, *, several: bool) -> Any:
+        """What all devices hold of what owners keep of a stack; None if nothing.
+
+        All of it where every device preconditions; else, on several, what statistics are to be expressed in.
+        """
+        if self.replicated:
+            return kept
+        return inverse.basis(kept) if several else None
+
+    def encode(self, inverse: Inverse, shared: Any) -> jax.Array:
+        """What is `shared`, as it is sent: `[k, elements]`."""
+        return inverse.encode(shared) if self.replicated else flatten(shared)
+
+    def decode(self, inverse: Inverse, flat: jax.Array, like: Any) -> Any:
+        """The inverse of `encode`."""
+        return inverse.decode(flat, like) if self.replicated else unflatten(flat, like)

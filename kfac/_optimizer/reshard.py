@@ -1,0 +1,179 @@
+"""A state on other numbers of devices, and how it lies on a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from kfac._checks import check_positive_int
+from kfac._distributed.assignment import Shard, block_cost, make_shards
+from kfac._optimizer.state import KfacState, Owned, Replica, find_nodes
+from kfac._varying import AxisName
+
+
+def state_specs(tx: optax.GradientTransformation, params: Any, axis_name: AxisName) -> Any:
+    """`PartitionSpec`s of an optimizer state, for `in_specs` and `out_specs` of `jax.shard_map` or shardings of `jit`.
+
+    Args:
+      tx: the optimizer: `kfac`, or any chain that holds `scale_by_kfac`.
+      params: the parameters, arrays or `jax.ShapeDtypeStruct`.
+      axis_name: the axis given to the optimizer.
+
+    Returns:
+      A tree prefix of the state, in which Kronecker blocks are split along the axis, and everything else is the same on
+      all devices.
+    """
+    state = jax.eval_shape(tx.init, params)
+    return jax.tree.map(
+        lambda node: state_spec(axis_name) if _is_state(node) else PartitionSpec(), state, is_leaf=_is_state
+    )
+
+
+def state_spec(axis_name: AxisName) -> KfacState:
+    """The `PartitionSpec`s of a `KfacState`; each stands for the whole subtree below it."""
+    specs: list[Any] = [
+        PartitionSpec(axis_name) if field == "owned" else PartitionSpec() for field in KfacState._fields
+    ]
+    return KfacState(*specs)
+
+
+def gather_state(opt_state: Any) -> Any:
+    """An optimizer state as one device alone would hold it: what to write to a checkpoint.
+
+    Jit-compatible. With several processes, call it under `jax.jit` with replicated `out_shardings`; a state of `pmap`
+    has to be put together from the processes' parts first (the guide to several devices shows how).
+
+    Args:
+      opt_state: the state as it is outside of `shard_map` or `pmap` (there, with its leading axis of devices).
+
+    Returns:
+      The state for one device; `scatter_state` brings it onto any number of them.
+
+    Raises:
+      ValueError: there is no state of `scale_by_kfac` in `opt_state`, or it is not that of all devices.
+    """
+    if _some_state(opt_state, "opt_state").count.ndim:  # of pmap
+        opt_state = jax.tree.map(_without_devices, opt_state, is_leaf=_is_owned)
+
+    def gather(node):
+        if not _is_state(node):
+            return node
+        owned = {name: _gather_owned(own) for name, own in node.owned.items()}
+        # A basis that is there for the sake of several devices can be had from the blocks again.
+        replicas = {name: r for name, r in node.replicas.items() if not owned[name].inverse.takes_moments}
+        return node._replace(owned=owned, replicas=replicas)
+
+    return jax.tree.map(gather, opt_state, is_leaf=_is_state)
+
+
+def scatter_state(portable: Any, num_devices: int, *, pmap: bool = False) -> Any:
+    """A state from `gather_state`, for any number of devices.
+
+    Jit-compatible. The result is the global form that `shard_map` and `jit` over a mesh take: place it with
+    `state_specs`, if possible as `out_shardings` of a `jax.jit` around this function.
+
+    Args:
+      portable: what `gather_state` returned.
+      num_devices: length of the optimizer's axis; without one `portable` is the state, as it is.
+      pmap: return the form of `jax.pmap` instead, with a leading axis of devices on every array.
+
+    Returns:
+      The state. It holds the same numbers, so that training goes on as it would have.
+
+    Raises:
+      ValueError: `num_devices` is not a positive int, or `portable` is not what `gather_state` returns.
+    """
+    check_positive_int("num_devices", num_devices)
+    _some_state(portable, "portable")
+
+    def scatter(node):
+        if not _is_state(node):
+            return node
+        if any(own.shard.devices != 1 for own in node.owned.values()):
+            raise ValueError("portable must be what gather_state returns, but is a state for several devices")
+        blocks = {name: own.blocks.factors for name, own in node.owned.items()}
+        costs = [(name, x.A.shape[0], block_cost([x.A.shape[1:], x.G.shape[1:]])) for name, x in blocks.items()]
+        shards = make_shards(costs, num_devices)
+        replicas = dict(node.replicas)
+        for name, own in node.owned.items():
+            basis = own.inverse.basis(own.blocks.inverse)
+            if basis is not None:
+                replicas[name] = Replica(basis, own.blocks.condition > 0)
+        owned = {name: _scatter_owned(own, shards[name]) for name, own in node.owned.items()}
+        return node._replace(owned=owned, replicas=replicas)
+
+    state = jax.tree.map(scatter, portable, is_leaf=_is_state)
+    return jax.tree.map(lambda x: _with_devices(x, num_devices), state, is_leaf=_is_owned) if pmap else state
+
+
+def _some_state(opt_state: Any, argument: str) -> KfacState:
+    """The first of the K-FAC states, of which there may be several."""
+    states = find_nodes(opt_state, KfacState)
+    if not states:
+        raise ValueError(
+            f"there is no state of scale_by_kfac in {argument}, which is of type {type(opt_state).__name__}"
+        )
+    return states[0]
+
+
+def _mapped(fn: Callable[[jax.Array], jax.Array], own: Owned, shard: Shard | None = None) -> Owned:
+    return dataclasses.replace(own, blocks=jax.tree.map(fn, own.blocks), shard=shard or own.shard)
+
+
+def _is_state(node: Any) -> bool:
+    return isinstance(node, KfacState)
+
+
+def _is_owned(node: Any) -> bool:
+    return isinstance(node, Owned)
+
+
+def _without_devices(node: Any) -> Any:
+    """From pmap's form to that of shard_map: one row of owned blocks, one copy of everything else."""
+    if _is_owned(node):
+        return _mapped(lambda x: x.reshape(-1, *x.shape[2:]), node)
+    return node[0]
+
+
+def _with_devices(node: Any, devices: int) -> Any:
+    """The inverse of `_without_devices`."""
+    if _is_owned(node):
+        return _mapped(lambda x: x.reshape(devices, -1, *x.shape[1:]), node)
+    return jnp.broadcast_to(node, (devices, *node.shape))
+
+
+def _places(shard: Shard) -> jax.Array:
+    """Where each block stands in the row of all devices' positions."""
+    places = [shard.location(block) for block in range(shard.blocks)]
+    return jnp.array([device * shard.positions + position for device, position in places], jnp.int32)
+
+
+def _gather_owned(own: Owned) -> Owned:
+    places, expected = _places(own.shard), own.shard.devices * own.shard.positions
+    if own.blocks.weight.shape != (expected,):
+        raise ValueError(
+            f"opt_state must hold the {expected} blocks of all {own.shard.devices} devices in a row, but has "
+            f"{own.blocks.weight.shape}: gather outside of shard_map and pmap, and from the parts of all processes."
+        )
+    return _mapped(lambda x: _replicated(x)[places], own, Shard(own.shard.blocks, 1))
+
+
+def _replicated(x: jax.Array) -> jax.Array:
+    """An array with a copy on every device, which indexing over an axis of a mesh with explicit axes asks for."""
+    sharding = jax.typeof(x).sharding
+    return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec())) if any(sharding.spec) else x
+
+
+def _scatter_owned(own: Owned, shard: Shard) -> Owned:
+    places = _places(shard)
+
+    def spread(x):
+        return jnp.zeros((shard.devices * shard.positions, *x.shape[1:]), x.dtype).at[places].set(x)
+
+    return _mapped(spread, own, shard)

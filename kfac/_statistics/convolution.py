@@ -1,0 +1,212 @@
+"""The inputs of a convolution in the normal form of `rows.py`: every output position is a row, the patch that it sees.
+
+Patches of the whole batch are never formed. With stride 1, `gram` comes from correlations by offset (`offsets.py`),
+where those take fewer products; else from patches, those of a few images at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kfac._statistics.offsets import Axis, offset_moment
+from kfac._statistics.offsets import products as offset_products
+from kfac._statistics.rows import Arrangement, Rows, accumulator, append, weighted, with_homogeneous
+from kfac._varying import zeros_of
+
+# Patches are formed for so many elements at a time (16 MB in float32).
+PATCH_ELEMENTS = 1 << 22
+
+# With fewer channels, patches take no longer than correlations, and a matrix product sums with less rounding than XLA's
+# convolutions do.
+FEW_CHANNELS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Convolution:
+    """The geometry of `lax.conv_general_dilated`, one entry for each spatial dimension; `spec` is `lhs_spec`."""
+
+    spec: tuple[int, ...]
+    window: tuple[int, ...]
+    strides: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    lhs_dilation: tuple[int, ...]
+    rhs_dilation: tuple[int, ...]
+    out: tuple[int, ...]
+
+
+def patches(x: jax.Array, conv: Convolution) -> jax.Array:
+    """The inputs each output position sees: `[n, *out, *window, channels]`.
+
+    Args:
+      x: `[n, *spatial, channels]`, already transposed.
+      conv: the geometry.
+    """
+    config = [(low, high, step - 1) for (low, high), step in zip(conv.padding, conv.lhs_dilation, strict=True)]
+    out = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *config, (0, 0, 0)])
+    rank = len(conv.window)
+    # Each axis becomes two, positions and window, by one gather: a slice for every tap would be as many kernels.
+    for k in reversed(range(rank)):
+        size, window, stride = conv.out[k], conv.window[k], conv.strides[k]
+        if window == 1:
+            out = lax.slice_in_dim(out, 0, (size - 1) * stride + 1, stride, 1 + k)
+            out = jnp.expand_dims(out, 2 + k)
+        else:
+            seen = stride * np.arange(size)[:, None] + conv.rhs_dilation[k] * np.arange(window)
+            out = jnp.take(out, seen, axis=1 + k, mode="clip")
+    return out.transpose(0, *range(1, 2 * rank, 2), *range(2, 2 * rank + 1, 2), 2 * rank + 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Patches:
+    """The rows that a convolution reads, kept as its image.
+
+    Attributes:
+      image: `[n, *spatial, channels]`.
+      conv: the geometry.
+      arrange: brings patches of the whole batch to `[copies, n, s, d]`; axes of rows come before the others.
+      images: whether the images are the examples, or there is a single example. Where neither is so, only `gram` and
+        `diagonal` go without forming all patches.
+      homogeneous: the last entry of every row; None without one.
+      weight: what sums over rows are multiplied by.
+    """
+
+    image: jax.Array
+    conv: Convolution
+    arrange: Arrangement
+    images: bool
+    homogeneous: float | None = None
+    weight: float = 1.0
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+        return self.image.shape[0] * math.prod(self.conv.out)
+
+    def gram(self) -> jax.Array:
+        axes = None
+        # Correlations are between all channels, so those of groups are better off with patches.
+        if not self.arrange.copies and self.image.shape[-1] >= FEW_CHANNELS:
+            axes = offset_axes(self.image.shape[1:-1], self.conv)
+        moment = self._gram_of_patches() if axes is None else self._gram_of_offsets(axes)
+        # Patches are linear in the image, so those of the summed image are the sums.
+        summed = jnp.sum(self.image, axis=0, keepdims=True, dtype=moment.dtype)
+        total = jnp.sum(self._arranged(1)(patches(summed, self.conv)), axis=(1, 2))
+        return weighted(with_homogeneous(moment, total, self.homogeneous, self.count), self.weight)
+
+    def diagonal(self) -> jax.Array:
+        def square(x):
+            return jnp.square(x.astype(accumulator(x.dtype)))
+
+        squares = jnp.sum(self._sums_by_image(square), axis=1)
+        return weighted(append(squares, self.homogeneous, self.count), self.weight)
+
+    def sums(self) -> jax.Array:
+        total = self._sums_by_image(lambda x: x)
+        if not self.arrange.examples:
+            total = jnp.sum(total, axis=1, keepdims=True)
+        return append(total, self.homogeneous, self.count // total.shape[1])
+
+    def every(self, k: int) -> Patches:
+        image = self.image[::k]
+        weight = self.weight * self.image.shape[0] / image.shape[0]
+        kept = dataclasses.replace(self, image=image, weight=weight)
+        return dataclasses.replace(kept, arrange=self._arranged(image.shape[0]))
+
+    def in_parts(self, count: int) -> jax.Array:
+        if not self.images:
+            return Rows(self.arrange(patches(self.image, self.conv))).in_parts(count)
+        return self.image.reshape(count, -1, *self.image.shape[1:])
+
+    def part(self, part: jax.Array) -> jax.Array:
+        if self.images:
+            part = jnp.moveaxis(self._arranged(part.shape[0])(patches(part, self.conv)), 0, 1)
+        return append(part, self.homogeneous, 1)
+
+    def _arranged(self, images: int) -> Arrangement:
+        """The arrangement for patches of so many images."""
+        if self.image.shape[0] == 1:  # an axis of length one has no place in it
+            return self.arrange
+        return self.arrange._replace(split=(images, *self.arrange.split[1:]))
+
+    def _of_features(self, lead: tuple[int, ...]) -> Arrangement:
+        """The arrangement for axes `lead`, which are those of the examples, before those that are no rows."""
+        first, more = len(self.arrange.examples) + len(self.arrange.rows), len(lead)
+
+        def moved(positions):
+            return tuple(k - first + more for k in positions if k >= first)
+
+        arrange = self.arrange
+        split = (*lead, *arrange.split[first:])
+        copies, features, flips = map(moved, (arrange.copies, arrange.features, arrange.flips))
+        return Arrangement(split, copies, tuple(range(more)), (), features, flips)
+
+    def _sums_by_image(self, of: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """Sums over positions of a function of each entry of the patches, `[copies, images, d]`.
+
+        No more is formed of the patches than one tap of the window at a time.
+        """
+        x, conv, taps = self.image, self.conv, []
+        for offset in itertools.product(*(range(size) for size in conv.window)):
+            moved = [(p[0] - o * d, p[1]) for p, o, d in zip(conv.padding, offset, conv.rhs_dilation, strict=True)]
+            one = dataclasses.replace(conv, window=(1,) * len(conv.window), padding=tuple(moved))
+            seen = of(patches(x, one).reshape(x.shape[0], -1, x.shape[-1]))
+            taps.append(jnp.sum(seen, axis=1, dtype=accumulator(x.dtype)))
+        return self._of_features((x.shape[0],))(jnp.stack(taps, axis=1))[:, :, 0]
+
+    def _gram_of_offsets(self, axes: tuple[Axis, ...]) -> jax.Array:
+        """From correlations, which have the features in the order of (window, channel), to that of the kernel."""
+        form = self._of_features(())
+        names, order = form.split, form.features
+        moment = offset_moment(self.image, axes).reshape(*names, *names)
+        flips = [*form.flips, *(k + len(names) for k in form.flips)]
+        moment = jnp.flip(moment, flips) if flips else moment
+        moment = moment.transpose(*order, *(k + len(names) for k in order))
+        return moment.reshape(1, math.prod(names), math.prod(names))
+
+    def _gram_of_patches(self) -> jax.Array:
+        n = self.image.shape[0]
+        taps = math.prod(self.conv.window)
+        limit = max(1, PATCH_ELEMENTS // (math.prod(self.conv.out) * taps * self.image.shape[-1]))
+        # A window of one tap makes patches no larger than the image.
+        chunk = n if taps == 1 else next(size for size in range(min(n, limit), 0, -1) if n % size == 0)
+        arrange = self._arranged(chunk)
+
+        def moments(part):
+            return Rows(arrange(patches(part, self.conv))).gram()
+
+        return sum_of_parts(moments, self.image, n // chunk)
+
+
+def sum_of_parts(of: Callable[[Any], jax.Array], x: jax.Array, count: int) -> jax.Array:
+    """The sum of a function of `count` equal parts of the examples, one part at a time.
+
+    A part has every `count`-th example, so that where the examples are spread over devices, so are those of each part.
+    """
+    if count == 1:
+        return of(x)
+    parts = x.reshape(x.shape[0] // count, count, *x.shape[1:])
+
+    def take(k):
+        return lax.dynamic_index_in_dim(parts, k, axis=1, keepdims=False)
+
+    start = zeros_of(lambda: of(take(0)))
+    return lax.scan(lambda total, k: (total + of(take(k)), None), start, jnp.arange(count))[0]
+
+
+def offset_axes(sizes: Sequence[int], conv: Convolution) -> tuple[Axis, ...] | None:
+    """The geometry for `offset_moment`; None where patches are the better way."""
+    taps, positions = math.prod(conv.window), math.prod(conv.out)
+    if taps == 1 or max(conv.strides) > 1 or max(conv.lhs_dilation) > 1:
+        return None
+    lows = [low for low, _ in conv.padding]
+    axes = tuple(map(Axis, sizes, conv.window, conv.rhs_dilation, lows, conv.out))
+    return axes if 2 * offset_products(axes) < taps**2 * positions else None

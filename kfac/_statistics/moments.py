@@ -1,0 +1,104 @@
+"""Second moments of per-example gradients: in an eigenbasis, for EKFAC, and of elementwise parameters."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kfac._factors import Kronecker
+from kfac._statistics.convolution import PATCH_ELEMENTS
+from kfac._statistics.rows import Arrangement, Form, Rows, accumulator
+from kfac._varying import zeros_of
+
+
+def squares_in_basis(x: Form, g: Rows, number: jax.Array | None, basis: Kronecker, dtype: Any) -> jax.Array:
+    """Sums over examples of squares of their gradients in an eigenbasis, `[copies, d_out, d_in]`.
+
+    With the eigenvectors `Q_A` and `Q_G` of the factors of a layer, and the share `sum_p g_p a_p^T` that an example
+    with positions `p` has in the gradient, it is `sum_i (Q_G^T (sum_p g_ip a_ip^T) Q_A)^2`, elementwise (George et al.
+    2018, section 3). Among all matrices with these eigenvectors, the one whose eigenvalues are `n` times that is
+    nearest to the layer's block of the Fisher matrix.
+
+    Args:
+      x: inputs, a few examples at a time.
+      g: output gradients, of the same examples.
+      number: what the kernel is multiplied by, if by anything.
+      basis: `Q_A` `[copies, d_in, d_in]` and `Q_G` `[copies, d_out, d_out]`.
+      dtype: of the sums.
+    """
+    copies, n, positions, d_out = g.array.shape
+    d_in = basis.A.shape[-1]
+    elements = copies * (d_in * d_out * (positions > 1) + positions * (d_in + d_out))
+    limit = min(n, max(1, PATCH_ELEMENTS // elements))
+    chunk = next(size for size in range(limit, 0, -1) if n % size == 0)
+
+    def squares(part):
+        a = x.part(part[0]).astype(dtype)
+        if number is not None:
+            a = a * _multiples(number, d_in, getattr(x, "homogeneous", None) is not None, dtype)
+        return _squares(a, g.part(part[1]).astype(dtype), basis)
+
+    parts = x.in_parts(n // chunk), g.in_parts(n // chunk)
+    first = jax.tree.map(lambda x: x[0], parts)
+    if chunk == n:
+        return g.weight * squares(first)
+    total, _ = lax.scan(lambda total, part: (total + squares(part), None), zeros_of(squares, first), parts)
+    return g.weight * total
+
+
+def _multiples(number: jax.Array, d_in: int, homogeneous: bool, dtype: Any) -> jax.Array:
+    entries = jnp.full(d_in, number, dtype)
+    return entries.at[-1].set(1) if homogeneous else entries
+
+
+def multiplied(moment: jax.Array, number: jax.Array, form: str, homogeneous: bool) -> jax.Array:
+    """Statistics of the inputs of `number` times a kernel: they are so many times larger, but for the 1 of a bias.
+
+    Args:
+      moment: what `Form` gives.
+      number: a scalar.
+      form: which of them: `"gram"`, `"diagonal"` or `"sums"`.
+      homogeneous: whether the last feature is that of a bias.
+    """
+    entries = _multiples(number, moment.shape[-1], homogeneous, moment.dtype)
+    if form == "sums":
+        return moment * entries
+    return moment * entries**2 if form == "diagonal" else moment * entries[:, None] * entries
+
+
+def _squares(a: jax.Array, g: jax.Array, basis: Kronecker) -> jax.Array:
+    """`squares_in_basis` of inputs `[n, copies, s, d_in]` and output gradients `[n, copies, s, d_out]`."""
+    q_a, q_g = basis.A.astype(a.dtype), basis.G.astype(a.dtype)
+    positions, d_in, d_out = a.shape[2], a.shape[3], g.shape[3]
+    # Into the basis either rows, of which there are many, or the gradient, which is one matrix for each example.
+    rows_first = positions * (d_in**2 + d_out**2) <= d_in * d_out * (d_in + d_out)
+    if rows_first:
+        a, g = jnp.einsum("ncsi,cij->ncsj", a, q_a), jnp.einsum("ncso,cop->ncsp", g, q_g)
+    if positions == 1:
+        return jnp.einsum("nco,nci->coi", jnp.square(g[:, :, 0]), jnp.square(a[:, :, 0]))
+    gradients = jnp.einsum("ncso,ncsi->ncoi", g, a)
+    if not rows_first:
+        gradients = jnp.einsum("cop,ncoi,cij->ncpj", q_g, gradients, q_a)
+    return jnp.sum(jnp.square(gradients), axis=0)
+
+
+def example_gradients(g: jax.Array, coefficient: jax.Array | None, arrange: Arrangement) -> jax.Array:
+    """Gradients of each example with respect to an elementwise parameter, summed over positions, `[n, units]`.
+
+    Args:
+      g: gradient with respect to the result of the sum or product.
+      coefficient: what the parameter was multiplied by, broadcastable to `g`; None for a sum.
+      arrange: brings `g` to `[1, n, s, units]`.
+    """
+    g = g.astype(accumulator(g.dtype))
+    if coefficient is not None:
+        g = g * coefficient.astype(g.dtype)
+    kept = [*arrange.examples, *arrange.features]
+    order = sorted(kept)
+    # Summed before the transposition, as the array lies.
+    g = jnp.sum(g.reshape(arrange.split), axis=arrange.rows).transpose([order.index(k) for k in kept])
+    return g.reshape(math.prod(arrange.split[k] for k in arrange.examples), -1)

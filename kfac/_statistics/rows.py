@@ -1,0 +1,200 @@
+"""The normal form of what a layer reads, and of the gradient of what it writes: `[copies, n, s, d]`.
+
+`copies` independent kernels share an array, `n` examples have `s` positions each, and a row has `d` features. A
+convolution's input has this form too, without being written out (`convolution.py`), and so have the one-hot rows of a
+lookup. Where nothing asks for single examples, all rows may count as the positions of one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+
+def accumulator(dtype: Any) -> Any:
+    """The dtype in which products of `dtype` operands are summed: float32 at least."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+class Arrangement(NamedTuple):
+    """How an array becomes `[copies, n, s, d]`, features in the memory order of the kernel.
+
+    Axes are positions in `split`, the shape that separates them: what makes the copies, the examples, their positions
+    and the features, and what is to be read backwards.
+    """
+
+    split: tuple[int, ...]
+    copies: tuple[int, ...]
+    examples: tuple[int, ...]
+    rows: tuple[int, ...]
+    features: tuple[int, ...]
+    flips: tuple[int, ...] = ()
+
+    @property
+    def runs(self) -> int:
+        """Length of the first axis of the examples: sequences, where the tokens of sequences are examples."""
+        return self.split[self.examples[0]] if self.examples else 1
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def size(positions):
+            return math.prod(self.split[k] for k in positions)
+
+        x = jnp.flip(x.reshape(self.split), self.flips) if self.flips else x.reshape(self.split)
+        x = x.transpose(self.copies + self.examples + self.rows + self.features)
+        return x.reshape(size(self.copies), size(self.examples), size(self.rows), size(self.features))
+
+
+class Form(Protocol):
+    """What the statistics of one side of a layer are taken from. A homogeneous entry counts as a last feature."""
+
+    def gram(self) -> jax.Array:
+        """Sum of outer products of all rows, `[copies, d, d]`."""
+        ...
+
+    def diagonal(self) -> jax.Array:
+        """Its diagonal, `[copies, d]`."""
+        ...
+
+    def sums(self) -> jax.Array:
+        """Sums over the positions of each example, `[copies, n, d]`."""
+        ...
+
+    def every(self, k: int) -> Form:
+        """Every `k`-th run of examples, with so much more weight in `gram` and `diagonal`."""
+        ...
+
+    def in_parts(self, count: int) -> Any:
+        """The examples in `count` equal parts, along a leading axis: what `part` makes rows of, one at a time."""
+        ...
+
+    def part(self, part: Any) -> jax.Array:
+        """Rows of one of these parts, `[n / count, copies, s, d]`."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows as an array.
+
+    Attributes:
+      array: `[copies, n, s, d]`, in the compute dtype of the layer.
+      runs: into how many runs the examples fall, of which `every` takes some.
+      homogeneous: the last entry of every row, which belongs to a bias: 1, or 0 in a use of the kernel without it. None
+        for a layer without a bias.
+      weight: what sums over rows are multiplied by.
+    """
+
+    array: jax.Array
+    runs: int = 1
+    homogeneous: float | None = None
+    weight: float = 1.0
+
+    @property
+    def count(self) -> int:
+        """Number of rows of each copy."""
+        return self.array.shape[1] * self.array.shape[2]
+
+    def gram(self) -> jax.Array:
+        copies, n, s, d = self.array.shape
+        rows = self.array.reshape(copies, n * s, d)
+        moment = jnp.einsum("cri,crj->cij", rows, rows, preferred_element_type=accumulator(rows.dtype))
+        total = jnp.sum(rows, axis=1, dtype=moment.dtype)
+        return weighted(with_homogeneous(moment, total, self.homogeneous, self.count), self.weight)
+
+    def diagonal(self) -> jax.Array:
+        squares = jnp.sum(jnp.square(self.array.astype(accumulator(self.array.dtype))), axis=(1, 2))
+        return weighted(append(squares, self.homogeneous, self.count), self.weight)
+
+    def sums(self) -> jax.Array:
+        total = jnp.sum(self.array, axis=2, dtype=accumulator(self.array.dtype))
+        return append(total, self.homogeneous, self.array.shape[2])
+
+    def every(self, k: int) -> Rows:
+        copies, n, s, d = self.array.shape
+        kept = self.array.reshape(copies, self.runs, n // self.runs, s, d)[:, ::k]
+        runs = kept.shape[1]
+        weight = self.weight * self.runs / runs
+        return dataclasses.replace(self, array=kept.reshape(copies, -1, s, d), runs=runs, weight=weight)
+
+    def in_parts(self, count: int) -> jax.Array:
+        copies, n, s, d = self.array.shape
+        return jnp.moveaxis(self.array.reshape(copies, count, n // count, s, d), 0, 2)
+
+    def part(self, part: jax.Array) -> jax.Array:
+        return append(part, self.homogeneous, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lookup:
+    """The rows of a table that a gather takes, as one-hot inputs.
+
+    Attributes:
+      rows: how many rows the table has.
+      column: which component of an index vector says the row.
+      drop: whether indices out of range are dropped; otherwise they are clamped.
+    """
+
+    rows: int
+    column: int
+    drop: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class OneHot:
+    """One-hot rows, of which there are only their counts: the diagonal of `gram`, which has no other entries.
+
+    Attributes:
+      indices: as `lax.gather` takes them, `[..., components]`; a negative one is out of range.
+      lookup: what is looked up in.
+      arrange: brings the counts to the memory order of the table.
+      dtype: of the counts.
+    """
+
+    indices: jax.Array
+    lookup: Lookup
+    arrange: Arrangement
+    dtype: Any
+
+    def diagonal(self) -> jax.Array:
+        flat = self.indices[..., self.lookup.column].reshape(-1)
+        inside = jnp.clip(flat, 0, self.lookup.rows - 1)
+        weight = (flat == inside).astype(self.dtype) if self.lookup.drop else jnp.ones_like(flat, self.dtype)
+        counts = jax.ops.segment_sum(weight, inside, num_segments=self.lookup.rows)
+        return self.arrange(counts)[:, 0, 0]
+
+    def every(self, k: int) -> OneHot:
+        del k  # Counts are cheap: they are those of all examples.
+        return self
+
+
+def weighted(sums: jax.Array, weight: float) -> jax.Array:
+    return sums if weight == 1 else weight * sums
+
+
+def append(rows: jax.Array, homogeneous: float | None, count: int) -> jax.Array:
+    """`rows` with `count` times the homogeneous entry behind the last feature."""
+    if homogeneous is None:
+        return rows
+    widths = [(0, 0)] * (rows.ndim - 1) + [(0, 1)]
+    return jnp.pad(rows, widths, constant_values=homogeneous * count)
+
+
+def with_homogeneous(moment: jax.Array, total: jax.Array, homogeneous: float | None, count: int) -> jax.Array:
+    """Appends the row and column of a homogeneous entry to a sum of outer products.
+
+    Args:
+      moment: `[copies, d, d]`.
+      total: `[copies, d]`, the sum of the rows.
+      homogeneous: 1, or 0 for a use of the kernel without its bias; None for no such entry.
+      count: how many rows were summed.
+    """
+    if not homogeneous:
+        return moment if homogeneous is None else jnp.pad(moment, ((0, 0), (0, 1), (0, 1)))
+    corner = jnp.full((moment.shape[0], 1, 1), count, moment.dtype)
+    top = jnp.concatenate([moment, total[:, :, None]], axis=2)
+    bottom = jnp.concatenate([total[:, None, :], corner], axis=2)
+    return jnp.concatenate([top, bottom], axis=1)

@@ -1,0 +1,59 @@
+"""The package stays within the limits of house.py, which counts what it says it counts."""
+
+import pytest
+
+import house
+
+FOUND = house.modules()
+
+
+@pytest.mark.parametrize("limit", house.broken(FOUND))
+def test_the_package_is_within_its_limits(limit):
+    assert not house.broken(FOUND)[limit], house.table(FOUND)
+
+
+SOURCE = '''"""A docstring
+of two lines."""
+
+from kfac._layers import Layer  # no module of this house: a name in one
+from kfac._capture import trace, find
+
+# A comment.
+
+
+def outer(eqn, layer):
+    """A docstring."""
+
+    def inner():
+        return eqn.params, layer.params, eqn.invars[0]
+
+    return """a string
+of two lines"""
+'''
+
+
+def test_it_counts_what_it_says():
+    module = house.measure("_statistics.rows", SOURCE, {"_layers", "_capture", "_capture.trace", "_statistics.rows"})
+    assert len(module.lines) == 7
+    assert module.functions == {"outer:10": 5, "inner:13": 2}
+    assert module.equations == ["eqn.params:14", "eqn.invars:14"]
+    assert module.imports == {"_layers", "_capture", "_capture.trace"}
+    assert house.upward([module]) == [
+        "_statistics.rows imports _capture",
+        "_statistics.rows imports _capture.trace",
+    ]
+
+
+def test_it_finds_circles_and_rooms_without_a_place():
+    names = {"_layers", "_capture.trace", "_capture.taps", "exact"}
+    sources = {
+        "_layers": "import numpy",
+        "_capture.trace": "from kfac._capture import taps",
+        "_capture.taps": "import kfac._capture.trace",
+        "exact": "from kfac._capture.taps import Tap",
+    }
+    found = [house.measure(name, source, names) for name, source in sources.items()]
+    assert house.circle(found) == ["_capture.taps", "_capture.trace"]
+    assert not house.circle(found[:1]) and not house.upward(found)
+    with pytest.raises(ValueError, match="cellar has no place in ROOMS"):
+        house.floor("cellar")

@@ -1,0 +1,103 @@
+"""An inverse of one's own is one class: on one device, on several, and in the plan."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import kfac
+from problem import QUICKLY, assert_close, batch, initial, layers, loss_fn, measured, state_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagonal(kfac.Inverse):
+    """One over the diagonal of `A (x) G` plus damping, to a power."""
+
+    power: float = 1.0
+
+    def init(self, factors):
+        shape = len(factors.A), factors.G.shape[-1], factors.A.shape[-1]
+        return jnp.ones(shape, self.kept_dtype(factors.A.dtype))
+
+    def refresh(self, kept, factors, damping):
+        a, g = (jnp.diagonal(x, axis1=1, axis2=2) for x in (factors.A, factors.G))
+        new = (g[:, :, None] * a[:, None, :] + damping[:, None, None]) ** -self.power
+        return new.astype(kept.dtype), jnp.max(new, axis=(1, 2)) / jnp.min(new, axis=(1, 2))
+
+    def apply(self, kept, matrices, damping):
+        return kept * matrices
+
+
+def steps(tx, mesh=None, count=3):
+    params = initial()
+    state = jax.jit(tx.init)(params)
+
+    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    def step(params, state, batch):
+        _, grads, factors = kfac.value_and_grad(loss_fn, layers())(params, batch)
+        updates, state = tx.update(grads, state, params, factors=factors)
+        return jax.tree.map(jnp.add, params, updates), state
+
+    for t in range(count):
+        examples = jax.tree.map(lambda x: x[:15], batch(t))
+        if mesh is not None:
+            examples = jax.device_put(examples, NamedSharding(mesh, PartitionSpec("devices")))
+        params, state = jax.block_until_ready(step(params, state, examples))
+    return params, state
+
+
+def test_it_does_what_it_says():
+    grads, factors = measured(0)
+    tx = kfac.scale_by_kfac(layers(), inverse=Diagonal(), damping=0.25)
+    updates, state = jax.jit(lambda g, f: tx.update(g, tx.init(initial()), factors=f), compiler_options=QUICKLY)(
+        grads, factors
+    )
+    for layer in layers():
+        if layer.kind == "dense":
+            block = jax.tree.map(lambda x: np.diagonal(np.asarray(x)), factors[layer.name])
+            found, gradient = (
+                np.asarray(layer.to_matrix([dict(zip(layers().paths, jax.tree.leaves(t), strict=True))[p] for p in
+                                            layer.params])[0]) for t in (updates, grads)
+            )  # fmt: skip
+            np.testing.assert_allclose(found, gradient / (np.outer(block.G, block.A) + 0.25), rtol=1e-5)
+    assert kfac.diagnostics(state)["failed_inversions"] == 0
+
+
+@pytest.mark.parametrize("precondition", ["sharded", "replicated"])
+def test_on_three_devices_it_is_the_same(precondition):
+    options = {"inverse": Diagonal(power=0.5), "damping": 0.1, "norm_constraint": 1e-2}
+    expected, one = steps(kfac.kfac(0.1, layers(), **options))
+    mesh = Mesh(np.array(jax.devices()[:3]), ("devices",), axis_types=(AxisType.Auto,))
+    distribution = kfac.Distribution(mesh=mesh, precondition=precondition)
+    found, state = steps(kfac.kfac(0.1, layers(), distribution=distribution, **options), mesh)
+    assert_close(found, expected, rtol=1e-4)
+    if precondition == "sharded":
+        assert_close(state_of(kfac.gather_state(state)).blocks, state_of(one).blocks, rtol=1e-3)
+    else:
+        assert set(state_of(state).replicas) == {"kronecker_4x4"}
+
+
+def test_one_that_fails_keeps_the_last():
+    """With more damping it is tried again; what is not finite is never taken."""
+    grads, factors = measured(0)
+    negative = {n: b if layers()[n].kind != "dense" else dataclasses.replace(b, A=-b.A) for n, b in factors.items()}
+    tx = kfac.scale_by_kfac(layers(), inverse=Diagonal(power=0.5), damping=1e-6)
+    _, state = jax.jit(lambda g, f: tx.update(g, tx.init(initial()), factors=f), compiler_options=QUICKLY)(
+        grads, kfac.Factors(negative)
+    )
+    assert kfac.diagnostics(state)["failed_inversions"] == 2
+    np.testing.assert_array_equal(state.owned["kronecker_4x4"].blocks.inverse, 1)
+
+
+def test_the_plan_counts_what_it_keeps():
+    full, half = (kfac.Assignment(layers(), inverse=Diagonal(p)).memory_per_device for p in ("float32", "bfloat16"))
+    unitwise = 4 * 2 * 2 + 4
+    assert full - half == 2 * (2 * 16 + unitwise)
+    replicated = kfac.Distribution(precondition="replicated")
+    assert (
+        kfac.Assignment(layers(), devices=3, inverse=Diagonal(), distribution=replicated).gathered_bytes == 4 * 2 * 16
+    )
