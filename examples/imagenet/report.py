@@ -27,10 +27,11 @@ MOST_SKIPPED = 20
 
 
 class Curves(NamedTuple):
-    """One run on a page."""
+    """One run on a page; those of a group, which differ by their seeds, share a colour."""
 
     label: str
     records: Records
+    group: str = ""
 
 
 def duration(seconds: float) -> str:
@@ -233,11 +234,11 @@ def load(folder: Path) -> Curves:
         raise UserError(f"{folder} holds no run: it has no metrics.jsonl, or an empty one")
     try:
         saved = json.loads((folder / "config.json").read_text())
-        parts = [saved["optimizer"], f"batch {saved['global_batch']:,}", saved["data"]]
-        about = ": " + ", ".join([saved["config"], *parts] if saved["config"] else parts)
+        parts = [saved["config"], saved["optimizer"], f"batch {saved['global_batch']:,}", saved["data"]]
+        about = ", ".join(filter(None, parts))
     except (OSError, ValueError, KeyError, TypeError):
         about = ""
-    return Curves(folder.resolve().name + about, records)
+    return Curves(": ".join(filter(None, (folder.resolve().name, about))), records, about)
 
 
 def plot(runs: list[Curves], path: Path, title: str) -> None:
@@ -249,8 +250,10 @@ def plot(runs: list[Curves], path: Path, title: str) -> None:
     if title:
         figure.suptitle(title)
     grid = figure.subplots(2, 3, sharex="col", sharey="row")
-    for k, run in enumerate(runs):
-        color = f"C{k % 10}"
+    groups: dict[str, list[Curves]] = {}
+    for run in runs:
+        color = f"C{list(groups | {run.group or run.label: None}).index(run.group or run.label) % 10}"
+        groups.setdefault(run.group or run.label, []).append(run)
         for row, key in enumerate(("loss", "accuracy")):
             factor = 100 if key == "accuracy" else 1
             train = [r for r in run.records if r.get(key) is not None]
@@ -268,7 +271,7 @@ def plot(runs: list[Curves], path: Path, title: str) -> None:
             grid[row, column].grid(alpha=0.3)
             if row == 1:
                 grid[row, column].set_xlabel(name)
-    _legend(figure, runs)
+    _legend(figure, groups)
     figure.savefig(path, dpi=110)
 
 
@@ -295,14 +298,19 @@ def _scale(grid: Any, runs: list[Curves]) -> None:
     grid[1, 0].set_ylim(0, 101)
 
 
-def _legend(figure: Any, runs: list[Curves]) -> None:
+def _legend(figure: Any, groups: dict[str, list[Curves]]) -> None:
     from matplotlib.lines import Line2D
 
     handles = []
-    for k, run in enumerate(runs):
-        accuracies = [r["val_accuracy"] for r in run.records if r.get("val_accuracy") is not None]
-        found = f" ({accuracies[-1]:.1%} at the end, best {max(accuracies):.1%})" if accuracies else ""
-        handles.append(Line2D([], [], color=f"C{k % 10}", linewidth=3, label=run.label + found))
+    for k, (name, runs) in enumerate(groups.items()):
+        accuracies = [[r["val_accuracy"] for r in run.records if r.get("val_accuracy") is not None] for run in runs]
+        last = [found[-1] for found in accuracies if found]
+        label = name
+        if len(runs) > 1 and last:
+            label += f" ({len(last)} runs, {np.mean(last):.1%} at the end, from {min(last):.1%} to {max(last):.1%})"
+        elif last:
+            label = f"{runs[0].label} ({last[0]:.1%} at the end, best {max(accuracies[0]):.1%})"
+        handles.append(Line2D([], [], color=f"C{k % 10}", linewidth=3, label=label))
     handles.append(Line2D([], [], color="gray", marker="o", markersize=3.5, linewidth=1.8, label="validation"))
     handles.append(Line2D([], [], color="gray", alpha=0.45, linewidth=1, label="training, as augmented"))
     figure.legend(handles=handles, loc="outside lower center", ncols=min(2, len(handles)), frameon=False)
