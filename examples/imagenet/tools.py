@@ -141,13 +141,13 @@ busiest device, mean over steps):
     print_columns(rows)
     every = config.factor_every if isinstance(config.factor_every, int) else 1
     print(f"""
-Predicted, in milliseconds of the mean step, and hours for all of them without validation and input. ASSUMED of a
-device: {options.flops:.3g} FLOPs a second ({options.inverse_flops:.3g} in float32 inversions) and
-{options.bytes:.3g} bytes a second; statistics every {every} and inverses every {config.inverse_every} step(s), no two
-things at once, every message an all-reduce:
+Predicted, in milliseconds of the mean step, and in minutes for all steps without validation and input. ASSUMED of a
+device: {options.flops:.3g} FLOPs a second ({options.inverse_flops:.3g} in float32 inversions), {options.bytes:.3g} bytes
+a second; statistics every {every} and inverses every {config.inverse_every} step(s), no two things at once, all messages
+all-reduces:
 """)
     rows = [("devices", "forward+backward+gradients", "statistics", "inversions", "preconditioning", "messages",
-             "predicted K-FAC share", "hours", "device hours")]  # fmt: skip
+             "predicted K-FAC share", "minutes", "device hours")]  # fmt: skip
     for one in plans:
         # A ring sends and receives (D-1)/D of the bytes, twice for an all-reduce, once for a reduce-scatter.
         ring = 2 * (one.devices - 1) / one.devices / options.bytes
@@ -161,7 +161,7 @@ things at once, every message an all-reduce:
         )
         hours = steps * sum(parts) / 3600
         rows.append((f"{one.devices:,}", *(f"{1e3 * seconds:.2f}" for seconds in parts),
-                     f"{1 - parts[0] / sum(parts):.1%}", f"{hours:.2f}", f"{one.devices * hours:.1f}"))  # fmt: skip
+                     f"{1 - parts[0] / sum(parts):.1%}", f"{60 * hours:.1f}", f"{one.devices * hours:.1f}"))  # fmt: skip
     print_columns(rows)
 
 
