@@ -108,7 +108,7 @@ class Layer:
 
     @property
     def correctable(self) -> bool:
-        """Whether `inverse="ekfac"` corrects eigenvalues of this layer: it has two whole factors, and one use."""
+        """Whether `Ekfac` corrects eigenvalues of this layer: it has two whole factors, and one use."""
         return self.kind in KRONECKER_KINDS and not self.diagonal and self.uses == 1
 
     @property

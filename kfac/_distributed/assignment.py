@@ -214,7 +214,7 @@ class Assignment:
         statistics = jax.eval_shape(lambda: group.zeros(1, jnp.float32))
         factors = jax.eval_shape(lambda: group.zeros(1, jnp.float32, moments=kind.takes_moments))
         several = self.devices > 1
-        shared = jax.eval_shape(lambda: self._uses.shared(kind, kind.init(factors), several=several))
+        shared = jax.eval_shape(lambda f: self._uses.shared(kind, kind.init(f), several=several), factors)
         return count_bytes(statistics), kind.size(factors), count_bytes(shared) if group.kronecker else 0
 
     @property
