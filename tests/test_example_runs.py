@@ -120,7 +120,7 @@ def test_going_on_growing_and_what_is_refused(tmp_path):
     sentence = refused(*options, "--batch-size", 100)
     assert all(word in sentence for word in ("--global-batch", "100", "144")), sentence
     assert "is in use" in refused(*options, "--resume", "never")
-    assert "is at step 2" in refused(*options, "--steps", 1)
+    assert "is at step 2" in refused(*options, "--stop-after", 1)
     (tmp_path / "file").write_text("")
     assert "not a folder" in refused("--output", tmp_path / "file")
     (tmp_path / "file").unlink()

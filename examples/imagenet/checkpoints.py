@@ -28,6 +28,7 @@ from records import UserError
 # In place of an accuracy, below all of them.
 NOT_VALIDATED = -1.0
 SAME = PartitionSpec()
+SYSTEM_ERRORS = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ETIMEDOUT, errno.EACCES)
 
 
 # The state of a run for any number of devices.
@@ -224,10 +225,9 @@ def set_aside(path: Path, why: str) -> None:
 def _system_error(error: BaseException | None) -> str:
     """What the system said where it, and not the files, is the cause; else empty."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT,
-                                                          errno.ETIMEDOUT, errno.EACCES, errno.EROFS):  # fmt: skip
+        if isinstance(error, OSError) and error.errno in SYSTEM_ERRORS:
             return os.strerror(error.errno)
-        for code in (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        for code in SYSTEM_ERRORS:  # tensorstore says it in words
             if os.strerror(code) in str(error):
                 return os.strerror(code)
         error = error.__cause__ or error.__context__

@@ -539,7 +539,8 @@ def open_output(config: Config, found: dict[str, Any]) -> Any:
                                 "--data-dir to the same images")  # fmt: skip
         output.mkdir(parents=True, exist_ok=True)
         held = lock(output)
-        save(config, found, output)
+        if not known:
+            save(config, found, output)
         return held
     except OSError as error:
         raise UserError(f"--output {output} cannot be written: {error.strerror}") from error

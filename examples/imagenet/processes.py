@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,7 +17,10 @@ from records import UserError
 
 
 def meet(config: Any) -> None:
-    """Meets the other processes, if there are any."""
+    """Sets JAX up, and meets the other processes, if there are any."""
+    jax.config.update("jax_enable_x64", config.dtype == "float64")
+    if config.compilation_cache and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "kfac-imagenet" / "programs"))
     if not config.distributed and config.coordinator is None:
         return
     try:

@@ -42,31 +42,31 @@ def duration(seconds: float) -> str:
 
 
 class Metrics:
-    """Appends records to `metrics.jsonl` in `folder`, each with the step it belongs to; without a folder, nowhere.
+    """Appends records to `metrics.jsonl` in `folder`, each with the step it belongs to, in the process that `writes`.
 
     Records after `step` are dropped first: a run that was stopped between two checkpoints makes them again. `services`
     are "tensorboard" and "wandb", which get them too, and "mlperf", for lines in the format of MLPerf's logs.
     """
 
     def __init__(
-        self, folder: Path | None, step: int, per_epoch: float = 1.0, watched: Any = None, services: Sequence[str] = ()
-    ) -> None:
+        self, folder: Path, step: int, per_epoch: float = 1.0, watched: Any = None, services: Sequence[str] = (),
+        writes: bool = True,
+    ) -> None:  # fmt: skip
         self.records: Records = []
         self.per_epoch, self.watched = per_epoch, watched
         self._file: Any = None
         self._events: Any = None
         self._wandb: Any = None
-        self._mlperf = folder is not None and "mlperf" in services
+        self._mlperf = writes and "mlperf" in services
         self._pending: list[tuple[int, dict[str, Any], Any]] = []
-        path = (folder or Path()) / "metrics.jsonl"
-        if folder is not None:
-            self.records = [record for record in read(path) if record["step"] <= step]
+        path = folder / "metrics.jsonl"
+        self.records = [record for record in read(path) if record["step"] <= step]
         self.skipped = sum(bool(record.get("skipped")) for record in self.records)
         self.in_a_row = 0
         self._read_at = time.perf_counter()
         # As if the run had never been stopped.
         self._began = self._read_at - max((record.get("seconds", 0.0) for record in self.records[-100:]), default=0.0)
-        if folder is None:
+        if not writes:
             return
         packages = {name: _package(name) for name in ("tensorboardX", "wandb") if name.lower().rstrip("x") in services}
         with _said(path):
@@ -91,6 +91,10 @@ class Metrics:
         """Of the validations so far."""
         return [record["val_accuracy"] for record in self.records if "val_accuracy" in record]
 
+    def best(self) -> str:
+        found = self.accuracies
+        return f"{found[-1]:.2%} (best {max(found):.2%})" if found else "not measured"
+
     def add(self, step: int, values: dict[str, Any], squares: Any) -> None:
         """Notes what a step returned; waits for the one before, or else batches would pile up on the device."""
         self._pending.append((step, values, squares))
@@ -112,6 +116,7 @@ class Metrics:
             left_out = bool(record.get("skipped"))
             record = {
                 "step": step,
+                "epoch": round(step / self.per_epoch, 4),
                 "seconds": round(seconds, 3),
                 "learning_rate": float(rate(step - 1 - self.skipped)),
                 **record,
@@ -190,6 +195,37 @@ def say(text: str) -> None:
     """Prints a line, above the progress bar of a terminal."""
     tqdm.write(text, file=sys.stdout)
     sys.stdout.flush()
+
+
+class Trace:
+    """Writes what `jax.profiler` sees of the steps from `first` to `last`, 0 and 0 for none."""
+
+    def __init__(self, first: int, last: int, folder: Path) -> None:
+        self.first, self.last, self.folder, self.running = first, last, folder, False
+
+    def before(self, step: int) -> None:
+        if self.first <= step <= self.last and not self.running:
+            jax.profiler.start_trace(str(self.folder))
+            self.running = True
+
+    def after(self, step: int, result: Any) -> None:
+        if self.running and step == self.last:
+            jax.block_until_ready(result)
+            self.end()
+
+    def end(self) -> None:
+        if self.running:
+            jax.profiler.stop_trace()
+            self.running = False
+
+
+def line(step: int, total: int, record: dict[str, Any], speed: float, batch: int, left: float) -> str:
+    """What the terminal says of a step; `speed` in steps a second, `left` in seconds."""
+    text = (f"step {step:>{len(str(total))}}/{total}  epoch {record['epoch']:5.1f}  loss {record['loss']:.4f}  "
+            f"accuracy {record['accuracy']:6.1%}")  # fmt: skip
+    if "val_loss" in record:
+        text += f"  val loss {record['val_loss']:.4f}  val accuracy {record['val_accuracy']:.1%}"
+    return f"{text}  {speed * batch:,.0f} images/s  {1 / speed:.2f} s/step  {duration(left)} left"
 
 
 def bar(total: int, start: int, shown: bool) -> Any:

@@ -142,9 +142,9 @@ busiest device, mean over steps):
     every = config.factor_every if isinstance(config.factor_every, int) else 1
     print(f"""
 Predicted, in milliseconds of the mean step, and in minutes for all steps without validation and input. ASSUMED of a
-device: {options.flops:.3g} FLOPs a second ({options.inverse_flops:.3g} in float32 inversions), {options.bytes:.3g} bytes
-a second; statistics every {every} and inverses every {config.inverse_every} step(s), no two things at once, all messages
-all-reduces:
+device: {options.flops:.3g} FLOPs a second ({options.inverse_flops:.3g} in float32 inversions), {options.bytes:.3g}
+bytes a second; statistics every {every} and inverses every {config.inverse_every} step(s), no two things at once, all
+messages all-reduces:
 """)
     rows = [("devices", "forward+backward+gradients", "statistics", "inversions", "preconditioning", "messages",
              "predicted K-FAC share", "minutes", "device hours")]  # fmt: skip
@@ -160,8 +160,9 @@ all-reduces:
             (one.reduced_bytes / every + one.gathered_bytes) * ring,
         )
         hours = steps * sum(parts) / 3600
-        rows.append((f"{one.devices:,}", *(f"{1e3 * seconds:.2f}" for seconds in parts),
-                     f"{1 - parts[0] / sum(parts):.1%}", f"{60 * hours:.1f}", f"{one.devices * hours:.1f}"))  # fmt: skip
+        times = [f"{1e3 * seconds:.2f}" for seconds in parts]
+        share = f"{1 - parts[0] / sum(parts):.1%}"
+        rows.append((f"{one.devices:,}", *times, share, f"{60 * hours:.1f}", f"{one.devices * hours:.1f}"))
     print_columns(rows)
 
 

@@ -190,9 +190,6 @@ def main(args: list[str]) -> None:
     if config.print_config:
         print(json.dumps(dataclasses.asdict(config), indent=2, default=str))
         return
-    jax.config.update("jax_enable_x64", config.dtype == "float64")
-    if config.compilation_cache and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "kfac-imagenet" / "programs"))
 
     # The devices in a row, over which each batch is split. One device is a row too.
     processes.meet(config)
@@ -209,7 +206,7 @@ def main(args: list[str]) -> None:
     micro_batches = batch // (mesh.size * local_batch)
     stop_at = min(total, config.stop_after or total)
     eval_every = config.eval_every or max(1, round(per_epoch))
-    traced = cfg.traced_steps(config.profile, stop_at)
+    trace = report.Trace(*cfg.traced_steps(config.profile, stop_at), config.output / "profile")
     # Each process has named a new folder by its own clock.
     output = Path(processes.everyone(str(config.output))[0])
     config = dataclasses.replace(config, output=output)
@@ -323,10 +320,11 @@ def main(args: list[str]) -> None:
             for at, got in enumerate(train_batches(max(0, start - REMADE), start), max(0, start - REMADE)):
                 mixed = mix(jnp.int32(at), (got.images, got.labels), mixed)
             state = state._replace(mixed=mixed)
+    processes.on_first(lambda: cfg.save(config, dataset.found(), output))
     services = [name for name in ("tensorboard", "wandb", "mlperf") if getattr(config, name)]
     watched = {"gradient": variables["params"], "parameter": variables["params"],
                "batch-norm average": variables["batch_stats"]}  # fmt: skip
-    metrics = report.Metrics(output if processes.is_first() else None, start, per_epoch, watched, services)
+    metrics = report.Metrics(output, start, per_epoch, watched, services, writes=processes.is_first())
 
     # The loop. SIGTERM and Ctrl-C end it after the step at hand, with a checkpoint; a second one ends it now.
     stop, step, window, target = processes.Stop(), start, 0, config.target_accuracy or math.inf
@@ -339,12 +337,9 @@ def main(args: list[str]) -> None:
         done = step - 1
         due = interval.due(done) if isinstance(config.factor_every, str) else done % config.factor_every == 0
         with_factors = due or done < FACTOR_WARMUP
-        if step == traced[0]:
-            jax.profiler.start_trace(str(output / "profile"))
+        trace.before(step)
         state, values, squares = (full_step if with_factors else cheap_step)(state, (got.images, got.labels))
-        if step == traced[1]:
-            jax.block_until_ready(state)
-            jax.profiler.stop_trace()
+        trace.after(step, state)
         broken.note(got.broken)
         if use_kfac:
             values = values | {"kfac/with_statistics": with_factors}
@@ -373,15 +368,12 @@ def main(args: list[str]) -> None:
             raise UserError(f"{record['bad']}; {saved.describe()}; a new run may do with a --learning-rate below "
                             f"{config.learning_rate}, with --skip-nonfinite"
                             + (f", or with a --damping above {config.damping}" if use_kfac else ""))  # fmt: skip
-        text = (f"step {step:>{len(str(total))}}/{total}  epoch {step / per_epoch:5.1f}  loss {record['loss']:.4f}  "
-                f"accuracy {record['accuracy']:6.1%}")  # fmt: skip
         speed = window / (time.perf_counter() - last_line)
         result: dict[str, float] = {}
         if check:
             result = validate(state.ema if config.ema else (state.params, state.batch_stats))
             broken |= processes.union(broken)
             metrics.validated(step, result, len(broken))
-            text += f"  val loss {result['val_loss']:.4f}  val accuracy {result['val_accuracy']:.1%}"
             if result["val_accuracy"] >= target:
                 save, last, why = True, True, "--target-accuracy, reached"
         if save:
@@ -390,23 +382,21 @@ def main(args: list[str]) -> None:
             saved.save(step, state, extra, result.get("val_accuracy"))
             last_save = time.perf_counter()
         left = (total - step) * (time.perf_counter() - loop_began) / (step - start)
-        say(f"{text}  {speed * batch:,.0f} images/s  {1 / speed:.2f} s/step  {report.duration(left)} left")
+        say(report.line(step, total, record | result, speed, batch, left))
         last_line, window = time.perf_counter(), 0
         if last:
             break
 
     # The end.
     bar.close()
+    trace.end()
     saved.close()
     stop.restore()
     title = f"{dataset.name}, {config.arch}, {config.optimizer}, batch {batch}"
     metrics.close(success=step == total or "reached" in why, title=title)
-    accuracy = (
-        f"{metrics.accuracies[-1]:.2%} (best {max(metrics.accuracies):.2%})" if metrics.accuracies else "not measured"
-    )
     why = signal.Signals(stop.signal).name if stop.signal else why
     say(f"{f'stopped by {why} at step {step} of {total}' if step < total else f'done: {total} steps'}; {title}; "
-        f"validation accuracy {accuracy}; {len(broken)} broken images; {metrics.skipped} steps left out; "
+        f"validation accuracy {metrics.best()}; {len(broken)} broken images; {metrics.skipped} steps left out; "
         f"{time.perf_counter() - began:.1f} s, of which {compile_seconds:.1f} s compiling; {output}")  # fmt: skip
     del held  # the folder is free again
 
@@ -423,3 +413,8 @@ if __name__ == "__main__":
         sys.exit(f"error: {error}")
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if error.errno not in checkpoints.SYSTEM_ERRORS:
+            raise
+        sys.exit(f"error: {error.filename or 'a file'} cannot be read or written: {error.strerror}; mend that, and the "
+                 "same command goes on from the last checkpoint")  # fmt: skip
