@@ -1,5 +1,6 @@
 """The recipe of `examples/imagenet`, each piece against its definition."""
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -555,6 +556,33 @@ def test_mlperf_lines_and_times(tmp_path, capsys):
     assert [x["event_type"] for x in lines] == ["INTERVAL_START", "POINT_IN_TIME", "INTERVAL_END"]
     assert lines[1]["value"] == 0.5 and lines[1]["metadata"] == {"epoch_num": 2.0}
     assert lines[2]["metadata"] == {"status": "aborted"}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no full disk to write to")
+def test_metrics_on_a_full_disk_are_one_sentence(tmp_path):
+    metrics = report.Metrics(tmp_path, 0)
+    metrics._file.close()
+    metrics._file = open("/dev/full", "a", buffering=1)
+    with pytest.raises(cfg.UserError, match="/dev/full cannot be written: No space left on device; make room"):
+        metrics.write({"step": 1})
+    # What was not written would be written once more on closing.
+    with contextlib.suppress(OSError):
+        metrics._file.close()
+
+
+def test_what_is_saved_can_be_read_from_anywhere(tmp_path, monkeypatch):
+    (tmp_path / "images").mkdir()
+    monkeypatch.chdir(tmp_path)
+    config = resolved("--data-dir", "images", "--stop-after", 3, "--devices", 2)
+    cfg.save(config, {"classes": 2}, tmp_path)
+    again, found = cfg.load(tmp_path)
+    assert again.data_dir == tmp_path / "images" and found == {"classes": 2}
+    assert again.stop_after is None and again.devices is None and again.learning_rate == config.learning_rate
+    cfg.same_run(config, again)
+    for text in ("[]", "{", '{"found": {}}'):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(cfg.UserError, match=r"config.json is not a configuration"):
+            cfg.load(tmp_path)
 
 
 def test_services_that_are_not_installed_are_refused(tmp_path, monkeypatch):
