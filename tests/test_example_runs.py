@@ -415,3 +415,20 @@ def test_one_command_compares_two_optimizers(tmp_path):
         [r["learning_rate"] for r in records(tmp_path / "runs" / name) if "loss" in r] for name in ("kfac-0", "sgd-0")
     ]
     assert len(rates[0]) == len(rates[1]) == 4
+
+
+def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", disk], capture_output=True, check=False
+    ).returncode:
+        pytest.skip("a small disk can be mounted by root only")
+    try:
+        options = [*SGD, "--stop-after", 60, "--checkpoint-every", 1, "--keep-checkpoints", 99, "--output", disk / "a"]
+        assert "No space left on device" in refused(*options)
+        subprocess.run(["mount", "-o", "remount,size=100m", disk], check=True)
+        out = train(*options[:-2], "--stop-after", 50, "--output", disk / "a").stdout
+        assert re.search(r"resuming .* at step \d+ of 2000", out) and "stopped by --stop-after 50" in out
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)

@@ -7,9 +7,13 @@ import contextlib
 import errno
 import functools
 import json
+import logging
 import math
 import os
 import shutil
+import sys
+import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -214,6 +218,26 @@ def _is_whole(path: Path) -> bool:
     except OSError as error:
         _stop_at_system_error(error, path)
         return False
+
+
+def hush() -> None:
+    """Lets threads of orbax fail in silence: what went wrong there is raised where the main thread waits for them."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    loud, loud_in_threads = sys.excepthook, threading.excepthook
+
+    def of_orbax(trace: Any) -> bool:
+        return any("orbax" in frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace))
+
+    def in_threads(args: Any) -> None:
+        if not of_orbax(args.exc_traceback):
+            loud_in_threads(args)
+
+    def elsewhere(kind: Any, error: Any, trace: Any) -> None:
+        # tensorstore calls this hook in its own threads, when the loop that it would answer to has ended.
+        if threading.current_thread() is threading.main_thread() and "Event loop is closed" not in str(error):
+            loud(kind, error, trace)
+
+    sys.excepthook, threading.excepthook = elsewhere, in_threads
 
 
 def set_aside(path: Path, why: str) -> None:

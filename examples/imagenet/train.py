@@ -407,6 +407,7 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
+    checkpoints.hush()
     try:
         main(sys.argv[1:])
     except UserError as error:
