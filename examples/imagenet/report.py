@@ -108,7 +108,7 @@ class Metrics:
         that were left out for it, and a few of them are no reason to end.
         """
         pending, before, self._read_at = jax.device_get(self._pending), self._read_at, time.perf_counter()
-        self._pending, record, bad = [], {}, ""
+        self._pending, record = [], {}
         for k, (step, values, squares) in enumerate(pending, 1):
             # When the steps between two readings ended is not known: evenly spread.
             seconds = before + (self._read_at - before) * k / len(pending) - self._began
@@ -123,11 +123,11 @@ class Metrics:
             }
             self.write(record)
             self.skipped, self.in_a_row = self.skipped + left_out, (self.in_a_row + 1) * left_out
-            if (not left_out or self.in_a_row > MOST_SKIPPED) and (
-                names := not_finite(record["loss"], squares, self.watched)
-            ):
-                return record | {"bad": f"{names} became NaN or infinite at step {step}"}
-        return record | {"bad": bad}
+            names = not_finite(record["loss"], squares, self.watched)
+            if names if not left_out else self.in_a_row > MOST_SKIPPED:
+                # What the step would have made of the parameters has been left out.
+                return record | {"bad": f"{names or 'a parameter'} became NaN or infinite at step {step}"}
+        return record | {"bad": ""}
 
     def validated(self, step: int, result: dict[str, float], broken: int) -> None:
         self._read_at = time.perf_counter()
