@@ -4,7 +4,6 @@ Weights of a run, for use elsewhere: `weights(Path("runs/a"))`.
 """
 
 import contextlib
-import errno
 import functools
 import json
 import logging
@@ -26,13 +25,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import checkpoint_managers as ocp_managers
 
 import kfac
-from processes import everyone, is_first, on_first
+from processes import SYSTEM_ERRORS, everyone, is_first, on_first
 from records import UserError
 
 # In place of an accuracy, below all of them.
 NOT_VALIDATED = -1.0
 SAME = PartitionSpec()
-SYSTEM_ERRORS = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ETIMEDOUT, errno.EACCES)
 
 
 # The state of a run for any number of devices.

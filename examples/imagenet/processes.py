@@ -1,8 +1,10 @@
 """Processes and devices: who takes part, what processes tell each other, and the signals that end a run."""
 
+import errno
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from jax.sharding import AxisType, Mesh
 
 from recipe import AXIS
 from records import UserError
+
+SYSTEM_ERRORS = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ETIMEDOUT, errno.EACCES)
 
 
 def meet(config: Any) -> None:
@@ -107,3 +111,18 @@ class Stop:
     def restore(self) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
+
+
+def script(main: Callable[[list[str]], None]) -> None:
+    """Runs a script, whose refusals and whose trouble with the system are one sentence."""
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if error.errno not in SYSTEM_ERRORS:
+            raise
+        sys.exit(f"error: {error.filename or 'a file'} cannot be read or written: {error.strerror}; mend that, and the "
+                 "same command goes on from the last checkpoint")  # fmt: skip

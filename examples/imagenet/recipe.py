@@ -191,6 +191,26 @@ def augment(
     return seen, carried if alpha else ()
 
 
+def normalise(run: Any, images: jax.Array) -> jax.Array:
+    """Images as the network takes them; `run` is that of train.py."""
+    if images.dtype != jnp.uint8:  # augmented, and normalised before
+        return images
+    mean = jnp.array(run.dataset.mean, run.wide)
+    std = jnp.array(run.dataset.std if run.config.divide_by_std else 1, run.wide)
+    return (images.astype(run.wide) / 255 - mean) / std
+
+
+def augmented(run: Any, step: jax.Array, batch: Any, mixed: Any) -> tuple[Mixed, Any]:
+    """What the network sees of images and labels, and what the next step mixes with."""
+    images, labels = batch
+    seen, config = Mixed(images, jax.nn.one_hot(labels, run.dataset.num_classes, dtype=run.wide)), run.config
+    if not run.augmented:  # images stay uint8 until a micro-batch is normalised
+        return seen, mixed
+    seen = seen._replace(images=normalise(run, images).astype(config.dtype))
+    own = keys(config.seed, step, own_indices(run.num_devices, run.local_batch, run.micro_batches))
+    return augment(own, step, config.mixup_alpha, config.erasing, seen, mixed, config.cutmix_alpha)
+
+
 # Schedules, by optimizer steps.
 
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+import processes
 from records import UserError
 
 Records = list[dict[str, Any]]
@@ -366,7 +367,4 @@ def main(args: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    processes.script(main)

@@ -14,7 +14,6 @@ import argparse
 import math
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -32,6 +31,7 @@ import config as cfg
 import data
 import kfac
 import models
+import processes
 import records as rec
 from records import UserError
 
@@ -275,7 +275,4 @@ def generate(folder: Path, count: int, length: int) -> rec.Files:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    processes.script(main)

@@ -1,7 +1,6 @@
 """Trains a network on images with K-FAC or a first-order optimizer. To be read from top to bottom, and copied.
 
 python examples/imagenet/train.py                          # digits, ten K-FAC steps an epoch, on a CPU
-python examples/imagenet/train.py --optimizer sgd
 python examples/imagenet/train.py --config bs128k --data-dir imagenet --output runs/a    # the same again goes on
 python examples/imagenet/train.py --config bs128k --data cifar10 --global-batch auto
 python examples/imagenet/train.py --eval runs/a            # its best checkpoint
@@ -23,7 +22,6 @@ import functools
 import json
 import math
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -90,17 +88,9 @@ class Run(NamedTuple):
 # What is compiled: each function works on one of a row of devices.
 
 
-def normalise(run: Run, images: jax.Array) -> jax.Array:
-    if images.dtype != jnp.uint8:  # augmented, and normalised before
-        return images
-    mean = jnp.array(run.dataset.mean, run.wide)
-    std = jnp.array(run.dataset.std if run.config.divide_by_std else 1, run.wide)
-    return (images.astype(run.wide) / 255 - mean) / std
-
-
 def loss_fn(run: Run, model: Any, params: Any, batch_stats: Any, batch: Mixed, scale: Any) -> Any:
     variables = {"params": params, "batch_stats": batch_stats}
-    logits, new = model.apply(variables, normalise(run, batch.images), train=True, mutable=["batch_stats"])
+    logits, new = model.apply(variables, recipe.normalise(run, batch.images), train=True, mutable=["batch_stats"])
     if run.config.fisher == "sampled":
         logits = kfac.output(logits, "categorical")
     targets = optax.smooth_labels(batch.targets, run.config.label_smoothing)
@@ -127,20 +117,9 @@ def init(run: Run, variables: dict[str, Any]) -> State:
                  recipe.LossScale(jnp.float32(recipe.INITIAL), jnp.int32(0)) if half else ())  # fmt: skip
 
 
-def augmented(run: Run, step: jax.Array, batch: Any, mixed: Any) -> tuple[Mixed, Any]:
-    """What the network sees of images and labels, and what the next step mixes with."""
-    images, labels = batch
-    seen, config = Mixed(images, jax.nn.one_hot(labels, run.dataset.num_classes, dtype=run.wide)), run.config
-    if not run.augmented:  # images stay uint8 until a micro-batch is normalised
-        return seen, mixed
-    seen = seen._replace(images=normalise(run, images).astype(config.dtype))
-    keys = recipe.keys(config.seed, step, recipe.own_indices(run.num_devices, run.local_batch, run.micro_batches))
-    return recipe.augment(keys, step, config.mixup_alpha, config.erasing, seen, mixed, config.cutmix_alpha)
-
-
 def train_step(run: Run, gradients: Callable[..., Any], state: State, batch: Any) -> tuple[State, Any, Any]:
     config, half = run.config, run.config.dtype == "float16"
-    seen, mixed = augmented(run, state.step, batch, state.mixed)
+    seen, mixed = recipe.augmented(run, state.step, batch, state.mixed)
     scale = state.loss_scale.scale if half else None
     (loss, aux), grads, factors = gradients(state.step, state.opt_state, state.params, state.batch_stats, seen, scale)
     loss, aux, grads = lax.pmean((loss, aux, grads), AXIS)
@@ -155,14 +134,11 @@ def train_step(run: Run, gradients: Callable[..., Any], state: State, batch: Any
     gradient_norm = jnp.sqrt(jnp.sum(squares["gradient"]))
     metrics = {"loss": loss, "accuracy": aux["accuracy"], "gradient_norm": gradient_norm}
     if half or config.skip_nonfinite:
-        # A step with something that is not finite changes the scale, and nothing else but the counts that K-FAC, which
-        # leaves such gradients out by itself, keeps of them.
-        whole = jnp.sum(report.squares((params, batch_stats)))
-        finite = jnp.isfinite(gradient_norm) & jnp.isfinite(whole)
+        finite = jnp.isfinite(gradient_norm) & jnp.isfinite(jnp.sum(report.squares((params, batch_stats))))
+        # K-FAC leaves such gradients out by itself, and counts them.
+        kept = finite | (~jnp.isfinite(gradient_norm) & (config.optimizer == "kfac"))
         params, batch_stats = recipe.select(finite, (params, batch_stats), (state.params, state.batch_stats))
-        counted = finite | ((config.optimizer == "kfac") & ~jnp.isfinite(gradient_norm))
-        opt_state = recipe.select(counted, opt_state, state.opt_state)
-        metrics["skipped"] = 1.0 - finite
+        opt_state, metrics["skipped"] = recipe.select(kept, opt_state, state.opt_state), 1.0 - finite
     if half:
         metrics["loss_scale"], loss_scale = scale, recipe.adjust(state.loss_scale, finite)
     ema = recipe.average(config.ema, state.step, state.ema, (params, batch_stats)) if config.ema else ()
@@ -176,7 +152,7 @@ def train_step(run: Run, gradients: Callable[..., Any], state: State, batch: Any
 def eval_step(run: Run, weights: tuple[Any, Any], batch: data.Batch) -> tuple[jax.Array, ...]:
     params, batch_stats = weights
     variables = {"params": params, "batch_stats": batch_stats}
-    logits = run.plain.apply(variables, normalise(run, batch.images), train=False)
+    logits = run.plain.apply(variables, recipe.normalise(run, batch.images), train=False)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
     _, best = lax.top_k(logits, min(5, run.dataset.num_classes))
     hits = best == batch.labels[:, None]
@@ -315,7 +291,9 @@ def main(args: list[str]) -> None:
                             "--epochs or --stop-after beyond it")  # fmt: skip
         if lean:
             mix = jax.jit(
-                on_devices(lambda *args: augmented(run, *args)[1], in_specs=(SAME, SPLIT, SPLIT), out_specs=SPLIT)
+                on_devices(
+                    lambda *args: recipe.augmented(run, *args)[1], in_specs=(SAME, SPLIT, SPLIT), out_specs=SPLIT
+                )
             )
             for at, got in enumerate(train_batches(max(0, start - REMADE), start), max(0, start - REMADE)):
                 mixed = mix(jnp.int32(at), (got.images, got.labels), mixed)
@@ -365,9 +343,9 @@ def main(args: list[str]) -> None:
         record = metrics.flush(rate)
         if record["bad"]:
             saved.close()
-            raise UserError(f"{record['bad']}; {saved.describe()}; a new run may do with a --learning-rate below "
-                            f"{config.learning_rate}, with --skip-nonfinite"
-                            + (f", or with a --damping above {config.damping}" if use_kfac else ""))  # fmt: skip
+            raise UserError(f"{record['bad']}; {saved.describe()}; a new run may do with --skip-nonfinite, "
+                            f"{f'a --damping above {config.damping} or ' if use_kfac else ''}"
+                            f"a --learning-rate below {config.learning_rate}")  # fmt: skip
         speed = window / (time.perf_counter() - last_line)
         result: dict[str, float] = {}
         if check:
@@ -408,14 +386,4 @@ def say(text: str) -> None:
 
 if __name__ == "__main__":
     checkpoints.hush()
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        sys.exit(f"error: {error}")
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError as error:
-        if error.errno not in checkpoints.SYSTEM_ERRORS:
-            raise
-        sys.exit(f"error: {error.filename or 'a file'} cannot be read or written: {error.strerror}; mend that, and the "
-                 "same command goes on from the last checkpoint")  # fmt: skip
+    processes.script(main)
