@@ -522,7 +522,7 @@ def save(config: Config, found: dict[str, Any], folder: Path) -> None:
 
 
 def open_output(config: Config, found: dict[str, Any]) -> Any:
-    """Makes the output folder, or sees that the run in it is this one; what it returns holds the folder's lock."""
+    """Makes the output folder, or sees that the run in it is this one; what it returns is the folder's lock."""
     output = config.output
     try:
         if output.exists() and not output.is_dir():
@@ -546,12 +546,13 @@ def open_output(config: Config, found: dict[str, Any]) -> Any:
         raise UserError(f"--output {output} cannot be written: {error.strerror}") from error
 
 
-def lock(folder: Path) -> Any:
-    """Refuses a folder in which another process trains; held as long as what this returns, and by no dead process."""
-    file = (folder / ".lock").open("w")
+def lock(folder: Path) -> int:
+    """Refuses a folder in which another process trains; held until what this returns is closed, or the process ends."""
+    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
+        os.close(file)
         raise UserError(
             f"--output {folder} is in use: another process trains there; wait, or name a new one"
         ) from error

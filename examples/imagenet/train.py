@@ -376,7 +376,8 @@ def main(args: list[str]) -> None:
     say(f"{f'stopped by {why} at step {step} of {total}' if step < total else f'done: {total} steps'}; {title}; "
         f"validation accuracy {metrics.best()}; {len(broken)} broken images; {metrics.skipped} steps left out; "
         f"{time.perf_counter() - began:.1f} s, of which {compile_seconds:.1f} s compiling; {output}")  # fmt: skip
-    del held  # the folder is free again
+    if held is not None:
+        os.close(held)  # the folder is free again
 
 
 def say(text: str) -> None:
