@@ -190,7 +190,7 @@ def test_nan_stops_with_a_name_and_is_never_saved(tmp_path, optimizer):
     # Steps that are left out change nothing, are counted, and end the run when there is nothing else.
     sentence = refused(*options, "--skip-nonfinite", "--output", tmp_path / "b")
     assert "became NaN or infinite at step 21" in sentence
-    assert [r["skipped"] for r in records(tmp_path / "b")] == [1.0] * 21
+    assert [r["skipped"] for r in records(tmp_path / "b") if "loss" in r] == [1.0] * 21
     first, last = (state(tmp_path / "b", step) for step in (19, 20))
     same(first["params"], last["params"])
 
