@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 
 @jax.tree_util.register_dataclass
@@ -60,14 +61,65 @@ class Coarse:
     @property
     def F(self) -> jax.Array:
         """The block, `[d_out, 1, 1]`."""
-        return (self.count * jax.numpy.square(self.mean))[:, None, None]
+        return (self.count * jnp.square(self.mean))[:, None, None]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tied:
+    """Statistics of a kernel that is read as it is and as its transpose, `direct` and `transposed`.
+
+    Both have the shapes of the layer's factors: of the transpose, what it reads is on the side of the outputs `G`, and
+    the gradients of what it writes on that of the inputs `A`. The block is the sum of two Kronecker products;
+    `combined` is the one that takes its place.
+    """
+
+    direct: Kronecker
+    transposed: Kronecker
+    diagonal: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})  # of "A" and "G"
+
+    def combined(self, average: Callable[[Any], Any] = lambda traces: traces) -> Kronecker:
+        """`(A + e A') (x) (G + G' / e)`: rows of the transpose count as further positions.
+
+        Inputs and gradients have scales of their own, which meet on each side; `e^2 = tr A tr G' / (tr G tr A')` brings
+        the two uses to the same proportion on both. With a trace of zero, e is 1.
+
+        Args:
+          average: of the traces, over what the statistics are to be averaged over.
+        """
+
+        def trace(block, side):
+            factor = getattr(block, side)
+            return jnp.sum(factor, -1) if side in self.diagonal else jnp.trace(factor, axis1=-2, axis2=-1)
+
+        a, g, turned_a, turned_g = average([trace(b, side) for b in (self.direct, self.transposed) for side in "AG"])
+        # Roots one by one: a product of traces may be too small for float32.
+        above, below = jnp.sqrt(a) * jnp.sqrt(turned_g), jnp.sqrt(g) * jnp.sqrt(turned_a)
+        known = (above > 0) & (below > 0)
+        scale = jnp.where(known, above / jnp.where(known, below, 1), 1)
+
+        def joined(direct, turned, scale):
+            return direct + turned * scale.reshape(scale.shape + (1,) * (direct.ndim - scale.ndim))
+
+        return Kronecker(
+            joined(self.direct.A, self.transposed.A, scale), joined(self.direct.G, self.transposed.G, 1 / scale)
+        )
+
+    @property
+    def A(self) -> jax.Array:
+        return self.combined().A
+
+    @property
+    def G(self) -> jax.Array:
+        return self.combined().G
 
 
 Block = Kronecker | Unitwise
+Statistics = Kronecker | Unitwise | Tied | Coarse
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class Factors(Mapping[str, Block | Coarse]):
+class Factors(Mapping[str, Statistics]):
     """The statistics of one batch: a mapping from layer name to `Kronecker(A, G)`, `Unitwise(F)` or `Coarse`; a pytree.
 
     Like gradients, factors can be added, averaged, `psum`-ed with `jax.tree.map` and passed through `jit`. The average
@@ -75,10 +127,10 @@ class Factors(Mapping[str, Block | Coarse]):
     `of_batches` mends.
     """
 
-    def __init__(self, blocks: Mapping[str, Block | Coarse]):
+    def __init__(self, blocks: Mapping[str, Statistics]):
         self._blocks = dict(blocks)
 
-    def __getitem__(self, name: str) -> Block | Coarse:
+    def __getitem__(self, name: str) -> Statistics:
         return self._blocks[name]
 
     def __iter__(self) -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 AxisName = str | tuple[str, ...]
 
@@ -72,3 +73,44 @@ def axis_size(axis_name: AxisName | None) -> int | None:
         return lax.axis_size(axis_name)
     except NameError:
         return None
+
+
+def whole(fn: Callable) -> Callable:
+    """`fn` with results that all devices have whole, also over axes of a mesh that are explicit.
+
+    There a sum over an axis that is split would need to say how its result lies. Inside, XLA sees to that.
+    """
+    if not _explicit():
+        return fn
+
+    def computed(*args):
+        out = jax.eval_shape(jax.sharding.auto_axes(fn, out_sharding=PartitionSpec()), *args)
+        specs = jax.tree.map(lambda aval: PartitionSpec(*[None] * aval.ndim), out)
+        return jax.sharding.auto_axes(fn, out_sharding=specs)(*args)
+
+    return computed
+
+
+def replicated(tree: Any) -> Any:
+    """Arrays with a copy on every device, where a mesh with explicit axes says that they are split."""
+
+    def own(x):
+        sharding = jax.typeof(x).sharding
+        return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec())) if any(sharding.spec) else x
+
+    return jax.tree.map(own, tree)
+
+
+def lying_as(tree: Any, like: Any) -> Any:
+    """Arrays split as those of `like` are, where a mesh with explicit axes says how."""
+
+    def own(x, like):
+        sharding = jax.typeof(like).sharding
+        return jax.reshard(x, sharding) if any(sharding.spec) else x
+
+    return jax.tree.map(own, tree, like)
+
+
+def _explicit() -> bool:
+    mesh = jax.sharding.get_abstract_mesh()
+    return any(kind == AxisType.Explicit for kind in mesh.axis_types)

@@ -21,7 +21,7 @@ from kfac._capture.replay import replay
 from kfac._capture.taps import Key, Plan
 from kfac._capture.trace import Trace, trace
 from kfac._capture.value_and_grad import check_same
-from kfac._factors import Block, Kronecker, Unitwise
+from kfac._factors import Block, Kronecker, Tied, Unitwise
 from kfac._layers import Layer, Layers
 from kfac._statistics.rows import accumulator
 
@@ -234,6 +234,8 @@ def dense(block: Block, basis: Kronecker | None = None) -> jax.Array:
       TypeError: `block` is neither.
       ValueError: with `basis`, `block` has no moments.
     """
+    if isinstance(block, Tied):
+        block = block.combined()
     if isinstance(block, Kronecker):
         size = block.A.shape[-1] * block.G.shape[-1]
         if basis is None:

@@ -89,7 +89,7 @@ def test_preconditioning_with_diagonals(x64):
     layers = kfac.find_layers(loss, params, *batch, max_dim=5)
     _, grads, factors = jax.jit(kfac.value_and_grad(loss, layers))(params, *batch)
     tx = kfac.scale_by_kfac(layers, damping=2.0**-5)
-    updates, _ = tx.update(grads, tx.init(params), params, factors=factors)
+    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params, factors=factors)
     flat = functools.partial(dict, zip(layers.paths, jax.tree.leaves(grads), strict=True))()
     new = dict(zip(layers.paths, jax.tree.leaves(updates), strict=True))
     for layer in layers:

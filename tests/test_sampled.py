@@ -13,6 +13,7 @@ from jax import lax
 
 import kfac
 from checking import FAST, check_coarse, normal
+from kfac._factors import Coarse, Kronecker, Unitwise
 from oracle import Hook, relative_error
 
 N, T, D, HIDDEN, OUT = 6, 3, 5, 4, 3
@@ -124,6 +125,12 @@ def compiled(fn):
     return jax.jit(fn, compiler_options=FAST)
 
 
+def squared(factors):
+    """Coarse blocks as they enter the averages."""
+    blocks = {name: Unitwise(block.F) if isinstance(block, Coarse) else block for name, block in factors.items()}
+    return kfac.Factors(blocks)
+
+
 def many(fn, params, *args, draws, key=0):
     """Mean and standard error of the factors over so many keys."""
     keys = jax.random.split(jax.random.key(key), (draws // 100, 100))
@@ -131,7 +138,7 @@ def many(fn, params, *args, draws, key=0):
     @compiled
     def moments(keys):
         def some(keys):
-            factors = jax.vmap(lambda key: fn(params, *args, fisher_key=key)[2])(keys)
+            factors = jax.vmap(lambda key: squared(fn(params, *args, fisher_key=key)[2]))(keys)
             return jax.tree.map(lambda f: (f.sum(0), jnp.square(f).sum(0)), dict(factors))
 
         return jax.tree.map(lambda s: s.sum(0), lax.map(some, keys))
@@ -154,7 +161,7 @@ def assert_within(found, expected, sigmas=5.0):
 def assert_unbiased(found, expected):
     assert set(found) == set(expected)
     for name, block in found.items():
-        if isinstance(block, kfac._factors.Kronecker):
+        if isinstance(block, Kronecker):
             a, g = expected[name]
             assert relative_error(block.A[0], a) < 1e-9
             assert_within(block.G, g)

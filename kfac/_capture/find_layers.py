@@ -132,6 +132,8 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
         unique = parent and parents[parent] == 1 and parent not in names
         layer = _bounded(dataclasses.replace(layer, name=parent if unique else layer.params[0]), options.max_dim)
         if layer.kind in ("dense", "conv") and layer.params[0] in reduced:
+            if len({use.layout for use in by_leaf[leaves[0]]}) > 1:
+                raise unsupported(layer.params[0], "its transpose too", "reduce= is not for such kernels")
             layer = dataclasses.replace(layer, weight_sharing="reduce")
         blocks.append(layer)
         uses_of[layer.name] = [by_leaf[leaf] for leaf in leaves]
@@ -183,15 +185,9 @@ def _drop_mixed_lookups(reads: Reads, by_leaf: dict[int, list[Use]]) -> None:
 def _check_kernel(name: str, uses: list[Use], coarse: str | None) -> None:
     products = [use for use in uses if use.read.op in KRONECKER_KINDS]
     where = " and ".join(sorted({use.read.op for use in uses}))
-    layouts = {use.layout for use in products}
-    if len({use.read.op == "embedding" for use in products}) > 1:
+    main = main_use(products)
+    if len({use.read.op == "embedding" for use in products if use.layout == main.layout}) > 1:
         reason = "of inputs that are looked up there are only counts, so the two cannot be put in one block"
-        if len(layouts) > 1:
-            reason = (
-                "an embedding that is the output layer as well has inputs on one axis and gradients on the other for "
-                "the one use, and the other way round for the other; the sum of the two Kronecker products is none, so "
-                "they cannot be put in one block. A table of its own for each use gets one"
-            )
         raise unsupported(name, "a gather and a matrix product or convolution", reason)
     if coarse is not None:
         raise unsupported(
@@ -201,17 +197,15 @@ def _check_kernel(name: str, uses: list[Use], coarse: str | None) -> None:
         raise unsupported(name, where, "besides a product, an elementwise operation reads it")
     if len({use.picked for use in products}) > 1:
         raise unsupported(name, f"{len(products)} products", "they disagree on the parts that it is cut into")
-    if len(layouts) > 1:
-        reason = "they disagree on which of its axes are inputs"
-        if any(_is_transposed(a, b) for a in products for b in products):
-            reason = (
-                "a kernel and its transpose have inputs on one axis and gradients on the other for the one use, and "
-                "the other way round for the other; the sum of the two Kronecker products is none. A kernel of its own "
-                "for each use gets one"
-            )
-        raise unsupported(name, f"{len(products)} products", reason)
+    if any(use.layout != main.layout and not _is_transposed(use, main) for use in products):
+        raise unsupported(name, f"{len(products)} products", "they disagree on which of its axes are inputs")
     if len({tuple(filter(None, use.view.stack)) for use in products}) > 1:
         raise unsupported(name, f"{len(products)} products", "they disagree on how it is stacked")
+
+
+def main_use(uses: Sequence[Use]) -> Use:
+    """The use that says which axes of a kernel are its inputs, where a transposed one says the opposite."""
+    return next((use for use in uses if use.read.op == "embedding"), uses[0])
 
 
 def _is_transposed(a: Use, b: Use) -> bool:
@@ -230,6 +224,8 @@ def _companions(reads: Reads, by_leaf: dict[int, list[Use]], kernels: set[int]) 
         partner = partners.pop()
         if partners or partner in companions or partner in reads.coarse or len(set(joined)) < len(joined):
             continue
+        if partner in kernels and len({use.layout for use in by_leaf[partner]}) > 1:
+            continue  # a bias of one of the uses of a kernel and its transpose
         if partner in kernels:
             # A bias may be missing from some uses of the kernel, but a subtracted one is no homogeneous 1.
             if all(use.read.sign == 1 for use in uses):
@@ -276,21 +272,23 @@ def count_examples(
 
 
 def _kronecker_layer(leaves, reads: Reads, by_leaf: dict[int, list[Use]], names, shapes, n: int | None) -> Layer:
-    uses, kernel = by_leaf[leaves[0]], by_leaf[leaves[0]][0].layout
+    uses = by_leaf[leaves[0]]
+    main, kernel = main_use(uses), main_use(uses).layout
     layouts = [kernel]
     for bias in leaves[1:]:
         joined = by_leaf[bias][0].joined
         assert joined is not None
         roles = reads.uses[joined[0]].roles
         layouts.append(axes_lib.layout((own, _role_within(roles, theirs)) for own, theirs in joined[1]))
-    by_parts, lookup = by_part(uses), uses[0].read.op == "embedding"
+    by_parts, lookup = by_part(uses), main.read.op == "embedding"
     rows = {sum(use.rows for use in part) for part in by_parts}
     parts = math.prod(atom.size for atom in uses[0].picked)
     notes = ["A holds the counts of the rows looked up"] * lookup
+    notes += ["read as its transpose as well"] * any(use.layout != kernel for use in uses)
     notes += [f"{len(by_parts)} of its {parts} parts read"] * (len(by_parts) < parts)
     return Layer(
         names[leaves[0]],
-        uses[0].read.op,
+        main.read.op,
         tuple(names[k] for k in leaves),
         tuple(shapes[k] for k in leaves),
         tuple(layouts),

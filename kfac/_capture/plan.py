@@ -18,7 +18,7 @@ from kfac._capture.outputs import Marks
 from kfac._capture.states import Use, by_part, unsupported
 from kfac._capture.taps import ElementwiseTap, Key, KroneckerTap, Plan, Tap
 from kfac._capture.trace import Trace
-from kfac._factors import Coarse, Factors, Kronecker, Unitwise
+from kfac._factors import Coarse, Factors, Kronecker, Tied, Unitwise
 from kfac._layers import KRONECKER_KINDS, Layer, Layers
 from kfac._statistics.rows import accumulator
 
@@ -125,7 +125,7 @@ def _plan_kronecker(planned: Planned, layer: Layer, uses: list[Use], subsample: 
         x_rows = [[in_x[p] for p in part if p in in_x] for part in (examples, rest)]
         index = next(k for k, other in enumerate(planned.found.reads.uses) if other is use)
         tap = KroneckerTap(
-            key=(layer.name, use.part),
+            key=_key(layer, use),
             operand=read.operand,
             other=read.other,
             arrange_x=axes_lib.arrangement(read.x_axes, read.batched, *x_rows),
@@ -134,7 +134,9 @@ def _plan_kronecker(planned: Planned, layer: Layer, uses: list[Use], subsample: 
             images=not examples or (read.images is not None and tuple(examples) == (read.images[0],)),
             homogeneous=None if not layer.has_bias else 1.0 if index in with_bias else 0.0,
             dtype=dtype,
-            diagonal=layer.diagonal,
+            diagonal=layer.diagonal
+            if use.layout == layer.layouts[0]
+            else tuple(_OTHER[side] for side in layer.diagonal),
             reduce=layer.weight_sharing == "reduce",
             subsample=subsample,
             basis=_basis_key(layer, use.part) if moments else None,
@@ -156,7 +158,10 @@ def _finish_kronecker(planned: Planned, layer: Layer, uses: list[Use], dtype: An
         tails["moments"] = (layer.d_out, layer.d_in)
     summed = {name: jax.ShapeDtypeStruct((*use.iterated, batched, *tail), dtype) for name, tail in tails.items()}
     positions = {part[0].part: sum(use.rows for use in part) / n for part in by_part(uses)}
-    planned.probes.update({(layer.name, part): Kronecker(**summed) for part in positions})
+    keys = list(dict.fromkeys(_key(layer, use) for use in uses))
+    for key in keys:
+        # Of its transpose, the layer's outputs are the inputs.
+        planned.probes[key] = Kronecker(**summed) if len(key) == 2 else Kronecker(summed["G"], summed["A"])
     parts = math.prod(atom.size for atom in use.picked)
     # What the taps arrange is in memory order already; scans go in the order in which the parameter is read.
     batches = sorted((atom._replace(flipped=False) for atom in use.read.batched), key=lambda atom: atom.memory_order)
@@ -175,9 +180,16 @@ def _finish_kronecker(planned: Planned, layer: Layer, uses: list[Use], dtype: An
             return jnp.sum(jnp.square(rows), axis=-2)
         return jnp.einsum("...ni,...nj->...ij", rows, rows, precision=jax.lax.Precision.HIGHEST)
 
-    def finish(sums: list[Kronecker]) -> Kronecker:
-        found = {part: of_part(own, s) for own, (part, s) in zip(sums, positions.items(), strict=True)}
-        unread = jax.tree.map(jnp.zeros_like, sums[0])
+    def finish(sums: list[Kronecker]) -> Kronecker | Tied:
+        by_key = dict(zip(keys, sums, strict=True))
+        direct = {key[1]: of_part(own, positions[key[1]]) for key, own in by_key.items() if len(key) == 2}
+        turned = {
+            key[1]: Kronecker(own.G * n, own.A / (n * positions[key[1]])) for key, own in by_key.items() if len(key) > 2
+        }
+        return Tied(gather(direct), gather(turned), layer.diagonal) if turned else gather(direct)
+
+    def gather(found: dict[int, Kronecker]) -> Kronecker:
+        unread = jax.tree.map(jnp.zeros_like, next(iter(found.values())))
         by_part = [found.get(part, unread) for part in range(parts)]
         stacked = jax.tree.map(lambda *blocks: jnp.stack(blocks), *by_part) if parts > 1 else by_part[0]
         ordered = {
@@ -199,7 +211,15 @@ def _finish_kronecker(planned: Planned, layer: Layer, uses: list[Use], dtype: An
 
     if moments:
         planned.spread[layer.name] = spread
-    planned.finish[layer.name] = [(layer.name, part) for part in positions], finish
+    planned.finish[layer.name] = keys, finish
+
+
+_OTHER = {"A": "G", "G": "A"}
+
+
+def _key(layer: Layer, use: Use) -> Key:
+    """Of the probe of a use: which part of the layer it reads, and whether as its transpose."""
+    return (layer.name, use.part) if use.layout == layer.layouts[0] else (layer.name, use.part, "transposed")
 
 
 def _basis_key(layer: Layer, part: int) -> Key:

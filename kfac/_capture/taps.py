@@ -19,6 +19,7 @@ from kfac._factors import Kronecker
 from kfac._statistics.convolution import Convolution, Patches
 from kfac._statistics.moments import example_gradients, multiplied, squares_in_basis
 from kfac._statistics.rows import Arrangement, Lookup, OneHot, Rows
+from kfac._varying import whole
 
 Key = tuple[Any, ...]  # layer name, and which of its parameters (0 for a Kronecker layer); longer for its eigenvectors
 Probes = Mapping[Key, Any]
@@ -128,11 +129,13 @@ class ElementwiseTap:
         del probes
         return None if self.other is None else values[self.other], multiplier
 
+    def recomputed(self, residuals: Any) -> Any:
+        other, coefficient = residuals
+        return self.source(other) if self.source is not None else other, coefficient
+
     def statistics(self, residuals: Any, g: jax.Array) -> jax.Array:
         other, coefficient = residuals
         if other is not None:
-            if self.source is not None:
-                other = self.source(other)
             factor = 1 / other if self.divides else other
             coefficient = factor if coefficient is None else factor * coefficient
         own = self.sign * example_gradients(g, coefficient, self.arrange)
@@ -158,7 +161,11 @@ def _forward(tap, residuals, y, probe):
 
 
 def _backward(tap, residuals, g):
-    return None, g, jax.tree.map(lambda moment: moment.astype(tap.dtype), tap.statistics(residuals, g))
+    def statistics(residuals, g):
+        return jax.tree.map(lambda moment: moment.astype(tap.dtype), tap.statistics(residuals, g))
+
+    residuals = tap.recomputed(residuals) if isinstance(tap, ElementwiseTap) else residuals
+    return None, g, whole(statistics)(residuals, g)
 
 
 tapped.defvjp(_forward, _backward)

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from kfac._checks import check_positive_int
 from kfac._distributed.assignment import Shard, block_cost, make_shards
 from kfac._optimizer.state import KfacState, Owned, Replica, find_nodes
-from kfac._varying import AxisName
+from kfac._varying import AxisName, replicated
 
 
 def state_specs(tx: optax.GradientTransformation, params: Any, axis_name: AxisName) -> Any:
@@ -161,13 +161,7 @@ def _gather_owned(own: Owned) -> Owned:
             f"opt_state must hold the {expected} blocks of all {own.shard.devices} devices in a row, but has "
             f"{own.blocks.weight.shape}: gather outside of shard_map and pmap, and from the parts of all processes."
         )
-    return _mapped(lambda x: _replicated(x)[places], own, Shard(own.shard.blocks, 1))
-
-
-def _replicated(x: jax.Array) -> jax.Array:
-    """An array with a copy on every device, which indexing over an axis of a mesh with explicit axes asks for."""
-    sharding = jax.typeof(x).sharding
-    return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec())) if any(sharding.spec) else x
+    return _mapped(lambda x: replicated(x)[places], own, Shard(own.shard.blocks, 1))
 
 
 def _scatter_owned(own: Owned, shard: Shard) -> Owned:

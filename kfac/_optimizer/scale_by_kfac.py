@@ -22,7 +22,7 @@ from kfac._layers import Layers
 from kfac._optimizer.reshard import state_spec
 from kfac._optimizer.state import Config, KfacState, check_devices, init_state
 from kfac._optimizer.step import Now, preconditioned_step
-from kfac._varying import axis_size
+from kfac._varying import axis_size, lying_as, replicated
 
 Scalar = float | jax.Array
 ScalarOrSchedule = Scalar | Callable[[jax.Array], jax.typing.ArrayLike]
@@ -106,7 +106,7 @@ def scale_by_kfac(
 
     def init(params: Any) -> KfacState:
         if mesh is not None and axis_size(axis) is None:
-            return init_on_mesh(params)
+            return init_on_mesh(replicated(params))
         return init_state(config, params)
 
     def update(updates: Any, state: KfacState, params: Any = None, *, factors: Factors | None = None, **extra: Any):
@@ -124,7 +124,8 @@ def scale_by_kfac(
         if mesh is not None and axis_size(axis) is None:
             names = axis if isinstance(axis, tuple) else (axis,)
             check_devices(state, math.prod(mesh.shape[name] for name in names))
-            return update_on_mesh(updates, state, now, factors)
+            new, state = update_on_mesh(replicated(updates), state, now, factors)
+            return lying_as(new, updates), state
         return preconditioned_step(config, updates, state, now, factors, local=True)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -19,7 +19,7 @@ from kfac._curvature.refresh import refresh
 from kfac._curvature.symmetric import flatten_block, unflatten_block
 from kfac._distributed.assignment import Shard
 from kfac._distributed.collectives import gather_from_owners, means_to_owners, owns_last, take_own
-from kfac._factors import Block, Coarse, Factors, Kronecker, Unitwise
+from kfac._factors import Block, Coarse, Factors, Kronecker, Tied, Unitwise
 from kfac._layers import leaves_by_path
 from kfac._optimizer.state import BlockState, Config, KfacMetrics, KfacState, Owned, Replica, check_state, match_leaves
 from kfac._varying import AxisName, as_varying, axis_size, varying_axes
@@ -216,9 +216,11 @@ def average_statistics(place: Place, factors: Factors, *, local: bool) -> dict[s
 
 
 def _of_whole_batch(factors: Factors, axis: AxisName | None) -> Factors:
-    """The factors with coarse blocks formed from the mean gradient over all devices, as on one."""
+    """The factors with the blocks that are no averages formed from what is one, over all devices, as on one."""
 
     def formed(block):
+        if isinstance(block, Tied):
+            return block.combined(lambda traces: lax.pmean(traces, axis) if axis is not None else traces)
         if not isinstance(block, Coarse):
             return block
         if axis is None:

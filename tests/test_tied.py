@@ -1,0 +1,187 @@
+"""Kernels that are read as they are and as their transposes: tied embeddings, autoencoders, derivatives in the loss."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+
+import kfac
+from checking import FAST, normal
+from oracle import relative_error
+
+N, T, V, D = 6, 4, 7, 5
+
+
+def embedding_loss(p, b, hook=lambda name, x: x):
+    h = hook("looked up", p["table"][b["tokens"]])
+    h = jnp.tanh(h @ p["w"])
+    z = hook("logits", h @ p["table"].T)
+    return -jnp.mean(jnp.sum(jax.nn.one_hot(b["targets"], V) * jax.nn.log_softmax(z), axis=(-1, -2)))
+
+
+def embedding_parameters():
+    return {"table": normal(0, V, D), "w": normal(1, D, D)}
+
+
+def sentences(n=N):
+    rng = np.random.default_rng(2)
+    return {name: jnp.asarray(rng.integers(0, V, (n, T))) for name in ("tokens", "targets")}
+
+
+def gradients_at(loss, params, batch, like):
+    """The gradients with respect to zeros that are added where `loss` calls its hook."""
+
+    def shifted(zeros):
+        return loss(params, batch, lambda name, x: x + zeros[name])
+
+    return jax.grad(shifted)({name: jnp.zeros(shape) for name, shape in like.items()})
+
+
+def combined(a, g, turned_a, turned_g):
+    """The mathematics' formula, for diagonal or whole `A`."""
+
+    def trace(x):
+        return x.sum() if x.ndim == 1 else np.trace(x)
+
+    scale = np.sqrt(trace(a) * trace(turned_g) / (trace(g) * trace(turned_a)))
+    return a + scale * turned_a, g + turned_g / scale
+
+
+def expected_of_table(params, batch):
+    found = gradients_at(embedding_loss, params, batch, {"looked up": (N, T, D), "logits": (N, T, V)})
+    g, g_logits = (np.reshape(found[name], (N * T, -1)) for name in ("looked up", "logits"))
+    h = np.reshape(jnp.tanh(params["table"][batch["tokens"]] @ params["w"]), (N * T, -1))
+    counts = np.bincount(np.reshape(batch["tokens"], -1), minlength=V)
+    positions = 2 * T
+    return combined(
+        counts / N, N / positions * g.T @ g, N * np.sum(g_logits**2, 0), h.T @ h / N / positions
+    )  # the side of the vocabulary is a diagonal
+
+
+def statistics(loss, params, *batch, **options):
+    layers = kfac.find_layers(loss, params, *batch)
+    return layers, jax.jit(kfac.value_and_grad(loss, layers, **options), compiler_options=FAST)(params, *batch)[2]
+
+
+def test_a_tied_embedding_is_the_formula(x64):
+    params, batch = embedding_parameters(), sentences()
+    layers, factors = statistics(embedding_loss, params, batch, num_examples=N)
+    assert layers["table"].kind == "embedding"
+    assert "transpose" in layers["table"].note
+    a, g = expected_of_table(params, batch)
+    assert relative_error(factors["table"].A, a) < 1e-10
+    assert relative_error(factors["table"].G, g) < 1e-10
+
+
+def test_a_doubled_batch_changes_nothing(x64):
+    params, batch = embedding_parameters(), sentences()
+    twice = jax.tree.map(lambda x: jnp.concatenate([x, x]), batch)
+    _, once = statistics(embedding_loss, params, batch, num_examples=N)
+    _, found = statistics(embedding_loss, params, twice, num_examples=2 * N)
+    for side in "AG":
+        assert relative_error(getattr(found["table"], side), getattr(once["table"], side)) < 1e-10
+
+
+def autoencoder(p, x):
+    return jnp.mean(jnp.sum((jnp.tanh(x @ p["w"]) @ p["w"].T - x) ** 2, -1))
+
+
+def test_a_tied_autoencoder_trains(x64):
+    params, x = {"w": 0.3 * normal(0, D, 3)}, normal(1, N, D)
+    layers = kfac.find_layers(autoencoder, params, x)
+    tx = kfac.kfac(0.05, layers, damping=1e-2)
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state):
+        loss, grads, factors = kfac.value_and_grad(autoencoder, layers)(params, x)
+        updates, state = tx.update(grads, state, params, factors=factors)
+        return optax.apply_updates(params, updates), state, loss
+
+    losses = []
+    for _ in range(30):
+        params, state, loss = step(params, state)
+        losses.append(float(loss))
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_the_product_is_nearer_to_the_block_than_either_of_its_terms(x64):
+    """Against the exact block, up to its length: neither of the two uses alone has as small an angle to it."""
+
+    def loss(p, b):
+        h = jnp.tanh(p["table"][b["tokens"]] @ p["w"])
+        z = kfac.output(h @ p["table"].T, "categorical")
+        return -jnp.mean(jnp.sum(jax.nn.one_hot(b["targets"], V) * jax.nn.log_softmax(z), axis=-1))
+
+    params, batch = embedding_parameters(), sentences(24)
+    layers, factors = statistics(loss, params, batch)
+    exact = kfac.exact.fisher_blocks(loss, layers, fisher="empirical")(params, batch)["table"]
+    tied = factors["table"]
+
+    def cosine(a, g):
+        return float(kfac.exact.error(exact, jnp.kron(jnp.diag(a), g)).cosine)
+
+    together = cosine(tied.A, tied.G)
+    assert together > cosine(tied.direct.A, tied.direct.G)
+    assert together > cosine(tied.transposed.A, tied.transposed.G)
+    assert together > 0.6
+
+
+def test_devices_and_micro_batches_are_one(x64):
+    """The proportion of the two uses is that of the whole batch."""
+    params, batch = embedding_parameters(), sentences()
+    layers = kfac.find_layers(embedding_loss, params, batch)
+    measure = kfac.value_and_grad(embedding_loss, layers, num_examples=N)
+    tx = kfac.scale_by_kfac(layers, damping=1e-2)
+    _, grads, factors = measure(params, batch)
+    expected, _ = tx.update(grads, tx.init(params), factors=factors)
+    part = kfac.value_and_grad(embedding_loss, layers, num_examples=N // 3)
+    _, grads, factors = kfac.microbatch(part, 3)(params, batch)
+    found, _ = tx.update(grads, tx.init(params), factors=factors)
+    assert relative_error(found["table"], np.asarray(expected["table"])) < 1e-6  # kept in float32 by the tests' machine
+
+    mesh = jax.make_mesh((3,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
+    tx = kfac.scale_by_kfac(layers, damping=1e-2, distribution=kfac.Distribution("data"))
+
+    def local(params, batch):
+        _, grads, factors = part(params, batch)
+        return tx.update(lax.pmean(grads, "data"), tx.init(params), factors=factors)[0]
+
+    same, split = PartitionSpec(), PartitionSpec("data")
+    found = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(same, split), out_specs=same))(params, batch)
+    assert relative_error(found["table"], np.asarray(expected["table"])) < 1e-6
+
+
+def test_derivatives_inside_the_loss(x64):
+    """The gradient of a network with respect to its input reads every kernel as its transpose."""
+
+    def energy(p, x):
+        return jnp.sum(jnp.tanh(x @ p["w"]) @ p["v"])
+
+    def loss(p, x):
+        force = jax.vmap(jax.grad(energy, argnums=1), in_axes=(None, 0))(p, x)
+        return jnp.mean(jnp.sum(force**2, -1))
+
+    params, x = {"w": normal(0, D, 3), "v": normal(1, 3)}, normal(2, N, D)
+    layers, factors = statistics(loss, params, x)
+    assert layers["w"].kind == "dense"
+    assert np.isfinite(factors["w"].A).all()
+
+
+def test_the_setting_reduce_is_refused():
+    with pytest.raises(kfac.UnsupportedLayerError, match="'w' is read by its transpose too"):
+        kfac.find_layers(autoencoder, {"w": jnp.ones((D, 3))}, jnp.ones((N, D)), reduce=["w"])
+
+
+def test_a_kernel_read_twice_in_one_way_is_as_before(x64):
+    params, x = {"w": normal(0, D, D)}, normal(1, N, D)
+
+    def loss(p, x):
+        return jnp.mean(jnp.sum(jnp.tanh(jnp.tanh(x @ p["w"]) @ p["w"]) ** 2, -1))
+
+    _, factors = statistics(loss, params, x)
+    rows = np.concatenate([x, jnp.tanh(x @ params["w"])])
+    assert relative_error(factors["w"].A, rows.T @ rows / N) < 1e-10
