@@ -591,7 +591,9 @@ def test_cifar10_layouts(tmp_path, write):
     np.testing.assert_array_equal(val.labels, labels[5])
 
 
-def test_damaged_cifar10_is_refused(tmp_path):
+def test_damaged_cifar10_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "RETRY_AFTER", ())
+
     def sentence(folder):
         with pytest.raises(data.UserError) as caught:
             data.read_cifar10(folder)
