@@ -13,20 +13,27 @@ ROOT = Path(__file__).parents[1]
 IMAGENET = ROOT / "examples" / "imagenet"
 
 
-def start(*args, name="train.py", devices=1, cached=True, cwd=None):
+def start(*args, name="train.py", devices=1, cached=True, cwd=None, env=None):
     """A script of `examples/imagenet` on some CPU devices, in a process group of its own.
 
     Most of its time goes into compiling: little is optimised, and with `cached` it shares what it compiles with the
     other scripts of this run of the tests.
     """
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+    env = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "DEVICES": str(devices),
+        "PYTHON": sys.executable,
+        **(env or {}),
+    }
     # Scripts set their own flags. Of those of the tests they get the one with which code is compiled sooner.
     env["XLA_FLAGS"] = " ".join(flag for flag in env["XLA_FLAGS"].split() if "fusion_emitters" in flag)
     if cached:
         env |= {"JAX_ENABLE_COMPILATION_CACHE": "true", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")]))
     return subprocess.Popen(
-        [sys.executable, str(IMAGENET / name), *map(str, args)],
+        ["bash" if name.endswith(".sh") else sys.executable, str(IMAGENET / name), *map(str, args)],
         env=env,
         cwd=cwd,
         stdout=subprocess.PIPE,

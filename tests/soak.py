@@ -83,30 +83,29 @@ def train(output: Path, steps: int, faulty: bool, dtype: str, num_devices: int) 
     import checkpoints
     import config as cfg
     import data
-    import devices
     import kfac
     import models
-    import optimizers
-    import precision
-    import running
+    import processes
+    import recipe
     import train as example
-    from devices import AXIS, SAME, SPLIT
-    from kfac._layers import Factors
+    from kfac import Factors
+    from recipe import AXIS
+    from train import SAME, SPLIT
 
     options = ["--steps", steps, "--dtype", dtype, "--output", output]
-    config = cfg.parse([*map(str, options)])[0]
-    optim = config.optim
-    mesh = devices.make_mesh(num_devices)
-    dataset = data.load(config.data)
-    batch, per_epoch = optim.global_batch, len(dataset.train) / optim.global_batch
-    local, _ = devices.divide(optim, num_devices)
+    config = cfg.parse([*map(str, options)])
+    mesh = processes.row_of_devices(num_devices)
+    dataset = data.load(config)
+    config = cfg.fit(config, len(dataset.train), num_devices, "cpu")
+    batch, per_epoch = config.global_batch, len(dataset.train) / config.global_batch
+    local = batch // num_devices
     output.mkdir(parents=True, exist_ok=True)
     journal = output / "journal.jsonl"
 
-    plain = models.create(config.model.arch, dataset.num_classes, dtype, config.model.width)
+    plain = models.create(config.arch, dataset.num_classes, dtype, config.width)
     model = plain.clone(axis_name=AXIS if num_devices > 1 else None)
     mean, std = jnp.float32(dataset.mean), jnp.float32(dataset.std)
-    scale_of = 1.0 if dtype == "float32" else precision.INITIAL
+    scale_of = 1.0 if dtype == "float32" else recipe.INITIAL
 
     def struck(kind, fault, x, bad):
         here = (lax.axis_index(AXIS) == num_devices - 1) & (fault == kind)
@@ -142,7 +141,7 @@ def train(output: Path, steps: int, faulty: bool, dtype: str, num_devices: int) 
             column = jnp.ones_like(x[..., :1]) * jnp.sqrt(jnp.abs(x).max())
             return column * column.mT
 
-        blocks = {name: dict(vars(block)) for name, block in factors.items()}
+        blocks = {name: {key: x for key, x in vars(block).items() if x is not None} for name, block in factors.items()}
         conv, norm = "stage1_block1/conv1", "stage1_block1/norm1"
         blocks[conv]["A"] = struck(A, fault, blocks[conv]["A"], lambda x: first(x, jnp.nan))
         blocks["head"]["G"] = struck(G, fault, blocks["head"]["G"], lambda x: first(x, jnp.inf))
@@ -155,7 +154,7 @@ def train(output: Path, steps: int, faulty: bool, dtype: str, num_devices: int) 
                 block[key] = struck(INDEFINITE, fault, x, lambda x: -30 * num_devices * x) if name == conv else x
         return Factors({name: type(factors[name])(**block) for name, block in blocks.items()})
 
-    key = jax.random.key(config.run.seed)
+    key = jax.random.key(config.seed)
 
     def fresh(key):
         variables = plain.init(key, jnp.zeros((1, *dataset.shape)), train=True)
@@ -167,8 +166,8 @@ def train(output: Path, steps: int, faulty: bool, dtype: str, num_devices: int) 
         functools.partial(loss_fn, plain, False), variables["params"], variables["batch_stats"], *like,
         jnp.float32(1), jnp.int32(0), has_aux=True,
     )  # fmt: skip
-    tx = optimizers.transform(optim, optimizers.learning_rate(optim, per_epoch, steps), per_epoch, layers, AXIS)
-    specs = example.State(SAME, SAME, SAME, kfac.state_specs(tx, variables["params"], AXIS), SPLIT, SAME)
+    tx = recipe.transform(config, recipe.learning_rate(config, per_epoch, steps), per_epoch, layers)
+    specs = example.State(SAME, SAME, SAME, SAME, kfac.state_specs(tx, variables["params"], AXIS), SPLIT, SAME)
     measure = kfac.value_and_grad(functools.partial(loss_fn, model, True), layers, has_aux=True)
 
     def train_step(state, got, scale, fault):
@@ -180,7 +179,7 @@ def train(output: Path, steps: int, faulty: bool, dtype: str, num_devices: int) 
         updates, opt_state = tx.update(grads, state.opt_state, state.params, factors=factors)
         # The optimizer leaves a bad step out; averages of batch norm are not its own.
         whole = functools.reduce(jnp.logical_and, [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves((grads, stats))])
-        stats = precision.select(whole, stats, state.batch_stats)
+        stats = recipe.select(whole, stats, state.batch_stats)
         params = optax.apply_updates(state.params, updates)
         found = kfac.diagnostics(opt_state)
         sound = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves((params, stats))]
@@ -189,7 +188,7 @@ def train(output: Path, steps: int, faulty: bool, dtype: str, num_devices: int) 
 
     def init(key):
         new = fresh(key)
-        return example.State(jnp.int32(0), new["params"], new["batch_stats"], tx.init(new["params"]), (), ())
+        return example.State(jnp.int32(0), new["params"], new["batch_stats"], (), tx.init(new["params"]), (), ())
 
     def eval_step(params, batch_stats, got):
         images = (got.images.astype(jnp.float32) / 255 - mean) / std
@@ -203,35 +202,30 @@ def train(output: Path, steps: int, faulty: bool, dtype: str, num_devices: int) 
         on_devices(train_step, in_specs=(specs, SPLIT, SAME, SAME), out_specs=(specs, SAME)), donate_argnums=0
     )
     evaluate = jax.jit(on_devices(eval_step, in_specs=(SAME, SAME, SPLIT), out_specs=SAME))
-    gather = jax.jit(functools.partial(checkpoints.portable, num_devices, local),
-                     out_shardings=devices.shardings(mesh, specs._replace(opt_state=SAME)))  # fmt: skip
-    scatter = jax.jit(functools.partial(checkpoints.placed, num_devices, local),
-                      out_shardings=devices.shardings(mesh, specs))  # fmt: skip
+    gather, scatter = checkpoints.for_any_devices(mesh, specs, local, lean=False)
     state = jax.jit(on_devices(init, in_specs=SAME, out_specs=specs))(key)
 
-    # Where it begins. A checkpoint that cannot be read is removed, as its message says.
-    while True:
-        saved = checkpoints.Checkpoints(output / "checkpoints", keep=3)
-        begin = saved.latest() or 0
-        try:
-            state = scatter(saved.restore(gather(state))[0]) if begin else state
-            break
-        except checkpoints.UserError as error:
-            saved.close()
-            write(journal, {"refused": str(error)})
-            for root, _, names in os.walk(output / "checkpoints" / str(begin), topdown=False):
-                for name in names:
-                    os.remove(Path(root) / name)
-                os.rmdir(root)
+    # Where it begins. A checkpoint that cannot be read is set aside for the one before.
+    saved = checkpoints.Checkpoints(output / "checkpoints", 3, gather, scatter)
+    last = begin = saved.latest() or 0
+    if begin:
+        state = saved.restore(state)[0]
+        begin = int(state.step)
+    if begin < last:
+        write(journal, {"refused": last})
     known = {record["step"]: record for record in read(journal) if "step" in record}
     killed = {record["killed"] for record in read(journal) if "killed" in record}
 
     def save(step):
-        saved.save(step, gather(state), {"broken": []}, None)
+        saved.save(step, state, {"broken": []}, None)
 
-    rows = devices.own_rows(mesh, local, 1)
-    batches = data.train_batches(dataset.train, batch, config.run.seed, begin, steps, rows)
-    for step, got in enumerate(data.prefetch(batches, functools.partial(devices.place, mesh)), begin + 1):
+    def place(arrays):
+        split = jax.sharding.NamedSharding(mesh, SPLIT)
+        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(split, x), arrays)
+
+    rows = data.own_rows(mesh, 0, local, 1)
+    batches = data.train_batches(dataset.train, batch, config.seed, begin, steps, rows)
+    for step, got in enumerate(data.prefetch(batches, place), begin + 1):
         fault = fault_of(step, steps) if faulty else NOTHING
         scale = scale_of * (2.0**40 if dtype == "float16" else 2.0**127) if fault == OVERFLOW else scale_of
         state, record = take(state, (got.images, got.labels), jnp.float32(scale), jnp.int32(fault))
@@ -253,12 +247,14 @@ def train(output: Path, steps: int, faulty: bool, dtype: str, num_devices: int) 
             os.kill(os.getpid(), signal.SIGKILL)
         if step % CHECKPOINT_EVERY == 0 and step < steps:
             save(step)
-    result = running.validate(
-        evaluate, state, dataset, num_devices * -(-len(dataset.val) // num_devices), mesh, lambda names: None
+    size = num_devices * -(-len(dataset.val) // num_devices)
+    got = next(
+        data.prefetch(data.val_batches(dataset.val, size, data.own_rows(mesh, 0, size // num_devices, 1)), place)
     )
+    loss, right, count = map(float, evaluate(state.params, state.batch_stats, got._replace(broken=())))
     saved.close()
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(jax.device_get(state)))
-    write(journal, {"val_accuracy": result["val_accuracy"], "val_loss": result["val_loss"]})
+    write(journal, {"val_accuracy": right / count, "val_loss": loss / count})
 
 
 def supervise(output: Path, steps: int, faulty: bool, options: argparse.Namespace) -> None:

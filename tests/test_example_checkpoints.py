@@ -1,5 +1,6 @@
-"""`examples/imagenet`: checkpoints that cannot be used are refused in a sentence, and those before them are good."""
+"""`examples/imagenet`: a checkpoint that cannot be read is set aside for the one before; a full disk is a sentence."""
 
+import errno
 import gc
 import os
 import shutil
@@ -69,25 +70,117 @@ def contents(folder):
     return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-@pytest.mark.parametrize("keep", [0, 0.5])
-@pytest.mark.parametrize("files", ["state/d/*", "state/manifest.ocdbt", "state/_METADATA", "extra/*", "*/*"])
-def test_one_that_is_cut_short_is_named_and_the_one_before_is_good(checkpoints, folder, files, keep):
-    cut = [path for path in (folder / "20").glob(files) if path.is_file() and "metrics" not in str(path)]
-    assert cut
-    for path in cut:
+FILES = [
+    "state/d/*",
+    "state/manifest.ocdbt",
+    "state/_METADATA",
+    "extra/*",
+    "metrics/metrics",
+    "_CHECKPOINT_METADATA",
+    "*/*",
+]
+
+
+def cut(folder, files, keep):
+    found = [path for path in folder.glob(files) if path.is_file()]
+    assert found
+    for path in found:
         path.write_bytes(path.read_bytes()[: int(path.stat().st_size * keep)])
-    before = contents(folder)
-    with pytest.raises(checkpoints.UserError) as caught:
-        restore(checkpoints, folder, make(0))
-    sentence = str(caught.value)
-    assert "\n" not in sentence and "cut short" in sentence
-    assert f"{folder}/20 cannot be read" in sentence and "remove that folder" in sentence and "step 10" in sentence
-    assert contents(folder) == before
-    # What the sentence says to do.
-    shutil.rmtree(folder / "20")
+
+
+@pytest.mark.parametrize("keep", [0, 0.5])
+@pytest.mark.parametrize("files", FILES)
+def test_one_that_is_cut_short_is_set_aside_and_the_one_before_is_good(checkpoints, folder, files, keep, capsys):
+    cut(folder / "20", files, keep)
+    damaged = sorted(path.read_bytes() for path in (folder / "20").rglob("*") if path.is_file())
     state, extra = restore(checkpoints, folder, make(0))
     np.testing.assert_array_equal(state.params["kernel"], make(10).params["kernel"])
     assert extra == {"broken": []} and int(state.opt_state[0]) == 10
+    # Nothing is lost that a person may want to see, and it is said in one line.
+    assert sorted(path.read_bytes() for path in (folder / "damaged-20-0").rglob("*") if path.is_file()) == damaged
+    assert f"{folder}/20 cannot be read" in capsys.readouterr().out and not (folder / "20").exists()
+    # The run goes on, and its next checkpoint of that step is a good one.
+    saved = checkpoints.Checkpoints(folder, keep=3)
+    saved.save(20, make(20), {"broken": []}, 0.5)
+    saved.close()
+    assert int(restore(checkpoints, folder, make(0))[0].opt_state[0]) == 20
+
+
+def test_where_none_can_be_read_nothing_is_begun_anew(checkpoints, folder):
+    shutil.rmtree(folder / "10")
+    cut(folder / "20", "state/d/*", 0)
+    before = contents(folder)
+    with pytest.raises(checkpoints.UserError, match=r"20 cannot be read, its files are cut short.*no other"):
+        restore(checkpoints, folder, make(0))
+    assert contents(folder) == before
+
+
+def test_half_deleted_and_half_written_ones_are_removed(checkpoints, folder):
+    """What a kill leaves in the middle of deleting step 10 and of writing step 30."""
+    for name in ("_CHECKPOINT_METADATA", "metrics/metrics"):
+        (folder / "10" / name).unlink()
+    (folder / "30.orbax-checkpoint-tmp-12").mkdir()
+    assert int(restore(checkpoints, folder, make(0))[0].opt_state[0]) == 20
+    assert sorted(path.name for path in folder.iterdir()) == ["20"]
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
+def test_an_io_error_is_no_damaged_checkpoint(checkpoints, folder, monkeypatch, code):
+    before = contents(folder)
+    with monkeypatch.context() as patch:
+
+        def fails(self, *args, **kwargs):
+            raise ValueError("in a library") from OSError(code, os.strerror(code))
+
+        patch.setattr(checkpoints.ocp.CheckpointManager, "restore", fails)
+        with pytest.raises(
+            checkpoints.UserError, match=rf"20 cannot be read now: {os.strerror(code)}.*nothing was changed"
+        ):
+            restore(checkpoints, folder, make(0))
+    assert contents(folder) == before
+    assert int(restore(checkpoints, folder, make(0))[0].opt_state[0]) == 20
+
+
+def test_a_full_disk_while_writing_is_one_sentence(checkpoints, folder, monkeypatch):
+    saved = checkpoints.Checkpoints(folder, keep=3)
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints.ocp.CheckpointManager, "save", full)
+        with pytest.raises(checkpoints.UserError, match=r"no checkpoint can be written to .*: No space left on device"):
+            saved.save(30, make(30), {"broken": []}, 0.5)
+    saved.close()
+    assert int(restore(checkpoints, folder, make(0))[0].opt_state[0]) == 20
+
+
+def test_the_best_is_kept_besides_the_last_and_is_what_weights_gives(checkpoints, tmp_path):
+    class Whole(NamedTuple):
+        params: Any
+        batch_stats: Any
+        ema: Any
+        opt_state: Any
+
+    def counted(k, ema=()):
+        return Whole({"w": jnp.full(3, float(k))}, {"m": jnp.zeros(2)}, ema, jnp.int32(k))
+
+    kept = checkpoints.Checkpoints(tmp_path / "run" / "checkpoints", keep=2)
+    assert kept.latest() is None
+    for step, accuracy in enumerate([0.2, 0.9, None, 0.5, None, 0.6], 1):
+        kept.save(step, counted(step), {"broken": []}, accuracy)
+    kept.close()
+    assert sorted(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()) == [2, 5, 6]
+    params, stats, step = checkpoints.weights(tmp_path / "run")
+    assert step == 2 and params["w"].tolist() == [2, 2, 2] and stats["m"].tolist() == [0, 0]
+    # Averages come first.
+    kept = checkpoints.Checkpoints(tmp_path / "averaged" / "checkpoints", keep=2)
+    kept.save(1, counted(1, ({"w": jnp.full(3, 7.0)}, {"m": jnp.ones(2)})), {"broken": []}, 0.1)
+    kept.close()
+    params, stats, _ = checkpoints.weights(tmp_path / "averaged")
+    assert params["w"].tolist() == [7, 7, 7] and stats["m"].tolist() == [1, 1]
+    with pytest.raises(checkpoints.UserError, match="holds no checkpoint"):
+        checkpoints.weights(tmp_path)
 
 
 @pytest.mark.parametrize(

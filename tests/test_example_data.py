@@ -1,12 +1,18 @@
 """`examples/imagenet`: files of all kinds and layouts, and what becomes of them."""
 
 import io
+import json
+import os
+import pickle
 import sys
 import tarfile
+import types
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from PIL import Image
 
 pytestmark = pytest.mark.examples
@@ -14,17 +20,19 @@ pytestmark = pytest.mark.examples
 EXAMPLE = Path(__file__).parents[1] / "examples" / "imagenet"
 sys.path.insert(0, str(EXAMPLE))
 try:
-    import config
     import data
-    import decode
-    import folders
     import records
-    import shards
-    from errors import UserError
+    from records import UserError
 finally:
     sys.path.remove(str(EXAMPLE))
 
 ORANGE = (250, 120, 20)
+
+
+@pytest.fixture(autouse=True)
+def example(monkeypatch):
+    # For the workers too, which are told what the path is when they start.
+    monkeypatch.syspath_prepend(str(EXAMPLE))
 
 
 def encode(image, kind="JPEG", **options):
@@ -77,7 +85,7 @@ def halves():
 def test_every_kind_of_image_has_its_colour(kind, image, colour):
     for crop in ("random-resized", "squashed"):
         for key in (None, (0, 1)):
-            pixels = decode.Decoder(32, crop)(image, 5, key)
+            pixels = data.Decoder(32, crop)(image, 5, key)
             assert pixels.shape == (32, 32, 3) and pixels.dtype == np.uint8
             assert np.abs(pixels.astype(int) - colour).max() <= 4, (kind, crop, key)
 
@@ -85,7 +93,7 @@ def test_every_kind_of_image_has_its_colour(kind, image, colour):
 def test_a_rotation_in_exif_is_ignored():
     exif = Image.Exif()
     exif[0x0112] = 6
-    pixels = decode.Decoder(32)(encode(halves(), exif=exif, quality=95), 0, None)
+    pixels = data.Decoder(32)(encode(halves(), exif=exif, quality=95), 0, None)
     assert pixels[:, :12, 0].min() > 200 and pixels[:, 20:, 2].min() > 200
 
 
@@ -105,7 +113,7 @@ def test_a_rotation_in_exif_is_ignored():
 )
 def test_what_cannot_be_decoded_is_refused(kind, image):
     with pytest.raises((OSError, SyntaxError, Warning, Image.DecompressionBombError)):
-        decode.Decoder(32)(image, 0, None)
+        data.Decoder(32)(image, 0, None)
 
 
 def smooth(width, height, length):
@@ -122,10 +130,10 @@ def test_crops_are_those_of_their_definition():
     # Validation: the short side to 256, then the centre.
     small = image.resize((341, 256), Image.Resampling.BILINEAR)
     expected = np.asarray(small)[16:240, 58:282]
-    np.testing.assert_allclose(decode.Decoder(224)(png, 0, None).astype(int), expected, atol=4)
+    np.testing.assert_allclose(data.Decoder(224)(png, 0, None).astype(int), expected, atol=4)
     # Squashed: to 256 x 256, then the centre, or in training any of 33 x 33 squares or their mirror images.
     squashed = np.asarray(image.resize((256, 256), Image.Resampling.BILINEAR)).astype(int)
-    decoder = decode.Decoder(224, "squashed")
+    decoder = data.Decoder(224, "squashed")
     np.testing.assert_allclose(decoder(png, 0, None).astype(int), squashed[16:240, 16:240], atol=1)
     seen = set()
     for step in range(60):
@@ -140,7 +148,7 @@ def test_crops_are_those_of_their_definition():
 
 
 def test_random_resized_crops():
-    decoder = decode.Decoder(224)
+    decoder = data.Decoder(224)
     boxes, mirrored = zip(*(decoder.choose(500, 375, index, (7, 3)) for index in range(400)), strict=True)
     left, top, right, bottom = np.array(boxes).T
     assert min(left) >= 0 and min(top) >= 0 and max(right) <= 500 and max(bottom) <= 375
@@ -158,7 +166,7 @@ def test_large_jpegs_are_decoded_at_a_part_of_their_size():
     image = smooth(2001, 1501, 200)
     jpeg, png = encode(image, quality=95), encode(image, "PNG", compress_level=1)
     for crop, keys in (("random-resized", [None, (0, 0), (0, 1)]), ("squashed", [None, (0, 0)])):
-        decoder = decode.Decoder(64, crop)
+        decoder = data.Decoder(64, crop)
         for key in keys:
             np.testing.assert_allclose(decoder(jpeg, 0, key).astype(int), decoder(png, 0, key), atol=3)
 
@@ -221,32 +229,100 @@ def tar_shards(root):
     shard(root / "imagenet-val-000000.tar", (0, 1))
 
 
+def message(*fields):
+    """A protocol buffer: numbers and bytes by field number."""
+    out = b""
+    for number, value in fields:
+        if isinstance(value, int):
+            out += varint(number << 3) + varint(value)
+        else:
+            out += varint(number << 3 | 2) + varint(len(value)) + value
+    return out
+
+
+def varint(value):
+    out = b""
+    while value > 127:
+        out, value = out + bytes([value & 127 | 128]), value >> 7
+    return out + bytes([value])
+
+
+def feature(name, value):
+    kind = message((3, message((1, varint(value))))) if isinstance(value, int) else message((1, message((1, value))))
+    return 1, message((1, name), (2, kind))
+
+
+def tfrecord(path, labels, names=(b"image", b"label"), first=0):
+    with open(path, "wb") as file:
+        for i, label in enumerate(labels):
+            grey = encode(plain("L", 100 * label, (20, 20)))
+            values = [feature(b"file_name", b"%d.jpg" % i), feature(names[0], grey), feature(names[1], label + first)]
+            example = message((1, message(*values)))
+            file.write(len(example).to_bytes(8, "little") + b"sums" + example + b"sums")
+
+
+def tfrecords(root):
+    tfrecord(root / "imagenet2012-train.tfrecord-00000-of-00002", (0, 1))
+    tfrecord(root / "imagenet2012-train.tfrecord-00001-of-00002", (1, 0))
+    tfrecord(root / "imagenet2012-validation.tfrecord-00000-of-00001", (0, 1))
+
+
+def classic_tfrecords(root):
+    """As the older scripts wrote them: other names, and classes from 1."""
+    names = (b"image/encoded", b"image/class/label")
+    tfrecord(root / "train-00000-of-00001", (0, 1, 1, 0), names, 1)
+    tfrecord(root / "validation-00000-of-00001", (0, 1), names, 1)
+
+
+def parquet(root):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (root / "data").mkdir()
+    parts = (
+        ("train-00000-of-00002", (0, 1)),
+        ("train-00001-of-00002-0a1b", (1, 0)),
+        ("validation-00000-of-00001", (0, 1)),
+    )
+    for name, labels in parts:
+        images = [{"bytes": encode(plain("L", 100 * label, (20, 20))), "path": "a.jpg"} for label in labels]
+        table = pa.table({"image": images, "label": pa.array(labels, pa.int64())})
+        pq.write_table(table, root / "data" / f"{name}.parquet", row_group_size=1)
+
+
 LAYOUTS = {
     class_folders: ([0, 0, 1, 1], [0, 1]),
     flat: ([0, 0, 1, 1], [1, 0, 0]),
     tar_shards: ([0, 1, 1, 0], [0, 1]),
+    tfrecords: ([0, 1, 1, 0], [0, 1]),
+    classic_tfrecords: ([0, 1, 1, 0], [0, 1]),
+    parquet: ([0, 1, 1, 0], [0, 1]),
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(tmp_path, layout):
     layout(tmp_path)
-    found = folders.find(tmp_path)
+    found = records.find(tmp_path)
     train, val = LAYOUTS[layout]
-    assert found.num_classes == 2 and found.note == ""
+    assert found.num_classes == 2 and ("row group" in found.note if layout is parquet else found.note == "")
     assert found.train.labels.tolist() == train and found.val.labels.tolist() == val
     # The pixels say the same.
     for part in (found.train, found.val):
         for i, label in enumerate(part.labels):
-            assert abs(int(decode.Decoder(8)(part.read(i), i, None).mean()) - 100 * label) < 4, part.name(i)
+            assert abs(int(data.Decoder(8)(part.read(i), i, None).mean()) - 100 * label) < 4, part.name(i)
     names = [found.train.name(i) for i in range(4)]
     assert len(set(names)) == 4 and all(str(tmp_path) in name for name in names)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_as_batches(tmp_path, layout):
+    """Through a worker process, to which what was found is handed."""
     layout(tmp_path)
-    options = config.Data("folder", tmp_path, image_size=8, workers=0)
+    options = types.SimpleNamespace(
+        data="folder", data_dir=tmp_path, image_size=8, workers=int(layout is parquet), decoder="pillow",
+        crop="squashed", randaugment=0,
+    )  # fmt: skip
     dataset = data.load(options)
     _, val = LAYOUTS[layout]
     assert (len(dataset.train), len(dataset.val), dataset.num_classes) == (4, len(val), 2)
@@ -259,30 +335,128 @@ def test_layouts_as_batches(tmp_path, layout):
     assert data.load(options).fingerprint == dataset.fingerprint
 
 
+def test_nested_folders_are_of_the_class_above_them(tmp_path):
+    """As Tiny ImageNet has it: train/<class>/images/."""
+    class_folders(tmp_path)
+    for name in ("n01440764", "n01443537"):
+        for path in list((tmp_path / "train" / name).iterdir()):
+            (tmp_path / "train" / name / "images").mkdir(exist_ok=True)
+            path.rename(tmp_path / "train" / name / "images" / path.name)
+    assert records.find(tmp_path).train.labels.tolist() == [0, 0, 1, 1]
+
+
+# What is missing.
+
+
 def test_index_of_shards_is_kept_and_renewed(tmp_path, monkeypatch):
     tar_shards(tmp_path)
-    first = folders.find(tmp_path)
-    read = shards._members
-    monkeypatch.setattr(shards, "_members", lambda path: pytest.fail(f"{path} is read again"))
-    again = folders.find(tmp_path)
+    first = records.find(tmp_path)
+    read = records._tar
+    monkeypatch.setattr(records, "_tar", lambda path: pytest.fail(f"{path} is read again"))
+    again = records.find(tmp_path)
     assert again.train.identity() == first.train.identity()
     assert [again.train.read(i) for i in range(4)] == [first.train.read(i) for i in range(4)]
-    monkeypatch.setattr(shards, "_members", read)
+    monkeypatch.setattr(records, "_tar", read)
     shard(tmp_path / "imagenet-train-000001.tar", (1, 0, 1), 2)
-    assert folders.find(tmp_path).train.labels.tolist() == [0, 1, 1, 0, 1]
+    assert records.find(tmp_path).train.labels.tolist() == [0, 1, 1, 0, 1]
     for path in tmp_path.glob(".index-*"):
         path.write_bytes(b"damaged")
-    assert len(folders.find(tmp_path).train.labels) == 5
+    assert len(records.find(tmp_path).train.labels) == 5
 
 
-def test_index_that_cannot_be_kept_is_said(tmp_path, monkeypatch):
+def test_index_is_kept_elsewhere_where_the_shards_are_read_only(tmp_path, monkeypatch):
+    (tmp_path / "shards").mkdir()
+    tar_shards(tmp_path / "shards")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    save = records.np.savez
+
+    def refuse(path, **contents):
+        if "cache" not in str(path):
+            raise OSError(30, "Read-only file system")
+        save(path, **contents)
+
+    monkeypatch.setattr(records.np, "savez", refuse)
+    assert records.find(tmp_path / "shards").note == ""
+    assert len(list((tmp_path / "cache" / "kfac-imagenet").iterdir())) == 2
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    assert "made anew each time" in records.find(tmp_path / "shards").note
+
+
+@pytest.mark.parametrize(
+    ("layout", "gone", "words"),
+    [
+        (tar_shards, "imagenet-train-000000.tar", None),  # 000001 alone: seen only by what was there before
+        (tar_shards, "imagenet-train-000001.tar", ["lost the shard imagenet-train-000001.tar", ".index-train.npz"]),
+        (tfrecords, "imagenet2012-train.tfrecord-00000-of-00002", ["lacks", "00000-of-00002", "1 of 2"]),
+        (tfrecords, "imagenet2012-train.tfrecord-00001-of-00002", ["lacks", "00001-of-00002", "1 of 2"]),
+        (parquet, "data/train-00001-of-00002-0a1b.parquet", ["lacks", "train-00001-of-00002.parquet"]),
+    ],
+)
+def test_a_missing_shard_is_refused(tmp_path, layout, gone, words):
+    layout(tmp_path)
+    records.find(tmp_path)
+    (tmp_path / gone).unlink()
+    with pytest.raises(UserError) as caught:
+        records.find(tmp_path)
+    assert all(word in str(caught.value) for word in words or ["lost the shard"]), caught.value
+
+
+def test_a_gap_in_the_numbers_of_shards_is_refused(tmp_path):
     tar_shards(tmp_path)
+    shard(tmp_path / "imagenet-train-000004.tar", (0, 1), 4)
+    with pytest.raises(UserError, match=r"lacks the shard imagenet-train-000002.tar \(2 of 5 are missing\)"):
+        records.find(tmp_path)
 
-    def refuse(*args, **kwargs):
-        raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(shards.np, "savez", refuse)
-    assert "Read-only" in folders.find(tmp_path).note
+@pytest.mark.parametrize(("layout", "name"), [
+    (tar_shards, "imagenet-train-000001.tar"), (tfrecords, "imagenet2012-train.tfrecord-00001-of-00002"),
+    (parquet, "data/train-00001-of-00002-0a1b.parquet"),
+])  # fmt: skip
+@pytest.mark.parametrize("known", [False, True])
+def test_a_shard_that_is_cut_short_is_refused(tmp_path, layout, name, known):
+    layout(tmp_path)
+    path = tmp_path / name
+    if known:
+        records.find(tmp_path)
+    os.truncate(path, path.stat().st_size // 3)
+    with pytest.raises(UserError, match=name.rpartition("/")[2] if known else r"cannot be read as"):
+        records.find(tmp_path)
+
+
+def test_a_tar_that_ends_with_a_member_is_cut_short(tmp_path):
+    """Which tarfile does not mind."""
+    tar_shards(tmp_path)
+    path = tmp_path / "imagenet-train-000001.tar"
+    with tarfile.open(path) as tar:
+        last = tar.getmembers()[3]
+        end = last.offset_data + (last.size + 511) // 512 * 512
+    os.truncate(path, end)
+    with pytest.raises(UserError, match="its end is missing"):
+        records.find(tmp_path)
+
+
+def test_a_shard_that_shrinks_while_it_is_read_is_no_broken_image(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "RETRY_AFTER", (0.0,))
+    tar_shards(tmp_path)
+    train = records.find(tmp_path).train
+    os.truncate(tmp_path / "imagenet-train-000001.tar", 600)
+    with pytest.raises(UserError, match=r"imagenet-train-000001.tar.*the shard ends after"):
+        train.read(3)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_missing_class_is_refused(tmp_path, split):
+    class_folders(tmp_path)
+    for other in ("train", "val"):
+        write(tmp_path / other / "n9" / "a.jpg")
+    for path in (tmp_path / split / "n9").iterdir():
+        path.unlink()
+    (tmp_path / split / "n9").rmdir()
+    with pytest.raises(UserError, match="n9"):
+        records.find(tmp_path)
+
+
+# Mistakes.
 
 
 def replace(path, content):
@@ -305,13 +479,26 @@ TRUTH = f"{DEVKIT}/ILSVRC2012_validation_ground_truth.txt"
         (flat, lambda r: replace(r / TRUTH, "7\n3\nfish\n"), [TRUTH, "fish"]),
         (flat, lambda r: replace(r / TRUTH, "7\n3\n99\n"), [TRUTH, "99", "line 3", "meta.mat"]),
         (flat, lambda r: replace(r / TRUTH, "7\n3\n8\n"), ["n00000001", "train", "no folder"]),
+        (
+            class_folders,
+            lambda r: (
+                [p.rename(r / "val" / p.name) for p in list((r / "val").rglob("*.JPEG"))]
+                and [p.rmdir() for p in (r / "val").iterdir() if p.is_dir()]
+                and [p.rename(p.with_name(f"{k}.jpg")) for k, p in enumerate(sorted((r / "val").iterdir()))]
+            ),
+            ["val", "a folder of 2 files", "without classes"],
+        ),
         (flat, lambda r: replace(r / DEVKIT / "meta.mat", b"no table"), ["meta.mat", "unpack"]),
         (flat, lambda r: (r / DEVKIT / "meta.mat").unlink(), ["meta.mat", "unpack"]),
-        (tar_shards, lambda r: (r / "imagenet-val-000000.tar").unlink(), ["no *val*.tar"]),
-        (tar_shards, lambda r: shard(r / "imagenet-val-000000.tar", (0, 2)), ["imagenet-val", "class 2"]),
-        (tar_shards, lambda r: [shard(path, (0, 0)) for path in r.glob("*.tar")], ["class 0 only"]),
+        (tar_shards, lambda r: (r / "imagenet-val-000000.tar").unlink(), ["no *val* tar shards"]),
+        (
+            tar_shards,
+            lambda r: shard(r / "imagenet-val-000000.tar", (0, 1, 2)),
+            ["class 2 for validation", "none for training"],
+        ),
+        (tar_shards, lambda r: [shard(path, (0, 0)) for path in r.glob("*.tar")], ["one class only, 0"]),
         (tar_shards, lambda r: replace(r / "imagenet-train-000001.tar", b"no tar" * 200), ["train-000001.tar", "tar"]),
-        (tar_shards, lambda r: shard(r / "imagenet-train-000001.tar", ()), ["train-000001.tar", "no images"]),
+        (tar_shards, lambda r: shard(r / "imagenet-train-000001.tar", ()), ["train-000001.tar"]),
         (tar_shards, lambda r: shard(r / "imagenet-train-000001.tar", ("-1",)), ["number of a class"]),
     ],
 )
@@ -319,7 +506,7 @@ def test_mistakes_in_layouts_are_refused(tmp_path, layout, change, words):
     layout(tmp_path)
     change(tmp_path)
     with pytest.raises(UserError) as caught:
-        folders.find(tmp_path)
+        records.find(tmp_path)
     message = str(caught.value)
     assert all(word in message for word in words), message
     assert "\n" not in message
@@ -333,14 +520,14 @@ def test_a_shard_of_halves_is_refused(tmp_path):
         with tarfile.open(path, "a") as tar:
             add(tar, name, content)
         with pytest.raises(UserError, match=word):
-            folders.find(tmp_path)
+            records.find(tmp_path)
 
 
 def test_files_of_other_kinds_are_left_alone(tmp_path):
     class_folders(tmp_path)
     replace(tmp_path / "train" / "n01440764" / "notes.txt", "no image, by its ending")
     replace(tmp_path / "train" / "n01440764" / ".hidden.jpg", "no image")
-    found = folders.find(tmp_path)
+    found = records.find(tmp_path)
     assert len(found.train.labels) == 4 and "notes.txt" in found.note
 
 
@@ -349,3 +536,132 @@ def test_names_need_not_be_text(tmp_path):
     write(tmp_path / name, 100)
     files = records.Files(tmp_path, [name], [0])
     assert files.read(0) == (tmp_path / name).read_bytes()
+
+
+# CIFAR-10
+
+
+def cifar_arrays():
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (6, 8, 32, 32, 3), np.uint8)
+    return images, rng.integers(0, 10, (6, 8))
+
+
+def write_pickles(folder):
+    images, labels = cifar_arrays()
+    folder = folder / "cifar-10-batches-py"
+    folder.mkdir(parents=True)
+    names = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
+    for name, rows, these in zip(names, images, labels, strict=True):
+        planes = rows.transpose(0, 3, 1, 2).reshape(8, 3072)
+        text = {b"data": planes, b"labels": these.tolist(), b"batch_label": b"x"}
+        (folder / name).write_bytes(pickle.dumps(text, protocol=2))
+
+
+def write_binary(folder):
+    images, labels = cifar_arrays()
+    folder = folder / "cifar-10-batches-bin"
+    folder.mkdir(parents=True)
+    names = [f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]
+    for name, rows, these in zip(names, images, labels, strict=True):
+        planes = rows.transpose(0, 3, 1, 2).reshape(8, 3072)
+        text = np.concatenate([these[:, None].astype(np.uint8), planes], axis=1)
+        (folder / name).write_bytes(text.tobytes())
+
+
+def write_sheets(folder):
+    images, labels = cifar_arrays()
+    folder.mkdir(parents=True)
+    names = [f"data_batch_{i}.png" for i in range(1, 6)] + ["test_batch.png"]
+    for name, rows in zip(names, images, strict=True):
+        Image.fromarray(rows.reshape(8, 1024, 3)).save(folder / name)
+    (folder / "train_lables.json").write_text(json.dumps(labels[:5].ravel().tolist()))
+    (folder / "test_lables.json").write_text(json.dumps(labels[5].tolist()))
+
+
+@pytest.mark.parametrize("write", [write_pickles, write_binary, write_sheets])
+def test_cifar10_layouts(tmp_path, write):
+    write(tmp_path / "cifar")
+    dataset = data.read_cifar10(tmp_path / "cifar")
+    images, labels = cifar_arrays()
+    train, val = (split.load(np.arange(len(split)), None) for split in (dataset.train, dataset.val))
+    np.testing.assert_array_equal(train.images, images[:5].reshape(-1, 32, 32, 3))
+    np.testing.assert_array_equal(train.labels, labels[:5].ravel())
+    np.testing.assert_array_equal(val.images, images[5])
+    np.testing.assert_array_equal(val.labels, labels[5])
+
+
+def test_damaged_cifar10_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "RETRY_AFTER", ())
+
+    def sentence(folder):
+        with pytest.raises(data.UserError) as caught:
+            data.read_cifar10(folder)
+        return str(caught.value)
+
+    write_pickles(tmp_path / "a")
+    path = tmp_path / "a/cifar-10-batches-py/data_batch_3"
+    path.write_bytes(path.read_bytes()[:500])
+    assert "data_batch_3 is not a CIFAR-10 pickle" in sentence(tmp_path / "a")
+    path.write_bytes(pickle.dumps(os.getcwd))
+    assert "data_batch_3 is not a CIFAR-10 pickle" in sentence(tmp_path / "a")
+
+    write_binary(tmp_path / "b")
+    path = tmp_path / "b/cifar-10-batches-bin/data_batch_2.bin"
+    path.write_bytes(path.read_bytes()[:500])
+    assert "500 bytes" in sentence(tmp_path / "b")
+
+    write_sheets(tmp_path / "c")
+    (tmp_path / "c/train_lables.json").write_text("[1, 2]")
+    assert "40 images but 2 labels" in sentence(tmp_path / "c")
+    (tmp_path / "c/train_lables.json").write_text(json.dumps([10] * 40))
+    assert "labels from 0 to 9" in sentence(tmp_path / "c")
+    (tmp_path / "c/data_batch_4.png").unlink()
+    assert "data_batch_4.png" in sentence(tmp_path / "c")
+
+
+# In memory.
+
+
+def test_splits_of_the_digits_do_not_overlap():
+    dataset = data.load(types.SimpleNamespace(data="digits", data_dir=None, image_size=8))
+    assert (len(dataset.train), len(dataset.val)) == (1500, 297)
+    histogram = np.bincount(dataset.val.labels)
+    assert histogram.min() >= 28 and histogram.max() <= 31
+    together = np.concatenate([dataset.train.images, dataset.val.images]).reshape(1797, 64)
+    assert len(np.unique(together, axis=0)) == 1797
+
+
+def test_every_image_once_an_epoch():
+    n = 10
+    images = np.arange(n, dtype=np.uint8).reshape(n, 1, 1, 1)
+    split = data.ArraySplit(images, np.arange(n))
+    batches = list(data.train_batches(split, 5, 0, 0, 4))
+    first, second = (np.concatenate([b.labels for b in batches[i : i + 2]]) for i in (0, 2))
+    assert sorted(first) == sorted(second) == list(range(n))
+    assert first.tolist() != second.tolist()
+    # Any step can be the first.
+    again = list(data.train_batches(split, 5, 0, 3, 4))
+    np.testing.assert_array_equal(again[0].labels, batches[3].labels)
+    # The last batch of a validation is filled up with images that do not count.
+    batches = list(data.val_batches(split, 4))
+    assert [b.weights.sum() for b in batches] == [4, 4, 2]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_micro_batches_are_the_same_on_any_number_of_devices(count):
+    mesh = Mesh(np.array(jax.devices()[:count]), ("devices",))
+    local, parts = 12 // count, 3
+    rows = data.own_rows(mesh, 0, local, parts)
+    assert sorted(rows) == list(range(36))
+    by_part = rows.reshape(count, parts, local).swapaxes(0, 1).reshape(parts, -1)
+    np.testing.assert_array_equal(by_part, np.arange(36).reshape(3, 12))
+
+
+def test_a_share_of_a_batch_is_what_the_whole_would_have_been():
+    rng = np.random.default_rng(0)
+    split = data.ArraySplit(rng.integers(0, 256, (9, 6, 6, 1), np.uint8), np.arange(9), shift=1, flip=True)
+    indices, rows = np.arange(8), np.array([5, 2, 7])
+    whole, share = split.load(indices, (0, 3)), split.load(indices, (0, 3), rows)
+    np.testing.assert_array_equal(share.images, whole.images[rows])
+    np.testing.assert_array_equal(share.labels, whole.labels[rows])

@@ -1,19 +1,39 @@
-"""Checkpoints by orbax, written while training goes on: the last few, and the best by validation accuracy."""
+"""Checkpoints by orbax, written while training goes on, for any number of devices; and what a fault makes of them.
 
+Weights of a run, for use elsewhere: `weights(Path("runs/a"))`.
+"""
+
+import contextlib
+import functools
+import json
+import logging
+import math
+import os
+import shutil
+import sys
+import threading
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import checkpoint_managers as ocp_managers
 
-import devices
 import kfac
-from errors import UserError
+from processes import SYSTEM_ERRORS, everyone, is_first, on_first
+from records import UserError
 
 # In place of an accuracy, below all of them.
 NOT_VALIDATED = -1.0
+SAME = PartitionSpec()
+
+
+# The state of a run for any number of devices.
 
 
 def portable(num_devices: int, local_batch: int, state: Any) -> Any:
@@ -23,7 +43,7 @@ def portable(num_devices: int, local_batch: int, state: Any) -> Any:
     """
     if _has_kfac(state):
         state = state._replace(opt_state=kfac.gather_state(state.opt_state))
-    mixed = jax.tree.map(lambda x: devices.in_batch_order(x, num_devices, local_batch), state.mixed)
+    mixed = jax.tree.map(lambda x: in_batch_order(x, num_devices, local_batch), state.mixed)
     return jax.tree.map(jnp.copy, state._replace(mixed=mixed))
 
 
@@ -31,13 +51,214 @@ def placed(num_devices: int, local_batch: int, state: Any) -> Any:
     """The inverse of `portable`, for any number of devices."""
     if _has_kfac(state):
         state = state._replace(opt_state=kfac.scatter_state(state.opt_state, num_devices))
-    mixed = jax.tree.map(lambda x: devices.in_device_order(x, num_devices, local_batch), state.mixed)
+    mixed = jax.tree.map(lambda x: in_device_order(x, num_devices, local_batch), state.mixed)
     return state._replace(mixed=mixed)
+
+
+def is_lean(wanted: str, mixed: Any) -> bool:
+    """Whether checkpoints leave the mixed images out; of its own accord above 1 GB."""
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(mixed))
+    return size > {"keep": math.inf, "auto": 1e9, "remake": 0}[wanted]
+
+
+def for_any_devices(
+    mesh: Any, specs: Any, local_batch: int, lean: bool
+) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """`portable` and `placed`, compiled for a row of devices; with `lean`, without mixed images."""
+
+    def lying(specs: Any) -> Any:
+        return jax.tree.map(
+            lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
+        )
+
+    gather = jax.jit(
+        functools.partial(portable, mesh.size, local_batch), out_shardings=lying(specs._replace(opt_state=SAME))
+    )
+    scatter = jax.jit(functools.partial(placed, mesh.size, local_batch), out_shardings=lying(specs))
+    return (lambda state: gather(state._replace(mixed=()) if lean else state)), scatter
+
+
+def in_batch_order(x: jax.Array, devices: int, local: int) -> jax.Array:
+    """An array that is split over devices like the images, in the order of the global batch."""
+    return x.reshape(devices, -1, local, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
+
+
+def in_device_order(x: jax.Array, devices: int, local: int) -> jax.Array:
+    """The inverse of `in_batch_order`."""
+    return x.reshape(-1, devices, local, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
 
 
 def _has_kfac(state: Any) -> bool:
     nodes = jax.tree.leaves(state.opt_state, is_leaf=lambda node: isinstance(node, kfac.KfacState))
     return any(isinstance(node, kfac.KfacState) for node in nodes)
+
+
+# On disk.
+
+
+class Checkpoints:
+    """The checkpoints of a run in `folder`, written while it goes on: the last few, and the best by accuracy."""
+
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        gather: Callable[[Any], Any] | None = None,
+        scatter: Callable[[Any], Any] | None = None,
+    ) -> None:
+        """`gather` makes of a state what is saved, `scatter` a state of that."""
+        self.folder, self.keep = folder.absolute(), keep
+        self.gather, self.scatter = gather or (lambda state: state), scatter or (lambda state: state)
+        on_first(lambda: sweep(self.folder))
+        self._open()
+
+    def _open(self) -> None:
+        policies = [ocp_managers.LatestN(self.keep), ocp_managers.BestN(get_metric_fn=_accuracy, n=1)]
+        options = ocp.CheckpointManagerOptions(
+            best_fn=_accuracy, preservation_policy=ocp_managers.AnyPreservationPolicy(policies),
+            enable_async_checkpointing=True,
+        )  # fmt: skip
+        self._manager = ocp.CheckpointManager(self.folder, options=options)
+
+    def latest(self) -> int | None:
+        """Step of the last one, complete or being written."""
+        return self._manager.latest_step()
+
+    def describe(self) -> str:
+        """For who has to go back to the last one."""
+        step = self.latest()
+        return f"the checkpoint {self.folder / str(step)} is good" if step else "no checkpoint was written yet"
+
+    def restore(self, state: Any) -> tuple[Any, dict[str, Any]]:
+        """The last state that can be read, with the shapes and places of `state`, and what was saved beside it.
+
+        One that is damaged is set aside under another name, for the one before. Raises `UserError` where there is none,
+        or where it is one of another run; then what is on disk stays as it is.
+        """
+        like = self.gather(state)
+        while (step := self.latest()) is not None:
+            try:
+                items = ocp.args.Composite(state=ocp.args.StandardRestore(like), extra=ocp.args.JsonRestore())
+                saved, reason = self._manager.restore(step, args=items), ""
+            except Exception as error:  # orbax raises what it meets: of JSON, of tensorstore, of the file system
+                _stop_at_system_error(error, self.folder / str(step))
+                reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+            reason = next((one for one in everyone(reason) if one), "")
+            if not reason:
+                return self.scatter(saved["state"]), saved["extra"]
+            if differs := _difference(self.folder / str(step) / "state", like):
+                raise UserError(
+                    f"the checkpoint {self.folder / str(step)} is not one of this run: {differs}; go on with the "
+                    "model, the optimizer and the version of kfac that wrote it, or name another --output"
+                )
+            self._manager.close()
+            if len(list(step_folders(self.folder))) == 1:
+                raise UserError(f"the checkpoint {self.folder / str(step)} cannot be read, its files are cut short or "
+                                f"missing ({reason}), and there is no other; remove {self.folder}")  # fmt: skip
+            on_first(lambda at=step, why=reason: set_aside(self.folder / str(at), why))  # type: ignore[misc]
+            self._open()
+        raise UserError(f"{self.folder} holds no checkpoint")
+
+    def save(self, step: int, state: Any, extra: dict[str, Any], val_accuracy: float | None) -> None:
+        """Returns as soon as `state` is on the host; it must not share memory with what the next step overwrites."""
+        items = ocp.args.Composite(state=ocp.args.StandardSave(self.gather(state)), extra=ocp.args.JsonSave(extra))
+        # orbax warns of a checkpoint without metrics; one that was not validated is never the best.
+        metrics = {"val_accuracy": NOT_VALIDATED if val_accuracy is None else val_accuracy}
+        with self._writing():
+            self._manager.save(step, args=items, metrics=metrics)
+
+    def close(self) -> None:
+        """Waits for what is being written."""
+        with self._writing():
+            self._manager.close()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Any:
+        try:
+            yield
+        except Exception as error:  # as in `restore`, and from the thread that writes
+            reason = _system_error(error) or f"{type(error).__name__}: {str(error).strip()[:200]}"
+            raise UserError(f"no checkpoint can be written to {self.folder}: {reason}; the last one that is there is "
+                            "good: make room, and the same command goes on from it") from error  # fmt: skip
+
+
+def _accuracy(metrics: Any) -> float:
+    return float(metrics["val_accuracy"])
+
+
+def step_folders(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
+
+
+def sweep(folder: Path) -> None:
+    """Removes what a kill left half written or half deleted, and sets aside a newest one without its metadata."""
+    if not folder.is_dir():
+        return
+    for partial in folder.glob("*.orbax-checkpoint-tmp*"):
+        shutil.rmtree(partial, ignore_errors=True)
+    good = [int(path.name) for path in step_folders(folder) if _is_whole(path)]
+    for path in step_folders(folder):
+        if int(path.name) not in good:
+            if any(step > int(path.name) for step in good):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                set_aside(path, "its metadata is missing or cut short")
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the small files, which orbax reads before any other, are there."""
+    try:
+        json.loads((path / "extra" / "metadata").read_text())
+        json.loads((path / "_CHECKPOINT_METADATA").read_text())
+        return "val_accuracy" in json.loads((path / "metrics" / "metrics").read_text())
+    except ValueError:
+        return False
+    except OSError as error:
+        _stop_at_system_error(error, path)
+        return False
+
+
+def hush() -> None:
+    """Lets threads of orbax fail in silence: what went wrong there is raised where the main thread waits for them."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    loud, loud_in_threads = sys.excepthook, threading.excepthook
+
+    def of_orbax(trace: Any) -> bool:
+        return any("orbax" in frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace))
+
+    def in_threads(args: Any) -> None:
+        if not of_orbax(args.exc_traceback):
+            loud_in_threads(args)
+
+    def elsewhere(kind: Any, error: Any, trace: Any) -> None:
+        # tensorstore calls this hook in its own threads, when the loop that it would answer to has ended.
+        if threading.current_thread() is threading.main_thread() and "Event loop is closed" not in str(error):
+            loud(kind, error, trace)
+
+    sys.excepthook, threading.excepthook = elsewhere, in_threads
+
+
+def set_aside(path: Path, why: str) -> None:
+    place = next(place for k in range(10**6) if not (place := path.with_name(f"damaged-{path.name}-{k}")).exists())
+    path.rename(place)
+    print(f"the checkpoint {path} cannot be read ({why}); it is set aside as {place.name}", flush=True)
+
+
+def _system_error(error: BaseException | None) -> str:
+    """What the system said where it, and not the files, is the cause; else empty."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in SYSTEM_ERRORS:
+            return os.strerror(error.errno)
+        for code in SYSTEM_ERRORS:  # tensorstore says it in words
+            if os.strerror(code) in str(error):
+                return os.strerror(code)
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+def _stop_at_system_error(error: BaseException, path: Path) -> None:
+    if reason := _system_error(error):
+        raise UserError(f"{path} cannot be read now: {reason}; it may be good, so nothing was changed") from error
 
 
 def _difference(folder: Path, like: Any) -> str:
@@ -62,64 +283,49 @@ def _difference(folder: Path, like: Any) -> str:
     return ""
 
 
-class Checkpoints:
-    """The checkpoints of a run, in `folder`."""
+def weights(run: Path) -> tuple[Any, Any, int]:
+    """Parameters and batch-norm averages of a run's best checkpoint as NumPy arrays (averaged ones if it has them), and
+    its step."""
+    found = [(json.loads((path / "metrics" / "metrics").read_text())["val_accuracy"], int(path.name), path)
+             for path in step_folders(run.absolute() / "checkpoints") if _is_whole(path)]  # fmt: skip
+    if not found:
+        raise UserError(f"{run} holds no checkpoint; it must be the output folder of a run")
+    _, step, path = max(found)
+    checkpointer = ocp.PyTreeCheckpointer()
+    tree = checkpointer.metadata(path / "state").item_metadata.tree
+    wanted = "ema" if jax.tree.leaves(tree.get("ema")) else None
+    part = (
+        {wanted: tree[wanted]} if wanted else {name: tree[name] for name in ("params", "batch_stats") if name in tree}
+    )
+    try:
+        saved = checkpointer.restore(path / "state", args=ocp.args.PyTreeRestore(
+            item=part, partial_restore=True,
+            restore_args=jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), part),
+        ))  # fmt: skip
+    except Exception as error:
+        raise UserError(f"the checkpoint {path} cannot be read ({type(error).__name__})") from error
+    return *(saved["ema"] if wanted else (saved["params"], saved.get("batch_stats", {}))), step
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        def accuracy(metrics: Any) -> float:
-            return float(metrics["val_accuracy"])
 
-        policies = [ocp_managers.LatestN(keep), ocp_managers.BestN(get_metric_fn=accuracy, n=1)]
-        self._manager = ocp.CheckpointManager(
-            folder.absolute(),
-            options=ocp.CheckpointManagerOptions(
-                best_fn=accuracy,
-                preservation_policy=ocp_managers.AnyPreservationPolicy(policies),
-                enable_async_checkpointing=True,
-            ),
-        )
+def taken_over(run: Path, variables: dict[str, Any]) -> dict[str, Any]:
+    """`variables` with the weights of `run` where they have the same shapes; what has others, as a new head, stays."""
+    params, batch_stats, _ = weights(run)
+    known = {jax.tree_util.keystr(path): leaf for path, leaf in
+             jax.tree_util.tree_flatten_with_path({"params": params, "batch_stats": batch_stats})[0]}  # fmt: skip
+    taken = 0
 
-    def latest(self) -> int | None:
-        """Step of the last one, complete or being written."""
-        return self._manager.latest_step()
+    def take(path: Any, own: jax.Array) -> jax.Array:
+        nonlocal taken
+        found = known.get(jax.tree_util.keystr(path))
+        if found is None or found.shape != own.shape:
+            return own
+        taken += 1
+        return jax.device_put(found.astype(own.dtype), own.sharding)
 
-    def best(self) -> float:
-        """The best validation accuracy of one that is kept."""
-        known = [self._manager.metrics(step) for step in self._manager.all_steps()]
-        return max((metrics["val_accuracy"] for metrics in known if metrics), default=NOT_VALIDATED)
-
-    def restore(self, like: Any) -> tuple[Any, dict[str, Any]]:
-        """The last state, with the shapes and the places of `like`, and what was saved beside it.
-
-        Raises `UserError` where it cannot be read, or is one of another run; what is on disk stays as it is.
-        """
-        step = self._manager.latest_step()
-        items = ocp.args.Composite(state=ocp.args.StandardRestore(like), extra=ocp.args.JsonRestore())
-        try:
-            saved = self._manager.restore(step, args=items)
-        except Exception as error:  # orbax raises what it meets: of JSON, of tensorstore, of the file system
-            raise UserError(self._complaint(step, like, error)) from error
-        return saved["state"], saved["extra"]
-
-    def _complaint(self, step: int, like: Any, error: Exception) -> str:
-        """Why the checkpoint of `step` is of no use, and what to do."""
-        folder = Path(self._manager.directory) / str(step)
-        if differs := _difference(folder / "state", like):
-            return (f"the checkpoint {folder} is not one of this run: {differs}; resume with the model, the options of "
-                    "the optimizer and the version of kfac that wrote it, or start a new run")  # fmt: skip
-        earlier = [other for other in self._manager.all_steps() if other < step]
-        rest = f"--resume then goes on from step {max(earlier)}" if earlier else "there is none before it"
-        reason = (str(error).strip().splitlines() or [""])[0][:200]
-        return (f"the checkpoint {folder} cannot be read, its files are cut short or missing "
-                f"({type(error).__name__}: {reason}); remove that folder, {rest}")  # fmt: skip
-
-    def save(self, step: int, state: Any, extra: dict[str, Any], val_accuracy: float | None) -> None:
-        """Returns as soon as `state` is on the host; it must not share memory with what the next step overwrites."""
-        items = ocp.args.Composite(state=ocp.args.StandardSave(state), extra=ocp.args.JsonSave(extra))
-        # orbax warns of a checkpoint without metrics; one that was not validated is never the best.
-        metrics = {"val_accuracy": NOT_VALIDATED if val_accuracy is None else val_accuracy}
-        self._manager.save(step, args=items, metrics=metrics)
-
-    def close(self) -> None:
-        """Waits for what is being written."""
-        self._manager.close()
+    variables = jax.tree_util.tree_map_with_path(take, variables)
+    total = len(jax.tree.leaves(variables))
+    if 2 * taken < total:
+        raise UserError(f"--init-from {run} fits {taken} of the {total} arrays of this network; give the same --arch")
+    if is_first():
+        print(f"{taken} of {total} arrays begin as those of {run}", flush=True)
+    return variables

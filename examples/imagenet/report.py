@@ -4,24 +4,35 @@ python examples/imagenet/report.py runs/a runs/b --output curves.png
 """
 
 import argparse
+import contextlib
+import importlib
 import json
 import math
 import sys
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from tqdm import tqdm
 
-from config import UserError
+import processes
+from records import UserError
 
 Records = list[dict[str, Any]]
+# Steps in a row that are left out before the run ends after all.
+MOST_SKIPPED = 20
 
 
 class Curves(NamedTuple):
-    """One run on a page."""
+    """One run on a page; those of a group, which differ by their seeds, share a colour."""
 
     label: str
     records: Records
+    group: str = ""
 
 
 def duration(seconds: float) -> str:
@@ -32,55 +43,145 @@ def duration(seconds: float) -> str:
 
 
 class Metrics:
-    """Appends records to `metrics.jsonl`, each with the step it belongs to; without a path, nowhere.
+    """Appends records to `metrics.jsonl` in `folder`, each with the step it belongs to, in the process that `writes`.
 
-    Records after `step` are dropped first: a run that was stopped between two checkpoints makes
-    them again. With `events` each goes to a file for TensorBoard too.
+    Records after `step` are dropped first: a run that was stopped between two checkpoints makes them again. `services`
+    are "tensorboard" and "wandb", which get them too, and "mlperf", for lines in the format of MLPerf's logs.
     """
 
-    def __init__(self, path: Path | None, step: int, events: bool = False) -> None:
+    def __init__(
+        self, folder: Path, step: int, per_epoch: float = 1.0, watched: Any = None, services: Sequence[str] = (),
+        writes: bool = True,
+    ) -> None:  # fmt: skip
         self.records: Records = []
-        self._file = None
+        self.per_epoch, self.watched = per_epoch, watched
+        self._file: Any = None
         self._events: Any = None
-        if path is None:
-            return
+        self._wandb: Any = None
+        self._mlperf = writes and "mlperf" in services
+        self._pending: list[tuple[int, dict[str, Any], Any]] = []
+        path = folder / "metrics.jsonl"
         self.records = [record for record in read(path) if record["step"] <= step]
-        # In one go: a run killed here keeps what it had.
-        whole = path.with_suffix(".tmp")
-        whole.write_text("".join(map(_line, self.records)))
-        whole.replace(path)
-        self._file = path.open("a", buffering=1)
-        if events:
-            self._events = _event_writer(path.parent / "tensorboard", step)
+        self.skipped = sum(bool(record.get("skipped")) for record in self.records)
+        self.in_a_row = 0
+        self._read_at = time.perf_counter()
+        # As if the run had never been stopped.
+        self._began = self._read_at - max((record.get("seconds", 0.0) for record in self.records[-100:]), default=0.0)
+        if not writes:
+            return
+        packages = {name: _package(name) for name in ("tensorboardX", "wandb") if name.lower().rstrip("x") in services}
+        with _said(path):
+            # In one go: a run killed here keeps what it had.
+            whole = path.with_suffix(".tmp")
+            whole.write_text("".join(map(_line, self.records)))
+            whole.replace(path)
+            self._file = path.open("a", buffering=1)
+        if "tensorboard" in services:
+            # A resumed run's own later events are hidden: it makes them again.
+            self._events = packages["tensorboardX"].SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        if "wandb" in services:
+            self._wandb = packages["wandb"].init(
+                project="kfac-imagenet", name=folder.name, id=folder.name, dir=folder, resume="allow",
+                config=json.loads((folder / "config.json").read_text()),
+            )  # fmt: skip
+
+        self.mlperf("run_start")
 
     @property
-    def seconds(self) -> float:
-        """How long the run has trained up to its last record."""
-        return max((record.get("seconds", 0.0) for record in self.records[-100:]), default=0.0)
+    def accuracies(self) -> list[float]:
+        """Of the validations so far."""
+        return [record["val_accuracy"] for record in self.records if "val_accuracy" in record]
+
+    def best(self) -> str:
+        found = self.accuracies
+        return f"{found[-1]:.2%} (best {max(found):.2%})" if found else "not measured"
+
+    def add(self, step: int, values: dict[str, Any], squares: Any) -> None:
+        """Notes what a step returned; waits for the one before, or else batches would pile up on the device."""
+        self._pending.append((step, values, squares))
+        if len(self._pending) > 1:
+            jax.block_until_ready(self._pending[-2][1])
+
+    def flush(self, rate: Callable[[int], Any]) -> dict[str, Any]:
+        """Writes what was added, which waits for the device, and returns the last record.
+
+        Its "bad" says what was not finite and in which step, empty if nothing. The schedule does not go on in steps
+        that were left out for it, and a few of them are no reason to end.
+        """
+        pending, before, self._read_at = jax.device_get(self._pending), self._read_at, time.perf_counter()
+        self._pending, record = [], {}
+        for k, (step, values, squares) in enumerate(pending, 1):
+            # When the steps between two readings ended is not known: evenly spread.
+            seconds = before + (self._read_at - before) * k / len(pending) - self._began
+            record = {name: float(value) for name, value in values.items()}
+            left_out = bool(record.get("skipped"))
+            record = {
+                "step": step,
+                "epoch": round(step / self.per_epoch, 4),
+                "seconds": round(seconds, 3),
+                "learning_rate": float(rate(step - 1 - self.skipped)),
+                **record,
+            }
+            self.write(record)
+            self.skipped, self.in_a_row = self.skipped + left_out, (self.in_a_row + 1) * left_out
+            names = not_finite(record["loss"], squares, self.watched)
+            if names if not left_out else self.in_a_row > MOST_SKIPPED:
+                # What the step would have made of the parameters has been left out.
+                return record | {"bad": f"{names or 'a parameter'} became NaN or infinite at step {step}"}
+        return record | {"bad": ""}
+
+    def validated(self, step: int, result: dict[str, float], broken: int) -> None:
+        self._read_at = time.perf_counter()
+        self.write({"step": step, **result, "broken_images": broken, "seconds": round(self._read_at - self._began, 3)})
 
     def write(self, record: dict[str, Any]) -> None:
+        record = {"step": record["step"], "epoch": round(record["step"] / self.per_epoch, 4), **record}
         self.records.append(record)
         if self._file is not None:
-            self._file.write(_line(record))
+            with _said(Path(self._file.name)):
+                self._file.write(_line(record))
+        numbers = {name: value for name, value in record.items() if name != "step"}
         if self._events is not None:
-            for name, value in record.items():
-                if name != "step":
-                    self._events.add_scalar(name, value, record["step"])
+            for name, value in numbers.items():
+                self._events.add_scalar(name, value, record["step"])
+        if self._wandb is not None:
+            self._wandb.log(numbers, step=record["step"])
+        if "val_accuracy" in record:
+            self.mlperf("eval_accuracy", record["val_accuracy"], epoch_num=record["epoch"])
 
-    def close(self) -> None:
+    def mlperf(self, key: str, value: Any = None, **metadata: Any) -> None:
+        """One line of an MLPerf log, if it is wanted."""
+        if self._mlperf:
+            kind = {"start": "INTERVAL_START", "stop": "INTERVAL_END"}.get(key.rpartition("_")[2], "POINT_IN_TIME")
+            entry = {"namespace": "", "time_ms": round(1000 * time.time()), "event_type": kind, "key": key,
+                     "value": value, "metadata": metadata}  # fmt: skip
+            say(f":::MLLOG {json.dumps(entry)}")
+
+    def close(self, success: bool = True, title: str = "") -> None:
+        """Ends all, and draws `curves.png`."""
+        self.mlperf("run_stop", None, status="success" if success else "aborted")
         if self._file is not None:
-            self._file.close()
-        if self._events is not None:
-            self._events.close()
+            folder = Path(self._file.name).parent
+            plot([Curves(folder.name, self.records)], folder / "curves.png", title)
+        for service, end in ((self._file, "close"), (self._events, "close"), (self._wandb, "finish")):
+            if service is not None:
+                getattr(service, end)()
 
 
-def _event_writer(folder: Path, step: int) -> Any:
+@contextlib.contextmanager
+def _said(path: Path) -> Any:
     try:
-        from tensorboardX import SummaryWriter
+        yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}; make room or mend it, and the same command goes "
+                        "on from the last checkpoint") from error  # fmt: skip
+
+
+def _package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
     except ImportError as error:
-        raise UserError("--tensorboard needs the package tensorboardX; pip install tensorboardX") from error
-    # A resumed run's own later events are hidden: it makes them again.
-    return SummaryWriter(str(folder), purge_step=step + 1)
+        raise UserError(f"--{name.lower().rstrip('x')} needs the package {name}; pip install {name}") from error
 
 
 def _line(record: dict[str, Any]) -> str:
@@ -89,6 +190,65 @@ def _line(record: dict[str, Any]) -> str:
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
     }
     return json.dumps(known) + "\n"
+
+
+def say(text: str) -> None:
+    """Prints a line, above the progress bar of a terminal."""
+    tqdm.write(text, file=sys.stdout)
+    sys.stdout.flush()
+
+
+class Trace:
+    """Writes what `jax.profiler` sees of the steps from `first` to `last`, 0 and 0 for none."""
+
+    def __init__(self, first: int, last: int, folder: Path) -> None:
+        self.first, self.last, self.folder, self.running = first, last, folder, False
+
+    def before(self, step: int) -> None:
+        if self.first <= step <= self.last and not self.running:
+            jax.profiler.start_trace(str(self.folder))
+            self.running = True
+
+    def after(self, step: int, result: Any) -> None:
+        if self.running and step == self.last:
+            jax.block_until_ready(result)
+            self.end()
+
+    def end(self) -> None:
+        if self.running:
+            jax.profiler.stop_trace()
+            self.running = False
+
+
+def line(step: int, total: int, record: dict[str, Any], speed: float, batch: int, left: float) -> str:
+    """What the terminal says of a step; `speed` in steps a second, `left` in seconds."""
+    text = (f"step {step:>{len(str(total))}}/{total}  epoch {record['epoch']:5.1f}  loss {record['loss']:.4f}  "
+            f"accuracy {record['accuracy']:6.1%}")  # fmt: skip
+    if "val_loss" in record:
+        text += f"  val loss {record['val_loss']:.4f}  val accuracy {record['val_accuracy']:.1%}"
+    return f"{text}  {speed * batch:,.0f} images/s  {1 / speed:.2f} s/step  {duration(left)} left"
+
+
+def bar(total: int, start: int, shown: bool) -> Any:
+    """A progress bar, on a terminal."""
+    return tqdm(total=total, initial=start, unit="step", leave=False, disable=None if shown else True)
+
+
+def squares(tree: Any) -> Any:
+    """The squared norm of each leaf: not finite where one of its numbers is not, or their square."""
+    return jnp.stack([jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)] or [jnp.float32(0)])
+
+
+def not_finite(loss: float, squares: dict[str, Any], trees: dict[str, Any]) -> str:
+    """Which of the loss and the leaves of `trees`, by their `squares`, are not finite, in words; empty if all are."""
+    found = [] if np.isfinite(loss) else ["the loss"]
+    for kind, tree in trees.items():
+        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+        bad = [path for path, value in zip(paths, squares[kind], strict=False) if not np.isfinite(value)]
+        if bad:
+            name = jax.tree_util.keystr(bad[0], simple=True, separator="/")
+            found.append(f"the {kind} {name}" + (f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""))
+    return " and ".join(found)
 
 
 def read(path: Path) -> Records:
@@ -111,12 +271,11 @@ def load(folder: Path) -> Curves:
         raise UserError(f"{folder} holds no run: it has no metrics.jsonl, or an empty one")
     try:
         saved = json.loads((folder / "config.json").read_text())
-        named, optim = saved["run"]["config"], saved["optim"]
-        parts = [optim["optimizer"], f"batch {optim['global_batch']:,}", saved["data"]["source"]]
-        about = ": " + ", ".join([named, *parts] if named else parts)
+        parts = [saved["config"], saved["optimizer"], f"batch {saved['global_batch']:,}", saved["data"]]
+        about = ", ".join(filter(None, parts))
     except (OSError, ValueError, KeyError, TypeError):
         about = ""
-    return Curves(folder.resolve().name + about, records)
+    return Curves(": ".join(filter(None, (folder.resolve().name, about))), records, about)
 
 
 def plot(runs: list[Curves], path: Path, title: str) -> None:
@@ -128,8 +287,10 @@ def plot(runs: list[Curves], path: Path, title: str) -> None:
     if title:
         figure.suptitle(title)
     grid = figure.subplots(2, 3, sharex="col", sharey="row")
-    for k, run in enumerate(runs):
-        color = f"C{k % 10}"
+    groups: dict[str, list[Curves]] = {}
+    for run in runs:
+        color = f"C{list(groups | {run.group or run.label: None}).index(run.group or run.label) % 10}"
+        groups.setdefault(run.group or run.label, []).append(run)
         for row, key in enumerate(("loss", "accuracy")):
             factor = 100 if key == "accuracy" else 1
             train = [r for r in run.records if r.get(key) is not None]
@@ -147,7 +308,7 @@ def plot(runs: list[Curves], path: Path, title: str) -> None:
             grid[row, column].grid(alpha=0.3)
             if row == 1:
                 grid[row, column].set_xlabel(name)
-    _legend(figure, runs)
+    _legend(figure, groups)
     figure.savefig(path, dpi=110)
 
 
@@ -167,19 +328,26 @@ def _smooth(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _scale(grid: Any, runs: list[Curves]) -> None:
     losses = [r[key] for run in runs for r in run.records for key in ("loss", "val_loss") if r.get(key) is not None]
-    if losses and min(losses) > 0 and max(losses) > 20 * min(losses):
-        grid[0, 0].set_yscale("log")
+    if losses:
+        # A few losses of 100 would flatten all the others.
+        low, high = min(losses), float(np.quantile(losses, 0.95))
+        grid[0, 0].set_ylim(low - 0.05 * (high - low or 1), high + 0.25 * (high - low or 1))
     grid[1, 0].set_ylim(0, 101)
 
 
-def _legend(figure: Any, runs: list[Curves]) -> None:
+def _legend(figure: Any, groups: dict[str, list[Curves]]) -> None:
     from matplotlib.lines import Line2D
 
     handles = []
-    for k, run in enumerate(runs):
-        accuracies = [r["val_accuracy"] for r in run.records if r.get("val_accuracy") is not None]
-        found = f" ({accuracies[-1]:.1%} at the end, best {max(accuracies):.1%})" if accuracies else ""
-        handles.append(Line2D([], [], color=f"C{k % 10}", linewidth=3, label=run.label + found))
+    for k, (name, runs) in enumerate(groups.items()):
+        accuracies = [[r["val_accuracy"] for r in run.records if r.get("val_accuracy") is not None] for run in runs]
+        last = [found[-1] for found in accuracies if found]
+        label = name
+        if len(runs) > 1 and last:
+            label += f" ({len(last)} runs, {np.mean(last):.1%} at the end, from {min(last):.1%} to {max(last):.1%})"
+        elif last:
+            label = f"{runs[0].label} ({last[0]:.1%} at the end, best {max(accuracies[0]):.1%})"
+        handles.append(Line2D([], [], color=f"C{k % 10}", linewidth=3, label=label))
     handles.append(Line2D([], [], color="gray", marker="o", markersize=3.5, linewidth=1.8, label="validation"))
     handles.append(Line2D([], [], color="gray", alpha=0.45, linewidth=1, label="training, as augmented"))
     figure.legend(handles=handles, loc="outside lower center", ncols=min(2, len(handles)), frameon=False)
@@ -199,7 +367,4 @@ def main(args: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    processes.script(main)

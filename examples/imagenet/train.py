@@ -1,19 +1,17 @@
-"""Trains a residual network on images with K-FAC or a first-order optimizer.
+"""Trains a network on images with K-FAC or a first-order optimizer. To be read from top to bottom, and copied.
 
-python examples/imagenet/train.py                          # digits, ten K-FAC steps an epoch
-python examples/imagenet/train.py --optimizer sgd
-python examples/imagenet/train.py --data-dir imagenet      # train/<class>/, val/<class>/
-python examples/imagenet/train.py --config bs128k --data-dir imagenet
+python examples/imagenet/train.py                          # digits, ten K-FAC steps an epoch, on a CPU
+python examples/imagenet/train.py --config bs128k --data-dir imagenet --output runs/a    # the same again goes on
 python examples/imagenet/train.py --config bs128k --data cifar10 --global-batch auto
-python examples/imagenet/train.py --resume                 # goes on with the newest run
+python examples/imagenet/train.py --eval runs/a            # its best checkpoint
 python examples/imagenet/train.py --distributed            # in each process: launch/
 python examples/imagenet/train.py --help
 """
 
 import os
 
-# Before jax is imported, which reads both. With few cores, XLA's CPU schedule may start a
-# convolution and a LAPACK call at once and let each wait for the other's threads forever.
+# Before jax is imported, which reads both. With few cores, XLA's CPU schedule may start a convolution and a LAPACK call
+# at once and let each wait for the other's threads forever.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if "xla_cpu_enable_concurrency_optimized_scheduler" not in os.environ.get("XLA_FLAGS", ""):
     flag = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
@@ -21,37 +19,37 @@ if "xla_cpu_enable_concurrency_optimized_scheduler" not in os.environ.get("XLA_F
 
 import dataclasses
 import functools
+import json
 import math
 import signal
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
-import augment
 import checkpoints
 import config as cfg
 import data
-import devices
 import kfac
 import models
-import optimizers
-import precision
+import processes
+import recipe
 import report
-import running
-from config import UserError
-from devices import AXIS, SAME, SPLIT
+from recipe import AXIS, Mixed
+from records import UserError
 
-# Inverses go stale fast at first, so each of the first steps collects statistics whatever
-# --factor-every says.
+SAME, SPLIT = PartitionSpec(), PartitionSpec(AXIS)
+# Inverses go stale fast at first, so each of the first steps collects statistics whatever --factor-every says.
 FACTOR_WARMUP = 10
+# Batches out of which a run that goes on makes its mixed images again: all before weighs some 2^-24 of a pixel.
+REMADE = 10
 
 
 class State(NamedTuple):
@@ -60,341 +58,333 @@ class State(NamedTuple):
     step: Any
     params: Any
     batch_stats: Any
+    ema: Any  # running averages of both, if wanted
     opt_state: Any
     mixed: Any  # what running mixup carries on, split over devices like the batch
     loss_scale: Any  # of float16
 
 
+class Run(NamedTuple):
+    """What no step changes."""
+
+    config: cfg.Config
+    dataset: data.Dataset
+    model: Any  # inside of the row of devices
+    plain: Any  # the same outside of it
+    num_devices: int
+    local_batch: int
+    micro_batches: int
+    tx: Any = None
+
+    @property
+    def wide(self) -> Any:
+        return jnp.promote_types(self.config.dtype, jnp.float32)
+
+    @property
+    def augmented(self) -> bool:
+        return bool(self.config.mixup_alpha or self.config.cutmix_alpha) or self.config.erasing != "none"
+
+
+# What is compiled: each function works on one of a row of devices.
+
+
+def loss_fn(run: Run, model: Any, params: Any, batch_stats: Any, batch: Mixed, scale: Any) -> Any:
+    variables = {"params": params, "batch_stats": batch_stats}
+    logits, new = model.apply(variables, recipe.normalise(run, batch.images), train=True, mutable=["batch_stats"])
+    if run.config.fisher == "sampled":
+        logits = kfac.output(logits, "categorical")
+    targets = optax.smooth_labels(batch.targets, run.config.label_smoothing)
+    loss = jnp.mean(optax.softmax_cross_entropy(logits, targets))
+    # Of a mixed image its own label counts, which has the larger share.
+    right = jnp.argmax(logits, -1) == jnp.argmax(batch.targets, -1)
+    aux = {"batch_stats": new.get("batch_stats", {}), "accuracy": jnp.mean(right.astype(jnp.float32))}
+    return loss if scale is None else loss * scale, aux
+
+
+def fresh(run: Run, key: jax.Array) -> dict[str, Any]:
+    variables = run.plain.init(key, jnp.zeros((1, *run.dataset.shape)), train=True)
+    return jax.tree.map(lambda x: x.astype(run.wide), {"batch_stats": {}, **variables})
+
+
+def init(run: Run, variables: dict[str, Any]) -> State:
+    params, batch_stats, n = variables["params"], variables["batch_stats"], run.micro_batches * run.local_batch
+    mixed: Any = ()
+    if run.config.mixup_alpha:
+        mixed = Mixed(jnp.zeros((n, *run.dataset.shape), run.config.dtype),
+                              jnp.zeros((n, run.dataset.num_classes), run.wide))  # fmt: skip
+    half, ema = run.config.dtype == "float16", (params, batch_stats) if run.config.ema else ()
+    return State(jnp.int32(0), params, batch_stats, ema, run.tx.init(params), mixed,
+                 recipe.LossScale(jnp.float32(recipe.INITIAL), jnp.int32(0)) if half else ())  # fmt: skip
+
+
+def train_step(run: Run, gradients: Callable[..., Any], state: State, batch: Any) -> tuple[State, Any, Any]:
+    config, half = run.config, run.config.dtype == "float16"
+    seen, mixed = recipe.augmented(run, state.step, batch, state.mixed)
+    scale = state.loss_scale.scale if half else None
+    (loss, aux), grads, factors = gradients(state.step, state.opt_state, state.params, state.batch_stats, seen, scale)
+    loss, aux, grads = lax.pmean((loss, aux, grads), AXIS)
+    if half:
+        loss, grads, factors = recipe.unscale(state.loss_scale, loss, grads, factors)
+    updates, opt_state = run.tx.update(grads, state.opt_state, state.params, factors=factors)
+    params = optax.apply_updates(state.params, updates)
+    if config.rescale:
+        params = recipe.rescale(params)
+    batch_stats, loss_scale = aux["batch_stats"], state.loss_scale
+    squares = {"gradient": report.squares(grads)}
+    gradient_norm = jnp.sqrt(jnp.sum(squares["gradient"]))
+    metrics = {"loss": loss, "accuracy": aux["accuracy"], "gradient_norm": gradient_norm}
+    if half or config.skip_nonfinite:
+        finite = jnp.isfinite(gradient_norm) & jnp.isfinite(jnp.sum(report.squares((params, batch_stats))))
+        # K-FAC leaves such gradients out by itself, and counts them.
+        kept = finite | (~jnp.isfinite(gradient_norm) & (config.optimizer == "kfac"))
+        params, batch_stats = recipe.select(finite, (params, batch_stats), (state.params, state.batch_stats))
+        opt_state, metrics["skipped"] = recipe.select(kept, opt_state, state.opt_state), 1.0 - finite
+    if half:
+        metrics["loss_scale"], loss_scale = scale, recipe.adjust(state.loss_scale, finite)
+    ema = recipe.average(config.ema, state.step, state.ema, (params, batch_stats)) if config.ema else ()
+    squares |= {"parameter": report.squares(params), "batch-norm average": report.squares(batch_stats)}
+    metrics["parameter_norm"] = jnp.sqrt(jnp.sum(squares["parameter"]))
+    if config.optimizer == "kfac":
+        metrics |= {f"kfac/{name}": value for name, value in kfac.diagnostics(opt_state).items()}
+    return State(state.step + 1, params, batch_stats, ema, opt_state, mixed, loss_scale), metrics, squares
+
+
+def eval_step(run: Run, weights: tuple[Any, Any], batch: data.Batch) -> tuple[jax.Array, ...]:
+    params, batch_stats = weights
+    variables = {"params": params, "batch_stats": batch_stats}
+    logits = run.plain.apply(variables, recipe.normalise(run, batch.images), train=False)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
+    _, best = lax.top_k(logits, min(5, run.dataset.num_classes))
+    hits = best == batch.labels[:, None]
+    sums = tuple(jnp.sum(x * batch.weights) for x in (losses, hits[:, 0], hits.any(1), jnp.ones(losses.shape)))
+    return lax.psum(sums, AXIS)
+
+
 def main(args: list[str]) -> None:
     began = time.perf_counter()
-    config, found = cfg.parse(args)
-    if config.run.print_config:
-        print(cfg.show(config))
+    config = cfg.parse(args)
+    if config.print_config:
+        print(json.dumps(dataclasses.asdict(config), indent=2, default=str))
         return
-    if config.model.dtype == "float64":
-        jax.config.update("jax_enable_x64", True)
 
     # The devices in a row, over which each batch is split. One device is a row too.
-    devices.start(config.hardware)
-    mesh = devices.make_mesh(config.hardware.devices)
+    processes.meet(config)
+    mesh = processes.row_of_devices(config.devices)
+    same, split = NamedSharding(mesh, SAME), NamedSharding(mesh, SPLIT)
+    on_devices = functools.partial(jax.shard_map, mesh=mesh)
 
     # The data, and how long the training is. An epoch has as many images as there are, whether or not batches fit in.
-    dataset = data.load(config.data)
+    dataset = data.load(config)
     size = len(dataset.train)
-    config = cfg.fit_batch(config, size, mesh.size)
-    optim, aug, run = config.optim, config.augment, config.run
-    use_kfac = optim.optimizer == "kfac"
-    ekfac = use_kfac and optim.inverse == "ekfac"
-    local_batch, micro_batches = devices.divide(optim, mesh.size)
-    batch = optim.global_batch
-    per_epoch = size / batch
-    total = cfg.total_steps(optim, per_epoch)
-    stop_at = min(total, run.stop_after or total)
-    if cfg.traced_steps(run.profile)[0] > stop_at:
-        raise UserError(f"--profile {run.profile} begins after the last step, {stop_at}")
-    eval_every = run.eval_every or max(1, round(per_epoch))
-    checkpoint_every = run.checkpoint_every or max(1, round(per_epoch))
-    if found is not None and found != dataset.found():
-        raise UserError(f"the data are not those of the run in {run.output}: {dataset.found()} "
-                        f"now, {found} then; point --data-dir to the same images")  # fmt: skip
-    if len(set(devices.everyone(str(dataset.found())))) > 1:
-        raise UserError("the processes do not see the same images")
+    config = cfg.fit(config, size, mesh.size, mesh.devices[0].platform)
+    batch, per_epoch, total = config.global_batch, size / config.global_batch, cfg.total_steps(config, size)
+    local_batch = config.local_batch or batch // mesh.size
+    micro_batches = batch // (mesh.size * local_batch)
+    stop_at = min(total, config.stop_after or total)
+    eval_every = config.eval_every or max(1, round(per_epoch))
+    trace = report.Trace(*cfg.traced_steps(config.profile, stop_at), config.output / "profile")
     # Each process has named a new folder by its own clock.
-    assert run.output is not None
-    output = Path(devices.everyone(str(run.output))[0])
-    devices.on_first(lambda: running.open_output(config, dataset))
+    output = Path(processes.everyone(str(config.output))[0])
+    config = dataclasses.replace(config, output=output)
+    if len(set(processes.everyone(str(dataset.found())))) > 1:
+        raise UserError("the processes do not see the same images; --data-dir must be one that all of them see")
+    held = None if config.eval else processes.on_first(lambda: cfg.open_output(config, dataset.found()))
     say(f"{dataset.name}: {size} training and {len(dataset.val)} validation images of "
         f"{'x'.join(map(str, dataset.shape))}, {dataset.num_classes} classes"
         + (f" ({dataset.note})" if dataset.note else ""))  # fmt: skip
+    broken = data.Broken(config.max_broken * (size + len(dataset.val)))
+    rows = data.own_rows(mesh, jax.process_index(), local_batch, micro_batches)
 
-    # The network and its loss, per device. `plain` is the network as it is outside of the row of devices.
-    plain = models.create(config.model.arch, dataset.num_classes, config.model.dtype, config.model.width,
-                          init_scheme=config.model.init, norm_epsilon=config.model.norm_epsilon)  # fmt: skip
-    model = plain.clone(axis_name=AXIS if config.model.sync_batch_norm else None)
-    key = jax.random.key(run.seed)
-    image = jax.ShapeDtypeStruct((1, *dataset.shape), jnp.float32)
-    wide = jnp.promote_types(config.model.dtype, jnp.float32)
+    def place(arrays: Any) -> Any:
+        """Global arrays, split over the devices, from what this process has loaded of them."""
+        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(split, x), arrays)
 
-    def fresh(key: jax.Array) -> Any:
-        variables = plain.init(key, jnp.zeros(image.shape, image.dtype), train=True)
-        return jax.tree.map(lambda x: x.astype(wide), variables)
+    def train_batches(first: int, last: int) -> Iterator[data.Batch]:
+        return data.prefetch(data.train_batches(dataset.train, batch, config.seed, first, last, rows), place)
 
-    variables = jax.eval_shape(fresh, key)
+    # The network.
+    plain = models.create(config.arch, dataset.num_classes, config.dtype, config.width, init_scheme=config.init,
+                          norm_epsilon=config.norm_epsilon)  # fmt: skip
+    model = plain.clone(axis_name=AXIS if config.sync_batch_norm else None)
+    run = Run(config, dataset, model, plain, mesh.size, local_batch, micro_batches)
+    variables = jax.eval_shape(functools.partial(fresh, run), jax.random.key(config.seed))
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(variables["params"]))
-    say(f"{config.model.arch} in {config.model.dtype}, {count / 1e6:.2f} M parameters; {optim.optimizer} on batches of "
-        f"{batch}: {mesh.size} device(s) in {jax.process_count()} process(es), {micro_batches} micro-batch(es) of "
-        f"{local_batch} images each; {per_epoch:.4g} steps an epoch, {total} steps in all")  # fmt: skip
+    say(f"{config.arch} in {config.dtype}, {count / 1e6:.2f} M parameters; {config.optimizer} on batches of {batch}: "
+        f"{mesh.size} device(s) in {jax.process_count()} process(es), {micro_batches} micro-batch(es) of {local_batch} "
+        f"images each; {per_epoch:.4g} steps an epoch, {total} steps in all, {config.warmup_epochs:.4g} epochs of "
+        "warm-up")  # fmt: skip
 
-    def normalise(images: jax.Array) -> jax.Array:
-        if images.dtype != jnp.uint8:  # mixed, and normalised before
-            return images
-        mean, std = jnp.array(dataset.mean, wide), jnp.array(dataset.std if aug.divide_by_std else 1, wide)
-        return (images.astype(wide) / 255 - mean) / std
+    # Validation: loss and accuracies over all readable images, each counted once.
+    eval_size = mesh.size * min(local_batch, -(-len(dataset.val) // mesh.size))
+    eval_rows = data.own_rows(mesh, jax.process_index(), eval_size // mesh.size, 1)
+    evaluate = jax.jit(on_devices(functools.partial(eval_step, run), in_specs=(SAME, SPLIT), out_specs=SAME))
 
-    def loss_fn(model: Any, params: Any, batch_stats: Any, batch: augment.Mixed, scale: jax.Array | None) -> Any:
-        logits, new = model.apply(
-            {"params": params, "batch_stats": batch_stats}, normalise(batch.images), train=True,
-            mutable=["batch_stats"],
-        )  # fmt: skip
-        if optim.fisher == "sampled":
-            logits = kfac.output(logits, "categorical")
-        targets = optax.smooth_labels(batch.targets, aug.label_smoothing)
-        loss = jnp.mean(optax.softmax_cross_entropy(logits, targets))
-        # Of a mixed image its own label counts, which has the larger share.
-        right = jnp.argmax(logits, -1) == jnp.argmax(batch.targets, -1)
-        aux = {"batch_stats": new["batch_stats"], "accuracy": jnp.mean(right.astype(jnp.float32))}
-        return loss if scale is None else loss * scale, aux
+    def validate(weights: Any) -> dict[str, float]:
+        sums = np.zeros(4)
+        for got in data.prefetch(data.val_batches(dataset.val, eval_size, eval_rows), place):
+            broken.note(got.broken)
+            sums += np.array(jax.device_get(evaluate(weights, got._replace(broken=()))), np.float64)
+        if not sums[3]:
+            raise UserError("none of the validation images can be read")
+        loss, accuracy, top5 = sums[:3] / sums[3]
+        return {"val_loss": float(loss), "val_accuracy": float(accuracy), "val_top5_accuracy": float(top5)}
+
+    if config.eval is not None:
+        *weights, at = checkpoints.weights(config.eval)
+        found = validate(jax.device_put(tuple(weights), same))
+        say(f"{config.eval}, step {at}: validation loss {found['val_loss']:.4f}, accuracy {found['val_accuracy']:.2%}, "
+            f"top-5 {found['val_top5_accuracy']:.2%}, of {len(dataset.val)} images")  # fmt: skip
+        return
 
     # The optimizer. K-FAC traces the loss once to find the layers.
-    def images_like(count: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        split = NamedSharding(mesh, SPLIT)
-        return (jax.ShapeDtypeStruct((count, *dataset.shape), jnp.uint8, sharding=split),
-                jax.ShapeDtypeStruct((count,), jnp.int32, sharding=split))  # fmt: skip
-
-    # Without mixup and erasing images stay uint8 until a micro-batch is normalised.
-    augmented = bool(aug.mixup_alpha) or aug.erasing != "none"
-    half = config.model.dtype == "float16"
-    layers = None
+    half, use_kfac, layers = config.dtype == "float16", config.optimizer == "kfac", None
     if use_kfac:
-        seen = jnp.dtype(config.model.dtype) if augmented else jnp.uint8
-        example = augment.Mixed(jax.ShapeDtypeStruct((local_batch, *dataset.shape), seen),
-                                jax.ShapeDtypeStruct((local_batch, dataset.num_classes), wide))  # fmt: skip
-        layers = kfac.find_layers(functools.partial(loss_fn, plain), variables["params"], variables["batch_stats"],
+        seen = jnp.dtype(config.dtype) if run.augmented else jnp.uint8
+        example = Mixed(jax.ShapeDtypeStruct((local_batch, *dataset.shape), seen),
+                        jax.ShapeDtypeStruct((local_batch, dataset.num_classes), run.wide))  # fmt: skip
+        layers = kfac.find_layers(functools.partial(loss_fn, run, plain), variables["params"], variables["batch_stats"],
                                   example, jnp.float32(1) if half else None, has_aux=True)  # fmt: skip
-    rate = optimizers.learning_rate(optim, per_epoch, total)
+    rate = recipe.learning_rate(config, per_epoch, total)
     try:
-        tx = optimizers.transform(optim, rate, per_epoch, layers, AXIS)
+        run = run._replace(tx=recipe.transform(config, rate, per_epoch, layers))
     except ValueError as error:
         raise UserError(f"the options of the optimizer do not go together: {error}") from error
-    # The same on all devices but for the layers that each one owns and the images that it has mixed.
-    state_specs = State(SAME, SAME, SAME, kfac.state_specs(tx, variables["params"], AXIS), SPLIT, SAME)
 
-    def init(key: jax.Array) -> State:
-        new = fresh(key)
-        mixed: Any = ()
-        if aug.mixup_alpha:
-            mixed = augment.Mixed(jnp.zeros((batch // mesh.size, *dataset.shape), config.model.dtype),
-                                  jnp.zeros((batch // mesh.size, dataset.num_classes), wide))  # fmt: skip
-        return State(jnp.int32(0), new["params"], new["batch_stats"], tx.init(new["params"]), mixed,
-                     precision.initial() if half else ())  # fmt: skip
-
-    def train_step(
-        gradients: Callable[..., Any], state: State, batch: tuple[jax.Array, jax.Array]
-    ) -> tuple[State, dict[str, jax.Array], dict[str, jax.Array]]:
-        images, labels = batch
-        seen, mixed = augment.Mixed(images, jax.nn.one_hot(labels, dataset.num_classes, dtype=wide)), state.mixed
-        if augmented:
-            seen = seen._replace(images=normalise(images).astype(config.model.dtype))
-            keys = augment.keys(run.seed, state.step, devices.own_indices(mesh.size, local_batch, micro_batches))
-            seen, mixed = augment.augment(keys, state.step, aug.mixup_alpha, aug.erasing, seen, mixed)
-        scale = state.loss_scale.scale if half else None
-        extra: dict[str, Any] = {}
-        if optim.fisher == "sampled":
-            extra["fisher_key"] = optimizers.fisher_key(run.seed, state.step)
-        if ekfac:
-            assert layers is not None
-            extra["basis"] = kfac.eigenbasis(state.opt_state, layers)
-        (loss, aux), grads, factors = gradients(state.params, state.batch_stats, seen, scale, **extra)
-        loss, aux, grads = lax.pmean((loss, aux, grads), AXIS)
-        if half:
-            loss, grads, factors = precision.unscale(state.loss_scale, loss, grads, factors)
-        updates, opt_state = tx.update(grads, state.opt_state, state.params, factors=factors)
-        params = optax.apply_updates(state.params, updates)
-        if optim.rescale:
-            params = optimizers.rescale(params)
-        batch_stats, loss_scale = aux["batch_stats"], state.loss_scale
-        gradient_norm = jnp.sqrt(jnp.sum(precision.squares(grads)))
-        if half:
-            # What overflowed changes the scale, and nothing else but the counts that K-FAC keeps of such steps.
-            finite = jnp.isfinite(gradient_norm)
-            params, batch_stats = precision.select(finite, (params, batch_stats), (state.params, state.batch_stats))
-            opt_state = opt_state if use_kfac else precision.select(finite, opt_state, state.opt_state)
-            loss_scale = precision.adjust(state.loss_scale, finite)
-        metrics = {
-            "loss": loss, "accuracy": aux["accuracy"], "gradient_norm": gradient_norm,
-            "parameter_norm": jnp.sqrt(jnp.sum(precision.squares(params))),
-        }  # fmt: skip
-        watched = {"gradient": grads, "parameter": params, "batch-norm average": batch_stats}
-        squares = {name: precision.squares(tree) for name, tree in watched.items()}
-        if half:
-            metrics["loss_scale"] = state.loss_scale.scale
-        if use_kfac:
-            metrics |= {f"kfac/{k}": v for k, v in kfac.diagnostics(opt_state).items()}
-        return State(state.step + 1, params, batch_stats, opt_state, mixed, loss_scale), metrics, squares
-
-    def eval_step(params: Any, batch_stats: Any, batch: data.Batch) -> tuple[jax.Array, ...]:
-        logits: Any = plain.apply({"params": params, "batch_stats": batch_stats}, normalise(batch.images), train=False)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
-        right = jnp.argmax(logits, -1) == batch.labels
-        sums = tuple(jnp.sum(x * batch.weights) for x in (losses, right, jnp.ones(right.shape)))
-        return lax.psum(sums, AXIS)
-
-    # Compiled here and not on the first call: it can be timed, and nothing can retrace later.
+    # The state: the same on all devices but for the layers that each one owns and the images that it has mixed.
     say("compiling ...")
     compile_began = time.perf_counter()
-    on_devices = functools.partial(jax.shard_map, mesh=mesh)
-    state = jax.jit(on_devices(init, in_specs=SAME, out_specs=state_specs))(key)
+    specs = State(SAME, SAME, SAME, SAME, kfac.state_specs(run.tx, variables["params"], AXIS), SPLIT, SAME)
+    variables = jax.jit(functools.partial(fresh, run), out_shardings=same)(jax.random.key(config.seed))
+    if config.init_from is not None:
+        variables = checkpoints.taken_over(config.init_from, variables)
+    state = jax.jit(on_devices(functools.partial(init, run), in_specs=SAME, out_specs=specs))(variables)
 
+    # The step, compiled here and not on the first call: it can be timed, and nothing can retrace later.
     def compile_step(layers: Any) -> Callable[..., Any]:
-        gradients = optimizers.gradient_fn(
-            functools.partial(loss_fn, model), layers, micro_batches, AXIS, optim.subsample, optim.fisher, ekfac
-        )
-        step = on_devices(functools.partial(train_step, gradients), in_specs=(state_specs, SPLIT),
-                          out_specs=(state_specs, SAME, SAME))  # fmt: skip
-        return jax.jit(step, donate_argnums=0).lower(state, images_like(batch)).compile()
+        gradients = recipe.gradient_fn(config, functools.partial(loss_fn, run, model), layers, micro_batches)
+        step = on_devices(functools.partial(train_step, run, gradients), in_specs=(specs, SPLIT),
+                          out_specs=(specs, SAME, SAME))  # fmt: skip
+        images = jax.ShapeDtypeStruct((batch, *dataset.shape), jnp.uint8, sharding=split)
+        labels = jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=split)
+        return jax.jit(step, donate_argnums=0).lower(state, (images, labels)).compile()
 
     full_step = compile_step(layers)
     # Between statistics there is nothing of K-FAC in the backward pass.
-    cheap_step = compile_step(None) if use_kfac and optim.factor_every != 1 else full_step
-    eval_size = mesh.size * min(local_batch, -(-len(dataset.val) // mesh.size))
-    weights_like = jax.ShapeDtypeStruct((eval_size,), jnp.float32, sharding=NamedSharding(mesh, SPLIT))
-    evaluate = (
-        jax.jit(on_devices(eval_step, in_specs=(SAME, SAME, SPLIT), out_specs=SAME))
-        .lower(state.params, state.batch_stats, data.Batch(*images_like(eval_size), weights_like))
-        .compile()
-    )
-
-    # A checkpoint holds the state of one device, which any number of devices can take up; mixed images in the order of
-    # the batch, still split.
-    gather = jax.jit(functools.partial(checkpoints.portable, mesh.size, local_batch),
-                     out_shardings=devices.shardings(mesh, state_specs._replace(opt_state=SAME)))  # fmt: skip
-    scatter = jax.jit(functools.partial(checkpoints.placed, mesh.size, local_batch),
-                      out_shardings=devices.shardings(mesh, state_specs))  # fmt: skip
-
+    cheap_step = compile_step(None) if use_kfac and config.factor_every != 1 else full_step
     compile_seconds = time.perf_counter() - compile_began
-    programs = "step, cheap step" if cheap_step is not full_step else "step"
-    say(f"compiled {programs}, validation and initialisation in {compile_seconds:.1f} s")
+    say(f"compiled {'step' if cheap_step is full_step else 'step, cheap step'} in {compile_seconds:.1f} s")
 
-    # Where it begins: at the beginning, or at the last checkpoint.
-    saved = checkpoints.Checkpoints(output / "checkpoints", run.keep_checkpoints)
-    start, broken = saved.latest() or 0, set[str]()
-    if stop_at < start:
-        raise UserError(f"--stop-after {stop_at} is over: the run in {output} is at step {start}")
-    interval = kfac.AdaptiveInterval(optim.statistics_threshold)  # with --factor-every adaptive
-    if start:
-        portable_state, extra = saved.restore(gather(state))
-        state, broken = scatter(portable_state), set(extra["broken"])
-        interval = kfac.AdaptiveInterval(**extra["interval"])
-    if run.resume:
+    # Where it begins: at the beginning, or at the last checkpoint, which fits any number of devices. One of a large
+    # batch leaves the mixed images out: they are made again of the last batches.
+    lean = checkpoints.is_lean(config.checkpoint_mixed, state.mixed)
+    saved = checkpoints.Checkpoints(output / "checkpoints", config.keep_checkpoints,
+                                    *checkpoints.for_any_devices(mesh, specs, local_batch, lean))  # fmt: skip
+    start, interval = 0, kfac.AdaptiveInterval(config.statistics_threshold)  # with --factor-every adaptive
+    if saved.latest():
+        mixed = state.mixed
+        state, extra = saved.restore(state)
+        start, interval = int(state.step), kfac.AdaptiveInterval(**extra["interval"])
+        broken.update(extra["broken"])
         say(f"resuming {output} at step {start} of {total}")
-    metrics = report.Metrics(output / "metrics.jsonl" if devices.is_first() else None, start, run.tensorboard)
-    seconds_before = metrics.seconds
-    # The schedule does not go on in steps that float16 left out.
-    left_out = sum(half and "gradient_norm" in r and r["gradient_norm"] is None for r in metrics.records)
-    trace = running.Trace(cfg.traced_steps(run.profile), output / "profile")
+        if stop_at < start:
+            raise UserError(f"the run in {output} is at step {start}, and is to end at step {stop_at}; give --steps, "
+                            "--epochs or --stop-after beyond it")  # fmt: skip
+        if lean:
+            mix = jax.jit(
+                on_devices(
+                    lambda *args: recipe.augmented(run, *args)[1], in_specs=(SAME, SPLIT, SPLIT), out_specs=SPLIT
+                )
+            )
+            for at, got in enumerate(train_batches(max(0, start - REMADE), start), max(0, start - REMADE)):
+                mixed = mix(jnp.int32(at), (got.images, got.labels), mixed)
+            state = state._replace(mixed=mixed)
+    processes.on_first(lambda: cfg.save(config, dataset.found(), output))
+    services = [name for name in ("tensorboard", "wandb", "mlperf") if getattr(config, name)]
     watched = {"gradient": variables["params"], "parameter": variables["params"],
                "batch-norm average": variables["batch_stats"]}  # fmt: skip
+    metrics = report.Metrics(output, start, per_epoch, watched, services, writes=processes.is_first())
 
-    # SIGTERM and Ctrl-C end the run after the step at hand, with a checkpoint; a second one ends it now.
-    stop = devices.Stop()
-
-    def note_broken(names: tuple[str, ...]) -> None:
-        for name in names:
-            if name not in broken:
-                broken.add(name)
-                print(f"skipped {name}: not a readable image", file=sys.stderr, flush=True)
-
-    pending: list[tuple[int, dict[str, jax.Array], dict[str, jax.Array]]] = []
-    best, loop_began = saved.best(), time.perf_counter()
-    last_line = window_began = read_at = loop_began
-    window_steps, step, text = 0, start, ""
-    rows = devices.own_rows(mesh, local_batch, micro_batches)
-    batches = data.train_batches(dataset.train, batch, run.seed, start, stop_at, rows)
-    for step, got in enumerate(data.prefetch(batches, functools.partial(devices.place, mesh)), start + 1):
+    # The loop. SIGTERM and Ctrl-C end it after the step at hand, with a checkpoint; a second one ends it now.
+    stop, step, window, target = processes.Stop(), start, 0, config.target_accuracy or math.inf
+    why = f"--stop-after {stop_at}"
+    if max(metrics.accuracies, default=0) >= target:
+        stop_at, why = start, "--target-accuracy, reached"
+    bar = report.bar(total, start, processes.is_first())
+    loop_began = last_line = last_save = time.perf_counter()
+    for step, got in enumerate(train_batches(start, stop_at), start + 1):
         done = step - 1
-        due = interval.due(done) if isinstance(optim.factor_every, str) else done % optim.factor_every == 0
+        due = interval.due(done) if isinstance(config.factor_every, str) else done % config.factor_every == 0
         with_factors = due or done < FACTOR_WARMUP
         trace.before(step)
         state, values, squares = (full_step if with_factors else cheap_step)(state, (got.images, got.labels))
         trace.after(step, state)
-        note_broken(got.broken)
+        broken.note(got.broken)
         if use_kfac:
             values = values | {"kfac/with_statistics": with_factors}
-        if optim.factor_every == "adaptive" and with_factors:
+        if config.factor_every == "adaptive" and with_factors:
             interval.record(done, float(values["kfac/statistics_change"]))  # waits for the device
-        pending.append((step, values, squares))
-        if len(pending) > 1:
-            # No more than one step ahead of the device, or else batches would pile up on it.
-            jax.block_until_ready(pending[-2][1])
-        window_steps += 1
+        metrics.add(step, values, squares)
+        window += 1
+        bar.update()
 
-        stopping = stop.asked(step)
-        last = step == stop_at or stopping
-        validate = step % eval_every == 0 or step == total
-        save = step % checkpoint_every == 0 or last
-        # Not by the clock where several processes must do the same.
-        quiet = time.perf_counter() - last_line > 10 and jax.process_count() == 1
-        if not (validate or save or quiet or step % run.log_every == 0):
+        # What there is to do after this step. By the clock only where a single process decides, or at fixed steps.
+        now = time.perf_counter()
+        last = step == stop_at or stop.asked(step)
+        check = step % eval_every == 0 or step == total
+        log = check or last or step % config.log_every == 0 or (now - last_line > 10 and jax.process_count() == 1)
+        late = now - last_save > 60 * config.checkpoint_minutes
+        if jax.process_count() > 1:
+            late = log and processes.everyone(str(late))[0] == "True"
+        save = late or last or bool(config.checkpoint_every and step % config.checkpoint_every == 0)
+        if not (log or save):
             continue
 
         # Reading the numbers waits for the device, hence not after each step.
-        pending = jax.device_get(pending)
-        before, read_at = read_at, time.perf_counter()
-        for k, (at, values, squares) in enumerate(pending, 1):
-            record = {name: float(value) for name, value in values.items()}
-            # When the steps between two readings ended is not known: evenly spread.
-            seconds = seconds_before + before - loop_began + (read_at - before) * k / len(pending)
-            metrics.write({"step": at, "epoch": round(at / per_epoch, 4), "seconds": round(seconds, 3),
-                           "learning_rate": float(rate(at - 1 - left_out)), **record})  # fmt: skip
-            if half and record["loss_scale"] > precision.SMALLEST and not math.isfinite(record["gradient_norm"]):
-                left_out += 1  # and the next loss scale is smaller
-                continue
-            if bad := precision.not_finite(record["loss"], squares, watched):
-                running.stop_at_nan(bad, at, saved, config)
-        pending.clear()
-        now = time.perf_counter()
-        speed = window_steps / (now - window_began)
-        text = (f"step {step:>{len(str(total))}}/{total}  epoch {step / per_epoch:5.1f}  "
-                f"loss {record['loss']:.4f}  accuracy {record['accuracy']:6.1%}")  # fmt: skip
+        record = metrics.flush(rate)
+        if record["bad"]:
+            saved.close()
+            raise UserError(f"{record['bad']}; {saved.describe()}; a new run may do with --skip-nonfinite, "
+                            f"{f'a --damping above {config.damping} or ' if use_kfac else ''}"
+                            f"a --learning-rate below {config.learning_rate}")  # fmt: skip
+        speed = window / (time.perf_counter() - last_line)
         result: dict[str, float] = {}
-        if validate:
-            result = running.validate(evaluate, state, dataset, eval_size, mesh, note_broken)
-            broken |= devices.union(broken)
-            read_at = time.perf_counter()
-            metrics.write({"step": step, "epoch": round(step / per_epoch, 4), **result, "broken_images": len(broken),
-                           "seconds": round(seconds_before + read_at - loop_began, 3)})  # fmt: skip
-            save |= result["val_accuracy"] > best
-            best = max(best, result["val_accuracy"])
-            text += f"  val loss {result['val_loss']:.4f}  val accuracy {result['val_accuracy']:.1%}"
+        if check:
+            result = validate(state.ema if config.ema else (state.params, state.batch_stats))
+            broken |= processes.union(broken)
+            metrics.validated(step, result, len(broken))
+            if result["val_accuracy"] >= target:
+                save, last, why = True, True, "--target-accuracy, reached"
         if save:
-            broken |= devices.union(broken)
+            broken |= processes.union(broken)
             extra = {"broken": sorted(broken), "interval": dataclasses.asdict(interval)}
-            saved.save(step, gather(state), extra, result.get("val_accuracy"))
-        now = time.perf_counter()
-        left = (total - step) * (now - loop_began) / (step - start)
-        say(f"{text}  {speed:.2f} steps/s  {report.duration(left)} left")
-        last_line = window_began = now
-        window_steps = 0
+            saved.save(step, state, extra, result.get("val_accuracy"))
+            last_save = time.perf_counter()
+        left = (total - step) * (time.perf_counter() - loop_began) / (step - start)
+        say(report.line(step, total, record | result, speed, batch, left))
+        last_line, window = time.perf_counter(), 0
         if last:
             break
 
+    # The end.
+    bar.close()
     trace.end()
     saved.close()
     stop.restore()
-    metrics.close()
-    title = f"{dataset.name}, {config.model.arch}, {optim.optimizer}, batch {batch}"
-    if devices.is_first():
-        report.plot([report.Curves(output.name, metrics.records)], output / "curves.png", title)
-    accuracies = [r["val_accuracy"] for r in metrics.records if "val_accuracy" in r]
-    accuracy = f"{accuracies[-1]:.2%} (best {max(accuracies):.2%})" if accuracies else "not measured"
-    if step < total:
-        why = signal.Signals(stop.signal).name if stop.signal else f"--stop-after {stop_at}"
-        state_of = f"stopped by {why} at step {step} of {total}, to go on with --resume"
-    else:
-        state_of = f"done: {total} steps"
-    say(
-        f"{state_of}; {title}; validation accuracy {accuracy}; {len(broken)} broken images; "
-        f"{time.perf_counter() - began:.1f} s, of which {compile_seconds:.1f} s compiling; {output}"
-    )
+    title = f"{dataset.name}, {config.arch}, {config.optimizer}, batch {batch}"
+    metrics.close(success=step == total or "reached" in why, title=title)
+    why = signal.Signals(stop.signal).name if stop.signal else why
+    say(f"{f'stopped by {why} at step {step} of {total}' if step < total else f'done: {total} steps'}; {title}; "
+        f"validation accuracy {metrics.best()}; {len(broken)} broken images; {metrics.skipped} steps left out; "
+        f"{time.perf_counter() - began:.1f} s, of which {compile_seconds:.1f} s compiling; {output}")  # fmt: skip
+    if held is not None:
+        os.close(held)  # the folder is free again
 
 
 def say(text: str) -> None:
-    if devices.is_first():
-        print(text, flush=True)
+    if processes.is_first():
+        report.say(text)
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    checkpoints.hush()
+    processes.script(main)

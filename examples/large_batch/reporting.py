@@ -15,10 +15,10 @@ import numpy as np
 
 import plans
 import training
-from batches import Plan as BatchPlan
-from errors import UserError
+from data import Plan as BatchPlan
 from methods import METHODS
 from plans import RULES
+from records import UserError
 from store import Plan, Record, Store
 from tasks import Task
 from training import Trial

@@ -29,8 +29,8 @@ import plans
 import reporting
 import tasks
 import training
-from errors import UserError
 from methods import METHODS
+from records import UserError
 from store import Plan, Store
 from tasks import Task
 
@@ -58,7 +58,7 @@ class Options:
     ]
     task: Annotated[Literal["cifar", "digits", "toy"], _option("what is trained; toy is for tests")] = "cifar"
     methods: Annotated[tuple[str, ...], _option("which methods; all if left out")] = ()
-    data_dir: Annotated[Path, _option("folder with CIFAR-10; get_cifar10.py fetches it")] = Path("data/cifar10")
+    data_dir: Annotated[Path, _option("folder with CIFAR-10; get_cifar10.sh fetches it")] = Path("data/cifar10")
     results: Annotated[Path, _option("folder of the JSON lines")] = HERE / "results"
     figures: Annotated[Path, _option("folder for the figures of report")] = HERE.parents[1] / "docs" / "figures"
     parts: Annotated[tuple[int, ...], _option("for batch-sizes and searched-sizes: N / batch")] = plans.OTHER_PARTS

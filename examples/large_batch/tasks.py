@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 import models
-from batches import ArraySplit
-from cifar10 import read_cifar10
-from errors import UserError
+from data import ArraySplit, read_cifar10
+from records import UserError
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,7 +45,7 @@ def _resnet(stages: tuple[int, ...], width: int) -> models.ResNet:
 def _cifar(data_dir: Path) -> Task:
     """5,000 training images of CIFAR-10 at 16 x 16, 2,500 others to validate, all 10,000 test images."""
     if not data_dir.is_dir():
-        raise UserError(f"--data-dir {data_dir} is not a folder; examples/imagenet/get_cifar10.py fetches CIFAR-10")
+        raise UserError(f"--data-dir {data_dir} is not a folder; examples/imagenet/get_cifar10.sh fetches CIFAR-10")
     whole = read_cifar10(data_dir)
     train, val = whole.train, whole.val
     assert isinstance(train, ArraySplit) and isinstance(val, ArraySplit)

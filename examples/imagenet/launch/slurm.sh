@@ -1,22 +1,25 @@
 #!/bin/bash
 # Trains on all GPUs of several nodes, one process per GPU:
 #
-#   sbatch examples/imagenet/launch/slurm.sh --data-dir /path/to/imagenet --output /path/to/run
+#   sbatch examples/imagenet/launch/slurm.sh --config bs32k --data-dir /path/to/imagenet --output /path/to/run
 #
 # from the root of the repository, with an environment that has `kfac-optax[examples]` and a JAX for the GPUs. Options go
-# to train.py; the output folder must be one that all nodes see.
+# to train.py; the output folder must be one that all nodes see. Submitted or queued again, the same line goes on with
+# the run in it, and ends at once when that is done: chains of jobs need nothing else.
 #SBATCH --job-name=kfac
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=8
-#SBATCH --gpus-per-task=1
+#SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=8
 #SBATCH --time=04:00:00
-# SIGTERM to all processes five minutes before the time is up: they write a checkpoint and end. Put `--resume` behind
-# the options to go on in another job.
+#SBATCH --requeue
+#SBATCH --open-mode=append
+# SIGTERM to all processes five minutes before the time is up: they write a checkpoint and end.
 #SBATCH --signal=TERM@300
 
 set -euo pipefail
 
-# Each task sees its own GPU only, under number 0, whatever its number on the node.
-export JAX_LOCAL_DEVICE_IDS=0
-exec srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" python examples/imagenet/train.py --distributed "$@"
+# Every task sees all GPUs of its node, which NCCL needs for the direct way between them, and uses the one of its number:
+# jax.distributed finds both in SLURM's environment.
+exec srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --gpu-bind=none \
+  python examples/imagenet/train.py --distributed "$@"

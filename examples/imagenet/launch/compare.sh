@@ -1,0 +1,18 @@
+#!/bin/bash
+# K-FAC and SGD with the same warm-up, batches and length, three seeds each, and one page of curves:
+#
+#   sh examples/imagenet/get_cifar10.sh
+#   bash examples/imagenet/launch/compare.sh --data cifar10 --global-batch auto --local-batch 500 --epochs 30
+#
+# Options go to train.py, of all runs. Started again after a stop, it goes on where it was.
+set -euo pipefail
+
+folder=${FOLDER:-runs/compare}
+here=$(dirname "$(readlink -f "$0")")
+python=${PYTHON:-python}
+for seed in ${SEEDS:-0 1 2}; do
+  for optimizer in ${OPTIMIZERS:-kfac sgd}; do
+    "$python" "$here/../train.py" "$@" --optimizer "$optimizer" --seed "$seed" --output "$folder/$optimizer-$seed"
+  done
+done
+"$python" "$here/../report.py" "$folder"/*-* --output "$folder/curves.png"

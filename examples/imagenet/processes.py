@@ -1,0 +1,132 @@
+"""Processes and devices: who takes part, what processes tell each other, and the signals that end a run."""
+
+import errno
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh
+
+from recipe import AXIS
+from records import UserError
+
+SYSTEM_ERRORS = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ETIMEDOUT, errno.EACCES)
+
+
+def meet(config: Any) -> None:
+    """Sets JAX up, and meets the other processes, if there are any."""
+    jax.config.update("jax_enable_x64", config.dtype == "float64")
+    if config.compilation_cache and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "kfac-imagenet" / "programs"))
+    if not config.distributed and config.coordinator is None:
+        return
+    try:
+        # Processes that end differ by what process 0 still writes, hence some patience.
+        jax.distributed.initialize(
+            config.coordinator, config.num_processes, config.process_id, shutdown_timeout_seconds=60
+        )
+    except (ValueError, RuntimeError) as error:
+        how = (
+            ""
+            if config.coordinator
+            else "; where the environment does not tell, name --coordinator, --num-processes and --process-id"
+        )
+        raise UserError(f"the processes do not meet: {str(error).strip().splitlines()[0]}{how}") from error
+
+
+def row_of_devices(wanted: int | None) -> Mesh:
+    """All devices of all processes in a row, those of a process side by side; or `wanted` of one process."""
+    found = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    if wanted is not None and (wanted > len(found) or (jax.process_count() > 1 and wanted != len(found))):
+        hint = "; JAX_NUM_CPU_DEVICES sets the number for a CPU" if found[0].platform == "cpu" else ""
+        raise UserError(f"--devices {wanted} does not fit the {len(found)} of {jax.process_count()} process(es){hint}")
+    return Mesh(np.array(found[:wanted]), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def is_first() -> bool:
+    """Whether this is the process that writes and prints."""
+    return jax.process_index() == 0
+
+
+def everyone(text: str) -> list[str]:
+    """What each process passes, in their order; all must call it."""
+    if jax.process_count() == 1:
+        return [text]
+    data = np.frombuffer(text.encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.array([len(data)])).ravel()
+    padded = np.zeros(max(1, sizes.max()), np.uint8)
+    padded[: len(data)] = data
+    rows = multihost_utils.process_allgather(padded)
+    return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+def union(names: set[str]) -> set[str]:
+    """The names that any process has; all must call it."""
+    return {name for text in everyone(json.dumps(sorted(names))) for name in json.loads(text)}
+
+
+def on_first(call: Callable[[], Any]) -> Any:
+    """Process 0 does it, the others wait; what it refuses is refused by all."""
+    error, result = "", None
+    if is_first():
+        try:
+            result = call()
+        except UserError as refused:
+            error = str(refused)
+    if error := everyone(error)[0]:
+        raise UserError(error)
+    return result
+
+
+class Stop:
+    """Notes SIGTERM and Ctrl-C, which end the run after the step at hand; a second one ends it now."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self.together = jax.process_count() > 1
+        # JAX itself waits for the SIGTERM of any process and finds a step that all of them can still reach.
+        numbers = [signal.SIGINT] if self.together else [signal.SIGINT, signal.SIGTERM]
+        self.before = {number: signal.signal(number, self._note) for number in numbers}
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.signal = number
+        signal.signal(number, signal.SIG_DFL)
+        if self.together:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def asked(self, step: int) -> bool:
+        """Whether to end after this step, the same in every process."""
+        if self.together and multihost_utils.reached_preemption_sync_point(step):
+            self.signal = self.signal or signal.SIGTERM
+            return True
+        return not self.together and self.signal is not None
+
+    def restore(self) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+def script(main: Callable[[list[str]], None]) -> None:
+    """Runs a script, whose refusals and whose trouble with the system are one sentence."""
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # At once: threads that still write a checkpoint would have their say at each other's end.
+        os._exit(1)
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if error.errno not in SYSTEM_ERRORS:
+            raise
+        sys.exit(f"error: {error.filename or 'a file'} cannot be read or written: {error.strerror}; mend that, and the "
+                 "same command goes on from the last checkpoint")  # fmt: skip

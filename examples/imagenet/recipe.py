@@ -1,0 +1,372 @@
+"""The recipe: named configurations as a table of values, and what they are made of: augmentation on the device,
+schedules, updates, loss scaling.
+
+All that this example calls of `kfac` to optimize is in `find_layers`, `transform` and `gradient_fn`.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import kfac
+
+AXIS = "devices"
+INVERSES: dict[str, Callable[..., kfac.Inverse]] = {"cholesky": kfac.Cholesky, "eigh": kfac.Eigh, "ekfac": kfac.Ekfac}
+# `keys` folds in the step instead, which is never as large as this.
+FISHER_STREAM = 2**32 - 1
+
+# Osawa et al. 2019 (https://arxiv.org/abs/1811.12019): batch, learning rate, momentum, damping, power of the decay, the
+# epochs between which it falls, alpha of mixup, epochs; then published top-1 and steps. Nothing of it, and of what
+# follows, has been measured with this code on ImageNet; whoever does writes it here, with the hardware.
+OSAWA = {
+    "bs4k": (4096, 8.18e-3, 0.997, 2.5e-4, 11.0, 1.0, 53.0, 0.4, 35.0),  # 75.9%, 10,948
+    "bs8k": (8192, 1.25e-2, 0.993, 2.5e-4, 8.0, 1.0, 53.5, 0.4, 35.0),  # 76.4%, 5,478
+    "bs16k": (16384, 2.5e-2, 0.985, 2.5e-4, 8.0, 1.0, 53.5, 0.4, 35.0),  # 76.6%, 2,737
+    "bs32k": (32768, 3e-2, 0.97, 2e-4, 3.5, 1.5, 49.5, 0.6, 45.0),  # 76.9%, 1,760
+    "bs64k": (65536, 4e-2, 0.95, 1.5e-4, 2.9, 2.0, 64.5, 0.6, 60.0),  # 76.3%, 1,173
+    "bs128k": (131072, 7e-2, 0.93, 1e-4, 3.0, 1.0, 95.0, 1.0, 80.0),  # 75.0%, 782
+}
+# Epochs and warm-up of the first-order baselines. Published with 75.9%: LARS at 4,096, 8,192, 32,768 and 65,536 (MLPerf
+# reference points), Nesterov momentum at 32,768 (Nado et al. 2021, 2,512 steps). Rates and warm-ups are starting points
+# and not those of these runs: tune them before anything is concluded.
+BATCHES = {"bs4k": 4096, "bs8k": 8192, "bs16k": 16384, "bs32k": 32768, "bs64k": 65536, "bs128k": 131072}
+LARS = {
+    "bs4k": (40, 5),
+    "bs8k": (42, 8),
+    "bs16k": (48, 12),
+    "bs32k": (56, 18),
+    "bs64k": (84.5, 30),
+    "bs128k": (100, 35),
+}
+NESTEROV = {
+    "bs4k": (50, 5),
+    "bs8k": (50, 8),
+    "bs16k": (56, 12),
+    "bs32k": (64.2, 16),
+    "bs64k": (90, 30),
+    "bs128k": (100, 35),
+}
+LAMB = {"bs4k": (90, 2.5), "bs8k": (90, 5), "bs16k": (90, 10), "bs32k": (90, 20), "bs64k": (90, 30), "bs128k": (90, 40)}
+
+
+def _first_order(table: Mapping[str, tuple[float, float]], prefix: str, rate: float, digits: int, **rest: Any) -> Any:
+    return {
+        f"{prefix}-{name}": dict(
+            global_batch=BATCHES[name], epochs=float(epochs), warmup_epochs=float(warmup), arch="resnet50",
+            local_batch=32, learning_rate=round(rate * math.sqrt(BATCHES[name] / 32768), digits), schedule="polynomial",
+            sync_batch_norm=False, label_smoothing=0.1, **rest,
+        )
+        for name, (epochs, warmup) in table.items()
+    }  # fmt: skip
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    name: dict(
+        optimizer="kfac", global_batch=batch, learning_rate=rate, momentum=momentum, damping=damping, decay_power=power,
+        decay_begin=begin, decay_end=end, mixup_alpha=alpha, epochs=epochs, local_batch=32, schedule="polynomial",
+        warmup_epochs=0.0, nesterov=False, momentum_coupling="ratio", rate_in_momentum=True,
+        # Their code multiplied by 16; their configurations say 64.
+        unitwise_damping=16.0, factor_decay=0.0, norm_constraint=0.0, trust_ratio=0.0, weight_decay=0.0, rescale=True,
+        # Plain ResNet-50 (--arch resnet50) is the network of the paper, this one that of the code.
+        arch="resnet50d", init="he", norm_epsilon=2e-5, sync_batch_norm=False, crop="squashed", erasing="in-place",
+        label_smoothing=0.0, divide_by_std=False,
+    )
+    for name, (batch, rate, momentum, damping, power, begin, end, alpha, epochs) in OSAWA.items()
+}  # fmt: skip
+CONFIGS |= _first_order(LARS, "lars", 29, 2, optimizer="lars", momentum=0.93, weight_decay=1e-4)
+CONFIGS |= _first_order(NESTEROV, "nesterov", 7, 2, optimizer="sgd", nesterov=True, momentum=0.976, weight_decay=5e-5)
+CONFIGS |= _first_order(LAMB, "lamb", 0.04, 4, optimizer="lamb", weight_decay=1e-2)
+
+
+# Augmentation of a batch, after the host's crop and flip. Random numbers are a function of seed, step and the image's
+# place in the global batch, so that neither the number of devices nor a stop changes them.
+
+# Random erasing (Zhong et al. 2017): how often, and of which shapes, as shares of the image.
+PROBABILITY = 0.5
+AREA = (0.02, 0.25)
+ASPECT = (0.3, 1.0)
+
+# Streams of random numbers of an image.
+MIXUP, ERASING, CUTMIX = 0, 1, 2
+
+
+class Mixed(NamedTuple):
+    """A batch as running mixup left it: images [n, h, w, c], targets [n, classes]."""
+
+    images: Any
+    targets: Any
+
+
+def keys(seed: int, step: jax.Array, indices: jax.Array) -> jax.Array:
+    """One key for each image of the step, by its index in the global batch."""
+    of_step = jax.random.fold_in(jax.random.key(seed), step)
+    return jax.vmap(lambda index: jax.random.fold_in(of_step, index))(indices)
+
+
+def own_indices(devices: int, local: int, micro_batches: int) -> jax.Array:
+    """Where a device's images stand in the global batch, in its order; inside of the row of devices."""
+    part, place = jnp.arange(micro_batches)[:, None], jnp.arange(local)
+    return ((part * devices + jax.lax.axis_index(AXIS)) * local + place).ravel()
+
+
+def running_mixup(keys: jax.Array, step: jax.Array, alpha: float, new: Mixed, previous: Mixed) -> Mixed:
+    """`l x + (1 - l) x'` with the previous mixed batch x', `l = max(b, 1 - b)`, `b ~ Beta(alpha, alpha)`, per image.
+
+    There is nothing before the first batch, which goes in as it is.
+    """
+    b = jax.vmap(lambda key: jax.random.beta(jax.random.fold_in(key, MIXUP), alpha, alpha, dtype=jnp.float32))(keys)
+    share = jnp.where(step == 0, 1, jnp.maximum(b, 1 - b))
+
+    def mix(x: jax.Array, before: jax.Array) -> jax.Array:
+        own = share.astype(x.dtype).reshape(-1, *(1,) * (x.ndim - 1))
+        return own * x + (1 - own) * before
+
+    return Mixed(mix(new.images, previous.images), mix(new.targets, previous.targets))
+
+
+def rectangles(height: jax.Array, width: jax.Array, u: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """True inside of a rectangle of this size at a place given by `u` in [0, 1)^2."""
+    h, w = jnp.clip(jnp.round(height), 1, shape[0]), jnp.clip(jnp.round(width), 1, shape[1])
+    top, left = jnp.floor(u[0] * (shape[0] - h + 1)), jnp.floor(u[1] * (shape[1] - w + 1))
+    y, x = jnp.arange(shape[0])[:, None], jnp.arange(shape[1])[None, :]
+    return (y >= top) & (y < top + h) & (x >= left) & (x < left + w)
+
+
+def erase(keys: jax.Array, images: jax.Array) -> jax.Array:
+    """Sets a random rectangle of half of the images to zero, the mean of normalised pixels."""
+    shape = (images.shape[1], images.shape[2])
+
+    def kept(key: jax.Array) -> jax.Array:
+        u = jax.random.uniform(jax.random.fold_in(key, ERASING), (6,), jnp.float32)
+        area = shape[0] * shape[1] * (AREA[0] + (AREA[1] - AREA[0]) * u[1])
+        aspect = ASPECT[0] + (ASPECT[1] - ASPECT[0]) * u[2]
+        aspect = jnp.where(u[3] < 0.5, aspect, 1 / aspect)  # height over width, either way up
+        inside = rectangles(jnp.sqrt(area * aspect), jnp.sqrt(area / aspect), u[4:], shape)
+        return ~(inside & (u[0] < PROBABILITY))
+
+    return jnp.where(jax.vmap(kept)(keys)[..., None], images, 0)
+
+
+def cutmix(keys: jax.Array, alpha: float, batch: Mixed) -> Mixed:
+    """A rectangle of the next image, and as much of its target (Yun et al. 2019); which is next, the device decides."""
+    shape = (batch.images.shape[1], batch.images.shape[2])
+
+    def inside(key: jax.Array) -> jax.Array:
+        share = 1 - jax.random.beta(jax.random.fold_in(key, CUTMIX), alpha, alpha, dtype=jnp.float32)
+        u = jax.random.uniform(jax.random.fold_in(key, CUTMIX + 1), (2,), jnp.float32)
+        return rectangles(shape[0] * jnp.sqrt(share), shape[1] * jnp.sqrt(share), u, shape)
+
+    taken = jax.vmap(inside)(keys)
+    other = jax.tree.map(lambda x: jnp.roll(x, -1, 0), batch)
+    share = jnp.mean(taken, (1, 2), dtype=batch.targets.dtype)[:, None]
+    images = jnp.where(taken[..., None], other.images, batch.images)
+    return Mixed(images, (1 - share) * batch.targets + share * other.targets)
+
+
+def augment(
+    keys: jax.Array, step: jax.Array, alpha: float, erasing: str, batch: Mixed, previous: Any, cut: float = 0.0
+) -> tuple[Mixed, Any]:
+    """What the network sees, and what the next batch is mixed with.
+
+    Args:
+      keys: one for each image.
+      step: of the run, from 0.
+      alpha: of mixup; 0 for none, and then nothing is carried.
+      erasing: `"none"`, `"own"`: of what the network sees, `"in-place"`: also of what is carried on, as in the code of
+        Osawa et al. 2019.
+      batch: normalised images and their targets.
+      previous: what the last call carried.
+      cut: alpha of CutMix; 0 for none.
+    """
+    if alpha:
+        batch = running_mixup(keys, step, alpha, batch, previous)
+    if cut:
+        batch = cutmix(keys, cut, batch)
+    seen = batch if erasing == "none" else batch._replace(images=erase(keys, batch.images))
+    carried = seen if erasing == "in-place" else batch
+    return seen, carried if alpha else ()
+
+
+def normalise(run: Any, images: jax.Array) -> jax.Array:
+    """Images as the network takes them; `run` is that of train.py."""
+    if images.dtype != jnp.uint8:  # augmented, and normalised before
+        return images
+    mean = jnp.array(run.dataset.mean, run.wide)
+    std = jnp.array(run.dataset.std if run.config.divide_by_std else 1, run.wide)
+    return (images.astype(run.wide) / 255 - mean) / std
+
+
+def augmented(run: Any, step: jax.Array, batch: Any, mixed: Any) -> tuple[Mixed, Any]:
+    """What the network sees of images and labels, and what the next step mixes with."""
+    images, labels = batch
+    seen, config = Mixed(images, jax.nn.one_hot(labels, run.dataset.num_classes, dtype=run.wide)), run.config
+    if not run.augmented:  # images stay uint8 until a micro-batch is normalised
+        return seen, mixed
+    seen = seen._replace(images=normalise(run, images).astype(config.dtype))
+    own = keys(config.seed, step, own_indices(run.num_devices, run.local_batch, run.micro_batches))
+    return augment(own, step, config.mixup_alpha, config.erasing, seen, mixed, config.cutmix_alpha)
+
+
+# Schedules, by optimizer steps.
+
+
+def learning_rate(config: Any, steps_per_epoch: float, total_steps: int) -> optax.Schedule:
+    """Linear warm-up, then the chosen decay."""
+    peak = config.learning_rate
+    warmup = min(round(config.warmup_epochs * steps_per_epoch), total_steps - 1)
+    rest = max(total_steps - warmup, 1)
+    # The marks of the polynomial are fractional epochs, and need not be steps.
+    begin = warmup if config.decay_begin is None else config.decay_begin * steps_per_epoch
+    end = total_steps if config.decay_end is None else config.decay_end * steps_per_epoch
+    decay = {
+        "cosine": optax.cosine_decay_schedule(peak, rest),
+        "linear": optax.linear_schedule(peak, 0.0, rest),
+        "polynomial": optax.polynomial_schedule(
+            peak, 0.0, config.decay_power, max(end - begin, 1), max(begin - warmup, 0)
+        ),
+        "constant": optax.constant_schedule(peak),
+    }[config.schedule]
+    if warmup == 0:
+        return decay
+    # Starts at peak / warmup, not at zero: no step is for nothing.
+    rise = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
+    return optax.join_schedules([rise, decay], [warmup])
+
+
+def momentum(config: Any, rate: optax.Schedule) -> Any:
+    """The momentum, or its schedule where it falls with the learning rate."""
+    if config.momentum_coupling == "none":
+        return config.momentum
+    peak = config.learning_rate if config.momentum_coupling == "proportional" else None
+    return kfac.schedules.coupled_momentum(config.momentum, rate, reference_rate=peak)
+
+
+def damping(config: Any, steps_per_epoch: float) -> Any:
+    """The damping, or its schedule where it begins higher."""
+    if config.damping_initial is None:
+        return config.damping
+    steps = max(1, round(config.damping_warmup_epochs * steps_per_epoch))
+    return kfac.schedules.damping_warmup(config.damping_initial, config.damping, steps)
+
+
+# Gradients and updates, on one of a row of devices.
+
+
+def transform(config: Any, rate: optax.Schedule, steps_per_epoch: float, layers: Any) -> Any:
+    """The optimizer as an optax transform whose `update` takes `factors=`, None for first-order methods."""
+    decay = config.weight_decay
+    match config.optimizer:
+        case "kfac":
+            return kfac.kfac(
+                rate, layers, damping=damping(config, steps_per_epoch), momentum=momentum(config, rate),
+                nesterov=config.nesterov, rate_in_momentum=config.rate_in_momentum,
+                unitwise_damping=config.unitwise_damping, weight_decay=decay, weight_decay_mask=is_kernel,
+                norm_constraint=config.norm_constraint or None, trust_ratio=config.trust_ratio or None,
+                factor_decay=config.factor_decay, inverse_every=config.inverse_every,
+                inverse=INVERSES[config.inverse](), distribution=kfac.Distribution(AXIS),
+            )  # fmt: skip
+        case "sgd":
+            sgd = optax.sgd(rate, config.momentum, nesterov=config.nesterov)
+            tx = optax.chain(optax.add_decayed_weights(decay, is_kernel), sgd)
+        case "lars":
+            tx = optax.lars(rate, decay, is_kernel, trust_ratio_mask=is_kernel, momentum=config.momentum,
+                            nesterov=config.nesterov)  # fmt: skip
+        case "lamb":
+            tx = optax.lamb(rate, b1=config.momentum, weight_decay=decay, mask=is_kernel)
+        case _:
+            tx = optax.adamw(rate, b1=config.momentum, weight_decay=decay, mask=is_kernel, nesterov=config.nesterov)
+    return optax.with_extra_args_support(tx)
+
+
+def gradient_fn(config: Any, loss_fn: Callable[..., Any], layers: Any, micro_batches: int) -> Callable[..., Any]:
+    """`fn(step, opt_state, params, batch_stats, batch, ...) -> ((loss, aux), grads, factors)`, this device's own.
+
+    Without `layers` the factors are None; else they come from every `config.subsample`-th image. Over micro-batches
+    everything is averaged, the batch-norm averages in `aux` too.
+    """
+    if layers is None:
+        plain = jax.value_and_grad(loss_fn, has_aux=True)
+
+        def first_order(params: Any, *rest: Any) -> Any:
+            # Of parameters that are the same on all devices shard_map would sum the gradients.
+            value, grads = plain(jax.lax.pcast(params, AXIS, to="varying"), *rest)
+            return value, grads, None
+
+        measure: Callable[..., Any] = first_order
+    else:
+        measure = kfac.value_and_grad(loss_fn, layers, has_aux=True, subsample=config.subsample, fisher=config.fisher)
+    if micro_batches > 1:
+        measure = kfac.microbatch(measure, micro_batches, batch_argnums=2)
+
+    def gradients(step: jax.Array, opt_state: Any, *args: Any) -> Any:
+        more: dict[str, Any] = {}
+        if layers is not None and config.fisher == "sampled":
+            # The same on all devices: each micro-batch of each device draws with one of its own.
+            more["fisher_key"] = jax.random.fold_in(
+                jax.random.fold_in(jax.random.key(config.seed), FISHER_STREAM), step
+            )
+        if layers is not None and config.inverse == "ekfac":
+            more["basis"] = kfac.eigenbasis(opt_state, layers)
+        return measure(*args, **more)
+
+    return gradients
+
+
+def is_kernel(params: Any) -> Any:
+    """True for kernels: what weight decay and trust ratios are meant for."""
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+
+def rescale(params: Any) -> Any:
+    """`W <- W sqrt(2 d_out) / (||W|| + 1e-9)` for kernels, where it shrinks them (Osawa et al. 2019).
+
+    Batch norm takes the scale of a kernel out again, but steps on a large one turn it less.
+    """
+
+    def shrunk(kernel: jax.Array) -> jax.Array:
+        factor = jnp.sqrt(2.0 * kernel.shape[-1]) / (jnp.linalg.norm(kernel.ravel()) + 1e-9)
+        return kernel * jnp.minimum(factor, 1).astype(kernel.dtype)
+
+    return jax.tree.map(lambda leaf, yes: shrunk(leaf) if yes else leaf, params, is_kernel(params))
+
+
+def average(decay: float, step: jax.Array, old: Any, new: Any) -> Any:
+    """The running average of weights, which in the first steps forgets faster, so that it does not lag behind."""
+    share = jnp.minimum(decay, (1 + step) / (10 + step))
+    return jax.tree.map(lambda a, b: (share * a + (1 - share) * b).astype(a.dtype), old, new)
+
+
+def select(condition: jax.Array, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
+
+
+# The scale of the loss for float16, in which small gradients vanish without one (Micikevicius et al. 2018).
+
+INITIAL, LARGEST, SMALLEST = 2.0**15, 2.0**24, 1.0
+# After so many finite steps in a row a larger scale is tried.
+PATIENCE = 1000
+
+
+class LossScale(NamedTuple):
+    """What the loss is multiplied by, a power of two, which does not round; finite steps since it last changed."""
+
+    scale: jax.Array
+    finite_steps: jax.Array
+
+
+def adjust(state: LossScale, finite: jax.Array) -> LossScale:
+    """Half of the scale after a step whose gradients were not finite, double after `PATIENCE` that were."""
+    steps = jnp.where(finite, state.finite_steps + 1, 0)
+    up = steps >= PATIENCE
+    scale = jnp.where(finite, jnp.where(up, state.scale * 2, state.scale), state.scale / 2)
+    return LossScale(jnp.clip(scale, SMALLEST, LARGEST), jnp.where(up, 0, steps))
+
+
+def unscale(state: LossScale, loss: jax.Array, grads: Any, factors: Any) -> tuple[jax.Array, Any, Any]:
+    """Loss, gradients and statistics of the loss itself."""
+    grads = jax.tree.map(lambda g: g / state.scale, grads)
+    return loss / state.scale, grads, None if factors is None else factors.unscale(state.scale)
