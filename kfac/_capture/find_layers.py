@@ -275,8 +275,9 @@ def count_examples(
     if n > 1 and reads.lengths and n not in reads.lengths:
         name = next(iter(candidates.values()))
         return None, (
-            f"the number of examples is not clear: {name!r} is read with {n} rows, the leading length of no array argument "
-            f"of loss_fn. Pass num_examples={n} to value_and_grad if each of them is an example, else how many there are."
+            f"the number of examples is not clear: {name!r} is read with {n} rows, the leading length of no array "
+            f"argument of loss_fn. Pass num_examples={n} to value_and_grad if each row is an example, else how many "
+            "there are."
         )
     return n, ""
 
