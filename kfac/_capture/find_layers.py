@@ -246,6 +246,10 @@ def count_examples(
     if given is not None:
         if isinstance(given, bool) or not isinstance(given, int) or given < 1:
             raise ValueError(f"num_examples must be a positive int, but is {given!r}")
+        for use in reads.uses:
+            if use.leaf in kernels and not use.late and use.rows < given and use.rows % given:
+                where = f"the {use.rows} position(s) at which {names[use.leaf]!r} is read"
+                raise ValueError(f"num_examples={given} is more than {where}")
         return given, ""
     if marks.marks:
         own = (use for use in reads.uses if use.leaf in kernels and not use.late)

@@ -238,8 +238,8 @@ class Reads:
         own = [s for s, literal in zip(states, op.literals, strict=True) if not literal]
         if not own:
             shape = op.results[0] if op.results else ()
-            of_batch = self.lengths if len(shape) == 1 else self._sizes
-            return op.name != "broadcast_in_dim" or not (of_batch.intersection(shape) or not self._constants.fixed)
+            of_batch = len(shape) > 1 and self._sizes.intersection(shape)
+            return op.name != "broadcast_in_dim" or not (of_batch or not self._constants.fixed)
         return all(isinstance(s, Data) and s.fixed for s in own)
 
     # -- reads ---------------------------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ def diffusion():
     "score matching",
     "the gradient of an energy with respect to its input, by `jax.grad` inside the loss",
     coarse=("b2",),
-    refused=("parameter 'w[12]'", "skip="),
+    alone=True,
 )
 def score():
     def loss(p, b):
@@ -140,11 +140,7 @@ def score():
     return loss, tree(**layers(D, 8, 1)), {"x": data(0, D), "noise": data(1, D)}
 
 
-@specimen(
-    "WGAN with a gradient penalty",
-    "the norm of a gradient by `jax.grad` in the loss",
-    refused=("parameter 'w[12]'", "skip="),
-)
+@specimen("WGAN with a gradient penalty", "the norm of a gradient by `jax.grad` in the loss")
 def wgan():
     def loss(p, b):
         middle = 0.3 * b["x"] + 0.7 * b["fake"]

@@ -18,7 +18,7 @@ def u(p, x):
     return mlp(p, x)[..., 0]
 
 
-@specimen("PINN by jacfwd of jacfwd", "`jax.vmap` of second derivatives in forward mode")
+@specimen("PINN by jacfwd of jacfwd", "`jax.vmap` of second derivatives in forward mode", alone=True, coarse=("b2",))
 def pinn_forward():
     def loss(p, b):
         def residual(x, f):
@@ -39,7 +39,7 @@ def pinn_jvp():
     return loss, tree(**layers(2, 8, 1)), points()
 
 
-@specimen("PINN by nested jvp", "second derivatives along one axis, nothing else used")
+@specimen("PINN by nested jvp", "second derivatives along one axis, nothing else used", alone=True, coarse=("b2",))
 def pinn_nested():
     def loss(p, b):
         def second(x):
@@ -51,12 +51,7 @@ def pinn_nested():
     return loss, tree(**layers(2, 8, 1)), points()
 
 
-@specimen(
-    "PINN by hessian",
-    "`jax.vmap(jax.hessian)`: forward over reverse",
-    coarse=("b2",),
-    refused=("parameter 'w[12]'", "skip="),
-)
+@specimen("PINN by hessian", "`jax.vmap(jax.hessian)`: forward over reverse", coarse=("b2",), alone=True)
 def pinn_hessian():
     def loss(p, b):
         laplacian = jax.vmap(lambda x: jnp.trace(jax.hessian(lambda x: u(p, x))(x)))(b["x"])
@@ -65,9 +60,7 @@ def pinn_hessian():
     return loss, tree(**layers(2, 8, 1)), points()
 
 
-@specimen(
-    "PINN by grad of grad", "`jax.vmap(jax.grad(jax.grad(u)))`", coarse=("b2",), refused=("parameter 'w[12]'", "skip=")
-)
+@specimen("PINN by grad of grad", "`jax.vmap(jax.grad(jax.grad(u)))`", coarse=("b2",), alone=True)
 def pinn_reverse():
     def loss(p, b):
         def scalar(t):
@@ -79,7 +72,7 @@ def pinn_reverse():
     return loss, tree(**layers(1, 8, 1)), points()
 
 
-@specimen("Sobolev training", "values and `jax.jacfwd` both fitted")
+@specimen("Sobolev training", "values and `jax.jacfwd` both fitted", alone=True)
 def sobolev():
     def loss(p, b):
         value, slope = jax.vmap(lambda x: (u(p, x), jax.jacfwd(lambda x: u(p, x))(x)))(b["x"])
@@ -97,12 +90,7 @@ def linearised():
     return loss, tree(**layers(2, 8, 1)), points() | {"v": data(2, 2)}
 
 
-@specimen(
-    "Hamiltonian network",
-    "equations of motion by `jax.grad` of an energy",
-    coarse=("b2",),
-    refused=("parameter 'w[12]'", "skip="),
-)
+@specimen("Hamiltonian network", "equations of motion by `jax.grad` of an energy", coarse=("b2",), alone=True)
 def hamiltonian():
     def loss(p, b):
         slope = jax.vmap(jax.grad(lambda x: u(p, x)))(b["x"])
@@ -220,6 +208,7 @@ def graph_network():
     "20 nodes of 6 graphs in one array: positions are no multiple of the graphs",
     interacting=True,
     examples=1,
+    ordered=True,
 )
 def graphs_unequal():
     owner = np.repeat(np.arange(N), [2, 3, 4, 5, 1, 5])

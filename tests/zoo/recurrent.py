@@ -114,9 +114,7 @@ def lstm_equinox():
 
 
 @specimen(
-    "LSTM in equinox, in a Python loop",
-    "the first state is zeros that all examples share under `jax.vmap`",
-    refused=("cell/weight_hh", "skip="),
+    "LSTM in equinox, in a Python loop", "the first state is zeros that all examples share under `jax.vmap`", alone=True
 )
 def lstm_equinox_loop():
     return equinox(lambda key: EquinoxLstm(key, loop=True), sequences(), cross_entropy)

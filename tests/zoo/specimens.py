@@ -18,6 +18,7 @@ from jax import lax
 
 import kfac
 from checking import check_layers
+from kfac._factors import Tied
 from oracle import relative_error
 from zoo.bruteforce import FAST, Truth, truth
 
@@ -38,6 +39,9 @@ class Specimen:
       skip: patterns for `find_layers`.
       coarse: names of the layers whose block is coarse.
       tolerance: relative to the largest entry; larger where the model computes in float32.
+      alone: whether arrays that all examples share take part, such as constant tangents: brute force then takes each
+        example by itself, so that it has rows of its own.
+      ordered: whether the place of an example in the batch matters.
       penalised: whether the loss depends on parameters beside what the examples see of them.
     """
 
@@ -50,6 +54,8 @@ class Specimen:
     skip: tuple[str, ...] = ()
     coarse: tuple[str, ...] = ()
     tolerance: float = 1e-7
+    alone: bool = False
+    ordered: bool = False
     penalised: bool = False
 
 
@@ -151,11 +157,28 @@ def dressed(loss: Callable) -> Callable:
 
 def parts_of(case: Specimen, batch: Any) -> list[Any]:
     """The batch in another order, and unless examples interact in thirds, each example of a third twice."""
+    if case.ordered:
+        return [batch]
     order = np.random.default_rng(5).permutation(N)
     if case.interacting:
         return [jax.tree.map(lambda x: x[order], batch)]
     thirds = order.reshape(3, -1)
     return [jax.tree.map(lambda x, at=at: x[np.concatenate([at, at])], batch) for at in thirds]
+
+
+class OneByOne:
+    """Brute force of a loss whose examples do not interact, each of them alone."""
+
+    def __init__(self, loss: Callable, params: Any, batch: Any):
+        each = (jax.tree.map(lambda x, k=k: x[k : k + 1], batch) for k in range(N))
+        self.n, self.each = N, [truth(loss, params, example, 1) for example in each]
+        self.value, self.grads = jax.tree.map(lambda *x: sum(x) / N, *((one.value, one.grads) for one in self.each))
+
+    def kronecker(self, layers, layer):
+        return tuple(sum(parts) / N for parts in zip(*(one.kronecker(layers, layer) for one in self.each), strict=True))
+
+    def vectors(self, layers, layer):
+        return np.concatenate([one.vectors(layers, layer) for one in self.each]) / N
 
 
 def find(case: Specimen) -> kfac.Layers:
@@ -166,7 +189,9 @@ def find(case: Specimen) -> kfac.Layers:
 def check(case: Specimen) -> None:
     """What the package measures on a dressed loss, in thirds with doubled examples, is what brute force says of all."""
     loss, params, batch = case.build()
-    expected = truth(loss, params, batch, N * (case.examples or 1))
+    expected: Any = (
+        OneByOne(loss, params, batch) if case.alone else truth(loss, params, batch, N * (case.examples or 1))
+    )
     parts = parts_of(case, batch)
     layers = kfac.find_layers(dressed(loss), params, parts[0], has_aux=True, skip=case.skip)
     check_layers(layers, params)
@@ -192,7 +217,7 @@ def check_coarse(layers, grads, factors, n):
 
 
 def compare(
-    layers: kfac.Layers, value: Any, grads: Any, factors: kfac.Factors, expected: Truth, case: Specimen
+    layers: kfac.Layers, value: Any, grads: Any, factors: kfac.Factors, expected: Truth | OneByOne, case: Specimen
 ) -> None:
     tolerance = case.tolerance
     assert relative_error(value, expected.value) <= tolerance
@@ -206,7 +231,12 @@ def compare(
     by_path = dict(zip(layers.paths, jax.tree.leaves(expected.grads), strict=True))
     wrong = []
     for layer in layers:
-        if layer.kind in kfac._layers.KRONECKER_KINDS:
+        if isinstance(factors.get(layer.name), Tied):  # tests/test_tied.py has the formula
+            whole = expected_of_tied(case, layers)[layer.name]
+            errors = relative_error(factors[layer.name].A, whole.A), relative_error(factors[layer.name].G, whole.G)
+            if max(errors) > tolerance:
+                wrong.append(f"{layer.name}: A {errors[0]:.1e}, G {errors[1]:.1e} for the batch as it is")
+        elif layer.kind in kfac._layers.KRONECKER_KINDS:
             a, g, matrix, positions = expected.kronecker(layers, layer)
             if layer.kind == "embedding":
                 assert not np.any(a - np.stack([np.diag(np.diagonal(x)) for x in a]))
@@ -227,6 +257,13 @@ def compare(
             if error > tolerance:
                 wrong.append(f"{layer.name}: F {error:.1e}")
     assert not wrong, "; ".join(wrong)
+
+
+def expected_of_tied(case: Specimen, layers: kfac.Layers) -> kfac.Factors:
+    """What the package itself measures of the batch as it is, without company."""
+    loss, params, batch = case.build()
+    fn = kfac.value_and_grad(loss, layers, num_examples=case.examples and N * case.examples)
+    return jax.jit(fn, compiler_options=FAST)(params, batch)[2]
 
 
 def check_refused(case: Specimen) -> None:

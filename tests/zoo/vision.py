@@ -188,7 +188,7 @@ def autoencoder():
     return linen(Autoencoder(), {"x": data(0, 4, 4, 2), "y": data(1, 4, 4, 2)}, lambda z, y: jnp.mean((z - y) ** 2))
 
 
-@specimen("autoencoder with tied kernels", "`w` there and `w.T` back", refused=("parameter 'w' is read by", "skip="))
+@specimen("autoencoder with tied kernels", "`w` there and `w.T` back")
 def tied():
     def loss(p, b):
         return jnp.mean(jnp.sum((jnp.tanh(b["x"] @ p["w"] + p["b"]) @ p["w"].T + p["c"] - b["x"]) ** 2, -1))
