@@ -654,8 +654,9 @@ def test_disagreeing_example_counts_ask_for_num_examples():
     with pytest.raises(ValueError, match=r"4 \('a'\), 12 \('b'\).*num_examples="):
         value_and_grad(loss, params, x)
     value_and_grad(loss, params, x, num_examples=N)
-    with pytest.raises(ValueError, match="num_examples=5 does not divide the 12 positions"):
-        value_and_grad(loss, params, x, num_examples=5)
+    value_and_grad(loss, params, x, num_examples=5)  # a fraction of positions for each
+    with pytest.raises(ValueError, match=r"num_examples=13 is more than the 12 position\(s\) at which 'a'"):
+        value_and_grad(loss, params, x, num_examples=13)
     for bad in (0, -1, 2.0, True):
         with pytest.raises(ValueError, match="num_examples must be a positive int"):
             value_and_grad(loss, params, x, num_examples=bad)

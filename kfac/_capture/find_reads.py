@@ -42,6 +42,7 @@ class Reads:
       products: leaves whose product with another parameter something is computed from, and that product.
       skipped_products: lengths of the first axes that are not the parameter's, where products read skipped ones.
       lengths: leading lengths above one of the array arguments.
+      late_products: leaves that are multiplied with rows that all examples share, and that product.
       merges: where rows that all examples share meet the examples: the axis of these, and its length.
       shared_calls: operations into which such rows are handed.
       multipliers: operations that produce a scaled view, and the operand that is the view.
@@ -55,6 +56,7 @@ class Reads:
         self.derived: dict[int, str] = {}
         self.products: dict[int, str] = {}
         self.skipped_products: dict[int | None, str] = {}
+        self.late_products: dict[int, str] = {}
         self.merges: dict[Path, tuple[int, int]] = {}
         self.shared_calls: set[Path] = set()
         self.multipliers: dict[Path, int] = {}
@@ -73,8 +75,7 @@ class Reads:
         states += [Data()] * len(traced.arrays)
         loss, *_ = self._walk(traced.program, states, (), ())
         if isinstance(loss, Data) and loss.shared:
-            names = [self.names[leaf] for leaf in sorted(loss.shared)]
-            raise unsupported(names, "a product", NOT_WITH_EXAMPLES)
+            self._refuse_shared(loss.shared)
 
     # -- walking -------------------------------------------------------------------------------------------------
 
@@ -131,7 +132,7 @@ class Reads:
         leaves = frozenset().union(*(s.shared for s in states if isinstance(s, Data)))
         if op.inner:
             if op.call and op.call.scan:
-                raise unsupported([self.names[leaf] for leaf in sorted(leaves)], op.describe(), NOT_WITH_EXAMPLES)
+                self._refuse_shared(leaves)
             self.shared_calls.add(path)
             return None
         if params:
@@ -151,10 +152,14 @@ class Reads:
             self.merges[path] = axes[0], op.results[0][axes[0]]
             return [Data(active=True)]
         if not alone:
-            raise unsupported([self.names[leaf] for leaf in sorted(leaves)], op.describe(), NOT_WITH_EXAMPLES)
+            self._refuse_shared(leaves)
         followed = self._through_data(op, states)
         assert isinstance(followed, Data)
         return [dataclasses.replace(followed, shared=leaves, fixed=True)] * len(op.outputs)
+
+    def _refuse_shared(self, leaves: frozenset[int]) -> NoReturn:
+        names = [self.names[leaf] for leaf in sorted(leaves)]
+        raise unsupported(names, self.late_products[min(leaves)], NOT_WITH_EXAMPLES)
 
     def _note_skipped(self, op: Op, states: list[State]) -> None:
         for k, state in enumerate(states):
@@ -263,6 +268,8 @@ class Reads:
         return any(isinstance(read, Read) and read.op in KERNEL_OPS for read in found)
 
     def _product(self, op: Op, states: list[State], path: Path, scans) -> State:
+        given = zip(states, op.literals, strict=True)
+        states = [self._constants if literal else state for state, literal in given]
         operand = self._kernel_operand(op, states)
         if operand is None:
             return self._product_of_others(op, states)
@@ -281,6 +288,7 @@ class Reads:
         if not isinstance(other, Data) or not other.fixed:
             return self._add(use)
         result = self._add(dataclasses.replace(use, late=True))
+        self.late_products.setdefault(view.leaf, op.describe())
         return dataclasses.replace(result, shared=other.shared | {view.leaf}, fixed=True)
 
     def _kernel_operand(self, op: Op, states: list[State]) -> int | None:
