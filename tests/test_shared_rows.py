@@ -22,9 +22,15 @@ def network(p, x):
     return (h @ p["w3"])[0]
 
 
+SHAPES = {"w1": (D, H), "b1": (H,), "w2": (H, H), "b2": (H,), "w3": (H, 1)}
+
+
 def parameters():
-    shapes = {"w1": (D, H), "b1": (H,), "w2": (H, H), "b2": (H,), "w3": (H, 1)}
-    return {name: normal(k, *shape) for k, (name, shape) in enumerate(shapes.items())}
+    return {name: normal(k, *shape) for k, (name, shape) in enumerate(SHAPES.items())}
+
+
+def shapes():
+    return {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in SHAPES.items()}
 
 
 def directional(p, x, own):
@@ -76,10 +82,14 @@ def zeros_of_its_own(x):
     return 0 * x
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["alone", "jit", "remat"])
-@pytest.mark.parametrize("case", CASES)
+WRAPS = {"alone": lambda f: f, "jit": jax.jit, "remat": jax.checkpoint}
+
+
+@pytest.mark.parametrize(
+    ("case", "wrap"), [*((case, "alone") for case in CASES), ("laplacian", "jit"), ("first state", "remat")]
+)
 def test_they_count_as_rows_of_every_example(x64, case, wrap):
-    params, x = parameters(), normal(9, N, D)
+    params, x, wrap = parameters(), normal(9, N, D), WRAPS[wrap]
     layers, _, found = run(loss_of(case, nothing, wrap), params, (x,))
     same, _, expected = run(loss_of(case, zeros_of_its_own, wrap), params, (x,))
     assert layers == same
@@ -121,3 +131,18 @@ def test_a_constant_kernel_is_still_refused():
 def test_a_product_of_constants_alone_is_refused():
     with pytest.raises(kfac.UnsupportedLayerError, match=r"'w'.*holds no examples.*skip="):
         kfac.find_layers(lambda p, x: jnp.mean((jnp.ones((7, 3)) @ p["w"]) ** 2), {"w": jnp.ones((3, H))}, jnp.ones(N))
+
+
+@pytest.mark.parametrize(
+    "meet",
+    [
+        lambda p, x: (jnp.ones(D) @ p["w1"]) * p["b1"] + x @ p["w1"],
+        lambda p, x: jax.lax.optimization_barrier((jnp.ones(D) @ p["w1"], x))[0] + x @ p["w1"],
+        lambda p, x: (jnp.ones(D) @ p["w1"]) * jnp.exp(p["b1"]) + x @ p["w1"],
+        lambda p, x: jnp.concatenate([x @ p["w1"], (jnp.ones((1, D)) @ p["w1"])]),
+    ],
+    ids=["a scale", "a barrier", "something derived", "joined"],
+)
+def test_what_such_rows_may_not_meet_is_refused(meet):
+    with pytest.raises(kfac.UnsupportedLayerError, match=r"holds no examples.*skip="):
+        kfac.find_layers(lambda p, x: jnp.mean(jnp.tanh(meet(p, x)) ** 2), shapes(), jnp.ones((N, D)))

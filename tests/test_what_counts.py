@@ -71,10 +71,11 @@ def rounded_output(p, b):
     return plain(p, b) + 1e-3 * jnp.mean(jnp.round(network(p, b["x"]))), None
 
 
-@pytest.mark.parametrize("under", ["alone", "jit", "remat"])
+LOSSES = [metric_in_aux, metric_of_another_batch, norm_in_aux, second_pass, frozen_copy, unused_output, rounded_output]
+
+
 @pytest.mark.parametrize(
-    "loss",
-    [metric_in_aux, metric_of_another_batch, norm_in_aux, second_pass, frozen_copy, unused_output, rounded_output],
+    ("loss", "under"), [*((loss, "alone") for loss in LOSSES), (metric_in_aux, "jit"), (second_pass, "remat")]
 )
 @pytest.mark.parametrize("options", [{}, {"reduce": ["out"]}], ids=["expand", "reduce"])
 def test_dead_reads_change_nothing(loss, under, options):

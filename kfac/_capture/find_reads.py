@@ -99,12 +99,12 @@ class Reads:
             constants = [Data(fixed=True) if not isinstance(s, Data) else s for s in states]
             active = any(isinstance(s, Data) and s.active for s in states)
             return [Data(active, skipped=skipped, fixed=self._is_fixed(op, constants))] * len(op.outputs)
-        if op.name == "optimization_barrier":
-            return [_at_barrier(s) for s in states]
         if any(isinstance(s, Data) and s.shared for s in states):
             found = self._with_shared(op, states, params, path)
             if found is not None:
                 return found
+        if op.name == "optimization_barrier":
+            return [_at_barrier(s) for s in states]
         if op.inner:
             leaving = (
                 self._scan(op, states, path, scans) if op.name == "scan" else self._walk(op.inner, states, path, scans)
@@ -136,10 +136,13 @@ class Reads:
             self.shared_calls.add(path)
             return None
         if params:
+            one = len(params) == 1 and isinstance(params[0], View)
+            if not (op.name in PRODUCTS or op.registered or (one and op.name in SUMS)):
+                self._refuse_shared(leaves)
             return None
         where = [k for k, s in enumerate(states) if isinstance(s, Data) and s.shared]
         given = zip(states, op.literals, strict=True)
-        alone = all(literal or (isinstance(s, Data) and s.fixed) for s, literal in given)
+        alone = all(literal or (isinstance(s, Data) and s.fixed) for s, literal in given) and len(op.outputs) == 1
         if alone and op.name == "broadcast_in_dim":
             new = axes_lib.broadcast_axes(op.results[0], primitives.broadcast_dimensions(op.eqn))
         elif alone or op.name not in primitives.ELEMENTWISE:
@@ -315,6 +318,9 @@ class Reads:
         return k
 
     def _product_of_others(self, op: Op, states: list[State]) -> State:
+        shared = frozenset().union(*(s.shared for s in states if isinstance(s, Data)))
+        if shared:
+            self._refuse_shared(shared)
         if all(isinstance(s, Data) for s in states):
             for state, other in zip(states, reversed(states), strict=True):
                 if isinstance(state, Data) and state.made_of and not (isinstance(other, Data) and other.skipped):

@@ -24,7 +24,7 @@ from jax.lax import GatherScatterMode
 from kfac._capture import axes as axes_lib
 from kfac._capture.axes import Atom, Axes, foreign
 from kfac._statistics.convolution import Convolution
-from kfac._statistics.rows import Lookup, accumulator
+from kfac._statistics.rows import Dense, Geometry, Lookup, accumulator
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 SUMS = frozenset({"add", "add_any", "sub"})
@@ -43,6 +43,9 @@ _FORMS = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "broadcast
 _WITHOUT_GRADIENT = frozenset({"stop_gradient", "floor", "ceil", "round", "sign"})
 # Their parameters hold how two elements combine, which is no program that swallows a parameter.
 _COMBINING = ("scatter", "reduce")
+
+
+DENSE = Dense()
 
 
 class Follow(NamedTuple):
@@ -75,7 +78,7 @@ class Read:
       rows: pairs of positions among all atoms of `y_axes` and of `x_axes`: the same examples and positions.
       images: for a convolution, its pair of `rows` that are the images, if there are several.
       reorders: whether the result may have examples and positions in another order than the data.
-      geometry: of a convolution or a lookup.
+      geometry: brings the data to the normal form.
       sign: -1 where the parameter is subtracted.
       divides: whether the data is divided by rather than multiplied with.
     """
@@ -93,7 +96,7 @@ class Read:
     rows: tuple[tuple[int, int], ...] = ()
     images: tuple[int, int] | None = None
     reorders: bool = False
-    geometry: Convolution | Lookup | None = None
+    geometry: Geometry = DENSE
     sign: int = 1
     divides: bool = False
 

@@ -16,9 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from kfac._factors import Kronecker
-from kfac._statistics.convolution import Convolution, Patches
 from kfac._statistics.moments import example_gradients, multiplied, squares_in_basis
-from kfac._statistics.rows import Arrangement, Lookup, OneHot, Rows
+from kfac._statistics.rows import Arrangement, Geometry, OneHot, Rows
 from kfac._varying import whole
 
 Key = tuple[Any, ...]  # layer name, and which of its parameters (0 for a Kronecker layer); longer for its eigenvectors
@@ -39,7 +38,7 @@ class KroneckerTap:
       other: which input the data is.
       arrange_x: brings the data, or the patches of it, to the normal form.
       arrange_g: brings the gradient to it.
-      geometry: of a convolution or lookup.
+      geometry: of the operation: brings the data to the normal form.
       images: whether the images of a convolution are the examples, or there is one example.
       homogeneous: the last entry of every input: 1 with a bias, 0 in a use of the kernel without it; None for no bias.
       dtype: of the sums.
@@ -54,7 +53,7 @@ class KroneckerTap:
     other: int
     arrange_x: Arrangement
     arrange_g: Arrangement
-    geometry: Convolution | Lookup | None
+    geometry: Geometry
     images: bool
     homogeneous: float | None
     dtype: Any
@@ -70,7 +69,8 @@ class KroneckerTap:
 
     def statistics(self, residuals: Any, g: jax.Array) -> Kronecker:
         x, number, basis = residuals
-        inputs, outputs = self._inputs(x), Rows(self.arrange_g(g), self.arrange_g.runs)
+        inputs = self.geometry.form(x, self.arrange_x, self.homogeneous, self.images, self.dtype)
+        outputs = Rows(self.arrange_g(g), self.arrange_g.runs)
         whole = inputs, outputs
         if self.subsample > 1:
             inputs, outputs = inputs.every(self.subsample), outputs.every(self.subsample)
@@ -85,17 +85,6 @@ class KroneckerTap:
         if number is not None:
             a = multiplied(a, number, form_a, self.homogeneous is not None)
         return Kronecker(a, getattr(outputs, form_g)(), moments)
-
-    def _inputs(self, x: jax.Array) -> Rows | Patches | OneHot:
-        if isinstance(self.geometry, Lookup):
-            return OneHot(x, self.geometry, self.arrange_x, self.dtype)
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            x = x.astype(self.dtype)  # counts, or one-hot codes of integers
-        if self.geometry is None:
-            return Rows(self.arrange_x(x), self.arrange_x.runs, self.homogeneous)
-        batch, channel, *spatial = self.geometry.spec
-        image = x.transpose(batch, *spatial, channel)
-        return Patches(image, self.geometry, self.arrange_x, self.images, self.homogeneous)
 
 
 @dataclasses.dataclass(frozen=True)

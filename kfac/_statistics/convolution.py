@@ -19,7 +19,7 @@ from jax import lax
 
 from kfac._statistics.offsets import Axis, offset_moment
 from kfac._statistics.offsets import products as offset_products
-from kfac._statistics.rows import Arrangement, Rows, accumulator, append, weighted, with_homogeneous
+from kfac._statistics.rows import Arrangement, Rows, accumulator, append, as_floats, weighted, with_homogeneous
 from kfac._varying import zeros_of
 
 # Patches are formed for so many elements at a time (16 MB in float32).
@@ -41,6 +41,11 @@ class Convolution:
     lhs_dilation: tuple[int, ...]
     rhs_dilation: tuple[int, ...]
     out: tuple[int, ...]
+
+    def form(self, x, arrange, homogeneous, images, dtype) -> Patches:
+        batch, channel, *spatial = self.spec
+        image = as_floats(x, dtype).transpose(batch, *spatial, channel)
+        return Patches(image, self, arrange, images, homogeneous)
 
 
 def patches(x: jax.Array, conv: Convolution) -> jax.Array:

@@ -48,6 +48,22 @@ class Arrangement(NamedTuple):
         return x.reshape(size(self.copies), size(self.examples), size(self.rows), size(self.features))
 
 
+class Geometry(Protocol):
+    """What a read does with its data: how the data becomes rows. A kind of layer of its own has one of its own."""
+
+    def form(self, x: jax.Array, arrange: Arrangement, homogeneous: float | None, images: bool, dtype: Any) -> Any:
+        """The rows of one read, a `Form`; of a lookup only its `diagonal` and `every`.
+
+        Args:
+          x: the data, as the operation takes it.
+          arrange: brings the rows to the normal form.
+          homogeneous: the last entry of every row; None without one.
+          images: whether the images of a convolution are the examples.
+          dtype: of the sums.
+        """
+        ...
+
+
 class Form(Protocol):
     """What the statistics of one side of a layer are taken from. A homogeneous entry counts as a last feature."""
 
@@ -128,6 +144,20 @@ class Rows:
         return append(part, self.homogeneous, 1)
 
 
+def as_floats(x: jax.Array, dtype: Any) -> jax.Array:
+    """Counts, or one-hot codes of integers, as numbers."""
+    return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense:
+    """A matrix product."""
+
+    def form(self, x, arrange, homogeneous, images, dtype) -> Rows:
+        del images
+        return Rows(arrange(as_floats(x, dtype)), arrange.runs, homogeneous)
+
+
 @dataclasses.dataclass(frozen=True)
 class Lookup:
     """The rows of a table that a gather takes, as one-hot inputs.
@@ -141,6 +171,10 @@ class Lookup:
     rows: int
     column: int
     drop: bool
+
+    def form(self, x, arrange, homogeneous, images, dtype) -> OneHot:
+        del homogeneous, images
+        return OneHot(x, self, arrange, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
