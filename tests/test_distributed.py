@@ -215,7 +215,11 @@ def test_several_devices_are_one(style, widths, precondition, staggered):
 
 @pytest.mark.parametrize(
     ("style", "precondition"),
-    [pytest.param("shard_map", "sharded", marks=pytest.mark.slow), ("mesh", "replicated"), ("mesh", "sharded")],
+    [
+        pytest.param("shard_map", "sharded", marks=pytest.mark.slow),
+        ("mesh", "replicated"),
+        pytest.param("mesh", "sharded", marks=pytest.mark.slow),
+    ],
 )
 def test_several_devices_are_one_with_eigendecompositions(style, precondition):
     """Also where a state goes to another number of devices on the way."""
