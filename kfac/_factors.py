@@ -120,7 +120,7 @@ Statistics = Kronecker | Unitwise | Tied | Coarse
 
 @jax.tree_util.register_pytree_with_keys_class
 class Factors(Mapping[str, Statistics]):
-    """The statistics of one batch: a mapping from layer name to `Kronecker(A, G)`, `Unitwise(F)` or `Coarse`; a pytree.
+    """The statistics of one batch, a pytree: from layer name to `Kronecker`, `Unitwise`, `Coarse` or `Tied`.
 
     Like gradients, factors can be added, averaged, `psum`-ed with `jax.tree.map` and passed through `jit`. The average
     of the factors of several batches is that of all of them together, but for the counts of coarse blocks, which
@@ -161,6 +161,9 @@ class Factors(Mapping[str, Statistics]):
                 return Kronecker(block.A, *jax.tree.map(unscaled, (block.G, block.moments)))
             if isinstance(block, Unitwise):
                 return Unitwise(unscaled(block.F))
+            if isinstance(block, Tied):  # of the transpose, the gradients are on the side of the inputs
+                turned = Kronecker(unscaled(block.transposed.A), block.transposed.G)
+                return dataclasses.replace(block, direct=own(block.direct), transposed=turned)
             return Coarse(block.mean / loss_scale, block.count)
 
         return Factors({name: own(block) for name, block in self._blocks.items()})

@@ -510,7 +510,7 @@ REFUSED = {
         SQUARE,
         r"dot_general.*different array, computed from it",
     ),
-    "spectral norm": (spectral_norm, SQUARE, r"dot_general.*(multiplied|different array)"),
+    "spectral norm": (spectral_norm, SQUARE, r"dot_general.*(multiplied|different array|holds no examples)"),
     "pruned": (lambda p, x: x @ (p["w"] * (np.arange(25).reshape(5, 5) % 3 > 0)), SQUARE, r"dot_general.*multiplied"),
     "masked": (
         lambda p, x: x @ jnp.where(np.arange(25).reshape(5, 5) % 3 > 0, p["w"], 0.0),

@@ -108,6 +108,13 @@ def test_without_an_entry_they_are_refused_by_name():
         kfac.find_layers(own, parameters(), normal(4, N, D, dtype=np.float32))
 
 
+@pytest.mark.parametrize("kernel_of", [jnp.exp, lambda w: w / jnp.linalg.norm(w, axis=0)], ids=["exp", "normalised"])
+def test_what_a_product_refuses_a_registered_one_refuses_too(registered, kernel_of):
+    params, x = {"w": normal(0, D, H, dtype=np.float32)}, normal(1, N, D, dtype=np.float32)
+    with pytest.raises(kfac.UnsupportedLayerError, match=r"'w'.*skip="):
+        kfac.find_layers(lambda p, x: jnp.mean(pallas_matmul(x, kernel_of(p["w"])) ** 2), params, x)
+
+
 def test_a_pallas_call_by_its_own_name():
     from kfac._capture import primitives
 

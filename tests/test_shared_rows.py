@@ -118,6 +118,22 @@ def test_derivatives_as_they_are_written(x64, derivative):
         assert relative_error(a, np.asarray(b)) < 1e-8
 
 
+@pytest.mark.parametrize(
+    "tangent",
+    [lambda x: jnp.broadcast_to(jnp.eye(D)[0], x.shape), lambda x: jnp.tile(jnp.eye(D)[0], (N, 1))],
+    ids=["broadcast", "tiled"],
+)
+def test_a_constant_that_is_repeated_for_every_example(x64, tangent):
+    def loss(p, x, own):
+        return jnp.mean(jax.jvp(lambda x: jax.vmap(network, (None, 0))(p, x), (x,), (tangent(x) + own * x,))[1] ** 2)
+
+    params, x = parameters(), normal(9, N, D)
+    _, _, found = run(lambda p, x: loss(p, x, 0.0), params, (x,))
+    _, _, expected = run(lambda p, x: loss(p, x, jnp.sum(0 * x)), params, (x,))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert relative_error(a, np.asarray(b)) < 1e-10
+
+
 def test_a_constant_kernel_is_still_refused():
     """Where the product meets the examples otherwise than by a broadcast, it is one more array of parameters."""
 

@@ -171,6 +171,15 @@ def test_derivatives_inside_the_loss(x64):
     assert np.isfinite(factors["w"].A).all()
 
 
+def test_statistics_of_a_scaled_loss(x64):
+    params, batch = embedding_parameters(), sentences()
+    layers, factors = statistics(embedding_loss, params, batch, num_examples=N)
+    fn = kfac.value_and_grad(lambda p, b: 1024 * embedding_loss(p, b), layers, num_examples=N)
+    found = fn(params, batch)[2].unscale(1024.0)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(factors), strict=True):
+        assert relative_error(a, np.asarray(b)) < 1e-10
+
+
 def test_the_setting_reduce_is_refused():
     with pytest.raises(kfac.UnsupportedLayerError, match="'w' is read by its transpose too"):
         kfac.find_layers(autoencoder, {"w": jnp.ones((D, 3))}, jnp.ones((N, D)), reduce=["w"])

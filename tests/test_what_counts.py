@@ -176,10 +176,12 @@ def test_a_weight_penalty_inside_a_mean_over_tokens():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), found, expected)
 
 
-def test_a_penalty_inside_the_network_is_no_penalty():
+@pytest.mark.parametrize("axes", [1, 3])
+def test_a_penalty_inside_the_network_is_no_penalty(axes):
     def loss(p, b):
-        h = jnp.tanh(b["x"] @ p["in"]["w"] + jnp.sum(p["out"]["w"] ** 2))
-        return jnp.mean(jnp.sum((h @ p["out"]["w"]) ** 2, -1))
+        h = b["x"] @ p["in"]["w"] if axes == 3 else (b["x"] @ p["in"]["w"])[:, 0, 0]
+        h = jnp.tanh(h + jnp.sum(p["out"]["w"] ** 2))
+        return jnp.mean(jnp.sum((jnp.broadcast_to(h.reshape(N, -1)[:, :1], (N, H)) @ p["out"]["w"]) ** 2, -1))
 
     params = {"in": {"w": normal(0, D, H, dtype=np.float32)}, "out": {"w": normal(4, H, C, dtype=np.float32)}}
     with pytest.raises(kfac.UnsupportedLayerError, match="'out/w'"):

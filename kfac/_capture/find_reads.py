@@ -14,7 +14,7 @@ from typing import NoReturn
 from kfac._capture import axes as axes_lib
 from kfac._capture import primitives
 from kfac._capture.axes import Atom, Axes
-from kfac._capture.primitives import PRODUCTS, SUMS, Follow, Read, spread
+from kfac._capture.primitives import SUMS, Follow, Read, spread
 from kfac._capture.states import (
     KERNEL_OPS,
     NOT_WITH_EXAMPLES,
@@ -92,7 +92,7 @@ class Reads:
         params = [s for s in states if not isinstance(s, Data)]
         known = params or any(isinstance(s, Data) and (s.output or s.made_of or s.shared) for s in states)
         if not op.alive or not known:
-            if op.alive and (op.name in PRODUCTS or op.name == "gather"):
+            if op.alive and (op.product or op.name == "gather"):
                 self._note_skipped(op, states)
             skipped = len(states) == 1 and op.keeps_values and isinstance(states[0], Data) and states[0].skipped
             # Parameters that carry no gradient are numbers, but no examples.
@@ -114,7 +114,7 @@ class Reads:
             return leaving
         if op.opaque and params and not op.registered:
             return self._opaque(op, states)
-        if op.name in PRODUCTS or (op.registered and self._reads_kernel(op, states)):
+        if op.product:
             return [self._product(op, states, path, scans)]
         if not params:
             return [self._through_data(op, states)] * len(op.outputs)
@@ -137,14 +137,14 @@ class Reads:
             return None
         if params:
             one = len(params) == 1 and isinstance(params[0], View)
-            if not (op.name in PRODUCTS or op.registered or (one and op.name in SUMS)):
+            if not (op.product or (one and op.name in SUMS)):
                 self._refuse_shared(leaves)
             return None
         where = [k for k, s in enumerate(states) if isinstance(s, Data) and s.shared]
         given = zip(states, op.literals, strict=True)
         alone = all(literal or (isinstance(s, Data) and s.fixed) for s, literal in given) and len(op.outputs) == 1
         if alone and op.name == "broadcast_in_dim":
-            new = axes_lib.broadcast_axes(op.results[0], primitives.broadcast_dimensions(op.eqn))
+            new = _added_axes(op)
         elif alone or op.name not in primitives.ELEMENTWISE:
             new = []
         else:
@@ -248,6 +248,8 @@ class Reads:
             shape = op.results[0] if op.results else ()
             of_batch = len(shape) > 1 and self._sizes.intersection(shape)
             return op.name != "broadcast_in_dim" or not (of_batch or not self._constants.fixed)
+        if op.name == "broadcast_in_dim" and any(op.results[0][k] in self.lengths for k in _added_axes(op)):
+            return False  # a constant repeated for every example
         return all(isinstance(s, Data) and s.fixed for s in own)
 
     # -- reads ---------------------------------------------------------------------------------------------------
@@ -265,10 +267,6 @@ class Reads:
         if picks is None:
             self._refuse(view, op, "it reads a slice that is not one of several equal parts of the parameter")
         return Use(read, view.leaf, view, path, scans, picks)
-
-    def _reads_kernel(self, op: Op, states: list[State]) -> bool:
-        found = (op.meaning(k, s.axes) for k, s in enumerate(states) if isinstance(s, View))
-        return any(isinstance(read, Read) and read.op in KERNEL_OPS for read in found)
 
     def _product(self, op: Op, states: list[State], path: Path, scans) -> State:
         given = zip(states, op.literals, strict=True)
@@ -464,7 +462,7 @@ class Reads:
             self.derived.setdefault(leaf, how)
         product = next((s.product for s in sources if isinstance(s, Derived) and s.product), "")
         scalars = all(isinstance(s, Data) or own == 1 for own, s in zip(op.sizes, states, strict=True))
-        if data and scalars and op.name in SUMS and op.results[0] and (len(op.results[0]) == 1 or op.summed):
+        if data and scalars and op.name in SUMS and op.results[0] and op.summed:
             return Data(active=True)  # a penalty, added to the losses of the examples
         if op.name == "gather" and data:
             for state in sources:
@@ -493,6 +491,11 @@ class Reads:
 
     def _refuse(self, state: State, op: Op, reason: str) -> NoReturn:
         raise unsupported([self.names[leaf] for leaf in sorted(leaves_of(state))], op.describe(), reason)
+
+
+def _added_axes(op: Op) -> list[int]:
+    """Which axes a `broadcast_in_dim` adds."""
+    return axes_lib.broadcast_axes(op.results[0], primitives.broadcast_dimensions(op.eqn))
 
 
 def _unbranched(state: State, branched: bool) -> State:

@@ -125,7 +125,7 @@ def call(eqn: Any) -> Call | None:
     """The program inside an equation, if it can be looked into."""
     name = eqn.primitive.name
     kind = "call" if name in _CALLS else "remat" if name in _REMATS else "scan" if name == "scan" else None
-    if kind is None and _registered(eqn, None):
+    if kind is None and _looked_into(eqn):
         kind = "call"
     if kind is None:
         return None
@@ -154,7 +154,9 @@ def contains(eqn: Any, wanted: Callable[[Any], bool]) -> bool:
 
 
 def is_product(eqn: Any) -> bool:
-    return eqn.primitive.name in PRODUCTS
+    """Whether an equation is a matrix product or convolution, or like one."""
+    like = _like(eqn)
+    return (eqn if like is None else _single(eqn, like)[0]).primitive.name in PRODUCTS
 
 
 def is_named(eqn: Any, prefix: str) -> str | None:
@@ -195,7 +197,7 @@ Rule = Callable[[Any, int, Axes], Meaning]
 
 def meaning(eqn: Any, operand: int, axes: Axes) -> Meaning:
     """What an equation does with a parameter that is its input number `operand` and has these axes."""
-    like = next((like for name in _names(eqn) if (like := _REGISTERED.get(name)) is not None), None)
+    like = _like(eqn)
     if like is not None:
         return _alike(eqn, like, operand, axes)
     rule = _TABLE.get(eqn.primitive.name)
@@ -472,7 +474,9 @@ def register_primitive(name: str, like: Callable[..., Any] | None = None) -> Non
 
 def _names(eqn: Any) -> list[str]:
     """What an equation can be registered as."""
-    names = [eqn.primitive.name, *(eqn.params.get(key) for key in ("name", "target_name"))]
+    names = [eqn.primitive.name, eqn.params.get("target_name")]
+    if eqn.primitive.name == "pallas_call":
+        names.append(eqn.params.get("name"))
     if "call_jaxpr" in eqn.params:
         inner = eqn.params["call_jaxpr"]
         debug = getattr(getattr(inner, "jaxpr", inner), "debug_info", None)
@@ -480,40 +484,43 @@ def _names(eqn: Any) -> list[str]:
     return [name for name in names if isinstance(name, str)]
 
 
+def _like(eqn: Any) -> Callable[..., Any] | None:
+    """What a user has said that an equation is like."""
+    return next((like for name in _names(eqn) if (like := _REGISTERED.get(name)) is not None), None)
+
+
 def is_registered(eqn: Any) -> bool:
-    """Whether a user has said what an equation is like."""
-    return any(_REGISTERED.get(name) is not None for name in _names(eqn))
+    return _like(eqn) is not None
 
 
-def _registered(eqn: Any, like: None) -> bool:
+def _looked_into(eqn: Any) -> bool:
     """Whether a user has said to look inside."""
-    return "call_jaxpr" in eqn.params and any(name in _REGISTERED and _REGISTERED[name] is like for name in _names(eqn))
+    return "call_jaxpr" in eqn.params and any(name in _REGISTERED and not _REGISTERED[name] for name in _names(eqn))
 
 
-def _alike(eqn: Any, like: Callable[..., Any], operand: int, axes: Axes) -> Meaning:
-    """The meaning of the single operation that `like` is, with the inputs counted as those of `eqn`."""
+def _single(eqn: Any, like: Callable[..., Any]) -> tuple[Any, list[Any]]:
+    """The single operation that `like` is, and which of its variables each input of `eqn` is."""
     avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars]
     given = jaxpr = jax.make_jaxpr(like)(*avals).jaxpr
     order = list(given.invars)
     while len(jaxpr.eqns) == 1 and (called := call(jaxpr.eqns[0])) and not called.scan:
-        outer = [order.index(var) if var in order else None for var in jaxpr.eqns[0].invars]
-        jaxpr = called.jaxpr
-        order = [None] * len(given.invars)
-        for var, k in zip(jaxpr.invars, outer, strict=True):
-            if k is not None:
-                order[k] = var
-    name = _names(eqn)[-1]
-    if len(jaxpr.eqns) != 1 or [tuple(v.aval.shape) for v in jaxpr.outvars] != [
-        tuple(v.aval.shape) for v in eqn.outvars
-    ]:
+        inside_of = dict(zip(jaxpr.eqns[0].invars, called.jaxpr.invars, strict=True))
+        jaxpr, order = called.jaxpr, [inside_of.get(var) for var in order]
+    shapes = [[tuple(var.aval.shape) for var in outvars] for outvars in (jaxpr.outvars, eqn.outvars)]
+    if len(jaxpr.eqns) != 1 or shapes[0] != shapes[1]:
         raise ValueError(
-            f"register_primitive({name!r}): like must be a single operation with a result of shape "
-            f"{[list(v.aval.shape) for v in eqn.outvars]}, but is\n{jaxpr}"
+            f"register_primitive({_names(eqn)[-1]!r}): like must be a single operation with a result of shape "
+            f"{', '.join(map(str, shapes[1]))}, but is\n{jaxpr}"
         )
-    inner = jaxpr.eqns[0]
+    return jaxpr.eqns[0], order
+
+
+def _alike(eqn: Any, like: Callable[..., Any], operand: int, axes: Axes) -> Meaning:
+    """The meaning of that operation, with the inputs counted as those of `eqn`."""
+    inner, order = _single(eqn, like)
     position = next((k for k, var in enumerate(inner.invars) if var is order[operand]), None)
     found = None if position is None else meaning(inner, position, axes)
     if not isinstance(found, Read):
         return found
     other = next(k for k, var in enumerate(order) if var is inner.invars[found.other])
-    return dataclasses.replace(found, operand=operand, other=other, name=name)
+    return dataclasses.replace(found, operand=operand, other=other, name=_names(eqn)[-1])

@@ -95,6 +95,11 @@ class Op:
         return primitives.is_registered(self.eqn)
 
     @property
+    def product(self) -> bool:
+        """Whether it is a matrix product or convolution, or like one."""
+        return primitives.is_product(self.eqn)
+
+    @property
     def keeps_values(self) -> bool:
         return primitives.keeps_values(self.eqn)
 
