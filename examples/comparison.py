@@ -91,7 +91,7 @@ class Task:
         tx = self.optimizer(name, rate, numbers, self.layers)
         if name == "kfac":
             measure = kfac.value_and_grad(self.loss, self.layers, fisher=self.fisher)
-            drawing = {"key": jax.random.fold_in(jax.random.key(0), count)} if self.fisher == "sampled" else {}
+            drawing = {"fisher_key": jax.random.fold_in(jax.random.key(0), count)} if self.fisher == "sampled" else {}
             loss, grads, factors = measure(params, batch, **drawing)
             updates, state = tx.update(grads, state, params, factors=factors)
         else:

@@ -99,6 +99,7 @@ def test_the_same_command_goes_on_bit_for_bit_after_a_signal_and_a_kill(whole, t
     assert contents(tmp_path / "parts" / "checkpoints") == before
 
 
+@pytest.mark.slow
 def test_lean_checkpoints_make_the_mixed_images_again(whole, tmp_path):
     folder, _ = whole
     options = [*RECIPE, "--checkpoint-mixed", "remake", "--output", tmp_path / "lean"]
@@ -249,6 +250,7 @@ IMAGES = ["--arch", "digits", "--image-size", 16, "--batch-size", 8, "--optimize
           "--learning-rate", 0.1, "--steps", 40, "--log-every", 1, "--cutmix-alpha", 1, "--randaugment", 5]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_signal_to_all_processes_of_a_run_and_other_workers_change_nothing(shards, tmp_path):
     options = ["--data-dir", shards, *IMAGES, "--output"]
     out = train(*options, tmp_path / "whole", "--workers", 2)
@@ -292,6 +294,7 @@ def assert_same(a, b, tolerance):
             assert error < tolerance, f"{name}{jax.tree_util.keystr(path)}: {error}"
 
 
+@pytest.mark.slow
 def test_default_job_in_two_processes_on_four_devices_and_on_one(tmp_path):
     """Measured: the worst leaf differs by 2e-5 after ten steps."""
     job = ["--width", 8, "--steps", 5, "--output"]
@@ -310,6 +313,7 @@ def test_default_job_in_two_processes_on_four_devices_and_on_one(tmp_path):
     assert_same(state(tmp_path / "two", 5), expected, 1e-4)
 
 
+@pytest.mark.slow
 def test_two_processes_stop_together_and_one_goes_on_with_accumulation(tmp_path):
     options = [*SGD, "--log-every", 1, "--output", tmp_path / "a"]
     run = start(*options, "--local-batch", 36, name=LAUNCH, devices=2)
