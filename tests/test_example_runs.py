@@ -421,6 +421,7 @@ def test_one_command_compares_two_optimizers(tmp_path):
     assert len(rates[0]) == len(rates[1]) == 4
 
 
+@pytest.mark.slow  # on a busy machine threads of tensorstore may print beside the one line
 def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
