@@ -12,7 +12,7 @@ autodoc_preserve_defaults = True
 napoleon_use_ivar = True
 nitpicky = True
 # Types of attributes, which autodoc takes from the sources; there is no page about any of them.
-nitpick_ignore_regex = [("py:.*", r"jax\..*|kfac\.(axes|layers|state|assignment|blocks)\..*")]
+nitpick_ignore_regex = [("py:.*", r"jax\..*|kfac\._.*")]
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 root_doc = "contents"  # The table of contents, so that the pages stay plain Markdown.
