@@ -61,7 +61,7 @@ def own_key(key: jax.Array, axes: frozenset[str]) -> jax.Array:
     """
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    manual = [name for name, kind in kinds if kind == jax.sharding.AxisType.Manual]
+    manual = [name for name, kind in kinds if kind == AxisType.Manual]
     if manual and not varying_axes(lax.axis_index(manual[0])):
         axes = frozenset(manual)
     return jax.random.fold_in(key, lax.axis_index(tuple(sorted(axes)))) if axes else key
@@ -82,15 +82,9 @@ def whole(fn: Callable) -> Callable:
 
     There a sum over an axis that is split would need to say how its result lies. Inside, XLA sees to that.
     """
-    if not _explicit():
-        return fn
-
-    def computed(*args):
-        out = jax.eval_shape(jax.sharding.auto_axes(fn, out_sharding=PartitionSpec()), *args)
-        specs = jax.tree.map(lambda aval: PartitionSpec(*[None] * aval.ndim), out)
-        return jax.sharding.auto_axes(fn, out_sharding=specs)(*args)
-
-    return computed
+    mesh = jax.sharding.get_abstract_mesh()
+    explicit = any(kind == AxisType.Explicit for kind in mesh.axis_types)
+    return jax.sharding.auto_axes(fn, out_sharding=PartitionSpec()) if explicit else fn
 
 
 def replicated(tree: Any) -> Any:
@@ -111,8 +105,3 @@ def lying_as(tree: Any, like: Any) -> Any:
         return jax.reshard(x, sharding) if any(sharding.spec) else x
 
     return jax.tree.map(own, tree, like)
-
-
-def _explicit() -> bool:
-    mesh = jax.sharding.get_abstract_mesh()
-    return any(kind == AxisType.Explicit for kind in mesh.axis_types)

@@ -122,11 +122,6 @@ def broadcast(axes: Axes, old: Sequence[int], new: Sequence[int], dimensions: Se
     )
 
 
-def broadcast_axes(new: Sequence[int], dimensions: Sequence[int]) -> list[int]:
-    """Which axes of length above one a `broadcast_in_dim` to shape `new` adds."""
-    return [k for k, size in enumerate(new) if k not in dimensions and size > 1]
-
-
 def flip(axis: Axis) -> Axis:
     """An axis read from its end."""
     return tuple(atom._replace(flipped=not atom.flipped) if atom.of_leaf else atom for atom in axis)

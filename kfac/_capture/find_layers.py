@@ -288,7 +288,8 @@ def count_examples(
 
 def _kronecker_layer(leaves, reads: Reads, by_leaf: dict[int, list[Use]], names, shapes, n: int | None) -> Layer:
     uses = by_leaf[leaves[0]]
-    main, kernel = main_use(uses), main_use(uses).layout
+    main = main_use(uses)
+    kernel = main.layout
     layouts = [kernel]
     for bias in leaves[1:]:
         joined = by_leaf[bias][0].joined
@@ -296,7 +297,7 @@ def _kronecker_layer(leaves, reads: Reads, by_leaf: dict[int, list[Use]], names,
         roles = reads.uses[joined[0]].roles
         layouts.append(axes_lib.layout((own, _role_within(roles, theirs)) for own, theirs in joined[1]))
     by_parts, lookup = by_part(uses), main.read.op == "embedding"
-    rows = {sum(use.rows * (n or 1 if use.late else 1) for use in part) for part in by_parts}
+    rows = {sum(use.for_all(n or 1).rows for use in part) for part in by_parts}
     parts = math.prod(atom.size for atom in uses[0].picked)
     notes = ["A holds the counts of the rows looked up"] * lookup
     notes += ["read as its transpose as well"] * any(use.layout != kernel for use in uses)

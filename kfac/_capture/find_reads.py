@@ -82,8 +82,7 @@ class Reads:
     def _walk(self, program: Program, states: Sequence[State], path: Path, scans) -> list[State]:
         def visit(index: int, op: Op, states: list[State]) -> list[State]:
             # A gradient with respect to one branch alone is not that of a layer's output.
-            branched = op.branched or (False,) * len(states)
-            return self._visit(op, list(map(_unbranched, states, branched)), (*path, index), scans)
+            return self._visit(op, list(map(_unbranched, states, op.branched)), (*path, index), scans)
 
         results = program.run(states, self._constants, Data(), visit)
         return list(map(_unbranched, results, program.branched))
@@ -144,7 +143,7 @@ class Reads:
         given = zip(states, op.literals, strict=True)
         alone = all(literal or (isinstance(s, Data) and s.fixed) for s, literal in given) and len(op.outputs) == 1
         if alone and op.name == "broadcast_in_dim":
-            new = _added_axes(op)
+            new = primitives.added_axes(op.eqn)
         elif alone or op.name not in primitives.ELEMENTWISE:
             new = []
         else:
@@ -248,7 +247,9 @@ class Reads:
             shape = op.results[0] if op.results else ()
             of_batch = len(shape) > 1 and self._sizes.intersection(shape)
             return op.name != "broadcast_in_dim" or not (of_batch or not self._constants.fixed)
-        if op.name == "broadcast_in_dim" and any(op.results[0][k] in self.lengths for k in _added_axes(op)):
+        if op.name == "broadcast_in_dim" and any(
+            op.results[0][k] in self.lengths for k in primitives.added_axes(op.eqn)
+        ):
             return False  # a constant repeated for every example
         return all(isinstance(s, Data) and s.fixed for s in own)
 
@@ -491,11 +492,6 @@ class Reads:
 
     def _refuse(self, state: State, op: Op, reason: str) -> NoReturn:
         raise unsupported([self.names[leaf] for leaf in sorted(leaves_of(state))], op.describe(), reason)
-
-
-def _added_axes(op: Op) -> list[int]:
-    """Which axes a `broadcast_in_dim` adds."""
-    return axes_lib.broadcast_axes(op.results[0], primitives.broadcast_dimensions(op.eqn))
 
 
 def _unbranched(state: State, branched: bool) -> State:

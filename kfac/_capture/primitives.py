@@ -165,10 +165,12 @@ def is_named(eqn: Any, prefix: str) -> str | None:
     return name.removeprefix(prefix) if name.startswith(prefix) else None
 
 
-def broadcast_dimensions(eqn: Any) -> tuple[int, ...]:
-    """Which axes of the result of a `broadcast_in_dim` are those of its input, but for those that it repeats."""
-    own = zip(eqn.params["broadcast_dimensions"], eqn.invars[0].aval.shape, strict=True)
-    return tuple(int(k) for k, size in own if size == eqn.outvars[0].aval.shape[k])
+def added_axes(eqn: Any) -> list[int]:
+    """Which axes of length above one the result of a `broadcast_in_dim` has that its input has not, or repeats."""
+    shape = eqn.outvars[0].aval.shape
+    given = zip(eqn.params["broadcast_dimensions"], eqn.invars[0].aval.shape, strict=True)
+    own = {k for k, size in given if size == shape[k]}
+    return [k for k, size in enumerate(shape) if k not in own and size > 1]
 
 
 def stops_gradient(eqn: Any) -> bool:

@@ -76,7 +76,7 @@ class Op:
         """Whether each input is a number written into the program."""
         return tuple(isinstance(var, jex.Literal) for var in self.inputs)
 
-    @property
+    @functools.cached_property
     def call(self) -> primitives.Call | None:
         return primitives.call(self.eqn)
 
@@ -94,7 +94,7 @@ class Op:
         """Whether the user has said what it is like."""
         return primitives.is_registered(self.eqn)
 
-    @property
+    @functools.cached_property
     def product(self) -> bool:
         """Whether it is a matrix product or convolution, or like one."""
         return primitives.is_product(self.eqn)
@@ -155,10 +155,6 @@ class Program:
     def hands_on(self, result: int, argument: int) -> bool:
         """Whether a result is one of the arguments, as it came."""
         return self.jaxpr.outvars[result] is self.jaxpr.invars[argument]
-
-    def literal(self, result: int) -> bool:
-        """Whether a result is a number written into the program."""
-        return isinstance(self.jaxpr.outvars[result], jex.Literal)
 
 
 def program(jaxpr: Any, consts: Sequence[Any]) -> Program:

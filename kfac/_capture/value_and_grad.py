@@ -95,11 +95,11 @@ def value_and_grad(
             aim_at(traced, [mark.op for mark in marks.marks])
         planned = plan_taps(traced, layers, marks, num_examples, subsample, moments=basis is not None)
         check_same(layers, planned.layers)
+        entries: dict[Any, Any] = {}
         if basis is not None:
             check_basis(basis, layers)
-        entries: dict[Any, Any] = {}
-        for name, spread in planned.spread.items():
-            entries |= spread((basis or {})[name])
+            for name, spread in planned.spread.items():
+                entries |= spread(basis[name])
         if key is not None:
             marks.place(planned.plan, lambda mark: Draw(mark.likelihood, planned.num_examples))
             entries |= keys_of(marks, own_key(key, axes | varying_axes(traced.program.consts)))
@@ -166,8 +166,7 @@ def check_same(expected: Layers, found: Layers) -> None:
 def check_basis(basis: Any, layers: Layers) -> None:
     """Raises where `basis` is not what `eigenbasis` returns for these layers."""
     if not isinstance(basis, Mapping):
-        what = "is missing" if basis is None else f"is of type {type(basis).__name__}"
-        raise ValueError(f"basis {what}: pass basis=kfac.eigenbasis(opt_state, layers)")
+        raise ValueError(f"basis is of type {type(basis).__name__}: pass basis=kfac.eigenbasis(opt_state, layers)")
     expected = {layer.name: layer for layer in layers if layer.correctable}
     for name in sorted(expected.keys() ^ set(basis)):
         raise ValueError(
