@@ -140,8 +140,9 @@ def decide(
     cycle = usable & (step - last_change < now.period)
     # In a cycle with fewer phases than steps nothing is left for the last ones: theirs is a phase of no block.
     phase = jnp.minimum(step % now.period, config.phases)
-    busy = np.isin(np.arange(config.phases + 1), np.concatenate([np.zeros(0, int), *config.turns.values()]))
-    own = take_own({name: jnp.asarray(turns) for name, turns in config.turns.items()}, place.shards, config.axis)
+    in_turn = config.turns(axis_size(config.axis) or 1)
+    busy = np.isin(np.arange(config.phases + 1), np.concatenate([np.zeros(0, int), *in_turn.values()]))
+    own = take_own({name: jnp.asarray(turns) for name, turns in in_turn.items()}, place.shards, config.axis)
     blocks = {name: everything | (cycle & (turns == phase)) for name, turns in own.items()}
     return last_change, everything | (cycle & jnp.asarray(busy)[phase]), blocks
 
