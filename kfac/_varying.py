@@ -84,7 +84,8 @@ def sum_of_examples(of: Callable[..., Any], *arrays: jax.Array) -> Any:
     devices has a message in every turn, or gathers the batch. So under `jax.set_mesh` every device takes its share of
     the examples, which are where they were if the batch is spread over these axes, and sends one sum.
     """
-    mesh, axes, devices = jax.sharding.get_abstract_mesh(), [], 1
+    mesh, devices = jax.sharding.get_abstract_mesh(), 1
+    axes: list[str] = []
     for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True):
         if kind != AxisType.Manual and arrays[0].shape[0] % (devices * size) == 0:
             axes, devices = [*axes, name], devices * size

@@ -350,7 +350,9 @@ def test_what_shard_map_knows_to_be_wrong_is_said_by_name():
 
     scattered = kfac.scatter_state(state, 2)
     specs = kfac.state_specs(tx, params, "data")
-    with pytest.raises(ValueError, match=r"updates differ between the devices of \['data', 'model'\]: average"):
+    with pytest.raises(ValueError, match=r"updates differ between the devices of \['data'\]: average .*grads, 'data'"):
+        run(lambda grads: lax.pmean(grads, "model"), specs, scattered)
+    with pytest.raises(ValueError, match=r"of \['model'\], which axis_name='data' does not name.* jax.jit with param"):
         run(lambda grads: grads, specs, scattered)
     with pytest.raises(ValueError, match=r"axis_name='data' does not name: pass axis_name=\('data', 'model'\)"):
         run(lambda grads: lax.pmean(grads, ("data", "model")), specs, scattered)

@@ -18,6 +18,7 @@ one device would wait in every step. With more devices than blocks there is one 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import heapq
@@ -110,7 +111,8 @@ def make_turns(costs: Costs, phases: int, devices: int) -> dict[str, np.ndarray]
     Rows are those of so many `devices`.
     """
     rows = {name: np.arange(size) // devices for name, size, _ in costs}  # those of one group alone
-    work, dealt = {}, 0
+    work: dict[tuple[str, int], int] = {}
+    dealt = 0
     for name, size, cost in _dealt(costs):
         work |= {(name, row): cost for row in range(size // devices)}
         rest = size % devices
@@ -135,8 +137,8 @@ def make_turns(costs: Costs, phases: int, devices: int) -> dict[str, np.ndarray]
 class Assignment:
     """The plan of a distributed preconditioner; print it before renting machines.
 
-    Everything in it is counted from the shapes of the layers. Bytes are those of the operands of collectives; a ring
-    moves (D-1)/D of them in and out of each device for a reduce-scatter or gather, twice that for an all-reduce.
+    Everything in it is counted from the shapes of the layers. Of the bytes of a message a ring moves (D-1)/D in and out
+    of each device for a reduce-scatter, gather or all-to-all, twice that for an all-reduce.
 
     Attributes:
       layers: the layers.
@@ -187,7 +189,7 @@ class Assignment:
         turns = make_turns(costs, self._steps, self._uses.schedule_for or self.devices)
         work = np.zeros((self._steps, self.devices))
         for name, size, cost in costs:
-            owners = [self.shards[name].location(block)[0] for block in range(size)]
+            owners = np.array([self.shards[name].location(block)[0] for block in range(size)])
             np.add.at(work, (turns[name], owners), cost)
         return work
 
@@ -213,26 +215,41 @@ class Assignment:
         return total + (self._bytes(lambda group: self._shared(group, shared)) if everywhere else 0)
 
     @property
-    def reduced_bytes(self) -> int:
-        """Bytes of statistics that each device puts into reductions, each time there are statistics."""
+    def statistics_messages(self) -> dict[str, int]:
+        """Bytes of statistics by kind of message, each time there are some.
+
+        Of all-reduces, reduce-scatters and all-to-alls what a device puts in, of all-gathers what it gets.
+        """
         wire = self._uses.communication_dtype
-        sent = self._bytes(lambda group: flatten_block(self._statistics(group, wire)))
-        return sent if self.devices > 1 else 0
+        return self._messages(lambda g: flatten_block(self._statistics(g, wire)), "reduce-scatter")
 
     @property
-    def gathered_bytes(self) -> int:
-        """Bytes gathered, of preconditioned gradients each step or, if they are replicated, of inverses each cycle."""
-        if self.devices == 1:
-            return 0
+    def results_messages(self) -> dict[str, int]:
+        """The same of what is gathered: preconditioned gradients each step, or, replicated, inverses each refresh."""
         if self._uses.replicated:
-            return self._bytes(lambda group: self._shared(group, encode))
-        return sum(4 * group.size * group.d_out * group.d_in for group in self.groups if group.kronecker)
+            return self._messages(lambda group: self._shared(group, encode), "all-gather")
+        return self._messages(lambda g: jax.ShapeDtypeStruct((1, g.d_out * g.d_in), jnp.float32), "all-gather")
 
     @property
-    def fetched_bytes(self) -> int:
-        """Bytes of eigenvectors that all devices get besides, with `Ekfac`, in each step with a refresh."""
-        several = self.devices > 1 and not self._uses.replicated
-        return self._bytes(lambda group: self._shared(group, encode)) if several else 0
+    def fetched_messages(self) -> dict[str, int]:
+        """The same of the eigenvectors that all devices get besides, with `Ekfac`, in each step with a refresh."""
+        if self._uses.replicated or not self.inverse.takes_moments:
+            return {}
+        return self._messages(lambda group: self._shared(group, encode), "all-gather")
+
+    def _messages(self, block: Callable[[Group], Any], kind: str) -> dict[str, int]:
+        """Bytes by kind of message, from what there is of one block of a group: as `collectives` sends it."""
+        total: collections.Counter[str] = collections.Counter()
+        for group in self.groups if self.devices > 1 else ():
+            leaves = jax.tree.leaves(jax.eval_shape(functools.partial(block, group)))
+            if not group.kronecker:
+                total["all-reduce"] += group.size * count_bytes(leaves) * (kind == "reduce-scatter")
+                continue
+            shard = self.shards[group.name]
+            padded = sum(-(-math.prod(x.shape) // self.devices) * self.devices * x.dtype.itemsize for x in leaves)
+            total[kind] += shard.full * self.devices * count_bytes(leaves) + shard.remainder * padded
+            total["all-to-all"] += (shard.remainder > 0) * padded
+        return {kind: size for kind, size in total.items() if size}
 
     def _statistics(self, group: Group, dtype: Any = jnp.float32) -> Block:
         """One block's."""
@@ -286,9 +303,14 @@ def _table(plan: Assignment) -> str:
         f"spread over {len(steps)} steps: worst step {max(steps):.3g}, mean {sum(steps) / len(steps):.3g}, "
         f"critical path {sum(steps):.3g}",
         f"memory per device (averages and inverses): {format_bytes(plan.memory_per_device)}",
-        f"reduced per device, each time there are statistics: {format_bytes(plan.reduced_bytes)}",
-        f"gathered per {'refresh' if plan._uses.replicated else 'step'}: {format_bytes(plan.gathered_bytes)}",
+        f"reduced per device, each time there are statistics: {by_kind(plan.statistics_messages)}",
+        f"gathered per {'refresh' if plan._uses.replicated else 'step'}: {by_kind(plan.results_messages)}",
     ]
-    if plan.fetched_bytes:
-        lines.append(f"eigenvectors to all devices, each step with a refresh: {format_bytes(plan.fetched_bytes)}")
+    if plan.fetched_messages:
+        lines.append(f"eigenvectors to all devices, each step with a refresh: {by_kind(plan.fetched_messages)}")
     return "\n".join(lines)
+
+
+def by_kind(messages: dict[str, int]) -> str:
+    """Bytes by kind of message, in words."""
+    return ", ".join(f"{kind} {format_bytes(size)}" for kind, size in messages.items()) or "nothing"

@@ -69,8 +69,8 @@ def means_to_owners(
     """Means over devices of stacks of blocks, each block where it is owned.
 
     A reduce-scatter for the blocks of which every device gets some. Those of the remainders are reduce-scattered in
-    pieces, of every block one for each device, which then go to its owner: that is less to send than an all-reduce. What
-    all devices keep is all-reduced. One message each, whatever the number of groups.
+    pieces, of every block one for each device, which then go to its owner: that is less to send than an all-reduce.
+    What all devices keep is all-reduced. One message each, whatever the number of groups.
 
     Args:
       stacks: `[blocks, ...]` for each group.
