@@ -95,6 +95,41 @@ def by_kind(found):
     return total | {"sent": sum(size if kind == "all-reduce" else size / 2 for kind, size in total.items())}
 
 
+def independent_of_first(jaxpr, primitive):
+    """Of the FLOPs of products in backward passes, the share on which the first message of a kind does not wait.
+
+    Args:
+      jaxpr: of one device's program.
+      primitive: the name of the message.
+    """
+    made_by = {var: k for k, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+    needs = []
+    for eqn in jaxpr.eqns:  # which of those before it each waits for
+        inputs = {made_by[v] for v in eqn.invars if not hasattr(v, "val") and v in made_by}
+        needs.append(inputs.union(*(needs[k] for k in inputs)))
+    backward = {k: flops(eqn) for k, eqn in enumerate(jaxpr.eqns) if "transpose" in str(eqn.source_info.name_stack)}
+    firsts = [needs[k] for k, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == primitive]
+    waited = min(sum(backward.get(k, 0) for k in first) for first in firsts)
+    return 1 - waited / sum(backward.values())
+
+
+def flops(eqn):
+    """Of the matrix products and convolutions in an equation, those of loops as often as they are done."""
+    total = 0
+    for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+        inner = getattr(inner, "jaxpr", inner)
+        if hasattr(inner, "eqns"):
+            total += eqn.params.get("length", 1) * sum(map(flops, inner.eqns))
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        shape = eqn.invars[0].aval.shape
+        total += 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[k] for k in contracted)
+    if eqn.primitive.name == "conv_general_dilated":
+        kernel, spec = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"].rhs_spec
+        total += 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) // kernel[spec[0]]
+    return total
+
+
 # -- models: losses, shapes of parameters, shapes of a batch of `n` ---------------------------------------------------
 
 

@@ -41,7 +41,7 @@ def precision():
 
 @pytest.fixture(scope="module")
 def distributed():
-    return _run("distributed.md", 10)
+    return _run("distributed.md", 15)
 
 
 def test_no_other_page_has_code_that_is_not_run():
@@ -155,10 +155,11 @@ def _train(names, steps):
     return params, state
 
 
-def test_the_three_styles_train_like_one_device(distributed):
+def test_all_programs_train_like_one_device(distributed):
     expected, state = _train(distributed, 4)
     _assert_close(distributed["global_params"], expected)
-    _assert_close(distributed["mesh_params"], expected)
+    for program in ("alone", "mesh", "fsdp", "tensor", "hosts"):
+        _assert_close(jax.device_get(distributed[f"{program}_params"]), expected)
     for device in (0, -1):
         _assert_close(jax.tree.map(lambda x, k=device: x[k], distributed["stacked_params"]), expected)
     assert jax.tree.structure(distributed["portable"]) == jax.tree.structure(state)

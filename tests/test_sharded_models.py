@@ -37,13 +37,13 @@ def parameters():
 
 
 # Which axis of a leaf lies on the mesh axis "model", by the form that the parameters are split in.
-COLUMNS, ROWS = {"qkv": 4, "up": 2, "up_bias": 1}, {"out": 1, "down": 1}
+COLUMNS, ROWS = {"qkv": 3, "up": 2, "up_bias": 1}, {"out": 1, "down": 1}
 SPLITS = {
     "data": lambda path, leaf: None,
     "tensor": lambda path, leaf: (COLUMNS | ROWS).get(path[-1]) if path[0] == "blocks" else None,
     "pipeline": lambda path, leaf: 0 if path[0] == "blocks" else None,
     "expert": lambda path, leaf: 0 if path[0] == "experts" else None,
-    "fsdp": lambda path, leaf: next(k for k, size in enumerate(leaf.shape) if size % 6 == 0),
+    "fsdp": lambda path, leaf: next(k for k, size in enumerate(leaf.shape) if size % 12 == 0),
 }
 SPLITS["hsdp"] = SPLITS["fsdp"]
 

@@ -14,6 +14,8 @@ from jax import lax
 from kfac._distributed.assignment import Shard
 from kfac._varying import AxisName, varying_axes
 
+BUCKETS = 4  # messages of statistics; the more, the sooner the first, and the more there are to start
+
 
 def owns_last(shard: Shard, axis_name: AxisName | None) -> jax.Array:
     """`[positions]`, false where this device holds no block at the last position."""
@@ -70,7 +72,8 @@ def means_to_owners(
 
     A reduce-scatter for the blocks of which every device gets some. Those of the remainders are reduce-scattered in
     pieces, of every block one for each device, which then go to its owner: that is less to send than an all-reduce.
-    What all devices keep is all-reduced. One message each, whatever the number of groups.
+    What all devices keep is all-reduced. There are a few buckets of groups, a message each whatever their number, so
+    that the first can be sent while the backward pass goes on.
 
     Args:
       stacks: `[blocks, ...]` for each group.
@@ -81,16 +84,45 @@ def means_to_owners(
     Returns:
       `[positions, ...]`, or `[blocks, ...]` for groups without a shard.
     """
-    devices = lax.axis_size(axis_name)
-    full = [name for name, shard in shards.items() if shard.full]
-    rest = [name for name, shard in shards.items() if shard.remainder]
+    parts: dict[str, list[jax.Array]] = {name: [] for name in stacks}
+    for names in _buckets({name: stacks[name].size for name in stacks if name in shards}):
+        _bucket_to_owners(parts, names, stacks, shards, axis_name)
     everywhere = [name for name in stacks if name not in shards]
+    summed = _fused(lambda x: lax.psum(x, axis_name), [stacks[n].reshape(-1) for n in everywhere])
+    for name, own in zip(everywhere, summed, strict=True):
+        parts[name].append(own.reshape(stacks[name].shape))
+    devices = lax.axis_size(axis_name)
+    return {name: jnp.concatenate(parts[name]).astype(dtypes[name]) / devices for name in stacks}
+
+
+def _buckets(sizes: Mapping[str, int]) -> list[list[str]]:
+    """The groups in buckets of about equal size, in the order in which a backward pass has finished them.
+
+    Groups stand in the order of their first layers, which are the last that it comes to.
+    """
+    buckets: list[list[str]] = [[] for _ in range(BUCKETS)]
+    total, seen = max(1, sum(sizes.values())), 0
+    for name in reversed(sizes):
+        buckets[seen * BUCKETS // total].append(name)
+        seen += sizes[name]
+    return [names for names in buckets if names]
+
+
+def _bucket_to_owners(
+    parts: dict[str, list[jax.Array]],
+    names: list[str],
+    stacks: Mapping[str, jax.Array],
+    shards: Mapping[str, Shard],
+    axis_name: AxisName,
+) -> None:
+    """Adds the sums of the blocks of some groups to `parts`, where they are owned."""
+    devices = lax.axis_size(axis_name)
+    full, rest = ([name for name in names if getattr(shards[name], part)] for part in ("full", "remainder"))
 
     def to_owners(x):
         return lax.psum_scatter(x, axis_name)
 
     dealt = [_by_device(stacks[n][: shards[n].full * devices], devices) for n in full]
-    parts: dict[str, list[jax.Array]] = {name: [] for name in stacks}
     for name, own in zip(full, _fused(to_owners, dealt), strict=True):
         parts[name].append(own.reshape(shards[name].full, *stacks[name].shape[1:]))
     pieces = [_pieces(stacks[n][shards[n].full * devices :], devices) for n in rest]
@@ -98,10 +130,6 @@ def means_to_owners(
     sent = [_to_places(x.reshape(shards[n].remainder, -1), shards[n]) for n, x in zip(rest, reduced, strict=True)]
     for name, own in zip(rest, _fused(lambda x: _exchanged(x, axis_name), sent), strict=True):
         parts[name].append(_whole(own[None], stacks[name].shape[1:]))
-    summed = _fused(lambda x: lax.psum(x, axis_name), [stacks[n].reshape(-1) for n in everywhere])
-    for name, own in zip(everywhere, summed, strict=True):
-        parts[name].append(own.reshape(stacks[name].shape))
-    return {name: jnp.concatenate(own).astype(dtypes[name]) / devices for name, own in parts.items()}
 
 
 def gather_from_owners(

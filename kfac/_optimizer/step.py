@@ -88,10 +88,11 @@ def check(config: Config, state: KfacState, updates: Any, local: Factors | None)
     differing, names = sorted(varying_axes(updates)), axis_names(axis)
     unnamed = [name for name in differing if name not in names]
     if unnamed:
+        together = (*names, *unnamed)
         raise ValueError(
             f"updates differ between the devices of {unnamed}, which axis_name={axis!r} does not name. If these "
-            "devices have the same parameters and other examples, average the gradients over all axes, jax.lax.pmean(grads, "
-            f"{(*names, *unnamed)!r}), and pass axis_name={(*names, *unnamed)!r}. If each has its own part of the "
+            "devices have the same parameters and other examples, average the gradients over all axes, "
+            f"jax.lax.pmean(grads, {together!r}), and pass axis_name={together!r}. If each has its own part of the "
             "parameters, as in tensor, pipeline or expert parallelism, averages would mix unrelated parts, and the "
             "blocks of a part are not those of the model: instead of jax.shard_map use jax.jit with parameters that "
             "are sharded over a mesh, and Distribution(mesh=mesh)"
