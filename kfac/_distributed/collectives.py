@@ -102,7 +102,7 @@ def _buckets(sizes: Mapping[str, int]) -> list[list[str]]:
     """
     buckets: list[list[str]] = [[] for _ in range(BUCKETS)]
     total, seen = max(1, sum(sizes.values())), 0
-    for name in reversed(sizes):
+    for name in reversed(list(sizes)):
         buckets[seen * BUCKETS // total].append(name)
         seen += sizes[name]
     return [names for names in buckets if names]
