@@ -24,6 +24,8 @@ from kfac._factors import Factors as Factors
 from kfac._layers import Layer as Layer
 from kfac._layers import Layers as Layers
 from kfac._layers import UnsupportedLayerError as UnsupportedLayerError
+from kfac._operator.operator import Operator as Operator
+from kfac._operator.operator import operator as operator
 from kfac._optimizer.adaptive_damping import adaptive_damping as adaptive_damping
 from kfac._optimizer.diagnostics import diagnostics as diagnostics
 from kfac._optimizer.diagnostics import eigenbasis as eigenbasis

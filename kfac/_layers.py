@@ -157,6 +157,7 @@ class Layers(Sequence[Layer]):
       skip: the patterns given to `find_layers`.
       max_dim: the bound given to `find_layers`.
       reduce: the patterns of kernels in the setting "reduce" given to `find_layers`.
+      structure: that of the tree of parameters.
     """
 
     blocks: tuple[Layer, ...]
@@ -164,6 +165,7 @@ class Layers(Sequence[Layer]):
     skip: tuple[str, ...] = ()
     max_dim: int | None = None
     reduce: tuple[str, ...] = ()
+    structure: Any = dataclasses.field(default=None, compare=False)
 
     @overload
     def __getitem__(self, index: int | str) -> Layer: ...

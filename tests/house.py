@@ -26,7 +26,8 @@ ROOMS = (
     ("_curvature",),
     ("_distributed",),
     ("_optimizer",),
-    ("exact", "operator", "schedules", "presets"),
+    ("_operator",),
+    ("exact", "schedules", "presets"),
     ("__init__",),
 )
 
