@@ -10,6 +10,7 @@ _os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 from kfac import exact as exact
 from kfac import schedules as schedules
 from kfac._capture.find_layers import find_layers as find_layers
+from kfac._capture.likelihoods import Likelihood as Likelihood
 from kfac._capture.microbatch import microbatch as microbatch
 from kfac._capture.outputs import output as output
 from kfac._capture.primitives import register_primitive as register_primitive
@@ -24,6 +25,7 @@ from kfac._factors import Factors as Factors
 from kfac._layers import Layer as Layer
 from kfac._layers import Layers as Layers
 from kfac._layers import UnsupportedLayerError as UnsupportedLayerError
+from kfac._operator.estimate import estimate as estimate
 from kfac._operator.operator import Operator as Operator
 from kfac._operator.operator import operator as operator
 from kfac._optimizer.adaptive_damping import adaptive_damping as adaptive_damping

@@ -11,14 +11,13 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from kfac._capture.outputs import find_marks, mean
+from kfac._capture.outputs import Mark, find_marks
 from kfac._capture.replay import replay
 from kfac._capture.taps import Plan
 from kfac._capture.trace import trace
 from kfac._checks import check_count, check_range, check_type
 from kfac._distributed.distribution import Distribution
 from kfac._optimizer.state import has_masked
-from kfac._statistics.rows import accumulator
 from kfac._varying import AxisName, as_varying, axis_size, varying_axes
 
 
@@ -196,16 +195,10 @@ def _along(value_fn: Callable[[Any], Any], params: Any, direction: Any) -> tuple
 
     tangents = [d.astype(p.dtype) for d, p in zip(jax.tree.leaves(direction), flat, strict=True)]
     (loss, outputs), (slope, moved) = jax.jvp(evaluate, (flat,), (tangents,))
-    total = sum(_second_derivative(mark.likelihood, outputs["", k], moved["", k]) for k, mark in enumerate(marks.marks))
+    total = sum(_second_derivative(mark, outputs["", k], moved["", k]) for k, mark in enumerate(marks.marks))
     return loss, slope, jnp.divide(total, n)
 
 
-def _second_derivative(likelihood: str, x: jax.Array, v: jax.Array) -> jax.Array:
+def _second_derivative(mark: Mark, x: jax.Array, v: jax.Array) -> jax.Array:
     """`<v, H v>` with the Hessian `H` of `-log p` with respect to `x`, summed over all rows."""
-    v = v.astype(accumulator(v.dtype))
-    if likelihood == "gaussian":
-        return jnp.sum(v * v)
-    p = mean(likelihood, x)
-    if likelihood == "bernoulli":
-        return jnp.sum(p * (1 - p) * v * v)
-    return jnp.sum(p * (v - jnp.sum(p * v, axis=-1, keepdims=True)) ** 2)
+    return mark.weight * jnp.sum(jnp.square(mark.likelihood.times_root(x, v, "adaptive_damping")))
