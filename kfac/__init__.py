@@ -29,6 +29,7 @@ from kfac._operator.estimate import estimate as estimate
 from kfac._operator.operator import Operator as Operator
 from kfac._operator.operator import operator as operator
 from kfac._optimizer.adaptive_damping import adaptive_damping as adaptive_damping
+from kfac._optimizer.diagnostics import averaged_factors as averaged_factors
 from kfac._optimizer.diagnostics import diagnostics as diagnostics
 from kfac._optimizer.diagnostics import eigenbasis as eigenbasis
 from kfac._optimizer.interval import AdaptiveInterval as AdaptiveInterval
@@ -38,5 +39,7 @@ from kfac._optimizer.reshard import scatter_state as scatter_state
 from kfac._optimizer.reshard import state_specs as state_specs
 from kfac._optimizer.scale_by_kfac import scale_by_kfac as scale_by_kfac
 from kfac._optimizer.state import KfacState as KfacState
+from kfac._optimizer.train_step import TrainStep as TrainStep
+from kfac._optimizer.train_step import train_step as train_step
 
 __version__ = "0.2.0"

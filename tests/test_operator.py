@@ -216,6 +216,21 @@ def test_the_inverse_of_a_state_is_what_its_optimizer_applies(inverse):
     assert not np.any(found["skipped"])
 
 
+def test_the_factors_of_a_state_are_its_averages():
+    tx = kfac.scale_by_kfac(layers(), factor_decay=0.5)
+    measure, state, seen = kfac.value_and_grad(loss_fn, layers()), tx.init(parameters()), []
+    for seed in range(2):
+        _, grads, factors = measure(parameters(), batch(seed))
+        seen.append(factors)
+        _, state = tx.update(grads, state, factors=factors)
+    expected = jax.tree.map(lambda a, b: (a / 2 + b) / 1.5, *seen)  # weights 1/4 and 1/2, corrected
+    found = kfac.averaged_factors({"some": (state,)}, layers())
+    assert list(found) == list(expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), found, expected)
+    with pytest.raises(ValueError, match="must hold one state"):
+        kfac.averaged_factors({}, layers())
+
+
 def test_three_devices_are_one():
     """An operator of factors that lie on several devices, and products with trees that do."""
     mesh = Mesh(np.asarray(jax.devices()[:3]), ("data",))

@@ -129,6 +129,7 @@ def theirs(network, params, steps, rate, damping) -> tuple[Any, list[float], dic
     optimizer = kfac_jax.Optimizer(
         jax.value_and_grad(functools.partial(loss_fn, network, mark)),
         l2_reg=0.0,
+        num_burnin_steps=0,
         use_adaptive_learning_rate=own,
         use_adaptive_momentum=own,
         use_adaptive_damping=own,

@@ -23,7 +23,7 @@ from kfac._curvature.inverse import Inverse
 from kfac._curvature.refresh import in_portions
 from kfac._factors import Coarse, Eigen, Factors, Kronecker, Tied, Unitwise
 from kfac._layers import KRONECKER_KINDS, Layer, Layers, map_by_path
-from kfac._optimizer.state import KfacState, find_state, match_leaves
+from kfac._optimizer.state import KfacState, blocks_of, find_state, match_leaves
 
 
 @jax.tree_util.register_dataclass
@@ -332,23 +332,11 @@ def _from_factors(layers: Layers, factors: Factors, inverse: Inverse | None, bas
 
 
 def _from_state(layers: Layers, state: KfacState, inverse: Inverse | None) -> Source:
-    groups = group_layers(layers)
-    own = {name: owned.inverse for name, owned in state.owned.items()}
-    have = next(iter(own.values()), inverse or Eigh())
+    have = next((owned.inverse for owned in state.owned.values()), inverse or Eigh())
     inverse = inverse or have
     if inverse.takes_moments and inverse != have:
         raise ValueError(f"inverse={inverse!r}, but the state is that of an optimizer with inverse={have!r}")
-    stacks, kept = {}, {}
-    for group in groups:
-        block = state.blocks.get(group.name)
-        sizes = {len(leaf) for leaf in jax.tree.leaves(block and block.factors)}
-        if block is None or sizes != {group.size}:
-            raise ValueError(
-                f"source must be the state of an optimizer for these layers, on one device, but has "
-                f"{sizes.pop() if sizes else 0} blocks {group.name} where the layers have {group.size}: a state of "
-                "several devices goes through kfac.gather_state"
-            )
-        stacks[group.name] = block.factors
-        if inverse.takes_moments and group.kronecker:
-            kept[group.name] = block.inverse
-    return inverse, groups, stacks, kept
+    found = list(blocks_of(state, layers, "source"))
+    stacks = {group.name: block.factors for group, block in found}
+    kept = {group.name: block.inverse for group, block in found if inverse.takes_moments and group.kronecker}
+    return inverse, [group for group, _ in found], stacks, kept
