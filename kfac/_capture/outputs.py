@@ -222,7 +222,7 @@ def _walk(
             found[here] = Mark(op, here, likelihood, op.results[0], scans, together, around)
         return [together] * len(op.outputs)
 
-    return program.run(states, _NO_LEAVES, _NO_LEAVES, visit)
+    return program.run(states, lambda _: _NO_LEAVES, lambda _: _NO_LEAVES, visit)
 
 
 def _walk_scan(op: Op, states: list[Leaves], path: Path, scans, around, found: dict[Path, Mark]) -> list[Leaves]:

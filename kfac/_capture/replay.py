@@ -53,6 +53,11 @@ def evaluate(within: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
     return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))(*variables.values())
 
 
+def compute(within: Program, op: Op, values: Sequence[Any]) -> list[Any]:
+    """Results of one op of a program."""
+    return evaluate(within.jaxpr, op.eqn, values)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Source:
     """How an array is computed by elementwise equations from one array of its shape and smaller ones.
@@ -112,7 +117,7 @@ def _replay(
         if not op.alive:
             values = list(map(_alone, values))
         if index in plan.late:
-            other = plan.taps[index].other
+            other = plan.taps[index][0].other
             assert other is not None
             if not _is_shared(values[other]):
                 values[other] = Shared(jnp.broadcast_to(values[other], (plan.late[index], *values[other].shape)))
@@ -127,8 +132,7 @@ def _replay(
             so_far = multipliers.get(op.inputs[operand])
             values[operand] = jnp.ones_like(values[operand]) if so_far is None else so_far
             multipliers.update(zip(op.outputs, evaluate(jaxpr, eqn, values), strict=True))
-        tap = plan.taps.get(index)
-        if tap is not None:
+        for tap in plan.taps.get(index, ()):
             if isinstance(tap, ElementwiseTap) and tap.other is not None:
                 source = _source(jaxpr, producers, op.inputs[tap.other])
                 if source is not None:

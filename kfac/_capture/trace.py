@@ -130,23 +130,23 @@ class Program:
     def run(
         self,
         states: Sequence[State],
-        constant: State,
-        number: State,
+        constant: Callable[[Any], State],
+        number: Callable[[Any], State],
         visit: Callable[[int, Op, list[State]], Sequence[State]],
     ) -> list[State]:
         """Computes with states in the place of arrays: those of the results, from those of the inputs.
 
         Args:
           states: of the inputs.
-          constant: of constants.
+          constant: of constants, from their values.
           number: of numbers written into the program.
           visit: gives the states of an op's results from its position, itself and the states of its inputs.
         """
-        env: dict[Any, State] = dict.fromkeys(self.jaxpr.constvars, constant)
+        env: dict[Any, State] = dict(zip(self.jaxpr.constvars, map(constant, self.consts), strict=True))
         env.update(zip(self.jaxpr.invars, states, strict=True))
 
         def read(var) -> State:
-            return number if isinstance(var, jex.Literal) else env[var]
+            return number(var.val) if isinstance(var, jex.Literal) else env[var]
 
         for index, op in enumerate(self.ops):
             env.update(zip(op.outputs, visit(index, op, [read(var) for var in op.inputs]), strict=True))
