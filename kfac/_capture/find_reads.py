@@ -115,6 +115,10 @@ class Reads:
         if op.name == "optimization_barrier":
             return [_at_barrier(s) for s in states]
         if op.inner:
+            if op.by_rule:  # only tangents carry a gradient
+                values = op.num_values
+                numbers = [s if isinstance(s, Data) and not s.skipped else Data(fixed=True) for s in states[:values]]
+                states = [*map(_unbranched, numbers, [True] * values), *states[values:]]
             leaving = (
                 self._scan(op, states, path, scans) if op.name == "scan" else self._walk(op.inner, states, path, scans)
             )
@@ -145,7 +149,7 @@ class Reads:
         """
         leaves = frozenset().union(*(s.shared for s in states if isinstance(s, Data)))
         if op.inner:
-            if op.call and op.call.scan:
+            if op.by_rule or (op.call and op.call.scan):
                 self._refuse_shared(leaves)
             self.shared_calls.add(path)
             return None

@@ -11,12 +11,14 @@ where it meets data. `register_primitive` adds entries for operations of a user'
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core as jex
 from jax.lax import GatherScatterMode
@@ -118,7 +120,11 @@ class Scan(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A program inside an equation: of `"call"`, `"remat"` or `"scan"`."""
+    """A program inside an equation: of `"call"`, `"remat"` or `"scan"`.
+
+    Of `"rule"` it is the rule of a `jax.custom_jvp` function: its arguments are the inputs and then the tangents of
+    those that have one, its results the tangents of the results.
+    """
 
     kind: str
     jaxpr: Any
@@ -129,19 +135,45 @@ class Call(NamedTuple):
 # -- what is inside ----------------------------------------------------------------------------------------------------
 
 
-def call(eqn: Any) -> Call | None:
-    """The program inside an equation, if it can be looked into."""
+def call(eqn: Any, rules: bool = False) -> Call | None:
+    """The program inside an equation, if it can be looked into; with `rules`, that may be a rule for derivatives."""
     name = eqn.primitive.name
     kind = "call" if name in _CALLS else "remat" if name in _REMATS else "scan" if name == "scan" else None
     if kind is None and _looked_into(eqn):
         kind = "call"
     if kind is None:
-        return None
+        return _rule(eqn) if rules and name == "custom_jvp_call" and contains_product(eqn) else None
     inner = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
     jaxpr, consts = (inner.jaxpr, inner.consts) if isinstance(inner, jex.ClosedJaxpr) else (inner, ())
     if kind != "scan":
         return Call(kind, jaxpr, consts)
     return Call(kind, jaxpr, consts, Scan(*(eqn.params[key] for key in ("num_consts", "num_carry", "length"))))
+
+
+def evaluate(within: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """Results of one equation of the jaxpr `within`; it is bound only through the public `jaxpr_as_fun`."""
+    variables = {var: value for var, value in zip(eqn.invars, values, strict=True) if not isinstance(var, jex.Literal)}
+    # A copy of the jaxpr around it, because a new one wants debugging information that no public function makes.
+    jaxpr = within.replace(constvars=[], invars=list(variables), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects)
+    return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))(*variables.values())
+
+
+def _rule(eqn: Any) -> Call:
+    moving = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.invars]
+
+    def tangents_of(primals, tangents):
+        given = iter(tangents)
+        whole = [
+            next(given) if m else np.zeros(x.shape, jax.dtypes.float0) for m, x in zip(moving, primals, strict=True)
+        ]
+        outs, found = jax.jvp(
+            lambda *xs: evaluate(eqn.params["call_jaxpr"].jaxpr, eqn, xs), tuple(primals), tuple(whole)
+        )
+        return [t if t.dtype == x.dtype else jnp.zeros_like(x) for t, x in zip(found, outs, strict=True)]
+
+    primals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars]
+    closed = jax.make_jaxpr(tangents_of)(primals, list(itertools.compress(primals, moving)))
+    return Call("rule", closed.jaxpr, closed.consts)
 
 
 def inside(eqn: Any) -> Iterator[Any]:
@@ -159,6 +191,10 @@ def inside(eqn: Any) -> Iterator[Any]:
 def contains(eqn: Any, wanted: Callable[[Any], bool]) -> bool:
     """Whether an equation, or one inside it, is wanted."""
     return wanted(eqn) or any(contains(inner, wanted) for jaxpr in inside(eqn) for inner in jaxpr.eqns)
+
+
+def contains_product(eqn: Any) -> bool:
+    return contains(eqn, is_product)
 
 
 def is_product(eqn: Any) -> bool:
@@ -558,7 +594,7 @@ def _single(eqn: Any, like: Callable[..., Any]) -> tuple[Any, list[Any]]:
     avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars]
     given = jaxpr = jax.make_jaxpr(like)(*avals).jaxpr
     order = list(given.invars)
-    while len(jaxpr.eqns) == 1 and (called := call(jaxpr.eqns[0])) and not called.scan:
+    while len(jaxpr.eqns) == 1 and (called := call(jaxpr.eqns[0])) and called.kind in ("call", "remat"):
         inside_of = dict(zip(jaxpr.eqns[0].invars, called.jaxpr.invars, strict=True))
         jaxpr, order = called.jaxpr, [inside_of.get(var) for var in order]
     shapes = [[tuple(var.aval.shape) for var in outvars] for outvars in (jaxpr.outvars, eqn.outvars)]
