@@ -162,13 +162,9 @@ def _rule(eqn: Any) -> Call:
     moving = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.invars]
 
     def tangents_of(primals, tangents):
-        given = iter(tangents)
-        whole = [
-            next(given) if m else np.zeros(x.shape, jax.dtypes.float0) for m, x in zip(moving, primals, strict=True)
-        ]
-        outs, found = jax.jvp(
-            lambda *xs: evaluate(eqn.params["call_jaxpr"].jaxpr, eqn, xs), tuple(primals), tuple(whole)
-        )
+        some, within = iter(tangents), eqn.params["call_jaxpr"].jaxpr
+        own = [next(some) if m else np.zeros(x.shape, jax.dtypes.float0) for m, x in zip(moving, primals, strict=True)]
+        outs, found = jax.jvp(lambda *values: evaluate(within, eqn, values), tuple(primals), tuple(own))
         return [t if t.dtype == x.dtype else jnp.zeros_like(x) for t, x in zip(found, outs, strict=True)]
 
     primals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars]

@@ -289,7 +289,8 @@ def check_params(params: Any) -> tuple[list[str], list[tuple[int, ...]]]:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(
                 f"parameter {name!r} has dtype {leaf.dtype}: kfac differentiates real parameters only. Keep other "
-                "arrays out of params, as a further argument of loss_fn"
+                "arrays out of params, as a further argument of loss_fn: those of a flax nnx module by "
+                "nnx.split(module, nnx.Param, ...)"
             )
     return names, [tuple(leaf.shape) for leaf in leaves]
 
