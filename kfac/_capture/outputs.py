@@ -240,9 +240,9 @@ def _walk(
         here = (*path, index)
         if op.call and op.call.scan and op.inner:
             return _walk_scan(op, own, here, scans, (*around, len(path)), found)
-        if op.inner:
+        if op.inner and not op.by_rule:
             return _walk(op.inner, own, here, scans, around, found)
-        if op.opaque and primitives.contains(op.eqn, _is_mark):
+        if (op.opaque or op.by_rule) and primitives.contains(op.eqn, _is_mark):
             raise ValueError(f"kfac.output cannot be followed inside {op.name}: mark what comes out of it")
         together = _NO_LEAVES.union(*own) if op.alive else _NO_LEAVES
         likelihood = primitives.is_named(op.eqn, _PREFIX)
@@ -251,7 +251,7 @@ def _walk(
             found[here] = Mark(op, here, named(name), float(weight), op.results[0], scans, together, around)
         return [together] * len(op.outputs)
 
-    return program.run(states, _NO_LEAVES, _NO_LEAVES, visit)
+    return program.run(states, lambda _: _NO_LEAVES, lambda _: _NO_LEAVES, visit)
 
 
 def _walk_scan(op: Op, states: list[Leaves], path: Path, scans, around, found: dict[Path, Mark]) -> list[Leaves]:

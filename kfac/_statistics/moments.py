@@ -39,7 +39,7 @@ def squares_in_basis(x: Form, g: Rows, number: jax.Array | None, basis: Kronecke
     def squares(part):
         a = x.part(part[0]).astype(dtype)
         if number is not None:
-            a = a * _multiples(number, d_in, getattr(x, "homogeneous", None) is not None, dtype)
+            a = a * _multiples(number, a.shape[-1], getattr(x, "homogeneous", None) is not None, dtype)
         return _squares(a, g.part(part[1]).astype(dtype), basis)
 
     parts = x.in_parts(n // chunk), g.in_parts(n // chunk)
