@@ -1,4 +1,4 @@
-"""Where an error asks for `num_examples=`, giving it leads to statistics that are right; and errors that name the leaf."""
+"""Where an error asks for `num_examples=`, giving it leads to right statistics; and errors that name the leaf."""
 
 from __future__ import annotations
 
