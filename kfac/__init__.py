@@ -37,6 +37,7 @@ from kfac._optimizer.kfac import kfac as kfac
 from kfac._optimizer.reshard import gather_state as gather_state
 from kfac._optimizer.reshard import scatter_state as scatter_state
 from kfac._optimizer.reshard import state_specs as state_specs
+from kfac._optimizer.scale_by_kfac import refresh as refresh
 from kfac._optimizer.scale_by_kfac import scale_by_kfac as scale_by_kfac
 from kfac._optimizer.state import KfacState as KfacState
 from kfac._optimizer.train_step import TrainStep as TrainStep

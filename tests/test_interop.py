@@ -439,7 +439,7 @@ def check_devices(params, state):
     expected_params, expected = one_device()
     assert_close(params, expected_params, 1e-4)
     state = kfac.gather_state(state)
-    for field, tolerance in (("factors", 1e-4), ("weight", 1e-6), ("inverse", 1e-3), ("age", 0)):
+    for field, tolerance in (("factors", 1e-4), ("weight", 1e-6), ("inverse", 1e-3), ("inverted", 0)):
         assert_close(field_of(state, field), field_of(expected, field), tolerance)
     assert state_of(state).count == state_of(expected).count
     assert_close(state_of(state).metrics, state_of(expected).metrics, 1e-3)

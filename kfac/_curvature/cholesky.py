@@ -29,11 +29,11 @@ class Cholesky(Inverse):
     at the next refresh. Condition numbers are those of the worse damped factor of each block, in the 1-norm.
 
     Args:
-      precision: the dtype in which inverses are kept and applied, `"float32"` or `"bfloat16"`. They are always computed
-        in float32.
+      precision: the arithmetic in which inverses are applied: `"float32"`, `"bfloat16_3x"`, `"tensorfloat32"` or
+        `"bfloat16"`, in which they are then kept. They are always computed in float32.
 
     Raises:
-      ValueError: `precision` is neither.
+      ValueError: `precision` is none of these.
 
     References:
       Martens and Grosse, "Optimizing Neural Networks with Kronecker-factored Approximate Curvature", 2015,
@@ -58,8 +58,9 @@ class Cholesky(Inverse):
         del damping  # that of the refresh is in the inverses
         dtype, wide = kept.A.dtype, matrices.dtype
         left = "ka" if is_diagonal(kept.G) else "kab"
-        half = product(f"{left},k{left[-1]}c->kac", dtype, wide, kept.G, matrices)
-        return product("kac,kc->kac" if is_diagonal(kept.A) else "kac,kcd->kad", dtype, wide, half, kept.A)
+        half = product(f"{left},k{left[-1]}c->kac", self.precision, dtype, wide, kept.G, matrices)
+        right = "kac,kc->kac" if is_diagonal(kept.A) else "kac,kcd->kad"
+        return product(right, self.precision, dtype, wide, half, kept.A)
 
     def spectrum(self, kept, factors, damping):
         """Products of the eigenvalues of the damped factors."""

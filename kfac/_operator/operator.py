@@ -45,8 +45,8 @@ class Block:
     def __matmul__(self, matrices: jax.Array) -> jax.Array:
         """`Q diag(values) Q^T v`, of matrices with as many entries as `values`."""
         wide = matrices.reshape(self.values.shape).astype(jnp.result_type(matrices, self.values))
-        turned = self.values * rotate(wide, self.basis, back=False)
-        return rotate(turned, self.basis, back=True).reshape(matrices.shape)
+        turned = self.values * rotate(wide, self.basis, "float32", back=False)
+        return rotate(turned, self.basis, "float32", back=True).reshape(matrices.shape)
 
     def map(self, fn: Callable[[jax.Array], jax.Array]) -> Block:
         """The function `fn` of the matrix: the same eigenvectors, other eigenvalues."""
@@ -161,7 +161,7 @@ class Operator:
         for layer, own in zip(self._layers(), jax.random.split(key, max(1, len(self.blocks))), strict=False):
             block = self.blocks[layer.name].map(jnp.sqrt)
             normal = jax.random.normal(own, block.values.shape, block.values.dtype)
-            noise[layer.name] = rotate(block.values * normal, block.basis, back=True)
+            noise[layer.name] = rotate(block.values * normal, block.basis, "float32", back=True)
         return self._tree(noise)
 
     def block(self, name: str) -> Block:

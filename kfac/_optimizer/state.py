@@ -57,14 +57,14 @@ class BlockState(NamedTuple):
       weight: `[k]`, the sum of the weights in each average; 0 before the first statistics.
       inverse: what the kind of inverse keeps, arrays `[k, ...]`.
       condition: `[k]`, condition number at the last inversion; 0 before the first.
-      age: `[k]`, steps since the last inversion; 0 before the first.
+      inverted: `[k]`, the step of the last inversion; 0 before the first.
     """
 
     factors: Block
     weight: jax.Array
     inverse: Any
     condition: jax.Array
-    age: jax.Array
+    inverted: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -177,8 +177,8 @@ def init_state(config: Config, params: Any) -> KfacState:
         return group.kind(config.inverse).init(group.zeros(size, dtype, moments=config.has_moments(group)))
 
     def blocks(group: Group, size: int) -> BlockState:
-        weight, condition, age = jnp.zeros(size, dtype), jnp.zeros(size, dtype), jnp.zeros(size, jnp.int32)
-        return BlockState(group.zeros(size, dtype), weight, inverses(group, size), condition, age)
+        weight, condition, inverted = jnp.zeros(size, dtype), jnp.zeros(size, dtype), jnp.zeros(size, jnp.int32)
+        return BlockState(group.zeros(size, dtype), weight, inverses(group, size), condition, inverted)
 
     def own(group: Group) -> Owned:
         shard = shards[group.name]
