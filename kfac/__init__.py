@@ -21,6 +21,9 @@ from kfac._curvature.ekfac import Ekfac as Ekfac
 from kfac._curvature.inverse import Inverse as Inverse
 from kfac._distributed.assignment import Assignment as Assignment
 from kfac._distributed.distribution import Distribution as Distribution
+from kfac._distributed.planning import Hardware as Hardware
+from kfac._distributed.planning import Plan as Plan
+from kfac._distributed.planning import plan as plan
 from kfac._factors import Factors as Factors
 from kfac._layers import Layer as Layer
 from kfac._layers import Layers as Layers

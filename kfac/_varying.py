@@ -77,6 +77,50 @@ def axis_size(axis_name: AxisName | None) -> int | None:
         return None
 
 
+def sum_of_examples(of: Callable[..., Any], *arrays: jax.Array) -> Any:
+    """`of(*arrays)`, a sum over their leading axis, that of the examples; devices of a mesh sum their own first.
+
+    How arrays lie on automatic axes is not known here. Left to XLA, a loop over parts of a batch that is spread over
+    devices has a message in every turn, or gathers the batch. So under `jax.set_mesh` every device takes its share of
+    the examples, which are where they were if the batch is spread over these axes, and sends one sum.
+    """
+    mesh, devices = jax.sharding.get_abstract_mesh(), 1
+    axes: list[str] = []
+    for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True):
+        if kind != AxisType.Manual and arrays[0].shape[0] % (devices * size) == 0:
+            axes, devices = [*axes, name], devices * size
+    if devices == 1:
+        return of(*arrays)
+    names = tuple(axes)
+    sums = jax.shard_map(
+        lambda *own: lax.psum(of(*own), names), in_specs=PartitionSpec(names), out_specs=PartitionSpec(),
+        axis_names=set(names),
+    )  # fmt: skip
+    return sums(*arrays)
+
+
+def sum_of_parts(of: Callable[..., Any], limit: int, *arrays: jax.Array) -> Any:
+    """The sum of a function of equal parts of the examples, of at most `limit` examples each, one part at a time.
+
+    A part has every `count`-th example, so that where the examples are spread over devices, so are those of each part.
+    """
+
+    def summed(*arrays):
+        n = arrays[0].shape[0]
+        count = n // next(size for size in range(min(n, limit), 0, -1) if n % size == 0)
+        if count == 1:
+            return of(*arrays)
+        parts = [x.reshape(n // count, count, *x.shape[1:]) for x in arrays]
+
+        def take(k):
+            return [lax.dynamic_index_in_dim(x, k, axis=1, keepdims=False) for x in parts]
+
+        start = zeros_of(lambda: of(*take(0)))
+        return lax.scan(lambda total, k: (total + of(*take(k)), None), start, jnp.arange(count))[0]
+
+    return sum_of_examples(summed, *arrays) if limit < arrays[0].shape[0] else of(*arrays)
+
+
 def whole(fn: Callable) -> Callable:
     """`fn` with results that all devices have whole, also over axes of a mesh that are explicit.
 

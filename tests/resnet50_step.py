@@ -5,7 +5,6 @@ The number of devices is fixed when JAX starts, so this is a script: `resnet50_s
 
 import json
 import os
-import re
 import sys
 
 if __name__ == "__main__":
@@ -20,6 +19,8 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import kfac
+from messages import by_kind
+from messages import messages as messages_of
 
 AXIS = "devices"
 # Out channels, kernel size, in channels of every convolution, and the final layer: the shapes make the state.
@@ -108,7 +109,8 @@ def main():
         def messages(update):
             mapped = jax.shard_map(update, mesh=mesh, in_specs=(same, specs, split), out_specs=(same, specs))
             place = (shardings(same), shardings(specs), shardings(split))
-            return collectives(jax.jit(mapped, in_shardings=place).lower(grads, state, stacked).compile().as_text())
+            text = jax.jit(mapped, in_shardings=place).lower(grads, state, stacked).compile().as_text()
+            return by_kind(messages_of(text, DEVICES))
 
         held = (
             jax.jit(lambda s: s, in_shardings=(shardings(specs),), out_shardings=shardings(specs))
@@ -122,25 +124,10 @@ def main():
             shape[-1] * (shape[-1] + 1) // 2 for layer in layers for shape in layer.factor_shapes.values()
         )
         plan = kfac.Assignment(layers, devices=DEVICES, inverse_every=10)
-        result["predicted_reduced_bytes"] = plan.reduced_bytes
+        result["predicted_statistics"] = plan.statistics_messages
+        result["predicted_results"] = plan.results_messages
         result["predicted_state_bytes"] = plan.memory_per_device
     print(json.dumps(result))
-
-
-def collectives(text):
-    """Bytes of the operands of each kind of collective in a compiled program."""
-    sizes = {"f32": 4, "s32": 4, "pred": 1, "bf16": 2}
-    total = {}
-    for line in text.splitlines():
-        found = re.search(r"= (.*?) (all-reduce|reduce-scatter|all-gather)(?:-start)?\(", line)
-        if not found:
-            continue
-        kind = found.group(2)
-        for dtype, shape in re.findall(r"(f32|s32|pred|bf16)\[([\d,]*)\]", found.group(1)):
-            elements = int(np.prod([int(n) for n in shape.split(",") if n]))
-            # A reduce-scatter's operand is as many times its result as there are devices.
-            total[kind] = total.get(kind, 0) + sizes[dtype] * elements * (DEVICES if kind == "reduce-scatter" else 1)
-    return total
 
 
 if __name__ == "__main__":

@@ -205,7 +205,9 @@ def grid():
 
 @pytest.mark.parametrize(("style", "widths", "precondition", "staggered"), list(grid()))
 def test_several_devices_are_one(style, widths, precondition, staggered):
+    # On one device, too, what four devices would refresh together.
     options = {"inverse_every": 3, "refresh_warmup": 1, "staggered": staggered, "damping": 1e-2}
+    options |= {"schedule_for": 4} if staggered else {}
     params, data, layers, expected, state = one_device(widths, tuple(options.items()))
     options |= {"precondition": precondition}
     found, sharded_state = STYLES[style](params, data, layers, options, DEVICES)
@@ -224,6 +226,7 @@ def test_several_devices_are_one(style, widths, precondition, staggered):
 def test_several_devices_are_one_with_eigendecompositions(style, precondition):
     """Also where a state goes to another number of devices on the way."""
     options = {"inverse_every": 3, "refresh_warmup": 1, "staggered": True, "damping": 1e-2, "inverse": kfac.Eigh()}
+    options |= {"schedule_for": 1}
     params, data, layers, expected, _ = one_device(FEW_LAYERS, tuple(options.items()))
     options |= {"precondition": precondition}
     half, state = STYLES[style](params, data[:3], layers, options, DEVICES)
@@ -237,7 +240,7 @@ def test_several_devices_are_one_with_eigendecompositions(style, precondition):
 @pytest.mark.parametrize("style", [pytest.param(s, marks=() if s == "mesh" else pytest.mark.slow) for s in STYLES])
 def test_a_state_moves_between_numbers_of_devices(style):
     """Three steps on several devices and three on two, by way of the portable state, are six on one."""
-    options = {"inverse_every": 3, "refresh_warmup": 1, "damping": 1e-2}
+    options = {"inverse_every": 3, "refresh_warmup": 1, "damping": 1e-2, "schedule_for": 1}
     params, data, layers, expected, _ = one_device(MANY_LAYERS, tuple(options.items()))
     params, state = STYLES[style](params, data[:3], layers, options, DEVICES)
     portable = jax.tree.map(np.asarray, kfac.gather_state(state))
@@ -347,7 +350,9 @@ def test_what_shard_map_knows_to_be_wrong_is_said_by_name():
 
     scattered = kfac.scatter_state(state, 2)
     specs = kfac.state_specs(tx, params, "data")
-    with pytest.raises(ValueError, match=r"updates differ between the devices of \['data', 'model'\]: average"):
+    with pytest.raises(ValueError, match=r"updates differ between the devices of \['data'\]: average .*grads, 'data'"):
+        run(lambda grads: lax.pmean(grads, "model"), specs, scattered)
+    with pytest.raises(ValueError, match=r"of \['model'\], which axis_name='data' does not name.* jax.jit with param"):
         run(lambda grads: grads, specs, scattered)
     with pytest.raises(ValueError, match=r"axis_name='data' does not name: pass axis_name=\('data', 'model'\)"):
         run(lambda grads: lax.pmean(grads, ("data", "model")), specs, scattered)

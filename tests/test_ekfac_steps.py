@@ -219,8 +219,11 @@ def test_the_plan_counts_the_bytes_of_the_state():
     plain = kfac.Assignment(LAYERS, devices=DEVICES, inverse=kfac.Eigh())
     # Two blocks of 4 x 4: each has moments and their weight on its owner, and eigenvectors on every device.
     assert several.memory_per_device - plain.memory_per_device == 4 * (16 + 1 + 2 * 2 * 16)
-    assert several.fetched_bytes == 4 * 2 * 2 * 16 and plain.fetched_bytes == 0
-    assert several.reduced_bytes - plain.reduced_bytes == 4 * 2 * 16
+    # In three pieces: of eigenvectors, and of triangles with and without moments.
+    assert DEVICES == 3 and several.fetched_messages == {"all-gather": 4 * 2 * 33, "all-to-all": 4 * 33}
+    assert plain.fetched_messages == {}
+    sent, less = several.statistics_messages["reduce-scatter"], plain.statistics_messages["reduce-scatter"]
+    assert sent - less == 4 * 2 * (36 - 21)
 
 
 def test_an_axis_of_one_device():

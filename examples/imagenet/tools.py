@@ -35,9 +35,6 @@ import processes
 import records as rec
 from records import UserError
 
-# Of a symmetric n x n matrix, over n^3: Cholesky 1/3, its inverse by a triangular solve 1, the product of that with its
-# own transpose 2.
-INVERSION_FLOPS = 10 / 3
 # FLOPs are counted for so many images and taken to be proportional to their number.
 COUNTED_IMAGES = 2
 IMAGES = {"digits": 1500, "cifar10": 50_000, "folder": 1_281_167, "synthetic": 1_281_167}
@@ -93,10 +90,6 @@ class Counts(NamedTuple):
     statistics_flops: float
 
 
-def assignment(layers: kfac.Layers, devices: int, config: cfg.Config) -> kfac.Assignment:
-    return kfac.Assignment(layers, devices, config.inverse_every)
-
-
 def plan(options: argparse.Namespace, config: cfg.Config) -> None:
     if config.optimizer != "kfac":
         raise UserError(f"--optimizer {config.optimizer} has nothing to plan; this is what K-FAC adds")
@@ -104,13 +97,12 @@ def plan(options: argparse.Namespace, config: cfg.Config) -> None:
     classes = 10 if config.data in ("digits", "cifar10") else 1000
     counts = count(config, channels, classes)
     fitted = [cfg.fit(config, images, devices, "gpu") for devices in options.on]
-    plans = [assignment(counts.layers, devices, config) for devices in options.on]
-    if options.table:
-        if len(plans) > 1:
-            raise UserError("--table needs one number after --on")
-        print(plans[0])
-        return
     batch, steps = fitted[0].global_batch, cfg.total_steps(fitted[0], images)
+    if options.table:
+        if len(options.on) > 1:
+            raise UserError("--table needs one number after --on")
+        print(kfac.Assignment(counts.layers, options.on[0], config.inverse_every))
+        return
     print(f"""{config.arch}, images of {config.image_size}x{config.image_size}, {counts.parameters / 1e6:.2f} M \
 parameters; batch {batch:,}, {steps:,} steps
 
@@ -118,8 +110,15 @@ Counted from lowered programs, for one image:
   forward and backward            {counts.step_flops:.4g} FLOPs
   statistics, where there are any {counts.statistics_flops:.4g} FLOPs
 Counted from shapes, per device (memory: averages and inverses; reduced: each time there are statistics; inverted: the
-busiest device, mean over steps):
+critical path of a cycle):
 """)
+    every = config.factor_every if isinstance(config.factor_every, int) else 1
+    plans = [
+        kfac.plan(counts.layers, devices=devices, batch=batch, inverse_every=config.inverse_every,
+                  statistics_every=every, flops=options.flops, inversion_flops=options.inverse_flops,
+                  bandwidth=options.bytes)
+        for devices in options.on
+    ]  # fmt: skip
     rows: list[tuple[str, ...]] = [
         (
             "devices",
@@ -128,41 +127,39 @@ busiest device, mean over steps):
             "memory",
             "reduced",
             "gathered/step",
-            "inverted/step",
+            "inverted/cycle",
             "preconditioned/step",
         )
     ]
     for one, fit in zip(plans, fitted, strict=True):
-        images = batch // one.devices
-        rows.append((f"{one.devices:,}", f"{images:,}", f"{images // (fit.local_batch or images):,}",
-                     f"{one.memory_per_device / 1e6:,.1f} MB", f"{one.reduced_bytes / 1e6:,.1f} MB",
-                     f"{one.gathered_bytes / 1e6:,.1f} MB", f"{inversion_flops(one):.3g} FLOPs",
-                     f"{preconditioning_flops(one):.3g} FLOPs"))  # fmt: skip
+        devices = one.assignment.devices
+        images = batch // devices
+        sent = [f"{sum(one.messages[part].values()) / 1e6:,.1f} MB" for part in ("statistics", "results")]
+        rows.append((f"{devices:,}", f"{images:,}", f"{images // (fit.local_batch or images):,}",
+                     f"{one.state_bytes / 1e6:,.1f} MB", *sent, f"{one.flops['inversions']:.3g} FLOPs",
+                     f"{one.flops['preconditioning']:.3g} FLOPs"))  # fmt: skip
     print_columns(rows)
-    every = config.factor_every if isinstance(config.factor_every, int) else 1
     print(f"""
 Predicted, in milliseconds of the mean step, and in minutes for all steps without validation and input. ASSUMED of a
 device: {options.flops:.3g} FLOPs a second ({options.inverse_flops:.3g} in float32 inversions), {options.bytes:.3g}
-bytes a second; statistics every {every} and inverses every {config.inverse_every} step(s), no two things at once, all
-messages all-reduces:
+bytes a second; statistics every {every} and inverses every {config.inverse_every} step(s), no two things at once:
 """)
     rows = [("devices", "forward+backward+gradients", "statistics", "inversions", "preconditioning", "messages",
              "predicted K-FAC share", "minutes", "device hours")]  # fmt: skip
     for one in plans:
-        # A ring sends and receives (D-1)/D of the bytes, twice for an all-reduce, once for a reduce-scatter.
-        ring = 2 * (one.devices - 1) / one.devices / options.bytes
-        images = batch // one.devices
+        images, seconds = batch // one.assignment.devices, one.seconds
         parts = (
-            images * counts.step_flops / options.flops + 4 * counts.parameters * ring,
+            images * counts.step_flops / options.flops + seconds["gradients"],
             images * counts.statistics_flops / options.flops / every,
-            inversion_flops(one) / options.inverse_flops,
-            preconditioning_flops(one) / options.flops,
-            (one.reduced_bytes / every + one.gathered_bytes) * ring,
+            seconds["inversions"] / config.inverse_every,
+            seconds["preconditioning"],
+            seconds["statistics' messages"] / every + seconds["results"],
         )
         hours = steps * sum(parts) / 3600
         times = [f"{1e3 * seconds:.2f}" for seconds in parts]
         share = f"{1 - parts[0] / sum(parts):.1%}"
-        rows.append((f"{one.devices:,}", *times, share, f"{60 * hours:.1f}", f"{one.devices * hours:.1f}"))
+        devices = one.assignment.devices
+        rows.append((f"{devices:,}", *times, share, f"{60 * hours:.1f}", f"{devices * hours:.1f}"))
     print_columns(rows)
 
 
@@ -188,17 +185,6 @@ def count(config: cfg.Config, channels: int, classes: int) -> Counts:
     plain, full = flops(jax.value_and_grad(loss_fn)), flops(kfac.value_and_grad(loss_fn, layers))
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(variables["params"]))
     return Counts(layers, parameters, plain, full - plain)
-
-
-def inversion_flops(plan: kfac.Assignment) -> float:
-    """Of the busiest device, on average over the steps of a cycle."""
-    return INVERSION_FLOPS * sum(plan.cost_per_step) / len(plan.cost_per_step)
-
-
-def preconditioning_flops(plan: kfac.Assignment) -> float:
-    """Of one device in one step: `G^-1 V A^-1` for each block that it holds."""
-    return sum(plan.shards[group.name].positions * 2.0 * group.d_out * group.d_in * (group.d_out + group.d_in)
-               for group in plan.groups if group.kronecker)  # fmt: skip
 
 
 def print_columns(rows: list[tuple[str, ...]]) -> None:

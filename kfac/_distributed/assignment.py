@@ -5,26 +5,30 @@ Blocks of equal shape form a group of `K`. They are dealt to `D` devices in turn
     block     p D + d                        at its positions p = 0 ... full - 1,      full = K // D
     block     full D + (d - offset) mod D    at its position full, if that is < K
 
-so ownership is a formula in the device's index, and neither the program nor any table grows with `D`. Each group's
-`offset` is chosen so that the remainders fill up the devices evenly.
+so ownership is a formula in the device's index, and neither the program nor any table grows with `D`. The remainders of
+all groups, the most expensive first, are dealt like a pack of cards: each begins with the device after the last one
+that got a block.
 
-A staggered refresh cuts the work into `inverse_every` phases, largest blocks first, each to the phase with the least
-work so far. The schedule is one of blocks, so training does not depend on the number of devices. Blocks of a group cost
-the same, so they can be numbered in the order of their phases: each device then has a run of positions in a phase.
+What devices do at the same time are *rows*: of every group `full` rows of equal blocks, one for each device, and the
+remainders in the order in which they were dealt, `D` at a time, so that a row costs what its first block does. A
+staggered refresh deals the rows to the steps of a cycle, the most expensive first, each to the step with the least work
+so far. So as little time as may be is spent waiting for other devices: staggered by blocks, in whatever order, all but
+one device would wait in every step. With more devices than blocks there is one row, and nothing to stagger.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import heapq
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kfac._checks import check_layers, check_positive_int, check_type
 from kfac._curvature.blocks import Group, group_layers
@@ -87,42 +91,54 @@ def group_costs(groups: Sequence[Group]) -> Costs:
     return [(g.name, g.size, block_cost(g.shapes.values())) for g in groups if g.kronecker]
 
 
+def _dealt(costs: Costs) -> Costs:
+    """The order in which groups are dealt."""
+    return sorted(costs, key=lambda item: (-item[2], item[0]))
+
+
 def make_shards(costs: Costs, devices: int) -> dict[str, Shard]:
-    """Spreads every group over the devices, the most expensive remainders first."""
-    load = [0] * devices
-    shards = {}
-    for name, size, cost in sorted(costs, key=lambda item: (-item[2], item[0])):
-        # The run of devices whose busiest member is least busy, then with the least work in all.
-        runs = ([(start + k) % devices for k in range(size % devices)] for start in range(devices))
-        run = min(runs, key=lambda run: (max((load[d] for d in run), default=0), sum(load[d] for d in run)))
-        for device in run:
-            load[device] += cost
-        shards[name] = Shard(size, devices, run[0] if run else 0)
+    """Spreads every group over the devices."""
+    shards, dealt = {}, 0
+    for name, size, _ in _dealt(costs):
+        shards[name] = Shard(size, devices, dealt % devices)
+        dealt += size % devices
     return shards
 
 
-def make_phases(costs: Costs, phases: int) -> dict[str, tuple[int, ...]]:
-    """Spreads the blocks of all groups over `phases` steps.
+def make_turns(costs: Costs, phases: int, devices: int) -> dict[str, np.ndarray]:
+    """In which of `phases` steps of a cycle each block is refreshed, `[blocks]` for each group.
 
-    Returns:
-      For each group `bounds` of length `phases + 1`: phase `p` inverts blocks `bounds[p]` up to `bounds[p + 1]`.
+    Rows are those of so many `devices`.
     """
-    items = [(cost, name) for name, size, cost in costs for _ in range(size)]
+    rows = {name: np.arange(size) // devices for name, size, _ in costs}  # those of one group alone
+    work: dict[tuple[str, int], int] = {}
+    dealt = 0
+    for name, size, cost in _dealt(costs):
+        work |= {(name, row): cost for row in range(size // devices)}
+        rest = size % devices
+        for row in {(dealt + block) // devices for block in range(rest)}:
+            work.setdefault(("", row), cost)  # that of its first block, which costs most
+        dealt += rest
     least = [(0, phase) for phase in range(phases)]  # a heap
-    counts = {name: [0] * phases for name, _, _ in costs}
-    for cost, name in sorted(items, key=lambda item: (-item[0], item[1])):
-        load, phase = least[0]
-        heapq.heapreplace(least, (load + cost, phase))
-        counts[name][phase] += 1
-    return {name: tuple(itertools.accumulate(count, initial=0)) for name, count in counts.items()}
+    phase_of = {}
+    for key, cost in sorted(work.items(), key=lambda item: -item[1]):
+        load, phase_of[key] = least[0]
+        heapq.heapreplace(least, (load + cost, phase_of[key]))
+    turns, dealt = {}, 0
+    for name, size, _ in _dealt(costs):
+        full, rest = size // devices * devices, size % devices
+        own = [phase_of[name, row] for row in rows[name][:full]]
+        turns[name] = np.array(own + [phase_of["", (dealt + block) // devices] for block in range(rest)], int)
+        dealt += rest
+    return turns
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Assignment:
     """The plan of a distributed preconditioner; print it before renting machines.
 
-    Everything in it is counted from the shapes of the layers. Bytes are those of the operands of collectives; a ring
-    moves (D-1)/D of them in and out of each device for a reduce-scatter or gather, twice that for an all-reduce.
+    Everything in it is counted from the shapes of the layers. Of the bytes of a message a ring moves (D-1)/D in and out
+    of each device for a reduce-scatter, gather or all-to-all, twice that for an all-reduce.
 
     Attributes:
       layers: the layers.
@@ -167,27 +183,25 @@ class Assignment:
         return make_shards(group_costs(self.groups), self.devices)
 
     @functools.cached_property
-    def phases(self) -> dict[str, tuple[int, ...]]:
-        """Which blocks each step of a cycle inverts."""
-        return make_phases(group_costs(self.groups), self._steps)
+    def _work(self) -> np.ndarray:
+        """`[steps, devices]`: the work of each device in each step of a cycle, in `n^3`."""
+        costs = group_costs(self.groups)
+        turns = make_turns(costs, self._steps, self._uses.schedule_for or self.devices)
+        work = np.zeros((self._steps, self.devices))
+        for name, size, cost in costs:
+            owners = np.array([self.shards[name].location(block)[0] for block in range(size)])
+            np.add.at(work, (turns[name], owners), cost)
+        return work
 
-    @functools.cached_property
+    @property
     def cost_per_device(self) -> list[int]:
         """Work of one whole refresh on each device, in `n^3`."""
-        costs = group_costs(self.groups)
-        return [sum(cost * self.shards[name].held(device) for name, _, cost in costs) for device in range(self.devices)]
+        return [int(work) for work in self._work.sum(axis=0)]
 
-    @functools.cached_property
+    @property
     def cost_per_step(self) -> list[int]:
-        """Work of the busiest device in each step of a cycle, in `n^3`."""
-        busiest = []
-        for phase in range(self._steps):
-            load = [0] * self.devices
-            for name, _, cost in group_costs(self.groups):
-                for block in range(*self.phases[name][phase : phase + 2]):
-                    load[self.shards[name].location(block)[0]] += cost
-            busiest.append(max(load))
-        return busiest
+        """Work of the busiest device in each step of a cycle, in `n^3`; their sum is the critical path."""
+        return [int(work) for work in self._work.max(axis=1)]
 
     @property
     def memory_per_device(self) -> int:
@@ -201,26 +215,41 @@ class Assignment:
         return total + (self._bytes(lambda group: self._shared(group, shared)) if everywhere else 0)
 
     @property
-    def reduced_bytes(self) -> int:
-        """Bytes of statistics that each device puts into reductions, each time there are statistics."""
+    def statistics_messages(self) -> dict[str, int]:
+        """Bytes of statistics by kind of message, each time there are some.
+
+        Of all-reduces, reduce-scatters and all-to-alls what a device puts in, of all-gathers what it gets.
+        """
         wire = self._uses.communication_dtype
-        sent = self._bytes(lambda group: flatten_block(self._statistics(group, wire)))
-        return sent if self.devices > 1 else 0
+        return self._messages(lambda g: flatten_block(self._statistics(g, wire)), "reduce-scatter")
 
     @property
-    def gathered_bytes(self) -> int:
-        """Bytes gathered, of preconditioned gradients each step or, if they are replicated, of inverses each cycle."""
-        if self.devices == 1:
-            return 0
+    def results_messages(self) -> dict[str, int]:
+        """The same of what is gathered: preconditioned gradients each step, or, replicated, inverses each refresh."""
         if self._uses.replicated:
-            return self._bytes(lambda group: self._shared(group, encode))
-        return sum(4 * group.size * group.d_out * group.d_in for group in self.groups if group.kronecker)
+            return self._messages(lambda group: self._shared(group, encode), "all-gather")
+        return self._messages(lambda g: jax.ShapeDtypeStruct((1, g.d_out * g.d_in), jnp.float32), "all-gather")
 
     @property
-    def fetched_bytes(self) -> int:
-        """Bytes of eigenvectors that all devices get besides, with `Ekfac`, in each step with a refresh."""
-        several = self.devices > 1 and not self._uses.replicated
-        return self._bytes(lambda group: self._shared(group, encode)) if several else 0
+    def fetched_messages(self) -> dict[str, int]:
+        """The same of the eigenvectors that all devices get besides, with `Ekfac`, in each step with a refresh."""
+        if self._uses.replicated or not self.inverse.takes_moments:
+            return {}
+        return self._messages(lambda group: self._shared(group, encode), "all-gather")
+
+    def _messages(self, block: Callable[[Group], Any], kind: str) -> dict[str, int]:
+        """Bytes by kind of message, from what there is of one block of a group: as `collectives` sends it."""
+        total: collections.Counter[str] = collections.Counter()
+        for group in self.groups if self.devices > 1 else ():
+            leaves = jax.tree.leaves(jax.eval_shape(functools.partial(block, group)))
+            if not group.kronecker:
+                total["all-reduce"] += group.size * count_bytes(leaves) * (kind == "reduce-scatter")
+                continue
+            shard = self.shards[group.name]
+            padded = sum(-(-math.prod(x.shape) // self.devices) * self.devices * x.dtype.itemsize for x in leaves)
+            total[kind] += shard.full * self.devices * count_bytes(leaves) + shard.remainder * padded
+            total["all-to-all"] += (shard.remainder > 0) * padded
+        return {kind: size for kind, size in total.items() if size}
 
     def _statistics(self, group: Group, dtype: Any = jnp.float32) -> Block:
         """One block's."""
@@ -271,11 +300,17 @@ def _table(plan: Assignment) -> str:
     lines += [
         f"one refresh: {total:.3g} n^3 in all; busiest device {worst:.3g}, "
         f"{worst / mean if mean else 1:.2f} times the mean",
-        f"spread over {len(steps)} steps: worst step {max(steps):.3g}, mean {sum(steps) / len(steps):.3g}",
+        f"spread over {len(steps)} steps: worst step {max(steps):.3g}, mean {sum(steps) / len(steps):.3g}, "
+        f"critical path {sum(steps):.3g}",
         f"memory per device (averages and inverses): {format_bytes(plan.memory_per_device)}",
-        f"reduced per device, each time there are statistics: {format_bytes(plan.reduced_bytes)}",
-        f"gathered per {'refresh' if plan._uses.replicated else 'step'}: {format_bytes(plan.gathered_bytes)}",
+        f"reduced per device, each time there are statistics: {by_kind(plan.statistics_messages)}",
+        f"gathered per {'refresh' if plan._uses.replicated else 'step'}: {by_kind(plan.results_messages)}",
     ]
-    if plan.fetched_bytes:
-        lines.append(f"eigenvectors to all devices, each step with a refresh: {format_bytes(plan.fetched_bytes)}")
+    if plan.fetched_messages:
+        lines.append(f"eigenvectors to all devices, each step with a refresh: {by_kind(plan.fetched_messages)}")
     return "\n".join(lines)
+
+
+def by_kind(messages: dict[str, int]) -> str:
+    """Bytes by kind of message, in words."""
+    return ", ".join(f"{kind} {format_bytes(size)}" for kind, size in messages.items()) or "nothing"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kfac._curvature.inverse import per_block
 from kfac._distributed.assignment import Shard
 from kfac._varying import AxisName, varying_axes
 
@@ -68,8 +68,9 @@ def means_to_owners(
 ) -> dict[str, jax.Array]:
     """Means over devices of stacks of blocks, each block where it is owned.
 
-    A reduce-scatter for the blocks of which every device gets some, an all-reduce for the remainders and for what all
-    devices keep; one message each, whatever the number of groups.
+    A reduce-scatter for the blocks of which every device gets some. Those of the remainders are reduce-scattered in
+    pieces, of every block one for each device, which then go to its owner: that is less to send than an all-reduce.
+    What all devices keep is all-reduced. One message each, whatever the number of groups.
 
     Args:
       stacks: `[blocks, ...]` for each group.
@@ -82,29 +83,35 @@ def means_to_owners(
     """
     devices = lax.axis_size(axis_name)
     full = [name for name, shard in shards.items() if shard.full]
-    rest = [name for name in stacks if name not in shards or shards[name].remainder]
+    rest = [name for name, shard in shards.items() if shard.remainder]
+    everywhere = [name for name in stacks if name not in shards]
 
-    def cut(name):
-        return shards[name].full * devices if name in shards else 0
+    def to_owners(x):
+        return lax.psum_scatter(x, axis_name)
 
-    dealt = [stacks[n][: cut(n)].reshape(shards[n].full, devices, -1).swapaxes(0, 1).reshape(devices, -1) for n in full]
-    scattered = dict(zip(full, _fused(lambda x: lax.psum_scatter(x, axis_name), dealt), strict=True))
-    summed = _fused(lambda x: lax.psum(x, axis_name), [stacks[n][cut(n) :].reshape(-1) for n in rest])
-    reduced = {n: x.reshape(-1, *stacks[n].shape[1:]) for n, x in zip(rest, summed, strict=True)}
-    result = {}
-    for name, stack in stacks.items():
-        parts = [scattered[name].reshape(-1, *stack.shape[1:])] if name in scattered else []
-        if name in reduced:
-            rest_of = reduced[name]
-            parts.append(_own_of_remainder(rest_of, shards[name], axis_name) if name in shards else rest_of)
-        result[name] = jnp.concatenate(parts).astype(dtypes[name]) / devices
-    return result
+    dealt = [_by_device(stacks[n][: shards[n].full * devices], devices) for n in full]
+    parts: dict[str, list[jax.Array]] = {name: [] for name in stacks}
+    for name, own in zip(full, _fused(to_owners, dealt), strict=True):
+        parts[name].append(own.reshape(shards[name].full, *stacks[name].shape[1:]))
+    pieces = [_pieces(stacks[n][shards[n].full * devices :], devices) for n in rest]
+    reduced = _fused(to_owners, [jnp.moveaxis(x, 1, 0).reshape(devices, -1) for x in pieces])
+    sent = [_to_places(x.reshape(shards[n].remainder, -1), shards[n]) for n, x in zip(rest, reduced, strict=True)]
+    for name, own in zip(rest, _fused(lambda x: _exchanged(x, axis_name), sent), strict=True):
+        parts[name].append(_whole(own[None], stacks[name].shape[1:]))
+    summed = _fused(lambda x: lax.psum(x, axis_name), [stacks[n].reshape(-1) for n in everywhere])
+    for name, own in zip(everywhere, summed, strict=True):
+        parts[name].append(own.reshape(stacks[name].shape))
+    return {name: jnp.concatenate(own).astype(dtypes[name]) / devices for name, own in parts.items()}
 
 
 def gather_from_owners(
     own: Mapping[str, jax.Array], shards: Mapping[str, Shard], axis_name: AxisName
 ) -> dict[str, jax.Array]:
-    """From each device's `[positions, ...]`, all blocks `[blocks, ...]` on all devices, in two messages."""
+    """From each device's `[positions, ...]`, all blocks `[blocks, ...]` on all devices.
+
+    One all-gather for the blocks that every device has; those of the remainders are first cut in pieces, one for each
+    device, so that there is no room and no message for blocks that are not there.
+    """
     devices = lax.axis_size(axis_name)
     full = [name for name in own if shards[name].full]
     rest = [name for name in own if shards[name].remainder]
@@ -115,21 +122,46 @@ def gather_from_owners(
     def everywhere(x):
         return lax.all_gather(x, axis_name, to=to)
 
-    def placed(name):
-        # A sum in which one device has the block and the others zeros: an all-gather would need room for D blocks.
-        shard = shards[name]
-        here = jnp.arange(shard.remainder) == _extra(shard, axis_name)
-        return jnp.where(per_block(here, own[name]), own[name][shard.full :], 0).reshape(-1)
+    parts: dict[str, list[jax.Array]] = {name: [] for name in own}
+    gathered = _fused(everywhere, [own[n][: shards[n].full].reshape(-1) for n in full])
+    for name, x in zip(full, gathered, strict=True):
+        dealt = x.reshape(devices, shards[name].full, *own[name].shape[1:]).swapaxes(0, 1)
+        parts[name].append(dealt.reshape(-1, *own[name].shape[1:]))
+    cut = [_pieces(own[n][shards[n].full :], devices)[0] for n in rest]
+    received = _fused(lambda x: _exchanged(x, axis_name), cut)
+    held = [_from_places(x, shards[n]).reshape(-1) for n, x in zip(rest, received, strict=True)]
+    for name, x in zip(rest, _fused(everywhere, held), strict=True):
+        blocks = jnp.moveaxis(x.reshape(devices, shards[name].remainder, -1), 0, 1)
+        parts[name].append(_whole(blocks, own[name].shape[1:]))
+    return {name: jnp.concatenate(found) for name, found in parts.items()}
 
-    gathered = dict(zip(full, _fused(everywhere, [own[n][: shards[n].full].reshape(-1) for n in full]), strict=True))
-    summed = dict(zip(rest, _fused(lambda x: lax.psum(x, axis_name), [placed(n) for n in rest]), strict=True))
-    result = {}
-    for name, stack in own.items():
-        parts = []
-        if name in gathered:
-            dealt = gathered[name].reshape(devices, shards[name].full, *stack.shape[1:]).swapaxes(0, 1)
-            parts.append(dealt.reshape(-1, *stack.shape[1:]))
-        if name in summed:
-            parts.append(summed[name].reshape(-1, *stack.shape[1:]))
-        result[name] = jnp.concatenate(parts)
-    return result
+
+def _by_device(stack: jax.Array, devices: int) -> jax.Array:
+    """Blocks `[full * devices, ...]` as those of each device, `[devices, elements]`."""
+    return stack.reshape(-1, devices, *stack.shape[1:]).swapaxes(0, 1).reshape(devices, -1)
+
+
+def _pieces(stack: jax.Array, devices: int) -> jax.Array:
+    """Blocks `[k, ...]` cut in equal pieces, the last filled up with zeros: `[k, devices, elements]`."""
+    flat = stack.reshape(stack.shape[0], -1)
+    return jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % devices))).reshape(stack.shape[0], devices, -1)
+
+
+def _whole(pieces: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The inverse of `_pieces`, for blocks of that shape."""
+    return pieces.reshape(pieces.shape[0], -1)[:, : math.prod(shape)].reshape(-1, *shape)
+
+
+def _to_places(rest: jax.Array, shard: Shard) -> jax.Array:
+    """What is there of each block of a remainder, `[remainder, ...]`, at the place of its owner `[devices, ...]`."""
+    return jnp.roll(jnp.pad(rest, ((0, shard.devices - shard.remainder), (0, 0))), shard.offset, axis=0)
+
+
+def _from_places(places: jax.Array, shard: Shard) -> jax.Array:
+    """The inverse of `_to_places`."""
+    return jnp.roll(places, -shard.offset, axis=0)[: shard.remainder]
+
+
+def _exchanged(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """`[devices, ...]`, what this device has for each, as what each has for this one."""
+    return lax.all_to_all(x, axis_name, split_axis=0, concat_axis=0)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from kfac._checks import check_axis_name, check_choice, check_switch, check_type
+from kfac._checks import check_axis_name, check_choice, check_positive_int, check_switch, check_type
 from kfac._curvature.inverse import Inverse
 from kfac._curvature.symmetric import flatten, unflatten
 from kfac._varying import AxisName, axis_names
@@ -30,10 +30,13 @@ class Distribution:
       precondition: `"sharded"`: owners precondition, gradients are gathered every step. `"replicated"`: inverses are
         gathered when refreshed, and every device preconditions all blocks: fewer messages, more memory. Not with
         `Ekfac`, whose eigenvalues change with all statistics.
-      staggered: spread the refreshes of the blocks over `inverse_every` steps by cost, so that no step pays for all;
+      staggered: spread the refreshes over `inverse_every` steps by cost, in rows of one block for each device, so that
+        no step pays for all where there are more blocks than devices;
         False refreshes all of them at steps 0, `inverse_every`, 2 `inverse_every`, ... None staggers where
         `inverse_every` is a plain integer, which it takes, and inverses are not sent, as they are with `"replicated"`
         and, on several devices, with `Ekfac`: any refresh sends all of them.
+      schedule_for: the number of devices whose rows a staggered refresh deals to the steps. None: those there are, so
+        that devices wait least for each other; with a number, training is the same on any number of devices.
       communication_dtype: dtype of statistics on the wire, `"float32"` or `"bfloat16"`. With `mesh`, where XLA averages
         the statistics, `"float32"` only.
 
@@ -45,6 +48,7 @@ class Distribution:
     mesh: Mesh | None = None
     precondition: str = "sharded"
     staggered: bool | None = None
+    schedule_for: int | None = None
     communication_dtype: str = "float32"
 
     def __post_init__(self):
@@ -52,6 +56,8 @@ class Distribution:
         check_axis_name(self.axis_name)
         check_choice("precondition", self.precondition, ("sharded", "replicated"))
         check_switch("staggered", self.staggered, optional=True)
+        if self.schedule_for is not None:
+            check_positive_int("schedule_for", self.schedule_for)
         check_choice("communication_dtype", self.communication_dtype, ("float32", "bfloat16"))
         if self.mesh is None:
             return

@@ -15,7 +15,7 @@ from jax import lax
 
 from kfac._curvature.blocks import Group, group_layers
 from kfac._curvature.inverse import Inverse
-from kfac._distributed.assignment import Shard, group_costs, make_phases, make_shards
+from kfac._distributed.assignment import Shard, group_costs, make_shards, make_turns
 from kfac._distributed.distribution import Distribution, shared
 from kfac._factors import Block
 from kfac._layers import Layers, leaves_by_path
@@ -153,15 +153,13 @@ class Config:
     def kronecker(self) -> tuple[Group, ...]:
         return tuple(group for group in self.groups if group.kronecker)
 
-    @functools.cached_property
-    def turns(self) -> dict[str, np.ndarray]:
+    def turns(self, devices: int) -> dict[str, np.ndarray]:
         """Of each group, in which phase of a cycle each block is inverted, `[k]`.
 
         A unit-wise block is cheap, so every device has them all, and they are refreshed with the first phase.
         """
-        bounds = make_phases(group_costs(self.groups), self.phases)
         first = {group.name: np.zeros(group.size, int) for group in self.groups}
-        return first | {name: np.repeat(np.arange(self.phases), np.diff(ends)) for name, ends in bounds.items()}
+        return first | make_turns(group_costs(self.groups), self.phases, self.distribution.schedule_for or devices)
 
 
 def init_state(config: Config, params: Any) -> KfacState:

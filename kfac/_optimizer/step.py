@@ -91,6 +91,16 @@ def check(config: Config, state: KfacState, updates: Any, local: Factors | None)
         return
     # Where `shard_map` knows that averages over devices are missing or would be.
     differing, names = sorted(varying_axes(updates)), axis_names(axis)
+    unnamed = [name for name in differing if name not in names]
+    if unnamed:
+        raise ValueError(
+            f"updates differ between the devices of {unnamed}, which axis_name={axis!r} does not name. If these "
+            "devices have the same parameters and other examples, average the gradients over all axes, "
+            f"jax.lax.pmean(grads, {(*names, *unnamed)!r}), and pass axis_name={(*names, *unnamed)!r}. If each has its own part of the "
+            "parameters, as in tensor, pipeline or expert parallelism, averages would mix unrelated parts, and the "
+            "blocks of a part are not those of the model: instead of jax.shard_map use jax.jit with parameters that "
+            "are sharded over a mesh, and Distribution(mesh=mesh)"
+        )
     if differing:
         raise ValueError(
             f"updates differ between the devices of {differing}: average the gradients first, "
@@ -147,8 +157,9 @@ def decide(
     cycle = usable & (step - last_change < now.period)
     # In a cycle with fewer phases than steps nothing is left for the last ones: theirs is a phase of no block.
     phase = jnp.minimum(step % now.period, config.phases)
-    busy = np.isin(np.arange(config.phases + 1), np.concatenate([np.zeros(0, int), *config.turns.values()]))
-    own = take_own({name: jnp.asarray(turns) for name, turns in config.turns.items()}, place.shards, config.axis)
+    in_turn = config.turns(axis_size(config.axis) or 1)
+    busy = np.isin(np.arange(config.phases + 1), np.concatenate([np.zeros(0, int), *in_turn.values()]))
+    own = take_own({name: jnp.asarray(turns) for name, turns in in_turn.items()}, place.shards, config.axis)
     blocks = {name: everything | (cycle & (turns == phase)) for name, turns in own.items()}
     return last_change, everything | (cycle & jnp.asarray(busy)[phase]), blocks
 

@@ -10,7 +10,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from jax import lax
 from kfac._statistics.offsets import Axis, offset_moment
 from kfac._statistics.offsets import products as offset_products
 from kfac._statistics.rows import Arrangement, Rows, accumulator, append, as_floats, weighted, with_homogeneous
-from kfac._varying import zeros_of
+from kfac._varying import sum_of_parts
 
 # Patches are formed for so many elements at a time (16 MB in float32).
 PATCH_ELEMENTS = 1 << 22
@@ -126,10 +125,8 @@ class Patches:
         kept = dataclasses.replace(self, image=image, weight=weight)
         return dataclasses.replace(kept, arrange=self._arranged(image.shape[0]))
 
-    def in_parts(self, count: int) -> jax.Array:
-        if not self.images:
-            return Rows(self.arrange(patches(self.image, self.conv))).in_parts(count)
-        return self.image.reshape(count, -1, *self.image.shape[1:])
+    def by_example(self) -> jax.Array:
+        return self.image if self.images else Rows(self.arrange(patches(self.image, self.conv))).by_example()
 
     def part(self, part: jax.Array) -> jax.Array:
         if self.images:
@@ -182,29 +179,11 @@ class Patches:
         taps = math.prod(self.conv.window)
         limit = max(1, PATCH_ELEMENTS // (math.prod(self.conv.out) * taps * self.image.shape[-1]))
         # A window of one tap makes patches no larger than the image.
-        chunk = n if taps == 1 else next(size for size in range(min(n, limit), 0, -1) if n % size == 0)
-        arrange = self._arranged(chunk)
 
         def moments(part):
-            return Rows(arrange(patches(part, self.conv))).gram()
+            return Rows(self._arranged(part.shape[0])(patches(part, self.conv))).gram()
 
-        return sum_of_parts(moments, self.image, n // chunk)
-
-
-def sum_of_parts(of: Callable[[Any], jax.Array], x: jax.Array, count: int) -> jax.Array:
-    """The sum of a function of `count` equal parts of the examples, one part at a time.
-
-    A part has every `count`-th example, so that where the examples are spread over devices, so are those of each part.
-    """
-    if count == 1:
-        return of(x)
-    parts = x.reshape(x.shape[0] // count, count, *x.shape[1:])
-
-    def take(k):
-        return lax.dynamic_index_in_dim(parts, k, axis=1, keepdims=False)
-
-    start = zeros_of(lambda: of(take(0)))
-    return lax.scan(lambda total, k: (total + of(take(k)), None), start, jnp.arange(count))[0]
+        return sum_of_parts(moments, n if taps == 1 else limit, self.image)
 
 
 def offset_axes(sizes: Sequence[int], conv: Convolution) -> tuple[Axis, ...] | None:

@@ -7,12 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from kfac._factors import Kronecker
 from kfac._statistics.convolution import PATCH_ELEMENTS
 from kfac._statistics.rows import Arrangement, Form, Rows, accumulator
-from kfac._varying import zeros_of
+from kfac._varying import sum_of_parts
 
 
 def squares_in_basis(x: Form, g: Rows, number: jax.Array | None, basis: Kronecker, dtype: Any) -> jax.Array:
@@ -30,24 +29,17 @@ def squares_in_basis(x: Form, g: Rows, number: jax.Array | None, basis: Kronecke
       basis: `Q_A` `[copies, d_in, d_in]` and `Q_G` `[copies, d_out, d_out]`.
       dtype: of the sums.
     """
-    copies, n, positions, d_out = g.array.shape
+    copies, _, positions, d_out = g.array.shape
     d_in = basis.A.shape[-1]
     elements = copies * (d_in * d_out * (positions > 1) + positions * (d_in + d_out))
-    limit = min(n, max(1, PATCH_ELEMENTS // elements))
-    chunk = next(size for size in range(limit, 0, -1) if n % size == 0)
 
-    def squares(part):
-        a = x.part(part[0]).astype(dtype)
+    def squares(inputs, gradients):
+        a = x.part(inputs).astype(dtype)
         if number is not None:
             a = a * _multiples(number, a.shape[-1], getattr(x, "homogeneous", None) is not None, dtype)
-        return _squares(a, g.part(part[1]).astype(dtype), basis)
+        return _squares(a, g.part(gradients).astype(dtype), basis)
 
-    parts = x.in_parts(n // chunk), g.in_parts(n // chunk)
-    first = jax.tree.map(lambda x: x[0], parts)
-    if chunk == n:
-        return g.weight * squares(first)
-    total, _ = lax.scan(lambda total, part: (total + squares(part), None), zeros_of(squares, first), parts)
-    return g.weight * total
+    return g.weight * sum_of_parts(squares, max(1, PATCH_ELEMENTS // elements), x.by_example(), g.by_example())
 
 
 def _multiples(number: jax.Array, d_in: int, homogeneous: bool, dtype: Any) -> jax.Array:

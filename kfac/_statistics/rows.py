@@ -84,12 +84,12 @@ class Form(Protocol):
         """Every `k`-th run of examples, with so much more weight in `gram` and `diagonal`."""
         ...
 
-    def in_parts(self, count: int) -> Any:
-        """The examples in `count` equal parts, along a leading axis: what `part` makes rows of, one at a time."""
+    def by_example(self) -> jax.Array:
+        """`[n, ...]`: what `part` makes rows of, for some of the examples."""
         ...
 
-    def part(self, part: Any) -> jax.Array:
-        """Rows of one of these parts, `[n / count, copies, s, d]`."""
+    def part(self, part: jax.Array) -> jax.Array:
+        """Rows of some of these, `[examples, copies, s, d]`."""
         ...
 
 
@@ -137,9 +137,8 @@ class Rows:
         weight = self.weight * self.runs / runs
         return dataclasses.replace(self, array=kept.reshape(copies, -1, s, d), runs=runs, weight=weight)
 
-    def in_parts(self, count: int) -> jax.Array:
-        copies, n, s, d = self.array.shape
-        return jnp.moveaxis(self.array.reshape(copies, count, n // count, s, d), 0, 2)
+    def by_example(self) -> jax.Array:
+        return jnp.moveaxis(self.array, 0, 1)
 
     def part(self, part: jax.Array) -> jax.Array:
         return append(part, self.homogeneous, 1)

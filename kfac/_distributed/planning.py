@@ -1,0 +1,315 @@
+"""What a run on many devices would take, and which intervals keep it to a given overhead."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from kfac._checks import check_positive_int, check_range
+from kfac._curvature.blocks import Group
+from kfac._curvature.cholesky import Cholesky
+from kfac._curvature.inverse import Inverse
+from kfac._distributed.assignment import Assignment, by_kind, group_costs
+from kfac._distributed.distribution import Distribution
+from kfac._layers import KRONECKER_KINDS, Layer, Layers, format_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """What a device is taken to do in a second; an assumption, which a measurement should replace.
+
+    Attributes:
+      flops: in matrix products of the model and of statistics.
+      inversion_flops: in float32 factorisations, of which one matrix does not fill a device.
+      bandwidth: bytes that it sends while it receives as many.
+    """
+
+    flops: float
+    inversion_flops: float
+    bandwidth: float
+
+
+# A fifth to two fifths of the bfloat16 peaks, 989 and 459 TFLOP/s; a network of 400 Gbit/s for each H100, and of the
+# 4,800 Gbit/s of a TPU v5p's six links those of one axis of the torus.
+HARDWARE = {"h100": Hardware(2e14, 1e13, 5e10), "tpu-v5p": Hardware(1.8e14, 5e12, 2e11)}
+
+# Of a symmetric n x n matrix, over n^3. Cholesky: 1/3 for the factor, 1 for its inverse by a triangular solve, 2 for
+# the product of that with its transpose. With moments or without damping in what is kept: an eigendecomposition, 9
+# (Golub & Van Loan 2013, section 8.3).
+CHOLESKY_FLOPS, EIGH_FLOPS = 10 / 3, 9.0
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Plan:
+    """What a run would take; print it. What `plan` returns.
+
+    Attributes:
+      assignment: who owns what, with `inverse_every`.
+      batch: examples of all devices together.
+      hardware: what a device is taken to do.
+      overhead: the share of the time of a first-order step that was asked for.
+      statistics_every: statistics are taken every so many steps; None where no interval is long enough.
+      inverse_every: each inverse is refreshed every so many steps; likewise.
+      flops: of one device: of the `"model"` and the `"statistics"` each time, of `"preconditioning"` each step, and
+        of the critical path of the `"inversions"` of a cycle.
+      messages: bytes by kind of `"gradients"`, `"statistics"`, `"results"` (and eigenvectors, with `Ekfac`).
+      seconds: of the same, each time.
+      state_bytes: averages and inverses that one device holds.
+      largest: the layer whose block costs most to invert, and its share of the critical path.
+    """
+
+    assignment: Assignment
+    batch: int
+    hardware: Hardware
+    overhead: float
+    statistics_every: int | None
+    inverse_every: int | None
+    flops: dict[str, float]
+    messages: dict[str, dict[str, int]]
+    seconds: dict[str, float]
+    state_bytes: int
+    largest: tuple[str, float]
+
+    @property
+    def first_order_seconds(self) -> float:
+        """Of a step without K-FAC: the model and the all-reduce of its gradients."""
+        return self.seconds["model"] + self.seconds["gradients"]
+
+    @property
+    def extra_seconds(self) -> float:
+        """What K-FAC adds to the mean step; without intervals, what it adds to every step."""
+        always = self.seconds["preconditioning"] + self.seconds["results"]
+        if not self.statistics_every or not self.inverse_every:
+            return always
+        return always + _seldom(self.seconds, self.statistics_every, self.inverse_every)
+
+    @property
+    def advice(self) -> str:
+        """Which part costs most, and the option that makes it smaller."""
+        n, i = self.statistics_every or 1, self.inverse_every or 1
+        parts = {
+            "inversions": self.seconds["inversions"] / i, "statistics": self.seconds["statistics"] / n,
+            "statistics' messages": self.seconds["statistics' messages"] / n, "results": self.seconds["results"],
+            "preconditioning": self.seconds["preconditioning"],
+        }  # fmt: skip
+        name, share = self.largest
+        if not self.inverse_every:  # whatever is done seldom does not count
+            parts = {name: parts[name] for name in ("results", "preconditioning")}
+        most = max(parts, key=lambda part: parts[part])
+        options = {
+            "inversions": "a longer inverse_every" + (f", or what makes {name} smaller" if share > 0.3 else ""),
+            "statistics": "value_and_grad(subsample=...), or statistics at fewer steps",
+            "statistics' messages": "Distribution(communication_dtype='bfloat16'), or statistics at fewer steps",
+            "results": "Distribution(precondition='replicated') sends inverses at refreshes instead",
+            "preconditioning": "Distribution(precondition='sharded')" if self.assignment.distribution
+            and self.assignment.distribution.replicated else "more devices, or precision='bfloat16' of the inverse",
+        }  # fmt: skip
+        return f"most of it: {most}. What helps: {options[most]}"
+
+    def __repr__(self) -> str:
+        return _text(self)
+
+
+def plan(
+    layers: Layers,
+    *,
+    devices: int,
+    batch: int,
+    hardware: str | Hardware = "h100",
+    overhead: float = 0.05,
+    inverse: Inverse = Cholesky(),
+    distribution: Distribution | None = None,
+    inverse_every: int | None = None,
+    statistics_every: int | None = None,
+    **rates: float,
+) -> Plan:
+    """What K-FAC would take on so many devices, counted from shapes; it compiles nothing and needs no device.
+
+    FLOPs of the model are those of the matrix products and convolutions that read parameters, three times for forward
+    and backward pass; of the statistics those of dense products, of which convolutions of stride 1 take up to seven
+    times less. Seconds are predictions: FLOPs and bytes over what the hardware is taken to do, nothing overlapping.
+
+    Args:
+      layers: what `find_layers` returned, with the shapes of real examples.
+      devices: how many.
+      batch: examples of all devices together.
+      hardware: `"h100"`, `"tpu-v5p"`, or a `Hardware`.
+      overhead: by what share of the time of a first-order step the mean step may be longer. The shortest intervals for
+        which that is so are picked: first one for both, then statistics as often as the rest allows.
+      inverse: how blocks are inverted, as given to the optimizer.
+      distribution: how devices are used, likewise.
+      inverse_every: the interval between refreshes, if it is not to be picked.
+      statistics_every: likewise between statistics.
+      **rates: fields of `Hardware` that are known better: `flops`, `inversion_flops`, `bandwidth`.
+
+    Returns:
+      A `Plan`.
+
+    Raises:
+      ValueError: an argument is out of range, or a layer was found without positions.
+    """
+    machine = _machine(hardware, rates)
+    check_positive_int("batch", batch)
+    check_range("overhead", overhead, 0, math.inf, open_low=True, open_high=True)
+    for name, every in (("inverse_every", inverse_every), ("statistics_every", statistics_every)):
+        if every is not None:
+            check_positive_int(name, every)
+
+    def assigned(every: int) -> Assignment:
+        return Assignment(layers, devices, every, inverse, distribution)
+
+    rows = sum(group.size for group in assigned(1).groups if group.kronecker)
+    most = assigned(inverse_every or max(1, rows))  # the longest critical path: every row in a step of its own
+    flops, messages, seconds = _costs(most, batch, machine)
+    budget = overhead * (seconds["model"] + seconds["gradients"]) - seconds["preconditioning"] - seconds["results"]
+    statistics_every, inverse_every = _intervals(seconds, budget, statistics_every, inverse_every)
+    final = assigned(inverse_every or max(1, rows))
+    shorter = sum(final.cost_per_step) / max(1, sum(most.cost_per_step))
+    flops["inversions"] *= shorter
+    seconds["inversions"] *= shorter
+    costs = group_costs(final.groups)
+    name, _, cost = max(costs, key=lambda item: item[2], default=("", 0, 0))
+    layer = next((group.layers[0].name for group in final.groups if group.name == name), "no layer")
+    share = cost / max(1, sum(final.cost_per_step))
+    return Plan(final, batch, machine, overhead, statistics_every, inverse_every, flops, messages, seconds,
+                final.memory_per_device, (layer, share))  # fmt: skip
+
+
+def _machine(hardware: str | Hardware, rates: dict[str, float]) -> Hardware:
+    if isinstance(hardware, str) and hardware not in HARDWARE:
+        raise ValueError(f"hardware must be one of {', '.join(map(repr, HARDWARE))} or a Hardware, but is {hardware!r}")
+    machine = HARDWARE[hardware] if isinstance(hardware, str) else hardware
+    known = {field.name for field in dataclasses.fields(Hardware)}
+    for name, rate in rates.items():
+        if name not in known:
+            raise TypeError(f"plan has no argument {name!r}; rates of hardware are {', '.join(sorted(known))}")
+        check_range(name, rate, 0, math.inf, open_low=True, open_high=True)
+    return dataclasses.replace(machine, **rates)
+
+
+def _costs(assignment: Assignment, batch: int, machine: Hardware) -> tuple[dict, dict, dict]:
+    """FLOPs, bytes by kind of message, and seconds."""
+    layers, devices = assignment.layers, assignment.devices
+    local, eigen = batch / devices, assignment.inverse.takes_moments or not assignment.inverse.damped
+    flops = {
+        "model": 3 * local * sum(map(_products, layers)),
+        "statistics": local * sum(map(_statistics, layers)),
+        "preconditioning": float(sum(map(_applied, *zip(*_held(assignment), strict=True)))),
+        "inversions": sum(assignment.cost_per_step) * (EIGH_FLOPS if eigen else CHOLESKY_FLOPS),
+    }
+    gradients = 4 * sum(layer.num_params for layer in layers)
+    messages = {
+        "gradients": {"all-reduce": gradients} if devices > 1 else {},
+        "statistics": assignment.statistics_messages,
+        "results": assignment.results_messages,
+        "eigenvectors": assignment.fetched_messages,
+    }
+    seconds = {
+        name: count / (machine.inversion_flops if name == "inversions" else machine.flops)
+        for name, count in flops.items()
+    }
+    ring = 2 * (devices - 1) / devices / machine.bandwidth
+    sent = {name: ring * in_all_reduces(kinds) for name, kinds in messages.items()}
+    seconds |= {"gradients": sent["gradients"], "statistics' messages": sent["statistics"]}
+    replicated = assignment.distribution is not None and assignment.distribution.replicated
+    seconds |= {"results": 0.0 if replicated else sent["results"]}
+    seconds |= {"refreshes' messages": sent["eigenvectors"] + (sent["results"] if replicated else 0.0)}
+    return flops, messages, seconds
+
+
+def in_all_reduces(messages: dict[str, int]) -> float:
+    """Bytes of an all-reduce that takes as long: it is a reduce-scatter and an all-gather, so others count half."""
+    return sum(size if kind == "all-reduce" else size / 2 for kind, size in messages.items())
+
+
+def _seldom(seconds: dict[str, float], statistics_every: int, inverse_every: int) -> float:
+    """Seconds of the mean step of what is not done at every one."""
+    statistics = seconds["statistics"] + seconds["statistics' messages"]
+    return statistics / statistics_every + (seconds["inversions"] + seconds["refreshes' messages"]) / inverse_every
+
+
+def _intervals(seconds, budget: float, statistics_every, inverse_every) -> tuple[int | None, int | None]:
+    """The shortest for which what is done seldom fits in `budget` seconds of the mean step; those given stay."""
+    least = _seldom(seconds, statistics_every or 1 << 30, inverse_every or 1 << 30)
+    if statistics_every and inverse_every:
+        return statistics_every, inverse_every
+    if least >= budget:
+        return statistics_every, inverse_every
+    both = next(n for n in _ascending() if _seldom(seconds, statistics_every or n, inverse_every or n) <= budget)
+    inverse_every = inverse_every or both
+    if not statistics_every:
+        statistics_every = next(n for n in range(1, both + 1) if _seldom(seconds, n, inverse_every) <= budget)
+    return statistics_every, inverse_every
+
+
+def _ascending() -> Iterable[int]:
+    n = 1
+    while True:
+        yield n
+        n += max(1, n // 50)  # an interval of hundreds of steps need not be exact
+
+
+def _products(layer: Layer) -> float:
+    """FLOPs of the products that read a layer in the forward pass of one example."""
+    if layer.kind not in KRONECKER_KINDS or layer.kind == "embedding":
+        return 0.0
+    if layer.positions is None:
+        raise ValueError(f"layers: {layer.name!r} was found without positions; call find_layers with real shapes")
+    return 2.0 * layer.positions * layer.copies * layer.d_in * layer.d_out
+
+
+def _statistics(layer: Layer) -> float:
+    """FLOPs of the factors of one example."""
+    if layer.kind not in KRONECKER_KINDS or layer.positions is None:
+        return 0.0
+    sizes = {"A": layer.d_in, "G": layer.d_out}
+    return 2.0 * layer.positions * layer.copies * sum(n**2 for f, n in sizes.items() if f not in layer.diagonal)
+
+
+def _held(assignment: Assignment) -> list[tuple[Group, int]]:
+    replicated = assignment.distribution is not None and assignment.distribution.replicated
+    groups = [group for group in assignment.groups if group.kronecker]
+    return [(g, g.size if replicated else assignment.shards[g.name].positions) for g in groups]
+
+
+def _applied(group: Group, blocks: int) -> float:
+    """FLOPs of `G^-1 V A^-1` for so many blocks."""
+    sides = sum(shape[0] if len(shape) > 1 else 1 for shape in group.shapes.values())
+    return 2.0 * blocks * group.d_out * group.d_in * sides
+
+
+def _text(plan: Plan) -> str:
+    one, at = plan.assignment, plan.hardware
+    lines = [
+        f"{one.devices:,} device(s), batch {plan.batch:,}; ASSUMED of a device, in a second: {at.flops:.3g} FLOPs, "
+        f"{at.inversion_flops:.3g} in inversions, {format_bytes(at.bandwidth)} sent",
+        f"{'part':<22}{'FLOPs of a device':>18}{'predicted ms':>14}  messages",
+    ]
+    names = {"statistics": "statistics' messages", "eigenvectors": "refreshes' messages"}
+    for name in ("model", "gradients", "statistics", "inversions", "preconditioning", "results", "eigenvectors"):
+        seconds = plan.seconds.get(name, 0.0)
+        kinds: dict[str, Any] = plan.messages.get(name, {})
+        seconds += plan.seconds[names[name]] if name in names else 0.0
+        if name in plan.flops or kinds:
+            flops = f"{plan.flops[name]:.3g}" if name in plan.flops else ""
+            lines.append(f"{name:<22}{flops:>18}{1e3 * seconds:>14.3f}  {by_kind(kinds) if kinds else ''}".rstrip())
+    name, share = plan.largest
+    path = sum(one.cost_per_step)
+    lines += [
+        f"critical path of the inversions of a cycle: {plan.flops['inversions']:.3g} FLOPs, "
+        f"{1e3 * plan.seconds['inversions']:.3g} ms, {path / max(1, sum(one.cost_per_device)) * one.devices:.2f} times "
+        f"all work over all devices; {share:.0%} of it is a block of the shape of {name}"
+        + ": find_layers(max_dim=...) would keep the larger of its factors as a diagonal"
+        * (share > 0.3),
+        f"state of a device (averages and inverses): {format_bytes(plan.state_bytes)}",
+    ]
+    base, extra = plan.first_order_seconds, plan.extra_seconds
+    if plan.statistics_every and plan.inverse_every:
+        lines.append(f"statistics every {plan.statistics_every} and inverses every {plan.inverse_every} step(s): "
+                     f"{1e3 * extra:.3g} ms more than {1e3 * base:.3g} ms, {extra / base:.1%}")  # fmt: skip
+    else:
+        lines.append(f"no intervals keep to {plan.overhead:.1%}: what is done at every step alone takes "
+                     f"{1e3 * extra:.3g} ms more than {1e3 * base:.3g} ms, {extra / base:.1%}")  # fmt: skip
+    return "\n".join([*lines, plan.advice])

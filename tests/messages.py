@@ -1,0 +1,262 @@
+"""Bytes by kind of collective in the compiled programs of a training step: SGD's, K-FAC's, and K-FAC's with statistics.
+
+python tests/messages.py resnet50 --devices 8
+python tests/messages.py gpt --devices 8 --style mesh
+
+Programs are compiled for simulated devices, ResNet-50 with small images: messages of parameters, statistics and
+results do not depend on their size, and nothing else may be sent. Bytes are those that a device puts into all-reduces,
+reduce-scatters and all-to-alls, and gets from all-gathers. `sent` counts all-reduces whole and the others half, as
+that is what a ring makes of them: an all-reduce is a reduce-scatter and an all-gather.
+"""
+
+import argparse
+import functools
+import math
+import os
+import re
+
+if __name__ == "__main__":
+    PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    PARSER.add_argument("model", choices=["resnet50", "gpt"])
+    PARSER.add_argument("--devices", type=int, default=8)
+    PARSER.add_argument("--style", choices=["shard_map", "mesh"], default="shard_map")
+    PARSER.add_argument("--axes", choices=["auto", "explicit"], default="auto")
+    PARSER.add_argument("--largest", type=int, default=0, help="print so many of the largest messages of each program")
+    OPTIONS = PARSER.parse_args()
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={OPTIONS.devices}"
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")  # of code; messages are the same
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.flatten_util import ravel_pytree
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import kfac
+
+SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
+KINDS = "all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute|ragged-all-to-all|collective-broadcast"
+
+
+def messages(text, devices):
+    """`(kind, bytes, times, what)` of every collective in the text of a compiled program.
+
+    Args:
+      text: of the program, as `compiled.as_text()` gives it.
+      devices: how many.
+
+    Returns:
+      A list; `times` is how often loops around a collective repeat it.
+    """
+    bodies, current, entry = {}, None, None
+    for line in text.splitlines():
+        opened = re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line)
+        if opened and not line.startswith(" "):
+            current = opened[2]
+            bodies[current] = []
+            entry = current if opened[1] else entry
+        elif current:
+            bodies[current].append(line)
+    found = []
+
+    def walk(name, times):
+        for line in bodies[name]:
+            for attribute, names in re.findall(
+                r"(body|condition|calls|to_apply|true_computation|false_computation|branch_computations)="
+                r"(\{[^}]*\}|%?[\w.\-]+)", line
+            ):  # fmt: skip
+                trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+                if attribute == "to_apply" and " call(" not in line:
+                    continue  # of a reduction
+                for inner in re.findall(r"[\w.\-]+", names):
+                    walk(inner, times * (int(trips[1]) if trips and attribute == "body" else 1))
+            message = re.search(rf"= (.*?) ({KINDS})(?:-start)?\(", line)
+            if message:
+                result, kind = message.groups()
+                size = sum(
+                    SIZES[dtype] * math.prod(int(n) for n in shape.split(",") if n)
+                    for dtype, shape in re.findall(r"\b([a-z]+\d*)\[([\d,]*)\]", result)
+                )
+                # A reduce-scatter's operand is as many times its result as there are devices.
+                what = re.search(r'op_name="([^"]*)"', line)
+                size *= devices if kind == "reduce-scatter" else 1
+                found.append((kind, size, times, (what[1] if what else line.strip())[-100:]))
+
+    walk(entry, 1)
+    return found
+
+
+def by_kind(found):
+    """Bytes of each kind, and `sent`: an all-reduce's whole, others' half."""
+    total = {}
+    for kind, size, times, _ in found:
+        total[kind] = total.get(kind, 0) + size * times
+    return total | {"sent": sum(size if kind == "all-reduce" else size / 2 for kind, size in total.items())}
+
+
+# -- models: losses, shapes of parameters, shapes of a batch of `n` ---------------------------------------------------
+
+
+def resnet50(n, size=32):
+    """With its strides, a scale and a shift behind each convolution, and normalisation by example."""
+
+    def kernels(c, h, w, i, o):
+        return {"kernel": (h, w, i, o), "scale": (o,), "shift": (o,)} if c else {"kernel": (i, o), "bias": (o,)}
+
+    shapes, wide = {"stem": kernels(1, 7, 7, 3, 64)}, 64
+    stages = [(64, 3), (128, 4), (256, 6), (512, 3)]
+    for stage, (width, blocks) in enumerate(stages):
+        for block in range(blocks):
+            sizes = {"a": (1, wide, width), "b": (3, width, width), "c": (1, width, 4 * width)}
+            sizes |= {"d": (1, wide, 4 * width)} if block == 0 else {}
+            shapes |= {f"{stage}_{block}{k}": kernels(1, w, w, i, o) for k, (w, i, o) in sizes.items()}
+            wide = 4 * width
+    shapes["head"] = kernels(0, 1, 1, wide, 1000)
+
+    def conv(x, q, stride=1):
+        x = lax.conv_general_dilated(x, q["kernel"], (stride,) * 2, "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        mean, spread = x.mean((1, 2, 3), keepdims=True), x.std((1, 2, 3), keepdims=True)
+        return (x - mean) / (spread + 1e-3) * q["scale"] + q["shift"]
+
+    def loss(p, b):
+        x = jax.nn.relu(conv(b["x"], p["stem"], 2))
+        x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+        for stage, (_, blocks) in enumerate(stages):
+            for block in range(blocks):
+                name, stride = f"{stage}_{block}", 2 if stage and block == 0 else 1
+                y = jax.nn.relu(conv(x, p[f"{name}a"]))
+                y = conv(jax.nn.relu(conv(y, p[f"{name}b"], stride)), p[f"{name}c"])
+                x = jax.nn.relu(y + (conv(x, p[f"{name}d"], stride) if block == 0 else x))
+        z = kfac.output(x.mean((1, 2)) @ p["head"]["kernel"] + p["head"]["bias"], "categorical")
+        return -jnp.mean(jnp.sum(b["y"] * jax.nn.log_softmax(z), axis=-1))
+
+    return loss, floats(shapes), floats({"x": (n, size, size, 3), "y": (n, 1000)}), {}
+
+
+def gpt(n, size=64, layers=12, d=768, words=50257, heads=12):
+    """GPT-2's smallest, with 124 M parameters; its table of words is its last layer, too."""
+    dense = {"qkv": (d, 3 * d), "out": (d, d), "up": (d, 4 * d), "down": (4 * d, d)}
+    blocks = {k: {"kernel": (layers, *s), "bias": (layers, s[1])} for k, s in dense.items()}
+    blocks |= {k: {"scale": (layers, d), "shift": (layers, d)} for k in ("first", "second")}
+    shapes = {"words": (words, d), "places": (1024, d), "blocks": blocks, "norm": {"scale": (d,), "shift": (d,)}}
+
+    def norm(x, q):
+        return (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5) * q["scale"] + q["shift"]
+
+    def affine(x, q):
+        return x @ q["kernel"] + q["bias"]
+
+    @jax.checkpoint
+    def block(h, q):
+        x = affine(norm(h, q["first"]), q["qkv"])
+        query, key, value = (y.reshape(*y.shape[:2], heads, -1) for y in jnp.split(x, 3, -1))
+        score = jnp.einsum("nqhd,nkhd->nhqk", query, key) / (d // heads) ** 0.5
+        weight = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((size, size), bool)), score, -1e30))
+        h = h + affine(jnp.einsum("nhqk,nkhd->nqhd", weight, value).reshape(h.shape), q["out"])
+        return h + affine(jax.nn.gelu(affine(norm(h, q["second"]), q["up"])), q["down"]), None
+
+    def loss(p, b):
+        explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+        where = {"out_sharding": jax.typeof(b["x"]).sharding.spec} if explicit else {}
+        h, _ = lax.scan(block, p["words"].at[b["x"]].get(**where) + p["places"][:size], p["blocks"])
+        z = kfac.output(norm(h, p["norm"]) @ p["words"].T, "categorical")
+        return -jnp.mean(jnp.sum(jax.nn.one_hot(b["x"], words) * jax.nn.log_softmax(z), axis=-1))
+
+    tokens = jax.ShapeDtypeStruct((n, size), jnp.int32)
+    return loss, floats(shapes), {"x": tokens}, {"max_dim": 8192, "skip": ["places"]}
+
+
+def floats(shapes):
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), shapes, is_leaf=lambda s: isinstance(s, tuple))
+
+
+MODELS = {"resnet50": resnet50, "gpt": gpt}
+
+
+# -- steps ------------------------------------------------------------------------------------------------------------
+
+
+def programs(model, devices, style, kind=AxisType.Auto, **options):
+    """Layers, and the compiled steps of SGD, K-FAC, and K-FAC with statistics, by name."""
+    loss, params, batch, find = model(4 * devices)
+    layers = kfac.find_layers(loss, params, batch, **find)
+    mesh = jax.make_mesh((devices,), ("data",), axis_types=(kind,), devices=jax.devices()[:devices])
+    axis = {"axis_name": "data"} if style == "shard_map" else {"mesh": mesh}
+    distribution = kfac.Distribution(**axis, **options)
+    tx = kfac.scale_by_kfac(layers, inverse_every=10, distribution=distribution)
+    measured = kfac.value_and_grad(loss, layers)
+
+    def average(tree):
+        flat, unravel = ravel_pytree(tree)
+        return unravel(lax.pmean(flat, "data")) if style == "shard_map" else tree
+
+    def moved(params, updates):
+        return jax.tree.map(lambda p, u: p - 0.1 * u, params, updates)
+
+    def gradient(params, batch):
+        # Gradients of what all devices share would be summed over devices by themselves.
+        own = lax.pcast(params, "data", to="varying") if style == "shard_map" else params
+        return average(jax.grad(loss)(own, batch))
+
+    def sgd(params, state, batch):
+        return moved(params, gradient(params, batch)), state
+
+    def without(params, state, batch):
+        updates, state = tx.update(gradient(params, batch), state, params)
+        return moved(params, updates), state
+
+    def full(params, state, batch):
+        _, grads, factors = measured(params, batch)
+        updates, state = tx.update(average(grads), state, params, factors=factors)
+        return moved(params, updates), state
+
+    specs = kfac.state_specs(tx, params, "data")
+    init = tx.init
+    if style == "shard_map":
+        init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)
+    compiled = {}
+    with jax.set_mesh(mesh):
+        state = jax.eval_shape(init, params)
+        place = [jax.tree.map(functools.partial(NamedSharding, mesh), s, is_leaf=lambda s: isinstance(s, P))
+                 for s in (P(), specs, P("data"))]  # fmt: skip
+        arguments = [abstract(tree, where) for tree, where in zip((params, state, batch), place, strict=True)]
+        for name, step in {"SGD": sgd, "K-FAC": without, "K-FAC with statistics": full}.items():
+            fn = step
+            if style == "shard_map":
+                fn = jax.shard_map(step, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs))
+            compiled[name] = jax.jit(fn, out_shardings=tuple(place[:2])).lower(*arguments).compile()
+    return layers, compiled
+
+
+def abstract(tree, where):
+    """Shapes of a tree with the shardings of a prefix of it."""
+    spread = jax.tree.map(
+        lambda sharding, part: jax.tree.map(lambda _: sharding, part), where, tree,
+        is_leaf=lambda s: isinstance(s, NamedSharding),
+    )  # fmt: skip
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, spread)
+
+
+def packed_bytes(layers):
+    """Of the upper triangles of all factors."""
+    return 4 * sum(
+        math.prod(s[:-2]) * (s[-1] * (s[-1] + 1) // 2 if f not in layer.diagonal and len(s) > 1 else math.prod(s))
+        for layer in layers
+        for f, s in layer.factor_shapes.items()
+    )
+
+
+def main():
+    kind = AxisType.Explicit if OPTIONS.axes == "explicit" else AxisType.Auto
+    layers, compiled = programs(MODELS[OPTIONS.model], OPTIONS.devices, OPTIONS.style, kind)
+    print(f"{OPTIONS.model}, {OPTIONS.devices} devices, {OPTIONS.style}; packed factors {packed_bytes(layers):,} bytes")
+    for name, program in compiled.items():
+        found = messages(program.as_text(), OPTIONS.devices)
+        print(name, ", ".join(f"{kind} {int(size):,}" for kind, size in by_kind(found).items()))
+        for kind, size, times, what in sorted(found, key=lambda m: -m[1] * m[2])[: OPTIONS.largest]:
+            print(f"    {kind} {size:,} x {times}: {what}")
+
+
+if __name__ == "__main__":
+    main()

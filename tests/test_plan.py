@@ -1,0 +1,123 @@
+"""`kfac.plan`: its bytes are those of compiled programs, its intervals keep to the overhead, and it takes no time."""
+
+import dataclasses
+import itertools
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import kfac
+import messages
+from kfac._distributed.planning import in_all_reduces
+
+DEVICES = 4
+
+
+def dense(n):
+    """Dense layers of some shapes, some of which the devices divide, some not."""
+    widths = [24, 24, 24, 24, 24, 12, 12, 32, 7]
+
+    def loss(p, b):
+        x = b["x"]
+        for k in range(len(widths) - 1):
+            x = jnp.tanh(x @ p[f"w{k}"] + p[f"b{k}"])
+        return jnp.mean((x - b["y"]) ** 2)
+
+    shapes = {f"w{k}": (a, b) for k, (a, b) in enumerate(itertools.pairwise(widths))}
+    shapes |= {f"b{k}": (b,) for k, b in enumerate(widths[1:])}
+    return loss, messages.floats(shapes), messages.floats({"x": (n, 24), "y": (n, 7)}), {}
+
+
+def gpt(n):
+    return messages.gpt(n, size=8, layers=3, d=16, words=50, heads=2)
+
+
+@pytest.fixture(scope="module")
+def resnet50():
+    loss, params, batch, _ = messages.resnet50(1, 224)
+    return kfac.find_layers(loss, params, batch)
+
+
+@pytest.mark.parametrize("model", [dense, pytest.param(gpt, marks=pytest.mark.slow)])
+def test_its_bytes_are_those_of_compiled_programs(model):
+    layers, compiled = messages.programs(model, DEVICES, "shard_map")
+    plan = kfac.plan(layers, devices=DEVICES, batch=64, distribution=kfac.Distribution("data"))
+    found = {k: messages.by_kind(messages.messages(p.as_text(), DEVICES)) for k, p in compiled.items()}
+    sent = {part: in_all_reduces(kinds) for part, kinds in plan.messages.items()}
+    expected = {
+        "SGD": sent["gradients"],
+        "K-FAC": sent["gradients"] + sent["results"],
+        "K-FAC with statistics": sent["gradients"] + sent["results"] + sent["statistics"],
+    }
+    for name, size in expected.items():
+        assert found[name]["sent"] == pytest.approx(size, rel=0.05, abs=200), (name, found[name], plan.messages)
+
+
+def test_a_run_on_thousands_of_devices_is_planned_in_no_time(resnet50):
+    began = time.process_time()
+    text = str(kfac.plan(resnet50, devices=4096, batch=131072, overhead=0.9))
+    assert time.process_time() - began < 2
+    for word in ("ASSUMED", "predicted", "critical path", "3_0b/kernel", "max_dim", "state of a device", "all-to-all"):
+        assert word in text
+
+
+def test_the_intervals_are_the_shortest_that_keep_to_the_overhead(resnet50):
+    for overhead in (0.3, 0.5, 1.0):
+        plan = kfac.plan(resnet50, devices=64, batch=8192, overhead=overhead)
+        assert plan.extra_seconds <= overhead * plan.first_order_seconds * (1 + 1e-9)
+        closer = dataclasses.replace(
+            plan, inverse_every=plan.inverse_every - max(1, plan.inverse_every // 40),
+            statistics_every=plan.statistics_every - max(1, plan.statistics_every // 40),
+        )  # fmt: skip
+        assert closer.statistics_every == 0 or closer.extra_seconds > overhead * plan.first_order_seconds
+    given = kfac.plan(resnet50, devices=64, batch=8192, overhead=0.5, inverse_every=50, statistics_every=5)
+    assert (given.inverse_every, given.statistics_every) == (50, 5)
+    assert kfac.plan(resnet50, devices=64, batch=8192, overhead=0.5, inverse_every=5000).statistics_every
+    none = kfac.plan(resnet50, devices=1024, batch=131072, overhead=0.01)
+    assert none.inverse_every is None and "no intervals keep to 1.0%" in str(none) and "replicated" in none.advice
+
+
+def test_hardware_and_its_rates(resnet50):
+    slow, fast = (kfac.plan(resnet50, devices=8, batch=256, bandwidth=rate) for rate in (1e9, 1e12))
+    assert slow.seconds["gradients"] == pytest.approx(1000 * fast.seconds["gradients"])
+    other = kfac.plan(resnet50, devices=8, batch=256, hardware="tpu-v5p")
+    assert other.seconds["model"] != fast.seconds["model"]
+    own = kfac.plan(resnet50, devices=8, batch=256, hardware=kfac.Hardware(1e12, 1e11, 1e10))
+    assert own.seconds["model"] == own.flops["model"] / 1e12
+    # 4.1 GMACs for an image of 224 x 224, two FLOPs each, three times; and of the convolutions' strides another place.
+    assert own.flops["model"] / 32 == pytest.approx(6 * 4.1e9, rel=0.05)
+    assert not kfac.plan(resnet50, devices=1, batch=256).messages["statistics"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"hardware": "abacus"}, "hardware must be one of 'h100', 'tpu-v5p' or a Hardware, but is 'abacus'"),
+        ({"batch": 0}, "batch must be a positive int, but is 0"),
+        ({"overhead": -1}, "overhead must lie in"),
+        ({"bandwidth": 0}, "bandwidth must lie in"),
+        ({"inverse_every": 0}, "inverse_every must be a positive int, but is 0"),
+        ({"devices": 0}, "devices must be a positive int, but is 0"),
+    ],
+)
+def test_wrong_arguments_are_named(resnet50, options, words):
+    with pytest.raises(ValueError, match=words):
+        kfac.plan(resnet50, **{"devices": 8, "batch": 256, **options})
+    with pytest.raises(TypeError, match="plan has no argument 'speed'; rates of hardware are bandwidth, flops"):
+        kfac.plan(resnet50, devices=8, batch=256, speed=1)
+
+
+def test_layers_without_positions_are_refused(resnet50):
+    blocks = tuple(dataclasses.replace(layer, positions=None) for layer in resnet50)
+    with pytest.raises(ValueError, match="layers: '0_0a/kernel' was found without positions"):
+        kfac.plan(dataclasses.replace(resnet50, blocks=blocks), devices=8, batch=256)
+
+
+def test_eigendecompositions_cost_more(resnet50):
+    cholesky, eigh = (kfac.plan(resnet50, devices=8, batch=256, inverse=i) for i in (kfac.Cholesky(), kfac.Eigh()))
+    assert eigh.flops["inversions"] > 2 * cholesky.flops["inversions"]
+    ekfac = kfac.plan(resnet50, devices=8, batch=256, inverse=kfac.Ekfac())
+    assert ekfac.messages["eigenvectors"] and not eigh.messages["eigenvectors"]
+    assert jax.tree.leaves(ekfac.seconds)

@@ -1,0 +1,185 @@
+"""Thirty steps over meshes, with parameters split as people split them, are one device's: in float64, to 1e-10."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import kfac
+from checking import FAST, normal
+
+# Two and three divide all sizes. Gradients of every layer have full rank: vectors of equal eigenvalues are any.
+N, T, D, HEADS, LAYERS, EXPERTS, CLASSES = 12, 9, 12, 6, 6, 6, 24
+STEPS = 30
+
+
+def parameters():
+    def array(seed, *shape):
+        return 0.2 * normal(seed, *shape)
+
+    blocks = {
+        "norm": {"scale": 1 + array(0, LAYERS, D), "shift": array(1, LAYERS, D)},
+        "qkv": array(2, LAYERS, 3, D, HEADS, 2),
+        "out": array(3, LAYERS, HEADS, 2, D),
+        "up": array(4, LAYERS, D, 2 * D),
+        "up_bias": array(5, LAYERS, 2 * D),
+        "down": array(6, LAYERS, 2 * D, D),
+    }
+    experts = {"up": array(7, EXPERTS, D, D), "down": array(8, EXPERTS, D, D)}
+    return {"in": array(9, D, D), "blocks": blocks, "experts": experts, "gate": array(10, D, EXPERTS),
+            "head": array(11, D, CLASSES)}  # fmt: skip
+
+
+# Which axis of a leaf lies on the mesh axis "model", by the form that the parameters are split in.
+COLUMNS, ROWS = {"qkv": 4, "up": 2, "up_bias": 1}, {"out": 1, "down": 1}
+SPLITS = {
+    "data": lambda path, leaf: None,
+    "tensor": lambda path, leaf: (COLUMNS | ROWS).get(path[-1]) if path[0] == "blocks" else None,
+    "pipeline": lambda path, leaf: 0 if path[0] == "blocks" else None,
+    "expert": lambda path, leaf: 0 if path[0] == "experts" else None,
+    "fsdp": lambda path, leaf: next(k for k, size in enumerate(leaf.shape) if size % 6 == 0),
+}
+SPLITS["hsdp"] = SPLITS["fsdp"]
+
+
+def axes_of(form, devices):
+    """The mesh: its axes, and over which of them lie the batch and the parameters that are split."""
+    if form in ("data", "fsdp"):
+        return {"data": devices}, ("data",), "data"
+    first = 2 if devices == 4 else 1
+    if form == "hsdp":
+        return {"replica": first, "data": devices // first}, ("replica", "data"), "data"
+    return {"data": first, "model": devices // first}, ("data",), "model"
+
+
+def specs_of(form, params, axis):
+    def spec(path, leaf):
+        split = SPLITS[form]([key.key for key in path], leaf)
+        return P(*(axis if k == split else None for k in range(leaf.ndim)))
+
+    return jax.tree_util.tree_map_with_path(spec, params)
+
+
+def loss_of(form, batch_axes, explicit):
+    """The loss; on explicit axes it says how results lie where products sum over an axis that is split."""
+    model = "model" if form == "tensor" else None
+    own = P(batch_axes)
+
+    def whole(tree):
+        return jax.tree.map(lambda x: jax.reshard(x, P(*[None] * x.ndim)), tree) if explicit else tree
+
+    def einsum(spec, *operands, lies=own):
+        return jnp.einsum(spec, *operands, **({"out_sharding": lies} if explicit else {}))
+
+    def block(h, q):
+        x = (h - h.mean(-1, keepdims=True)) * q["norm"]["scale"] + q["norm"]["shift"]
+        query, key, value = einsum("ntd,pdhk->pnthk", x, q["qkv"], lies=P(None, batch_axes, None, model))
+        weight = jax.nn.softmax(jnp.einsum("nthk,nshk->nhts", query, key))
+        mixed = jnp.einsum("nhts,nshk->nthk", weight, value)
+        if explicit:
+            mixed = jax.reshard(mixed, P(batch_axes, None, model))
+        h = h + einsum("nthk,hkd->ntd", mixed, q["out"])
+        up = jnp.tanh(einsum("ntd,de->nte", h, q["up"], lies=P(batch_axes, None, model)) + q["up_bias"])
+        return h + einsum("nte,ed->ntd", up, q["down"]), None
+
+    def loss(p, b):
+        p = p if form in ("tensor", "expert") else whole(p)
+        h, _ = lax.scan(jax.checkpoint(block), einsum("ntd,de->nte", b["x"], p["in"]), p["blocks"])
+        split = P("model", batch_axes) if form == "expert" else P(None, batch_axes)
+        x = einsum("ntd,xde->xnte", h, p["experts"]["up"], lies=split)
+        x = einsum("xntd,xde->xnte", jnp.tanh(x), p["experts"]["down"], lies=split)
+        gate = jax.nn.softmax(einsum("ntd,dx->ntx", h, p["gate"]))
+        h = h + einsum("ntx,xntd->ntd", gate, x)
+        z = einsum("ntd,dc->ntc", h, p["head"])
+        return -jnp.mean(jnp.sum(b["y"] * jax.nn.log_softmax(z), axis=-1))
+
+    return loss
+
+
+def batches():
+    rng = np.random.default_rng(0)
+    labels = [jax.nn.one_hot(rng.integers(0, CLASSES, (N, T)), CLASSES, dtype=np.float64) for _ in range(3)]
+    return [{"x": normal(20 + k, N, T, D), "y": y} for k, y in enumerate(labels)]
+
+
+def trained(loss, layers, inverse, distribution, place=lambda params, batch: (params, batch), state=None):
+    """Parameters and momenta after thirty steps, two of three with statistics, inverses at every third."""
+    params = parameters()
+    tx = kfac.kfac(0.002, layers, damping=1.0, inverse_every=3, refresh_warmup=2, inverse=inverse,
+                   distribution=distribution)  # fmt: skip
+    data = batches()
+    params, _ = place(params, data[0])
+    shardings = jax.tree.map(lambda x: x.sharding, params)
+    state = jax.jit(tx.init, compiler_options=FAST)(params)
+
+    @functools.partial(jax.jit, static_argnums=3, compiler_options=FAST)
+    def step(params, state, batch, statistics):
+        basis = {"basis": kfac.eigenbasis(state, layers)} if isinstance(inverse, kfac.Ekfac) and statistics else {}
+        measure = kfac.value_and_grad(loss, layers, num_examples=N)
+        if statistics:
+            _, grads, factors = measure(params, batch, **basis)
+        else:
+            grads, factors = jax.grad(loss)(params, batch), None
+        updates, state = tx.update(grads, state, params, factors=factors)
+        return optax.apply_updates(params, updates), state
+
+    for k in range(STEPS):
+        _, batch = place(params, data[k % 3])
+        params, state = jax.block_until_ready(step(params, state, batch, k % 3 != 1))
+    kept = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), params, shardings)
+    momentum = optax.tree.get(state, "trace")
+    kept = [kept, jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), momentum, shardings)]
+    return jax.device_get((params, momentum)), kept, state
+
+
+@functools.cache
+def alone(inverse):
+    loss = loss_of("data", (), explicit=False)
+    layers = kfac.find_layers(loss, parameters(), batches()[0])
+    return layers, trained(loss, layers, inverse, kfac.Distribution(staggered=False))[0]
+
+
+def grid():
+    """All combinations; of those run by default every form, kind of axes, inverse and number of devices is in one."""
+    usual = {
+        ("data", AxisType.Explicit, "Ekfac", 3),
+        ("tensor", AxisType.Auto, "Cholesky", 4),
+    }
+    for form in SPLITS:
+        for kind in (AxisType.Auto, AxisType.Explicit):
+            for inverse in ("Cholesky", "Ekfac"):
+                for devices in (4, 3):
+                    case = form, kind, inverse, devices
+                    marks = () if case in usual else pytest.mark.slow
+                    yield pytest.param(*case, id=f"{form}-{kind.name}-{inverse}-{devices}", marks=marks)
+
+
+@pytest.mark.parametrize(("form", "kind", "inverse", "devices"), list(grid()))
+def test_a_mesh_is_one_device(form, kind, inverse, devices, x64):
+    inverse = getattr(kfac, inverse)()
+    layers, expected = alone(inverse)
+    sizes, batch_axes, axis = axes_of(form, devices)
+    types = (kind,) * len(sizes)
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=jax.devices()[:devices])
+    specs = specs_of(form, parameters(), axis)
+
+    def place(params, batch):
+        params = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, specs)
+        return params, jax.device_put(batch, NamedSharding(mesh, P(batch_axes)))
+
+    explicit = kind == AxisType.Explicit
+    loss = loss_of(form, batch_axes, explicit)
+    with jax.set_mesh(mesh):
+        found, kept, _ = trained(loss, layers, inverse, kfac.Distribution(mesh=mesh, staggered=False), place)
+    assert all(jax.tree.leaves(kept)), kept
+
+    def close(found, expected):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-10 * max(1, np.abs(expected).max()))
+
+    jax.tree.map(close, found, expected)
