@@ -67,7 +67,9 @@ def check_axis_name(value: Any) -> None:
 
 
 def check_type(name: str, value: Any, kind: Any, what: str) -> None:
-    """Raises where a value is not of a type, which the message calls `what`."""
+    """Raises where a value is not of a type, which the message calls `what`: a `TypeError` where it is a class."""
+    if isinstance(value, type):
+        raise TypeError(f"{name} must be {what}, but is the class {value.__name__}: call it, {value.__name__}()")
     if not isinstance(value, kind):
         raise ValueError(f"{name} must be {what}, but is of type {type(value).__name__}: {value!r}")
 

@@ -107,8 +107,14 @@ def state_of(opt_state):
 
 
 def field_of(opt_state, field):
-    """A field of every block that is kept, by group: `factors`, `weight`, `inverse`, `condition` or `age`."""
+    """A field of every block that is kept, by group: `factors`, `weight`, `inverse`, `condition` or `inverted`."""
     return {name: getattr(block, field) for name, block in state_of(opt_state).blocks.items()}
+
+
+def ages_of(opt_state):
+    """Steps since the last inversion, by group: `[k]`; 0 before the first."""
+    state = state_of(opt_state)
+    return {name: np.where(b.condition > 0, state.count - 1 - b.inverted, 0) for name, b in state.blocks.items()}
 
 
 def assert_equal(found, expected):

@@ -511,20 +511,18 @@ REFUSED = {
         r"dot_general.*different array, computed from it",
     ),
     "spectral norm": (spectral_norm, SQUARE, r"dot_general.*(multiplied|different array|holds no examples)"),
-    "pruned": (lambda p, x: x @ (p["w"] * (np.arange(25).reshape(5, 5) % 3 > 0)), SQUARE, r"dot_general.*multiplied"),
-    "masked": (
-        lambda p, x: x @ jnp.where(np.arange(25).reshape(5, 5) % 3 > 0, p["w"], 0.0),
+    "times constants": (lambda p, x: x @ (p["w"] * np.arange(25).reshape(5, 5)), SQUARE, r"dot_general.*multiplied"),
+    "other constants in places": (
+        lambda p, x: x @ jnp.where(np.arange(25).reshape(5, 5) % 3 > 0, p["w"], 1.0),
         SQUARE,
         r"dot_general.*different array",
     ),
-    "slice": (lambda p, x: x @ p["w"][:, :3], SQUARE, r"dot_general.*not one of several equal parts"),
     "every other column": (lambda p, x: x @ p["w"][:, ::2], (5, 6), r"dot_general.*different array"),
-    "parts of two sizes": (
-        lambda p, x: jnp.concatenate([x @ p["w"][:, :2], x @ p["w"][:, 2:]], axis=-1),
-        (5, 6),
-        r"disagree on the parts|not one of several equal parts",
+    "inputs of one part are outputs of another": (
+        lambda p, x: (x[..., :4] @ p["w"][:4]).sum(-1) + (x @ p["w"][:, :5].T).sum(-1),
+        (5, 5),
+        r"several equal parts",
     ),
-    "parts and the whole": (lambda p, x: x @ p["w"] + jnp.tile(x @ p["w"][:, :3], 2), (5, 6), r"disagree on the parts"),
     "dynamic row of a stack": (
         lambda p, x: lax.fori_loop(0, 2, lambda k, x: jnp.tanh(x @ p["w"][k]), x),
         (2, 5, 5),

@@ -93,6 +93,15 @@ def test_one_that_fails_keeps_the_last():
     np.testing.assert_array_equal(state.owned["kronecker_4x4"].blocks.inverse, 1)
 
 
+@pytest.mark.parametrize("transform", [kfac.scale_by_kfac, kfac.kfac])
+@pytest.mark.parametrize("options", [{"inverse": kfac.Cholesky}, {"distribution": kfac.Distribution}])
+def test_a_class_without_parentheses_is_a_type_error(transform, options):
+    (name,), (value,) = options, options.values()
+    first = (0.1,) if transform is kfac.kfac else ()
+    with pytest.raises(TypeError, match=rf"^{name} must be .* but is the class {value.__name__}: call it"):
+        transform(*first, layers(), damping=1e-3, **options)
+
+
 def test_the_plan_counts_what_it_keeps():
     full, half = (kfac.Assignment(layers(), inverse=Diagonal(p)).memory_per_device for p in ("float32", "bfloat16"))
     unitwise = 4 * 2 * 2 + 4

@@ -17,6 +17,7 @@ import kfac
 from kfac._distributed.assignment import Shard
 from kfac._factors import Factors, Kronecker, Unitwise
 from problem import (
+    ages_of,
     assert_close,
     assert_equal,
     batch,
@@ -290,7 +291,7 @@ def block_ages(every, warmup, steps, without=(), staggered=False):
     found = []
     for t in range(steps):
         _, state, _ = step(measured(t)[0], state, initial(), None if t in without else measured(t)[1])
-        blocks = field_of(state, "age")
+        blocks = ages_of(state)
         names = ("kronecker_4x4", "unitwise_4x1", "unitwise_4x2")
         found.append([int(age) for name in names for age in blocks[name]])
         assert state.metrics.inverse_age == max(found[-1])
@@ -631,8 +632,8 @@ BAD = {
     "trust_ratio": [0, -1.0, float("inf"), "much"],
     "damping": [0, 0.0, -1e-3, float("nan"), float("inf"), None, "0.001", 1e-60, jnp.array(-1.0), jnp.ones(3)],
     "factor_decay": [-0.1, 1, 1.0, 1 - 1e-12, float("nan"), "slow"],
-    "inverse_every": [0, -1, 2.5, None, True, "10", float("nan"), float("inf"), lambda t: 1],
-    "refresh_warmup": [-1, 1.5, None, "10"],
+    "inverse_every": [0, -1, 2.5, True, "10", float("nan"), float("inf"), lambda t: 1],
+    "refresh_warmup": [-1, 1.5, "10"],
     "inverse": ["eigh", None, 3, kfac.Cholesky],
     "unitwise_damping": [0, -1.0, float("inf"), None],
     "distribution": ["devices", 8, {}],

@@ -22,6 +22,7 @@ class Transformer:
     layers: int = 2
     heads: int = 2
     dtype: str = "bfloat16"
+    tied: bool = False  # whether the table of the tokens is the kernel of the head, too, which then has no bias
 
     def init(self, key: jax.Array) -> Params:
         """Kernels with variance 1 / d_in; the two that write to the residual stream start smaller, by their number."""
@@ -36,7 +37,7 @@ class Transformer:
             return {"scale": jnp.ones(shape), "shift": jnp.zeros(shape)}
 
         residual = (2 * k) ** -0.5
-        return {
+        params = {
             "tokens": jax.random.normal(next(keys), (self.vocabulary, d)),
             "positions": 0.1 * jax.random.normal(next(keys), (self.context, d)),
             "blocks": {
@@ -48,8 +49,8 @@ class Transformer:
                 "down": dense(k, 4 * d, d, scale=residual),
             },
             "norm": norm(d),
-            "head": dense(d, self.vocabulary),
         }
+        return params if self.tied else params | {"head": dense(d, self.vocabulary)}
 
     def logits(self, params: Params, tokens: jax.Array) -> jax.Array:
         """`[batch, time]` tokens to `[batch, time, vocabulary]` logits of the token that follows each, in float32."""
@@ -79,7 +80,10 @@ class Transformer:
 
         x = (params["tokens"][tokens] + params["positions"][:time]).astype(dtype)
         x, _ = lax.scan(block, x, params["blocks"])
-        return dense(params["head"], norm(params["norm"], x)).astype(jnp.float32)
+        x = norm(params["norm"], x)
+        if self.tied:
+            return (x.astype(dtype) @ params["tokens"].T.astype(dtype)).astype(jnp.float32)
+        return dense(params["head"], x).astype(jnp.float32)
 
     def loss(self, params: Params, tokens: jax.Array) -> jax.Array:
         """Mean over tokens of `-log p`, in nats; `tokens` is `[batch, context + 1]`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,6 +41,31 @@ Axis = tuple[Atom, ...]  # major to minor; an axis of size 1 has no atoms
 Axes = tuple[Axis, ...]
 
 
+class Box(NamedTuple):
+    """Some entries of an array: the shape that separates its atoms, and from where to where along each of these."""
+
+    split: tuple[int, ...]
+    ends: tuple[tuple[int, int], ...]
+
+    def __call__(self, x: Any) -> Any:
+        return x.reshape(self.split)[tuple(slice(*ends) for ends in self.ends)]
+
+
+def as_box(first: int, size: int, sizes: Sequence[int]) -> list[tuple[int, int]] | None:
+    """The entries `first` to `first + size` of a flat array as a start and length along each axis of the shape `sizes`.
+
+    None where they are no box of that shape.
+    """
+    if not sizes:
+        return []
+    inner = math.prod(sizes[1:])
+    major, at = divmod(first, inner)
+    if at == 0 and size % inner == 0:
+        return [(major, size // inner), *((0, minor) for minor in sizes[1:])]
+    rest = as_box(at, size, sizes[1:]) if at + size <= inner else None
+    return rest and [(major, 1), *rest]
+
+
 def foreign(size: int) -> Axis:
     """An axis the leaf does not have: examples, positions."""
     return (Atom(NOT_A_PARAMETER_AXIS, 1, size),) if size > 1 else ()
@@ -65,12 +90,12 @@ def is_part(part: Atom, whole: Atom) -> bool:
     return part.axis == whole.axis and whole.stride <= part.stride < whole.stride * whole.size
 
 
-def foreign_sizes(axes: Axes) -> set[int]:
+def foreign_sizes(axes: Iterable[Axis]) -> list[int]:
     """Lengths of the axes that repeat the leaf."""
-    return {atom.size for atom in flatten(axes) if not atom.of_leaf}
+    return [atom.size for atom in flatten(axes) if not atom.of_leaf]
 
 
-def is_broadcast(axes: Axes) -> bool:
+def is_broadcast(axes: Iterable[Axis]) -> bool:
     """Whether some axis repeats the leaf (which makes an array of parameters an activation)."""
     return any(not atom.of_leaf for axis in axes for atom in axis)
 

@@ -9,9 +9,12 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from kfac._capture import axes as axes_lib
 from kfac._capture.find_reads import Reads
 from kfac._capture.outputs import Marks, find_marks
+from kfac._capture.parts import within_leaves
 from kfac._capture.states import NOT_WITH_EXAMPLES, Use, by_part, unsupported
 from kfac._capture.trace import Trace, trace
 from kfac._layers import KRONECKER_KINDS, Layer, Layers, Layout
@@ -64,7 +67,7 @@ def find_layers(
     if max_dim is not None and (isinstance(max_dim, bool) or not isinstance(max_dim, int) or max_dim < 1):
         raise ValueError(f"max_dim must be a positive int or None, but is {max_dim!r}")
     traced = trace(loss_fn, has_aux, params, args, kwargs)
-    options = Layers((), tuple(traced.names), tuple(skip), max_dim, tuple(reduce))
+    options = Layers((), tuple(traced.names), tuple(skip), max_dim, tuple(reduce), jax.tree.structure(params))
     return layers_of(traced, options, find_marks(traced), None).layers
 
 
@@ -101,6 +104,7 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
     skipped = _matching("skip", options.skip, names)
     reduced = {names[leaf] for leaf in _matching("reduce", options.reduce, names)}
     reads = Reads(traced, skipped)
+    reads.uses = within_leaves(reads.uses, shapes)
     by_leaf: dict[int, list[Use]] = collections.defaultdict(list)
     for use in reads.uses:
         by_leaf[use.leaf].append(use)
@@ -199,6 +203,8 @@ def _check_kernel(name: str, uses: list[Use], coarse: str | None) -> None:
         )
     if len(products) < len(uses):
         raise unsupported(name, where, "besides a product, an elementwise operation reads it")
+    if any(use.picks is None for use in products):
+        raise unsupported(name, where, "it reads a slice that is not one of several equal parts of the parameter")
     if len({use.picked for use in products}) > 1:
         raise unsupported(name, f"{len(products)} products", "they disagree on the parts that it is cut into")
     if any(use.layout != main.layout and not _is_transposed(use, main) for use in products):
@@ -228,8 +234,8 @@ def _companions(reads: Reads, by_leaf: dict[int, list[Use]], kernels: set[int]) 
         partner = partners.pop()
         if partners or partner in companions or partner in reads.coarse or len(set(joined)) < len(joined):
             continue
-        if partner in kernels and len({use.layout for use in by_leaf[partner]}) > 1:
-            continue  # a bias of one of the uses of a kernel and its transpose
+        if partner in kernels and (len({u.layout for u in by_leaf[partner]}) > 1 or by_leaf[partner][0].within):
+            continue  # a bias of one of the uses of a kernel and its transpose, or of one of its parts
         if partner in kernels:
             # A bias may be missing from some uses of the kernel, but a subtracted one is no homogeneous 1.
             if all(use.read.sign == 1 for use in uses):
@@ -296,11 +302,12 @@ def _kronecker_layer(leaves, reads: Reads, by_leaf: dict[int, list[Use]], names,
         assert joined is not None
         roles = reads.uses[joined[0]].roles
         layouts.append(axes_lib.layout((own, _role_within(roles, theirs)) for own, theirs in joined[1]))
-    by_parts, lookup = by_part(uses), main.read.op == "embedding"
+    by_parts, lookup, ragged = by_part(uses), main.read.op == "embedding", any(u.read.groups is not None for u in uses)
     rows = {sum(use.for_all(n or 1).rows for use in part) for part in by_parts}
     parts = math.prod(atom.size for atom in uses[0].picked)
     notes = ["A holds the counts of the rows looked up"] * lookup
     notes += ["read as its transpose as well"] * any(use.layout != kernel for use in uses)
+    notes += ["read in parts of several sizes, as uses of the whole"] * (main.within is not None)
     notes += [f"{len(by_parts)} of its {parts} parts read"] * (len(by_parts) < parts)
     return Layer(
         names[leaves[0]],
@@ -314,8 +321,8 @@ def _kronecker_layer(leaves, reads: Reads, by_leaf: dict[int, list[Use]], names,
         stacked="stack" in kernel.roles,
         diagonal=("A",) if lookup else (),
         note="; ".join(notes),
-        positions=_positions(rows.pop(), n) if len(rows) == 1 else None,
-        uses=max(sum(use.times for use in part) for part in by_parts),
+        positions=_positions(rows.pop(), n) if len(rows) == 1 and not ragged else None,
+        uses=max(sum(use.times * use.read.repeats for use in part) for part in by_parts),
     )
 
 

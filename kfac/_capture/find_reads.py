@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
 
 from kfac._capture import axes as axes_lib
-from kfac._capture import primitives
+from kfac._capture import parts, primitives
 from kfac._capture.axes import Atom, Axes
 from kfac._capture.primitives import SUMS, Follow, Read, spread
+from kfac._capture.replay import compute
 from kfac._capture.states import (
     KERNEL_OPS,
     NOT_WITH_EXAMPLES,
@@ -82,9 +86,15 @@ class Reads:
     def _walk(self, program: Program, states: Sequence[State], path: Path, scans) -> list[State]:
         def visit(index: int, op: Op, states: list[State]) -> list[State]:
             # A gradient with respect to one branch alone is not that of a layer's output.
-            return self._visit(op, list(map(_unbranched, states, op.branched)), (*path, index), scans)
+            found = self._visit(op, list(map(_unbranched, states, op.branched)), (*path, index), scans)
+            if len(found) == 1 and isinstance(found[0], Data) and not found[0].active:
+                found = [dataclasses.replace(found[0], value=_computed(program, op, states))]
+            return found
 
-        results = program.run(states, self._constants, Data(), visit)
+        def constant(value):
+            return dataclasses.replace(self._constants, value=lambda: value)
+
+        results = program.run(states, constant, lambda value: Data(value=lambda: value), visit)
         return list(map(_unbranched, results, program.branched))
 
     def _visit(self, op: Op, states: list[State], path: Path, scans) -> list[State]:
@@ -105,6 +115,10 @@ class Reads:
         if op.name == "optimization_barrier":
             return [_at_barrier(s) for s in states]
         if op.inner:
+            if op.by_rule:  # only tangents carry a gradient
+                values = op.num_values
+                numbers = [s if isinstance(s, Data) and not s.skipped else Data(fixed=True) for s in states[:values]]
+                states = [*map(_unbranched, numbers, [True] * values), *states[values:]]
             leaving = (
                 self._scan(op, states, path, scans) if op.name == "scan" else self._walk(op.inner, states, path, scans)
             )
@@ -117,6 +131,11 @@ class Reads:
             return [self._product(op, states, path, scans)]
         if not params:
             return [self._through_data(op, states)] * len(op.outputs)
+        along = primitives.joins(op.eqn)
+        if along is not None:
+            joined = parts.concatenated(states, op.shapes, op.results[0], along)
+            if joined:
+                return [joined]
         if len(params) == 1 and isinstance(params[0], View):
             found = self._of_one(op, params[0], states, path, scans)
             if found is not None:
@@ -130,7 +149,7 @@ class Reads:
         """
         leaves = frozenset().union(*(s.shared for s in states if isinstance(s, Data)))
         if op.inner:
-            if op.call and op.call.scan:
+            if op.by_rule or (op.call and op.call.scan):
                 self._refuse_shared(leaves)
             self.shared_calls.add(path)
             return None
@@ -190,6 +209,10 @@ class Reads:
             # one block needs no more than that they act on the same channels.
             axes = spread(state.output.axes, op.shapes[known[0]], op.results[0])
             return Data(active, Output(state.output.use, axes, multiplied=True), fixed=fixed)
+        added = op.name in ("add", "add_any") or (op.name == "sub" and known[0] == 0)
+        if added and state.output and op.shapes[known[0]] == op.results[0]:
+            # A sum with other data has the same gradient: a bias may come after a residual connection.
+            return Data(active, state.output, fixed=fixed)
         return Data(active, fixed=fixed)
 
     def _scan(self, op: Op, states: list[State], path: Path, scans) -> list[State]:
@@ -204,7 +227,7 @@ class Reads:
             if isinstance(state, Data):
                 if first <= k < last:
                     state = Data(active=True, fixed=fixed[k])
-                state = dataclasses.replace(state, output=None)
+                state = dataclasses.replace(state, output=None, value=state.value if k < first else None)
             elif first <= k < last and is_repeated(state):
                 # A learned initial state, broadcast over the examples.
                 self._met_data(state, "broadcast, then scan")
@@ -263,11 +286,8 @@ class Reads:
         """Which part of its leaf a view is (`axes.picks`)."""
         return axes_lib.picks(self.shapes[view.leaf], view.start, axes_lib.atoms_of((*view.stack, *view.axes)))
 
-    def _kernel(self, op: Op, read: Read, view: View, path: Path, scans) -> Use:
-        picks = self._picks(view)
-        if picks is None:
-            self._refuse(view, op, "it reads a slice that is not one of several equal parts of the parameter")
-        return Use(read, view.leaf, view, path, scans, picks)
+    def _kernel(self, read: Read, view: View, path: Path, scans) -> Use:
+        return Use(read, view.leaf, view, path, scans, self._picks(view))
 
     def _product(self, op: Op, states: list[State], path: Path, scans) -> State:
         given = zip(states, op.literals, strict=True)
@@ -286,8 +306,17 @@ class Reads:
                 self._refuse(view, op, "its entries are repeated before the product")
             self._met_data(view, f"broadcast, then {op.name}")
             return Data(active=True)
-        use, other = self._kernel(op, found, view, path, scans), states[found.other]
-        if not isinstance(other, Data) or not other.fixed:
+        other = states[found.other]
+        late = isinstance(other, Data) and other.fixed
+        reads = None if late and view.parts else parts.reads_of_parts(view, found)
+        if reads is None:
+            self._refuse(view, op, "it reads something else than whole parts of what is put together there")
+        uses = [self._kernel(read, part, path, scans) for part, read in reads]
+        if view.parts:
+            self.uses += uses
+            return Data(active=True)
+        (use,) = uses
+        if not isinstance(other, Data) or not late:
             return self._add(use)
         result = self._add(dataclasses.replace(use, late=True))
         self.late_products.setdefault(view.leaf, op.describe())
@@ -312,7 +341,7 @@ class Reads:
         return None
 
     def _uniform(self, op: Op, view: View, k: int) -> int:
-        if not view.uniform:
+        if not (view.uniform or view.masked):
             self._refuse(view, op, "its values are multiplied by others before the product")
         return k
 
@@ -346,6 +375,11 @@ class Reads:
     def _of_one(self, op: Op, view: View, states: list[State], path: Path, scans) -> list[State] | None:
         """What becomes of a single parameter view; None if it can no longer be followed."""
         operand = next(k for k, s in enumerate(states) if s is view)
+        if op.name == "select_n" and len(states) == 3 and operand > 0:
+            if not (_is_mask(states[0]) and _is_mask(states[3 - operand], (0,))):
+                return None
+            self.multipliers[path] = operand
+            return [dataclasses.replace(view, scaled=True, uniform=False, masked=not view.scaled)]
         found = op.meaning(operand, view.axes)
         if isinstance(found, Follow):
             scaled = view.scaled or op.name == "neg"
@@ -380,10 +414,16 @@ class Reads:
             self.multipliers[path] = operand
             # A number made of parameters may depend on this one: its kernel is normalised.
             number = op.sizes[read.other] == 1 and not other.active
-            mixed = view.mixed or op.sizes[read.other] > 1
-            return dataclasses.replace(view, scaled=True, uniform=view.uniform and number, mixed=mixed)
+            masked = not (view.scaled or number or read.divides) and _is_mask(other)
+            mixed = view.mixed or (op.sizes[read.other] > 1 and not masked)
+            uniform = view.uniform and number
+            return dataclasses.replace(view, scaled=True, uniform=uniform, mixed=mixed, masked=masked)
         if not repeated and not other.active:
             return None
+        if view.parts:
+            reads = parts.reads_of_parts(view, read) if additive and repeated and not view.scaled else None
+            self.uses += [Use(own, part.leaf, part, path, scans, self._picks(part)) for part, own in reads or ()]
+            return Data(active=True) if reads else None
         joined, directly = None, False
         # From `b - y` a kernel would get gradients of the other sign than its bias.
         opposite = op.name == "sub" and operand == 0
@@ -404,10 +444,10 @@ class Reads:
         kernels = sum(math.prod(a.size for a in axis) > 1 for axis in view.axes) > 2
         indices = states[1]
         assert isinstance(indices, Data)
-        if read is None or not view.uniform or indices.fixed or self._picks(view) is None:
+        if read is None or view.parts or not view.uniform or indices.fixed or self._picks(view) is None:
             self._met_data(view, op.name)
             return Data(active=True, made_of=frozenset({view.leaf}), fixed=self._is_fixed(op, states))
-        self.uses.append(self._kernel(op, read, view, path, scans))
+        self.uses.append(self._kernel(read, view, path, scans))
         # Rows with more than one axis may be kernels, chosen by the example; a product that reads those is refused.
         return Data(active=True, made_of=frozenset({view.leaf} if kernels else ()))
 
@@ -505,6 +545,25 @@ def _at_barrier(state: State) -> State:
     return state
 
 
+def _computed(program: Program, op: Op, states: Sequence[State]) -> Callable[[], Any] | None:
+    """How to compute the result of an op of constants; None if it is one of other arrays."""
+    values = [s.value for s in states if isinstance(s, Data) and s.value]
+    if len(values) < len(states):
+        return None
+    return lambda: compute(program, op, [value() for value in values])[0]
+
+
+def _is_mask(state: State, numbers: Sequence[int] = (0, 1)) -> bool:
+    """Whether an array is a constant that holds only these numbers, and all of them are known now."""
+    if not isinstance(state, Data) or state.value is None:
+        return False
+    try:
+        with jax.ensure_compile_time_eval():
+            return bool(np.isin(np.asarray(state.value()), numbers).all())
+    except jax.errors.TracerArrayConversionError:
+        return False
+
+
 def _fixed_in_scan(op: Op, fixed: Sequence[bool]) -> list[bool]:
     """Which inputs of a scan depend on no array argument in any iteration, as a counter of iterations does.
 
@@ -521,7 +580,7 @@ def _fixed_in_scan(op: Op, fixed: Sequence[bool]) -> list[bool]:
 
     fixed = list(fixed)
     while True:
-        leaving = op.inner.run(fixed, False, True, visit)
+        leaving = op.inner.run(fixed, lambda _: False, lambda _: True, visit)
         still = [
             constant and (not first <= k < first + carried or leaving[k - first]) for k, constant in enumerate(fixed)
         ]

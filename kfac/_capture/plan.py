@@ -63,7 +63,7 @@ class Planned:
 
     def place(self, use: Use, tap: Tap) -> None:
         """Puts a tap behind an op, and tells each scan around it whether the tap's probe is sliced there."""
-        self.plan.at(use.path).taps[use.path[-1]] = tap
+        self.plan.at(use.path).taps.setdefault(use.path[-1], []).append(tap)
         levels = {position: bool(atoms) for (position, _), atoms in zip(use.scans, use.view.stack, strict=True)}
         plan = self.plan
         for position, index in enumerate(use.path[:-1]):
@@ -124,9 +124,7 @@ def _plan_kronecker(planned: Planned, layer: Layer, uses: list[Use], subsample: 
         use = use.for_all(planned.num_examples)
         read = use.read
         examples = _examples(planned, layer, use, subsample, moments)
-        rest = [p for p, _ in read.rows if p not in examples]
-        if read.op == "embedding":
-            rest = [p for p, atom in enumerate(axes_lib.flatten(read.y_axes)) if not atom.of_leaf and p not in examples]
+        rest = [p for p, atom in enumerate(axes_lib.flatten(read.y_axes)) if not atom.of_leaf and p not in examples]
         in_x = dict(read.rows)
         x_rows = [[in_x[p] for p in part if p in in_x] for part in (examples, rest)]
         tap = KroneckerTap(
@@ -137,7 +135,7 @@ def _plan_kronecker(planned: Planned, layer: Layer, uses: list[Use], subsample: 
             arrange_g=axes_lib.arrangement(read.y_axes, read.batched, examples, rest),
             geometry=read.geometry,
             images=not examples or (read.images is not None and tuple(examples) == (read.images[0],)),
-            homogeneous=None if not layer.has_bias else 1.0 if index in with_bias else 0.0,
+            homogeneous=1.0 if _counted(uses) or index in with_bias else 0.0 if layer.has_bias else None,
             dtype=dtype,
             diagonal=layer.diagonal
             if use.layout == layer.layouts[0]
@@ -145,9 +143,19 @@ def _plan_kronecker(planned: Planned, layer: Layer, uses: list[Use], subsample: 
             reduce=layer.weight_sharing == "reduce",
             subsample=subsample,
             basis=_basis_key(layer, use.part) if moments else None,
+            repeats=read.repeats,
+            boxes=(read.x_box, read.y_box),
+            within=use.within,
+            masked=use.view.masked,
+            groups=read.groups,
         )
         planned.place(use, tap)
     _finish_kronecker(planned, layer, uses, dtype, moments)
+
+
+def _counted(uses: list[Use]) -> bool:
+    """Whether the number of rows that a copy reads is data."""
+    return any(use.read.groups is not None for use in uses)
 
 
 def _is_bias(planned: Planned, layer: Layer, use: Use) -> bool:
@@ -161,7 +169,9 @@ def _finish_kronecker(planned: Planned, layer: Layer, uses: list[Use], dtype: An
     tails = {"A": (n, layer.d_in), "G": (n, layer.d_out)} if reduce else dict(layer.block_shapes)
     if moments:
         tails["moments"] = (layer.d_out, layer.d_in)
-    summed = {name: jax.ShapeDtypeStruct((*use.iterated, batched, *tail), dtype) for name, tail in tails.items()}
+    counted = _counted(uses)
+    wider = tails | ({"A": tuple(size + 1 for size in tails["A"])} if counted else {})
+    summed = {name: jax.ShapeDtypeStruct((*use.iterated, batched, *tail), dtype) for name, tail in wider.items()}
     positions = {part[0].part: sum(use.for_all(n).rows for use in part) / n for part in by_part(uses)}
     keys = list(dict.fromkeys(_key(layer, use) for use in uses))
     for key in keys:
@@ -175,6 +185,11 @@ def _finish_kronecker(planned: Planned, layer: Layer, uses: list[Use], dtype: An
 
     def of_part(sums: Kronecker, positions: float) -> Kronecker:
         moments = None if sums.moments is None else sums.moments * n
+        if counted:  # a homogeneous entry has counted the rows
+            whole = "A" not in layer.diagonal
+            rows = jnp.maximum(sums.A[..., -1, -1] if whole else sums.A[..., -1], 1)
+            g = sums.G * (n**2 / jnp.expand_dims(rows, range(-len(tails["G"]), 0)))
+            return Kronecker((sums.A[..., :-1, :-1] if whole else sums.A[..., :-1]) / n, g)
         if reduce:
             return Kronecker(sums.A / positions, sums.G, moments)
         # G = (n / s) sum g g^T with s positions per example.
@@ -260,6 +275,11 @@ def _examples(planned: Planned, layer: Layer, use: Use, subsample: int, moments:
       ValueError: they have no axis of their own, or are fewer than `subsample`.
     """
     n, read, name = planned.num_examples, use.read, layer.params[0]
+    if read.groups is not None and (moments or subsample > 1 or layer.weight_sharing == "reduce"):
+        raise ValueError(
+            f"parameter {name!r} is read by {read.name}, whose rows are sorted by their groups: which examples they "
+            "are is not known there, so subsample=, reduce= and basis= are not for it. Leave it out with skip=."
+        )
     thinned: tuple[int, ...] = ()
     if subsample > 1 and (moments or layer.weight_sharing != "reduce"):
         count = n if _sizes(read.y_axes, n) else planned.found.marks.sequences(n)
@@ -356,7 +376,9 @@ def _plan_elementwise(planned: Planned, layer: Layer, uses: list[list[Use]]) -> 
             key = known.setdefault((column, use.iterated, where.tobytes()), (layer.name, len(known)))
             probes[key] = column, where
             other = use.read.other if use.read.op == "mul" else None
-            tap = ElementwiseTap(key, use.read.operand, other, use.read.divides, arrange, use.read.sign, dtype)
+            tap = ElementwiseTap(
+                key, use.read.operand, other, use.read.divides, arrange, use.read.sign, dtype, use.read.y_box
+            )
             taps.append((use, tap))
     columns = _columns(planned, layer, taps, probes)
     for use, tap in taps:

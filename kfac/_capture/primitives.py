@@ -11,12 +11,14 @@ where it meets data. `register_primitive` adds entries for operations of a user'
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core as jex
 from jax.lax import GatherScatterMode
@@ -81,6 +83,10 @@ class Read:
       geometry: brings the data to the normal form.
       sign: -1 where the parameter is subtracted.
       divides: whether the data is divided by rather than multiplied with.
+      repeats: how often the operation reads each entry of the parameter with the same data, as `jnp.repeat` makes it.
+      x_box: which entries of the data meet the parameter, if not all.
+      y_box: which entries of the result it takes part in.
+      groups: which input says how many rows each copy reads, one after the other, if that is data.
     """
 
     op: str
@@ -99,6 +105,10 @@ class Read:
     geometry: Geometry = DENSE
     sign: int = 1
     divides: bool = False
+    repeats: int = 1
+    x_box: axes_lib.Box | None = None
+    y_box: axes_lib.Box | None = None
+    groups: int | None = None
 
 
 class Scan(NamedTuple):
@@ -110,7 +120,11 @@ class Scan(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A program inside an equation: of `"call"`, `"remat"` or `"scan"`."""
+    """A program inside an equation: of `"call"`, `"remat"` or `"scan"`.
+
+    Of `"rule"` it is the rule of a `jax.custom_jvp` function: its arguments are the inputs and then the tangents of
+    those that have one, its results the tangents of the results.
+    """
 
     kind: str
     jaxpr: Any
@@ -121,19 +135,41 @@ class Call(NamedTuple):
 # -- what is inside ----------------------------------------------------------------------------------------------------
 
 
-def call(eqn: Any) -> Call | None:
-    """The program inside an equation, if it can be looked into."""
+def call(eqn: Any, rules: bool = False) -> Call | None:
+    """The program inside an equation, if it can be looked into; with `rules`, that may be a rule for derivatives."""
     name = eqn.primitive.name
     kind = "call" if name in _CALLS else "remat" if name in _REMATS else "scan" if name == "scan" else None
     if kind is None and _looked_into(eqn):
         kind = "call"
     if kind is None:
-        return None
+        return _rule(eqn) if rules and name == "custom_jvp_call" and contains_product(eqn) else None
     inner = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
     jaxpr, consts = (inner.jaxpr, inner.consts) if isinstance(inner, jex.ClosedJaxpr) else (inner, ())
     if kind != "scan":
         return Call(kind, jaxpr, consts)
     return Call(kind, jaxpr, consts, Scan(*(eqn.params[key] for key in ("num_consts", "num_carry", "length"))))
+
+
+def evaluate(within: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """Results of one equation of the jaxpr `within`; it is bound only through the public `jaxpr_as_fun`."""
+    variables = {var: value for var, value in zip(eqn.invars, values, strict=True) if not isinstance(var, jex.Literal)}
+    # A copy of the jaxpr around it, because a new one wants debugging information that no public function makes.
+    jaxpr = within.replace(constvars=[], invars=list(variables), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects)
+    return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))(*variables.values())
+
+
+def _rule(eqn: Any) -> Call:
+    moving = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.invars]
+
+    def tangents_of(primals, tangents):
+        some, within = iter(tangents), eqn.params["call_jaxpr"].jaxpr
+        own = [next(some) if m else np.zeros(x.shape, jax.dtypes.float0) for m, x in zip(moving, primals, strict=True)]
+        outs, found = jax.jvp(lambda *values: evaluate(within, eqn, values), tuple(primals), tuple(own))
+        return [t if t.dtype == x.dtype else jnp.zeros_like(x) for t, x in zip(found, outs, strict=True)]
+
+    primals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars]
+    closed = jax.make_jaxpr(tangents_of)(primals, list(itertools.compress(primals, moving)))
+    return Call("rule", closed.jaxpr, closed.consts)
 
 
 def inside(eqn: Any) -> Iterator[Any]:
@@ -151,6 +187,10 @@ def inside(eqn: Any) -> Iterator[Any]:
 def contains(eqn: Any, wanted: Callable[[Any], bool]) -> bool:
     """Whether an equation, or one inside it, is wanted."""
     return wanted(eqn) or any(contains(inner, wanted) for jaxpr in inside(eqn) for inner in jaxpr.eqns)
+
+
+def contains_product(eqn: Any) -> bool:
+    return contains(eqn, is_product)
 
 
 def is_product(eqn: Any) -> bool:
@@ -171,6 +211,12 @@ def added_axes(eqn: Any) -> list[int]:
     given = zip(eqn.params["broadcast_dimensions"], eqn.invars[0].aval.shape, strict=True)
     own = {k for k, size in given if size == shape[k]}
     return [k for k, size in enumerate(shape) if k not in own and size > 1]
+
+
+def joins(eqn: Any) -> int | None:
+    """The axis along which an equation puts its inputs side by side, if it does."""
+    name = {"concatenate": "dimension", "stack": "axis"}.get(eqn.primitive.name)
+    return eqn.params[name] if name else None
 
 
 def stops_gradient(eqn: Any) -> bool:
@@ -226,6 +272,10 @@ def _reshape(eqn: Any, operand: int, axes: Axes) -> Meaning:
     axes = axes if order is None else tuple(axes[k] for k in order)  # of the transposed array, if it says so
     found = axes_lib.reshape(axes, eqn.outvars[0].aval.shape)
     return None if found is None else Follow((found,))
+
+
+def _tile(eqn: Any, operand: int, axes: Axes) -> Meaning:
+    return Follow((tuple((*foreign(times), *axis) for times, axis in zip(eqn.params["reps"], axes, strict=True)),))
 
 
 def _reverse(eqn: Any, operand: int, axes: Axes) -> Meaning:
@@ -295,7 +345,9 @@ def _product(eqn: Any, operand: int, axes: Axes) -> Meaning:
     w_batch, x_batch = batch[operand], batch[1 - operand]
     w_free = [k for k in range(len(axes)) if k not in w_contract and k not in w_batch]
     x_free = [k for k in range(x.ndim) if k not in x_contract and k not in x_batch]
-    if axes_lib.is_broadcast(tuple(axes[k] for k in (*w_contract, *w_free))):
+    # Entries that are repeated in place are read so often; other axes may be those of examples.
+    foreign_free = [axes[k] and not axes_lib.atoms_of([axes[k]]) for k in w_free]
+    if axes_lib.is_broadcast([axes[k] for k in w_contract]) or any(foreign_free):
         return None
     x_axes: list[axes_lib.Axis] = [()] * x.ndim
     for k, w_axis in [*zip(x_contract, w_contract, strict=True), *zip(x_batch, w_batch, strict=True)]:
@@ -304,6 +356,8 @@ def _product(eqn: Any, operand: int, axes: Axes) -> Meaning:
         x_axes[k] = foreign(x.shape[k])
     free_w, free_x = [axes[k] for k in w_free], [x_axes[k] for k in x_free]
     y_axes = (*(axes[k] for k in w_batch), *(free_w + free_x if operand == 0 else free_x + free_w))
+    start = len(w_batch) + (0 if operand == 0 else len(x_free))
+    repeats = math.prod(axes_lib.foreign_sizes(free_w))
     repeated = [k for k in x_batch if axes_lib.is_broadcast((x_axes[k],))]
     examples = sorted([*x_free, *repeated])
     return Read(
@@ -317,16 +371,46 @@ def _product(eqn: Any, operand: int, axes: Axes) -> Meaning:
         dtype=_dtype(eqn),
         leading=x.shape[examples[0]] if examples else None,
         batched=tuple(axes_lib.atoms_of(axes[k] for k in w_batch)),
-        rows=_rows(y_axes, tuple(x_axes), [*x_batch, *x_free]),
-        reorders=bool(repeated),
+        rows=_rows(y_axes, tuple(x_axes), [*x_batch, *x_free], range(start, start + len(w_free))),
+        reorders=bool(repeated) or repeats > 1,
+        repeats=repeats,
     )
 
 
-def _rows(y_axes: Axes, x_axes: Axes, order: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """`Read.rows`, where the axes of `x_axes` with rows come in `order` in the result."""
+def _ragged_product(eqn: Any, operand: int, axes: Axes) -> Meaning:
+    """A product of each group of rows with a kernel of its own, `lax.ragged_dot`."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    contract, batch = numbers.dot_dimension_numbers
+    x, groups = eqn.invars[0].aval, axes[0] if axes else ()
+    plain = tuple(map(tuple, contract)) == ((1,), (1,)) and not any(batch) and x.ndim == 2
+    if not plain or tuple(numbers.lhs_ragged_dimensions) != (0,) or tuple(numbers.rhs_group_dimensions) != (0,):
+        return "of ragged products only those of lax.ragged_dot have statistics, whose groups are of rows of the data"
+    in_order = list(groups) == sorted(groups, key=lambda atom: atom.memory_order)
+    if operand != 1 or axes_lib.is_broadcast(axes) or not in_order or any(atom.flipped for atom in groups):
+        return "the kernels of its groups are not in the order of the parameter"
+    rows = foreign(x.shape[0])
+    return Read(
+        op="dense",
+        name=eqn.primitive.name,
+        operand=1,
+        other=0,
+        x_axes=(rows, axes[1]),
+        y_axes=(rows, axes[2]),
+        shape=tuple(eqn.outvars[0].aval.shape),
+        dtype=_dtype(eqn),
+        leading=x.shape[0],
+        batched=groups,
+        rows=tuple((k, k) for k in range(len(rows))),
+        groups=2,
+    )
+
+
+def _rows(y_axes: Axes, x_axes: Axes, order: Sequence[int], own: Sequence[int] = ()) -> tuple[tuple[int, int], ...]:
+    """`Read.rows`, where the axes of `x_axes` with rows come in `order` in the result, but for its axes `own`."""
     starts = [sum(map(len, x_axes[:k])) for k in range(len(x_axes))]
     in_x = [starts[k] + p for k in order for p, atom in enumerate(x_axes[k]) if not atom.of_leaf]
-    in_y = [p for p, atom in enumerate(axes_lib.flatten(y_axes)) if not atom.of_leaf]
+    flat = [(atom, k) for k, axis in enumerate(y_axes) for atom in axis]
+    in_y = [p for p, (atom, k) in enumerate(flat) if not atom.of_leaf and k not in own]
     return tuple(zip(in_y, in_x, strict=True))
 
 
@@ -419,7 +503,7 @@ def _lookup(eqn: Any, operand: int, axes: Axes) -> Meaning:
 
 def _dtype(eqn: Any) -> Any:
     """The dtype of sums over rows: wide enough for all that the operation takes and gives."""
-    return accumulator(jnp.result_type(*{var.aval.dtype for var in (*eqn.invars, *eqn.outvars)}))
+    return accumulator(jnp.result_type(*{var.aval.dtype for var in (*eqn.invars[:2], *eqn.outvars)}))
 
 
 _TABLE: dict[str, Rule] = {
@@ -428,12 +512,13 @@ _TABLE: dict[str, Rule] = {
     "broadcast_in_dim": _broadcast,
     **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshape),
     "rev": _reverse,
+    "tile": _tile,
     **dict.fromkeys(("slice", "split", "unstack"), _parts),
     **dict.fromkeys(("add", "add_any", "sub", "mul", "div", "neg"), _elementwise),
     "dot_general": _product,
     "conv_general_dilated": _convolution,
     "gather": _lookup,
-    "ragged_dot_general": lambda eqn, operand, axes: "statistics of ragged products are not implemented",
+    "ragged_dot_general": _ragged_product,
 }
 
 # -- a user's own ------------------------------------------------------------------------------------------------------
@@ -505,7 +590,7 @@ def _single(eqn: Any, like: Callable[..., Any]) -> tuple[Any, list[Any]]:
     avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars]
     given = jaxpr = jax.make_jaxpr(like)(*avals).jaxpr
     order = list(given.invars)
-    while len(jaxpr.eqns) == 1 and (called := call(jaxpr.eqns[0])) and not called.scan:
+    while len(jaxpr.eqns) == 1 and (called := call(jaxpr.eqns[0])) and called.kind in ("call", "remat"):
         inside_of = dict(zip(jaxpr.eqns[0].invars, called.jaxpr.invars, strict=True))
         jaxpr, order = called.jaxpr, [inside_of.get(var) for var in order]
     shapes = [[tuple(var.aval.shape) for var in outvars] for outvars in (jaxpr.outvars, eqn.outvars)]

@@ -45,12 +45,9 @@ def replay(program: Program, args: Sequence[Any], plan: Plan, probes: Probes) ->
     return list(map(_alone, outs)), handed
 
 
-def evaluate(within: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Results of one equation of the jaxpr `within`; it is bound only through the public `jaxpr_as_fun`."""
-    variables = {var: value for var, value in zip(eqn.invars, values, strict=True) if not isinstance(var, jex.Literal)}
-    # A copy of the jaxpr around it, because a new one wants debugging information that no public function makes.
-    jaxpr = within.replace(constvars=[], invars=list(variables), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects)
-    return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))(*variables.values())
+def compute(within: Program, op: Op, values: Sequence[Any]) -> list[Any]:
+    """Results of one op of a program."""
+    return primitives.evaluate(within.jaxpr, op.eqn, values)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,7 +67,7 @@ class Source:
         env = dict(zip(self.inputs, lax.optimization_barrier(list(values)), strict=True))
         for eqn in self.equations:
             operands = [var.val if isinstance(var, jex.Literal) else env[var] for var in eqn.invars]
-            (env[eqn.outvars[0]],) = evaluate(self.within, eqn, operands)
+            (env[eqn.outvars[0]],) = primitives.evaluate(self.within, eqn, operands)
         return env[self.equations[-1].outvars[0]]
 
 
@@ -112,12 +109,12 @@ def _replay(
         if not op.alive:
             values = list(map(_alone, values))
         if index in plan.late:
-            other = plan.taps[index].other
+            other = plan.taps[index][0].other
             assert other is not None
             if not _is_shared(values[other]):
                 values[other] = Shared(jnp.broadcast_to(values[other], (plan.late[index], *values[other].shape)))
         if child is None:
-            outs = _evaluate_shared(jaxpr, op, values, plan.merges.get(index))
+            outs = _evaluate_shared(jaxpr, op, values[: op.num_values], plan.merges.get(index))
         else:
             outs, leaving, inside = _inside(op, values, known(op.inputs), child, probes)
             multipliers.update((op.outputs[k], multiplier) for k, multiplier in leaving.items())
@@ -126,9 +123,8 @@ def _replay(
             operand = plan.multipliers[index]
             so_far = multipliers.get(op.inputs[operand])
             values[operand] = jnp.ones_like(values[operand]) if so_far is None else so_far
-            multipliers.update(zip(op.outputs, evaluate(jaxpr, eqn, values), strict=True))
-        tap = plan.taps.get(index)
-        if tap is not None:
+            multipliers.update(zip(op.outputs, primitives.evaluate(jaxpr, eqn, values), strict=True))
+        for tap in plan.taps.get(index, ()):
             if isinstance(tap, ElementwiseTap) and tap.other is not None:
                 source = _source(jaxpr, producers, op.inputs[tap.other])
                 if source is not None:
@@ -150,10 +146,10 @@ def _replay(
 def _evaluate_shared(jaxpr: Any, op: Op, values: Sequence[Any], axis: int | None) -> list[Any]:
     """Results of an op; where arrays that all examples share meet the examples, which have the axis `axis`."""
     if not any(map(_is_shared, values)):
-        return evaluate(jaxpr, op.eqn, values)
+        return primitives.evaluate(jaxpr, op.eqn, values)
 
     def one(*values):
-        return evaluate(jaxpr, op.eqn, values)
+        return primitives.evaluate(jaxpr, op.eqn, values)
 
     if axis is not None and len(values) > 1:
 
@@ -184,12 +180,28 @@ def _inside(
     if op.call.kind == "remat":
         params = op.eqn.params
         return jax.checkpoint(block, prevent_cse=params["prevent_cse"], policy=params["policy"])(own, values, scaled)
+    if op.call.kind == "rule":
+        primals = list(map(lax.stop_gradient, values[: op.num_values]))
+        tangents = [_instead(jnp.zeros_like(value), value) for value in values[op.num_values :]]
+        outs, _, handed = block(own, [*primals, *tangents], scaled)
+        results = primitives.evaluate(op.inner.jaxpr, op.eqn, primals)
+        return list(map(_instead, results, outs)), {}, handed
     if "out_shardings" not in op.eqn.params:
         return block(own, values, scaled)
     # What stands in the call for shardings that are not given is no public type.
     values = list(map(_constrained, values, op.eqn.params["in_shardings"]))
     outs, leaving, handed = block(own, values, scaled)
     return list(map(_constrained, outs, op.eqn.params["out_shardings"])), leaving, handed
+
+
+@jax.custom_vjp
+def _instead(value: jax.Array, x: jax.Array) -> jax.Array:
+    """A value with the gradient of `x`."""
+    del x
+    return value
+
+
+_instead.defvjp(lambda value, x: (value, None), lambda _, g: (None, g))
 
 
 def _constrained(value: Any, sharding: Any) -> Any:
@@ -244,7 +256,7 @@ def rewrite(fn: Callable[..., Any], rules: Mapping[str, Callable[..., jax.Array]
             elif call and call.scan:
                 outs = scanned(eqn, call, values)
             else:
-                outs = evaluate(jaxpr, eqn, values)
+                outs = primitives.evaluate(jaxpr, eqn, values)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(var) for var in jaxpr.outvars]
 

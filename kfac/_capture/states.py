@@ -19,8 +19,8 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from kfac._capture import axes as axes_lib
 from kfac._capture.axes import Atom, Axes
@@ -50,6 +50,9 @@ class Data:
     shared: frozenset[int] = (
         frozenset()
     )  # leaves whose products with constants it is made of: the same for all examples
+    value: Callable[[], Any] | None = dataclasses.field(
+        default=None, compare=False
+    )  # of constants, computed when asked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +64,9 @@ class View:
     scaled: bool = False
     uniform: bool = True  # scaled, if at all, by numbers only
     mixed: bool = False  # scaled by an array of data, so that it might be an activation of a single example
+    masked: bool = False  # scaled by zeros and ones alone, which are constants
+    parts: tuple[tuple[int, View], ...] = ()  # what it is put together of (`parts.py`), and where each part begins
+    along: int = 0  # the axis along which that is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +79,14 @@ class Derived:
 
 
 State = Data | View | Derived
+
+
+class Within(NamedTuple):
+    """Of a read of a part of a leaf: the matrices of the whole leaf, and which inputs and outputs of these it has."""
+
+    layout: Layout
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +103,7 @@ class Use:
       joined: the use whose result this one (a bias or shift) is added to, with the atoms of both leaves in pairs.
       directly: whether nothing stands between that result and the addition but a change of form.
       late: whether it reads rows that all examples share. Its result gets an axis of examples, which come in later.
+      within: where its part is in the leaf, if the leaf is read in parts of several sizes.
     """
 
     read: Read
@@ -100,6 +115,7 @@ class Use:
     joined: tuple[int, tuple[tuple[Atom, Atom], ...]] | None = None
     directly: bool = False
     late: bool = False
+    within: Within | None = None
 
     @property
     def picked(self) -> tuple[Atom, ...]:
@@ -153,7 +169,7 @@ class Use:
 
     @property
     def layout(self) -> Layout:
-        return axes_lib.layout(self.roles.items())
+        return self.within.layout if self.within else axes_lib.layout(self.roles.items())
 
     @property
     def part(self) -> int:
@@ -168,7 +184,7 @@ def by_part(uses: Sequence[Use]) -> list[list[Use]]:
     """The uses of each part that a leaf is read in; of the whole of it, as a rule."""
     parts: dict[Any, list[Use]] = collections.defaultdict(list)
     for use in uses:
-        parts[use.view.start].append(use)
+        parts[None if use.within else use.view.start].append(use)
     return list(parts.values())
 
 
@@ -183,6 +199,8 @@ def is_repeated(state: State) -> bool:
 
 
 def leaves_of(state: State) -> frozenset[int]:
+    if isinstance(state, View) and state.parts:
+        return frozenset().union(*(leaves_of(part) for _, part in state.parts))
     if isinstance(state, View):
         return frozenset({state.leaf})
     return state.leaves if isinstance(state, Derived) else state.made_of

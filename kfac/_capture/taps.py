@@ -14,10 +14,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from kfac._capture.axes import Box
+from kfac._capture.states import Within
 from kfac._factors import Kronecker
 from kfac._statistics.moments import example_gradients, multiplied, squares_in_basis
-from kfac._statistics.rows import Arrangement, Geometry, OneHot, Rows
+from kfac._statistics.rows import Arrangement, Geometry, Groups, OneHot, Rows, weighted
 from kfac._varying import whole
 
 Key = tuple[Any, ...]  # layer name, and which of its parameters (0 for a Kronecker layer); longer for its eigenvectors
@@ -46,6 +49,11 @@ class KroneckerTap:
       reduce: whether the setting is "reduce".
       subsample: from every how many-th run of examples factors are formed.
       basis: key of the layer's eigenvectors among the probes.
+      repeats: how many rows of the gradient each row of the data has.
+      boxes: which entries of the data and of the gradient are those of the kernel, if not all.
+      within: the matrices of the leaf and where its part lies in them, if it reads a part.
+      masked: whether some entries of the kernel are not used.
+      groups: which input of the operation says how many rows each copy has, if that is data.
     """
 
     key: Key
@@ -61,22 +69,33 @@ class KroneckerTap:
     reduce: bool = False
     subsample: int = 1
     basis: Key | None = None
+    repeats: int = 1
+    boxes: tuple[Box | None, Box | None] = (None, None)
+    within: Within | None = None
+    masked: bool = False
+    groups: int | None = None
 
     def residuals(self, values: Sequence[jax.Array], multiplier: jax.Array | None, probes: Probes) -> Any:
-        # A kernel is multiplied by the same number everywhere, if at all.
-        number = None if multiplier is None else multiplier.reshape(-1)[0]
-        return values[self.other], number, None if self.basis is None else probes[self.basis]
+        # A kernel is multiplied by the same number everywhere, if at all, or by zeros and ones.
+        number = None if multiplier is None or self.masked else multiplier.reshape(-1)[0]
+        sizes = None if self.groups is None else values[self.groups]
+        return values[self.other], number, None if self.basis is None else probes[self.basis], sizes
 
     def statistics(self, residuals: Any, g: jax.Array) -> Kronecker:
-        x, number, basis = residuals
-        inputs = self.geometry.form(x, self.arrange_x, self.homogeneous, self.images, self.dtype)
-        outputs = Rows(self.arrange_g(g), self.arrange_g.runs)
+        x, number, basis, sizes = residuals
+        x, g = (box(part) if box else part for box, part in zip(self.boxes, (x, g), strict=True))
+        inputs: Any = self.geometry.form(x, self.arrange_x, self.homogeneous, self.images, self.dtype)
+        outputs: Any = Rows(self.arrange_g(g), self.arrange_g.runs)
+        if sizes is not None:
+            inputs, outputs = (Groups(form.array[0, 0], sizes, form.homogeneous) for form in (inputs, outputs))
         whole = inputs, outputs
         if self.subsample > 1:
             inputs, outputs = inputs.every(self.subsample), outputs.every(self.subsample)
         moments = None
         if basis is not None:
             assert not isinstance(inputs, OneHot)
+            if self.within:
+                basis = Kronecker(basis.A[..., self.within.inputs, :], basis.G[..., self.within.outputs, :])
             moments = squares_in_basis(inputs, outputs, number, basis, self.dtype)
         if self.reduce:  # sums are cheap: they are those of all examples
             inputs, outputs = whole
@@ -84,7 +103,18 @@ class KroneckerTap:
         a = getattr(inputs, form_a)()
         if number is not None:
             a = multiplied(a, number, form_a, self.homogeneous is not None)
-        return Kronecker(a, getattr(outputs, form_g)(), moments)
+        a, g = weighted(a, self.repeats), getattr(outputs, form_g)()
+        if self.within:
+            a = _among_zeros(a, self.within.inputs, self.within.layout.size("in"), form_a)
+            g = _among_zeros(g, self.within.outputs, self.within.layout.size("out"), form_g)
+        return Kronecker(a, g, moments)
+
+
+def _among_zeros(moment: jax.Array, entries: tuple[int, ...], size: int, form: str) -> jax.Array:
+    """What `Form` gives of some of `size` features, where the others are zero."""
+    axes = 2 if form == "gram" else 1
+    where = np.ix_(*[np.asarray(entries)] * axes)
+    return jnp.zeros(moment.shape[:-axes] + (size,) * axes, moment.dtype).at[..., *where].set(moment)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +129,7 @@ class ElementwiseTap:
       arrange: brings the gradient to the normal form.
       sign: -1 where the parameter is subtracted.
       dtype: of the statistics.
+      box: which entries of the gradient are those of the parameter, if not all.
       columns: None: per-example gradients `[n, units]`. 1: sums of their squares `[units, 1, 1]`; 2: with those of the
         shift that is added to the result, which are sums of the same gradient, `[units, 2, 2]`.
       source: computes the data again, from what it is made of.
@@ -111,6 +142,7 @@ class ElementwiseTap:
     arrange: Arrangement
     sign: int
     dtype: Any
+    box: Box | None = None
     columns: int | None = None
     source: Callable[[Sequence[jax.Array]], jax.Array] | None = None
 
@@ -124,6 +156,7 @@ class ElementwiseTap:
 
     def statistics(self, residuals: Any, g: jax.Array) -> jax.Array:
         other, coefficient = residuals
+        g = self.box(g) if self.box else g
         if other is not None:
             factor = 1 / other if self.divides else other
             coefficient = factor if coefficient is None else factor * coefficient
@@ -177,7 +210,7 @@ class Plan:
       marks: what happens at marked outputs, with their keys.
     """
 
-    taps: dict[int, Tap] = dataclasses.field(default_factory=dict)
+    taps: dict[int, list[Tap]] = dataclasses.field(default_factory=dict)
     multipliers: dict[int, int] = dataclasses.field(default_factory=dict)
     children: dict[int, Plan] = dataclasses.field(default_factory=dict)
     iterated: dict[Key, bool] = dataclasses.field(default_factory=dict)
@@ -194,6 +227,7 @@ class Plan:
 
     def keys(self) -> set[Key]:
         """Of all probes that are used here and inside."""
-        own = {tap.key for tap in self.taps.values()} | {key for key, _ in self.marks.values()}
-        own |= {tap.basis for tap in self.taps.values() if isinstance(tap, KroneckerTap) and tap.basis}
+        taps = [tap for behind in self.taps.values() for tap in behind]
+        own = {tap.key for tap in taps} | {key for key, _ in self.marks.values()}
+        own |= {tap.basis for tap in taps if isinstance(tap, KroneckerTap) and tap.basis}
         return own.union(*(child.keys() for child in self.children.values()))

@@ -30,7 +30,8 @@ class Op:
 
     Attributes:
       eqn: the equation itself.
-      inner: the program inside, of a call, a remat or a scan.
+      call: what it calls, if that can be looked into.
+      inner: the program inside, of a call, a remat, a scan or a rule for derivatives.
       live: whether each result reaches the loss by a way that carries a gradient.
       alive: whether one does, or something inside.
       summed: whether they reach it by sums and factors alone, as the terms of a penalty do.
@@ -38,6 +39,7 @@ class Op:
     """
 
     eqn: Any
+    call: primitives.Call | None
     inner: Program | None
     live: tuple[bool, ...] = ()
     alive: bool = False
@@ -48,9 +50,12 @@ class Op:
     def name(self) -> str:
         return self.eqn.primitive.name
 
-    @property
+    @functools.cached_property
     def inputs(self) -> Sequence[Any]:
-        return self.eqn.invars
+        """Its inputs; of a rule for derivatives, those that have tangents once more."""
+        own = self.eqn.invars
+        again = [var for var in own if jnp.issubdtype(var.aval.dtype, jnp.inexact)] if self.by_rule else []
+        return [*own, *again]
 
     @property
     def outputs(self) -> Sequence[Any]:
@@ -76,9 +81,15 @@ class Op:
         """Whether each input is a number written into the program."""
         return tuple(isinstance(var, jex.Literal) for var in self.inputs)
 
-    @functools.cached_property
-    def call(self) -> primitives.Call | None:
-        return primitives.call(self.eqn)
+    @property
+    def num_values(self) -> int:
+        """How many of its inputs are values rather than tangents."""
+        return len(self.eqn.invars)
+
+    @property
+    def by_rule(self) -> bool:
+        """Whether the program inside is a rule for derivatives."""
+        return self.call is not None and self.call.kind == "rule"
 
     @property
     def opaque(self) -> bool:
@@ -104,7 +115,7 @@ class Op:
         return primitives.keeps_values(self.eqn)
 
     def contains_product(self) -> bool:
-        return primitives.contains(self.eqn, primitives.is_product)
+        return primitives.contains_product(self.eqn)
 
     def describe(self) -> str:
         """Its name and the shapes of its inputs, for messages."""
@@ -130,23 +141,23 @@ class Program:
     def run(
         self,
         states: Sequence[State],
-        constant: State,
-        number: State,
+        constant: Callable[[Any], State],
+        number: Callable[[Any], State],
         visit: Callable[[int, Op, list[State]], Sequence[State]],
     ) -> list[State]:
         """Computes with states in the place of arrays: those of the results, from those of the inputs.
 
         Args:
           states: of the inputs.
-          constant: of constants.
+          constant: of constants, from their values.
           number: of numbers written into the program.
           visit: gives the states of an op's results from its position, itself and the states of its inputs.
         """
-        env: dict[Any, State] = dict.fromkeys(self.jaxpr.constvars, constant)
+        env: dict[Any, State] = dict(zip(self.jaxpr.constvars, map(constant, self.consts), strict=True))
         env.update(zip(self.jaxpr.invars, states, strict=True))
 
         def read(var) -> State:
-            return number if isinstance(var, jex.Literal) else env[var]
+            return number(var.val) if isinstance(var, jex.Literal) else env[var]
 
         for index, op in enumerate(self.ops):
             env.update(zip(op.outputs, visit(index, op, [read(var) for var in op.inputs]), strict=True))
@@ -157,11 +168,13 @@ class Program:
         return self.jaxpr.outvars[result] is self.jaxpr.invars[argument]
 
 
-def program(jaxpr: Any, consts: Sequence[Any]) -> Program:
+def program(jaxpr: Any, consts: Sequence[Any], rules: bool = True) -> Program:
     ops = []
     for eqn in jaxpr.eqns:
-        found = primitives.call(eqn)
-        ops.append(Op(eqn, program(found.jaxpr, found.consts) if found else None))
+        found = primitives.call(eqn, rules)
+        # The rule of a function may call it.
+        inner = program(found.jaxpr, found.consts, rules and found.kind != "rule") if found else None
+        ops.append(Op(eqn, found, inner))
     return Program(jaxpr, consts, ops)
 
 
@@ -223,7 +236,8 @@ def _inputs_of(op: Op, ways: Sequence[Reached], roots: Collection[Op]) -> list[R
     if op.inner and op.call:
         scan = op.call.scan
         if not scan:
-            return mark_live(op.inner, ways, roots)
+            inputs, values = mark_live(op.inner, ways, roots), op.num_values if op.by_rule else 0
+            return [Reached(False, False)] * values + inputs[values:]
         ways = [Reached(way.live, False) for way in ways]
         while True:  # a carry also reaches it by way of a later iteration
             inputs = mark_live(op.inner, ways, roots)
@@ -275,7 +289,8 @@ def check_params(params: Any) -> tuple[list[str], list[tuple[int, ...]]]:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(
                 f"parameter {name!r} has dtype {leaf.dtype}: kfac differentiates real parameters only. Keep other "
-                "arrays out of params, as a further argument of loss_fn"
+                "arrays out of params, as a further argument of loss_fn: those of a flax nnx module by "
+                "nnx.split(module, nnx.Param, ...)"
             )
     return names, [tuple(leaf.shape) for leaf in leaves]
 

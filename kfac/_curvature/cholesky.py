@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kfac._curvature.eigh import decompose, eigenvalues
 from kfac._curvature.inverse import Inverse, identities, product
 from kfac._curvature.symmetric import flatten_block, unflatten_block
 from kfac._factors import Kronecker, is_diagonal
@@ -28,11 +29,11 @@ class Cholesky(Inverse):
     at the next refresh. Condition numbers are those of the worse damped factor of each block, in the 1-norm.
 
     Args:
-      precision: the dtype in which inverses are kept and applied, `"float32"` or `"bfloat16"`. They are always computed
-        in float32.
+      precision: the arithmetic in which inverses are applied: `"float32"`, `"bfloat16_3x"`, `"tensorfloat32"` or
+        `"bfloat16"`, in which they are then kept. They are always computed in float32.
 
     Raises:
-      ValueError: `precision` is neither.
+      ValueError: `precision` is none of these.
 
     References:
       Martens and Grosse, "Optimizing Neural Networks with Kronecker-factored Approximate Curvature", 2015,
@@ -57,8 +58,17 @@ class Cholesky(Inverse):
         del damping  # that of the refresh is in the inverses
         dtype, wide = kept.A.dtype, matrices.dtype
         left = "ka" if is_diagonal(kept.G) else "kab"
-        half = product(f"{left},k{left[-1]}c->kac", dtype, wide, kept.G, matrices)
-        return product("kac,kc->kac" if is_diagonal(kept.A) else "kac,kcd->kad", dtype, wide, half, kept.A)
+        half = product(f"{left},k{left[-1]}c->kac", self.precision, dtype, wide, kept.G, matrices)
+        right = "kac,kc->kac" if is_diagonal(kept.A) else "kac,kcd->kad"
+        return product(right, self.precision, dtype, wide, half, kept.A)
+
+    def spectrum(self, kept, factors, damping):
+        """Products of the eigenvalues of the damped factors."""
+        del kept
+        on_a, on_g = split_damping(factors, damping)
+        basis = Kronecker(*(decompose(factor, factor.dtype) for factor in (factors.A, factors.G)))
+        g, a = eigenvalues(basis.G) + on_g[:, None], eigenvalues(basis.A) + on_a[:, None]
+        return basis, g[:, :, None] * a[:, None, :]
 
     def encode(self, kept):
         """Triangles."""

@@ -22,11 +22,11 @@ class Eigh(Inverse):
     the damped blocks in the 2-norm, as of their refresh.
 
     Args:
-      precision: the dtype in which eigenvectors are kept and applied, `"float32"` or `"bfloat16"`. They are always
-        computed in float32, and eigenvalues kept in it.
+      precision: the arithmetic in which eigenvectors are applied: `"float32"`, `"bfloat16_3x"`, `"tensorfloat32"` or
+        `"bfloat16"`, in which they are then kept. They are always computed in float32, and eigenvalues kept in it.
 
     Raises:
-      ValueError: `precision` is neither.
+      ValueError: `precision` is none of these.
 
     References:
       Grosse and Martens, "A Kronecker-factored approximate Fisher matrix for convolution layers", 2016,
@@ -53,9 +53,15 @@ class Eigh(Inverse):
         new = Kronecker(decompose(factors.A, dtype), decompose(factors.G, dtype))
         return new, eigen_condition(block_eigenvalues(new), damping)
 
+    def spectrum(self, kept, factors, damping):
+        """Decompositions of both factors; the eigenvalues are the products of theirs."""
+        del kept
+        basis = Kronecker(*(decompose(factor, factor.dtype) for factor in (factors.A, factors.G)))
+        return basis, block_eigenvalues(basis) + damping[:, None, None]
+
     def apply(self, kept, matrices, damping):
         """In the eigenbasis, a division."""
-        return solve_in_basis(kept, block_eigenvalues(kept), matrices, damping)
+        return solve_in_basis(kept, block_eigenvalues(kept), matrices, damping, self.precision)
 
 
 def decompose(stack: jax.Array, dtype: Any) -> Eigen | jax.Array:
@@ -88,7 +94,9 @@ def eigen_condition(values: jax.Array, damping: jax.Array) -> jax.Array:
     return jnp.where(low > 0, high / jnp.where(low > 0, low, 1), jnp.inf)
 
 
-def solve_in_basis(inverse: Kronecker, values: jax.Array, matrices: jax.Array, damping: jax.Array) -> jax.Array:
+def solve_in_basis(
+    inverse: Kronecker, values: jax.Array, matrices: jax.Array, damping: jax.Array, precision: str
+) -> jax.Array:
     """`Q_G [(Q_G^T V Q_A) / (values + damping)] Q_A^T`; with `l_G l_A^T` for values it is `(A (x) G + damping I)^-1`.
 
     Eigenvalues are in float32 or better. A damping that is not positive gives NaN.
@@ -98,18 +106,21 @@ def solve_in_basis(inverse: Kronecker, values: jax.Array, matrices: jax.Array, d
       values: `[k, d_out, d_in]`, the eigenvalues of the blocks.
       matrices: `[k, d_out, d_in]`.
       damping: a scalar.
+      precision: the arithmetic of the products.
     """
-    out = _rotate(matrices, inverse, back=False)
+    out = rotate(matrices, inverse, precision, back=False)
     damping = jnp.where(damping > 0, damping, jnp.nan).astype(values.dtype)
-    return _rotate((out / (values + damping)).astype(matrices.dtype), inverse, back=True)
+    return rotate((out / (values + damping)).astype(matrices.dtype), inverse, precision, back=True)
 
 
-def _rotate(matrices: jax.Array, inverse: Kronecker, *, back: bool) -> jax.Array:
+def rotate(matrices: jax.Array, inverse: Kronecker, precision: str, *, back: bool) -> jax.Array:
     """`Q_G^T V Q_A`, or `Q_G V Q_A^T` to go `back`; the eigenvectors of a diagonal factor are the identity."""
     if isinstance(inverse.G, Eigen):
         q = inverse.G.vectors
-        matrices = product("kab,kbc->kac" if back else "kba,kbc->kac", q.dtype, matrices.dtype, q, matrices)
+        left = "kab,kbc->kac" if back else "kba,kbc->kac"
+        matrices = product(left, precision, q.dtype, matrices.dtype, q, matrices)
     if isinstance(inverse.A, Eigen):
         q = inverse.A.vectors
-        matrices = product("kac,kdc->kad" if back else "kac,kcd->kad", q.dtype, matrices.dtype, matrices, q)
+        right = "kac,kdc->kad" if back else "kac,kcd->kad"
+        matrices = product(right, precision, q.dtype, matrices.dtype, matrices, q)
     return matrices

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import math
 from typing import Any, ClassVar
 
@@ -43,8 +44,10 @@ class Inverse(abc.ABC):
                 return kept * matrices
 
     Args:
-      precision: the dtype in which inverses are kept and applied, `"float32"` or `"bfloat16"`. They are always computed
-        in float32; those of a float64 model are float64 throughout, with `"float32"`.
+      precision: the arithmetic in which inverses are applied, `"float32"`, `"bfloat16_3x"` (three products of bfloat16
+        parts, the default), `"tensorfloat32"` or `"bfloat16"`; with the last they are kept in it, too, else in float32.
+        CPUs have float32 only for the first three. They are always computed in float32; those of a float64 model are
+        float64 throughout, but with `"bfloat16"`.
 
     Attributes:
       damped: whether what is kept contains the damping of its refresh. Then a block that fails is tried again with
@@ -56,14 +59,14 @@ class Inverse(abc.ABC):
       ValueError: `precision` is none of these.
     """
 
-    precision: str = "float32"
+    precision: str = "bfloat16_3x"
 
     damped: ClassVar[bool] = True
     takes_moments: ClassVar[bool] = False
 
     def __post_init__(self):
         """Checks the arguments."""
-        check_choice("precision", self.precision, ("float32", "bfloat16"))
+        check_choice("precision", self.precision, ("float32", "bfloat16_3x", "tensorfloat32", "bfloat16"))
 
     @abc.abstractmethod
     def init(self, factors: Any) -> Any:
@@ -101,6 +104,23 @@ class Inverse(abc.ABC):
           As `matrices`.
         """
 
+    def spectrum(self, kept: Any, factors: Any, damping: jax.Array) -> tuple[Any, jax.Array]:
+        """What `kfac.operator` is made of; an inverse without eigenvectors has none.
+
+        Args:
+          kept: with `takes_moments` what is kept of the blocks, else None.
+          factors: their statistics.
+          damping: `[k]`.
+
+        Returns:
+          The eigenvectors of the damped blocks, a `Kronecker` of `Eigen`, or of `[k, d]` where they are the identity,
+          and the eigenvalues `[k, d_out, d_in]`.
+        """
+        del kept, factors, damping
+        raise ValueError(
+            f"inverse={self!r} does not say which eigenvectors it has: choose kfac.Eigh(), or define its `spectrum`"
+        )
+
     def absorb(self, kept: Any, moments: jax.Array, decay: jax.Array, taken: jax.Array) -> Any:
         """With `takes_moments`: what is kept, with the moments `[k, d_out, d_in]` of the blocks that are `taken`."""
         del moments, decay, taken
@@ -133,7 +153,7 @@ class Inverse(abc.ABC):
 
     def kept_dtype(self, dtype: Any) -> Any:
         """The dtype of inverses, where statistics have `dtype`."""
-        return dtype if self.precision == "float32" else jnp.dtype(self.precision)
+        return jnp.dtype("bfloat16") if self.precision == "bfloat16" else dtype
 
 
 def count_bytes(tree: Any) -> int:
@@ -152,10 +172,23 @@ def finite(stack: jax.Array, dims: int = 1) -> jax.Array:
     return jnp.isfinite(jnp.sum(stack, axis=tuple(range(dims, stack.ndim)), dtype=wide))
 
 
-def product(spec: str, dtype: Any, wide: Any, *operands: jax.Array) -> jax.Array:
-    """An `einsum` of operands in `dtype`, the one that inverses are kept in, with sums and result in `wide`."""
-    narrow = (x.astype(dtype) for x in operands)
-    return jnp.einsum(spec, *narrow, precision=lax.Precision.HIGHEST, preferred_element_type=wide)
+def product(spec: str, precision: str, kept: Any, wide: Any, *operands: jax.Array) -> jax.Array:
+    """An `einsum` of two operands in the arithmetic that `precision` names, with sums and result in `wide`.
+
+    Operands are taken in `kept`, the dtype that inverses are kept in.
+    """
+
+    def einsum(arithmetic, *operands):
+        return jnp.einsum(spec, *operands, precision=arithmetic, preferred_element_type=wide)
+
+    narrow = [x.astype(kept) for x in operands]
+    if precision in ("float32", "bfloat16") or kept != jnp.float32:
+        return einsum(lax.Precision.HIGHEST, *narrow)
+    high = functools.partial(einsum, lax.Precision.HIGH)  # without tensor cores float32; on TPUs three products
+    if precision == "tensorfloat32":
+        return high(*narrow)
+    thrice = functools.partial(einsum, lax.DotAlgorithmPreset.BF16_BF16_F32_X3)
+    return lax.platform_dependent(*narrow, cuda=thrice, default=high)
 
 
 def per_block(values: jax.Array, like: jax.Array) -> jax.Array:

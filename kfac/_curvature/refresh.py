@@ -57,6 +57,19 @@ def refresh(inverse: Inverse, kept: Any, factors: Any, wanted: jax.Array, dampin
     return in_portions(functools.partial(_refresh, inverse), width, *arguments)
 
 
+def once_if(needed: jax.Array, change: Callable[[Any], Any], stacks: Any) -> Any:
+    """`change(stacks)` where `needed`, else `stacks`; in their place.
+
+    A loop that turns once at most: XLA copies all that a conditional may change, which would be all inverses in each
+    step, and nothing of what a loop changes. In a step that changes nothing the host reads one predicate either way.
+    """
+
+    def turn(carry):
+        return carry[0] & False, change(carry[1])
+
+    return lax.while_loop(lambda carry: carry[0], turn, (needed, stacks))[1]
+
+
 def in_portions(fn: Callable[..., Any], width: int, *arguments: Any) -> Any:
     """`fn(width, *arguments)`, which calls LAPACK for `width` matrices at once; on CPUs one by one, `fn(1, ...)`.
 

@@ -33,8 +33,8 @@ def kfac(
     trust_ratio: ScalarOrSchedule | None = None,
     damping: ScalarOrSchedule = 1e-3,
     factor_decay: ScalarOrSchedule = 0.95,
-    inverse_every: int | jax.Array = 1,
-    refresh_warmup: int | jax.Array = 10,
+    inverse_every: int | jax.Array | None = 1,
+    refresh_warmup: int | jax.Array | None = None,
     inverse: Inverse = Cholesky(),
     unitwise_damping: ScalarOrSchedule = 1.0,
     distribution: Distribution | None = None,
@@ -67,7 +67,7 @@ def kfac(
         2021). Other parameters are not scaled. Scalar or schedule.
       damping: see `scale_by_kfac`, also for the arguments that follow.
       factor_decay: decay of the running averages of the factors.
-      inverse_every: steps between refreshes of the inverses.
+      inverse_every: steps between refreshes of the inverses; None leaves them to `refresh`.
       refresh_warmup: first steps in which every step with statistics refreshes.
       inverse: how Kronecker blocks are inverted: `Cholesky()`, `Eigh()`, `Ekfac()` or one's own.
       unitwise_damping: factor on `damping` for unit-wise and diagonal blocks.
@@ -123,6 +123,11 @@ def _check_momentum(momentum: Any, nesterov: Any, rate_in_momentum: Any, trust_r
 
 def _check_weight_decay(weight_decay: Any, mask: Any) -> None:
     check_range("weight_decay", weight_decay, 0, math.inf, open_high=True)
+    if isinstance(mask, bool | jax.Array):
+        raise ValueError(
+            f"weight_decay_mask is one value for all parameters, {mask!r}: optax.inject_hyperparams takes a function "
+            'for a schedule and calls it with the step. Name it there, static_args="weight_decay_mask"'
+        )
     if not callable(mask) and not all(isinstance(x, bool) for x in jax.tree.leaves(mask)):
         raise ValueError(
             "weight_decay_mask must be a tree of bools like the parameters, or a function from parameters to one, "
@@ -231,9 +236,15 @@ def scheduled_momentum(decay: ScalarOrSchedule, nesterov: bool) -> optax.Gradien
         def moved(updates, inner):
             return optax.trace(value_at(decay, state.count)).update(updates, inner)[1]
 
-        # A branch where a selection would do: XLA would compute what is selected twice, for the momentum and for the
-        # parameters, and copy the momentum first.
-        inner = lax.cond(taken, moved, lambda updates, inner: inner, wide, state.inner)
+        def branch(taken, wide, inner):
+            # On CPUs XLA would compute what is selected twice, for the momentum and for the parameters, and copy the
+            # momentum first. On a GPU one kernel does both, and a branch would make the host wait.
+            return lax.cond(taken, moved, lambda updates, inner: inner, wide, inner)
+
+        def select(taken, wide, inner):
+            return jax.tree.map(lambda new, old: jnp.where(taken, new, old), moved(wide, inner), inner)
+
+        inner = lax.platform_dependent(taken, wide, state.inner, cpu=branch, default=select)
         ahead = moved(wide, inner) if nesterov else inner
         return ahead.trace, MomentumState(optax.safe_increment(state.count), inner)
 

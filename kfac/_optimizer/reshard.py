@@ -30,7 +30,7 @@ def state_specs(tx: optax.GradientTransformation, params: Any, axis_name: AxisNa
       all devices.
     """
     state = jax.eval_shape(tx.init, params)
-    return _on_states(lambda node: state_spec(axis_name), state, lambda leaf: PartitionSpec())
+    return on_states(lambda node: state_spec(axis_name), state, lambda leaf: PartitionSpec())
 
 
 def state_spec(axis_name: AxisName) -> KfacState:
@@ -54,7 +54,7 @@ def gather_state(opt_state: Any) -> Any:
     Raises:
       ValueError: there is no state of `scale_by_kfac` in `opt_state`, or it is not that of all devices.
     """
-    if _some_state(opt_state, "opt_state").count.ndim:  # of pmap
+    if some_state(opt_state, "opt_state").count.ndim:  # of pmap
         opt_state = jax.tree.map(_without_devices, opt_state, is_leaf=_is_owned)
 
     def gather(node):
@@ -63,7 +63,7 @@ def gather_state(opt_state: Any) -> Any:
         replicas = {name: r for name, r in node.replicas.items() if not owned[name].inverse.takes_moments}
         return node._replace(owned=owned, replicas=replicas)
 
-    return _on_states(gather, opt_state)
+    return on_states(gather, opt_state)
 
 
 def scatter_state(portable: Any, num_devices: int, *, pmap: bool = False) -> Any:
@@ -84,7 +84,7 @@ def scatter_state(portable: Any, num_devices: int, *, pmap: bool = False) -> Any
       ValueError: `num_devices` is not a positive int, or `portable` is not what `gather_state` returns.
     """
     check_positive_int("num_devices", num_devices)
-    _some_state(portable, "portable")
+    some_state(portable, "portable")
 
     def scatter(node):
         if any(own.shard.devices != 1 for own in node.owned.values()):
@@ -98,11 +98,11 @@ def scatter_state(portable: Any, num_devices: int, *, pmap: bool = False) -> Any
         owned = {name: _scatter_owned(own, shards[name]) for name, own in node.owned.items()}
         return node._replace(owned=owned, replicas=replicas)
 
-    state = _on_states(scatter, portable)
+    state = on_states(scatter, portable)
     return jax.tree.map(lambda x: _with_devices(x, num_devices), state, is_leaf=_is_owned) if pmap else state
 
 
-def _some_state(opt_state: Any, argument: str) -> KfacState:
+def some_state(opt_state: Any, argument: str) -> KfacState:
     """The first of the K-FAC states, of which there may be several."""
     states = find_nodes(opt_state, KfacState)
     if not states:
@@ -116,7 +116,7 @@ def _mapped(fn: Callable[[jax.Array], jax.Array], own: Owned, shard: Shard | Non
     return dataclasses.replace(own, blocks=jax.tree.map(fn, own.blocks), shard=shard or own.shard)
 
 
-def _on_states(fn: Callable[[KfacState], Any], tree: Any, other: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
+def on_states(fn: Callable[[KfacState], Any], tree: Any, other: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
     """`fn` of the K-FAC states in a tree, `other` of all other leaves."""
 
     def is_state(node):

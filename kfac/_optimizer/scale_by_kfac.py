@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,18 +11,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from kfac._checks import check_count, check_layers, check_range, check_type
 from kfac._curvature.blocks import check_factors, group_layers
 from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
+from kfac._distributed.collectives import owns_last
 from kfac._distributed.distribution import Distribution, staggers
 from kfac._factors import Factors
 from kfac._layers import Layers
-from kfac._optimizer.reshard import state_spec
+from kfac._optimizer.reshard import on_states, some_state, state_spec
 from kfac._optimizer.state import Config, KfacState, check_devices, init_state
-from kfac._optimizer.step import Now, preconditioned_step
+from kfac._optimizer.step import Now, count_blocks, preconditioned_step, refresh_inverses
 from kfac._varying import axis_names, axis_size, lying_as, replicated
 
 Scalar = float | jax.Array
@@ -38,8 +41,8 @@ def scale_by_kfac(
     *,
     damping: ScalarOrSchedule = 1e-3,
     factor_decay: ScalarOrSchedule = 0.95,
-    inverse_every: int | jax.Array = 1,
-    refresh_warmup: int | jax.Array = 10,
+    inverse_every: int | jax.Array | None = 1,
+    refresh_warmup: int | jax.Array | None = None,
     inverse: Inverse = Cholesky(),
     unitwise_damping: ScalarOrSchedule = 1.0,
     distribution: Distribution | None = None,
@@ -67,8 +70,10 @@ def scale_by_kfac(
       layers: what `find_layers` returned.
       damping: positive scalar or schedule of the step; takes effect at the next refresh, with `Eigh` at once.
       factor_decay: decay of the running averages, in [0, 1); 0 uses the last statistics alone. Scalar or schedule.
-      inverse_every: each inverse is refreshed every so many steps, counted from the first.
-      refresh_warmup: during so many first steps, every step with statistics refreshes all inverses.
+      inverse_every: each inverse is refreshed every so many steps, counted from the first. None: `update` refreshes
+        nothing, and its program has no refresh; the training loop calls `refresh`.
+      refresh_warmup: during so many first steps, every step with statistics refreshes all inverses. None: 10. Not with
+        `inverse_every=None`.
       inverse: how Kronecker blocks are inverted and applied: `Cholesky()` as above, `Eigh()`, `Ekfac()`, or an
         `Inverse` of one's own.
       unitwise_damping: factor on `damping` for unit-wise and diagonal blocks. Scalar or schedule.
@@ -79,14 +84,23 @@ def scale_by_kfac(
 
     Raises:
       ValueError: an argument is out of range; in `update`, the gradients or factors are not those of `layers`, or the
-        state is one for another number of devices.
+        state is one for another number of devices, or `optax.MultiSteps` around it would drop statistics.
     """
     check_layers(layers)
     check_range("damping", damping, 0, math.inf, open_low=True, open_high=True)
     check_range("factor_decay", factor_decay, 0, 1, open_high=True)
     check_range("unitwise_damping", unitwise_damping, 0, math.inf, open_low=True, open_high=True)
-    check_count("inverse_every", inverse_every, 1)
-    check_count("refresh_warmup", refresh_warmup, 0)
+    if inverse_every is None:
+        if refresh_warmup is not None or (distribution is not None and distribution.staggered):
+            raise ValueError(
+                f"inverse_every=None leaves all refreshes to kfac.refresh, so refresh_warmup={refresh_warmup!r} and "
+                "staggered=True have no place: leave both at None"
+            )
+    else:
+        refresh_warmup = 10 if refresh_warmup is None else refresh_warmup
+        check_count("inverse_every", inverse_every, 1)
+        check_count("refresh_warmup", refresh_warmup, 0)
+    period, warmup = (0 if number is None else number for number in (inverse_every, refresh_warmup))
     check_type("inverse", inverse, Inverse, "a kind of inverse such as kfac.Cholesky()")
     check_type("distribution", distribution, Distribution | None, "a kfac.Distribution or None")
     config = _config(layers, inverse, distribution or Distribution(), inverse_every)
@@ -111,14 +125,15 @@ def scale_by_kfac(
     def update(updates: Any, state: KfacState, params: Any = None, *, factors: Factors | None = None, **extra: Any):
         del params, extra
         if factors is not None:
+            _check_all_parts_are_here()
             check_factors(factors, layers, inverse)
         count = state.count
         now = Now(
             damping=value_at(damping, count),
             unitwise=value_at(damping, count) * value_at(unitwise_damping, count),
             decay=value_at(factor_decay, count),
-            period=jnp.asarray(inverse_every).astype(jnp.int32),
-            warmup=count < jnp.asarray(refresh_warmup).astype(jnp.int32),
+            period=jnp.asarray(period).astype(jnp.int32),
+            warmup=count < jnp.asarray(warmup).astype(jnp.int32),
         )
         if mesh is not None and axis_size(axis) is None:
             check_devices(state, math.prod(mesh.shape[name] for name in axis_names(axis)))
@@ -129,8 +144,75 @@ def scale_by_kfac(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _config(layers: Layers, inverse: Inverse, distribution: Distribution, inverse_every: int | jax.Array) -> Config:
+def _check_all_parts_are_here() -> None:
+    """Raises inside of `optax.MultiSteps`, which averages gradients but hands on the last statistics only."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is optax.MultiSteps.update.__code__:
+            raise ValueError(
+                "optax.MultiSteps averages the gradients of several batches, but of their factors it passes on the "
+                "last: call kfac.microbatch(kfac.value_and_grad(loss_fn, layers), parts) on the whole batch and update "
+                "without MultiSteps, or pass factors=None where its steps are to bring no statistics"
+            )
+        frame = frame.f_back
+
+
+def refresh(opt_state: Any, *, distribution: Distribution | None = None) -> Any:
+    """New inverses of all blocks that have statistics: what a step does, as a call of its own.
+
+    For an optimizer with `inverse_every=None`, whose step is then a smaller program, quicker to compile and without a
+    branch for which a host would have to wait for its device::
+
+        tx = kfac.kfac(learning_rate, layers, inverse_every=None)
+        refresh = jax.jit(kfac.refresh, donate_argnums=0)
+        for number, batch in enumerate(batches):
+            if number % 100 == 1:  # the first step has brought statistics
+                opt_state = refresh(opt_state)
+            params, opt_state = step(params, opt_state, batch)
+
+    The running averages are those after the last step, and the damping is that of the last step. The next step finds
+    what it would have found if it had refreshed all blocks itself, with that damping and no statistics of its own.
+    Until the first refresh gradients pass through unchanged.
+
+    Args:
+      opt_state: the state of any chain that holds `scale_by_kfac`. Of several devices as `update` takes it: inside
+        `jax.shard_map` and `jax.pmap` the part there.
+      distribution: as given to the optimizer.
+
+    Returns:
+      The state.
+
+    Raises:
+      ValueError: there is no state of `scale_by_kfac` in `opt_state`, or it is one for another number of devices.
+    """
+    check_type("distribution", distribution, Distribution | None, "a kfac.Distribution or None")
+    some_state(opt_state, "opt_state")
+    uses = distribution or Distribution()
+    axis, mesh = uses.axis, uses.mesh
+
+    def local(state):
+        check_devices(state, axis_size(axis) or 1)
+        damping = Now(state.damping, state.unitwise_damping, *3 * [state.count])
+        wanted = {name: block.weight > 0 for name, block in state.blocks.items()}
+        shards = {name: own.shard for name, own in state.owned.items()}
+        for name, shard in shards.items():
+            wanted[name] &= owns_last(shard, axis)
+        state, failed = refresh_inverses(uses, state, wanted, damping, None)
+        number = count_blocks(shards, axis, failed)
+        number = lax.psum(number, axis) if axis is not None else number
+        metrics = state.metrics._replace(failed_inversions=state.metrics.failed_inversions + number)
+        return state._replace(metrics=metrics)
+
+    if mesh is not None and axis is not None and axis_size(axis) is None:
+        spec = state_spec(axis)
+        local = jax.shard_map(local, mesh=mesh, in_specs=(spec,), out_specs=spec)
+    return on_states(local, opt_state)
+
+
+def _config(layers: Layers, inverse: Inverse, distribution: Distribution, inverse_every: Any) -> Config:
     """What is fixed, and over how many steps refreshes are spread."""
+    if inverse_every is None:
+        return Config(layers, group_layers(layers), inverse, distribution, 0)
     staggered = staggers(distribution, inverse, several=distribution.axis is not None)
     groups = group_layers(layers)
     phases = 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from kfac._curvature.blocks import Group
+from kfac._curvature.blocks import Group, group_layers
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.assignment import Shard, group_costs, make_shards, make_turns
 from kfac._distributed.distribution import Distribution, shared
@@ -56,14 +57,14 @@ class BlockState(NamedTuple):
       weight: `[k]`, the sum of the weights in each average; 0 before the first statistics.
       inverse: what the kind of inverse keeps, arrays `[k, ...]`.
       condition: `[k]`, condition number at the last inversion; 0 before the first.
-      age: `[k]`, steps since the last inversion; 0 before the first.
+      inverted: `[k]`, the step of the last inversion; 0 before the first.
     """
 
     factors: Block
     weight: jax.Array
     inverse: Any
     condition: jax.Array
-    age: jax.Array
+    inverted: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -174,8 +175,8 @@ def init_state(config: Config, params: Any) -> KfacState:
         return group.kind(config.inverse).init(group.zeros(size, dtype, moments=config.has_moments(group)))
 
     def blocks(group: Group, size: int) -> BlockState:
-        weight, condition, age = jnp.zeros(size, dtype), jnp.zeros(size, dtype), jnp.zeros(size, jnp.int32)
-        return BlockState(group.zeros(size, dtype), weight, inverses(group, size), condition, age)
+        weight, condition, inverted = jnp.zeros(size, dtype), jnp.zeros(size, dtype), jnp.zeros(size, jnp.int32)
+        return BlockState(group.zeros(size, dtype), weight, inverses(group, size), condition, inverted)
 
     def own(group: Group) -> Owned:
         shard = shards[group.name]
@@ -251,6 +252,20 @@ def find_state(opt_state: Any, argument: str) -> KfacState:
             f"{len(states)}" + "; give the part of each" * (len(states) > 1)
         )
     return states[0]
+
+
+def blocks_of(state: KfacState, layers: Layers, argument: str) -> Iterator[tuple[Group, BlockState]]:
+    """The blocks of each group, all of which a state of one device holds."""
+    for group in group_layers(layers):
+        block = state.blocks.get(group.name)
+        have = 0 if block is None else len(block.weight)
+        if block is None or have != group.size or block.weight.ndim != 1:
+            raise ValueError(
+                f"{argument} must be the state of an optimizer for these layers, on one device, but has {have} blocks "
+                f"{group.name} where the layers have {group.size}: a state of several devices goes through "
+                "kfac.gather_state"
+            )
+        yield group, block
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------

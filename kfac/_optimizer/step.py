@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -13,14 +13,15 @@ import optax
 from jax import lax
 
 from kfac._curvature.inverse import averaged, finite, per_block
-from kfac._curvature.refresh import refresh
+from kfac._curvature.refresh import once_if, refresh
 from kfac._curvature.symmetric import flatten_block, unflatten_block
+from kfac._curvature.unitwise import ChannelInverse
 from kfac._distributed.assignment import Shard
 from kfac._distributed.collectives import gather_from_owners, means_to_owners, owns_last, take_own
-from kfac._distributed.distribution import decode, encode
+from kfac._distributed.distribution import Distribution, decode, encode
 from kfac._factors import Block, Coarse, Factors, Kronecker, Tied, Unitwise
 from kfac._layers import leaves_by_path, map_by_path
-from kfac._optimizer.state import Config, KfacMetrics, KfacState, Replica, check_state, match_leaves, with_blocks
+from kfac._optimizer.state import Config, KfacMetrics, KfacState, Owned, Replica, check_state, match_leaves, with_blocks
 from kfac._varying import AxisName, as_varying, axis_names, axis_size, varying_axes
 
 Vectors = dict[str, jax.Array]  # for each group `[k]`, a number for each block
@@ -65,7 +66,11 @@ def preconditioned_step(
     if factors is not None:
         batch = average_statistics(place, factors, local=local)
         state, left_out, change = take_in(place, state, batch, usable)
-    state, failed = refresh_inverses(place, state, any_due, due, usable)
+    failed: Vectors = {}
+    if config.phases:
+        blocks = state.blocks
+        wanted = {name: due[name] & place.mine[name] & (blocks[name].weight > 0) for name in blocks}
+        state, failed = refresh_inverses(config.distribution, state, wanted, now, any_due)
     preconditioned = precondition(place, state, matrices)
     updates, new_square, usable = restore(config, updates, preconditioned, usable)
     metrics, usable = measure(place, state, [square, new_square], change, [left_out, failed], usable)
@@ -147,6 +152,8 @@ def decide(
     config, now, step = place.config, place.now, state.count
     changed = (now.damping != state.damping) | (now.unitwise != state.unitwise_damping) | statistics
     last_change = jnp.where(usable & changed, step, state.changed)
+    if not config.phases:
+        return last_change, jnp.array(False), {}
     everything = usable & now.warmup & statistics
     cycle = usable & (step - last_change < now.period)
     # In a cycle with fewer phases than steps nothing is left for the last ones: theirs is a phase of no block.
@@ -202,14 +209,18 @@ def take_in(
     taken, left_out, changes = {}, {}, []
     moments = {name: block.moments for name, block in batch.items() if isinstance(block, Kronecker)}
     new = {n: dataclasses.replace(b, moments=None) if isinstance(b, Kronecker) else b for n, b in batch.items()}
+    old = {name: state.blocks[name].factors for name in place.mine}
+    moved = jax.tree.map(lambda new, old: new.astype(old.dtype) - old, {name: new[name] for name in old}, old)
+    squares: dict[str, Any] = {}
+    for names in (place.shards.keys(), old.keys() - place.shards.keys()):  # a device's own, and what all devices have
+        squares |= _squares({name: (moved[name], old[name]) for name in old if name in names})
     for name, mine in place.mine.items():
-        old = state.blocks[name].factors
-        moved = _squares(jax.tree.map(lambda new, old: new.astype(old.dtype) - old, new[name], old))
-        good = jnp.isfinite(sum(moved))
+        changed, sizes = map(jax.tree.leaves, squares[name])
+        good = jnp.isfinite(sum(changed))
         if moments.get(name) is not None:
             good &= finite(moments[name])
         taken[name], left_out[name] = good & mine & usable, ~good & mine
-        for change, size in zip(moved, _squares(old), strict=True) if name in place.shards else ():
+        for change, size in zip(changed, sizes, strict=True) if name in place.shards else ():
             known = taken[name] & (size > 0)
             relative = jnp.where(known, jnp.sqrt(change / jnp.where(known, size, 1)), 1)
             changes.append(jnp.where(mine, relative, 0))
@@ -238,54 +249,51 @@ def after(number: jax.Array, flags: jax.Array) -> jax.Array:
 
 
 def refresh_inverses(
-    place: Place, state: KfacState, any_due: jax.Array, due: Vectors, usable: jax.Array
+    distribution: Distribution, state: KfacState, wanted: Vectors, now: Now, needed: jax.Array | None
 ) -> tuple[KfacState, Vectors]:
-    """New inverses of the blocks that are due and have statistics, and of their replicas; and which blocks failed.
+    """New inverses of the blocks that are `wanted`, and of their replicas; and which of these failed.
 
-    All under one conditional, with a predicate that devices agree on: a step without a refresh does none of it, and a
-    refresh begins when all gradients are known. XLA changes the stacks in their place.
+    Nothing is done where not `needed`, which devices agree on; None for no such question. XLA changes stacks in their
+    place, once all gradients are known.
     """
-    config, blocks = place.config, state.blocks
-    wanted = {name: due[name] & place.mine[name] & (blocks[name].weight > 0) for name in blocks}
+    blocks = state.blocks
     stacks = {name: (block.inverse, block.condition) for name, block in blocks.items()}
     none = {name: as_varying(jnp.zeros(flags.shape, bool), varying_axes(flags)) for name, flags in wanted.items()}
 
-    def renewed(stacks, replicas):
+    def renewed(old):
         new, valid = {}, {}
-        for group in config.groups:
-            name, (kept, condition) = group.name, stacks[group.name]
-            damping = place.now.damping if group.kronecker else place.now.unitwise
-            result = refresh(group.kind(config.inverse), kept, blocks[name].factors, wanted[name], damping)
+        for name, (kept, condition) in old[0].items():
+            mine = name in state.owned
+            inverse = state.owned[name].inverse if mine else ChannelInverse()
+            damping = now.damping if mine else now.unitwise
+            result = refresh(inverse, kept, blocks[name].factors, wanted[name], damping)
             new[name] = result.inverse, jnp.where(result.valid, result.condition, condition)
             valid[name] = result.valid
-        return new, _fetched(place, replicas, new), valid
+        return new, _fetched(distribution, state.owned, old[1], new), valid
 
-    def unchanged(stacks, replicas):
-        return stacks, replicas, none
-
-    stacks, replicas, valid = lax.cond(any_due, renewed, unchanged, stacks, state.replicas)
+    start = stacks, state.replicas, none
+    stacks, replicas, valid = renewed(start) if needed is None else once_if(needed, renewed, start)
     result = {}
     for name, block in blocks.items():
-        # Inverses left as they are get older, unless the step is not usable and so none.
-        age = jnp.where(~valid[name] & (block.condition > 0), block.age + usable, 0)
-        result[name] = block._replace(inverse=stacks[name][0], condition=stacks[name][1], age=age)
+        inverted = jnp.where(valid[name], state.count, block.inverted)
+        result[name] = block._replace(inverse=stacks[name][0], condition=stacks[name][1], inverted=inverted)
     state = with_blocks(state, result)._replace(replicas=replicas)
     return state, {name: wanted[name] & ~valid[name] for name in blocks}
 
 
-def _fetched(place: Place, replicas: dict[str, Replica], stacks: dict[str, Any]) -> dict[str, Replica]:
+def _fetched(
+    distribution: Distribution, owned: dict[str, Owned], replicas: dict[str, Replica], stacks: dict[str, Any]
+) -> dict[str, Replica]:
     """What all devices have of the inverses, from their owners in two messages."""
-    config, axis = place.config, place.config.axis
     sent = {}
     for name in replicas:
         kept, condition = stacks[name]
-        encoded = encode(config.distribution, config.inverse, kept)
+        encoded = encode(distribution, owned[name].inverse, kept)
         sent[name] = jnp.concatenate([encoded, (condition > 0).astype(encoded.dtype)[:, None]], axis=1)
-    received = gather_from_owners(sent, place.shards, axis) if axis is not None and sent else sent
+    axis, shards = distribution.axis, {name: own.shard for name, own in owned.items()}
+    received = gather_from_owners(sent, shards, axis) if axis is not None and sent else sent
     return {
-        name: Replica(
-            decode(config.distribution, config.inverse, flat[:, :-1], replicas[name].inverse), flat[:, -1] > 0
-        )
+        name: Replica(decode(distribution, owned[name].inverse, flat[:, :-1], replicas[name].inverse), flat[:, -1] > 0)
         for name, flat in received.items()
     }
 
@@ -335,8 +343,10 @@ def measure(
       usable: whether this device finds it so.
     """
     axis, metrics = place.config.axis, state.metrics
-    counts = jnp.stack([*(_number(place, flags) for flags in found), (~usable).astype(jnp.int32)])
-    parts = [[getattr(block, part) for block in state.blocks.values()] for part in ("condition", "age")]
+    counts = jnp.stack([*(count_blocks(place.shards, axis, flags) for flags in found), (~usable).astype(jnp.int32)])
+    blocks = state.blocks.values()
+    ages = [jnp.where(block.condition > 0, state.count - block.inverted, 0) for block in blocks]
+    parts = [block.condition for block in blocks], ages
     extremes = jnp.stack([jnp.max(_join(part)).astype(jnp.float32) for part in parts])
     if axis is not None:
         counts, extremes = lax.psum(counts, axis), lax.pmax(extremes, axis)
@@ -352,7 +362,7 @@ def measure(
         preconditioned_norm=norms[1],
         condition=extremes[0],
         statistics_change=before if change is None else change,
-        inverse_age=extremes[1].astype(jnp.int32),
+        inverse_age=jnp.maximum(extremes[1].astype(jnp.int32) - ~usable, 0),  # a step that is refused is none
         skipped_statistics=metrics.skipped_statistics + counts[0],
         failed_inversions=metrics.failed_inversions + counts[1],
         skipped_steps=metrics.skipped_steps + ~usable,
@@ -383,18 +393,28 @@ def _join(vectors: Iterable[jax.Array]) -> jax.Array:
     return lax.optimization_barrier(jnp.concatenate([jnp.zeros(1, bool), *vectors]))
 
 
-def _number(place: Place, found: Vectors) -> jax.Array:
+def count_blocks(shards: Mapping[str, Any], axis: AxisName | None, found: Vectors) -> jax.Array:
     """How many blocks were found, so that the sum over devices counts each once: those that all have, on the first."""
-    axis = place.config.axis
     first = jnp.array(True) if axis is None else lax.axis_index(axis) == 0
-    return jnp.sum(_join(x if name in place.shards else x & first for name, x in found.items()), dtype=jnp.int32)
+    return jnp.sum(_join(x if name in shards else x & first for name, x in found.items()), dtype=jnp.int32)
 
 
 def _square(arrays: Iterable[jax.Array]) -> jax.Array:
     """The squared norm of all arrays together."""
-    return sum((jnp.sum(jnp.square(x)) for x in arrays), jnp.zeros((), jnp.float32))
+    rows = (jnp.sum(jnp.square(x), axis=-1).reshape(-1) for x in arrays)
+    return jnp.sum(_join([jnp.zeros(1, jnp.float32), *rows]))
 
 
-def _squares(tree: Any) -> list[jax.Array]:
-    """The squared Frobenius norms `[k]` of each stack."""
-    return [jnp.sum(jnp.square(x), axis=tuple(range(1, x.ndim))) for x in jax.tree.leaves(tree)]
+def _squares(tree: Any) -> Any:
+    """The squared Frobenius norms `[k]` of the members of each stack.
+
+    Sums of rows take one kernel for each stack; brought to one length, they are summed up by one for all.
+    """
+    stacks, treedef = jax.tree.flatten(tree)
+    if not stacks:
+        return tree
+    rows = [jnp.sum(jnp.square(x), axis=-1).reshape(len(x), -1) for x in stacks]
+    length = max(row.shape[1] for row in rows)
+    padded = [jnp.pad(row, ((0, 0), (0, length - row.shape[1]))) for row in rows]
+    sums = jnp.sum(lax.optimization_barrier(jnp.concatenate(padded)), axis=1)
+    return jax.tree.unflatten(treedef, jnp.split(sums, np.cumsum([len(row) for row in rows])[:-1]))

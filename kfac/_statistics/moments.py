@@ -36,7 +36,7 @@ def squares_in_basis(x: Form, g: Rows, number: jax.Array | None, basis: Kronecke
     def squares(inputs, gradients):
         a = x.part(inputs).astype(dtype)
         if number is not None:
-            a = a * _multiples(number, d_in, getattr(x, "homogeneous", None) is not None, dtype)
+            a = a * _multiples(number, a.shape[-1], getattr(x, "homogeneous", None) is not None, dtype)
         return _squares(a, g.part(gradients).astype(dtype), basis)
 
     return g.weight * sum_of_parts(squares, max(1, PATCH_ELEMENTS // elements), x.by_example(), g.by_example())

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 def accumulator(dtype: Any) -> Any:
@@ -202,6 +203,37 @@ class OneHot:
     def every(self, k: int) -> OneHot:
         del k  # Counts are cheap: they are those of all examples.
         return self
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """Rows of several copies one after the other, of which data says how many each has.
+
+    Attributes:
+      array: `[rows, d]`.
+      sizes: `[copies]`, how many rows are those of each copy; the rows behind them are of none.
+      homogeneous: the last entry of every row; None without one.
+    """
+
+    array: jax.Array
+    sizes: jax.Array
+    homogeneous: float | None = None
+
+    @property
+    def _rows(self) -> jax.Array:
+        return append(self.array, self.homogeneous, 1)
+
+    def gram(self) -> jax.Array:
+        numbers = lax.RaggedDotDimensionNumbers(
+            dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+        )
+        rows, dtype = self._rows, accumulator(self.array.dtype)
+        return lax.ragged_dot_general(rows, rows, self.sizes, numbers, preferred_element_type=dtype)
+
+    def diagonal(self) -> jax.Array:
+        squares = jnp.square(self._rows.astype(accumulator(self.array.dtype)))
+        copy = jnp.searchsorted(jnp.cumsum(self.sizes), jnp.arange(len(squares)), side="right")
+        return jax.ops.segment_sum(squares, copy, num_segments=len(self.sizes))
 
 
 def weighted(sums: jax.Array, weight: float) -> jax.Array:

@@ -122,12 +122,13 @@ class _Run:
         tag = tags[numbered[0]]
         if name in _SAME:
             return list(zip(_bind(eqn, values), tags, strict=True))
-        if name == "concatenate":
+        if name in ("concatenate", "stack"):
             parts = [
                 t.serial if t is not None else np.full(np.shape(v), NONE) for v, t in zip(values, tags, strict=True)
             ]
             if all(tags[k].factor is None for k in numbered):
-                return [(_bind(eqn, values)[0], Numbered(np.concatenate(parts, params["dimension"])))]
+                join = {"concatenate": np.concatenate, "stack": np.stack}[name]
+                return [(_bind(eqn, values)[0], Numbered(join(parts, params.get("dimension", params.get("axis")))))]
             return None
         if len(numbered) > 1:
             # What is repeated for the examples, as a learned first state is, is data.
@@ -149,6 +150,8 @@ class _Run:
             other = 1 / other if name == "div" else other
             factor = other if tag.factor is None else tag.factor * other
             return [(_bind(eqn, values)[0], Numbered(tag.serial, factor))]
+        if name == "select_n" and k > 0 and tag.factor is None:
+            return [(_bind(eqn, values)[0], Numbered(tag.serial, values[0] == (k == 2)))]
         if name in ("add", "add_any", "sub", "mul", "div"):
             shape, dtype = eqn.outvars[0].aval.shape, values[k].dtype
             zero = self.meet(Meeting("vector", place, tag.serial, {}), shape, dtype, ())
@@ -158,8 +161,6 @@ class _Run:
             sign = -1 if name == "sub" else 1
             return [(values[0] * values[1] if name == "mul" else values[0] + sign * values[1], None)]
         if name in ("dot_general", "ragged_dot_general", "ragged_dot") or (name == "conv_general_dilated" and k == 1):
-            if tag.factor is not None and np.ndim(tag.factor):
-                return None
             (y,) = _bind(eqn, values)
             seen = [values[j] if j != k else None for j in range(len(values))]
             seen = (*seen, 1.0 if tag.factor is None else tag.factor)
@@ -226,6 +227,7 @@ def _mover(name: str, params: dict[str, Any]) -> Callable | None:
         "transpose": lambda a: a.transpose(params["permutation"]),
         "rev": lambda a: a[tuple(slice(None, None, -1 if k in params["dimensions"] else 1) for k in range(a.ndim))],
         "broadcast_in_dim": broadcast,
+        "tile": lambda a: (np if isinstance(a, np.ndarray) else jnp).tile(a, params["reps"]),
         "slice": cut,
         "split": split,
         "unstack": lambda a: [a[(slice(None),) * params["axis"] + (i,)] for i in range(a.shape[params["axis"]])],
@@ -251,6 +253,7 @@ class Truth:
     def kronecker(self, layers: kfac.Layers, layer: kfac.Layer) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
         """`A`, `G`, the sum of `g a^T`, each `[copies, ...]`, and the positions of a copy, by the definition."""
         where = _places(layers, layer)
+        own = np.asarray(layer.layouts[0].to_matrix(where[0]))
         kernel = layer.layouts[0]
         copies, columns = layer.copies, kernel.size("in")
         a_sum = np.zeros((copies, layer.d_in, layer.d_in))
@@ -261,8 +264,12 @@ class Truth:
         for meeting, seen, g in self.found:
             if meeting.kind == "vector" or not np.isin(meeting.serial, where[0]).any():
                 continue
-            one = float(_taken(g, biases))
-            for serial, a, grads in _products(meeting, seen, g):
+            one, mask = float(_taken(g, biases)), np.ones(where[1].size)
+            if meeting.kind != "gather" and np.ndim(seen[-1]):
+                mask[meeting.serial] = seen[-1]
+                seen = (*seen[:-1], 1.0)
+                assert np.isin(mask, (0, 1)).all(), "a kernel is multiplied by an array that is no mask"
+            for serial, a, grads in _uses(_products(meeting, seen, g), where[0]):
                 copy, out, into = (part[serial] for part in where[1:])
                 if a is None:  # a lookup: the serial numbers of each row that was found
                     a = np.zeros((len(grads), columns))
@@ -283,7 +290,8 @@ class Truth:
                     a = np.concatenate([a, np.full((len(a), 1), one)], 1)
                 a_sum[copy[0]] += a.T @ a
                 g_sum[copy[0]] += whole.T @ whole
-                matrix[copy[0]] += whole.T @ a
+                used = np.pad(mask[own[copy[0]]], [(0, 0), (0, layer.has_bias)], constant_values=1)
+                matrix[copy[0]] += whole.T @ a * used
                 rows[copy[0]] += len(a)
         return a_sum / self.n, g_sum * self.n**2 / np.maximum(rows, 1)[:, None, None], matrix, rows / self.n
 
@@ -341,6 +349,22 @@ def _taken(g: np.ndarray, biases: list[np.ndarray]) -> bool:
             del biases[k]
             return True
     return False
+
+
+def _uses(products, own):
+    """The products of one kernel alone, without what is put beside it; a repeated column is one more use."""
+    for serial, a, grads in products:
+        mine = np.isin(serial, own)
+        if a is None or not mine.any():
+            if a is None:
+                yield serial, a, grads
+            continue
+        into, out = mine.any(1), mine.any(0)
+        serial, a, grads = serial[into][:, out], a[:, into], grads[:, out]
+        assert np.isin(serial, own).all(), "the numbers of a kernel are no box"
+        seen = np.array([np.sum(serial[0, :k] == column) for k, column in enumerate(serial[0])])
+        for k in range(seen.max() + 1):
+            yield serial[:, seen == k], a, grads[:, seen == k]
 
 
 def _products(meeting: Meeting, seen, g):

@@ -100,7 +100,7 @@ def glow():
     return loss, tree(w=(D, D), scale=(D,), shift=(D,), net=layers(D, 8, D)), {"x": data(0, D)}
 
 
-@specimen("MADE", "kernels multiplied by masks of constants", refused=("parameter 'w1'|parameter 'w2'", "skip="))
+@specimen("MADE", "kernels multiplied by masks of constants")
 def made():
     first = np.tril(np.ones((D, D)), -1).T
     second = np.tril(np.ones((D, D))).T

@@ -35,8 +35,6 @@ def lstm_linen():
 @specimen(
     "optimised LSTM in linen",
     "`nn.OptimizedLSTMCell` concatenates its kernels",
-    refused=("'OptimizedLSTMCell_0/h[fgio]/kernel'", "concatenate", "skip="),
-    coarse=tuple(f"OptimizedLSTMCell_0/h{gate}/bias" for gate in "fgio"),
 )
 def lstm_optimised():
     return linen(Recurrent(nn.OptimizedLSTMCell), sequences(), cross_entropy)
@@ -83,7 +81,7 @@ def lstm_haiku():
     return haiku(unrolled(hk.LSTM, time_major=True), sequences(), cross_entropy)
 
 
-@specimen("GRU in haiku", "`hk.GRU` cuts its kernels into unequal parts", refused=("parameter 'gru/w_[ih]'", "skip="))
+@specimen("GRU in haiku", "`hk.GRU` cuts its kernels into unequal parts")
 def gru_haiku():
     return haiku(unrolled(hk.GRU), sequences(), cross_entropy)
 

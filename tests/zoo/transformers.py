@@ -114,7 +114,6 @@ def llama():
 @specimen(
     "repeated heads",
     "key and value kernels repeated for each query head by `jnp.repeat` before they are used",
-    refused=("parameter 'k'", "repeated", "skip="),
 )
 def repeated_heads():
     def loss(p, b):
@@ -141,7 +140,6 @@ def fused():
 @specimen(
     "a fused projection of unequal parts",
     "query wider than key and value, cut from one kernel",
-    refused=("parameter 'w' is read by", "skip="),
 )
 def fused_unequal():
     def loss(p, b):
@@ -306,7 +304,7 @@ def switch():
     "experts by ragged products",
     "tokens sorted by expert, `lax.ragged_dot`",
     examples=1,
-    refused=("parameter '(up|down)'", "ragged", "skip="),
+    interacting=True,
 )
 def ragged():
     def loss(p, b):

@@ -1,0 +1,245 @@
+"""What a program compiled for a GPU does, from its text: launches, waits, FLOPs by dtype, bytes, messages, a bound.
+
+The bound is no time: it adds over kernels the larger of bytes over bandwidth and FLOPs over the peak of an H100 SXM.
+Neither launches nor waits are in it, and no kernel reaches both peaks.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Iterable
+
+BANDWIDTH = 3.35e12  # bytes/s of an H100 SXM
+# Dense FLOP/s by the dtype of a product's operands; tf32 is float32 where tensor cores are allowed.
+PEAK = {"bf16": 989e12, "f16": 989e12, "tf32": 494e12, "f32": 67e12, "f64": 67e12}
+WIDTH = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "s64": 8, "u64": 8, "f64": 8}  # else 4
+
+# What is no kernel: names, views, the bookkeeping of the program, the second half of what is asynchronous.
+NAMES = {
+    "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "opt-barrier", "partition-id",
+    "replica-id", "call", "while", "conditional",
+}  # fmt: skip
+COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
+VIEWS = {"bitcast", "reshape", "copy", "convert", "transpose"}
+PARTS = {"slice", "dynamic-slice", "gather"}
+
+Shape = tuple[str, tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One instruction of a program: its result, what it does, to which, and all of its text."""
+
+    name: str
+    shapes: list[Shape]
+    op: str
+    operands: list[str]
+    text: str
+
+    def attribute(self, name: str) -> str:
+        found = re.search(rf"\b{name}=(\{{[^}}]*\}}|[^,\s]+)", self.text)
+        return found[1].strip("{}%") if found else ""
+
+
+def _numbers() -> collections.defaultdict[str, float]:
+    return collections.defaultdict(float)
+
+
+@dataclasses.dataclass
+class Counts:
+    """What one run of a program does.
+
+    Attributes:
+      launches: kernels and library calls, with those in loops of known length as often as they turn.
+      inside: those in branches, and in loops of unknown length for one turn: in none of the other figures.
+      waits: branches and loops of unknown length outside of others, for which the host reads a number of the device.
+      waits_inside: those within them.
+      kinds: launches by what they are.
+      flops: of products and convolutions, by the dtype of their operands.
+      bound: seconds.
+      messages: bytes of the results of collectives, by kind.
+    """
+
+    launches: float = 0
+    inside: float = 0
+    waits: list[str] = dataclasses.field(default_factory=list)
+    waits_inside: int = 0
+    kinds: collections.defaultdict[str, float] = dataclasses.field(default_factory=_numbers)
+    flops: collections.defaultdict[str, float] = dataclasses.field(default_factory=_numbers)
+    bound: float = 0.0
+    costs: collections.defaultdict[str, float] = dataclasses.field(default_factory=_numbers)
+    messages: collections.defaultdict[str, float] = dataclasses.field(default_factory=_numbers)
+
+
+def count(program: str) -> Counts:
+    """Counts a compiled program, from the text of its optimized HLO."""
+    bodies, entry = computations(program)
+    counts = Counts()
+    _count(bodies, entry, 1.0, counts, outside=True)
+    return counts
+
+
+def computations(program: str) -> tuple[dict[str, dict[str, Line]], str]:
+    """The instructions of each computation by name, and the name of the entry."""
+    bodies: dict[str, dict[str, Line]] = {}
+    entry, current = "", None
+    for text in program.splitlines():
+        if found := re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", text):
+            current = bodies.setdefault(found[2], {})
+            entry = found[2] if found[1] else entry
+        elif text.startswith("}"):
+            current = None
+        elif current is not None and (line := _line(text)):
+            current[line.name] = line
+    return bodies, entry
+
+
+def _line(text: str) -> Line | None:
+    found = re.match(r"\s*(?:ROOT )?%([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\(([^)]*)\)", text)
+    if not found:
+        return None
+    shapes = [(d, tuple(int(n) for n in s.split(",") if n)) for d, s in re.findall(r"(\w+)\[([\d,]*)\]", found[2])]
+    return Line(found[1], shapes, found[3], re.findall(r"%([\w.-]+)", found[4]), text)
+
+
+def _count(bodies: dict[str, dict[str, Line]], name: str, times: float, counts: Counts, *, outside: bool) -> None:
+    for line in bodies[name].values():
+        inner = [part for key in _CALLED for part in re.findall(r"[\w.-]+", line.attribute(key)) if part in bodies]
+        if line.op == "call" or line.op == "async-start":
+            for part in inner:
+                _count(bodies, part, times, counts, outside=outside)
+        elif line.op == "while":
+            turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', line.text)
+            if turns is None:
+                _wait(line, counts, outside)
+            body = line.attribute("body")
+            _count(bodies, body, times * float(turns[1]) if turns else times, counts, outside=outside and bool(turns))
+        elif line.op == "conditional":
+            _wait(line, counts, outside)
+            for part in inner:
+                _count(bodies, part, times, counts, outside=False)
+        elif line.op not in NAMES and not line.op.endswith("-done"):
+            if outside:
+                _launch(bodies, bodies[name], line, times, counts)
+            else:
+                counts.inside += times
+
+
+_CALLED = ("calls", "to_apply", "branch_computations", "true_computation", "false_computation", "called_computations")
+
+
+def _wait(line: Line, counts: Counts, outside: bool) -> None:
+    if outside:
+        source = re.search(r'op_name="([^"]*)"', line.text)
+        counts.waits.append(f"{line.op} {source[1] if source else line.name}")
+    else:
+        counts.waits_inside += 1
+
+
+def _launch(
+    bodies: dict[str, dict[str, Line]], around: dict[str, Line], line: Line, times: float, counts: Counts
+) -> None:
+    target = re.search(r'custom_call_target="([^"]+)"', line.text)
+    label = target[1] if target else line.op.removesuffix("-start")
+    for kind in COLLECTIVES:
+        if line.op.removesuffix("-start") == kind:
+            result = line.shapes[len(line.shapes) // 2 :] if line.op.endswith("-start") else line.shapes
+            counts.messages[kind] += times * sum(map(_bytes, result))
+    dtype, work = _work(bodies, around, line, label)
+    if line.op == "fusion" and "__triton" in line.text:
+        label = "fusion (Triton)"
+    label += f" {dtype}" * bool(work)
+    counts.launches += times
+    counts.kinds[label] += times
+    cost = times * max(_moved(bodies, around, line) / BANDWIDTH, work / PEAK.get(dtype, PEAK["f32"]))
+    counts.bound += cost
+    counts.costs[label] += cost
+    if work:
+        counts.flops[dtype] += times * work
+
+
+def _bytes(shape: Shape) -> int:
+    return WIDTH.get(shape[0], 4) * math.prod(shape[1])
+
+
+def _moved(bodies: dict[str, dict[str, Line]], around: dict[str, Line], line: Line) -> int:
+    """Bytes that a kernel has to read and write: each array once, and of what it only takes parts from, the parts."""
+    body = bodies.get(line.attribute("calls")) if line.op == "fusion" else None
+    inner = list(body.values()) if body else []
+    root = next((one for one in inner if one.text.lstrip().startswith("ROOT")), None)
+    written = sum(map(_bytes, line.shapes))
+    updated: set[str] = set()
+    roots = [body[o] for o in root.operands] if body and root is not None and root.op == "tuple" else [root]
+    for one in roots:
+        one = _through_views(body, one) if body and one is not None else one
+        if body and one is not None and one.op == "dynamic-update-slice":
+            written += _bytes(body[one.operands[1]].shapes[0]) - _bytes(one.shapes[0])
+            updated.add(_through_views(body, body[one.operands[0]]).name)
+    read = 0
+    parameters = {int(re.search(r"parameter\((\d+)\)", one.text)[1]): one for one in inner if one.op == "parameter"}  # type: ignore[index]
+    seen: set[str] = set()
+    for position, operand in enumerate(line.operands):
+        if operand in seen or operand not in around:
+            continue
+        seen.add(operand)
+        whole = sum(map(_bytes, around[operand].shapes))
+        if position in parameters:
+            name = parameters[position].name
+            users = [one for one in inner if name in one.operands]
+            if name in updated and all(one.op == "dynamic-update-slice" for one in users):
+                whole = 0
+            elif users and all(one.op in PARTS and one.operands[0] == name for one in users):
+                whole = min(whole, sum(_bytes(one.shapes[0]) for one in users))
+        read += whole
+    return written + read
+
+
+def _through_views(body: dict[str, Line], line: Line) -> Line:
+    while line.op in VIEWS and line.operands and line.operands[0] in body:
+        line = body[line.operands[0]]
+    return line
+
+
+def _work(bodies: dict[str, dict[str, Line]], around: dict[str, Line], line: Line, label: str) -> tuple[str, float]:
+    """The dtype and the FLOPs of the products in a kernel."""
+    if label.startswith("__cudnn$conv"):
+        return _convolution(around, line, label)
+    if said := re.search(r"flops_(\d+)_(\w+?)\b", line.text) if label.startswith("__gpu$") else None:
+        return said[2], float(said[1])  # kernels of our own say it in their name
+    if label.startswith("__cublas$"):
+        numbers = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', line.text)
+        dims = [int(n) for n in re.findall(r"\d+", numbers[1])] if numbers else []
+        left = around[line.operands[0]].shapes[0]
+        tensor = '"operand_precision":["HIGHEST"' not in line.text
+        return _arithmetic(left[0], tensor), _products(line.shapes[0], left, dims)
+    body = bodies.get(line.attribute("calls"), {}) if line.op == "fusion" else {line.name: line}
+    total, dtype = 0.0, "f32"
+    for one in body.values():
+        if one.op == "dot":
+            left = (body.get(one.operands[0]) or around[one.operands[0]]).shapes[0]
+            dims = [int(n) for n in one.attribute("lhs_contracting_dims").split(",") if n]
+            split = re.search(r"algorithm=dot_(bf16|tf32)_\w+?_x(\d)", one.text)  # products of parts of float32
+            total += _products(one.shapes[0], left, dims) * (int(split[2]) if split else 1)
+            dtype = split[1] if split else _arithmetic(left[0], "highest" not in one.text)
+    return dtype, total
+
+
+def _arithmetic(dtype: str, tensor_cores: bool) -> str:
+    return "tf32" if dtype == "f32" and tensor_cores else dtype
+
+
+def _products(out: Shape, left: Shape, contracted: Iterable[int]) -> float:
+    return 2.0 * math.prod(out[1]) * math.prod(left[1][k] for k in contracted)
+
+
+def _convolution(around: dict[str, Line], line: Line, label: str) -> tuple[str, float]:
+    """Of a forward convolution, or one of its two derivatives, in terms of the forward one; padding counts."""
+    left, right = (around[name].shapes[0] for name in line.operands[:2])
+    out = line.shapes[0]
+    kernel, image = (out, right) if "BackwardFilter" in label else (right, left if "BackwardInput" in label else out)
+    labels = re.search(r"dim_labels=\w+_(\w+)->", line.text)
+    features = kernel[1][labels[1].index("o")] if labels else 1
+    return _arithmetic(left[0], "highest" not in line.text), 2.0 * math.prod(image[1]) * math.prod(kernel[1]) / features

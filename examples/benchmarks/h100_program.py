@@ -1,0 +1,259 @@
+"""What a training step would be on an NVIDIA H100, on a machine that has none: compiled, counted, bounded.
+
+    python examples/benchmarks/h100_program.py                                     # all of it: an hour or more
+    python examples/benchmarks/h100_program.py --models resnet50 --rows sgd statistics
+    python examples/benchmarks/h100_program.py --models gpt-124m --devices 8       # with the bytes of messages
+    python examples/benchmarks/h100_program.py --models resnet50 --small           # small networks: a minute
+
+XLA compiles for a GPU that is described to it (`h100.textproto`). Nothing runs, so there is no time: `bound` is what
+memory and arithmetic units need at least (`gpu_counts.py`), without launches and waits. Algorithms are not tuned
+without a device. It needs the CUDA build of JAX, `pip install "jax[cuda12]"`, and no GPU.
+"""
+
+import argparse
+import functools
+import json
+import math
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+# Compiled for the GPU, run on the CPU: nothing of the first is ever executed.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
+
+import environment  # noqa: F401, isort: skip; before JAX is imported
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import kfac
+import models
+from gpu_counts import Counts, count
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "language_model"))
+from transformer import Transformer
+
+AXIS = "devices"
+ROWS = ("sgd", "without", "statistics", "subsample", "refresh")
+
+
+class Task(NamedTuple):
+    """A network to train: its loss, and the shapes of its parameters and of one device's batch."""
+
+    loss_fn: Callable[..., jax.Array]
+    params: Any
+    batch: Any
+    max_dim: int | None = None
+
+
+def image_task(arch: str, images: int, size: int, classes: int, **sizes: Any) -> Task:
+    """Cross-entropy of a network for images, in bfloat16; batch norm in training mode."""
+    if sizes:
+        network = models.ViT if arch.startswith("vit") else models.ResNet
+        model = network(num_classes=classes, dtype=jnp.bfloat16, **sizes)
+    else:
+        model = models.create(arch, classes, "bfloat16")
+    batch = jax.ShapeDtypeStruct((images, size, size, 3), jnp.float32), jax.ShapeDtypeStruct((images,), jnp.int32)
+    variables = jax.eval_shape(lambda x: model.init(jax.random.key(0), x, train=False), batch[0])
+    averages = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), variables.get("batch_stats", {}))
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        images, labels = batch
+        state = {"params": params, "batch_stats": averages}
+        logits, _ = model.apply(state, images, train=True, mutable=["batch_stats"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
+
+    return Task(loss_fn, variables["params"], batch)
+
+
+def language_task(sequences: int, model: Transformer) -> Task:
+    """The next token; factors of the vocabulary's size are diagonal."""
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    return Task(model.loss, params, jax.ShapeDtypeStruct((sequences, model.context + 1), jnp.int32), max_dim=4096)
+
+
+def task(name: str, options: argparse.Namespace) -> Task:
+    """The network called `name`, at full or `--small` size."""
+    if name == "gpt-124m":
+        little = Transformer(512, context=32, width=64, layers=2, heads=2, tied=True)
+        full = Transformer(50257, context=1024, width=768, layers=12, heads=12, tied=True)
+        return language_task(options.batch or 8, little if options.small else full)
+    images = options.batch or {"resnet50": 256, "vit-b16": 128}[name]
+    if not options.small:
+        return image_task(name, images, options.image_size, 1000)
+    residual: dict[str, Any] = dict(stages=(1, 1), width=16, bottleneck=True)
+    small = dict(width=32, depth=2, heads=2, patch=8) if name == "vit-b16" else residual
+    return image_task(name, options.batch or 4, 32, 10, **small)
+
+
+# -- steps ------------------------------------------------------------------------------------------------------------
+
+
+def make_step(row: str, task: Task, options: argparse.Namespace) -> tuple[Callable[..., Any], Any]:
+    """The step of a row, for each of `--devices`, and its optimizer."""
+    axis = AXIS if options.devices > 1 else None
+
+    def mean(tree: Any) -> Any:
+        return lax.pmean(tree, axis) if axis else tree
+
+    if row == "sgd":
+        first_order = optax.sgd(0.1, momentum=0.9)
+
+        def sgd(params: Any, state: Any, batch: Any) -> Any:
+            loss, grads = jax.value_and_grad(task.loss_fn)(params, batch)
+            updates, state = first_order.update(mean(grads), state, params)
+            return optax.apply_updates(params, updates), state, mean(loss)
+
+        return sgd, first_order
+    layers = kfac.find_layers(task.loss_fn, task.params, task.batch, max_dim=task.max_dim)
+    distribution = kfac.Distribution(axis_name=axis, precondition=options.precondition)
+    tx = kfac.kfac(
+        0.1, layers, damping=1e-3, momentum=0.9, distribution=distribution,
+        inverse_every=options.inverse_every if options.refresh == "inside" else None,
+    )  # fmt: skip
+    if row == "refresh":
+        return lambda params, state, batch: (params, kfac.refresh(state, distribution=distribution), batch), tx
+    measure = kfac.value_and_grad(task.loss_fn, layers, subsample=4 if row == "subsample" else 1)
+
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        if row == "without":
+            (loss, grads), factors = jax.value_and_grad(task.loss_fn)(params, batch), None
+        else:
+            loss, grads, factors = measure(params, batch)
+        updates, state = tx.update(mean(grads), state, params, factors=factors)
+        return optax.apply_updates(params, updates), state, mean(loss)
+
+    return step, tx
+
+
+def h100s(number: int) -> Mesh:
+    """A mesh of GPUs that are not there."""
+    description = (pathlib.Path(__file__).parent / "h100.textproto").read_text()
+    try:
+        found = topologies.get_topology_desc(platform="cuda", target_config=description, topology=f"1x1x{number}")
+    except Exception as error:
+        raise SystemExit(f'no compiler for CUDA: pip install "jax[cuda12]"; a GPU is not needed ({error})') from None
+    return Mesh(topologies.make_mesh(found, (number,), (AXIS,)).devices, (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def compile_step(row: str, task: Task, options: argparse.Namespace) -> tuple[str, Any, float]:
+    """The program's text, its memory, and how many seconds it took to compile."""
+    mesh = h100s(options.devices)
+    step, tx = make_step(row, task, options)
+    same, split, own = PartitionSpec(), PartitionSpec(AXIS), PartitionSpec()
+    init = tx.init
+    if options.devices > 1:
+        own = same if row == "sgd" else kfac.state_specs(tx, task.params, AXIS)
+        init = jax.shard_map(tx.init, mesh=mesh, in_specs=same, out_specs=own)
+        step = jax.shard_map(step, mesh=mesh, in_specs=(same, own, split), out_specs=(same, own, same))
+
+    def placed(tree: Any, specs: Any) -> Any:
+        def one(spec: PartitionSpec, part: Any) -> Any:
+            place = NamedSharding(mesh, spec)
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), part)
+
+        return jax.tree.map(one, specs, tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+    def global_shape(x: Any) -> Any:
+        return jax.ShapeDtypeStruct((options.devices * x.shape[0], *x.shape[1:]), x.dtype)
+
+    batch = placed(jax.tree.map(global_shape, task.batch), split)
+    state = placed(jax.eval_shape(init, task.params), own)
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(placed(task.params, same), state, batch)
+    began = time.perf_counter()
+    compiled = lowered.compile()
+    return compiled.as_text() or "", compiled.memory_analysis(), time.perf_counter() - began
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+
+def describe(row: str, counts: Counts, memory: Any, seconds: float, first: dict[str, Any] | None) -> dict[str, Any]:
+    """A row of the table; beside the figures those of SGD's, `first`."""
+    figures: dict[str, Any] = {
+        "step": row,
+        "launches": round(counts.launches),
+        "in branches": round(counts.inside),
+        "waits": len(counts.waits),
+        "float32 GFLOP": counts.flops.get("f32", 0) / 1e9,
+        "tf32 GFLOP": counts.flops.get("tf32", 0) / 1e9,
+        "bfloat16 GFLOP": counts.flops.get("bf16", 0) / 1e9,
+        "bound ms": counts.bound * 1e3,
+        "temporary GB": memory.temp_size_in_bytes / 1e9,
+        "compile s": seconds,
+    }
+    first = first or figures
+    for name in ("bound ms", "launches", "temporary GB", "compile s"):
+        figures[f"{name.split()[0]} of sgd"] = figures[name] / first[name] if first[name] else math.nan
+    return figures | {f"{kind} MB": size / 1e6 for kind, size in sorted(counts.messages.items())}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Rows as a Markdown table."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+
+    def text(value: Any) -> str:
+        if not isinstance(value, float):
+            return str(value)
+        return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    return "\n".join(lines + ["| " + " | ".join(text(row.get(n, "")) for n in names) + " |" for row in rows])
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add = functools.partial(parser.add_argument)
+    add("--models", nargs="+", choices=("resnet50", "vit-b16", "gpt-124m"), default=["resnet50", "vit-b16", "gpt-124m"])
+    add("--rows", nargs="+", choices=ROWS, default=ROWS[:4], help="`refresh` is kfac.refresh, a call of its own")
+    add("--batch", type=int, help="of each device; by default 256 images for ResNet-50, 128 for ViT, 8 sequences")
+    add("--image-size", type=int, default=224)
+    add("--devices", type=int, default=1, help="so many H100s, each with such a batch")
+    add("--precondition", choices=("sharded", "replicated"), default="sharded", help="with --devices")
+    add("--inverse-every", type=int, default=100)
+    add("--refresh", choices=("inside", "apart"), default="inside", help="apart: kfac.refresh is another program")
+    add("--small", action="store_true", help="small networks, to try this out")
+    add("--kinds", action="store_true", help="print the kinds of launches of each program")
+    add("--output", type=pathlib.Path, help="folder for the programs' texts and table.json")
+    options = parser.parse_args(arguments)
+    if options.devices < 1 or (options.batch is not None and options.batch < 1):
+        parser.error("--devices and --batch must be at least 1")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
+    options = parse(arguments)
+    every = []
+    for name in options.models:
+        rows: list[dict[str, Any]] = []
+        for row in options.rows:
+            text, memory, seconds = compile_step(row, task(name, options), options)
+            counts = count(text)
+            rows.append(describe(row, counts, memory, seconds, next((r for r in rows if r["step"] == "sgd"), None)))
+            if options.output:
+                options.output.mkdir(parents=True, exist_ok=True)
+                (options.output / f"{name}-{row}.hlo").write_text(text)
+            for wait in counts.waits:
+                print(f"the host waits in {name}, {row}: {wait}")
+            if options.kinds:
+                for kind, number in sorted(counts.kinds.items(), key=lambda item: -counts.costs[item[0]]):
+                    print(f"  {number:8.0f} {counts.costs[kind] * 1e3:8.2f} ms  {kind}")
+            sys.stdout.flush()
+        print(f"\n{name}\n\n{table(rows)}\n", flush=True)
+        every += [{"model": name} | row for row in rows]
+    if options.output:
+        (options.output / "table.json").write_text(json.dumps(every, indent=2) + "\n")
+    return every
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Where an error asks for `num_examples=`, giving it leads to right statistics; and errors that name the leaf."""
+
+from __future__ import annotations
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+import kfac
+from checking import FAST
+from zoo.bruteforce import truth
+from zoo.specimens import N, OneByOne, Specimen, compare, data, equinox, tokens, tree
+
+pytestmark = pytest.mark.usefixtures("x64")
+D, T, H = 4, 3, 5
+
+
+class Loop(eqx.Module):
+    cell: eqx.nn.LSTMCell
+    head: eqx.nn.Linear
+
+    def __init__(self, key):
+        self.cell = eqx.nn.LSTMCell(D, H, key=key)
+        self.head = eqx.nn.Linear(H, 3, key=key)
+
+    def __call__(self, x):
+        state = jnp.zeros(H), jnp.zeros(H)
+        for row in x:
+            state = self.cell(row, state)
+        return self.head(state[0])
+
+
+def squares(y, _):
+    return jnp.mean(jnp.sum(y**2, -1))
+
+
+def lstm():
+    return equinox(Loop, {"x": data(0, T, D), "y": tokens(0)}, squares)
+
+
+def net(p, x):
+    return jnp.tanh(x @ p["in"] + p["b"]) @ p["out"]
+
+
+NET = {"in": (D, H), "b": (H,), "out": (H, 2)}
+
+
+def constant_tangent():
+    def loss(p, b):
+        y, moved = jax.jvp(lambda x: net(p, x), (b["x"],), (jnp.ones((N, D)),))
+        return jnp.mean(jnp.sum(y**2 + moved**2, -1))
+
+    return loss, tree(**NET), {"x": data(0, D)}
+
+
+def constant_tangent_of_one():
+    def loss(p, b):
+        y, moved = jax.vmap(lambda x: jax.jvp(lambda x: net(p, x), (x,), (jnp.ones(D),)))(b["x"])
+        return jnp.mean(jnp.sum(y**2 + moved**2, -1))
+
+    return loss, tree(**NET), {"x": data(0, D)}
+
+
+def capacity():
+    """Seven rows of six examples go through the experts."""
+
+    def loss(p, b):
+        there = jax.nn.softmax(
+            jnp.einsum("nd,dc->cn", b["x"], jnp.asarray(np.random.default_rng(0).normal(size=(D, 7))))
+        )
+        y = jnp.tanh((there @ b["x"]) @ p["in"] + p["b"]) @ p["out"]
+        return jnp.mean(jnp.sum((there.T @ y) ** 2, -1))
+
+    return loss, tree(**NET), {"x": data(0, D)}
+
+
+def graphs():
+    """Twenty nodes of six graphs."""
+    owner = np.sort(np.random.default_rng(0).integers(0, N, 20))
+
+    def loss(p, b):
+        nodes = jnp.repeat(b["x"], np.bincount(owner, minlength=N), axis=0, total_repeat_length=20)
+        h = net(p, nodes * (1 + jnp.arange(20)[:, None]))
+        return jnp.mean(jnp.sum(jax.ops.segment_sum(h, owner, N) ** 2, -1))
+
+    return loss, tree(**NET), {"x": data(0, D)}
+
+
+def one_by_one():
+    def loss(p, b):
+        return jnp.mean(lax.map(lambda x: jnp.sum(net(p, x) ** 2), b["x"]))
+
+    return loss, tree(**{**NET, "b": (H,)}), {"x": data(0, T, D)}
+
+
+def penalised_tokens():
+    def loss(p, b):
+        return jnp.mean(jnp.sum(net(p, b["x"]) ** 2, -1) + 0.1 * (jnp.sum(p["in"] ** 2) + jnp.sum(p["out"] ** 2)))
+
+    return loss, tree(**NET), {"x": data(0, T, D)}
+
+
+@pytest.mark.parametrize(
+    ("build", "alone"),
+    [
+        (lstm, True),
+        (constant_tangent, False),
+        (constant_tangent_of_one, True),
+        (capacity, False),
+        (graphs, False),
+        (one_by_one, False),
+        (penalised_tokens, False),
+    ],
+)
+def test_num_examples_leads_on(build, alone):
+    """Statistics are those of brute force if it is given, whether or not it need be."""
+    loss, params, batch = build()
+    layers = kfac.find_layers(loss, params, batch)
+    fn = jax.jit(kfac.value_and_grad(loss, layers, num_examples=N), compiler_options=FAST)
+    expected = OneByOne(loss, params, batch) if alone else truth(loss, params, batch, N)
+    case = Specimen("", "", build, examples=1, penalised=build is penalised_tokens)
+    compare(layers, *fn(params, batch), expected, case)
+    assert sum(layer.kind == "dense" for layer in layers) >= 2
+    assert not any(layer.coarse for layer in layers)
+
+
+@pytest.mark.parametrize("build", [capacity, graphs])
+def test_numbers_that_cannot_be_known_are_asked_for(build):
+    loss, params, batch = build()
+    layers = kfac.find_layers(loss, params, batch)
+    with pytest.raises(ValueError, match="num_examples="):
+        jax.eval_shape(kfac.value_and_grad(loss, layers), params, batch)
+
+
+# -- errors that name the leaf -----------------------------------------------------------------------------------------
+
+
+def mean(p, x):
+    return jnp.mean(x @ p["net"]["w"])
+
+
+@pytest.mark.parametrize(
+    ("leaf", "reason"),
+    [(jnp.ones((D, 2), int), "dtype int"), (3, "of type int"), (jnp.ones((D, 2), bool), "dtype bool"), (None, "")],
+)
+def test_a_leaf_that_is_no_real_array_is_named(leaf, reason):
+    params = {"net": {"w": jnp.ones((D, 2)), "steps": leaf}}
+    if leaf is None:  # no leaf at all
+        assert kfac.find_layers(mean, params, data(0, D)).paths == ("net/w",)
+        return
+    with pytest.raises(TypeError, match=rf"'net/steps'.*{reason}"):
+        kfac.find_layers(mean, params, data(0, D))
+    layers = kfac.find_layers(mean, {"net": {"w": jnp.ones((D, 2))}}, data(0, D))
+    with pytest.raises(TypeError, match=rf"'net/steps'.*{reason}"):
+        kfac.value_and_grad(mean, layers)(params, data(0, D))
+
+
+class Dropped(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(D, 2, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+
+def test_an_nnx_module_as_parameters_is_told_what_to_pass():
+    """It holds more than parameters: the keys and counts of dropout. `nnx.split` takes them apart."""
+    model = Dropped(nnx.Rngs(0))
+
+    def loss(model, x):
+        return jnp.mean(model.linear(x) ** 2)
+
+    with pytest.raises(TypeError, match=r"'dropout/rngs/.*nnx.split"):
+        kfac.find_layers(loss, model, data(0, D))
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    layers = kfac.find_layers(lambda p, r, x: loss(nnx.merge(graph, p, r), x), params, rest, data(0, D))
+    assert [layer.kind for layer in layers] == ["dense"]
