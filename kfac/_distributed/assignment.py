@@ -48,11 +48,13 @@ class Shard:
       blocks: `K`.
       devices: `D`.
       offset: the device that owns the first block of the remainder.
+      row: which of the rows of remainders that block stands in.
     """
 
     blocks: int
     devices: int
     offset: int = 0
+    row: int = 0
 
     @property
     def full(self) -> int:
@@ -68,6 +70,13 @@ class Shard:
     def positions(self) -> int:
         """Length of the stacks each device holds."""
         return self.full + (self.remainder > 0)
+
+    @property
+    def runs(self) -> list[tuple[int, int, int, int]]:
+        """Blocks of the remainder that stand side by side, `(row, first device, first block, end)`: in at most two rows."""
+        cut = min(self.remainder, self.devices - self.offset)
+        runs = [(self.row, self.offset, 0, cut), (self.row + 1, 0, cut, self.remainder)]
+        return [run for run in runs if run[2] < run[3]]
 
     def location(self, block: int) -> tuple[int, int]:
         """Device and position of a block."""
@@ -100,7 +109,7 @@ def make_shards(costs: Costs, devices: int) -> dict[str, Shard]:
     """Spreads every group over the devices."""
     shards, dealt = {}, 0
     for name, size, _ in _dealt(costs):
-        shards[name] = Shard(size, devices, dealt % devices)
+        shards[name] = Shard(size, devices, dealt % devices, dealt // devices)
         dealt += size % devices
     return shards
 
@@ -240,6 +249,7 @@ class Assignment:
     def _messages(self, block: Callable[[Group], Any], kind: str) -> dict[str, int]:
         """Bytes by kind of message, from what there is of one block of a group: as `collectives` sends it."""
         total: collections.Counter[str] = collections.Counter()
+        rows: dict[int, int] = {}  # of the remainders, with the longest piece in each
         for group in self.groups if self.devices > 1 else ():
             leaves = jax.tree.leaves(jax.eval_shape(functools.partial(block, group)))
             if not group.kronecker:
@@ -248,7 +258,8 @@ class Assignment:
             shard = self.shards[group.name]
             padded = sum(-(-math.prod(x.shape) // self.devices) * self.devices * x.dtype.itemsize for x in leaves)
             total[kind] += shard.full * self.devices * count_bytes(leaves) + shard.remainder * padded
-            total["all-to-all"] += (shard.remainder > 0) * padded
+            rows |= {row: max(padded, rows.get(row, 0)) for row, *_ in shard.runs}
+        total["all-to-all"] = sum(rows.values())
         return {kind: size for kind, size in total.items() if size}
 
     def _statistics(self, group: Group, dtype: Any = jnp.float32) -> Block:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kfac._distributed.assignment import Shard
-from kfac._varying import AxisName, varying_axes
+from kfac._varying import AxisName, as_varying, varying_axes
 
 BUCKETS = 4  # messages of statistics; the more, the sooner the first, and the more there are to start
 
@@ -84,14 +84,27 @@ def means_to_owners(
     Returns:
       `[positions, ...]`, or `[blocks, ...]` for groups without a shard.
     """
+    devices = lax.axis_size(axis_name)
     parts: dict[str, list[jax.Array]] = {name: [] for name in stacks}
+    pieces = {}
+
+    def to_owners(x):
+        return lax.psum_scatter(x, axis_name)
+
     for names in _buckets({name: stacks[name].size for name in stacks if name in shards}):
-        _bucket_to_owners(parts, names, stacks, shards, axis_name)
+        full, rest = ([name for name in names if getattr(shards[name], part)] for part in ("full", "remainder"))
+        dealt = [_by_device(stacks[n][: shards[n].full * devices], devices) for n in full]
+        for name, own in zip(full, _fused(to_owners, dealt), strict=True):
+            parts[name].append(own.reshape(shards[name].full, *stacks[name].shape[1:]))
+        cut = [jnp.moveaxis(_pieces(stacks[n][shards[n].full * devices :], devices), 1, 0) for n in rest]
+        for name, own in zip(rest, _fused(to_owners, [x.reshape(devices, -1) for x in cut]), strict=True):
+            pieces[name] = own.reshape(shards[name].remainder, -1)
+    for name, own in _pieces_to_owners(pieces, shards, axis_name).items():
+        parts[name].append(_whole(own[None], stacks[name].shape[1:]))
     everywhere = [name for name in stacks if name not in shards]
     summed = _fused(lambda x: lax.psum(x, axis_name), [stacks[n].reshape(-1) for n in everywhere])
     for name, own in zip(everywhere, summed, strict=True):
         parts[name].append(own.reshape(stacks[name].shape))
-    devices = lax.axis_size(axis_name)
     return {name: jnp.concatenate(parts[name]).astype(dtypes[name]) / devices for name in stacks}
 
 
@@ -106,30 +119,6 @@ def _buckets(sizes: Mapping[str, int]) -> list[list[str]]:
         buckets[seen * BUCKETS // total].append(name)
         seen += sizes[name]
     return [names for names in buckets if names]
-
-
-def _bucket_to_owners(
-    parts: dict[str, list[jax.Array]],
-    names: list[str],
-    stacks: Mapping[str, jax.Array],
-    shards: Mapping[str, Shard],
-    axis_name: AxisName,
-) -> None:
-    """Adds the sums of the blocks of some groups to `parts`, where they are owned."""
-    devices = lax.axis_size(axis_name)
-    full, rest = ([name for name in names if getattr(shards[name], part)] for part in ("full", "remainder"))
-
-    def to_owners(x):
-        return lax.psum_scatter(x, axis_name)
-
-    dealt = [_by_device(stacks[n][: shards[n].full * devices], devices) for n in full]
-    for name, own in zip(full, _fused(to_owners, dealt), strict=True):
-        parts[name].append(own.reshape(shards[name].full, *stacks[name].shape[1:]))
-    pieces = [_pieces(stacks[n][shards[n].full * devices :], devices) for n in rest]
-    reduced = _fused(to_owners, [jnp.moveaxis(x, 1, 0).reshape(devices, -1) for x in pieces])
-    sent = [_to_places(x.reshape(shards[n].remainder, -1), shards[n]) for n, x in zip(rest, reduced, strict=True)]
-    for name, own in zip(rest, _fused(lambda x: _exchanged(x, axis_name), sent), strict=True):
-        parts[name].append(_whole(own[None], stacks[name].shape[1:]))
 
 
 def gather_from_owners(
@@ -155,9 +144,8 @@ def gather_from_owners(
     for name, x in zip(full, gathered, strict=True):
         dealt = x.reshape(devices, shards[name].full, *own[name].shape[1:]).swapaxes(0, 1)
         parts[name].append(dealt.reshape(-1, *own[name].shape[1:]))
-    cut = [_pieces(own[n][shards[n].full :], devices)[0] for n in rest]
-    received = _fused(lambda x: _exchanged(x, axis_name), cut)
-    held = [_from_places(x, shards[n]).reshape(-1) for n, x in zip(rest, received, strict=True)]
+    cut = {n: _pieces(own[n][shards[n].full :], devices)[0] for n in rest}
+    held = [x.reshape(-1) for x in _pieces_from_owners(cut, shards, axis_name).values()]
     for name, x in zip(rest, _fused(everywhere, held), strict=True):
         blocks = jnp.moveaxis(x.reshape(devices, shards[name].remainder, -1), 0, 1)
         parts[name].append(_whole(blocks, own[name].shape[1:]))
@@ -180,16 +168,55 @@ def _whole(pieces: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return pieces.reshape(pieces.shape[0], -1)[:, : math.prod(shape)].reshape(-1, *shape)
 
 
-def _to_places(rest: jax.Array, shard: Shard) -> jax.Array:
-    """What is there of each block of a remainder, `[remainder, ...]`, at the place of its owner `[devices, ...]`."""
-    return jnp.roll(jnp.pad(rest, ((0, shard.devices - shard.remainder), (0, 0))), shard.offset, axis=0)
+def _pieces_to_owners(
+    pieces: Mapping[str, jax.Array], shards: Mapping[str, Shard], axis_name: AxisName
+) -> dict[str, jax.Array]:
+    """From a piece of each block of a remainder, `[remainder, elements]`, those of one's own, `[devices, elements]`.
+
+    Blocks of a row, which may be of several groups, share the room that the largest takes.
+    """
+    rows = _empty_rows(pieces, shards)
+    for name, x in pieces.items():
+        for row, device, start, stop in shards[name].runs:
+            rows[row] = lax.dynamic_update_slice(rows[row], x[start:stop].astype(rows[row].dtype), (device, 0))
+    received, result = _exchanged(rows, axis_name), {}
+    for name, x in pieces.items():
+        found = [received[row][:, : x.shape[1]] for row, *_ in shards[name].runs]
+        own = lax.axis_index(axis_name) >= shards[name].offset
+        result[name] = jnp.where(own, found[0], found[-1])
+    return result
 
 
-def _from_places(places: jax.Array, shard: Shard) -> jax.Array:
-    """The inverse of `_to_places`."""
-    return jnp.roll(places, -shard.offset, axis=0)[: shard.remainder]
+def _pieces_from_owners(
+    own: Mapping[str, jax.Array], shards: Mapping[str, Shard], axis_name: AxisName
+) -> dict[str, jax.Array]:
+    """The inverse of `_pieces_to_owners`."""
+    rows, index = _empty_rows(own, shards), lax.axis_index(axis_name)
+    for name, x in own.items():
+        for row, device, start, stop in shards[name].runs:
+            here = (index >= device) & (index < device + stop - start)
+            filled = jnp.pad(x, ((0, 0), (0, rows[row].shape[1] - x.shape[1])))
+            rows[row] = jnp.where(here, filled.astype(rows[row].dtype), rows[row])
+    received, result = _exchanged(rows, axis_name), {}
+    for name, x in own.items():
+        runs = shards[name].runs
+        found = [received[row][device : device + b - a, : x.shape[1]] for row, device, a, b in runs]
+        result[name] = jnp.concatenate(found)
+    return result
 
 
-def _exchanged(x: jax.Array, axis_name: AxisName) -> jax.Array:
-    """`[devices, ...]`, what this device has for each, as what each has for this one."""
-    return lax.all_to_all(x, axis_name, split_axis=0, concat_axis=0)
+def _empty_rows(pieces: Mapping[str, jax.Array], shards: Mapping[str, Shard]) -> dict[int, jax.Array]:
+    """`[devices, elements]` for each row of the remainders, with room for the longest of the pieces."""
+    widths: dict[int, int] = {}
+    for name, x in pieces.items():
+        widths |= {row: max(x.shape[1], widths.get(row, 0)) for row, *_ in shards[name].runs}
+    dtype = jnp.result_type(*pieces.values()) if pieces else jnp.float32
+    devices = next((shards[name].devices for name in pieces), 0)
+    axes = varying_axes(dict(pieces))
+    return {row: as_varying(jnp.zeros((devices, width), dtype), axes) for row, width in sorted(widths.items())}
+
+
+def _exchanged(rows: Mapping[int, jax.Array], axis_name: AxisName) -> dict[int, jax.Array]:
+    """`[devices, ...]`, what this device has for each, as what each has for this one; in one message."""
+    sent = _fused(lambda x: lax.all_to_all(x, axis_name, split_axis=0, concat_axis=0), list(rows.values()))
+    return dict(zip(rows, sent, strict=True))
