@@ -52,7 +52,8 @@ class Coarse:
     """What a coarse diagonal block is made of: the mean gradient `mean` `[d_out]` of a batch of `count` examples.
 
     The block is `count` times the squared mean gradient of the *whole* batch. So over devices and micro-batches the
-    means are averaged and the counts added up, before anything is squared.
+    means are averaged and the counts added up, before anything is squared. Means `[parts, d_out]` are of several
+    gradients, whose blocks are added up.
     """
 
     mean: Any
@@ -61,7 +62,7 @@ class Coarse:
     @property
     def F(self) -> jax.Array:
         """The block, `[d_out, 1, 1]`."""
-        return (self.count * jnp.square(self.mean))[:, None, None]
+        return (self.count * jnp.sum(jnp.square(self.mean).reshape(-1, self.mean.shape[-1]), axis=0))[:, None, None]
 
 
 @jax.tree_util.register_dataclass

@@ -112,6 +112,12 @@ class Layer:
         return self.kind in KRONECKER_KINDS and not self.diagonal and self.uses == 1
 
     @property
+    def inversion(self) -> int:
+        """The work of an inversion of one copy, `d^3` for each whole factor."""
+        whole = (shape for shape in self.block_shapes.values() if len(shape) == 2)
+        return sum(shape[0] ** 3 for shape in whole) if self.kind in KRONECKER_KINDS else 0
+
+    @property
     def block_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the factors of one Kronecker block, `[d, d]`, or `[d]` for a diagonal one."""
         sizes = {"A": self.d_in, "G": self.d_out}
@@ -157,6 +163,7 @@ class Layers(Sequence[Layer]):
       skip: the patterns given to `find_layers`.
       max_dim: the bound given to `find_layers`.
       reduce: the patterns of kernels in the setting "reduce" given to `find_layers`.
+      structure: that of the tree of parameters.
     """
 
     blocks: tuple[Layer, ...]
@@ -164,6 +171,7 @@ class Layers(Sequence[Layer]):
     skip: tuple[str, ...] = ()
     max_dim: int | None = None
     reduce: tuple[str, ...] = ()
+    structure: Any = dataclasses.field(default=None, compare=False)
 
     @overload
     def __getitem__(self, index: int | str) -> Layer: ...
@@ -222,6 +230,14 @@ def _table(layers: Layers) -> str:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))
     params = sum(layer.num_params for layer in layers)
+    work = {layer.name: layer.copies * layer.inversion for layer in layers}
+    most = max(layers, key=lambda layer: work[layer.name], default=None)
+    if most and most.inversion > 512**3 and 2 * work[most.name] > sum(work.values()):
+        largest = max(size for shape in most.block_shapes.values() if len(shape) == 2 for size in shape)
+        lines.append(
+            f"{work[most.name] / sum(work.values()):.0%} of the work of inversions is that of {most.name!r}: "
+            f"inverse_every= inverts less often, max_dim={largest - 1} keeps its largest factor as a diagonal"
+        )
     lines.append(
         f"{len(layers.paths)} parameter leaves ({params:,} parameters) in {len(layers)} blocks; "
         f"factors: {total:,} elements, {format_bytes(4 * total)} in float32"

@@ -8,6 +8,7 @@ i_out`. Blocks of stacked layers carry a leading axis of copies.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kfac._capture.find_layers import layers_of
-from kfac._capture.outputs import Mark, Marks, find_marks, mean
+from kfac._capture.outputs import Mark, Marks, find_marks
 from kfac._capture.replay import replay
 from kfac._capture.taps import Key, Plan
 from kfac._capture.trace import Trace, trace
@@ -154,21 +155,15 @@ def _perturbed(x: jax.Array, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
     return x + offset.astype(x.dtype), x
 
 
-def _root(likelihood: str, z: jax.Array) -> jax.Array:
-    """`S` with `S^T S = H` for one row `z` of outputs: `E[(E[y] - y) (E[y] - y)^T]`."""
-    p = mean(likelihood, z)
-    if likelihood == "categorical":
-        return jnp.sqrt(p)[:, None] * (jnp.eye(len(p), dtype=p.dtype) - p)
-    return jnp.diag(jnp.sqrt(p * (1 - p))) if likelihood == "bernoulli" else jnp.eye(len(z), dtype=p.dtype)
-
-
 def _expected(mark: Mark, key: Key, outputs: Mapping[Key, jax.Array], total: Any, add: Callable) -> Any:
     """Adds `sum_r J_r^T H_r J_r` over the rows of a mark, one row at a time."""
     features = mark.shape[-1]
     rows = outputs[key].reshape(-1, features)
 
     def row(total, index):
-        root = _root(mark.likelihood, rows[index]).astype(rows.dtype)
+        units = jnp.eye(features, dtype=rows.dtype)
+        columns = jax.vmap(lambda unit: mark.likelihood.times_root(rows[index], unit, "the exact Fisher matrix"))(units)
+        root = math.sqrt(mark.weight) * columns.T.astype(rows.dtype)
         own = jnp.zeros((features, *rows.shape), rows.dtype).at[:, index].set(root)
         cotangents = {k: jnp.zeros((features, *z.shape), z.dtype) for k, z in outputs.items()}
         return add(total, {**cotangents, key: own.reshape(features, *outputs[key].shape)})

@@ -97,10 +97,11 @@ def test_ratio_is_that_of_explicit_jacobians(likelihood):
 @pytest.mark.parametrize(
     ("rate", "expected"),
     [
-        (1e-3, 0.9**2),  # a small step is predicted well
-        (40.0, 0.9**-2),  # the loss rises
-        (-0.1, 0.9**-2),  # the model itself predicts no decrease
-        (math.inf, 1.0),  # the optimizer makes no step at all
+        (1e-3, [1, 0.9**2, 0.9**2, 0.9**4]),  # a small step is predicted well
+        (8.0, [1, 0.9**-2, 0.9**-2, 0.9**-4]),  # the loss falls, though the model predicts that it rises
+        (40.0, [3, 9, 27, 81]),  # it rises: every step is taken back, and looked at
+        (-0.1, [3, 9, 27, 81]),  # the model itself predicts no decrease
+        (math.inf, [1, 1, 1, 1]),  # the optimizer makes no step at all
     ],
 )
 def test_rule(rate, expected):
@@ -110,12 +111,31 @@ def test_rule(rate, expected):
 
     tx, loss, params = kfac.adaptive_damping(optimizer, 0.01, every=2, decay=0.9), loss_of(), initial()
     step, state = step_of(tx, loss), tx.init(params)
-    _, state, _ = step(params, state, examples())
-    assert float(state.next_damping) == np.float32(0.01)
-    assert math.isnan(float(state.reduction_ratio))
-    _, state, _ = step(params, state, examples())
-    np.testing.assert_allclose(float(state.next_damping), 0.01 * expected, rtol=1e-6)
-    assert math.isnan(float(state.reduction_ratio)) == (expected == 1)
+    for factor in expected:
+        moved, state, _ = step(params, state, examples())
+        np.testing.assert_allclose(float(state.next_damping), 0.01 * factor, rtol=1e-5)
+        assert math.isnan(float(state.reduction_ratio)) == (rate == math.inf)
+        stays = all(jax.tree.leaves(jax.tree.map(jnp.array_equal, moved, params)))
+        assert stays == bool(state.again) == (expected[-1] == 81) or rate == math.inf
+    assert int(state.taken_back) == (4 if expected[-1] == 81 else 0)
+
+
+def test_steps_taken_back_until_the_damping_is_enough():
+    """From a damping a million times too small it recovers, where the same optimizer without it diverges."""
+    params, batch, loss = initial(), examples(), loss_of()
+
+    def diverging(damping):
+        return optax.chain(optax.trace(0.9), optax.scale_by_learning_rate(1e-3 / damping))
+
+    tx = kfac.adaptive_damping(diverging, 1e-9, every=5, minimum=1e-12)
+    step, state, losses = step_of(tx, loss), tx.init(params), [float(loss(params, batch))]
+    for _ in range(40):
+        params, state, _ = step(params, state, batch)
+        losses.append(float(loss(params, batch)))
+        if state.again:
+            assert losses[-1] == losses[-2]
+    assert 10 <= int(state.taken_back) < 25
+    assert losses[-1] < losses[0]
 
 
 def test_between_the_thresholds_the_damping_stays():
@@ -128,7 +148,7 @@ def test_between_the_thresholds_the_damping_stays():
 
 def test_bounds():
     params = initial()
-    for rate, expected in ((1e-3, 0.0095), (40.0, 0.0102)):
+    for rate, expected in ((1e-3, 0.0095), (40.0, 0.0102)):  # the second is taken back
         tx = kfac.adaptive_damping(lambda damping, r=rate: optax.sgd(r), 0.01, minimum=0.0095, maximum=0.0102, every=1)
         state = tx.init(params)
         for _ in range(2):
@@ -147,7 +167,7 @@ def test_losses_that_are_not_finite():
     grads = jax.grad(loss_of())(params, batch)
     _, after = tx.update(grads, tx.init(params), params, value_fn=lambda p: loss(p, batch))
     assert float(after.reduction_ratio) == -math.inf
-    np.testing.assert_allclose(float(after.next_damping), 0.01 / 0.95, rtol=1e-6)
+    np.testing.assert_allclose(float(after.next_damping), 0.03, rtol=1e-6)
     _, before = tx.update(grads, tx.init(params), params, value_fn=lambda p: loss_of()(p, batch) * jnp.nan)
     assert math.isnan(float(before.reduction_ratio))
     assert float(before.next_damping) == np.float32(0.01)

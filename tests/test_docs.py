@@ -46,7 +46,26 @@ def distributed():
 
 def test_no_other_page_has_code_that_is_not_run():
     pages = {path.name for path in DOCS.glob("*.md") if "```python" in path.read_text()}
-    assert pages == {"optimizer.md", "distributed.md", "curvature.md", "precision.md", "quickstart.md", "interop.md"}
+    several = {"optimizer.md", "distributed.md", "curvature.md", "precision.md", "quickstart.md", "interop.md"}
+    assert pages == several | {"operators.md", "build_your_own.md"}
+
+
+def test_the_operator_page_runs():
+    names = _run("operators.md", 3)
+    # Corrected eigenvalues have the trace of the exact blocks, whatever the basis.
+    exact = kfac.exact.fisher_blocks(names["loss_fn"], names["layers"])(
+        names["params"], (names["inputs"], names["labels"])
+    )
+    expected = sum(np.trace(block) for block in exact.values()) + 1e-3 * names["fisher"].size
+    np.testing.assert_allclose(names["ekfac"].trace(), expected, rtol=1e-4)
+    assert np.isfinite(names["evidence"]) and names["logits"].shape == (20, 5, 3)
+
+
+def test_build_your_own_trains_and_scores():
+    names = _run("build_your_own.md", 3)
+    assert names["losses"][-1] < names["losses"][0] / 2
+    for scores in (names["surgeon"], names["wanda"]):
+        assert all(np.isfinite(leaf).all() and (leaf >= 0).all() for leaf in jax.tree.leaves(scores))
 
 
 def test_the_curvature_page_shows_what_its_code_prints(capsys):

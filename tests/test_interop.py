@@ -146,17 +146,29 @@ def test_apply_if_finite_around_it(momentum):
     assert_equal(rejected.inner_state, state.inner_state)
 
 
-def test_multi_steps_takes_mean_gradients_and_the_last_statistics():
+def test_multi_steps_would_drop_statistics_and_is_refused():
     tx = optax.MultiSteps(kfac.kfac(RATE, layers()), every_k_schedule=2)
-    found = history(optax.GradientTransformationExtraArgs(tx.init, tx.update), steps=4)
-    assert_equal(found[0][0], initial())
+    state = tx.init(initial())
+    with pytest.raises(ValueError, match=r"optax.MultiSteps averages the gradients .* call kfac.microbatch"):
+        jax.jit(tx.update)(measured(0)[0], state, initial(), factors=measured(0)[1])
+    # Gradients alone are averaged as they should be.
+    for t in range(2):
+        updates, state = tx.update(measured(t)[0], state, initial())
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, measured(0)[0], measured(1)[0])
+    direct = kfac.kfac(RATE, layers())
+    assert_close(updates, direct.update(mean, direct.init(initial()), initial())[0], 1e-6)
 
-    def mean(t):
-        grads = jax.tree.map(lambda a, b: (a + b) / 2, measured(2 * t)[0], measured(2 * t + 1)[0])
-        return grads, measured(2 * t + 1)[1]
 
-    assert_close(found[-1][0], run(kfac.kfac(RATE, layers()), steps=2, measured=mean)[0], 1e-5)
-    assert state_of(found[-1][1]).count == 2
+def test_a_mask_that_is_taken_for_a_schedule_is_an_error():
+    def kernels(params):
+        return jax.tree.map(lambda p: p.ndim > 1, params)
+
+    options = {"learning_rate": 0.1, "layers": layers(), "weight_decay": 1e-2, "weight_decay_mask": kernels}
+    injected = optax.inject_hyperparams(kfac.kfac)(**options)
+    with pytest.raises(ValueError, match=r'Name it there, static_args="weight_decay_mask"'):
+        injected.init(initial())
+    injected = optax.inject_hyperparams(kfac.kfac, static_args="weight_decay_mask")(**options)
+    assert_close(run(injected, steps=2)[0], run(kfac.kfac(**options), steps=2)[0], 1e-5)
 
 
 def test_optax_tree_utilities_reach_into_the_state():

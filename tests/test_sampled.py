@@ -34,6 +34,8 @@ def value_gradients(likelihood, z):
         p = 1 / (1 + np.exp(-z))
         weights = [(c, y, p[c] if y else 1 - p[c]) for c in range(classes) for y in (0, 1)]
         return [(w, np.eye(classes)[c] * (p[c] - y)) for c, y, w in weights]
+    if likelihood == "poisson":  # the variance of a count is its rate
+        return [(np.exp(z[c]), np.eye(classes)[c]) for c in range(classes)]
     return [(1.0, np.eye(classes)[c]) for c in range(classes)]
 
 
@@ -105,6 +107,8 @@ def nll(likelihood, z, t):
         return -jnp.sum(t * jax.nn.log_softmax(z), axis=-1)
     if likelihood == "bernoulli":
         return -jnp.sum(jnp.where(t, jax.nn.log_sigmoid(z), jax.nn.log_sigmoid(-z)), axis=-1)
+    if likelihood == "poisson":
+        return jnp.sum(jnp.exp(z) - t * z, axis=-1)
     return 0.5 * jnp.sum((t - z) ** 2, axis=-1)
 
 
@@ -513,8 +517,16 @@ def test_a_table_of_positions_where_every_token_is_an_example(x64):
 
 def test_bad_marks_are_errors():
     x = jnp.ones((2, 3))
-    with pytest.raises(ValueError, match=r"likelihood must be one of 'categorical'.*but is 'poisson'"):
-        kfac.output(x, "poisson")
+    with pytest.raises(ValueError, match=r"likelihood must be one of 'categorical'.*but is 'cauchy'"):
+        kfac.output(x, "cauchy")
+    with pytest.raises(ValueError, match="weight must be positive and finite, but is 0"):
+        kfac.output(x, "gaussian", weight=0)
+    with pytest.raises(TypeError, match="weight must be a plain number"):
+        kfac.output(x, "gaussian", weight=x)
+    with pytest.raises(ValueError, match="variance is for likelihood='gaussian', but likelihood is 'poisson'"):
+        kfac.output(x, "poisson", variance=2.0)
+    with pytest.raises(ValueError, match="sample of a Likelihood must be a function"):
+        kfac.Likelihood("normal", jnp.sum)
     with pytest.raises(TypeError, match="must be real, but has dtype int32"):
         kfac.output(jnp.ones((2, 3), jnp.int32), "categorical")
     with pytest.raises(ValueError, match=r"is a scalar: pass x\[\.\.\., None\]"):
@@ -531,7 +543,9 @@ def _raises(match, loss, params, *args, fisher_key=..., **options):
 def test_what_cannot_be_drawn_is_an_error():
     params, x = parameters(np.float32), normal(9, N, D, dtype=np.float32)
     marked = loss_of(network, "categorical")
-    _raises("fisher must be 'empirical' or 'sampled', but is 'exact'", marked, params, x, fisher="exact")
+    _raises(
+        "fisher must be one of 'empirical', 'sampled', 'expected', but is 'exact'", marked, params, x, fisher="exact"
+    )
     _raises("pass a PRNG key at the call, fisher_key=jax.random.key", marked, params, x, fisher_key=None)
     _raises(
         r"must be a single PRNG key.*key<fry>\[2\]", marked, params, x, fisher_key=jax.random.split(jax.random.key(0))

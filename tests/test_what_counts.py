@@ -221,3 +221,32 @@ def test_complex_data_is_refused_by_name():
 
     with pytest.raises(kfac.UnsupportedLayerError, match=r"'w' is read by .*skip="):
         kfac.find_layers(loss, {"w": normal(0, 3, 2, dtype=np.float32)}, normal(1, N, 4, dtype=np.float32))
+
+
+@pytest.mark.parametrize("order", ["x + y", "y + x", "y - x"])
+def test_a_bias_may_follow_a_residual_connection(order):
+    """`(x + h @ w) + b` has the same gradient everywhere as `x + (h @ w + b)`, and gets the same block."""
+    params = {"w": normal(0, D, D, dtype=np.float32), "b": normal(1, D, dtype=np.float32)}
+
+    def loss(late):
+        def of(p, x):
+            y, b = jnp.tanh(x) @ p["w"], p["b"]
+            y, b = (y, b) if late else (y + b, 0)
+            return jnp.mean(jnp.tanh({"x + y": x + y, "y + x": y + x, "y - x": y - x}[order] + b) ** 2)
+
+        return of
+
+    x = normal(2, N, T, D, dtype=np.float32)
+    found = {late: kfac.find_layers(loss(late), params, x) for late in (True, False)}
+    assert [layer.params for layer in found[True]] == [("w", "b")]
+    assert found[True] == found[False]
+    _, grads, factors = kfac.value_and_grad(loss(True), found[True])(params, x)
+    expected = kfac.value_and_grad(loss(False), found[False])(params, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), (grads, factors), expected[1:])
+
+
+def test_a_bias_of_a_sum_of_two_layers_belongs_to_none():
+    params = {name: normal(k, D, D, dtype=np.float32) for k, name in enumerate("uv")} | {"b": jnp.ones(D)}
+    x = normal(2, N, D, dtype=np.float32)
+    layers = kfac.find_layers(lambda p, x: jnp.mean((x @ p["u"] + x @ p["v"] + p["b"]) ** 2), params, x)
+    assert {layer.name: layer.kind for layer in layers} == {"b": "diagonal", "u": "dense", "v": "dense"}

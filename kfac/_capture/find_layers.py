@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from kfac._capture import axes as axes_lib
 from kfac._capture.find_reads import Reads
 from kfac._capture.outputs import Marks, find_marks
@@ -65,7 +67,7 @@ def find_layers(
     if max_dim is not None and (isinstance(max_dim, bool) or not isinstance(max_dim, int) or max_dim < 1):
         raise ValueError(f"max_dim must be a positive int or None, but is {max_dim!r}")
     traced = trace(loss_fn, has_aux, params, args, kwargs)
-    options = Layers((), tuple(traced.names), tuple(skip), max_dim, tuple(reduce))
+    options = Layers((), tuple(traced.names), tuple(skip), max_dim, tuple(reduce), jax.tree.structure(params))
     return layers_of(traced, options, find_marks(traced), None).layers
 
 

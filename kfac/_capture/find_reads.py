@@ -209,6 +209,10 @@ class Reads:
             # one block needs no more than that they act on the same channels.
             axes = spread(state.output.axes, op.shapes[known[0]], op.results[0])
             return Data(active, Output(state.output.use, axes, multiplied=True), fixed=fixed)
+        added = op.name in ("add", "add_any") or (op.name == "sub" and known[0] == 0)
+        if added and state.output and op.shapes[known[0]] == op.results[0]:
+            # A sum with other data has the same gradient: a bias may come after a residual connection.
+            return Data(active, state.output, fixed=fixed)
         return Data(active, fixed=fixed)
 
     def _scan(self, op: Op, states: list[State], path: Path, scans) -> list[State]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,50 +15,75 @@ from jax.ad_checkpoint import checkpoint_name
 
 from kfac._capture import primitives
 from kfac._capture.axes import Atom
+from kfac._capture.likelihoods import Likelihood, name_of, named
 from kfac._capture.taps import AtMark, Key, Plan
 from kfac._capture.trace import Op, Path, Program, Trace
 from kfac._statistics.rows import accumulator
+from kfac._varying import as_varying, varying_axes
 
-LIKELIHOODS = ("categorical", "bernoulli", "gaussian")
 _PREFIX = "kfac.output/"
 _NO_LEAVES: frozenset[int] = frozenset()
 
 
-def output(x: jax.Array, likelihood: str) -> jax.Array:
+def output(
+    x: jax.Array,
+    likelihood: str | Likelihood,
+    *,
+    weight: float = 1.0,
+    variance: jax.typing.ArrayLike | None = None,
+) -> jax.Array:
     """Marks the output of the network inside `loss_fn`, and the distribution of the targets that it predicts.
 
     An identity. `value_and_grad` counts the examples by it, `n = x.size / x.shape[-1]` unless `num_examples` is given,
-    and `fisher="sampled"` draws targets from the distribution; nothing else changes. It may stand inside `jax.jit`,
-    `jax.checkpoint`, `jax.vmap` and `lax.scan`, and a loss may mark several outputs, which count as independent given
-    the input.
+    and `fisher="sampled"` and `"expected"` take the targets from the distribution; nothing else changes. It may stand
+    inside `jax.jit`, `jax.checkpoint`, `jax.vmap` and `lax.scan`, and a loss may mark several outputs, which count as
+    independent given the input.
 
     The loss that belongs to a mark is the mean over the `n` rows of `-log p(target | x)`:
 
     - `"categorical"`: `x` are logits, classes on the last axis: `optax.softmax_cross_entropy(x, target)`.
     - `"bernoulli"`: `x` are logits of independent features on the last axis, summed over:
       `optax.sigmoid_binary_cross_entropy(x, target).sum(-1)`.
-    - `"gaussian"`: `x` is the mean, the variance is 1: `0.5 * jnp.sum((target - x) ** 2, axis=-1)`.
+    - `"gaussian"`: `x` is the mean, the variance is 1: `0.5 * jnp.sum((target - x) ** 2, axis=-1)`; with `variance` the
+      squares are divided by it.
+    - `"residual"`: `x` are the residuals of least squares, which have no targets, as of a differential equation:
+      `0.5 * jnp.sum(x**2, axis=-1)`. Its Fisher matrix is the Gauss-Newton matrix.
+    - `"poisson"`: `x` are logarithms of rates: `jnp.sum(jnp.exp(x) - target * x, axis=-1)`.
 
     Args:
       x: real, `[..., features]`; a single feature has an axis of its own too.
-      likelihood: `"categorical"`, `"bernoulli"` or `"gaussian"`.
+      likelihood: one of these names, or a `kfac.Likelihood`.
+      weight: how many times the loss holds `-log p` of these rows, where it has several marked outputs; positive. Where
+        these have different numbers of rows and each is averaged over its own, as the interior and the boundary of a
+        domain, `n` is one of them, given as `num_examples`, and the weight of another term is its factor in the loss
+        times `n` over its rows.
+      variance: with `"gaussian"`, the known variance of the targets, positive: a number or an array like `x`.
 
     Returns:
-      `x`.
+      `x`; with `variance`, up to rounding.
 
     Raises:
-      ValueError: `likelihood` is another, or `x` has no axis.
-      TypeError: `x` is not real.
+      ValueError: `likelihood` is another, `weight` is not positive, `variance` is for another likelihood, or `x` has no
+        axis.
+      TypeError: `x` is not real, or `weight` is no plain number.
     """
-    if likelihood not in LIKELIHOODS:
-        raise ValueError(f"likelihood must be one of {', '.join(map(repr, LIKELIHOODS))}, but is {likelihood!r}")
+    name = name_of(likelihood)
+    if not isinstance(weight, int | float):
+        raise TypeError(f"weight must be a plain number, but is {weight!r}")
+    if not (weight > 0 and math.isfinite(weight)):
+        raise ValueError(f"weight must be positive and finite, but is {weight!r}")
+    if variance is not None:
+        if likelihood != "gaussian":
+            raise ValueError(f"variance is for likelihood='gaussian', but likelihood is {likelihood!r}")
+        deviation = jnp.sqrt(variance).astype(jnp.result_type(x))
+        return output(x / deviation, likelihood, weight=weight) * deviation
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"the output must be real, but has dtype {x.dtype}")
     if x.ndim < 1:
         raise ValueError("the output must have an axis of features, but is a scalar: pass x[..., None]")
     # vmap puts its axis where it likes, but behind expand_dims it comes first, and the features remain last.
-    return lax.squeeze(checkpoint_name(lax.expand_dims(x, (0,)), _PREFIX + likelihood), (0,))
+    return lax.squeeze(checkpoint_name(lax.expand_dims(x, (0,)), f"{_PREFIX}{name}/{float(weight)!r}"), (0,))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,6 +94,7 @@ class Mark:
       op: the operation.
       path: where it is.
       likelihood: the distribution.
+      weight: how many times the loss holds its `-log p`.
       shape: `[..., features]`, with an axis of 1 among the others that `output` adds.
       scans: lengths of the enclosing scans.
       leaves: the parameter leaves it depends on.
@@ -76,7 +103,8 @@ class Mark:
 
     op: Op
     path: Path
-    likelihood: str
+    likelihood: Likelihood
+    weight: float
     shape: tuple[int, ...]
     scans: tuple[int, ...]
     leaves: frozenset[int]
@@ -219,7 +247,8 @@ def _walk(
         together = _NO_LEAVES.union(*own) if op.alive else _NO_LEAVES
         likelihood = primitives.is_named(op.eqn, _PREFIX)
         if likelihood and op.alive:
-            found[here] = Mark(op, here, likelihood, op.results[0], scans, together, around)
+            name, weight = likelihood.split("/")
+            found[here] = Mark(op, here, named(name), float(weight), op.results[0], scans, together, around)
         return [together] * len(op.outputs)
 
     return program.run(states, lambda _: _NO_LEAVES, lambda _: _NO_LEAVES, visit)
@@ -239,38 +268,22 @@ def _walk_scan(op: Op, states: list[Leaves], path: Path, scans, around, found: d
 # -- targets -----------------------------------------------------------------------------------------------------------
 
 
-def mean(likelihood: str, x: jax.Array) -> jax.Array:
-    """The expectation of the target, one-hot for a class: `[..., features]` in float32 or better."""
-    x = x.astype(accumulator(x.dtype))
-    if likelihood == "categorical":
-        return jax.nn.softmax(x, axis=-1)
-    return jax.nn.sigmoid(x) if likelihood == "bernoulli" else x
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _pull(transposed: Callable[..., jax.Array], x: jax.Array, entry: jax.Array, zeros: jax.Array) -> jax.Array:
+    """`zeros`, as if they depended on `x`: a cotangent `g` of theirs becomes `transposed(x, entry, g)` of it."""
+    del transposed, x, entry
+    return zeros
 
 
-def sampled_gradient(likelihood: str, x: jax.Array, key: jax.Array) -> jax.Array:
-    """The gradient of `-log p(y | x)` with respect to `x`, `E[y] - y`, for a drawn `y`; float32 or better."""
-    wide = x.astype(accumulator(x.dtype))
-    if likelihood == "gaussian":
-        return jax.random.normal(key, wide.shape, wide.dtype)  # E[y] - y is minus a draw, and as likely as that
-    expected = mean(likelihood, x)
-    if likelihood == "bernoulli":
-        return expected - jax.random.bernoulli(key, expected)
-    return expected - jax.nn.one_hot(jax.random.categorical(key, wide), x.shape[-1], dtype=wide.dtype)
+def _pull_forward(transposed, x, entry, zeros):
+    del transposed
+    return zeros, (x, entry)
 
 
-@jax.custom_vjp
-def _pull(x: jax.Array, direction: jax.Array) -> jax.Array:
-    """A zero whose gradient with respect to `x` is `direction`."""
-    del direction
-    return jnp.zeros((), x.dtype)
-
-
-def _pull_forward(x, direction):
-    return jnp.zeros((), x.dtype), direction
-
-
-def _pull_backward(direction, g):
-    return g * direction, jnp.zeros_like(direction)
+def _pull_backward(transposed, residuals, g):
+    x, entry = residuals
+    pulled = as_varying(transposed(x, entry, g).astype(x.dtype), varying_axes(x))
+    return pulled, None, as_varying(jnp.zeros_like(g), varying_axes(g))
 
 
 _pull.defvjp(_pull_forward, _pull_backward)
@@ -278,14 +291,39 @@ _pull.defvjp(_pull_forward, _pull_backward)
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """At a mark: hands out a zero whose gradient is that of the mean over `n` of `-log p` of drawn targets."""
+    """At a mark: hands out zeros whose gradients are those of the likelihood.
 
-    likelihood: str
+    Of drawn targets one zero, with the gradient of the mean over `n` of `-log p`. With `expected` a zero for each
+    feature: zero `c` has the gradient `S^T e_c / n`, and the second moments of these, added up over `c`, are those of
+    gradients of the mean expected over all targets. Every row has a random sign, so that rows that share a gradient, as
+    where examples interact, do so on average as independent targets would: not at all.
+    """
+
+    mark: Mark
     n: int
+    expected: bool = False
 
     def __call__(self, x: jax.Array, entry: jax.Array) -> tuple[jax.Array, jax.Array]:
-        gradient = sampled_gradient(self.likelihood, x, entry) / self.n
-        return x, _pull(x, lax.stop_gradient(gradient.astype(x.dtype)))
+        shape = x.shape[-1:] if self.expected else ()
+        zeros = lax.stop_gradient(jnp.sum(x, axis=tuple(range(x.ndim - len(shape)))) * 0)
+        return x, _pull(self._expected if self.expected else self._sampled, x, entry, zeros)
+
+    @property
+    def _scale(self) -> float:
+        return math.sqrt(self.mark.weight) / self.n
+
+    def _sampled(self, x: jax.Array, key: jax.Array, g: jax.Array) -> jax.Array:
+        return g * self._scale * self.mark.likelihood.sampled_gradient(x, key)
+
+    def _expected(self, x: jax.Array, key: jax.Array, g: jax.Array) -> jax.Array:
+        signs = jax.random.rademacher(key, (*x.shape[:-1], 1), accumulator(x.dtype))
+
+        def root(v):
+            return self.mark.likelihood.times_root(x, v, "fisher='expected'")
+
+        # As varying as the outputs: shard_map would add up what is not over devices.
+        _, transposed = jax.vjp(root, as_varying(jnp.zeros(x.shape, signs.dtype), varying_axes(x)))
+        return transposed(signs * g.astype(signs.dtype))[0] * self._scale
 
 
 def keys_of(marks: Marks, key: jax.Array) -> dict[Key, jax.Array]:
@@ -309,14 +347,17 @@ def is_key(x: Any) -> bool:
     return x.dtype == jnp.uint32 and x.shape in ((2,), (4,))
 
 
-def checked_key(key: Any) -> jax.Array:
+def checked_key(key: Any, fisher: str) -> jax.Array:
     """`key` in the typed form.
 
     Raises:
       ValueError: it is missing, or no PRNG key.
     """
     if key is None:
-        raise ValueError("fisher='sampled' draws targets: pass a PRNG key at the call, fisher_key=jax.random.key(step)")
+        raise ValueError(
+            f"fisher={fisher!r} draws {'targets' if fisher == 'sampled' else 'signs'}: pass a PRNG key at the call, "
+            "fisher_key=jax.random.key(step)"
+        )
     if not is_key(key):
         what = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") and hasattr(key, "shape") else repr(key)
         raise ValueError(f"fisher_key must be a single PRNG key, such as jax.random.key(step), but is {what}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -9,13 +10,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.flatten_util import ravel_pytree
 
 from kfac._capture.outputs import Draw, checked_key, find_marks, keys_of
 from kfac._capture.plan import Planned, plan_taps
 from kfac._capture.replay import replay
 from kfac._capture.trace import Trace, aim_at, trace
+from kfac._checks import check_choice
+from kfac._factors import Coarse, Factors
 from kfac._layers import Layers
-from kfac._varying import as_varying, own_key, varying_axes
+from kfac._varying import as_varying, own_key, varying_axes, zeros_of
 
 
 def value_and_grad(
@@ -45,7 +50,10 @@ def value_and_grad(
       fisher: `"empirical"`: statistics of the gradients of the loss itself. `"sampled"`: of the gradients of the mean
         over `n` of `-log p(y | output)`, for targets `y` drawn from the distribution that the network predicts at the
         outputs that `loss_fn` marks with `kfac.output`: one draw of an unbiased estimate of the true Fisher matrix
-        (Martens 2020). It costs a second backward pass.
+        (Martens 2020). It costs a second backward pass. `"expected"`: the expectation itself, over all targets, which
+        costs a backward pass for each feature of the output. It is exact for what a single row of the output has a
+        gradient of, and unbiased where several have a share in it: where examples interact, and of the unit-wise,
+        diagonal and EKFAC moments of examples with several rows.
       num_examples: `n` of the batch that one call sees. By default the size of the marked output without its axis of
         features, and without one the leading dimension of the layers' inputs.
       subsample: Kronecker factors come from every `subsample`-th example, which costs so many times less and is
@@ -58,7 +66,8 @@ def value_and_grad(
       `(loss, aux)`, `grads` has the structure of the parameters and `factors` is a `Factors`. It takes two further
       keywords, which `loss_fn` does not see:
 
-      - `fisher_key`, with `"sampled"`: a PRNG key. The same key draws the same targets, but on every device others: the
+      - `fisher_key`, with `"sampled"` and `"expected"` (for random signs, see `kfac.output`): a PRNG key. The same key
+        draws the same targets, but on every device others: the
         device's position on the axes over which the arguments vary is folded into it (under `jax.pmap`, and `shard_map`
         with `check_vma=False`, its position on all axes).
       - `basis`, for an optimizer with `inverse=kfac.Ekfac()`: what `kfac.eigenbasis` returns. `factors` then hold
@@ -70,28 +79,27 @@ def value_and_grad(
       ValueError: an argument is out of range; when the function is traced: it has other layers than `layers`, or the
         number of examples is not clear, or with `subsample` or `basis` a layer cannot tell them from positions, or with
         `subsample` it sees too few, or `basis` is no such one, or `fisher_key` is missing, no key, or given where
-        nothing is drawn, or with `"sampled"` the loss depends on a parameter but no marked output does.
+        nothing is drawn, or with `"sampled"` or `"expected"` the loss depends on a parameter but no marked output does.
     """
     if not isinstance(layers, Layers):
         raise ValueError(f"layers must be what kfac.find_layers returns, but is {type(layers).__name__}")
-    if fisher not in ("empirical", "sampled"):
-        raise ValueError(f"fisher must be 'empirical' or 'sampled', but is {fisher!r}")
+    check_choice("fisher", fisher, ("empirical", "sampled", "expected"))
     if isinstance(subsample, bool) or not isinstance(subsample, int) or subsample < 1:
         raise ValueError(f"subsample must be a positive int, but is {subsample!r}")
-    sampled = fisher == "sampled"
+    drawn = fisher != "empirical"
 
     @functools.wraps(loss_fn)
     def with_factors(params, *args, **kwargs):
-        key = _fisher_key(loss_fn, kwargs, sampled)
+        key = _fisher_key(loss_fn, kwargs, fisher)
         basis = None if _takes(loss_fn, "basis") else kwargs.pop("basis", None)
         # With replicated parameters, shard_map would sum gradients and statistics over devices inside autodiff.
         axes = varying_axes([x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array)])
         params = as_varying(params, axes | varying_axes(params))
         traced = trace(loss_fn, has_aux, params, args, kwargs)
         marks = find_marks(traced)
-        if sampled:
+        if drawn:
             skipped = {path for layer in layers if layer.kind == "skipped" for path in layer.params}
-            marks.require("fisher='sampled'", traced.names, skipped)
+            marks.require(f"fisher={fisher!r}", traced.names, skipped)
             aim_at(traced, [mark.op for mark in marks.marks])
         planned = plan_taps(traced, layers, marks, num_examples, subsample, moments=basis is not None)
         check_same(layers, planned.layers)
@@ -101,40 +109,64 @@ def value_and_grad(
             for name, spread in planned.spread.items():
                 entries |= spread(basis[name])
         if key is not None:
-            marks.place(planned.plan, lambda mark: Draw(mark.likelihood, planned.num_examples))
+            marks.place(planned.plan, lambda mark: Draw(mark, planned.num_examples, fisher == "expected"))
             entries |= keys_of(marks, own_key(key, axes | varying_axes(traced.program.consts)))
         flat, treedef = jax.tree.flatten(params)
         probes = jax.tree.map(lambda probe: jnp.zeros(probe.shape, probe.dtype), planned.probes)
         probes = as_varying(probes, axes | varying_axes(params))
-        outs, grads, factors = _differentiate(traced, planned, flat, probes, entries, sampled)
+        outs, grads, factors = _differentiate(traced, planned, flat, probes, entries, fisher)
         loss, aux = traced.rebuild(outs)
         return (loss, aux) if has_aux else loss, jax.tree.unflatten(treedef, grads), factors
 
     return with_factors
 
 
-def _differentiate(traced: Trace, planned: Planned, flat: list[Any], probes: Any, entries: Any, sampled: bool):
-    """One forward pass, a backward pass for the loss, and another for the likelihood of what was drawn."""
+def _differentiate(traced: Trace, planned: Planned, flat: list[Any], probes: Any, entries: Any, fisher: str):
+    """One forward pass, a backward pass for the loss, and others for the likelihood."""
 
     def losses_of(flat, probes):
         outs, drawn = replay(traced.program, [*flat, *traced.arrays], planned.plan, {**probes, **entries})
-        likelihoods = [jnp.sum(x) for x in drawn.values()]
-        return (outs[0], likelihoods), outs
+        # The iterations of a scan around a mark have some each.
+        dims = 1 if fisher == "expected" else 0
+        zeros = [jnp.sum(x, axis=tuple(range(x.ndim - dims))) for x in drawn.values()]
+        return (outs[0], zeros), outs
 
     (value, zeros), pull_back, outs = jax.vjp(losses_of, flat, probes, has_aux=True)
     grads, sums = pull_back((jnp.ones_like(value), zeros))
-    curvature = grads
-    if sampled:
-        curvature, sums = pull_back((jnp.zeros_like(value), jax.tree.map(jnp.ones_like, zeros)))
-    return outs, grads, planned.factors(sums, curvature)
+    if fisher == "empirical":
+        return outs, grads, planned.factors(sums, grads)
+
+    def factors_of(cotangents):
+        curvature, sums = pull_back((jnp.zeros_like(value), cotangents))
+        return planned.factors(sums, curvature)
+
+    if fisher == "sampled":
+        return outs, grads, factors_of(jax.tree.map(jnp.ones_like, zeros))
+    features, unravel = ravel_pytree(zeros)
+    units = as_varying(jnp.eye(len(features), dtype=features.dtype), varying_axes(features))
+    return outs, grads, _sum_of_moments(lambda unit: factors_of(unravel(unit)), units)
 
 
-def _fisher_key(loss_fn: Callable[..., Any], kwargs: dict[str, Any], sampled: bool) -> jax.Array | None:
+def _sum_of_moments(factors_of: Callable[[jax.Array], Factors], units: jax.Array) -> Factors:
+    """Factors whose second moments of gradients are the sums over all units; what does not depend on them stays."""
+
+    def add(total, unit):
+        new = factors_of(unit)
+        means = {name: block.mean for name, block in new.items() if isinstance(block, Coarse)}
+        return jax.tree.map(jnp.add, total, new), means
+
+    total, means = lax.scan(add, zeros_of(factors_of, units[0]), units)
+    whole = jax.tree.map(lambda x: x / len(units), total).unscale(len(units) ** -0.5)
+    blocks = {name: dataclasses.replace(block, mean=means[name]) for name, block in whole.items() if name in means}
+    return Factors({**whole, **blocks})
+
+
+def _fisher_key(loss_fn: Callable[..., Any], kwargs: dict[str, Any], fisher: str) -> jax.Array | None:
     """The key for what is drawn, taken out of the keywords."""
-    if sampled:
-        return checked_key(kwargs.pop("fisher_key", None))
+    if fisher != "empirical":
+        return checked_key(kwargs.pop("fisher_key", None), fisher)
     if "fisher_key" in kwargs and not _takes(loss_fn, "fisher_key"):
-        raise ValueError("fisher_key is for fisher='sampled': with 'empirical' nothing is drawn")
+        raise ValueError("fisher_key is for fisher='sampled' and 'expected': with 'empirical' nothing is drawn")
     return None
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kfac._curvature.eigh import decompose, eigenvalues
 from kfac._curvature.inverse import Inverse, identities, product
 from kfac._curvature.symmetric import flatten_block, unflatten_block
 from kfac._factors import Kronecker, is_diagonal
@@ -59,6 +60,14 @@ class Cholesky(Inverse):
         left = "ka" if is_diagonal(kept.G) else "kab"
         half = product(f"{left},k{left[-1]}c->kac", dtype, wide, kept.G, matrices)
         return product("kac,kc->kac" if is_diagonal(kept.A) else "kac,kcd->kad", dtype, wide, half, kept.A)
+
+    def spectrum(self, kept, factors, damping):
+        """Products of the eigenvalues of the damped factors."""
+        del kept
+        on_a, on_g = split_damping(factors, damping)
+        basis = Kronecker(*(decompose(factor, factor.dtype) for factor in (factors.A, factors.G)))
+        g, a = eigenvalues(basis.G) + on_g[:, None], eigenvalues(basis.A) + on_a[:, None]
+        return basis, g[:, :, None] * a[:, None, :]
 
     def encode(self, kept):
         """Triangles."""

@@ -53,6 +53,12 @@ class Eigh(Inverse):
         new = Kronecker(decompose(factors.A, dtype), decompose(factors.G, dtype))
         return new, eigen_condition(block_eigenvalues(new), damping)
 
+    def spectrum(self, kept, factors, damping):
+        """Decompositions of both factors; the eigenvalues are the products of theirs."""
+        del kept
+        basis = Kronecker(*(decompose(factor, factor.dtype) for factor in (factors.A, factors.G)))
+        return basis, block_eigenvalues(basis) + damping[:, None, None]
+
     def apply(self, kept, matrices, damping):
         """In the eigenbasis, a division."""
         return solve_in_basis(kept, block_eigenvalues(kept), matrices, damping)
@@ -99,12 +105,12 @@ def solve_in_basis(inverse: Kronecker, values: jax.Array, matrices: jax.Array, d
       matrices: `[k, d_out, d_in]`.
       damping: a scalar.
     """
-    out = _rotate(matrices, inverse, back=False)
+    out = rotate(matrices, inverse, back=False)
     damping = jnp.where(damping > 0, damping, jnp.nan).astype(values.dtype)
-    return _rotate((out / (values + damping)).astype(matrices.dtype), inverse, back=True)
+    return rotate((out / (values + damping)).astype(matrices.dtype), inverse, back=True)
 
 
-def _rotate(matrices: jax.Array, inverse: Kronecker, *, back: bool) -> jax.Array:
+def rotate(matrices: jax.Array, inverse: Kronecker, *, back: bool) -> jax.Array:
     """`Q_G^T V Q_A`, or `Q_G V Q_A^T` to go `back`; the eigenvectors of a diagonal factor are the identity."""
     if isinstance(inverse.G, Eigen):
         q = inverse.G.vectors

@@ -11,7 +11,7 @@ from jax import lax
 
 from kfac._curvature.eigh import Eigh, block_eigenvalues, eigen_condition, solve_in_basis
 from kfac._curvature.inverse import averaged
-from kfac._factors import Kronecker
+from kfac._factors import Eigen, Kronecker
 
 
 class Moments(NamedTuple):
@@ -68,6 +68,19 @@ class Ekfac(Eigh):
     def apply(self, kept, matrices, damping):
         """In the eigenbasis, a division by the corrected eigenvalues."""
         return solve_in_basis(kept, corrected_eigenvalues(kept), matrices, damping)
+
+    def spectrum(self, kept, factors, damping):
+        """In the kept eigenvectors; without moments the eigenvalues are what the factors have along them."""
+        if kept is None or kept.moments is None:
+            return super().spectrum(kept, factors, damping)
+
+        def along(side, factor):
+            q = side.vectors.astype(factor.dtype)
+            return Eigen(q, jnp.einsum("kji,kjl,kli->ki", q, factor, q, precision=lax.Precision.HIGHEST))
+
+        basis = Kronecker(along(kept.A, factors.A), along(kept.G, factors.G))
+        values = corrected_eigenvalues(dataclasses.replace(basis, moments=kept.moments))
+        return basis, values + damping[:, None, None]
 
     def absorb(self, kept, moments, decay, taken):
         """Into the running average of the moments."""

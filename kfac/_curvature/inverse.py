@@ -101,6 +101,23 @@ class Inverse(abc.ABC):
           As `matrices`.
         """
 
+    def spectrum(self, kept: Any, factors: Any, damping: jax.Array) -> tuple[Any, jax.Array]:
+        """What `kfac.operator` is made of; an inverse without eigenvectors has none.
+
+        Args:
+          kept: with `takes_moments` what is kept of the blocks, else None.
+          factors: their statistics.
+          damping: `[k]`.
+
+        Returns:
+          The eigenvectors of the damped blocks, a `Kronecker` of `Eigen`, or of `[k, d]` where they are the identity,
+          and the eigenvalues `[k, d_out, d_in]`.
+        """
+        del kept, factors, damping
+        raise ValueError(
+            f"inverse={self!r} does not say which eigenvectors it has: choose kfac.Eigh(), or define its `spectrum`"
+        )
+
     def absorb(self, kept: Any, moments: jax.Array, decay: jax.Array, taken: jax.Array) -> Any:
         """With `takes_moments`: what is kept, with the moments `[k, d_out, d_in]` of the blocks that are `taken`."""
         del moments, decay, taken

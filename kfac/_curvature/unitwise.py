@@ -6,9 +6,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from kfac._curvature.inverse import Inverse, identities
-from kfac._factors import Unitwise
+from kfac._factors import Eigen, Kronecker, Unitwise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,21 @@ class ChannelInverse(Inverse):
         inverse, condition, definite = (_inverse_1x1 if blocks.shape[-1] == 1 else _inverse_2x2)(blocks, amount)
         usable = jnp.all(definite & jnp.isfinite(condition), axis=1)
         return Unitwise(inverse.astype(kept.F.dtype)), jnp.where(usable, jnp.max(condition, axis=1), 0)
+
+    def spectrum(self, kept, factors, damping):
+        """In closed form: a rotation for each channel."""
+        del kept
+        f = factors.F
+        if f.shape[-1] == 1:
+            vectors = jnp.ones_like(f)
+        else:
+            angle = jnp.arctan2(2 * f[..., 0, 1], f[..., 0, 0] - f[..., 1, 1]) / 2
+            rows = [[jnp.cos(angle), -jnp.sin(angle)], [jnp.sin(angle), jnp.cos(angle)]]
+            vectors = jnp.stack([jnp.stack(row, axis=-1) for row in rows], axis=-2)
+        values = jnp.einsum("...ji,...jl,...li->...i", vectors, f, vectors, precision=lax.Precision.HIGHEST)
+        values = jnp.maximum(values, 0)  # rounding can make those of a second moment negative
+        ones = jnp.ones_like(values[..., :1])
+        return Kronecker(Eigen(vectors, values), ones), values[..., None, :] + damping[:, None, None, None]
 
     def apply(self, kept, matrices, damping):
         """A product for each channel, in float32 or better."""

@@ -11,15 +11,16 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from kfac._capture.outputs import find_marks, mean
+from kfac._capture.outputs import Mark, find_marks
 from kfac._capture.replay import replay
 from kfac._capture.taps import Plan
 from kfac._capture.trace import trace
 from kfac._checks import check_count, check_range, check_type
 from kfac._distributed.distribution import Distribution
 from kfac._optimizer.state import has_masked
-from kfac._statistics.rows import accumulator
 from kfac._varying import AxisName, as_varying, axis_size, varying_axes
+
+WORSE = 3.0  # by so much the damping grows when a step is taken back
 
 
 class AdaptiveDampingState(NamedTuple):
@@ -30,12 +31,16 @@ class AdaptiveDampingState(NamedTuple):
       next_damping: the damping of the next step, float32.
       reduction_ratio: actual over predicted change of the loss when it was last measured; NaN before.
       inner: the state of the optimizer.
+      taken_back: how many steps were taken back so far.
+      again: whether the last one was, so that the next is measured.
     """
 
     count: jax.Array  # type: ignore[assignment]  # optax's name for it
     next_damping: jax.Array  # not `damping`: `optax.tree.get(opt_state, "damping")` finds one value only
     reduction_ratio: jax.Array
     inner: Any
+    taken_back: jax.Array
+    again: jax.Array
 
 
 def adaptive_damping(
@@ -59,8 +64,13 @@ def adaptive_damping(
     compares the change of the loss `h` on the step's batch with what the quadratic model predicted, with damping `l`
     and the exact Fisher matrix `F` of that batch (Martens & Grosse 2015, section 6.5). Above `high` the model is better
     than the damping supposes, which is multiplied by `decay^every`; below `low` it is divided by it. A model that
-    predicts no decrease, as momentum can bring about, and a loss that is not finite after the step count as below
-    `low`; a step that changes nothing, or starts from a loss that is not finite, as neither.
+    predicts no decrease, as momentum can bring about, counts as below `low`; a step that changes nothing, or starts
+    from a loss that is not finite, as neither.
+
+    A measured step after which the loss of its batch is larger, or not finite, is taken back: the update is zero, the
+    damping grows threefold, and the next step is looked at again. Momentum and statistics go on. So are the first
+    `every` steps, because that is when a damping is too small by orders of magnitude. With small batches
+    choose a larger `every`: momentum can make the loss of a single batch larger while it makes that of all smaller.
 
     `update(grads, state, params, *, value_fn, **extra)` needs the parameters and, as optax's line searches
     do, the loss as a function of them alone: `value_fn=lambda params: loss_fn(params, batch)`, the mean loss whose
@@ -121,7 +131,8 @@ def adaptive_damping(
 
     def init(params):
         damping, ratio = jnp.asarray(initial, jnp.float32), jnp.full((), jnp.nan, jnp.float32)
-        return AdaptiveDampingState(jnp.zeros((), jnp.int32), damping, ratio, inner(damping).init(params))
+        none = jnp.zeros((), jnp.int32)
+        return AdaptiveDampingState(none, damping, ratio, inner(damping).init(params), none, jnp.zeros((), bool))
 
     def update(updates, state, params=None, *, value_fn=None, **extra):
         if params is None:
@@ -140,25 +151,34 @@ def adaptive_damping(
         # A chain may hold another transformation that measures the loss.
         changes, inner_state = inner(damping).update(updates, state.inner, params, value_fn=value_fn, **extra)
 
+        count = optax.safe_increment(state.count)
+        due = count % every == 0
+
         def measured():
-            ratio = _reduction_ratio(value_fn, params, changes, damping, axis)
+            ratio, worse = _reduction_ratio(value_fn, params, changes, damping, axis)
             factor = jnp.where(ratio > high, decay**every, jnp.where(ratio < low, decay**-every, 1.0))
+            factor = jnp.where(worse, WORSE, jnp.where(due, factor, 1.0))
             # Without a ratio there is nothing to learn from the step.
             known = ~jnp.isnan(ratio)
             new = jnp.where(known, jnp.clip(damping * factor, minimum, maximum), damping)
-            return new.astype(jnp.float32), jnp.where(known, ratio, state.reduction_ratio).astype(jnp.float32)
+            return new.astype(jnp.float32), jnp.where(known, ratio, state.reduction_ratio).astype(jnp.float32), worse
 
-        count = optax.safe_increment(state.count)
-        next_damping, ratio = lax.cond(count % every == 0, measured, lambda: (damping, state.reduction_ratio))
-        return changes, AdaptiveDampingState(count, next_damping, ratio, inner_state)
+        unmeasured = damping, state.reduction_ratio, jnp.zeros((), bool)
+        next_damping, ratio, worse = lax.cond(due | (count <= every) | state.again, measured, lambda: unmeasured)
+        # The momentum goes on: it may be what points uphill, and gradients at the same place turn it.
+        changes = jax.tree.map(lambda change: jnp.where(worse, 0, change), changes)
+        return changes, AdaptiveDampingState(count, next_damping, ratio, inner_state, state.taken_back + worse, worse)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _reduction_ratio(
     value_fn: Callable[[Any], Any], params: Any, changes: Any, damping: jax.Array, axis: AxisName | None
-) -> jax.Array:
-    """Actual over predicted change of the loss; minus infinity for a bad step, NaN if nothing can be said of it."""
+) -> tuple[jax.Array, jax.Array]:
+    """Actual over predicted change of the loss, and whether it is larger after the step or not finite.
+
+    The ratio is minus infinity for a bad step, NaN if nothing can be said of it.
+    """
 
     def averaged(x):
         return lax.pmean(x, axis) if axis_size(axis) else x
@@ -169,7 +189,9 @@ def _reduction_ratio(
     predicted = slope + (curvature + damping * length) / 2
     bad = ~(predicted < 0) | ~jnp.isfinite(after)
     ratio = jnp.where(bad, -jnp.inf, (after - before) / jnp.where(bad, 1, predicted))
-    return jnp.where((length > 0) & jnp.isfinite(before), ratio, jnp.nan)
+    known = (length > 0) & jnp.isfinite(before)
+    rounding = 8 * jnp.finfo(before.dtype).eps * jnp.abs(before)
+    return jnp.where(known, ratio, jnp.nan), known & ~(after <= before + rounding)
 
 
 def _along(value_fn: Callable[[Any], Any], params: Any, direction: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -196,16 +218,10 @@ def _along(value_fn: Callable[[Any], Any], params: Any, direction: Any) -> tuple
 
     tangents = [d.astype(p.dtype) for d, p in zip(jax.tree.leaves(direction), flat, strict=True)]
     (loss, outputs), (slope, moved) = jax.jvp(evaluate, (flat,), (tangents,))
-    total = sum(_second_derivative(mark.likelihood, outputs["", k], moved["", k]) for k, mark in enumerate(marks.marks))
+    total = sum(_second_derivative(mark, outputs["", k], moved["", k]) for k, mark in enumerate(marks.marks))
     return loss, slope, jnp.divide(total, n)
 
 
-def _second_derivative(likelihood: str, x: jax.Array, v: jax.Array) -> jax.Array:
+def _second_derivative(mark: Mark, x: jax.Array, v: jax.Array) -> jax.Array:
     """`<v, H v>` with the Hessian `H` of `-log p` with respect to `x`, summed over all rows."""
-    v = v.astype(accumulator(v.dtype))
-    if likelihood == "gaussian":
-        return jnp.sum(v * v)
-    p = mean(likelihood, x)
-    if likelihood == "bernoulli":
-        return jnp.sum(p * (1 - p) * v * v)
-    return jnp.sum(p * (v - jnp.sum(p * v, axis=-1, keepdims=True)) ** 2)
+    return mark.weight * jnp.sum(jnp.square(mark.likelihood.times_root(x, v, "adaptive_damping")))

@@ -15,7 +15,7 @@ from kfac._factors import Factors, Kronecker
 from kfac._layers import Layers
 from kfac._optimizer.adaptive_damping import AdaptiveDampingState
 from kfac._optimizer.kfac import NormConstraintState
-from kfac._optimizer.state import KfacState, find_nodes, find_state
+from kfac._optimizer.state import KfacState, blocks_of, find_nodes, find_state
 
 
 def diagnostics(opt_state: Any) -> dict[str, jax.Array]:
@@ -31,7 +31,8 @@ def diagnostics(opt_state: Any) -> dict[str, jax.Array]:
       `statistics_change` (of the last statistics, relative to the running averages before them), `inverse_age` (steps
       since the oldest inverse in use was computed), `skipped_statistics` and `failed_inversions` (blocks, since the
       start), `skipped_steps` (updates that were not finite, an `optax.apply_if_finite` around it included), with a norm
-      constraint `norm_constraint_scale`, and with `adaptive_damping` the last `reduction_ratio` (NaN before the first).
+      constraint `norm_constraint_scale`, and with `adaptive_damping` the last `reduction_ratio` (NaN before the first)
+      and the steps `taken_back`.
 
     Raises:
       ValueError: there is no K-FAC state, or more than one, in `opt_state`.
@@ -42,11 +43,36 @@ def diagnostics(opt_state: Any) -> dict[str, jax.Array]:
         scalars["norm_constraint_scale"] = constraint.scale
     for adaptive in find_nodes(opt_state, AdaptiveDampingState):
         scalars["reduction_ratio"] = adaptive.reduction_ratio
+        scalars["taken_back"] = adaptive.taken_back
     for guard in find_nodes(opt_state, optax.ApplyIfFiniteState):
         if find_nodes(guard, KfacState):
             # What it rejects does not reach the preconditioner.
             scalars["skipped_steps"] += guard.total_notfinite
     return scalars
+
+
+def averaged_factors(opt_state: Any, layers: Layers) -> Factors:
+    """The running averages of an optimizer, by layer: bias-corrected, as its inverses are made of.
+
+    Args:
+      opt_state: holds the one state of an optimizer on one device; that of several goes through `gather_state`.
+      layers: what `find_layers` returned.
+
+    Returns:
+      A `Factors`, with zeros before the first statistics. With `inverse=kfac.Ekfac()` without its moments, which
+      `kfac.operator(layers, opt_state)` has.
+
+    Raises:
+      ValueError: there is no K-FAC state, or more than one, or it is not one for these layers.
+    """
+    check_layers(layers)
+    blocks: dict[str, Any] = {}
+    for group, block in blocks_of(find_state(opt_state, "opt_state"), layers, "opt_state"):
+        leaves, treedef = jax.tree.flatten(block.factors)
+        for layer, *own in zip(group.layers, *([x for _, x in group.split(leaf)] for leaf in leaves), strict=True):
+            own = own if group.kronecker and layer.stacked else [x[0] for x in own]
+            blocks[layer.name] = jax.tree.unflatten(treedef, own)
+    return Factors({layer.name: blocks[layer.name] for layer in layers.with_factors})
 
 
 def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:

@@ -123,6 +123,11 @@ def _check_momentum(momentum: Any, nesterov: Any, rate_in_momentum: Any, trust_r
 
 def _check_weight_decay(weight_decay: Any, mask: Any) -> None:
     check_range("weight_decay", weight_decay, 0, math.inf, open_high=True)
+    if isinstance(mask, bool | jax.Array):
+        raise ValueError(
+            f"weight_decay_mask is one value for all parameters, {mask!r}: optax.inject_hyperparams takes a function "
+            'for a schedule and calls it with the step. Name it there, static_args="weight_decay_mask"'
+        )
     if not callable(mask) and not all(isinstance(x, bool) for x in jax.tree.leaves(mask)):
         raise ValueError(
             "weight_decay_mask must be a tree of bools like the parameters, or a function from parameters to one, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -79,7 +80,7 @@ def scale_by_kfac(
 
     Raises:
       ValueError: an argument is out of range; in `update`, the gradients or factors are not those of `layers`, or the
-        state is one for another number of devices.
+        state is one for another number of devices, or `optax.MultiSteps` around it would drop statistics.
     """
     check_layers(layers)
     check_range("damping", damping, 0, math.inf, open_low=True, open_high=True)
@@ -111,6 +112,7 @@ def scale_by_kfac(
     def update(updates: Any, state: KfacState, params: Any = None, *, factors: Factors | None = None, **extra: Any):
         del params, extra
         if factors is not None:
+            _check_all_parts_are_here()
             check_factors(factors, layers, inverse)
         count = state.count
         now = Now(
@@ -127,6 +129,19 @@ def scale_by_kfac(
         return preconditioned_step(config, updates, state, now, factors, local=True)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_all_parts_are_here() -> None:
+    """Raises inside of `optax.MultiSteps`, which averages gradients but hands on the last statistics only."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is optax.MultiSteps.update.__code__:
+            raise ValueError(
+                "optax.MultiSteps averages the gradients of several batches, but of their factors it passes on the "
+                "last: call kfac.microbatch(kfac.value_and_grad(loss_fn, layers), parts) on the whole batch and update "
+                "without MultiSteps, or pass factors=None where its steps are to bring no statistics"
+            )
+        frame = frame.f_back
 
 
 def _config(layers: Layers, inverse: Inverse, distribution: Distribution, inverse_every: int | jax.Array) -> Config:

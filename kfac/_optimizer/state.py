@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from kfac._curvature.blocks import Group
+from kfac._curvature.blocks import Group, group_layers
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.assignment import Shard, group_costs, make_phases, make_shards
 from kfac._distributed.distribution import Distribution, shared
@@ -253,6 +254,20 @@ def find_state(opt_state: Any, argument: str) -> KfacState:
             f"{len(states)}" + "; give the part of each" * (len(states) > 1)
         )
     return states[0]
+
+
+def blocks_of(state: KfacState, layers: Layers, argument: str) -> Iterator[tuple[Group, BlockState]]:
+    """The blocks of each group, all of which a state of one device holds."""
+    for group in group_layers(layers):
+        block = state.blocks.get(group.name)
+        have = 0 if block is None else len(block.weight)
+        if block is None or have != group.size or block.weight.ndim != 1:
+            raise ValueError(
+                f"{argument} must be the state of an optimizer for these layers, on one device, but has {have} blocks "
+                f"{group.name} where the layers have {group.size}: a state of several devices goes through "
+                "kfac.gather_state"
+            )
+        yield group, block
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,47 @@
+"""Draws docs/figures/kronecker.png: the exact Fisher block of a layer, and its Kronecker product, real numbers.
+
+The network of docs/curvature.md, after 30 steps; `python docs/figures/kronecker.py` runs the code of that page.
+"""
+
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+
+import kfac
+
+HERE = pathlib.Path(__file__).resolve().parent
+names: dict = {}
+exec(
+    re.findall(r"^```python\n(.*?)^```$", (HERE.parent / "curvature.md").read_text(), re.MULTILINE | re.DOTALL)[0],
+    names,
+)
+params, layers, loss_fn, batch = names["after"][30], names["layers"], names["loss_fn"], names["batch"]
+
+block = kfac.exact.fisher_blocks(loss_fn, layers, names=["second"])(params, batch)["second"]
+factors = kfac.value_and_grad(loss_fn, layers, fisher="expected")(params, batch, fisher_key=jax.random.key(0))[2][
+    "second"
+]
+product = kfac.exact.dense(factors)
+error = kfac.exact.error(block, product)
+
+figure, axes = plt.subplots(1, 4, figsize=(12, 3.6), width_ratios=[3, 1, 3, 3], layout="constrained")
+limit = float(jnp.quantile(jnp.abs(block), 0.995))
+style = {"cmap": "RdBu_r", "interpolation": "nearest"}
+axes[0].imshow(block, vmin=-limit, vmax=limit, **style)
+axes[0].set_title(f"exact block of a layer\n{block.shape[0]} x {block.shape[0]}")
+for factor, title in ((factors.A, "A"), (factors.G, "G")):
+    inset = axes[1].inset_axes([0.05, 0.55 if title == "A" else 0.05, 0.9, 0.4])
+    inset.imshow(factor, vmin=-float(jnp.abs(factor).max()), vmax=float(jnp.abs(factor).max()), **style)
+    inset.set_title(f"{title}, {factor.shape[0]} x {factor.shape[0]}", fontsize=9)
+    inset.set_xticks([]), inset.set_yticks([])
+axes[1].axis("off")
+axes[2].imshow(product, vmin=-limit, vmax=limit, **style)
+axes[2].set_title(f"their product\ncosine with the block {float(error.cosine):.2f}")
+axes[3].imshow(block - product, vmin=-limit, vmax=limit, **style)
+axes[3].set_title("what it misses\n(same colours)")
+for axis in (axes[0], *axes[2:]):
+    axis.set_xticks([]), axis.set_yticks([])
+figure.savefig(HERE / "kronecker.png", dpi=110)

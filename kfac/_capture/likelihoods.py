@@ -1,0 +1,124 @@
+"""The distributions of targets that a marked output predicts: how they are drawn, and the curvature of their loss."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from kfac._statistics.rows import accumulator
+
+
+@dataclasses.dataclass(frozen=True)
+class Likelihood:
+    """A distribution of targets given an output of the network: what `kfac.output` takes beside the names it knows.
+
+    For a Laplace distribution with scale 1::
+
+        kfac.Likelihood(
+            sample=lambda key, x: x + jax.random.laplace(key, x.shape),
+            log_prob=lambda x, target: -jnp.abs(target - x).sum(-1),
+            root=lambda x, v: v,
+        )
+
+    Args:
+      sample: `sample(key, x)` draws a target for each row of the outputs `x` `[..., features]`.
+      log_prob: `log_prob(x, target)` is `log p(target | x)` up to what does not depend on `x`, `[...]`.
+      root: `root(x, v)` multiplies vectors `v` `[..., features]` by `S(x)`, a square matrix with `S^T S = H`, the
+        expected second moment of the gradients of `-log p` with respect to `x`. Only what needs it asks for it:
+        `fisher="expected"`, `kfac.exact` and `adaptive_damping`.
+
+    Raises:
+      ValueError: one of them is no function.
+    """
+
+    sample: Callable[[jax.Array, jax.Array], jax.Array]
+    log_prob: Callable[[jax.Array, jax.Array], jax.Array]
+    root: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+
+    def __post_init__(self):
+        """Checks the arguments."""
+        for name in ("sample", "log_prob", *(["root"] if self.root is not None else [])):
+            if not callable(getattr(self, name)):
+                raise ValueError(f"{name} of a Likelihood must be a function, but is {getattr(self, name)!r}")
+
+    def sampled_gradient(self, x: jax.Array, key: jax.Array) -> jax.Array:
+        """The gradient of `-log p(y | x)` with respect to `x`, for a drawn `y`; float32 or better."""
+        wide = x.astype(accumulator(x.dtype))
+        target = self.sample(key, wide)
+        return -jax.grad(lambda z: jnp.sum(self.log_prob(z, target)))(wide)
+
+    def times_root(self, x: jax.Array, v: jax.Array, what: str) -> jax.Array:
+        """`S(x) v`, in float32 or better; `what` needs it.
+
+        Raises:
+          ValueError: the user gave none.
+        """
+        if self.root is None:
+            raise ValueError(f"{what} needs the curvature of the loss: give the Likelihood a root= as well")
+        dtype = accumulator(x.dtype)
+        return self.root(x.astype(dtype), v.astype(dtype))
+
+
+def _categorical_root(x: jax.Array, v: jax.Array) -> jax.Array:
+    p = jax.nn.softmax(x, axis=-1)
+    return jnp.sqrt(p) * (v - jnp.sum(p * v, axis=-1, keepdims=True))
+
+
+def _bernoulli_root(x: jax.Array, v: jax.Array) -> jax.Array:
+    p = jax.nn.sigmoid(x)
+    return jnp.sqrt(p * (1 - p)) * v
+
+
+def _log_bernoulli(x: jax.Array, target: jax.Array) -> jax.Array:
+    return jnp.sum(target * jax.nn.log_sigmoid(x) + (1 - target) * jax.nn.log_sigmoid(-x), axis=-1)
+
+
+def _log_categorical(x: jax.Array, target: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(jax.nn.log_softmax(x, axis=-1), target[..., None], axis=-1)[..., 0]
+
+
+_GAUSSIAN = Likelihood(
+    lambda key, x: x + jax.random.normal(key, x.shape, x.dtype),
+    lambda x, target: -jnp.sum((target - x) ** 2, axis=-1) / 2,
+    lambda x, v: v,
+)
+LIKELIHOODS = {
+    "categorical": Likelihood(lambda key, x: jax.random.categorical(key, x), _log_categorical, _categorical_root),
+    "bernoulli": Likelihood(
+        lambda key, x: jax.random.bernoulli(key, jax.nn.sigmoid(x)).astype(x.dtype), _log_bernoulli, _bernoulli_root
+    ),
+    "gaussian": _GAUSSIAN,
+    "residual": _GAUSSIAN,
+    "poisson": Likelihood(
+        lambda key, x: jax.random.poisson(key, jnp.exp(x)).astype(x.dtype),
+        lambda x, target: jnp.sum(target * x - jnp.exp(x), axis=-1),
+        lambda x, v: jnp.exp(x / 2) * v,
+    ),
+}
+
+# A mark is a name in the program. That of a user's own distribution is its number here.
+_OWN: list[Likelihood] = []
+
+
+def name_of(likelihood: str | Likelihood) -> str:
+    """The name by which `named` finds it again.
+
+    Raises:
+      ValueError: it is neither known nor a `Likelihood`.
+    """
+    if isinstance(likelihood, Likelihood):
+        if likelihood not in _OWN:
+            _OWN.append(likelihood)
+        return str(_OWN.index(likelihood))
+    if not isinstance(likelihood, str) or likelihood not in LIKELIHOODS:
+        known = ", ".join(map(repr, LIKELIHOODS))
+        raise ValueError(f"likelihood must be one of {known} or a kfac.Likelihood, but is {likelihood!r}")
+    return likelihood
+
+
+def named(name: str) -> Likelihood:
+    """The likelihood of that name."""
+    return _OWN[int(name)] if name.isdigit() else LIKELIHOODS[name]

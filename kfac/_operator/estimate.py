@@ -1,0 +1,91 @@
+"""The factors of a whole data set, batch by batch."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sized
+from typing import Any
+
+import jax
+
+from kfac._capture.find_layers import layers_of
+from kfac._capture.outputs import find_marks
+from kfac._capture.trace import trace
+from kfac._capture.value_and_grad import value_and_grad
+from kfac._factors import Coarse, Factors, Kronecker, Unitwise
+from kfac._layers import Layers
+
+
+def estimate(
+    loss_fn: Callable[..., Any],
+    layers: Layers,
+    params: Any,
+    batches: Iterable[Any],
+    *,
+    fisher: str = "empirical",
+    key: jax.Array | None = None,
+    basis: Mapping[str, Kronecker] | None = None,
+    has_aux: bool = False,
+    num_examples: int | None = None,
+    progress: bool = False,
+) -> Factors:
+    """The factors of all batches together, at fixed parameters: the average over their examples.
+
+    In the memory of one batch. Batches may differ in size; each new size is compiled once. On several devices place
+    `params` and the batches on a mesh. Coarse diagonal blocks are formed of each batch and then averaged.
+
+    Args:
+      loss_fn: `loss_fn(params, batch)`, the mean loss of a batch, as for `value_and_grad`.
+      layers: what `find_layers` returned for it.
+      params: the parameters.
+      batches: any iterable of batches, such as a list or a data loader, gone through once.
+      fisher: `"empirical"`, `"sampled"` or `"expected"`, as for `value_and_grad`.
+      key: with `"sampled"` and `"expected"` a PRNG key, into which the number of each batch is folded.
+      basis: eigenvectors, as `kfac.eigenbasis(factors, layers)` makes them of factors from a first pass; then the
+        result has the moments in it, for `kfac.operator(layers, factors, basis=basis)`.
+      has_aux: whether `loss_fn` returns a pair.
+      num_examples: how many examples a batch has, as for `value_and_grad`.
+      progress: whether to write a line to the standard error output that counts batches.
+
+    Returns:
+      A `Factors`.
+
+    Raises:
+      ValueError: there is no batch; or as of `value_and_grad`.
+    """
+    measure = value_and_grad(loss_fn, layers, has_aux=has_aux, fisher=fisher, num_examples=num_examples)
+    options = {} if basis is None else {"basis": basis}
+
+    def of_batch(params, batch, number):
+        traced = trace(loss_fn, has_aux, params, (batch,), {})
+        examples = layers_of(traced, layers, find_marks(traced), num_examples).num_examples
+        drawn = {} if key is None else {"fisher_key": jax.random.fold_in(key, number)}
+        factors = measure(params, batch, **drawn, **options)[2]
+        formed = {n: Unitwise(block.F) if isinstance(block, Coarse) else block for n, block in factors.items()}
+        return Factors(formed), examples
+
+    @jax.jit
+    def first(params, batch):
+        return of_batch(params, batch, 0)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def further(mean, count, params, batch, number):
+        factors, examples = of_batch(params, batch, number)
+        share = examples / (count + examples)
+        return jax.tree.map(lambda old, new: old + share * (new - old), mean, factors), count + examples
+
+    mean, count, number = None, None, 0
+    for number, batch in enumerate(batches, 1):
+        if mean is None:
+            mean, count = first(params, batch)
+        else:
+            mean, count = further(mean, count, params, batch, number - 1)
+        if progress:
+            of = f" of {len(batches)}" if isinstance(batches, Sized) else ""
+            print(f"\rkfac.estimate: {number}{of} batches, {int(count)} examples", end="", file=sys.stderr, flush=True)
+    if progress and number:
+        print(file=sys.stderr)
+    if mean is None:
+        raise ValueError("batches is empty: there is nothing to take statistics of")
+    return mean

@@ -1,0 +1,342 @@
+"""The damped curvature as a symmetric matrix: products, inverses, roots, samples, determinants."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.flatten_util import ravel_pytree
+
+from kfac._capture.value_and_grad import check_basis
+from kfac._checks import check_layers, check_range, check_type
+from kfac._curvature.blocks import Group, check_factors, group_layers
+from kfac._curvature.eigh import Eigh, rotate
+from kfac._curvature.ekfac import Ekfac, Moments
+from kfac._curvature.inverse import Inverse
+from kfac._curvature.refresh import in_portions
+from kfac._factors import Coarse, Eigen, Factors, Kronecker, Tied, Unitwise
+from kfac._layers import KRONECKER_KINDS, Layer, Layers, map_by_path
+from kfac._optimizer.state import KfacState, blocks_of, find_state, match_leaves
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """The matrix of one layer, `Q diag(values) Q^T`, over the layer's parameters as matrices `[k, d_out, d_in]`.
+
+    `k` counts copies of a stacked layer, which have a matrix each. A unit-wise layer is a stack of its channels,
+    `[channels, 1, p]`. Products take and return such arrays; `block @ layer.to_matrix(leaves)` is one.
+
+    Attributes:
+      basis: the eigenvectors `Q = Q_A (x) Q_G`, with an array `[k, d]` in the place of a side whose are the identity.
+      values: the eigenvalues, `[k, d_out, d_in]`.
+    """
+
+    basis: Kronecker
+    values: jax.Array
+
+    def __matmul__(self, matrices: jax.Array) -> jax.Array:
+        """`Q diag(values) Q^T v`, of matrices with as many entries as `values`."""
+        wide = matrices.reshape(self.values.shape).astype(jnp.result_type(matrices, self.values))
+        turned = self.values * rotate(wide, self.basis, back=False)
+        return rotate(turned, self.basis, back=True).reshape(matrices.shape)
+
+    def map(self, fn: Callable[[jax.Array], jax.Array]) -> Block:
+        """The function `fn` of the matrix: the same eigenvectors, other eigenvalues."""
+        return dataclasses.replace(self, values=fn(self.values))
+
+    def diagonal(self) -> jax.Array:
+        """`[k, d_out, d_in]`."""
+        g, a = (_squares(side) for side in (self.basis.G, self.basis.A))
+        return jnp.einsum("kij,kjm,klm->kil", g, self.values, a, precision=lax.Precision.HIGHEST)
+
+    def to_dense(self) -> jax.Array:
+        """`[k, p, p]` with `p = d_in d_out`, in the order of `kron(A, G)`, that of `kfac.exact`."""
+        k, d_out, d_in = self.values.shape
+        units = jnp.eye(d_out * d_in, dtype=self.values.dtype).reshape(-1, 1, d_in, d_out).swapaxes(-1, -2)
+        columns = jax.vmap(self.__matmul__)(jnp.broadcast_to(units, (d_out * d_in, k, d_out, d_in)))
+        return columns.swapaxes(-1, -2).reshape(d_out * d_in, k, d_out * d_in).transpose(1, 2, 0)
+
+
+def _squares(side: Eigen | jax.Array) -> jax.Array:
+    if isinstance(side, Eigen):
+        return jnp.square(side.vectors)
+    return jnp.broadcast_to(jnp.eye(side.shape[-1], dtype=side.dtype), (*side.shape, side.shape[-1]))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Operator:
+    """A symmetric matrix over the parameters, block diagonal by layer: what `kfac.operator` returns.
+
+    A pytree: it goes through `jax.jit`, `jax.vmap(op.matvec)` works on stacked trees, and its arrays can be placed on
+    devices. Trees have the structure of the parameters. Skipped parameters are not in the matrix: what it returns for
+    them is zero, and no determinant or trace counts them.
+
+    Attributes:
+      blocks: the matrix of each layer, by name.
+      layers: what `find_layers` returned.
+    """
+
+    blocks: dict[str, Block]
+    layers: Layers = dataclasses.field(metadata={"static": True})
+
+    def matvec(self, tree: Any) -> Any:
+        """The product with a tree of arrays like the parameters; each result has the dtype of its leaf."""
+        leaves = match_leaves(self.layers, tree, "tree")
+        new: dict[str, jax.Array] = {}
+        for layer in self._layers():
+            if layer.params[0] in leaves:
+                matrix = layer.to_matrix([leaves[path] for path in layer.params])
+                new |= _leaves(layer, self.blocks[layer.name] @ matrix)
+        return map_by_path(lambda path, leaf: new.get(path, jnp.zeros_like(leaf)).astype(leaf.dtype), tree)
+
+    def __matmul__(self, tree: Any) -> Any:
+        """`matvec`."""
+        return self.matvec(tree)
+
+    def map(self, fn: Callable[[jax.Array], jax.Array]) -> Operator:
+        """The function `fn` of the matrix: the same eigenvectors, and eigenvalues `fn(values)`, elementwise."""
+        return dataclasses.replace(self, blocks={name: block.map(fn) for name, block in self.blocks.items()})
+
+    def __mul__(self, scale: jax.typing.ArrayLike) -> Operator:
+        """The matrix times a number."""
+        return self.map(lambda values: values * _scalar(scale))
+
+    __rmul__ = __mul__
+
+    def __add__(self, amount: jax.typing.ArrayLike) -> Operator:
+        """The matrix plus a number times the identity, such as the precision of a prior."""
+        return self.map(lambda values: values + _scalar(amount))
+
+    __radd__ = __add__
+
+    def inv(self) -> Operator:
+        """The inverse. Where an eigenvalue is zero, which damping prevents, it is infinite."""
+        return self.map(lambda values: 1 / values)
+
+    def sqrt(self) -> Operator:
+        """The symmetric square root."""
+        return self.map(jnp.sqrt)
+
+    def inv_sqrt(self) -> Operator:
+        """The inverse of the symmetric square root."""
+        return self.map(lambda values: 1 / jnp.sqrt(values))
+
+    def trace(self) -> jax.Array:
+        """The sum of the eigenvalues, a scalar."""
+        return self._sum(lambda values: values)
+
+    def logdet(self) -> jax.Array:
+        """The logarithm of the determinant, a scalar."""
+        return self._sum(jnp.log)
+
+    def eigvalsh(self) -> jax.Array:
+        """All eigenvalues, in growing order, `[size]`."""
+        return jnp.sort(jnp.concatenate([block.values.ravel() for block in self.blocks.values()]))
+
+    @property
+    def size(self) -> int:
+        """How many parameters the matrix is over."""
+        return sum(math.prod(block.values.shape) for block in self.blocks.values())
+
+    def diagonal(self) -> Any:
+        """The diagonal, as a tree of parameters."""
+        return self._tree({layer.name: self.blocks[layer.name].diagonal() for layer in self._layers()})
+
+    def sample(self, key: jax.Array) -> Any:
+        """A draw from the normal distribution with mean zero and this matrix for its covariance, as a tree.
+
+        Args:
+          key: a PRNG key. `jax.vmap(op.sample)(jax.random.split(key, 8))` draws eight.
+        """
+        noise = {}
+        for layer, own in zip(self._layers(), jax.random.split(key, max(1, len(self.blocks))), strict=False):
+            block = self.blocks[layer.name].map(jnp.sqrt)
+            normal = jax.random.normal(own, block.values.shape, block.values.dtype)
+            noise[layer.name] = rotate(block.values * normal, block.basis, back=True)
+        return self._tree(noise)
+
+    def block(self, name: str) -> Block:
+        """The matrix of one layer.
+
+        Raises:
+          ValueError: there is no such layer, or it is skipped.
+        """
+        if name not in self.blocks:
+            raise ValueError(f"no layer {name!r} in the operator; there are {', '.join(self.blocks)}")
+        return self.blocks[name]
+
+    def to_dense(self) -> jax.Array:
+        """All of it, `[p, p]`, in the order of `jax.flatten_util.ravel_pytree(params)`; for small models."""
+        dtype = jnp.result_type(*(block.values for block in self.blocks.values()))
+        zeros = jax.tree.unflatten(self.layers.structure, [jnp.zeros(s, dtype) for s in self._shapes().values()])
+        flat, unravel = ravel_pytree(zeros)
+        return jax.vmap(lambda unit: ravel_pytree(self @ unravel(unit))[0])(jnp.eye(len(flat), dtype=dtype)).T
+
+    def to_lineax(self, like: Any) -> Any:
+        """A `lineax.FunctionLinearOperator`, symmetric and positive semidefinite; lineax must be installed.
+
+        Args:
+          like: a tree of the parameters' shapes and dtypes, such as the parameters.
+        """
+        import lineax
+
+        structure = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), like)
+        tags = (lineax.symmetric_tag, lineax.positive_semidefinite_tag)
+        return lineax.FunctionLinearOperator(self.matvec, structure, tags)
+
+    def _layers(self) -> list[Layer]:
+        return [layer for layer in self.layers if layer.name in self.blocks]
+
+    def _sum(self, fn: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        return sum((jnp.sum(fn(block.values)) for block in self.blocks.values()), jnp.zeros(()))
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        known = {path: shape for layer in self.layers for path, shape in zip(layer.params, layer.shapes, strict=True)}
+        return {path: known[path] for path in self.layers.paths}
+
+    def _tree(self, matrices: dict[str, jax.Array]) -> Any:
+        """The tree of parameters with the matrices of its layers."""
+        leaves: dict[str, jax.Array] = {}
+        for layer in self._layers():
+            leaves |= _leaves(layer, matrices[layer.name])
+        dtype = jnp.result_type(*leaves.values())
+        whole = [leaves.get(path, jnp.zeros(shape, dtype)) for path, shape in self._shapes().items()]
+        return jax.tree.unflatten(self.layers.structure, whole)
+
+
+def _leaves(layer: Layer, matrix: jax.Array) -> dict[str, jax.Array]:
+    return dict(zip(layer.params, layer.from_matrix(matrix.reshape(-1, layer.d_out, layer.d_in)), strict=True))
+
+
+def _scalar(value: Any) -> jax.Array:
+    if isinstance(value, Operator | Block) or jnp.ndim(value):
+        raise TypeError(f"an operator is multiplied by and added to numbers, not {type(value).__name__} {value!r}")
+    return value
+
+
+def operator(
+    layers: Layers,
+    source: Any,
+    *,
+    damping: float | jax.Array | None = None,
+    inverse: Inverse | None = None,
+    basis: dict[str, Kronecker] | None = None,
+) -> Operator:
+    """The damped curvature as a linear operator: what an optimizer preconditions with, or statistics of one's own.
+
+    With damping `l` the matrix of a Kronecker layer is, as its inverse has it,
+
+    - `kfac.Eigh()`: `A (x) G + l I`;
+    - `kfac.Cholesky()`: `(A + pi sqrt(l) I) (x) (G + sqrt(l)/pi I)` (Martens & Grosse 2015, section 6.3);
+    - `kfac.Ekfac()`: the eigenvectors of `A (x) G`, with second moments of per-example gradients plus `l` for
+      eigenvalues (George et al. 2018), where the layer has such.
+
+    Unit-wise and diagonal blocks are `F + l I`. The decompositions are made here, and take several times as long as the
+    inverses of a step.
+
+    Args:
+      layers: what `find_layers` returned.
+      source: a `Factors`, from `value_and_grad` or `estimate`; or the state of an optimizer, whose running averages are
+        taken, with the corrected eigenvalues of `Ekfac`. `kfac.operator(layers, opt_state).inv() @ grads` is what
+        `scale_by_kfac` makes of `grads` after a refresh. A state of several devices goes through `kfac.gather_state`.
+      damping: not negative. By default 0 with factors, and that of its last step with a state.
+      inverse: one of the three above; by default that of the state. With factors `Eigh()`, or `Ekfac()` with `basis`.
+      basis: with factors that have moments, the eigenvectors these were taken in.
+
+    Returns:
+      An `Operator`.
+
+    Raises:
+      ValueError: an argument is out of range, is not one for these layers, or has no effect.
+    """
+    check_layers(layers)
+    if damping is not None:
+        check_range("damping", damping, 0, math.inf, open_high=True)
+    if inverse is not None:
+        check_type("inverse", inverse, Inverse, "a kind of inverse such as kfac.Eigh()")
+    if isinstance(source, Factors):
+        inverse, groups, stacks, kept = _from_factors(layers, source, inverse, basis)
+        amounts = dict.fromkeys((True, False), jnp.asarray(0.0 if damping is None else damping))
+    else:
+        if basis is not None:
+            raise ValueError("basis is for factors: the state of an optimizer has its own")
+        state = find_state(source, "source")
+        inverse, groups, stacks, kept = _from_state(layers, state, inverse)
+        amounts = {True: state.damping, False: state.unitwise_damping}
+        amounts = amounts if damping is None else dict.fromkeys(amounts, jnp.asarray(damping))
+    blocks: dict[str, Block] = {}
+    for group in groups:
+        amount = jnp.broadcast_to(amounts[group.kronecker], group.size)
+        spectrum = functools.partial(_spectrum, group.kind(inverse))
+        found = in_portions(spectrum, group.size, kept.get(group.name), stacks[group.name], amount)
+        leaves, treedef = jax.tree.flatten(found)
+        parts = (jnp.split(leaf, np.cumsum(group.counts)[:-1]) for leaf in leaves)
+        for layer, *own in zip(group.layers, *parts, strict=True):
+            # The channels of a unit-wise layer are a stack of their own.
+            blocks[layer.name] = jax.tree.unflatten(treedef, own if group.kronecker else [x[0] for x in own])
+    return Operator({layer.name: blocks[layer.name] for layer in layers.with_factors}, layers)
+
+
+def _spectrum(inverse: Inverse, width: int, *stacks: Any) -> Block:
+    def one(block):
+        found = Block(*inverse.spectrum(*jax.tree.map(lambda x: x[None], block)))
+        return jax.tree.map(lambda x: x[0], found)
+
+    return lax.map(one, stacks, batch_size=width)
+
+
+Source = tuple[Inverse, Sequence[Group], dict[str, Any], dict[str, Any]]  # stacks of statistics, and what is kept
+
+
+def _from_factors(layers: Layers, factors: Factors, inverse: Inverse | None, basis: Any) -> Source:
+    check_factors(factors, layers)
+    formed: dict[str, Any] = {}
+    for name, block in factors.items():
+        block = block.combined() if isinstance(block, Tied) else block
+        formed[name] = Unitwise(block.F) if isinstance(block, Coarse) else block
+    if basis is None:
+        if inverse is None and any(isinstance(b, Kronecker) and b.moments is not None for b in formed.values()):
+            raise ValueError(
+                "factors have moments: pass the basis= that they were taken in, or inverse=kfac.Eigh() to leave them "
+                "out"
+            )
+        inverse = inverse or Eigh()
+        if inverse.takes_moments:
+            raise ValueError(f"inverse={inverse!r} of factors needs the basis= that their moments were taken in")
+        alike = group_layers(layers)
+        return inverse, alike, {group.name: group.stack_factors(Factors(formed)) for group in alike}, {}
+    inverse = inverse or Ekfac()
+    if not inverse.takes_moments:
+        raise ValueError(f"inverse={inverse!r} has no use for basis=, which belongs to kfac.Ekfac()")
+    check_basis(basis, layers)
+    groups = [Group(layer.name, layer.kind in KRONECKER_KINDS, (layer,)) for layer in layers.with_factors]
+    kept: dict[str, Any] = {}
+    for layer in layers:
+        if layer.correctable:
+            inverse.check(layer, formed[layer.name])
+            sides, moments = basis[layer.name], formed[layer.name].moments
+            if not layer.stacked:
+                sides, moments = jax.tree.map(lambda x: x[None], (sides, moments))
+            sides = Kronecker(*(Eigen(q, jnp.zeros(q.shape[:2], q.dtype)) for q in (sides.A, sides.G)))
+            kept[layer.name] = dataclasses.replace(sides, moments=Moments(moments, jnp.ones_like(moments[:, 0, 0])))
+    return inverse, groups, {group.name: group.stack_factors(Factors(formed)) for group in groups}, kept
+
+
+def _from_state(layers: Layers, state: KfacState, inverse: Inverse | None) -> Source:
+    have = next((owned.inverse for owned in state.owned.values()), inverse or Eigh())
+    inverse = inverse or have
+    if inverse.takes_moments and inverse != have:
+        raise ValueError(f"inverse={inverse!r}, but the state is that of an optimizer with inverse={have!r}")
+    found = list(blocks_of(state, layers, "source"))
+    stacks = {group.name: block.factors for group, block in found}
+    kept = {group.name: block.inverse for group, block in found if inverse.takes_moments and group.kronecker}
+    return inverse, [group for group, _ in found], stacks, kept

@@ -1,0 +1,107 @@
+"""A whole training step in one call: `find_layers`, `value_and_grad`, `kfac` and their update."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import optax
+
+from kfac._capture.find_layers import find_layers
+from kfac._capture.microbatch import microbatch
+from kfac._capture.value_and_grad import value_and_grad
+from kfac._optimizer.diagnostics import eigenbasis
+from kfac._optimizer.kfac import kfac
+from kfac._optimizer.scale_by_kfac import ScalarOrSchedule
+
+
+class TrainStep:
+    """What `train_step` returns: `init` makes the state, and a call is one step. Compiled by `jax.jit`."""
+
+    def __init__(self, init: Callable[..., Any], step: Callable[..., Any]):
+        self._init, self._step = jax.jit(init), jax.jit(step)
+
+    def init(self, params: Any, *args: Any) -> Any:
+        """The state of the optimizer, for parameters and arguments of `loss_fn` of the kind that steps will get."""
+        return self._init(params, *args)
+
+    def __call__(
+        self, params: Any, opt_state: Any, *args: Any, fisher_key: jax.Array | None = None
+    ) -> tuple[Any, Any, Any]:
+        """One step.
+
+        Args:
+          params: the parameters.
+          opt_state: the state.
+          args: the further arguments of `loss_fn`, such as a batch.
+          fisher_key: a PRNG key, with `fisher="sampled"` or `"expected"`.
+
+        Returns:
+          New parameters, the new state, and what `loss_fn` returned.
+        """
+        return self._step(params, opt_state, *args, fisher_key=fisher_key)
+
+
+def train_step(
+    loss_fn: Callable[..., Any],
+    learning_rate: ScalarOrSchedule,
+    *,
+    has_aux: bool = False,
+    fisher: str = "empirical",
+    num_microbatches: int = 1,
+    skip: Sequence[str] = (),
+    max_dim: int | None = None,
+    **options: Any,
+) -> TrainStep:
+    """A training step with K-FAC, in the place of an optimizer, its state and a step of one's own.
+
+    ::
+
+        step = kfac.train_step(loss_fn, 0.02)
+        opt_state = step.init(params, batch)
+        for batch in batches:
+            params, opt_state, loss = step(params, opt_state, batch)
+
+    It does what the four lines of the README do, with the layers found anew whenever it is compiled. With
+    `inverse=kfac.Ekfac()` it takes the moments as well. `kfac.find_layers(loss_fn, params, batch)` prints the layers.
+
+    Args:
+      loss_fn: `loss_fn(params, *args)`, the mean loss; with `has_aux` a pair. A state that the model changes, such as
+        the averages of a batch norm, goes in as an argument and comes out in the auxiliary output.
+      learning_rate: scalar or schedule, as for `kfac.kfac`.
+      has_aux: whether `loss_fn` returns a pair.
+      fisher: as for `value_and_grad`.
+      num_microbatches: in how many parts the last argument of `loss_fn`, the batch, is worked through.
+      skip: as for `find_layers`.
+      max_dim: as for `find_layers`.
+      options: what else `kfac.kfac` takes: `damping=`, `trust_ratio=`, `distribution=` and so on.
+
+    Returns:
+      A `TrainStep`.
+
+    Raises:
+      TypeError: `kfac.kfac` has no such option; when a step is traced.
+      ValueError: as of the functions it calls; when a step is traced.
+    """
+
+    def layers_of(params, args):
+        return find_layers(loss_fn, params, *args, has_aux=has_aux, skip=skip, max_dim=max_dim)
+
+    def init(params, *args):
+        return kfac(learning_rate, layers_of(params, args), **options).init(params)
+
+    def step(params, opt_state, *args, fisher_key):
+        layers = layers_of(params, args)
+        measure = value_and_grad(loss_fn, layers, has_aux=has_aux, fisher=fisher)
+        if num_microbatches > 1:
+            measure = microbatch(measure, num_microbatches, batch_argnums=len(args))
+        given = {} if fisher_key is None else {"fisher_key": fisher_key}
+        if "inverse" in options and options["inverse"].takes_moments:
+            given["basis"] = eigenbasis(opt_state, layers)
+        value, grads, factors = measure(params, *args, **given)
+        updates, opt_state = kfac(learning_rate, layers, **options).update(grads, opt_state, params, factors=factors)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    return TrainStep(init, functools.wraps(loss_fn)(step))

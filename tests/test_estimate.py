@@ -1,0 +1,77 @@
+"""`kfac.estimate`: batches of several sizes together are one batch."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import kfac
+from checking import normal
+from test_operator import layers, loss_fn, parameters
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+def parts(sizes):
+    n, ends = sum(sizes), np.cumsum(sizes)[:-1]
+    whole = normal(1, n, 4), np.random.default_rng(0).integers(0, 5, n), normal(2, n, 2)
+    return list(zip(*(np.split(x, ends) for x in whole), strict=True)), whole
+
+
+def assert_same(found, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), found, expected)
+
+
+def test_batches_together_are_one(capsys):
+    several, one = parts([8, 8, 5, 3])
+    params = parameters()
+    expected = kfac.value_and_grad(loss_fn, layers())(params, one)[2]
+    assert_same(kfac.estimate(loss_fn, layers(), params, iter(several)), expected)
+    assert capsys.readouterr().err == ""
+    # A second pass takes the moments in the eigenvectors that the first one has.
+    basis = kfac.eigenbasis(expected, layers())
+    moments = kfac.value_and_grad(loss_fn, layers())(params, one, basis=basis)[2]
+    found = kfac.estimate(loss_fn, layers(), params, several, basis=basis, progress=True)
+    assert_same(found, moments)
+    assert "4 of 4 batches, 24 examples\n" in capsys.readouterr().err
+    kfac.operator(layers(), found, basis=basis)
+
+
+def test_each_batch_draws_for_itself():
+    def marked(params, batch):
+        return 0.5 * jnp.sum(kfac.output(batch[0] @ params["first"], "gaussian") ** 2, -1).mean()
+
+    params, (several, one) = {"first": normal(5, 4, 4)}, parts([8, 8])
+    own = kfac.find_layers(marked, params, one)
+    found = kfac.estimate(marked, own, params, 50 * several, fisher="sampled", key=jax.random.key(0))["first"]
+    expected = kfac.estimate(marked, own, params, several, fisher="expected", key=jax.random.key(0))["first"]
+    np.testing.assert_allclose(expected.G, np.eye(4), atol=1e-12)
+    assert 1e-3 < np.abs(found.G - np.eye(4)).max() < 5 * np.sqrt(2 / 800)
+    with pytest.raises(ValueError, match="pass a PRNG key"):
+        kfac.estimate(marked, own, params, several, fisher="sampled")
+
+
+def test_coarse_blocks_are_averages_of_batches():
+    def loss(params, batch):
+        return jnp.square(batch[0] @ params["w"] * jnp.exp(params["temperature"])).mean()
+
+    params, (several, one) = {"temperature": jnp.ones(()), "w": normal(6, 4, 1)}, parts([8, 8])
+    found = kfac.find_layers(loss, params, one)
+    assert found["temperature"].coarse
+    measure = kfac.value_and_grad(loss, found)
+    expected = np.mean([measure(params, part)[2]["temperature"].F for part in several], axis=0)
+    np.testing.assert_allclose(kfac.estimate(loss, found, params, several)["temperature"].F, expected, rtol=1e-9)
+
+
+def test_several_devices_and_nothing_at_all():
+    mesh = Mesh(np.asarray(jax.devices()[:4]), ("data",))
+    several, one = parts([8, 16])
+    split = [jax.device_put(part, NamedSharding(mesh, PartitionSpec("data"))) for part in several]
+    params = jax.device_put(parameters(), NamedSharding(mesh, PartitionSpec()))
+    expected = kfac.value_and_grad(loss_fn, layers())(parameters(), one)[2]
+    assert_same(kfac.estimate(loss_fn, layers(), params, split), expected)
+    with pytest.raises(ValueError, match="batches is empty"):
+        kfac.estimate(loss_fn, layers(), params, [])

@@ -1,0 +1,188 @@
+"""`fisher="expected"` is the Fisher matrix over all targets, to rounding; weights, variances, own likelihoods."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+import kfac
+from checking import normal
+from oracle import Hook, relative_error
+from test_sampled import (
+    OUT,
+    D,
+    N,
+    T,
+    assert_unbiased,
+    exact_factors,
+    function,
+    loss_of,
+    many,
+    mixing,
+    network,
+    parameters,
+)
+
+pytestmark = pytest.mark.usefixtures("x64")
+KEY = jax.random.key(3)
+LAPLACE = kfac.Likelihood(
+    sample=lambda key, x: x + jax.random.laplace(key, x.shape, x.dtype),
+    log_prob=lambda x, target: -jnp.abs(target - x).sum(-1),
+    root=lambda x, v: v,
+)
+
+
+def assert_equal(factors, expected, tolerance=1e-9, but=()):
+    for name in set(factors) - set(but):
+        block = factors[name]
+        if isinstance(expected[name], tuple):
+            for found, right in zip((block.A, block.G), expected[name], strict=True):
+                assert relative_error(found.reshape(right.shape), right) < tolerance, name
+        else:
+            assert relative_error(block.F.ravel(), expected[name].ravel()) < tolerance, name
+
+
+NAMED = ("categorical", "bernoulli", "gaussian", "residual", "poisson")
+
+
+@pytest.mark.parametrize("likelihood", [*NAMED, LAPLACE], ids=[*NAMED, "own"])
+def test_it_is_the_expectation(likelihood):
+    params, x = parameters(), normal(9, N, D)
+    name = likelihood if isinstance(likelihood, str) else "gaussian"  # of both, H is the identity
+    loss = loss_of(network, likelihood)
+    _, grads, factors = function(loss, params, x, fisher="expected")(params, x, fisher_key=KEY)
+    assert_equal(factors, exact_factors(network, name, params, x, N))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), grads, jax.grad(loss)(params, x))
+
+
+@pytest.mark.parametrize("n", [None, N])
+def test_tokens_are_examples_unless_the_user_says_otherwise(n):
+    """With `n = N` the tokens are positions whose targets are independent; a scale sums over them, with their signs."""
+    params, x = parameters(), normal(9, N, T, D)
+
+    def by_token(hook, p, x):
+        return network(hook, p, x.reshape(-1, D))
+
+    expected = exact_factors(
+        *((by_token, "poisson", params, x, N * T) if n is None else (network, "poisson", params, x, N))
+    )
+    found = function(loss_of(network, "poisson"), params, x, fisher="expected", num_examples=n)
+    assert_equal(found(params, x, fisher_key=KEY)[2], expected, but=() if n is None else ["scale"])
+    if n is not None:
+        assert_unbiased(many(found, params, x, draws=2000), expected)
+
+
+def test_where_examples_interact_signs_make_it_unbiased():
+    params, x = parameters(), normal(9, N, D)
+
+    def coupled(hook, p, x):
+        z = network(hook, p, x)
+        return z + 0.5 * jnp.tanh(z).mean(0)
+
+    found = many(function(loss_of(coupled, "categorical"), params, x, fisher="expected"), params, x, draws=2000)
+    assert_unbiased(found, exact_factors(coupled, "categorical", params, x, N))
+
+
+def test_marks_in_a_scan_and_one_prediction_for_many_positions():
+    params, x = parameters(), normal(9, N, T, D)
+    found = function(loss_of(mixing, "categorical"), params, x, fisher="expected")(params, x, fisher_key=KEY)[2]
+    assert_equal(found, exact_factors(mixing, "categorical", params, x, N))
+
+    def scanned(p, x):
+        def one(total, part):
+            z = kfac.output(network(Hook(), p, part), "categorical")
+            return total - jax.nn.log_softmax(z)[:, 0].mean() / T, None
+
+        return lax.scan(one, jnp.zeros(()), x.swapaxes(0, 1))[0]
+
+    found = function(scanned, params, x, fisher="expected", skip=["scale"])(params, x, fisher_key=KEY)[2]
+    by_token = exact_factors(lambda hook, p, x: network(hook, p, x.reshape(-1, D)), "categorical", params, x, N * T)
+    assert_equal(found, by_token)
+
+
+def test_moments_and_coarse_blocks_are_expected_too():
+    params, x = {**parameters(), "temperature": jnp.asarray(1.3)}, normal(9, N, D)
+
+    def loss(p, x):
+        z = network(Hook(), p, x) * jnp.exp(p["temperature"]) ** 2
+        return -jax.nn.log_softmax(kfac.output(z, "categorical"))[:, 0].mean()
+
+    layers = kfac.find_layers(loss, params, x)
+    assert layers["temperature"].coarse
+    exact = kfac.exact.fisher_blocks(loss, layers)(params, x)
+    measure = kfac.value_and_grad(loss, layers, fisher="expected")
+    basis = kfac.eigenbasis(measure(params, x, fisher_key=KEY)[2], layers)
+    factors = measure(params, x, fisher_key=KEY, basis=basis)[2]
+    for name, vectors in basis.items():  # the moments are the diagonal of the exact block in the basis
+        q = jnp.kron(vectors.A, vectors.G)
+        diagonal = jnp.diag(q.T @ exact[name] @ q).reshape(vectors.A.shape[-1], vectors.G.shape[-1]).T
+        assert relative_error(factors[name].moments, np.asarray(diagonal)) < 1e-9
+    # Its estimate is a square of the batch's mean gradient, whose expectation over the signs is the block.
+    keys = jax.random.split(KEY, 4000)
+    coarse = jax.jit(jax.vmap(lambda key: measure(params, x, fisher_key=key)[2]["temperature"].F))(keys)
+    assert abs(coarse.mean() / exact["temperature"][0, 0] - 1) < 4 * coarse.std() / coarse.mean() / len(keys) ** 0.5
+
+
+def test_weights_and_a_variance_are_those_of_the_exact_matrix():
+    """Two heads, and the interior and boundary of a domain with rows of their own: `kfac.exact` has the same sums."""
+    params, x, edge = parameters(), normal(9, N, D), normal(10, 2 * N, D)
+    variance = 0.5 + jnp.arange(OUT)
+
+    def loss(p, x, edge):
+        z = kfac.output(network(Hook(), p, x), "gaussian", variance=variance)
+        inner = 0.5 * (z**2 / variance).sum(-1).mean()
+        border = kfac.output(network(Hook(), p, edge), "residual", weight=3 * N / (2 * N))
+        return inner + 3 * 0.5 * (border**2).sum(-1).mean()
+
+    def plain(p, x):  # what both terms are, as rows of one least-squares problem
+        return jnp.concatenate([network(Hook(), p, x) / jnp.sqrt(variance), jnp.sqrt(3 / 2) * network(Hook(), p, edge)])
+
+    layers = kfac.find_layers(loss, params, x, edge, skip=["scale"])
+    exact = kfac.exact.fisher_blocks(loss, layers, num_examples=N)(params, x, edge)
+    jacobian = jax.jacobian(plain)(params, x)
+    j = jacobian["out"].reshape(-1, jacobian["out"].shape[-2] * jacobian["out"].shape[-1])
+    assert relative_error(exact["out"], np.asarray(j.T @ j) / N) < 1e-9
+    measure = kfac.value_and_grad(loss, layers, fisher="expected", num_examples=N)
+    factors = measure(params, x, edge, fisher_key=KEY)[2]
+    hook = j.reshape(-1, *jacobian["out"].shape[-2:])
+    inputs = np.concatenate([np.asarray(hidden(params, v)) for v in (x, edge)])
+    assert relative_error(factors["out"].A, inputs.T @ inputs / N) < 1e-9
+    roots = np.concatenate([np.tile(1 / variance, (N, 1)), np.full((2 * N, OUT), 1.5)])
+    assert relative_error(factors["out"].G, np.diag(roots.sum(0)) / N / 3) < 1e-9
+    assert hook.shape[1:] == params["out"].shape
+
+
+def hidden(p, x):
+    return jnp.tanh(x @ p["in"]["w"] + p["in"]["b"]) * p["scale"]
+
+
+def test_three_devices_are_one():
+    params, x = parameters(), normal(9, N, D)
+    mesh = Mesh(np.asarray(jax.devices()[:3]), ("data",))
+    measure = function(loss_of(network, "categorical"), params, x, fisher="expected")
+
+    def local(params, x):
+        factors = measure(params, x, fisher_key=KEY)[2]
+        return jax.tree.map(lambda leaf: lax.pmean(leaf, "data"), factors)
+
+    sharded = jax.shard_map(
+        local, mesh=mesh, in_specs=(PartitionSpec(), PartitionSpec("data")), out_specs=PartitionSpec()
+    )
+    assert_equal(jax.jit(sharded)(params, x), exact_factors(network, "categorical", params, x, N))
+
+
+def test_an_own_likelihood_without_a_root_can_be_drawn_only():
+    params, x = parameters(), normal(9, N, D)
+    loss = loss_of(network, kfac.Likelihood(LAPLACE.sample, LAPLACE.log_prob))
+    found = many(function(loss, params, x), params, x, draws=3000)
+    assert_unbiased(found, exact_factors(network, "gaussian", params, x, N))
+    with pytest.raises(
+        ValueError, match="fisher='expected' needs the curvature of the loss: give the Likelihood a root="
+    ):
+        function(loss, params, x, fisher="expected")(params, x, fisher_key=KEY)
+    with pytest.raises(ValueError, match="fisher='expected' draws signs: pass a PRNG key"):
+        function(loss, params, x, fisher="expected")(params, x)

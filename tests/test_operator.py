@@ -1,0 +1,287 @@
+"""`kfac.operator` against dense matrices written out, in float64, and against what the optimizer does."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.flatten_util import ravel_pytree
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import kfac
+from checking import normal
+
+pytestmark = pytest.mark.usefixtures("x64")
+N, WIDTH, DAMPING = 12, 3, 0.03
+
+
+def loss_fn(p, batch):
+    """A dense layer with bias, a norm, two stacked layers, an embedding, a vector, and one that is skipped."""
+    x, words, y = batch
+    h = x @ p["first"]["w"] + p["first"]["b"] + p["table"][words]
+    h = (h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1, keepdims=True) + 1e-2)
+    h = h * p["norm"]["scale"] + p["norm"]["shift"]
+    h, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, p["stack"])
+    z = kfac.output(h @ p["out"] * p["skipped"] + p["offset"], "gaussian")
+    return 0.5 * jnp.sum((z - y) ** 2, -1).mean()
+
+
+def parameters():
+    shapes = {
+        "first": {"w": (4, WIDTH), "b": (WIDTH,)},
+        "norm": {"scale": (WIDTH,), "shift": (WIDTH,)},
+        "offset": (2,),
+        "out": (WIDTH, 2),
+        "skipped": (2,),
+        "stack": (2, WIDTH, WIDTH),
+        "table": (5, WIDTH),
+    }
+    flat, tree = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree.unflatten(tree, [normal(k, *shape) for k, shape in enumerate(flat)])
+
+
+def batch(seed=0):
+    words = jnp.asarray(np.random.default_rng(seed).integers(0, 5, N))
+    return normal(100 + seed, N, 4), words, normal(200 + seed, N, 2)
+
+
+@functools.cache
+def layers():
+    return kfac.find_layers(loss_fn, parameters(), batch(), skip=["skipped"])
+
+
+@functools.cache
+def measured(basis=False):
+    measure = kfac.value_and_grad(loss_fn, layers())
+    _, grads, factors = measure(parameters(), batch())
+    if not basis:
+        return grads, factors
+    # Moments in the eigenvectors of other statistics.
+    vectors = kfac.eigenbasis(measure(parameters(), batch(1))[2], layers())
+    return measure(parameters(), batch(), basis=vectors)[2], vectors
+
+
+def whole(factor):
+    return np.diag(factor) if factor.ndim == 1 else np.asarray(factor)
+
+
+def blocks_of(form, damping):
+    """The matrix of each copy of each layer, in the order of `kron(A, G)`, as NumPy arrays, from the formulas."""
+    if form == "ekfac":
+        factors, basis = measured(basis=True)
+    else:
+        _, factors = measured()
+    result = {}
+    for layer in layers().with_factors:
+        block = factors[layer.name]
+        if layer.kind in ("unitwise", "diagonal"):
+            f = np.asarray(block.F)
+            full = np.zeros((layer.d_in, layer.d_out) * 2)
+            for c in range(layer.d_out):
+                full[:, c, :, c] = f[c]
+            size = layer.d_in * layer.d_out
+            result[layer.name] = [full.reshape(size, size) + damping * np.eye(size)]
+            continue
+        copies = range(layer.copies) if layer.stacked else [...]
+        result[layer.name] = []
+        for k in copies:
+            a, g = whole(block.A[k]), whole(block.G[k])
+            eye = np.eye(len(a) * len(g))
+            if form == "cholesky":
+                pi = np.sqrt(np.trace(a) / len(a) / (np.trace(g) / len(g)))
+                root = np.sqrt(damping)
+                matrix = np.kron(a + pi * root * np.eye(len(a)), g + root / pi * np.eye(len(g)))
+            elif form == "ekfac" and layer.correctable:
+                q = np.kron(basis[layer.name].A[k], basis[layer.name].G[k])
+                matrix = q @ np.diag(np.asarray(block.moments[k]).T.ravel()) @ q.T + damping * eye
+            else:
+                matrix = np.kron(a, g) + damping * eye
+            result[layer.name].append(matrix)
+    return result
+
+
+def made(form, damping=DAMPING):
+    if form == "ekfac":
+        factors, basis = measured(basis=True)
+        return kfac.operator(layers(), factors, basis=basis, damping=damping)
+    inverse = {"cholesky": kfac.Cholesky(), "eigh": kfac.Eigh()}[form]
+    return kfac.operator(layers(), measured()[1], inverse=inverse, damping=damping)
+
+
+def vectors_of(layer, tree):
+    """`[copies, p]`: what the tree holds of a layer, in the order of `kron(A, G)`."""
+    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    own = [leaves["['" + path.replace("/", "']['") + "']"] for path in layer.params]
+    matrix = np.asarray(layer.to_matrix(own))
+    return matrix.swapaxes(-1, -2).reshape(len(matrix), -1)
+
+
+FUNCTIONS = {
+    "matvec": (lambda op: op, lambda m: m),
+    "inv": (lambda op: op.inv(), np.linalg.inv),
+    "sqrt": (lambda op: op.sqrt(), lambda m: power(m, 0.5)),
+    "inv_sqrt": (lambda op: op.inv_sqrt(), lambda m: power(m, -0.5)),
+    "scaled": (lambda op: 3 * op + 0.5, lambda m: 3 * m + 0.5 * np.eye(len(m))),
+    "map": (lambda op: op.map(jnp.log1p), lambda m: power(m, jnp.log1p)),
+}
+
+
+def power(m, exponent):
+    values, vectors = np.linalg.eigh(m)
+    new = exponent(values) if callable(exponent) else values**exponent
+    return vectors @ np.diag(new) @ vectors.T
+
+
+def close(found, expected, tolerance=1e-9):
+    scale = max(1.0, np.abs(expected).max())
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("form", ["eigh", "cholesky", "ekfac"])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_products_are_those_of_dense_matrices(form, function):
+    """So are the inverse, the roots and other functions, for eight vectors under vmap and jit."""
+    on_operator, on_matrix = FUNCTIONS[function]
+    tree = jax.tree.map(lambda p: normal(p.size, 8, *p.shape), parameters())
+    found = jax.jit(lambda op, tree: jax.vmap(on_operator(op).matvec)(tree))(made(form), tree)
+    blocks = blocks_of(form, DAMPING)
+    for k in range(8):
+        into, out = (jax.tree.map(lambda x, k=k: x[k], t) for t in (tree, found))
+        for layer in layers().with_factors:
+            for v, w, matrix in zip(vectors_of(layer, into), vectors_of(layer, out), blocks[layer.name], strict=True):
+                close(w, on_matrix(matrix) @ v)
+    assert not np.any(found["skipped"])
+
+
+@pytest.mark.parametrize("form", ["eigh", "cholesky", "ekfac"])
+def test_numbers_and_the_matrix_written_out(form):
+    op, blocks = made(form), [m for own in blocks_of(form, DAMPING).values() for m in own]
+    close(op.trace(), sum(np.trace(m) for m in blocks))
+    close(op.logdet(), sum(np.linalg.slogdet(m)[1] for m in blocks))
+    close(op.eigvalsh(), np.sort(np.concatenate([np.linalg.eigvalsh(m) for m in blocks])))
+    assert op.size == sum(map(len, blocks)) == sum(p.size for p in jax.tree.leaves(parameters())) - 2
+    for layer in layers().with_factors:
+        own = blocks_of(form, DAMPING)[layer.name]
+        if layer.kind in ("unitwise", "diagonal"):  # a channel at a time
+            index = [[p * layer.d_out + c for p in range(layer.d_in)] for c in range(layer.d_out)]
+            own = [own[0][np.ix_(i, i)] for i in index]
+        close(op.block(layer.name).to_dense(), np.stack(own))
+        for v, m in zip(vectors_of(layer, op.diagonal()), blocks_of(form, DAMPING)[layer.name], strict=True):
+            close(v, np.diag(m))
+    dense, (flat, unravel) = op.to_dense(), ravel_pytree(jax.tree.map(lambda p: normal(p.size, *p.shape), parameters()))
+    close(dense @ flat, ravel_pytree(op @ unravel(flat))[0])
+    close(dense, dense.T)
+
+
+def test_the_undamped_matrix_is_that_of_exact_dense():
+    op = kfac.operator(layers(), measured()[1])
+    for layer in layers().with_factors:
+        if layer.kind == "dense" and not layer.stacked:
+            close(op.block(layer.name).to_dense()[0], kfac.exact.dense(measured()[1][layer.name]))
+
+
+def test_samples_have_the_covariance():
+    op = made("eigh")
+    draws = jax.vmap(op.sample)(jax.random.split(jax.random.key(0), 20000))
+    flat = jax.vmap(lambda tree: ravel_pytree(tree)[0])(draws)
+    assert jax.tree.structure(draws) == jax.tree.structure(parameters())
+    dense = np.asarray(op.to_dense())
+    covariance = np.asarray(flat.T @ flat) / len(flat)
+    # The entries of a sample covariance have a deviation of at most sqrt(2 / draws) of the variances.
+    bound = 5 * np.sqrt(2 / len(flat)) * np.sqrt(np.outer(np.diag(dense), np.diag(dense)))
+    assert np.all(np.abs(covariance - dense) <= bound + 1e-12)
+
+
+@pytest.mark.parametrize("inverse", [kfac.Cholesky(), kfac.Eigh(), kfac.Ekfac()], ids=lambda i: type(i).__name__)
+def test_the_inverse_of_a_state_is_what_its_optimizer_applies(inverse):
+    tx, measure = kfac.scale_by_kfac(layers(), damping=DAMPING, inverse=inverse), kfac.value_and_grad(loss_fn, layers())
+
+    @jax.jit
+    def step(state, batch):
+        basis = {"basis": kfac.eigenbasis(state, layers())} if inverse.takes_moments else {}
+        _, grads, factors = measure(parameters(), batch, **basis)
+        updates, state = tx.update(grads, state, factors=factors)
+        return updates, grads, state
+
+    state = tx.init(parameters())
+    for seed in range(3):
+        updates, grads, state = step(state, batch(seed))
+    found = jax.jit(lambda state, grads: kfac.operator(layers(), state).inv() @ grads)(state, grads)
+    for name in ("first", "norm", "offset", "out", "stack", "table"):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), found[name], updates[name])
+    assert not np.any(found["skipped"])
+
+
+def test_the_factors_of_a_state_are_its_averages():
+    tx = kfac.scale_by_kfac(layers(), factor_decay=0.5)
+    measure, state, seen = kfac.value_and_grad(loss_fn, layers()), tx.init(parameters()), []
+    for seed in range(2):
+        _, grads, factors = measure(parameters(), batch(seed))
+        seen.append(factors)
+        _, state = tx.update(grads, state, factors=factors)
+    expected = jax.tree.map(lambda a, b: (a / 2 + b) / 1.5, *seen)  # weights 1/4 and 1/2, corrected
+    found = kfac.averaged_factors({"some": (state,)}, layers())
+    assert list(found) == list(expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), found, expected)
+    with pytest.raises(ValueError, match="must hold one state"):
+        kfac.averaged_factors({}, layers())
+
+
+def test_three_devices_are_one():
+    """An operator of factors that lie on several devices, and products with trees that do."""
+    mesh = Mesh(np.asarray(jax.devices()[:3]), ("data",))
+    rows = jax.device_put(batch(), NamedSharding(mesh, PartitionSpec("data")))
+    same = jax.device_put(parameters(), NamedSharding(mesh, PartitionSpec()))
+
+    @jax.jit
+    def applied(params, batch, tree):
+        _, _, factors = kfac.value_and_grad(loss_fn, layers())(params, batch)
+        op = kfac.operator(layers(), factors, damping=DAMPING)
+        return op.inv() @ tree, op.logdet()
+
+    tree = jax.tree.map(lambda p: normal(p.size, *p.shape), parameters())
+    found, expected = applied(same, rows, tree), applied(parameters(), batch(), tree)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), found, expected)
+
+
+def test_lineax_solves_with_it():
+    import lineax
+
+    op, tree = made("eigh"), jax.tree.map(lambda p: normal(p.size, *p.shape), parameters())
+    tree["skipped"] = jnp.zeros(2)
+    solved = lineax.linear_solve(op.to_lineax(tree), tree, lineax.CG(1e-12, 1e-12)).value
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-8), solved, op.inv() @ tree)
+
+
+def refusals():
+    grads, factors = measured()
+    with_moments, basis = measured(basis=True)
+    state = kfac.scale_by_kfac(layers()).init(parameters())
+    return [
+        (lambda: kfac.operator(layers(), grads), "source must hold one state"),
+        (lambda: kfac.operator(layers(), factors, damping=-1.0), "damping must lie"),
+        (lambda: kfac.operator(layers(), with_moments), "pass the basis="),
+        (lambda: kfac.operator(layers(), factors, basis=basis), "have no moments"),
+        (lambda: kfac.operator(layers(), factors, inverse=kfac.Ekfac()), "needs the basis="),
+        (lambda: kfac.operator(layers(), with_moments, basis=basis, inverse=kfac.Eigh()), "no use for basis"),
+        (lambda: kfac.operator(layers(), state, basis=basis), "basis is for factors"),
+        (lambda: kfac.operator(layers(), state, inverse=kfac.Ekfac()), "the state is that of"),
+        (lambda: made("eigh").block("skipped"), "no layer 'skipped'"),
+        (lambda: made("eigh") @ {"other": jnp.ones(2)}, "have a leaf 'other'"),
+    ]
+
+
+@pytest.mark.parametrize("case", range(10))
+def test_refusals(case):
+    call, words = refusals()[case]
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_only_numbers_are_added_and_multiplied():
+    with pytest.raises(TypeError, match="numbers"):
+        made("eigh") + made("eigh")

@@ -1,0 +1,107 @@
+"""`kfac.train_step` does what the four lines do, for every framework's way of holding parameters and state."""
+
+from __future__ import annotations
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import kfac
+from checking import normal
+
+x, labels = normal(0, 24, 5, dtype=np.float32), jnp.arange(24) % 3
+
+
+def cross_entropy(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(kfac.output(logits, "categorical"), labels).mean()
+
+
+def by_hand(loss_fn, params, batch, steps, rate=0.1, has_aux=False, **options):
+    layers = kfac.find_layers(loss_fn, params, batch, has_aux=has_aux)
+    tx, measure = kfac.kfac(rate, layers, **options), kfac.value_and_grad(loss_fn, layers, has_aux=has_aux)
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state):
+        basis = {"basis": kfac.eigenbasis(state, layers)} if options.get("inverse") == kfac.Ekfac() else {}
+        value, grads, factors = measure(params, batch, **basis)
+        updates, state = tx.update(grads, state, params, factors=factors)
+        return optax.apply_updates(params, updates), state, value
+
+    for _ in range(steps):
+        params, state, value = step(params, state)
+    return params, value
+
+
+def close(found, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"inverse": kfac.Ekfac(), "damping": 1e-2, "nesterov": True}])
+def test_linen(options):
+    model = nn.Sequential([nn.Dense(8), jnp.tanh, nn.Dense(3)])
+    params = model.init(jax.random.key(0), x)
+
+    def loss_fn(params, batch):
+        return cross_entropy(model.apply(params, batch[0]), batch[1])
+
+    step = kfac.train_step(loss_fn, 0.1, **options)
+    found, state = params, step.init(params, (x, labels))
+    for _ in range(3):
+        found, state, loss = step(found, state, (x, labels))
+    close((found, loss), by_hand(loss_fn, params, (x, labels), 3, **options))
+    assert kfac.diagnostics(state)["skipped_steps"] == 0
+
+
+def test_nnx_with_batch_norm_in_parts_of_the_batch():
+    class Network(nnx.Module):
+        def __init__(self, rngs):
+            self.hidden, self.norm = nnx.Linear(5, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
+            self.out = nnx.Linear(8, 3, rngs=rngs)
+
+        def __call__(self, x):
+            return self.out(jnp.tanh(self.norm(self.hidden(x))))
+
+    graph, params, rest = nnx.split(Network(nnx.Rngs(0)), nnx.Param, ...)
+
+    def loss_fn(params, rest, batch):
+        model = nnx.merge(graph, params, rest)
+        loss = cross_entropy(model(batch[0]), batch[1])
+        return loss, nnx.state(model, nnx.BatchStat)
+
+    step = kfac.train_step(loss_fn, 0.1, has_aux=True, num_microbatches=2)
+    state, before = step.init(params, rest, (x, labels)), rest
+    losses = []
+    for _ in range(5):
+        params, state, (loss, rest) = step(params, state, rest, (x, labels))
+        losses.append(float(loss))
+    assert losses[-1] < losses[0]
+    assert not np.array_equal(jax.tree.leaves(rest)[0], jax.tree.leaves(before)[0])
+
+
+def test_equinox_with_sampled_targets():
+    model = eqx.nn.MLP(5, 3, 8, depth=1, activation=jnp.tanh, key=jax.random.key(4))
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def loss_fn(params, batch):
+        return cross_entropy(jax.vmap(eqx.combine(params, static))(batch[0]), batch[1])
+
+    step = kfac.train_step(loss_fn, 0.1, fisher="sampled", skip=["bias"])
+    state, first = step.init(params, (x, labels)), None
+    for k in range(5):
+        params, state, loss = step(params, state, (x, labels), fisher_key=jax.random.key(k))
+        first = first or float(loss)
+    assert loss < first
+    with pytest.raises(ValueError, match="pass a PRNG key"):
+        step(params, state, (x, labels))
+
+
+def test_unknown_options_are_errors():
+    step = kfac.train_step(lambda p, b: jnp.mean((b @ p) ** 2), 0.1, dampening=1.0)
+    with pytest.raises(TypeError, match="dampening"):
+        step.init(jnp.ones((5, 2)), x)
