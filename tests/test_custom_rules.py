@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import Mesh, PartitionSpec
 
 import kfac
 from checking import normal
@@ -92,3 +94,23 @@ def test_a_mark_inside_is_refused():
     head.defjvp(lambda p, t: (head(*p), p[1] @ t[0] + t[1] @ p[0]))
     with pytest.raises(ValueError, match=r"kfac.output cannot be followed inside custom_jvp_call"):
         kfac.find_layers(lambda p, x: jnp.mean(head(p["w"], x)), {"w": jnp.ones((D, D))}, jnp.ones((N, D)))
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_on_devices(checked):
+    """Where parameters and arguments vary over devices, the rule does too."""
+    params = {"first": {"w": normal(1, D, D), "b": normal(2, D)}, "last": normal(3, D, 2)}
+    batch = {"x": normal(4, N, T, D), "mask": (normal(5, N, T, D) > -1).astype(int)}
+    loss = model(block, lambda fn: fn)
+    layers = kfac.find_layers(loss, params, batch)
+
+    def local(params, batch):
+        return lax.pmean(kfac.value_and_grad(loss, layers)(params, batch), "devices")
+
+    mesh = Mesh(np.array(jax.devices()[:3]), ("devices",))
+    over, whole = PartitionSpec("devices"), PartitionSpec()
+    fn = jax.shard_map(local, mesh=mesh, in_specs=(whole, over), out_specs=whole, check_vma=checked)
+    expected = jax.jit(kfac.value_and_grad(loss, layers))(params, batch)
+    found = jax.jit(fn)(params, batch)
+    for mine, true in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert relative_error(mine, true) < 1e-10

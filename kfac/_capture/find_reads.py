@@ -446,7 +446,7 @@ class Reads:
         assert isinstance(indices, Data)
         if read is None or view.parts or not view.uniform or indices.fixed or self._picks(view) is None:
             self._met_data(view, op.name)
-            return Data(active=True, made_of=frozenset({view.leaf}), fixed=self._is_fixed(op, states))
+            return Data(active=True, made_of=leaves_of(view), fixed=self._is_fixed(op, states))
         self.uses.append(self._kernel(read, view, path, scans))
         # Rows with more than one axis may be kernels, chosen by the example; a product that reads those is refused.
         return Data(active=True, made_of=frozenset({view.leaf} if kernels else ()))
@@ -541,7 +541,7 @@ def _unbranched(state: State, branched: bool) -> State:
 def _at_barrier(state: State) -> State:
     # A scaled view would need its multiplier carried across; no model is written that way.
     if isinstance(state, View) and state.scaled:
-        return Derived(frozenset({state.leaf}), "a product, then optimization_barrier", mixed=state.mixed)
+        return Derived(leaves_of(state), "a product, then optimization_barrier", mixed=state.mixed)
     return state
 
 

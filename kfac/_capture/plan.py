@@ -61,8 +61,9 @@ class Planned:
                 blocks[layer.name] = finish([sums[key] for key in keys])
         return Factors(blocks)
 
-    def place(self, use: Use, tap: Tap) -> None:
+    def place(self, tap: Tap) -> None:
         """Puts a tap behind an op, and tells each scan around it whether the tap's probe is sliced there."""
+        use = tap.use
         self.plan.at(use.path).taps.setdefault(use.path[-1], []).append(tap)
         levels = {position: bool(atoms) for (position, _), atoms in zip(use.scans, use.view.stack, strict=True)}
         plan = self.plan
@@ -129,11 +130,9 @@ def _plan_kronecker(planned: Planned, layer: Layer, uses: list[Use], subsample: 
         x_rows = [[in_x[p] for p in part if p in in_x] for part in (examples, rest)]
         tap = KroneckerTap(
             key=_key(layer, use),
-            operand=read.operand,
-            other=read.other,
+            use=use,
             arrange_x=axes_lib.arrangement(read.x_axes, read.batched, *x_rows),
             arrange_g=axes_lib.arrangement(read.y_axes, read.batched, examples, rest),
-            geometry=read.geometry,
             images=not examples or (read.images is not None and tuple(examples) == (read.images[0],)),
             homogeneous=1.0 if _counted(uses) or index in with_bias else 0.0 if layer.has_bias else None,
             dtype=dtype,
@@ -143,13 +142,8 @@ def _plan_kronecker(planned: Planned, layer: Layer, uses: list[Use], subsample: 
             reduce=layer.weight_sharing == "reduce",
             subsample=subsample,
             basis=_basis_key(layer, use.part) if moments else None,
-            repeats=read.repeats,
-            boxes=(read.x_box, read.y_box),
-            within=use.within,
-            masked=use.view.masked,
-            groups=read.groups,
         )
-        planned.place(use, tap)
+        planned.place(tap)
     _finish_kronecker(planned, layer, uses, dtype, moments)
 
 
@@ -357,7 +351,7 @@ def _plan_elementwise(planned: Planned, layer: Layer, uses: list[list[Use]]) -> 
     n, shapes = planned.num_examples, planned.found.reads.shapes
     probes: dict[Key, tuple[int, np.ndarray]] = {}  # of which leaf it is, and of which of its entries
     known: dict[tuple, Key] = {}
-    taps: list[tuple[Use, ElementwiseTap]] = []
+    taps: list[ElementwiseTap] = []
     counts: set[int] = set()
     for column, (parameter, own) in enumerate(zip(layer.params, uses, strict=True)):
         dtype = jnp.result_type(*{use.read.dtype for use in own})
@@ -375,20 +369,16 @@ def _plan_elementwise(planned: Planned, layer: Layer, uses: list[list[Use]]) -> 
             # Uses of the same entries are summed for each example before they are squared.
             key = known.setdefault((column, use.iterated, where.tobytes()), (layer.name, len(known)))
             probes[key] = column, where
-            other = use.read.other if use.read.op == "mul" else None
-            tap = ElementwiseTap(
-                key, use.read.operand, other, use.read.divides, arrange, use.read.sign, dtype, use.read.y_box
-            )
-            taps.append((use, tap))
+            taps.append(ElementwiseTap(key, use, arrange, dtype))
     columns = _columns(planned, layer, taps, probes)
-    for use, tap in taps:
+    for tap in taps:
         if columns and probes[tap.key][0] > 0:
             continue  # the shift's are formed together with those of its scale
         tap = dataclasses.replace(tap, columns=columns)
         width = math.prod(tap.arrange.split[p] for p in tap.arrange.features)
         shape = (width, columns, columns) if columns else (next(iter(counts)), width)
-        planned.probes[tap.key] = jax.ShapeDtypeStruct((*use.iterated, *shape), tap.dtype)
-        planned.place(use, tap)
+        planned.probes[tap.key] = jax.ShapeDtypeStruct((*tap.use.iterated, *shape), tap.dtype)
+        planned.place(tap)
     keys = [key for key, (column, _) in probes.items() if not (columns and column)]
     finish = _of_moments if columns else _of_gradients
     entries = [probes[key] for key in keys]
@@ -409,7 +399,7 @@ def _elementwise_arrangement(planned: Planned, use: Use, parameter: str) -> axes
 
 
 def _columns(
-    planned: Planned, layer: Layer, taps: list[tuple[Use, ElementwiseTap]], probes: dict[Key, tuple[int, np.ndarray]]
+    planned: Planned, layer: Layer, taps: list[ElementwiseTap], probes: dict[Key, tuple[int, np.ndarray]]
 ) -> int | None:
     """How many parameters of a channel a tap can form the moments of by itself, which takes no per-example gradients.
 
@@ -417,19 +407,20 @@ def _columns(
     it is not.
     """
     read = np.zeros((len(layer.params), layer.d_out), int)
-    for use, tap in taps:
+    for tap in taps:
         column, where = probes[tap.key]
-        np.add.at(read[column], where, use.times)
+        np.add.at(read[column], where, tap.use.times)
     if not (read == 1).all():
         return None
-    scales = {id(use): tap for use, tap in taps if probes[tap.key][0] == 0}
-    for use, tap in taps:
+    scales = {id(tap.use): tap for tap in taps if probes[tap.key][0] == 0}
+    for tap in taps:
+        use = tap.use
         if probes[tap.key][0] == 0:
             continue
         assert use.joined is not None
         scale = scales.get(id(planned.found.reads.uses[use.joined[0]]))
         same = scale is not None and np.array_equal(probes[scale.key][1], probes[tap.key][1])
-        if not (same and use.directly and tap.sign == 1):
+        if not (same and use.directly and use.read.sign == 1):
             return None
     return len(layer.params)
 

@@ -167,7 +167,7 @@ def _rule(eqn: Any) -> Call:
         outs, found = jax.jvp(lambda *values: evaluate(within, eqn, values), tuple(primals), tuple(own))
         return [t if t.dtype == x.dtype else jnp.zeros_like(x) for t, x in zip(found, outs, strict=True)]
 
-    primals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars]
+    primals = [var.aval for var in eqn.invars]  # which tell over which devices they vary
     closed = jax.make_jaxpr(tangents_of)(primals, list(itertools.compress(primals, moving)))
     return Call("rule", closed.jaxpr, closed.consts)
 

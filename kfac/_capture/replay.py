@@ -109,8 +109,7 @@ def _replay(
         if not op.alive:
             values = list(map(_alone, values))
         if index in plan.late:
-            other = plan.taps[index][0].other
-            assert other is not None
+            other = plan.taps[index][0].use.read.other
             if not _is_shared(values[other]):
                 values[other] = Shared(jnp.broadcast_to(values[other], (plan.late[index], *values[other].shape)))
         if child is None:
@@ -131,7 +130,7 @@ def _replay(
                     values[tap.other] = [read(var) for var in source.inputs]
                     tap = dataclasses.replace(tap, source=source)
             rows = [value.rows if _is_shared(value) else value for value in values]
-            residuals = tap.residuals(rows, multipliers.get(op.inputs[tap.operand]), probes)
+            residuals = tap.residuals(rows, multipliers.get(op.inputs[tap.use.read.operand]), probes)
             if index in plan.late:
                 outs = [Shared(tapped(tap, residuals, outs[0].rows, probes[tap.key]))]
             else:

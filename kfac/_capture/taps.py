@@ -16,11 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kfac._capture.axes import Box
-from kfac._capture.states import Within
+from kfac._capture.states import Use
 from kfac._factors import Kronecker
 from kfac._statistics.moments import example_gradients, multiplied, squares_in_basis
-from kfac._statistics.rows import Arrangement, Geometry, Groups, OneHot, Rows, weighted
+from kfac._statistics.rows import Arrangement, Groups, OneHot, Rows, weighted
 from kfac._varying import whole
 
 Key = tuple[Any, ...]  # layer name, and which of its parameters (0 for a Kronecker layer); longer for its eigenvectors
@@ -37,11 +36,9 @@ class KroneckerTap:
 
     Attributes:
       key: of the probe.
-      operand: which input of the operation the kernel is.
-      other: which input the data is.
+      use: the operation, and what of the kernel it reads.
       arrange_x: brings the data, or the patches of it, to the normal form.
       arrange_g: brings the gradient to it.
-      geometry: of the operation: brings the data to the normal form.
       images: whether the images of a convolution are the examples, or there is one example.
       homogeneous: the last entry of every input: 1 with a bias, 0 in a use of the kernel without it; None for no bias.
       dtype: of the sums.
@@ -49,19 +46,12 @@ class KroneckerTap:
       reduce: whether the setting is "reduce".
       subsample: from every how many-th run of examples factors are formed.
       basis: key of the layer's eigenvectors among the probes.
-      repeats: how many rows of the gradient each row of the data has.
-      boxes: which entries of the data and of the gradient are those of the kernel, if not all.
-      within: the matrices of the leaf and where its part lies in them, if it reads a part.
-      masked: whether some entries of the kernel are not used.
-      groups: which input of the operation says how many rows each copy has, if that is data.
     """
 
     key: Key
-    operand: int
-    other: int
+    use: Use
     arrange_x: Arrangement
     arrange_g: Arrangement
-    geometry: Geometry
     images: bool
     homogeneous: float | None
     dtype: Any
@@ -69,22 +59,18 @@ class KroneckerTap:
     reduce: bool = False
     subsample: int = 1
     basis: Key | None = None
-    repeats: int = 1
-    boxes: tuple[Box | None, Box | None] = (None, None)
-    within: Within | None = None
-    masked: bool = False
-    groups: int | None = None
 
     def residuals(self, values: Sequence[jax.Array], multiplier: jax.Array | None, probes: Probes) -> Any:
         # A kernel is multiplied by the same number everywhere, if at all, or by zeros and ones.
-        number = None if multiplier is None or self.masked else multiplier.reshape(-1)[0]
-        sizes = None if self.groups is None else values[self.groups]
-        return values[self.other], number, None if self.basis is None else probes[self.basis], sizes
+        number = None if multiplier is None or self.use.view.masked else multiplier.reshape(-1)[0]
+        sizes = None if self.use.read.groups is None else values[self.use.read.groups]
+        return values[self.use.read.other], number, None if self.basis is None else probes[self.basis], sizes
 
     def statistics(self, residuals: Any, g: jax.Array) -> Kronecker:
         x, number, basis, sizes = residuals
-        x, g = (box(part) if box else part for box, part in zip(self.boxes, (x, g), strict=True))
-        inputs: Any = self.geometry.form(x, self.arrange_x, self.homogeneous, self.images, self.dtype)
+        read, within = self.use.read, self.use.within
+        x, g = (box(part) if box else part for box, part in ((read.x_box, x), (read.y_box, g)))
+        inputs: Any = read.geometry.form(x, self.arrange_x, self.homogeneous, self.images, self.dtype)
         outputs: Any = Rows(self.arrange_g(g), self.arrange_g.runs)
         if sizes is not None:
             inputs, outputs = (Groups(form.array[0, 0], sizes, form.homogeneous) for form in (inputs, outputs))
@@ -94,8 +80,8 @@ class KroneckerTap:
         moments = None
         if basis is not None:
             assert not isinstance(inputs, OneHot)
-            if self.within:
-                basis = Kronecker(basis.A[..., self.within.inputs, :], basis.G[..., self.within.outputs, :])
+            if within:
+                basis = Kronecker(basis.A[..., within.inputs, :], basis.G[..., within.outputs, :])
             moments = squares_in_basis(inputs, outputs, number, basis, self.dtype)
         if self.reduce:  # sums are cheap: they are those of all examples
             inputs, outputs = whole
@@ -103,10 +89,10 @@ class KroneckerTap:
         a = getattr(inputs, form_a)()
         if number is not None:
             a = multiplied(a, number, form_a, self.homogeneous is not None)
-        a, g = weighted(a, self.repeats), getattr(outputs, form_g)()
-        if self.within:
-            a = _among_zeros(a, self.within.inputs, self.within.layout.size("in"), form_a)
-            g = _among_zeros(g, self.within.outputs, self.within.layout.size("out"), form_g)
+        a, g = weighted(a, read.repeats), getattr(outputs, form_g)()
+        if within:
+            a = _among_zeros(a, within.inputs, within.layout.size("in"), form_a)
+            g = _among_zeros(g, within.outputs, within.layout.size("out"), form_g)
         return Kronecker(a, g, moments)
 
 
@@ -123,28 +109,25 @@ class ElementwiseTap:
 
     Attributes:
       key: of the probe.
-      operand: which input of the operation the parameter is.
-      other: which input the data is that it is multiplied with; None for a sum.
-      divides: whether it is divided by that.
+      use: the operation.
       arrange: brings the gradient to the normal form.
-      sign: -1 where the parameter is subtracted.
       dtype: of the statistics.
-      box: which entries of the gradient are those of the parameter, if not all.
       columns: None: per-example gradients `[n, units]`. 1: sums of their squares `[units, 1, 1]`; 2: with those of the
         shift that is added to the result, which are sums of the same gradient, `[units, 2, 2]`.
       source: computes the data again, from what it is made of.
     """
 
     key: Key
-    operand: int
-    other: int | None
-    divides: bool
+    use: Use
     arrange: Arrangement
-    sign: int
     dtype: Any
-    box: Box | None = None
     columns: int | None = None
     source: Callable[[Sequence[jax.Array]], jax.Array] | None = None
+
+    @property
+    def other(self) -> int | None:
+        """Which input the data is that the parameter is multiplied with; None for a sum."""
+        return self.use.read.other if self.use.read.op == "mul" else None
 
     def residuals(self, values: Sequence[jax.Array], multiplier: jax.Array | None, probes: Probes) -> Any:
         del probes
@@ -155,12 +138,12 @@ class ElementwiseTap:
         return self.source(other) if self.source is not None else other, coefficient
 
     def statistics(self, residuals: Any, g: jax.Array) -> jax.Array:
-        other, coefficient = residuals
-        g = self.box(g) if self.box else g
+        (other, coefficient), read = residuals, self.use.read
+        g = read.y_box(g) if read.y_box else g
         if other is not None:
-            factor = 1 / other if self.divides else other
+            factor = 1 / other if read.divides else other
             coefficient = factor if coefficient is None else factor * coefficient
-        own = self.sign * example_gradients(g, coefficient, self.arrange)
+        own = read.sign * example_gradients(g, coefficient, self.arrange)
         if self.columns is None:
             return own
         each = [own] if self.columns == 1 else [own, example_gradients(g, None, self.arrange)]
