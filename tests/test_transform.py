@@ -78,6 +78,8 @@ SWITCHES = {
 # What the fields of the values change: of a distribution on several devices the traffic, which the tests of axes show.
 INVERSE_FIELDS = {"precision"}
 DEVICES = {"axis_name", "mesh", "precondition", "communication_dtype"}
+# When blocks are refreshed; the tests of the assignment show what the second does.
+REFRESHES = {"staggered", "schedule_for"}
 AT_ONCE = kfac.Distribution(staggered=False)
 # What everything else is about.
 ELSEWHERE = {"layers"}
@@ -85,7 +87,7 @@ ELSEWHERE = {"layers"}
 
 def test_the_tables_of_options_are_complete():
     assert set(NUMBERS) | set(SWITCHES) | ELSEWHERE == set(KFAC_OPTIONS)
-    for value, fields in ((kfac.Distribution(), DEVICES | {"staggered"}), *((i, INVERSE_FIELDS) for i in INVERSES)):
+    for value, fields in ((kfac.Distribution(), DEVICES | REFRESHES), *((i, INVERSE_FIELDS) for i in INVERSES)):
         assert {field.name for field in dataclasses.fields(value)} == fields
     assert set(SCALE_OPTIONS) <= set(KFAC_OPTIONS)
     for name in SCALE_OPTIONS[1:]:
@@ -643,6 +645,7 @@ BAD_FIELDS = {
     "axis_name": [3, 1.5, ("data", 3)],
     "staggered": [1, "yes", 0.5],
     "mesh": ["devices", 8],
+    "schedule_for": [0, -1, 2.5, "eight"],
     "precondition": ["owner", None, True],
     "communication_dtype": ["float16", None, 16],
 }
@@ -651,7 +654,7 @@ INVERSES = [kfac.Cholesky(), kfac.Eigh(), kfac.Ekfac()]
 
 def test_the_table_of_bad_arguments_is_complete():
     assert set(BAD) == set(KFAC_OPTIONS)
-    assert set(BAD_FIELDS) == INVERSE_FIELDS | DEVICES | {"staggered"}
+    assert set(BAD_FIELDS) == INVERSE_FIELDS | DEVICES | REFRESHES
 
 
 @pytest.mark.parametrize(("option", "value"), [(option, value) for option, values in BAD.items() for value in values])
@@ -660,9 +663,11 @@ def test_a_bad_argument_is_named_with_its_value(option, value):
     for factory in factories:
         options = {"layers": layers(), **({"learning_rate": 0.1} if factory is kfac.kfac else {})}
         options |= {"weight_decay": 0.1} if option == "weight_decay_mask" else {}
-        with pytest.raises(ValueError, match=option) as error:
+        with pytest.raises((ValueError, TypeError), match=option) as error:
             factory(**{**options, option: value})
-        shown = type(value).__name__ if option == "layers" else repr(value)
+        shown = (
+            type(value).__name__ if option == "layers" else value.__name__ if isinstance(value, type) else repr(value)
+        )
         assert shown in str(error.value)
 
 

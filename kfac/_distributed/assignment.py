@@ -73,7 +73,7 @@ class Shard:
 
     @property
     def runs(self) -> list[tuple[int, int, int, int]]:
-        """Blocks of the remainder that stand side by side, `(row, first device, first block, end)`: in at most two rows."""
+        """Blocks of the remainder side by side, `(row, first device, first block, end)`: in at most two rows."""
         cut = min(self.remainder, self.devices - self.offset)
         runs = [(self.row, self.offset, 0, cut), (self.row + 1, 0, cut, self.remainder)]
         return [run for run in runs if run[2] < run[3]]
