@@ -7,6 +7,7 @@ where those take fewer products; else from patches, those of a few images at a t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -19,11 +20,12 @@ from jax import lax
 
 from kfac._statistics.offsets import Axis, offset_moment
 from kfac._statistics.offsets import products as offset_products
-from kfac._statistics.rows import Arrangement, Rows, accumulator, append, as_floats, weighted, with_homogeneous
+from kfac._statistics.rows import Arrangement, Rows, accumulator, apart, append, as_floats, weighted, with_homogeneous
 from kfac._varying import zeros_of
 
 # Patches are formed for so many elements at a time (16 MB in float32).
 PATCH_ELEMENTS = 1 << 22
+ON_GPUS = 64  # times as many where a launch costs more than the memory
 
 # With fewer channels, patches take no longer than correlations, and a matrix product sums with less rounding than XLA's
 # convolutions do.
@@ -121,7 +123,7 @@ class Patches:
         return append(total, self.homogeneous, self.count // total.shape[1])
 
     def every(self, k: int) -> Patches:
-        image = self.image[::k]
+        image = apart(self.image[::k])
         weight = self.weight * self.image.shape[0] / image.shape[0]
         kept = dataclasses.replace(self, image=image, weight=weight)
         return dataclasses.replace(kept, arrange=self._arranged(image.shape[0]))
@@ -181,14 +183,19 @@ class Patches:
         n = self.image.shape[0]
         taps = math.prod(self.conv.window)
         limit = max(1, PATCH_ELEMENTS // (math.prod(self.conv.out) * taps * self.image.shape[-1]))
-        # A window of one tap makes patches no larger than the image.
-        chunk = n if taps == 1 else next(size for size in range(min(n, limit), 0, -1) if n % size == 0)
-        arrange = self._arranged(chunk)
 
-        def moments(part):
-            return Rows(arrange(patches(part, self.conv))).gram()
+        def in_parts(limit, image):
+            # A window of one tap makes patches no larger than the image.
+            chunk = n if taps == 1 else next(size for size in range(min(n, limit), 0, -1) if n % size == 0)
+            arrange = self._arranged(chunk)
 
-        return sum_of_parts(moments, self.image, n // chunk)
+            def moments(part):
+                return Rows(arrange(patches(part, self.conv))).gram()
+
+            return sum_of_parts(moments, image, n // chunk)
+
+        few, many = functools.partial(in_parts, limit), functools.partial(in_parts, ON_GPUS * limit)
+        return few(self.image) if n <= limit else lax.platform_dependent(self.image, cuda=many, default=few)
 
 
 def sum_of_parts(of: Callable[[Any], jax.Array], x: jax.Array, count: int) -> jax.Array:
