@@ -401,20 +401,31 @@ def count_blocks(shards: Mapping[str, Any], axis: AxisName | None, found: Vector
 
 def _square(arrays: Iterable[jax.Array]) -> jax.Array:
     """The squared norm of all arrays together."""
-    rows = (jnp.sum(jnp.square(x), axis=-1).reshape(-1) for x in arrays)
-    return jnp.sum(_join([jnp.zeros(1, jnp.float32), *rows]))
+
+    def one_by_one(*arrays):
+        return sum((jnp.sum(jnp.square(x)) for x in arrays), jnp.zeros((), jnp.float32))
+
+    def by_rows(*arrays):  # a GPU takes two kernels for the sum of all of an array, and one for those of its rows
+        rows = (jnp.sum(jnp.square(x), axis=-1).reshape(-1) for x in arrays)
+        return jnp.sum(_join([jnp.zeros(1, jnp.float32), *rows]))
+
+    return lax.platform_dependent(*arrays, cpu=one_by_one, default=by_rows)
 
 
 def _squares(tree: Any) -> Any:
-    """The squared Frobenius norms `[k]` of the members of each stack.
-
-    Sums of rows take one kernel for each stack; brought to one length, they are summed up by one for all.
-    """
+    """The squared Frobenius norms `[k]` of the members of each stack."""
     stacks, treedef = jax.tree.flatten(tree)
+
+    def one_by_one(*stacks):
+        return [jnp.sum(jnp.square(x), axis=tuple(range(1, x.ndim))) for x in stacks]
+
+    def by_rows(*stacks):  # brought to one length, the sums of the rows of all stacks are summed up by one kernel
+        rows = [jnp.sum(jnp.square(x), axis=-1).reshape(len(x), -1) for x in stacks]
+        length = max(row.shape[1] for row in rows)
+        padded = [jnp.pad(row, ((0, 0), (0, length - row.shape[1]))) for row in rows]
+        sums = jnp.sum(lax.optimization_barrier(jnp.concatenate(padded)), axis=1)
+        return jnp.split(sums, np.cumsum([len(row) for row in rows])[:-1])
+
     if not stacks:
         return tree
-    rows = [jnp.sum(jnp.square(x), axis=-1).reshape(len(x), -1) for x in stacks]
-    length = max(row.shape[1] for row in rows)
-    padded = [jnp.pad(row, ((0, 0), (0, length - row.shape[1]))) for row in rows]
-    sums = jnp.sum(lax.optimization_barrier(jnp.concatenate(padded)), axis=1)
-    return jax.tree.unflatten(treedef, jnp.split(sums, np.cumsum([len(row) for row in rows])[:-1]))
+    return jax.tree.unflatten(treedef, lax.platform_dependent(*stacks, cpu=one_by_one, default=by_rows))

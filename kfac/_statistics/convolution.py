@@ -7,6 +7,7 @@ where those take fewer products; else from patches, those of a few images at a t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -18,11 +19,12 @@ from jax import lax
 
 from kfac._statistics.offsets import Axis, offset_moment
 from kfac._statistics.offsets import products as offset_products
-from kfac._statistics.rows import Arrangement, Rows, accumulator, append, as_floats, weighted, with_homogeneous
+from kfac._statistics.rows import Arrangement, Rows, accumulator, apart, append, as_floats, weighted, with_homogeneous
 from kfac._varying import sum_of_parts
 
 # Patches are formed for so many elements at a time (16 MB in float32).
 PATCH_ELEMENTS = 1 << 22
+ON_GPUS = 64  # times as many where a launch costs more than the memory
 
 # With fewer channels, patches take no longer than correlations, and a matrix product sums with less rounding than XLA's
 # convolutions do.
@@ -120,7 +122,7 @@ class Patches:
         return append(total, self.homogeneous, self.count // total.shape[1])
 
     def every(self, k: int) -> Patches:
-        image = self.image[::k]
+        image = apart(self.image[::k])
         weight = self.weight * self.image.shape[0] / image.shape[0]
         kept = dataclasses.replace(self, image=image, weight=weight)
         return dataclasses.replace(kept, arrange=self._arranged(image.shape[0]))
@@ -178,12 +180,16 @@ class Patches:
         n = self.image.shape[0]
         taps = math.prod(self.conv.window)
         limit = max(1, PATCH_ELEMENTS // (math.prod(self.conv.out) * taps * self.image.shape[-1]))
-        # A window of one tap makes patches no larger than the image.
 
         def moments(part):
             return Rows(self._arranged(part.shape[0])(patches(part, self.conv))).gram()
 
-        return sum_of_parts(moments, n if taps == 1 else limit, self.image)
+        def in_parts(limit, image):
+            # A window of one tap makes patches no larger than the image.
+            return sum_of_parts(moments, n if taps == 1 else limit, image)
+
+        few, many = functools.partial(in_parts, limit), functools.partial(in_parts, ON_GPUS * limit)
+        return few(self.image) if n <= limit else lax.platform_dependent(self.image, cuda=many, default=few)
 
 
 def offset_axes(sizes: Sequence[int], conv: Convolution) -> tuple[Axis, ...] | None:

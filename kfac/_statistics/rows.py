@@ -15,6 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kfac._statistics.tensor_cores import gram, usable
+
+# With fewer features a product on an H100 waits for memory, and half of it takes as long as the whole.
+HALF_PAYS = 512
+
 
 def accumulator(dtype: Any) -> Any:
     """The dtype in which products of `dtype` operands are summed: float32 at least."""
@@ -118,7 +123,14 @@ class Rows:
     def gram(self) -> jax.Array:
         copies, n, s, d = self.array.shape
         rows = self.array.reshape(copies, n * s, d)
-        moment = jnp.einsum("cri,crj->cij", rows, rows, preferred_element_type=accumulator(rows.dtype))
+
+        def product(rows):
+            return jnp.einsum("cri,crj->cij", rows, rows, preferred_element_type=accumulator(rows.dtype))
+
+        if copies == 1 and d >= HALF_PAYS and usable(rows):
+            moment = lax.platform_dependent(rows, cuda=lambda rows: gram(rows[0])[None], default=product)
+        else:
+            moment = product(rows)
         total = jnp.sum(rows, axis=1, dtype=moment.dtype)
         return weighted(with_homogeneous(moment, total, self.homogeneous, self.count), self.weight)
 
@@ -132,7 +144,7 @@ class Rows:
 
     def every(self, k: int) -> Rows:
         copies, n, s, d = self.array.shape
-        kept = self.array.reshape(copies, self.runs, n // self.runs, s, d)[:, ::k]
+        kept = apart(self.array.reshape(copies, self.runs, n // self.runs, s, d)[:, ::k])
         runs = kept.shape[1]
         weight = self.weight * self.runs / runs
         return dataclasses.replace(self, array=kept.reshape(copies, -1, s, d), runs=runs, weight=weight)
@@ -234,6 +246,14 @@ class Groups:
         squares = jnp.square(self._rows.astype(accumulator(self.array.dtype)))
         copy = jnp.searchsorted(jnp.cumsum(self.sizes), jnp.arange(len(squares)), side="right")
         return jax.ops.segment_sum(squares, copy, num_segments=len(self.sizes))
+
+
+def apart(kept: jax.Array) -> jax.Array:
+    """What is kept of the examples, as an array of its own.
+
+    XLA for GPUs (jaxlib 0.10.2) would take the slice into a matrix product, and abort.
+    """
+    return lax.optimization_barrier(kept)
 
 
 def weighted(sums: jax.Array, weight: float) -> jax.Array:

@@ -1,0 +1,115 @@
+"""`kfac.refresh`: what a step does under its interval, as a call of its own."""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+import kfac
+from problem import QUICKLY, ages_of, assert_close, field_of, initial, layers, measured, state_of, stepper
+
+STEPS, WITH_STATISTICS = 6, (1, 3)
+CHOLESKY, AT_ONCE = kfac.Cholesky(), kfac.Distribution(staggered=False)
+SHARDED, REPLICATED = (dict(precondition=way) for way in ("sharded", "replicated"))
+
+
+def optimizer(inside, inverse, distribution):
+    """Refreshes at the even steps, which bring no statistics, or never."""
+    every = dict(inverse_every=2, refresh_warmup=0) if inside else dict(inverse_every=None)
+    return kfac.kfac(0.1, layers(), damping=0.3, inverse=inverse, distribution=distribution, **every)
+
+
+def trained(inside, inverse, distribution, mesh):
+    """Parameters, state and ages after a few steps; inside of `shard_map` with a mesh."""
+    given = kfac.Distribution(**{k: v for k, v in vars(distribution).items() if inside or k != "staggered"})
+    tx = optimizer(inside, inverse, given)
+    refresh = functools.partial(kfac.refresh, distribution=given)
+    init, update = tx.init, tx.update
+    if mesh is not None:
+        same, own = PartitionSpec(), kfac.state_specs(tx, initial(), "devices")
+        refresh = jax.shard_map(refresh, mesh=mesh, in_specs=(own,), out_specs=own)
+        init = jax.shard_map(init, mesh=mesh, in_specs=same, out_specs=own)
+        update = jax.shard_map(
+            lambda grads, state, params, factors: tx.update(grads, state, params, factors=factors),
+            mesh=mesh, in_specs=(same, own, same, same), out_specs=(same, own),
+        )  # fmt: skip
+
+    def update_of(grads, state, params, *, factors):
+        return update(grads, state, params, factors) if mesh else update(grads, state, params, factors=factors)
+
+    step, refresh = (
+        stepper(optax.GradientTransformationExtraArgs(init, update_of)),
+        jax.jit(refresh, compiler_options=QUICKLY),
+    )
+    params, state = initial(), jax.jit(init)(initial())
+    for t in range(STEPS):
+        if not inside and t % 2 == 0:
+            state = refresh(state)
+        grads, factors = measured(t)
+        params, state, _ = step(grads, state, params, factors if t in WITH_STATISTICS else None)
+    return params, state
+
+
+def check(inverse=CHOLESKY, distribution=AT_ONCE, mesh=None):
+    params, state = trained(True, inverse, distribution, mesh)
+    expected = kfac.gather_state(state) if distribution.axis else state
+    found_params, state = trained(False, inverse, distribution, mesh)
+    found = kfac.gather_state(state) if distribution.axis else state
+    assert_close(found_params, params)
+    for field in ("factors", "weight", "inverse", "condition"):
+        assert_close(field_of(found, field), field_of(expected, field))
+    assert_close(ages_of(found), ages_of(expected))
+    assert_close(state_of(found).metrics, state_of(expected).metrics)
+    assert state_of(found).metrics.condition > 1 and state_of(found).metrics.inverse_age == 1
+
+
+@pytest.mark.parametrize("inverse", [kfac.Cholesky(), kfac.Eigh()], ids=["cholesky", "eigh"])
+def test_a_refresh_apart_is_that_of_the_step(inverse):
+    check(inverse)
+
+
+@pytest.mark.parametrize("way", [SHARDED, REPLICATED], ids=["sharded", "replicated"])
+def test_on_several_devices(way):
+    mesh = Mesh(np.array(jax.devices()[:2]), ("devices",), axis_types=(AxisType.Auto,))
+    check(distribution=kfac.Distribution("devices", staggered=False, **way), mesh=mesh)
+
+
+@pytest.mark.parametrize("way", [SHARDED, pytest.param(REPLICATED, marks=pytest.mark.slow)], ids=["own", "all"])
+def test_under_jit_with_a_mesh(way):
+    mesh = Mesh(np.array(jax.devices()[:2]), ("devices",), axis_types=(AxisType.Auto,))
+    check(distribution=kfac.Distribution(mesh=mesh, staggered=False, **way))
+
+
+def test_a_step_of_its_own_program_waits_for_nothing():
+    """Without an interval there is no loop and no branch in the optimizer but that of the momentum on CPUs."""
+
+    def primitives(tx):
+        grads, factors = measured(0)
+        jaxpr = jax.make_jaxpr(lambda state: tx.update(grads, state, factors=factors))(tx.init(initial()))
+        return {eqn.primitive.name for eqn in jaxpr.jaxpr.eqns}
+
+    apart, inside = (optimizer(way, kfac.Cholesky(), None) for way in (False, True))
+    assert "while" in primitives(inside)
+    assert not primitives(apart) & {"while", "scan"}
+
+
+def test_until_the_first_refresh_gradients_pass_through():
+    tx = kfac.scale_by_kfac(layers(), inverse_every=None)
+    grads, factors = measured(0)
+    updates, state = tx.update(grads, tx.init(initial()), factors=factors)
+    assert_close(updates, grads)
+    assert state_of(kfac.refresh(state)).shared["unitwise_4x2"].condition[0] > 0
+
+
+def test_what_is_refused():
+    with pytest.raises(
+        ValueError, match=r"inverse_every=None leaves all refreshes to kfac\.refresh, so refresh_warmup=3"
+    ):
+        kfac.scale_by_kfac(layers(), inverse_every=None, refresh_warmup=3)
+    with pytest.raises(ValueError, match=r"no state of scale_by_kfac in opt_state"):
+        kfac.refresh({"w": np.zeros(3)})
+    with pytest.raises(ValueError, match=r"distribution must be a kfac.Distribution"):
+        kfac.refresh(kfac.scale_by_kfac(layers()).init(initial()), distribution="devices")

@@ -1,0 +1,149 @@
+"""The kernel for GPUs, interpreted: sums of outer products against float64, and what it is chosen for."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from sklearn.datasets import load_digits
+
+import kfac
+from kfac._statistics import tensor_cores
+from kfac._statistics.offsets import Axis, _of_boxes, _of_pairs, offset_moment
+from kfac._statistics.tensor_cores import Term, correlations, gram
+
+
+def narrow(*shape, dtype=jnp.bfloat16):
+    return jnp.asarray(np.random.default_rng(0).normal(size=shape), dtype)
+
+
+def wide(x):
+    return np.asarray(x.astype(jnp.float32), np.float64)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("shape", [(1000, 200), (5, 32), (130, 64)])
+def test_a_symmetric_product(shape, dtype):
+    x = narrow(*shape, dtype=dtype)
+    found = np.asarray(gram(x, interpret=True))
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, wide(x).T @ wide(x), rtol=0, atol=1e-6 * shape[0])
+    np.testing.assert_array_equal(found, found.T)
+
+
+def test_sums_over_boxes():
+    x = narrow(3, 6, 5, 40)
+    boxes = [((0, 0), (0, 0), (6, 5)), ((0, 1), (0, 0), (6, 4)), ((1, -1), (0, 1), (5, 5)), ((2, 1), (0, 3), (1, 4))]
+    terms = [Term(*box) for box in boxes]
+    for (offset, start, stop), found in zip(terms, correlations(x, terms, interpret=True), strict=True):
+        here, there = (
+            wide(x)[:, start[0] + a : stop[0] + a, start[1] + b : stop[1] + b].reshape(-1, 40)
+            for a, b in ((0, 0), offset)
+        )
+        np.testing.assert_allclose(found, here.T @ there, rtol=0, atol=1e-4)
+
+
+GEOMETRIES = {
+    "same": ((Axis(6, 3, 1, 1, 6), Axis(5, 3, 1, 1, 5)), (3, 6, 5, 32)),
+    "dilated, two windows": ((Axis(7, 3, 2, 2, 7), Axis(5, 2, 1, 0, 4)), (2, 7, 5, 32)),
+    "one axis": ((Axis(9, 3, 1, 1, 9),), (2, 9, 40)),
+    "never both inside": ((Axis(2, 5, 1, 2, 2), Axis(3, 3, 1, 0, 1)), (2, 2, 3, 32)),
+}
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_moments_of_windows(name):
+    axes, shape = GEOMETRIES[name]
+    x = narrow(*shape)
+    expected = np.asarray(_of_pairs(x.astype(jnp.float32), axes))
+    scale = np.abs(expected).max()
+    for way in (_of_boxes(x, axes, interpret=True), _of_pairs(x, axes), offset_moment(x, axes)):
+        np.testing.assert_allclose(way, expected, rtol=0, atol=1e-6 * scale)
+
+
+def test_for_what_it_is_used():
+    """Where nothing can split it over devices, and in half precision."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    found = []
+
+    def look(x):
+        found.append(tensor_cores.usable(x))
+        return x
+
+    look(narrow(64, 64))
+    jax.eval_shape(jax.shard_map(look, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data")), narrow(64, 64))
+    wider = narrow(64, 64).astype(jnp.float32)
+    jax.eval_shape(jax.shard_map(look, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data")), wider)
+    assert found == [jax.device_count() == 1, True, False]
+
+
+def test_under_shard_map_the_result_differs_between_devices():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    rows = narrow(64, 32)
+    each = jax.shard_map(
+        lambda x: jax.lax.psum(gram(x, interpret=True), "data"), mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P(),
+        check_vma=False,
+    )  # fmt: skip
+    np.testing.assert_allclose(each(rows), wide(rows).T @ wide(rows), rtol=0, atol=1e-4)
+
+
+def split(x, parts):
+    """`x` as a sum of so many matrices in bfloat16."""
+    found = []
+    for _ in range(parts):
+        found.append(np.asarray(jnp.asarray(x).astype(jnp.bfloat16).astype(jnp.float32), np.float64))
+        x = x - found[-1]
+    return found
+
+
+def product_of(precision, a, b):
+    if precision == "float32":
+        return a @ b
+    (first, *rest), (other, *more) = (split(x, 2 if precision == "bfloat16_3x" else 1) for x in (a, b))
+    return sum((first @ x for x in more), first @ other) + sum((x @ other for x in rest), 0)
+
+
+def damped(a, g, condition):
+    """Both factors with the factored damping that brings their block to a condition number."""
+    pi = np.sqrt(np.trace(a) / len(a) / (np.trace(g) / len(g)))
+    low, high = 1e-30, 1e6
+    for _ in range(200):
+        root = (low * high) ** 0.25
+        sides = a + pi * root * np.eye(len(a)), g + root / pi * np.eye(len(g))
+        worse = np.linalg.cond(sides[0]) * np.linalg.cond(sides[1]) > condition
+        low, high = (root**2, high) if worse else (low, root**2)
+    return sides
+
+
+def test_the_direction_of_an_update_at_condition_1e6():
+    """Of a network on handwritten digits; what tensor cores compute, from products of bfloat16 parts in float64."""
+    images, labels = load_digits(return_X_y=True)
+    batch = jnp.asarray(images[:800] / 16, jnp.float32), jnp.asarray(labels[:800])
+    rng = np.random.default_rng(0)
+    shapes = ((64, 128), (128, 128), (128, 10))
+    params = [jnp.asarray(rng.normal(size=s) * (2 / s[0]) ** 0.5, jnp.float32) for s in shapes]
+
+    def loss(params, batch):
+        y = batch[0]
+        for kernel in params[:-1]:
+            y = jax.nn.relu(y @ kernel)
+        return -jnp.mean(jax.nn.log_softmax(y @ params[-1])[jnp.arange(800), batch[1]])
+
+    descend = jax.jit(lambda params: jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, batch)))
+    for _ in range(60):
+        params = descend(params)
+    layers = kfac.find_layers(loss, params, batch)
+    _, grads, factors = kfac.value_and_grad(loss, layers)(params, batch)
+    wrong, norm = dict.fromkeys(("float32", "bfloat16_3x", "bfloat16"), 0.0), 0.0
+    for grad, layer in zip(grads, layers, strict=True):
+        a, g = damped(*(np.asarray(getattr(factors[layer.name], side), np.float64) for side in "AG"), 1e6)
+        gradient, a, g = np.asarray(grad, np.float64).T, np.linalg.inv(a), np.linalg.inv(g)
+        exact = g @ gradient @ a
+        norm += np.sum(exact**2)
+        for precision in wrong:
+            found = product_of(precision, product_of(precision, g, gradient), a)
+            wrong[precision] += np.sum((found - exact) ** 2)
+    errors = {precision: (value / norm) ** 0.5 for precision, value in wrong.items()}
+    print(errors)
+    assert kfac.Cholesky().precision == "bfloat16_3x"
+    assert errors["bfloat16_3x"] < 1e-3 < errors["bfloat16"]
