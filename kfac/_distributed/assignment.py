@@ -73,7 +73,7 @@ class Shard:
 
     @property
     def runs(self) -> list[tuple[int, int, int, int]]:
-        """Blocks of the remainder that stand side by side, `(row, first device, first block, end)`: in at most two rows."""
+        """Blocks of the remainder that stand side by side: `(row, first device, first block, end)`."""
         cut = min(self.remainder, self.devices - self.offset)
         runs = [(self.row, self.offset, 0, cut), (self.row + 1, 0, cut, self.remainder)]
         return [run for run in runs if run[2] < run[3]]
@@ -231,6 +231,16 @@ class Assignment:
         """
         wire = self._uses.communication_dtype
         return self._messages(lambda g: flatten_block(self._statistics(g, wire)), "reduce-scatter")
+
+    @property
+    def gradients_messages(self) -> dict[str, int]:
+        """The same of the gradients: averaged everywhere, or to the owners where they arrive local."""
+        if self._uses.gradients == "averaged" or self.devices == 1:
+            size = 4 * sum(layer.num_params for layer in self.layers)
+            return {"all-reduce": size} if self.devices > 1 else {}
+        sent = self._messages(lambda g: jax.ShapeDtypeStruct((1, g.d_out * g.d_in), jnp.float32), "reduce-scatter")
+        skipped = 4 * sum(layer.num_params for layer in self.layers if layer.kind == "skipped")
+        return sent | {"all-reduce": sent.get("all-reduce", 0) + skipped}
 
     @property
     def results_messages(self) -> dict[str, int]:
