@@ -135,10 +135,11 @@ def take_gradients(place: Place, state: KfacState, updates: Any) -> tuple[Any, V
     """
     config, axis, blocks = place.config, place.config.axis, state.blocks
     local = axis is not None and config.distribution.gradients == "local"
-    updates = _averaged_beside_blocks(config, updates) if local else updates
+    if local:
+        updates = _averaged_beside_blocks(config, updates)
     leaves = leaves_by_path(updates)
     matrices = {group.name: group.stack_matrices(leaves, blocks[group.name].weight.dtype) for group in config.groups}
-    if local:
+    if axis is not None and local:
         sent = {name: matrices[name] for name in place.shards}
         own = matrices | means_to_owners(sent, place.shards, axis, {name: x.dtype for name, x in sent.items()})
         kept = [jnp.where(per_block(place.mine[name], own[name]), own[name], 0) for name in sent]
