@@ -21,6 +21,7 @@ if __name__ == "__main__":
     PARSER.add_argument("--devices", type=int, default=8)
     PARSER.add_argument("--style", choices=["shard_map", "mesh"], default="shard_map")
     PARSER.add_argument("--axes", choices=["auto", "explicit"], default="auto")
+    PARSER.add_argument("--gradients", choices=["averaged", "local"], default="averaged")
     PARSER.add_argument("--largest", type=int, default=0, help="print so many of the largest messages of each program")
     OPTIONS = PARSER.parse_args()
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={OPTIONS.devices}"
@@ -232,18 +233,21 @@ def programs(model, devices, style, kind=AxisType.Auto, **options):
     def gradient(params, batch):
         # Gradients of what all devices share would be summed over devices by themselves.
         own = lax.pcast(params, "data", to="varying") if style == "shard_map" else params
-        return average(jax.grad(loss)(own, batch))
+        return jax.grad(loss)(own, batch)
+
+    def given(grads):
+        return grads if distribution.gradients == "local" else average(grads)
 
     def sgd(params, state, batch):
-        return moved(params, gradient(params, batch)), state
+        return moved(params, average(gradient(params, batch))), state
 
     def without(params, state, batch):
-        updates, state = tx.update(gradient(params, batch), state, params)
+        updates, state = tx.update(given(gradient(params, batch)), state, params)
         return moved(params, updates), state
 
     def full(params, state, batch):
         _, grads, factors = measured(params, batch)
-        updates, state = tx.update(average(grads), state, params, factors=factors)
+        updates, state = tx.update(given(grads), state, params, factors=factors)
         return moved(params, updates), state
 
     specs = kfac.state_specs(tx, params, "data")
@@ -284,7 +288,9 @@ def packed_bytes(layers):
 
 def main():
     kind = AxisType.Explicit if OPTIONS.axes == "explicit" else AxisType.Auto
-    layers, compiled = programs(MODELS[OPTIONS.model], OPTIONS.devices, OPTIONS.style, kind)
+    layers, compiled = programs(
+        MODELS[OPTIONS.model], OPTIONS.devices, OPTIONS.style, kind, gradients=OPTIONS.gradients
+    )
     print(f"{OPTIONS.model}, {OPTIONS.devices} devices, {OPTIONS.style}; packed factors {packed_bytes(layers):,} bytes")
     for name, program in compiled.items():
         found = messages(program.as_text(), OPTIONS.devices)

@@ -95,7 +95,7 @@ def train_pmap(params, data, layers, options, devices, state=None, first=0):
 
     def step(params, state, batch, statistics):
         _, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)
-        grads = lax.pmean(grads, AXIS)
+        grads = grads if options.get("gradients") == "local" else lax.pmean(grads, AXIS)
         updates, state = tx.update(grads, state, params, factors=factors if statistics else None)
         return optax.apply_updates(params, updates), state
 
@@ -122,7 +122,7 @@ def train_shard_map(params, data, layers, options, devices, state=None, first=0)
     def step(params, state, batch, statistics):
         def local(params, state, batch):
             _, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)
-            grads = lax.pmean(grads, AXIS)
+            grads = grads if options.get("gradients") == "local" else lax.pmean(grads, AXIS)
             updates, state = tx.update(grads, state, params, factors=factors if statistics else None)
             return optax.apply_updates(params, updates), state
 
@@ -213,6 +213,29 @@ def test_several_devices_are_one(style, widths, precondition, staggered):
     found, sharded_state = STYLES[style](params, data, layers, options, DEVICES)
     assert_close(found, expected)
     assert_close(jax.jit(kfac.gather_state)(sharded_state)[0].owned, state[0].owned, 2e-4)
+
+
+@pytest.mark.parametrize("style", ["shard_map", pytest.param("pmap", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("widths", [MANY_LAYERS, pytest.param(FEW_LAYERS, marks=pytest.mark.slow)], ids=["many", "few"])
+def test_gradients_may_arrive_local(style, widths):
+    """They are averaged at the owners, and so is what the norm constraint takes of them."""
+    options = {"inverse_every": 3, "refresh_warmup": 1, "staggered": False, "damping": 1e-2, "norm_constraint": 1e-4}
+    params, data, layers, expected, state = one_device(widths, tuple(options.items()))
+    assert state[0].scale < 1
+    found, sharded = STYLES[style](params, data, layers, options | {"gradients": "local"}, DEVICES)
+    assert_close(found, expected)
+    norms = [s[0].inner.metrics.gradient_norm for s in (state, sharded)]
+    np.testing.assert_allclose(np.ravel(norms[1])[0], norms[0], rtol=1e-4)
+
+
+def test_where_gradients_cannot_arrive_local():
+    for options in ({"precondition": "replicated", "axis_name": AXIS}, {"mesh": mesh_of(2)}):
+        with pytest.raises(ValueError, match=r"gradients='local' is for axis_name= inside jax\.shard_map or jax\.pmap"):
+            kfac.Distribution(gradients="local", **options)
+    with pytest.raises(ValueError, match="gradients must be one of 'averaged', 'local', but is 'mine'"):
+        kfac.Distribution(gradients="mine")
+    with pytest.raises(ValueError, match="gradients='local' is not for adaptive_damping"):
+        kfac.adaptive_damping(kfac.kfac, 1.0, distribution=kfac.Distribution(AXIS, gradients="local"))
 
 
 @pytest.mark.parametrize(

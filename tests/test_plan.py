@@ -40,14 +40,16 @@ def resnet50():
     return kfac.find_layers(loss, params, batch)
 
 
+@pytest.mark.parametrize("gradients", ["averaged", "local"])
 @pytest.mark.parametrize("model", [dense, pytest.param(gpt, marks=pytest.mark.slow)])
-def test_its_bytes_are_those_of_compiled_programs(model):
-    layers, compiled = messages.programs(model, DEVICES, "shard_map")
-    plan = kfac.plan(layers, devices=DEVICES, batch=64, distribution=kfac.Distribution("data"))
+def test_its_bytes_are_those_of_compiled_programs(model, gradients):
+    layers, compiled = messages.programs(model, DEVICES, "shard_map", gradients=gradients)
+    distribution = kfac.Distribution("data", gradients=gradients)
+    plan = kfac.plan(layers, devices=DEVICES, batch=64, distribution=distribution)
     found = {k: messages.by_kind(messages.messages(p.as_text(), DEVICES)) for k, p in compiled.items()}
     sent = {part: in_all_reduces(kinds) for part, kinds in plan.messages.items()}
     expected = {
-        "SGD": sent["gradients"],
+        "SGD": 4 * sum(layer.num_params for layer in layers),
         "K-FAC": sent["gradients"] + sent["results"],
         "K-FAC with statistics": sent["gradients"] + sent["results"] + sent["statistics"],
     }

@@ -233,6 +233,16 @@ class Assignment:
         return self._messages(lambda g: flatten_block(self._statistics(g, wire)), "reduce-scatter")
 
     @property
+    def gradients_messages(self) -> dict[str, int]:
+        """The same of the gradients: averaged everywhere, or to the owners where they arrive local."""
+        if self._uses.gradients == "averaged" or self.devices == 1:
+            size = 4 * sum(layer.num_params for layer in self.layers)
+            return {"all-reduce": size} if self.devices > 1 else {}
+        sent = self._messages(lambda g: jax.ShapeDtypeStruct((1, g.d_out * g.d_in), jnp.float32), "reduce-scatter")
+        skipped = 4 * sum(layer.num_params for layer in self.layers if layer.kind == "skipped")
+        return sent | {"all-reduce": sent.get("all-reduce", 0) + skipped}
+
+    @property
     def results_messages(self) -> dict[str, int]:
         """The same of what is gathered: preconditioned gradients each step, or, replicated, inverses each refresh."""
         if self._uses.replicated:

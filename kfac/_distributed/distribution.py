@@ -20,7 +20,8 @@ class Distribution:
 
     Every Kronecker block has an owner. Statistics arrive local and are averaged to the owners, which keep the running
     averages, invert, and precondition their blocks; the preconditioned gradients are gathered. Of symmetric matrices
-    the upper triangles are sent. Gradients are expected to be averaged over devices already (`lax.pmean`).
+    the upper triangles are sent. Gradients are expected to be averaged over devices already (`lax.pmean`), but with
+    `gradients="local"`.
 
     Args:
       axis_name: the named axis of devices, of `jax.pmap`, `jax.shard_map` or `mesh`; a tuple for several. None for one
@@ -37,6 +38,9 @@ class Distribution:
         and, on several devices, with `Ekfac`: any refresh sends all of them.
       schedule_for: the number of devices whose rows a staggered refresh deals to the steps. None: those there are, so
         that devices wait least for each other; with a number, training is the same on any number of devices.
+      gradients: `"averaged"`: what `update` gets has been averaged over devices. `"local"`: it is a device's own;
+        `update` averages it at the owners only, and gathers the results: hardly more is sent than for the average
+        alone. With `axis_name` and `precondition="sharded"`; only linear transformations may come before.
       communication_dtype: dtype of statistics on the wire, `"float32"` or `"bfloat16"`. With `mesh`, where XLA averages
         the statistics, `"float32"` only.
 
@@ -49,6 +53,7 @@ class Distribution:
     precondition: str = "sharded"
     staggered: bool | None = None
     schedule_for: int | None = None
+    gradients: str = "averaged"
     communication_dtype: str = "float32"
 
     def __post_init__(self):
@@ -56,6 +61,12 @@ class Distribution:
         check_axis_name(self.axis_name)
         check_choice("precondition", self.precondition, ("sharded", "replicated"))
         check_switch("staggered", self.staggered, optional=True)
+        check_choice("gradients", self.gradients, ("averaged", "local"))
+        if self.gradients == "local" and (self.replicated or self.mesh is not None):
+            raise ValueError(
+                "gradients='local' is for axis_name= inside jax.shard_map or jax.pmap, with precondition='sharded': "
+                "with mesh= XLA averages gradients, and with 'replicated' every device needs all of them"
+            )
         if self.schedule_for is not None:
             check_positive_int("schedule_for", self.schedule_for)
         check_choice("communication_dtype", self.communication_dtype, ("float32", "bfloat16"))

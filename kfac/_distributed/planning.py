@@ -199,9 +199,8 @@ def _costs(assignment: Assignment, batch: int, machine: Hardware) -> tuple[dict,
         "preconditioning": float(sum(map(_applied, *zip(*_held(assignment), strict=True)))),
         "inversions": sum(assignment.cost_per_step) * (EIGH_FLOPS if eigen else CHOLESKY_FLOPS),
     }
-    gradients = 4 * sum(layer.num_params for layer in layers)
     messages = {
-        "gradients": {"all-reduce": gradients} if devices > 1 else {},
+        "gradients": assignment.gradients_messages,
         "statistics": assignment.statistics_messages,
         "results": assignment.results_messages,
         "eigenvectors": assignment.fetched_messages,

@@ -124,6 +124,8 @@ def adaptive_damping(
     check_range("low", low, 0, high, open_low=True, open_high=True)
     check_count("every", every, 1)
     check_type("distribution", distribution, Distribution | None, "a kfac.Distribution or None")
+    if distribution is not None and distribution.gradients == "local":
+        raise ValueError("gradients='local' is not for adaptive_damping, which needs the average: leave it 'averaged'")
     axis = None if distribution is None else distribution.axis
 
     def inner(damping: jax.Array) -> optax.GradientTransformationExtraArgs:

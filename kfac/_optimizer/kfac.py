@@ -18,6 +18,7 @@ from kfac._distributed.distribution import Distribution
 from kfac._layers import KRONECKER_KINDS, Layers, leaves_by_path, map_by_path
 from kfac._optimizer.scale_by_kfac import ScalarOrSchedule, scale_by_kfac, value_at
 from kfac._optimizer.state import KfacState, find_state
+from kfac._varying import AxisName
 
 
 def kfac(
@@ -92,7 +93,9 @@ def kfac(
     )
     if norm_constraint is not None:
         check_range("norm_constraint", norm_constraint, 0, math.inf, open_low=True, open_high=True)
-        tx = constrain_norm(tx, layers, norm_constraint, learning_rate)
+        local = distribution is not None and distribution.gradients == "local"
+        axis = distribution.axis if local and distribution else None
+        tx = constrain_norm(tx, layers, norm_constraint, learning_rate, axis)
     _check_momentum(momentum, nesterov, rate_in_momentum, trust_ratio)
     parts = [] if momentum is None else [scheduled_momentum(momentum, nesterov)]
     if trust_ratio is not None:
@@ -183,8 +186,12 @@ def constrain_norm(
     layers: Layers,
     constraint: ScalarOrSchedule,
     learning_rate: ScalarOrSchedule,
+    axis: AxisName | None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Scales what `inner` returns so that the predicted change of the loss' KL divergence stays below `constraint`."""
+    """Scales what `inner` returns so that the predicted change of the loss' KL divergence stays below `constraint`.
+
+    Gradients are local where there is an `axis`.
+    """
     chosen = {path for layer in layers.with_factors for path in layer.params}
 
     def init(params):
@@ -194,6 +201,7 @@ def constrain_norm(
         preconditioned, inner_state = inner.update(updates, state.inner, params, **extra)
         trees = (leaves_by_path(tree).items() for tree in (updates, preconditioned))
         product = optax.tree.vdot(*({path: _wide(leaf) for path, leaf in tree if path in chosen} for tree in trees))
+        product = lax.pmean(product, axis) if axis is not None else product
         # The step is the preconditioner's: one that is not finite moves no schedule.
         rate = value_at(learning_rate, state.inner.count)
         limit = value_at(constraint, state.inner.count)

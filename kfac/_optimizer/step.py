@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.flatten_util import ravel_pytree
 
 from kfac._curvature.inverse import averaged, finite, per_block
 from kfac._curvature.refresh import once_if, refresh
@@ -59,7 +60,7 @@ def preconditioned_step(
     """One step on one device; `local` statistics are still to be averaged over devices."""
     check(config, state, updates, factors if local else None)
     place = locate(config, state, now)
-    matrices, square, usable = take_gradients(place, state, updates)
+    updates, own, square, usable = take_gradients(place, state, updates)
     changed, any_due, due = decide(place, state, usable, statistics=factors is not None)
     left_out: Vectors = {}
     change = None
@@ -71,7 +72,7 @@ def preconditioned_step(
         blocks = state.blocks
         wanted = {name: due[name] & place.mine[name] & (blocks[name].weight > 0) for name in blocks}
         state, failed = refresh_inverses(config.distribution, state, wanted, now, any_due)
-    preconditioned = precondition(place, state, matrices)
+    preconditioned = precondition(place, state, own)
     updates, new_square, usable = restore(config, updates, preconditioned, usable)
     metrics, usable = measure(place, state, [square, new_square], change, [left_out, failed], usable)
     return updates, count(state, now, changed, metrics, usable)
@@ -102,7 +103,7 @@ def check(config: Config, state: KfacState, updates: Any, local: Factors | None)
             "blocks of a part are not those of the model: instead of jax.shard_map use jax.jit with parameters that "
             "are sharded over a mesh, and Distribution(mesh=mesh)"
         )
-    if differing:
+    if differing and config.distribution.gradients != "local":
         raise ValueError(
             f"updates differ between the devices of {differing}: average the gradients first, "
             f"jax.lax.pmean(grads, {differing[0] if len(differing) == 1 else tuple(differing)!r})"
@@ -125,19 +126,41 @@ def locate(config: Config, state: KfacState, now: Now) -> Place:
     return Place(config, now, shards, mine)
 
 
-def take_gradients(place: Place, state: KfacState, updates: Any) -> tuple[Vectors, jax.Array, jax.Array]:
-    """The gradients as matrices `[k, d_out, d_in]` of each group, their squared norm, and whether all are finite.
+def take_gradients(place: Place, state: KfacState, updates: Any) -> tuple[Any, Vectors, jax.Array, jax.Array]:
+    """The gradients as matrices `[k, d_out, d_in]` of the blocks that this device preconditions.
 
-    All devices agree on that, for it decides whether this is a step at all.
+    Returns:
+      The updates, averaged but for what owners alone need; the matrices; the squared norm of all; whether all are
+      finite. All devices agree on that, for it decides whether this is a step at all.
     """
-    config, leaves, blocks = place.config, leaves_by_path(updates), state.blocks
+    config, axis, blocks = place.config, place.config.axis, state.blocks
+    local = axis is not None and config.distribution.gradients == "local"
+    if local:
+        updates = _averaged_beside_blocks(config, updates)
+    leaves = leaves_by_path(updates)
     matrices = {group.name: group.stack_matrices(leaves, blocks[group.name].weight.dtype) for group in config.groups}
-    square = _square(matrices.values())
+    if axis is not None and local:
+        sent = {name: matrices[name] for name in place.shards}
+        own = matrices | means_to_owners(sent, place.shards, axis, {name: x.dtype for name, x in sent.items()})
+        kept = [jnp.where(per_block(place.mine[name], own[name]), own[name], 0) for name in sent]
+        square = lax.psum(_square(kept), axis) + _square(x for name, x in own.items() if name not in sent)
+    else:
+        square = _square(matrices.values())
+        own = matrices if config.distribution.replicated else take_own(matrices, place.shards, axis)
     usable = _all_finite(square, (leaf for path, leaf in leaves.items() if path in config.skipped))
-    if config.axis is not None:
+    if axis is not None:
         # The same decision everywhere, whatever one device has seen: what follows holds collectives.
-        usable = lax.pmin(usable.astype(jnp.int32), config.axis) > 0
-    return matrices, square, usable
+        usable = lax.pmin(usable.astype(jnp.int32), axis) > 0
+    return updates, own, square, usable
+
+
+def _averaged_beside_blocks(config: Config, updates: Any) -> Any:
+    """The updates, of which those that no Kronecker block is made of are averaged over devices, in one message."""
+    updates = as_varying(updates, varying_axes(lax.axis_index(config.axis)))
+    owned = {path for group in config.kronecker for layer in group.layers for path in layer.params}
+    flat, unravel = ravel_pytree({p: leaf for p, leaf in leaves_by_path(updates).items() if p not in owned})
+    averaged = unravel(lax.pmean(flat, config.axis)) if flat.size else {}
+    return map_by_path(lambda path, leaf: averaged.get(path, leaf), updates)
 
 
 def decide(
@@ -298,11 +321,10 @@ def _fetched(
     }
 
 
-def precondition(place: Place, state: KfacState, matrices: Vectors) -> Vectors:
+def precondition(place: Place, state: KfacState, own: Vectors) -> Vectors:
     """Preconditioned gradients of all groups: of one's own blocks and then gathered, or of all by every device."""
     config, axis = place.config, place.config.axis
     replicated, result = config.distribution.replicated, {}
-    own = matrices if replicated else take_own(matrices, place.shards, axis)
     for group in config.groups:
         name, block = group.name, state.blocks[group.name]
         everywhere = replicated and group.kronecker
