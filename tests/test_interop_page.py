@@ -12,7 +12,7 @@ from test_docs import _run
 
 @pytest.fixture(scope="module")
 def names():
-    return _run("interop.md", 6)
+    return _run("interop.md", 7)
 
 
 def plain(loss_fn, layers, params, batch, tx=None, steps=5):
@@ -51,6 +51,13 @@ def test_a_train_state_that_hands_factors_over_does_what_the_plain_loop_does(nam
     state = state.apply_gradients(grads=params)
     assert_same(state.params, jax.tree.map(lambda p: 0.9 * p, params))
     assert kfac.diagnostics(state.opt_state)["condition"] == before
+
+
+def test_one_call_trains_a_model_with_averages_and_dropout(names):
+    loss, _ = names["classifier_loss"](names["weights"], names["held"], names["batch"])
+    assert float(loss) < 1.1 and kfac.diagnostics(names["train_state"])["skipped_steps"] == 0
+    np.testing.assert_array_equal(names["classifier"].hidden.kernel[...], names["weights"].hidden.kernel[...])
+    assert np.abs(names["classifier"].norm.mean[...]).max() > 1e-3  # no longer what it was at first
 
 
 def test_the_optimizer_of_nnx_does_what_the_plain_loop_does(names):
