@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 
 import kfac
-from checking import FAST
+from checking import FAST, normal
 from zoo.bruteforce import truth
 from zoo.specimens import N, OneByOne, Specimen, compare, data, equinox, tokens, tree
 
@@ -177,3 +177,72 @@ def test_an_nnx_module_as_parameters_is_told_what_to_pass():
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     layers = kfac.find_layers(lambda p, r, x: loss(nnx.merge(graph, p, r), x), params, rest, data(0, D))
     assert [layer.kind for layer in layers] == ["dense"]
+
+
+# -- numbers of examples that must not be guessed ---------------------------------------------------------------------
+
+
+def weights():
+    return {"u": normal(3, D, H), "v": normal(4, H, 2)}
+
+
+def mean_square(y):
+    return jnp.mean(jnp.sum(y**2, -1))
+
+
+def factors_of(loss, *args, params=None, **options):
+    params = weights() if params is None else params
+    return kfac.value_and_grad(loss, kfac.find_layers(loss, params, *args), **options)(params, *args)[2]
+
+
+def test_an_axis_of_one_in_front_is_not_the_examples():
+    def loss(p, x):
+        return mean_square((jnp.tanh(x[None] @ p["u"]) @ p["v"])[0])
+
+    with pytest.raises(ValueError, match="read with a leading axis of length 1, that of no array argument"):
+        factors_of(loss, normal(1, N, D))
+    found = factors_of(loss, normal(1, N, D), num_examples=N)
+    expected = factors_of(lambda p, x: mean_square(jnp.tanh(x @ p["u"]) @ p["v"]), normal(1, N, D))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), found, expected)
+    factors_of(loss, normal(1, D))  # a single example without an axis of its own
+    factors_of(lambda p, x: mean_square(x @ p["u"]), normal(1, 1, T, D), params={"u": weights()["u"]})  # a batch of one
+
+
+def test_a_prng_key_is_no_array_of_examples():
+    def loss(p, x, key):
+        views = jnp.stack([x + jax.random.normal(key, x.shape), x])
+        return mean_square(jnp.tanh(views @ p["u"]) @ p["v"])
+
+    for key in (jax.random.key(0), jax.random.PRNGKey(0)):
+        with pytest.raises(ValueError, match="read with a leading axis of length 2, that of no array argument"):
+            factors_of(loss, normal(1, N, D), key)
+
+
+def test_some_uses_may_see_fewer_rows_than_there_are_examples():
+    """A boundary beside the interior, and a head on some examples only: positions are a fraction of the examples."""
+    inside, border = normal(1, N, D), normal(2, N // 2, D)
+
+    def loss(p, inside, border):
+        return sum(mean_square(jnp.tanh(x @ p["u"]) @ p["v"]) for x in (inside, border))
+
+    few, many = (factors_of(loss, inside, border, num_examples=n) for n in (N // 2, N))
+    for name in weights():  # A has 1/n in front, G has n^2: the rows are the same
+        np.testing.assert_allclose(2 * many[name].A, few[name].A, rtol=1e-10)
+        np.testing.assert_allclose(many[name].G, 4 * few[name].G, rtol=1e-10)
+
+    def head(p, x):
+        hidden = jnp.tanh(x @ p["u"])
+        return mean_square(hidden) + mean_square(hidden[:2] @ p["v"])
+
+    found, x = factors_of(head, inside, num_examples=N)["v"], jnp.tanh(inside @ weights()["u"])[:2]
+    np.testing.assert_allclose(found.A, x.T @ x / N, rtol=1e-10)
+    g = x @ weights()["v"]  # of the mean over two rows
+    np.testing.assert_allclose(found.G, g.T @ g * N / (2 / N), rtol=1e-10)
+    with pytest.raises(ValueError, match=f"num_examples={N + 1} is more than the {N} position"):
+        factors_of(head, inside, num_examples=N + 1)
+
+
+def test_parts_of_one_leaf_put_together_again_are_refused():
+    params, x = {"u": weights()["u"]}, normal(1, N, D)
+    with pytest.raises(kfac.UnsupportedLayerError, match="computed from it by concatenate"):
+        factors_of(lambda p, x: mean_square(x @ jnp.roll(p["u"], 1, 0)), x, params=params)

@@ -252,10 +252,11 @@ def count_examples(
     if given is not None:
         if isinstance(given, bool) or not isinstance(given, int) or given < 1:
             raise ValueError(f"num_examples must be a positive int, but is {given!r}")
-        for use in reads.uses:
-            if use.leaf in kernels and not use.late and use.rows < given and use.rows % given:
-                where = f"the {use.rows} position(s) at which {names[use.leaf]!r} is read"
-                raise ValueError(f"num_examples={given} is more than {where}")
+        read = {leaf: sum(use.rows for use in reads.uses if use.leaf == leaf and not use.late) for leaf in kernels}
+        if any(read.values()) and given > max(read.values()):
+            most = max(read, key=lambda leaf: read[leaf])
+            where = f"the {read[most]} position(s) at which {names[most]!r} is read, more often than any other kernel"
+            raise ValueError(f"num_examples={given} is more than {where}")
         return given, ""
     if marks.marks:
         own = (use for use in reads.uses if use.leaf in kernels and not use.late)
@@ -279,15 +280,17 @@ def count_examples(
         seen = ", ".join(f"{size or 'none inside a scan'} ({name!r})" for size, name in candidates.items())
         return None, (
             f"the number of examples is not clear: the leading dimensions of the layers' inputs are {seen}. Pass "
-            "num_examples= to value_and_grad."
+            "num_examples= to value_and_grad; an array that all examples share, such as coordinates, must be broadcast "
+            "to each of them in the loss, or its layers left out with skip=."
         )
     n = next(iter(candidates), None) or 1
-    if n > 1 and reads.lengths and n not in reads.lengths:
+    many = n > 1 or any(use.rows > 1 for use in reads.uses if use.leaf in kernels and not use.late)
+    if many and reads.lengths and n not in reads.lengths and not (n == 1 and reads.single):
         name = next(iter(candidates.values()))
         return None, (
-            f"the number of examples is not clear: {name!r} is read with {n} rows, the leading length of no array "
-            f"argument of loss_fn. Pass num_examples={n} to value_and_grad if each row is an example, else how many "
-            "there are."
+            f"the number of examples is not clear: {name!r} is read with a leading axis of length {n}, that of "
+            f"no array argument of loss_fn. Pass num_examples={n} to value_and_grad if its entries are the examples, "
+            "else how many there are."
         )
     return n, ""
 

@@ -17,6 +17,7 @@ import numpy as np
 from kfac._capture import axes as axes_lib
 from kfac._capture import parts, primitives
 from kfac._capture.axes import Atom, Axes
+from kfac._capture.outputs import is_key
 from kfac._capture.primitives import SUMS, Follow, Read, spread
 from kfac._capture.replay import compute
 from kfac._capture.states import (
@@ -45,7 +46,8 @@ class Reads:
       derived: leaves that something else is computed from, and how.
       products: leaves whose product with another parameter something is computed from, and that product.
       skipped_products: lengths of the first axes that are not the parameter's, where products read skipped ones.
-      lengths: leading lengths above one of the array arguments.
+      lengths: leading lengths above one of the array arguments but for PRNG keys.
+      single: whether one of them has a leading length of one.
       late_products: leaves that are multiplied with rows that all examples share, and that product.
       merges: where rows that all examples share meet the examples: the axis of these, and its length.
       shared_calls: operations into which such rows are handed.
@@ -65,8 +67,9 @@ class Reads:
         self.shared_calls: set[Path] = set()
         self.multipliers: dict[Path, int] = {}
         self.carriers: set[Path] = set()
-        shapes = [tuple(array.shape) for array in traced.arrays]
+        shapes = [tuple(array.shape) for array in traced.arrays if not is_key(array)]
         self.lengths = {shape[0] for shape in shapes if shape and shape[0] > 1}
+        self.single = any(shape and shape[0] == 1 for shape in shapes)
         self._sizes = {size for shape in shapes for size in shape[:-1] if size > 1} | self.lengths
         # A loss without array arguments has its examples in constants.
         self._constants = Data(fixed=bool(traced.arrays))
@@ -342,7 +345,8 @@ class Reads:
 
     def _uniform(self, op: Op, view: View, k: int) -> int:
         if not (view.uniform or view.masked):
-            self._refuse(view, op, "its values are multiplied by others before the product")
+            reason = "its values are multiplied by others before the product (one number or mask is followed)"
+            self._refuse(view, op, reason)
         return k
 
     def _product_of_others(self, op: Op, states: list[State]) -> State:

@@ -40,7 +40,9 @@ def concatenated(
         elif not isinstance(state, Data) or not (state.fixed or state.value):
             return None
         begin += own[along] if len(own) == len(shape) else 1
-    if not parts:
+    # Different parts of one leaf, as jnp.roll puts them together, meet inputs or gradients that belong together.
+    starts = {(part.leaf, part.start, part.axes) for _, part in parts}
+    if not parts or len({leaf for leaf, *_ in starts}) < len(starts):
         return None
     empty = ((),) * len(parts[0][1].stack)
     return View(-1, axes_lib.leaf_axes(shape), (0,) * len(shape), empty, parts=tuple(parts), along=along)

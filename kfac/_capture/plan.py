@@ -338,8 +338,9 @@ def _example_position(use: Use, n: int, parameter: str) -> int | None:
         )
     if example is None:
         raise ValueError(
-            f"{where} none of whose axes has the {n} examples: pass num_examples= to value_and_grad, keep the examples "
-            "on an axis of their own there, or leave it out with skip=."
+            f"{where} none of whose axes has the {n} examples: pass another num_examples= to value_and_grad, or keep "
+            "the examples on an axis of their own there, or leave it out with skip=. Where the loss uses a part of the "
+            "output alone, as logits[:, :-1], give the network that part of the inputs."
         )
     return example
 
