@@ -127,19 +127,20 @@ def test_moments_and_coarse_blocks_are_expected_too():
     assert abs(coarse.mean() / exact["temperature"][0, 0] - 1) < 4 * coarse.std() / coarse.mean() / len(keys) ** 0.5
 
 
-def test_weights_and_a_variance_are_those_of_the_exact_matrix():
+@pytest.mark.parametrize("border_rows", [2 * N, 1])
+def test_weights_and_a_variance_are_those_of_the_exact_matrix(border_rows):
     """Two heads, and the interior and boundary of a domain with rows of their own: `kfac.exact` has the same sums."""
-    params, x, edge = parameters(), normal(9, N, D), normal(10, 2 * N, D)
+    params, x, edge, ratio = parameters(), normal(9, N, D), normal(10, border_rows, D), 3 * N / border_rows
     variance = 0.5 + jnp.arange(OUT)
 
     def loss(p, x, edge):
         z = kfac.output(network(Hook(), p, x), "gaussian", variance=variance)
         inner = 0.5 * (z**2 / variance).sum(-1).mean()
-        border = kfac.output(network(Hook(), p, edge), "residual", weight=3 * N / (2 * N))
+        border = kfac.output(network(Hook(), p, edge), "residual", weight=ratio)
         return inner + 3 * 0.5 * (border**2).sum(-1).mean()
 
     def plain(p, x):  # what both terms are, as rows of one least-squares problem
-        return jnp.concatenate([network(Hook(), p, x) / jnp.sqrt(variance), jnp.sqrt(3 / 2) * network(Hook(), p, edge)])
+        return jnp.concatenate([network(Hook(), p, x) / jnp.sqrt(variance), jnp.sqrt(ratio) * network(Hook(), p, edge)])
 
     layers = kfac.find_layers(loss, params, x, edge, skip=["scale"])
     exact = kfac.exact.fisher_blocks(loss, layers, num_examples=N)(params, x, edge)
@@ -151,8 +152,8 @@ def test_weights_and_a_variance_are_those_of_the_exact_matrix():
     hook = j.reshape(-1, *jacobian["out"].shape[-2:])
     inputs = np.concatenate([np.asarray(hidden(params, v)) for v in (x, edge)])
     assert relative_error(factors["out"].A, inputs.T @ inputs / N) < 1e-9
-    roots = np.concatenate([np.tile(1 / variance, (N, 1)), np.full((2 * N, OUT), 1.5)])
-    assert relative_error(factors["out"].G, np.diag(roots.sum(0)) / N / 3) < 1e-9
+    roots = np.concatenate([np.tile(1 / variance, (N, 1)), np.full((border_rows, OUT), ratio)])
+    assert relative_error(factors["out"].G, np.diag(roots.sum(0)) / (N + border_rows)) < 1e-9
     assert hook.shape[1:] == params["out"].shape
 
 

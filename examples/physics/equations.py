@@ -1,0 +1,106 @@
+"""Three differential equations on boxes, and the residuals of a network that is to solve them."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kfac
+
+WEIGHT = 30.0  # of the boundary
+VISCOSITY = 0.1 / np.pi
+NODES, WEIGHTS = np.polynomial.hermite.hermgauss(64)
+
+
+class Problem(NamedTuple):
+    residual: Callable[..., jax.Array]  # residual(u, x) of the differential equation, u a function of a point
+    exact: Callable[..., jax.Array]  # exact(x), which also gives the values on the faces
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    faces: tuple[tuple[int, float], ...]  # an axis and its value there
+    inner: int  # points
+    edge: int  # on the faces
+    widths: tuple[int, ...] = (32, 32)
+
+
+def derivative(u: Callable, x: jax.Array, v: jax.Array) -> jax.Array:
+    return jax.jvp(u, (x,), (v,))[1]
+
+
+def laplacian(u: Callable, x: jax.Array) -> jax.Array:
+    """In forward mode."""
+    second = lambda v: derivative(lambda x: derivative(u, x, v), x, v)  # noqa: E731
+    return jnp.sum(jax.vmap(second)(jnp.eye(len(x))))
+
+
+def burgers(u: Callable, x: jax.Array) -> jax.Array:
+    t, s = jnp.eye(2)
+    u_s = lambda x: derivative(u, x, s)  # noqa: E731
+    return derivative(u, x, t) + u(x) * u_s(x) - VISCOSITY * derivative(u_s, x, s)
+
+
+def burgers_exact(x: jax.Array) -> jax.Array:
+    """By the Cole-Hopf transformation, from -sin(pi x) at time 0."""
+    y = x[1] - jnp.sqrt(4 * VISCOSITY * x[0]) * NODES
+    mass = WEIGHTS * jnp.exp(-(jnp.cos(jnp.pi * y) + 1) / (2 * jnp.pi * VISCOSITY))
+    return -jnp.sum(jnp.sin(jnp.pi * y) * mass) / jnp.sum(mass)
+
+
+def cube(d: int) -> tuple[tuple[int, float], ...]:
+    return tuple((axis, value) for axis in range(d) for value in (0.0, 1.0))
+
+
+def sines(x: jax.Array) -> jax.Array:
+    return jnp.prod(jnp.sin(jnp.pi * x))
+
+
+def cosines(x: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.cos(jnp.pi * x))
+
+
+PROBLEMS = {
+    "Poisson, 2 dimensions": Problem(
+        lambda u, x: laplacian(u, x) + 2 * jnp.pi**2 * sines(x), sines, (0, 0), (1, 1), cube(2), 400, 100
+    ),
+    "Poisson, 5 dimensions": Problem(
+        lambda u, x: laplacian(u, x) + jnp.pi**2 * cosines(x), cosines, (0,) * 5, (1,) * 5, cube(5), 800, 400
+    ),
+    "Burgers": Problem(burgers, burgers_exact, (0, -1), (1, 1), ((0, 0.0), (1, -1.0), (1, 1.0)), 400, 150),
+}
+
+
+def network(params: list[dict[str, jax.Array]], x: jax.Array) -> jax.Array:
+    for layer in params[:-1]:
+        x = jnp.tanh(x @ layer["kernel"] + layer["bias"])
+    return (x @ params[-1]["kernel"] + params[-1]["bias"])[0]
+
+
+def init(key: jax.Array, widths: tuple[int, ...]) -> list[dict[str, jax.Array]]:
+    sizes = zip(jax.random.split(key, len(widths) - 1), widths, widths[1:], strict=False)
+    return [{"kernel": jax.random.normal(k, (a, b)) * a**-0.5, "bias": jnp.zeros(b)} for k, a, b in sizes]
+
+
+def points(problem: Problem, seed: int, count: int, faces: bool = False) -> jax.Array:
+    rng = np.random.default_rng(seed)
+    x = rng.uniform(problem.low, problem.high, (count, len(problem.low)))
+    if faces:
+        for row, k in enumerate(rng.integers(0, len(problem.faces), count)):
+            axis, value = problem.faces[k]
+            x[row, axis] = value
+    return jnp.asarray(x)
+
+
+def at_point(params: Any, problem: Problem, x: jax.Array, on_face: bool) -> jax.Array:
+    u = lambda x: network(params, x)  # noqa: E731
+    return u(x) - problem.exact(x) if on_face else problem.residual(u, x)
+
+
+def residuals(params: Any, problem: Problem, inner: jax.Array, edge: jax.Array) -> jax.Array:
+    """What the loss is half the squared norm of: the equation inside, and the values on the faces."""
+    inside = jax.vmap(lambda x: at_point(params, problem, x, False))(inner)
+    outside = jax.vmap(lambda x: at_point(params, problem, x, True))(edge)
+    inside = kfac.output(inside[:, None], "residual")[:, 0]
+    outside = kfac.output(outside[:, None], "residual", weight=WEIGHT * len(inner) / len(edge))[:, 0]
+    return jnp.concatenate([inside / len(inner) ** 0.5, outside * (WEIGHT / len(edge)) ** 0.5])

@@ -1,0 +1,78 @@
+"""One step of each method: `start(...)` returns a state and `step(params, state, setting, fall, key)`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.scipy.linalg as jsl
+import optax
+from jax.flatten_util import ravel_pytree
+
+import kfac
+from equations import WEIGHT, Problem, at_point, derivative, residuals
+from soap import soap
+
+
+def start(name: str, problem: Problem, batch: Any, params: Any, setting: float) -> tuple[Any, Callable]:
+    """The state at the beginning, and `step(params, state, setting, fall, key)`, `fall` from 1 to 0 with the time."""
+    residual = lambda params: residuals(params, problem, *batch)  # noqa: E731
+    loss = lambda params: 0.5 * jnp.sum(residual(params) ** 2)  # noqa: E731
+
+    if name in ("adam", "soap"):
+        first = optax.scale_by_adam() if name == "adam" else soap()
+
+        def first_order(params, state, rate, fall, key):
+            update, state = first.update(jax.grad(loss)(params), state)
+            return jax.tree.map(lambda p, u: p - rate * fall * u, params, update), state
+
+        return first.init(params), first_order
+
+    if name == "lbfgs":
+        tx = optax.lbfgs(memory_size=int(setting))
+
+        def quasi_newton(params, state, memory, fall, key):
+            value, grad = optax.value_and_grad_from_state(loss)(params, state=state)
+            update, state = tx.update(grad, state, params, value=value, grad=grad, value_fn=loss)
+            return optax.apply_updates(params, update), state
+
+        return tx.init(params), quasi_newton
+
+    def along(params, directions, grads, damping):
+        """The step in the span of the directions that Gauss-Newton's model likes best (Martens & Grosse 2015, 7)."""
+        products = jnp.stack([derivative(residual, params, d) for d in directions])
+        flat = jnp.stack([ravel_pytree(d)[0] for d in directions])
+        model = products @ products.T + damping * flat @ flat.T
+        model += jnp.diag(1e-10 * jnp.diag(model) + 1e-300)  # the first step has no last one
+        return ravel_pytree(params)[1](-jnp.linalg.solve(model, flat @ ravel_pytree(grads)[0]) @ flat)
+
+    def gauss_newton(params, last, damping, fall, key):
+        r, pull = jax.vjp(residual, params)
+        damping = damping * 0.5 * r @ r  # times the loss, as Levenberg and Marquardt have it
+        slope = lambda x, on_face: ravel_pytree(jax.grad(at_point)(params, problem, x, on_face))[0]  # noqa: E731
+        inside, outside = (jax.vmap(lambda x, face=face: slope(x, face))(batch[face]) for face in (False, True))
+        jacobian = jnp.concatenate([inside / len(inside) ** 0.5, outside * (WEIGHT / len(outside)) ** 0.5])
+        gram = jacobian @ jacobian.T
+        dual = jsl.solve(gram + (damping + 1e-14 * jnp.trace(gram)) * jnp.eye(len(r)), r, assume_a="pos")
+        direction = ravel_pytree(params)[1](jacobian.T @ dual)
+        step = along(params, [direction, last], pull(r)[0], damping)
+        lengths = 0.5 ** jnp.arange(8)
+        moved = lambda length: jax.tree.map(lambda p, s: p + length * s, params, step)  # noqa: E731
+        best = lengths[jnp.nanargmin(jax.lax.map(lambda length: loss(moved(length)), lengths))]
+        return moved(best), jax.tree.map(lambda s: best * s, step)
+
+    nothing = jax.tree.map(jnp.zeros_like, params)
+    if name == "gauss-newton":
+        return nothing, gauss_newton
+    loss_of = lambda params, batch: 0.5 * jnp.sum(residuals(params, problem, *batch) ** 2)  # noqa: E731
+    layers = kfac.find_layers(loss_of, params, batch)
+    measure = kfac.value_and_grad(loss_of, layers, fisher="expected", num_examples=len(batch[0]))
+
+    def kronecker(params, state, damping, fall, key):
+        tx = kfac.scale_by_kfac(layers, damping=damping, factor_decay=0.95)
+        value, grads, factors = measure(params, batch, fisher_key=key)
+        direction, inner = tx.update(grads, state[0], factors=factors)
+        step = along(params, [direction, state[1]], grads, damping * value)
+        return jax.tree.map(jnp.add, params, step), (inner, step)
+
+    return (kfac.scale_by_kfac(layers).init(params), nothing), kronecker
