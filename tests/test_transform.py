@@ -78,8 +78,8 @@ SWITCHES = {
 # What the fields of the values change: of a distribution on several devices the traffic, which the tests of axes show.
 INVERSE_FIELDS = {"precision"}
 DEVICES = {"axis_name", "mesh", "precondition", "communication_dtype"}
-# When blocks are refreshed; the tests of the assignment show what the second does.
-REFRESHES = {"staggered", "schedule_for"}
+# Shown elsewhere: by the tests of the assignment, and by those of several devices.
+OTHER_FIELDS = {"staggered", "schedule_for", "gradients"}
 AT_ONCE = kfac.Distribution(staggered=False)
 # What everything else is about.
 ELSEWHERE = {"layers"}
@@ -87,7 +87,7 @@ ELSEWHERE = {"layers"}
 
 def test_the_tables_of_options_are_complete():
     assert set(NUMBERS) | set(SWITCHES) | ELSEWHERE == set(KFAC_OPTIONS)
-    for value, fields in ((kfac.Distribution(), DEVICES | REFRESHES), *((i, INVERSE_FIELDS) for i in INVERSES)):
+    for value, fields in ((kfac.Distribution(), DEVICES | OTHER_FIELDS), *((i, INVERSE_FIELDS) for i in INVERSES)):
         assert {field.name for field in dataclasses.fields(value)} == fields
     assert set(SCALE_OPTIONS) <= set(KFAC_OPTIONS)
     for name in SCALE_OPTIONS[1:]:
@@ -646,6 +646,7 @@ BAD_FIELDS = {
     "staggered": [1, "yes", 0.5],
     "mesh": ["devices", 8],
     "schedule_for": [0, -1, 2.5, "eight"],
+    "gradients": ["mean", None, True],
     "precondition": ["owner", None, True],
     "communication_dtype": ["float16", None, 16],
 }
@@ -654,7 +655,7 @@ INVERSES = [kfac.Cholesky(), kfac.Eigh(), kfac.Ekfac()]
 
 def test_the_table_of_bad_arguments_is_complete():
     assert set(BAD) == set(KFAC_OPTIONS)
-    assert set(BAD_FIELDS) == INVERSE_FIELDS | DEVICES | REFRESHES
+    assert set(BAD_FIELDS) == INVERSE_FIELDS | DEVICES | OTHER_FIELDS
 
 
 @pytest.mark.parametrize(("option", "value"), [(option, value) for option, values in BAD.items() for value in values])
