@@ -105,7 +105,7 @@ def test_inject_hyperparams_with_all_defaults():
     params, state, _ = run(tx, steps=3)
     assert_close(params, plain()[0], 1e-5)
     numbers = {"learning_rate", "momentum", "norm_constraint", "damping", "factor_decay", "unitwise_damping"}
-    assert state.hyperparams.keys() == numbers | {"inverse_every", "refresh_warmup"}
+    assert state.hyperparams.keys() == numbers | {"inverse_every"}
     assert kfac.diagnostics(state)["inverse_age"] == 0
 
 
@@ -451,7 +451,7 @@ def options(axis_name):
         "norm_constraint": 1e-2,
         "inverse_every": 2,
         "refresh_warmup": 1,
-        "distribution": kfac.Distribution(axis_name),
+        "distribution": kfac.Distribution(axis_name, schedule_for=1),  # that of the run on one device
     }
 
 
@@ -500,9 +500,14 @@ def test_two_named_axes():
     def accumulate(factors):
         return tx.update(measured(0)[0], tx.init(initial()), factors=factors)[1]
 
-    mapped = jax.vmap(jax.vmap(accumulate, axis_name="columns"), axis_name="rows")
-    state = jax.tree.map(lambda x: x.reshape(4, *x.shape[2:]), jax.jit(mapped)(factors))
-    mean = jax.tree.map(lambda x: x.mean((0, 1)), factors)
+    def own(factors):
+        return accumulate(jax.tree.map(lambda x: x[0, 0], factors))
+
+    mesh, split = jax.make_mesh((2, 2), ("rows", "columns"), devices=jax.devices()[:4]), P("rows", "columns")
+    factors = jax.device_put(factors, NamedSharding(mesh, split))
+    specs = kfac.state_specs(tx, initial(), ("rows", "columns"))
+    state = jax.jit(jax.shard_map(own, mesh=mesh, in_specs=(split,), out_specs=specs))(factors)
+    mean = jax.tree.map(lambda x: np.asarray(x).mean((0, 1)), factors)
     _, expected, _ = run(kfac.scale_by_kfac(layers()), steps=1, measured=lambda _: (measured(0)[0], mean))
     assert_close(field_of(kfac.gather_state(state), "factors"), field_of(expected, "factors"), 1e-5)
 

@@ -148,8 +148,8 @@ def _private_attributes(tree: ast.AST, packages: set[str]) -> list[str]:
 # The modules of JAX that its reference documents, as far as the package has a use for them. All others, such as
 # jax.interpreters, change without notice, whether or not their names begin with an underscore. Of jax.core there is one
 # name to tell what is traced.
-PUBLIC_MODULES = {"jax.ad_checkpoint", "jax.dtypes", "jax.extend.core", "jax.flatten_util", "jax.lax", "jax.nn",
-                  "jax.numpy", "jax.ops", "jax.random", "jax.sharding", "jax.tree", "jax.tree_util",
+PUBLIC_MODULES = {"jax.ad_checkpoint", "jax.dtypes", "jax.errors", "jax.extend.core", "jax.flatten_util", "jax.lax",
+                  "jax.nn", "jax.numpy", "jax.ops", "jax.random", "jax.sharding", "jax.tree", "jax.tree_util",
                   "jax.typing"}  # fmt: skip
 
 

@@ -234,7 +234,7 @@ class Assignment:
 
     @property
     def gradients_messages(self) -> dict[str, int]:
-        """The same of the gradients: averaged everywhere, or to the owners where they arrive local."""
+        """As `statistics_messages`, of the gradients, averaged everywhere, or to the owners where they arrive local."""
         if self._uses.gradients == "averaged" or self.devices == 1:
             size = 4 * sum(layer.num_params for layer in self.layers)
             return {"all-reduce": size} if self.devices > 1 else {}
@@ -244,7 +244,7 @@ class Assignment:
 
     @property
     def results_messages(self) -> dict[str, int]:
-        """The same of what is gathered: preconditioned gradients each step, or, replicated, inverses each refresh."""
+        """As `statistics_messages`, of what is gathered, gradients each step or, replicated, inverses each refresh."""
         if self._uses.replicated:
             return self._messages(lambda group: self._shared(group, encode), "all-gather")
         return self._messages(lambda g: jax.ShapeDtypeStruct((1, g.d_out * g.d_in), jnp.float32), "all-gather")
