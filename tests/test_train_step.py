@@ -43,18 +43,19 @@ def close(found, expected):
 
 
 @pytest.mark.parametrize("options", [{}, {"inverse": kfac.Ekfac(), "damping": 1e-2, "nesterov": True}])
-def test_linen(options):
-    model = nn.Sequential([nn.Dense(8), jnp.tanh, nn.Dense(3)])
-    params = model.init(jax.random.key(0), x)
+def test_linen(x64, options):
+    model = nn.Sequential([nn.Dense(8, param_dtype=jnp.float64), jnp.tanh, nn.Dense(3, param_dtype=jnp.float64)])
+    wide = jnp.asarray(x, jnp.float64), labels
+    params = model.init(jax.random.key(0), wide[0])
 
     def loss_fn(params, batch):
         return cross_entropy(model.apply(params, batch[0]), batch[1])
 
     step = kfac.train_step(loss_fn, 0.1, **options)
-    found, state = params, step.init(params, (x, labels))
+    found, state = params, step.init(params, wide)
     for _ in range(3):
-        found, state, loss = step(found, state, (x, labels))
-    close((found, loss), by_hand(loss_fn, params, (x, labels), 3, **options))
+        found, state, loss = step(found, state, wide)
+    close((found, loss), by_hand(loss_fn, params, wide, 3, **options))
     assert kfac.diagnostics(state)["skipped_steps"] == 0
 
 
