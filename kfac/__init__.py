@@ -8,6 +8,7 @@ import os as _os
 _os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from kfac import exact as exact
+from kfac import presets as presets
 from kfac import schedules as schedules
 from kfac._capture.find_layers import find_layers as find_layers
 from kfac._capture.likelihoods import Likelihood as Likelihood

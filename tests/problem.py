@@ -137,3 +137,12 @@ def differ(a, b):
     return any(
         not np.allclose(x, y, rtol=1e-4, atol=1e-7) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     )
+
+
+def plain_kfac(learning_rate, layers, **options):
+    """An optimizer whose steps have the length that the curvature gives them, with all options that there are.
+
+    Lengths that are set anew would hide a wrong one.
+    """
+    fixed = {"momentum": 0.9, "rate_in_momentum": False, "damping": 1e-3, "factor_decay": 0.95, "unitwise_damping": 1.0}
+    return kfac.presets.large_batch(learning_rate, layers, **(fixed | options))

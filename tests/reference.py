@@ -152,7 +152,7 @@ class Reference:
     momentum: callable = None
     nesterov: bool = False
     weight_decay: callable = None
-    norm_constraint: callable = None
+    kl_clip: callable = None
     trust_ratio: callable = None
     unitwise_damping: callable = lambda _: 1.0
     inverse_every: int = 1
@@ -236,9 +236,9 @@ class Reference:
             updates |= from_matrix(name, matrix, shapes)
 
         covered = [path for _, paths in BLOCKS.values() for path in paths]
-        if self.norm_constraint is not None:
+        if self.kl_clip is not None:
             product = sum(np.sum(updates[path] * grads[path]) for path in covered)
-            scale = min(1.0, np.sqrt(self.norm_constraint(t) / (self.learning_rate(t) ** 2 * product)))
+            scale = min(1.0, np.sqrt(self.kl_clip(t) / (self.learning_rate(t) ** 2 * product)))
             updates = {path: update * scale if path in covered else update for path, update in updates.items()}
             self.scale = scale
         if self.momentum is not None:

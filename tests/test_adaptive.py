@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import kfac
 from checking import FAST, normal
+from problem import plain_kfac
 
 N, D, HIDDEN, OUT = 8, 5, 4, 3
 RATE = 0.1
@@ -176,7 +177,7 @@ def test_losses_that_are_not_finite():
 def kfac_of(loss, batch, distribution=None, **options):
     layers = kfac.find_layers(loss, initial(), batch)
     return layers, kfac.adaptive_damping(
-        lambda damping: kfac.kfac(
+        lambda damping: plain_kfac(
             RATE, layers, damping=damping, refresh_warmup=0, distribution=distribution, **options
         ),
         0.1, every=1, distribution=distribution,
@@ -203,7 +204,7 @@ def test_kfac_with_it():
 
     before, state = trajectory(step, tx, initial(), batch, steps=1)
     np.testing.assert_allclose(state.next_damping, 0.1 * 0.95, rtol=1e-6)
-    fixed = kfac.kfac(RATE, layers, damping=float(state.next_damping), refresh_warmup=0)
+    fixed = plain_kfac(RATE, layers, damping=float(state.next_damping), refresh_warmup=0)
 
     @functools.partial(jax.jit, compiler_options=FAST)
     def with_fixed_damping(params, state, batch):

@@ -13,9 +13,21 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import kfac
-from problem import assert_close, assert_equal, batch, field_of, initial, layers, loss_fn, measured, run, stepper
+from problem import (
+    assert_close,
+    assert_equal,
+    batch,
+    field_of,
+    initial,
+    layers,
+    loss_fn,
+    measured,
+    plain_kfac,
+    run,
+    stepper,
+)
 
-TX = kfac.kfac(0.1, layers())
+TX = plain_kfac(0.1, layers())
 
 
 # What orbax leaves behind: see the fixture.
@@ -87,7 +99,7 @@ def test_a_checkpoint_of_a_process_that_was_stopped_half_way_is_not_taken_for_on
 def test_a_checkpoint_of_another_model_is_refused(saved):
     params = {**initial(), "out": {"kernel": jnp.ones((4, 5))}}
     other = kfac.find_layers(loss_fn, params, batch(0), skip=["temperature"])
-    target = {"params": params, "opt_state": kfac.kfac(0.1, other).init(params)}
+    target = {"params": params, "opt_state": plain_kfac(0.1, other).init(params)}
     before = contents(saved)
     with pytest.raises(ValueError, match=r"structures do not match[\s\S]*kronecker_5x4"):
         restore(saved / "1", target)
@@ -111,7 +123,7 @@ def test_a_checkpoint_of_another_version_of_the_state_names_what_differs(trained
 
 def test_a_checkpoint_of_another_number_of_devices_is_refused_unless_it_is_gathered(trained, tmp_path):
     mesh = jax.make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
-    tx = kfac.kfac(0.1, layers(), distribution=kfac.Distribution("devices"))
+    tx = plain_kfac(0.1, layers(), distribution=kfac.Distribution("devices"))
     specs = kfac.state_specs(tx, initial(), "devices")
     state = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=PartitionSpec(), out_specs=specs))(initial())
     with ocp.StandardCheckpointer() as checkpointer:

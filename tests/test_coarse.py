@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import kfac
 from checking import normal
+from problem import plain_kfac
 
 N, D, H = 12, 5, 4
 DEVICES = 3
@@ -31,7 +32,7 @@ def batches():
 
 
 def optimizer(layers, distribution=None):
-    return kfac.kfac(0.1, layers, damping=1e-2, distribution=distribution)
+    return plain_kfac(0.1, layers, damping=1e-2, distribution=distribution)
 
 
 def trained(step, init):

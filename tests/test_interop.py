@@ -22,6 +22,7 @@ from problem import (
     layers,
     loss_fn,
     measured,
+    plain_kfac,
     run,
     state_of,
     stepper,
@@ -33,7 +34,7 @@ RATE = 0.1
 @functools.cache
 def plain(steps=3):
     """What `kfac` does with no wrapper: parameters and state."""
-    return run(kfac.kfac(RATE, layers()), steps=steps)[:2]
+    return run(plain_kfac(RATE, layers()), steps=steps)[:2]
 
 
 # Chains and wrappers.
@@ -52,7 +53,7 @@ def test_chain_of_parts_is_the_alias():
 
 def test_unknown_keywords_are_ignored():
     grads, factors = measured(0)
-    for tx in (kfac.kfac(RATE, layers()), kfac.scale_by_kfac(layers()), kfac.kfac(RATE, layers(), norm_constraint=1e9)):
+    for tx in (plain_kfac(RATE, layers()), kfac.scale_by_kfac(layers()), plain_kfac(RATE, layers(), kl_clip=1e9)):
         assert isinstance(tx, optax.GradientTransformationExtraArgs)
         state = tx.init(initial())
         # The last is the name of one that the parts of `kfac` pass on among themselves.
@@ -70,7 +71,7 @@ def only(*names):
 
 @pytest.mark.parametrize("trust_ratio", [None, 1.0])
 def test_whole_layers_can_be_masked_out(trust_ratio):
-    tx = kfac.kfac(RATE, layers(), trust_ratio=trust_ratio, norm_constraint=1e9, weight_decay=0.1)
+    tx = plain_kfac(RATE, layers(), trust_ratio=trust_ratio, kl_clip=1e9, weight_decay=0.1)
     masked = optax.masked(tx, only("first", "norm", "temperature"))
     params, state, updates = run(masked, steps=3)
     assert_equal(updates["out"], measured(2)[0]["out"])
@@ -85,14 +86,14 @@ def test_half_a_layer_masked_out_is_an_error():
     def without_bias(params):
         return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != "bias", params)
 
-    masked = optax.masked(kfac.kfac(RATE, layers()), without_bias)
+    masked = optax.masked(plain_kfac(RATE, layers()), without_bias)
     with pytest.raises(ValueError, match="'first/bias' of layer 'first' is masked but the rest of its layer is not"):
         masked.init(initial())
 
 
 def test_partition_leaves_some_parameters_to_adamw():
     labels = {"first": "kfac", "norm": "adamw", "offset": "adamw", "out": "kfac", "temperature": "adamw"}
-    tx = optax.partition({"kfac": kfac.kfac(RATE, layers()), "adamw": optax.adamw(1e-3)}, labels)
+    tx = optax.partition({"kfac": plain_kfac(RATE, layers()), "adamw": optax.adamw(1e-3)}, labels)
     params, state, _ = run(tx, steps=3)
     assert_close([params[k] for k in ("first", "out")], [plain()[0][k] for k in ("first", "out")], 1e-5)
     alone = run(optax.with_extra_args_support(optax.adamw(1e-3)), steps=3)[0]
@@ -101,10 +102,10 @@ def test_partition_leaves_some_parameters_to_adamw():
 
 
 def test_inject_hyperparams_with_all_defaults():
-    tx = optax.inject_hyperparams(kfac.kfac)(learning_rate=RATE, layers=layers(), norm_constraint=1e9)
+    tx = optax.inject_hyperparams(plain_kfac)(learning_rate=RATE, layers=layers(), kl_clip=1e9)
     params, state, _ = run(tx, steps=3)
     assert_close(params, plain()[0], 1e-5)
-    numbers = {"learning_rate", "momentum", "norm_constraint", "damping", "factor_decay", "unitwise_damping"}
+    numbers = {"learning_rate", "momentum", "kl_clip", "damping", "factor_decay", "unitwise_damping"}
     assert state.hyperparams.keys() == numbers | {"inverse_every"}
     assert kfac.diagnostics(state)["inverse_age"] == 0
 
@@ -129,14 +130,14 @@ def test_an_injected_damping_takes_effect_at_the_next_refresh():
 
 def test_injected_schedules():
     rate, damping = (lambda t: 0.1 / (1 + t)), (lambda t: 0.01 * (1 + t))
-    injected = optax.inject_hyperparams(kfac.kfac)(learning_rate=rate, layers=layers(), damping=damping)
-    direct = kfac.kfac(rate, layers(), damping=damping)
+    injected = optax.inject_hyperparams(plain_kfac)(learning_rate=rate, layers=layers(), damping=damping)
+    direct = plain_kfac(rate, layers(), damping=damping)
     assert_close(run(injected, steps=3)[0], run(direct, steps=3)[0], 1e-5)
 
 
 @pytest.mark.parametrize("momentum", [None, 0.9])
 def test_apply_if_finite_around_it(momentum):
-    tx = optax.apply_if_finite(kfac.kfac(RATE, layers(), momentum=momentum), max_consecutive_errors=3)
+    tx = optax.apply_if_finite(plain_kfac(RATE, layers(), momentum=momentum), max_consecutive_errors=3)
     step = stepper(tx)
     params, state = initial(), tx.init(initial())
     grads, factors = measured(0)
@@ -147,7 +148,7 @@ def test_apply_if_finite_around_it(momentum):
 
 
 def test_multi_steps_would_drop_statistics_and_is_refused():
-    tx = optax.MultiSteps(kfac.kfac(RATE, layers()), every_k_schedule=2)
+    tx = optax.MultiSteps(plain_kfac(RATE, layers()), every_k_schedule=2)
     state = tx.init(initial())
     with pytest.raises(ValueError, match=r"optax.MultiSteps averages the gradients .* call kfac.microbatch"):
         jax.jit(tx.update)(measured(0)[0], state, initial(), factors=measured(0)[1])
@@ -155,7 +156,7 @@ def test_multi_steps_would_drop_statistics_and_is_refused():
     for t in range(2):
         updates, state = tx.update(measured(t)[0], state, initial())
     mean = jax.tree.map(lambda a, b: (a + b) / 2, measured(0)[0], measured(1)[0])
-    direct = kfac.kfac(RATE, layers())
+    direct = plain_kfac(RATE, layers())
     assert_close(updates, direct.update(mean, direct.init(initial()), initial())[0], 1e-6)
 
 
@@ -164,11 +165,11 @@ def test_a_mask_that_is_taken_for_a_schedule_is_an_error():
         return jax.tree.map(lambda p: p.ndim > 1, params)
 
     options = {"learning_rate": 0.1, "layers": layers(), "weight_decay": 1e-2, "weight_decay_mask": kernels}
-    injected = optax.inject_hyperparams(kfac.kfac)(**options)
+    injected = optax.inject_hyperparams(plain_kfac)(**options)
     with pytest.raises(ValueError, match=r'Name it there, static_args="weight_decay_mask"'):
         injected.init(initial())
-    injected = optax.inject_hyperparams(kfac.kfac, static_args="weight_decay_mask")(**options)
-    assert_close(run(injected, steps=2)[0], run(kfac.kfac(**options), steps=2)[0], 1e-5)
+    injected = optax.inject_hyperparams(plain_kfac, static_args="weight_decay_mask")(**options)
+    assert_close(run(injected, steps=2)[0], run(plain_kfac(**options), steps=2)[0], 1e-5)
 
 
 def test_optax_tree_utilities_reach_into_the_state():
@@ -179,13 +180,13 @@ def test_optax_tree_utilities_reach_into_the_state():
     changed = optax.tree.set(state, inverse_age=jnp.asarray(7))
     assert kfac.diagnostics(changed)["inverse_age"] == 7
     # What is shaped like the parameters is momentum alone.
-    doubled = optax.tree.map_params(kfac.kfac(RATE, layers()), lambda x: 2 * x, state)
+    doubled = optax.tree.map_params(plain_kfac(RATE, layers()), lambda x: 2 * x, state)
     assert_equal(optax.tree.get(doubled, "trace"), jax.tree.map(lambda x: 2 * x, momentum))
     assert_equal(state_of(doubled), state_of(state))
 
 
 def test_diagnostics_found_inside_any_nesting():
-    inner = kfac.kfac(RATE, layers(), norm_constraint=1e-3)
+    inner = plain_kfac(RATE, layers(), kl_clip=1e-3)
     for wrap in (
         lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
         lambda tx: optax.masked(optax.chain(tx), lambda p: jax.tree.map(lambda _: True, p)),
@@ -195,7 +196,7 @@ def test_diagnostics_found_inside_any_nesting():
     ):
         init = wrap(inner).init
         found = jax.eval_shape(lambda params, init=init: kfac.diagnostics(init(params)), initial())
-        assert {"damping", "condition", "skipped_steps", "norm_constraint_scale"} <= found.keys()
+        assert {"damping", "condition", "skipped_steps", "kl_clip_scale"} <= found.keys()
 
 
 # Dtypes and shapes.
@@ -209,7 +210,7 @@ OPTIONS = {
     "defaults": {},
     "everything": {
         "nesterov": True,
-        "norm_constraint": 1e-3,
+        "kl_clip": 1e-3,
         "trust_ratio": 1.0,
         "weight_decay": 0.1,
         "inverse": kfac.Cholesky("bfloat16"),
@@ -218,7 +219,7 @@ OPTIONS = {
     "schedules": {
         "learning_rate": lambda t: 0.1 / (1 + t),
         "momentum": lambda t: 0.9,
-        "norm_constraint": lambda t: 1e-3,
+        "kl_clip": lambda t: 1e-3,
         "trust_ratio": lambda t: 1.0,
         "weight_decay": lambda t: 0.1,
         "damping": lambda t: 1e-2,
@@ -226,7 +227,7 @@ OPTIONS = {
     "arrays": {
         "learning_rate": np.float32(0.1),
         "momentum": jnp.asarray(0.9),
-        "norm_constraint": np.float64(1e-3),
+        "kl_clip": np.float64(1e-3),
         "trust_ratio": jnp.asarray(1.0),
         "weight_decay": jnp.asarray(0.1),
         "damping": np.asarray(1e-2),
@@ -237,7 +238,7 @@ OPTIONS = {
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_parameters_keep_their_dtype_and_the_state_its_own(options, dtype):
-    tx = kfac.kfac(**{"learning_rate": RATE, "layers": layers(), **OPTIONS[options]})
+    tx = plain_kfac(**{"learning_rate": RATE, "layers": layers(), **OPTIONS[options]})
     params = initial(jnp.dtype(dtype))
     state = jax.eval_shape(tx.init, params)
     shape_of = functools.partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
@@ -257,7 +258,7 @@ def test_bfloat16_parameters_train():
     def low(t):
         return jax.tree.map(lambda g: g.astype(jnp.bfloat16), measured(t)[0]), measured(t)[1]
 
-    tx = kfac.kfac(0.01, layers(), damping=0.1)
+    tx = plain_kfac(0.01, layers(), damping=0.1)
     after, _, _ = run(tx, steps=3, params=params, measured=low)
     reference, _, _ = run(tx, steps=3)
     assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(after))
@@ -268,7 +269,7 @@ def test_bfloat16_parameters_train():
 def test_float64_stays_float64(x64, precision):
     params = initial(jnp.float64)
     found = kfac.find_layers(loss_fn, params, batch(0, dtype=jnp.float64), skip=["temperature"])
-    tx = kfac.kfac(RATE, found, inverse=kfac.Cholesky(precision))
+    tx = plain_kfac(RATE, found, inverse=kfac.Cholesky(precision))
     _, grads, factors = jax.jit(kfac.value_and_grad(loss_fn, found))(params, batch(0, dtype=jnp.float64))
     state = jax.jit(tx.init)(params)
     after, new, updates = stepper(tx)(grads, state, params, factors)
@@ -280,7 +281,7 @@ def test_float64_stays_float64(x64, precision):
 
 def test_float32_models_are_unaffected_by_x64(x64):
     to_float32 = functools.partial(jax.tree.map, lambda x: jnp.asarray(np.asarray(x), np.asarray(x).dtype))
-    after, state, _ = run(kfac.kfac(RATE, layers()), steps=3, measured=lambda t: to_float32(measured(t)))
+    after, state, _ = run(plain_kfac(RATE, layers()), steps=3, measured=lambda t: to_float32(measured(t)))
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(after))
     assert abstract(state) == abstract(plain()[1])
     assert_close(after, plain()[0], 1e-4)
@@ -291,7 +292,7 @@ def test_float32_models_are_unaffected_by_x64(x64):
 
 @pytest.mark.parametrize("options", ["defaults", "schedules"])
 def test_two_compilations_with_and_without_statistics_and_no_third(options):
-    tx = kfac.kfac(**{"learning_rate": RATE, "layers": layers(), **OPTIONS[options]})
+    tx = plain_kfac(**{"learning_rate": RATE, "layers": layers(), **OPTIONS[options]})
     traces = []
 
     @jax.jit
@@ -310,7 +311,7 @@ def test_two_compilations_with_and_without_statistics_and_no_third(options):
 
 
 def test_parameters_and_state_can_be_donated():
-    tx = kfac.kfac(RATE, layers(), norm_constraint=1e9)
+    tx = plain_kfac(RATE, layers(), kl_clip=1e9)
     step = stepper(tx, donate_argnames=("state", "params"))
     # A copy of each: the parameters of other tests live on.
     for init in (tx.init, jax.jit(tx.init)):
@@ -322,25 +323,25 @@ def test_parameters_and_state_can_be_donated():
             # Scalars that a step does not read need not be given up.
             assert all(x.is_deleted() for x in jax.tree.leaves(given) if x.ndim)
         assert not any(x.is_deleted() for x in jax.tree.leaves((params, state)))
-    assert_close(params, run(kfac.kfac(RATE, layers()), steps=3, without=(1,))[0], 1e-5)
+    assert_close(params, run(plain_kfac(RATE, layers()), steps=3, without=(1,))[0], 1e-5)
 
 
 def test_init_is_abstract():
-    tx = kfac.kfac(RATE, layers(), norm_constraint=1e-3, trust_ratio=1.0, weight_decay=0.1)
+    tx = plain_kfac(RATE, layers(), kl_clip=1e-3, trust_ratio=1.0, weight_decay=0.1)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), initial())
     assert abstract(jax.eval_shape(tx.init, shapes)) == abstract(tx.init(initial()))
 
 
 def test_init_shares_no_buffers_with_the_parameters():
     params = jax.tree.map(jnp.copy, initial())
-    state = kfac.kfac(RATE, layers()).init(params)
+    state = plain_kfac(RATE, layers()).init(params)
     for leaf in jax.tree.leaves(params):
         leaf.delete()
     jax.block_until_ready(jax.tree.map(lambda x: x + 0 if x.dtype != bool else x, state))
 
 
 def test_a_step_inside_scan():
-    tx = kfac.kfac(RATE, layers())
+    tx = plain_kfac(RATE, layers())
     grads = jax.tree.map(lambda *xs: jnp.stack(xs), *(measured(t)[0] for t in range(3)))
     factors = jax.tree.map(lambda *xs: jnp.stack(xs), *(measured(t)[1] for t in range(3)))
 
@@ -363,7 +364,7 @@ def test_a_step_inside_scan():
 
 def test_an_orbax_checkpoint_continues_bit_for_bit(tmp_path):
     checkpointing = pytest.importorskip("orbax.checkpoint")
-    tx = kfac.kfac(RATE, layers(), norm_constraint=1e-3, inverse_every=3, refresh_warmup=1)
+    tx = plain_kfac(RATE, layers(), kl_clip=1e-3, inverse_every=3, refresh_warmup=1)
     found = history(tx, steps=6)
     params, state, _ = found[2]
     with checkpointing.StandardCheckpointer() as checkpointer:
@@ -411,7 +412,7 @@ def train_step(tx, axis_name=None):
 
 @functools.cache
 def one_device(steps=4):
-    tx = kfac.kfac(RATE, layers(), damping=1e-2, norm_constraint=1e-2, inverse_every=2, refresh_warmup=1)
+    tx = plain_kfac(RATE, layers(), damping=1e-2, kl_clip=1e-2, inverse_every=2, refresh_warmup=1)
     step = jax.jit(train_step(tx))
     params, state = initial(), jax.jit(tx.init)(initial())
     for t in range(steps):
@@ -448,7 +449,7 @@ def check_devices(params, state):
 def options(axis_name):
     return {
         "damping": 1e-2,
-        "norm_constraint": 1e-2,
+        "kl_clip": 1e-2,
         "inverse_every": 2,
         "refresh_warmup": 1,
         "distribution": kfac.Distribution(axis_name, schedule_for=1),  # that of the run on one device
@@ -456,7 +457,7 @@ def options(axis_name):
 
 
 def test_pmap_equals_one_device_on_the_whole_batch():
-    tx = kfac.kfac(RATE, layers(), **options("devices"))
+    tx = plain_kfac(RATE, layers(), **options("devices"))
     step = jax.pmap(train_step(tx, "devices"), axis_name="devices")
     params = jax.tree.map(lambda x: jnp.stack([x] * DEVICES), initial())
     state = jax.pmap(tx.init, axis_name="devices")(params)
@@ -468,7 +469,7 @@ def test_pmap_equals_one_device_on_the_whole_batch():
 
 
 def test_shard_map_equals_one_device_on_the_whole_batch():
-    tx = kfac.kfac(RATE, layers(), **options("devices"))
+    tx = plain_kfac(RATE, layers(), **options("devices"))
     step, params, state = sharded(train_step(tx, "devices"), tx)
     for t in range(4):
         params, state = step(params, state, sharded_batch(t)[0])
@@ -476,7 +477,7 @@ def test_shard_map_equals_one_device_on_the_whole_batch():
 
 
 def test_shard_map_without_statistics():
-    tx = kfac.kfac(RATE, layers(), **options("devices"))
+    tx = plain_kfac(RATE, layers(), **options("devices"))
 
     def cheap(params, state, batch):
         own = jax.tree.map(lambda p: jax.lax.pcast(p, "devices", to="varying"), params)
@@ -488,7 +489,7 @@ def test_shard_map_without_statistics():
     state = place(kfac.scatter_state(one_device()[1], DEVICES), kfac.state_specs(tx, initial(), "devices"))
     params, _ = step(params, state, sharded_batch(0)[0])
     grads = jax.jit(jax.grad(loss_fn))(initial(), sharded_batch(0)[0])
-    alone = kfac.kfac(RATE, layers(), **options(None))
+    alone = plain_kfac(RATE, layers(), **options(None))
     expected, _, _ = stepper(alone)(grads, one_device()[1], initial())
     assert_close(params, expected, 1e-4)
 
@@ -542,7 +543,7 @@ def test_a_loop_in_the_style_of_flax_train_state():
             params = optax.apply_updates(self.params, updates)
             return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **changes)
 
-    state = State.create(apply_fn=None, params=initial(), tx=kfac.kfac(RATE, layers()))
+    state = State.create(apply_fn=None, params=initial(), tx=plain_kfac(RATE, layers()))
 
     @jax.jit
     def step(state, grads, factors):
@@ -563,7 +564,7 @@ def test_lists_and_named_tuples_of_parameters():
         return optax.softmax_cross_entropy_with_integer_labels(h, batch[1]).mean()
 
     found = kfac.find_layers(other, params, (x, labels))
-    tx = kfac.kfac(RATE, found)
+    tx = plain_kfac(RATE, found)
     _, grads, factors = jax.jit(kfac.value_and_grad(other, found))(params, (x, labels))
     updates, _ = jax.jit(tx.update)(grads, tx.init(params), params, factors=factors)
     assert jax.tree.structure(updates) == jax.tree.structure(params)

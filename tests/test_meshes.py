@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import kfac
 from checking import normal
+from problem import plain_kfac
 
 N, T, C = 8, 4, 3
 
@@ -85,7 +86,7 @@ def trained(name, fn, tx, put=lambda params, data: (params, data)):
 @functools.cache
 def alone(name):
     layers = kfac.find_layers(LOSSES[name], parameters(name), batches()[0])
-    tx = kfac.kfac(0.1, layers, damping=1e-2)
+    tx = plain_kfac(0.1, layers, damping=1e-2)
     return layers, jax.device_get(trained(name, kfac.value_and_grad(LOSSES[name], layers), tx))
 
 
@@ -126,7 +127,7 @@ def test_a_mesh_is_one_device(name, kind, form):
         data = jax.device_put(data, NamedSharding(mesh, P("data")))
         return jax.tree.map(lambda leaf: jax.device_put(leaf, place(leaf)), params), data
 
-    tx = kfac.kfac(0.1, layers, damping=1e-2, distribution=kfac.Distribution(mesh=mesh))
+    tx = plain_kfac(0.1, layers, damping=1e-2, distribution=kfac.Distribution(mesh=mesh))
     loss = gathered(LOSSES[name]) if form == "sharded" and kind == AxisType.Explicit else LOSSES[name]
     with jax.set_mesh(mesh):
         found = trained(name, kfac.value_and_grad(loss, layers), tx, put)

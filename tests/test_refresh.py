@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import kfac
-from problem import QUICKLY, ages_of, assert_close, field_of, initial, layers, measured, state_of, stepper
+from problem import QUICKLY, ages_of, assert_close, field_of, initial, layers, measured, plain_kfac, state_of, stepper
 
 STEPS, WITH_STATISTICS = 6, (1, 3)
 CHOLESKY, AT_ONCE = kfac.Cholesky(), kfac.Distribution(staggered=False)
@@ -19,7 +19,7 @@ SHARDED, REPLICATED = (dict(precondition=way) for way in ("sharded", "replicated
 def optimizer(inside, inverse, distribution):
     """Refreshes at the even steps, which bring no statistics, or never."""
     every = dict(inverse_every=2, refresh_warmup=0) if inside else dict(inverse_every=None)
-    return kfac.kfac(0.1, layers(), damping=0.3, inverse=inverse, distribution=distribution, **every)
+    return plain_kfac(0.1, layers(), damping=0.3, inverse=inverse, distribution=distribution, **every)
 
 
 def trained(inside, inverse, distribution, mesh):

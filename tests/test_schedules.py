@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import kfac
-from problem import assert_close, layers, run
+from problem import assert_close, layers, plain_kfac, run
 
 RATES = [0.5, 0.5, 0.25, 0.3, 0.15, 0.0, 0.0, 0.1]
 
@@ -32,11 +32,11 @@ def test_coupled_momentum_in_the_optimizer():
     """By the ratio it is constant momentum with the rate behind it; the paper's form is another method."""
     falling = optax.polynomial_schedule(0.1, 0.0, 3, transition_steps=6, transition_begin=1)
     coupled = kfac.schedules.coupled_momentum(0.9, falling)
-    inside = run(kfac.kfac(falling, layers(), momentum=coupled, rate_in_momentum=True), steps=6)[0]
-    outside = run(kfac.kfac(falling, layers(), momentum=0.9), steps=6)[0]
+    inside = run(plain_kfac(falling, layers(), momentum=coupled, rate_in_momentum=True), steps=6)[0]
+    outside = run(plain_kfac(falling, layers(), momentum=0.9), steps=6)[0]
     assert_close(inside, outside, 1e-5)
     proportional = kfac.schedules.coupled_momentum(0.9, falling, reference_rate=0.1)
-    other = run(kfac.kfac(falling, layers(), momentum=proportional, rate_in_momentum=True), steps=6)[0]
+    other = run(plain_kfac(falling, layers(), momentum=proportional, rate_in_momentum=True), steps=6)[0]
     with pytest.raises(AssertionError):
         assert_close(other, outside, 1e-3)
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import kfac
 from checking import FAST, normal
+from problem import plain_kfac
 
 # Two and three divide all sizes. Gradients of every layer have full rank: vectors of equal eigenvalues are any.
 N, T, D, HEADS, LAYERS, EXPERTS, CLASSES = 12, 9, 12, 6, 6, 6, 24
@@ -111,7 +112,7 @@ def batches():
 def trained(loss, layers, inverse, distribution, place=lambda params, batch: (params, batch), state=None):
     """Parameters and momenta after thirty steps, two of three with statistics, inverses at every third."""
     params = parameters()
-    tx = kfac.kfac(0.002, layers, damping=1.0, inverse_every=3, refresh_warmup=2, inverse=inverse,
+    tx = plain_kfac(0.002, layers, damping=1.0, inverse_every=3, refresh_warmup=2, inverse=inverse,
                    distribution=distribution)  # fmt: skip
     data = batches()
     params, _ = place(params, data[0])

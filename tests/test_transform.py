@@ -28,10 +28,12 @@ from problem import (
     layers,
     loss_fn,
     measured,
+    plain_kfac,
     run,
     stepper,
 )
 
+ALL_OPTIONS = list(inspect.signature(kfac.presets.large_batch).parameters)
 KFAC_OPTIONS = list(inspect.signature(kfac.kfac).parameters)
 SCALE_OPTIONS = list(inspect.signature(kfac.scale_by_kfac).parameters)
 
@@ -41,7 +43,7 @@ NUMBERS = {
     "learning_rate": 0.3,
     "momentum": 0.5,
     "weight_decay": 0.1,
-    "norm_constraint": 1e-4,
+    "kl_clip": 1e-4,
     "trust_ratio": 0.5,
     "damping": 1e-2,
     "factor_decay": 0.5,
@@ -53,7 +55,7 @@ BASE = {
     "learning_rate": 0.1,
     "momentum": 0.9,
     "weight_decay": 0.01,
-    "norm_constraint": 1e-3,
+    "kl_clip": 1e-3,
     "trust_ratio": 1.0,
     "damping": 1e-3,
     "factor_decay": 0.95,
@@ -70,7 +72,7 @@ SWITCHES = {
         {"weight_decay": 0.1},
         lambda params: jax.tree_util.tree_map_with_path(lambda p, _: p[-1].key == "kernel", params),
     ),
-    "norm_constraint": ({}, 1e-4),
+    "kl_clip": ({}, 1e-4),
     "trust_ratio": ({}, 0.5),
     "inverse": ({}, kfac.Eigh()),
     "distribution": ({"inverse_every": 2, "refresh_warmup": 0}, kfac.Distribution(staggered=False)),
@@ -86,11 +88,13 @@ ELSEWHERE = {"layers"}
 
 
 def test_the_tables_of_options_are_complete():
-    assert set(NUMBERS) | set(SWITCHES) | ELSEWHERE == set(KFAC_OPTIONS)
+    assert set(NUMBERS) | set(SWITCHES) | ELSEWHERE == set(ALL_OPTIONS)
+    assert set(KFAC_OPTIONS) < set(ALL_OPTIONS)
+    assert len(KFAC_OPTIONS) <= 12
     for value, fields in ((kfac.Distribution(), DEVICES | OTHER_FIELDS), *((i, INVERSE_FIELDS) for i in INVERSES)):
         assert {field.name for field in dataclasses.fields(value)} == fields
-    assert set(SCALE_OPTIONS) <= set(KFAC_OPTIONS)
-    for name in SCALE_OPTIONS[1:]:
+    assert set(SCALE_OPTIONS) <= set(ALL_OPTIONS)
+    for name in set(SCALE_OPTIONS[1:]) & set(KFAC_OPTIONS):
         ours, theirs = (inspect.signature(f).parameters[name].default for f in (kfac.kfac, kfac.scale_by_kfac))
         assert ours == theirs
 
@@ -104,7 +108,7 @@ def numbers_step(as_schedules):
         if as_schedules:
             intervals = {k: options[k][0] for k in ("inverse_every", "refresh_warmup")}
             options = {k: lambda count, v=v: jnp.where(count < 2, v[0], v[1]) for k, v in options.items()} | intervals
-        tx = kfac.kfac(layers=layers(), **options)
+        tx = plain_kfac(layers=layers(), **options)
         updates, state = tx.update(grads, state, params, factors=factors)
         return optax.apply_updates(params, updates), state
 
@@ -115,7 +119,7 @@ def numbers_step(as_schedules):
 def numbers_state(as_schedules):
     scalars = {k: lambda count, v=v: v for k, v in BASE.items()} if as_schedules else BASE
     intervals = {k: BASE[k] for k in ("inverse_every", "refresh_warmup")}
-    return jax.jit(kfac.kfac(layers=layers(), distribution=AT_ONCE, **{**scalars, **intervals}).init)(initial())
+    return jax.jit(plain_kfac(layers=layers(), distribution=AT_ONCE, **{**scalars, **intervals}).init)(initial())
 
 
 def with_numbers(options, steps=4, as_schedules=False):
@@ -134,7 +138,7 @@ def test_every_number_changes_the_result(option):
 
 @functools.cache
 def plainly(**options):
-    return run(kfac.kfac(**{"learning_rate": 0.1, "layers": layers(), **options}))[0]
+    return run(plain_kfac(**{"learning_rate": 0.1, "layers": layers(), **options}))[0]
 
 
 @pytest.mark.parametrize("option", SWITCHES)
@@ -144,7 +148,7 @@ def test_every_switch_changes_the_result(option):
 
 
 def test_numbers_arrays_and_constant_schedules_are_the_same():
-    numbers = run(kfac.kfac(layers=layers(), distribution=AT_ONCE, **BASE))[0]
+    numbers = run(plain_kfac(layers=layers(), distribution=AT_ONCE, **BASE))[0]
     assert_close(with_numbers(BASE), numbers, 1e-5)
     assert_close(with_numbers({k: (v, v) for k, v in BASE.items()}, as_schedules=True), numbers, 1e-5)
 
@@ -364,11 +368,11 @@ def test_stale_inverses_are_those_of_the_last_refresh():
 # The parts of the alias.
 
 
-def test_the_norm_constraint_bounds_the_predicted_change():
+def test_the_kl_clip_bounds_the_predicted_change():
     grads, _ = measured(0)
     for c, binds in ((1e-4, True), (1e6, False)):
-        _, _, free = run(kfac.kfac(0.1, layers(), momentum=None), steps=1)
-        _, state, held = run(kfac.kfac(0.1, layers(), momentum=None, norm_constraint=c), steps=1)
+        _, _, free = run(plain_kfac(0.1, layers(), momentum=None), steps=1)
+        _, state, held = run(plain_kfac(0.1, layers(), momentum=None, kl_clip=c), steps=1)
         # lr^2 <v, g> with v = -update / lr, over all parameters that have a block together.
         product = sum(
             -0.1 * float(jnp.vdot(held[k], grads[k]))
@@ -377,7 +381,7 @@ def test_the_norm_constraint_bounds_the_predicted_change():
             for k in held
             if k != "temperature"
         )
-        scale = float(kfac.diagnostics(state)["norm_constraint_scale"])
+        scale = float(kfac.diagnostics(state)["kl_clip_scale"])
         assert (scale < 1) == binds
         # <v, g> shrinks with v; it was c / scale / lr^2 before.
         np.testing.assert_allclose(product, c / scale if binds else product, rtol=1e-4)
@@ -386,13 +390,13 @@ def test_the_norm_constraint_bounds_the_predicted_change():
 
 
 def test_the_trust_ratio_fixes_the_length_of_kernel_updates():
-    tx = kfac.kfac(0.5, layers(), trust_ratio=0.01)
+    tx = plain_kfac(0.5, layers(), trust_ratio=0.01)
     (before, _, _), (params, _, _) = history(tx, steps=2)
     for name in ("first", "out"):
         step = jnp.linalg.norm(params[name]["kernel"] - before[name]["kernel"])
         np.testing.assert_allclose(step, 0.5 * 0.01 * jnp.linalg.norm(before[name]["kernel"]), rtol=1e-3)
     # Nothing else is scaled.
-    free, _, _ = run(kfac.kfac(0.5, layers()), steps=1)
+    free, _, _ = run(plain_kfac(0.5, layers()), steps=1)
     assert_close({k: before[k] for k in ("norm", "offset")}, {k: free[k] for k in ("norm", "offset")}, 1e-6)
     assert_close(before["first"]["bias"], free["first"]["bias"], 1e-6)
 
@@ -414,7 +418,7 @@ def test_the_trust_ratio_turns_kernels_whose_scale_does_not_matter():
     _, grads, factors = jax.jit(kfac.value_and_grad(loss_fn, found))(params, (x, y))
 
     def update(**options):
-        tx = kfac.kfac(0.5, found, damping=0.01, momentum=None, **options)
+        tx = plain_kfac(0.5, found, damping=0.01, momentum=None, **options)
         return jax.jit(tx.update)(grads, tx.init(params), params, factors=factors)[0]
 
     turned, plain = update(trust_ratio=0.1), update()
@@ -452,7 +456,7 @@ def test_stacked_layers_train_like_separate_ones():
 
     def train(loss_fn, params):
         found = kfac.find_layers(loss_fn, params, (x, y))
-        tx = kfac.kfac(0.1, found, damping=0.1, trust_ratio=0.1, norm_constraint=1e-2)
+        tx = plain_kfac(0.1, found, damping=0.1, trust_ratio=0.1, kl_clip=1e-2)
         state = tx.init(params)
 
         @jax.jit
@@ -472,7 +476,7 @@ def test_stacked_layers_train_like_separate_ones():
 
 def test_the_learning_rate_comes_after_momentum():
     """So that a rate that falls to zero stops everything at once."""
-    tx = kfac.kfac(lambda t: jnp.where(t < 3, 0.1, 0.0), layers(), weight_decay=0.1)
+    tx = plain_kfac(lambda t: jnp.where(t < 3, 0.1, 0.0), layers(), weight_decay=0.1)
     found = history(tx, steps=5)
     assert differ(found[2][0], found[1][0])
     assert_equal(found[4][0], found[2][0])
@@ -487,7 +491,7 @@ def test_the_learning_rate_inside_the_momentum():
         return jnp.asarray(rates)[count]
 
     options = {"momentum": momentum, "weight_decay": decay, "rate_in_momentum": True}
-    found = history(kfac.kfac(rate, layers(), **options))
+    found = history(plain_kfac(rate, layers(), **options))
     params, velocity = initial(), jax.tree.map(jnp.zeros_like, initial())
     for lr, (_, _, p), (after, _, _) in zip(rates, bare, found, strict=True):
         velocity = jax.tree.map(lambda v, p, lr=lr: momentum * v - lr * p, velocity, p)
@@ -496,11 +500,11 @@ def test_the_learning_rate_inside_the_momentum():
 
 
 def test_weight_decay_is_decoupled_and_masked():
-    plain = run(kfac.kfac(0.1, layers()), steps=1)[0]
-    decayed = run(kfac.kfac(0.1, layers(), weight_decay=0.5), steps=1)[0]
+    plain = run(plain_kfac(0.1, layers()), steps=1)[0]
+    decayed = run(plain_kfac(0.1, layers(), weight_decay=0.5), steps=1)[0]
     assert_close(decayed, jax.tree.map(lambda p, q: p - 0.1 * 0.5 * q, plain, initial()), 1e-6)
     mask = jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == "kernel", initial())
-    masked = run(kfac.kfac(0.1, layers(), weight_decay=0.5, weight_decay_mask=mask), steps=1)[0]
+    masked = run(plain_kfac(0.1, layers(), weight_decay=0.5, weight_decay_mask=mask), steps=1)[0]
     assert_close(masked["out"], decayed["out"], 1e-6)
     assert_close(masked["first"]["bias"], plain["first"]["bias"], 1e-6)
 
@@ -519,7 +523,7 @@ def test_a_few_steps_get_further_than_gradient_descent_in_ten_times_as_many():
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
 
     found = kfac.find_layers(classify, params, (x, y))
-    tx = kfac.kfac(1.0, found, damping=1e-3, momentum=0.5)
+    tx = plain_kfac(1.0, found, damping=1e-3, momentum=0.5)
 
     @jax.jit
     def kfac_step(params, state):
@@ -630,7 +634,7 @@ BAD = {
     "rate_in_momentum": ["yes", None, 1],
     "weight_decay": [-1e-4, float("inf"), "small"],
     "weight_decay_mask": [7],
-    "norm_constraint": [0, -1.0, float("nan"), "tight"],
+    "kl_clip": [0, -1.0, float("nan"), "tight"],
     "trust_ratio": [0, -1.0, float("inf"), "much"],
     "damping": [0, 0.0, -1e-3, float("nan"), float("inf"), None, "0.001", 1e-60, jnp.array(-1.0), jnp.ones(3)],
     "factor_decay": [-0.1, 1, 1.0, 1 - 1e-12, float("nan"), "slow"],
@@ -654,15 +658,16 @@ INVERSES = [kfac.Cholesky(), kfac.Eigh(), kfac.Ekfac()]
 
 
 def test_the_table_of_bad_arguments_is_complete():
-    assert set(BAD) == set(KFAC_OPTIONS)
+    assert set(BAD) == set(ALL_OPTIONS)
     assert set(BAD_FIELDS) == INVERSE_FIELDS | DEVICES | OTHER_FIELDS
 
 
 @pytest.mark.parametrize(("option", "value"), [(option, value) for option, values in BAD.items() for value in values])
 def test_a_bad_argument_is_named_with_its_value(option, value):
-    factories = [kfac.kfac, kfac.scale_by_kfac] if option in SCALE_OPTIONS else [kfac.kfac]
+    factories = [kfac.presets.large_batch]
+    factories += [kfac.kfac] * (option in KFAC_OPTIONS) + [kfac.scale_by_kfac] * (option in SCALE_OPTIONS)
     for factory in factories:
-        options = {"layers": layers(), **({"learning_rate": 0.1} if factory is kfac.kfac else {})}
+        options = {"layers": layers(), **({} if factory is kfac.scale_by_kfac else {"learning_rate": 0.1})}
         options |= {"weight_decay": 0.1} if option == "weight_decay_mask" else {}
         with pytest.raises((ValueError, TypeError), match=option) as error:
             factory(**{**options, option: value})
@@ -684,20 +689,20 @@ def test_a_bad_field_is_named_with_its_value(field, value):
 
 def test_options_that_would_silently_do_nothing_are_errors():
     with pytest.raises(ValueError, match="nesterov"):
-        kfac.kfac(0.1, layers(), momentum=None, nesterov=True)
+        plain_kfac(0.1, layers(), momentum=None, nesterov=True)
     with pytest.raises(ValueError, match="rate_in_momentum"):
-        kfac.kfac(0.1, layers(), momentum=None, rate_in_momentum=True)
+        plain_kfac(0.1, layers(), momentum=None, rate_in_momentum=True)
     with pytest.raises(ValueError, match="trust_ratio"):
-        kfac.kfac(0.1, layers(), trust_ratio=1.0, rate_in_momentum=True)
+        plain_kfac(0.1, layers(), trust_ratio=1.0, rate_in_momentum=True)
     with pytest.raises(ValueError, match="weight_decay_mask"):
-        kfac.kfac(0.1, layers(), weight_decay_mask=lambda params: params)
+        plain_kfac(0.1, layers(), weight_decay_mask=lambda params: params)
 
 
 # What update refuses, when it is traced.
 
 
 def refuse(match, grads=None, factors=None, params=None):
-    tx = kfac.kfac(0.1, layers())
+    tx = plain_kfac(0.1, layers())
     good_grads, good_factors = measured(0)
     state = tx.init(initial())
     with pytest.raises(ValueError, match=match):
@@ -748,7 +753,7 @@ def test_factors_of_other_layers_or_shapes_are_refused():
 
 
 def test_diagnostics_by_their_definitions():
-    tx = kfac.kfac(0.1, layers(), damping=0.5, norm_constraint=1e-3)
+    tx = plain_kfac(0.1, layers(), damping=0.5, kl_clip=1e-3)
     grads, _ = measured(0)
     _, state, _ = run(tx, steps=1)
     found = kfac.diagnostics(state)

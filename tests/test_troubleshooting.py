@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import kfac
-from problem import batch, initial, layers, loss_fn, measured
+from problem import batch, initial, layers, loss_fn, measured, plain_kfac
 
 PAGE = (Path(__file__).parents[1] / "docs" / "troubleshooting.md").read_text()
 SHOWN = [" ".join(text.split()) for text in re.findall(r"^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)]
@@ -53,20 +53,20 @@ def update(tx, state, **arguments):
 
 
 def factors_that_are_gradients():
-    tx = kfac.kfac(0.1, layers())
+    tx = plain_kfac(0.1, layers())
     update(tx, tx.init(initial()), factors=measured(0)[0])
 
 
 def state_of_another_model():
     wide = {**initial(), "out": {"kernel": jnp.ones((4, 5))}}
     other = kfac.find_layers(loss_fn, wide, batch(0), skip=["temperature"])
-    tx = kfac.kfac(0.1, layers())
-    update(tx, kfac.kfac(0.1, other).init(wide), factors=measured(0)[1])
+    tx = plain_kfac(0.1, layers())
+    update(tx, plain_kfac(0.1, other).init(wide), factors=measured(0)[1])
 
 
 def axis_that_is_not_bound():
-    tx = kfac.kfac(0.1, layers(), distribution=kfac.Distribution("devices"))
-    update(tx, kfac.kfac(0.1, layers()).init(initial()))
+    tx = plain_kfac(0.1, layers(), distribution=kfac.Distribution("devices"))
+    update(tx, plain_kfac(0.1, layers()).init(initial()))
 
 
 def four_devices():
@@ -74,12 +74,12 @@ def four_devices():
 
 
 def state_for_other_devices():
-    tx = kfac.kfac(0.1, layers(), distribution=kfac.Distribution(mesh=four_devices()))
-    update(tx, kfac.kfac(0.1, layers()).init(initial()))
+    tx = plain_kfac(0.1, layers(), distribution=kfac.Distribution(mesh=four_devices()))
+    update(tx, plain_kfac(0.1, layers()).init(initial()))
 
 
 def gradients_that_were_not_averaged():
-    tx = kfac.kfac(0.1, layers(), distribution=kfac.Distribution("devices"))
+    tx = plain_kfac(0.1, layers(), distribution=kfac.Distribution("devices"))
     specs = kfac.state_specs(tx, initial(), "devices")
 
     def step(params, batch):
@@ -116,7 +116,7 @@ def test_the_page_shows_no_other_errors():
 
 
 def test_the_page_names_scalars_and_options_that_exist():
-    tx = kfac.kfac(0.1, layers(), norm_constraint=1e-3)
+    tx = plain_kfac(0.1, layers(), kl_clip=1e-3)
     scalars = set(kfac.diagnostics(tx.init(initial())))
     for name in ("condition", "failed_inversions", "inverse_age", "skipped_statistics", "skipped_steps"):
         assert name in scalars and f"`{name}`" in PAGE

@@ -37,7 +37,7 @@ GRIDS: dict[str, comparison.Grid] = {
         "learning_rate": (0.01, 0.03, 0.1, 0.3),
         "damping": (1e-4, 1e-3, 1e-2, 0.1),
         "momentum": (0.9, 0.95),
-        "norm_constraint": (0.1, 1.0, 10.0),
+        "kl_clip": (0.1, 1.0, 10.0),
         "warmup": (0.02,),
     },
 }
@@ -82,7 +82,7 @@ def optimizer(name: str, rate: Any, numbers: dict[str, Any], layers: kfac.Layers
         case _:
             return kfac.kfac(
                 rate, layers, damping=numbers["damping"], momentum=numbers["momentum"], nesterov=True,
-                norm_constraint=numbers["norm_constraint"], factor_decay=0.95, inverse_every=1,
+                kl_clip=numbers["kl_clip"], factor_decay=0.95, inverse_every=1,
             )  # fmt: skip
 
 

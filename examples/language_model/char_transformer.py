@@ -34,7 +34,7 @@ GRIDS: dict[str, comparison.Grid] = {
         "damping": (1e-3, 1e-2, 0.1),
         "momentum": (0.9,),
         "factor_decay": (0.9,),
-        "norm_constraint": (0.1,),
+        "kl_clip": (0.1,),
         "weight_decay": (0.0,),
         "warmup": (0.1,),
     },
@@ -50,7 +50,7 @@ def optimizer(name: str, rate: Any, numbers: dict[str, Any], layers: kfac.Layers
         return optax.adamw(rate, numbers["b1"], numbers["b2"], weight_decay=numbers["weight_decay"], mask=is_kernel)
     return kfac.kfac(
         rate, layers, damping=numbers["damping"], unitwise_damping=1.0, factor_decay=numbers["factor_decay"],
-        momentum=numbers["momentum"], nesterov=True, trust_ratio=1.0, norm_constraint=numbers["norm_constraint"],
+        momentum=numbers["momentum"], nesterov=True, trust_ratio=1.0, kl_clip=numbers["kl_clip"],
         weight_decay=numbers["weight_decay"], weight_decay_mask=is_kernel, inverse_every=1,
     )  # fmt: skip
 

@@ -184,7 +184,7 @@ def rescaled(params: Any, norms: Any) -> Any:
 
 SCALE_OPTIONS = ("damping", "factor_decay", "inverse_every", "refresh_warmup", "unitwise_damping")
 KFAC_OPTIONS = (
-    *SCALE_OPTIONS, "momentum", "nesterov", "rate_in_momentum", "weight_decay", "norm_constraint", "trust_ratio",
+    *SCALE_OPTIONS, "momentum", "nesterov", "rate_in_momentum", "weight_decay", "kl_clip", "trust_ratio",
 )  # fmt: skip
 
 

@@ -276,7 +276,7 @@ ABLATIONS: dict[str, tuple[str, Callable[[Settings], Settings]]] = {
     ),
     "no trust ratio, rate 0.04": ("kfac", _untied(learning_rate=0.04)),
     "bfloat16 statistics": ("kfac", _set(statistics_dtype="bfloat16")),
-    "no trust ratio, norm constraint 1e-3": ("kfac", _untied(norm_constraint=1e-3)),
+    "no trust ratio, norm constraint 1e-3": ("kfac", _untied(kl_clip=1e-3)),
     "no trust ratio, rate in momentum": ("kfac", _untied(rate_in_momentum=True, nesterov=False)),
     "vectors' rate x 3": ("kfac", _times("vectors", 3.0)),
     "vectors' rate x 1/3": ("kfac", _times("vectors", 1 / 3)),

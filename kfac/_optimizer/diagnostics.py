@@ -14,7 +14,7 @@ from kfac._curvature.refresh import in_portions
 from kfac._factors import Factors, Kronecker
 from kfac._layers import Layers
 from kfac._optimizer.adaptive_damping import AdaptiveDampingState
-from kfac._optimizer.kfac import NormConstraintState
+from kfac._optimizer.parts import KlClipState
 from kfac._optimizer.state import KfacState, blocks_of, find_nodes, find_state
 
 
@@ -30,17 +30,17 @@ def diagnostics(opt_state: Any) -> dict[str, jax.Array]:
       damped factors in the 1-norm, with `Eigh` and `Ekfac` of the damped blocks in the 2-norm),
       `statistics_change` (of the last statistics, relative to the running averages before them), `inverse_age` (steps
       since the oldest inverse in use was computed), `skipped_statistics` and `failed_inversions` (blocks, since the
-      start), `skipped_steps` (updates that were not finite, an `optax.apply_if_finite` around it included), with a norm
-      constraint `norm_constraint_scale`, and with `adaptive_damping` the last `reduction_ratio` (NaN before the first)
-      and the steps `taken_back`.
+      start), `skipped_steps` (updates that were not finite, an `optax.apply_if_finite` around it included), with a KL
+      clip `kl_clip_scale`, and with `adaptive_damping` the last `reduction_ratio` (NaN before the first) and the steps
+      `taken_back`.
 
     Raises:
       ValueError: there is no K-FAC state, or more than one, in `opt_state`.
     """
     state = find_state(opt_state, "opt_state")
     scalars = {"damping": state.damping, **state.metrics._asdict()}
-    for constraint in find_nodes(opt_state, NormConstraintState):
-        scalars["norm_constraint_scale"] = constraint.scale
+    for constraint in find_nodes(opt_state, KlClipState):
+        scalars["kl_clip_scale"] = constraint.scale
     for adaptive in find_nodes(opt_state, AdaptiveDampingState):
         scalars["reduction_ratio"] = adaptive.reduction_ratio
         scalars["taken_back"] = adaptive.taken_back

@@ -1,0 +1,218 @@
+"""What comes after the preconditioner: the KL clip, momentum, and the length of each layer's step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from kfac._layers import KRONECKER_KINDS, Layers, leaves_by_path, map_by_path
+from kfac._optimizer.scale_by_kfac import ScalarOrSchedule, value_at
+from kfac._optimizer.state import KfacState
+from kfac._varying import AxisName
+
+
+class KlClipState(NamedTuple):
+    """State of the KL clip: the preconditioner's state and the factor last applied."""
+
+    inner: KfacState
+    scale: jax.Array
+
+
+class MomentumState(NamedTuple):
+    """State of scheduled momentum: the step, and the state of `optax.trace`."""
+
+    count: jax.Array  # type: ignore[assignment]
+    inner: optax.TraceState  # not `trace`: `optax.tree.get(opt_state, "trace")` finds one value only
+
+
+def clip_kl(
+    inner: optax.GradientTransformationExtraArgs,
+    layers: Layers,
+    constraint: ScalarOrSchedule,
+    learning_rate: ScalarOrSchedule,
+    axis: AxisName | None,
+) -> optax.GradientTransformationExtraArgs:
+    """Scales what `inner` returns so that the predicted change of the loss' KL divergence stays below `constraint`.
+
+    Gradients are local where there is an `axis`.
+    """
+    chosen = {path for layer in layers.with_factors for path in layer.params}
+
+    def init(params):
+        return KlClipState(inner.init(params), jnp.ones((), jnp.float32))
+
+    def update(updates, state, params=None, **extra):
+        preconditioned, inner_state = inner.update(updates, state.inner, params, **extra)
+        trees = (leaves_by_path(tree).items() for tree in (updates, preconditioned))
+        product = optax.tree.vdot(*({path: _wide(leaf) for path, leaf in tree if path in chosen} for tree in trees))
+        product = lax.pmean(product, axis) if axis is not None else product
+        # The step is the preconditioner's: one that is not finite moves no schedule.
+        rate = value_at(learning_rate, state.inner.count)
+        limit = value_at(constraint, state.inner.count)
+        length = rate * rate * product
+        # <v, g> cannot be negative; where it or the rate is zero there is nothing to constrain.
+        scale = jnp.where(length > limit, jnp.sqrt(limit / jnp.where(length > 0, length, 1)), 1.0)
+
+        def shorten(path, leaf):
+            return (leaf * scale).astype(leaf.dtype) if path in chosen else leaf
+
+        return map_by_path(shorten, preconditioned), KlClipState(inner_state, scale.astype(jnp.float32))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _wide(leaf: jax.Array) -> jax.Array:
+    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+
+
+def keep_dtype(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+    """Updates in the dtype they came in, whatever the scalars and parameters that `inner` multiplies by."""
+
+    def update(updates, state, params=None, **extra):
+        new, state = inner.update(updates, state, params, **extra)
+        return jax.tree.map(lambda new, old: new.astype(old.dtype), new, updates), state
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def scheduled_momentum(decay: ScalarOrSchedule, nesterov: bool) -> optax.GradientTransformationExtraArgs:
+    """`optax.trace` in float32 or better, with a decay that may be a schedule; kept in steps not `taken`."""
+
+    def init(params):
+        return MomentumState(jnp.zeros((), jnp.int32), optax.trace(decay).init(jax.tree.map(_wide, params)))
+
+    def update(updates, state, params=None, *, taken, **extra):
+        del params, extra
+        wide = jax.tree.map(_wide, updates)
+
+        def moved(updates, inner):
+            return optax.trace(value_at(decay, state.count)).update(updates, inner)[1]
+
+        def branch(taken, wide, inner):
+            # On CPUs XLA would compute what is selected twice, for the momentum and for the parameters, and copy the
+            # momentum first. On a GPU one kernel does both, and a branch would make the host wait.
+            return lax.cond(taken, moved, lambda updates, inner: inner, wide, inner)
+
+        def select(taken, wide, inner):
+            return jax.tree.map(lambda new, old: jnp.where(taken, new, old), moved(wide, inner), inner)
+
+        inner = lax.platform_dependent(taken, wide, state.inner, cpu=branch, default=select)
+        ahead = moved(wide, inner) if nesterov else inner
+        return ahead.trace, MomentumState(optax.safe_increment(state.count), inner)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+# Of kernels whose scale matters, so few gradients are at such an angle by chance (Heo et al. 2021, arXiv:2006.08217).
+RIGHT_ANGLE = 0.1
+
+
+def scale_by_layer_trust_ratio(layers: Layers, coefficient: ScalarOrSchedule) -> optax.GradientTransformationExtraArgs:
+    """`optax.scale_by_trust_ratio` of what turns a kernel, for each copy of a stacked one by itself."""
+    kernels = {layer.params[0]: layer.layouts[0] for layer in layers if layer.kind in KRONECKER_KINDS}
+
+    def init(params):
+        del params
+        return optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
+
+    def update(updates, state, params=None, *, unpreconditioned, **extra):
+        del extra
+        if params is None:
+            raise ValueError("trust_ratio needs the parameters: call update(grads, state, params)")
+        ratio = optax.scale_by_trust_ratio(trust_coefficient=value_at(coefficient, state.count))
+
+        def scale(update, param, gradient):
+            turning = jnp.where(_is_free(param, gradient), _off_radius(update, param), update)
+            return ratio.update(turning, optax.EmptyState(), param)[0]
+
+        def scale_kernel(path, update, *param_and_gradient):
+            if path not in kernels:
+                return update
+            layout = kernels[path]
+            matrices = (layout.to_matrix(_wide(leaf)) for leaf in (update, *param_and_gradient))
+            return layout.from_matrix(jax.vmap(scale)(*matrices), update.shape)
+
+        count = optax.safe_increment(state.count)
+        return map_by_path(scale_kernel, updates, params, unpreconditioned), optax.ScaleByScheduleState(count)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+# The root mean square of a step of what is no kernel, relative to the learning rate.
+BESIDE_KERNELS = 0.1
+
+
+def scale_layers(layers: Layers) -> optax.GradientTransformationExtraArgs:
+    """Steps of which each layer's has a length of its own, whatever its curvature and its gradient are.
+
+    The norm `sqrt(d_out)` for the kernel and bias of a Kronecker block together, or that of the kernel where its scale
+    does not matter; a root mean square of 0.1 for every other leaf. The norm `sqrt(d_out)` is that of an orthogonal
+    matrix with at least as many columns as rows: outputs change by as much in networks of any width.
+    """
+    blocks = [layer for layer in layers if layer.kind in ("dense", "conv")]
+
+    def update(updates, state, params=None, *, unpreconditioned, **extra):
+        del extra
+        if params is None:
+            raise ValueError('trust_ratio="auto" needs the parameters: call update(grads, state, params)')
+        leaves, kernels, gradients = (leaves_by_path(tree) for tree in (updates, params, unpreconditioned))
+        scaled = {}
+        for layer in blocks:
+            path, layout = layer.params[0], layer.layouts[0]
+            if path not in leaves:
+                continue  # masked
+            kernel, *bias = (
+                part.to_matrix(_wide(leaves[name])) for part, name in zip(layer.layouts, layer.params, strict=True)
+            )
+            matrices = (layout.to_matrix(_wide(tree[path])) for tree in (kernels, gradients))
+            kernel, norm = jax.vmap(_own_length)(kernel, *matrices)
+            whole = jnp.concatenate([kernel, *bias], axis=-1)
+            whole = whole * _ratio(norm, _norms(whole))[:, None, None]
+            matrix = layer.from_matrix(whole)
+            scaled |= dict(zip(layer.params, matrix, strict=True))
+
+        def scale(path, leaf):
+            if path in scaled:
+                return scaled[path]
+            wide = _wide(leaf)
+            return wide * _ratio(BESIDE_KERNELS * leaf.size**0.5, jnp.linalg.norm(wide.ravel()))
+
+        return map_by_path(scale, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def _own_length(update: jax.Array, kernel: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The update of a kernel without what is of no use, and the norm that it is to have."""
+    free = _is_free(kernel, gradient)
+    length = jnp.where(free, jnp.linalg.norm(kernel), jnp.sqrt(1.0 * kernel.shape[0]))
+    return jnp.where(free, _off_radius(update, kernel), update), length
+
+
+def _norms(stack: jax.Array) -> jax.Array:
+    return jnp.linalg.norm(stack, axis=(1, 2))
+
+
+def _ratio(length: jax.typing.ArrayLike, norm: jax.Array) -> jax.Array:
+    """What makes the norm that `length`; 0 of what is zero."""
+    return jnp.where(norm > 0, length / jnp.where(norm > 0, norm, 1), 0)
+
+
+def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.vdot(x, y, precision=lax.Precision.HIGHEST)
+
+
+def _is_free(kernel: jax.Array, gradient: jax.Array) -> jax.Array:
+    """Whether the scale of a kernel does not matter to the loss: its gradient is at a right angle to it."""
+    bound = RIGHT_ANGLE * jnp.sqrt(_dot(kernel, kernel) * _dot(gradient, gradient) / kernel.size)
+    return jnp.abs(_dot(kernel, gradient)) < bound
+
+
+def _off_radius(update: jax.Array, kernel: jax.Array) -> jax.Array:
+    """An update without its part along the kernel."""
+    square = _dot(kernel, kernel)
+    return update - _dot(update, kernel) / jnp.where(square > 0, square, 1) * kernel
