@@ -117,7 +117,7 @@ def make_step(row: str, task: Task, options: argparse.Namespace) -> tuple[Callab
     layers = kfac.find_layers(task.loss_fn, task.params, task.batch, max_dim=task.max_dim)
     distribution = kfac.Distribution(axis_name=axis, precondition=options.precondition)
     tx = kfac.kfac(
-        0.1, layers, damping=1e-3, momentum=0.9, distribution=distribution,
+        0.1, layers, trust_ratio=None, distribution=distribution,
         inverse_every=options.inverse_every if options.refresh == "inside" else None,
     )  # fmt: skip
     if row == "refresh":

@@ -127,7 +127,10 @@ def whole_steps(options: argparse.Namespace, peak: float) -> dict[str, Any]:
         return grads, state, loss
 
     first_order = optax.sgd(rate, momentum=0.9)
-    make = functools.partial(kfac.kfac, rate, layers, damping=1e-3, momentum=0.9, refresh_warmup=0, inverse_every=every)
+    make = functools.partial(
+        kfac.presets.large_batch, rate, layers, damping=1e-3, factor_decay=0.95, unitwise_damping=1.0, momentum=0.9,
+        rate_in_momentum=False, refresh_warmup=0, inverse_every=every,
+    )  # fmt: skip
     at_once, staggered = (make(distribution=kfac.Distribution(staggered=way)) for way in (False, True))
     copy = functools.partial(jax.tree.map, jnp.copy)
 

@@ -48,10 +48,10 @@ def is_kernel(params: Params) -> Any:
 def optimizer(name: str, rate: Any, numbers: dict[str, Any], layers: kfac.Layers) -> Any:
     if name == "adamw":
         return optax.adamw(rate, numbers["b1"], numbers["b2"], weight_decay=numbers["weight_decay"], mask=is_kernel)
-    return kfac.kfac(
+    return kfac.presets.large_batch(
         rate, layers, damping=numbers["damping"], unitwise_damping=1.0, factor_decay=numbers["factor_decay"],
         momentum=numbers["momentum"], nesterov=True, trust_ratio=1.0, kl_clip=numbers["kl_clip"],
-        weight_decay=numbers["weight_decay"], weight_decay_mask=is_kernel, inverse_every=1,
+        weight_decay=numbers["weight_decay"], weight_decay_mask=is_kernel, rate_in_momentum=False,
     )  # fmt: skip
 
 

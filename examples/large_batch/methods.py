@@ -114,8 +114,8 @@ def _kfac(rate, s, layers):
     options = {"inverse": _inverse(s)} | {name: s[name] for name in KFAC_OPTIONS if name in s}
     if s.get("turned"):
         options["trust_ratio"] = 1 / s["vectors"]
-        return kfac.kfac(lambda count: s["vectors"] * rate(count), layers, **options)
-    return kfac.kfac(rate, layers, **options)
+        return kfac.presets.large_batch(lambda count: s["vectors"] * rate(count), layers, **PLAIN | options)
+    return kfac.presets.large_batch(rate, layers, **PLAIN | options)
 
 
 def _inverse(s: Settings) -> kfac.Inverse:
@@ -186,6 +186,10 @@ SCALE_OPTIONS = ("damping", "factor_decay", "inverse_every", "refresh_warmup", "
 KFAC_OPTIONS = (
     *SCALE_OPTIONS, "momentum", "nesterov", "rate_in_momentum", "weight_decay", "kl_clip", "trust_ratio",
 )  # fmt: skip
+
+
+# What settings that say nothing of it mean; the length of a step is then that of the natural gradient.
+PLAIN = {"momentum": 0.9, "rate_in_momentum": False, "damping": 1e-3, "factor_decay": 0.95, "unitwise_damping": 1.0}
 
 
 class Method(NamedTuple):

@@ -65,7 +65,7 @@ class Group:
 
     def kind(self, inverse: Inverse) -> Inverse:
         """What inverts these blocks: `inverse`, or for small ones the closed form."""
-        return inverse if self.kronecker else ChannelInverse(inverse.precision)
+        return inverse if self.kronecker else ChannelInverse(inverse.precision, inverse.relative)
 
     def zeros(self, size: int, dtype: Any, *, moments: bool = False) -> Block:
         """Statistics of `size` blocks before any have arrived; with `moments`, those too where a member has such."""

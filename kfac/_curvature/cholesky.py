@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kfac._curvature.eigh import decompose, eigenvalues
-from kfac._curvature.inverse import Inverse, identities, product
+from kfac._curvature.inverse import Inverse, diagonals, identities, product
 from kfac._curvature.symmetric import flatten_block, unflatten_block
 from kfac._factors import Kronecker, is_diagonal
 
@@ -31,9 +31,10 @@ class Cholesky(Inverse):
     Args:
       precision: the arithmetic in which inverses are applied: `"float32"`, `"bfloat16_3x"`, `"tensorfloat32"` or
         `"bfloat16"`, in which they are then kept. They are always computed in float32.
+      relative: whether the damping of a block is in units of its mean eigenvalue: see `Inverse`.
 
     Raises:
-      ValueError: `precision` is none of these.
+      ValueError: `precision` is none of these, or `relative` is no bool.
 
     References:
       Martens and Grosse, "Optimizing Neural Networks with Kronecker-factored Approximate Curvature", 2015,
@@ -85,19 +86,11 @@ def split_damping(factors: Kronecker, damping: jax.Array) -> tuple[jax.Array, ja
     With `pi^2 = (tr A / dim A) / (tr G / dim G)` it is `pi sqrt(damping)` for `A` and `sqrt(damping) / pi` for `G`
     (Martens & Grosse 2015, section 6.3); `pi` is 1 where a trace is zero.
     """
-    a, g = (jnp.mean(_diagonals(stack), axis=1) for stack in (factors.A, factors.G))
+    a, g = (jnp.mean(diagonals(stack), axis=1) for stack in (factors.A, factors.G))
     usable = (a > 0) & (g > 0)
     pi = jnp.where(usable, jnp.sqrt(jnp.where(usable, a, 1)) / jnp.sqrt(jnp.where(usable, g, 1)), 1)
     root = jnp.sqrt(damping.astype(pi.dtype))
     return pi * root, root / pi
-
-
-def _diagonals(stack: jax.Array) -> jax.Array:
-    """`[k, d]`: every (d + 1)-th element of a matrix."""
-    if is_diagonal(stack):
-        return stack
-    k, d = stack.shape[:2]
-    return lax.slice(stack.reshape(k, d * d), (0, 0), (k, d * d), (1, d + 1))
 
 
 def add_diagonal(stack: jax.Array, amount: jax.Array) -> jax.Array:

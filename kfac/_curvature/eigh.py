@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kfac._curvature.inverse import Inverse, identities, product
+from kfac._curvature.inverse import Inverse, identities, per_block, product
 from kfac._factors import Eigen, Kronecker, is_diagonal
 
 
@@ -24,9 +24,10 @@ class Eigh(Inverse):
     Args:
       precision: the arithmetic in which eigenvectors are applied: `"float32"`, `"bfloat16_3x"`, `"tensorfloat32"` or
         `"bfloat16"`, in which they are then kept. They are always computed in float32, and eigenvalues kept in it.
+      relative: whether the damping of a block is in units of its mean eigenvalue: see `Inverse`.
 
     Raises:
-      ValueError: `precision` is none of these.
+      ValueError: `precision` is none of these, or `relative` is no bool.
 
     References:
       Grosse and Martens, "A Kronecker-factored approximate Fisher matrix for convolution layers", 2016,
@@ -61,7 +62,13 @@ class Eigh(Inverse):
 
     def apply(self, kept, matrices, damping):
         """In the eigenbasis, a division."""
-        return solve_in_basis(kept, block_eigenvalues(kept), matrices, damping, self.precision)
+        values = block_eigenvalues(kept)
+        return solve_in_basis(kept, values, matrices, self.damping_of_step(values, damping), self.precision)
+
+    def damping_of_step(self, products, damping):
+        """The damping `[k]` of blocks with these products of eigenvalues `[k, d_out, d_in]`."""
+        mean = jnp.mean(products, axis=(1, 2))
+        return damping * jnp.where((mean > 0) & self.relative, mean, 1)
 
 
 def decompose(stack: jax.Array, dtype: Any) -> Eigen | jax.Array:
@@ -105,11 +112,11 @@ def solve_in_basis(
       inverse: stacks of `k` eigendecompositions, or of the eigenvalues of diagonal factors.
       values: `[k, d_out, d_in]`, the eigenvalues of the blocks.
       matrices: `[k, d_out, d_in]`.
-      damping: a scalar.
+      damping: `[k]`.
       precision: the arithmetic of the products.
     """
     out = rotate(matrices, inverse, precision, back=False)
-    damping = jnp.where(damping > 0, damping, jnp.nan).astype(values.dtype)
+    damping = per_block(jnp.where(damping > 0, damping, jnp.nan).astype(values.dtype), values)
     return rotate((out / (values + damping)).astype(matrices.dtype), inverse, precision, back=True)
 
 

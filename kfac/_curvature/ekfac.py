@@ -38,9 +38,10 @@ class Ekfac(Eigh):
     Args:
       precision: the arithmetic in which eigenvectors are applied: `"float32"`, `"bfloat16_3x"`, `"tensorfloat32"` or
         `"bfloat16"`, in which they are then kept. They are always computed in float32, and eigenvalues kept in it.
+      relative: whether the damping of a block is in units of its mean eigenvalue: see `Inverse`.
 
     Raises:
-      ValueError: `precision` is none of these.
+      ValueError: `precision` is none of these, or `relative` is no bool.
 
     References:
       George et al., "Fast Approximate Natural Gradient Descent in a Kronecker-factored Eigenbasis", 2018,
@@ -67,6 +68,7 @@ class Ekfac(Eigh):
 
     def apply(self, kept, matrices, damping):
         """In the eigenbasis, a division by the corrected eigenvalues."""
+        damping = self.damping_of_step(block_eigenvalues(kept), damping)
         return solve_in_basis(kept, corrected_eigenvalues(kept), matrices, damping, self.precision)
 
     def spectrum(self, kept, factors, damping):

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kfac._checks import check_choice
+from kfac._checks import check_choice, check_switch
 from kfac._curvature.symmetric import flatten, unflatten
+from kfac._factors import Unitwise, is_diagonal
 from kfac._layers import Layer
 
 
@@ -48,6 +49,9 @@ class Inverse(abc.ABC):
         parts, the default), `"tensorfloat32"` or `"bfloat16"`; with the last they are kept in it, too, else in float32.
         CPUs have float32 only for the first three. They are always computed in float32; those of a float64 model are
         float64 throughout, but with `"bfloat16"`.
+      relative: whether the damping of a block is in units of its mean eigenvalue, `(tr A / dim A) (tr G / dim G)`, 1
+        where that is zero. Then it means the same in all layers, whatever the scale of the loss. `refresh` and
+        `spectrum` get the product.
 
     Attributes:
       damped: whether what is kept contains the damping of its refresh. Then a block that fails is tried again with
@@ -56,10 +60,11 @@ class Inverse(abc.ABC):
         takes in. What is applied then changes with all statistics.
 
     Raises:
-      ValueError: `precision` is none of these.
+      ValueError: `precision` is none of these, or `relative` is no bool.
     """
 
     precision: str = "bfloat16_3x"
+    relative: bool = False
 
     damped: ClassVar[bool] = True
     takes_moments: ClassVar[bool] = False
@@ -67,6 +72,7 @@ class Inverse(abc.ABC):
     def __post_init__(self):
         """Checks the arguments."""
         check_choice("precision", self.precision, ("float32", "bfloat16_3x", "tensorfloat32", "bfloat16"))
+        check_switch("relative", self.relative)
 
     @abc.abstractmethod
     def init(self, factors: Any) -> Any:
@@ -154,6 +160,32 @@ class Inverse(abc.ABC):
     def kept_dtype(self, dtype: Any) -> Any:
         """The dtype of inverses, where statistics have `dtype`."""
         return jnp.dtype("bfloat16") if self.precision == "bfloat16" else dtype
+
+
+def damping_of_blocks(inverse: Inverse, factors: Any, damping: jax.Array) -> jax.Array:
+    """`[k]`, the damping of each block: in units of its mean eigenvalue where it is relative to that.
+
+    Args:
+      inverse: the kind.
+      factors: stacks of statistics of `k` blocks.
+      damping: a scalar, or `[k]`.
+    """
+    size = len(jax.tree.leaves(factors)[0])
+    if not inverse.relative:
+        return jnp.broadcast_to(damping, size)
+    if isinstance(factors, Unitwise):
+        mean = jnp.trace(jnp.mean(factors.F, axis=1), axis1=1, axis2=2) / factors.F.shape[-1]
+    else:
+        mean = jnp.mean(diagonals(factors.A), axis=1) * jnp.mean(diagonals(factors.G), axis=1)
+    return damping * jnp.where(mean > 0, mean, 1)
+
+
+def diagonals(stack: jax.Array) -> jax.Array:
+    """`[k, d]`: every (d + 1)-th element of a matrix; diagonal factors are that already."""
+    if is_diagonal(stack):
+        return stack
+    k, d = stack.shape[:2]
+    return lax.slice(stack.reshape(k, d * d), (0, 0), (k, d * d), (1, d + 1))
 
 
 def count_bytes(tree: Any) -> int:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kfac._curvature.inverse import Inverse, finite, per_block
+from kfac._curvature.inverse import Inverse, damping_of_blocks, finite, per_block
 from kfac._varying import as_varying, varying_axes
 
 RETRY = 10.0  # a block that fails is tried once more with so many times the damping
@@ -50,6 +50,7 @@ def refresh(inverse: Inverse, kept: Any, factors: Any, wanted: jax.Array, dampin
       wanted: `[k]`.
       damping: a scalar.
     """
+    damping = damping_of_blocks(inverse, factors, damping)
     axes = varying_axes((kept, factors, wanted, damping))
     arguments = as_varying((kept, factors, wanted, damping), axes)
     size = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(factors))
@@ -98,7 +99,7 @@ def _refresh(inverse: Inverse, width: int, kept: Any, factors: Any, wanted: jax.
         old, open_ = rows(progress), rows(wanted) & ~(rows(progress[1]) > 0)
 
         def attempt():
-            new, condition = inverse.refresh(old[0], rows(factors), jnp.broadcast_to(more * damping, (width,)))
+            new, condition = inverse.refresh(old[0], rows(factors), more * rows(damping))
             usable = open_ & (condition > 0)
             for leaf in jax.tree.leaves(new):
                 usable &= finite(leaf)

@@ -19,7 +19,7 @@ from kfac._checks import check_layers, check_range, check_type
 from kfac._curvature.blocks import Group, check_factors, group_layers
 from kfac._curvature.eigh import Eigh, rotate
 from kfac._curvature.ekfac import Ekfac, Moments
-from kfac._curvature.inverse import Inverse
+from kfac._curvature.inverse import Inverse, damping_of_blocks
 from kfac._curvature.refresh import in_portions
 from kfac._factors import Coarse, Eigen, Factors, Kronecker, Tied, Unitwise
 from kfac._layers import KRONECKER_KINDS, Layer, Layers, map_by_path
@@ -248,7 +248,8 @@ def operator(
       source: a `Factors`, from `value_and_grad` or `estimate`; or the state of an optimizer, whose running averages are
         taken, with the corrected eigenvalues of `Ekfac`. `kfac.operator(layers, opt_state).inv() @ grads` is what
         `scale_by_kfac` makes of `grads` after a refresh. A state of several devices goes through `kfac.gather_state`.
-      damping: not negative. By default 0 with factors, and that of its last step with a state.
+      damping: not negative; of an inverse that is `relative`, in units of the mean eigenvalue. By default 0 with
+        factors, and that of its last step with a state.
       inverse: one of the three above; by default that of the state. With factors `Eigh()`, or `Ekfac()` with `basis`.
       basis: with factors that have moments, the eigenvectors these were taken in.
 
@@ -275,7 +276,7 @@ def operator(
         amounts = amounts if damping is None else dict.fromkeys(amounts, jnp.asarray(damping))
     blocks: dict[str, Block] = {}
     for group in groups:
-        amount = jnp.broadcast_to(amounts[group.kronecker], group.size)
+        amount = damping_of_blocks(group.kind(inverse), stacks[group.name], amounts[group.kronecker])
         spectrum = functools.partial(_spectrum, group.kind(inverse))
         found = in_portions(spectrum, group.size, kept.get(group.name), stacks[group.name], amount)
         leaves, treedef = jax.tree.flatten(found)

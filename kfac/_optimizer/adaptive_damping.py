@@ -17,7 +17,8 @@ from kfac._capture.taps import Plan
 from kfac._capture.trace import trace
 from kfac._checks import check_count, check_range, check_type
 from kfac._distributed.distribution import Distribution
-from kfac._optimizer.state import has_masked
+from kfac._optimizer.parts import LayerLengthState
+from kfac._optimizer.state import find_nodes, has_masked
 from kfac._varying import AxisName, as_varying, axis_size, varying_axes
 
 WORSE = 3.0  # by so much the damping grows when a step is taken back
@@ -78,8 +79,8 @@ def adaptive_damping(
     key whenever it is called. A step that measures costs about three more forward passes; the others cost nothing.
 
     Args:
-      optimizer: makes the whole optimizer from a damping, `lambda damping: kfac.kfac(rate, layers, damping=damping)`.
-        It is called in every update, and must use the damping that it is given: one that `optax.inject_hyperparams`
+      optimizer: makes the whole optimizer from a damping,
+        `lambda damping: kfac.kfac(rate, layers, damping=damping, trust_ratio=None)`. It is called in every update, and must use the damping that it is given: one that `optax.inject_hyperparams`
         holds inside stays what it was at first (pass it past that). What changes the updates belongs inside, too: the
         ratio is that of the step that comes out here. `optax.inject_hyperparams` around it needs
         `static_args="optimizer"`.
@@ -108,7 +109,7 @@ def adaptive_damping(
     if not callable(optimizer):
         raise ValueError(
             "optimizer must be a function from a damping to an optax transformation, such as "
-            f"lambda damping: kfac.kfac(rate, layers, damping=damping), but is {optimizer!r}"
+            f"lambda damping: kfac.kfac(rate, layers, damping=damping, trust_ratio=None), but is {optimizer!r}"
         )
     numbers = dict(initial=initial, decay=decay, low=low, high=high, minimum=minimum, maximum=maximum)
     for name, value in numbers.items():
@@ -134,7 +135,13 @@ def adaptive_damping(
     def init(params):
         damping, ratio = jnp.asarray(initial, jnp.float32), jnp.full((), jnp.nan, jnp.float32)
         none = jnp.zeros((), jnp.int32)
-        return AdaptiveDampingState(none, damping, ratio, inner(damping).init(params), none, jnp.zeros((), bool))
+        inner_state = inner(damping).init(params)
+        if find_nodes(inner_state, LayerLengthState):
+            raise ValueError(
+                "adaptive_damping compares the loss with a quadratic model whose minimum the step is, but with "
+                'trust_ratio="auto" steps have other lengths: pass trust_ratio=None to kfac.kfac'
+            )
+        return AdaptiveDampingState(none, damping, ratio, inner_state, none, jnp.zeros((), bool))
 
     def update(updates, state, params=None, *, value_fn=None, **extra):
         if params is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from kfac._checks import check_choice, check_range, check_switch
+from kfac._checks import check_choice, check_range, check_switch, check_type
 from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.distribution import Distribution
@@ -30,7 +31,7 @@ def kfac(
     weight_decay_mask: Any | Callable[[Any], Any] | None = None,
     kl_clip: ScalarOrSchedule | None = None,
     trust_ratio: ScalarOrSchedule | Literal["auto"] | None = "auto",
-    damping: ScalarOrSchedule = 1e-3,
+    damping: ScalarOrSchedule | None = None,
     inverse_every: int | jax.Array | None = 1,
     inverse: Inverse = Cholesky(),
     distribution: Distribution | None = None,
@@ -65,7 +66,9 @@ def kfac(
 
         A number or a schedule: only kernels are scaled, to this times the norm of the kernel, as LARS does with the
         gradient; without their part along the kernel as above. A kernel stays as it is where one of the norms is zero.
-      damping: see `scale_by_kfac`, also for the arguments that follow.
+      damping: see `scale_by_kfac`, also for the arguments that follow. With `trust_ratio="auto"` it is in units of the
+        mean eigenvalue of each block, as with `Cholesky(relative=True)`: then nothing depends on the scale of the loss.
+        None: 0.1 with "auto", else 1e-3.
       inverse_every: steps between refreshes of the inverses; None leaves them to `refresh`.
       inverse: how Kronecker blocks are inverted: `Cholesky()`, `Eigh()`, `Ekfac()` or one's own.
       distribution: how several devices are used, and whether refreshes are staggered; None: one device.
@@ -76,7 +79,15 @@ def kfac(
     Raises:
       ValueError: an argument is out of range.
     """
-    tx = scale_by_kfac(layers, damping=damping, inverse_every=inverse_every, inverse=inverse, distribution=distribution)
+    auto = isinstance(trust_ratio, str)
+    check_type("inverse", inverse, Inverse, "a kind of inverse such as kfac.Cholesky()")
+    tx = scale_by_kfac(
+        layers,
+        damping=(0.1 if auto else 1e-3) if damping is None else damping,
+        inverse_every=inverse_every,
+        inverse=dataclasses.replace(inverse, relative=True) if auto else inverse,
+        distribution=distribution,
+    )
     return finish(
         tx,
         learning_rate,

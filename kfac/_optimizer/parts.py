@@ -142,6 +142,10 @@ def scale_by_layer_trust_ratio(layers: Layers, coefficient: ScalarOrSchedule) ->
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+class LayerLengthState(NamedTuple):
+    """State of `scale_layers`: nothing. It tells that the length of a step is not that of the curvature."""
+
+
 # The root mean square of a step of what is no kernel, relative to the learning rate.
 BESIDE_KERNELS = 0.1
 
@@ -183,7 +187,7 @@ def scale_layers(layers: Layers) -> optax.GradientTransformationExtraArgs:
 
         return map_by_path(scale, updates), state
 
-    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    return optax.GradientTransformationExtraArgs(lambda params: LayerLengthState(), update)
 
 
 def _own_length(update: jax.Array, kernel: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:

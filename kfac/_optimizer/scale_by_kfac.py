@@ -197,7 +197,8 @@ def refresh(opt_state: Any, *, distribution: Distribution | None = None) -> Any:
         shards = {name: own.shard for name, own in state.owned.items()}
         for name, shard in shards.items():
             wanted[name] &= owns_last(shard, axis)
-        state, failed = refresh_inverses(uses, state, wanted, damping, None)
+        relative = any(own.inverse.relative for own in state.owned.values())
+        state, failed = refresh_inverses(uses, state, wanted, damping, None, relative=relative)
         number = count_blocks(shards, axis, failed)
         number = lax.psum(number, axis) if axis is not None else number
         metrics = state.metrics._replace(failed_inversions=state.metrics.failed_inversions + number)

@@ -71,7 +71,9 @@ def preconditioned_step(
     if config.phases:
         blocks = state.blocks
         wanted = {name: due[name] & place.mine[name] & (blocks[name].weight > 0) for name in blocks}
-        state, failed = refresh_inverses(config.distribution, state, wanted, now, any_due)
+        state, failed = refresh_inverses(
+            config.distribution, state, wanted, now, any_due, relative=config.inverse.relative
+        )
     preconditioned = precondition(place, state, own)
     updates, new_square, usable = restore(config, updates, preconditioned, usable)
     metrics, usable = measure(place, state, [square, new_square], change, [left_out, failed], usable)
@@ -272,12 +274,12 @@ def after(number: jax.Array, flags: jax.Array) -> jax.Array:
 
 
 def refresh_inverses(
-    distribution: Distribution, state: KfacState, wanted: Vectors, now: Now, needed: jax.Array | None
+    distribution: Distribution, state: KfacState, wanted: Vectors, now: Now, needed: jax.Array | None, *, relative: bool
 ) -> tuple[KfacState, Vectors]:
     """New inverses of the blocks that are `wanted`, and of their replicas; and which of these failed.
 
     Nothing is done where not `needed`, which devices agree on; None for no such question. XLA changes stacks in their
-    place, once all gradients are known.
+    place, once all gradients are known. `relative` is what the inverses have, for blocks that have none of their own.
     """
     blocks = state.blocks
     stacks = {name: (block.inverse, block.condition) for name, block in blocks.items()}
@@ -287,7 +289,7 @@ def refresh_inverses(
         new, valid = {}, {}
         for name, (kept, condition) in old[0].items():
             mine = name in state.owned
-            inverse = state.owned[name].inverse if mine else ChannelInverse()
+            inverse = state.owned[name].inverse if mine else ChannelInverse(relative=relative)
             damping = now.damping if mine else now.unitwise
             result = refresh(inverse, kept, blocks[name].factors, wanted[name], damping)
             new[name] = result.inverse, jnp.where(result.valid, result.condition, condition)

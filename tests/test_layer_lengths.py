@@ -1,0 +1,168 @@
+"""`trust_ratio="auto"`, the default of `kfac.kfac`: lengths of their own, and a damping in units of each block."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import kfac
+from kfac._curvature.inverse import damping_of_blocks
+from kfac._factors import Factors, Kronecker, Unitwise
+from problem import assert_close, differ, initial, layers, measured, plain_kfac, run, stepper
+
+INVERSES = [kfac.Cholesky(), kfac.Eigh()]
+
+
+def one_update(tx, params=None, grads=None, factors=None, seed=0):
+    given = measured(seed)
+    params = initial() if params is None else params
+    grads, factors = given[0] if grads is None else grads, given[1] if factors is None else factors
+    return stepper(tx)(grads, tx.init(params), params, factors)[2]
+
+
+def test_a_kernel_with_its_bias_moves_by_the_norm_of_a_fresh_kernel():
+    def loss(params, x):
+        return jnp.mean(jnp.square(jnp.tanh(x @ params["kernel"] + params["bias"]) - 1))
+
+    params = {"kernel": jnp.ones((3, 4)), "bias": jnp.zeros(4)}
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
+    found = kfac.find_layers(loss, params, x)
+    _, grads, factors = kfac.value_and_grad(loss, found)(params, x)
+    update = one_update(kfac.kfac(0.5, found, momentum=None), params, grads, factors)
+    whole = np.concatenate([update["kernel"].ravel(), update["bias"]])
+    np.testing.assert_allclose(np.linalg.norm(whole), 0.5 * 2, rtol=1e-5)
+
+
+def test_all_else_moves_by_a_root_mean_square():
+    update = one_update(kfac.kfac(0.5, layers(), momentum=None))
+    np.testing.assert_allclose(np.linalg.norm(update["out"]["kernel"]), 0.5 * 2, rtol=1e-5)
+    for leaf in (update["norm"]["scale"], update["norm"]["shift"], update["offset"], update["temperature"]):
+        np.testing.assert_allclose(np.sqrt(np.mean(np.square(leaf))), 0.5 * 0.1, rtol=1e-5)
+
+
+def test_directions_are_those_of_the_curvature():
+    auto = one_update(kfac.kfac(0.5, layers(), momentum=None))
+    raw = one_update(kfac.scale_by_kfac(layers(), damping=0.1, inverse=kfac.Cholesky(relative=True)))
+    flat = [np.ravel(tree["out"]["kernel"]) for tree in (auto, raw)]
+    cosine = flat[0] @ flat[1] / np.linalg.norm(flat[0]) / np.linalg.norm(flat[1])
+    np.testing.assert_allclose(cosine, -1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("inverse", INVERSES)
+def test_nothing_depends_on_the_scale_of_the_loss(inverse):
+    grads, factors = measured(0)
+    scaled = {}
+    for name, block in factors.items():  # gradients times 100, their second moments times 10,000
+        fields = Kronecker(block.A, 1e4 * block.G) if isinstance(block, Kronecker) else Unitwise(1e4 * block.F)
+        scaled[name] = fields
+    tx = kfac.kfac(0.1, layers(), inverse=inverse)
+    larger = one_update(tx, grads=jax.tree.map(lambda g: 100 * g, grads), factors=Factors(scaled))
+    assert_close(larger, one_update(tx), 1e-4)
+    plain = plain_kfac(0.1, layers(), inverse=inverse)
+    assert differ(one_update(plain, grads=grads, factors=Factors(scaled)), one_update(plain))
+
+
+def test_each_copy_of_a_stacked_kernel_has_its_own_length():
+    def loss(params, x):
+        def layer(x, kernel):
+            return jnp.tanh(x @ kernel), None
+
+        return jnp.mean(jnp.square(jax.lax.scan(layer, x, params["kernels"])[0] - 1))
+
+    rng = np.random.default_rng(0)
+    params = {"kernels": jnp.asarray(rng.normal(size=(3, 5, 5)) * np.array([0.1, 1, 2])[:, None, None], jnp.float32)}
+    x = jnp.asarray(rng.normal(size=(8, 5)), jnp.float32)
+    found = kfac.find_layers(loss, params, x)
+    _, grads, factors = kfac.value_and_grad(loss, found)(params, x)
+    update = one_update(kfac.kfac(0.1, found, momentum=None), params, grads, factors)
+    np.testing.assert_allclose(np.linalg.norm(update["kernels"], axis=(1, 2)), 0.1 * 5**0.5, rtol=1e-5)
+
+
+def test_a_kernel_before_a_normalisation_is_turned_by_the_rate():
+    def loss(params, x, y):
+        h = x @ params["kernel"]
+        h = (h - h.mean(0)) * jax.lax.rsqrt(h.var(0) + 1e-12)
+        return jnp.mean(jnp.square(jnp.tanh(h) @ params["head"] - y))
+
+    rng = np.random.default_rng(0)
+    shapes = {"kernel": (6, 4), "head": (4, 2)}
+    params = {name: jnp.asarray(3 * rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    x, y = (jnp.asarray(rng.normal(size=(16, d)), jnp.float32) for d in (6, 2))
+    found = kfac.find_layers(loss, params, x, y)
+    _, grads, factors = kfac.value_and_grad(loss, found)(params, x, y)
+    update = one_update(kfac.kfac(0.1, found, momentum=None), params, grads, factors)
+    kernel, moved = params["kernel"], update["kernel"]
+    np.testing.assert_allclose(np.linalg.norm(moved), 0.1 * np.linalg.norm(kernel), rtol=1e-5)
+    assert abs(np.vdot(kernel, moved)) < 1e-5 * np.linalg.norm(kernel) * np.linalg.norm(moved)
+    np.testing.assert_allclose(np.linalg.norm(update["head"]), 0.1 * 2**0.5, rtol=1e-5)
+
+
+def test_what_has_no_gradient_does_not_move():
+    grads = jax.tree.map(jnp.zeros_like, measured(0)[0])
+    update = one_update(kfac.kfac(0.1, layers(), momentum=None), grads=grads)
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(update))
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_relative_damping_against_dense_solves(diagonal):
+    rng = np.random.default_rng(0)
+    a, g = (rng.normal(size=(3 * d, d)) for d in (4, 3))
+    a, g = 50 * a.T @ a, 1e-6 * g.T @ g
+    a = np.diag(np.diag(a)) if diagonal else a
+    factors = Kronecker(jnp.asarray(np.diag(a) if diagonal else a)[None], jnp.asarray(g)[None])
+    mean = np.trace(a) / 4 * np.trace(g) / 3
+    v = rng.normal(size=(3, 4))
+    inverse = kfac.Eigh("float32", relative=True)
+    amount = damping_of_blocks(inverse, factors, jnp.asarray(0.2))
+    np.testing.assert_allclose(amount, [0.2 * mean], rtol=1e-5)
+    kept, _ = inverse.refresh(inverse.init(factors), factors, amount)
+    dense = np.linalg.solve(np.kron(a, g) + 0.2 * mean * np.eye(12), v.ravel("F")).reshape(3, 4, order="F")
+    np.testing.assert_allclose(inverse.apply(kept, jnp.asarray(v)[None], jnp.asarray(0.2))[0], dense, rtol=2e-3)
+    # Cholesky: the same amount, split. In units of each factor it is sqrt(l).
+    inverse = kfac.Cholesky("float32", relative=True)
+    kept, _ = inverse.refresh(inverse.init(factors), factors, amount)
+    damped = [x + np.sqrt(0.2) * np.trace(x) / len(x) * np.eye(len(x)) for x in (g, a)]
+    split = np.linalg.solve(damped[0], v) @ np.linalg.inv(damped[1])
+    np.testing.assert_allclose(inverse.apply(kept, jnp.asarray(v)[None], jnp.asarray(0.2))[0], split, rtol=2e-3)
+
+
+def test_relative_damping_of_small_blocks():
+    f = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 2, 2)), jnp.float32) ** 2
+    amount = damping_of_blocks(kfac.Cholesky(relative=True), Unitwise(f), jnp.asarray(0.1))
+    np.testing.assert_allclose(amount, 0.1 * np.asarray(f)[:, :, [0, 1], [0, 1]].mean((1, 2)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("inverse", [kfac.Cholesky(relative=True), kfac.Eigh(relative=True)])
+def test_the_operator_has_the_same_damping(inverse):
+    tx = kfac.scale_by_kfac(layers(), damping=0.1, inverse=inverse)
+    _, state, updates = run(tx, steps=1)
+    expected = kfac.operator(layers(), state).inv() @ measured(0)[0]
+    expected = {**expected, "temperature": measured(0)[0]["temperature"]}  # skipped
+    assert_close(updates, expected, 1e-4)
+
+
+def test_without_it_all_is_as_the_curvature_has_it():
+    assert_close(run(kfac.kfac(0.1, layers(), trust_ratio=None))[0], run(plain_kfac(0.1, layers()))[0], 1e-6)
+    assert differ(run(kfac.kfac(0.1, layers()))[0], run(kfac.kfac(0.1, layers(), trust_ratio=None))[0])
+    assert differ(run(kfac.kfac(0.1, layers()))[0], run(kfac.kfac(0.1, layers(), damping=1.0))[0])
+
+
+def test_what_would_have_no_effect_with_it_is_refused():
+    with pytest.raises(ValueError, match=r"kl_clip=0.001 .* pass trust_ratio=None"):
+        kfac.kfac(0.1, layers(), kl_clip=1e-3)
+    adaptive = kfac.adaptive_damping(lambda damping: kfac.kfac(1.0, layers(), damping=damping), 1e-2)
+    with pytest.raises(ValueError, match="trust_ratio=None"):
+        adaptive.init(initial())
+    with pytest.raises(ValueError, match="needs the parameters"):
+        tx = kfac.kfac(0.1, layers())
+        tx.update(measured(0)[0], tx.init(initial()), factors=measured(0)[1])
+
+
+def test_it_is_the_same_in_a_chain_and_under_masks():
+    """`optax.masked` hides whole layers: theirs is the identity, and the rest has its lengths."""
+    mask = {**jax.tree.map(lambda _: True, initial()), "out": {"kernel": False}}
+    tx = optax.masked(kfac.kfac(0.5, layers(), momentum=None), mask)
+    update = one_update(tx)
+    np.testing.assert_allclose(update["out"]["kernel"], measured(0)[0]["out"]["kernel"])
+    np.testing.assert_allclose(np.linalg.norm(update["offset"]), 0.5 * 0.1 * 2, rtol=1e-5)
