@@ -84,7 +84,7 @@ def test_every_public_name_is_in_the_reference():
     documented = re.findall(r"^\.\. auto\w+:: (\S+)$", text, re.MULTILINE)
     assert len(documented) == len(set(documented))
     public = {name for name, value in vars(kfac).items() if name[0] != "_" and not inspect.ismodule(value)}
-    assert set(documented) == public | {"kfac.exact", "kfac.schedules"}
+    assert set(documented) == public | {"kfac.exact", "kfac.presets.large_batch", "kfac.schedules"}
 
 
 def _table(heading):
@@ -101,13 +101,17 @@ def _options(function):
 
 
 def test_every_option_is_documented_with_its_default():
-    preconditioner = _table("Options of `scale_by_kfac`")
-    alias = _table("Options of `kfac` alone")
-    for documented, actual in [
-        (preconditioner, _options(kfac.scale_by_kfac)),
-        (preconditioner | alias, _options(kfac.kfac)),
-    ]:
-        assert {name: eval(default) for name, default in documented.items()} == actual
+    preconditioner, whole, recipe = (
+        {name: eval(default) for name, default in _table(heading).items() if default}
+        for heading in ("Options of `scale_by_kfac`", "Options of `kfac`", "`large_batch` has all of these and")
+    )
+    assert preconditioner == _options(kfac.scale_by_kfac)
+    assert {name: preconditioner[name] for name in ("inverse_every", "inverse", "distribution")} | whole == _options(
+        kfac.kfac
+    )
+    everything = _options(kfac.presets.large_batch)
+    assert everything.keys() == preconditioner.keys() | whole.keys() | recipe.keys()
+    assert recipe == {name: everything[name] for name in recipe}
 
 
 def test_every_diagnostic_is_documented(names):

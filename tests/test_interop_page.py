@@ -17,7 +17,7 @@ def names():
 
 def plain(loss_fn, layers, params, batch, tx=None, steps=5):
     """The loop of the README: parameters, state and the last loss."""
-    tx = tx or kfac.kfac(0.1, layers, damping=1e-2)
+    tx = tx or kfac.kfac(0.05, layers)
 
     @jax.jit
     def step(params, state):
@@ -74,7 +74,7 @@ def test_a_partition_gives_each_its_own(names):
     loss_fn, batch, params = names["word_loss"], names["word_batch"], names["word_params"]
     whole = kfac.find_layers(loss_fn, params, batch)
     tx = optax.partition(
-        {"kfac": kfac.kfac(0.1, whole, damping=1e-2), "adamw": optax.adamw(3e-2)}, names["labels"]
+        {"kfac": kfac.kfac(0.05, whole), "adamw": optax.adamw(3e-2)}, names["labels"]
     )  # without skip=: only what is computed differs
     assert_same(names["partitioned_params"], plain(loss_fn, whole, params, batch, tx)[0])
     # The first step of AdamW has the length of its rate.

@@ -58,7 +58,8 @@ def interface():
             elif isinstance(member, property | functools.cached_property):
                 lines.append(f"{name}.{key}")
 
-    for module, prefix in ((kfac, "kfac"), (kfac.exact, "kfac.exact"), (kfac.schedules, "kfac.schedules")):
+    public = {"kfac": kfac, "kfac.exact": kfac.exact, "kfac.presets": kfac.presets, "kfac.schedules": kfac.schedules}
+    for prefix, module in public.items():
         for name, value in sorted(vars(module).items()):
             # What the public modules import from private ones is not thereby public.
             own = module is kfac or getattr(value, "__module__", None) == module.__name__
@@ -79,7 +80,7 @@ def test_public_names_and_signatures_are_those_on_file():
 def test_every_module_but_the_public_ones_is_reached_through_the_package():
     source = (ROOT / "kfac" / "__init__.py").read_text()
     imports = re.findall(r"^from kfac(?:\.[\w.]+)? import (\w+) as (\w+)$", source, re.MULTILINE)
-    assert {name for name, _ in imports} == PUBLIC | {"exact", "schedules"}
+    assert {name for name, _ in imports} == PUBLIC | {"exact", "presets", "schedules"}
     assert all(name == alias for name, alias in imports)
 
 

@@ -1,0 +1,263 @@
+"""The defaults of K-FAC on networks of several kinds, beside Muon and AdamW: one call for all, three rates each.
+
+    python examples/large_batch/networks.py run --data-dir data/cifar10
+    python examples/large_batch/networks.py report
+
+K-FAC is `kfac.kfac(schedule, layers)` with nothing else. 60 steps at a tenth of the training set a step, the schedule of
+the study for all. A trial that is in --results is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+EXAMPLES = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(EXAMPLES / folder) for folder in ("benchmarks", "imagenet", "language_model", ".")]
+
+import environment  # noqa: F401, E402, I001  before JAX is imported
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from flax import linen as nn  # noqa: E402
+
+import kfac  # noqa: E402
+import methods  # noqa: E402
+import models  # noqa: E402
+import tasks  # noqa: E402
+import topics  # noqa: E402
+from data import Plan  # noqa: E402
+from transformer import Transformer  # noqa: E402
+
+STEPS = 60
+RATES = {"kfac": (0.01, 0.03, 0.1), "muon": (0.02, 0.05, 0.1), "adamw": (0.001, 0.003, 0.01)}
+RESULTS = Path(__file__).resolve().parent / "results" / "networks.jsonl"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Problem:
+    """`loss(params, state, *batch) -> (loss, state)`; `score` is what is compared, larger is better."""
+
+    init: Callable[[jax.Array], tuple[Any, Any]]
+    loss: Callable[..., Any]
+    batches: Callable[[int], Iterator[tuple[Any, ...]]]
+    score: Callable[[Any, Any], float]
+    stacked: tuple[str, ...] = ()  # names of what holds a kernel for each layer of a scan
+
+
+class Plain(nn.Module):
+    """The residual network of the study without normalisation: biases, and half of what a block adds."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        del train
+        conv = functools.partial(nn.Conv, kernel_init=models.he_normal)
+        x = nn.relu(conv(16, (3, 3))(x))
+        for i in range(3):
+            width, strides = 16 * 2**i, (2, 2) if i else (1, 1)
+            y = conv(width, (3, 3))(nn.relu(conv(width, (3, 3), strides)(x)))
+            shortcut = conv(width, (1, 1), strides)(x) if x.shape != y.shape else x
+            x = nn.relu(shortcut + 0.5 * y)
+        return nn.Dense(10)(x.mean((1, 2)))
+
+
+class Mixer(nn.Module):
+    """An MLP-Mixer (Tolstikhin et al. 2021): perceptrons over patches and over channels in turn."""
+
+    width: int = 64
+    depth: int = 4
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        del train
+        x = nn.Conv(self.width, (4, 4), (4, 4), padding="VALID")(x)
+        x = x.reshape(len(x), -1, self.width)
+        patches = x.shape[1]
+        for _ in range(self.depth):
+            y = nn.LayerNorm()(x).swapaxes(1, 2)
+            x = x + nn.Dense(patches)(nn.gelu(nn.Dense(4 * patches)(y))).swapaxes(1, 2)
+            x = x + nn.Dense(self.width)(nn.gelu(nn.Dense(4 * self.width)(nn.LayerNorm()(x))))
+        return nn.Dense(10)(nn.LayerNorm()(x).mean(1))
+
+
+def images(model: nn.Module, data_dir: Path) -> Problem:
+    """Accuracy on the validation images of the study's part of CIFAR-10, batch 500."""
+    task = tasks.load("cifar", data_dir)
+    mean, std = jnp.asarray(task.mean), jnp.asarray(task.std)
+
+    def init(key: jax.Array) -> tuple[Any, Any]:
+        variables = model.init(key, jnp.zeros((1, *task.shape)), train=False)
+        return variables["params"], variables.get("batch_stats", {})
+
+    def logits(params: Any, state: Any, pixels: Any, train: bool) -> Any:
+        variables = {"params": params, "batch_stats": state}
+        return model.apply(variables, (pixels / 255 - mean) / std, train, mutable=["batch_stats"])
+
+    def loss(params: Any, state: Any, pixels: Any, labels: Any) -> tuple[jax.Array, Any]:
+        found, new = logits(params, state, pixels, train=True)
+        targets = optax.smooth_labels(jax.nn.one_hot(labels, 10), task.smoothing)
+        return jnp.mean(optax.softmax_cross_entropy(found, targets)), new.get("batch_stats", {})
+
+    @jax.jit
+    def right(params: Any, state: Any, pixels: Any, labels: Any) -> jax.Array:
+        return jnp.mean(jnp.argmax(logits(params, state, pixels, train=False)[0], -1) == labels)
+
+    def batches(seed: int) -> Iterator[tuple[Any, ...]]:
+        for batch in task.train.batches(Plan(len(task.train), 500, np.arange(500), seed, 0, STEPS)):
+            yield batch.images, batch.labels
+
+    def score(params: Any, state: Any) -> float:
+        parts = (tuple(x[i : i + 500] for x in task.val) for i in range(0, len(task.val[1]), 500))
+        return float(np.mean([right(params, state, *part) for part in parts]))
+
+    return Problem(init, loss, batches, score)
+
+
+def text(data_dir: Path) -> Problem:
+    """Minus the validation loss, in nats per character, of the character transformer of `examples/language_model`."""
+    del data_dir
+    model = Transformer(vocabulary=len(topics.ALPHABET), dtype="float32")
+    train, held_out = topics.tokens()
+    length = model.context + 1
+    rows = held_out[: 256 * length].reshape(4, 64, length)
+    evaluate = jax.jit(model.loss)
+
+    def batches(seed: int) -> Iterator[tuple[Any, ...]]:
+        for step in range(STEPS):
+            begin = np.random.default_rng((seed, step)).integers(0, len(train) - length + 1, 64)
+            yield (jnp.asarray(train[begin[:, None] + np.arange(length)]),)
+
+    return Problem(
+        lambda key: (model.init(key), {}), lambda params, state, tokens: (model.loss(params, tokens), state), batches,
+        lambda params, state: -float(np.mean([evaluate(params, part) for part in rows])), ("blocks",),
+    )  # fmt: skip
+
+
+PROBLEMS: dict[str, Callable[[Path], Problem]] = {
+    "residual network, batch norm": functools.partial(
+        images, models.ResNet((1, 1, 1), num_classes=10, width=16, stem="small", init_scheme="he")
+    ),
+    "residual network, no normalisation": functools.partial(images, Plain()),
+    "vision transformer": functools.partial(images, models.ViT(10, width=96, depth=4, heads=4, patch=4)),
+    "MLP-Mixer": functools.partial(images, Mixer()),
+    "character transformer": text,
+}
+
+
+def muon(rate: Any, problem: Problem) -> optax.GradientTransformation:
+    """Kernels as matrices of inputs against outputs; tables, head of the transformer and vectors by Adam at 0.3."""
+
+    def dimensions(params: Any) -> Any:
+        def of(path: Any, leaf: Any) -> Any:
+            names = [str(getattr(key, "key", key)) for key in path]
+            first = int(any(name in problem.stacked for name in names))
+            if leaf.ndim - first < 2 or names[0] in ("tokens", "positions") or (problem.stacked and names[0] == "head"):
+                return None
+            return optax.contrib.MuonDimensionNumbers(tuple(range(first, leaf.ndim - 1)), leaf.ndim - 1)
+
+        return jax.tree_util.tree_map_with_path(of, params)
+
+    return optax.contrib.muon(
+        rate, beta=0.9, weight_decay=5e-4, weight_decay_mask=methods.is_kernel, nesterov=True, adam_b2=0.95,
+        adam_learning_rate=lambda count: 0.3 * rate(count), muon_weight_dimension_numbers=dimensions,
+    )  # fmt: skip
+
+
+def run(problem: Problem, method: str, learning_rate: float, seed: int) -> dict[str, Any]:
+    """One trial; its score is None where the loss is no longer finite."""
+    rate = methods.schedule(learning_rate, STEPS)
+    params, state = problem.init(jax.random.key(seed))
+    batches = problem.batches(seed)
+    first = next(batches)
+    layers: Any = None
+    if method == "kfac":
+        layers = kfac.find_layers(problem.loss, params, state, *first, has_aux=True)
+        tx: Any = kfac.kfac(rate, layers)
+    elif method == "muon":
+        tx = muon(rate, problem)
+    else:
+        tx = optax.adamw(rate, b2=0.99, weight_decay=5e-4, mask=methods.is_kernel, nesterov=True)
+    opt_state = jax.jit(tx.init)(params)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
+    def step(params: Any, state: Any, opt_state: Any, batch: Any) -> Any:
+        extra: dict[str, Any] = {}
+        if layers is None:
+            (loss, state), grads = jax.value_and_grad(problem.loss, has_aux=True)(params, state, *batch)
+        else:
+            measure = kfac.value_and_grad(problem.loss, layers, has_aux=True)
+            (loss, state), grads, extra["factors"] = measure(params, state, *batch)
+        updates, opt_state = tx.update(grads, opt_state, params, **extra)
+        return optax.apply_updates(params, updates), state, opt_state, loss
+
+    params, state, opt_state, loss = step(params, state, opt_state, first)
+    losses, began = [float(loss)], time.perf_counter()
+    for batch in batches:
+        params, state, opt_state, loss = step(params, state, opt_state, batch)
+        losses.append(float(loss))
+        if not math.isfinite(losses[-1]):
+            break
+    seconds = (time.perf_counter() - began) / (len(losses) - 1)
+    score = problem.score(params, state) if math.isfinite(losses[-1]) else None
+    return {
+        "score": score and round(score, 4), "loss": round(losses[-1], 4), "seconds_per_step": round(seconds, 3),
+    }  # fmt: skip
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def report(records: list[dict[str, Any]]) -> None:
+    """A row for each network and method: the score at each rate, as a mean over seeds."""
+    for name in PROBLEMS:
+        print(f"\n{name}")
+        for method, rates in RATES.items():
+            cells = []
+            for rate in rates:
+                found = [r for r in records if (r["network"], r["method"], r["rate"]) == (name, method, rate)]
+                scores = [r["score"] for r in found if r["score"] is not None]
+                lost = f" ({len(found) - len(scores)} not finite)" if len(scores) < len(found) else ""
+                cells.append(f"{rate:g}: {np.mean(scores):.4f}{lost}" if scores else f"{rate:g}: -{lost}")
+            print(f"  {method:6} " + "   ".join(cells))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("run", "report"))
+    parser.add_argument("--data-dir", type=Path, default=Path("data/cifar10"), help="folder with CIFAR-10")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="file of the trials, a line each")
+    parser.add_argument("--networks", nargs="+", default=list(PROBLEMS), choices=list(PROBLEMS), metavar="NAME")
+    parser.add_argument("--methods", nargs="+", default=list(RATES), choices=list(RATES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    options = parser.parse_args()
+    records = read(options.results)
+    if options.what == "report":
+        report(records)
+        return
+    done = {(r["network"], r["method"], r["rate"], r["seed"]) for r in records}
+    for seed in options.seeds:
+        for name in options.networks:
+            problem = PROBLEMS[name](options.data_dir)
+            for method in options.methods:
+                for rate in RATES[method]:
+                    if (name, method, rate, seed) in done:
+                        continue
+                    trial = {"network": name, "method": method, "rate": rate, "seed": seed}
+                    record = trial | run(problem, method, rate, seed)
+                    with options.results.open("a") as file:
+                        file.write(json.dumps(record) + "\n")
+                    print(json.dumps(record), flush=True)
+
+
+if __name__ == "__main__":
+    main()
