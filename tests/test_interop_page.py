@@ -12,7 +12,7 @@ from test_docs import _run
 
 @pytest.fixture(scope="module")
 def names():
-    return _run("interop.md", 7)
+    return _run("interop.md", 8)
 
 
 def plain(loss_fn, layers, params, batch, tx=None, steps=5):
@@ -93,3 +93,9 @@ def test_other_frameworks_learn(names, framework):
     state = names[f"{framework}_state"]
     assert kfac.diagnostics(state)["condition"] > 1
     assert 0 < float(names[f"{framework}_last"]) < 0.8  # log 3 by guessing
+
+
+def test_lookahead_goes_half_of_the_way_of_the_plain_loop(names):
+    initial = names["transformed"].init(jax.random.key(5), names["x"])
+    half = jax.tree.map(lambda a, b: (a + b) / 2, initial, names["hk_params"])
+    assert_same(names["lookahead_params"], optax.LookaheadParams.init_synced(half))
