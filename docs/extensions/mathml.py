@@ -1,4 +1,4 @@
-"""Formulas as MathML, which browsers show by themselves: a page loads no script for them, and reads the same offline."""
+"""Formulas as MathML, which browsers show by themselves: no script is loaded, and pages read the same offline."""
 
 import re
 

@@ -113,7 +113,11 @@ class KfacState(NamedTuple):
 
     @property
     def blocks(self) -> dict[str, BlockState]:
-        """All blocks this device holds, its own and those that all devices share."""
+        """All blocks this device holds, its own and those that all devices share, in stacks of `k` of one shape.
+
+        Each has the fields `factors` (running averages, a `Kronecker` or a `Unitwise` of arrays `[k, ...]`), `weight`
+        (`[k]`, 0 before the first statistics), `inverse`, `condition` (`[k]`) and `inverted` (`[k]`, the step).
+        """
         return {name: own.blocks for name, own in self.owned.items()} | self.shared
 
 
