@@ -8,7 +8,7 @@ import kfac
 sys.path.insert(0, str(pathlib.Path(__file__).parent / "extensions"))
 
 project = "kfac"
-author = "The kfac developers"
+author = copyright = "The kfac developers"
 release = version = kfac.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "mathml", "type_names"]
