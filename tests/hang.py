@@ -66,7 +66,7 @@ def grid(runs, limit):
             "JAX_COMPILATION_CACHE_DIR": cache,
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
-        # Run by run, not cell by cell: each cell sees the machine at several times, and a stopped grid has all of them.
+        # Run by run, not cell by cell: each cell sees the machine at several times.
         for run in range(1, runs + 1):
             for width, devices in hung:
                 command = [sys.executable, __file__, "--width", str(width), "--devices", str(devices)]
