@@ -1,20 +1,33 @@
 """Sphinx configuration: `pip install -e '.[docs]' && sphinx-build -W docs docs/_build`."""
 
+import pathlib
+import sys
+
 import kfac
 
+sys.path.insert(0, str(pathlib.Path(__file__).parent / "extensions"))
+
 project = "kfac"
-author = "The kfac developers"
+author = copyright = "The kfac developers"
 release = version = kfac.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon"]
-autodoc_typehints = "none"  # The docstrings say in words what a type would not.
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "mathml", "type_names"]
+html_math_renderer = "mathml"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 110  # a longer signature has a line for each argument
 autodoc_preserve_defaults = True
 napoleon_use_ivar = True
 nitpicky = True
-# Types of attributes, which autodoc takes from the sources; there is no page about any of them.
-nitpick_ignore_regex = [("py:.*", r"jax\..*|kfac\._.*")]
+# Types in signatures and of attributes; there is no page about any of them.
+_elsewhere = r"(jax|numpy|optax|collections)\..*|kfac\._.*|ScalarOrSchedule|BlockState|KfacMetrics|Owned|Replica"
+nitpick_ignore_regex = [("py:.*", _elsewhere)]
+default_role = "code"  # docstrings quote code by single backticks
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 root_doc = "contents"  # The table of contents, so that the pages stay plain Markdown.
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "extensions"]
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]

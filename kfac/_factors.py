@@ -13,10 +13,14 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Kronecker:
-    """Kronecker factors of one layer, or their inverses: `A` `[copies?, d_in, d_in]`, `G` `[copies?, d_out, d_out]`.
+    """Kronecker factors of one layer, or their inverses.
 
-    A factor that is kept as its diagonal is `[copies?, d]`. In statistics for EKFAC, `moments` `[copies?, d_out, d_in]`
-    are the second moments of per-example gradients in an eigenbasis.
+    Stacked copies of a layer have an axis more in front of each.
+
+    Attributes:
+      A: of the inputs, `[d_in, d_in]`, or `[d_in]` where only the diagonal is kept.
+      G: of the gradients of the outputs, `[d_out, d_out]` or `[d_out]`.
+      moments: in statistics for `Ekfac`, the second moments of per-example gradients in an eigenbasis, `[d_out, d_in]`.
     """
 
     A: Any
@@ -41,7 +45,11 @@ class Eigen:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Unitwise:
-    """A small dense block for each channel: `F` is `[d_out, p, p]`, with `p` parameters per channel."""
+    """A small dense block for each channel, of normalisation layers and of vectors.
+
+    Attributes:
+      F: `[d_out, p, p]`, with `p` parameters per channel.
+    """
 
     F: Any
 
@@ -125,7 +133,7 @@ class Factors(Mapping[str, Statistics]):
 
     Like gradients, factors can be added, averaged, `psum`-ed with `jax.tree.map` and passed through `jit`. The average
     of the factors of several batches is that of all of them together, but for the counts of coarse blocks, which
-    `of_batches` mends.
+    `of_batches` mends. A `Tied` block has `A` and `G` as a `Kronecker` one has, a `Coarse` one has `F` as a `Unitwise`.
     """
 
     def __init__(self, blocks: Mapping[str, Statistics]):

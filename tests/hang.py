@@ -1,37 +1,48 @@
-"""Twenty steps of four dense layers on two simulated devices, as a process: it printed nothing where they hung.
+"""Training steps of four dense layers on simulated devices, as a process: it printed nothing where they hung.
 
-Matrices inverted as one batch wait for XLA's threads on XLA's threads. On a machine with two cores this script hung in
-six of six runs while the refresh inverted several together.
+    python tests/hang.py --width 256 --devices 2    # one run
+    python tests/hang.py --runs 20                  # widths x devices, so many processes each; prints a table
+
+Matrices inverted as one batch wait for XLA's threads on XLA's threads. On a machine with two cores the first hung in
+six of six runs while the refresh inverted several together. A process of the table that is not through after `--limit`
+seconds is killed and counts as one that hung. They share what they compile: all but the first of a cell load it.
 """
 
+import argparse
 import os
+import subprocess
+import sys
+import tempfile
+import time
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
-
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-from jax.sharding import NamedSharding, PartitionSpec
-
-import kfac
-
-LAYERS, WIDTH = 4, 256
+LAYERS, STEPS = 4, 20
+WIDTHS, DEVICES = (64, 256, 512), (1, 2, 4)
+OUTPUT = "failed inversions: 0\n"
 
 
-def loss_fn(params, x):
-    for k in range(LAYERS):
-        x = jnp.tanh(x @ params[f"layer{k}"])
-    return jnp.mean(x**2)
+def train(width, devices):
+    """Prints how many inversions failed in twenty steps, each with a refresh of all blocks."""
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from jax.sharding import NamedSharding, PartitionSpec
 
+    import kfac
 
-def main():
-    mesh = jax.make_mesh((2,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
+    def loss_fn(params, x):
+        for k in range(LAYERS):
+            x = jnp.tanh(x @ params[f"layer{k}"])
+        return jnp.mean(x**2)
+
+    mesh = jax.make_mesh((devices,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
     rng = np.random.default_rng(0)
-    params = {f"layer{k}": jnp.asarray(rng.normal(size=(WIDTH, WIDTH)) / 16, jnp.float32) for k in range(LAYERS)}
-    x = jnp.asarray(rng.normal(size=(64, WIDTH)), jnp.float32)
+    shape = width, width
+    params = {f"layer{k}": jnp.asarray(rng.normal(size=shape) / width**0.5, jnp.float32) for k in range(LAYERS)}
+    x = jnp.asarray(rng.normal(size=(64, width)), jnp.float32)
     layers = kfac.find_layers(loss_fn, params, x)
-    tx = kfac.kfac(0.01, layers, distribution=kfac.Distribution(mesh=mesh))
+    tx = kfac.kfac(0.01, layers, inverse_every=1, distribution=kfac.Distribution(mesh=mesh))
     params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
     x = jax.device_put(x, NamedSharding(mesh, PartitionSpec("devices")))
     state = tx.init(params)
@@ -42,10 +53,47 @@ def main():
         updates, state = tx.update(grads, state, params, factors=factors)
         return optax.apply_updates(params, updates), state
 
-    for _ in range(20):
+    for _ in range(STEPS):
         params, state = step(params, state, x)
     print("failed inversions:", int(kfac.diagnostics(state)["failed_inversions"]))
 
 
+def grid(runs, limit):
+    """The table; whether every run came to its end."""
+    hung, failed, seconds = ({(w, d): 0 for w in WIDTHS for d in DEVICES} for _ in range(3))
+    with tempfile.TemporaryDirectory() as cache:
+        environment = os.environ | {
+            "JAX_COMPILATION_CACHE_DIR": cache,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
+        # Run by run, not cell by cell: each cell sees the machine at several times.
+        for run in range(1, runs + 1):
+            for width, devices in hung:
+                command = [sys.executable, __file__, "--width", str(width), "--devices", str(devices)]
+                begin = time.perf_counter()
+                try:
+                    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
+                    failed[width, devices] += result.stdout != OUTPUT
+                except subprocess.TimeoutExpired:
+                    hung[width, devices] += 1
+                seconds[width, devices] = max(seconds[width, devices], time.perf_counter() - begin)
+            print(f"{run} of {runs}: {sum(hung.values())} hung, {sum(failed.values())} failed", flush=True)
+    print(f"{os.cpu_count()} cores; {runs} processes of {STEPS} steps in each cell: hung, failed otherwise, longest")
+    print("| width | " + " | ".join(f"{d} device{'s' * (d > 1)}" for d in DEVICES) + " |")
+    print("|---|" + "---|" * len(DEVICES))
+    for width in WIDTHS:
+        cells = [f"{hung[width, d]}, {failed[width, d]}, {seconds[width, d]:.0f} s" for d in DEVICES]
+        print(f"| {width} | " + " | ".join(cells) + " |")
+    return not any(hung.values()) and not any(failed.values())
+
+
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--runs", type=int, default=0, help="processes for each width and number of devices")
+    parser.add_argument("--limit", type=float, default=180, help="seconds for each")
+    options = parser.parse_args()
+    if options.runs:
+        sys.exit(0 if grid(options.runs, options.limit) else 1)
+    train(options.width, options.devices)

@@ -12,7 +12,7 @@ from test_docs import _run
 
 @pytest.fixture(scope="module")
 def names():
-    return _run("interop.md", 7)
+    return _run("interop.md", 9)
 
 
 def plain(loss_fn, layers, params, batch, tx=None, steps=5):
@@ -60,6 +60,14 @@ def test_one_call_trains_a_model_with_averages_and_dropout(names):
     assert np.abs(names["classifier"].norm.mean[...]).max() > 1e-3  # no longer what it was at first
 
 
+def test_one_call_trains_an_equinox_model_with_averages_and_dropout(names):
+    assert float(names["eqx_classifier_last"]) < 0.8  # log 3 by guessing
+    assert kfac.diagnostics(names["eqx_train_state"])["skipped_steps"] == 0
+    _, first = names["eqx"].nn.make_with_state(names["EqxClassifier"])(jax.random.key(6))
+    pairs = zip(jax.tree.leaves(names["averages"]), jax.tree.leaves(first), strict=True)
+    assert any(np.any(now != before) for now, before in pairs)
+
+
 def test_the_optimizer_of_nnx_does_what_the_plain_loop_does(names):
     from flax import nnx
 
@@ -93,3 +101,9 @@ def test_other_frameworks_learn(names, framework):
     state = names[f"{framework}_state"]
     assert kfac.diagnostics(state)["condition"] > 1
     assert 0 < float(names[f"{framework}_last"]) < 0.8  # log 3 by guessing
+
+
+def test_lookahead_goes_half_of_the_way_of_the_plain_loop(names):
+    initial = names["transformed"].init(jax.random.key(5), names["x"])
+    half = jax.tree.map(lambda a, b: (a + b) / 2, initial, names["hk_params"])
+    assert_same(names["lookahead_params"], optax.LookaheadParams.init_synced(half))

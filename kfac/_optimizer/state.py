@@ -113,7 +113,11 @@ class KfacState(NamedTuple):
 
     @property
     def blocks(self) -> dict[str, BlockState]:
-        """All blocks this device holds, its own and those that all devices share."""
+        """All blocks this device holds, its own and those that all devices share, in stacks of `k` of one shape.
+
+        Each has the fields `factors` (running averages, a `Kronecker` or a `Unitwise` of arrays `[k, ...]`), `weight`
+        (`[k]`, 0 before the first statistics), `inverse`, `condition` (`[k]`) and `inverted` (`[k]`, the step).
+        """
         return {name: own.blocks for name, own in self.owned.items()} | self.shared
 
 
@@ -209,6 +213,11 @@ def match_leaves(layers: Layers, tree: Any, what: str) -> dict[str, jax.Array]:
     """
     leaves = leaves_by_path(tree)
     unknown = [path for path in leaves if path not in layers.paths]
+    if unknown and jax.tree_util.all_leaves([tree]):
+        raise ValueError(
+            f"{what} are one array, in which layers cannot be told apart: put what flattens them, such as "
+            "optax.flatten, around the other parts of the chain"
+        )
     if unknown:
         raise ValueError(f"{what} have a leaf {unknown[0]!r} that `layers` was found without: call find_layers again")
     masked = has_masked(tree)

@@ -16,6 +16,7 @@ has no gradient, in no iteration, is dead.
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import math
 from collections import defaultdict
 from collections.abc import Callable
@@ -30,8 +31,10 @@ import kfac
 from checking import FAST as _FAST
 from oracle import Geometry, im2col
 
-# These programs run for milliseconds, and fused loops take three times as long to compile.
-FAST = _FAST | {"xla_cpu_use_fusion_emitters": False}
+# These programs run for milliseconds, and fused loops take three times as long to compile. Later versions know no
+# other way.
+_OLD = importlib.metadata.version("jaxlib").startswith("0.10.")
+FAST = _FAST | ({"xla_cpu_use_fusion_emitters": False} if _OLD else {})
 NONE = -1
 _SAME = {"convert_element_type", "copy", "copy_p", "reduce_precision", "optimization_barrier", "sharding_constraint"}
 
