@@ -39,7 +39,7 @@ from data import Plan  # noqa: E402
 from transformer import Transformer  # noqa: E402
 
 STEPS = 60
-RATES = {"kfac": (0.01, 0.03, 0.1), "muon": (0.02, 0.05, 0.1), "adamw": (0.001, 0.003, 0.01)}
+RATES = {"kfac": (0.03, 0.06, 0.12), "muon": (0.03, 0.06, 0.12), "adamw": (0.002, 0.004, 0.008)}
 RESULTS = Path(__file__).resolve().parent / "results" / "networks.jsonl"
 
 

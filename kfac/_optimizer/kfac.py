@@ -26,7 +26,7 @@ def kfac(
     layers: Layers,
     *,
     momentum: ScalarOrSchedule | None = 0.9,
-    nesterov: bool = False,
+    nesterov: bool | None = None,
     weight_decay: ScalarOrSchedule | None = None,
     weight_decay_mask: Any | Callable[[Any], Any] | None = None,
     kl_clip: ScalarOrSchedule | None = None,
@@ -48,7 +48,7 @@ def kfac(
         rate rises in the first tenth of the steps and from which it falls to zero.
       layers: what `find_layers` returned.
       momentum: decay of `optax.trace`, in [0, 1), kept in float32 or better. Scalar or schedule.
-      nesterov: Nesterov's form of it.
+      nesterov: Nesterov's form of it. None: with momentum.
       weight_decay: decoupled weight decay, times the learning rate. Scalar or schedule.
       weight_decay_mask: which parameters decay, as for `optax.add_decayed_weights`.
       kl_clip: the KL clip `c`: the preconditioned gradient `v` is multiplied by
@@ -93,7 +93,7 @@ def kfac(
         learning_rate,
         layers,
         momentum=momentum,
-        nesterov=nesterov,
+        nesterov=momentum is not None if nesterov is None else nesterov,
         rate_in_momentum=False,
         weight_decay=weight_decay,
         weight_decay_mask=weight_decay_mask,
