@@ -135,12 +135,7 @@ def adaptive_damping(
     def init(params):
         damping, ratio = jnp.asarray(initial, jnp.float32), jnp.full((), jnp.nan, jnp.float32)
         none = jnp.zeros((), jnp.int32)
-        inner_state = inner(damping).init(params)
-        if find_nodes(inner_state, LayerLengthState):
-            raise ValueError(
-                "adaptive_damping compares the loss with a quadratic model whose minimum the step is, but with "
-                'trust_ratio="auto" steps have other lengths: pass trust_ratio=None to kfac.kfac'
-            )
+        inner_state = _checked(inner(damping).init(params))
         return AdaptiveDampingState(none, damping, ratio, inner_state, none, jnp.zeros((), bool))
 
     def update(updates, state, params=None, *, value_fn=None, **extra):
@@ -179,6 +174,15 @@ def adaptive_damping(
         return changes, AdaptiveDampingState(count, next_damping, ratio, inner_state, state.taken_back + worse, worse)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _checked(inner_state: Any) -> Any:
+    if find_nodes(inner_state, LayerLengthState):
+        raise ValueError(
+            "adaptive_damping compares the loss with a quadratic model whose minimum the step is, but with "
+            'trust_ratio="auto" steps have other lengths: pass trust_ratio=None to kfac.kfac'
+        )
+    return inner_state
 
 
 def _reduction_ratio(
