@@ -18,7 +18,7 @@ def folder(monkeypatch):
 
 def test_scores_are_those_of_dense_matrices(folder):
     import images
-    from influence import curvature, gradients, influence
+    from scores import curvature, gradients, influence
 
     rng = np.random.default_rng(0)
     x, y = jnp.asarray(rng.normal(size=(12, 5)), jnp.float32), jnp.asarray(rng.integers(0, 3, 12))
@@ -38,7 +38,7 @@ def test_scores_are_those_of_dense_matrices(folder):
 def test_the_curvature_is_that_of_the_objective(folder):
     """Of one layer and one example Gauss-Newton is a Kronecker product, and is the Hessian."""
     import images
-    from influence import curvature
+    from scores import curvature
 
     rng = np.random.default_rng(0)
     batch = jnp.asarray(rng.normal(size=(1, 5)), jnp.float32), jnp.asarray([1])

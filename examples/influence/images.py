@@ -18,7 +18,7 @@ from scipy.stats import spearmanr
 from sklearn.datasets import load_digits
 
 import kfac
-from influence import curvature, gradients, influence
+from scores import curvature, gradients, influence
 
 Batch = tuple[jax.Array, jax.Array]
 DECAY = 1e-2
@@ -114,7 +114,8 @@ def draw(
 ) -> None:
     """All the subsets, and for three predictions the images that speak for and against them the most."""
     figure = Figure(figsize=(10, 3.6), layout="constrained")
-    left, right = figure.subfigures(1, 2, width_ratios=(1, 1.7))
+    parts: Any = figure.subfigures(1, 2, width_ratios=(1, 1.7))
+    left, right = parts
     axis = left.subplots()
     axis.plot(predicted[:, :5], changes[:, :5], ".", markersize=4)
     axis.axline((0, 0), slope=1, color="0.7")

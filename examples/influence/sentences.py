@@ -20,7 +20,7 @@ from jax import lax  # noqa: E402
 
 import kfac  # noqa: E402
 import topics  # noqa: E402
-from influence import curvature, gradients, influence  # noqa: E402
+from scores import curvature, gradients, influence  # noqa: E402
 from transformer import Params, Transformer  # noqa: E402
 
 DECAY = 0.02

@@ -145,7 +145,7 @@ def evaluate(params: Any, atom: Atom, x: jax.Array, width: jax.Array, rounds: in
     @jax.jit
     def of_rounds(x, width):
         def one(carry, key):
-            x, width = walk(params, atom, *carry, key)
+            x, width = walk(params, atom, carry[0], carry[1], key)
             return (x, width), local_energies(params, atom, x).mean()
 
         return lax.scan(one, (x, width), jax.random.split(jax.random.key(10**6), rounds))[1]
