@@ -1,0 +1,46 @@
+"""Influence functions: what leaving a training example out would do to a number, without training again."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.flatten_util import ravel_pytree
+
+import kfac
+
+
+def curvature(
+    loss: Callable, params: Any, batches: Sequence[Any], decay: float, **options: Any
+) -> dict[str, kfac.Operator]:
+    """The curvature of `loss(params, batch) + decay / 2 |params|^2`, as EK-FAC and as K-FAC have it."""
+    layers = kfac.find_layers(loss, params, batches[0])
+    factors = kfac.estimate(loss, layers, params, batches, progress=True, **options)
+    basis = kfac.eigenbasis(factors, layers)
+    corrected = kfac.estimate(loss, layers, params, batches, progress=True, basis=basis, **options)
+    return {
+        "EK-FAC": kfac.operator(layers, corrected, basis=basis, damping=decay),
+        "K-FAC": kfac.operator(layers, factors, damping=decay),
+    }
+
+
+def gradients(fn: Callable, params: Any, rows: Any) -> jax.Array:
+    """Of `fn(params, row)` for every row, a batch of one: `[rows, parameters]`."""
+
+    def one(row):
+        return ravel_pytree(jax.grad(lambda p: jnp.sum(fn(p, jax.tree.map(lambda x: x[None], row))))(params))[0]
+
+    return jax.jit(lambda rows: jax.lax.map(one, rows))(rows)
+
+
+def influence(operator: kfac.Operator | None, params: Any, measured: jax.Array, examples: jax.Array) -> np.ndarray:
+    """How much each measure grows when an example is left out: `[measures, examples]`, from gradients of both.
+
+    Without the example its gradient is missing from the mean, and the minimum moves by `H^-1 gradient / n` (Cook &
+    Weisberg 1982; Koh & Liang 2017). Without an operator, the product of the gradients alone.
+    """
+    if operator is not None:
+        unravel, inverse = ravel_pytree(params)[1], operator.inv()
+        measured = jax.vmap(lambda row: ravel_pytree(inverse @ unravel(row))[0])(measured)
+    return np.asarray(measured @ examples.T) / len(examples)
