@@ -18,9 +18,9 @@ pytestmark = pytest.mark.examples
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "imagenet"
 sys.path.insert(0, str(EXAMPLE))
+import batches as loader  # noqa: E402
 import checkpoints  # noqa: E402
 import config as cfg  # noqa: E402
-import data  # noqa: E402
 import models  # noqa: E402
 import recipe  # noqa: E402
 import report  # noqa: E402
@@ -399,7 +399,7 @@ def test_random_numbers_depend_on_seed_step_and_image_alone():
         # The images of each device in its order, as train.py loads them, and back.
         split = [jax.tree.map(lambda x: checkpoints.in_device_order(x, count, local), b) for b in (new, previous)]
         rows = np.asarray(checkpoints.in_device_order(jnp.arange(24), count, local))
-        np.testing.assert_array_equal(rows, data.own_rows(mesh, 0, local, parts))
+        np.testing.assert_array_equal(rows, loader.own_rows(mesh, 0, local, parts))
         return np.asarray(checkpoints.in_batch_order(jax.jit(mapped, compiler_options=QUICKLY)(*split), count, local))
 
     one = on(1, 1)

@@ -5,7 +5,7 @@ All that this example calls of `kfac` to optimize is in `find_layers`, `transfor
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -30,39 +30,23 @@ OSAWA = {
     "bs64k": (65536, 4e-2, 0.95, 1.5e-4, 2.9, 2.0, 64.5, 0.6, 60.0),  # 76.3%, 1,173
     "bs128k": (131072, 7e-2, 0.93, 1e-4, 3.0, 1.0, 95.0, 1.0, 80.0),  # 75.0%, 782
 }
-# Epochs and warm-up of the first-order baselines. Published with 75.9%: LARS at 4,096, 8,192, 32,768 and 65,536 (MLPerf
-# reference points), Nesterov momentum at 32,768 (Nado et al. 2021, 2,512 steps). Rates and warm-ups are starting points
-# and not those of these runs: tune them before anything is concluded.
-BATCHES = {"bs4k": 4096, "bs8k": 8192, "bs16k": 16384, "bs32k": 32768, "bs64k": 65536, "bs128k": 131072}
-LARS = {
-    "bs4k": (40, 5),
-    "bs8k": (42, 8),
-    "bs16k": (48, 12),
-    "bs32k": (56, 18),
-    "bs64k": (84.5, 30),
-    "bs128k": (100, 35),
+# Epochs and warm-up of the first-order baselines: LARS, Nesterov momentum, LAMB. Published with 75.9%: LARS at 4,096,
+# 8,192, 32,768 and 65,536 (MLPerf reference points), Nesterov momentum at 32,768 (Nado et al. 2021, 2,512 steps). Rates
+# and warm-ups are starting points and not those of these runs: tune them before anything is concluded.
+FIRST_ORDER = {
+    "bs4k": ((40, 5), (50, 5), (90, 2.5)),
+    "bs8k": ((42, 8), (50, 8), (90, 5)),
+    "bs16k": ((48, 12), (56, 12), (90, 10)),
+    "bs32k": ((56, 18), (64.2, 16), (90, 20)),
+    "bs64k": ((84.5, 30), (90, 30), (90, 30)),
+    "bs128k": ((100, 35), (100, 35), (90, 40)),
 }
-NESTEROV = {
-    "bs4k": (50, 5),
-    "bs8k": (50, 8),
-    "bs16k": (56, 12),
-    "bs32k": (64.2, 16),
-    "bs64k": (90, 30),
-    "bs128k": (100, 35),
+# Of each the rate at batch 32,768, which goes with the root of the batch, its digits, and the rest.
+BASELINES: dict[str, tuple[float, int, dict[str, Any]]] = {
+    "lars": (29, 2, dict(optimizer="lars", momentum=0.93, weight_decay=1e-4)),
+    "nesterov": (7, 2, dict(optimizer="sgd", nesterov=True, momentum=0.976, weight_decay=5e-5)),
+    "lamb": (0.04, 4, dict(optimizer="lamb", weight_decay=1e-2)),
 }
-LAMB = {"bs4k": (90, 2.5), "bs8k": (90, 5), "bs16k": (90, 10), "bs32k": (90, 20), "bs64k": (90, 30), "bs128k": (90, 40)}
-
-
-def _first_order(table: Mapping[str, tuple[float, float]], prefix: str, rate: float, digits: int, **rest: Any) -> Any:
-    return {
-        f"{prefix}-{name}": dict(
-            global_batch=BATCHES[name], epochs=float(epochs), warmup_epochs=float(warmup), arch="resnet50",
-            local_batch=32, learning_rate=round(rate * math.sqrt(BATCHES[name] / 32768), digits), schedule="polynomial",
-            sync_batch_norm=False, label_smoothing=0.1, **rest,
-        )
-        for name, (epochs, warmup) in table.items()
-    }  # fmt: skip
-
 
 CONFIGS: dict[str, dict[str, Any]] = {
     name: dict(
@@ -77,9 +61,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     )
     for name, (batch, rate, momentum, damping, power, begin, end, alpha, epochs) in OSAWA.items()
 }  # fmt: skip
-CONFIGS |= _first_order(LARS, "lars", 29, 2, optimizer="lars", momentum=0.93, weight_decay=1e-4)
-CONFIGS |= _first_order(NESTEROV, "nesterov", 7, 2, optimizer="sgd", nesterov=True, momentum=0.976, weight_decay=5e-5)
-CONFIGS |= _first_order(LAMB, "lamb", 0.04, 4, optimizer="lamb", weight_decay=1e-2)
+CONFIGS |= {
+    f"{kind}-{name}": dict(
+        global_batch=OSAWA[name][0], epochs=float(row[k][0]), warmup_epochs=float(row[k][1]), arch="resnet50",
+        learning_rate=round(rate * math.sqrt(OSAWA[name][0] / 32768), digits), schedule="polynomial", local_batch=32,
+        sync_batch_norm=False, label_smoothing=0.1, **rest,
+    )
+    for k, (kind, (rate, digits, rest)) in enumerate(BASELINES.items()) for name, row in FIRST_ORDER.items()
+}  # fmt: skip
 
 
 # Augmentation of a batch, after the host's crop and flip. Random numbers are a function of seed, step and the image's
@@ -170,17 +159,10 @@ def cutmix(keys: jax.Array, alpha: float, batch: Mixed) -> Mixed:
 def augment(
     keys: jax.Array, step: jax.Array, alpha: float, erasing: str, batch: Mixed, previous: Any, cut: float = 0.0
 ) -> tuple[Mixed, Any]:
-    """What the network sees, and what the next batch is mixed with.
+    """What the network sees, and what the next batch is mixed with, of normalised images with a key each.
 
-    Args:
-      keys: one for each image.
-      step: of the run, from 0.
-      alpha: of mixup; 0 for none, and then nothing is carried.
-      erasing: `"none"`, `"own"`: of what the network sees, `"in-place"`: also of what is carried on, as in the code of
-        Osawa et al. 2019.
-      batch: normalised images and their targets.
-      previous: what the last call carried.
-      cut: alpha of CutMix; 0 for none.
+    `previous` is what the last call carried; nothing is carried without mixup. With `erasing` "in-place" the rectangle
+    is also missing from what is carried on, as in the code of Osawa et al. 2019; with "own" it is not.
     """
     if alpha:
         batch = running_mixup(keys, step, alpha, batch, previous)
