@@ -317,14 +317,16 @@ def test_layouts(tmp_path, layout):
     assert len(set(names)) == 4 and all(str(tmp_path) in name for name in names)
 
 
+def options_for(folder, workers):
+    return types.SimpleNamespace(data="folder", data_dir=folder, image_size=8, workers=workers, decoder="pillow",
+                                 crop="squashed", randaugment=0)  # fmt: skip
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_as_batches(tmp_path, layout):
     """Through a worker process, to which what was found is handed."""
     layout(tmp_path)
-    options = types.SimpleNamespace(
-        data="folder", data_dir=tmp_path, image_size=8, workers=int(layout is parquet), decoder="pillow",
-        crop="squashed", randaugment=0,
-    )  # fmt: skip
+    options = options_for(tmp_path, int(layout is parquet))
     dataset = data.load(options)
     _, val = LAYOUTS[layout]
     assert (len(dataset.train), len(dataset.val), dataset.num_classes) == (4, len(val), 2)
@@ -335,6 +337,55 @@ def test_layouts_as_batches(tmp_path, layout):
     assert batch.labels[: len(val)].tolist() == val and batch.weights.sum() == len(val)
     dataset.val.close()
     assert data.load(options).fingerprint == dataset.fingerprint
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_in_a_bucket(tmp_path, monkeypatch, layout, workers):
+    """As fsspec has one in memory, or, where worker processes are to see it, by the URL of a folder."""
+    import fsspec
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "images").mkdir()
+    layout(tmp_path / "images")
+    local = data.load(options_for(tmp_path / "images", workers=0))
+    url = f"file://{tmp_path}/images"
+    if not workers:
+        url = f"memory://{tmp_path.name}"
+        fsspec.filesystem("memory").put(str(tmp_path / "images"), url, recursive=True)
+    dataset = data.load(options_for(url, workers))
+    assert dataset.fingerprint == local.fingerprint and (dataset.num_classes, dataset.note) == (2, local.note)
+    for mine, other in ((dataset.train, local.train), (dataset.val, local.val)):
+        for a, b in zip(loader.val_batches(mine, 3), loader.val_batches(other, 3), strict=True):
+            assert (a.images == b.images).all() and (a.labels == b.labels).all() and not a.broken
+        mine.close(), other.close()
+    with pytest.raises(UserError, match="nowhere"):
+        records.find(f"{url}/nowhere")
+
+
+def test_shards_of_a_bucket_have_an_index_and_are_missed(tmp_path, monkeypatch):
+    import fsspec
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    tar_shards(tmp_path)
+    bucket, url = fsspec.filesystem("memory"), f"memory://{tmp_path.name}"
+    for path in tmp_path.glob("*.tar"):
+        bucket.put(str(path), f"{url}/{path.name}")
+    first = records.find(url)
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "_tar", lambda path: pytest.fail(f"{path} is read again"))
+        assert records.find(url).train.identity() == first.train.identity()
+    assert first.train.read(3)[:2] == b"\xff\xd8"
+    bucket.rm(f"{url}/imagenet-train-000001.tar")
+    with pytest.raises(UserError, match=r"imagenet-train-000001\.tar.* cannot be read"):
+        first.train.read(3)
+    with pytest.raises(UserError, match="has lost the shard imagenet-train-000001.tar"):
+        records.find(url)
+
+
+def test_an_unknown_kind_of_bucket_is_refused():
+    with pytest.raises(UserError, match="floppy://a/b"):
+        records.find("floppy://a/b")
 
 
 def test_nested_folders_are_of_the_class_above_them(tmp_path):

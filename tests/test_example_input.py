@@ -466,75 +466,51 @@ def test_dali_is_given_what_pillow_does(monkeypatch, images, tmp_path):
         assert options["resize"]["size"] == [32, 32]
 
 
-# The command
+# The options that only measure or predict.
 
 
 @pytest.fixture
-def tools():
-    import tools
+def script():
+    import train
 
-    return tools
+    return train
 
 
-def test_speed_is_measured_and_compared(tools, capsys, tmp_path, images):
-    small = ["input", "--images", "64", "--batch-size", "32", "--image-size", "32"]
-    tools.main([*small, "--workers", "1", "--wanted", "0.5"])
-    text = capsys.readouterr().out
-    assert "64 images of 32x32 in batches of 32" in text and "1 worker(s)" in text
-    assert text.count("images/s") == 2 and "per core" in text and "The pipeline keeps up" in text
+def test_speed_is_measured(script, capsys, tmp_path, images, monkeypatch):
     for division, name in itertools.product(("train", "val"), ("cat", "dog")):
         (tmp_path / "data" / division / name).mkdir(parents=True)
         for i in range(20):
             (tmp_path / "data" / division / name / f"{i}.jpg").write_bytes((images / f"{i:02d}.jpg").read_bytes())
-    tools.main([*small, "--data-dir", str(tmp_path / "data"), "--workers", "0", "--wanted", "1e9"])
+    monkeypatch.chdir(tmp_path)
+    options = ["--data-dir", "data", "--input-speed", "64", "--batch-size", "32", "--image-size", "32", "--workers"]
+    for workers in ("0", "1"):
+        script.main([*options, workers])
+        text = capsys.readouterr().out
+        assert f"64 images in batches of 32 by {workers} worker(s), 6 broken" in text and "per core" in text
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+def test_plan(script, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script.main(["--plan", "1", "12", "--factor-every", "10", "--inverse-every", "100"])
     text = capsys.readouterr().out
-    assert "does NOT keep up" in text and "6 broken" in text
-    with pytest.raises(tools.UserError, match="--batch-size 41 does not fit the 40 training images"):
-        tools.main(["input", "--data-dir", str(tmp_path / "data"), "--batch-size", "41"])
-
-
-DIGITS = ["plan", "--on"]
-
-
-def test_plan(tools, capsys):
-    tools.main([*DIGITS, "1", "12", "--factor-every", "10", "--inverse-every", "100"])
-    counted, predicted = capsys.readouterr().out.split("Predicted")
-    assert "Counted" in counted and "ASSUMED" in predicted and "predicted K-FAC share" in predicted
-    rows = [line.split() for line in (counted + predicted).splitlines() if line.split()[:1] in (["1"], ["12"])]
-    assert [row[0] for row in rows] == ["1", "12", "1", "12"]
-    assert float(rows[0][3]) > float(rows[1][3])  # memory falls
-    assert all(0 < float(row[6].rstrip("%")) < 100 for row in rows[2:])
-    tools.main([*DIGITS, "3", "--table"])
-    text = capsys.readouterr().out
-    assert "stage2_block1/conv2" in text and "memory per device" in text
-
-
-def test_plan_counts(tools):
-    import config
-
-    counts = tools.count(config.parse([]), 1, 10)
-    # A forward pass has two FLOPs a weight and position, the backward pass twice as many, but none for the image.
-    macs = sum(x.d_in * x.d_out * x.positions for x in counts.layers if x.kind in ("dense", "conv"))
-    assert counts.step_flops == pytest.approx(6 * macs, rel=0.2)
-    assert counts.statistics_flops > 0
-    assert counts.parameters == sum(layer.num_params for layer in counts.layers)
+    assert "1 device(s), batch 144" in text and "12 device(s), batch 144" in text
+    assert text.count("statistics every 10 and inverses every 100 step(s)") == 2 and "ASSUMED" in text
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["input", "--batch-size", "0"], ["--global-batch is 0", "at least 1"]),
-        (["input", "--workers", "-1"], ["--workers is -1", "at least 0"]),
-        (["input", "--data-dir", "nowhere"], ["nowhere", "does not exist"]),
-        (["plan", "--on", "0"], ["--on", "0 is not greater than 0"]),
-        (["plan", "--on", "7"], ["--global-batch 144", "7 devices"]),
-        (["plan", "--optimizer", "sgd"], ["sgd", "nothing to plan"]),
-        (["plan", "--on", "8", "12", "--table"], ["--table", "one number"]),
-        (["plan", "--bytes", "-1"], ["--bytes"]),
+        (["--plan", "0"], ["--plan 0", "at least 1"]),
+        (["--plan", "8", "--optimizer", "sgd"], ["--plan", "sgd"]),
+        (["--plan", "x"], ["--plan", "x"]),
+        (["--input-speed", "0"], ["--input-speed is 0", "at least 1"]),
+        (["--input-speed", "8", "--data-dir", "nowhere"], ["nowhere", "does not exist"]),
     ],
 )
-def test_tools_refuse(tools, monkeypatch, tmp_path, args, words):
+def test_what_cannot_be_measured_is_refused(script, monkeypatch, tmp_path, args, words):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(tools.UserError) as caught:
-        tools.main(args)
+    with pytest.raises(script.UserError) as caught:
+        script.main(args)
     assert all(word in str(caught.value) for word in words), caught.value

@@ -573,7 +573,7 @@ def test_what_is_saved_can_be_read_from_anywhere(tmp_path, monkeypatch):
     config = resolved("--data-dir", "images", "--stop-after", 3, "--devices", 2)
     cfg.save(config, {"classes": 2}, tmp_path)
     again, found = cfg.load(tmp_path)
-    assert again.data_dir == tmp_path / "images" and found == {"classes": 2}
+    assert again.data_dir == str(tmp_path / "images") and found == {"classes": 2}
     assert again.stop_after is None and again.devices is None and again.learning_rate == config.learning_rate
     cfg.same_run(config, again)
     for text in ("[]", "{", '{"found": {}}'):

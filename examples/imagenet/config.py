@@ -131,7 +131,7 @@ OPTIONS: list[tuple[str, Kind, Any, str]] = [
     ("max_broken", share, 0.001, "Share of the images that may be broken before the run stops; ten in any case."),
     ("local_batch", count, None, "Images that a device works on at a time; a larger share of the global batch is "
      "accumulated in micro-batches."),
-    ("target_accuracy", share, None, "Stop when this validation accuracy, from 0 to 1, has been reached."),
+    ("target_accuracy", Kind(float, 0, 1, False), None, "Stop at this validation accuracy, from 0 to 1."),
     ("log_every", count, 10, "Steps between lines on the terminal."),
     ("checkpoint_minutes", positive, 15.0, "Minutes between checkpoints; one at the end and at a signal in any case."),
     ("checkpoint_every", count, None, "Steps between checkpoints, beside that."),

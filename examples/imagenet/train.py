@@ -4,6 +4,7 @@ python examples/imagenet/train.py                          # digits, ten K-FAC s
 python examples/imagenet/train.py --config bs128k --data-dir imagenet --output runs/a    # the same again goes on
 python examples/imagenet/train.py --config bs128k --data cifar10 --global-batch auto
 python examples/imagenet/train.py --eval runs/a            # its best checkpoint
+python examples/imagenet/train.py --config bs128k --data synthetic --plan 128 512   # what a step would take
 python examples/imagenet/train.py --distributed            # in each process: launch/
 python examples/imagenet/train.py --help
 """
@@ -33,7 +34,9 @@ import numpy as np
 import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+from tqdm import tqdm
 
+import batches
 import checkpoints
 import config as cfg
 import data
@@ -44,6 +47,7 @@ import recipe
 import report
 from recipe import AXIS, Mixed
 from records import UserError
+from report import say
 
 SAME, SPLIT = PartitionSpec(), PartitionSpec(AXIS)
 # Inverses go stale fast at first, so each of the first steps collects statistics whatever --factor-every says.
@@ -68,7 +72,7 @@ class Run(NamedTuple):
     """What no step changes."""
 
     config: cfg.Config
-    dataset: data.Dataset
+    dataset: batches.Dataset
     model: Any  # inside of the row of devices
     plain: Any  # the same outside of it
     num_devices: int
@@ -149,7 +153,7 @@ def train_step(run: Run, gradients: Callable[..., Any], state: State, batch: Any
     return State(state.step + 1, params, batch_stats, ema, opt_state, mixed, loss_scale), metrics, squares
 
 
-def eval_step(run: Run, weights: tuple[Any, Any], batch: data.Batch) -> tuple[jax.Array, ...]:
+def eval_step(run: Run, weights: tuple[Any, Any], batch: batches.Batch) -> tuple[jax.Array, ...]:
     params, batch_stats = weights
     variables = {"params": params, "batch_stats": batch_stats}
     logits = run.plain.apply(variables, recipe.normalise(run, batch.images), train=False)
@@ -164,7 +168,7 @@ def main(args: list[str]) -> None:
     began = time.perf_counter()
     config = cfg.parse(args)
     if config.print_config:
-        print(json.dumps(dataclasses.asdict(config), indent=2, default=str))
+        print(json.dumps(vars(config), indent=2, default=str))
         return
 
     # The devices in a row, over which each batch is split. One device is a row too.
@@ -182,25 +186,27 @@ def main(args: list[str]) -> None:
     micro_batches = batch // (mesh.size * local_batch)
     stop_at = min(total, config.stop_after or total)
     eval_every = config.eval_every or max(1, round(per_epoch))
-    trace = report.Trace(*cfg.traced_steps(config.profile, stop_at), config.output / "profile")
+    traced = cfg.traced_steps(config.profile, stop_at)
+    if config.input_speed:
+        report.input_speed(dataset.train, batch, config.input_speed, config.workers)
+        return
     # Each process has named a new folder by its own clock.
     output = Path(processes.everyone(str(config.output))[0])
     config = dataclasses.replace(config, output=output)
     if len(set(processes.everyone(str(dataset.found())))) > 1:
         raise UserError("the processes do not see the same images; --data-dir must be one that all of them see")
-    held = None if config.eval else processes.on_first(lambda: cfg.open_output(config, dataset.found()))
+    trains = not (config.eval or config.plan)
+    held = processes.on_first(lambda: processes.open_output(config, dataset.found())) if trains else None
     say(f"{dataset.name}: {size} training and {len(dataset.val)} validation images of "
         f"{'x'.join(map(str, dataset.shape))}, {dataset.num_classes} classes"
         + (f" ({dataset.note})" if dataset.note else ""))  # fmt: skip
-    broken = data.Broken(config.max_broken * (size + len(dataset.val)))
-    rows = data.own_rows(mesh, jax.process_index(), local_batch, micro_batches)
+    broken = batches.Broken(config.max_broken * (size + len(dataset.val)))
+    rows = batches.own_rows(mesh, jax.process_index(), local_batch, micro_batches)
+    # Global arrays, split over the devices, from what this process has loaded of them.
+    place = functools.partial(jax.tree.map, functools.partial(jax.make_array_from_process_local_data, split))
 
-    def place(arrays: Any) -> Any:
-        """Global arrays, split over the devices, from what this process has loaded of them."""
-        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(split, x), arrays)
-
-    def train_batches(first: int, last: int) -> Iterator[data.Batch]:
-        return data.prefetch(data.train_batches(dataset.train, batch, config.seed, first, last, rows), place)
+    def train_batches(first: int, last: int) -> Iterator[batches.Batch]:
+        return batches.prefetch(batches.train_batches(dataset.train, batch, config.seed, first, last, rows), place)
 
     # The network.
     plain = models.create(config.arch, dataset.num_classes, config.dtype, config.width, init_scheme=config.init,
@@ -216,20 +222,19 @@ def main(args: list[str]) -> None:
 
     # Validation: loss and accuracies over all readable images, each counted once.
     eval_size = mesh.size * min(local_batch, -(-len(dataset.val) // mesh.size))
-    eval_rows = data.own_rows(mesh, jax.process_index(), eval_size // mesh.size, 1)
+    eval_rows = batches.own_rows(mesh, jax.process_index(), eval_size // mesh.size, 1)
     evaluate = jax.jit(on_devices(functools.partial(eval_step, run), in_specs=(SAME, SPLIT), out_specs=SAME))
 
     def validate(weights: Any) -> dict[str, float]:
         sums = np.zeros(4)
-        for got in data.prefetch(data.val_batches(dataset.val, eval_size, eval_rows), place):
+        for got in batches.prefetch(batches.val_batches(dataset.val, eval_size, eval_rows), place):
             broken.note(got.broken)
             sums += np.array(jax.device_get(evaluate(weights, got._replace(broken=()))), np.float64)
         if not sums[3]:
             raise UserError("none of the validation images can be read")
-        loss, accuracy, top5 = sums[:3] / sums[3]
-        return {"val_loss": float(loss), "val_accuracy": float(accuracy), "val_top5_accuracy": float(top5)}
+        return dict(zip(("val_loss", "val_accuracy", "val_top5_accuracy"), (sums[:3] / sums[3]).tolist(), strict=True))
 
-    if config.eval is not None:
+    if config.eval:
         *weights, at = checkpoints.weights(config.eval)
         found = validate(jax.device_put(tuple(weights), same))
         say(f"{config.eval}, step {at}: validation loss {found['val_loss']:.4f}, accuracy {found['val_accuracy']:.2%}, "
@@ -244,6 +249,11 @@ def main(args: list[str]) -> None:
                         jax.ShapeDtypeStruct((local_batch, dataset.num_classes), run.wide))  # fmt: skip
         layers = kfac.find_layers(functools.partial(loss_fn, run, plain), variables["params"], variables["batch_stats"],
                                   example, jnp.float32(1) if half else None, has_aux=True)  # fmt: skip
+    for devices in config.plan:
+        every = {} if isinstance(config.factor_every, str) else {"statistics_every": config.factor_every}
+        say(f"\n{kfac.plan(layers, devices=devices, batch=batch, inverse_every=config.inverse_every, **every)}")
+    if config.plan:
+        return
     rate = recipe.learning_rate(config, per_epoch, total)
     try:
         run = run._replace(tx=recipe.transform(config, rate, per_epoch, layers))
@@ -290,18 +300,15 @@ def main(args: list[str]) -> None:
             raise UserError(f"the run in {output} is at step {start}, and is to end at step {stop_at}; give --steps, "
                             "--epochs or --stop-after beyond it")  # fmt: skip
         if lean:
-            mix = jax.jit(
-                on_devices(
-                    lambda *args: recipe.augmented(run, *args)[1], in_specs=(SAME, SPLIT, SPLIT), out_specs=SPLIT
-                )
-            )
+            remix = on_devices(lambda *args: recipe.augmented(run, *args)[1], in_specs=(SAME, SPLIT, SPLIT),
+                               out_specs=SPLIT)  # fmt: skip
             for at, got in enumerate(train_batches(max(0, start - REMADE), start), max(0, start - REMADE)):
-                mixed = mix(jnp.int32(at), (got.images, got.labels), mixed)
+                mixed = jax.jit(remix)(jnp.int32(at), (got.images, got.labels), mixed)
             state = state._replace(mixed=mixed)
     processes.on_first(lambda: cfg.save(config, dataset.found(), output))
-    services = [name for name in ("tensorboard", "wandb", "mlperf") if getattr(config, name)]
     watched = {"gradient": variables["params"], "parameter": variables["params"],
                "batch-norm average": variables["batch_stats"]}  # fmt: skip
+    services = [name for name in ("tensorboard", "wandb", "mlperf") if getattr(config, name)]
     metrics = report.Metrics(output, start, per_epoch, watched, services, writes=processes.is_first())
 
     # The loop. SIGTERM and Ctrl-C end it after the step at hand, with a checkpoint; a second one ends it now.
@@ -309,15 +316,15 @@ def main(args: list[str]) -> None:
     why = f"--stop-after {stop_at}"
     if max(metrics.accuracies, default=0) >= target:
         stop_at, why = start, "--target-accuracy, reached"
-    bar = report.bar(total, start, processes.is_first())
+    bar = tqdm(total=total, initial=start, unit="step", leave=False, disable=None if processes.is_first() else True)
     loop_began = last_line = last_save = time.perf_counter()
     for step, got in enumerate(train_batches(start, stop_at), start + 1):
         done = step - 1
         due = interval.due(done) if isinstance(config.factor_every, str) else done % config.factor_every == 0
         with_factors = due or done < FACTOR_WARMUP
-        trace.before(step)
+        if step == max(traced[0], start + 1) <= traced[1]:
+            jax.profiler.start_trace(str(output / "profile"))
         state, values, squares = (full_step if with_factors else cheap_step)(state, (got.images, got.labels))
-        trace.after(step, state)
         broken.note(got.broken)
         if use_kfac:
             values = values | {"kfac/with_statistics": with_factors}
@@ -330,6 +337,9 @@ def main(args: list[str]) -> None:
         # What there is to do after this step. By the clock only where a single process decides, or at fixed steps.
         now = time.perf_counter()
         last = step == stop_at or stop.asked(step)
+        if start < min(step, traced[1]) and (step == traced[1] or (last and step >= traced[0])):
+            jax.block_until_ready(state)
+            jax.profiler.stop_trace()
         check = step % eval_every == 0 or step == total
         log = check or last or step % config.log_every == 0 or (now - last_line > 10 and jax.process_count() == 1)
         late = now - last_save > 60 * config.checkpoint_minutes
@@ -350,24 +360,24 @@ def main(args: list[str]) -> None:
         result: dict[str, float] = {}
         if check:
             result = validate(state.ema if config.ema else (state.params, state.batch_stats))
+        if check or save:
             broken |= processes.union(broken)
+        if check:
             metrics.validated(step, result, len(broken))
-            if result["val_accuracy"] >= target:
-                save, last, why = True, True, "--target-accuracy, reached"
+        if check and result["val_accuracy"] >= target:
+            save, last, why = True, True, "--target-accuracy, reached"
         if save:
-            broken |= processes.union(broken)
             extra = {"broken": sorted(broken), "interval": dataclasses.asdict(interval)}
             saved.save(step, state, extra, result.get("val_accuracy"))
             last_save = time.perf_counter()
         left = (total - step) * (time.perf_counter() - loop_began) / (step - start)
-        say(report.line(step, total, record | result, speed, batch, left))
+        say(report.line(step, total, step / per_epoch, record | result, speed, batch, left))
         last_line, window = time.perf_counter(), 0
         if last:
             break
 
     # The end.
     bar.close()
-    trace.end()
     saved.close()
     stop.restore()
     title = f"{dataset.name}, {config.arch}, {config.optimizer}, batch {batch}"
@@ -378,11 +388,6 @@ def main(args: list[str]) -> None:
         f"{time.perf_counter() - began:.1f} s, of which {compile_seconds:.1f} s compiling; {output}")  # fmt: skip
     if held is not None:
         os.close(held)  # the folder is free again
-
-
-def say(text: str) -> None:
-    if processes.is_first():
-        report.say(text)
 
 
 if __name__ == "__main__":
