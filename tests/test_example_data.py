@@ -379,7 +379,7 @@ def test_shards_of_a_bucket_have_an_index_and_are_missed(tmp_path, monkeypatch):
     bucket.rm(f"{url}/imagenet-train-000001.tar")
     with pytest.raises(UserError, match=r"imagenet-train-000001\.tar.* cannot be read"):
         first.train.read(3)
-    with pytest.raises(UserError, match="has lost the shard imagenet-train-000001.tar"):
+    with pytest.raises(UserError, match=r"has lost the shard imagenet-train-000001\.tar"):
         records.find(url)
 
 

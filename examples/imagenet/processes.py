@@ -1,5 +1,6 @@
 """Processes and devices: who takes part, what they tell each other, who trains in a folder, which signals end a run."""
 
+import dataclasses
 import errno
 import fcntl
 import json
@@ -83,8 +84,16 @@ def on_first(call: Callable[[], Any]) -> Any:
     return result
 
 
-def open_output(config: cfg.Config, found: dict[str, Any]) -> int:
-    """Makes the output folder, or sees that the run in it is this one; what it returns is the folder's lock."""
+def open_output(config: cfg.Config, found: dict[str, Any]) -> tuple[Path, int | None]:
+    """Makes the output folder, or sees that the run in it is this one, of the same images. The folder and its lock."""
+    if len(set(everyone(str(found)))) > 1:
+        raise UserError("the processes do not see the same images; --data-dir must be one that all of them see")
+    # Each process has named a new folder by its own clock.
+    config = dataclasses.replace(config, output=Path(everyone(str(config.output))[0]))
+    return config.output, on_first(lambda: _open_output(config, found))
+
+
+def _open_output(config: cfg.Config, found: dict[str, Any]) -> int:
     output, known = config.output, (config.output / "config.json").exists()
     try:
         if output.exists() and not output.is_dir():
@@ -109,7 +118,7 @@ def open_output(config: cfg.Config, found: dict[str, Any]) -> int:
 
 
 def _lock(folder: Path) -> int:
-    """Refuses a folder in which another process trains; held until what this returns is closed, or the process ends."""
+    """Refuses a folder in which another process trains; held until `release`, or until the process ends."""
     file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -119,6 +128,11 @@ def _lock(folder: Path) -> int:
     except OSError:
         pass  # a file system without locks
     return file
+
+
+def release(lock: int | None) -> None:
+    if lock is not None:
+        os.close(lock)
 
 
 class Stop:

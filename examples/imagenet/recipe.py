@@ -13,9 +13,12 @@ import jax.numpy as jnp
 import optax
 
 import kfac
+from records import UserError
 
 AXIS = "devices"
 INVERSES: dict[str, Callable[..., kfac.Inverse]] = {"cholesky": kfac.Cholesky, "eigh": kfac.Eigh, "ekfac": kfac.Ekfac}
+# Batches out of which a run that goes on makes its mixed images again: all before weighs some 2^-24 of a pixel.
+REMADE = 10
 # `keys` folds in the step instead, which is never as large as this.
 FISHER_STREAM = 2**32 - 1
 
@@ -69,6 +72,30 @@ CONFIGS |= {
     )
     for k, (kind, (rate, digits, rest)) in enumerate(BASELINES.items()) for name, row in FIRST_ORDER.items()
 }  # fmt: skip
+
+
+# What train.py hands around.
+
+
+class Run(NamedTuple):
+    """What no step changes."""
+
+    config: Any
+    dataset: Any
+    model: Any  # inside of the row of devices
+    plain: Any  # the same outside of it
+    num_devices: int
+    local_batch: int
+    micro_batches: int
+    tx: Any = None
+
+    @property
+    def wide(self) -> Any:
+        return jnp.promote_types(self.config.dtype, jnp.float32)
+
+    @property
+    def augmented(self) -> bool:
+        return bool(self.config.mixup_alpha or self.config.cutmix_alpha) or self.config.erasing != "none"
 
 
 # Augmentation of a batch, after the host's crop and flip. Random numbers are a function of seed, step and the image's
@@ -173,8 +200,8 @@ def augment(
     return seen, carried if alpha else ()
 
 
-def normalise(run: Any, images: jax.Array) -> jax.Array:
-    """Images as the network takes them; `run` is that of train.py."""
+def normalise(run: Run, images: jax.Array) -> jax.Array:
+    """Images as the network takes them."""
     if images.dtype != jnp.uint8:  # augmented, and normalised before
         return images
     mean = jnp.array(run.dataset.mean, run.wide)
@@ -182,7 +209,7 @@ def normalise(run: Any, images: jax.Array) -> jax.Array:
     return (images.astype(run.wide) / 255 - mean) / std
 
 
-def augmented(run: Any, step: jax.Array, batch: Any, mixed: Any) -> tuple[Mixed, Any]:
+def augmented(run: Run, step: jax.Array, batch: Any, mixed: Any) -> tuple[Mixed, Any]:
     """What the network sees of images and labels, and what the next step mixes with."""
     images, labels = batch
     seen, config = Mixed(images, jax.nn.one_hot(labels, run.dataset.num_classes, dtype=run.wide)), run.config
@@ -191,6 +218,16 @@ def augmented(run: Any, step: jax.Array, batch: Any, mixed: Any) -> tuple[Mixed,
     seen = seen._replace(images=normalise(run, images).astype(config.dtype))
     own = keys(config.seed, step, own_indices(run.num_devices, run.local_batch, run.micro_batches))
     return augment(own, step, config.mixup_alpha, config.erasing, seen, mixed, config.cutmix_alpha)
+
+
+def mixed_again(run: Run, mesh: Any, first: int, batches: Any, mixed: Any) -> Any:
+    """What running mixup carries after `batches`, those from step `first` on: for a checkpoint that left it out."""
+    split = jax.sharding.PartitionSpec(AXIS)
+    specs = {"in_specs": (jax.sharding.PartitionSpec(), split, split), "out_specs": split}
+    mix = jax.jit(jax.shard_map(lambda *args: augmented(run, *args)[1], mesh=mesh, **specs))
+    for step, got in enumerate(batches, first):
+        mixed = mix(jnp.int32(step), (got.images, got.labels), mixed)
+    return mixed
 
 
 # Schedules, by optimizer steps.
@@ -240,6 +277,13 @@ def damping(config: Any, steps_per_epoch: float) -> Any:
 
 def transform(config: Any, rate: optax.Schedule, steps_per_epoch: float, layers: Any) -> Any:
     """The optimizer as an optax transform whose `update` takes `factors=`, None for first-order methods."""
+    try:
+        return optax.with_extra_args_support(_transform(config, rate, steps_per_epoch, layers))
+    except ValueError as error:
+        raise UserError(f"the options of the optimizer do not go together: {error}") from error
+
+
+def _transform(config: Any, rate: optax.Schedule, steps_per_epoch: float, layers: Any) -> Any:
     decay = config.weight_decay
     match config.optimizer:
         case "kfac":
@@ -253,15 +297,20 @@ def transform(config: Any, rate: optax.Schedule, steps_per_epoch: float, layers:
             )  # fmt: skip
         case "sgd":
             sgd = optax.sgd(rate, config.momentum, nesterov=config.nesterov)
-            tx = optax.chain(optax.add_decayed_weights(decay, is_kernel), sgd)
+            return optax.chain(optax.add_decayed_weights(decay, is_kernel), sgd)
         case "lars":
-            tx = optax.lars(rate, decay, is_kernel, trust_ratio_mask=is_kernel, momentum=config.momentum,
-                            nesterov=config.nesterov)  # fmt: skip
+            more = {"trust_ratio_mask": is_kernel, "momentum": config.momentum, "nesterov": config.nesterov}
+            return optax.lars(rate, decay, is_kernel, **more)
         case "lamb":
-            tx = optax.lamb(rate, b1=config.momentum, weight_decay=decay, mask=is_kernel)
-        case _:
-            tx = optax.adamw(rate, b1=config.momentum, weight_decay=decay, mask=is_kernel, nesterov=config.nesterov)
-    return optax.with_extra_args_support(tx)
+            return optax.lamb(rate, b1=config.momentum, weight_decay=decay, mask=is_kernel)
+    return optax.adamw(rate, b1=config.momentum, weight_decay=decay, mask=is_kernel, nesterov=config.nesterov)
+
+
+def plan(config: Any, layers: Any) -> str:
+    """What a step would take on each number of devices of `--plan`."""
+    every = {} if isinstance(config.factor_every, str) else {"statistics_every": config.factor_every}
+    options = dict(batch=config.global_batch, inverse=INVERSES[config.inverse](), inverse_every=config.inverse_every)
+    return "\n\n".join(str(kfac.plan(layers, devices=n, **options, **every)) for n in config.plan)
 
 
 def gradient_fn(config: Any, loss_fn: Callable[..., Any], layers: Any, micro_batches: int) -> Callable[..., Any]:

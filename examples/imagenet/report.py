@@ -44,15 +44,18 @@ class Metrics:
 
     Records after `step` are dropped first: a run that was stopped between two checkpoints makes them again. `services`
     are "tensorboard" and "wandb", which get them too, and "mlperf", for lines in the format of MLPerf's logs.
+    `variables` give names to what is not finite.
     """
 
     def __init__(
-        self, folder: Path, step: int, per_epoch: float = 1.0, watched: Any = None, services: Sequence[str] = (),
+        self, folder: Path, step: int, per_epoch: float = 1.0, variables: Any = None, services: Sequence[str] = (),
         writes: bool = True,
     ) -> None:  # fmt: skip
         path = folder / "metrics.jsonl"
         self.records = [record for record in read(path) if record["step"] <= step]
-        self.per_epoch, self.watched, self.services = per_epoch, watched, services if writes else ()
+        self.per_epoch, self.services = per_epoch, services if writes else ()
+        params, batch_stats = (variables or {}).get("params"), (variables or {}).get("batch_stats")
+        self.watched = {"gradient": params, "parameter": params, "batch-norm average": batch_stats}
         self.skipped, self.in_a_row = sum(bool(record.get("skipped")) for record in self.records), 0
         self._file: Any = None
         self._events: Any = None
@@ -182,13 +185,28 @@ def say(text: str) -> None:
         sys.stdout.flush()
 
 
-def line(step: int, total: int, epoch: float, record: dict[str, Any], speed: float, batch: int, left: float) -> str:
-    """What the terminal says of a step; `speed` in steps a second, `left` in seconds."""
-    text = (f"step {step:>{len(str(total))}}/{total}  epoch {epoch:5.1f}  loss {record['loss']:.4f}  "
-            f"accuracy {record['accuracy']:6.1%}")  # fmt: skip
-    if "val_loss" in record:
-        text += f"  val loss {record['val_loss']:.4f}  val accuracy {record['val_accuracy']:.1%}"
-    return f"{text}  {speed * batch:,.0f} images/s  {1 / speed:.2f} s/step  {tqdm.format_interval(left)} left"
+class Progress:
+    """A bar on a terminal, and lines that stay."""
+
+    def __init__(self, start: int, total: int, batch: int, per_epoch: float) -> None:
+        self.batch, self.per_epoch, self.total, self.at, self.start = batch, per_epoch, total, start, start
+        hidden = None if processes.is_first() else True
+        self.bar = tqdm(total=total, initial=start, unit="step", leave=False, disable=hidden)
+        self.speed, self.began = 0.0, time.perf_counter()
+        self.last_line = self.began
+
+    def read(self, step: int) -> None:
+        """To be called when the device has done `step`: validation and checkpoints are no part of the speed."""
+        self.speed, self.at = (step - self.at) / (time.perf_counter() - self.last_line), step
+
+    def line(self, step: int, record: dict[str, Any]) -> None:
+        text = (f"step {step:>{len(str(self.total))}}/{self.total}  epoch {step / self.per_epoch:5.1f}  "
+                f"loss {record['loss']:.4f}  accuracy {record['accuracy']:6.1%}")  # fmt: skip
+        if "val_loss" in record:
+            text += f"  val loss {record['val_loss']:.4f}  val accuracy {record['val_accuracy']:.1%}"
+        self.last_line = time.perf_counter()
+        left = tqdm.format_interval((self.total - step) * (self.last_line - self.began) / (step - self.start))
+        say(f"{text}  {self.speed * self.batch:,.0f} images/s  {1 / self.speed:.2f} s/step  {left} left")
 
 
 def squares(tree: Any) -> Any:

@@ -2,11 +2,9 @@
 
 python examples/imagenet/train.py                          # digits, ten K-FAC steps an epoch, on a CPU
 python examples/imagenet/train.py --config bs128k --data-dir imagenet --output runs/a    # the same again goes on
-python examples/imagenet/train.py --config bs128k --data cifar10 --global-batch auto
 python examples/imagenet/train.py --eval runs/a            # its best checkpoint
 python examples/imagenet/train.py --config bs128k --data synthetic --plan 128 512   # what a step would take
 python examples/imagenet/train.py --distributed            # in each process: launch/
-python examples/imagenet/train.py --help
 """
 
 import os
@@ -25,7 +23,6 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +31,6 @@ import numpy as np
 import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from tqdm import tqdm
 
 import batches
 import checkpoints
@@ -45,15 +41,13 @@ import models
 import processes
 import recipe
 import report
-from recipe import AXIS, Mixed
+from recipe import AXIS, Mixed, Run
 from records import UserError
 from report import say
 
 SAME, SPLIT = PartitionSpec(), PartitionSpec(AXIS)
 # Inverses go stale fast at first, so each of the first steps collects statistics whatever --factor-every says.
 FACTOR_WARMUP = 10
-# Batches out of which a run that goes on makes its mixed images again: all before weighs some 2^-24 of a pixel.
-REMADE = 10
 
 
 class State(NamedTuple):
@@ -66,27 +60,6 @@ class State(NamedTuple):
     opt_state: Any
     mixed: Any  # what running mixup carries on, split over devices like the batch
     loss_scale: Any  # of float16
-
-
-class Run(NamedTuple):
-    """What no step changes."""
-
-    config: cfg.Config
-    dataset: batches.Dataset
-    model: Any  # inside of the row of devices
-    plain: Any  # the same outside of it
-    num_devices: int
-    local_batch: int
-    micro_batches: int
-    tx: Any = None
-
-    @property
-    def wide(self) -> Any:
-        return jnp.promote_types(self.config.dtype, jnp.float32)
-
-    @property
-    def augmented(self) -> bool:
-        return bool(self.config.mixup_alpha or self.config.cutmix_alpha) or self.config.erasing != "none"
 
 
 # What is compiled: each function works on one of a row of devices.
@@ -150,6 +123,7 @@ def train_step(run: Run, gradients: Callable[..., Any], state: State, batch: Any
     metrics["parameter_norm"] = jnp.sqrt(jnp.sum(squares["parameter"]))
     if config.optimizer == "kfac":
         metrics |= {f"kfac/{name}": value for name, value in kfac.diagnostics(opt_state).items()}
+        metrics["kfac/with_statistics"] = jnp.array(factors is not None)
     return State(state.step + 1, params, batch_stats, ema, opt_state, mixed, loss_scale), metrics, squares
 
 
@@ -186,17 +160,13 @@ def main(args: list[str]) -> None:
     micro_batches = batch // (mesh.size * local_batch)
     stop_at = min(total, config.stop_after or total)
     eval_every = config.eval_every or max(1, round(per_epoch))
-    traced = cfg.traced_steps(config.profile, stop_at)
+    trace = report.Trace(*cfg.traced_steps(config.profile, stop_at))
     if config.input_speed:
         report.input_speed(dataset.train, batch, config.input_speed, config.workers)
         return
-    # Each process has named a new folder by its own clock.
-    output = Path(processes.everyone(str(config.output))[0])
-    config = dataclasses.replace(config, output=output)
-    if len(set(processes.everyone(str(dataset.found())))) > 1:
-        raise UserError("the processes do not see the same images; --data-dir must be one that all of them see")
-    trains = not (config.eval or config.plan)
-    held = processes.on_first(lambda: processes.open_output(config, dataset.found())) if trains else None
+    output, lock = config.output, None
+    if not (config.eval or config.plan):
+        output, lock = processes.open_output(config, dataset.found())
     say(f"{dataset.name}: {size} training and {len(dataset.val)} validation images of "
         f"{'x'.join(map(str, dataset.shape))}, {dataset.num_classes} classes"
         + (f" ({dataset.note})" if dataset.note else ""))  # fmt: skip
@@ -221,13 +191,13 @@ def main(args: list[str]) -> None:
         "warm-up")  # fmt: skip
 
     # Validation: loss and accuracies over all readable images, each counted once.
-    eval_size = mesh.size * min(local_batch, -(-len(dataset.val) // mesh.size))
-    eval_rows = batches.own_rows(mesh, jax.process_index(), eval_size // mesh.size, 1)
+    eval_local = min(local_batch, -(-len(dataset.val) // mesh.size))
+    eval_rows = batches.own_rows(mesh, jax.process_index(), eval_local, 1)
     evaluate = jax.jit(on_devices(functools.partial(eval_step, run), in_specs=(SAME, SPLIT), out_specs=SAME))
 
     def validate(weights: Any) -> dict[str, float]:
         sums = np.zeros(4)
-        for got in batches.prefetch(batches.val_batches(dataset.val, eval_size, eval_rows), place):
+        for got in batches.prefetch(batches.val_batches(dataset.val, mesh.size * eval_local, eval_rows), place):
             broken.note(got.broken)
             sums += np.array(jax.device_get(evaluate(weights, got._replace(broken=()))), np.float64)
         if not sums[3]:
@@ -249,16 +219,11 @@ def main(args: list[str]) -> None:
                         jax.ShapeDtypeStruct((local_batch, dataset.num_classes), run.wide))  # fmt: skip
         layers = kfac.find_layers(functools.partial(loss_fn, run, plain), variables["params"], variables["batch_stats"],
                                   example, jnp.float32(1) if half else None, has_aux=True)  # fmt: skip
-    for devices in config.plan:
-        every = {} if isinstance(config.factor_every, str) else {"statistics_every": config.factor_every}
-        say(f"\n{kfac.plan(layers, devices=devices, batch=batch, inverse_every=config.inverse_every, **every)}")
     if config.plan:
+        say(recipe.plan(config, layers))
         return
     rate = recipe.learning_rate(config, per_epoch, total)
-    try:
-        run = run._replace(tx=recipe.transform(config, rate, per_epoch, layers))
-    except ValueError as error:
-        raise UserError(f"the options of the optimizer do not go together: {error}") from error
+    run = run._replace(tx=recipe.transform(config, rate, per_epoch, layers))
 
     # The state: the same on all devices but for the layers that each one owns and the images that it has mixed.
     say("compiling ...")
@@ -300,48 +265,41 @@ def main(args: list[str]) -> None:
             raise UserError(f"the run in {output} is at step {start}, and is to end at step {stop_at}; give --steps, "
                             "--epochs or --stop-after beyond it")  # fmt: skip
         if lean:
-            remix = on_devices(lambda *args: recipe.augmented(run, *args)[1], in_specs=(SAME, SPLIT, SPLIT),
-                               out_specs=SPLIT)  # fmt: skip
-            for at, got in enumerate(train_batches(max(0, start - REMADE), start), max(0, start - REMADE)):
-                mixed = jax.jit(remix)(jnp.int32(at), (got.images, got.labels), mixed)
-            state = state._replace(mixed=mixed)
+            first = max(0, start - recipe.REMADE)
+            state = state._replace(mixed=recipe.mixed_again(run, mesh, first, train_batches(first, start), mixed))
     processes.on_first(lambda: cfg.save(config, dataset.found(), output))
-    watched = {"gradient": variables["params"], "parameter": variables["params"],
-               "batch-norm average": variables["batch_stats"]}  # fmt: skip
     services = [name for name in ("tensorboard", "wandb", "mlperf") if getattr(config, name)]
-    metrics = report.Metrics(output, start, per_epoch, watched, services, writes=processes.is_first())
+    metrics = report.Metrics(output, start, per_epoch, variables, services, writes=processes.is_first())
 
     # The loop. SIGTERM and Ctrl-C end it after the step at hand, with a checkpoint; a second one ends it now.
-    stop, step, window, target = processes.Stop(), start, 0, config.target_accuracy or math.inf
+    stop, step, target = processes.Stop(), start, config.target_accuracy or math.inf
     why = f"--stop-after {stop_at}"
     if max(metrics.accuracies, default=0) >= target:
         stop_at, why = start, "--target-accuracy, reached"
-    bar = tqdm(total=total, initial=start, unit="step", leave=False, disable=None if processes.is_first() else True)
-    loop_began = last_line = last_save = time.perf_counter()
+    progress, last_save = report.Progress(start, total, batch, per_epoch), time.perf_counter()
     for step, got in enumerate(train_batches(start, stop_at), start + 1):
         done = step - 1
         due = interval.due(done) if isinstance(config.factor_every, str) else done % config.factor_every == 0
         with_factors = due or done < FACTOR_WARMUP
-        if step == max(traced[0], start + 1) <= traced[1]:
-            jax.profiler.start_trace(str(output / "profile"))
+        trace.before(step, output)
         state, values, squares = (full_step if with_factors else cheap_step)(state, (got.images, got.labels))
         broken.note(got.broken)
-        if use_kfac:
-            values = values | {"kfac/with_statistics": with_factors}
         if config.factor_every == "adaptive" and with_factors:
             interval.record(done, float(values["kfac/statistics_change"]))  # waits for the device
         metrics.add(step, values, squares)
-        window += 1
-        bar.update()
+        progress.bar.update()
 
         # What there is to do after this step. By the clock only where a single process decides, or at fixed steps.
         now = time.perf_counter()
         last = step == stop_at or stop.asked(step)
-        if start < min(step, traced[1]) and (step == traced[1] or (last and step >= traced[0])):
-            jax.block_until_ready(state)
-            jax.profiler.stop_trace()
+        trace.after(step, state, last)
         check = step % eval_every == 0 or step == total
-        log = check or last or step % config.log_every == 0 or (now - last_line > 10 and jax.process_count() == 1)
+        log = (
+            check
+            or last
+            or step % config.log_every == 0
+            or (now - progress.last_line > 10 and jax.process_count() == 1)
+        )
         late = now - last_save > 60 * config.checkpoint_minutes
         if jax.process_count() > 1:
             late = log and processes.everyone(str(late))[0] == "True"
@@ -351,43 +309,39 @@ def main(args: list[str]) -> None:
 
         # Reading the numbers waits for the device, hence not after each step.
         record = metrics.flush(rate)
+        progress.read(step)
         if record["bad"]:
             saved.close()
             raise UserError(f"{record['bad']}; {saved.describe()}; a new run may do with --skip-nonfinite, "
                             f"{f'a --damping above {config.damping} or ' if use_kfac else ''}"
                             f"a --learning-rate below {config.learning_rate}")  # fmt: skip
-        speed = window / (time.perf_counter() - last_line)
         result: dict[str, float] = {}
         if check:
             result = validate(state.ema if config.ema else (state.params, state.batch_stats))
-        if check or save:
-            broken |= processes.union(broken)
+            if result["val_accuracy"] >= target:
+                save, last, why = True, True, "--target-accuracy, reached"
+        broken |= processes.union(broken)
         if check:
             metrics.validated(step, result, len(broken))
-        if check and result["val_accuracy"] >= target:
-            save, last, why = True, True, "--target-accuracy, reached"
         if save:
             extra = {"broken": sorted(broken), "interval": dataclasses.asdict(interval)}
             saved.save(step, state, extra, result.get("val_accuracy"))
             last_save = time.perf_counter()
-        left = (total - step) * (time.perf_counter() - loop_began) / (step - start)
-        say(report.line(step, total, step / per_epoch, record | result, speed, batch, left))
-        last_line, window = time.perf_counter(), 0
+        progress.line(step, record | result)
         if last:
             break
 
     # The end.
-    bar.close()
+    progress.bar.close()
     saved.close()
     stop.restore()
+    processes.release(lock)
     title = f"{dataset.name}, {config.arch}, {config.optimizer}, batch {batch}"
     metrics.close(success=step == total or "reached" in why, title=title)
     why = signal.Signals(stop.signal).name if stop.signal else why
     say(f"{f'stopped by {why} at step {step} of {total}' if step < total else f'done: {total} steps'}; {title}; "
         f"validation accuracy {metrics.best()}; {len(broken)} broken images; {metrics.skipped} steps left out; "
         f"{time.perf_counter() - began:.1f} s, of which {compile_seconds:.1f} s compiling; {output}")  # fmt: skip
-    if held is not None:
-        os.close(held)  # the folder is free again
 
 
 if __name__ == "__main__":
