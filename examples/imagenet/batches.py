@@ -116,7 +116,10 @@ def prefetch(batches: Generator[Batch], place: Callable[[Any], Any]) -> Generato
 
     def following() -> Batch | None:
         batch = next(batches, None)
-        return batch and Batch(*place(batch[:3]), batch.broken)
+        if batch is None:
+            return None
+        images, labels, weights = place(batch[:3])
+        return Batch(images, labels, weights, batch.broken)
 
     try:
         with ThreadPoolExecutor(1, "prefetch") as pool:
@@ -237,7 +240,7 @@ def read_cifar10(folder: Path) -> Dataset:
         (ArraySplit(train, labels, shift=4, flip=True), ArraySplit(*parts[5])),
         labels.astype(np.int32),
     )
-    about = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), zlib.crc32(fingerprint.tobytes())
+    about: Any = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), zlib.crc32(fingerprint.tobytes())
     return Dataset("cifar10", *splits, (32, 32, 3), 10, *about)
 
 

@@ -38,7 +38,7 @@ def one_of(*names: str) -> Kind:
 
 
 def count_or(name: str, *aliases: str) -> Kind:
-    return Kind(int | Literal[name] | None, 1, more={"metavar": f"INT|{name}", "aliases": aliases})  # type: ignore
+    return Kind(int | Literal[name] | None, 1, more={"metavar": f"INT|{name}", "aliases": aliases})
 
 
 positive, not_negative, decay = Kind(float, 0, low_too=False), Kind(float, 0), Kind(float, 0, 0.99999)
@@ -421,16 +421,6 @@ def _newest_run() -> Path:
     return runs[-1].parent
 
 
-def save(config: Config, found: dict[str, Any], folder: Path) -> None:
-    """Writes `config.json`: the configuration and what the data were, in one go."""
-    values = dataclasses.asdict(config)
-    if config.data_dir is not None and "://" not in config.data_dir:
-        values["data_dir"] = os.path.abspath(config.data_dir)
-    partial = folder / ".config.json"
-    partial.write_text(json.dumps({**values, "found": found}, indent=2, default=str) + "\n")
-    partial.replace(folder / "config.json")
-
-
 def load(folder: Path) -> tuple[Config, dict[str, Any]]:
     """The configuration of the run in `folder`, and what its data were."""
     path = folder / "config.json"
@@ -441,11 +431,3 @@ def load(folder: Path) -> tuple[Config, dict[str, Any]]:
         return Config(**{**values, **{name: getattr(Config, name) for name in NOT_REMEMBERED}}), found
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is not a configuration of this script ({error})") from error
-
-
-def same_run(config: Config, saved: Config) -> None:
-    """Refuses to go on with the run of `saved` under options that would make another one of it."""
-    for name in (name for name in NAMES if name not in MAY_DIFFER):
-        old, new = getattr(saved, name), getattr(config, name)
-        refuse((old != new, f"{option(name)} {new} conflicts with the run in {config.output}, which has {old}; "
-                "give the same options to go on with it, or another --output to start a new one"))  # fmt: skip

@@ -3,7 +3,6 @@
 Workers import this module and what it imports, which is little.
 """
 
-import functools
 import importlib.util
 import io
 import os
@@ -51,9 +50,9 @@ def load(config: Any) -> Dataset:
         train = ArraySplit(images, labels, length=config.synthetic_images)
         return Dataset("synthetic", train, ArraySplit(images[:32], labels[:32]), (size, size, 3), 1000, *about, 0)
     found = rec.find(config.data_dir)
-    train, val = (image_split(part, config) for part in (found.train, found.val))
+    splits = image_split(found.train, config), image_split(found.val, config)
     fingerprint = zlib.crc32(found.val.identity(), zlib.crc32(found.train.identity()))
-    return Dataset("folder", train, val, (size, size, 3), found.num_classes, *about, fingerprint, found.note)
+    return Dataset("folder", *splits, (size, size, 3), found.num_classes, *about, fingerprint, found.note)
 
 
 def image_split(records: Files, config: Any) -> "ImageSplit":
@@ -359,19 +358,16 @@ class DaliPieces(Pieces):
 
     def __init__(self, plan: Plan, records: Files, decoder: Decoder, threads: int, device: int | None) -> None:
         super().__init__(plan, records, decoder, 128)
-        self.dali = functools.partial(Dali, decoder.size, self.size, threads, device)
-        self.pipeline: Dali | None = None
-        self.waiting: list[tuple[Any, ...]] = []
+        self.threads, self.device = threads, device
+        self.pipeline: Any = None
+        self.waiting: list[tuple[np.ndarray, ...]] = []
 
     def __call__(self, piece: Any) -> Batch:
         self.waiting = []
         got = super().__call__(piece)
         try:
             if self.waiting:
-                self.pipeline = self.pipeline or self.dali()
-                data, boxes, mirrored, into = zip(*self.waiting, strict=True)
-                for row, image in zip(into, self.pipeline(data, boxes, mirrored), strict=True):
-                    row[:] = image
+                self.run(*zip(*self.waiting, strict=True))
         except RuntimeError:
             # A header that promises more than the file holds. DALI does not say which, and its pipeline is lost.
             self.pipeline = None
@@ -382,42 +378,40 @@ class DaliPieces(Pieces):
         data = self.records.read(index)
         try:
             with Image.open(io.BytesIO(data), formats=FORMATS) as file:
-                if file.format == "JPEG" and file.mode in ("RGB", "L"):
-                    self.waiting.append((data, *self.decoder.choose(*file.size, index, key), into))
-                    return index
+                size, suitable = file.size, file.format == "JPEG" and file.mode in ("RGB", "L")
         except Exception:  # as in `Pieces`, which is about to find the same
-            pass
-        return super().load(index, key, into, broken)
-
-
-class Dali:
-    """JPEGs decoded by NVIDIA DALI on GPU number `device`, or None for the CPU, up to `most` at a time.
-
-    Never run on a GPU: with DALI 2.4 on a CPU the pixels differ from Pillow's by 0.2 of 255 on average, for it scales
-    by another filter; crops are the same.
-    """
-
-    def __init__(self, size: int, most: int, threads: int, device: int | None) -> None:
-        from nvidia.dali import Pipeline, fn, types
-
-        self.device = device
-        self.pipeline = Pipeline(batch_size=most, num_threads=max(1, threads), device_id=device, exec_async=False,
-                                 prefetch_queue_depth=1, exec_pipelined=False)  # fmt: skip
-        with self.pipeline:
-            data, begin, end = (fn.external_source(name=name) for name in ("data", "begin", "end"))
-            # EXIF rotation is ignored, as Pillow does.
-            images = fn.decoders.image(data, device="cpu" if device is None else "mixed", output_type=types.RGB,
-                                       adjust_orientation=False)  # fmt: skip
-            self.pipeline.set_outputs(fn.resize(images, size=[size, size], roi_start=begin, roi_end=end))
-        self.pipeline.build()
-
-    def __call__(self, data: list[bytes], boxes: list[Box], mirrored: list[bool]) -> np.ndarray:
-        """The pixels; a `RuntimeError` where one of them cannot be decoded, after which the pipeline is lost."""
+            suitable = False
+        if not suitable:
+            return super().load(index, key, into, broken)
+        (left, top, right, bottom), mirrored = self.decoder.choose(*size, index, key)
         # DALI mirrors where a region ends before it starts.
-        x = [box[2::-2] if flip else box[::2] for box, flip in zip(boxes, mirrored, strict=True)]
-        self.pipeline.feed_input("data", [np.frombuffer(one, np.uint8) for one in data])
-        for name, k in (("begin", 0), ("end", 1)):
-            places = [np.array([box[2 * k + 1], side[k]], np.float32) for box, side in zip(boxes, x, strict=True)]
-            self.pipeline.feed_input(name, places)
+        begin, end = ((top, right), (bottom, left)) if mirrored else ((top, left), (bottom, right))
+        self.waiting.append(
+            (into, np.frombuffer(data, np.uint8), np.array(begin, np.float32), np.array(end, np.float32))
+        )
+        return index
+
+    def run(self, into: Any, *inputs: Any) -> None:
+        self.pipeline = self.pipeline or dali_pipeline(self.decoder.size, self.size, self.threads, self.device)
+        for name, arrays in zip(("data", "begin", "end"), inputs, strict=True):
+            self.pipeline.feed_input(name, list(arrays))
         (images,) = self.pipeline.run()
-        return (images if self.device is None else images.as_cpu()).as_array()
+        pixels = (images if self.device is None else images.as_cpu()).as_array()
+        for row, image in zip(into, pixels, strict=True):
+            row[:] = image
+
+
+def dali_pipeline(size: int, piece: int, threads: int, device: int | None) -> Any:
+    """Bytes and regions in, uint8 `[n, size, size, 3]` out."""
+    from nvidia.dali import Pipeline, fn, types
+
+    pipeline = Pipeline(batch_size=piece, num_threads=max(1, threads), device_id=device, prefetch_queue_depth=1,
+                        exec_async=False, exec_pipelined=False)  # fmt: skip
+    with pipeline:
+        data, begin, end = (fn.external_source(name=name) for name in ("data", "begin", "end"))
+        # EXIF rotation is ignored, as Pillow does.
+        images = fn.decoders.image(data, device="cpu" if device is None else "mixed", output_type=types.RGB,
+                                   adjust_orientation=False)  # fmt: skip
+        pipeline.set_outputs(fn.resize(images, size=[size, size], roi_start=begin, roi_end=end))
+    pipeline.build()
+    return pipeline

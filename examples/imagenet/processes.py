@@ -104,17 +104,35 @@ def _open_output(config: cfg.Config, found: dict[str, Any]) -> int:
             raise UserError(f"--output {output} is in use; name a new folder, or leave --resume never out")
         if known:
             saved, before = cfg.load(output)
-            cfg.same_run(config, saved)
+            same_run(config, saved)
             if before != found:
                 raise UserError(f"the data are not those of the run in {output}: {found} now, {before} then; point "
                                 "--data-dir to the same images")  # fmt: skip
         output.mkdir(parents=True, exist_ok=True)
         held = _lock(output)
         if not known:
-            cfg.save(config, found, output)
+            save(config, found, output)
         return held
     except OSError as error:
         raise UserError(f"--output {output} cannot be written: {error.strerror}") from error
+
+
+def same_run(config: cfg.Config, saved: cfg.Config) -> None:
+    """Refuses to go on with the run of `saved` under options that would make another one of it."""
+    for name in (name for name in cfg.NAMES if name not in cfg.MAY_DIFFER):
+        old, new = getattr(saved, name), getattr(config, name)
+        cfg.refuse((old != new, f"{cfg.option(name)} {new} conflicts with the run in {config.output}, which has {old}; "
+                "give the same options to go on with it, or another --output to start a new one"))  # fmt: skip
+
+
+def save(config: cfg.Config, found: dict[str, Any], folder: Path) -> None:
+    """Writes `config.json`: the configuration and what the data were, in one go."""
+    values = dataclasses.asdict(config)
+    if config.data_dir is not None and "://" not in config.data_dir:
+        values["data_dir"] = os.path.abspath(config.data_dir)
+    partial = folder / ".config.json"
+    partial.write_text(json.dumps({**values, "found": found}, indent=2, default=str) + "\n")
+    partial.replace(folder / "config.json")
 
 
 def _lock(folder: Path) -> int:

@@ -223,7 +223,7 @@ def augmented(run: Run, step: jax.Array, batch: Any, mixed: Any) -> tuple[Mixed,
 def mixed_again(run: Run, mesh: Any, first: int, batches: Any, mixed: Any) -> Any:
     """What running mixup carries after `batches`, those from step `first` on: for a checkpoint that left it out."""
     split = jax.sharding.PartitionSpec(AXIS)
-    specs = {"in_specs": (jax.sharding.PartitionSpec(), split, split), "out_specs": split}
+    specs: Any = {"in_specs": (jax.sharding.PartitionSpec(), split, split), "out_specs": split}
     mix = jax.jit(jax.shard_map(lambda *args: augmented(run, *args)[1], mesh=mesh, **specs))
     for step, got in enumerate(batches, first):
         mixed = mix(jnp.int32(step), (got.images, got.labels), mixed)

@@ -5,6 +5,7 @@ What is found is arrays, not a million Python objects: every worker process gets
 """
 
 import errno
+import functools
 import hashlib
 import io
 import json
@@ -135,29 +136,22 @@ class Members(Files):
 
 
 class Rows(Members):
-    """Rows of Parquet files: `offset` is the row group, `size` the row in it.
-
-    One image costs its whole row group, 100 images in the Hugging Face copy, of which the last few are kept.
-    """
+    """Rows of Parquet files: `offset` is the row group, `size` the row in it."""
 
     def read(self, index: int) -> bytes:
-        path, group, row = self.path(index), int(self.offset[index]), int(self.size[index])
+        return _row_group(self.path(index), int(self.offset[index]))[int(self.size[index])].as_py()
 
-        def images() -> Any:
-            import pyarrow.parquet as pq
 
-            with opened(path) as raw, pq.ParquetFile(raw) as file:
-                return file.read_row_group(group, columns=["image"]).column("image").combine_chunks().field("bytes")
+@functools.lru_cache(maxsize=4)
+def _row_group(path: str, group: int) -> Any:
+    """One image costs its whole row group, 100 images in the Hugging Face copy, of which the last few are kept."""
+    import pyarrow.parquet as pq
 
-        kept: dict[Any, Any] = self.__dict__.setdefault("_kept", {})
-        if (path, group) not in kept:
-            while len(kept) >= 4:
-                kept.pop(next(iter(kept)))
-            kept[path, group] = patiently(images, path)
-        return kept[path, group][row].as_py()
+    def images() -> Any:
+        with opened(path) as raw, pq.ParquetFile(raw) as file:
+            return file.read_row_group(group, columns=["image"]).column("image").combine_chunks().field("bytes")
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_kept"}
+    return patiently(images, path)
 
 
 # What is there.
@@ -332,7 +326,7 @@ def _indexed(folder: str, kind: str, split: str, shards: Sequence[str]) -> tuple
         parts = pool.map(lambda name: _read(os.path.join(folder, name), kind), shards)
         rows = [(number, *row) for number, part in enumerate(parts) for row in part]
     columns = map(np.array, zip(*rows, strict=True))
-    index = dict(zip(("shard", "offset", "size", "names", "labels"), columns, strict=True))
+    index: dict[str, Any] = dict(zip(("shard", "offset", "size", "names", "labels"), columns, strict=True))
     reason = ""
     for place in places:
         partial = place.with_name(f".index-{uuid.uuid4().hex}.npz")

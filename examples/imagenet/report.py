@@ -185,6 +185,24 @@ def say(text: str) -> None:
         sys.stdout.flush()
 
 
+class Trace:
+    """Writes what `jax.profiler` sees of the steps from `first` to `last`, 0 and 0 for none."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last, self.running = first, last, False
+
+    def before(self, step: int, folder: Path) -> None:
+        if self.first <= step <= self.last and not self.running:
+            jax.profiler.start_trace(str(folder / "profile"))
+            self.running = True
+
+    def after(self, step: int, result: Any, ends: bool) -> None:
+        if self.running and (ends or step == self.last):
+            jax.block_until_ready(result)
+            jax.profiler.stop_trace()
+            self.running = False
+
+
 class Progress:
     """A bar on a terminal, and lines that stay."""
 

@@ -267,7 +267,7 @@ def main(args: list[str]) -> None:
         if lean:
             first = max(0, start - recipe.REMADE)
             state = state._replace(mixed=recipe.mixed_again(run, mesh, first, train_batches(first, start), mixed))
-    processes.on_first(lambda: cfg.save(config, dataset.found(), output))
+    processes.on_first(lambda: processes.save(config, dataset.found(), output))
     services = [name for name in ("tensorboard", "wandb", "mlperf") if getattr(config, name)]
     metrics = report.Metrics(output, start, per_epoch, variables, services, writes=processes.is_first())
 
