@@ -383,6 +383,22 @@ def test_shards_of_a_bucket_have_an_index_and_are_missed(tmp_path, monkeypatch):
         records.find(url)
 
 
+def test_what_a_bucket_does_not_answer_is_no_broken_image(monkeypatch):
+    """Its libraries have errors of their own, and name the arguments in ways of their own."""
+
+    class Bucket:
+        def cat_file(self, path, version=None, start=None, end=None):
+            assert version is None
+            if path == "silent":
+                raise RuntimeError("EndpointConnectionError")
+            return b"0123456789"[start:end]
+
+    monkeypatch.setattr(records, "bucket", lambda url: (Bucket(), url.rpartition("/")[2]))
+    assert records.fetch("s3://a/b", 2, 5) == b"23456" and records.fetch("s3://a/b") == b"0123456789"
+    with pytest.raises(UserError, match=r"s3://a/silent cannot be read: RuntimeError: Endpoint.*\(2 tries\)"):
+        records.fetch("s3://a/silent")
+
+
 def test_an_unknown_kind_of_bucket_is_refused():
     with pytest.raises(UserError, match="floppy://a/b"):
         records.find("floppy://a/b")

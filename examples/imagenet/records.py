@@ -60,6 +60,16 @@ def bucket(url: str) -> tuple[Any, str]:
         raise UserError(f"{url} cannot be opened: {error}") from error
 
 
+def _asked(call: Callable[..., Any], *args: Any, **rest: Any) -> Any:
+    """What a bucket answers; its libraries raise errors of their own where it does not."""
+    try:
+        return call(*args, **rest)
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(errno.EIO, f"{type(error).__name__}: {str(error)[:200]}") from error
+
+
 def opened(path: str) -> Any:
     if "://" not in path:
         return open(path, "rb")
@@ -73,7 +83,7 @@ def fetch(path: str, offset: int = 0, size: int = -1) -> bytes:
     def read() -> bytes:
         if "://" in path:
             files, inner = bucket(path)
-            data = files.cat_file(inner, offset, None if size < 0 else offset + size)
+            data = _asked(files.cat_file, inner, start=offset, end=None if size < 0 else offset + size)
         else:
             with open(path, "rb") as file:
                 file.seek(offset)
@@ -93,7 +103,7 @@ def entries(folder: str) -> tuple[list[str], list[str]]:
             with os.scandir(folder) as found:
                 return [(entry.name, entry.is_dir()) for entry in found]
         files, inner = bucket(folder)
-        rows = files.ls(inner, detail=True)
+        rows = _asked(files.ls, inner, detail=True)
         return [(row["name"].rstrip("/").rpartition("/")[2], row["type"] == "directory") for row in rows]
 
     found = sorted((name, is_folder) for name, is_folder in patiently(listed, folder) if name[:1] not in ("", "."))
