@@ -280,17 +280,18 @@ def resolve(config: Config) -> Config:
     lengths = [name for name in LENGTHS if getattr(config, name) is not None]
     schedule = config.schedule or recipe.get("schedule", DEFAULTS["schedule"])
     small, side = data in ("digits", "cifar10"), DATA[data]["image_size"]
-    other = [name for name in KFAC_ONLY if getattr(config, name) != getattr(Config, name) and optimizer != "kfac"]
+    changed = [name for name in KFAC_ONLY if getattr(config, name) != getattr(Config, name)]
     marks = [name for name in ("decay_power", "decay_begin", "decay_end") if getattr(config, name) is not None]
     refuse(
         (config.config and not recipe, f"--config {config.config} is unknown; there are {', '.join(CONFIGS)}"),
         (recipe and optimizer != recipe["optimizer"] and config.learning_rate is None,
          f"--config {config.config} has --learning-rate {recipe.get('learning_rate')} for {recipe.get('optimizer')}; "
          f"with --optimizer {optimizer} give one too"),
-        (other, f"{option((other or [''])[0])} has no effect with --optimizer {optimizer}; it is for kfac"),
+        *((optimizer != "kfac", f"{option(name)} has no effect with --optimizer {optimizer}; it is for kfac")
+          for name in changed),
         (len(lengths) > 1, f"{' and '.join(map(option, lengths))} both give the length of the training; give one"),
-        (marks and schedule != "polynomial",
-         f"{option((marks or [''])[0])} has no effect with --schedule {schedule}; it is for polynomial"),
+        *((schedule != "polynomial", f"{option(name)} has no effect with --schedule {schedule}; it is for polynomial")
+          for name in marks),
         (config.data_dir is not None and data in ("digits", "synthetic"),
          f"--data {data} reads no folder; leave --data-dir {config.data_dir} out"),
         (data == "folder" and config.data_dir is None,

@@ -74,9 +74,6 @@ CONFIGS |= {
 }  # fmt: skip
 
 
-# What train.py hands around.
-
-
 class Run(NamedTuple):
     """What no step changes."""
 
