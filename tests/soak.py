@@ -80,6 +80,7 @@ def train(output: Path, steps: int, faulty: bool, dtype: str, num_devices: int) 
     import optax
     from jax import lax
 
+    import batches as loader
     import checkpoints
     import config as cfg
     import data
@@ -223,9 +224,9 @@ def train(output: Path, steps: int, faulty: bool, dtype: str, num_devices: int) 
         split = jax.sharding.NamedSharding(mesh, SPLIT)
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(split, x), arrays)
 
-    rows = data.own_rows(mesh, 0, local, 1)
-    batches = data.train_batches(dataset.train, batch, config.seed, begin, steps, rows)
-    for step, got in enumerate(data.prefetch(batches, place), begin + 1):
+    rows = loader.own_rows(mesh, 0, local, 1)
+    batches = loader.train_batches(dataset.train, batch, config.seed, begin, steps, rows)
+    for step, got in enumerate(loader.prefetch(batches, place), begin + 1):
         fault = fault_of(step, steps) if faulty else NOTHING
         scale = scale_of * (2.0**40 if dtype == "float16" else 2.0**127) if fault == OVERFLOW else scale_of
         state, record = take(state, (got.images, got.labels), jnp.float32(scale), jnp.int32(fault))
@@ -249,7 +250,7 @@ def train(output: Path, steps: int, faulty: bool, dtype: str, num_devices: int) 
             save(step)
     size = num_devices * -(-len(dataset.val) // num_devices)
     got = next(
-        data.prefetch(data.val_batches(dataset.val, size, data.own_rows(mesh, 0, size // num_devices, 1)), place)
+        loader.prefetch(loader.val_batches(dataset.val, size, loader.own_rows(mesh, 0, size // num_devices, 1)), place)
     )
     loss, right, count = map(float, evaluate(state.params, state.batch_stats, got._replace(broken=())))
     saved.close()

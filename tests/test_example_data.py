@@ -20,6 +20,7 @@ pytestmark = pytest.mark.examples
 EXAMPLE = Path(__file__).parents[1] / "examples" / "imagenet"
 sys.path.insert(0, str(EXAMPLE))
 try:
+    import batches as loader
     import data
     import records
     from records import UserError
@@ -33,6 +34,7 @@ ORANGE = (250, 120, 20)
 def example(monkeypatch):
     # For the workers too, which are told what the path is when they start.
     monkeypatch.syspath_prepend(str(EXAMPLE))
+    monkeypatch.setattr(records, "RETRY_AFTER", (0.0,))
 
 
 def encode(image, kind="JPEG", **options):
@@ -315,24 +317,91 @@ def test_layouts(tmp_path, layout):
     assert len(set(names)) == 4 and all(str(tmp_path) in name for name in names)
 
 
+def options_for(folder, workers):
+    return types.SimpleNamespace(data="folder", data_dir=folder, image_size=8, workers=workers, decoder="pillow",
+                                 crop="squashed", randaugment=0)  # fmt: skip
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_as_batches(tmp_path, layout):
     """Through a worker process, to which what was found is handed."""
     layout(tmp_path)
-    options = types.SimpleNamespace(
-        data="folder", data_dir=tmp_path, image_size=8, workers=int(layout is parquet), decoder="pillow",
-        crop="squashed", randaugment=0,
-    )  # fmt: skip
+    options = options_for(tmp_path, int(layout is parquet))
     dataset = data.load(options)
     _, val = LAYOUTS[layout]
     assert (len(dataset.train), len(dataset.val), dataset.num_classes) == (4, len(val), 2)
-    (batch,) = data.train_batches(dataset.train, 4, 0, 0, 1)
+    (batch,) = loader.train_batches(dataset.train, 4, 0, 0, 1)
     assert sorted(batch.labels) == [0, 0, 1, 1] and batch.images.shape == (4, 8, 8, 3)
     assert np.abs(batch.images.mean((1, 2, 3)) - 100 * batch.labels).max() < 4
-    (batch,) = data.val_batches(dataset.val, 4)
+    (batch,) = loader.val_batches(dataset.val, 4)
     assert batch.labels[: len(val)].tolist() == val and batch.weights.sum() == len(val)
     dataset.val.close()
     assert data.load(options).fingerprint == dataset.fingerprint
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_in_a_bucket(tmp_path, monkeypatch, layout, workers):
+    """As fsspec has one in memory, or, where worker processes are to see it, by the URL of a folder."""
+    import fsspec
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "images").mkdir()
+    layout(tmp_path / "images")
+    local = data.load(options_for(tmp_path / "images", workers=0))
+    url = f"file://{tmp_path}/images"
+    if not workers:
+        url = f"memory://{tmp_path.name}"
+        fsspec.filesystem("memory").put(str(tmp_path / "images"), url, recursive=True)
+    dataset = data.load(options_for(url, workers))
+    assert dataset.fingerprint == local.fingerprint and (dataset.num_classes, dataset.note) == (2, local.note)
+    for mine, other in ((dataset.train, local.train), (dataset.val, local.val)):
+        for a, b in zip(loader.val_batches(mine, 3), loader.val_batches(other, 3), strict=True):
+            assert (a.images == b.images).all() and (a.labels == b.labels).all() and not a.broken
+        mine.close(), other.close()
+    with pytest.raises(UserError, match="nowhere"):
+        records.find(f"{url}/nowhere")
+
+
+def test_shards_of_a_bucket_have_an_index_and_are_missed(tmp_path, monkeypatch):
+    import fsspec
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    tar_shards(tmp_path)
+    bucket, url = fsspec.filesystem("memory"), f"memory://{tmp_path.name}"
+    for path in tmp_path.glob("*.tar"):
+        bucket.put(str(path), f"{url}/{path.name}")
+    first = records.find(url)
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "_tar", lambda path: pytest.fail(f"{path} is read again"))
+        assert records.find(url).train.identity() == first.train.identity()
+    assert first.train.read(3)[:2] == b"\xff\xd8"
+    bucket.rm(f"{url}/imagenet-train-000001.tar")
+    with pytest.raises(UserError, match=r"imagenet-train-000001\.tar.* cannot be read"):
+        first.train.read(3)
+    with pytest.raises(UserError, match=r"has lost the shard imagenet-train-000001\.tar"):
+        records.find(url)
+
+
+def test_what_a_bucket_does_not_answer_is_no_broken_image(monkeypatch):
+    """Its libraries have errors of their own, and name the arguments in ways of their own."""
+
+    class Bucket:
+        def cat_file(self, path, version=None, start=None, end=None):
+            assert version is None
+            if path == "silent":
+                raise RuntimeError("EndpointConnectionError")
+            return b"0123456789"[start:end]
+
+    monkeypatch.setattr(records, "bucket", lambda url: (Bucket(), url.rpartition("/")[2]))
+    assert records.fetch("s3://a/b", 2, 5) == b"23456" and records.fetch("s3://a/b") == b"0123456789"
+    with pytest.raises(UserError, match=r"s3://a/silent cannot be read: RuntimeError: Endpoint.*\(2 tries\)"):
+        records.fetch("s3://a/silent")
+
+
+def test_an_unknown_kind_of_bucket_is_refused():
+    with pytest.raises(UserError, match="floppy://a/b"):
+        records.find("floppy://a/b")
 
 
 def test_nested_folders_are_of_the_class_above_them(tmp_path):
@@ -436,7 +505,6 @@ def test_a_tar_that_ends_with_a_member_is_cut_short(tmp_path):
 
 
 def test_a_shard_that_shrinks_while_it_is_read_is_no_broken_image(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "RETRY_AFTER", (0.0,))
     tar_shards(tmp_path)
     train = records.find(tmp_path).train
     os.truncate(tmp_path / "imagenet-train-000001.tar", 600)
@@ -558,17 +626,6 @@ def write_pickles(folder):
         (folder / name).write_bytes(pickle.dumps(text, protocol=2))
 
 
-def write_binary(folder):
-    images, labels = cifar_arrays()
-    folder = folder / "cifar-10-batches-bin"
-    folder.mkdir(parents=True)
-    names = [f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]
-    for name, rows, these in zip(names, images, labels, strict=True):
-        planes = rows.transpose(0, 3, 1, 2).reshape(8, 3072)
-        text = np.concatenate([these[:, None].astype(np.uint8), planes], axis=1)
-        (folder / name).write_bytes(text.tobytes())
-
-
 def write_sheets(folder):
     images, labels = cifar_arrays()
     folder.mkdir(parents=True)
@@ -579,10 +636,10 @@ def write_sheets(folder):
     (folder / "test_lables.json").write_text(json.dumps(labels[5].tolist()))
 
 
-@pytest.mark.parametrize("write", [write_pickles, write_binary, write_sheets])
+@pytest.mark.parametrize("write", [write_pickles, write_sheets])
 def test_cifar10_layouts(tmp_path, write):
     write(tmp_path / "cifar")
-    dataset = data.read_cifar10(tmp_path / "cifar")
+    dataset = loader.read_cifar10(tmp_path / "cifar")
     images, labels = cifar_arrays()
     train, val = (split.load(np.arange(len(split)), None) for split in (dataset.train, dataset.val))
     np.testing.assert_array_equal(train.images, images[:5].reshape(-1, 32, 32, 3))
@@ -592,11 +649,10 @@ def test_cifar10_layouts(tmp_path, write):
 
 
 def test_damaged_cifar10_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "RETRY_AFTER", ())
 
     def sentence(folder):
         with pytest.raises(data.UserError) as caught:
-            data.read_cifar10(folder)
+            loader.read_cifar10(folder)
         return str(caught.value)
 
     write_pickles(tmp_path / "a")
@@ -606,14 +662,9 @@ def test_damaged_cifar10_is_refused(tmp_path, monkeypatch):
     path.write_bytes(pickle.dumps(os.getcwd))
     assert "data_batch_3 is not a CIFAR-10 pickle" in sentence(tmp_path / "a")
 
-    write_binary(tmp_path / "b")
-    path = tmp_path / "b/cifar-10-batches-bin/data_batch_2.bin"
-    path.write_bytes(path.read_bytes()[:500])
-    assert "500 bytes" in sentence(tmp_path / "b")
-
     write_sheets(tmp_path / "c")
     (tmp_path / "c/train_lables.json").write_text("[1, 2]")
-    assert "40 images but 2 labels" in sentence(tmp_path / "c")
+    assert "48 images but 10 labels" in sentence(tmp_path / "c")
     (tmp_path / "c/train_lables.json").write_text(json.dumps([10] * 40))
     assert "labels from 0 to 9" in sentence(tmp_path / "c")
     (tmp_path / "c/data_batch_4.png").unlink()
@@ -635,16 +686,16 @@ def test_splits_of_the_digits_do_not_overlap():
 def test_every_image_once_an_epoch():
     n = 10
     images = np.arange(n, dtype=np.uint8).reshape(n, 1, 1, 1)
-    split = data.ArraySplit(images, np.arange(n))
-    batches = list(data.train_batches(split, 5, 0, 0, 4))
+    split = loader.ArraySplit(images, np.arange(n))
+    batches = list(loader.train_batches(split, 5, 0, 0, 4))
     first, second = (np.concatenate([b.labels for b in batches[i : i + 2]]) for i in (0, 2))
     assert sorted(first) == sorted(second) == list(range(n))
     assert first.tolist() != second.tolist()
     # Any step can be the first.
-    again = list(data.train_batches(split, 5, 0, 3, 4))
+    again = list(loader.train_batches(split, 5, 0, 3, 4))
     np.testing.assert_array_equal(again[0].labels, batches[3].labels)
     # The last batch of a validation is filled up with images that do not count.
-    batches = list(data.val_batches(split, 4))
+    batches = list(loader.val_batches(split, 4))
     assert [b.weights.sum() for b in batches] == [4, 4, 2]
 
 
@@ -652,7 +703,7 @@ def test_every_image_once_an_epoch():
 def test_micro_batches_are_the_same_on_any_number_of_devices(count):
     mesh = Mesh(np.array(jax.devices()[:count]), ("devices",))
     local, parts = 12 // count, 3
-    rows = data.own_rows(mesh, 0, local, parts)
+    rows = loader.own_rows(mesh, 0, local, parts)
     assert sorted(rows) == list(range(36))
     by_part = rows.reshape(count, parts, local).swapaxes(0, 1).reshape(parts, -1)
     np.testing.assert_array_equal(by_part, np.arange(36).reshape(3, 12))
@@ -660,7 +711,7 @@ def test_micro_batches_are_the_same_on_any_number_of_devices(count):
 
 def test_a_share_of_a_batch_is_what_the_whole_would_have_been():
     rng = np.random.default_rng(0)
-    split = data.ArraySplit(rng.integers(0, 256, (9, 6, 6, 1), np.uint8), np.arange(9), shift=1, flip=True)
+    split = loader.ArraySplit(rng.integers(0, 256, (9, 6, 6, 1), np.uint8), np.arange(9), shift=1, flip=True)
     indices, rows = np.arange(8), np.array([5, 2, 7])
     whole, share = split.load(indices, (0, 3)), split.load(indices, (0, 3), rows)
     np.testing.assert_array_equal(share.images, whole.images[rows])

@@ -61,9 +61,9 @@ def split(images):
 
 
 def training(split, size=20, start=0, stop=4, rows=None, seed=5):
-    import data
+    import batches as loader
 
-    return data.train_batches(split, size, seed, start, stop, rows)
+    return loader.train_batches(split, size, seed, start, stop, rows)
 
 
 def assert_equal(found, expected):
@@ -111,7 +111,8 @@ def test_every_image_once_an_epoch(split, images):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_broken_files_are_replaced_by_any_other_and_named(split, images, workers):
-    from data import Decoder, epoch_order
+    from batches import epoch_order
+    from data import Decoder
 
     decode, seen, instead = Decoder(SIZE), set(), []
     for step, batch in enumerate(training(split(workers), stop=20)):
@@ -140,7 +141,7 @@ def test_the_system_is_asked_again_and_its_errors_are_no_broken_images(split, im
     failures, opened, tries = {}, builtins.open, []
 
     def fake(path, *args, **kwargs):
-        name = os.fsdecode(os.path.basename(path)) if isinstance(path, bytes) else ""
+        name = os.path.basename(path)
         if failures.get(name, 0):
             failures[name] -= 1
             tries.append(name)
@@ -176,9 +177,10 @@ def test_a_file_that_is_gone_is_no_broken_image(split, images, tmp_path, monkeyp
 
 
 def test_too_many_broken_images_end_the_run(capsys):
+    import batches as loader
     import data
 
-    broken = data.Broken(most=0.001 * 20_000)
+    broken = loader.Broken(most=0.001 * 20_000)
     broken.note(f"{i}.jpg" for i in range(20))
     broken.note(["3.jpg"])
     assert capsys.readouterr().err.count("skipped") == 20
@@ -187,6 +189,7 @@ def test_too_many_broken_images_end_the_run(capsys):
 
 
 def test_randaugment_changes_training_alone_and_the_same_way_each_time(split):
+    import batches as loader
     import data
 
     plain = split(0)
@@ -200,17 +203,17 @@ def test_randaugment_changes_training_alone_and_the_same_way_each_time(split):
         for a, b in zip(x.images, y.images, strict=True)
     ]
     assert np.mean(changed) > 0.8
-    assert_equal(data.val_batches(strong, 20), data.val_batches(plain, 20))
+    assert_equal(loader.val_batches(strong, 20), loader.val_batches(plain, 20))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_validation_counts_each_readable_image_once(split, workers):
-    import data
+    import batches as loader
 
     one = split(workers)
     passes = []
     for _ in range(3):
-        batches = list(data.val_batches(one, 20))
+        batches = list(loader.val_batches(one, 20))
         labels = np.concatenate([batch.labels for batch in batches])
         weights = np.concatenate([batch.weights for batch in batches])
         assert labels[:50].tolist() == list(range(50)) and len(labels) == 60
@@ -221,21 +224,21 @@ def test_validation_counts_each_readable_image_once(split, workers):
     assert len(multiprocessing.active_children()) == workers
     assert_equal(passes[1], passes[0])
     # So do the shares of two processes, of which one has nothing of the last batch.
-    shares = [list(data.val_batches(split(0), 20, np.arange(k, k + 10))) for k in (0, 10)]
+    shares = [list(loader.val_batches(split(0), 20, np.arange(k, k + 10))) for k in (0, 10)]
     assert [batch.weights.sum() for batch in shares[1]] == [8, 10, 0]
     assert sum(batch.weights.sum() for share in shares for batch in share) == 47
 
 
 def test_validation_that_is_broken_off_begins_anew(split):
-    import data
+    import batches as loader
 
     one = split(1)
-    expected = list(data.val_batches(one, 20))
-    batches = data.val_batches(one, 20)
+    expected = list(loader.val_batches(one, 20))
+    batches = loader.val_batches(one, 20)
     next(batches)
     batches.close()
     assert not multiprocessing.active_children()
-    assert_equal(data.val_batches(one, 20), expected)
+    assert_equal(loader.val_batches(one, 20), expected)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -286,9 +289,9 @@ def test_workers_import_little(split):
         def name(self, index):
             return ",".join(sorted(heavy & set(sys.modules)))
 
-    import data
+    import batches as loader
 
-    (batch,) = data.val_batches(split(1, Modules()), 2)
+    (batch,) = loader.val_batches(split(1, Modules()), 2)
     assert batch.broken == ("", "")
 
 
@@ -298,10 +301,11 @@ print("imported", __name__, flush=True)
 sys.path.insert(0, {example!r})
 from pathlib import Path
 import numpy as np
+import batches as loader
 import data, records
 files = records.Files(Path({images!r}), ["00.jpg", "01.jpg"] * 50, range(100))
 split = data.ImageSplit(files, data.Decoder(8), 2)
-for batch in data.train_batches(split, 50, 0, 0, 10**6):
+for batch in loader.train_batches(split, 50, 0, 0, 10**6):
     print("batch", os.getpid(), flush=True)
     time.sleep(0.1)
 """
@@ -322,13 +326,14 @@ def test_workers_do_not_import_the_script_nor_outlive_it(images, tmp_path):
 
 
 def test_prefetch_places_the_next_batch_while_this_one_is_used():
+    import batches as loader
     import data
 
     events, second = [], threading.Event()
 
     def batches():
         for i in range(3):
-            yield data.Batch(np.full(1, i), np.zeros(1), np.ones(1), (str(i),))
+            yield loader.Batch(np.full(1, i), np.zeros(1), np.ones(1), (str(i),))
 
     def place(arrays):
         events.append(f"place {arrays[0][0]}")
@@ -336,7 +341,7 @@ def test_prefetch_places_the_next_batch_while_this_one_is_used():
             second.set()
         return arrays
 
-    ahead = data.prefetch(batches(), place)
+    ahead = loader.prefetch(batches(), place)
     first = next(ahead)
     assert second.wait(60)
     assert events == ["place 0", "place 1"] and first.broken == ("0",)
@@ -344,10 +349,10 @@ def test_prefetch_places_the_next_batch_while_this_one_is_used():
     # Errors arrive where the batch would have.
 
     def fails():
-        yield data.Batch(np.zeros(1), np.zeros(1), np.ones(1))
+        yield loader.Batch(np.zeros(1), np.zeros(1), np.ones(1))
         raise data.UserError("no more")
 
-    ahead = data.prefetch(fails(), place)
+    ahead = loader.prefetch(fails(), place)
     next(ahead)
     with pytest.raises(data.UserError, match="no more"):
         next(ahead)
@@ -431,6 +436,7 @@ def fake_dali(monkeypatch, calls):
 
 def test_dali_is_given_what_pillow_does(monkeypatch, images, tmp_path):
     """Crops, mirroring, what goes another way (CMYK), what replaces broken files: all as without DALI."""
+    import batches as loader
     import data
     from records import Files
 
@@ -448,7 +454,7 @@ def test_dali_is_given_what_pillow_does(monkeypatch, images, tmp_path):
     for device, kind in ((None, "cpu"), (3, "mixed")):
         calls.clear()
         found = data.DaliSplit(files, expected.decoder, 2, device)
-        for batches in (training, lambda one: data.val_batches(one, 20)):
+        for batches in (training, lambda one: loader.val_batches(one, 20)):
             for a, b in zip(batches(found), batches(expected), strict=True):
                 np.testing.assert_allclose(a.images.astype(int), b.images, atol=1)
                 assert a.labels.tolist() == b.labels.tolist() and a.broken == b.broken
@@ -460,75 +466,51 @@ def test_dali_is_given_what_pillow_does(monkeypatch, images, tmp_path):
         assert options["resize"]["size"] == [32, 32]
 
 
-# The command
+# The options that only measure or predict.
 
 
 @pytest.fixture
-def tools():
-    import tools
+def script():
+    import train
 
-    return tools
+    return train
 
 
-def test_speed_is_measured_and_compared(tools, capsys, tmp_path, images):
-    small = ["input", "--images", "64", "--batch-size", "32", "--image-size", "32"]
-    tools.main([*small, "--workers", "1", "--wanted", "0.5"])
-    text = capsys.readouterr().out
-    assert "64 images of 32x32 in batches of 32" in text and "1 worker(s)" in text
-    assert text.count("images/s") == 2 and "per core" in text and "The pipeline keeps up" in text
+def test_speed_is_measured(script, capsys, tmp_path, images, monkeypatch):
     for division, name in itertools.product(("train", "val"), ("cat", "dog")):
         (tmp_path / "data" / division / name).mkdir(parents=True)
         for i in range(20):
             (tmp_path / "data" / division / name / f"{i}.jpg").write_bytes((images / f"{i:02d}.jpg").read_bytes())
-    tools.main([*small, "--data-dir", str(tmp_path / "data"), "--workers", "0", "--wanted", "1e9"])
+    monkeypatch.chdir(tmp_path)
+    options = ["--data-dir", "data", "--input-speed", "64", "--batch-size", "32", "--image-size", "32", "--workers"]
+    for workers in ("0", "1"):
+        script.main([*options, workers])
+        text = capsys.readouterr().out
+        assert f"64 images in batches of 32 by {workers} worker(s), 6 broken" in text and "per core" in text
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+def test_plan(script, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script.main(["--plan", "1", "12", "--factor-every", "10", "--inverse-every", "100"])
     text = capsys.readouterr().out
-    assert "does NOT keep up" in text and "6 broken" in text
-    with pytest.raises(tools.UserError, match="--batch-size 41 does not fit the 40 training images"):
-        tools.main(["input", "--data-dir", str(tmp_path / "data"), "--batch-size", "41"])
-
-
-DIGITS = ["plan", "--on"]
-
-
-def test_plan(tools, capsys):
-    tools.main([*DIGITS, "1", "12", "--factor-every", "10", "--inverse-every", "100"])
-    counted, predicted = capsys.readouterr().out.split("Predicted")
-    assert "Counted" in counted and "ASSUMED" in predicted and "predicted K-FAC share" in predicted
-    rows = [line.split() for line in (counted + predicted).splitlines() if line.split()[:1] in (["1"], ["12"])]
-    assert [row[0] for row in rows] == ["1", "12", "1", "12"]
-    assert float(rows[0][3]) > float(rows[1][3])  # memory falls
-    assert all(0 < float(row[6].rstrip("%")) < 100 for row in rows[2:])
-    tools.main([*DIGITS, "3", "--table"])
-    text = capsys.readouterr().out
-    assert "stage2_block1/conv2" in text and "memory per device" in text
-
-
-def test_plan_counts(tools):
-    import config
-
-    counts = tools.count(config.parse([]), 1, 10)
-    # A forward pass has two FLOPs a weight and position, the backward pass twice as many, but none for the image.
-    macs = sum(x.d_in * x.d_out * x.positions for x in counts.layers if x.kind in ("dense", "conv"))
-    assert counts.step_flops == pytest.approx(6 * macs, rel=0.2)
-    assert counts.statistics_flops > 0
-    assert counts.parameters == sum(layer.num_params for layer in counts.layers)
+    assert "1 device(s), batch 144" in text and "12 device(s), batch 144" in text
+    assert text.count("statistics every 10 and inverses every 100 step(s)") == 2 and "ASSUMED" in text
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["input", "--batch-size", "0"], ["--global-batch is 0", "at least 1"]),
-        (["input", "--workers", "-1"], ["--workers is -1", "at least 0"]),
-        (["input", "--data-dir", "nowhere"], ["nowhere", "does not exist"]),
-        (["plan", "--on", "0"], ["--on", "0 is not greater than 0"]),
-        (["plan", "--on", "7"], ["--global-batch 144", "7 devices"]),
-        (["plan", "--optimizer", "sgd"], ["sgd", "nothing to plan"]),
-        (["plan", "--on", "8", "12", "--table"], ["--table", "one number"]),
-        (["plan", "--bytes", "-1"], ["--bytes"]),
+        (["--plan", "0"], ["--plan 0", "at least 1"]),
+        (["--plan", "8", "--optimizer", "sgd"], ["--plan", "sgd"]),
+        (["--plan", "x"], ["--plan", "x"]),
+        (["--input-speed", "0"], ["--input-speed is 0", "at least 1"]),
+        (["--input-speed", "8", "--data-dir", "nowhere"], ["nowhere", "does not exist"]),
     ],
 )
-def test_tools_refuse(tools, monkeypatch, tmp_path, args, words):
+def test_what_cannot_be_measured_is_refused(script, monkeypatch, tmp_path, args, words):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(tools.UserError) as caught:
-        tools.main(args)
+    with pytest.raises(script.UserError) as caught:
+        script.main(args)
     assert all(word in str(caught.value) for word in words), caught.value

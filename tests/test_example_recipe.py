@@ -18,10 +18,11 @@ pytestmark = pytest.mark.examples
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "imagenet"
 sys.path.insert(0, str(EXAMPLE))
+import batches as loader  # noqa: E402
 import checkpoints  # noqa: E402
 import config as cfg  # noqa: E402
-import data  # noqa: E402
 import models  # noqa: E402
+import processes  # noqa: E402
 import recipe  # noqa: E402
 import report  # noqa: E402
 import train  # noqa: E402
@@ -399,7 +400,7 @@ def test_random_numbers_depend_on_seed_step_and_image_alone():
         # The images of each device in its order, as train.py loads them, and back.
         split = [jax.tree.map(lambda x: checkpoints.in_device_order(x, count, local), b) for b in (new, previous)]
         rows = np.asarray(checkpoints.in_device_order(jnp.arange(24), count, local))
-        np.testing.assert_array_equal(rows, data.own_rows(mesh, 0, local, parts))
+        np.testing.assert_array_equal(rows, loader.own_rows(mesh, 0, local, parts))
         return np.asarray(checkpoints.in_batch_order(jax.jit(mapped, compiler_options=QUICKLY)(*split), count, local))
 
     one = on(1, 1)
@@ -571,11 +572,11 @@ def test_what_is_saved_can_be_read_from_anywhere(tmp_path, monkeypatch):
     (tmp_path / "images").mkdir()
     monkeypatch.chdir(tmp_path)
     config = resolved("--data-dir", "images", "--stop-after", 3, "--devices", 2)
-    cfg.save(config, {"classes": 2}, tmp_path)
+    processes.save(config, {"classes": 2}, tmp_path)
     again, found = cfg.load(tmp_path)
-    assert again.data_dir == tmp_path / "images" and found == {"classes": 2}
+    assert again.data_dir == str(tmp_path / "images") and found == {"classes": 2}
     assert again.stop_after is None and again.devices is None and again.learning_rate == config.learning_rate
-    cfg.same_run(config, again)
+    processes.same_run(config, again)
     for text in ("[]", "{", '{"found": {}}'):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(cfg.UserError, match=r"config.json is not a configuration"):

@@ -36,46 +36,36 @@ SAME = PartitionSpec()
 # The state of a run for any number of devices.
 
 
-def portable(num_devices: int, local_batch: int, state: Any) -> Any:
-    """The state of a run as one device would hold it, but for mixed images, which stay split, in their batch's order.
-
-    A copy, for it is written while the next steps overwrite the state.
+def for_any_devices(mesh: Any, specs: Any, local_batch: int, lean: bool) -> tuple[Callable[[Any], Any], ...]:
+    """Two functions, compiled for a row of devices: a state as one device would hold it, but for mixed images, which
+    stay split, in their batch's order (with `lean` they are left out); and the inverse, for any number of devices.
     """
-    if _has_kfac(state):
-        state = state._replace(opt_state=kfac.gather_state(state.opt_state))
-    mixed = jax.tree.map(lambda x: in_batch_order(x, num_devices, local_batch), state.mixed)
-    return jax.tree.map(jnp.copy, state._replace(mixed=mixed))
 
+    def portable(state: Any) -> Any:
+        if _has_kfac(state):
+            state = state._replace(opt_state=kfac.gather_state(state.opt_state))
+        mixed = jax.tree.map(lambda x: in_batch_order(x, mesh.size, local_batch), state.mixed)
+        # A copy, for it is written while the next steps overwrite the state.
+        return jax.tree.map(jnp.copy, state._replace(mixed=mixed))
 
-def placed(num_devices: int, local_batch: int, state: Any) -> Any:
-    """The inverse of `portable`, for any number of devices."""
-    if _has_kfac(state):
-        state = state._replace(opt_state=kfac.scatter_state(state.opt_state, num_devices))
-    mixed = jax.tree.map(lambda x: in_device_order(x, num_devices, local_batch), state.mixed)
-    return state._replace(mixed=mixed)
+    def placed(state: Any) -> Any:
+        if _has_kfac(state):
+            state = state._replace(opt_state=kfac.scatter_state(state.opt_state, mesh.size))
+        return state._replace(mixed=jax.tree.map(lambda x: in_device_order(x, mesh.size, local_batch), state.mixed))
+
+    def lying(specs: Any) -> Any:
+        is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+        return jax.tree.map(functools.partial(NamedSharding, mesh), specs, is_leaf=is_spec)
+
+    gather = jax.jit(portable, out_shardings=lying(specs._replace(opt_state=SAME)))
+    scatter = jax.jit(placed, out_shardings=lying(specs))
+    return (lambda state: gather(state._replace(mixed=()) if lean else state)), scatter
 
 
 def is_lean(wanted: str, mixed: Any) -> bool:
     """Whether checkpoints leave the mixed images out; of its own accord above 1 GB."""
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(mixed))
     return size > {"keep": math.inf, "auto": 1e9, "remake": 0}[wanted]
-
-
-def for_any_devices(
-    mesh: Any, specs: Any, local_batch: int, lean: bool
-) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """`portable` and `placed`, compiled for a row of devices; with `lean`, without mixed images."""
-
-    def lying(specs: Any) -> Any:
-        return jax.tree.map(
-            lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
-        )
-
-    gather = jax.jit(
-        functools.partial(portable, mesh.size, local_batch), out_shardings=lying(specs._replace(opt_state=SAME))
-    )
-    scatter = jax.jit(functools.partial(placed, mesh.size, local_batch), out_shardings=lying(specs))
-    return (lambda state: gather(state._replace(mixed=()) if lean else state)), scatter
 
 
 def in_batch_order(x: jax.Array, devices: int, local: int) -> jax.Array:
@@ -103,12 +93,11 @@ class Checkpoints:
         self,
         folder: Path,
         keep: int,
-        gather: Callable[[Any], Any] | None = None,
-        scatter: Callable[[Any], Any] | None = None,
+        gather: Callable[[Any], Any] = lambda state: state,
+        scatter: Callable[[Any], Any] = lambda state: state,
     ) -> None:
         """`gather` makes of a state what is saved, `scatter` a state of that."""
-        self.folder, self.keep = folder.absolute(), keep
-        self.gather, self.scatter = gather or (lambda state: state), scatter or (lambda state: state)
+        self.folder, self.keep, self.gather, self.scatter = folder.absolute(), keep, gather, scatter
         on_first(lambda: sweep(self.folder))
         self._open()
 

@@ -1,6 +1,8 @@
-"""Processes and devices: who takes part, what processes tell each other, and the signals that end a run."""
+"""Processes and devices: who takes part, what they tell each other, who trains in a folder, which signals end a run."""
 
+import dataclasses
 import errno
+import fcntl
 import json
 import os
 import signal
@@ -14,31 +16,28 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
 
+import config as cfg
 from recipe import AXIS
 from records import UserError
 
 SYSTEM_ERRORS = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ETIMEDOUT, errno.EACCES)
 
 
-def meet(config: Any) -> None:
+def meet(config: cfg.Config) -> None:
     """Sets JAX up, and meets the other processes, if there are any."""
     jax.config.update("jax_enable_x64", config.dtype == "float64")
     if config.compilation_cache and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "kfac-imagenet" / "programs"))
     if not config.distributed and config.coordinator is None:
         return
+    where = config.coordinator, config.num_processes, config.process_id
     try:
         # Processes that end differ by what process 0 still writes, hence some patience.
-        jax.distributed.initialize(
-            config.coordinator, config.num_processes, config.process_id, shutdown_timeout_seconds=60
-        )
+        jax.distributed.initialize(*where, shutdown_timeout_seconds=60)
     except (ValueError, RuntimeError) as error:
-        how = (
-            ""
-            if config.coordinator
-            else "; where the environment does not tell, name --coordinator, --num-processes and --process-id"
-        )
-        raise UserError(f"the processes do not meet: {str(error).strip().splitlines()[0]}{how}") from error
+        how = "; where the environment does not tell, name --coordinator, --num-processes and --process-id"
+        raise UserError(f"the processes do not meet: {str(error).strip().splitlines()[0]}"
+                        + ("" if config.coordinator else how)) from error  # fmt: skip
 
 
 def row_of_devices(wanted: int | None) -> Mesh:
@@ -83,6 +82,75 @@ def on_first(call: Callable[[], Any]) -> Any:
     if error := everyone(error)[0]:
         raise UserError(error)
     return result
+
+
+def open_output(config: cfg.Config, found: dict[str, Any]) -> tuple[Path, int | None]:
+    """Makes the output folder, or sees that the run in it is this one, of the same images. The folder and its lock."""
+    if len(set(everyone(str(found)))) > 1:
+        raise UserError("the processes do not see the same images; --data-dir must be one that all of them see")
+    # Each process has named a new folder by its own clock.
+    config = dataclasses.replace(config, output=Path(everyone(str(config.output))[0]))
+    return config.output, on_first(lambda: _open_output(config, found))
+
+
+def _open_output(config: cfg.Config, found: dict[str, Any]) -> int:
+    output, known = config.output, (config.output / "config.json").exists()
+    try:
+        if output.exists() and not output.is_dir():
+            raise UserError(f"--output {output} is a file, not a folder")
+        if not known and output.exists() and set(os.listdir(output)) - {".lock", ".config.json"}:
+            raise UserError(f"--output {output} is in use, by no run of this script; name a new folder")
+        if known and config.resume == "never":
+            raise UserError(f"--output {output} is in use; name a new folder, or leave --resume never out")
+        if known:
+            saved, before = cfg.load(output)
+            same_run(config, saved)
+            if before != found:
+                raise UserError(f"the data are not those of the run in {output}: {found} now, {before} then; point "
+                                "--data-dir to the same images")  # fmt: skip
+        output.mkdir(parents=True, exist_ok=True)
+        held = _lock(output)
+        if not known:
+            save(config, found, output)
+        return held
+    except OSError as error:
+        raise UserError(f"--output {output} cannot be written: {error.strerror}") from error
+
+
+def same_run(config: cfg.Config, saved: cfg.Config) -> None:
+    """Refuses to go on with the run of `saved` under options that would make another one of it."""
+    for name in (name for name in cfg.NAMES if name not in cfg.MAY_DIFFER):
+        old, new = getattr(saved, name), getattr(config, name)
+        cfg.refuse((old != new, f"{cfg.option(name)} {new} conflicts with the run in {config.output}, which has {old}; "
+                "give the same options to go on with it, or another --output to start a new one"))  # fmt: skip
+
+
+def save(config: cfg.Config, found: dict[str, Any], folder: Path) -> None:
+    """Writes `config.json`: the configuration and what the data were, in one go."""
+    values = dataclasses.asdict(config)
+    if config.data_dir is not None and "://" not in config.data_dir:
+        values["data_dir"] = os.path.abspath(config.data_dir)
+    partial = folder / ".config.json"
+    partial.write_text(json.dumps({**values, "found": found}, indent=2, default=str) + "\n")
+    partial.replace(folder / "config.json")
+
+
+def _lock(folder: Path) -> int:
+    """Refuses a folder in which another process trains; held until `release`, or until the process ends."""
+    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(file)
+        raise UserError(f"--output {folder} is in use: another process trains there; name a new one") from error
+    except OSError:
+        pass  # a file system without locks
+    return file
+
+
+def release(lock: int | None) -> None:
+    if lock is not None:
+        os.close(lock)
 
 
 class Stop:

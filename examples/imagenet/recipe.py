@@ -5,7 +5,7 @@ All that this example calls of `kfac` to optimize is in `find_layers`, `transfor
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,9 +13,12 @@ import jax.numpy as jnp
 import optax
 
 import kfac
+from records import UserError
 
 AXIS = "devices"
 INVERSES: dict[str, Callable[..., kfac.Inverse]] = {"cholesky": kfac.Cholesky, "eigh": kfac.Eigh, "ekfac": kfac.Ekfac}
+# Batches out of which a run that goes on makes its mixed images again: all before weighs some 2^-24 of a pixel.
+REMADE = 10
 # `keys` folds in the step instead, which is never as large as this.
 FISHER_STREAM = 2**32 - 1
 
@@ -30,39 +33,23 @@ OSAWA = {
     "bs64k": (65536, 4e-2, 0.95, 1.5e-4, 2.9, 2.0, 64.5, 0.6, 60.0),  # 76.3%, 1,173
     "bs128k": (131072, 7e-2, 0.93, 1e-4, 3.0, 1.0, 95.0, 1.0, 80.0),  # 75.0%, 782
 }
-# Epochs and warm-up of the first-order baselines. Published with 75.9%: LARS at 4,096, 8,192, 32,768 and 65,536 (MLPerf
-# reference points), Nesterov momentum at 32,768 (Nado et al. 2021, 2,512 steps). Rates and warm-ups are starting points
-# and not those of these runs: tune them before anything is concluded.
-BATCHES = {"bs4k": 4096, "bs8k": 8192, "bs16k": 16384, "bs32k": 32768, "bs64k": 65536, "bs128k": 131072}
-LARS = {
-    "bs4k": (40, 5),
-    "bs8k": (42, 8),
-    "bs16k": (48, 12),
-    "bs32k": (56, 18),
-    "bs64k": (84.5, 30),
-    "bs128k": (100, 35),
+# Epochs and warm-up of the first-order baselines: LARS, Nesterov momentum, LAMB. Published with 75.9%: LARS at 4,096,
+# 8,192, 32,768 and 65,536 (MLPerf reference points), Nesterov momentum at 32,768 (Nado et al. 2021, 2,512 steps). Rates
+# and warm-ups are starting points and not those of these runs: tune them before anything is concluded.
+FIRST_ORDER = {
+    "bs4k": ((40, 5), (50, 5), (90, 2.5)),
+    "bs8k": ((42, 8), (50, 8), (90, 5)),
+    "bs16k": ((48, 12), (56, 12), (90, 10)),
+    "bs32k": ((56, 18), (64.2, 16), (90, 20)),
+    "bs64k": ((84.5, 30), (90, 30), (90, 30)),
+    "bs128k": ((100, 35), (100, 35), (90, 40)),
 }
-NESTEROV = {
-    "bs4k": (50, 5),
-    "bs8k": (50, 8),
-    "bs16k": (56, 12),
-    "bs32k": (64.2, 16),
-    "bs64k": (90, 30),
-    "bs128k": (100, 35),
+# Of each the rate at batch 32,768, which goes with the root of the batch, its digits, and the rest.
+BASELINES: dict[str, tuple[float, int, dict[str, Any]]] = {
+    "lars": (29, 2, dict(optimizer="lars", momentum=0.93, weight_decay=1e-4)),
+    "nesterov": (7, 2, dict(optimizer="sgd", nesterov=True, momentum=0.976, weight_decay=5e-5)),
+    "lamb": (0.04, 4, dict(optimizer="lamb", weight_decay=1e-2)),
 }
-LAMB = {"bs4k": (90, 2.5), "bs8k": (90, 5), "bs16k": (90, 10), "bs32k": (90, 20), "bs64k": (90, 30), "bs128k": (90, 40)}
-
-
-def _first_order(table: Mapping[str, tuple[float, float]], prefix: str, rate: float, digits: int, **rest: Any) -> Any:
-    return {
-        f"{prefix}-{name}": dict(
-            global_batch=BATCHES[name], epochs=float(epochs), warmup_epochs=float(warmup), arch="resnet50",
-            local_batch=32, learning_rate=round(rate * math.sqrt(BATCHES[name] / 32768), digits), schedule="polynomial",
-            sync_batch_norm=False, label_smoothing=0.1, **rest,
-        )
-        for name, (epochs, warmup) in table.items()
-    }  # fmt: skip
-
 
 CONFIGS: dict[str, dict[str, Any]] = {
     name: dict(
@@ -70,16 +57,42 @@ CONFIGS: dict[str, dict[str, Any]] = {
         decay_begin=begin, decay_end=end, mixup_alpha=alpha, epochs=epochs, local_batch=32, schedule="polynomial",
         warmup_epochs=0.0, nesterov=False, momentum_coupling="ratio", rate_in_momentum=True,
         # Their code multiplied by 16; their configurations say 64.
-        unitwise_damping=16.0, factor_decay=0.0, norm_constraint=0.0, trust_ratio=0.0, weight_decay=0.0, rescale=True,
+        unitwise_damping=16.0, factor_decay=0.0, kl_clip=0.0, trust_ratio=0.0, weight_decay=0.0, rescale=True,
         # Plain ResNet-50 (--arch resnet50) is the network of the paper, this one that of the code.
         arch="resnet50d", init="he", norm_epsilon=2e-5, sync_batch_norm=False, crop="squashed", erasing="in-place",
         label_smoothing=0.0, divide_by_std=False,
     )
     for name, (batch, rate, momentum, damping, power, begin, end, alpha, epochs) in OSAWA.items()
 }  # fmt: skip
-CONFIGS |= _first_order(LARS, "lars", 29, 2, optimizer="lars", momentum=0.93, weight_decay=1e-4)
-CONFIGS |= _first_order(NESTEROV, "nesterov", 7, 2, optimizer="sgd", nesterov=True, momentum=0.976, weight_decay=5e-5)
-CONFIGS |= _first_order(LAMB, "lamb", 0.04, 4, optimizer="lamb", weight_decay=1e-2)
+CONFIGS |= {
+    f"{kind}-{name}": dict(
+        global_batch=OSAWA[name][0], epochs=float(row[k][0]), warmup_epochs=float(row[k][1]), arch="resnet50",
+        learning_rate=round(rate * math.sqrt(OSAWA[name][0] / 32768), digits), schedule="polynomial", local_batch=32,
+        sync_batch_norm=False, label_smoothing=0.1, **rest,
+    )
+    for k, (kind, (rate, digits, rest)) in enumerate(BASELINES.items()) for name, row in FIRST_ORDER.items()
+}  # fmt: skip
+
+
+class Run(NamedTuple):
+    """What no step changes."""
+
+    config: Any
+    dataset: Any
+    model: Any  # inside of the row of devices
+    plain: Any  # the same outside of it
+    num_devices: int
+    local_batch: int
+    micro_batches: int
+    tx: Any = None
+
+    @property
+    def wide(self) -> Any:
+        return jnp.promote_types(self.config.dtype, jnp.float32)
+
+    @property
+    def augmented(self) -> bool:
+        return bool(self.config.mixup_alpha or self.config.cutmix_alpha) or self.config.erasing != "none"
 
 
 # Augmentation of a batch, after the host's crop and flip. Random numbers are a function of seed, step and the image's
@@ -170,17 +183,10 @@ def cutmix(keys: jax.Array, alpha: float, batch: Mixed) -> Mixed:
 def augment(
     keys: jax.Array, step: jax.Array, alpha: float, erasing: str, batch: Mixed, previous: Any, cut: float = 0.0
 ) -> tuple[Mixed, Any]:
-    """What the network sees, and what the next batch is mixed with.
+    """What the network sees, and what the next batch is mixed with, of normalised images with a key each.
 
-    Args:
-      keys: one for each image.
-      step: of the run, from 0.
-      alpha: of mixup; 0 for none, and then nothing is carried.
-      erasing: `"none"`, `"own"`: of what the network sees, `"in-place"`: also of what is carried on, as in the code of
-        Osawa et al. 2019.
-      batch: normalised images and their targets.
-      previous: what the last call carried.
-      cut: alpha of CutMix; 0 for none.
+    `previous` is what the last call carried; nothing is carried without mixup. With `erasing` "in-place" the rectangle
+    is also missing from what is carried on, as in the code of Osawa et al. 2019; with "own" it is not.
     """
     if alpha:
         batch = running_mixup(keys, step, alpha, batch, previous)
@@ -191,8 +197,8 @@ def augment(
     return seen, carried if alpha else ()
 
 
-def normalise(run: Any, images: jax.Array) -> jax.Array:
-    """Images as the network takes them; `run` is that of train.py."""
+def normalise(run: Run, images: jax.Array) -> jax.Array:
+    """Images as the network takes them."""
     if images.dtype != jnp.uint8:  # augmented, and normalised before
         return images
     mean = jnp.array(run.dataset.mean, run.wide)
@@ -200,7 +206,7 @@ def normalise(run: Any, images: jax.Array) -> jax.Array:
     return (images.astype(run.wide) / 255 - mean) / std
 
 
-def augmented(run: Any, step: jax.Array, batch: Any, mixed: Any) -> tuple[Mixed, Any]:
+def augmented(run: Run, step: jax.Array, batch: Any, mixed: Any) -> tuple[Mixed, Any]:
     """What the network sees of images and labels, and what the next step mixes with."""
     images, labels = batch
     seen, config = Mixed(images, jax.nn.one_hot(labels, run.dataset.num_classes, dtype=run.wide)), run.config
@@ -209,6 +215,16 @@ def augmented(run: Any, step: jax.Array, batch: Any, mixed: Any) -> tuple[Mixed,
     seen = seen._replace(images=normalise(run, images).astype(config.dtype))
     own = keys(config.seed, step, own_indices(run.num_devices, run.local_batch, run.micro_batches))
     return augment(own, step, config.mixup_alpha, config.erasing, seen, mixed, config.cutmix_alpha)
+
+
+def mixed_again(run: Run, mesh: Any, first: int, batches: Any, mixed: Any) -> Any:
+    """What running mixup carries after `batches`, those from step `first` on: for a checkpoint that left it out."""
+    split = jax.sharding.PartitionSpec(AXIS)
+    specs: Any = {"in_specs": (jax.sharding.PartitionSpec(), split, split), "out_specs": split}
+    mix = jax.jit(jax.shard_map(lambda *args: augmented(run, *args)[1], mesh=mesh, **specs))
+    for step, got in enumerate(batches, first):
+        mixed = mix(jnp.int32(step), (got.images, got.labels), mixed)
+    return mixed
 
 
 # Schedules, by optimizer steps.
@@ -258,28 +274,40 @@ def damping(config: Any, steps_per_epoch: float) -> Any:
 
 def transform(config: Any, rate: optax.Schedule, steps_per_epoch: float, layers: Any) -> Any:
     """The optimizer as an optax transform whose `update` takes `factors=`, None for first-order methods."""
+    try:
+        return optax.with_extra_args_support(_transform(config, rate, steps_per_epoch, layers))
+    except ValueError as error:
+        raise UserError(f"the options of the optimizer do not go together: {error}") from error
+
+
+def _transform(config: Any, rate: optax.Schedule, steps_per_epoch: float, layers: Any) -> Any:
     decay = config.weight_decay
     match config.optimizer:
         case "kfac":
-            return kfac.kfac(
+            return kfac.presets.large_batch(
                 rate, layers, damping=damping(config, steps_per_epoch), momentum=momentum(config, rate),
                 nesterov=config.nesterov, rate_in_momentum=config.rate_in_momentum,
                 unitwise_damping=config.unitwise_damping, weight_decay=decay, weight_decay_mask=is_kernel,
-                norm_constraint=config.norm_constraint or None, trust_ratio=config.trust_ratio or None,
+                kl_clip=config.kl_clip or None, trust_ratio=config.trust_ratio or None,
                 factor_decay=config.factor_decay, inverse_every=config.inverse_every,
                 inverse=INVERSES[config.inverse](), distribution=kfac.Distribution(AXIS),
             )  # fmt: skip
         case "sgd":
             sgd = optax.sgd(rate, config.momentum, nesterov=config.nesterov)
-            tx = optax.chain(optax.add_decayed_weights(decay, is_kernel), sgd)
+            return optax.chain(optax.add_decayed_weights(decay, is_kernel), sgd)
         case "lars":
-            tx = optax.lars(rate, decay, is_kernel, trust_ratio_mask=is_kernel, momentum=config.momentum,
-                            nesterov=config.nesterov)  # fmt: skip
+            more = {"trust_ratio_mask": is_kernel, "momentum": config.momentum, "nesterov": config.nesterov}
+            return optax.lars(rate, decay, is_kernel, **more)
         case "lamb":
-            tx = optax.lamb(rate, b1=config.momentum, weight_decay=decay, mask=is_kernel)
-        case _:
-            tx = optax.adamw(rate, b1=config.momentum, weight_decay=decay, mask=is_kernel, nesterov=config.nesterov)
-    return optax.with_extra_args_support(tx)
+            return optax.lamb(rate, b1=config.momentum, weight_decay=decay, mask=is_kernel)
+    return optax.adamw(rate, b1=config.momentum, weight_decay=decay, mask=is_kernel, nesterov=config.nesterov)
+
+
+def plan(config: Any, layers: Any) -> str:
+    """What a step would take on each number of devices of `--plan`."""
+    every = {} if isinstance(config.factor_every, str) else {"statistics_every": config.factor_every}
+    options = dict(batch=config.global_batch, inverse=INVERSES[config.inverse](), inverse_every=config.inverse_every)
+    return "\n\n".join(str(kfac.plan(layers, devices=n, **options, **every)) for n in config.plan)
 
 
 def gradient_fn(config: Any, loss_fn: Callable[..., Any], layers: Any, micro_batches: int) -> Callable[..., Any]:

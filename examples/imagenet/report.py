@@ -6,8 +6,11 @@ python examples/imagenet/report.py runs/a runs/b --output curves.png
 import argparse
 import contextlib
 import importlib
+import itertools
 import json
 import math
+import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+import batches
 import processes
 from records import UserError
 
@@ -35,57 +39,47 @@ class Curves(NamedTuple):
     group: str = ""
 
 
-def duration(seconds: float) -> str:
-    """`75` as `1:15`."""
-    minutes, rest = divmod(max(0, round(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
 class Metrics:
     """Appends records to `metrics.jsonl` in `folder`, each with the step it belongs to, in the process that `writes`.
 
     Records after `step` are dropped first: a run that was stopped between two checkpoints makes them again. `services`
     are "tensorboard" and "wandb", which get them too, and "mlperf", for lines in the format of MLPerf's logs.
+    `variables` give names to what is not finite.
     """
 
     def __init__(
-        self, folder: Path, step: int, per_epoch: float = 1.0, watched: Any = None, services: Sequence[str] = (),
+        self, folder: Path, step: int, per_epoch: float = 1.0, variables: Any = None, services: Sequence[str] = (),
         writes: bool = True,
     ) -> None:  # fmt: skip
-        self.records: Records = []
-        self.per_epoch, self.watched = per_epoch, watched
+        path = folder / "metrics.jsonl"
+        self.records = [record for record in read(path) if record["step"] <= step]
+        self.per_epoch, self.services = per_epoch, services if writes else ()
+        params, batch_stats = (variables or {}).get("params"), (variables or {}).get("batch_stats")
+        self.watched = {"gradient": params, "parameter": params, "batch-norm average": batch_stats}
+        self.skipped, self.in_a_row = sum(bool(record.get("skipped")) for record in self.records), 0
         self._file: Any = None
         self._events: Any = None
         self._wandb: Any = None
-        self._mlperf = writes and "mlperf" in services
         self._pending: list[tuple[int, dict[str, Any], Any]] = []
-        path = folder / "metrics.jsonl"
-        self.records = [record for record in read(path) if record["step"] <= step]
-        self.skipped = sum(bool(record.get("skipped")) for record in self.records)
-        self.in_a_row = 0
         self._read_at = time.perf_counter()
         # As if the run had never been stopped.
         self._began = self._read_at - max((record.get("seconds", 0.0) for record in self.records[-100:]), default=0.0)
-        if not writes:
-            return
-        packages = {name: _package(name) for name in ("tensorboardX", "wandb") if name.lower().rstrip("x") in services}
-        with _said(path):
-            # In one go: a run killed here keeps what it had.
-            whole = path.with_suffix(".tmp")
-            whole.write_text("".join(map(_line, self.records)))
-            whole.replace(path)
-            self._file = path.open("a", buffering=1)
-        if "tensorboard" in services:
+        if "tensorboard" in self.services:
             # A resumed run's own later events are hidden: it makes them again.
-            self._events = packages["tensorboardX"].SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
-        if "wandb" in services:
-            self._wandb = packages["wandb"].init(
-                project="kfac-imagenet", name=folder.name, id=folder.name, dir=folder, resume="allow",
-                config=json.loads((folder / "config.json").read_text()),
-            )  # fmt: skip
-
-        self.mlperf("run_start")
+            events = _package("tensorboardX", "tensorboard")
+            self._events = events.SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        if "wandb" in self.services:
+            saved = json.loads((folder / "config.json").read_text()) if (folder / "config.json").exists() else {}
+            about = dict(project="kfac-imagenet", name=folder.name, id=folder.name, dir=folder, resume="allow")
+            self._wandb = _package("wandb", "wandb").init(**about, config=saved)
+        if writes:
+            with _said(path):
+                # In one go: a run killed here keeps what it had.
+                whole = path.with_suffix(".tmp")
+                whole.write_text("".join(map(_line, self.records)))
+                whole.replace(path)
+                self._file = path.open("a", buffering=1)
+        self.mlperf("run_start", "INTERVAL_START")
 
     @property
     def accuracies(self) -> list[float]:
@@ -115,14 +109,8 @@ class Metrics:
             seconds = before + (self._read_at - before) * k / len(pending) - self._began
             record = {name: float(value) for name, value in values.items()}
             left_out = bool(record.get("skipped"))
-            record = {
-                "step": step,
-                "epoch": round(step / self.per_epoch, 4),
-                "seconds": round(seconds, 3),
-                "learning_rate": float(rate(step - 1 - self.skipped)),
-                **record,
-            }
-            self.write(record)
+            record = {"seconds": round(seconds, 3), "learning_rate": float(rate(step - 1 - self.skipped)), **record}
+            self.write({"step": step, **record})
             self.skipped, self.in_a_row = self.skipped + left_out, (self.in_a_row + 1) * left_out
             names = not_finite(record["loss"], squares, self.watched)
             if names if not left_out else self.in_a_row > MOST_SKIPPED:
@@ -135,37 +123,37 @@ class Metrics:
         self.write({"step": step, **result, "broken_images": broken, "seconds": round(self._read_at - self._began, 3)})
 
     def write(self, record: dict[str, Any]) -> None:
-        record = {"step": record["step"], "epoch": round(record["step"] / self.per_epoch, 4), **record}
-        self.records.append(record)
+        step, epoch = record["step"], round(record["step"] / self.per_epoch, 4)
+        self.records.append({"step": step, "epoch": epoch, **record})
         if self._file is not None:
             with _said(Path(self._file.name)):
-                self._file.write(_line(record))
-        numbers = {name: value for name, value in record.items() if name != "step"}
-        if self._events is not None:
-            for name, value in numbers.items():
-                self._events.add_scalar(name, value, record["step"])
+                self._file.write(_line(self.records[-1]))
+        numbers = {name: value for name, value in self.records[-1].items() if name != "step"}
+        for name, value in numbers.items() if self._events is not None else ():
+            self._events.add_scalar(name, value, step)
         if self._wandb is not None:
-            self._wandb.log(numbers, step=record["step"])
+            self._wandb.log(numbers, step=step)
         if "val_accuracy" in record:
-            self.mlperf("eval_accuracy", record["val_accuracy"], epoch_num=record["epoch"])
+            self.mlperf("eval_accuracy", value=record["val_accuracy"], epoch_num=epoch)
 
-    def mlperf(self, key: str, value: Any = None, **metadata: Any) -> None:
+    def mlperf(self, key: str, kind: str = "POINT_IN_TIME", value: Any = None, **metadata: Any) -> None:
         """One line of an MLPerf log, if it is wanted."""
-        if self._mlperf:
-            kind = {"start": "INTERVAL_START", "stop": "INTERVAL_END"}.get(key.rpartition("_")[2], "POINT_IN_TIME")
+        if "mlperf" in self.services:
             entry = {"namespace": "", "time_ms": round(1000 * time.time()), "event_type": kind, "key": key,
                      "value": value, "metadata": metadata}  # fmt: skip
             say(f":::MLLOG {json.dumps(entry)}")
 
     def close(self, success: bool = True, title: str = "") -> None:
         """Ends all, and draws `curves.png`."""
-        self.mlperf("run_stop", None, status="success" if success else "aborted")
+        self.mlperf("run_stop", "INTERVAL_END", status="success" if success else "aborted")
         if self._file is not None:
             folder = Path(self._file.name).parent
             plot([Curves(folder.name, self.records)], folder / "curves.png", title)
-        for service, end in ((self._file, "close"), (self._events, "close"), (self._wandb, "finish")):
-            if service is not None:
-                getattr(service, end)()
+            self._file.close()
+        if self._events is not None:
+            self._events.close()
+        if self._wandb is not None:
+            self._wandb.finish()
 
 
 @contextlib.contextmanager
@@ -177,61 +165,66 @@ def _said(path: Path) -> Any:
                         "on from the last checkpoint") from error  # fmt: skip
 
 
-def _package(name: str) -> Any:
+def _package(name: str, option: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise UserError(f"--{name.lower().rstrip('x')} needs the package {name}; pip install {name}") from error
+        raise UserError(f"--{option} needs the package {name}; pip install {name}") from error
 
 
 def _line(record: dict[str, Any]) -> str:
     # JSON knows no NaN.
-    known = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
-    }
-    return json.dumps(known) + "\n"
+    finite = {k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in record.items()}
+    return json.dumps(finite) + "\n"
 
 
 def say(text: str) -> None:
-    """Prints a line, above the progress bar of a terminal."""
-    tqdm.write(text, file=sys.stdout)
-    sys.stdout.flush()
+    """Prints a line in one of the processes, above the progress bar of a terminal."""
+    if processes.is_first():
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
 
 
 class Trace:
     """Writes what `jax.profiler` sees of the steps from `first` to `last`, 0 and 0 for none."""
 
-    def __init__(self, first: int, last: int, folder: Path) -> None:
-        self.first, self.last, self.folder, self.running = first, last, folder, False
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last, self.running = first, last, False
 
-    def before(self, step: int) -> None:
+    def before(self, step: int, folder: Path) -> None:
         if self.first <= step <= self.last and not self.running:
-            jax.profiler.start_trace(str(self.folder))
+            jax.profiler.start_trace(str(folder / "profile"))
             self.running = True
 
-    def after(self, step: int, result: Any) -> None:
-        if self.running and step == self.last:
+    def after(self, step: int, result: Any, ends: bool) -> None:
+        if self.running and (ends or step == self.last):
             jax.block_until_ready(result)
-            self.end()
-
-    def end(self) -> None:
-        if self.running:
             jax.profiler.stop_trace()
             self.running = False
 
 
-def line(step: int, total: int, record: dict[str, Any], speed: float, batch: int, left: float) -> str:
-    """What the terminal says of a step; `speed` in steps a second, `left` in seconds."""
-    text = (f"step {step:>{len(str(total))}}/{total}  epoch {record['epoch']:5.1f}  loss {record['loss']:.4f}  "
-            f"accuracy {record['accuracy']:6.1%}")  # fmt: skip
-    if "val_loss" in record:
-        text += f"  val loss {record['val_loss']:.4f}  val accuracy {record['val_accuracy']:.1%}"
-    return f"{text}  {speed * batch:,.0f} images/s  {1 / speed:.2f} s/step  {duration(left)} left"
+class Progress:
+    """A bar on a terminal, and lines that stay."""
 
+    def __init__(self, start: int, total: int, batch: int, per_epoch: float) -> None:
+        self.batch, self.per_epoch, self.total, self.at, self.start = batch, per_epoch, total, start, start
+        hidden = None if processes.is_first() else True
+        self.bar = tqdm(total=total, initial=start, unit="step", leave=False, disable=hidden)
+        self.speed, self.began = 0.0, time.perf_counter()
+        self.last_line = self.began
 
-def bar(total: int, start: int, shown: bool) -> Any:
-    """A progress bar, on a terminal."""
-    return tqdm(total=total, initial=start, unit="step", leave=False, disable=None if shown else True)
+    def read(self, step: int) -> None:
+        """To be called when the device has done `step`: validation and checkpoints are no part of the speed."""
+        self.speed, self.at = (step - self.at) / (time.perf_counter() - self.last_line), step
+
+    def line(self, step: int, record: dict[str, Any]) -> None:
+        text = (f"step {step:>{len(str(self.total))}}/{self.total}  epoch {step / self.per_epoch:5.1f}  "
+                f"loss {record['loss']:.4f}  accuracy {record['accuracy']:6.1%}")  # fmt: skip
+        if "val_loss" in record:
+            text += f"  val loss {record['val_loss']:.4f}  val accuracy {record['val_accuracy']:.1%}"
+        self.last_line = time.perf_counter()
+        left = tqdm.format_interval((self.total - step) * (self.last_line - self.began) / (step - self.start))
+        say(f"{text}  {self.speed * self.batch:,.0f} images/s  {1 / self.speed:.2f} s/step  {left} left")
 
 
 def squares(tree: Any) -> Any:
@@ -249,6 +242,28 @@ def not_finite(loss: float, squares: dict[str, Any], trees: dict[str, Any]) -> s
             name = jax.tree_util.keystr(bad[0], simple=True, separator="/")
             found.append(f"the {kind} {name}" + (f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""))
     return " and ".join(found)
+
+
+def input_speed(split: Any, batch: int, images: int, workers: int) -> None:
+    """Prints how many images a second the input pipeline alone delivers, and for how much processor time."""
+    steps = -(-images // batch)
+    # More than are taken, so that the workers are as busy at the end as at the beginning.
+    stream = batches.train_batches(split, batch, 0, 0, 2 + 2 * steps)
+    broken = {name for _ in range(2) for name in next(stream).broken}
+    began, busy = time.perf_counter(), _cpu_seconds()
+    broken |= {name for _ in range(steps) for name in next(stream).broken}
+    seconds, cpu, images = time.perf_counter() - began, _cpu_seconds() - busy, steps * batch
+    stream.close()
+    print(f"{images} images in batches of {batch} by {workers} worker(s), {len(broken)} broken: {images / seconds:.0f} "
+          f"images/s; {images / cpu:.0f} images/s per core, by {1e3 * cpu / images:.2f} ms of its time")  # fmt: skip
+
+
+def _cpu_seconds() -> float:
+    """Processor time, user and system, of this process and its workers so far."""
+    # The name, in parentheses, may hold anything; user and system time are fields 14 and 15.
+    stats = [Path(f"/proc/{worker.pid}/stat").read_text() for worker in multiprocessing.active_children()]
+    ticks = sum(int(field) for text in stats for field in text.rpartition(")")[2].split()[11:13])
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def read(path: Path) -> Records:
@@ -281,76 +296,57 @@ def load(folder: Path) -> Curves:
 def plot(runs: list[Curves], path: Path, title: str) -> None:
     """Loss and accuracy against steps, epochs and seconds; training thin, validation with dots."""
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
-    across = [("step", "optimizer step"), ("epoch", "epoch"), ("seconds", "seconds of training")]
     figure = Figure(figsize=(14, 7.5), layout="constrained")
-    if title:
-        figure.suptitle(title)
+    figure.suptitle(title)
     grid = figure.subplots(2, 3, sharex="col", sharey="row")
     groups: dict[str, list[Curves]] = {}
     for run in runs:
-        color = f"C{list(groups | {run.group or run.label: None}).index(run.group or run.label) % 10}"
         groups.setdefault(run.group or run.label, []).append(run)
-        for row, key in enumerate(("loss", "accuracy")):
-            factor = 100 if key == "accuracy" else 1
-            train = [r for r in run.records if r.get(key) is not None]
-            val = [r for r in run.records if r.get("val_" + key) is not None]
-            for column, (name, _) in enumerate(across):
-                axes = grid[row, column]
-                x, y = _points(train, name, key)
-                axes.plot(*_smooth(x, y * factor), color=color, alpha=0.45, linewidth=1)
-                x, y = _points(val, name, "val_" + key)
-                axes.plot(x, y * factor, color=color, marker="o", markersize=3.5, linewidth=1.8)
-    _scale(grid, runs)
-    for row, label in enumerate(("loss", "accuracy (%)")):
-        grid[row, 0].set_ylabel(label)
-        for column, (_, name) in enumerate(across):
-            grid[row, column].grid(alpha=0.3)
-            if row == 1:
-                grid[row, column].set_xlabel(name)
-    _legend(figure, groups)
-    figure.savefig(path, dpi=110)
-
-
-def _points(records: Records, across: str, key: str) -> tuple[np.ndarray, np.ndarray]:
-    found = [(r[across], r[key]) for r in records if r.get(across) is not None]
-    x, y = zip(*found, strict=True) if found else ((), ())
-    return np.array(x, float), np.array(y, float)
-
-
-def _smooth(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Means over a fortieth of the run: what single batches do hides where it goes."""
-    window = max(1, len(y) // 40)
-    if len(y) < window or not len(y):
-        return x, y
-    return x[window - 1 :], np.convolve(y, np.ones(window) / window, "valid")
-
-
-def _scale(grid: Any, runs: list[Curves]) -> None:
+    for color, group in enumerate(groups.values()):
+        for run, (row, key), (column, across) in itertools.product(
+            group, enumerate(("loss", "accuracy")), enumerate(("step", "epoch", "seconds"))
+        ):
+            x, y = _points(run.records, across, key)
+            # Means over a fortieth of the run: what single batches do hides where it goes.
+            window = max(1, len(y) // 40)
+            x, y = x[window - 1 :], np.convolve(y, np.ones(window) / window, "valid") if len(y) else y
+            grid[row, column].plot(x, y, f"C{color}", alpha=0.45, linewidth=1)
+            grid[row, column].plot(*_points(run.records, across, f"val_{key}"), f"C{color}o-", markersize=3.5)
+    for column, name in enumerate(("optimizer step", "epoch", "seconds of training")):
+        grid[1, column].set_xlabel(name)
+    grid[0, 0].set_ylabel("loss")
+    grid[1, 0].set_ylabel("accuracy (%)")
+    for axes in grid.flat:
+        axes.grid(alpha=0.3)
     losses = [r[key] for run in runs for r in run.records for key in ("loss", "val_loss") if r.get(key) is not None]
     if losses:
         # A few losses of 100 would flatten all the others.
         low, high = min(losses), float(np.quantile(losses, 0.95))
         grid[0, 0].set_ylim(low - 0.05 * (high - low or 1), high + 0.25 * (high - low or 1))
     grid[1, 0].set_ylim(0, 101)
-
-
-def _legend(figure: Any, groups: dict[str, list[Curves]]) -> None:
-    from matplotlib.lines import Line2D
-
-    handles = []
-    for k, (name, runs) in enumerate(groups.items()):
-        accuracies = [[r["val_accuracy"] for r in run.records if r.get("val_accuracy") is not None] for run in runs]
-        last = [found[-1] for found in accuracies if found]
-        label = name
-        if len(runs) > 1 and last:
-            label += f" ({len(last)} runs, {np.mean(last):.1%} at the end, from {min(last):.1%} to {max(last):.1%})"
-        elif last:
-            label = f"{runs[0].label} ({last[0]:.1%} at the end, best {max(accuracies[0]):.1%})"
-        handles.append(Line2D([], [], color=f"C{k % 10}", linewidth=3, label=label))
-    handles.append(Line2D([], [], color="gray", marker="o", markersize=3.5, linewidth=1.8, label="validation"))
+    handles = [
+        Line2D([], [], color=f"C{k}", linewidth=3, label=_summary(*item)) for k, item in enumerate(groups.items())
+    ]
+    handles.append(Line2D([], [], color="gray", marker="o", markersize=3.5, label="validation"))
     handles.append(Line2D([], [], color="gray", alpha=0.45, linewidth=1, label="training, as augmented"))
     figure.legend(handles=handles, loc="outside lower center", ncols=min(2, len(handles)), frameon=False)
+    figure.savefig(path, dpi=110)
+
+
+def _points(records: Records, across: str, key: str) -> tuple[np.ndarray, np.ndarray]:
+    found = [(r[across], r[key]) for r in records if r.get(key) is not None and r.get(across) is not None]
+    x, y = np.array(found, float).reshape(-1, 2).T
+    return x, y * 100 if key.endswith("accuracy") else y
+
+
+def _summary(name: str, runs: list[Curves]) -> str:
+    accuracies = [[r["val_accuracy"] for r in run.records if r.get("val_accuracy") is not None] for run in runs]
+    last = [found[-1] for found in accuracies if found]
+    if len(last) > 1:
+        return f"{name} ({len(last)} runs, {np.mean(last):.1%} at the end, from {min(last):.1%} to {max(last):.1%})"
+    return f"{runs[0].label} ({last[0]:.1%} at the end, best {max(accuracies[0]):.1%})" if last else name
 
 
 def main(args: list[str]) -> None:

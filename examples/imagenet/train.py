@@ -2,10 +2,9 @@
 
 python examples/imagenet/train.py                          # digits, ten K-FAC steps an epoch, on a CPU
 python examples/imagenet/train.py --config bs128k --data-dir imagenet --output runs/a    # the same again goes on
-python examples/imagenet/train.py --config bs128k --data cifar10 --global-batch auto
 python examples/imagenet/train.py --eval runs/a            # its best checkpoint
+python examples/imagenet/train.py --config bs128k --data synthetic --plan 128 512   # what a step would take
 python examples/imagenet/train.py --distributed            # in each process: launch/
-python examples/imagenet/train.py --help
 """
 
 import os
@@ -24,7 +23,6 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +32,7 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+import batches
 import checkpoints
 import config as cfg
 import data
@@ -42,14 +41,13 @@ import models
 import processes
 import recipe
 import report
-from recipe import AXIS, Mixed
+from recipe import AXIS, Mixed, Run
 from records import UserError
+from report import say
 
 SAME, SPLIT = PartitionSpec(), PartitionSpec(AXIS)
 # Inverses go stale fast at first, so each of the first steps collects statistics whatever --factor-every says.
 FACTOR_WARMUP = 10
-# Batches out of which a run that goes on makes its mixed images again: all before weighs some 2^-24 of a pixel.
-REMADE = 10
 
 
 class State(NamedTuple):
@@ -62,27 +60,6 @@ class State(NamedTuple):
     opt_state: Any
     mixed: Any  # what running mixup carries on, split over devices like the batch
     loss_scale: Any  # of float16
-
-
-class Run(NamedTuple):
-    """What no step changes."""
-
-    config: cfg.Config
-    dataset: data.Dataset
-    model: Any  # inside of the row of devices
-    plain: Any  # the same outside of it
-    num_devices: int
-    local_batch: int
-    micro_batches: int
-    tx: Any = None
-
-    @property
-    def wide(self) -> Any:
-        return jnp.promote_types(self.config.dtype, jnp.float32)
-
-    @property
-    def augmented(self) -> bool:
-        return bool(self.config.mixup_alpha or self.config.cutmix_alpha) or self.config.erasing != "none"
 
 
 # What is compiled: each function works on one of a row of devices.
@@ -146,10 +123,11 @@ def train_step(run: Run, gradients: Callable[..., Any], state: State, batch: Any
     metrics["parameter_norm"] = jnp.sqrt(jnp.sum(squares["parameter"]))
     if config.optimizer == "kfac":
         metrics |= {f"kfac/{name}": value for name, value in kfac.diagnostics(opt_state).items()}
+        metrics["kfac/with_statistics"] = jnp.array(factors is not None)
     return State(state.step + 1, params, batch_stats, ema, opt_state, mixed, loss_scale), metrics, squares
 
 
-def eval_step(run: Run, weights: tuple[Any, Any], batch: data.Batch) -> tuple[jax.Array, ...]:
+def eval_step(run: Run, weights: tuple[Any, Any], batch: batches.Batch) -> tuple[jax.Array, ...]:
     params, batch_stats = weights
     variables = {"params": params, "batch_stats": batch_stats}
     logits = run.plain.apply(variables, recipe.normalise(run, batch.images), train=False)
@@ -164,7 +142,7 @@ def main(args: list[str]) -> None:
     began = time.perf_counter()
     config = cfg.parse(args)
     if config.print_config:
-        print(json.dumps(dataclasses.asdict(config), indent=2, default=str))
+        print(json.dumps(vars(config), indent=2, default=str))
         return
 
     # The devices in a row, over which each batch is split. One device is a row too.
@@ -182,25 +160,23 @@ def main(args: list[str]) -> None:
     micro_batches = batch // (mesh.size * local_batch)
     stop_at = min(total, config.stop_after or total)
     eval_every = config.eval_every or max(1, round(per_epoch))
-    trace = report.Trace(*cfg.traced_steps(config.profile, stop_at), config.output / "profile")
-    # Each process has named a new folder by its own clock.
-    output = Path(processes.everyone(str(config.output))[0])
-    config = dataclasses.replace(config, output=output)
-    if len(set(processes.everyone(str(dataset.found())))) > 1:
-        raise UserError("the processes do not see the same images; --data-dir must be one that all of them see")
-    held = None if config.eval else processes.on_first(lambda: cfg.open_output(config, dataset.found()))
+    trace = report.Trace(*cfg.traced_steps(config.profile, stop_at))
+    if config.input_speed:
+        report.input_speed(dataset.train, batch, config.input_speed, config.workers)
+        return
+    output, lock = config.output, None
+    if not (config.eval or config.plan):
+        output, lock = processes.open_output(config, dataset.found())
     say(f"{dataset.name}: {size} training and {len(dataset.val)} validation images of "
         f"{'x'.join(map(str, dataset.shape))}, {dataset.num_classes} classes"
         + (f" ({dataset.note})" if dataset.note else ""))  # fmt: skip
-    broken = data.Broken(config.max_broken * (size + len(dataset.val)))
-    rows = data.own_rows(mesh, jax.process_index(), local_batch, micro_batches)
+    broken = batches.Broken(config.max_broken * (size + len(dataset.val)))
+    rows = batches.own_rows(mesh, jax.process_index(), local_batch, micro_batches)
+    # Global arrays, split over the devices, from what this process has loaded of them.
+    place = functools.partial(jax.tree.map, functools.partial(jax.make_array_from_process_local_data, split))
 
-    def place(arrays: Any) -> Any:
-        """Global arrays, split over the devices, from what this process has loaded of them."""
-        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(split, x), arrays)
-
-    def train_batches(first: int, last: int) -> Iterator[data.Batch]:
-        return data.prefetch(data.train_batches(dataset.train, batch, config.seed, first, last, rows), place)
+    def train_batches(first: int, last: int) -> Iterator[batches.Batch]:
+        return batches.prefetch(batches.train_batches(dataset.train, batch, config.seed, first, last, rows), place)
 
     # The network.
     plain = models.create(config.arch, dataset.num_classes, config.dtype, config.width, init_scheme=config.init,
@@ -215,21 +191,20 @@ def main(args: list[str]) -> None:
         "warm-up")  # fmt: skip
 
     # Validation: loss and accuracies over all readable images, each counted once.
-    eval_size = mesh.size * min(local_batch, -(-len(dataset.val) // mesh.size))
-    eval_rows = data.own_rows(mesh, jax.process_index(), eval_size // mesh.size, 1)
+    eval_local = min(local_batch, -(-len(dataset.val) // mesh.size))
+    eval_rows = batches.own_rows(mesh, jax.process_index(), eval_local, 1)
     evaluate = jax.jit(on_devices(functools.partial(eval_step, run), in_specs=(SAME, SPLIT), out_specs=SAME))
 
     def validate(weights: Any) -> dict[str, float]:
         sums = np.zeros(4)
-        for got in data.prefetch(data.val_batches(dataset.val, eval_size, eval_rows), place):
+        for got in batches.prefetch(batches.val_batches(dataset.val, mesh.size * eval_local, eval_rows), place):
             broken.note(got.broken)
             sums += np.array(jax.device_get(evaluate(weights, got._replace(broken=()))), np.float64)
         if not sums[3]:
             raise UserError("none of the validation images can be read")
-        loss, accuracy, top5 = sums[:3] / sums[3]
-        return {"val_loss": float(loss), "val_accuracy": float(accuracy), "val_top5_accuracy": float(top5)}
+        return dict(zip(("val_loss", "val_accuracy", "val_top5_accuracy"), (sums[:3] / sums[3]).tolist(), strict=True))
 
-    if config.eval is not None:
+    if config.eval:
         *weights, at = checkpoints.weights(config.eval)
         found = validate(jax.device_put(tuple(weights), same))
         say(f"{config.eval}, step {at}: validation loss {found['val_loss']:.4f}, accuracy {found['val_accuracy']:.2%}, "
@@ -244,11 +219,11 @@ def main(args: list[str]) -> None:
                         jax.ShapeDtypeStruct((local_batch, dataset.num_classes), run.wide))  # fmt: skip
         layers = kfac.find_layers(functools.partial(loss_fn, run, plain), variables["params"], variables["batch_stats"],
                                   example, jnp.float32(1) if half else None, has_aux=True)  # fmt: skip
+    if config.plan:
+        say(recipe.plan(config, layers))
+        return
     rate = recipe.learning_rate(config, per_epoch, total)
-    try:
-        run = run._replace(tx=recipe.transform(config, rate, per_epoch, layers))
-    except ValueError as error:
-        raise UserError(f"the options of the optimizer do not go together: {error}") from error
+    run = run._replace(tx=recipe.transform(config, rate, per_epoch, layers))
 
     # The state: the same on all devices but for the layers that each one owns and the images that it has mixed.
     say("compiling ...")
@@ -290,48 +265,41 @@ def main(args: list[str]) -> None:
             raise UserError(f"the run in {output} is at step {start}, and is to end at step {stop_at}; give --steps, "
                             "--epochs or --stop-after beyond it")  # fmt: skip
         if lean:
-            mix = jax.jit(
-                on_devices(
-                    lambda *args: recipe.augmented(run, *args)[1], in_specs=(SAME, SPLIT, SPLIT), out_specs=SPLIT
-                )
-            )
-            for at, got in enumerate(train_batches(max(0, start - REMADE), start), max(0, start - REMADE)):
-                mixed = mix(jnp.int32(at), (got.images, got.labels), mixed)
-            state = state._replace(mixed=mixed)
-    processes.on_first(lambda: cfg.save(config, dataset.found(), output))
+            first = max(0, start - recipe.REMADE)
+            state = state._replace(mixed=recipe.mixed_again(run, mesh, first, train_batches(first, start), mixed))
+    processes.on_first(lambda: processes.save(config, dataset.found(), output))
     services = [name for name in ("tensorboard", "wandb", "mlperf") if getattr(config, name)]
-    watched = {"gradient": variables["params"], "parameter": variables["params"],
-               "batch-norm average": variables["batch_stats"]}  # fmt: skip
-    metrics = report.Metrics(output, start, per_epoch, watched, services, writes=processes.is_first())
+    metrics = report.Metrics(output, start, per_epoch, variables, services, writes=processes.is_first())
 
     # The loop. SIGTERM and Ctrl-C end it after the step at hand, with a checkpoint; a second one ends it now.
-    stop, step, window, target = processes.Stop(), start, 0, config.target_accuracy or math.inf
+    stop, step, target = processes.Stop(), start, config.target_accuracy or math.inf
     why = f"--stop-after {stop_at}"
     if max(metrics.accuracies, default=0) >= target:
         stop_at, why = start, "--target-accuracy, reached"
-    bar = report.bar(total, start, processes.is_first())
-    loop_began = last_line = last_save = time.perf_counter()
+    progress, last_save = report.Progress(start, total, batch, per_epoch), time.perf_counter()
     for step, got in enumerate(train_batches(start, stop_at), start + 1):
         done = step - 1
         due = interval.due(done) if isinstance(config.factor_every, str) else done % config.factor_every == 0
         with_factors = due or done < FACTOR_WARMUP
-        trace.before(step)
+        trace.before(step, output)
         state, values, squares = (full_step if with_factors else cheap_step)(state, (got.images, got.labels))
-        trace.after(step, state)
         broken.note(got.broken)
-        if use_kfac:
-            values = values | {"kfac/with_statistics": with_factors}
         if config.factor_every == "adaptive" and with_factors:
             interval.record(done, float(values["kfac/statistics_change"]))  # waits for the device
         metrics.add(step, values, squares)
-        window += 1
-        bar.update()
+        progress.bar.update()
 
         # What there is to do after this step. By the clock only where a single process decides, or at fixed steps.
         now = time.perf_counter()
         last = step == stop_at or stop.asked(step)
+        trace.after(step, state, last)
         check = step % eval_every == 0 or step == total
-        log = check or last or step % config.log_every == 0 or (now - last_line > 10 and jax.process_count() == 1)
+        log = (
+            check
+            or last
+            or step % config.log_every == 0
+            or (now - progress.last_line > 10 and jax.process_count() == 1)
+        )
         late = now - last_save > 60 * config.checkpoint_minutes
         if jax.process_count() > 1:
             late = log and processes.everyone(str(late))[0] == "True"
@@ -341,48 +309,39 @@ def main(args: list[str]) -> None:
 
         # Reading the numbers waits for the device, hence not after each step.
         record = metrics.flush(rate)
+        progress.read(step)
         if record["bad"]:
             saved.close()
             raise UserError(f"{record['bad']}; {saved.describe()}; a new run may do with --skip-nonfinite, "
                             f"{f'a --damping above {config.damping} or ' if use_kfac else ''}"
                             f"a --learning-rate below {config.learning_rate}")  # fmt: skip
-        speed = window / (time.perf_counter() - last_line)
         result: dict[str, float] = {}
         if check:
             result = validate(state.ema if config.ema else (state.params, state.batch_stats))
-            broken |= processes.union(broken)
-            metrics.validated(step, result, len(broken))
             if result["val_accuracy"] >= target:
                 save, last, why = True, True, "--target-accuracy, reached"
+        broken |= processes.union(broken)
+        if check:
+            metrics.validated(step, result, len(broken))
         if save:
-            broken |= processes.union(broken)
             extra = {"broken": sorted(broken), "interval": dataclasses.asdict(interval)}
             saved.save(step, state, extra, result.get("val_accuracy"))
             last_save = time.perf_counter()
-        left = (total - step) * (time.perf_counter() - loop_began) / (step - start)
-        say(report.line(step, total, record | result, speed, batch, left))
-        last_line, window = time.perf_counter(), 0
+        progress.line(step, record | result)
         if last:
             break
 
     # The end.
-    bar.close()
-    trace.end()
+    progress.bar.close()
     saved.close()
     stop.restore()
+    processes.release(lock)
     title = f"{dataset.name}, {config.arch}, {config.optimizer}, batch {batch}"
     metrics.close(success=step == total or "reached" in why, title=title)
     why = signal.Signals(stop.signal).name if stop.signal else why
     say(f"{f'stopped by {why} at step {step} of {total}' if step < total else f'done: {total} steps'}; {title}; "
         f"validation accuracy {metrics.best()}; {len(broken)} broken images; {metrics.skipped} steps left out; "
         f"{time.perf_counter() - began:.1f} s, of which {compile_seconds:.1f} s compiling; {output}")  # fmt: skip
-    if held is not None:
-        os.close(held)  # the folder is free again
-
-
-def say(text: str) -> None:
-    if processes.is_first():
-        report.say(text)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import numpy as np
 
 import plans
 import training
-from data import Plan as BatchPlan
+from batches import Plan as BatchPlan
 from methods import METHODS
 from plans import RULES
 from records import UserError

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import models
-from data import ArraySplit, read_cifar10
+from batches import ArraySplit, read_cifar10
 from records import UserError
 
 

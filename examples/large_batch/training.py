@@ -16,7 +16,7 @@ import optax
 
 import kfac
 import methods
-from data import Plan
+from batches import Plan
 from tasks import Task
 
 # Settings that make another program; all others are numbers that the program takes as arguments.
