@@ -189,7 +189,9 @@ KFAC_OPTIONS = (
 
 
 # What settings that say nothing of it mean; the length of a step is then that of the natural gradient.
-PLAIN = {"momentum": 0.9, "rate_in_momentum": False, "damping": 1e-3, "factor_decay": 0.95, "unitwise_damping": 1.0}
+PLAIN: Settings = {
+    "momentum": 0.9, "rate_in_momentum": False, "damping": 1e-3, "factor_decay": 0.95, "unitwise_damping": 1.0,
+}  # fmt: skip
 
 
 class Method(NamedTuple):

@@ -80,10 +80,10 @@ def adaptive_damping(
 
     Args:
       optimizer: makes the whole optimizer from a damping,
-        `lambda damping: kfac.kfac(rate, layers, damping=damping, trust_ratio=None)`. It is called in every update, and must use the damping that it is given: one that `optax.inject_hyperparams`
-        holds inside stays what it was at first (pass it past that). What changes the updates belongs inside, too: the
-        ratio is that of the step that comes out here. `optax.inject_hyperparams` around it needs
-        `static_args="optimizer"`.
+        `lambda damping: kfac.kfac(rate, layers, damping=damping, trust_ratio=None)`. It is called in every update, and
+        must use the damping that it is given: one that `optax.inject_hyperparams` holds inside stays what it was at
+        first (pass it past that). What changes the updates belongs inside, too: the ratio is that of the step that
+        comes out here. `optax.inject_hyperparams` around it needs `static_args="optimizer"`.
       initial: the damping to begin with.
       every: steps from one measurement to the next.
       decay: factor on the damping per step, in (0, 1).

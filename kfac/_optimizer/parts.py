@@ -164,7 +164,7 @@ def scale_layers(layers: Layers) -> optax.GradientTransformationExtraArgs:
         if params is None:
             raise ValueError('trust_ratio="auto" needs the parameters: call update(grads, state, params)')
         leaves, kernels, gradients = (leaves_by_path(tree) for tree in (updates, params, unpreconditioned))
-        scaled = {}
+        scaled: dict[str, jax.Array] = {}
         for layer in blocks:
             path, layout = layer.params[0], layer.layouts[0]
             if path not in leaves:
