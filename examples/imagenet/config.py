@@ -429,6 +429,8 @@ def load(folder: Path) -> tuple[Config, dict[str, Any]]:
     try:
         values = json.loads(path.read_text())
         found = values.pop("found")
+        if missing := {"data", "optimizer"} - values.keys():
+            raise KeyError(f"it has no {', '.join(sorted(missing))}")
         return Config(**{**values, **{name: getattr(Config, name) for name in NOT_REMEMBERED}}), found
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is not a configuration of this script ({error})") from error

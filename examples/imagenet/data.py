@@ -3,6 +3,8 @@
 Workers import this module and what it imports, which is little.
 """
 
+import contextlib
+import ctypes
 import importlib.util
 import io
 import os
@@ -304,10 +306,10 @@ def start(pieces: Pieces, workers: int, again: bool) -> Any:
         if need > free:
             raise UserError(f"--workers {workers} need {need >> 20} MB of shared memory, but {shared} has {free >> 20} "
                             "MB; give the container more (docker run --shm-size) or take fewer workers")  # fmt: skip
-        # Image after image the C library would give its memory back to the system, a tenth of all time.
-        os.environ |= {"MALLOC_TRIM_THRESHOLD_": str(64 << 20), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
         # A new process would import the main script, and with it everything that training needs, for nothing.
         vars(sys.modules["__main__"]).pop("__file__", None)
+    else:
+        _keep_memory()
     dataset: Any = grain.MapDataset.range(len(pieces)).map(pieces)
     if again:
         dataset = dataset.repeat()
@@ -318,11 +320,19 @@ def start(pieces: Pieces, workers: int, again: bool) -> Any:
     return iter(dataset.mp_prefetch(options, worker_init_fn=_start_worker))
 
 
+def _keep_memory() -> None:
+    """Image after image the C library may give its memory back to the system, up to a tenth of all time."""
+    with contextlib.suppress(OSError, AttributeError):  # where it is not glibc
+        mallopt, trim_threshold, mmap_threshold = ctypes.CDLL(None).mallopt, -1, -3
+        mallopt(trim_threshold, 64 << 20), mallopt(mmap_threshold, 32 << 20)
+
+
 def _start_worker(index: int, count: int) -> None:
     """In a worker: leaves signals to the main process, but does not outlive it."""
     import multiprocessing
 
     del index, count
+    _keep_memory()
     # Sent to the whole group by a terminal or a batch system; the step at hand still needs its images.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
