@@ -116,7 +116,9 @@ def test_every_option_is_documented_with_its_default():
 
 def test_every_diagnostic_is_documented(names):
     scalars = kfac.diagnostics(names["opt_state"])
-    assert set(_table("## What a run logs")) == set(scalars) | set(kfac.diagnostics(names["adaptive_state"]))
+    clipped = kfac.kfac(0.1, names["layers"], trust_ratio=None, kl_clip=1.0).init(names["params"])
+    found = set(scalars) | set(kfac.diagnostics(names["adaptive_state"])) | set(kfac.diagnostics(clipped))
+    assert set(_table("## What a run logs")) == found
     assert all(np.isfinite(value) for value in scalars.values())
 
 

@@ -129,13 +129,15 @@ def finish(
         local = distribution is not None and distribution.gradients == "local"
         axis = distribution.axis if local and distribution else None
         tx = clip_kl(tx, layers, kl_clip, learning_rate, axis)
+    if isinstance(trust_ratio, str):
+        check_choice("trust_ratio", trust_ratio, ("auto",))
+    elif trust_ratio is not None:
+        check_range("trust_ratio", trust_ratio, 0, math.inf, open_low=True, open_high=True)
     _check_momentum(momentum, nesterov, rate_in_momentum, trust_ratio)
     parts = [] if momentum is None else [scheduled_momentum(momentum, nesterov)]
     if isinstance(trust_ratio, str):
-        check_choice("trust_ratio", trust_ratio, ("auto",))
         parts.append(scale_layers(layers))
     elif trust_ratio is not None:
-        check_range("trust_ratio", trust_ratio, 0, math.inf, open_low=True, open_high=True)
         parts.append(scale_by_layer_trust_ratio(layers, trust_ratio))
     if weight_decay is not None:
         _check_weight_decay(weight_decay, weight_decay_mask)
