@@ -14,10 +14,10 @@ pytestmark = pytest.mark.examples
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "large_batch" / "study.py"
 
 
-def study(*args, check=True):
+def study(*args, check=True, script=SCRIPT):
     """Runs the script in a process of its own: the flags that it sets for JAX are none of the other tests'."""
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
-    done = subprocess.run([sys.executable, SCRIPT, *args], env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, script, *args], env=env, capture_output=True, text=True, check=False)
     if check:
         assert done.returncode == 0, done.stderr
     return done
@@ -112,3 +112,15 @@ print(reporting.crossing([group(40, 0.4, 0.4)], 0.5))
                      for line in done.stdout.splitlines())  # fmt: skip
     assert first == pytest.approx([60, 0])
     assert second == [math.inf, 40.0]
+
+
+def test_the_networks_are_trained_once_with_each_method_and_rate(tmp_path):
+    script, results = SCRIPT.with_name("networks.py"), tmp_path / "networks.jsonl"
+    args = ("--networks", "character transformer", "--steps", "3", "--results", results)
+    study("run", *args, script=script)
+    records = [json.loads(line) for line in results.read_text().splitlines()]
+    assert len(records) == 9 and all(math.isfinite(record["score"]) for record in records)
+    assert not study("run", *args, script=script).stdout
+    assert study("report", *args, script=script).stdout.count("0.06: -") == 2 + 4 * 2  # one has scores below zero
+    stored = study("report", script=script).stdout
+    assert "kfac   0.03: 0.4624   0.06: 0.5048   0.12: 0.5484" in stored

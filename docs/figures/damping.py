@@ -22,7 +22,7 @@ chosen = ("residual network, batch norm", "vision transformer", "character trans
 for place, name in enumerate(chosen):
     problem = networks.PROBLEMS[name](pathlib.Path(sys.argv[1]))
     params, state = problem.init(jax.random.key(0))
-    batch = next(problem.batches(0))
+    batch = next(problem.batches(0, 1))
     layers = kfac.find_layers(problem.loss, params, state, *batch, has_aux=True)
     _, _, factors = jax.jit(kfac.value_and_grad(problem.loss, layers, has_aux=True))(params, state, *batch)
     means = []

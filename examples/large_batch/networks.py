@@ -38,18 +38,17 @@ import topics  # noqa: E402
 from data import Plan  # noqa: E402
 from transformer import Transformer  # noqa: E402
 
-STEPS = 60
 RATES = {"kfac": (0.03, 0.06, 0.12), "muon": (0.03, 0.06, 0.12), "adamw": (0.002, 0.004, 0.008)}
 RESULTS = Path(__file__).resolve().parent / "results" / "networks.jsonl"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
-    """`loss(params, state, *batch) -> (loss, state)`; `score` is what is compared, larger is better."""
+    """`loss(params, state, *batch) -> (loss, state)`, `batches(seed, steps)`; `score` is what is compared, larger is better."""
 
     init: Callable[[jax.Array], tuple[Any, Any]]
     loss: Callable[..., Any]
-    batches: Callable[[int], Iterator[tuple[Any, ...]]]
+    batches: Callable[[int, int], Iterator[tuple[Any, ...]]]
     score: Callable[[Any, Any], float]
     stacked: tuple[str, ...] = ()  # names of what holds a kernel for each layer of a scan
 
@@ -111,8 +110,8 @@ def images(model: nn.Module, data_dir: Path) -> Problem:
     def right(params: Any, state: Any, pixels: Any, labels: Any) -> jax.Array:
         return jnp.mean(jnp.argmax(logits(params, state, pixels, train=False)[0], -1) == labels)
 
-    def batches(seed: int) -> Iterator[tuple[Any, ...]]:
-        for batch in task.train.batches(Plan(len(task.train), 500, np.arange(500), seed, 0, STEPS)):
+    def batches(seed: int, steps: int) -> Iterator[tuple[Any, ...]]:
+        for batch in task.train.batches(Plan(len(task.train), 500, np.arange(500), seed, 0, steps)):
             yield batch.images, batch.labels
 
     def score(params: Any, state: Any) -> float:
@@ -131,8 +130,8 @@ def text(data_dir: Path) -> Problem:
     rows = held_out[: 256 * length].reshape(4, 64, length)
     evaluate = jax.jit(model.loss)
 
-    def batches(seed: int) -> Iterator[tuple[Any, ...]]:
-        for step in range(STEPS):
+    def batches(seed: int, steps: int) -> Iterator[tuple[Any, ...]]:
+        for step in range(steps):
             begin = np.random.default_rng((seed, step)).integers(0, len(train) - length + 1, 64)
             yield (jnp.asarray(train[begin[:, None] + np.arange(length)]),)
 
@@ -172,11 +171,11 @@ def muon(rate: Any, problem: Problem) -> optax.GradientTransformation:
     )  # fmt: skip
 
 
-def run(problem: Problem, method: str, learning_rate: float, seed: int) -> dict[str, Any]:
+def run(problem: Problem, method: str, learning_rate: float, seed: int, steps: int) -> dict[str, Any]:
     """One trial; its score is None where the loss is no longer finite."""
-    rate = methods.schedule(learning_rate, STEPS)
+    rate = methods.schedule(learning_rate, steps)
     params, state = problem.init(jax.random.key(seed))
-    batches = problem.batches(seed)
+    batches = problem.batches(seed, steps)
     first = next(batches)
     layers: Any = None
     if method == "kfac":
@@ -238,9 +237,10 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="file of the trials, a line each")
     parser.add_argument("--networks", nargs="+", default=list(PROBLEMS), choices=list(PROBLEMS), metavar="NAME")
     parser.add_argument("--methods", nargs="+", default=list(RATES), choices=list(RATES))
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     options = parser.parse_args()
-    records = read(options.results)
+    records = [record for record in read(options.results) if record["steps"] == options.steps]
     if options.what == "report":
         report(records)
         return
@@ -252,8 +252,8 @@ def main() -> None:
                 for rate in RATES[method]:
                     if (name, method, rate, seed) in done:
                         continue
-                    trial = {"network": name, "method": method, "rate": rate, "seed": seed}
-                    record = trial | run(problem, method, rate, seed)
+                    trial = {"network": name, "method": method, "rate": rate, "seed": seed, "steps": options.steps}
+                    record = trial | run(problem, method, rate, seed, options.steps)
                     with options.results.open("a") as file:
                         file.write(json.dumps(record) + "\n")
                     print(json.dumps(record), flush=True)

@@ -206,8 +206,8 @@ def ablations(task: str, chosen: tuple[str, ...]) -> Plan:
 
 # What stands in the call is all that is given; statistics of the whole batch.
 DEFAULTS: dict[str, Settings] = {
-    "`kfac.kfac(schedule, layers)`, peak 0.02": {"learning_rate": 0.02},
-    "`kfac.kfac(schedule, layers, nesterov=True, trust_ratio=7.0)`, peak 0.01": {
+    "`kfac.kfac(schedule, layers, trust_ratio=None, nesterov=False)`, peak 0.02": {"learning_rate": 0.02},
+    "`kfac.kfac(schedule, layers, trust_ratio=7.0)`, peak 0.01": {
         "learning_rate": 0.01, "nesterov": True, "trust_ratio": 7.0,
     },
 }  # fmt: skip
