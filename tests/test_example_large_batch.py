@@ -121,6 +121,5 @@ def test_the_networks_are_trained_once_with_each_method_and_rate(tmp_path):
     records = [json.loads(line) for line in results.read_text().splitlines()]
     assert len(records) == 9 and all(math.isfinite(record["score"]) for record in records)
     assert not study("run", *args, script=script).stdout
-    assert study("report", *args, script=script).stdout.count("0.06: -") == 2 + 4 * 2  # one has scores below zero
     stored = study("report", script=script).stdout
     assert "kfac   0.03: 0.4624   0.06: 0.5048   0.12: 0.5484" in stored

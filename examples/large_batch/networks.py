@@ -44,7 +44,7 @@ RESULTS = Path(__file__).resolve().parent / "results" / "networks.jsonl"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
-    """`loss(params, state, *batch) -> (loss, state)`, `batches(seed, steps)`; `score` is what is compared, larger is better."""
+    """`loss(params, state, *batch) -> (loss, state)`, `batches(seed, steps)`; of what `score` says, more is better."""
 
     init: Callable[[jax.Array], tuple[Any, Any]]
     loss: Callable[..., Any]
