@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
 
+from kfac._checks import check_range
 from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.distribution import Distribution
@@ -54,7 +56,7 @@ def large_batch(
       weight_decay: as for `kfac`.
       weight_decay_mask: as for `kfac`.
       kl_clip: as for `kfac`.
-      trust_ratio: as for `kfac`; "auto" with `rate_in_momentum=False` only.
+      trust_ratio: a number, a schedule or None as for `kfac`; with `rate_in_momentum=False` only.
       damping: as for `scale_by_kfac`, like the arguments that follow.
       factor_decay: decay of the running averages of the factors.
       inverse_every: steps between refreshes of the inverses; None leaves them to `refresh`.
@@ -73,6 +75,8 @@ def large_batch(
       Osawa et al., "Large-Scale Distributed Second-Order Optimization Using Kronecker-Factored Approximate Curvature
       for Deep Convolutional Neural Networks", 2019, https://arxiv.org/abs/1811.12019
     """
+    if trust_ratio is not None:
+        check_range("trust_ratio", trust_ratio, 0, math.inf, open_low=True, open_high=True)
     tx = scale_by_kfac(
         layers,
         damping=damping,

@@ -37,8 +37,9 @@ def test_a_kernel_with_its_bias_moves_by_the_norm_of_a_fresh_kernel():
 def test_all_else_moves_by_a_root_mean_square():
     update = one_update(kfac.kfac(0.5, layers(), momentum=None))
     np.testing.assert_allclose(np.linalg.norm(update["out"]["kernel"]), 0.5 * 2, rtol=1e-5)
-    for leaf in (update["norm"]["scale"], update["norm"]["shift"], update["offset"], update["temperature"]):
+    for leaf in (update["norm"]["scale"], update["norm"]["shift"], update["offset"]):
         np.testing.assert_allclose(np.sqrt(np.mean(np.square(leaf))), 0.5 * 0.1, rtol=1e-5)
+    np.testing.assert_allclose(update["temperature"], -0.5 * measured(0)[0]["temperature"], rtol=1e-5)  # skipped
 
 
 def test_directions_are_those_of_the_curvature():
@@ -58,7 +59,8 @@ def test_nothing_depends_on_the_scale_of_the_loss(inverse):
         scaled[name] = fields
     tx = kfac.kfac(0.1, layers(), inverse=inverse)
     larger = one_update(tx, grads=jax.tree.map(lambda g: 100 * g, grads), factors=Factors(scaled))
-    assert_close(larger, one_update(tx), 1e-4)
+    skipped = {"temperature": larger["temperature"]}
+    assert_close(larger, one_update(tx) | skipped, 1e-4)
     plain = plain_kfac(0.1, layers(), inverse=inverse)
     assert differ(one_update(plain, grads=grads, factors=Factors(scaled)), one_update(plain))
 
@@ -79,7 +81,7 @@ def test_each_copy_of_a_stacked_kernel_has_its_own_length():
     np.testing.assert_allclose(np.linalg.norm(update["kernels"], axis=(1, 2)), 0.1 * 5**0.5, rtol=1e-5)
 
 
-def test_a_kernel_before_a_normalisation_is_turned_by_the_rate():
+def test_a_kernel_before_a_normalisation_is_turned_only():
     def loss(params, x, y):
         h = x @ params["kernel"]
         h = (h - h.mean(0)) * jax.lax.rsqrt(h.var(0) + 1e-12)
@@ -93,15 +95,35 @@ def test_a_kernel_before_a_normalisation_is_turned_by_the_rate():
     _, grads, factors = kfac.value_and_grad(loss, found)(params, x, y)
     update = one_update(kfac.kfac(0.1, found, momentum=None), params, grads, factors)
     kernel, moved = params["kernel"], update["kernel"]
-    np.testing.assert_allclose(np.linalg.norm(moved), 0.1 * np.linalg.norm(kernel), rtol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(moved), 0.1 * 2, rtol=1e-5)
     assert abs(np.vdot(kernel, moved)) < 1e-5 * np.linalg.norm(kernel) * np.linalg.norm(moved)
     np.testing.assert_allclose(np.linalg.norm(update["head"]), 0.1 * 2**0.5, rtol=1e-5)
 
 
-def test_what_has_no_gradient_does_not_move():
-    grads = jax.tree.map(jnp.zeros_like, measured(0)[0])
-    update = one_update(kfac.kfac(0.1, layers(), momentum=None), grads=grads)
-    assert all(not np.any(leaf) for leaf in jax.tree.leaves(update))
+def test_what_has_no_gradient_any_more_does_not_move():
+    """Its momentum, however small, would be made as long as ever."""
+    tx = kfac.kfac(0.1, layers())
+    step, params, state = stepper(tx), initial(), tx.init(initial())
+    grads, factors = measured(0)
+    params, state, update = step(grads, state, params, factors)
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(update))
+    _, _, update = step({**grads, "out": jax.tree.map(jnp.zeros_like, grads["out"])}, state, params, factors)
+    assert not np.any(update["out"]["kernel"]) and np.any(update["first"]["kernel"])
+
+
+def test_rows_of_a_table_that_no_one_reads_do_not_lengthen_the_step_of_the_others():
+    def loss(params, tokens):
+        return jnp.mean(jnp.square(jnp.tanh(params["table"][tokens]).sum(-1) - 1))
+
+    lengths = []
+    for rows in (10, 1000):
+        params = {"table": jnp.asarray(np.random.default_rng(0).normal(size=(rows, 4)), jnp.float32)}
+        found = kfac.find_layers(loss, params, jnp.arange(10))
+        _, grads, factors = kfac.value_and_grad(loss, found)(params, jnp.arange(10))
+        update = one_update(kfac.kfac(0.5, found), params, grads, factors)["table"]
+        lengths.append(np.linalg.norm(update[:10]))
+        assert not np.any(update[10:])
+    np.testing.assert_allclose(lengths, 0.5 * 0.1 * 40**0.5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("diagonal", [False, True])
@@ -140,6 +162,9 @@ def test_the_operator_has_the_same_damping(inverse):
     expected = kfac.operator(layers(), state).inv() @ measured(0)[0]
     expected = {**expected, "temperature": measured(0)[0]["temperature"]}  # skipped
     assert_close(updates, expected, 1e-4)
+    if isinstance(inverse, kfac.Eigh):  # named without, it takes the units of the state
+        other = kfac.operator(layers(), state, inverse=kfac.Eigh()).inv() @ measured(0)[0]
+        assert_close(other["out"], expected["out"], 1e-4)
 
 
 def test_without_it_all_is_as_the_curvature_has_it():
@@ -156,6 +181,16 @@ def test_what_would_have_no_effect_with_it_is_refused():
     adaptive = kfac.adaptive_damping(lambda damping: kfac.kfac(1.0, layers(), damping=damping), 1e-2)
     with pytest.raises(ValueError, match="trust_ratio=None"):
         adaptive.init(initial())
+    relative = kfac.Eigh(relative=True)
+    adaptive = kfac.adaptive_damping(lambda damping: plain_kfac(1.0, layers(), damping=damping, inverse=relative), 1e-2)
+    with pytest.raises(ValueError, match="one damping for all layers"):
+        adaptive.init(initial())
+    local = kfac.Distribution("devices", gradients="local")
+    for ratio in ("auto", 1.0):
+        with pytest.raises(ValueError, match=f"trust_ratio={ratio!r} looks at the gradient of the whole batch"):
+            kfac.kfac(0.1, layers(), trust_ratio=ratio, distribution=local)
+    with pytest.raises(ValueError, match="trust_ratio must be a number"):
+        kfac.presets.large_batch(0.1, layers(), trust_ratio="auto", rate_in_momentum=False)
     with pytest.raises(ValueError, match="needs the parameters"):
         tx = kfac.kfac(0.1, layers())
         tx.update(measured(0)[0], tx.init(initial()), factors=measured(0)[1])

@@ -38,7 +38,7 @@ import topics  # noqa: E402
 from data import Plan  # noqa: E402
 from transformer import Transformer  # noqa: E402
 
-RATES = {"kfac": (0.03, 0.06, 0.12), "muon": (0.03, 0.06, 0.12), "adamw": (0.002, 0.004, 0.008)}
+RATES = {"kfac": (0.03, 0.06, 0.12), "muon": (0.03, 0.06, 0.12), "adamw": (0.002, 0.004, 0.008, 0.016, 0.032)}
 RESULTS = Path(__file__).resolve().parent / "results" / "networks.jsonl"
 
 

@@ -104,7 +104,8 @@ class Inverse(abc.ABC):
         Args:
           kept: what `refresh` returned.
           matrices: gradients `[k, d_out, d_in]`.
-          damping: the damping of this step, a scalar. One that is in `kept` is that of the refresh.
+          damping: the damping of this step, a scalar. One that is in `kept` is that of the refresh. Of an inverse that
+            is `relative` it is in units of the mean eigenvalue of each block, which the inverse has to keep to use it.
 
         Returns:
           As `matrices`.

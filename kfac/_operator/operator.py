@@ -334,7 +334,8 @@ def _from_factors(layers: Layers, factors: Factors, inverse: Inverse | None, bas
 
 def _from_state(layers: Layers, state: KfacState, inverse: Inverse | None) -> Source:
     have = next((owned.inverse for owned in state.owned.values()), inverse or Eigh())
-    inverse = inverse or have
+    # The damping of the state is in the units that its inverse has.
+    inverse = dataclasses.replace(inverse, relative=have.relative) if inverse else have
     if inverse.takes_moments and inverse != have:
         raise ValueError(f"inverse={inverse!r}, but the state is that of an optimizer with inverse={have!r}")
     found = list(blocks_of(state, layers, "source"))

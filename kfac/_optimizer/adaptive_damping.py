@@ -18,7 +18,7 @@ from kfac._capture.trace import trace
 from kfac._checks import check_count, check_range, check_type
 from kfac._distributed.distribution import Distribution
 from kfac._optimizer.parts import LayerLengthState
-from kfac._optimizer.state import find_nodes, has_masked
+from kfac._optimizer.state import KfacState, find_nodes, has_masked
 from kfac._varying import AxisName, as_varying, axis_size, varying_axes
 
 WORSE = 3.0  # by so much the damping grows when a step is taken back
@@ -177,10 +177,12 @@ def adaptive_damping(
 
 
 def _checked(inner_state: Any) -> Any:
-    if find_nodes(inner_state, LayerLengthState):
+    relative = any(own.inverse.relative for state in find_nodes(inner_state, KfacState) for own in state.owned.values())
+    if relative or find_nodes(inner_state, LayerLengthState):
         raise ValueError(
-            "adaptive_damping compares the loss with a quadratic model whose minimum the step is, but with "
-            'trust_ratio="auto" steps have other lengths: pass trust_ratio=None to kfac.kfac'
+            "adaptive_damping compares the loss with a quadratic model that has one damping for all layers, and whose "
+            'minimum the step is. With trust_ratio="auto", or an inverse that is relative=True, both are otherwise: '
+            "pass trust_ratio=None to kfac.kfac"
         )
     return inner_state
 

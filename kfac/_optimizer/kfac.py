@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from kfac._checks import check_choice, check_range, check_switch, check_type
+from kfac._checks import check_range, check_switch, check_type
 from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.distribution import Distribution
@@ -57,20 +57,24 @@ def kfac(
       trust_ratio: what makes the length of a layer's step; the curvature makes its direction. None: the curvature makes
         both, and the learning rate is that of natural gradient descent.
 
-        "auto": the step of a kernel with a Kronecker block, its bias included, has the norm `sqrt(d_out)`, which is
+        "auto": the step of a dense or convolutional kernel, its bias included, has the norm `sqrt(d_out)`, which is
         that of a kernel with entries of variance `1 / d_in`; every copy of a stacked kernel by itself. Where the scale
-        of a kernel does not matter to the loss, as before batch norm, the step loses its part along the kernel, which
-        would use up length and turn nothing, and has the norm of the kernel. Such kernels are known by
-        `|cos(w, g)| < 0.1 / sqrt(d)`, with `d` entries in the kernel `w` and its gradient `g` (Heo et al. 2021). The
-        step of every other leaf has the root mean square 0.1.
+        of a kernel does not matter to the loss, as before batch norm, the step first loses its part along the kernel,
+        which would use up length and turn nothing. Such kernels are known by `|cos(w, g)| < 0.1 / sqrt(d)`, with `d`
+        entries in the kernel `w` and its gradient `g`; of others one in twelve steps is at such an angle by chance (Heo
+        et al. 2021). The step of every other leaf with a block, embeddings among them, has the root mean square 0.1
+        over the elements that move. Skipped parameters go by their gradients. What has no gradient does not move.
 
-        A number or a schedule: only kernels are scaled, to this times the norm of the kernel, as LARS does with the
-        gradient; without their part along the kernel as above. A kernel stays as it is where one of the norms is zero.
+        A number or a schedule: only kernels and embeddings are scaled, to this times their norm, as LARS does with the
+        gradient; without their part along the kernel as above. One stays as it is where one of the norms is zero.
+
+        Not with `gradients="local"` of a `Distribution`, but for None.
       damping: see `scale_by_kfac`, also for the arguments that follow. With `trust_ratio="auto"` it is in units of the
         mean eigenvalue of each block, as with `Cholesky(relative=True)`: then nothing depends on the scale of the loss.
         None: 0.1 with "auto", else 1e-3.
       inverse_every: steps between refreshes of the inverses; None leaves them to `refresh`.
-      inverse: how Kronecker blocks are inverted: `Cholesky()`, `Eigh()`, `Ekfac()` or one's own.
+      inverse: how Kronecker blocks are inverted: `Cholesky()`, `Eigh()`, `Ekfac()` or one's own. With "auto" it is made
+        `relative`.
       distribution: how several devices are used, and whether refreshes are staggered; None: one device.
 
     Returns:
@@ -119,6 +123,12 @@ def finish(
 ) -> optax.GradientTransformationExtraArgs:
     """The optimizer around the preconditioner `tx`."""
     check_range("learning_rate", learning_rate, 0, math.inf, open_high=True)
+    local = distribution is not None and distribution.gradients == "local"
+    if local and trust_ratio is not None:
+        raise ValueError(
+            f"trust_ratio={trust_ratio!r} looks at the gradient of the whole batch, which no device has with "
+            "gradients='local': pass trust_ratio=None with it"
+        )
     if kl_clip is not None:
         check_range("kl_clip", kl_clip, 0, math.inf, open_low=True, open_high=True)
         if trust_ratio == "auto":
@@ -126,11 +136,11 @@ def finish(
                 f"kl_clip={kl_clip!r} bounds the length of a step, which trust_ratio='auto' then sets anew: pass "
                 "trust_ratio=None with it"
             )
-        local = distribution is not None and distribution.gradients == "local"
         axis = distribution.axis if local and distribution else None
         tx = clip_kl(tx, layers, kl_clip, learning_rate, axis)
     if isinstance(trust_ratio, str):
-        check_choice("trust_ratio", trust_ratio, ("auto",))
+        if trust_ratio != "auto":
+            raise ValueError(f"trust_ratio must be 'auto', a number, a schedule or None, but is {trust_ratio!r}")
     elif trust_ratio is not None:
         check_range("trust_ratio", trust_ratio, 0, math.inf, open_low=True, open_high=True)
     _check_momentum(momentum, nesterov, rate_in_momentum, trust_ratio)
@@ -154,7 +164,9 @@ def _check_momentum(momentum: Any, nesterov: Any, rate_in_momentum: Any, trust_r
     check_switch("nesterov", nesterov)
     check_switch("rate_in_momentum", rate_in_momentum)
     if rate_in_momentum and trust_ratio is not None:
-        raise ValueError("rate_in_momentum=True has no effect with trust_ratio, which rescales what the momentum gives")
+        raise ValueError(
+            "rate_in_momentum=True has no effect with trust_ratio, which rescales what the momentum gives: pass False"
+        )
     if momentum is not None:
         check_range("momentum", momentum, 0, 1, open_high=True)
     elif nesterov or rate_in_momentum:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -153,11 +154,13 @@ BESIDE_KERNELS = 0.1
 def scale_layers(layers: Layers) -> optax.GradientTransformationExtraArgs:
     """Steps of which each layer's has a length of its own, whatever its curvature and its gradient are.
 
-    The norm `sqrt(d_out)` for the kernel and bias of a Kronecker block together, or that of the kernel where its scale
-    does not matter; a root mean square of 0.1 for every other leaf. The norm `sqrt(d_out)` is that of an orthogonal
-    matrix with at least as many columns as rows: outputs change by as much in networks of any width.
+    The norm `sqrt(d_out)` for the kernel and bias of a dense or convolutional layer together; a root mean square of 0.1
+    for every other leaf with a block, over its elements that move at all. The norm `sqrt(d_out)` is that of an
+    orthogonal matrix with at least as many columns as rows: outputs change by as much in networks of any width. What
+    has no gradient in a step does not move in it: its momentum would be made as long as ever.
     """
     blocks = [layer for layer in layers if layer.kind in ("dense", "conv")]
+    skipped = {path for layer in layers if layer.kind == "skipped" for path in layer.params}
 
     def update(updates, state, params=None, *, unpreconditioned, **extra):
         del extra
@@ -166,35 +169,36 @@ def scale_layers(layers: Layers) -> optax.GradientTransformationExtraArgs:
         leaves, kernels, gradients = (leaves_by_path(tree) for tree in (updates, params, unpreconditioned))
         scaled: dict[str, jax.Array] = {}
         for layer in blocks:
-            path, layout = layer.params[0], layer.layouts[0]
-            if path not in leaves:
+            if layer.params[0] not in leaves:
                 continue  # masked
-            kernel, *bias = (
-                part.to_matrix(_wide(leaves[name])) for part, name in zip(layer.layouts, layer.params, strict=True)
+            update, kernel, gradient = (
+                layer.to_matrix([_wide(tree[path]) for path in layer.params]) for tree in (leaves, kernels, gradients)
             )
-            matrices = (layout.to_matrix(_wide(tree[path])) for tree in (kernels, gradients))
-            kernel, norm = jax.vmap(_own_length)(kernel, *matrices)
-            whole = jnp.concatenate([kernel, *bias], axis=-1)
-            whole = whole * _ratio(norm, _norms(whole))[:, None, None]
-            matrix = layer.from_matrix(whole)
-            scaled |= dict(zip(layer.params, matrix, strict=True))
+            whole = jax.vmap(functools.partial(_turning, bias=layer.has_bias))(update, kernel, gradient)
+            length = jnp.where(_norms(gradient) > 0, layer.d_out**0.5, 0)
+            whole = whole * _ratio(length, _norms(whole))[:, None, None]
+            scaled |= dict(zip(layer.params, layer.from_matrix(whole), strict=True))
 
-        def scale(path, leaf):
+        def scale(path, leaf, gradient):
+            if path in skipped:
+                return leaf
             if path in scaled:
                 return scaled[path]
             wide = _wide(leaf)
-            return wide * _ratio(BESIDE_KERNELS * leaf.size**0.5, jnp.linalg.norm(wide.ravel()))
+            length = jnp.where(jnp.any(gradient != 0), BESIDE_KERNELS * jnp.sqrt(jnp.count_nonzero(wide) * 1.0), 0)
+            return wide * _ratio(length, jnp.linalg.norm(wide.ravel()))
 
-        return map_by_path(scale, updates), state
+        return map_by_path(scale, updates, unpreconditioned), state
 
     return optax.GradientTransformationExtraArgs(lambda params: LayerLengthState(), update)
 
 
-def _own_length(update: jax.Array, kernel: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The update of a kernel without what is of no use, and the norm that it is to have."""
-    free = _is_free(kernel, gradient)
-    length = jnp.where(free, jnp.linalg.norm(kernel), jnp.sqrt(1.0 * kernel.shape[0]))
-    return jnp.where(free, _off_radius(update, kernel), update), length
+def _turning(update: jax.Array, kernel: jax.Array, gradient: jax.Array, *, bias: bool) -> jax.Array:
+    """An update `[d_out, d_in]` without its part along the kernel, where that is of no use; a bias is left alone."""
+    columns = kernel.shape[1] - bias
+    kernel, gradient, own = (x[:, :columns] for x in (kernel, gradient, update))
+    turned = jnp.where(_is_free(kernel, gradient), _off_radius(own, kernel), own)
+    return jnp.concatenate([turned, update[:, columns:]], axis=1)
 
 
 def _norms(stack: jax.Array) -> jax.Array:

@@ -59,7 +59,7 @@ def train_step(
 
     ::
 
-        step = kfac.train_step(loss_fn, 0.02)
+        step = kfac.train_step(loss_fn, 0.05)
         opt_state = step.init(params, batch)
         for batch in batches:
             params, opt_state, loss = step(params, opt_state, batch)
