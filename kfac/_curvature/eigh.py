@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kfac._curvature.inverse import Inverse, identities, per_block, product
+from kfac._curvature.inverse import Inverse, damping_of_blocks, identities, per_block, product
 from kfac._factors import Eigen, Kronecker, is_diagonal
 
 
@@ -62,13 +62,12 @@ class Eigh(Inverse):
 
     def apply(self, kept, matrices, damping):
         """In the eigenbasis, a division."""
-        values = block_eigenvalues(kept)
-        return solve_in_basis(kept, values, matrices, self.damping_of_step(values, damping), self.precision)
+        damping = self.damping_of_step(kept, damping)
+        return solve_in_basis(kept, block_eigenvalues(kept), matrices, damping, self.precision)
 
-    def damping_of_step(self, products, damping):
-        """The damping `[k]` of blocks with these products of eigenvalues `[k, d_out, d_in]`."""
-        mean = jnp.mean(products, axis=(1, 2))
-        return damping * jnp.where((mean > 0) & self.relative, mean, 1)
+    def damping_of_step(self, kept, damping):
+        """The damping `[k]` of the kept blocks."""
+        return damping_of_blocks(self, Kronecker(eigenvalues(kept.A), eigenvalues(kept.G)), damping)
 
 
 def decompose(stack: jax.Array, dtype: Any) -> Eigen | jax.Array:

@@ -68,7 +68,7 @@ class Ekfac(Eigh):
 
     def apply(self, kept, matrices, damping):
         """In the eigenbasis, a division by the corrected eigenvalues."""
-        damping = self.damping_of_step(block_eigenvalues(kept), damping)
+        damping = self.damping_of_step(kept, damping)
         return solve_in_basis(kept, corrected_eigenvalues(kept), matrices, damping, self.precision)
 
     def spectrum(self, kept, factors, damping):

@@ -83,7 +83,9 @@ def kfac(
     Raises:
       ValueError: an argument is out of range.
     """
-    auto = isinstance(trust_ratio, str)
+    auto = trust_ratio == "auto"
+    if trust_ratio is not None and not auto:
+        check_range("trust_ratio", trust_ratio, 0, math.inf, open_low=True, open_high=True)
     check_type("inverse", inverse, Inverse, "a kind of inverse such as kfac.Cholesky()")
     tx = scale_by_kfac(
         layers,
@@ -138,14 +140,9 @@ def finish(
             )
         axis = distribution.axis if local and distribution else None
         tx = clip_kl(tx, layers, kl_clip, learning_rate, axis)
-    if isinstance(trust_ratio, str):
-        if trust_ratio != "auto":
-            raise ValueError(f"trust_ratio must be 'auto', a number, a schedule or None, but is {trust_ratio!r}")
-    elif trust_ratio is not None:
-        check_range("trust_ratio", trust_ratio, 0, math.inf, open_low=True, open_high=True)
     _check_momentum(momentum, nesterov, rate_in_momentum, trust_ratio)
     parts = [] if momentum is None else [scheduled_momentum(momentum, nesterov)]
-    if isinstance(trust_ratio, str):
+    if trust_ratio == "auto":
         parts.append(scale_layers(layers))
     elif trust_ratio is not None:
         parts.append(scale_by_layer_trust_ratio(layers, trust_ratio))

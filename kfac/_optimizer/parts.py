@@ -127,8 +127,7 @@ def scale_by_layer_trust_ratio(layers: Layers, coefficient: ScalarOrSchedule) ->
         ratio = optax.scale_by_trust_ratio(trust_coefficient=value_at(coefficient, state.count))
 
         def scale(update, param, gradient):
-            turning = jnp.where(_is_free(param, gradient), _off_radius(update, param), update)
-            return ratio.update(turning, optax.EmptyState(), param)[0]
+            return ratio.update(_turning(update, param, gradient), optax.EmptyState(), param)[0]
 
         def scale_kernel(path, update, *param_and_gradient):
             if path not in kernels:
@@ -174,7 +173,7 @@ def scale_layers(layers: Layers) -> optax.GradientTransformationExtraArgs:
             update, kernel, gradient = (
                 layer.to_matrix([_wide(tree[path]) for path in layer.params]) for tree in (leaves, kernels, gradients)
             )
-            whole = jax.vmap(functools.partial(_turning, bias=layer.has_bias))(update, kernel, gradient)
+            whole = jax.vmap(functools.partial(_turning_with_bias, bias=layer.has_bias))(update, kernel, gradient)
             length = jnp.where(_norms(gradient) > 0, layer.d_out**0.5, 0)
             whole = whole * _ratio(length, _norms(whole))[:, None, None]
             scaled |= dict(zip(layer.params, layer.from_matrix(whole), strict=True))
@@ -193,11 +192,10 @@ def scale_layers(layers: Layers) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(lambda params: LayerLengthState(), update)
 
 
-def _turning(update: jax.Array, kernel: jax.Array, gradient: jax.Array, *, bias: bool) -> jax.Array:
-    """An update `[d_out, d_in]` without its part along the kernel, where that is of no use; a bias is left alone."""
+def _turning_with_bias(update: jax.Array, kernel: jax.Array, gradient: jax.Array, *, bias: bool) -> jax.Array:
+    """`_turning` of updates whose last column is that of a `bias`, which is left alone."""
     columns = kernel.shape[1] - bias
-    kernel, gradient, own = (x[:, :columns] for x in (kernel, gradient, update))
-    turned = jnp.where(_is_free(kernel, gradient), _off_radius(own, kernel), own)
+    turned = _turning(*(x[:, :columns] for x in (update, kernel, gradient)))
     return jnp.concatenate([turned, update[:, columns:]], axis=1)
 
 
@@ -214,13 +212,12 @@ def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.vdot(x, y, precision=lax.Precision.HIGHEST)
 
 
-def _is_free(kernel: jax.Array, gradient: jax.Array) -> jax.Array:
-    """Whether the scale of a kernel does not matter to the loss: its gradient is at a right angle to it."""
-    bound = RIGHT_ANGLE * jnp.sqrt(_dot(kernel, kernel) * _dot(gradient, gradient) / kernel.size)
-    return jnp.abs(_dot(kernel, gradient)) < bound
+def _turning(update: jax.Array, kernel: jax.Array, gradient: jax.Array) -> jax.Array:
+    """An update `[d_out, d_in]` without its part along the kernel, where that is of no use.
 
-
-def _off_radius(update: jax.Array, kernel: jax.Array) -> jax.Array:
-    """An update without its part along the kernel."""
+    That is where the gradient is at a right angle to the kernel: its scale does not matter to the loss.
+    """
     square = _dot(kernel, kernel)
-    return update - _dot(update, kernel) / jnp.where(square > 0, square, 1) * kernel
+    bound = RIGHT_ANGLE * jnp.sqrt(square * _dot(gradient, gradient) / kernel.size)
+    radial = _dot(update, kernel) / jnp.where(square > 0, square, 1) * kernel
+    return jnp.where(jnp.abs(_dot(kernel, gradient)) < bound, update - radial, update)
