@@ -1,4 +1,4 @@
-"""The defaults of K-FAC on networks of several kinds, beside Muon and AdamW: one call for all, three rates each.
+"""The defaults of K-FAC on networks of several kinds, beside Muon, AdamW and SGD: one call for all, the same rates.
 
     python examples/large_batch/networks.py run --data-dir data/cifar10
     python examples/large_batch/networks.py report
@@ -38,7 +38,8 @@ import topics  # noqa: E402
 from data import Plan  # noqa: E402
 from transformer import Transformer  # noqa: E402
 
-RATES = {"kfac": (0.03, 0.06, 0.12), "muon": (0.03, 0.06, 0.12), "adamw": (0.002, 0.004, 0.008, 0.016, 0.032)}
+METHODS = ("kfac", "muon", "adamw", "sgd")
+RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 RESULTS = Path(__file__).resolve().parent / "results" / "networks.jsonl"
 
 
@@ -183,6 +184,9 @@ def run(problem: Problem, method: str, learning_rate: float, seed: int, steps: i
         tx: Any = kfac.kfac(rate, layers)
     elif method == "muon":
         tx = muon(rate, problem)
+    elif method == "sgd":
+        decay = optax.add_decayed_weights(5e-4, methods.is_kernel)
+        tx = optax.chain(decay, optax.sgd(rate, 0.9, nesterov=True))
     else:
         tx = optax.adamw(rate, b2=0.99, weight_decay=5e-4, mask=methods.is_kernel, nesterov=True)
     opt_state = jax.jit(tx.init)(params)
@@ -220,13 +224,14 @@ def report(records: list[dict[str, Any]]) -> None:
     """A row for each network and method: the score at each rate, as a mean over seeds."""
     for name in PROBLEMS:
         print(f"\n{name}")
-        for method, rates in RATES.items():
+        for method in METHODS:
             cells = []
-            for rate in rates:
+            for rate in sorted({r["rate"] for r in records if (r["network"], r["method"]) == (name, method)}):
                 found = [r for r in records if (r["network"], r["method"], r["rate"]) == (name, method, rate)]
                 scores = [r["score"] for r in found if r["score"] is not None]
                 lost = f" ({len(found) - len(scores)} not finite)" if len(scores) < len(found) else ""
-                cells.append(f"{rate:g}: {np.mean(scores):.4f}{lost}" if scores else f"{rate:g}: -{lost}")
+                spread = f" +- {np.std(scores, ddof=1):.4f}" if len(scores) > 1 else ""
+                cells.append(f"{rate:g}: {np.mean(scores):.4f}{spread}{lost}" if scores else f"{rate:g}: -{lost}")
             print(f"  {method:6} " + "   ".join(cells))
 
 
@@ -236,7 +241,8 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, default=Path("data/cifar10"), help="folder with CIFAR-10")
     parser.add_argument("--results", type=Path, default=RESULTS, help="file of the trials, a line each")
     parser.add_argument("--networks", nargs="+", default=list(PROBLEMS), choices=list(PROBLEMS), metavar="NAME")
-    parser.add_argument("--methods", nargs="+", default=list(RATES), choices=list(RATES))
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     options = parser.parse_args()
@@ -249,7 +255,7 @@ def main() -> None:
         for name in options.networks:
             problem = PROBLEMS[name](options.data_dir)
             for method in options.methods:
-                for rate in RATES[method]:
+                for rate in options.rates:
                     if (name, method, rate, seed) in done:
                         continue
                     trial = {"network": name, "method": method, "rate": rate, "seed": seed, "steps": options.steps}
