@@ -20,6 +20,7 @@ from kfac._curvature.cholesky import Cholesky as Cholesky
 from kfac._curvature.eigh import Eigh as Eigh
 from kfac._curvature.ekfac import Ekfac as Ekfac
 from kfac._curvature.inverse import Inverse as Inverse
+from kfac._curvature.soap import Soap as Soap
 from kfac._distributed.assignment import Assignment as Assignment
 from kfac._distributed.distribution import Distribution as Distribution
 from kfac._distributed.planning import Hardware as Hardware

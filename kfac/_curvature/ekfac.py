@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -132,12 +132,12 @@ def into_basis(average: jax.Array, old: Kronecker, new: Kronecker) -> jax.Array:
       old: eigenvectors before.
       new: eigenvectors from now on.
     """
-
-    def squared(old, new):
-        turn = jnp.matmul(new.astype(average.dtype).mT, old.astype(average.dtype), precision=lax.Precision.HIGHEST)
-        # Columns sum to 1, so that no part of the sum is lost where vectors are rounded to bfloat16.
-        square = jnp.square(turn)
-        return square / jnp.sum(square, axis=-2, keepdims=True)
-
-    g, a = squared(old.G, new.G), squared(old.A, new.A)
+    g, a = squared_turn(old.G, new.G, average.dtype), squared_turn(old.A, new.A, average.dtype)
     return jnp.einsum("kij,kjm,klm->kil", g, average, a, precision=lax.Precision.HIGHEST)
+
+
+def squared_turn(old: jax.Array, new: jax.Array, dtype: Any) -> jax.Array:
+    """The squares of `Q_new^T Q_old`, in `dtype`, of stacks of eigenvectors."""
+    square = jnp.square(jnp.matmul(new.astype(dtype).mT, old.astype(dtype), precision=lax.Precision.HIGHEST))
+    # Columns sum to 1, so that no part of the sum is lost where vectors are rounded to bfloat16.
+    return square / jnp.sum(square, axis=-2, keepdims=True)

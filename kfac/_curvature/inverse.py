@@ -58,6 +58,7 @@ class Inverse(abc.ABC):
         more.
       takes_moments: whether statistics bring the second moments of per-example gradients in `basis`, which `absorb`
         takes in. What is applied then changes with all statistics.
+      takes_gradients: whether `observe` takes in the gradient of each step. What is applied then changes with all.
 
     Raises:
       ValueError: `precision` is none of these, or `relative` is no bool.
@@ -68,6 +69,7 @@ class Inverse(abc.ABC):
 
     damped: ClassVar[bool] = True
     takes_moments: ClassVar[bool] = False
+    takes_gradients: ClassVar[bool] = False
 
     def __post_init__(self):
         """Checks the arguments."""
@@ -131,6 +133,11 @@ class Inverse(abc.ABC):
     def absorb(self, kept: Any, moments: jax.Array, decay: jax.Array, taken: jax.Array) -> Any:
         """With `takes_moments`: what is kept, with the moments `[k, d_out, d_in]` of the blocks that are `taken`."""
         del moments, decay, taken
+        return kept
+
+    def observe(self, kept: Any, matrices: jax.Array, taken: jax.Array) -> Any:
+        """With `takes_gradients`: what is kept, with gradients `[k, d_out, d_in]` of the blocks that are `taken`."""
+        del matrices, taken
         return kept
 
     def basis(self, kept: Any) -> Any:

@@ -102,10 +102,10 @@ def staggers(distribution: Distribution, inverse: Inverse, *, several: bool) -> 
     Raises:
       ValueError: `inverse` cannot be had on all devices.
     """
-    if inverse.takes_moments and distribution.replicated:
+    if distribution.replicated and (inverse.takes_moments or inverse.takes_gradients):
         raise ValueError(
-            f"precondition='replicated' is not for inverse={inverse!r}, whose eigenvalues change with all "
-            "statistics and would be sent as often: leave it at 'sharded'"
+            f"precondition='replicated' is not for inverse={inverse!r}, of which a part changes with all "
+            "statistics or gradients and would be sent as often: leave it at 'sharded'"
         )
     if distribution.staggered is not None:
         return distribution.staggered

@@ -74,7 +74,7 @@ def preconditioned_step(
         state, failed = refresh_inverses(
             config.distribution, state, wanted, now, any_due, relative=config.inverse.relative
         )
-    preconditioned = precondition(place, state, own)
+    state, preconditioned = precondition(place, state, own, usable)
     updates, new_square, usable = restore(config, updates, preconditioned, usable)
     metrics, usable = measure(place, state, [square, new_square], change, [left_out, failed], usable)
     return updates, count(state, now, changed, metrics, usable)
@@ -323,19 +323,26 @@ def _fetched(
     }
 
 
-def precondition(place: Place, state: KfacState, own: Vectors) -> Vectors:
-    """Preconditioned gradients of all groups: of one's own blocks and then gathered, or of all by every device."""
+def precondition(place: Place, state: KfacState, own: Vectors, usable: jax.Array) -> tuple[KfacState, Vectors]:
+    """Preconditioned gradients of all groups: of one's own blocks and then gathered, or of all by every device.
+
+    And the state, in which blocks have taken in the gradients, where the inverse wants them and they are `usable`.
+    """
     config, axis = place.config, place.config.axis
-    replicated, result = config.distribution.replicated, {}
+    replicated, result, blocks = config.distribution.replicated, {}, state.blocks
     for group in config.groups:
-        name, block = group.name, state.blocks[group.name]
+        name, block, inverse = group.name, blocks[group.name], group.kind(config.inverse)
         everywhere = replicated and group.kronecker
         kept, ready = state.replicas[name] if everywhere else (block.inverse, block.condition > 0)
-        applied = group.kind(config.inverse).apply(kept, own[name], place.now.damping)
+        if inverse.takes_gradients:
+            kept = inverse.observe(kept, own[name], ready & usable)
+            blocks = {**blocks, name: block._replace(inverse=kept)}
+        applied = inverse.apply(kept, own[name], place.now.damping)
         result[name] = jnp.where(per_block(ready, own[name]), applied, own[name])  # not before there is an inverse
+    state = with_blocks(state, blocks)
     if replicated or axis is None:
-        return result
-    return result | gather_from_owners({name: result[name] for name in place.shards}, place.shards, axis)
+        return state, result
+    return state, result | gather_from_owners({name: result[name] for name in place.shards}, place.shards, axis)
 
 
 def restore(
