@@ -98,5 +98,6 @@ def large_batch(
         weight_decay_mask=weight_decay_mask,
         kl_clip=kl_clip,
         trust_ratio=trust_ratio,
+        inverse=inverse,
         distribution=distribution,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType
 
@@ -112,3 +113,28 @@ def test_what_does_not_go_together_is_refused():
     _, state, _ = history(kfac.scale_by_kfac(LAYERS, inverse=kfac.Soap()), 1)[-1]
     with pytest.raises(ValueError, match="does not say which eigenvectors it has"):
         kfac.operator(LAYERS, state)
+
+
+def test_the_optimizer_preconditions_the_momentum_of_the_gradients():
+    rate, momentum, damping = 0.1, 0.9, 1e-3
+    tx = kfac.kfac(
+        rate, LAYERS, inverse=kfac.Soap(decay=DECAY), trust_ratio=None, damping=damping, momentum=momentum,
+        nesterov=True, inverse_every=3,
+    )  # fmt: skip
+    alone = kfac.scale_by_kfac(LAYERS, inverse=kfac.Soap(decay=DECAY), damping=damping, inverse_every=3)
+    state, kept = tx.init(problem.initial()), alone.init(problem.initial())
+    trace = jax.tree.map(jnp.zeros_like, problem.initial())
+    for t in range(4):
+        grads, factors = measured(t)
+        updates, state = tx.update(grads, state, problem.initial(), factors=factors)
+        trace = jax.tree.map(lambda g, m: momentum * m + g, grads, trace)
+        ahead = jax.tree.map(lambda g, m: momentum * m + g, grads, trace)
+        expected, kept = alone.update(grads, kept, factors=factors, averaged=ahead)
+        assert_close(updates, jax.tree.map(lambda x: -rate * x, expected), rtol=1e-4)
+    assert float(kfac.diagnostics(state)["gradient_norm"]) == pytest.approx(
+        float(kfac.diagnostics(kept)["gradient_norm"])
+    )
+    bad = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.nan), grads)
+    updates, after = tx.update(bad, state, problem.initial(), factors=factors)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(updates))
+    assert_equal(optax.tree.get(after, "trace"), optax.tree.get(state, "trace"))

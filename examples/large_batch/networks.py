@@ -3,7 +3,7 @@
     python examples/large_batch/networks.py run --data-dir data/cifar10
     python examples/large_batch/networks.py report
 
-K-FAC is `kfac.kfac(schedule, layers)` with nothing else. 60 steps at batch N/10, the schedule of the study for
+K-FAC is `kfac.kfac(schedule, layers)` with nothing else, "soap" the same with `inverse=kfac.Soap()`. 60 steps at batch N/10, the schedule of the study for
 all. A trial that is in --results is not run again.
 """
 
@@ -38,7 +38,7 @@ import topics  # noqa: E402
 from data import Plan  # noqa: E402
 from transformer import Transformer  # noqa: E402
 
-METHODS = ("kfac", "muon", "adamw", "sgd")
+METHODS = ("kfac", "soap", "muon", "adamw", "sgd")
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 RESULTS = Path(__file__).resolve().parent / "results" / "networks.jsonl"
 
@@ -179,9 +179,9 @@ def run(problem: Problem, method: str, learning_rate: float, seed: int, steps: i
     batches = problem.batches(seed, steps)
     first = next(batches)
     layers: Any = None
-    if method == "kfac":
+    if method in ("kfac", "soap"):
         layers = kfac.find_layers(problem.loss, params, state, *first, has_aux=True)
-        tx: Any = kfac.kfac(rate, layers)
+        tx: Any = kfac.kfac(rate, layers, **({"inverse": kfac.Soap()} if method == "soap" else {}))
     elif method == "muon":
         tx = muon(rate, problem)
     elif method == "sgd":

@@ -58,7 +58,9 @@ class Inverse(abc.ABC):
         more.
       takes_moments: whether statistics bring the second moments of per-example gradients in `basis`, which `absorb`
         takes in. What is applied then changes with all statistics.
-      takes_gradients: whether `observe` takes in the gradient of each step. What is applied then changes with all.
+      takes_gradients: whether `observe` takes in the gradient of each step. What is applied then changes with all, and
+        `kfac.kfac` preconditions the momentum of the gradients, instead of taking the momentum of what it returns.
+      relative_damping: the damping by default where it is relative.
 
     Raises:
       ValueError: `precision` is none of these, or `relative` is no bool.
@@ -70,6 +72,7 @@ class Inverse(abc.ABC):
     damped: ClassVar[bool] = True
     takes_moments: ClassVar[bool] = False
     takes_gradients: ClassVar[bool] = False
+    relative_damping: ClassVar[float] = 0.1
 
     def __post_init__(self):
         """Checks the arguments."""

@@ -18,11 +18,11 @@ from kfac._factors import Eigen
 class Soap(Eigh):
     """Adam in the eigenbasis of the factors: `Q_G [(Q_G^T V Q_A) / sqrt(v + l)] Q_A^T`, elementwise in the brackets.
 
-    `v` is the running average of the squares of the gradient `V` of the whole batch in that basis, where `Ekfac` has
-    those of examples. It takes in the gradient of every step, with or without statistics, and is turned into the new
-    basis at each refresh. The factors are those of K-FAC, from gradients of examples, where SOAP itself has those of
-    Shampoo, from gradients of batches; and momentum follows, where there it comes before. Curvature says which
-    directions are treated alone, and not how far a step goes: use it with a `trust_ratio`, as `kfac.kfac` does.
+    `v` is the running average of the squares of the gradient of the whole batch in that basis, where `Ekfac` has those
+    of examples. It takes in the gradient of every step, with or without statistics, and is turned into the new basis at
+    each refresh. `V` is the momentum of the gradients, which `kfac.kfac` hands over for this inverse. The factors are
+    those of K-FAC, from gradients of examples, where SOAP itself has those of Shampoo, from gradients of batches.
+    Curvature says which directions are treated alone, and not how far a step goes: a `trust_ratio` says that.
 
     Args:
       precision: the arithmetic in which eigenvectors are applied: `"float32"`, `"bfloat16_3x"`, `"tensorfloat32"` or
@@ -40,6 +40,7 @@ class Soap(Eigh):
     decay: float = 0.95
 
     takes_gradients: ClassVar[bool] = True
+    relative_damping: ClassVar[float] = 1e-4
 
     def __post_init__(self):
         """Checks the arguments."""

@@ -16,7 +16,14 @@ from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.distribution import Distribution
 from kfac._layers import Layers
-from kfac._optimizer.parts import clip_kl, keep_dtype, scale_by_layer_trust_ratio, scale_layers, scheduled_momentum
+from kfac._optimizer.parts import (
+    clip_kl,
+    keep_dtype,
+    precondition_momentum,
+    scale_by_layer_trust_ratio,
+    scale_layers,
+    scheduled_momentum,
+)
 from kfac._optimizer.scale_by_kfac import ScalarOrSchedule, scale_by_kfac, value_at
 from kfac._optimizer.state import find_state
 
@@ -71,10 +78,10 @@ def kfac(
         Not with `gradients="local"` of a `Distribution`, but for None.
       damping: see `scale_by_kfac`, also for the arguments that follow. With `trust_ratio="auto"` it is in units of the
         mean eigenvalue of each block, as with `Cholesky(relative=True)`: then nothing depends on the scale of the loss.
-        None: 0.1 with "auto", else 1e-3.
+        None: 0.1 with "auto", 1e-4 with `Soap`; else 1e-3.
       inverse_every: steps between refreshes of the inverses; None leaves them to `refresh`.
-      inverse: how Kronecker blocks are inverted: `Cholesky()`, `Eigh()`, `Ekfac()` or one's own. With "auto" it is made
-        `relative`.
+      inverse: how Kronecker blocks are inverted: `Cholesky()`, `Eigh()`, `Ekfac()`, `Soap()` or one's own. With "auto"
+        it is made `relative`. With `Soap` the momentum is that of the gradients, and is preconditioned.
       distribution: how several devices are used, and whether refreshes are staggered; None: one device.
 
     Returns:
@@ -89,7 +96,7 @@ def kfac(
     check_type("inverse", inverse, Inverse, "a kind of inverse such as kfac.Cholesky()")
     tx = scale_by_kfac(
         layers,
-        damping=(0.1 if auto else 1e-3) if damping is None else damping,
+        damping=(inverse.relative_damping if auto else 1e-3) if damping is None else damping,
         inverse_every=inverse_every,
         inverse=dataclasses.replace(inverse, relative=True) if auto else inverse,
         distribution=distribution,
@@ -105,6 +112,7 @@ def kfac(
         weight_decay_mask=weight_decay_mask,
         kl_clip=kl_clip,
         trust_ratio=trust_ratio,
+        inverse=inverse,
         distribution=distribution,
     )
 
@@ -121,6 +129,7 @@ def finish(
     weight_decay_mask: Any,
     kl_clip: ScalarOrSchedule | None,
     trust_ratio: ScalarOrSchedule | Literal["auto"] | None,
+    inverse: Inverse,
     distribution: Distribution | None,
 ) -> optax.GradientTransformationExtraArgs:
     """The optimizer around the preconditioner `tx`."""
@@ -141,7 +150,14 @@ def finish(
         axis = distribution.axis if local and distribution else None
         tx = clip_kl(tx, layers, kl_clip, learning_rate, axis)
     _check_momentum(momentum, nesterov, rate_in_momentum, trust_ratio)
+    if inverse.takes_gradients and (kl_clip is not None or rate_in_momentum or local):
+        raise ValueError(
+            f"inverse={inverse!r} sets the length of a step by the gradients and preconditions their momentum: pass "
+            "kl_clip=None, rate_in_momentum=False and no Distribution with gradients='local'"
+        )
     parts = [] if momentum is None else [scheduled_momentum(momentum, nesterov)]
+    if inverse.takes_gradients and parts:
+        tx, parts = precondition_momentum(tx, parts[0]), []
     if trust_ratio == "auto":
         parts.append(scale_layers(layers))
     elif trust_ratio is not None:

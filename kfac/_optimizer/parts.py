@@ -12,7 +12,7 @@ from jax import lax
 
 from kfac._layers import KRONECKER_KINDS, Layers, leaves_by_path, map_by_path
 from kfac._optimizer.scale_by_kfac import ScalarOrSchedule, value_at
-from kfac._optimizer.state import KfacState
+from kfac._optimizer.state import KfacState, find_state
 from kfac._varying import AxisName
 
 
@@ -104,6 +104,23 @@ def scheduled_momentum(decay: ScalarOrSchedule, nesterov: bool) -> optax.Gradien
         inner = lax.platform_dependent(taken, wide, state.inner, cpu=branch, default=select)
         ahead = moved(wide, inner) if nesterov else inner
         return ahead.trace, MomentumState(optax.safe_increment(state.count), inner)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def precondition_momentum(
+    inner: optax.GradientTransformationExtraArgs, momentum: optax.GradientTransformationExtraArgs
+) -> optax.GradientTransformationExtraArgs:
+    """`inner` of the momentum of the gradients, which it gets too; kept in steps that `inner` refuses."""
+
+    def init(params):
+        return inner.init(params), momentum.init(params)
+
+    def update(updates, state, params=None, **extra):
+        averaged, new = momentum.update(updates, state[1], params, taken=jnp.array(True))
+        preconditioned, kept = inner.update(updates, state[0], params, averaged=averaged, **extra)
+        refused = find_state(kept, "state").refused
+        return preconditioned, (kept, jax.tree.map(lambda new, old: jnp.where(refused, old, new), new, state[1]))
 
     return optax.GradientTransformationExtraArgs(init, update)
 

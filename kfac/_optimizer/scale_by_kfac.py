@@ -57,7 +57,8 @@ def scale_by_kfac(
     `update(grads, state, params=None, *, factors=None)` takes the statistics of the step as `factors`; without them
     the step uses what it knows. The running average is `F <- decay F + (1 - decay) F_batch`, bias-corrected. A refresh
     of the inverses follows the statistics of its step and precedes the preconditioning of its gradient; one that could
-    change nothing (no statistics and no other damping since the last) is left out.
+    change nothing (no statistics and no other damping since the last) is left out. With `averaged=`, a tree like the
+    gradients, that is preconditioned in their place: their momentum, for `Soap()`, which takes in the gradients too.
 
     With several devices (`distribution`) every Kronecker block has an owner. Statistics arrive local and are averaged
     to the owners, which invert and precondition; gradients are expected to be averaged already (`lax.pmean`).
@@ -113,7 +114,7 @@ def scale_by_kfac(
         update_on_mesh = jax.shard_map(
             functools.partial(preconditioned_step, config, local=False),
             mesh=mesh,
-            in_specs=(same, split, same, same),
+            in_specs=(same, same, split, same, same),
             out_specs=(same, split),
         )
 
@@ -122,7 +123,15 @@ def scale_by_kfac(
             return init_on_mesh(replicated(params))
         return init_state(config, params)
 
-    def update(updates: Any, state: KfacState, params: Any = None, *, factors: Factors | None = None, **extra: Any):
+    def update(
+        updates: Any,
+        state: KfacState,
+        params: Any = None,
+        *,
+        factors: Factors | None = None,
+        averaged: Any = None,
+        **extra: Any,
+    ):
         del params, extra
         if factors is not None:
             _check_all_parts_are_here()
@@ -137,9 +146,9 @@ def scale_by_kfac(
         )
         if mesh is not None and axis_size(axis) is None:
             check_devices(state, math.prod(mesh.shape[name] for name in axis_names(axis)))
-            new, state = update_on_mesh(replicated(updates), state, now, factors)
+            new, state = update_on_mesh(replicated(updates), replicated(averaged), state, now, factors)
             return lying_as(new, updates), state
-        return preconditioned_step(config, updates, state, now, factors, local=True)
+        return preconditioned_step(config, updates, averaged, state, now, factors, local=True)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

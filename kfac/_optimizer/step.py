@@ -55,12 +55,18 @@ class Place(NamedTuple):
 
 
 def preconditioned_step(
-    config: Config, updates: Any, state: KfacState, now: Now, factors: Factors | None, *, local: bool
+    config: Config, updates: Any, averaged: Any, state: KfacState, now: Now, factors: Factors | None, *, local: bool
 ) -> tuple[Any, KfacState]:
-    """One step on one device; `local` statistics are still to be averaged over devices."""
+    """One step on one device; `local` statistics are still to be averaged over devices.
+
+    What is preconditioned is `averaged`, if there is such, in the place of the gradients `updates`.
+    """
     check(config, state, updates, factors if local else None)
     place = locate(config, state, now)
-    updates, own, square, usable = take_gradients(place, state, updates)
+    updates, gradients, square, usable = take_gradients(place, state, updates)
+    own = gradients
+    if averaged is not None:
+        updates, own, *_ = take_gradients(place, state, averaged)
     changed, any_due, due = decide(place, state, usable, statistics=factors is not None)
     left_out: Vectors = {}
     change = None
@@ -74,7 +80,7 @@ def preconditioned_step(
         state, failed = refresh_inverses(
             config.distribution, state, wanted, now, any_due, relative=config.inverse.relative
         )
-    state, preconditioned = precondition(place, state, own, usable)
+    state, preconditioned = precondition(place, state, own, gradients, usable)
     updates, new_square, usable = restore(config, updates, preconditioned, usable)
     metrics, usable = measure(place, state, [square, new_square], change, [left_out, failed], usable)
     return updates, count(state, now, changed, metrics, usable)
@@ -323,8 +329,10 @@ def _fetched(
     }
 
 
-def precondition(place: Place, state: KfacState, own: Vectors, usable: jax.Array) -> tuple[KfacState, Vectors]:
-    """Preconditioned gradients of all groups: of one's own blocks and then gathered, or of all by every device.
+def precondition(
+    place: Place, state: KfacState, own: Vectors, gradients: Vectors, usable: jax.Array
+) -> tuple[KfacState, Vectors]:
+    """What is `own`, preconditioned: of one's own blocks and then gathered, or of all by every device.
 
     And the state, in which blocks have taken in the gradients, where the inverse wants them and they are `usable`.
     """
@@ -335,7 +343,7 @@ def precondition(place: Place, state: KfacState, own: Vectors, usable: jax.Array
         everywhere = replicated and group.kronecker
         kept, ready = state.replicas[name] if everywhere else (block.inverse, block.condition > 0)
         if inverse.takes_gradients:
-            kept = inverse.observe(kept, own[name], ready & usable)
+            kept = inverse.observe(kept, gradients[name], ready & usable)
             blocks = {**blocks, name: block._replace(inverse=kept)}
         applied = inverse.apply(kept, own[name], place.now.damping)
         result[name] = jnp.where(per_block(ready, own[name]), applied, own[name])  # not before there is an inverse
