@@ -3,8 +3,8 @@
     python examples/large_batch/networks.py run --data-dir data/cifar10
     python examples/large_batch/networks.py report
 
-K-FAC is `kfac.kfac(schedule, layers)` with nothing else, "soap" the same with `inverse=kfac.Soap()`. 60 steps at batch N/10, the schedule of the study for
-all. A trial that is in --results is not run again.
+K-FAC is `kfac.kfac(schedule, layers)` with nothing else, "soap" the same with `inverse=kfac.Soap()`. 60 steps at batch
+N/10, the schedule of the study for all. A trial that is in --results is not run again.
 """
 
 from __future__ import annotations
