@@ -92,10 +92,10 @@ class Group:
         matrices = []
         for layer, count in zip(self.layers, self.counts, strict=True):
             if layer.params[0] in leaves:
-                matrices.append(layer.to_matrix([leaves[path].astype(dtype) for path in layer.params]))
+                matrices.append(layer.to_matrix([leaves[path].astype(dtype) for path in layer.params]).mT)
             else:
-                matrices.append(jnp.zeros((count, self.d_out, self.d_in), dtype))
-        return jnp.concatenate(matrices)
+                matrices.append(jnp.zeros((count, self.d_in, self.d_out), dtype))
+        return jnp.concatenate(matrices).mT  # put together as they lie in memory
 
     def split_matrices(self, matrices: jax.Array) -> dict[str, jax.Array]:
         """The inverse of `stack_matrices`: leaves by path."""
