@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
-from kfac._layers import KRONECKER_KINDS, Layers, leaves_by_path, map_by_path
+from kfac._layers import KRONECKER_KINDS, Layer, Layers, leaves_by_path, map_by_path
 from kfac._optimizer.scale_by_kfac import ScalarOrSchedule, value_at
 from kfac._optimizer.state import KfacState
+from kfac._optimizer.step import sums_of_members
 from kfac._varying import AxisName
 
 
@@ -114,7 +115,8 @@ RIGHT_ANGLE = 0.1
 
 def scale_by_layer_trust_ratio(layers: Layers, coefficient: ScalarOrSchedule) -> optax.GradientTransformationExtraArgs:
     """`optax.scale_by_trust_ratio` of what turns a kernel, for each copy of a stacked one by itself."""
-    kernels = {layer.params[0]: layer.layouts[0] for layer in layers if layer.kind in KRONECKER_KINDS}
+    kernels = {layer.params[0]: layer for layer in layers if layer.kind in KRONECKER_KINDS}
+    layouts = {path: layer.layouts[0] for path, layer in kernels.items()}
 
     def init(params):
         del params
@@ -122,23 +124,18 @@ def scale_by_layer_trust_ratio(layers: Layers, coefficient: ScalarOrSchedule) ->
 
     def update(updates, state, params=None, *, unpreconditioned, **extra):
         del extra
-        if params is None:
-            raise ValueError("trust_ratio needs the parameters: call update(grads, state, params)")
-        ratio = optax.scale_by_trust_ratio(trust_coefficient=value_at(coefficient, state.count))
+        matrices, sums = _sums(layouts, kernels, updates, params, unpreconditioned)
 
-        def scale(update, param, gradient):
-            turning = jnp.where(_is_free(param, gradient), _off_radius(update, param), update)
-            return ratio.update(turning, optax.EmptyState(), param)[0]
-
-        def scale_kernel(path, update, *param_and_gradient):
-            if path not in kernels:
-                return update
-            layout = kernels[path]
-            matrices = (layout.to_matrix(_wide(leaf)) for leaf in (update, *param_and_gradient))
-            return layout.from_matrix(jax.vmap(scale)(*matrices), update.shape)
+        def scale(path, leaf):
+            if path not in matrices:
+                return leaf
+            (u, w, _), length = matrices[path], value_at(coefficient, state.count) * jnp.sqrt(sums[path][-1])
+            radial, square = _turned(kernels[path], *sums[path])
+            ratio = jnp.where((sums[path][-1] > 0) & (square > 0), _ratio(length, square), 1)
+            return layouts[path].from_matrix(ratio * (u - radial * w), leaf.shape)
 
         count = optax.safe_increment(state.count)
-        return map_by_path(scale_kernel, updates, params, unpreconditioned), optax.ScaleByScheduleState(count)
+        return map_by_path(scale, updates), optax.ScaleByScheduleState(count)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -159,68 +156,69 @@ def scale_layers(layers: Layers) -> optax.GradientTransformationExtraArgs:
     orthogonal matrix with at least as many columns as rows: outputs change by as much in networks of any width. What
     has no gradient in a step does not move in it: its momentum would be made as long as ever.
     """
-    blocks = [layer for layer in layers if layer.kind in ("dense", "conv")]
-    skipped = {path for layer in layers if layer.kind == "skipped" for path in layer.params}
+    kernels = {layer.params[0]: layer for layer in layers if layer.kind in ("dense", "conv")}
+    layouts = {path: layout for x in layers.with_factors for path, layout in zip(x.params, x.layouts, strict=True)}
 
     def update(updates, state, params=None, *, unpreconditioned, **extra):
         del extra
-        if params is None:
-            raise ValueError('trust_ratio="auto" needs the parameters: call update(grads, state, params)')
-        leaves, kernels, gradients = (leaves_by_path(tree) for tree in (updates, params, unpreconditioned))
+        matrices, sums = _sums(layouts, kernels, updates, params, unpreconditioned)
         scaled: dict[str, jax.Array] = {}
-        for layer in blocks:
-            if layer.params[0] not in leaves:
-                continue  # masked
-            update, kernel, gradient = (
-                layer.to_matrix([_wide(tree[path]) for path in layer.params]) for tree in (leaves, kernels, gradients)
-            )
-            whole = jax.vmap(functools.partial(_turning, bias=layer.has_bias))(update, kernel, gradient)
-            length = jnp.where(_norms(gradient) > 0, layer.d_out**0.5, 0)
-            whole = whole * _ratio(length, _norms(whole))[:, None, None]
-            scaled |= dict(zip(layer.params, layer.from_matrix(whole), strict=True))
+        for path in [path for path in matrices if path in kernels]:
+            layer, (u, w, _) = kernels[path], matrices[path]
+            beside = [other for other in layer.params[1:] if other in matrices]
+            (radial, square), gradient = _turned(layer, *sums[path]), sums[path][1]
+            for other in beside:
+                square, gradient = square + sums[other][0], gradient + sums[other][1]
+            ratio = _ratio(jnp.where(gradient > 0, layer.d_out**0.5, 0), square)
+            scaled[path] = ratio * (u - radial * w)
+            scaled |= {other: ratio * matrices[other][0] for other in beside}
+        for path in [path for path in matrices if path not in scaled]:
+            square, gradient, moving = map(jnp.sum, sums[path])
+            length = jnp.where(gradient > 0, BESIDE_KERNELS * jnp.sqrt(moving), 0)
+            scaled[path] = _ratio(length, square) * matrices[path][0]
 
-        def scale(path, leaf, gradient):
-            if path in skipped:
-                return leaf
-            if path in scaled:
-                return scaled[path]
-            wide = _wide(leaf)
-            length = jnp.where(jnp.any(gradient != 0), BESIDE_KERNELS * jnp.sqrt(jnp.count_nonzero(wide) * 1.0), 0)
-            return wide * _ratio(length, jnp.linalg.norm(wide.ravel()))
+        def scale(path, leaf):
+            return layouts[path].from_matrix(scaled[path], leaf.shape) if path in scaled else leaf
 
-        return map_by_path(scale, updates, unpreconditioned), state
+        return map_by_path(scale, updates), state
 
     return optax.GradientTransformationExtraArgs(lambda params: LayerLengthState(), update)
 
 
-def _turning(update: jax.Array, kernel: jax.Array, gradient: jax.Array, *, bias: bool) -> jax.Array:
-    """An update `[d_out, d_in]` without its part along the kernel, where that is of no use; a bias is left alone."""
-    columns = kernel.shape[1] - bias
-    kernel, gradient, own = (x[:, :columns] for x in (kernel, gradient, update))
-    turned = jnp.where(_is_free(kernel, gradient), _off_radius(own, kernel), own)
-    return jnp.concatenate([turned, update[:, columns:]], axis=1)
+def _sums(layouts, kernels, updates, params, gradients):
+    """The matrices in all trees of each leaf with a layout, but for masked ones; and sums `[copies, 1, 1]` over them.
+
+    Of a kernel, the sums that `_turned` takes; of others, of squares, and how many gradients and updates are not zero.
+    """
+    if params is None:
+        raise ValueError("trust_ratio needs the parameters: call update(grads, state, params)")
+    # On a GPU, one kernel then gives momentum and update of all leaves of a stack; else there is one for each leaf.
+    trees = [leaves_by_path(tree) for tree in (lax.optimization_barrier(updates), params, gradients)]
+    present = {path: layout for path, layout in layouts.items() if path in trees[0]}
+    matrices = {path: [layout.to_matrix(_wide(tree[path])) for tree in trees] for path, layout in present.items()}
+
+    def products(path, u, w, g):
+        return [u * u, g * g, u * w, g * w, w * w] if path in kernels else [u * u, 1.0 * (g != 0), 1.0 * (u != 0)]
+
+    sums = sums_of_members([products(path, *own) for path, own in matrices.items()])
+    return matrices, {path: [x[:, None, None] for x in own] for path, own in zip(matrices, sums, strict=True)}
 
 
-def _norms(stack: jax.Array) -> jax.Array:
-    return jnp.linalg.norm(stack, axis=(1, 2))
+# The square of what is left of an update without its part along the kernel is a difference of sums, which must not be
+# rounding alone. Below so much of the whole, a step is shorter than it should be.
+LEFT = 1e-4
 
 
-def _ratio(length: jax.typing.ArrayLike, norm: jax.Array) -> jax.Array:
-    """What makes the norm that `length`; 0 of what is zero."""
-    return jnp.where(norm > 0, length / jnp.where(norm > 0, norm, 1), 0)
+def _turned(layer: Layer, uu: Any, gg: Any, uw: Any, gw: Any, ww: Any) -> tuple[jax.Array, jax.Array]:
+    """How often a layer's update has the kernel in it to no use, and the square of the update without that.
+
+    It is of no use where the scale of a kernel does not matter to the loss: there its gradient is at a right angle.
+    """
+    bound = RIGHT_ANGLE * jnp.sqrt(ww * gg / (math.prod(layer.shapes[0]) // layer.copies))
+    radial = jnp.where((jnp.abs(gw) < bound) & (ww > 0), uw / jnp.where(ww > 0, ww, 1), 0)
+    return radial, jnp.maximum(uu - radial * uw, LEFT * uu)
 
 
-def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
-    return jnp.vdot(x, y, precision=lax.Precision.HIGHEST)
-
-
-def _is_free(kernel: jax.Array, gradient: jax.Array) -> jax.Array:
-    """Whether the scale of a kernel does not matter to the loss: its gradient is at a right angle to it."""
-    bound = RIGHT_ANGLE * jnp.sqrt(_dot(kernel, kernel) * _dot(gradient, gradient) / kernel.size)
-    return jnp.abs(_dot(kernel, gradient)) < bound
-
-
-def _off_radius(update: jax.Array, kernel: jax.Array) -> jax.Array:
-    """An update without its part along the kernel."""
-    square = _dot(kernel, kernel)
-    return update - _dot(update, kernel) / jnp.where(square > 0, square, 1) * kernel
+def _ratio(length: jax.typing.ArrayLike, square: jax.Array) -> jax.Array:
+    """What makes the norm that `length`, where its square is known; 0 of what is zero."""
+    return jnp.where(square > 0, length / jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
