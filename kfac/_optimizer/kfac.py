@@ -16,7 +16,7 @@ from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.distribution import Distribution
 from kfac._layers import Layers
-from kfac._optimizer.parts import clip_kl, keep_dtype, scale_by_layer_trust_ratio, scale_layers, scheduled_momentum
+from kfac._optimizer.parts import clip_kl, keep_dtype, scale_layers, scheduled_momentum
 from kfac._optimizer.scale_by_kfac import ScalarOrSchedule, scale_by_kfac, value_at
 from kfac._optimizer.state import find_state
 
@@ -145,10 +145,8 @@ def finish(
         check_range("trust_ratio", trust_ratio, 0, math.inf, open_low=True, open_high=True)
     _check_momentum(momentum, nesterov, rate_in_momentum, trust_ratio)
     parts = [] if momentum is None else [scheduled_momentum(momentum, nesterov)]
-    if isinstance(trust_ratio, str):
-        parts.append(scale_layers(layers))
-    elif trust_ratio is not None:
-        parts.append(scale_by_layer_trust_ratio(layers, trust_ratio))
+    if trust_ratio is not None:
+        parts.append(scale_layers(layers, None if isinstance(trust_ratio, str) else trust_ratio))
     if weight_decay is not None:
         _check_weight_decay(weight_decay, weight_decay_mask)
         decay = _times_rate(weight_decay, learning_rate) if rate_in_momentum else weight_decay

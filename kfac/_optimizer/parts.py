@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from kfac._curvature.blocks import group_layers
 from kfac._layers import KRONECKER_KINDS, Layer, Layers, leaves_by_path, map_by_path
 from kfac._optimizer.scale_by_kfac import ScalarOrSchedule, value_at
 from kfac._optimizer.state import KfacState
 from kfac._optimizer.step import sums_of_members
-from kfac._varying import AxisName
+from kfac._varying import AxisName, alone
 
 
 class KlClipState(NamedTuple):
@@ -113,33 +114,6 @@ def scheduled_momentum(decay: ScalarOrSchedule, nesterov: bool) -> optax.Gradien
 RIGHT_ANGLE = 0.1
 
 
-def scale_by_layer_trust_ratio(layers: Layers, coefficient: ScalarOrSchedule) -> optax.GradientTransformationExtraArgs:
-    """`optax.scale_by_trust_ratio` of what turns a kernel, for each copy of a stacked one by itself."""
-    kernels = {layer.params[0]: layer for layer in layers if layer.kind in KRONECKER_KINDS}
-    layouts = {path: layer.layouts[0] for path, layer in kernels.items()}
-
-    def init(params):
-        del params
-        return optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
-
-    def update(updates, state, params=None, *, unpreconditioned, **extra):
-        del extra
-        matrices, sums = _sums(layouts, kernels, updates, params, unpreconditioned)
-
-        def scale(path, leaf):
-            if path not in matrices:
-                return leaf
-            (u, w, _), length = matrices[path], value_at(coefficient, state.count) * jnp.sqrt(sums[path][-1])
-            radial, square = _turned(kernels[path], *sums[path])
-            ratio = jnp.where((sums[path][-1] > 0) & (square > 0), _ratio(length, square), 1)
-            return layouts[path].from_matrix(ratio * (u - radial * w), leaf.shape)
-
-        count = optax.safe_increment(state.count)
-        return map_by_path(scale, updates), optax.ScaleByScheduleState(count)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
 class LayerLengthState(NamedTuple):
     """State of `scale_layers`: nothing. It tells that the length of a step is not that of the curvature."""
 
@@ -148,28 +122,44 @@ class LayerLengthState(NamedTuple):
 BESIDE_KERNELS = 0.1
 
 
-def scale_layers(layers: Layers) -> optax.GradientTransformationExtraArgs:
+def scale_layers(layers: Layers, coefficient: ScalarOrSchedule | None = None) -> optax.GradientTransformationExtraArgs:
     """Steps of which each layer's has a length of its own, whatever its curvature and its gradient are.
 
     The norm `sqrt(d_out)` for the kernel and bias of a dense or convolutional layer together; a root mean square of 0.1
     for every other leaf with a block, over its elements that move at all. The norm `sqrt(d_out)` is that of an
     orthogonal matrix with at least as many columns as rows: outputs change by as much in networks of any width. What
     has no gradient in a step does not move in it: its momentum would be made as long as ever.
+
+    With a `coefficient`, so many times its own norm for each kernel, as with `optax.scale_by_trust_ratio`, and nothing
+    else. In either case each copy of a stacked kernel goes by itself, and what does not turn a kernel is left out.
     """
-    kernels = {layer.params[0]: layer for layer in layers if layer.kind in ("dense", "conv")}
-    layouts = {path: layout for x in layers.with_factors for path, layout in zip(x.params, x.layouts, strict=True)}
+    auto = coefficient is None
+    kinds = ("dense", "conv") if auto else KRONECKER_KINDS
+    kernels = {layer.params[0]: layer for layer in layers if layer.kind in kinds}
+    blocks = layers.with_factors if auto else kernels.values()
+    layouts = {
+        path: layout for x in blocks for path, layout in zip(x.params[: None if auto else 1], x.layouts, strict=False)
+    }
+
+    def init(params):
+        del params
+        return LayerLengthState() if auto else optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
 
     def update(updates, state, params=None, *, unpreconditioned, **extra):
         del extra
-        matrices, sums = _sums(layouts, kernels, updates, params, unpreconditioned)
+        matrices, sums = _sums(layers, layouts, kernels, updates, params, unpreconditioned)
         scaled: dict[str, jax.Array] = {}
         for path in [path for path in matrices if path in kernels]:
-            layer, (u, w, _) = kernels[path], matrices[path]
+            layer, (u, w, _), (_, gradient, *_, ww) = kernels[path], matrices[path], sums[path]
+            radial, square = _turned(layer, *sums[path])
             beside = [other for other in layer.params[1:] if other in matrices]
-            (radial, square), gradient = _turned(layer, *sums[path]), sums[path][1]
             for other in beside:
                 square, gradient = square + sums[other][0], gradient + sums[other][1]
-            ratio = _ratio(jnp.where(gradient > 0, layer.d_out**0.5, 0), square)
+            if auto:
+                ratio = _ratio(jnp.where(gradient > 0, layer.d_out**0.5, 0), square)
+            else:
+                length = value_at(coefficient, state.count) * jnp.sqrt(ww)
+                ratio = jnp.where((ww > 0) & (square > 0), _ratio(length, square), 1)
             scaled[path] = ratio * (u - radial * w)
             scaled |= {other: ratio * matrices[other][0] for other in beside}
         for path in [path for path in matrices if path not in scaled]:
@@ -180,12 +170,13 @@ def scale_layers(layers: Layers) -> optax.GradientTransformationExtraArgs:
         def scale(path, leaf):
             return layouts[path].from_matrix(scaled[path], leaf.shape) if path in scaled else leaf
 
+        state = state if auto else optax.ScaleByScheduleState(optax.safe_increment(state.count))
         return map_by_path(scale, updates), state
 
-    return optax.GradientTransformationExtraArgs(lambda params: LayerLengthState(), update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _sums(layouts, kernels, updates, params, gradients):
+def _sums(layers, layouts, kernels, updates, params, gradients):
     """The matrices in all trees of each leaf with a layout, but for masked ones; and sums `[copies, 1, 1]` over them.
 
     Of a kernel, the sums that `_turned` takes; of others, of squares, and how many gradients and updates are not zero.
@@ -196,6 +187,12 @@ def _sums(layouts, kernels, updates, params, gradients):
     trees = [leaves_by_path(tree) for tree in (lax.optimization_barrier(updates), params, gradients)]
     present = {path: layout for path, layout in layouts.items() if path in trees[0]}
     matrices = {path: [layout.to_matrix(_wide(tree[path])) for tree in trees] for path, layout in present.items()}
+    for group in group_layers(layers) if alone() else ():
+        # The stacks that the preconditioner has made, outputs last: a gradient with another layout than the kernel has
+        # would have all of the products written out. Without the barrier XLA takes what stacks are made of.
+        for layer, own in group.split(lax.optimization_barrier(group.stack_matrices(trees[2], jnp.float32))):
+            if layer.params[0] in kernels and layer.params[0] in matrices:
+                matrices[layer.params[0]][2] = own[..., : layer.layouts[0].size("in")]
 
     def products(path, u, w, g):
         return [u * u, g * g, u * w, g * w, w * w] if path in kernels else [u * u, 1.0 * (g != 0), 1.0 * (u != 0)]
