@@ -88,15 +88,7 @@ def large_batch(
         distribution=distribution,
     )
     return finish(
-        tx,
-        learning_rate,
-        layers,
-        momentum=momentum,
-        nesterov=nesterov,
-        rate_in_momentum=rate_in_momentum,
-        weight_decay=weight_decay,
-        weight_decay_mask=weight_decay_mask,
-        kl_clip=kl_clip,
-        trust_ratio=trust_ratio,
+        tx, learning_rate, layers, momentum=momentum, nesterov=nesterov, rate_in_momentum=rate_in_momentum,
+        weight_decay=weight_decay, weight_decay_mask=weight_decay_mask, kl_clip=kl_clip, trust_ratio=trust_ratio,
         distribution=distribution,
-    )
+    )  # fmt: skip

@@ -85,26 +85,15 @@ def kfac(
     """
     auto = isinstance(trust_ratio, str)
     check_type("inverse", inverse, Inverse, "a kind of inverse such as kfac.Cholesky()")
-    tx = scale_by_kfac(
-        layers,
-        damping=(0.1 if auto else 1e-3) if damping is None else damping,
-        inverse_every=inverse_every,
-        inverse=dataclasses.replace(inverse, relative=True) if auto else inverse,
-        distribution=distribution,
-    )
+    damping = (0.1 if auto else 1e-3) if damping is None else damping
+    inverse = dataclasses.replace(inverse, relative=True) if auto else inverse
+    tx = scale_by_kfac(layers, damping=damping, inverse_every=inverse_every, inverse=inverse, distribution=distribution)
+    nesterov = momentum is not None if nesterov is None else nesterov
     return finish(
-        tx,
-        learning_rate,
-        layers,
-        momentum=momentum,
-        nesterov=momentum is not None if nesterov is None else nesterov,
-        rate_in_momentum=False,
-        weight_decay=weight_decay,
-        weight_decay_mask=weight_decay_mask,
-        kl_clip=kl_clip,
-        trust_ratio=trust_ratio,
+        tx, learning_rate, layers, momentum=momentum, nesterov=nesterov, rate_in_momentum=False, kl_clip=kl_clip,
+        weight_decay=weight_decay, weight_decay_mask=weight_decay_mask, trust_ratio=trust_ratio,
         distribution=distribution,
-    )
+    )  # fmt: skip
 
 
 def finish(

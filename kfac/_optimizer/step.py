@@ -434,34 +434,36 @@ def _square(arrays: Iterable[jax.Array]) -> jax.Array:
     return sum((jnp.sum(own) for [own] in sums), jnp.zeros((), jnp.float32))
 
 
+def sums_of_members(stacks: Sequence[Sequence[jax.Array]]) -> list[list[jax.Array]]:
+    """The sums `[k]` of all entries of each member of each stack; stacks of one list have one shape."""
+    return lax.platform_dependent(*stacks, cpu=_one_by_one, default=_by_rows) if stacks else []
+
+
+def _one_by_one(*stacks):
+    return [[jnp.sum(x, axis=tuple(range(1, x.ndim))) for x in alike] for alike in stacks]
+
+
+def _by_rows(*stacks):
+    """Brought to one length, the rows of all stacks are summed up by one kernel."""
+    parts = dict(enumerate(row for alike in stacks for row in _rows(alike)))
+    order = sorted(parts, key=lambda n: parts[n].shape[1])
+    alike = [jnp.concatenate(list(x)) for _, x in itertools.groupby((parts[n] for n in order), lambda x: x.shape[1])]
+    padded = [jnp.pad(x, ((0, 0), (0, alike[-1].shape[1] - x.shape[1]))) for x in alike]
+    sums = jnp.sum(lax.optimization_barrier(jnp.concatenate(padded)), axis=1)
+    ends = np.cumsum([len(parts[n]) for n in order])
+    found = dict(zip(order, jnp.split(sums, ends[:-1]), strict=True))
+    numbers = iter(parts)
+    return [[found[next(numbers)] for _ in alike] for alike in stacks]
+
+
 LONG = 1 << 13  # larger members are summed up by rows first
 
 
-def sums_of_members(stacks: Sequence[Sequence[jax.Array]]) -> list[list[jax.Array]]:
-    """The sums `[k]` of all entries of each member of each stack; stacks of one list have one shape."""
-
-    def one_by_one(*stacks):
-        return [[jnp.sum(x, axis=tuple(range(1, x.ndim))) for x in alike] for alike in stacks]
-
-    def rows(alike):
-        if math.prod(alike[0].shape[1:]) > LONG:  # all in one operation: it reads only once what they are made of
-            *kept, _, last = alike[0].shape
-            axes = [len(kept)] if math.prod(kept[1:]) * last <= LONG else [len(kept), len(kept) + 1]
-            zeros = [jnp.zeros((), x.dtype) for x in alike]
-            alike = lax.reduce(list(alike), zeros, lambda a, b: jax.tree.map(jnp.add, a, b), axes)
-        return [x.reshape(len(x), -1) for x in alike]
-
-    def by_rows(*stacks):  # brought to one length, the rows of all stacks are summed up by one kernel
-        parts = dict(enumerate(row for alike in stacks for row in rows(alike)))
-        order = sorted(parts, key=lambda n: parts[n].shape[1])
-        alike = [
-            jnp.concatenate(list(x)) for _, x in itertools.groupby((parts[n] for n in order), lambda x: x.shape[1])
-        ]
-        padded = [jnp.pad(x, ((0, 0), (0, alike[-1].shape[1] - x.shape[1]))) for x in alike]
-        sums = jnp.sum(lax.optimization_barrier(jnp.concatenate(padded)), axis=1)
-        ends = np.cumsum([len(parts[n]) for n in order])
-        found = dict(zip(order, jnp.split(sums, ends[:-1]), strict=True))
-        numbers = iter(parts)
-        return [[found[next(numbers)] for _ in alike] for alike in stacks]
-
-    return lax.platform_dependent(*stacks, cpu=one_by_one, default=by_rows) if stacks else []
+def _rows(alike):
+    shape, n = alike[0].shape, alike[0].ndim
+    if math.prod(shape[1:]) > LONG:  # all in one operation: it reads only once what they are made of
+        choices = [*([(n - 2,)] if n > 2 else []), *(tuple(range(first, n)) for first in range(n - 1, 0, -1))]
+        axes = next(a for a in choices if math.prod(shape[k] for k in range(1, n) if k not in a) <= LONG)
+        zeros = [jnp.zeros((), x.dtype) for x in alike]
+        alike = lax.reduce(list(alike), zeros, lambda a, b: jax.tree.map(jnp.add, a, b), axes)
+    return [x.reshape(len(x), -1) for x in alike]
