@@ -187,12 +187,13 @@ def _sums(layers, layouts, kernels, updates, params, gradients):
     trees = [leaves_by_path(tree) for tree in (lax.optimization_barrier(updates), params, gradients)]
     present = {path: layout for path, layout in layouts.items() if path in trees[0]}
     matrices = {path: [layout.to_matrix(_wide(tree[path])) for tree in trees] for path, layout in present.items()}
+    wide = jnp.result_type(jnp.float32, *trees[2].values())
     for group in group_layers(layers) if alone() else ():
         # The stacks that the preconditioner has made, outputs last: a gradient with another layout than the kernel has
         # would have all of the products written out. Without the barrier XLA takes what stacks are made of.
-        for layer, own in group.split(lax.optimization_barrier(group.stack_matrices(trees[2], jnp.float32))):
+        for layer, own in group.split(lax.optimization_barrier(group.stack_matrices(trees[2], wide).mT)):
             if layer.params[0] in kernels and layer.params[0] in matrices:
-                matrices[layer.params[0]][2] = own[..., : layer.layouts[0].size("in")]
+                matrices[layer.params[0]][2] = own[:, : layer.layouts[0].size("in")].mT
 
     def products(path, u, w, g):
         return [u * u, g * g, u * w, g * w, w * w] if path in kernels else [u * u, 1.0 * (g != 0), 1.0 * (u != 0)]
