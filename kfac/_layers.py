@@ -130,8 +130,9 @@ class Layer:
           `[copies, d_out, d_in]` for a Kronecker layer, the bias as its last column; `[1, d_out, d_in]` for a unit-wise
           or diagonal one, a column for each leaf.
         """
-        columns = [layout.to_matrix(leaf) for layout, leaf in zip(self.layouts, leaves, strict=True)]
-        return jnp.concatenate(columns, axis=-1) if len(columns) > 1 else columns[0]
+        columns = [layout.to_matrix(leaf).mT for layout, leaf in zip(self.layouts, leaves, strict=True)]
+        # As most kernels lie in memory, outputs last.
+        return jnp.concatenate(columns, axis=-2).mT if len(columns) > 1 else columns[0].mT
 
     def from_matrix(self, matrix: jax.Array) -> list[jax.Array]:
         """The inverse of `to_matrix`."""

@@ -149,3 +149,9 @@ def lying_as(tree: Any, like: Any) -> Any:
         return jax.reshard(x, sharding) if any(sharding.spec) else x
 
     return jax.tree.map(own, tree, like)
+
+
+def alone() -> bool:
+    """Whether XLA splits no array over devices by itself: there is one device, or all axes are those of `shard_map`."""
+    kinds = jax.sharding.get_abstract_mesh().axis_types
+    return all(kind == AxisType.Manual for kind in kinds) if kinds else jax.device_count() == 1

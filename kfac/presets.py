@@ -88,16 +88,8 @@ def large_batch(
         distribution=distribution,
     )
     return finish(
-        tx,
-        learning_rate,
-        layers,
-        momentum=momentum,
-        nesterov=nesterov,
-        rate_in_momentum=rate_in_momentum,
-        weight_decay=weight_decay,
-        weight_decay_mask=weight_decay_mask,
-        kl_clip=kl_clip,
-        trust_ratio=trust_ratio,
+        tx, learning_rate, layers, momentum=momentum, nesterov=nesterov, rate_in_momentum=rate_in_momentum,
+        weight_decay=weight_decay, weight_decay_mask=weight_decay_mask, kl_clip=kl_clip, trust_ratio=trust_ratio,
         inverse=inverse,
         distribution=distribution,
-    )
+    )  # fmt: skip

@@ -87,6 +87,30 @@ def test_a_program():
     assert counts.bound == pytest.approx(sum(times) + 5 * turn + max(moved[3] / BANDWIDTH, 1000 / PEAK["bf16"]))
 
 
+def test_of_an_array_only_the_parts_are_read_that_something_comes_of():
+    fused = """HloModule jit_step
+
+%fused (p: bf16[8,64]) -> f32[64] {
+  %p = bf16[8,64]{1,0} parameter(0)
+  %wide = f32[8,64]{1,0} convert(%p)
+  %twice = f32[8,64]{1,0} add(%wide, %wide)
+  %one = f32[2,64]{1,0} slice(%twice), slice={[0:8:4], [0:64:1]}
+  %other = f32[2,64]{1,0} slice(%wide), slice={[0:8:4], [0:64:1]}
+  %product = f32[2,64]{1,0} multiply(%one, %other)
+  %zero = f32[] constant(0)
+  ROOT %sums = f32[64]{0} reduce(%product, %zero), dimensions={0}
+}
+
+ENTRY %main (x: bf16[8,64]) -> f32[64] {
+  %x = bf16[8,64]{1,0} parameter(0)
+  ROOT %r = f32[64]{0} fusion(%x), kind=kInput, calls=%fused
+}
+"""
+    assert count(fused).bound == pytest.approx((2 * 2 * 64 + 4 * 64) / BANDWIDTH)
+    whole = fused.replace("f32[2,64]{1,0} slice(%wide), slice={[0:8:4], [0:64:1]}", "f32[2,64]{1,0} reverse(%wide)")
+    assert count(whole).bound == pytest.approx((2 * 8 * 64 + 4 * 64) / BANDWIDTH)
+
+
 def test_a_loop_of_unknown_length_is_a_wait():
     counts = count(PROGRAM.replace('"known_trip_count":{"n":"5"}', ""))
     assert [wait.split()[0] for wait in counts.waits] == ["while", "conditional"]

@@ -47,17 +47,11 @@ def factors_and_grads(n, data=None, **options):
 
 
 @pytest.mark.parametrize("n, every", [(8, 4), (4, 4), (7, 3)])
-def test_kronecker_factors_are_those_of_the_examples_taken(x64, n, every):
-    layers, found, grads = factors_and_grads(n, subsample=every)
+def test_factors_are_those_of_the_examples_taken(x64, n, every):
+    _, found, grads = factors_and_grads(n, subsample=every)
     _, expected, _ = factors_and_grads(n, [x[::every] for x in batch(n)])
-    _, whole, gradients = factors_and_grads(n)
-    for layer in layers:
-        reference = expected if layer.kind in ("dense", "conv") else whole
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14),
-            found[layer.name],
-            reference[layer.name],
-        )
+    _, _, gradients = factors_and_grads(n)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), found, expected)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), grads, gradients)
 
 
@@ -76,12 +70,7 @@ def test_each_microbatch_takes_its_own(x64):
     fn = kfac.microbatch(kfac.value_and_grad(loss_fn, layers, subsample=2), 2, batch_argnums=(1, 2))
     _, _, found = jax.jit(fn, compiler_options=FAST)(params(), *data)
     _, expected, _ = factors_and_grads(8, [x[::2] for x in data])
-    for layer in layers:
-        if layer.kind in ("dense", "conv"):
-            jax.tree.map(
-                lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14),
-                found[layer.name], expected[layer.name],
-            )  # fmt: skip
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), found, expected)
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "2"])
@@ -107,6 +96,26 @@ def sequences(p, x, t, form):
     else:
         y = (x.reshape(-1, x.shape[-1]) @ p["w"]).reshape(*x.shape[:2], -1)
     return jnp.mean(jnp.sin(jnp.tanh(y).sum((1, 2)) * t))
+
+
+def vectors(p, x, marked):
+    """A table of positions, a shift used twice, and a scale; every token an example where the output is marked."""
+    y = jnp.tanh(x * p["scale"] + p["shift"]) + p["table"]
+    y = jnp.tanh(y @ p["w"]) + p["shift"]
+    return jnp.mean(jnp.sin(kfac.output(y, "gaussian") if marked else y).sum(2))
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_vectors_take_the_same_examples(x64, marked):
+    """Whole sequences, and each example's gradients of all uses together."""
+    p = {"scale": normal(0, 3), "shift": normal(1, 3), "table": normal(2, 5, 3), "w": normal(3, 3, 3)}
+    loss, x = functools.partial(vectors, marked=marked), normal(4, 6, 5, 3)
+    layers = kfac.find_layers(loss, p, x)
+    expected, found = (kfac.value_and_grad(loss, layers, **options)(p, data)[2] for data, options in (
+        (x[::2], {}), (x, {"subsample": 2})
+    ))  # fmt: skip
+    assert {"unitwise", "diagonal"} & {layer.kind for layer in layers}
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), found, expected)
 
 
 @pytest.mark.parametrize("form", ["time-major", "marked", "reordered"])

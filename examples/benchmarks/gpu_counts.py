@@ -24,6 +24,7 @@ NAMES = {
 }  # fmt: skip
 COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
 VIEWS = {"bitcast", "reshape", "copy", "convert", "transpose"}
+NUMBER_BY_NUMBER = {"add", "subtract", "multiply", "divide", "negate", "maximum", "minimum", "select", "compare"}
 PARTS = {"slice", "dynamic-slice", "gather"}
 
 Shape = tuple[str, tuple[int, ...]]
@@ -191,10 +192,28 @@ def _moved(bodies: dict[str, dict[str, Line]], around: dict[str, Line], line: Li
             users = [one for one in inner if name in one.operands]
             if name in updated and all(one.op == "dynamic-update-slice" for one in users):
                 whole = 0
-            elif users and all(one.op in PARTS and one.operands[0] == name for one in users):
-                whole = min(whole, sum(_bytes(one.shapes[0]) for one in users))
+            elif parts := _parts(inner, parameters[position]):
+                whole = min(whole, WIDTH.get(around[operand].shapes[0][0], 4) * sum(parts.values()))
         read += whole
     return written + read
+
+
+def _parts(inner: list[Line], line: Line) -> dict[str, int] | None:
+    """The parts of an array that a kernel takes, each with its number of elements; None where it may take all.
+
+    A part of what comes of the array number by number needs no more than that part of the array.
+    """
+    parts: dict[str, int] = {}
+    for one in inner:
+        if line.name not in one.operands:
+            continue
+        if one.op in PARTS and one.operands[0] == line.name:
+            parts[one.attribute("slice") or one.name] = math.prod(one.shapes[0][1])
+        elif one.op in VIEWS | NUMBER_BY_NUMBER and (found := _parts(inner, one)):
+            parts |= found
+        else:
+            return None
+    return parts
 
 
 def _through_views(body: dict[str, Line], line: Line) -> Line:

@@ -116,10 +116,8 @@ def make_step(row: str, task: Task, options: argparse.Namespace) -> tuple[Callab
         return sgd, first_order
     layers = kfac.find_layers(task.loss_fn, task.params, task.batch, max_dim=task.max_dim)
     distribution = kfac.Distribution(axis_name=axis, precondition=options.precondition)
-    tx = kfac.kfac(
-        0.1, layers, trust_ratio=None, distribution=distribution,
-        inverse_every=options.inverse_every if options.refresh == "inside" else None,
-    )  # fmt: skip
+    every = options.inverse_every if options.refresh == "inside" else None
+    tx = kfac.kfac(0.1, layers, distribution=distribution, inverse_every=every)
     if row == "refresh":
         return lambda params, state, batch: (params, kfac.refresh(state, distribution=distribution), batch), tx
     measure = kfac.value_and_grad(task.loss_fn, layers, subsample=4 if row == "subsample" else 1)

@@ -86,7 +86,7 @@ def plan_taps(
       options: what holds the options of `find_layers`.
       marks: its marked outputs.
       num_examples: the number of examples, if the user gave it.
-      subsample: Kronecker factors come from every `subsample`-th example.
+      subsample: statistics come from every `subsample`-th example.
       moments: whether taps also sum squares of per-example gradients, in a basis.
 
     Raises:
@@ -101,7 +101,7 @@ def plan_taps(
         if layer.kind in KRONECKER_KINDS:
             _plan_kronecker(planned, layer, uses[0], subsample, moments and layer.correctable)
         elif any(uses) and not layer.coarse:
-            _plan_elementwise(planned, layer, uses)
+            _plan_elementwise(planned, layer, uses, subsample)
     for path, operand in found.reads.multipliers.items():
         # Only where the program holds a tap: elsewhere nothing reads the multiplier.
         planned.plan.at(path).multipliers[path[-1]] = operand
@@ -348,7 +348,7 @@ def _example_position(use: Use, n: int, parameter: str) -> int | None:
 # -- elementwise layers ------------------------------------------------------------------------------------------------
 
 
-def _plan_elementwise(planned: Planned, layer: Layer, uses: list[list[Use]]) -> None:
+def _plan_elementwise(planned: Planned, layer: Layer, uses: list[list[Use]], subsample: int) -> None:
     n, shapes = planned.num_examples, planned.found.reads.shapes
     probes: dict[Key, tuple[int, np.ndarray]] = {}  # of which leaf it is, and of which of its entries
     known: dict[tuple, Key] = {}
@@ -372,18 +372,22 @@ def _plan_elementwise(planned: Planned, layer: Layer, uses: list[list[Use]]) -> 
             probes[key] = column, where
             taps.append(ElementwiseTap(key, use, arrange, dtype))
     columns = _columns(planned, layer, taps, probes)
+    # Uses that number their examples in different ways would take different ones.
+    runs, *others = {tap.arrange.runs for tap in taps}
+    subsample = 1 if others else subsample
+    taken = -(-runs // subsample)
     for tap in taps:
         if columns and probes[tap.key][0] > 0:
             continue  # the shift's are formed together with those of its scale
-        tap = dataclasses.replace(tap, columns=columns)
+        tap = dataclasses.replace(tap, columns=columns, subsample=subsample)
         width = math.prod(tap.arrange.split[p] for p in tap.arrange.features)
-        shape = (width, columns, columns) if columns else (next(iter(counts)), width)
+        shape = (width, columns, columns) if columns else (next(iter(counts)) // runs * taken, width)
         planned.probes[tap.key] = jax.ShapeDtypeStruct((*tap.use.iterated, *shape), tap.dtype)
         planned.place(tap)
     keys = [key for key, (column, _) in probes.items() if not (columns and column)]
     finish = _of_moments if columns else _of_gradients
     entries = [probes[key] for key in keys]
-    planned.finish[layer.name] = keys, lambda sums: finish(layer, n, entries, sums)
+    planned.finish[layer.name] = keys, lambda sums: finish(layer, n * runs / taken, entries, sums)
 
 
 def _elementwise_arrangement(planned: Planned, use: Use, parameter: str) -> axes_lib.Arrangement:
@@ -426,13 +430,13 @@ def _columns(
     return len(layer.params)
 
 
-def _of_moments(layer: Layer, n: int, entries: list[tuple[int, np.ndarray]], sums: list[jax.Array]) -> Unitwise:
+def _of_moments(layer: Layer, n: float, entries: list[tuple[int, np.ndarray]], sums: list[jax.Array]) -> Unitwise:
     moments = jnp.concatenate([own.reshape(-1, layer.d_in, layer.d_in) for own in sums])
     where = np.concatenate([where for _, where in entries])
     return Unitwise(n * (moments if np.array_equal(where, np.arange(layer.d_out)) else moments[np.argsort(where)]))
 
 
-def _of_gradients(layer: Layer, n: int, entries: list[tuple[int, np.ndarray]], sums: list[jax.Array]) -> Unitwise:
+def _of_gradients(layer: Layer, n: float, entries: list[tuple[int, np.ndarray]], sums: list[jax.Array]) -> Unitwise:
     columns: list[list[jax.Array]] = [[] for _ in layer.params]
     for (column, where), g in zip(entries, sums, strict=True):
         g = jnp.moveaxis(g, -2, 0).reshape(g.shape[-2], -1)

@@ -114,6 +114,7 @@ class ElementwiseTap:
       dtype: of the statistics.
       columns: None: per-example gradients `[n, units]`. 1: sums of their squares `[units, 1, 1]`; 2: with those of the
         shift that is added to the result, which are sums of the same gradient, `[units, 2, 2]`.
+      subsample: from every how many-th run of examples.
       source: computes the data again, from what it is made of.
     """
 
@@ -122,6 +123,7 @@ class ElementwiseTap:
     arrange: Arrangement
     dtype: Any
     columns: int | None = None
+    subsample: int = 1
     source: Callable[[Sequence[jax.Array]], jax.Array] | None = None
 
     @property
@@ -143,10 +145,10 @@ class ElementwiseTap:
         if other is not None:
             factor = 1 / other if read.divides else other
             coefficient = factor if coefficient is None else factor * coefficient
-        own = read.sign * example_gradients(g, coefficient, self.arrange)
+        own = read.sign * example_gradients(g, coefficient, self.arrange, self.subsample)
         if self.columns is None:
             return own
-        each = [own] if self.columns == 1 else [own, example_gradients(g, None, self.arrange)]
+        each = [own] if self.columns == 1 else [own, example_gradients(g, None, self.arrange, self.subsample)]
         return jnp.stack([jnp.stack([jnp.sum(a * b, axis=0) for b in each], axis=-1) for a in each], axis=-2)
 
 

@@ -56,10 +56,11 @@ def value_and_grad(
         diagonal and EKFAC moments of examples with several rows.
       num_examples: `n` of the batch that one call sees. By default the size of the marked output without its axis of
         features, and without one the leading dimension of the layers' inputs.
-      subsample: Kronecker factors come from every `subsample`-th example, which costs so many times less and is
-        unbiased where the order of the examples means nothing. Layers must see the examples on an axis of their own;
-        where the tokens of a marked output `[sequences, tokens, features]` are examples, whole sequences are taken.
-        The gradients, and the unit-wise and diagonal blocks, which are cheap, come from all of them.
+      subsample: factors come from every `subsample`-th example, which costs so many times less and is unbiased where
+        the order of the examples means nothing. Layers must see the examples on an axis of their own; where the tokens
+        of a marked output `[sequences, tokens, features]` are examples, whole sequences are taken. The gradients come
+        from all of them, and so do coarse blocks, the counts of lookups, sums with `reduce=`, and vectors that are read
+        both where examples are rows and where they are sequences.
 
     Returns:
       A function of the arguments of `loss_fn` that returns `(value, grads, factors)`, where `value` is `loss` or

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from kfac._curvature.inverse import Inverse
 from kfac._curvature.unitwise import ChannelInverse
 from kfac._factors import Block, Factors, Kronecker, Unitwise
 from kfac._layers import KRONECKER_KINDS, Layer, Layers
+from kfac._varying import alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,10 +96,16 @@ class Group:
         matrices = []
         for layer, count in zip(self.layers, self.counts, strict=True):
             if layer.params[0] in leaves:
-                matrices.append(layer.to_matrix([leaves[path].astype(dtype) for path in layer.params]))
+                matrices.append(layer.to_matrix([leaves[path].astype(dtype) for path in layer.params]).mT)
             else:
-                matrices.append(jnp.zeros((count, self.d_out, self.d_in), dtype))
-        return jnp.concatenate(matrices)
+                matrices.append(jnp.zeros((count, self.d_in, self.d_out), dtype))
+        stack = jnp.concatenate(matrices)
+        if not alone():  # XLA does not know how to split what is laid out over devices
+            return stack.mT
+        # Outputs last, as kernels mostly lie in memory. Gradients of convolutions have them first on a GPU, and XLA
+        # would copy momentum and parameters to that and back.
+        laid_out = functools.partial(with_layout_constraint, layouts=Layout(major_to_minor=(0, 1, 2)))
+        return lax.platform_dependent(stack, cuda=laid_out, default=lambda stack: stack).mT
 
     def split_matrices(self, matrices: jax.Array) -> dict[str, jax.Array]:
         """The inverse of `stack_matrices`: leaves by path."""

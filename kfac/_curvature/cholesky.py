@@ -58,10 +58,11 @@ class Cholesky(Inverse):
         """`G^-1 V A^-1`."""
         del damping  # that of the refresh is in the inverses
         dtype, wide = kept.A.dtype, matrices.dtype
-        left = "ka" if is_diagonal(kept.G) else "kab"
-        half = product(f"{left},k{left[-1]}c->kac", self.precision, dtype, wide, kept.G, matrices)
-        right = "kac,kc->kac" if is_diagonal(kept.A) else "kac,kcd->kad"
-        return product(right, self.precision, dtype, wide, half, kept.A)
+        # The transpose of all of it, as kernels and their gradients mostly lie in memory.
+        left = "ka" if is_diagonal(kept.A) else "kab"
+        half = product(f"{left},k{left[-1]}c->kac", self.precision, dtype, wide, kept.A, matrices.mT)
+        right = "kac,kc->kac" if is_diagonal(kept.G) else "kac,kcd->kad"
+        return product(right, self.precision, dtype, wide, half, kept.G).mT
 
     def spectrum(self, kept, factors, damping):
         """Products of the eigenvalues of the damped factors."""

@@ -16,14 +16,7 @@ from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.distribution import Distribution
 from kfac._layers import Layers
-from kfac._optimizer.parts import (
-    clip_kl,
-    keep_dtype,
-    precondition_momentum,
-    scale_by_layer_trust_ratio,
-    scale_layers,
-    scheduled_momentum,
-)
+from kfac._optimizer.parts import clip_kl, keep_dtype, precondition_momentum, scale_layers, scheduled_momentum
 from kfac._optimizer.scale_by_kfac import ScalarOrSchedule, scale_by_kfac, value_at
 from kfac._optimizer.state import find_state
 
@@ -94,27 +87,15 @@ def kfac(
     if trust_ratio is not None and not auto:
         check_range("trust_ratio", trust_ratio, 0, math.inf, open_low=True, open_high=True)
     check_type("inverse", inverse, Inverse, "a kind of inverse such as kfac.Cholesky()")
-    tx = scale_by_kfac(
-        layers,
-        damping=(inverse.relative_damping if auto else 1e-3) if damping is None else damping,
-        inverse_every=inverse_every,
-        inverse=dataclasses.replace(inverse, relative=True) if auto else inverse,
-        distribution=distribution,
-    )
+    damping = (inverse.relative_damping if auto else 1e-3) if damping is None else damping
+    inverse = dataclasses.replace(inverse, relative=True) if auto else inverse
+    tx = scale_by_kfac(layers, damping=damping, inverse_every=inverse_every, inverse=inverse, distribution=distribution)
+    nesterov = momentum is not None if nesterov is None else nesterov
     return finish(
-        tx,
-        learning_rate,
-        layers,
-        momentum=momentum,
-        nesterov=momentum is not None if nesterov is None else nesterov,
-        rate_in_momentum=False,
-        weight_decay=weight_decay,
-        weight_decay_mask=weight_decay_mask,
-        kl_clip=kl_clip,
-        trust_ratio=trust_ratio,
-        inverse=inverse,
+        tx, learning_rate, layers, momentum=momentum, nesterov=nesterov, rate_in_momentum=False, kl_clip=kl_clip,
+        weight_decay=weight_decay, weight_decay_mask=weight_decay_mask, trust_ratio=trust_ratio, inverse=inverse,
         distribution=distribution,
-    )
+    )  # fmt: skip
 
 
 def finish(
@@ -158,10 +139,8 @@ def finish(
     parts = [] if momentum is None else [scheduled_momentum(momentum, nesterov)]
     if inverse.takes_gradients and parts:
         tx, parts = precondition_momentum(tx, parts[0]), []
-    if trust_ratio == "auto":
-        parts.append(scale_layers(layers))
-    elif trust_ratio is not None:
-        parts.append(scale_by_layer_trust_ratio(layers, trust_ratio))
+    if trust_ratio is not None:
+        parts.append(scale_layers(layers, None if isinstance(trust_ratio, str) else trust_ratio))
     if weight_decay is not None:
         _check_weight_decay(weight_decay, weight_decay_mask)
         decay = _times_rate(weight_decay, learning_rate) if rate_in_momentum else weight_decay

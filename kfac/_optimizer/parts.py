@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
-from kfac._layers import KRONECKER_KINDS, Layers, leaves_by_path, map_by_path
+from kfac._curvature.blocks import group_layers
+from kfac._layers import KRONECKER_KINDS, Layer, Layers, leaves_by_path, map_by_path
 from kfac._optimizer.scale_by_kfac import ScalarOrSchedule, value_at
 from kfac._optimizer.state import KfacState, find_state
-from kfac._varying import AxisName
+from kfac._optimizer.step import sums_of_members
+from kfac._varying import AxisName, alone
 
 
 class KlClipState(NamedTuple):
@@ -129,36 +131,6 @@ def precondition_momentum(
 RIGHT_ANGLE = 0.1
 
 
-def scale_by_layer_trust_ratio(layers: Layers, coefficient: ScalarOrSchedule) -> optax.GradientTransformationExtraArgs:
-    """`optax.scale_by_trust_ratio` of what turns a kernel, for each copy of a stacked one by itself."""
-    kernels = {layer.params[0]: layer.layouts[0] for layer in layers if layer.kind in KRONECKER_KINDS}
-
-    def init(params):
-        del params
-        return optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
-
-    def update(updates, state, params=None, *, unpreconditioned, **extra):
-        del extra
-        if params is None:
-            raise ValueError("trust_ratio needs the parameters: call update(grads, state, params)")
-        ratio = optax.scale_by_trust_ratio(trust_coefficient=value_at(coefficient, state.count))
-
-        def scale(update, param, gradient):
-            return ratio.update(_turning(update, param, gradient), optax.EmptyState(), param)[0]
-
-        def scale_kernel(path, update, *param_and_gradient):
-            if path not in kernels:
-                return update
-            layout = kernels[path]
-            matrices = (layout.to_matrix(_wide(leaf)) for leaf in (update, *param_and_gradient))
-            return layout.from_matrix(jax.vmap(scale)(*matrices), update.shape)
-
-        count = optax.safe_increment(state.count)
-        return map_by_path(scale_kernel, updates, params, unpreconditioned), optax.ScaleByScheduleState(count)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
 class LayerLengthState(NamedTuple):
     """State of `scale_layers`: nothing. It tells that the length of a step is not that of the curvature."""
 
@@ -167,74 +139,101 @@ class LayerLengthState(NamedTuple):
 BESIDE_KERNELS = 0.1
 
 
-def scale_layers(layers: Layers) -> optax.GradientTransformationExtraArgs:
+def scale_layers(layers: Layers, coefficient: ScalarOrSchedule | None = None) -> optax.GradientTransformationExtraArgs:
     """Steps of which each layer's has a length of its own, whatever its curvature and its gradient are.
 
     The norm `sqrt(d_out)` for the kernel and bias of a dense or convolutional layer together; a root mean square of 0.1
     for every other leaf with a block, over its elements that move at all. The norm `sqrt(d_out)` is that of an
     orthogonal matrix with at least as many columns as rows: outputs change by as much in networks of any width. What
     has no gradient in a step does not move in it: its momentum would be made as long as ever.
+
+    With a `coefficient`, so many times its own norm for each kernel, as with `optax.scale_by_trust_ratio`, and nothing
+    else. In either case each copy of a stacked kernel goes by itself, and what does not turn a kernel is left out.
     """
-    blocks = [layer for layer in layers if layer.kind in ("dense", "conv")]
-    skipped = {path for layer in layers if layer.kind == "skipped" for path in layer.params}
+    auto = coefficient is None
+    kinds = ("dense", "conv") if auto else KRONECKER_KINDS
+    kernels = {layer.params[0]: layer for layer in layers if layer.kind in kinds}
+    blocks = layers.with_factors if auto else kernels.values()
+    layouts = {
+        path: layout for x in blocks for path, layout in zip(x.params[: None if auto else 1], x.layouts, strict=False)
+    }
+
+    def init(params):
+        del params
+        return LayerLengthState() if auto else optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
 
     def update(updates, state, params=None, *, unpreconditioned, **extra):
         del extra
-        if params is None:
-            raise ValueError('trust_ratio="auto" needs the parameters: call update(grads, state, params)')
-        leaves, kernels, gradients = (leaves_by_path(tree) for tree in (updates, params, unpreconditioned))
+        matrices, sums = _sums(layers, layouts, kernels, updates, params, unpreconditioned)
         scaled: dict[str, jax.Array] = {}
-        for layer in blocks:
-            if layer.params[0] not in leaves:
-                continue  # masked
-            update, kernel, gradient = (
-                layer.to_matrix([_wide(tree[path]) for path in layer.params]) for tree in (leaves, kernels, gradients)
-            )
-            whole = jax.vmap(functools.partial(_turning_with_bias, bias=layer.has_bias))(update, kernel, gradient)
-            length = jnp.where(_norms(gradient) > 0, layer.d_out**0.5, 0)
-            whole = whole * _ratio(length, _norms(whole))[:, None, None]
-            scaled |= dict(zip(layer.params, layer.from_matrix(whole), strict=True))
+        for path in [path for path in matrices if path in kernels]:
+            layer, (u, w, _), (_, gradient, *_, ww) = kernels[path], matrices[path], sums[path]
+            radial, square = _turned(layer, *sums[path])
+            beside = [other for other in layer.params[1:] if other in matrices]
+            for other in beside:
+                square, gradient = square + sums[other][0], gradient + sums[other][1]
+            if auto:
+                ratio = _ratio(jnp.where(gradient > 0, layer.d_out**0.5, 0), square)
+            else:
+                length = value_at(coefficient, state.count) * jnp.sqrt(ww)
+                ratio = jnp.where((ww > 0) & (square > 0), _ratio(length, square), 1)
+            scaled[path] = ratio * (u - radial * w)
+            scaled |= {other: ratio * matrices[other][0] for other in beside}
+        for path in [path for path in matrices if path not in scaled]:
+            square, gradient, moving = map(jnp.sum, sums[path])
+            length = jnp.where(gradient > 0, BESIDE_KERNELS * jnp.sqrt(moving), 0)
+            scaled[path] = _ratio(length, square) * matrices[path][0]
 
-        def scale(path, leaf, gradient):
-            if path in skipped:
-                return leaf
-            if path in scaled:
-                return scaled[path]
-            wide = _wide(leaf)
-            length = jnp.where(jnp.any(gradient != 0), BESIDE_KERNELS * jnp.sqrt(jnp.count_nonzero(wide) * 1.0), 0)
-            return wide * _ratio(length, jnp.linalg.norm(wide.ravel()))
+        def scale(path, leaf):
+            return layouts[path].from_matrix(scaled[path], leaf.shape) if path in scaled else leaf
 
-        return map_by_path(scale, updates, unpreconditioned), state
+        state = state if auto else optax.ScaleByScheduleState(optax.safe_increment(state.count))
+        return map_by_path(scale, updates), state
 
-    return optax.GradientTransformationExtraArgs(lambda params: LayerLengthState(), update)
-
-
-def _turning_with_bias(update: jax.Array, kernel: jax.Array, gradient: jax.Array, *, bias: bool) -> jax.Array:
-    """`_turning` of updates whose last column is that of a `bias`, which is left alone."""
-    columns = kernel.shape[1] - bias
-    turned = _turning(*(x[:, :columns] for x in (update, kernel, gradient)))
-    return jnp.concatenate([turned, update[:, columns:]], axis=1)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _norms(stack: jax.Array) -> jax.Array:
-    return jnp.linalg.norm(stack, axis=(1, 2))
+def _sums(layers, layouts, kernels, updates, params, gradients):
+    """The matrices in all trees of each leaf with a layout, but for masked ones; and sums `[copies, 1, 1]` over them.
 
-
-def _ratio(length: jax.typing.ArrayLike, norm: jax.Array) -> jax.Array:
-    """What makes the norm that `length`; 0 of what is zero."""
-    return jnp.where(norm > 0, length / jnp.where(norm > 0, norm, 1), 0)
-
-
-def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
-    return jnp.vdot(x, y, precision=lax.Precision.HIGHEST)
-
-
-def _turning(update: jax.Array, kernel: jax.Array, gradient: jax.Array) -> jax.Array:
-    """An update `[d_out, d_in]` without its part along the kernel, where that is of no use.
-
-    That is where the gradient is at a right angle to the kernel: its scale does not matter to the loss.
+    Of a kernel, the sums that `_turned` takes; of others, of squares, and how many gradients and updates are not zero.
     """
-    square = _dot(kernel, kernel)
-    bound = RIGHT_ANGLE * jnp.sqrt(square * _dot(gradient, gradient) / kernel.size)
-    radial = _dot(update, kernel) / jnp.where(square > 0, square, 1) * kernel
-    return jnp.where(jnp.abs(_dot(kernel, gradient)) < bound, update - radial, update)
+    if params is None:
+        raise ValueError("trust_ratio needs the parameters: call update(grads, state, params)")
+    # On a GPU, one kernel then gives momentum and update of all leaves of a stack; else there is one for each leaf.
+    trees = [leaves_by_path(tree) for tree in (lax.optimization_barrier(updates), params, gradients)]
+    present = {path: layout for path, layout in layouts.items() if path in trees[0]}
+    matrices = {path: [layout.to_matrix(_wide(tree[path])) for tree in trees] for path, layout in present.items()}
+    wide = jnp.result_type(jnp.float32, *trees[2].values())
+    for group in group_layers(layers) if alone() else ():
+        # The stacks that the preconditioner has made, outputs last: a gradient with another layout than the kernel has
+        # would have all of the products written out. Without the barrier XLA takes what stacks are made of.
+        for layer, own in group.split(lax.optimization_barrier(group.stack_matrices(trees[2], wide).mT)):
+            if layer.params[0] in kernels and layer.params[0] in matrices:
+                matrices[layer.params[0]][2] = own[:, : layer.layouts[0].size("in")].mT
+
+    def products(path, u, w, g):
+        return [u * u, g * g, u * w, g * w, w * w] if path in kernels else [u * u, 1.0 * (g != 0), 1.0 * (u != 0)]
+
+    sums = sums_of_members([products(path, *own) for path, own in matrices.items()])
+    return matrices, {path: [x[:, None, None] for x in own] for path, own in zip(matrices, sums, strict=True)}
+
+
+# The square of what is left of an update without its part along the kernel is a difference of sums, which must not be
+# rounding alone. Below so much of the whole, a step is shorter than it should be.
+LEFT = 1e-4
+
+
+def _turned(layer: Layer, uu: Any, gg: Any, uw: Any, gw: Any, ww: Any) -> tuple[jax.Array, jax.Array]:
+    """How often a layer's update has the kernel in it to no use, and the square of the update without that.
+
+    It is of no use where the scale of a kernel does not matter to the loss: there its gradient is at a right angle.
+    """
+    bound = RIGHT_ANGLE * jnp.sqrt(ww * gg / (math.prod(layer.shapes[0]) // layer.copies))
+    radial = jnp.where((jnp.abs(gw) < bound) & (ww > 0), uw / jnp.where(ww > 0, ww, 1), 0)
+    return radial, jnp.maximum(uu - radial * uw, LEFT * uu)
+
+
+def _ratio(length: jax.typing.ArrayLike, square: jax.Array) -> jax.Array:
+    """What makes the norm that `length`, where its square is known; 0 of what is zero."""
+    return jnp.where(square > 0, length / jnp.sqrt(jnp.where(square > 0, square, 1)), 0)

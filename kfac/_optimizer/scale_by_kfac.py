@@ -123,15 +123,7 @@ def scale_by_kfac(
             return init_on_mesh(replicated(params))
         return init_state(config, params)
 
-    def update(
-        updates: Any,
-        state: KfacState,
-        params: Any = None,
-        *,
-        factors: Factors | None = None,
-        averaged: Any = None,
-        **extra: Any,
-    ):
+    def update(updates: Any, state: KfacState, params: Any = None, *, factors=None, averaged=None, **extra: Any):
         del params, extra
         if factors is not None:
             _check_all_parts_are_here()

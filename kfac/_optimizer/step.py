@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -242,11 +244,14 @@ def take_in(
     new = {n: dataclasses.replace(b, moments=None) if isinstance(b, Kronecker) else b for n, b in batch.items()}
     old = {name: state.blocks[name].factors for name in place.mine}
     moved = jax.tree.map(lambda new, old: new.astype(old.dtype) - old, {name: new[name] for name in old}, old)
+    pairs = {name: list(zip(*map(jax.tree.leaves, (moved[name], old[name])), strict=True)) for name in old}
     squares: dict[str, Any] = {}
     for names in (place.shards.keys(), old.keys() - place.shards.keys()):  # a device's own, and what all devices have
-        squares |= _squares({name: (moved[name], old[name]) for name in old if name in names})
+        own = {name: pairs[name] for name in pairs if name in names}
+        sums = iter(sums_of_members([[x * x, y * y] for both in own.values() for x, y in both]))
+        squares |= {name: [next(sums) for _ in both] for name, both in own.items()}
     for name, mine in place.mine.items():
-        changed, sizes = map(jax.tree.leaves, squares[name])
+        changed, sizes = zip(*squares[name], strict=True)
         good = jnp.isfinite(sum(changed))
         if moments.get(name) is not None:
             good &= finite(moments[name])
@@ -440,31 +445,40 @@ def count_blocks(shards: Mapping[str, Any], axis: AxisName | None, found: Vector
 
 def _square(arrays: Iterable[jax.Array]) -> jax.Array:
     """The squared norm of all arrays together."""
-
-    def one_by_one(*arrays):
-        return sum((jnp.sum(jnp.square(x)) for x in arrays), jnp.zeros((), jnp.float32))
-
-    def by_rows(*arrays):  # a GPU takes two kernels for the sum of all of an array, and one for those of its rows
-        rows = (jnp.sum(jnp.square(x), axis=-1).reshape(-1) for x in arrays)
-        return jnp.sum(_join([jnp.zeros(1, jnp.float32), *rows]))
-
-    return lax.platform_dependent(*arrays, cpu=one_by_one, default=by_rows)
+    sums = sums_of_members([[x * x] for x in arrays])
+    return sum((jnp.sum(own) for [own] in sums), jnp.zeros((), jnp.float32))
 
 
-def _squares(tree: Any) -> Any:
-    """The squared Frobenius norms `[k]` of the members of each stack."""
-    stacks, treedef = jax.tree.flatten(tree)
+def sums_of_members(stacks: Sequence[Sequence[jax.Array]]) -> list[list[jax.Array]]:
+    """The sums `[k]` of all entries of each member of each stack; stacks of one list have one shape."""
+    return lax.platform_dependent(*stacks, cpu=_one_by_one, default=_by_rows) if stacks else []
 
-    def one_by_one(*stacks):
-        return [jnp.sum(jnp.square(x), axis=tuple(range(1, x.ndim))) for x in stacks]
 
-    def by_rows(*stacks):  # brought to one length, the sums of the rows of all stacks are summed up by one kernel
-        rows = [jnp.sum(jnp.square(x), axis=-1).reshape(len(x), -1) for x in stacks]
-        length = max(row.shape[1] for row in rows)
-        padded = [jnp.pad(row, ((0, 0), (0, length - row.shape[1]))) for row in rows]
-        sums = jnp.sum(lax.optimization_barrier(jnp.concatenate(padded)), axis=1)
-        return jnp.split(sums, np.cumsum([len(row) for row in rows])[:-1])
+def _one_by_one(*stacks):
+    return [[jnp.sum(x, axis=tuple(range(1, x.ndim))) for x in alike] for alike in stacks]
 
-    if not stacks:
-        return tree
-    return jax.tree.unflatten(treedef, lax.platform_dependent(*stacks, cpu=one_by_one, default=by_rows))
+
+def _by_rows(*stacks):
+    """Brought to one length, the rows of all stacks are summed up by one kernel."""
+    parts = dict(enumerate(row for alike in stacks for row in _rows(alike)))
+    order = sorted(parts, key=lambda n: parts[n].shape[1])
+    alike = [jnp.concatenate(list(x)) for _, x in itertools.groupby((parts[n] for n in order), lambda x: x.shape[1])]
+    padded = [jnp.pad(x, ((0, 0), (0, alike[-1].shape[1] - x.shape[1]))) for x in alike]
+    sums = jnp.sum(lax.optimization_barrier(jnp.concatenate(padded)), axis=1)
+    ends = np.cumsum([len(parts[n]) for n in order])
+    found = dict(zip(order, jnp.split(sums, ends[:-1]), strict=True))
+    numbers = iter(parts)
+    return [[found[next(numbers)] for _ in alike] for alike in stacks]
+
+
+LONG = 1 << 13  # larger members are summed up by rows first
+
+
+def _rows(alike):
+    shape, n = alike[0].shape, alike[0].ndim
+    if math.prod(shape[1:]) > LONG:  # all in one operation: it reads only once what they are made of
+        choices = [*([(n - 2,)] if n > 2 else []), *(tuple(range(first, n)) for first in range(n - 1, 0, -1))]
+        axes = next(a for a in choices if math.prod(shape[k] for k in range(1, n) if k not in a) <= LONG)
+        zeros = [jnp.zeros((), x.dtype) for x in alike]
+        alike = lax.reduce(list(alike), zeros, lambda a, b: jax.tree.map(jnp.add, a, b), axes)
+    return [x.reshape(len(x), -1) for x in alike]

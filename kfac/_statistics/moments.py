@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from kfac._factors import Kronecker
 from kfac._statistics.convolution import PATCH_ELEMENTS
@@ -78,19 +79,26 @@ def _squares(a: jax.Array, g: jax.Array, basis: Kronecker) -> jax.Array:
     return jnp.sum(jnp.square(gradients), axis=0)
 
 
-def example_gradients(g: jax.Array, coefficient: jax.Array | None, arrange: Arrangement) -> jax.Array:
+def example_gradients(g: jax.Array, coefficient: jax.Array | None, arrange: Arrangement, every: int = 1) -> jax.Array:
     """Gradients of each example with respect to an elementwise parameter, summed over positions, `[n, units]`.
 
     Args:
       g: gradient with respect to the result of the sum or product.
       coefficient: what the parameter was multiplied by, broadcastable to `g`; None for a sum.
       arrange: brings `g` to `[1, n, s, units]`.
+      every: of every how many-th run of examples.
     """
-    g = g.astype(accumulator(g.dtype))
+
+    def taken(x):
+        x = jnp.broadcast_to(x, shape).reshape(arrange.split)
+        return lax.slice_in_dim(x, 0, None, every, arrange.examples[0]) if every > 1 and arrange.examples else x
+
+    shape = g.shape
+    g = taken(g).astype(accumulator(g.dtype))
     if coefficient is not None:
-        g = g * coefficient.astype(g.dtype)
+        g = g * taken(coefficient).astype(g.dtype)
     kept = [*arrange.examples, *arrange.features]
     order = sorted(kept)
     # Summed before the transposition, as the array lies.
-    g = jnp.sum(g.reshape(arrange.split), axis=arrange.rows).transpose([order.index(k) for k in kept])
-    return g.reshape(math.prod(arrange.split[k] for k in arrange.examples), -1)
+    g = jnp.sum(g, axis=arrange.rows).transpose([order.index(k) for k in kept])
+    return g.reshape(-1, math.prod(arrange.split[k] for k in arrange.features))

@@ -18,7 +18,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jax.sharding import AxisType
+
+from kfac._varying import alone
 
 TILE = 128  # rows and columns of a tile
 ROWS = 64  # rows of an operand that are loaded at a time
@@ -40,12 +41,9 @@ class Term(NamedTuple):
 def usable(x: jax.Array) -> bool:
     """Whether the kernel can take `x`, whatever is done about devices later.
 
-    XLA does not know how to split a kernel over devices, and would bring all of its operands to each. So there must be
-    one device, or all axes of the mesh under `shard_map`.
+    XLA does not know how to split a kernel over devices, and would bring all of its operands to each.
     """
-    kinds = jax.sharding.get_abstract_mesh().axis_types
-    alone = all(kind == AxisType.Manual for kind in kinds) if kinds else jax.device_count() == 1
-    return alone and x.dtype in (jnp.bfloat16, jnp.float16) and x.shape[-1] >= 32
+    return alone() and x.dtype in (jnp.bfloat16, jnp.float16) and x.shape[-1] >= 32
 
 
 def gram(rows: jax.Array, *, interpret: bool = False) -> jax.Array:
