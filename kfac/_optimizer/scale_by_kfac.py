@@ -20,7 +20,6 @@ from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.collectives import owns_last
 from kfac._distributed.distribution import Distribution, staggers
-from kfac._factors import Factors
 from kfac._layers import Layers
 from kfac._optimizer.reshard import on_states, some_state, state_spec
 from kfac._optimizer.state import Config, KfacState, check_devices, init_state
