@@ -31,7 +31,7 @@ def _run(page, count):
 
 @pytest.fixture(scope="module")
 def names():
-    return _run("optimizer.md", 11)
+    return _run("optimizer.md", 12)
 
 
 @pytest.fixture(scope="module")

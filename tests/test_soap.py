@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 
 import kfac
 import problem
@@ -138,3 +138,26 @@ def test_the_optimizer_preconditions_the_momentum_of_the_gradients():
     updates, after = tx.update(bad, state, problem.initial(), factors=factors)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(updates))
     assert_equal(optax.tree.get(after, "trace"), optax.tree.get(state, "trace"))
+
+
+def test_owners_under_shard_map():
+    """The whole optimizer, with the momentum of the gradients, where every device has its own part of the state."""
+    mesh = jax.make_mesh((3,), ("devices",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
+    same = PartitionSpec()
+
+    def made(axis):
+        where = kfac.Distribution(axis, staggered=False)
+        return kfac.kfac(0.05, LAYERS, inverse=kfac.Soap(), inverse_every=2, distribution=where)
+
+    tx, params = made("devices"), problem.initial()
+    specs = kfac.state_specs(made(None), params, "devices")
+    state = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=same, out_specs=specs))(params)
+    over_devices = jax.shard_map(
+        lambda grads, state, params, factors: tx.update(grads, state, params, factors=factors),
+        mesh=mesh, in_specs=(same, specs, same, same), out_specs=(same, specs),
+    )  # fmt: skip
+    update = jax.jit(over_devices, compiler_options=QUICKLY)
+    for t, (at, _, expected) in enumerate(history(made(None), 4)):
+        updates, state = update(measured(t)[0], state, params, measured(t)[1])
+        assert_close(updates, expected, rtol=5e-4)
+        params = at

@@ -684,7 +684,7 @@ def test_a_bad_argument_is_named_with_its_value(option, value):
     ("field", "value"), [(field, value) for field, values in BAD_FIELDS.items() for value in values]
 )
 def test_a_bad_field_is_named_with_its_value(field, value):
-    for make in (kfac.Cholesky, kfac.Eigh, kfac.Ekfac) if field in INVERSE_FIELDS else (kfac.Distribution,):
+    for make in (kfac.Cholesky, kfac.Eigh, kfac.Ekfac, kfac.Soap) if field in INVERSE_FIELDS else (kfac.Distribution,):
         with pytest.raises(ValueError, match=field) as error:
             make(**{field: value})
         assert repr(value) in str(error.value)
