@@ -541,6 +541,11 @@ TRUTH = f"{DEVKIT}/ILSVRC2012_validation_ground_truth.txt"
         (class_folders, lambda r: (r / "val").rename(r / "v"), ["val", "train/<class>/", "shards"]),
         (class_folders, lambda r: write(r / "val" / "bird" / "a.jpg"), ["bird", "train/"]),
         (class_folders, lambda r: (r / "train" / "empty").mkdir(), ["empty", "no images"]),
+        (
+            flat,
+            lambda r: (r / "ILSVRC2012_devkit_t12").rename(r / "kit"),
+            ["is unknown", "val/<class>/", "devkit_t12.tar"],
+        ),
         (flat, lambda r: (r / TRUTH).unlink(), ["val", TRUTH, "unpack"]),
         (flat, lambda r: replace(r / TRUTH, "7\n3\n"), [TRUTH, "2 lines", "3 images"]),
         (flat, lambda r: replace(r / TRUTH, "7\n3\n3\n3\n"), [TRUTH, "4 lines", "3 images"]),

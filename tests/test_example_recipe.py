@@ -158,6 +158,9 @@ def test_cores_are_those_of_the_control_group(monkeypatch):
         (["--config", "bs4k", "--schedule", "linear", "--decay-end", 3], ["--decay-end", "linear"]),
         (["--profile", "5"], ["--profile", "5", "FIRST:LAST"]),
         (["--global-batch", "most"], ["most"]),
+        (["--plan"], ["--plan 128 512"]),
+        (["--plan", "4", "0"], ["--plan 0", "at least 1"]),
+        (["--steps", "0"], ["--steps is 0 but must be at least 1"]),
     ],
 )
 def test_bad_options_are_refused(args, words, tmp_path, monkeypatch):

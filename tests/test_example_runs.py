@@ -180,7 +180,18 @@ def test_a_target_an_evaluation_and_a_new_beginning(tmp_path):
     out = train(*SGD, "--init-from", tmp_path / "a", "--stop-after", 1, "--output", tmp_path / "b").stdout
     assert "arrays begin as those of" in out
     assert records(tmp_path / "b")[0]["loss"] < records(tmp_path / "a")[0]["loss"] - 0.3
+    # The other run is not needed any more, nor an option that names it.
+    (tmp_path / "a").rename(tmp_path / "moved")
+    train("--resume", "must", "--stop-after", 2, "--output", tmp_path / "b")
     assert "holds no checkpoint" in refused(*SGD, "--init-from", tmp_path / "none", "--output", tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+
+
+def test_what_ended_before_its_first_checkpoint_may_begin_again_with_other_options(tmp_path):
+    sentence = refused(*SGD, "--learning-rate", 1e38, "--skip-nonfinite", "--output", tmp_path / "a")
+    assert "no checkpoint was written yet" in sentence and (tmp_path / "a" / "config.json").exists()
+    assert "step 1/" in train(*SGD, "--stop-after", 1, "--output", tmp_path / "a").stdout.replace("   ", "")
+    assert len(records(tmp_path / "a")) == 1
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", pytest.param("kfac", marks=pytest.mark.slow)])

@@ -142,6 +142,7 @@ OPTIONS: list[tuple[str, Kind, Any, str]] = [
     ("tensorboard", yes_no, False, "Write event files too (pip install tensorboardX)."),
     ("wandb", yes_no, False, "Log to Weights & Biases too (pip install wandb)."),
     ("mlperf", yes_no, False, "Print lines in the format of MLPerf's logs too."),
+    ("init_from", folder, None, "Start with the best weights of this run; a head of another size begins anew."),
 
     # From here on, what is not remembered.
     ("devices", count, None, "Number of devices: all."),
@@ -153,7 +154,6 @@ OPTIONS: list[tuple[str, Kind, Any, str]] = [
     ("output", folder, None, "Folder of the run: a new one under runs/. One that is in it goes on."),
     ("resume", one_of("auto", "must", "never"), "auto", "must: go on with the run in --output (the newest in runs/), "
      "whose options are the defaults; never: only a new folder will do."),
-    ("init_from", folder, None, "Start with the best weights of this run; a head of another size begins anew."),
     ("stop_after", count, None, "Stop in good order after this step; the same command goes on."),
     ("profile", text, None, "Trace these steps, FIRST:LAST, with jax.profiler."),
     ("eval", folder, None, "Only validate the best checkpoint of this run, with its options as defaults."),
@@ -236,6 +236,7 @@ def refuse(*cases: tuple[Any, str]) -> None:
 def parse(args: list[str]) -> Config:
     """The configuration that `args` ask for, checked, with every default resolved that does not need the data."""
     given = _command_line(args, Config())
+    refuse(("--plan" in args and not given.plan, "--plan needs numbers of devices, such as --plan 128 512"))
     if given.eval is not None:
         saved = load(given.eval)[0]
         return dataclasses.replace(_command_line(args, saved), workers=given.workers or cores(), output=given.eval)
@@ -325,7 +326,8 @@ def check(config: Config) -> None:
             continue
         inside = (kind.low <= value if kind.low_too else kind.low < value) and value <= kind.high
         if not (inside and math.isfinite(value)):
-            wanted = f"finite and {'at least' if kind.low_too else 'greater than'} {kind.low}"
+            finite = "" if math.isfinite(value) else "finite and "
+            wanted = f"{finite}{'at least' if kind.low_too else 'greater than'} {kind.low}"
             raise UserError(f"{option(name)} is {value} but must be {wanted}"
                             + (f" and at most {kind.high}" if kind.high < math.inf else ""))  # fmt: skip
     c = config

@@ -258,19 +258,24 @@ def _scan(folder: str, split: str, found: Sequence[str], classes: list[str]) -> 
     return Files(folder, names, labels), other
 
 
+DEVKIT = "ILSVRC2012_devkit_t12"
+WAY_OUT = f"sort them into val/<class>/, or unpack {DEVKIT}.tar.gz into --data-dir"
+
+
 def _flat(folder: str, names: list[str], classes: list[str]) -> Files:
     """Validation images in one folder, as their archive unpacks; what they show is in the development kit."""
     from scipy.io import loadmat
 
-    val, kit = os.path.join(folder, "val"), os.path.join(folder, "ILSVRC2012_devkit_t12", "data")
+    val, kit = os.path.join(folder, "val"), os.path.join(folder, DEVKIT, "data")
+    if DEVKIT not in entries(folder)[0]:
+        raise UserError(f"the images in {val} are in no class folders, so what they show is unknown; {WAY_OUT}")
     path, meta = os.path.join(kit, "ILSVRC2012_validation_ground_truth.txt"), os.path.join(kit, "meta.mat")
     try:
         truth = [int(line) for line in fetch(path).split()]
         table = np.atleast_1d(loadmat(io.BytesIO(fetch(meta)), squeeze_me=True)["synsets"])
         wnids = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in table}
     except Exception as error:  # scipy raises nearly anything on damaged files
-        raise UserError(f"the images in {val} are in no class folders, and {path} and {meta} do not say what they show "
-                        f"({error}); unpack ILSVRC2012_devkit_t12.tar.gz into --data-dir") from error  # fmt: skip
+        raise UserError(f"{path} and {meta} do not say what the images in {val} show ({error}); {WAY_OUT}") from error
     numbers, labels = [int(name[15:23]) for name in names], []
     if sorted(numbers) != list(range(1, len(truth) + 1)):
         raise UserError(f"{path} has {len(truth)} lines, but {val} has {len(names)} images, the last with number "

@@ -224,7 +224,7 @@ class Progress:
             text += f"  val loss {record['val_loss']:.4f}  val accuracy {record['val_accuracy']:.1%}"
         self.last_line = time.perf_counter()
         left = tqdm.format_interval((self.total - step) * (self.last_line - self.began) / (step - self.start))
-        say(f"{text}  {self.speed * self.batch:,.0f} images/s  {1 / self.speed:.2f} s/step  {left} left")
+        say(f"{text}  {self.speed * self.batch:,.0f} images/s  {1 / self.speed:.3g} s/step  {left} left")
 
 
 def squares(tree: Any) -> Any:

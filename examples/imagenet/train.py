@@ -164,8 +164,9 @@ def main(args: list[str]) -> None:
     if config.input_speed:
         report.input_speed(dataset.train, batch, config.input_speed, config.workers)
         return
-    output, lock = config.output, None
+    output, lock, begin_with = config.output, None, None
     if not (config.eval or config.plan):
+        begin_with = checkpoints.to_begin_with(config)
         output, lock = processes.open_output(config, dataset.found())
     say(f"{dataset.name}: {size} training and {len(dataset.val)} validation images of "
         f"{'x'.join(map(str, dataset.shape))}, {dataset.num_classes} classes"
@@ -230,8 +231,8 @@ def main(args: list[str]) -> None:
     compile_began = time.perf_counter()
     specs = State(SAME, SAME, SAME, SAME, kfac.state_specs(run.tx, variables["params"], AXIS), SPLIT, SAME)
     variables = jax.jit(functools.partial(fresh, run), out_shardings=same)(jax.random.key(config.seed))
-    if config.init_from is not None:
-        variables = checkpoints.taken_over(config.init_from, variables)
+    if begin_with is not None:
+        variables = checkpoints.taken_over(begin_with, variables)
     state = jax.jit(on_devices(functools.partial(init, run), in_specs=SAME, out_specs=specs))(variables)
 
     # The step, compiled here and not on the first call: it can be timed, and nothing can retrace later.
