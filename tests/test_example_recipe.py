@@ -213,7 +213,7 @@ def test_weights_are_scaled_down_only():
     rng = np.random.default_rng(0)
     params = {"conv": rng.normal(size=(3, 3, 4, 8)), "small": rng.normal(size=(4, 8)) / 10, "bias": np.full(8, 100.0)}
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
-    found = recipe.rescale(params)
+    found = models.rescale(params)
     norm = np.linalg.norm(params["conv"].ravel())
     assert norm > np.sqrt(2 * 8)
     np.testing.assert_allclose(found["conv"], params["conv"] * np.sqrt(2 * 8) / (norm + 1e-9), rtol=1e-5)
@@ -429,8 +429,8 @@ def test_cutmix_by_its_definition():
 
 def test_the_average_of_weights():
     new = {"w": jnp.float32(1)}
-    assert float(recipe.average(0.9, jnp.int32(0), {"w": jnp.float32(0)}, new)["w"]) == pytest.approx(0.9)
-    assert float(recipe.average(0.9, jnp.int32(10**6), {"w": jnp.float32(0)}, new)["w"]) == pytest.approx(0.1)
+    assert float(models.average(0.9, jnp.int32(0), {"w": jnp.float32(0)}, new)["w"]) == pytest.approx(0.9)
+    assert float(models.average(0.9, jnp.int32(10**6), {"w": jnp.float32(0)}, new)["w"]) == pytest.approx(0.1)
 
 
 # float16.

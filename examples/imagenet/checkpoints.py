@@ -25,12 +25,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import checkpoint_managers as ocp_managers
 
 import kfac
+import recipe
+from files import UserError
 from processes import SYSTEM_ERRORS, everyone, is_first, on_first
-from records import UserError
 
 # In place of an accuracy, below all of them.
 NOT_VALIDATED = -1.0
-SAME = PartitionSpec()
+# Batches out of which a run that goes on makes its mixed images again: all before weighs some 2^-24 of a pixel.
+REMADE = 10
+SAME, SPLIT = PartitionSpec(), PartitionSpec(recipe.AXIS)
 
 
 # The state of a run for any number of devices.
@@ -66,6 +69,15 @@ def is_lean(wanted: str, mixed: Any) -> bool:
     """Whether checkpoints leave the mixed images out; of its own accord above 1 GB."""
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(mixed))
     return size > {"keep": math.inf, "auto": 1e9, "remake": 0}[wanted]
+
+
+def mixed_again(run: recipe.Run, mesh: Any, first: int, batches: Any, mixed: Any) -> Any:
+    """What running mixup carries after `batches`, those from step `first` on: for a checkpoint that left it out."""
+    specs: Any = {"in_specs": (SAME, SPLIT, SPLIT), "out_specs": SPLIT}
+    mix = jax.jit(jax.shard_map(lambda *args: recipe.augmented(run, *args)[1], mesh=mesh, **specs))
+    for step, got in enumerate(batches, first):
+        mixed = mix(jnp.int32(step), (got.images, got.labels), mixed)
+    return mixed
 
 
 def in_batch_order(x: jax.Array, devices: int, local: int) -> jax.Array:

@@ -17,8 +17,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
 
 import config as cfg
+from files import UserError
 from recipe import AXIS
-from records import UserError
 
 SYSTEM_ERRORS = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ETIMEDOUT, errno.EACCES)
 
