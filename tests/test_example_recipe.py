@@ -104,6 +104,15 @@ def test_all_optimizers_have_the_same_warm_up_and_none_is_all_warm_up(data, epoc
         cfg.fit(resolved(*options, "sgd", "--warmup-epochs", 91), 1500, 1, "cpu")
 
 
+def test_a_run_that_grows_keeps_its_warm_up_and_one_without_a_checkpoint_does_not(tmp_path):
+    found = {"training images": 1500}
+    short, long = (resolved("--optimizer", "sgd", "--steps", n, "--output", tmp_path) for n in (20, 100))
+    processes.save(cfg.fit(short, 1500, 1, "cpu"), found, tmp_path)
+    assert cfg.fit(long, 1500, 1, "cpu").warmup_epochs == pytest.approx(0.96)
+    (tmp_path / "checkpoints" / "20").mkdir(parents=True)
+    assert cfg.fit(long, 1500, 1, "cpu").warmup_epochs == pytest.approx(0.192)
+
+
 def test_named_configurations_are_in_half_precision_on_accelerators():
     named = resolved("--config", "bs4k", "--data", "synthetic", "--synthetic-images", 10**6)
     found = [cfg.fit(named, 10**6, 8, platform).dtype for platform in ("gpu", "tpu", "cpu")]

@@ -24,6 +24,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import checkpoint_managers as ocp_managers
 
+import config as cfg
 import kfac
 import recipe
 from files import UserError
@@ -315,7 +316,7 @@ def weights(run: Path) -> tuple[Any, Any, int]:
 
 def to_begin_with(config: Any) -> Path | None:
     """The run of `--init-from`, which must have a checkpoint, unless the run that it is for has one already."""
-    if config.init_from is None or step_folders(config.output / "checkpoints"):
+    if config.init_from is None or cfg.begun(config.output):
         return None
     run = Path(config.init_from)
     best(run)

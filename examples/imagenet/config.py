@@ -335,7 +335,7 @@ def fit(config: Config, images: int, devices: int, platform: str) -> Config:
     config = dataclasses.replace(config, global_batch=batch)
     epochs = total_steps(config, images) * batch / images
     warmup = config.warmup_epochs
-    if warmup is None and (config.output / "config.json").is_file():
+    if warmup is None and begun(config.output):
         warmup = load(config.output)[0].warmup_epochs  # a run that grows keeps its own
     elif warmup is None:
         warmup = round(min(1.0 if config.data == "digits" else 5.0, epochs / 10), 4)
@@ -375,6 +375,11 @@ def _newest_run() -> Path:
     runs = sorted(Path("runs").glob("*/config.json"), key=lambda path: path.stat().st_mtime)
     refuse((not runs, "--resume must finds no run under runs/; name its folder with --output"))
     return runs[-1].parent
+
+
+def begun(folder: Path) -> bool:
+    """Whether the run in `folder` has a checkpoint; else there is nothing that other options or images would spoil."""
+    return any(path.name.isdecimal() for path in (folder / "checkpoints").glob("*/"))
 
 
 def load(folder: Path) -> tuple[Config, dict[str, Any]]:

@@ -94,9 +94,7 @@ def open_output(config: cfg.Config, found: dict[str, Any]) -> tuple[Path, int | 
 
 
 def _open_output(config: cfg.Config, found: dict[str, Any]) -> int:
-    output, known = config.output, (config.output / "config.json").exists()
-    # Without a checkpoint there is nothing yet that other options or images would spoil.
-    begun = any((output / "checkpoints").glob("*/"))
+    output, known, begun = config.output, (config.output / "config.json").exists(), cfg.begun(config.output)
     try:
         if output.exists() and not output.is_dir():
             raise UserError(f"--output {output} is a file, not a folder")
