@@ -164,6 +164,7 @@ def main(args: list[str]) -> None:
     if config.input_speed:
         report.input_speed(dataset.train, batch, config.input_speed, config.workers)
         return
+    # The folder of the run: a new one, or one to go on in. From here on something is written.
     output, lock, begin_with = config.output, None, None
     if not (config.eval or config.plan):
         begin_with = checkpoints.to_begin_with(config)
@@ -295,12 +296,8 @@ def main(args: list[str]) -> None:
         last = step == stop_at or stop.asked(step)
         trace.after(step, state, last)
         check = step % eval_every == 0 or step == total
-        log = (
-            check
-            or last
-            or step % config.log_every == 0
-            or (now - progress.last_line > 10 and jax.process_count() == 1)
-        )
+        quiet = now - progress.last_line > 10 and jax.process_count() == 1
+        log = check or last or quiet or step % config.log_every == 0
         late = now - last_save > 60 * config.checkpoint_minutes
         if jax.process_count() > 1:
             late = log and processes.everyone(str(late))[0] == "True"
