@@ -379,7 +379,8 @@ def _newest_run() -> Path:
 
 def begun(folder: Path) -> bool:
     """Whether the run in `folder` has a checkpoint; else there is nothing that other options or images would spoil."""
-    return any(path.name.isdecimal() for path in (folder / "checkpoints").glob("*/"))
+    steps = (path.name for path in (folder / "checkpoints").glob("*/"))
+    return (folder / "config.json").is_file() and any(name.isdecimal() for name in steps)
 
 
 def load(folder: Path) -> tuple[Config, dict[str, Any]]:
