@@ -25,7 +25,7 @@ import tyro
 import environment  # noqa: F401, isort: skip; before JAX starts
 
 import kfac
-from records import UserError
+from files import UserError
 
 Settings = dict[str, float]
 Grid = dict[str, tuple[float, ...]]

@@ -22,8 +22,9 @@ sys.path.insert(0, str(EXAMPLE))
 try:
     import batches as loader
     import data
+    import files
     import records
-    from records import UserError
+    from files import UserError
 finally:
     sys.path.remove(str(EXAMPLE))
 
@@ -34,7 +35,7 @@ ORANGE = (250, 120, 20)
 def example(monkeypatch):
     # For the workers too, which are told what the path is when they start.
     monkeypatch.syspath_prepend(str(EXAMPLE))
-    monkeypatch.setattr(records, "RETRY_AFTER", (0.0,))
+    monkeypatch.setattr("files.RETRY_AFTER", (0.0,))
 
 
 def encode(image, kind="JPEG", **options):
@@ -393,10 +394,10 @@ def test_what_a_bucket_does_not_answer_is_no_broken_image(monkeypatch):
                 raise RuntimeError("EndpointConnectionError")
             return b"0123456789"[start:end]
 
-    monkeypatch.setattr(records, "bucket", lambda url: (Bucket(), url.rpartition("/")[2]))
-    assert records.fetch("s3://a/b", 2, 5) == b"23456" and records.fetch("s3://a/b") == b"0123456789"
+    monkeypatch.setattr("files.bucket", lambda url: (Bucket(), url.rpartition("/")[2]))
+    assert files.fetch("s3://a/b", 2, 5) == b"23456" and files.fetch("s3://a/b") == b"0123456789"
     with pytest.raises(UserError, match=r"s3://a/silent cannot be read: RuntimeError: Endpoint.*\(2 tries\)"):
-        records.fetch("s3://a/silent")
+        files.fetch("s3://a/silent")
 
 
 def test_an_unknown_kind_of_bucket_is_refused():
@@ -539,8 +540,17 @@ TRUTH = f"{DEVKIT}/ILSVRC2012_validation_ground_truth.txt"
     ("layout", "change", "words"),
     [
         (class_folders, lambda r: (r / "val").rename(r / "v"), ["val", "train/<class>/", "shards"]),
-        (class_folders, lambda r: write(r / "val" / "bird" / "a.jpg"), ["bird", "train/"]),
+        (
+            class_folders,
+            lambda r: write(r / "val" / "bird" / "a.jpg"),
+            ["class bird for validation", "none for training"],
+        ),
         (class_folders, lambda r: (r / "train" / "empty").mkdir(), ["empty", "no images"]),
+        (
+            flat,
+            lambda r: (r / "ILSVRC2012_devkit_t12").rename(r / "kit"),
+            ["is unknown", "val/<class>/", "devkit_t12.tar"],
+        ),
         (flat, lambda r: (r / TRUTH).unlink(), ["val", TRUTH, "unpack"]),
         (flat, lambda r: replace(r / TRUTH, "7\n3\n"), [TRUTH, "2 lines", "3 images"]),
         (flat, lambda r: replace(r / TRUTH, "7\n3\n3\n3\n"), [TRUTH, "4 lines", "3 images"]),

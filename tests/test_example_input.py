@@ -148,8 +148,8 @@ def test_the_system_is_asked_again_and_its_errors_are_no_broken_images(split, im
             raise OSError(code, os.strerror(code), path)
         return opened(path, *args, **kwargs)
 
-    monkeypatch.setattr(records, "RETRY_AFTER", (0.0, 0.0))
-    monkeypatch.setattr(records, "open", fake, raising=False)
+    monkeypatch.setattr("files.RETRY_AFTER", (0.0, 0.0))
+    monkeypatch.setattr("files.open", fake, raising=False)
     expected = list(training(split(0)))
     for code in (errno.EIO, errno.ESTALE):
         # Errors that pass leave no trace.
@@ -165,10 +165,10 @@ def test_the_system_is_asked_again_and_its_errors_are_no_broken_images(split, im
 
 
 def test_a_file_that_is_gone_is_no_broken_image(split, images, tmp_path, monkeypatch):
-    import records
-    from records import Files, UserError
+    from files import UserError
+    from records import Files
 
-    monkeypatch.setattr(records, "RETRY_AFTER", (0.0,))
+    monkeypatch.setattr("files.RETRY_AFTER", (0.0,))
 
     (tmp_path / "00.jpg").write_bytes((images / "00.jpg").read_bytes())
     files = Files(tmp_path, ["00.jpg", "gone.jpg"], [0, 1])
@@ -243,7 +243,8 @@ def test_validation_that_is_broken_off_begins_anew(split):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_nothing_readable_is_refused(split, tmp_path, workers):
-    from records import Files, UserError
+    from files import UserError
+    from records import Files
 
     for name in ("a.jpg", "b.jpg"):
         (tmp_path / name).write_bytes(b"")
@@ -252,7 +253,7 @@ def test_nothing_readable_is_refused(split, tmp_path, workers):
 
 
 def test_a_killed_worker_ends_the_run_with_a_sentence(split):
-    from records import UserError
+    from files import UserError
 
     batches = training(split(1), stop=1000)
     next(batches)
@@ -269,7 +270,7 @@ def test_a_killed_worker_ends_the_run_with_a_sentence(split):
 
 def test_too_little_shared_memory_is_refused(split, monkeypatch):
     import data
-    from records import UserError
+    from files import UserError
 
     usage = types.SimpleNamespace(free=10_000)
     monkeypatch.setattr(data.shutil, "disk_usage", lambda path: usage)
@@ -364,7 +365,7 @@ def test_prefetch_places_the_next_batch_while_this_one_is_used():
 def test_dali_that_is_not_installed_is_refused(monkeypatch, split):
     import data
     from config import Config
-    from records import UserError
+    from files import UserError
 
     monkeypatch.setattr(data.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install nvidia-dali"):

@@ -73,7 +73,7 @@ def test_what_is_wrong_is_said_in_one_sentence():
     script = """
 import json, sys
 import study
-from records import UserError
+from files import UserError
 for args in json.loads(sys.argv[1]):
     try:
         study.main(args)

@@ -104,6 +104,15 @@ def test_all_optimizers_have_the_same_warm_up_and_none_is_all_warm_up(data, epoc
         cfg.fit(resolved(*options, "sgd", "--warmup-epochs", 91), 1500, 1, "cpu")
 
 
+def test_a_run_that_grows_keeps_its_warm_up_and_one_without_a_checkpoint_does_not(tmp_path):
+    found = {"training images": 1500}
+    short, long = (resolved("--optimizer", "sgd", "--steps", n, "--output", tmp_path) for n in (20, 100))
+    processes.save(cfg.fit(short, 1500, 1, "cpu"), found, tmp_path)
+    assert cfg.fit(long, 1500, 1, "cpu").warmup_epochs == pytest.approx(0.96)
+    (tmp_path / "checkpoints" / "20").mkdir(parents=True)
+    assert cfg.fit(long, 1500, 1, "cpu").warmup_epochs == pytest.approx(0.192)
+
+
 def test_named_configurations_are_in_half_precision_on_accelerators():
     named = resolved("--config", "bs4k", "--data", "synthetic", "--synthetic-images", 10**6)
     found = [cfg.fit(named, 10**6, 8, platform).dtype for platform in ("gpu", "tpu", "cpu")]
@@ -158,6 +167,9 @@ def test_cores_are_those_of_the_control_group(monkeypatch):
         (["--config", "bs4k", "--schedule", "linear", "--decay-end", 3], ["--decay-end", "linear"]),
         (["--profile", "5"], ["--profile", "5", "FIRST:LAST"]),
         (["--global-batch", "most"], ["most"]),
+        (["--plan"], ["--plan 128 512"]),
+        (["--plan", "4", "0"], ["--plan 0", "at least 1"]),
+        (["--steps", "0"], ["--steps is 0 but must be at least 1"]),
     ],
 )
 def test_bad_options_are_refused(args, words, tmp_path, monkeypatch):
@@ -210,7 +222,7 @@ def test_weights_are_scaled_down_only():
     rng = np.random.default_rng(0)
     params = {"conv": rng.normal(size=(3, 3, 4, 8)), "small": rng.normal(size=(4, 8)) / 10, "bias": np.full(8, 100.0)}
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
-    found = recipe.rescale(params)
+    found = models.rescale(params)
     norm = np.linalg.norm(params["conv"].ravel())
     assert norm > np.sqrt(2 * 8)
     np.testing.assert_allclose(found["conv"], params["conv"] * np.sqrt(2 * 8) / (norm + 1e-9), rtol=1e-5)
@@ -426,8 +438,8 @@ def test_cutmix_by_its_definition():
 
 def test_the_average_of_weights():
     new = {"w": jnp.float32(1)}
-    assert float(recipe.average(0.9, jnp.int32(0), {"w": jnp.float32(0)}, new)["w"]) == pytest.approx(0.9)
-    assert float(recipe.average(0.9, jnp.int32(10**6), {"w": jnp.float32(0)}, new)["w"]) == pytest.approx(0.1)
+    assert float(models.average(0.9, jnp.int32(0), {"w": jnp.float32(0)}, new)["w"]) == pytest.approx(0.9)
+    assert float(models.average(0.9, jnp.int32(10**6), {"w": jnp.float32(0)}, new)["w"]) == pytest.approx(0.1)
 
 
 # float16.

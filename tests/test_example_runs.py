@@ -180,7 +180,18 @@ def test_a_target_an_evaluation_and_a_new_beginning(tmp_path):
     out = train(*SGD, "--init-from", tmp_path / "a", "--stop-after", 1, "--output", tmp_path / "b").stdout
     assert "arrays begin as those of" in out
     assert records(tmp_path / "b")[0]["loss"] < records(tmp_path / "a")[0]["loss"] - 0.3
+    # The other run is not needed any more, nor an option that names it.
+    (tmp_path / "a").rename(tmp_path / "moved")
+    train("--resume", "must", "--stop-after", 2, "--output", tmp_path / "b")
     assert "holds no checkpoint" in refused(*SGD, "--init-from", tmp_path / "none", "--output", tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+
+
+def test_what_ended_before_its_first_checkpoint_may_begin_again_with_other_options(tmp_path):
+    sentence = refused(*SGD, "--learning-rate", 1e38, "--skip-nonfinite", "--output", tmp_path / "a")
+    assert "no checkpoint was written yet" in sentence and (tmp_path / "a" / "config.json").exists()
+    assert "step 1/" in train(*SGD, "--stop-after", 1, "--output", tmp_path / "a").stdout.replace("   ", "")
+    assert len(records(tmp_path / "a")) == 1
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", pytest.param("kfac", marks=pytest.mark.slow)])
@@ -297,8 +308,12 @@ def assert_same(a, b, tolerance):
 
 @pytest.mark.slow
 def test_default_job_in_two_processes_on_four_devices_and_on_one(tmp_path):
-    """Measured: the worst leaf differs by 2e-5 after ten steps."""
-    job = ["--width", 8, "--steps", 5, "--output"]
+    """In float64: measured, the worst leaf differs by 6e-15 after 40 steps.
+
+    In float32 it is 5e-6 as long as no activation is so near to zero that rounding decides on its ReLU, which lets a
+    gradient through or not. With these weights one in 73,728 is, at 1e-8 in the fifth step, and makes 1e-4 of it.
+    """
+    job = ["--dtype", "float64", "--width", 8, "--steps", 40, "--output"]
     one = train(*job, tmp_path / "one").stdout
     assert "1 device(s) in 1 process(es)" in one
     four = train(*job, tmp_path / "four", devices=4).stdout
@@ -306,12 +321,12 @@ def test_default_job_in_two_processes_on_four_devices_and_on_one(tmp_path):
     two = train(*job, tmp_path / "two", name=LAUNCH, devices=2).stdout
     assert "4 device(s) in 2 process(es)" in two
     # One process writes and prints.
-    assert two.count("done: 5 steps") == 1
+    assert two.count("done: 40 steps") == 1
     lines = {name: (tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("one", "four", "two")}
-    assert {len(text) for text in lines.values()} == {6}  # a line each step, one of the validation
-    expected = state(tmp_path / "one", 5)
-    assert_same(state(tmp_path / "four", 5), expected, 1e-4)
-    assert_same(state(tmp_path / "two", 5), expected, 1e-4)
+    assert {len(text) for text in lines.values()} == {44}  # a line each step, one of each validation
+    expected = state(tmp_path / "one", 40)
+    assert_same(state(tmp_path / "four", 40), expected, 1e-12)
+    assert_same(state(tmp_path / "two", 40), expected, 1e-12)
 
 
 @pytest.mark.slow
@@ -368,15 +383,6 @@ def test_other_curvatures_go_on_bit_for_bit(tmp_path, chosen):
     train(*options, "--output", tmp_path / "parts", devices=2)
     assert records(tmp_path / "whole") == records(tmp_path / "parts")
     same(state(tmp_path / "whole", 8), state(tmp_path / "parts", 8))
-
-
-@pytest.mark.slow
-def test_forty_steps_in_float64_on_four_devices_and_on_one(tmp_path):
-    """Measured: 2e-7; statistics travel in float32. In float32 throughout, rounding grows too fast for a comparison."""
-    options = ["--dtype", "float64", "--width", 8, "--steps", 40, "--output"]
-    train(*options, tmp_path / "one")
-    train(*options, tmp_path / "four", devices=4)
-    assert_same(state(tmp_path / "four", 40), state(tmp_path / "one", 40), 1e-5)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pickle
 import sys
 import zlib
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from records import UserError, patiently
+from files import UserError, patiently
 
 # Streams of random numbers that must not coincide.
 ORDER, AUGMENT, SUBSTITUTE, RANDAUGMENT = 0, 1, 2, 3
@@ -158,6 +158,71 @@ class Broken(set[str]):
             print(f"skipped {name}: not a readable image", file=sys.stderr, flush=True)
         if len(self) > max(10, self.most):
             raise UserError(f"{len(self)} images are broken, more than --max-broken; repair the data, or raise it")
+
+
+# Encoded images. A piece is a few images of a batch and depends on nothing but the plan, so any number of workers gives
+# the same batches.
+
+# Small, so that all workers take part in a batch of a few hundred; large, so that passing one on costs little.
+PIECE = 16
+# Images that are tried in the place of a broken one.
+SUBSTITUTES = 50
+
+
+class Pieces:
+    """The pieces of `plan`, numbered through; called with a number, loads that piece. Handed to the workers."""
+
+    def __init__(self, plan: Plan, records: Any, decoder: Any, size: int = PIECE) -> None:
+        self.plan, self.records, self.decoder, self.size = plan, records, decoder, size
+        self.per_batch = -(-len(plan.rows) // size)
+
+    def __len__(self) -> int:
+        return len(self.plan) * self.per_batch
+
+    def __call__(self, piece: Any) -> Batch:
+        number, part = divmod(int(piece), self.per_batch)
+        indices = self.plan.indices(number)[self.plan.rows[part * self.size : (part + 1) * self.size]]
+        key, size = self.plan.key(number), self.decoder.size
+        # Zeros stay where the batch is only filled up, and where validation meets a broken image.
+        images = np.zeros((len(indices), size, size, 3), np.uint8)
+        labels, weights = np.zeros(len(indices), np.int32), np.zeros(len(indices), np.float32)
+        broken: list[str] = []
+        for i, index in enumerate(indices):
+            if index < self.plan.images:
+                found = self.load(int(index), key, images[i], broken)
+                labels[i] = self.records.labels[index if found is None else found]
+                weights[i] = found is not None
+        return Batch(images, labels, weights, tuple(broken))
+
+    def load(self, index: int, key: Key | None, into: np.ndarray, broken: list[str]) -> int | None:
+        """Decodes image `index`; in training, if it is broken, one drawn from all the others. Which one it was."""
+        rng = None
+        for _ in range(1 if key is None else SUBSTITUTES):
+            data = self.records.read(index)  # an error here is not the image's
+            try:
+                into[:] = self.decoder(data, index, key)
+                return index
+            except Exception:  # Pillow's decoders raise nearly anything on damaged files
+                broken.append(self.records.name(index))
+            if key is not None:
+                rng = rng or np.random.default_rng([key[0], SUBSTITUTE, key[1], index])
+                index = int(rng.integers(len(self.records.labels)))
+        if key is not None:
+            raise UserError(f"{SUBSTITUTES} images in a row cannot be decoded, {broken[0]} the first of them")
+        return None
+
+    def batches(self, stream: Iterator[Batch]) -> Generator[Batch]:
+        """The batches of the plan out of its pieces, which `stream` has in order."""
+        n, side = len(self.plan.rows), self.decoder.size
+        for _ in range(len(self.plan)):
+            batch = Batch(np.empty((n, side, side, 3), np.uint8), np.empty(n, np.int32), np.empty(n, np.float32))
+            broken: list[str] = []
+            for at in range(0, n, self.size):
+                got = next(stream)
+                for whole, part in zip(batch[:3], got[:3], strict=True):
+                    whole[at : at + self.size] = part
+                broken += got.broken
+            yield batch._replace(broken=tuple(broken))
 
 
 # Images in memory.

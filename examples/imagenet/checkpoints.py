@@ -24,13 +24,17 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import checkpoint_managers as ocp_managers
 
+import config as cfg
 import kfac
+import recipe
+from files import UserError
 from processes import SYSTEM_ERRORS, everyone, is_first, on_first
-from records import UserError
 
 # In place of an accuracy, below all of them.
 NOT_VALIDATED = -1.0
-SAME = PartitionSpec()
+# Batches out of which a run that goes on makes its mixed images again: all before weighs some 2^-24 of a pixel.
+REMADE = 10
+SAME, SPLIT = PartitionSpec(), PartitionSpec(recipe.AXIS)
 
 
 # The state of a run for any number of devices.
@@ -66,6 +70,15 @@ def is_lean(wanted: str, mixed: Any) -> bool:
     """Whether checkpoints leave the mixed images out; of its own accord above 1 GB."""
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(mixed))
     return size > {"keep": math.inf, "auto": 1e9, "remake": 0}[wanted]
+
+
+def mixed_again(run: recipe.Run, mesh: Any, first: int, batches: Any, mixed: Any) -> Any:
+    """What running mixup carries after `batches`, those from step `first` on: for a checkpoint that left it out."""
+    specs: Any = {"in_specs": (SAME, SPLIT, SPLIT), "out_specs": SPLIT}
+    mix = jax.jit(jax.shard_map(lambda *args: recipe.augmented(run, *args)[1], mesh=mesh, **specs))
+    for step, got in enumerate(batches, first):
+        mixed = mix(jnp.int32(step), (got.images, got.labels), mixed)
+    return mixed
 
 
 def in_batch_order(x: jax.Array, devices: int, local: int) -> jax.Array:
@@ -167,8 +180,8 @@ class Checkpoints:
             yield
         except Exception as error:  # as in `restore`, and from the thread that writes
             reason = _system_error(error) or f"{type(error).__name__}: {str(error).strip()[:200]}"
-            raise UserError(f"no checkpoint can be written to {self.folder}: {reason}; the last one that is there is "
-                            "good: make room, and the same command goes on from it") from error  # fmt: skip
+            raise UserError(f"no checkpoint can be written to {self.folder}: {reason}; make room, and the same command "
+                            "goes on from the last one that is there") from error  # fmt: skip
 
 
 def _accuracy(metrics: Any) -> float:
@@ -272,14 +285,19 @@ def _difference(folder: Path, like: Any) -> str:
     return ""
 
 
-def weights(run: Path) -> tuple[Any, Any, int]:
-    """Parameters and batch-norm averages of a run's best checkpoint as NumPy arrays (averaged ones if it has them), and
-    its step."""
+def best(run: Path) -> tuple[int, Path]:
+    """Step and folder of a run's best checkpoint."""
     found = [(json.loads((path / "metrics" / "metrics").read_text())["val_accuracy"], int(path.name), path)
              for path in step_folders(run.absolute() / "checkpoints") if _is_whole(path)]  # fmt: skip
     if not found:
         raise UserError(f"{run} holds no checkpoint; it must be the output folder of a run")
-    _, step, path = max(found)
+    return max(found)[1:]
+
+
+def weights(run: Path) -> tuple[Any, Any, int]:
+    """Parameters and batch-norm averages of a run's best checkpoint as NumPy arrays (averaged ones if it has them), and
+    its step."""
+    step, path = best(run)
     checkpointer = ocp.PyTreeCheckpointer()
     tree = checkpointer.metadata(path / "state").item_metadata.tree
     wanted = "ema" if jax.tree.leaves(tree.get("ema")) else None
@@ -294,6 +312,15 @@ def weights(run: Path) -> tuple[Any, Any, int]:
     except Exception as error:
         raise UserError(f"the checkpoint {path} cannot be read ({type(error).__name__})") from error
     return *(saved["ema"] if wanted else (saved["params"], saved.get("batch_stats", {}))), step
+
+
+def to_begin_with(config: Any) -> Path | None:
+    """The run of `--init-from`, which must have a checkpoint, unless the run that it is for has one already."""
+    if config.init_from is None or cfg.begun(config.output):
+        return None
+    run = Path(config.init_from)
+    best(run)
+    return run
 
 
 def taken_over(run: Path, variables: dict[str, Any]) -> dict[str, Any]:

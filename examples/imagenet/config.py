@@ -1,4 +1,4 @@
-"""The options of train.py: a table, whose defaults depend on data, optimizer and --config; and checks.
+"""The options of train.py: a table, whose defaults depend on data, optimizer and --config (recipe.py); and checks.
 
 An option that is None after parsing gets the value that `resolve` finds; what a run really used is its `config.json`.
 """
@@ -18,9 +18,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 
+from files import UserError
 from models import NETWORKS
-from recipe import CONFIGS
-from records import UserError
+from recipe import CONFIGS, DATA, DEFAULTS, LARGE, OPTIMIZERS
 
 
 class Kind(NamedTuple):
@@ -53,9 +53,8 @@ OPTIONS: list[tuple[str, Kind, Any, str]] = [
     # The network.
     ("arch", one_of(*NETWORKS), None, "Network: digits for 8x8 images, resnet20 for CIFAR-10, else for ImageNet."),
     ("width", count, None, "Channels of a residual network's first stage: 32 for digits, 16 for resnet20, else 64."),
-    ("dtype", one_of("float32", "bfloat16", "float16", "float64"), None, "Type of activations; parameters are float32. "
-     "bfloat16 for named configurations on GPUs and TPUs, else float32. float16 scales the loss, by a factor that "
-     "adapts. float64 is for parameters too."),
+    ("dtype", one_of("float32", "bfloat16", "float16", "float64"), None, "Of activations, with parameters "
+     "in float32; float64 is for both. bfloat16 for named configurations on GPUs and TPUs, else float32."),
     ("init", one_of("identity", "he"), None, "Initial weights of a residual network: its blocks as the identity, or "
      "all kernels He-normal by fan-in and batch-norm scales N(1, 0.05)."),
     ("norm_epsilon", positive, None, "Added to the variance in batch norm."),
@@ -71,21 +70,19 @@ OPTIONS: list[tuple[str, Kind, Any, str]] = [
     ("synthetic_images", whole, 640, "How many training images synthetic pretends to have."),
     ("mixup_alpha", not_negative, None, "Running mixup: each image is mixed with the last step's mixed one, by "
      "max(b, 1 - b), b ~ Beta(alpha, alpha)."),
-    ("cutmix_alpha", not_negative, None, "CutMix: a rectangle of another image of the device's batch, of a share of "
-     "1 - b; not together with mixup."),
+    ("cutmix_alpha", not_negative, None, "CutMix: a rectangle of another image, of a share of 1 - b; not with mixup."),
     ("erasing", one_of("none", "own", "in-place"), None, "A random rectangle of half of the images is erased; "
      "in-place: it is missing from the next step's mixup too."),
     ("randaugment", Kind(int, 0, 10), 0, "Strength from 1 to 10 of two random operations on each image of a folder."),
     ("divide_by_std", yes_no, None, "Divide pixels by their standard deviation after subtracting their mean."),
-    ("label_smoothing", Kind(float, 0, 0.99), None, "Share of the target that is spread evenly over all classes: 0 for "
-     "digits and K-FAC configurations, else 0.1."),
+    ("label_smoothing", Kind(float, 0, 0.99), None, "Share of the target that is spread over all classes: 0 or 0.1."),
     ("global_batch", count_or("auto", "--batch-size"), None, "Images in one optimizer step; auto: a tenth of the "
      "training images, as 131,072 is of ImageNet."),
     # The optimizer.
     ("optimizer", one_of("kfac", "sgd", "lars", "lamb", "adamw"), None, "The first-order ones are optax's."),
     ("learning_rate", positive._replace(more={"aliases": ["--lr"]}), None, "Peak learning rate."),
-    ("warmup_epochs", not_negative, None, "Epochs over which the rate rises linearly; by default the same for all "
-     "optimizers: 5 (1 for digits), and no more than a tenth of the training."),
+    ("warmup_epochs", not_negative, None, "Epochs over which the rate rises: with all optimizers 5 (1 for digits), "
+     "and no more than a tenth of the training."),
     ("schedule", one_of("cosine", "linear", "polynomial", "constant"), None, "How the rate falls after the warm-up: to "
      "zero at the last step; polynomial: by the next three options."),
     ("decay_power", positive, None, "Power of the polynomial schedule: 2."),
@@ -121,16 +118,13 @@ OPTIONS: list[tuple[str, Kind, Any, str]] = [
     ("seed", whole, 0, "Of the initial weights, the order of the images and their augmentation."),
 
     # From here on, what may differ when a run goes on. That data which have moved are the same, a fingerprint tells.
-    ("epochs", positive, None, "Length of the training in passes over the images. Give this, --steps or --examples; it "
-     "may grow when a run goes on, and so may they."),
+    ("epochs", positive, None, "Length of the training; give this, --steps or --examples, and more to go on."),
     ("steps", count, None, "Length of the training in optimizer steps."),
     ("examples", count, None, "Length of the training in images."),
     ("data_dir", text, None, "Folder with the images, or a bucket such as s3://NAME/FOLDER; data/cifar10 for cifar10."),
-    ("workers", whole, None, "Processes that decode, for each process of the training; 0 for threads. They change no "
-     "image. All cores."),
+    ("workers", whole, None, "Processes that decode, for each process of the training: all cores; 0 for threads."),
     ("max_broken", share, 0.001, "Share of the images that may be broken before the run stops; ten in any case."),
-    ("local_batch", count, None, "Images that a device works on at a time; a larger share of the global batch is "
-     "accumulated in micro-batches."),
+    ("local_batch", count, None, "Images that a device works on at a time: a micro-batch of its share."),
     ("target_accuracy", Kind(float, 0, 1, False), None, "Stop at this validation accuracy, from 0 to 1."),
     ("log_every", count, 10, "Steps between lines on the terminal."),
     ("checkpoint_minutes", positive, 15.0, "Minutes between checkpoints; one at the end and at a signal in any case."),
@@ -142,6 +136,7 @@ OPTIONS: list[tuple[str, Kind, Any, str]] = [
     ("tensorboard", yes_no, False, "Write event files too (pip install tensorboardX)."),
     ("wandb", yes_no, False, "Log to Weights & Biases too (pip install wandb)."),
     ("mlperf", yes_no, False, "Print lines in the format of MLPerf's logs too."),
+    ("init_from", folder, None, "Start with the best weights of this run; a head of another size begins anew."),
 
     # From here on, what is not remembered.
     ("devices", count, None, "Number of devices: all."),
@@ -153,7 +148,6 @@ OPTIONS: list[tuple[str, Kind, Any, str]] = [
     ("output", folder, None, "Folder of the run: a new one under runs/. One that is in it goes on."),
     ("resume", one_of("auto", "must", "never"), "auto", "must: go on with the run in --output (the newest in runs/), "
      "whose options are the defaults; never: only a new folder will do."),
-    ("init_from", folder, None, "Start with the best weights of this run; a head of another size begins anew."),
     ("stop_after", count, None, "Stop in good order after this step; the same command goes on."),
     ("profile", text, None, "Trace these steps, FIRST:LAST, with jax.profiler."),
     ("eval", folder, None, "Only validate the best checkpoint of this run, with its options as defaults."),
@@ -189,39 +183,6 @@ class Config(_Options):
     """
 
 
-# Defaults where no configuration, data set or optimizer has another; then by data set; then by optimizer, tuned on
-# digits; then by optimizer for other data, starting points.
-DEFAULTS: dict[str, Any] = dict(
-    optimizer="kfac", schedule="cosine", decay_power=2.0, rescale=False, init="identity", norm_epsilon=1e-5,
-    mixup_alpha=0.0, cutmix_alpha=0.0, erasing="none", divide_by_std=True, crop="random-resized", nesterov=False,
-)  # fmt: skip
-_LARGE_IMAGES = dict(image_size=224, arch="resnet50", label_smoothing=0.1, sync_batch_norm=False)
-DATA: dict[str, dict[str, Any]] = {
-    "digits": dict(image_size=8, arch="digits", label_smoothing=0.0, global_batch=144, epochs=14.4,
-                   sync_batch_norm=True),
-    "cifar10": dict(image_size=32, arch="resnet20", label_smoothing=0.1, global_batch=1000, epochs=30.0,
-                    sync_batch_norm=True, data_dir="data/cifar10"),
-    "folder": dict(global_batch=256, epochs=90.0, **_LARGE_IMAGES),
-    "synthetic": dict(global_batch=64, epochs=1.0, **_LARGE_IMAGES),
-}  # fmt: skip
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "kfac": dict(learning_rate=0.03, momentum=0.9, weight_decay=1e-4, damping=1e-2, factor_decay=0.9,
-                 kl_clip=0.0, trust_ratio=0.0, momentum_coupling="none", rate_in_momentum=False,
-                 unitwise_damping=1.0),
-    "sgd": dict(learning_rate=1.0, momentum=0.9, nesterov=True, weight_decay=1e-4),
-    "lars": dict(learning_rate=15.0, momentum=0.9, weight_decay=1e-4),
-    "lamb": dict(learning_rate=0.1, momentum=0.9, weight_decay=1e-4),
-    "adamw": dict(learning_rate=0.01, momentum=0.9, weight_decay=1e-2),
-}  # fmt: skip
-LARGE: dict[str, dict[str, Any]] = {
-    "kfac": dict(learning_rate=0.02, damping=1e-4, factor_decay=0.0),
-    "sgd": dict(learning_rate=0.1, weight_decay=5e-5),
-    "lars": dict(learning_rate=5.0, weight_decay=5e-5),
-    "lamb": dict(learning_rate=0.01),
-    "adamw": dict(learning_rate=0.002, weight_decay=0.05),
-}
-
-
 def option(field: str) -> str:
     return "--" + field.replace("_", "-")
 
@@ -236,6 +197,7 @@ def refuse(*cases: tuple[Any, str]) -> None:
 def parse(args: list[str]) -> Config:
     """The configuration that `args` ask for, checked, with every default resolved that does not need the data."""
     given = _command_line(args, Config())
+    refuse(("--plan" in args and not given.plan, "--plan needs numbers of devices, such as --plan 128 512"))
     if given.eval is not None:
         saved = load(given.eval)[0]
         return dataclasses.replace(_command_line(args, saved), workers=given.workers or cores(), output=given.eval)
@@ -325,10 +287,12 @@ def check(config: Config) -> None:
             continue
         inside = (kind.low <= value if kind.low_too else kind.low < value) and value <= kind.high
         if not (inside and math.isfinite(value)):
-            wanted = f"finite and {'at least' if kind.low_too else 'greater than'} {kind.low}"
+            finite = "" if math.isfinite(value) else "finite and "
+            wanted = f"{finite}{'at least' if kind.low_too else 'greater than'} {kind.low}"
             raise UserError(f"{option(name)} is {value} but must be {wanted}"
                             + (f" and at most {kind.high}" if kind.high < math.inf else ""))  # fmt: skip
     c = config
+    traced = re.fullmatch(r"(\d+):(\d+)", c.profile or "1:1")
     process = {option(name): getattr(c, name) for name in ("coordinator", "num_processes", "process_id")}
     given, missing = ([name for name, x in process.items() if (x is None) == absent] for absent in (False, True))
     refuse(
@@ -344,6 +308,8 @@ def check(config: Config) -> None:
         (c.mixup_alpha and c.cutmix_alpha, "--mixup-alpha and --cutmix-alpha both mix images; give 0 for one of them"),
         (c.plan and c.optimizer != "kfac", f"--plan with --optimizer {c.optimizer}: it is what K-FAC adds"),
         (min(c.plan, default=1) < 1, f"--plan {min(c.plan, default=1)} must be at least 1"),
+        (not traced or not 1 <= int(traced[1]) <= int(traced[2]),
+         f"--profile is {c.profile} but must be FIRST:LAST, two steps counted from 1, such as 20:25"),
         (c.coordinator is not None and not re.fullmatch(r".+:\d+", c.coordinator),
          f"--coordinator {c.coordinator} has no port; it must be HOST:PORT, such as {c.coordinator}:8476"),
         (given and missing, f"{' and '.join(given)} needs {' and '.join(missing)} too; --distributed alone takes all "
@@ -351,7 +317,6 @@ def check(config: Config) -> None:
         (len(given) == 3 and c.process_id >= c.num_processes,
          f"--process-id {c.process_id} must be less than --num-processes {c.num_processes}"),
     )  # fmt: skip
-    traced_steps(c.profile)
 
 
 def fit(config: Config, images: int, devices: int, platform: str) -> Config:
@@ -370,7 +335,7 @@ def fit(config: Config, images: int, devices: int, platform: str) -> Config:
     config = dataclasses.replace(config, global_batch=batch)
     epochs = total_steps(config, images) * batch / images
     warmup = config.warmup_epochs
-    if warmup is None and (config.output / "config.json").is_file():
+    if warmup is None and begun(config.output):
         warmup = load(config.output)[0].warmup_epochs  # a run that grows keeps its own
     elif warmup is None:
         warmup = round(min(1.0 if config.data == "digits" else 5.0, epochs / 10), 4)
@@ -394,16 +359,6 @@ def total_steps(config: Config, images: int) -> int:
     return max(1, math.ceil(examples / config.global_batch - 1e-6))
 
 
-def traced_steps(profile: str | None, last_step: float = math.inf) -> tuple[int, int]:
-    """First and last step of `--profile`; (0, 0) for none."""
-    first, _, last = (profile or "0:0").partition(":")
-    if profile and not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
-        raise UserError(f"--profile is {profile} but must be FIRST:LAST, two steps counted from 1, such as 20:25")
-    if int(first) > last_step:
-        raise UserError(f"--profile {profile} begins after the last step, {last_step}")
-    return int(first), int(last)
-
-
 def cores() -> int:
     """How many this process may use: by its affinity and by the quota of its control group, as in a container."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -420,6 +375,12 @@ def _newest_run() -> Path:
     runs = sorted(Path("runs").glob("*/config.json"), key=lambda path: path.stat().st_mtime)
     refuse((not runs, "--resume must finds no run under runs/; name its folder with --output"))
     return runs[-1].parent
+
+
+def begun(folder: Path) -> bool:
+    """Whether the run in `folder` has a checkpoint; else there is nothing that other options or images would spoil."""
+    steps = (path.name for path in (folder / "checkpoints").glob("*/"))
+    return (folder / "config.json").is_file() and any(name.isdecimal() for name in steps)
 
 
 def load(folder: Path) -> tuple[Config, dict[str, Any]]:

@@ -14,7 +14,7 @@ import sys
 import threading
 import warnings
 import zlib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,11 @@ os.environ.setdefault("PILLOW_BLOCKS_MAX", "4")
 
 from PIL import Image, ImageEnhance, ImageOps
 
+import batches
 import records as rec
-from batches import AUGMENT, RANDAUGMENT, SUBSTITUTE, ArraySplit, Batch, Dataset, Key, Plan, load_digits, read_cifar10
-from records import Files, UserError
+from batches import AUGMENT, RANDAUGMENT, Batch, Dataset, Key, Pieces, Plan
+from files import UserError
+from records import Files
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # By content, whatever a file's name says. Not all that Pillow knows: for some formats it starts other programs.
@@ -43,14 +45,16 @@ def load(config: Any) -> Dataset:
     """Finds the data that `config` names; raises `UserError` where they are not there."""
     size, about = config.image_size, (IMAGENET_MEAN, IMAGENET_STD)
     if config.data == "digits":
-        return load_digits()
+        return batches.load_digits()
     if config.data == "cifar10":
-        return read_cifar10(Path(config.data_dir))
+        return batches.read_cifar10(Path(config.data_dir))
     if config.data == "synthetic":
         rng, n = np.random.RandomState(0), min(config.synthetic_images, 256)
         images, labels = rng.randint(0, 256, (n, size, size, 3), np.uint8), rng.randint(0, 1000, n)
-        train = ArraySplit(images, labels, length=config.synthetic_images)
-        return Dataset("synthetic", train, ArraySplit(images[:32], labels[:32]), (size, size, 3), 1000, *about, 0)
+        train = batches.ArraySplit(images, labels, length=config.synthetic_images)
+        return Dataset(
+            "synthetic", train, batches.ArraySplit(images[:32], labels[:32]), (size, size, 3), 1000, *about, 0
+        )
     found = rec.find(config.data_dir)
     splits = image_split(found.train, config), image_split(found.val, config)
     fingerprint = zlib.crc32(found.val.identity(), zlib.crc32(found.train.identity()))
@@ -181,58 +185,10 @@ def rand_augment(image: Image.Image, magnitude: int, rng: np.random.Generator) -
     return image
 
 
-# Encoded images to batches, by grain: worker processes decode pieces, this process puts them together. A piece is a few
-# images of a batch and depends on nothing but the plan, so any number of workers gives the same batches.
+# Encoded images to batches, by grain: worker processes decode pieces, this process puts them together.
 
-# Small, so that all workers take part in a batch of a few hundred; large, so that passing one on costs little.
-PIECE = 16
 # Pieces that a worker prepares ahead.
 AHEAD = 2
-# Images that are tried in the place of a broken one.
-SUBSTITUTES = 50
-
-
-class Pieces:
-    """The pieces of `plan`, numbered through; called with a number, loads that piece. Handed to the workers."""
-
-    def __init__(self, plan: Plan, records: Files, decoder: Decoder, size: int = PIECE) -> None:
-        self.plan, self.records, self.decoder, self.size = plan, records, decoder, size
-        self.per_batch = -(-len(plan.rows) // size)
-
-    def __len__(self) -> int:
-        return len(self.plan) * self.per_batch
-
-    def __call__(self, piece: Any) -> Batch:
-        number, part = divmod(int(piece), self.per_batch)
-        indices = self.plan.indices(number)[self.plan.rows[part * self.size : (part + 1) * self.size]]
-        key, size = self.plan.key(number), self.decoder.size
-        # Zeros stay where the batch is only filled up, and where validation meets a broken image.
-        images = np.zeros((len(indices), size, size, 3), np.uint8)
-        labels, weights = np.zeros(len(indices), np.int32), np.zeros(len(indices), np.float32)
-        broken: list[str] = []
-        for i, index in enumerate(indices):
-            if index < self.plan.images:
-                found = self.load(int(index), key, images[i], broken)
-                labels[i] = self.records.labels[index if found is None else found]
-                weights[i] = found is not None
-        return Batch(images, labels, weights, tuple(broken))
-
-    def load(self, index: int, key: Key | None, into: np.ndarray, broken: list[str]) -> int | None:
-        """Decodes image `index`; in training, if it is broken, one drawn from all the others. Which one it was."""
-        rng = None
-        for _ in range(1 if key is None else SUBSTITUTES):
-            data = self.records.read(index)  # an error here is not the image's
-            try:
-                into[:] = self.decoder(data, index, key)
-                return index
-            except Exception:  # Pillow's decoders raise nearly anything on damaged files
-                broken.append(self.records.name(index))
-            if key is not None:
-                rng = rng or np.random.default_rng([key[0], SUBSTITUTE, key[1], index])
-                index = int(rng.integers(len(self.records.labels)))
-        if key is not None:
-            raise UserError(f"{SUBSTITUTES} images in a row cannot be decoded, {broken[0]} the first of them")
-        return None
 
 
 class ImageSplit:
@@ -263,7 +219,7 @@ class ImageSplit:
         else:
             stream = start(pieces, self.workers, again)
         try:
-            yield from assemble(pieces, stream)
+            yield from pieces.batches(stream)
             if again:
                 self._waiting = (identity, stream)
         except RuntimeError as error:
@@ -274,20 +230,6 @@ class ImageSplit:
         finally:
             if self._waiting is None or self._waiting[1] is not stream:
                 stream.close()
-
-
-def assemble(pieces: Pieces, stream: Iterator[Batch]) -> Generator[Batch]:
-    """The batches of a plan out of its pieces."""
-    n, side = len(pieces.plan.rows), pieces.decoder.size
-    for _ in range(len(pieces.plan)):
-        batch = Batch(np.empty((n, side, side, 3), np.uint8), np.empty(n, np.int32), np.empty(n, np.float32))
-        broken: list[str] = []
-        for at in range(0, n, pieces.size):
-            got = next(stream)
-            for whole, part in zip(batch[:3], got[:3], strict=True):
-                whole[at : at + pieces.size] = part
-            broken += got.broken
-        yield batch._replace(broken=tuple(broken))
 
 
 def start(pieces: Pieces, workers: int, again: bool) -> Any:
@@ -360,7 +302,7 @@ class DaliSplit(ImageSplit):
 
     def batches(self, plan: Plan) -> Generator[Batch]:
         pieces = DaliPieces(plan, self.records, self.decoder, self.workers, self.device)
-        yield from assemble(pieces, map(pieces, range(len(pieces))))
+        yield from pieces.batches(map(pieces, range(len(pieces))))
 
 
 class DaliPieces(Pieces):

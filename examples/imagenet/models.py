@@ -186,3 +186,30 @@ def create(
     values = {**NETWORKS[arch], **({} if width is None else {"width": width})}
     values |= {"num_classes": num_classes, "dtype": jnp.dtype(dtype), "axis_name": axis_name}
     return ViT(**values) if arch.startswith("vit") else ResNet(**values, **rest)
+
+
+# What is done to the weights as a whole.
+
+
+def is_kernel(params: Any) -> Any:
+    """True for kernels: what weight decay and trust ratios are meant for."""
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+
+def rescale(params: Any) -> Any:
+    """`W <- W sqrt(2 d_out) / (||W|| + 1e-9)` for kernels, where it shrinks them (Osawa et al. 2019).
+
+    Batch norm takes the scale of a kernel out again, but steps on a large one turn it less.
+    """
+
+    def shrunk(kernel: jax.Array) -> jax.Array:
+        factor = jnp.sqrt(2.0 * kernel.shape[-1]) / (jnp.linalg.norm(kernel.ravel()) + 1e-9)
+        return kernel * jnp.minimum(factor, 1).astype(kernel.dtype)
+
+    return jax.tree.map(lambda leaf, yes: shrunk(leaf) if yes else leaf, params, is_kernel(params))
+
+
+def average(decay: float, step: jax.Array, old: Any, new: Any) -> Any:
+    """The running average of weights, which in the first steps forgets faster, so that it does not lag behind."""
+    share = jnp.minimum(decay, (1 + step) / (10 + step))
+    return jax.tree.map(lambda a, b: (share * a + (1 - share) * b).astype(a.dtype), old, new)

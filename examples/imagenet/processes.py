@@ -17,8 +17,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
 
 import config as cfg
+from files import UserError
 from recipe import AXIS
-from records import UserError
 
 SYSTEM_ERRORS = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ETIMEDOUT, errno.EACCES)
 
@@ -36,7 +36,7 @@ def meet(config: cfg.Config) -> None:
         jax.distributed.initialize(*where, shutdown_timeout_seconds=60)
     except (ValueError, RuntimeError) as error:
         how = "; where the environment does not tell, name --coordinator, --num-processes and --process-id"
-        raise UserError(f"the processes do not meet: {str(error).strip().splitlines()[0]}"
+        raise UserError(f"the processes do not meet: {str(error).strip().splitlines()[0].rstrip('.')}"
                         + ("" if config.coordinator else how)) from error  # fmt: skip
 
 
@@ -94,7 +94,7 @@ def open_output(config: cfg.Config, found: dict[str, Any]) -> tuple[Path, int | 
 
 
 def _open_output(config: cfg.Config, found: dict[str, Any]) -> int:
-    output, known = config.output, (config.output / "config.json").exists()
+    output, known, begun = config.output, (config.output / "config.json").exists(), cfg.begun(config.output)
     try:
         if output.exists() and not output.is_dir():
             raise UserError(f"--output {output} is a file, not a folder")
@@ -102,7 +102,7 @@ def _open_output(config: cfg.Config, found: dict[str, Any]) -> int:
             raise UserError(f"--output {output} is in use, by no run of this script; name a new folder")
         if known and config.resume == "never":
             raise UserError(f"--output {output} is in use; name a new folder, or leave --resume never out")
-        if known:
+        if known and begun:
             saved, before = cfg.load(output)
             same_run(config, saved)
             if before != found:
@@ -110,7 +110,7 @@ def _open_output(config: cfg.Config, found: dict[str, Any]) -> int:
                                 "--data-dir to the same images")  # fmt: skip
         output.mkdir(parents=True, exist_ok=True)
         held = _lock(output)
-        if not known:
+        if not begun:
             save(config, found, output)
         return held
     except OSError as error:
@@ -128,8 +128,9 @@ def same_run(config: cfg.Config, saved: cfg.Config) -> None:
 def save(config: cfg.Config, found: dict[str, Any], folder: Path) -> None:
     """Writes `config.json`: the configuration and what the data were, in one go."""
     values = dataclasses.asdict(config)
-    if config.data_dir is not None and "://" not in config.data_dir:
-        values["data_dir"] = os.path.abspath(config.data_dir)
+    for name in ("data_dir", "init_from"):
+        if values[name] is not None and "://" not in str(values[name]):
+            values[name] = os.path.abspath(values[name])
     partial = folder / ".config.json"
     partial.write_text(json.dumps({**values, "found": found}, indent=2, default=str) + "\n")
     partial.replace(folder / "config.json")
@@ -193,6 +194,7 @@ def script(main: Callable[[list[str]], None]) -> None:
         os._exit(1)
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
         if error.errno not in SYSTEM_ERRORS:
             raise

@@ -1,5 +1,5 @@
-"""The recipe: named configurations as a table of values, and what they are made of: augmentation on the device,
-schedules, updates, loss scaling.
+"""The recipe: named configurations and defaults as tables of values, and what they are made of: augmentation on the
+device, schedules, updates, loss scaling.
 
 All that this example calls of `kfac` to optimize is in `find_layers`, `transform` and `gradient_fn`.
 """
@@ -13,12 +13,11 @@ import jax.numpy as jnp
 import optax
 
 import kfac
-from records import UserError
+from files import UserError
+from models import is_kernel
 
 AXIS = "devices"
 INVERSES: dict[str, Callable[..., kfac.Inverse]] = {"cholesky": kfac.Cholesky, "eigh": kfac.Eigh, "ekfac": kfac.Ekfac}
-# Batches out of which a run that goes on makes its mixed images again: all before weighs some 2^-24 of a pixel.
-REMADE = 10
 # `keys` folds in the step instead, which is never as large as this.
 FISHER_STREAM = 2**32 - 1
 
@@ -72,6 +71,39 @@ CONFIGS |= {
     )
     for k, (kind, (rate, digits, rest)) in enumerate(BASELINES.items()) for name, row in FIRST_ORDER.items()
 }  # fmt: skip
+
+
+# Defaults where no configuration, data set or optimizer has another; then by data set; then by optimizer, tuned on
+# digits; then by optimizer for other data, starting points.
+DEFAULTS: dict[str, Any] = dict(
+    optimizer="kfac", schedule="cosine", decay_power=2.0, rescale=False, init="identity", norm_epsilon=1e-5,
+    mixup_alpha=0.0, cutmix_alpha=0.0, erasing="none", divide_by_std=True, crop="random-resized", nesterov=False,
+)  # fmt: skip
+_LARGE_IMAGES = dict(image_size=224, arch="resnet50", label_smoothing=0.1, sync_batch_norm=False)
+DATA: dict[str, dict[str, Any]] = {
+    "digits": dict(image_size=8, arch="digits", label_smoothing=0.0, global_batch=144, epochs=14.4,
+                   sync_batch_norm=True),
+    "cifar10": dict(image_size=32, arch="resnet20", label_smoothing=0.1, global_batch=1000, epochs=30.0,
+                    sync_batch_norm=True, data_dir="data/cifar10"),
+    "folder": dict(global_batch=256, epochs=90.0, **_LARGE_IMAGES),
+    "synthetic": dict(global_batch=64, epochs=1.0, **_LARGE_IMAGES),
+}  # fmt: skip
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "kfac": dict(learning_rate=0.03, momentum=0.9, weight_decay=1e-4, damping=1e-2, factor_decay=0.9,
+                 kl_clip=0.0, trust_ratio=0.0, momentum_coupling="none", rate_in_momentum=False,
+                 unitwise_damping=1.0),
+    "sgd": dict(learning_rate=1.0, momentum=0.9, nesterov=True, weight_decay=1e-4),
+    "lars": dict(learning_rate=15.0, momentum=0.9, weight_decay=1e-4),
+    "lamb": dict(learning_rate=0.1, momentum=0.9, weight_decay=1e-4),
+    "adamw": dict(learning_rate=0.01, momentum=0.9, weight_decay=1e-2),
+}  # fmt: skip
+LARGE: dict[str, dict[str, Any]] = {
+    "kfac": dict(learning_rate=0.02, damping=1e-4, factor_decay=0.0),
+    "sgd": dict(learning_rate=0.1, weight_decay=5e-5),
+    "lars": dict(learning_rate=5.0, weight_decay=5e-5),
+    "lamb": dict(learning_rate=0.01),
+    "adamw": dict(learning_rate=0.002, weight_decay=0.05),
+}
 
 
 class Run(NamedTuple):
@@ -217,16 +249,6 @@ def augmented(run: Run, step: jax.Array, batch: Any, mixed: Any) -> tuple[Mixed,
     return augment(own, step, config.mixup_alpha, config.erasing, seen, mixed, config.cutmix_alpha)
 
 
-def mixed_again(run: Run, mesh: Any, first: int, batches: Any, mixed: Any) -> Any:
-    """What running mixup carries after `batches`, those from step `first` on: for a checkpoint that left it out."""
-    split = jax.sharding.PartitionSpec(AXIS)
-    specs: Any = {"in_specs": (jax.sharding.PartitionSpec(), split, split), "out_specs": split}
-    mix = jax.jit(jax.shard_map(lambda *args: augmented(run, *args)[1], mesh=mesh, **specs))
-    for step, got in enumerate(batches, first):
-        mixed = mix(jnp.int32(step), (got.images, got.labels), mixed)
-    return mixed
-
-
 # Schedules, by optimizer steps.
 
 
@@ -342,30 +364,6 @@ def gradient_fn(config: Any, loss_fn: Callable[..., Any], layers: Any, micro_bat
         return measure(*args, **more)
 
     return gradients
-
-
-def is_kernel(params: Any) -> Any:
-    """True for kernels: what weight decay and trust ratios are meant for."""
-    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
-
-
-def rescale(params: Any) -> Any:
-    """`W <- W sqrt(2 d_out) / (||W|| + 1e-9)` for kernels, where it shrinks them (Osawa et al. 2019).
-
-    Batch norm takes the scale of a kernel out again, but steps on a large one turn it less.
-    """
-
-    def shrunk(kernel: jax.Array) -> jax.Array:
-        factor = jnp.sqrt(2.0 * kernel.shape[-1]) / (jnp.linalg.norm(kernel.ravel()) + 1e-9)
-        return kernel * jnp.minimum(factor, 1).astype(kernel.dtype)
-
-    return jax.tree.map(lambda leaf, yes: shrunk(leaf) if yes else leaf, params, is_kernel(params))
-
-
-def average(decay: float, step: jax.Array, old: Any, new: Any) -> Any:
-    """The running average of weights, which in the first steps forgets faster, so that it does not lag behind."""
-    share = jnp.minimum(decay, (1 + step) / (10 + step))
-    return jax.tree.map(lambda a, b: (share * a + (1 - share) * b).astype(a.dtype), old, new)
 
 
 def select(condition: jax.Array, new: Any, old: Any) -> Any:

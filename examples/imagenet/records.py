@@ -1,10 +1,9 @@
-"""Where the encoded images of a data set are, what is missing, and how their bytes are read: from class folders, tar
-shards (webdataset), TFRecord (TFDS) and Parquet (Hugging Face), on a file system or in a bucket (gs://, s3://).
+"""Where the encoded images of a data set are, and what is missing: in class folders, tar shards (webdataset), TFRecord
+(TFDS) and Parquet (Hugging Face), on a file system or in a bucket.
 
 What is found is arrays, not a million Python objects: every worker process gets a copy of it.
 """
 
-import errno
 import functools
 import hashlib
 import io
@@ -13,101 +12,20 @@ import mmap
 import os
 import re
 import tarfile
-import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from files import UserError, bucket, entries, fetch, opened, patiently
+
 ENDINGS = {".jpeg", ".jpg", ".jpe", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm"}
 KINDS = {"tar": r"\.tar$", "tfrecord": r"\.tfrecord|^(train|validation)-\d+-of-\d+$", "parquet": r"\.parquet$"}
 SPLITS = ("train", "val")
-# A stale or busy file system gets so many seconds before the run stops.
-RETRY_AFTER = (0.2, 1.0, 5.0)
 IMAGENET_SIZES = (1_281_167, 50_000)
-
-
-class UserError(Exception):
-    """Something the user can put right; reported as one sentence, without a traceback."""
-
-
-# Bytes, from a path or a URL.
-
-
-def patiently(read: Callable[[], Any], what: str) -> Any:
-    """`read()`, tried again where the system fails: an I/O error says nothing about the image."""
-    for pause in (*RETRY_AFTER, None):
-        try:
-            return read()
-        except OSError as error:
-            if pause is None:
-                tries = f"{error.strerror or error} ({len(RETRY_AFTER) + 1} tries)"
-                raise UserError(f"{what} cannot be read: {tries}; this is the file system's fault and not a broken "
-                                "image: mend it and start again, the run goes on where it was") from error  # fmt: skip
-            time.sleep(pause)
-
-
-def bucket(url: str) -> tuple[Any, str]:
-    """The file system that `url` names, by fsspec, and the path in it."""
-    from fsspec.core import url_to_fs
-
-    try:
-        return url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        raise UserError(f"{url} cannot be opened: {error}") from error
-
-
-def _asked(call: Callable[..., Any], *args: Any, **rest: Any) -> Any:
-    """What a bucket answers; its libraries raise errors of their own where it does not."""
-    try:
-        return call(*args, **rest)
-    except OSError:
-        raise
-    except Exception as error:
-        raise OSError(errno.EIO, f"{type(error).__name__}: {str(error)[:200]}") from error
-
-
-def opened(path: str) -> Any:
-    if "://" not in path:
-        return open(path, "rb")
-    files, inner = bucket(path)
-    return files.open(inner, "rb")
-
-
-def fetch(path: str, offset: int = 0, size: int = -1) -> bytes:
-    """A file, or `size` bytes of it; of what lies in a bucket nothing else is transferred."""
-
-    def read() -> bytes:
-        if "://" in path:
-            files, inner = bucket(path)
-            data = _asked(files.cat_file, inner, start=offset, end=None if size < 0 else offset + size)
-        else:
-            with open(path, "rb") as file:
-                file.seek(offset)
-                data = file.read(size)
-        if len(data) < size:
-            raise OSError(errno.EIO, f"the shard ends after {len(data)} of its {size} bytes")
-        return data
-
-    return patiently(read, path)
-
-
-def entries(folder: str) -> tuple[list[str], list[str]]:
-    """The names of the folders and of the files in `folder`, but for hidden ones."""
-
-    def listed() -> list[tuple[str, bool]]:
-        if "://" not in folder:
-            with os.scandir(folder) as found:
-                return [(entry.name, entry.is_dir()) for entry in found]
-        files, inner = bucket(folder)
-        rows = _asked(files.ls, inner, detail=True)
-        return [(row["name"].rstrip("/").rpartition("/")[2], row["type"] == "directory") for row in rows]
-
-    found = sorted((name, is_folder) for name, is_folder in patiently(listed, folder) if name[:1] not in ("", "."))
-    return [name for name, is_folder in found if is_folder], [name for name, is_folder in found if not is_folder]
 
 
 class Files:
@@ -188,18 +106,19 @@ def find(folder: Any) -> Found:
     kind = next((kind for kind in KINDS if _shards(inner, files, kind, "train")), None)
     classes: list[str] = []
     if kind is None or "train" in folders:
-        train, val, classes, note = _class_folders(folder, folders)
+        train, val, classes, notes = _class_folders(folder, folders)
     else:
         parts = [_shards(inner, files, kind, split) for split in SPLITS]
         if not parts[1]:
             raise UserError(f"--data-dir {inner} has shards for training ({parts[0][0]}) but no *val* {kind} shards")
         (train, note), (val, other) = (_indexed(inner, kind, *part) for part in zip(SPLITS, parts, strict=True))
-        note = note or other
+        notes = [note or other]
         if kind == "parquet":
-            note += "each image costs the reading of a Parquet row group, which tar shards or TFRecord do not"
+            notes.append("each image costs the reading of a Parquet row group, which tar shards or TFRecord do not")
     have, held = (set(part.labels.tolist()) for part in (train, val))
     if len(have) < 2:
-        raise UserError(f"the images for training in {folder} are of one class only, {min(have)}; training needs two")
+        label = classes[min(have)] if classes else min(have)
+        raise UserError(f"the images for training in {folder} are of one class only, {label}; training needs two")
     if missing := sorted(have ^ held):
         label = classes[missing[0]] if classes else missing[0]
         where, lacks = ("training", "validation") if missing[0] in have else ("validation", "training")
@@ -207,35 +126,31 @@ def find(folder: Any) -> Found:
                         "classes); put them back, or take that class out of both")  # fmt: skip
     for what, part, count in zip(("training", "validation"), (train, val), IMAGENET_SIZES, strict=True):
         if len(have) == 1000 and len(part.labels) != count:
-            note += f"{'; ' if note else ''}ILSVRC2012 has {count:,} {what} images, here are {len(part.labels):,}"
-    return Found(train, val, max(have) + 1, note)
+            notes.append(f"ILSVRC2012 has {count:,} {what} images, here are {len(part.labels):,}")
+    return Found(train, val, max(have) + 1, "; ".join(filter(None, notes)))
 
 
 # Class folders.
 
 
-def _class_folders(folder: str, found: Sequence[str]) -> tuple[Files, Files, list[str], str]:
+def _class_folders(folder: str, found: Sequence[str]) -> tuple[Files, Files, list[str], list[str]]:
     if missing := [split for split in SPLITS if split not in found]:
         raise UserError(f"--data-dir has no folder {missing[0]}/ ({os.path.join(folder, missing[0])}); it must hold "
                         "train/<class>/*.JPEG and val/<class>/*.JPEG, or shards *train* and *val* in tar, tfrecord or "
                         "parquet")  # fmt: skip
-    (classes, loose), (held, flat) = (entries(os.path.join(folder, split)) for split in SPLITS)
+    (seen, loose), (held, flat) = (entries(os.path.join(folder, split)) for split in SPLITS)
     images = [name for name in flat if re.match(r"ILSVRC2012_val_\d{8}\.", name)]
-    for split, inside, files in (("train", classes, loose), ("val", held or images, flat)):
+    for split, inside, files in (("train", seen, loose), ("val", held or images, flat)):
         if not inside:
             what = f"a folder of {len(files)} files ({files[0]}) without classes" if files else "empty"
             raise UserError(f"{os.path.join(folder, split)} is {what}: it must hold one folder of images for each "
                             "class")  # fmt: skip
-    if len(classes) < 2:
-        raise UserError(f"{os.path.join(folder, 'train')} has one class only ({classes[0]}); training needs two")
-    if extra := sorted(set(held) - set(classes)):
-        raise UserError(f"{os.path.join(folder, 'val')} has a class {extra[0]} that train/ does not have")
-    train, other = _scan(folder, "train", classes, classes)
+    classes = sorted({*seen, *held})
+    train, other = _scan(folder, "train", seen, classes)
     val, more = _scan(folder, "val", held, classes) if held else (_flat(folder, images, classes), [])
-    if not (other := other + more):
-        return train, val, classes, ""
-    note = f"{len(other)} file(s) ignored, for they do not end like images: {os.path.join(folder, other[0])}"
-    return train, val, classes, note
+    ignored = [f"{len(other + more)} file(s) ignored, for they do not end like images: {os.path.join(folder, name)}"
+               for name in (other + more)[:1]]  # fmt: skip
+    return train, val, classes, ignored
 
 
 def _scan(folder: str, split: str, found: Sequence[str], classes: list[str]) -> tuple[Files, list[str]]:
@@ -244,33 +159,41 @@ def _scan(folder: str, split: str, found: Sequence[str], classes: list[str]) -> 
     labels: list[int] = []
     other: list[str] = []
     for name in found:
-        before, waiting = len(names), [f"{split}/{name}"]
-        while waiting:
-            inner = waiting.pop()
-            folders, files = entries(os.path.join(folder, inner))
-            waiting += [f"{inner}/{below}" for below in reversed(folders)]
-            for file in files:
-                image = os.path.splitext(file)[1].lower() in ENDINGS
-                (names if image else other).append(f"{inner}/{file}")
-        if len(names) == before:
+        files = list(_below(folder, f"{split}/{name}"))
+        images = [file for file in files if os.path.splitext(file)[1].lower() in ENDINGS]
+        if not images:
             raise UserError(f"the class folder {os.path.join(folder, split, name)} holds no images")
-        labels += [classes.index(name)] * (len(names) - before)
+        names += images
+        labels += [classes.index(name)] * len(images)
+        other += sorted({*files} - {*images})
     return Files(folder, names, labels), other
+
+
+def _below(root: str, folder: str) -> Iterator[str]:
+    folders, files = entries(os.path.join(root, folder))
+    yield from (f"{folder}/{name}" for name in files)
+    for name in folders:
+        yield from _below(root, f"{folder}/{name}")
+
+
+DEVKIT = "ILSVRC2012_devkit_t12"
+WAY_OUT = f"sort them into val/<class>/, or unpack {DEVKIT}.tar.gz into --data-dir"
 
 
 def _flat(folder: str, names: list[str], classes: list[str]) -> Files:
     """Validation images in one folder, as their archive unpacks; what they show is in the development kit."""
     from scipy.io import loadmat
 
-    val, kit = os.path.join(folder, "val"), os.path.join(folder, "ILSVRC2012_devkit_t12", "data")
+    val, kit = os.path.join(folder, "val"), os.path.join(folder, DEVKIT, "data")
+    if DEVKIT not in entries(folder)[0]:
+        raise UserError(f"the images in {val} are in no class folders, so what they show is unknown; {WAY_OUT}")
     path, meta = os.path.join(kit, "ILSVRC2012_validation_ground_truth.txt"), os.path.join(kit, "meta.mat")
     try:
         truth = [int(line) for line in fetch(path).split()]
         table = np.atleast_1d(loadmat(io.BytesIO(fetch(meta)), squeeze_me=True)["synsets"])
         wnids = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in table}
     except Exception as error:  # scipy raises nearly anything on damaged files
-        raise UserError(f"the images in {val} are in no class folders, and {path} and {meta} do not say what they show "
-                        f"({error}); unpack ILSVRC2012_devkit_t12.tar.gz into --data-dir") from error  # fmt: skip
+        raise UserError(f"{path} and {meta} do not say what the images in {val} show ({error}); {WAY_OUT}") from error
     numbers, labels = [int(name[15:23]) for name in names], []
     if sorted(numbers) != list(range(1, len(truth) + 1)):
         raise UserError(f"{path} has {len(truth)} lines, but {val} has {len(names)} images, the last with number "

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 import batches
 import processes
-from records import UserError
+from files import UserError
 
 Records = list[dict[str, Any]]
 # Steps in a row that are left out before the run ends after all.
@@ -186,10 +186,13 @@ def say(text: str) -> None:
 
 
 class Trace:
-    """Writes what `jax.profiler` sees of the steps from `first` to `last`, 0 and 0 for none."""
+    """Writes what `jax.profiler` sees of the steps `FIRST:LAST`, None for none, of a run of `steps`."""
 
-    def __init__(self, first: int, last: int) -> None:
-        self.first, self.last, self.running = first, last, False
+    def __init__(self, wanted: str | None, steps: int) -> None:
+        self.first, self.last = map(int, (wanted or "0:0").split(":"))
+        self.running = False
+        if self.first > steps:
+            raise UserError(f"--profile {wanted} begins after the last step, {steps}")
 
     def before(self, step: int, folder: Path) -> None:
         if self.first <= step <= self.last and not self.running:
@@ -224,7 +227,7 @@ class Progress:
             text += f"  val loss {record['val_loss']:.4f}  val accuracy {record['val_accuracy']:.1%}"
         self.last_line = time.perf_counter()
         left = tqdm.format_interval((self.total - step) * (self.last_line - self.began) / (step - self.start))
-        say(f"{text}  {self.speed * self.batch:,.0f} images/s  {1 / self.speed:.2f} s/step  {left} left")
+        say(f"{text}  {self.speed * self.batch:,.0f} images/s  {1 / self.speed:.3g} s/step  {left} left")
 
 
 def squares(tree: Any) -> Any:

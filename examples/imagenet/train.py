@@ -41,8 +41,8 @@ import models
 import processes
 import recipe
 import report
+from files import UserError
 from recipe import AXIS, Mixed, Run
-from records import UserError
 from report import say
 
 SAME, SPLIT = PartitionSpec(), PartitionSpec(AXIS)
@@ -105,7 +105,7 @@ def train_step(run: Run, gradients: Callable[..., Any], state: State, batch: Any
     updates, opt_state = run.tx.update(grads, state.opt_state, state.params, factors=factors)
     params = optax.apply_updates(state.params, updates)
     if config.rescale:
-        params = recipe.rescale(params)
+        params = models.rescale(params)
     batch_stats, loss_scale = aux["batch_stats"], state.loss_scale
     squares = {"gradient": report.squares(grads)}
     gradient_norm = jnp.sqrt(jnp.sum(squares["gradient"]))
@@ -118,7 +118,7 @@ def train_step(run: Run, gradients: Callable[..., Any], state: State, batch: Any
         opt_state, metrics["skipped"] = recipe.select(kept, opt_state, state.opt_state), 1.0 - finite
     if half:
         metrics["loss_scale"], loss_scale = scale, recipe.adjust(state.loss_scale, finite)
-    ema = recipe.average(config.ema, state.step, state.ema, (params, batch_stats)) if config.ema else ()
+    ema = models.average(config.ema, state.step, state.ema, (params, batch_stats)) if config.ema else ()
     squares |= {"parameter": report.squares(params), "batch-norm average": report.squares(batch_stats)}
     metrics["parameter_norm"] = jnp.sqrt(jnp.sum(squares["parameter"]))
     if config.optimizer == "kfac":
@@ -160,12 +160,14 @@ def main(args: list[str]) -> None:
     micro_batches = batch // (mesh.size * local_batch)
     stop_at = min(total, config.stop_after or total)
     eval_every = config.eval_every or max(1, round(per_epoch))
-    trace = report.Trace(*cfg.traced_steps(config.profile, stop_at))
+    trace = report.Trace(config.profile, stop_at)
     if config.input_speed:
         report.input_speed(dataset.train, batch, config.input_speed, config.workers)
         return
-    output, lock = config.output, None
+    # The folder of the run: a new one, or one to go on in. From here on something is written.
+    output, lock, begin_with = config.output, None, None
     if not (config.eval or config.plan):
+        begin_with = checkpoints.to_begin_with(config)
         output, lock = processes.open_output(config, dataset.found())
     say(f"{dataset.name}: {size} training and {len(dataset.val)} validation images of "
         f"{'x'.join(map(str, dataset.shape))}, {dataset.num_classes} classes"
@@ -230,8 +232,8 @@ def main(args: list[str]) -> None:
     compile_began = time.perf_counter()
     specs = State(SAME, SAME, SAME, SAME, kfac.state_specs(run.tx, variables["params"], AXIS), SPLIT, SAME)
     variables = jax.jit(functools.partial(fresh, run), out_shardings=same)(jax.random.key(config.seed))
-    if config.init_from is not None:
-        variables = checkpoints.taken_over(config.init_from, variables)
+    if begin_with is not None:
+        variables = checkpoints.taken_over(begin_with, variables)
     state = jax.jit(on_devices(functools.partial(init, run), in_specs=SAME, out_specs=specs))(variables)
 
     # The step, compiled here and not on the first call: it can be timed, and nothing can retrace later.
@@ -265,8 +267,8 @@ def main(args: list[str]) -> None:
             raise UserError(f"the run in {output} is at step {start}, and is to end at step {stop_at}; give --steps, "
                             "--epochs or --stop-after beyond it")  # fmt: skip
         if lean:
-            first = max(0, start - recipe.REMADE)
-            state = state._replace(mixed=recipe.mixed_again(run, mesh, first, train_batches(first, start), mixed))
+            first = max(0, start - checkpoints.REMADE)
+            state = state._replace(mixed=checkpoints.mixed_again(run, mesh, first, train_batches(first, start), mixed))
     processes.on_first(lambda: processes.save(config, dataset.found(), output))
     services = [name for name in ("tensorboard", "wandb", "mlperf") if getattr(config, name)]
     metrics = report.Metrics(output, start, per_epoch, variables, services, writes=processes.is_first())
@@ -294,12 +296,8 @@ def main(args: list[str]) -> None:
         last = step == stop_at or stop.asked(step)
         trace.after(step, state, last)
         check = step % eval_every == 0 or step == total
-        log = (
-            check
-            or last
-            or step % config.log_every == 0
-            or (now - progress.last_line > 10 and jax.process_count() == 1)
-        )
+        quiet = now - progress.last_line > 10 and jax.process_count() == 1
+        log = check or last or quiet or step % config.log_every == 0
         late = now - last_save > 60 * config.checkpoint_minutes
         if jax.process_count() > 1:
             late = log and processes.everyone(str(late))[0] == "True"

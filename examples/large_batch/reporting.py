@@ -16,9 +16,9 @@ import numpy as np
 import plans
 import training
 from batches import Plan as BatchPlan
+from files import UserError
 from methods import METHODS
 from plans import RULES
-from records import UserError
 from store import Plan, Record, Store
 from tasks import Task
 from training import Trial

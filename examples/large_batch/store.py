@@ -7,7 +7,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-from records import UserError
+from files import UserError
 from training import Trial
 
 Record = dict[str, Any]

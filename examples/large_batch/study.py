@@ -29,8 +29,8 @@ import plans
 import reporting
 import tasks
 import training
+from files import UserError
 from methods import METHODS
-from records import UserError
 from store import Plan, Store
 from tasks import Task
 

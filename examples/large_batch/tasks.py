@@ -11,7 +11,7 @@ import numpy as np
 
 import models
 from batches import ArraySplit, read_cifar10
-from records import UserError
+from files import UserError
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
