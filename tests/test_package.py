@@ -163,7 +163,11 @@ def _is_module(path: str) -> bool:
 
 
 # Kernels for GPUs have no other way: the one module that has one may use it.
-PALLAS = {"jax.experimental", "jax.experimental.pallas", "jax.experimental.pallas.triton"}
+# What JAX documents as experimental, and where alone it is used: kernels for GPUs, and layouts there.
+EXPERIMENTAL = {
+    "tensor_cores.py": {"jax.experimental", "jax.experimental.pallas", "jax.experimental.pallas.triton"},
+    "blocks.py": {"jax.experimental", "jax.experimental.layout"},
+}
 
 
 def _not_public(tree: ast.AST) -> set[str]:
@@ -186,7 +190,7 @@ def test_nothing_private_of_another_package_is_used():
                 assert not private, f"{path.relative_to(ROOT)} imports {module}"
         assert not _private_attributes(tree, {"jax", "jnp", "lax", "jex", "optax", "numpy", "np"}), path
         assert "jax._src" not in path.read_text(), path
-        allowed = PALLAS if path.name == "tensor_cores.py" else set()
+        allowed = EXPERIMENTAL.get(path.name, set())
         assert not _not_public(ast.parse(path.read_text().replace("jax.core.Tracer", "Tracer"))) - allowed, path
 
 

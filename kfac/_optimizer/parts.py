@@ -208,9 +208,9 @@ def _sums(layers, layouts, kernels, updates, params, gradients):
     for group in group_layers(layers) if alone() else ():
         # The stacks that the preconditioner has made, outputs last: a gradient with another layout than the kernel has
         # would have all of the products written out. Without the barrier XLA takes what stacks are made of.
-        for layer, own in group.split(lax.optimization_barrier(group.stack_matrices(trees[2], wide).mT)):
+        for layer, own in group.split(lax.optimization_barrier(group.stack_matrices(trees[2], wide))):
             if layer.params[0] in kernels and layer.params[0] in matrices:
-                matrices[layer.params[0]][2] = own[:, : layer.layouts[0].size("in")].mT
+                matrices[layer.params[0]][2] = own[..., : layer.layouts[0].size("in")]
 
     def products(path, u, w, g):
         return [u * u, g * g, u * w, g * w, w * w] if path in kernels else [u * u, 1.0 * (g != 0), 1.0 * (u != 0)]
