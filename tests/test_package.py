@@ -162,7 +162,6 @@ def _is_module(path: str) -> bool:
         return False
 
 
-# Kernels for GPUs have no other way: the one module that has one may use it.
 # What JAX documents as experimental, and where alone it is used: kernels for GPUs, and layouts there.
 EXPERIMENTAL = {
     "tensor_cores.py": {"jax.experimental", "jax.experimental.pallas", "jax.experimental.pallas.triton"},

@@ -181,7 +181,7 @@ def run(problem: Problem, method: str, learning_rate: float, seed: int, steps: i
     layers: Any = None
     if method in ("kfac", "soap"):
         layers = kfac.find_layers(problem.loss, params, state, *first, has_aux=True)
-        tx: Any = kfac.kfac(rate, layers, **({"inverse": kfac.Soap()} if method == "soap" else {}))
+        tx: Any = kfac.kfac(rate, layers, inverse=kfac.Soap()) if method == "soap" else kfac.kfac(rate, layers)
     elif method == "muon":
         tx = muon(rate, problem)
     elif method == "sgd":
