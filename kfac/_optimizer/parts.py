@@ -172,7 +172,7 @@ def scale_layers(layers: Layers, coefficient: ScalarOrSchedule | None = None) ->
             beside = [other for other in layer.params[1:] if other in matrices]
             for other in beside:
                 square, gradient = square + sums[other][0], gradient + sums[other][1]
-            if auto:
+            if coefficient is None:
                 ratio = _ratio(jnp.where(gradient > 0, layer.d_out**0.5, 0), square)
             else:
                 length = value_at(coefficient, state.count) * jnp.sqrt(ww)
