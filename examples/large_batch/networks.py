@@ -1,10 +1,11 @@
-"""The defaults of K-FAC on networks of several kinds, beside Muon, AdamW and SGD: one call for all, the same rates.
+"""The defaults of K-FAC on networks of several kinds, beside SOAP, Muon, AdamW, SGD: one call for all, the same rates.
 
     python examples/large_batch/networks.py run --data-dir data/cifar10
     python examples/large_batch/networks.py report
 
-K-FAC is `kfac.kfac(schedule, layers)` with nothing else, "soap" the same with `inverse=kfac.Soap()`. 60 steps at batch
-N/10, the schedule of the study for all. A trial that is in --results is not run again.
+"kfac" is `kfac.kfac(schedule, layers)` with nothing else, "kfac-soap" the same with `inverse=kfac.Soap()`; "soap" is SOAP
+itself, with Shampoo's matrices. 60 steps at batch N/10, the schedule of the study for all. A trial that is in --results
+is not run again.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 EXAMPLES = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(EXAMPLES / folder) for folder in ("benchmarks", "imagenet", "language_model", ".")]
+sys.path[:0] = [str(EXAMPLES / folder) for folder in ("benchmarks", "imagenet", "language_model", "physics", ".")]
 
 import environment  # noqa: F401, E402, I001  before JAX is imported
 import jax  # noqa: E402
@@ -33,12 +34,13 @@ from flax import linen as nn  # noqa: E402
 import kfac  # noqa: E402
 import methods  # noqa: E402
 import models  # noqa: E402
+import soap as published  # noqa: E402
 import tasks  # noqa: E402
 import topics  # noqa: E402
 from data import Plan  # noqa: E402
 from transformer import Transformer  # noqa: E402
 
-METHODS = ("kfac", "soap", "muon", "adamw", "sgd")
+METHODS = ("kfac", "kfac-soap", "soap", "muon", "adamw", "sgd")
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 RESULTS = Path(__file__).resolve().parent / "results" / "networks.jsonl"
 
@@ -153,15 +155,53 @@ PROBLEMS: dict[str, Callable[[Path], Problem]] = {
 }
 
 
+def kernel_shape(path: Any, leaf: Any, problem: Problem) -> tuple[int, int, int] | None:
+    """Copies, inputs and outputs of what is treated as a matrix; tables and the head of a transformer are not."""
+    names = [str(getattr(key, "key", key)) for key in path]
+    first = int(any(name in problem.stacked for name in names))
+    if leaf.ndim - first < 2 or names[0] in ("tokens", "positions") or (problem.stacked and names[0] == "head"):
+        return None
+    copies = leaf.shape[0] if first else 1
+    return copies, leaf.size // copies // leaf.shape[-1], leaf.shape[-1]
+
+
+def soap(rate: Any, problem: Problem) -> optax.GradientTransformation:
+    """SOAP of kernels as matrices, its bases new in every step; Adam for the rest."""
+    direction, adam = published.soap(b1=0.9, every=1), optax.scale_by_adam(0.9, 0.95)
+
+    def matrices(tree: Any) -> dict[str, list[jax.Array]]:
+        found = {jax.tree_util.keystr(path): (path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+        shapes = {name: kernel_shape(path, leaf, problem) for name, (path, leaf) in found.items()}
+        return {name: list(found[name][1].reshape(shape)) for name, shape in shapes.items() if shape}
+
+    def init(params: Any) -> Any:
+        return direction.init(matrices(params)), adam.init(params)
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        kernels, first = direction.update(matrices(grads), state[0])
+        rest, second = adam.update(grads, state[1])
+
+        def chosen(path: Any, leaf: jax.Array) -> jax.Array:
+            own = kernels.get(jax.tree_util.keystr(path))
+            return leaf if own is None else jnp.stack(own).reshape(leaf.shape)
+
+        return jax.tree_util.tree_map_with_path(chosen, rest), (first, second)
+
+    return optax.chain(
+        optax.GradientTransformation(init, update), optax.add_decayed_weights(5e-4, methods.is_kernel),
+        optax.scale_by_learning_rate(rate),
+    )  # fmt: skip
+
+
 def muon(rate: Any, problem: Problem) -> optax.GradientTransformation:
     """Kernels as matrices of inputs against outputs; tables, head of the transformer and vectors by Adam at 0.3."""
 
     def dimensions(params: Any) -> Any:
         def of(path: Any, leaf: Any) -> Any:
-            names = [str(getattr(key, "key", key)) for key in path]
-            first = int(any(name in problem.stacked for name in names))
-            if leaf.ndim - first < 2 or names[0] in ("tokens", "positions") or (problem.stacked and names[0] == "head"):
+            shape = kernel_shape(path, leaf, problem)
+            if shape is None:
                 return None
+            first = int(shape[0] > 1)
             return optax.contrib.MuonDimensionNumbers(tuple(range(first, leaf.ndim - 1)), leaf.ndim - 1)
 
         return jax.tree_util.tree_map_with_path(of, params)
@@ -179,9 +219,11 @@ def run(problem: Problem, method: str, learning_rate: float, seed: int, steps: i
     batches = problem.batches(seed, steps)
     first = next(batches)
     layers: Any = None
-    if method in ("kfac", "soap"):
+    if method in ("kfac", "kfac-soap"):
         layers = kfac.find_layers(problem.loss, params, state, *first, has_aux=True)
-        tx: Any = kfac.kfac(rate, layers, inverse=kfac.Soap()) if method == "soap" else kfac.kfac(rate, layers)
+        tx: Any = kfac.kfac(rate, layers) if method == "kfac" else kfac.kfac(rate, layers, inverse=kfac.Soap())
+    elif method == "soap":
+        tx = soap(rate, problem)
     elif method == "muon":
         tx = muon(rate, problem)
     elif method == "sgd":
