@@ -3,9 +3,9 @@
     python examples/large_batch/networks.py run --data-dir data/cifar10
     python examples/large_batch/networks.py report
 
-"kfac" is `kfac.kfac(schedule, layers)` with nothing else, "kfac-soap" the same with `inverse=kfac.Soap()`; "soap" is SOAP
-itself, with Shampoo's matrices. 60 steps at batch N/10, the schedule of the study for all. A trial that is in --results
-is not run again.
+"kfac" is `kfac.kfac(schedule, layers)` with nothing else, "kfac-soap" the same with `inverse=kfac.Soap()`; "soap" is
+SOAP itself, with Shampoo's matrices. 60 steps at batch N/10, the schedule of the study for all. A trial that is in
+--results is not run again.
 """
 
 from __future__ import annotations
