@@ -166,8 +166,8 @@ def kernel_shape(path: Any, leaf: Any, problem: Problem) -> tuple[int, int, int]
 
 
 def soap(rate: Any, problem: Problem) -> optax.GradientTransformation:
-    """SOAP of kernels as matrices, its bases new in every step; Adam for the rest."""
-    direction, adam = published.soap(b1=0.9, every=1), optax.scale_by_adam(0.9, 0.95)
+    """SOAP of kernels as matrices, its bases new every ten steps as published; Adam for the rest."""
+    direction, adam = published.soap(b1=0.9), optax.scale_by_adam(0.9, 0.95)
 
     def matrices(tree: Any) -> dict[str, list[jax.Array]]:
         found = {jax.tree_util.keystr(path): (path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
