@@ -120,7 +120,7 @@ def precondition_momentum(
 
     def update(updates, state, params=None, **extra):
         averaged, new = momentum.update(updates, state[1], params, taken=jnp.array(True))
-        preconditioned, kept = inner.update(updates, state[0], params, averaged=averaged, **extra)
+        preconditioned, kept = keep_dtype(inner).update(updates, state[0], params, averaged=averaged, **extra)
         refused = find_state(kept, "state").refused
         return preconditioned, (kept, jax.tree.map(lambda new, old: jnp.where(refused, old, new), new, state[1]))
 
