@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -116,10 +117,10 @@ print(reporting.crossing([group(40, 0.4, 0.4)], 0.5))
 
 def test_the_networks_are_trained_once_with_each_method_and_rate(tmp_path):
     script, results = SCRIPT.with_name("networks.py"), tmp_path / "networks.jsonl"
-    args = ("--networks", "character transformer", "--steps", "3", "--results", results)
+    args = ("--networks", "character transformer", "--steps", "3", "--rates", "0.03", "--results", results)
     study("run", *args, script=script)
     records = [json.loads(line) for line in results.read_text().splitlines()]
-    assert len(records) == 11 and all(math.isfinite(record["score"]) for record in records)
+    assert len(records) == 6 and all(math.isfinite(record["score"]) for record in records)
     assert not study("run", *args, script=script).stdout
     stored = study("report", script=script).stdout
-    assert "kfac   0.03: 0.4292   0.06: 0.4956   0.12: 0.5324" in stored
+    assert re.search(r"\n  kfac  .* 0.06: 0.4956 ", stored)

@@ -274,7 +274,7 @@ def report(records: list[dict[str, Any]]) -> None:
                 lost = f" ({len(found) - len(scores)} not finite)" if len(scores) < len(found) else ""
                 spread = f" +- {np.std(scores, ddof=1):.4f}" if len(scores) > 1 else ""
                 cells.append(f"{rate:g}: {np.mean(scores):.4f}{spread}{lost}" if scores else f"{rate:g}: -{lost}")
-            print(f"  {method:6} " + "   ".join(cells))
+            print(f"  {method:9} " + "   ".join(cells))
 
 
 def main() -> None:
