@@ -117,6 +117,17 @@ def ages_of(opt_state):
     return {name: np.where(b.condition > 0, state.count - 1 - b.inverted, 0) for name, b in state.blocks.items()}
 
 
+def matrices(tree):
+    """The gradients of the layers that EKFAC corrects, `[d_out, d_in]`, in NumPy."""
+    found = layers()
+    leaves = dict(zip(found.paths, jax.tree.leaves(tree), strict=True))
+    return {
+        layer.name: np.asarray(layer.to_matrix([leaves[path] for path in layer.params])[0], np.float64)
+        for layer in found
+        if layer.correctable
+    }
+
+
 def assert_equal(found, expected):
     """Bit for bit."""
     assert jax.tree.structure(found) == jax.tree.structure(expected)

@@ -16,7 +16,7 @@ import problem
 from checking import normal
 from kfac._curvature.ekfac import into_basis
 from kfac._factors import Kronecker
-from problem import QUICKLY, assert_close, assert_equal, state_of
+from problem import QUICKLY, assert_close, assert_equal, matrices, state_of
 
 LAYERS = problem.layers()
 LAMBDA = 1e-2
@@ -36,15 +36,6 @@ def stepper(tx):
         return grads, factors, updates, state
 
     return step
-
-
-def matrices(tree):
-    leaves = dict(zip(LAYERS.paths, jax.tree.leaves(tree), strict=True))
-    return {
-        layer.name: np.asarray(layer.to_matrix([leaves[path] for path in layer.params])[0], np.float64)
-        for layer in LAYERS
-        if layer.correctable
-    }
 
 
 def kept(state):

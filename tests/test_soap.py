@@ -11,19 +11,10 @@ from jax.sharding import AxisType, PartitionSpec
 
 import kfac
 import problem
-from problem import QUICKLY, assert_close, assert_equal, history, measured, state_of
+from problem import QUICKLY, assert_close, assert_equal, history, matrices, measured, state_of
 
 LAYERS = problem.layers()
 DECAY = 0.8
-
-
-def matrices(tree):
-    leaves = dict(zip(LAYERS.paths, jax.tree.leaves(tree), strict=True))
-    return {
-        layer.name: np.asarray(layer.to_matrix([leaves[path] for path in layer.params])[0], np.float64)
-        for layer in LAYERS
-        if layer.correctable
-    }
 
 
 def basis(state):
