@@ -152,3 +152,41 @@ def test_owners_under_shard_map():
         updates, state = update(measured(t)[0], state, params, measured(t)[1])
         assert_close(updates, expected, rtol=5e-4)
         params = at
+
+
+def test_what_is_preconditioned_must_be_like_the_gradients():
+    tx = kfac.scale_by_kfac(LAYERS, inverse=kfac.Soap())
+    (_, state, _) = history(tx, 1)[-1]
+    grads, factors = measured(1)
+    with pytest.raises(ValueError, match="averaged: leaf"):
+        tx.update(grads, state, factors=factors, averaged=jax.tree.map(lambda x: x[..., None], grads))
+    bad = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.inf), grads)
+    updates, after = tx.update(grads, state, factors=factors, averaged=bad)
+    assert kfac.diagnostics(after)["skipped_steps"] == 1
+
+
+@pytest.mark.parametrize("scale", [1e-17, 1e-19, 1e-25])
+def test_a_layer_with_hardly_a_gradient_stops_no_other(scale):
+    """Its mean squares, times the damping, leave the range of float32."""
+    tx = kfac.kfac(0.1, LAYERS, inverse=kfac.Soap())
+    state = history(tx, 1)[-1][1]
+    grads, factors = measured(1)
+    grads = {**grads, "first": jax.tree.map(lambda x: scale * x, grads["first"])}
+    for _ in range(3):
+        updates, state = tx.update(grads, state, problem.initial(), factors=factors)
+    assert kfac.diagnostics(state)["skipped_steps"] == 0
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(updates["out"]))
+
+
+@pytest.mark.parametrize("inverse", [kfac.Cholesky(), kfac.Soap()])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_narrow_models_where_float64_is_allowed(x64, dtype, inverse):
+    params = problem.initial(dtype)
+    batch = problem.batch(0, dtype=dtype)
+    layers = kfac.find_layers(problem.loss_fn, params, batch)
+    tx = kfac.kfac(0.05, layers, inverse=inverse)
+    _, grads, factors = kfac.value_and_grad(problem.loss_fn, layers)(params, batch)
+    updates, state = tx.update(grads, tx.init(params), params, factors=factors)
+    assert {leaf.dtype for leaf in jax.tree.leaves(updates)} == {jnp.dtype(dtype)}
+    assert all(np.isfinite(np.asarray(leaf, np.float64)).all() for leaf in jax.tree.leaves(updates))
+    assert kfac.diagnostics(state)["skipped_steps"] == 0

@@ -22,7 +22,7 @@ class Soap(Eigh):
     of examples. It takes in the gradient of every step, with or without statistics, and is turned into the new basis at
     each refresh. `V` is the momentum of the gradients, which `kfac.kfac` hands over for this inverse. The factors are
     those of K-FAC, from gradients of examples, where SOAP itself has those of Shampoo, from gradients of batches.
-    Curvature says which directions are treated alone, and not how far a step goes: a `trust_ratio` says that.
+    The curvature chooses the basis, and no length of a step: that is from `trust_ratio`, or Adam's without one.
 
     Args:
       precision: the arithmetic in which eigenvectors are applied: `"float32"`, `"bfloat16_3x"`, `"tensorfloat32"` or
@@ -74,9 +74,10 @@ class Soap(Eigh):
     def apply(self, kept, matrices, damping):
         """In the eigenbasis, a division by the root of the moments."""
         average = kept.moments.average
-        mean = jnp.mean(average, axis=(1, 2))
-        damping = damping * jnp.where((mean > 0) & self.relative, mean, 1)
-        damping = jnp.where(damping > 0, damping, jnp.nan).astype(average.dtype)
+        least = jnp.finfo(average.dtype).tiny  # for a block that has had no gradient for long, or none so far
+        mean = jnp.mean(average, axis=(1, 2)) if self.relative else 1
+        damping = jnp.where(damping > 0, jnp.maximum(damping * mean, least), jnp.nan).astype(average.dtype)
+        damping = jnp.broadcast_to(damping, len(average))
         scaled = rotate(matrices, kept, self.precision, back=False) / jnp.sqrt(average + per_block(damping, average))
         return rotate(scaled.astype(matrices.dtype), kept, self.precision, back=True)
 

@@ -71,7 +71,7 @@ def kfac(
         Not with `gradients="local"` of a `Distribution`, but for None.
       damping: see `scale_by_kfac`, also for the arguments that follow. With `trust_ratio="auto"` it is in units of the
         mean eigenvalue of each block, as with `Cholesky(relative=True)`: then nothing depends on the scale of the loss.
-        None: 0.1 with "auto", 1e-4 with `Soap`; else 1e-3.
+        None: with "auto" 0.1, or 1e-4 for `Soap`; without, 1e-3.
       inverse_every: steps between refreshes of the inverses; None leaves them to `refresh`.
       inverse: how Kronecker blocks are inverted: `Cholesky()`, `Eigh()`, `Ekfac()`, `Soap()` or one's own. With "auto"
         it is made `relative`. With `Soap` the momentum is that of the gradients, and is preconditioned.
@@ -84,6 +84,8 @@ def kfac(
       ValueError: an argument is out of range.
     """
     auto = trust_ratio == "auto"
+    if isinstance(trust_ratio, str) and not auto:
+        raise ValueError(f"trust_ratio must be 'auto', a number, a schedule or None, but is {trust_ratio!r}")
     if trust_ratio is not None and not auto:
         check_range("trust_ratio", trust_ratio, 0, math.inf, open_low=True, open_high=True)
     check_type("inverse", inverse, Inverse, "a kind of inverse such as kfac.Cholesky()")

@@ -120,7 +120,7 @@ def precondition_momentum(
 
     def update(updates, state, params=None, **extra):
         averaged, new = momentum.update(updates, state[1], params, taken=jnp.array(True))
-        preconditioned, kept = keep_dtype(inner).update(updates, state[0], params, averaged=averaged, **extra)
+        preconditioned, kept = inner.update(updates, state[0], params, averaged=averaged, **extra)
         refused = find_state(kept, "state").refused
         return preconditioned, (kept, jax.tree.map(lambda new, old: jnp.where(refused, old, new), new, state[1]))
 
@@ -213,7 +213,11 @@ def _sums(layers, layouts, kernels, updates, params, gradients):
                 matrices[layer.params[0]][2] = own[..., : layer.layouts[0].size("in")]
 
     def products(path, u, w, g):
-        return [u * u, g * g, u * w, g * w, w * w] if path in kernels else [u * u, 1.0 * (g != 0), 1.0 * (u != 0)]
+        return (
+            [u * u, g * g, u * w, g * w, w * w]
+            if path in kernels
+            else [u * u, (g != 0).astype(u.dtype), (u != 0).astype(u.dtype)]
+        )
 
     sums = sums_of_members([products(path, *own) for path, own in matrices.items()])
     return matrices, {path: [x[:, None, None] for x in own] for path, own in zip(matrices, sums, strict=True)}
@@ -229,7 +233,8 @@ def _turned(layer: Layer, uu: Any, gg: Any, uw: Any, gw: Any, ww: Any) -> tuple[
 
     It is of no use where the scale of a kernel does not matter to the loss: there its gradient is at a right angle.
     """
-    bound = RIGHT_ANGLE * jnp.sqrt(ww * gg / (math.prod(layer.shapes[0]) // layer.copies))
+    # Root by root, as the product of the squares may leave the range of float32.
+    bound = RIGHT_ANGLE * jnp.sqrt(ww) * jnp.sqrt(gg) / (math.prod(layer.shapes[0]) // layer.copies) ** 0.5
     radial = jnp.where((jnp.abs(gw) < bound) & (ww > 0), uw / jnp.where(ww > 0, ww, 1), 0)
     return radial, jnp.maximum(uu - radial * uw, LEFT * uu)
 

@@ -68,7 +68,10 @@ def preconditioned_step(
     updates, gradients, square, usable = take_gradients(place, state, updates)
     own = gradients
     if averaged is not None:
-        updates, own, *_ = take_gradients(place, state, averaged)
+        match_leaves(config.layers, averaged, "averaged")
+        averaged, own, _, finite_too = take_gradients(place, state, averaged)
+        updates = jax.tree.map(lambda new, old: new.astype(old.dtype), averaged, updates)
+        usable &= finite_too
     changed, any_due, due = decide(place, state, usable, statistics=factors is not None)
     left_out: Vectors = {}
     change = None
@@ -468,7 +471,7 @@ def _by_rows(*stacks):
     ends = np.cumsum([len(parts[n]) for n in order])
     found = dict(zip(order, jnp.split(sums, ends[:-1]), strict=True))
     numbers = iter(parts)
-    return [[found[next(numbers)] for _ in alike] for alike in stacks]
+    return [[found[next(numbers)].astype(x.dtype) for x in alike] for alike in stacks]
 
 
 LONG = 1 << 13  # larger members are summed up by rows first
