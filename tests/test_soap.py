@@ -161,7 +161,7 @@ def test_what_is_preconditioned_must_be_like_the_gradients():
     with pytest.raises(ValueError, match="averaged: leaf"):
         tx.update(grads, state, factors=factors, averaged=jax.tree.map(lambda x: x[..., None], grads))
     bad = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.inf), grads)
-    updates, after = tx.update(grads, state, factors=factors, averaged=bad)
+    _, after = tx.update(grads, state, factors=factors, averaged=bad)
     assert kfac.diagnostics(after)["skipped_steps"] == 1
 
 
