@@ -226,11 +226,8 @@ def run(problem: Problem, method: str, learning_rate: float, seed: int, steps: i
         tx = soap(rate, problem)
     elif method == "muon":
         tx = muon(rate, problem)
-    elif method == "sgd":
-        decay = optax.add_decayed_weights(5e-4, methods.is_kernel)
-        tx = optax.chain(decay, optax.sgd(rate, 0.9, nesterov=True))
-    else:
-        tx = optax.adamw(rate, b2=0.99, weight_decay=5e-4, mask=methods.is_kernel, nesterov=True)
+    else:  # as in the study
+        tx = methods.METHODS[method].make(rate, {"momentum": 0.9, "b2": 0.99, "weight_decay": 5e-4}, None)
     opt_state = jax.jit(tx.init)(params)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
