@@ -9,9 +9,9 @@ import tempfile
 # Several BLAS thread pools on a few cores get in each other's way.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-# No persistent compilation cache in the tests' own processes, and for the scripts they start (tests/runs.py) one that
-# is as old as this run: nothing depends on what an earlier run compiled. Workers and scripts inherit the folder's name.
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+# What is compiled is kept for the other files and workers, and for the scripts they start (tests/runs.py), in a folder
+# that is as old as this run: nothing depends on what an earlier run compiled. All of them inherit its name.
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="kfac-tests-")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
@@ -35,6 +35,8 @@ if QUICKLY and importlib.metadata.version("jaxlib").startswith("0.10."):
     # The newer way to make code of fused operations goes through MLIR and takes three times as long. Later versions
     # know no other way, and end the process at a flag that they do not know.
     _XLA_FLAGS["--xla_cpu_use_fusion_emitters"] = "false"
+    # A program in one piece: cut into 32, for as many threads, it takes twice the processor's time.
+    _XLA_FLAGS["--xla_cpu_parallel_codegen_split_count"] = "1"
 os.environ["XLA_FLAGS"] = " ".join(
     [os.environ.get("XLA_FLAGS", "")]
     + [f"{k}={v}" for k, v in _XLA_FLAGS.items() if k not in os.environ.get("XLA_FLAGS", "")]

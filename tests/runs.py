@@ -27,10 +27,10 @@ def start(*args, name="train.py", devices=1, cached=True, cwd=None, env=None):
         "PYTHON": sys.executable,
         **(env or {}),
     }
-    # Scripts set their own flags. Of those of the tests they get the one with which code is compiled sooner.
-    env["XLA_FLAGS"] = " ".join(flag for flag in env["XLA_FLAGS"].split() if "fusion_emitters" in flag)
-    if cached:
-        env |= {"JAX_ENABLE_COMPILATION_CACHE": "true", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    # Scripts set their own flags. Of those of the tests they get the ones with which code is compiled sooner.
+    sooner = "fusion_emitters", "split_count"
+    env["XLA_FLAGS"] = " ".join(flag for flag in env["XLA_FLAGS"].split() if any(name in flag for name in sooner))
+    env["JAX_ENABLE_COMPILATION_CACHE"] = "true" if cached else "false"
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")]))
     return subprocess.Popen(
         ["bash" if name.endswith(".sh") else sys.executable, str(IMAGENET / name), *map(str, args)],

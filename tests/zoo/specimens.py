@@ -161,6 +161,7 @@ def parts_of(case: Specimen, batch: Any) -> list[Any]:
     if case.ordered:
         return [batch]
     order = np.random.default_rng(5).permutation(N)
+    batch = jax.tree.map(np.asarray, batch)
     if case.interacting:
         return [jax.tree.map(lambda x: x[order], batch)]
     thirds = order.reshape(3, -1)
@@ -199,7 +200,7 @@ def check(case: Specimen) -> None:
     rows = len(jax.tree.leaves(parts[0])[0])
     count = case.examples and rows * case.examples
     fn = on_devices(kfac.value_and_grad(dressed(loss), layers, has_aux=True, num_examples=count), len(parts))
-    together = fn(params, jax.tree.map(lambda *x: jnp.concatenate(x), *parts))
+    together = jax.tree.map(np.asarray, fn(params, jax.tree.map(lambda *x: np.concatenate(x), *parts)))
     results = [jax.tree.map(lambda x, k=k: x[k], together) for k in range(len(parts))]
     for _, grads, factors in results:
         check_coarse(layers, grads, factors, rows * (case.examples or 1))
