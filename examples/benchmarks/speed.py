@@ -1,13 +1,14 @@
 """What K-FAC adds to a training step of ResNet-50, beside the step's own arithmetic, in one run.
 
-    python examples/benchmarks/speed.py                                       # 224 x 224, batch 16, as on a CPU
-    python examples/benchmarks/speed.py --batch 256 --dtype bfloat16          # on a GPU
-    python examples/benchmarks/speed.py --sections inverses                   # a part of it
+    python examples/benchmarks/speed.py --quick                       # the main figures: minutes, on a GPU or a CPU
+    python examples/benchmarks/speed.py                               # all of it
+    python examples/benchmarks/speed.py --sections inverses           # a part of it
 
 Sections: `step` (whole steps of SGD with momentum and of K-FAC in each of its phases, compile time, temporary
 memory), `statistics` (ways to form `A` of a convolution, for the network's geometries), `inverses` (ways to invert, by
-dimension, and a whole refresh). All that is compared is timed in turn, and medians are given. Writes `speed.json`,
-`speed.md` and `speed.png` to `--output`.
+dimension, and a whole refresh), `accuracy` (factors and update directions against float64). All that is compared is
+timed in turn, and medians are given. Writes `speed.json`, `speed.md` and `speed.png` to `--output`, after each section.
+On a GPU steps are of 256 images in bfloat16, on a CPU of 16 in float32.
 """
 
 import argparse
@@ -27,13 +28,14 @@ import numpy as np
 import optax
 from jax import lax
 
+import accuracy
 import candidates
 import kfac
 import models
 from counting import count_distinct_kernels, count_flops
 
 CLASSES = 1000
-SECTIONS = ("step", "statistics", "inverses")
+SECTIONS = ("inverses", "accuracy", "step", "statistics")
 
 
 def median_times(calls: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
@@ -142,9 +144,12 @@ def whole_steps(options: argparse.Namespace, peak: float) -> dict[str, Any]:
         "sgd": Program(sgd, **sgd_state, batch=batch),
         "without statistics": Program(without(at_once), **once_state, batch=batch),
         "statistics": Program(with_statistics(at_once), **once_state, batch=batch),
-        "statistics of every 4th example": Program(with_statistics(at_once, 4), **once_state, batch=batch),
-        "statistics and staggered inverses": Program(with_statistics(staggered), **staggered_state, batch=batch),
     }
+    if not options.quick:
+        programs |= {
+            "statistics of every 4th example": Program(with_statistics(at_once, 4), **once_state, batch=batch),
+            "statistics and staggered inverses": Program(with_statistics(staggered), **staggered_state, batch=batch),
+        }
 
     compiled = [
         {
@@ -168,7 +173,8 @@ def whole_steps(options: argparse.Namespace, peak: float) -> dict[str, Any]:
         began = time.perf_counter()
         jax.block_until_ready(programs["statistics"](once_state))
         refresh.append(time.perf_counter() - began)
-    jax.block_until_ready(programs["statistics and staggered inverses"](staggered_state))
+    if not options.quick:
+        jax.block_until_ready(programs["statistics and staggered inverses"](staggered_state))
     states = dict.fromkeys(programs, once_state)
     states |= {"sgd": sgd_state, "statistics and staggered inverses": staggered_state}
     if 4 * options.repeats + 8 > every:
@@ -295,14 +301,15 @@ def report(results: dict[str, Any], output: pathlib.Path) -> None:
     for section, result in results.items():
         if section == "setting":
             continue
+        parts.append(f"\n## {section}\n")
+        if section == "accuracy":
+            parts += [f"{table(rows)}\n" for rows in result.values()]
+            continue
         rows = result if isinstance(result, list) else result.get("rows", [])
-        parts.append(f"## {section}\n")
         parts += [table(rows)] if rows else []
         if isinstance(result, dict):
             parts += [f"- {name}: {value:.4g}" for name, value in result.items() if isinstance(value, int | float)]
-    text = "\n".join(parts) + "\n"
-    (output / "speed.md").write_text(text)
-    print(text)
+    (output / "speed.md").write_text("\n".join(parts) + "\n")
     plot(results, output / "speed.png")
 
 
@@ -348,22 +355,23 @@ def plot(results: dict[str, Any], path: pathlib.Path) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--image-size", type=int, default=224, help="height and width in pixels")
-    parser.add_argument("--batch", type=int, default=16, help="images in a step")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the computation")
+    gpu = jax.default_backend() != "cpu"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the main rows; on a CPU of small images")
+    parser.add_argument("--image-size", type=int, help="height and width in pixels: 224, or 64 with --quick on a CPU")
+    parser.add_argument("--batch", type=int, default=256 if gpu else 16, help="images in a step")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16" if gpu else "float32")
     parser.add_argument("--inverse-every", type=int, default=100, help="steps in which a staggered refresh is spread")
     parser.add_argument("--repeats", type=int, default=7, help="timed calls of each program")
     parser.add_argument("--condition", type=float, default=1e6, help="condition number of the matrices to invert")
-    parser.add_argument(
-        "--dimensions", type=int, nargs="+", default=[64, 256, 576, 1152, 2304, 4608], help="of the matrices to invert"
-    )
-    parser.add_argument("--sections", choices=SECTIONS, nargs="+", default=list(SECTIONS), help="what to measure")
+    parser.add_argument("--dimensions", type=int, nargs="+", help="of the matrices to invert: 64 to 4608")
+    parser.add_argument("--sections", choices=SECTIONS, nargs="+", help="what to measure: all")
     parser.add_argument("--compile-only", action="store_true", help="section step: sizes and compilation, no timing")
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("runs/speed"), help="folder for results")
     options = parser.parse_args()
+    options.image_size = options.image_size or (64 if options.quick and not gpu else 224)
+    options.dimensions = options.dimensions or ([256, 1152] if options.quick else [64, 256, 576, 1152, 2304, 4608])
+    options.sections = options.sections or [name for name in SECTIONS if name != "statistics" or not options.quick]
     if min(options.image_size // 32, options.batch, options.repeats, options.inverse_every) < 1:
         parser.error("--image-size must be at least 32, --batch, --repeats and --inverse-every at least 1")
     return options
@@ -383,14 +391,22 @@ def main() -> None:
             "peak of matrix products, GFLOP/s": round(peak / 1e9, 1),
         }
     }
-    if "statistics" in options.sections:
-        results["statistics"] = conv_statistics(options)
-    if "inverses" in options.sections:
-        results["inverses"] = inverses(options)
+    sections: dict[str, Callable[[], Any]] = {
+        "inverses": lambda: inverses(options),
+        "accuracy": lambda: accuracy.tables(),
+        "step": lambda: whole_steps(options, peak),
+        "statistics": lambda: conv_statistics(options),
+    }
+    for name in SECTIONS:
+        if name in options.sections:
+            began = time.perf_counter()
+            results[name] = sections[name]()
+            report(results, options.output)
+            print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
+    if "inverses" in options.sections and not options.quick:
         results["refresh"] = full_refresh(options)
-    if "step" in options.sections:
-        results["step"] = whole_steps(options, peak)
-    report(results, options.output)
+        report(results, options.output)
+    print((options.output / "speed.md").read_text())
 
 
 if __name__ == "__main__":
