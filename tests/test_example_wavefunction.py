@@ -39,7 +39,7 @@ def exact_hydrogen(vmc, sizes):
 def test_the_ground_state_of_hydrogen_has_its_energy_everywhere(vmc, small):
     atom, params = vmc.ATOMS["hydrogen"], exact_hydrogen(vmc, small)
     x = jax.random.normal(jax.random.key(1), (20, 3))
-    np.testing.assert_allclose(vmc.local_energies(params, atom, x), -0.5, atol=1e-4)
+    np.testing.assert_allclose(jax.jit(vmc.local_energies, static_argnums=1)(params, atom, x), -0.5, atol=1e-4)
     energy, deviation = vmc.evaluate(params, atom, x, jnp.asarray(0.5), 20)
     assert energy == pytest.approx(-0.5, abs=1e-5) and deviation < 1e-5
 
@@ -71,11 +71,12 @@ def test_psi_changes_sign_at_most_and_its_laplacian_is_that_of_the_hessian(vmc, 
         together = places.at[1].set(places[0] + 1e-9).ravel()
         assert float(log_psi(params, atom, together)) < float(log_psi(params, atom, x)) - 10
     psi = lambda x: jnp.exp(log_psi(params, atom, x))  # noqa: E731
-    kinetic = -0.5 * jnp.trace(jax.hessian(psi)(x)) / psi(x)
+    kinetic = -0.5 * jnp.trace(jax.jit(jax.hessian(psi))(x)) / psi(x)
     pairs = [(i, j) for i in range(atom.charge) for j in range(i)]
     potential = sum(1 / jnp.linalg.norm(places[i] - places[j]) for i, j in pairs)
     potential -= sum(atom.charge / jnp.linalg.norm(p) for p in places)
-    np.testing.assert_allclose(local_energy(params, atom, x), kinetic + potential, rtol=1e-8)
+    found = jax.jit(local_energy, static_argnums=1)(params, atom, x)
+    np.testing.assert_allclose(found, kinetic + potential, rtol=1e-8)
 
 
 @pytest.mark.parametrize("title", ["hydrogen", "helium", "lithium"])
@@ -86,14 +87,14 @@ def test_both_losses_have_the_gradient_of_the_energy_and_the_same_layers(vmc, sm
     params = vmc.init(jax.random.key(0), atom, small)
     x = jax.random.normal(jax.random.key(1), (16, 3 * atom.charge))
     losses = lambda params, x: surrogate(params, atom, x), make_energy(atom)
-    change = clipped(vmc.local_energies(params, atom, x))[1]
-    slopes = jax.vmap(lambda x: ravel_pytree(jax.grad(log_psi)(params, atom, x))[0])(x)
+    change = clipped(jax.jit(vmc.local_energies, static_argnums=1)(params, atom, x))[1]
+    slopes = jax.jit(jax.vmap(lambda x: ravel_pytree(jax.grad(log_psi)(params, atom, x))[0]))(x)
     expected = change @ slopes / len(x)
     layers = [kfac.find_layers(loss, params, x) for loss in losses]
     assert layers[0] == layers[1]
     for loss in losses:
-        np.testing.assert_allclose(ravel_pytree(jax.grad(loss)(params, x))[0], expected, atol=1e-10)
-        _, grads, factors = kfac.value_and_grad(loss, layers[0], num_examples=len(x))(params, x)
+        np.testing.assert_allclose(ravel_pytree(jax.jit(jax.grad(loss))(params, x))[0], expected, atol=1e-10)
+        _, grads, factors = jax.jit(kfac.value_and_grad(loss, layers[0], num_examples=len(x)))(params, x)
         np.testing.assert_allclose(ravel_pytree(grads)[0], expected, atol=1e-10)
         assert set(factors) == {layer.name for layer in layers[0]}
 
@@ -107,9 +108,9 @@ def test_statistics_are_those_of_the_gradients_of_log_psi(vmc, small, x64):
     x = jax.random.normal(jax.random.key(1), (64, 6))
     marked = lambda params, x: logs(params, atom, x).mean()  # noqa: E731
     layers = kfac.find_layers(marked, params, x)
-    slopes = jax.vmap(lambda x: jax.grad(log_psi)(params, atom, x))(x)
-    mean = jax.grad(marked)(params, x)
-    exact = kfac.exact.fisher_blocks(marked, layers)(params, x)
+    slopes = jax.jit(jax.vmap(lambda x: jax.grad(log_psi)(params, atom, x)))(x)
+    mean = jax.jit(jax.grad(marked))(params, x)
+    exact = jax.jit(kfac.exact.fisher_blocks(marked, layers))(params, x)
     for name in ("one 0", "orbitals 1"):
         rows = jax.vmap(lambda tree: ravel_pytree(tree)[0])(slopes[name])
         second = rows.T @ rows / len(x)
