@@ -192,6 +192,7 @@ def test_what_does_not_go_together_is_refused():
     _, state, _ = history(kfac.scale_by_kfac(LAYERS, inverse=kfac.Soap()), 1)[-1]
     with pytest.raises(ValueError, match="does not say which eigenvectors it has"):
         kfac.operator(LAYERS, state)
+    assert float(kfac.operator(LAYERS, state, inverse=kfac.Eigh()).trace()) > 0
 
 
 def test_the_optimizer_preconditions_the_momentum_of_the_gradients():
