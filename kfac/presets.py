@@ -78,18 +78,11 @@ def large_batch(
     if trust_ratio is not None:
         check_range("trust_ratio", trust_ratio, 0, math.inf, open_low=True, open_high=True)
     tx = scale_by_kfac(
-        layers,
-        damping=damping,
-        factor_decay=factor_decay,
-        inverse_every=inverse_every,
-        refresh_warmup=refresh_warmup,
-        inverse=inverse,
-        unitwise_damping=unitwise_damping,
-        distribution=distribution,
-    )
+        layers, damping=damping, factor_decay=factor_decay, inverse_every=inverse_every, refresh_warmup=refresh_warmup,
+        inverse=inverse, unitwise_damping=unitwise_damping, distribution=distribution,
+    )  # fmt: skip
     return finish(
         tx, learning_rate, layers, momentum=momentum, nesterov=nesterov, rate_in_momentum=rate_in_momentum,
         weight_decay=weight_decay, weight_decay_mask=weight_decay_mask, kl_clip=kl_clip, trust_ratio=trust_ratio,
-        inverse=inverse,
-        distribution=distribution,
+        inverse=inverse, distribution=distribution,
     )  # fmt: skip

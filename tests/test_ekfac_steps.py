@@ -15,7 +15,7 @@ import kfac
 import problem
 from checking import normal
 from kfac._curvature.ekfac import into_basis
-from kfac._factors import Kronecker
+from kfac._factors import Eigen, Kronecker
 from problem import QUICKLY, assert_close, assert_equal, matrices, state_of
 
 LAYERS = problem.layers()
@@ -92,7 +92,7 @@ def test_steps_against_numpy(inverse_every, staggered):
 
 def test_the_sum_of_moments_stays_when_the_basis_turns(x64):
     def vectors(seed):
-        return jnp.asarray(np.linalg.qr(np.random.default_rng(seed).normal(size=(2, 4, 4)))[0])
+        return Eigen(jnp.asarray(np.linalg.qr(np.random.default_rng(seed).normal(size=(2, 4, 4)))[0]), None)
 
     old, new = (Kronecker(vectors(seed), vectors(seed + 1)) for seed in (1, 5))
     average = jnp.abs(normal(0, 2, 4, 4))
@@ -100,14 +100,14 @@ def test_the_sum_of_moments_stays_when_the_basis_turns(x64):
     np.testing.assert_allclose(turned.sum((1, 2)), average.sum((1, 2)), rtol=1e-12)
     np.testing.assert_allclose(into_basis(average, old, old), average, rtol=1e-12)
     # The diagonal, in the new basis, of the matrix that had them on its diagonal in the old one.
-    old_q, new_q = (np.kron(np.asarray(q.A[0]), np.asarray(q.G[0])) for q in (old, new))
+    old_q, new_q = (np.kron(np.asarray(q.A.vectors[0]), np.asarray(q.G.vectors[0])) for q in (old, new))
     matrix = old_q @ np.diag(np.asarray(average[0]).T.reshape(-1)) @ old_q.T
     np.testing.assert_allclose(np.asarray(turned[0]).T.reshape(-1), np.diag(new_q.T @ matrix @ new_q), rtol=1e-10)
 
 
 def test_a_rounded_basis_that_stays_loses_nothing_of_the_sum():
     vectors = jnp.asarray(np.linalg.qr(np.random.default_rng(0).normal(size=(1, 8, 8)))[0], jnp.bfloat16)
-    same = Kronecker(vectors, vectors)
+    same = Kronecker(Eigen(vectors, None), Eigen(vectors, None))
     average = jnp.abs(normal(0, 1, 8, 8, dtype=np.float32))
     moments = average
     for _ in range(50):

@@ -45,7 +45,7 @@ def test_all_else_moves_by_a_root_mean_square():
 
 
 def test_directions_are_those_of_the_curvature():
-    auto = one_update(kfac.kfac(0.5, layers(), momentum=None))
+    auto = one_update(kfac.kfac(0.5, layers(), momentum=None, inverse=kfac.Cholesky()))
     raw = one_update(kfac.scale_by_kfac(layers(), damping=0.1, inverse=kfac.Cholesky(relative=True)))
     flat = [np.ravel(tree["out"]["kernel"]) for tree in (auto, raw)]
     cosine = flat[0] @ flat[1] / np.linalg.norm(flat[0]) / np.linalg.norm(flat[1])

@@ -11,6 +11,9 @@ from jax.sharding import AxisType, PartitionSpec
 
 import kfac
 import problem
+from kfac._curvature.refresh import refresh
+from kfac._curvature.soap import follow
+from kfac._factors import Eigen, Kronecker
 from problem import QUICKLY, assert_close, assert_equal, history, matrices, measured, state_of
 
 LAYERS = problem.layers()
@@ -55,6 +58,91 @@ def test_steps_against_numpy(inverse_every, relative):
             expected = g @ ((g.T @ matrices(grads)[name] @ a) / root) @ a.T
             np.testing.assert_allclose(matrices(updates)[name], expected, rtol=0, atol=2e-4 * np.abs(expected).max())
     assert turned > 0
+
+
+def followed(stack, times, dtype=jnp.float32):
+    """What `follow` makes of the identity, where the matrices stay as they are."""
+    stack = jnp.asarray(stack, dtype)
+    k, d = stack.shape[:2]
+    begin = Eigen(jnp.broadcast_to(jnp.eye(d, dtype=dtype), (k, d, d)), jnp.ones((k, d), dtype))
+    return jax.jit(lambda kept: jax.lax.fori_loop(0, times, lambda _, kept: follow(kept, stack), kept))(begin)
+
+
+def assert_orthogonal(vectors, atol=1e-5):
+    vectors = np.asarray(vectors, np.float64)
+    products = vectors.swapaxes(1, 2) @ vectors
+    np.testing.assert_allclose(products, np.broadcast_to(np.eye(products.shape[-1]), products.shape), atol=atol)
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(jnp.float32, 1e-6), (jnp.float64, 1e-13)])
+def test_the_basis_comes_to_that_of_an_eigendecomposition(x64, dtype, atol):
+    """What lies beside the diagonal of `Q^T A Q` falls, refresh by refresh, to rounding."""
+    rng = np.random.default_rng(0)
+    q = np.linalg.qr(rng.normal(size=(2, 9, 9)))[0]
+    stack = 30 * (q * 0.5 ** np.arange(9)) @ q.swapaxes(1, 2)
+    beside = []
+    for times in (0, 3, 9, 80):
+        found = followed(stack, times, dtype)
+        vectors = np.asarray(found.vectors, np.float64)
+        assert found.vectors.dtype == dtype
+        turned = vectors.swapaxes(1, 2) @ stack @ vectors
+        beside.append(np.abs(turned - turned * np.eye(9)).max() / 30)
+    assert beside[0] > 5 * beside[1] > 50 * beside[2]
+    assert beside[3] < atol
+    np.testing.assert_allclose(np.abs(vectors.swapaxes(1, 2) @ q), np.broadcast_to(np.eye(9), q.shape), atol=300 * atol)
+    np.testing.assert_allclose(found.values, np.broadcast_to(30 * 0.5 ** np.arange(9), (2, 9)), rtol=300 * atol)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+def test_the_basis_stays_orthogonal(scale):
+    """After a thousand refreshes of running averages that never stand still, with eigenvalues over eight decades."""
+    d, spread = 24, np.logspace(0, -4, 24)
+
+    def turn(carry, key):
+        average, kept = carry
+        x = jax.random.normal(key, (2, 3, d)) * spread
+        average = 0.9 * average + 0.1 * scale * jnp.einsum("kni,knj->kij", x, x)
+        return (average, follow(kept, average)), None
+
+    begin = jnp.zeros((2, d, d)), followed(np.zeros((2, d, d)), 0)
+    keys = jax.random.split(jax.random.key(0), 1000)
+    (average, kept), _ = jax.jit(lambda begin: jax.lax.scan(turn, begin, keys))(begin)
+    assert_orthogonal(kept.vectors)
+    along = np.einsum("kij,kil,klj->kj", kept.vectors, np.asarray(average, np.float64), kept.vectors)
+    np.testing.assert_allclose(along[:, :3], np.linalg.eigvalsh(average)[:, :-4:-1], rtol=0.05)
+
+
+def test_factors_that_say_little():
+    """Zero, of rank one, a multiple of the identity, and not positive: a basis all the same."""
+    x = np.random.default_rng(0).normal(size=6)
+    stack = np.stack([np.zeros((6, 6)), np.outer(x, x), 3 * np.eye(6), -np.eye(6)])
+    found = followed(stack, 20)
+    assert_orthogonal(found.vectors)
+    np.testing.assert_allclose(np.abs(found.vectors[0]), np.eye(6), atol=1e-6)  # nothing to follow
+    np.testing.assert_allclose(np.abs(found.vectors[2]), np.eye(6), atol=1e-6)
+    np.testing.assert_allclose(np.abs(found.vectors[1, :, 0]), np.abs(x) / np.linalg.norm(x), atol=1e-5)
+    np.testing.assert_allclose(found.values[:, 0], [0, x @ x, 3, 0], rtol=1e-5)
+
+
+def test_bases_are_kept_in_float32_and_applied_in_bfloat16():
+    (_, wide, expected), (_, narrow, updates) = (
+        history(kfac.scale_by_kfac(LAYERS, inverse=kfac.Soap(precision)))[-1] for precision in ("float32", "bfloat16")
+    )
+    kept = [state_of(state).owned["kronecker_4x4"].blocks.inverse for state in (wide, narrow)]
+    assert_equal((kept[0].A, kept[0].G), (kept[1].A, kept[1].G))
+    assert_close(updates, expected, rtol=0.1)
+    assert problem.differ(updates, expected)
+
+
+def test_a_refresh_that_fails_keeps_basis_and_moments():
+    inverse = kfac.Soap()
+    good = jnp.stack([jnp.diag(jnp.arange(3.0) + 1)] * 2)
+    kept = inverse.init(Kronecker(good, good))
+    bad = good.at[1, 0, 0].set(jnp.nan)
+    new = refresh(inverse, kept, Kronecker(good, bad), jnp.ones(2, bool), jnp.asarray(1e-3))
+    np.testing.assert_array_equal(new.valid, [True, False])
+    np.testing.assert_array_equal(new.inverse.A.vectors[1], kept.A.vectors[1])
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new.inverse))
 
 
 @pytest.mark.parametrize("inverse_every", [1, 3])
@@ -104,6 +192,7 @@ def test_what_does_not_go_together_is_refused():
     _, state, _ = history(kfac.scale_by_kfac(LAYERS, inverse=kfac.Soap()), 1)[-1]
     with pytest.raises(ValueError, match="does not say which eigenvectors it has"):
         kfac.operator(LAYERS, state)
+    assert float(kfac.operator(LAYERS, state, inverse=kfac.Eigh()).trace()) > 0
 
 
 def test_the_optimizer_preconditions_the_momentum_of_the_gradients():
@@ -190,3 +279,70 @@ def test_narrow_models_where_float64_is_allowed(x64, dtype, inverse):
     assert {leaf.dtype for leaf in jax.tree.leaves(updates)} == {jnp.dtype(dtype)}
     assert all(np.isfinite(np.asarray(leaf, np.float64)).all() for leaf in jax.tree.leaves(updates))
     assert kfac.diagnostics(state)["skipped_steps"] == 0
+
+
+def found_inverse(layers, params, **options):
+    """The inverse of `kfac.kfac` with these options."""
+    state = jax.eval_shape(kfac.kfac(0.1, layers, **options).init, params)
+    (inverse,) = {owned.inverse for owned in state_of(state).owned.values()}
+    return inverse
+
+
+@pytest.mark.parametrize(
+    ("convolutions", "dense", "normalised", "expected"),
+    [
+        (2, 1, True, kfac.Cholesky),
+        (2, 1, False, kfac.Soap),
+        (1, 2, True, kfac.Soap),  # patches of a vision transformer
+        (1, 1, True, kfac.Soap),
+        (0, 2, True, kfac.Soap),
+        (0, 2, False, kfac.Soap),
+    ],
+)
+def test_the_default_is_chosen_by_the_layers(convolutions, dense, normalised, expected):
+    params = {
+        "convolutions": {f"{k}": jnp.ones((3, 3, 2, 2)) for k in range(convolutions)},
+        "scale": jnp.ones(2),
+        "shift": jnp.ones(2),
+        "dense": {f"{k}": jnp.ones((2, 2)) for k in range(dense)},
+    }
+
+    def loss(params, x):
+        for kernel in params["convolutions"].values():
+            x = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        if normalised:
+            x = (x - x.mean((0, 1, 2))) * jax.lax.rsqrt(x.var((0, 1, 2)) + 1e-3)
+            x = x * params["scale"] + params["shift"]
+        for kernel in params["dense"].values():
+            x = jnp.tanh(x @ kernel)
+        return jnp.mean(x.mean((1, 2)) ** 2)
+
+    if not normalised:
+        del params["scale"], params["shift"]
+    layers = kfac.find_layers(loss, params, jnp.ones((4, 5, 5, 2)))
+    assert found_inverse(layers, params) == expected(relative=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"trust_ratio": None}, {"trust_ratio": 1.0}, {"trust_ratio": None, "kl_clip": 1e-3},
+     {"distribution": kfac.Distribution(precondition="replicated")},
+     {"trust_ratio": None, "distribution": kfac.Distribution("devices", gradients="local")}],
+)  # fmt: skip
+def test_the_default_where_there_is_no_soap(options):
+    name = None if "distribution" not in options else options["distribution"].axis_name
+    if name is None:
+        found = found_inverse(LAYERS, problem.initial(), **options)
+    else:
+        made = kfac.kfac(0.1, LAYERS, **options)
+        state = jax.vmap(made.init, axis_name=name, in_axes=None, axis_size=2)(problem.initial())
+        (found,) = {owned.inverse for owned in state_of(state).owned.values()}
+    assert type(found) is kfac.Cholesky
+
+
+def test_the_default_is_the_same_as_naming_it():
+    (_, one, updates), (_, other, expected) = (
+        history(kfac.kfac(0.1, LAYERS, **options))[-1] for options in ({}, {"inverse": kfac.Soap(), "damping": 1e-4})
+    )
+    assert_equal(updates, expected)
+    assert_equal(one, other)

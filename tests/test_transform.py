@@ -94,7 +94,7 @@ def test_the_tables_of_options_are_complete():
     for value, fields in ((kfac.Distribution(), DEVICES | OTHER_FIELDS), *((i, INVERSE_FIELDS) for i in INVERSES)):
         assert {field.name for field in dataclasses.fields(value)} == fields
     assert set(SCALE_OPTIONS) <= set(ALL_OPTIONS)
-    for name in set(SCALE_OPTIONS[1:]) & set(KFAC_OPTIONS) - {"damping"}:
+    for name in set(SCALE_OPTIONS[1:]) & set(KFAC_OPTIONS) - {"damping", "inverse"}:
         ours, theirs = (inspect.signature(f).parameters[name].default for f in (kfac.kfac, kfac.scale_by_kfac))
         assert ours == theirs
 
@@ -670,8 +670,8 @@ def test_a_bad_argument_is_named_with_its_value(option, value):
     for factory in factories:
         options = {"layers": layers(), **({} if factory is kfac.scale_by_kfac else {"learning_rate": 0.1})}
         options |= {"weight_decay": 0.1} if option == "weight_decay_mask" else {}
-        if factory is kfac.kfac and value is None and option in ("damping", "nesterov"):
-            continue  # by the trust ratio, and by the momentum
+        if factory is kfac.kfac and value is None and option in ("damping", "inverse", "nesterov"):
+            continue  # by the trust ratio, the layers and the momentum
         with pytest.raises((ValueError, TypeError), match=option) as error:
             factory(**{**options, option: value})
         shown = (

@@ -3,9 +3,9 @@
     python examples/large_batch/networks.py run --data-dir data/cifar10
     python examples/large_batch/networks.py report
 
-"kfac" is `kfac.kfac(schedule, layers)` with nothing else, "kfac-soap" the same with `inverse=kfac.Soap()`; "soap" is
-SOAP itself, with Shampoo's matrices. 60 steps at batch N/10, the schedule of the study for all. A trial that is in
---results is not run again.
+"kfac" is `kfac.kfac(schedule, layers)` with nothing else, "kfac-cholesky" and "kfac-soap" the same with an `inverse`;
+"soap" is SOAP itself, with Shampoo's matrices. 60 steps at batch N/10, the schedule of the study for all. A trial that
+is in --results is not run again. Of "kfac-soap-eigh" there are results only: a `Soap` that decomposed its factors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ import topics  # noqa: E402
 from data import Plan  # noqa: E402
 from transformer import Transformer  # noqa: E402
 
-METHODS = ("kfac", "kfac-soap", "soap", "muon", "adamw", "sgd")
+INVERSES = {"kfac": None, "kfac-cholesky": kfac.Cholesky(), "kfac-soap": kfac.Soap()}
+METHODS = (*INVERSES, "soap", "muon", "adamw", "sgd")
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 RESULTS = Path(__file__).resolve().parent / "results" / "networks.jsonl"
 
@@ -219,9 +220,9 @@ def run(problem: Problem, method: str, learning_rate: float, seed: int, steps: i
     batches = problem.batches(seed, steps)
     first = next(batches)
     layers: Any = None
-    if method in ("kfac", "kfac-soap"):
+    if method in INVERSES:
         layers = kfac.find_layers(problem.loss, params, state, *first, has_aux=True)
-        tx: Any = kfac.kfac(rate, layers) if method == "kfac" else kfac.kfac(rate, layers, inverse=kfac.Soap())
+        tx: Any = kfac.kfac(rate, layers, inverse=INVERSES[method])
     elif method == "soap":
         tx = soap(rate, problem)
     elif method == "muon":
@@ -263,7 +264,7 @@ def report(records: list[dict[str, Any]]) -> None:
     """A row for each network and method: the score at each rate, as a mean over seeds."""
     for name in PROBLEMS:
         print(f"\n{name}")
-        for method in METHODS:
+        for method in (*METHODS, *sorted({r["method"] for r in records}.difference(METHODS))):
             cells = []
             for rate in sorted({r["rate"] for r in records if (r["network"], r["method"]) == (name, method)}):
                 found = [r for r in records if (r["network"], r["method"], r["rate"]) == (name, method, rate)]
@@ -271,7 +272,7 @@ def report(records: list[dict[str, Any]]) -> None:
                 lost = f" ({len(found) - len(scores)} not finite)" if len(scores) < len(found) else ""
                 spread = f" +- {np.std(scores, ddof=1):.4f}" if len(scores) > 1 else ""
                 cells.append(f"{rate:g}: {np.mean(scores):.4f}{spread}{lost}" if scores else f"{rate:g}: -{lost}")
-            print(f"  {method:9} " + "   ".join(cells))
+            print(f"  {method:14} " + "   ".join(cells))
 
 
 def main() -> None:

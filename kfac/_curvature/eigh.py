@@ -38,14 +38,8 @@ class Eigh(Inverse):
 
     def init(self, factors):
         """Identities; of a diagonal factor eigenvalues alone."""
-
-        def one(stack):
-            values = jnp.ones(stack.shape[:2], stack.dtype)
-            return (
-                values if is_diagonal(stack) else Eigen(identities(stack.shape, self.kept_dtype(stack.dtype)), values)
-            )
-
-        return Kronecker(one(factors.A), one(factors.G))
+        dtype = self.kept_dtype(factors.A.dtype)
+        return Kronecker(unturned(factors.A, dtype), unturned(factors.G, dtype))
 
     def refresh(self, kept, factors, damping):
         """Decompositions of both factors."""
@@ -68,6 +62,12 @@ class Eigh(Inverse):
     def damping_of_step(self, kept, damping):
         """The damping `[k]` of the kept blocks."""
         return damping_of_blocks(self, Kronecker(eigenvalues(kept.A), eigenvalues(kept.G)), damping)
+
+
+def unturned(stack: jax.Array, dtype: Any) -> Eigen | jax.Array:
+    """The identity for eigenvectors of `[k, d, d]`, in `dtype`, and ones for eigenvalues, alone for `[k, d]`."""
+    values = jnp.ones(stack.shape[:2], stack.dtype)
+    return values if is_diagonal(stack) else Eigen(identities(stack.shape, dtype), values)
 
 
 def decompose(stack: jax.Array, dtype: Any) -> Eigen | jax.Array:

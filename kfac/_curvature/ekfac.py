@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,8 @@ from jax import lax
 from kfac._curvature.eigh import Eigh, block_eigenvalues, eigen_condition, solve_in_basis
 from kfac._curvature.inverse import averaged
 from kfac._factors import Eigen, Kronecker
+
+_product = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
 class Moments(NamedTuple):
@@ -62,7 +65,7 @@ class Ekfac(Eigh):
         new, condition = super().refresh(kept, factors, damping)
         if kept.moments is None:
             return new, condition
-        turned = into_basis(kept.moments.average, self.basis(kept), Kronecker(new.A.vectors, new.G.vectors))
+        turned = into_basis(kept.moments.average, kept, new)
         new = dataclasses.replace(new, moments=kept.moments._replace(average=turned))
         return new, eigen_condition(corrected_eigenvalues(new), damping)
 
@@ -125,19 +128,22 @@ def into_basis(average: jax.Array, old: Kronecker, new: Kronecker) -> jax.Array:
     """Moments in a new eigenbasis: the diagonal, there, of the matrix that had them for eigenvalues in the old one.
 
     With `T = Q_new^T Q_old` of both sides it is `(T_G * T_G) s (T_A * T_A)^T`, `*` elementwise. So what has been learnt
-    of a block stays where the basis has moved little, and their sum always.
+    of a block stays where the basis has moved little, and their sum always. A diagonal factor has one basis only.
 
     Args:
       average: `[k, d_out, d_in]`.
       old: eigenvectors before.
       new: eigenvectors from now on.
     """
-    g, a = squared_turn(old.G, new.G, average.dtype), squared_turn(old.A, new.A, average.dtype)
-    return jnp.einsum("kij,kjm,klm->kil", g, average, a, precision=lax.Precision.HIGHEST)
+    if isinstance(new.G, Eigen):
+        average = _product(squared_turn(old.G.vectors, new.G.vectors, average.dtype), average)
+    if isinstance(new.A, Eigen):
+        average = _product(average, squared_turn(old.A.vectors, new.A.vectors, average.dtype).mT)
+    return average
 
 
 def squared_turn(old: jax.Array, new: jax.Array, dtype: Any) -> jax.Array:
     """The squares of `Q_new^T Q_old`, in `dtype`, of stacks of eigenvectors."""
-    square = jnp.square(jnp.matmul(new.astype(dtype).mT, old.astype(dtype), precision=lax.Precision.HIGHEST))
+    square = jnp.square(_product(new.astype(dtype).mT, old.astype(dtype)))
     # Columns sum to 1, so that no part of the sum is lost where vectors are rounded to bfloat16.
     return square / jnp.sum(square, axis=-2, keepdims=True)

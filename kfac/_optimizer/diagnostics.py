@@ -27,7 +27,7 @@ def diagnostics(opt_state: Any) -> dict[str, jax.Array]:
     Returns:
       `damping` of the last step, `gradient_norm` and `preconditioned_norm` (2-norms over the parameters with a
       curvature block), `condition` (largest condition number of what is inverted, each as of its last inversion: of the
-      damped factors in the 1-norm, with `Eigh` and `Ekfac` of the damped blocks in the 2-norm),
+      damped factors in the 1-norm, with `Eigh`, `Ekfac`, `Soap` of the damped blocks in the 2-norm),
       `statistics_change` (of the last statistics, relative to the running averages before them), `inverse_age` (steps
       since the oldest inverse in use was computed), `skipped_statistics` and `failed_inversions` (blocks, since the
       start), `skipped_steps` (updates that were not finite, an `optax.apply_if_finite` around it included), with a KL

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from kfac._checks import check_range, check_switch, check_type
+from kfac._checks import check_layers, check_range, check_switch, check_type
 from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
+from kfac._curvature.soap import Soap
 from kfac._distributed.distribution import Distribution
 from kfac._layers import Layers
 from kfac._optimizer.parts import clip_kl, keep_dtype, precondition_momentum, scale_layers, scheduled_momentum
@@ -33,7 +34,7 @@ def kfac(
     trust_ratio: ScalarOrSchedule | Literal["auto"] | None = "auto",
     damping: ScalarOrSchedule | None = None,
     inverse_every: int | jax.Array | None = 1,
-    inverse: Inverse = Cholesky(),
+    inverse: Inverse | None = None,
     distribution: Distribution | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """K-FAC as an optimizer: `scale_by_kfac`, KL clip, momentum, trust ratio, weight decay, learning rate.
@@ -74,8 +75,11 @@ def kfac(
         None: with "auto" 0.1, or 1e-4 for `Soap`; without, 1e-3.
       inverse_every: steps between refreshes of the inverses; None leaves them to `refresh`.
       inverse: how Kronecker blocks are inverted: `Cholesky()`, `Eigh()`, `Ekfac()`, `Soap()` or one's own. With "auto"
-        it is made `relative`. `Soap` took the fewest steps on the transformers that were tried; with it the momentum is
-        that of the gradients, and is preconditioned.
+        it is made `relative`. With `Soap` the momentum is that of the gradients, and is preconditioned.
+
+        None: `Soap()`, but `Cholesky()` where more than half of the kernels are convolutions and there is a
+        normalisation with a scale among the layers. So either is where it took fewer steps. It is `Cholesky()` too
+        without "auto" and with `precondition="replicated"` of a `Distribution`.
       distribution: how several devices are used, and whether refreshes are staggered; None: one device.
 
     Returns:
@@ -89,6 +93,7 @@ def kfac(
         raise ValueError(f"trust_ratio must be 'auto', a number, a schedule or None, but is {trust_ratio!r}")
     if trust_ratio is not None and not auto:
         check_range("trust_ratio", trust_ratio, 0, math.inf, open_low=True, open_high=True)
+    inverse = _default_inverse(layers, auto, distribution) if inverse is None else inverse
     check_type("inverse", inverse, Inverse, "a kind of inverse such as kfac.Cholesky()")
     damping = (inverse.relative_damping if auto else 1e-3) if damping is None else damping
     inverse = dataclasses.replace(inverse, relative=True) if auto else inverse
@@ -99,6 +104,15 @@ def kfac(
         weight_decay=weight_decay, weight_decay_mask=weight_decay_mask, trust_ratio=trust_ratio, inverse=inverse,
         distribution=distribution,
     )  # fmt: skip
+
+
+def _default_inverse(layers: Layers, auto: bool, distribution: Distribution | None) -> Inverse:
+    """`Soap` where the curvature only has to choose a basis, for kernels whose scale matters to the loss."""
+    check_layers(layers)
+    kinds = [layer.kind for layer in layers]
+    turned = kinds.count("conv") > kinds.count("dense") and "unitwise" in kinds  # only the angle of a kernel matters
+    replicated = isinstance(distribution, Distribution) and distribution.replicated
+    return Cholesky() if turned or replicated or not auto else Soap()
 
 
 def finish(
