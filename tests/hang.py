@@ -21,7 +21,7 @@ OUTPUT = "failed inversions: 0\n"
 
 
 def train(width, devices):
-    """Prints how many inversions failed in twenty steps, each with a refresh of all blocks."""
+    """Prints how many inversions failed in twenty steps of each kind, all with a refresh of all blocks."""
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
     import jax
     import jax.numpy as jnp
@@ -42,20 +42,23 @@ def train(width, devices):
     params = {f"layer{k}": jnp.asarray(rng.normal(size=shape) / width**0.5, jnp.float32) for k in range(LAYERS)}
     x = jnp.asarray(rng.normal(size=(64, width)), jnp.float32)
     layers = kfac.find_layers(loss_fn, params, x)
-    tx = kfac.kfac(0.01, layers, inverse_every=1, distribution=kfac.Distribution(mesh=mesh))
-    params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
     x = jax.device_put(x, NamedSharding(mesh, PartitionSpec("devices")))
-    state = tx.init(params)
+    failed = 0
+    for inverse in (kfac.Cholesky(), kfac.Soap()):
+        tx = kfac.kfac(0.01, layers, inverse_every=1, inverse=inverse, distribution=kfac.Distribution(mesh=mesh))
 
-    @jax.jit
-    def step(params, state, x):
-        _, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, x)
-        updates, state = tx.update(grads, state, params, factors=factors)
-        return optax.apply_updates(params, updates), state
+        @jax.jit
+        def step(params, state, x, tx=tx):
+            _, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, x)
+            updates, state = tx.update(grads, state, params, factors=factors)
+            return optax.apply_updates(params, updates), state
 
-    for _ in range(STEPS):
-        params, state = step(params, state, x)
-    print("failed inversions:", int(kfac.diagnostics(state)["failed_inversions"]))
+        at = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
+        state = tx.init(at)
+        for _ in range(STEPS):
+            at, state = step(at, state, x)
+        failed += int(kfac.diagnostics(state)["failed_inversions"])
+    print("failed inversions:", failed)
 
 
 def grid(runs, limit):
@@ -78,7 +81,7 @@ def grid(runs, limit):
                     hung[width, devices] += 1
                 seconds[width, devices] = max(seconds[width, devices], time.perf_counter() - begin)
             print(f"{run} of {runs}: {sum(hung.values())} hung, {sum(failed.values())} failed", flush=True)
-    print(f"{os.cpu_count()} cores; {runs} processes of {STEPS} steps in each cell: hung, failed otherwise, longest")
+    print(f"{os.cpu_count()} cores; {runs} processes of {STEPS} steps of both kinds in each cell: hung, failed otherwise, longest")
     print("| width | " + " | ".join(f"{d} device{'s' * (d > 1)}" for d in DEVICES) + " |")
     print("|---|" + "---|" * len(DEVICES))
     for width in WIDTHS:
