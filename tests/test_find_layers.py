@@ -889,3 +889,21 @@ def test_losses_and_parameters_that_are_not_real(loss, params, message):
 def test_no_parameters():
     with pytest.raises(ValueError, match="no leaves"):
         kfac.find_layers(lambda p: jnp.zeros(()), {})
+
+
+@pytest.mark.parametrize(
+    "leaf, read", [(jnp.zeros(0), jnp.sum), (jnp.zeros((0, 2)), lambda e: jnp.sum(jnp.ones((8, 0)) @ e))]
+)
+def test_a_leaf_without_elements_has_no_block_and_is_in_the_table(leaf, read):
+    params, x = {"kernel": jnp.ones((3, 2)), "none": leaf}, jnp.ones((8, 3))
+
+    def loss(params, x):
+        return jnp.mean((x @ params["kernel"]) ** 2) + read(params["none"])
+
+    layers = kfac.find_layers(loss, params, x)
+    assert "has no elements" in str(layers)
+    _, grads, factors = kfac.value_and_grad(loss, layers)(params, x)
+    assert list(factors) == ["kernel"]
+    tx = kfac.kfac(0.1, layers)
+    updates, _ = tx.update(grads, tx.init(params), params, factors=factors)
+    assert updates["none"].shape == leaf.shape and np.any(updates["kernel"])

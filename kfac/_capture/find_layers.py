@@ -101,7 +101,8 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
       num_examples: the number of examples, if the user gave it.
     """
     names, shapes = traced.names, traced.shapes
-    skipped = _matching("skip", options.skip, names)
+    empty = {leaf for leaf, shape in enumerate(shapes) if 0 in shape}
+    skipped = _matching("skip", options.skip, names) | empty
     reduced = {names[leaf] for leaf in _matching("reduce", options.reduce, names)}
     reads = Reads(traced, skipped)
     reads.uses = within_leaves(reads.uses, shapes)
@@ -125,7 +126,8 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
             continue
         leaves = [leaf, companions[leaf]] if leaf in companions else [leaf]
         if leaf in skipped:
-            layer = Layer(name, "skipped", (name,), (shapes[leaf],), note="skipped by the user")
+            note = "has no elements" if leaf in empty else "skipped by the user"
+            layer = Layer(name, "skipped", (name,), (shapes[leaf],), note=note)
         elif leaf in kernels:
             layer = _kronecker_layer(leaves, reads, by_leaf, names, shapes, n)
         else:
