@@ -81,9 +81,7 @@ def grid(runs, limit):
                     hung[width, devices] += 1
                 seconds[width, devices] = max(seconds[width, devices], time.perf_counter() - begin)
             print(f"{run} of {runs}: {sum(hung.values())} hung, {sum(failed.values())} failed", flush=True)
-    print(
-        f"{os.cpu_count()} cores; {runs} processes of {STEPS} steps of both kinds in each cell: hung, failed otherwise, longest"
-    )
+    print(f"{os.cpu_count()} cores; {runs} processes of {STEPS} steps of both kinds: hung, failed otherwise, longest")
     print("| width | " + " | ".join(f"{d} device{'s' * (d > 1)}" for d in DEVICES) + " |")
     print("|---|" + "---|" * len(DEVICES))
     for width in WIDTHS:

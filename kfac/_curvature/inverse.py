@@ -131,8 +131,8 @@ class Inverse(abc.ABC):
         del kept, factors, damping
         raise ValueError(
             f"inverse={self!r} does not say which eigenvectors it has: take the averages of the state, "
-            "kfac.operator(layers, kfac.averaged_factors(state, layers), damping=...), or kfac.Eigh() for `inverse`, or "
-            "define its `spectrum`"
+            "kfac.operator(layers, kfac.averaged_factors(state, layers), damping=...), or kfac.Eigh(), or define "
+            "its `spectrum`"
         )
 
     def absorb(self, kept: Any, moments: jax.Array, decay: jax.Array, taken: jax.Array) -> Any:
