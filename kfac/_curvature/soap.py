@@ -13,7 +13,7 @@ from kfac._checks import check_range
 from kfac._curvature.eigh import block_eigenvalues, eigen_condition, rotate, unturned
 from kfac._curvature.ekfac import Moments, into_basis
 from kfac._curvature.inverse import Inverse, averaged, diagonals, per_block
-from kfac._factors import Eigen, Kronecker, is_diagonal
+from kfac._factors import Eigen, Kronecker
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Soap(Inverse):
     def observe(self, kept, matrices, taken):
         """Squares of gradients in the eigenbasis into their running average."""
         squares = jnp.square(self._turned(kept, matrices, back=False))
-        moments = Moments(*averaged(*kept.moments, squares, jnp.asarray(self.decay), taken))
+        moments = Moments(*averaged(kept.moments.average, kept.moments.weight, squares, jnp.asarray(self.decay), taken))
         return dataclasses.replace(kept, moments=moments)
 
     def apply(self, kept, matrices, damping):
@@ -97,7 +97,7 @@ def follow(kept: Eigen | jax.Array, stack: jax.Array) -> Eigen | jax.Array:
     With columns in the order of what the matrix has along them, from the largest down, which are the values that come
     with the new ones. Of diagonals `[k, d]` the numbers alone.
     """
-    if is_diagonal(stack):
+    if not isinstance(kept, Eigen):
         return jnp.maximum(stack, 0)
     mean = jnp.mean(diagonals(stack), axis=1)
     scale = per_block(jnp.where(mean > 0, mean, 1), stack)

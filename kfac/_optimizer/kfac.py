@@ -107,10 +107,10 @@ def kfac(
 
 
 def _default_inverse(layers: Layers, auto: bool, distribution: Distribution | None) -> Inverse:
-    """`Soap` where the curvature only has to choose a basis, for kernels whose scale matters to the loss."""
+    """`Soap`, but `Cholesky` for convolutions before a normalisation, and where `Soap` is refused or was not tried."""
     check_layers(layers)
     kinds = [layer.kind for layer in layers]
-    turned = kinds.count("conv") > kinds.count("dense") and "unitwise" in kinds  # only the angle of a kernel matters
+    turned = kinds.count("conv") > kinds.count("dense") and "unitwise" in kinds
     replicated = isinstance(distribution, Distribution) and distribution.replicated
     return Cholesky() if turned or replicated or not auto else Soap()
 
