@@ -12,7 +12,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from kfac._checks import check_positive_int
-from kfac._distributed.assignment import Shard, block_cost, make_shards
+from kfac._distributed.owners import Shard, block_cost, make_shards
 from kfac._optimizer.state import KfacState, Owned, Replica, find_nodes
 from kfac._varying import AxisName, replicated
 
@@ -90,7 +90,7 @@ def scatter_state(portable: Any, num_devices: int, *, pmap: bool = False) -> Any
         if any(own.shard.devices != 1 for own in node.owned.values()):
             raise ValueError("portable must be what gather_state returns, but is a state for several devices")
         blocks = {name: own.blocks.factors for name, own in node.owned.items()}
-        costs = [(name, x.A.shape[0], block_cost([x.A.shape[1:], x.G.shape[1:]])) for name, x in blocks.items()]
+        costs = [block_cost(name, len(x.A), [x.A.shape[1:], x.G.shape[1:]]) for name, x in blocks.items()]
         shards = make_shards(costs, num_devices)
         bases = {name: own.inverse.basis(own.blocks.inverse) for name, own in node.owned.items()}
         ready = {name: node.owned[name].blocks.condition > 0 for name, basis in bases.items() if basis is not None}

@@ -15,8 +15,8 @@ from jax import lax
 
 from kfac._curvature.blocks import Group, group_layers
 from kfac._curvature.inverse import Inverse
-from kfac._distributed.assignment import Shard, group_costs, make_shards, make_turns
-from kfac._distributed.distribution import Distribution, shared
+from kfac._distributed.distribution import Distribution, everywhere, shared, shares
+from kfac._distributed.owners import Shard, group_costs, make_shards, make_turns
 from kfac._factors import Block
 from kfac._layers import Layers, leaves_by_path
 from kfac._varying import AxisName, as_varying, axis_size, varying_axes
@@ -96,8 +96,8 @@ class KfacState(NamedTuple):
       unitwise_damping: that of unit-wise and diagonal blocks.
       owned: Kronecker blocks, each device its own.
       shared: unit-wise and diagonal blocks, the same on all devices.
-      replicas: with `precondition="replicated"` the inverses of all devices; over an axis, with an inverse that takes
-        moments, the bases of the blocks that have some; else empty.
+      replicas: what all devices have of inverses: those of the groups that they all precondition, of all groups with
+        `precondition="replicated"`; over an axis, with an inverse that takes moments, the bases of blocks with such.
       metrics: scalars of the last step.
     """
 
@@ -147,7 +147,12 @@ class Config:
 
     def shares(self, group: Group) -> bool:
         """Whether all devices have the inverses of a group, or a part of them."""
-        return group.kronecker and (self.distribution.replicated or (self.axis is not None and self.has_moments(group)))
+        several = self.axis is not None
+        return group.kronecker and shares(self.distribution, self.inverse, group, several=several)
+
+    def owners_precondition(self, group: Group) -> bool:
+        """Whether owners alone precondition the blocks of a group."""
+        return group.kronecker and not everywhere(self.distribution, self.inverse, group)
 
     @functools.cached_property
     def skipped(self) -> frozenset[str]:
@@ -190,7 +195,7 @@ def init_state(config: Config, params: Any) -> KfacState:
         return Owned(held, shard, config.inverse)
 
     def replica(group: Group) -> Replica:
-        kept = shared(config.distribution, config.inverse, inverses(group, group.size))
+        kept = shared(config.inverse, inverses(group, group.size))
         return Replica(kept, jnp.zeros(group.size, bool))
 
     return KfacState(
