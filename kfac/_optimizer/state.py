@@ -98,6 +98,8 @@ class KfacState(NamedTuple):
       shared: unit-wise and diagonal blocks, the same on all devices.
       replicas: what all devices have of inverses: those of the groups that they all precondition, of all groups with
         `precondition="replicated"`; over an axis, with an inverse that takes moments, the bases of blocks with such.
+      kernel_squares: for what sets the lengths of steps where gradients arrive local: of the averaged gradient of each
+        Kronecker block without its bias, `[blocks]`, the square of the norm. Else zeros.
       metrics: scalars of the last step.
     """
 
@@ -109,6 +111,7 @@ class KfacState(NamedTuple):
     owned: dict[str, Owned]
     shared: dict[str, BlockState]
     replicas: dict[str, Replica]
+    kernel_squares: dict[str, jax.Array]
     metrics: KfacMetrics
 
     @property
@@ -207,6 +210,7 @@ def init_state(config: Config, params: Any) -> KfacState:
         owned={group.name: own(group) for group in config.kronecker},
         shared={group.name: blocks(group, group.size) for group in config.groups if not group.kronecker},
         replicas={group.name: replica(group) for group in config.groups if config.shares(group)},
+        kernel_squares={group.name: jnp.zeros(group.size, dtype) for group in config.kronecker},
         metrics=KfacMetrics(*(jnp.zeros((), dtype) for dtype in 4 * [jnp.float32] + 4 * [jnp.int32])),
     )
 

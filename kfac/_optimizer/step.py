@@ -71,11 +71,11 @@ def preconditioned_step(
     """
     check(config, state, updates, factors if local else None)
     place = locate(config, state, now)
-    updates, gradients, square, usable = take_gradients(place, state, updates)
+    state, updates, gradients, square, usable = take_gradients(place, state, updates)
     own = gradients
     if averaged is not None:
         match_leaves(config.layers, averaged, "averaged")
-        averaged, own, _, finite_too = take_gradients(place, state, averaged)
+        _, averaged, own, _, finite_too = take_gradients(place, state, averaged)
         updates = jax.tree.map(lambda new, old: new.astype(old.dtype), averaged, updates)
         usable &= finite_too
     changed, any_due, due = decide(place, state, usable, statistics=factors is not None)
@@ -145,11 +145,13 @@ def locate(config: Config, state: KfacState, now: Now) -> Place:
     return Place(config, now, shards, mine)
 
 
-def take_gradients(place: Place, state: KfacState, updates: Any) -> tuple[Any, Vectors, jax.Array, jax.Array]:
+def take_gradients(
+    place: Place, state: KfacState, updates: Any
+) -> tuple[KfacState, Any, Vectors, jax.Array, jax.Array]:
     """The gradients as matrices `[k, d_out, d_in]` of the blocks that this device preconditions.
 
     Returns:
-      The updates, averaged but for what owners alone need; the matrices; the squared norm of all; whether all are
+      The state with the squares of gradients that arrive local; the updates, averaged but for what owners alone need; the matrices; the squared norm of all; whether all are
       finite. All devices agree on that, for it decides whether this is a step at all.
     """
     config, axis, blocks = place.config, place.config.axis, state.blocks
@@ -161,8 +163,12 @@ def take_gradients(place: Place, state: KfacState, updates: Any) -> tuple[Any, V
     if axis is not None and local:
         sent = {name: matrices[name] for name in place.apart}
         own = matrices | means_to_owners(sent, place.apart, axis, {name: x.dtype for name, x in sent.items()})
-        kept = [jnp.where(per_block(place.mine[name], own[name]), own[name], 0) for name in sent]
-        square = lax.psum(_square(kept), axis) + _square(x for name, x in own.items() if name not in sent)
+        kept = {n: jnp.where(per_block(place.mine[n], own[n]), own[n], 0) if n in sent else own[n] for n in own}
+        squares = {"": _square(kept[name] for name in sent)} | _of_kernels(place, kept)
+        sums, unravel = ravel_pytree(as_varying(squares, varying_axes(lax.axis_index(axis))))
+        squares = unravel(lax.psum(sums, axis))
+        square = squares.pop("") + _square(x for name, x in own.items() if name not in sent)
+        state = state._replace(kernel_squares=squares)
     else:
         square = _square(matrices.values())
         own = take_own(matrices, place.apart, axis)
@@ -170,7 +176,22 @@ def take_gradients(place: Place, state: KfacState, updates: Any) -> tuple[Any, V
     if axis is not None:
         # The same decision everywhere, whatever one device has seen: what follows holds collectives.
         usable = lax.pmin(usable.astype(jnp.int32), axis) > 0
-    return updates, own, square, usable
+    return state, updates, own, square, usable
+
+
+def _of_kernels(place: Place, gradients: Vectors) -> Vectors:
+    """Of each block's gradient without the bias the squared norm, `[blocks]`, where this device is to count it."""
+    squares, axis = {}, place.config.axis
+    for group in place.config.kronecker:
+        sizes = np.repeat([layer.layouts[0].size("in") for layer in group.layers], group.counts)
+        known = {group.name: (jnp.arange(group.size), jnp.asarray(sizes))}
+        blocks, own = take_own(known, place.apart, axis)[group.name]
+        inside = jnp.arange(group.d_in) < own[:, None, None]
+        found = jnp.sum(jnp.where(inside, jnp.square(gradients[group.name]), 0), axis=(1, 2))
+        if group.name not in place.apart:  # all devices have it
+            found = jnp.where(lax.axis_index(axis) == 0, found, 0)
+        squares[group.name] = jnp.zeros(group.size, found.dtype).at[blocks].add(found)
+    return squares
 
 
 def _averaged_beside_blocks(config: Config, updates: Any) -> Any:
