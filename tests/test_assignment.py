@@ -42,7 +42,7 @@ def test_every_block_has_one_place(blocks, devices):
     assert len(set(places)) == blocks
     for device in range(devices):
         held = sorted(position for owner, position in places if owner == device)
-        assert held == list(range(shard.held(device)))
+        assert held == list(range(shard.full + (device in owners)))
         assert len(held) <= shard.positions <= -(-blocks // devices)
 
 

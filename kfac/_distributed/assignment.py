@@ -100,10 +100,11 @@ class Assignment:
         """Bytes of running averages and inverses that every device holds."""
         total = 0
         for group in self.groups:
-            kind, factors = group.kind(self.inverse), jax.eval_shape(lambda group=group: self._statistics(group))
+            factors = jax.eval_shape(functools.partial(self._statistics, group))
             held = self.shards[group.name].positions if group.kronecker else group.size
-            total += held * (4 * sum(map(math.prod, group.shapes.values())) + kind.size(factors))
-        return total + sum(g.size * count_bytes(jax.eval_shape(lambda g=g: self._shared(g, shared))) for g in self.groups)
+            total += held * (4 * sum(map(math.prod, group.shapes.values())) + group.kind(self.inverse).size(factors))
+            total += group.size * count_bytes(jax.eval_shape(functools.partial(self._shared, group, shared)))
+        return total
 
     @property
     def statistics_messages(self) -> dict[str, int]:
@@ -119,7 +120,7 @@ class Assignment:
         """As `statistics_messages`, of the gradients, averaged everywhere, or to the owners where they arrive local."""
         if self.devices == 1:
             return {}
-        gathered = [layer for group in self.groups if self._gathers(group) for layer in group.layers]
+        gathered = [layer for group in self.groups if self.gathers(group) for layer in group.layers]
         to_owners = gathered if self._uses.gradients == "local" else []
         everywhere = 4 * sum(layer.num_params for layer in self.layers if layer not in to_owners)
         return (self._messages(self._gradient, "reduce-scatter") if to_owners else {}) | {"all-reduce": everywhere}
@@ -139,26 +140,24 @@ class Assignment:
         found = {g: jax.tree.leaves(jax.eval_shape(functools.partial(block, g))) for g in self.groups}
         itemsize = max((x.dtype.itemsize for leaves in found.values() for x in leaves), default=0)
         sizes = {g.name: count_bytes(leaves) // itemsize for g, leaves in found.items() if leaves and g.kronecker}
-        blocks, total = {name: self.shards[name].blocks for name in sizes}, collections.Counter[str]()
-        buckets = make_buckets({name: blocks[name] * size for name, size in sizes.items()}, number)
-        pieces: collections.Counter[int] = collections.Counter()
+        total: collections.Counter[str] = collections.Counter()
+        buckets = make_buckets({name: self.shards[name].blocks * size for name, size in sizes.items()}, number)
         for names in buckets if self.devices > 1 else ():
             segments = make_segments(self.shards, {name: sizes[name] for name in names})
             width = segments.width + sum(self.shards[name].full * sizes[name] for name in names)
             total[kind] += self.devices * width * itemsize
-            pieces.update(segments.pieces)
-        total["all-to-all"] = self.devices * max(pieces.values(), default=0) * itemsize
+            total["all-to-all"] += self.devices * segments.exchanged * itemsize
         if self.devices > 1 and kind == "reduce-scatter":
             total["all-reduce"] += sum(g.size * count_bytes(found[g]) for g in self.groups if not g.kronecker)
         return {kind: size for kind, size in total.items() if size}
 
-    def _gathers(self, group: Group) -> bool:
+    def gathers(self, group: Group) -> bool:
         """Whether owners alone precondition the blocks of a group."""
         return group.kronecker and not everywhere(self._uses, self.inverse, group)
 
     def _gradient(self, group: Group) -> Any:
         """One block's, where its owner preconditions it."""
-        return jnp.zeros((1, group.d_out * group.d_in)) if self._gathers(group) else None
+        return jnp.zeros((1, group.d_out * group.d_in)) if self.gathers(group) else None
 
     def _statistics(self, group: Group, dtype: Any = jnp.float32) -> Block:
         """One block's."""
@@ -166,9 +165,9 @@ class Assignment:
 
     def _shared(self, group: Group, form: Callable[[Inverse, Any], Any]) -> Any:
         """What all devices get of the inverse of one block, in a `form`: `shared` or `encode`."""
-        several = self.devices > 1
-        there = group.kronecker and shares(self._uses, self.inverse, group, several=several)
-        return form(self.inverse, self.inverse.init(self._statistics(group))) if there else None
+        if not (group.kronecker and shares(self._uses, self.inverse, group, several=self.devices > 1)):
+            return None
+        return form(self.inverse, self.inverse.init(self._statistics(group)))
 
     def owners(self) -> list[tuple[str, int, int]]:
         """Owner of every Kronecker block: `(layer name, copy, device)`."""

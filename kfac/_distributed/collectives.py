@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -50,24 +50,17 @@ def take_own(stacks: Mapping[str, Any], shards: Mapping[str, Shard], axis_name: 
     return dict(stacks) | mine
 
 
-def _fused(message: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """`message` of all arrays in one: they are laid end to end along a last axis, and its result is cut up again."""
-    return _cut(message(jnp.concatenate(arrays, axis=-1)), [x.shape[-1] for x in arrays]) if arrays else []
+def _fused(message: Callable[[jax.Array], jax.Array], arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """`message` of all arrays in one: they are laid end to end along their last axis, and its result is cut again."""
+    if not arrays:
+        return {}
+    found = message(jnp.concatenate(list(arrays.values()), axis=-1))
+    return dict(zip(arrays, _cut(found, [x.shape[-1] for x in arrays.values()]), strict=True))
 
 
 def _cut(x: jax.Array, lengths: Collection[int]) -> list[jax.Array]:
     """An array in parts of such lengths, along its last axis."""
-    return jnp.split(x, list(itertools.accumulate(lengths))[:-1], axis=-1) if lengths else []
-
-
-def _laid_out(parts: Mapping[int, jax.Array], end: int) -> jax.Array:
-    """Vectors where each is said to begin, one behind the other, in one that ends at `end`; zeros in between."""
-    arrays, until = list(parts.values()), [*list(parts)[1:], end]
-    zero = jnp.zeros((), jnp.result_type(*arrays))
-    room = [stop - begin for begin, stop in zip(parts, until, strict=True)]
-    filled = [lax.pad(x, zero, [(0, n - len(x), 0)]) if n > len(x) else x for x, n in zip(arrays, room, strict=True)]
-    before = next(iter(parts))
-    return jnp.concatenate([jnp.broadcast_to(zero, before), *filled] if before else filled)
+    return jnp.split(x, list(itertools.accumulate(lengths))[:-1], axis=-1)
 
 
 def means_to_owners(
@@ -92,28 +85,34 @@ def means_to_owners(
     Returns:
       `[positions, ...]`, or `[blocks, ...]` for groups without a shard.
     """
-    devices = lax.axis_size(axis_name)
     flat = {name: x.reshape(len(x), -1) for name, x in stacks.items()}
-    parts: dict[str, list[jax.Array]] = {name: [] for name in flat}
-    first = []
+    sums: dict[str, jax.Array] = {}
     for names in make_buckets({name: x.size for name, x in flat.items() if name in shards}, buckets):
-        segments = make_segments(shards, {name: flat[name].shape[1] for name in names})
-        whole = {name: shards[name].full * devices for name in names if shards[name].full}
-        sent = [_by_device(flat[name][:count], devices) for name, count in whole.items()]
-        rests = {name: flat[name][whole.get(name, 0) :] for name in segments.starts}
-        own = _fused(lambda x: lax.psum_scatter(x, axis_name), [*sent, *_in_segments(rests, segments)])
-        first.append((segments, own[len(whole) :]))
-        for name, x in zip(whole, own, strict=False):
-            parts[name].append(x)
-    for (segments, _), segment in zip(first, _whole_segments(first, axis_name), strict=True):
-        for name, starts in segments.starts.items():
-            begin = _here(starts, segments.room, axis_name)
-            parts[name].append(lax.dynamic_slice_in_dim(segment, begin, flat[name].shape[1]))
-    everywhere = [name for name in stacks if name not in shards]
-    summed = _fused(lambda x: lax.psum(x, axis_name), [flat[name].reshape(-1) for name in everywhere])
-    parts |= {name: [x] for name, x in zip(everywhere, summed, strict=True)}
-    sums = {name: jnp.concatenate(own).reshape(-1, *stacks[name].shape[1:]) for name, own in parts.items()}
-    return {name: x.astype(dtypes[name]) / devices for name, x in sums.items()}
+        sums |= _sums_to_owners({name: flat[name] for name in names}, shards, axis_name)
+    everywhere = {name: x.reshape(-1) for name, x in flat.items() if name not in shards}
+    sums |= _fused(lambda x: lax.psum(x, axis_name), everywhere)
+    own = {name: sums[name].reshape(-1, *x.shape[1:]) for name, x in stacks.items()}
+    return {name: x.astype(dtypes[name]) / lax.axis_size(axis_name) for name, x in own.items()}
+
+
+REST = ""  # where groups have names, that of what is in segments
+
+
+def _sums_to_owners(
+    flat: Mapping[str, jax.Array], shards: Mapping[str, Shard], axis_name: AxisName
+) -> dict[str, jax.Array]:
+    """Of blocks `[blocks, elements]`, the sums of those that a device owns, end to end."""
+    devices, segments = lax.axis_size(axis_name), make_segments(shards, {name: x.shape[1] for name, x in flat.items()})
+    whole = {name: shards[name].full * devices for name in flat}
+    sent = {name: _by_device(flat[name][:count], devices) for name, count in whole.items() if count}
+    rests = {name: flat[name][whole[name] :] for name in segments.starts}
+    own = _fused(lambda x: lax.psum_scatter(x, axis_name), sent | _in_segments(rests, segments))
+    if rests:
+        segment = _whole_segment(own.pop(REST), segments, axis_name)
+    for name, starts in segments.starts.items():
+        last = lax.dynamic_slice_in_dim(segment, _here(starts, segments.room, axis_name), flat[name].shape[1])
+        own[name] = jnp.append(own[name], last) if name in own else last
+    return own
 
 
 def gather_from_owners(
@@ -137,18 +136,16 @@ def gather_from_owners(
 
     # Where shard_map keeps track of it, the result is the same on all devices. Under vmap there is no such gather.
     to = "invarying" if varying_axes(lax.axis_index(axis_name)) else "varying"
-    whole = {name: shards[name].full for name in flat if shards[name].full}
-    sent = [flat[name][:count].reshape(-1) for name, count in whole.items()]
-    sent += [_dealt_segment(segment[: segments.room], segments, axis_name)] if segments.lengths else []
+    sent = {name: x[: shards[name].full].reshape(-1) for name, x in flat.items() if shards[name].full}
+    sent |= {REST: _dealt_segment(segment[: segments.room], segments, axis_name)} if segments.starts else {}
     found = _fused(lambda x: lax.all_gather(x, axis_name, to=to), sent)
-    parts: dict[str, list[jax.Array]] = {name: [] for name in flat}
-    for (name, count), x in zip(whole.items(), found, strict=False):
-        parts[name].append(x.reshape(devices, count, -1).swapaxes(0, 1).reshape(devices * count, -1))
-    segment_of = _segments_in(found[-1], segments) if segments.lengths else {}
-    for name, starts in segments.starts.items():
-        size = flat[name].shape[1]
-        parts[name] += [segment_of[device][None, start : start + size] for device, start in starts.items()]
-    return {name: jnp.concatenate(blocks).reshape(-1, *own[name].shape[1:]) for name, blocks in parts.items()}
+    whole = _segments_in(found.pop(REST), segments) if segments.starts else {}
+    for name, x in flat.items():
+        blocks = [found[name].reshape(devices, -1, x.shape[1]).swapaxes(0, 1)] if name in found else []
+        places = segments.starts.get(name, {}).items()
+        blocks += [whole[device][start : start + x.shape[1]] for device, start in places]
+        found[name] = jnp.concatenate([block.reshape(-1, x.shape[1]) for block in blocks])
+    return {name: found[name].reshape(-1, *x.shape[1:]) for name, x in own.items()}
 
 
 def _by_device(flat: jax.Array, devices: int) -> jax.Array:
@@ -162,23 +159,22 @@ def _here(table: Mapping[int, int], otherwise: int, axis_name: AxisName) -> jax.
     return jnp.min(jnp.where(lax.axis_index(axis_name) == devices, values, np.int32(otherwise)))
 
 
-def _in_segments(rests: Mapping[str, jax.Array], segments: Segments) -> list[jax.Array]:
+def _in_segments(rests: Mapping[str, jax.Array], segments: Segments) -> dict[str, jax.Array]:
     """Blocks of remainders `[remainder, elements]` as the message has them for each device, `[devices, elements]`."""
     if not rests:
-        return []
-    parts: dict[int, list[jax.Array]] = {device: [] for device in segments.lengths}
+        return {}
+    blocks: dict[int, list[jax.Array]] = {device: [] for device in segments.lengths}
     for name, x in rests.items():
         for device, block in zip(segments.starts[name], _cut(x.reshape(-1), len(x) * [x.shape[1]]), strict=True):
-            parts[device].append(block)
+            blocks[device].append(block)
     direct, devices = segments.direct, segments.devices
-    lengths = [direct + devices * piece for piece in segments.pieces.values()]
-    begins = [0, *itertools.accumulate(lengths)]
-    flat = _laid_out(dict(zip(begins, map(jnp.concatenate, parts.values()), strict=False)), begins[-1])
+    ends = list(itertools.accumulate(direct + devices * piece for piece in segments.pieces.values()))
+    flat = _laid_out(dict(zip([0, *ends], map(jnp.concatenate, blocks.values()), strict=False)), ends[-1])
     if not direct:
-        return [flat.reshape(-1, devices).T]
-    whole = _cut(flat, lengths)
-    rest = [x[direct:] for x in whole if len(x) > direct]
-    return [jnp.stack([x[:direct] for x in whole]), *([jnp.concatenate(rest).reshape(-1, devices).T] if rest else [])]
+        return {REST: flat.reshape(-1, devices).T}
+    whole = jnp.split(flat, ends[:-1])
+    rest = jnp.concatenate([x[direct:] for x in whole]).reshape(-1, devices).T
+    return {REST: jnp.concatenate([jnp.stack([x[:direct] for x in whole]), rest], axis=1)}
 
 
 def _segments_in(rows: jax.Array, segments: Segments) -> dict[int, jax.Array]:
@@ -188,42 +184,32 @@ def _segments_in(rows: jax.Array, segments: Segments) -> dict[int, jax.Array]:
     return {device: jnp.concatenate([rows[device, :direct], x]) for device, x in whole.items()} if direct else whole
 
 
-def _whole_segments(first: Sequence[tuple[Segments, list[jax.Array]]], axis_name: AxisName) -> list[jax.Array]:
-    """This device's segment of each message, from what it got in `first`: a second message brings the pieces."""
-    own = [jnp.concatenate(found) if found else None for _, found in first]
-    if not any(segments.exchanged for segments, _ in first):
+def _whole_segment(own: jax.Array, segments: Segments, axis_name: AxisName) -> jax.Array:
+    """This device's segment, from its direct part and its pieces of the rest of all."""
+    devices, width = segments.devices, segments.exchanged
+    if not width:
         return own
-    pieces: dict[int, list[jax.Array]] = {}
-    begins = []
-    for (segments, _), x in zip(first, own, strict=True):
-        lengths = {device: piece for device, piece in segments.pieces.items() if piece}
-        begins.append({device: segments.devices * sum(map(len, pieces.get(device, []))) for device in lengths})
-        for device, piece in zip(lengths, _cut(x[segments.direct :], lengths.values()) if lengths else [], strict=True):
-            pieces.setdefault(device, []).append(piece)
-    rest = _exchanged({device: jnp.concatenate(parts) for device, parts in sorted(pieces.items())}, axis_name)
-    total, longest = len(rest), max(segments.room - segments.direct for segments, _ in first)
-    rest = _laid_out({0: rest}, total + longest)
-    whole = []
-    for (segments, _), x, table in zip(first, own, begins, strict=True):
-        if table:
-            later = lax.dynamic_slice_in_dim(rest, _here(table, total, axis_name), segments.room - segments.direct)
-            x = jnp.concatenate([x[: segments.direct], later])
-        whole.append(x)
-    return whole
-
-
-def _exchanged(pieces: Mapping[int, jax.Array], axis_name: AxisName) -> jax.Array:
-    """All devices' pieces for this one, put together, from this one's for each device."""
-    devices, width = lax.axis_size(axis_name), max(map(len, pieces.values()))
-    sent = _laid_out({device * width: x for device, x in pieces.items()}, devices * width)
-    return lax.all_to_all(sent, axis_name, 0, 0, tiled=True).reshape(devices, width).T.reshape(-1)
+    pieces = _cut(own[segments.direct :], segments.pieces.values())
+    begins = [device * width for device in segments.pieces]
+    sent = _laid_out(dict(zip(begins, pieces, strict=True)), devices * width)
+    received = lax.all_to_all(sent, axis_name, 0, 0, tiled=True).reshape(devices, width).T
+    return jnp.concatenate([own[: segments.direct], received.reshape(-1)])
 
 
 def _dealt_segment(segment: jax.Array, segments: Segments, axis_name: AxisName) -> jax.Array:
-    """The direct part of this device's segment, and its pieces of the rest of all."""
+    """The inverse of `_whole_segment`."""
     if not segments.exchanged:
         return segment
     rest = segment[segments.direct :].reshape(-1, segments.devices).T.reshape(-1)
     received = lax.all_to_all(rest, axis_name, 0, 0, tiled=True).reshape(segments.devices, -1)
-    pieces = [received[device, :length] for device, length in segments.pieces.items() if length]
+    pieces = [received[device, :length] for device, length in segments.pieces.items()]
     return jnp.concatenate([segment[: segments.direct], *pieces])
+
+
+def _laid_out(parts: Mapping[int, jax.Array], end: int) -> jax.Array:
+    """Vectors where each is said to begin, one behind the other, in one that ends at `end`; zeros in between."""
+    arrays, until = list(parts.values()), [*list(parts)[1:], end]
+    zero = jnp.zeros((), jnp.result_type(*arrays))
+    gaps = [stop - begin - len(x) for begin, stop, x in zip(parts, until, arrays, strict=True)]
+    filled = [lax.pad(x.astype(zero.dtype), zero, [(0, gap, 0)]) for x, gap in zip(arrays, gaps, strict=True)]
+    return jnp.concatenate([jnp.broadcast_to(zero, next(iter(parts))), *filled])

@@ -52,10 +52,6 @@ class Shard:
         position, device = divmod(block, self.devices)
         return (device if position < self.full else self.owners[device]), position
 
-    def held(self, device: int) -> int:
-        """How many blocks a device owns."""
-        return self.full + (device in self.owners)
-
 
 class Cost(NamedTuple):
     """What there is to do for each of the `blocks` of a group: `work` to invert it, and `elements` of its gradient."""

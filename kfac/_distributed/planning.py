@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterable
 from typing import Any
 
 from kfac._checks import check_positive_int, check_range
@@ -12,7 +12,7 @@ from kfac._curvature.blocks import Group
 from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.assignment import Assignment, by_kind
-from kfac._distributed.distribution import Distribution, everywhere
+from kfac._distributed.distribution import Distribution
 from kfac._distributed.owners import Cost, group_costs
 from kfac._layers import KRONECKER_KINDS, Layer, Layers, format_bytes
 
@@ -197,7 +197,7 @@ def _costs(assignment: Assignment, batch: int, machine: Hardware) -> tuple[dict,
     flops = {
         "model": 3 * local * sum(map(_products, layers)),
         "statistics": local * sum(map(_statistics, layers)),
-        "preconditioning": float(sum(map(_applied, *zip(*_held(assignment), strict=True)))),
+        "preconditioning": sum(_applied(group, assignment) for group in assignment.groups if group.kronecker),
         "inversions": sum(assignment.cost_per_step) * (EIGH_FLOPS if eigen else CHOLESKY_FLOPS),
     }
     messages = {
@@ -231,22 +231,14 @@ def _seldom(seconds: dict[str, float], statistics_every: int, inverse_every: int
 def _intervals(seconds, budget: float, statistics_every, inverse_every) -> tuple[int | None, int | None]:
     """The shortest for which what is done seldom fits in `budget` seconds of the mean step; those given stay."""
     least = _seldom(seconds, statistics_every or 1 << 30, inverse_every or 1 << 30)
-    if statistics_every and inverse_every:
+    if (statistics_every and inverse_every) or least >= budget:
         return statistics_every, inverse_every
-    if least >= budget:
-        return statistics_every, inverse_every
-    both = next(n for n in _ascending() if _seldom(seconds, statistics_every or n, inverse_every or n) <= budget)
+    every = (round(1.02**n) for n in itertools.count())  # an interval of hundreds of steps need not be exact
+    both = next(n for n in every if _seldom(seconds, statistics_every or n, inverse_every or n) <= budget)
     inverse_every = inverse_every or both
     if not statistics_every:
         statistics_every = next(n for n in range(1, both + 1) if _seldom(seconds, n, inverse_every) <= budget)
     return statistics_every, inverse_every
-
-
-def _ascending() -> Iterable[int]:
-    n = 1
-    while True:
-        yield n
-        n += max(1, n // 50)  # an interval of hundreds of steps need not be exact
 
 
 def _products(layer: Layer) -> float:
@@ -266,14 +258,9 @@ def _statistics(layer: Layer) -> float:
     return 2.0 * layer.positions * layer.copies * sum(n**2 for f, n in sizes.items() if f not in layer.diagonal)
 
 
-def _held(assignment: Assignment) -> list[tuple[Group, int]]:
-    groups, uses = [group for group in assignment.groups if group.kronecker], assignment.distribution or Distribution()
-    whole = {g.name: everywhere(uses, assignment.inverse, g) for g in groups}
-    return [(g, g.size if whole[g.name] else assignment.shards[g.name].positions) for g in groups]
-
-
-def _applied(group: Group, blocks: int) -> float:
-    """FLOPs of `G^-1 V A^-1` for so many blocks."""
+def _applied(group: Group, assignment: Assignment) -> float:
+    """FLOPs of `G^-1 V A^-1` for the blocks of a group that a device preconditions."""
+    blocks = assignment.shards[group.name].positions if assignment.gathers(group) else group.size
     sides = sum(shape[0] if len(shape) > 1 else 1 for shape in group.shapes.values())
     return 2.0 * blocks * group.d_out * group.d_in * sides
 

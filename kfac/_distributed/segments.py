@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from kfac._distributed.owners import Shard
 
-BUCKETS = 4  # messages of statistics; the more, the sooner the first, and the more unequal the segments of each
+BUCKETS = 2  # messages of statistics; the more, the sooner the first, and the more unequal the segments of each
 FILL = 0.02  # so much of a message may be there to fill up segments
 
 

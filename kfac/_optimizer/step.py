@@ -88,9 +88,7 @@ def preconditioned_step(
     if config.phases:
         blocks = state.blocks
         wanted = {name: due[name] & place.mine[name] & (blocks[name].weight > 0) for name in blocks}
-        state, failed = refresh_inverses(
-            config.axis, state, wanted, now, any_due, relative=config.inverse.relative
-        )
+        state, failed = refresh_inverses(config.axis, state, wanted, now, any_due, relative=config.inverse.relative)
     state, preconditioned = precondition(place, state, own, gradients, usable)
     updates, new_square, usable = restore(config, updates, preconditioned, usable)
     metrics, usable = measure(place, state, [square, new_square], change, [left_out, failed], usable)
@@ -151,8 +149,9 @@ def take_gradients(
     """The gradients as matrices `[k, d_out, d_in]` of the blocks that this device preconditions.
 
     Returns:
-      The state with the squares of gradients that arrive local; the updates, averaged but for what owners alone need; the matrices; the squared norm of all; whether all are
-      finite. All devices agree on that, for it decides whether this is a step at all.
+      The state with the squares of gradients that arrive local; the updates, averaged but for what owners alone need;
+      the matrices; the squared norm of all; whether all are finite. All devices agree on that, for it decides whether
+      this is a step at all.
     """
     config, axis, blocks = place.config, place.config.axis, state.blocks
     local = axis is not None and config.distribution.gradients == "local"
