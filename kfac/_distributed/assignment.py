@@ -120,7 +120,7 @@ class Assignment:
         """As `statistics_messages`, of the gradients, averaged everywhere, or to the owners where they arrive local."""
         if self.devices == 1:
             return {}
-        gathered = [layer for group in self.groups if self.gathers(group) for layer in group.layers]
+        gathered = [layer for group in self.groups if self._gathers(group) for layer in group.layers]
         to_owners = gathered if self._uses.gradients == "local" else []
         everywhere = 4 * sum(layer.num_params for layer in self.layers if layer not in to_owners)
         return (self._messages(self._gradient, "reduce-scatter") if to_owners else {}) | {"all-reduce": everywhere}
@@ -151,13 +151,13 @@ class Assignment:
             total["all-reduce"] += sum(g.size * count_bytes(found[g]) for g in self.groups if not g.kronecker)
         return {kind: size for kind, size in total.items() if size}
 
-    def gathers(self, group: Group) -> bool:
+    def _gathers(self, group: Group) -> bool:
         """Whether owners alone precondition the blocks of a group."""
         return group.kronecker and not everywhere(self._uses, self.inverse, group)
 
     def _gradient(self, group: Group) -> Any:
         """One block's, where its owner preconditions it."""
-        return jnp.zeros((1, group.d_out * group.d_in)) if self.gathers(group) else None
+        return jnp.zeros((1, group.d_out * group.d_in)) if self._gathers(group) else None
 
     def _statistics(self, group: Group, dtype: Any = jnp.float32) -> Block:
         """One block's."""

@@ -12,7 +12,7 @@ from kfac._curvature.blocks import Group
 from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.assignment import Assignment, by_kind
-from kfac._distributed.distribution import Distribution
+from kfac._distributed.distribution import Distribution, everywhere
 from kfac._distributed.owners import Cost, group_costs
 from kfac._layers import KRONECKER_KINDS, Layer, Layers, format_bytes
 
@@ -260,7 +260,8 @@ def _statistics(layer: Layer) -> float:
 
 def _applied(group: Group, assignment: Assignment) -> float:
     """FLOPs of `G^-1 V A^-1` for the blocks of a group that a device preconditions."""
-    blocks = assignment.shards[group.name].positions if assignment.gathers(group) else group.size
+    whole = everywhere(assignment.distribution or Distribution(), assignment.inverse, group)
+    blocks = group.size if whole else assignment.shards[group.name].positions
     sides = sum(shape[0] if len(shape) > 1 else 1 for shape in group.shapes.values())
     return 2.0 * blocks * group.d_out * group.d_in * sides
 
