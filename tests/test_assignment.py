@@ -1,6 +1,7 @@
 """Who owns what and when it is inverted: arithmetic, and ResNet-50's figures counted from compiled programs."""
 
 import functools
+import itertools
 import json
 import pathlib
 import subprocess
@@ -15,7 +16,8 @@ import pytest
 import kfac
 import messages
 import resnet50_step
-from kfac._distributed.assignment import Shard, group_costs, make_shards, make_turns
+from kfac._distributed.owners import Cost, Shard, group_costs, make_shards, make_turns
+from kfac._distributed.segments import make_segments
 
 SCRIPT = pathlib.Path(__file__).parent / "resnet50_step.py"
 
@@ -34,45 +36,57 @@ def equal_layers(count, width=6):
 @pytest.mark.parametrize("devices", [1, 2, 3, 5, 8, 64])
 @pytest.mark.parametrize("blocks", [1, 4, 5, 8, 17])
 def test_every_block_has_one_place(blocks, devices):
-    shard = Shard(blocks, devices, offset=devices // 2)
+    owners = tuple(reversed(range(devices)))[: blocks % devices]
+    shard = Shard(blocks, devices, owners)
     places = [shard.location(block) for block in range(blocks)]
     assert len(set(places)) == blocks
     for device in range(devices):
         held = sorted(position for owner, position in places if owner == device)
-        assert held == list(range(shard.held(device)))
+        assert held == list(range(shard.full + (device in owners)))
         assert len(held) <= shard.positions <= -(-blocks // devices)
 
 
 def test_remainders_fill_up_the_devices():
-    costs = [("large", 1, 1000), ("middle", 3, 100), ("small", 5, 10), ("least", 7, 1)]
+    """By the elements of gradients; of one group no device has two."""
+    costs = [Cost("large", 1, 9, 700), Cost("middle", 3, 8, 100), Cost("small", 5, 7, 10), Cost("least", 23, 6, 3)]
     shards = make_shards(costs, 8)
     load = [0] * 8
-    for name, blocks, cost in costs:
+    for name, blocks, _, elements in costs:
+        assert len(set(shards[name].owners)) == blocks % 8
         for block in range(blocks):
-            load[shards[name].location(block)[0]] += cost
-    assert sorted(load) == [11, 11, 11, 11, 101, 101, 101, 1010]
+            load[shards[name].location(block)[0]] += elements
+    assert sorted(load) == [19, 19, 19, 19, 109, 109, 119, 706]
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
-def test_rows_of_one_block_for_each_device_are_dealt_to_the_steps(devices):
-    costs = [("a", 7, 50), ("b", 3, 200), ("c", 1, 10)]
+def test_blocks_are_dealt_to_the_steps(devices):
+    costs = [Cost("a", 7, 50, 5), Cost("b", 3, 200, 20), Cost("c", 1, 10, 1)]
     turns, shards = make_turns(costs, 4, devices), make_shards(costs, devices)
     work = np.zeros((4, devices))
-    for name, size, cost in costs:
+    for name, size, cost, _ in costs:
         assert turns[name].shape == (size,) and set(turns[name]) <= set(range(4))
         for block, step in enumerate(turns[name]):
             work[step, shards[name].location(block)[0]] += cost
     assert work.sum() == 960
-    assert work.max(1).sum() == {1: 960, 2: 560, 4: 300}[devices]
+    assert work.max(1).sum() == {1: 960, 2: 550, 4: 300}[devices]
 
 
-def test_a_row_has_no_device_twice():
-    costs = [(str(k), size, 100 - k) for k, size in enumerate([3, 1, 9, 2, 2, 5, 8, 1])]
-    for devices in (2, 3, 8, 40):
-        rows = 31  # no more than there are blocks: every row has a step of its own
-        turns, shards = make_turns(costs, rows, devices), make_shards(costs, devices)
-        taken = [(turns[n][k], shards[n].location(k)[0]) for n, size, _ in costs for k in range(size)]
-        assert len(set(taken)) == 31 and len({step for step, _ in taken}) <= -(-31 // devices) + len(costs)
+def test_segments_hold_every_block_once():
+    """Of remainders of any sizes, whether segments are filled up, go in pieces, or are missing."""
+    rng = np.random.default_rng(0)
+    for devices, groups in itertools.product((2, 3, 8, 40), (1, 3, 9)):
+        costs = [Cost(str(k), int(rng.integers(1, 20)), 1, int(rng.integers(1, 99))) for k in range(groups)]
+        shards = make_shards(costs, devices)
+        segments = make_segments(shards, {cost.name: cost.elements for cost in costs})
+        used = {device: np.zeros(length, int) for device, length in segments.lengths.items()}
+        for name, _, _, elements in costs:
+            assert tuple(segments.starts.get(name, ())) == shards[name].owners
+            for device, start in segments.starts.get(name, {}).items():
+                used[device][start : start + elements] += 1
+        assert all((places == 1).all() for places in used.values())
+        for device, length in segments.lengths.items():
+            assert segments.direct + devices * segments.pieces[device] >= length
+        assert segments.direct == 0 or len(segments.lengths) == devices
 
 
 CRITICAL = [
@@ -86,14 +100,14 @@ def test_devices_hardly_wait_for_each_other(model, inverse_every, devices, of_la
     """The critical path of a cycle: in units of the largest block, or of the work of a device if all had the same."""
     layers = resnet50_layers if model == "resnet50" else gpt_layers()
     plan = kfac.Assignment(layers, devices=devices, inverse_every=inverse_every)
-    largest = max(cost for _, _, cost in group_costs(plan.groups))
+    largest = max(cost.work for cost in group_costs(plan.groups))
     mean = sum(plan.cost_per_device) / devices
     assert sum(plan.cost_per_step) <= max(of_largest * largest, of_mean * mean) * (1 + 1e-9)
 
 
 def test_a_plan_for_thousands_of_devices_takes_no_time(resnet50_layers):
     began = time.perf_counter()
-    make_shards([(str(k), 7 + k, k**3) for k in range(1, 21)], 4096)
+    make_shards([Cost(str(k), 7 + k, k**3, k**2) for k in range(1, 21)], 4096)
     assert time.perf_counter() - began < 0.1  # it took minutes
     repr(kfac.Assignment(resnet50_layers, devices=4096, inverse_every=10))
     assert time.perf_counter() - began < 2

@@ -459,7 +459,7 @@ def test_the_plan_counts_a_diagonal_as_one():
     plan = kfac.Assignment(layers, devices=1)
     table = V + D * D
     assert sum(plan.cost_per_device) == 2 * (V + D**3) + 2**3 + D**3
-    assert plan.memory_per_device == 8 * (2 * table + D * D + 4)
+    assert plan.memory_per_device == 8 * (2 * table + D * D + 4) + 4 * table * 2  # all devices have its inverses
     row = next(line for line in repr(layers).splitlines() if line.startswith("table"))
     assert f"{V} (diagonal)" in row and "counts" in row
 

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import kfac
 from kfac._curvature.inverse import damping_of_blocks
@@ -229,10 +231,6 @@ def test_what_would_have_no_effect_with_it_is_refused():
     adaptive = kfac.adaptive_damping(lambda damping: plain_kfac(1.0, layers(), damping=damping, inverse=relative), 1e-2)
     with pytest.raises(ValueError, match="one damping for all layers"):
         adaptive.init(initial())
-    local = kfac.Distribution("devices", gradients="local")
-    for ratio in ("auto", 1.0):
-        with pytest.raises(ValueError, match=f"trust_ratio={ratio!r} looks at the gradient of the whole batch"):
-            kfac.kfac(0.1, layers(), trust_ratio=ratio, distribution=local)
     with pytest.raises(ValueError, match="trust_ratio must be a number"):
         kfac.presets.large_batch(0.1, layers(), trust_ratio="auto", rate_in_momentum=False)
     with pytest.raises(ValueError, match="needs the parameters"):
@@ -247,3 +245,67 @@ def test_it_is_the_same_in_a_chain_and_under_masks():
     update = one_update(tx)
     np.testing.assert_allclose(update["out"]["kernel"], measured(0)[0]["out"]["kernel"])
     np.testing.assert_allclose(np.linalg.norm(update["offset"]), 0.5 * 0.1 * 2, rtol=1e-5)
+
+
+def words_loss(params, batch):
+    """Words, kernels before a normalisation, whose scale does not matter, others with biases, and what is no kernel."""
+    ids, labels = batch
+    x = params["table"][ids]
+    for kernel in params["before"]:
+        x = x @ kernel
+        x = (x - x.mean(-1, keepdims=True)) / x.std(-1, keepdims=True)
+        x = jnp.tanh(x * params["scale"] + params["shift"])
+    for layer in params["after"]:
+        x = jnp.tanh(x @ layer["kernel"] + layer["bias"])
+    return optax.softmax_cross_entropy_with_integer_labels(x, labels).mean() + 0.1 * params["free"] ** 2
+
+
+def words_parameters():
+    rng = np.random.default_rng(0)
+    kernels = [rng.normal(size=(6, 6)) / 2 for _ in range(7)]
+    return {
+        "table": rng.normal(size=(50, 6)),
+        "before": kernels[:5],
+        "after": [{"kernel": kernel, "bias": rng.normal(size=6)} for kernel in kernels[5:]],
+        "scale": np.ones(6), "shift": rng.normal(size=6), "free": np.float64(1),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("devices", [3, 4])
+@pytest.mark.parametrize("trust_ratio", ["auto", 0.05])
+def test_gradients_may_arrive_local(trust_ratio, devices, x64):
+    """Thirty steps are those of one device, though no device has the gradient of the whole batch."""
+    rng = np.random.default_rng(1)
+    batches = [(rng.integers(0, 50, 12), rng.integers(0, 6, 12)) for _ in range(3)]
+    params = jax.tree.map(jnp.asarray, words_parameters())
+    found = kfac.find_layers(words_loss, params, batches[0], skip=["free"])
+    assert {layer.kind for layer in found} == {"embedding", "dense", "unitwise", "skipped"}
+    options = {"trust_ratio": trust_ratio, "inverse_every": 3, "weight_decay": 0.1}
+
+    def trained(distribution, mapped=lambda step, specs: step):
+        tx = kfac.kfac(0.02, found, distribution=distribution, **options)
+        specs = kfac.state_specs(tx, params, "devices")
+
+        def step(params, state, batch):
+            _, grads, factors = kfac.value_and_grad(words_loss, found)(params, batch)
+            updates, state = tx.update(grads, state, params, factors=factors)
+            return optax.apply_updates(params, updates), state
+
+        own = params
+        state = jax.jit(mapped(tx.init, ((P(),), specs)))(own)
+        step = jax.jit(mapped(step, ((P(), specs, P("devices")), (P(), specs))))
+        for k in range(30):
+            own, state = jax.block_until_ready(step(own, state, batches[k % 3]))
+        return own, state
+
+    def over_devices(fn, specs):
+        mesh = jax.make_mesh((devices,), ("devices",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+        return jax.shard_map(fn, mesh=mesh, in_specs=specs[0], out_specs=specs[1])
+
+    expected, alone = trained(kfac.Distribution(staggered=False))
+    local = kfac.Distribution("devices", gradients="local", staggered=False)
+    several, state = trained(local, over_devices)
+    assert set(state[0].replicas) == {"kronecker_6x50_diagonal_A"}
+    assert differ(expected, params)
+    assert_close(several, expected, 1e-10)
+    assert jax.tree.structure(kfac.gather_state(state)) == jax.tree.structure(alone)

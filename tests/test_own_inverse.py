@@ -108,4 +108,5 @@ def test_the_plan_counts_what_it_keeps():
     assert full - half == 2 * (2 * 16 + unitwise)
     replicated = kfac.Distribution(precondition="replicated")
     plan = kfac.Assignment(layers(), devices=3, inverse=Diagonal(), distribution=replicated)
-    assert plan.results_messages == {"all-gather": 4 * 2 * 18, "all-to-all": 4 * 18}  # three pieces of six for each
+    assert plan.results_messages == {}
+    assert plan.fetched_messages == {"all-gather": 4 * 2 * 18, "all-to-all": 4 * 18}  # three pieces of six for each

@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import kfac
-from kfac._distributed.assignment import group_costs, make_turns
+from kfac._distributed.owners import group_costs, make_turns
 
 DEVICES, STEPS, LAYERS, WIDTH, VOCABULARY = 4, 4, 6, 256, 65
 KERNELS = {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
@@ -51,7 +51,7 @@ ends = np.tile(slot * np.arange(STEPS), (DEVICES, 1))  # how far each device has
 
 figure, axis = plt.subplots(figsize=(11, 3.2), layout="constrained")
 colours = dict(zip(["up", "down", "qkv", "out", "head", "embedding"], plt.get_cmap("tab10").colors, strict=False))
-for (_, _, cost), group in zip(costs, (g for g in plan.groups if g.kronecker), strict=True):
+for (_, _, cost, _), group in zip(costs, (g for g in plan.groups if g.kronecker), strict=True):
     for layer, step in zip(group.layers, turns[group.name], strict=True):
         device, (*_, kind) = owner[layer.name, 0], layer.name.split("/")
         axis.barh(device, cost, 0.78, ends[device, step], color=colours[kind], edgecolor="white", linewidth=1)

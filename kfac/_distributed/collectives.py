@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from kfac._distributed.assignment import Shard
+from kfac._distributed.owners import Shard
+from kfac._distributed.segments import Segments, make_buckets, make_segments
 from kfac._varying import AxisName, as_varying, varying_axes
-
-BUCKETS = 4  # messages of statistics; the more, the sooner the first, and the more there are to start
 
 
 def owns_last(shard: Shard, axis_name: AxisName | None) -> jax.Array:
     """`[positions]`, false where this device holds no block at the last position."""
-    position = jnp.arange(shard.positions)
-    return (position < shard.full) | (_extra(shard, axis_name) < shard.remainder)
+    last = jnp.arange(shard.positions) >= shard.full
+    return ~last | (jnp.any(_own_block(shard, axis_name)) if shard.owners else False)
 
 
-def _extra(shard: Shard, axis_name: AxisName | None) -> jax.Array:
-    """Which block of the remainder is this device's; `remainder` or more if none is."""
-    if axis_name is None:
-        return jnp.zeros((), jnp.int32)
-    return (lax.axis_index(axis_name) - shard.offset) % shard.devices
+def _own_block(shard: Shard, axis_name: AxisName | None) -> jax.Array:
+    """`[remainder]`, which of the blocks of the remainder is this device's, if any is."""
+    return lax.axis_index(axis_name) == np.array(shard.owners, np.int32)
 
 
 def take_own(stacks: Mapping[str, Any], shards: Mapping[str, Shard], axis_name: AxisName | None) -> dict[str, Any]:
@@ -44,81 +41,78 @@ def take_own(stacks: Mapping[str, Any], shards: Mapping[str, Shard], axis_name: 
         if shard.full:
             dealt = stack[: shard.full * shard.devices].reshape(shard.full, shard.devices, *stack.shape[1:])
             parts.append(lax.dynamic_index_in_dim(dealt, lax.axis_index(axis_name), axis=1, keepdims=False))
-        if shard.remainder:
-            parts.append(_own_of_remainder(stack[shard.full * shard.devices :], shard, axis_name))
+        if shard.owners:
+            block = shard.full * shard.devices + jnp.argmax(_own_block(shard, axis_name))
+            parts.append(lax.dynamic_slice_in_dim(stack, block, 1))
         return jnp.concatenate(parts)
 
     mine = {name: jax.tree.map(lambda x, s=shards[name]: own(x, s), stacks[name]) for name in stacks if name in shards}
     return dict(stacks) | mine
 
 
-def _own_of_remainder(rest: jax.Array, shard: Shard, axis_name: AxisName) -> jax.Array:
-    return lax.dynamic_slice_in_dim(rest, jnp.minimum(_extra(shard, axis_name), shard.remainder - 1), 1)
-
-
-def _fused(message: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """`message` of all arrays in one: they are laid end to end along a last axis, and its result is cut up again."""
+def _fused(message: Callable[[jax.Array], jax.Array], arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """`message` of all arrays in one: they are laid end to end along their last axis, and its result is cut again."""
     if not arrays:
-        return []
-    flat = message(jnp.concatenate([x.reshape(*x.shape[:-1], -1) for x in arrays], axis=-1))
-    ends = list(itertools.accumulate(x.shape[-1] for x in arrays))
-    return jnp.split(flat, ends[:-1], axis=-1)
+        return {}
+    found = message(jnp.concatenate(list(arrays.values()), axis=-1))
+    return dict(zip(arrays, _cut(found, [x.shape[-1] for x in arrays.values()]), strict=True))
+
+
+def _cut(x: jax.Array, lengths: Collection[int]) -> list[jax.Array]:
+    """An array in parts of such lengths, along its last axis."""
+    return jnp.split(x, list(itertools.accumulate(lengths))[:-1], axis=-1)
 
 
 def means_to_owners(
-    stacks: Mapping[str, jax.Array], shards: Mapping[str, Shard], axis_name: AxisName, dtypes: Mapping[str, Any]
+    stacks: Mapping[str, jax.Array],
+    shards: Mapping[str, Shard],
+    axis_name: AxisName,
+    dtypes: Mapping[str, Any],
+    buckets: int = 1,
 ) -> dict[str, jax.Array]:
     """Means over devices of stacks of blocks, each block where it is owned.
 
-    A reduce-scatter for the blocks of which every device gets some. Those of the remainders are reduce-scattered in
-    pieces, of every block one for each device, which then go to its owner: that is less to send than an all-reduce.
-    What all devices keep is all-reduced. There are a few buckets of groups, a message each whatever their number, so
-    that the first can be sent while the backward pass goes on.
+    For each bucket of groups there is a reduce-scatter and, where segments differ, an all-to-all. With several buckets
+    the first can be sent while the backward pass goes on. What all devices keep is all-reduced.
 
     Args:
       stacks: `[blocks, ...]` for each group.
       shards: how the groups lie on the devices. All devices get all blocks of a group that is not among them.
       axis_name: the axis.
       dtypes: of the results, for each group; sums are in the dtype of `stacks`.
+      buckets: how many.
 
     Returns:
       `[positions, ...]`, or `[blocks, ...]` for groups without a shard.
     """
-    devices = lax.axis_size(axis_name)
-    parts: dict[str, list[jax.Array]] = {name: [] for name in stacks}
-    pieces = {}
-
-    def to_owners(x):
-        return lax.psum_scatter(x, axis_name)
-
-    for names in _buckets({name: stacks[name].size for name in stacks if name in shards}):
-        full, rest = ([name for name in names if getattr(shards[name], part)] for part in ("full", "remainder"))
-        dealt = [_by_device(stacks[n][: shards[n].full * devices], devices) for n in full]
-        for name, own in zip(full, _fused(to_owners, dealt), strict=True):
-            parts[name].append(own.reshape(shards[name].full, *stacks[name].shape[1:]))
-        cut = [jnp.moveaxis(_pieces(stacks[n][shards[n].full * devices :], devices), 1, 0) for n in rest]
-        for name, own in zip(rest, _fused(to_owners, [x.reshape(devices, -1) for x in cut]), strict=True):
-            pieces[name] = own.reshape(shards[name].remainder, -1)
-    for name, own in _pieces_to_owners(pieces, shards, axis_name).items():
-        parts[name].append(_whole(own[None], stacks[name].shape[1:]))
-    everywhere = [name for name in stacks if name not in shards]
-    summed = _fused(lambda x: lax.psum(x, axis_name), [stacks[n].reshape(-1) for n in everywhere])
-    for name, own in zip(everywhere, summed, strict=True):
-        parts[name].append(own.reshape(stacks[name].shape))
-    return {name: jnp.concatenate(parts[name]).astype(dtypes[name]) / devices for name in stacks}
+    flat = {name: x.reshape(len(x), -1) for name, x in stacks.items()}
+    sums: dict[str, jax.Array] = {}
+    for names in make_buckets({name: x.size for name, x in flat.items() if name in shards}, buckets):
+        sums |= _sums_to_owners({name: flat[name] for name in names}, shards, axis_name)
+    everywhere = {name: x.reshape(-1) for name, x in flat.items() if name not in shards}
+    sums |= _fused(lambda x: lax.psum(x, axis_name), everywhere)
+    own = {name: sums[name].reshape(-1, *x.shape[1:]) for name, x in stacks.items()}
+    return {name: x.astype(dtypes[name]) / lax.axis_size(axis_name) for name, x in own.items()}
 
 
-def _buckets(sizes: Mapping[str, int]) -> list[list[str]]:
-    """The groups in buckets of about equal size, in the order in which a backward pass has finished them.
+REST = ""  # where groups have names, that of what is in segments
 
-    Groups stand in the order of their first layers, which are the last that it comes to.
-    """
-    buckets: list[list[str]] = [[] for _ in range(BUCKETS)]
-    total, seen = max(1, sum(sizes.values())), 0
-    for name in reversed(list(sizes)):
-        buckets[seen * BUCKETS // total].append(name)
-        seen += sizes[name]
-    return [names for names in buckets if names]
+
+def _sums_to_owners(
+    flat: Mapping[str, jax.Array], shards: Mapping[str, Shard], axis_name: AxisName
+) -> dict[str, jax.Array]:
+    """Of blocks `[blocks, elements]`, the sums of those that a device owns, end to end."""
+    devices, segments = lax.axis_size(axis_name), make_segments(shards, {name: x.shape[1] for name, x in flat.items()})
+    whole = {name: shards[name].full * devices for name in flat}
+    sent = {name: _by_device(flat[name][:count], devices) for name, count in whole.items() if count}
+    rests = {name: flat[name][whole[name] :] for name in segments.starts}
+    own = _fused(lambda x: lax.psum_scatter(x, axis_name), sent | _in_segments(rests, segments))
+    if rests:
+        segment = _whole_segment(own.pop(REST), segments, axis_name)
+    for name, starts in segments.starts.items():
+        last = lax.dynamic_slice_in_dim(segment, _here(starts, segments.room, axis_name), flat[name].shape[1])
+        own[name] = jnp.append(own[name], last) if name in own else last
+    return own
 
 
 def gather_from_owners(
@@ -126,97 +120,96 @@ def gather_from_owners(
 ) -> dict[str, jax.Array]:
     """From each device's `[positions, ...]`, all blocks `[blocks, ...]` on all devices.
 
-    One all-gather for the blocks that every device has; those of the remainders are first cut in pieces, one for each
-    device, so that there is no room and no message for blocks that are not there.
+    One all-gather; where segments differ, an all-to-all before it cuts the rest of the longer ones in pieces.
     """
+    if not own:
+        return {}
     devices = lax.axis_size(axis_name)
-    full = [name for name in own if shards[name].full]
-    rest = [name for name in own if shards[name].remainder]
+    flat = {name: x.reshape(len(x), -1) for name, x in own.items()}
+    segments = make_segments(shards, {name: x.shape[1] for name, x in flat.items()})
+    # Devices without a block of a group put what stands in its place behind the segment.
+    longest, dtype = max(x.shape[1] for x in flat.values()), jnp.result_type(*flat.values())
+    segment = as_varying(jnp.zeros(segments.room + longest, dtype), varying_axes(flat))
+    for name, starts in segments.starts.items():
+        begin = _here(starts, segments.room, axis_name)
+        segment = lax.dynamic_update_slice_in_dim(segment, flat[name][-1].astype(dtype), begin, 0)
 
     # Where shard_map keeps track of it, the result is the same on all devices. Under vmap there is no such gather.
     to = "invarying" if varying_axes(lax.axis_index(axis_name)) else "varying"
-
-    def everywhere(x):
-        return lax.all_gather(x, axis_name, to=to)
-
-    parts: dict[str, list[jax.Array]] = {name: [] for name in own}
-    gathered = _fused(everywhere, [own[n][: shards[n].full].reshape(-1) for n in full])
-    for name, x in zip(full, gathered, strict=True):
-        dealt = x.reshape(devices, shards[name].full, *own[name].shape[1:]).swapaxes(0, 1)
-        parts[name].append(dealt.reshape(-1, *own[name].shape[1:]))
-    cut = {n: _pieces(own[n][shards[n].full :], devices)[0] for n in rest}
-    held = [x.reshape(-1) for x in _pieces_from_owners(cut, shards, axis_name).values()]
-    for name, x in zip(rest, _fused(everywhere, held), strict=True):
-        blocks = jnp.moveaxis(x.reshape(devices, shards[name].remainder, -1), 0, 1)
-        parts[name].append(_whole(blocks, own[name].shape[1:]))
-    return {name: jnp.concatenate(found) for name, found in parts.items()}
+    sent = {name: x[: shards[name].full].reshape(-1) for name, x in flat.items() if shards[name].full}
+    sent |= {REST: _dealt_segment(segment[: segments.room], segments, axis_name)} if segments.starts else {}
+    found = _fused(lambda x: lax.all_gather(x, axis_name, to=to), sent)
+    whole = _segments_in(found.pop(REST), segments) if segments.starts else {}
+    for name, x in flat.items():
+        blocks = [found[name].reshape(devices, -1, x.shape[1]).swapaxes(0, 1)] if name in found else []
+        places = segments.starts.get(name, {}).items()
+        blocks += [whole[device][start : start + x.shape[1]] for device, start in places]
+        found[name] = jnp.concatenate([block.reshape(-1, x.shape[1]) for block in blocks])
+    return {name: found[name].reshape(-1, *x.shape[1:]) for name, x in own.items()}
 
 
-def _by_device(stack: jax.Array, devices: int) -> jax.Array:
-    """Blocks `[full * devices, ...]` as those of each device, `[devices, elements]`."""
-    return stack.reshape(-1, devices, *stack.shape[1:]).swapaxes(0, 1).reshape(devices, -1)
+def _by_device(flat: jax.Array, devices: int) -> jax.Array:
+    """Blocks `[full * devices, elements]` as those of each device, `[devices, full * elements]`."""
+    return flat.reshape(-1, devices, flat.shape[1]).swapaxes(0, 1).reshape(devices, -1)
 
 
-def _pieces(stack: jax.Array, devices: int) -> jax.Array:
-    """Blocks `[k, ...]` cut in equal pieces, the last filled up with zeros: `[k, devices, elements]`."""
-    flat = stack.reshape(stack.shape[0], -1)
-    return jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % devices))).reshape(stack.shape[0], devices, -1)
+def _here(table: Mapping[int, int], otherwise: int, axis_name: AxisName) -> jax.Array:
+    """What a table by device has for this one; `otherwise`, which is not less than any of it, where it has nothing."""
+    devices, values = (np.array(list(x), np.int32) for x in (table.keys(), table.values()))
+    return jnp.min(jnp.where(lax.axis_index(axis_name) == devices, values, np.int32(otherwise)))
 
 
-def _whole(pieces: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The inverse of `_pieces`, for blocks of that shape."""
-    return pieces.reshape(pieces.shape[0], -1)[:, : math.prod(shape)].reshape(-1, *shape)
+def _in_segments(rests: Mapping[str, jax.Array], segments: Segments) -> dict[str, jax.Array]:
+    """Blocks of remainders `[remainder, elements]` as the message has them for each device, `[devices, elements]`."""
+    if not rests:
+        return {}
+    blocks: dict[int, list[jax.Array]] = {device: [] for device in segments.lengths}
+    for name, x in rests.items():
+        for device, block in zip(segments.starts[name], _cut(x.reshape(-1), len(x) * [x.shape[1]]), strict=True):
+            blocks[device].append(block)
+    direct, devices = segments.direct, segments.devices
+    ends = list(itertools.accumulate(direct + devices * piece for piece in segments.pieces.values()))
+    flat = _laid_out(dict(zip([0, *ends], map(jnp.concatenate, blocks.values()), strict=False)), ends[-1])
+    if not direct:
+        return {REST: flat.reshape(-1, devices).T}
+    whole = jnp.split(flat, ends[:-1])
+    rest = jnp.concatenate([x[direct:] for x in whole]).reshape(-1, devices).T
+    return {REST: jnp.concatenate([jnp.stack([x[:direct] for x in whole]), rest], axis=1)}
 
 
-def _pieces_to_owners(
-    pieces: Mapping[str, jax.Array], shards: Mapping[str, Shard], axis_name: AxisName
-) -> dict[str, jax.Array]:
-    """From a piece of each block of a remainder, `[remainder, elements]`, those of one's own, `[devices, elements]`.
-
-    Blocks of a row, which may be of several groups, share the room that the largest takes.
-    """
-    rows = _empty_rows(pieces, shards)
-    for name, x in pieces.items():
-        for row, device, start, stop in shards[name].runs:
-            rows[row] = lax.dynamic_update_slice(rows[row], x[start:stop].astype(rows[row].dtype), (device, 0))
-    received, result = _exchanged(rows, axis_name), {}
-    for name, x in pieces.items():
-        found = [received[row][:, : x.shape[1]] for row, *_ in shards[name].runs]
-        own = lax.axis_index(axis_name) >= shards[name].offset
-        result[name] = jnp.where(own, found[0], found[-1])
-    return result
+def _segments_in(rows: jax.Array, segments: Segments) -> dict[int, jax.Array]:
+    """The inverse: the segment of each device, from the `rows` of all."""
+    direct, lengths = segments.direct, [segments.devices * piece for piece in segments.pieces.values()]
+    whole = dict(zip(segments.lengths, _cut(rows[:, direct:].T.reshape(-1), lengths), strict=True))
+    return {device: jnp.concatenate([rows[device, :direct], x]) for device, x in whole.items()} if direct else whole
 
 
-def _pieces_from_owners(
-    own: Mapping[str, jax.Array], shards: Mapping[str, Shard], axis_name: AxisName
-) -> dict[str, jax.Array]:
-    """The inverse of `_pieces_to_owners`."""
-    rows, index = _empty_rows(own, shards), lax.axis_index(axis_name)
-    for name, x in own.items():
-        for row, device, start, stop in shards[name].runs:
-            here = (index >= device) & (index < device + stop - start)
-            filled = jnp.pad(x, ((0, 0), (0, rows[row].shape[1] - x.shape[1])))
-            rows[row] = jnp.where(here, filled.astype(rows[row].dtype), rows[row])
-    received, result = _exchanged(rows, axis_name), {}
-    for name, x in own.items():
-        runs = shards[name].runs
-        found = [received[row][device : device + b - a, : x.shape[1]] for row, device, a, b in runs]
-        result[name] = jnp.concatenate(found)
-    return result
+def _whole_segment(own: jax.Array, segments: Segments, axis_name: AxisName) -> jax.Array:
+    """This device's segment, from its direct part and its pieces of the rest of all."""
+    devices, width = segments.devices, segments.exchanged
+    if not width:
+        return own
+    pieces = _cut(own[segments.direct :], segments.pieces.values())
+    begins = [device * width for device in segments.pieces]
+    sent = _laid_out(dict(zip(begins, pieces, strict=True)), devices * width)
+    received = lax.all_to_all(sent, axis_name, 0, 0, tiled=True).reshape(devices, width).T
+    return jnp.concatenate([own[: segments.direct], received.reshape(-1)])
 
 
-def _empty_rows(pieces: Mapping[str, jax.Array], shards: Mapping[str, Shard]) -> dict[int, jax.Array]:
-    """`[devices, elements]` for each row of the remainders, with room for the longest of the pieces."""
-    widths: dict[int, int] = {}
-    for name, x in pieces.items():
-        widths |= {row: max(x.shape[1], widths.get(row, 0)) for row, *_ in shards[name].runs}
-    dtype = jnp.result_type(*pieces.values()) if pieces else jnp.float32
-    devices = next((shards[name].devices for name in pieces), 0)
-    axes = varying_axes(dict(pieces))
-    return {row: as_varying(jnp.zeros((devices, width), dtype), axes) for row, width in sorted(widths.items())}
+def _dealt_segment(segment: jax.Array, segments: Segments, axis_name: AxisName) -> jax.Array:
+    """The inverse of `_whole_segment`."""
+    if not segments.exchanged:
+        return segment
+    rest = segment[segments.direct :].reshape(-1, segments.devices).T.reshape(-1)
+    received = lax.all_to_all(rest, axis_name, 0, 0, tiled=True).reshape(segments.devices, -1)
+    pieces = [received[device, :length] for device, length in segments.pieces.items()]
+    return jnp.concatenate([segment[: segments.direct], *pieces])
 
 
-def _exchanged(rows: Mapping[int, jax.Array], axis_name: AxisName) -> dict[int, jax.Array]:
-    """`[devices, ...]`, what this device has for each, as what each has for this one; in one message."""
-    sent = _fused(lambda x: lax.all_to_all(x, axis_name, split_axis=0, concat_axis=0), list(rows.values()))
-    return dict(zip(rows, sent, strict=True))
+def _laid_out(parts: Mapping[int, jax.Array], end: int) -> jax.Array:
+    """Vectors where each is said to begin, one behind the other, in one that ends at `end`; zeros in between."""
+    arrays, until = list(parts.values()), [*list(parts)[1:], end]
+    zero = jnp.zeros((), jnp.result_type(*arrays))
+    gaps = [stop - begin - len(x) for begin, stop, x in zip(parts, until, arrays, strict=True)]
+    filled = [lax.pad(x.astype(zero.dtype), zero, [(0, gap, 0)]) for x, gap in zip(arrays, gaps, strict=True)]
+    return jnp.concatenate([jnp.broadcast_to(zero, next(iter(parts))), *filled])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from kfac._checks import check_axis_name, check_choice, check_positive_int, check_switch, check_type
+from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import Inverse
 from kfac._curvature.symmetric import flatten, unflatten
 from kfac._varying import AxisName, axis_names
@@ -31,16 +34,16 @@ class Distribution:
       precondition: `"sharded"`: owners precondition, gradients are gathered every step. `"replicated"`: inverses are
         gathered when refreshed, and every device preconditions all blocks: fewer messages, more memory. Not with
         `Ekfac`, whose eigenvalues change with all statistics.
-      staggered: spread the refreshes over `inverse_every` steps by cost, in rows of one block for each device, so that
+      staggered: spread the refreshes over `inverse_every` steps by cost, so that devices wait little for each other and
         no step pays for all where there are more blocks than devices;
         False refreshes all of them at steps 0, `inverse_every`, 2 `inverse_every`, ... None staggers where
         `inverse_every` is a plain integer, which it takes, and inverses are not sent, as they are with `"replicated"`
         and, on several devices, with `Ekfac`: any refresh sends all of them.
-      schedule_for: the number of devices whose rows a staggered refresh deals to the steps. None: those there are, so
-        that devices wait least for each other; with a number, training is the same on any number of devices.
+      schedule_for: the number of devices for which a staggered refresh deals blocks to the steps. None: those there are,
+        so that devices wait least for each other; with a number, training is the same on any number of devices.
       gradients: `"averaged"`: what `update` gets has been averaged over devices. `"local"`: it is a device's own;
         `update` averages it at the owners only, and gathers the results: hardly more is sent than for the average
-        alone. With `axis_name` and `precondition="sharded"`; only linear transformations may come before.
+        alone, so take this first. With `axis_name` and `precondition="sharded"`; only linear transformations may come before.
       communication_dtype: dtype of statistics on the wire, `"float32"` or `"bfloat16"`. With `mesh`, where XLA averages
         the statistics, `"float32"` only.
 
@@ -112,19 +115,36 @@ def staggers(distribution: Distribution, inverse: Inverse, *, several: bool) -> 
     return not distribution.replicated and not (inverse.takes_moments and several)
 
 
-def shared(distribution: Distribution, inverse: Inverse, kept: Any) -> Any:
-    """What several devices all hold of what owners keep of a stack; None if nothing.
+@functools.cache
+def everywhere(distribution: Distribution, inverse: Inverse, group: Group) -> bool:
+    """Whether all devices precondition the Kronecker blocks of a group, with inverses that they get at refreshes.
 
-    All of it where every device preconditions; else what statistics are to be expressed in.
+    That is so, too, where a factor is diagonal and inverses are less to send than gradients: those of a table of words.
     """
-    return kept if distribution.replicated else inverse.basis(kept)
+    if distribution.replicated:
+        return True
+    if inverse.takes_moments or inverse.takes_gradients or all(len(shape) > 1 for shape in group.shapes.values()):
+        return False
+    sent = jax.eval_shape(lambda: inverse.encode(inverse.init(group.zeros(1, jnp.float32))))
+    return sent.size < group.d_out * group.d_in
 
 
-def encode(distribution: Distribution, inverse: Inverse, kept: Any) -> jax.Array:
+def shares(distribution: Distribution, inverse: Inverse, group: Group, *, several: bool) -> bool:
+    """Whether all devices have the inverses of a Kronecker group, or on `several` devices a part of them."""
+    moments = group.correctable and inverse.takes_moments
+    return everywhere(distribution, inverse, group) or (several and moments)
+
+
+def shared(inverse: Inverse, kept: Any) -> Any:
+    """Of what owners keep of a stack, what all devices have: all, or what statistics are to be expressed in."""
+    return inverse.basis(kept) if inverse.takes_moments else kept
+
+
+def encode(inverse: Inverse, kept: Any) -> jax.Array:
     """What is `shared` of what owners keep, as it is sent: `[k, elements]`."""
-    return inverse.encode(kept) if distribution.replicated else flatten(inverse.basis(kept))
+    return flatten(inverse.basis(kept)) if inverse.takes_moments else inverse.encode(kept)
 
 
-def decode(distribution: Distribution, inverse: Inverse, flat: jax.Array, like: Any) -> Any:
+def decode(inverse: Inverse, flat: jax.Array, like: Any) -> Any:
     """What is `shared`, from how it was sent."""
-    return inverse.decode(flat, like) if distribution.replicated else unflatten(flat, like)
+    return unflatten(flat, like) if inverse.takes_moments else inverse.decode(flat, like)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterable
 from typing import Any
 
 from kfac._checks import check_positive_int, check_range
 from kfac._curvature.blocks import Group
 from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
-from kfac._distributed.assignment import Assignment, by_kind, group_costs
-from kfac._distributed.distribution import Distribution
+from kfac._distributed.assignment import Assignment, by_kind
+from kfac._distributed.distribution import Distribution, everywhere
+from kfac._distributed.owners import Cost, group_costs
 from kfac._layers import KRONECKER_KINDS, Layer, Layers, format_bytes
 
 
@@ -54,7 +55,7 @@ class Plan:
       inverse_every: each inverse is refreshed every so many steps; likewise.
       flops: of one device: of the `"model"` and the `"statistics"` each time, of `"preconditioning"` each step, and
         of the critical path of the `"inversions"` of a cycle.
-      messages: bytes by kind of `"gradients"`, `"statistics"`, `"results"` (and eigenvectors, with `Ekfac`).
+      messages: bytes by kind of `"gradients"`, `"statistics"`, `"results"`, `"inverses"` that all get.
       seconds: of the same, each time.
       state_bytes: averages and inverses that one device holds.
       largest: the layer whose block costs most to invert, and its share of the critical path.
@@ -170,7 +171,7 @@ def plan(
     flops["inversions"] *= shorter
     seconds["inversions"] *= shorter
     costs = group_costs(final.groups)
-    name, _, cost = max(costs, key=lambda item: item[2], default=("", 0, 0))
+    name, _, cost, _ = max(costs, key=lambda cost: cost.work, default=Cost("", 0, 0, 0))
     layer = next((group.layers[0].name for group in final.groups if group.name == name), "no layer")
     share = cost / max(1, sum(final.cost_per_step))
     return Plan(final, batch, machine, overhead, statistics_every, inverse_every, flops, messages, seconds,
@@ -196,14 +197,14 @@ def _costs(assignment: Assignment, batch: int, machine: Hardware) -> tuple[dict,
     flops = {
         "model": 3 * local * sum(map(_products, layers)),
         "statistics": local * sum(map(_statistics, layers)),
-        "preconditioning": float(sum(map(_applied, *zip(*_held(assignment), strict=True)))),
+        "preconditioning": sum(_applied(group, assignment) for group in assignment.groups if group.kronecker),
         "inversions": sum(assignment.cost_per_step) * (EIGH_FLOPS if eigen else CHOLESKY_FLOPS),
     }
     messages = {
         "gradients": assignment.gradients_messages,
         "statistics": assignment.statistics_messages,
         "results": assignment.results_messages,
-        "eigenvectors": assignment.fetched_messages,
+        "inverses": assignment.fetched_messages,
     }
     seconds = {
         name: count / (machine.inversion_flops if name == "inversions" else machine.flops)
@@ -212,9 +213,7 @@ def _costs(assignment: Assignment, batch: int, machine: Hardware) -> tuple[dict,
     ring = 2 * (devices - 1) / devices / machine.bandwidth
     sent = {name: ring * in_all_reduces(kinds) for name, kinds in messages.items()}
     seconds |= {"gradients": sent["gradients"], "statistics' messages": sent["statistics"]}
-    replicated = assignment.distribution is not None and assignment.distribution.replicated
-    seconds |= {"results": 0.0 if replicated else sent["results"]}
-    seconds |= {"refreshes' messages": sent["eigenvectors"] + (sent["results"] if replicated else 0.0)}
+    seconds |= {"results": sent["results"], "refreshes' messages": sent["inverses"]}
     return flops, messages, seconds
 
 
@@ -232,22 +231,14 @@ def _seldom(seconds: dict[str, float], statistics_every: int, inverse_every: int
 def _intervals(seconds, budget: float, statistics_every, inverse_every) -> tuple[int | None, int | None]:
     """The shortest for which what is done seldom fits in `budget` seconds of the mean step; those given stay."""
     least = _seldom(seconds, statistics_every or 1 << 30, inverse_every or 1 << 30)
-    if statistics_every and inverse_every:
+    if (statistics_every and inverse_every) or least >= budget:
         return statistics_every, inverse_every
-    if least >= budget:
-        return statistics_every, inverse_every
-    both = next(n for n in _ascending() if _seldom(seconds, statistics_every or n, inverse_every or n) <= budget)
+    every = (round(1.02**n) for n in itertools.count())  # an interval of hundreds of steps need not be exact
+    both = next(n for n in every if _seldom(seconds, statistics_every or n, inverse_every or n) <= budget)
     inverse_every = inverse_every or both
     if not statistics_every:
         statistics_every = next(n for n in range(1, both + 1) if _seldom(seconds, n, inverse_every) <= budget)
     return statistics_every, inverse_every
-
-
-def _ascending() -> Iterable[int]:
-    n = 1
-    while True:
-        yield n
-        n += max(1, n // 50)  # an interval of hundreds of steps need not be exact
 
 
 def _products(layer: Layer) -> float:
@@ -267,14 +258,10 @@ def _statistics(layer: Layer) -> float:
     return 2.0 * layer.positions * layer.copies * sum(n**2 for f, n in sizes.items() if f not in layer.diagonal)
 
 
-def _held(assignment: Assignment) -> list[tuple[Group, int]]:
-    replicated = assignment.distribution is not None and assignment.distribution.replicated
-    groups = [group for group in assignment.groups if group.kronecker]
-    return [(g, g.size if replicated else assignment.shards[g.name].positions) for g in groups]
-
-
-def _applied(group: Group, blocks: int) -> float:
-    """FLOPs of `G^-1 V A^-1` for so many blocks."""
+def _applied(group: Group, assignment: Assignment) -> float:
+    """FLOPs of `G^-1 V A^-1` for the blocks of a group that a device preconditions."""
+    whole = everywhere(assignment.distribution or Distribution(), assignment.inverse, group)
+    blocks = group.size if whole else assignment.shards[group.name].positions
     sides = sum(shape[0] if len(shape) > 1 else 1 for shape in group.shapes.values())
     return 2.0 * blocks * group.d_out * group.d_in * sides
 
@@ -286,8 +273,8 @@ def _text(plan: Plan) -> str:
         f"{at.inversion_flops:.3g} in inversions, {format_bytes(at.bandwidth)} sent",
         f"{'part':<22}{'FLOPs of a device':>18}{'predicted ms':>14}  messages",
     ]
-    names = {"statistics": "statistics' messages", "eigenvectors": "refreshes' messages"}
-    for name in ("model", "gradients", "statistics", "inversions", "preconditioning", "results", "eigenvectors"):
+    names = {"statistics": "statistics' messages", "inverses": "refreshes' messages"}
+    for name in ("model", "gradients", "statistics", "inversions", "preconditioning", "results", "inverses"):
         seconds = plan.seconds.get(name, 0.0)
         kinds: dict[str, Any] = plan.messages.get(name, {})
         seconds += plan.seconds[names[name]] if name in names else 0.0

@@ -68,8 +68,6 @@ def kfac(
 
         A number or a schedule: only kernels and embeddings are scaled, to this times their norm, as LARS does with the
         gradient; without their part along the kernel as above. One stays as it is where one of the norms is zero.
-
-        Not with `gradients="local"` of a `Distribution`, but for None.
       damping: see `scale_by_kfac`, also for the arguments that follow. With `trust_ratio="auto"` it is in units of the
         mean eigenvalue of each block, as with `Cholesky(relative=True)`: then nothing depends on the scale of the loss.
         None: with "auto" 0.1, or 1e-4 for `Soap`; without, 1e-3.
@@ -133,11 +131,7 @@ def finish(
     """The optimizer around the preconditioner `tx`."""
     check_range("learning_rate", learning_rate, 0, math.inf, open_high=True)
     local = distribution is not None and distribution.gradients == "local"
-    if local and trust_ratio is not None:
-        raise ValueError(
-            f"trust_ratio={trust_ratio!r} looks at the gradient of the whole batch, which no device has with "
-            "gradients='local': pass trust_ratio=None with it"
-        )
+    axis = distribution.axis if local and distribution else None
     if kl_clip is not None:
         check_range("kl_clip", kl_clip, 0, math.inf, open_low=True, open_high=True)
         if trust_ratio == "auto":
@@ -145,7 +139,6 @@ def finish(
                 f"kl_clip={kl_clip!r} bounds the length of a step, which trust_ratio='auto' then sets anew: pass "
                 "trust_ratio=None with it"
             )
-        axis = distribution.axis if local and distribution else None
         tx = clip_kl(tx, layers, kl_clip, learning_rate, axis)
     _check_momentum(momentum, nesterov, rate_in_momentum, trust_ratio)
     if inverse.takes_gradients and (kl_clip is not None or rate_in_momentum or local):
@@ -157,7 +150,7 @@ def finish(
     if inverse.takes_gradients and parts:
         tx, parts = precondition_momentum(tx, parts[0]), []
     if trust_ratio is not None:
-        parts.append(scale_layers(layers, None if isinstance(trust_ratio, str) else trust_ratio))
+        parts.append(scale_layers(layers, None if isinstance(trust_ratio, str) else trust_ratio, axis))
     if weight_decay is not None:
         _check_weight_decay(weight_decay, weight_decay_mask)
         decay = _times_rate(weight_decay, learning_rate) if rate_in_momentum else weight_decay
@@ -212,8 +205,9 @@ def _followed_by(
 
     def update(updates, state, params=None, **extra):
         preconditioned, first = tx.update(updates, state[0], params, **extra)
-        taken = ~find_state(first, "state").refused
-        own = {"unpreconditioned": updates, "taken": taken}
+        found = find_state(first, "state")
+        taken = ~found.refused
+        own = {"unpreconditioned": updates, "kernel_squares": found.kernel_squares, "taken": taken}
         moved, second = rest.update(preconditioned, state[1], params, **extra | own)
         # A refused step is none: the counts of schedules stay, like the momentum, and nothing is updated. Selected, as
         # XLA makes a selection part of the arithmetic beside it, where kernels of a branch would have to be compiled.

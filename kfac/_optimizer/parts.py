@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.flatten_util import ravel_pytree
 
 from kfac._curvature.blocks import group_layers
 from kfac._layers import KRONECKER_KINDS, Layer, Layers, leaves_by_path, map_by_path
@@ -139,7 +140,9 @@ class LayerLengthState(NamedTuple):
 BESIDE_KERNELS = 0.1
 
 
-def scale_layers(layers: Layers, coefficient: ScalarOrSchedule | None = None) -> optax.GradientTransformationExtraArgs:
+def scale_layers(
+    layers: Layers, coefficient: ScalarOrSchedule | None = None, axis: AxisName | None = None
+) -> optax.GradientTransformationExtraArgs:
     """Steps of which each layer's has a length of its own, whatever its curvature and its gradient are.
 
     The norm `sqrt(d_out)` for the kernel and bias of a dense or convolutional layer together; a root mean square of 0.1
@@ -149,6 +152,7 @@ def scale_layers(layers: Layers, coefficient: ScalarOrSchedule | None = None) ->
 
     With a `coefficient`, so many times its own norm for each kernel, as with `optax.scale_by_trust_ratio`, and nothing
     else. In either case each copy of a stacked kernel goes by itself, and what does not turn a kernel is left out.
+    Gradients are local where there is an `axis`; `kernel_squares` are then those of their average.
     """
     auto = coefficient is None
     kinds = ("dense", "conv") if auto else KRONECKER_KINDS
@@ -162,16 +166,21 @@ def scale_layers(layers: Layers, coefficient: ScalarOrSchedule | None = None) ->
         del params
         return LayerLengthState() if auto else optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
 
-    def update(updates, state, params=None, *, unpreconditioned, **extra):
+    def update(updates, state, params=None, *, unpreconditioned, kernel_squares=None, **extra):
         del extra
-        matrices, sums = _sums(layers, layouts, kernels, updates, params, unpreconditioned)
+        matrices, sums = _sums(layers, layouts, kernels, updates, params, unpreconditioned, axis)
+        if axis is not None:
+            for group in [group for group in group_layers(layers) if group.kronecker]:
+                for layer, square in group.split(kernel_squares[group.name]):
+                    if layer.params[0] in kernels and layer.params[0] in sums:
+                        sums[layer.params[0]][3] = square[:, None, None]
         scaled: dict[str, jax.Array] = {}
         for path in [path for path in matrices if path in kernels]:
-            layer, (u, w, _), (_, gradient, *_, ww) = kernels[path], matrices[path], sums[path]
+            layer, (u, w, _), (_, _, ww, gradient, _) = kernels[path], matrices[path], sums[path]
             radial, square = _turned(layer, *sums[path])
             beside = [other for other in layer.params[1:] if other in matrices]
             for other in beside:
-                square, gradient = square + sums[other][0], gradient + sums[other][1]
+                square, gradient = square + sums[other][0], gradient + sums[other][2]
             if coefficient is None:
                 ratio = _ratio(jnp.where(gradient > 0, layer.d_out**0.5, 0), square)
             else:
@@ -180,7 +189,7 @@ def scale_layers(layers: Layers, coefficient: ScalarOrSchedule | None = None) ->
             scaled[path] = ratio * (u - radial * w)
             scaled |= {other: ratio * matrices[other][0] for other in beside}
         for path in [path for path in matrices if path not in scaled]:
-            square, gradient, moving = map(jnp.sum, sums[path])
+            square, moving, gradient = map(jnp.sum, sums[path])
             length = jnp.where(gradient > 0, BESIDE_KERNELS * jnp.sqrt(moving), 0)
             scaled[path] = _ratio(length, square) * matrices[path][0]
 
@@ -193,10 +202,11 @@ def scale_layers(layers: Layers, coefficient: ScalarOrSchedule | None = None) ->
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _sums(layers, layouts, kernels, updates, params, gradients):
+def _sums(layers, layouts, kernels, updates, params, gradients, axis):
     """The matrices in all trees of each leaf with a layout, but for masked ones; and sums `[copies, 1, 1]` over them.
 
-    Of a kernel, the sums that `_turned` takes; of others, of squares, and how many gradients and updates are not zero.
+    Of a kernel, the sums that `_turned` takes; of others, of squares, and how many updates and gradients are not zero.
+    Where gradients are local, sums that are linear in them are averaged over the devices of the `axis`.
     """
     if params is None:
         raise ValueError("trust_ratio needs the parameters: call update(grads, state, params)")
@@ -212,14 +222,20 @@ def _sums(layers, layouts, kernels, updates, params, gradients):
             if layer.params[0] in kernels and layer.params[0] in matrices:
                 matrices[layer.params[0]][2] = own[..., : layer.layouts[0].size("in")]
 
-    def products(path, u, w, g):
-        return (
-            [u * u, g * g, u * w, g * w, w * w]
-            if path in kernels
-            else [u * u, (g != 0).astype(u.dtype), (u != 0).astype(u.dtype)]
-        )
+    def moved(path, u, w, _):
+        return [u * u, u * w, w * w] if path in kernels else [u * u, (u != 0).astype(u.dtype)]
 
-    sums = sums_of_members([products(path, *own) for path, own in matrices.items()])
+    def measured(path, _, w, g):
+        return [g * g, g * w] if path in kernels else [(g != 0).astype(g.dtype)]
+
+    if axis is None:
+        sums = sums_of_members([moved(path, *own) + measured(path, *own) for path, own in matrices.items()])
+    else:
+        local = sums_of_members([measured(path, *own) for path, own in matrices.items()])
+        flat, unravel = ravel_pytree(local)
+        averaged = unravel(lax.pmean(flat, axis))
+        alike = sums_of_members([moved(path, *own) for path, own in matrices.items()])
+        sums = [own + mean for own, mean in zip(alike, averaged, strict=True)]
     return matrices, {path: [x[:, None, None] for x in own] for path, own in zip(matrices, sums, strict=True)}
 
 
@@ -228,7 +244,7 @@ def _sums(layers, layouts, kernels, updates, params, gradients):
 LEFT = 1e-4
 
 
-def _turned(layer: Layer, uu: Any, gg: Any, uw: Any, gw: Any, ww: Any) -> tuple[jax.Array, jax.Array]:
+def _turned(layer: Layer, uu: Any, uw: Any, ww: Any, gg: Any, gw: Any) -> tuple[jax.Array, jax.Array]:
     """How often a layer's update has the kernel in it to no use, and the square of the update without that.
 
     It is of no use where the scale of a kernel does not matter to the loss: there its gradient is at a right angle.

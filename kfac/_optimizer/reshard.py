@@ -12,7 +12,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from kfac._checks import check_positive_int
-from kfac._distributed.assignment import Shard, block_cost, make_shards
+from kfac._distributed.owners import Shard, block_cost, make_shards
 from kfac._optimizer.state import KfacState, Owned, Replica, find_nodes
 from kfac._varying import AxisName, replicated
 
@@ -61,7 +61,9 @@ def gather_state(opt_state: Any) -> Any:
         owned = {name: _gather_owned(own) for name, own in node.owned.items()}
         # A basis that is there for the sake of several devices can be had from the blocks again.
         replicas = {name: r for name, r in node.replicas.items() if not owned[name].inverse.takes_moments}
-        return node._replace(owned=owned, replicas=replicas)
+        # No later step reads the squares.
+        squares = jax.tree.map(jnp.zeros_like, node.kernel_squares)
+        return node._replace(owned=owned, replicas=replicas, kernel_squares=squares)
 
     return on_states(gather, opt_state)
 
@@ -90,7 +92,7 @@ def scatter_state(portable: Any, num_devices: int, *, pmap: bool = False) -> Any
         if any(own.shard.devices != 1 for own in node.owned.values()):
             raise ValueError("portable must be what gather_state returns, but is a state for several devices")
         blocks = {name: own.blocks.factors for name, own in node.owned.items()}
-        costs = [(name, x.A.shape[0], block_cost([x.A.shape[1:], x.G.shape[1:]])) for name, x in blocks.items()]
+        costs = [block_cost(name, len(x.A), [x.A.shape[1:], x.G.shape[1:]]) for name, x in blocks.items()]
         shards = make_shards(costs, num_devices)
         bases = {name: own.inverse.basis(own.blocks.inverse) for name, own in node.owned.items()}
         ready = {name: node.owned[name].blocks.condition > 0 for name, basis in bases.items() if basis is not None}

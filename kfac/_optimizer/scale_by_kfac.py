@@ -198,7 +198,7 @@ def refresh(opt_state: Any, *, distribution: Distribution | None = None) -> Any:
         for name, shard in shards.items():
             wanted[name] &= owns_last(shard, axis)
         relative = any(own.inverse.relative for own in state.owned.values())
-        state, failed = refresh_inverses(uses, state, wanted, damping, None, relative=relative)
+        state, failed = refresh_inverses(axis, state, wanted, damping, None, relative=relative)
         number = count_blocks(shards, axis, failed)
         number = lax.psum(number, axis) if axis is not None else number
         metrics = state.metrics._replace(failed_inversions=state.metrics.failed_inversions + number)

@@ -15,8 +15,8 @@ from jax import lax
 
 from kfac._curvature.blocks import Group, group_layers
 from kfac._curvature.inverse import Inverse
-from kfac._distributed.assignment import Shard, group_costs, make_shards, make_turns
-from kfac._distributed.distribution import Distribution, shared
+from kfac._distributed.distribution import Distribution, everywhere, shared, shares
+from kfac._distributed.owners import Shard, group_costs, make_shards, make_turns
 from kfac._factors import Block
 from kfac._layers import Layers, leaves_by_path
 from kfac._varying import AxisName, as_varying, axis_size, varying_axes
@@ -96,8 +96,10 @@ class KfacState(NamedTuple):
       unitwise_damping: that of unit-wise and diagonal blocks.
       owned: Kronecker blocks, each device its own.
       shared: unit-wise and diagonal blocks, the same on all devices.
-      replicas: with `precondition="replicated"` the inverses of all devices; over an axis, with an inverse that takes
-        moments, the bases of the blocks that have some; else empty.
+      replicas: what all devices have of inverses: those of the groups that they all precondition, of all groups with
+        `precondition="replicated"`; over an axis, with an inverse that takes moments, the bases of blocks with such.
+      kernel_squares: for what sets the lengths of steps where gradients arrive local: of the averaged gradient of each
+        Kronecker block without its bias, `[blocks]`, the square of the norm. Else zeros.
       metrics: scalars of the last step.
     """
 
@@ -109,6 +111,7 @@ class KfacState(NamedTuple):
     owned: dict[str, Owned]
     shared: dict[str, BlockState]
     replicas: dict[str, Replica]
+    kernel_squares: dict[str, jax.Array]
     metrics: KfacMetrics
 
     @property
@@ -147,7 +150,12 @@ class Config:
 
     def shares(self, group: Group) -> bool:
         """Whether all devices have the inverses of a group, or a part of them."""
-        return group.kronecker and (self.distribution.replicated or (self.axis is not None and self.has_moments(group)))
+        several = self.axis is not None
+        return group.kronecker and shares(self.distribution, self.inverse, group, several=several)
+
+    def owners_precondition(self, group: Group) -> bool:
+        """Whether owners alone precondition the blocks of a group."""
+        return group.kronecker and not everywhere(self.distribution, self.inverse, group)
 
     @functools.cached_property
     def skipped(self) -> frozenset[str]:
@@ -190,7 +198,7 @@ def init_state(config: Config, params: Any) -> KfacState:
         return Owned(held, shard, config.inverse)
 
     def replica(group: Group) -> Replica:
-        kept = shared(config.distribution, config.inverse, inverses(group, group.size))
+        kept = shared(config.inverse, inverses(group, group.size))
         return Replica(kept, jnp.zeros(group.size, bool))
 
     return KfacState(
@@ -202,6 +210,7 @@ def init_state(config: Config, params: Any) -> KfacState:
         owned={group.name: own(group) for group in config.kronecker},
         shared={group.name: blocks(group, group.size) for group in config.groups if not group.kronecker},
         replicas={group.name: replica(group) for group in config.groups if config.shares(group)},
+        kernel_squares={group.name: jnp.zeros(group.size, dtype) for group in config.kronecker},
         metrics=KfacMetrics(*(jnp.zeros((), dtype) for dtype in 4 * [jnp.float32] + 4 * [jnp.int32])),
     )
 

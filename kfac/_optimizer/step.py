@@ -19,9 +19,10 @@ from kfac._curvature.inverse import averaged, finite, per_block
 from kfac._curvature.refresh import once_if, refresh
 from kfac._curvature.symmetric import flatten_block, unflatten_block
 from kfac._curvature.unitwise import ChannelInverse
-from kfac._distributed.assignment import Shard
 from kfac._distributed.collectives import gather_from_owners, means_to_owners, owns_last, take_own
-from kfac._distributed.distribution import Distribution, decode, encode
+from kfac._distributed.distribution import decode, encode
+from kfac._distributed.owners import Shard
+from kfac._distributed.segments import BUCKETS
 from kfac._factors import Block, Coarse, Factors, Kronecker, Tied, Unitwise
 from kfac._layers import leaves_by_path, map_by_path
 from kfac._optimizer.state import Config, KfacMetrics, KfacState, Owned, Replica, check_state, match_leaves, with_blocks
@@ -55,6 +56,11 @@ class Place(NamedTuple):
     shards: dict[str, Shard]
     mine: Vectors
 
+    @property
+    def apart(self) -> dict[str, Shard]:
+        """The groups that their owners alone precondition."""
+        return {g.name: self.shards[g.name] for g in self.config.kronecker if self.config.owners_precondition(g)}
+
 
 def preconditioned_step(
     config: Config, updates: Any, averaged: Any, state: KfacState, now: Now, factors: Factors | None, *, local: bool
@@ -65,11 +71,11 @@ def preconditioned_step(
     """
     check(config, state, updates, factors if local else None)
     place = locate(config, state, now)
-    updates, gradients, square, usable = take_gradients(place, state, updates)
+    state, updates, gradients, square, usable = take_gradients(place, state, updates)
     own = gradients
     if averaged is not None:
         match_leaves(config.layers, averaged, "averaged")
-        averaged, own, _, finite_too = take_gradients(place, state, averaged)
+        _, averaged, own, _, finite_too = take_gradients(place, state, averaged)
         updates = jax.tree.map(lambda new, old: new.astype(old.dtype), averaged, updates)
         usable &= finite_too
     changed, any_due, due = decide(place, state, usable, statistics=factors is not None)
@@ -82,9 +88,7 @@ def preconditioned_step(
     if config.phases:
         blocks = state.blocks
         wanted = {name: due[name] & place.mine[name] & (blocks[name].weight > 0) for name in blocks}
-        state, failed = refresh_inverses(
-            config.distribution, state, wanted, now, any_due, relative=config.inverse.relative
-        )
+        state, failed = refresh_inverses(config.axis, state, wanted, now, any_due, relative=config.inverse.relative)
     state, preconditioned = precondition(place, state, own, gradients, usable)
     updates, new_square, usable = restore(config, updates, preconditioned, usable)
     metrics, usable = measure(place, state, [square, new_square], change, [left_out, failed], usable)
@@ -139,12 +143,15 @@ def locate(config: Config, state: KfacState, now: Now) -> Place:
     return Place(config, now, shards, mine)
 
 
-def take_gradients(place: Place, state: KfacState, updates: Any) -> tuple[Any, Vectors, jax.Array, jax.Array]:
+def take_gradients(
+    place: Place, state: KfacState, updates: Any
+) -> tuple[KfacState, Any, Vectors, jax.Array, jax.Array]:
     """The gradients as matrices `[k, d_out, d_in]` of the blocks that this device preconditions.
 
     Returns:
-      The updates, averaged but for what owners alone need; the matrices; the squared norm of all; whether all are
-      finite. All devices agree on that, for it decides whether this is a step at all.
+      The state with the squares of gradients that arrive local; the updates, averaged but for what owners alone need;
+      the matrices; the squared norm of all; whether all are finite. All devices agree on that, for it decides whether
+      this is a step at all.
     """
     config, axis, blocks = place.config, place.config.axis, state.blocks
     local = axis is not None and config.distribution.gradients == "local"
@@ -153,24 +160,44 @@ def take_gradients(place: Place, state: KfacState, updates: Any) -> tuple[Any, V
     leaves = leaves_by_path(updates)
     matrices = {group.name: group.stack_matrices(leaves, blocks[group.name].weight.dtype) for group in config.groups}
     if axis is not None and local:
-        sent = {name: matrices[name] for name in place.shards}
-        own = matrices | means_to_owners(sent, place.shards, axis, {name: x.dtype for name, x in sent.items()})
-        kept = [jnp.where(per_block(place.mine[name], own[name]), own[name], 0) for name in sent]
-        square = lax.psum(_square(kept), axis) + _square(x for name, x in own.items() if name not in sent)
+        sent = {name: matrices[name] for name in place.apart}
+        own = matrices | means_to_owners(sent, place.apart, axis, {name: x.dtype for name, x in sent.items()})
+        kept = {n: jnp.where(per_block(place.mine[n], own[n]), own[n], 0) if n in sent else own[n] for n in own}
+        squares = {"": _square(kept[name] for name in sent)} | _of_kernels(place, kept)
+        sums, unravel = ravel_pytree(as_varying(squares, varying_axes(lax.axis_index(axis))))
+        squares = unravel(lax.psum(sums, axis))
+        square = squares.pop("") + _square(x for name, x in own.items() if name not in sent)
+        state = state._replace(kernel_squares=squares)
     else:
         square = _square(matrices.values())
-        own = matrices if config.distribution.replicated else take_own(matrices, place.shards, axis)
+        own = take_own(matrices, place.apart, axis)
     usable = _all_finite(square, (leaf for path, leaf in leaves.items() if path in config.skipped))
     if axis is not None:
         # The same decision everywhere, whatever one device has seen: what follows holds collectives.
         usable = lax.pmin(usable.astype(jnp.int32), axis) > 0
-    return updates, own, square, usable
+    return state, updates, own, square, usable
+
+
+def _of_kernels(place: Place, gradients: Vectors) -> Vectors:
+    """Of each block's gradient without the bias the squared norm, `[blocks]`, where this device is to count it."""
+    squares, axis = {}, place.config.axis
+    for group in place.config.kronecker:
+        sizes = np.repeat([layer.layouts[0].size("in") for layer in group.layers], group.counts)
+        known = {group.name: (jnp.arange(group.size), jnp.asarray(sizes))}
+        blocks, own = take_own(known, place.apart, axis)[group.name]
+        inside = jnp.arange(group.d_in) < own[:, None, None]
+        found = jnp.sum(jnp.where(inside, jnp.square(gradients[group.name]), 0), axis=(1, 2))
+        if group.name not in place.apart:  # all devices have it
+            found = jnp.where(lax.axis_index(axis) == 0, found, 0)
+        squares[group.name] = jnp.zeros(group.size, found.dtype).at[blocks].add(found)
+    return squares
 
 
 def _averaged_beside_blocks(config: Config, updates: Any) -> Any:
-    """The updates, of which those that no Kronecker block is made of are averaged over devices, in one message."""
+    """The updates, of which those that all devices precondition are averaged over them, in one message."""
     updates = as_varying(updates, varying_axes(lax.axis_index(config.axis)))
-    owned = {path for group in config.kronecker for layer in group.layers for path in layer.params}
+    apart = filter(config.owners_precondition, config.groups)
+    owned = {path for group in apart for layer in group.layers for path in layer.params}
     flat, unravel = ravel_pytree({p: leaf for p, leaf in leaves_by_path(updates).items() if p not in owned})
     averaged = unravel(lax.pmean(flat, config.axis)) if flat.size else {}
     return map_by_path(lambda path, leaf: averaged.get(path, leaf), updates)
@@ -212,7 +239,7 @@ def average_statistics(place: Place, factors: Factors, *, local: bool) -> dict[s
     sent = {name: flatten_block(stack) for name, stack in stacks.items()}
     if config.distribution.communication_dtype != "float32":
         sent = {name: stack.astype(config.distribution.communication_dtype) for name, stack in sent.items()}
-    received = means_to_owners(sent, shards, axis, dtypes)
+    received = means_to_owners(sent, shards, axis, dtypes, BUCKETS)
     return {name: unflatten_block(received[name], stack) for name, stack in stacks.items()}
 
 
@@ -288,7 +315,7 @@ def after(number: jax.Array, flags: jax.Array) -> jax.Array:
 
 
 def refresh_inverses(
-    distribution: Distribution, state: KfacState, wanted: Vectors, now: Now, needed: jax.Array | None, *, relative: bool
+    axis: AxisName | None, state: KfacState, wanted: Vectors, now: Now, needed: jax.Array | None, *, relative: bool
 ) -> tuple[KfacState, Vectors]:
     """New inverses of the blocks that are `wanted`, and of their replicas; and which of these failed.
 
@@ -308,7 +335,7 @@ def refresh_inverses(
             result = refresh(inverse, kept, blocks[name].factors, wanted[name], damping)
             new[name] = result.inverse, jnp.where(result.valid, result.condition, condition)
             valid[name] = result.valid
-        return new, _fetched(distribution, state.owned, old[1], new), valid
+        return new, _fetched(axis, state.owned, old[1], new), valid
 
     start = stacks, state.replicas, none
     stacks, replicas, valid = renewed(start) if needed is None else once_if(needed, renewed, start)
@@ -321,18 +348,18 @@ def refresh_inverses(
 
 
 def _fetched(
-    distribution: Distribution, owned: dict[str, Owned], replicas: dict[str, Replica], stacks: dict[str, Any]
+    axis: AxisName | None, owned: dict[str, Owned], replicas: dict[str, Replica], stacks: dict[str, Any]
 ) -> dict[str, Replica]:
-    """What all devices have of the inverses, from their owners in two messages."""
+    """What all devices have of the inverses, from their owners."""
     sent = {}
     for name in replicas:
         kept, condition = stacks[name]
-        encoded = encode(distribution, owned[name].inverse, kept)
+        encoded = encode(owned[name].inverse, kept)
         sent[name] = jnp.concatenate([encoded, (condition > 0).astype(encoded.dtype)[:, None]], axis=1)
-    axis, shards = distribution.axis, {name: own.shard for name, own in owned.items()}
-    received = gather_from_owners(sent, shards, axis) if axis is not None and sent else sent
+    shards = {name: own.shard for name, own in owned.items()}
+    received = gather_from_owners(sent, shards, axis) if axis is not None else sent
     return {
-        name: Replica(decode(distribution, owned[name].inverse, flat[:, :-1], replicas[name].inverse), flat[:, -1] > 0)
+        name: Replica(decode(owned[name].inverse, flat[:, :-1], replicas[name].inverse), flat[:, -1] > 0)
         for name, flat in received.items()
     }
 
@@ -345,10 +372,10 @@ def precondition(
     And the state, in which blocks have taken in the gradients, where the inverse wants them and they are `usable`.
     """
     config, axis = place.config, place.config.axis
-    replicated, result, blocks = config.distribution.replicated, {}, state.blocks
+    result, blocks = {}, state.blocks
     for group in config.groups:
         name, block, inverse = group.name, blocks[group.name], group.kind(config.inverse)
-        everywhere = replicated and group.kronecker
+        everywhere = group.kronecker and name not in place.apart
         kept, ready = state.replicas[name] if everywhere else (block.inverse, block.condition > 0)
         if inverse.takes_gradients:
             kept = inverse.observe(kept, gradients[name], ready & usable)
@@ -356,9 +383,9 @@ def precondition(
         applied = inverse.apply(kept, own[name], place.now.damping)
         result[name] = jnp.where(per_block(ready, own[name]), applied, own[name])  # not before there is an inverse
     state = with_blocks(state, blocks)
-    if replicated or axis is None:
+    if axis is None:
         return state, result
-    return state, result | gather_from_owners({name: result[name] for name in place.shards}, place.shards, axis)
+    return state, result | gather_from_owners({name: result[name] for name in place.apart}, place.apart, axis)
 
 
 def restore(
@@ -396,8 +423,10 @@ def measure(
     parts = [block.condition for block in blocks], ages
     extremes = jnp.stack([jnp.max(_join(part)).astype(jnp.float32) for part in parts])
     if axis is not None:
-        counts, extremes = lax.psum(counts, axis), lax.pmax(extremes, axis)
-        change = lax.psum(change, axis) if change is not None else None
+        # In one message: as float32, numbers of blocks are exact.
+        *sums, total = lax.psum(jnp.append(counts.astype(jnp.float32), 0 if change is None else change), axis)
+        counts, extremes = jnp.stack(sums).astype(jnp.int32), lax.pmax(extremes, axis)
+        change = None if change is None else total
     usable = counts[2] == 0  # agreed once more: the next step's decisions follow from it
     before = metrics.statistics_change
     if change is not None:

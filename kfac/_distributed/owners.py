@@ -1,0 +1,107 @@
+"""Who owns which block, and when it is inverted: pure arithmetic on shapes, no devices.
+
+Blocks of equal shape form a group of `K`. They are dealt to `D` devices: device `d` owns block `p D + d` at each of its
+positions `p = 0 ... full - 1`, `full = K // D`. What is left of a group, its *remainder*, goes to as many devices, one
+block each at position `full`: to those whose remainders so far have the fewest elements of gradients, as these go back
+and forth in every step. The most expensive groups are dealt first. No table has an entry for each device, only for each
+block of a remainder.
+
+A staggered refresh deals the blocks to the steps of a cycle, the most expensive first: each to a step in which its
+device would wait for others anyway, if there is one, else to the step with the least work so far. Staggered by the work
+of devices alone, in whatever order, all but one of them would wait in every step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kfac._curvature.blocks import Group
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """How the `blocks` of a group lie on `devices`.
+
+    Attributes:
+      blocks: `K`.
+      devices: `D`.
+      owners: of the blocks of the remainder, in their order.
+    """
+
+    blocks: int
+    devices: int
+    owners: tuple[int, ...] = ()
+
+    @property
+    def full(self) -> int:
+        """Blocks that every device owns."""
+        return self.blocks // self.devices
+
+    @property
+    def positions(self) -> int:
+        """Length of the stacks each device holds."""
+        return -(-self.blocks // self.devices)
+
+    def location(self, block: int) -> tuple[int, int]:
+        """Device and position of a block."""
+        position, device = divmod(block, self.devices)
+        return (device if position < self.full else self.owners[device]), position
+
+
+class Cost(NamedTuple):
+    """What there is to do for each of the `blocks` of a group: `work` to invert it, and `elements` of its gradient."""
+
+    name: str
+    blocks: int
+    work: int
+    elements: int
+
+
+def block_cost(name: str, blocks: int, shapes: Iterable[tuple[int, ...]]) -> Cost:
+    """Of Kronecker blocks with factors of such shapes; work in `n^3`, of a diagonal factor `n`."""
+    shapes = list(shapes)
+    work = sum(shape[0] if len(shape) == 1 else shape[0] ** 3 for shape in shapes)
+    return Cost(name, blocks, work, math.prod(shape[0] for shape in shapes))
+
+
+def group_costs(groups: Sequence[Group]) -> list[Cost]:
+    return [block_cost(g.name, g.size, g.shapes.values()) for g in groups if g.kronecker]
+
+
+def _dealt(costs: Iterable[Cost]) -> list[Cost]:
+    """The order in which groups are dealt."""
+    return sorted(costs, key=lambda cost: (-cost.work, cost.name))
+
+
+def make_shards(costs: Iterable[Cost], devices: int) -> dict[str, Shard]:
+    """Spreads every group over the devices."""
+    shards, load = {}, np.zeros(devices, int)
+    for name, blocks, _, elements in _dealt(costs):
+        least = np.sort(np.argsort(load, kind="stable")[: blocks % devices])
+        load[least] += elements
+        shards[name] = Shard(blocks, devices, tuple(least.tolist()))
+    return shards
+
+
+def make_turns(costs: Iterable[Cost], phases: int, devices: int) -> dict[str, np.ndarray]:
+    """In which of `phases` steps of a cycle each block is refreshed, `[blocks]` for each group, on so many devices."""
+    shards, turns = make_shards(costs, devices), {}
+    load, longest = np.zeros((phases, devices), int), np.zeros(phases, int)  # work of each device; of the busiest
+    for name, blocks, work, _ in _dealt(costs):
+        turns[name] = np.zeros(blocks, int)
+        for first in range(0, shards[name].full * devices, devices):
+            step = np.argmin(longest)
+            turns[name][first : first + devices] = step
+            load[step] += work
+            longest[step] += work
+        for block, device in enumerate(shards[name].owners, shards[name].full * devices):
+            after = load[:, device] + work
+            turns[name][block] = step = np.lexsort((after, after > longest))[0]
+            load[step, device] = after[step]
+            longest[step] = max(longest[step], after[step])
+    return turns
