@@ -77,7 +77,7 @@ def kfac(
 
         None: `Soap()`, but `Cholesky()` where more than half of the kernels are convolutions and there is a
         normalisation with a scale among the layers. So either is where it took fewer steps. It is `Cholesky()` too
-        without "auto" and with `precondition="replicated"` of a `Distribution`.
+        without "auto", and with `precondition="replicated"` or `gradients="local"` of a `Distribution`.
       distribution: how several devices are used, and whether refreshes are staggered; None: one device.
 
     Returns:
@@ -109,8 +109,8 @@ def _default_inverse(layers: Layers, auto: bool, distribution: Distribution | No
     check_layers(layers)
     kinds = [layer.kind for layer in layers]
     turned = kinds.count("conv") > kinds.count("dense") and "unitwise" in kinds
-    replicated = isinstance(distribution, Distribution) and distribution.replicated
-    return Cholesky() if turned or replicated or not auto else Soap()
+    refused = isinstance(distribution, Distribution) and (distribution.replicated or distribution.gradients == "local")
+    return Cholesky() if turned or refused or not auto else Soap()
 
 
 def finish(
