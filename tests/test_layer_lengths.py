@@ -280,7 +280,7 @@ def test_gradients_may_arrive_local(trust_ratio, devices, x64):
     params = jax.tree.map(jnp.asarray, words_parameters())
     found = kfac.find_layers(words_loss, params, batches[0], skip=["free"])
     assert {layer.kind for layer in found} == {"embedding", "dense", "unitwise", "skipped"}
-    options = {"trust_ratio": trust_ratio, "inverse_every": 3, "weight_decay": 0.1}
+    options = {"trust_ratio": trust_ratio, "inverse_every": 3, "weight_decay": 0.1, "inverse": kfac.Cholesky()}
 
     def trained(distribution, mapped=lambda step, specs: step):
         tx = kfac.kfac(0.02, found, distribution=distribution, **options)

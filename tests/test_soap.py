@@ -327,7 +327,7 @@ def test_the_default_is_chosen_by_the_layers(convolutions, dense, normalised, ex
     "options",
     [{"trust_ratio": None}, {"trust_ratio": 1.0}, {"trust_ratio": None, "kl_clip": 1e-3},
      {"distribution": kfac.Distribution(precondition="replicated")},
-     {"trust_ratio": None, "distribution": kfac.Distribution("devices", gradients="local")}],
+     {"distribution": kfac.Distribution("devices", gradients="local")}],
 )  # fmt: skip
 def test_the_default_where_there_is_no_soap(options):
     name = None if "distribution" not in options else options["distribution"].axis_name
