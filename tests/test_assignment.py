@@ -17,6 +17,7 @@ import kfac
 import messages
 import resnet50_step
 from kfac._distributed.owners import Cost, Shard, group_costs, make_shards, make_turns
+from kfac._distributed.planning import in_all_reduces
 from kfac._distributed.segments import make_segments
 
 SCRIPT = pathlib.Path(__file__).parent / "resnet50_step.py"
@@ -103,6 +104,16 @@ def test_devices_hardly_wait_for_each_other(model, inverse_every, devices, of_la
     largest = max(cost.work for cost in group_costs(plan.groups))
     mean = sum(plan.cost_per_device) / devices
     assert sum(plan.cost_per_step) <= max(of_largest * largest, of_mean * mean) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("model", "devices", "most"), [("resnet50", 8, 1.01), ("resnet50", 64, 1.1), ("gpt", 8, 1.02)])
+def test_an_ordinary_step_sends_what_sgd_does(model, devices, most, resnet50_layers):
+    """Where gradients arrive local; bytes of a plan are those of compiled programs (`test_plan.py`)."""
+    layers = resnet50_layers if model == "resnet50" else gpt_layers()
+    local = kfac.Distribution("devices", gradients="local")
+    plan = kfac.Assignment(layers, devices=devices, inverse_every=10, distribution=local)
+    sent = [in_all_reduces(part) for part in (plan.gradients_messages, plan.results_messages, plan.fetched_messages)]
+    assert sum(sent) <= most * 4 * sum(layer.num_params for layer in layers)
 
 
 def test_a_plan_for_thousands_of_devices_takes_no_time(resnet50_layers):

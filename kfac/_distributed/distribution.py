@@ -39,11 +39,12 @@ class Distribution:
         False refreshes all of them at steps 0, `inverse_every`, 2 `inverse_every`, ... None staggers where
         `inverse_every` is a plain integer, which it takes, and inverses are not sent, as they are with `"replicated"`
         and, on several devices, with `Ekfac`: any refresh sends all of them.
-      schedule_for: the number of devices for which a staggered refresh deals blocks to the steps. None: those there are,
-        so that devices wait least for each other; with a number, training is the same on any number of devices.
+      schedule_for: the number of devices for which a staggered refresh deals blocks to the steps. None: those there
+        are, so that devices wait least for each other; with a number, training is the same on any number of devices.
       gradients: `"averaged"`: what `update` gets has been averaged over devices. `"local"`: it is a device's own;
         `update` averages it at the owners only, and gathers the results: hardly more is sent than for the average
-        alone, so take this first. With `axis_name` and `precondition="sharded"`; only linear transformations may come before.
+        alone, so take this first. With `axis_name` and `precondition="sharded"`; only linear transformations may come
+        before.
       communication_dtype: dtype of statistics on the wire, `"float32"` or `"bfloat16"`. With `mesh`, where XLA averages
         the statistics, `"float32"` only.
 
