@@ -42,12 +42,16 @@ os.environ["XLA_FLAGS"] = " ".join(
     + [f"{k}={v}" for k, v in _XLA_FLAGS.items() if k not in os.environ.get("XLA_FLAGS", "")]
 ).strip()
 
+import ctypes  # noqa: E402
 import gc  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+
+
+C_LIBRARY = ctypes.CDLL(None)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -61,6 +65,8 @@ def forget_what_was_compiled() -> Iterator[None]:
     yield
     jax.clear_caches()
     gc.collect()
+    if hasattr(C_LIBRARY, "malloc_trim"):  # glibc keeps what is freed
+        C_LIBRARY.malloc_trim(0)
 
 
 @pytest.fixture

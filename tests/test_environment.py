@@ -1,5 +1,7 @@
 """The environment that conftest.py promises to the other tests."""
 
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -23,6 +25,7 @@ def test_float64_is_off_again_afterwards():
     assert _dtype_of_a_literal() == jnp.float32
 
 
-def test_several_devices_and_no_compilation_cache():
+def test_several_devices_and_a_compilation_cache_of_this_run_alone():
     assert jax.device_count() >= 2
-    assert not jax.config.jax_enable_compilation_cache
+    assert jax.config.jax_enable_compilation_cache
+    assert pathlib.Path(jax.config.jax_compilation_cache_dir).name.startswith("kfac-tests-")

@@ -43,7 +43,7 @@ def check_factors(network):
         check_all(network.loss, params, batch, expected, vectors=expected.vectors)
 
 
-@few(20)
+@few(12)
 @given(networks())
 def test_factors_equal_brute_force(network):
     check_factors(network)
@@ -64,7 +64,7 @@ def check_network_moments(network):
         check_moments(network.loss, network.parameters(np.float64), network.batch(0, 4, np.float64))
 
 
-@few(6)
+@few(4)
 @given(networks(interacting=False))
 def test_moments_equal_brute_force(network):
     check_network_moments(network)
@@ -144,7 +144,7 @@ def check_schedule(network, options, schedule, compute):
     assert full._cache_size() == any(schedule) and cheap._cache_size() == (not all(schedule))
 
 
-@few(5)
+@few(3)
 @example(
     VARIED,
     {"inverse_every": 2, "refresh_warmup": 1, "inverse": kfac.Cholesky()},

@@ -274,8 +274,8 @@ def test_narrow_models_where_float64_is_allowed(x64, dtype, inverse):
     batch = problem.batch(0, dtype=dtype)
     layers = kfac.find_layers(problem.loss_fn, params, batch)
     tx = kfac.kfac(0.05, layers, inverse=inverse)
-    _, grads, factors = kfac.value_and_grad(problem.loss_fn, layers)(params, batch)
-    updates, state = tx.update(grads, tx.init(params), params, factors=factors)
+    _, grads, factors = jax.jit(kfac.value_and_grad(problem.loss_fn, layers))(params, batch)
+    updates, state = jax.jit(tx.update)(grads, tx.init(params), params, factors=factors)
     assert {leaf.dtype for leaf in jax.tree.leaves(updates)} == {jnp.dtype(dtype)}
     assert all(np.isfinite(np.asarray(leaf, np.float64)).all() for leaf in jax.tree.leaves(updates))
     assert kfac.diagnostics(state)["skipped_steps"] == 0
