@@ -50,7 +50,6 @@ from pathlib import Path  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-
 C_LIBRARY = ctypes.CDLL(None)
 
 
