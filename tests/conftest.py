@@ -58,6 +58,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return (collection_path.name.startswith("test_example") and "not examples" in config.option.markexpr) or None
 
 
+LONGEST = "zoo distributed sharded_models wrappers docs properties example_runs example_wavefunction".split()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files that take longest begin, so that no worker is left alone with one of them."""
+    names = [f"test_{name}" for name in LONGEST]
+    items.sort(key=lambda item: names.index(item.path.stem) if item.path.stem in names else len(names))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def forget_what_was_compiled() -> Iterator[None]:
     """No file needs what another has compiled; kept, it fills gigabytes."""
