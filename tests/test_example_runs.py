@@ -113,6 +113,7 @@ def test_lean_checkpoints_make_the_mixed_images_again(whole, tmp_path):
         assert losses[0] == pytest.approx(losses[1], rel=tolerance), step
 
 
+@pytest.mark.slow
 def test_going_on_growing_and_what_is_refused(tmp_path):
     options = [*SGD, "--output", tmp_path / "a"]
     train(*options, "--stop-after", 2)
@@ -154,6 +155,7 @@ def test_metrics_after_the_last_checkpoint_are_made_again(tmp_path):
     assert records(tmp_path / "a") == records(tmp_path / "b")
 
 
+@pytest.mark.slow
 def test_checkpoints_by_time(tmp_path):
     """One at the end, and none before, though several epochs are over and accuracies are better and better."""
     train(*SGD, "--stop-after", 35, "--output", tmp_path / "a")
@@ -445,6 +447,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path, monke
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_one_command_compares_two_optimizers(tmp_path):
     """The rehearsal of the runs on CIFAR-10."""
     env = {"SEEDS": "0", "FOLDER": str(tmp_path / "runs")}
