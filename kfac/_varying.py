@@ -49,7 +49,7 @@ def zeros_of(fn: Callable, *args: Any) -> Any:
     """Zeros shaped, and varying over mesh axes, like the result of `fn(*args)`: the start of a sum in a scan."""
 
     def zeros(aval):
-        return as_varying(jnp.zeros(aval.shape, aval.dtype), _varying(aval))
+        return as_varying(lying_as(jnp.zeros(aval.shape, aval.dtype), aval), _varying(aval))
 
     return jax.tree.map(zeros, jax.eval_shape(fn, *args))
 
@@ -145,8 +145,8 @@ def lying_as(tree: Any, like: Any) -> Any:
     """Arrays split as those of `like` are, where a mesh with explicit axes says how."""
 
     def own(x, like):
-        sharding = jax.typeof(like).sharding
-        return jax.reshard(x, sharding) if any(sharding.spec) else x
+        sharding = (like if isinstance(like, jax.ShapeDtypeStruct) else jax.typeof(like)).sharding
+        return jax.reshard(x, sharding) if sharding is not None and any(sharding.spec) else x
 
     return jax.tree.map(own, tree, like)
 

@@ -135,3 +135,19 @@ def test_a_mesh_is_one_device(name, kind, form):
         if form == "sharded" and kind == AxisType.Explicit:
             assert leaf.sharding.is_equivalent_to(split_over(mesh, leaf), leaf.ndim), path
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), jax.device_get(found), expected)
+
+
+def test_micro_batches_with_sharded_parameters():
+    """On explicit axes sums over the parts lie as the gradients do."""
+    layers, expected = alone("dense")
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+
+    def put(params, data):
+        data = jax.device_put(data, NamedSharding(mesh, P("data")))
+        return jax.tree.map(lambda leaf: jax.device_put(leaf, split_over(mesh, leaf)), params), data
+
+    tx = plain_kfac(0.1, layers, damping=1e-2, distribution=kfac.Distribution(mesh=mesh))
+    with jax.set_mesh(mesh):
+        fn = kfac.microbatch(kfac.value_and_grad(gathered(dense), layers), 2)
+        found = trained("dense", fn, tx, put)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), jax.device_get(found), expected)

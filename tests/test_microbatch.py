@@ -180,3 +180,15 @@ def test_loss_gradients_and_factors_are_the_devices_own(mapped, count):
     for k in range(4):
         expected = single(params, *(part[k] for part in parts))
         assert_equal(jax.tree.map(lambda leaf, k=k: leaf[k], found), expected, 1e-5)
+
+
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto])
+def test_a_batch_over_a_mesh(kind, x64):
+    params, batch = problem()
+    fn = function(params, batch)
+    expected = compiled(fn)(params, *batch)
+    mesh = jax.make_mesh((4,), ("devices",), (kind,), devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("devices"))
+        found = compiled(kfac.microbatch(fn, 3, batch_argnums=(1, 2)))(params, *jax.device_put(batch, split))
+    assert_equal(jax.device_get(found), expected)

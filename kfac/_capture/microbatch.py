@@ -99,4 +99,8 @@ def _parts(x: Any, count: int, argnum: int) -> jax.Array:
     if not shape or shape[0] % count:
         what = f"leading axis of length {shape[0]}" if shape else "no leading axis"
         raise ValueError(f"num_microbatches={count} does not divide argument {argnum}: an array in it has {what}")
-    return jnp.reshape(x, (count, shape[0] // count, *shape[1:]))
+    split = jax.typeof(x).sharding.spec[0]  # over explicit axes of a mesh
+    if split is None:
+        return jnp.reshape(x, (count, shape[0] // count, *shape[1:]))
+    # With every `count`-th example each part is spread over the devices as the batch is; neighbours lie on a few.
+    return jnp.reshape(x, (shape[0] // count, count, *shape[1:])).swapaxes(0, 1)

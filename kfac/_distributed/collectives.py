@@ -67,7 +67,6 @@ def means_to_owners(
     stacks: Mapping[str, jax.Array],
     shards: Mapping[str, Shard],
     axis_name: AxisName,
-    dtypes: Mapping[str, Any],
     buckets: int = 1,
 ) -> dict[str, jax.Array]:
     """Means over devices of stacks of blocks, each block where it is owned.
@@ -79,11 +78,11 @@ def means_to_owners(
       stacks: `[blocks, ...]` for each group.
       shards: how the groups lie on the devices. All devices get all blocks of a group that is not among them.
       axis_name: the axis.
-      dtypes: of the results, for each group; sums are in the dtype of `stacks`.
       buckets: how many.
 
     Returns:
-      `[positions, ...]`, or `[blocks, ...]` for groups without a shard.
+      `[positions, ...]`, or `[blocks, ...]` for groups without a shard, in float32 or better; sums are in the dtype of
+      `stacks`.
     """
     flat = {name: x.reshape(len(x), -1) for name, x in stacks.items()}
     sums: dict[str, jax.Array] = {}
@@ -92,7 +91,7 @@ def means_to_owners(
     everywhere = {name: x.reshape(-1) for name, x in flat.items() if name not in shards}
     sums |= _fused(lambda x: lax.psum(x, axis_name), everywhere)
     own = {name: sums[name].reshape(-1, *x.shape[1:]) for name, x in stacks.items()}
-    return {name: x.astype(dtypes[name]) / lax.axis_size(axis_name) for name, x in own.items()}
+    return {n: x.astype(jnp.promote_types(x.dtype, jnp.float32)) / lax.axis_size(axis_name) for n, x in own.items()}
 
 
 REST = ""  # where groups have names, that of what is in segments

@@ -35,15 +35,15 @@ class Distribution:
         gathered when refreshed, and every device preconditions all blocks: fewer messages, more memory. Not with
         `Ekfac`, whose eigenvalues change with all statistics.
       staggered: spread the refreshes over `inverse_every` steps by cost, so that devices wait little for each other and
-        no step pays for all where there are more blocks than devices;
-        False refreshes all of them at steps 0, `inverse_every`, 2 `inverse_every`, ... None staggers where
-        `inverse_every` is a plain integer, which it takes, and inverses are not sent, as they are with `"replicated"`
-        and, on several devices, with `Ekfac`: any refresh sends all of them.
+        no step pays for all where there are more blocks than devices. False refreshes all of them at steps 0,
+        `inverse_every`, 2 `inverse_every`, ... None staggers where `inverse_every` is a plain integer, which it takes,
+        and inverses are not sent, as they are with `"replicated"` and, on several devices, with `Ekfac`: any refresh
+        sends all of them.
       schedule_for: the number of devices for which a staggered refresh deals blocks to the steps. None: those there
         are, so that devices wait least for each other; with a number, training is the same on any number of devices.
       gradients: `"averaged"`: what `update` gets has been averaged over devices. `"local"`: it is a device's own;
         `update` averages it at the owners only, and gathers the results: hardly more is sent than for the average
-        alone, so take this first. With `axis_name` and `precondition="sharded"`; only linear transformations may come
+        alone. With `axis_name` and `precondition="sharded"`, not with `Soap`; only linear transformations may come
         before.
       communication_dtype: dtype of statistics on the wire, `"float32"` or `"bfloat16"`. With `mesh`, where XLA averages
         the statistics, `"float32"` only.

@@ -161,7 +161,7 @@ def take_gradients(
     matrices = {group.name: group.stack_matrices(leaves, blocks[group.name].weight.dtype) for group in config.groups}
     if axis is not None and local:
         sent = {name: matrices[name] for name in place.apart}
-        own = matrices | means_to_owners(sent, place.apart, axis, {name: x.dtype for name, x in sent.items()})
+        own = matrices | means_to_owners(sent, place.apart, axis)
         kept = {n: jnp.where(per_block(place.mine[n], own[n]), own[n], 0) if n in sent else own[n] for n in own}
         squares = {"": _square(kept[name] for name in sent)} | _of_kernels(place, kept)
         sums, unravel = ravel_pytree(as_varying(squares, varying_axes(lax.axis_index(axis))))
@@ -235,11 +235,10 @@ def average_statistics(place: Place, factors: Factors, *, local: bool) -> dict[s
     stacks = {group.name: group.stack_factors(factors, moments=config.has_moments(group)) for group in config.groups}
     if axis is None or not local:
         return take_own(stacks, shards, axis)
-    dtypes = {name: jax.tree.leaves(stack)[0].dtype for name, stack in stacks.items()}
     sent = {name: flatten_block(stack) for name, stack in stacks.items()}
     if config.distribution.communication_dtype != "float32":
         sent = {name: stack.astype(config.distribution.communication_dtype) for name, stack in sent.items()}
-    received = means_to_owners(sent, shards, axis, dtypes, BUCKETS)
+    received = means_to_owners(sent, shards, axis, BUCKETS)
     return {name: unflatten_block(received[name], stack) for name, stack in stacks.items()}
 
 
