@@ -132,7 +132,7 @@ class Assignment:
 
     @property
     def fetched_messages(self) -> dict[str, int]:
-        """As `results_messages`, of what all devices get in a step with a refresh, inverses and eigenvectors of `Ekfac`."""
+        """As `results_messages`, of what all devices get in a step with a refresh: inverses, for `Ekfac` bases."""
         return self._messages(lambda group: self._shared(group, encode), "all-gather")
 
     def _messages(self, block: Callable[[Group], Any], kind: str, number: int = 1) -> dict[str, int]:
