@@ -346,3 +346,12 @@ def test_the_default_is_the_same_as_naming_it():
     )
     assert_equal(updates, expected)
     assert_equal(one, other)
+
+
+@pytest.mark.parametrize(("made", "given"), [(kfac.Soap(), kfac.Cholesky()), (kfac.Cholesky(), kfac.Soap())])
+def test_the_state_of_another_inverse_is_refused(made, given):
+    """The parts of the two states differ, too: the default may change with the layers."""
+    state = kfac.kfac(0.1, LAYERS, inverse=made).init(problem.initial())
+    grads, factors = measured(0)
+    with pytest.raises(ValueError, match=f"inverse={type(given).__name__}.*state is one for inverse"):
+        kfac.kfac(0.1, LAYERS, inverse=given).update(grads, state, problem.initial(), factors=factors)

@@ -19,7 +19,7 @@ from kfac._distributed.distribution import Distribution
 from kfac._layers import Layers
 from kfac._optimizer.parts import clip_kl, keep_dtype, precondition_momentum, scale_layers, scheduled_momentum
 from kfac._optimizer.scale_by_kfac import ScalarOrSchedule, scale_by_kfac, value_at
-from kfac._optimizer.state import find_state
+from kfac._optimizer.state import check_inverse, find_state
 
 
 def kfac(
@@ -159,7 +159,7 @@ def finish(
         raise ValueError("weight_decay_mask needs weight_decay, but weight_decay is None")
     rate = optax.scale_by_learning_rate(learning_rate)
     parts = [rate, *parts] if rate_in_momentum else [*parts, rate]
-    return _followed_by(tx, optax.with_extra_args_support(keep_dtype(optax.chain(*parts))))
+    return _followed_by(tx, optax.with_extra_args_support(keep_dtype(optax.chain(*parts))), inverse)
 
 
 def _check_momentum(momentum: Any, nesterov: Any, rate_in_momentum: Any, trust_ratio: Any) -> None:
@@ -196,7 +196,7 @@ def _times_rate(weight_decay: ScalarOrSchedule, learning_rate: ScalarOrSchedule)
 
 
 def _followed_by(
-    tx: optax.GradientTransformationExtraArgs, rest: optax.GradientTransformationExtraArgs
+    tx: optax.GradientTransformationExtraArgs, rest: optax.GradientTransformationExtraArgs, inverse: Inverse
 ) -> optax.GradientTransformationExtraArgs:
     """`tx`, which holds the preconditioner, and then `rest`, which is told of the steps that are refused."""
 
@@ -204,6 +204,7 @@ def _followed_by(
         return tx.init(params), rest.init(params)
 
     def update(updates, state, params=None, **extra):
+        check_inverse(inverse, find_state(state, "opt_state"))  # first, as the state of `Soap` has other parts
         preconditioned, first = tx.update(updates, state[0], params, **extra)
         found = find_state(first, "state")
         taken = ~found.refused

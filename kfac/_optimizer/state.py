@@ -293,16 +293,12 @@ def check_state(config: Config, state: KfacState, devices: int) -> None:
     """Raises where a state is that of another model, other options or another number of devices."""
     _check_groups(config, state)
     check_devices(state, devices)
+    check_inverse(config.inverse, state)
     for owned in state.owned.values():
         if owned.blocks.weight.shape[0] != owned.shard.positions:
             raise ValueError(
                 f"this device must get {owned.shard.positions} of the state's {owned.shard.blocks} blocks of a shape, "
                 f"but gets {owned.blocks.weight.shape[0]}: use kfac.state_specs for in_specs and out_specs of the state"
-            )
-        if owned.inverse != config.inverse:
-            raise ValueError(
-                f"inverse={config.inverse!r}, but the optimizer state is one for inverse={owned.inverse!r}: initialise "
-                "it with the same option."
             )
     if set(state.replicas) == {group.name for group in config.groups if config.shares(group)}:
         return
@@ -318,6 +314,16 @@ def check_state(config: Config, state: KfacState, devices: int) -> None:
         f"precondition={mode!r}, but the optimizer state is one for precondition={other!r}: initialise it with the "
         "same option."
     )
+
+
+def check_inverse(inverse: Inverse, state: KfacState) -> None:
+    """Raises where a state is one for another kind of inverse, which `kfac.kfac` may have chosen by the layers."""
+    for owned in state.owned.values():
+        if owned.inverse != inverse:
+            raise ValueError(
+                f"inverse={inverse!r}, but the optimizer state is one for inverse={owned.inverse!r}: initialise it "
+                "with the same option, or name the inverse where the default for these layers is another."
+            )
 
 
 def _check_groups(config: Config, state: KfacState) -> None:
