@@ -1,4 +1,4 @@
-"""The defaults of K-FAC on networks of several kinds, beside SOAP, Muon, AdamW, SGD: one call for all, the same rates.
+"""The defaults of K-FAC on networks of several kinds, beside SOAP, Muon, AdamW, LARS, LAMB and SGD.
 
     python examples/large_batch/networks.py run --data-dir data/cifar10
     python examples/large_batch/networks.py report
@@ -41,7 +41,7 @@ from data import Plan  # noqa: E402
 from transformer import Transformer  # noqa: E402
 
 INVERSES = {"kfac": None, "kfac-cholesky": kfac.Cholesky(), "kfac-soap": kfac.Soap()}
-METHODS = (*INVERSES, "soap", "muon", "adamw", "sgd")
+METHODS = (*INVERSES, "soap", "muon", "adamw", "lars", "lamb", "sgd")
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 RESULTS = Path(__file__).resolve().parent / "results" / "networks.jsonl"
 
@@ -125,10 +125,10 @@ def images(model: nn.Module, data_dir: Path) -> Problem:
     return Problem(init, loss, batches, score)
 
 
-def text(data_dir: Path) -> Problem:
+def text(data_dir: Path, width: int = 64) -> Problem:
     """Minus the validation loss, in nats per character, of the character transformer of `examples/language_model`."""
     del data_dir
-    model = Transformer(vocabulary=len(topics.ALPHABET), dtype="float32")
+    model = Transformer(vocabulary=len(topics.ALPHABET), width=width, dtype="float32")
     train, held_out = topics.tokens()
     length = model.context + 1
     rows = held_out[: 256 * length].reshape(4, 64, length)
@@ -153,6 +153,7 @@ PROBLEMS: dict[str, Callable[[Path], Problem]] = {
     "vision transformer": functools.partial(images, models.ViT(10, width=96, depth=4, heads=4, patch=4)),
     "MLP-Mixer": functools.partial(images, Mixer()),
     "character transformer": text,
+    "character transformer, width 256": functools.partial(text, width=256),
 }
 
 
@@ -228,7 +229,8 @@ def run(problem: Problem, method: str, learning_rate: float, seed: int, steps: i
     elif method == "muon":
         tx = muon(rate, problem)
     else:  # as in the study
-        tx = methods.METHODS[method].make(rate, {"momentum": 0.9, "b2": 0.99, "weight_decay": 5e-4}, None)
+        settings = {"momentum": 0.9, "b2": 0.99, "weight_decay": 5e-4, "vectors": 3.0}
+        tx = methods.METHODS[method].make(rate, settings, None)
     opt_state = jax.jit(tx.init)(params)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
