@@ -173,10 +173,10 @@ def scale_layers(
             for group in [group for group in group_layers(layers) if group.kronecker]:
                 for layer, square in group.split(kernel_squares[group.name]):
                     if layer.params[0] in kernels and layer.params[0] in sums:
-                        sums[layer.params[0]][3] = square[:, None, None]
+                        sums[layer.params[0]].append(square[:, None, None])
         scaled: dict[str, jax.Array] = {}
         for path in [path for path in matrices if path in kernels]:
-            layer, (u, w, _), (_, _, ww, gradient, _) = kernels[path], matrices[path], sums[path]
+            layer, (u, w, _), (_, _, ww, _, gradient) = kernels[path], matrices[path], sums[path]
             radial, square = _turned(layer, *sums[path])
             beside = [other for other in layer.params[1:] if other in matrices]
             for other in beside:
@@ -206,7 +206,8 @@ def _sums(layers, layouts, kernels, updates, params, gradients, axis):
     """The matrices in all trees of each leaf with a layout, but for masked ones; and sums `[copies, 1, 1]` over them.
 
     Of a kernel, the sums that `_turned` takes; of others, of squares, and how many updates and gradients are not zero.
-    Where gradients are local, sums that are linear in them are averaged over the devices of the `axis`.
+    Where gradients are local, sums that are linear in them are averaged over the devices of the `axis`, and the last of
+    a kernel's, of the square of its gradient, is left to the caller.
     """
     if params is None:
         raise ValueError("trust_ratio needs the parameters: call update(grads, state, params)")
@@ -226,7 +227,9 @@ def _sums(layers, layouts, kernels, updates, params, gradients, axis):
         return [u * u, u * w, w * w] if path in kernels else [u * u, (u != 0).astype(u.dtype)]
 
     def measured(path, _, w, g):
-        return [g * g, g * w] if path in kernels else [(g != 0).astype(g.dtype)]
+        if path not in kernels:
+            return [(g != 0).astype(g.dtype)]
+        return [g * w, g * g] if axis is None else [g * w]
 
     if axis is None:
         sums = sums_of_members([moved(path, *own) + measured(path, *own) for path, own in matrices.items()])
@@ -244,7 +247,7 @@ def _sums(layers, layouts, kernels, updates, params, gradients, axis):
 LEFT = 1e-4
 
 
-def _turned(layer: Layer, uu: Any, uw: Any, ww: Any, gg: Any, gw: Any) -> tuple[jax.Array, jax.Array]:
+def _turned(layer: Layer, uu: Any, uw: Any, ww: Any, gw: Any, gg: Any) -> tuple[jax.Array, jax.Array]:
     """How often a layer's update has the kernel in it to no use, and the square of the update without that.
 
     It is of no use where the scale of a kernel does not matter to the loss: there its gradient is at a right angle.
