@@ -18,7 +18,7 @@ from kfac._curvature.blocks import Group, group_layers
 from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse, count_bytes
 from kfac._curvature.symmetric import flatten_block
-from kfac._distributed.distribution import Distribution, encode, everywhere, shared, shares, staggers
+from kfac._distributed.distribution import Distribution, encode, owners_precondition, shared, shares, staggers
 from kfac._distributed.owners import Shard, group_costs, make_shards, make_turns
 from kfac._distributed.segments import BUCKETS, make_buckets, make_segments
 from kfac._factors import Block
@@ -122,8 +122,8 @@ class Assignment:
             return {}
         gathered = [layer for group in self.groups if self._gathers(group) for layer in group.layers]
         to_owners = gathered if self._uses.gradients == "local" else []
-        everywhere = 4 * sum(layer.num_params for layer in self.layers if layer not in to_owners)
-        return (self._messages(self._gradient, "reduce-scatter") if to_owners else {}) | {"all-reduce": everywhere}
+        averaged = 4 * sum(layer.num_params for layer in self.layers if layer not in to_owners)
+        return (self._messages(self._gradient, "reduce-scatter") if to_owners else {}) | {"all-reduce": averaged}
 
     @property
     def results_messages(self) -> dict[str, int]:
@@ -153,7 +153,7 @@ class Assignment:
 
     def _gathers(self, group: Group) -> bool:
         """Whether owners alone precondition the blocks of a group."""
-        return group.kronecker and not everywhere(self._uses, self.inverse, group)
+        return owners_precondition(self._uses, self.inverse, group)
 
     def _gradient(self, group: Group) -> Any:
         """One block's, where its owner preconditions it."""

@@ -130,6 +130,11 @@ def everywhere(distribution: Distribution, inverse: Inverse, group: Group) -> bo
     return sent.size < group.d_out * group.d_in
 
 
+def owners_precondition(distribution: Distribution, inverse: Inverse, group: Group) -> bool:
+    """Whether owners alone precondition the blocks of a group."""
+    return group.kronecker and not everywhere(distribution, inverse, group)
+
+
 def shares(distribution: Distribution, inverse: Inverse, group: Group, *, several: bool) -> bool:
     """Whether all devices have the inverses of a Kronecker group, or on `several` devices a part of them."""
     moments = group.correctable and inverse.takes_moments

@@ -15,7 +15,7 @@ from jax import lax
 
 from kfac._curvature.blocks import Group, group_layers
 from kfac._curvature.inverse import Inverse
-from kfac._distributed.distribution import Distribution, everywhere, shared, shares
+from kfac._distributed.distribution import Distribution, owners_precondition, shared, shares
 from kfac._distributed.owners import Shard, group_costs, make_shards, make_turns
 from kfac._factors import Block
 from kfac._layers import Layers, leaves_by_path
@@ -155,7 +155,7 @@ class Config:
 
     def owners_precondition(self, group: Group) -> bool:
         """Whether owners alone precondition the blocks of a group."""
-        return group.kronecker and not everywhere(self.distribution, self.inverse, group)
+        return owners_precondition(self.distribution, self.inverse, group)
 
     @functools.cached_property
     def skipped(self) -> frozenset[str]:
