@@ -1,5 +1,7 @@
 """Scripts of the examples as processes of their own, and what a run leaves in its folder."""
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -59,6 +61,22 @@ def finish(process):
 
 def train(*args, **options):
     return finish(start(*args, **options))
+
+
+def here(*args):
+    """`train.py` in this process, on one device, which takes seconds less; returns what it prints.
+
+    Not for a run that ends with an error: it would keep its folder.
+    """
+    sys.path.insert(0, str(IMAGENET))
+    try:
+        import train as script
+    finally:
+        sys.path.remove(str(IMAGENET))
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        script.main([*map(str, args), "--devices", "1"])
+    return out.getvalue()
 
 
 def refused(*args, **options):

@@ -254,7 +254,7 @@ def test_every_kth_sequence_of_tokens(x64, positions):
     layers = kfac.find_layers(tokens, params, x, t)
     basis = rotations(layers)
     _, _, found = kfac.value_and_grad(tokens, layers, subsample=2)(params, x, t, basis=basis)
-    _, _, expected = kfac.value_and_grad(tokens, layers)(params, x[::2], t[::2], basis=basis)
+    _, _, expected = jax.jit(kfac.value_and_grad(tokens, layers))(params, x[::2], t[::2], basis=basis)
     for name in basis:
         for side in ("A", "G", "moments"):
             assert relative_error(getattr(found[name], side), np.asarray(getattr(expected[name], side))) <= 1e-12
@@ -339,10 +339,11 @@ def test_its_error_is_never_above_that_of_the_kronecker_product(x64, n):
     """In Frobenius norm, against the exact empirical Fisher matrix; and no other eigenvalues here are nearer."""
     params, *batch = classification(n)
     layers = kfac.find_layers(classifier, params, *batch)
-    _, _, factors = kfac.value_and_grad(classifier, layers)(params, *batch)
-    basis = kfac.eigenbasis(factors, layers)
-    _, _, factors = jax.jit(kfac.value_and_grad(classifier, layers))(params, *batch, basis=basis)
-    exact = kfac.exact.fisher_blocks(classifier, layers, fisher="empirical")(params, *batch)
+    measure = jax.jit(kfac.value_and_grad(classifier, layers))
+    _, _, factors = measure(params, *batch)
+    basis = jax.jit(lambda factors: kfac.eigenbasis(factors, layers))(factors)
+    _, _, factors = measure(params, *batch, basis=basis)
+    exact = jax.jit(kfac.exact.fisher_blocks(classifier, layers, fisher="empirical"))(params, *batch)
     for name, block in exact.items():
         plain = kfac.exact.error(block, kfac.exact.dense(factors[name])).relative
         corrected = kfac.exact.dense(factors[name], basis[name])
@@ -370,7 +371,7 @@ def test_sampled_moments_have_the_mean_of_the_exact_fisher_matrix(x64):
         )
 
     factors = mean(jax.random.split(jax.random.key(0), 4000))
-    exact = kfac.exact.fisher_blocks(classifier, layers)(params, *batch)
+    exact = jax.jit(kfac.exact.fisher_blocks(classifier, layers))(params, *batch)
     for name, block in exact.items():
         q = np.einsum("ai,gj->agij", basis[name].A, basis[name].G).reshape(block.shape)
         expected = np.diag(q.T @ np.asarray(block) @ q).reshape(factors[name].moments.shape[::-1]).T

@@ -27,13 +27,13 @@ def assert_same(found, expected):
 
 def test_batches_together_are_one(capsys):
     several, one = parts([8, 8, 5, 3])
-    params = parameters()
-    expected = kfac.value_and_grad(loss_fn, layers())(params, one)[2]
+    params, measure = parameters(), jax.jit(kfac.value_and_grad(loss_fn, layers()))
+    expected = measure(params, one)[2]
     assert_same(kfac.estimate(loss_fn, layers(), params, iter(several)), expected)
     assert capsys.readouterr().err == ""
     # A second pass takes the moments in the eigenvectors that the first one has.
-    basis = kfac.eigenbasis(expected, layers())
-    moments = kfac.value_and_grad(loss_fn, layers())(params, one, basis=basis)[2]
+    basis = jax.jit(lambda factors: kfac.eigenbasis(factors, layers()))(expected)
+    moments = measure(params, one, basis=basis)[2]
     found = kfac.estimate(loss_fn, layers(), params, several, basis=basis, progress=True)
     assert_same(found, moments)
     assert "4 of 4 batches, 24 examples\n" in capsys.readouterr().err
@@ -61,7 +61,7 @@ def test_coarse_blocks_are_averages_of_batches():
     params, (several, one) = {"temperature": jnp.ones(()), "w": normal(6, 4, 1)}, parts([8, 8])
     found = kfac.find_layers(loss, params, one)
     assert found["temperature"].coarse
-    measure = kfac.value_and_grad(loss, found)
+    measure = jax.jit(kfac.value_and_grad(loss, found))
     expected = np.mean([measure(params, part)[2]["temperature"].F for part in several], axis=0)
     np.testing.assert_allclose(kfac.estimate(loss, found, params, several)["temperature"].F, expected, rtol=1e-9)
 
@@ -71,7 +71,7 @@ def test_several_devices_and_nothing_at_all():
     several, one = parts([8, 16])
     split = [jax.device_put(part, NamedSharding(mesh, PartitionSpec("data"))) for part in several]
     params = jax.device_put(parameters(), NamedSharding(mesh, PartitionSpec()))
-    expected = kfac.value_and_grad(loss_fn, layers())(parameters(), one)[2]
+    expected = jax.jit(kfac.value_and_grad(loss_fn, layers()))(parameters(), one)[2]
     assert_same(kfac.estimate(loss_fn, layers(), params, split), expected)
     with pytest.raises(ValueError, match="batches is empty"):
         kfac.estimate(loss_fn, layers(), params, [])

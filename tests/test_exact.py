@@ -189,7 +189,7 @@ def test_an_output_inside_a_scan(x64):
     layers = kfac.find_layers(loss, params, x)
     names = ["in", "out"]
     expected = true_fisher(network, "categorical", params, x, T * N)
-    blocks = kfac.exact.fisher_blocks(loss, layers, names=names, num_examples=N)(params, x)
+    blocks = jax.jit(kfac.exact.fisher_blocks(loss, layers, names=names, num_examples=N))(params, x)
     assert_same(blocks, {name: T * expected[name] for name in names})
     with pytest.raises(ValueError, match="marked inside a scan, where its 15 rows"):
         kfac.exact.fisher_blocks(loss, layers, names=names, num_examples=N, fisher="empirical")(params, x)
@@ -203,8 +203,8 @@ def test_where_the_kronecker_product_is_exact_the_error_is_nothing(x64):
     params, x = {"w": normal(0, D, OUT), "b": normal(1, OUT)}, normal(9, N, D)
     loss = loss_of(lambda p, x: x @ p["w"] + p["b"], "gaussian")
     layers = kfac.find_layers(loss, params, x)
-    (block,) = kfac.exact.fisher_blocks(loss, layers)(params, x).values()
-    (factors,) = kfac.value_and_grad(loss, layers)(params, x)[2].values()
+    (block,) = jax.jit(kfac.exact.fisher_blocks(loss, layers))(params, x).values()
+    (factors,) = jax.jit(kfac.value_and_grad(loss, layers))(params, x)[2].values()
     error = kfac.exact.error(block, kfac.exact.dense(kfac._factors.Kronecker(factors.A, jnp.eye(OUT))))
     assert error.relative < 1e-12
     np.testing.assert_allclose(error.cosine, 1, rtol=1e-12)
@@ -231,7 +231,7 @@ def test_unitwise_factors_are_the_diagonal_blocks_of_the_exact_one(x64):
     loss = loss_of(network, "categorical")
     layers = kfac.find_layers(loss, params, x)
     block = found(loss, params, x, fisher="empirical")["scale"].reshape(2, HIDDEN, 2, HIDDEN)
-    factors = kfac.value_and_grad(loss, layers)(params, x)[2]
+    factors = jax.jit(kfac.value_and_grad(loss, layers))(params, x)[2]
     np.testing.assert_allclose(factors["scale"].F, np.einsum("pcqc->cpq", block), rtol=1e-9)
 
 
@@ -239,8 +239,8 @@ def test_the_nearest_kronecker_product(x64):
     params, x = parameters(), normal(9, N, D)
     loss = loss_of(network, "categorical")
     layers = kfac.find_layers(loss, params, x)
-    blocks = kfac.exact.fisher_blocks(loss, layers)(params, x)
-    factors = kfac.value_and_grad(loss, layers)(params, x)[2]
+    blocks = jax.jit(kfac.exact.fisher_blocks(loss, layers))(params, x)
+    factors = jax.jit(kfac.value_and_grad(loss, layers))(params, x)[2]
     for name in ("in", "out"):
         nearest = kfac.exact.nearest_kronecker(blocks[name], layers[name])
         best = kfac.exact.error(blocks[name], kfac.exact.dense(nearest)).relative

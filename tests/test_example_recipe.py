@@ -240,7 +240,10 @@ SIZES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("arch", SIZES)
+ALIKE = "resnet34", "resnet101", "vit-b16"  # but for their depth and width like others
+
+
+@pytest.mark.parametrize("arch", [pytest.param(a, marks=pytest.mark.slow if a in ALIKE else ()) for a in SIZES])
 def test_the_networks_are_the_real_ones(arch):
     size, classes = (32, 10) if arch == "resnet20" else (224, 1000)
     model = models.create(arch, classes, "bfloat16")

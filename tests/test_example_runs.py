@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from runs import IMAGENET, end, finish, records, refused, start, state, train
+from runs import IMAGENET, end, finish, here, records, refused, start, state, train
 
 pytestmark = pytest.mark.examples
 
@@ -75,29 +75,56 @@ def test_what_a_run_leaves_and_says(whole):
             assert np.linalg.norm(leaf) <= np.sqrt(2 * leaf.shape[-1]) * (1 + 1e-5)
 
 
-def test_the_same_command_goes_on_bit_for_bit_after_a_signal_and_a_kill(whole, tmp_path):
+def test_the_same_command_goes_on_bit_for_bit_after_a_kill(whole, tmp_path):
     folder, _ = whole
     options = [*RECIPE, "--checkpoint-every", 3, "--output", tmp_path / "parts"]
-    for number, after in ((signal.SIGTERM, 5), (signal.SIGKILL, 14)):
-        run = start(*options)
-        for line in run.stdout:
-            if re.match(rf"step +{after}/", line):
-                run.send_signal(number)
-                break
-        done = end(run)
-        if number == signal.SIGTERM:
-            stopped = int(re.search(r"stopped by SIGTERM at step (\d+) of 24", done.stdout).group(1))
-            assert records(tmp_path / "parts")[-1]["step"] == stopped >= after
+    run = start(*options)
+    for line in run.stdout:
+        if re.match(r"step +14/", line):
+            run.send_signal(signal.SIGKILL)
+            break
+    end(run)
     out = train(*options).stdout
     assert re.search(r"resuming .* at step \d+ of 24", out) and "done: 24 steps" in out
     assert records(tmp_path / "parts") == records(folder)
     same(state(tmp_path / "parts", 24), state(folder, 24))
     seconds = [json.loads(line)["seconds"] for line in (tmp_path / "parts/metrics.jsonl").read_text().splitlines()]
     assert seconds == sorted(seconds)
+
+
+def test_a_signal_ends_a_run_with_a_checkpoint_and_one_that_is_done_does_nothing_more(tmp_path):
+    options = [*SGD, "--log-every", 1, "--output", tmp_path / "a"]
+    run = start(*options)
+    for line in run.stdout:
+        if re.match(r"step +5/", line):
+            run.send_signal(signal.SIGTERM)
+            break
+    step = int(re.search(r"stopped by SIGTERM at step (\d+) of 2000", finish(run).stdout).group(1))
+    assert records(tmp_path / "a")[-1]["step"] == step >= 5
+    options += ["--steps", step + 20]
+    out = here(*options)
+    assert f"at step {step} of {step + 20}" in out and f"done: {step + 20} steps" in out
+    assert [r["step"] for r in records(tmp_path / "a") if "loss" in r] == list(range(1, step + 21))
     # Once more: there is nothing left to do, as a chain of jobs needs it.
-    before = contents(tmp_path / "parts" / "checkpoints")
-    assert "done: 24 steps" in train(*options).stdout
-    assert contents(tmp_path / "parts" / "checkpoints") == before
+    before = contents(tmp_path / "a" / "checkpoints")
+    assert f"done: {step + 20} steps" in here(*options)
+    assert contents(tmp_path / "a" / "checkpoints") == before
+
+
+@pytest.mark.slow
+def test_the_recipe_goes_on_bit_for_bit_after_a_signal_and_once_more(whole, tmp_path):
+    options = [*RECIPE, "--checkpoint-every", 3, "--output", tmp_path / "parts"]
+    run = start(*options)
+    for line in run.stdout:
+        if re.match(r"step +5/", line):
+            run.send_signal(signal.SIGTERM)
+            break
+    step = int(re.search(r"stopped by SIGTERM at step (\d+) of 24", finish(run).stdout).group(1))
+    assert records(tmp_path / "parts")[-1]["step"] == step >= 5
+    for _ in range(2):
+        assert "done: 24 steps" in train(*options).stdout
+        assert records(tmp_path / "parts") == records(whole[0])
+        same(state(tmp_path / "parts", 24), state(whole[0], 24))
 
 
 @pytest.mark.slow
@@ -146,12 +173,12 @@ def test_going_on_growing_and_what_is_refused(tmp_path):
 
 def test_metrics_after_the_last_checkpoint_are_made_again(tmp_path):
     options = [*SGD, "--checkpoint-every", 2, "--stop-after"]
-    train(*options, 6, "--output", tmp_path / "a")
-    train(*options, 4, "--output", tmp_path / "b")
+    here(*options, 6, "--output", tmp_path / "a")
+    here(*options, 4, "--output", tmp_path / "b")
     # As if the run had been killed: steps after the checkpoint, and a line cut short.
     with (tmp_path / "b" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "loss": 1.0}\n{"step": 6, "lo')
-    train(*options, 6, "--output", tmp_path / "b")
+    here(*options, 6, "--output", tmp_path / "b")
     assert records(tmp_path / "a") == records(tmp_path / "b")
 
 
@@ -167,24 +194,22 @@ def test_checkpoints_by_time(tmp_path):
 
 def test_a_target_an_evaluation_and_a_new_beginning(tmp_path):
     options = [*SGD, "--target-accuracy", 0.3, "--output", tmp_path / "a"]
-    out = train(*options).stdout
+    out = here(*options)
     step = int(re.search(r"stopped by --target-accuracy, reached at step (\d+) of 2000", out).group(1))
     last = [r for r in records(tmp_path / "a") if "val_accuracy" in r][-1]
     assert last["step"] == step and last["val_accuracy"] >= 0.3
-    assert f"at step {step} of 2000" in train(*options).stdout.splitlines()[-1]  # reached is reached
+    assert f"at step {step} of 2000" in here(*options).splitlines()[-1]  # reached is reached
     before = contents(tmp_path)
-    found = re.search(
-        r"step (\d+): validation loss ([\d.]+), accuracy ([\d.]+)%", train("--eval", tmp_path / "a").stdout
-    )
+    found = re.search(r"step (\d+): validation loss ([\d.]+), accuracy ([\d.]+)%", here("--eval", tmp_path / "a"))
     assert int(found[1]) == step and float(found[2]) == pytest.approx(last["val_loss"], abs=1e-4)
     assert float(found[3]) == pytest.approx(100 * last["val_accuracy"], abs=0.01)
     assert contents(tmp_path) == before
-    out = train(*SGD, "--init-from", tmp_path / "a", "--stop-after", 1, "--output", tmp_path / "b").stdout
+    out = here(*SGD, "--init-from", tmp_path / "a", "--stop-after", 1, "--output", tmp_path / "b")
     assert "arrays begin as those of" in out
     assert records(tmp_path / "b")[0]["loss"] < records(tmp_path / "a")[0]["loss"] - 0.3
     # The other run is not needed any more, nor an option that names it.
     (tmp_path / "a").rename(tmp_path / "moved")
-    train("--resume", "must", "--stop-after", 2, "--output", tmp_path / "b")
+    here("--resume", "must", "--stop-after", 2, "--output", tmp_path / "b")
     assert "holds no checkpoint" in refused(*SGD, "--init-from", tmp_path / "none", "--output", tmp_path / "c")
     assert not (tmp_path / "c").exists()
 
@@ -192,7 +217,7 @@ def test_a_target_an_evaluation_and_a_new_beginning(tmp_path):
 def test_what_ended_before_its_first_checkpoint_may_begin_again_with_other_options(tmp_path):
     sentence = refused(*SGD, "--learning-rate", 1e38, "--skip-nonfinite", "--output", tmp_path / "a")
     assert "no checkpoint was written yet" in sentence and (tmp_path / "a" / "config.json").exists()
-    assert "step 1/" in train(*SGD, "--stop-after", 1, "--output", tmp_path / "a").stdout.replace("   ", "")
+    assert "step 1/" in here(*SGD, "--stop-after", 1, "--output", tmp_path / "a").replace("   ", "")
     assert len(records(tmp_path / "a")) == 1
 
 

@@ -57,10 +57,11 @@ def test_walkers_are_distributed_as_psi_squared(vmc, small):
         assert better(walk(params, atom, x, jnp.asarray(wrong), jax.random.key(0), 10)[1], wrong)
 
 
-@pytest.mark.parametrize("title", ["helium", "lithium"])
+@pytest.mark.parametrize("title", ["lithium", pytest.param("helium", marks=pytest.mark.slow)])
 def test_psi_changes_sign_at_most_and_its_laplacian_is_that_of_the_hessian(vmc, small, title, x64):
-    from ferminet import local_energy, log_psi
+    import ferminet
 
+    local_energy, log_psi = ferminet.local_energy, jax.jit(ferminet.log_psi, static_argnums=1)
     atom = vmc.ATOMS[title]
     params = vmc.init(jax.random.key(0), atom, small)
     x = jax.random.normal(jax.random.key(1), (3 * atom.charge,))
@@ -79,7 +80,9 @@ def test_psi_changes_sign_at_most_and_its_laplacian_is_that_of_the_hessian(vmc, 
     np.testing.assert_allclose(found, kinetic + potential, rtol=1e-8)
 
 
-@pytest.mark.parametrize("title", ["hydrogen", "helium", "lithium"])
+@pytest.mark.parametrize(
+    "title", ["helium", *(pytest.param(t, marks=pytest.mark.slow) for t in ("hydrogen", "lithium"))]
+)
 def test_both_losses_have_the_gradient_of_the_energy_and_the_same_layers(vmc, small, title, x64):
     from ferminet import clipped, log_psi, make_energy, surrogate
 

@@ -56,7 +56,7 @@ def test_it_is_the_expectation(likelihood):
     loss = loss_of(network, likelihood)
     _, grads, factors = function(loss, params, x, fisher="expected")(params, x, fisher_key=KEY)
     assert_equal(factors, exact_factors(network, name, params, x, N))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), grads, jax.grad(loss)(params, x))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), grads, jax.jit(jax.grad(loss))(params, x))
 
 
 @pytest.mark.parametrize("n", [None, N])
@@ -113,8 +113,8 @@ def test_moments_and_coarse_blocks_are_expected_too():
 
     layers = kfac.find_layers(loss, params, x)
     assert layers["temperature"].coarse
-    exact = kfac.exact.fisher_blocks(loss, layers)(params, x)
-    measure = kfac.value_and_grad(loss, layers, fisher="expected")
+    exact = jax.jit(kfac.exact.fisher_blocks(loss, layers))(params, x)
+    measure = jax.jit(kfac.value_and_grad(loss, layers, fisher="expected"))
     basis = kfac.eigenbasis(measure(params, x, fisher_key=KEY)[2], layers)
     factors = measure(params, x, fisher_key=KEY, basis=basis)[2]
     for name, vectors in basis.items():  # the moments are the diagonal of the exact block in the basis
@@ -143,7 +143,7 @@ def test_weights_and_a_variance_are_those_of_the_exact_matrix(border_rows):
         return jnp.concatenate([network(Hook(), p, x) / jnp.sqrt(variance), jnp.sqrt(ratio) * network(Hook(), p, edge)])
 
     layers = kfac.find_layers(loss, params, x, edge, skip=["scale"])
-    exact = kfac.exact.fisher_blocks(loss, layers, num_examples=N)(params, x, edge)
+    exact = jax.jit(kfac.exact.fisher_blocks(loss, layers, num_examples=N))(params, x, edge)
     jacobian = jax.jacobian(plain)(params, x)
     j = jacobian["out"].reshape(-1, jacobian["out"].shape[-2] * jacobian["out"].shape[-1])
     assert relative_error(exact["out"], np.asarray(j.T @ j) / N) < 1e-9

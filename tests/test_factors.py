@@ -228,20 +228,36 @@ TIMES = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"reduce": ("w",)}, {"max_dim": 3}], ids=str)
+REDUCTIONS = {"{}": {}, "reduce": {"reduce": ("w",)}, "max_dim": {"max_dim": 3}}
+
+
+def kernel_and_batch():
+    return parameters({"dense": {"w": (5, 4), "b": (4,)}}), (SEQUENCES(), TARGETS())
+
+
+@functools.cache
+def of_scaled_inputs(reduction):
+    params, batch = kernel_and_batch()
+    return run(lambda p, x, t: times(Hook(), p, x, t), params, batch, **REDUCTIONS[reduction])[2]
+
+
+@functools.cache
+def truth_of_scaled_inputs():
+    return truth(times, *kernel_and_batch())
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("case", TIMES)
-def test_a_kernel_times_a_number(x64, case, options):
+def test_a_kernel_times_a_number(x64, case, reduction):
     def loss(p, x, t):
         return mean_loss(x @ TIMES[case](p["dense"]["w"], x) + p["dense"]["b"], t)
 
-    def scaled_inputs(p, x, t):
-        return times(Hook(), p, x, t)
-
-    params, batch = parameters({"dense": {"w": (5, 4), "b": (4,)}}), (SEQUENCES(), TARGETS())
-    if not options:
-        check_all(loss, params, batch, truth(times, params, batch))
-    layers, _, found = run(loss, params, batch, **options)
-    _, _, expected = run(scaled_inputs, params, batch, **options)
+    params, batch = kernel_and_batch()
+    if reduction == "{}":
+        layers, found = check_all(loss, params, batch, truth_of_scaled_inputs())
+    else:
+        layers, _, found = run(loss, params, batch, **REDUCTIONS[reduction])
+    expected = of_scaled_inputs(reduction)
     assert kinds(layers) == BIASED and layers["dense"].has_bias
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert relative_error(a, np.asarray(b)) <= 1e-12

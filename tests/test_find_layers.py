@@ -847,7 +847,7 @@ def test_numpy_batches_in_float64_while_jax_computes_in_float32():
     params = {"w": np.ones((5, 3), np.float32)}
     batch = (np.random.default_rng(0).normal(size=(N, 5)), np.arange(N) % 3)
     layers = kfac.find_layers(loss, params, *batch)
-    value, grads, factors = kfac.value_and_grad(loss, layers)(params, *batch)
+    value, grads, factors = jax.jit(kfac.value_and_grad(loss, layers))(params, *batch)
     np.testing.assert_allclose(value, jax.value_and_grad(loss)(params, *batch)[0], rtol=1e-6)
     np.testing.assert_allclose(factors["w"].A, batch[0].T @ batch[0] / N, rtol=1e-5)
     assert factors["w"].A.dtype == grads["w"].dtype == np.float32
@@ -902,8 +902,8 @@ def test_a_leaf_without_elements_has_no_block_and_is_in_the_table(leaf, read):
 
     layers = kfac.find_layers(loss, params, x)
     assert "has no elements" in str(layers)
-    _, grads, factors = kfac.value_and_grad(loss, layers)(params, x)
+    _, grads, factors = jax.jit(kfac.value_and_grad(loss, layers))(params, x)
     assert list(factors) == ["kernel"]
     tx = kfac.kfac(0.1, layers)
-    updates, _ = tx.update(grads, tx.init(params), params, factors=factors)
+    updates, _ = jax.jit(tx.update)(grads, jax.jit(tx.init)(params), params, factors=factors)
     assert updates["none"].shape == leaf.shape and np.any(updates["kernel"])

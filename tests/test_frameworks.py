@@ -563,7 +563,16 @@ class ResNet50(nn.Module):
         return nn.Dense(1000, dtype=jnp.bfloat16, name="head")(x.mean((1, 2)))
 
 
-@pytest.mark.parametrize("options", [{}, {"remat": True}, {"scan": True}, {"remat": True, "scan": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"remat": True}, marks=pytest.mark.slow),
+        pytest.param({"scan": True}, marks=pytest.mark.slow),
+        {"remat": True, "scan": True},
+    ],
+    ids=str,
+)
 def test_every_parameter_of_a_bf16_resnet50_has_a_kronecker_or_unitwise_block(options):
     model = ResNet50(**options)
     images = jax.ShapeDtypeStruct((32, 224, 224, 3), jnp.bfloat16)
@@ -590,9 +599,8 @@ def test_every_parameter_of_a_bf16_resnet50_has_a_kronecker_or_unitwise_block(op
     assert layers["stem"].positions == 112**2
     if not options:
         assert layers == kfac.find_layers(jax.jit(loss), variables["params"], *batch, has_aux=True)
-        for count in (1, 64):
-            images = jax.ShapeDtypeStruct((count, 224, 224, 3), jnp.bfloat16)
-            labels = jax.ShapeDtypeStruct((count,), jnp.int32)
-            other = kfac.find_layers(loss, variables["params"], batch[0], images, labels, has_aux=True)
-            assert layers == other
-            assert hash(layers) == hash(other)
+        images = jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.bfloat16)
+        labels = jax.ShapeDtypeStruct((1,), jnp.int32)
+        other = kfac.find_layers(loss, variables["params"], batch[0], images, labels, has_aux=True)
+        assert layers == other
+        assert hash(layers) == hash(other)

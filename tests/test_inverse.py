@@ -225,9 +225,15 @@ def test_inverses_by_halves_are_as_accurate_as_a_factorisation_allows(monkeypatc
     assert residual(exact) < found
 
 
+# One by one, in portions of which the last is smaller, and all at once; in one piece and by halves.
+PORTIONS = [(width, leaf) for leaf in (600, 2) for width in (1, 2, 3, 5)]
+FEW = (1, 600), (2, 2), (5, 600)
+
+
 @pytest.mark.parametrize("name", ["plain", "table", "wide", "thin"])
-@pytest.mark.parametrize("width", [1, 2, 3, 5])
-@pytest.mark.parametrize("leaf", [600, 2])
+@pytest.mark.parametrize(
+    ("width", "leaf"), [pytest.param(*x, marks=() if x in FEW else pytest.mark.slow) for x in PORTIONS]
+)
 def test_blocks_in_portions_are_inverted_as_if_each_were_alone(monkeypatch, name, width, leaf):
     """Some are not wanted, one fails, one needs more damping: each keeps or gets both its sides."""
     monkeypatch.setattr(kfac._curvature.cholesky, "LEAF", leaf)

@@ -32,7 +32,7 @@ def test_a_kernel_with_its_bias_moves_by_the_norm_of_a_fresh_kernel():
     params = {"kernel": jnp.ones((3, 4)), "bias": jnp.zeros(4)}
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
     found = kfac.find_layers(loss, params, x)
-    _, grads, factors = kfac.value_and_grad(loss, found)(params, x)
+    _, grads, factors = jax.jit(kfac.value_and_grad(loss, found))(params, x)
     update = one_update(kfac.kfac(0.5, found, momentum=None), params, grads, factors)
     whole = np.concatenate([update["kernel"].ravel(), update["bias"]])
     np.testing.assert_allclose(np.linalg.norm(whole), 0.5 * 2, rtol=1e-5)
@@ -80,7 +80,7 @@ def test_each_copy_of_a_stacked_kernel_has_its_own_length():
     params = {"kernels": jnp.asarray(rng.normal(size=(3, 5, 5)) * np.array([0.1, 1, 2])[:, None, None], jnp.float32)}
     x = jnp.asarray(rng.normal(size=(8, 5)), jnp.float32)
     found = kfac.find_layers(loss, params, x)
-    _, grads, factors = kfac.value_and_grad(loss, found)(params, x)
+    _, grads, factors = jax.jit(kfac.value_and_grad(loss, found))(params, x)
     update = one_update(kfac.kfac(0.1, found, momentum=None), params, grads, factors)
     np.testing.assert_allclose(np.linalg.norm(update["kernels"], axis=(1, 2)), 0.1 * 5**0.5, rtol=1e-5)
 
@@ -96,7 +96,7 @@ def test_a_kernel_before_a_normalisation_is_turned_only():
     params = {name: jnp.asarray(3 * rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
     x, y = (jnp.asarray(rng.normal(size=(16, d)), jnp.float32) for d in (6, 2))
     found = kfac.find_layers(loss, params, x, y)
-    _, grads, factors = kfac.value_and_grad(loss, found)(params, x, y)
+    _, grads, factors = jax.jit(kfac.value_and_grad(loss, found))(params, x, y)
     update = one_update(kfac.kfac(0.1, found, momentum=None), params, grads, factors)
     kernel, moved = params["kernel"], update["kernel"]
     np.testing.assert_allclose(np.linalg.norm(moved), 0.1 * 2, rtol=1e-5)

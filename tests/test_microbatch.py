@@ -156,8 +156,15 @@ def test_unequal_leading_axes_are_an_error():
 # -- several devices ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("mapped", ["pmap", "shard_map"])
+@pytest.mark.parametrize(
+    ("mapped", "count"),
+    [
+        ("pmap", 1),
+        ("shard_map", 3),
+        pytest.param("pmap", 3, marks=pytest.mark.slow),
+        pytest.param("shard_map", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_loss_gradients_and_factors_are_the_devices_own(mapped, count):
     params, batch = problem(np.float32)
     fn = function(params, batch)

@@ -104,6 +104,7 @@ def blocks_of(form, damping):
     return result
 
 
+@functools.cache
 def made(form, damping=DAMPING):
     if form == "ekfac":
         factors, basis = measured(basis=True)
@@ -207,7 +208,7 @@ def test_the_inverse_of_a_state_is_what_its_optimizer_applies(inverse):
         updates, state = tx.update(grads, state, factors=factors)
         return updates, grads, state
 
-    state = tx.init(parameters())
+    state = jax.jit(tx.init)(parameters())
     for seed in range(3):
         updates, grads, state = step(state, batch(seed))
     found = jax.jit(lambda state, grads: kfac.operator(layers(), state).inv() @ grads)(state, grads)
@@ -218,11 +219,12 @@ def test_the_inverse_of_a_state_is_what_its_optimizer_applies(inverse):
 
 def test_the_factors_of_a_state_are_its_averages():
     tx = kfac.scale_by_kfac(layers(), factor_decay=0.5)
-    measure, state, seen = kfac.value_and_grad(loss_fn, layers()), tx.init(parameters()), []
+    measure, update = jax.jit(kfac.value_and_grad(loss_fn, layers())), jax.jit(tx.update)
+    state, seen = jax.jit(tx.init)(parameters()), []
     for seed in range(2):
         _, grads, factors = measure(parameters(), batch(seed))
         seen.append(factors)
-        _, state = tx.update(grads, state, factors=factors)
+        _, state = update(grads, state, factors=factors)
     expected = jax.tree.map(lambda a, b: (a / 2 + b) / 1.5, *seen)  # weights 1/4 and 1/2, corrected
     found = kfac.averaged_factors({"some": (state,)}, layers())
     assert list(found) == list(expected)

@@ -55,9 +55,9 @@ def trained(inside, inverse, distribution, mesh):
 
 def check(inverse=CHOLESKY, distribution=AT_ONCE, mesh=None):
     params, state = trained(True, inverse, distribution, mesh)
-    expected = kfac.gather_state(state) if distribution.axis else state
+    expected = jax.jit(kfac.gather_state)(state) if distribution.axis else state
     found_params, state = trained(False, inverse, distribution, mesh)
-    found = kfac.gather_state(state) if distribution.axis else state
+    found = jax.jit(kfac.gather_state)(state) if distribution.axis else state
     assert_close(found_params, params)
     for field in ("factors", "weight", "inverse", "condition"):
         assert_close(field_of(found, field), field_of(expected, field))
@@ -99,7 +99,7 @@ def test_a_step_of_its_own_program_waits_for_nothing():
 def test_until_the_first_refresh_gradients_pass_through():
     tx = kfac.scale_by_kfac(layers(), inverse_every=None)
     grads, factors = measured(0)
-    updates, state = tx.update(grads, tx.init(initial()), factors=factors)
+    updates, state = jax.jit(tx.update)(grads, jax.jit(tx.init)(initial()), factors=factors)
     assert_close(updates, grads)
     assert state_of(kfac.refresh(state)).shared["unitwise_4x2"].condition[0] > 0
 

@@ -42,15 +42,15 @@ def value_gradients(likelihood, z):
 def exact_factors(model, likelihood, params, x, n):
     """`A` and `G` by layer, `F` by vector, expected over the targets that `model(hook, params, x)` predicts."""
     recorder = Hook()
-    z = np.asarray(model(recorder, params, x))
+    jax.eval_shape(lambda params, x: model(recorder, params, x), params, x)
     zeros = {key: np.zeros(*entry) for key, entry in recorder.shapes.items()}
 
     def of(zeros):
         hook = Hook(zeros)
         return model(hook, params, x), hook.inputs
 
-    _, pull, inputs = jax.vjp(of, zeros, has_aux=True)
-    pull = jax.jit(lambda g, pull=pull: pull(g)[0])
+    z, inputs = jax.tree.map(np.asarray, compiled(of)(zeros))
+    pull = compiled(lambda g: jax.vjp(of, zeros, has_aux=True)[1](g)[0])
     sums = {}
     for row in np.ndindex(*z.shape[:-1]):
         for weight, gradient in value_gradients(likelihood, z[row]):
@@ -120,9 +120,13 @@ def loss_of(model, likelihood):
     return loss
 
 
-def function(loss, params, *args, fisher="sampled", **options):
+def measured(loss, params, *args, fisher="sampled", **options):
     skip = options.pop("skip", ())
     return kfac.value_and_grad(loss, kfac.find_layers(loss, params, *args, skip=skip), fisher=fisher, **options)
+
+
+def function(*args, **options):
+    return jax.jit(measured(*args, **options))
 
 
 def compiled(fn):
@@ -537,7 +541,7 @@ def _raises(match, loss, params, *args, fisher_key=..., **options):
     fisher_key = jax.random.key(0) if fisher_key is ... else fisher_key
     given = {} if fisher_key is None else {"fisher_key": fisher_key}
     with pytest.raises(ValueError, match=match):
-        function(loss, params, *args, **options)(params, *args, **given)
+        measured(loss, params, *args, **options)(params, *args, **given)
 
 
 def test_what_cannot_be_drawn_is_an_error():

@@ -145,7 +145,7 @@ def test_a_refresh_that_fails_keeps_basis_and_moments():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new.inverse))
 
 
-@pytest.mark.parametrize("inverse_every", [1, 3])
+@pytest.mark.parametrize("inverse_every", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_several_devices_are_one(inverse_every):
     mesh = jax.make_mesh((3,), ("devices",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
 
@@ -155,10 +155,11 @@ def test_several_devices_are_one(inverse_every):
 
     (_, one, expected), (_, state, updates) = (history(made(m))[-1] for m in (None, mesh))
     assert_close(updates, expected, rtol=2e-4)
-    portable = kfac.gather_state(state)
+    portable = jax.jit(kfac.gather_state)(state)
     assert jax.tree.structure(portable) == jax.tree.structure(one)
     assert_close(*(state_of(s).owned["kronecker_4x4"].blocks.inverse.moments for s in (portable, one)), rtol=2e-3)
-    assert_equal(kfac.gather_state(kfac.scatter_state(portable, 2)), portable)
+    again = jax.jit(lambda state: kfac.gather_state(kfac.scatter_state(state, 2)))(portable)
+    assert_equal(again, portable)
 
 
 def test_a_gradient_that_is_not_finite_leaves_moments_alone():
@@ -166,7 +167,7 @@ def test_a_gradient_that_is_not_finite_leaves_moments_alone():
     _, state, _ = history(tx, 2)[-1]
     grads, factors = measured(2)
     bad = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.nan), grads)
-    _, after = tx.update(bad, state, problem.initial(), factors=factors)
+    _, after = jax.jit(tx.update)(bad, state, problem.initial(), factors=factors)
     assert kfac.diagnostics(after)["skipped_steps"] == 1
     assert_equal(*(state_of(s).owned["kronecker_4x4"].blocks.inverse.moments for s in (after, state)))
 
@@ -175,8 +176,8 @@ def test_a_factor_that_is_kept_as_its_diagonal():
     layers = kfac.find_layers(problem.loss_fn, problem.initial(), problem.batch(0), max_dim=3)
     tx = kfac.scale_by_kfac(layers, inverse=kfac.Soap(), damping=1e-3)
     grads = problem.measured(0)[0]
-    _, _, factors = kfac.value_and_grad(problem.loss_fn, layers)(problem.initial(), problem.batch(0))
-    updates, _ = tx.update(grads, tx.init(problem.initial()), factors=factors)
+    _, _, factors = jax.jit(kfac.value_and_grad(problem.loss_fn, layers))(problem.initial(), problem.batch(0))
+    updates, _ = jax.jit(tx.update)(grads, jax.jit(tx.init)(problem.initial()), factors=factors)
     dense = layers["out"]
     assert set(dense.diagonal) == {"A", "G"}  # so it is Adam, entry by entry
     leaves, new = (dict(zip(layers.paths, jax.tree.leaves(tree), strict=True)) for tree in (grads, updates))
@@ -202,20 +203,20 @@ def test_the_optimizer_preconditions_the_momentum_of_the_gradients():
         nesterov=True, inverse_every=3,
     )  # fmt: skip
     alone = kfac.scale_by_kfac(LAYERS, inverse=kfac.Soap(decay=DECAY), damping=damping, inverse_every=3)
-    state, kept = tx.init(problem.initial()), alone.init(problem.initial())
+    state, kept = jax.jit(tx.init)(problem.initial()), jax.jit(alone.init)(problem.initial())
     trace = jax.tree.map(jnp.zeros_like, problem.initial())
     for t in range(4):
         grads, factors = measured(t)
-        updates, state = tx.update(grads, state, problem.initial(), factors=factors)
+        updates, state = jax.jit(tx.update)(grads, state, problem.initial(), factors=factors)
         trace = jax.tree.map(lambda g, m: momentum * m + g, grads, trace)
         ahead = jax.tree.map(lambda g, m: momentum * m + g, grads, trace)
-        expected, kept = alone.update(grads, kept, factors=factors, averaged=ahead)
+        expected, kept = jax.jit(alone.update)(grads, kept, factors=factors, averaged=ahead)
         assert_close(updates, jax.tree.map(lambda x: -rate * x, expected), rtol=1e-4)
     assert float(kfac.diagnostics(state)["gradient_norm"]) == pytest.approx(
         float(kfac.diagnostics(kept)["gradient_norm"])
     )
     bad = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.nan), grads)
-    updates, after = tx.update(bad, state, problem.initial(), factors=factors)
+    updates, after = jax.jit(tx.update)(bad, state, problem.initial(), factors=factors)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(updates))
     assert_equal(optax.tree.get(after, "trace"), optax.tree.get(state, "trace"))
 
@@ -250,7 +251,7 @@ def test_what_is_preconditioned_must_be_like_the_gradients():
     with pytest.raises(ValueError, match="averaged: leaf"):
         tx.update(grads, state, factors=factors, averaged=jax.tree.map(lambda x: x[..., None], grads))
     bad = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.inf), grads)
-    _, after = tx.update(grads, state, factors=factors, averaged=bad)
+    _, after = jax.jit(tx.update)(grads, state, factors=factors, averaged=bad)
     assert kfac.diagnostics(after)["skipped_steps"] == 1
 
 
@@ -261,21 +262,22 @@ def test_a_layer_with_hardly_a_gradient_stops_no_other(scale):
     state = history(tx, 1)[-1][1]
     grads, factors = measured(1)
     grads = {**grads, "first": jax.tree.map(lambda x: scale * x, grads["first"])}
+    update = jax.jit(tx.update)
     for _ in range(3):
-        updates, state = tx.update(grads, state, problem.initial(), factors=factors)
+        updates, state = update(grads, state, problem.initial(), factors=factors)
     assert kfac.diagnostics(state)["skipped_steps"] == 0
     assert all(np.any(leaf) for leaf in jax.tree.leaves(updates["out"]))
 
 
 @pytest.mark.parametrize("inverse", [kfac.Cholesky(), kfac.Soap()])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow), jnp.float16])
 def test_narrow_models_where_float64_is_allowed(x64, dtype, inverse):
     params = problem.initial(dtype)
     batch = problem.batch(0, dtype=dtype)
     layers = kfac.find_layers(problem.loss_fn, params, batch)
     tx = kfac.kfac(0.05, layers, inverse=inverse)
     _, grads, factors = jax.jit(kfac.value_and_grad(problem.loss_fn, layers))(params, batch)
-    updates, state = jax.jit(tx.update)(grads, tx.init(params), params, factors=factors)
+    updates, state = jax.jit(tx.update)(grads, jax.jit(tx.init)(params), params, factors=factors)
     assert {leaf.dtype for leaf in jax.tree.leaves(updates)} == {jnp.dtype(dtype)}
     assert all(np.isfinite(np.asarray(leaf, np.float64)).all() for leaf in jax.tree.leaves(updates))
     assert kfac.diagnostics(state)["skipped_steps"] == 0

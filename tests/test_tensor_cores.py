@@ -133,7 +133,7 @@ def test_the_direction_of_an_update_at_condition_1e6():
     for _ in range(60):
         params = descend(params)
     layers = kfac.find_layers(loss, params, batch)
-    _, grads, factors = kfac.value_and_grad(loss, layers)(params, batch)
+    _, grads, factors = jax.jit(kfac.value_and_grad(loss, layers))(params, batch)
     wrong, norm = dict.fromkeys(("float32", "bfloat16_3x", "bfloat16"), 0.0), 0.0
     for grad, layer in zip(grads, layers, strict=True):
         a, g = damped(*(np.asarray(getattr(factors[layer.name], side), np.float64) for side in "AG"), 1e6)

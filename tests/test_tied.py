@@ -119,7 +119,7 @@ def test_the_product_is_nearer_to_the_block_than_either_of_its_terms(x64):
 
     params, batch = embedding_parameters(), sentences(24)
     layers, factors = statistics(loss, params, batch)
-    exact = kfac.exact.fisher_blocks(loss, layers, fisher="empirical")(params, batch)["table"]
+    exact = jax.jit(kfac.exact.fisher_blocks(loss, layers, fisher="empirical"))(params, batch)["table"]
     tied = factors["table"]
 
     def cosine(a, g):
@@ -139,10 +139,10 @@ def test_devices_and_micro_batches_are_one(x64):
     measure = kfac.value_and_grad(embedding_loss, layers, num_examples=N)
     tx = kfac.scale_by_kfac(layers, damping=1e-2)
     _, grads, factors = measure(params, batch)
-    expected, _ = tx.update(grads, tx.init(params), factors=factors)
+    expected, _ = jax.jit(tx.update)(grads, jax.jit(tx.init)(params), factors=factors)
     part = kfac.value_and_grad(embedding_loss, layers, num_examples=N // 3)
     _, grads, factors = kfac.microbatch(part, 3)(params, batch)
-    found, _ = tx.update(grads, tx.init(params), factors=factors)
+    found, _ = jax.jit(tx.update)(grads, jax.jit(tx.init)(params), factors=factors)
     assert relative_error(found["table"], np.asarray(expected["table"])) < 1e-6  # kept in float32 by the tests' machine
 
     mesh = jax.make_mesh((3,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])

@@ -204,7 +204,10 @@ def run(configuration, dtype, tolerance):
         assert not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype in (dtype, jnp.float32)
 
 
-@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+# A number is a constant schedule: tests/test_transform.py.
+@pytest.mark.parametrize(
+    "configuration", [pytest.param(c, marks=pytest.mark.slow if c == "constants" else ()) for c in CONFIGURATIONS]
+)
 def test_trajectory_in_float64(x64, configuration):
     run(configuration, jnp.float64, 1e-9)
 

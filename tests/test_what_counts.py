@@ -84,7 +84,7 @@ def test_dead_reads_change_nothing(loss, under, options):
     params, data = parameters(), batch()
     layers = kfac.find_layers(plain, params, data, **options)
     assert layers == kfac.find_layers(loss, params, data, has_aux=True, **options)
-    expected = kfac.value_and_grad(plain, layers)(params, data)[2]
+    expected = jax.jit(kfac.value_and_grad(plain, layers))(params, data)[2]
     found = kfac.value_and_grad(loss, layers, has_aux=True)(params, data)[2]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), found, expected)
 
@@ -171,8 +171,8 @@ def test_a_weight_penalty_inside_a_mean_over_tokens():
 
     params, data = parameters(), batch()
     layers = kfac.find_layers(plain, params, data)
-    expected = kfac.value_and_grad(plain, layers)(params, data)[2]
-    found = kfac.value_and_grad(loss, kfac.find_layers(loss, params, data))(params, data)[2]
+    expected = jax.jit(kfac.value_and_grad(plain, layers))(params, data)[2]
+    found = jax.jit(kfac.value_and_grad(loss, kfac.find_layers(loss, params, data)))(params, data)[2]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), found, expected)
 
 
@@ -197,7 +197,7 @@ def test_the_number_of_examples_where_the_only_kernel_is_skipped():
         normal(2, 600, D, dtype=np.float32),
     )
     layers = kfac.find_layers(loss, params, x, skip=["^w$"])
-    _, grads, factors = kfac.value_and_grad(loss, layers)(params, x)
+    _, grads, factors = jax.jit(kfac.value_and_grad(loss, layers))(params, x)
     np.testing.assert_allclose(factors["log_scale"].F[:, 0, 0], 600 * grads["log_scale"] ** 2, rtol=1e-5)
 
 
@@ -240,8 +240,8 @@ def test_a_bias_may_follow_a_residual_connection(order):
     found = {late: kfac.find_layers(loss(late), params, x) for late in (True, False)}
     assert [layer.params for layer in found[True]] == [("w", "b")]
     assert found[True] == found[False]
-    _, grads, factors = kfac.value_and_grad(loss(True), found[True])(params, x)
-    expected = kfac.value_and_grad(loss(False), found[False])(params, x)
+    _, grads, factors = jax.jit(kfac.value_and_grad(loss(True), found[True]))(params, x)
+    expected = jax.jit(kfac.value_and_grad(loss(False), found[False]))(params, x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), (grads, factors), expected[1:])
 
 

@@ -31,7 +31,7 @@ def test_a_subtracted_output_gives_no_bias_of_the_wrong_sign():
 
     layers = kfac.find_layers(loss, params, X[:1], Y[:1])
     assert {layer.params: layer.kind for layer in layers} == {("b",): "diagonal", ("w",): "dense"}
-    _, grads, factors = kfac.value_and_grad(loss, layers)(params, X[:1], Y[:1])
+    _, grads, factors = jax.jit(kfac.value_and_grad(loss, layers))(params, X[:1], Y[:1])
     block = jnp.kron(factors["w"].G, factors["w"].A)
     gradient = layers["w"].to_matrix([grads["w"]]).reshape(-1)
     np.testing.assert_allclose(block, jnp.outer(gradient, gradient), rtol=1e-4, atol=1e-3)
@@ -127,7 +127,7 @@ def test_a_weight_penalty_is_no_use(where):
 
     layers = kfac.find_layers(loss, params, X, Y)
     assert [layer.kind for layer in layers] == ["dense"]
-    _, grads, factors = kfac.value_and_grad(loss, layers)(params, X, Y)
+    _, grads, factors = jax.jit(kfac.value_and_grad(loss, layers))(params, X, Y)
     np.testing.assert_allclose(grads["w"], jax.grad(loss)(params, X, Y)["w"], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(factors["w"].A, X.T @ X / 8, rtol=1e-4, atol=1e-4)
 
@@ -140,7 +140,7 @@ def test_names_with_slashes_do_not_collide():
 
     layers = kfac.find_layers(loss, params, X, Y)
     assert sorted(layer.name for layer in layers) == ["a", "a/k", "b"]
-    factors = kfac.value_and_grad(loss, layers)(params, X, Y)[2]
+    factors = jax.jit(kfac.value_and_grad(loss, layers))(params, X, Y)[2]
     assert sorted(factors) == ["a", "a/k", "b"]
     assert "a/k" in layers and layers["a/k"] in layers and "k" not in layers
 

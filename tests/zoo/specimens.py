@@ -188,18 +188,24 @@ def find(case: Specimen) -> kfac.Layers:
     return kfac.find_layers(loss, params, batch, skip=case.skip)
 
 
-def check(case: Specimen) -> None:
-    """What three devices measure on a dressed loss, a third with doubled examples each, is what brute force says."""
+def undressed(loss: Callable) -> Callable:
+    """The loss with an aux, in which there is nothing."""
+    return lambda params, batch: (loss(params, batch), {})
+
+
+def check(case: Specimen, dress: Callable = undressed) -> None:
+    """What three devices measure of a dressed loss, a third with doubled examples each, is what brute force says."""
     loss, params, batch = case.build()
     expected: Any = (
         OneByOne(loss, params, batch) if case.alone else truth(loss, params, batch, N * (case.examples or 1))
     )
     parts = parts_of(case, batch)
-    layers = kfac.find_layers(dressed(loss), params, parts[0], has_aux=True, skip=case.skip)
+    worn = dress(loss)
+    layers = kfac.find_layers(worn, params, parts[0], has_aux=True, skip=case.skip)
     check_layers(layers, params)
     rows = len(jax.tree.leaves(parts[0])[0])
     count = case.examples and rows * case.examples
-    fn = on_devices(kfac.value_and_grad(dressed(loss), layers, has_aux=True, num_examples=count), len(parts))
+    fn = on_devices(kfac.value_and_grad(worn, layers, has_aux=True, num_examples=count), len(parts))
     together = jax.tree.map(np.asarray, fn(params, jax.tree.map(lambda *x: np.concatenate(x), *parts)))
     results = [jax.tree.map(lambda x, k=k: x[k], together) for k in range(len(parts))]
     for _, grads, factors in results:
