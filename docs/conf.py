@@ -11,7 +11,7 @@ project = "kfac"
 author = copyright = "The kfac developers"
 release = version = kfac.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "mathml", "type_names"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "mathml", "type_names"]
 html_math_renderer = "mathml"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
@@ -26,6 +26,9 @@ nitpick_ignore_regex = [("py:.*", _elsewhere)]
 default_role = "code"  # docstrings quote code by single backticks
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
+nb_execution_mode = "force"  # notebooks are stored without their results
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300
 root_doc = "contents"  # The table of contents, so that the pages stay plain Markdown.
 exclude_patterns = ["_build", "extensions"]
 html_theme = "furo"
