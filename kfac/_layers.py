@@ -165,6 +165,7 @@ class Layers(Sequence[Layer]):
       max_dim: the bound given to `find_layers`.
       reduce: the patterns of kernels in the setting "reduce" given to `find_layers`.
       structure: that of the tree of parameters.
+      num_examples: of the batch that the layers were found with; None where it was not clear.
     """
 
     blocks: tuple[Layer, ...]
@@ -173,6 +174,7 @@ class Layers(Sequence[Layer]):
     max_dim: int | None = None
     reduce: tuple[str, ...] = ()
     structure: Any = dataclasses.field(default=None, compare=False)
+    num_examples: int | None = dataclasses.field(default=None, compare=False)
 
     @overload
     def __getitem__(self, index: int | str) -> Layer: ...

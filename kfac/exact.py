@@ -137,7 +137,7 @@ def _outputs(
 ) -> tuple[dict[Key, jax.Array], Callable[[Any], list[jax.Array]], dict[Key, jax.Array]]:
     """The marked outputs, their vector-Jacobian product, and the gradient of the loss with respect to them."""
     plan = Plan()
-    marks.place(plan, lambda mark: _perturbed)
+    marks.place(plan, lambda mark: lambda x, offset: (x + offset.astype(x.dtype), x))
 
     def evaluate(flat, offsets):
         outs, outputs = replay(traced.program, [*flat, *traced.arrays], plan, offsets)
@@ -149,10 +149,6 @@ def _outputs(
     slopes = jax.grad(lambda offsets: evaluate(flat, offsets)[0])(offsets)
     outputs, pull = jax.vjp(lambda flat: evaluate(flat, offsets)[1], flat)
     return outputs, lambda cotangent: pull(cotangent)[0], slopes
-
-
-def _perturbed(x: jax.Array, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return x + offset.astype(x.dtype), x
 
 
 def _expected(mark: Mark, key: Key, outputs: Mapping[Key, jax.Array], total: Any, add: Callable) -> Any:

@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, PartitionSpec
 
 import kfac
 import messages
+import problem
 import resnet50_step
 from kfac._distributed.owners import Cost, Shard, group_costs, make_shards, make_turns
 from kfac._distributed.planning import in_all_reduces
@@ -183,7 +185,26 @@ def counted(devices, *options):
     return json.loads(result.stdout)
 
 
-def test_program_text_does_not_grow_with_devices():
+def test_the_program_does_not_grow_with_devices():
+    """A message lists its devices, so lines are counted."""
+    grads, factors = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), problem.measured(0))
+    tx = kfac.scale_by_kfac(problem.layers(), distribution=kfac.Distribution("devices"))
+    same, specs = PartitionSpec(), kfac.state_specs(tx, grads, "devices")
+
+    def lines(devices):
+        mesh = AbstractMesh((devices,), ("devices",))
+        state = jax.eval_shape(jax.shard_map(tx.init, mesh=mesh, in_specs=same, out_specs=specs), grads)
+        step = jax.shard_map(
+            lambda g, s, f: tx.update(g, s, factors=f), mesh=mesh, in_specs=(same, specs, same), out_specs=(same, specs)
+        )
+        lowered = jax.jit(step).trace(grads, state, factors).lower(lowering_platforms=("cpu",))
+        return lowered.as_text().count("\n")
+
+    assert abs(lines(512) / lines(4) - 1) < 0.01
+
+
+@pytest.mark.slow
+def test_the_program_of_resnet50_does_not_grow_with_devices():
     text = {devices: counted(devices)["text"] for devices in (4, 512)}
     assert abs(text[512] / text[4] - 1) < 0.05
 

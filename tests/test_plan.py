@@ -2,15 +2,17 @@
 
 import dataclasses
 import itertools
+import math
 import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import kfac
 import messages
-from kfac._distributed.planning import in_all_reduces
+from kfac._distributed.planning import affordable, in_all_reduces
 
 DEVICES = 4
 
@@ -123,3 +125,55 @@ def test_eigendecompositions_cost_more(resnet50):
     ekfac = kfac.plan(resnet50, devices=8, batch=256, inverse=kfac.Ekfac())
     assert ekfac.messages["inverses"] and not eigh.messages["inverses"]
     assert jax.tree.leaves(ekfac.seconds)
+
+
+def perceptron(examples, width):
+    def loss(p, x):
+        return jnp.mean((jnp.tanh(x @ p["w0"]) @ p["w1"]) ** 2)
+
+    params = {"w0": jnp.ones((width, width)), "w1": jnp.ones((width, 4))}
+    return loss, params, jnp.linspace(-1, 1, examples * width).reshape(examples, width)
+
+
+# 3 products of 2 n d (d + 4) FLOPs each, and 3 x f x (3 d^3 + 4^3) for the refreshes, f = 14/3 or 10/3.
+@pytest.mark.parametrize(
+    ("examples", "width", "inverse", "every"),
+    [(2000, 16, None, 1), (32, 16, None, 6), (32, 16, kfac.Cholesky(), 5), (1, 64, None, 100)],
+)
+def test_refreshes_by_default_are_half_of_the_work_of_gradients(examples, width, inverse, every):
+    loss, params, x = perceptron(examples, width)
+    layers = kfac.find_layers(loss, params, x)
+    factor = (inverse or kfac.Soap()).flops
+    ratio = 2 * 3 * factor * (3 * width**3 + 4**3) / (6 * examples * width * (width + 4))
+    assert affordable(layers, inverse or kfac.Soap()) == every == min(100, math.ceil(ratio))
+
+    def final(**options):
+        tx = kfac.kfac(0.05, layers, inverse=inverse, **options)
+
+        def step(carry, _):
+            at, state = carry
+            _, grads, factors = kfac.value_and_grad(loss, layers)(at, x)
+            updates, state = tx.update(grads, state, at, factors=factors)
+            return (jax.tree.map(jnp.add, at, updates), state), None
+
+        return jax.jit(lambda p: jax.lax.scan(step, (p, tx.init(p)), length=16)[0])(params)
+
+    jax.tree.map(np.testing.assert_array_equal, final(), final(inverse_every=every))
+    if every == 6:  # it matters after the ten steps of the warm-up
+        assert not np.array_equal(final()[0]["w0"], final(inverse_every=1)[0]["w0"])
+
+
+def test_without_a_number_of_examples_every_step_refreshes():
+    loss, params, x = perceptron(1, 64)
+    layers = kfac.find_layers(loss, params, x)
+    assert affordable(dataclasses.replace(layers, num_examples=None), kfac.Soap()) == 1
+
+
+def test_the_inverse_of_a_plan_is_that_of_the_optimizer_by_default(resnet50):
+    loss, params, x = perceptron(64, 16)
+    layers = kfac.find_layers(loss, params, x)
+    settings = {"devices": 4, "batch": 64}
+    assert repr(kfac.plan(layers, **settings)) == repr(kfac.plan(layers, inverse=kfac.Soap(), **settings))
+    assert kfac.Assignment(resnet50).kind == kfac.Cholesky() and kfac.Assignment(layers).kind == kfac.Soap()
+    local = kfac.Distribution("data", gradients="local")
+    assert kfac.Assignment(layers, distribution=local).kind == kfac.Cholesky()

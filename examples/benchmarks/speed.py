@@ -139,17 +139,18 @@ def whole_steps(options: argparse.Namespace, peak: float) -> dict[str, Any]:
     def kept(tx: Any) -> dict[str, Any]:
         return {"params": copy(variables["params"]), "state": jax.jit(tx.init)(variables["params"])}
 
-    sgd_state, once_state, staggered_state = kept(first_order), kept(at_once), kept(staggered)
+    sgd_state, once_state = kept(first_order), kept(at_once)
     programs = {
         "sgd": Program(sgd, **sgd_state, batch=batch),
         "without statistics": Program(without(at_once), **once_state, batch=batch),
         "statistics": Program(with_statistics(at_once), **once_state, batch=batch),
     }
+    states = dict.fromkeys(programs, once_state) | {"sgd": sgd_state}
     if not options.quick:
-        programs |= {
-            "statistics of every 4th example": Program(with_statistics(at_once, 4), **once_state, batch=batch),
-            "statistics and staggered inverses": Program(with_statistics(staggered), **staggered_state, batch=batch),
-        }
+        fewer, spread = "statistics of every 4th example", "statistics and staggered inverses"
+        states |= {fewer: once_state, spread: kept(staggered)}
+        programs[fewer] = Program(with_statistics(at_once, 4), **once_state, batch=batch)
+        programs[spread] = Program(with_statistics(staggered), **states[spread], batch=batch)
 
     compiled = [
         {
@@ -174,9 +175,7 @@ def whole_steps(options: argparse.Namespace, peak: float) -> dict[str, Any]:
         jax.block_until_ready(programs["statistics"](once_state))
         refresh.append(time.perf_counter() - began)
     if not options.quick:
-        jax.block_until_ready(programs["statistics and staggered inverses"](staggered_state))
-    states = dict.fromkeys(programs, once_state)
-    states |= {"sgd": sgd_state, "statistics and staggered inverses": staggered_state}
+        jax.block_until_ready(programs[spread](states[spread]))
     if 4 * options.repeats + 8 > every:
         raise SystemExit(f"--repeats {options.repeats} is too many for --inverse-every {every}")
     times = median_times({n: functools.partial(p, states[n]) for n, p in programs.items()}, options.repeats)
@@ -393,19 +392,17 @@ def main() -> None:
     }
     sections: dict[str, Callable[[], Any]] = {
         "inverses": lambda: inverses(options),
+        "refresh": lambda: full_refresh(options),
         "accuracy": lambda: accuracy.tables(),
         "step": lambda: whole_steps(options, peak),
         "statistics": lambda: conv_statistics(options),
     }
-    for name in SECTIONS:
-        if name in options.sections:
-            began = time.perf_counter()
-            results[name] = sections[name]()
-            report(results, options.output)
-            print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
-    if "inverses" in options.sections and not options.quick:
-        results["refresh"] = full_refresh(options)
+    wanted = {*options.sections} | ({"refresh"} if "inverses" in options.sections and not options.quick else set())
+    for name in filter(wanted.__contains__, sections):
+        began = time.perf_counter()
+        results[name] = sections[name]()
         report(results, options.output)
+        print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
     print((options.output / "speed.md").read_text())
 
 

@@ -2,10 +2,13 @@
 
     python examples/large_batch/networks.py run --data-dir data/cifar10
     python examples/large_batch/networks.py report
+    python examples/large_batch/networks.py times --methods kfac muon adamw    # seconds of a step
 
 "kfac" is `kfac.kfac(schedule, layers)` with nothing else, "kfac-cholesky" and "kfac-soap" the same with an `inverse`;
-"soap" is SOAP itself, with Shampoo's matrices. 60 steps at batch N/10, the schedule of the study for all. A trial that
-is in --results is not run again. Of "kfac-soap-eigh" there are results only: a `Soap` that decomposed its factors.
+"soap" is SOAP itself, with Shampoo's matrices. 60 steps at batch N/10 (`--batch 10`), the schedule of the study for
+all. `--schedule average` keeps the rate after its warm-up, and scores the mean of the weights of the last quarter of
+the steps. A trial that is in --results is not run again. Of "kfac-soap-eigh" there are results only: a `Soap` that
+decomposed its factors.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import sys
@@ -38,6 +42,7 @@ import soap as published  # noqa: E402
 import tasks  # noqa: E402
 import topics  # noqa: E402
 from data import Plan  # noqa: E402
+from speed import median_times  # noqa: E402
 from transformer import Transformer  # noqa: E402
 
 INVERSES = {"kfac": None, "kfac-cholesky": kfac.Cholesky(), "kfac-soap": kfac.Soap()}
@@ -48,7 +53,10 @@ RESULTS = Path(__file__).resolve().parent / "results" / "networks.jsonl"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
-    """`loss(params, state, *batch) -> (loss, state)`, `batches(seed, steps)`; of what `score` says, more is better."""
+    """`loss(params, state, *batch) -> (loss, state)`, `batches(seed, steps)`; of what `score` says, more is better.
+
+    A batch is `share` times smaller than the N examples to train on.
+    """
 
     init: Callable[[jax.Array], tuple[Any, Any]]
     loss: Callable[..., Any]
@@ -92,8 +100,8 @@ class Mixer(nn.Module):
         return nn.Dense(10)(nn.LayerNorm()(x).mean(1))
 
 
-def images(model: nn.Module, data_dir: Path) -> Problem:
-    """Accuracy on the validation images of the study's part of CIFAR-10, batch 500."""
+def images(model: nn.Module, data_dir: Path, share: int) -> Problem:
+    """Accuracy on the validation images of the study's part of CIFAR-10; N is 5,000."""
     task = tasks.load("cifar", data_dir)
     mean, std = jnp.asarray(task.mean), jnp.asarray(task.std)
 
@@ -115,7 +123,8 @@ def images(model: nn.Module, data_dir: Path) -> Problem:
         return jnp.mean(jnp.argmax(logits(params, state, pixels, train=False)[0], -1) == labels)
 
     def batches(seed: int, steps: int) -> Iterator[tuple[Any, ...]]:
-        for batch in task.train.batches(Plan(len(task.train), 500, np.arange(500), seed, 0, steps)):
+        size = len(task.train) // share
+        for batch in task.train.batches(Plan(len(task.train), size, np.arange(size), seed, 0, steps)):
             yield batch.images, batch.labels
 
     def score(params: Any, state: Any) -> float:
@@ -125,8 +134,8 @@ def images(model: nn.Module, data_dir: Path) -> Problem:
     return Problem(init, loss, batches, score)
 
 
-def text(data_dir: Path, width: int = 64) -> Problem:
-    """Minus the validation loss, in nats per character, of the character transformer of `examples/language_model`."""
+def text(data_dir: Path, share: int, width: int = 64) -> Problem:
+    """Minus the validation loss, in nats per character, of that transformer of `examples/language_model`; N is 640."""
     del data_dir
     model = Transformer(vocabulary=len(topics.ALPHABET), width=width, dtype="float32")
     train, held_out = topics.tokens()
@@ -136,7 +145,7 @@ def text(data_dir: Path, width: int = 64) -> Problem:
 
     def batches(seed: int, steps: int) -> Iterator[tuple[Any, ...]]:
         for step in range(steps):
-            begin = np.random.default_rng((seed, step)).integers(0, len(train) - length + 1, 64)
+            begin = np.random.default_rng((seed, step)).integers(0, len(train) - length + 1, round(640 / share))
             yield (jnp.asarray(train[begin[:, None] + np.arange(length)]),)
 
     return Problem(
@@ -145,7 +154,7 @@ def text(data_dir: Path, width: int = 64) -> Problem:
     )  # fmt: skip
 
 
-PROBLEMS: dict[str, Callable[[Path], Problem]] = {
+PROBLEMS: dict[str, Callable[[Path, int], Problem]] = {
     "residual network, batch norm": functools.partial(
         images, models.ResNet((1, 1, 1), num_classes=10, width=16, stem="small", init_scheme="he")
     ),
@@ -214,9 +223,8 @@ def muon(rate: Any, problem: Problem) -> optax.GradientTransformation:
     )  # fmt: skip
 
 
-def run(problem: Problem, method: str, learning_rate: float, seed: int, steps: int) -> dict[str, Any]:
-    """One trial; its score is None where the loss is no longer finite."""
-    rate = methods.schedule(learning_rate, steps)
+def prepared(problem: Problem, method: str, rate: Any, seed: int, steps: int) -> tuple[Any, Any, Iterator[Any]]:
+    """`step(carry, batch) -> (carry, loss)`, its first `carry` of parameters and states, and the batches."""
     params, state = problem.init(jax.random.key(seed))
     batches = problem.batches(seed, steps)
     first = next(batches)
@@ -231,10 +239,10 @@ def run(problem: Problem, method: str, learning_rate: float, seed: int, steps: i
     else:  # as in the study
         settings = {"momentum": 0.9, "b2": 0.99, "weight_decay": 5e-4, "vectors": 3.0}
         tx = methods.METHODS[method].make(rate, settings, None)
-    opt_state = jax.jit(tx.init)(params)
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
-    def step(params: Any, state: Any, opt_state: Any, batch: Any) -> Any:
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(carry: Any, batch: Any) -> Any:
+        params, state, opt_state = carry
         extra: dict[str, Any] = {}
         if layers is None:
             (loss, state), grads = jax.value_and_grad(problem.loss, has_aux=True)(params, state, *batch)
@@ -242,24 +250,60 @@ def run(problem: Problem, method: str, learning_rate: float, seed: int, steps: i
             measure = kfac.value_and_grad(problem.loss, layers, has_aux=True)
             (loss, state), grads, extra["factors"] = measure(params, state, *batch)
         updates, opt_state = tx.update(grads, opt_state, params, **extra)
-        return optax.apply_updates(params, updates), state, opt_state, loss
+        return (optax.apply_updates(params, updates), state, opt_state), loss
 
-    params, state, opt_state, loss = step(params, state, opt_state, first)
-    losses, began = [float(loss)], time.perf_counter()
+    return step, (params, state, jax.jit(tx.init)(params)), itertools.chain([first], batches)
+
+
+def run(problem: Problem, method: str, learning_rate: float, seed: int, steps: int, schedule: str) -> dict[str, Any]:
+    """One trial; its score is None where the loss is no longer finite."""
+    falling = methods.schedule(learning_rate, steps)
+    rate, tail = falling, 1  # the last weights are their own mean
+    if schedule == "average":
+        rate, tail = (lambda count: falling(jnp.minimum(count, math.ceil(0.1 * steps) - 1))), max(1, steps // 4)
+    step, carry, batches = prepared(problem, method, rate, seed, steps)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def add(mean: Any, last: Any) -> Any:
+        return jax.tree.map(lambda m, x: m + x / tail, mean, last)
+
+    mean, losses, began = jax.tree.map(jnp.zeros_like, carry[:2]), [], 0.0
     for batch in batches:
-        params, state, opt_state, loss = step(params, state, opt_state, batch)
+        carry, loss = step(carry, batch)
         losses.append(float(loss))
         if not math.isfinite(losses[-1]):
             break
-    seconds = (time.perf_counter() - began) / (len(losses) - 1)
-    score = problem.score(params, state) if math.isfinite(losses[-1]) else None
+        if len(losses) == 1:
+            began = time.perf_counter()
+        if len(losses) > steps - tail:
+            mean = add(mean, carry[:2])
+    seconds = (time.perf_counter() - began) / max(1, len(losses) - 1)
+    score = problem.score(*mean) if math.isfinite(losses[-1]) else None
     return {
         "score": score and round(score, 4), "loss": round(losses[-1], 4), "seconds_per_step": round(seconds, 3),
     }  # fmt: skip
 
 
+def times(name: str, problem: Problem, chosen: list[str], repeats: int) -> None:
+    """Seconds of a step of each method, in turn, medians; the first twelve steps, in which K-FAC warms up, apart."""
+    prepare = {method: prepared(problem, method, lambda count: 0.01, 0, 1) for method in chosen}
+    carries = {method: carry for method, (_, carry, _) in prepare.items()}
+    batch = next(problem.batches(0, 1))
+
+    def call(method: str) -> None:
+        carries[method], loss = prepare[method][0](carries[method], batch)
+        loss.block_until_ready()
+
+    for method in chosen:
+        for _ in range(12):
+            call(method)
+    found = median_times({method: functools.partial(call, method) for method in chosen}, repeats)
+    print(f"{name}: " + ", ".join(f"{method} {1e3 * seconds:.0f} ms" for method, seconds in found.items()), flush=True)
+
+
 def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return [{"batch": 10, "schedule": "falling", **json.loads(line)} for line in lines]
 
 
 def report(records: list[dict[str, Any]]) -> None:
@@ -279,29 +323,36 @@ def report(records: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("run", "report"))
+    parser.add_argument("what", choices=("run", "report", "times"))
     parser.add_argument("--data-dir", type=Path, default=Path("data/cifar10"), help="folder with CIFAR-10")
     parser.add_argument("--results", type=Path, default=RESULTS, help="file of the trials, a line each")
     parser.add_argument("--networks", nargs="+", default=list(PROBLEMS), choices=list(PROBLEMS), metavar="NAME")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--batch", type=int, default=10, metavar="SHARE", help="N over the examples of a batch")
+    parser.add_argument("--schedule", default="falling", choices=("falling", "average"), help="of the rate, see above")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     options = parser.parse_args()
-    records = [record for record in read(options.results) if record["steps"] == options.steps]
+    same = {name: getattr(options, name) for name in ("steps", "batch", "schedule")}
+    records = [record for record in read(options.results) if same.items() <= record.items()]
     if options.what == "report":
         report(records)
+        return
+    if options.what == "times":
+        for name in options.networks:
+            times(name, PROBLEMS[name](options.data_dir, options.batch), options.methods, 15)
         return
     done = {(r["network"], r["method"], r["rate"], r["seed"]) for r in records}
     for seed in options.seeds:
         for name in options.networks:
-            problem = PROBLEMS[name](options.data_dir)
+            problem = PROBLEMS[name](options.data_dir, options.batch)
             for method in options.methods:
                 for rate in options.rates:
                     if (name, method, rate, seed) in done:
                         continue
-                    trial = {"network": name, "method": method, "rate": rate, "seed": seed, "steps": options.steps}
-                    record = trial | run(problem, method, rate, seed, options.steps)
+                    trial = {"network": name, "method": method, "rate": rate, "seed": seed, **same}
+                    record = trial | run(problem, method, rate, seed, options.steps, options.schedule)
                     with options.results.open("a") as file:
                         file.write(json.dumps(record) + "\n")
                     print(json.dumps(record), flush=True)

@@ -147,7 +147,7 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
             layer = dataclasses.replace(layer, weight_sharing="reduce")
         blocks.append(layer)
         uses_of[layer.name] = [by_leaf[leaf] for leaf in leaves]
-    layers = dataclasses.replace(options, blocks=tuple(blocks), paths=tuple(names))
+    layers = dataclasses.replace(options, blocks=tuple(blocks), paths=tuple(names), num_examples=n)
     return Found(layers, reads, uses_of, marks, n, unclear)
 
 

@@ -479,7 +479,7 @@ class Reads:
         # and that among features must agree. A scale and its shift are used as they lie in memory.
         stack = {*use.copies} if use.read.op in KERNEL_OPS else set()
         for stacked in (True, False):
-            order = [b.memory_order for _, b in pairs if _within_any(b, stack) == stacked]
+            order = [b.memory_order for _, b in pairs if any(axes_lib.is_part(b, atom) for atom in stack) == stacked]
             if order != sorted(order):
                 return None
         return output.use, tuple(pairs)
@@ -591,7 +591,3 @@ def _fixed_in_scan(op: Op, fixed: Sequence[bool]) -> list[bool]:
         if still == fixed:
             return fixed
         fixed = still
-
-
-def _within_any(part: Atom, atoms: Iterable[Atom]) -> bool:
-    return any(axes_lib.is_part(part, atom) for atom in atoms)

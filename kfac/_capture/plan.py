@@ -116,7 +116,8 @@ def plan_taps(
 
 
 def _plan_kronecker(planned: Planned, layer: Layer, uses: list[Use], subsample: int, moments: bool) -> None:
-    with_bias = {use.joined[0] for use in planned.found.reads.uses if use.joined and _is_bias(planned, layer, use)}
+    biases, paths = layer.params[1:], planned.found.layers.paths
+    with_bias = {use.joined[0] for use in planned.found.reads.uses if use.joined and paths[use.leaf] in biases}
     dtype = jnp.result_type(*{use.read.dtype for use in uses})
     for use in uses:
         index = next(k for k, other in enumerate(planned.found.reads.uses) if other is use)
@@ -150,10 +151,6 @@ def _plan_kronecker(planned: Planned, layer: Layer, uses: list[Use], subsample: 
 def _counted(uses: list[Use]) -> bool:
     """Whether the number of rows that a copy reads is data."""
     return any(use.read.groups is not None for use in uses)
-
-
-def _is_bias(planned: Planned, layer: Layer, use: Use) -> bool:
-    return planned.found.layers.paths[use.leaf] in layer.params[1:]
 
 
 def _finish_kronecker(planned: Planned, layer: Layer, uses: list[Use], dtype: Any, moments: bool) -> None:

@@ -162,11 +162,6 @@ def tapped(tap: Tap, residuals: Any, y: jax.Array, probe: Any) -> jax.Array:
     return y
 
 
-def _forward(tap, residuals, y, probe):
-    del tap, probe
-    return y, residuals
-
-
 def _backward(tap, residuals, g):
     def statistics(residuals, g):
         return jax.tree.map(lambda moment: moment.astype(tap.dtype), tap.statistics(residuals, g))
@@ -175,7 +170,7 @@ def _backward(tap, residuals, g):
     return None, g, whole(statistics)(residuals, g)
 
 
-tapped.defvjp(_forward, _backward)
+tapped.defvjp(lambda tap, residuals, y, probe: (y, residuals), _backward)
 
 # At a marked output: from its value and the mark's entry among the probes, the value to go on with and one to hand out.
 AtMark = Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]]

@@ -66,7 +66,6 @@ class Cholesky(Inverse):
 
     def spectrum(self, kept, factors, damping):
         """Products of the eigenvalues of the damped factors."""
-        del kept
         on_a, on_g = split_damping(factors, damping)
         basis = Kronecker(*(decompose(factor, factor.dtype) for factor in (factors.A, factors.G)))
         g, a = eigenvalues(basis.G) + on_g[:, None], eigenvalues(basis.A) + on_a[:, None]

@@ -35,6 +35,7 @@ class Eigh(Inverse):
     """
 
     damped = False
+    flops = 9.0  # Golub & Van Loan 2013, section 8.3
 
     def init(self, factors):
         """Identities; of a diagonal factor eigenvalues alone."""
@@ -50,7 +51,6 @@ class Eigh(Inverse):
 
     def spectrum(self, kept, factors, damping):
         """Decompositions of both factors; the eigenvalues are the products of theirs."""
-        del kept
         basis = Kronecker(*(decompose(factor, factor.dtype) for factor in (factors.A, factors.G)))
         return basis, block_eigenvalues(basis) + damping[:, None, None]
 

@@ -61,6 +61,8 @@ class Inverse(abc.ABC):
       takes_gradients: whether `observe` takes in the gradient of each step. What is applied then changes with all, and
         `kfac.kfac` preconditions the momentum of the gradients, instead of taking the momentum of what it returns.
       relative_damping: the damping by default where it is relative.
+      flops: of a refresh of an `n` x `n` factor, over `n^3`, for `plan` and `inverse_every="auto"`. By default those of
+        a Cholesky factor, 1/3, its inverse by a triangular solve, 1, and the product of that with its transpose, 2.
 
     Raises:
       ValueError: `precision` is none of these, or `relative` is no bool.
@@ -73,6 +75,7 @@ class Inverse(abc.ABC):
     takes_moments: ClassVar[bool] = False
     takes_gradients: ClassVar[bool] = False
     relative_damping: ClassVar[float] = 0.1
+    flops: ClassVar[float] = 10 / 3
 
     def __post_init__(self):
         """Checks the arguments."""

@@ -33,7 +33,6 @@ class ChannelInverse(Inverse):
 
     def spectrum(self, kept, factors, damping):
         """In closed form: a rotation for each channel."""
-        del kept
         f = factors.F
         if f.shape[-1] == 1:
             vectors = jnp.ones_like(f)

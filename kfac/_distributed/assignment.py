@@ -15,8 +15,8 @@ import numpy as np
 
 from kfac._checks import check_layers, check_positive_int, check_type
 from kfac._curvature.blocks import Group, group_layers
-from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse, count_bytes
+from kfac._curvature.soap import default_inverse
 from kfac._curvature.symmetric import flatten_block
 from kfac._distributed.distribution import Distribution, encode, owners_precondition, shared, shares, staggers
 from kfac._distributed.owners import Shard, group_costs, make_shards, make_turns
@@ -36,14 +36,14 @@ class Assignment:
       layers: the layers.
       devices: number of devices.
       inverse_every: steps over which a refresh is spread.
-      inverse: how blocks are inverted, as given to the optimizer.
+      inverse: how blocks are inverted, as given to the optimizer. None: as `kfac.kfac` does by default.
       distribution: how devices are used, likewise.
     """
 
     layers: Layers
     devices: int = 1
     inverse_every: int = 1
-    inverse: Inverse = Cholesky()
+    inverse: Inverse | None = None
     distribution: Distribution | None = None
 
     def __post_init__(self):
@@ -51,9 +51,14 @@ class Assignment:
         check_layers(self.layers)
         check_positive_int("devices", self.devices)
         check_positive_int("inverse_every", self.inverse_every)
-        check_type("inverse", self.inverse, Inverse, "a kind of inverse such as kfac.Cholesky()")
         check_type("distribution", self.distribution, Distribution | None, "a kfac.Distribution or None")
-        staggers(self._uses, self.inverse, several=self.devices > 1)
+        check_type("inverse", self.kind, Inverse, "a kind of inverse such as kfac.Cholesky()")
+        staggers(self._uses, self.kind, several=self.devices > 1)
+
+    @property
+    def kind(self) -> Inverse:
+        """`inverse`, or what is used by default."""
+        return default_inverse(self.layers, self._uses.refuses_soap) if self.inverse is None else self.inverse
 
     @property
     def _uses(self) -> Distribution:
@@ -62,7 +67,7 @@ class Assignment:
     @property
     def _steps(self) -> int:
         """Steps of a cycle."""
-        return self.inverse_every if staggers(self._uses, self.inverse, several=self.devices > 1) else 1
+        return self.inverse_every if staggers(self._uses, self.kind, several=self.devices > 1) else 1
 
     @functools.cached_property
     def groups(self) -> tuple[Group, ...]:
@@ -102,7 +107,7 @@ class Assignment:
         for group in self.groups:
             factors = jax.eval_shape(functools.partial(self._statistics, group))
             held = self.shards[group.name].positions if group.kronecker else group.size
-            total += held * (4 * sum(map(math.prod, group.shapes.values())) + group.kind(self.inverse).size(factors))
+            total += held * (4 * sum(map(math.prod, group.shapes.values())) + group.kind(self.kind).size(factors))
             total += group.size * count_bytes(jax.eval_shape(functools.partial(self._shared, group, shared)))
         return total
 
@@ -153,7 +158,7 @@ class Assignment:
 
     def _gathers(self, group: Group) -> bool:
         """Whether owners alone precondition the blocks of a group."""
-        return owners_precondition(self._uses, self.inverse, group)
+        return owners_precondition(self._uses, self.kind, group)
 
     def _gradient(self, group: Group) -> Any:
         """One block's, where its owner preconditions it."""
@@ -161,13 +166,13 @@ class Assignment:
 
     def _statistics(self, group: Group, dtype: Any = jnp.float32) -> Block:
         """One block's."""
-        return group.zeros(1, dtype, moments=group.kind(self.inverse).takes_moments)
+        return group.zeros(1, dtype, moments=group.kind(self.kind).takes_moments)
 
     def _shared(self, group: Group, form: Callable[[Inverse, Any], Any]) -> Any:
         """What all devices get of the inverse of one block, in a `form`: `shared` or `encode`."""
-        if not (group.kronecker and shares(self._uses, self.inverse, group, several=self.devices > 1)):
+        if not (group.kronecker and shares(self._uses, self.kind, group, several=self.devices > 1)):
             return None
-        return form(self.inverse, self.inverse.init(self._statistics(group)))
+        return form(self.kind, self.kind.init(self._statistics(group)))
 
     def owners(self) -> list[tuple[str, int, int]]:
         """Owner of every Kronecker block: `(layer name, copy, device)`."""

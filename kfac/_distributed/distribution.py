@@ -99,6 +99,11 @@ class Distribution:
         """Whether every device preconditions all blocks."""
         return self.precondition == "replicated"
 
+    @property
+    def refuses_soap(self) -> bool:
+        """Whether there is no `Soap` with it."""
+        return self.replicated or self.gradients == "local"
+
 
 def staggers(distribution: Distribution, inverse: Inverse, *, several: bool) -> bool:
     """Whether refreshes are spread over steps, by one's choice or by default; `several`: on more than one device.

@@ -9,7 +9,6 @@ from typing import Any
 
 from kfac._checks import check_positive_int, check_range
 from kfac._curvature.blocks import Group
-from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.assignment import Assignment, by_kind
 from kfac._distributed.distribution import Distribution, everywhere
@@ -35,11 +34,6 @@ class Hardware:
 # A fifth to two fifths of the bfloat16 peaks, 989 and 459 TFLOP/s; a network of 400 Gbit/s for each H100, and of the
 # 4,800 Gbit/s of a TPU v5p's six links those of one axis of the torus.
 HARDWARE = {"h100": Hardware(2e14, 1e13, 5e10), "tpu-v5p": Hardware(1.8e14, 5e12, 2e11)}
-
-# Of a symmetric n x n matrix, over n^3. Cholesky: 1/3 for the factor, 1 for its inverse by a triangular solve, 2 for
-# the product of that with its transpose. With moments or without damping in what is kept: an eigendecomposition, 9
-# (Golub & Van Loan 2013, section 8.3).
-CHOLESKY_FLOPS, EIGH_FLOPS = 10 / 3, 9.0
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -120,7 +114,7 @@ def plan(
     batch: int,
     hardware: str | Hardware = "h100",
     overhead: float = 0.05,
-    inverse: Inverse = Cholesky(),
+    inverse: Inverse | None = None,
     distribution: Distribution | None = None,
     inverse_every: int | None = None,
     statistics_every: int | None = None,
@@ -139,7 +133,7 @@ def plan(
       hardware: `"h100"`, `"tpu-v5p"`, or a `Hardware`.
       overhead: by what share of the time of a first-order step the mean step may be longer. The shortest intervals for
         which that is so are picked: first one for both, then statistics as often as the rest allows.
-      inverse: how blocks are inverted, as given to the optimizer.
+      inverse: how blocks are inverted, as given to the optimizer. None: as `kfac.kfac` does by default.
       distribution: how devices are used, likewise.
       inverse_every: the interval between refreshes, if it is not to be picked.
       statistics_every: likewise between statistics.
@@ -193,12 +187,12 @@ def _machine(hardware: str | Hardware, rates: dict[str, float]) -> Hardware:
 def _costs(assignment: Assignment, batch: int, machine: Hardware) -> tuple[dict, dict, dict]:
     """FLOPs, bytes by kind of message, and seconds."""
     layers, devices = assignment.layers, assignment.devices
-    local, eigen = batch / devices, assignment.inverse.takes_moments or not assignment.inverse.damped
+    local = batch / devices
     flops = {
         "model": 3 * local * sum(map(_products, layers)),
         "statistics": local * sum(map(_statistics, layers)),
         "preconditioning": sum(_applied(group, assignment) for group in assignment.groups if group.kronecker),
-        "inversions": sum(assignment.cost_per_step) * (EIGH_FLOPS if eigen else CHOLESKY_FLOPS),
+        "inversions": sum(assignment.cost_per_step) * assignment.kind.flops,
     }
     messages = {
         "gradients": assignment.gradients_messages,
@@ -241,6 +235,14 @@ def _intervals(seconds, budget: float, statistics_every, inverse_every) -> tuple
     return statistics_every, inverse_every
 
 
+def affordable(layers: Layers, inverse: Inverse) -> int:
+    """`inverse_every="auto"` of `kfac.kfac`: on any number of devices, which share out refreshes like examples."""
+    known = [layer for layer in layers if layer.positions is not None]
+    gradients = 3 * (layers.num_examples or 0) * sum(map(_products, known))
+    refreshes = 3 * inverse.flops * sum(layer.copies * layer.inversion for layer in known)
+    return min(100, math.ceil(2 * refreshes / gradients)) or 1 if gradients else 1
+
+
 def _products(layer: Layer) -> float:
     """FLOPs of the products that read a layer in the forward pass of one example."""
     if layer.kind not in KRONECKER_KINDS or layer.kind == "embedding":
@@ -260,7 +262,7 @@ def _statistics(layer: Layer) -> float:
 
 def _applied(group: Group, assignment: Assignment) -> float:
     """FLOPs of `G^-1 V A^-1` for the blocks of a group that a device preconditions."""
-    whole = everywhere(assignment.distribution or Distribution(), assignment.inverse, group)
+    whole = everywhere(assignment.distribution or Distribution(), assignment.kind, group)
     blocks = group.size if whole else assignment.shards[group.name].positions
     sides = sum(shape[0] if len(shape) > 1 else 1 for shape in group.shapes.values())
     return 2.0 * blocks * group.d_out * group.d_in * sides

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from kfac._capture.outputs import Mark, find_marks
+from kfac._capture.outputs import find_marks
 from kfac._capture.replay import replay
 from kfac._capture.taps import Plan
 from kfac._capture.trace import trace
@@ -99,7 +99,8 @@ def adaptive_damping(
       the last `reduction_ratio`.
 
     Raises:
-      ValueError: an argument is out of range; in `update`: `params` or `value_fn` is missing, or no output is marked.
+      ValueError: an argument is out of range, or the optimizer uses several devices and `distribution` is not given;
+        in `update`: `params` or `value_fn` is missing, or no output is marked.
       TypeError: `value_fn` does not return a real scalar.
 
     References:
@@ -135,7 +136,7 @@ def adaptive_damping(
     def init(params):
         damping, ratio = jnp.asarray(initial, jnp.float32), jnp.full((), jnp.nan, jnp.float32)
         none = jnp.zeros((), jnp.int32)
-        inner_state = _checked(inner(damping).init(params))
+        inner_state = _checked(inner(damping).init(params), axis)
         return AdaptiveDampingState(none, damping, ratio, inner_state, none, jnp.zeros((), bool))
 
     def update(updates, state, params=None, *, value_fn=None, **extra):
@@ -176,9 +177,11 @@ def adaptive_damping(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _checked(inner_state: Any) -> Any:
-    relative = any(own.inverse.relative for state in find_nodes(inner_state, KfacState) for own in state.owned.values())
-    if relative or find_nodes(inner_state, LayerLengthState):
+def _checked(inner_state: Any, axis: AxisName | None) -> Any:
+    owned = [own for state in find_nodes(inner_state, KfacState) for own in state.owned.values()]
+    if axis is None and any(len(own.blocks.weight) < own.shard.positions * own.shard.devices for own in owned):
+        raise ValueError("adaptive_damping would measure on this device only: pass the optimizer's distribution= to it")
+    if any(own.inverse.relative for own in owned) or find_nodes(inner_state, LayerLengthState):
         raise ValueError(
             "adaptive_damping compares the loss with a quadratic model that has one damping for all layers, and whose "
             'minimum the step is. With trust_ratio="auto", or an inverse that is relative=True, both are otherwise: '
@@ -233,10 +236,8 @@ def _along(value_fn: Callable[[Any], Any], params: Any, direction: Any) -> tuple
 
     tangents = [d.astype(p.dtype) for d, p in zip(jax.tree.leaves(direction), flat, strict=True)]
     (loss, outputs), (slope, moved) = jax.jvp(evaluate, (flat,), (tangents,))
-    total = sum(_second_derivative(mark, outputs["", k], moved["", k]) for k, mark in enumerate(marks.marks))
+    total = jnp.zeros_like(loss)
+    for k, mark in enumerate(marks.marks):
+        root = mark.likelihood.times_root(outputs["", k], moved["", k], "adaptive_damping")
+        total += mark.weight * jnp.sum(jnp.square(root))
     return loss, slope, jnp.divide(total, n)
-
-
-def _second_derivative(mark: Mark, x: jax.Array, v: jax.Array) -> jax.Array:
-    """`<v, H v>` with the Hessian `H` of `-log p` with respect to `x`, summed over all rows."""
-    return mark.weight * jnp.sum(jnp.square(mark.likelihood.times_root(x, v, "adaptive_damping")))

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import optax
 
 from kfac._checks import check_layers, check_range, check_switch, check_type
-from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
-from kfac._curvature.soap import Soap
+from kfac._curvature.soap import default_inverse
 from kfac._distributed.distribution import Distribution
+from kfac._distributed.planning import affordable
 from kfac._layers import Layers
 from kfac._optimizer.parts import clip_kl, keep_dtype, precondition_momentum, scale_layers, scheduled_momentum
 from kfac._optimizer.scale_by_kfac import ScalarOrSchedule, scale_by_kfac, value_at
@@ -33,7 +33,7 @@ def kfac(
     kl_clip: ScalarOrSchedule | None = None,
     trust_ratio: ScalarOrSchedule | Literal["auto"] | None = "auto",
     damping: ScalarOrSchedule | None = None,
-    inverse_every: int | jax.Array | None = 1,
+    inverse_every: int | jax.Array | Literal["auto"] | None = "auto",
     inverse: Inverse | None = None,
     distribution: Distribution | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -71,7 +71,9 @@ def kfac(
       damping: see `scale_by_kfac`, also for the arguments that follow. With `trust_ratio="auto"` it is in units of the
         mean eigenvalue of each block, as with `Cholesky(relative=True)`: then nothing depends on the scale of the loss.
         None: with "auto" 0.1, or 1e-4 for `Soap`; without, 1e-3.
-      inverse_every: steps between refreshes of the inverses; None leaves them to `refresh`.
+      inverse_every: steps between refreshes of the inverses; None leaves them to `refresh`. "auto": the fewest, 100 at
+        most, for which refreshes are half of the work of the gradients of the batch that the layers were found with, if
+        a FLOP of theirs takes three times as long, which is so on a CPU: 1 for most networks. `plan` counts for others.
       inverse: how Kronecker blocks are inverted: `Cholesky()`, `Eigh()`, `Ekfac()`, `Soap()` or one's own. With "auto"
         it is made `relative`. With `Soap` the momentum is that of the gradients, and is preconditioned.
 
@@ -91,10 +93,15 @@ def kfac(
         raise ValueError(f"trust_ratio must be 'auto', a number, a schedule or None, but is {trust_ratio!r}")
     if trust_ratio is not None and not auto:
         check_range("trust_ratio", trust_ratio, 0, math.inf, open_low=True, open_high=True)
-    inverse = _default_inverse(layers, auto, distribution) if inverse is None else inverse
+    check_layers(layers)
+    check_type("distribution", distribution, Distribution | None, "a kfac.Distribution or None")
+    if inverse is None:
+        inverse = default_inverse(layers, not auto or bool(distribution and distribution.refuses_soap))
     check_type("inverse", inverse, Inverse, "a kind of inverse such as kfac.Cholesky()")
     damping = (inverse.relative_damping if auto else 1e-3) if damping is None else damping
     inverse = dataclasses.replace(inverse, relative=True) if auto else inverse
+    if isinstance(inverse_every, str) and inverse_every == "auto":
+        inverse_every = affordable(layers, inverse)
     tx = scale_by_kfac(layers, damping=damping, inverse_every=inverse_every, inverse=inverse, distribution=distribution)
     nesterov = momentum is not None if nesterov is None else nesterov
     return finish(
@@ -102,15 +109,6 @@ def kfac(
         weight_decay=weight_decay, weight_decay_mask=weight_decay_mask, trust_ratio=trust_ratio, inverse=inverse,
         distribution=distribution,
     )  # fmt: skip
-
-
-def _default_inverse(layers: Layers, auto: bool, distribution: Distribution | None) -> Inverse:
-    """`Soap`, but `Cholesky` for convolutions before a normalisation, and where `Soap` is refused or was not tried."""
-    check_layers(layers)
-    kinds = [layer.kind for layer in layers]
-    turned = kinds.count("conv") > kinds.count("dense") and "unitwise" in kinds
-    refused = isinstance(distribution, Distribution) and (distribution.replicated or distribution.gradients == "local")
-    return Cholesky() if turned or refused or not auto else Soap()
 
 
 def finish(

@@ -198,8 +198,7 @@ def init_state(config: Config, params: Any) -> KfacState:
         return Owned(held, shard, config.inverse)
 
     def replica(group: Group) -> Replica:
-        kept = shared(config.inverse, inverses(group, group.size))
-        return Replica(kept, jnp.zeros(group.size, bool))
+        return Replica(shared(config.inverse, inverses(group, group.size)), jnp.zeros(group.size, bool))
 
     return KfacState(
         count=jnp.zeros((), jnp.int32),
