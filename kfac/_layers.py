@@ -241,9 +241,10 @@ def _table(layers: Layers) -> str:
             f"{work[most.name] / sum(work.values()):.0%} of the work of inversions is that of {most.name!r}: "
             f"inverse_every= inverts less often, max_dim={largest - 1} keeps its largest factor as a diagonal"
         )
+    found = "" if layers.num_examples is None else f"; found with {layers.num_examples} example(s)"
     lines.append(
         f"{len(layers.paths)} parameter leaves ({params:,} parameters) in {len(layers)} blocks; "
-        f"factors: {total:,} elements, {format_bytes(4 * total)} in float32"
+        f"factors: {total:,} elements, {format_bytes(4 * total)} in float32{found}"
     )
     return "\n".join(lines)
 

@@ -106,3 +106,21 @@ def test_unknown_options_are_errors():
     step = kfac.train_step(lambda p, b: jnp.mean((b @ p) ** 2), 0.1, dampening=1.0)
     with pytest.raises(TypeError, match="dampening"):
         step.init(jnp.ones((5, 2)), x)
+
+
+def test_a_smaller_last_batch_keeps_the_interval_between_refreshes():
+    params = {"w0": jnp.eye(16), "w1": jnp.ones((16, 4))}
+
+    def loss_fn(params, x):
+        return jnp.mean((jnp.tanh(x @ params["w0"]) @ params["w1"]) ** 2)
+
+    def final(**options):
+        step = kfac.train_step(loss_fn, 0.05, **options)
+        x = jnp.asarray(normal(1, 32, 16, dtype=np.float32))
+        found, state = params, step.init(params, x)
+        for size in (*[32] * 13, 8, 8, 32):
+            found, state, _ = step(found, state, x[:size])
+        return found
+
+    jax.tree.map(np.testing.assert_array_equal, final(), final(inverse_every=6))
+    assert not np.array_equal(final()["w0"], final(inverse_every=20)["w0"])  # that of 8 examples

@@ -35,6 +35,8 @@ class Hardware:
 # 4,800 Gbit/s of a TPU v5p's six links those of one axis of the torus.
 HARDWARE = {"h100": Hardware(2e14, 1e13, 5e10), "tpu-v5p": Hardware(1.8e14, 5e12, 2e11)}
 
+LONGEST = 20  # of the intervals of `inverse_every="auto"`: no longer one was tried on networks of many kinds
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
@@ -240,7 +242,7 @@ def affordable(layers: Layers, inverse: Inverse) -> int:
     known = [layer for layer in layers if layer.positions is not None]
     gradients = 3 * (layers.num_examples or 0) * sum(map(_products, known))
     refreshes = 3 * inverse.flops * sum(layer.copies * layer.inversion for layer in known)
-    return min(100, math.ceil(2 * refreshes / gradients)) or 1 if gradients else 1
+    return min(LONGEST, max(1, math.ceil(2 * refreshes / gradients))) if gradients else 1
 
 
 def _products(layer: Layer) -> float:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from kfac._checks import check_layers, check_range, check_switch, check_type
+from kfac._checks import check_choice, check_layers, check_range, check_switch, check_type
 from kfac._curvature.inverse import Inverse
 from kfac._curvature.soap import default_inverse
 from kfac._distributed.distribution import Distribution
@@ -71,9 +71,10 @@ def kfac(
       damping: see `scale_by_kfac`, also for the arguments that follow. With `trust_ratio="auto"` it is in units of the
         mean eigenvalue of each block, as with `Cholesky(relative=True)`: then nothing depends on the scale of the loss.
         None: with "auto" 0.1, or 1e-4 for `Soap`; without, 1e-3.
-      inverse_every: steps between refreshes of the inverses; None leaves them to `refresh`. "auto": the fewest, 100 at
+      inverse_every: steps between refreshes of the inverses; None leaves them to `refresh`. "auto": the fewest, 20 at
         most, for which refreshes are half of the work of the gradients of the batch that the layers were found with, if
-        a FLOP of theirs takes three times as long, which is so on a CPU: 1 for most networks. `plan` counts for others.
+        a FLOP of theirs takes three times as long, which is so on a CPU: 1 for most networks, and without
+        `trust_ratio="auto"`. `plan` counts for other machines.
       inverse: how Kronecker blocks are inverted: `Cholesky()`, `Eigh()`, `Ekfac()`, `Soap()` or one's own. With "auto"
         it is made `relative`. With `Soap` the momentum is that of the gradients, and is preconditioned.
 
@@ -100,8 +101,9 @@ def kfac(
     check_type("inverse", inverse, Inverse, "a kind of inverse such as kfac.Cholesky()")
     damping = (inverse.relative_damping if auto else 1e-3) if damping is None else damping
     inverse = dataclasses.replace(inverse, relative=True) if auto else inverse
-    if isinstance(inverse_every, str) and inverse_every == "auto":
-        inverse_every = affordable(layers, inverse)
+    if isinstance(inverse_every, str):
+        check_choice("inverse_every, where it is no number or None,", inverse_every, ["auto"])
+        inverse_every = affordable(layers, inverse) if auto else 1  # nothing else holds the length of a stale step
     tx = scale_by_kfac(layers, damping=damping, inverse_every=inverse_every, inverse=inverse, distribution=distribution)
     nesterov = momentum is not None if nesterov is None else nesterov
     return finish(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -85,9 +86,13 @@ def train_step(
       TypeError: `kfac.kfac` has no such option; when a step is traced.
       ValueError: as of the functions it calls; when a step is traced.
     """
+    first: list[int | None] = []
 
     def layers_of(params, args):
-        return find_layers(loss_fn, params, *args, has_aux=has_aux, skip=skip, max_dim=max_dim)
+        layers = find_layers(loss_fn, params, *args, has_aux=has_aux, skip=skip, max_dim=max_dim)
+        # The interval of "auto" goes by examples; a last batch that has fewer must not change it.
+        first[:] = first or [layers.num_examples]
+        return dataclasses.replace(layers, num_examples=first[0])
 
     def init(params, *args):
         return kfac(learning_rate, layers_of(params, args), **options).init(params)
