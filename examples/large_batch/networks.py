@@ -318,7 +318,8 @@ def report(records: list[dict[str, Any]]) -> None:
                 lost = f" ({len(found) - len(scores)} not finite)" if len(scores) < len(found) else ""
                 spread = f" +- {np.std(scores, ddof=1):.4f}" if len(scores) > 1 else ""
                 cells.append(f"{rate:g}: {np.mean(scores):.4f}{spread}{lost}" if scores else f"{rate:g}: -{lost}")
-            print(f"  {method:14} " + "   ".join(cells))
+            if cells:
+                print(f"  {method:14} " + "   ".join(cells))
 
 
 def main() -> None:
@@ -336,6 +337,8 @@ def main() -> None:
     options = parser.parse_args()
     same = {name: getattr(options, name) for name in ("steps", "batch", "schedule")}
     records = [record for record in read(options.results) if same.items() <= record.items()]
+    if options.batch < 1 or options.steps < 1:
+        parser.error(f"--batch and --steps must be 1 or more, but are {options.batch} and {options.steps}")
     if options.what == "report":
         report(records)
         return
