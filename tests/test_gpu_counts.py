@@ -87,6 +87,20 @@ def test_a_program():
     assert counts.bound == pytest.approx(sum(times) + 5 * turn + max(moved[3] / BANDWIDTH, 1000 / PEAK["bf16"]))
 
 
+def test_branches_that_are_taken():
+    counts, without = count(PROGRAM, taken=True), count(PROGRAM)
+    assert (counts.launches, counts.inside, counts.waits) == (without.launches + 1, 0, without.waits)
+    assert counts.bound == pytest.approx(without.bound + 2 * 4 * 64 / BANDWIDTH)  # the copy, not what does nothing
+    unknown = count(PROGRAM.replace('"known_trip_count":{"n":"5"}', ""), taken=True)
+    assert (unknown.launches, len(unknown.waits)) == (counts.launches - 4, 2)  # one turn of the loop
+
+
+def test_a_branch_in_a_loop_is_a_wait_each_turn():
+    inner = "%z = f32[8,8]{1,0} conditional(%k, %y, %y), branch_computations={%same, %other}"
+    counts = count(PROGRAM.replace("%z = f32[8,8]{1,0} fusion(%y), kind=kCustom, calls=%exact", inner))
+    assert (len(counts.waits), counts.inside, counts.launches) == (6, 6, 4)
+
+
 def test_of_an_array_only_the_parts_are_read_that_something_comes_of():
     fused = """HloModule jit_step
 

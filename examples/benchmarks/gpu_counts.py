@@ -56,7 +56,8 @@ class Counts:
     Attributes:
       launches: kernels and library calls, with those in loops of known length as often as they turn.
       inside: those in branches, and in loops of unknown length for one turn: in none of the other figures.
-      waits: branches and loops of unknown length outside of others, for which the host reads a number of the device.
+      waits: branches and loops of unknown length outside of others, for which the host reads a number of the device; those
+        in loops of known length as often as these turn.
       waits_inside: those within them.
       kinds: launches by what they are.
       flops: of products and convolutions, by the dtype of their operands.
@@ -75,11 +76,17 @@ class Counts:
     messages: collections.defaultdict[str, float] = dataclasses.field(default_factory=_numbers)
 
 
-def count(program: str) -> Counts:
-    """Counts a compiled program, from the text of its optimized HLO."""
+def count(program: str, *, taken: bool = False) -> Counts:
+    """Counts a compiled program, from the text of its optimized HLO.
+
+    Args:
+      program: the text.
+      taken: count what is in branches and loops of unknown length like the rest: of the branches of a conditional the
+        one with the largest bound, and of such a loop one turn. Then nothing is `inside`.
+    """
     bodies, entry = computations(program)
     counts = Counts()
-    _count(bodies, entry, 1.0, counts, outside=True)
+    _count(bodies, entry, 1.0, counts, outside=True, taken=taken)
     return counts
 
 
@@ -106,22 +113,25 @@ def _line(text: str) -> Line | None:
     return Line(found[1], shapes, found[3], re.findall(r"%([\w.-]+)", found[4]), text)
 
 
-def _count(bodies: dict[str, dict[str, Line]], name: str, times: float, counts: Counts, *, outside: bool) -> None:
+def _count(
+    bodies: dict[str, dict[str, Line]], name: str, times: float, counts: Counts, *, outside: bool, taken: bool
+) -> None:
     for line in bodies[name].values():
         inner = [part for key in _CALLED for part in re.findall(r"[\w.-]+", line.attribute(key)) if part in bodies]
         if line.op == "call" or line.op == "async-start":
             for part in inner:
-                _count(bodies, part, times, counts, outside=outside)
+                _count(bodies, part, times, counts, outside=outside, taken=taken)
         elif line.op == "while":
             turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', line.text)
             if turns is None:
-                _wait(line, counts, outside)
-            body = line.attribute("body")
-            _count(bodies, body, times * float(turns[1]) if turns else times, counts, outside=outside and bool(turns))
+                _wait(line, times, counts, outside)
+            body, known = line.attribute("body"), outside and (taken or bool(turns))
+            _count(bodies, body, times * float(turns[1]) if turns else times, counts, outside=known, taken=taken)
         elif line.op == "conditional":
-            _wait(line, counts, outside)
+            _wait(line, times, counts, outside)
+            inner = [max(inner, key=lambda part: _alone(bodies, part))] if taken else inner
             for part in inner:
-                _count(bodies, part, times, counts, outside=False)
+                _count(bodies, part, times, counts, outside=outside and taken, taken=taken)
         elif line.op not in NAMES and not line.op.endswith("-done"):
             if outside:
                 _launch(bodies, bodies[name], line, times, counts)
@@ -132,10 +142,16 @@ def _count(bodies: dict[str, dict[str, Line]], name: str, times: float, counts: 
 _CALLED = ("calls", "to_apply", "branch_computations", "true_computation", "false_computation", "called_computations")
 
 
-def _wait(line: Line, counts: Counts, outside: bool) -> None:
+def _alone(bodies: dict[str, dict[str, Line]], name: str) -> tuple[float, float]:
+    counts = Counts()
+    _count(bodies, name, 1.0, counts, outside=True, taken=True)
+    return counts.bound, counts.launches
+
+
+def _wait(line: Line, times: float, counts: Counts, outside: bool) -> None:
     if outside:
         source = re.search(r'op_name="([^"]*)"', line.text)
-        counts.waits.append(f"{line.op} {source[1] if source else line.name}")
+        counts.waits += [f"{line.op} {source[1] if source else line.name}"] * round(times)
     else:
         counts.waits_inside += 1
 
