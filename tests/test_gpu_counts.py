@@ -87,6 +87,12 @@ def test_a_program():
     assert counts.bound == pytest.approx(sum(times) + 5 * turn + max(moved[3] / BANDWIDTH, 1000 / PEAK["bf16"]))
 
 
+def test_a_factorisation():
+    call = 'custom-call(%f), custom_call_target="cusolver_geqrf_ffi"'
+    qr = count(PROGRAM.replace("all-reduce(%choice), replica_groups={}", call))
+    assert qr.flops["f32"] == pytest.approx(count(PROGRAM).flops["f32"] + 4 / 3 * 8**3)
+
+
 def test_branches_that_are_taken():
     counts, without = count(PROGRAM, taken=True), count(PROGRAM)
     assert (counts.launches, counts.inside, counts.waits) == (without.launches + 1, 0, without.waits)

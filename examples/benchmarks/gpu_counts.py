@@ -24,6 +24,8 @@ NAMES = {
 }  # fmt: skip
 COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
 VIEWS = {"bitcast", "reshape", "copy", "convert", "transpose"}
+# FLOPs over n^3 of what LAPACK's names stand for; `orgqr` forms Q (Golub & Van Loan 2013, sections 4.2, 5.2 and 8.3).
+FACTORISATIONS = {"geqrf": 4 / 3, "orgqr": 4 / 3, "potrf": 1 / 3, "syevd": 9.0}
 NUMBER_BY_NUMBER = {"add", "subtract", "multiply", "divide", "negate", "maximum", "minimum", "select", "compare"}
 PARTS = {"slice", "dynamic-slice", "gather"}
 
@@ -56,11 +58,11 @@ class Counts:
     Attributes:
       launches: kernels and library calls, with those in loops of known length as often as they turn.
       inside: those in branches, and in loops of unknown length for one turn: in none of the other figures.
-      waits: branches and loops of unknown length outside of others, for which the host reads a number of the device; those
-        in loops of known length as often as these turn.
+      waits: branches and loops of unknown length outside of others, for which the host reads a number of the device;
+        those in loops of known length as often as these turn.
       waits_inside: those within them.
       kinds: launches by what they are.
-      flops: of products and convolutions, by the dtype of their operands.
+      flops: of products, convolutions and factorisations, by the dtype of their operands.
       bound: seconds.
       messages: bytes of the results of collectives, by kind.
     """
@@ -244,6 +246,9 @@ def _work(bodies: dict[str, dict[str, Line]], around: dict[str, Line], line: Lin
         return _convolution(around, line, label)
     if said := re.search(r"flops_(\d+)_(\w+?)\b", line.text) if label.startswith("__gpu$") else None:
         return said[2], float(said[1])  # kernels of our own say it in their name
+    if found := re.match(r"cusolver_(\w+?)_ffi", label):
+        dtype, shape = around[line.operands[0]].shapes[0]
+        return dtype, FACTORISATIONS.get(found[1], 0.0) * math.prod(shape[:-1]) * shape[-1] ** 2
     if label.startswith("__cublas$"):
         numbers = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', line.text)
         dims = [int(n) for n in re.findall(r"\d+", numbers[1])] if numbers else []

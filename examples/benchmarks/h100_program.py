@@ -46,7 +46,7 @@ from transformer import Transformer
 
 AXIS = "devices"
 ROWS = ("sgd", "without", "statistics", "subsample", "refresh")
-INVERSES = {"default": None, "cholesky": kfac.Cholesky(relative=True), "soap": kfac.Soap(relative=True)}
+INVERSES = {"default": None, "cholesky": kfac.Cholesky(), "eigh": kfac.Eigh(), "soap": kfac.Soap()}
 
 
 class Task(NamedTuple):
@@ -224,7 +224,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--image-size", type=int, default=224)
     add("--devices", type=int, default=1, help="so many H100s, each with such a batch")
     add("--precondition", choices=("sharded", "replicated"), default="sharded", help="with --devices")
-    add("--inverse", choices=INVERSES, default="default", help="with damping relative to each block, as by default")
+    add("--inverse", choices=INVERSES, default="default")
     add("--inverse-every", type=int, default=100)
     add("--refresh", choices=("inside", "apart"), default="inside", help="apart: kfac.refresh is another program")
     add("--small", action="store_true", help="small networks, to try this out")

@@ -54,7 +54,8 @@ def refresh(inverse: Inverse, kept: Any, factors: Any, wanted: jax.Array, dampin
     axes = varying_axes((kept, factors, wanted, damping))
     arguments = as_varying((kept, factors, wanted, damping), axes)
     size = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(factors))
-    width = min(len(wanted), max(1, TOGETHER // size))
+    most = max(1, TOGETHER // size)
+    width = -(-len(wanted) // -(-len(wanted) // most))  # equal portions: the last does not do much again
     return in_portions(functools.partial(_refresh, inverse), width, *arguments)
 
 
