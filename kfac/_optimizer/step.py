@@ -84,6 +84,8 @@ def preconditioned_step(
     if factors is not None:
         batch = average_statistics(place, factors, local=local)
         state, left_out, change = take_in(place, state, batch, usable)
+        if config.axis is None:
+            state, updates, gradients, own = lax.optimization_barrier((state, updates, gradients, own))
     failed: Vectors = {}
     if config.phases:
         blocks = state.blocks
