@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from kfac._capture.states import Use
 from kfac._factors import Kronecker
@@ -171,6 +172,26 @@ def _backward(tap, residuals, g):
 
 
 tapped.defvjp(lambda tap, residuals, y, probe: (y, residuals), _backward)
+
+
+@jax.custom_jvp
+def together(values: Any) -> Any:
+    """`values`, whose cotangents are there together, or none of them is.
+
+    Of the operands of a layer with its probe: XLA would compute the statistics and the gradient of the kernel when it
+    likes, and keep what they are made of until then.
+    """
+    return values
+
+
+@functools.partial(together.defjvp, symbolic_zeros=True)
+def _together(primals, tangents):
+    leaves, treedef = jax.tree.flatten(tangents[0])
+    moving = [k for k, leaf in enumerate(leaves) if not isinstance(leaf, jax.custom_derivatives.SymbolicZero)]
+    for k, leaf in zip(moving, lax.optimization_barrier([leaves[k] for k in moving]), strict=True):
+        leaves[k] = leaf
+    return primals[0], jax.tree.unflatten(treedef, leaves)
+
 
 # At a marked output: from its value and the mark's entry among the probes, the value to go on with and one to hand out.
 AtMark = Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]]
