@@ -19,7 +19,7 @@ from jax import lax
 
 from kfac._statistics.offsets import Axis, offset_moment
 from kfac._statistics.offsets import products as offset_products
-from kfac._statistics.rows import Arrangement, Rows, accumulator, apart, append, as_floats, weighted, with_homogeneous
+from kfac._statistics.rows import Arrangement, Rows, accumulator, append, as_floats, part_of, weighted, with_homogeneous
 from kfac._varying import sum_of_parts
 
 # Patches are formed for so many elements at a time (16 MB in float32).
@@ -83,6 +83,7 @@ class Patches:
         `diagonal` go without forming all patches.
       homogeneous: the last entry of every row; None without one.
       weight: what sums over rows are multiplied by.
+      step: of the images every how many-th counts.
     """
 
     image: jax.Array
@@ -91,11 +92,17 @@ class Patches:
     images: bool
     homogeneous: float | None = None
     weight: float = 1.0
+    step: int = 1
+
+    @property
+    def number(self) -> int:
+        """Of images that count."""
+        return -(-self.image.shape[0] // self.step)
 
     @property
     def count(self) -> int:
         """Number of rows."""
-        return self.image.shape[0] * math.prod(self.conv.out)
+        return self.number * math.prod(self.conv.out)
 
     def gram(self) -> jax.Array:
         axes = None
@@ -104,7 +111,7 @@ class Patches:
             axes = offset_axes(self.image.shape[1:-1], self.conv)
         moment = self._gram_of_patches() if axes is None else self._gram_of_offsets(axes)
         # Patches are linear in the image, so those of the summed image are the sums.
-        summed = jnp.sum(self.image, axis=0, keepdims=True, dtype=moment.dtype)
+        summed = jnp.sum(self.image[:: self.step], axis=0, keepdims=True, dtype=moment.dtype)
         total = jnp.sum(self._arranged(1)(patches(summed, self.conv)), axis=(1, 2))
         return weighted(with_homogeneous(moment, total, self.homogeneous, self.count), self.weight)
 
@@ -122,13 +129,13 @@ class Patches:
         return append(total, self.homogeneous, self.count // total.shape[1])
 
     def every(self, k: int) -> Patches:
-        image = apart(self.image[::k])
-        weight = self.weight * self.image.shape[0] / image.shape[0]
-        kept = dataclasses.replace(self, image=image, weight=weight)
-        return dataclasses.replace(kept, arrange=self._arranged(image.shape[0]))
+        kept = dataclasses.replace(self, step=k)
+        weight = self.weight * self.image.shape[0] / kept.number
+        return dataclasses.replace(kept, weight=weight, arrange=self._arranged(kept.number))
 
     def by_example(self) -> jax.Array:
-        return self.image if self.images else Rows(self.arrange(patches(self.image, self.conv))).by_example()
+        image = part_of(lambda image: image[:: self.step], self.step, self.image)
+        return image if self.images else Rows(self.arrange(patches(image, self.conv))).by_example()
 
     def part(self, part: jax.Array) -> jax.Array:
         if self.images:
@@ -158,7 +165,7 @@ class Patches:
 
         No more is formed of the patches than one tap of the window at a time.
         """
-        x, conv, taps = self.image, self.conv, []
+        x, conv, taps = self.image[:: self.step], self.conv, []
         for offset in itertools.product(*(range(size) for size in conv.window)):
             moved = [(p[0] - o * d, p[1]) for p, o, d in zip(conv.padding, offset, conv.rhs_dilation, strict=True)]
             one = dataclasses.replace(conv, window=(1,) * len(conv.window), padding=tuple(moved))
@@ -170,26 +177,28 @@ class Patches:
         """From correlations, which have the features in the order of (window, channel), to that of the kernel."""
         form = self._of_features(())
         names, order = form.split, form.features
-        moment = offset_moment(self.image, axes).reshape(*names, *names)
+        moment = offset_moment(self.image, axes, self.step).reshape(*names, *names)
         flips = [*form.flips, *(k + len(names) for k in form.flips)]
         moment = jnp.flip(moment, flips) if flips else moment
         moment = moment.transpose(*order, *(k + len(names) for k in order))
         return moment.reshape(1, math.prod(names), math.prod(names))
 
     def _gram_of_patches(self) -> jax.Array:
-        n = self.image.shape[0]
+        n = self.number
         taps = math.prod(self.conv.window)
         limit = max(1, PATCH_ELEMENTS // (math.prod(self.conv.out) * taps * self.image.shape[-1]))
 
         def moments(part):
-            return Rows(self._arranged(part.shape[0])(patches(part, self.conv))).gram()
+            formed = part_of(functools.partial(patches, conv=self.conv), self.step, part)
+            return Rows(self._arranged(part.shape[0])(formed)).gram()
 
         def in_parts(limit, image):
             # A window of one tap makes patches no larger than the image.
             return sum_of_parts(moments, n if taps == 1 else limit, image)
 
         few, many = functools.partial(in_parts, limit), functools.partial(in_parts, ON_GPUS * limit)
-        return few(self.image) if n <= limit else lax.platform_dependent(self.image, cuda=many, default=few)
+        image = self.image[:: self.step]
+        return few(image) if n <= limit else lax.platform_dependent(image, cuda=many, default=few)
 
 
 def offset_axes(sizes: Sequence[int], conv: Convolution) -> tuple[Axis, ...] | None:
