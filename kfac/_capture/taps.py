@@ -70,8 +70,9 @@ class KroneckerTap:
     def statistics(self, residuals: Any, g: jax.Array) -> Kronecker:
         x, number, basis, sizes = residuals
         if not self.use.scans:
-            # XLA would make rows of what the inputs are made of, and keep them beside the inputs.
-            x = lax.optimization_barrier(x)
+            # XLA would make rows, or some of them, of what these are made of, and keep that beside them. Sums over all
+            # gradients are better off in the kernel that makes these.
+            x, g = lax.optimization_barrier((x, g)) if self.subsample > 1 else (lax.optimization_barrier(x), g)
         read, within = self.use.read, self.use.within
         x, g = (box(part) if box else part for box, part in ((read.x_box, x), (read.y_box, g)))
         inputs: Any = read.geometry.form(x, self.arrange_x, self.homogeneous, self.images, self.dtype)
