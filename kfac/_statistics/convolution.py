@@ -184,12 +184,16 @@ class Patches:
         return moment.reshape(1, math.prod(names), math.prod(names))
 
     def _gram_of_patches(self) -> jax.Array:
-        n = self.number
-        taps = math.prod(self.conv.window)
-        limit = max(1, PATCH_ELEMENTS // (math.prod(self.conv.out) * taps * self.image.shape[-1]))
+        n, conv, taps, images = self.number, self.conv, math.prod(self.conv.window), len(self.image)
+        order = self.arrange.examples + self.arrange.rows
+        if n > 1 == taps == max(conv.strides) and conv.out == self.image.shape[1:-1] and sorted(order) == [*order]:
+            # The image is the rows, of which a kernel need not have a copy.
+            rows = self._arranged(images)(patches(self.image, conv))
+            return Rows(rows.reshape(len(rows), images, -1, rows.shape[-1]), images, step=self.step).gram()
+        limit = max(1, PATCH_ELEMENTS // (math.prod(conv.out) * taps * self.image.shape[-1]))
 
         def moments(part):
-            formed = part_of(functools.partial(patches, conv=self.conv), self.step, part)
+            formed = part_of(functools.partial(patches, conv=conv), self.step, part)
             return Rows(self._arranged(part.shape[0])(formed)).gram()
 
         def in_parts(limit, image):
