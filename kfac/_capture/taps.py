@@ -190,11 +190,9 @@ def together(values: Any) -> Any:
 
 @functools.partial(together.defjvp, symbolic_zeros=True)
 def _together(primals, tangents):
-    leaves, treedef = jax.tree.flatten(tangents[0])
-    moving = [k for k, leaf in enumerate(leaves) if not isinstance(leaf, jax.custom_derivatives.SymbolicZero)]
-    for k, leaf in zip(moving, lax.optimization_barrier([leaves[k] for k in moving]), strict=True):
-        leaves[k] = leaf
-    return primals[0], jax.tree.unflatten(treedef, leaves)
+    zero = jax.custom_derivatives.SymbolicZero
+    moving = iter(lax.optimization_barrier([x for x in jax.tree.leaves(tangents[0]) if not isinstance(x, zero)]))
+    return primals[0], jax.tree.map(lambda x: x if isinstance(x, zero) else next(moving), tangents[0])
 
 
 # At a marked output: from its value and the mark's entry among the probes, the value to go on with and one to hand out.

@@ -45,8 +45,7 @@ class Convolution:
 
     def form(self, x, arrange, homogeneous, images, dtype) -> Patches:
         batch, channel, *spatial = self.spec
-        image = as_floats(x, dtype).transpose(batch, *spatial, channel)
-        return Patches(image, self, arrange, images, homogeneous)
+        return Patches(as_floats(x, dtype).transpose(batch, *spatial, channel), self, arrange, images, homogeneous)
 
 
 def patches(x: jax.Array, conv: Convolution) -> jax.Array:
@@ -95,14 +94,9 @@ class Patches:
     step: int = 1
 
     @property
-    def number(self) -> int:
-        """Of images that count."""
-        return -(-self.image.shape[0] // self.step)
-
-    @property
     def count(self) -> int:
-        """Number of rows."""
-        return self.number * math.prod(self.conv.out)
+        """Number of rows that count."""
+        return -(-len(self.image) // self.step) * math.prod(self.conv.out)
 
     def gram(self) -> jax.Array:
         axes = None
@@ -116,22 +110,17 @@ class Patches:
         return weighted(with_homogeneous(moment, total, self.homogeneous, self.count), self.weight)
 
     def diagonal(self) -> jax.Array:
-        def square(x):
-            return jnp.square(x.astype(accumulator(x.dtype)))
-
-        squares = jnp.sum(self._sums_by_image(square), axis=1)
+        squares = jnp.sum(self._sums_by_image(lambda x: jnp.square(x.astype(accumulator(x.dtype)))), axis=1)
         return weighted(append(squares, self.homogeneous, self.count), self.weight)
 
     def sums(self) -> jax.Array:
         total = self._sums_by_image(lambda x: x)
-        if not self.arrange.examples:
-            total = jnp.sum(total, axis=1, keepdims=True)
+        total = total if self.arrange.examples else jnp.sum(total, axis=1, keepdims=True)
         return append(total, self.homogeneous, self.count // total.shape[1])
 
     def every(self, k: int) -> Patches:
-        kept = dataclasses.replace(self, step=k)
-        weight = self.weight * self.image.shape[0] / kept.number
-        return dataclasses.replace(kept, weight=weight, arrange=self._arranged(kept.number))
+        n = -(-len(self.image) // k)
+        return dataclasses.replace(self, step=k, weight=self.weight * len(self.image) / n, arrange=self._arranged(n))
 
     def by_example(self) -> jax.Array:
         image = part_of(lambda image: image[:: self.step], self.step, self.image)
@@ -144,9 +133,8 @@ class Patches:
 
     def _arranged(self, images: int) -> Arrangement:
         """The arrangement for patches of so many images."""
-        if self.image.shape[0] == 1:  # an axis of length one has no place in it
-            return self.arrange
-        return self.arrange._replace(split=(images, *self.arrange.split[1:]))
+        alone = self.image.shape[0] == 1  # an axis of length one has no place in it
+        return self.arrange if alone else self.arrange._replace(split=(images, *self.arrange.split[1:]))
 
     def _of_features(self, lead: tuple[int, ...]) -> Arrangement:
         """The arrangement for axes `lead`, which are those of the examples, before those that are no rows."""
@@ -180,11 +168,11 @@ class Patches:
         moment = offset_moment(self.image, axes, self.step).reshape(*names, *names)
         flips = [*form.flips, *(k + len(names) for k in form.flips)]
         moment = jnp.flip(moment, flips) if flips else moment
-        moment = moment.transpose(*order, *(k + len(names) for k in order))
-        return moment.reshape(1, math.prod(names), math.prod(names))
+        return moment.transpose(*order, *(k + len(names) for k in order)).reshape(1, math.prod(names), math.prod(names))
 
     def _gram_of_patches(self) -> jax.Array:
-        n, conv, taps, images = self.number, self.conv, math.prod(self.conv.window), len(self.image)
+        conv, taps, images = self.conv, math.prod(self.conv.window), len(self.image)
+        n = -(-images // self.step)
         order = self.arrange.examples + self.arrange.rows
         if n > 1 == taps == max(conv.strides) and conv.out == self.image.shape[1:-1] and sorted(order) == [*order]:
             # The image is the rows, of which a kernel need not have a copy.
@@ -196,11 +184,8 @@ class Patches:
             formed = part_of(functools.partial(patches, conv=conv), self.step, part)
             return Rows(self._arranged(part.shape[0])(formed)).gram()
 
-        def in_parts(limit, image):
-            # A window of one tap makes patches no larger than the image.
-            return sum_of_parts(moments, n if taps == 1 else limit, image)
-
-        few, many = functools.partial(in_parts, limit), functools.partial(in_parts, ON_GPUS * limit)
+        # A window of one tap makes patches no larger than the image.
+        few, many = (functools.partial(sum_of_parts, moments, n if taps == 1 else k * limit) for k in (1, ON_GPUS))
         image = self.image[:: self.step]
         return few(image) if n <= limit else lax.platform_dependent(image, cuda=many, default=few)
 
@@ -210,6 +195,5 @@ def offset_axes(sizes: Sequence[int], conv: Convolution) -> tuple[Axis, ...] | N
     taps, positions = math.prod(conv.window), math.prod(conv.out)
     if taps == 1 or max(conv.strides) > 1 or max(conv.lhs_dilation) > 1:
         return None
-    lows = [low for low, _ in conv.padding]
-    axes = tuple(map(Axis, sizes, conv.window, conv.rhs_dilation, lows, conv.out))
+    axes = tuple(map(Axis, sizes, conv.window, conv.rhs_dilation, (low for low, _ in conv.padding), conv.out))
     return axes if 2 * offset_products(axes) < taps**2 * positions else None

@@ -127,24 +127,22 @@ class Rows:
         if self.step == 1:
             return array
         copies, n, s, d = array.shape
-        kept = array.reshape(copies, self.runs, n // self.runs, s, d)[:, :: self.step]
-        return kept.reshape(copies, -1, s, d)
+        return array.reshape(copies, self.runs, n // self.runs, s, d)[:, :: self.step].reshape(copies, -1, s, d)
 
     def gram(self) -> jax.Array:
-        copies, _, _, d = self.array.shape
+        x, runs, step = self.array, self.runs, self.step
+        copies, _, _, d = x.shape
 
-        def product(array):
-            rows = part_of(self._kept, self.step, array).reshape(copies, -1, d)
+        def product(x):
+            rows = part_of(self._kept, step, x).reshape(copies, -1, d)
             return jnp.einsum("cri,crj->cij", rows, rows, preferred_element_type=accumulator(rows.dtype))
 
-        def kernel(array):  # which needs no copy of what is kept
-            return gram(array.reshape(self.runs, -1, d), self.step)[None]
-
-        if copies == 1 and (d >= HALF_PAYS or self.step > 1) and usable(self.array):
-            moment = lax.platform_dependent(self.array, cuda=kernel, default=product)
+        if copies == 1 and (d >= HALF_PAYS or step > 1) and usable(x):
+            # The kernel needs no copy of what is kept.
+            moment = lax.platform_dependent(x, cuda=lambda x: gram(x.reshape(runs, -1, d), step)[None], default=product)
         else:
-            moment = product(self.array)
-        total = jnp.sum(self._kept(self.array), axis=(1, 2), dtype=moment.dtype)
+            moment = product(x)
+        total = jnp.sum(self._kept(x), axis=(1, 2), dtype=moment.dtype)
         return weighted(with_homogeneous(moment, total, self.homogeneous, self.count), self.weight)
 
     def diagonal(self) -> jax.Array:

@@ -52,9 +52,7 @@ def gram(rows: jax.Array, step: int = 1, *, interpret: bool = False) -> jax.Arra
     return correlations(rows[:, None], [term], step, symmetric=True, interpret=interpret)[0]
 
 
-def correlations(
-    x: jax.Array, terms: Sequence[Term], step: int = 1, *, symmetric: bool = False, interpret: bool = False
-) -> jax.Array:
+def correlations(x: jax.Array, terms: Sequence[Term], step=1, *, symmetric=False, interpret=False) -> jax.Array:
     """The sums of `terms` over images of `[n, height, width, channels]`: `[terms, channels, channels]`, float32.
 
     Args:
@@ -118,8 +116,7 @@ def _kernel(x_ref, table_ref, out_ref, *, size, step, tile, parts, symmetric):
 
     @pl.when((j >= i) if symmetric else (j >= 0))
     def _():
-        turns = (length + ROWS - 1) // ROWS
-        total = lax.fori_loop(0, turns, body, jnp.zeros((tile, tile), jnp.float32))
+        total = lax.fori_loop(0, (length + ROWS - 1) // ROWS, body, jnp.zeros((tile, tile), jnp.float32))
 
         def store(rows, columns, value):
             mask = (rows < c)[:, None] & (columns < c)[None, :]
