@@ -68,12 +68,10 @@ class KroneckerTap:
         return values[self.use.read.other], number, None if self.basis is None else probes[self.basis], sizes
 
     def statistics(self, residuals: Any, g: jax.Array) -> Kronecker:
-        x, number, basis, sizes = residuals
-        if not self.use.scans:
-            # XLA would make rows, or some of them, of what these are made of, and keep that beside them. Sums over all
-            # gradients are better off in the kernel that makes these.
+        read, within, (x, number, basis, sizes) = self.use.read, self.use.within, residuals
+        # XLA would make rows of images, and some of the rows, of what these are made of, and keep that beside them.
+        if not self.use.scans and (self.subsample > 1 or read.images is not None):
             x, g = lax.optimization_barrier((x, g)) if self.subsample > 1 else (lax.optimization_barrier(x), g)
-        read, within = self.use.read, self.use.within
         x, g = (box(part) if box else part for box, part in ((read.x_box, x), (read.y_box, g)))
         inputs: Any = read.geometry.form(x, self.arrange_x, self.homogeneous, self.images, self.dtype)
         outputs: Any = Rows(self.arrange_g(g), self.arrange_g.runs)
