@@ -122,7 +122,7 @@ def make_step(row: str, task: Task, options: argparse.Namespace) -> tuple[Callab
     every = options.inverse_every if options.refresh == "inside" and row != "refresh" else None
     tx = kfac.kfac(0.1, layers, distribution=distribution, inverse=INVERSES[options.inverse], inverse_every=every)
     if row == "refresh":
-        return lambda params, state, batch: (params, kfac.refresh(state, distribution=distribution), batch), tx
+        return lambda params, state, _: (params, kfac.refresh(state, distribution=distribution), jnp.zeros(())), tx
     measure = kfac.value_and_grad(task.loss_fn, layers, subsample=4 if row == "subsample" else 1)
 
     def step(params: Any, state: Any, batch: Any) -> Any:
