@@ -87,6 +87,32 @@ def test_a_program():
     assert counts.bound == pytest.approx(sum(times) + 5 * turn + max(moved[3] / BANDWIDTH, 1000 / PEAK["bf16"]))
 
 
+def test_of_every_second_part_half_is_read():
+    half = count(PROGRAM.replace("sums_flops_1000_bf16", "every_2_sums_flops_1000_bf16"))
+    assert half.bound == pytest.approx(count(PROGRAM).bound - 64 * 32 / BANDWIDTH)
+    assert half.flops == count(PROGRAM).flops
+
+
+def test_a_factorisation():
+    call = 'custom-call(%f), custom_call_target="cusolver_geqrf_ffi"'
+    qr = count(PROGRAM.replace("all-reduce(%choice), replica_groups={}", call))
+    assert qr.flops["f32"] == pytest.approx(count(PROGRAM).flops["f32"] + 4 / 3 * 8**3)
+
+
+def test_branches_that_are_taken():
+    counts, without = count(PROGRAM, taken=True), count(PROGRAM)
+    assert (counts.launches, counts.inside, counts.waits) == (without.launches + 1, 0, without.waits)
+    assert counts.bound == pytest.approx(without.bound + 2 * 4 * 64 / BANDWIDTH)  # the copy, not what does nothing
+    unknown = count(PROGRAM.replace('"known_trip_count":{"n":"5"}', ""), taken=True)
+    assert (unknown.launches, len(unknown.waits)) == (counts.launches - 4, 2)  # one turn of the loop
+
+
+def test_a_branch_in_a_loop_is_a_wait_each_turn():
+    inner = "%z = f32[8,8]{1,0} conditional(%k, %y, %y), branch_computations={%same, %other}"
+    counts = count(PROGRAM.replace("%z = f32[8,8]{1,0} fusion(%y), kind=kCustom, calls=%exact", inner))
+    assert (len(counts.waits), counts.inside, counts.launches) == (6, 6, 4)
+
+
 def test_of_an_array_only_the_parts_are_read_that_something_comes_of():
     fused = """HloModule jit_step
 

@@ -3,12 +3,15 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import kfac
+from kfac._curvature import refresh as refresh_module
+from kfac._factors import Kronecker
 from problem import QUICKLY, ages_of, assert_close, field_of, initial, layers, measured, plain_kfac, state_of, stepper
 
 STEPS, WITH_STATISTICS = 6, (1, 3)
@@ -113,3 +116,24 @@ def test_what_is_refused():
         kfac.refresh({"w": np.zeros(3)})
     with pytest.raises(ValueError, match=r"distribution must be a kfac.Distribution"):
         kfac.refresh(kfac.scale_by_kfac(layers()).init(initial()), distribution="devices")
+
+
+@pytest.mark.parametrize(("blocks", "most"), [(12, 11), (7, 3), (4, 4), (5, 1)])
+def test_portions_are_equal(monkeypatch, blocks, most):
+    """As many as there have to be, and one is shorter than the others by less than their number."""
+    seen = []
+
+    def looked(fn, width, *arguments):
+        seen.append(width)
+        return fn(width, *arguments)
+
+    monkeypatch.setattr(refresh_module, "TOGETHER", most * 2 * 9)
+    monkeypatch.setattr(refresh_module, "in_portions", looked)
+    factors = Kronecker(*(jnp.broadcast_to(jnp.eye(3), (blocks, 3, 3)) * k for k in (2.0, 3.0)))
+    inverse = kfac.Cholesky()
+    new = refresh_module.refresh(inverse, inverse.init(factors), factors, jnp.ones(blocks, bool), jnp.array(0.25))
+    (width,) = seen
+    assert width <= most and -(-blocks // width) == -(-blocks // most)
+    assert width * -(-blocks // width) - blocks < -(-blocks // width)
+    assert new.valid.all()
+    np.testing.assert_allclose(np.asarray(new.inverse.A), np.asarray(new.inverse.A)[:1].repeat(blocks, 0), rtol=1e-6)

@@ -24,6 +24,8 @@ NAMES = {
 }  # fmt: skip
 COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
 VIEWS = {"bitcast", "reshape", "copy", "convert", "transpose"}
+# FLOPs over n^3 of what LAPACK's names stand for; `orgqr` forms Q (Golub & Van Loan 2013, sections 4.2, 5.2 and 8.3).
+FACTORISATIONS = {"geqrf": 4 / 3, "orgqr": 4 / 3, "potrf": 1 / 3, "syevd": 9.0}
 NUMBER_BY_NUMBER = {"add", "subtract", "multiply", "divide", "negate", "maximum", "minimum", "select", "compare"}
 PARTS = {"slice", "dynamic-slice", "gather"}
 
@@ -56,10 +58,11 @@ class Counts:
     Attributes:
       launches: kernels and library calls, with those in loops of known length as often as they turn.
       inside: those in branches, and in loops of unknown length for one turn: in none of the other figures.
-      waits: branches and loops of unknown length outside of others, for which the host reads a number of the device.
+      waits: branches and loops of unknown length outside of others, for which the host reads a number of the device;
+        those in loops of known length as often as these turn.
       waits_inside: those within them.
       kinds: launches by what they are.
-      flops: of products and convolutions, by the dtype of their operands.
+      flops: of products, convolutions and factorisations, by the dtype of their operands.
       bound: seconds.
       messages: bytes of the results of collectives, by kind.
     """
@@ -75,11 +78,17 @@ class Counts:
     messages: collections.defaultdict[str, float] = dataclasses.field(default_factory=_numbers)
 
 
-def count(program: str) -> Counts:
-    """Counts a compiled program, from the text of its optimized HLO."""
+def count(program: str, *, taken: bool = False) -> Counts:
+    """Counts a compiled program, from the text of its optimized HLO.
+
+    Args:
+      program: the text.
+      taken: count what is in branches and loops of unknown length like the rest: of the branches of a conditional the
+        one with the largest bound, and of such a loop one turn. Then nothing is `inside`.
+    """
     bodies, entry = computations(program)
     counts = Counts()
-    _count(bodies, entry, 1.0, counts, outside=True)
+    _count(bodies, entry, 1.0, counts, outside=True, taken=taken)
     return counts
 
 
@@ -106,22 +115,25 @@ def _line(text: str) -> Line | None:
     return Line(found[1], shapes, found[3], re.findall(r"%([\w.-]+)", found[4]), text)
 
 
-def _count(bodies: dict[str, dict[str, Line]], name: str, times: float, counts: Counts, *, outside: bool) -> None:
+def _count(
+    bodies: dict[str, dict[str, Line]], name: str, times: float, counts: Counts, *, outside: bool, taken: bool
+) -> None:
     for line in bodies[name].values():
         inner = [part for key in _CALLED for part in re.findall(r"[\w.-]+", line.attribute(key)) if part in bodies]
         if line.op == "call" or line.op == "async-start":
             for part in inner:
-                _count(bodies, part, times, counts, outside=outside)
+                _count(bodies, part, times, counts, outside=outside, taken=taken)
         elif line.op == "while":
             turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', line.text)
             if turns is None:
-                _wait(line, counts, outside)
-            body = line.attribute("body")
-            _count(bodies, body, times * float(turns[1]) if turns else times, counts, outside=outside and bool(turns))
+                _wait(line, times, counts, outside)
+            body, known = line.attribute("body"), outside and (taken or bool(turns))
+            _count(bodies, body, times * float(turns[1]) if turns else times, counts, outside=known, taken=taken)
         elif line.op == "conditional":
-            _wait(line, counts, outside)
+            _wait(line, times, counts, outside)
+            inner = [max(inner, key=lambda part: _alone(bodies, part))] if taken else inner
             for part in inner:
-                _count(bodies, part, times, counts, outside=False)
+                _count(bodies, part, times, counts, outside=outside and taken, taken=taken)
         elif line.op not in NAMES and not line.op.endswith("-done"):
             if outside:
                 _launch(bodies, bodies[name], line, times, counts)
@@ -132,10 +144,16 @@ def _count(bodies: dict[str, dict[str, Line]], name: str, times: float, counts: 
 _CALLED = ("calls", "to_apply", "branch_computations", "true_computation", "false_computation", "called_computations")
 
 
-def _wait(line: Line, counts: Counts, outside: bool) -> None:
+def _alone(bodies: dict[str, dict[str, Line]], name: str) -> tuple[float, float]:
+    counts = Counts()
+    _count(bodies, name, 1.0, counts, outside=True, taken=True)
+    return counts.bound, counts.launches
+
+
+def _wait(line: Line, times: float, counts: Counts, outside: bool) -> None:
     if outside:
         source = re.search(r'op_name="([^"]*)"', line.text)
-        counts.waits.append(f"{line.op} {source[1] if source else line.name}")
+        counts.waits += [f"{line.op} {source[1] if source else line.name}"] * round(times)
     else:
         counts.waits_inside += 1
 
@@ -179,6 +197,8 @@ def _moved(bodies: dict[str, dict[str, Line]], around: dict[str, Line], line: Li
         if body and one is not None and one.op == "dynamic-update-slice":
             written += _bytes(body[one.operands[1]].shapes[0]) - _bytes(one.shapes[0])
             updated.add(_through_views(body, body[one.operands[0]]).name)
+    # Kernels of our own say in their name if they take every so many-th part of their first operand.
+    every = re.search(r"every_(\d+)_sums_flops_", line.text) if line.op == "custom-call" else None
     read = 0
     parameters = {int(re.search(r"parameter\((\d+)\)", one.text)[1]): one for one in inner if one.op == "parameter"}  # type: ignore[index]
     seen: set[str] = set()
@@ -194,7 +214,7 @@ def _moved(bodies: dict[str, dict[str, Line]], around: dict[str, Line], line: Li
                 whole = 0
             elif parts := _parts(inner, parameters[position]):
                 whole = min(whole, WIDTH.get(around[operand].shapes[0][0], 4) * sum(parts.values()))
-        read += whole
+        read += whole // int(every[1]) if every and position == 0 else whole
     return written + read
 
 
@@ -228,6 +248,9 @@ def _work(bodies: dict[str, dict[str, Line]], around: dict[str, Line], line: Lin
         return _convolution(around, line, label)
     if said := re.search(r"flops_(\d+)_(\w+?)\b", line.text) if label.startswith("__gpu$") else None:
         return said[2], float(said[1])  # kernels of our own say it in their name
+    if found := re.match(r"cusolver_(\w+?)_ffi", label):
+        dtype, shape = around[line.operands[0]].shapes[0]
+        return dtype, FACTORISATIONS.get(found[1], 0.0) * math.prod(shape[:-1]) * shape[-1] ** 2
     if label.startswith("__cublas$"):
         numbers = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', line.text)
         dims = [int(n) for n in re.findall(r"\d+", numbers[1])] if numbers else []

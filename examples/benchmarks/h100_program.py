@@ -3,6 +3,7 @@
     python examples/benchmarks/h100_program.py                                     # all of it: an hour or more
     python examples/benchmarks/h100_program.py --models resnet50 --rows sgd statistics
     python examples/benchmarks/h100_program.py --models gpt-124m --devices 8       # with the bytes of messages
+    python examples/benchmarks/h100_program.py --models gpt-124m --rows refresh    # what is in branches counts, too
     python examples/benchmarks/h100_program.py --models resnet50 --small           # small networks: a minute
 
 XLA compiles for a GPU that is described to it (`h100.textproto`). Nothing runs, so there is no time: `bound` is what
@@ -11,6 +12,7 @@ without a device. It needs the CUDA build of JAX, `pip install "jax[cuda12]"`, a
 """
 
 import argparse
+import collections
 import functools
 import json
 import math
@@ -37,13 +39,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import kfac
 import models
-from gpu_counts import Counts, count
+from gpu_counts import count
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "language_model"))
 from transformer import Transformer
 
 AXIS = "devices"
 ROWS = ("sgd", "without", "statistics", "subsample", "refresh")
+INVERSES = {"default": None, "cholesky": kfac.Cholesky(), "eigh": kfac.Eigh(), "soap": kfac.Soap()}
 
 
 class Task(NamedTuple):
@@ -116,10 +119,10 @@ def make_step(row: str, task: Task, options: argparse.Namespace) -> tuple[Callab
         return sgd, first_order
     layers = kfac.find_layers(task.loss_fn, task.params, task.batch, max_dim=task.max_dim)
     distribution = kfac.Distribution(axis_name=axis, precondition=options.precondition)
-    every = options.inverse_every if options.refresh == "inside" else None
-    tx = kfac.kfac(0.1, layers, distribution=distribution, inverse_every=every)
+    every = options.inverse_every if options.refresh == "inside" and row != "refresh" else None
+    tx = kfac.kfac(0.1, layers, distribution=distribution, inverse=INVERSES[options.inverse], inverse_every=every)
     if row == "refresh":
-        return lambda params, state, batch: (params, kfac.refresh(state, distribution=distribution), batch), tx
+        return lambda params, state, _: (params, kfac.refresh(state, distribution=distribution), jnp.zeros(())), tx
     measure = kfac.value_and_grad(task.loss_fn, layers, subsample=4 if row == "subsample" else 1)
 
     def step(params: Any, state: Any, batch: Any) -> Any:
@@ -175,8 +178,9 @@ def compile_step(row: str, task: Task, options: argparse.Namespace) -> tuple[str
 # -- the table --------------------------------------------------------------------------------------------------------
 
 
-def describe(row: str, counts: Counts, memory: Any, seconds: float, first: dict[str, Any] | None) -> dict[str, Any]:
-    """A row of the table; beside the figures those of SGD's, `first`."""
+def describe(row: str, text: str, memory: Any, seconds: float, first: dict[str, Any] | None) -> dict[str, Any]:
+    """A row of the table; beside the figures those of SGD's, `first`, and with branches those if they are taken."""
+    counts, taken = count(text), count(text, taken=True)
     figures: dict[str, Any] = {
         "step": row,
         "launches": round(counts.launches),
@@ -192,6 +196,9 @@ def describe(row: str, counts: Counts, memory: Any, seconds: float, first: dict[
     first = first or figures
     for name in ("bound ms", "launches", "temporary GB", "compile s"):
         figures[f"{name.split()[0]} of sgd"] = figures[name] / first[name] if first[name] else math.nan
+    if counts.inside:
+        figures |= {"launches if taken": round(taken.launches), "waits if taken": len(taken.waits)}
+        figures["bound ms if taken"] = taken.bound * 1e3
     return figures | {f"{kind} MB": size / 1e6 for kind, size in sorted(counts.messages.items())}
 
 
@@ -217,6 +224,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--image-size", type=int, default=224)
     add("--devices", type=int, default=1, help="so many H100s, each with such a batch")
     add("--precondition", choices=("sharded", "replicated"), default="sharded", help="with --devices")
+    add("--inverse", choices=INVERSES, default="default")
     add("--inverse-every", type=int, default=100)
     add("--refresh", choices=("inside", "apart"), default="inside", help="apart: kfac.refresh is another program")
     add("--small", action="store_true", help="small networks, to try this out")
@@ -235,13 +243,13 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
         for row in options.rows:
             text, memory, seconds = compile_step(row, task(name, options), options)
-            counts = count(text)
-            rows.append(describe(row, counts, memory, seconds, next((r for r in rows if r["step"] == "sgd"), None)))
+            rows.append(describe(row, text, memory, seconds, next((r for r in rows if r["step"] == "sgd"), None)))
             if options.output:
                 options.output.mkdir(parents=True, exist_ok=True)
                 (options.output / f"{name}-{row}.hlo").write_text(text)
-            for wait in counts.waits:
-                print(f"the host waits in {name}, {row}: {wait}")
+            counts = count(text, taken=row == "refresh")
+            for wait, times in collections.Counter(counts.waits).items():
+                print(f"the host waits in {name}, {row}, {times} times: {wait}")
             if options.kinds:
                 for kind, number in sorted(counts.kinds.items(), key=lambda item: -counts.costs[item[0]]):
                     print(f"  {number:8.0f} {counts.costs[kind] * 1e3:8.2f} ms  {kind}")

@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend import core as jex
 
 from kfac._capture import primitives
-from kfac._capture.taps import ElementwiseTap, Key, Plan, Probes, tapped
+from kfac._capture.taps import ElementwiseTap, Key, KroneckerTap, Plan, Probes, tapped, together
 from kfac._capture.trace import Op, Program
 
 
@@ -112,6 +112,10 @@ def _replay(
             other = plan.taps[index][0].use.read.other
             if not _is_shared(values[other]):
                 values[other] = Shared(jnp.broadcast_to(values[other], (plan.late[index], *values[other].shape)))
+        kronecker = [tap.key for tap in plan.taps.get(index, ()) if isinstance(tap, KroneckerTap) and not tap.use.scans]
+        if kronecker and not any(map(_is_shared, values)):
+            values, own = together((values, {key: probes[key] for key in kronecker}))
+            probes = {**probes, **own}
         if child is None:
             outs = _evaluate_shared(jaxpr, op, values[: op.num_values], plan.merges.get(index))
         else:

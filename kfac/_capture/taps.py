@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from kfac._capture.states import Use
 from kfac._factors import Kronecker
@@ -67,8 +68,10 @@ class KroneckerTap:
         return values[self.use.read.other], number, None if self.basis is None else probes[self.basis], sizes
 
     def statistics(self, residuals: Any, g: jax.Array) -> Kronecker:
-        x, number, basis, sizes = residuals
-        read, within = self.use.read, self.use.within
+        read, within, (x, number, basis, sizes) = self.use.read, self.use.within, residuals
+        # XLA would make rows of images, and some of the rows, of what these are made of, and keep that beside them.
+        if not self.use.scans and (self.subsample > 1 or read.images is not None):
+            x, g = lax.optimization_barrier((x, g)) if self.subsample > 1 else (lax.optimization_barrier(x), g)
         x, g = (box(part) if box else part for box, part in ((read.x_box, x), (read.y_box, g)))
         inputs: Any = read.geometry.form(x, self.arrange_x, self.homogeneous, self.images, self.dtype)
         outputs: Any = Rows(self.arrange_g(g), self.arrange_g.runs)
@@ -171,6 +174,24 @@ def _backward(tap, residuals, g):
 
 
 tapped.defvjp(lambda tap, residuals, y, probe: (y, residuals), _backward)
+
+
+@jax.custom_jvp
+def together(values: Any) -> Any:
+    """`values`, whose cotangents are there together, or none of them is.
+
+    Of the operands of a layer with its probe: XLA would compute the statistics and the gradient of the kernel when it
+    likes, and keep what they are made of until then.
+    """
+    return values
+
+
+@functools.partial(together.defjvp, symbolic_zeros=True)
+def _together(primals, tangents):
+    zero = jax.custom_derivatives.SymbolicZero
+    moving = iter(lax.optimization_barrier([x for x in jax.tree.leaves(tangents[0]) if not isinstance(x, zero)]))
+    return primals[0], jax.tree.map(lambda x: x if isinstance(x, zero) else next(moving), tangents[0])
+
 
 # At a marked output: from its value and the mark's entry among the probes, the value to go on with and one to hand out.
 AtMark = Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]]

@@ -54,7 +54,8 @@ def refresh(inverse: Inverse, kept: Any, factors: Any, wanted: jax.Array, dampin
     axes = varying_axes((kept, factors, wanted, damping))
     arguments = as_varying((kept, factors, wanted, damping), axes)
     size = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(factors))
-    width = min(len(wanted), max(1, TOGETHER // size))
+    # Equal portions: the last one does not do much again.
+    width = -(-len(wanted) // -(-len(wanted) // max(1, TOGETHER // size)))
     return in_portions(functools.partial(_refresh, inverse), width, *arguments)
 
 
@@ -64,11 +65,7 @@ def once_if(needed: jax.Array, change: Callable[[Any], Any], stacks: Any) -> Any
     A loop that turns once at most: XLA copies all that a conditional may change, which would be all inverses in each
     step, and nothing of what a loop changes. In a step that changes nothing the host reads one predicate either way.
     """
-
-    def turn(carry):
-        return carry[0] & False, change(carry[1])
-
-    return lax.while_loop(lambda carry: carry[0], turn, (needed, stacks))[1]
+    return lax.while_loop(lambda now: now[0], lambda now: (now[0] & False, change(now[1])), (needed, stacks))[1]
 
 
 def in_portions(fn: Callable[..., Any], width: int, *arguments: Any) -> Any:

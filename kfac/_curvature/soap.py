@@ -33,7 +33,7 @@ class Soap(Inverse):
 
     Args:
       precision: the arithmetic in which eigenvectors are applied: `"float32"`, `"bfloat16_3x"`, `"tensorfloat32"` or
-        `"bfloat16"`. They and the moments are always computed and kept in float32.
+        `"bfloat16"`. They are always computed in float32, and kept in it like the moments.
       relative: whether the damping `l` of a block is in units of the mean of its `v`.
       decay: that of the running average, in [0, 1).
 

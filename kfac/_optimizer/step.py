@@ -76,7 +76,6 @@ def preconditioned_step(
     if averaged is not None:
         match_leaves(config.layers, averaged, "averaged")
         _, averaged, own, _, finite_too = take_gradients(place, state, averaged)
-        updates = jax.tree.map(lambda new, old: new.astype(old.dtype), averaged, updates)
         usable &= finite_too
     changed, any_due, due = decide(place, state, usable, statistics=factors is not None)
     left_out: Vectors = {}
@@ -84,6 +83,13 @@ def preconditioned_step(
     if factors is not None:
         batch = average_statistics(place, factors, local=local)
         state, left_out, change = take_in(place, state, batch, usable)
+        if config.axis is None:
+            # Statistics are gone before gradients are stacked; XLA would keep both until the end.
+            state, updates, averaged = lax.optimization_barrier((state, updates, averaged))
+            gradients = take_gradients(place, state, updates)[2]
+            own = gradients if averaged is None else take_gradients(place, state, averaged)[2]
+    if averaged is not None:
+        updates = jax.tree.map(lambda new, old: new.astype(old.dtype), averaged, updates)
     failed: Vectors = {}
     if config.phases:
         blocks = state.blocks

@@ -19,7 +19,7 @@ from jax import lax
 
 from kfac._statistics.offsets import Axis, offset_moment
 from kfac._statistics.offsets import products as offset_products
-from kfac._statistics.rows import Arrangement, Rows, accumulator, apart, append, as_floats, weighted, with_homogeneous
+from kfac._statistics.rows import Arrangement, Rows, accumulator, append, as_floats, part_of, weighted, with_homogeneous
 from kfac._varying import sum_of_parts
 
 # Patches are formed for so many elements at a time (16 MB in float32).
@@ -45,8 +45,7 @@ class Convolution:
 
     def form(self, x, arrange, homogeneous, images, dtype) -> Patches:
         batch, channel, *spatial = self.spec
-        image = as_floats(x, dtype).transpose(batch, *spatial, channel)
-        return Patches(image, self, arrange, images, homogeneous)
+        return Patches(as_floats(x, dtype).transpose(batch, *spatial, channel), self, arrange, images, homogeneous)
 
 
 def patches(x: jax.Array, conv: Convolution) -> jax.Array:
@@ -83,6 +82,7 @@ class Patches:
         `diagonal` go without forming all patches.
       homogeneous: the last entry of every row; None without one.
       weight: what sums over rows are multiplied by.
+      step: of the images every how many-th counts.
     """
 
     image: jax.Array
@@ -91,11 +91,12 @@ class Patches:
     images: bool
     homogeneous: float | None = None
     weight: float = 1.0
+    step: int = 1
 
     @property
     def count(self) -> int:
-        """Number of rows."""
-        return self.image.shape[0] * math.prod(self.conv.out)
+        """Number of rows that count."""
+        return -(-len(self.image) // self.step) * math.prod(self.conv.out)
 
     def gram(self) -> jax.Array:
         axes = None
@@ -104,31 +105,26 @@ class Patches:
             axes = offset_axes(self.image.shape[1:-1], self.conv)
         moment = self._gram_of_patches() if axes is None else self._gram_of_offsets(axes)
         # Patches are linear in the image, so those of the summed image are the sums.
-        summed = jnp.sum(self.image, axis=0, keepdims=True, dtype=moment.dtype)
+        summed = jnp.sum(self.image[:: self.step], axis=0, keepdims=True, dtype=moment.dtype)
         total = jnp.sum(self._arranged(1)(patches(summed, self.conv)), axis=(1, 2))
         return weighted(with_homogeneous(moment, total, self.homogeneous, self.count), self.weight)
 
     def diagonal(self) -> jax.Array:
-        def square(x):
-            return jnp.square(x.astype(accumulator(x.dtype)))
-
-        squares = jnp.sum(self._sums_by_image(square), axis=1)
+        squares = jnp.sum(self._sums_by_image(lambda x: jnp.square(x.astype(accumulator(x.dtype)))), axis=1)
         return weighted(append(squares, self.homogeneous, self.count), self.weight)
 
     def sums(self) -> jax.Array:
         total = self._sums_by_image(lambda x: x)
-        if not self.arrange.examples:
-            total = jnp.sum(total, axis=1, keepdims=True)
+        total = total if self.arrange.examples else jnp.sum(total, axis=1, keepdims=True)
         return append(total, self.homogeneous, self.count // total.shape[1])
 
     def every(self, k: int) -> Patches:
-        image = apart(self.image[::k])
-        weight = self.weight * self.image.shape[0] / image.shape[0]
-        kept = dataclasses.replace(self, image=image, weight=weight)
-        return dataclasses.replace(kept, arrange=self._arranged(image.shape[0]))
+        n = -(-len(self.image) // k)
+        return dataclasses.replace(self, step=k, weight=self.weight * len(self.image) / n, arrange=self._arranged(n))
 
     def by_example(self) -> jax.Array:
-        return self.image if self.images else Rows(self.arrange(patches(self.image, self.conv))).by_example()
+        image = part_of(lambda image: image[:: self.step], self.step, self.image)
+        return image if self.images else Rows(self.arrange(patches(image, self.conv))).by_example()
 
     def part(self, part: jax.Array) -> jax.Array:
         if self.images:
@@ -137,9 +133,8 @@ class Patches:
 
     def _arranged(self, images: int) -> Arrangement:
         """The arrangement for patches of so many images."""
-        if self.image.shape[0] == 1:  # an axis of length one has no place in it
-            return self.arrange
-        return self.arrange._replace(split=(images, *self.arrange.split[1:]))
+        alone = self.image.shape[0] == 1  # an axis of length one has no place in it
+        return self.arrange if alone else self.arrange._replace(split=(images, *self.arrange.split[1:]))
 
     def _of_features(self, lead: tuple[int, ...]) -> Arrangement:
         """The arrangement for axes `lead`, which are those of the examples, before those that are no rows."""
@@ -158,7 +153,7 @@ class Patches:
 
         No more is formed of the patches than one tap of the window at a time.
         """
-        x, conv, taps = self.image, self.conv, []
+        x, conv, taps = self.image[:: self.step], self.conv, []
         for offset in itertools.product(*(range(size) for size in conv.window)):
             moved = [(p[0] - o * d, p[1]) for p, o, d in zip(conv.padding, offset, conv.rhs_dilation, strict=True)]
             one = dataclasses.replace(conv, window=(1,) * len(conv.window), padding=tuple(moved))
@@ -170,26 +165,29 @@ class Patches:
         """From correlations, which have the features in the order of (window, channel), to that of the kernel."""
         form = self._of_features(())
         names, order = form.split, form.features
-        moment = offset_moment(self.image, axes).reshape(*names, *names)
+        moment = offset_moment(self.image, axes, self.step).reshape(*names, *names)
         flips = [*form.flips, *(k + len(names) for k in form.flips)]
         moment = jnp.flip(moment, flips) if flips else moment
-        moment = moment.transpose(*order, *(k + len(names) for k in order))
-        return moment.reshape(1, math.prod(names), math.prod(names))
+        return moment.transpose(*order, *(k + len(names) for k in order)).reshape(1, math.prod(names), math.prod(names))
 
     def _gram_of_patches(self) -> jax.Array:
-        n = self.image.shape[0]
-        taps = math.prod(self.conv.window)
-        limit = max(1, PATCH_ELEMENTS // (math.prod(self.conv.out) * taps * self.image.shape[-1]))
+        conv, taps, images = self.conv, math.prod(self.conv.window), len(self.image)
+        n = -(-images // self.step)
+        order = self.arrange.examples + self.arrange.rows
+        if n > 1 == taps == max(conv.strides) and conv.out == self.image.shape[1:-1] and sorted(order) == [*order]:
+            # The image is the rows, of which a kernel need not have a copy.
+            rows = self._arranged(images)(patches(self.image, conv))
+            return Rows(rows.reshape(len(rows), images, -1, rows.shape[-1]), images, step=self.step).gram()
+        limit = max(1, PATCH_ELEMENTS // (math.prod(conv.out) * taps * self.image.shape[-1]))
 
         def moments(part):
-            return Rows(self._arranged(part.shape[0])(patches(part, self.conv))).gram()
+            formed = part_of(functools.partial(patches, conv=conv), self.step, part)
+            return Rows(self._arranged(part.shape[0])(formed)).gram()
 
-        def in_parts(limit, image):
-            # A window of one tap makes patches no larger than the image.
-            return sum_of_parts(moments, n if taps == 1 else limit, image)
-
-        few, many = functools.partial(in_parts, limit), functools.partial(in_parts, ON_GPUS * limit)
-        return few(self.image) if n <= limit else lax.platform_dependent(self.image, cuda=many, default=few)
+        # A window of one tap makes patches no larger than the image.
+        few, many = (functools.partial(sum_of_parts, moments, n if taps == 1 else k * limit) for k in (1, ON_GPUS))
+        image = self.image[:: self.step]
+        return few(image) if n <= limit else lax.platform_dependent(image, cuda=many, default=few)
 
 
 def offset_axes(sizes: Sequence[int], conv: Convolution) -> tuple[Axis, ...] | None:
@@ -197,6 +195,5 @@ def offset_axes(sizes: Sequence[int], conv: Convolution) -> tuple[Axis, ...] | N
     taps, positions = math.prod(conv.window), math.prod(conv.out)
     if taps == 1 or max(conv.strides) > 1 or max(conv.lhs_dilation) > 1:
         return None
-    lows = [low for low, _ in conv.padding]
-    axes = tuple(map(Axis, sizes, conv.window, conv.rhs_dilation, lows, conv.out))
+    axes = tuple(map(Axis, sizes, conv.window, conv.rhs_dilation, (low for low, _ in conv.padding), conv.out))
     return axes if 2 * offset_products(axes) < taps**2 * positions else None

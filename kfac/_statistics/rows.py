@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -108,49 +109,55 @@ class Rows:
       homogeneous: the last entry of every row, which belongs to a bias: 1, or 0 in a use of the kernel without it. None
         for a layer without a bias.
       weight: what sums over rows are multiplied by.
+      step: of which run every how many-th counts.
     """
 
     array: jax.Array
     runs: int = 1
     homogeneous: float | None = None
     weight: float = 1.0
+    step: int = 1
 
     @property
     def count(self) -> int:
-        """Number of rows of each copy."""
-        return self.array.shape[1] * self.array.shape[2]
+        """Number of rows of each copy that count."""
+        return -(-self.runs // self.step) * (self.array.shape[1] // self.runs) * self.array.shape[2]
+
+    def _kept(self, array: jax.Array) -> jax.Array:
+        if self.step == 1:
+            return array
+        copies, n, s, d = array.shape
+        return array.reshape(copies, self.runs, n // self.runs, s, d)[:, :: self.step].reshape(copies, -1, s, d)
 
     def gram(self) -> jax.Array:
-        copies, n, s, d = self.array.shape
-        rows = self.array.reshape(copies, n * s, d)
+        x, runs, step = self.array, self.runs, self.step
+        copies, _, _, d = x.shape
 
-        def product(rows):
+        def product(x):
+            rows = part_of(self._kept, step, x).reshape(copies, -1, d)
             return jnp.einsum("cri,crj->cij", rows, rows, preferred_element_type=accumulator(rows.dtype))
 
-        if copies == 1 and d >= HALF_PAYS and usable(rows):
-            moment = lax.platform_dependent(rows, cuda=lambda rows: gram(rows[0])[None], default=product)
+        if copies == 1 and (d >= HALF_PAYS or step > 1) and usable(x):
+            # The kernel needs no copy of what is kept.
+            moment = lax.platform_dependent(x, cuda=lambda x: gram(x.reshape(runs, -1, d), step)[None], default=product)
         else:
-            moment = product(rows)
-        total = jnp.sum(rows, axis=1, dtype=moment.dtype)
+            moment = product(x)
+        total = jnp.sum(self._kept(x), axis=(1, 2), dtype=moment.dtype)
         return weighted(with_homogeneous(moment, total, self.homogeneous, self.count), self.weight)
 
     def diagonal(self) -> jax.Array:
-        squares = jnp.sum(jnp.square(self.array.astype(accumulator(self.array.dtype))), axis=(1, 2))
+        squares = jnp.sum(jnp.square(self._kept(self.array).astype(accumulator(self.array.dtype))), axis=(1, 2))
         return weighted(append(squares, self.homogeneous, self.count), self.weight)
 
     def sums(self) -> jax.Array:
-        total = jnp.sum(self.array, axis=2, dtype=accumulator(self.array.dtype))
+        total = jnp.sum(self._kept(self.array), axis=2, dtype=accumulator(self.array.dtype))
         return append(total, self.homogeneous, self.array.shape[2])
 
     def every(self, k: int) -> Rows:
-        copies, n, s, d = self.array.shape
-        kept = apart(self.array.reshape(copies, self.runs, n // self.runs, s, d)[:, ::k])
-        runs = kept.shape[1]
-        weight = self.weight * self.runs / runs
-        return dataclasses.replace(self, array=kept.reshape(copies, -1, s, d), runs=runs, weight=weight)
+        return dataclasses.replace(self, step=k, weight=self.weight * self.runs / -(-self.runs // k))
 
     def by_example(self) -> jax.Array:
-        return jnp.moveaxis(self.array, 0, 1)
+        return jnp.moveaxis(part_of(self._kept, self.step, self.array), 0, 1)
 
     def part(self, part: jax.Array) -> jax.Array:
         return append(part, self.homogeneous, 1)
@@ -248,12 +255,12 @@ class Groups:
         return jax.ops.segment_sum(squares, copy, num_segments=len(self.sizes))
 
 
-def apart(kept: jax.Array) -> jax.Array:
-    """What is kept of the examples, as an array of its own.
+def part_of(of: Callable[[jax.Array], jax.Array], step: int, x: jax.Array) -> jax.Array:
+    """`of(x)`, where that is of every `step`-th example, as an array of its own.
 
     XLA for GPUs (jaxlib 0.10.2) would take the slice into a matrix product, and abort.
     """
-    return lax.optimization_barrier(kept)
+    return lax.optimization_barrier(of(x)) if step > 1 else of(x)
 
 
 def weighted(sums: jax.Array, weight: float) -> jax.Array:
