@@ -250,12 +250,11 @@ def _table(layers: Layers) -> str:
 
 
 def format_bytes(count: float) -> str:
-    value = float(count)
     for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
 
 
 def leaf_paths(tree: Any) -> list[str]:

@@ -227,10 +227,6 @@ def find_marks(traced: Trace) -> Marks:
     return Marks(tuple(found.values()), loss)
 
 
-def _is_mark(eqn: Any) -> bool:
-    return primitives.is_named(eqn, _PREFIX) is not None
-
-
 def _walk(
     program: Program, states: Sequence[Leaves], path: Path, scans, around, found: dict[Path, Mark]
 ) -> list[Leaves]:
@@ -242,7 +238,7 @@ def _walk(
             return _walk_scan(op, own, here, scans, (*around, len(path)), found)
         if op.inner and not op.by_rule:
             return _walk(op.inner, own, here, scans, around, found)
-        if (op.opaque or op.by_rule) and primitives.contains(op.eqn, _is_mark):
+        if (op.opaque or op.by_rule) and primitives.contains(op.eqn, lambda e: bool(primitives.is_named(e, _PREFIX))):
             raise ValueError(f"kfac.output cannot be followed inside {op.name}: mark what comes out of it")
         together = _NO_LEAVES.union(*own) if op.alive else _NO_LEAVES
         likelihood = primitives.is_named(op.eqn, _PREFIX)
@@ -275,18 +271,13 @@ def _pull(transposed: Callable[..., jax.Array], x: jax.Array, entry: jax.Array, 
     return zeros
 
 
-def _pull_forward(transposed, x, entry, zeros):
-    del transposed
-    return zeros, (x, entry)
-
-
 def _pull_backward(transposed, residuals, g):
     x, entry = residuals
     pulled = as_varying(transposed(x, entry, g).astype(x.dtype), varying_axes(x))
     return pulled, None, as_varying(jnp.zeros_like(g), varying_axes(g))
 
 
-_pull.defvjp(_pull_forward, _pull_backward)
+_pull.defvjp(lambda transposed, x, entry, zeros: (zeros, (x, entry)), _pull_backward)
 
 
 @dataclasses.dataclass(frozen=True)

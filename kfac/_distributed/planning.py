@@ -251,8 +251,8 @@ def _products(layer: Layer) -> float:
         return 0.0
     if layer.positions is None:
         raise ValueError(
-            f"layers: {layer.name!r} was found without positions, so its work is not known; call find_layers with real "
-            "shapes. Of experts that get as many rows as the data say there are none: plan such a model with dense ones"
+            f"layers: {layer.name!r} was found without positions; call find_layers with real shapes. Of experts that "
+            "get as many rows as the data say there are none: plan such a model with dense ones"
         )
     return 2.0 * layer.positions * layer.copies * layer.d_in * layer.d_out
 

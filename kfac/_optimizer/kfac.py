@@ -172,8 +172,7 @@ def _check_momentum(momentum: Any, nesterov: Any, rate_in_momentum: Any, trust_r
     if momentum is not None:
         check_range("momentum", momentum, 0, 1, open_high=True)
     elif nesterov or rate_in_momentum:
-        name = "nesterov" if nesterov else "rate_in_momentum"
-        raise ValueError(f"{name}=True needs momentum, but momentum is None")
+        raise ValueError(f"{'nesterov' if nesterov else 'rate_in_momentum'}=True needs momentum, but momentum is None")
 
 
 def _check_weight_decay(weight_decay: Any, mask: Any) -> None:

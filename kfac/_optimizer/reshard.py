@@ -133,9 +133,7 @@ def _is_owned(node: Any) -> bool:
 
 def _without_devices(node: Any) -> Any:
     """From pmap's form to that of shard_map: one row of owned blocks, one copy of everything else."""
-    if _is_owned(node):
-        return _mapped(lambda x: x.reshape(-1, *x.shape[2:]), node)
-    return node[0]
+    return _mapped(lambda x: x.reshape(-1, *x.shape[2:]), node) if _is_owned(node) else node[0]
 
 
 def _with_devices(node: Any, devices: int) -> Any:
