@@ -188,9 +188,9 @@ def together(values: Any) -> Any:
 
 @functools.partial(together.defjvp, symbolic_zeros=True)
 def _together(primals, tangents):
-    zero = jax.custom_derivatives.SymbolicZero
-    moving = iter(lax.optimization_barrier([x for x in jax.tree.leaves(tangents[0]) if not isinstance(x, zero)]))
-    return primals[0], jax.tree.map(lambda x: x if isinstance(x, zero) else next(moving), tangents[0])
+    # Those that are no arrays are symbols of zeros.
+    moving = iter(lax.optimization_barrier([x for x in jax.tree.leaves(tangents[0]) if isinstance(x, jax.Array)]))
+    return primals[0], jax.tree.map(lambda x: next(moving) if isinstance(x, jax.Array) else x, tangents[0])
 
 
 # At a marked output: from its value and the mark's entry among the probes, the value to go on with and one to hand out.
