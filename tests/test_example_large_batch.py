@@ -1,5 +1,6 @@
 """The study of optimizers at large batches: it resumes, reports from what is stored, and refuses in one sentence."""
 
+import importlib.util
 import json
 import math
 import os
@@ -109,7 +110,11 @@ def test_the_budget_that_reaches_the_target_is_interpolated():
 
 @pytest.mark.parametrize("methods", [("muon",), pytest.param(("kfac", "soap"), marks=pytest.mark.slow)], ids=", ".join)
 def test_the_networks_are_trained_once_with_a_method_and_a_rate(tmp_path, monkeypatch, capsys, methods):
-    import networks
+    # By its path: the tests have a module of that name, too.
+    spec = importlib.util.spec_from_file_location("networks_of_the_study", FOLDER / "networks.py")
+    networks = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, networks)
+    spec.loader.exec_module(networks)
 
     def printed(*args):
         monkeypatch.setattr(sys, "argv", ["networks.py", *map(str, args)])
