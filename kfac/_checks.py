@@ -38,12 +38,13 @@ def check_count(name: str, value: Any, low: int) -> None:
         return
     number = isinstance(value, (int, float, np.integer, np.ndarray, jax.Array)) and np.shape(value) == ()
     if not number or isinstance(value, bool) or not math.isfinite(value) or value != int(value) or value < low:
-        raise ValueError(f"{name} must be an integer, at least {low}, but is {value!r}")
+        of_kfac = ", which only kfac.kfac takes" if isinstance(value, str) and value == "auto" else ""
+        raise ValueError(f"{name} must be an integer, at least {low}, but is {value!r}{of_kfac}")
 
 
 def check_positive_int(name: str, value: Any) -> None:
     """Raises where a static size is no positive `int`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
         raise ValueError(f"{name} must be a positive int, but is {value!r}")
 
 

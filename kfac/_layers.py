@@ -165,7 +165,8 @@ class Layers(Sequence[Layer]):
       max_dim: the bound given to `find_layers`.
       reduce: the patterns of kernels in the setting "reduce" given to `find_layers`.
       structure: that of the tree of parameters.
-      num_examples: of the batch that the layers were found with; None where it was not clear.
+      num_examples: of the batch that the layers were found with; None where it was not clear. `inverse_every="auto"`
+        counts with it, and is 1 without. Not compared: layers are the same for all batches.
     """
 
     blocks: tuple[Layer, ...]

@@ -1,6 +1,7 @@
 """`kfac.plan`: its bytes are those of compiled programs, its intervals keep to the overhead, and it takes no time."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import time
@@ -169,8 +170,11 @@ def test_without_a_number_of_examples_every_step_refreshes():
     loss, params, x = perceptron(1, 64)
     layers = kfac.find_layers(loss, params, x)
     assert repr(layers).endswith("found with 1 example(s)")
-    with pytest.raises(ValueError, match="inverse_every, where it is no number or None, must be one of 'auto', but is"):
+    with pytest.raises(ValueError, match="inverse_every must be an integer, at least 1, but is 'often'"):
         kfac.kfac(0.1, layers, inverse_every="often")
+    for other in (kfac.scale_by_kfac, functools.partial(kfac.presets.large_batch, 0.1)):
+        with pytest.raises(ValueError, match=r"but is 'auto', which only kfac\.kfac takes"):
+            other(layers, inverse_every="auto")
     assert affordable(dataclasses.replace(layers, num_examples=None), kfac.Soap()) == 1
 
 

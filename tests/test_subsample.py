@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import kfac
-from checking import FAST, normal
+from checking import FAST, normal, rotations
 
 
 def params():
@@ -116,6 +116,41 @@ def test_vectors_take_the_same_examples(x64, marked):
     ))  # fmt: skip
     assert {"unitwise", "diagonal"} & {layer.kind for layer in layers}
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), found, expected)
+
+
+def frames(p, x, t):
+    """Every frame of a video is an example; some layers see the frames as rows or images, others videos of them."""
+    n, length, *size = x.shape
+    y = jnp.tanh(conv(x.reshape(n * length, *size), p["conv"]["w"], 1) + p["conv"]["b"])
+    y = conv(jnp.tanh(conv(y, p["down"]["w"], 2)), p["point"]["w"], 1)
+    y = jnp.tanh(y * p["norm"]["scale"] + p["norm"]["shift"])
+    y = jnp.tanh(jnp.sum(y, axis=(1, 2)) @ p["rows"]["w"] + p["rows"]["b"]) * p["scale"]
+    y = jnp.tanh(y.reshape(n, length, -1) + p["table"]) * p["scale"]
+    y = kfac.output(y @ p["out"]["w"], "gaussian")
+    return 0.5 * jnp.mean(jnp.sum((y - t) ** 2, axis=-1))
+
+
+@pytest.mark.parametrize("moments", [False, True])
+def test_whole_sequences_are_taken_where_layers_see_them_as_rows(x64, moments):
+    """As many are left out as a sequence has tokens: by rows it would be the same place of each that is taken."""
+    p = {
+        "conv": {"w": normal(0, 3, 3, 2, 4), "b": normal(1, 4)},
+        "down": {"w": normal(2, 3, 3, 4, 3)},
+        "point": {"w": normal(3, 1, 1, 3, 3)},
+        "norm": {"scale": normal(4, 3), "shift": normal(5, 3)},
+        "rows": {"w": normal(6, 3, 3), "b": normal(7, 3)},
+        "scale": normal(8, 3),
+        "table": normal(9, 3, 3),
+        "out": {"w": normal(10, 3, 2)},
+    }
+    x, t = normal(11, 7, 3, 5, 4, 2), normal(12, 7, 3, 2)
+    layers = kfac.find_layers(frames, p, x, t)
+    known = {}
+    if moments:
+        known["basis"] = rotations(layers)
+    found = jax.jit(kfac.value_and_grad(frames, layers, subsample=3), compiler_options=FAST)(p, x, t, **known)[2]
+    taken = jax.jit(kfac.value_and_grad(frames, layers), compiler_options=FAST)(p, x[::3], t[::3], **known)[2]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13), found, taken)
 
 
 @pytest.mark.parametrize("form", ["time-major", "marked", "reordered"])

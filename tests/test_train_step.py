@@ -21,9 +21,10 @@ def cross_entropy(logits, labels):
     return optax.softmax_cross_entropy_with_integer_labels(kfac.output(logits, "categorical"), labels).mean()
 
 
-def by_hand(loss_fn, params, batch, steps, rate=0.1, has_aux=False, **options):
+def by_hand(loss_fn, params, batch, steps, rate=0.1, has_aux=False, subsample=1, **options):
     layers = kfac.find_layers(loss_fn, params, batch, has_aux=has_aux)
-    tx, measure = kfac.kfac(rate, layers, **options), kfac.value_and_grad(loss_fn, layers, has_aux=has_aux)
+    tx = kfac.kfac(rate, layers, **options)
+    measure = kfac.value_and_grad(loss_fn, layers, has_aux=has_aux, subsample=subsample)
     state = tx.init(params)
 
     @jax.jit
@@ -42,7 +43,9 @@ def close(found, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, expected)
 
 
-@pytest.mark.parametrize("options", [{}, {"inverse": kfac.Ekfac(), "damping": 1e-2, "nesterov": True}])
+@pytest.mark.parametrize("options", [
+    {"inverse": None}, {"subsample": 5}, {"inverse": kfac.Ekfac(), "damping": 1e-2, "nesterov": True}
+])  # fmt: skip
 def test_linen(x64, options):
     model = nn.Sequential([nn.Dense(8, param_dtype=jnp.float64), jnp.tanh, nn.Dense(3, param_dtype=jnp.float64)])
     wide = jnp.asarray(x, jnp.float64), labels
@@ -106,6 +109,10 @@ def test_unknown_options_are_errors():
     step = kfac.train_step(lambda p, b: jnp.mean((b @ p) ** 2), 0.1, dampening=1.0)
     with pytest.raises(TypeError, match="dampening"):
         step.init(jnp.ones((5, 2)), x)
+    step = kfac.train_step(lambda p, b: jnp.mean((b @ p) ** 2), 0.1, inverse="soap")
+    for call in (step.init, lambda params, x: step(params, None, x)):
+        with pytest.raises(ValueError, match=r"inverse must be a kind of inverse such as kfac\.Cholesky"):
+            call(jnp.ones((5, 2)), x)
 
 
 def test_a_smaller_last_batch_keeps_the_interval_between_refreshes():

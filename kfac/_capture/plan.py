@@ -20,7 +20,7 @@ from kfac._capture.taps import ElementwiseTap, Key, KroneckerTap, Plan, Tap
 from kfac._capture.trace import Trace
 from kfac._factors import Coarse, Factors, Kronecker, Tied, Unitwise
 from kfac._layers import KRONECKER_KINDS, Layer, Layers
-from kfac._statistics.rows import accumulator
+from kfac._statistics.rows import Arrangement, accumulator
 
 
 @dataclasses.dataclass
@@ -132,8 +132,8 @@ def _plan_kronecker(planned: Planned, layer: Layer, uses: list[Use], subsample: 
         tap = KroneckerTap(
             key=_key(layer, use),
             use=use,
-            arrange_x=axes_lib.arrangement(read.x_axes, read.batched, *x_rows),
-            arrange_g=axes_lib.arrangement(read.y_axes, read.batched, examples, rest),
+            arrange_x=_in_runs(planned, axes_lib.arrangement(read.x_axes, read.batched, *x_rows)),
+            arrange_g=_in_runs(planned, axes_lib.arrangement(read.y_axes, read.batched, examples, rest)),
             images=not examples or (read.images is not None and tuple(examples) == (read.images[0],)),
             homogeneous=1.0 if _counted(uses) or index in with_bias else 0.0 if layer.has_bias else None,
             dtype=dtype,
@@ -273,10 +273,10 @@ def _examples(planned: Planned, layer: Layer, use: Use, subsample: int, moments:
         )
     thinned: tuple[int, ...] = ()
     if subsample > 1 and (moments or layer.weight_sharing != "reduce"):
-        count = n if _sizes(read.y_axes, n) else planned.found.marks.sequences(n)
+        count = planned.found.marks.sequences(n)
         if subsample > count:
             raise ValueError(f"subsample={subsample}, but layer {layer.name!r} sees {count} example(s) at a time")
-        thinned = _result_axis(use, count, name)
+        thinned = _result_axis(use, n if _sizes(read.y_axes, n) else count, name)
     if not moments:
         return _result_axis(use, n, name) if layer.weight_sharing == "reduce" else thinned
     flat = axes_lib.flatten(read.y_axes)
@@ -287,6 +287,13 @@ def _examples(planned: Planned, layer: Layer, use: Use, subsample: int, moments:
         tokens = () if n == 1 or read.images or _sizes(read.y_axes, n) else planned.found.marks.token_axes(flat, n)
         examples = tokens if math.prod(flat[p].size for p in tokens) == n else _result_axis(use, n, name)
     return tuple(sorted(examples, key=lambda p: p not in thinned))
+
+
+def _in_runs(planned: Planned, arrange: Arrangement) -> Arrangement:
+    """An arrangement that knows how many rows of a sequence are examples, where the axis of all rows has them."""
+    n = planned.num_examples
+    folded = arrange.examples and arrange.split[arrange.examples[0]] == n
+    return arrange._replace(within=n // planned.found.marks.sequences(n) if folded else 1)
 
 
 def _sizes(axes: axes_lib.Axes, n: int) -> list[int]:
@@ -387,7 +394,7 @@ def _plan_elementwise(planned: Planned, layer: Layer, uses: list[list[Use]], sub
     planned.finish[layer.name] = keys, lambda sums: finish(layer, n * runs / taken, entries, sums)
 
 
-def _elementwise_arrangement(planned: Planned, use: Use, parameter: str) -> axes_lib.Arrangement:
+def _elementwise_arrangement(planned: Planned, use: Use, parameter: str) -> Arrangement:
     n, flat = planned.num_examples, axes_lib.flatten(use.read.y_axes)
     examples: tuple[int, ...] = ()
     if n > 1 and not _sizes(use.read.y_axes, n):
@@ -397,7 +404,7 @@ def _elementwise_arrangement(planned: Planned, use: Use, parameter: str) -> axes
         examples = () if example is None else (example,)
     rows = [p for p, atom in enumerate(flat) if not atom.of_leaf and p not in examples]
     # Entries are put in their places as they are read.
-    return axes_lib.arrangement(use.read.y_axes, (), examples, rows)._replace(flips=())
+    return _in_runs(planned, axes_lib.arrangement(use.read.y_axes, (), examples, rows)._replace(flips=()))
 
 
 def _columns(

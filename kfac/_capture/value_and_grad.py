@@ -17,7 +17,7 @@ from kfac._capture.outputs import Draw, checked_key, find_marks, keys_of
 from kfac._capture.plan import Planned, plan_taps
 from kfac._capture.replay import replay
 from kfac._capture.trace import Trace, aim_at, trace
-from kfac._checks import check_choice
+from kfac._checks import check_choice, check_positive_int
 from kfac._factors import Coarse, Factors
 from kfac._layers import Layers
 from kfac._varying import as_varying, own_key, varying_axes, zeros_of
@@ -58,9 +58,9 @@ def value_and_grad(
         features, and without one the leading dimension of the layers' inputs.
       subsample: factors come from every `subsample`-th example, which costs so many times less and is unbiased where
         the order of the examples means nothing. Layers must see the examples on an axis of their own; where the tokens
-        of a marked output `[sequences, tokens, features]` are examples, whole sequences are taken. The gradients come
-        from all of them, and so do coarse blocks, the counts of lookups, sums with `reduce=`, and vectors that are read
-        both where examples are rows and where they are sequences.
+        of a marked output `[sequences, tokens, features]` are examples, whole sequences are taken, also where a layer
+        sees `[sequences * tokens, ...]`. The gradients come from all of them, and so do coarse blocks, the counts of
+        lookups and sums with `reduce=`.
 
     Returns:
       A function of the arguments of `loss_fn` that returns `(value, grads, factors)`, where `value` is `loss` or
@@ -85,8 +85,7 @@ def value_and_grad(
     if not isinstance(layers, Layers):
         raise ValueError(f"layers must be what kfac.find_layers returns, but is {type(layers).__name__}")
     check_choice("fisher", fisher, ("empirical", "sampled", "expected"))
-    if isinstance(subsample, bool) or not isinstance(subsample, int) or subsample < 1:
-        raise ValueError(f"subsample must be a positive int, but is {subsample!r}")
+    check_positive_int("subsample", subsample)
     drawn = fisher != "empirical"
 
     @functools.wraps(loss_fn)

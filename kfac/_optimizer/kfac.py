@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from kfac._checks import check_choice, check_layers, check_range, check_switch, check_type
+from kfac._checks import check_layers, check_range, check_switch, check_type
 from kfac._curvature.inverse import Inverse
 from kfac._curvature.soap import default_inverse
 from kfac._distributed.distribution import Distribution
@@ -101,8 +101,7 @@ def kfac(
     check_type("inverse", inverse, Inverse, "a kind of inverse such as kfac.Cholesky()")
     damping = (inverse.relative_damping if auto else 1e-3) if damping is None else damping
     inverse = dataclasses.replace(inverse, relative=True) if auto else inverse
-    if isinstance(inverse_every, str):
-        check_choice("inverse_every, where it is no number or None,", inverse_every, ["auto"])
+    if isinstance(inverse_every, str) and inverse_every == "auto":
         inverse_every = affordable(layers, inverse) if auto else 1  # nothing else holds the length of a stale step
     tx = scale_by_kfac(layers, damping=damping, inverse_every=inverse_every, inverse=inverse, distribution=distribution)
     nesterov = momentum is not None if nesterov is None else nesterov

@@ -13,6 +13,7 @@ import optax
 from kfac._capture.find_layers import find_layers
 from kfac._capture.microbatch import microbatch
 from kfac._capture.value_and_grad import value_and_grad
+from kfac._curvature.inverse import Inverse
 from kfac._optimizer.diagnostics import eigenbasis
 from kfac._optimizer.kfac import kfac
 from kfac._optimizer.scale_by_kfac import ScalarOrSchedule
@@ -25,7 +26,10 @@ class TrainStep:
         self._init, self._step = jax.jit(init), jax.jit(step)
 
     def init(self, params: Any, *args: Any) -> Any:
-        """The state of the optimizer, for parameters and arguments of `loss_fn` of the kind that steps will get."""
+        """The state of the optimizer, for parameters and arguments of `loss_fn` of the shapes that steps will get.
+
+        From the examples in the first arguments that it or a step gets comes the interval of `inverse_every="auto"`.
+        """
         return self._init(params, *args)
 
     def __call__(
@@ -51,6 +55,7 @@ def train_step(
     *,
     has_aux: bool = False,
     fisher: str = "empirical",
+    subsample: int = 1,
     num_microbatches: int = 1,
     skip: Sequence[str] = (),
     max_dim: int | None = None,
@@ -74,6 +79,7 @@ def train_step(
       learning_rate: scalar or schedule, as for `kfac.kfac`.
       has_aux: whether `loss_fn` returns a pair.
       fisher: as for `value_and_grad`.
+      subsample: as for `value_and_grad`.
       num_microbatches: in how many parts the last argument of `loss_fn`, the batch, is worked through.
       skip: as for `find_layers`.
       max_dim: as for `find_layers`.
@@ -99,11 +105,11 @@ def train_step(
 
     def step(params, opt_state, *args, fisher_key):
         layers = layers_of(params, args)
-        measure = value_and_grad(loss_fn, layers, has_aux=has_aux, fisher=fisher)
+        measure = value_and_grad(loss_fn, layers, has_aux=has_aux, fisher=fisher, subsample=subsample)
         if num_microbatches > 1:
             measure = microbatch(measure, num_microbatches, batch_argnums=len(args))
         given = {} if fisher_key is None else {"fisher_key": fisher_key}
-        if "inverse" in options and options["inverse"].takes_moments:
+        if isinstance(inverse := options.get("inverse"), Inverse) and inverse.takes_moments:
             given["basis"] = eigenbasis(opt_state, layers)
         value, grads, factors = measure(params, *args, **given)
         updates, opt_state = kfac(learning_rate, layers, **options).update(grads, opt_state, params, factors=factors)

@@ -119,8 +119,13 @@ class Patches:
         return append(total, self.homogeneous, self.count // total.shape[1])
 
     def every(self, k: int) -> Patches:
-        n = -(-len(self.image) // k)
-        return dataclasses.replace(self, step=k, weight=self.weight * len(self.image) / n, arrange=self._arranged(n))
+        images, runs = len(self.image), self.arrange.runs
+        n = -(-runs // k)
+        every = dataclasses.replace(self, weight=self.weight * runs / n, arrange=self._arranged(images // runs * n))
+        if runs == images:
+            return dataclasses.replace(every, step=k)
+        kept = self.image.reshape(runs, -1, *self.image.shape[1:])[::k].reshape(-1, *self.image.shape[1:])
+        return dataclasses.replace(every, image=lax.optimization_barrier(kept))
 
     def by_example(self) -> jax.Array:
         image = part_of(lambda image: image[:: self.step], self.step, self.image)

@@ -90,10 +90,14 @@ def example_gradients(g: jax.Array, coefficient: jax.Array | None, arrange: Arra
     """
 
     def taken(x):
-        x = jnp.broadcast_to(x, shape).reshape(arrange.split)
-        return lax.slice_in_dim(x, 0, None, every, arrange.examples[0]) if every > 1 and arrange.examples else x
+        x = jnp.broadcast_to(x, shape).reshape(split)
+        return lax.slice_in_dim(x, 0, None, every, first).reshape(thinned) if every > 1 else x
 
-    shape = g.shape
+    shape, runs = g.shape, arrange.runs
+    every, first = (every, arrange.examples[0]) if arrange.examples else (1, 0)
+    before, behind = arrange.split[:first], arrange.split[first + 1 :]
+    split = (*before, runs, arrange.within, *behind) if every > 1 else arrange.split
+    thinned = (*before, -(-runs // every) * arrange.within, *behind)
     g = taken(g).astype(accumulator(g.dtype))
     if coefficient is not None:
         g = g * taken(coefficient).astype(g.dtype)

@@ -31,7 +31,7 @@ class Arrangement(NamedTuple):
     """How an array becomes `[copies, n, s, d]`, features in the memory order of the kernel.
 
     Axes are positions in `split`, the shape that separates them: what makes the copies, the examples, their positions
-    and the features, and what is to be read backwards.
+    and the features, and what is to be read backwards. `within` entries of the first axis of the examples are a run.
     """
 
     split: tuple[int, ...]
@@ -40,11 +40,12 @@ class Arrangement(NamedTuple):
     rows: tuple[int, ...]
     features: tuple[int, ...]
     flips: tuple[int, ...] = ()
+    within: int = 1
 
     @property
     def runs(self) -> int:
-        """Length of the first axis of the examples: sequences, where the tokens of sequences are examples."""
-        return self.split[self.examples[0]] if self.examples else 1
+        """How many there are of what stays whole when examples are thinned: sequences, where tokens are examples."""
+        return self.split[self.examples[0]] // self.within if self.examples else 1
 
     def __call__(self, x: jax.Array) -> jax.Array:
         def size(positions):
