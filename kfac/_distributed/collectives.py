@@ -13,7 +13,7 @@ from jax import lax
 
 from kfac._distributed.owners import Shard
 from kfac._distributed.segments import Segments, make_buckets, make_segments
-from kfac._varying import AxisName, as_varying, varying_axes
+from kfac._varying import AxisName, as_varying, axis_names, varying_axes
 
 
 def owns_last(shard: Shard, axis_name: AxisName | None) -> jax.Array:
@@ -68,6 +68,7 @@ def means_to_owners(
     shards: Mapping[str, Shard],
     axis_name: AxisName,
     buckets: int = 1,
+    beside: tuple[str, ...] = (),
 ) -> dict[str, jax.Array]:
     """Means over devices of stacks of blocks, each block where it is owned.
 
@@ -77,8 +78,9 @@ def means_to_owners(
     Args:
       stacks: `[blocks, ...]` for each group.
       shards: how the groups lie on the devices. All devices get all blocks of a group that is not among them.
-      axis_name: the axis.
+      axis_name: the axis that blocks are spread over.
       buckets: how many.
+      beside: further axes that the means are over; the owners along them add up what they have.
 
     Returns:
       `[positions, ...]`, or `[blocks, ...]` for groups without a shard, in float32 or better; sums are in the dtype of
@@ -87,11 +89,13 @@ def means_to_owners(
     flat = {name: x.reshape(len(x), -1) for name, x in stacks.items()}
     sums: dict[str, jax.Array] = {}
     for names in make_buckets({name: x.size for name, x in flat.items() if name in shards}, buckets):
-        sums |= _sums_to_owners({name: flat[name] for name in names}, shards, axis_name)
+        own = _sums_to_owners({name: flat[name] for name in names}, shards, axis_name)
+        sums |= _fused(lambda x: lax.psum(x, beside), own) if beside else own
     everywhere = {name: x.reshape(-1) for name, x in flat.items() if name not in shards}
-    sums |= _fused(lambda x: lax.psum(x, axis_name), everywhere)
+    axes = (*axis_names(axis_name), *beside)
+    sums |= _fused(lambda x: lax.psum(x, axes), everywhere)
     own = {name: sums[name].reshape(-1, *x.shape[1:]) for name, x in stacks.items()}
-    return {n: x.astype(jnp.promote_types(x.dtype, jnp.float32)) / lax.axis_size(axis_name) for n, x in own.items()}
+    return {n: x.astype(jnp.promote_types(x.dtype, jnp.float32)) / lax.axis_size(axes) for n, x in own.items()}
 
 
 REST = ""  # where groups have names, that of what is in segments

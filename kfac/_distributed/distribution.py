@@ -47,6 +47,11 @@ class Distribution:
         before.
       communication_dtype: dtype of statistics on the wire, `"float32"` or `"bfloat16"`. With `mesh`, where XLA averages
         the statistics, `"float32"` only.
+      owners: those of the axes that blocks are spread over; None for all. Devices along the others repeat the owners:
+        with `Distribution(("node", "gpu"), owners="gpu")` every node has an owner for each block. Inverses and
+        preconditioned gradients then stay inside of it, and only sums go between nodes, each device its share. So the
+        fraction of devices that work on a layer, which trades memory for messages, is a choice of axes (KAISA, Pauloski
+        et al. 2021). `kfac.state_specs` takes these axes.
 
     Raises:
       ValueError: an argument is out of range.
@@ -59,10 +64,12 @@ class Distribution:
     schedule_for: int | None = None
     gradients: str = "averaged"
     communication_dtype: str = "float32"
+    owners: AxisName | None = None
 
     def __post_init__(self):
         """Checks the arguments."""
         check_axis_name(self.axis_name)
+        check_axis_name(self.owners, "owners")
         check_choice("precondition", self.precondition, ("sharded", "replicated"))
         check_switch("staggered", self.staggered, optional=True)
         check_choice("gradients", self.gradients, ("averaged", "local"))
@@ -74,13 +81,19 @@ class Distribution:
         if self.schedule_for is not None:
             check_positive_int("schedule_for", self.schedule_for)
         check_choice("communication_dtype", self.communication_dtype, ("float32", "bfloat16"))
-        if self.mesh is None:
-            return
-        check_type("mesh", self.mesh, Mesh, "a jax.sharding.Mesh")
-        if not set(axis_names(self.axis_name)) <= set(self.mesh.axis_names):
+        if self.mesh is not None:
+            self._check_mesh(self.mesh)
+        if not set(axis_names(self.owners)) <= set(axis_names(self.axis)):
             raise ValueError(
-                f"axis_name must be among the axes of mesh, {self.mesh.axis_names}, but is {self.axis_name!r}"
+                f"owners must be among the axes of devices, {axis_names(self.axis)}, but is {self.owners!r}: name all "
+                "axes in axis_name=, and in owners= those that blocks are spread over"
             )
+
+    def _check_mesh(self, mesh: Mesh) -> None:
+        """Checks what goes with a mesh."""
+        check_type("mesh", mesh, Mesh, "a jax.sharding.Mesh")
+        if not set(axis_names(self.axis_name)) <= set(mesh.axis_names):
+            raise ValueError(f"axis_name must be among the axes of mesh, {mesh.axis_names}, but is {self.axis_name!r}")
         if self.communication_dtype != "float32":
             raise ValueError(
                 f"communication_dtype={self.communication_dtype!r} has no effect with mesh=, where XLA averages the "
@@ -89,10 +102,20 @@ class Distribution:
 
     @property
     def axis(self) -> AxisName | None:
-        """The axis that blocks are spread over; None for one device."""
+        """The axis of devices, or all of them; None for one device."""
         if self.axis_name is None and self.mesh is not None:
             return tuple(self.mesh.axis_names)
         return self.axis_name
+
+    @property
+    def owner_axis(self) -> AxisName | None:
+        """The axis, or those, that blocks are spread over."""
+        return self.axis if self.owners is None else self.owners
+
+    @property
+    def beside_owners(self) -> tuple[str, ...]:
+        """The axes whose devices repeat the owners."""
+        return tuple(name for name in axis_names(self.axis) if name not in axis_names(self.owner_axis))
 
     @property
     def replicated(self) -> bool:

@@ -145,9 +145,14 @@ def plan(
       A `Plan`.
 
     Raises:
-      ValueError: an argument is out of range, or a layer was found without positions.
+      ValueError: an argument is out of range, `distribution` has `owners`, or a layer was found without positions.
     """
     machine = _machine(hardware, rates)
+    if distribution is not None and distribution.beside_owners:
+        raise ValueError(
+            f"distribution has owners={distribution.owners!r}: the plan is of one group of owners, so give it a "
+            "Distribution without, and the devices and the batch of a group"
+        )
     check_positive_int("batch", batch)
     check_range("overhead", overhead, 0, math.inf, open_low=True, open_high=True)
     for name, every in (("inverse_every", inverse_every), ("statistics_every", statistics_every)):

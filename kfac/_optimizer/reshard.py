@@ -23,7 +23,7 @@ def state_specs(tx: optax.GradientTransformation, params: Any, axis_name: AxisNa
     Args:
       tx: the optimizer: `kfac`, or any chain that holds `scale_by_kfac`.
       params: the parameters, arrays or `jax.ShapeDtypeStruct`.
-      axis_name: the axis given to the optimizer.
+      axis_name: the axis given to the optimizer; with `owners=` those.
 
     Returns:
       A tree prefix of the state, in which Kronecker blocks are split along the axis, and everything else is the same on

@@ -104,7 +104,7 @@ def scale_by_kfac(
     check_type("inverse", inverse, Inverse, "a kind of inverse such as kfac.Cholesky()")
     check_type("distribution", distribution, Distribution | None, "a kfac.Distribution or None")
     config = _config(layers, inverse, distribution or Distribution(), inverse_every)
-    axis, mesh = config.axis, config.distribution.mesh
+    axis, mesh = config.owners, config.distribution.mesh
     if mesh is not None and axis is not None:
         same, split = PartitionSpec(), state_spec(axis)
         init_on_mesh = jax.jit(
@@ -188,7 +188,7 @@ def refresh(opt_state: Any, *, distribution: Distribution | None = None) -> Any:
     check_type("distribution", distribution, Distribution | None, "a kfac.Distribution or None")
     some_state(opt_state, "opt_state")
     uses = distribution or Distribution()
-    axis, mesh = uses.axis, uses.mesh
+    axis, mesh = uses.owner_axis, uses.mesh
 
     def local(state):
         check_devices(state, axis_size(axis) or 1)

@@ -144,6 +144,10 @@ class Config:
     def axis(self) -> AxisName | None:
         return self.distribution.axis
 
+    @property
+    def owners(self) -> AxisName | None:
+        return self.distribution.owner_axis
+
     def has_moments(self, group: Group) -> bool:
         """Whether statistics of a group bring moments."""
         return group.correctable and group.kind(self.inverse).takes_moments
@@ -180,7 +184,7 @@ def init_state(config: Config, params: Any) -> KfacState:
     leaves = match_leaves(config.layers, params, "params") if jax.tree.leaves(params) else {}
     # Statistics of a float64 model stay in float64; nothing else is ever wider than float32.
     dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in leaves.values()))
-    devices = axis_size(config.axis)
+    devices = axis_size(config.owners)
     shards = make_shards(group_costs(config.groups), devices or 1)
 
     def inverses(group: Group, size: int) -> Any:
@@ -194,7 +198,7 @@ def init_state(config: Config, params: Any) -> KfacState:
         shard = shards[group.name]
         held = blocks(group, shard.positions)
         # A device's own blocks are marked as such, where `shard_map` checks that (`lax.axis_index` varies if it does).
-        held = as_varying(held, varying_axes(lax.axis_index(config.axis))) if devices else held
+        held = as_varying(held, varying_axes(lax.axis_index(config.owners))) if devices else held
         return Owned(held, shard, config.inverse)
 
     def replica(group: Group) -> Replica:

@@ -94,7 +94,7 @@ def preconditioned_step(
     if config.phases:
         blocks = state.blocks
         wanted = {name: due[name] & place.mine[name] & (blocks[name].weight > 0) for name in blocks}
-        state, failed = refresh_inverses(config.axis, state, wanted, now, any_due, relative=config.inverse.relative)
+        state, failed = refresh_inverses(config.owners, state, wanted, now, any_due, relative=config.inverse.relative)
     state, preconditioned = precondition(place, state, own, gradients, usable)
     updates, new_square, usable = restore(config, updates, preconditioned, usable)
     metrics, usable = measure(place, state, [square, new_square], change, [left_out, failed], usable)
@@ -103,8 +103,8 @@ def preconditioned_step(
 
 def check(config: Config, state: KfacState, updates: Any, local: Factors | None) -> None:
     """Raises where the axis, the state, the gradients or local statistics are not what this step needs."""
-    axis, devices = config.axis, axis_size(config.axis)
-    if axis is not None and devices is None:
+    axis, devices = config.axis, axis_size(config.owners)
+    if axis is not None and axis_size(axis) is None:
         raise ValueError(
             f"axis_name={axis!r} is not bound: call update inside jax.pmap or jax.shard_map over that axis, "
             "or pass mesh="
@@ -143,7 +143,7 @@ def locate(config: Config, state: KfacState, now: Now) -> Place:
     """Which blocks this device holds; all have those that are not Kronecker products."""
     shards = {name: own.shard for name, own in state.owned.items()}
     mine = {
-        group.name: owns_last(shards[group.name], config.axis) if group.kronecker else jnp.ones(group.size, bool)
+        group.name: owns_last(shards[group.name], config.owners) if group.kronecker else jnp.ones(group.size, bool)
         for group in config.groups
     }
     return Place(config, now, shards, mine)
@@ -159,7 +159,7 @@ def take_gradients(
       the matrices; the squared norm of all; whether all are finite. All devices agree on that, for it decides whether
       this is a step at all.
     """
-    config, axis, blocks = place.config, place.config.axis, state.blocks
+    config, axis, blocks = place.config, place.config.owners, state.blocks
     local = axis is not None and config.distribution.gradients == "local"
     if local:
         updates = _averaged_beside_blocks(config, updates)
@@ -167,7 +167,7 @@ def take_gradients(
     matrices = {group.name: group.stack_matrices(leaves, blocks[group.name].weight.dtype) for group in config.groups}
     if axis is not None and local:
         sent = {name: matrices[name] for name in place.apart}
-        own = matrices | means_to_owners(sent, place.apart, axis)
+        own = matrices | means_to_owners(sent, place.apart, axis, beside=config.distribution.beside_owners)
         kept = {n: jnp.where(per_block(place.mine[n], own[n]), own[n], 0) if n in sent else own[n] for n in own}
         squares = {"": _square(kept[name] for name in sent)} | _of_kernels(place, kept)
         sums, unravel = ravel_pytree(as_varying(squares, varying_axes(lax.axis_index(axis))))
@@ -186,7 +186,7 @@ def take_gradients(
 
 def _of_kernels(place: Place, gradients: Vectors) -> Vectors:
     """Of each block's gradient without the bias the squared norm, `[blocks]`, where this device is to count it."""
-    squares, axis = {}, place.config.axis
+    squares, axis = {}, place.config.owners
     for group in place.config.kronecker:
         sizes = np.repeat([layer.layouts[0].size("in") for layer in group.layers], group.counts)
         known = {group.name: (jnp.arange(group.size), jnp.asarray(sizes))}
@@ -227,24 +227,24 @@ def decide(
     cycle = usable & (step - last_change < now.period)
     # In a cycle with fewer phases than steps nothing is left for the last ones: theirs is a phase of no block.
     phase = jnp.minimum(step % now.period, config.phases)
-    in_turn = config.turns(axis_size(config.axis) or 1)
+    in_turn = config.turns(axis_size(config.owners) or 1)
     busy = np.isin(np.arange(config.phases + 1), np.concatenate([np.zeros(0, int), *in_turn.values()]))
-    own = take_own({name: jnp.asarray(turns) for name, turns in in_turn.items()}, place.shards, config.axis)
+    own = take_own({name: jnp.asarray(turns) for name, turns in in_turn.items()}, place.shards, config.owners)
     blocks = {name: everything | (cycle & (turns == phase)) for name, turns in own.items()}
     return last_change, everything | (cycle & jnp.asarray(busy)[phase]), blocks
 
 
 def average_statistics(place: Place, factors: Factors, *, local: bool) -> dict[str, Block]:
     """This step's statistics of the blocks that this device keeps, averaged over devices."""
-    config, shards, axis = place.config, place.shards, place.config.axis
-    factors = _of_whole_batch(factors, axis if local else None)
+    config, shards, owners = place.config, place.shards, place.config.owners
+    factors = _of_whole_batch(factors, config.axis if local else None)
     stacks = {group.name: group.stack_factors(factors, moments=config.has_moments(group)) for group in config.groups}
-    if axis is None or not local:
-        return take_own(stacks, shards, axis)
+    if owners is None or not local:
+        return take_own(stacks, shards, owners)
     sent = {name: flatten_block(stack) for name, stack in stacks.items()}
     if config.distribution.communication_dtype != "float32":
         sent = {name: stack.astype(config.distribution.communication_dtype) for name, stack in sent.items()}
-    received = means_to_owners(sent, shards, axis, BUCKETS)
+    received = means_to_owners(sent, shards, owners, BUCKETS, config.distribution.beside_owners)
     return {name: unflatten_block(received[name], stack) for name, stack in stacks.items()}
 
 
@@ -303,7 +303,7 @@ def take_in(
         kept = block.inverse
         if config.has_moments(group):
             # Those before the first decomposition are in no basis that is kept.
-            own = take_own({name: jnp.asarray(group.corrected)}, place.shards, config.axis)[name]
+            own = take_own({name: jnp.asarray(group.corrected)}, place.shards, config.owners)[name]
             kept = config.inverse.absorb(kept, moments[name], decay, known & own & (block.condition > 0))
         factors, weight = averaged(block.factors, block.weight, new[name], decay, known)
         result[name] = block._replace(factors=factors, weight=weight, inverse=kept)
@@ -376,7 +376,7 @@ def precondition(
 
     And the state, in which blocks have taken in the gradients, where the inverse wants them and they are `usable`.
     """
-    config, axis = place.config, place.config.axis
+    config, axis = place.config, place.config.owners
     result, blocks = {}, state.blocks
     for group in config.groups:
         name, block, inverse = group.name, blocks[group.name], group.kind(config.inverse)
@@ -421,7 +421,7 @@ def measure(
       found: the blocks that left statistics out, and those whose inversion failed.
       usable: whether this device finds it so.
     """
-    axis, metrics = place.config.axis, state.metrics
+    axis, metrics = place.config.owners, state.metrics
     counts = jnp.stack([*(count_blocks(place.shards, axis, flags) for flags in found), (~usable).astype(jnp.int32)])
     blocks = state.blocks.values()
     ages = [jnp.where(block.condition > 0, state.count - block.inverted, 0) for block in blocks]

@@ -1,0 +1,177 @@
+"""`Distribution(owners=)`: owners on each node, and sums alone between nodes."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import kfac
+from checking import FAST, normal
+from problem import layers
+
+AXES, OWNERS = ("node", "gpu"), "gpu"
+STEPS, EXAMPLES = 8, 12
+
+
+def parameters():
+    """Three blocks of one shape, so that one owner has more than the other; a norm, a table and a tied head."""
+    dense = {f"dense{k}": {"w": normal(k, 6, 6) / 2, "b": normal(10 + k, 6)} for k in range(3)}
+    return dense | {"scale": 1 + normal(20, 6) / 5, "table": normal(21, 9, 6) / 2, "in": normal(22, 4, 6) / 2}
+
+
+def loss_fn(p, batch):
+    x, tokens, labels = batch
+    h = x @ p["in"] + p["table"][tokens]
+    for k in range(3):
+        h = h + jnp.tanh(h * p["scale"] @ p[f"dense{k}"]["w"] + p[f"dense{k}"]["b"])
+    return optax.softmax_cross_entropy_with_integer_labels(h @ p["table"].T, labels).mean()
+
+
+def batch(step):
+    rng = np.random.default_rng(step)
+    x = rng.normal(size=(EXAMPLES, 4)) * np.linspace(0.3, 2, EXAMPLES)[:, None]  # other data on every device
+    return jnp.asarray(x), jnp.asarray(rng.integers(9, size=EXAMPLES)), jnp.asarray(rng.integers(9, size=EXAMPLES))
+
+
+def stepped(tx, found, options, average):
+    """One step as a function of parameters, state and a batch, with statistics in all but two."""
+
+    def step(p, state, data, statistics):
+        basis = {"basis": kfac.eigenbasis(state, found)} if options.get("inverse") == kfac.Ekfac() else {}
+        _, grads, factors = kfac.value_and_grad(loss_fn, found)(p, data, **basis)
+        updates, state = tx.update(average(grads), state, p, factors=factors if statistics else None)
+        return optax.apply_updates(p, updates), state
+
+    return step
+
+
+def optimizer(found, options, **where):
+    options = {"damping": 1e-2, "trust_ratio": None, "inverse_every": 2} | options
+    fields = {n: options.pop(n) for n in ("gradients", "precondition", "communication_dtype") if n in options}
+    fields = fields if where else {}
+    return kfac.kfac(0.05, found, **options, distribution=kfac.Distribution(schedule_for=2, **fields, **where))
+
+
+def trained(step, params, state, shardings=None):
+    step = jax.jit(step, static_argnums=3, compiler_options=FAST)
+    for k in range(STEPS):
+        data = batch(k) if shardings is None else jax.device_put(batch(k), shardings)
+        params, state = jax.block_until_ready(step(params, state, data, k not in (3, 5)))
+    return params, state
+
+
+def on_one(options):
+    found = kfac.find_layers(loss_fn, parameters(), batch(0))
+    tx = optimizer(found, options)
+    return trained(stepped(tx, found, options, lambda g: g), parameters(), jax.jit(tx.init)(parameters()))
+
+
+def in_shard_map(options, **check):
+    mesh = jax.make_mesh((2, 2), AXES, axis_types=2 * (AxisType.Auto,))
+    found = kfac.find_layers(loss_fn, parameters(), batch(0))
+    tx = optimizer(found, options, axis_name=AXES, owners=OWNERS)
+    specs = kfac.state_specs(tx, parameters(), OWNERS)
+    local = options.get("gradients") == "local"
+    step = stepped(tx, found, options, lambda g: g if local else lax.pmean(g, AXES))
+
+    def on_mesh(p, state, data, statistics):
+        return jax.shard_map(
+            lambda p, s, d: step(p, s, d, statistics),
+            mesh=mesh, in_specs=(P(), specs, P(AXES)), out_specs=(P(), specs),
+            **check,
+        )(p, state, data)  # fmt: skip
+
+    init = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs, **check))
+    return on_mesh, init(parameters())
+
+
+def close(found, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), found, expected)
+
+
+def blocks(state):
+    [found] = [x for x in jax.tree.leaves(state, is_leaf=is_state) if is_state(x)]
+    return found.blocks
+
+
+def is_state(x):
+    return isinstance(x, kfac.KfacState)
+
+
+def slow(*options):
+    return pytest.param(*options, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradients": "local", "trust_ratio": "auto", "damping": 0.1, "inverse": kfac.Cholesky()},
+        slow({"inverse": kfac.Ekfac()}),
+        slow({"inverse": kfac.Soap(), "trust_ratio": "auto", "damping": 1e-2}),
+        slow({"gradients": "local", "kl_clip": 1e-3}),
+        slow({"precondition": "replicated"}),
+    ],
+)
+def test_in_shard_map_it_is_one_device(x64, options):
+    params, state = trained(*in_shard_map(options)[:1], parameters(), in_shard_map(options)[1])
+    expected, alone = on_one(options)
+    close(params, expected)
+    for name, value in kfac.diagnostics(alone).items():
+        np.testing.assert_allclose(kfac.diagnostics(state)[name], value, rtol=1e-4, err_msg=name)
+    # Every group of owners holds all blocks.
+    held, whole = blocks(kfac.gather_state(state)), blocks(alone)
+    for name, block in whole.items():
+        close([held[name].factors, held[name].weight], [block.factors, block.weight])
+
+
+def test_over_a_mesh_it_is_one_device(x64):
+    mesh = jax.make_mesh((2, 2), AXES, axis_types=2 * (AxisType.Auto,))
+    found = kfac.find_layers(loss_fn, parameters(), batch(0))
+    tx = optimizer(found, {}, mesh=mesh, owners=OWNERS)
+    with jax.set_mesh(mesh):
+        params = jax.device_put(parameters(), NamedSharding(mesh, P()))
+        state = jax.jit(tx.init)(params)
+        params, state = trained(stepped(tx, found, {}, lambda g: g), params, state, NamedSharding(mesh, P(AXES)))
+        state = jax.jit(lambda s: kfac.refresh(s, distribution=kfac.Distribution(mesh=mesh, owners=OWNERS)))(state)
+    close(params, on_one({})[0])
+    assert all(own.shard.devices == 2 for own in state[0].owned.values())
+
+
+def test_without_the_check_and_in_bfloat16(x64):
+    step, state = in_shard_map({"communication_dtype": "bfloat16"}, check_vma=False)
+    params, _ = trained(step, parameters(), state)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.05, atol=0.02), params, on_one({})[0])
+
+
+def test_between_nodes_there_are_sums_only(x64):
+    step, state = in_shard_map({"gradients": "local"})
+    compiled = jax.jit(step, static_argnums=3).lower(parameters(), state, batch(0), True).compile().as_text()
+    groups = {}
+    for line in compiled.splitlines():
+        if found := re.search(
+            r" (all-[a-z]+|reduce-scatter)(?:-start)?\(.*replica_groups=(\{\{.*?\}\}|\[[\d,]+\]<=\[.*?\](?:T\(.*?\))?)",
+            line,
+        ):
+            groups.setdefault(found[1], set()).add(found[2])
+    inside = {"{{0,1},{2,3}}", "[2,2]<=[4]"}
+    assert groups["all-gather"] <= inside and groups["reduce-scatter"] <= inside, groups
+    assert groups["all-reduce"] - inside  # those between nodes
+    assert groups.get("all-to-all", inside) <= inside
+
+
+def test_owners_that_are_no_axes_are_refused():
+    with pytest.raises(ValueError, match=r"owners must be among the axes of devices, \('gpu',\), but is 'node'"):
+        kfac.Distribution("gpu", owners="node")
+    with pytest.raises(ValueError, match="owners must be the name of an axis"):
+        kfac.Distribution("gpu", owners=2)
+    with pytest.raises(ValueError, match="owners must be among the axes of devices"):
+        kfac.Distribution(owners="gpu")
+    with pytest.raises(ValueError, match="the plan is of one group of owners"):
+        kfac.plan(layers(), devices=4, batch=64, distribution=kfac.Distribution(AXES, owners=OWNERS))
