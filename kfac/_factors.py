@@ -123,17 +123,47 @@ class Tied:
         return self.combined().G
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Ragged:
+    """Statistics of stacked kernels of which data says how many rows each gets, as the experts of `lax.ragged_dot`.
+
+    `G` is `squares` over `rows`, where `rows` is that of the whole batch: over devices and micro-batches both are
+    averaged first. A share without rows of a kernel counts, too.
+
+    Attributes:
+      A: as of `Kronecker`.
+      squares: `n` times the sum of `g g^T`, of the shape of `G`.
+      rows: rows for each example, `[copies]`.
+    """
+
+    A: Any
+    squares: Any
+    rows: Any
+
+    def combined(self, average: Callable[[Any], Any] = lambda rows: rows) -> Kronecker:
+        """The factors; `average` is that of the rows, over what the statistics are to be averaged over."""
+        rows = average(self.rows)
+        share = jnp.where(rows > 0, 1 / jnp.where(rows > 0, rows, 1), 0)
+        return Kronecker(self.A, self.squares * share.reshape(share.shape + (1,) * (self.squares.ndim - share.ndim)))
+
+    @property
+    def G(self) -> jax.Array:
+        return self.combined().G
+
+
 Block = Kronecker | Unitwise
-Statistics = Kronecker | Unitwise | Tied | Coarse
+Statistics = Kronecker | Unitwise | Tied | Ragged | Coarse
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class Factors(Mapping[str, Statistics]):
-    """The statistics of one batch, a pytree: from layer name to `Kronecker`, `Unitwise`, `Coarse` or `Tied`.
+    """The statistics of one batch, a pytree: from layer name to `Kronecker`, `Unitwise`, `Coarse`, `Tied` or `Ragged`.
 
     Like gradients, factors can be added, averaged, `psum`-ed with `jax.tree.map` and passed through `jit`. The average
     of the factors of several batches is that of all of them together, but for the counts of coarse blocks, which
-    `of_batches` mends. A `Tied` block has `A` and `G` as a `Kronecker` one has, a `Coarse` one has `F` as a `Unitwise`.
+    `of_batches` mends. `Tied` and `Ragged` blocks have `A` and `G` as a `Kronecker` one has, a `Coarse` one has `F` as
+    a `Unitwise`.
     """
 
     def __init__(self, blocks: Mapping[str, Statistics]):
@@ -173,6 +203,8 @@ class Factors(Mapping[str, Statistics]):
             if isinstance(block, Tied):  # of the transpose, the gradients are on the side of the inputs
                 turned = Kronecker(unscaled(block.transposed.A), block.transposed.G)
                 return dataclasses.replace(block, direct=own(block.direct), transposed=turned)
+            if isinstance(block, Ragged):
+                return dataclasses.replace(block, squares=unscaled(block.squares))
             return Coarse(block.mean / loss_scale, block.count)
 
         return Factors({name: own(block) for name, block in self._blocks.items()})

@@ -121,14 +121,16 @@ def sum_of_parts(of: Callable[..., Any], limit: int, *arrays: jax.Array) -> Any:
     return sum_of_examples(summed, *arrays) if limit < arrays[0].shape[0] else of(*arrays)
 
 
-def whole(fn: Callable) -> Callable:
-    """`fn` with results that all devices have whole, also over axes of a mesh that are explicit.
+def whole(fn: Callable, like: Any = None) -> Callable:
+    """`fn` with results that all devices have whole, or that lie as `like`, over axes of a mesh that are explicit.
 
     There a sum over an axis that is split would need to say how its result lies. Inside, XLA sees to that.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    explicit = any(kind == AxisType.Explicit for kind in mesh.axis_types)
-    return jax.sharding.auto_axes(fn, out_sharding=PartitionSpec()) if explicit else fn
+    if not any(kind == AxisType.Explicit for kind in mesh.axis_types):
+        return fn
+    lies = PartitionSpec() if like is None else jax.tree.map(lambda x: jax.typeof(x).sharding.spec, like)
+    return jax.sharding.auto_axes(fn, out_sharding=lies)
 
 
 def replicated(tree: Any) -> Any:

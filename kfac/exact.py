@@ -22,7 +22,7 @@ from kfac._capture.replay import replay
 from kfac._capture.taps import Key, Plan
 from kfac._capture.trace import Trace, trace
 from kfac._capture.value_and_grad import check_same
-from kfac._factors import Block, Kronecker, Tied, Unitwise
+from kfac._factors import Block, Kronecker, Ragged, Tied, Unitwise
 from kfac._layers import Layer, Layers
 from kfac._statistics.rows import accumulator
 
@@ -215,7 +215,7 @@ def dense(block: Block, basis: Kronecker | None = None) -> jax.Array:
       TypeError: `block` is neither.
       ValueError: with `basis`, `block` has no moments.
     """
-    if isinstance(block, Tied):
+    if isinstance(block, Tied | Ragged):
         block = block.combined()
     if isinstance(block, Kronecker):
         size = block.A.shape[-1] * block.G.shape[-1]

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import kfac
 from kfac._factors import Kronecker
@@ -262,6 +264,53 @@ def test_ragged_products_in_loops_and_low_precision(dtype):
     assert found[0].A.dtype == found[0].G.dtype == jnp.promote_types(dtype, jnp.float32)
     tolerance = 1e-12 if dtype == jnp.float64 else 1e-2  # of the gradients, which are rounded to 8 bits
     assert max(relative_error(found[0].A, found[1].A), relative_error(found[0].G, found[1].G)) < tolerance
+
+
+def experts(p, batch):
+    x, kinds = batch
+    order = jnp.argsort(kinds, stable=True)
+    h = lax.ragged_dot(x[order], p["up"], jnp.bincount(kinds, length=3).astype(jnp.int32))
+    return jnp.mean(jnp.sum(jnp.sin(jnp.tanh(h)), -1))
+
+
+def test_shares_of_a_batch_count_rows_together():
+    """Most shares have no row for the last expert, whose `G` is over the rows of the whole batch all the same."""
+    p = tree(up=(3, D, 5))
+    batch = data(0, 8, D).reshape(-1, D)[:8], jnp.array([0, 1, 0, 1, 0, 0, 1, 2])
+    layers = kfac.find_layers(experts, p, batch)
+    fn = kfac.value_and_grad(experts, layers)
+    whole = jax.jit(fn)(p, batch)[2]["up"]
+    parts = jax.jit(kfac.microbatch(fn, 4))(p, batch)[2]["up"]
+    for side in "AG":
+        assert relative_error(getattr(parts, side), getattr(whole, side)) < 1e-12
+    scaled = jax.jit(fn)(p, batch)[2].unscale(4.0)["up"]
+    assert relative_error(scaled.G, whole.G / 16) < 1e-12
+
+    def moved(step, tx, state):
+        step = jax.jit(step)
+        params = p
+        for _ in range(3):
+            params, state = step(params, state, batch)
+        return params
+
+    def stepped(tx, average):
+        def step(params, state, batch):
+            _, grads, factors = fn(params, batch)
+            updates, state = tx.update(average(grads), state, params, factors=factors)
+            return jax.tree.map(jnp.add, params, updates), state
+
+        return step
+
+    alone = kfac.kfac(0.1, layers)
+    expected = moved(stepped(alone, lambda g: g), alone, alone.init(p))
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    tx = kfac.kfac(0.1, layers, distribution=kfac.Distribution("d", staggered=False))
+    specs = kfac.state_specs(tx, p, "d")
+    step = jax.shard_map(
+        stepped(tx, lambda g: lax.pmean(g, "d")), mesh=mesh, in_specs=(P(), specs, P("d")), out_specs=(P(), specs)
+    )
+    found = moved(step, tx, jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs))(p))
+    assert relative_error(found["up"], expected["up"]) < 1e-10
 
 
 def test_errors_of_ragged_products_name_the_parameter():

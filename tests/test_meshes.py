@@ -137,6 +137,42 @@ def test_a_mesh_is_one_device(name, kind, form):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), jax.device_get(found), expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("convolution", {"trust_ratio": "auto", "inverse": kfac.Cholesky()}),
+        ("dense", {"trust_ratio": 0.1, "kl_clip": None}),
+        ("dense", {"trust_ratio": None, "kl_clip": 1e-4}),
+        pytest.param("scanned", {"trust_ratio": "auto", "inverse": kfac.Cholesky()}, marks=pytest.mark.slow),
+        pytest.param("convolution", {"trust_ratio": None, "kl_clip": 1e-4}, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("last", [False, True], ids=["rows", "columns"])
+def test_lengths_of_steps_with_sharded_parameters(name, options, last):
+    """On explicit axes a sum over a leaf that is split, or another form of it, has to say how it lies."""
+    layers, _ = alone(name)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    known = {"staggered": False}
+
+    def place(leaf):
+        axes = range(leaf.ndim)[::-1] if last else range(leaf.ndim)
+        axis = next((k for k in axes if leaf.shape[k] % mesh.size == 0), None)
+        return NamedSharding(mesh, P(*["data" if k == axis else None for k in range(leaf.ndim)]))
+
+    def put(params, data):
+        data = jax.device_put(data, NamedSharding(mesh, P("data")))
+        return jax.tree.map(lambda leaf: jax.device_put(leaf, place(leaf)), params), data
+
+    tx = kfac.kfac(0.1, layers, **options, distribution=kfac.Distribution(**known))
+    expected = trained(name, kfac.value_and_grad(LOSSES[name], layers), tx)
+    tx = kfac.kfac(0.1, layers, **options, distribution=kfac.Distribution(mesh=mesh, **known))
+    with jax.set_mesh(mesh):
+        found = trained(name, kfac.value_and_grad(gathered(LOSSES[name]), layers), tx, put)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(found)[0]:
+        assert leaf.sharding.is_equivalent_to(place(leaf), leaf.ndim), path
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), jax.device_get(found), expected)
+
+
 def test_micro_batches_with_sharded_parameters():
     """On explicit axes sums over the parts lie as the gradients do."""
     layers, expected = alone("dense")

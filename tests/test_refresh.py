@@ -107,6 +107,24 @@ def test_until_the_first_refresh_gradients_pass_through():
     assert state_of(kfac.refresh(state)).shared["unitwise_4x2"].condition[0] > 0
 
 
+def test_blocks_alone_that_are_no_products_keep_what_their_damping_is_relative_to():
+    params = {"scale": jnp.array([1.0, 2.0, 0.5])}
+
+    def loss_fn(p, x):
+        return jnp.mean(jnp.sum(jnp.sin(x * p["scale"]), -1))
+
+    x = jnp.linspace(-1, 2, 15).reshape(5, 3)
+    found = kfac.find_layers(loss_fn, params, x)
+    _, grads, factors = kfac.value_and_grad(loss_fn, found)(params, x)
+    inside, apart = (kfac.kfac(0.1, found, inverse_every=every) for every in (1, None))
+    updates, _ = inside.update(grads, inside.init(params), params, factors=factors)
+    _, state = apart.update(grads, apart.init(params), params, factors=factors)
+    again, _ = apart.update(grads, kfac.refresh(state), params)
+    state = inside.update(grads, inside.init(params), params, factors=factors)[1]
+    assert_close(again, inside.update(grads, state, params)[0])
+    assert updates["scale"].shape == (3,)
+
+
 def test_what_is_refused():
     with pytest.raises(
         ValueError, match=r"inverse_every=None leaves all refreshes to kfac\.refresh, so refresh_warmup=3"
@@ -116,6 +134,9 @@ def test_what_is_refused():
         kfac.refresh({"w": np.zeros(3)})
     with pytest.raises(ValueError, match=r"distribution must be a kfac.Distribution"):
         kfac.refresh(kfac.scale_by_kfac(layers()).init(initial()), distribution="devices")
+    many = kfac.scatter_state(kfac.scale_by_kfac(layers()).init(initial()), 2)
+    with pytest.raises(ValueError, match=r"pass the optimizer's distribution= to kfac\.refresh"):
+        kfac.refresh(many)
 
 
 @pytest.mark.parametrize(("blocks", "most"), [(12, 11), (7, 3), (4, 4), (5, 1)])

@@ -184,3 +184,64 @@ def test_examples_without_an_axis_of_their_own_are_refused(x64):
     layers = kfac.find_layers(of_images, kernel, images)
     with pytest.raises(ValueError, match=r"sees 1 example\(s\) at a time"):
         kfac.value_and_grad(of_images, layers, subsample=2)(kernel, images)
+
+
+def merged(p, x, t):
+    """Tokens are examples; one layer sees each sequence in finer parts, four for each of its tokens."""
+    n, tokens, d = t.shape
+    h = jnp.tanh(x @ p["w"]) * p["scale"] if "scale" in p else jnp.tanh(x @ p["w"])
+    y = kfac.output(h.reshape(n, tokens, -1, d).sum(2), "gaussian")
+    return 0.5 * jnp.mean(jnp.sum((y - t) ** 2, axis=-1))
+
+
+@pytest.mark.parametrize("n", [4, 5])
+def test_parts_of_a_sequence_that_are_as_many_as_all_tokens_are_not_the_tokens(x64, n):
+    p, x, t = {"w": normal(0, 3, 2)}, normal(1, n, 12, 3), normal(2, n, 3, 2)
+    layers = kfac.find_layers(merged, p, x, t)
+    found = kfac.value_and_grad(merged, layers, subsample=2)(p, x, t)[2]
+    taken = kfac.value_and_grad(merged, layers)(p, x[::2], t[::2])[2]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11), found, taken)
+    with pytest.raises(ValueError, match=r"none of whose axes has the \d+ examples"):
+        kfac.value_and_grad(merged, layers)(p, x, t, basis=rotations(layers))
+    scaled = p | {"scale": normal(3, 2)}
+    with pytest.raises(ValueError, match=r"none of whose axes has the \d+ examples"):
+        kfac.value_and_grad(merged, kfac.find_layers(merged, scaled, x, t))(scaled, x, t)
+
+
+@pytest.mark.parametrize("channels", [4, 5])
+def test_channels_before_tokens_are_no_table_of_positions(x64, channels):
+    def loss(p, x, t):
+        y = kfac.output(jnp.swapaxes(jnp.tanh(x * p["scale"][:, None]), 1, 2) @ p["w"], "gaussian")
+        return 0.5 * jnp.mean(jnp.sum((y - t) ** 2, axis=-1))
+
+    p = {"scale": normal(0, channels), "w": normal(1, channels, 2)}
+    data = normal(2, 3, channels, 4), normal(3, 3, 4, 2)
+    with pytest.raises(ValueError, match=r"'scale' is read by mul .* none of whose axes has the 12 examples"):
+        kfac.value_and_grad(loss, kfac.find_layers(loss, p, *data))(p, *data)
+
+
+def test_tokens_of_one_sequence_are_not_thinned(x64):
+    p, x, t = {"w": normal(0, 3, 2)}, normal(1, 2, 12, 3), normal(2, 2, 3, 2)
+    measure = kfac.value_and_grad(merged, kfac.find_layers(merged, p, x, t), subsample=2)
+    for call in (measure, kfac.microbatch(measure, 2, batch_argnums=(1, 2))):
+        with pytest.raises(ValueError, match=r"subsample=2, but layer 'w' sees 1 sequence\(s\) at a time"):
+            call(p, *((x[:1], t[:1]) if call is measure else (x, t)))
+
+
+def test_an_output_marked_in_a_scan_over_tokens_has_sequences_too(x64):
+    def loss(p, x, t):
+        h = jnp.tanh(x.reshape(-1, 3) @ p["first"]).reshape(*x.shape[:2], -1)
+
+        def step(carry, data):
+            carry = jnp.tanh(carry + data[0] @ p["w"])
+            return carry, jnp.sum((kfac.output(carry @ p["out"], "gaussian") - data[1]) ** 2, axis=-1)
+
+        swapped = jnp.swapaxes(h, 0, 1), jnp.swapaxes(t, 0, 1)
+        return 0.5 * jnp.mean(lax.scan(step, jnp.zeros((len(x), 4)), swapped)[1])
+
+    p = {"first": normal(0, 3, 4), "w": normal(1, 4, 4), "out": normal(2, 4, 2)}
+    x, t = normal(3, 6, 5, 3), normal(4, 6, 5, 2)
+    layers = kfac.find_layers(loss, p, x, t)
+    found = kfac.value_and_grad(loss, layers, subsample=5)(p, x, t)[2]
+    taken = kfac.value_and_grad(loss, layers)(p, x[::5], t[::5])[2]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13), found, taken)

@@ -131,3 +131,53 @@ def test_a_smaller_last_batch_keeps_the_interval_between_refreshes():
 
     jax.tree.map(np.testing.assert_array_equal, final(), final(inverse_every=6))
     assert not np.array_equal(final()["w0"], final(inverse_every=20)["w0"])  # that of 8 examples
+
+
+def test_parts_of_a_batch_have_keys_of_their_own():
+    """Halves of a batch that are alike, each with its own mask, are not one half twice."""
+    params, rate = {"w": jnp.ones((5, 3))}, 0.1
+
+    def loss_fn(params, batch, *, key):
+        kept = jax.random.bernoulli(key, 0.5, batch[0].shape)
+        return cross_entropy(jnp.where(kept, batch[0], 0) @ params["w"], batch[1])
+
+    batch, key = (jnp.concatenate([x, x]), jnp.concatenate([labels, labels])), jax.random.key(0)
+    step = kfac.train_step(loss_fn, rate, num_microbatches=2)
+    found, _, loss = step(params, step.init(params, batch, key=key), batch, key=key)
+    layers = kfac.find_layers(loss_fn, params, batch, key=key)
+    tx, measure = kfac.kfac(rate, layers), kfac.microbatch(kfac.value_and_grad(loss_fn, layers), 2)
+    expected, grads, factors = jax.jit(measure)(params, batch, key=key)
+    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params, factors=factors)
+    close((found, loss), (optax.apply_updates(params, updates), expected))
+    parts = [loss_fn(params, (x, labels), key=jax.random.fold_in(key, k)) for k in range(2)]
+    np.testing.assert_allclose(loss, sum(parts) / 2, rtol=1e-6)
+
+
+def test_a_number_of_examples_that_the_loss_does_not_show():
+    def loss_fn(params, batch):  # the loss is of the second half of each sequence
+        logits = kfac.output((batch @ params["w"])[:, 2:], "gaussian")
+        return 0.5 * jnp.mean(jnp.sum(logits**2, axis=-1))
+
+    params, batch = {"w": jnp.ones((5, 3))}, jnp.asarray(normal(0, 6, 4, 5, dtype=np.float32))
+    layers = kfac.find_layers(loss_fn, params, batch)
+    updates = kfac.value_and_grad(loss_fn, layers, num_examples=6)(params, batch)
+    tx = kfac.kfac(0.1, layers)
+    expected, _ = tx.update(updates[1], tx.init(params), params, factors=updates[2])
+    step = kfac.train_step(loss_fn, 0.1, num_examples=6)
+    close(step(params, step.init(params, batch), batch)[0], optax.apply_updates(params, expected))
+    with pytest.raises(ValueError, match=r"loss_fn must be a function, but is 0\.1"):
+        kfac.train_step(0.1, loss_fn)
+
+
+def test_the_state_of_another_network_is_refused_with_words():
+    def loss_fn(params, x):
+        return jnp.mean(jnp.tanh(x @ params["w"]) ** 2)
+
+    batch = jnp.asarray(x)
+    step = kfac.train_step(loss_fn, 0.1)
+    state = step.init({"w": jnp.ones((5, 3))}, batch)
+    with pytest.raises(ValueError, match="the optimizer state is not one for these layers"):
+        step({"w": jnp.ones((5, 4))}, state, batch)
+    layers = kfac.find_layers(loss_fn, {"w": jnp.ones((5, 3))}, batch)
+    with pytest.raises(ValueError, match="updates"):
+        kfac.kfac(0.1, layers).update({"w": jnp.ones((4, 3))}, state, {"w": jnp.ones((5, 3))})

@@ -81,7 +81,7 @@ SWITCHES = {
 INVERSE_FIELDS = {"precision", "relative"}
 DEVICES = {"axis_name", "mesh", "precondition", "communication_dtype"}
 # Shown elsewhere: by the tests of the assignment, and by those of several devices.
-OTHER_FIELDS = {"staggered", "schedule_for", "gradients"}
+OTHER_FIELDS = {"staggered", "schedule_for", "gradients", "owners"}
 AT_ONCE = kfac.Distribution(staggered=False)
 # What everything else is about.
 ELSEWHERE = {"layers"}
@@ -661,6 +661,7 @@ BAD_FIELDS = {
     "gradients": ["mean", None, True],
     "precondition": ["owner", None, True],
     "communication_dtype": ["float16", None, 16],
+    "owners": [3, 1.5, ("data", 3)],
 }
 INVERSES = [kfac.Cholesky(), kfac.Eigh(), kfac.Ekfac()]
 

@@ -72,7 +72,7 @@ def microbatch(
             if not jnp.issubdtype(leaf.dtype, jnp.inexact):
                 raise ValueError(
                     f"microbatch averages results, but result {jax.tree_util.keystr(path)} has dtype {leaf.dtype}: "
-                    "convert it to a float in loss_fn"
+                    "convert it to a float in loss_fn, or leave it out, as the counter of a random key"
                 )
 
         def widen(x):

@@ -173,14 +173,21 @@ class Marks:
         for mark in self.marks:
             shape = [size for size in mark.shape[:-1] if size > 1]
             if not mark.scans and math.prod(shape) == n and [size for _, size in sizes[: len(shape)]] == shape:
-                return tuple(p for p, _ in sizes[: len(shape)] if not axes[p].of_leaf)
+                behind = [axes[p].of_leaf for p, _ in sizes[len(shape) :]]
+                found = tuple(p for p, _ in sizes[: len(shape)] if not axes[p].of_leaf)
+                # Before other axes of the data, one of the leaf may be channels of the same length.
+                return found if len(found) == len(shape) or all(behind) else ()
         return ()
 
     def sequences(self, n: int) -> int:
-        """The number of sequences if each of the `n` examples is a row of an output `[sequences, tokens, features]`."""
+        """The number of sequences if each of the `n` examples is a row of an output `[sequences, tokens, features]`.
+
+        In a scan, as over the tokens, it is the number of rows of one iteration.
+        """
         for mark in self.marks:
-            shape = [size for size in mark.shape[:-1] if size > 1]
-            if not mark.scans and len(shape) > 1 and math.prod(shape) == n:
+            shape = list(mark.shape[:-1])
+            shape.remove(1)  # that `output` adds
+            if shape and len(shape) + len(mark.scans) > 1 and mark.rows == n:
                 return shape[0]
         return n
 

@@ -18,7 +18,7 @@ from kfac._capture.outputs import Marks
 from kfac._capture.states import Use, by_part, unsupported
 from kfac._capture.taps import ElementwiseTap, Key, KroneckerTap, Plan, Tap
 from kfac._capture.trace import Trace
-from kfac._factors import Coarse, Factors, Kronecker, Tied, Unitwise
+from kfac._factors import Coarse, Factors, Kronecker, Ragged, Tied, Unitwise
 from kfac._layers import KRONECKER_KINDS, Layer, Layers
 from kfac._statistics.rows import Arrangement, accumulator
 
@@ -174,13 +174,12 @@ def _finish_kronecker(planned: Planned, layer: Layer, uses: list[Use], dtype: An
     stack = [*use.picked, *use.scanned, *batches]
     lead = (layer.copies,) if layer.stacked else ()
 
-    def of_part(sums: Kronecker, positions: float) -> Kronecker:
+    def of_part(sums: Kronecker, positions: float) -> Kronecker | Ragged:
         moments = None if sums.moments is None else sums.moments * n
         if counted:  # a homogeneous entry has counted the rows
             whole = "A" not in layer.diagonal
-            rows = jnp.maximum(sums.A[..., -1, -1] if whole else sums.A[..., -1], 1)
-            g = sums.G * (n**2 / jnp.expand_dims(rows, range(-len(tails["G"]), 0)))
-            return Kronecker((sums.A[..., :-1, :-1] if whole else sums.A[..., :-1]) / n, g)
+            rows = sums.A[..., -1, -1] if whole else sums.A[..., -1]
+            return Ragged((sums.A[..., :-1, :-1] if whole else sums.A[..., :-1]) / n, sums.G * n, rows / n)
         if reduce:
             return Kronecker(sums.A / positions, sums.G, moments)
         # G = (n / s) sum g g^T with s positions per example.
@@ -191,7 +190,7 @@ def _finish_kronecker(planned: Planned, layer: Layer, uses: list[Use], dtype: An
             return jnp.sum(jnp.square(rows), axis=-2)
         return jnp.einsum("...ni,...nj->...ij", rows, rows, precision=jax.lax.Precision.HIGHEST)
 
-    def finish(sums: list[Kronecker]) -> Kronecker | Tied:
+    def finish(sums: list[Kronecker]) -> Kronecker | Tied | Ragged:
         by_key = dict(zip(keys, sums, strict=True))
         direct = {key[1]: of_part(own, positions[key[1]]) for key, own in by_key.items() if len(key) == 2}
         turned = {
@@ -199,16 +198,17 @@ def _finish_kronecker(planned: Planned, layer: Layer, uses: list[Use], dtype: An
         }
         return Tied(gather(direct), gather(turned), layer.diagonal) if turned else gather(direct)
 
-    def gather(found: dict[int, Kronecker]) -> Kronecker:
+    def gather(found: dict[int, Any]) -> Any:
         unread = jax.tree.map(jnp.zeros_like, next(iter(found.values())))
         by_part = [found.get(part, unread) for part in range(parts)]
         stacked = jax.tree.map(lambda *blocks: jnp.stack(blocks), *by_part) if parts > 1 else by_part[0]
+        names = {"A": tails["A"], "squares": tails["G"], "rows": ()} if counted else tails
         ordered = {
-            f: _in_memory_order(getattr(stacked, f), stack, tail).reshape(*lead, *tail) for f, tail in tails.items()
+            f: _in_memory_order(getattr(stacked, f), stack, tail).reshape(*lead, *tail) for f, tail in names.items()
         }
         if reduce:
             ordered |= {"A": squares("A", ordered["A"]) / n, "G": squares("G", ordered["G"]) * n}
-        return Kronecker(**ordered)
+        return Ragged(**ordered) if counted else Kronecker(**ordered)
 
     def spread(basis: Kronecker) -> dict[Key, Kronecker]:
         """The layer's eigenvectors as the taps of its parts take them, the other way round than `finish`."""
@@ -275,17 +275,20 @@ def _examples(planned: Planned, layer: Layer, use: Use, subsample: int, moments:
     if subsample > 1 and (moments or layer.weight_sharing != "reduce"):
         count = planned.found.marks.sequences(n)
         if subsample > count:
-            raise ValueError(f"subsample={subsample}, but layer {layer.name!r} sees {count} example(s) at a time")
-        thinned = _result_axis(use, n if _sizes(read.y_axes, n) else count, name)
+            what = "example" if count == n else "sequence"
+            raise ValueError(f"subsample={subsample}, but layer {layer.name!r} sees {count} {what}(s) at a time")
+        thinned = _result_axis(planned, use, n if _sizes(planned, read.y_axes, n) else count, name)
     if not moments:
-        return _result_axis(use, n, name) if layer.weight_sharing == "reduce" else thinned
+        return _result_axis(planned, use, n, name) if layer.weight_sharing == "reduce" else thinned
     flat = axes_lib.flatten(read.y_axes)
     rows = tuple(p for p, _ in read.rows)
     if math.prod(flat[p].size for p in rows) == n:
         examples = rows  # a row for each example
     else:
-        tokens = () if n == 1 or read.images or _sizes(read.y_axes, n) else planned.found.marks.token_axes(flat, n)
-        examples = tokens if math.prod(flat[p].size for p in tokens) == n else _result_axis(use, n, name)
+        tokens = (
+            () if n == 1 or read.images or _sizes(planned, read.y_axes, n) else planned.found.marks.token_axes(flat, n)
+        )
+        examples = tokens if math.prod(flat[p].size for p in tokens) == n else _result_axis(planned, use, n, name)
     return tuple(sorted(examples, key=lambda p: p not in thinned))
 
 
@@ -296,12 +299,18 @@ def _in_runs(planned: Planned, arrange: Arrangement) -> Arrangement:
     return arrange._replace(within=n // planned.found.marks.sequences(n) if folded else 1)
 
 
-def _sizes(axes: axes_lib.Axes, n: int) -> list[int]:
-    """Positions, among all atoms of `axes`, of those that may be the axis of `n` examples."""
-    return [position for position, atom in enumerate(axes_lib.flatten(axes)) if not atom.of_leaf and atom.size == n]
+def _sizes(planned: Planned, axes: axes_lib.Axes, n: int) -> list[int]:
+    """Positions, among all atoms of `axes`, of those that may be the axis of `n` examples.
+
+    Where the tokens of sequences are examples, an axis behind that of the sequences has no more than tokens of one.
+    """
+    sizes = {position: atom.size for position, atom in enumerate(axes_lib.flatten(axes)) if not atom.of_leaf}
+    found = [position for position, size in sizes.items() if size == n]
+    sequences = planned.found.marks.sequences(n)
+    return [] if found and 1 < sequences < n and next(iter(sizes.values())) == sequences else found
 
 
-def _result_axis(use: Use, n: int, parameter: str) -> tuple[int, ...]:
+def _result_axis(planned: Planned, use: Use, n: int, parameter: str) -> tuple[int, ...]:
     """Which of all atoms of a result are the `n` examples; none for a single one, which needs no axis.
 
     The dimension numbers of a convolution say it: nothing else of the same length can be taken for its images. With the
@@ -314,11 +323,11 @@ def _result_axis(use: Use, n: int, parameter: str) -> tuple[int, ...]:
         leading = [y for y, x in read.rows if x == 0]
         if leading and axes_lib.flatten(read.x_axes)[0].size == n:
             return (leading[0],)
-    example = _example_position(use, n, parameter)
+    example = _example_position(planned, use, n, parameter)
     return () if example is None else (example,)
 
 
-def _example_position(use: Use, n: int, parameter: str) -> int | None:
+def _example_position(planned: Planned, use: Use, n: int, parameter: str) -> int | None:
     """Which atom of a result is the axis of the `n` examples, by its length; None for a single example.
 
     Raises:
@@ -328,7 +337,7 @@ def _example_position(use: Use, n: int, parameter: str) -> int | None:
         return None
     read, axes = use.read, use.read.y_axes
     flat = axes_lib.flatten(axes)
-    example = next(iter(_sizes(axes, n)), None) if read.op != "conv" else None
+    example = next(iter(_sizes(planned, axes, n)), None) if read.op != "conv" else None
     # Behind another axis, length alone tells the examples only if they can be on no other.
     others = [p for p, atom in enumerate(flat) if not atom.of_leaf and atom.size % n == 0 and p != example]
     # Where a kernel has been broadcast, then reshaped, its axes say nothing about the order of the data.
@@ -397,10 +406,10 @@ def _plan_elementwise(planned: Planned, layer: Layer, uses: list[list[Use]], sub
 def _elementwise_arrangement(planned: Planned, use: Use, parameter: str) -> Arrangement:
     n, flat = planned.num_examples, axes_lib.flatten(use.read.y_axes)
     examples: tuple[int, ...] = ()
-    if n > 1 and not _sizes(use.read.y_axes, n):
+    if n > 1 and not _sizes(planned, use.read.y_axes, n):
         examples = planned.found.marks.token_axes(flat, n)
     if not examples:
-        example = _example_position(use, n, parameter)
+        example = _example_position(planned, use, n, parameter)
         examples = () if example is None else (example,)
     rows = [p for p, atom in enumerate(flat) if not atom.of_leaf and p not in examples]
     # Entries are put in their places as they are read.

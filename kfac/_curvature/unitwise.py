@@ -12,6 +12,14 @@ from kfac._curvature.inverse import Inverse, identities
 from kfac._factors import Eigen, Kronecker, Unitwise
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Channels(Unitwise):
+    """What `ChannelInverse` keeps: inverses, and whether their damping is relative."""
+
+    relative: bool = dataclasses.field(default=False, metadata={"static": True})
+
+
 @dataclasses.dataclass(frozen=True)
 class ChannelInverse(Inverse):
     """`(F + l I)^-1 v` of every channel, with `F` `[k, channels, p, p]` and `p` 1 or 2.
@@ -22,14 +30,16 @@ class ChannelInverse(Inverse):
 
     def init(self, factors):
         """Identities, shaped like the statistics."""
-        return Unitwise(identities(factors.F.shape, self.kept_dtype(factors.F.dtype)))
+        return Channels(identities(factors.F.shape, self.kept_dtype(factors.F.dtype)), self.relative)
 
     def refresh(self, kept, factors, damping):
         """Inverses in closed form."""
         blocks, amount = factors.F, damping.astype(factors.F.dtype)[:, None]
         inverse, condition, definite = (_inverse_1x1 if blocks.shape[-1] == 1 else _inverse_2x2)(blocks, amount)
         usable = jnp.all(definite & jnp.isfinite(condition), axis=1)
-        return Unitwise(inverse.astype(kept.F.dtype)), jnp.where(usable, jnp.max(condition, axis=1), 0)
+        return dataclasses.replace(kept, F=inverse.astype(kept.F.dtype)), jnp.where(
+            usable, jnp.max(condition, axis=1), 0
+        )
 
     def spectrum(self, kept, factors, damping):
         """In closed form: a rotation for each channel."""

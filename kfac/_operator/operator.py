@@ -21,7 +21,7 @@ from kfac._curvature.eigh import Eigh, rotate
 from kfac._curvature.ekfac import Ekfac, Moments
 from kfac._curvature.inverse import Inverse, damping_of_blocks
 from kfac._curvature.refresh import in_portions
-from kfac._factors import Coarse, Eigen, Factors, Kronecker, Tied, Unitwise
+from kfac._factors import Coarse, Eigen, Factors, Kronecker, Ragged, Tied, Unitwise
 from kfac._layers import KRONECKER_KINDS, Layer, Layers, map_by_path
 from kfac._optimizer.state import KfacState, blocks_of, find_state, match_leaves
 
@@ -302,7 +302,7 @@ def _from_factors(layers: Layers, factors: Factors, inverse: Inverse | None, bas
     check_factors(factors, layers)
     formed: dict[str, Any] = {}
     for name, block in factors.items():
-        block = block.combined() if isinstance(block, Tied) else block
+        block = block.combined() if isinstance(block, Tied | Ragged) else block
         formed[name] = Unitwise(block.F) if isinstance(block, Coarse) else block
     if basis is None:
         if inverse is None and any(isinstance(b, Kronecker) and b.moments is not None for b in formed.values()):

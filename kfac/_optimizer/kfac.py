@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from kfac._checks import check_layers, check_range, check_switch, check_type
+from kfac._curvature.blocks import group_layers
 from kfac._curvature.inverse import Inverse
 from kfac._curvature.soap import default_inverse
 from kfac._distributed.distribution import Distribution
@@ -19,7 +20,7 @@ from kfac._distributed.planning import affordable
 from kfac._layers import Layers
 from kfac._optimizer.parts import clip_kl, keep_dtype, precondition_momentum, scale_layers, scheduled_momentum
 from kfac._optimizer.scale_by_kfac import ScalarOrSchedule, scale_by_kfac, value_at
-from kfac._optimizer.state import check_inverse, find_state
+from kfac._optimizer.state import check_groups, check_inverse, find_state, match_leaves
 
 
 def kfac(
@@ -158,7 +159,7 @@ def finish(
         raise ValueError("weight_decay_mask needs weight_decay, but weight_decay is None")
     rate = optax.scale_by_learning_rate(learning_rate)
     parts = [rate, *parts] if rate_in_momentum else [*parts, rate]
-    return _followed_by(tx, optax.with_extra_args_support(keep_dtype(optax.chain(*parts))), inverse)
+    return _followed_by(tx, optax.with_extra_args_support(keep_dtype(optax.chain(*parts))), layers, inverse)
 
 
 def _check_momentum(momentum: Any, nesterov: Any, rate_in_momentum: Any, trust_ratio: Any) -> None:
@@ -194,7 +195,10 @@ def _times_rate(weight_decay: ScalarOrSchedule, learning_rate: ScalarOrSchedule)
 
 
 def _followed_by(
-    tx: optax.GradientTransformationExtraArgs, rest: optax.GradientTransformationExtraArgs, inverse: Inverse
+    tx: optax.GradientTransformationExtraArgs,
+    rest: optax.GradientTransformationExtraArgs,
+    layers: Layers,
+    inverse: Inverse,
 ) -> optax.GradientTransformationExtraArgs:
     """`tx`, which holds the preconditioner, and then `rest`, which is told of the steps that are refused."""
 
@@ -202,7 +206,11 @@ def _followed_by(
         return tx.init(params), rest.init(params)
 
     def update(updates, state, params=None, **extra):
-        check_inverse(inverse, find_state(state, "opt_state"))  # first, as the state of `Soap` has other parts
+        # First, as the state of `Soap` has other parts, and its momentum comes before the preconditioner.
+        found = find_state(state, "opt_state")
+        check_groups(group_layers(layers), found)
+        check_inverse(inverse, found)
+        match_leaves(layers, updates, "updates")
         preconditioned, first = tx.update(updates, state[0], params, **extra)
         found = find_state(first, "state")
         taken = ~found.refused

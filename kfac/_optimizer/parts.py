@@ -16,7 +16,7 @@ from kfac._layers import KRONECKER_KINDS, Layer, Layers, leaves_by_path, map_by_
 from kfac._optimizer.scale_by_kfac import ScalarOrSchedule, value_at
 from kfac._optimizer.state import KfacState, find_state
 from kfac._optimizer.step import sums_of_members
-from kfac._varying import AxisName, alone
+from kfac._varying import AxisName, alone, whole
 
 
 class KlClipState(NamedTuple):
@@ -52,7 +52,8 @@ def clip_kl(
     def update(updates, state, params=None, **extra):
         preconditioned, inner_state = inner.update(updates, state.inner, params, **extra)
         trees = (leaves_by_path(tree).items() for tree in (updates, preconditioned))
-        product = optax.tree.vdot(*({path: _wide(leaf) for path, leaf in tree if path in chosen} for tree in trees))
+        chosen_leaves = ({path: _wide(leaf) for path, leaf in tree if path in chosen} for tree in trees)
+        product = whole(optax.tree.vdot)(*chosen_leaves)
         product = lax.pmean(product, axis) if axis is not None else product
         # The step is the preconditioner's: one that is not finite moves no schedule.
         rate = value_at(learning_rate, state.inner.count)
@@ -166,8 +167,7 @@ def scale_layers(
         del params
         return LayerLengthState() if auto else optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
 
-    def update(updates, state, params=None, *, unpreconditioned, kernel_squares=None, **extra):
-        del extra
+    def lengthened(updates, params, unpreconditioned, kernel_squares, count):
         matrices, sums = _sums(layers, layouts, kernels, updates, params, unpreconditioned, axis)
         if axis is not None:
             for group in [group for group in group_layers(layers) if group.kronecker]:
@@ -184,7 +184,7 @@ def scale_layers(
             if coefficient is None:
                 ratio = _ratio(jnp.where(gradient > 0, layer.d_out**0.5, 0), square)
             else:
-                length = value_at(coefficient, state.count) * jnp.sqrt(ww)
+                length = value_at(coefficient, count) * jnp.sqrt(ww)
                 ratio = jnp.where((ww > 0) & (square > 0), _ratio(length, square), 1)
             scaled[path] = ratio * (u - radial * w)
             scaled |= {other: ratio * matrices[other][0] for other in beside}
@@ -196,8 +196,15 @@ def scale_layers(
         def scale(path, leaf):
             return layouts[path].from_matrix(scaled[path], leaf.shape) if path in scaled else leaf
 
-        state = state if auto else optax.ScaleByScheduleState(optax.safe_increment(state.count))
-        return map_by_path(scale, updates), state
+        return map_by_path(scale, updates)
+
+    def update(updates, state, params=None, *, unpreconditioned, kernel_squares=None, **extra):
+        del extra
+        if params is None:
+            raise ValueError("trust_ratio needs the parameters: call update(grads, state, params)")
+        count = None if auto else state.count
+        new = whole(lengthened, updates)(updates, params, unpreconditioned, kernel_squares, count)
+        return new, state if auto else optax.ScaleByScheduleState(optax.safe_increment(count))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -209,8 +216,6 @@ def _sums(layers, layouts, kernels, updates, params, gradients, axis):
     Where gradients are local, sums that are linear in them are averaged over the devices of the `axis`, and the last of
     a kernel's, of the square of its gradient, is left to the caller.
     """
-    if params is None:
-        raise ValueError("trust_ratio needs the parameters: call update(grads, state, params)")
     # On a GPU, one kernel then gives momentum and update of all leaves of a stack; else there is one for each leaf.
     trees = [leaves_by_path(tree) for tree in (lax.optimization_barrier(updates), params, gradients)]
     present = {path: layout for path, layout in layouts.items() if path in trees[0]}

@@ -191,14 +191,13 @@ def refresh(opt_state: Any, *, distribution: Distribution | None = None) -> Any:
     axis, mesh = uses.owner_axis, uses.mesh
 
     def local(state):
-        check_devices(state, axis_size(axis) or 1)
+        check_devices(state, axis_size(axis) or 1, "kfac.refresh")
         damping = Now(state.damping, state.unitwise_damping, *3 * [state.count])
         wanted = {name: block.weight > 0 for name, block in state.blocks.items()}
         shards = {name: own.shard for name, own in state.owned.items()}
         for name, shard in shards.items():
             wanted[name] &= owns_last(shard, axis)
-        relative = any(own.inverse.relative for own in state.owned.values())
-        state, failed = refresh_inverses(axis, state, wanted, damping, None, relative=relative)
+        state, failed = refresh_inverses(axis, state, wanted, damping, None)
         number = count_blocks(shards, axis, failed)
         number = lax.psum(number, axis) if axis is not None else number
         metrics = state.metrics._replace(failed_inversions=state.metrics.failed_inversions + number)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -294,7 +294,7 @@ def blocks_of(state: KfacState, layers: Layers, argument: str) -> Iterator[tuple
 
 def check_state(config: Config, state: KfacState, devices: int) -> None:
     """Raises where a state is that of another model, other options or another number of devices."""
-    _check_groups(config, state)
+    check_groups(config.groups, state)
     check_devices(state, devices)
     check_inverse(config.inverse, state)
     for owned in state.owned.values():
@@ -329,10 +329,11 @@ def check_inverse(inverse: Inverse, state: KfacState) -> None:
             )
 
 
-def _check_groups(config: Config, state: KfacState) -> None:
+def check_groups(groups: Sequence[Group], state: KfacState) -> None:
+    """Raises where a state is one for other layers."""
     found = {name: owned.shard.blocks for name, owned in state.owned.items()}
     found |= {name: blocks.weight.shape[-1] for name, blocks in state.shared.items()}
-    expected = {group.name: group.size for group in config.groups}
+    expected = {group.name: group.size for group in groups}
     for name in expected | found:
         has, needs = found.get(name, 0), expected.get(name, 0)
         if has != needs:
@@ -342,12 +343,13 @@ def _check_groups(config: Config, state: KfacState) -> None:
             )
 
 
-def check_devices(state: KfacState, devices: int) -> None:
+def check_devices(state: KfacState, devices: int, call: str = "update") -> None:
     """Raises where a state is one for another number of devices."""
     for owned in state.owned.values():
         if owned.shard.devices != devices:
             raise ValueError(
-                f"the optimizer state is one for {owned.shard.devices} device(s), but update runs on {devices}. "
-                "Initialise it where the axis is bound, e.g. jax.pmap(tx.init, axis_name=...)(params); a state from "
+                f"the optimizer state is one for {owned.shard.devices} device(s), but {call} runs on {devices}"
+                + (f": pass the optimizer's distribution= to {call}. " if call != "update" else ". ")
+                + "Initialise it where the axis is bound, e.g. jax.pmap(tx.init, axis_name=...)(params); a state from "
                 "another number of devices is converted by kfac.gather_state and kfac.scatter_state."
             )

@@ -23,7 +23,7 @@ from kfac._distributed.collectives import gather_from_owners, means_to_owners, o
 from kfac._distributed.distribution import decode, encode
 from kfac._distributed.owners import Shard
 from kfac._distributed.segments import BUCKETS
-from kfac._factors import Block, Coarse, Factors, Kronecker, Tied, Unitwise
+from kfac._factors import Block, Coarse, Factors, Kronecker, Ragged, Tied, Unitwise
 from kfac._layers import leaves_by_path, map_by_path
 from kfac._optimizer.state import Config, KfacMetrics, KfacState, Owned, Replica, check_state, match_leaves, with_blocks
 from kfac._varying import AxisName, as_varying, axis_names, axis_size, varying_axes
@@ -94,7 +94,7 @@ def preconditioned_step(
     if config.phases:
         blocks = state.blocks
         wanted = {name: due[name] & place.mine[name] & (blocks[name].weight > 0) for name in blocks}
-        state, failed = refresh_inverses(config.owners, state, wanted, now, any_due, relative=config.inverse.relative)
+        state, failed = refresh_inverses(config.owners, state, wanted, now, any_due)
     state, preconditioned = precondition(place, state, own, gradients, usable)
     updates, new_square, usable = restore(config, updates, preconditioned, usable)
     metrics, usable = measure(place, state, [square, new_square], change, [left_out, failed], usable)
@@ -252,8 +252,8 @@ def _of_whole_batch(factors: Factors, axis: AxisName | None) -> Factors:
     """The factors with the blocks that are no averages formed from what is one, over all devices, as on one."""
 
     def formed(block):
-        if isinstance(block, Tied):
-            return block.combined(lambda traces: lax.pmean(traces, axis) if axis is not None else traces)
+        if isinstance(block, Tied | Ragged):
+            return block.combined(lambda x: lax.pmean(x, axis) if axis is not None else x)
         if not isinstance(block, Coarse):
             return block
         if axis is None:
@@ -320,12 +320,12 @@ def after(number: jax.Array, flags: jax.Array) -> jax.Array:
 
 
 def refresh_inverses(
-    axis: AxisName | None, state: KfacState, wanted: Vectors, now: Now, needed: jax.Array | None, *, relative: bool
+    axis: AxisName | None, state: KfacState, wanted: Vectors, now: Now, needed: jax.Array | None
 ) -> tuple[KfacState, Vectors]:
     """New inverses of the blocks that are `wanted`, and of their replicas; and which of these failed.
 
     Nothing is done where not `needed`, which devices agree on; None for no such question. XLA changes stacks in their
-    place, once all gradients are known. `relative` is what the inverses have, for blocks that have none of their own.
+    place, once all gradients are known.
     """
     blocks = state.blocks
     stacks = {name: (block.inverse, block.condition) for name, block in blocks.items()}
@@ -335,7 +335,7 @@ def refresh_inverses(
         new, valid = {}, {}
         for name, (kept, condition) in old[0].items():
             mine = name in state.owned
-            inverse = state.owned[name].inverse if mine else ChannelInverse(relative=relative)
+            inverse = state.owned[name].inverse if mine else ChannelInverse(relative=kept.relative)
             damping = now.damping if mine else now.unitwise
             result = refresh(inverse, kept, blocks[name].factors, wanted[name], damping)
             new[name] = result.inverse, jnp.where(result.valid, result.condition, condition)

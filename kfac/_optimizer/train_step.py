@@ -25,15 +25,15 @@ class TrainStep:
     def __init__(self, init: Callable[..., Any], step: Callable[..., Any]):
         self._init, self._step = jax.jit(init), jax.jit(step)
 
-    def init(self, params: Any, *args: Any) -> Any:
+    def init(self, params: Any, *args: Any, **kwargs: Any) -> Any:
         """The state of the optimizer, for parameters and arguments of `loss_fn` of the shapes that steps will get.
 
         From the examples in the first arguments that it or a step gets comes the interval of `inverse_every="auto"`.
         """
-        return self._init(params, *args)
+        return self._init(params, *args, **kwargs)
 
     def __call__(
-        self, params: Any, opt_state: Any, *args: Any, fisher_key: jax.Array | None = None
+        self, params: Any, opt_state: Any, *args: Any, fisher_key: jax.Array | None = None, **kwargs: Any
     ) -> tuple[Any, Any, Any]:
         """One step.
 
@@ -42,11 +42,12 @@ class TrainStep:
           opt_state: the state.
           args: the further arguments of `loss_fn`, such as a batch.
           fisher_key: a PRNG key, with `fisher="sampled"` or `"expected"`.
+          kwargs: its keyword arguments. With `num_microbatches` every part gets a PRNG key `key=` of its own.
 
         Returns:
           New parameters, the new state, and what `loss_fn` returned.
         """
-        return self._step(params, opt_state, *args, fisher_key=fisher_key)
+        return self._step(params, opt_state, *args, fisher_key=fisher_key, **kwargs)
 
 
 def train_step(
@@ -55,6 +56,7 @@ def train_step(
     *,
     has_aux: bool = False,
     fisher: str = "empirical",
+    num_examples: int | None = None,
     subsample: int = 1,
     num_microbatches: int = 1,
     skip: Sequence[str] = (),
@@ -74,13 +76,15 @@ def train_step(
     `inverse=kfac.Ekfac()` it takes the moments as well. `kfac.find_layers(loss_fn, params, batch)` prints the layers.
 
     Args:
-      loss_fn: `loss_fn(params, *args)`, the mean loss; with `has_aux` a pair. A state that the model changes, such as
-        the averages of a batch norm, goes in as an argument and comes out in the auxiliary output.
+      loss_fn: `loss_fn(params, *args, **kwargs)`, the mean loss; with `has_aux` a pair. A state that the model changes,
+        such as the averages of a batch norm, goes in as an argument and comes out in the auxiliary output.
       learning_rate: scalar or schedule, as for `kfac.kfac`.
       has_aux: whether `loss_fn` returns a pair.
       fisher: as for `value_and_grad`.
+      num_examples: as for `value_and_grad`.
       subsample: as for `value_and_grad`.
-      num_microbatches: in how many parts the last argument of `loss_fn`, the batch, is worked through.
+      num_microbatches: in how many parts the batch is worked through, which is the last of the positional arguments.
+        All parts get the others whole: pass what is random by name, `step(params, opt_state, batch, key=key)`.
       skip: as for `find_layers`.
       max_dim: as for `find_layers`.
       options: what else `kfac.kfac` takes: `damping=`, `trust_ratio=`, `distribution=` and so on.
@@ -90,27 +94,31 @@ def train_step(
 
     Raises:
       TypeError: `kfac.kfac` has no such option; when a step is traced.
-      ValueError: as of the functions it calls; when a step is traced.
+      ValueError: `loss_fn` is no function; as of the functions it calls, when a step is traced.
     """
+    if not callable(loss_fn):
+        raise ValueError(f"loss_fn must be a function, but is {loss_fn!r}: it comes before the learning rate")
     first: list[int | None] = []
 
-    def layers_of(params, args):
-        layers = find_layers(loss_fn, params, *args, has_aux=has_aux, skip=skip, max_dim=max_dim)
+    def layers_of(params, args, kwargs):
+        layers = find_layers(loss_fn, params, *args, has_aux=has_aux, skip=skip, max_dim=max_dim, **kwargs)
         # The interval of "auto" goes by examples; a last batch that has fewer must not change it.
         first[:] = first or [layers.num_examples]
         return dataclasses.replace(layers, num_examples=first[0])
 
-    def init(params, *args):
-        return kfac(learning_rate, layers_of(params, args), **options).init(params)
+    def init(params, *args, **kwargs):
+        return kfac(learning_rate, layers_of(params, args, kwargs), **options).init(params)
 
-    def step(params, opt_state, *args, fisher_key):
-        layers = layers_of(params, args)
-        measure = value_and_grad(loss_fn, layers, has_aux=has_aux, fisher=fisher, subsample=subsample)
+    def step(params, opt_state, *args, fisher_key, **kwargs):
+        layers = layers_of(params, args, kwargs)
+        measure = value_and_grad(
+            loss_fn, layers, has_aux=has_aux, fisher=fisher, num_examples=num_examples, subsample=subsample
+        )
         if num_microbatches > 1:
             measure = microbatch(measure, num_microbatches, batch_argnums=len(args))
-        given = {} if fisher_key is None else {"fisher_key": fisher_key}
+        given = kwargs if fisher_key is None else {**kwargs, "fisher_key": fisher_key}
         if isinstance(inverse := options.get("inverse"), Inverse) and inverse.takes_moments:
-            given["basis"] = eigenbasis(opt_state, layers)
+            given = {**given, "basis": eigenbasis(opt_state, layers)}
         value, grads, factors = measure(params, *args, **given)
         updates, opt_state = kfac(learning_rate, layers, **options).update(grads, opt_state, params, factors=factors)
         return optax.apply_updates(params, updates), opt_state, value
