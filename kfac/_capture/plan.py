@@ -275,8 +275,9 @@ def _examples(planned: Planned, layer: Layer, use: Use, subsample: int, moments:
     if subsample > 1 and (moments or layer.weight_sharing != "reduce"):
         count = planned.found.marks.sequences(n)
         if subsample > count:
-            what = "example" if count == n else "sequence"
-            raise ValueError(f"subsample={subsample}, but layer {layer.name!r} sees {count} {what}(s) at a time")
+            what = "example(s)" if count == n else "sequence(s)"
+            way_out = "" if count == n else ". To take single tokens mark the output as [sequences * tokens, features]"
+            raise ValueError(f"subsample={subsample}, but layer {layer.name!r} sees {count} {what} at a time{way_out}")
         thinned = _result_axis(planned, use, n if _sizes(planned, read.y_axes, n) else count, name)
     if not moments:
         return _result_axis(planned, use, n, name) if layer.weight_sharing == "reduce" else thinned
