@@ -121,9 +121,10 @@ class Loop:
         return Dense(d, self.bias)
 
     def reference(self, hook, name, p, x):
+        one = self.shared or math.prod(self.lengths) == 1  # a stack of one kernel is a kernel
         for k, at in enumerate(itertools.product(*map(range, self.lengths))):
             own = p if self.shared else {key: leaf[at] for key, leaf in p.items()}
-            x = self._layer(x.shape[-1]).reference(hook, name if self.shared else f"{name}[{k}]", own, x)
+            x = self._layer(x.shape[-1]).reference(hook, name if one else f"{name}[{k}]", own, x)
         return x
 
     def written(self, p, x):
