@@ -68,6 +68,7 @@ class Layer:
       positions: positions per example that share the weight, at the shapes the layer was found with.
       uses: how many operations, or iterations of a loop, read the parameters (or each part of them); their positions
         add up.
+      order: of its first use in the program, among those of all layers; a backward pass comes to the layer in reverse.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Layer:
     note: str = ""
     positions: int | None = dataclasses.field(default=None, compare=False)
     uses: int = dataclasses.field(default=1, compare=False)
+    order: int = dataclasses.field(default=0, compare=False)
 
     @property
     def has_bias(self) -> bool:

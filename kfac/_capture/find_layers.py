@@ -109,6 +109,7 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
     by_leaf: dict[int, list[Use]] = collections.defaultdict(list)
     for use in reads.uses:
         by_leaf[use.leaf].append(use)
+    order = {leaf: place for place, leaf in enumerate(by_leaf)}  # uses come in the order of the program
     _drop_mixed_lookups(reads, by_leaf)
     kernels = {leaf for leaf, uses in by_leaf.items() if any(use.read.op in KRONECKER_KINDS for use in uses)}
     for leaf in kernels:
@@ -140,7 +141,9 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
         parent = _parent(layer.params[0])
         # A path may hold a slash of its own, so a parent may have the path of a leaf.
         unique = parent and parents[parent] == 1 and parent not in names
-        layer = _bounded(dataclasses.replace(layer, name=parent if unique else layer.params[0]), options.max_dim)
+        place = min((order[leaf] for leaf in leaves if leaf in order), default=0)
+        layer = dataclasses.replace(layer, name=parent if unique else layer.params[0], order=place)
+        layer = _bounded(layer, options.max_dim)
         if layer.kind in ("dense", "conv") and layer.params[0] in reduced:
             if len({use.layout for use in by_leaf[leaves[0]]}) > 1:
                 raise unsupported(layer.params[0], "its transpose too", "reduce= is not for such kernels")

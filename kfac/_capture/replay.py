@@ -14,7 +14,6 @@ from jax.extend import core as jex
 from kfac._capture import primitives
 from kfac._capture.taps import ElementwiseTap, Key, KroneckerTap, Plan, Probes, tapped, together
 from kfac._capture.trace import Op, Program
-from kfac._varying import varying_axes
 
 
 @jax.tree_util.register_dataclass
@@ -114,8 +113,7 @@ def _replay(
             if not _is_shared(values[other]):
                 values[other] = Shared(jnp.broadcast_to(values[other], (plan.late[index], *values[other].shape)))
         kronecker = [tap.key for tap in plan.taps.get(index, ()) if isinstance(tap, KroneckerTap) and not tap.use.scans]
-        # On several devices the first statistics are sent while the backward pass goes on.
-        if kronecker and not any(map(_is_shared, values)) and not varying_axes(values):
+        if kronecker and not any(map(_is_shared, values)):
             values, own = together((values, {key: probes[key] for key in kronecker}))
             probes = {**probes, **own}
         if child is None:

@@ -120,7 +120,7 @@ class Group:
 
 
 def group_layers(layers: Layers) -> tuple[Group, ...]:
-    """Groups the layers that have statistics by the shape of their blocks, in order of first appearance."""
+    """Groups the layers that have statistics by the shape of their blocks, in the order of their first uses."""
     members: dict[str, list[Layer]] = {}
     for layer in layers.with_factors:
         if layer.kind in KRONECKER_KINDS:
@@ -129,7 +129,8 @@ def group_layers(layers: Layers) -> tuple[Group, ...]:
         else:
             name = f"unitwise_{layer.d_out}x{layer.d_in}"
         members.setdefault(name, []).append(layer)
-    return tuple(Group(name, layers[0].kind in KRONECKER_KINDS, tuple(layers)) for name, layers in members.items())
+    groups = [Group(name, layers[0].kind in KRONECKER_KINDS, tuple(layers)) for name, layers in members.items()]
+    return tuple(sorted(groups, key=lambda group: min(layer.order for layer in group.layers)))
 
 
 def check_factors(factors: Any, layers: Layers, inverse: Inverse | None = None) -> None:

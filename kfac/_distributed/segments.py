@@ -76,7 +76,7 @@ def make_segments(shards: Mapping[str, Shard], sizes: Mapping[str, int]) -> Segm
 def make_buckets(sizes: Mapping[str, int], number: int) -> list[list[str]]:
     """The groups in a `number` of buckets of about equal size, in the order in which a backward pass has finished them.
 
-    Groups stand in the order of their first layers, which are the last that it comes to.
+    Groups stand in the order of their first uses, which are the last that it comes to.
     """
     buckets: list[list[str]] = [[] for _ in range(number)]
     total, seen = max(1, sum(sizes.values())), 0
