@@ -122,14 +122,15 @@ def sum_of_parts(of: Callable[..., Any], limit: int, *arrays: jax.Array) -> Any:
 
 
 def whole(fn: Callable, like: Any = None) -> Callable:
-    """`fn` with results that all devices have whole, or that lie as `like`, over axes of a mesh that are explicit.
+    """`fn` with results that lie as `like`, or as it says, over axes of a mesh that are explicit; without it whole.
 
     There a sum over an axis that is split would need to say how its result lies. Inside, XLA sees to that.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not any(kind == AxisType.Explicit for kind in mesh.axis_types):
         return fn
-    lies = PartitionSpec() if like is None else jax.tree.map(lambda x: jax.typeof(x).sharding.spec, like)
+    said = PartitionSpec() if like is None else like
+    lies = said if isinstance(said, PartitionSpec) else jax.tree.map(lambda x: jax.typeof(x).sharding.spec, said)
     return jax.sharding.auto_axes(fn, out_sharding=lies)
 
 

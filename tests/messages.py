@@ -2,6 +2,7 @@
 
 python tests/messages.py resnet50 --devices 8
 python tests/messages.py gpt --devices 8 --style mesh
+python tests/messages.py gpt --devices 8 --style mesh --parameters split --gradients split
 
 Programs are compiled for simulated devices, ResNet-50 with small images: messages of parameters, statistics and
 results do not depend on their size, and nothing else may be sent. Bytes are those that a device puts into all-reduces,
@@ -21,7 +22,8 @@ if __name__ == "__main__":
     PARSER.add_argument("--devices", type=int, default=8)
     PARSER.add_argument("--style", choices=["shard_map", "mesh"], default="shard_map")
     PARSER.add_argument("--axes", choices=["auto", "explicit"], default="auto")
-    PARSER.add_argument("--gradients", choices=["averaged", "local"], default="averaged")
+    PARSER.add_argument("--gradients", choices=["averaged", "local", "split"], default="averaged")
+    PARSER.add_argument("--parameters", choices=["whole", "split"], default="whole", help="as FSDP splits them")
     PARSER.add_argument("--largest", type=int, default=0, help="print so many of the largest messages of each program")
     OPTIONS = PARSER.parse_args()
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={OPTIONS.devices}"
@@ -213,8 +215,14 @@ MODELS = {"resnet50": resnet50, "gpt": gpt}
 # -- steps ------------------------------------------------------------------------------------------------------------
 
 
-def programs(model, devices, style, kind=AxisType.Auto, **options):
-    """Layers, and the compiled steps of SGD, K-FAC, and K-FAC with statistics, by name."""
+def split_spec(devices, leaf):
+    """How FSDP splits a leaf: along the first axis of which it can."""
+    axis = next((k for k, size in enumerate(leaf.shape) if size % devices == 0), None)
+    return P(*("data" if k == axis else None for k in range(leaf.ndim)))
+
+
+def programs(model, devices, style, kind=AxisType.Auto, parameters="whole", **options):
+    """Layers, and compiled programs by name: steps of SGD, K-FAC, K-FAC with statistics; over a mesh `update` alone."""
     loss, params, batch, find = model(4 * devices)
     layers = kfac.find_layers(loss, params, batch, **find)
     mesh = jax.make_mesh((devices,), ("data",), axis_types=(kind,), devices=jax.devices()[:devices])
@@ -250,6 +258,10 @@ def programs(model, devices, style, kind=AxisType.Auto, **options):
         updates, state = tx.update(given(grads), state, params, factors=factors)
         return moved(params, updates), state
 
+    def alone(params, state, batch):
+        return tx.update(given(params), state)
+
+    whole = P() if parameters == "whole" else jax.tree.map(functools.partial(split_spec, devices), params)
     specs = kfac.state_specs(tx, params, "data")
     init = tx.init
     if style == "shard_map":
@@ -258,9 +270,11 @@ def programs(model, devices, style, kind=AxisType.Auto, **options):
     with jax.set_mesh(mesh):
         state = jax.eval_shape(init, params)
         place = [jax.tree.map(functools.partial(NamedSharding, mesh), s, is_leaf=lambda s: isinstance(s, P))
-                 for s in (P(), specs, P("data"))]  # fmt: skip
+                 for s in (whole, specs, P("data"))]  # fmt: skip
         arguments = [abstract(tree, where) for tree, where in zip((params, state, batch), place, strict=True)]
-        for name, step in {"SGD": sgd, "K-FAC": without, "K-FAC with statistics": full}.items():
+        steps = {"SGD": sgd, "K-FAC": without, "K-FAC with statistics": full}
+        steps |= {"update": alone} if style == "mesh" else {}
+        for name, step in steps.items():
             fn = step
             if style == "shard_map":
                 fn = jax.shard_map(step, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs))
@@ -289,12 +303,13 @@ def packed_bytes(layers):
 def main():
     kind = AxisType.Explicit if OPTIONS.axes == "explicit" else AxisType.Auto
     layers, compiled = programs(
-        MODELS[OPTIONS.model], OPTIONS.devices, OPTIONS.style, kind, gradients=OPTIONS.gradients
+        MODELS[OPTIONS.model], OPTIONS.devices, OPTIONS.style, kind, OPTIONS.parameters, gradients=OPTIONS.gradients
     )
     print(f"{OPTIONS.model}, {OPTIONS.devices} devices, {OPTIONS.style}; packed factors {packed_bytes(layers):,} bytes")
     for name, program in compiled.items():
         found = messages(program.as_text(), OPTIONS.devices)
-        print(name, ", ".join(f"{kind} {int(size):,}" for kind, size in by_kind(found).items()))
+        sizes = ", ".join(f"{kind} {int(size):,}" for kind, size in by_kind(found).items())
+        print(f"{name}: {sizes or 'nothing'}; temporary {program.memory_analysis().temp_size_in_bytes:,}")
         for kind, size, times, what in sorted(found, key=lambda m: -m[1] * m[2])[: OPTIONS.largest]:
             print(f"    {kind} {size:,} x {times}: {what}")
 

@@ -237,7 +237,7 @@ def test_where_gradients_cannot_arrive_local():
     for options in ({"precondition": "replicated", "axis_name": AXIS}, {"mesh": mesh_of(2)}):
         with pytest.raises(ValueError, match=r"gradients='local' is for axis_name= inside jax\.shard_map or jax\.pmap"):
             kfac.Distribution(gradients="local", **options)
-    with pytest.raises(ValueError, match="gradients must be one of 'averaged', 'local', but is 'mine'"):
+    with pytest.raises(ValueError, match="gradients must be one of 'averaged', 'local', 'split', but is 'mine'"):
         kfac.Distribution(gradients="mine")
     with pytest.raises(ValueError, match="gradients='local' is not for adaptive_damping"):
         kfac.adaptive_damping(plain_kfac, 1.0, distribution=kfac.Distribution(AXIS, gradients="local"))

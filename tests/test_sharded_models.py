@@ -1,6 +1,7 @@
 """Thirty steps over meshes, with parameters split as people split them, are one device's: in float64, to 1e-10."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -119,7 +120,13 @@ def trained(loss, layers, inverse, distribution, place=lambda params, batch: (pa
     shardings = jax.tree.map(lambda x: x.sharding, params)
     state = jax.jit(tx.init, compiler_options=FAST)(params)
 
-    @functools.partial(jax.jit, static_argnums=3, compiler_options=FAST)
+    def lying():
+        """How parameters and state lie; of leaves of one shape that lie differently XLA may bring all to one."""
+        of_params = optax.tree_utils.tree_map_params
+        own = of_params(tx, lambda _, s: s, state, shardings, transform_non_params=lambda x: x.sharding)
+        return {"out_shardings": (shardings, own)} if distribution.gradients == "split" else {}
+
+    @functools.partial(jax.jit, static_argnums=3, compiler_options=FAST, **lying())
     def step(params, state, batch, statistics):
         basis = {"basis": kfac.eigenbasis(state, layers)} if isinstance(inverse, kfac.Ekfac) and statistics else {}
         measure = kfac.value_and_grad(loss, layers, num_examples=N)
@@ -148,18 +155,18 @@ def alone(inverse):
 
 def grid():
     """All combinations. By default the one with most in it; docs/distributed.md, which a test runs, has others."""
-    usual = {("tensor", AxisType.Explicit, "Ekfac", 4)}
+    usual = {("tensor", AxisType.Explicit, "Ekfac", 4, "averaged"), ("fsdp", AxisType.Auto, "Cholesky", 4, "split")}
     for form in SPLITS:
         for kind in (AxisType.Auto, AxisType.Explicit):
             for inverse in ("Cholesky", "Ekfac"):
-                for devices in (4, 3):
-                    case = form, kind, inverse, devices
+                for devices, gradients in itertools.product((4, 3), ("averaged", "split")):
+                    case = form, kind, inverse, devices, gradients
                     marks = () if case in usual else pytest.mark.slow
-                    yield pytest.param(*case, id=f"{form}-{kind.name}-{inverse}-{devices}", marks=marks)
+                    yield pytest.param(*case, id=f"{form}-{kind.name}-{inverse}-{devices}-{gradients}", marks=marks)
 
 
-@pytest.mark.parametrize(("form", "kind", "inverse", "devices"), list(grid()))
-def test_a_mesh_is_one_device(form, kind, inverse, devices, x64):
+@pytest.mark.parametrize(("form", "kind", "inverse", "devices", "gradients"), list(grid()))
+def test_a_mesh_is_one_device(form, kind, inverse, devices, gradients, x64):
     inverse = getattr(kfac, inverse)()
     layers, expected = alone(inverse)
     sizes, batch_axes, axis = axes_of(form, devices)
@@ -174,7 +181,8 @@ def test_a_mesh_is_one_device(form, kind, inverse, devices, x64):
     explicit = kind == AxisType.Explicit
     loss = loss_of(form, batch_axes, explicit)
     with jax.set_mesh(mesh):
-        found, kept, _ = trained(loss, layers, inverse, kfac.Distribution(mesh=mesh, staggered=False), place)
+        distribution = kfac.Distribution(mesh=mesh, staggered=False, gradients=gradients)
+        found, kept, _ = trained(loss, layers, inverse, distribution, place)
     assert all(jax.tree.leaves(kept)), kept
 
     def close(found, expected):

@@ -194,18 +194,45 @@ def merged(p, x, t):
     return 0.5 * jnp.mean(jnp.sum((y - t) ** 2, axis=-1))
 
 
-@pytest.mark.parametrize("n", [4, 5])
-def test_parts_of_a_sequence_that_are_as_many_as_all_tokens_are_not_the_tokens(x64, n):
-    p, x, t = {"w": normal(0, 3, 2)}, normal(1, n, 12, 3), normal(2, n, 3, 2)
+def test_parts_of_a_sequence_are_not_the_tokens(x64):
+    p, x, t = {"w": normal(0, 3, 2)}, normal(1, 5, 12, 3), normal(2, 5, 3, 2)
     layers = kfac.find_layers(merged, p, x, t)
     found = kfac.value_and_grad(merged, layers, subsample=2)(p, x, t)[2]
     taken = kfac.value_and_grad(merged, layers)(p, x[::2], t[::2])[2]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11), found, taken)
-    with pytest.raises(ValueError, match=r"none of whose axes has the \d+ examples"):
+    with pytest.raises(ValueError, match=r"none of whose axes has the 15 examples"):
         kfac.value_and_grad(merged, layers)(p, x, t, basis=rotations(layers))
     scaled = p | {"scale": normal(3, 2)}
-    with pytest.raises(ValueError, match=r"none of whose axes has the \d+ examples"):
+    with pytest.raises(ValueError, match=r"none of whose axes has the 15 examples"):
         kfac.value_and_grad(merged, kfac.find_layers(merged, scaled, x, t))(scaled, x, t)
+
+
+def views(p, x, t):
+    """Tokens are examples; one layer sees all of them four times, each time otherwise."""
+    n, tokens, d = t.shape
+    h = x.reshape(1, -1, 3) * jnp.linspace(0.5, 1.5, 4)[:, None, None]
+    h = jnp.tanh(h @ p["w"]) * p["scale"] if "scale" in p else jnp.tanh(h @ p["w"])
+    y = kfac.output(h.mean(0).reshape(n, tokens, d), "gaussian")
+    return 0.5 * jnp.mean(jnp.sum((y - t) ** 2, axis=-1))
+
+
+@pytest.mark.parametrize(("loss", "tokens"), [(merged, 12), (views, 3)])
+def test_whether_an_axis_is_of_sequences_or_of_something_else_must_be_clear(x64, loss, tokens):
+    """`[4, 12, ...]` may be four sequences of twelve parts, or four views of all twelve tokens."""
+    p, x, t = {"w": normal(0, 3, 2)}, normal(1, 4, tokens, 3), normal(2, 4, 3, 2)
+    layers, scaled, words = kfac.find_layers(loss, p, x, t), p | {"scale": normal(3, 2)}, "not clear whether its first"
+    kfac.value_and_grad(loss, layers)(p, x, t)
+    with pytest.raises(ValueError, match=words):
+        kfac.value_and_grad(loss, layers, subsample=2)(p, x, t)
+    with pytest.raises(ValueError, match=words):
+        kfac.value_and_grad(loss, layers)(p, x, t, basis=rotations(layers))
+    with pytest.raises(ValueError, match=words):
+        kfac.value_and_grad(loss, kfac.find_layers(loss, scaled, x, t))(scaled, x, t)
+    if loss is views:
+        x, t = normal(1, 5, 3, 3), normal(2, 5, 3, 2)
+        found = kfac.value_and_grad(loss, layers, subsample=2)(p, x, t)[2]
+        taken = kfac.value_and_grad(loss, layers)(p, x[::2], t[::2])[2]
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11), found, taken)
 
 
 @pytest.mark.parametrize("channels", [4, 5])

@@ -278,7 +278,7 @@ def _examples(planned: Planned, layer: Layer, use: Use, subsample: int, moments:
             what = "example(s)" if count == n else "sequence(s)"
             way_out = "" if count == n else ". To take single tokens mark the output as [sequences * tokens, features]"
             raise ValueError(f"subsample={subsample}, but layer {layer.name!r} sees {count} {what} at a time{way_out}")
-        thinned = _result_axis(planned, use, n if _sizes(planned, read.y_axes, n) else count, name)
+        thinned = _result_axis(planned, use, n if _sizes(planned, use, n, name) else count, name)
     if not moments:
         return _result_axis(planned, use, n, name) if layer.weight_sharing == "reduce" else thinned
     flat = axes_lib.flatten(read.y_axes)
@@ -286,9 +286,8 @@ def _examples(planned: Planned, layer: Layer, use: Use, subsample: int, moments:
     if math.prod(flat[p].size for p in rows) == n:
         examples = rows  # a row for each example
     else:
-        tokens = (
-            () if n == 1 or read.images or _sizes(planned, read.y_axes, n) else planned.found.marks.token_axes(flat, n)
-        )
+        alone = n == 1 or read.images or _sizes(planned, use, n, name)
+        tokens = () if alone else planned.found.marks.token_axes(flat, n)
         examples = tokens if math.prod(flat[p].size for p in tokens) == n else _result_axis(planned, use, n, name)
     return tuple(sorted(examples, key=lambda p: p not in thinned))
 
@@ -300,15 +299,23 @@ def _in_runs(planned: Planned, arrange: Arrangement) -> Arrangement:
     return arrange._replace(within=n // planned.found.marks.sequences(n) if folded else 1)
 
 
-def _sizes(planned: Planned, axes: axes_lib.Axes, n: int) -> list[int]:
-    """Positions, among all atoms of `axes`, of those that may be the axis of `n` examples.
+def _sizes(planned: Planned, use: Use, n: int, parameter: str) -> list[int]:
+    """Positions, among all atoms of a result, of those that may be the axis of `n` examples.
 
-    Where the tokens of sequences are examples, an axis behind that of the sequences has no more than tokens of one.
+    Raises:
+      ValueError: tokens of sequences are examples, and the axis of all comes behind one that may be of the sequences.
     """
-    sizes = {position: atom.size for position, atom in enumerate(axes_lib.flatten(axes)) if not atom.of_leaf}
+    read, flat = use.read, axes_lib.flatten(use.read.y_axes)
+    sizes = {position: atom.size for position, atom in enumerate(flat) if not atom.of_leaf}
     found = [position for position, size in sizes.items() if size == n]
     sequences = planned.found.marks.sequences(n)
-    return [] if found and 1 < sequences < n and next(iter(sizes.values())) == sequences else found
+    if found and not read.images and 1 < sequences < n and next(iter(sizes.values())) == sequences:
+        raise ValueError(
+            f"parameter {parameter!r} is read by {read.name} on an array of shape {list(read.shape)}: it is not clear "
+            f"whether its first axis has the {sequences} sequences, or another the {n} tokens of all of them. Take "
+            "another number of sequences."
+        )
+    return found
 
 
 def _result_axis(planned: Planned, use: Use, n: int, parameter: str) -> tuple[int, ...]:
@@ -338,7 +345,7 @@ def _example_position(planned: Planned, use: Use, n: int, parameter: str) -> int
         return None
     read, axes = use.read, use.read.y_axes
     flat = axes_lib.flatten(axes)
-    example = next(iter(_sizes(planned, axes, n)), None) if read.op != "conv" else None
+    example = next(iter(_sizes(planned, use, n, parameter)), None) if read.op != "conv" else None
     # Behind another axis, length alone tells the examples only if they can be on no other.
     others = [p for p, atom in enumerate(flat) if not atom.of_leaf and atom.size % n == 0 and p != example]
     # Where a kernel has been broadcast, then reshaped, its axes say nothing about the order of the data.
@@ -407,7 +414,7 @@ def _plan_elementwise(planned: Planned, layer: Layer, uses: list[list[Use]], sub
 def _elementwise_arrangement(planned: Planned, use: Use, parameter: str) -> Arrangement:
     n, flat = planned.num_examples, axes_lib.flatten(use.read.y_axes)
     examples: tuple[int, ...] = ()
-    if n > 1 and not _sizes(planned, use.read.y_axes, n):
+    if n > 1 and not _sizes(planned, use, n, parameter):
         examples = planned.found.marks.token_axes(flat, n)
     if not examples:
         example = _example_position(planned, use, n, parameter)

@@ -91,6 +91,22 @@ class Group:
             blocks.append(block)
         return jax.tree.map(lambda *stacks: jnp.concatenate(stacks), *blocks)
 
+    @property
+    def by_leaf(self) -> list[Group]:
+        """As groups of the kernels and of the biases, where all members agree on which columns are whose."""
+        widths = {tuple(layout.size("in") for layout in layer.layouts) for layer in self.layers}
+        if len(widths) > 1:
+            return [self]
+
+        def only(layer, k, width):
+            own = {name: getattr(layer, name)[k : k + 1] for name in ("params", "shapes", "layouts")}
+            return dataclasses.replace(layer, d_in=width, **own)
+
+        return [
+            dataclasses.replace(self, layers=tuple(only(layer, k, width) for layer in self.layers))
+            for k, width in enumerate(widths.pop())
+        ]
+
     def stack_matrices(self, leaves: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
         """Gradients of the members as `[k, d_out, d_in]`; zeros for a member that `leaves` does not hold."""
         matrices = []

@@ -122,17 +122,27 @@ class Assignment:
 
     @property
     def gradients_messages(self) -> dict[str, int]:
-        """As `statistics_messages`, of the gradients, averaged everywhere, or to the owners where they arrive local."""
+        """As `statistics_messages`, of the gradients, averaged everywhere, or to the owners where they arrive local.
+
+        Of those that are split: over the same devices; first averaged, each to where its parameter lies.
+        """
         if self.devices == 1:
             return {}
         gathered = [layer for group in self.groups if self._gathers(group) for layer in group.layers]
+        if self._uses.gradients == "split":
+            everywhere = 4 * sum(layer.num_params for layer in self.layers.with_factors if layer not in gathered)
+            whole = 4 * sum(layer.num_params for layer in self.layers)
+            return {"reduce-scatter": whole, "all-gather": everywhere} | self.results_messages
         to_owners = gathered if self._uses.gradients == "local" else []
         averaged = 4 * sum(layer.num_params for layer in self.layers if layer not in to_owners)
         return (self._messages(self._gradient, "reduce-scatter") if to_owners else {}) | {"all-reduce": averaged}
 
     @property
     def results_messages(self) -> dict[str, int]:
-        """As `statistics_messages`, of the preconditioned gradients that are gathered in each step."""
+        """As `statistics_messages`, of the preconditioned gradients that are gathered in each step, or split again."""
+        if self._uses.gradients == "split" and self.devices > 1:
+            groups = [group for group in self.groups if self._gathers(group)]
+            return {"all-to-all": sum(4 * self.shards[g.name].positions * g.d_out * g.d_in for g in groups)}
         return self._messages(self._gradient, "all-gather")
 
     @property

@@ -55,10 +55,10 @@ def _fused(message: Callable[[jax.Array], jax.Array], arrays: Mapping[str, jax.A
     if not arrays:
         return {}
     found = message(jnp.concatenate(list(arrays.values()), axis=-1))
-    return dict(zip(arrays, _cut(found, [x.shape[-1] for x in arrays.values()]), strict=True))
+    return dict(zip(arrays, cut(found, [x.shape[-1] for x in arrays.values()]), strict=True))
 
 
-def _cut(x: jax.Array, lengths: Collection[int]) -> list[jax.Array]:
+def cut(x: jax.Array, lengths: Collection[int]) -> list[jax.Array]:
     """An array in parts of such lengths, along its last axis."""
     return jnp.split(x, list(itertools.accumulate(lengths))[:-1], axis=-1)
 
@@ -168,7 +168,7 @@ def _in_segments(rests: Mapping[str, jax.Array], segments: Segments) -> dict[str
         return {}
     blocks: dict[int, list[jax.Array]] = {device: [] for device in segments.lengths}
     for name, x in rests.items():
-        for device, block in zip(segments.starts[name], _cut(x.reshape(-1), len(x) * [x.shape[1]]), strict=True):
+        for device, block in zip(segments.starts[name], cut(x.reshape(-1), len(x) * [x.shape[1]]), strict=True):
             blocks[device].append(block)
     direct, devices = segments.direct, segments.devices
     ends = list(itertools.accumulate(direct + devices * piece for piece in segments.pieces.values()))
@@ -183,7 +183,7 @@ def _in_segments(rests: Mapping[str, jax.Array], segments: Segments) -> dict[str
 def _segments_in(rows: jax.Array, segments: Segments) -> dict[int, jax.Array]:
     """The inverse: the segment of each device, from the `rows` of all."""
     direct, lengths = segments.direct, [segments.devices * piece for piece in segments.pieces.values()]
-    whole = dict(zip(segments.lengths, _cut(rows[:, direct:].T.reshape(-1), lengths), strict=True))
+    whole = dict(zip(segments.lengths, cut(rows[:, direct:].T.reshape(-1), lengths), strict=True))
     return {device: jnp.concatenate([rows[device, :direct], x]) for device, x in whole.items()} if direct else whole
 
 
@@ -192,7 +192,7 @@ def _whole_segment(own: jax.Array, segments: Segments, axis_name: AxisName) -> j
     devices, width = segments.devices, segments.exchanged
     if not width:
         return own
-    pieces = _cut(own[segments.direct :], segments.pieces.values())
+    pieces = cut(own[segments.direct :], segments.pieces.values())
     begins = [device * width for device in segments.pieces]
     sent = _laid_out(dict(zip(begins, pieces, strict=True)), devices * width)
     received = lax.all_to_all(sent, axis_name, 0, 0, tiled=True).reshape(devices, width).T

@@ -44,7 +44,9 @@ class Distribution:
       gradients: `"averaged"`: what `update` gets has been averaged over devices. `"local"`: it is a device's own;
         `update` averages it at the owners only, and gathers the results: hardly more is sent than for the average
         alone. With `axis_name` and `precondition="sharded"`, not with `Soap`; only linear transformations may come
-        before.
+        before. `"split"`: parameters are split over the devices of `mesh`, as by FSDP or tensor parallelism; each
+        gradient goes to its owner alone, and the result back to where it lies. With the others all devices get all
+        gradients whole.
       communication_dtype: dtype of statistics on the wire, `"float32"` or `"bfloat16"`. With `mesh`, where XLA averages
         the statistics, `"float32"` only.
       owners: those of the axes that blocks are spread over; None for all. Devices along the others repeat the owners:
@@ -72,11 +74,16 @@ class Distribution:
         check_axis_name(self.owners, "owners")
         check_choice("precondition", self.precondition, ("sharded", "replicated"))
         check_switch("staggered", self.staggered, optional=True)
-        check_choice("gradients", self.gradients, ("averaged", "local"))
+        check_choice("gradients", self.gradients, ("averaged", "local", "split"))
         if self.gradients == "local" and (self.replicated or self.mesh is not None):
             raise ValueError(
                 "gradients='local' is for axis_name= inside jax.shard_map or jax.pmap, with precondition='sharded': "
                 "with mesh= XLA averages gradients, and with 'replicated' every device needs all of them"
+            )
+        if self.gradients == "split" and (self.replicated or self.mesh is None):
+            raise ValueError(
+                "gradients='split' is for mesh=, over which parameters are split, with precondition='sharded': inside "
+                "jax.shard_map a device has whole parameters, and with 'replicated' it needs all gradients"
             )
         if self.schedule_for is not None:
             check_positive_int("schedule_for", self.schedule_for)

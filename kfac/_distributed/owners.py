@@ -52,6 +52,19 @@ class Shard:
         position, device = divmod(block, self.devices)
         return (device if position < self.full else self.owners[device]), position
 
+    @property
+    def places(self) -> np.ndarray:
+        """Where each block stands in the row of all devices' positions."""
+        found = [self.location(block) for block in range(self.blocks)]
+        return np.array([device * self.positions + position for device, position in found], np.int32)
+
+    @property
+    def order(self) -> np.ndarray:
+        """Which block stands at each place in that row; where there is none, the first."""
+        order = np.zeros(self.devices * self.positions, np.int32)
+        order[self.places] = np.arange(self.blocks)
+        return order
+
 
 class Cost(NamedTuple):
     """What there is to do for each of the `blocks` of a group: `work` to invert it, and `elements` of its gradient."""

@@ -143,14 +143,8 @@ def _with_devices(node: Any, devices: int) -> Any:
     return jnp.broadcast_to(node, (devices, *node.shape))
 
 
-def _places(shard: Shard) -> jax.Array:
-    """Where each block stands in the row of all devices' positions."""
-    places = [shard.location(block) for block in range(shard.blocks)]
-    return jnp.array([device * shard.positions + position for device, position in places], jnp.int32)
-
-
 def _gather_owned(own: Owned) -> Owned:
-    places, expected = _places(own.shard), own.shard.devices * own.shard.positions
+    places, expected = own.shard.places, own.shard.devices * own.shard.positions
     if own.blocks.weight.shape != (expected,):
         raise ValueError(
             f"opt_state must hold the {expected} blocks of all {own.shard.devices} devices in a row, but has "
@@ -160,9 +154,7 @@ def _gather_owned(own: Owned) -> Owned:
 
 
 def _scatter_owned(own: Owned, shard: Shard) -> Owned:
-    places = _places(shard)
-
     def spread(x):
-        return jnp.zeros((shard.devices * shard.positions, *x.shape[1:]), x.dtype).at[places].set(x)
+        return jnp.zeros((shard.devices * shard.positions, *x.shape[1:]), x.dtype).at[shard.places].set(x)
 
     return _mapped(spread, own, shard)

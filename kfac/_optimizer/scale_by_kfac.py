@@ -21,10 +21,11 @@ from kfac._curvature.inverse import Inverse
 from kfac._distributed.collectives import owns_last
 from kfac._distributed.distribution import Distribution, staggers
 from kfac._layers import Layers
+from kfac._optimizer.over_mesh import step_over_mesh
 from kfac._optimizer.reshard import on_states, some_state, state_spec
-from kfac._optimizer.state import Config, KfacState, check_devices, init_state
-from kfac._optimizer.step import Now, count_blocks, preconditioned_step, refresh_inverses
-from kfac._varying import axis_names, axis_size, lying_as, replicated
+from kfac._optimizer.state import Config, KfacState, check_devices, init_state, match_leaves
+from kfac._optimizer.step import Gradients, Now, count_blocks, preconditioned_step, refresh_inverses
+from kfac._varying import axis_names, axis_size, replicated
 
 Scalar = float | jax.Array
 ScalarOrSchedule = Scalar | Callable[[jax.Array], jax.typing.ArrayLike]
@@ -106,16 +107,8 @@ def scale_by_kfac(
     config = _config(layers, inverse, distribution or Distribution(), inverse_every)
     axis, mesh = config.owners, config.distribution.mesh
     if mesh is not None and axis is not None:
-        same, split = PartitionSpec(), state_spec(axis)
-        init_on_mesh = jax.jit(
-            jax.shard_map(functools.partial(init_state, config), mesh=mesh, in_specs=(same,), out_specs=split)
-        )
-        update_on_mesh = jax.shard_map(
-            functools.partial(preconditioned_step, config, local=False),
-            mesh=mesh,
-            in_specs=(same, same, split, same, same),
-            out_specs=(same, split),
-        )
+        own, split = functools.partial(init_state, config), state_spec(axis)
+        init_on_mesh = jax.jit(jax.shard_map(own, mesh=mesh, in_specs=(PartitionSpec(),), out_specs=split))
 
     def init(params: Any) -> KfacState:
         if mesh is not None and axis_size(axis) is None:
@@ -135,11 +128,15 @@ def scale_by_kfac(
             period=jnp.asarray(period).astype(jnp.int32),
             warmup=count < jnp.asarray(warmup).astype(jnp.int32),
         )
-        if mesh is not None and axis_size(axis) is None:
-            check_devices(state, math.prod(mesh.shape[name] for name in axis_names(axis)))
-            new, state = update_on_mesh(replicated(updates), replicated(averaged), state, now, factors)
-            return lying_as(new, updates), state
-        return preconditioned_step(config, updates, averaged, state, now, factors, local=True)
+        match_leaves(layers, updates, "updates")
+        if averaged is not None:
+            match_leaves(layers, averaged, "averaged")
+        if mesh is None or axis_size(axis) is not None:
+            instead = None if averaged is None else Gradients(averaged, {})
+            new, state = preconditioned_step(config, Gradients(updates, {}), instead, state, now, factors, local=True)
+            return new.tree, state
+        check_devices(state, math.prod(mesh.shape[name] for name in axis_names(axis)))
+        return step_over_mesh(config, mesh, updates, averaged, state, now, factors)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -162,6 +162,15 @@ class Config:
         return owners_precondition(self.distribution, self.inverse, group)
 
     @functools.cached_property
+    def apart(self) -> tuple[Group, ...]:
+        """The groups that their owners alone precondition."""
+        return tuple(filter(self.owners_precondition, self.groups))
+
+    @functools.cached_property
+    def paths_apart(self) -> frozenset[str]:
+        return frozenset(path for group in self.apart for layer in group.layers for path in layer.params)
+
+    @functools.cached_property
     def skipped(self) -> frozenset[str]:
         return frozenset(path for layer in self.layers if layer.kind == "skipped" for path in layer.params)
 

@@ -19,16 +19,30 @@ from kfac._curvature.inverse import averaged, finite, per_block
 from kfac._curvature.refresh import once_if, refresh
 from kfac._curvature.symmetric import flatten_block, unflatten_block
 from kfac._curvature.unitwise import ChannelInverse
-from kfac._distributed.collectives import gather_from_owners, means_to_owners, owns_last, take_own
+from kfac._distributed.collectives import cut, gather_from_owners, means_to_owners, owns_last, take_own
 from kfac._distributed.distribution import decode, encode
 from kfac._distributed.owners import Shard
 from kfac._distributed.segments import BUCKETS
 from kfac._factors import Block, Coarse, Factors, Kronecker, Ragged, Tied, Unitwise
 from kfac._layers import leaves_by_path, map_by_path
-from kfac._optimizer.state import Config, KfacMetrics, KfacState, Owned, Replica, check_state, match_leaves, with_blocks
+from kfac._optimizer.state import Config, KfacMetrics, KfacState, Owned, Replica, check_state, with_blocks
 from kfac._varying import AxisName, as_varying, axis_names, axis_size, varying_axes
 
 Vectors = dict[str, jax.Array]  # for each group `[k]`, a number for each block
+
+
+class Gradients(NamedTuple):
+    """Gradients, or what has become of them.
+
+    Attributes:
+      tree: in the form of the parameters, without what is in `stacks`; where these are split over a mesh, a skipped
+        leaf is a number that is finite if the leaf is.
+      stacks: of groups that owners alone precondition, where each got only its own: `[positions, d_out, d_in]`, in
+        parts of some columns each; seen from outside those of all devices in a row.
+    """
+
+    tree: Any
+    stacks: dict[str, list[jax.Array]]
 
 
 class Now(NamedTuple):
@@ -59,12 +73,19 @@ class Place(NamedTuple):
     @property
     def apart(self) -> dict[str, Shard]:
         """The groups that their owners alone precondition."""
-        return {g.name: self.shards[g.name] for g in self.config.kronecker if self.config.owners_precondition(g)}
+        return {group.name: self.shards[group.name] for group in self.config.apart}
 
 
 def preconditioned_step(
-    config: Config, updates: Any, averaged: Any, state: KfacState, now: Now, factors: Factors | None, *, local: bool
-) -> tuple[Any, KfacState]:
+    config: Config,
+    updates: Gradients,
+    averaged: Gradients | None,
+    state: KfacState,
+    now: Now,
+    factors: Factors | None,
+    *,
+    local: bool,
+) -> tuple[Gradients, KfacState]:
     """One step on one device; `local` statistics are still to be averaged over devices.
 
     What is preconditioned is `averaged`, if there is such, in the place of the gradients `updates`.
@@ -74,7 +95,6 @@ def preconditioned_step(
     state, updates, gradients, square, usable = take_gradients(place, state, updates)
     own = gradients
     if averaged is not None:
-        match_leaves(config.layers, averaged, "averaged")
         _, averaged, own, _, finite_too = take_gradients(place, state, averaged)
         usable &= finite_too
     changed, any_due, due = decide(place, state, usable, statistics=factors is not None)
@@ -96,12 +116,14 @@ def preconditioned_step(
         wanted = {name: due[name] & place.mine[name] & (blocks[name].weight > 0) for name in blocks}
         state, failed = refresh_inverses(config.owners, state, wanted, now, any_due)
     state, preconditioned = precondition(place, state, own, gradients, usable)
-    updates, new_square, usable = restore(config, updates, preconditioned, usable)
+    if config.owners is not None and not updates.stacks:
+        preconditioned |= gather_from_owners({n: preconditioned[n] for n in place.apart}, place.apart, config.owners)
+    updates, new_square, usable = restore(place, updates, preconditioned, usable)
     metrics, usable = measure(place, state, [square, new_square], change, [left_out, failed], usable)
     return updates, count(state, now, changed, metrics, usable)
 
 
-def check(config: Config, state: KfacState, updates: Any, local: Factors | None) -> None:
+def check(config: Config, state: KfacState, updates: Gradients, local: Factors | None) -> None:
     """Raises where the axis, the state, the gradients or local statistics are not what this step needs."""
     axis, devices = config.axis, axis_size(config.owners)
     if axis is not None and axis_size(axis) is None:
@@ -110,11 +132,10 @@ def check(config: Config, state: KfacState, updates: Any, local: Factors | None)
             "or pass mesh="
         )
     check_state(config, state, devices or 1)
-    match_leaves(config.layers, updates, "updates")
     if axis is None:
         return
     # Where `shard_map` knows that averages over devices are missing or would be.
-    differing, names = sorted(varying_axes(updates)), axis_names(axis)
+    differing, names = sorted(varying_axes(updates.tree)), axis_names(axis)
     unnamed = [name for name in differing if name not in names]
     if unnamed:
         together = (*names, *unnamed)
@@ -150,8 +171,8 @@ def locate(config: Config, state: KfacState, now: Now) -> Place:
 
 
 def take_gradients(
-    place: Place, state: KfacState, updates: Any
-) -> tuple[KfacState, Any, Vectors, jax.Array, jax.Array]:
+    place: Place, state: KfacState, updates: Gradients
+) -> tuple[KfacState, Gradients, Vectors, jax.Array, jax.Array]:
     """The gradients as matrices `[k, d_out, d_in]` of the blocks that this device preconditions.
 
     Returns:
@@ -162,10 +183,13 @@ def take_gradients(
     config, axis, blocks = place.config, place.config.owners, state.blocks
     local = axis is not None and config.distribution.gradients == "local"
     if local:
-        updates = _averaged_beside_blocks(config, updates)
-    leaves = leaves_by_path(updates)
-    matrices = {group.name: group.stack_matrices(leaves, blocks[group.name].weight.dtype) for group in config.groups}
-    if axis is not None and local:
+        updates = updates._replace(tree=_averaged_beside_blocks(config, updates.tree))
+    leaves, dtypes = leaves_by_path(updates.tree), {name: block.weight.dtype for name, block in blocks.items()}
+    matrices = {n: jnp.concatenate(parts, axis=2).astype(dtypes[n]) for n, parts in updates.stacks.items()}
+    matrices |= {g.name: g.stack_matrices(leaves, dtypes[g.name]) for g in config.groups if g.name not in matrices}
+    if updates.stacks:
+        own, square = matrices, _square_of_all(place, matrices, updates.stacks)
+    elif axis is not None and local:
         sent = {name: matrices[name] for name in place.apart}
         own = matrices | means_to_owners(sent, place.apart, axis, beside=config.distribution.beside_owners)
         kept = {n: jnp.where(per_block(place.mine[n], own[n]), own[n], 0) if n in sent else own[n] for n in own}
@@ -182,6 +206,12 @@ def take_gradients(
         # The same decision everywhere, whatever one device has seen: what follows holds collectives.
         usable = lax.pmin(usable.astype(jnp.int32), axis) > 0
     return state, updates, own, square, usable
+
+
+def _square_of_all(place: Place, matrices: Vectors, stacks: Iterable[str]) -> jax.Array:
+    """The squared norm of the matrices, where owners alone have those of `stacks`."""
+    own = (jnp.where(per_block(place.mine[name], matrices[name]), matrices[name], 0) for name in stacks)
+    return lax.psum(_square(own), place.config.owners) + _square(matrices[n] for n in matrices if n not in stacks)
 
 
 def _of_kernels(place: Place, gradients: Vectors) -> Vectors:
@@ -202,9 +232,7 @@ def _of_kernels(place: Place, gradients: Vectors) -> Vectors:
 def _averaged_beside_blocks(config: Config, updates: Any) -> Any:
     """The updates, of which those that all devices precondition are averaged over them, in one message."""
     updates = as_varying(updates, varying_axes(lax.axis_index(config.axis)))
-    apart = filter(config.owners_precondition, config.groups)
-    owned = {path for group in apart for layer in group.layers for path in layer.params}
-    flat, unravel = ravel_pytree({p: leaf for p, leaf in leaves_by_path(updates).items() if p not in owned})
+    flat, unravel = ravel_pytree({p: x for p, x in leaves_by_path(updates).items() if p not in config.paths_apart})
     averaged = unravel(lax.pmean(flat, config.axis)) if flat.size else {}
     return map_by_path(lambda path, leaf: averaged.get(path, leaf), updates)
 
@@ -372,12 +400,11 @@ def _fetched(
 def precondition(
     place: Place, state: KfacState, own: Vectors, gradients: Vectors, usable: jax.Array
 ) -> tuple[KfacState, Vectors]:
-    """What is `own`, preconditioned: of one's own blocks and then gathered, or of all by every device.
+    """What is `own`, preconditioned by its owner, or by every device.
 
     And the state, in which blocks have taken in the gradients, where the inverse wants them and they are `usable`.
     """
-    config, axis = place.config, place.config.owners
-    result, blocks = {}, state.blocks
+    config, result, blocks = place.config, {}, state.blocks
     for group in config.groups:
         name, block, inverse = group.name, blocks[group.name], group.kind(config.inverse)
         everywhere = group.kronecker and name not in place.apart
@@ -387,25 +414,26 @@ def precondition(
             blocks = {**blocks, name: block._replace(inverse=kept)}
         applied = inverse.apply(kept, own[name], place.now.damping)
         result[name] = jnp.where(per_block(ready, own[name]), applied, own[name])  # not before there is an inverse
-    state = with_blocks(state, blocks)
-    if axis is None:
-        return state, result
-    return state, result | gather_from_owners({name: result[name] for name in place.apart}, place.apart, axis)
+    return with_blocks(state, blocks), result
 
 
 def restore(
-    config: Config, updates: Any, preconditioned: Vectors, usable: jax.Array
-) -> tuple[Any, jax.Array, jax.Array]:
+    place: Place, updates: Gradients, preconditioned: Vectors, usable: jax.Array
+) -> tuple[Gradients, jax.Array, jax.Array]:
     """The preconditioned gradients in the form of `updates`, their squared norm, and whether all are finite."""
     new: dict[str, jax.Array] = {}
-    for group in config.groups:
-        new.update(group.split_matrices(preconditioned[group.name]))
-    updates = map_by_path(lambda path, leaf: new[path].astype(leaf.dtype) if path in new else leaf, updates)
+    for group in place.config.groups:
+        if group.name not in updates.stacks:
+            new.update(group.split_matrices(preconditioned[group.name]))
+    tree = map_by_path(lambda path, leaf: new[path].astype(leaf.dtype) if path in new else leaf, updates.tree)
+    stacks = {name: preconditioned[name].astype(parts[0].dtype) for name, parts in updates.stacks.items()}
     # What is finite as it was computed may be too large for a narrower dtype of the gradients.
-    leaves = leaves_by_path(updates)
+    leaves = leaves_by_path(tree)
     narrowed = [leaf for path, leaf in leaves.items() if path in new and leaf.dtype != new[path].dtype]
-    square = _square(preconditioned.values())
-    return updates, square, usable & _all_finite(square, narrowed)
+    narrowed += [stack for name, stack in stacks.items() if stack.dtype != preconditioned[name].dtype]
+    square = _square_of_all(place, preconditioned, stacks) if stacks else _square(preconditioned.values())
+    parts = {n: cut(stacks[n], [x.shape[2] for x in given]) for n, given in updates.stacks.items()}
+    return Gradients(tree, parts), square, usable & _all_finite(square, narrowed)
 
 
 def measure(

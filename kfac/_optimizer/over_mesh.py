@@ -1,0 +1,102 @@
+"""The step over a mesh, from outside of the `shard_map` in which it is made.
+
+Where gradients are split over the mesh, as by FSDP or tensor parallelism, the stacks of groups are laid out over their
+owners here. XLA takes them there from wherever their leaves lie, by an all-to-all if these are split over the same
+devices, and the results back. Kernels go without their biases: XLA would move them once more to join the two.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from kfac._curvature.inverse import finite
+from kfac._distributed.owners import Shard
+from kfac._factors import Factors
+from kfac._layers import leaves_by_path, map_by_path
+from kfac._optimizer.reshard import state_spec
+from kfac._optimizer.state import Config, KfacState
+from kfac._optimizer.step import Gradients, Now, preconditioned_step
+from kfac._varying import lying_as, replicated, whole
+
+
+def step_over_mesh(
+    config: Config, mesh: Mesh, updates: Any, averaged: Any, state: KfacState, now: Now, factors: Factors | None
+) -> tuple[Any, KfacState]:
+    """`preconditioned_step` on the devices of a mesh; the results lie as `updates` do."""
+
+    def given(tree):
+        return to_owners(config, mesh, tree, rows) if split else Gradients(replicated(tree), {})
+
+    rows = {name: own.shard for name, own in state.owned.items()}
+    split, same = config.distribution.gradients == "split", PartitionSpec()
+    own: Any = Gradients(same, PartitionSpec(config.owners))  # type: ignore[arg-type]  # the specs of such
+    assert config.owners is not None
+    states = state_spec(config.owners)
+    step = jax.shard_map(
+        functools.partial(preconditioned_step, config, local=False),
+        mesh=mesh,
+        in_specs=(own, same if averaged is None else own, states, same, same),
+        out_specs=(own, states),
+    )
+    new, state = step(given(updates), None if averaged is None else given(averaged), state, now, factors)
+    if not split:
+        return lying_as(new.tree, updates), state
+    if averaged is not None:
+        updates = jax.tree.map(lambda new, old: new.astype(old.dtype), averaged, updates)
+    return from_owners(config, mesh, new, updates, rows), state
+
+
+def to_owners(config: Config, mesh: Mesh, updates: Any, rows: dict[str, Shard]) -> Gradients:
+    """Gradients as each owner gets its own, and all devices what all precondition; `rows` of all positions."""
+    apart = {path: leaf for path, leaf in leaves_by_path(updates).items() if path in config.paths_apart}
+
+    def rest(path, leaf):
+        if path in config.skipped:
+            return jnp.where(finite(leaf, 0), 0.0, jnp.nan)
+        return optax.MaskedNode() if path in apart else leaf
+
+    def stacked(apart):
+        stacks = {}
+        for group in config.apart:
+            dtypes = [apart[path].dtype for layer in group.layers for path in layer.params if path in apart]
+            dtype, order = jnp.result_type(*dtypes or [jnp.float32]), rows[group.name].order
+            parts = [part.stack_matrices(apart, dtype) for part in group.by_leaf]
+            stacks[group.name] = [_lying(mesh, x[order], config.owners) for x in parts]
+        return stacks
+
+    return Gradients(replicated(map_by_path(rest, updates)), whole(stacked, PartitionSpec(config.owners))(apart))
+
+
+def from_owners(config: Config, mesh: Mesh, new: Gradients, updates: Any, rows: dict[str, Shard]) -> Any:
+    """What has become of `updates`, on explicit axes lying as they do; skipped leaves are as they were."""
+    apart = {path: leaf for path, leaf in leaves_by_path(updates).items() if path in config.paths_apart}
+
+    def split(stacks):
+        leaves: dict[str, jax.Array] = {}
+        for group in config.apart:
+            free, places = PartitionSpec.UNCONSTRAINED, rows[group.name].places
+            for part, stack in zip(group.by_leaf, stacks[group.name], strict=True):
+                # Laid out as the leaves lie, which XLA knows, before it is cut.
+                leaves |= part.split_matrices(_lying(mesh, stack, None, free, free)[places])
+        return {path: leaves[path].astype(leaf.dtype) for path, leaf in apart.items()}
+
+    own, rest = whole(split, apart)(new.stacks), leaves_by_path(new.tree)
+
+    def back(path, leaf):
+        if path in config.skipped:
+            return leaf
+        return own[path] if path in own else lying_as(rest[path], leaf)
+
+    return map_by_path(back, updates)
+
+
+def _lying(mesh: Mesh, stack: jax.Array, *spec: Any) -> jax.Array:
+    here = jax.sharding.get_abstract_mesh()  # with explicit axes, the same mesh as if they were not
+    return lax.with_sharding_constraint(stack, NamedSharding(mesh if here.empty else here, PartitionSpec(*spec)))

@@ -1,0 +1,159 @@
+"""`Distribution(gradients="split")`: parameters that are split over a mesh, and gradients that no device gets whole."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import kfac
+import messages
+from checking import FAST, normal
+
+D, N = 8, 12
+
+
+def parameters(dtype=np.float64):
+    """Five blocks of one shape, a bias, a norm, a table that is the head too, and a kernel that is left out."""
+    dense = {f"dense{k}": {"w": normal(k, D, D) / 2, "b": normal(10 + k, D)} for k in range(5)}
+    rest = {"scale": 1 + normal(20, D) / 5, "table": normal(21, 16, D) / 2, "left": normal(22, D, D) / 2}
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), dense | rest)
+
+
+def loss_fn(p, batch):
+    x, tokens, labels = batch
+    h = x @ p["left"] + p["table"][tokens]
+    for k in range(5):
+        h = h + jnp.tanh(h * p["scale"] @ p[f"dense{k}"]["w"] + p[f"dense{k}"]["b"])
+    return optax.softmax_cross_entropy_with_integer_labels(h @ p["table"].T, labels).mean()
+
+
+def batch(step):
+    rng = np.random.default_rng(step)
+    return normal(30 + step, N, D), jnp.asarray(rng.integers(16, size=N)), jnp.asarray(rng.integers(16, size=N))
+
+
+def found(dtype=np.float64):
+    return kfac.find_layers(loss_fn, parameters(dtype), batch(0), skip=["left"])
+
+
+def meshes(kind):
+    """Four devices, and where a leaf lies on them: as FSDP has it, and on two axes as HSDP has it."""
+    mesh = jax.make_mesh((2, 2), ("node", "gpu"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
+    return mesh, {"fsdp": P(("node", "gpu")), "columns": P(None, "gpu"), "rows": P("gpu")}
+
+
+def lying(mesh, spec, params):
+    def own(x):
+        return NamedSharding(mesh, P(*[axis for _, axis in zip(x.shape, spec, strict=False)]) if x.ndim > 1 else P())
+
+    return jax.tree.map(lambda x: jax.device_put(x, own(x)), params)
+
+
+def updates_of(tx, grads, factors, steps=3):
+    """Of some steps with the same gradients, of which the last brings no statistics."""
+    state, found = jax.jit(tx.init)(grads), []
+    update = jax.jit(tx.update, compiler_options=FAST)
+    for step in range(steps):
+        new, state = update(grads, state, grads, factors=factors if step < steps - 1 else None)
+        found.append(new)
+    return found, state
+
+
+def optimizers(layers, distribution):
+    return {
+        "chain": kfac.kfac(0.1, layers, damping=1e-2, inverse_every=2, distribution=distribution),
+        "ekfac": kfac.scale_by_kfac(layers, damping=1e-2, inverse=kfac.Eigh(), distribution=distribution),
+    }
+
+
+@functools.cache
+def measured():
+    return kfac.value_and_grad(loss_fn, found())(parameters(), batch(0))[1:]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+    ("form", "owners", "name"), [("fsdp", None, "chain"), ("columns", "gpu", "ekfac"), ("rows", None, "ekfac")]
+)
+def test_updates_are_those_of_one_device_and_lie_as_the_gradients(kind, form, owners, name, x64):
+    grads, factors = measured()
+    expected, _ = updates_of(optimizers(found(), kfac.Distribution(staggered=False))[name], grads, factors)
+    mesh, specs = meshes(kind)
+    distribution = kfac.Distribution(mesh=mesh, owners=owners, staggered=False, gradients="split")
+    with jax.set_mesh(mesh):
+        split = lying(mesh, specs[form], grads)
+        everywhere = jax.device_put(factors, NamedSharding(mesh, P()))
+        got, _ = updates_of(optimizers(found(), distribution)[name], split, everywhere)
+    for new, old in zip(got, expected, strict=True):
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-11), new, old)
+        if kind == AxisType.Explicit:
+            jax.tree.map(lambda x, g: np.testing.assert_(x.sharding.is_equivalent_to(g.sharding, x.ndim)), new, split)
+
+
+def test_a_step_with_a_number_that_is_not_finite_changes_nothing(x64):
+    """In what owners alone get, in what all do, and in what is left out."""
+    grads, factors = measured()
+    mesh, specs = meshes(AxisType.Auto)
+    tx = kfac.scale_by_kfac(found(), distribution=kfac.Distribution(mesh=mesh, gradients="split"))
+    with jax.set_mesh(mesh):
+        for path in (("dense3", "w"), ("scale",), ("table",), ("left",)):
+            split = lying(mesh, specs["fsdp"], grads)
+            node = functools.reduce(lambda node, key: node[key], path[:-1], split)
+            node[path[-1]] = node[path[-1]].at[3].set(jnp.nan)
+            _, state = jax.jit(tx.update)(split, tx.init(split), factors=factors)
+            assert (state.count, state.metrics.skipped_steps) == (0, 1), path
+
+
+def test_narrow_gradients_and_layers_that_are_masked(x64):
+    params = parameters(jnp.bfloat16)
+    layers = found(jnp.bfloat16)
+    _, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch(0))
+    masked = dict(grads, dense1=jax.tree.map(lambda _: optax.MaskedNode(), grads["dense1"]))
+    expected, _ = updates_of(kfac.scale_by_kfac(layers), masked, factors)
+    mesh, specs = meshes(AxisType.Auto)
+    tx = kfac.scale_by_kfac(layers, distribution=kfac.Distribution(mesh=mesh, gradients="split"))
+    with jax.set_mesh(mesh):
+        new, _ = updates_of(tx, lying(mesh, specs["fsdp"], masked), factors)
+    for got, wanted in zip(jax.tree.leaves(new), jax.tree.leaves(expected), strict=True):
+        assert got.dtype == wanted.dtype
+        np.testing.assert_allclose(np.float32(got), np.float32(wanted), rtol=0.01, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_no_device_gets_all_of_a_gradient(kind):
+    """Stacked kernels that are split by rows, with biases: what is gathered is the norms', and hardly any memory."""
+    devices, copies, d = 4, 6, 64
+    shapes = {"w": (copies, d, d), "b": (copies, d), "scale": (d,)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+
+    def loss(p, x):
+        h, _ = jax.lax.scan(lambda h, q: (jnp.tanh(h @ q["w"] + q["b"]), None), x * p["scale"], {n: p[n] for n in "wb"})
+        return jnp.mean(jnp.sum(h**2, -1))
+
+    layers = kfac.find_layers(loss, params, jax.ShapeDtypeStruct((8, d), jnp.float32))
+    mesh = jax.make_mesh((devices,), ("data",), axis_types=(kind,), devices=jax.devices()[:devices])
+    sizes = {}
+    for gradients in ("averaged", "split"):
+        tx = kfac.scale_by_kfac(layers, distribution=kfac.Distribution(mesh=mesh, gradients=gradients))
+        specs = {"w": P(None, "data"), "b": P(None, "data"), "scale": P("data")}
+        with jax.set_mesh(mesh):
+            lies = {n: NamedSharding(mesh, spec) for n, spec in specs.items()}
+            split = {n: messages.abstract(params[n], lies[n]) for n in params}
+            states = jax.tree.map(lambda s: NamedSharding(mesh, s), kfac.state_specs(tx, params, "data"))
+            state = messages.abstract(jax.eval_shape(tx.init, params), states)
+            program = jax.jit(tx.update, out_shardings=(lies, states)).lower(split, state).compile()
+        sent = messages.by_kind(messages.messages(program.as_text(), devices))
+        sizes[gradients] = sent.get("all-gather", 0), program.memory_analysis().temp_size_in_bytes
+    assert sizes["averaged"][0] >= 8 * copies * d * d
+    assert sizes["split"][0] <= 16 * d and sizes["split"][1] < 0.6 * sizes["averaged"][1], sizes
+
+
+def test_where_gradients_cannot_be_split():
+    for options in ({"axis_name": "data"}, {"mesh": meshes(AxisType.Auto)[0], "precondition": "replicated"}, {}):
+        with pytest.raises(ValueError, match="gradients='split' is for mesh=, over which parameters are split"):
+            kfac.Distribution(gradients="split", **options)
