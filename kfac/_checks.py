@@ -63,8 +63,9 @@ def check_switch(name: str, value: Any, *, optional: bool = False) -> None:
 def check_axis_name(value: Any, name: str = "axis_name") -> None:
     """Raises where a value cannot name axes of devices."""
     names = value if isinstance(value, tuple) else (value,)
-    if value is not None and not (names and all(isinstance(name, str) for name in names)):
-        raise ValueError(f"{name} must be the name of an axis, a tuple of names or None, but is {value!r}")
+    named = names and all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
+    if value is not None and not named:
+        raise ValueError(f"{name} must be the name of an axis, a tuple of different names or None, but is {value!r}")
 
 
 def check_type(name: str, value: Any, kind: Any, what: str) -> None:

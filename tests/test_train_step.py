@@ -181,3 +181,44 @@ def test_the_state_of_another_network_is_refused_with_words():
     layers = kfac.find_layers(loss_fn, {"w": jnp.ones((5, 3))}, batch)
     with pytest.raises(ValueError, match="updates"):
         kfac.kfac(0.1, layers).update({"w": jnp.ones((4, 3))}, state, {"w": jnp.ones((5, 3))})
+
+
+def test_in_parts_num_examples_is_that_of_the_whole_batch(x64):
+    p, b = {"w": normal(0, 5, 3)}, (normal(1, 8, 5), normal(2, 8, 3))
+
+    def loss_fn(p, b):
+        return 0.5 * jnp.mean(jnp.sum((b[0] @ p["w"] - b[1]) ** 2, -1))
+
+    def after(**options):
+        step = kfac.train_step(loss_fn, 0.1, inverse=kfac.Cholesky(), trust_ratio=None, **options)
+        return step(p, step.init(p, b), b)[0]["w"]
+
+    expected = after()
+    np.testing.assert_allclose(after(num_examples=8), expected, rtol=1e-12)
+    np.testing.assert_allclose(after(num_examples=8, num_microbatches=4), expected, rtol=1e-12)
+    with pytest.raises(ValueError, match="num_microbatches=4 does not divide num_examples=6"):
+        after(num_examples=6, num_microbatches=4)
+
+
+def test_what_is_split_is_clear_or_said(x64):
+    p, x, y = {"w": normal(0, 5, 3)}, normal(1, 4, 5), normal(2, 4, 3)
+
+    def loss_fn(p, x, y, *, weight=1.0):
+        return 0.5 * jnp.mean(weight * jnp.sum((x @ p["w"] - y) ** 2, -1))
+
+    def once(*args, batch_argnums=None, parts=4, **kwargs):
+        step = kfac.train_step(
+            loss_fn, 0.1, inverse=kfac.Cholesky(), trust_ratio=None, num_microbatches=parts, batch_argnums=batch_argnums
+        )
+        params, _, loss = step(p, step.init(p, *args, **kwargs), *args, **kwargs)
+        return params["w"], loss
+
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), once(x, y, batch_argnums=(1, 2)), once(x, y, parts=1)
+    )
+    with pytest.raises(ValueError, match=r"of length 4, but argument 1 is as long: .* such as batch_argnums=\(1, 2\)"):
+        once(x, y)
+    with pytest.raises(ValueError, match="of length 4, but argument 'weight' is as long"):
+        once(x[:1], y, weight=jnp.ones(4))
+    with pytest.raises(ValueError, match=r"the batch must be a positional argument, .* keywords alone, x, y"):
+        once(x=x, y=y)

@@ -76,7 +76,8 @@ def scatter_state(portable: Any, num_devices: int, *, pmap: bool = False) -> Any
 
     Args:
       portable: what `gather_state` returned.
-      num_devices: length of the optimizer's axis; without one `portable` is the state, as it is.
+      num_devices: length of the optimizer's axis, with `owners=` of those; without one `portable` is the state, as it
+        is.
       pmap: return the form of `jax.pmap` instead, with a leading axis of devices on every array.
 
     Returns:

@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from kfac._capture.find_layers import find_layers
 from kfac._capture.microbatch import microbatch
 from kfac._capture.value_and_grad import value_and_grad
+from kfac._checks import check_positive_int
 from kfac._curvature.inverse import Inverse
 from kfac._optimizer.diagnostics import eigenbasis
 from kfac._optimizer.kfac import kfac
@@ -59,6 +61,7 @@ def train_step(
     num_examples: int | None = None,
     subsample: int = 1,
     num_microbatches: int = 1,
+    batch_argnums: int | Sequence[int] | None = None,
     skip: Sequence[str] = (),
     max_dim: int | None = None,
     **options: Any,
@@ -81,10 +84,12 @@ def train_step(
       learning_rate: scalar or schedule, as for `kfac.kfac`.
       has_aux: whether `loss_fn` returns a pair.
       fisher: as for `value_and_grad`.
-      num_examples: as for `value_and_grad`.
+      num_examples: as for `value_and_grad`, of the whole batch that a step gets.
       subsample: as for `value_and_grad`.
-      num_microbatches: in how many parts the batch is worked through, which is the last of the positional arguments.
-        All parts get the others whole: pass what is random by name, `step(params, opt_state, batch, key=key)`.
+      num_microbatches: in how many parts the batch is worked through. All parts get the other arguments whole: pass
+        what is random by name, `step(params, opt_state, batch, key=key)`.
+      batch_argnums: the positions of what is split, as `loss_fn` counts its arguments, with `params` as 0. None: the
+        last, if nothing else has an axis as long as the batch in front.
       skip: as for `find_layers`.
       max_dim: as for `find_layers`.
       options: what else `kfac.kfac` takes: `damping=`, `trust_ratio=`, `distribution=` and so on.
@@ -94,7 +99,8 @@ def train_step(
 
     Raises:
       TypeError: `kfac.kfac` has no such option; when a step is traced.
-      ValueError: `loss_fn` is no function; as of the functions it calls, when a step is traced.
+      ValueError: `loss_fn` is no function; when a step is traced, the batch is not among the positional arguments, or
+        other arguments may belong to it; and as of the functions that it calls.
     """
     if not callable(loss_fn):
         raise ValueError(f"loss_fn must be a function, but is {loss_fn!r}: it comes before the learning rate")
@@ -111,11 +117,11 @@ def train_step(
 
     def step(params, opt_state, *args, fisher_key, **kwargs):
         layers = layers_of(params, args, kwargs)
-        measure = value_and_grad(
-            loss_fn, layers, has_aux=has_aux, fisher=fisher, num_examples=num_examples, subsample=subsample
-        )
+        n = None if num_examples is None else _of_a_part(num_examples, num_microbatches)
+        measure = value_and_grad(loss_fn, layers, has_aux=has_aux, fisher=fisher, num_examples=n, subsample=subsample)
         if num_microbatches > 1:
-            measure = microbatch(measure, num_microbatches, batch_argnums=len(args))
+            split = _the_last(args, kwargs) if batch_argnums is None else batch_argnums
+            measure = microbatch(measure, num_microbatches, batch_argnums=split)
         given = kwargs if fisher_key is None else {**kwargs, "fisher_key": fisher_key}
         if isinstance(inverse := options.get("inverse"), Inverse) and inverse.takes_moments:
             given = {**given, "basis": eigenbasis(opt_state, layers)}
@@ -124,3 +130,32 @@ def train_step(
         return optax.apply_updates(params, updates), opt_state, value
 
     return TrainStep(init, functools.wraps(loss_fn)(step))
+
+
+def _of_a_part(num_examples: int, parts: int) -> int:
+    check_positive_int("num_examples", num_examples)
+    if num_examples % parts:
+        raise ValueError(f"num_microbatches={parts} does not divide num_examples={num_examples}, those of the batch")
+    return num_examples // parts
+
+
+def _the_last(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    """The position of the batch, where it is not said; nothing else may look as if it belonged to it."""
+    if not args:
+        raise ValueError(
+            "with num_microbatches= the batch must be a positional argument, step(params, opt_state, batch), but there "
+            f"are keywords alone, {', '.join(kwargs) or 'none'}"
+        )
+
+    def lengths(tree):
+        return {jnp.shape(x)[0] for x in jax.tree.leaves(tree) if jnp.shape(x)}
+
+    others = {str(k): arg for k, arg in enumerate(args[:-1], 1)} | {repr(k): kwargs[k] for k in kwargs if k != "key"}
+    for name, other in others.items():
+        if both := lengths(other) & lengths(args[-1]):
+            raise ValueError(
+                f"num_microbatches= splits the last positional argument, of length {both.pop()}, but argument {name} "
+                "is as long: say which of the positional ones are split, such as batch_argnums=(1, 2), and put into "
+                "the batch what belongs to it"
+            )
+    return len(args)
