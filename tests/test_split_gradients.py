@@ -1,5 +1,6 @@
 """`Distribution(gradients="split")`: parameters that are split over a mesh, and gradients that no device gets whole."""
 
+import contextlib
 import functools
 
 import jax
@@ -157,3 +158,38 @@ def test_where_gradients_cannot_be_split():
     for options in ({"axis_name": "data"}, {"mesh": meshes(AxisType.Auto)[0], "precondition": "replicated"}, {}):
         with pytest.raises(ValueError, match="gradients='split' is for mesh=, over which parameters are split"):
             kfac.Distribution(gradients="split", **options)
+
+
+def test_what_overflows_a_narrow_dtype_is_no_step():
+    """A float16 kernel beside a float32 bias; far too large is what has been preconditioned, not the gradient."""
+    params = {"w": jnp.ones((4, 4), jnp.float16), "b": jnp.ones(4, jnp.float32)}
+
+    def loss(p, x):
+        return jnp.mean(jnp.sum((x @ p["w"].astype(jnp.float32) + p["b"]) ** 2, -1))
+
+    x = normal(0, 8, 4, dtype=jnp.float32)
+    layers = kfac.find_layers(loss, params, x)
+    _, grads, factors = kfac.value_and_grad(loss, layers)(params, x)
+    factors = jax.tree.map(lambda f: 1e-6 * f, factors)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    for gradients in ("averaged", "split"):
+        tx = kfac.scale_by_kfac(layers, damping=1e-9, distribution=kfac.Distribution(mesh=mesh, gradients=gradients))
+        with jax.set_mesh(mesh):
+            state = jax.jit(tx.update)(grads, jax.jit(tx.init)(params), factors=factors)[1]
+        assert (state.count, state.metrics.skipped_steps) == (0, 1), gradients
+
+
+def test_a_mesh_around_that_is_another_or_of_two_kinds(x64):
+    layers, params = found(), parameters()
+
+    def update(mesh, around):
+        tx = kfac.scale_by_kfac(layers, distribution=kfac.Distribution(mesh=mesh, gradients="split"))
+        state = jax.jit(tx.init)(params)
+        with jax.set_mesh(around) if around else contextlib.nullcontext():
+            return jax.jit(tx.update)(params, state)
+
+    mixed = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto, AxisType.Explicit), devices=jax.devices()[:4])
+    with pytest.raises(ValueError, match=r"the axes of owners, \('a', 'b'\), to be all automatic or all explicit"):
+        update(mixed, mixed)
+    with pytest.raises(ValueError, match=r"over the axes \('node', 'gpu'\), but the mesh around has none: .*set_mesh"):
+        update(meshes(AxisType.Explicit)[0], None)

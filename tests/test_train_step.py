@@ -78,7 +78,7 @@ def test_nnx_with_batch_norm_in_parts_of_the_batch():
         loss = cross_entropy(model(batch[0]), batch[1])
         return loss, nnx.state(model, nnx.BatchStat)
 
-    step = kfac.train_step(loss_fn, 0.1, has_aux=True, num_microbatches=2)
+    step = kfac.train_step(loss_fn, 0.1, has_aux=True, num_microbatches=2, batch_argnums=2)
     state, before = step.init(params, rest, (x, labels)), rest
     losses = []
     for _ in range(5):
@@ -216,9 +216,20 @@ def test_what_is_split_is_clear_or_said(x64):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), once(x, y, batch_argnums=(1, 2)), once(x, y, parts=1)
     )
-    with pytest.raises(ValueError, match=r"of length 4, but argument 1 is as long: .* such as batch_argnums=\(1, 2\)"):
+    with pytest.raises(ValueError, match=r"2 arguments beside params, .* batch_argnums=2 is the last, .*=\(1, 2\) all"):
         once(x, y)
-    with pytest.raises(ValueError, match="of length 4, but argument 'weight' is as long"):
-        once(x[:1], y, weight=jnp.ones(4))
+    with pytest.raises(ValueError, match="of length 4, but argument 'y' is as long"):
+        once(x, y=y)
     with pytest.raises(ValueError, match=r"the batch must be a positional argument, .* keywords alone, x, y"):
         once(x=x, y=y)
+    for wrong, words in (
+        ((), "position of an argument"),
+        (True, "position"),
+        ("12", "position"),
+        (0, "the parameters"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            once(x, y, batch_argnums=wrong)
+    for wrong in (0, True, -2, "2"):
+        with pytest.raises(ValueError, match="num_microbatches must be a positive int"):
+            once(x, y, parts=wrong)

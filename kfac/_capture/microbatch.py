@@ -12,6 +12,7 @@ from jax import lax
 
 from kfac._capture.convolutions_in_loops import fast_in_loops
 from kfac._capture.outputs import with_own_key
+from kfac._checks import check_positive_int
 from kfac._factors import Factors
 from kfac._varying import zeros_of
 
@@ -40,9 +41,8 @@ def microbatch(
       ValueError: `num_microbatches` is not a positive int; when called: it does not divide a leading axis, leading axes
         differ, or `fn` returns something that is not real and so has no average.
     """
-    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
-        raise ValueError(f"num_microbatches must be a positive int, but is {num_microbatches!r}")
-    argnums = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
+    check_positive_int("num_microbatches", num_microbatches)
+    argnums = check_argnums(batch_argnums)
 
     @functools.wraps(fn)
     def accumulated(*args, **kwargs):
@@ -92,6 +92,14 @@ def microbatch(
         )
 
     return accumulated
+
+
+def check_argnums(batch_argnums: int | Sequence[int]) -> tuple[int, ...]:
+    """The positions of what is split; raises where they are none."""
+    argnums = tuple(batch_argnums) if isinstance(batch_argnums, Sequence) else (batch_argnums,)
+    if not argnums or not all(isinstance(k, int) and not isinstance(k, bool) for k in argnums):
+        raise ValueError(f"batch_argnums must be the position of an argument or of several, but is {batch_argnums!r}")
+    return argnums
 
 
 def _parts(x: Any, count: int, argnum: int) -> jax.Array:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kfac._curvature.inverse import finite
 from kfac._distributed.owners import Shard
@@ -23,7 +23,7 @@ from kfac._layers import leaves_by_path, map_by_path
 from kfac._optimizer.reshard import state_spec
 from kfac._optimizer.state import Config, KfacState
 from kfac._optimizer.step import Gradients, Now, preconditioned_step
-from kfac._varying import lying_as, replicated, whole
+from kfac._varying import axis_names, lying_as, replicated, whole
 
 
 def step_over_mesh(
@@ -34,13 +34,21 @@ def step_over_mesh(
     def given(tree):
         return to_owners(config, mesh, tree, rows) if split else Gradients(replicated(tree), {})
 
+    def narrowest(part):
+        dtypes = [leaves[path].dtype for layer in part.layers for path in layer.params if path in leaves]
+        return min(dtypes, key=lambda dtype: float(jnp.finfo(dtype).max), default=jnp.float32)
+
     rows = {name: own.shard for name, own in state.owned.items()}
     split, same = config.distribution.gradients == "split", PartitionSpec()
     own: Any = Gradients(same, PartitionSpec(config.owners))  # type: ignore[arg-type]  # the specs of such
     assert config.owners is not None
+    narrow, leaves = {}, leaves_by_path(updates)
+    if split:
+        check_context(mesh, config)
+        narrow = {group.name: [narrowest(part) for part in group.by_leaf] for group in config.apart}
     states = state_spec(config.owners)
     step = jax.shard_map(
-        functools.partial(preconditioned_step, config, local=False),
+        functools.partial(preconditioned_step, config, local=False, narrow=narrow),
         mesh=mesh,
         in_specs=(own, same if averaged is None else own, states, same, same),
         out_specs=(own, states),
@@ -51,6 +59,24 @@ def step_over_mesh(
     if averaged is not None:
         updates = jax.tree.map(lambda new, old: new.astype(old.dtype), averaged, updates)
     return from_owners(config, mesh, new, updates, rows), state
+
+
+def check_context(mesh: Mesh, config: Config) -> None:
+    """Raises where XLA could not be told how split gradients are to lie."""
+    kinds = {
+        kind for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if name in axis_names(config.owners)
+    }
+    here = jax.sharding.get_abstract_mesh()
+    if len(kinds) > 1:
+        raise ValueError(
+            f"gradients='split' needs the axes of owners, {axis_names(config.owners)}, to be all automatic or all "
+            "explicit: make the mesh with one axis_types, or name the axes of one kind in owners="
+        )
+    if here.axis_names != mesh.axis_names if not here.empty else AxisType.Explicit in kinds:
+        raise ValueError(
+            f"gradients='split' over the axes {mesh.axis_names}, but the mesh around has {here.axis_names or 'none'}: "
+            "call update, or the step that is compiled, within jax.set_mesh(mesh) of the Distribution's mesh"
+        )
 
 
 def to_owners(config: Config, mesh: Mesh, updates: Any, rows: dict[str, Shard]) -> Gradients:

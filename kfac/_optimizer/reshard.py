@@ -72,7 +72,7 @@ def scatter_state(portable: Any, num_devices: int, *, pmap: bool = False) -> Any
     """A state from `gather_state`, for any number of devices.
 
     Jit-compatible. The result is the global form that `shard_map` and `jit` over a mesh take: place it with
-    `state_specs`, if possible as `out_shardings` of a `jax.jit` around this function.
+    `state_specs`, if possible as `out_shardings` of a `jax.jit` around this function; on explicit axes it has to be.
 
     Args:
       portable: what `gather_state` returned.

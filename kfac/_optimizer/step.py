@@ -85,10 +85,12 @@ def preconditioned_step(
     factors: Factors | None,
     *,
     local: bool,
+    narrow: Mapping[str, Sequence[Any]] | None = None,
 ) -> tuple[Gradients, KfacState]:
     """One step on one device; `local` statistics are still to be averaged over devices.
 
-    What is preconditioned is `averaged`, if there is such, in the place of the gradients `updates`.
+    What is preconditioned is `averaged`, if there is such, in the place of the gradients `updates`. `narrow` has the
+    narrowest dtype of the leaves of each part of the `stacks`.
     """
     check(config, state, updates, factors if local else None)
     place = locate(config, state, now)
@@ -118,7 +120,7 @@ def preconditioned_step(
     state, preconditioned = precondition(place, state, own, gradients, usable)
     if config.owners is not None and not updates.stacks:
         preconditioned |= gather_from_owners({n: preconditioned[n] for n in place.apart}, place.apart, config.owners)
-    updates, new_square, usable = restore(place, updates, preconditioned, usable)
+    updates, new_square, usable = restore(place, updates, preconditioned, usable, narrow or {})
     metrics, usable = measure(place, state, [square, new_square], change, [left_out, failed], usable)
     return updates, count(state, now, changed, metrics, usable)
 
@@ -418,7 +420,11 @@ def precondition(
 
 
 def restore(
-    place: Place, updates: Gradients, preconditioned: Vectors, usable: jax.Array
+    place: Place,
+    updates: Gradients,
+    preconditioned: Vectors,
+    usable: jax.Array,
+    narrow: Mapping[str, Sequence[Any]],
 ) -> tuple[Gradients, jax.Array, jax.Array]:
     """The preconditioned gradients in the form of `updates`, their squared norm, and whether all are finite."""
     new: dict[str, jax.Array] = {}
@@ -426,13 +432,15 @@ def restore(
         if group.name not in updates.stacks:
             new.update(group.split_matrices(preconditioned[group.name]))
     tree = map_by_path(lambda path, leaf: new[path].astype(leaf.dtype) if path in new else leaf, updates.tree)
-    stacks = {name: preconditioned[name].astype(parts[0].dtype) for name, parts in updates.stacks.items()}
     # What is finite as it was computed may be too large for a narrower dtype of the gradients.
     leaves = leaves_by_path(tree)
     narrowed = [leaf for path, leaf in leaves.items() if path in new and leaf.dtype != new[path].dtype]
-    narrowed += [stack for name, stack in stacks.items() if stack.dtype != preconditioned[name].dtype]
-    square = _square_of_all(place, preconditioned, stacks) if stacks else _square(preconditioned.values())
-    parts = {n: cut(stacks[n], [x.shape[2] for x in given]) for n, given in updates.stacks.items()}
+    parts = {n: cut(preconditioned[n], [x.shape[2] for x in own]) for n, own in updates.stacks.items()}
+    for name, own in parts.items():
+        kept = (jnp.where(per_block(place.mine[name], x), x, 0) for x in own)
+        narrowed += [x.astype(dtype) for x, dtype in zip(kept, narrow[name], strict=True) if x.dtype != dtype]
+        parts[name] = [x.astype(given.dtype) for x, given in zip(own, updates.stacks[name], strict=True)]
+    square = _square_of_all(place, preconditioned, parts) if parts else _square(preconditioned.values())
     return Gradients(tree, parts), square, usable & _all_finite(square, narrowed)
 
 

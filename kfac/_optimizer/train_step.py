@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from kfac._capture.find_layers import find_layers
-from kfac._capture.microbatch import microbatch
+from kfac._capture.microbatch import check_argnums, microbatch
 from kfac._capture.value_and_grad import value_and_grad
 from kfac._checks import check_positive_int
 from kfac._curvature.inverse import Inverse
@@ -88,8 +88,8 @@ def train_step(
       subsample: as for `value_and_grad`.
       num_microbatches: in how many parts the batch is worked through. All parts get the other arguments whole: pass
         what is random by name, `step(params, opt_state, batch, key=key)`.
-      batch_argnums: the positions of what is split, as `loss_fn` counts its arguments, with `params` as 0. None: the
-        last, if nothing else has an axis as long as the batch in front.
+      batch_argnums: the positions of what is split, as `loss_fn` counts its arguments, with `params` as 0. It must be
+        said where `num_microbatches` splits and there is more than the batch.
       skip: as for `find_layers`.
       max_dim: as for `find_layers`.
       options: what else `kfac.kfac` takes: `damping=`, `trust_ratio=`, `distribution=` and so on.
@@ -104,6 +104,11 @@ def train_step(
     """
     if not callable(loss_fn):
         raise ValueError(f"loss_fn must be a function, but is {loss_fn!r}: it comes before the learning rate")
+    check_positive_int("num_microbatches", num_microbatches)
+    if batch_argnums is not None:
+        check_argnums(batch_argnums)
+        if 0 in (batch_argnums if isinstance(batch_argnums, Sequence) else [batch_argnums]):
+            raise ValueError(f"batch_argnums={batch_argnums!r} has 0, which are the parameters: the batch begins at 1")
     first: list[int | None] = []
 
     def layers_of(params, args, kwargs):
@@ -120,7 +125,7 @@ def train_step(
         n = None if num_examples is None else _of_a_part(num_examples, num_microbatches)
         measure = value_and_grad(loss_fn, layers, has_aux=has_aux, fisher=fisher, num_examples=n, subsample=subsample)
         if num_microbatches > 1:
-            split = _the_last(args, kwargs) if batch_argnums is None else batch_argnums
+            split = _the_only(args, kwargs) if batch_argnums is None else batch_argnums
             measure = microbatch(measure, num_microbatches, batch_argnums=split)
         given = kwargs if fisher_key is None else {**kwargs, "fisher_key": fisher_key}
         if isinstance(inverse := options.get("inverse"), Inverse) and inverse.takes_moments:
@@ -139,23 +144,26 @@ def _of_a_part(num_examples: int, parts: int) -> int:
     return num_examples // parts
 
 
-def _the_last(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    """The position of the batch, where it is not said; nothing else may look as if it belonged to it."""
+def _the_only(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    """The position of the batch, where it is not said; nothing else may look as if it were, or belonged to it."""
     if not args:
         raise ValueError(
             "with num_microbatches= the batch must be a positional argument, step(params, opt_state, batch), but there "
             f"are keywords alone, {', '.join(kwargs) or 'none'}"
         )
+    if len(args) > 1:
+        raise ValueError(
+            f"with num_microbatches= and {len(args)} arguments beside params, say by batch_argnums= which are split: "
+            f"batch_argnums={len(args)} is the last, batch_argnums={tuple(range(1, len(args) + 1))} all of them"
+        )
 
     def lengths(tree):
         return {jnp.shape(x)[0] for x in jax.tree.leaves(tree) if jnp.shape(x)}
 
-    others = {str(k): arg for k, arg in enumerate(args[:-1], 1)} | {repr(k): kwargs[k] for k in kwargs if k != "key"}
-    for name, other in others.items():
-        if both := lengths(other) & lengths(args[-1]):
+    for name in kwargs.keys() - {"key"}:
+        if both := lengths(kwargs[name]) & lengths(args[0]):
             raise ValueError(
-                f"num_microbatches= splits the last positional argument, of length {both.pop()}, but argument {name} "
-                "is as long: say which of the positional ones are split, such as batch_argnums=(1, 2), and put into "
-                "the batch what belongs to it"
+                f"num_microbatches= splits the positional argument, of length {both.pop()}, but argument {name!r} is "
+                "as long and goes to all parts whole: put into the batch what belongs to it, or say batch_argnums=1"
             )
-    return len(args)
+    return 1
