@@ -155,7 +155,7 @@ def alone(inverse):
 
 def grid():
     """All combinations. By default the one with most in it; docs/distributed.md, which a test runs, has others."""
-    usual = {("tensor", AxisType.Explicit, "Ekfac", 4, "averaged"), ("fsdp", AxisType.Auto, "Cholesky", 4, "split")}
+    usual = {("tensor", AxisType.Explicit, "Ekfac", 4, "averaged")}
     for form in SPLITS:
         for kind in (AxisType.Auto, AxisType.Explicit):
             for inverse in ("Cholesky", "Ekfac"):
