@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 import kfac
+from checking import normal
 
 EXAMPLES = 16
 
@@ -157,3 +158,18 @@ def plain_kfac(learning_rate, layers, **options):
     """
     fixed = {"momentum": 0.9, "rate_in_momentum": False, "damping": 1e-3, "factor_decay": 0.95, "unitwise_damping": 1.0}
     return kfac.presets.large_batch(learning_rate, layers, **(fixed | options))
+
+
+def tied_parameters(blocks, width, words, inputs):
+    """So many blocks of one shape, a norm, a table that is the head too, and a kernel for inputs; in float64."""
+    dense = {f"dense{k}": {"w": normal(k, width, width) / 2, "b": normal(10 + k, width)} for k in range(blocks)}
+    table, first = normal(21, words, width) / 2, normal(22, inputs, width) / 2
+    return dense | {"scale": 1 + normal(20, width) / 5, "table": table, "in": first}
+
+
+def tied_loss(p, batch):
+    x, tokens, labels = batch
+    h = x @ p["in"] + p["table"][tokens]
+    for name in sorted(name for name in p if name.startswith("dense")):
+        h = h + jnp.tanh(h * p["scale"] @ p[name]["w"] + p[name]["b"])
+    return optax.softmax_cross_entropy_with_integer_labels(h @ p["table"].T, labels).mean()

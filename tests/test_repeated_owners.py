@@ -12,25 +12,15 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kfac
-from checking import FAST, normal
-from problem import layers
+from checking import FAST
+from problem import layers, tied_loss, tied_parameters
 
 AXES, OWNERS = ("node", "gpu"), "gpu"
 STEPS, EXAMPLES = 8, 12
 
 
 def parameters():
-    """Three blocks of one shape, so that one owner has more than the other; a norm, a table and a tied head."""
-    dense = {f"dense{k}": {"w": normal(k, 6, 6) / 2, "b": normal(10 + k, 6)} for k in range(3)}
-    return dense | {"scale": 1 + normal(20, 6) / 5, "table": normal(21, 9, 6) / 2, "in": normal(22, 4, 6) / 2}
-
-
-def loss_fn(p, batch):
-    x, tokens, labels = batch
-    h = x @ p["in"] + p["table"][tokens]
-    for k in range(3):
-        h = h + jnp.tanh(h * p["scale"] @ p[f"dense{k}"]["w"] + p[f"dense{k}"]["b"])
-    return optax.softmax_cross_entropy_with_integer_labels(h @ p["table"].T, labels).mean()
+    return tied_parameters(3, 6, 9, 4)  # three blocks, so that one owner has more than the other
 
 
 def batch(step):
@@ -44,7 +34,7 @@ def stepped(tx, found, options, average):
 
     def step(p, state, data, statistics):
         basis = {"basis": kfac.eigenbasis(state, found)} if options.get("inverse") == kfac.Ekfac() else {}
-        _, grads, factors = kfac.value_and_grad(loss_fn, found)(p, data, **basis)
+        _, grads, factors = kfac.value_and_grad(tied_loss, found)(p, data, **basis)
         updates, state = tx.update(average(grads), state, p, factors=factors if statistics else None)
         return optax.apply_updates(p, updates), state
 
@@ -67,14 +57,14 @@ def trained(step, params, state, shardings=None):
 
 
 def on_one(options):
-    found = kfac.find_layers(loss_fn, parameters(), batch(0))
+    found = kfac.find_layers(tied_loss, parameters(), batch(0))
     tx = optimizer(found, options)
     return trained(stepped(tx, found, options, lambda g: g), parameters(), jax.jit(tx.init)(parameters()))
 
 
 def in_shard_map(options, **check):
     mesh = jax.make_mesh((2, 2), AXES, axis_types=2 * (AxisType.Auto,))
-    found = kfac.find_layers(loss_fn, parameters(), batch(0))
+    found = kfac.find_layers(tied_loss, parameters(), batch(0))
     tx = optimizer(found, options, axis_name=AXES, owners=OWNERS)
     specs = kfac.state_specs(tx, parameters(), OWNERS)
     local = options.get("gradients") == "local"
@@ -133,7 +123,7 @@ def test_in_shard_map_it_is_one_device(x64, options):
 
 def test_over_a_mesh_it_is_one_device(x64):
     mesh = jax.make_mesh((2, 2), AXES, axis_types=2 * (AxisType.Auto,))
-    found = kfac.find_layers(loss_fn, parameters(), batch(0))
+    found = kfac.find_layers(tied_loss, parameters(), batch(0))
     tx = optimizer(found, {}, mesh=mesh, owners=OWNERS)
     with jax.set_mesh(mesh):
         params = jax.device_put(parameters(), NamedSharding(mesh, P()))

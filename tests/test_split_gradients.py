@@ -14,23 +14,14 @@ from jax.sharding import PartitionSpec as P
 import kfac
 import messages
 from checking import FAST, normal
+from problem import tied_loss, tied_parameters
 
 D, N = 8, 12
 
 
 def parameters(dtype=np.float64):
-    """Five blocks of one shape, a bias, a norm, a table that is the head too, and a kernel that is left out."""
-    dense = {f"dense{k}": {"w": normal(k, D, D) / 2, "b": normal(10 + k, D)} for k in range(5)}
-    rest = {"scale": 1 + normal(20, D) / 5, "table": normal(21, 16, D) / 2, "left": normal(22, D, D) / 2}
-    return jax.tree.map(lambda x: jnp.asarray(x, dtype), dense | rest)
-
-
-def loss_fn(p, batch):
-    x, tokens, labels = batch
-    h = x @ p["left"] + p["table"][tokens]
-    for k in range(5):
-        h = h + jnp.tanh(h * p["scale"] @ p[f"dense{k}"]["w"] + p[f"dense{k}"]["b"])
-    return optax.softmax_cross_entropy_with_integer_labels(h @ p["table"].T, labels).mean()
+    """Five blocks, whose number divides nothing, and `in`, which is left out."""
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), tied_parameters(5, D, 16, D))
 
 
 def batch(step):
@@ -39,7 +30,7 @@ def batch(step):
 
 
 def found(dtype=np.float64):
-    return kfac.find_layers(loss_fn, parameters(dtype), batch(0), skip=["left"])
+    return kfac.find_layers(tied_loss, parameters(dtype), batch(0), skip=["^in$"])
 
 
 def meshes(kind):
@@ -74,7 +65,7 @@ def optimizers(layers, distribution):
 
 @functools.cache
 def measured():
-    return kfac.value_and_grad(loss_fn, found())(parameters(), batch(0))[1:]
+    return kfac.value_and_grad(tied_loss, found())(parameters(), batch(0))[1:]
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
@@ -108,7 +99,7 @@ def test_a_step_with_a_number_that_is_not_finite_changes_nothing(x64):
     mesh, specs = meshes(AxisType.Auto)
     tx = kfac.scale_by_kfac(found(), distribution=kfac.Distribution(mesh=mesh, gradients="split"))
     with jax.set_mesh(mesh):
-        for path in (("dense3", "w"), ("scale",), ("table",), ("left",)):
+        for path in (("dense3", "w"), ("scale",), ("table",), ("in",)):
             split = lying(mesh, specs["fsdp"], grads)
             node = functools.reduce(lambda node, key: node[key], path[:-1], split)
             node[path[-1]] = node[path[-1]].at[3].set(jnp.nan)
@@ -119,7 +110,7 @@ def test_a_step_with_a_number_that_is_not_finite_changes_nothing(x64):
 def test_narrow_gradients_and_layers_that_are_masked(x64):
     params = parameters(jnp.bfloat16)
     layers = found(jnp.bfloat16)
-    _, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch(0))
+    _, grads, factors = kfac.value_and_grad(tied_loss, layers)(params, batch(0))
     masked = dict(grads, dense1=jax.tree.map(lambda _: optax.MaskedNode(), grads["dense1"]))
     expected, _ = updates_of(kfac.scale_by_kfac(layers), masked, factors)
     mesh, specs = meshes(AxisType.Auto)

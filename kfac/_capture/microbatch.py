@@ -50,7 +50,7 @@ def microbatch(
             if not -len(args) <= k < len(args):
                 raise ValueError(f"batch_argnums has {k}, but there are {len(args)} positional arguments")
         positions = sorted({k % len(args) for k in argnums})
-        lengths = {jnp.shape(x)[0]: None for k in positions for x in jax.tree.leaves(args[k]) if jnp.shape(x)}
+        lengths = leading_lengths([args[k] for k in positions])
         if len(lengths) > 1:
             raise ValueError(
                 f"the arrays to split have leading axes of different lengths {', '.join(map(str, lengths))}: part k of "
@@ -100,6 +100,11 @@ def check_argnums(batch_argnums: int | Sequence[int]) -> tuple[int, ...]:
     if not argnums or not all(isinstance(k, int) and not isinstance(k, bool) for k in argnums):
         raise ValueError(f"batch_argnums must be the position of an argument or of several, but is {batch_argnums!r}")
     return argnums
+
+
+def leading_lengths(tree: Any) -> dict[int, None]:
+    """The lengths of the leading axes of the leaves that have one, each once, in their order."""
+    return {jnp.shape(x)[0]: None for x in jax.tree.leaves(tree) if jnp.shape(x)}
 
 
 def _parts(x: Any, count: int, argnum: int) -> jax.Array:

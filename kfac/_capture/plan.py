@@ -305,17 +305,20 @@ def _sizes(planned: Planned, use: Use, n: int, parameter: str) -> list[int]:
     Raises:
       ValueError: tokens of sequences are examples, and the axis of all comes behind one that may be of the sequences.
     """
-    read, flat = use.read, axes_lib.flatten(use.read.y_axes)
+    flat = axes_lib.flatten(use.read.y_axes)
     sizes = {position: atom.size for position, atom in enumerate(flat) if not atom.of_leaf}
     found = [position for position, size in sizes.items() if size == n]
     sequences = planned.found.marks.sequences(n)
-    if found and not read.images and 1 < sequences < n and next(iter(sizes.values())) == sequences:
+    if found and not use.read.images and 1 < sequences < n and next(iter(sizes.values())) == sequences:
         raise ValueError(
-            f"parameter {parameter!r} is read by {read.name} on an array of shape {list(read.shape)}: it is not clear "
-            f"whether its first axis has the {sequences} sequences, or another the {n} tokens of all of them. Take "
-            "another number of sequences."
+            f"{_where(use, parameter)}: it is not clear whether its first axis has the {sequences} sequences, or "
+            f"another the {n} tokens of all of them. Take another number of sequences."
         )
     return found
+
+
+def _where(use: Use, parameter: str) -> str:
+    return f"parameter {parameter!r} is read by {use.read.name} on an array of shape {list(use.read.shape)}"
 
 
 def _result_axis(planned: Planned, use: Use, n: int, parameter: str) -> tuple[int, ...]:
@@ -351,7 +354,7 @@ def _example_position(planned: Planned, use: Use, n: int, parameter: str) -> int
     # Where a kernel has been broadcast, then reshaped, its axes say nothing about the order of the data.
     axis_of = [axis for axis in axes for _ in axis]
     joined = example is not None and sum(not atom.of_leaf for atom in axis_of[example]) > 1
-    where = f"parameter {parameter!r} is read by {read.name} on an array of shape {list(read.shape)}"
+    where = _where(use, parameter)
     if joined or (others and (example or read.reorders)):
         raise ValueError(
             f"{where}: it is not clear which of its axes has the {n} examples. Put the examples first, or take another "

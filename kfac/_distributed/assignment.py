@@ -141,8 +141,8 @@ class Assignment:
     def results_messages(self) -> dict[str, int]:
         """As `statistics_messages`, of the preconditioned gradients that are gathered in each step, or split again."""
         if self._uses.gradients == "split" and self.devices > 1:
-            groups = [group for group in self.groups if self._gathers(group)]
-            return {"all-to-all": sum(4 * self.shards[g.name].positions * g.d_out * g.d_in for g in groups)}
+            apart = filter(self._gathers, self.groups)
+            return {"all-to-all": sum(4 * self.shards[g.name].positions * g.d_out * g.d_in for g in apart)}
         return self._messages(self._gradient, "all-gather")
 
     @property

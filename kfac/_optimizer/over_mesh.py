@@ -16,6 +16,7 @@ import optax
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import finite
 from kfac._distributed.owners import Shard
 from kfac._factors import Factors
@@ -29,24 +30,19 @@ from kfac._varying import axis_names, lying_as, replicated, whole
 def step_over_mesh(
     config: Config, mesh: Mesh, updates: Any, averaged: Any, state: KfacState, now: Now, factors: Factors | None
 ) -> tuple[Any, KfacState]:
-    """`preconditioned_step` on the devices of a mesh; the results lie as `updates` do."""
+    """`preconditioned_step` on the devices of a mesh; on explicit axes the results lie as `updates` do."""
+    assert config.owners is not None
+    rows = {name: own.shard for name, own in state.owned.items()}
+    split, same, states = config.distribution.gradients == "split", PartitionSpec(), state_spec(config.owners)
+    narrow, leaves = {}, _apart(config, updates)
+    if split:
+        check_context(mesh, config)
+        narrow = {group.name: [_narrowest(_dtypes(part, leaves)) for part in group.by_leaf] for group in config.apart}
 
     def given(tree):
         return to_owners(config, mesh, tree, rows) if split else Gradients(replicated(tree), {})
 
-    def narrowest(part):
-        dtypes = [leaves[path].dtype for layer in part.layers for path in layer.params if path in leaves]
-        return min(dtypes, key=lambda dtype: float(jnp.finfo(dtype).max), default=jnp.float32)
-
-    rows = {name: own.shard for name, own in state.owned.items()}
-    split, same = config.distribution.gradients == "split", PartitionSpec()
     own: Any = Gradients(same, PartitionSpec(config.owners))  # type: ignore[arg-type]  # the specs of such
-    assert config.owners is not None
-    narrow, leaves = {}, leaves_by_path(updates)
-    if split:
-        check_context(mesh, config)
-        narrow = {group.name: [narrowest(part) for part in group.by_leaf] for group in config.apart}
-    states = state_spec(config.owners)
     step = jax.shard_map(
         functools.partial(preconditioned_step, config, local=False, narrow=narrow),
         mesh=mesh,
@@ -63,10 +59,8 @@ def step_over_mesh(
 
 def check_context(mesh: Mesh, config: Config) -> None:
     """Raises where XLA could not be told how split gradients are to lie."""
-    kinds = {
-        kind for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if name in axis_names(config.owners)
-    }
-    here = jax.sharding.get_abstract_mesh()
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    kinds, here = {types[name] for name in axis_names(config.owners)}, jax.sharding.get_abstract_mesh()
     if len(kinds) > 1:
         raise ValueError(
             f"gradients='split' needs the axes of owners, {axis_names(config.owners)}, to be all automatic or all "
@@ -81,7 +75,7 @@ def check_context(mesh: Mesh, config: Config) -> None:
 
 def to_owners(config: Config, mesh: Mesh, updates: Any, rows: dict[str, Shard]) -> Gradients:
     """Gradients as each owner gets its own, and all devices what all precondition; `rows` of all positions."""
-    apart = {path: leaf for path, leaf in leaves_by_path(updates).items() if path in config.paths_apart}
+    apart = _apart(config, updates)
 
     def rest(path, leaf):
         if path in config.skipped:
@@ -91,10 +85,9 @@ def to_owners(config: Config, mesh: Mesh, updates: Any, rows: dict[str, Shard]) 
     def stacked(apart):
         stacks = {}
         for group in config.apart:
-            dtypes = [apart[path].dtype for layer in group.layers for path in layer.params if path in apart]
-            dtype, order = jnp.result_type(*dtypes or [jnp.float32]), rows[group.name].order
-            parts = [part.stack_matrices(apart, dtype) for part in group.by_leaf]
-            stacks[group.name] = [_lying(mesh, x[order], config.owners) for x in parts]
+            dtype, order = jnp.result_type(*_dtypes(group, apart)), rows[group.name].order
+            parts = (part.stack_matrices(apart, dtype)[order] for part in group.by_leaf)
+            stacks[group.name] = [_lying(mesh, x, config.owners) for x in parts]
         return stacks
 
     return Gradients(replicated(map_by_path(rest, updates)), whole(stacked, PartitionSpec(config.owners))(apart))
@@ -102,7 +95,7 @@ def to_owners(config: Config, mesh: Mesh, updates: Any, rows: dict[str, Shard]) 
 
 def from_owners(config: Config, mesh: Mesh, new: Gradients, updates: Any, rows: dict[str, Shard]) -> Any:
     """What has become of `updates`, on explicit axes lying as they do; skipped leaves are as they were."""
-    apart = {path: leaf for path, leaf in leaves_by_path(updates).items() if path in config.paths_apart}
+    apart = _apart(config, updates)
 
     def split(stacks):
         leaves: dict[str, jax.Array] = {}
@@ -121,6 +114,20 @@ def from_owners(config: Config, mesh: Mesh, new: Gradients, updates: Any, rows: 
         return own[path] if path in own else lying_as(rest[path], leaf)
 
     return map_by_path(back, updates)
+
+
+def _apart(config: Config, updates: Any) -> dict[str, jax.Array]:
+    """The leaves that owners alone precondition, by path."""
+    return {path: leaf for path, leaf in leaves_by_path(updates).items() if path in config.paths_apart}
+
+
+def _dtypes(group: Group, leaves: dict[str, jax.Array]) -> list[Any]:
+    """The dtypes of the leaves of a group; one for a group that `optax.masked` has left nothing of."""
+    return [leaves[p].dtype for layer in group.layers for p in layer.params if p in leaves] or [jnp.dtype(jnp.float32)]
+
+
+def _narrowest(dtypes: list[Any]) -> Any:
+    return min(dtypes, key=lambda dtype: float(jnp.finfo(dtype).max))
 
 
 def _lying(mesh: Mesh, stack: jax.Array, *spec: Any) -> jax.Array:

@@ -155,7 +155,9 @@ def _gather_owned(own: Owned) -> Owned:
 
 
 def _scatter_owned(own: Owned, shard: Shard) -> Owned:
+    places = shard.places
+
     def spread(x):
-        return jnp.zeros((shard.devices * shard.positions, *x.shape[1:]), x.dtype).at[shard.places].set(x)
+        return jnp.zeros((shard.devices * shard.positions, *x.shape[1:]), x.dtype).at[places].set(x)
 
     return _mapped(spread, own, shard)

@@ -29,6 +29,7 @@ from kfac._optimizer.state import Config, KfacMetrics, KfacState, Owned, Replica
 from kfac._varying import AxisName, as_varying, axis_names, axis_size, varying_axes
 
 Vectors = dict[str, jax.Array]  # for each group `[k]`, a number for each block
+Dtypes = Mapping[str, Sequence[Any]]  # for each group one for each part of its columns
 
 
 class Gradients(NamedTuple):
@@ -75,6 +76,10 @@ class Place(NamedTuple):
         """The groups that their owners alone precondition."""
         return {group.name: self.shards[group.name] for group in self.config.apart}
 
+    def own(self, name: str, stack: jax.Array) -> jax.Array:
+        """A stack of a group with zeros where the block is not this device's own."""
+        return jnp.where(per_block(self.mine[name], stack), stack, 0)
+
 
 def preconditioned_step(
     config: Config,
@@ -85,7 +90,7 @@ def preconditioned_step(
     factors: Factors | None,
     *,
     local: bool,
-    narrow: Mapping[str, Sequence[Any]] | None = None,
+    narrow: Dtypes | None = None,
 ) -> tuple[Gradients, KfacState]:
     """One step on one device; `local` statistics are still to be averaged over devices.
 
@@ -194,7 +199,7 @@ def take_gradients(
     elif axis is not None and local:
         sent = {name: matrices[name] for name in place.apart}
         own = matrices | means_to_owners(sent, place.apart, axis, beside=config.distribution.beside_owners)
-        kept = {n: jnp.where(per_block(place.mine[n], own[n]), own[n], 0) if n in sent else own[n] for n in own}
+        kept = {name: place.own(name, x) if name in sent else x for name, x in own.items()}
         squares = {"": _square(kept[name] for name in sent)} | _of_kernels(place, kept)
         sums, unravel = ravel_pytree(as_varying(squares, varying_axes(lax.axis_index(axis))))
         squares = unravel(lax.psum(sums, axis))
@@ -212,8 +217,8 @@ def take_gradients(
 
 def _square_of_all(place: Place, matrices: Vectors, stacks: Iterable[str]) -> jax.Array:
     """The squared norm of the matrices, where owners alone have those of `stacks`."""
-    own = (jnp.where(per_block(place.mine[name], matrices[name]), matrices[name], 0) for name in stacks)
-    return lax.psum(_square(own), place.config.owners) + _square(matrices[n] for n in matrices if n not in stacks)
+    own = lax.psum(_square(place.own(name, matrices[name]) for name in stacks), place.config.owners)
+    return own + _square(matrices[name] for name in matrices if name not in stacks)
 
 
 def _of_kernels(place: Place, gradients: Vectors) -> Vectors:
@@ -420,11 +425,7 @@ def precondition(
 
 
 def restore(
-    place: Place,
-    updates: Gradients,
-    preconditioned: Vectors,
-    usable: jax.Array,
-    narrow: Mapping[str, Sequence[Any]],
+    place: Place, updates: Gradients, preconditioned: Vectors, usable: jax.Array, narrow: Dtypes
 ) -> tuple[Gradients, jax.Array, jax.Array]:
     """The preconditioned gradients in the form of `updates`, their squared norm, and whether all are finite."""
     new: dict[str, jax.Array] = {}
@@ -435,13 +436,13 @@ def restore(
     # What is finite as it was computed may be too large for a narrower dtype of the gradients.
     leaves = leaves_by_path(tree)
     narrowed = [leaf for path, leaf in leaves.items() if path in new and leaf.dtype != new[path].dtype]
-    parts = {n: cut(preconditioned[n], [x.shape[2] for x in own]) for n, own in updates.stacks.items()}
-    for name, own in parts.items():
-        kept = (jnp.where(per_block(place.mine[name], x), x, 0) for x in own)
-        narrowed += [x.astype(dtype) for x, dtype in zip(kept, narrow[name], strict=True) if x.dtype != dtype]
-        parts[name] = [x.astype(given.dtype) for x, given in zip(own, updates.stacks[name], strict=True)]
-    square = _square_of_all(place, preconditioned, parts) if parts else _square(preconditioned.values())
-    return Gradients(tree, parts), square, usable & _all_finite(square, narrowed)
+    stacks = {}
+    for name, given in updates.stacks.items():
+        parts = list(zip(cut(preconditioned[name], [x.shape[2] for x in given]), given, narrow[name], strict=True))
+        narrowed += [place.own(name, x).astype(dtype) for x, _, dtype in parts if x.dtype != dtype]
+        stacks[name] = [x.astype(old.dtype) for x, old, _ in parts]
+    square = _square_of_all(place, preconditioned, stacks) if stacks else _square(preconditioned.values())
+    return Gradients(tree, stacks), square, usable & _all_finite(square, narrowed)
 
 
 def measure(

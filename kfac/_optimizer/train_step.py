@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from kfac._capture.find_layers import find_layers
-from kfac._capture.microbatch import check_argnums, microbatch
+from kfac._capture.microbatch import check_argnums, leading_lengths, microbatch
 from kfac._capture.value_and_grad import value_and_grad
 from kfac._checks import check_positive_int
 from kfac._curvature.inverse import Inverse
@@ -105,10 +104,8 @@ def train_step(
     if not callable(loss_fn):
         raise ValueError(f"loss_fn must be a function, but is {loss_fn!r}: it comes before the learning rate")
     check_positive_int("num_microbatches", num_microbatches)
-    if batch_argnums is not None:
-        check_argnums(batch_argnums)
-        if 0 in (batch_argnums if isinstance(batch_argnums, Sequence) else [batch_argnums]):
-            raise ValueError(f"batch_argnums={batch_argnums!r} has 0, which are the parameters: the batch begins at 1")
+    if batch_argnums is not None and 0 in check_argnums(batch_argnums):
+        raise ValueError(f"batch_argnums={batch_argnums!r} has 0, which are the parameters: the batch begins at 1")
     first: list[int | None] = []
 
     def layers_of(params, args, kwargs):
@@ -157,11 +154,8 @@ def _the_only(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
             f"batch_argnums={len(args)} is the last, batch_argnums={tuple(range(1, len(args) + 1))} all of them"
         )
 
-    def lengths(tree):
-        return {jnp.shape(x)[0] for x in jax.tree.leaves(tree) if jnp.shape(x)}
-
     for name in kwargs.keys() - {"key"}:
-        if both := lengths(kwargs[name]) & lengths(args[0]):
+        if both := leading_lengths(kwargs[name]).keys() & leading_lengths(args[0]).keys():
             raise ValueError(
                 f"num_microbatches= splits the positional argument, of length {both.pop()}, but argument {name!r} is "
                 "as long and goes to all parts whole: put into the batch what belongs to it, or say batch_argnums=1"
