@@ -23,6 +23,8 @@ if __name__ == "__main__":
     PARSER.add_argument("--style", choices=["shard_map", "mesh"], default="shard_map")
     PARSER.add_argument("--axes", choices=["auto", "explicit"], default="auto")
     PARSER.add_argument("--gradients", choices=["averaged", "local", "split"], default="averaged")
+    PARSER.add_argument("--split-from", type=int, help="as of Distribution")
+    PARSER.add_argument("--refresh", choices=["inside", "apart"], default="inside", help="apart: without its messages")
     PARSER.add_argument("--parameters", choices=["whole", "split"], default="whole", help="as FSDP splits them")
     PARSER.add_argument("--largest", type=int, default=0, help="print so many of the largest messages of each program")
     OPTIONS = PARSER.parse_args()
@@ -228,14 +230,14 @@ def split_spec(devices, leaf):
     return P(*("data" if k == axis else None for k in range(leaf.ndim)))
 
 
-def programs(model, devices, style, kind=AxisType.Auto, parameters="whole", **options):
+def programs(model, devices, style, kind=AxisType.Auto, parameters="whole", inverse_every=10, **options):
     """Layers, and compiled programs by name: steps of SGD, K-FAC, K-FAC with statistics; over a mesh `update` alone."""
     loss, params, batch, find = model(4 * devices)
     layers = kfac.find_layers(loss, params, batch, **find)
     mesh = jax.make_mesh((devices,), ("data",), axis_types=(kind,), devices=jax.devices()[:devices])
     axis = {"axis_name": "data"} if style == "shard_map" else {"mesh": mesh}
     distribution = kfac.Distribution(**axis, **options)
-    tx = kfac.scale_by_kfac(layers, inverse_every=10, distribution=distribution)
+    tx = kfac.scale_by_kfac(layers, inverse_every=inverse_every, distribution=distribution)
     measured = kfac.value_and_grad(loss, layers)
 
     def average(tree):
@@ -310,7 +312,14 @@ def packed_bytes(layers):
 def main():
     kind = AxisType.Explicit if OPTIONS.axes == "explicit" else AxisType.Auto
     layers, compiled = programs(
-        MODELS[OPTIONS.model], OPTIONS.devices, OPTIONS.style, kind, OPTIONS.parameters, gradients=OPTIONS.gradients
+        MODELS[OPTIONS.model],
+        OPTIONS.devices,
+        OPTIONS.style,
+        kind,
+        OPTIONS.parameters,
+        gradients=OPTIONS.gradients,
+        split_from=OPTIONS.split_from,
+        inverse_every=10 if OPTIONS.refresh == "inside" else None,
     )
     print(f"{OPTIONS.model}, {OPTIONS.devices} devices, {OPTIONS.style}; packed factors {packed_bytes(layers):,} bytes")
     for name, program in compiled.items():

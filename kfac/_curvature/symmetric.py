@@ -33,6 +33,11 @@ def pack(stack: jax.Array) -> jax.Array:
     return jnp.concatenate([triangles, corner], axis=-1)
 
 
+def packed_size(d: int) -> int:
+    """Elements of what `pack` returns for one matrix."""
+    return math.prod(jax.eval_shape(pack, jax.ShapeDtypeStruct((1, d, d), jnp.float32)).shape)
+
+
 def unpack(packed: jax.Array, d: int) -> jax.Array:
     """The inverse of `pack`, for matrices of dimension `d`."""
     h = packed.shape[-2]

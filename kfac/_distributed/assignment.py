@@ -15,11 +15,12 @@ import numpy as np
 
 from kfac._checks import check_layers, check_positive_int, check_type
 from kfac._curvature.blocks import Group, group_layers
+from kfac._curvature.by_rows import eliminated, rows_of_each
 from kfac._curvature.inverse import Inverse, count_bytes
 from kfac._curvature.soap import default_inverse
-from kfac._curvature.symmetric import flatten_block
+from kfac._curvature.symmetric import flatten_block, packed_size
 from kfac._distributed.distribution import Distribution, encode, owners_precondition, shared, shares, staggers
-from kfac._distributed.owners import Shard, group_costs, make_shards, make_turns
+from kfac._distributed.owners import Cost, Shard, group_costs, make_shards, make_turns
 from kfac._distributed.segments import BUCKETS, make_buckets, make_segments
 from kfac._factors import Block
 from kfac._layers import Layers, format_bytes
@@ -77,17 +78,24 @@ class Assignment:
     @functools.cached_property
     def shards(self) -> dict[str, Shard]:
         """How each Kronecker group lies on the devices."""
-        return make_shards(group_costs(self.groups), self.devices)
+        return make_shards(self.costs, self.devices)
+
+    @property
+    def costs(self) -> list[Cost]:
+        """What there is to do for the blocks of each Kronecker group."""
+        return group_costs(self.groups, self._uses.split_from)
 
     @functools.cached_property
     def _work(self) -> np.ndarray:
         """`[steps, devices]`: the work of each device in each step of a cycle, in `n^3`."""
-        costs = group_costs(self.groups)
-        turns = make_turns(costs, self._steps, self._uses.schedule_for or self.devices)
+        turns = make_turns(self.costs, self._steps, self._uses.schedule_for or self.devices)
         work = np.zeros((self._steps, self.devices))
-        for name, blocks, cost, _ in costs:
-            owners = np.array([self.shards[name].location(block)[0] for block in range(blocks)])
-            np.add.at(work, (turns[name], owners), cost)
+        for cost in self.costs:
+            if cost.sides:
+                np.add.at(work, turns[cost.name], cost.on_each(self.devices))
+                continue
+            owners = np.array([self.shards[cost.name].location(block)[0] for block in range(cost.blocks)])
+            np.add.at(work, (turns[cost.name], owners), cost.work)
         return work
 
     @property
@@ -107,7 +115,11 @@ class Assignment:
         for group in self.groups:
             factors = jax.eval_shape(functools.partial(self._statistics, group))
             held = self.shards[group.name].positions if group.kronecker else group.size
-            total += held * (4 * sum(map(math.prod, group.shapes.values())) + group.kind(self.kind).size(factors))
+            size = 4 * sum(map(math.prod, group.shapes.values())) + group.kind(self.kind).size(factors)
+            for side in self.split(group):
+                n, kept = group.shapes[side][0], jnp.dtype(self.kind.kept_dtype(jnp.float32)).itemsize
+                size -= (4 + kept) * n * (n - rows_of_each(n, self.devices))
+            total += held * size
             total += group.size * count_bytes(jax.eval_shape(functools.partial(self._shared, group, shared)))
         return total
 
@@ -143,28 +155,54 @@ class Assignment:
         if self._uses.gradients == "split" and self.devices > 1:
             apart = filter(self._gathers, self.groups)
             return {"all-to-all": sum(4 * self.shards[g.name].positions * g.d_out * g.d_in for g in apart)}
-        return self._messages(self._gradient, "all-gather")
+        total = collections.Counter(self._messages(self._gradient, "all-gather"))
+        for group in self.groups if self.devices > 1 else ():
+            widths = {"A": group.d_out, "G": group.d_in}
+            for side in self.split(group):
+                rows = self.devices * rows_of_each(group.shapes[side][0], self.devices)
+                total["all-gather"] += 4 * group.size * rows * widths[side]
+        return dict(total)
 
     @property
     def fetched_messages(self) -> dict[str, int]:
-        """As `results_messages`, of what all devices get in a step with a refresh: inverses, for `Ekfac` bases."""
-        return self._messages(lambda group: self._shared(group, encode), "all-gather")
+        """As `results_messages`, of what all devices get in a step with a refresh: inverses, for `Ekfac` bases.
+
+        Of factors that are split, what they send each other to invert them all.
+        """
+        total = collections.Counter(self._messages(lambda group: self._shared(group, encode), "all-gather"))
+        for group in self.groups if self.devices > 1 else ():
+            for side in self.split(group):
+                total["all-gather"] += 4 * group.size * eliminated(group.shapes[side][0], self.devices) ** 2
+        return dict(total)
 
     def _messages(self, block: Callable[[Group], Any], kind: str, number: int = 1) -> dict[str, int]:
         """Bytes by kind of message, from what there is of one block of a group: as `collectives` sends it."""
         found = {g: jax.tree.leaves(jax.eval_shape(functools.partial(block, g))) for g in self.groups}
         itemsize = max((x.dtype.itemsize for leaves in found.values() for x in leaves), default=0)
-        sizes = {g.name: count_bytes(leaves) // itemsize for g, leaves in found.items() if leaves and g.kronecker}
+        sizes, shards = {}, dict(self.shards)
         total: collections.Counter[str] = collections.Counter()
-        buckets = make_buckets({name: self.shards[name].blocks * size for name, size in sizes.items()}, number)
-        for names in buckets if self.devices > 1 else ():
-            segments = make_segments(self.shards, {name: sizes[name] for name in names})
-            width = segments.width + sum(self.shards[name].full * sizes[name] for name in names)
+        for group, leaves in found.items():
+            size = count_bytes(leaves) // itemsize if leaves else 0
+            for side in self.split(group) if leaves else ():
+                n = group.shapes[side][0]
+                size -= packed_size(n)
+                sizes[f"{group.name}/{side}"] = group.size * n * rows_of_each(n, self.devices)
+                shards[f"{group.name}/{side}"] = Shard(self.devices, self.devices)
+            if group.kronecker and not self.split(group):
+                sizes[group.name] = size
+            elif kind == "reduce-scatter":
+                total["all-reduce"] += group.size * size * itemsize
+        buckets = make_buckets({name: shards[name].blocks * size for name, size in sizes.items() if size}, number)
+        for names in buckets:
+            segments = make_segments(shards, {name: sizes[name] for name in names})
+            width = segments.width + sum(shards[name].full * sizes[name] for name in names)
             total[kind] += self.devices * width * itemsize
             total["all-to-all"] += self.devices * segments.exchanged * itemsize
-        if self.devices > 1 and kind == "reduce-scatter":
-            total["all-reduce"] += sum(g.size * count_bytes(found[g]) for g in self.groups if not g.kronecker)
-        return {kind: size for kind, size in total.items() if size}
+        return {kind: size for kind, size in total.items() if size and self.devices > 1}
+
+    def split(self, group: Group) -> tuple[str, ...]:
+        """The factors of a group that are split by rows."""
+        return self.shards[group.name].sides if group.kronecker else ()
 
     def _gathers(self, group: Group) -> bool:
         """Whether owners alone precondition the blocks of a group."""
@@ -185,10 +223,10 @@ class Assignment:
         return form(self.kind, self.kind.init(self._statistics(group)))
 
     def owners(self) -> list[tuple[str, int, int]]:
-        """Owner of every Kronecker block: `(layer name, copy, device)`."""
+        """Owner of every Kronecker block that has one: `(layer name, copy, device)`."""
         rows = []
         for group in self.groups:
-            if group.kronecker:
+            if group.kronecker and not self.split(group):
                 copies = [(layer.name, copy) for layer in group.layers for copy in range(layer.copies)]
                 shard = self.shards[group.name]
                 rows += [(*copy, shard.location(block)[0]) for block, copy in enumerate(copies)]
@@ -214,6 +252,9 @@ def _table(plan: Assignment) -> str:
     if len(shown) < plan.devices:
         idle = sum(cost == 0 for cost in costs)
         lines.append(f"   ... {plan.devices - len(shown)} more devices; {idle} devices own nothing")
+    split = [layer.name for group in plan.groups if plan.split(group) for layer in group.layers]
+    if split:
+        lines.append(f"on all devices, split by rows: {', '.join(split)}")
     steps = plan.cost_per_step
     mean = total / plan.devices
     lines += [

@@ -12,8 +12,10 @@ from jax.sharding import Mesh
 
 from kfac._checks import check_axis_name, check_choice, check_positive_int, check_switch, check_type
 from kfac._curvature.blocks import Group
+from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
 from kfac._curvature.symmetric import flatten, unflatten
+from kfac._distributed.owners import split_sides
 from kfac._varying import AxisName, axis_names
 
 
@@ -54,6 +56,10 @@ class Distribution:
         preconditioned gradients then stay inside of it, and only sums go between nodes, each device its share. So the
         fraction of devices that work on a layer, which trades memory for messages, is a choice of axes (KAISA, Pauloski
         et al. 2021). `kfac.state_specs` takes these axes.
+      split_from: factors of this dimension or more are split by rows over the owners, which keep, invert and apply
+        them together: no device then waits for the one with the largest block, or has to have room for it. Each time,
+        whole statistics of these factors are sent in the place of triangles, and gradients of their blocks are averaged
+        everywhere. With `Cholesky` and `precondition="sharded"`. None splits nothing.
 
     Raises:
       ValueError: an argument is out of range.
@@ -67,6 +73,7 @@ class Distribution:
     gradients: str = "averaged"
     communication_dtype: str = "float32"
     owners: AxisName | None = None
+    split_from: int | None = None
 
     def __post_init__(self):
         """Checks the arguments."""
@@ -88,6 +95,13 @@ class Distribution:
         if self.schedule_for is not None:
             check_positive_int("schedule_for", self.schedule_for)
         check_choice("communication_dtype", self.communication_dtype, ("float32", "bfloat16"))
+        if self.split_from is not None:
+            check_positive_int("split_from", self.split_from)
+            if self.replicated or self.axis is None:
+                raise ValueError(
+                    f"split_from={self.split_from} splits factors over the owners of several devices, so it needs "
+                    "axis_name= or mesh=, and precondition='sharded'"
+                )
         if self.mesh is not None:
             self._check_mesh(self.mesh)
         if not set(axis_names(self.owners)) <= set(axis_names(self.axis)):
@@ -132,15 +146,21 @@ class Distribution:
     @property
     def refuses_soap(self) -> bool:
         """Whether there is no `Soap` with it."""
-        return self.replicated or self.gradients == "local"
+        return self.replicated or self.gradients == "local" or self.split_from is not None
 
 
 def staggers(distribution: Distribution, inverse: Inverse, *, several: bool) -> bool:
     """Whether refreshes are spread over steps, by one's choice or by default; `several`: on more than one device.
 
     Raises:
-      ValueError: `inverse` cannot be had on all devices.
+      ValueError: `inverse` cannot be had on all devices, or is not split.
     """
+    if distribution.split_from is not None and type(inverse) is not Cholesky:
+        raise ValueError(
+            f"split_from={distribution.split_from} is for inverse=kfac.Cholesky(), but inverse={inverse!r}: an "
+            "eigendecomposition is not split over devices. Leave split_from at None, or let larger factors be "
+            "diagonal, find_layers(max_dim=)"
+        )
     if distribution.replicated and (inverse.takes_moments or inverse.takes_gradients):
         raise ValueError(
             f"precondition='replicated' is not for inverse={inverse!r}, of which a part changes with all "
@@ -159,6 +179,8 @@ def everywhere(distribution: Distribution, inverse: Inverse, group: Group) -> bo
     """
     if distribution.replicated:
         return True
+    if split_sides(group.shapes, distribution.split_from):
+        return False
     if inverse.takes_moments or inverse.takes_gradients or all(len(shape) > 1 for shape in group.shapes.values()):
         return False
     sent = jax.eval_shape(lambda: inverse.encode(inverse.init(group.zeros(1, jnp.float32))))
@@ -167,7 +189,8 @@ def everywhere(distribution: Distribution, inverse: Inverse, group: Group) -> bo
 
 def owners_precondition(distribution: Distribution, inverse: Inverse, group: Group) -> bool:
     """Whether owners alone precondition the blocks of a group."""
-    return group.kronecker and not everywhere(distribution, inverse, group)
+    split = split_sides(group.shapes, distribution.split_from)
+    return group.kronecker and not split and not everywhere(distribution, inverse, group)
 
 
 def shares(distribution: Distribution, inverse: Inverse, group: Group, *, several: bool) -> bool:

@@ -6,6 +6,8 @@ block each at position `full`: to those whose remainders so far have the fewest 
 and forth in every step. The most expensive groups are dealt first. No table has an entry for each device, only for each
 block of a remainder.
 
+A block with a factor that is split by rows is on all devices, each with its rows: nothing of its group is dealt.
+
 A staggered refresh deals the blocks to the steps of a cycle, the most expensive first: each to a step in which its
 device would wait for others anyway, if there is one, else to the step with the least work so far. Staggered by the work
 of devices alone, in whatever order, all but one of them would wait in every step.
@@ -15,12 +17,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from kfac._curvature.blocks import Group
+from kfac._curvature.by_rows import elimination_work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +34,13 @@ class Shard:
       blocks: `K`.
       devices: `D`.
       owners: of the blocks of the remainder, in their order.
+      sides: which of the factors, `"A"` and `"G"`, are split by rows; then every device has a part of all blocks.
     """
 
     blocks: int
     devices: int
     owners: tuple[int, ...] = ()
+    sides: tuple[str, ...] = ()
 
     @property
     def full(self) -> int:
@@ -45,7 +50,7 @@ class Shard:
     @property
     def positions(self) -> int:
         """Length of the stacks each device holds."""
-        return -(-self.blocks // self.devices)
+        return self.blocks if self.sides else -(-self.blocks // self.devices)
 
     def location(self, block: int) -> tuple[int, int]:
         """Device and position of a block."""
@@ -67,23 +72,46 @@ class Shard:
 
 
 class Cost(NamedTuple):
-    """What there is to do for each of the `blocks` of a group: `work` to invert it, and `elements` of its gradient."""
+    """What there is to do for each of the `blocks` of a group.
+
+    Attributes:
+      name: of the group.
+      blocks: how many.
+      work: to invert one, in `n^3`; of a diagonal factor `n`.
+      elements: of the gradient of one.
+      split: the dimensions of the factors that are split by rows, `"A"` and `"G"`; their work is shared out.
+    """
 
     name: str
     blocks: int
     work: int
     elements: int
+    split: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        return tuple(side for side, _ in self.split)
+
+    def on_each(self, devices: int) -> int:
+        """The work of a device that has to do with a block."""
+        alone = self.work - sum(size**3 for _, size in self.split)
+        return alone + math.ceil(sum(elimination_work(size, devices) for _, size in self.split))
 
 
-def block_cost(name: str, blocks: int, shapes: Iterable[tuple[int, ...]]) -> Cost:
-    """Of Kronecker blocks with factors of such shapes; work in `n^3`, of a diagonal factor `n`."""
-    shapes = list(shapes)
-    work = sum(shape[0] if len(shape) == 1 else shape[0] ** 3 for shape in shapes)
-    return Cost(name, blocks, work, math.prod(shape[0] for shape in shapes))
+def block_cost(name: str, blocks: int, shapes: Mapping[str, tuple[int, ...]], split_from: int | None = None) -> Cost:
+    """Of Kronecker blocks with factors of such shapes."""
+    work = {side: shape[0] if len(shape) == 1 else shape[0] ** 3 for side, shape in shapes.items()}
+    split = tuple((side, shapes[side][0]) for side in split_sides(shapes, split_from))
+    return Cost(name, blocks, sum(work.values()), math.prod(shape[0] for shape in shapes.values()), split)
 
 
-def group_costs(groups: Sequence[Group]) -> list[Cost]:
-    return [block_cost(g.name, g.size, g.shapes.values()) for g in groups if g.kronecker]
+def split_sides(shapes: Mapping[str, tuple[int, ...]], split_from: int | None) -> tuple[str, ...]:
+    """Which factors are split by rows: matrices of dimension `split_from` or more."""
+    return tuple(side for side, shape in shapes.items() if split_from and len(shape) > 1 and shape[0] >= split_from)
+
+
+def group_costs(groups: Sequence[Group], split_from: int | None = None) -> list[Cost]:
+    return [block_cost(g.name, g.size, g.shapes, split_from) for g in groups if g.kronecker]
 
 
 def _dealt(costs: Iterable[Cost]) -> list[Cost]:
@@ -94,10 +122,13 @@ def _dealt(costs: Iterable[Cost]) -> list[Cost]:
 def make_shards(costs: Iterable[Cost], devices: int) -> dict[str, Shard]:
     """Spreads every group over the devices."""
     shards, load = {}, np.zeros(devices, int)
-    for name, blocks, _, elements in _dealt(costs):
-        least = np.sort(np.argsort(load, kind="stable")[: blocks % devices])
-        load[least] += elements
-        shards[name] = Shard(blocks, devices, tuple(least.tolist()))
+    for cost in _dealt(costs):
+        if cost.sides:
+            shards[cost.name] = Shard(cost.blocks, devices, sides=cost.sides)
+            continue
+        least = np.sort(np.argsort(load, kind="stable")[: cost.blocks % devices])
+        load[least] += cost.elements
+        shards[cost.name] = Shard(cost.blocks, devices, tuple(least.tolist()))
     return shards
 
 
@@ -105,16 +136,18 @@ def make_turns(costs: Iterable[Cost], phases: int, devices: int) -> dict[str, np
     """In which of `phases` steps of a cycle each block is refreshed, `[blocks]` for each group, on so many devices."""
     shards, turns = make_shards(costs, devices), {}
     load, longest = np.zeros((phases, devices), int), np.zeros(phases, int)  # work of each device; of the busiest
-    for name, blocks, work, _ in _dealt(costs):
-        turns[name] = np.zeros(blocks, int)
-        for first in range(0, shards[name].full * devices, devices):
+    for cost in _dealt(costs):
+        shard, work = shards[cost.name], cost.on_each(devices)
+        turns[cost.name] = np.zeros(cost.blocks, int)
+        row = 1 if cost.sides else devices  # blocks that keep all devices busy together
+        for first in range(0, cost.blocks - len(shard.owners), row):
             step = np.argmin(longest)
-            turns[name][first : first + devices] = step
+            turns[cost.name][first : first + row] = step
             load[step] += work
             longest[step] += work
-        for block, device in enumerate(shards[name].owners, shards[name].full * devices):
+        for block, device in enumerate(shard.owners, shard.full * devices):
             after = load[:, device] + work
-            turns[name][block] = step = np.lexsort((after, after > longest))[0]
+            turns[cost.name][block] = step = np.lexsort((after, after > longest))[0]
             load[step, device] = after[step]
             longest[step] = max(longest[step], after[step])
     return turns

@@ -12,7 +12,6 @@ from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.assignment import Assignment, by_kind
 from kfac._distributed.distribution import Distribution, everywhere
-from kfac._distributed.owners import Cost, group_costs
 from kfac._layers import KRONECKER_KINDS, Layer, Layers, format_bytes
 
 
@@ -171,10 +170,10 @@ def plan(
     shorter = sum(final.cost_per_step) / max(1, sum(most.cost_per_step))
     flops["inversions"] *= shorter
     seconds["inversions"] *= shorter
-    costs = group_costs(final.groups)
-    name, _, cost, _ = max(costs, key=lambda cost: cost.work, default=Cost("", 0, 0, 0))
+    costs = {cost.name: cost.on_each(devices) for cost in final.costs}
+    name = max(costs, key=lambda name: costs[name], default="")
     layer = next((group.layers[0].name for group in final.groups if group.name == name), "no layer")
-    share = cost / max(1, sum(final.cost_per_step))
+    share = costs.get(name, 0) / max(1, sum(final.cost_per_step))
     return Plan(final, batch, machine, overhead, statistics_every, inverse_every, flops, messages, seconds,
                 final.memory_per_device, (layer, share))  # fmt: skip
 
@@ -274,7 +273,9 @@ def _applied(group: Group, assignment: Assignment) -> float:
     """FLOPs of `G^-1 V A^-1` for the blocks of a group that a device preconditions."""
     whole = everywhere(assignment.distribution or Distribution(), assignment.kind, group)
     blocks = group.size if whole else assignment.shards[group.name].positions
-    sides = sum(shape[0] if len(shape) > 1 else 1 for shape in group.shapes.values())
+    split = assignment.split(group)
+    share = {side: assignment.devices if side in split or split == ("A",) else 1 for side in "AG"}
+    sides = sum(shape[0] / share[side] if len(shape) > 1 else 1 for side, shape in group.shapes.items())
     return 2.0 * blocks * group.d_out * group.d_in * sides
 
 

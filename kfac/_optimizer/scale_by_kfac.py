@@ -24,7 +24,7 @@ from kfac._layers import Layers
 from kfac._optimizer.over_mesh import step_over_mesh
 from kfac._optimizer.reshard import on_states, some_state, state_spec
 from kfac._optimizer.state import Config, KfacState, check_devices, init_state, match_leaves
-from kfac._optimizer.step import Gradients, Now, count_blocks, preconditioned_step, refresh_inverses
+from kfac._optimizer.step import Gradients, Now, count_blocks, dealt, preconditioned_step, refresh_inverses
 from kfac._varying import axis_names, axis_size, replicated
 
 Scalar = float | jax.Array
@@ -191,7 +191,7 @@ def refresh(opt_state: Any, *, distribution: Distribution | None = None) -> Any:
         check_devices(state, axis_size(axis) or 1, "kfac.refresh")
         damping = Now(state.damping, state.unitwise_damping, *3 * [state.count])
         wanted = {name: block.weight > 0 for name, block in state.blocks.items()}
-        shards = {name: own.shard for name, own in state.owned.items()}
+        shards = dealt(state)
         for name, shard in shards.items():
             wanted[name] &= owns_last(shard, axis)
         state, failed = refresh_inverses(axis, state, wanted, damping, None)

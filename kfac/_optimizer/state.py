@@ -14,6 +14,8 @@ import optax
 from jax import lax
 
 from kfac._curvature.blocks import Group, group_layers
+from kfac._curvature.by_rows import ByRows
+from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.distribution import Distribution, owners_precondition, shared, shares
 from kfac._distributed.owners import Shard, group_costs, make_shards, make_turns
@@ -70,11 +72,19 @@ class BlockState(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Owned:
-    """Blocks of one group that this device owns, at its positions; seen from outside, those of all devices in a row."""
+    """Blocks of one group that this device owns, at its positions; seen from outside, those of all devices in a row.
+
+    Of sides that are split each device has its rows, `[k, r, n]`, of all blocks; of the others, all.
+    """
 
     blocks: BlockState
     shard: Shard = dataclasses.field(metadata={"static": True})
     inverse: Inverse = dataclasses.field(metadata={"static": True})
+
+    def by_rows(self, axis: AxisName | None) -> ByRows:
+        """What inverts and applies blocks that are split over the owners' axis."""
+        assert axis is not None and isinstance(self.inverse, Cholesky)
+        return ByRows(inverse=self.inverse, sides=self.shard.sides, axis=axis)
 
 
 class Replica(NamedTuple):
@@ -94,7 +104,7 @@ class KfacState(NamedTuple):
       changed: the last step that brought statistics or another damping.
       damping: the damping of the last step.
       unitwise_damping: that of unit-wise and diagonal blocks.
-      owned: Kronecker blocks, each device its own.
+      owned: Kronecker blocks, each device its own, or its rows of those that are split.
       shared: unit-wise and diagonal blocks, the same on all devices.
       replicas: what all devices have of inverses: those of the groups that they all precondition, of all groups with
         `precondition="replicated"`; over an axis, with an inverse that takes moments, the bases of blocks with such.
@@ -184,7 +194,8 @@ class Config:
         A unit-wise block is cheap, so every device has them all, and they are refreshed with the first phase.
         """
         first = {group.name: np.zeros(group.size, int) for group in self.groups}
-        return first | make_turns(group_costs(self.groups), self.phases, self.distribution.schedule_for or devices)
+        costs = group_costs(self.groups, self.distribution.split_from)
+        return first | make_turns(costs, self.phases, self.distribution.schedule_for or devices)
 
 
 def init_state(config: Config, params: Any) -> KfacState:
@@ -194,7 +205,8 @@ def init_state(config: Config, params: Any) -> KfacState:
     # Statistics of a float64 model stay in float64; nothing else is ever wider than float32.
     dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in leaves.values()))
     devices = axis_size(config.owners)
-    shards = make_shards(group_costs(config.groups), devices or 1)
+    split_from = config.distribution.split_from if devices else None
+    shards = make_shards(group_costs(config.groups, split_from), devices or 1)
 
     def inverses(group: Group, size: int) -> Any:
         return group.kind(config.inverse).init(group.zeros(size, dtype, moments=config.has_moments(group)))
@@ -205,10 +217,13 @@ def init_state(config: Config, params: Any) -> KfacState:
 
     def own(group: Group) -> Owned:
         shard = shards[group.name]
-        held = blocks(group, shard.positions)
+        held = Owned(blocks(group, shard.positions), shard, config.inverse)
+        if shard.sides:
+            kind = held.by_rows(config.owners)
+            factors = kind.part(held.blocks.factors)
+            held = dataclasses.replace(held, blocks=held.blocks._replace(factors=factors, inverse=kind.init(factors)))
         # A device's own blocks are marked as such, where `shard_map` checks that (`lax.axis_index` varies if it does).
-        held = as_varying(held, varying_axes(lax.axis_index(config.owners))) if devices else held
-        return Owned(held, shard, config.inverse)
+        return as_varying(held, varying_axes(lax.axis_index(config.owners))) if devices else held
 
     def replica(group: Group) -> Replica:
         return Replica(shared(config.inverse, inverses(group, group.size)), jnp.zeros(group.size, bool))
@@ -287,9 +302,10 @@ def find_state(opt_state: Any, argument: str) -> KfacState:
 def blocks_of(state: KfacState, layers: Layers, argument: str) -> Iterator[tuple[Group, BlockState]]:
     """The blocks of each group, all of which a state of one device holds."""
     for group in group_layers(layers):
-        block = state.blocks.get(group.name)
-        have = 0 if block is None else len(block.weight)
-        if block is None or have != group.size or block.weight.ndim != 1:
+        block, own = state.blocks.get(group.name), state.owned.get(group.name)
+        rows = own is not None and own.shard.sides and own.shard.devices > 1
+        have = "no" if block is None else f"{len(block.weight)}{' parts of' if rows else ''}"
+        if block is None or len(block.weight) != group.size or block.weight.ndim != 1 or rows:
             raise ValueError(
                 f"{argument} must be the state of an optimizer for these layers, on one device, but has {have} blocks "
                 f"{group.name} where the layers have {group.size}: a state of several devices goes through "
@@ -306,7 +322,15 @@ def check_state(config: Config, state: KfacState, devices: int) -> None:
     check_groups(config.groups, state)
     check_devices(state, devices)
     check_inverse(config.inverse, state)
-    for owned in state.owned.values():
+    split_from = config.distribution.split_from if config.axis else None
+    expected = {cost.name: cost.sides for cost in group_costs(config.groups, split_from)}
+    for name, owned in state.owned.items():
+        if owned.shard.sides != expected[name]:
+            raise ValueError(
+                f"with split_from={split_from} the factors {list(expected[name])} of blocks {name} are split by rows, "
+                f"but in the optimizer state {list(owned.shard.sides)}: initialise it with the same option, or convert "
+                "it, kfac.scatter_state(kfac.gather_state(opt_state), devices, split_from=...)"
+            )
         if owned.blocks.weight.shape[0] != owned.shard.positions:
             raise ValueError(
                 f"this device must get {owned.shard.positions} of the state's {owned.shard.blocks} blocks of a shape, "

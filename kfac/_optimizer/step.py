@@ -15,7 +15,8 @@ import optax
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
-from kfac._curvature.inverse import averaged, finite, per_block
+from kfac._curvature.by_rows import ByRows
+from kfac._curvature.inverse import Inverse, averaged, finite, per_block
 from kfac._curvature.refresh import once_if, refresh
 from kfac._curvature.symmetric import flatten_block, unflatten_block
 from kfac._curvature.unitwise import ChannelInverse
@@ -62,13 +63,15 @@ class Place(NamedTuple):
     Attributes:
       config: what is fixed.
       now: the scalars.
-      shards: how Kronecker groups lie on devices.
+      shards: how Kronecker groups are dealt to devices; without those that are split by rows, which all have.
+      split: what inverts and applies these.
       mine: of each group, `[positions]`: whether the block there is a device's own.
     """
 
     config: Config
     now: Now
     shards: dict[str, Shard]
+    split: dict[str, ByRows]
     mine: Vectors
 
     @property
@@ -168,13 +171,18 @@ def check(config: Config, state: KfacState, updates: Gradients, local: Factors |
 
 
 def locate(config: Config, state: KfacState, now: Now) -> Place:
-    """Which blocks this device holds; all have those that are not Kronecker products."""
-    shards = {name: own.shard for name, own in state.owned.items()}
+    """Which blocks this device holds; all have those that are split, or not Kronecker products."""
+    shards, split = dealt(state), {n: own.by_rows(config.owners) for n, own in state.owned.items() if own.shard.sides}
     mine = {
-        group.name: owns_last(shards[group.name], config.owners) if group.kronecker else jnp.ones(group.size, bool)
+        group.name: owns_last(shards[group.name], config.owners) if group.name in shards else jnp.ones(group.size, bool)
         for group in config.groups
     }
-    return Place(config, now, shards, mine)
+    return Place(config, now, shards, split, mine)
+
+
+def dealt(state: KfacState) -> dict[str, Shard]:
+    """How the groups lie whose blocks have one owner each."""
+    return {name: own.shard for name, own in state.owned.items() if not own.shard.sides}
 
 
 def take_gradients(
@@ -275,12 +283,25 @@ def average_statistics(place: Place, factors: Factors, *, local: bool) -> dict[s
     factors = _of_whole_batch(factors, config.axis if local else None)
     stacks = {group.name: group.stack_factors(factors, moments=config.has_moments(group)) for group in config.groups}
     if owners is None or not local:
-        return take_own(stacks, shards, owners)
-    sent = {name: flatten_block(stack) for name, stack in stacks.items()}
+        return take_own(stacks, shards, owners) | {name: kind.part(stacks[name]) for name, kind in place.split.items()}
+    sent, to = {}, dict(shards)
+    for name, stack in stacks.items():
+        if name not in place.split:
+            sent[name] = flatten_block(stack)
+            continue
+        sent |= {f"{name}/{side}": x for side, x in place.split[name].sent(stack).items()}
+        devices = lax.axis_size(owners)
+        to |= {f"{name}/{side}": Shard(devices, devices) for side in place.split[name].sides}  # a part for each
     if config.distribution.communication_dtype != "float32":
         sent = {name: stack.astype(config.distribution.communication_dtype) for name, stack in sent.items()}
-    received = means_to_owners(sent, shards, owners, BUCKETS, config.distribution.beside_owners)
-    return {name: unflatten_block(received[name], stack) for name, stack in stacks.items()}
+    received = means_to_owners(sent, to, owners, BUCKETS, config.distribution.beside_owners)
+
+    def block(name, stack):
+        if name not in place.split:
+            return unflatten_block(received[name], stack)
+        return place.split[name].received({side: received[f"{name}/{side}"] for side in "AG"}, stack)
+
+    return {name: block(name, stack) for name, stack in stacks.items()}
 
 
 def _of_whole_batch(factors: Factors, axis: AxisName | None) -> Factors:
@@ -316,20 +337,23 @@ def take_in(
     moved = jax.tree.map(lambda new, old: new.astype(old.dtype) - old, {name: new[name] for name in old}, old)
     pairs = {name: list(zip(*map(jax.tree.leaves, (moved[name], old[name])), strict=True)) for name in old}
     squares: dict[str, Any] = {}
-    for names in (place.shards.keys(), old.keys() - place.shards.keys()):  # a device's own, and what all devices have
+    for names in (place.shards.keys(), place.split.keys(), old.keys() - state.owned.keys()):  # kept in one way each
         own = {name: pairs[name] for name in pairs if name in names}
         sums = iter(sums_of_members([[x * x, y * y] for both in own.values() for x, y in both]))
         squares |= {name: [next(sums) for _ in both] for name, both in own.items()}
+    if place.split:
+        squares |= _over_rows(place, {name: squares[name] for name in place.split})
     for name, mine in place.mine.items():
         changed, sizes = zip(*squares[name], strict=True)
         good = jnp.isfinite(sum(changed))
         if moments.get(name) is not None:
             good &= finite(moments[name])
         taken[name], left_out[name] = good & mine & usable, ~good & mine
-        for change, size in zip(changed, sizes, strict=True) if name in place.shards else ():
+        counted = mine if name in place.shards else mine & _first(config.owners)  # the sum over devices has each once
+        for change, size in zip(changed, sizes, strict=True) if name in state.owned else ():
             known = taken[name] & (size > 0)
             relative = jnp.where(known, jnp.sqrt(change / jnp.where(known, size, 1)), 1)
-            changes.append(jnp.where(mine, relative, 0))
+            changes.append(jnp.where(counted, relative, 0))
     change = jnp.sum(_join(changes), dtype=jnp.float32)
     result = {}
     for group in config.groups:
@@ -343,6 +367,19 @@ def take_in(
         factors, weight = averaged(block.factors, block.weight, new[name], decay, known)
         result[name] = block._replace(factors=factors, weight=weight, inverse=kept)
     return with_blocks(state, result), left_out, change
+
+
+def _over_rows(place: Place, squares: dict[str, list[list[jax.Array]]]) -> dict[str, list[list[jax.Array]]]:
+    """Sums `[k]` for both sides of each block that is split, of its rows on all devices; all agree on them."""
+    parts = {name: [own if side in place.split[name].sides else [] for side, own in zip("AG", found, strict=True)]
+             for name, found in squares.items()}  # fmt: skip
+    flat, unravel = ravel_pytree(parts)
+    sums = unravel(lax.psum(flat, place.config.owners))
+    return {name: [new or old for new, old in zip(sums[name], found, strict=True)] for name, found in squares.items()}
+
+
+def _first(axis: AxisName | None) -> jax.Array:
+    return jnp.array(True) if axis is None else lax.axis_index(axis) == 0
 
 
 def after(number: jax.Array, flags: jax.Array) -> jax.Array:
@@ -370,7 +407,7 @@ def refresh_inverses(
         new, valid = {}, {}
         for name, (kept, condition) in old[0].items():
             mine = name in state.owned
-            inverse = state.owned[name].inverse if mine else ChannelInverse(relative=kept.relative)
+            inverse = _inverse(state.owned[name], axis) if mine else ChannelInverse(relative=kept.relative)
             damping = now.damping if mine else now.unitwise
             result = refresh(inverse, kept, blocks[name].factors, wanted[name], damping)
             new[name] = result.inverse, jnp.where(result.valid, result.condition, condition)
@@ -385,6 +422,11 @@ def refresh_inverses(
         result[name] = block._replace(inverse=stacks[name][0], condition=stacks[name][1], inverted=inverted)
     state = with_blocks(state, result)._replace(replicas=replicas)
     return state, {name: wanted[name] & ~valid[name] for name in blocks}
+
+
+def _inverse(own: Owned, axis: AxisName | None) -> Inverse:
+    """What inverts and applies blocks."""
+    return own.by_rows(axis) if own.shard.sides else own.inverse
 
 
 def _fetched(
@@ -414,6 +456,9 @@ def precondition(
     config, result, blocks = place.config, {}, state.blocks
     for group in config.groups:
         name, block, inverse = group.name, blocks[group.name], group.kind(config.inverse)
+        if name in place.split:
+            result[name] = place.split[name].apply(block.inverse, own[name], place.now.damping)
+            continue
         everywhere = group.kronecker and name not in place.apart
         kept, ready = state.replicas[name] if everywhere else (block.inverse, block.condition > 0)
         if inverse.takes_gradients:
@@ -513,7 +558,7 @@ def _join(vectors: Iterable[jax.Array]) -> jax.Array:
 
 def count_blocks(shards: Mapping[str, Any], axis: AxisName | None, found: Vectors) -> jax.Array:
     """How many blocks were found, so that the sum over devices counts each once: those that all have, on the first."""
-    first = jnp.array(True) if axis is None else lax.axis_index(axis) == 0
+    first = _first(axis)
     return jnp.sum(_join(x if name in shards else x & first for name, x in found.items()), dtype=jnp.int32)
 
 

@@ -1,0 +1,219 @@
+"""Blocks too large for one device: every device holds some rows of their factors and of the inverses.
+
+Of `n` rows each of `D` devices has the next `r = ceil(n / D)`, with zeros behind the last: a stack `[k, n, n]` is
+`[k, r, n]` on a device. All devices work on the inversion of each block together, and apply their rows of the inverse
+to its gradient, which all of them have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kfac._curvature.cholesky import Cholesky, invert_damped, spd_inverse, split_damping
+from kfac._curvature.inverse import Inverse, damping_of_blocks, identities, product
+from kfac._curvature.symmetric import flatten, pack, unflatten, unpack
+from kfac._factors import Block, Kronecker, is_diagonal
+from kfac._varying import AxisName, varying_axes
+
+PANEL = 64, 256  # rows eliminated at once: at least, for fewer messages, and at most, as every device inverts them
+
+
+def rows_of_each(size: int, devices: int) -> int:
+    """`r`."""
+    return -(-size // devices)
+
+
+def _panel(size: int, devices: int) -> tuple[int, int]:
+    """How many of its rows each device eliminates at once, and how many times."""
+    rows = rows_of_each(size, devices)
+    width = min(rows, max(1, min(PANEL[1], max(PANEL[0], rows)) // devices))
+    return width, -(-rows // width)
+
+
+def eliminated(size: int, devices: int) -> int:
+    """The dimension of what is eliminated, whole panels."""
+    return devices * math.prod(_panel(size, devices))
+
+
+def elimination_work(size: int, devices: int) -> float:
+    """What each of so many devices does to invert a matrix by rows, in the `n^3` of `Cholesky.flops` each."""
+    n, (width, turns) = eliminated(size, devices), _panel(size, devices)
+    return 2 * n**2 * width * (turns + devices) / Cholesky.flops
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Which rows of square matrices of dimension `n = size` this one of the devices of `axis` has."""
+
+    axis: AxisName
+    size: int
+
+    @property
+    def count(self) -> int:
+        """`r`."""
+        return rows_of_each(self.size, lax.axis_size(self.axis))
+
+    @property
+    def index(self) -> jax.Array:
+        """`[r]`, their numbers; `n` and more are those of no row."""
+        return lax.axis_index(self.axis) * self.count + jnp.arange(self.count)
+
+    def of(self, stack: jax.Array) -> jax.Array:
+        """From `[k, n, m]`, which all devices have, `[k, r, m]`."""
+        stack = jnp.pad(stack, ((0, 0), (0, self.count * lax.axis_size(self.axis) - self.size), (0, 0)))
+        return lax.dynamic_slice_in_dim(stack, lax.axis_index(self.axis) * self.count, self.count, axis=1)
+
+    def all(self, rows: jax.Array) -> jax.Array:
+        """The inverse of `of`; the result is the same on all devices, also where `shard_map` keeps track of it."""
+        to = "invarying" if varying_axes(lax.axis_index(self.axis)) else "varying"
+        return lax.all_gather(rows, self.axis, axis=1, tiled=True, to=to)[:, : self.size]
+
+    def diagonal(self, rows: jax.Array) -> jax.Array:
+        """`[k, n]`, the diagonals of matrices `[k, r, n]`."""
+        here = rows[:, jnp.arange(self.count), jnp.minimum(self.index, self.size - 1)]
+        return self.all(here[:, :, None])[:, :, 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class ByRows(Inverse):
+    """`Cholesky` of blocks of which the devices of an axis have the rows of some sides; all call it together.
+
+    Attributes:
+      inverse: its options, and what is done with a side that every device has whole.
+      sides: which of `"A"` and `"G"` are in rows.
+      axis: of the devices.
+    """
+
+    inverse: Cholesky = Cholesky()
+    sides: tuple[str, ...] = ()
+    axis: AxisName = ()
+
+    def part(self, block: Block) -> Block:
+        """What this device has of statistics that all devices have."""
+        assert isinstance(block, Kronecker)
+        rows = {side: Rows(self.axis, getattr(block, side).shape[-1]).of(getattr(block, side)) for side in self.sides}
+        return dataclasses.replace(block, **rows)
+
+    def sent(self, block: Block) -> dict[str, jax.Array]:
+        """A device's statistics as they go to the others: rows as `[D, elements]`, for each device, else triangles."""
+        return {side: self._sent(side, getattr(block, side)) for side in "AG"}
+
+    def _sent(self, side, stack):
+        if side not in self.sides:
+            return flatten(stack if is_diagonal(stack) else pack(stack))
+        devices = lax.axis_size(self.axis)
+        own = Rows(self.axis, stack.shape[-1])
+        stack = jnp.pad(stack, ((0, 0), (0, own.count * devices - own.size), (0, 0)))
+        return stack.reshape(len(stack), devices, -1).swapaxes(0, 1).reshape(devices, -1)
+
+    def received(self, parts: Mapping[str, jax.Array], like: Block) -> Block:
+        """What this device has of the averages, from what came of what all have `sent`; `like` is what one had."""
+        assert isinstance(like, Kronecker)
+        sides = {side: self._received(side, x, getattr(like, side)) for side, x in parts.items()}
+        return dataclasses.replace(like, **sides)
+
+    def _received(self, side, x, like):
+        if side in self.sides:
+            return x.reshape(len(like), -1, like.shape[-1])
+        return x if is_diagonal(like) else unpack(unflatten(x, jax.eval_shape(pack, like)), like.shape[-1])
+
+    def init(self, factors):
+        """Identities, so that there need be no message about whether there is an inverse yet."""
+        dtype = self.inverse.kept_dtype(factors.A.dtype)
+        return Kronecker(*(self._identity(side, getattr(factors, side).shape, dtype) for side in "AG"))
+
+    def _identity(self, side, shape, dtype):
+        if side not in self.sides:
+            return identities(shape, dtype)
+        return jnp.zeros(shape, dtype) + jax.nn.one_hot(Rows(self.axis, shape[-1]).index, shape[-1], dtype=dtype)
+
+    def refresh(self, kept, factors, damping):
+        """As `Cholesky`, of the rows by elimination."""
+        rows = {side: Rows(self.axis, getattr(factors, side).shape[-1]) for side in self.sides}
+        diagonals = {side: own.diagonal(getattr(factors, side)) for side, own in rows.items()}
+        means = dataclasses.replace(factors, **diagonals)  # enough for the traces
+        amounts = split_damping(means, damping_of_blocks(self.inverse, means, damping))
+        new, conditions = {}, []
+        for side, amount in zip("AG", amounts, strict=True):
+            stack, dtype = getattr(factors, side), getattr(kept, side).dtype
+            own = rows.get(side)
+            found = invert_damped(stack, amount, dtype) if own is None else _invert_damped_rows(own, stack, amount)
+            new[side] = found[0].astype(dtype)
+            conditions.append(found[1])
+        both = (conditions[0] > 0) & (conditions[1] > 0)
+        return Kronecker(**new), jnp.where(both, jnp.maximum(*conditions), 0)
+
+    def apply(self, kept, matrices, damping):
+        """`G^-1 V A^-1`, whole on all devices."""
+        del damping  # that of the refresh is in the inverses
+        rows = {side: Rows(self.axis, getattr(kept, side).shape[-1]) for side in self.sides}
+
+        def multiplied(side, matrices):
+            stack = getattr(kept, side)
+            spec = "ka,kac->kac" if is_diagonal(stack) else "kba,kac->kbc"
+            return product(spec, self.inverse.precision, stack.dtype, matrices.dtype, stack, matrices)
+
+        half = multiplied("A", matrices.mT)
+        if "G" not in rows:  # each its rows of the result
+            spec = "kac,kc->kac" if is_diagonal(kept.G) else "kac,kcd->kad"
+            own = product(spec, self.inverse.precision, kept.G.dtype, matrices.dtype, half, kept.G)
+            return rows["A"].all(own).mT
+        if "A" in rows:
+            half = rows["A"].all(half)
+        return rows["G"].all(multiplied("G", half.mT))
+
+
+def _invert_damped_rows(own: Rows, rows: jax.Array, amount: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """As `invert_damped`, of `[k, r, n]`."""
+    damped = rows + amount[:, None, None] * jax.nn.one_hot(own.index, own.size, dtype=rows.dtype)
+    inverse = _eliminate(own, damped)
+    sums = jnp.stack([jnp.sum(jnp.abs(x), axis=-1) for x in (damped, inverse)], axis=-1)
+    norms = jnp.max(own.all(sums), axis=1)  # symmetric: the sums of rows are those of columns
+    condition = norms[:, 0] * norms[:, 1]
+    return inverse, jnp.where(jnp.isfinite(condition), condition, 0)
+
+
+def _eliminate(own: Rows, rows: jax.Array) -> jax.Array:
+    """The inverses of symmetric positive definite matrices, by rows; NaN where one is not positive definite.
+
+    Gauss-Jordan elimination in the place of the matrix, of some rows of each device at once. Without a choice of pivots
+    it is as accurate as a Cholesky factorisation if the matrix is positive definite (Peters and Wilkinson 1975), and as
+    every step changes all rows, all devices have as much to do; of a factorisation most would be done early.
+    """
+    devices, here, (k, r, n) = lax.axis_size(own.axis), lax.axis_index(own.axis), rows.shape
+    width, turns = _panel(n, devices)
+    # Columns in the order in which they are eliminated; what is filled up with, of rows that are nobody's.
+    rows = jnp.pad(rows, ((0, 0), (0, turns * width - r), (0, devices * r - n))).reshape(k, -1, devices, r)
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, turns * width - r)))
+    rows = rows.reshape(k, -1, devices, turns, width).swapaxes(2, 3).reshape(k, turns * width, -1)
+    panel, row = devices * width, jnp.arange(turns * width)
+    filled = (row >= r) | (here * r + row >= n)
+    places = row // width * panel + here * width + row % width
+    rows += filled[:, None] * jax.nn.one_hot(places, rows.shape[2], dtype=rows.dtype)
+
+    def turn(number, rows):
+        pivots = lax.all_gather(lax.dynamic_slice_in_dim(rows, number * width, width, 1), own.axis, axis=1, tiled=True)
+        start = number * panel
+        square = lax.dynamic_slice_in_dim(pivots, start, panel, 2)
+        identity = jnp.zeros_like(square) + jnp.eye(panel, dtype=rows.dtype)
+        pivots = lax.dynamic_update_slice_in_dim(pivots, identity, start, 2)
+        new = _product(spd_inverse((square + square.mT) / 2), pivots)
+        factors = lax.dynamic_slice_in_dim(rows, start, panel, 2)
+        rows = lax.dynamic_update_slice_in_dim(rows, jnp.zeros_like(factors), start, 2)
+        rows -= _product(factors, new)
+        return lax.dynamic_update_slice_in_dim(
+            rows, lax.dynamic_slice_in_dim(new, here * width, width, 1), number * width, 1
+        )
+
+    found = lax.fori_loop(0, turns, turn, rows)[:, :r].reshape(k, r, turns, devices, width).swapaxes(2, 3)
+    return found.reshape(k, r, devices, -1)[:, :, :, :r].reshape(k, r, -1)[:, :, :n]
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
