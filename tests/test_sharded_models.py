@@ -155,18 +155,19 @@ def alone(inverse):
 
 def grid():
     """All combinations. By default the one with most in it; docs/distributed.md, which a test runs, has others."""
-    usual = {("tensor", AxisType.Explicit, "Ekfac", 4, "averaged")}
+    usual = {("tensor", AxisType.Explicit, "Ekfac", 4, "averaged", None)}
     for form in SPLITS:
         for kind in (AxisType.Auto, AxisType.Explicit):
-            for inverse in ("Cholesky", "Ekfac"):
+            for inverse, split_from in (("Cholesky", None), ("Ekfac", None), ("Cholesky", 20)):
                 for devices, gradients in itertools.product((4, 3), ("averaged", "split")):
-                    case = form, kind, inverse, devices, gradients
+                    case = form, kind, inverse, devices, gradients, split_from
                     marks = () if case in usual else pytest.mark.slow
-                    yield pytest.param(*case, id=f"{form}-{kind.name}-{inverse}-{devices}-{gradients}", marks=marks)
+                    name = f"{inverse}{' by rows' if split_from else ''}"
+                    yield pytest.param(*case, id=f"{form}-{kind.name}-{name}-{devices}-{gradients}", marks=marks)
 
 
-@pytest.mark.parametrize(("form", "kind", "inverse", "devices", "gradients"), list(grid()))
-def test_a_mesh_is_one_device(form, kind, inverse, devices, gradients, x64):
+@pytest.mark.parametrize(("form", "kind", "inverse", "devices", "gradients", "split_from"), list(grid()))
+def test_a_mesh_is_one_device(form, kind, inverse, devices, gradients, split_from, x64):
     inverse = getattr(kfac, inverse)()
     layers, expected = alone(inverse)
     sizes, batch_axes, axis = axes_of(form, devices)
@@ -181,7 +182,7 @@ def test_a_mesh_is_one_device(form, kind, inverse, devices, gradients, x64):
     explicit = kind == AxisType.Explicit
     loss = loss_of(form, batch_axes, explicit)
     with jax.set_mesh(mesh):
-        distribution = kfac.Distribution(mesh=mesh, staggered=False, gradients=gradients)
+        distribution = kfac.Distribution(mesh=mesh, staggered=False, gradients=gradients, split_from=split_from)
         found, kept, _ = trained(loss, layers, inverse, distribution, place)
     assert all(jax.tree.leaves(kept)), kept
 

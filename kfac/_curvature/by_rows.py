@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from kfac._curvature.cholesky import Cholesky, invert_damped, spd_inverse, split_damping
@@ -47,6 +48,11 @@ def elimination_work(size: int, devices: int) -> float:
     return 2 * n**2 * width * (turns + devices) / Cholesky.flops
 
 
+def larger(sizes: Mapping[str, int]) -> str:
+    """The side whose rows are applied where they lie."""
+    return max(sizes, key=lambda side: sizes[side])
+
+
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """Which rows of square matrices of dimension `n = size` this one of the devices of `axis` has."""
@@ -73,6 +79,29 @@ class Rows:
         """The inverse of `of`; the result is the same on all devices, also where `shard_map` keeps track of it."""
         to = "invarying" if varying_axes(lax.axis_index(self.axis)) else "varying"
         return lax.all_gather(rows, self.axis, axis=1, tiled=True, to=to)[:, : self.size]
+
+    def halves(self, stack: jax.Array) -> jax.Array:
+        """What each device gets of symmetric matrices `[k, n, n]`: `[D, h k r r]`.
+
+        They are cut in squares of `r` by `r`. Device `d` gets that on the diagonal and the next in its row, the first
+        behind the last: `h = D // 2 + 1` of them. The others are transposes of what others get.
+        """
+        r, devices = self.count, lax.axis_size(self.axis)
+        rest, own = r * devices - self.size, np.arange(devices)[:, None]
+        squares = jnp.pad(stack, ((0, 0), (0, rest), (0, rest))).reshape(-1, devices, r, devices, r)
+        chosen = squares.transpose(1, 3, 0, 2, 4)[own, (own + np.arange(devices // 2 + 1)) % devices]
+        return chosen.reshape(devices, -1)
+
+    def from_half(self, half: jax.Array, blocks: int) -> jax.Array:
+        """This device's rows `[k, r, n]`, from what it has of the `halves` of `k` blocks; all call it together."""
+        devices, here = lax.axis_size(self.axis), lax.axis_index(self.axis)
+        held = half.reshape(-1, blocks, self.count, self.count)
+        missing = devices - len(held)
+        given = jnp.pad(held[1 : 1 + missing].mT, ((1, len(held) - 1), (0, 0), (0, 0), (0, 0)))
+        found = lax.all_to_all(jnp.roll(given, here, axis=0), self.axis, 0, 0, tiled=True)
+        squares = jnp.concatenate([held, jnp.roll(found, -here, axis=0)[len(held) :]])
+        squares = jnp.roll(squares, here, axis=0).transpose(1, 2, 0, 3)
+        return squares.reshape(blocks, self.count, -1)[:, :, : self.size]
 
     def diagonal(self, rows: jax.Array) -> jax.Array:
         """`[k, n]`, the diagonals of matrices `[k, r, n]`."""
@@ -101,16 +130,13 @@ class ByRows(Inverse):
         return dataclasses.replace(block, **rows)
 
     def sent(self, block: Block) -> dict[str, jax.Array]:
-        """A device's statistics as they go to the others: rows as `[D, elements]`, for each device, else triangles."""
+        """A device's statistics as they go to the others: what each gets of rows, `[D, elements]`; else triangles."""
         return {side: self._sent(side, getattr(block, side)) for side in "AG"}
 
     def _sent(self, side, stack):
-        if side not in self.sides:
-            return flatten(stack if is_diagonal(stack) else pack(stack))
-        devices = lax.axis_size(self.axis)
-        own = Rows(self.axis, stack.shape[-1])
-        stack = jnp.pad(stack, ((0, 0), (0, own.count * devices - own.size), (0, 0)))
-        return stack.reshape(len(stack), devices, -1).swapaxes(0, 1).reshape(devices, -1)
+        if side in self.sides:
+            return Rows(self.axis, stack.shape[-1]).halves(stack)
+        return flatten(stack if is_diagonal(stack) else pack(stack))
 
     def received(self, parts: Mapping[str, jax.Array], like: Block) -> Block:
         """What this device has of the averages, from what came of what all have `sent`; `like` is what one had."""
@@ -120,7 +146,7 @@ class ByRows(Inverse):
 
     def _received(self, side, x, like):
         if side in self.sides:
-            return x.reshape(len(like), -1, like.shape[-1])
+            return Rows(self.axis, like.shape[-1]).from_half(x, len(like))
         return x if is_diagonal(like) else unpack(unflatten(x, jax.eval_shape(pack, like)), like.shape[-1])
 
     def init(self, factors):
@@ -143,33 +169,45 @@ class ByRows(Inverse):
         for side, amount in zip("AG", amounts, strict=True):
             stack, dtype = getattr(factors, side), getattr(kept, side).dtype
             own = rows.get(side)
-            found = invert_damped(stack, amount, dtype) if own is None else _invert_damped_rows(own, stack, amount)
+            found = invert_damped(stack, amount, dtype) if own is None else invert_damped_rows(own, stack, amount)
             new[side] = found[0].astype(dtype)
             conditions.append(found[1])
         both = (conditions[0] > 0) & (conditions[1] > 0)
         return Kronecker(**new), jnp.where(both, jnp.maximum(*conditions), 0)
 
+    def whole(self, kept: Kronecker) -> Kronecker:
+        """An inverse that all devices have whole."""
+
+        def side(name, stack):
+            if name in self.sides:
+                return Rows(self.axis, stack.shape[-1]).all(stack)
+            return lax.pmax(stack, self.axis)  # where all have the same, `shard_map` is told so
+
+        return Kronecker(side("A", kept.A), side("G", kept.G))
+
     def apply(self, kept, matrices, damping):
-        """`G^-1 V A^-1`, whole on all devices."""
+        """`G^-1 V A^-1`, whole on all devices.
+
+        Each has its rows of the larger side; where both are in rows, all get the smaller: it has fewer elements than
+        what would be sent between the two products.
+        """
         del damping  # that of the refresh is in the inverses
         rows = {side: Rows(self.axis, getattr(kept, side).shape[-1]) for side in self.sides}
+        side = larger({side: own.size for side, own in rows.items()})
+        other = "AG".replace(side, "")
+        own, whole = getattr(kept, side), getattr(kept, other)
+        if other in rows:
+            whole = rows[other].all(whole)
 
-        def multiplied(side, matrices):
-            stack = getattr(kept, side)
-            spec = "ka,kac->kac" if is_diagonal(stack) else "kba,kac->kbc"
-            return product(spec, self.inverse.precision, stack.dtype, matrices.dtype, stack, matrices)
+        def multiplied(spec, a, b):
+            return product(spec, self.inverse.precision, own.dtype, matrices.dtype, a, b)
 
-        half = multiplied("A", matrices.mT)
-        if "G" not in rows:  # each its rows of the result
-            spec = "kac,kc->kac" if is_diagonal(kept.G) else "kac,kcd->kad"
-            own = product(spec, self.inverse.precision, kept.G.dtype, matrices.dtype, half, kept.G)
-            return rows["A"].all(own).mT
-        if "A" in rows:
-            half = rows["A"].all(half)
-        return rows["G"].all(multiplied("G", half.mT))
+        half = multiplied("krn,knm->krm", own, matrices.mT if side == "A" else matrices)
+        found = rows[side].all(multiplied("krm,km->krm" if is_diagonal(whole) else "krm,kmp->krp", half, whole))
+        return found.mT if side == "A" else found
 
 
-def _invert_damped_rows(own: Rows, rows: jax.Array, amount: jax.Array) -> tuple[jax.Array, jax.Array]:
+def invert_damped_rows(own: Rows, rows: jax.Array, amount: jax.Array) -> tuple[jax.Array, jax.Array]:
     """As `invert_damped`, of `[k, r, n]`."""
     damped = rows + amount[:, None, None] * jax.nn.one_hot(own.index, own.size, dtype=rows.dtype)
     inverse = _eliminate(own, damped)

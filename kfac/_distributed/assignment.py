@@ -15,7 +15,7 @@ import numpy as np
 
 from kfac._checks import check_layers, check_positive_int, check_type
 from kfac._curvature.blocks import Group, group_layers
-from kfac._curvature.by_rows import eliminated, rows_of_each
+from kfac._curvature.by_rows import eliminated, larger, rows_of_each
 from kfac._curvature.inverse import Inverse, count_bytes
 from kfac._curvature.soap import default_inverse
 from kfac._curvature.symmetric import flatten_block, packed_size
@@ -117,11 +117,16 @@ class Assignment:
             held = self.shards[group.name].positions if group.kronecker else group.size
             size = 4 * sum(map(math.prod, group.shapes.values())) + group.kind(self.kind).size(factors)
             for side in self.split(group):
-                n, kept = group.shapes[side][0], jnp.dtype(self.kind.kept_dtype(jnp.float32)).itemsize
-                size -= (4 + kept) * n * (n - rows_of_each(n, self.devices))
+                n = group.shapes[side][0]
+                size -= (4 + self._kept) * n * (n - rows_of_each(n, self.devices))
             total += held * size
             total += group.size * count_bytes(jax.eval_shape(functools.partial(self._shared, group, shared)))
         return total
+
+    @property
+    def _kept(self) -> int:
+        """Bytes of a number of an inverse."""
+        return jnp.dtype(self.kind.kept_dtype(jnp.float32)).itemsize
 
     @property
     def statistics_messages(self) -> dict[str, int]:
@@ -152,15 +157,21 @@ class Assignment:
     @property
     def results_messages(self) -> dict[str, int]:
         """As `statistics_messages`, of the preconditioned gradients that are gathered in each step, or split again."""
+        total = collections.Counter(self._messages(self._gradient, "all-gather"))
         if self._uses.gradients == "split" and self.devices > 1:
             apart = filter(self._gathers, self.groups)
-            return {"all-to-all": sum(4 * self.shards[g.name].positions * g.d_out * g.d_in for g in apart)}
-        total = collections.Counter(self._messages(self._gradient, "all-gather"))
-        for group in self.groups if self.devices > 1 else ():
-            widths = {"A": group.d_out, "G": group.d_in}
-            for side in self.split(group):
-                rows = self.devices * rows_of_each(group.shapes[side][0], self.devices)
-                total["all-gather"] += 4 * group.size * rows * widths[side]
+            total = collections.Counter(
+                {"all-to-all": sum(4 * self.shards[g.name].positions * g.d_out * g.d_in for g in apart)}
+            )
+        for group in filter(self.split, self.groups if self.devices > 1 else ()):
+            sizes = {side: group.shapes[side][0] for side in self.split(group)}
+            for side, n in sizes.items() if self._shared(group, shared) is None else ():
+                widths = {
+                    True: 4 * group.d_in * group.d_out // n,
+                    False: self._kept * n,
+                }  # of the result; of an inverse
+                rows = group.size * self.devices * rows_of_each(n, self.devices)
+                total["all-gather"] += rows * widths[side == larger(sizes)]
         return dict(total)
 
     @property
@@ -169,10 +180,17 @@ class Assignment:
 
         Of factors that are split, what they send each other to invert them all.
         """
-        total = collections.Counter(self._messages(lambda group: self._shared(group, encode), "all-gather"))
-        for group in self.groups if self.devices > 1 else ():
-            for side in self.split(group):
-                total["all-gather"] += 4 * group.size * eliminated(group.shapes[side][0], self.devices) ** 2
+        total = collections.Counter(
+            self._messages(lambda g: None if self.split(g) else self._shared(g, encode), "all-gather")
+        )
+        for group in filter(self.split, self.groups if self.devices > 1 else ()):
+            for side, shape in group.shapes.items():
+                size = math.prod(shape)
+                if side in self.split(group):
+                    total["all-gather"] += 4 * group.size * eliminated(shape[0], self.devices) ** 2
+                    size = shape[0] * self.devices * rows_of_each(shape[0], self.devices)
+                if self._shared(group, shared) is not None:
+                    total["all-gather" if side in self.split(group) else "all-reduce"] += self._kept * group.size * size
         return dict(total)
 
     def _messages(self, block: Callable[[Group], Any], kind: str, number: int = 1) -> dict[str, int]:
@@ -186,7 +204,9 @@ class Assignment:
             for side in self.split(group) if leaves else ():
                 n = group.shapes[side][0]
                 size -= packed_size(n)
-                sizes[f"{group.name}/{side}"] = group.size * n * rows_of_each(n, self.devices)
+                square = group.size * rows_of_each(n, self.devices) ** 2
+                sizes[f"{group.name}/{side}"] = (self.devices // 2 + 1) * square
+                total["all-to-all"] += 4 * self.devices * square
                 shards[f"{group.name}/{side}"] = Shard(self.devices, self.devices)
             if group.kronecker and not self.split(group):
                 sizes[group.name] = size

@@ -179,8 +179,6 @@ def everywhere(distribution: Distribution, inverse: Inverse, group: Group) -> bo
     """
     if distribution.replicated:
         return True
-    if split_sides(group.shapes, distribution.split_from):
-        return False
     if inverse.takes_moments or inverse.takes_gradients or all(len(shape) > 1 for shape in group.shapes.values()):
         return False
     sent = jax.eval_shape(lambda: inverse.encode(inverse.init(group.zeros(1, jnp.float32))))

@@ -273,10 +273,8 @@ def _applied(group: Group, assignment: Assignment) -> float:
     """FLOPs of `G^-1 V A^-1` for the blocks of a group that a device preconditions."""
     whole = everywhere(assignment.distribution or Distribution(), assignment.kind, group)
     blocks = group.size if whole else assignment.shards[group.name].positions
-    split = assignment.split(group)
-    share = {side: assignment.devices if side in split or split == ("A",) else 1 for side in "AG"}
-    sides = sum(shape[0] / share[side] if len(shape) > 1 else 1 for side, shape in group.shapes.items())
-    return 2.0 * blocks * group.d_out * group.d_in * sides
+    sides = sum(shape[0] if len(shape) > 1 else 1 for shape in group.shapes.values())
+    return 2.0 / (assignment.devices if assignment.split(group) else 1) * blocks * group.d_out * group.d_in * sides
 
 
 def _text(plan: Plan) -> str:

@@ -433,14 +433,17 @@ def _fetched(
     axis: AxisName | None, owned: dict[str, Owned], replicas: dict[str, Replica], stacks: dict[str, Any]
 ) -> dict[str, Replica]:
     """What all devices have of the inverses, from their owners."""
-    sent = {}
+    sent, found = {}, {}
     for name in replicas:
         kept, condition = stacks[name]
+        if owned[name].shard.sides:
+            found[name] = Replica(owned[name].by_rows(axis).whole(kept), lax.pmax(condition, axis) > 0)
+            continue
         encoded = encode(owned[name].inverse, kept)
         sent[name] = jnp.concatenate([encoded, (condition > 0).astype(encoded.dtype)[:, None]], axis=1)
     shards = {name: own.shard for name, own in owned.items()}
     received = gather_from_owners(sent, shards, axis) if axis is not None else sent
-    return {
+    return found | {
         name: Replica(decode(owned[name].inverse, flat[:, :-1], replicas[name].inverse), flat[:, -1] > 0)
         for name, flat in received.items()
     }
@@ -456,7 +459,7 @@ def precondition(
     config, result, blocks = place.config, {}, state.blocks
     for group in config.groups:
         name, block, inverse = group.name, blocks[group.name], group.kind(config.inverse)
-        if name in place.split:
+        if name in place.split and name not in state.replicas:
             result[name] = place.split[name].apply(block.inverse, own[name], place.now.damping)
             continue
         everywhere = group.kronecker and name not in place.apart
