@@ -118,6 +118,23 @@ def test_an_ordinary_step_sends_what_sgd_does(model, devices, most, resnet50_lay
     assert sum(sent) <= most * 4 * sum(layer.num_params for layer in layers)
 
 
+# The longest chain of inversions of a cycle, of the work of the largest block; the state of each device, of that of one
+# alone; what an ordinary step sends, of SGD's.
+SPLIT = [(8, 512, 0.61, 0.14, 1.6), (64, 512, 0.12, 0.03, 1.6), (64, 4608, 0.2, 0.23, 1.23)]
+
+
+@pytest.mark.parametrize(("devices", "split_from", "path", "state", "sent"), SPLIT)
+def test_no_block_is_the_floor_where_factors_are_split(devices, split_from, path, state, sent, resnet50_layers):
+    distribution = kfac.Distribution("devices", gradients="local", split_from=split_from)
+    plan = kfac.Assignment(resnet50_layers, devices=devices, inverse_every=10, distribution=distribution)
+    one = kfac.Assignment(resnet50_layers, inverse=kfac.Cholesky())
+    assert sum(plan.cost_per_step) <= path * max(cost.work for cost in one.costs)
+    assert plan.memory_per_device <= state * one.memory_per_device
+    messages = sum(map(in_all_reduces, (plan.gradients_messages, plan.results_messages)))
+    assert messages <= sent * 4 * sum(layer.num_params for layer in resnet50_layers)
+    assert "on all devices, split by rows" in repr(plan)
+
+
 def test_a_plan_for_thousands_of_devices_takes_no_time(resnet50_layers):
     began = time.perf_counter()
     make_shards([Cost(str(k), 7 + k, k**3, k**2) for k in range(1, 21)], 4096)

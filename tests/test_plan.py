@@ -43,11 +43,13 @@ def resnet50():
     return kfac.find_layers(loss, params, batch)
 
 
-@pytest.mark.parametrize("gradients", ["averaged", "local"])
+@pytest.mark.parametrize(("gradients", "split_from"), [("averaged", None), ("local", None), ("local", 16)])
 @pytest.mark.parametrize("model", [dense, pytest.param(gpt, marks=pytest.mark.slow)])
-def test_its_bytes_are_those_of_compiled_programs(model, gradients):
-    layers, compiled = messages.programs(model, DEVICES, "shard_map", gradients=gradients)
-    distribution = kfac.Distribution("data", gradients=gradients)
+def test_its_bytes_are_those_of_compiled_programs(model, gradients, split_from):
+    # Messages of refreshes are no part of these.
+    options = {"gradients": gradients, "split_from": split_from}
+    layers, compiled = messages.programs(model, DEVICES, "shard_map", inverse_every=None, **options)
+    distribution = kfac.Distribution("data", **options)
     plan = kfac.plan(layers, devices=DEVICES, batch=64, distribution=distribution)
     found = {k: messages.by_kind(messages.messages(p.as_text(), DEVICES)) for k, p in compiled.items()}
     sent = {part: in_all_reduces(kinds) for part, kinds in plan.messages.items()}

@@ -45,7 +45,8 @@ def eliminated(size: int, devices: int) -> int:
 def elimination_work(size: int, devices: int) -> float:
     """What each of so many devices does to invert a matrix by rows, in the `n^3` of `Cholesky.flops` each."""
     n, (width, turns) = eliminated(size, devices), _panel(size, devices)
-    return 2 * n**2 * width * (turns + devices) / Cholesky.flops
+    panel = devices * width
+    return 2 * n**2 * (width * turns + panel) / Cholesky.flops + n * panel**2
 
 
 def larger(sizes: Mapping[str, int]) -> str:

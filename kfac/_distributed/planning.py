@@ -95,7 +95,8 @@ class Plan:
             parts = {name: parts[name] for name in ("results", "preconditioning")}
         most = max(parts, key=lambda part: parts[part])
         options = {
-            "inversions": "a longer inverse_every" + (f", or what makes {name} smaller" if share > 0.3 else ""),
+            "inversions": "a longer inverse_every"
+            + (f", and for {name} {_smaller(self.assignment)}" if share > 0.3 else ""),
             "statistics": "value_and_grad(subsample=...), or statistics at fewer steps",
             "statistics' messages": "Distribution(communication_dtype='bfloat16'), or statistics at fewer steps",
             "results": "Distribution(precondition='replicated') sends inverses at refreshes instead",
@@ -277,6 +278,14 @@ def _applied(group: Group, assignment: Assignment) -> float:
     return 2.0 / (assignment.devices if assignment.split(group) else 1) * blocks * group.d_out * group.d_in * sides
 
 
+def _smaller(assignment: Assignment) -> str:
+    """What makes the largest block less to wait for."""
+    ways = ["find_layers(max_dim=...), which keeps the larger of its factors as a diagonal"]
+    if assignment.devices > 1 and not any(cost.sides for cost in assignment.costs):
+        ways.insert(0, "Distribution(split_from=...) with kfac.Cholesky(), which splits its factors over devices")
+    return ", or ".join(ways)
+
+
 def _text(plan: Plan) -> str:
     one, at = plan.assignment, plan.hardware
     lines = [
@@ -298,8 +307,7 @@ def _text(plan: Plan) -> str:
         f"critical path of the inversions of a cycle: {plan.flops['inversions']:.3g} FLOPs, "
         f"{1e3 * plan.seconds['inversions']:.3g} ms, {path / max(1, sum(one.cost_per_device)) * one.devices:.2f} times "
         f"all work over all devices; {share:.0%} of it is a block of the shape of {name}"
-        + ": find_layers(max_dim=...) would keep the larger of its factors as a diagonal"
-        * (share > 0.3),
+        + (f": {_smaller(one)}" if share > 0.3 else ""),
         f"state of a device (averages and inverses): {format_bytes(plan.state_bytes)}",
     ]
     base, extra = plan.first_order_seconds, plan.extra_seconds
