@@ -41,7 +41,7 @@ def precision():
 
 @pytest.fixture(scope="module")
 def distributed():
-    return _run("distributed.md", 15)
+    return _run("distributed.md", 16)
 
 
 def test_no_other_page_has_code_that_is_not_run():
@@ -248,3 +248,5 @@ def test_the_plan_of_the_guide_prints(distributed):
     table = str(kfac.Assignment(distributed["layers"], devices=8, inverse_every=3))
     assert "hidden" in table and "output" in table
     assert len(table.splitlines()) == 1 + 8 + 6
+    wide = kfac.Assignment(distributed["layers"], devices=8, inverse_every=3, distribution=distributed["by_rows"])
+    assert "on all devices, split by rows: hidden/kernel" in str(wide)
