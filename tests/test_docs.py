@@ -249,4 +249,4 @@ def test_the_plan_of_the_guide_prints(distributed):
     assert "hidden" in table and "output" in table
     assert len(table.splitlines()) == 1 + 8 + 6
     wide = kfac.Assignment(distributed["layers"], devices=8, inverse_every=3, distribution=distributed["by_rows"])
-    assert "on all devices, split by rows: hidden/kernel" in str(wide)
+    assert "on all devices, split by rows: hidden, output" in str(wide)
