@@ -10,6 +10,7 @@ _os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 from kfac import exact as exact
 from kfac import presets as presets
 from kfac import schedules as schedules
+from kfac._capture.data_parallel import data_parallel as data_parallel
 from kfac._capture.find_layers import find_layers as find_layers
 from kfac._capture.likelihoods import Likelihood as Likelihood
 from kfac._capture.microbatch import microbatch as microbatch
@@ -28,6 +29,7 @@ from kfac._distributed.planning import Plan as Plan
 from kfac._distributed.planning import plan as plan
 from kfac._factors import Factors as Factors
 from kfac._factors import Kronecker as Kronecker
+from kfac._factors import Shares as Shares
 from kfac._factors import Unitwise as Unitwise
 from kfac._layers import Layer as Layer
 from kfac._layers import Layers as Layers

@@ -228,3 +228,26 @@ class Factors(Mapping[str, Statistics]):
     @classmethod
     def tree_unflatten(cls, names, blocks):
         return cls(dict(zip(names, blocks, strict=True)))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """The statistics of each device's share of a batch: what `data_parallel` brings, and `update` takes.
+
+    Attributes:
+      factors: those of all devices, one behind the other along an axis in front.
+      axes: of the mesh, over which the batch is spread.
+    """
+
+    factors: Factors
+    axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+
+    def average(self) -> Factors:
+        """The statistics of the whole batch."""
+        number = len(jax.tree.leaves(self.factors)[0])
+        return jax.tree.map(lambda x: jnp.mean(x, axis=0), self.factors).of_batches(number)
+
+    def unscale(self, loss_scale: jax.typing.ArrayLike) -> Shares:
+        """As that of `Factors`."""
+        return dataclasses.replace(self, factors=self.factors.unscale(loss_scale))

@@ -127,11 +127,13 @@ def whole(fn: Callable, like: Any = None) -> Callable:
     There a sum over an axis that is split would need to say how its result lies. Inside, XLA sees to that.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if not any(kind == AxisType.Explicit for kind in mesh.axis_types):
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
+    if not explicit:
         return fn
     said = PartitionSpec() if like is None else like
     lies = said if isinstance(said, PartitionSpec) else jax.tree.map(lambda x: jax.typeof(x).sharding.spec, said)
-    return jax.sharding.auto_axes(fn, out_sharding=lies)
+    return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=lies)
 
 
 def replicated(tree: Any) -> Any:

@@ -15,7 +15,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from kfac._curvature.inverse import Inverse
 from kfac._curvature.unitwise import ChannelInverse
-from kfac._factors import Block, Factors, Kronecker, Unitwise
+from kfac._factors import Block, Factors, Kronecker, Shares, Unitwise
 from kfac._layers import KRONECKER_KINDS, Layer, Layers
 from kfac._varying import alone
 
@@ -151,6 +151,11 @@ def group_layers(layers: Layers) -> tuple[Group, ...]:
 
 def check_factors(factors: Any, layers: Layers, inverse: Inverse | None = None) -> None:
     """Raises where `factors` are not those of `layers`, or not what `inverse` needs."""
+    if isinstance(factors, Shares):
+        raise ValueError(
+            "factors are those of kfac.data_parallel, which only update of an optimizer with Distribution(mesh=mesh) "
+            "takes, outside of jax.shard_map; for anything else take factors.average()"
+        )
     if not isinstance(factors, Factors):
         raise ValueError(f"factors must be what kfac.value_and_grad returns, but is {type(factors).__name__}")
     expected = {layer.name: layer for layer in layers.with_factors}

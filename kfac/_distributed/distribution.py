@@ -49,8 +49,8 @@ class Distribution:
         before. `"split"`: parameters are split over the devices of `mesh`, as by FSDP or tensor parallelism; each
         gradient goes to its owner alone, and the result back to where it lies. With the others all devices get all
         gradients whole.
-      communication_dtype: dtype of statistics on the wire, `"float32"` or `"bfloat16"`. With `mesh`, where XLA averages
-        the statistics, `"float32"` only.
+      communication_dtype: dtype of statistics on the wire, `"float32"` or `"bfloat16"`. With `mesh` for those of
+        `data_parallel`; others are averaged by XLA.
       owners: those of the axes that blocks are spread over; None for all. Devices along the others repeat the owners:
         with `Distribution(("node", "gpu"), owners="gpu")` every node has an owner for each block. Inverses and
         preconditioned gradients then stay inside of it, and only sums go between nodes, each device its share. So the
@@ -115,11 +115,6 @@ class Distribution:
         check_type("mesh", mesh, Mesh, "a jax.sharding.Mesh")
         if not set(axis_names(self.axis_name)) <= set(mesh.axis_names):
             raise ValueError(f"axis_name must be among the axes of mesh, {mesh.axis_names}, but is {self.axis_name!r}")
-        if self.communication_dtype != "float32":
-            raise ValueError(
-                f"communication_dtype={self.communication_dtype!r} has no effect with mesh=, where XLA averages the "
-                "statistics: use axis_name= inside jax.shard_map, or leave it at 'float32'"
-            )
 
     @property
     def axis(self) -> AxisName | None:

@@ -21,7 +21,7 @@ from kfac._curvature.eigh import Eigh, rotate
 from kfac._curvature.ekfac import Ekfac, Moments
 from kfac._curvature.inverse import Inverse, damping_of_blocks
 from kfac._curvature.refresh import in_portions
-from kfac._factors import Coarse, Eigen, Factors, Kronecker, Ragged, Tied, Unitwise
+from kfac._factors import Coarse, Eigen, Factors, Kronecker, Ragged, Shares, Tied, Unitwise
 from kfac._layers import KRONECKER_KINDS, Layer, Layers, map_by_path
 from kfac._optimizer.state import KfacState, blocks_of, find_state, match_leaves
 
@@ -264,7 +264,7 @@ def operator(
         check_range("damping", damping, 0, math.inf, open_high=True)
     if inverse is not None:
         check_type("inverse", inverse, Inverse, "a kind of inverse such as kfac.Eigh()")
-    if isinstance(source, Factors):
+    if isinstance(source, Factors | Shares):
         inverse, groups, stacks, kept = _from_factors(layers, source, inverse, basis)
         amounts = dict.fromkeys((True, False), jnp.asarray(0.0 if damping is None else damping))
     else:
@@ -298,7 +298,7 @@ def _spectrum(inverse: Inverse, width: int, *stacks: Any) -> Block:
 Source = tuple[Inverse, Sequence[Group], dict[str, Any], dict[str, Any]]  # stacks of statistics, and what is kept
 
 
-def _from_factors(layers: Layers, factors: Factors, inverse: Inverse | None, basis: Any) -> Source:
+def _from_factors(layers: Layers, factors: Any, inverse: Inverse | None, basis: Any) -> Source:
     check_factors(factors, layers)
     formed: dict[str, Any] = {}
     for name, block in factors.items():

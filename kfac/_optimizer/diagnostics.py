@@ -11,7 +11,7 @@ from jax import lax
 from kfac._checks import check_layers
 from kfac._curvature.blocks import check_factors, group_layers
 from kfac._curvature.refresh import in_portions
-from kfac._factors import Factors, Kronecker
+from kfac._factors import Factors, Kronecker, Shares
 from kfac._layers import Layers
 from kfac._optimizer.adaptive_damping import AdaptiveDampingState
 from kfac._optimizer.parts import KlClipState
@@ -96,8 +96,9 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
       ValueError: `source` is neither, or is not one for these layers.
     """
     check_layers(layers)
-    if isinstance(source, Factors):
+    if isinstance(source, Factors | Shares):
         check_factors(source, layers)
+        assert isinstance(source, Factors)  # checked
         blocks: dict[str, Any] = {layer.name: source[layer.name] for layer in layers if layer.correctable}
         return {name: Kronecker(_eigenvectors(block.A), _eigenvectors(block.G)) for name, block in blocks.items()}
     state = find_state(source, "source")

@@ -7,7 +7,7 @@ devices, and the results back. Kernels go without their biases: XLA would move t
 
 from __future__ import annotations
 
-import functools
+import math
 from typing import Any
 
 import jax
@@ -19,16 +19,22 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import finite
 from kfac._distributed.owners import Shard
-from kfac._factors import Factors
+from kfac._factors import Factors, Shares
 from kfac._layers import leaves_by_path, map_by_path
 from kfac._optimizer.reshard import state_spec
 from kfac._optimizer.state import Config, KfacState
 from kfac._optimizer.step import Gradients, Now, preconditioned_step
-from kfac._varying import axis_names, lying_as, replicated, whole
+from kfac._varying import as_varying, axis_names, lying_as, replicated, varying_axes, whole
 
 
 def step_over_mesh(
-    config: Config, mesh: Mesh, updates: Any, averaged: Any, state: KfacState, now: Now, factors: Factors | None
+    config: Config,
+    mesh: Mesh,
+    updates: Any,
+    averaged: Any,
+    state: KfacState,
+    now: Now,
+    factors: Factors | Shares | None,
 ) -> tuple[Any, KfacState]:
     """`preconditioned_step` on the devices of a mesh; on explicit axes the results lie as `updates` do."""
     assert config.owners is not None
@@ -42,11 +48,20 @@ def step_over_mesh(
     def given(tree):
         return to_owners(config, mesh, tree, rows) if split else Gradients(replicated(tree), {})
 
+    def on_device(updates, averaged, state, now, factors):
+        local = isinstance(factors, Shares)
+        if local:
+            copies = math.prod(mesh.shape[name] for name in axis_names(config.axis) if name not in factors.axes)
+            own = jax.tree.map(lambda x: x[0], factors.factors).of_batches(1 / copies)  # others count the same examples
+            factors = as_varying(own, varying_axes(lax.axis_index(config.axis)))
+        return preconditioned_step(config, updates, averaged, state, now, factors, local=local, narrow=narrow)
+
     own: Any = Gradients(same, PartitionSpec(config.owners))  # type: ignore[arg-type]  # the specs of such
+    shares = PartitionSpec(factors.axes) if isinstance(factors, Shares) else same
     step = jax.shard_map(
-        functools.partial(preconditioned_step, config, local=False, narrow=narrow),
+        on_device,
         mesh=mesh,
-        in_specs=(own, same if averaged is None else own, states, same, same),
+        in_specs=(own, same if averaged is None else own, states, same, shares),
         out_specs=(own, states),
     )
     new, state = step(given(updates), None if averaged is None else given(averaged), state, now, factors)
@@ -55,6 +70,24 @@ def step_over_mesh(
     if averaged is not None:
         updates = jax.tree.map(lambda new, old: new.astype(old.dtype), averaged, updates)
     return from_owners(config, mesh, new, updates, rows), state
+
+
+def check_over_mesh(config: Config, mesh: Mesh, factors: Any) -> Any:
+    """The shapes of a device's statistics; raises where they are not such as `update` over a mesh takes."""
+    if not isinstance(factors, Shares):
+        if (wire := config.distribution.communication_dtype) != "float32":
+            raise ValueError(
+                f"communication_dtype={wire!r} has no effect on statistics that XLA averages: take them by "
+                "kfac.data_parallel(kfac.value_and_grad(loss_fn, layers), mesh), or leave it at 'float32'"
+            )
+        return factors
+    axes, number = axis_names(config.axis), {len(x) for x in jax.tree.leaves(factors)}
+    if not set(factors.axes) <= set(axes) or number != {math.prod(mesh.shape[name] for name in factors.axes)}:
+        raise ValueError(
+            f"factors are the shares of {sorted(number)} devices of the axes {factors.axes}, but the optimizer's axes "
+            f"are {axes} of {dict(mesh.shape)}: give kfac.data_parallel the mesh, and axes, of the Distribution"
+        )
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), factors.factors)
 
 
 def check_context(mesh: Mesh, config: Config) -> None:

@@ -21,7 +21,7 @@ from kfac._curvature.inverse import Inverse
 from kfac._distributed.collectives import owns_last
 from kfac._distributed.distribution import Distribution, staggers
 from kfac._layers import Layers
-from kfac._optimizer.over_mesh import step_over_mesh
+from kfac._optimizer.over_mesh import check_over_mesh, step_over_mesh
 from kfac._optimizer.reshard import on_states, some_state, state_spec
 from kfac._optimizer.state import Config, KfacState, check_devices, init_state, match_leaves
 from kfac._optimizer.step import Gradients, Now, count_blocks, dealt, preconditioned_step, refresh_inverses
@@ -119,7 +119,9 @@ def scale_by_kfac(
         del params, extra
         if factors is not None:
             _check_all_parts_are_here()
-            check_factors(factors, layers, inverse)
+            outside = mesh is not None and axis_size(axis) is None
+            one = check_over_mesh(config, mesh, factors) if mesh is not None and outside else factors
+            jax.eval_shape(lambda factors: check_factors(factors, layers, inverse), one)
         count = state.count
         now = Now(
             damping=value_at(damping, count),

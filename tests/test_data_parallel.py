@@ -1,0 +1,169 @@
+"""`kfac.data_parallel`: statistics that stay on their devices until `update` over a mesh sends them to owners."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import kfac
+import messages
+from checking import FAST, normal
+from problem import tied_loss, tied_parameters
+
+STEPS, N, WORDS, WIDTH = 6, 12, 9, 6
+
+
+def parameters():
+    """Blocks of every kind: dense, a norm, a table that is the head too, and one with a coarse block."""
+    return tied_parameters(3, WIDTH, WORDS, 4) | {"places": normal(40, 5, WIDTH)}
+
+
+def loss_fn(p, batch):
+    x, tokens, labels = batch
+    rest = {name: leaf for name, leaf in p.items() if name != "places"}
+    moved = x + jnp.mean(p["places"][jnp.arange(5)]) * x  # by what no example is seen
+    return tied_loss(rest, (moved, tokens, labels))
+
+
+def batch(step):
+    rng = np.random.default_rng(step)
+    x = rng.normal(size=(N, 4)) * np.linspace(0.3, 2, N)[:, None]  # other data on every device
+    return jnp.asarray(x), *(jnp.asarray(rng.integers(WORDS, size=N)) for _ in "xy")
+
+
+@functools.cache
+def found():
+    layers = kfac.find_layers(loss_fn, parameters(), batch(0))
+    assert any(layer.coarse for layer in layers)
+    return layers
+
+
+def mesh_of(kind=AxisType.Auto, sizes=(2, 2)):
+    names = ("data", "model")[: len(sizes)]
+    return jax.make_mesh(sizes, names, axis_types=len(sizes) * (kind,), devices=jax.devices()[: np.prod(sizes)])
+
+
+def trained(distribution, options, spread=lambda fn: fn, place=lambda data: data, params=None):
+    tx = kfac.kfac(0.05, found(), damping=1e-2, trust_ratio=None, inverse_every=2, **options, distribution=distribution)
+
+    @functools.partial(jax.jit, static_argnums=3, compiler_options=FAST)
+    def step(p, state, data, statistics):
+        basis = {"basis": kfac.eigenbasis(state, found())} if options.get("inverse") == kfac.Ekfac() else {}
+        value, grads, factors = spread(kfac.value_and_grad(loss_fn, found()))(p, data, **basis)
+        updates, state = tx.update(grads, state, p, factors=factors if statistics else None)
+        return optax.apply_updates(p, updates), state, value
+
+    params = parameters() if params is None else params
+    state, values = jax.jit(tx.init)(params), []
+    for k in range(STEPS):
+        params, state, value = jax.block_until_ready(step(params, state, place(batch(k)), k != 3))
+        values.append(value)
+    return jax.device_get((params, values)), state
+
+
+@functools.cache
+def on_one(inverse):
+    return trained(kfac.Distribution(staggered=False), {"inverse": inverse})
+
+
+def over(mesh, axis, inverse, **fields):
+    axes = axis or mesh.axis_names
+    distribution = kfac.Distribution(mesh=mesh, staggered=False, **fields)
+    with jax.set_mesh(mesh):
+        params = jax.device_put(parameters(), NamedSharding(mesh, P()))
+        return trained(
+            distribution, {"inverse": inverse}, lambda fn: kfac.data_parallel(fn, mesh, axis),
+            lambda data: jax.device_put(data, NamedSharding(mesh, P(axes))), params,
+        )  # fmt: skip
+
+
+def slow(*options):
+    return pytest.param(*options, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("kind", "axis", "inverse", "fields"),
+    [
+        (AxisType.Auto, "data", kfac.Cholesky(), {}),  # the model's axis has copies of each share
+        slow(AxisType.Explicit, None, kfac.Cholesky(), {}),
+        slow(AxisType.Explicit, "data", kfac.Cholesky(), {"owners": "data"}),
+        slow(AxisType.Auto, None, kfac.Ekfac(), {}),
+        slow(AxisType.Auto, "data", kfac.Cholesky(), {"split_from": 6, "owners": "model"}),
+        slow(AxisType.Auto, None, kfac.Soap(), {"gradients": "split"}),
+    ],
+)
+def test_it_is_one_device(x64, kind, axis, inverse, fields):
+    result, state = over(mesh_of(kind), axis, inverse, **fields)
+    expected, alone = on_one(inverse)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), result, expected)
+    for name, value in kfac.diagnostics(alone).items():
+        np.testing.assert_allclose(kfac.diagnostics(state)[name], value, rtol=1e-4, err_msg=name)
+
+
+def test_in_bfloat16_on_the_wire(x64):
+    result, _ = over(mesh_of(), None, kfac.Cholesky(), communication_dtype="bfloat16")
+    expected, _ = on_one(kfac.Cholesky())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.05, atol=0.02), result, expected)
+    assert any(np.abs(a - b).max() > 1e-9 for a, b in zip(*map(jax.tree.leaves, (result, expected)), strict=True))
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_the_average_is_the_whole_batch(x64, parts):
+    """Also of micro-batches on each device, and of a loss that is scaled."""
+    mesh, measure = mesh_of(sizes=(2,)), kfac.value_and_grad(loss_fn, found())
+    expected = jax.jit(measure)(parameters(), batch(0))
+    own = kfac.microbatch(measure, parts) if parts > 1 else measure
+    value, grads, shares = jax.jit(kfac.data_parallel(own, mesh))(parameters(), batch(0))
+    found_all = value, grads, shares.unscale(2.0).average().unscale(0.5)
+    assert all(len(x) == 2 for x in jax.tree.leaves(shares))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-14), found_all, expected)
+
+
+def test_statistics_go_to_their_owners_in_triangles():
+    """As inside of shard_map, to the byte."""
+    model = functools.partial(messages.gpt, size=8, layers=2, d=16, words=50, heads=2)
+    sent = {}
+    for style in ("shares", "shard_map"):
+        _, compiled = messages.programs(model, 4, style, inverse_every=None)
+        sent[style] = messages.by_kind(messages.messages(compiled["K-FAC with statistics"].as_text(), 4))
+    assert sent["shares"] == sent["shard_map"]
+
+
+def test_what_does_not_go_together_is_refused(x64):
+    mesh, params = mesh_of(sizes=(2,)), tied_parameters(1, 4, 4, 4)
+    data = jnp.ones((4, 4)), jnp.zeros(4, int), jnp.zeros(4, int)
+    layers = kfac.find_layers(tied_loss, params, data)
+    measure = kfac.data_parallel(kfac.value_and_grad(tied_loss, layers), mesh)
+    _, grads, shares = jax.eval_shape(measure, params, data)
+
+    def update(distribution):
+        tx = kfac.scale_by_kfac(layers, distribution=distribution)
+        return jax.eval_shape(lambda g, f: tx.update(g, tx.init(g), factors=f), grads, shares)
+
+    update(kfac.Distribution(mesh=mesh))
+    with pytest.raises(ValueError, match=r"factors are those of kfac.data_parallel, which only update of an optimizer"):
+        update(None)
+    with pytest.raises(
+        ValueError, match=r"are the shares of \[2\] devices of the axes \('data',\), but the optimizer's"
+    ):
+        update(kfac.Distribution(mesh=mesh_of(sizes=(4,))))
+    with pytest.raises(ValueError, match=r"take factors.average\(\)"):
+        kfac.operator(layers, shares, damping=1.0)
+    with pytest.raises(
+        ValueError, match="communication_dtype='bfloat16' has no effect on statistics that XLA averages"
+    ):
+        tx = kfac.scale_by_kfac(layers, distribution=kfac.Distribution(mesh=mesh, communication_dtype="bfloat16"))
+        factors = jax.eval_shape(kfac.Shares.average, shares)
+        jax.eval_shape(lambda g, f: tx.update(g, tx.init(g), factors=f), grads, factors)
+    with pytest.raises(ValueError, match=r"2 devices of the axes \('data',\) do not divide a leading axis of length 3"):
+        jax.eval_shape(measure, params, jax.tree.map(lambda x: x[:3], data))
+    with pytest.raises(ValueError, match=r"axis_name must be among the axes of mesh, \('data',\), but is 'model'"):
+        kfac.data_parallel(kfac.value_and_grad(tied_loss, layers), mesh, "model")
+    counted = kfac.value_and_grad(lambda p, b: (tied_loss(p, b), {"count": len(b[0])}), layers, has_aux=True)
+    with pytest.raises(ValueError, match="data_parallel averages results over devices, but one has dtype int"):
+        jax.eval_shape(kfac.data_parallel(counted, mesh), params, data)
