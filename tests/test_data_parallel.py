@@ -124,6 +124,24 @@ def test_the_average_is_the_whole_batch(x64, parts):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-14), found_all, expected)
 
 
+def test_keyword_arguments(x64):
+    """A flag stays one, and every device draws other numbers."""
+
+    def loss(p, b, *, key, train):
+        x, tokens, labels = b
+        noise = jax.random.normal(key, x.shape) if train else 0
+        return tied_loss(p, (x + noise, tokens, labels)), noise
+
+    mesh, params = mesh_of(sizes=(2,)), tied_parameters(1, 4, 4, 4)
+    data = jnp.ones((4, 4)), jnp.zeros(4, int), jnp.zeros(4, int)
+    key = jax.random.key(0)
+    layers = kfac.find_layers(loss, params, data, has_aux=True, key=key, train=True)
+    measure = kfac.data_parallel(kfac.value_and_grad(loss, layers, has_aux=True), mesh)
+    (_, noise), _, _ = jax.jit(lambda p, b, k: measure(p, b, key=k, train=True))(params, data, key)
+    drawn = [jax.random.normal(jax.random.fold_in(key, device), (2, 4)) for device in range(2)]
+    np.testing.assert_allclose(noise, (drawn[0] + drawn[1]) / 2)
+
+
 def test_statistics_go_to_their_owners_in_triangles():
     """As inside of shard_map, to the byte."""
     model = functools.partial(messages.gpt, size=8, layers=2, d=16, words=50, heads=2)

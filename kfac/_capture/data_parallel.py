@@ -16,7 +16,7 @@ from kfac._capture.microbatch import check_argnums, leading_lengths
 from kfac._capture.outputs import with_own_key
 from kfac._checks import check_axis_name, check_type
 from kfac._factors import Shares
-from kfac._varying import AxisName, as_varying, axis_names
+from kfac._varying import AxisName, as_varying, axis_names, lying_as, whole_along
 
 
 def data_parallel(
@@ -33,11 +33,12 @@ def data_parallel(
         updates, opt_state = tx.update(grads, opt_state, params, factors=factors)
 
     with `tx` of `Distribution(mesh=mesh)`. It is for the mean of a loss over examples; a batch norm in it normalises
-    each share by itself. Along `axis_name` parameters should be whole on every device: others are gathered first.
-    How they lie along further axes of the mesh, as in tensor parallelism, is left to XLA.
+    each share by itself. Along `axis_name` parameters should be whole on every device: others are gathered first, all
+    at once. How they lie along further axes of the mesh, as in tensor parallelism, is left to XLA.
 
     Args:
-      fn: what `value_and_grad` or `microbatch` returned, `fn(params, batch, ...)`.
+      fn: what `value_and_grad` or `microbatch` returned, `fn(params, batch, ...)`. A `num_examples=` of it is that of
+        the examples of one device.
       mesh: as given to the `Distribution`.
       axis_name: the axis or axes that the batch is spread over; None for all.
       batch_argnums: positions of what is spread, along the leading axis of each leaf. All devices get the other
@@ -60,8 +61,8 @@ def data_parallel(
     argnums, devices = check_argnums(batch_argnums), math.prod(mesh.shape[name] for name in axes)
     same, spread = PartitionSpec(), PartitionSpec(axes)
 
-    def local(args, kwargs):
-        value, grads, factors = fn(*args, **with_own_key(kwargs, lax.axis_index(axes)))
+    def local(fixed, args, kwargs):
+        value, grads, factors = fn(*args, **fixed, **with_own_key(kwargs, lax.axis_index(axes)))
         value = jax.tree.map(jnp.asarray, value)
         for leaf in jax.tree.leaves((value, grads)):
             if not jnp.issubdtype(leaf.dtype, jnp.inexact):
@@ -84,9 +85,17 @@ def data_parallel(
                     f"{devices} devices of the axes {axes} do not divide a leading axis of length {length}: give all "
                     "as many examples, or name what they all get whole by leaving it out of batch_argnums="
                 )
+        # Others, such as flags, stay what they are.
+        arrays = {k: x for k, x in kwargs.items() if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x))}
+        fixed = {name: x for name, x in kwargs.items() if name not in arrays}
         specs = tuple(spread if k in split else same for k in range(len(args)))
-        return jax.shard_map(
-            local, mesh=mesh, in_specs=(specs, same), out_specs=(same, same, spread), axis_names=set(axes)
-        )(args, kwargs)
+        value, grads, shares = jax.shard_map(
+            functools.partial(local, fixed),
+            mesh=mesh,
+            in_specs=(specs, same),
+            out_specs=(same, same, spread),
+            axis_names=set(axes),
+        )(tuple(x if k in split else whole_along(x, axes) for k, x in enumerate(args)), whole_along(arrays, axes))
+        return value, lying_as(grads, args[0]), shares
 
     return shared_out
