@@ -1,5 +1,6 @@
 """`Distribution(split_from=)`: factors of which each device has some rows."""
 
+import dataclasses
 import functools
 
 import jax
@@ -13,7 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 import kfac
 from checking import FAST, normal
-from kfac._curvature.by_rows import Rows, invert_damped_rows
+from kfac._curvature.by_rows import ByRows, Rows, invert_damped_rows
+from kfac._curvature.cholesky import invert_damped
+from kfac._distributed.distribution import turns_of
 from kfac._optimizer.reshard import state_spec
 from problem import layers, tied_loss, tied_parameters
 
@@ -222,6 +225,51 @@ def test_elimination_inverts(x64, devices, size):
     np.testing.assert_allclose(diagonal, np.diagonal(stack, axis1=1, axis2=2))
 
 
+@pytest.mark.parametrize("damping", [1e-2, 1e-4])
+def test_in_float32_it_is_as_accurate_as_a_factorisation(damping):
+    """Of a factor of fewer examples than its dimension, which is all damping but for them."""
+    size, devices = 400, 4
+    rows = np.random.default_rng(0).normal(size=(40, size)) / size**0.5
+    factor = (rows.T @ rows).astype(np.float32)[None]
+    mesh = jax.make_mesh((devices,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+
+    def inverted(stack):
+        own = Rows("d", size)
+        return own.all(invert_damped_rows(own, own.of(stack), jnp.full(1, damping))[0])
+
+    found = jax.jit(jax.shard_map(inverted, mesh=mesh, in_specs=P(), out_specs=P()))(factor)
+    whole, _ = invert_damped(jnp.asarray(factor), jnp.full(1, damping), jnp.float32)
+    exact = np.linalg.inv(factor.astype(np.float64) + damping * np.eye(size))
+    errors = [np.linalg.norm(x - exact) / np.linalg.norm(exact) for x in (found, whole)]
+    assert errors[0] < 3 * errors[1] < 1e-2, errors
+    np.testing.assert_allclose(found, found.mT, rtol=1e-5, atol=1e-6 / damping)
+
+
+def test_with_schedule_for_it_is_the_schedule_of_one_device():
+    """Blocks of several shapes, of which some are split."""
+    costs = kfac.Assignment(found(), devices=4, inverse_every=4, distribution=kfac.Distribution("d", schedule_for=4))
+    split = dataclasses.replace(costs, distribution=kfac.Distribution("d", schedule_for=4, split_from=6))
+    for plan in (costs, split):
+        turns = turns_of(plan.distribution, plan.groups, 4, 4)
+        alone = turns_of(kfac.Distribution(schedule_for=4), plan.groups, 4, 1)
+        jax.tree.map(np.testing.assert_array_equal, turns, alone)
+
+
+def test_devices_agree_on_what_is_valid(x64):
+    """Where the sum of the rows of one device overflows, all keep what they had."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    kind = ByRows(inverse=kfac.Cholesky(), sides=("A",), axis="d")
+    huge = jnp.diag(jnp.asarray([1e-38, 1e-38] + 6 * [1.0], jnp.float32))[None]  # inverses whose sum overflows
+    block = kfac.Kronecker(huge, jnp.eye(3, dtype=jnp.float32)[None])
+
+    def conditions(block):
+        own = kind.part(block)
+        return kind.refresh(kind.init(own), own, jnp.full(1, 1e-45, jnp.float32))[1][None]
+
+    found = jax.jit(jax.shard_map(conditions, mesh=mesh, in_specs=P(), out_specs=P("d"), check_vma=False))(block)
+    assert len(set(np.ravel(found).tolist())) == 1
+
+
 def test_what_does_not_go_with_it_is_refused():
     split = kfac.Distribution("d", split_from=2)
     with pytest.raises(ValueError, match=r"split_from=2 is for inverse=kfac.Cholesky\(\), but inverse=Ekfac"):
@@ -238,7 +286,7 @@ def test_what_does_not_go_with_it_is_refused():
 def test_a_state_that_is_split_otherwise_is_refused(x64):
     _, state = in_shard_map(2, {}, split_from=6)
     other, _ = in_shard_map(2, {}, split_from=7)
-    with pytest.raises(ValueError, match=r"with split_from=7 the factors \[\] of blocks kronecker_6x4 are split by"):
+    with pytest.raises(ValueError, match="split_from=7 splits the factors none of blocks kronecker_6x4 by rows, but "):
         jax.eval_shape(functools.partial(other, statistics=True), parameters(), state, batch(0), jnp.asarray(0))
     again = kfac.scatter_state(kfac.gather_state(state), 2, split_from=7)
     jax.eval_shape(functools.partial(other, statistics=True), parameters(), again, batch(0), jnp.asarray(0))

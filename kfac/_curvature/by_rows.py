@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kfac._curvature.cholesky import Cholesky, invert_damped, spd_inverse, split_damping
-from kfac._curvature.inverse import Inverse, damping_of_blocks, identities, product
+from kfac._curvature.cholesky import Cholesky, inverse_factor, invert_damped, split_damping
+from kfac._curvature.inverse import Inverse, damping_of_blocks, finite, identities, product
 from kfac._curvature.symmetric import flatten, pack, unflatten, unpack
 from kfac._factors import Block, Kronecker, is_diagonal
-from kfac._varying import AxisName, varying_axes
+from kfac._varying import AxisName, as_varying, varying_axes
 
 PANEL = 64, 256  # rows eliminated at once: at least, for fewer messages, and at most, as every device inverts them
 
@@ -98,6 +98,9 @@ class Rows:
         devices, here = lax.axis_size(self.axis), lax.axis_index(self.axis)
         held = half.reshape(-1, blocks, self.count, self.count)
         missing = devices - len(held)
+        if not missing:  # two devices have both squares each
+            squares = jnp.roll(held, here, axis=0).transpose(1, 2, 0, 3)
+            return squares.reshape(blocks, self.count, -1)[:, :, : self.size]
         given = jnp.pad(held[1 : 1 + missing].mT, ((1, len(held) - 1), (0, 0), (0, 0), (0, 0)))
         found = lax.all_to_all(jnp.roll(given, here, axis=0), self.axis, 0, 0, tiled=True)
         squares = jnp.concatenate([held, jnp.roll(found, -here, axis=0)[len(held) :]])
@@ -151,7 +154,10 @@ class ByRows(Inverse):
         return x if is_diagonal(like) else unpack(unflatten(x, jax.eval_shape(pack, like)), like.shape[-1])
 
     def init(self, factors):
-        """Identities, so that there need be no message about whether there is an inverse yet."""
+        """Identities, so that there need be no message about whether there is an inverse yet.
+
+        Until then a gradient is rounded as by any inverse of this precision.
+        """
         dtype = self.inverse.kept_dtype(factors.A.dtype)
         return Kronecker(*(self._identity(side, getattr(factors, side).shape, dtype) for side in "AG"))
 
@@ -173,8 +179,9 @@ class ByRows(Inverse):
             found = invert_damped(stack, amount, dtype) if own is None else invert_damped_rows(own, stack, amount)
             new[side] = found[0].astype(dtype)
             conditions.append(found[1])
-        both = (conditions[0] > 0) & (conditions[1] > 0)
-        return Kronecker(**new), jnp.where(both, jnp.maximum(*conditions), 0)
+        valid = (conditions[0] > 0) & (conditions[1] > 0) & finite(new["A"]) & finite(new["G"])
+        # All devices agree: each sees its own rows, and rounds by itself what it inverts by itself.
+        return Kronecker(**new), lax.pmin(jnp.where(valid, jnp.maximum(*conditions), 0), self.axis)
 
     def whole(self, kept: Kronecker) -> Kronecker:
         """An inverse that all devices have whole."""
@@ -221,13 +228,15 @@ def invert_damped_rows(own: Rows, rows: jax.Array, amount: jax.Array) -> tuple[j
 def _eliminate(own: Rows, rows: jax.Array) -> jax.Array:
     """The inverses of symmetric positive definite matrices, by rows; NaN where one is not positive definite.
 
-    Gauss-Jordan elimination in the place of the matrix, of some rows of each device at once. Without a choice of pivots
-    it is as accurate as a Cholesky factorisation if the matrix is positive definite (Peters and Wilkinson 1975), and as
-    every step changes all rows, all devices have as much to do; of a factorisation most would be done early.
+    A symmetric sweep in the place of the matrix, of some rows of each device at once (Goodnight 1979): with `L` the
+    Cholesky factor of their square on the diagonal, and `R` the inverse of `L` times these rows, all others lose
+    `R^T R`. As every turn changes all rows, all devices have as much to do; of a factorisation most would be done
+    early. With the inverse of the square in the place of that of its factor, errors would grow with the square of the
+    condition number.
     """
     devices, here, (k, r, n) = lax.axis_size(own.axis), lax.axis_index(own.axis), rows.shape
     width, turns = _panel(n, devices)
-    # Columns in the order in which they are eliminated; what is filled up with, of rows that are nobody's.
+    # Columns in the order in which they are swept; what is filled up with, of rows that are nobody's.
     rows = jnp.pad(rows, ((0, 0), (0, turns * width - r), (0, devices * r - n))).reshape(k, -1, devices, r)
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, turns * width - r)))
     rows = rows.reshape(k, -1, devices, turns, width).swapaxes(2, 3).reshape(k, turns * width, -1)
@@ -237,20 +246,21 @@ def _eliminate(own: Rows, rows: jax.Array) -> jax.Array:
     rows += filled[:, None] * jax.nn.one_hot(places, rows.shape[2], dtype=rows.dtype)
 
     def turn(number, rows):
-        pivots = lax.all_gather(lax.dynamic_slice_in_dim(rows, number * width, width, 1), own.axis, axis=1, tiled=True)
+        swept = lax.all_gather(lax.dynamic_slice_in_dim(rows, number * width, width, 1), own.axis, axis=1, tiled=True)
         start = number * panel
-        square = lax.dynamic_slice_in_dim(pivots, start, panel, 2)
-        identity = jnp.zeros_like(square) + jnp.eye(panel, dtype=rows.dtype)
-        pivots = lax.dynamic_update_slice_in_dim(pivots, identity, start, 2)
-        new = _product(spd_inverse((square + square.mT) / 2), pivots)
-        factors = lax.dynamic_slice_in_dim(rows, start, panel, 2)
-        rows = lax.dynamic_update_slice_in_dim(rows, jnp.zeros_like(factors), start, 2)
-        rows -= _product(factors, new)
-        return lax.dynamic_update_slice_in_dim(
-            rows, lax.dynamic_slice_in_dim(new, here * width, width, 1), number * width, 1
-        )
+        square = lax.dynamic_slice_in_dim(swept, start, panel, 2)
+        minus = jnp.zeros_like(square) - jnp.eye(panel, dtype=rows.dtype)
+        inverse = inverse_factor((square + square.mT) / 2)
+        right = _product(inverse, lax.dynamic_update_slice_in_dim(swept, minus, start, 2))
+        rows = lax.dynamic_update_slice_in_dim(rows, jnp.zeros((k, turns * width, panel), rows.dtype), start, 2)
+        rows -= _product(jnp.take(right, places, axis=2).mT, right)
+        mine = _product(lax.dynamic_slice_in_dim(inverse, here * width, width, 2).mT, right)
+        return lax.dynamic_update_slice_in_dim(rows, mine, number * width, 1)
 
-    found = lax.fori_loop(0, turns, turn, rows)[:, :r].reshape(k, r, turns, devices, width).swapaxes(2, 3)
+    found = -lax.fori_loop(
+        0, turns, turn, as_varying(rows, varying_axes(here))
+    )  # the last turn ends at minus the inverse
+    found = found[:, :r].reshape(k, r, turns, devices, width).swapaxes(2, 3)
     return found.reshape(k, r, devices, -1)[:, :, :, :r].reshape(k, r, -1)[:, :, :n]
 
 

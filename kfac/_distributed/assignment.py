@@ -19,8 +19,8 @@ from kfac._curvature.by_rows import eliminated, larger, rows_of_each
 from kfac._curvature.inverse import Inverse, count_bytes
 from kfac._curvature.soap import default_inverse
 from kfac._curvature.symmetric import flatten_block, packed_size
-from kfac._distributed.distribution import Distribution, encode, owners_precondition, shared, shares, staggers
-from kfac._distributed.owners import Cost, Shard, group_costs, make_shards, make_turns
+from kfac._distributed.distribution import Distribution, encode, owners_precondition, shared, shares, staggers, turns_of
+from kfac._distributed.owners import Cost, Shard, group_costs, make_shards
 from kfac._distributed.segments import BUCKETS, make_buckets, make_segments
 from kfac._factors import Block
 from kfac._layers import Layers, format_bytes
@@ -88,7 +88,7 @@ class Assignment:
     @functools.cached_property
     def _work(self) -> np.ndarray:
         """`[steps, devices]`: the work of each device in each step of a cycle, in `n^3`."""
-        turns = make_turns(self.costs, self._steps, self._uses.schedule_for or self.devices)
+        turns = turns_of(self._uses, self.groups, self._steps, self.devices)
         work = np.zeros((self._steps, self.devices))
         for cost in self.costs:
             if cost.sides:
@@ -157,12 +157,11 @@ class Assignment:
     @property
     def results_messages(self) -> dict[str, int]:
         """As `statistics_messages`, of the preconditioned gradients that are gathered in each step, or split again."""
-        total = collections.Counter(self._messages(self._gradient, "all-gather"))
-        if self._uses.gradients == "split" and self.devices > 1:
-            apart = filter(self._gathers, self.groups)
-            total = collections.Counter(
-                {"all-to-all": sum(4 * self.shards[g.name].positions * g.d_out * g.d_in for g in apart)}
-            )
+        if self._uses.gradients == "split":
+            blocks = sum(self.shards[g.name].positions * g.d_out * g.d_in for g in filter(self._gathers, self.groups))
+            total = collections.Counter({"all-to-all": 4 * blocks} if self.devices > 1 else {})
+        else:
+            total = collections.Counter(self._messages(self._gradient, "all-gather"))
         for group in filter(self.split, self.groups if self.devices > 1 else ()):
             sizes = {side: group.shapes[side][0] for side in self.split(group)}
             for side, n in sizes.items() if self._shared(group, shared) is None else ():
@@ -206,7 +205,7 @@ class Assignment:
                 size -= packed_size(n)
                 square = group.size * rows_of_each(n, self.devices) ** 2
                 sizes[f"{group.name}/{side}"] = (self.devices // 2 + 1) * square
-                total["all-to-all"] += 4 * self.devices * square
+                total["all-to-all"] += 4 * self.devices * square * (self.devices > 2)
                 shards[f"{group.name}/{side}"] = Shard(self.devices, self.devices)
             if group.kronecker and not self.split(group):
                 sizes[group.name] = size

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from kfac._checks import check_axis_name, check_choice, check_positive_int, check_switch, check_type
@@ -15,7 +17,7 @@ from kfac._curvature.blocks import Group
 from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
 from kfac._curvature.symmetric import flatten, unflatten
-from kfac._distributed.owners import split_sides
+from kfac._distributed.owners import group_costs, make_turns, split_sides
 from kfac._varying import AxisName, axis_names
 
 
@@ -56,10 +58,10 @@ class Distribution:
         preconditioned gradients then stay inside of it, and only sums go between nodes, each device its share. So the
         fraction of devices that work on a layer, which trades memory for messages, is a choice of axes (KAISA, Pauloski
         et al. 2021). `kfac.state_specs` takes these axes.
-      split_from: factors of this dimension or more are split by rows over the owners, which keep, invert and apply
-        them together: no device then waits for the one with the largest block, or has to have room for it. Each time,
-        whole statistics of these factors are sent in the place of triangles, and gradients of their blocks are averaged
-        everywhere. With `Cholesky` and `precondition="sharded"`. None splits nothing.
+      split_from: factors of this dimension or more, some hundreds at least, are split by rows over the owners, which
+        keep, invert and apply them together: no device then waits for the one with the largest block, or has to have
+        room for it. Gradients of these blocks are averaged on all devices. With `Cholesky`, which is then the default
+        of `kfac.kfac`, and `precondition="sharded"`. None splits nothing.
 
     Raises:
       ValueError: an argument is out of range.
@@ -190,6 +192,15 @@ def shares(distribution: Distribution, inverse: Inverse, group: Group, *, severa
     """Whether all devices have the inverses of a Kronecker group, or on `several` devices a part of them."""
     moments = group.correctable and inverse.takes_moments
     return everywhere(distribution, inverse, group) or (several and moments)
+
+
+def turns_of(distribution: Distribution, groups: Sequence[Group], phases: int, devices: int) -> dict[str, np.ndarray]:
+    """In which of `phases` steps of a cycle each Kronecker block is refreshed, `[blocks]` for each group.
+
+    With `schedule_for` as if no factor were split: so it is on one device.
+    """
+    fixed = distribution.schedule_for
+    return make_turns(group_costs(groups, None if fixed else distribution.split_from), phases, fixed or devices)
 
 
 def shared(inverse: Inverse, kept: Any) -> Any:

@@ -93,13 +93,15 @@ class Plan:
         name, share = self.largest
         if not self.inverse_every:  # whatever is done seldom does not count
             parts = {name: parts[name] for name in ("results", "preconditioning")}
+        split = any(cost.sides for cost in self.assignment.costs)
         most = max(parts, key=lambda part: parts[part])
         options = {
             "inversions": "a longer inverse_every"
             + (f", and for {name} {_smaller(self.assignment)}" if share > 0.3 else ""),
             "statistics": "value_and_grad(subsample=...), or statistics at fewer steps",
             "statistics' messages": "Distribution(communication_dtype='bfloat16'), or statistics at fewer steps",
-            "results": "Distribution(precondition='replicated') sends inverses at refreshes instead",
+            "results": "a larger split_from, or owners= of fewer devices" if split
+            else "Distribution(precondition='replicated') sends inverses at refreshes instead",
             "preconditioning": "Distribution(precondition='sharded')" if self.assignment.distribution
             and self.assignment.distribution.replicated else "more devices, or precision='bfloat16' of the inverse",
         }  # fmt: skip
@@ -275,13 +277,23 @@ def _applied(group: Group, assignment: Assignment) -> float:
     whole = everywhere(assignment.distribution or Distribution(), assignment.kind, group)
     blocks = group.size if whole else assignment.shards[group.name].positions
     sides = sum(shape[0] if len(shape) > 1 else 1 for shape in group.shapes.values())
-    return 2.0 / (assignment.devices if assignment.split(group) else 1) * blocks * group.d_out * group.d_in * sides
+    return (
+        2.0
+        / (assignment.devices if assignment.split(group) and not whole else 1)
+        * blocks
+        * group.d_out
+        * group.d_in
+        * sides
+    )
 
 
 def _smaller(assignment: Assignment) -> str:
     """What makes the largest block less to wait for."""
     ways = ["find_layers(max_dim=...), which keeps the larger of its factors as a diagonal"]
-    if assignment.devices > 1 and not any(cost.sides for cost in assignment.costs):
+    large = max(
+        (shape[0] for group in assignment.groups for shape in group.shapes.values() if len(shape) == 2), default=0
+    )
+    if assignment.devices > 1 and large >= 512 and not any(cost.sides for cost in assignment.costs):
         ways.insert(0, "Distribution(split_from=...) with kfac.Cholesky(), which splits its factors over devices")
     return ", or ".join(ways)
 

@@ -17,8 +17,8 @@ from kfac._curvature.blocks import Group, group_layers
 from kfac._curvature.by_rows import ByRows
 from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
-from kfac._distributed.distribution import Distribution, owners_precondition, shared, shares
-from kfac._distributed.owners import Shard, group_costs, make_shards, make_turns
+from kfac._distributed.distribution import Distribution, owners_precondition, shared, shares, turns_of
+from kfac._distributed.owners import Shard, group_costs, make_shards
 from kfac._factors import Block
 from kfac._layers import Layers, leaves_by_path
 from kfac._varying import AxisName, as_varying, axis_size, varying_axes
@@ -194,8 +194,7 @@ class Config:
         A unit-wise block is cheap, so every device has them all, and they are refreshed with the first phase.
         """
         first = {group.name: np.zeros(group.size, int) for group in self.groups}
-        costs = group_costs(self.groups, self.distribution.split_from)
-        return first | make_turns(costs, self.phases, self.distribution.schedule_for or devices)
+        return first | turns_of(self.distribution, self.groups, self.phases, devices)
 
 
 def init_state(config: Config, params: Any) -> KfacState:
@@ -322,14 +321,14 @@ def check_state(config: Config, state: KfacState, devices: int) -> None:
     check_groups(config.groups, state)
     check_devices(state, devices)
     check_inverse(config.inverse, state)
-    split_from = config.distribution.split_from if config.axis else None
+    split_from = config.distribution.split_from
     expected = {cost.name: cost.sides for cost in group_costs(config.groups, split_from)}
     for name, owned in state.owned.items():
         if owned.shard.sides != expected[name]:
             raise ValueError(
-                f"with split_from={split_from} the factors {list(expected[name])} of blocks {name} are split by rows, "
-                f"but in the optimizer state {list(owned.shard.sides)}: initialise it with the same option, or convert "
-                "it, kfac.scatter_state(kfac.gather_state(opt_state), devices, split_from=...)"
+                f"split_from={split_from} splits the factors {expected[name] or 'none'} of blocks {name} by rows, but "
+                f"in the optimizer state they are {owned.shard.sides or 'none'}: initialise it with the same option, "
+                "or convert it, kfac.scatter_state(kfac.gather_state(opt_state), devices, split_from=...)"
             )
         if owned.blocks.weight.shape[0] != owned.shard.positions:
             raise ValueError(
