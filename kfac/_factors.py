@@ -245,7 +245,7 @@ class Shares:
 
     def average(self) -> Factors:
         """The statistics of the whole batch."""
-        number = len(jax.tree.leaves(self.factors)[0])
+        number = max(map(len, jax.tree.leaves(self.factors)), default=1)
         return jax.tree.map(lambda x: jnp.mean(x, axis=0), self.factors).of_batches(number)
 
     def unscale(self, loss_scale: jax.typing.ArrayLike) -> Shares:

@@ -124,22 +124,35 @@ def test_the_average_is_the_whole_batch(x64, parts):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-14), found_all, expected)
 
 
-def test_keyword_arguments(x64):
-    """A flag stays one, and every device draws other numbers."""
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_other_arguments(x64, kind):
+    """Flags stay flags, every device draws other numbers, and a batch of the host is spread."""
 
-    def loss(p, b, *, key, train):
+    def loss(p, b, train, *, rngs, mode):
         x, tokens, labels = b
-        noise = jax.random.normal(key, x.shape) if train else 0
+        noise = jax.random.normal(rngs["noise"][0], x.shape) if train and mode == "noisy" else 0
         return tied_loss(p, (x + noise, tokens, labels)), noise
 
-    mesh, params = mesh_of(sizes=(2,)), tied_parameters(1, 4, 4, 4)
-    data = jnp.ones((4, 4)), jnp.zeros(4, int), jnp.zeros(4, int)
+    mesh, params = mesh_of(kind, sizes=(2,)), tied_parameters(1, 4, 4, 4)
+    data = np.ones((4, 4)), np.zeros(4, int), np.zeros(4, int)
     key = jax.random.key(0)
-    layers = kfac.find_layers(loss, params, data, has_aux=True, key=key, train=True)
+    options = {"rngs": {"noise": [key]}, "mode": "noisy"}
+    layers = kfac.find_layers(loss, params, data, True, has_aux=True, **options)
     measure = kfac.data_parallel(kfac.value_and_grad(loss, layers, has_aux=True), mesh)
-    (_, noise), _, _ = jax.jit(lambda p, b, k: measure(p, b, key=k, train=True))(params, data, key)
+    (_, noise), _, _ = jax.jit(lambda p, b: measure(p, b, True, **options))(params, data)
     drawn = [jax.random.normal(jax.random.fold_in(key, device), (2, 4)) for device in range(2)]
     np.testing.assert_allclose(noise, (drawn[0] + drawn[1]) / 2)
+
+
+def test_averages_of_float16_do_not_overflow():
+    params, data = {"w": jnp.ones((1, 1), jnp.float16)}, jnp.full((8, 1), 3e4, jnp.float16)
+
+    def loss(p, b):
+        return jnp.mean(b @ p["w"])
+
+    layers = kfac.find_layers(loss, params, data)
+    value, grads, _ = jax.jit(kfac.data_parallel(kfac.value_and_grad(loss, layers), mesh_of(sizes=(4,))))(params, data)
+    assert value.dtype == jnp.float16 and jnp.isfinite(value) and jnp.all(jnp.isfinite(grads["w"]))
 
 
 def test_statistics_go_to_their_owners_in_triangles():
@@ -178,8 +191,15 @@ def test_what_does_not_go_together_is_refused(x64):
         tx = kfac.scale_by_kfac(layers, distribution=kfac.Distribution(mesh=mesh, communication_dtype="bfloat16"))
         factors = jax.eval_shape(kfac.Shares.average, shares)
         jax.eval_shape(lambda g, f: tx.update(g, tx.init(g), factors=f), grads, factors)
-    with pytest.raises(ValueError, match=r"2 devices of the axes \('data',\) do not divide a leading axis of length 3"):
+    with pytest.raises(ValueError, match=r"2 devices of the axes \('data',\) do not divide the batch: .* length 3"):
         jax.eval_shape(measure, params, jax.tree.map(lambda x: x[:3], data))
+    with pytest.raises(ValueError, match="leading axes of different lengths 4, 2"):
+        jax.eval_shape(measure, params, (*data[:2], jnp.zeros(2, int)))
+    with pytest.raises(ValueError, match="pass the batch by position"):
+        jax.eval_shape(functools.partial(measure, batch=data), params)
+    for fn in (3, jax.value_and_grad(tied_loss), tied_loss):
+        with pytest.raises(ValueError, match="fn must be what"):
+            jax.eval_shape(kfac.data_parallel(fn, mesh), params, data)
     with pytest.raises(ValueError, match=r"axis_name must be among the axes of mesh, \('data',\), but is 'model'"):
         kfac.data_parallel(kfac.value_and_grad(tied_loss, layers), mesh, "model")
     counted = kfac.value_and_grad(lambda p, b: (tied_loss(p, b), {"count": len(b[0])}), layers, has_aux=True)

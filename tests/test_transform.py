@@ -81,7 +81,7 @@ SWITCHES = {
 INVERSE_FIELDS = {"precision", "relative"}
 DEVICES = {"axis_name", "mesh", "precondition", "communication_dtype"}
 # Shown elsewhere: by the tests of the assignment, and by those of several devices.
-OTHER_FIELDS = {"staggered", "schedule_for", "gradients", "owners"}
+OTHER_FIELDS = {"staggered", "schedule_for", "gradients", "owners", "split_from"}
 AT_ONCE = kfac.Distribution(staggered=False)
 # What everything else is about.
 ELSEWHERE = {"layers"}
@@ -658,6 +658,7 @@ BAD_FIELDS = {
     "staggered": [1, "yes", 0.5],
     "mesh": ["devices", 8],
     "schedule_for": [0, -1, 2.5, "eight"],
+    "split_from": [0, -1, 2.5, "eight"],
     "gradients": ["mean", None, True],
     "precondition": ["owner", None, True],
     "communication_dtype": ["float16", None, 16],

@@ -9,13 +9,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from kfac._capture.microbatch import check_argnums, leading_lengths
+from kfac._capture.microbatch import check_argnums, split_positions
 from kfac._capture.outputs import with_own_key
 from kfac._checks import check_axis_name, check_type
-from kfac._factors import Shares
+from kfac._factors import Factors, Shares
 from kfac._varying import AxisName, as_varying, axis_names, lying_as, whole_along
 
 
@@ -42,60 +43,89 @@ def data_parallel(
       mesh: as given to the `Distribution`.
       axis_name: the axis or axes that the batch is spread over; None for all.
       batch_argnums: positions of what is spread, along the leading axis of each leaf. All devices get the other
-        arguments, and keyword arguments, whole; into a PRNG key `key=` or `fisher_key=` the device's number is folded.
+        arguments, and keyword arguments, whole, with PRNG keys among keyword arguments as in `microbatch`: each device
+        has its own. With keys elsewhere all draw the same numbers.
 
     Returns:
-      A function with the arguments of `fn`. Values and gradients are averaged over devices; the third result is a
-      `Shares`, which only `update` of an optimizer with this mesh takes. `Shares.average()` are the `Factors` of the
-      whole batch.
+      A function with the arguments of `fn`, to be called under `jax.jit`. Values and gradients are averaged over
+      devices, in float32 or better, and keep their dtype; the third result is a `Shares`, which only `update` of an
+      optimizer with this mesh takes. `Shares.average()` are the `Factors` of the whole batch.
 
     Raises:
       ValueError: `axis_name` is not one of the axes of `mesh`; when called: the devices do not divide a leading axis,
-        or `fn` returns something that is not real and so has no average.
+        leading axes differ, or `fn` returns something that is not real and so has no average, or no factors.
     """
+    if not callable(fn):
+        raise ValueError(f"fn must be what kfac.value_and_grad or kfac.microbatch returned, but is {fn!r}")
     check_type("mesh", mesh, Mesh, "a jax.sharding.Mesh")
     check_axis_name(axis_name)
     axes = tuple(mesh.axis_names) if axis_name is None else axis_names(axis_name)
     if not set(axes) <= set(mesh.axis_names):
         raise ValueError(f"axis_name must be among the axes of mesh, {mesh.axis_names}, but is {axis_name!r}")
-    argnums, devices = check_argnums(batch_argnums), math.prod(mesh.shape[name] for name in axes)
+    argnums = check_argnums(batch_argnums)
     same, spread = PartitionSpec(), PartitionSpec(axes)
 
-    def local(fixed, args, kwargs):
-        value, grads, factors = fn(*args, **fixed, **with_own_key(kwargs, lax.axis_index(axes)))
-        value = jax.tree.map(jnp.asarray, value)
-        for leaf in jax.tree.leaves((value, grads)):
-            if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-                raise ValueError(
-                    f"data_parallel averages results over devices, but one has dtype {leaf.dtype}: convert it to a "
-                    "float in loss_fn, or leave it out"
-                )
-        value, grads = lax.pmean(as_varying((value, grads), frozenset(axes)), axes)
-        return value, grads, Shares(jax.tree.map(lambda x: x[None], as_varying(factors, frozenset(axes))), axes)
+    explicit = all(
+        kind == AxisType.Explicit for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if name in axes
+    )
 
     @functools.wraps(fn)
     def shared_out(*args, **kwargs):
-        for k in argnums:
-            if not -len(args) <= k < len(args):
-                raise ValueError(f"batch_argnums has {k}, but there are {len(args)} positional arguments")
-        split = {k % len(args) for k in argnums}
-        for length in leading_lengths([args[k] for k in split]):
-            if length % devices:
-                raise ValueError(
-                    f"{devices} devices of the axes {axes} do not divide a leading axis of length {length}: give all "
-                    "as many examples, or name what they all get whole by leaving it out of batch_argnums="
-                )
+        positions = split_positions(args, argnums)
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        split = jax.tree.leaves(
+            (
+                tuple(jax.tree.map(lambda _, k=k: k in positions, x) for k, x in enumerate(args)),
+                jax.tree.map(lambda _: False, kwargs),
+            )
+        )
         # Others, such as flags, stay what they are.
-        arrays = {k: x for k, x in kwargs.items() if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x))}
-        fixed = {name: x for name, x in kwargs.items() if name not in arrays}
-        specs = tuple(spread if k in split else same for k in range(len(args)))
+        places = [n for n, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray)]
+
+        def local(arrays):
+            whole = list(leaves)
+            for n, x in zip(places, arrays, strict=True):
+                whole[n] = x
+            args, kwargs = jax.tree.unflatten(tree, whole)
+            return _averaged(fn(*args, **with_own_key(kwargs, lax.axis_index(axes))), axes)
+
+        arrays = [
+            _spread(leaves[n], mesh, axes, explicit) if split[n] else whole_along(leaves[n], axes) for n in places
+        ]
+        specs = [spread if split[n] else same for n in places]
         value, grads, shares = jax.shard_map(
-            functools.partial(local, fixed),
-            mesh=mesh,
-            in_specs=(specs, same),
-            out_specs=(same, same, spread),
-            axis_names=set(axes),
-        )(tuple(x if k in split else whole_along(x, axes) for k, x in enumerate(args)), whole_along(arrays, axes))
+            local, mesh=mesh, in_specs=(specs,), out_specs=(same, same, spread), axis_names=set(axes)
+        )(arrays)
         return value, lying_as(grads, args[0]), shares
 
     return shared_out
+
+
+def _spread(x: Any, mesh: Mesh, axes: tuple[str, ...], explicit: bool) -> Any:
+    """An array of the batch, checked, and where axes are explicit spread over them."""
+    devices, shape = math.prod(mesh.shape[name] for name in axes), jnp.shape(x)
+    if not shape or shape[0] % devices:
+        what = f"leading axis of length {shape[0]}" if shape else "no leading axis"
+        raise ValueError(
+            f"{devices} devices of the axes {axes} do not divide the batch: an array in it has {what}. Give all "
+            "as many examples, and what they all get whole as another argument"
+        )
+    return jax.reshard(x, NamedSharding(mesh, PartitionSpec(axes))) if explicit else x
+
+
+def _averaged(found: Any, axes: tuple[str, ...]) -> tuple[Any, Any, Shares]:
+    """What one device found, with averages over all of values and gradients."""
+    if not (isinstance(found, tuple) and len(found) == 3 and isinstance(found[2], Factors)):
+        raise ValueError("fn must be what kfac.value_and_grad or kfac.microbatch returned, but it returned no factors")
+
+    def mean(x):
+        x = jnp.asarray(x)
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            raise ValueError(
+                f"data_parallel averages results over devices, but one has dtype {x.dtype}: convert it to a float in "
+                "loss_fn, or leave it out"
+            )
+        return lax.pmean(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axes).astype(x.dtype)
+
+    value, grads, factors = as_varying(jax.tree.map(jnp.asarray, found), frozenset(axes))
+    return *jax.tree.map(mean, (value, grads)), Shares(jax.tree.map(lambda x: x[None], factors), axes)

@@ -31,7 +31,8 @@ def microbatch(
       num_microbatches: number of parts, at least 1.
       batch_argnums: positions of the arguments to split, along the leading axis of each of their leaves. The others,
         and keyword arguments, go to every part whole: with a PRNG key among them all parts see the same random numbers.
-        The exceptions are the keywords `key` and `fisher_key`: into a PRNG key there the number of the part is folded.
+        The exceptions are typed PRNG keys, of `jax.random.key`, anywhere in keyword arguments, and older ones as
+        `key=` or `fisher_key=`: into these the number of the part is folded.
 
     Returns:
       A function with the arguments and results of `fn`. Real results are averaged in float32 (float64 where they are
@@ -46,16 +47,7 @@ def microbatch(
 
     @functools.wraps(fn)
     def accumulated(*args, **kwargs):
-        for k in argnums:
-            if not -len(args) <= k < len(args):
-                raise ValueError(f"batch_argnums has {k}, but there are {len(args)} positional arguments")
-        positions = sorted({k % len(args) for k in argnums})
-        lengths = leading_lengths([args[k] for k in positions])
-        if len(lengths) > 1:
-            raise ValueError(
-                f"the arrays to split have leading axes of different lengths {', '.join(map(str, lengths))}: part k of "
-                "one would not belong to part k of another. Pass what all parts share as another argument."
-            )
+        positions = split_positions(args, argnums)
         parts = [jax.tree.map(lambda x, k=k: _parts(x, num_microbatches, k), args[k]) for k in positions]
 
         def one(numbered):
@@ -100,6 +92,23 @@ def check_argnums(batch_argnums: int | Sequence[int]) -> tuple[int, ...]:
     if not argnums or not all(isinstance(k, int) and not isinstance(k, bool) for k in argnums):
         raise ValueError(f"batch_argnums must be the position of an argument or of several, but is {batch_argnums!r}")
     return argnums
+
+
+def split_positions(args: Sequence[Any], argnums: Sequence[int]) -> list[int]:
+    """The positions of the arguments to split, in order; raises where there are none, or their arrays do not match."""
+    for k in argnums:
+        if not -len(args) <= k < len(args):
+            raise ValueError(
+                f"batch_argnums has {k}, but there are {len(args)} positional arguments: pass the batch by position"
+            )
+    positions = sorted({k % len(args) for k in argnums})
+    lengths = leading_lengths([args[k] for k in positions])
+    if len(lengths) > 1:
+        raise ValueError(
+            f"the arrays to split have leading axes of different lengths {', '.join(map(str, lengths))}: part k of "
+            "one would not belong to part k of another. Pass what all parts share as another argument."
+        )
+    return positions
 
 
 def leading_lengths(tree: Any) -> dict[int, None]:

@@ -363,8 +363,10 @@ def checked_key(key: Any, fisher: str) -> jax.Array:
 
 
 def with_own_key(kwargs: Mapping[str, Any], part: Any) -> dict[str, Any]:
-    """`kwargs`, PRNG keys among them that are called `key` or `fisher_key` folded with the number of a part."""
-    folded = {
-        name: jax.random.fold_in(kwargs[name], part) for name in ("key", "fisher_key") if is_key(kwargs.get(name))
-    }
-    return {**kwargs, **folded}
+    """`kwargs`, PRNG keys among them folded with the number of a part: typed ones, or `key` and `fisher_key`."""
+
+    def own(name, leaf):
+        typed = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return jax.random.fold_in(leaf, part) if is_key(leaf) and (typed or name in ("key", "fisher_key")) else leaf
+
+    return {name: jax.tree.map(functools.partial(own, name), x) for name, x in kwargs.items()}

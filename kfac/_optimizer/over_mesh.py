@@ -16,7 +16,7 @@ import optax
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from kfac._curvature.blocks import Group
+from kfac._curvature.blocks import Group, check_factors
 from kfac._curvature.inverse import finite
 from kfac._distributed.owners import Shard
 from kfac._factors import Factors, Shares
@@ -72,22 +72,24 @@ def step_over_mesh(
     return from_owners(config, mesh, new, updates, rows), state
 
 
-def check_over_mesh(config: Config, mesh: Mesh, factors: Any) -> Any:
-    """The shapes of a device's statistics; raises where they are not such as `update` over a mesh takes."""
+def check_over_mesh(config: Config, mesh: Mesh, factors: Any) -> None:
+    """Raises where statistics are not such as `update` over a mesh takes."""
     if not isinstance(factors, Shares):
         if (wire := config.distribution.communication_dtype) != "float32":
             raise ValueError(
                 f"communication_dtype={wire!r} has no effect on statistics that XLA averages: take them by "
-                "kfac.data_parallel(kfac.value_and_grad(loss_fn, layers), mesh), or leave it at 'float32'"
+                "kfac.data_parallel(kfac.value_and_grad(loss_fn, layers), mesh), in a step of your own, or leave it "
+                "at 'float32'"
             )
-        return factors
+        return check_factors(factors, config.layers, config.inverse)
     axes, number = axis_names(config.axis), {len(x) for x in jax.tree.leaves(factors)}
-    if not set(factors.axes) <= set(axes) or number != {math.prod(mesh.shape[name] for name in factors.axes)}:
+    if not set(factors.axes) <= set(axes) or number - {math.prod(mesh.shape[name] for name in factors.axes)}:
         raise ValueError(
             f"factors are the shares of {sorted(number)} devices of the axes {factors.axes}, but the optimizer's axes "
             f"are {axes} of {dict(mesh.shape)}: give kfac.data_parallel the mesh, and axes, of the Distribution"
         )
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), factors.factors)
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), factors.factors)
+    return jax.eval_shape(lambda own: check_factors(own, config.layers, config.inverse), one)
 
 
 def check_context(mesh: Mesh, config: Config) -> None:

@@ -120,8 +120,10 @@ def scale_by_kfac(
         if factors is not None:
             _check_all_parts_are_here()
             outside = mesh is not None and axis_size(axis) is None
-            one = check_over_mesh(config, mesh, factors) if mesh is not None and outside else factors
-            jax.eval_shape(lambda factors: check_factors(factors, layers, inverse), one)
+            if mesh is not None and outside:
+                check_over_mesh(config, mesh, factors)
+            else:
+                check_factors(factors, layers, inverse)
         count = state.count
         now = Now(
             damping=value_at(damping, count),
