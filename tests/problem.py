@@ -167,6 +167,13 @@ def tied_parameters(blocks, width, words, inputs):
     return dense | {"scale": 1 + normal(20, width) / 5, "table": table, "in": first}
 
 
+def tied_batch(step, examples=12, inputs=4, words=9):
+    """Inputs, tokens and labels, whose examples differ in size, so that each device has other statistics."""
+    rng = np.random.default_rng(step)
+    x = rng.normal(size=(examples, inputs)) * np.linspace(0.3, 2, examples)[:, None]
+    return jnp.asarray(x), *(jnp.asarray(rng.integers(words, size=examples)) for _ in "xy")
+
+
 def tied_loss(p, batch):
     x, tokens, labels = batch
     h = x @ p["in"] + p["table"][tokens]

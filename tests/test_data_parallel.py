@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import kfac
 import messages
 from checking import FAST, normal
-from problem import tied_loss, tied_parameters
+from problem import tied_batch, tied_loss, tied_parameters
 
 STEPS, N, WORDS, WIDTH = 6, 12, 9, 6
 
@@ -30,15 +30,9 @@ def loss_fn(p, batch):
     return tied_loss(rest, (moved, tokens, labels))
 
 
-def batch(step):
-    rng = np.random.default_rng(step)
-    x = rng.normal(size=(N, 4)) * np.linspace(0.3, 2, N)[:, None]  # other data on every device
-    return jnp.asarray(x), *(jnp.asarray(rng.integers(WORDS, size=N)) for _ in "xy")
-
-
 @functools.cache
 def found():
-    layers = kfac.find_layers(loss_fn, parameters(), batch(0))
+    layers = kfac.find_layers(loss_fn, parameters(), tied_batch(0))
     assert any(layer.coarse for layer in layers)
     return layers
 
@@ -61,7 +55,7 @@ def trained(distribution, options, spread=lambda fn: fn, place=lambda data: data
     params = parameters() if params is None else params
     state, values = jax.jit(tx.init)(params), []
     for k in range(STEPS):
-        params, state, value = jax.block_until_ready(step(params, state, place(batch(k)), k != 3))
+        params, state, value = jax.block_until_ready(step(params, state, place(tied_batch(k)), k != 3))
         values.append(value)
     return jax.device_get((params, values)), state
 
@@ -116,9 +110,9 @@ def test_in_bfloat16_on_the_wire(x64):
 def test_the_average_is_the_whole_batch(x64, parts):
     """Also of micro-batches on each device, and of a loss that is scaled."""
     mesh, measure = mesh_of(sizes=(2,)), kfac.value_and_grad(loss_fn, found())
-    expected = jax.jit(measure)(parameters(), batch(0))
+    expected = jax.jit(measure)(parameters(), tied_batch(0))
     own = kfac.microbatch(measure, parts) if parts > 1 else measure
-    value, grads, shares = jax.jit(kfac.data_parallel(own, mesh))(parameters(), batch(0))
+    value, grads, shares = jax.jit(kfac.data_parallel(own, mesh))(parameters(), tied_batch(0))
     found_all = value, grads, shares.unscale(2.0).average().unscale(0.5)
     assert all(len(x) == 2 for x in jax.tree.leaves(shares))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-14), found_all, expected)

@@ -3,7 +3,6 @@
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -13,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import kfac
 from checking import FAST
-from problem import layers, tied_loss, tied_parameters
+from problem import layers, tied_batch, tied_loss, tied_parameters
 
 AXES, OWNERS = ("node", "gpu"), "gpu"
 STEPS, EXAMPLES = 8, 12
@@ -21,12 +20,6 @@ STEPS, EXAMPLES = 8, 12
 
 def parameters():
     return tied_parameters(3, 6, 9, 4)  # three blocks, so that one owner has more than the other
-
-
-def batch(step):
-    rng = np.random.default_rng(step)
-    x = rng.normal(size=(EXAMPLES, 4)) * np.linspace(0.3, 2, EXAMPLES)[:, None]  # other data on every device
-    return jnp.asarray(x), jnp.asarray(rng.integers(9, size=EXAMPLES)), jnp.asarray(rng.integers(9, size=EXAMPLES))
 
 
 def stepped(tx, found, options, average):
@@ -51,20 +44,20 @@ def optimizer(found, options, **where):
 def trained(step, params, state, shardings=None):
     step = jax.jit(step, static_argnums=3, compiler_options=FAST)
     for k in range(STEPS):
-        data = batch(k) if shardings is None else jax.device_put(batch(k), shardings)
+        data = tied_batch(k) if shardings is None else jax.device_put(tied_batch(k), shardings)
         params, state = jax.block_until_ready(step(params, state, data, k not in (3, 5)))
     return params, state
 
 
 def on_one(options):
-    found = kfac.find_layers(tied_loss, parameters(), batch(0))
+    found = kfac.find_layers(tied_loss, parameters(), tied_batch(0))
     tx = optimizer(found, options)
     return trained(stepped(tx, found, options, lambda g: g), parameters(), jax.jit(tx.init)(parameters()))
 
 
 def in_shard_map(options, **check):
     mesh = jax.make_mesh((2, 2), AXES, axis_types=2 * (AxisType.Auto,))
-    found = kfac.find_layers(tied_loss, parameters(), batch(0))
+    found = kfac.find_layers(tied_loss, parameters(), tied_batch(0))
     tx = optimizer(found, options, axis_name=AXES, owners=OWNERS)
     specs = kfac.state_specs(tx, parameters(), OWNERS)
     local = options.get("gradients") == "local"
@@ -123,7 +116,7 @@ def test_in_shard_map_it_is_one_device(x64, options):
 
 def test_over_a_mesh_it_is_one_device(x64):
     mesh = jax.make_mesh((2, 2), AXES, axis_types=2 * (AxisType.Auto,))
-    found = kfac.find_layers(tied_loss, parameters(), batch(0))
+    found = kfac.find_layers(tied_loss, parameters(), tied_batch(0))
     tx = optimizer(found, {}, mesh=mesh, owners=OWNERS)
     with jax.set_mesh(mesh):
         params = jax.device_put(parameters(), NamedSharding(mesh, P()))
@@ -142,7 +135,7 @@ def test_without_the_check_and_in_bfloat16(x64):
 
 def test_between_nodes_there_are_sums_only(x64):
     step, state = in_shard_map({"gradients": "local"})
-    compiled = jax.jit(step, static_argnums=3).lower(parameters(), state, batch(0), True).compile().as_text()
+    compiled = jax.jit(step, static_argnums=3).lower(parameters(), state, tied_batch(0), True).compile().as_text()
     groups = {}
     for line in compiled.splitlines():
         if found := re.search(

@@ -18,7 +18,7 @@ from kfac._curvature.by_rows import ByRows, Rows, invert_damped_rows
 from kfac._curvature.cholesky import invert_damped
 from kfac._distributed.distribution import turns_of
 from kfac._optimizer.reshard import state_spec
-from problem import layers, tied_loss, tied_parameters
+from problem import layers, tied_batch, tied_loss, tied_parameters
 
 STEPS, EXAMPLES, WORDS = 8, 12, 9
 
@@ -28,15 +28,9 @@ def parameters():
     return tied_parameters(3, 6, WORDS, 4)
 
 
-def batch(step):
-    rng = np.random.default_rng(step)
-    x = rng.normal(size=(EXAMPLES, 4)) * np.linspace(0.3, 2, EXAMPLES)[:, None]  # other data on every device
-    return jnp.asarray(x), *(jnp.asarray(rng.integers(WORDS, size=EXAMPLES)) for _ in "xy")
-
-
 @functools.cache
 def found():
-    return kfac.find_layers(tied_loss, parameters(), batch(0))
+    return kfac.find_layers(tied_loss, parameters(), tied_batch(0))
 
 
 def optimizer(options, distribution=None):
@@ -58,7 +52,9 @@ def trained(step, state, place=lambda data: data, params=None):
     step = jax.jit(step, static_argnums=4, compiler_options=FAST)
     params = parameters() if params is None else params
     for k in range(STEPS):
-        params, state = jax.block_until_ready(step(params, state, place(batch(k)), jnp.asarray(k), k not in (3, 5)))
+        params, state = jax.block_until_ready(
+            step(params, state, place(tied_batch(k)), jnp.asarray(k), k not in (3, 5))
+        )
     return params, state
 
 
@@ -137,7 +133,7 @@ def test_under_pmap_it_is_one_device(x64):
     own, copies = spread(step, static_broadcasted_argnums=4), jax.tree.map(lambda x: jnp.stack(4 * [x]), parameters())
     params, state = copies, spread(tx.init)(copies)
     for k in range(STEPS):
-        data = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), batch(k))
+        data = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), tied_batch(k))
         params, state = own(params, state, data, jnp.full(4, k), k not in (3, 5))
     params = jax.tree.map(lambda x: x[0], params)
     close(params, on_one()[0])
@@ -287,9 +283,9 @@ def test_a_state_that_is_split_otherwise_is_refused(x64):
     _, state = in_shard_map(2, {}, split_from=6)
     other, _ = in_shard_map(2, {}, split_from=7)
     with pytest.raises(ValueError, match="split_from=7 splits the factors none of blocks kronecker_6x4 by rows, but "):
-        jax.eval_shape(functools.partial(other, statistics=True), parameters(), state, batch(0), jnp.asarray(0))
+        jax.eval_shape(functools.partial(other, statistics=True), parameters(), state, tied_batch(0), jnp.asarray(0))
     again = kfac.scatter_state(kfac.gather_state(state), 2, split_from=7)
-    jax.eval_shape(functools.partial(other, statistics=True), parameters(), again, batch(0), jnp.asarray(0))
+    jax.eval_shape(functools.partial(other, statistics=True), parameters(), again, tied_batch(0), jnp.asarray(0))
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     inside = jax.shard_map(
         lambda state: kfac.averaged_factors(state, found()), mesh=mesh, in_specs=(state_spec("d"),), out_specs=P()
