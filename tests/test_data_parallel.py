@@ -15,7 +15,7 @@ import messages
 from checking import FAST, normal
 from problem import tied_batch, tied_loss, tied_parameters
 
-STEPS, N, WORDS, WIDTH = 6, 12, 9, 6
+STEPS, WORDS, WIDTH = 6, 9, 6
 
 
 def parameters():

@@ -20,7 +20,7 @@ from kfac._distributed.distribution import turns_of
 from kfac._optimizer.reshard import state_spec
 from problem import layers, tied_batch, tied_loss, tied_parameters
 
-STEPS, EXAMPLES, WORDS = 8, 12, 9
+STEPS, WORDS = 8, 9
 
 
 def parameters():
