@@ -149,6 +149,7 @@ def test_averages_of_float16_do_not_overflow():
     assert value.dtype == jnp.float16 and jnp.isfinite(value) and jnp.all(jnp.isfinite(grads["w"]))
 
 
+@pytest.mark.slow
 def test_statistics_go_to_their_owners_in_triangles():
     """As inside of shard_map, to the byte."""
     model = functools.partial(messages.gpt, size=8, layers=2, d=16, words=50, heads=2)

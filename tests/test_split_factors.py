@@ -102,7 +102,7 @@ SIDES = {  # of tables, of dense blocks and of the first kernel
 @pytest.mark.parametrize(
     ("devices", "split_from", "relative", "gradients"),
     [
-        (4, 6, False, "averaged"),
+        pytest.param(4, 6, False, "averaged", marks=pytest.mark.slow),
         (3, 4, True, "local"),
         pytest.param(2, 7, True, "averaged", marks=pytest.mark.slow),
         pytest.param(1, 4, False, "local", marks=pytest.mark.slow),
@@ -126,6 +126,7 @@ def test_it_is_one_device(x64, devices, split_from, relative, gradients):
             jax.tree.map(np.testing.assert_array_equal, kfac.gather_state(spread), whole)
 
 
+@pytest.mark.slow
 def test_under_pmap_it_is_one_device(x64):
     tx = optimizer({}, kfac.Distribution("d", schedule_for=1, split_from=6))
     step = stepped(tx, lambda g: lax.pmean(g, "d"))
