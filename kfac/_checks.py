@@ -8,8 +8,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from kfac._layers import Layers
+from kfac._varying import AxisName, axis_names
 
 
 def check_range(name: str, value: Any, low: float, high: float, *, open_low: bool = False, open_high: bool = False):
@@ -66,6 +68,13 @@ def check_axis_name(value: Any, name: str = "axis_name") -> None:
     named = names and all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
     if value is not None and not named:
         raise ValueError(f"{name} must be the name of an axis, a tuple of different names or None, but is {value!r}")
+
+
+def check_mesh(mesh: Any, axis_name: AxisName | None) -> None:
+    """Raises where a value is no mesh, or one without some axis."""
+    check_type("mesh", mesh, Mesh, "a jax.sharding.Mesh")
+    if not set(axis_names(axis_name)) <= set(mesh.axis_names):
+        raise ValueError(f"axis_name must be among the axes of mesh, {mesh.axis_names}, but is {axis_name!r}")
 
 
 def check_type(name: str, value: Any, kind: Any, what: str) -> None:

@@ -110,7 +110,7 @@ def batches():
     return [{"x": normal(20 + k, N, T, D), "y": y} for k, y in enumerate(labels)]
 
 
-def trained(loss, layers, inverse, distribution, place=lambda params, batch: (params, batch), spread=lambda fn: fn):
+def trained(loss, layers, inverse, distribution, place=lambda params, batch: (params, batch)):
     """Parameters and momenta after thirty steps, two of three with statistics, inverses at every third."""
     params = parameters()
     tx = plain_kfac(0.002, layers, damping=1.0, inverse_every=3, refresh_warmup=2, inverse=inverse,

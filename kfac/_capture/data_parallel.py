@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kfac._capture.microbatch import check_argnums, split_positions
 from kfac._capture.outputs import with_own_key
-from kfac._checks import check_axis_name, check_type
+from kfac._checks import check_axis_name, check_mesh
 from kfac._factors import Factors, Shares
 from kfac._varying import AxisName, as_varying, axis_names, lying_as, whole_along
 
@@ -57,28 +57,20 @@ def data_parallel(
     """
     if not callable(fn):
         raise ValueError(f"fn must be what kfac.value_and_grad or kfac.microbatch returned, but is {fn!r}")
-    check_type("mesh", mesh, Mesh, "a jax.sharding.Mesh")
     check_axis_name(axis_name)
+    check_mesh(mesh, axis_name)
     axes = tuple(mesh.axis_names) if axis_name is None else axis_names(axis_name)
-    if not set(axes) <= set(mesh.axis_names):
-        raise ValueError(f"axis_name must be among the axes of mesh, {mesh.axis_names}, but is {axis_name!r}")
     argnums = check_argnums(batch_argnums)
     same, spread = PartitionSpec(), PartitionSpec(axes)
 
-    explicit = all(
-        kind == AxisType.Explicit for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if name in axes
-    )
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    explicit = all(kinds[name] == AxisType.Explicit for name in axes)
 
     @functools.wraps(fn)
     def shared_out(*args, **kwargs):
         positions = split_positions(args, argnums)
         leaves, tree = jax.tree.flatten((args, kwargs))
-        split = jax.tree.leaves(
-            (
-                tuple(jax.tree.map(lambda _, k=k: k in positions, x) for k, x in enumerate(args)),
-                jax.tree.map(lambda _: False, kwargs),
-            )
-        )
+        split = [k in positions for k, x in enumerate((*args, kwargs)) for _ in jax.tree.leaves(x)]
         # Others, such as flags, stay what they are.
         places = [n for n, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray)]
 
@@ -119,7 +111,6 @@ def _averaged(found: Any, axes: tuple[str, ...]) -> tuple[Any, Any, Shares]:
         raise ValueError("fn must be what kfac.value_and_grad or kfac.microbatch returned, but it returned no factors")
 
     def mean(x):
-        x = jnp.asarray(x)
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             raise ValueError(
                 f"data_parallel averages results over devices, but one has dtype {x.dtype}: convert it to a float in "

@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kfac._curvature.cholesky import Cholesky, inverse_factor, invert_damped, split_damping
+from kfac._curvature.cholesky import Cholesky, exact_product, inverse_factor, invert_damped, split_damping
 from kfac._curvature.inverse import Inverse, damping_of_blocks, finite, identities, product
 from kfac._curvature.symmetric import flatten, pack, unflatten, unpack
 from kfac._factors import Block, Kronecker, is_diagonal
@@ -97,15 +98,17 @@ class Rows:
         """This device's rows `[k, r, n]`, from what it has of the `halves` of `k` blocks; all call it together."""
         devices, here = lax.axis_size(self.axis), lax.axis_index(self.axis)
         held = half.reshape(-1, blocks, self.count, self.count)
-        missing = devices - len(held)
-        if not missing:  # two devices have both squares each
-            squares = jnp.roll(held, here, axis=0).transpose(1, 2, 0, 3)
-            return squares.reshape(blocks, self.count, -1)[:, :, : self.size]
-        given = jnp.pad(held[1 : 1 + missing].mT, ((1, len(held) - 1), (0, 0), (0, 0), (0, 0)))
-        found = lax.all_to_all(jnp.roll(given, here, axis=0), self.axis, 0, 0, tiled=True)
-        squares = jnp.concatenate([held, jnp.roll(found, -here, axis=0)[len(held) :]])
+        squares = held
+        if missing := devices - len(held):  # of two devices, each has both squares
+            given = jnp.pad(held[1 : 1 + missing].mT, ((1, len(held) - 1), (0, 0), (0, 0), (0, 0)))
+            found = lax.all_to_all(jnp.roll(given, here, axis=0), self.axis, 0, 0, tiled=True)
+            squares = jnp.concatenate([held, jnp.roll(found, -here, axis=0)[len(held) :]])
         squares = jnp.roll(squares, here, axis=0).transpose(1, 2, 0, 3)
         return squares.reshape(blocks, self.count, -1)[:, :, : self.size]
+
+    def identity(self, dtype: Any) -> jax.Array:
+        """`[r, n]`, those of the identity matrix."""
+        return jax.nn.one_hot(self.index, self.size, dtype=dtype)
 
     def diagonal(self, rows: jax.Array) -> jax.Array:
         """`[k, n]`, the diagonals of matrices `[k, r, n]`."""
@@ -116,6 +119,8 @@ class Rows:
 @dataclasses.dataclass(frozen=True)
 class ByRows(Inverse):
     """`Cholesky` of blocks of which the devices of an axis have the rows of some sides; all call it together.
+
+    Its own `relative` stays False: damping arrives as it is, and `refresh` brings it to the units of `inverse`.
 
     Attributes:
       inverse: its options, and what is done with a side that every device has whole.
@@ -130,8 +135,12 @@ class ByRows(Inverse):
     def part(self, block: Block) -> Block:
         """What this device has of statistics that all devices have."""
         assert isinstance(block, Kronecker)
-        rows = {side: Rows(self.axis, getattr(block, side).shape[-1]).of(getattr(block, side)) for side in self.sides}
-        return dataclasses.replace(block, **rows)
+        return dataclasses.replace(
+            block, **{side: own.of(getattr(block, side)) for side, own in self._rows(block).items()}
+        )
+
+    def _rows(self, block: Kronecker) -> dict[str, Rows]:
+        return {side: Rows(self.axis, getattr(block, side).shape[-1]) for side in self.sides}
 
     def sent(self, block: Block) -> dict[str, jax.Array]:
         """A device's statistics as they go to the others: what each gets of rows, `[D, elements]`; else triangles."""
@@ -164,11 +173,11 @@ class ByRows(Inverse):
     def _identity(self, side, shape, dtype):
         if side not in self.sides:
             return identities(shape, dtype)
-        return jnp.zeros(shape, dtype) + jax.nn.one_hot(Rows(self.axis, shape[-1]).index, shape[-1], dtype=dtype)
+        return jnp.zeros(shape, dtype) + Rows(self.axis, shape[-1]).identity(dtype)
 
     def refresh(self, kept, factors, damping):
         """As `Cholesky`, of the rows by elimination."""
-        rows = {side: Rows(self.axis, getattr(factors, side).shape[-1]) for side in self.sides}
+        rows = self._rows(factors)
         diagonals = {side: own.diagonal(getattr(factors, side)) for side, own in rows.items()}
         means = dataclasses.replace(factors, **diagonals)  # enough for the traces
         amounts = split_damping(means, damping_of_blocks(self.inverse, means, damping))
@@ -200,7 +209,7 @@ class ByRows(Inverse):
         what would be sent between the two products.
         """
         del damping  # that of the refresh is in the inverses
-        rows = {side: Rows(self.axis, getattr(kept, side).shape[-1]) for side in self.sides}
+        rows = self._rows(kept)
         side = larger({side: own.size for side, own in rows.items()})
         other = "AG".replace(side, "")
         own, whole = getattr(kept, side), getattr(kept, other)
@@ -217,7 +226,7 @@ class ByRows(Inverse):
 
 def invert_damped_rows(own: Rows, rows: jax.Array, amount: jax.Array) -> tuple[jax.Array, jax.Array]:
     """As `invert_damped`, of `[k, r, n]`."""
-    damped = rows + amount[:, None, None] * jax.nn.one_hot(own.index, own.size, dtype=rows.dtype)
+    damped = rows + amount[:, None, None] * own.identity(rows.dtype)
     inverse = _eliminate(own, damped)
     sums = jnp.stack([jnp.sum(jnp.abs(x), axis=-1) for x in (damped, inverse)], axis=-1)
     norms = jnp.max(own.all(sums), axis=1)  # symmetric: the sums of rows are those of columns
@@ -251,18 +260,13 @@ def _eliminate(own: Rows, rows: jax.Array) -> jax.Array:
         square = lax.dynamic_slice_in_dim(swept, start, panel, 2)
         minus = jnp.zeros_like(square) - jnp.eye(panel, dtype=rows.dtype)
         inverse = inverse_factor((square + square.mT) / 2)
-        right = _product(inverse, lax.dynamic_update_slice_in_dim(swept, minus, start, 2))
+        right = exact_product(inverse, lax.dynamic_update_slice_in_dim(swept, minus, start, 2))
         rows = lax.dynamic_update_slice_in_dim(rows, jnp.zeros((k, turns * width, panel), rows.dtype), start, 2)
-        rows -= _product(jnp.take(right, places, axis=2).mT, right)
-        mine = _product(lax.dynamic_slice_in_dim(inverse, here * width, width, 2).mT, right)
+        rows -= exact_product(jnp.take(right, places, axis=2).mT, right)
+        mine = exact_product(lax.dynamic_slice_in_dim(inverse, here * width, width, 2).mT, right)
         return lax.dynamic_update_slice_in_dim(rows, mine, number * width, 1)
 
-    found = -lax.fori_loop(
-        0, turns, turn, as_varying(rows, varying_axes(here))
-    )  # the last turn ends at minus the inverse
+    # The sweep of all rows ends at minus the inverse.
+    found = -lax.fori_loop(0, turns, turn, as_varying(rows, varying_axes(here)))
     found = found[:, :r].reshape(k, r, turns, devices, width).swapaxes(2, 3)
     return found.reshape(k, r, devices, -1)[:, :, :, :r].reshape(k, r, -1)[:, :, :n]
-
-
-def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)

@@ -130,7 +130,8 @@ def spd_inverse(stack: jax.Array) -> jax.Array:
     return _gram(_factorise(stack)[1])
 
 
-def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+def exact_product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Of matrices, with no reduced precision inside."""
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 
@@ -145,7 +146,7 @@ def _factorise(stack: jax.Array) -> tuple[Lower, Lower]:
     h = d // 2
     first, inverse = _factorise(stack[:, :h, :h])
     corner = _solve(stack[:, h:, :h], first, inverse)
-    last, inverse_of_last = _factorise(stack[:, h:, h:] - _product(corner, corner.mT))
+    last, inverse_of_last = _factorise(stack[:, h:, h:] - exact_product(corner, corner.mT))
     below = -_from_left(inverse_of_last, _from_right(corner, inverse))
     return (first, corner, last), (inverse, below, inverse_of_last)
 
@@ -159,40 +160,40 @@ def _solve(b: jax.Array, factor: Lower, inverse: Lower) -> jax.Array:
     """`B L^-T`, from the inverses of the diagonal blocks of `L` alone."""
     if not isinstance(factor, tuple) or not isinstance(inverse, tuple):
         assert not isinstance(factor, tuple) and not isinstance(inverse, tuple)
-        return _product(b, inverse.mT)
+        return exact_product(b, inverse.mT)
     first, corner, last = factor
     h = corner.shape[-1]
     left = _solve(b[:, :, :h], first, inverse[0])
-    right = _solve(b[:, :, h:] - _product(left, corner.mT), last, inverse[2])
+    right = _solve(b[:, :, h:] - exact_product(left, corner.mT), last, inverse[2])
     return jnp.concatenate([left, right], axis=2)
 
 
 def _from_left(lower: Lower, b: jax.Array) -> jax.Array:
     """`W B`."""
     if not isinstance(lower, tuple):
-        return _product(lower, b)
+        return exact_product(lower, b)
     first, corner, last = lower
     h = corner.shape[-1]
     top, bottom = b[:, :h], b[:, h:]
-    return jnp.concatenate([_from_left(first, top), _product(corner, top) + _from_left(last, bottom)], axis=1)
+    return jnp.concatenate([_from_left(first, top), exact_product(corner, top) + _from_left(last, bottom)], axis=1)
 
 
 def _from_right(b: jax.Array, lower: Lower) -> jax.Array:
     """`B W`."""
     if not isinstance(lower, tuple):
-        return _product(b, lower)
+        return exact_product(b, lower)
     first, corner, last = lower
     h = corner.shape[-1]
     left, right = b[:, :, :h], b[:, :, h:]
-    return jnp.concatenate([_from_right(left, first) + _product(right, corner), _from_right(right, last)], axis=2)
+    return jnp.concatenate([_from_right(left, first) + exact_product(right, corner), _from_right(right, last)], axis=2)
 
 
 def _gram(lower: Lower) -> jax.Array:
     """`W^T W`, symmetric to the last bit."""
     if not isinstance(lower, tuple):
-        return _symmetric(_product(lower.mT, lower))
+        return _symmetric(exact_product(lower.mT, lower))
     first, corner, last = lower
-    top = _gram(first) + _symmetric(_product(corner.mT, corner))
+    top = _gram(first) + _symmetric(exact_product(corner.mT, corner))
     beside = _from_right(corner.mT, last)
     upper = jnp.concatenate([top, beside], axis=2)
     return jnp.concatenate([upper, jnp.concatenate([beside.mT, _gram(last)], axis=2)], axis=1)

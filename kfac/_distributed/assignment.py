@@ -165,12 +165,9 @@ class Assignment:
         for group in filter(self.split, self.groups if self.devices > 1 else ()):
             sizes = {side: group.shapes[side][0] for side in self.split(group)}
             for side, n in sizes.items() if self._shared(group, shared) is None else ():
-                widths = {
-                    True: 4 * group.d_in * group.d_out // n,
-                    False: self._kept * n,
-                }  # of the result; of an inverse
-                rows = group.size * self.devices * rows_of_each(n, self.devices)
-                total["all-gather"] += rows * widths[side == larger(sizes)]
+                result = side == larger(sizes)  # of the other, the inverse
+                width = 4 * group.d_in * group.d_out // n if result else self._kept * n
+                total["all-gather"] += group.size * self.devices * rows_of_each(n, self.devices) * width
         return dict(total)
 
     @property

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from kfac._checks import check_axis_name, check_choice, check_positive_int, check_switch, check_type
+from kfac._checks import check_axis_name, check_choice, check_mesh, check_positive_int, check_switch
 from kfac._curvature.blocks import Group
 from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
@@ -105,18 +105,12 @@ class Distribution:
                     "axis_name= or mesh=, and precondition='sharded'"
                 )
         if self.mesh is not None:
-            self._check_mesh(self.mesh)
+            check_mesh(self.mesh, self.axis_name)
         if not set(axis_names(self.owners)) <= set(axis_names(self.axis)):
             raise ValueError(
                 f"owners must be among the axes of devices, {axis_names(self.axis)}, but is {self.owners!r}: name all "
                 "axes in axis_name=, and in owners= those that blocks are spread over"
             )
-
-    def _check_mesh(self, mesh: Mesh) -> None:
-        """Checks what goes with a mesh."""
-        check_type("mesh", mesh, Mesh, "a jax.sharding.Mesh")
-        if not set(axis_names(self.axis_name)) <= set(mesh.axis_names):
-            raise ValueError(f"axis_name must be among the axes of mesh, {mesh.axis_names}, but is {self.axis_name!r}")
 
     @property
     def axis(self) -> AxisName | None:

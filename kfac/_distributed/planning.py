@@ -12,6 +12,7 @@ from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.assignment import Assignment, by_kind
 from kfac._distributed.distribution import Distribution, everywhere
+from kfac._distributed.owners import split_sides
 from kfac._layers import KRONECKER_KINDS, Layer, Layers, format_bytes
 
 
@@ -277,23 +278,15 @@ def _applied(group: Group, assignment: Assignment) -> float:
     whole = everywhere(assignment.distribution or Distribution(), assignment.kind, group)
     blocks = group.size if whole else assignment.shards[group.name].positions
     sides = sum(shape[0] if len(shape) > 1 else 1 for shape in group.shapes.values())
-    return (
-        2.0
-        / (assignment.devices if assignment.split(group) and not whole else 1)
-        * blocks
-        * group.d_out
-        * group.d_in
-        * sides
-    )
+    share = assignment.devices if assignment.split(group) and not whole else 1
+    return 2.0 * blocks * group.d_out * group.d_in * sides / share
 
 
 def _smaller(assignment: Assignment) -> str:
     """What makes the largest block less to wait for."""
     ways = ["find_layers(max_dim=...), which keeps the larger of its factors as a diagonal"]
-    large = max(
-        (shape[0] for group in assignment.groups for shape in group.shapes.values() if len(shape) == 2), default=0
-    )
-    if assignment.devices > 1 and large >= 512 and not any(cost.sides for cost in assignment.costs):
+    large = any(split_sides(group.shapes, 512) for group in assignment.groups if group.kronecker)
+    if assignment.devices > 1 and large and not any(cost.sides for cost in assignment.costs):
         ways.insert(0, "Distribution(split_from=...) with kfac.Cholesky(), which splits its factors over devices")
     return ", or ".join(ways)
 

@@ -12,6 +12,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from kfac._checks import check_positive_int
+from kfac._curvature.by_rows import rows_of_each
 from kfac._distributed.owners import Shard, block_cost, make_shards
 from kfac._optimizer.state import KfacState, Owned, Replica, find_nodes
 from kfac._varying import AxisName, replicated
@@ -190,6 +191,6 @@ def _from_rows(x: jax.Array, shard: Shard) -> jax.Array:
 
 def _to_rows(x: jax.Array, shard: Shard) -> jax.Array:
     """The inverse of `_from_rows`."""
-    count = -(-x.shape[2] // shard.devices)
+    count = rows_of_each(x.shape[2], shard.devices)
     filled = jnp.pad(x, ((0, 0), (0, shard.devices * count - x.shape[1]), (0, 0)))
     return filled.reshape(shard.blocks, shard.devices, count, -1).swapaxes(0, 1).reshape(-1, count, x.shape[2])

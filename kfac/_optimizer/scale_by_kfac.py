@@ -117,13 +117,13 @@ def scale_by_kfac(
 
     def update(updates: Any, state: KfacState, params: Any = None, *, factors=None, averaged=None, **extra: Any):
         del params, extra
+        over = mesh if axis_size(axis) is None else None  # what a shard_map is still to be opened over
         if factors is not None:
             _check_all_parts_are_here()
-            outside = mesh is not None and axis_size(axis) is None
-            if mesh is not None and outside:
-                check_over_mesh(config, mesh, factors)
-            else:
+            if over is None:
                 check_factors(factors, layers, inverse)
+            else:
+                check_over_mesh(config, over, factors)
         count = state.count
         now = Now(
             damping=value_at(damping, count),
@@ -135,12 +135,12 @@ def scale_by_kfac(
         match_leaves(layers, updates, "updates")
         if averaged is not None:
             match_leaves(layers, averaged, "averaged")
-        if mesh is None or axis_size(axis) is not None:
+        if over is None:
             instead = None if averaged is None else Gradients(averaged, {})
             new, state = preconditioned_step(config, Gradients(updates, {}), instead, state, now, factors, local=True)
             return new.tree, state
-        check_devices(state, math.prod(mesh.shape[name] for name in axis_names(axis)))
-        return step_over_mesh(config, mesh, updates, averaged, state, now, factors)
+        check_devices(state, math.prod(over.shape[name] for name in axis_names(axis)))
+        return step_over_mesh(config, over, updates, averaged, state, now, factors)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

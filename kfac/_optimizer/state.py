@@ -18,7 +18,7 @@ from kfac._curvature.by_rows import ByRows
 from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.distribution import Distribution, owners_precondition, shared, shares, turns_of
-from kfac._distributed.owners import Shard, group_costs, make_shards
+from kfac._distributed.owners import Shard, group_costs, make_shards, split_sides
 from kfac._factors import Block
 from kfac._layers import Layers, leaves_by_path
 from kfac._varying import AxisName, as_varying, axis_size, varying_axes
@@ -322,7 +322,7 @@ def check_state(config: Config, state: KfacState, devices: int) -> None:
     check_devices(state, devices)
     check_inverse(config.inverse, state)
     split_from = config.distribution.split_from
-    expected = {cost.name: cost.sides for cost in group_costs(config.groups, split_from)}
+    expected = {group.name: split_sides(group.shapes, split_from) for group in config.kronecker}
     for name, owned in state.owned.items():
         if owned.shard.sides != expected[name]:
             raise ValueError(

@@ -371,11 +371,10 @@ def take_in(
 
 def _over_rows(place: Place, squares: dict[str, list[list[jax.Array]]]) -> dict[str, list[list[jax.Array]]]:
     """Sums `[k]` for both sides of each block that is split, of its rows on all devices; all agree on them."""
-    parts = {name: [own if side in place.split[name].sides else [] for side, own in zip("AG", found, strict=True)]
-             for name, found in squares.items()}  # fmt: skip
-    flat, unravel = ravel_pytree(parts)
+    sides = {name: dict(zip("AG", found, strict=True)) for name, found in squares.items()}
+    flat, unravel = ravel_pytree({name: {s: sides[name][s] for s in kind.sides} for name, kind in place.split.items()})
     sums = unravel(lax.psum(flat, place.config.owners))
-    return {name: [new or old for new, old in zip(sums[name], found, strict=True)] for name, found in squares.items()}
+    return {name: list((sides[name] | sums[name]).values()) for name in squares}
 
 
 def _first(axis: AxisName | None) -> jax.Array:
