@@ -33,6 +33,10 @@ def found():
     return kfac.find_layers(tied_loss, parameters(), tied_batch(0))
 
 
+def mesh_of(devices):
+    return jax.make_mesh((devices,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+
+
 def optimizer(options, distribution=None):
     usual = {"damping": 1e-2, "trust_ratio": None, "inverse_every": 2, "inverse": kfac.Cholesky()}
     distribution = distribution or kfac.Distribution(schedule_for=1)
@@ -69,7 +73,7 @@ RELATIVE = {"trust_ratio": "auto", "damping": 0.1}
 
 def in_shard_map(devices, options, spoil=lambda factors, step: factors, check=True, **fields):
     """A step, and the state before the first; the state lies over the devices."""
-    mesh = jax.make_mesh((devices,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+    mesh = mesh_of(devices)
     distribution = kfac.Distribution("d", schedule_for=1, **fields)
     tx = optimizer(options, distribution)
     specs = kfac.state_specs(tx, parameters(), "d")
@@ -169,12 +173,7 @@ def spoiled(factors, step):
     with_nan = factors["dense1"].A.at[2, 3].set(jnp.where(step == 2, jnp.nan, factors["dense1"].A[2, 3]))
     lost = jnp.where(step == 6, -1e3, 1.0) * factors["dense2"].A
     changed = {"dense1": with_nan, "dense2": lost}
-    blocks = {n: kfac_block(factors[n], changed[n]) if n in changed else factors[n] for n in factors}
-    return type(factors)(blocks)
-
-
-def kfac_block(block, a):
-    return type(block)(a, block.G, block.moments)
+    return kfac.Factors(dict(factors) | {name: dataclasses.replace(factors[name], A=a) for name, a in changed.items()})
 
 
 def test_what_is_not_finite_or_has_no_inverse_is_left_out_on_all_devices(x64):
@@ -198,7 +197,7 @@ def test_without_the_check_and_in_bfloat16(x64):
 @pytest.mark.parametrize(("devices", "size"), [(1, 5), (2, 2), (4, 3), (3, 70), (4, 301)])
 def test_elimination_inverts(x64, devices, size):
     """On devices that have a row, many or none; a matrix that is not positive definite is told."""
-    mesh = jax.make_mesh((devices,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+    mesh = mesh_of(devices)
     root = normal(size, size, 2 * size)
     good = root @ root.T / size
     stack = jnp.stack([good, 4 * good, good - 2 * jnp.eye(size) * jnp.trace(good) / size])
@@ -228,7 +227,7 @@ def test_in_float32_it_is_as_accurate_as_a_factorisation(damping):
     size, devices = 400, 4
     rows = np.random.default_rng(0).normal(size=(40, size)) / size**0.5
     factor = (rows.T @ rows).astype(np.float32)[None]
-    mesh = jax.make_mesh((devices,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+    mesh = mesh_of(devices)
 
     def inverted(stack):
         own = Rows("d", size)
@@ -254,7 +253,7 @@ def test_with_schedule_for_it_is_the_schedule_of_one_device():
 
 def test_devices_agree_on_what_is_valid(x64):
     """Where the sum of the rows of one device overflows, all keep what they had."""
-    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    mesh = mesh_of(4)
     kind = ByRows(inverse=kfac.Cholesky(), sides=("A",), axis="d")
     huge = jnp.diag(jnp.asarray([1e-38, 1e-38] + 6 * [1.0], jnp.float32))[None]  # inverses whose sum overflows
     block = kfac.Kronecker(huge, jnp.eye(3, dtype=jnp.float32)[None])
@@ -287,7 +286,7 @@ def test_a_state_that_is_split_otherwise_is_refused(x64):
         jax.eval_shape(functools.partial(other, statistics=True), parameters(), state, tied_batch(0), jnp.asarray(0))
     again = kfac.scatter_state(kfac.gather_state(state), 2, split_from=7)
     jax.eval_shape(functools.partial(other, statistics=True), parameters(), again, tied_batch(0), jnp.asarray(0))
-    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    mesh = mesh_of(2)
     inside = jax.shard_map(
         lambda state: kfac.averaged_factors(state, found()), mesh=mesh, in_specs=(state_spec("d"),), out_specs=P()
     )
