@@ -56,25 +56,6 @@ class Unitwise:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Coarse:
-    """What a coarse diagonal block is made of: the mean gradient `mean` `[d_out]` of a batch of `count` examples.
-
-    The block is `count` times the squared mean gradient of the *whole* batch. So over devices and micro-batches the
-    means are averaged and the counts added up, before anything is squared. Means `[parts, d_out]` are of several
-    gradients, whose blocks are added up.
-    """
-
-    mean: Any
-    count: Any
-
-    @property
-    def F(self) -> jax.Array:
-        """The block, `[d_out, 1, 1]`."""
-        return (self.count * jnp.sum(jnp.square(self.mean).reshape(-1, self.mean.shape[-1]), axis=0))[:, None, None]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class Tied:
     """Statistics of a kernel that is read as it is and as its transpose, `direct` and `transposed`.
 
@@ -153,17 +134,16 @@ class Ragged:
 
 
 Block = Kronecker | Unitwise
-Statistics = Kronecker | Unitwise | Tied | Ragged | Coarse
+Statistics = Kronecker | Unitwise | Tied | Ragged
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class Factors(Mapping[str, Statistics]):
-    """The statistics of one batch, a pytree: from layer name to `Kronecker`, `Unitwise`, `Coarse`, `Tied` or `Ragged`.
+    """The statistics of one batch, a pytree: from layer name to `Kronecker`, `Unitwise`, `Tied` or `Ragged`.
 
     Like gradients, factors can be added, averaged, `psum`-ed with `jax.tree.map` and passed through `jit`. The average
-    of the factors of several batches is that of all of them together, but for the counts of coarse blocks, which
-    `of_batches` mends. `Tied` and `Ragged` blocks have `A` and `G` as a `Kronecker` one has, a `Coarse` one has `F` as
-    a `Unitwise`.
+    of the factors of several batches is that of all of them together. `Tied` and `Ragged` blocks have `A` and `G` as a
+    `Kronecker` one has. Layers of the gradient's own factors are not in it: the optimizer forms these.
     """
 
     def __init__(self, blocks: Mapping[str, Statistics]):
@@ -203,21 +183,7 @@ class Factors(Mapping[str, Statistics]):
             if isinstance(block, Tied):  # of the transpose, the gradients are on the side of the inputs
                 turned = Kronecker(unscaled(block.transposed.A), block.transposed.G)
                 return dataclasses.replace(block, direct=own(block.direct), transposed=turned)
-            if isinstance(block, Ragged):
-                return dataclasses.replace(block, squares=unscaled(block.squares))
-            return Coarse(block.mean / loss_scale, block.count)
-
-        return Factors({name: own(block) for name, block in self._blocks.items()})
-
-    def of_batches(self, number: jax.typing.ArrayLike) -> Factors:
-        """The statistics of `number` batches together, from the averages of theirs.
-
-        Args:
-          number: how many batches of equal size have been averaged over.
-        """
-
-        def own(block):
-            return dataclasses.replace(block, count=block.count * number) if isinstance(block, Coarse) else block
+            return dataclasses.replace(block, squares=unscaled(block.squares))
 
         return Factors({name: own(block) for name, block in self._blocks.items()})
 
@@ -245,8 +211,7 @@ class Shares:
 
     def average(self) -> Factors:
         """The statistics of the whole batch."""
-        number = max(map(len, jax.tree.leaves(self.factors)), default=1)
-        return jax.tree.map(lambda x: jnp.mean(x, axis=0), self.factors).of_batches(number)
+        return jax.tree.map(lambda x: jnp.mean(x, axis=0), self.factors)
 
     def unscale(self, loss_scale: jax.typing.ArrayLike) -> Shares:
         """As that of `Factors`."""

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 KRONECKER_KINDS = ("dense", "conv", "embedding")
 UNITWISE_KINDS = ("unitwise", "diagonal")
+MATRIX_BOUND = 8192  # rows of a factor of the gradient's own, by default; a table of words has more
 
 
 class UnsupportedLayerError(ValueError):
@@ -53,7 +54,9 @@ class Layer:
       name: the parameter path of the layer, joined by `/`.
       kind: `"dense"`, `"conv"` or `"embedding"` (Kronecker: `A` is `[d_in, d_in]`, `G` is `[d_out, d_out]`),
         `"unitwise"` (a block of `d_in` x `d_in` for each of `d_out` channels: normalisation scale and shift),
-        `"diagonal"` (one number for each of `d_out` elements) or `"skipped"` (no curvature).
+        `"diagonal"` (one number for each of `d_out` elements), `"gradient"` (the gradient's own factors, which the
+        optimizer forms: Kronecker, or with `d_in` 1 one number for each of `d_out` elements) or `"skipped"` (no
+        curvature).
       params: paths of the parameter leaves: kernel and bias, or scale and shift.
       shapes: shapes of these leaves.
       layouts: how each leaf becomes `[copies, d_out, columns]`.
@@ -61,9 +64,9 @@ class Layer:
       d_in: dimension of `A`, the homogeneous 1 of a bias included, or parameters per channel.
       copies: independent copies stacked in the same leaves (`lax.scan` over layers, batched kernels).
       stacked: whether the factors carry a leading axis of length `copies`.
-      coarse: a diagonal block estimated from `n` times the squared mean gradient, for want of per-example gradients.
       diagonal: which of `"A"` and `"G"` are kept as their diagonals, `[d_in]` and `[d_out]`.
       weight_sharing: `"expand"` or `"reduce"`: whether positions are summed after or before products are formed.
+      told_apart: whether the gradient of each example can be formed: there is one use, whose examples are known.
       note: why the parameters have no Kronecker block, or a factor of it is diagonal.
       positions: positions per example that share the weight, at the shapes the layer was found with.
       uses: how many operations, or iterations of a loop, read the parameters (or each part of them); their positions
@@ -80,13 +83,18 @@ class Layer:
     d_in: int = 0
     copies: int = 1
     stacked: bool = False
-    coarse: bool = False
     diagonal: tuple[str, ...] = ()
     weight_sharing: str = "expand"
-    note: str = ""
+    told_apart: bool = dataclasses.field(default=False, compare=False)
+    note: str = dataclasses.field(default="", compare=False)
     positions: int | None = dataclasses.field(default=None, compare=False)
     uses: int = dataclasses.field(default=1, compare=False)
     order: int = dataclasses.field(default=0, compare=False)
+
+    @property
+    def kronecker(self) -> bool:
+        """Whether its block is a Kronecker product."""
+        return self.kind in KRONECKER_KINDS or (self.kind == "gradient" and self.d_in > 1)
 
     @property
     def has_bias(self) -> bool:
@@ -100,24 +108,24 @@ class Layer:
 
     @property
     def factor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the statistics of this layer in a `Factors`."""
+        """Shapes of the statistics of this layer, in a `Factors` and in running averages."""
         lead = (self.copies,) if self.stacked else ()
-        if self.kind in KRONECKER_KINDS:
+        if self.kronecker:
             return {name: (*lead, *shape) for name, shape in self.block_shapes.items()}
-        if self.kind in UNITWISE_KINDS:
+        if self.kind != "skipped":
             return {"F": (self.d_out, self.d_in, self.d_in)}
         return {}
 
     @property
     def correctable(self) -> bool:
-        """Whether `Ekfac` corrects eigenvalues of this layer: it has two whole factors, and one use."""
-        return self.kind in KRONECKER_KINDS and not self.diagonal and self.uses == 1
+        """Whether `Ekfac` corrects eigenvalues of this layer: it has two whole factors, one use, and known examples."""
+        return self.kind in KRONECKER_KINDS and not self.diagonal and self.told_apart
 
     @property
     def inversion(self) -> int:
         """The work of an inversion of one copy, `d^3` for each whole factor."""
         whole = (shape for shape in self.block_shapes.values() if len(shape) == 2)
-        return sum(shape[0] ** 3 for shape in whole) if self.kind in KRONECKER_KINDS else 0
+        return sum(shape[0] ** 3 for shape in whole) if self.kronecker else 0
 
     @property
     def block_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -166,9 +174,13 @@ class Layers(Sequence[Layer]):
       skip: the patterns given to `find_layers`.
       max_dim: the bound given to `find_layers`.
       reduce: the patterns of kernels in the setting "reduce" given to `find_layers`.
+      gradient: the patterns of leaves with the gradient's own factors given to `find_layers`.
       structure: that of the tree of parameters.
       num_examples: of the batch that the layers were found with; None where it was not clear. `inverse_every="auto"`
         counts with it, and is 1 without. Not compared: layers are the same for all batches.
+      batch_argnums: the arguments of the loss that hold the examples.
+      shared: leaves of these that all examples share.
+      hidden: why the examples are not known, if they are not.
     """
 
     blocks: tuple[Layer, ...]
@@ -176,8 +188,12 @@ class Layers(Sequence[Layer]):
     skip: tuple[str, ...] = ()
     max_dim: int | None = None
     reduce: tuple[str, ...] = ()
+    gradient: tuple[str, ...] = ()
     structure: Any = dataclasses.field(default=None, compare=False)
     num_examples: int | None = dataclasses.field(default=None, compare=False)
+    batch_argnums: tuple[int | str, ...] = dataclasses.field(default=(), compare=False)
+    shared: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    hidden: str = dataclasses.field(default="", compare=False)
 
     @overload
     def __getitem__(self, index: int | str) -> Layer: ...
@@ -199,7 +215,12 @@ class Layers(Sequence[Layer]):
 
     @property
     def with_factors(self) -> tuple[Layer, ...]:
-        """The layers that have statistics, which are all but those skipped."""
+        """The layers whose statistics are in a `Factors`: all but those skipped and of the gradient's own factors."""
+        return tuple(layer for layer in self.blocks if layer.kind not in ("skipped", "gradient"))
+
+    @property
+    def with_blocks(self) -> tuple[Layer, ...]:
+        """The layers that are preconditioned, which are all but those skipped."""
         return tuple(layer for layer in self.blocks if layer.kind != "skipped")
 
     def __repr__(self) -> str:
@@ -218,10 +239,10 @@ def _table(layers: Layers) -> str:
         )
         elements = sum(math.prod(shape) for shape in layer.factor_shapes.values())
         total += elements
-        if layer.kind in KRONECKER_KINDS:
+        if layer.kronecker:
             sizes = ("A", layer.d_in), ("G", layer.d_out)
             a, g = (f"{size} (diagonal)" if factor in layer.diagonal else str(size) for factor, size in sizes)
-        elif layer.kind in UNITWISE_KINDS:
+        elif layer.kind != "skipped":
             a, g = "", f"{layer.d_out} x {layer.d_in}x{layer.d_in}"
         else:
             a = g = ""
@@ -229,9 +250,8 @@ def _table(layers: Layers) -> str:
         remarks = [f"{layer.uses} uses"] * (layer.uses > 1) + ["reduce"] * (layer.weight_sharing == "reduce")
         if remarks:
             positions = f"{positions} ({', '.join(remarks)})".strip()
-        kind = f"{layer.kind} (coarse)" if layer.coarse else layer.kind
         memory = format_bytes(4 * elements)
-        rows.append((layer.name, kind, leaves, a, g, positions, str(layer.copies), memory, layer.note))
+        rows.append((layer.name, layer.kind, leaves, a, g, positions, str(layer.copies), memory, layer.note))
     widths = [max(len(row[k]) for row in rows) for k in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))
@@ -244,11 +264,20 @@ def _table(layers: Layers) -> str:
             f"{work[most.name] / sum(work.values()):.0%} of the work of inversions is that of {most.name!r}: "
             f"inverse_every= inverts less often, max_dim={largest - 1} keeps its largest factor as a diagonal"
         )
+    where = " and ".join(f"argument {key!r}" for key in layers.batch_argnums)
     found = "" if layers.num_examples is None else f"; found with {layers.num_examples} example(s)"
+    found += f" in {where}" if where else ""
     lines.append(
         f"{len(layers.paths)} parameter leaves ({params:,} parameters) in {len(layers)} blocks; "
         f"factors: {total:,} elements, {format_bytes(4 * total)} in float32{found}"
     )
+    if layers.shared:
+        lines.append(f"shared by all examples: {', '.join(layers.shared)}")
+    if layers.hidden:
+        lines.append(
+            f"the examples are not known: {layers.hidden}. Vectors have the gradient's own diagonal; value_and_grad "
+            "needs num_examples=, or an output marked with kfac.output"
+        )
     return "\n".join(lines)
 
 

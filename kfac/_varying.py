@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,15 +21,24 @@ def axis_names(axis: AxisName | None) -> tuple[str, ...]:
 
 def _varying(aval: Any) -> frozenset[str]:
     # The attribute's name differs between jax releases; outside shard_map a ShapeDtypeStruct has None.
-    manual = getattr(aval, "manual_axis_type", None)
-    if manual is not None:
-        return frozenset(manual.varying)
-    return frozenset(getattr(aval, "vma", None) or ())
+    for name in ("manual_axis_type", "vma"):
+        if hasattr(aval, name):
+            kept = getattr(aval, name)
+            return frozenset(getattr(kept, "varying", kept) or ())
+    raise RuntimeError(
+        f"jax {jax.__version__} does not say over which devices a {type(aval).__name__} varies, as releases that kfac "
+        "was tried with do: use one of these (docs/compatibility.md)"
+    )
 
 
 def varying_axes(tree: Any) -> frozenset[str]:
     """The mesh axes of an enclosing `shard_map` over which some leaf of `tree` may differ between devices."""
     return frozenset().union(*(_varying(jax.typeof(leaf)) for leaf in jax.tree.leaves(tree)))
+
+
+def within_devices() -> bool:
+    """Whether this is traced for each device on its own, by `shard_map` or `pmap`."""
+    return any(kind == AxisType.Manual for kind in jax.sharding.get_abstract_mesh().axis_types)
 
 
 def as_varying(tree: Any, axes: frozenset[str]) -> Any:
@@ -166,6 +176,14 @@ def lying_as(tree: Any, like: Any) -> Any:
         return jax.reshard(x, sharding) if sharding is not None and any(sharding.spec) else x
 
     return jax.tree.map(own, tree, like)
+
+
+def split_along(axes: AxisName | None, shape: tuple[int, ...], position: int) -> NamedSharding | None:
+    """How an array lies with one of its axes split over explicit axes of the mesh; None where they do not divide it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if axes is None or shape[position] % math.prod(mesh.shape[name] for name in axis_names(axes)):
+        return None
+    return NamedSharding(mesh, PartitionSpec(*(axes if k == position else None for k in range(len(shape)))))
 
 
 def alone() -> bool:

@@ -18,10 +18,10 @@ from jax import lax
 
 from kfac._capture.find_layers import layers_of
 from kfac._capture.outputs import Mark, Marks, find_marks
+from kfac._capture.plan import check_same
 from kfac._capture.replay import replay
 from kfac._capture.taps import Key, Plan
-from kfac._capture.trace import Trace, trace
-from kfac._capture.value_and_grad import check_same
+from kfac._capture.trace import Trace, batch_of, trace
 from kfac._factors import Block, Kronecker, Ragged, Tied, Unitwise
 from kfac._layers import Layer, Layers
 from kfac._statistics.rows import accumulator
@@ -76,7 +76,7 @@ def fisher_blocks(
     """
     if fisher not in ("true", "empirical"):
         raise ValueError(f"fisher must be 'true' or 'empirical', but is {fisher!r}")
-    known = [layer.name for layer in layers.with_factors]
+    known = [layer.name for layer in layers.with_blocks]
     chosen, sizes = known if names is None else list(names), {}
     for name in chosen:
         if name not in known:
@@ -89,7 +89,7 @@ def fisher_blocks(
             )
 
     def blocks(params, *args, **kwargs):
-        traced = trace(loss_fn, has_aux, params, args, kwargs)
+        traced = trace(loss_fn, has_aux, params, args, kwargs, batch_of(layers, args, kwargs))
         paths, marks = traced.names, find_marks(traced)
         skipped = {path for layer in layers if layer.kind == "skipped" for path in layer.params}
         marks.require("the exact Fisher matrix", paths, skipped)

@@ -66,7 +66,7 @@ def check_layers(layers: kfac.Layers, params: Any) -> None:
 
 
 def kinds(layers: kfac.Layers) -> dict[str, str]:
-    return {layer.name: f"coarse {layer.kind}" if layer.coarse else layer.kind for layer in layers}
+    return {layer.name: layer.kind for layer in layers}
 
 
 def kronecker(layers: kfac.Layers) -> list[kfac.Layer]:
@@ -116,18 +116,10 @@ def check_vectors(
 ) -> None:
     """Unit-wise and exact diagonal blocks, from per-example gradients by leaf path."""
     for layer in layers:
-        if layer.kind in ("unitwise", "diagonal") and not layer.coarse:
+        if layer.kind in ("unitwise", "diagonal"):
             expected = second_moment([gradients[path] for path in layer.params])
             error = relative_error(factors[layer.name].F, expected)
             assert error <= tolerance, f"F of {layer.name}: {error}"
-
-
-def check_coarse(layers: kfac.Layers, factors: kfac.Factors, grads: Any, n: int, tolerance: float = FLOAT64) -> None:
-    leaves = dict(zip(layers.paths, jax.tree.leaves(grads), strict=True))
-    for layer in layers:
-        if layer.coarse:
-            expected = n * np.square(np.asarray(leaves[layer.params[0]], np.float64)).reshape(-1, 1, 1)
-            assert relative_error(factors[layer.name].F, expected) <= tolerance
 
 
 def check_all(
@@ -142,14 +134,13 @@ def check_all(
 ) -> tuple[kfac.Layers, kfac.Factors]:
     """Compares every block; per-example gradients of vectors by default one example at a time."""
     layers, grads, factors = run(loss, params, batch, **options)
-    if any(layer.kind in ("unitwise", "diagonal") and not layer.coarse for layer in layers):
+    if any(layer.kind in ("unitwise", "diagonal") for layer in layers):
         gradients = vectors or dict(
             zip(layers.paths, jax.tree.leaves(example_gradients(loss, params, batch)), strict=True)
         )
         check_vectors(layers, factors, gradients, tolerance)
     check_kronecker(layers, factors, truth, tolerance)
     check_matrices(layers, grads, truth, tolerance)
-    check_coarse(layers, factors, grads, truth.n, tolerance)
     return layers, factors
 
 

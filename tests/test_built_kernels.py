@@ -1,6 +1,8 @@
-"""Kernels that are put together, repeated, masked or cut before they are used, and ragged products: by brute force."""
+"""Kernels to which something is added are exact, those built in other ways are not; and ragged products."""
 
 from __future__ import annotations
+
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +13,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import kfac
-from kfac._factors import Kronecker
-from oracle import relative_error
+from checking import check_all
+from oracle import Hook, relative_error
+from oracle import truth as of_hooks
+from test_without_examples import own_factors
 from zoo.specimens import N, Specimen, check, data, tree
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -24,11 +28,11 @@ def mean(y):
     return jnp.mean(jnp.sum(jnp.sin(y).reshape(len(y), -1) ** 2 + y.reshape(len(y), -1), -1))
 
 
-def case(function, coarse=(), **shapes):
+def case(function, gradient=(), **shapes):
     def build():
         return lambda p, b: mean(function(p, b["x"])), tree(**shapes), {"x": data(0, T, D)}
 
-    return Specimen("", "", build, coarse=coarse)
+    return Specimen("", "", build, gradient=gradient)
 
 
 def in_a_scan(body):
@@ -38,166 +42,113 @@ def in_a_scan(body):
     return function
 
 
-def by_heads(p, x):
-    w = jnp.concatenate([p["a"], p["b"]], 1).reshape(D, 3, 2)
-    return jnp.einsum("ntd,dhk->nthk", x, w)
-
-
 def convolved(p, x):
-    kernel = jnp.concatenate([p["a"], p["b"]], 2)
+    kernel = p["w"] + jnp.sin(p["v"])
     return lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=("NTC", "TIO", "NTC"))
 
 
-PAIR = {"a": (D, 4), "b": (D, 2)}
-CASES = {
-    "concatenated outputs": case(lambda p, x: x @ jnp.concatenate([p["a"], p["b"]], 1), **PAIR),
-    "concatenated inputs": case(lambda p, x: x @ jnp.concatenate([p["a"], p["b"]]), a=(3, 5), b=(1, 5)),
-    "concatenated and transposed": case(
-        lambda p, x: jnp.einsum("od,ntd->nto", jnp.concatenate([p["a"].T, p["b"].T]), x), **PAIR
-    ),
-    "concatenated, twice as large": case(lambda p, x: x @ (2.0 * jnp.concatenate([p["a"], p["b"]], 1)), **PAIR),
-    "concatenated with zeros": case(lambda p, x: x @ jnp.concatenate([p["a"], jnp.zeros((D, 1))], 1), a=(D, 3)),
-    "concatenated, then heads": case(by_heads, **PAIR),
-    "concatenated under remat": case(
-        jax.checkpoint(lambda p, x: x @ jax.jit(lambda p: jnp.concatenate([p["a"], p["b"]], 1))(p)), **PAIR
-    ),
-    "concatenated in a scan": case(
-        in_a_scan(lambda p, x: x @ jnp.concatenate([p["a"], p["b"]], 1)), layers={"a": (2, D, 3), "b": (2, D, 1)}
-    ),
-    "concatenated, one of two read": case(
-        lambda p, x: x @ jnp.concatenate([p["a"], p["b"]], 1)[:, 4:], coarse=("a",), **PAIR
-    ),
-    "concatenated biases": case(lambda p, x: jnp.sin(x) + jnp.concatenate([p["a"], p["b"]]), a=(3,), b=(1,)),
-    "concatenated kernels of convolutions": case(convolved, a=(3, D, 2), b=(3, D, 1)),
-    "stacked": case(lambda p, x: jnp.einsum("ntd,kdo->ntko", x, jnp.stack([p["a"], p["b"]])), a=(D, 2), b=(D, 2)),
-    "stacked as copies": case(
-        lambda p, x: jnp.einsum("ntd,tdo->nto", x, jnp.stack([p["a"], p["b"], p["a"]])), a=(D, 2), b=(D, 2)
-    ),
-    "put together and used alone": case(
-        lambda p, x: jnp.tanh(x @ jnp.concatenate([p["a"], p["b"]], 1)) + jnp.pad(x @ p["b"], [(0, 0)] * 2 + [(4, 0)]),
-        **PAIR,
-    ),
-    "parts of two sizes": case(
-        lambda p, x: jnp.tanh(x @ p["w"][:, :2]).sum(-1) + (x @ p["w"][:, 2:]).sum(-1), w=(D, 5)
-    ),
-    "parts of inputs": case(lambda p, x: jnp.tanh(x[..., :3] @ p["w"][:3]) + x[..., 3:] @ p["w"][3:], w=(D, 5)),
-    "a part that is read alone": case(lambda p, x: x @ p["w"][:, 1:3], w=(D, 5)),
-    "parts that overlap": case(lambda p, x: jnp.tanh(x @ p["w"][:, :3]) + x @ p["w"][:, 2:], w=(D, 5)),
-    "a part and the whole": case(lambda p, x: jnp.tanh(x @ p["w"])[..., :2] + x @ p["w"][:, :2], w=(D, 5)),
-    "parts of heads": case(
-        lambda p, x: (
-            jnp.einsum("ntd,dhk->nthk", x, p["w"][:, :1]).sum(2)
-            + jnp.sin(jnp.einsum("ntd,dhk->nthk", x, p["w"][:, 1:])).sum(2)
-        ),
-        w=(D, 3, 2),
-    ),
-    "parts in a scan": case(
-        in_a_scan(lambda p, x: jnp.tanh(x @ p["w"][:, :4]) + jnp.tile(x @ p["w"][:, 4:], 2)), layers={"w": (2, D, 6)}
-    ),
-    "repeated outputs": case(lambda p, x: jnp.sin(x @ jnp.repeat(p["w"], 2, 1)) * jnp.arange(6), w=(D, 3)),
-    "tiled outputs": case(lambda p, x: jnp.sin(x @ jnp.tile(p["w"], (1, 4))) * jnp.arange(12), w=(D, 3)),
-    "as often as there are examples": case(lambda p, x: jnp.sin(x @ jnp.repeat(p["w"], N, 1)), w=(D, 3)),
-    "repeated with the kernel first": case(
-        lambda p, x: jnp.einsum("hd,ntd->hnt", jnp.repeat(p["w"], 2, 0), x).swapaxes(0, 1), w=(3, D)
-    ),
-    "masked": case(lambda p, x: x @ (p["w"] * MASK) + p["b"], w=(D, 6), b=(6,)),
-    "masked by where": case(lambda p, x: x @ jnp.where(MASK, p["w"], 0.0), w=(D, 6)),
-    "masked by tril": case(lambda p, x: x @ (jnp.tril(jnp.ones((D, D))) * p["w"]), w=(D, D)),
-    "masked in a scan": case(in_a_scan(lambda p, x: x @ jnp.tril(p["w"])), layers={"w": (2, D, D)}),
-    "a masked bias": case(lambda p, x: jnp.sin(x) + p["b"] * (np.arange(D) % 2), b=(D,)),
+ADDED = {
+    "a constant": case(lambda p, x: x @ (p["w"] + MASK), w=(D, 6)),
+    "noise": case(lambda p, x: x @ (p["w"] + jax.random.normal(jax.random.key(0), (D, 6))), w=(D, 6)),
+    "of low rank": case(lambda p, x: x @ (p["w"] + p["a"] @ p["b"]), gradient=("a", "b"), w=(D, 6), a=(D, 2), b=(2, 6)),
+    "computed": case(lambda p, x: x @ (p["w"] + jnp.sin(p["v"])), gradient=("v",), w=(D, 6), v=(D, 6)),
+    "by a jit": case(lambda p, x: x @ jax.jit(lambda w: w + MASK)(p["w"]), w=(D, 6)),
+    "in a scan": case(in_a_scan(lambda p, x: x @ (p["w"] + np.eye(D))), layers={"w": (2, D, D)}),
+    "to a kernel of convolutions": case(convolved, gradient=("v",), w=(3, D, 2), v=(2,)),
+    "what is rounded": case(lambda p, x: x @ (p["w"] + lax.stop_gradient(jnp.round(p["w"]) - p["w"])), w=(D, 6)),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_statistics_are_those_of_brute_force(name):
-    check(CASES[name])
+@pytest.mark.parametrize("name", ADDED)
+def test_what_is_added_to_a_kernel_does_not_matter(name):
+    check(ADDED[name])
 
 
-def factors_of(name, subsample=1, num_examples=None, **options):
-    loss, params, batch = CASES[name].build()
-    layers = kfac.find_layers(loss, params, batch, **options)
-    fn = kfac.value_and_grad(loss, layers, subsample=subsample, num_examples=num_examples)
-    return layers, jax.jit(fn)(params, batch)[2]
+def test_a_masked_bias():
+    check(case(lambda p, x: jnp.sin(x) + p["b"] * (np.arange(D) % 2), b=(D,)))
 
 
-@pytest.mark.parametrize("name", ["concatenated inputs", "stacked", "parts of two sizes", "repeated outputs", "masked"])
-def test_diagonal_factors_are_the_diagonals(name):
-    _, whole = factors_of(name)
-    layers, diagonal = factors_of(name, max_dim=1)
-    for layer in layers:
-        if layer.kind == "dense":
-            found = diagonal[layer.name]
-            for side in layer.diagonal:
-                expected = jnp.diagonal(getattr(whole[layer.name], side), axis1=-2, axis2=-1)
-                assert relative_error(getattr(found, side), expected) < 1e-12
-
-
-@pytest.mark.parametrize("options", [{"reduce": (".",)}, {"subsample": 2}], ids=["reduce", "subsample"])
 @pytest.mark.parametrize(
-    ("name", "plain", "leaf"),
-    [
-        ("concatenated outputs", lambda p, x: jnp.concatenate([x @ p["a"], x @ p["b"]], -1), "a"),
-        ("concatenated inputs", lambda p, x: x[..., :3] @ p["a"] + x[..., 3:] @ p["b"], "b"),
-        ("a part that is read alone", lambda p, x: x @ p["w"], None),
-        ("masked by tril", lambda p, x: x @ p["w"], None),
-    ],
+    ("number", "added"),
+    [(1, lambda x: jnp.mean(x) * MASK), (2, lambda x: -MASK.astype(float))],
+    ids=["batch", "scaled"],
 )
-def test_the_other_settings(name, plain, leaf, options):
-    """As for a model that is written without building a kernel."""
-    loss, params, batch = CASES[name].build()
-    if leaf is None:
-        known = {"masked by tril": jnp.tril, "a part that is read alone": lambda w: w[:, 1:3]}[name]
-        params_plain = {"w": known(params["w"])}
-    else:
-        params_plain = params
-    patterns = {key: value for key, value in options.items() if key == "reduce"}
-    own = {key: value for key, value in options.items() if key != "reduce"}
+def test_what_is_added_may_depend_on_the_batch(number, added):
+    def model(hook, p, x):
+        return mean(hook.layer("w", number * x, x @ (number * (p["w"] + added(x)))))
 
-    def run(loss, params):
-        layers = kfac.find_layers(loss, params, batch, **patterns)
-        return jax.jit(kfac.value_and_grad(loss, layers, **own))(params, batch)[2]
-
-    expected = run(lambda p, b: mean(plain(p, b["x"])), params_plain)[leaf or "w"]
-    found = run(loss, params)[leaf or "w"]
-    g = found.G[1:3, 1:3] if name == "a part that is read alone" else found.G
-    assert relative_error(found.A, expected.A) < 1e-12 > relative_error(g, expected.G)
-    assert abs(jnp.trace(found.G) - jnp.trace(expected.G)) < 1e-12 * jnp.trace(expected.G)
+    params, batch = tree(w=(D, 6)), (data(0, T, D),)
+    known = of_hooks(model, params, batch, interacting=True)
+    check_all(lambda p, x: model(Hook(), p, x), params, batch, known)
 
 
-@pytest.mark.parametrize("name", ["concatenated outputs", "a part that is read alone", "masked by tril"])
-def test_moments_are_those_of_the_gradients_of_each_example(name):
-    loss, params, batch = CASES[name].build()
-    layers, factors = factors_of(name)
-    basis = {n: Kronecker(np.linalg.eigh(f.A)[1], np.linalg.eigh(f.G)[1]) for n, f in factors.items()}
-    found = jax.jit(kfac.value_and_grad(loss, layers))(params, batch, basis=basis)[2]
-    grad = jax.jit(jax.grad(loss))
-    each = [grad(params, jax.tree.map(lambda x, k=k: np.asarray(x)[k : k + 1], batch)) for k in range(N)]
-    for layer in layers:
-        q = basis[layer.name]
-        gradients = np.stack([layer.to_matrix([np.asarray(g[layer.params[0]])])[0] for g in each])
-        if name == "masked by tril":  # moments are of the kernel in use
-            continue
-        expected = np.mean(np.einsum("op,noi,ij->npj", q.G, gradients, q.A) ** 2, 0)
-        assert relative_error(found[layer.name].moments, expected) < 1e-10
+JOINED, CUT = "the kernel is computed from it by concatenate", "it reads a slice that is not one of several equal parts"
+REPEATED, TIMES = (
+    "its entries are repeated before the product",
+    "its values are multiplied by others before the product",
+)
+PAIR = {"a": (D, 4), "b": (D, 2)}
+BUILT = {
+    "concatenated": (lambda p, x: x @ jnp.concatenate([p["a"], p["b"]], 1), PAIR, JOINED),
+    "concatenated, one of two read": (lambda p, x: x @ jnp.concatenate([p["a"], p["b"]], 1)[:, 4:], PAIR, JOINED),
+    "put together and used alone": (
+        lambda p, x: (
+            jnp.tanh(x @ jnp.concatenate([p["a"], p["b"]], 1)).sum(-1) + (x @ p["a"] + x @ p["b"][:, :1]).sum(-1)
+        ),
+        PAIR,
+        JOINED,
+    ),
+    "concatenated under remat": (
+        jax.checkpoint(lambda p, x: x @ jax.jit(lambda p: jnp.concatenate([p["a"], p["b"]], 1))(p)),
+        PAIR,
+        JOINED,
+    ),
+    "concatenated biases": (
+        lambda p, x: jnp.sin(x) + jnp.concatenate([p["a"], p["b"]]),
+        {"a": (3,), "b": (1,)},
+        "what concatenate makes of it has no known rows",
+    ),
+    "rolled": (lambda p, x: x @ jnp.roll(p["w"], 1, 0), {"w": (D, 2)}, JOINED),
+    "stacked": (
+        lambda p, x: jnp.einsum("ntd,kdo->ntko", x, jnp.stack([p["a"], p["b"]])),
+        {"a": (D, 2), "b": (D, 2)},
+        "the kernel is computed from it by stack",
+    ),
+    "parts of two sizes": (
+        lambda p, x: jnp.tanh(x @ p["w"][:, :2]).sum(-1) + (x @ p["w"][:, 2:]).sum(-1),
+        {"w": (D, 5)},
+        CUT,
+    ),
+    "a part that is read alone": (lambda p, x: x @ p["w"][:, 1:3], {"w": (D, 5)}, CUT),
+    "parts that overlap": (lambda p, x: jnp.tanh(x @ p["w"][:, :3]) + x @ p["w"][:, 2:], {"w": (D, 5)}, CUT),
+    "parts in a scan": (
+        in_a_scan(lambda p, x: jnp.tanh(x @ p["w"][:, :4]) + jnp.tile(x @ p["w"][:, 4:], 2)),
+        {"layers": {"w": (2, D, 6)}},
+        CUT,
+    ),
+    "repeated": (lambda p, x: jnp.sin(x @ jnp.repeat(p["w"], 2, 1)) * jnp.arange(6), {"w": (D, 3)}, REPEATED),
+    "tiled": (lambda p, x: jnp.sin(x @ jnp.tile(p["w"], (1, 4))) * jnp.arange(12), {"w": (D, 3)}, REPEATED),
+    "as often as there are examples": (lambda p, x: jnp.sin(x @ jnp.repeat(p["w"], N, 1)), {"w": (D, 3)}, REPEATED),
+    "masked": (lambda p, x: x @ (p["w"] * MASK), {"w": (D, 6)}, TIMES),
+    "masked by where": (lambda p, x: x @ jnp.where(MASK, p["w"], 0.0), {"w": (D, 6)}, "else by select_n"),
+    "masked in a scan": (
+        in_a_scan(lambda p, x: x @ jnp.tril(p["w"])),
+        {"layers": {"w": (2, D, D)}},
+        "else by select_n",
+    ),
+    "masked by the batch": (lambda p, x: x @ (p["w"] * (x[0, 0, :, None] > 0)), {"w": (D, 6)}, TIMES),
+    "added to itself": (lambda p, x: x @ (p["w"] + jnp.sin(p["w"])), {"w": (D, 2)}, "something else by add"),
+    "subtracted": (lambda p, x: x @ (1.0 - p["w"]), {"w": (D, 2)}, "something else by sub"),
+}
 
 
-def test_what_is_built_in_another_way_is_refused():
-    cases = {
-        "something else than whole parts": lambda p, x: x @ jnp.concatenate([p["a"], p["b"]], 1)[:, 2:],
-        "multiplied by others": lambda p, x: x @ (p["a"] * np.arange(4)),
-        "different array": lambda p, x: x @ jnp.where(MASK[:, :4], p["a"], 1.0),
-        "repeated before": lambda p, x: x @ jnp.repeat(p["a"][:2], 2, 0),
-    }
-    for reason, function in cases.items():
-        loss, params, batch = case(function, **PAIR).build()
-        with pytest.raises(kfac.UnsupportedLayerError, match=rf"'a'.*{reason}.*skip="):
-            kfac.find_layers(loss, params, batch)
-
-
-def test_a_mask_that_is_an_argument_is_refused():
-    """It may hold anything in the next batch."""
-    with pytest.raises(kfac.UnsupportedLayerError, match="multiplied by others"):
-        kfac.find_layers(lambda p, x, m: mean(x @ (p["w"] * m)), tree(w=(D, 6)), data(0, T, D), jnp.asarray(MASK) * 1.0)
+@pytest.mark.parametrize("name", BUILT)
+def test_what_is_built_in_another_way_has_the_gradients_own_factors(name):
+    function, shapes, reason = BUILT[name]
+    params = tree(**shapes)
+    found = own_factors(lambda p, x: mean(function(p, x)), params, data(0, T, D))
+    assert len(found) == len(jax.tree.leaves(params))
+    assert all(reason in note for note in found.values()), found
 
 
 # -- ragged products ---------------------------------------------------------------------------------------------------
@@ -313,15 +264,25 @@ def test_shares_of_a_batch_count_rows_together():
     assert relative_error(found["up"], expected["up"]) < 1e-10
 
 
-def test_errors_of_ragged_products_name_the_parameter():
+def test_ragged_products_that_have_no_exact_rows():
     params, x = inputs()
-    with pytest.raises(kfac.UnsupportedLayerError, match=r"'up'.*ragged_dot.*not in the order.*skip="):
-        kfac.find_layers(lambda p, x: jnp.sum(lax.ragged_dot(x, p["up"][::-1], SIZES)), params, x)
+    found = own_factors(lambda p, x: jnp.sum(lax.ragged_dot(x, p["up"][::-1], SIZES)), params, x)
+    assert re.fullmatch(r"ragged_dot.*: the kernels of its groups are not in the order of the parameter", found["up"])
     numbers = lax.RaggedDotDimensionNumbers((((1,), (0,)), ((), ())), [1], [])
-    with pytest.raises(kfac.UnsupportedLayerError, match=r"'w'.*ragged_dot.*groups are of rows.*skip="):
-        kfac.find_layers(
-            lambda p, x: jnp.sum(lax.ragged_dot_general(x, p["w"], jnp.array([1, 3]), numbers)), tree(w=(D, 2)), x
-        )
+    found = own_factors(
+        lambda p, x: jnp.sum(lax.ragged_dot_general(x, p["w"], jnp.array([1, 3]), numbers)), tree(w=(D, 2)), x
+    )
+    assert re.fullmatch(r"ragged_dot.*: .* whose groups are of rows of the data", found["w"])
+
+
+def test_rows_of_ragged_products_are_not_summed_by_example():
+    params, x = inputs()
+    with pytest.raises(ValueError, match="reduce: sums over the positions of each example are not known for 'up'"):
+        kfac.find_layers(ragged, params, x, SIZES, reduce=("up",))
+
+
+def test_ragged_products_are_not_thinned():
+    params, x = inputs()
     layers = kfac.find_layers(ragged, params, x, SIZES)
-    with pytest.raises(ValueError, match=r"'down'.*sorted by their groups.*skip="):
-        jax.eval_shape(kfac.value_and_grad(ragged, layers, subsample=2), params, x, SIZES)
+    whole, thinned = (kfac.value_and_grad(ragged, layers, subsample=k)(params, x, SIZES)[2] for k in (1, 2))
+    jax.tree.map(np.testing.assert_array_equal, thinned, whole)

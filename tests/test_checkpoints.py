@@ -105,8 +105,25 @@ def test_a_checkpoint_of_another_model_is_refused(saved):
         restore(saved / "1", target)
     assert contents(saved) == before
     # And so is a state that was brought in by another way.
-    with pytest.raises(ValueError, match="state is not one for these layers: it has 1 blocks kronecker_4x4"):
+    message = "not one for these layers: its blocks kronecker_4x4 are 1 of first; the layers need 2 of first, out"
+    with pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda state: TX.update(measured(0)[0], state, initial()), target["opt_state"])
+
+
+def test_a_checkpoint_of_renamed_layers_is_refused_by_their_names(saved):
+    """The blocks of `first` and `out` have one shape: as `z` and `out` they would stand in the other order."""
+
+    def loss(params, batch):
+        return loss_fn({"first": params["z"], **{k: v for k, v in params.items() if k != "z"}}, batch)
+
+    params = {"z" if name == "first" else name: value for name, value in initial().items()}
+    renamed = plain_kfac(0.1, kfac.find_layers(loss, params, batch(0), skip=["temperature"]))
+    target = {"params": initial(), "opt_state": renamed.init(params)}
+    with pytest.raises(ValueError, match=r"structures do not match[\s\S]*first, out"):
+        restore(saved / "1", target)
+    state = TX.init(initial())
+    with pytest.raises(ValueError, match=r"its blocks kronecker_4x4 are 2 of first, out; the layers need 2 of out, z"):
+        renamed.update(params, state, params)
 
 
 def test_a_checkpoint_of_another_version_of_the_state_names_what_differs(trained, tmp_path):

@@ -19,7 +19,7 @@ STEPS, WORDS, WIDTH = 6, 9, 6
 
 
 def parameters():
-    """Blocks of every kind: dense, a norm, a table that is the head too, and one with a coarse block."""
+    """Blocks of every kind: dense, a norm, a table that is the head too, and one with the gradient's own factors."""
     return tied_parameters(3, WIDTH, WORDS, 4) | {"places": normal(40, 5, WIDTH)}
 
 
@@ -33,7 +33,7 @@ def loss_fn(p, batch):
 @functools.cache
 def found():
     layers = kfac.find_layers(loss_fn, parameters(), tied_batch(0))
-    assert any(layer.coarse for layer in layers)
+    assert any(layer.kind == "gradient" for layer in layers)
     return layers
 
 
@@ -147,6 +147,35 @@ def test_averages_of_float16_do_not_overflow():
     layers = kfac.find_layers(loss, params, data)
     value, grads, _ = jax.jit(kfac.data_parallel(kfac.value_and_grad(loss, layers), mesh_of(sizes=(4,))))(params, data)
     assert value.dtype == jnp.float16 and jnp.isfinite(value) and jnp.all(jnp.isfinite(grads["w"]))
+
+
+def test_a_step_without_statistics(x64):
+    """The gradients are the same, and an update over the mesh takes them without factors."""
+    mesh, layers = mesh_of(sizes=(2,)), found()
+    value, grads, _ = jax.jit(kfac.value_and_grad(loss_fn, layers))(parameters(), tied_batch(0))
+    cheap = kfac.value_and_grad(loss_fn, layers, statistics=False)
+    for measure in (cheap, kfac.microbatch(cheap, 3), kfac.data_parallel(cheap, mesh)):
+        result = jax.jit(measure)(parameters(), tied_batch(0))
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-14), result, (value, grads, None)
+        )
+
+
+def test_what_is_as_long_as_the_batch_is_spread_or_named(x64):
+    def loss(p, x, y):
+        return jnp.mean(jnp.sum((x @ p["w"] - y) ** 2, -1))
+
+    params, x, y, mesh = {"w": normal(0, 4, 3)}, normal(1, 8, 4), normal(2, 8, 3), mesh_of(sizes=(2,))
+    measure = kfac.value_and_grad(loss, kfac.find_layers(loss, params, x, y))
+    with pytest.raises(ValueError, match="length 8, but argument 2 is as long"):
+        kfac.data_parallel(measure, mesh)(params, x, y)
+    value, grads, shares = jax.jit(kfac.data_parallel(measure, mesh, batch_argnums=(1, 2)))(params, x, y)
+    expected = measure(params, x, y)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-14),
+        (value, grads, shares.average()),
+        expected,
+    )
 
 
 @pytest.mark.slow

@@ -50,11 +50,9 @@ def two_axes_out_of_order(p, x, t):
     return mean_loss(jnp.swapaxes(y, 1, 2) * jnp.arange(1.0, 1 + y.shape[1])[:, None], t)
 
 
-def broadcast_kernel(p, x, t):
-    """A batched product with a copy of the kernel for each example: axes of the input change places."""
-    w = jnp.broadcast_to(p["w"], (x.shape[0], *p["w"].shape))
-    y = lax.dot_general(x, w, (((2,), (1,)), ((0,), (0,))))
-    return mean_loss(y, t)
+def flattened(p, x, t):
+    """Examples and positions on one axis."""
+    return mean_loss((x.reshape(-1, x.shape[-1]) @ p["w"]).reshape(*x.shape[:2], -1), t)
 
 
 def copies(p, x, t):
@@ -115,7 +113,7 @@ DENSE = {
     "kernel on the left": (kernel_on_the_left, SEQUENCES, {"w": (5, 6)}),
     "heads before positions": (heads_before_positions, (N, 2 * N, 3), {"w": (2, 3, 3)}),
     "heads": (heads, SEQUENCES, {"dense": {"w": (5, 2, 3), "b": (2, 3)}}),
-    "a kernel for each example": (broadcast_kernel, SEQUENCES, {"w": (5, 6)}),
+    "flattened": (flattened, SEQUENCES, {"w": (5, 6)}),
     "copies": (copies, (N, 2, T, 5), {"w": (2, 5, 6)}),
     "scan": (scanned, SEQUENCES, {"layers": {"w": (2, 5, 5), "b": (2, 5)}}),
     "scan backwards under remat": (scanned_with_remat, SEQUENCES, {"layers": {"w": (2, 5, 5), "b": (2, 5)}}),
@@ -146,7 +144,7 @@ def test_a_kernel_times_a_number(x64):
     params, x, t = parameters(DENSE["positions"][2]), normal(1, *SEQUENCES), normal(2, 1, 1)
     gradients = [jax.grad(times_a_number)(params, x[i : i + 1], t) for i in range(N)]
     gradients = jax.tree.map(lambda *g: np.stack(g) / N, *gradients)
-    check_moments(times_a_number, params, (x, t), gradients=gradients, num_examples=N)
+    check_moments(times_a_number, params, (x, t), gradients=gradients)
 
 
 CONVOLUTIONS = {
@@ -159,6 +157,7 @@ LAYOUTS = (("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW"), ("NHWC", "HWIO", 
 
 
 def convolution(numbers, groups, options, p, x, t):
+    x = x.transpose(["NHWC".index(letter) for letter in numbers[0]])
     y = lax.conv_general_dilated(x, p["w"], dimension_numbers=numbers, feature_group_count=groups, **options)
     batch = numbers[2].index("N")
     if "b" in p:
@@ -176,19 +175,12 @@ CASES = [(g, LAYOUTS[(i + k) % 4], 1 + k) for i, g in enumerate(CONVOLUTIONS) fo
 
 @pytest.mark.parametrize(("geometry", "numbers", "groups"), CASES, ids=str)
 def test_convolutions(x64, geometry, numbers, groups):
-    sizes = {"N": N, "H": 5, "W": 4, "C": 2}
     kernel = {"H": 3, "W": 2, "I": 2 // groups, "O": 4}
     params = {"w": normal(3, *(kernel[k] for k in numbers[1])) / 2}
     if groups == 1:
         params["b"] = normal(4, 4)
-    x = normal(1, *(sizes[k] for k in numbers[0]))
     loss = functools.partial(convolution, numbers, groups, CONVOLUTIONS[geometry])
-    at = numbers[0].index("N")
-    gradients = [
-        jax.grad(loss)(params, lax.slice_in_dim(x, i, i + 1, axis=at), normal(2, N, 500)[i : i + 1]) for i in range(N)
-    ]
-    gradients = jax.tree.map(lambda *g: np.stack(g) / N, *gradients)
-    check_moments(loss, params, (x, normal(2, N, 500)), gradients=gradients, num_examples=N)
+    check_moments(loss, params, (normal(1, N, 5, 4, 2), normal(2, N, 500)))
 
 
 @pytest.mark.parametrize("n", [4, 6])
@@ -219,31 +211,25 @@ def test_every_kth_example(x64):
             assert relative_error(factors[name].moments, moments * 5 / 3 * 5 / 3) <= 1e-10
 
 
-def test_tokens_as_examples(x64):
-    """Where a mark makes every token an example, each is squared by itself."""
-
-    def loss(p, x, t):
-        logits = kfac.output(jnp.tanh(x @ p["first"]) @ p["second"], "categorical")
-        return -jnp.mean(jnp.sum(jax.nn.log_softmax(logits) * t, axis=-1))
-
-    params, x = parameters({"first": (5, 4), "second": (4, 3)}), normal(1, N, T, 5)
-    t = jax.nn.one_hot(jnp.arange(N * T).reshape(N, T) % 3, 3, dtype=jnp.float64)
-    rows = x.reshape(N * T, 1, 5), t.reshape(N * T, 1, 3)
-    check_moments(loss, params, (x, t), gradients=example_gradients(loss, params, rows))
-
-
 def tokens(p, x, t):
-    """Every token is an example; those of the first layer have further positions."""
+    """A mark makes the loss a mean over tokens; those of the first layer have further positions."""
     h = jnp.sum(jnp.tanh(x @ p["first"]), axis=2)
     logits = kfac.output(h @ p["second"], "categorical")
     return -jnp.mean(jnp.sum(jax.nn.log_softmax(logits) * t, axis=-1))
 
 
-def test_positions_of_tokens(x64):
-    params, x = parameters({"first": (5, 4), "second": (4, 3)}), normal(1, N, T, 2, 5)
+@pytest.mark.parametrize("positions", [1, 2])
+def test_an_example_is_a_sequence_where_the_loss_is_a_mean_over_tokens(x64, positions):
+    """Squares are those of whole sequences; their weight is the number of rows of the mark."""
+    params, x = parameters({"first": (5, 4), "second": (4, 3)}), normal(1, N, T, positions, 5)
     t = jax.nn.one_hot(jnp.arange(N * T).reshape(N, T) % 3, 3, dtype=jnp.float64)
-    rows = x.reshape(N * T, 1, 2, 5), t.reshape(N * T, 1, 3)
-    check_moments(tokens, params, (x, t), gradients=example_gradients(tokens, params, rows))
+    layers = kfac.find_layers(tokens, params, x, t)
+    basis = rotations(layers)
+    _, _, factors = jax.jit(kfac.value_and_grad(tokens, layers), compiler_options=FAST)(params, x, t, basis=basis)
+    expected = expected_moments(layers, example_gradients(tokens, params, (x, t)), basis)
+    assert set(expected) == {"first", "second"}
+    for name, moments in expected.items():
+        assert relative_error(factors[name].moments, T * moments) <= 1e-10
 
 
 @pytest.mark.parametrize("positions", [1, 2])
@@ -258,19 +244,6 @@ def test_every_kth_sequence_of_tokens(x64, positions):
     for name in basis:
         for side in ("A", "G", "moments"):
             assert relative_error(getattr(found[name], side), np.asarray(getattr(expected[name], side))) <= 1e-12
-
-
-def test_a_kernel_broadcast_over_axes_that_are_joined_is_refused(x64):
-    """Its axes say `[positions, examples]`, whatever the order of the data."""
-
-    def loss(p, x, t):
-        n, s, d = x.shape
-        w = jnp.broadcast_to(p["w"], (s, n, *p["w"].shape)).reshape(n * s, *p["w"].shape)
-        y = lax.dot_general(x.reshape(n * s, 1, d), w, (((2,), (1,)), ((0,), (0,))))
-        return mean_loss(y.reshape(n, s, -1), t)
-
-    with pytest.raises(ValueError, match="not clear which of its axes has the 4 examples"):
-        check_moments(loss, parameters({"w": (5, 6)}), (normal(1, *SEQUENCES), normal(2, N, 300)), num_examples=N)
 
 
 def test_layers_without_a_correction(x64):

@@ -280,13 +280,16 @@ def test_what_does_not_go_together_is_refused():
         kfac.eigenbasis((state, state), LAYERS)
 
 
-def test_examples_that_cannot_be_told_from_positions_are_refused():
+def test_layers_whose_examples_are_not_told_apart_have_no_moments():
     def loss(p, x):
-        return jnp.mean(jnp.tanh(x.reshape(-1, 3) @ p["w"]) ** 2)
+        rows = x.reshape(-1, 3)
+        return jnp.mean(jnp.tanh(rows[jnp.argsort(rows[:, 0])] @ p["w"]) ** 2)
 
     params, x = {"w": jnp.ones((3, 2))}, jnp.ones((4, 5, 3))
     layers = kfac.find_layers(loss, params, x)
-    basis = {"w": Kronecker(jnp.eye(3), jnp.eye(2))}
-    kfac.value_and_grad(loss, layers, num_examples=4)(params, x)
-    with pytest.raises(ValueError, match="none of whose axes has the 4 examples"):
-        kfac.value_and_grad(loss, layers, num_examples=4)(params, x, basis=basis)
+    assert layers["w"].kind == "dense" and layers["w"].uses == 1
+    assert not layers["w"].told_apart and not layers["w"].correctable
+    _, _, factors = kfac.value_and_grad(loss, layers)(params, x, basis={})
+    assert factors["w"].moments is None
+    with pytest.raises(ValueError, match="basis has layer 'w'"):
+        kfac.value_and_grad(loss, layers)(params, x, basis={"w": Kronecker(jnp.eye(3), jnp.eye(2))})

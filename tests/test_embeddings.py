@@ -158,19 +158,25 @@ def test_indices_out_of_range(x64, mode):
     check_kronecker(layers, factors, truth(reference, params, (read, t)))
 
 
-def test_rows_of_several_axes_and_a_table_stored_in_another_form(x64):
+def test_a_table_stored_in_another_form(x64):
     def loss(p, ids, t):
-        table = p["table"].reshape(2, V, 5).transpose(1, 0, 2)  # rows [2, 5]
-        return mean_loss(jnp.tanh(table[ids]), t)
+        return mean_loss(jnp.tanh(p["table"].reshape(10, V).T[ids]), t)
 
     def product(hook, p, ids, t):
-        table = p["table"].reshape(2, V, 5).transpose(1, 0, 2)
-        a = one_hot(ids)
-        return mean_loss(jnp.tanh(hook.layer("table", a, jnp.einsum("ntv,vkd->ntkd", a, table), out=2)), t)
+        a, table = one_hot(ids), p["table"].reshape(10, V).T
+        return mean_loss(jnp.tanh(hook.layer("table", a, a @ table)), t)
 
-    params, batch = {"table": normal(1, 2 * V * 5)}, (tokens(T), normal(3, N, 60))
+    params, batch = {"table": normal(1, 10 * V)}, (tokens(T), normal(3, N, 60))
     layers, _ = check_all(loss, params, batch, truth(product, params, batch))
     assert (layers["table"].d_in, layers["table"].d_out) == (V, 10)
+
+
+def test_rows_of_several_axes_may_be_kernels(x64):
+    """As those that a class chooses; a factor of all their entries would be too large."""
+    params, batch = {"table": normal(1, V, D, D)}, (tokens(), normal(2, N, D))
+    layers = kfac.find_layers(lambda p, i, x: jnp.mean(jnp.einsum("nd,ndk->nk", x, p["table"][i]) ** 2), params, *batch)
+    assert kinds(layers) == {"table": "gradient"}
+    assert "it is not looked up row by row" in layers["table"].note
 
 
 def test_a_row_axis_in_another_order_than_memory(x64):
@@ -225,7 +231,7 @@ def test_stacked_tables_in_a_scan(x64):
         def body(x, table):
             return jnp.tanh(x + table[ids]), None
 
-        return mean_loss(lax.scan(body, jnp.zeros((N, T, D)), p["table"])[0] @ p["out"], t)
+        return mean_loss(lax.scan(body, jnp.zeros((*ids.shape, D)), p["table"])[0] @ p["out"], t)
 
     def unrolled(hook, p, ids, t):
         x = jnp.zeros((*ids.shape, D))
@@ -266,39 +272,60 @@ def by_a_counter(p, ids, x):
     return lax.fori_loop(0, T, lambda k, x: jnp.tanh(x + p["table"][jnp.arange(T) + k]), x)
 
 
-def by_a_carried_counter(p, ids, x):
-    def body(carry, _):
-        k, x = carry
-        return (k + 1, jnp.tanh(x + p["table"][jnp.arange(N) + k][:, None])), None
-
-    return lax.scan(body, (0, x), None, length=T)[0][1]
-
-
-COARSE = {
-    "constant positions": lambda p, ids, x: x + p["table"][jnp.arange(T)],
-    "constant positions, as many as examples": lambda p, ids, x: x + p["table"][jnp.arange(N)][:, None],
-    "a vector of positions in a loop": by_a_counter,
-    "as many positions as examples in a loop": by_a_carried_counter,
-    "one row for all": lambda p, ids, x: x + p["table"][ids[0, 0]],
-    "a part of each row": lambda p, ids, x: x[..., :1] + p["table"].at[ids, 1].get()[..., None],
-    "lookups and a sum": lambda p, ids, x: x + p["table"][ids] + p["table"][0],
-    "a scaled table": lambda p, ids, x: x + (p["table"] * jnp.arange(float(D)))[ids],
-    "on both axes": lambda p, ids, x: x + p["table"][ids] + p["table"].T[ids % D][..., :D],
-    "a table under vmap": lambda p, ids, x: x + jax.vmap(lambda w, i: w[i])(p["table"].reshape(1, V, D), ids[:1])[0],
+NO_ROWS, NOT_ROWS = "what gather makes of it has no known rows", "it is not looked up row by row"
+INEXACT = {
+    "constant positions": (lambda p, ids, x: x + p["table"][jnp.arange(T)], NO_ROWS),
+    "a vector of positions in a loop": (by_a_counter, NO_ROWS),
+    "one row for all": (lambda p, ids, x: x + p["table"][ids[0, 0]], "dynamic_slice"),
+    "a part of each row": (lambda p, ids, x: x[..., :1] + p["table"].at[ids, 1].get()[..., None], NOT_ROWS),
+    "lookups and a sum": (lambda p, ids, x: x + p["table"][ids] + p["table"][0], "add and gather"),
+    "a scaled table": (lambda p, ids, x: x + (p["table"] * jnp.arange(float(D)))[ids], NOT_ROWS),
+    "on both axes": (lambda p, ids, x: x + p["table"][ids] + p["table"].T[ids % D][..., :D], "gather"),
+    "a table under vmap": (
+        lambda p, ids, x: x + jax.vmap(lambda w, i: w[i])(p["table"].reshape(1, V, D), ids[:1])[0],
+        NOT_ROWS,
+    ),
 }
 
 
-@pytest.mark.parametrize("case", COARSE)
-def test_other_lookups_are_coarse(x64, case):
+@pytest.mark.parametrize("case", INEXACT)
+def test_other_lookups_have_the_gradients_own_factors(x64, case):
+    lookup, reason = INEXACT[case]
+
     def loss(p, ids, x, t):
-        return mean_loss(COARSE[case](p, ids, x @ p["out"]), t)
+        return mean_loss(lookup(p, ids, x @ p["out"]), t)
 
     params = {"table": normal(1, V, D), "out": normal(2, D, D)}
     batch = (tokens(T), normal(4, N, T, D), normal(3, N, 60))
-    layers, grads, factors = run(loss, params, batch)
-    assert kinds(layers) == {"out": "dense", "table": "coarse diagonal"}
-    expected = N * np.square(np.asarray(grads["table"])).reshape(-1, 1, 1)
-    np.testing.assert_allclose(factors["table"].F, expected, rtol=1e-9, atol=1e-18)
+    layers, _, factors = run(loss, params, batch)
+    assert kinds(layers) == {"out": "dense", "table": "gradient"}
+    assert reason in layers["table"].note
+    assert list(factors) == ["out"]
+    with pytest.raises(kfac.UnsupportedLayerError, match=rf"'table' is read by .*{reason}"):
+        kfac.find_layers(loss, params, *batch, strict=True)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_rows_looked_up_by_the_place_in_the_batch(x64, steps):
+    """Each example reads a row of its own, though no index is data; in a loop, another one each time."""
+
+    def network(lookup, x, t):
+        def body(carry, _):
+            k, x = carry
+            return (k + 1, jnp.tanh(x + lookup(jnp.arange(len(x)) + k)[:, None])), None
+
+        return mean_loss(lax.scan(body, (0, x), None, length=steps)[0][1], t)
+
+    def unrolled(hook, p, x, t):
+        for k in range(steps):
+            ids = jnp.arange(len(x)) + k
+            x = jnp.tanh(x + hook.layer("table", one_hot(ids), p["table"][ids])[:, None])
+        return mean_loss(x, t)
+
+    params, batch = {"table": normal(1, V, D)}, (normal(4, N, T, D), normal(3, N, 60))
+    known = truth(unrolled, params, batch, interacting=True)
+    layers, _ = check_all(lambda p, x, t: network(lambda ids: p["table"][ids], x, t), params, batch, known)
+    assert (layers["table"].kind, layers["table"].uses) == ("embedding", steps)
 
 
 def test_tokens_without_an_axis_of_examples_ask_for_num_examples(x64):
@@ -342,17 +369,21 @@ def test_tied_tables_are_one_block(case):
 
 
 @pytest.mark.parametrize(
-    "loss",
+    ("loss", "reason"),
     [
-        lambda p, ids, t: mean_loss(p["table"][ids] + one_hot(ids) @ p["table"], t),
-        lambda p, ids, t: mean_loss(p["table"][jnp.arange(T)] + one_hot(ids) @ p["table"], t),
+        (
+            lambda p, ids, t: mean_loss(p["table"][ids] + one_hot(ids) @ p["table"], t),
+            "dot_general and gather.*one block",
+        ),
+        (lambda p, ids, t: mean_loss(p["table"][jnp.arange(T)] + one_hot(ids) @ p["table"], t), f"add.*{NO_ROWS}"),
     ],
     ids=["examples", "constants"],
 )
-def test_a_lookup_and_a_product_in_one_direction_are_refused(loss):
+def test_a_lookup_and_a_product_in_one_direction_have_the_gradients_own_factors(loss, reason):
     params, batch = {"table": jnp.ones((V, D))}, (tokens(T), jnp.ones((N, 60)))
-    with pytest.raises(kfac.UnsupportedLayerError, match=r"'table'.*gather.*cannot be put in one block.*skip="):
-        kfac.find_layers(loss, params, *batch)
+    assert kinds(kfac.find_layers(loss, params, *batch)) == {"table": "gradient"}
+    with pytest.raises(kfac.UnsupportedLayerError, match=rf"'table' is read by {reason}(.|\n)*skip="):
+        kfac.find_layers(loss, params, *batch, strict=True)
 
 
 def test_attend_of_linen_and_nnx_is_one_block_with_the_lookup():

@@ -184,10 +184,11 @@ def test_an_output_inside_a_scan(x64):
             z = kfac.output(network(p, x), "categorical")
             return total + nll("categorical", z, targets("categorical", z)).sum(), None
 
-        return lax.scan(step, 0.0, x)[0] / (T * N)
+        return lax.scan(step, 0.0, x)[0] / (x.shape[0] * x.shape[1])
 
     layers = kfac.find_layers(loss, params, x)
-    names = ["in", "out"]
+    assert not layers.hidden
+    names = [layer.name for layer in layers.with_factors]
     expected = true_fisher(network, "categorical", params, x, T * N)
     blocks = jax.jit(kfac.exact.fisher_blocks(loss, layers, names=names, num_examples=N))(params, x)
     assert_same(blocks, {name: T * expected[name] for name in names})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 import kfac
-from checking import normal
+from checking import normal, rotations
 from oracle import Hook, relative_error
 from test_sampled import (
     OUT,
@@ -18,6 +20,7 @@ from test_sampled import (
     N,
     T,
     assert_unbiased,
+    assert_within,
     exact_factors,
     function,
     loss_of,
@@ -60,20 +63,33 @@ def test_it_is_the_expectation(likelihood):
 
 
 @pytest.mark.parametrize("n", [None, N])
-def test_tokens_are_examples_unless_the_user_says_otherwise(n):
-    """With `n = N` the tokens are positions whose targets are independent; a scale sums over them, with their signs."""
+def test_the_loss_is_a_mean_over_tokens_unless_the_user_says_otherwise(n):
+    """The tokens of a sequence have targets of their own; a scale sums over them, with their signs."""
     params, x = parameters(), normal(9, N, T, D)
-
-    def by_token(hook, p, x):
-        return network(hook, p, x.reshape(-1, D))
-
-    expected = exact_factors(
-        *((by_token, "poisson", params, x, N * T) if n is None else (network, "poisson", params, x, N))
-    )
+    expected = exact_factors(network, "poisson", params, x, n or N * T)
     found = function(loss_of(network, "poisson"), params, x, fisher="expected", num_examples=n)
-    assert_equal(found(params, x, fisher_key=KEY)[2], expected, but=() if n is None else ["scale"])
-    if n is not None:
-        assert_unbiased(many(found, params, x, draws=2000), expected)
+    assert_equal(found(params, x, fisher_key=KEY)[2], expected, but=["scale"])
+    assert_unbiased(many(found, params, x, draws=2000), expected)
+
+
+@pytest.mark.parametrize("fisher", ["sampled", "expected"])
+def test_moments_of_sequences_are_unbiased(fisher):
+    """As the blocks of vectors: on average over targets, or signs, they are those of the exact matrix."""
+    params, x, loss = parameters(), normal(9, N, T, D), loss_of(network, "categorical")
+    layers = kfac.find_layers(loss, params, x)
+    exact = jax.jit(kfac.exact.fisher_blocks(loss, layers))(params, x)
+    basis = rotations(layers)
+    measure = jax.jit(functools.partial(function(loss, params, x, fisher=fisher), basis=basis))
+    found = many(measure, params, x, draws=4000)
+    for name, vectors in basis.items():
+        assert_within(found[name].moments, of_basis(exact[name], vectors))
+    assert_within(jax.tree.map(np.ravel, found["scale"].F), np.diag(exact["scale"]))
+
+
+def of_basis(block, vectors):
+    """The diagonal of an exact block in a basis, `[d_out, d_in]`."""
+    q = np.kron(vectors.A, vectors.G)
+    return np.diag(q.T @ np.asarray(block) @ q).reshape(vectors.A.shape[-1], vectors.G.shape[-1]).T
 
 
 def test_where_examples_interact_signs_make_it_unbiased():
@@ -104,27 +120,15 @@ def test_marks_in_a_scan_and_one_prediction_for_many_positions():
     assert_equal(found, by_token)
 
 
-def test_moments_and_coarse_blocks_are_expected_too():
-    params, x = {**parameters(), "temperature": jnp.asarray(1.3)}, normal(9, N, D)
-
-    def loss(p, x):
-        z = network(Hook(), p, x) * jnp.exp(p["temperature"]) ** 2
-        return -jax.nn.log_softmax(kfac.output(z, "categorical"))[:, 0].mean()
-
+def test_moments_are_expected_too():
+    params, x, loss = parameters(), normal(9, N, D), loss_of(network, "categorical")
     layers = kfac.find_layers(loss, params, x)
-    assert layers["temperature"].coarse
     exact = jax.jit(kfac.exact.fisher_blocks(loss, layers))(params, x)
     measure = jax.jit(kfac.value_and_grad(loss, layers, fisher="expected"))
     basis = kfac.eigenbasis(measure(params, x, fisher_key=KEY)[2], layers)
     factors = measure(params, x, fisher_key=KEY, basis=basis)[2]
     for name, vectors in basis.items():  # the moments are the diagonal of the exact block in the basis
-        q = jnp.kron(vectors.A, vectors.G)
-        diagonal = jnp.diag(q.T @ exact[name] @ q).reshape(vectors.A.shape[-1], vectors.G.shape[-1]).T
-        assert relative_error(factors[name].moments, np.asarray(diagonal)) < 1e-9
-    # Its estimate is a square of the batch's mean gradient, whose expectation over the signs is the block.
-    keys = jax.random.split(KEY, 4000)
-    coarse = jax.jit(jax.vmap(lambda key: measure(params, x, fisher_key=key)[2]["temperature"].F))(keys)
-    assert abs(coarse.mean() / exact["temperature"][0, 0] - 1) < 4 * coarse.std() / coarse.mean() / len(keys) ** 0.5
+        assert relative_error(factors[name].moments, of_basis(exact[name], vectors)) < 1e-9
 
 
 @pytest.mark.parametrize("border_rows", [2 * N, 1])

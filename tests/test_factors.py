@@ -849,17 +849,21 @@ def test_a_doubled_batch_leaves_the_factors_unchanged(x64):
         assert relative_error(two, np.asarray(one)) <= 1e-12
 
 
-def test_num_examples_says_what_flattened_tokens_hide(x64):
+@pytest.mark.parametrize("num_examples", [None, N])
+def test_flattened_tokens(x64, num_examples):
+    """`num_examples` says what a loss hides that has the size of its batch written into it."""
+
     def loss(p, x, t):
         y = x.reshape(-1, 5) @ p["dense"]["w"] + p["dense"]["b"]
-        return mean_loss(jnp.tanh(y).reshape(N, -1), t)
+        return mean_loss(jnp.tanh(y).reshape(num_examples or len(x), x.shape[1] * 4), t)
 
     def reference(hook, p, x, t):
         y = hook.layer("dense", x, x @ p["dense"]["w"] + p["dense"]["b"], bias=True)
         return mean_loss(jnp.tanh(y), t)
 
     params, batch = parameters({"dense": {"w": (5, 4), "b": (4,)}}), (SEQUENCES(), TARGETS())
-    _, _, factors = run(loss, params, batch, num_examples=N)
+    layers, _, factors = run(loss, params, batch, num_examples=num_examples)
+    assert bool(layers.hidden) == bool(num_examples)
     for factor, expected in zip("AG", truth(reference, params, batch).kronecker("dense"), strict=True):
         assert relative_error(getattr(factors["dense"], factor), expected) <= 1e-12
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
@@ -422,6 +423,15 @@ class Standardised(nn.Module):
         return y * self.param("gain", nn.initializers.ones, (4,))
 
 
+def check_derived(loss, params, x, operation):
+    layers = kfac.find_layers(loss, params, x)
+    (kernel,) = (layer for layer in layers if layer.params[0].endswith("kernel"))
+    assert kernel.kind == "gradient" and re.match(operation, kernel.note), kernel.note
+    with pytest.raises(kfac.UnsupportedLayerError, match=rf"kernel' is read by {operation}(.|\n)*skip="):
+        kfac.find_layers(loss, params, x, strict=True)
+    assert "skipped" in kinds(kfac.find_layers(loss, params, x, skip=("kernel",), strict=True)).values()
+
+
 class Normalised(nn.Module):
     wrapper: Any
     layer: Any
@@ -443,7 +453,7 @@ class Normalised(nn.Module):
     ],
     ids=["dense weight norm", "dense spectral norm", "conv weight norm", "conv spectral norm", "standardised"],
 )
-def test_derived_kernels_of_linen_are_refused(model):
+def test_derived_kernels_of_linen_have_the_gradients_own_factors(model):
     x = normal(1, N, 5, 6, 2, dtype=jnp.float32)
     variables = dict(model.init(jax.random.key(0), x))
     params, stats = variables.pop("params"), variables
@@ -452,14 +462,11 @@ def test_derived_kernels_of_linen_are_refused(model):
         y, _ = model.apply({"params": p, **stats}, x, mutable=list(stats))
         return jnp.mean(jnp.sin(y))
 
-    with pytest.raises(kfac.UnsupportedLayerError, match=r"kernel'.*(dot_general|conv_general_dilated).*skip="):
-        kfac.find_layers(loss, params, x)
-    layers = kfac.find_layers(loss, params, x, skip=("kernel",))
-    assert "skipped" in kinds(layers).values()
+    check_derived(loss, params, x, r"(dot_general|conv_general_dilated)")
 
 
 @pytest.mark.parametrize("wrapper", ["WeightNorm", "SpectralNorm"])
-def test_derived_kernels_of_nnx_are_refused(wrapper):
+def test_derived_kernels_of_nnx_have_the_gradients_own_factors(wrapper):
     rngs = nnx.Rngs(0)
     model = getattr(nnx, wrapper)(nnx.Linear(5, 4, rngs=rngs), rngs=rngs)
     graph, state, rest = nnx.split(model, nnx.Param, ...)
@@ -468,8 +475,7 @@ def test_derived_kernels_of_nnx_are_refused(wrapper):
         own = jax.tree.map(lambda leaf: leaf + 0, rest)  # variables of this trace
         return jnp.mean(jnp.sin(nnx.merge(graph, p, own)(x)))
 
-    with pytest.raises(kfac.UnsupportedLayerError, match=r"kernel'.*dot_general.*skip="):
-        kfac.find_layers(loss, state, normal(1, N, 5, dtype=jnp.float32))
+    check_derived(loss, state, normal(1, N, 5, dtype=jnp.float32), "dot_general")
 
 
 # -- containers --------------------------------------------------------------------------------------------------------

@@ -153,6 +153,28 @@ def test_unequal_leading_axes_are_an_error():
         kfac.microbatch(fn, 4, batch_argnums=(1, 2))(params, x, t[:8])
 
 
+def test_what_is_as_long_as_the_batch_is_split_or_named(x64):
+    """Where it is not said what is split it is the first argument after the parameters, and nothing else is as long."""
+    params, (x, t) = problem()
+    fn = function(params, (x, t))
+    words = r"argument 1 is split along its leading axis of length 12, but argument {} is as long.*batch_argnums=1"
+    with pytest.raises(ValueError, match=words.format(2)):
+        kfac.microbatch(fn, 4)(params, x, t)
+    with pytest.raises(ValueError, match=words.format("'t'")):
+        kfac.microbatch(fn, 4)(params, x, t=t)
+
+    def with_others(p, batch, offsets, key):
+        return loss(p, *batch) + jnp.sum(offsets) + jax.random.normal(key)
+
+    others = jnp.arange(12.0), jax.random.PRNGKey(0)  # one is as long, and of no example
+    layers = kfac.find_layers(with_others, params, (x, t), *others)
+    assert layers.batch_argnums == (1,)
+    fn = kfac.value_and_grad(with_others, layers)
+    found = compiled(kfac.microbatch(fn, 4, batch_argnums=1))(params, (x, t), *others)
+    assert_equal(found, compiled(fn)(params, (x, t), *others))
+    compiled(kfac.microbatch(fn, 2))(params, jax.tree.map(lambda a: a[:2], (x, t)), *others)  # a key is no batch
+
+
 # -- several devices ---------------------------------------------------------------------------------------------------
 
 
@@ -187,6 +209,50 @@ def test_loss_gradients_and_factors_are_the_devices_own(mapped, count):
     for k in range(4):
         expected = single(params, *(part[k] for part in parts))
         assert_equal(jax.tree.map(lambda leaf, k=k: leaf[k], found), expected, 1e-5)
+
+
+@pytest.mark.parametrize("statistics", [True, False])
+@pytest.mark.parametrize(
+    ("average", "refused"),
+    [
+        (lambda y: jax.lax.pmean(jnp.mean(y), "devices"), True),
+        (lambda y: 0.5 * jax.lax.psum(jnp.mean(y), "devices") / 4 + 1.0, True),
+        (lambda y: jnp.mean(y) + jax.lax.stop_gradient(jax.lax.pmean(jnp.mean(y), "devices")), False),
+        (lambda y: jnp.mean((y - jax.lax.pmean(jnp.mean(y, 0), "devices")) ** 2), False),  # as of batch norm
+    ],
+    ids=["mean", "sum", "metric", "statistics"],
+)
+def test_an_average_over_devices_is_no_loss(average, refused, statistics):
+    """It is not that of the device's own examples, and its gradient is added up once more."""
+    params, x = {"w": normal(0, 5, 2, dtype=np.float32)}, normal(1, 4, 3, 5, dtype=np.float32)
+    layers = kfac.find_layers(lambda p, x: jnp.mean((x @ p["w"]) ** 2), params, x[0])
+    fn = kfac.value_and_grad(lambda p, x: average((x @ p["w"]) ** 2), layers, statistics=statistics)
+    mapped = jax.pmap(fn, axis_name="devices", in_axes=(None, 0), devices=jax.devices()[:4])
+    if not refused:
+        assert np.isfinite(mapped(params, x)[0]).all()
+        return
+    with pytest.raises(ValueError, match=r"loss_fn returns an average over the devices of 'devices'.*afterwards"):
+        mapped(params, x)
+
+
+def test_gradients_without_statistics_are_the_devices_own():
+    params, x = {"w": normal(0, 5, 2, dtype=np.float32)}, normal(1, 8, 5, dtype=np.float32)
+
+    def square(p, x):
+        return jnp.mean((x @ p["w"]) ** 2)
+
+    fn = kfac.value_and_grad(square, kfac.find_layers(square, params, x), statistics=False)
+    spec, mesh = jax.sharding.PartitionSpec, jax.make_mesh((4,), ("d",), (jax.sharding.AxisType.Auto,))
+
+    def local(params, x):
+        value, grads, factors = fn(params, x)
+        assert factors is None
+        return value[None], grads["w"][None]
+
+    found = jax.shard_map(local, mesh=mesh, in_specs=(spec(), spec("d")), out_specs=spec("d"))(params, x)
+    expected = [jax.value_and_grad(square)(params, part) for part in x.reshape(4, 2, 5)]
+    np.testing.assert_allclose(found[0], [value for value, _ in expected], rtol=1e-5)
+    np.testing.assert_allclose(found[1], [grads["w"] for _, grads in expected], rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto])

@@ -12,6 +12,7 @@ import kfac
 import kfac._statistics.convolution
 from checking import check_all, check_kronecker, kinds, normal, run
 from oracle import Geometry, Hook, relative_error, truth
+from test_without_examples import own_factors
 
 N, T, D = 3, 4, 6
 NHWC = ("NHWC", "HWIO", "NHWC")
@@ -280,12 +281,12 @@ def test_a_stacked_scale_that_a_scan_iterates_over_and_others_read(x64):
     assert kinds(layers) == {"scale": "unitwise", "w": "dense"}
 
 
-def test_a_part_that_is_a_scale_is_refused():
+def test_a_part_that_is_a_scale_has_no_exact_rows():
     def loss(p, x):
         return jnp.mean(jnp.sin((x @ p["w"][:, :2]) + x[..., :2] * p["w"][0, 2:4]))
 
-    with pytest.raises(kfac.UnsupportedLayerError, match=r"'w'.*besides a product.*skip="):
-        kfac.find_layers(loss, {"w": jnp.ones((D, D))}, jnp.ones((N, T, D)))
+    found = own_factors(loss, {"w": jnp.ones((D, D))}, jnp.ones((N, T, D)))
+    assert found == {"w": "dot_general and mul: besides a product, an elementwise operation reads it"}
 
 
 # -- kernels read backwards --------------------------------------------------------------------------------------------

@@ -36,17 +36,39 @@ def many(count):
 # Factors.
 
 
-def check_factors(network):
+def check_factors(network, examples=4):
     with jax.enable_x64(True):
-        params, batch = network.parameters(np.float64), network.batch(0, 4, np.float64)
+        params, batch = network.parameters(np.float64), network.batch(0, examples, np.float64)
         expected = truth(network.reference, params, batch, interacting=network.interacting)
         check_all(network.loss, params, batch, expected, vectors=expected.vectors)
+
+
+def lengths(network):
+    """Of all axes of a network but the examples: positions, channels, layers of a loop."""
+    shapes = jax.tree.map(jnp.shape, network.parameters(np.float32))
+    of_leaves = jax.tree.leaves(shapes)
+    of_loops = [length for layer in network.layers for length in getattr(layer, "lengths", ())]
+    return sorted({*network.shape, *of_leaves, *of_loops} - {1})
 
 
 @few(8)
 @given(networks())
 def test_factors_equal_brute_force(network):
     check_factors(network)
+
+
+@few(4)
+@given(networks(depth=2), st.data())
+def test_factors_equal_brute_force_with_as_many_examples_as_some_axis_is_long(network, drawn):
+    check_factors(network, drawn.draw(st.sampled_from(lengths(network))))
+
+
+@pytest.mark.slow
+@many(25)
+@given(networks())
+def test_factors_equal_brute_force_with_as_many_examples_as_each_axis_in_turn(network):
+    for length in lengths(network):
+        check_factors(network, length)
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,6 +74,12 @@ def kernel_on_the_left(hook, p, x, t):
     return mean_loss(hook.layer("w", x, jnp.moveaxis(y, 0, 2)), t)
 
 
+def flattened(hook, p, x, t):
+    """Examples and positions on one axis."""
+    y = (x.reshape(-1, 5) @ p["w"]).reshape(*x.shape[:2], -1)
+    return mean_loss(hook.layer("w", x, y), t)
+
+
 def heads(hook, p, x, t):
     y = jnp.einsum("ntd,dhk->nthk", x, p["dense"]["w"]) + p["dense"]["b"]
     return mean_loss(hook.layer("dense", x, y, out=2, bias=True), t)
@@ -95,6 +99,7 @@ DENSE = {
     "two axes of positions": (dense, (2, T, 5), BIASED),
     "as many positions as examples": (dense, (N, 5), BIASED),
     "without a bias": (unbiased, (T, 5), {"w": (5, 6)}),
+    "flattened": (flattened, (T, 5), {"w": (5, 6)}),
     "kernel on the left": (kernel_on_the_left, (T, 5), {"w": (5, 6)}),
     "kernel on the left, as many positions as examples": (kernel_on_the_left, (N, 5), {"w": (5, 6)}),
     "heads": (heads, (T, 5), {"dense": {"w": (5, 2, 3), "b": (2, 3)}}),
@@ -227,7 +232,7 @@ def pooled(p, x, c):
 
 
 def pooled_convolution(p, x, c):
-    y = lax.conv_general_dilated(x.reshape(N, 2, 2, 5), p["conv"]["w"], (1, 1), "SAME", dimension_numbers=NUMBERS)
+    y = lax.conv_general_dilated(x.reshape(len(x), 2, 2, 5), p["conv"]["w"], (1, 1), "SAME", dimension_numbers=NUMBERS)
     return jnp.mean((y + p["conv"]["b"]).mean((1, 2)) @ c)
 
 
@@ -238,10 +243,9 @@ def test_the_block_equals_the_exact_one_on_a_linear_network(x64, loss):
     batch, c = (normal(1, N, T, 5),), normal(2, 4)
 
     def of_batch(p, x):
-        return loss(p, x, c) if loss is pooled else loss(p, jnp.broadcast_to(x, (N, T, 5)), c)
+        return loss(p, x, c)
 
     layers, _, factors = run(of_batch, params, batch, reduce=(".",))
-    # One example at a time; the convolution takes a batch of one example's copies, whose mean loss is the example's.
     gradients = dict(zip(layers.paths, jax.tree.leaves(example_gradients(of_batch, params, batch)), strict=True))
     for layer in layers:
         exact = 0.0
@@ -295,21 +299,14 @@ def test_patterns_say_which_layers():
             kfac.find_layers(loss, params, *batch, reduce=bad)
 
 
-def test_examples_that_cannot_be_told_are_an_error():
-    def flattened(p, x):
-        return jnp.mean(jnp.tanh(x.reshape(-1, 5) @ p))
+@pytest.mark.parametrize("model", ["sorted", "hidden"])
+def test_examples_that_are_not_told_apart_are_an_error(model):
+    def loss(p, x):
+        rows = x.reshape(-1, 5) if model == "sorted" else x.reshape(N * T, 5)
+        rows = rows[jnp.argsort(rows[:, 0])] if model == "sorted" else rows
+        return jnp.mean(jnp.tanh(rows @ p["w"]))
 
-    def kernel_for_each(p, x):  # the examples come first in the output but not in the input
-        return jnp.mean(jnp.sin(jax.vmap(lambda x, w: x @ w, in_axes=(1, 0))(x, jnp.broadcast_to(p, (N, 5, 2)))))
-
-    x = jnp.ones((N, N, 5))
-    layers = kfac.find_layers(flattened, jnp.ones((5, 2)), x, reduce=(".",))
-    with pytest.raises(ValueError, match="none of whose axes has"):
-        kfac.value_and_grad(flattened, layers, num_examples=N)(jnp.ones((5, 2)), x)
-    try:
-        layers = kfac.find_layers(kernel_for_each, jnp.ones((5, 2)), x, reduce=(".",))
-        kfac.value_and_grad(kernel_for_each, layers, num_examples=N)(jnp.ones((5, 2)), x)
-    except ValueError as error:
-        assert re.search("not clear which|no exact Kronecker", str(error))
-    else:
-        raise AssertionError("an order of axes that cannot be known")
+    params, x = {"w": jnp.ones((5, 2))}, jnp.ones((N, T, 5))
+    assert kfac.find_layers(loss, params, x)["w"].kind == "dense"
+    with pytest.raises(ValueError, match=r"reduce: .*'w'.*dot_general without an order of the examples"):
+        kfac.find_layers(loss, params, x, reduce=(".",))

@@ -1,13 +1,17 @@
 """Operations of a user's own: one entry in the table says what they are."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from jax.extend import core as jex
 
 import kfac
-from checking import normal
+from checking import kinds, normal
+from kfac._capture import primitives
 
 N, D, H = 6, 5, 4
 
@@ -16,10 +20,10 @@ def _multiply(x_ref, w_ref, out_ref):
     out_ref[...] = jnp.dot(x_ref[...], w_ref[...], preferred_element_type=jnp.float32)
 
 
-def kernel(x, w):
+def kernel(x, w, body=_multiply, **options):
     """A small matrix product in Pallas."""
     shape = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype)
-    return pl.pallas_call(_multiply, out_shape=shape, interpret=True, name="multiply")(x, w)
+    return pl.pallas_call(body, out_shape=shape, interpret=True, **options)(x, w)
 
 
 @jax.custom_vjp
@@ -71,18 +75,17 @@ def own(p, x):
     return network(p, x, pallas_matmul, own_transpose, own_block)
 
 
-@pytest.fixture
-def registered():
-    """The three functions in the table, and out of it afterwards."""
-    from kfac._capture import primitives
+@pytest.fixture(autouse=True)
+def table(monkeypatch):
+    """What a test registers is forgotten afterwards."""
+    monkeypatch.setattr(primitives, "_REGISTERED", {})
 
-    before = dict(primitives._REGISTERED)
-    kfac.register_primitive("pallas_matmul", lambda x, w: x @ w)
-    kfac.register_primitive("own_transpose", lambda w: w.T)
-    kfac.register_primitive("own_block")
-    yield
-    primitives._REGISTERED.clear()
-    primitives._REGISTERED.update(before)
+
+@pytest.fixture
+def registered(table):
+    kfac.register_primitive(pallas_matmul, lambda x, w: x @ w)
+    kfac.register_primitive(own_transpose, lambda w: w.T)
+    kfac.register_primitive(own_block)
 
 
 def parameters():
@@ -103,37 +106,69 @@ def test_registered_operations_have_the_statistics_of_what_they_are_like(registe
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
 
 
-def test_without_an_entry_they_are_refused_by_name():
-    with pytest.raises(kfac.UnsupportedLayerError, match=r"custom_vjp_call.*cannot be followed"):
-        kfac.find_layers(own, parameters(), normal(4, N, D, dtype=np.float32))
+def test_without_an_entry_they_have_the_gradients_own_factors():
+    params, x = parameters(), normal(4, N, D, dtype=np.float32)
+    assert kinds(kfac.find_layers(own, params, x)) == dict.fromkeys(("in/b", "in/w", "middle"), "gradient") | {
+        "out": "dense"
+    }
+    reason = r"is read by custom_vjp_call\(.*\): .* custom_vjp_call.*\n"
+    with pytest.raises(kfac.UnsupportedLayerError, match=rf"'in/b' {reason}.*'in/w' {reason}.*'middle' {reason}"):
+        kfac.find_layers(own, params, x, strict=True)
 
 
 @pytest.mark.parametrize("kernel_of", [jnp.exp, lambda w: w / jnp.linalg.norm(w, axis=0)], ids=["exp", "normalised"])
-def test_what_a_product_refuses_a_registered_one_refuses_too(registered, kernel_of):
-    params, x = {"w": normal(0, D, H, dtype=np.float32)}, normal(1, N, D, dtype=np.float32)
-    with pytest.raises(kfac.UnsupportedLayerError, match=r"'w'.*skip="):
-        kfac.find_layers(lambda p, x: jnp.mean(pallas_matmul(x, kernel_of(p["w"])) ** 2), params, x)
-
-
-def test_a_pallas_call_by_its_own_name():
-    from kfac._capture import primitives
-
-    def loss(p, x):  # without a derivative of its own it can be found, though not differentiated
-        return jnp.mean(kernel(x, p["w"]) ** 2)
+def test_a_kernel_without_rows_in_a_product_has_none_in_a_registered_one(registered, kernel_of):
+    def loss(p, x):
+        return jnp.mean(pallas_matmul(x, kernel_of(p["w"])) ** 2)
 
     params, x = {"w": normal(0, D, H, dtype=np.float32)}, normal(1, N, D, dtype=np.float32)
-    kfac.register_primitive("multiply", lambda x, w: x @ w)
-    try:
-        assert kfac.find_layers(loss, params, x)["w"].kind == "dense"
-    finally:
-        del primitives._REGISTERED["multiply"]
+    assert kinds(kfac.find_layers(loss, params, x)) == {"w": "gradient"}
+    with pytest.raises(kfac.UnsupportedLayerError, match=r"'w' is read by custom_vjp_call"):
+        kfac.find_layers(loss, params, x, strict=True)
+
+
+def of_primitive():
+    multiply = jex.Primitive("multiply")
+    multiply.def_abstract_eval(lambda x, w: x.update(shape=(x.shape[0], w.shape[1])))
+    return multiply, multiply.bind
+
+
+def of_foreign_function():
+    def call(x, w):
+        return jax.ffi.ffi_call("multiply", jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype))(x, w)
+
+    return "multiply", call
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: (_multiply, kernel),
+        lambda: (_multiply, functools.partial(kernel, name="multiply")),
+        lambda: (_multiply, functools.partial(kernel, body=functools.partial(_multiply))),
+        of_primitive,
+        of_foreign_function,
+    ],
+    ids=["pallas", "pallas with a name", "pallas of a partial function", "primitive", "ffi"],
+)
+def test_without_a_derivative_of_their_own_they_are_found_though_not_differentiated(make):
+    operation, call = make()
+    params, x = {"w": normal(0, D, H, dtype=np.float32)}, normal(1, N, D, dtype=np.float32)
+
+    def found():
+        return kinds(kfac.find_layers(lambda p, x: jnp.mean(call(x, p["w"]) ** 2), params, x))
+
+    assert found() == {"w": "gradient"}
+    kfac.register_primitive(operation, lambda x, w: x @ w)
+    assert found() == {"w": "dense"}
 
 
 def test_bad_entries(registered):
-    with pytest.raises(ValueError, match="name must be the name"):
-        kfac.register_primitive("")
+    for operation in ("", None, 3, jnp.float32(1)):
+        with pytest.raises(ValueError, match="operation must be a function with a custom derivative, the"):
+            kfac.register_primitive(operation)
     with pytest.raises(ValueError, match="like must be a function or None, but is 3"):
-        kfac.register_primitive("pallas_matmul", 3)
-    kfac.register_primitive("pallas_matmul", lambda x, w: jnp.tanh(x @ w))
-    with pytest.raises(ValueError, match=r"register_primitive\('pallas_matmul'\): like must be a single operation"):
+        kfac.register_primitive(pallas_matmul, 3)
+    kfac.register_primitive(pallas_matmul, lambda x, w: jnp.tanh(x @ w))
+    with pytest.raises(ValueError, match=r"register_primitive\(pallas_matmul\): like must be a single operation"):
         kfac.find_layers(own, parameters(), normal(4, N, D, dtype=np.float32))

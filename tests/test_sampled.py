@@ -12,9 +12,9 @@ import pytest
 from jax import lax
 
 import kfac
-from checking import FAST, check_coarse, normal
-from kfac._factors import Coarse, Kronecker, Unitwise
-from oracle import Hook, relative_error
+from checking import FAST, check_vectors, normal
+from kfac._factors import Kronecker
+from oracle import Hook, relative_error, truth
 
 N, T, D, HIDDEN, OUT = 6, 3, 5, 4, 3
 LIKELIHOODS = ("categorical", "bernoulli", "gaussian")
@@ -112,9 +112,9 @@ def nll(likelihood, z, t):
     return 0.5 * jnp.sum((t - z) ** 2, axis=-1)
 
 
-def loss_of(model, likelihood):
+def loss_of(model, likelihood, hook=None):
     def loss(p, x):
-        z = kfac.output(model(Hook(), p, x), likelihood)
+        z = kfac.output(model(hook or Hook(), p, x), likelihood)
         return nll(likelihood, z, targets(likelihood, z)).mean()
 
     return loss
@@ -133,12 +133,6 @@ def compiled(fn):
     return jax.jit(fn, compiler_options=FAST)
 
 
-def squared(factors):
-    """Coarse blocks as they enter the averages."""
-    blocks = {name: Unitwise(block.F) if isinstance(block, Coarse) else block for name, block in factors.items()}
-    return kfac.Factors(blocks)
-
-
 def many(fn, params, *args, draws, key=0):
     """Mean and standard error of the factors over so many keys."""
     keys = jax.random.split(jax.random.key(key), (draws // 100, 100))
@@ -146,7 +140,7 @@ def many(fn, params, *args, draws, key=0):
     @compiled
     def moments(keys):
         def some(keys):
-            factors = jax.vmap(lambda key: squared(fn(params, *args, fisher_key=key)[2]))(keys)
+            factors = jax.vmap(lambda key: fn(params, *args, fisher_key=key)[2])(keys)
             return jax.tree.map(lambda f: (f.sum(0), jnp.square(f).sum(0)), dict(factors))
 
         return jax.tree.map(lambda s: s.sum(0), lax.map(some, keys))
@@ -184,7 +178,8 @@ def test_the_mean_of_many_draws_is_the_exact_fisher(x64, likelihood):
     assert_unbiased(found, exact_factors(network, likelihood, params, x, N))
 
 
-def test_every_token_of_a_sequence_is_an_example_unless_the_user_says_otherwise(x64):
+def test_the_loss_is_a_mean_over_tokens_unless_the_user_says_otherwise(x64):
+    """Of vectors the gradients of whole sequences are squared, whose tokens have targets of their own."""
     params, x = parameters(), normal(9, N, T, D)
     loss = loss_of(network, "categorical")
 
@@ -204,26 +199,16 @@ def test_one_prediction_for_many_positions(x64):
     assert_unbiased(found, exact_factors(mixing, "gaussian", params, x, N))
 
 
-def test_a_coarse_block_is_the_second_moment_of_the_sampled_gradient(x64):
-    """`n` times the square of the mean gradient, for targets from the model an unbiased estimate of the diagonal."""
-    table, x = normal(0, 7, OUT), jnp.array([0, 3, 3, 6])
+def test_the_gradients_own_factors_are_not_drawn(x64):
+    """A leaf without exact rows is not in the factors, whatever the targets."""
+    params, x = {"w": normal(0, D, OUT), "temperature": jnp.ones(())}, normal(9, N, D)
 
     def loss(p, x):
-        z = kfac.output(jnp.concatenate([p["table"], jnp.zeros((1, OUT))])[x], "categorical")
+        z = kfac.output(x @ p["w"] * jnp.exp(p["temperature"]), "categorical")
         return nll("categorical", z, targets("categorical", z)).mean()
 
-    params = {"table": table}
-    assert kfac.find_layers(loss, params, x)[0].coarse
-    fn = function(loss, params, x)
-    found = many(fn, params, x, draws=4000)
-    p = np.asarray(jax.nn.softmax(table[x], axis=-1))
-    expected = np.zeros((7, OUT))
-    np.add.at(expected, np.asarray(x), p * (1 - p) / len(x))
-    assert_within(jax.tree.map(np.ravel, found["table"].F), expected.ravel())
-    with pytest.raises(AssertionError):  # it is not that of the gradient of the loss
-        layers = kfac.find_layers(loss, params, x)
-        _, grads, factors = fn(params, x, fisher_key=jax.random.key(0))
-        check_coarse(layers, factors, grads, len(x))
+    assert kfac.find_layers(loss, params, x)["temperature"].kind == "gradient"
+    assert list(measured(loss, params, x)(params, x, fisher_key=jax.random.key(0))[2]) == ["w"]
 
 
 def test_two_outputs_are_independent_given_the_input(x64):
@@ -378,7 +363,7 @@ def test_a_mark_inside_a_scan_over_parts_of_a_sequence(x64):
             z = kfac.output(jnp.tanh(x @ p["w"]) @ p["out"], "categorical")
             return total + nll("categorical", z, targets("categorical", z)).sum(), None
 
-        return lax.scan(step, 0.0, x)[0] / (T * N)
+        return lax.scan(step, 0.0, x)[0] / (x.shape[0] * x.shape[1])
 
     def model(hook, p, x):
         x = x.reshape(-1, D)
@@ -403,7 +388,7 @@ def test_draws_under_another_loss_than_the_likelihood(x64):
 
     def loss(p, x):
         z = kfac.output(_plain(p, x), "categorical")
-        weighted = jnp.mean(jnp.arange(N) * nll("categorical", z, 0.9 * targets("categorical", z) + 0.1 / OUT))
+        weighted = jnp.mean(jnp.arange(len(x)) * nll("categorical", z, 0.9 * targets("categorical", z) + 0.1 / OUT))
         return weighted + 0.1 * jnp.sum(p["out"] ** 2)
 
     found = function(loss, params, x)(params, x, fisher_key=jax.random.key(0))[2]
@@ -489,26 +474,32 @@ def test_sharded_arrays_under_jit_draw_as_one_device_does():
 
 
 def test_the_marked_output_tells_the_number_of_examples(x64):
+    """Of what the loss is the mean; an example, whose gradients are squared, is one of the batch."""
     params, x = parameters(), normal(9, N, T, D)
     marked, plain = loss_of(network, "categorical"), lambda p, x: _without_mark(loss_of(network, "categorical"), p, x)
 
     def factors(loss, x, **options):
         return compiled(function(loss, params, x, fisher="empirical", **options))(params, x)[2]
 
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-9)
+    def close(found, expected, names=params):
+        own = ({name: dict(f)[name] for name in names} for f in (found, expected))
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9), *own)
+
     tokens = factors(marked, x)
-    jax.tree.map(close, tokens, factors(marked, x.reshape(-1, D)))
-    jax.tree.map(close, tokens, factors(plain, x.reshape(-1, D)))
-    jax.tree.map(close, factors(marked, x, num_examples=N), factors(plain, x, num_examples=N))
-    assert kfac.find_layers(marked, params, x)["in"].positions == 1
-    assert kfac.find_layers(plain, params, x)["in"].positions == T
+    close(tokens, factors(marked, x.reshape(-1, D)), ["in", "out"])
+    close(factors(marked, x.reshape(-1, D)), factors(plain, x.reshape(-1, D)))
+    close(factors(marked, x, num_examples=N), factors(plain, x))
+    layers = kfac.find_layers(marked, params, x)
+    by_example = truth(lambda hook, p, x: loss_of(network, "categorical", hook)(p, x), params, (x,), interacting=True)
+    check_vectors(layers, tokens, {name: T**0.5 * g for name, g in by_example.vectors.items()})
+    assert layers["in"].positions == kfac.find_layers(plain, params, x)["in"].positions == T
 
 
-def test_a_table_of_positions_where_every_token_is_an_example(x64):
+def test_a_table_of_positions_where_the_loss_is_a_mean_over_tokens(x64):
     params, x = {"table": normal(0, T, D), "out": normal(1, D, OUT)}, normal(9, N, T, D)
 
     def model(hook, p, x):
-        table = hook.vector("table", p["table"], N)
+        table = hook.vector("table", p["table"], len(x))
         return hook.layer("out", x, jnp.tanh(x + table) @ p["out"])
 
     found = many(function(loss_of(model, "categorical"), params, x), params, x, draws=3000)
@@ -579,19 +570,33 @@ def test_an_unclear_number_of_examples_is_an_error():
         z = _plain(p, x)
         return (kfac.output(z, "gaussian") ** 2).mean() + (kfac.output(z[:3], "gaussian") ** 2).mean()
 
-    _raises(r"marked outputs have 6 .* and 3 .* rows.*num_examples", two, params, x)
-    function(two, params, x, num_examples=N)(params, x, fisher_key=jax.random.key(0))
+    def hidden(p, x):
+        z = _plain(p, x + jnp.zeros((N, 1)))
+        return (kfac.output(z, "gaussian") ** 2).mean() + (kfac.output(z[:3], "gaussian") ** 2).mean()
+
+    _raises(r"marked outputs have 6 .* and 3 .* rows, and the loss cannot be traced.*num_examples", hidden, params, x)
+    function(hidden, params, x, num_examples=N)(params, x, fisher_key=jax.random.key(0))
+    by_batch, given = (
+        function(two, params, x, num_examples=n)(params, x, fisher_key=jax.random.key(0))[2] for n in (None, N)
+    )
+    jax.tree.map(np.testing.assert_array_equal, by_batch, given)
 
     def vector(p, x):
         return (kfac.output(_plain(p, x)[:, 0], "bernoulli") ** 2).mean()
 
     _raises(r"give the features an axis of their own", vector, params, x)
 
-    def pairs(p, x):
-        z = _plain(p, x)
-        return (kfac.output(z[:4], "gaussian") ** 2).mean()
 
-    _raises("4 rows, which do not divide the 6 positions at which 'in/w' is read", pairs, params, x)
+def test_a_loss_of_some_of_the_examples(x64):
+    params, x, n = {"w": normal(0, D, OUT)}, normal(9, N, D), 4
+
+    def loss(p, x):
+        return (kfac.output((x @ p["w"])[:n], "gaussian") ** 2).sum(-1).mean() / 2
+
+    found = function(loss, params, x, fisher="empirical")(params, x)[2]["w"]
+    g = x[:n] @ params["w"] / n
+    np.testing.assert_allclose(found.A, x.T @ x / n, rtol=1e-10)
+    np.testing.assert_allclose(found.G, n / (N / n) * g.T @ g, rtol=1e-10)
 
 
 def test_a_key_of_the_loss_is_passed_on_with_empirical():

@@ -12,6 +12,7 @@ import pytest
 import kfac
 from checking import normal, run
 from oracle import relative_error
+from test_without_examples import own_factors
 
 N, D, H = 6, 2, 4
 
@@ -120,33 +121,42 @@ def test_derivatives_as_they_are_written(x64, derivative):
 
 @pytest.mark.parametrize(
     "tangent",
-    [lambda x: jnp.broadcast_to(jnp.eye(D)[0], x.shape), lambda x: jnp.tile(jnp.eye(D)[0], (N, 1))],
+    [lambda x: jnp.broadcast_to(jnp.eye(D)[0], x.shape), lambda x: jnp.tile(jnp.eye(D)[0], (len(x), 1))],
     ids=["broadcast", "tiled"],
 )
 def test_a_constant_that_is_repeated_for_every_example(x64, tangent):
     def loss(p, x, own):
-        return jnp.mean(jax.jvp(lambda x: jax.vmap(network, (None, 0))(p, x), (x,), (tangent(x) + own * x,))[1] ** 2)
+        direction = tangent(x) + 0 * x if own else tangent(x)
+        return jnp.mean(jax.jvp(lambda x: jax.vmap(network, (None, 0))(p, x), (x,), (direction,))[1] ** 2)
 
     params, x = parameters(), normal(9, N, D)
-    _, _, found = run(lambda p, x: loss(p, x, 0.0), params, (x,))
-    _, _, expected = run(lambda p, x: loss(p, x, jnp.sum(0 * x)), params, (x,))
+    _, _, found = run(lambda p, x: loss(p, x, False), params, (x,))
+    _, _, expected = run(lambda p, x: loss(p, x, True), params, (x,))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert relative_error(a, np.asarray(b)) < 1e-10
 
 
-def test_a_constant_kernel_is_still_refused():
+SHARED = "it reads rows that all examples share"
+
+
+def test_a_constant_kernel_has_no_exact_rows():
     """Where the product meets the examples otherwise than by a broadcast, it is one more array of parameters."""
 
     def loss(p, x):
         return jnp.mean((x @ (jnp.ones((D, 3)) @ p["w"])) ** 2)
 
-    with pytest.raises(kfac.UnsupportedLayerError, match=r"'w'.*holds no examples.*skip="):
-        kfac.find_layers(loss, {"w": jnp.ones((3, H))}, jnp.ones((N, D)))
+    assert own_factors(loss, {"w": jnp.ones((3, H))}, jnp.ones((N, D))) == {"w": f"dot_general: {SHARED}"}
 
 
-def test_a_product_of_constants_alone_is_refused():
-    with pytest.raises(kfac.UnsupportedLayerError, match=r"'w'.*holds no examples.*skip="):
-        kfac.find_layers(lambda p, x: jnp.mean((jnp.ones((7, 3)) @ p["w"]) ** 2), {"w": jnp.ones((3, H))}, jnp.ones(N))
+def test_a_product_of_constants_alone_is_a_penalty():
+    params = {"w": jnp.ones((3, H)), "v": jnp.ones((D, 1))}
+    layers = kfac.find_layers(
+        lambda p, x: jnp.mean((jnp.ones((7, 3)) @ p["w"]) ** 2) + jnp.mean((x @ p["v"]) ** 2), params, jnp.ones((N, D))
+    )
+    assert {layer.name: (layer.kind, layer.note) for layer in layers} == {
+        "v": ("dense", ""),
+        "w": ("gradient", "read without examples"),
+    }
 
 
 @pytest.mark.parametrize(
@@ -159,6 +169,6 @@ def test_a_product_of_constants_alone_is_refused():
     ],
     ids=["a scale", "a barrier", "something derived", "joined"],
 )
-def test_what_such_rows_may_not_meet_is_refused(meet):
-    with pytest.raises(kfac.UnsupportedLayerError, match=r"holds no examples.*skip="):
-        kfac.find_layers(lambda p, x: jnp.mean(jnp.tanh(meet(p, x)) ** 2), shapes(), jnp.ones((N, D)))
+def test_what_such_rows_may_not_meet(meet):
+    found = own_factors(lambda p, x: jnp.mean(jnp.tanh(meet(p, x)) ** 2), shapes(), jnp.ones((N, D)))
+    assert found["w1"] == f"dot_general: {SHARED}"

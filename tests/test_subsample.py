@@ -9,7 +9,8 @@ import pytest
 from jax import lax
 
 import kfac
-from checking import FAST, normal, rotations
+from checking import FAST, check_moments, check_vectors, normal, rotations
+from oracle import example_gradients
 
 
 def params():
@@ -81,25 +82,27 @@ def test_what_is_no_positive_int_is_refused(x64, value):
 
 
 def test_more_than_the_batch_is_refused(x64):
-    with pytest.raises(ValueError, match=r"subsample=5, but layer 'conv' sees 4 example\(s\) at a time"):
+    with pytest.raises(ValueError, match=r"subsample=5, but the batch has 4 example\(s\)"):
         factors_and_grads(4, subsample=5)
 
 
 def sequences(p, x, t, form):
     if form == "time-major":
         y = jnp.swapaxes(jnp.swapaxes(x, 0, 1) @ p["w"], 0, 1)
+    elif form == "flattened":
+        y = (x.reshape(-1, x.shape[-1]) @ p["w"]).reshape(*x.shape[:2], -1)
+    elif form == "backwards":
+        y = (x.reshape(-1, x.shape[-1])[::-1] @ p["w"])[::-1].reshape(*x.shape[:2], -1)
     elif form == "marked":
-        y = kfac.output(jnp.swapaxes(jnp.swapaxes(x, 0, 1) @ p["w"], 0, 1), "gaussian")  # every token an example
-    elif form == "reordered":
+        y = kfac.output(jnp.swapaxes(jnp.swapaxes(x, 0, 1) @ p["w"], 0, 1), "gaussian")
+    else:
         kernels = jnp.broadcast_to(p["w"], (len(x), *p["w"].shape))
         y = jax.vmap(lambda x, w: x @ w, in_axes=(1, 0))(jnp.swapaxes(x, 0, 1), kernels)
-    else:
-        y = (x.reshape(-1, x.shape[-1]) @ p["w"]).reshape(*x.shape[:2], -1)
     return jnp.mean(jnp.sin(jnp.tanh(y).sum((1, 2)) * t))
 
 
 def vectors(p, x, marked):
-    """A table of positions, a shift used twice, and a scale; every token an example where the output is marked."""
+    """A table of positions, a shift used twice, and a scale."""
     y = jnp.tanh(x * p["scale"] + p["shift"]) + p["table"]
     y = jnp.tanh(y @ p["w"]) + p["shift"]
     return jnp.mean(jnp.sin(kfac.output(y, "gaussian") if marked else y).sum(2))
@@ -119,7 +122,7 @@ def test_vectors_take_the_same_examples(x64, marked):
 
 
 def frames(p, x, t):
-    """Every frame of a video is an example; some layers see the frames as rows or images, others videos of them."""
+    """The loss is a mean over the frames of videos; some layers see the frames as rows or images, others videos."""
     n, length, *size = x.shape
     y = jnp.tanh(conv(x.reshape(n * length, *size), p["conv"]["w"], 1) + p["conv"]["b"])
     y = conv(jnp.tanh(conv(y, p["down"]["w"], 2)), p["point"]["w"], 1)
@@ -132,7 +135,10 @@ def frames(p, x, t):
 
 @pytest.mark.parametrize("moments", [False, True])
 def test_whole_sequences_are_taken_where_layers_see_them_as_rows(x64, moments):
-    """As many are left out as a sequence has tokens: by rows it would be the same place of each that is taken."""
+    """As many are left out as a sequence has tokens: by rows it would be the same place of each that is taken.
+
+    It is where the examples are not on an axis of their own: among the images of a convolution.
+    """
     p = {
         "conv": {"w": normal(0, 3, 3, 2, 4), "b": normal(1, 4)},
         "down": {"w": normal(2, 3, 3, 4, 3)},
@@ -145,113 +151,101 @@ def test_whole_sequences_are_taken_where_layers_see_them_as_rows(x64, moments):
     }
     x, t = normal(11, 7, 3, 5, 4, 2), normal(12, 7, 3, 2)
     layers = kfac.find_layers(frames, p, x, t)
+    convolutions = ["conv", "down", "point"]
+    assert [layer.name for layer in layers if layer.kind in ("dense", "conv") and not layer.told_apart] == convolutions
     known = {}
     if moments:
         known["basis"] = rotations(layers)
     found = jax.jit(kfac.value_and_grad(frames, layers, subsample=3), compiler_options=FAST)(p, x, t, **known)[2]
     taken = jax.jit(kfac.value_and_grad(frames, layers), compiler_options=FAST)(p, x[::3], t[::3], **known)[2]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13), found, taken)
+    alone = p | {"table": p["table"][:1]}, x[:, :1], t[:, :1]
+    first = jax.jit(kfac.value_and_grad(frames, kfac.find_layers(frames, *alone)), compiler_options=FAST)(*alone)[2]
+    for name in found:
+        expected = first if name in convolutions else taken
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13), found[name], expected[name])
 
 
-@pytest.mark.parametrize("form", ["time-major", "marked", "reordered"])
+@pytest.mark.parametrize("form", ["time-major", "flattened", "backwards", "marked", "reordered"])
 def test_it_is_examples_that_are_taken_where_they_do_not_come_first(x64, form):
     """Not every other time step of a time-major layer, which tells nothing of the steps between."""
     loss = functools.partial(sequences, form=form)
     p, (x, t) = {"w": normal(0, 5, 3)}, (normal(1, 4, 7, 5), normal(2, 4))
     layers = kfac.find_layers(loss, p, x, t)
-
-    def factors(x, t, **options):
-        known = {} if form == "marked" else {"num_examples": len(x)}
-        return kfac.value_and_grad(loss, layers, **known, **options)(p, x, t)[2]
-
-    expected, found = factors(x[::2], t[::2]), factors(x, t, subsample=2)
+    expected = kfac.value_and_grad(loss, layers)(p, x[::2], t[::2])[2]
+    found = kfac.value_and_grad(loss, layers, subsample=2)(p, x, t)[2]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), found, expected)
 
 
-def test_examples_without_an_axis_of_their_own_are_refused(x64):
-    p = {"w": normal(0, 5, 3)}
-    for n, message in ((4, "none of whose axes has the 4 examples"), (1, r"sees 1 example\(s\) at a time")):
-        data = normal(1, n, 6, 5), normal(2, n)
-        loss = functools.partial(sequences, form="flattened")
-        layers = kfac.find_layers(loss, p, *data)
-        with pytest.raises(ValueError, match=message):
-            kfac.value_and_grad(loss, layers, num_examples=n, subsample=2)(p, *data)
-    images, kernel = normal(3, 1, 4, 4, 2), {"w": normal(4, 3, 3, 2, 3)}
+def in_their_own_order(p, x, t, offset=0.0):
+    rows = x.reshape(-1, x.shape[-1])
+    y = jnp.tanh(rows[jnp.argsort(rows[:, 0])] @ p["w"] + offset).reshape(*x.shape[:2], -1)
+    return jnp.mean(jnp.sin(y.sum((1, 2)) * t))
 
-    def of_images(p, x):
-        return jnp.mean(jnp.sin(conv(x, p["w"], 1)))
 
-    layers = kfac.find_layers(of_images, kernel, images)
-    with pytest.raises(ValueError, match=r"sees 1 example\(s\) at a time"):
-        kfac.value_and_grad(of_images, layers, subsample=2)(kernel, images)
+def test_without_an_axis_of_examples_every_other_row_is_taken(x64):
+    p, (x, t) = {"w": normal(0, 5, 3)}, (normal(1, 4, 3, 5), normal(2, 4))
+    layers = kfac.find_layers(in_their_own_order, p, x, t)
+    assert layers["w"].kind == "dense" and not layers["w"].told_apart
+    found = kfac.value_and_grad(in_their_own_order, layers, subsample=2)(p, x, t)[2]["w"]
+    rows = x.reshape(-1, 5)
+    rows = rows[jnp.argsort(rows[:, 0])][::2]
+    g = jax.grad(lambda offset: in_their_own_order(p, x, t, offset))(jnp.zeros((12, 3)))[::2]
+    np.testing.assert_allclose(found.A, 2 * rows.T @ rows / 4, rtol=1e-12)
+    np.testing.assert_allclose(found.G, 2 * 4 / 3 * g.T @ g, rtol=1e-12)
 
 
 def merged(p, x, t):
-    """Tokens are examples; one layer sees each sequence in finer parts, four for each of its tokens."""
+    """A mean over tokens; one layer sees each sequence in finer parts, four for each of its tokens."""
     n, tokens, d = t.shape
-    h = jnp.tanh(x @ p["w"]) * p["scale"] if "scale" in p else jnp.tanh(x @ p["w"])
+    h = jnp.tanh(x @ p["w"]) * p["scale"]
     y = kfac.output(h.reshape(n, tokens, -1, d).sum(2), "gaussian")
     return 0.5 * jnp.mean(jnp.sum((y - t) ** 2, axis=-1))
 
 
-def test_parts_of_a_sequence_are_not_the_tokens(x64):
-    p, x, t = {"w": normal(0, 3, 2)}, normal(1, 5, 12, 3), normal(2, 5, 3, 2)
-    layers = kfac.find_layers(merged, p, x, t)
-    found = kfac.value_and_grad(merged, layers, subsample=2)(p, x, t)[2]
-    taken = kfac.value_and_grad(merged, layers)(p, x[::2], t[::2])[2]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11), found, taken)
-    with pytest.raises(ValueError, match=r"none of whose axes has the 15 examples"):
-        kfac.value_and_grad(merged, layers)(p, x, t, basis=rotations(layers))
-    scaled = p | {"scale": normal(3, 2)}
-    with pytest.raises(ValueError, match=r"none of whose axes has the 15 examples"):
-        kfac.value_and_grad(merged, kfac.find_layers(merged, scaled, x, t))(scaled, x, t)
-
-
 def views(p, x, t):
-    """Tokens are examples; one layer sees all of them four times, each time otherwise."""
+    """A mean over tokens; one layer sees all of them four times, each time otherwise."""
     n, tokens, d = t.shape
     h = x.reshape(1, -1, 3) * jnp.linspace(0.5, 1.5, 4)[:, None, None]
-    h = jnp.tanh(h @ p["w"]) * p["scale"] if "scale" in p else jnp.tanh(h @ p["w"])
-    y = kfac.output(h.mean(0).reshape(n, tokens, d), "gaussian")
+    y = kfac.output((jnp.tanh(h @ p["w"]) * p["scale"]).mean(0).reshape(n, tokens, d), "gaussian")
     return 0.5 * jnp.mean(jnp.sum((y - t) ** 2, axis=-1))
 
 
-@pytest.mark.parametrize(("loss", "tokens"), [(merged, 12), (views, 3)])
-def test_whether_an_axis_is_of_sequences_or_of_something_else_must_be_clear(x64, loss, tokens):
+def channels_first(p, x, t):
+    """Channels before tokens are no table of positions."""
+    y = kfac.output(jnp.swapaxes(jnp.tanh(x * p["scale"][:, None]), 1, 2) @ p["w"], "gaussian")
+    return 0.5 * jnp.mean(jnp.sum((y - t) ** 2, axis=-1))
+
+
+@pytest.mark.parametrize(
+    ("loss", "n", "positions"),
+    [
+        (merged, 5, (12, 3)),
+        (merged, 4, (12, 3)),
+        (views, 4, (3, 3)),
+        (channels_first, 3, (3, 4)),
+        (channels_first, 4, (3, 3)),
+    ],
+)
+def test_lengths_that_agree_by_chance_do_not_matter(x64, loss, n, positions):
     """`[4, 12, ...]` may be four sequences of twelve parts, or four views of all twelve tokens."""
-    p, x, t = {"w": normal(0, 3, 2)}, normal(1, 4, tokens, 3), normal(2, 4, 3, 2)
-    layers, scaled, words = kfac.find_layers(loss, p, x, t), p | {"scale": normal(3, 2)}, "not clear whether its first"
-    kfac.value_and_grad(loss, layers)(p, x, t)
-    with pytest.raises(ValueError, match=words):
-        kfac.value_and_grad(loss, layers, subsample=2)(p, x, t)
-    with pytest.raises(ValueError, match=words):
-        kfac.value_and_grad(loss, layers)(p, x, t, basis=rotations(layers))
-    with pytest.raises(ValueError, match=words):
-        kfac.value_and_grad(loss, kfac.find_layers(loss, scaled, x, t))(scaled, x, t)
-    if loss is views:
-        x, t = normal(1, 5, 3, 3), normal(2, 5, 3, 2)
-        found = kfac.value_and_grad(loss, layers, subsample=2)(p, x, t)[2]
-        taken = kfac.value_and_grad(loss, layers)(p, x[::2], t[::2])[2]
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11), found, taken)
-
-
-@pytest.mark.parametrize("channels", [4, 5])
-def test_channels_before_tokens_are_no_table_of_positions(x64, channels):
-    def loss(p, x, t):
-        y = kfac.output(jnp.swapaxes(jnp.tanh(x * p["scale"][:, None]), 1, 2) @ p["w"], "gaussian")
-        return 0.5 * jnp.mean(jnp.sum((y - t) ** 2, axis=-1))
-
-    p = {"scale": normal(0, channels), "w": normal(1, channels, 2)}
-    data = normal(2, 3, channels, 4), normal(3, 3, 4, 2)
-    with pytest.raises(ValueError, match=r"'scale' is read by mul .* none of whose axes has the 12 examples"):
-        kfac.value_and_grad(loss, kfac.find_layers(loss, p, *data))(p, *data)
+    p, x, t = {"scale": normal(3, 2), "w": normal(0, 3, 2)}, normal(1, n, *positions), normal(2, n, 3, 2)
+    if loss is channels_first:
+        p, t = {"scale": normal(3, 3), "w": normal(0, 3, 2)}, normal(2, n, positions[1], 2)
+    layers, gradients = kfac.find_layers(loss, p, x, t), example_gradients(loss, p, (x, t))
+    tokens = t.shape[1]  # the rows of the output over the sequences
+    rooted = jax.tree.map(lambda g: tokens**0.5 * g, gradients)
+    _, factors = check_moments(loss, p, (x, t), gradients=rooted)
+    check_vectors(layers, factors, dict(zip(layers.paths, jax.tree.leaves(rooted), strict=True)))
+    found = kfac.value_and_grad(loss, layers, subsample=2)(p, x, t)[2]
+    taken = kfac.value_and_grad(loss, layers)(p, x[::2], t[::2])[2]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11), found, taken)
 
 
 def test_tokens_of_one_sequence_are_not_thinned(x64):
-    p, x, t = {"w": normal(0, 3, 2)}, normal(1, 2, 12, 3), normal(2, 2, 3, 2)
+    p, x, t = {"scale": normal(3, 2), "w": normal(0, 3, 2)}, normal(1, 2, 12, 3), normal(2, 2, 3, 2)
     measure = kfac.value_and_grad(merged, kfac.find_layers(merged, p, x, t), subsample=2)
     for call in (measure, kfac.microbatch(measure, 2, batch_argnums=(1, 2))):
-        with pytest.raises(ValueError, match=r"subsample=2, but layer 'w' sees 1 sequence\(s\) at a time"):
+        with pytest.raises(ValueError, match=r"subsample=2, but the batch has 1 example\(s\)"):
             call(p, *((x[:1], t[:1]) if call is measure else (x, t)))
 
 

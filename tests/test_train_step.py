@@ -200,28 +200,32 @@ def test_in_parts_num_examples_is_that_of_the_whole_batch(x64):
         after(num_examples=6, num_microbatches=4)
 
 
-def test_what_is_split_is_clear_or_said(x64):
-    p, x, y = {"w": normal(0, 5, 3)}, normal(1, 4, 5), normal(2, 4, 3)
+def test_what_is_split_is_found_or_said(x64):
+    """The batch are the arguments that hold the examples; another that is as long goes to all parts whole."""
+    p, x, y, scale = {"w": normal(0, 4, 3)}, normal(1, 4, 4), normal(2, 4, 3), normal(3, 4)
 
-    def loss_fn(p, x, y, *, weight=1.0):
-        return 0.5 * jnp.mean(weight * jnp.sum((x @ p["w"] - y) ** 2, -1))
+    def loss_fn(p, x, y):
+        return 0.5 * jnp.mean(jnp.sum((x @ p["w"] - y) ** 2, -1))
 
-    def once(*args, batch_argnums=None, parts=4, **kwargs):
+    def in_one(p, batch, scale):
+        return loss_fn(p, scale * batch[0], batch[1])
+
+    def once(*args, batch_argnums=None, parts=4, loss_fn=loss_fn, **kwargs):
         step = kfac.train_step(
             loss_fn, 0.1, inverse=kfac.Cholesky(), trust_ratio=None, num_microbatches=parts, batch_argnums=batch_argnums
         )
         params, _, loss = step(p, step.init(p, *args, **kwargs), *args, **kwargs)
         return params["w"], loss
 
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), once(x, y, batch_argnums=(1, 2)), once(x, y, parts=1)
-    )
-    with pytest.raises(ValueError, match=r"2 arguments beside params, .* batch_argnums=2 is the last, .*=\(1, 2\) all"):
-        once(x, y)
-    with pytest.raises(ValueError, match="of length 4, but argument 'y' is as long"):
-        once(x, y=y)
-    with pytest.raises(ValueError, match=r"the batch must be a positional argument, .* keywords alone, x, y"):
-        once(x=x, y=y)
+    def same(found, expected):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), found, expected)
+
+    for options in ({}, {"batch_argnums": (1, 2)}):
+        same(once(x, y, **options), once(x, y, parts=1))
+    same(once((x, y), scale, loss_fn=in_one), once((x, y), scale, loss_fn=in_one, parts=1))
+    for args, named in (((x,), {"y": y}), ((), {"x": x, "y": y})):
+        with pytest.raises(ValueError, match=r"the batch must be in positional arguments.*'y' of it are keyword"):
+            once(*args, **named)
     for wrong, words in (
         ((), "position of an argument"),
         (True, "position"),

@@ -21,17 +21,17 @@ def standardised_kernel():
         kernel = params["coder"]["kernel"]
         return jnp.mean(jnp.square(jnp.tanh(x @ (kernel - kernel.mean(0)))))
 
-    kfac.find_layers(loss, {"coder": {"kernel": jnp.ones((3, 4))}}, jnp.ones((8, 3)))
+    kfac.find_layers(loss, {"coder": {"kernel": jnp.ones((3, 4))}}, jnp.ones((8, 3)), strict=True)
 
 
 def unknown_pattern():
     kfac.find_layers(loss_fn, initial(), batch(0), skip=["embedding"])
 
 
-def flattened_examples():
+def a_batch_size_in_the_loss():
     def loss(params, x):
-        h = jnp.tanh(x @ params["a"])
-        return jnp.mean(jnp.square(h.reshape(-1, 4) @ params["b"]))
+        h = jnp.tanh(x.reshape(24, 3) @ params["a"])
+        return jnp.mean(jnp.square(h @ params["b"]))
 
     params, x = {"a": jnp.ones((3, 4)), "b": jnp.ones((4, 2))}, jnp.ones((4, 6, 3))
     jax.eval_shape(kfac.value_and_grad(loss, kfac.find_layers(loss, params, x)), params, x)
@@ -93,7 +93,7 @@ def gradients_that_were_not_averaged():
 CASES = [
     standardised_kernel,
     unknown_pattern,
-    flattened_examples,
+    a_batch_size_in_the_loss,
     another_loss,
     uneven_parts,
     factors_that_are_gradients,

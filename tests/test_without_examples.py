@@ -1,11 +1,15 @@
 """Products whose other operand holds no examples, biases of the other sign, and names that could collide."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kfac
+from checking import check_moments, check_vectors
+from oracle import example_gradients
 
 RNG = np.random.default_rng(0)
 
@@ -15,11 +19,30 @@ def array(*shape):
 
 
 X, Y = array(8, 6), array(8, 5)
-CONSTANT, TABLE = array(6, 3), array(16, 6)
+CONSTANT, TABLE = array(6, 3), array(20, 6)
 
 
 def squares(out, y):
     return jnp.mean(jnp.sum((out - y) ** 2, axis=-1))
+
+
+def own_factors(loss, params, *args, **options):
+    """The leaves that have the gradient's own factors, and why; `strict` refuses these, and says the way out."""
+    found = {
+        layer.params[0]: layer.note
+        for layer in kfac.find_layers(loss, params, *args, **options)
+        if layer.kind == "gradient" and layer.note not in ("not used by the loss", "read without examples")
+    }
+    with pytest.raises(kfac.UnsupportedLayerError) as error:
+        kfac.find_layers(loss, params, *args, **options, strict=True)
+    assert str(error.value).count(" is read by ") == len(found)
+    for name, note in found.items():
+        assert f"\n  {name!r} is read by {note}\n" in str(error.value)
+    skip = [f"^{re.escape(name)}$" for name in found]
+    assert f"skip=({', '.join(map(repr, skip))},)" in str(error.value)
+    skipped = {**options, "skip": (*options.get("skip", ()), *skip)}
+    kfac.find_layers(loss, params, *args, **skipped, strict=True)
+    return found
 
 
 def test_a_subtracted_output_gives_no_bias_of_the_wrong_sign():
@@ -51,53 +74,73 @@ def basis(params, x, y):
 
 
 def constant_positions(params, x, y):
-    table = (TABLE @ params["r"])[:8]
+    table = (TABLE @ params["r"])[: len(x)]
     return squares(x @ params["w"] + table, y)
 
 
-def closed_over(params, y):
-    return squares(jnp.tanh(X @ params["w"]) @ params["v"], y)
-
-
-def scaled_table(params, x, y):
-    return squares((x[:, None] + TABLE * params["s"]).sum(1) @ params["w"], y)
+COMPUTED, SHARED = "the kernel is a different array, computed from it", "it reads rows that all examples share"
 
 
 @pytest.mark.parametrize(
-    ("loss", "params", "skip"),
+    ("loss", "params", "skip", "reasons"),
     [
-        (low_rank, {"w": array(6, 5), "a": array(6, 2), "b": array(2, 5)}, ()),
-        (low_rank, {"w": array(6, 5), "a": array(6, 2), "b": array(2, 5)}, ("^a$", "^w$")),
-        (low_rank_of_a_constant, {"a": array(6, 2), "b": array(2, 5)}, ("^a$",)),
-        (basis, {"c": array(3, 5)}, ()),
-        (constant_positions, {"r": array(6, 5), "w": array(6, 5)}, ()),
-        (closed_over, {"w": array(6, 4), "v": array(4, 5)}, ()),
+        (low_rank, {"w": array(6, 5), "a": array(6, 2), "b": array(2, 5)}, (), {"a": COMPUTED, "b": COMPUTED}),
+        (low_rank, {"w": array(6, 5), "a": array(6, 2), "b": array(2, 5)}, ("^a$", "^w$"), {"b": SHARED}),
+        (low_rank_of_a_constant, {"a": array(6, 2), "b": array(2, 5)}, ("^a$",), {"b": SHARED}),
+        (basis, {"c": array(3, 5)}, (), {"c": SHARED}),
+        (constant_positions, {"r": array(6, 5), "w": array(6, 5)}, (), {"r": SHARED}),
     ],
-    ids=["low rank", "low rank, skipped", "of a constant", "basis", "positions", "closed over"],
+    ids=["low rank", "low rank, skipped", "of a constant", "basis", "positions"],
 )
-def test_a_product_without_examples_is_refused(loss, params, skip):
-    args = (Y,) if loss is closed_over else (X, Y)
-    with pytest.raises(kfac.UnsupportedLayerError, match=r"holds no examples|is a different array") as error:
-        kfac.find_layers(loss, params, *args, skip=skip)
-    assert "skip=(" in str(error.value)
-    # The way out that the message names leads out.
-    names = sorted(params)
-    assert {layer.kind for layer in kfac.find_layers(loss, params, *args, skip=[f"^{n}$" for n in names])} == {
-        "skipped"
-    }
+def test_a_product_without_examples_has_no_exact_rows(loss, params, skip, reasons):
+    found = own_factors(loss, params, X, Y, skip=skip)
+    assert found.keys() == reasons.keys()
+    for name, reason in reasons.items():
+        assert found[name].startswith("dot_general") and found[name].endswith(reason)
+    # A kernel to which something is added is read as it is.
+    assert {layer.kind for layer in kfac.find_layers(loss, params, X, Y) if layer.name == "w"} <= {"dense"}
 
 
-def test_a_scaled_constant_is_coarse_rather_than_taken_for_examples():
-    params = {"s": array(6), "w": array(6, 5)}
-    layers = kfac.find_layers(scaled_table, params, X[:, :6], Y)
-    assert layers["s"].coarse and layers["w"].kind == "dense"
+def test_a_scaled_constant_is_not_taken_for_examples():
+    """Each example's gradient of a scale of constants that are added to it is known."""
+
+    def loss(params, x, y):
+        return squares((x[:, None] + TABLE * params["s"]).sum(1) @ params["w"], y)
+
+    with jax.enable_x64(True):
+        params, x, y = jax.tree.map(np.float64, ({"s": array(6), "w": array(6, 5)}, X, Y))
+        layers = kfac.find_layers(loss, params, x, y)
+        assert {layer.name: layer.kind for layer in layers} == {"s": "diagonal", "w": "dense"}
+        check_vectors(
+            layers, kfac.value_and_grad(loss, layers)(params, x, y)[2], example_gradients(loss, params, (x, y))
+        )
 
 
-def test_a_loss_without_arguments_has_its_examples_in_constants():
+def closed_over(params, y):
+    return squares(X @ params["w"], y)
+
+
+def without_arguments(params):
+    return squares(X @ params["w"], Y)
+
+
+@pytest.mark.parametrize(
+    ("loss", "args", "words"),
+    [
+        (closed_over, (Y,), "the loss cannot be traced with 16 examples in argument 1"),
+        (without_arguments, (), "no argument of the loss has an array with a leading axis"),
+    ],
+)
+def test_a_loss_may_have_its_examples_in_constants(loss, args, words):
     params = {"w": array(6, 5)}
-    layers = kfac.find_layers(lambda params: squares(X @ params["w"], Y), params)
-    factors = kfac.value_and_grad(lambda params: squares(X @ params["w"], Y), layers)(params)[2]
+    layers = kfac.find_layers(loss, params, *args)
+    assert layers["w"].kind == "dense" and words in layers.hidden and words in repr(layers)
+    with pytest.raises(ValueError, match=f"the number of examples is not clear: {words}"):
+        kfac.value_and_grad(loss, layers)(params, *args)
+    factors = kfac.value_and_grad(loss, layers, num_examples=8)(params, *args)[2]
     np.testing.assert_allclose(factors["w"].A, X.T @ X / 8, rtol=1e-4, atol=1e-4)
+    g = 2 / 8 * (X @ params["w"] - Y)
+    np.testing.assert_allclose(factors["w"].G, 8 * g.T @ g, rtol=1e-4, atol=1e-4)
 
 
 def test_an_initial_state_of_zeros_counts_as_a_position():
@@ -145,14 +188,14 @@ def test_names_with_slashes_do_not_collide():
     assert "a/k" in layers and layers["a/k"] in layers and "k" not in layers
 
 
-def test_flattened_tokens_with_as_many_heads_as_examples_are_refused():
-    params = {"w": array(6, 8), "s": jnp.ones(2)}
+def test_flattened_tokens_with_as_many_heads_as_examples(x64):
+    params = {"w": np.float64(array(6, 8)), "s": np.float64(array(2))}
 
     def loss(params, x):  # [4 examples * 3 tokens, 4 heads, 2]
-        heads = (x.reshape(12, 6) @ params["w"]).reshape(12, 4, 2)
-        return jnp.mean((heads * params["s"]).reshape(4, 3, 8) ** 2)
+        heads = (x.reshape(-1, 6) @ params["w"]).reshape(-1, 4, 2)
+        return jnp.mean((heads * params["s"]).reshape(-1, 3, 8) ** 2)
 
-    x = array(4, 3, 6)
+    x = np.float64(array(4, 3, 6))
     layers = kfac.find_layers(loss, params, x)
-    with pytest.raises(ValueError, match=r"'s'.*not clear which of its axes has the 4 examples"):
-        kfac.value_and_grad(loss, layers, num_examples=4)(params, x)
+    check_vectors(layers, kfac.value_and_grad(loss, layers)(params, x)[2], example_gradients(loss, params, (x,)))
+    check_moments(loss, params, (x,))

@@ -14,11 +14,11 @@ decomposed its factors.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import itertools
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -42,6 +42,7 @@ import soap as published  # noqa: E402
 import tasks  # noqa: E402
 import topics  # noqa: E402
 from data import Plan  # noqa: E402
+from other_networks import OTHERS, Problem  # noqa: E402
 from speed import median_times  # noqa: E402
 from transformer import Transformer  # noqa: E402
 
@@ -49,20 +50,6 @@ INVERSES = {"kfac": None, "kfac-cholesky": kfac.Cholesky(), "kfac-soap": kfac.So
 METHODS = (*INVERSES, "soap", "muon", "adamw", "lars", "lamb", "sgd")
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 RESULTS = Path(__file__).resolve().parent / "results" / "networks.jsonl"
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Problem:
-    """`loss(params, state, *batch) -> (loss, state)`, `batches(seed, steps)`; of what `score` says, more is better.
-
-    A batch is `share` times smaller than the N examples to train on.
-    """
-
-    init: Callable[[jax.Array], tuple[Any, Any]]
-    loss: Callable[..., Any]
-    batches: Callable[[int, int], Iterator[tuple[Any, ...]]]
-    score: Callable[[Any, Any], float]
-    stacked: tuple[str, ...] = ()  # names of what holds a kernel for each layer of a scan
 
 
 class Plain(nn.Module):
@@ -151,6 +138,7 @@ def text(data_dir: Path, share: int, width: int = 64) -> Problem:
     return Problem(
         lambda key: (model.init(key), {}), lambda params, state, tokens: (model.loss(params, tokens), state), batches,
         lambda params, state: -float(np.mean([evaluate(params, part) for part in rows])), ("blocks",),
+        r"^\['(tokens|positions|head)'\]",
     )  # fmt: skip
 
 
@@ -162,15 +150,15 @@ PROBLEMS: dict[str, Callable[[Path, int], Problem]] = {
     "vision transformer": functools.partial(images, models.ViT(10, width=96, depth=4, heads=4, patch=4)),
     "MLP-Mixer": functools.partial(images, Mixer()),
     "character transformer": text,
+    **OTHERS,
     "character transformer, width 256": functools.partial(text, width=256),
 }
 
 
 def kernel_shape(path: Any, leaf: Any, problem: Problem) -> tuple[int, int, int] | None:
     """Copies, inputs and outputs of what is treated as a matrix; tables and the head of a transformer are not."""
-    names = [str(getattr(key, "key", key)) for key in path]
-    first = int(any(name in problem.stacked for name in names))
-    if leaf.ndim - first < 2 or names[0] in ("tokens", "positions") or (problem.stacked and names[0] == "head"):
+    first = int(any(str(getattr(key, "key", key)) in problem.stacked for key in path))
+    if leaf.ndim - first < 2 or re.search(problem.table, jax.tree_util.keystr(path)):
         return None
     copies = leaf.shape[0] if first else 1
     return copies, leaf.size // copies // leaf.shape[-1], leaf.shape[-1]
@@ -230,7 +218,8 @@ def prepared(problem: Problem, method: str, rate: Any, seed: int, steps: int) ->
     first = next(batches)
     layers: Any = None
     if method in INVERSES:
-        layers = kfac.find_layers(problem.loss, params, state, *first, has_aux=True)
+        batch = range(2, 2 + len(first))
+        layers = kfac.find_layers(problem.loss, params, state, *first, has_aux=True, batch_argnums=tuple(batch))
         tx: Any = kfac.kfac(rate, layers, inverse=INVERSES[method])
     elif method == "soap":
         tx = soap(rate, problem)

@@ -1,27 +1,31 @@
-"""Where each axis of an array comes from in a parameter leaf.
+"""Where each axis of an array comes from: in a parameter leaf, and in the batch.
 
 A kernel seldom reaches its matrix product as it was stored: it is cast, reshaped, transposed, sliced by a scan. Here an
 array that is a parameter seen through such operations carries, for each of its axes, the pieces ("atoms") of leaf axes
 it is made of, in order. The product that finally reads it then says of every atom whether it is an input axis, an
-output axis or a stack of independent copies, and the leaf can be brought to `[copies, d_out, d_in]` and back.
+output axis or a stack of independent copies, and the leaf can be brought to `[copies, d_out, d_in]` and back. Axes of
+the examples are followed through the same operations (`examples.py`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from kfac._layers import Layout
 from kfac._statistics.rows import Arrangement
 
-NOT_A_PARAMETER_AXIS = -1
+# What an atom is a piece of that is none of a parameter's axes.
+FOREIGN = -1  # an axis of which nothing is known: positions, features
+EXAMPLES = -2  # the examples of the batch, in their order
+MIXED = -3  # examples, or parts of them, in an order of their own
 
 
 class Atom(NamedTuple):
-    """A strided piece of leaf axis `axis`; `axis == -1` stands for an axis that the leaf does not have."""
+    """A strided piece of leaf axis `axis`; a negative one stands for an axis that the leaf does not have."""
 
     axis: int
     stride: int
@@ -30,7 +34,7 @@ class Atom(NamedTuple):
 
     @property
     def of_leaf(self) -> bool:
-        return self.axis != NOT_A_PARAMETER_AXIS
+        return self.axis >= 0
 
     @property
     def memory_order(self) -> tuple[int, int]:
@@ -41,34 +45,27 @@ Axis = tuple[Atom, ...]  # major to minor; an axis of size 1 has no atoms
 Axes = tuple[Axis, ...]
 
 
-class Box(NamedTuple):
-    """Some entries of an array: the shape that separates its atoms, and from where to where along each of these."""
-
-    split: tuple[int, ...]
-    ends: tuple[tuple[int, int], ...]
-
-    def __call__(self, x: Any) -> Any:
-        return x.reshape(self.split)[tuple(slice(*ends) for ends in self.ends)]
-
-
-def as_box(first: int, size: int, sizes: Sequence[int]) -> list[tuple[int, int]] | None:
-    """The entries `first` to `first + size` of a flat array as a start and length along each axis of the shape `sizes`.
-
-    None where they are no box of that shape.
-    """
-    if not sizes:
-        return []
-    inner = math.prod(sizes[1:])
-    major, at = divmod(first, inner)
-    if at == 0 and size % inner == 0:
-        return [(major, size // inner), *((0, minor) for minor in sizes[1:])]
-    rest = as_box(at, size, sizes[1:]) if at + size <= inner else None
-    return rest and [(major, 1), *rest]
-
-
 def foreign(size: int) -> Axis:
-    """An axis the leaf does not have: examples, positions."""
-    return (Atom(NOT_A_PARAMETER_AXIS, 1, size),) if size > 1 else ()
+    """An axis that neither a leaf nor the batch has."""
+    return (Atom(FOREIGN, 1, size),) if size > 1 else ()
+
+
+def examples(n: int) -> Axis:
+    """The axis of the examples."""
+    return (Atom(EXAMPLES, 1, n),) if n > 1 else ()
+
+
+def mixed(size: int) -> Axis:
+    """An axis of examples in an order of their own."""
+    return (Atom(MIXED, 1, size),) if size > 1 else ()
+
+
+def is_mixed(axis: Axis) -> bool:
+    return any(atom.axis == MIXED for atom in axis)
+
+
+def holds_examples(axis: Axis) -> bool:
+    return any(atom.axis in (EXAMPLES, MIXED) for atom in axis)
 
 
 def leaf_axes(shape: Sequence[int]) -> Axes:
@@ -90,11 +87,6 @@ def is_part(part: Atom, whole: Atom) -> bool:
     return part.axis == whole.axis and whole.stride <= part.stride < whole.stride * whole.size
 
 
-def foreign_sizes(axes: Iterable[Axis]) -> list[int]:
-    """Lengths of the axes that repeat the leaf."""
-    return [atom.size for atom in flatten(axes) if not atom.of_leaf]
-
-
 def is_broadcast(axes: Iterable[Axis]) -> bool:
     """Whether some axis repeats the leaf (which makes an array of parameters an activation)."""
     return any(not atom.of_leaf for axis in axes for atom in axis)
@@ -105,7 +97,9 @@ def _merge(atoms: Iterable[Atom]) -> Axis:
     for atom in atoms:
         last = merged[-1] if merged else None
         whole = last and last.stride == atom.stride * atom.size and last.flipped == atom.flipped
-        if last and whole and last.axis == atom.axis:
+        if last and last.axis == atom.axis == FOREIGN:
+            merged[-1] = Atom(FOREIGN, 1, last.size * atom.size)
+        elif last and whole and last.axis == atom.axis:
             merged[-1] = atom._replace(size=last.size * atom.size)
         else:
             merged.append(atom)
@@ -149,7 +143,7 @@ def broadcast(axes: Axes, old: Sequence[int], new: Sequence[int], dimensions: Se
 
 def flip(axis: Axis) -> Axis:
     """An axis read from its end."""
-    return tuple(atom._replace(flipped=not atom.flipped) if atom.of_leaf else atom for atom in axis)
+    return tuple(atom if atom.axis == FOREIGN else atom._replace(flipped=not atom.flipped) for atom in axis)
 
 
 def cut(axis: Axis, start: int, size: int) -> tuple[Axis, list[tuple[int, int]]] | None:
@@ -214,6 +208,15 @@ def entries(shape: Sequence[int], start: Sequence[int], atoms: Sequence[Atom]) -
         steps = np.arange(atom.size) * atom.stride * weights[atom.axis]
         where = where[..., None] + (steps[::-1] if atom.flipped else steps)
     return where.reshape(-1)
+
+
+def with_rows(axes: Axes, rows: Axes) -> Axes:
+    """The axes of a broadcast leaf, with those that the leaf does not have as they are in the data beside it."""
+    result = []
+    for own, data in zip(axes, rows, strict=True):
+        refined = None if not own or all(atom.of_leaf for atom in own) else common_refinement(own, data)
+        result.append(own if refined is None else _merge(a if a.of_leaf else b for a, b in refined))
+    return tuple(result)
 
 
 def common_refinement(a: Axis, b: Axis) -> list[tuple[Atom, Atom]] | None:

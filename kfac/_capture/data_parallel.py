@@ -21,7 +21,11 @@ from kfac._varying import AxisName, as_varying, axis_names, lying_as, whole_alon
 
 
 def data_parallel(
-    fn: Callable[..., Any], mesh: Mesh, axis_name: AxisName | None = None, *, batch_argnums: int | Sequence[int] = 1
+    fn: Callable[..., Any],
+    mesh: Mesh,
+    axis_name: AxisName | None = None,
+    *,
+    batch_argnums: int | Sequence[int] | None = None,
 ) -> Callable[..., Any]:
     """Evaluates `fn` on every device's share of a batch, for plain `jit` over a mesh.
 
@@ -42,9 +46,9 @@ def data_parallel(
         the examples of one device.
       mesh: as given to the `Distribution`.
       axis_name: the axis or axes that the batch is spread over; None for all.
-      batch_argnums: positions of what is spread, along the leading axis of each leaf. All devices get the other
-        arguments, and keyword arguments, whole, with PRNG keys among keyword arguments as in `microbatch`: each device
-        has its own. With keys elsewhere all draw the same numbers.
+      batch_argnums: positions of what is spread, along the leading axis of each leaf. None: the first argument after
+        `params`, and no other may be as long. All devices get the other arguments, and keyword arguments, whole; PRNG
+        keys among keyword arguments as in `microbatch`: each device has its own. With keys elsewhere all draw the same.
 
     Returns:
       A function with the arguments of `fn`, to be called under `jax.jit`. Values and gradients are averaged over
@@ -60,7 +64,7 @@ def data_parallel(
     check_axis_name(axis_name)
     check_mesh(mesh, axis_name)
     axes = tuple(mesh.axis_names) if axis_name is None else axis_names(axis_name)
-    argnums = check_argnums(batch_argnums)
+    check_argnums(batch_argnums)
     same, spread = PartitionSpec(), PartitionSpec(axes)
 
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
@@ -68,7 +72,7 @@ def data_parallel(
 
     @functools.wraps(fn)
     def shared_out(*args, **kwargs):
-        positions = split_positions(args, argnums)
+        positions = split_positions(args, kwargs, batch_argnums)
         leaves, tree = jax.tree.flatten((args, kwargs))
         split = [k in positions for k, x in enumerate((*args, kwargs)) for _ in jax.tree.leaves(x)]
         # Others, such as flags, stay what they are.
@@ -105,9 +109,9 @@ def _spread(x: Any, mesh: Mesh, axes: tuple[str, ...], explicit: bool) -> Any:
     return jax.reshard(x, NamedSharding(mesh, PartitionSpec(axes))) if explicit else x
 
 
-def _averaged(found: Any, axes: tuple[str, ...]) -> tuple[Any, Any, Shares]:
+def _averaged(found: Any, axes: tuple[str, ...]) -> tuple[Any, Any, Shares | None]:
     """What one device found, with averages over all of values and gradients."""
-    if not (isinstance(found, tuple) and len(found) == 3 and isinstance(found[2], Factors)):
+    if not (isinstance(found, tuple) and len(found) == 3 and isinstance(found[2], Factors | None)):
         raise ValueError("fn must be what kfac.value_and_grad or kfac.microbatch returned, but it returned no factors")
 
     def mean(x):
@@ -119,4 +123,6 @@ def _averaged(found: Any, axes: tuple[str, ...]) -> tuple[Any, Any, Shares]:
         return lax.pmean(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axes).astype(x.dtype)
 
     value, grads, factors = as_varying(jax.tree.map(jnp.asarray, found), frozenset(axes))
+    if factors is None:
+        return *jax.tree.map(mean, (value, grads)), None
     return *jax.tree.map(mean, (value, grads)), Shares(jax.tree.map(lambda x: x[None], factors), axes)

@@ -1,40 +1,35 @@
 """Follows every parameter through the program of a loss to the operations that read it.
 
 What is known of each array on the way is in `states.py`. What carries no gradient to the loss is walked past: no read,
-no branch of an output, no reason to refuse.
+no branch of an output. Where a leaf meets data in a way without exact rows, that is noted with the reason, and the walk
+goes on.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
-
-import jax
-import numpy as np
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from kfac._capture import axes as axes_lib
-from kfac._capture import parts, primitives
+from kfac._capture import primitives
 from kfac._capture.axes import Atom, Axes
-from kfac._capture.outputs import is_key
 from kfac._capture.primitives import SUMS, Follow, Read, spread
-from kfac._capture.replay import compute
-from kfac._capture.states import (
-    KERNEL_OPS,
-    NOT_WITH_EXAMPLES,
-    Data,
-    Derived,
-    Output,
-    State,
-    Use,
-    View,
-    is_active,
-    is_repeated,
-    leaves_of,
-    unsupported,
-)
-from kfac._capture.trace import Op, Path, Program, Trace
+from kfac._capture.program import Op, Path, Program
+from kfac._capture.states import NONE, Data, Derived, Leaves, Loop, Output, State, Use, View, is_repeated
+from kfac._capture.trace import Trace
+from kfac._layers import KRONECKER_KINDS, Layout
+
+KERNEL_OPS = frozenset({"dense", "conv"})
+
+
+class Inexact(NamedTuple):
+    """Why a leaf has no exact rows: the operation that reads it, the reason, and its matrices where they are known."""
+
+    operation: str
+    reason: str
+    layout: Layout | None = None
 
 
 class Reads:
@@ -42,348 +37,254 @@ class Reads:
 
     Attributes:
       uses: every read, in program order.
-      coarse: leaves that meet data in a way without known per-example gradients, and how.
-      derived: leaves that something else is computed from, and how.
-      products: leaves whose product with another parameter something is computed from, and that product.
-      skipped_products: lengths of the first axes that are not the parameter's, where products read skipped ones.
-      lengths: leading lengths above one of the array arguments but for PRNG keys.
-      single: whether one of them has a leading length of one.
-      late_products: leaves that are multiplied with rows that all examples share, and that product.
-      merges: where rows that all examples share meet the examples: the axis of these, and its length.
+      inexact: leaves that meet data in a way without exact rows.
+      merges: where rows that all examples share meet the examples: the axis of these.
       shared_calls: operations into which such rows are handed.
       multipliers: operations that produce a scaled view, and the operand that is the view.
       carriers: operations out of which a scaled view is handed.
     """
 
     def __init__(self, traced: Trace, skipped: set[int]):
-        self.names, self.shapes = traced.names, traced.shapes
+        self.shapes, self.n = traced.shapes, traced.batch.num_examples
         self.uses: list[Use] = []
-        self.coarse: dict[int, str] = {}
-        self.derived: dict[int, str] = {}
-        self.products: dict[int, str] = {}
-        self.skipped_products: dict[int | None, str] = {}
-        self.late_products: dict[int, str] = {}
-        self.merges: dict[Path, tuple[int, int]] = {}
+        self.inexact: dict[int, Inexact] = {}
+        self.merges: dict[Path, int] = {}
         self.shared_calls: set[Path] = set()
         self.multipliers: dict[Path, int] = {}
         self.carriers: set[Path] = set()
-        shapes = [tuple(array.shape) for array in traced.arrays if not is_key(array)]
-        self.lengths = {shape[0] for shape in shapes if shape and shape[0] > 1}
-        self.single = any(shape and shape[0] == 1 for shape in shapes)
-        self._sizes = {size for shape in shapes for size in shape[:-1] if size > 1} | self.lengths
-        # A loss without array arguments has its examples in constants.
-        self._constants = Data(fixed=bool(traced.arrays))
+        self._merged: set[int] = set()  # late uses whose rows have met the examples
+        self._leaked: dict[int, bool] = {}  # and those that reach the loss by themselves
         states: list[State] = [
-            Data(active=True, skipped=True, fixed=True)
-            if k in skipped
-            else View(k, axes_lib.leaf_axes(shape), (0,) * len(shape))
+            Data() if k in skipped else View(k, axes_lib.leaf_axes(shape), (0,) * len(shape))
             for k, shape in enumerate(self.shapes)
         ]
         states += [Data()] * len(traced.arrays)
         loss, *_ = self._walk(traced.program, states, (), ())
-        if isinstance(loss, Data) and loss.shared:
-            self._refuse_shared(loss.shared)
+        if isinstance(loss, Data):
+            self._leak(loss.shared)
+        self._settle()
 
     # -- walking -------------------------------------------------------------------------------------------------
 
     def _walk(self, program: Program, states: Sequence[State], path: Path, scans) -> list[State]:
-        def visit(index: int, op: Op, states: list[State]) -> list[State]:
+        def visit(index: int, op: Op, states: list[State]) -> Sequence[State]:
             # A gradient with respect to one branch alone is not that of a layer's output.
-            found = self._visit(op, list(map(_unbranched, states, op.branched)), (*path, index), scans)
-            if len(found) == 1 and isinstance(found[0], Data) and not found[0].active:
-                found = [dataclasses.replace(found[0], value=_computed(program, op, states))]
-            return found
+            return self._visit(op, list(map(_unbranched, states, op.branched)), (*path, index), scans)
 
-        def constant(value):
-            return dataclasses.replace(self._constants, value=lambda: value)
-
-        results = program.run(states, constant, lambda value: Data(value=lambda: value), visit)
+        results = program.run(states, lambda _: Data(), visit)
         return list(map(_unbranched, results, program.branched))
 
-    def _visit(self, op: Op, states: list[State], path: Path, scans) -> list[State]:
-        params = [s for s in states if not isinstance(s, Data)]
-        known = params or any(isinstance(s, Data) and (s.output or s.made_of or s.shared) for s in states)
-        if not op.alive or not known:
-            if op.alive and (op.product or op.name == "gather"):
-                self._note_skipped(op, states)
-            skipped = len(states) == 1 and op.keeps_values and isinstance(states[0], Data) and states[0].skipped
-            # Parameters that carry no gradient are numbers, but no examples.
-            constants = [Data(fixed=True) if not isinstance(s, Data) else s for s in states]
-            active = any(isinstance(s, Data) and s.active for s in states)
-            return [Data(active, skipped=skipped, fixed=self._is_fixed(op, constants))] * len(op.outputs)
+    def _visit(self, op: Op, states: list[State], path: Path, scans) -> Sequence[State]:
+        if not op.alive:
+            return [Data()] * len(op.outputs)
         if any(isinstance(s, Data) and s.shared for s in states):
-            found = self._with_shared(op, states, params, path)
+            found = self._with_shared(op, states, path)
             if found is not None:
                 return found
+            if not self._shares(op, states):
+                states = list(map(self._unshared, states))
+        params = [s for s in states if not isinstance(s, Data)]
         if op.name == "optimization_barrier":
             return [_at_barrier(s) for s in states]
         if op.inner:
-            if op.by_rule:  # only tangents carry a gradient
-                values = op.num_values
-                numbers = [s if isinstance(s, Data) and not s.skipped else Data(fixed=True) for s in states[:values]]
-                states = [*map(_unbranched, numbers, [True] * values), *states[values:]]
-            leaving = (
-                self._scan(op, states, path, scans) if op.name == "scan" else self._walk(op.inner, states, path, scans)
-            )
-            if any(isinstance(s, View) and s.scaled for s in leaving):
-                self.carriers.add(path)
-            return leaving
-        if op.opaque and params and not op.registered:
-            return self._opaque(op, states)
-        if op.product:
-            return [self._product(op, states, path, scans)]
+            walk = self._scan if op.scan else self._remat
+            return walk(op, states, path, scans)
         if not params:
             return [self._through_data(op, states)] * len(op.outputs)
-        along = primitives.joins(op.eqn)
-        if along is not None:
-            joined = parts.concatenated(states, op.shapes, op.results[0], along)
-            if joined:
-                return [joined]
+        if op.product:
+            return [self._product(op, states, path, scans)]
         if len(params) == 1 and isinstance(params[0], View):
             found = self._of_one(op, params[0], states, path, scans)
             if found is not None:
                 return found
-        return [self._derive(op, states)] * len(op.outputs)
+        return [self._derive(op, states, path)] * len(op.outputs)
 
-    def _with_shared(self, op: Op, states: list[State], params: Sequence[State], path: Path) -> list[State] | None:
+    def _remat(self, op: Op, states: list[State], path: Path, scans) -> list[State]:
+        assert op.inner
+        leaving = self._walk(op.inner, states, path, scans)
+        if any(isinstance(s, View) and s.scaled for s in leaving):
+            self.carriers.add(path)
+        return leaving
+
+    def _through_data(self, op: Op, states: list[State]) -> Data:
+        """Activations only: keep what is known of a layer's output while its axes can be followed."""
+        shared = NONE.union(*(s.shared for s in states if isinstance(s, Data)))
+        known = [k for k, s in enumerate(states) if isinstance(s, Data) and s.output]
+        if len(known) != 1 or len(op.outputs) != 1:
+            return Data(shared=shared)
+        (k,) = known
+        state, shape, result = states[k], op.inputs[k].shape, op.outputs[0].shape
+        assert isinstance(state, Data) and state.output
+        output = None
+        if len(states) == 1:
+            found = op.meaning(0, state.output.axes) if op.name not in ("neg", "slice") else None
+            output = dataclasses.replace(state.output, axes=found.axes[0]) if isinstance(found, Follow) else None
+        elif op.name == "mul" or (op.name == "div" and k == 0):
+            if self.uses[state.output.use].read.op == "mul":
+                # x * (rsqrt(var) * scale) + shift: the product with x stands between a scale and its shift. To put
+                # both in one block needs no more than that they act on the same channels.
+                output = Output(state.output.use, spread(state.output.axes, shape, result))
+        elif (op.name in ("add", "add_any") or (op.name == "sub" and k == 0)) and shape == result:
+            # A sum with other data has the same gradient: a bias may come after a residual connection.
+            output = state.output
+        return Data(output, shared)
+
+    def _scan(self, op: Op, states: list[State], path: Path, scans) -> list[State]:
+        assert op.inner and op.scan
+        first, last, length = op.scan.consts, op.scan.last, op.scan.length
+        entering: list[State] = []
+        for k, state in enumerate(states):
+            carried, sliced = first <= k < last, k >= last
+            if isinstance(state, Data):
+                state = Data()
+            elif carried and (
+                is_repeated(state, op.inputs[k]) or op.inner.outputs[k - first] is not op.inner.inputs[k]
+            ):
+                # A learned initial state, broadcast over the examples; or a kernel that a loop works on.
+                state = self._meets(state, op, "a scan carries it on and changes it")
+            elif isinstance(state, View) and sliced and axes_lib.is_broadcast(state.axes[:1]):
+                state = self._meets(state, op, "a scan iterates over copies of it")
+            elif isinstance(state, View):
+                atoms = state.axes[0] if sliced else ()
+                axes = state.axes[1:] if sliced else state.axes
+                state = dataclasses.replace(state, axes=axes, stack=(*state.stack, atoms))
+            entering.append(state)
+        leaving = self._walk(op.inner, entering, path, (*scans, Loop(len(path) - 1, length, op.along, op.longer)))
+        results: list[State] = []
+        for k, state in enumerate(leaving):
+            if k < op.scan.carried and not isinstance(entering[first + k], Data):
+                results.append(states[first + k])
+            elif isinstance(state, Data):
+                self._unshared(state)
+                results.append(Data())
+            elif k < op.scan.carried and op.outputs[k].size > 1:
+                # From the second iteration on, what the walk took for data is made of parameters.
+                results.append(self._meets(state, op, "an iteration hands it to the next"))
+            else:
+                results.append(Derived(state.leaves, "scan"))
+        if any(isinstance(s, View) and s.scaled for s in results):
+            self.carriers.add(path)
+        return results
+
+    # -- rows that all examples share, as constant tangents --------------------------------------------------------
+
+    def _with_shared(self, op: Op, states: list[State], path: Path) -> Sequence[State] | None:
         """Results of an op with rows that all examples share; None where it is one like others.
 
         Where they meet the examples by way of a broadcast, each example has a gradient of its own with respect to them.
         """
-        leaves = frozenset().union(*(s.shared for s in states if isinstance(s, Data)))
-        if op.inner:
-            if op.by_rule or (op.call and op.call.scan):
-                self._refuse_shared(leaves)
+        if op.inner and not op.scan:
             self.shared_calls.add(path)
+        if op.inner or any(not isinstance(s, Data) for s in states):
             return None
+        shared = NONE.union(*(s.shared for s in states if isinstance(s, Data)))
+        own = [k for k, s in enumerate(states) if isinstance(s, Data) and s.shared]
+        alone = not any(value.rows for k, value in enumerate(op.inputs) if k not in own)
+        if not alone and op.summed and op.name in SUMS:
+            self._leak(shared)
+            return [Data()]
+        shape, result = op.inputs[own[0]].shape, op.outputs[0]
+        grown = [k for k, longer in enumerate(result.grown) if longer]
+        elementwise = op.name == "broadcast_in_dim" or op.name in primitives.ELEMENTWISE
+        met = [k for k in grown if op.name == "broadcast_in_dim" or shape[k] == 1]
+        if elementwise and len(met) == 1 and result.axes[met[0]] == axes_lib.examples(self.n or 1):
+            if len({op.inputs[k].shape for k in own}) == 1:
+                self.merges[path] = met[0]
+                self._merged |= shared
+                return [Data()]
+        return None
+
+    def _shares(self, op: Op, states: list[State]) -> bool:
+        """Whether rows that all examples share are the same for all of them behind an op, too."""
+        if op.inner:
+            return not op.scan
+        params = [s for s in states if not isinstance(s, Data)]
         if params:
             one = len(params) == 1 and isinstance(params[0], View)
-            if not (op.product or (one and op.name in SUMS)):
-                self._refuse_shared(leaves)
-            return None
-        where = [k for k, s in enumerate(states) if isinstance(s, Data) and s.shared]
-        given = zip(states, op.literals, strict=True)
-        alone = all(literal or (isinstance(s, Data) and s.fixed) for s, literal in given) and len(op.outputs) == 1
-        if alone and op.name == "broadcast_in_dim":
-            new = primitives.added_axes(op.eqn)
-        elif alone or op.name not in primitives.ELEMENTWISE:
-            new = []
-        else:
-            shape = next(shape for k, shape in enumerate(op.shapes) if k in where)
-            new = [k for k, (own, size) in enumerate(zip(shape, op.results[0], strict=False)) if own == 1 < size]
-        axes = [k for k in new if op.results[0][k] in self.lengths]
-        if len(axes) == 1 and len({op.shapes[k] for k in where}) == 1:
-            self.merges[path] = axes[0], op.results[0][axes[0]]
-            return [Data(active=True)]
-        if not alone:
-            self._refuse_shared(leaves)
-        followed = self._through_data(op, states)
-        assert isinstance(followed, Data)
-        return [dataclasses.replace(followed, shared=leaves, fixed=True)] * len(op.outputs)
+            return one and (op.product or op.name in ("add", "add_any"))
+        others = [v for v, s in zip(op.inputs, states, strict=True) if not (isinstance(s, Data) and s.shared)]
+        return len(op.outputs) == 1 and not any(op.outputs[0].grown) and not any(value.rows for value in others)
 
-    def _refuse_shared(self, leaves: frozenset[int]) -> NoReturn:
-        names = [self.names[leaf] for leaf in sorted(leaves)]
-        raise unsupported(names, self.late_products[min(leaves)], NOT_WITH_EXAMPLES)
+    def _unshared(self, state: State) -> State:
+        """Data that share no rows any more: those that read them have no rows for each example."""
+        if not isinstance(state, Data) or not state.shared:
+            return state
+        for k in state.shared:
+            use = self.uses[k]
+            self._note(use.leaf, use.read.name, "it reads rows that all examples share", use)
+        return dataclasses.replace(state, shared=NONE)
 
-    def _note_skipped(self, op: Op, states: list[State]) -> None:
-        for k, state in enumerate(states):
-            if isinstance(state, Data) and state.skipped:
-                found = op.meaning(k, axes_lib.leaf_axes(op.shapes[k]))
-                if isinstance(found, Read):
-                    self.skipped_products.setdefault(found.leading, "a skipped parameter")
+    def _leak(self, shared: Leaves) -> None:
+        self._leaked.update(dict.fromkeys(shared, True))
 
-    def _through_data(self, op: Op, states: list[State]) -> State:
-        """Activations only: keep what is known of a layer's output while its axes can be followed."""
-        active, fixed = any(is_active(s) for s in states), self._is_fixed(op, states)
-        known = [k for k, s in enumerate(states) if isinstance(s, Data) and (s.output or s.made_of)]
-        if len(known) != 1 or len(op.outputs) != 1:
-            return Data(active, fixed=fixed)
-        state = states[known[0]]
-        assert isinstance(state, Data)
-        if len(states) == 1:
-            found = op.meaning(0, state.output.axes) if state.output and op.name not in ("neg", "slice") else None
-            output = None
-            if state.output and isinstance(found, Follow):
-                output = dataclasses.replace(state.output, axes=found.axes[0])
-            return Data(active, output, state.made_of if op.keeps_values else frozenset(), fixed=fixed)
-        scales = op.name == "mul" or (op.name == "div" and known[0] == 0)
-        if scales and state.output and self.uses[state.output.use].read.op == "mul":
-            # x * (rsqrt(var) * scale) + shift: the product with x stands between a scale and its shift. To put both in
-            # one block needs no more than that they act on the same channels.
-            axes = spread(state.output.axes, op.shapes[known[0]], op.results[0])
-            return Data(active, Output(state.output.use, axes, multiplied=True), fixed=fixed)
-        added = op.name in ("add", "add_any") or (op.name == "sub" and known[0] == 0)
-        if added and state.output and op.shapes[known[0]] == op.results[0]:
-            # A sum with other data has the same gradient: a bias may come after a residual connection.
-            return Data(active, state.output, fixed=fixed)
-        return Data(active, fixed=fixed)
-
-    def _scan(self, op: Op, states: list[State], path: Path, scans) -> list[State]:
-        assert op.inner and op.call and op.call.scan
-        first, carried, length = op.call.scan
-        last = first + carried
-        fixed = _fixed_in_scan(
-            op, [lit or (isinstance(s, Data) and s.fixed) for lit, s in zip(op.literals, states, strict=True)]
-        )
-        entering: list[State] = []
-        for k, state in enumerate(states):
-            if isinstance(state, Data):
-                if first <= k < last:
-                    state = Data(active=True, fixed=fixed[k])
-                state = dataclasses.replace(state, output=None, value=state.value if k < first else None)
-            elif first <= k < last and is_repeated(state):
-                # A learned initial state, broadcast over the examples.
-                self._met_data(state, "broadcast, then scan")
-                state = Data(active=True)
-            elif first <= k < last and not op.inner.hands_on(k - first, k):
-                self._refuse(state, op, "a scan changes it from iteration to iteration")
-            elif isinstance(state, View):
-                atoms = state.axes[0] if k >= last else ()
-                if k >= last and axes_lib.is_broadcast((atoms,)):
-                    self._refuse(state, op, "a scan iterates over copies of it")
-                axes = state.axes[1:] if k >= last else state.axes
-                state = dataclasses.replace(state, axes=axes, stack=(*state.stack, atoms))
-            entering.append(state)
-        leaving = self._walk(op.inner, entering, path, (*scans, (len(path) - 1, length)))
-        results: list[State] = []
-        for k, state in enumerate(leaving):
-            if isinstance(state, Data):
-                results.append(Data(active=True, fixed=state.fixed))
-            elif k < carried and not isinstance(entering[first + k], Data):
-                results.append(states[first + k])
-            elif k < carried and is_repeated(state):
-                self._met_data(state, "scan")
-                results.append(Data(active=True))
-            elif k < carried and math.prod(op.results[k]) > 1:
-                # From the second iteration on, what the walk took for data is made of parameters.
-                self._refuse(state, op, "an iteration hands it to the next")
-            else:
-                results.append(Derived(leaves_of(state), "scan"))
-        return results
-
-    def _is_fixed(self, op: Op, states: Sequence[State]) -> bool:
-        """Whether a result depends on no array argument.
-
-        Zeros of the size of a batch may be its initial state: they do not count.
-        """
-        if op.inner and not states:
-            return False
-        own = [s for s, literal in zip(states, op.literals, strict=True) if not literal]
-        if not own:
-            shape = op.results[0] if op.results else ()
-            of_batch = len(shape) > 1 and self._sizes.intersection(shape)
-            return op.name != "broadcast_in_dim" or not (of_batch or not self._constants.fixed)
-        if op.name == "broadcast_in_dim" and any(
-            op.results[0][k] in self.lengths for k in primitives.added_axes(op.eqn)
-        ):
-            return False  # a constant repeated for every example
-        return all(isinstance(s, Data) and s.fixed for s in own)
+    def _settle(self) -> None:
+        """Late uses whose rows never meet examples are uses like others, if of arguments; else they are a penalty."""
+        for k, use in enumerate(self.uses):
+            if use.late and k in self._merged and k in self._leaked:
+                self._note(use.leaf, use.read.name, "it reads rows that examples share, and the loss by itself", use)
+            elif use.late and k not in self._merged:
+                # A loss that hides its examples may have them in constants.
+                self.uses[k] = dataclasses.replace(use, late=False, dropped=bool(self.n) and not use.of_arguments)
+        for k, use in enumerate(self.uses):
+            kernel = self.uses[use.joined[0]] if use.joined else use
+            if use.joined and kernel.dropped:
+                self.uses[k] = dataclasses.replace(use, dropped=True)
+                if kernel.leaf in self.inexact:
+                    self._note(use.leaf, use.read.name, "it is added to rows that all examples share")
 
     # -- reads ---------------------------------------------------------------------------------------------------
 
     def _add(self, use: Use) -> Data:
         self.uses.append(use)
-        return Data(active=True, output=Output(len(self.uses) - 1, use.read.y_axes))
+        return Data(Output(len(self.uses) - 1, use.read.y_axes))
 
     def _picks(self, view: View) -> tuple[tuple[Atom, int], ...] | None:
         """Which part of its leaf a view is (`axes.picks`)."""
         return axes_lib.picks(self.shapes[view.leaf], view.start, axes_lib.atoms_of((*view.stack, *view.axes)))
 
-    def _kernel(self, read: Read, view: View, path: Path, scans) -> Use:
-        return Use(read, view.leaf, view, path, scans, self._picks(view))
-
     def _product(self, op: Op, states: list[State], path: Path, scans) -> State:
-        given = zip(states, op.literals, strict=True)
-        states = [self._constants if literal else state for state, literal in given]
-        operand = self._kernel_operand(op, states)
-        if operand is None:
-            return self._product_of_others(op, states)
-        view = states[operand]
-        assert isinstance(view, View)
-        found = op.meaning(operand, view.axes)
-        if isinstance(found, str):
-            self._refuse(view, op, found)
-        if not isinstance(found, Read):
-            # Broadcast over examples and then multiplied: an activation (a learned initial state).
-            if not self._sizes.intersection(axes_lib.foreign_sizes(view.axes)) and self.lengths:
-                self._refuse(view, op, "its entries are repeated before the product")
-            self._met_data(view, f"broadcast, then {op.name}")
-            return Data(active=True)
-        other = states[found.other]
-        late = isinstance(other, Data) and other.fixed
-        reads = None if late and view.parts else parts.reads_of_parts(view, found)
-        if reads is None:
-            self._refuse(view, op, "it reads something else than whole parts of what is put together there")
-        uses = [self._kernel(read, part, path, scans) for part, read in reads]
-        if view.parts:
-            self.uses += uses
-            return Data(active=True)
-        (use,) = uses
-        if not isinstance(other, Data) or not late:
-            return self._add(use)
-        result = self._add(dataclasses.replace(use, late=True))
-        self.late_products.setdefault(view.leaf, op.describe())
-        return dataclasses.replace(result, shared=other.shared | {view.leaf}, fixed=True)
-
-    def _kernel_operand(self, op: Op, states: list[State]) -> int | None:
-        """Which operand of a product is the kernel; None if none is."""
-        views = {k: s for k, s in enumerate(states) if isinstance(s, View)}
-        kernels = [k for k, view in views.items() if not axes_lib.is_broadcast(view.axes)] or list(views)
-        for k in kernels:
-            found = op.meaning(k, views[k].axes)
-            other = states[found.other if isinstance(found, Read) else 1 - k]
-            if is_repeated(other):
-                self._met_data(other, f"broadcast, then {op.name}")
-            elif not isinstance(other, Data) or other.fixed:
+        reason = ""
+        views = [k for k, s in enumerate(states) if isinstance(s, View)]
+        for k in sorted(views, key=lambda k: is_repeated(states[k], op.inputs[k])):
+            view = states[k]
+            assert isinstance(view, View)
+            found = op.meaning(k, view.axes)
+            if not isinstance(found, Read):
+                said = found if isinstance(found, str) else "its entries are repeated before the product"
+                reason = reason or said
                 continue
-            return self._uniform(op, views[k], k)
-        for k in kernels:  # of rows that all examples share
-            found = op.meaning(k, views[k].axes)
-            if isinstance(found, Read) and found.op == "dense" and isinstance(states[found.other], Data):
-                return self._uniform(op, views[k], k)
-        return None
+            other, value = states[found.other], op.inputs[found.other]
+            if is_repeated(view, op.inputs[k]) or not (isinstance(other, Data) or is_repeated(other, value)):
+                reason = reason or "its entries are repeated before the product" * is_repeated(view, op.inputs[k])
+                continue
+            rows = not isinstance(other, Data) or (value.rows and not other.shared)
+            if not rows and found.op != "dense":
+                continue
+            self._meets_if_param(other, op)
+            use = Use(found, view.leaf, view, path, scans, self._picks(view), late=not rows, of_arguments=value.data)
+            if not self._exact(view, use, op):
+                return Data()
+            result = self._add(use)
+            shared = other.shared if isinstance(other, Data) else NONE
+            return result if rows else dataclasses.replace(result, shared=shared | {len(self.uses) - 1})
+        return self._derive(op, states, path, reason)
 
-    def _uniform(self, op: Op, view: View, k: int) -> int:
-        if not (view.uniform or view.masked):
-            reason = "its values are multiplied by others before the product (one number or mask is followed)"
-            self._refuse(view, op, reason)
-        return k
-
-    def _product_of_others(self, op: Op, states: list[State]) -> State:
-        shared = frozenset().union(*(s.shared for s in states if isinstance(s, Data)))
-        if shared:
-            self._refuse_shared(shared)
-        if all(isinstance(s, Data) for s in states):
-            for state, other in zip(states, reversed(states), strict=True):
-                if isinstance(state, Data) and state.made_of and not (isinstance(other, Data) and other.skipped):
-                    self._refuse(state, op, "the product reads rows looked up in it, or what became of it")
-            return Data(any(is_active(s) for s in states))
-        if any(isinstance(s, Data) and not s.fixed for s in states):
-            state = next(s for s in states if not isinstance(s, Data))
-            if not isinstance(state, Derived) or not state.repeated:
-                reason = "its other operand holds no examples"
-                if isinstance(state, Derived):
-                    reason = f"the kernel is a different array, computed from it by {state.how}"
-                self._refuse(state, op, reason)
-            self._met_data(state, f"{state.how}, then {op.name}")
-            return Data(active=True)
-        for state, other in zip(states, reversed(states), strict=True):
-            if isinstance(other, (View, Derived)) and other.mixed:
-                reason = "with a single example, an activation cannot be told from a parameter; take at least two"
-                self._refuse(state, op, reason)
-        derived = self._derive(op, states)
-        assert isinstance(derived, Derived)
-        self.products.update(dict.fromkeys(derived.leaves, op.describe()))
-        return dataclasses.replace(derived, product=op.describe())
+    def _exact(self, view: View, use: Use, op: Op) -> bool:
+        """Whether a read of a kernel has exact rows; notes what has none."""
+        for leaf in view.beside:
+            self._note(leaf, op.describe(), "the kernel is a different array, computed from it")
+        reason = view.inexact
+        if not view.uniform:
+            reason = reason or "its values are multiplied by others before the product"
+        if use.picks is None:
+            reason = reason or "it reads a slice that is not one of several equal parts of the parameter"
+        if reason:
+            self._note(view.leaf, op.describe(), reason, use)
+        return not reason
 
     def _of_one(self, op: Op, view: View, states: list[State], path: Path, scans) -> list[State] | None:
         """What becomes of a single parameter view; None if it can no longer be followed."""
         operand = next(k for k, s in enumerate(states) if s is view)
-        if op.name == "select_n" and len(states) == 3 and operand > 0:
-            if not (_is_mask(states[0]) and _is_mask(states[3 - operand], (0,))):
-                return None
-            self.multipliers[path] = operand
-            return [dataclasses.replace(view, scaled=True, uniform=False, masked=not view.scaled)]
         found = op.meaning(operand, view.axes)
         if isinstance(found, Follow):
             scaled = view.scaled or op.name == "neg"
@@ -391,10 +292,11 @@ class Reads:
                 self.multipliers[path] = operand
             return [self._moved(view, *part, scaled) for part in zip(found.axes, found.moved, strict=True)]
         if op.name == "gather" and operand == 0:
-            return [self._lookup(op, found if isinstance(found, Read) else None, view, states, path, scans)]
-        if not isinstance(found, Read):
+            state = self._lookup(op, found, view, states, path, scans)
+        elif isinstance(found, Read):
+            state = self._elementwise(op, found, view, states, path, scans)
+        else:
             return None
-        state = self._elementwise(op, found, view, states, path, scans)
         return None if state is None else [state]
 
     def _moved(self, view: View, axes: Axes, moves: Iterable[tuple[int, int]], scaled: bool) -> View:
@@ -405,55 +307,48 @@ class Reads:
 
     def _elementwise(self, op: Op, read: Read, view: View, states: list[State], path: Path, scans) -> State | None:
         """A sum or product of a view with an array that is no parameter."""
-        operand, other = read.operand, states[read.other]
+        other, value = states[read.other], op.inputs[read.other]
         assert isinstance(other, Data)
-        repeated, additive = axes_lib.is_broadcast(read.y_axes), read.op == "add"
-        if additive and op.literals[read.other] and read.sign == 1 and not view.scaled:
-            return view  # a constant offset, as in (1 + scale): the gradient is the same
-        if read.divides and operand == 1:
+        axes = axes_lib.with_rows(read.y_axes, op.outputs[0].axes)
+        read = dataclasses.replace(read, x_axes=axes, y_axes=axes)
+        # A batch of one, or an iteration over examples, has none of them among the atoms; a hidden one may be of one.
+        one = self.n is None or any(loop.longer for loop in scans)
+        held = any(op.outputs[0].grown) or (one and value.rows)
+        repeated, additive = axes_lib.is_broadcast(axes) or held, read.op == "add"
+        if read.divides and read.operand == 1:
             return None
-        if other.fixed and (additive or repeated) and not other.shared:
-            return None  # not yet an activation
-        if not additive and not repeated:
-            self.multipliers[path] = operand
-            # A number made of parameters may depend on this one: its kernel is normalised.
-            number = op.sizes[read.other] == 1 and not other.active
-            masked = not (view.scaled or number or read.divides) and _is_mask(other)
-            mixed = view.mixed or (op.sizes[read.other] > 1 and not masked)
-            uniform = view.uniform and number
-            return dataclasses.replace(view, scaled=True, uniform=uniform, mixed=mixed, masked=masked)
-        if not repeated and not other.active:
-            return None
-        if view.parts:
-            reads = parts.reads_of_parts(view, read) if additive and repeated and not view.scaled else None
-            self.uses += [Use(own, part.leaf, part, path, scans, self._picks(part)) for part, own in reads or ()]
-            return Data(active=True) if reads else None
-        joined, directly = None, False
+        joined = None
         # From `b - y` a kernel would get gradients of the other sign than its bias.
-        opposite = op.name == "sub" and operand == 0
+        opposite = op.name == "sub" and read.operand == 0
         if additive and other.output and not view.scaled and not (opposite and self._is_kernel(other.output)):
-            joined = self._join(view, read.y_axes, other.output)
-            same = joined is not None and other.output.axes == self.uses[joined[0]].read.y_axes
-            directly = same and not other.output.multiplied and not opposite
-        if other.shared and not (joined and self._is_kernel(Output(joined[0], ()))):
-            self._refuse(view, op, NOT_WITH_EXAMPLES)
-        result = self._add(Use(read, view.leaf, view, path, scans, self._picks(view), joined, directly))
-        if other.shared:
-            return dataclasses.replace(result, shared=other.shared, fixed=True)
-        # An update of the size of the parameter, as in a model that takes gradient steps of its own.
-        return result if repeated or joined else dataclasses.replace(result, made_of=frozenset({view.leaf}))
+            joined = self._join(view, axes, other.output)
+        if joined or (repeated and value.rows and not other.shared):
+            if view.inexact or view.beside:
+                return None
+            if other.shared and not (joined and self._is_kernel(Output(joined[0], ()))):
+                self._unshared(other)
+            result = self._add(Use(read, view.leaf, view, path, scans, self._picks(view), joined))
+            return dataclasses.replace(result, shared=other.shared)
+        if (additive and read.sign < 0) or other.shared:
+            return None
+        if additive:  # the gradient is the same
+            if view.scaled:
+                self.multipliers[path] = read.operand
+            return dataclasses.replace(view, axes=axes)
+        self.multipliers[path] = read.operand
+        uniform, mixed = view.uniform and value.size == 1, view.mixed or value.rows
+        return dataclasses.replace(view, axes=axes, scaled=True, uniform=uniform, mixed=mixed)
 
-    def _lookup(self, op: Op, read: Read | None, view: View, states: list[State], path: Path, scans) -> Data:
+    def _lookup(self, op: Op, read: Any, view: View, states: list[State], path: Path, scans) -> State | None:
         """Rows of a table. Each is known to meet data once for each index, unless the indices hold no examples."""
-        kernels = sum(math.prod(a.size for a in axis) > 1 for axis in view.axes) > 2
-        indices = states[1]
-        assert isinstance(indices, Data)
-        if read is None or view.parts or not view.uniform or indices.fixed or self._picks(view) is None:
-            self._met_data(view, op.name)
-            return Data(active=True, made_of=leaves_of(view), fixed=self._is_fixed(op, states))
-        self.uses.append(self._kernel(read, view, path, scans))
-        # Rows with more than one axis may be kernels, chosen by the example; a product that reads those is refused.
-        return Data(active=True, made_of=frozenset({view.leaf} if kernels else ()))
+        if not op.inputs[1].rows:
+            return None
+        use = Use(read, view.leaf, view, path, scans, self._picks(view)) if isinstance(read, Read) else None
+        whole = sum(math.prod(a.size for a in axis) > 1 for axis in view.axes) <= 2
+        if use is None or not whole or not view.uniform or view.inexact or view.beside or use.picks is None:
+            return self._meets(view, op, "it is not looked up row by row")
+        self.uses.append(use)
+        return Data()
 
     def _is_kernel(self, output: Output) -> bool:
         return self.uses[output.use].read.op in KERNEL_OPS
@@ -486,56 +381,55 @@ class Reads:
 
     # -- everything else -----------------------------------------------------------------------------------------
 
-    def _met_data(self, state: State, how: str) -> None:
-        if isinstance(state, Derived) and state.product:
-            raise unsupported([self.names[leaf] for leaf in sorted(state.leaves)], state.product, NOT_WITH_EXAMPLES)
-        for leaf in () if isinstance(state, Data) else leaves_of(state):
-            self.coarse.setdefault(leaf, how)
+    def _derive(self, op: Op, states: list[State], path: Path, reason: str = "") -> State:
+        """Parameters in an operation without exact rows: another array of parameters, or where they meet data."""
+        params = [(value, s) for value, s in zip(op.inputs, states, strict=True) if not isinstance(s, Data)]
+        leaves = NONE.union(*(s.leaves for _, s in params))
+        how = next((s.how for _, s in params if isinstance(s, Derived)), op.name)
+        data = [value for value, s in zip(op.inputs, states, strict=True) if isinstance(s, Data)]
+        mixed = any(isinstance(s, View) and s.mixed for _, s in params)
+        if mixed or any(value.rows for value in data) or any(isinstance(s, Data) and s.shared for s in states):
+            if op.summed and op.name in SUMS and all(value.size == 1 for value, _ in params):
+                return Data()  # a penalty, added to the losses of the examples
+            for _, s in params:
+                own = f"the kernel is computed from it by {s.how}" if op.product and isinstance(s, Derived) else ""
+                self._meets(s, op, reason or own or f"what {how} makes of it has no known rows")
+            return Data()
+        (result, *more) = op.outputs
+        followed = [s for value, s in params if isinstance(s, View) and value.shape == result.shape]
+        if followed and not more and not op.product:
+            view = followed[0]
+            others = NONE.union(*(s.leaves for _, s in params if s is not view))
+            exact = len(params) > 1 and view.leaf not in others and op.name in ("add", "add_any", "mul")
+            numbers = all(value.size == 1 for value, s in zip(op.inputs, states, strict=True) if s is not view)
+            if exact and (op.name != "mul" or numbers):
+                if op.name == "mul" or view.scaled:
+                    self.multipliers[path] = next(k for k, s in enumerate(states) if s is view)
+                scaled = view.scaled or op.name == "mul"
+                return dataclasses.replace(view, scaled=scaled, beside=view.beside | (leaves - {view.leaf}))
+            why = view.inexact or f"it is multiplied by, or made into, something else by {op.name}"
+            return dataclasses.replace(view, inexact=why, beside=view.beside | (leaves - {view.leaf}))
+        grew = op.name == "broadcast_in_dim" and (any(result.grown) or self.n is None)
+        return Derived(leaves, how, repeated=all(is_repeated(s, value) for value, s in params) or grew)
 
-    def _derive(self, op: Op, states: list[State]) -> State:
-        """Parameters in an operation whose per-example gradients are not known."""
-        sources = [s for s in states if not isinstance(s, Data)]
-        data = [
-            s for s, lit in zip(states, op.literals, strict=True) if isinstance(s, Data) and not s.fixed and not lit
-        ]
-        repeated = [is_repeated(s) for s in sources]
-        size = max((math.prod(shape) for shape in op.results), default=0)
-        grew = any(own < size for own, s in zip(op.sizes, states, strict=True) if not isinstance(s, Data))
-        leaves = frozenset().union(*(leaves_of(s) for s in sources))
-        how = next((s.how for s in sources if isinstance(s, Derived)), op.name)
-        for leaf in leaves:
-            self.derived.setdefault(leaf, how)
-        product = next((s.product for s in sources if isinstance(s, Derived) and s.product), "")
-        scalars = all(isinstance(s, Data) or own == 1 for own, s in zip(op.sizes, states, strict=True))
-        if data and scalars and op.name in SUMS and op.results[0] and op.summed:
-            return Data(active=True)  # a penalty, added to the losses of the examples
-        if op.name == "gather" and data:
-            for state in sources:
-                self._met_data(state, how)
-            return Data(active=True, made_of=leaves)
-        # A scalar made of parameters and added to the loss is a penalty; one that multiplies it is none.
-        mixed = any(is_active(s) for s in data) and (size > 1 or op.name not in SUMS)
-        if data and (any(repeated) or grew or mixed):
-            for state in sources:
-                self._met_data(state, how)
-            return Data(active=True, made_of=frozenset() if any(repeated) or grew else leaves)
-        met = any(isinstance(s, Data) and not s.fixed and own > 1 for own, s in zip(op.sizes, states, strict=True))
-        return Derived(
-            leaves,
-            how,
-            repeated=all(repeated) or (op.name == "broadcast_in_dim" and grew),
-            mixed=met or any(isinstance(s, (View, Derived)) and s.mixed for s in sources),
-            product=product,
-        )
+    def _meets(self, state: State, op: Op, reason: str) -> Data:
+        """A parameter that meets data in a way without exact rows."""
+        assert not isinstance(state, Data)
+        for leaf in state.leaves:
+            own = state.inexact if isinstance(state, View) and state.leaf == leaf else ""
+            self._note(leaf, op.describe(), own or reason)
+        return Data()
 
-    def _opaque(self, op: Op, states: list[State]) -> list[State]:
-        if op.name == "custom_jvp_call" and not op.contains_product():
-            return [self._derive(op, states)] * len(op.outputs)
-        state = next(s for s in states if not isinstance(s, Data))
-        self._refuse(state, op, f"what {op.name} does with it cannot be followed")
+    def _meets_if_param(self, state: State, op: Op) -> None:
+        if not isinstance(state, Data):
+            self._meets(state, op, "it is broadcast to the examples, which then see it as an activation")
 
-    def _refuse(self, state: State, op: Op, reason: str) -> NoReturn:
-        raise unsupported([self.names[leaf] for leaf in sorted(leaves_of(state))], op.describe(), reason)
+    def _note(self, leaf: int, operation: str, reason: str, use: Use | None = None) -> None:
+        kernel = use is not None and use.read.op in KRONECKER_KINDS and use.picks is not None
+        layout = use.layout if use is not None and kernel else None
+        known = self.inexact.get(leaf)
+        if known is None or (known.layout is None and layout is not None):
+            self.inexact[leaf] = Inexact(*(known[:2] if known else (operation, reason)), layout)
 
 
 def _unbranched(state: State, branched: bool) -> State:
@@ -545,49 +439,5 @@ def _unbranched(state: State, branched: bool) -> State:
 def _at_barrier(state: State) -> State:
     # A scaled view would need its multiplier carried across; no model is written that way.
     if isinstance(state, View) and state.scaled:
-        return Derived(leaves_of(state), "a product, then optimization_barrier", mixed=state.mixed)
+        return dataclasses.replace(state, inexact="it goes through a product, then optimization_barrier")
     return state
-
-
-def _computed(program: Program, op: Op, states: Sequence[State]) -> Callable[[], Any] | None:
-    """How to compute the result of an op of constants; None if it is one of other arrays."""
-    values = [s.value for s in states if isinstance(s, Data) and s.value]
-    if len(values) < len(states):
-        return None
-    return lambda: compute(program, op, [value() for value in values])[0]
-
-
-def _is_mask(state: State, numbers: Sequence[int] = (0, 1)) -> bool:
-    """Whether an array is a constant that holds only these numbers, and all of them are known now."""
-    if not isinstance(state, Data) or state.value is None:
-        return False
-    try:
-        with jax.ensure_compile_time_eval():
-            return bool(np.isin(np.asarray(state.value()), numbers).all())
-    except jax.errors.TracerArrayConversionError:
-        return False
-
-
-def _fixed_in_scan(op: Op, fixed: Sequence[bool]) -> list[bool]:
-    """Which inputs of a scan depend on no array argument in any iteration, as a counter of iterations does.
-
-    Args:
-      op: the scan.
-      fixed: whether each input is so in the first iteration.
-    """
-    assert op.inner and op.call and op.call.scan
-    first, carried, _ = op.call.scan
-
-    def visit(_: int, inner: Op, states: list[bool]) -> list[bool]:
-        alone = all(inner.literals) and inner.name == "broadcast_in_dim"
-        return [all(states) and not alone] * len(inner.outputs)
-
-    fixed = list(fixed)
-    while True:
-        leaving = op.inner.run(fixed, lambda _: False, lambda _: True, visit)
-        still = [
-            constant and (not first <= k < first + carried or leaving[k - first]) for k, constant in enumerate(fixed)
-        ]
-        if still == fixed:
-            return fixed
-        fixed = still

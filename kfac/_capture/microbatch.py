@@ -12,13 +12,13 @@ from jax import lax
 
 from kfac._capture.convolutions_in_loops import fast_in_loops
 from kfac._capture.outputs import with_own_key
+from kfac._capture.trace import is_key
 from kfac._checks import check_positive_int
-from kfac._factors import Factors
 from kfac._varying import zeros_of
 
 
 def microbatch(
-    fn: Callable[..., Any], num_microbatches: int, *, batch_argnums: int | Sequence[int] = 1
+    fn: Callable[..., Any], num_microbatches: int, *, batch_argnums: int | Sequence[int] | None = None
 ) -> Callable[..., Any]:
     """Evaluates `fn` on equal parts of a batch, one after the other, and averages what it returns.
 
@@ -29,10 +29,11 @@ def microbatch(
     Args:
       fn: a function such as `value_and_grad` returns, `fn(params, batch, ...)`.
       num_microbatches: number of parts, at least 1.
-      batch_argnums: positions of the arguments to split, along the leading axis of each of their leaves. The others,
-        and keyword arguments, go to every part whole: with a PRNG key among them all parts see the same random numbers.
-        The exceptions are typed PRNG keys, of `jax.random.key`, anywhere in keyword arguments, and older ones as
-        `key=` or `fisher_key=`: into these the number of the part is folded.
+      batch_argnums: positions of the arguments to split, along the leading axis of each of their leaves. None: the
+        first after `params`, and no other may be as long. The others, and keyword arguments, go to every part whole:
+        with a PRNG key among them all parts see the same random numbers. The exceptions are typed PRNG keys, of
+        `jax.random.key`, anywhere in keyword arguments, and older ones as `key=` or `fisher_key=`: into these the
+        number of the part is folded.
 
     Returns:
       A function with the arguments and results of `fn`. Real results are averaged in float32 (float64 where they are
@@ -40,14 +41,15 @@ def microbatch(
 
     Raises:
       ValueError: `num_microbatches` is not a positive int; when called: it does not divide a leading axis, leading axes
-        differ, or `fn` returns something that is not real and so has no average.
+        differ, another argument may belong to the batch, or `fn` returns something that is not real and so has no
+        average.
     """
     check_positive_int("num_microbatches", num_microbatches)
-    argnums = check_argnums(batch_argnums)
+    check_argnums(batch_argnums)
 
     @functools.wraps(fn)
     def accumulated(*args, **kwargs):
-        positions = split_positions(args, argnums)
+        positions = split_positions(args, kwargs, batch_argnums)
         parts = [jax.tree.map(lambda x, k=k: _parts(x, num_microbatches, k), args[k]) for k in positions]
 
         def one(numbered):
@@ -76,26 +78,28 @@ def microbatch(
             return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, evaluate(part)), None
 
         total, _ = lax.scan(step, jax.tree.map(widen, zeros), numbered)
-        mean = jax.tree.map(lambda t, x: (t / num_microbatches).astype(x.dtype), total, zeros)
-        return jax.tree.map(
-            lambda x: x.of_batches(num_microbatches) if isinstance(x, Factors) else x,
-            mean,
-            is_leaf=lambda x: isinstance(x, Factors),
-        )
+        return jax.tree.map(lambda t, x: (t / num_microbatches).astype(x.dtype), total, zeros)
 
     return accumulated
 
 
-def check_argnums(batch_argnums: int | Sequence[int]) -> tuple[int, ...]:
+def check_argnums(batch_argnums: int | Sequence[int] | None) -> tuple[int, ...]:
     """The positions of what is split; raises where they are none."""
-    argnums = tuple(batch_argnums) if isinstance(batch_argnums, Sequence) else (batch_argnums,)
+    default = 1 if batch_argnums is None else batch_argnums
+    argnums = tuple(default) if isinstance(default, Sequence) else (default,)
     if not argnums or not all(isinstance(k, int) and not isinstance(k, bool) for k in argnums):
         raise ValueError(f"batch_argnums must be the position of an argument or of several, but is {batch_argnums!r}")
     return argnums
 
 
-def split_positions(args: Sequence[Any], argnums: Sequence[int]) -> list[int]:
-    """The positions of the arguments to split, in order; raises where there are none, or their arrays do not match."""
+def split_positions(
+    args: Sequence[Any], kwargs: dict[str, Any], batch_argnums: int | Sequence[int] | None
+) -> list[int]:
+    """The positions of the arguments to split, in order; raises where there are none, or their arrays do not match.
+
+    Nothing else may look as if it belonged to them, unless they are said.
+    """
+    argnums = check_argnums(batch_argnums)
     for k in argnums:
         if not -len(args) <= k < len(args):
             raise ValueError(
@@ -108,6 +112,15 @@ def split_positions(args: Sequence[Any], argnums: Sequence[int]) -> list[int]:
             f"the arrays to split have leading axes of different lengths {', '.join(map(str, lengths))}: part k of "
             "one would not belong to part k of another. Pass what all parts share as another argument."
         )
+    beside: list[tuple[int | str, Any]] = [(k, x) for k, x in enumerate(args) if k and k not in positions]
+    for name, argument in [*beside, *kwargs.items()] if batch_argnums is None else ():
+        arrays = [x for x in jax.tree.leaves(argument) if not is_key(x)]
+        if both := leading_lengths(arrays).keys() & lengths.keys():
+            raise ValueError(
+                f"argument 1 is split along its leading axis of length {both.pop()}, but argument {name!r} is as long "
+                "and goes to all parts whole: say batch_argnums=1 if it is not of the batch, else put it into argument "
+                "1, or name all positional arguments of the batch, as batch_argnums=(1, 2)"
+            )
     return positions
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,10 +14,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from kfac._capture import primitives
-from kfac._capture.axes import Atom
 from kfac._capture.likelihoods import Likelihood, name_of, named
+from kfac._capture.program import Op, Path, Program
 from kfac._capture.taps import AtMark, Key, Plan
-from kfac._capture.trace import Op, Path, Program, Trace
+from kfac._capture.trace import Batch, Trace, is_key
+from kfac._checks import check_positive_int
 from kfac._statistics.rows import accumulator
 from kfac._varying import as_varying, varying_axes
 
@@ -34,8 +35,8 @@ def output(
 ) -> jax.Array:
     """Marks the output of the network inside `loss_fn`, and the distribution of the targets that it predicts.
 
-    An identity. `value_and_grad` counts the examples by it, `n = x.size / x.shape[-1]` unless `num_examples` is given,
-    and `fisher="sampled"` and `"expected"` take the targets from the distribution; nothing else changes. It may stand
+    An identity. The loss is the mean over its rows, which `value_and_grad` counts, `n = x.size / x.shape[-1]` unless
+    `num_examples` is given; `fisher="sampled"` and `"expected"` take the targets from the distribution. It may stand
     inside `jax.jit`, `jax.checkpoint`, `jax.vmap` and `lax.scan`, and a loss may mark several outputs, which count as
     independent given the input.
 
@@ -111,11 +112,6 @@ class Mark:
     around: tuple[int, ...]
 
     @property
-    def vector(self) -> bool:
-        """Whether it is a single prediction by shape, which might be a vector of predictions."""
-        return not self.scans and len(self.shape) == 2
-
-    @property
     def rows(self) -> int:
         """How many predictions it holds, over all iterations of the scans around it."""
         return math.prod(self.scans) * math.prod(self.shape[:-1])
@@ -128,68 +124,45 @@ class Marks:
     marks: tuple[Mark, ...]
     loss_leaves: frozenset[int]
 
-    def num_examples(self, products: Iterable[tuple[str, int, int | None]]) -> tuple[int | None, str]:
-        """The number of rows of the marked outputs; None where it is not clear or does not fit the products, and why.
+    def num_examples(self, given: int | None, batch: Batch, read: Mapping[str, int]) -> tuple[int | None, str]:
+        """How many examples the loss is the mean of; None where it is not clear, and why.
 
         Args:
-          products: the products that read kernels: parameter, number of positions, leading dimension.
+          given: the number, if the user said it.
+          batch: what is known of the batch.
+          read: at how many positions each kernel is read.
+
+        Raises:
+          ValueError: `given` is no positive int, or larger than the number of all positions.
         """
+        if given is not None:
+            check_positive_int("num_examples", given)
+            most = max(read, key=lambda name: read[name], default="")
+            if any(read.values()) and given > read[most]:
+                raise ValueError(
+                    f"num_examples={given} is more than the {read[most]} position(s) at which {most!r} is read, more "
+                    "often than any other kernel"
+                )
+            return given, ""
         rows = {mark.rows: mark for mark in self.marks}
-        if len(rows) > 1:
+        for mark in rows.values():
+            if mark.op.outputs[0].grown[-1]:
+                return None, (
+                    "the marked output has one axis, which is that of its features, but it holds the examples: give "
+                    "the features an axis of their own, kfac.output(x[:, None], ...)"
+                )
+        if len(rows) == 1:
+            return next(iter(rows)), ""
+        if batch.num_examples is not None:
+            return batch.num_examples, ""
+        why = batch.hidden
+        if rows:
             seen = " and ".join(f"{count} ({list(mark.shape)})" for count, mark in rows.items())
-            return None, (
-                f"the number of examples is not clear: the marked outputs have {seen} rows. Pass num_examples= to "
-                "value_and_grad."
-            )
-        (n,) = rows
-        for name, positions, leading in products:
-            if positions % n:
-                return None, (
-                    f"the marked output has {n} rows, which do not divide the {positions} positions at which {name!r} "
-                    "is read. Pass num_examples= to value_and_grad."
-                )
-            if rows[n].vector and leading not in (None, 1):
-                return None, (
-                    f"the marked output has one axis, which is that of its features, but {name!r} is read with "
-                    f"{leading} rows: give the features an axis of their own, kfac.output(x[:, None], ...), or "
-                    "pass num_examples= to value_and_grad"
-                )
-        return n, ""
-
-    def token_axes(self, axes: Sequence[Atom], n: int) -> tuple[int, ...]:
-        """Where every row of an output `[examples, tokens, features]` is an example, which axes of an array are theirs.
-
-        A table of positions has the axis of the tokens itself. Of its rows the gradient for a token knows one, so only
-        the examples are left to sum over.
-
-        Args:
-          axes: of an array that an elementwise parameter is read on.
-          n: the number of examples.
-
-        Returns:
-          Positions in `axes`; none if they do not begin with examples and tokens.
-        """
-        sizes = [(p, atom.size) for p, atom in enumerate(axes) if atom.size > 1]
-        for mark in self.marks:
-            shape = [size for size in mark.shape[:-1] if size > 1]
-            if not mark.scans and math.prod(shape) == n and [size for _, size in sizes[: len(shape)]] == shape:
-                behind = [axes[p].of_leaf for p, _ in sizes[len(shape) :]]
-                found = tuple(p for p, _ in sizes[: len(shape)] if not axes[p].of_leaf)
-                # Before other axes of the data, one of the leaf may be channels of the same length.
-                return found if len(found) == len(shape) or all(behind) else ()
-        return ()
-
-    def sequences(self, n: int) -> int:
-        """The number of sequences if each of the `n` examples is a row of an output `[sequences, tokens, features]`.
-
-        In a scan, as over the tokens, it is the number of rows of one iteration.
-        """
-        for mark in self.marks:
-            shape = list(mark.shape[:-1])
-            shape.remove(1)  # that `output` adds
-            if shape and len(shape) + len(mark.scans) > 1 and mark.rows == n:
-                return shape[0]
-        return n
+            why = f"the marked outputs have {seen} rows, and {why}"
+        return None, (
+            f"the number of examples is not clear: {why}. Pass num_examples= to value_and_grad, or mark the output "
+            "with kfac.output; or pass the batch as an argument of loss_fn, and say batch_argnums= to find_layers"
+        )
 
     def require(self, what: str, names: Sequence[str], skipped: Collection[str]) -> None:
         """Raises a `ValueError` unless every parameter of the loss acts on it through a marked output."""
@@ -241,25 +214,26 @@ def _walk(
 
     def visit(index: int, op: Op, own: list[Leaves]) -> list[Leaves]:
         here = (*path, index)
-        if op.call and op.call.scan and op.inner:
+        if op.scan and op.inner:
             return _walk_scan(op, own, here, scans, (*around, len(path)), found)
-        if op.inner and not op.by_rule:
+        if op.inner:
             return _walk(op.inner, own, here, scans, around, found)
-        if (op.opaque or op.by_rule) and primitives.contains(op.eqn, lambda e: bool(primitives.is_named(e, _PREFIX))):
+        if op.opaque and primitives.contains(op.eqn, lambda e: bool(primitives.is_named(e, _PREFIX))):
             raise ValueError(f"kfac.output cannot be followed inside {op.name}: mark what comes out of it")
         together = _NO_LEAVES.union(*own) if op.alive else _NO_LEAVES
         likelihood = primitives.is_named(op.eqn, _PREFIX)
         if likelihood and op.alive:
             name, weight = likelihood.split("/")
-            found[here] = Mark(op, here, named(name), float(weight), op.results[0], scans, together, around)
+            shape = op.outputs[0].shape
+            found[here] = Mark(op, here, named(name), float(weight), shape, scans, together, around)
         return [together] * len(op.outputs)
 
-    return program.run(states, lambda _: _NO_LEAVES, lambda _: _NO_LEAVES, visit)
+    return program.run(states, lambda _: _NO_LEAVES, visit)
 
 
 def _walk_scan(op: Op, states: list[Leaves], path: Path, scans, around, found: dict[Path, Mark]) -> list[Leaves]:
-    assert op.inner and op.call and op.call.scan
-    first, carried, length = op.call.scan
+    assert op.inner and op.scan
+    first, carried, length = op.scan
     while True:  # what the carry depends on can grow from iteration to iteration
         results = _walk(op.inner, states, path, (*scans, length), around, found)
         grown = [a | b for a, b in zip(states[first : first + carried], results, strict=False)]
@@ -334,15 +308,6 @@ def keys_of(marks: Marks, key: jax.Array) -> dict[Key, jax.Array]:
 
 
 # -- PRNG keys ---------------------------------------------------------------------------------------------------------
-
-
-def is_key(x: Any) -> bool:
-    """Whether `x` is a single PRNG key, as `jax.random.key` or `jax.random.PRNGKey` make it."""
-    if not (hasattr(x, "dtype") and hasattr(x, "shape")):
-        return False
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return x.shape == ()
-    return x.dtype == jnp.uint32 and x.shape in ((2,), (4,))
 
 
 def checked_key(key: Any, fisher: str) -> jax.Array:

@@ -4,27 +4,28 @@
 - `Read`: a parameter meets data, in a way whose per-example gradient is known.
 - `Call`: a program inside, to be looked into.
 
-A primitive that is in none of the three makes what is derived from a parameter: harmless for a weight penalty, refused
-where it meets data. `register_primitive` adds entries for operations of a user's own.
+A primitive that is in none of the three makes what is derived from a parameter: harmless for a weight penalty; where it
+meets data, the parameter gets the gradient's own factors. `register_primitive` adds entries for operations of a user's
+own.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend import core as jex
 from jax.lax import GatherScatterMode
 
 from kfac._capture import axes as axes_lib
-from kfac._capture.axes import Atom, Axes, foreign
+from kfac._capture.axes import Atom, Axes, foreign, holds_examples, mixed
 from kfac._statistics.convolution import Convolution
 from kfac._statistics.rows import Dense, Geometry, Lookup, accumulator
 
@@ -42,6 +43,9 @@ _IDENTITIES = frozenset(
     | {"reshard", "mesh_cast"}
 )
 _FORMS = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim"})
+_CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call"})
+_MOVES = frozenset({*_FORMS, "rev", "tile", "slice", "split", "unstack"})
+_REORDERING = frozenset({"scatter", "dynamic_update_slice", "sort", "top_k"})
 _WITHOUT_GRADIENT = frozenset({"stop_gradient", "floor", "ceil", "round", "sign"})
 # Their parameters hold how two elements combine, which is no program that swallows a parameter.
 _COMBINING = ("scatter", "reduce")
@@ -75,17 +79,11 @@ class Read:
       y_axes: axes of the result; what is not the leaf's is foreign.
       shape: shape of the result.
       dtype: in which sums over rows are formed.
-      leading: length of the first axis that is not the parameter's; None without one.
       batched: leaf atoms that are a batch axis of the operation: independent copies.
       rows: pairs of positions among all atoms of `y_axes` and of `x_axes`: the same examples and positions.
-      images: for a convolution, its pair of `rows` that are the images, if there are several.
-      reorders: whether the result may have examples and positions in another order than the data.
       geometry: brings the data to the normal form.
       sign: -1 where the parameter is subtracted.
       divides: whether the data is divided by rather than multiplied with.
-      repeats: how often the operation reads each entry of the parameter with the same data, as `jnp.repeat` makes it.
-      x_box: which entries of the data meet the parameter, if not all.
-      y_box: which entries of the result it takes part in.
       groups: which input says how many rows each copy reads, one after the other, if that is data.
     """
 
@@ -97,17 +95,11 @@ class Read:
     y_axes: Axes
     shape: tuple[int, ...]
     dtype: Any
-    leading: int | None
     batched: tuple[Atom, ...] = ()
     rows: tuple[tuple[int, int], ...] = ()
-    images: tuple[int, int] | None = None
-    reorders: bool = False
     geometry: Geometry = DENSE
     sign: int = 1
     divides: bool = False
-    repeats: int = 1
-    x_box: axes_lib.Box | None = None
-    y_box: axes_lib.Box | None = None
     groups: int | None = None
 
 
@@ -118,13 +110,14 @@ class Scan(NamedTuple):
     carried: int
     length: int
 
+    @property
+    def last(self) -> int:
+        """The first of the inputs that it slices."""
+        return self.consts + self.carried
+
 
 class Call(NamedTuple):
-    """A program inside an equation: of `"call"`, `"remat"` or `"scan"`.
-
-    Of `"rule"` it is the rule of a `jax.custom_jvp` function: its arguments are the inputs and then the tangents of
-    those that have one, its results the tangents of the results.
-    """
+    """A program inside an equation: of `"call"`, `"remat"` or `"scan"`."""
 
     kind: str
     jaxpr: Any
@@ -135,19 +128,22 @@ class Call(NamedTuple):
 # -- what is inside ----------------------------------------------------------------------------------------------------
 
 
-def call(eqn: Any, rules: bool = False) -> Call | None:
-    """The program inside an equation, if it can be looked into; with `rules`, that may be a rule for derivatives."""
+def call(eqn: Any) -> Call | None:
+    """The program inside an equation, if it can be looked into."""
     name = eqn.primitive.name
     kind = "call" if name in _CALLS else "remat" if name in _REMATS else "scan" if name == "scan" else None
-    if kind is None and _looked_into(eqn):
-        kind = "call"
-    if kind is None:
-        return _rule(eqn) if rules and name == "custom_jvp_call" and contains_product(eqn) else None
+    if kind is None and not ("call_jaxpr" in eqn.params and _registered(eqn) is LOOK_INSIDE):
+        return None
     inner = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
     jaxpr, consts = (inner.jaxpr, inner.consts) if isinstance(inner, jex.ClosedJaxpr) else (inner, ())
     if kind != "scan":
-        return Call(kind, jaxpr, consts)
+        return Call(kind or "call", jaxpr, consts)
     return Call(kind, jaxpr, consts, Scan(*(eqn.params[key] for key in ("num_consts", "num_carry", "length"))))
+
+
+def shardings(eqn: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+    """How a `jit` inside the loss says that its arguments and results lie; what stands for nothing is not public."""
+    return eqn.params.get("in_shardings", ()), eqn.params.get("out_shardings", ())
 
 
 def evaluate(within: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
@@ -156,20 +152,6 @@ def evaluate(within: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
     # A copy of the jaxpr around it, because a new one wants debugging information that no public function makes.
     jaxpr = within.replace(constvars=[], invars=list(variables), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects)
     return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))(*variables.values())
-
-
-def _rule(eqn: Any) -> Call:
-    moving = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.invars]
-
-    def tangents_of(primals, tangents):
-        some, within = iter(tangents), eqn.params["call_jaxpr"].jaxpr
-        own = [next(some) if m else np.zeros(x.shape, jax.dtypes.float0) for m, x in zip(moving, primals, strict=True)]
-        outs, found = jax.jvp(lambda *values: evaluate(within, eqn, values), tuple(primals), tuple(own))
-        return [t if t.dtype == x.dtype else jnp.zeros_like(x) for t, x in zip(found, outs, strict=True)]
-
-    primals = [var.aval for var in eqn.invars]  # which tell over which devices they vary
-    closed = jax.make_jaxpr(tangents_of)(primals, list(itertools.compress(primals, moving)))
-    return Call("rule", closed.jaxpr, closed.consts)
 
 
 def inside(eqn: Any) -> Iterator[Any]:
@@ -189,14 +171,10 @@ def contains(eqn: Any, wanted: Callable[[Any], bool]) -> bool:
     return wanted(eqn) or any(contains(inner, wanted) for jaxpr in inside(eqn) for inner in jaxpr.eqns)
 
 
-def contains_product(eqn: Any) -> bool:
-    return contains(eqn, is_product)
-
-
 def is_product(eqn: Any) -> bool:
     """Whether an equation is a matrix product or convolution, or like one."""
-    like = _like(eqn)
-    return (eqn if like is None else _single(eqn, like)[0]).primitive.name in PRODUCTS
+    like = _registered(eqn)
+    return (_single(eqn, like)[0] if callable(like) else eqn).primitive.name in PRODUCTS
 
 
 def is_named(eqn: Any, prefix: str) -> str | None:
@@ -205,18 +183,9 @@ def is_named(eqn: Any, prefix: str) -> str | None:
     return name.removeprefix(prefix) if name.startswith(prefix) else None
 
 
-def added_axes(eqn: Any) -> list[int]:
-    """Which axes of length above one the result of a `broadcast_in_dim` has that its input has not, or repeats."""
-    shape = eqn.outvars[0].aval.shape
-    given = zip(eqn.params["broadcast_dimensions"], eqn.invars[0].aval.shape, strict=True)
-    own = {k for k, size in given if size == shape[k]}
-    return [k for k, size in enumerate(shape) if k not in own and size > 1]
-
-
-def joins(eqn: Any) -> int | None:
-    """The axis along which an equation puts its inputs side by side, if it does."""
-    name = {"concatenate": "dimension", "stack": "axis"}.get(eqn.primitive.name)
-    return eqn.params[name] if name else None
+def devices_summed(eqn: Any) -> tuple[str, ...]:
+    """The named axes of devices over which an equation sums."""
+    return tuple(eqn.params["axes"]) if eqn.primitive.name.startswith("psum") else ()
 
 
 def stops_gradient(eqn: Any) -> bool:
@@ -238,51 +207,121 @@ def keeps_values(eqn: Any) -> bool:
 
 # -- the table ---------------------------------------------------------------------------------------------------------
 
-# A refusal is a reason in words. None: neither a `Follow` nor a `Read` of this operand.
+# A reason in words says why an operation is not followed. None: neither a `Follow` nor a `Read` of this operand.
 Meaning = Follow | Read | str | None
-Rule = Callable[[Any, int, Axes], Meaning]
+Rule = Callable[[Any, int, Axes, Sequence[Axes]], Meaning]
 
 
-def meaning(eqn: Any, operand: int, axes: Axes) -> Meaning:
-    """What an equation does with a parameter that is its input number `operand` and has these axes."""
-    like = _like(eqn)
-    if like is not None:
-        return _alike(eqn, like, operand, axes)
+def meaning(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
+    """What an equation does with a parameter that is its input number `operand`.
+
+    Args:
+      eqn: the equation.
+      operand: which of its inputs.
+      axes: of the parameter.
+      data: of all inputs, as arrays of data.
+    """
+    like = _registered(eqn)
+    if callable(like):
+        return _alike(eqn, like, operand, axes, data)
     rule = _TABLE.get(eqn.primitive.name)
-    return rule(eqn, operand, axes) if rule else None
+    return rule(eqn, operand, axes, data) if rule else None
 
 
-def _same(eqn: Any, operand: int, axes: Axes) -> Meaning:
+def placed(eqn: Any, data: Sequence[Axes]) -> list[Axes] | None:
+    """The axes of each result of an equation of data; None where nothing is known but their lengths."""
+    name, params, shapes = eqn.primitive.name, eqn.params, [tuple(v.aval.shape) for v in eqn.invars]
+    outs = [tuple(var.aval.shape) for var in eqn.outvars]
+    if name in _MOVES and len(eqn.invars) == 1:
+        found = _TABLE[name](eqn, 0, data[0], data)
+        return list(found.axes) if isinstance(found, Follow) else None
+    if name in ("concatenate", "stack"):
+        return [_side_by_side(eqn, data, outs[0])]
+    if name == "dot_general":
+        contract, batch = params["dimension_numbers"]
+        free = [[a for k, a in enumerate(data[i]) if k not in contract[i] and k not in batch[i]] for i in (0, 1)]
+        return [(*(data[0][k] for k in batch[0]), *free[0], *free[1])]
+    if name == "conv_general_dilated" and params["batch_group_count"] == 1:
+        numbers = params["dimension_numbers"]
+        result = [foreign(size) for size in outs[0]]
+        result[numbers.out_spec[0]] = data[0][numbers.lhs_spec[0]]
+        return [tuple(result)]
+    if name == "gather":
+        offset = params["dimension_numbers"].offset_dims
+        rows = iter(data[1][:-1])
+        return [tuple(foreign(size) if k in offset else next(rows) for k, size in enumerate(outs[0]))]
+    if name == "sort":
+        lost = params["dimension"]
+        return [
+            tuple(mixed(outs[0][k]) if k == lost and holds_examples(a) else a for k, a in enumerate(axes))
+            for axes in data
+        ]
+    if "axes" in params and len(eqn.invars) == 1 and name.startswith(("reduce", "arg")):
+        return [tuple(axis for k, axis in enumerate(data[0]) if k not in params["axes"])]
+    if len(outs) == 1 and name not in _REORDERING:
+        alike = [axes for axes, shape in zip(data, shapes, strict=True) if _broadcasts(shape, outs[0])]
+        if alike and math.prod(outs[0]) > 1:
+            return [tuple(_agreed(axis, outs[0][k]) for k, axis in enumerate(zip(*alike, strict=True)))]
+    return None
+
+
+def _broadcasts(shape: tuple[int, ...], out: tuple[int, ...]) -> bool:
+    """Whether an operand of an elementwise operation may have this shape."""
+    return len(shape) == len(out) > 0 and all(own in (1, size) for own, size in zip(shape, out, strict=True))
+
+
+def _agreed(axes: Sequence[axes_lib.Axis], size: int) -> axes_lib.Axis:
+    """The axis of a result whose operands have these: the examples of one are those of all."""
+    whole = {axis for axis in axes if math.prod(atom.size for atom in axis) == size}
+    known = {axis for axis in whole if holds_examples(axis) and not axes_lib.is_mixed(axis)}
+    if len(known) == 1:
+        return known.pop()
+    return mixed(size) if any(map(holds_examples, whole)) else foreign(size)
+
+
+def _side_by_side(eqn: Any, data: Sequence[Axes], out: tuple[int, ...]) -> Axes:
+    stacked = eqn.primitive.name == "stack"
+    along = eqn.params["axis" if stacked else "dimension"]
+    parts = [(*axes[:along], (), *axes[along:]) if stacked else axes for axes in data]
+    result = [_agreed(axis, size) for axis, size in zip(zip(*parts, strict=True), out, strict=True)]
+    own = {axes[along] for axes in parts}
+    one = own.pop() if len(own) == 1 else mixed(out[along]) if any(map(holds_examples, own)) else foreign(out[along])
+    equal = math.prod(atom.size for atom in one) * len(parts) == out[along]
+    result[along] = (*foreign(len(parts)), *one) if equal else one
+    return tuple(result)
+
+
+def _same(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
     if not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):
         return None
     return Follow((axes,))
 
 
-def _transpose(eqn: Any, operand: int, axes: Axes) -> Meaning:
+def _transpose(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
     return Follow((tuple(axes[k] for k in eqn.params["permutation"]),))
 
 
-def _broadcast(eqn: Any, operand: int, axes: Axes) -> Meaning:
+def _broadcast(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     return Follow((axes_lib.broadcast(axes, old, new, eqn.params["broadcast_dimensions"]),))
 
 
-def _reshape(eqn: Any, operand: int, axes: Axes) -> Meaning:
+def _reshape(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
     order = eqn.params.get("dimensions") if eqn.primitive.name == "reshape" else None
     axes = axes if order is None else tuple(axes[k] for k in order)  # of the transposed array, if it says so
     found = axes_lib.reshape(axes, eqn.outvars[0].aval.shape)
     return None if found is None else Follow((found,))
 
 
-def _tile(eqn: Any, operand: int, axes: Axes) -> Meaning:
+def _tile(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
     return Follow((tuple((*foreign(times), *axis) for times, axis in zip(eqn.params["reps"], axes, strict=True)),))
 
 
-def _reverse(eqn: Any, operand: int, axes: Axes) -> Meaning:
+def _reverse(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
     return Follow((tuple(axes_lib.flip(a) if k in eqn.params["dimensions"] else a for k, a in enumerate(axes)),))
 
 
-def _parts(eqn: Any, operand: int, axes: Axes) -> Meaning:
+def _parts(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
     """Slices at places that do not depend on data."""
     name, params, shape = eqn.primitive.name, eqn.params, eqn.invars[0].aval.shape
     if name == "slice" and params["strides"] is not None and any(step != 1 for step in params["strides"]):
@@ -315,7 +354,7 @@ def spread(axes: Axes, shape: Sequence[int], total: Sequence[int]) -> Axes:
     return tuple(axis if own == size else foreign(size) for axis, own, size in zip(axes, shape, total, strict=True))
 
 
-def _elementwise(eqn: Any, operand: int, axes: Axes) -> Meaning:
+def _elementwise(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
     if len(eqn.invars) != 2:
         return Follow((axes,))  # minus: a scale of -1
     name, out = eqn.primitive.name, eqn.outvars[0].aval.shape
@@ -329,13 +368,12 @@ def _elementwise(eqn: Any, operand: int, axes: Axes) -> Meaning:
         y_axes=y_axes,
         shape=tuple(out),
         dtype=_dtype(eqn),
-        leading=next((atom.size for axis in y_axes for atom in axis if not atom.of_leaf), None),
         sign=-1 if name == "sub" and operand == 1 else 1,
         divides=name == "div",
     )
 
 
-def _product(eqn: Any, operand: int, axes: Axes) -> Meaning:
+def _product(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
     """A product whose operand number `operand` is a kernel; None for a broadcast one, which is an activation."""
     contract, batch = eqn.params["dimension_numbers"]
     x = eqn.invars[1 - operand].aval
@@ -345,21 +383,16 @@ def _product(eqn: Any, operand: int, axes: Axes) -> Meaning:
     w_batch, x_batch = batch[operand], batch[1 - operand]
     w_free = [k for k in range(len(axes)) if k not in w_contract and k not in w_batch]
     x_free = [k for k in range(x.ndim) if k not in x_contract and k not in x_batch]
-    # Entries that are repeated in place are read so often; other axes may be those of examples.
-    foreign_free = [axes[k] and not axes_lib.atoms_of([axes[k]]) for k in w_free]
-    if axes_lib.is_broadcast([axes[k] for k in w_contract]) or any(foreign_free):
+    if axes_lib.is_broadcast([axes[k] for k in (*w_contract, *w_free)]):
         return None
-    x_axes: list[axes_lib.Axis] = [()] * x.ndim
-    for k, w_axis in [*zip(x_contract, w_contract, strict=True), *zip(x_batch, w_batch, strict=True)]:
+    x_axes = list(data[1 - operand])
+    for k, w_axis in zip(x_contract, w_contract, strict=True):
         x_axes[k] = axes[w_axis]
-    for k in x_free:
-        x_axes[k] = foreign(x.shape[k])
+    for k, w_axis in zip(x_batch, w_batch, strict=True):
+        if not axes_lib.is_broadcast([axes[w_axis]]):  # else the same kernel for all of its entries
+            x_axes[k] = axes[w_axis]
     free_w, free_x = [axes[k] for k in w_free], [x_axes[k] for k in x_free]
-    y_axes = (*(axes[k] for k in w_batch), *(free_w + free_x if operand == 0 else free_x + free_w))
-    start = len(w_batch) + (0 if operand == 0 else len(x_free))
-    repeats = math.prod(axes_lib.foreign_sizes(free_w))
-    repeated = [k for k in x_batch if axes_lib.is_broadcast((x_axes[k],))]
-    examples = sorted([*x_free, *repeated])
+    y_axes = (*(x_axes[k] for k in x_batch), *(free_w + free_x if operand == 0 else free_x + free_w))
     return Read(
         op="dense",
         name=eqn.primitive.name,
@@ -369,15 +402,12 @@ def _product(eqn: Any, operand: int, axes: Axes) -> Meaning:
         y_axes=y_axes,
         shape=tuple(eqn.outvars[0].aval.shape),
         dtype=_dtype(eqn),
-        leading=x.shape[examples[0]] if examples else None,
-        batched=tuple(axes_lib.atoms_of(axes[k] for k in w_batch)),
-        rows=_rows(y_axes, tuple(x_axes), [*x_batch, *x_free], range(start, start + len(w_free))),
-        reorders=bool(repeated) or repeats > 1,
-        repeats=repeats,
+        batched=tuple(axes_lib.atoms_of(x_axes[k] for k in x_batch)),
+        rows=_rows(y_axes, tuple(x_axes), [*x_batch, *x_free]),
     )
 
 
-def _ragged_product(eqn: Any, operand: int, axes: Axes) -> Meaning:
+def _ragged_product(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
     """A product of each group of rows with a kernel of its own, `lax.ragged_dot`."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     contract, batch = numbers.dot_dimension_numbers
@@ -388,7 +418,7 @@ def _ragged_product(eqn: Any, operand: int, axes: Axes) -> Meaning:
     in_order = list(groups) == sorted(groups, key=lambda atom: atom.memory_order)
     if operand != 1 or axes_lib.is_broadcast(axes) or not in_order or any(atom.flipped for atom in groups):
         return "the kernels of its groups are not in the order of the parameter"
-    rows = foreign(x.shape[0])
+    rows = data[0][0]
     return Read(
         op="dense",
         name=eqn.primitive.name,
@@ -398,23 +428,21 @@ def _ragged_product(eqn: Any, operand: int, axes: Axes) -> Meaning:
         y_axes=(rows, axes[2]),
         shape=tuple(eqn.outvars[0].aval.shape),
         dtype=_dtype(eqn),
-        leading=x.shape[0],
         batched=groups,
         rows=tuple((k, k) for k in range(len(rows))),
         groups=2,
     )
 
 
-def _rows(y_axes: Axes, x_axes: Axes, order: Sequence[int], own: Sequence[int] = ()) -> tuple[tuple[int, int], ...]:
-    """`Read.rows`, where the axes of `x_axes` with rows come in `order` in the result, but for its axes `own`."""
+def _rows(y_axes: Axes, x_axes: Axes, order: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """`Read.rows`, where the axes of `x_axes` with rows come in `order` in the result."""
     starts = [sum(map(len, x_axes[:k])) for k in range(len(x_axes))]
     in_x = [starts[k] + p for k in order for p, atom in enumerate(x_axes[k]) if not atom.of_leaf]
-    flat = [(atom, k) for k, axis in enumerate(y_axes) for atom in axis]
-    in_y = [p for p, (atom, k) in enumerate(flat) if not atom.of_leaf and k not in own]
+    in_y = [p for p, atom in enumerate(axes_lib.flatten(y_axes)) if not atom.of_leaf]
     return tuple(zip(in_y, in_x, strict=True))
 
 
-def _convolution(eqn: Any, operand: int, axes: Axes) -> Meaning:
+def _convolution(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
     """Groups of channels are independent copies: the first reads the first channels, and its are the first outputs."""
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     if operand == 0:
@@ -431,14 +459,15 @@ def _convolution(eqn: Any, operand: int, axes: Axes) -> Meaning:
     if split is None:
         return f"feature_group_count={groups} cuts across axes of the parameter"
     group, outputs = split
-    images = lhs[numbers.lhs_spec[0]]
+    images = data[0][numbers.lhs_spec[0]]
+    if len(images) > 1:  # patches are of one axis of images
+        images = mixed(lhs[numbers.lhs_spec[0]])
     positions = [foreign(out[k]) for k in numbers.out_spec[2:]]
-    x_axes = (foreign(images), *positions, *(axes[k] for k in window), group + axes[in_channel])
+    x_axes = (images, *positions, *(axes[k] for k in window), group + axes[in_channel])
     y_axes = [foreign(size) for size in out]
-    y_axes[numbers.out_spec[1]] = group + outputs
+    y_axes[numbers.out_spec[0]], y_axes[numbers.out_spec[1]] = images, group + outputs
     # Axes of the patches: the images, the positions in the order of `out_spec`, the window and channels.
     axis_of = dict(zip((numbers.out_spec[0], *numbers.out_spec[2:]), range(len(out)), strict=False))
-    lead = sum(len(axis) for axis in y_axes[: numbers.out_spec[0]])
     return Read(
         op="conv",
         name=eqn.primitive.name,
@@ -448,10 +477,8 @@ def _convolution(eqn: Any, operand: int, axes: Axes) -> Meaning:
         y_axes=tuple(y_axes),
         shape=out,
         dtype=_dtype(eqn),
-        leading=images,
         batched=group,
         rows=_rows(tuple(y_axes), x_axes, [axis_of[k] for k in sorted(axis_of)]),
-        images=(lead, 0) if images > 1 else None,
         geometry=Convolution(
             spec=tuple(numbers.lhs_spec),
             window=tuple(kernel[k] for k in window),
@@ -464,7 +491,7 @@ def _convolution(eqn: Any, operand: int, axes: Axes) -> Meaning:
     )
 
 
-def _lookup(eqn: Any, operand: int, axes: Axes) -> Meaning:
+def _lookup(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
     """A gather that takes whole rows of a table, one for each index; None if it is another."""
     if operand != 0:
         return None
@@ -487,23 +514,60 @@ def _lookup(eqn: Any, operand: int, axes: Axes) -> Meaning:
     if not (alone or mode == GatherScatterMode.CLIP) or not positions:
         return None
     row = iter([() if k == row_axis else axis for k, axis in enumerate(axes) if k not in numbers.collapsed_slice_dims])
+    found = iter(data[1][:-1])
     return Read(
         op="embedding",
         name=eqn.primitive.name,
         operand=0,
         other=1,
         x_axes=(axes[row_axis],),
-        y_axes=tuple(foreign(size) if k in positions else next(row) for k, size in enumerate(out)),
+        y_axes=tuple(next(found) if k in positions else next(row) for k in range(len(out))),
         shape=out,
         dtype=_dtype(eqn),
-        leading=out[positions[0]],
         geometry=Lookup(table[row_axis], tuple(numbers.start_index_map).index(row_axis), drop),
     )
 
 
 def _dtype(eqn: Any) -> Any:
     """The dtype of sums over rows: wide enough for all that the operation takes and gives."""
-    return accumulator(jnp.result_type(*{var.aval.dtype for var in (*eqn.invars[:2], *eqn.outvars)}))
+    return jnp.result_type(*{accumulator(var.aval.dtype) for var in (*eqn.invars[:2], *eqn.outvars)})
+
+
+def _custom(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
+    """A function with a derivative of its own that is the identity, as of a kernel rounded straight through."""
+    shapes = [tuple(var.aval.shape) for var in (eqn.invars[operand], *eqn.outvars)]
+    if len(shapes) != 2 or shapes[0] != shapes[1]:
+        return None
+    avals = [var.aval for var in eqn.invars]
+
+    def pulled(values, g):
+        def own(x):
+            return evaluate(within, eqn, [*values[:operand], x, *values[operand + 1 :]])[0]
+
+        return jax.vjp(own, values[operand])[1](g)[0]
+
+    within = next(inside(eqn))
+    jaxpr = jax.make_jaxpr(pulled)(avals, eqn.outvars[0].aval).jaxpr
+    return Follow((axes,)) if _handed_on(jaxpr, jaxpr.outvars[0], jaxpr.invars[-1]) else None
+
+
+def _handed_on(jaxpr: Any, var: Any, source: Any) -> bool:
+    """Whether a variable of a jaxpr has the numbers of another."""
+    made = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+    while var is not source:
+        eqn = made.get(var) if not isinstance(var, jex.Literal) else None
+        inner = eqn and call(eqn)
+        if eqn is None or not (inner or eqn.primitive.name in _IDENTITIES):
+            return False
+        if not inner:
+            var = eqn.invars[0]
+            continue
+        out = inner.jaxpr.outvars[eqn.outvars.index(var)]
+        found = [k for k, own in enumerate(inner.jaxpr.invars) if _handed_on(inner.jaxpr, out, own)]
+        if not found:
+            return False
+        var = eqn.invars[found[0]]
+    return True
 
 
 _TABLE: dict[str, Rule] = {
@@ -515,6 +579,7 @@ _TABLE: dict[str, Rule] = {
     "tile": _tile,
     **dict.fromkeys(("slice", "split", "unstack"), _parts),
     **dict.fromkeys(("add", "add_any", "sub", "mul", "div", "neg"), _elementwise),
+    **dict.fromkeys(_CUSTOM, _custom),
     "dot_general": _product,
     "conv_general_dilated": _convolution,
     "gather": _lookup,
@@ -523,26 +588,30 @@ _TABLE: dict[str, Rule] = {
 
 # -- a user's own ------------------------------------------------------------------------------------------------------
 
-_REGISTERED: dict[str, Callable[..., Any] | None] = {}
+LOOK_INSIDE = "look inside"
+
+# By what is registered, what it is like, or `LOOK_INSIDE`: a primitive, where a function stands in its file, or the
+# name of the target of a foreign function, which all of a process share.
+_REGISTERED: dict[Any, Callable[..., Any] | str] = {}
 
 
-def register_primitive(name: str, like: Callable[..., Any] | None = None) -> None:
-    """Says what an operation is that `find_layers` does not know: a Pallas kernel, an FFI call, a custom derivative.
+def register_primitive(operation: Callable[..., Any] | Any, like: Callable[..., Any] | None = None) -> None:
+    """Says what an operation is that `find_layers` does not know: a custom derivative, a Pallas kernel, an FFI call.
 
     The operation itself goes on to compute values and gradients. What it is like tells how parameters pass through it
     and which statistics belong to it::
 
-        kfac.register_primitive("my_matmul", lambda x, w: x @ w)  # reads the kernel w
-        kfac.register_primitive("my_transpose", lambda w: w.T)    # only its form changes
-        kfac.register_primitive("my_block")                       # a function with a derivative of its own: look inside
+        kfac.register_primitive(my_matmul, lambda x, w: x @ w)  # reads the kernel w
+        kfac.register_primitive(my_transpose, lambda w: w.T)    # only its form changes
+        kfac.register_primitive(my_block)                       # a function with a derivative of its own: look inside
 
     Without `like`, a function with `jax.custom_vjp` or `jax.custom_jvp` is taken for what is written in it, so its
     layers are found, and it is differentiated as written: its custom derivative must be no more than a faster or
     more accurate way to that.
 
     Args:
-      name: of the primitive; or the `name` of a `pallas_call`, the target of an `ffi_call`, the name of a function with
-        a custom derivative.
+      operation: a function with a custom derivative; the kernel of a `pallas_call`; a primitive of
+        `jax.extend.core`; or of an `ffi_call` the name of its target, a string.
       like: a function of the same arrays, in the same order, that is a single operation of JAX: a product `x @ w`
         (`jnp.einsum`, `lax.dot_general`), a convolution, a change of form. None: look inside.
 
@@ -550,39 +619,51 @@ def register_primitive(name: str, like: Callable[..., Any] | None = None) -> Non
       Nothing.
 
     Raises:
-      ValueError: `name` is no string or `like` no function.
+      ValueError: `operation` is none of these, or `like` no function.
     """
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"name must be the name of a primitive or function, but is {name!r}")
+    key = _key(operation)
+    if key is None:
+        raise ValueError(
+            "operation must be a function with a custom derivative, the kernel of a pallas_call, a primitive, or the "
+            f"name of the target of an ffi_call, but is {operation!r}"
+        )
     if like is not None and not callable(like):
         raise ValueError(f"like must be a function or None, but is {like!r}")
-    _REGISTERED[name] = like
+    _REGISTERED[key] = LOOK_INSIDE if like is None else like
 
 
-def _names(eqn: Any) -> list[str]:
-    """What an equation can be registered as."""
-    names = [eqn.primitive.name, eqn.params.get("target_name")]
-    if eqn.primitive.name == "pallas_call":
-        names.append(eqn.params.get("name"))
-    if "call_jaxpr" in eqn.params:
-        inner = eqn.params["call_jaxpr"]
-        debug = getattr(getattr(inner, "jaxpr", inner), "debug_info", None)
-        names.append(getattr(debug, "func_name", None))
-    return [name for name in names if isinstance(name, str)]
+def _key(operation: Any) -> Any:
+    """What stands for an operation in the table."""
+    if isinstance(operation, jex.Primitive) or (isinstance(operation, str) and operation):
+        return operation
+    written = inspect.unwrap(operation) if callable(operation) else None
+    while isinstance(written, functools.partial):
+        written = written.func
+    code = getattr(written, "__code__", None)
+    return code and (code.co_filename, code.co_firstlineno)
 
 
-def _like(eqn: Any) -> Callable[..., Any] | None:
+def _registered(eqn: Any) -> Callable[..., Any] | str | None:
     """What a user has said that an equation is like."""
-    return next((like for name in _names(eqn) if (like := _REGISTERED.get(name)) is not None), None)
+    if not _REGISTERED:
+        return None
+    keys: list[Any] = [eqn.primitive]
+    if isinstance(target := eqn.params.get("target_name"), str):
+        keys.append(target)
+    inner = next(inside(eqn), None)
+    if inner is not None and (info := inner.debug_info) is not None:
+        keys.append((info.func_filename, info.func_lineno))  # a pallas_call may have a name of its own
+    return next((_REGISTERED[key] for key in keys if key in _REGISTERED), None)
+
+
+def _name(eqn: Any) -> str:
+    """Of an operation that is registered, for messages."""
+    inner = next(inside(eqn), None)
+    return eqn.params.get("target_name") or (inner.debug_info.func_name if inner is not None else eqn.primitive.name)
 
 
 def is_registered(eqn: Any) -> bool:
-    return _like(eqn) is not None
-
-
-def _looked_into(eqn: Any) -> bool:
-    """Whether a user has said to look inside."""
-    return "call_jaxpr" in eqn.params and any(name in _REGISTERED and not _REGISTERED[name] for name in _names(eqn))
+    return callable(_registered(eqn))
 
 
 def _single(eqn: Any, like: Callable[..., Any]) -> tuple[Any, list[Any]]:
@@ -596,18 +677,21 @@ def _single(eqn: Any, like: Callable[..., Any]) -> tuple[Any, list[Any]]:
     shapes = [[tuple(var.aval.shape) for var in outvars] for outvars in (jaxpr.outvars, eqn.outvars)]
     if len(jaxpr.eqns) != 1 or shapes[0] != shapes[1]:
         raise ValueError(
-            f"register_primitive({_names(eqn)[-1]!r}): like must be a single operation with a result of shape "
+            f"register_primitive({_name(eqn)}): like must be a single operation with a result of shape "
             f"{', '.join(map(str, shapes[1]))}, but is\n{jaxpr}"
         )
     return jaxpr.eqns[0], order
 
 
-def _alike(eqn: Any, like: Callable[..., Any], operand: int, axes: Axes) -> Meaning:
+def _alike(eqn: Any, like: Callable[..., Any], operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
     """The meaning of that operation, with the inputs counted as those of `eqn`."""
     inner, order = _single(eqn, like)
     position = next((k for k, var in enumerate(inner.invars) if var is order[operand]), None)
-    found = None if position is None else meaning(inner, position, axes)
+    places = [next((k for k, own in enumerate(order) if own is var), None) for var in inner.invars]
+    found = None
+    if position is not None:
+        found = meaning(inner, position, axes, [() if k is None else data[k] for k in places])
     if not isinstance(found, Read):
         return found
     other = next(k for k, var in enumerate(order) if var is inner.invars[found.other])
-    return dataclasses.replace(found, operand=operand, other=other, name=_names(eqn)[-1])
+    return dataclasses.replace(found, operand=operand, other=other, name=_name(eqn))

@@ -12,8 +12,8 @@ from jax import lax
 from jax.extend import core as jex
 
 from kfac._capture import primitives
+from kfac._capture.program import Op, Program, Value
 from kfac._capture.taps import ElementwiseTap, Key, KroneckerTap, Plan, Probes, tapped, together
-from kfac._capture.trace import Op, Program
 
 
 @jax.tree_util.register_dataclass
@@ -35,7 +35,7 @@ def _alone(value: Any) -> Any:
     return value.rows[0] if isinstance(value, Shared) else value
 
 
-# What parameters have been multiplied by on the way to each variable that is a scaled view.
+# What parameters have been multiplied by on the way to each array that is a scaled view.
 Multipliers = dict[int, jax.Array]  # by position among the arguments or results of an op
 
 
@@ -45,67 +45,58 @@ def replay(program: Program, args: Sequence[Any], plan: Plan, probes: Probes) ->
     return list(map(_alone, outs)), handed
 
 
-def compute(within: Program, op: Op, values: Sequence[Any]) -> list[Any]:
-    """Results of one op of a program."""
-    return primitives.evaluate(within.jaxpr, op.eqn, values)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Source:
-    """How an array is computed by elementwise equations from one array of its shape and smaller ones.
+    """How an array is computed by elementwise operations from one array of its shape and smaller ones.
 
     A normalised input is such an array. The backward pass of a network computes it again from the array before, and so
     do the taps: kept for them, it would take as much memory as all outputs of convolutions.
     """
 
-    within: Any
-    equations: tuple[Any, ...]
-    inputs: tuple[Any, ...]
+    ops: tuple[Op, ...]
+    inputs: tuple[Value, ...]
 
     def __call__(self, values: Sequence[jax.Array]) -> jax.Array:
         # Without the barrier, XLA would see that the forward pass has computed the same, and keep that.
         env = dict(zip(self.inputs, lax.optimization_barrier(list(values)), strict=True))
-        for eqn in self.equations:
-            operands = [var.val if isinstance(var, jex.Literal) else env[var] for var in eqn.invars]
-            (env[eqn.outvars[0]],) = primitives.evaluate(self.within, eqn, operands)
-        return env[self.equations[-1].outvars[0]]
+        for op in self.ops:
+            (env[op.outputs[0]],) = op.compute([env.get(v, v.number) for v in op.inputs])
+        return env[self.ops[-1].outputs[0]]
 
 
-def _source(within: Any, producers: Mapping[Any, Any], var: Any) -> Source | None:
-    """Where an operand comes from, if from elementwise equations of the same jaxpr."""
-    equations: list[Any] = []
-    inputs: list[Any] = []
-    while not isinstance(var, jex.Literal) and var in producers:
-        eqn = producers[var]
-        large = [v for v in eqn.invars if not isinstance(v, jex.Literal) and v.aval.shape == var.aval.shape]
-        if eqn.primitive.name not in ("add", "sub", "mul", "div", "convert_element_type") or len(large) != 1:
+def _source(producers: Mapping[Value, Op], value: Value) -> Source | None:
+    """Where an operand comes from, if from elementwise operations of the same program."""
+    ops: list[Op] = []
+    inputs: list[Value] = []
+    while value in producers:
+        op = producers[value]
+        arrays = [v for v in op.inputs if v.number is None]
+        large = [v for v in arrays if v.shape == value.shape]
+        if op.name not in ("add", "sub", "mul", "div", "convert_element_type") or len(large) != 1:
             break
-        equations.insert(0, eqn)
-        inputs += [v for v in eqn.invars if not isinstance(v, jex.Literal) and v not in (large[0], *inputs)]
-        var = large[0]
-    return Source(within, tuple(equations), (var, *inputs)) if equations else None
+        ops.insert(0, op)
+        inputs += [v for v in arrays if v not in (large[0], *inputs)]
+        value = large[0]
+    return Source(tuple(ops), (value, *inputs)) if ops else None
 
 
 def _replay(
     program: Program, args: Sequence[Any], scaled: Multipliers, plan: Plan, probes: Probes
 ) -> tuple[list[Any], Multipliers, dict[Key, Any]]:
-    jaxpr = program.jaxpr
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
-    multipliers: dict[Any, Any] = {jaxpr.invars[k]: multiplier for k, multiplier in scaled.items()}
+    env: dict[Value, Any] = dict(program.consts)
+    env.update(zip(program.inputs, args, strict=True))
+    multipliers: dict[Value, Any] = {program.inputs[k]: multiplier for k, multiplier in scaled.items()}
     handed: dict[Key, Any] = {}
-    producers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    producers = {value: op for op in program.ops for value in op.outputs}
 
-    def read(var):
-        return var.val if isinstance(var, jex.Literal) else env[var]
+    def read(value: Value) -> Any:
+        return env[value] if value.number is None else value.number
 
-    def known(variables) -> Multipliers:
-        found = ((k, None if isinstance(var, jex.Literal) else multipliers.get(var)) for k, var in enumerate(variables))
-        return {k: multiplier for k, multiplier in found if multiplier is not None}
+    def known(values: Sequence[Value]) -> Multipliers:
+        return {k: multipliers[value] for k, value in enumerate(values) if value in multipliers}
 
     for index, op in enumerate(program.ops):
-        eqn, values = op.eqn, [read(var) for var in op.inputs]
-        child = plan.children.get(index)
+        values, child = list(map(read, op.inputs)), plan.children.get(index)
         if not op.alive:
             values = list(map(_alone, values))
         if index in plan.late:
@@ -117,7 +108,7 @@ def _replay(
             values, own = together((values, {key: probes[key] for key in kronecker}))
             probes = {**probes, **own}
         if child is None:
-            outs = _evaluate_shared(jaxpr, op, values[: op.num_values], plan.merges.get(index))
+            outs = _evaluate(op, values, plan.merges.get(index))
         else:
             outs, leaving, inside = _inside(op, values, known(op.inputs), child, probes)
             multipliers.update((op.outputs[k], multiplier) for k, multiplier in leaving.items())
@@ -125,13 +116,16 @@ def _replay(
         if index in plan.multipliers:
             operand = plan.multipliers[index]
             so_far = multipliers.get(op.inputs[operand])
-            values[operand] = jnp.ones_like(values[operand]) if so_far is None else so_far
-            multipliers.update(zip(op.outputs, primitives.evaluate(jaxpr, eqn, values), strict=True))
+            if op.name in primitives.SUMS:  # what is added has no say in it
+                multipliers[op.outputs[0]] = so_far
+            else:
+                values[operand] = jnp.ones_like(values[operand]) if so_far is None else so_far
+                multipliers.update(zip(op.outputs, op.compute(values), strict=True))
         for tap in plan.taps.get(index, ()):
             if isinstance(tap, ElementwiseTap) and tap.other is not None:
-                source = _source(jaxpr, producers, op.inputs[tap.other])
+                source = _source(producers, op.inputs[tap.other])
                 if source is not None:
-                    values[tap.other] = [read(var) for var in source.inputs]
+                    values[tap.other] = list(map(read, source.inputs))
                     tap = dataclasses.replace(tap, source=source)
             rows = [value.rows if _is_shared(value) else value for value in values]
             residuals = tap.residuals(rows, multipliers.get(op.inputs[tap.use.read.operand]), probes)
@@ -143,80 +137,50 @@ def _replay(
             key, at_mark = plan.marks[index]
             outs[0], handed[key] = at_mark(outs[0], probes[key])
         env.update(zip(op.outputs, outs, strict=True))
-    return [read(var) for var in jaxpr.outvars], known(jaxpr.outvars), handed
+    return list(map(read, program.outputs)), known(program.outputs), handed
 
 
-def _evaluate_shared(jaxpr: Any, op: Op, values: Sequence[Any], axis: int | None) -> list[Any]:
+def _evaluate(op: Op, values: Sequence[Any], axis: int | None) -> list[Any]:
     """Results of an op; where arrays that all examples share meet the examples, which have the axis `axis`."""
     if not any(map(_is_shared, values)):
-        return primitives.evaluate(jaxpr, op.eqn, values)
-
-    def one(*values):
-        return primitives.evaluate(jaxpr, op.eqn, values)
-
+        return op.compute(values)
     if axis is not None and len(values) > 1:
 
         def whole(value):
             if _is_shared(value):  # the examples take the place of an axis of length one
                 value = jnp.moveaxis(jnp.squeeze(value.rows, axis + 1), 0, axis)
-            return jnp.broadcast_to(value, op.results[0])
+            return jnp.broadcast_to(value, op.outputs[0].shape)
 
         return [primitives.ELEMENTWISE[op.name](*map(whole, values))]
     own = [value.rows if _is_shared(value) else value for value in values]
-    outs = jax.vmap(one, in_axes=[0 if _is_shared(value) else None for value in values])(*own)
+    axes = [0 if _is_shared(value) else None for value in values]
+    outs = jax.vmap(lambda *values: op.compute(values), in_axes=axes)(*own)
     if axis is None:
         return list(map(Shared, outs))
     return [jnp.moveaxis(jnp.take(outs[0], 0, axis=axis + 1), 0, axis)]
 
 
 def _inside(
-    op: Any, values: Sequence[Any], scaled: Multipliers, plan: Plan, probes: Probes
+    op: Op, values: Sequence[Any], scaled: Multipliers, plan: Plan, probes: Probes
 ) -> tuple[list[Any], Multipliers, dict[Key, Any]]:
     """What `_replay` gives of the program inside an op, called as the op calls it."""
+    if op.scan:
+        return _scan(op, values, scaled, plan, probes)
 
     def block(probes, values, scaled):
+        assert op.inner
         return _replay(op.inner, values, scaled, plan, probes)
 
-    own = {key: probes[key] for key in plan.keys()}
-    if op.call.kind == "scan":
-        return _scan(op, values, scaled, plan, probes)
-    if op.call.kind == "remat":
-        params = op.eqn.params
-        return jax.checkpoint(block, prevent_cse=params["prevent_cse"], policy=params["policy"])(own, values, scaled)
-    if op.call.kind == "rule":
-        primals = list(map(lax.stop_gradient, values[: op.num_values]))
-        tangents = [_instead(jnp.zeros_like(value), value) for value in values[op.num_values :]]
-        outs, _, handed = block(own, [*primals, *tangents], scaled)
-        results = primitives.evaluate(op.inner.jaxpr, op.eqn, primals)
-        return list(map(_instead, results, outs)), {}, handed
-    if "out_shardings" not in op.eqn.params:
-        return block(own, values, scaled)
-    # What stands in the call for shardings that are not given is no public type.
-    values = list(map(_constrained, values, op.eqn.params["in_shardings"]))
-    outs, leaving, handed = block(own, values, scaled)
-    return list(map(_constrained, outs, op.eqn.params["out_shardings"])), leaving, handed
-
-
-@jax.custom_vjp
-def _instead(value: jax.Array, x: jax.Array) -> jax.Array:
-    """A value with the gradient of `x`."""
-    del x
-    return value
-
-
-_instead.defvjp(lambda value, x: (value, None), lambda _, g: (None, g))
-
-
-def _constrained(value: Any, sharding: Any) -> Any:
-    known = isinstance(sharding, jax.sharding.Sharding) and not _is_shared(value)
-    return lax.with_sharding_constraint(value, sharding) if known else value
+    own, params = {key: probes[key] for key in plan.keys()}, op.eqn.params
+    return jax.checkpoint(block, prevent_cse=params["prevent_cse"], policy=params["policy"])(own, values, scaled)
 
 
 def _scan(
-    op: Any, values: Sequence[Any], scaled: Multipliers, plan: Plan, probes: Probes
+    op: Op, values: Sequence[Any], scaled: Multipliers, plan: Plan, probes: Probes
 ) -> tuple[list[Any], Multipliers, dict[Key, Any]]:
-    scan = op.call.scan
-    first, last = scan.consts, scan.consts + scan.carried
+    scan = op.scan
+    assert scan and op.inner
+    first, last, inner = scan.consts, scan.last, op.inner
     shared = {key: probes[key] for key, iterated in plan.iterated.items() if not iterated}
     own = {key: probes[key] for key, iterated in plan.iterated.items() if iterated}
     # A scaled view that is carried comes out as it went in.
@@ -226,7 +190,7 @@ def _scan(
     def body(carry, slices):
         xs, own, sliced = slices
         arguments = [*values[:first], *carry, *xs]
-        outs, _, handed = _replay(op.inner, arguments, {**same, **sliced}, plan, {**shared, **own})
+        outs, _, handed = _replay(inner, arguments, {**same, **sliced}, plan, {**shared, **own})
         return outs[: last - first], (outs[last - first :], handed)
 
     options = {key: op.eqn.params[key] for key in ("length", "reverse", "unroll")}

@@ -13,14 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from kfac._capture.states import Use
 from kfac._factors import Kronecker
 from kfac._statistics.moments import example_gradients, multiplied, squares_in_basis
-from kfac._statistics.rows import Arrangement, Groups, OneHot, Rows, weighted
+from kfac._statistics.rows import Arrangement, Groups, OneHot, Rows
 from kfac._varying import whole
 
 Key = tuple[Any, ...]  # layer name, and which of its parameters (0 for a Kronecker layer); longer for its eigenvectors
@@ -45,7 +44,7 @@ class KroneckerTap:
       dtype: of the sums.
       diagonal: which of the two are kept as their diagonals.
       reduce: whether the setting is "reduce".
-      subsample: from every how many-th run of examples factors are formed.
+      subsample: from every how many-th example, or row, factors are formed.
       basis: key of the layer's eigenvectors among the probes.
     """
 
@@ -62,29 +61,26 @@ class KroneckerTap:
     basis: Key | None = None
 
     def residuals(self, values: Sequence[jax.Array], multiplier: jax.Array | None, probes: Probes) -> Any:
-        # A kernel is multiplied by the same number everywhere, if at all, or by zeros and ones.
-        number = None if multiplier is None or self.use.view.masked else multiplier.reshape(-1)[0]
+        # A kernel is multiplied by the same number everywhere, if at all.
+        number = None if multiplier is None else multiplier.reshape(-1)[0]
         sizes = None if self.use.read.groups is None else values[self.use.read.groups]
         return values[self.use.read.other], number, None if self.basis is None else probes[self.basis], sizes
 
     def statistics(self, residuals: Any, g: jax.Array) -> Kronecker:
-        read, within, (x, number, basis, sizes) = self.use.read, self.use.within, residuals
+        read, (x, number, basis, sizes) = self.use.read, residuals
         # XLA would make rows of images, and some of the rows, of what these are made of, and keep that beside them.
-        if not self.use.scans and (self.subsample > 1 or read.images is not None):
+        if not self.use.scans and (self.subsample > 1 or read.op == "conv"):
             x, g = lax.optimization_barrier((x, g)) if self.subsample > 1 else (lax.optimization_barrier(x), g)
-        x, g = (box(part) if box else part for box, part in ((read.x_box, x), (read.y_box, g)))
         inputs: Any = read.geometry.form(x, self.arrange_x, self.homogeneous, self.images, self.dtype)
-        outputs: Any = Rows(self.arrange_g(g), self.arrange_g.runs)
+        outputs: Any = Rows(self.arrange_g(g))
         if sizes is not None:
             inputs, outputs = (Groups(form.array[0, 0], sizes, form.homogeneous) for form in (inputs, outputs))
         whole = inputs, outputs
-        if self.subsample > 1:
+        if self.subsample > 1 and sizes is None:
             inputs, outputs = inputs.every(self.subsample), outputs.every(self.subsample)
         moments = None
         if basis is not None:
             assert not isinstance(inputs, OneHot)
-            if within:
-                basis = Kronecker(basis.A[..., within.inputs, :], basis.G[..., within.outputs, :])
             moments = squares_in_basis(inputs, outputs, number, basis, self.dtype)
         if self.reduce:  # sums are cheap: they are those of all examples
             inputs, outputs = whole
@@ -92,32 +88,20 @@ class KroneckerTap:
         a = getattr(inputs, form_a)()
         if number is not None:
             a = multiplied(a, number, form_a, self.homogeneous is not None)
-        a, g = weighted(a, read.repeats), getattr(outputs, form_g)()
-        if within:
-            a = _among_zeros(a, within.inputs, within.layout.size("in"), form_a)
-            g = _among_zeros(g, within.outputs, within.layout.size("out"), form_g)
-        return Kronecker(a, g, moments)
-
-
-def _among_zeros(moment: jax.Array, entries: tuple[int, ...], size: int, form: str) -> jax.Array:
-    """What `Form` gives of some of `size` features, where the others are zero."""
-    axes = 2 if form == "gram" else 1
-    where = np.ix_(*[np.asarray(entries)] * axes)
-    return jnp.zeros(moment.shape[:-axes] + (size,) * axes, moment.dtype).at[..., *where].set(moment)
+        return Kronecker(a, getattr(outputs, form_g)(), moments)
 
 
 @dataclasses.dataclass(frozen=True)
 class ElementwiseTap:
-    """Per-example gradients at one use of a scale or shift, or the moments of those.
+    """Per-example gradients `[n, units]` at one use of a scale or shift.
 
     Attributes:
       key: of the probe.
       use: the operation.
       arrange: brings the gradient to the normal form.
       dtype: of the statistics.
-      columns: None: per-example gradients `[n, units]`. 1: sums of their squares `[units, 1, 1]`; 2: with those of the
-        shift that is added to the result, which are sums of the same gradient, `[units, 2, 2]`.
-      subsample: from every how many-th run of examples.
+      subsample: from every how many-th example.
+      lies: how the gradients lie over explicit axes of a mesh: as the examples do.
       source: computes the data again, from what it is made of.
     """
 
@@ -125,8 +109,8 @@ class ElementwiseTap:
     use: Use
     arrange: Arrangement
     dtype: Any
-    columns: int | None = None
     subsample: int = 1
+    lies: PartitionSpec | None = None
     source: Callable[[Sequence[jax.Array]], jax.Array] | None = None
 
     @property
@@ -144,15 +128,10 @@ class ElementwiseTap:
 
     def statistics(self, residuals: Any, g: jax.Array) -> jax.Array:
         (other, coefficient), read = residuals, self.use.read
-        g = read.y_box(g) if read.y_box else g
         if other is not None:
             factor = 1 / other if read.divides else other
             coefficient = factor if coefficient is None else factor * coefficient
-        own = read.sign * example_gradients(g, coefficient, self.arrange, self.subsample)
-        if self.columns is None:
-            return own
-        each = [own] if self.columns == 1 else [own, example_gradients(g, None, self.arrange, self.subsample)]
-        return jnp.stack([jnp.stack([jnp.sum(a * b, axis=0) for b in each], axis=-1) for a in each], axis=-2)
+        return read.sign * example_gradients(g, coefficient, self.arrange, self.subsample)
 
 
 Tap = KroneckerTap | ElementwiseTap
@@ -169,8 +148,9 @@ def _backward(tap, residuals, g):
     def statistics(residuals, g):
         return jax.tree.map(lambda moment: moment.astype(tap.dtype), tap.statistics(residuals, g))
 
-    residuals = tap.recomputed(residuals) if isinstance(tap, ElementwiseTap) else residuals
-    return None, g, whole(statistics)(residuals, g)
+    if isinstance(tap, KroneckerTap):
+        return None, g, whole(statistics)(residuals, g)
+    return None, g, whole(statistics, tap.lies)(tap.recomputed(residuals), g)
 
 
 tapped.defvjp(lambda tap, residuals, y, probe: (y, residuals), _backward)

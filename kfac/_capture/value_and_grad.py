@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -16,11 +15,11 @@ from jax.flatten_util import ravel_pytree
 from kfac._capture.outputs import Draw, checked_key, find_marks, keys_of
 from kfac._capture.plan import Planned, plan_taps
 from kfac._capture.replay import replay
-from kfac._capture.trace import Trace, aim_at, trace
-from kfac._checks import check_choice, check_positive_int
-from kfac._factors import Coarse, Factors
+from kfac._capture.trace import Trace, aim_at, batch_of, trace
+from kfac._checks import check_choice, check_positive_int, check_switch
+from kfac._factors import Factors
 from kfac._layers import Layers
-from kfac._varying import as_varying, own_key, varying_axes, zeros_of
+from kfac._varying import as_varying, lying_as, own_key, varying_axes, within_devices, zeros_of
 
 
 def value_and_grad(
@@ -31,6 +30,7 @@ def value_and_grad(
     fisher: str = "empirical",
     num_examples: int | None = None,
     subsample: int = 1,
+    statistics: bool = True,
 ) -> Callable[..., tuple[Any, Any, Any]]:
     """`jax.value_and_grad`, with the statistics of every layer beside the gradients.
 
@@ -54,13 +54,12 @@ def value_and_grad(
         costs a backward pass for each feature of the output. It is exact for what a single row of the output has a
         gradient of, and unbiased where several have a share in it: where examples interact, and of the unit-wise,
         diagonal and EKFAC moments of examples with several rows.
-      num_examples: `n` of the batch that one call sees. By default the size of the marked output without its axis of
-        features, and without one the leading dimension of the layers' inputs.
-      subsample: factors come from every `subsample`-th example, which costs so many times less and is unbiased where
-        the order of the examples means nothing. Layers must see the examples on an axis of their own; where the tokens
-        of a marked output `[sequences, tokens, features]` are examples, whole sequences are taken, also where a layer
-        sees `[sequences * tokens, ...]`. The gradients come from all of them, and so do coarse blocks, the counts of
-        lookups and sums with `reduce=`.
+      num_examples: how many examples the loss is the mean of, for a loss that hides them. By default the size of the
+        marked output without its axis of features, and without one the examples of the batch.
+      subsample: factors come from every `subsample`-th example, or row of a layer's inputs, which costs so many times
+        less and is unbiased where their order means nothing. The gradients come from all of them, and so do the counts
+        of lookups, sums with `reduce=`, and statistics of `lax.ragged_dot`.
+      statistics: False for a step without: the gradients are the same, and `factors` is None.
 
     Returns:
       A function of the arguments of `loss_fn` that returns `(value, grads, factors)`, where `value` is `loss` or
@@ -74,18 +73,19 @@ def value_and_grad(
       - `basis`, for an optimizer with `inverse=kfac.Ekfac()`: what `kfac.eigenbasis` returns. `factors` then hold
         `moments` beside `A` and `G`, the second moments of per-example gradients in that eigenbasis,
         `n sum_i (Q_G^T (sum_p g_ip a_ip^T) Q_A)^2` with the gradients `g_ip` of the mean loss (George et al. 2018).
-        Where examples have several positions, layers must see them on an axis of their own.
+        Layers whose examples are not told apart have none (`Layer.correctable`).
 
     Raises:
-      ValueError: an argument is out of range; when the function is traced: it has other layers than `layers`, or the
-        number of examples is not clear, or with `subsample` or `basis` a layer cannot tell them from positions, or with
-        `subsample` it sees too few, or `basis` is no such one, or `fisher_key` is missing, no key, or given where
-        nothing is drawn, or with `"sampled"` or `"expected"` the loss depends on a parameter but no marked output does.
+      ValueError: an argument is out of range; when the function is traced: it has other layers than `layers`, the
+        number of examples is not clear, there are fewer than `subsample`, the loss is an average over devices, `basis`
+        is no such one, `fisher_key` is missing, no key, or given where nothing is drawn, or with `"sampled"` or
+        `"expected"` the loss depends on a parameter but no marked output does.
     """
     if not isinstance(layers, Layers):
         raise ValueError(f"layers must be what kfac.find_layers returns, but is {type(layers).__name__}")
     check_choice("fisher", fisher, ("empirical", "sampled", "expected"))
     check_positive_int("subsample", subsample)
+    check_switch("statistics", statistics)
     drawn = fisher != "empirical"
 
     @functools.wraps(loss_fn)
@@ -95,14 +95,18 @@ def value_and_grad(
         # With replicated parameters, shard_map would sum gradients and statistics over devices inside autodiff.
         axes = varying_axes([x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array)])
         params = as_varying(params, axes | varying_axes(params))
-        traced = trace(loss_fn, has_aux, params, args, kwargs)
+        if not statistics:
+            if within_devices():
+                _check_own(trace(loss_fn, has_aux, params, args, kwargs, ()))
+            return *jax.value_and_grad(loss_fn, has_aux=has_aux)(params, *args, **kwargs), None
+        traced = trace(loss_fn, has_aux, params, args, kwargs, batch_of(layers, args, kwargs))
+        _check_own(traced)
         marks = find_marks(traced)
         if drawn:
             skipped = {path for layer in layers if layer.kind == "skipped" for path in layer.params}
             marks.require(f"fisher={fisher!r}", traced.names, skipped)
             aim_at(traced, [mark.op for mark in marks.marks])
         planned = plan_taps(traced, layers, marks, num_examples, subsample, moments=basis is not None)
-        check_same(layers, planned.layers)
         entries: dict[Any, Any] = {}
         if basis is not None:
             check_basis(basis, layers)
@@ -112,13 +116,21 @@ def value_and_grad(
             marks.place(planned.plan, lambda mark: Draw(mark, planned.num_examples, fisher == "expected"))
             entries |= keys_of(marks, own_key(key, axes | varying_axes(traced.program.consts)))
         flat, treedef = jax.tree.flatten(params)
-        probes = jax.tree.map(lambda probe: jnp.zeros(probe.shape, probe.dtype), planned.probes)
+        probes = jax.tree.map(lambda probe: lying_as(jnp.zeros(probe.shape, probe.dtype), probe), planned.probes)
         probes = as_varying(probes, axes | varying_axes(params))
         outs, grads, factors = _differentiate(traced, planned, flat, probes, entries, fisher)
         loss, aux = traced.rebuild(outs)
         return (loss, aux) if has_aux else loss, jax.tree.unflatten(treedef, grads), factors
 
     return with_factors
+
+
+def _check_own(traced: Trace) -> None:
+    if axes := traced.program.average_over_devices(traced.num_leaves):
+        raise ValueError(
+            f"loss_fn returns an average over the devices of {', '.join(map(repr, axes))}: let it return the mean over "
+            "this device's own examples, and average afterwards, jax.lax.pmean(loss, axes), and the gradients likewise"
+        )
 
 
 def _differentiate(traced: Trace, planned: Planned, flat: list[Any], probes: Any, entries: Any, fisher: str):
@@ -134,11 +146,10 @@ def _differentiate(traced: Trace, planned: Planned, flat: list[Any], probes: Any
     (value, zeros), pull_back, outs = jax.vjp(losses_of, flat, probes, has_aux=True)
     grads, sums = pull_back((jnp.ones_like(value), zeros))
     if fisher == "empirical":
-        return outs, grads, planned.factors(sums, grads)
+        return outs, grads, planned.factors(sums)
 
     def factors_of(cotangents):
-        curvature, sums = pull_back((jnp.zeros_like(value), cotangents))
-        return planned.factors(sums, curvature)
+        return planned.factors(pull_back((jnp.zeros_like(value), cotangents))[1])
 
     if fisher == "sampled":
         return outs, grads, factors_of(jax.tree.map(jnp.ones_like, zeros))
@@ -151,14 +162,10 @@ def _sum_of_moments(factors_of: Callable[[jax.Array], Factors], units: jax.Array
     """Factors whose second moments of gradients are the sums over all units; what does not depend on them stays."""
 
     def add(total, unit):
-        new = factors_of(unit)
-        means = {name: block.mean for name, block in new.items() if isinstance(block, Coarse)}
-        return jax.tree.map(jnp.add, total, new), means
+        return jax.tree.map(jnp.add, total, factors_of(unit)), None
 
-    total, means = lax.scan(add, zeros_of(factors_of, units[0]), units)
-    whole = jax.tree.map(lambda x: x / len(units), total).unscale(len(units) ** -0.5)
-    blocks = {name: dataclasses.replace(block, mean=means[name]) for name, block in whole.items() if name in means}
-    return Factors({**whole, **blocks})
+    total, _ = lax.scan(add, zeros_of(factors_of, units[0]), units)
+    return jax.tree.map(lambda x: x / len(units), total).unscale(len(units) ** -0.5)
 
 
 def _fisher_key(loss_fn: Callable[..., Any], kwargs: dict[str, Any], fisher: str) -> jax.Array | None:
@@ -176,23 +183,6 @@ def _takes(loss_fn: Callable[..., Any], name: str) -> bool:
         return name in inspect.signature(loss_fn).parameters
     except (TypeError, ValueError):  # a callable that does not tell
         return False
-
-
-def check_same(expected: Layers, found: Layers) -> None:
-    if expected == found:
-        return
-    if expected.paths != found.paths:
-        differing = sorted(set(expected.paths) ^ set(found.paths))
-        raise ValueError(
-            f"the parameters are not those that `layers` was found with; they differ in {', '.join(differing[:5])}"
-        )
-    for a, b in zip(expected, found, strict=False):
-        if a != b:
-            raise ValueError(
-                f"loss_fn has other layers than `layers`: expected {a.describe()}, found {b.describe()}. Call "
-                "find_layers with the same function and with arguments of the same kind."
-            )
-    raise ValueError(f"loss_fn has {len(found)} layers, but `layers` has {len(expected)}")
 
 
 def check_basis(basis: Any, layers: Layers) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -13,11 +14,13 @@ import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from kfac._curvature.inverse import Inverse
+from kfac._curvature.inverse import Inverse, diagonals, per_block
 from kfac._curvature.unitwise import ChannelInverse
 from kfac._factors import Block, Factors, Kronecker, Shares, Unitwise
-from kfac._layers import KRONECKER_KINDS, Layer, Layers
+from kfac._layers import Layer, Layers
 from kfac._varying import alone
+
+OWN_FACTORS = "gradient_"  # how names of groups begin that have the gradient's own factors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +30,25 @@ class Group:
     Attributes:
       name: key of the group in the state.
       kronecker: whether the blocks are Kronecker products.
-      layers: the members, in order.
+      layers: the members, by name.
     """
 
     name: str
     kronecker: bool
     layers: tuple[Layer, ...]
+
+    @property
+    def members(self) -> str:
+        """The names of the members, in order; of long lists the beginning, and a number that tells it from others."""
+        names = ", ".join(layer.name for layer in self.layers)
+        if len(names) <= 150:
+            return names
+        return f"{names[:120]}... ({len(self.layers)} layers, {hashlib.sha256(names.encode()).hexdigest()[:8]})"
+
+    @property
+    def captured(self) -> bool:
+        """Whether their statistics are captured in the loss; else they are the gradient's own factors."""
+        return self.layers[0].kind != "gradient"
 
     @property
     def d_out(self) -> int:
@@ -91,6 +107,34 @@ class Group:
             blocks.append(block)
         return jax.tree.map(lambda *stacks: jnp.concatenate(stacks), *blocks)
 
+    def own_factors(self, gradients: jax.Array) -> Block:
+        """The gradient's own factors, from averaged gradients `[k, d_out, d_in]`: `V^T V` and `V V^T`, unscaled."""
+        if not self.kronecker:
+            return Unitwise(jnp.square(gradients)[..., None])
+
+        def side(name, whole, diagonal):
+            spec = diagonal if len(self.shapes[name]) == 1 else whole
+            return jnp.einsum(spec, gradients, gradients, precision=lax.Precision.HIGHEST)
+
+        return Kronecker(side("A", "koi,koj->kij", "koi,koi->ki"), side("G", "kia,kja->kij", "kia,kia->ki"))
+
+    def scaled(self, factors: Block) -> Block:
+        """The gradient's own factors from `E[V^T V]` and `E[V V^T]`; captured ones as they are.
+
+        Both have the trace `t` of `E[vec V vec V^T]`, so that with each divided by its root the product has it.
+        """
+        return self._times(factors, lambda trace: lax.rsqrt(jnp.where(trace > 0, trace, 1)))
+
+    def unscaled(self, factors: Block) -> Block:
+        """The inverse of `scaled`."""
+        return self._times(factors, lambda trace: trace)
+
+    def _times(self, factors: Block, number: Callable[[jax.Array], jax.Array]) -> Block:
+        if self.captured or not isinstance(factors, Kronecker):
+            return factors
+        scale = number(jnp.sum(diagonals(factors.A), axis=-1))
+        return jax.tree.map(lambda x: x * per_block(scale, x), factors)
+
     @property
     def by_leaf(self) -> list[Group]:
         """As groups of the kernels and of the biases, where all members agree on which columns are whose."""
@@ -138,14 +182,15 @@ class Group:
 def group_layers(layers: Layers) -> tuple[Group, ...]:
     """Groups the layers that have statistics by the shape of their blocks, in the order of their first uses."""
     members: dict[str, list[Layer]] = {}
-    for layer in layers.with_factors:
-        if layer.kind in KRONECKER_KINDS:
-            form = "".join(f"_diagonal_{factor}" for factor in layer.diagonal)
-            name = f"kronecker_{layer.d_out}x{layer.d_in}{form}"
-        else:
-            name = f"unitwise_{layer.d_out}x{layer.d_in}"
-        members.setdefault(name, []).append(layer)
-    groups = [Group(name, layers[0].kind in KRONECKER_KINDS, tuple(layers)) for name, layers in members.items()]
+    for layer in layers.with_blocks:
+        form = "".join(f"_diagonal_{factor}" for factor in layer.diagonal)
+        name = f"{'kronecker' if layer.kronecker else 'unitwise'}_{layer.d_out}x{layer.d_in}{form}"
+        members.setdefault(f"{OWN_FACTORS}{name}" if layer.kind == "gradient" else name, []).append(layer)
+    # By name, so that a state has its blocks in one order whatever that of the program.
+    groups = [
+        Group(name, layers[0].kronecker, tuple(sorted(layers, key=lambda layer: layer.name)))
+        for name, layers in members.items()
+    ]
     return tuple(sorted(groups, key=lambda group: min(layer.order for layer in group.layers)))
 
 

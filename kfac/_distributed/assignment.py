@@ -135,7 +135,11 @@ class Assignment:
         Of all-reduces, reduce-scatters and all-to-alls what a device puts in, of all-gathers what it gets.
         """
         wire = self._uses.communication_dtype
-        return self._messages(lambda g: flatten_block(self._statistics(g, wire)), "reduce-scatter", BUCKETS)
+
+        def captured(group):
+            return flatten_block(self._statistics(group, wire)) if group.captured else None
+
+        return self._messages(captured, "reduce-scatter", BUCKETS)
 
     @property
     def gradients_messages(self) -> dict[str, int]:
@@ -147,7 +151,7 @@ class Assignment:
             return {}
         gathered = [layer for group in self.groups if self._gathers(group) for layer in group.layers]
         if self._uses.gradients == "split":
-            everywhere = 4 * sum(layer.num_params for layer in self.layers.with_factors if layer not in gathered)
+            everywhere = 4 * sum(layer.num_params for layer in self.layers.with_blocks if layer not in gathered)
             whole = 4 * sum(layer.num_params for layer in self.layers)
             return {"reduce-scatter": whole, "all-gather": everywhere} | self.results_messages
         to_owners = gathered if self._uses.gradients == "local" else []

@@ -178,7 +178,7 @@ def everywhere(distribution: Distribution, inverse: Inverse, group: Group) -> bo
 
 def owners_precondition(distribution: Distribution, inverse: Inverse, group: Group) -> bool:
     """Whether owners alone precondition the blocks of a group."""
-    split = split_sides(group.shapes, distribution.split_from)
+    split = split_sides(group.name, group.shapes, distribution.split_from)
     return group.kronecker and not split and not everywhere(distribution, inverse, group)
 
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kfac._curvature.blocks import Group
+from kfac._curvature.blocks import OWN_FACTORS, Group
 from kfac._curvature.by_rows import elimination_work
 
 
@@ -98,20 +98,24 @@ class Cost(NamedTuple):
         return alone + math.ceil(sum(elimination_work(size, devices) for _, size in self.split))
 
 
-def block_cost(name: str, blocks: int, shapes: Mapping[str, tuple[int, ...]], split_from: int | None = None) -> Cost:
-    """Of Kronecker blocks with factors of such shapes."""
+def block_cost(name: str, blocks: int, shapes: Mapping[str, tuple[int, ...]], sides: Sequence[str] = ()) -> Cost:
+    """Of Kronecker blocks with factors of such shapes, of which some `sides` are split by rows."""
     work = {side: shape[0] if len(shape) == 1 else shape[0] ** 3 for side, shape in shapes.items()}
-    split = tuple((side, shapes[side][0]) for side in split_sides(shapes, split_from))
+    split = tuple((side, shapes[side][0]) for side in sides)
     return Cost(name, blocks, sum(work.values()), math.prod(shape[0] for shape in shapes.values()), split)
 
 
-def split_sides(shapes: Mapping[str, tuple[int, ...]], split_from: int | None) -> tuple[str, ...]:
-    """Which factors are split by rows: matrices of dimension `split_from` or more."""
-    return tuple(side for side, shape in shapes.items() if split_from and len(shape) > 1 and shape[0] >= split_from)
+def split_sides(name: str, shapes: Mapping[str, tuple[int, ...]], split_from: int | None) -> tuple[str, ...]:
+    """Which captured factors of a group are split by rows: matrices of dimension `split_from` or more."""
+    if not split_from or name.startswith(OWN_FACTORS):
+        return ()
+    return tuple(side for side, shape in shapes.items() if len(shape) > 1 and shape[0] >= split_from)
 
 
 def group_costs(groups: Sequence[Group], split_from: int | None = None) -> list[Cost]:
-    return [block_cost(g.name, g.size, g.shapes, split_from) for g in groups if g.kronecker]
+    return [
+        block_cost(g.name, g.size, g.shapes, split_sides(g.name, g.shapes, split_from)) for g in groups if g.kronecker
+    ]
 
 
 def _dealt(costs: Iterable[Cost]) -> list[Cost]:

@@ -285,7 +285,7 @@ def _applied(group: Group, assignment: Assignment) -> float:
 def _smaller(assignment: Assignment) -> str:
     """What makes the largest block less to wait for."""
     ways = ["find_layers(max_dim=...), which keeps the larger of its factors as a diagonal"]
-    large = any(split_sides(group.shapes, 512) for group in assignment.groups if group.kronecker)
+    large = any(split_sides(group.name, group.shapes, 512) for group in assignment.groups if group.kronecker)
     if assignment.devices > 1 and large and not any(cost.sides for cost in assignment.costs):
         ways.insert(0, "Distribution(split_from=...) with kfac.Cholesky(), which splits its factors over devices")
     return ", or ".join(ways)

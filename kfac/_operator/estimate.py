@@ -11,9 +11,9 @@ import jax
 
 from kfac._capture.find_layers import layers_of
 from kfac._capture.outputs import find_marks
-from kfac._capture.trace import trace
+from kfac._capture.trace import batch_of, trace
 from kfac._capture.value_and_grad import value_and_grad
-from kfac._factors import Coarse, Factors, Kronecker, Unitwise
+from kfac._factors import Factors, Kronecker
 from kfac._layers import Layers
 
 
@@ -33,7 +33,7 @@ def estimate(
     """The factors of all batches together, at fixed parameters: the average over their examples.
 
     In the memory of one batch. Batches may differ in size; each new size is compiled once. On several devices place
-    `params` and the batches on a mesh. Coarse diagonal blocks are formed of each batch and then averaged.
+    `params` and the batches on a mesh.
 
     Args:
       loss_fn: `loss_fn(params, batch)`, the mean loss of a batch, as for `value_and_grad`.
@@ -58,12 +58,10 @@ def estimate(
     options = {} if basis is None else {"basis": basis}
 
     def of_batch(params, batch, number):
-        traced = trace(loss_fn, has_aux, params, (batch,), {})
+        traced = trace(loss_fn, has_aux, params, (batch,), {}, batch_of(layers, (batch,), {}))
         examples = layers_of(traced, layers, find_marks(traced), num_examples).num_examples
         drawn = {} if key is None else {"fisher_key": jax.random.fold_in(key, number)}
-        factors = measure(params, batch, **drawn, **options)[2]
-        formed = {n: Unitwise(block.F) if isinstance(block, Coarse) else block for n, block in factors.items()}
-        return Factors(formed), examples
+        return measure(params, batch, **drawn, **options)[2], examples
 
     @jax.jit
     def first(params, batch):

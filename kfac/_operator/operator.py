@@ -21,8 +21,8 @@ from kfac._curvature.eigh import Eigh, rotate
 from kfac._curvature.ekfac import Ekfac, Moments
 from kfac._curvature.inverse import Inverse, damping_of_blocks
 from kfac._curvature.refresh import in_portions
-from kfac._factors import Coarse, Eigen, Factors, Kronecker, Ragged, Shares, Tied, Unitwise
-from kfac._layers import KRONECKER_KINDS, Layer, Layers, map_by_path
+from kfac._factors import Eigen, Factors, Kronecker, Ragged, Shares, Tied
+from kfac._layers import Layer, Layers, map_by_path
 from kfac._optimizer.state import KfacState, blocks_of, find_state, match_leaves
 
 
@@ -284,7 +284,7 @@ def operator(
         for layer, *own in zip(group.layers, *parts, strict=True):
             # The channels of a unit-wise layer are a stack of their own.
             blocks[layer.name] = jax.tree.unflatten(treedef, own if group.kronecker else [x[0] for x in own])
-    return Operator({layer.name: blocks[layer.name] for layer in layers.with_factors}, layers)
+    return Operator({layer.name: blocks[layer.name] for layer in layers if layer.name in blocks}, layers)
 
 
 def _spectrum(inverse: Inverse, width: int, *stacks: Any) -> Block:
@@ -300,10 +300,7 @@ Source = tuple[Inverse, Sequence[Group], dict[str, Any], dict[str, Any]]  # stac
 
 def _from_factors(layers: Layers, factors: Any, inverse: Inverse | None, basis: Any) -> Source:
     check_factors(factors, layers)
-    formed: dict[str, Any] = {}
-    for name, block in factors.items():
-        block = block.combined() if isinstance(block, Tied | Ragged) else block
-        formed[name] = Unitwise(block.F) if isinstance(block, Coarse) else block
+    formed = {name: block.combined() if isinstance(block, Tied | Ragged) else block for name, block in factors.items()}
     if basis is None:
         if inverse is None and any(isinstance(b, Kronecker) and b.moments is not None for b in formed.values()):
             raise ValueError(
@@ -313,13 +310,13 @@ def _from_factors(layers: Layers, factors: Any, inverse: Inverse | None, basis: 
         inverse = inverse or Eigh()
         if inverse.takes_moments:
             raise ValueError(f"inverse={inverse!r} of factors needs the basis= that their moments were taken in")
-        alike = group_layers(layers)
+        alike = tuple(group for group in group_layers(layers) if group.captured)
         return inverse, alike, {group.name: group.stack_factors(Factors(formed)) for group in alike}, {}
     inverse = inverse or Ekfac()
     if not inverse.takes_moments:
         raise ValueError(f"inverse={inverse!r} has no use for basis=, which belongs to kfac.Ekfac()")
     check_basis(basis, layers)
-    groups = [Group(layer.name, layer.kind in KRONECKER_KINDS, (layer,)) for layer in layers.with_factors]
+    groups = [Group(layer.name, layer.kronecker, (layer,)) for layer in layers.with_factors]
     kept: dict[str, Any] = {}
     for layer in layers:
         if layer.correctable:

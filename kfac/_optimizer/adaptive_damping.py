@@ -223,7 +223,7 @@ def _along(value_fn: Callable[[Any], Any], params: Any, direction: Any) -> tuple
     traced, flat = trace(value_fn, False, params, (), {}), jax.tree.leaves(params)
     marks = find_marks(traced)
     marks.require("adaptive_damping", traced.names, ())
-    n, unclear = marks.num_examples(())
+    n, unclear = marks.num_examples(None, traced.batch, {})
     if n is None:
         raise ValueError(unclear)
     plan = Plan()

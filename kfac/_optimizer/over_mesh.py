@@ -51,8 +51,7 @@ def step_over_mesh(
     def on_device(updates, averaged, state, now, factors):
         local = isinstance(factors, Shares)
         if local:
-            copies = math.prod(mesh.shape[name] for name in axis_names(config.axis) if name not in factors.axes)
-            own = jax.tree.map(lambda x: x[0], factors.factors).of_batches(1 / copies)  # others count the same examples
+            own = jax.tree.map(lambda x: x[0], factors.factors)
             factors = as_varying(own, varying_axes(lax.axis_index(config.axis)))
         return preconditioned_step(config, updates, averaged, state, now, factors, local=local, narrow=narrow)
 

@@ -12,7 +12,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from kfac._curvature.blocks import group_layers
-from kfac._layers import KRONECKER_KINDS, Layer, Layers, leaves_by_path, map_by_path
+from kfac._layers import Layer, Layers, leaves_by_path, map_by_path
 from kfac._optimizer.scale_by_kfac import ScalarOrSchedule, value_at
 from kfac._optimizer.state import KfacState, find_state
 from kfac._optimizer.step import sums_of_members
@@ -44,7 +44,7 @@ def clip_kl(
 
     Gradients are local where there is an `axis`.
     """
-    chosen = {path for layer in layers.with_factors for path in layer.params}
+    chosen = {path for layer in layers.with_blocks for path in layer.params}
 
     def init(params):
         return KlClipState(inner.init(params), jnp.ones((), jnp.float32))
@@ -156,9 +156,8 @@ def scale_layers(
     Gradients are local where there is an `axis`; `kernel_squares` are then those of their average.
     """
     auto = coefficient is None
-    kinds = ("dense", "conv") if auto else KRONECKER_KINDS
-    kernels = {layer.params[0]: layer for layer in layers if layer.kind in kinds}
-    blocks = layers.with_factors if auto else kernels.values()
+    kernels = {x.params[0]: x for x in layers if x.kronecker and not (auto and x.kind == "embedding")}
+    blocks = layers.with_blocks if auto else kernels.values()
     layouts = {
         path: layout for x in blocks for path, layout in zip(x.params[: None if auto else 1], x.layouts, strict=False)
     }

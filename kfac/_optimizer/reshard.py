@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from kfac._checks import check_positive_int
 from kfac._curvature.by_rows import rows_of_each
-from kfac._distributed.owners import Shard, block_cost, make_shards
+from kfac._distributed.owners import Shard, block_cost, make_shards, split_sides
 from kfac._optimizer.state import KfacState, Owned, Replica, find_nodes
 from kfac._varying import AxisName, replicated
 
@@ -98,7 +98,8 @@ def scatter_state(portable: Any, num_devices: int, *, pmap: bool = False, split_
             raise ValueError("portable must be what gather_state returns, but is a state for several devices")
         blocks = {name: own.blocks.factors for name, own in node.owned.items()}
         shapes = {name: {"A": x.A.shape[1:], "G": x.G.shape[1:]} for name, x in blocks.items()}
-        costs = [block_cost(name, len(x.A), shapes[name], split_from) for name, x in blocks.items()]
+        sides = {name: split_sides(name, shapes[name], split_from) for name in shapes}
+        costs = [block_cost(name, len(x.A), shapes[name], sides[name]) for name, x in blocks.items()]
         shards = make_shards(costs, num_devices)
         bases = {name: own.inverse.basis(own.blocks.inverse) for name, own in node.owned.items()}
         ready = {name: node.owned[name].blocks.condition > 0 for name, basis in bases.items() if basis is not None}

@@ -110,6 +110,8 @@ class KfacState(NamedTuple):
         `precondition="replicated"`; over an axis, with an inverse that takes moments, the bases of blocks with such.
       kernel_squares: for what sets the lengths of steps where gradients arrive local: of the averaged gradient of each
         Kronecker block without its bias, `[blocks]`, the square of the norm. Else zeros.
+      members: the number of blocks of each group, by the names of its layers, whose blocks they are in this order. So a
+        checkpoint of layers of another name is one of another structure.
       metrics: scalars of the last step.
     """
 
@@ -122,6 +124,7 @@ class KfacState(NamedTuple):
     shared: dict[str, BlockState]
     replicas: dict[str, Replica]
     kernel_squares: dict[str, jax.Array]
+    members: dict[str, dict[str, jax.Array]]
     metrics: KfacMetrics
 
     @property
@@ -237,6 +240,7 @@ def init_state(config: Config, params: Any) -> KfacState:
         shared={group.name: blocks(group, group.size) for group in config.groups if not group.kronecker},
         replicas={group.name: replica(group) for group in config.groups if config.shares(group)},
         kernel_squares={group.name: jnp.zeros(group.size, dtype) for group in config.kronecker},
+        members={group.name: {group.members: jnp.full((), group.size, jnp.int32)} for group in config.groups},
         metrics=KfacMetrics(*(jnp.zeros((), dtype) for dtype in 4 * [jnp.float32] + 4 * [jnp.int32])),
     )
 
@@ -322,7 +326,7 @@ def check_state(config: Config, state: KfacState, devices: int) -> None:
     check_devices(state, devices)
     check_inverse(config.inverse, state)
     split_from = config.distribution.split_from
-    expected = {group.name: split_sides(group.shapes, split_from) for group in config.kronecker}
+    expected = {group.name: split_sides(group.name, group.shapes, split_from) for group in config.kronecker}
     for name, owned in state.owned.items():
         if owned.shard.sides != expected[name]:
             raise ValueError(
@@ -363,14 +367,15 @@ def check_inverse(inverse: Inverse, state: KfacState) -> None:
 
 def check_groups(groups: Sequence[Group], state: KfacState) -> None:
     """Raises where a state is one for other layers."""
-    found = {name: owned.shard.blocks for name, owned in state.owned.items()}
-    found |= {name: blocks.weight.shape[-1] for name, blocks in state.shared.items()}
-    expected = {group.name: group.size for group in groups}
+    sizes = {name: owned.shard.blocks for name, owned in state.owned.items()}
+    sizes |= {name: blocks.weight.shape[-1] for name, blocks in state.shared.items()}
+    found = {name: f"{sizes[name]} of {next(iter(members))}" for name, members in state.members.items()}
+    expected = {group.name: f"{group.size} of {group.members}" for group in groups}
     for name in expected | found:
-        has, needs = found.get(name, 0), expected.get(name, 0)
+        has, needs = found.get(name, "none"), expected.get(name, "none")
         if has != needs:
             raise ValueError(
-                f"the optimizer state is not one for these layers: it has {has} blocks {name}, where the layers have "
+                f"the optimizer state is not one for these layers: its blocks {name} are {has}; the layers need "
                 f"{needs}. Initialise it with the same layers, or restore the checkpoint of this model."
             )
 

@@ -24,7 +24,7 @@ from kfac._distributed.collectives import cut, gather_from_owners, means_to_owne
 from kfac._distributed.distribution import decode, encode
 from kfac._distributed.owners import Shard
 from kfac._distributed.segments import BUCKETS
-from kfac._factors import Block, Coarse, Factors, Kronecker, Ragged, Tied, Unitwise
+from kfac._factors import Block, Factors, Kronecker, Ragged, Tied
 from kfac._layers import leaves_by_path, map_by_path
 from kfac._optimizer.state import Config, KfacMetrics, KfacState, Owned, Replica, check_state, with_blocks
 from kfac._varying import AxisName, as_varying, axis_names, axis_size, varying_axes
@@ -111,7 +111,7 @@ def preconditioned_step(
     left_out: Vectors = {}
     change = None
     if factors is not None:
-        batch = average_statistics(place, factors, local=local)
+        batch = average_statistics(place, factors, local=local) | gradient_statistics(place, gradients)
         state, left_out, change = take_in(place, state, batch, usable)
         if config.axis is None:
             # Statistics are gone before gradients are stacked; XLA would keep both until the end.
@@ -161,6 +161,13 @@ def check(config: Config, state: KfacState, updates: Gradients, local: Factors |
         raise ValueError(
             f"updates differ between the devices of {differing}: average the gradients first, "
             f"jax.lax.pmean(grads, {differing[0] if len(differing) == 1 else tuple(differing)!r})"
+        )
+    known = varying_axes(lax.axis_index(names))  # nothing, where `shard_map` does not check
+    if config.distribution.gradients == "local" and (summed := sorted(known.difference(differing))):
+        raise ValueError(
+            f"updates do not differ between the devices of {summed}, though gradients='local': jax.value_and_grad "
+            "inside of jax.shard_map has added them up already. Take them from kfac.value_and_grad, in steps without "
+            "statistics with statistics=False"
         )
     missing = sorted(varying_axes(local).difference(names))
     if missing:
@@ -281,9 +288,10 @@ def average_statistics(place: Place, factors: Factors, *, local: bool) -> dict[s
     """This step's statistics of the blocks that this device keeps, averaged over devices."""
     config, shards, owners = place.config, place.shards, place.config.owners
     factors = _of_whole_batch(factors, config.axis if local else None)
-    stacks = {group.name: group.stack_factors(factors, moments=config.has_moments(group)) for group in config.groups}
+    stacks = {g.name: g.stack_factors(factors, moments=config.has_moments(g)) for g in config.groups if g.captured}
     if owners is None or not local:
-        return take_own(stacks, shards, owners) | {name: kind.part(stacks[name]) for name, kind in place.split.items()}
+        split = {name: kind.part(stacks[name]) for name, kind in place.split.items() if name in stacks}
+        return take_own(stacks, shards, owners) | split
     sent, to = {}, dict(shards)
     for name, stack in stacks.items():
         if name not in place.split:
@@ -304,18 +312,26 @@ def average_statistics(place: Place, factors: Factors, *, local: bool) -> dict[s
     return {name: block(name, stack) for name, stack in stacks.items()}
 
 
+def gradient_statistics(place: Place, gradients: Vectors) -> dict[str, Block]:
+    """The gradient's own factors, of the blocks that this device keeps; `gradients` of those that it preconditions."""
+    found: dict[str, Block] = {}
+    for group in [group for group in place.config.groups if not group.captured]:
+        name, own = group.name, gradients[group.name]
+        if name in place.shards and name not in place.apart:
+            own = take_own({name: own}, place.shards, place.config.owners)[name]
+        found[name] = group.own_factors(own)
+        if name in place.split:
+            found[name] = place.split[name].part(found[name])
+    return found
+
+
 def _of_whole_batch(factors: Factors, axis: AxisName | None) -> Factors:
     """The factors with the blocks that are no averages formed from what is one, over all devices, as on one."""
 
     def formed(block):
         if isinstance(block, Tied | Ragged):
             return block.combined(lambda x: lax.pmean(x, axis) if axis is not None else x)
-        if not isinstance(block, Coarse):
-            return block
-        if axis is None:
-            return Unitwise(block.F)
-        count = block.count * lax.axis_size(axis)
-        return Unitwise(as_varying(Coarse(lax.pmean(block.mean, axis), count).F, varying_axes(block.mean)))
+        return block
 
     return Factors({name: formed(block) for name, block in factors.items()})
 
@@ -331,6 +347,7 @@ def take_in(
     """
     config, decay = place.config, place.now.decay
     taken, left_out, changes = {}, {}, []
+    counted_groups = {group.name for group in config.kronecker if group.captured}
     moments = {name: block.moments for name, block in batch.items() if isinstance(block, Kronecker)}
     new = {n: dataclasses.replace(b, moments=None) if isinstance(b, Kronecker) else b for n, b in batch.items()}
     old = {name: state.blocks[name].factors for name in place.mine}
@@ -350,7 +367,7 @@ def take_in(
             good &= finite(moments[name])
         taken[name], left_out[name] = good & mine & usable, ~good & mine
         counted = mine if name in place.shards else mine & _first(config.owners)  # the sum over devices has each once
-        for change, size in zip(changed, sizes, strict=True) if name in state.owned else ():
+        for change, size in zip(changed, sizes, strict=True) if name in counted_groups else ():
             known = taken[name] & (size > 0)
             relative = jnp.where(known, jnp.sqrt(change / jnp.where(known, size, 1)), 1)
             changes.append(jnp.where(counted, relative, 0))
@@ -364,8 +381,8 @@ def take_in(
             # Those before the first decomposition are in no basis that is kept.
             own = take_own({name: jnp.asarray(group.corrected)}, place.shards, config.owners)[name]
             kept = config.inverse.absorb(kept, moments[name], decay, known & own & (block.condition > 0))
-        factors, weight = averaged(block.factors, block.weight, new[name], decay, known)
-        result[name] = block._replace(factors=factors, weight=weight, inverse=kept)
+        factors, weight = averaged(group.unscaled(block.factors), block.weight, new[name], decay, known)
+        result[name] = block._replace(factors=group.scaled(factors), weight=weight, inverse=kept)
     return with_blocks(state, result), left_out, change
 
 
@@ -519,7 +536,7 @@ def measure(
     usable = counts[2] == 0  # agreed once more: the next step's decisions follow from it
     before = metrics.statistics_change
     if change is not None:
-        number = 2 * sum(group.size for group in place.config.kronecker)
+        number = 2 * sum(group.size for group in place.config.kronecker if group.captured)
         change = jnp.where(usable, change / max(number, 1), before)
     norms = [jnp.sqrt(square).astype(jnp.float32) for square in squares]
     new = KfacMetrics(

@@ -11,10 +11,11 @@ import jax
 import optax
 
 from kfac._capture.find_layers import find_layers
-from kfac._capture.microbatch import check_argnums, leading_lengths, microbatch
+from kfac._capture.microbatch import check_argnums, microbatch
 from kfac._capture.value_and_grad import value_and_grad
 from kfac._checks import check_positive_int
 from kfac._curvature.inverse import Inverse
+from kfac._layers import Layers
 from kfac._optimizer.diagnostics import eigenbasis
 from kfac._optimizer.kfac import kfac
 from kfac._optimizer.scale_by_kfac import ScalarOrSchedule
@@ -87,8 +88,8 @@ def train_step(
       subsample: as for `value_and_grad`.
       num_microbatches: in how many parts the batch is worked through. All parts get the other arguments whole: pass
         what is random by name, `step(params, opt_state, batch, key=key)`.
-      batch_argnums: the positions of what is split, as `loss_fn` counts its arguments, with `params` as 0. It must be
-        said where `num_microbatches` splits and there is more than the batch.
+      batch_argnums: the positions of the batch, as `loss_fn` counts its arguments, with `params` as 0. None: as
+        `find_layers` finds them.
       skip: as for `find_layers`.
       max_dim: as for `find_layers`.
       options: what else `kfac.kfac` takes: `damping=`, `trust_ratio=`, `distribution=` and so on.
@@ -98,8 +99,8 @@ def train_step(
 
     Raises:
       TypeError: `kfac.kfac` has no such option; when a step is traced.
-      ValueError: `loss_fn` is no function; when a step is traced, the batch is not among the positional arguments, or
-        other arguments may belong to it; and as of the functions that it calls.
+      ValueError: `loss_fn` is no function; when a step is traced, the batch of micro-batches is not among the
+        positional arguments; and as of the functions that it calls.
     """
     if not callable(loss_fn):
         raise ValueError(f"loss_fn must be a function, but is {loss_fn!r}: it comes before the learning rate")
@@ -109,7 +110,9 @@ def train_step(
     first: list[int | None] = []
 
     def layers_of(params, args, kwargs):
-        layers = find_layers(loss_fn, params, *args, has_aux=has_aux, skip=skip, max_dim=max_dim, **kwargs)
+        layers = find_layers(
+            loss_fn, params, *args, has_aux=has_aux, skip=skip, max_dim=max_dim, batch_argnums=batch_argnums, **kwargs
+        )
         # The interval of "auto" goes by examples; a last batch that has fewer must not change it.
         first[:] = first or [layers.num_examples]
         return dataclasses.replace(layers, num_examples=first[0])
@@ -122,8 +125,7 @@ def train_step(
         n = None if num_examples is None else _of_a_part(num_examples, num_microbatches)
         measure = value_and_grad(loss_fn, layers, has_aux=has_aux, fisher=fisher, num_examples=n, subsample=subsample)
         if num_microbatches > 1:
-            split = _the_only(args, kwargs) if batch_argnums is None else batch_argnums
-            measure = microbatch(measure, num_microbatches, batch_argnums=split)
+            measure = microbatch(measure, num_microbatches, batch_argnums=_split(layers, batch_argnums))
         given = kwargs if fisher_key is None else {**kwargs, "fisher_key": fisher_key}
         if isinstance(inverse := options.get("inverse"), Inverse) and inverse.takes_moments:
             given = {**given, "basis": eigenbasis(opt_state, layers)}
@@ -141,23 +143,14 @@ def _of_a_part(num_examples: int, parts: int) -> int:
     return num_examples // parts
 
 
-def _the_only(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    """The position of the batch, where it is not said; nothing else may look as if it were, or belonged to it."""
-    if not args:
+def _split(layers: Layers, given: int | Sequence[int] | None) -> int | Sequence[int] | None:
+    """The positions of what micro-batches split: where it is not said, of the batch that tracing has found."""
+    if given is not None or not layers.batch_argnums:
+        return given
+    named = [k for k in layers.batch_argnums if isinstance(k, str)]
+    if named:
         raise ValueError(
-            "with num_microbatches= the batch must be a positional argument, step(params, opt_state, batch), but there "
-            f"are keywords alone, {', '.join(kwargs) or 'none'}"
+            "with num_microbatches= the batch must be in positional arguments, step(params, opt_state, batch), but "
+            f"{', '.join(map(repr, named))} of it are keyword arguments"
         )
-    if len(args) > 1:
-        raise ValueError(
-            f"with num_microbatches= and {len(args)} arguments beside params, say by batch_argnums= which are split: "
-            f"batch_argnums={len(args)} is the last, batch_argnums={tuple(range(1, len(args) + 1))} all of them"
-        )
-
-    for name in kwargs.keys() - {"key"}:
-        if both := leading_lengths(kwargs[name]).keys() & leading_lengths(args[0]).keys():
-            raise ValueError(
-                f"num_microbatches= splits the positional argument, of length {both.pop()}, but argument {name!r} is "
-                "as long and goes to all parts whole: put into the batch what belongs to it, or say batch_argnums=1"
-            )
-    return 1
+    return [k for k in layers.batch_argnums if isinstance(k, int)]

@@ -119,13 +119,9 @@ class Patches:
         return append(total, self.homogeneous, self.count // total.shape[1])
 
     def every(self, k: int) -> Patches:
-        images, runs = len(self.image), self.arrange.runs
-        n = -(-runs // k)
-        every = dataclasses.replace(self, weight=self.weight * runs / n, arrange=self._arranged(images // runs * n))
-        if runs == images:
-            return dataclasses.replace(every, step=k)
-        kept = self.image.reshape(runs, -1, *self.image.shape[1:])[::k].reshape(-1, *self.image.shape[1:])
-        return dataclasses.replace(every, image=lax.optimization_barrier(kept))
+        images = len(self.image)
+        n = -(-images // k)
+        return dataclasses.replace(self, weight=self.weight * images / n, arrange=self._arranged(n), step=k)
 
     def by_example(self) -> jax.Array:
         image = part_of(lambda image: image[:: self.step], self.step, self.image)
@@ -182,7 +178,7 @@ class Patches:
         if n > 1 == taps == max(conv.strides) and conv.out == self.image.shape[1:-1] and sorted(order) == [*order]:
             # The image is the rows, of which a kernel need not have a copy.
             rows = self._arranged(images)(patches(self.image, conv))
-            return Rows(rows.reshape(len(rows), images, -1, rows.shape[-1]), images, step=self.step).gram()
+            return Rows(rows.reshape(len(rows), images, -1, rows.shape[-1]), step=self.step).gram()
         limit = max(1, PATCH_ELEMENTS // (math.prod(conv.out) * taps * self.image.shape[-1]))
 
         def moments(part):

@@ -86,23 +86,19 @@ def example_gradients(g: jax.Array, coefficient: jax.Array | None, arrange: Arra
       g: gradient with respect to the result of the sum or product.
       coefficient: what the parameter was multiplied by, broadcastable to `g`; None for a sum.
       arrange: brings `g` to `[1, n, s, units]`.
-      every: of every how many-th run of examples.
+      every: of every how many-th example, along the slowest of their axes.
     """
 
     def taken(x):
-        x = jnp.broadcast_to(x, shape).reshape(split)
-        return lax.slice_in_dim(x, 0, None, every, first).reshape(thinned) if every > 1 else x
+        x = jnp.broadcast_to(x, g.shape).reshape(arrange.split)
+        return lax.slice_in_dim(x, 0, None, every, arrange.examples[0]) if every > 1 else x
 
-    shape, runs = g.shape, arrange.runs
-    every, first = (every, arrange.examples[0]) if arrange.examples else (1, 0)
-    before, behind = arrange.split[:first], arrange.split[first + 1 :]
-    split = (*before, runs, arrange.within, *behind) if every > 1 else arrange.split
-    thinned = (*before, -(-runs // every) * arrange.within, *behind)
-    g = taken(g).astype(accumulator(g.dtype))
+    every = every if arrange.examples else 1
+    own = taken(g).astype(accumulator(g.dtype))
     if coefficient is not None:
-        g = g * taken(coefficient).astype(g.dtype)
+        own = own * taken(coefficient).astype(own.dtype)
     kept = [*arrange.examples, *arrange.features]
     order = sorted(kept)
     # Summed before the transposition, as the array lies.
-    g = jnp.sum(g, axis=arrange.rows).transpose([order.index(k) for k in kept])
-    return g.reshape(-1, math.prod(arrange.split[k] for k in arrange.features))
+    own = jnp.sum(own, axis=arrange.rows).transpose([order.index(k) for k in kept])
+    return own.reshape(-1, math.prod(arrange.split[k] for k in arrange.features))

@@ -24,14 +24,16 @@ HALF_PAYS = 512
 
 def accumulator(dtype: Any) -> Any:
     """The dtype in which products of `dtype` operands are summed: float32 at least."""
-    return jnp.promote_types(dtype, jnp.float32)
+    # Floats of eight bits or fewer have no promotion of their own.
+    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 8
+    return jnp.dtype(jnp.float32) if narrow else jnp.promote_types(dtype, jnp.float32)
 
 
 class Arrangement(NamedTuple):
     """How an array becomes `[copies, n, s, d]`, features in the memory order of the kernel.
 
     Axes are positions in `split`, the shape that separates them: what makes the copies, the examples, their positions
-    and the features, and what is to be read backwards. `within` entries of the first axis of the examples are a run.
+    and the features, and what is to be read backwards.
     """
 
     split: tuple[int, ...]
@@ -40,12 +42,6 @@ class Arrangement(NamedTuple):
     rows: tuple[int, ...]
     features: tuple[int, ...]
     flips: tuple[int, ...] = ()
-    within: int = 1
-
-    @property
-    def runs(self) -> int:
-        """How many there are of what stays whole when examples are thinned: sequences, where tokens are examples."""
-        return self.split[self.examples[0]] // self.within if self.examples else 1
 
     def __call__(self, x: jax.Array) -> jax.Array:
         def size(positions):
@@ -88,7 +84,7 @@ class Form(Protocol):
         ...
 
     def every(self, k: int) -> Form:
-        """Every `k`-th run of examples, with so much more weight in `gram` and `diagonal`."""
+        """Every `k`-th example, with so much more weight in `gram` and `diagonal`."""
         ...
 
     def by_example(self) -> jax.Array:
@@ -106,15 +102,13 @@ class Rows:
 
     Attributes:
       array: `[copies, n, s, d]`, in the compute dtype of the layer.
-      runs: into how many runs the examples fall, of which `every` takes some.
       homogeneous: the last entry of every row, which belongs to a bias: 1, or 0 in a use of the kernel without it. None
         for a layer without a bias.
       weight: what sums over rows are multiplied by.
-      step: of which run every how many-th counts.
+      step: of the examples every how many-th counts.
     """
 
     array: jax.Array
-    runs: int = 1
     homogeneous: float | None = None
     weight: float = 1.0
     step: int = 1
@@ -122,17 +116,14 @@ class Rows:
     @property
     def count(self) -> int:
         """Number of rows of each copy that count."""
-        return -(-self.runs // self.step) * (self.array.shape[1] // self.runs) * self.array.shape[2]
+        return -(-self.array.shape[1] // self.step) * self.array.shape[2]
 
     def _kept(self, array: jax.Array) -> jax.Array:
-        if self.step == 1:
-            return array
-        copies, n, s, d = array.shape
-        return array.reshape(copies, self.runs, n // self.runs, s, d)[:, :: self.step].reshape(copies, -1, s, d)
+        return array if self.step == 1 else array[:, :: self.step]
 
     def gram(self) -> jax.Array:
-        x, runs, step = self.array, self.runs, self.step
-        copies, _, _, d = x.shape
+        x, step = self.array, self.step
+        copies, n, _, d = x.shape
 
         def product(x):
             rows = part_of(self._kept, step, x).reshape(copies, -1, d)
@@ -140,7 +131,7 @@ class Rows:
 
         if copies == 1 and (d >= HALF_PAYS or step > 1) and usable(x):
             # The kernel needs no copy of what is kept.
-            moment = lax.platform_dependent(x, cuda=lambda x: gram(x.reshape(runs, -1, d), step)[None], default=product)
+            moment = lax.platform_dependent(x, cuda=lambda x: gram(x.reshape(n, -1, d), step)[None], default=product)
         else:
             moment = product(x)
         total = jnp.sum(self._kept(x), axis=(1, 2), dtype=moment.dtype)
@@ -155,7 +146,8 @@ class Rows:
         return append(total, self.homogeneous, self.array.shape[2])
 
     def every(self, k: int) -> Rows:
-        return dataclasses.replace(self, step=k, weight=self.weight * self.runs / -(-self.runs // k))
+        n = self.array.shape[1]
+        return dataclasses.replace(self, step=k, weight=self.weight * n / -(-n // k))
 
     def by_example(self) -> jax.Array:
         return jnp.moveaxis(part_of(self._kept, self.step, self.array), 0, 1)
@@ -165,8 +157,10 @@ class Rows:
 
 
 def as_floats(x: jax.Array, dtype: Any) -> jax.Array:
-    """Counts, or one-hot codes of integers, as numbers."""
-    return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(dtype)
+    """Counts, one-hot codes of integers, and floats of eight bits, as numbers that can be multiplied."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x.astype(dtype)
+    return x if jnp.finfo(x.dtype).bits > 8 else x.astype(jnp.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +169,7 @@ class Dense:
 
     def form(self, x, arrange, homogeneous, images, dtype) -> Rows:
         del images
-        return Rows(arrange(as_floats(x, dtype)), arrange.runs, homogeneous)
+        return Rows(arrange(as_floats(x, dtype)), homogeneous)
 
 
 @dataclasses.dataclass(frozen=True)

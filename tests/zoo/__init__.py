@@ -11,6 +11,3 @@ from zoo.specimens import ZOO as ZOO
 
 # What ought to be and is not yet.
 BROKEN: dict[str, str] = {}
-
-# Where the number of examples is guessed, and cannot be known to be another: it is the leading length of an argument.
-GUESSED: dict[str, str] = {}

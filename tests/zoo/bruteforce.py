@@ -7,7 +7,8 @@ the same way. Wherever numbered numbers meet others, a zero is added:
 
 - to the result of a product, convolution or lookup: the gradient with respect to it is `g`, the other operand `a`;
 - to the numbers themselves where they are added to or multiplied with something: the gradient with respect to it is
-  that of each place at which a number is used.
+  that of each place at which a number is used. What does not depend on the batch may be added to them, number by
+  number, as long as they stand in as many places as before.
 
 At the end serial numbers say which row of `a`, and of `g`, belongs to which row and column of a layer's matrix. What
 has no gradient, in no iteration, is dead.
@@ -65,6 +66,7 @@ class Meeting:
 class _Run:
     def __init__(self, zeros: list[Any] | None):
         self.zeros, self.meetings, self.shapes, self.seen = zeros, [], [], []
+        self.of_batch: dict[int, Any] = {}  # by identity, what depends on the batch
 
     def meet(self, meeting: Meeting, shape, dtype, seen) -> Any:
         index = len(self.meetings)
@@ -81,7 +83,10 @@ class _Run:
             return (atom.val, None) if hasattr(atom, "val") else values[atom]
 
         for k, eqn in enumerate(jaxpr.eqns):
-            results = self.equation(eqn, [read(atom) for atom in eqn.invars], (*place, k))
+            inputs = [read(atom) for atom in eqn.invars]
+            results = self.equation(eqn, inputs, (*place, k))
+            if any(id(value) in self.of_batch for value, _ in inputs):
+                self.of_batch |= {id(value): value for value, _ in results}
             values |= dict(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -109,6 +114,8 @@ class _Run:
         order = range(params["length"])
         for i in reversed(order) if params["reverse"] else order:
             row = [(v[i], None if t is None else _moved(t, lambda a, i=i: a[i])) for v, t in xs]
+            of_batch = [new for (new, _), (v, _) in zip(row, xs, strict=True) if id(v) in self.of_batch]
+            self.of_batch |= {id(value): value for value in of_batch}
             outs = self.program(closed.jaxpr, closed.consts, [*consts, *carry, *row], place)
             carry = outs[:n_carry]
             collected.append(outs[n_carry:])
@@ -144,6 +151,9 @@ class _Run:
             moved = _moved(tag, move)
             return list(zip(outs, moved if isinstance(moved, list) else [moved], strict=True))
         (k,) = numbered
+        alike = tag.serial.shape == eqn.outvars[0].aval.shape and tag.factor is None
+        if name in ("add", "add_any") and alike and id(values[1 - k]) not in self.of_batch and not tag.is_repeated:
+            return [(values[0] + values[1], tag)]
         if name in ("add", "add_any", "sub", "mul", "div"):
             tag = tags[k] = _moved(tag, lambda a: _spread(a, eqn.outvars[0].aval.shape))
         if name == "neg":
@@ -438,6 +448,7 @@ def truth(loss: Callable, params: Any, batch: Any, n: int) -> Truth:
     def run(zeros, flat, arrays):
         state = _Run(zeros)
         inputs = [*zip(flat, tags, strict=True), *((x, None) for x in arrays)]
+        state.of_batch = {id(x): x for x in arrays}
         ((value, _),) = state.program(closed.jaxpr, closed.consts, inputs, ())
         return value, state
 

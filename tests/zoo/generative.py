@@ -41,11 +41,7 @@ def vae():
     return linen(Vae(), {"x": data(0, D + 3), "y": data(1, D)}, criterion)
 
 
-@specimen(
-    "VQ-VAE",
-    "nearest row of a codebook by its products with the codes, then looked up",
-    refused=("parameter 'book'", "skip="),
-)
+@specimen("VQ-VAE", "nearest row of a codebook by its products with the codes, then looked up", gradient=("book",))
 def vq():
     def loss(p, b):
         z = b["x"] @ p["in"]
@@ -100,7 +96,7 @@ def glow():
     return loss, tree(w=(D, D), scale=(D,), shift=(D,), net=layers(D, 8, D)), {"x": data(0, D)}
 
 
-@specimen("MADE", "kernels multiplied by masks of constants")
+@specimen("MADE", "kernels multiplied by masks of constants", gradient=("w1", "w2"))
 def made():
     first = np.tril(np.ones((D, D)), -1).T
     second = np.tril(np.ones((D, D))).T
@@ -129,7 +125,7 @@ def diffusion():
 @specimen(
     "score matching",
     "the gradient of an energy with respect to its input, by `jax.grad` inside the loss",
-    coarse=("b2",),
+    gradient=("b2",),
     alone=True,
 )
 def score():
@@ -164,7 +160,7 @@ def hypernetwork():
 @specimen(
     "hypernetwork for a task",
     "a kernel made of a learned code, which no example takes part in",
-    refused=("parameters? ", "skip="),
+    gradient=("code", "maker/b1", "maker/w1", "maker/w2"),
 )
 def hypernetwork_of_a_task():
     def loss(p, b):

@@ -40,7 +40,7 @@ def two_towers():
     return loss, params, {"q": tokens(0, below=7), "i": tokens(1, below=9)}
 
 
-@specimen("DLRM", "a stack of tables looked up by `jax.vmap`, dense features, pairwise products", coarse=("tables",))
+@specimen("DLRM", "a stack of tables looked up by `jax.vmap`, dense features, pairwise products", gradient=("tables",))
 def dlrm():
     def loss(p, b):
         sparse = jax.vmap(lambda table, ids: table[ids], (0, 1), 1)(p["tables"], b["ids"])
@@ -82,7 +82,7 @@ def highway():
     return loss, params, {"x": data(0, 5), "y": tokens(0, below=3)}
 
 
-@specimen("radial basis functions", "distances to learned centres, learned widths", coarse=("log_width",))
+@specimen("radial basis functions", "distances to learned centres, learned widths", gradient=("log_width",))
 def radial():
     def loss(p, b):
         distance = jnp.sum((b["x"][:, None] - p["centres"]) ** 2, -1)
@@ -103,7 +103,7 @@ def mixture_density():
     return loss, params, {"x": data(0, 5), "r": data(1)}
 
 
-@specimen("ArcFace", "kernel of the last layer brought to length one", refused=("parameter 'w'", "skip="))
+@specimen("ArcFace", "kernel of the last layer brought to length one", gradient=("w",))
 def arcface():
     def loss(p, b):
         h = jnp.tanh(b["x"] @ p["in"])
@@ -128,7 +128,7 @@ def positions():
     return loss, params, {"x": data(0, 3, 5), "y": tokens(0, 3, below=4)}
 
 
-@specimen("sums of cells by lax.map", "examples one after the other by `lax.map`, `num_examples=`", examples=1)
+@specimen("sums of cells by lax.map", "examples one after the other by `lax.map`")
 def mapped():
     def loss(p, b):
         def one(row):

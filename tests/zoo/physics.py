@@ -18,7 +18,7 @@ def u(p, x):
     return mlp(p, x)[..., 0]
 
 
-@specimen("PINN by jacfwd of jacfwd", "`jax.vmap` of second derivatives in forward mode", alone=True, coarse=("b2",))
+@specimen("PINN by jacfwd of jacfwd", "`jax.vmap` of second derivatives in forward mode", alone=True, gradient=("b2",))
 def pinn_forward():
     def loss(p, b):
         def residual(x, f):
@@ -39,7 +39,7 @@ def pinn_jvp():
     return loss, tree(**layers(2, 8, 1)), points()
 
 
-@specimen("PINN by nested jvp", "second derivatives along one axis, nothing else used", alone=True, coarse=("b2",))
+@specimen("PINN by nested jvp", "second derivatives along one axis, nothing else used", alone=True, gradient=("b2",))
 def pinn_nested():
     def loss(p, b):
         def second(x):
@@ -51,7 +51,7 @@ def pinn_nested():
     return loss, tree(**layers(2, 8, 1)), points()
 
 
-@specimen("PINN by hessian", "`jax.vmap(jax.hessian)`: forward over reverse", coarse=("b2",), alone=True)
+@specimen("PINN by hessian", "`jax.vmap(jax.hessian)`: forward over reverse", gradient=("b2",), alone=True)
 def pinn_hessian():
     def loss(p, b):
         laplacian = jax.vmap(lambda x: jnp.trace(jax.hessian(lambda x: u(p, x))(x)))(b["x"])
@@ -60,7 +60,7 @@ def pinn_hessian():
     return loss, tree(**layers(2, 8, 1)), points()
 
 
-@specimen("PINN by grad of grad", "`jax.vmap(jax.grad(jax.grad(u)))`", coarse=("b2",), alone=True)
+@specimen("PINN by grad of grad", "`jax.vmap(jax.grad(jax.grad(u)))`", gradient=("b2",), alone=True)
 def pinn_reverse():
     def loss(p, b):
         def scalar(t):
@@ -90,7 +90,7 @@ def linearised():
     return loss, tree(**layers(2, 8, 1)), points() | {"v": data(2, 2)}
 
 
-@specimen("Hamiltonian network", "equations of motion by `jax.grad` of an energy", coarse=("b2",), alone=True)
+@specimen("Hamiltonian network", "equations of motion by `jax.grad` of an energy", gradient=("b2",), alone=True)
 def hamiltonian():
     def loss(p, b):
         slope = jax.vmap(jax.grad(lambda x: u(p, x)))(b["x"])
@@ -116,7 +116,7 @@ GRID = np.linspace(0, 1, 10).reshape(5, 2)
 @specimen(
     "DeepONet on a grid",
     "a trunk of constant coordinates that all examples share",
-    refused=("parameters? .*'trunk/w1'", "skip="),
+    gradient=("trunk/b1", "trunk/b2", "trunk/w1", "trunk/w2"),
 )
 def deeponet_grid():
     def loss(p, b):
@@ -127,9 +127,7 @@ def deeponet_grid():
     return loss, params, {"sensors": data(0, 5), "g": data(2, 5)}
 
 
-@specimen(
-    "Fourier operator", "complex kernels on the modes of an FFT", refused=("parameters? .*'modes_(real|imag)'", "skip=")
-)
+@specimen("Fourier operator", "complex kernels on the modes of an FFT", gradient=("modes_imag", "modes_real"))
 def fourier():
     def loss(p, b):
         x = b["x"] @ p["in"]
@@ -179,8 +177,7 @@ def graph_convolution():
 
 @specimen(
     "graph network on flattened graphs",
-    "nodes and edges of all graphs in one array, messages by `jax.ops.segment_sum`, `num_examples=`",
-    examples=1,
+    "nodes and edges of all graphs in one array, messages by `jax.ops.segment_sum`",
 )
 def graph_network():
     nodes, edges = 3, 4
@@ -207,8 +204,8 @@ def graph_network():
     "graphs of unequal size",
     "20 nodes of 6 graphs in one array: positions are no multiple of the graphs",
     interacting=True,
-    examples=1,
     ordered=True,
+    hidden=True,
 )
 def graphs_unequal():
     owner = np.repeat(np.arange(N), [2, 3, 4, 5, 1, 5])

@@ -35,6 +35,20 @@ def lstm_linen():
 @specimen(
     "optimised LSTM in linen",
     "`nn.OptimizedLSTMCell` concatenates its kernels",
+    gradient=(
+        "OptimizedLSTMCell_0/hf/bias",
+        "OptimizedLSTMCell_0/hf/kernel",
+        "OptimizedLSTMCell_0/hg/bias",
+        "OptimizedLSTMCell_0/hg/kernel",
+        "OptimizedLSTMCell_0/hi/bias",
+        "OptimizedLSTMCell_0/hi/kernel",
+        "OptimizedLSTMCell_0/ho/bias",
+        "OptimizedLSTMCell_0/ho/kernel",
+        "OptimizedLSTMCell_0/if",
+        "OptimizedLSTMCell_0/ig",
+        "OptimizedLSTMCell_0/ii",
+        "OptimizedLSTMCell_0/io",
+    ),
 )
 def lstm_optimised():
     return linen(Recurrent(nn.OptimizedLSTMCell), sequences(), cross_entropy)
@@ -81,7 +95,7 @@ def lstm_haiku():
     return haiku(unrolled(hk.LSTM, time_major=True), sequences(), cross_entropy)
 
 
-@specimen("GRU in haiku", "`hk.GRU` cuts its kernels into unequal parts")
+@specimen("GRU in haiku", "`hk.GRU` cuts its kernels into unequal parts", gradient=("gru/w_h",))
 def gru_haiku():
     return haiku(unrolled(hk.GRU), sequences(), cross_entropy)
 
@@ -132,7 +146,7 @@ def characters():
 
 
 @specimen(
-    "bidirectional network", "one scan forwards, one in reverse, a learned first state", coarse=("back/h", "there/h")
+    "bidirectional network", "one scan forwards, one in reverse, a learned first state", gradient=("back/h", "there/h")
 )
 def bidirectional():
     def loss(p, b):
@@ -154,7 +168,7 @@ def bidirectional():
 @specimen(
     "S4D",
     "a diagonal state space whose kernel, made of parameters, is convolved with the input by FFT",
-    coarse=("c_imag", "c_real", "frequency", "log_decay", "log_step"),
+    gradient=("c_imag", "c_real", "frequency", "log_decay", "log_step"),
 )
 def s4d():
     states = 3
@@ -178,7 +192,7 @@ def s4d():
 
 
 @specimen(
-    "Mamba", "selective state space by `lax.associative_scan`, causal depthwise convolution, gates", coarse=("log_a",)
+    "Mamba", "selective state space by `lax.associative_scan`, causal depthwise convolution, gates", gradient=("log_a",)
 )
 def mamba():
     states, inner = 3, 5
@@ -234,11 +248,7 @@ def deq():
     return loss, params, {"x": data(0, D), "y": tokens(0, below=3)}
 
 
-@specimen(
-    "DEQ with an implicit gradient",
-    "`jax.custom_vjp` around a fixed point",
-    refused=("parameter 'w'", "custom_vjp", "skip="),
-)
+@specimen("DEQ with an implicit gradient", "`jax.custom_vjp` around a fixed point", gradient=("w",))
 def deq_implicit():
     def f(p, x, z):
         return jnp.tanh(0.1 * z @ p["w"] + x)
@@ -265,9 +275,7 @@ def deq_implicit():
     return loss, tree(**{"in": (D, H), "w": (H, H), "head": (H, 3)}), {"x": data(0, D), "y": tokens(0, below=3)}
 
 
-@specimen(
-    "time first", "sequences `[time, n, features]` throughout, transposed inside the loss, `num_examples=`", examples=1
-)
+@specimen("time first", "sequences `[time, n, features]` throughout, transposed inside the loss")
 def time_first():
     def loss(p, b):
         x = jnp.swapaxes(b["x"], 0, 1)

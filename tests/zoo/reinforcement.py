@@ -32,7 +32,7 @@ def dqn():
     return loss, tree(**layers(D, 8, ACTIONS)), transitions()
 
 
-@specimen("double DQN", "target parameters beside the online ones, best action by the online network", coarse=TARGET)
+@specimen("double DQN", "target parameters beside the online ones, best action by the online network", gradient=TARGET)
 def double_dqn():
     def loss(p, b):
         best = jnp.argmax(mlp(p["online"], b["next"]), -1)
@@ -73,7 +73,7 @@ def actor_critic():
 @specimen(
     "PPO over rollouts",
     "rollouts `[n, time]`, a Gaussian policy with a learned deviation, clipped ratios",
-    coarse=("log_std",),
+    gradient=("log_std",),
 )
 def ppo():
     def loss(p, b):
@@ -119,9 +119,7 @@ def reward():
     return loss, tree(**layers(D, 8, 1)), transitions()
 
 
-@specimen(
-    "reward model on concatenated pairs", "both texts in one batch of twice the size, `num_examples=`", examples=1
-)
+@specimen("reward model on concatenated pairs", "both texts in one batch of twice the size")
 def reward_concatenated():
     def loss(p, b):
         better, worse = jnp.split(mlp(p, jnp.concatenate([b["s"], b["next"]])), 2)
@@ -147,8 +145,7 @@ def vat():
 
 @specimen(
     "FixMatch",
-    "unlabelled images three for each labelled one, labels from a pass without a gradient, `num_examples=`",
-    examples=1,
+    "unlabelled images three for each labelled one, labels from a pass without a gradient",
 )
 def fixmatch():
     def loss(p, b):
@@ -162,7 +159,7 @@ def fixmatch():
     return loss, tree(**layers(D, 8, 3)), batch
 
 
-@specimen("BYOL", "a predictor on the online network, the target network under `lax.stop_gradient`", coarse=TARGET)
+@specimen("BYOL", "a predictor on the online network, the target network under `lax.stop_gradient`", gradient=TARGET)
 def byol():
     def loss(p, b):
         online = mlp(p["predictor"], mlp(p["online"], b["x"]))
@@ -174,7 +171,7 @@ def byol():
     return loss, params, {"x": data(0, D), "view": data(1, D)}
 
 
-@specimen("MAML", "a gradient step inside the loss", refused=("parameter '?.*w[12]'", "skip="))
+@specimen("MAML", "a gradient step inside the loss", gradient=("w1", "w2"))
 def maml():
     def loss(p, b):
         def inner(p, x, y):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -34,11 +34,9 @@ class Specimen:
       name: of the model.
       construct: what is special about it.
       build: makes `(loss, params, batch)` with `loss(params, batch)` and `N` rows in every array of the batch.
-      refused: patterns that the error of `find_layers` must match; none where the model must be right.
       interacting: whether examples act on each other, so that a batch is not the sum of its thirds.
-      examples: how many examples a row of the batch is, for `num_examples=`; None to pass none.
-      skip: patterns for `find_layers`.
-      coarse: names of the layers whose block is coarse.
+      hidden: whether the loss hides its examples, so that `num_examples=` says how many they are.
+      gradient: names of the layers that have the gradient's own factors.
       tolerance: relative to the largest entry; larger where the model computes in float32.
       alone: whether arrays that all examples share take part, such as constant tangents: brute force then takes each
         example by itself, so that it has rows of its own.
@@ -49,11 +47,9 @@ class Specimen:
     name: str
     construct: str
     build: Callable[[], tuple[Callable, Any, Any]]
-    refused: tuple[str, ...] = ()
     interacting: bool = False
-    examples: int | None = None
-    skip: tuple[str, ...] = ()
-    coarse: tuple[str, ...] = ()
+    hidden: bool = False
+    gradient: tuple[str, ...] = ()
     tolerance: float = 1e-7
     alone: bool = False
     ordered: bool = False
@@ -183,11 +179,6 @@ class OneByOne:
         return np.concatenate([one.vectors(layers, layer) for one in self.each]) / N
 
 
-def find(case: Specimen) -> kfac.Layers:
-    loss, params, batch = case.build()
-    return kfac.find_layers(loss, params, batch, skip=case.skip)
-
-
 def undressed(loss: Callable) -> Callable:
     """The loss with an aux, in which there is nothing."""
     return lambda params, batch: (loss(params, batch), {})
@@ -196,24 +187,19 @@ def undressed(loss: Callable) -> Callable:
 def check(case: Specimen, dress: Callable = undressed) -> None:
     """What three devices measure of a dressed loss, a third with doubled examples each, is what brute force says."""
     loss, params, batch = case.build()
-    expected: Any = (
-        OneByOne(loss, params, batch) if case.alone else truth(loss, params, batch, N * (case.examples or 1))
-    )
+    expected: Any = OneByOne(loss, params, batch) if case.alone else truth(loss, params, batch, N)
     parts = parts_of(case, batch)
     worn = dress(loss)
-    layers = kfac.find_layers(worn, params, parts[0], has_aux=True, skip=case.skip)
+    layers = kfac.find_layers(worn, params, parts[0], has_aux=True)
     check_layers(layers, params)
-    rows = len(jax.tree.leaves(parts[0])[0])
-    count = case.examples and rows * case.examples
+    count = len(jax.tree.leaves(parts[0])[0]) if case.hidden else None
     fn = on_devices(kfac.value_and_grad(worn, layers, has_aux=True, num_examples=count), len(parts))
     together = jax.tree.map(np.asarray, fn(params, jax.tree.map(lambda *x: np.concatenate(x), *parts)))
     results = [jax.tree.map(lambda x, k=k: x[k], together) for k in range(len(parts))]
-    for _, grads, factors in results:
-        check_coarse(layers, grads, factors, rows * (case.examples or 1))
     found = jax.tree.map(lambda *leaves: np.mean(np.stack(leaves), 0), *((v[0], g, f) for v, g, f in results))
     compare(layers, *found, expected, case)
-    coarse = {layer.name for layer in layers if layer.coarse}
-    assert coarse == set(case.coarse), f"coarse: {sorted(coarse)}"
+    own = {layer.name for layer in layers if layer.kind == "gradient"}
+    assert own == set(case.gradient), f"the gradient's own factors: {sorted(own)}"
 
 
 def on_devices(fn: Callable, count: int) -> Callable:
@@ -229,14 +215,6 @@ def on_devices(fn: Callable, count: int) -> Callable:
         options = {"in_specs": (PartitionSpec(), over), "out_specs": over, "check_vma": False}
         local = jax.shard_map(local, mesh=mesh, **options)
     return jax.jit(local, compiler_options=FAST)
-
-
-def check_coarse(layers, grads, factors, n):
-    leaves = dict(zip(layers.paths, jax.tree.leaves(grads), strict=True))
-    for layer in layers:
-        if layer.coarse:
-            block = n * np.square(np.asarray(leaves[layer.params[0]])).reshape(-1, 1, 1)
-            assert relative_error(factors[layer.name].F, block) <= 1e-7, f"coarse {layer.name}"
 
 
 def compare(
@@ -269,9 +247,10 @@ def compare(
             true = np.asarray(layer.to_matrix([by_path[path] for path in layer.params]))
             assert case.penalised or agree(matrix, true), f"brute force has not seen all of {layer.name}"
             errors = relative_error(found_a, a), relative_error(found_g, g)
-            if max(errors) > tolerance or (case.examples is None and abs(positions.max() - layer.positions) > 1e-9):
+            miscounted = layer.positions is not None and abs(positions.max() - layer.positions) > 1e-9
+            if max(errors) > tolerance or miscounted:
                 wrong.append(f"{layer.name}: A {errors[0]:.1e}, G {errors[1]:.1e}, s {layer.positions} for {positions}")
-        elif layer.kind in kfac._layers.UNITWISE_KINDS and not layer.coarse:
+        elif layer.kind in kfac._layers.UNITWISE_KINDS:
             rows = expected.vectors(layers, layer)
             true = np.asarray(layer.to_matrix([by_path[path] for path in layer.params]))[0]
             assert case.penalised or agree(rows.sum(0), true), f"brute force has not seen all of {layer.name}"
@@ -285,40 +264,24 @@ def compare(
 def expected_of_tied(case: Specimen, layers: kfac.Layers) -> kfac.Factors:
     """What the package itself measures of the batch as it is, without company."""
     loss, params, batch = case.build()
-    fn = kfac.value_and_grad(loss, layers, num_examples=case.examples and N * case.examples)
+    fn = kfac.value_and_grad(loss, layers, num_examples=N if case.hidden else None)
     return jax.jit(fn, compiler_options=FAST)(params, batch)[2]
 
 
-def check_refused(case: Specimen) -> None:
-    """The error names the parameter and a way out, which leads on: what it says to skip is skipped, the rest trains."""
+def check_strict(case: Specimen) -> None:
+    """With `strict` the error names every leaf without exact rows, and a way out: skipped, the rest trains."""
     loss, params, batch = case.build()
-    skip: Sequence[str] = ()
-    first = ""
-    for _ in range(10):
-        try:
-            layers = kfac.find_layers(loss, params, batch, skip=skip)
-            fn = kfac.value_and_grad(loss, layers, num_examples=case.examples and N * case.examples)
-            jax.eval_shape(fn, params, batch)
-            break
-        except kfac.UnsupportedLayerError as error:
-            message = str(error)
-            first = first or message
-            advised = re.findall(r"'(\^.*?\$)'", message)
-            assert advised and not set(advised) <= set(skip), f"no way out of: {message}"
-            skip = (*skip, *advised)
-    assert first, "not refused"
-    for pattern in case.refused:
-        assert re.search(pattern, first), f"{pattern!r} is not in: {first}"
-    if len(skip) < len(layers.paths):
-        check(dataclasses.replace(case, refused=(), skip=tuple(skip)))
-
-
-def check_asks(case: Specimen) -> None:
-    """Where the examples have no axis of their own, their number is asked for and not guessed."""
-    loss, params, batch = case.build()
-    layers = kfac.find_layers(loss, params, batch, skip=case.skip)
-    with pytest.raises(ValueError, match="num_examples="):
-        jax.eval_shape(kfac.value_and_grad(loss, layers), params, batch)
+    layers = kfac.find_layers(loss, params, batch)
+    if all(layer.note == "not used by the loss" for layer in layers if layer.kind == "gradient"):
+        assert kfac.find_layers(loss, params, batch, strict=True) == layers
+        return
+    with pytest.raises(kfac.UnsupportedLayerError) as raised:
+        kfac.find_layers(loss, params, batch, strict=True)
+    skip = re.findall(r"'(\^.*?\$)'", str(raised.value))
+    refused = [layer for layer in layers if layer.kind == "gradient" and layer.note != "not used by the loss"]
+    found = kfac.find_layers(loss, params, batch, strict=True, skip=skip)
+    skipped = {path for layer in found if layer.kind == "skipped" for path in layer.params}
+    assert skipped == {path for layer in refused for path in layer.params}
 
 
 # -- the table in the documentation ------------------------------------------------------------------------------------
@@ -327,20 +290,13 @@ KINDS = (("Kronecker", kfac._layers.KRONECKER_KINDS), ("unit-wise", ("unitwise",
 
 
 def what_happens(case: Specimen) -> str:
-    """The blocks that a model gets, or the operation that is refused, with the first parameter and the reason."""
+    """The blocks that a model gets, with the leaves that have the gradient's own factors."""
     loss, params, batch = case.build()
-    try:
-        layers = kfac.find_layers(loss, params, batch, skip=case.skip)
-    except kfac.UnsupportedLayerError as error:
-        found = re.search(r"parameters? '(.*?)'.* read by (.*?) in a way .*?: (.*?)(?:[;:]| \(|\. )", str(error))
-        assert found, str(error)
-        operation = re.sub(r"\(\[.*", "", found[2])
-        return f"refused: `{found[1]}`, read by {operation}: {found[3]}"
-    fine = [layer for layer in layers if not layer.coarse]
-    counts = [f"{sum(layer.kind in kinds for layer in fine)} {name}" for name, kinds in KINDS]
-    coarse = ", ".join(f"`{layer.name}`" for layer in layers if layer.coarse)
+    layers = kfac.find_layers(loss, params, batch)
+    counts = [f"{sum(layer.kind in kinds for layer in layers)} {name}" for name, kinds in KINDS]
     counted = ", ".join(count for count in counts if not count.startswith("0 "))
-    return f"{counted}; coarse: {coarse}" if coarse else counted
+    own = ", ".join(f"`{layer.name}`" for layer in layers if layer.kind == "gradient")
+    return f"{counted}; gradient: {own}" if own else counted
 
 
 def table(zoo: dict[str, Specimen], broken: dict[str, str]) -> str:

@@ -114,6 +114,7 @@ def llama():
 @specimen(
     "repeated heads",
     "key and value kernels repeated for each query head by `jnp.repeat` before they are used",
+    gradient=("k", "v"),
 )
 def repeated_heads():
     def loss(p, b):
@@ -137,10 +138,7 @@ def fused():
     return loss, tree(w=(D, 3 * D), b=(3 * D,), o=(D, V)), {"x": data(0, T, D), "y": tokens(0, T, below=V)}
 
 
-@specimen(
-    "a fused projection of unequal parts",
-    "query wider than key and value, cut from one kernel",
-)
+@specimen("a fused projection of unequal parts", "query wider than key and value, cut from one kernel", gradient=("w",))
 def fused_unequal():
     def loss(p, b):
         q, k, v = jnp.split(p["w"], [8, 12], -1)
@@ -182,7 +180,7 @@ class VisionTransformer(nnx.Module):
 @specimen(
     "ViT in nnx",
     "patches by a strided convolution, a class token, `nnx.MultiHeadAttention`",
-    coarse=("token",),
+    gradient=("token",),
     tolerance=1e-5,
 )
 def vit():
@@ -218,9 +216,8 @@ def mixer():
 
 @specimen(
     "Swin",
-    "windows by reshapes and `jnp.roll`, looked-up relative positions added to scores, `num_examples=`",
-    examples=1,
-    coarse=("first/relative", "second/relative"),
+    "windows by reshapes and `jnp.roll`, looked-up relative positions added to scores",
+    gradient=("first/relative", "second/relative"),
 )
 def swin():
     heads, window, d = 2, 2, 8
@@ -284,9 +281,8 @@ def mixture():
 
 @specimen(
     "a Switch layer over all tokens",
-    "a capacity of the whole batch that is no multiple of the examples, `num_examples=`",
+    "a capacity of the whole batch that is no multiple of the examples",
     interacting=True,
-    examples=1,
     ordered=True,
 )
 def switch():
@@ -303,7 +299,6 @@ def switch():
 @specimen(
     "experts by ragged products",
     "tokens sorted by expert, `lax.ragged_dot`",
-    examples=1,
     interacting=True,
 )
 def ragged():
@@ -344,7 +339,7 @@ class Perceiver(eqx.Module):
 @specimen(
     "Perceiver in equinox",
     "learned latents that a product reads before they meet an example",
-    refused=("parameters? '(latents|cross/query_proj/weight)'", "skip="),
+    gradient=("cross/query_proj", "latents"),
 )
 def perceiver():
     params, static = eqx.partition(eqx.filter_eval_shape(Perceiver), lambda x: isinstance(x, jax.ShapeDtypeStruct))
@@ -388,7 +383,7 @@ def encoder_decoder():
     return lambda p, b: cross_entropy(network.apply(p, b["source"], b["x"]), b["y"]), params, batch
 
 
-@specimen("LoRA", "`x @ w + (x @ a) @ b` with `w` under stop_gradient", coarse=("in/w", "out/w"))
+@specimen("LoRA", "`x @ w + (x @ a) @ b` with `w` under stop_gradient", gradient=("in/w", "out/w"))
 def lora():
     def loss(p, b):
         def layer(x, q):
@@ -400,7 +395,7 @@ def lora():
     return loss, params, {"x": data(0, D), "y": tokens(0, below=V)}
 
 
-@specimen("LoRA, merged first", "`x @ (w + a @ b)`", refused=("parameter", "'(a|b)'", "skip="))
+@specimen("LoRA, merged first", "`x @ (w + a @ b)`", gradient=("a", "b"))
 def lora_merged():
     def loss(p, b):
         return cross_entropy(b["x"] @ (p["w"] + p["a"] @ p["b"]), b["y"])
@@ -408,7 +403,7 @@ def lora_merged():
     return loss, tree(w=(D, V), a=(D, 2), b=(2, V)), {"x": data(0, D), "y": tokens(0, below=V)}
 
 
-@specimen("a soft prompt", "learned vectors before the tokens of each example", coarse=("prompt",))
+@specimen("a soft prompt", "learned vectors before the tokens of each example", gradient=("prompt",))
 def prompt():
     def loss(p, b):
         x = p["table"][b["x"]]

@@ -163,9 +163,8 @@ def simclr():
 
 @specimen(
     "SimCLR on concatenated views",
-    "both views in one batch of twice the size, `num_examples=`",
+    "both views in one batch of twice the size",
     interacting=True,
-    examples=1,
 )
 def simclr_concatenated():
     def loss(p, b):
@@ -206,19 +205,17 @@ class Wrapped(nn.Module):
         return self.wrap(nn.Dense(3))(x)
 
 
-@specimen("weight norm", "`nn.WeightNorm` of a dense layer", refused=("'Dense_0/kernel'", "skip="))
+@specimen("weight norm", "`nn.WeightNorm` of a dense layer", gradient=("Dense_0/kernel", "WeightNorm_0/Dense_0/kernel"))
 def weight_norm():
     return linen(Wrapped(nn.WeightNorm), {"x": data(0, 5), "y": tokens(0, below=3)}, cross_entropy)
 
 
-@specimen("spectral norm", "`nn.SpectralNorm` of a dense layer", refused=("'Dense_0/kernel'", "skip="))
+@specimen("spectral norm", "`nn.SpectralNorm` of a dense layer", gradient=("Dense_0/kernel",))
 def spectral_norm():
     return linen(Wrapped(nn.SpectralNorm), {"x": data(0, 5), "y": tokens(0, below=3)}, cross_entropy)
 
 
-@specimen(
-    "standardised convolution", "kernels less their mean before they are used", refused=("parameter 'w'", "skip=")
-)
+@specimen("standardised convolution", "kernels less their mean before they are used", gradient=("w",))
 def standardised():
     def loss(p, b):
         w = p["w"] - jnp.mean(p["w"], (0, 1, 2))
@@ -230,7 +227,7 @@ def standardised():
 @specimen(
     "WaveNet in haiku",
     "dilated causal `hk.Conv1D`, gated by one another; the last residual is not used",
-    coarse=("conv1_d_8/b", "conv1_d_8/w"),
+    gradient=("conv1_d_8/b", "conv1_d_8/w"),
 )
 def wavenet():
     def network(x):

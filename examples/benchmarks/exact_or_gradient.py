@@ -1,0 +1,249 @@
+"""What exact factors gain over the gradient's own, for kernels that are built, cut, repeated or masked before use.
+
+    python examples/benchmarks/exact_or_gradient.py            # three seeds, a few minutes
+
+Each network is written so that its kernels have exact rows, and trained twice with the defaults: with these rows, and
+with the gradient's own factors for the kernels that models in the wild build in a way without. Printed is the training
+loss, the mean of the last five of 60 steps at batch N/10 of scikit-learn's digits, for the better of the rates, and
+how many steps exact rows take to where the gradient's own factors end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("large_batch", "imagenet")]
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from sklearn.datasets import load_digits  # noqa: E402
+
+import kfac  # noqa: E402
+from methods import schedule  # noqa: E402
+
+STEPS, BATCH, RATES = 60, 180, (0.03, 0.1, 0.2)
+
+
+class Case(NamedTuple):
+    """A network, and which of its kernels models in the wild build in a way that has no exact rows."""
+
+    init: Callable[[jax.Array], Any]
+    loss: Callable[[Any, Any], jax.Array]
+    built: str  # a regular expression
+    masked: bool = False  # the mask is part of the kernel
+
+
+def normal(key: jax.Array, *shape: int) -> jax.Array:
+    return jax.random.normal(key, shape) / shape[0] ** 0.5
+
+
+def tree(key: jax.Array, **shapes: Any) -> dict[str, jax.Array]:
+    keys = jax.random.split(key, len(shapes))
+    return {
+        name: normal(k, *shape) if len(shape) > 1 else jnp.zeros(shape)
+        for k, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+
+
+# -- attention over the rows of a digit: a fused kernel of unequal parts; key and value kernels repeated for heads ----
+
+WIDTH, HEADS, GROUPS, DEPTH = 32, 4, 2, 8
+
+
+def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    k, v = (jnp.repeat(x, HEADS // GROUPS, axis=2) for x in (k, v))
+    scores = jnp.einsum("nqhd,nkhd->nhqk", q, k) / DEPTH**0.5
+    return jnp.einsum("nhqk,nkhd->nqhd", jax.nn.softmax(scores), v).reshape(*q.shape[:2], -1)
+
+
+def transformer(fused: bool) -> Case:
+    sizes = HEADS * DEPTH, GROUPS * DEPTH, GROUPS * DEPTH
+
+    def init(key: jax.Array) -> Any:
+        shapes: dict[str, Any] = {"in": (8, WIDTH), "positions": (8, WIDTH), "head": (WIDTH, 10), "c": (10,)}
+        for k in range(2):
+            parts = {"qkv": sum(sizes)} if fused else dict(zip("qkv", sizes, strict=True))
+            kernels = {name: (WIDTH, size) for name, size in parts.items()}
+            shapes |= {f"{name}{k}": shape for name, shape in kernels.items()}
+            shapes |= {f"o{k}": (WIDTH, WIDTH), f"up{k}": (WIDTH, 64), f"down{k}": (64, WIDTH)}
+        return tree(key, **shapes)
+
+    def norm(x: jax.Array) -> jax.Array:
+        return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
+
+    def loss(p: Any, batch: Any) -> jax.Array:
+        x = batch["image"] @ p["in"] + p["positions"]
+        for k in range(2):
+            h = norm(x)
+            if fused:
+                parts = jnp.split(h @ p[f"qkv{k}"], np.cumsum(sizes)[:-1], -1)
+            else:
+                parts = [h @ p[f"{name}{k}"] for name in "qkv"]
+            x = x + attention(*(part.reshape(*part.shape[:2], -1, DEPTH) for part in parts)) @ p[f"o{k}"]
+            x = x + jax.nn.gelu(norm(x) @ p[f"up{k}"]) @ p[f"down{k}"]
+        return cross_entropy(jnp.mean(norm(x), 1) @ p["head"] + p["c"], batch["label"])
+
+    return Case(init, loss, "^qkv" if fused else "^[kv][0-9]")
+
+
+# -- recurrence: the kernels of the gates put together, or cut from one into unequal parts -----------------------------
+
+
+def lstm() -> Case:
+    gates = "ifgo"
+
+    def init(key: jax.Array) -> Any:
+        shapes: dict[str, Any] = {f"x{g}": (8, WIDTH) for g in gates} | {f"h{g}": (WIDTH, WIDTH) for g in gates}
+        return tree(key, **shapes, **{f"b{g}": (WIDTH,) for g in gates}, head=(WIDTH, 10), c=(10,))
+
+    def loss(p: Any, batch: Any) -> jax.Array:
+        def cell(state: Any, x: jax.Array) -> Any:
+            c, h = state
+            i, f, g, o = (x @ p[f"x{n}"] + h @ p[f"h{n}"] + p[f"b{n}"] for n in gates)
+            c = jax.nn.sigmoid(f + 1) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            return (c, jax.nn.sigmoid(o) * jnp.tanh(c)), None
+
+        start = jnp.zeros((2, len(batch["image"]), WIDTH))
+        (_, h), _ = jax.lax.scan(cell, (start[0], start[1]), batch["image"].swapaxes(0, 1))
+        return cross_entropy(h @ p["head"] + p["c"], batch["label"])
+
+    return Case(init, loss, "^[xh][ifgo]")
+
+
+def gru() -> Case:
+    def init(key: jax.Array) -> Any:
+        return tree(
+            key, x=(8, 3 * WIDTH), rz=(WIDTH, 2 * WIDTH), n=(WIDTH, WIDTH), b=(3 * WIDTH,), head=(WIDTH, 10), c=(10,)
+        )
+
+    def loss(p: Any, batch: Any) -> jax.Array:
+        def cell(h: jax.Array, x: jax.Array) -> Any:
+            r, z, n = jnp.split(x @ p["x"] + p["b"], 3, -1)
+            own_r, own_z = jnp.split(h @ p["rz"], 2, -1)
+            r, z = jax.nn.sigmoid(r + own_r), jax.nn.sigmoid(z + own_z)
+            return (1 - z) * jnp.tanh(n + (r * h) @ p["n"]) + z * h, None
+
+        h, _ = jax.lax.scan(cell, jnp.zeros((len(batch["image"]), WIDTH)), batch["image"].swapaxes(0, 1))
+        return cross_entropy(h @ p["head"] + p["c"], batch["label"])
+
+    return Case(init, loss, "^(rz|n)$")
+
+
+# -- a masked autoencoder for distribution estimation (Germain et al. 2015): kernels times constant masks --------------
+
+
+def made() -> Case:
+    degrees = [np.arange(64), np.arange(128) % 63, np.arange(128) % 63, np.arange(64)]
+    masks = [(a[:, None] <= b).astype(np.float32) for a, b in itertools.pairwise(degrees[:3])]
+    masks.append((degrees[2][:, None] < degrees[3]).astype(np.float32))
+
+    def init(key: jax.Array) -> Any:
+        shapes = {f"w{k}": mask.shape for k, mask in enumerate(masks)}
+        return tree(key, **shapes, **{f"b{k}": mask.shape[1:] for k, mask in enumerate(masks)})
+
+    def loss(p: Any, batch: Any) -> jax.Array:
+        pixels = (batch["image"].reshape(-1, 64) > 0.5).astype(jnp.float32)
+        x = pixels
+        for k, mask in enumerate(masks):
+            x = x @ (p[f"w{k}"] * mask) + p[f"b{k}"]
+            x = jax.nn.relu(x) if k < 2 else x
+        return jnp.mean(jnp.sum(optax.sigmoid_binary_cross_entropy(x, pixels), -1))
+
+    return Case(init, loss, "^w", masked=True)
+
+
+# -- tangents that all examples share: a network fitted by its values and slopes ---------------------------------------
+
+
+def slopes() -> Case:
+    def init(key: jax.Array) -> Any:
+        return tree(key, w1=(2, 64), b1=(64,), w2=(64, 64), b2=(64,), w3=(64, 1))
+
+    def network(p: Any, x: jax.Array) -> jax.Array:
+        return (jnp.tanh(jnp.tanh(x @ p["w1"] + p["b1"]) @ p["w2"] + p["b2"]) @ p["w3"])[..., 0]
+
+    def loss(p: Any, batch: Any) -> jax.Array:
+        x = 3 * batch["image"].reshape(-1, 64)[:, 20:22] + batch["image"].reshape(-1, 64)[:, 42:44]
+        target = jax.vmap(jax.grad(lambda x: jnp.sin(2 * x[0]) * jnp.cos(x[1])))(x)
+        total = jnp.zeros(len(x))
+        for k in range(2):  # tangents with rows of their own
+            tangent = jnp.zeros_like(x).at[:, k].set(1.0)
+            total += (jax.jvp(lambda x: network(p, x), (x,), (tangent,))[1] - target[:, k]) ** 2
+        return jnp.mean(total)
+
+    return Case(init, loss, "^w1")
+
+
+CASES = {
+    "unequal parts of a fused kernel": transformer(fused=True),
+    "key and value kernels repeated": transformer(fused=False),
+    "LSTM kernels put together": lstm(),
+    "GRU kernels of unequal parts": gru(),
+    "constant masks (MADE)": made(),
+    "constant tangents (first layer)": slopes(),
+}
+
+
+def train(case: Case, gradient: tuple[str, ...], rate: float, seed: int) -> np.ndarray:
+    """The loss of each step."""
+    images, labels = load_digits(return_X_y=True)
+    data = {"image": (images / 16).reshape(-1, 8, 8).astype(np.float32), "label": labels.astype(np.int32)}
+    params = case.init(jax.random.key(seed))
+    order = np.random.default_rng(seed)
+    chosen = (order.permutation(1797)[:BATCH] for _ in range(STEPS))
+    batches = [{k: x[rows] for k, x in data.items()} for rows in chosen]
+    layers = kfac.find_layers(case.loss, params, batches[0], gradient=gradient)
+    tx = kfac.kfac(schedule(rate, STEPS), layers)
+
+    @jax.jit
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        loss, grads, factors = kfac.value_and_grad(case.loss, layers)(params, batch)
+        updates, state = tx.update(grads, state, params, factors=factors)
+        return optax.apply_updates(params, updates), state, loss
+
+    state, losses = tx.init(params), []
+    for batch in batches:
+        params, state, loss = step(params, state, batch)
+        losses.append(float(loss))
+    return np.array(losses)
+
+
+def smooth(losses: np.ndarray) -> np.ndarray:
+    return np.convolve(losses, np.ones(5) / 5, "valid")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--cases", nargs="*", default=list(CASES))
+    options = parser.parse_args()
+    for name in options.cases:
+        case = CASES[name]
+        ends: dict[str, list[np.ndarray]] = {}
+        for kind, gradient in (("rows", ()), ("gradient", (case.built,))):
+            runs = {rate: [train(case, gradient, rate, seed) for seed in range(options.seeds)] for rate in RATES}
+            best = min(RATES, key=lambda rate: np.mean([smooth(run)[-1] for run in runs[rate]]))
+            ends[kind] = runs[best]
+            values = [smooth(run)[-1] for run in runs[best]]
+            print(f"{name}, {kind}: {np.mean(values):.4f} +- {np.std(values, ddof=1):.4f} at {best}", flush=True)
+        steps = []
+        for rows, own in zip(ends["rows"], ends["gradient"], strict=True):
+            reached = np.flatnonzero(smooth(rows) <= smooth(own)[-1])
+            steps.append((reached[0] + 5) / STEPS if len(reached) else np.nan)
+        share = np.round(steps, 2)
+        print(f"    steps with exact rows to where the gradient's own factors end: {share} of 60", flush=True)
+
+
+if __name__ == "__main__":
+    main()

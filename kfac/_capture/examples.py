@@ -1,0 +1,141 @@
+"""Which axes of the arrays in a program hold the examples, and in which order.
+
+That an axis holds examples is known from the two traces: it is longer in the second. Where it holds positions as well,
+as after `x.reshape(-1, d)`, the operations say which of the two runs faster. Rows in an order of their own (sorted,
+gathered, of another length than the batch) are marked as `MIXED`: sums over them are what they are, but none is known
+to be that of one example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from kfac._capture import axes as axes_lib
+from kfac._capture import primitives
+from kfac._capture.axes import Axes, Axis, examples, foreign, mixed
+from kfac._capture.program import Op, Program, Value
+
+
+def place(program: Program, num_params: int, doubled: Collection[int] | None, n: int | None) -> None:
+    """Notes of every array of a program its axes, and whether it depends on arguments and on the batch.
+
+    Args:
+      program: the loss.
+      num_params: how many of its first arguments are parameters.
+      doubled: which of the other arguments hold the examples on their first axis; None where that is not known.
+      n: the number of examples.
+    """
+    for k, value in enumerate(program.inputs):
+        held = doubled is not None and k - num_params in doubled
+        value.axes = tuple(map(foreign, value.shape))
+        if held and n:
+            value.axes = (examples(n), *value.axes[1:])
+        value.data = k >= num_params
+        value.rows = held or (value.data and doubled is None)
+    _walk(program, n, hidden=doubled is None)
+
+
+def _walk(program: Program, n: int | None, hidden: bool) -> None:
+    for value in program.consts:
+        value.axes = _checked(value, tuple(map(foreign, value.shape)), n)
+        # A loss that hides its examples may have them in any array.
+        value.data = value.rows = (hidden and value.size > 1) or any(value.grown)
+    for op in program.ops:
+        if op.scan:
+            _scan(op, n, hidden)
+        elif op.inner:
+            for inside, value in zip(op.inner.inputs, op.inputs, strict=True):
+                _copy(inside, value)
+            _walk(op.inner, n, hidden)
+            for value, inside in zip(op.outputs, op.inner.outputs, strict=True):
+                _copy(value, inside)
+        else:
+            axes = [value.axes or tuple(map(foreign, value.shape)) for value in op.inputs]
+            placed = primitives.placed(op.eqn, axes)
+            for k, value in enumerate(op.outputs):
+                said = _suggested(value, op.inputs) if placed is None else placed[k]
+                value.axes = _checked(value, said, n)
+                grown = any(value.grown)
+                value.data = grown or any(v.data for v in op.inputs)
+                value.rows = grown or any(v.rows for v in op.inputs)
+
+
+def _copy(value: Value, other: Value) -> None:
+    value.axes, value.data, value.rows = other.axes, other.data, other.rows
+
+
+def _scan(op: Op, n: int | None, hidden: bool) -> None:
+    """Of a scan over examples each iteration sees one, or some: what it slices depends on the batch."""
+    assert op.inner and op.scan
+    scan, inside = op.scan, op.inner.inputs
+    for k, (own, value) in enumerate(zip(inside, op.inputs, strict=True)):
+        _copy(own, value)
+        own.axes = value.axes[1:] if k >= scan.last else value.axes
+    carry = inside[scan.consts : scan.last]
+    while True:  # a carry may come to depend on data, or lose its order, in a later iteration
+        _walk(op.inner, n, hidden)
+        before = [(value.axes, value.data, value.rows) for value in carry]
+        for start, end in zip(carry, op.inner.outputs, strict=False):
+            pairs = zip(start.axes, end.axes, start.shape, strict=True)
+            start.axes = tuple(a if a == b else mixed(size) for a, b, size in pairs)
+            start.data, start.rows = start.data or end.data, start.rows or end.rows
+        if before == [(value.axes, value.data, value.rows) for value in carry]:
+            break
+    op.along = _along(op)
+    for k, (value, end) in enumerate(zip(op.outputs, op.inner.outputs, strict=True)):
+        _copy(value, end if k >= scan.carried else carry[k])
+        if k >= scan.carried:
+            value.axes = (op.along, *end.axes)
+            value.data, value.rows = value.data or op.longer, value.rows or op.longer
+
+
+def _along(op: Op) -> Axis:
+    """The axis that a scan iterates over."""
+    assert op.scan
+    if not op.longer:
+        return foreign(op.scan.length)
+    found = {value.axes[0] for value in op.inputs[op.scan.last :] if value.grown[0]} - {mixed(op.scan.length)}
+    return found.pop() if len(found) == 1 else mixed(op.scan.length)
+
+
+def _checked(value: Value, said: Axes, n: int | None) -> Axes:
+    """Axes, in which what grows and comes from nowhere is all examples in their order, or in none."""
+    result = []
+    for k, (size, grown, axis) in enumerate(zip(value.shape, value.grown, said, strict=True)):
+        if grown and n and n > 1 and not axes_lib.holds_examples(axis):
+            assert value.twice is not None
+            axis = examples(n) if size == n and value.twice[k] == 2 * n else mixed(size)
+        result.append(axis)
+    return tuple(result)
+
+
+def _suggested(value: Value, inputs: Sequence[Value]) -> Axes:
+    """Axes of a result of which the operation says nothing: as those of its inputs that are as long and grow."""
+    result = []
+    for size, grown in zip(value.shape, value.grown, strict=True):
+        pairs = [pair for v in inputs for pair in zip(v.axes, v.shape, v.grown, strict=True)] if grown else []
+        alike = {axis for axis, own, longer in pairs if own == size and longer}
+        known = alike - {mixed(size)}
+        result.append(known.pop() if len(known) == 1 else mixed(size) if alike else foreign(size))
+    return tuple(result)
+
+
+def positions_of_examples(axes: Axes, n: int) -> tuple[int, ...] | None:
+    """Which of all atoms of an array are its `n` examples, from the slowest to the fastest.
+
+    Where examples meet examples, as in a matrix of similarities, the first axis of them counts.
+
+    Returns:
+      Positions; none for a single example. None where they are not all there, or not in their order.
+    """
+    flat = axes_lib.flatten(axes)
+    found: dict[int, int] = {}
+    for position, atom in enumerate(flat):
+        if atom.axis == axes_lib.EXAMPLES and not atom.flipped:
+            found.setdefault(atom.stride, position)
+    inner = 1
+    for stride in sorted(found):
+        if stride != inner:
+            return None
+        inner *= flat[found[stride]].size
+    return tuple(found[stride] for stride in sorted(found, reverse=True)) if inner == n else None

@@ -1,0 +1,367 @@
+"""A loss function as a flat program: its operations, what is inside them, and what of it reaches the loss.
+
+Calls are written out where they stand; a `scan` and a `remat` alone hold a program of their own. What equations mean is
+in `primitives.py`; the rest of the capture sees no more of them than an `Op` shows.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import difflib
+import functools
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex
+
+from kfac._capture import primitives
+from kfac._capture.axes import Axes, Axis
+
+Path = tuple[int, ...]  # positions of ops, from the outermost program inwards
+State = TypeVar("State")
+
+
+class AnotherProgramError(Exception):
+    """With twice as many examples the loss is another program."""
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """An array of a program.
+
+    Attributes:
+      shape: its shape.
+      dtype: its dtype.
+      twice: its shape where the loss is traced with twice as many examples; None where that is not known.
+      number: what it is, of a number written into the program.
+      axes: its axes in atoms, with those that hold examples marked (`examples.py`).
+      data: whether it depends on array arguments of the loss, or holds examples.
+      rows: whether it depends on the batch, or holds examples.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    twice: tuple[int, ...] | None = None
+    number: Any = None
+    axes: Axes = ()
+    data: bool = False
+    rows: bool = False
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def grown(self) -> tuple[bool, ...]:
+        """Which of its axes are longer with twice as many examples."""
+        twice = self.shape if self.twice is None else self.twice
+        return tuple(a != b for a, b in zip(self.shape, twice, strict=True))
+
+    @property
+    def differentiable(self) -> bool:
+        return self.number is None and jnp.issubdtype(self.dtype, jnp.inexact)
+
+
+@dataclasses.dataclass(eq=False)
+class Op:
+    """One equation of a program.
+
+    Attributes:
+      eqn: the equation itself.
+      within: the jaxpr that it is one of.
+      inputs: what it reads.
+      outputs: what it computes.
+      call: what it calls, of a scan and a remat.
+      inner: the program inside of these.
+      longer: of a scan, whether its length grows with the examples.
+      along: and the axis that it goes along.
+      live: whether each result reaches the loss by a way that carries a gradient.
+      alive: whether one does, or something inside.
+      summed: whether they reach it by sums and factors alone, as the terms of a penalty do.
+      branched: whether each input is an array that something else live reads as well.
+    """
+
+    eqn: Any
+    within: Any
+    inputs: list[Value]
+    outputs: list[Value]
+    call: primitives.Call | None = None
+    inner: Program | None = None
+    longer: bool = False
+    along: Axis = ()
+    live: tuple[bool, ...] = ()
+    alive: bool = False
+    summed: bool = False
+    branched: tuple[bool, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.eqn.primitive.name
+
+    @property
+    def scan(self) -> primitives.Scan | None:
+        return self.call.scan if self.call else None
+
+    @property
+    def opaque(self) -> bool:
+        """Whether it holds a program that cannot be looked into."""
+        return self.inner is None and any(True for _ in primitives.inside(self.eqn))
+
+    def meaning(self, operand: int, axes: Axes) -> primitives.Meaning:
+        """What it does with a parameter that is its input number `operand` and has these axes."""
+        return primitives.meaning(self.eqn, operand, axes, [value.axes for value in self.inputs])
+
+    @functools.cached_property
+    def product(self) -> bool:
+        """Whether it is a matrix product or convolution, or like one."""
+        return primitives.is_product(self.eqn)
+
+    def compute(self, values: Sequence[Any]) -> list[Any]:
+        """Its results."""
+        return primitives.evaluate(self.within, self.eqn, values)
+
+    def describe(self) -> str:
+        """Its name and the shapes of its inputs, for messages."""
+        return f"{self.name}({', '.join(str(list(value.shape)) for value in self.inputs)})"
+
+
+@dataclasses.dataclass(eq=False)
+class Program:
+    """Operations in their order.
+
+    Attributes:
+      inputs: the arguments.
+      consts: constants, with their values.
+      ops: the operations.
+      outputs: the results.
+      branched: whether each result is also read by something live inside.
+      live: whether each argument reaches the loss by a way that carries a gradient.
+    """
+
+    inputs: list[Value]
+    consts: dict[Value, Any]
+    ops: list[Op]
+    outputs: list[Value]
+    branched: tuple[bool, ...] = ()
+    live: tuple[bool, ...] = ()
+
+    def run(
+        self,
+        states: Sequence[State],
+        constant: Callable[[Value], State],
+        visit: Callable[[int, Op, list[State]], Sequence[State]],
+    ) -> list[State]:
+        """Computes with states in the place of arrays: those of the results, from those of the inputs.
+
+        Args:
+          states: of the inputs.
+          constant: of constants, and of numbers written into the program.
+          visit: gives the states of an op's results from its position, itself and the states of its inputs.
+        """
+        env: dict[Value, State] = {const: constant(const) for const in self.consts}
+        env.update(zip(self.inputs, states, strict=True))
+
+        def read(value: Value) -> State:
+            return env[value] if value.number is None else constant(value)
+
+        for index, op in enumerate(self.ops):
+            env.update(zip(op.outputs, visit(index, op, list(map(read, op.inputs))), strict=True))
+        return list(map(read, self.outputs))
+
+    def average_over_devices(self, num_params: int) -> tuple[str, ...]:
+        """The axes of devices over which the loss, the first result, is a sum or mean of what parameters do."""
+        moved = set(self.inputs[:num_params])  # what depends on parameters
+        makers: dict[Value, Op] = {}
+        for op in self.ops:
+            makers.update(dict.fromkeys(op.outputs, op))
+            moved.update(op.outputs if moved.intersection(op.inputs) and op.alive else ())
+        ahead, axes = [self.outputs[0]], list[str]()
+        while ahead:
+            maker = makers.get(ahead.pop())
+            if maker is not None and all(value.shape == () for value in maker.outputs) and maker.inner is None:
+                axes += primitives.devices_summed(maker.eqn)
+                ahead += [value for value in maker.inputs if value.shape == () and value in moved]
+        return tuple(dict.fromkeys(axes))
+
+    def walk(self) -> Iterator[Op]:
+        """All operations, and those inside them."""
+        for op in self.ops:
+            yield op
+            if op.inner:
+                yield from op.inner.walk()
+
+
+def flat(closed: Any, twin: Any = None, alike: bool = True) -> Program:
+    """The program of a jaxpr, with calls written out.
+
+    Args:
+      closed: the jaxpr, with its constants.
+      twin: that of the same loss with twice as many examples, if there is one.
+      alike: whether the two must do the same operations. A batch of one may do some in another way, as a gather; what
+        is between the same operations is then not compared.
+
+    Raises:
+      AnotherProgramError: the twin does not do the same operations.
+    """
+    return _flat(closed.jaxpr, closed.consts, twin and twin.jaxpr, alike)
+
+
+def _flat(jaxpr: Any, consts: Sequence[Any], twin: Any, alike: bool) -> Program:
+    found = Program([], {}, [], [])
+    found.inputs = _values(jaxpr.invars, twin and twin.invars)
+    found.outputs = _inline(found, jaxpr, consts, found.inputs, twin, alike)
+    return found
+
+
+def _values(variables: Sequence[Any], twins: Sequence[Any] | None) -> list[Value]:
+    def value(var, twin):
+        shape, number = _shape(var), var.val if isinstance(var, jex.Literal) else None
+        return Value(shape, var.aval.dtype, None if twin is None else _shape(twin), number)
+
+    return [value(*pair) for pair in zip(variables, twins or [None] * len(variables), strict=True)]
+
+
+def _shape(var: Any) -> tuple[int, ...]:
+    return tuple(getattr(var.aval, "shape", ()))
+
+
+def _pairs(eqns: Sequence[Any], twins: Sequence[Any], alike: bool) -> list[Any]:
+    """For each equation the one that does the same; None for one without."""
+
+    def form(eqn):
+        return eqn.primitive.name, *(len(_shape(var)) for var in (*eqn.invars, *eqn.outvars))
+
+    forms = [list(map(form, own)) for own in (eqns, twins)]
+    if forms[0] == forms[1]:
+        return list(twins)
+    if alike:
+        raise AnotherProgramError
+    result: list[Any] = [None] * len(eqns)
+    for one, other, size in difflib.SequenceMatcher(None, forms[0], forms[1], autojunk=False).get_matching_blocks():
+        result[one : one + size] = twins[other : other + size]
+    return result
+
+
+def _inline(
+    found: Program, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Value], twin: Any, alike: bool
+) -> list[Value]:
+    """Adds the operations of a jaxpr to a program; its results."""
+    env: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+    same = twin and len(twin.constvars) == len(jaxpr.constvars)
+    known = _values(jaxpr.constvars, twin.constvars if same else None)
+    env.update(zip(jaxpr.constvars, known, strict=True))
+    found.consts.update(zip(known, consts, strict=True))
+
+    def read(variables, twins) -> list[Value]:
+        numbers = _values(variables, twins)
+        return [n if isinstance(var, jex.Literal) else env[var] for var, n in zip(variables, numbers, strict=True)]
+
+    others = _pairs(jaxpr.eqns, twin.eqns, alike) if twin else [None] * len(jaxpr.eqns)
+    for eqn, other in zip(jaxpr.eqns, others, strict=True):
+        inputs = read(eqn.invars, other and other.invars)
+        call, same = primitives.call(eqn), primitives.call(other) if other is not None else None
+        inner = same and same.jaxpr
+        if call and call.kind == "call":
+            inputs = _constrained(found, inputs, primitives.shardings(eqn)[0])
+            results = _inline(found, call.jaxpr, call.consts, inputs, inner, alike)
+            results = _constrained(found, results, primitives.shardings(eqn)[1])
+        else:
+            results = _values(eqn.outvars, other and other.outvars)
+            program = _flat(call.jaxpr, call.consts, inner, alike) if call else None
+            longer = bool(call and call.scan and same and same.scan != call.scan)
+            found.ops.append(Op(eqn, jaxpr, inputs, results, call, program, longer))
+        env.update(zip(eqn.outvars, results, strict=True))
+    return read(jaxpr.outvars, twin and twin.outvars)
+
+
+def _constrained(found: Program, values: list[Value], shardings: Sequence[Any]) -> list[Value]:
+    """Values that lie as a `jit` inside the loss has it."""
+    result = []
+    for value, sharding in zip(values, shardings or [None] * len(values), strict=True):
+        if isinstance(sharding, jax.sharding.Sharding) and value.number is None:
+            put = functools.partial(jax.lax.with_sharding_constraint, shardings=sharding)
+            closed = jax.make_jaxpr(put)(jax.ShapeDtypeStruct(value.shape, value.dtype))
+            new = dataclasses.replace(value)
+            found.ops.append(Op(closed.jaxpr.eqns[0], closed.jaxpr, [value], [new]))
+            value = new
+        result.append(value)
+    return result
+
+
+# -- what reaches the loss ---------------------------------------------------------------------------------------------
+
+
+class Reached(NamedTuple):
+    """How an array reaches the loss: whether a gradient comes back, and whether by sums and numbers alone."""
+
+    live: bool
+    summed: bool
+
+
+def mark_live(found: Program, results: Sequence[Reached], roots: Collection[Op] = ()) -> list[Reached]:
+    """Notes what reaches the loss.
+
+    Integers and booleans carry no gradient, nor does what goes through `stop_gradient` and the like.
+
+    Args:
+      found: the program.
+      results: how its results do.
+      roots: ops whose results do, whoever reads them.
+
+    Returns:
+      How the arguments do.
+    """
+    readers: collections.Counter[Value] = collections.Counter()
+    bent: set[Value] = set()  # of these arrays, what does not reach the loss by sums and numbers alone
+
+    def reach(value: Value, how: Reached) -> None:
+        if how.live and value.differentiable:
+            readers[value] += 1
+            if not how.summed:
+                bent.add(value)
+
+    def reached(value: Value) -> Reached:
+        return Reached(readers[value] > 0, readers[value] > 0 and value not in bent)
+
+    for value, how in zip(found.outputs, results, strict=True):
+        reach(value, how)
+    for op in reversed(found.ops):
+        ways = [reached(value) for value in op.outputs]
+        if op in roots:
+            ways = [Reached(True, False)] * len(ways)
+        if primitives.stops_gradient(op.eqn):
+            ways = [Reached(False, False)] * len(ways)
+        inputs = _inputs_of(op, ways, roots)
+        op.live = tuple(way.live for way in ways)
+        op.alive = any(op.live) or (op.inner is not None and any(inner.alive for inner in op.inner.ops))
+        op.summed = all(way.summed for way in ways if way.live)
+        for value, how in zip(op.inputs, inputs, strict=True):
+            reach(value, how)
+    for op in found.ops:
+        op.branched = tuple(readers[value] > 1 for value in op.inputs)
+    found.branched = tuple(readers[value] > 1 for value in found.outputs)
+    arguments = [reached(value) for value in found.inputs]
+    found.live = tuple(how.live for how in arguments)
+    return arguments
+
+
+def _inputs_of(op: Op, ways: Sequence[Reached], roots: Collection[Op]) -> list[Reached]:
+    """How the inputs of an op reach the loss, if its results do in these ways."""
+    if op.inner and not op.scan:
+        return mark_live(op.inner, ways, roots)
+    if op.inner and op.scan:
+        scan, ways = op.scan, [Reached(way.live, False) for way in ways]
+        while True:  # a carry also reaches it by way of a later iteration
+            inputs = mark_live(op.inner, ways, roots)
+            carried = [way.live for way in inputs[scan.consts : scan.last]]
+            grown = [Reached(a.live or b, False) for a, b in zip(ways, carried, strict=False)] + ways[scan.carried :]
+            if grown == ways:
+                return [Reached(way.live, False) for way in inputs]
+            ways = grown
+    alive = any(way.live for way in ways)
+    summed = alive and all(way.summed for way in ways if way.live) and primitives.sums(op.eqn)
+    return [Reached(alive, summed)] * len(op.inputs)

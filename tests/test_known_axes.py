@@ -1,0 +1,308 @@
+"""The examples are where they are, whatever other axis is as long: models in which a length would mislead."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import kfac
+from checking import FAST, check_moments, normal
+from oracle import relative_error
+from zoo.specimens import N, Specimen, check, cross_entropy, data, tokens, tree
+
+pytestmark = pytest.mark.usefixtures("x64")
+D, H = 4, 5
+LENGTHS = N, 3  # as many as examples, and another number
+
+
+def mean_square(y):
+    return jnp.mean(jnp.sum(jnp.sin(y).reshape(len(y), -1) ** 2 + y.reshape(len(y), -1), -1))
+
+
+def energies_and_forces(t):
+    """Energies of `t` atoms, summed, and their slopes."""
+
+    def loss(p, b):
+        def energy(x):
+            return jnp.sum(jnp.tanh(x @ p["w"] + p["b"]) @ p["v"])
+
+        values, forces = jax.vmap(jax.value_and_grad(energy))(b["x"])
+        return jnp.mean(values**2 + jnp.sum(forces**2, (1, 2)))
+
+    return loss, tree(w=(D, H), b=(H,), v=(H,)), {"x": data(0, t, D)}
+
+
+def gate(t):
+    """A matrix of ones in front of the sequence."""
+
+    def loss(p, b):
+        return mean_square(jnp.tanh(jnp.ones((t, t)) @ b["x"] @ p["w"]) @ p["v"])
+
+    return loss, tree(w=(D, H), v=(H, 2)), {"x": data(0, t, D)}
+
+
+def score(t):
+    """The score of a sequence is the slope of its energy."""
+
+    def loss(p, b):
+        def energy(x):
+            return jnp.sum(jnp.tanh(x @ p["w"]) @ p["v"])
+
+        return jnp.mean(jnp.sum(jax.grad(energy)(b["x"]) ** 2, (1, 2)))
+
+    return loss, tree(w=(D, H), v=(H, 2)), {"x": data(0, t, D)}
+
+
+def states_of_nodes(t):
+    """A recurrent state for each of `t` nodes begins with zeros that all examples share."""
+
+    def loss(p, b):
+        def one(x):
+            h = jnp.zeros((t, H))
+            for _ in range(2):
+                h = jnp.tanh(x @ p["w"] + h @ p["u"])
+            return h
+
+        return mean_square(jax.vmap(one)(b["x"]) @ p["v"])
+
+    return loss, tree(w=(D, H), u=(H, H), v=(H, 2)), {"x": data(0, t, D)}
+
+
+def slots(t):
+    """The first slots are constants, and attend to the inputs of each example."""
+    first = jnp.asarray(np.random.default_rng(3).normal(size=(t, D)))
+
+    def loss(p, b):
+        def one(x):
+            weights = jax.nn.softmax((first @ p["q"]) @ (x @ p["k"]).T, 0)
+            return weights @ (x @ p["v"])
+
+        return mean_square(jax.vmap(one)(b["x"]))
+
+    return loss, tree(q=(D, H), k=(D, H), v=(D, 2)), {"x": data(0, 7, D)}
+
+
+def scaled_ones(t):
+    def loss(p, b):
+        return mean_square(jnp.tanh(b["x"] @ p["w"]) * (jnp.ones((t, 1)) * p["scale"]))
+
+    return loss, tree(w=(D, H), scale=(H,)), {"x": data(0, t, D)}
+
+
+def constants_over_heads(t):
+    """A product of constants is broadcast over `t` heads."""
+    basis = jnp.asarray(np.random.default_rng(4).normal(size=(3, D)))
+
+    def loss(p, b):
+        keys = jnp.broadcast_to((basis @ p["k"])[None, :, None], (1, 3, t, H))
+        q = (b["x"] @ p["q"]).reshape(-1, 7, t, H)
+        return mean_square(q[:, :3] * keys)
+
+    return loss, tree(q=(D, t * H), k=(D, H)), {"x": data(0, 7, D)}
+
+
+def batch_ensemble(t):
+    """`t` members share a kernel, and have vectors of their own in front and behind."""
+
+    def loss(p, b):
+        x = b["x"][:, None] * p["r"]
+        h = jnp.tanh((x @ p["w"]) * p["s"])
+        return mean_square(jnp.einsum("nth,thk->ntk", h, p["heads"]))
+
+    return loss, tree(w=(D, H), r=(t, D), s=(t, H), heads=(t, H, 2)), {"x": data(0, D)}
+
+
+def time_major(t):
+    """Layers see `[time, n, features]`, with a scale and a shift."""
+
+    def loss(p, b):
+        x = jnp.swapaxes(b["x"], 0, 1)
+        h = jnp.tanh((x @ p["w"] + p["b"]) * p["scale"] + p["shift"])
+        return cross_entropy(jnp.swapaxes(h @ p["v"], 0, 1), b["y"])
+
+    batch = {"x": data(0, t, D), "y": tokens(0, t, below=3)}
+    return loss, tree(w=(D, H), b=(H,), scale=(H,), shift=(H,), v=(H, 3)), batch
+
+
+def attention(t):
+    def loss(p, b):
+        q, k, v = (jnp.einsum("ntd,dhk->nhtk", b["x"], p[name]) for name in "qkv")
+        y = jnp.einsum("nhts,nhsk->nthk", jax.nn.softmax(q @ k.swapaxes(-1, -2)), v)
+        return mean_square(jnp.einsum("nthk,hkd->ntd", y, p["o"]))
+
+    return loss, tree(q=(D, t, 2), k=(D, t, 2), v=(D, t, 2), o=(t, 2, D)), {"x": data(0, t, D)}
+
+
+def one_by_one(t):
+    """Examples one after the other, each with `t` positions, and vectors."""
+
+    def loss(p, b):
+        def one(x):
+            h = jnp.tanh((x @ p["w"]) * p["scale"] + p["shift"])
+            return jnp.sum((h + p["table"]) ** 2)
+
+        return jnp.mean(lax.map(one, b["x"]))
+
+    return loss, tree(w=(D, H), scale=(H,), shift=(H,), table=(t, H)), {"x": data(0, t, D)}
+
+
+def in_chunks(t):
+    """Two examples at a time."""
+
+    def loss(p, b):
+        def some(x):
+            return jnp.tanh((x @ p["w"]) * p["scale"] + p["shift"])
+
+        return mean_square(lax.map(some, b["x"].reshape(-1, 2, t, D)).reshape(-1, t, H))
+
+    return loss, tree(w=(D, H), scale=(H,), shift=(H,)), {"x": data(0, t, D)}
+
+
+def rows_of_all(t):
+    """Positions and examples on one axis."""
+
+    def loss(p, b):
+        h = jnp.tanh((b["x"].reshape(-1, D) @ p["w"]) * p["scale"] + p["shift"])
+        return mean_square(h.reshape(-1, t, H))
+
+    return loss, tree(w=(D, H), scale=(H,), shift=(H,)), {"x": data(0, t, D)}
+
+
+def other_rows_of_all(t):
+    """Examples faster than positions."""
+
+    def loss(p, b):
+        h = jnp.tanh((b["x"].swapaxes(0, 1).reshape(-1, D) @ p["w"]) * p["scale"] + p["shift"])
+        return mean_square(h.reshape(t, -1, H).swapaxes(0, 1))
+
+    return loss, tree(w=(D, H), scale=(H,), shift=(H,)), {"x": data(0, t, D)}
+
+
+GRADIENT = {slots: ("q",)}
+MODELS = (
+    energies_and_forces, gate, score, states_of_nodes, slots, scaled_ones, constants_over_heads, batch_ensemble,
+    time_major, attention, one_by_one, rows_of_all, other_rows_of_all,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("model", MODELS)
+def test_statistics_are_those_of_each_example_alone(model, length):
+    alone = model is not batch_ensemble  # of one example brute force sees no vectors there
+    check(Specimen(model.__name__, "", lambda: model(length), alone=alone, gradient=GRADIENT.get(model, ())))
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_examples_in_chunks_are_those_of_the_batch(length):
+    def together(p, b):
+        return mean_square(jnp.tanh((b["x"] @ p["w"]) * p["scale"] + p["shift"]))
+
+    chunks, params, batch = in_chunks(length)
+    found = [
+        jax.jit(kfac.value_and_grad(loss, kfac.find_layers(loss, params, batch)), compiler_options=FAST)(params, batch)
+        for loss in (chunks, together)
+    ]
+    for one, other in zip(*map(jax.tree.leaves, found), strict=True):
+        assert relative_error(one, other) < 1e-12
+
+
+@pytest.mark.parametrize("model", [rows_of_all, other_rows_of_all, time_major, attention])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_moments_and_thinned_statistics_are_those_of_examples(model, length):
+    """Every second example is as good as these alone; moments are those of brute force."""
+    loss, params, batch = model(length)
+    layers = kfac.find_layers(loss, params, batch)
+    assert all(layer.correctable for layer in layers if layer.kind == "dense")
+    check_moments(loss, params, (batch,))
+    thinned = kfac.value_and_grad(loss, layers, subsample=2)(params, batch)[2]
+    half = jax.tree.map(lambda x: x[::2], batch)
+    alone = kfac.value_and_grad(loss, layers)(params, half)[2]
+    for layer in layers:
+        if layer.kind == "dense":
+            assert relative_error(thinned[layer.name].A, alone[layer.name].A) < 1e-12
+        else:
+            assert relative_error(thinned[layer.name].F, alone[layer.name].F) < 1e-12
+
+
+def test_layers_are_the_same_for_a_batch_of_one():
+    for model in MODELS:
+        loss, params, batch = model(3)
+        layers = kfac.find_layers(loss, params, batch)
+        assert layers == kfac.find_layers(loss, params, jax.tree.map(lambda x: x[:1], batch)), model.__name__
+
+
+# -- what the batch is -------------------------------------------------------------------------------------------------
+
+
+def weights():
+    return {"w": normal(1, D, H), "scale": normal(2, H), "v": normal(3, H, 2)}
+
+
+def network(p, x):
+    return jnp.tanh(x @ p["w"]) * p["scale"] @ p["v"]
+
+
+def test_the_first_argument_is_the_batch_and_others_where_only_they_can_be():
+    def first(p, x, offset):
+        return mean_square(network(p, x) + offset)
+
+    def several(p, state, x, y):
+        return jnp.mean(jnp.sum((network(p, x) - y) ** 2, -1)) + 0 * jnp.sum(state["mean"])
+
+    x, y = normal(4, N, D), normal(5, N, 2)
+    found = kfac.find_layers(first, weights(), x, normal(6, 2))
+    assert (found.batch_argnums, found.num_examples, found.shared) == ((1,), N, ())
+    found = kfac.find_layers(several, weights(), {"mean": jnp.zeros(3)}, x, y)
+    assert (found.batch_argnums, found.num_examples) == ((2, 3), N)
+    named = kfac.find_layers(lambda p, *, x, y: several(p, {"mean": jnp.zeros(3)}, x, y), weights(), x=x, y=y)
+    assert named.batch_argnums == ("x", "y") and named == found
+
+
+def test_leaves_of_another_length_are_shared_and_named():
+    def loss(p, b):
+        return mean_square(network(p, b["x"]) * b["weights"])
+
+    layers = kfac.find_layers(loss, weights(), {"x": normal(4, N, D), "y": normal(5, N), "weights": normal(6, 2)})
+    assert layers.num_examples == N
+    assert "shared by all examples: argument 1['weights'] [2]" in repr(layers)
+
+
+def test_a_loss_with_a_batch_size_written_into_it_is_told_so():
+    def loss(p, x):
+        return mean_square(network(p, x.reshape(N, D)))
+
+    layers = kfac.find_layers(loss, weights(), normal(4, N, D))
+    assert "cannot be traced with 12 examples in argument 1" in repr(layers)
+    assert layers["scale"].kind == "gradient" and layers["w"].kind == "dense"
+    with pytest.raises(ValueError, match=r"cannot be traced with 12 .*Pass num_examples= .*kfac.output"):
+        kfac.value_and_grad(loss, layers)(weights(), normal(4, N, D))
+    found = kfac.value_and_grad(loss, layers, num_examples=N)(weights(), normal(4, N, D))[2]
+    plain = lambda p, x: mean_square(network(p, x))  # noqa: E731
+    expected = kfac.value_and_grad(plain, kfac.find_layers(plain, weights(), normal(4, N, D)))(
+        weights(), normal(4, N, D)
+    )[2]
+    for name in ("w", "v"):
+        assert relative_error(found[name].A, expected[name].A) < 1e-12
+        assert relative_error(found[name].G, expected[name].G) < 1e-12
+
+
+def test_another_program_at_twice_the_size_is_told_so():
+    def loss(p, x):
+        return sum(mean_square(network(p, row[None])) for row in x) / len(x)
+
+    layers = kfac.find_layers(loss, weights(), normal(4, N, D))
+    assert "with 12 examples in argument 1 the loss is another program" in repr(layers)
+
+
+def test_batch_argnums_are_checked():
+    def loss(p, x, y):
+        return mean_square(network(p, x) * y)
+
+    x = normal(4, N, D)
+    for wrong in (0, 3, "x", (1, 4)):
+        with pytest.raises(ValueError, match="batch_argnums"):
+            kfac.find_layers(loss, weights(), x, x[:, :2], batch_argnums=wrong)
+    assert kfac.find_layers(loss, weights(), x, x[:, :2], batch_argnums=(1, -1)).batch_argnums == (1, 2)

@@ -1,0 +1,284 @@
+"""The gradient's own factors: `A = E[V^T V] / sqrt(t)`, `G = E[V V^T] / sqrt(t)`, `t = E||V||^2`; of vectors `E[v^2]`.
+
+They are running averages of the averaged gradient `V` in steps with statistics, and so the same on any number of
+devices and of micro-batches.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import kfac
+from checking import FAST, normal
+from kfac._optimizer.state import blocks_of
+from oracle import relative_error
+
+pytestmark = pytest.mark.usefixtures("x64")
+N, D, H = 12, 5, 4
+STATISTICS = [True, True, False, True, False, True]  # in which steps there are such
+SHAPES = {
+    "b": (H,),
+    "cube": (2, 3, H),  # as a matrix [6, 4], which is nearest to a square
+    "in": (D, H),
+    "left": (H, 2),
+    "number": (),
+    "right": (H, 1),
+    "stack": (2, H, H),
+    "temperature": (3,),
+    "unused": (2, 2),
+}
+MATRICES = {  # [copies, d_out, d_in]
+    "cube": lambda v: v.reshape(1, 6, H).swapaxes(1, 2),
+    "left": lambda v: v[None].swapaxes(1, 2),
+    "stack": lambda v: v.swapaxes(1, 2),
+    "unused": lambda v: v[None].swapaxes(1, 2),
+}
+
+
+VECTORS = ("number", "right", "temperature")  # a matrix of one column is one
+
+
+def parameters():
+    return {name: normal(k, *shape) for k, (name, shape) in enumerate(SHAPES.items())}
+
+
+def loss_fn(p, x):
+    h = jnp.tanh(x @ p["in"] + p["b"]) * jnp.exp(p["number"]) + jnp.sum(jnp.sin(p["cube"]), (0, 1))
+    h, _ = lax.scan(lambda h, w: (jnp.tanh(h @ jnp.tril(w)), None), h, p["stack"])
+    y = h @ jnp.concatenate([p["left"], p["right"]], 1)
+    return jnp.mean(jnp.sum(y**2 * jax.nn.softplus(p["temperature"]), -1))
+
+
+def batches():
+    return [normal(20 + k, N, D) for k in range(len(STATISTICS))]
+
+
+def found_layers(**options):
+    layers = kfac.find_layers(loss_fn, parameters(), batches()[0], **options)
+    own = {layer.name for layer in layers if layer.kind == "gradient"}
+    assert own == {*MATRICES, *VECTORS}
+    assert (layers["stack"].copies, layers["stack"].stacked) == (2, True)
+    return layers
+
+
+def truth(decay):
+    """What the averages ought to be, `[copies, ...]`, in NumPy."""
+    gradient = jax.jit(jax.grad(loss_fn))
+    weight, sums = 0.0, {}
+
+    def add(key, value):
+        sums[key] = decay * sums.get(key, 0.0) + (1 - decay) * value
+
+    for x, statistics in zip(batches(), STATISTICS, strict=True):
+        if not statistics:
+            continue
+        weight = decay * weight + (1 - decay)
+        for name, v in jax.tree.map(np.asarray, gradient(parameters(), x)).items():
+            if name in MATRICES:
+                for k, matrix in enumerate(MATRICES[name](v)):
+                    add((name, k, "A"), matrix.T @ matrix)
+                    add((name, k, "G"), matrix @ matrix.T)
+                    add((name, k, "t"), np.sum(matrix**2))
+            elif name in VECTORS:
+                add((name, "F"), np.square(v).reshape(-1, 1, 1))
+    result = {name: {"F": sums[name, "F"] / weight} for name in VECTORS}
+    for name in MATRICES:
+        copies = range(SHAPES[name][0] if name == "stack" else 1)
+        roots = [np.sqrt(sums[name, k, "t"] / weight) or 1.0 for k in copies]
+        result[name] = {side: np.stack([sums[name, k, side] / weight / roots[k] for k in copies]) for side in "AG"}
+    return result
+
+
+def averages(state, layers):
+    """The running averages by layer."""
+    found = {}
+    for group, block in blocks_of(state, layers, "state"):
+        for name in group.shapes:
+            for layer, own in group.split(getattr(block.factors, name)):
+                found.setdefault(layer.name, {})[name] = np.asarray(own if group.kronecker else own[0])
+    return found
+
+
+def check(state, layers, decay=0.75):
+    found = averages(state, layers)
+    for name, sides in truth(decay).items():
+        for side, expected in sides.items():
+            if side in layers[name].diagonal:
+                expected = np.diagonal(expected, axis1=1, axis2=2)
+            assert found[name][side].dtype == np.float64
+            error = relative_error(found[name][side], expected)
+            assert error < 1e-12, f"{side} of {name}: {error}"
+
+
+def step_of(layers, tx, spread=lambda fn: fn, average=lambda grads: grads):
+    measure = spread(kfac.value_and_grad(loss_fn, layers))
+
+    def step(params, state, x, statistics):
+        _, grads, factors = measure(params, x)
+        assert factors is not None
+        return tx.update(average(grads), state, params, factors=factors if statistics else None)[1]
+
+    return step
+
+
+def run(step, state, place=lambda x: x):
+    step = jax.jit(step, static_argnums=3, compiler_options=FAST)
+    for x, statistics in zip(batches(), STATISTICS, strict=True):
+        state = jax.block_until_ready(step(parameters(), state, place(x), statistics))
+    return state
+
+
+@pytest.mark.parametrize("decay", [0.75, 0.0])
+@pytest.mark.parametrize("parts", [1, 4])
+def test_they_are_averages_of_the_gradient(decay, parts):
+    layers = found_layers()
+    tx = kfac.scale_by_kfac(layers, factor_decay=decay)
+    spread = functools.partial(kfac.microbatch, num_microbatches=parts)
+    check(run(step_of(layers, tx, spread), tx.init(parameters())), layers, decay)
+
+
+def mesh_of(devices):
+    return jax.make_mesh((devices,), ("data",), (AxisType.Auto,), devices=jax.devices()[:devices])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradients": "local"},
+        {"precondition": "replicated"},
+        {"split_from": 4},
+        {"split_from": 4, "gradients": "local"},
+    ],
+    ids=str,
+)
+def test_on_devices_of_a_shard_map(options):
+    layers, mesh = found_layers(), mesh_of(3)
+    tx = kfac.scale_by_kfac(layers, factor_decay=0.75, distribution=kfac.Distribution("data", **options))
+    specs = kfac.state_specs(tx, parameters(), "data")
+    average = (lambda g: g) if options.get("gradients") == "local" else lambda g: lax.pmean(g, "data")
+    local = step_of(layers, tx, average=average)
+
+    def step(params, state, x, statistics):
+        own = functools.partial(local, statistics=statistics)
+        return jax.shard_map(own, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=specs)(params, state, x)
+
+    init = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs))
+    check(jax.jit(kfac.gather_state)(run(step, init(parameters()))), layers)
+
+
+def test_on_devices_of_a_pmap():
+    layers, devices = found_layers(), jax.devices()[:3]
+    tx = kfac.scale_by_kfac(layers, factor_decay=0.75, distribution=kfac.Distribution("data"))
+    local = step_of(layers, tx, average=lambda grads: lax.pmean(grads, "data"))
+    steps = {
+        statistics: jax.pmap(
+            functools.partial(local, statistics=statistics), axis_name="data", in_axes=(None, 0, 0), devices=devices
+        )
+        for statistics in (True, False)
+    }
+    state = jax.pmap(lambda p, _: tx.init(p), axis_name="data", in_axes=(None, 0), devices=devices)(
+        parameters(), np.arange(3)
+    )
+    for x, statistics in zip(batches(), STATISTICS, strict=True):
+        state = steps[statistics](parameters(), state, x.reshape(3, -1, D))
+    check(jax.jit(kfac.gather_state)(state), layers)
+
+
+@pytest.mark.parametrize(
+    ("shares", "options"),
+    [
+        (False, {}),
+        (True, {}),
+        (False, {"gradients": "split"}),
+        (True, {"split_from": 4}),
+        (False, {"precondition": "replicated"}),
+    ],
+    ids=str,
+)
+def test_under_jit_over_a_mesh(shares, options):
+    layers, mesh = found_layers(), mesh_of(3)
+    tx = kfac.scale_by_kfac(layers, factor_decay=0.75, distribution=kfac.Distribution(mesh=mesh, **options))
+    step = step_of(layers, tx, (lambda fn: kfac.data_parallel(fn, mesh)) if shares else lambda fn: fn)
+    state = run(step, jax.jit(tx.init)(parameters()), lambda x: jax.device_put(x, NamedSharding(mesh, P("data"))))
+    check(jax.jit(kfac.gather_state)(state), layers)
+
+
+@pytest.mark.parametrize("max_dim", [5, 2])
+def test_a_large_side_is_diagonal(max_dim):
+    """Its diagonal is that of the whole."""
+    layers = found_layers(max_dim=max_dim)
+    tx = kfac.scale_by_kfac(layers, factor_decay=0.75)
+    assert layers["cube"].diagonal == (("A",) if max_dim == 5 else ("A", "G"))
+    assert layers["left"].diagonal == (() if max_dim == 5 else ("A",))
+    assert f"A has more than max_dim={max_dim} rows" in layers["cube"].note
+    check(run(step_of(layers, tx), tx.init(parameters())), layers)
+
+
+def test_tables_are_diagonal_unless_it_is_said_otherwise():
+    def loss(p, x):
+        return jnp.mean(jnp.sum((x @ jnp.tanh(p["w"])) ** 2, -1))
+
+    p, x = {"w": jax.ShapeDtypeStruct((8193, 3), jnp.float32)}, jax.ShapeDtypeStruct((2, 8193), jnp.float32)
+    (layer,) = kfac.find_layers(loss, p, x)
+    assert (layer.kind, layer.diagonal) == ("gradient", ("A",)) and "A has more than 8192 rows" in layer.note
+    (layer,) = kfac.find_layers(loss, p, x, max_dim=9000)
+    assert layer.diagonal == ()
+
+
+def test_they_precondition_as_any_block_does():
+    layers, damping = found_layers(), 2.0**-6
+    tx = kfac.scale_by_kfac(layers, damping=damping, unitwise_damping=0.5)
+    x = batches()[0]
+    _, grads, factors = kfac.value_and_grad(loss_fn, layers)(parameters(), x)
+    updates, _ = jax.jit(tx.update)(grads, tx.init(parameters()), parameters(), factors=factors)
+    for name, form in MATRICES.items():
+        for v, update in zip(form(np.asarray(grads[name])), form(np.asarray(updates[name])), strict=True):
+            root = np.linalg.norm(v) or 1.0
+            a, g = v.T @ v / root, v @ v.T / root
+            pi = np.sqrt(np.trace(a) / len(a) / (np.trace(g) / len(g))) if np.trace(a) else 1.0
+            a, g = a + pi * damping**0.5 * np.eye(len(a)), g + damping**0.5 / pi * np.eye(len(g))
+            np.testing.assert_allclose(update, np.linalg.solve(g, v) @ np.linalg.inv(a), rtol=1e-8, atol=1e-12)
+    v = np.asarray(grads["temperature"])
+    np.testing.assert_allclose(updates["temperature"], v / (v**2 + 0.5 * damping), rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "inverse", [kfac.Soap(), kfac.Cholesky(), kfac.Eigh(), kfac.Ekfac()], ids=lambda i: type(i).__name__
+)
+def test_every_inverse_trains_with_nothing_else(inverse):
+    """Nothing is captured, so that the loss may hide its examples."""
+    target = normal(50, D, 3)
+
+    def loss(p):
+        x = batches()[0]
+        h = jnp.tanh(x @ p["in"] + p["b"])
+        h, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, p["stack"])
+        return jnp.mean(jnp.sum((h @ p["left"] - jnp.sin(x @ target)[:, :2]) ** 2, -1))
+
+    params = {name: leaf for name, leaf in parameters().items() if name in ("in", "b", "stack", "left")}
+    layers = kfac.find_layers(loss, params, gradient=(".*",))
+    assert {(layer.kind, layer.note) for layer in layers} == {("gradient", "chosen by the user")}
+    tx = kfac.kfac(0.02, layers, inverse=inverse)
+
+    @jax.jit
+    def step(params, state):
+        basis = {"basis": kfac.eigenbasis(state, layers)} if inverse == kfac.Ekfac() else {}
+        value, grads, factors = kfac.value_and_grad(loss, layers)(params, **basis)
+        assert not factors
+        updates, state = tx.update(grads, state, params, factors=factors)
+        return optax.apply_updates(params, updates), state, value
+
+    state, values = tx.init(params), []
+    for _ in range(100):
+        params, state, value = step(params, state)
+        values.append(float(value))
+    assert values[-1] < 0.2 * values[0]
+    assert kfac.diagnostics(state)["failed_inversions"] == 0
