@@ -40,8 +40,8 @@ from kfac._operator.operator import operator as operator
 from kfac._optimizer.adaptive_damping import adaptive_damping as adaptive_damping
 from kfac._optimizer.diagnostics import averaged_factors as averaged_factors
 from kfac._optimizer.diagnostics import diagnostics as diagnostics
+from kfac._optimizer.diagnostics import due as due
 from kfac._optimizer.diagnostics import eigenbasis as eigenbasis
-from kfac._optimizer.interval import AdaptiveInterval as AdaptiveInterval
 from kfac._optimizer.kfac import kfac as kfac
 from kfac._optimizer.reshard import gather_state as gather_state
 from kfac._optimizer.reshard import scatter_state as scatter_state

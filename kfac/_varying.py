@@ -19,7 +19,8 @@ def axis_names(axis: AxisName | None) -> tuple[str, ...]:
     return axis if isinstance(axis, tuple) else () if axis is None else (axis,)
 
 
-def _varying(aval: Any) -> frozenset[str]:
+def varying_in(aval: Any) -> frozenset[str]:
+    """The mesh axes over which an array of this type may differ between devices."""
     # The attribute's name differs between jax releases; outside shard_map a ShapeDtypeStruct has None.
     for name in ("manual_axis_type", "vma"):
         if hasattr(aval, name):
@@ -33,7 +34,7 @@ def _varying(aval: Any) -> frozenset[str]:
 
 def varying_axes(tree: Any) -> frozenset[str]:
     """The mesh axes of an enclosing `shard_map` over which some leaf of `tree` may differ between devices."""
-    return frozenset().union(*(_varying(jax.typeof(leaf)) for leaf in jax.tree.leaves(tree)))
+    return frozenset().union(*(varying_in(jax.typeof(leaf)) for leaf in jax.tree.leaves(tree)))
 
 
 def within_devices() -> bool:
@@ -49,7 +50,7 @@ def as_varying(tree: Any, axes: frozenset[str]) -> Any:
     """
 
     def mark(leaf):
-        missing = tuple(sorted(axes - _varying(jax.typeof(leaf))))
+        missing = tuple(sorted(axes - varying_in(jax.typeof(leaf))))
         return lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(mark, tree)
@@ -59,7 +60,7 @@ def zeros_of(fn: Callable, *args: Any) -> Any:
     """Zeros shaped, and varying over mesh axes, like the result of `fn(*args)`: the start of a sum in a scan."""
 
     def zeros(aval):
-        return as_varying(lying_as(jnp.zeros(aval.shape, aval.dtype), aval), _varying(aval))
+        return as_varying(lying_as(jnp.zeros(aval.shape, aval.dtype), aval), varying_in(aval))
 
     return jax.tree.map(zeros, jax.eval_shape(fn, *args))
 

@@ -89,7 +89,7 @@ def fisher_blocks(
             )
 
     def blocks(params, *args, **kwargs):
-        traced = trace(loss_fn, has_aux, params, args, kwargs, batch_of(layers, args, kwargs))
+        traced = trace(loss_fn, has_aux, params, args, kwargs, *batch_of(layers, args, kwargs))
         paths, marks = traced.names, find_marks(traced)
         skipped = {path for layer in layers if layer.kind == "skipped" for path in layer.params}
         marks.require("the exact Fisher matrix", paths, skipped)

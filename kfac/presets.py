@@ -31,6 +31,7 @@ def large_batch(
     trust_ratio: ScalarOrSchedule | None = None,
     damping: ScalarOrSchedule = 1e-4,
     factor_decay: ScalarOrSchedule = 0.0,
+    statistics_every: int | jax.Array = 1,
     inverse_every: int | jax.Array | None = 1,
     refresh_warmup: int | jax.Array | None = None,
     inverse: Inverse = Cholesky(),
@@ -59,6 +60,7 @@ def large_batch(
       trust_ratio: a number, a schedule or None as for `kfac`; with `rate_in_momentum=False` only.
       damping: as for `scale_by_kfac`, like the arguments that follow.
       factor_decay: decay of the running averages of the factors.
+      statistics_every: steps between those of which `due` says that they bring statistics.
       inverse_every: steps between refreshes of the inverses; None leaves them to `refresh`.
       refresh_warmup: first steps in which every step with statistics refreshes.
       inverse: how Kronecker blocks are inverted.
@@ -78,8 +80,9 @@ def large_batch(
     if trust_ratio is not None:
         check_range("trust_ratio", trust_ratio, 0, math.inf, open_low=True, open_high=True)
     tx = scale_by_kfac(
-        layers, damping=damping, factor_decay=factor_decay, inverse_every=inverse_every, refresh_warmup=refresh_warmup,
-        inverse=inverse, unitwise_damping=unitwise_damping, distribution=distribution,
+        layers, damping=damping, factor_decay=factor_decay, statistics_every=statistics_every,
+        inverse_every=inverse_every, refresh_warmup=refresh_warmup, inverse=inverse, unitwise_damping=unitwise_damping,
+        distribution=distribution,
     )  # fmt: skip
     return finish(
         tx, learning_rate, layers, momentum=momentum, nesterov=nesterov, rate_in_momentum=rate_in_momentum,

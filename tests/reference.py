@@ -125,23 +125,6 @@ def from_matrix(block, matrix, shapes):
     return leaves | {path: matrix[:, -1] for path in paths[1:]}
 
 
-def phases(every):
-    """Which step of `every` it is in which a Kronecker block is refreshed.
-
-    The largest blocks are placed first, those of equal size by the names of their groups, each in the first step of
-    those with the least work so far; blocks of a group are numbered in the order of their steps.
-    """
-    groups = {}
-    for block, (kind, _) in BLOCKS.items():
-        if kind == "kronecker":
-            groups.setdefault(to_matrix(block, initial_parameters()).shape, []).append(block)
-    work, steps = np.zeros(every), {shape: [] for shape in groups}
-    for _, _, shape in sorted((-(o**3) - i**3, f"{o}x{i}", (o, i)) for (o, i), same in groups.items() for _ in same):
-        steps[shape].append(np.argmin(work))
-        work[steps[shape][-1]] += shape[0] ** 3 + shape[1] ** 3
-    return {block: t for shape, same in groups.items() for block, t in zip(same, sorted(steps[shape]), strict=True)}
-
-
 @dataclasses.dataclass
 class Reference:
     """The optimizer. Every scalar is a function of the step."""
@@ -157,17 +140,16 @@ class Reference:
     unitwise_damping: callable = lambda _: 1.0
     inverse_every: int = 1
     refresh_warmup: int = 10
-    staggered: bool = False
 
     def __post_init__(self):
         self.count = 0
-        self.phases = phases(self.inverse_every) if self.staggered else {}
         self.ages = dict.fromkeys(BLOCKS, 0)
         self.sums = {}  # not bias-corrected
         self.weight = dict.fromkeys(BLOCKS, 0.0)
         self.inverses = {}
         self.dampings = None  # of the last step
         self.changed = None  # the last step with statistics or another damping
+        self.measured = -1  # the last with statistics
         self.trace = None
 
     @property
@@ -180,7 +162,8 @@ class Reference:
         }
 
     def accumulate(self, statistics):
-        decay = self.factor_decay(self.count)
+        decay = self.factor_decay(self.count) ** (1 if self.measured < 0 else self.count - self.measured)
+        self.measured = self.count
 
         def average(old, new):
             return decay * old + (1 - decay) * new
@@ -219,7 +202,7 @@ class Reference:
         # What happened a whole interval ago or before has reached every block.
         news = t - self.changed < self.inverse_every
         for name in self.factors:
-            if everything or (news and t % self.inverse_every == self.phases.get(name, 0)):
+            if everything or (news and t % self.inverse_every == 0):
                 self.refresh(name)
                 self.ages[name] = 0
             elif name in self.inverses:

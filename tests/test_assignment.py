@@ -18,7 +18,7 @@ import kfac
 import messages
 import problem
 import resnet50_step
-from kfac._distributed.owners import Cost, Shard, group_costs, make_shards, make_turns
+from kfac._distributed.owners import Cost, Shard, group_costs, make_shards
 from kfac._distributed.planning import in_all_reduces
 from kfac._distributed.segments import make_segments
 
@@ -61,19 +61,6 @@ def test_remainders_fill_up_the_devices():
     assert sorted(load) == [19, 19, 19, 19, 109, 109, 119, 706]
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
-def test_blocks_are_dealt_to_the_steps(devices):
-    costs = [Cost("a", 7, 50, 5), Cost("b", 3, 200, 20), Cost("c", 1, 10, 1)]
-    turns, shards = make_turns(costs, 4, devices), make_shards(costs, devices)
-    work = np.zeros((4, devices))
-    for name, size, cost, *_ in costs:
-        assert turns[name].shape == (size,) and set(turns[name]) <= set(range(4))
-        for block, step in enumerate(turns[name]):
-            work[step, shards[name].location(block)[0]] += cost
-    assert work.sum() == 960
-    assert work.max(1).sum() == {1: 960, 2: 550, 4: 300}[devices]
-
-
 def test_segments_hold_every_block_once():
     """Of remainders of any sizes, whether segments are filled up, go in pieces, or are missing."""
     rng = np.random.default_rng(0)
@@ -92,20 +79,16 @@ def test_segments_hold_every_block_once():
         assert segments.direct == 0 or len(segments.lengths) == devices
 
 
-CRITICAL = [
-    ("resnet50", 10, 8, 1.17, 0), ("resnet50", 10, 64, 1.0, 0), ("resnet50", 100, 1, 0, 1.0), ("gpt", 10, 8, 0, 1.2),
-    ("gpt", 10, 64, 1.01, 0),
-]  # fmt: skip
+CRITICAL = [("resnet50", 8, 1.14, 0), ("resnet50", 64, 1.0, 0), ("gpt", 8, 0, 1.2), ("gpt", 64, 1.0, 0)]
 
 
-@pytest.mark.parametrize(("model", "inverse_every", "devices", "of_largest", "of_mean"), CRITICAL)
-def test_devices_hardly_wait_for_each_other(model, inverse_every, devices, of_largest, of_mean, resnet50_layers):
-    """The critical path of a cycle: in units of the largest block, or of the work of a device if all had the same."""
-    layers = resnet50_layers if model == "resnet50" else gpt_layers()
-    plan = kfac.Assignment(layers, devices=devices, inverse_every=inverse_every)
-    largest = max(cost.work for cost in group_costs(plan.groups))
-    mean = sum(plan.cost_per_device) / devices
-    assert sum(plan.cost_per_step) <= max(of_largest * largest, of_mean * mean) * (1 + 1e-9)
+@pytest.mark.parametrize(("model", "devices", "of_largest", "of_mean"), CRITICAL)
+def test_devices_hardly_wait_for_each_other(model, devices, of_largest, of_mean, resnet50_layers):
+    """The busiest in a refresh: in units of the largest block, or of the work of a device if all had the same."""
+    plan = kfac.Assignment(resnet50_layers if model == "resnet50" else gpt_layers(), devices=devices)
+    largest, mean = max(cost.work for cost in group_costs(plan.groups)), sum(plan.cost_per_device) / devices
+    print(max(plan.cost_per_device) / largest, max(plan.cost_per_device) / mean)
+    assert max(plan.cost_per_device) <= max(of_largest * largest, of_mean * mean) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("model", "devices", "most"), [("resnet50", 8, 1.01), ("resnet50", 64, 1.1), ("gpt", 8, 1.02)])
@@ -113,12 +96,12 @@ def test_an_ordinary_step_sends_what_sgd_does(model, devices, most, resnet50_lay
     """Where gradients arrive local; bytes of a plan are those of compiled programs (`test_plan.py`)."""
     layers = resnet50_layers if model == "resnet50" else gpt_layers()
     local = kfac.Distribution("devices", gradients="local")
-    plan = kfac.Assignment(layers, devices=devices, inverse_every=10, distribution=local)
+    plan = kfac.Assignment(layers, devices=devices, inverse=kfac.Cholesky(), distribution=local)
     sent = [in_all_reduces(part) for part in (plan.gradients_messages, plan.results_messages, plan.fetched_messages)]
     assert sum(sent) <= most * 4 * sum(layer.num_params for layer in layers)
 
 
-# The longest chain of inversions of a cycle, of the work of the largest block; the state of each device, of that of one
+# The most work of a device in a refresh, of that of the largest block; the state of each device, of that of one
 # alone; what an ordinary step sends, of SGD's.
 SPLIT = [(8, 512, 0.61, 0.14, 1.6), (64, 512, 0.12, 0.03, 1.6), (64, 4608, 0.2, 0.23, 1.23)]
 
@@ -126,9 +109,9 @@ SPLIT = [(8, 512, 0.61, 0.14, 1.6), (64, 512, 0.12, 0.03, 1.6), (64, 4608, 0.2, 
 @pytest.mark.parametrize(("devices", "split_from", "path", "state", "sent"), SPLIT)
 def test_no_block_is_the_floor_where_factors_are_split(devices, split_from, path, state, sent, resnet50_layers):
     distribution = kfac.Distribution("devices", gradients="local", split_from=split_from)
-    plan = kfac.Assignment(resnet50_layers, devices=devices, inverse_every=10, distribution=distribution)
+    plan = kfac.Assignment(resnet50_layers, devices=devices, inverse=kfac.Cholesky(), distribution=distribution)
     one = kfac.Assignment(resnet50_layers, inverse=kfac.Cholesky())
-    assert sum(plan.cost_per_step) <= path * max(cost.work for cost in one.costs)
+    assert max(plan.cost_per_device) <= path * max(cost.work for cost in one.costs)
     assert plan.memory_per_device <= state * one.memory_per_device
     messages = sum(map(in_all_reduces, (plan.gradients_messages, plan.results_messages)))
     assert messages <= sent * 4 * sum(layer.num_params for layer in resnet50_layers)
@@ -139,7 +122,7 @@ def test_a_plan_for_thousands_of_devices_takes_no_time(resnet50_layers):
     began = time.perf_counter()
     make_shards([Cost(str(k), 7 + k, k**3, k**2) for k in range(1, 21)], 4096)
     assert time.perf_counter() - began < 0.1  # it took minutes
-    repr(kfac.Assignment(resnet50_layers, devices=4096, inverse_every=10))
+    repr(kfac.Assignment(resnet50_layers, devices=4096))
     assert time.perf_counter() - began < 2
 
 
@@ -148,29 +131,8 @@ def gpt_layers():
     return kfac.find_layers(loss, params, batch, **find)
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-@pytest.mark.parametrize("inverse_every", [10, 100])
-def test_no_step_does_more_than_the_largest_layer_needs(devices, inverse_every, resnet50_layers):
-    plan = kfac.Assignment(resnet50_layers, devices=devices, inverse_every=inverse_every)
-    largest = 4608**3 + 512**3
-    assert max(plan.cost_per_step) <= 1.1 * largest
-    at_once = kfac.Assignment(
-        resnet50_layers, devices=devices, inverse_every=inverse_every, distribution=kfac.Distribution(staggered=False)
-    )
-    assert len(at_once.cost_per_step) == 1
-    assert sum(at_once.cost_per_device) == sum(plan.cost_per_device)
-
-
-@pytest.mark.parametrize(("count", "devices", "inverse_every"), [(24, 1, 8), (24, 1, 10), (40, 8, 5), (16, 8, 2)])
-def test_equal_layers_are_spread_evenly_over_the_steps(count, devices, inverse_every):
-    plan = kfac.Assignment(equal_layers(count), devices=devices, inverse_every=inverse_every)
-    steps = plan.cost_per_step
-    assert max(steps) <= 1.3 * sum(steps) / len(steps)
-    assert sum(plan.cost_per_device) == count * 2 * 6**3
-
-
 def test_the_plan_prints_who_owns_what(resnet50_layers):
-    plan = kfac.Assignment(resnet50_layers, devices=8, inverse_every=10)
+    plan = kfac.Assignment(resnet50_layers, devices=8)
     text = repr(plan)
     for layer in resnet50_layers:
         assert layer.name in text

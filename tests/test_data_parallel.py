@@ -62,12 +62,12 @@ def trained(distribution, options, spread=lambda fn: fn, place=lambda data: data
 
 @functools.cache
 def on_one(inverse):
-    return trained(kfac.Distribution(staggered=False), {"inverse": inverse})
+    return trained(kfac.Distribution(), {"inverse": inverse})
 
 
 def over(mesh, axis, inverse, **fields):
     axes = axis or mesh.axis_names
-    distribution = kfac.Distribution(mesh=mesh, staggered=False, **fields)
+    distribution = kfac.Distribution(mesh=mesh, **fields)
     with jax.set_mesh(mesh):
         params = jax.device_put(parameters(), NamedSharding(mesh, P()))
         return trained(

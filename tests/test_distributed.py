@@ -181,38 +181,32 @@ def assert_close(a, b, tolerance=1e-5):
         assert error < tolerance, f"{jax.tree_util.keystr(path)}: {error}"
 
 
-# What one device trains with where nothing is staggered.
-AT_ONCE = (("inverse_every", 3), ("refresh_warmup", 1), ("staggered", False), ("damping", 1e-2))
+AT_ONCE = (("inverse_every", 3), ("refresh_warmup", 1), ("damping", 1e-2))
 
-# Few layers, replicated, staggered: rows of each style. What is sharded and not staggered is in the tests of local
+# Few layers, replicated: rows of each style. What is sharded is in the tests of local
 # gradients, of a state that moves, and in the programs of docs/distributed.md, one of which has pmap.
-ROWS = {"pmap": ("111",), "shard_map": ("011",), "mesh": ("010", "101")}
+ROWS = {"pmap": ("11",), "shard_map": ("01",), "mesh": ("01", "10")}
 
 
 def grid():
     """All combinations; those in ROWS are run by default."""
-    for style, widths, precondition, staggered in itertools.product(
-        STYLES, (MANY_LAYERS, FEW_LAYERS), ("sharded", "replicated"), (False, True)
-    ):
+    for style, widths, precondition in itertools.product(STYLES, (MANY_LAYERS, FEW_LAYERS), ("sharded", "replicated")):
         replicated, few = precondition == "replicated", widths is FEW_LAYERS
-        row = "".join(str(int(choice)) for choice in (few, replicated, staggered))
+        row = "".join(str(int(choice)) for choice in (few, replicated))
         chosen = row in ROWS[style]
-        name = f"{style} {'few' if few else 'many'} {precondition} {'staggered' if staggered else 'at once'}"
+        name = f"{style} {'few' if few else 'many'} {precondition}"
         yield pytest.param(
             style,
             widths,
             precondition,
-            staggered,
             id=name,
             marks=() if chosen else pytest.mark.slow,
         )
 
 
-@pytest.mark.parametrize(("style", "widths", "precondition", "staggered"), list(grid()))
-def test_several_devices_are_one(style, widths, precondition, staggered):
-    # On one device, too, what four devices would refresh together.
-    options = {"inverse_every": 3, "refresh_warmup": 1, "staggered": staggered, "damping": 1e-2}
-    options |= {"schedule_for": 4} if staggered else {}
+@pytest.mark.parametrize(("style", "widths", "precondition"), list(grid()))
+def test_several_devices_are_one(style, widths, precondition):
+    options = {"inverse_every": 3, "refresh_warmup": 1, "damping": 1e-2}
     params, data, layers, expected, state = one_device(widths, tuple(options.items()))
     options |= {"precondition": precondition}
     found, sharded_state = STYLES[style](params, data, layers, options, DEVICES)
@@ -224,7 +218,7 @@ def test_several_devices_are_one(style, widths, precondition, staggered):
 @pytest.mark.parametrize("widths", [MANY_LAYERS, pytest.param(FEW_LAYERS, marks=pytest.mark.slow)], ids=["many", "few"])
 def test_gradients_may_arrive_local(style, widths):
     """They are averaged at the owners, and so is what the norm constraint takes of them."""
-    options = {"inverse_every": 3, "refresh_warmup": 1, "staggered": False, "damping": 1e-2, "kl_clip": 1e-4}
+    options = {"inverse_every": 3, "refresh_warmup": 1, "damping": 1e-2, "kl_clip": 1e-4}
     params, data, layers, expected, state = one_device(widths, tuple(options.items()))
     assert state[0].scale < 1
     found, sharded = STYLES[style](params, data, layers, options | {"gradients": "local"}, DEVICES)
@@ -253,8 +247,7 @@ def test_where_gradients_cannot_arrive_local():
 )
 def test_several_devices_are_one_with_eigendecompositions(style, precondition):
     """Also where a state goes to another number of devices on the way. By default tests/test_ekfac_steps.py does so."""
-    options = {"inverse_every": 3, "refresh_warmup": 1, "staggered": True, "damping": 1e-2, "inverse": kfac.Eigh()}
-    options |= {"schedule_for": 1}
+    options = {"inverse_every": 3, "refresh_warmup": 1, "damping": 1e-2, "inverse": kfac.Eigh()}
     params, data, layers, expected, _ = one_device(FEW_LAYERS, tuple(options.items()))
     options |= {"precondition": precondition}
     half, state = STYLES[style](params, data[:3], layers, options, DEVICES)
@@ -265,7 +258,7 @@ def test_several_devices_are_one_with_eigendecompositions(style, precondition):
     assert_close(found, expected, 1e-4)
 
 
-MOVING = {"inverse_every": 3, "refresh_warmup": 1, "damping": 1e-2, "schedule_for": 1}
+MOVING = {"inverse_every": 3, "refresh_warmup": 1, "damping": 1e-2}
 
 
 @pytest.mark.parametrize("style", [pytest.param(s, marks=() if s == "mesh" else pytest.mark.slow) for s in STYLES])

@@ -77,7 +77,7 @@ def test_preconditioning_is_a_solve_with_the_damped_kronecker_product(x64):
         inverse=kfac.Eigh(),
         damping=lambda t: jnp.where(t < 1, 0.25, 2.0),
         inverse_every=5,
-        distribution=kfac.Distribution(staggered=False),
+        distribution=kfac.Distribution(),
     )
     state = jax.jit(tx.init)(params)
     step = jax.jit(lambda g, s, f: tx.update(g, s, factors=f), compiler_options=FAST)

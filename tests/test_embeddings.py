@@ -453,9 +453,7 @@ def test_several_devices_are_one(options):
             params = optax.apply_updates(params, updates)
         return params, state
 
-    alone = plain_kfac(
-        0.05, layers, damping=1e-2, inverse_every=2, refresh_warmup=1, distribution=kfac.Distribution(staggered=False)
-    )
+    alone = plain_kfac(0.05, layers, damping=1e-2, inverse_every=2, refresh_warmup=1, distribution=kfac.Distribution())
     expected, state = jax.jit(lambda p, b: train(alone, lambda g: g, p, alone.init(p), b))(params, batch)
     tx = plain_kfac(
         0.05,
@@ -463,7 +461,7 @@ def test_several_devices_are_one(options):
         damping=1e-2,
         inverse_every=2,
         refresh_warmup=1,
-        distribution=kfac.Distribution("d", staggered=False, **options),
+        distribution=kfac.Distribution("d", **options),
     )
     specs = kfac.state_specs(tx, params, "d")
     init = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=(same,), out_specs=specs))

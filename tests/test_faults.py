@@ -103,7 +103,7 @@ def test_bad_first_statistics_leave_their_layer_passing_through():
 @pytest.fixture(scope="module")
 def before_refresh():
     options = {"weight_decay": 0.1, "kl_clip": 1e-3, "inverse_every": 3, "refresh_warmup": 0}
-    tx = plain_kfac(0.1, layers(), distribution=kfac.Distribution(staggered=False), **options)
+    tx = plain_kfac(0.1, layers(), distribution=kfac.Distribution(), **options)
     return stepper(tx), history(tx, steps=3)
 
 

@@ -106,7 +106,7 @@ def test_inject_hyperparams_with_all_defaults():
     tx = optax.inject_hyperparams(kfac.kfac)(learning_rate=RATE, layers=layers(), kl_clip=1e9, **options)
     params, state, _ = run(tx, steps=3)
     assert_close(params, plain()[0], 1e-5)
-    assert state.hyperparams.keys() == {"learning_rate", "momentum", "kl_clip", "damping"}
+    assert state.hyperparams.keys() == {"learning_rate", "momentum", "kl_clip", "damping", "cost"}
     assert kfac.diagnostics(state)["inverse_age"] == 0
 
 
@@ -121,9 +121,8 @@ def test_an_injected_damping_takes_effect_at_the_next_refresh():
     assert_equal(field_of(state, "inverse"), before)
     _, state, _ = step(measured(2)[0], state, initial(), measured(2)[1])
     assert kfac.diagnostics(state)["damping"] == 0.5
-    # An injected interval is an array, which is not staggered.
     fresh = kfac.scale_by_kfac(
-        layers(), inverse_every=2, refresh_warmup=0, distribution=kfac.Distribution(staggered=False), damping=0.5
+        layers(), inverse_every=2, refresh_warmup=0, distribution=kfac.Distribution(), damping=0.5
     )
     assert_close(field_of(state, "inverse"), field_of(run(fresh, steps=3)[1], "inverse"), 1e-5)
 
@@ -453,7 +452,7 @@ def options(axis_name):
         "kl_clip": 1e-2,
         "inverse_every": 2,
         "refresh_warmup": 1,
-        "distribution": kfac.Distribution(axis_name, schedule_for=1),  # that of the run on one device
+        "distribution": kfac.Distribution(axis_name),  # that of the run on one device
     }
 
 

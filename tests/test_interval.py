@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 import math
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +14,15 @@ import pytest
 import kfac
 from problem import initial, layers, measured
 
+EXAMPLE = Path(__file__).parents[1] / "examples" / "imagenet"
+sys.path.insert(0, str(EXAMPLE))
+from adaptive_interval import AdaptiveInterval  # noqa: E402
+
+sys.path.remove(str(EXAMPLE))
+
 
 def steps_with_statistics(changes, steps, **options):
-    interval = kfac.AdaptiveInterval(**options)
+    interval = AdaptiveInterval(**options)
     taken = []
     for step in range(steps):
         if interval.due(step):
@@ -48,12 +56,12 @@ def test_what_is_not_below_the_threshold_is_not_similar(change):
 
 def test_it_goes_on_from_what_was_saved():
     changes = [0.01, 0.02, 0.3, 0.01, 0.01, 0.05, 0.01, 0.4] * 10
-    whole = kfac.AdaptiveInterval()
+    whole = AdaptiveInterval()
     for step in range(60):
         if whole.due(step):
             whole.record(step, changes[step])
         if step == 23:
-            resumed = kfac.AdaptiveInterval(**dataclasses.asdict(whole))
+            resumed = AdaptiveInterval(**dataclasses.asdict(whole))
         elif step > 23 and resumed.due(step):
             resumed.record(step, changes[step])
     assert resumed == whole
@@ -62,7 +70,7 @@ def test_it_goes_on_from_what_was_saved():
 @pytest.mark.parametrize("options", [{"threshold": 0.0}, {"threshold": math.nan}, {"longest": 0}])
 def test_bad_arguments_are_named(options):
     with pytest.raises(ValueError, match=next(iter(options))):
-        kfac.AdaptiveInterval(**options)
+        AdaptiveInterval(**options)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5])

@@ -301,8 +301,8 @@ def test_gradients_may_arrive_local(trust_ratio, devices, x64):
         mesh = jax.make_mesh((devices,), ("devices",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
         return jax.shard_map(fn, mesh=mesh, in_specs=specs[0], out_specs=specs[1])
 
-    expected, alone = trained(kfac.Distribution(staggered=False))
-    local = kfac.Distribution("devices", gradients="local", staggered=False)
+    expected, alone = trained(kfac.Distribution())
+    local = kfac.Distribution("devices", gradients="local")
     several, state = trained(local, over_devices)
     assert set(state[0].replicas) == {"kronecker_6x50_diagonal_A"}
     assert differ(expected, params)

@@ -152,7 +152,6 @@ def test_lengths_of_steps_with_sharded_parameters(name, options, last):
     """On explicit axes a sum over a leaf that is split, or another form of it, has to say how it lies."""
     layers, _ = alone(name)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
-    known = {"staggered": False}
 
     def place(leaf):
         axes = range(leaf.ndim)[::-1] if last else range(leaf.ndim)
@@ -163,9 +162,9 @@ def test_lengths_of_steps_with_sharded_parameters(name, options, last):
         data = jax.device_put(data, NamedSharding(mesh, P("data")))
         return jax.tree.map(lambda leaf: jax.device_put(leaf, place(leaf)), params), data
 
-    tx = kfac.kfac(0.1, layers, **options, distribution=kfac.Distribution(**known))
+    tx = kfac.kfac(0.1, layers, **options)
     expected = trained(name, kfac.value_and_grad(LOSSES[name], layers), tx)
-    tx = kfac.kfac(0.1, layers, **options, distribution=kfac.Distribution(mesh=mesh, **known))
+    tx = kfac.kfac(0.1, layers, **options, distribution=kfac.Distribution(mesh=mesh))
     with jax.set_mesh(mesh):
         found = trained(name, kfac.value_and_grad(gathered(LOSSES[name]), layers), tx, put)
     for path, leaf in jax.tree_util.tree_flatten_with_path(found)[0]:

@@ -71,15 +71,16 @@ def found_layers(**options):
 def truth(decay):
     """What the averages ought to be, `[copies, ...]`, in NumPy."""
     gradient = jax.jit(jax.grad(loss_fn))
-    weight, sums = 0.0, {}
+    weight, sums, kept, last = 0.0, {}, decay, None
 
     def add(key, value):
-        sums[key] = decay * sums.get(key, 0.0) + (1 - decay) * value
+        sums[key] = kept * sums.get(key, 0.0) + (1 - kept) * value
 
-    for x, statistics in zip(batches(), STATISTICS, strict=True):
+    for step, (x, statistics) in enumerate(zip(batches(), STATISTICS, strict=True)):
         if not statistics:
             continue
-        weight = decay * weight + (1 - decay)
+        kept, last = decay ** (1 if last is None else step - last), step
+        weight = kept * weight + (1 - kept)
         for name, v in jax.tree.map(np.asarray, gradient(parameters(), x)).items():
             if name in MATRICES:
                 for k, matrix in enumerate(MATRICES[name](v)):

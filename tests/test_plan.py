@@ -56,7 +56,7 @@ def test_its_bytes_are_those_of_compiled_programs(model, gradients, split_from):
     options = {"gradients": gradients, "split_from": split_from}
     layers, compiled = messages.programs(model, DEVICES, "shard_map", inverse_every=None, **options)
     distribution = kfac.Distribution("data", **options)
-    plan = kfac.plan(layers, devices=DEVICES, batch=64, distribution=distribution)
+    plan = kfac.plan(layers, devices=DEVICES, batch=64, inverse=kfac.Cholesky(), distribution=distribution)
     found = {k: messages.by_kind(messages.messages(p.as_text(), DEVICES)) for k, p in compiled.items()}
     sent = {part: in_all_reduces(kinds) for part, kinds in plan.messages.items()}
     expected = {
@@ -144,20 +144,27 @@ def perceptron(examples, width):
     return loss, params, jnp.linspace(-1, 1, examples * width).reshape(examples, width)
 
 
-# 3 products of 2 n d (d + 4) FLOPs each, and 3 x f x (3 d^3 + 4^3) for the refreshes, f = 14/3 or 10/3.
+# 3 products of 2 n d (d + 4) FLOPs each, 2 n (3 d^2 + 4^2) for the statistics, and 3 f (3 d^3 + 4^3) for the refreshes.
 @pytest.mark.parametrize(
-    ("examples", "width", "inverse", "every"),
-    [(2000, 16, None, 1), (32, 16, None, 6), (32, 16, kfac.Cholesky(), 5), (1, 64, None, 20)],
+    ("examples", "width", "inverse", "cost", "every"),
+    [
+        (2000, 16, None, 0.1, 9),
+        (2000, 16, None, 1, 1),
+        (32, 16, None, 1, 4),
+        (32, 16, kfac.Cholesky(), 1, 3),
+        (1, 64, None, 0.1, 16),
+    ],
 )
-def test_refreshes_by_default_are_half_of_the_work_of_gradients(examples, width, inverse, every):
+def test_statistics_and_refreshes_take_a_share_of_the_work_of_gradients(examples, width, inverse, cost, every):
     loss, params, x = perceptron(examples, width)
     layers = kfac.find_layers(loss, params, x)
-    factor = (inverse or kfac.Soap()).flops
-    ratio = 2 * 3 * factor * (3 * width**3 + 4**3) / (6 * examples * width * (width + 4))
-    assert affordable(layers, inverse or kfac.Soap()) == every == min(20, math.ceil(ratio))
+    kind = inverse or kfac.Soap()
+    seldom = 2 * examples * (3 * width**2 + 4**2) + 3 * kind.flops * (3 * width**3 + 4**3)
+    ratio = seldom / (6 * examples * width * (width + 4)) / cost
+    assert affordable(layers, kind, cost) == every == min(16, math.ceil(ratio))
 
     def final(**options):
-        tx = kfac.kfac(0.05, layers, **{"inverse": inverse, **options})
+        tx = kfac.kfac(0.05, layers, **{"inverse": inverse, "cost": cost, **options})
 
         def step(carry, _):
             at, state = carry
@@ -167,8 +174,9 @@ def test_refreshes_by_default_are_half_of_the_work_of_gradients(examples, width,
 
         return jax.jit(lambda p: jax.lax.scan(step, (p, tx.init(p)), length=16)[0])(params)
 
-    jax.tree.map(np.testing.assert_array_equal, final(), final(inverse_every=every))
-    if every == 6:  # it matters after the ten steps of the warm-up
+    at_once = kfac.Distribution()
+    jax.tree.map(np.testing.assert_array_equal, final(), final(inverse_every=every, distribution=at_once))
+    if every == 4:  # it matters after the ten steps of the warm-up
         assert not np.array_equal(final()[0]["w0"], final(inverse_every=1)[0]["w0"])
         settings = {"trust_ratio": None, "inverse": kfac.Cholesky()}  # nothing holds the length of a stale step
         jax.tree.map(np.testing.assert_array_equal, final(**settings), final(inverse_every=1, **settings))
@@ -183,7 +191,7 @@ def test_without_a_number_of_examples_every_step_refreshes():
     for other in (kfac.scale_by_kfac, functools.partial(kfac.presets.large_batch, 0.1)):
         with pytest.raises(ValueError, match=r"but is 'auto', which only kfac\.kfac takes"):
             other(layers, inverse_every="auto")
-    assert affordable(dataclasses.replace(layers, num_examples=None), kfac.Soap()) == 1
+    assert affordable(dataclasses.replace(layers, num_examples=None), kfac.Soap(), 0.1) == 1
 
 
 def test_the_inverse_of_a_plan_is_that_of_the_optimizer_by_default(resnet50):
@@ -191,6 +199,4 @@ def test_the_inverse_of_a_plan_is_that_of_the_optimizer_by_default(resnet50):
     layers = kfac.find_layers(loss, params, x)
     settings = {"devices": 4, "batch": 64}
     assert repr(kfac.plan(layers, **settings)) == repr(kfac.plan(layers, inverse=kfac.Soap(), **settings))
-    assert kfac.Assignment(resnet50).kind == kfac.Cholesky() and kfac.Assignment(layers).kind == kfac.Soap()
-    local = kfac.Distribution("data", gradients="local")
-    assert kfac.Assignment(layers, distribution=local).kind == kfac.Cholesky()
+    assert kfac.Assignment(resnet50).kind == kfac.Assignment(layers).kind == kfac.Soap()

@@ -115,7 +115,7 @@ OPTIONS = st.fixed_dictionaries(
         "factor_decay": st.sampled_from([0.0, 0.5, 0.95]),
         "inverse_every": st.integers(1, 4),
         "refresh_warmup": st.integers(0, 3),
-        "distribution": st.sampled_from([None, kfac.Distribution(staggered=False)]),
+        "distribution": st.sampled_from([None, kfac.Distribution()]),
         "inverse": st.sampled_from(["float32", "bfloat16"]).map(kfac.Cholesky),
         "momentum": st.sampled_from([None, 0.9]),
         "kl_clip": st.sampled_from([None, 1e-2]),
@@ -203,7 +203,7 @@ def check_devices(network, options, schedule, count):
         layers = kfac.find_layers(network.loss, start, *network.batch(0, 2, np.float64))
         mesh = Mesh(np.array(jax.devices()[:count]), ("devices",), axis_types=(AxisType.Auto,))
         same, split = PartitionSpec(), PartitionSpec("devices")
-        where = {"precondition": options["precondition"], "staggered": False}
+        where = {"precondition": options["precondition"]}
         rest = {name: value for name, value in options.items() if name != "precondition"}
         one = plain_kfac(0.01, layers, damping=0.1, distribution=kfac.Distribution(**where), **rest)
         devices = kfac.Distribution("devices", **where)

@@ -15,7 +15,7 @@ from kfac._factors import Kronecker
 from problem import QUICKLY, ages_of, assert_close, field_of, initial, layers, measured, plain_kfac, state_of, stepper
 
 STEPS, WITH_STATISTICS = 6, (1, 3)
-CHOLESKY, AT_ONCE = kfac.Cholesky(), kfac.Distribution(staggered=False)
+CHOLESKY, AT_ONCE = kfac.Cholesky(), kfac.Distribution()
 SHARDED, REPLICATED = (dict(precondition=way) for way in ("sharded", "replicated"))
 
 
@@ -27,7 +27,7 @@ def optimizer(inside, inverse, distribution):
 
 def trained(inside, inverse, distribution, mesh):
     """Parameters, state and ages after a few steps; inside of `shard_map` with a mesh."""
-    given = kfac.Distribution(**{k: v for k, v in vars(distribution).items() if inside or k != "staggered"})
+    given = distribution
     tx = optimizer(inside, inverse, given)
     refresh = functools.partial(kfac.refresh, distribution=given)
     init, update = tx.init, tx.update
@@ -77,13 +77,13 @@ def test_a_refresh_apart_is_that_of_the_step(inverse):
 @pytest.mark.parametrize("way", [SHARDED, REPLICATED], ids=["sharded", "replicated"])
 def test_on_several_devices(way):
     mesh = Mesh(np.array(jax.devices()[:2]), ("devices",), axis_types=(AxisType.Auto,))
-    check(distribution=kfac.Distribution("devices", staggered=False, **way), mesh=mesh)
+    check(distribution=kfac.Distribution("devices", **way), mesh=mesh)
 
 
 @pytest.mark.parametrize("way", [SHARDED, pytest.param(REPLICATED, marks=pytest.mark.slow)], ids=["own", "all"])
 def test_under_jit_with_a_mesh(way):
     mesh = Mesh(np.array(jax.devices()[:2]), ("devices",), axis_types=(AxisType.Auto,))
-    check(distribution=kfac.Distribution(mesh=mesh, staggered=False, **way))
+    check(distribution=kfac.Distribution(mesh=mesh, **way))
 
 
 def test_a_step_of_its_own_program_waits_for_nothing():

@@ -38,7 +38,7 @@ def optimizer(found, options, **where):
     options = {"damping": 1e-2, "trust_ratio": None, "inverse_every": 2} | options
     fields = {n: options.pop(n) for n in ("gradients", "precondition", "communication_dtype") if n in options}
     fields = fields if where else {}
-    return kfac.kfac(0.05, found, **options, distribution=kfac.Distribution(schedule_for=2, **fields, **where))
+    return kfac.kfac(0.05, found, **options, distribution=kfac.Distribution(**fields, **where))
 
 
 def trained(step, params, state, shardings=None):

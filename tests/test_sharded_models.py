@@ -150,7 +150,7 @@ def trained(loss, layers, inverse, distribution, place=lambda params, batch: (pa
 def alone(inverse):
     loss = loss_of("data", (), explicit=False)
     layers = kfac.find_layers(loss, parameters(), batches()[0])
-    return layers, trained(loss, layers, inverse, kfac.Distribution(staggered=False))[0]
+    return layers, trained(loss, layers, inverse, kfac.Distribution())[0]
 
 
 def grid():
@@ -182,7 +182,7 @@ def test_a_mesh_is_one_device(form, kind, inverse, devices, gradients, split_fro
     explicit = kind == AxisType.Explicit
     loss = loss_of(form, batch_axes, explicit)
     with jax.set_mesh(mesh):
-        distribution = kfac.Distribution(mesh=mesh, staggered=False, gradients=gradients, split_from=split_from)
+        distribution = kfac.Distribution(mesh=mesh, gradients=gradients, split_from=split_from)
         found, kept, _ = trained(loss, layers, inverse, distribution, place)
     assert all(jax.tree.leaves(kept)), kept
 

@@ -36,7 +36,7 @@ def test_steps_against_numpy(inverse_every, relative):
     damping = 1e-3
     tx = kfac.scale_by_kfac(
         LAYERS, inverse=kfac.Soap(decay=DECAY, relative=relative), damping=damping, factor_decay=0.5,
-        inverse_every=inverse_every, refresh_warmup=0, distribution=kfac.Distribution(staggered=False),
+        inverse_every=inverse_every, refresh_warmup=0, distribution=kfac.Distribution(),
     )  # fmt: skip
     state, update = tx.init(problem.initial()), jax.jit(tx.update, compiler_options=QUICKLY)
     average, weight, turned = {}, 0.0, 0
@@ -150,7 +150,7 @@ def test_several_devices_are_one(inverse_every):
     mesh = jax.make_mesh((3,), ("devices",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
 
     def made(mesh):
-        where = kfac.Distribution(mesh=mesh, staggered=False)
+        where = kfac.Distribution(mesh=mesh)
         return kfac.scale_by_kfac(LAYERS, inverse=kfac.Soap(), inverse_every=inverse_every, distribution=where)
 
     (_, one, expected), (_, state, updates) = (history(made(m))[-1] for m in (None, mesh))
@@ -227,7 +227,7 @@ def test_owners_under_shard_map():
     same = PartitionSpec()
 
     def made(axis):
-        where = kfac.Distribution(axis, staggered=False)
+        where = kfac.Distribution(axis)
         return kfac.kfac(0.05, LAYERS, inverse=kfac.Soap(), inverse_every=2, distribution=where)
 
     tx, params = made("devices"), problem.initial()
@@ -291,55 +291,31 @@ def found_inverse(layers, params, **options):
 
 
 @pytest.mark.parametrize(
-    ("convolutions", "dense", "normalised", "expected"),
+    ("options", "expected"),
     [
-        (2, 1, True, kfac.Cholesky),
-        (2, 1, False, kfac.Soap),
-        (1, 2, True, kfac.Soap),  # patches of a vision transformer
-        (1, 1, True, kfac.Soap),
-        (0, 2, True, kfac.Soap),
-        (0, 2, False, kfac.Soap),
+        ({}, kfac.Soap(relative=True)),
+        ({"trust_ratio": None}, kfac.Cholesky()),
+        ({"trust_ratio": 1.0}, kfac.Cholesky()),
+        ({"trust_ratio": None, "kl_clip": 1e-3}, kfac.Cholesky()),
     ],
 )
-def test_the_default_is_chosen_by_the_layers(convolutions, dense, normalised, expected):
-    params = {
-        "convolutions": {f"{k}": jnp.ones((3, 3, 2, 2)) for k in range(convolutions)},
-        "scale": jnp.ones(2),
-        "shift": jnp.ones(2),
-        "dense": {f"{k}": jnp.ones((2, 2)) for k in range(dense)},
-    }
-
-    def loss(params, x):
-        for kernel in params["convolutions"].values():
-            x = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-        if normalised:
-            x = (x - x.mean((0, 1, 2))) * jax.lax.rsqrt(x.var((0, 1, 2)) + 1e-3)
-            x = x * params["scale"] + params["shift"]
-        for kernel in params["dense"].values():
-            x = jnp.tanh(x @ kernel)
-        return jnp.mean(x.mean((1, 2)) ** 2)
-
-    if not normalised:
-        del params["scale"], params["shift"]
-    layers = kfac.find_layers(loss, params, jnp.ones((4, 5, 5, 2)))
-    assert found_inverse(layers, params) == expected(relative=True)
+def test_the_default(options, expected):
+    assert found_inverse(LAYERS, problem.initial(), **options) == expected
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"trust_ratio": None}, {"trust_ratio": 1.0}, {"trust_ratio": None, "kl_clip": 1e-3},
-     {"distribution": kfac.Distribution(precondition="replicated")},
-     {"distribution": kfac.Distribution("devices", gradients="local")}],
-)  # fmt: skip
-def test_the_default_where_there_is_no_soap(options):
-    name = None if "distribution" not in options else options["distribution"].axis_name
-    if name is None:
-        found = found_inverse(LAYERS, problem.initial(), **options)
-    else:
-        made = kfac.kfac(0.1, LAYERS, **options)
-        state = jax.vmap(made.init, axis_name=name, in_axes=None, axis_size=2)(problem.initial())
-        (found,) = {owned.inverse for owned in state_of(state).owned.values()}
-    assert type(found) is kfac.Cholesky
+    [
+        {"precondition": "replicated"},
+        {"axis_name": "devices", "gradients": "local"},
+        {"axis_name": "d", "split_from": 4},
+    ],
+)
+def test_where_the_default_cannot_be_had_another_is_named(options):
+    """It never becomes another without a word."""
+    with pytest.raises(ValueError, match=r"inverse=Soap.*kfac\.Cholesky\(\)|kfac\.Cholesky\(\).*inverse=Soap"):
+        kfac.kfac(0.1, LAYERS, distribution=kfac.Distribution(**options))
+    kfac.kfac(0.1, LAYERS, inverse=kfac.Cholesky(), distribution=kfac.Distribution(**options))
 
 
 def test_the_default_is_the_same_as_naming_it():

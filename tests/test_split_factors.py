@@ -16,7 +16,6 @@ import kfac
 from checking import FAST, normal
 from kfac._curvature.by_rows import ByRows, Rows, invert_damped_rows
 from kfac._curvature.cholesky import invert_damped
-from kfac._distributed.distribution import turns_of
 from kfac._optimizer.reshard import state_spec
 from problem import layers, tied_batch, tied_loss, tied_parameters
 
@@ -39,7 +38,7 @@ def mesh_of(devices):
 
 def optimizer(options, distribution=None):
     usual = {"damping": 1e-2, "trust_ratio": None, "inverse_every": 2, "inverse": kfac.Cholesky()}
-    distribution = distribution or kfac.Distribution(schedule_for=1)
+    distribution = distribution or kfac.Distribution()
     return kfac.kfac(0.05, found(), **usual | options, distribution=distribution)
 
 
@@ -74,7 +73,7 @@ RELATIVE = {"trust_ratio": "auto", "damping": 0.1}
 def in_shard_map(devices, options, spoil=lambda factors, step: factors, check=True, **fields):
     """A step, and the state before the first; the state lies over the devices."""
     mesh = mesh_of(devices)
-    distribution = kfac.Distribution("d", schedule_for=1, **fields)
+    distribution = kfac.Distribution("d", **fields)
     tx = optimizer(options, distribution)
     specs = kfac.state_specs(tx, parameters(), "d")
     step = stepped(tx, lambda g: g if fields.get("gradients") == "local" else lax.pmean(g, "d"), spoil)
@@ -132,7 +131,7 @@ def test_it_is_one_device(x64, devices, split_from, relative, gradients):
 
 @pytest.mark.slow
 def test_under_pmap_it_is_one_device(x64):
-    tx = optimizer({}, kfac.Distribution("d", schedule_for=1, split_from=6))
+    tx = optimizer({}, kfac.Distribution("d", split_from=6))
     step = stepped(tx, lambda g: lax.pmean(g, "d"))
     spread = functools.partial(jax.pmap, axis_name="d", devices=jax.devices()[:4])
     own, copies = spread(step, static_broadcasted_argnums=4), jax.tree.map(lambda x: jnp.stack(4 * [x]), parameters())
@@ -150,7 +149,7 @@ def test_under_pmap_it_is_one_device(x64):
 def test_over_a_mesh_it_is_one_device(x64, owners, gradients):
     """Also where owners are repeated, and a state that lies there is refreshed."""
     mesh = jax.make_mesh((2, 2), ("node", "gpu"), axis_types=2 * (AxisType.Auto,), devices=jax.devices()[:4])
-    distribution = kfac.Distribution(mesh=mesh, owners=owners, schedule_for=1, split_from=6, gradients=gradients)
+    distribution = kfac.Distribution(mesh=mesh, owners=owners, split_from=6, gradients=gradients)
     tx = optimizer({}, distribution)
     with jax.set_mesh(mesh):
         params = jax.device_put(parameters(), NamedSharding(mesh, P()))
@@ -239,16 +238,6 @@ def test_in_float32_it_is_as_accurate_as_a_factorisation(damping):
     errors = [np.linalg.norm(x - exact) / np.linalg.norm(exact) for x in (found, whole)]
     assert errors[0] < 3 * errors[1] < 1e-2, errors
     np.testing.assert_allclose(found, found.mT, rtol=1e-5, atol=1e-6 / damping)
-
-
-def test_with_schedule_for_it_is_the_schedule_of_one_device():
-    """Blocks of several shapes, of which some are split."""
-    costs = kfac.Assignment(found(), devices=4, inverse_every=4, distribution=kfac.Distribution("d", schedule_for=4))
-    split = dataclasses.replace(costs, distribution=kfac.Distribution("d", schedule_for=4, split_from=6))
-    for plan in (costs, split):
-        turns = turns_of(plan.distribution, plan.groups, 4, 4)
-        alone = turns_of(kfac.Distribution(schedule_for=4), plan.groups, 4, 1)
-        jax.tree.map(np.testing.assert_array_equal, turns, alone)
 
 
 def test_devices_agree_on_what_is_valid(x64):

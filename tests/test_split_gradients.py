@@ -80,9 +80,9 @@ def measured():
 )
 def test_updates_are_those_of_one_device_and_lie_as_the_gradients(kind, form, owners, name, x64):
     grads, factors = measured()
-    expected, _ = updates_of(optimizers(found(), kfac.Distribution(staggered=False))[name], grads, factors)
+    expected, _ = updates_of(optimizers(found(), kfac.Distribution())[name], grads, factors)
     mesh, specs = meshes(kind)
-    distribution = kfac.Distribution(mesh=mesh, owners=owners, staggered=False, gradients="split")
+    distribution = kfac.Distribution(mesh=mesh, owners=owners, gradients="split")
     with jax.set_mesh(mesh):
         split = lying(mesh, specs[form], grads)
         everywhere = jax.device_put(factors, NamedSharding(mesh, P()))

@@ -110,27 +110,40 @@ def test_unknown_options_are_errors():
     with pytest.raises(TypeError, match="dampening"):
         step.init(jnp.ones((5, 2)), x)
     step = kfac.train_step(lambda p, b: jnp.mean((b @ p) ** 2), 0.1, inverse="soap")
-    for call in (step.init, lambda params, x: step(params, None, x)):
+    for call in (step.init,):
         with pytest.raises(ValueError, match=r"inverse must be a kind of inverse such as kfac\.Cholesky"):
             call(jnp.ones((5, 2)), x)
 
 
-def test_a_smaller_last_batch_keeps_the_interval_between_refreshes():
+def perceptron():
     params = {"w0": jnp.eye(16), "w1": jnp.ones((16, 4))}
+    x = jnp.asarray(normal(1, 512, 16, dtype=np.float32))
+    return params, x, lambda params, x: jnp.mean((jnp.tanh(x @ params["w0"]) @ params["w1"]) ** 2)
 
-    def loss_fn(params, x):
-        return jnp.mean((jnp.tanh(x @ params["w0"]) @ params["w1"]) ** 2)
 
-    def final(**options):
-        step = kfac.train_step(loss_fn, 0.05, **options)
-        x = jnp.asarray(normal(1, 32, 16, dtype=np.float32))
-        found, state = params, step.init(params, x)
-        for size in (*[32] * 13, 8, 8, 32):
-            found, state, _ = step(found, state, x[:size])
-        return found
+@pytest.mark.parametrize(("cost", "every"), [(0.1, 10), (0.3, 4), (0.6, 2), (10, 1)])
+def test_statistics_are_taken_when_they_are_due(cost, every):
+    """In ten steps, then by the cost that the first batch has: a smaller one does not change the interval."""
+    params, x, loss_fn = perceptron()
+    step = kfac.train_step(loss_fn, 0.05, cost=cost)
+    state, ages = step.init(params, x), []
+    for count, size in enumerate([512] * 15 + [8, 8] + [512] * 4):
+        assert bool(kfac.due(state)) == (count < 10 or count % every == 0)
+        params, state, _ = step(params, state, x[:size])
+        ages.append(int(kfac.diagnostics(state)["inverse_age"]))
+    assert ages == [0] * 10 + [min(count % every, count - 9) for count in range(10, 21)]
 
-    jax.tree.map(np.testing.assert_array_equal, final(), final(inverse_every=6))
-    assert not np.array_equal(final()["w0"], final(inverse_every=20)["w0"])  # that of 8 examples
+
+def test_inside_of_a_loop_it_is_the_same():
+    params, x, loss_fn = perceptron()
+    step = kfac.train_step(loss_fn, 0.05, cost=0.6)
+    found = params, step.init(params, x)
+    for _ in range(14):
+        found = step(*found, x)[:2]
+    again, _ = jax.jit(lambda carry: jax.lax.scan(lambda carry, _: (step(*carry, x)[:2], None), carry, length=14))(
+        (params, step.init(params, x))
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), again[0], found[0])
 
 
 def test_parts_of_a_batch_have_keys_of_their_own():

@@ -104,18 +104,6 @@ CONFIGURATIONS = {
         "inverse_every": 4,
         "refresh_warmup": 0,
     },
-    # Each Kronecker block is refreshed at a step of its own. Statistics come at step 1: to "first" then, to "second" at
-    # 2, to the rest at 3.
-    "staggered": {
-        "learning_rate": FALLING,
-        "damping": table(*[0.5] * 6, *[0.25] * 7, 0.125),
-        "factor_decay": constant(0.75),
-        "momentum": constant(0.875),
-        "unitwise_damping": table(*[1.0] * 15, 2.0),
-        "inverse_every": 3,
-        "refresh_warmup": 0,
-        "staggered": True,
-    },
 }
 KRONECKER = {"conv": ("kronecker_3x8", 0), "first": ("kronecker_3x4", 0), "second": ("kronecker_3x4", 1)}
 UNITWISE = {"norm": ("unitwise_3x2", 0), "table": ("unitwise_27x1", 0)}
@@ -164,8 +152,7 @@ def run(configuration, dtype, tolerance):
     params = nested(expected, dtype)
     images, labels = batch(0)
     layers = kfac.find_layers(loss_fn, params, jnp.asarray(images, dtype), labels, skip=[SKIPPED])
-    distribution = kfac.Distribution(staggered=sides[0].pop("staggered", False))
-    tx = plain_kfac(layers=layers, distribution=distribution, **{"momentum": None, **sides[0]})
+    tx = plain_kfac(layers=layers, **{"momentum": None, **sides[0]})
     state = jax.jit(tx.init)(params)
 
     @functools.partial(jax.jit, compiler_options=QUICKLY)
@@ -180,7 +167,7 @@ def run(configuration, dtype, tolerance):
         return optax.apply_updates(params, updates), state
 
     losses, scales, ages = [], [], []
-    without = (0, *WITHOUT) if configuration in ("late refresh", "staggered") else WITHOUT
+    without = (0, *WITHOUT) if configuration == "late refresh" else WITHOUT
     for t in range(STEPS):
         images, labels = batch(t)
         loss, grads, statistics = network(expected, images, labels)
@@ -196,8 +183,6 @@ def run(configuration, dtype, tolerance):
     assert np.mean(losses[-5:]) < 0.9 * np.mean(losses[:5])
     if reference.kl_clip is not None:
         assert min(scales) < 0.9 and max(scales) == 1
-    if options.get("staggered"):
-        assert reference.phases == {"conv": 0, "first": 1, "second": 2}
     if options.get("inverse_every"):
         assert max(ages) >= 4
     for leaf in jax.tree.leaves((params, state)):

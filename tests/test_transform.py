@@ -75,22 +75,20 @@ SWITCHES = {
     "kl_clip": ({}, 1e-4),
     "trust_ratio": ({}, 0.5),
     "inverse": ({}, kfac.Eigh()),
-    "distribution": ({"inverse_every": 2, "refresh_warmup": 0}, kfac.Distribution(staggered=False)),
 }
 # What the fields of the values change: of a distribution on several devices the traffic, which the tests of axes show.
 INVERSE_FIELDS = {"precision", "relative"}
 DEVICES = {"axis_name", "mesh", "precondition", "communication_dtype"}
 # Shown elsewhere: by the tests of the assignment, and by those of several devices.
-OTHER_FIELDS = {"staggered", "schedule_for", "gradients", "owners", "split_from"}
-AT_ONCE = kfac.Distribution(staggered=False)
+OTHER_FIELDS = {"gradients", "owners", "split_from"}
 # What everything else is about.
-ELSEWHERE = {"layers"}
+ELSEWHERE = {"layers", "statistics_every", "distribution"}
 
 
 def test_the_tables_of_options_are_complete():
     assert set(NUMBERS) | set(SWITCHES) | ELSEWHERE == set(ALL_OPTIONS)
-    assert set(KFAC_OPTIONS) < set(ALL_OPTIONS)
-    assert len(KFAC_OPTIONS) <= 12
+    assert set(KFAC_OPTIONS) - {"cost"} < set(ALL_OPTIONS)
+    assert len(KFAC_OPTIONS) <= 13
     for value, fields in ((kfac.Distribution(), DEVICES | OTHER_FIELDS), *((i, INVERSE_FIELDS) for i in INVERSES)):
         assert {field.name for field in dataclasses.fields(value)} == fields
     assert set(SCALE_OPTIONS) <= set(ALL_OPTIONS)
@@ -119,7 +117,7 @@ def numbers_step(as_schedules):
 def numbers_state(as_schedules):
     scalars = {k: lambda count, v=v: v for k, v in BASE.items()} if as_schedules else BASE
     intervals = {k: BASE[k] for k in ("inverse_every", "refresh_warmup")}
-    return jax.jit(plain_kfac(layers=layers(), distribution=AT_ONCE, **{**scalars, **intervals}).init)(initial())
+    return jax.jit(plain_kfac(layers=layers(), **{**scalars, **intervals}).init)(initial())
 
 
 def with_numbers(options, steps=4, as_schedules=False):
@@ -148,7 +146,7 @@ def test_every_switch_changes_the_result(option):
 
 
 def test_numbers_arrays_and_constant_schedules_are_the_same():
-    numbers = run(plain_kfac(layers=layers(), distribution=AT_ONCE, **BASE))[0]
+    numbers = run(plain_kfac(layers=layers(), **BASE))[0]
     assert_close(with_numbers(BASE), numbers, 1e-5)
     assert_close(with_numbers({k: (v, v) for k, v in BASE.items()}, as_schedules=True), numbers, 1e-5)
 
@@ -283,17 +281,15 @@ def test_diagonal_and_unitwise_blocks_by_their_formulas():
 
 
 @functools.cache
-def refreshing(every, warmup, staggered):
+def refreshing(every, warmup):
     """A step of `scale_by_kfac` with such intervals, and its first state."""
-    tx = kfac.scale_by_kfac(
-        layers(), inverse_every=every, refresh_warmup=warmup, distribution=kfac.Distribution(staggered=staggered)
-    )
+    tx = kfac.scale_by_kfac(layers(), inverse_every=every, refresh_warmup=warmup)
     return jax.jit(tx.init)(initial()), stepper(tx)
 
 
-def block_ages(every, warmup, steps, without=(), staggered=False):
+def block_ages(every, warmup, steps, without=()):
     """After each step, the ages of the inverses: of `first`, `out` and the two unit-wise blocks."""
-    state, step = refreshing(every, warmup, staggered)
+    state, step = refreshing(every, warmup)
     found = []
     for t in range(steps):
         _, state, _ = step(measured(t)[0], state, initial(), None if t in without else measured(t)[1])
@@ -320,43 +316,22 @@ def test_when_the_inverses_are_refreshed():
     assert ages(3, 5, 8, without=(1, 2, 4)) == [0, 1, 2, 0, 1, 2, 0, 1]
 
 
-def test_staggered_blocks_take_turns():
-    """Two blocks in three steps: the first at 0, 3, ..., the second at 1, 4, ..., and unit-wise ones at 0, 3, ..."""
-    found = block_ages(3, 0, 6, staggered=True)
-    assert found == [[0, 0, 0, 0], [1, 0, 1, 1], [2, 1, 2, 2], [0, 2, 0, 0], [1, 0, 1, 1], [2, 1, 2, 2]]
-    # One that knows nothing before its turn has no inverse. After the last statistics, at 2, each has one more turn.
-    found = block_ages(3, 0, 8, without=(0, 1, 3, 4, 5, 6, 7), staggered=True)
-    assert found[:5] == [[0] * 4, [0] * 4, [0] * 4, [0] * 4, [1, 0, 1, 1]]
-    assert found[5:] == [[2, 1, 2, 2], [3, 2, 3, 3], [4, 3, 4, 4]]
-
-
-@pytest.mark.parametrize("staggered", [None, True])
-def test_the_first_phase_is_for_all_blocks_together(staggered):
-    found = block_ages(3, 5, 8, staggered=staggered)
-    assert found == [[0] * 4] * 5 + [[1, 1, 1, 1], [0, 2, 0, 0], [1, 0, 1, 1]]
-
-
-def test_an_interval_that_is_an_array_cannot_be_staggered():
-    with pytest.raises(ValueError, match="staggered=True needs inverse_every to be a plain int"):
-        kfac.scale_by_kfac(layers(), inverse_every=jnp.asarray(3), distribution=kfac.Distribution(staggered=True))
-
-
 @pytest.mark.parametrize("option", ["damping", "unitwise_damping"])
 def test_a_changed_damping_takes_effect_at_the_next_refresh(option):
     schedule = lambda t: jnp.where(t < 2, 0.5, 2.0)  # noqa: E731
-    tx = kfac.scale_by_kfac(layers(), inverse_every=4, refresh_warmup=0, distribution=AT_ONCE, **{option: schedule})
+    tx = kfac.scale_by_kfac(layers(), inverse_every=4, refresh_warmup=0, **{option: schedule})
     states = [state for _, state, _ in history(tx, steps=6, without=range(1, 6))]
     for state in states[1:4]:
         assert_equal(field_of(state, "inverse"), field_of(states[0], "inverse"))
     # At step 4, without statistics of its own: the averages so far, the damping of the step.
-    fresh = kfac.scale_by_kfac(layers(), inverse_every=4, refresh_warmup=0, distribution=AT_ONCE, **{option: 2.0})
+    fresh = kfac.scale_by_kfac(layers(), inverse_every=4, refresh_warmup=0, **{option: 2.0})
     assert differ(field_of(states[4], "inverse"), field_of(states[0], "inverse"))
     assert_close(field_of(states[4], "inverse"), field_of(run(fresh, steps=1)[1], "inverse"), 1e-6)
     assert [int(state.metrics.inverse_age) for state in states] == [0, 1, 2, 3, 0, 1]
 
 
 def test_stale_inverses_are_those_of_the_last_refresh():
-    tx = kfac.scale_by_kfac(layers(), inverse_every=3, refresh_warmup=0, distribution=AT_ONCE)
+    tx = kfac.scale_by_kfac(layers(), inverse_every=3, refresh_warmup=0)
     states = [state for _, state, _ in history(tx)]
     assert_equal(field_of(states[1], "inverse"), field_of(states[0], "inverse"))
     assert_equal(field_of(states[2], "inverse"), field_of(states[0], "inverse"))
@@ -647,6 +622,7 @@ BAD = {
     "factor_decay": [-0.1, 1, 1.0, 1 - 1e-12, float("nan"), "slow"],
     "inverse_every": [0, -1, 2.5, True, "10", float("nan"), float("inf"), lambda t: 1],
     "refresh_warmup": [-1, 1.5, "10"],
+    "statistics_every": [0, -1, 2.5, "10", None],
     "inverse": ["eigh", None, 3, kfac.Cholesky],
     "unitwise_damping": [0, -1.0, float("inf"), None],
     "distribution": ["devices", 8, {}],
@@ -655,9 +631,7 @@ BAD_FIELDS = {
     "precision": ["float16", "fp32", None, 32],
     "relative": ["yes", None, 1],
     "axis_name": [3, 1.5, ("data", 3)],
-    "staggered": [1, "yes", 0.5],
     "mesh": ["devices", 8],
-    "schedule_for": [0, -1, 2.5, "eight"],
     "split_from": [0, -1, 2.5, "eight"],
     "gradients": ["mean", None, True],
     "precondition": ["owner", None, True],
@@ -687,6 +661,13 @@ def test_a_bad_argument_is_named_with_its_value(option, value):
             type(value).__name__ if option == "layers" else value.__name__ if isinstance(value, type) else repr(value)
         )
         assert shown in str(error.value)
+
+
+@pytest.mark.parametrize("value", [0, -0.1, float("nan"), "little", None])
+def test_a_bad_cost_is_named_with_its_value(value):
+    with pytest.raises(ValueError, match="cost") as error:
+        kfac.kfac(0.1, layers(), cost=value)
+    assert repr(value) in str(error.value)
 
 
 @pytest.mark.parametrize(

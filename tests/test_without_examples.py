@@ -116,28 +116,24 @@ def test_a_scaled_constant_is_not_taken_for_examples():
         )
 
 
-def closed_over(params, y):
-    return squares(X @ params["w"], y)
+def test_constants_beside_arguments_may_be_shared_by_the_examples():
+    layers = kfac.find_layers(lambda params, y: squares(X @ params["w"], y), {"w": array(6, 5)}, Y)
+    assert "the loss cannot be traced with 16 examples in argument 1" in layers.hidden
+    assert layers["w"].kind == "gradient"
+    assert "it reads constants, which the examples that the loss hides may share" in layers["w"].note
 
 
-def without_arguments(params):
-    return squares(X @ params["w"], Y)
+def test_a_loss_without_arguments_has_its_examples_in_constants():
+    params, words = {"w": array(6, 5)}, "no argument of the loss has an array with a leading axis"
 
+    def loss(params):
+        return squares(X @ params["w"], Y)
 
-@pytest.mark.parametrize(
-    ("loss", "args", "words"),
-    [
-        (closed_over, (Y,), "the loss cannot be traced with 16 examples in argument 1"),
-        (without_arguments, (), "no argument of the loss has an array with a leading axis"),
-    ],
-)
-def test_a_loss_may_have_its_examples_in_constants(loss, args, words):
-    params = {"w": array(6, 5)}
-    layers = kfac.find_layers(loss, params, *args)
+    layers = kfac.find_layers(loss, params)
     assert layers["w"].kind == "dense" and words in layers.hidden and words in repr(layers)
     with pytest.raises(ValueError, match=f"the number of examples is not clear: {words}"):
-        kfac.value_and_grad(loss, layers)(params, *args)
-    factors = kfac.value_and_grad(loss, layers, num_examples=8)(params, *args)[2]
+        kfac.value_and_grad(loss, layers)(params)
+    factors = kfac.value_and_grad(loss, layers, num_examples=8)(params)[2]
     np.testing.assert_allclose(factors["w"].A, X.T @ X / 8, rtol=1e-4, atol=1e-4)
     g = 2 / 8 * (X @ params["w"] - Y)
     np.testing.assert_allclose(factors["w"].G, 8 * g.T @ g, rtol=1e-4, atol=1e-4)

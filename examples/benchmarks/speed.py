@@ -133,7 +133,7 @@ def whole_steps(options: argparse.Namespace, peak: float) -> dict[str, Any]:
         kfac.presets.large_batch, rate, layers, damping=1e-3, factor_decay=0.95, unitwise_damping=1.0, momentum=0.9,
         rate_in_momentum=False, refresh_warmup=0, inverse_every=every,
     )  # fmt: skip
-    at_once, staggered = (make(distribution=kfac.Distribution(staggered=way)) for way in (False, True))
+    at_once = make()
     copy = functools.partial(jax.tree.map, jnp.copy)
 
     def kept(tx: Any) -> dict[str, Any]:
@@ -147,10 +147,9 @@ def whole_steps(options: argparse.Namespace, peak: float) -> dict[str, Any]:
     }
     states = dict.fromkeys(programs, once_state) | {"sgd": sgd_state}
     if not options.quick:
-        fewer, spread = "statistics of every 4th example", "statistics and staggered inverses"
-        states |= {fewer: once_state, spread: kept(staggered)}
+        fewer = "statistics of every 4th example"
+        states |= {fewer: once_state}
         programs[fewer] = Program(with_statistics(at_once, 4), **once_state, batch=batch)
-        programs[spread] = Program(with_statistics(staggered), **states[spread], batch=batch)
 
     compiled = [
         {
@@ -174,8 +173,6 @@ def whole_steps(options: argparse.Namespace, peak: float) -> dict[str, Any]:
         began = time.perf_counter()
         jax.block_until_ready(programs["statistics"](once_state))
         refresh.append(time.perf_counter() - began)
-    if not options.quick:
-        jax.block_until_ready(programs[spread](states[spread]))
     if 4 * options.repeats + 8 > every:
         raise SystemExit(f"--repeats {options.repeats} is too many for --inverse-every {every}")
     times = median_times({n: functools.partial(p, states[n]) for n, p in programs.items()}, options.repeats)
@@ -360,7 +357,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--image-size", type=int, help="height and width in pixels: 224, or 64 with --quick on a CPU")
     parser.add_argument("--batch", type=int, default=256 if gpu else 16, help="images in a step")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16" if gpu else "float32")
-    parser.add_argument("--inverse-every", type=int, default=100, help="steps in which a staggered refresh is spread")
+    parser.add_argument("--inverse-every", type=int, default=100, help="steps between refreshes")
     parser.add_argument("--repeats", type=int, default=7, help="timed calls of each program")
     parser.add_argument("--condition", type=float, default=1e6, help="condition number of the matrices to invert")
     parser.add_argument("--dimensions", type=int, nargs="+", help="of the matrices to invert: 64 to 4608")

@@ -41,6 +41,7 @@ import models
 import processes
 import recipe
 import report
+from adaptive_interval import AdaptiveInterval
 from files import UserError
 from recipe import AXIS, Mixed, Run
 from report import say
@@ -256,11 +257,11 @@ def main(args: list[str]) -> None:
     lean = checkpoints.is_lean(config.checkpoint_mixed, state.mixed)
     saved = checkpoints.Checkpoints(output / "checkpoints", config.keep_checkpoints,
                                     *checkpoints.for_any_devices(mesh, specs, local_batch, lean))  # fmt: skip
-    start, interval = 0, kfac.AdaptiveInterval(config.statistics_threshold)  # with --factor-every adaptive
+    start, interval = 0, AdaptiveInterval(config.statistics_threshold)  # with --factor-every adaptive
     if saved.latest():
         mixed = state.mixed
         state, extra = saved.restore(state)
-        start, interval = int(state.step), kfac.AdaptiveInterval(**extra["interval"])
+        start, interval = int(state.step), AdaptiveInterval(**extra["interval"])
         broken.update(extra["broken"])
         say(f"resuming {output} at step {start} of {total}")
         if stop_at < start:

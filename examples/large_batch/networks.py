@@ -4,11 +4,11 @@
     python examples/large_batch/networks.py report
     python examples/large_batch/networks.py times --methods kfac muon adamw    # seconds of a step
 
-"kfac" is `kfac.kfac(schedule, layers)` with nothing else, "kfac-cholesky" and "kfac-soap" the same with an `inverse`;
-"soap" is SOAP itself, with Shampoo's matrices. 60 steps at batch N/10 (`--batch 10`), the schedule of the study for
-all. `--schedule average` keeps the rate after its warm-up, and scores the mean of the weights of the last quarter of
-the steps. A trial that is in --results is not run again. Of "kfac-soap-eigh" there are results only: a `Soap` that
-decomposed its factors.
+"kfac" is `kfac.kfac(schedule, layers)` with nothing else, with statistics when `kfac.due` says so; "kfac-every-step"
+has them in every step, as has "kfac-cholesky"; "soap" is SOAP itself, with Shampoo's matrices. 60 steps at batch N/10
+(`--batch 10`), the schedule of the study for all. `--schedule average` keeps the rate after its warm-up, and scores the
+mean of the weights of the last quarter of the steps. A trial that is in --results is not run again. Of "kfac-soap-eigh"
+there are results only: a `Soap` that decomposed its factors.
 """
 
 from __future__ import annotations
@@ -46,8 +46,11 @@ from other_networks import OTHERS, Problem  # noqa: E402
 from speed import median_times  # noqa: E402
 from transformer import Transformer  # noqa: E402
 
-INVERSES = {"kfac": None, "kfac-cholesky": kfac.Cholesky(), "kfac-soap": kfac.Soap()}
-METHODS = (*INVERSES, "soap", "muon", "adamw", "lars", "lamb", "sgd")
+EVERY = math.inf  # the `cost` of statistics and refreshes in every step
+KFAC: dict[str, dict[str, Any]] = {
+    "kfac": {}, "kfac-every-step": {"cost": EVERY}, "kfac-cholesky": {"cost": EVERY, "inverse": kfac.Cholesky()},
+}  # fmt: skip
+METHODS = (*KFAC, "soap", "muon", "adamw", "lars", "lamb", "sgd")
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 RESULTS = Path(__file__).resolve().parent / "results" / "networks.jsonl"
 
@@ -217,10 +220,10 @@ def prepared(problem: Problem, method: str, rate: Any, seed: int, steps: int) ->
     batches = problem.batches(seed, steps)
     first = next(batches)
     layers: Any = None
-    if method in INVERSES:
+    if method in KFAC:
         batch = range(2, 2 + len(first))
         layers = kfac.find_layers(problem.loss, params, state, *first, has_aux=True, batch_argnums=tuple(batch))
-        tx: Any = kfac.kfac(rate, layers, inverse=INVERSES[method])
+        tx: Any = kfac.kfac(rate, layers, **KFAC[method])
     elif method == "soap":
         tx = soap(rate, problem)
     elif method == "muon":
@@ -229,17 +232,20 @@ def prepared(problem: Problem, method: str, rate: Any, seed: int, steps: int) ->
         settings = {"momentum": 0.9, "b2": 0.99, "weight_decay": 5e-4, "vectors": 3.0}
         tx = methods.METHODS[method].make(rate, settings, None)
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(carry: Any, batch: Any) -> Any:
+    @functools.partial(jax.jit, donate_argnums=0, static_argnames="statistics")
+    def either(carry: Any, batch: Any, statistics: bool) -> Any:
         params, state, opt_state = carry
         extra: dict[str, Any] = {}
         if layers is None:
             (loss, state), grads = jax.value_and_grad(problem.loss, has_aux=True)(params, state, *batch)
         else:
-            measure = kfac.value_and_grad(problem.loss, layers, has_aux=True)
+            measure = kfac.value_and_grad(problem.loss, layers, has_aux=True, statistics=statistics)
             (loss, state), grads, extra["factors"] = measure(params, state, *batch)
         updates, opt_state = tx.update(grads, opt_state, params, **extra)
         return (optax.apply_updates(params, updates), state, opt_state), loss
+
+    def step(carry: Any, batch: Any) -> Any:
+        return either(carry, batch, statistics=layers is not None and bool(kfac.due(carry[2])))
 
     return step, (params, state, jax.jit(tx.init)(params)), itertools.chain([first], batches)
 
@@ -274,20 +280,23 @@ def run(problem: Problem, method: str, learning_rate: float, seed: int, steps: i
 
 
 def times(name: str, problem: Problem, chosen: list[str], repeats: int) -> None:
-    """Seconds of a step of each method, in turn, medians; the first twelve steps, in which K-FAC warms up, apart."""
+    """Seconds of a step of each method, in turn: the median of means of 16 steps, after 16 in which K-FAC warms up."""
     prepare = {method: prepared(problem, method, lambda count: 0.01, 0, 1) for method in chosen}
     carries = {method: carry for method, (_, carry, _) in prepare.items()}
     batch = next(problem.batches(0, 1))
 
     def call(method: str) -> None:
-        carries[method], loss = prepare[method][0](carries[method], batch)
-        loss.block_until_ready()
+        for _ in range(16):
+            carries[method], loss = prepare[method][0](carries[method], batch)
+            loss.block_until_ready()
 
     for method in chosen:
-        for _ in range(12):
-            call(method)
+        call(method)
     found = median_times({method: functools.partial(call, method) for method in chosen}, repeats)
-    print(f"{name}: " + ", ".join(f"{method} {1e3 * seconds:.0f} ms" for method, seconds in found.items()), flush=True)
+    cells = [f"{method} {1e3 * seconds / 16:.0f} ms" for method, seconds in found.items()]
+    if {"kfac", "muon"} <= found.keys():
+        cells.append(f"kfac over muon {found['kfac'] / found['muon']:.2f}")
+    print(f"{name}: {', '.join(cells)}", flush=True)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -323,6 +332,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=10, metavar="SHARE", help="N over the examples of a batch")
     parser.add_argument("--schedule", default="falling", choices=("falling", "average"), help="of the rate, see above")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--repeats", type=int, default=5, help="of 16 steps each, for the times")
     options = parser.parse_args()
     same = {name: getattr(options, name) for name in ("steps", "batch", "schedule")}
     records = [record for record in read(options.results) if same.items() <= record.items()]
@@ -333,7 +343,7 @@ def main() -> None:
         return
     if options.what == "times":
         for name in options.networks:
-            times(name, PROBLEMS[name](options.data_dir, options.batch), options.methods, 15)
+            times(name, PROBLEMS[name](options.data_dir, options.batch), options.methods, options.repeats)
         return
     done = {(r["network"], r["method"], r["rate"], r["seed"]) for r in records}
     for seed in options.seeds:

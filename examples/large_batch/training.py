@@ -16,6 +16,7 @@ import optax
 
 import kfac
 import methods
+from adaptive_interval import AdaptiveInterval
 from batches import Plan
 from tasks import Task
 
@@ -182,7 +183,7 @@ def run(task: Task, trial: Trial) -> dict[str, Any]:
     state = compiled.init(key, numbers, steps)
     plan = Plan(len(task.train), trial.batch, np.arange(trial.batch), trial.seed, 0, trial.steps)
     every = trial.settings.get("statistics_every", 1)
-    interval = kfac.AdaptiveInterval(trial.settings.get("statistics_threshold", 0.1))
+    interval = AdaptiveInterval(trial.settings.get("statistics_threshold", 0.1))
     curve: list[tuple[int, float]] = []
     losses: list[float] = []
     collected = 0

@@ -30,7 +30,7 @@ def place(program: Program, num_params: int, doubled: Collection[int] | None, n:
         value.axes = tuple(map(foreign, value.shape))
         if held and n:
             value.axes = (examples(n), *value.axes[1:])
-        value.data = k >= num_params
+        value.data = value.given = k >= num_params
         value.rows = held or (value.data and doubled is None)
     _walk(program, n, hidden=doubled is None)
 
@@ -40,7 +40,9 @@ def _walk(program: Program, n: int | None, hidden: bool) -> None:
         value.axes = _checked(value, tuple(map(foreign, value.shape)), n)
         # A loss that hides its examples may have them in any array.
         value.data = value.rows = (hidden and value.size > 1) or any(value.grown)
+    makers: dict[Value, Op] = {}
     for op in program.ops:
+        makers.update(dict.fromkeys(op.outputs, op))
         if op.scan:
             _scan(op, n, hidden)
         elif op.inner:
@@ -50,18 +52,46 @@ def _walk(program: Program, n: int | None, hidden: bool) -> None:
             for value, inside in zip(op.outputs, op.inner.outputs, strict=True):
                 _copy(value, inside)
         else:
-            axes = [value.axes or tuple(map(foreign, value.shape)) for value in op.inputs]
-            placed = primitives.placed(op.eqn, axes)
+            placed = _placed(op, makers)
             for k, value in enumerate(op.outputs):
                 said = _suggested(value, op.inputs) if placed is None else placed[k]
                 value.axes = _checked(value, said, n)
                 grown = any(value.grown)
                 value.data = grown or any(v.data for v in op.inputs)
                 value.rows = grown or any(v.rows for v in op.inputs)
+                value.given = any(v.given for v in op.inputs)
+
+
+def _placed(op: Op, makers: dict[Value, Op]) -> list[Axes] | None:
+    """The axes of the results of an operation of data; None where it says nothing of them."""
+    if op.name == "gather" or op.name.startswith("scatter"):
+        indices = op.inputs[1]
+        fresh = [_is_fresh(indices, k, makers) for k in range(indices.shape[-1])]
+        return [primitives.indexed(op.eqn, [value.axes for value in op.inputs], fresh)]
+    axes = [value.axes or tuple(map(foreign, value.shape)) for value in op.inputs]
+    if any(value.given and any(value.grown) for value in op.inputs):
+        # Constants as long as the batch, as zeros, have whatever order the data have.
+        for k, value in enumerate(op.inputs):
+            if not value.given:
+                grown = zip(axes[k], value.shape, value.grown, strict=True)
+                axes[k] = tuple(foreign(size) if longer else axis for axis, size, longer in grown)
+    return primitives.placed(op.eqn, axes)
+
+
+def _is_fresh(indices: Value, column: int, makers: dict[Value, Op]) -> bool:
+    """Whether no data say what one component of indices is, as of `x[jnp.arange(n), k]` the first."""
+    maker = makers.get(indices)
+    if not indices.given or maker is None or maker.name != "concatenate":
+        return not indices.given
+    for value in maker.inputs:
+        if column < value.shape[-1]:
+            return not value.given
+        column -= value.shape[-1]
+    return False
 
 
 def _copy(value: Value, other: Value) -> None:
-    value.axes, value.data, value.rows = other.axes, other.data, other.rows
+    value.axes, value.data, value.rows, value.given = other.axes, other.data, other.rows, other.given
 
 
 def _scan(op: Op, n: int | None, hidden: bool) -> None:
@@ -74,12 +104,13 @@ def _scan(op: Op, n: int | None, hidden: bool) -> None:
     carry = inside[scan.consts : scan.last]
     while True:  # a carry may come to depend on data, or lose its order, in a later iteration
         _walk(op.inner, n, hidden)
-        before = [(value.axes, value.data, value.rows) for value in carry]
+        before = [(value.axes, value.data, value.rows, value.given) for value in carry]
         for start, end in zip(carry, op.inner.outputs, strict=False):
             pairs = zip(start.axes, end.axes, start.shape, strict=True)
             start.axes = tuple(a if a == b else mixed(size) for a, b, size in pairs)
             start.data, start.rows = start.data or end.data, start.rows or end.rows
-        if before == [(value.axes, value.data, value.rows) for value in carry]:
+            start.given |= end.given
+        if before == [(value.axes, value.data, value.rows, value.given) for value in carry]:
             break
     op.along = _along(op)
     for k, (value, end) in enumerate(zip(op.outputs, op.inner.outputs, strict=True)):
@@ -114,9 +145,9 @@ def _suggested(value: Value, inputs: Sequence[Value]) -> Axes:
     result = []
     for size, grown in zip(value.shape, value.grown, strict=True):
         pairs = [pair for v in inputs for pair in zip(v.axes, v.shape, v.grown, strict=True)] if grown else []
-        alike = {axis for axis, own, longer in pairs if own == size and longer}
-        known = alike - {mixed(size)}
-        result.append(known.pop() if len(known) == 1 else mixed(size) if alike else foreign(size))
+        known = {axis for axis, own, longer in pairs if own == size and longer} - {mixed(size)}
+        taken = any(longer for *_, longer in pairs)
+        result.append(known.pop() if len(known) == 1 else mixed(size) if taken else foreign(size))
     return tuple(result)
 
 

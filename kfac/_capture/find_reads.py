@@ -46,6 +46,7 @@ class Reads:
 
     def __init__(self, traced: Trace, skipped: set[int]):
         self.shapes, self.n = traced.shapes, traced.batch.num_examples
+        self.hidden = self.n is None and bool(traced.arrays)
         self.uses: list[Use] = []
         self.inexact: dict[int, Inexact] = {}
         self.merges: dict[Path, int] = {}
@@ -261,16 +262,16 @@ class Reads:
             if not rows and found.op != "dense":
                 continue
             self._meets_if_param(other, op)
-            use = Use(found, view.leaf, view, path, scans, self._picks(view), late=not rows, of_arguments=value.data)
-            if not self._exact(view, use, op):
+            use = Use(found, view.leaf, view, path, scans, self._picks(view), late=not rows, of_arguments=value.given)
+            if not self._exact(view, use, op, self.hidden and not value.given):
                 return Data()
             result = self._add(use)
             shared = other.shared if isinstance(other, Data) else NONE
             return result if rows else dataclasses.replace(result, shared=shared | {len(self.uses) - 1})
         return self._derive(op, states, path, reason)
 
-    def _exact(self, view: View, use: Use, op: Op) -> bool:
-        """Whether a read of a kernel has exact rows; notes what has none."""
+    def _exact(self, view: View, use: Use, op: Op, unknown: bool) -> bool:
+        """Whether a read of a kernel has exact rows; notes what has none. `unknown`: whether all may share them."""
         for leaf in view.beside:
             self._note(leaf, op.describe(), "the kernel is a different array, computed from it")
         reason = view.inexact
@@ -278,6 +279,8 @@ class Reads:
             reason = reason or "its values are multiplied by others before the product"
         if use.picks is None:
             reason = reason or "it reads a slice that is not one of several equal parts of the parameter"
+        if unknown:
+            reason = reason or "it reads constants, which the examples that the loss hides may share"
         if reason:
             self._note(view.leaf, op.describe(), reason, use)
         return not reason

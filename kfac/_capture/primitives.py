@@ -45,7 +45,7 @@ _IDENTITIES = frozenset(
 _FORMS = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim"})
 _CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call"})
 _MOVES = frozenset({*_FORMS, "rev", "tile", "slice", "split", "unstack"})
-_REORDERING = frozenset({"scatter", "dynamic_update_slice", "sort", "top_k"})
+_REORDERING = frozenset({"dynamic_update_slice", "sort", "top_k"})
 _WITHOUT_GRADIENT = frozenset({"stop_gradient", "floor", "ceil", "round", "sign"})
 # Their parameters hold how two elements combine, which is no program that swallows a parameter.
 _COMBINING = ("scatter", "reduce")
@@ -246,10 +246,6 @@ def placed(eqn: Any, data: Sequence[Axes]) -> list[Axes] | None:
         result = [foreign(size) for size in outs[0]]
         result[numbers.out_spec[0]] = data[0][numbers.lhs_spec[0]]
         return [tuple(result)]
-    if name == "gather":
-        offset = params["dimension_numbers"].offset_dims
-        rows = iter(data[1][:-1])
-        return [tuple(foreign(size) if k in offset else next(rows) for k, size in enumerate(outs[0]))]
     if name == "sort":
         lost = params["dimension"]
         return [
@@ -263,6 +259,28 @@ def placed(eqn: Any, data: Sequence[Axes]) -> list[Axes] | None:
         if alike and math.prod(outs[0]) > 1:
             return [tuple(_agreed(axis, outs[0][k]) for k, axis in enumerate(zip(*alike, strict=True)))]
     return None
+
+
+def indexed(eqn: Any, data: Sequence[Axes], fresh: Sequence[bool]) -> Axes:
+    """The axes of what a gather or scatter of data gives; `fresh`: of each component of indices, if no data say it.
+
+    What data choose along the axis of the examples is in no order that is known.
+    """
+    numbers, out = eqn.params["dimension_numbers"], tuple(eqn.outvars[0].aval.shape)
+    if eqn.primitive.name != "gather":
+        chosen = {k for k, known in zip(numbers.scatter_dims_to_operand_dims, fresh, strict=True) if not known}
+        grown = zip(data[0], out, strict=True)
+        return tuple(mixed(size) if k in chosen and holds_examples(a) else a for k, (a, size) in enumerate(grown))
+    table, sizes = tuple(eqn.invars[0].aval.shape), eqn.params["slice_sizes"]
+    chosen = {k for k, known in zip(numbers.start_index_map, fresh, strict=True) if not known and sizes[k] < table[k]}
+    lost = any(holds_examples(data[0][k]) for k in chosen)
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    kept = iter([a if sizes[k] == table[k] else foreign(sizes[k]) for k, a in enumerate(data[0]) if k not in gone])
+    rows = iter(
+        mixed(size) if lost and holds_examples(axis) and k not in numbers.start_indices_batching_dims else axis
+        for k, (axis, size) in enumerate(zip(data[1][:-1], eqn.invars[1].aval.shape, strict=False))
+    )
+    return tuple(next(kept if k in numbers.offset_dims else rows) for k in range(len(out)))
 
 
 def _broadcasts(shape: tuple[int, ...], out: tuple[int, ...]) -> bool:
@@ -625,7 +643,8 @@ def register_primitive(operation: Callable[..., Any] | Any, like: Callable[..., 
     if key is None:
         raise ValueError(
             "operation must be a function with a custom derivative, the kernel of a pallas_call, a primitive, or the "
-            f"name of the target of an ffi_call, but is {operation!r}"
+            f"name of the target of an ffi_call, but is {operation!r}. Of those that a function "
+            "makes there may be several: define it at the top level of a module"
         )
     if like is not None and not callable(like):
         raise ValueError(f"like must be a function or None, but is {like!r}")
@@ -640,7 +659,9 @@ def _key(operation: Any) -> Any:
     while isinstance(written, functools.partial):
         written = written.func
     code = getattr(written, "__code__", None)
-    return code and (code.co_filename, code.co_firstlineno)
+    if code is None or "<locals>" in code.co_qualname:
+        return None  # of those that one function makes several times, none can be told from the others
+    return code.co_filename, code.co_firstlineno, code.co_name
 
 
 def _registered(eqn: Any) -> Callable[..., Any] | str | None:
@@ -652,7 +673,10 @@ def _registered(eqn: Any) -> Callable[..., Any] | str | None:
         keys.append(target)
     inner = next(inside(eqn), None)
     if inner is not None and (info := inner.debug_info) is not None:
-        keys.append((info.func_filename, info.func_lineno))  # a pallas_call may have a name of its own
+        place = info.func_filename, info.func_lineno
+        keys.append((*place, info.func_name))
+        if eqn.params.get("name") == info.func_name:  # the own name of a pallas_call
+            keys += [key for key in _REGISTERED if isinstance(key, tuple) and key[:2] == place]
     return next((_REGISTERED[key] for key in keys if key in _REGISTERED), None)
 
 

@@ -41,6 +41,7 @@ class Value:
       axes: its axes in atoms, with those that hold examples marked (`examples.py`).
       data: whether it depends on array arguments of the loss, or holds examples.
       rows: whether it depends on the batch, or holds examples.
+      given: whether it depends on array arguments of the loss.
     """
 
     shape: tuple[int, ...]
@@ -50,6 +51,7 @@ class Value:
     axes: Axes = ()
     data: bool = False
     rows: bool = False
+    given: bool = False
 
     @property
     def size(self) -> int:

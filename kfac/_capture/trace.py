@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +33,7 @@ class Trace(NamedTuple):
       names: paths of the parameter leaves.
       shapes: their shapes.
       batch: what is known of the batch.
+      loss: shape, dtype and the like of the loss.
     """
 
     program: Program
@@ -40,6 +42,7 @@ class Trace(NamedTuple):
     names: list[str]
     shapes: list[tuple[int, ...]]
     batch: Batch
+    loss: Any
 
     @property
     def num_leaves(self) -> int:
@@ -104,7 +107,13 @@ def check_params(params: Any) -> tuple[list[str], list[tuple[int, ...]]]:
 
 
 def trace(
-    loss_fn: Callable, has_aux: bool, params: Any, args: tuple, kwargs: dict, batch_argnums: Argnums = None
+    loss_fn: Callable,
+    has_aux: bool,
+    params: Any,
+    args: tuple,
+    kwargs: dict,
+    batch_argnums: Argnums = None,
+    shared: Collection[str] = (),
 ) -> Trace:
     """Traces `loss_fn(params, *args, **kwargs)`; arguments that are not arrays stay what they are.
 
@@ -115,8 +124,8 @@ def trace(
       args: the others.
       kwargs: and those with names.
       batch_argnums: which of them are the batch, with `params` as 0, or the names of keyword arguments. None: the first
-        after `params`; where there is no other program with that doubled, all those with arrays of one leading length,
-        if there is one such length only.
+        after `params`, or as few as possible of which the loss can be traced with twice as many examples.
+      shared: arrays in these that are known not to hold examples, as in `Batch`.
     """
     names, shapes = check_params(params)
     leaves, treedef = jax.tree.flatten((args, kwargs))
@@ -151,45 +160,55 @@ def trace(
         return closed, rebuild
 
     closed, rebuild = traced(arrays)
-    candidates = _candidates(args, kwargs, batch_argnums)
-    found: list[tuple[Candidate, Program]] = []
-    hidden: list[str] = []
-    for candidate in candidates:
-        if len(found) == 1 and found[0][0].first:
-            break
+
+    def doubled(candidate: Candidate) -> Program | str:
+        """The program with twice as many of these examples, beside that with as many as there are; or why not."""
+        twice = f"{2 * candidate.length} examples in {candidate.where}"
         try:
             twin, _ = traced([_twice(x) if k in candidate.leaves else x for k, x in enumerate(arrays)])
             program = flat(closed, twin, alike=candidate.length > 1)
-            _mark(program)
-            if any(op.longer or any(any(value.grown) for value in op.outputs) for op in program.walk() if op.alive):
-                found.append((candidate, program))
-            else:
-                hidden.append(f"nothing that the loss depends on grows with {candidate.where}")
         except AnotherProgramError:
-            hidden.append(f"with {2 * candidate.length} examples in {candidate.where} the loss is another program")
+            return f"with {twice} the loss is another program"
         except Exception as error:  # whatever a model raises that has a batch size written into it
-            reason = str(error).strip().splitlines()
-            hidden.append(
-                f"the loss cannot be traced with {2 * candidate.length} examples in {candidate.where} "
-                f"({type(error).__name__}: {reason[0] if reason else ''})"
-            )
+            reason, *_ = [*str(error).strip().splitlines(), ""]
+            return f"the loss cannot be traced with {twice} ({type(error).__name__}: {reason})"
+        _mark(program)
+        if any(op.longer or any(any(value.grown) for value in op.outputs) for op in program.walk() if op.alive):
+            return program
+        return f"nothing that the loss depends on grows with {candidate.where}"
+
+    found: list[tuple[Candidate, Program]] = []
+    hidden: list[str] = []
+    for candidates in _candidates(args, kwargs, batch_argnums, shared):
+        tried = [(candidate, doubled(candidate)) for candidate in candidates]
+        found = [(candidate, program) for candidate, program in tried if isinstance(program, Program)]
+        hidden += [program for _, program in tried if isinstance(program, str)]
+        if found:
+            break
+    leaves_of_batch = None
     if len(found) == 1:
-        ((candidate, program),) = found
-        lies = {jax.typeof(arrays[k]).sharding.spec[0] for k in candidate.leaves if isinstance(arrays[k], jax.Array)}
-        batch = Batch(
-            candidate.length, candidate.argnums, candidate.shared, lies=lies.pop() if len(lies) == 1 else None
-        )
-        doubled = set(candidate.leaves)
+        ((one, program),) = found
+        batch = Batch(one.length, one.argnums, one.shared, lies=_lies(arrays[k] for k in one.leaves))
+        leaves_of_batch = one.leaves
     else:
         program = flat(closed)
         _mark(program)
-        doubled = None
-        if found:
-            where = " or ".join(candidate.where for candidate, _ in found)
-            hidden = [f"the examples may be those of {where}: say batch_argnums="]
-        batch = Batch(hidden=hidden[0] if hidden else "no argument of the loss has an array with a leading axis")
-    place(program, len(names), doubled, batch.num_examples)
-    return Trace(program, arrays, rebuild, names, shapes, batch)
+        batch = Batch(hidden=_why_hidden([candidate for candidate, _ in found], hidden))
+    place(program, len(names), leaves_of_batch, batch.num_examples)
+    return Trace(program, arrays, rebuild, names, shapes, batch, closed.out_avals[0])
+
+
+def _why_hidden(several: Sequence[Candidate], reasons: Sequence[str]) -> str:
+    if several:
+        each = " or ".join(f"the {candidate.length} of {candidate.where}" for candidate in several)
+        return f"the examples may be {each}: let the batch be arguments of its own, and say batch_argnums="
+    return reasons[0] if reasons else "no argument of the loss has an array with a leading axis"
+
+
+def _lies(leaves: Iterable[Any]) -> AxisName | None:
+    """The axes of a mesh with explicit ones along which all these arrays are split."""
+    found = {jax.typeof(leaf).sharding.spec[0] for leaf in leaves if isinstance(leaf, jax.Array)}
+    return found.pop() if len(found) == 1 else None
 
 
 def _mark(program: Program) -> None:
@@ -219,52 +238,62 @@ class Candidate(NamedTuple):
     length: int
     argnums: tuple[int | str, ...]
     shared: tuple[str, ...]
-    first: bool
 
     @property
     def where(self) -> str:
         return " and ".join(f"argument {k!r}" for k in self.argnums)
 
 
-def _candidates(args: tuple, kwargs: dict, batch_argnums: Argnums) -> list[Candidate]:
-    """What may be the batch, in the order in which it is tried."""
-    by_argument: dict[int | str, list[tuple[int, str, Any]]] = {}
-    count = 0
+class Leaf(NamedTuple):
+    """An array among the arguments: its position among all of them, its argument, its name, and its leading length."""
+
+    position: int
+    argument: int | str
+    name: str
+    length: int | None
+
+
+def _candidates(
+    args: tuple, kwargs: dict, batch_argnums: Argnums, shared: Collection[str]
+) -> Iterator[list[Candidate]]:
+    """What may be the batch, in stages: the first of which one can be traced decides.
+
+    All arrays of the chosen arguments that have one leading length; then all but one of them, as a mask may be as long
+    by chance. Where the arguments are not chosen: the first, then as few others with it as possible, then others.
+    """
     arguments: dict[int | str, Any] = dict(enumerate(args, 1)) | {name: kwargs[name] for name in sorted(kwargs)}
+    leaves: list[Leaf] = []
     for key, argument in arguments.items():
-        by_argument[key] = []
         for path, leaf in jax.tree_util.tree_flatten_with_path(argument)[0]:
             if is_array(leaf):
                 name = f"argument {key!r}{jax.tree_util.keystr(path)}"
-                by_argument[key].append((count, name, leaf))
-                count += 1
+                alone = not leaf.shape or is_key(leaf) or name in shared
+                leaves.append(Leaf(len(leaves), key, name, None if alone else leaf.shape[0]))
 
-    def candidate(keys: Sequence[int | str], length: int | None, first: bool) -> list[Candidate]:
-        own = [(k, *leaf) for k in keys for leaf in by_argument[k] if jnp.shape(leaf[2]) and not is_key(leaf[2])]
-        if length is None:
-            lengths = collections.Counter(leaf.shape[0] for *_, leaf in own)
-            length = max(lengths, key=lambda n: lengths[n], default=None)
-        chosen = [(key, k) for key, k, _, leaf in own if leaf.shape[0] == length]
-        if not chosen or not length:
-            return []
-        holding = tuple(dict.fromkeys(key for key, _ in chosen))
-        shared = tuple(
-            f"{name} {list(leaf.shape)}" for k in holding for n, name, leaf in by_argument[k] if (k, n) not in chosen
-        )
-        return [Candidate(frozenset(n for _, n in chosen), length, holding, shared, first)]
+    def candidate(chosen: Sequence[Leaf]) -> Candidate:
+        argnums = tuple(dict.fromkeys(leaf.argument for leaf in chosen))
+        shared = tuple(leaf.name for leaf in leaves if leaf.argument in argnums and leaf not in chosen)
+        return Candidate(frozenset(leaf.position for leaf in chosen), chosen[0].length or 0, argnums, shared)
 
-    if batch_argnums is not None:
-        return candidate(_named(batch_argnums, by_argument, len(args)), None, True)
-    first = candidate([1], None, True) if args else []
-    leading = collections.Counter(
-        leaf.shape[0] for own in by_argument.values() for _, _, leaf in own if jnp.shape(leaf) and not is_key(leaf)
-    )
-    rest = [
-        one
-        for length in sorted(leading, key=lambda n: -leading[n])
-        for one in candidate(list(by_argument), length, False)
-    ]
-    return first + [one for one in rest if not first or one.leaves != first[0].leaves]
+    def of_lengths(keys: Collection[int | str]) -> list[list[Leaf]]:
+        """The leaves of these arguments by length, if each argument has one of them; the most first."""
+        by_length: dict[int, list[Leaf]] = {}
+        for leaf in leaves:
+            if leaf.argument in keys and leaf.length:
+                by_length.setdefault(leaf.length, []).append(leaf)
+        whole = [own for own in by_length.values() if {leaf.argument for leaf in own} == set(keys)]
+        return sorted(whole, key=len, reverse=True)
+
+    given = None if batch_argnums is None else _named(batch_argnums, arguments, len(args))
+    first = [key for key in arguments if key == 1] if given is None else given
+    alike = of_lengths(first) if first else []
+    yield [candidate(own) for own in alike]
+    yield [candidate([leaf for leaf in own if leaf is not out]) for own in alike if len(own) > 1 for out in own]
+    for own_first in (True, False) if given is None else ():
+        for count in range(1, len(arguments) + 1):
+            keys = [set(keys) for keys in itertools.combinations(arguments, count)]
+            chosen = [own for own in keys if (1 in own) == own_first]
+            yield [candidate(own) for together in chosen for own in of_lengths(together)]
 
 
 def _named(batch_argnums: Argnums, known: Collection[int | str], count: int) -> list[int | str]:
@@ -286,10 +315,13 @@ def _named(batch_argnums: Argnums, known: Collection[int | str], count: int) -> 
     return result
 
 
-def batch_of(layers: Layers, args: tuple, kwargs: dict) -> Argnums:
-    """Which of these arguments hold the examples, as `layers` were found with them; None where there are no such."""
+def batch_of(layers: Layers, args: tuple, kwargs: dict) -> tuple[Argnums, Collection[str]]:
+    """Which of these arguments hold the examples, as `layers` were found with them, and what in them is shared.
+
+    None and nothing where there are no such arguments.
+    """
     known = tuple(k for k in layers.batch_argnums if (k in kwargs if isinstance(k, str) else 0 < k <= len(args)))
-    return known or None
+    return (known, layers.shared) if known else (None, ())
 
 
 def aim_at(traced: Trace, roots: Collection[Op]) -> None:

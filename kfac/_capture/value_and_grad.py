@@ -19,7 +19,7 @@ from kfac._capture.trace import Trace, aim_at, batch_of, trace
 from kfac._checks import check_choice, check_positive_int, check_switch
 from kfac._factors import Factors
 from kfac._layers import Layers
-from kfac._varying import as_varying, lying_as, own_key, varying_axes, within_devices, zeros_of
+from kfac._varying import as_varying, lying_as, own_key, varying_axes, varying_in, within_devices, zeros_of
 
 
 def value_and_grad(
@@ -97,10 +97,10 @@ def value_and_grad(
         params = as_varying(params, axes | varying_axes(params))
         if not statistics:
             if within_devices():
-                _check_own(trace(loss_fn, has_aux, params, args, kwargs, ()))
+                _check_own(trace(loss_fn, has_aux, params, args, kwargs, ()), axes)
             return *jax.value_and_grad(loss_fn, has_aux=has_aux)(params, *args, **kwargs), None
-        traced = trace(loss_fn, has_aux, params, args, kwargs, batch_of(layers, args, kwargs))
-        _check_own(traced)
+        traced = trace(loss_fn, has_aux, params, args, kwargs, *batch_of(layers, args, kwargs))
+        _check_own(traced, axes)
         marks = find_marks(traced)
         if drawn:
             skipped = {path for layer in layers if layer.kind == "skipped" for path in layer.params}
@@ -125,8 +125,10 @@ def value_and_grad(
     return with_factors
 
 
-def _check_own(traced: Trace) -> None:
-    if axes := traced.program.average_over_devices(traced.num_leaves):
+def _check_own(traced: Trace, differing: frozenset[str]) -> None:
+    """Raises where the loss is an average over devices: it does not differ between them, or is made as such."""
+    missing = sorted(differing - varying_in(traced.loss))
+    if axes := traced.program.average_over_devices(traced.num_leaves) or missing:
         raise ValueError(
             f"loss_fn returns an average over the devices of {', '.join(map(repr, axes))}: let it return the mean over "
             "this device's own examples, and average afterwards, jax.lax.pmean(loss, axes), and the gradients likewise"

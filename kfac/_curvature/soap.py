@@ -10,12 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from kfac._checks import check_range
-from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.eigh import block_eigenvalues, eigen_condition, rotate, unturned
 from kfac._curvature.ekfac import Moments, into_basis
 from kfac._curvature.inverse import Inverse, averaged, diagonals, per_block
 from kfac._factors import Eigen, Kronecker
-from kfac._layers import Layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,10 +108,3 @@ def follow(kept: Eigen | jax.Array, stack: jax.Array) -> Eigen | jax.Array:
     image = jnp.take_along_axis(image + FLOOR * kept.vectors, order[:, None, :], axis=2)
     values = jnp.take_along_axis(jnp.maximum(along, 0), order, axis=1) * scale[:, :, 0]
     return Eigen(lax.linalg.qr(image, full_matrices=False)[0], values)
-
-
-def default_inverse(layers: Layers, refused: bool) -> Inverse:
-    """`Soap`, but `Cholesky` for convolutions before a normalisation, and where `Soap` is `refused`."""
-    kinds = [layer.kind for layer in layers]
-    turned = kinds.count("conv") > kinds.count("dense") and "unitwise" in kinds
-    return Cholesky() if turned or refused else Soap()

@@ -17,9 +17,9 @@ from kfac._checks import check_layers, check_positive_int, check_type
 from kfac._curvature.blocks import Group, group_layers
 from kfac._curvature.by_rows import eliminated, larger, rows_of_each
 from kfac._curvature.inverse import Inverse, count_bytes
-from kfac._curvature.soap import default_inverse
+from kfac._curvature.soap import Soap
 from kfac._curvature.symmetric import flatten_block, packed_size
-from kfac._distributed.distribution import Distribution, encode, owners_precondition, shared, shares, staggers, turns_of
+from kfac._distributed.distribution import Distribution, check_kind, encode, owners_precondition, shared, shares
 from kfac._distributed.owners import Cost, Shard, group_costs, make_shards
 from kfac._distributed.segments import BUCKETS, make_buckets, make_segments
 from kfac._factors import Block
@@ -36,14 +36,12 @@ class Assignment:
     Attributes:
       layers: the layers.
       devices: number of devices.
-      inverse_every: steps over which a refresh is spread.
       inverse: how blocks are inverted, as given to the optimizer. None: as `kfac.kfac` does by default.
       distribution: how devices are used, likewise.
     """
 
     layers: Layers
     devices: int = 1
-    inverse_every: int = 1
     inverse: Inverse | None = None
     distribution: Distribution | None = None
 
@@ -51,24 +49,18 @@ class Assignment:
         """Checks the arguments."""
         check_layers(self.layers)
         check_positive_int("devices", self.devices)
-        check_positive_int("inverse_every", self.inverse_every)
         check_type("distribution", self.distribution, Distribution | None, "a kfac.Distribution or None")
         check_type("inverse", self.kind, Inverse, "a kind of inverse such as kfac.Cholesky()")
-        staggers(self._uses, self.kind, several=self.devices > 1)
+        check_kind(self._uses, self.kind)
 
     @property
     def kind(self) -> Inverse:
         """`inverse`, or what is used by default."""
-        return default_inverse(self.layers, self._uses.refuses_soap) if self.inverse is None else self.inverse
+        return Soap() if self.inverse is None else self.inverse
 
     @property
     def _uses(self) -> Distribution:
         return self.distribution or Distribution()
-
-    @property
-    def _steps(self) -> int:
-        """Steps of a cycle."""
-        return self.inverse_every if staggers(self._uses, self.kind, several=self.devices > 1) else 1
 
     @functools.cached_property
     def groups(self) -> tuple[Group, ...]:
@@ -86,27 +78,16 @@ class Assignment:
         return group_costs(self.groups, self._uses.split_from)
 
     @functools.cached_property
-    def _work(self) -> np.ndarray:
-        """`[steps, devices]`: the work of each device in each step of a cycle, in `n^3`."""
-        turns = turns_of(self._uses, self.groups, self._steps, self.devices)
-        work = np.zeros((self._steps, self.devices))
+    def cost_per_device(self) -> list[int]:
+        """Work of a refresh on each device, in `n^3`; the largest is the critical path."""
+        work = np.zeros(self.devices)
         for cost in self.costs:
             if cost.sides:
-                np.add.at(work, turns[cost.name], cost.on_each(self.devices))
+                work += cost.blocks * cost.on_each(self.devices)
                 continue
             owners = np.array([self.shards[cost.name].location(block)[0] for block in range(cost.blocks)])
-            np.add.at(work, (turns[cost.name], owners), cost.work)
-        return work
-
-    @property
-    def cost_per_device(self) -> list[int]:
-        """Work of one whole refresh on each device, in `n^3`."""
-        return [int(work) for work in self._work.sum(axis=0)]
-
-    @property
-    def cost_per_step(self) -> list[int]:
-        """Work of the busiest device in each step of a cycle, in `n^3`; their sum is the critical path."""
-        return [int(work) for work in self._work.max(axis=1)]
+            np.add.at(work, owners, cost.work)
+        return [int(found) for found in work]
 
     @property
     def memory_per_device(self) -> int:
@@ -275,13 +256,10 @@ def _table(plan: Assignment) -> str:
     split = [layer.name for group in plan.groups if plan.split(group) for layer in group.layers]
     if split:
         lines.append(f"on all devices, split by rows: {', '.join(split)}")
-    steps = plan.cost_per_step
     mean = total / plan.devices
     lines += [
         f"one refresh: {total:.3g} n^3 in all; busiest device {worst:.3g}, "
         f"{worst / mean if mean else 1:.2f} times the mean",
-        f"spread over {len(steps)} steps: worst step {max(steps):.3g}, mean {sum(steps) / len(steps):.3g}, "
-        f"critical path {sum(steps):.3g}",
         f"memory per device (averages and inverses): {format_bytes(plan.memory_per_device)}",
         f"reduced per device, each time there are statistics: {by_kind(plan.statistics_messages)}",
         f"gathered per step: {by_kind(plan.results_messages)}",

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
-from kfac._checks import check_axis_name, check_choice, check_mesh, check_positive_int, check_switch
+from kfac._checks import check_axis_name, check_choice, check_mesh, check_positive_int
 from kfac._curvature.blocks import Group
 from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
 from kfac._curvature.symmetric import flatten, unflatten
-from kfac._distributed.owners import group_costs, make_turns, split_sides
+from kfac._distributed.owners import split_sides
 from kfac._varying import AxisName, axis_names
 
 
@@ -38,13 +36,6 @@ class Distribution:
       precondition: `"sharded"`: owners precondition, gradients are gathered every step. `"replicated"`: inverses are
         gathered when refreshed, and every device preconditions all blocks: fewer messages, more memory. Not with
         `Ekfac`, whose eigenvalues change with all statistics.
-      staggered: spread the refreshes over `inverse_every` steps by cost, so that devices wait little for each other and
-        no step pays for all where there are more blocks than devices. False refreshes all of them at steps 0,
-        `inverse_every`, 2 `inverse_every`, ... None staggers where `inverse_every` is a plain integer, which it takes,
-        and inverses are not sent, as they are with `"replicated"` and, on several devices, with `Ekfac`: any refresh
-        sends all of them.
-      schedule_for: the number of devices for which a staggered refresh deals blocks to the steps. None: those there
-        are, so that devices wait least for each other; with a number, training is the same on any number of devices.
       gradients: `"averaged"`: what `update` gets has been averaged over devices. `"local"`: it is a device's own;
         `update` averages it at the owners only, and gathers the results: hardly more is sent than for the average
         alone. With `axis_name` and `precondition="sharded"`, not with `Soap`; only linear transformations may come
@@ -60,8 +51,8 @@ class Distribution:
         et al. 2021). `kfac.state_specs` takes these axes.
       split_from: factors of this dimension or more, some hundreds at least, are split by rows over the owners, which
         keep, invert and apply them together: no device then waits for the one with the largest block, or has to have
-        room for it. Gradients of these blocks are averaged on all devices. With `Cholesky`, which is then the default
-        of `kfac.kfac`, and `precondition="sharded"`. None splits nothing.
+        room for it. Gradients of these blocks are averaged on all devices. With `inverse=kfac.Cholesky()`, and
+        `precondition="sharded"`. None splits nothing.
 
     Raises:
       ValueError: an argument is out of range.
@@ -70,8 +61,6 @@ class Distribution:
     axis_name: AxisName | None = None
     mesh: Mesh | None = None
     precondition: str = "sharded"
-    staggered: bool | None = None
-    schedule_for: int | None = None
     gradients: str = "averaged"
     communication_dtype: str = "float32"
     owners: AxisName | None = None
@@ -82,7 +71,6 @@ class Distribution:
         check_axis_name(self.axis_name)
         check_axis_name(self.owners, "owners")
         check_choice("precondition", self.precondition, ("sharded", "replicated"))
-        check_switch("staggered", self.staggered, optional=True)
         check_choice("gradients", self.gradients, ("averaged", "local", "split"))
         if self.gradients == "local" and (self.replicated or self.mesh is not None):
             raise ValueError(
@@ -94,8 +82,6 @@ class Distribution:
                 "gradients='split' is for mesh=, over which parameters are split, with precondition='sharded': inside "
                 "jax.shard_map a device has whole parameters, and with 'replicated' it needs all gradients"
             )
-        if self.schedule_for is not None:
-            check_positive_int("schedule_for", self.schedule_for)
         check_choice("communication_dtype", self.communication_dtype, ("float32", "bfloat16"))
         if self.split_from is not None:
             check_positive_int("split_from", self.split_from)
@@ -134,32 +120,20 @@ class Distribution:
         """Whether every device preconditions all blocks."""
         return self.precondition == "replicated"
 
-    @property
-    def refuses_soap(self) -> bool:
-        """Whether there is no `Soap` with it."""
-        return self.replicated or self.gradients == "local" or self.split_from is not None
 
-
-def staggers(distribution: Distribution, inverse: Inverse, *, several: bool) -> bool:
-    """Whether refreshes are spread over steps, by one's choice or by default; `several`: on more than one device.
-
-    Raises:
-      ValueError: `inverse` cannot be had on all devices, or is not split.
-    """
+def check_kind(distribution: Distribution, inverse: Inverse) -> None:
+    """Raises where `inverse` cannot be had on all devices, or is not split."""
     if distribution.split_from is not None and type(inverse) is not Cholesky:
         raise ValueError(
             f"split_from={distribution.split_from} is for inverse=kfac.Cholesky(), but inverse={inverse!r}: an "
-            "eigendecomposition is not split over devices. Leave split_from at None, or let larger factors be "
-            "diagonal, find_layers(max_dim=)"
+            "eigendecomposition is not split over devices. Pass that, or leave split_from at None, or let larger "
+            "factors be diagonal, find_layers(max_dim=)"
         )
     if distribution.replicated and (inverse.takes_moments or inverse.takes_gradients):
         raise ValueError(
             f"precondition='replicated' is not for inverse={inverse!r}, of which a part changes with all "
-            "statistics or gradients and would be sent as often: leave it at 'sharded'"
+            "statistics or gradients and would be sent as often: leave it at 'sharded', or pass inverse=kfac.Cholesky()"
         )
-    if distribution.staggered is not None:
-        return distribution.staggered
-    return not distribution.replicated and not (inverse.takes_moments and several)
 
 
 @functools.cache
@@ -186,15 +160,6 @@ def shares(distribution: Distribution, inverse: Inverse, group: Group, *, severa
     """Whether all devices have the inverses of a Kronecker group, or on `several` devices a part of them."""
     moments = group.correctable and inverse.takes_moments
     return everywhere(distribution, inverse, group) or (several and moments)
-
-
-def turns_of(distribution: Distribution, groups: Sequence[Group], phases: int, devices: int) -> dict[str, np.ndarray]:
-    """In which of `phases` steps of a cycle each Kronecker block is refreshed, `[blocks]` for each group.
-
-    With `schedule_for` as if no factor were split: so it is on one device.
-    """
-    fixed = distribution.schedule_for
-    return make_turns(group_costs(groups, None if fixed else distribution.split_from), phases, fixed or devices)
 
 
 def shared(inverse: Inverse, kept: Any) -> Any:

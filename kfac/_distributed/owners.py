@@ -1,4 +1,4 @@
-"""Who owns which block, and when it is inverted: pure arithmetic on shapes, no devices.
+"""Who owns which block: pure arithmetic on shapes, no devices.
 
 Blocks of equal shape form a group of `K`. They are dealt to `D` devices: device `d` owns block `p D + d` at each of its
 positions `p = 0 ... full - 1`, `full = K // D`. What is left of a group, its *remainder*, goes to as many devices, one
@@ -7,10 +7,6 @@ and forth in every step. The most expensive groups are dealt first. No table has
 block of a remainder.
 
 A block with a factor that is split by rows is on all devices, each with its rows: nothing of its group is dealt.
-
-A staggered refresh deals the blocks to the steps of a cycle, the most expensive first: each to a step in which its
-device would wait for others anyway, if there is one, else to the step with the least work so far. Staggered by the work
-of devices alone, in whatever order, all but one of them would wait in every step.
 """
 
 from __future__ import annotations
@@ -134,24 +130,3 @@ def make_shards(costs: Iterable[Cost], devices: int) -> dict[str, Shard]:
         load[least] += cost.elements
         shards[cost.name] = Shard(cost.blocks, devices, tuple(least.tolist()))
     return shards
-
-
-def make_turns(costs: Iterable[Cost], phases: int, devices: int) -> dict[str, np.ndarray]:
-    """In which of `phases` steps of a cycle each block is refreshed, `[blocks]` for each group, on so many devices."""
-    shards, turns = make_shards(costs, devices), {}
-    load, longest = np.zeros((phases, devices), int), np.zeros(phases, int)  # work of each device; of the busiest
-    for cost in _dealt(costs):
-        shard, work = shards[cost.name], cost.on_each(devices)
-        turns[cost.name] = np.zeros(cost.blocks, int)
-        row = 1 if cost.sides else devices  # blocks that keep all devices busy together
-        for first in range(0, cost.blocks - len(shard.owners), row):
-            step = np.argmin(longest)
-            turns[cost.name][first : first + row] = step
-            load[step] += work
-            longest[step] += work
-        for block, device in enumerate(shard.owners, shard.full * devices):
-            after = load[:, device] + work
-            turns[cost.name][block] = step = np.lexsort((after, after > longest))[0]
-            load[step, device] = after[step]
-            longest[step] = max(longest[step], after[step])
-    return turns

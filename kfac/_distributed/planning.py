@@ -7,6 +7,9 @@ import itertools
 import math
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from kfac._checks import check_positive_int, check_range
 from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import Inverse
@@ -35,7 +38,7 @@ class Hardware:
 # 4,800 Gbit/s of a TPU v5p's six links those of one axis of the torus.
 HARDWARE = {"h100": Hardware(2e14, 1e13, 5e10), "tpu-v5p": Hardware(1.8e14, 5e12, 2e11)}
 
-LONGEST = 20  # of the intervals of `inverse_every="auto"`: no longer one was tried on networks of many kinds
+LONGEST = 16  # of the intervals that `affordable` gives: no longer one was tried on networks of many kinds
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -43,7 +46,7 @@ class Plan:
     """What a run would take; print it. What `plan` returns.
 
     Attributes:
-      assignment: who owns what, with `inverse_every`.
+      assignment: who owns what.
       batch: examples of all devices together.
       hardware: what a device is taken to do.
       overhead: the share of the time of a first-order step that was asked for.
@@ -162,24 +165,16 @@ def plan(
         if every is not None:
             check_positive_int(name, every)
 
-    def assigned(every: int) -> Assignment:
-        return Assignment(layers, devices, every, inverse, distribution)
-
-    rows = sum(group.size for group in assigned(1).groups if group.kronecker)
-    most = assigned(inverse_every or max(1, rows))  # the longest critical path: every row in a step of its own
-    flops, messages, seconds = _costs(most, batch, machine)
+    one = Assignment(layers, devices, inverse, distribution)
+    flops, messages, seconds = _costs(one, batch, machine)
     budget = overhead * (seconds["model"] + seconds["gradients"]) - seconds["preconditioning"] - seconds["results"]
     statistics_every, inverse_every = _intervals(seconds, budget, statistics_every, inverse_every)
-    final = assigned(inverse_every or max(1, rows))
-    shorter = sum(final.cost_per_step) / max(1, sum(most.cost_per_step))
-    flops["inversions"] *= shorter
-    seconds["inversions"] *= shorter
-    costs = {cost.name: cost.on_each(devices) for cost in final.costs}
+    costs = {cost.name: cost.on_each(devices) for cost in one.costs}
     name = max(costs, key=lambda name: costs[name], default="")
-    layer = next((group.layers[0].name for group in final.groups if group.name == name), "no layer")
-    share = costs.get(name, 0) / max(1, sum(final.cost_per_step))
-    return Plan(final, batch, machine, overhead, statistics_every, inverse_every, flops, messages, seconds,
-                final.memory_per_device, (layer, share))  # fmt: skip
+    layer = next((group.layers[0].name for group in one.groups if group.name == name), "no layer")
+    share = costs.get(name, 0) / max(1, *one.cost_per_device)
+    return Plan(one, batch, machine, overhead, statistics_every, inverse_every, flops, messages, seconds,
+                one.memory_per_device, (layer, share))  # fmt: skip
 
 
 def _machine(hardware: str | Hardware, rates: dict[str, float]) -> Hardware:
@@ -202,7 +197,7 @@ def _costs(assignment: Assignment, batch: int, machine: Hardware) -> tuple[dict,
         "model": 3 * local * sum(map(_products, layers)),
         "statistics": local * sum(map(_statistics, layers)),
         "preconditioning": sum(_applied(group, assignment) for group in assignment.groups if group.kronecker),
-        "inversions": sum(assignment.cost_per_step) * assignment.kind.flops,
+        "inversions": max(assignment.cost_per_device) * assignment.kind.flops,
     }
     messages = {
         "gradients": assignment.gradients_messages,
@@ -245,12 +240,20 @@ def _intervals(seconds, budget: float, statistics_every, inverse_every) -> tuple
     return statistics_every, inverse_every
 
 
-def affordable(layers: Layers, inverse: Inverse) -> int:
-    """`inverse_every="auto"` of `kfac.kfac`: on any number of devices, which share out refreshes like examples."""
+def affordable(layers: Layers, inverse: Inverse, cost: float | jax.Array) -> int | jax.Array:
+    """The interval of "auto": the shortest at which statistics and refreshes take `cost` of the gradients' work.
+
+    On any number of devices, which share out refreshes like examples. A FLOP of a refresh takes three times as long.
+    """
     known = [layer for layer in layers if layer.positions is not None]
-    gradients = 3 * (layers.num_examples or 0) * sum(map(_products, known))
+    gradients = 3 * (examples := layers.num_examples or 0) * sum(map(_products, known))
     refreshes = 3 * inverse.flops * sum(layer.copies * layer.inversion for layer in known)
-    return min(LONGEST, max(1, math.ceil(2 * refreshes / gradients))) if gradients else 1
+    seldom = examples * sum(map(_statistics, known)) + refreshes
+    if not gradients:
+        return 1
+    if isinstance(cost, jax.Array):  # as `optax.inject_hyperparams` has it
+        return jnp.clip(jnp.ceil(seldom / gradients / cost), 1, LONGEST).astype(jnp.int32)
+    return min(LONGEST, max(1, math.ceil(seldom / gradients / cost)))
 
 
 def _products(layer: Layer) -> float:
@@ -307,9 +310,9 @@ def _text(plan: Plan) -> str:
             flops = f"{plan.flops[name]:.3g}" if name in plan.flops else ""
             lines.append(f"{name:<22}{flops:>18}{1e3 * seconds:>14.3f}  {by_kind(kinds) if kinds else ''}".rstrip())
     name, share = plan.largest
-    path = sum(one.cost_per_step)
+    path = max(one.cost_per_device)
     lines += [
-        f"critical path of the inversions of a cycle: {plan.flops['inversions']:.3g} FLOPs, "
+        f"critical path of a refresh: {plan.flops['inversions']:.3g} FLOPs, "
         f"{1e3 * plan.seconds['inversions']:.3g} ms, {path / max(1, sum(one.cost_per_device)) * one.devices:.2f} times "
         f"all work over all devices; {share:.0%} of it is a block of the shape of {name}"
         + (f": {_smaller(one)}" if share > 0.3 else ""),

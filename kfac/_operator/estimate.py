@@ -58,7 +58,7 @@ def estimate(
     options = {} if basis is None else {"basis": basis}
 
     def of_batch(params, batch, number):
-        traced = trace(loss_fn, has_aux, params, (batch,), {}, batch_of(layers, (batch,), {}))
+        traced = trace(loss_fn, has_aux, params, (batch,), {}, *batch_of(layers, (batch,), {}))
         examples = layers_of(traced, layers, find_marks(traced), num_examples).num_examples
         drawn = {} if key is None else {"fisher_key": jax.random.fold_in(key, number)}
         return measure(params, batch, **drawn, **options)[2], examples

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax import lax
 
@@ -49,6 +50,28 @@ def diagnostics(opt_state: Any) -> dict[str, jax.Array]:
             # What it rejects does not reach the preconditioner.
             scalars["skipped_steps"] += guard.total_notfinite
     return scalars
+
+
+def due(opt_state: Any) -> jax.Array:
+    """Whether the next step is to bring statistics, by `cost=` of `kfac.kfac` or `statistics_every=`.
+
+    With two programs, as `train_step` has them::
+
+        step = step_with_statistics if kfac.due(opt_state) else step_without
+        params, opt_state = step(params, opt_state, batch)
+
+    or with `jax.lax.cond` in one. To ask waits for the step before; a loop that must not wait goes by its own count.
+
+    Args:
+      opt_state: an optimizer state; the preconditioner's part is looked for in it.
+
+    Returns:
+      A bool, an array of no dimension; of several devices that of the first.
+
+    Raises:
+      ValueError: there is no K-FAC state, or more than one, in `opt_state`.
+    """
+    return jnp.ravel(find_state(opt_state, "opt_state").due)[0]
 
 
 def averaged_factors(opt_state: Any, layers: Layers) -> Factors:

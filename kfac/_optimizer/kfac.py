@@ -13,8 +13,9 @@ import optax
 
 from kfac._checks import check_layers, check_range, check_switch, check_type
 from kfac._curvature.blocks import group_layers
+from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
-from kfac._curvature.soap import default_inverse
+from kfac._curvature.soap import Soap
 from kfac._distributed.distribution import Distribution
 from kfac._distributed.planning import affordable
 from kfac._layers import Layers
@@ -34,6 +35,7 @@ def kfac(
     kl_clip: ScalarOrSchedule | None = None,
     trust_ratio: ScalarOrSchedule | Literal["auto"] | None = "auto",
     damping: ScalarOrSchedule | None = None,
+    cost: float = 0.1,
     inverse_every: int | jax.Array | Literal["auto"] | None = "auto",
     inverse: Inverse | None = None,
     distribution: Distribution | None = None,
@@ -72,17 +74,19 @@ def kfac(
       damping: see `scale_by_kfac`, also for the arguments that follow. With `trust_ratio="auto"` it is in units of the
         mean eigenvalue of each block, as with `Cholesky(relative=True)`: then nothing depends on the scale of the loss.
         None: with "auto" 0.1, or 1e-4 for `Soap`; without, 1e-3.
-      inverse_every: steps between refreshes of the inverses; None leaves them to `refresh`. "auto": the fewest, 20 at
-        most, for which refreshes are half of the work of the gradients of the batch that the layers were found with, if
-        a FLOP of theirs takes three times as long, which is so on a CPU: 1 for most networks, and without
-        `trust_ratio="auto"`. `plan` counts for other machines.
+      cost: what statistics and refreshes may take of the time of the gradients, in the mean step. It sets the interval
+        of both: the shortest, 16 steps at most, at which their FLOPs are this share of those of the gradients of the
+        batch that the layers were found with, where a FLOP of a refresh counts three times, as it takes on a CPU. The
+        first ten steps have both. `due` says of a state whether the next step is one with statistics: `train_step`
+        goes by it. Without `trust_ratio="auto"` every step is, as nothing else holds the length of a stale step.
+      inverse_every: steps between refreshes of the inverses; None leaves them to `refresh`. "auto": that of `cost`.
+        `plan` counts for other machines.
       inverse: how Kronecker blocks are inverted: `Cholesky()`, `Eigh()`, `Ekfac()`, `Soap()` or one's own. With "auto"
         it is made `relative`. With `Soap` the momentum is that of the gradients, and is preconditioned.
 
-        None: `Soap()`, but `Cholesky()` where more than half of the kernels are convolutions and there is a
-        normalisation with a scale among the layers. So either is where it took fewer steps. It is `Cholesky()` too
-        without "auto", and with `precondition="replicated"` or `gradients="local"` of a `Distribution`.
-      distribution: how several devices are used, and whether refreshes are staggered; None: one device.
+        None: `Soap()`, and without "auto" `Cholesky()`. `Soap` is not for `precondition="replicated"`,
+        `gradients="local"` and `split_from=` of a `Distribution`: name another inverse there.
+      distribution: how several devices are used; None: one device.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`; `update` takes the keyword `factors`.
@@ -98,13 +102,18 @@ def kfac(
     check_layers(layers)
     check_type("distribution", distribution, Distribution | None, "a kfac.Distribution or None")
     if inverse is None:
-        inverse = default_inverse(layers, not auto or bool(distribution and distribution.refuses_soap))
+        inverse = Soap() if auto else Cholesky()
     check_type("inverse", inverse, Inverse, "a kind of inverse such as kfac.Cholesky()")
+    check_range("cost", cost, 0, math.inf, open_low=True)
+    every = affordable(layers, inverse, cost) if auto else 1
     damping = (inverse.relative_damping if auto else 1e-3) if damping is None else damping
     inverse = dataclasses.replace(inverse, relative=True) if auto else inverse
     if isinstance(inverse_every, str) and inverse_every == "auto":
-        inverse_every = affordable(layers, inverse) if auto else 1  # nothing else holds the length of a stale step
-    tx = scale_by_kfac(layers, damping=damping, inverse_every=inverse_every, inverse=inverse, distribution=distribution)
+        inverse_every = every
+    tx = scale_by_kfac(
+        layers, damping=damping, statistics_every=every, inverse_every=inverse_every, inverse=inverse,
+        distribution=distribution,
+    )  # fmt: skip
     nesterov = momentum is not None if nesterov is None else nesterov
     return finish(
         tx, learning_rate, layers, momentum=momentum, nesterov=nesterov, rate_in_momentum=False, kl_clip=kl_clip,
@@ -144,7 +153,8 @@ def finish(
     if inverse.takes_gradients and (kl_clip is not None or rate_in_momentum or local):
         raise ValueError(
             f"inverse={inverse!r} sets the length of a step by the gradients and preconditions their momentum: pass "
-            "kl_clip=None, rate_in_momentum=False and no Distribution with gradients='local'"
+            "kl_clip=None, rate_in_momentum=False and no Distribution with gradients='local', or another inverse, "
+            "inverse=kfac.Cholesky()"
         )
     parts = [] if momentum is None else [scheduled_momentum(momentum, nesterov)]
     if inverse.takes_gradients and parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -19,7 +20,7 @@ from kfac._curvature.blocks import check_factors, group_layers
 from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.collectives import owns_last
-from kfac._distributed.distribution import Distribution, staggers
+from kfac._distributed.distribution import Distribution, check_kind
 from kfac._layers import Layers
 from kfac._optimizer.over_mesh import check_over_mesh, step_over_mesh
 from kfac._optimizer.reshard import on_states, some_state, state_spec
@@ -41,6 +42,7 @@ def scale_by_kfac(
     *,
     damping: ScalarOrSchedule = 1e-3,
     factor_decay: ScalarOrSchedule = 0.95,
+    statistics_every: int | jax.Array = 1,
     inverse_every: int | jax.Array | None = 1,
     refresh_warmup: int | jax.Array | None = None,
     inverse: Inverse = Cholesky(),
@@ -55,8 +57,9 @@ def scale_by_kfac(
     through unchanged, and so do all until the first statistics arrive.
 
     `update(grads, state, params=None, *, factors=None)` takes the statistics of the step as `factors`; without them
-    the step uses what it knows. The running average is `F <- decay F + (1 - decay) F_batch`, bias-corrected. A refresh
-    of the inverses follows the statistics of its step and precedes the preconditioning of its gradient; one that could
+    the step uses what it knows. The running average is `F <- d F + (1 - d) F_batch`, bias-corrected, with `d = decay^k`
+    where the last statistics are `k` steps old, so that it looks back as many steps at any interval. A refresh of the
+    inverses follows the statistics of its step and precedes the preconditioning of its gradient; one that could
     change nothing (no statistics and no other damping since the last) is left out. With `averaged=`, a tree like the
     gradients, that is preconditioned in their place: their momentum, for `Soap()`, which takes in the gradients too.
 
@@ -70,15 +73,18 @@ def scale_by_kfac(
     Args:
       layers: what `find_layers` returned.
       damping: positive scalar or schedule of the step; takes effect at the next refresh, with `Eigh` at once.
-      factor_decay: decay of the running averages, in [0, 1); 0 uses the last statistics alone. Scalar or schedule.
-      inverse_every: each inverse is refreshed every so many steps, counted from the first. None: `update` refreshes
+      factor_decay: decay of the running averages in a step, in [0, 1); 0 uses the last statistics alone. Scalar or
+        schedule.
+      statistics_every: every so many steps, and in all of the warm-up, `due` says yes. `update` takes in whatever
+        statistics it gets. Where all inverses are refreshed in the same steps, one without statistics has no refresh.
+      inverse_every: all inverses are refreshed every so many steps, counted from the first. None: `update` refreshes
         nothing, and its program has no refresh; the training loop calls `refresh`.
       refresh_warmup: during so many first steps, every step with statistics refreshes all inverses. None: 10. Not with
         `inverse_every=None`.
       inverse: how Kronecker blocks are inverted and applied: `Cholesky()` as above, `Eigh()`, `Ekfac()`, or an
         `Inverse` of one's own.
       unitwise_damping: factor on `damping` for unit-wise and diagonal blocks. Scalar or schedule.
-      distribution: how several devices are used, and whether refreshes are staggered. None: one device.
+      distribution: how several devices are used. None: one device.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. Updates keep the dtype of the gradients.
@@ -90,21 +96,15 @@ def scale_by_kfac(
     check_layers(layers)
     check_range("damping", damping, 0, math.inf, open_low=True, open_high=True)
     check_range("factor_decay", factor_decay, 0, 1, open_high=True)
+    check_count("statistics_every", statistics_every, 1)
     check_range("unitwise_damping", unitwise_damping, 0, math.inf, open_low=True, open_high=True)
-    if inverse_every is None:
-        if refresh_warmup is not None or (distribution is not None and distribution.staggered):
-            raise ValueError(
-                f"inverse_every=None leaves all refreshes to kfac.refresh, so refresh_warmup={refresh_warmup!r} and "
-                "staggered=True have no place: leave both at None"
-            )
-    else:
-        refresh_warmup = 10 if refresh_warmup is None else refresh_warmup
-        check_count("inverse_every", inverse_every, 1)
-        check_count("refresh_warmup", refresh_warmup, 0)
-    period, warmup = (0 if number is None else number for number in (inverse_every, refresh_warmup))
+    period, warmup = _intervals(inverse_every, refresh_warmup)
     check_type("inverse", inverse, Inverse, "a kind of inverse such as kfac.Cholesky()")
     check_type("distribution", distribution, Distribution | None, "a kfac.Distribution or None")
-    config = _config(layers, inverse, distribution or Distribution(), inverse_every)
+    uses = distribution or Distribution()
+    check_kind(uses, inverse)
+    config = Config(layers, group_layers(layers), inverse, uses, inverse_every is not None)
+    quiet = _without_statistics(config, statistics_every, inverse_every)
     axis, mesh = config.owners, config.distribution.mesh
     if mesh is not None and axis is not None:
         own, split = functools.partial(init_state, config), state_spec(axis)
@@ -135,14 +135,41 @@ def scale_by_kfac(
         match_leaves(layers, updates, "updates")
         if averaged is not None:
             match_leaves(layers, averaged, "averaged")
+        own = quiet if factors is None else config
         if over is None:
             instead = None if averaged is None else Gradients(averaged, {})
-            new, state = preconditioned_step(config, Gradients(updates, {}), instead, state, now, factors, local=True)
-            return new.tree, state
-        check_devices(state, math.prod(over.shape[name] for name in axis_names(axis)))
-        return step_over_mesh(config, over, updates, averaged, state, now, factors)
+            (updates, _), state = preconditioned_step(
+                own, Gradients(updates, {}), instead, state, now, factors, local=True
+            )
+        else:
+            check_devices(state, math.prod(over.shape[name] for name in axis_names(axis)))
+            updates, state = step_over_mesh(own, over, updates, averaged, state, now, factors)
+        soon = (state.count < jnp.asarray(warmup)) | (state.count % statistics_every == 0)
+        return updates, state._replace(due=soon)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _intervals(inverse_every: Any, refresh_warmup: Any) -> tuple[Any, Any]:
+    """Steps between refreshes, and of the warm-up; zeros where `update` refreshes nothing."""
+    if inverse_every is None:
+        if refresh_warmup is not None:
+            raise ValueError(
+                f"inverse_every=None leaves all refreshes to kfac.refresh, so refresh_warmup={refresh_warmup!r} has no "
+                "place: leave it at None"
+            )
+        return 0, 0
+    refresh_warmup = 10 if refresh_warmup is None else refresh_warmup
+    check_count("inverse_every", inverse_every, 1)
+    check_count("refresh_warmup", refresh_warmup, 0)
+    return inverse_every, refresh_warmup
+
+
+def _without_statistics(config: Config, statistics_every: Any, inverse_every: Any) -> Config:
+    """Of a step without statistics: where refreshes go with these, its program has none."""
+    known = isinstance(inverse_every, int) and isinstance(statistics_every, int)
+    together = known and inverse_every == statistics_every > 1
+    return dataclasses.replace(config, refreshes=False) if together else config
 
 
 def _check_all_parts_are_here() -> None:
@@ -208,18 +235,3 @@ def refresh(opt_state: Any, *, distribution: Distribution | None = None) -> Any:
         spec = state_spec(axis)
         local = jax.shard_map(local, mesh=mesh, in_specs=(spec,), out_specs=spec)
     return on_states(local, opt_state)
-
-
-def _config(layers: Layers, inverse: Inverse, distribution: Distribution, inverse_every: Any) -> Config:
-    """What is fixed, and over how many steps refreshes are spread."""
-    if inverse_every is None:
-        return Config(layers, group_layers(layers), inverse, distribution, 0)
-    staggered = staggers(distribution, inverse, several=distribution.axis is not None)
-    groups = group_layers(layers)
-    phases = 1
-    if staggered and not isinstance(inverse_every, jax.Array):
-        # A cycle longer than there are blocks has steps without any.
-        phases = max(1, min(int(inverse_every), sum(group.size for group in groups if group.kronecker)))
-    elif distribution.staggered:
-        raise ValueError("staggered=True needs inverse_every to be a plain int (a static argument), but it is an array")
-    return Config(layers, groups, inverse, distribution, phases)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 
@@ -17,7 +16,7 @@ from kfac._curvature.blocks import Group, group_layers
 from kfac._curvature.by_rows import ByRows
 from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
-from kfac._distributed.distribution import Distribution, owners_precondition, shared, shares, turns_of
+from kfac._distributed.distribution import Distribution, owners_precondition, shared, shares
 from kfac._distributed.owners import Shard, group_costs, make_shards, split_sides
 from kfac._factors import Block
 from kfac._layers import Layers, leaves_by_path
@@ -102,6 +101,8 @@ class KfacState(NamedTuple):
         stay where they are, as they do in the optax parts of `kfac`.
       refused: whether the last update was such a one.
       changed: the last step that brought statistics or another damping.
+      measured: the last step that brought statistics.
+      due: whether the next step is to bring statistics.
       damping: the damping of the last step.
       unitwise_damping: that of unit-wise and diagonal blocks.
       owned: Kronecker blocks, each device its own, or its rows of those that are split.
@@ -118,6 +119,8 @@ class KfacState(NamedTuple):
     count: jax.Array  # type: ignore[assignment]  # optax's name for it
     refused: jax.Array
     changed: jax.Array
+    measured: jax.Array
+    due: jax.Array
     damping: jax.Array
     unitwise_damping: jax.Array
     owned: dict[str, Owned]
@@ -145,13 +148,13 @@ def with_blocks(state: KfacState, blocks: dict[str, BlockState]) -> KfacState:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What is fixed when the transformation is made; `phases` are the steps of a cycle that invert."""
+    """What is fixed when the transformation is made; `refreshes`: whether a step may refresh inverses."""
 
     layers: Layers
     groups: tuple[Group, ...]
     inverse: Inverse
     distribution: Distribution
-    phases: int
+    refreshes: bool
 
     @property
     def axis(self) -> AxisName | None:
@@ -191,14 +194,6 @@ class Config:
     def kronecker(self) -> tuple[Group, ...]:
         return tuple(group for group in self.groups if group.kronecker)
 
-    def turns(self, devices: int) -> dict[str, np.ndarray]:
-        """Of each group, in which phase of a cycle each block is inverted, `[k]`.
-
-        A unit-wise block is cheap, so every device has them all, and they are refreshed with the first phase.
-        """
-        first = {group.name: np.zeros(group.size, int) for group in self.groups}
-        return first | turns_of(self.distribution, self.groups, self.phases, devices)
-
 
 def init_state(config: Config, params: Any) -> KfacState:
     """The state before the first step."""
@@ -234,6 +229,8 @@ def init_state(config: Config, params: Any) -> KfacState:
         count=jnp.zeros((), jnp.int32),
         refused=jnp.zeros((), bool),
         changed=jnp.full((), -1, jnp.int32),
+        measured=jnp.full((), -1, jnp.int32),
+        due=jnp.ones((), bool),
         damping=jnp.zeros((), jnp.float32),
         unitwise_damping=jnp.zeros((), jnp.float32),
         owned={group.name: own(group) for group in config.kronecker},

@@ -107,7 +107,7 @@ def preconditioned_step(
     if averaged is not None:
         _, averaged, own, _, finite_too = take_gradients(place, state, averaged)
         usable &= finite_too
-    changed, any_due, due = decide(place, state, usable, statistics=factors is not None)
+    changed, due = decide(place, state, usable, statistics=factors is not None)
     left_out: Vectors = {}
     change = None
     if factors is not None:
@@ -121,16 +121,17 @@ def preconditioned_step(
     if averaged is not None:
         updates = jax.tree.map(lambda new, old: new.astype(old.dtype), averaged, updates)
     failed: Vectors = {}
-    if config.phases:
+    if config.refreshes:
         blocks = state.blocks
-        wanted = {name: due[name] & place.mine[name] & (blocks[name].weight > 0) for name in blocks}
-        state, failed = refresh_inverses(config.owners, state, wanted, now, any_due)
+        wanted = {name: due & place.mine[name] & (blocks[name].weight > 0) for name in blocks}
+        state, failed = refresh_inverses(config.owners, state, wanted, now, due)
+    measured = jnp.where(usable & (factors is not None), state.count, state.measured)
     state, preconditioned = precondition(place, state, own, gradients, usable)
     if config.owners is not None and not updates.stacks:
         preconditioned |= gather_from_owners({n: preconditioned[n] for n in place.apart}, place.apart, config.owners)
     updates, new_square, usable = restore(place, updates, preconditioned, usable, narrow or {})
     metrics, usable = measure(place, state, [square, new_square], change, [left_out, failed], usable)
-    return updates, count(state, now, changed, metrics, usable)
+    return updates, count(state._replace(measured=measured), now, changed, metrics, usable)
 
 
 def check(config: Config, state: KfacState, updates: Gradients, local: Factors | None) -> None:
@@ -259,29 +260,17 @@ def _averaged_beside_blocks(config: Config, updates: Any) -> Any:
     return map_by_path(lambda path, leaf: averaged.get(path, leaf), updates)
 
 
-def decide(
-    place: Place, state: KfacState, usable: jax.Array, *, statistics: bool
-) -> tuple[jax.Array, jax.Array, Vectors]:
-    """Which blocks are in turn: in warmup all, after it those whose phase it is, if there was a change since.
+def decide(place: Place, state: KfacState, usable: jax.Array, *, statistics: bool) -> tuple[jax.Array, jax.Array]:
+    """Whether all blocks are refreshed: in warmup always, after it every so many steps if there was a change since.
 
     Returns:
-      The last step that brought statistics or another damping, whether any block of any device may be refreshed, and
-      which of the blocks that this device holds.
+      The last step that brought statistics or another damping, and whether this one refreshes.
     """
-    config, now, step = place.config, place.now, state.count
+    now, step = place.now, state.count
     changed = (now.damping != state.damping) | (now.unitwise != state.unitwise_damping) | statistics
     last_change = jnp.where(usable & changed, step, state.changed)
-    if not config.phases:
-        return last_change, jnp.array(False), {}
-    everything = usable & now.warmup & statistics
-    cycle = usable & (step - last_change < now.period)
-    # In a cycle with fewer phases than steps nothing is left for the last ones: theirs is a phase of no block.
-    phase = jnp.minimum(step % now.period, config.phases)
-    in_turn = config.turns(axis_size(config.owners) or 1)
-    busy = np.isin(np.arange(config.phases + 1), np.concatenate([np.zeros(0, int), *in_turn.values()]))
-    own = take_own({name: jnp.asarray(turns) for name, turns in in_turn.items()}, place.shards, config.owners)
-    blocks = {name: everything | (cycle & (turns == phase)) for name, turns in own.items()}
-    return last_change, everything | (cycle & jnp.asarray(busy)[phase]), blocks
+    in_turn = (step % now.period == 0) & (step - last_change < now.period)
+    return last_change, usable & ((now.warmup & statistics) | in_turn)
 
 
 def average_statistics(place: Place, factors: Factors, *, local: bool) -> dict[str, Block]:
@@ -345,7 +334,8 @@ def take_in(
       The state, which blocks left theirs out, and `||batch - average|| / ||average||`, summed over this device's
       Kronecker factors: 1 for one without an average so far, or whose statistics are left out.
     """
-    config, decay = place.config, place.now.decay
+    since = jnp.where(state.measured < 0, 1, jnp.maximum(state.count - state.measured, 1))
+    config, decay = place.config, place.now.decay.astype(jnp.result_type(float)) ** since
     taken, left_out, changes = {}, {}, []
     counted_groups = {group.name for group in config.kronecker if group.captured}
     moments = {name: block.moments for name, block in batch.items() if isinstance(block, Kronecker)}

@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax import lax
 
 from kfac._capture.find_layers import find_layers
 from kfac._capture.microbatch import check_argnums, microbatch
@@ -16,16 +18,22 @@ from kfac._capture.value_and_grad import value_and_grad
 from kfac._checks import check_positive_int
 from kfac._curvature.inverse import Inverse
 from kfac._layers import Layers
-from kfac._optimizer.diagnostics import eigenbasis
+from kfac._optimizer.diagnostics import due, eigenbasis
 from kfac._optimizer.kfac import kfac
 from kfac._optimizer.scale_by_kfac import ScalarOrSchedule
 
 
 class TrainStep:
-    """What `train_step` returns: `init` makes the state, and a call is one step. Compiled by `jax.jit`."""
+    """What `train_step` returns: `init` makes the state, and a call is one step.
+
+    There are two programs, compiled by `jax.jit` when they are first needed: one step with statistics, one without.
+    Inside a `jit` or `scan` of one's own they are the branches of a `lax.cond`.
+    """
 
     def __init__(self, init: Callable[..., Any], step: Callable[..., Any]):
-        self._init, self._step = jax.jit(init), jax.jit(step)
+        self._init = jax.jit(init)
+        ways = [functools.partial(step, statistics=statistics) for statistics in (False, True)]
+        self._steps = [jax.jit(functools.wraps(step)(way)) for way in ways]
 
     def init(self, params: Any, *args: Any, **kwargs: Any) -> Any:
         """The state of the optimizer, for parameters and arguments of `loss_fn` of the shapes that steps will get.
@@ -49,7 +57,12 @@ class TrainStep:
         Returns:
           New parameters, the new state, and what `loss_fn` returned.
         """
-        return self._step(params, opt_state, *args, fisher_key=fisher_key, **kwargs)
+        now = due(opt_state)
+        if not isinstance(now, jax.core.Tracer):
+            return self._steps[bool(now)](params, opt_state, *args, fisher_key=fisher_key, **kwargs)
+        arguments = (params, opt_state, *args), {"fisher_key": fisher_key, **kwargs}
+        ways = [lambda given, way=way: way(*given[0], **given[1]) for way in self._steps]
+        return lax.switch(now.astype(jnp.int32), ways, arguments)
 
 
 def train_step(
@@ -75,7 +88,8 @@ def train_step(
         for batch in batches:
             params, opt_state, loss = step(params, opt_state, batch)
 
-    It does what the four lines of the README do, with the layers found anew whenever it is compiled. With
+    It does what the four lines of the README do, with the layers found anew whenever it is compiled, and takes
+    statistics when they are `due`: in the first ten steps, and then as often as `cost=` of `kfac.kfac` allows. With
     `inverse=kfac.Ekfac()` it takes the moments as well. `kfac.find_layers(loss_fn, params, batch)` prints the layers.
 
     Args:
@@ -120,10 +134,12 @@ def train_step(
     def init(params, *args, **kwargs):
         return kfac(learning_rate, layers_of(params, args, kwargs), **options).init(params)
 
-    def step(params, opt_state, *args, fisher_key, **kwargs):
+    def step(params, opt_state, *args, fisher_key, statistics, **kwargs):
         layers = layers_of(params, args, kwargs)
         n = None if num_examples is None else _of_a_part(num_examples, num_microbatches)
-        measure = value_and_grad(loss_fn, layers, has_aux=has_aux, fisher=fisher, num_examples=n, subsample=subsample)
+        measure = value_and_grad(
+            loss_fn, layers, has_aux=has_aux, fisher=fisher, num_examples=n, subsample=subsample, statistics=statistics
+        )
         if num_microbatches > 1:
             measure = microbatch(measure, num_microbatches, batch_argnums=_split(layers, batch_argnums))
         given = kwargs if fisher_key is None else {**kwargs, "fisher_key": fisher_key}

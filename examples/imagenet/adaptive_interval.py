@@ -12,7 +12,7 @@ class AdaptiveInterval:
 
     A training loop asks it before a step, and tells it the change after one with statistics::
 
-        interval = kfac.AdaptiveInterval()
+        interval = AdaptiveInterval()
         for step in range(steps):
             if interval.due(step):
                 params, opt_state = step_with_factors(params, opt_state, batch)
