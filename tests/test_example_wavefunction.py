@@ -83,7 +83,7 @@ def test_psi_changes_sign_at_most_and_its_laplacian_is_that_of_the_hessian(vmc, 
 @pytest.mark.parametrize(
     "title", ["helium", *(pytest.param(t, marks=pytest.mark.slow) for t in ("hydrogen", "lithium"))]
 )
-def test_both_losses_have_the_gradient_of_the_energy_and_the_same_layers(vmc, small, title, x64):
+def test_both_losses_have_the_gradient_of_the_energy(vmc, small, title, x64):
     from ferminet import clipped, log_psi, make_energy, surrogate
 
     atom = vmc.ATOMS[title]
@@ -93,13 +93,14 @@ def test_both_losses_have_the_gradient_of_the_energy_and_the_same_layers(vmc, sm
     change = clipped(jax.jit(vmc.local_energies, static_argnums=1)(params, atom, x))[1]
     slopes = jax.jit(jax.vmap(lambda x: ravel_pytree(jax.grad(log_psi)(params, atom, x))[0]))(x)
     expected = change @ slopes / len(x)
-    layers = [kfac.find_layers(loss, params, x) for loss in losses]
-    assert layers[0] == layers[1]
     for loss in losses:
+        layers = kfac.find_layers(loss, params, x)
         np.testing.assert_allclose(ravel_pytree(jax.jit(jax.grad(loss))(params, x))[0], expected, atol=1e-10)
-        _, grads, factors = jax.jit(kfac.value_and_grad(loss, layers[0], num_examples=len(x)))(params, x)
+        _, grads, factors = jax.jit(kfac.value_and_grad(loss, layers, num_examples=len(x)))(params, x)
         np.testing.assert_allclose(ravel_pytree(grads)[0], expected, atol=1e-10)
-        assert set(factors) == {layer.name for layer in layers[0]}
+        # What is inside of a rule of its own has no exact rows.
+        exact = {layer.name for layer in layers if layer.kind != "gradient"}
+        assert set(factors) == exact == ({layer.name for layer in layers} if loss is losses[0] else set())
 
 
 def test_statistics_are_those_of_the_gradients_of_log_psi(vmc, small, x64):

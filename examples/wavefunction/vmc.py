@@ -65,7 +65,6 @@ def start(name: str, atom: Atom, params: Any, x: jax.Array, damping: float = 1e-
     """A state, and `step(params, state, x, rate)`: the energy before it, and its change of the parameters."""
     energy, marked = make_energy(atom), lambda params, x: logs(params, atom, x).mean()
     layers = kfac.find_layers(marked, params, x)
-    assert layers == kfac.find_layers(energy, params, x)
     # Gradients are halves, as of the surrogate; then the matrix is that of the gradients of log |psi|.
 
     if name == "adam":
