@@ -306,3 +306,101 @@ def test_batch_argnums_are_checked():
         with pytest.raises(ValueError, match="batch_argnums"):
             kfac.find_layers(loss, weights(), x, x[:, :2], batch_argnums=wrong)
     assert kfac.find_layers(loss, weights(), x, x[:, :2], batch_argnums=(1, -1)).batch_argnums == (1, 2)
+
+
+# -- what is chosen, and lengths that agree by chance ------------------------------------------------------------------
+
+N6, DIM, WIDE = 6, 4, 5
+
+
+def drawn(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape))
+
+
+def small():
+    return {"w": drawn(0, DIM, WIDE), "s": drawn(1, WIDE), "v": drawn(2, WIDE, 2)}
+
+
+def scaled(p, x):
+    return jnp.tanh(x @ p["w"]) * p["s"]
+
+
+def squares(y):
+    return jnp.mean(jnp.sum(jnp.sin(y) ** 2 + y, -1))
+
+
+def by_an_index(p, b):
+    return squares(jnp.sin(scaled(p, b["x"])[b["i"]] * p["s"]) @ p["v"])
+
+
+def scattered(p, b):
+    h = scaled(p, b["x"])
+    return squares(jnp.sin(jnp.zeros_like(h).at[jnp.argsort(h[:, 0])].set(h) * p["s"]) @ p["v"])
+
+
+def beside_constants(p, b):
+    h = scaled(p, b["x"])
+    return squares(jnp.sin(jax.nn.elu(h[jnp.argsort(h[:, 0])]) * p["s"]) @ p["v"])
+
+
+def the_first_of_all(p, b):
+    rows = b["t"].reshape(-1, DIM)
+    return squares(scaled(p, rows[jax.lax.top_k(rows[:, 0], len(b["t"]))[1]]) @ p["v"])
+
+
+def dispatched(p, b):
+    x = b["x"]
+    to = (x[:, 0] > 0).astype(int)
+    slot = (jnp.cumsum(jax.nn.one_hot(to, 2, dtype=int), 0) - 1)[jnp.arange(len(x)), to]
+    return squares(scaled(p, jnp.zeros((2, *x.shape)).at[to, slot].set(x))[to, slot] @ p["v"])
+
+
+@pytest.mark.parametrize("loss", [by_an_index, scattered, beside_constants, the_first_of_all, dispatched])
+def test_rows_that_data_choose_are_in_no_known_order(loss):
+    batch = {"x": drawn(3, N6, DIM), "t": drawn(4, N6, 3, DIM), "i": jnp.asarray([3, 0, 1, 5, 2, 4])}
+    layers = kfac.find_layers(loss, small(), batch)
+    assert layers["s"].kind == "gradient" and layers["v"].kind == "dense" and not layers["v"].told_apart
+
+
+def test_one_position_of_each_example_is_in_their_order():
+    def loss(p, x, k):
+        return squares((scaled(p, x)[jnp.arange(len(x)), k] * p["s"]) @ p["v"])
+
+    layers = kfac.find_layers(loss, small(), drawn(4, N6, 3, DIM), jnp.asarray([0, 1, 2, 0, 1, 2]))
+    assert layers["s"].kind == "unitwise" and layers["v"].told_apart
+
+
+@pytest.mark.parametrize("anchors", [N6, 7])
+def test_an_argument_that_all_share_may_be_as_long_as_the_batch(anchors):
+    def loss(p, x, y, c):
+        return jnp.mean((jnp.sum(jnp.sin(jnp.tanh(x @ p["w"]) @ (jnp.tanh(c @ p["q"]) * p["s"]).T), 1) - y) ** 2)
+
+    params = {**small(), "q": drawn(5, DIM, WIDE)}
+    layers = kfac.find_layers(loss, params, drawn(3, N6, DIM), drawn(6, N6), drawn(7, anchors, DIM))
+    assert layers.batch_argnums == (1, 2)
+    assert {layer.name: layer.kind for layer in layers} == {
+        "q": "gradient",
+        "s": "gradient",
+        "v": "gradient",
+        "w": "dense",
+    }
+
+
+@pytest.mark.parametrize("times", [5, N6])
+def test_a_mask_beside_the_batch_may_be_as_long(times):
+    def loss(p, x, y, m):
+        return jnp.mean((jnp.einsum("ts,nsd->ntd", m, scaled(p, x) @ p["v"]).sum(1) - y) ** 2)
+
+    layers = kfac.find_layers(loss, small(), drawn(3, N6, times, DIM), drawn(6, N6, 2), jnp.ones((times, times)))
+    assert layers["s"].kind == "unitwise" and layers.num_examples == N6
+
+
+def test_of_two_lengths_none_is_assumed():
+    graphs = {"x": drawn(3, 10, DIM), "seg": jnp.asarray([0, 0, 1, 1, 1, 2, 3, 3, 3, 3]), "y": drawn(6, 4, 2)}
+
+    def loss(p, b):
+        h = jax.ops.segment_sum(scaled(p, b["x"]), b["seg"], num_segments=len(b["y"]))
+        return squares(h @ p["v"] - b["y"])
+
+    layers = kfac.find_layers(loss, small(), graphs)
+    assert layers.num_examples is None and "the 10 of argument 1 or the 4 of argument 1" in layers.hidden

@@ -235,6 +235,27 @@ def test_an_average_over_devices_is_no_loss(average, refused, statistics):
         mapped(params, x)
 
 
+@pytest.mark.parametrize("statistics", [True, False])
+@pytest.mark.parametrize(
+    "average",
+    [
+        jax.checkpoint(lambda y: jax.lax.pmean(jnp.mean(y), "d")),
+        lambda y: jax.lax.pmean(jnp.stack([jnp.mean(y), 1.0]), "d")[0],
+        lambda y: jnp.mean(jax.lax.pmean(jnp.mean(y, 1), "d")),
+    ],
+    ids=["remat", "beside a metric", "of each example"],
+)
+def test_no_way_of_averaging_hides_it_from_shard_map(average, statistics):
+    """There the loss says that it does not differ between devices."""
+    params, x = {"w": normal(0, 5, 2, dtype=np.float32)}, normal(1, 8, 5, dtype=np.float32)
+    layers = kfac.find_layers(lambda p, x: jnp.mean((x @ p["w"]) ** 2), params, x)
+    fn = kfac.value_and_grad(lambda p, x: average((x @ p["w"]) ** 2), layers, statistics=statistics)
+    spec, mesh = jax.sharding.PartitionSpec, jax.make_mesh((4,), ("d",), (jax.sharding.AxisType.Auto,))
+    mapped = jax.shard_map(lambda p, x: fn(p, x)[1], mesh=mesh, in_specs=(spec(), spec("d")), out_specs=spec("d"))
+    with pytest.raises(ValueError, match=r"loss_fn returns an average over the devices of 'd'.*afterwards"):
+        jax.eval_shape(mapped, params, x)
+
+
 def test_gradients_without_statistics_are_the_devices_own():
     params, x = {"w": normal(0, 5, 2, dtype=np.float32)}, normal(1, 8, 5, dtype=np.float32)
 

@@ -163,6 +163,21 @@ def test_without_a_derivative_of_their_own_they_are_found_though_not_differentia
     assert found() == {"w": "dense"}
 
 
+def test_those_that_a_function_makes_are_refused(table):
+    """None can be told from the others: what is said of one would change the gradients of all."""
+
+    def make(factor):
+        @jax.custom_vjp
+        def block(x, w):
+            return jnp.tanh(x @ w)
+
+        block.defvjp(lambda x, w: (block(x, w), (x, w)), lambda kept, g: (g * factor, kept[1]))
+        return block
+
+    with pytest.raises(ValueError, match="define it at the top level of a module"):
+        kfac.register_primitive(make(1.0))
+
+
 def test_bad_entries(registered):
     for operation in ("", None, 3, jnp.float32(1)):
         with pytest.raises(ValueError, match="operation must be a function with a custom derivative, the"):
