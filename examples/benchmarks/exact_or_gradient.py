@@ -23,12 +23,12 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
-from sklearn.datasets import load_digits  # noqa: E402
 
 import kfac  # noqa: E402
 from methods import schedule  # noqa: E402
+from without_rows import STEPS, cross_entropy, trained, tree  # noqa: E402
 
-STEPS, BATCH, RATES = 60, 180, (0.03, 0.1, 0.2)
+RATES = 0.03, 0.1, 0.2
 
 
 class Case(NamedTuple):
@@ -38,22 +38,6 @@ class Case(NamedTuple):
     loss: Callable[[Any, Any], jax.Array]
     built: str  # a regular expression
     masked: bool = False  # the mask is part of the kernel
-
-
-def normal(key: jax.Array, *shape: int) -> jax.Array:
-    return jax.random.normal(key, shape) / shape[0] ** 0.5
-
-
-def tree(key: jax.Array, **shapes: Any) -> dict[str, jax.Array]:
-    keys = jax.random.split(key, len(shapes))
-    return {
-        name: normal(k, *shape) if len(shape) > 1 else jnp.zeros(shape)
-        for k, (name, shape) in zip(keys, shapes.items(), strict=True)
-    }
-
-
-def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
 
 
 # -- attention over the rows of a digit: a fused kernel of unequal parts; key and value kernels repeated for heads ----
@@ -197,26 +181,12 @@ CASES = {
 
 def train(case: Case, gradient: tuple[str, ...], rate: float, seed: int) -> np.ndarray:
     """The loss of each step."""
-    images, labels = load_digits(return_X_y=True)
-    data = {"image": (images / 16).reshape(-1, 8, 8).astype(np.float32), "label": labels.astype(np.int32)}
-    params = case.init(jax.random.key(seed))
-    order = np.random.default_rng(seed)
-    chosen = (order.permutation(1797)[:BATCH] for _ in range(STEPS))
-    batches = [{k: x[rows] for k, x in data.items()} for rows in chosen]
-    layers = kfac.find_layers(case.loss, params, batches[0], gradient=gradient)
-    tx = kfac.kfac(schedule(rate, STEPS), layers)
 
-    @jax.jit
-    def step(params: Any, state: Any, batch: Any) -> Any:
-        loss, grads, factors = kfac.value_and_grad(case.loss, layers)(params, batch)
-        updates, state = tx.update(grads, state, params, factors=factors)
-        return optax.apply_updates(params, updates), state, loss
+    def make(params: Any, batch: Any) -> Any:
+        layers = kfac.find_layers(case.loss, params, batch, gradient=gradient)
+        return layers, kfac.kfac(schedule(rate, STEPS), layers)
 
-    state, losses = tx.init(params), []
-    for batch in batches:
-        params, state, loss = step(params, state, batch)
-        losses.append(float(loss))
-    return np.array(losses)
+    return trained(case.init, case.loss, make, seed)
 
 
 def smooth(losses: np.ndarray) -> np.ndarray:

@@ -200,22 +200,21 @@ def optimizer(method: str, rate: float, layers: kfac.Layers | None) -> Any:
     )  # fmt: skip
 
 
-def train(network: Network, method: str, rate: float, seed: int) -> float:
-    """The mean of the last five training losses."""
+def trained(init: Callable[..., Any], loss_fn: Callable[..., Any], make: Callable[..., Any], seed: int) -> np.ndarray:
+    """The loss of each step on digits; `make(params, batch)` gives the layers, or None, and the optimizer."""
     images, labels = load_digits(return_X_y=True)
     data = {"image": (images / 16).reshape(-1, 8, 8).astype(np.float32), "label": labels.astype(np.int32)}
-    params, rng = network.init(jax.random.key(seed)), np.random.default_rng(seed)
+    params, rng = init(jax.random.key(seed)), np.random.default_rng(seed)
     batches = [{k: x[rows] for k, x in data.items()} for rows in (rng.permutation(1797)[:BATCH] for _ in range(STEPS))]
-    layers = kfac.find_layers(network.loss, params, batches[0]) if method == "kfac" else None
-    tx = optimizer(method, rate, layers)
+    layers, tx = make(params, batches[0])
 
     @jax.jit
     def step(params: Any, state: Any, batch: Any) -> Any:
         extra = {}
         if layers is None:
-            loss, grads = jax.value_and_grad(network.loss)(params, batch)
+            loss, grads = jax.value_and_grad(loss_fn)(params, batch)
         else:
-            loss, grads, extra["factors"] = kfac.value_and_grad(network.loss, layers)(params, batch)
+            loss, grads, extra["factors"] = kfac.value_and_grad(loss_fn, layers)(params, batch)
         updates, state = tx.update(grads, state, params, **extra)
         return optax.apply_updates(params, updates), state, loss
 
@@ -223,7 +222,17 @@ def train(network: Network, method: str, rate: float, seed: int) -> float:
     for batch in batches:
         params, state, loss = step(params, state, batch)
         losses.append(float(loss))
-    return float(np.mean(losses[-5:]))
+    return np.array(losses)
+
+
+def train(network: Network, method: str, rate: float, seed: int) -> float:
+    """The mean of the last five training losses."""
+
+    def make(params: Any, batch: Any) -> Any:
+        layers = kfac.find_layers(network.loss, params, batch) if method == "kfac" else None
+        return layers, optimizer(method, rate, layers)
+
+    return float(np.mean(trained(network.init, network.loss, make, seed)[-5:]))
 
 
 def main() -> None:

@@ -123,6 +123,5 @@ def _averaged(found: Any, axes: tuple[str, ...]) -> tuple[Any, Any, Shares | Non
         return lax.pmean(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axes).astype(x.dtype)
 
     value, grads, factors = as_varying(jax.tree.map(jnp.asarray, found), frozenset(axes))
-    if factors is None:
-        return *jax.tree.map(mean, (value, grads)), None
-    return *jax.tree.map(mean, (value, grads)), Shares(jax.tree.map(lambda x: x[None], factors), axes)
+    shares = None if factors is None else Shares(jax.tree.map(lambda x: x[None], factors), axes)
+    return *jax.tree.map(mean, (value, grads)), shares

@@ -45,7 +45,6 @@ _IDENTITIES = frozenset(
 _FORMS = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim"})
 _CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call"})
 _MOVES = frozenset({*_FORMS, "rev", "tile", "slice", "split", "unstack"})
-_REORDERING = frozenset({"dynamic_update_slice", "sort", "top_k"})
 _WITHOUT_GRADIENT = frozenset({"stop_gradient", "floor", "ceil", "round", "sign"})
 # Their parameters hold how two elements combine, which is no program that swallows a parameter.
 _COMBINING = ("scatter", "reduce")
@@ -254,7 +253,7 @@ def placed(eqn: Any, data: Sequence[Axes]) -> list[Axes] | None:
         ]
     if "axes" in params and len(eqn.invars) == 1 and name.startswith(("reduce", "arg")):
         return [tuple(axis for k, axis in enumerate(data[0]) if k not in params["axes"])]
-    if len(outs) == 1 and name not in _REORDERING:
+    if len(outs) == 1 and name != "dynamic_update_slice":
         alike = [axes for axes, shape in zip(data, shapes, strict=True) if _broadcasts(shape, outs[0])]
         if alike and math.prod(outs[0]) > 1:
             return [tuple(_agreed(axis, outs[0][k]) for k, axis in enumerate(zip(*alike, strict=True)))]

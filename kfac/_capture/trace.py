@@ -290,7 +290,7 @@ def _candidates(
     yield [candidate(own) for own in alike]
     yield [candidate([leaf for leaf in own if leaf is not out]) for own in alike if len(own) > 1 for out in own]
     for own_first in (True, False) if given is None else ():
-        for count in range(1, len(arguments) + 1):
+        for count in range(2 if own_first else 1, len(arguments) + 1):  # the first alone was tried
             keys = [set(keys) for keys in itertools.combinations(arguments, count)]
             chosen = [own for own in keys if (1 in own) == own_first]
             yield [candidate(own) for together in chosen for own in of_lengths(together)]

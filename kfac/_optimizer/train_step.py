@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax import lax
 
@@ -61,8 +60,8 @@ class TrainStep:
         if not isinstance(now, jax.core.Tracer):
             return self._steps[bool(now)](params, opt_state, *args, fisher_key=fisher_key, **kwargs)
         arguments = (params, opt_state, *args), {"fisher_key": fisher_key, **kwargs}
-        ways = [lambda given, way=way: way(*given[0], **given[1]) for way in self._steps]
-        return lax.switch(now.astype(jnp.int32), ways, arguments)
+        without, full = (lambda given, way=way: way(*given[0], **given[1]) for way in self._steps)
+        return lax.cond(now, full, without, arguments)
 
 
 def train_step(
