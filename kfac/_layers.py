@@ -32,18 +32,18 @@ class Layout(NamedTuple):
         return math.prod(s for r, s in zip(self.roles, self.sizes, strict=True) if r == role)
 
     def _order(self) -> list[int]:
-        return [k for role in ("stack", "out", "in") for k, r in enumerate(self.roles) if r == role]
+        return [k for role in ("stack", "in", "out") for k, r in enumerate(self.roles) if r == role]
 
-    def to_matrix(self, leaf):
-        """`leaf` as `[copies, d_out, d_in]` (`d_in` is 1 for a leaf without input axes)."""
-        matrix = leaf.reshape(self.sizes).transpose(self._order())
-        return matrix.reshape(self.size("stack"), self.size("out"), self.size("in"))
+    def to_rows(self, leaf):
+        """`leaf` as `[copies, d_in, d_out]` (`d_in` is 1 for a leaf without input axes)."""
+        rows = leaf.reshape(self.sizes).transpose(self._order())
+        return rows.reshape(self.size("stack"), self.size("in"), self.size("out"))
 
-    def from_matrix(self, matrix, shape: Sequence[int]):
-        """The inverse of `to_matrix`, for a leaf of shape `shape`."""
+    def from_rows(self, rows, shape: Sequence[int]):
+        """The inverse of `to_rows`, for a leaf of shape `shape`."""
         order = self._order()
         inverse = [order.index(k) for k in range(len(order))]
-        return matrix.reshape([self.sizes[k] for k in order]).transpose(inverse).reshape(shape)
+        return rows.reshape([self.sizes[k] for k in order]).transpose(inverse).reshape(shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Layer:
         curvature).
       params: paths of the parameter leaves: kernel and bias, or scale and shift.
       shapes: shapes of these leaves.
-      layouts: how each leaf becomes `[copies, d_out, columns]`.
+      layouts: how each leaf becomes `[copies, rows, d_out]`.
       d_out: dimension of `G`, or number of channels.
       d_in: dimension of `A`, the homogeneous 1 of a bias included, or parameters per channel.
       copies: independent copies stacked in the same leaves (`lax.scan` over layers, batched kernels).
@@ -140,17 +140,24 @@ class Layer:
           `[copies, d_out, d_in]` for a Kronecker layer, the bias as its last column; `[1, d_out, d_in]` for a unit-wise
           or diagonal one, a column for each leaf.
         """
-        columns = [layout.to_matrix(leaf).mT for layout, leaf in zip(self.layouts, leaves, strict=True)]
-        # As most kernels lie in memory, outputs last.
-        return jnp.concatenate(columns, axis=-2).mT if len(columns) > 1 else columns[0].mT
+        return self.to_rows(leaves).mT
 
     def from_matrix(self, matrix: jax.Array) -> list[jax.Array]:
         """The inverse of `to_matrix`."""
+        return self.from_rows(matrix.mT)
+
+    def to_rows(self, leaves: Sequence[jax.Array]) -> jax.Array:
+        """As `to_matrix`, with outputs last, as most kernels lie in memory: `[copies, d_in, d_out]`."""
+        rows = [layout.to_rows(leaf) for layout, leaf in zip(self.layouts, leaves, strict=True)]
+        return jnp.concatenate(rows, axis=-2) if len(rows) > 1 else rows[0]
+
+    def from_rows(self, rows: jax.Array) -> list[jax.Array]:
+        """The inverse of `to_rows`."""
         leaves = []
         start = 0
         for layout, shape in zip(self.layouts, self.shapes, strict=True):
             end = start + layout.size("in")
-            leaves.append(layout.from_matrix(matrix[..., start:end], shape))
+            leaves.append(layout.from_rows(rows[:, start:end], shape))
             start = end
         return leaves
 

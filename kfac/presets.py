@@ -14,8 +14,8 @@ from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.distribution import Distribution
 from kfac._layers import Layers
-from kfac._optimizer.kfac import finish
-from kfac._optimizer.scale_by_kfac import ScalarOrSchedule, scale_by_kfac
+from kfac._optimizer.kfac import assemble
+from kfac._optimizer.moves import ScalarOrSchedule
 
 
 def large_batch(
@@ -79,13 +79,10 @@ def large_batch(
     """
     if trust_ratio is not None:
         check_range("trust_ratio", trust_ratio, 0, math.inf, open_low=True, open_high=True)
-    tx = scale_by_kfac(
-        layers, damping=damping, factor_decay=factor_decay, statistics_every=statistics_every,
-        inverse_every=inverse_every, refresh_warmup=refresh_warmup, inverse=inverse, unitwise_damping=unitwise_damping,
-        distribution=distribution,
-    )  # fmt: skip
-    return finish(
-        tx, learning_rate, layers, momentum=momentum, nesterov=nesterov, rate_in_momentum=rate_in_momentum,
+    return assemble(
+        learning_rate, layers, momentum=momentum, nesterov=nesterov, rate_in_momentum=rate_in_momentum,
         weight_decay=weight_decay, weight_decay_mask=weight_decay_mask, kl_clip=kl_clip, trust_ratio=trust_ratio,
-        inverse=inverse, distribution=distribution,
+        inverse=inverse, damping=damping, factor_decay=factor_decay, statistics_every=statistics_every,
+        inverse_every=inverse_every, refresh_warmup=refresh_warmup, unitwise_damping=unitwise_damping,
+        distribution=distribution,
     )  # fmt: skip

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from kfac._checks import check_range
-from kfac._optimizer.scale_by_kfac import ScalarOrSchedule, value_at
+from kfac._optimizer.moves import ScalarOrSchedule, value_at
 
 
 def coupled_momentum(

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import kfac
 from kfac._curvature.inverse import damping_of_blocks
 from kfac._factors import Factors, Kronecker, Unitwise
-from kfac._optimizer.parts import scale_layers
+from kfac._optimizer.moves import Stack, lengthened
 from kfac._optimizer.step import _by_rows
 from problem import assert_close, differ, initial, layers, measured, plain_kfac, run, stepper
 
@@ -106,19 +106,14 @@ def test_a_kernel_before_a_normalisation_is_turned_only():
 
 def test_an_update_along_a_kernel_that_may_only_turn_is_no_long_step():
     """What is left of it is rounding, which must not be made as long as a step."""
-
-    def loss(params, x):
-        return jnp.mean(jnp.square(jnp.tanh(x @ params["kernel"]) - 1))
-
     rng = np.random.default_rng(0)
-    params = {"kernel": jnp.asarray(rng.normal(size=(40, 30)), jnp.float32)}
-    gradient = rng.normal(size=(40, 30))
-    gradient -= np.vdot(gradient, params["kernel"]) / np.vdot(params["kernel"], params["kernel"]) * params["kernel"]
-    tx = scale_layers(kfac.find_layers(loss, params, jnp.ones((8, 40))))
+    kernel = jnp.asarray(rng.normal(size=(1, 40, 30)), jnp.float32)
+    gradient = rng.normal(size=(1, 40, 30))
+    gradient = jnp.asarray(gradient - np.vdot(gradient, kernel) / np.vdot(kernel, kernel) * kernel)
     for left in (0, 1e-6, 0.1):
-        update = {"kernel": params["kernel"] + left * gradient}
-        moved, _ = tx.update(update, tx.init(params), params, unpreconditioned={"kernel": jnp.asarray(gradient)})
-        length = np.linalg.norm(moved["kernel"])
+        update = kernel + left * gradient
+        stack = Stack(update, kernel, gradient, None, jnp.array([40]), by_row=False)
+        length = np.linalg.norm(lengthened({"": stack}, None)[""])
         assert length < 1.001 * 30**0.5
         if left == 0.1:
             np.testing.assert_allclose(length, 30**0.5, rtol=1e-4)

@@ -108,15 +108,15 @@ class Group:
         return jax.tree.map(lambda *stacks: jnp.concatenate(stacks), *blocks)
 
     def own_factors(self, gradients: jax.Array) -> Block:
-        """The gradient's own factors, from averaged gradients `[k, d_out, d_in]`: `V^T V` and `V V^T`, unscaled."""
+        """The gradient's own factors, from averaged gradients `[k, d_in, d_out]`: `V^T V` and `V V^T`, unscaled."""
         if not self.kronecker:
-            return Unitwise(jnp.square(gradients)[..., None])
+            return Unitwise(jnp.square(gradients.mT)[..., None])
 
         def side(name, whole, diagonal):
             spec = diagonal if len(self.shapes[name]) == 1 else whole
             return jnp.einsum(spec, gradients, gradients, precision=lax.Precision.HIGHEST)
 
-        return Kronecker(side("A", "koi,koj->kij", "koi,koi->ki"), side("G", "kia,kja->kij", "kia,kia->ki"))
+        return Kronecker(side("A", "kia,kja->kij", "kia,kia->ki"), side("G", "kai,kaj->kij", "kai,kai->ki"))
 
     def scaled(self, factors: Block) -> Block:
         """The gradient's own factors from `E[V^T V]` and `E[V V^T]`; captured ones as they are.
@@ -152,26 +152,29 @@ class Group:
         ]
 
     def stack_matrices(self, leaves: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
-        """Gradients of the members as `[k, d_out, d_in]`; zeros for a member that `leaves` does not hold."""
+        """Gradients of the members as `[k, d_in, d_out]`; zeros for a member that `leaves` does not hold.
+
+        Outputs are last, as they are in memory in most kernels: to transpose a stack takes time, and on CPUs each
+        operation that does takes long to compile.
+        """
         matrices = []
         for layer, count in zip(self.layers, self.counts, strict=True):
             if layer.params[0] in leaves:
-                matrices.append(layer.to_matrix([leaves[path].astype(dtype) for path in layer.params]).mT)
+                matrices.append(layer.to_rows([leaves[path].astype(dtype) for path in layer.params]))
             else:
                 matrices.append(jnp.zeros((count, self.d_in, self.d_out), dtype))
         stack = jnp.concatenate(matrices)
         if not alone():  # XLA does not know how to split what is laid out over devices
-            return stack.mT
-        # Outputs last, as kernels mostly lie in memory. Gradients of convolutions have them first on a GPU, and XLA
-        # would copy momentum and parameters to that and back.
+            return stack
+        # Gradients of convolutions have outputs first on a GPU, and XLA would copy momentum and parameters to that.
         laid_out = functools.partial(with_layout_constraint, layouts=Layout(major_to_minor=(0, 1, 2)))
-        return lax.platform_dependent(stack, cuda=laid_out, default=lambda stack: stack).mT
+        return lax.platform_dependent(stack, cuda=laid_out, default=lambda stack: stack)
 
     def split_matrices(self, matrices: jax.Array) -> dict[str, jax.Array]:
         """The inverse of `stack_matrices`: leaves by path."""
         leaves: dict[str, jax.Array] = {}
         for layer, own in self.split(matrices):
-            leaves.update(zip(layer.params, layer.from_matrix(own), strict=True))
+            leaves.update(zip(layer.params, layer.from_rows(own), strict=True))
         return leaves
 
     def split(self, stack: jax.Array) -> Iterator[tuple[Layer, jax.Array]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -137,15 +138,29 @@ def into_basis(average: jax.Array, old: Kronecker, new: Kronecker) -> jax.Array:
       old: eigenvectors before.
       new: eigenvectors from now on.
     """
+    return _between_bases(average, old, new, squared_turn)
+
+
+def turned(matrices: jax.Array, old: Kronecker, new: Kronecker) -> jax.Array:
+    """Matrices `[k, d_out, d_in]` in a new eigenbasis, `T_G V T_A^T`, which are in an old one."""
+    return _between_bases(matrices, old, new, turn)
+
+
+def _between_bases(matrices: jax.Array, old: Kronecker, new: Kronecker, of: Callable[..., jax.Array]) -> jax.Array:
     if isinstance(new.G, Eigen):
-        average = _product(squared_turn(old.G.vectors, new.G.vectors, average.dtype), average)
+        matrices = _product(of(old.G.vectors, new.G.vectors, matrices.dtype), matrices)
     if isinstance(new.A, Eigen):
-        average = _product(average, squared_turn(old.A.vectors, new.A.vectors, average.dtype).mT)
-    return average
+        matrices = _product(matrices, of(old.A.vectors, new.A.vectors, matrices.dtype).mT)
+    return matrices
+
+
+def turn(old: jax.Array, new: jax.Array, dtype: Any) -> jax.Array:
+    """`Q_new^T Q_old`, in `dtype`, of stacks of eigenvectors."""
+    return _product(new.astype(dtype).mT, old.astype(dtype))
 
 
 def squared_turn(old: jax.Array, new: jax.Array, dtype: Any) -> jax.Array:
     """The squares of `Q_new^T Q_old`, in `dtype`, of stacks of eigenvectors."""
-    square = jnp.square(_product(new.astype(dtype).mT, old.astype(dtype)))
+    square = jnp.square(turn(old, new, dtype))
     # Columns sum to 1, so that no part of the sum is lost where vectors are rounded to bfloat16.
     return square / jnp.sum(square, axis=-2, keepdims=True)

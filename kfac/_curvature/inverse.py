@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import functools
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,19 @@ from kfac._checks import check_choice, check_switch
 from kfac._curvature.symmetric import flatten, unflatten
 from kfac._factors import Unitwise, is_diagonal
 from kfac._layers import Layer
+
+
+class Momentum(NamedTuple):
+    """Momentum in one step, `m <- decay m + V`; Nesterov's form goes on from `decay m + V` with the new `m`."""
+
+    decay: jax.Array
+    nesterov: bool
+
+    def moved(self, trace: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The trace after this step, and what the step goes by."""
+        decay = self.decay.astype(trace.dtype)
+        trace = decay * trace + new.astype(trace.dtype)
+        return trace, decay * trace + new if self.nesterov else trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +71,8 @@ class Inverse(abc.ABC):
         more.
       takes_moments: whether statistics bring the second moments of per-example gradients in `basis`, which `absorb`
         takes in. What is applied then changes with all statistics.
-      takes_gradients: whether `observe` takes in the gradient of each step. What is applied then changes with all, and
-        `kfac.kfac` preconditions the momentum of the gradients, instead of taking the momentum of what it returns.
+      takes_gradients: whether `advance` takes in the gradient of each step, in the place of `apply`, and preconditions
+        the momentum of the gradients. Otherwise `kfac.kfac` takes the momentum of what `apply` returns.
       relative_damping: the damping by default where it is relative.
       flops: of a refresh of an `n` x `n` factor, over `n^3`, for `plan` and `inverse_every="auto"`. By default those of
         a Cholesky factor, 1/3, its inverse by a triangular solve, 1, and the product of that with its transpose, 2.
@@ -143,10 +156,19 @@ class Inverse(abc.ABC):
         del moments, decay, taken
         return kept
 
-    def observe(self, kept: Any, matrices: jax.Array, taken: jax.Array) -> Any:
-        """With `takes_gradients`: what is kept, with gradients `[k, d_out, d_in]` of the blocks that are `taken`."""
-        del matrices, taken
-        return kept
+    def advance(
+        self, kept: Any, matrices: jax.Array, damping: jax.Array, momentum: Momentum, ready: jax.Array
+    ) -> tuple[Any, jax.Array]:
+        """With `takes_gradients`: what is kept after the gradients of a step, and the preconditioned momentum.
+
+        Args:
+          kept: what is kept so far, the momentum included.
+          matrices: gradients `[k, d_in, d_out]`, transposed as most kernels lie in memory.
+          damping: as for `apply`.
+          momentum: that of the step; its decay is 0 where there is none.
+          ready: `[k]`, which blocks have been refreshed. The momentum of others comes back as it is.
+        """
+        raise NotImplementedError(f"{type(self).__name__} takes gradients, but has no method `advance`")
 
     def basis(self, kept: Any) -> Any:
         """With `takes_moments`: the vectors in which moments are due, a `Kronecker`, or None where there are none."""

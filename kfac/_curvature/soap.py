@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,23 @@ from jax import lax
 
 from kfac._checks import check_range
 from kfac._curvature.eigh import block_eigenvalues, eigen_condition, rotate, unturned
-from kfac._curvature.ekfac import Moments, into_basis
+from kfac._curvature.ekfac import into_basis, turned
 from kfac._curvature.inverse import Inverse, averaged, diagonals, per_block
 from kfac._factors import Eigen, Kronecker
+
+
+class Adam(NamedTuple):
+    """What Adam keeps of `k` blocks, in their eigenbasis, with outputs last as kernels mostly lie in memory.
+
+    Attributes:
+      average: bias-corrected running average of squared gradients, `[k, d_in, d_out]`.
+      weight: `[k]`, the sum of the weights in it; 0 before the first.
+      trace: the momentum of the gradients, `[k, d_in, d_out]`.
+    """
+
+    average: jax.Array
+    weight: jax.Array
+    trace: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,9 +36,10 @@ class Soap(Inverse):
 
     `v` is the running average of the squares of the gradient of the whole batch in that basis, where `Ekfac` has those
     of examples. It takes in the gradient of every step, with or without statistics, and is turned into the new basis at
-    each refresh. `V` is the momentum of the gradients, which `kfac.kfac` hands over for this inverse. The factors are
-    those of K-FAC, from gradients of examples, where SOAP itself has those of Shampoo, from gradients of batches.
-    The curvature chooses the basis, and no length of a step: that is from `trust_ratio`, or Adam's without one.
+    each refresh. `V` is the momentum of the gradients, which is kept in the eigenbasis and turned with it, so that a
+    step takes four products. The factors are those of K-FAC, from gradients of examples, where SOAP itself has those of
+    Shampoo, from gradients of batches. The curvature chooses the basis, and no length of a step: that is from
+    `trust_ratio`, or Adam's without one.
 
     There is no eigendecomposition. From the identity on, each refresh takes the basis one step of orthogonal iteration
     further, `Q <- qr(A Q)`, so that it follows the factors: the first ten steps, which all refresh, bring it close.
@@ -57,34 +72,47 @@ class Soap(Inverse):
     def init(self, factors):
         """As of `Eigh`, with moments that are zero."""
         a, g = factors.A, factors.G
-        moments = Moments(jnp.zeros((*g.shape[:2], a.shape[1]), a.dtype), jnp.zeros(len(a), a.dtype))
+        zeros = jnp.zeros((*a.shape[:2], g.shape[1]), a.dtype)
+        moments = Adam(zeros, jnp.zeros(len(a), a.dtype), zeros)
         return Kronecker(unturned(a, a.dtype), unturned(g, g.dtype), moments)
 
     def refresh(self, kept, factors, damping):
-        """Both bases a step further, and the moments in the new ones."""
+        """Both bases a step further, and moments and momentum in the new ones."""
         new = Kronecker(follow(kept.A, factors.A), follow(kept.G, factors.G))
-        moments = kept.moments._replace(average=into_basis(kept.moments.average, kept, new))
+        bases = _exchanged(kept), _exchanged(new)
+        average, trace = into_basis(kept.moments.average, *bases), turned(kept.moments.trace, *bases)
+        moments = kept.moments._replace(average=average, trace=trace)
         return dataclasses.replace(new, moments=moments), eigen_condition(block_eigenvalues(new), damping)
 
-    def observe(self, kept, matrices, taken):
-        """Squares of gradients in the eigenbasis into their running average."""
-        squares = jnp.square(self._turned(kept, matrices, back=False))
-        moments = Moments(*averaged(kept.moments.average, kept.moments.weight, squares, jnp.asarray(self.decay), taken))
-        return dataclasses.replace(kept, moments=moments)
+    def advance(self, kept, matrices, damping, momentum, ready):
+        """In the eigenbasis: squares and momentum of the gradients, and this over the root of the mean squares."""
+        new, old = self._turned(kept, matrices, back=False), kept.moments
+        average, weight = averaged(old.average, old.weight, jnp.square(new), jnp.asarray(self.decay), ready)
+        trace, ahead = momentum.moved(old.trace, new)
+        scaled = jnp.where(per_block(ready, ahead), self._scaled(average, ahead, damping), ahead)
+        moved = self._turned(kept, scaled.astype(matrices.dtype), back=True)
+        return dataclasses.replace(kept, moments=Adam(average, weight, trace)), moved
 
     def apply(self, kept, matrices, damping):
         """In the eigenbasis, a division by the root of the moments."""
-        average = kept.moments.average
+        scaled = self._scaled(kept.moments.average, self._turned(kept, matrices.mT, back=False), damping)
+        return self._turned(kept, scaled.astype(matrices.dtype), back=True).mT
+
+    def _scaled(self, average, matrices, damping):
         least = jnp.finfo(average.dtype).tiny  # for a block that has had no gradient for long, or none so far
         mean = jnp.mean(average, axis=(1, 2), keepdims=True) if self.relative else 1
         damping = jnp.where(damping > 0, jnp.maximum(damping * mean, least), jnp.nan).astype(average.dtype)
-        scaled = self._turned(kept, matrices, back=False) / jnp.sqrt(average + damping)
-        return self._turned(kept, scaled.astype(matrices.dtype), back=True)
+        return matrices / jnp.sqrt(average + damping)
 
     def _turned(self, kept, matrices, *, back):
         # In bfloat16 a basis would not stay orthogonal from one refresh to the next: it is rounded here only.
         basis = Kronecker(*jax.tree.map(lambda x: x.astype(self.kept_dtype(x.dtype)), (kept.A, kept.G)))
-        return rotate(matrices, basis, self.precision, back=back)
+        return rotate(matrices, _exchanged(basis), self.precision, back=back)
+
+
+def _exchanged(basis: Kronecker) -> Kronecker:
+    """The bases of transposed matrices."""
+    return Kronecker(basis.G, basis.A)
 
 
 # What is added to the eigenvalues of a factor, in units of their mean, so that columns which it takes to nothing but

@@ -17,7 +17,6 @@ from kfac._capture.taps import Plan
 from kfac._capture.trace import trace
 from kfac._checks import check_count, check_range, check_type
 from kfac._distributed.distribution import Distribution
-from kfac._optimizer.parts import LayerLengthState
 from kfac._optimizer.state import KfacState, find_nodes, has_masked
 from kfac._varying import AxisName, as_varying, axis_size, varying_axes
 
@@ -181,7 +180,7 @@ def _checked(inner_state: Any, axis: AxisName | None) -> Any:
     owned = [own for state in find_nodes(inner_state, KfacState) for own in state.owned.values()]
     if axis is None and any(len(own.blocks.weight) < own.shard.positions * own.shard.devices for own in owned):
         raise ValueError("adaptive_damping would measure on this device only: pass the optimizer's distribution= to it")
-    if any(own.inverse.relative for own in owned) or find_nodes(inner_state, LayerLengthState):
+    if any(own.inverse.relative for own in owned):
         raise ValueError(
             "adaptive_damping compares the loss with a quadratic model that has one damping for all layers, and whose "
             'minimum the step is. With trust_ratio="auto", or an inverse that is relative=True, both are otherwise: '

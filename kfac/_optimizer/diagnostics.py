@@ -15,7 +15,6 @@ from kfac._curvature.refresh import in_portions
 from kfac._factors import Factors, Kronecker, Shares
 from kfac._layers import Layers
 from kfac._optimizer.adaptive_damping import AdaptiveDampingState
-from kfac._optimizer.parts import KlClipState
 from kfac._optimizer.state import KfacState, blocks_of, find_nodes, find_state
 
 
@@ -31,17 +30,15 @@ def diagnostics(opt_state: Any) -> dict[str, jax.Array]:
       damped factors in the 1-norm, with `Eigh`, `Ekfac`, `Soap` of the damped blocks in the 2-norm),
       `statistics_change` (of the last statistics, relative to the running averages before them), `inverse_age` (steps
       since the oldest inverse in use was computed), `skipped_statistics` and `failed_inversions` (blocks, since the
-      start), `skipped_steps` (updates that were not finite, an `optax.apply_if_finite` around it included), with a KL
-      clip `kl_clip_scale`, and with `adaptive_damping` the last `reduction_ratio` (NaN before the first) and the steps
-      `taken_back`.
+      start), `skipped_steps` (updates that were not finite, an `optax.apply_if_finite` around it included),
+      `kl_clip_scale` (0 without a KL clip), and with `adaptive_damping` the last `reduction_ratio` (NaN before the
+      first) and the steps `taken_back`.
 
     Raises:
       ValueError: there is no K-FAC state, or more than one, in `opt_state`.
     """
     state = find_state(opt_state, "opt_state")
     scalars = {"damping": state.damping, **state.metrics._asdict()}
-    for constraint in find_nodes(opt_state, KlClipState):
-        scalars["kl_clip_scale"] = constraint.scale
     for adaptive in find_nodes(opt_state, AdaptiveDampingState):
         scalars["reduction_ratio"] = adaptive.reduction_ratio
         scalars["taken_back"] = adaptive.taken_back

@@ -19,8 +19,9 @@ from kfac._curvature.soap import Soap
 from kfac._distributed.distribution import Distribution
 from kfac._distributed.planning import affordable
 from kfac._layers import Layers
-from kfac._optimizer.parts import clip_kl, keep_dtype, precondition_momentum, scale_layers, scheduled_momentum
-from kfac._optimizer.scale_by_kfac import ScalarOrSchedule, scale_by_kfac, value_at
+from kfac._optimizer.moves import Moves, ScalarOrSchedule, value_at
+from kfac._optimizer.parts import keep_dtype, momentum_beside_blocks
+from kfac._optimizer.scale_by_kfac import precondition_and_move
 from kfac._optimizer.state import check_groups, check_inverse, find_state, match_leaves
 
 
@@ -51,7 +52,8 @@ def kfac(
         goes relative to a kernel as it is initialised, in networks of any width: 0.05 is a first guess, to which the
         rate rises in the first tenth of the steps and from which it falls to zero.
       layers: what `find_layers` returned.
-      momentum: decay of `optax.trace`, in [0, 1), kept in float32 or better. Scalar or schedule.
+      momentum: its decay, in [0, 1), as of `optax.trace`; kept in float32 or better, by the owner of a block. Scalar or
+        schedule.
       nesterov: Nesterov's form of it. None: with momentum.
       weight_decay: decoupled weight decay, times the learning rate. Scalar or schedule.
       weight_decay_mask: which parameters decay, as for `optax.add_decayed_weights`.
@@ -84,8 +86,8 @@ def kfac(
       inverse: how Kronecker blocks are inverted: `Cholesky()`, `Eigh()`, `Ekfac()`, `Soap()` or one's own. With "auto"
         it is made `relative`. With `Soap` the momentum is that of the gradients, and is preconditioned.
 
-        None: `Soap()`, and without "auto" `Cholesky()`. `Soap` is not for `precondition="replicated"`,
-        `gradients="local"` and `split_from=` of a `Distribution`: name another inverse there.
+        None: `Soap()`, and without "auto" `Cholesky()`. `Soap` is not for `precondition="replicated"` and
+        `split_from=` of a `Distribution`: name another inverse there.
       distribution: how several devices are used; None: one device.
 
     Returns:
@@ -110,20 +112,15 @@ def kfac(
     inverse = dataclasses.replace(inverse, relative=True) if auto else inverse
     if isinstance(inverse_every, str) and inverse_every == "auto":
         inverse_every = every
-    tx = scale_by_kfac(
-        layers, damping=damping, statistics_every=every, inverse_every=inverse_every, inverse=inverse,
-        distribution=distribution,
-    )  # fmt: skip
     nesterov = momentum is not None if nesterov is None else nesterov
-    return finish(
-        tx, learning_rate, layers, momentum=momentum, nesterov=nesterov, rate_in_momentum=False, kl_clip=kl_clip,
+    return assemble(
+        learning_rate, layers, momentum=momentum, nesterov=nesterov, rate_in_momentum=False, kl_clip=kl_clip,
         weight_decay=weight_decay, weight_decay_mask=weight_decay_mask, trust_ratio=trust_ratio, inverse=inverse,
-        distribution=distribution,
+        damping=damping, statistics_every=every, inverse_every=inverse_every, distribution=distribution,
     )  # fmt: skip
 
 
-def finish(
-    tx: optax.GradientTransformationExtraArgs,
+def assemble(
     learning_rate: ScalarOrSchedule,
     layers: Layers,
     *,
@@ -135,12 +132,10 @@ def finish(
     kl_clip: ScalarOrSchedule | None,
     trust_ratio: ScalarOrSchedule | Literal["auto"] | None,
     inverse: Inverse,
-    distribution: Distribution | None,
+    **preconditioner: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """The optimizer around the preconditioner `tx`."""
+    """The optimizer around the preconditioner, which has the other options."""
     check_range("learning_rate", learning_rate, 0, math.inf, open_high=True)
-    local = distribution is not None and distribution.gradients == "local"
-    axis = distribution.axis if local and distribution else None
     if kl_clip is not None:
         check_range("kl_clip", kl_clip, 0, math.inf, open_low=True, open_high=True)
         if trust_ratio == "auto":
@@ -148,27 +143,26 @@ def finish(
                 f"kl_clip={kl_clip!r} bounds the length of a step, which trust_ratio='auto' then sets anew: pass "
                 "trust_ratio=None with it"
             )
-        tx = clip_kl(tx, layers, kl_clip, learning_rate, axis)
     _check_momentum(momentum, nesterov, rate_in_momentum, trust_ratio)
-    if inverse.takes_gradients and (kl_clip is not None or rate_in_momentum or local):
+    if inverse.takes_gradients and (kl_clip is not None or rate_in_momentum):
         raise ValueError(
             f"inverse={inverse!r} sets the length of a step by the gradients and preconditions their momentum: pass "
-            "kl_clip=None, rate_in_momentum=False and no Distribution with gradients='local', or another inverse, "
-            "inverse=kfac.Cholesky()"
+            "kl_clip=None and rate_in_momentum=False, or another inverse, inverse=kfac.Cholesky()"
         )
-    parts = [] if momentum is None else [scheduled_momentum(momentum, nesterov)]
-    if inverse.takes_gradients and parts:
-        tx, parts = precondition_momentum(tx, parts[0]), []
-    if trust_ratio is not None:
-        parts.append(scale_layers(layers, None if isinstance(trust_ratio, str) else trust_ratio, axis))
+    moves = Moves(kl_clip, learning_rate, rate_in_momentum, momentum, nesterov, trust_ratio)
+    tx = precondition_and_move(layers, moves, inverse=inverse, **preconditioner)
+    parts: list[Any] = []
+    before = learning_rate if rate_in_momentum else None
+    if any(layer.kind == "skipped" for layer in layers) and (momentum is not None or rate_in_momentum):
+        parts.append(momentum_beside_blocks(layers, 0.0 if momentum is None else momentum, nesterov, before))
     if weight_decay is not None:
         _check_weight_decay(weight_decay, weight_decay_mask)
         decay = _times_rate(weight_decay, learning_rate) if rate_in_momentum else weight_decay
         parts.append(optax.add_decayed_weights(decay, weight_decay_mask))
     elif weight_decay_mask is not None:
         raise ValueError("weight_decay_mask needs weight_decay, but weight_decay is None")
-    rate = optax.scale_by_learning_rate(learning_rate)
-    parts = [rate, *parts] if rate_in_momentum else [*parts, rate]
+    if not rate_in_momentum:
+        parts.append(optax.scale_by_learning_rate(learning_rate))
     return _followed_by(tx, optax.with_extra_args_support(keep_dtype(optax.chain(*parts))), layers, inverse)
 
 
@@ -224,8 +218,8 @@ def _followed_by(
         preconditioned, first = tx.update(updates, state[0], params, **extra)
         found = find_state(first, "state")
         taken = ~found.refused
-        own = {"unpreconditioned": updates, "kernel_squares": found.kernel_squares, "taken": taken}
-        moved, second = rest.update(preconditioned, state[1], params, **extra | own)
+        told = {"taken": taken, "count": find_state(state[0], "state").count}
+        moved, second = rest.update(preconditioned, state[1], params, **extra | told)
         # A refused step is none: the counts of schedules stay, like the momentum, and nothing is updated. Selected, as
         # XLA makes a selection part of the arithmetic beside it, where kernels of a branch would have to be compiled.
         kept = jax.tree.map(lambda new, old: jnp.where(taken, new, old) if new.ndim == 0 else new, second, state[1])

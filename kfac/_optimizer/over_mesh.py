@@ -31,7 +31,7 @@ def step_over_mesh(
     config: Config,
     mesh: Mesh,
     updates: Any,
-    averaged: Any,
+    params: Any,
     state: KfacState,
     now: Now,
     factors: Factors | Shares | None,
@@ -48,26 +48,24 @@ def step_over_mesh(
     def given(tree):
         return to_owners(config, mesh, tree, rows) if split else Gradients(replicated(tree), {})
 
-    def on_device(updates, averaged, state, now, factors):
+    def on_device(updates, params, state, now, factors):
         local = isinstance(factors, Shares)
         if local:
             own = jax.tree.map(lambda x: x[0], factors.factors)
             factors = as_varying(own, varying_axes(lax.axis_index(config.axis)))
-        return preconditioned_step(config, updates, averaged, state, now, factors, local=local, narrow=narrow)
+        return preconditioned_step(config, updates, params, state, now, factors, local=local, narrow=narrow)
 
     own: Any = Gradients(same, PartitionSpec(config.owners))  # type: ignore[arg-type]  # the specs of such
     shares = PartitionSpec(factors.axes) if isinstance(factors, Shares) else same
     step = jax.shard_map(
         on_device,
         mesh=mesh,
-        in_specs=(own, same if averaged is None else own, states, same, shares),
+        in_specs=(own, same if params is None else own, states, same, shares),
         out_specs=(own, states),
     )
-    new, state = step(given(updates), None if averaged is None else given(averaged), state, now, factors)
+    new, state = step(given(updates), None if params is None else given(params), state, now, factors)
     if not split:
         return lying_as(new.tree, updates), state
-    if averaged is not None:
-        updates = jax.tree.map(lambda new, old: new.astype(old.dtype), averaged, updates)
     return from_owners(config, mesh, new, updates, rows), state
 
 

@@ -62,9 +62,7 @@ def gather_state(opt_state: Any) -> Any:
         owned = {name: _gather_owned(own) for name, own in node.owned.items()}
         # A basis that is there for the sake of several devices can be had from the blocks again.
         replicas = {name: r for name, r in node.replicas.items() if not owned[name].inverse.takes_moments}
-        # No later step reads the squares.
-        squares = jax.tree.map(jnp.zeros_like, node.kernel_squares)
-        return node._replace(owned=owned, replicas=replicas, kernel_squares=squares)
+        return node._replace(owned=owned, replicas=replicas)
 
     return on_states(gather, opt_state)
 

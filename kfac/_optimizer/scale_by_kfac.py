@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,19 +21,12 @@ from kfac._curvature.inverse import Inverse
 from kfac._distributed.collectives import owns_last
 from kfac._distributed.distribution import Distribution, check_kind
 from kfac._layers import Layers
+from kfac._optimizer.moves import Moves, ScalarOrSchedule, value_at
 from kfac._optimizer.over_mesh import check_over_mesh, step_over_mesh
 from kfac._optimizer.reshard import on_states, some_state, state_spec
 from kfac._optimizer.state import Config, KfacState, check_devices, init_state, match_leaves
 from kfac._optimizer.step import Gradients, Now, count_blocks, dealt, preconditioned_step, refresh_inverses
 from kfac._varying import axis_names, axis_size, replicated
-
-Scalar = float | jax.Array
-ScalarOrSchedule = Scalar | Callable[[jax.Array], jax.typing.ArrayLike]
-
-
-def value_at(scalar: ScalarOrSchedule, count: jax.Array) -> jax.Array:
-    """A scalar, or a schedule at step `count`, as float32."""
-    return jnp.asarray(scalar(count) if callable(scalar) else scalar, jnp.float32)
 
 
 def scale_by_kfac(
@@ -60,8 +52,7 @@ def scale_by_kfac(
     the step uses what it knows. The running average is `F <- d F + (1 - d) F_batch`, bias-corrected, with `d = decay^k`
     where the last statistics are `k` steps old, so that it looks back as many steps at any interval. A refresh of the
     inverses follows the statistics of its step and precedes the preconditioning of its gradient; one that could
-    change nothing (no statistics and no other damping since the last) is left out. With `averaged=`, a tree like the
-    gradients, that is preconditioned in their place: their momentum, for `Soap()`, which takes in the gradients too.
+    change nothing (no statistics and no other damping since the last) is left out.
 
     With several devices (`distribution`) every Kronecker block has an owner. Statistics arrive local and are averaged
     to the owners, which invert and precondition; gradients are expected to be averaged already (`lax.pmean`).
@@ -93,6 +84,27 @@ def scale_by_kfac(
       ValueError: an argument is out of range; in `update`, the gradients or factors are not those of `layers`, or the
         state is one for another number of devices, or `optax.MultiSteps` around it would drop statistics.
     """
+    return precondition_and_move(
+        layers, Moves(), damping=damping, factor_decay=factor_decay, statistics_every=statistics_every,
+        inverse_every=inverse_every, refresh_warmup=refresh_warmup, inverse=inverse, unitwise_damping=unitwise_damping,
+        distribution=distribution,
+    )  # fmt: skip
+
+
+def precondition_and_move(
+    layers: Layers,
+    moves: Moves,
+    *,
+    damping: ScalarOrSchedule,
+    factor_decay: ScalarOrSchedule = 0.95,
+    statistics_every: int | jax.Array = 1,
+    inverse_every: int | jax.Array | None = 1,
+    refresh_warmup: int | jax.Array | None = None,
+    inverse: Inverse,
+    unitwise_damping: ScalarOrSchedule = 1.0,
+    distribution: Distribution | None,
+) -> optax.GradientTransformationExtraArgs:
+    """`scale_by_kfac` with what follows the preconditioner in stacks of blocks."""
     check_layers(layers)
     check_range("damping", damping, 0, math.inf, open_low=True, open_high=True)
     check_range("factor_decay", factor_decay, 0, 1, open_high=True)
@@ -103,7 +115,8 @@ def scale_by_kfac(
     check_type("distribution", distribution, Distribution | None, "a kfac.Distribution or None")
     uses = distribution or Distribution()
     check_kind(uses, inverse)
-    config = Config(layers, group_layers(layers), inverse, uses, inverse_every is not None)
+    config = Config(layers, group_layers(layers), inverse, uses, inverse_every is not None, moves)
+    reads_params = any(map(moves.needs_params, config.groups))
     quiet = _without_statistics(config, statistics_every, inverse_every)
     axis, mesh = config.owners, config.distribution.mesh
     if mesh is not None and axis is not None:
@@ -115,8 +128,11 @@ def scale_by_kfac(
             return init_on_mesh(replicated(params))
         return init_state(config, params)
 
-    def update(updates: Any, state: KfacState, params: Any = None, *, factors=None, averaged=None, **extra: Any):
-        del params, extra
+    def update(updates: Any, state: KfacState, params: Any = None, *, factors=None, **extra: Any):
+        del extra
+        if reads_params and params is None:
+            raise ValueError("trust_ratio needs the parameters: call update(grads, state, params, factors=factors)")
+        params = params if reads_params else None
         over = mesh if axis_size(axis) is None else None  # what a shard_map is still to be opened over
         if factors is not None:
             _check_all_parts_are_here()
@@ -131,19 +147,18 @@ def scale_by_kfac(
             decay=value_at(factor_decay, count),
             period=jnp.asarray(period).astype(jnp.int32),
             warmup=count < jnp.asarray(warmup).astype(jnp.int32),
+            moves=moves.at(count),
         )
         match_leaves(layers, updates, "updates")
-        if averaged is not None:
-            match_leaves(layers, averaged, "averaged")
         own = quiet if factors is None else config
         if over is None:
-            instead = None if averaged is None else Gradients(averaged, {})
+            weights = None if params is None else Gradients(params, {})
             (updates, _), state = preconditioned_step(
-                own, Gradients(updates, {}), instead, state, now, factors, local=True
+                own, Gradients(updates, {}), weights, state, now, factors, local=True
             )
         else:
             check_devices(state, math.prod(over.shape[name] for name in axis_names(axis)))
-            updates, state = step_over_mesh(own, over, updates, averaged, state, now, factors)
+            updates, state = step_over_mesh(own, over, updates, params, state, now, factors)
         soon = (state.count < jnp.asarray(warmup)) | (state.count % statistics_every == 0)
         return updates, state._replace(due=soon)
 
@@ -220,7 +235,8 @@ def refresh(opt_state: Any, *, distribution: Distribution | None = None) -> Any:
 
     def local(state):
         check_devices(state, axis_size(axis) or 1, "kfac.refresh")
-        damping = Now(state.damping, state.unitwise_damping, *3 * [state.count])
+        n = state.count  # in the place of what a refresh does not read
+        damping = Now(state.damping, state.unitwise_damping, n, n, n, Moves().at(n))
         wanted = {name: block.weight > 0 for name, block in state.blocks.items()}
         shards = dealt(state)
         for name, shard in shards.items():

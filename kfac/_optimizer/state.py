@@ -20,6 +20,7 @@ from kfac._distributed.distribution import Distribution, owners_precondition, sh
 from kfac._distributed.owners import Shard, group_costs, make_shards, split_sides
 from kfac._factors import Block
 from kfac._layers import Layers, leaves_by_path
+from kfac._optimizer.moves import Moves
 from kfac._varying import AxisName, as_varying, axis_size, varying_axes
 
 
@@ -35,6 +36,7 @@ class KfacMetrics(NamedTuple):
         of the difference, relative to the average, as a mean over all Kronecker factors. 1 for those without an average
         so far, and for those that were left out.
       inverse_age: steps since the oldest of the inverses in use was computed.
+      kl_clip_scale: what the KL clip multiplied the step by; 0 without one.
       skipped_statistics: how many times a block left non-finite statistics out of its running average.
       failed_inversions: how many times a block kept its previous inverse because factorisation failed.
       skipped_steps: how many times the gradient, or the preconditioned one, was not finite.
@@ -44,6 +46,7 @@ class KfacMetrics(NamedTuple):
     preconditioned_norm: jax.Array
     condition: jax.Array
     statistics_change: jax.Array
+    kl_clip_scale: jax.Array
     inverse_age: jax.Array
     skipped_statistics: jax.Array
     failed_inversions: jax.Array
@@ -59,6 +62,8 @@ class BlockState(NamedTuple):
       inverse: what the kind of inverse keeps, arrays `[k, ...]`.
       condition: `[k]`, condition number at the last inversion; 0 before the first.
       inverted: `[k]`, the step of the last inversion; 0 before the first.
+      momentum: `[k, d_in, d_out]`, that of the preconditioned gradients, where owners alone precondition these and the
+        inverse has none of its own; else None.
     """
 
     factors: Block
@@ -66,6 +71,7 @@ class BlockState(NamedTuple):
     inverse: Any
     condition: jax.Array
     inverted: jax.Array
+    momentum: jax.Array | None
 
 
 @jax.tree_util.register_dataclass
@@ -109,8 +115,8 @@ class KfacState(NamedTuple):
       shared: unit-wise and diagonal blocks, the same on all devices.
       replicas: what all devices have of inverses: those of the groups that they all precondition, of all groups with
         `precondition="replicated"`; over an axis, with an inverse that takes moments, the bases of blocks with such.
-      kernel_squares: for what sets the lengths of steps where gradients arrive local: of the averaged gradient of each
-        Kronecker block without its bias, `[blocks]`, the square of the norm. Else zeros.
+      shared_momenta: the momenta `[blocks, d_in, d_out]` of the groups that all devices precondition, if there is
+        momentum.
       members: the number of blocks of each group, by the names of its layers, whose blocks they are in this order. So a
         checkpoint of layers of another name is one of another structure.
       metrics: scalars of the last step.
@@ -126,7 +132,7 @@ class KfacState(NamedTuple):
     owned: dict[str, Owned]
     shared: dict[str, BlockState]
     replicas: dict[str, Replica]
-    kernel_squares: dict[str, jax.Array]
+    shared_momenta: dict[str, jax.Array]
     members: dict[str, dict[str, jax.Array]]
     metrics: KfacMetrics
 
@@ -139,11 +145,25 @@ class KfacState(NamedTuple):
         """
         return {name: own.blocks for name, own in self.owned.items()} | self.shared
 
+    @property
+    def momenta(self) -> dict[str, jax.Array]:
+        """The momenta of groups that have one outside of their inverse, of the blocks that a device preconditions."""
+        owned = {name: own.blocks.momentum for name, own in self.owned.items()}
+        return {name: x for name, x in owned.items() if x is not None} | self.shared_momenta
+
 
 def with_blocks(state: KfacState, blocks: dict[str, BlockState]) -> KfacState:
     """The state with other blocks."""
     owned = {name: dataclasses.replace(own, blocks=blocks[name]) for name, own in state.owned.items()}
     return state._replace(owned=owned, shared={name: blocks[name] for name in state.shared})
+
+
+def with_momenta(state: KfacState, momenta: dict[str, jax.Array]) -> KfacState:
+    """The state with other momenta, of all groups that have some."""
+    shared = {name: momenta[name] for name in state.shared_momenta}
+    blocks = state.blocks
+    owned = {name: blocks[name]._replace(momentum=x) for name, x in momenta.items() if name not in shared}
+    return with_blocks(state._replace(shared_momenta=shared), blocks | owned)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +175,7 @@ class Config:
     inverse: Inverse
     distribution: Distribution
     refreshes: bool
+    moves: Moves
 
     @property
     def axis(self) -> AxisName | None:
@@ -210,7 +231,14 @@ def init_state(config: Config, params: Any) -> KfacState:
 
     def blocks(group: Group, size: int) -> BlockState:
         weight, condition, inverted = jnp.zeros(size, dtype), jnp.zeros(size, dtype), jnp.zeros(size, jnp.int32)
-        return BlockState(group.zeros(size, dtype), weight, inverses(group, size), condition, inverted)
+        momentum = zeros(group, size) if group in config.apart and has_momentum(group) else None
+        return BlockState(group.zeros(size, dtype), weight, inverses(group, size), condition, inverted, momentum)
+
+    def zeros(group: Group, size: int) -> jax.Array:
+        return jnp.zeros((size, group.d_in, group.d_out), dtype)
+
+    def has_momentum(group: Group) -> bool:
+        return config.moves.momentum is not None and not group.kind(config.inverse).takes_gradients
 
     def own(group: Group) -> Owned:
         shard = shards[group.name]
@@ -236,9 +264,9 @@ def init_state(config: Config, params: Any) -> KfacState:
         owned={group.name: own(group) for group in config.kronecker},
         shared={group.name: blocks(group, group.size) for group in config.groups if not group.kronecker},
         replicas={group.name: replica(group) for group in config.groups if config.shares(group)},
-        kernel_squares={group.name: jnp.zeros(group.size, dtype) for group in config.kronecker},
+        shared_momenta={g.name: zeros(g, g.size) for g in config.groups if g not in config.apart and has_momentum(g)},
         members={group.name: {group.members: jnp.full((), group.size, jnp.int32)} for group in config.groups},
-        metrics=KfacMetrics(*(jnp.zeros((), dtype) for dtype in 4 * [jnp.float32] + 4 * [jnp.int32])),
+        metrics=KfacMetrics(*(jnp.zeros((), dtype) for dtype in 5 * [jnp.float32] + 4 * [jnp.int32])),
     )
 
 

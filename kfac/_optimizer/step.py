@@ -15,18 +15,20 @@ import optax
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
+from kfac._curvature.blocks import Group
 from kfac._curvature.by_rows import ByRows
 from kfac._curvature.inverse import Inverse, averaged, finite, per_block
 from kfac._curvature.refresh import once_if, refresh
 from kfac._curvature.symmetric import flatten_block, unflatten_block
 from kfac._curvature.unitwise import ChannelInverse
-from kfac._distributed.collectives import cut, gather_from_owners, means_to_owners, owns_last, take_own
+from kfac._distributed.collectives import gather_from_owners, means_to_owners, owns_last, take_own
 from kfac._distributed.distribution import decode, encode
 from kfac._distributed.owners import Shard
 from kfac._distributed.segments import BUCKETS
 from kfac._factors import Block, Factors, Kronecker, Ragged, Tied
 from kfac._layers import leaves_by_path, map_by_path
-from kfac._optimizer.state import Config, KfacMetrics, KfacState, Owned, Replica, check_state, with_blocks
+from kfac._optimizer.moves import MovesNow, Stack, clip_scale, kernel_widths, kernels, lengthened
+from kfac._optimizer.state import Config, KfacMetrics, KfacState, Owned, Replica, check_state, with_blocks, with_momenta
 from kfac._varying import AxisName, as_varying, axis_names, axis_size, varying_axes
 
 Vectors = dict[str, jax.Array]  # for each group `[k]`, a number for each block
@@ -39,8 +41,8 @@ class Gradients(NamedTuple):
     Attributes:
       tree: in the form of the parameters, without what is in `stacks`; where these are split over a mesh, a skipped
         leaf is a number that is finite if the leaf is.
-      stacks: of groups that owners alone precondition, where each got only its own: `[positions, d_out, d_in]`, in
-        parts of some columns each; seen from outside those of all devices in a row.
+      stacks: of groups that owners alone precondition, where each got only its own: `[positions, d_in, d_out]`, in
+        parts of some rows each; seen from outside those of all devices in a row.
     """
 
     tree: Any
@@ -55,6 +57,7 @@ class Now(NamedTuple):
     decay: jax.Array
     period: jax.Array
     warmup: jax.Array
+    moves: MovesNow
 
 
 class Place(NamedTuple):
@@ -87,7 +90,7 @@ class Place(NamedTuple):
 def preconditioned_step(
     config: Config,
     updates: Gradients,
-    averaged: Gradients | None,
+    params: Gradients | None,
     state: KfacState,
     now: Now,
     factors: Factors | None,
@@ -97,16 +100,12 @@ def preconditioned_step(
 ) -> tuple[Gradients, KfacState]:
     """One step on one device; `local` statistics are still to be averaged over devices.
 
-    What is preconditioned is `averaged`, if there is such, in the place of the gradients `updates`. `narrow` has the
-    narrowest dtype of the leaves of each part of the `stacks`.
+    `params` are for the lengths of steps, if these depend on them. `narrow` has the narrowest dtype of the leaves of
+    each part of the `stacks`.
     """
     check(config, state, updates, factors if local else None)
     place = locate(config, state, now)
-    state, updates, gradients, square, usable = take_gradients(place, state, updates)
-    own = gradients
-    if averaged is not None:
-        _, averaged, own, _, finite_too = take_gradients(place, state, averaged)
-        usable &= finite_too
+    updates, gradients, square, usable = take_gradients(place, state, updates)
     changed, due = decide(place, state, usable, statistics=factors is not None)
     left_out: Vectors = {}
     change = None
@@ -115,22 +114,24 @@ def preconditioned_step(
         state, left_out, change = take_in(place, state, batch, usable)
         if config.axis is None:
             # Statistics are gone before gradients are stacked; XLA would keep both until the end.
-            state, updates, averaged = lax.optimization_barrier((state, updates, averaged))
-            gradients = take_gradients(place, state, updates)[2]
-            own = gradients if averaged is None else take_gradients(place, state, averaged)[2]
-    if averaged is not None:
-        updates = jax.tree.map(lambda new, old: new.astype(old.dtype), averaged, updates)
+            state, updates = lax.optimization_barrier((state, updates))
+            gradients = take_gradients(place, state, updates)[1]
     failed: Vectors = {}
     if config.refreshes:
         blocks = state.blocks
         wanted = {name: due & place.mine[name] & (blocks[name].weight > 0) for name in blocks}
         state, failed = refresh_inverses(config.owners, state, wanted, now, due)
     measured = jnp.where(usable & (factors is not None), state.count, state.measured)
-    state, preconditioned = precondition(place, state, own, gradients, usable)
+    preconditioned, advanced = precondition(place, state, gradients)
+    squares = sums_of_shares(place, {name: x * x for name, x in preconditioned.items()})
+    steps, momenta, scale = move(place, state, preconditioned, gradients, params)
     if config.owners is not None and not updates.stacks:
-        preconditioned |= gather_from_owners({n: preconditioned[n] for n in place.apart}, place.apart, config.owners)
-    updates, new_square, usable = restore(place, updates, preconditioned, usable, narrow or {})
-    metrics, usable = measure(place, state, [square, new_square], change, [left_out, failed], usable)
+        steps |= gather_from_owners({name: steps[name] for name in place.apart}, place.apart, config.owners)
+    updates, usable = restore(place, updates, steps, usable & jnp.isfinite(sum(squares)), narrow or {})
+    metrics, usable = measure(place, state, square, squares, change, [left_out, failed], usable)
+    state = commit(state, advanced, momenta, usable)
+    if scale is not None:
+        metrics = metrics._replace(kl_clip_scale=scale.astype(jnp.float32))
     return updates, count(state._replace(measured=measured), now, changed, metrics, usable)
 
 
@@ -195,61 +196,51 @@ def dealt(state: KfacState) -> dict[str, Shard]:
 
 def take_gradients(
     place: Place, state: KfacState, updates: Gradients
-) -> tuple[KfacState, Gradients, Vectors, jax.Array, jax.Array]:
-    """The gradients as matrices `[k, d_out, d_in]` of the blocks that this device preconditions.
+) -> tuple[Gradients, Vectors, jax.Array, jax.Array]:
+    """The gradients as matrices `[k, d_in, d_out]` of the blocks that this device preconditions.
 
     Returns:
-      The state with the squares of gradients that arrive local; the updates, averaged but for what owners alone need;
-      the matrices; the squared norm of all; whether all are finite. All devices agree on that, for it decides whether
-      this is a step at all.
+      The updates, averaged but for what owners alone need; the matrices; the squared norm of all; whether all are
+      finite. All devices agree on that, for it decides whether this is a step at all.
     """
-    config, axis, blocks = place.config, place.config.owners, state.blocks
+    config, axis = place.config, place.config.owners
     local = axis is not None and config.distribution.gradients == "local"
     if local:
         updates = updates._replace(tree=_averaged_beside_blocks(config, updates.tree))
-    leaves, dtypes = leaves_by_path(updates.tree), {name: block.weight.dtype for name, block in blocks.items()}
-    matrices = {n: jnp.concatenate(parts, axis=2).astype(dtypes[n]) for n, parts in updates.stacks.items()}
-    matrices |= {g.name: g.stack_matrices(leaves, dtypes[g.name]) for g in config.groups if g.name not in matrices}
+    leaves, matrices = leaves_by_path(updates.tree), stack_all(state, updates, config.groups)
     if updates.stacks:
-        own, square = matrices, _square_of_all(place, matrices, updates.stacks)
+        own, square = matrices, sum_of_all(place, {name: x * x for name, x in matrices.items()})
     elif axis is not None and local:
         sent = {name: matrices[name] for name in place.apart}
         own = matrices | means_to_owners(sent, place.apart, axis, beside=config.distribution.beside_owners)
-        kept = {name: place.own(name, x) if name in sent else x for name, x in own.items()}
-        squares = {"": _square(kept[name] for name in sent)} | _of_kernels(place, kept)
-        sums, unravel = ravel_pytree(as_varying(squares, varying_axes(lax.axis_index(axis))))
-        squares = unravel(lax.psum(sums, axis))
-        square = squares.pop("") + _square(x for name, x in own.items() if name not in sent)
-        state = state._replace(kernel_squares=squares)
+        square = sum_of_all(place, {name: x * x for name, x in own.items()})
     else:
-        square = _square(matrices.values())
+        square = _sum(x * x for x in matrices.values())
         own = take_own(matrices, place.apart, axis)
     usable = _all_finite(square, (leaf for path, leaf in leaves.items() if path in config.skipped))
     if axis is not None:
         # The same decision everywhere, whatever one device has seen: what follows holds collectives.
         usable = lax.pmin(usable.astype(jnp.int32), axis) > 0
-    return state, updates, own, square, usable
+    return updates, own, square, usable
 
 
-def _square_of_all(place: Place, matrices: Vectors, stacks: Iterable[str]) -> jax.Array:
-    """The squared norm of the matrices, where owners alone have those of `stacks`."""
-    own = lax.psum(_square(place.own(name, matrices[name]) for name in stacks), place.config.owners)
-    return own + _square(matrices[name] for name in matrices if name not in stacks)
+def stack_all(state: KfacState, trees: Gradients, groups: Iterable[Group]) -> Vectors:
+    """Gradients, or parameters, of some groups as matrices `[k, d_in, d_out]` of all their blocks."""
+    leaves, dtypes = leaves_by_path(trees.tree), {name: block.weight.dtype for name, block in state.blocks.items()}
+    matrices = {n: jnp.concatenate(parts, axis=1).astype(dtypes[n]) for n, parts in trees.stacks.items()}
+    return matrices | {g.name: g.stack_matrices(leaves, dtypes[g.name]) for g in groups if g.name not in matrices}
 
 
-def _of_kernels(place: Place, gradients: Vectors) -> Vectors:
-    """Of each block's gradient without the bias the squared norm, `[blocks]`, where this device is to count it."""
-    squares, axis = {}, place.config.owners
-    for group in place.config.kronecker:
-        sizes = np.repeat([layer.layouts[0].size("in") for layer in group.layers], group.counts)
-        known = {group.name: (jnp.arange(group.size), jnp.asarray(sizes))}
-        blocks, own = take_own(known, place.apart, axis)[group.name]
-        inside = jnp.arange(group.d_in) < own[:, None, None]
-        found = jnp.sum(jnp.where(inside, jnp.square(gradients[group.name]), 0), axis=(1, 2))
-        if group.name not in place.apart:  # all devices have it
-            found = jnp.where(lax.axis_index(axis) == 0, found, 0)
-        squares[group.name] = jnp.zeros(group.size, found.dtype).at[blocks].add(found)
-    return squares
+def sums_of_shares(place: Place, matrices: Vectors) -> tuple[jax.Array, jax.Array]:
+    """The sums of all entries of the matrices that this device alone preconditions, and of those that all do."""
+    apart = [place.own(name, x) for name, x in matrices.items() if name in place.apart]
+    return _sum(apart), _sum(x for name, x in matrices.items() if name not in place.apart)
+
+
+def sum_of_all(place: Place, matrices: Vectors) -> jax.Array:
+    """The sum of all entries of the matrices, where each device has those of the blocks that it preconditions."""
+    apart, rest = sums_of_shares(place, matrices)
+    return rest + (apart if place.config.owners is None else lax.psum(apart, place.config.owners))
 
 
 def _averaged_beside_blocks(config: Config, updates: Any) -> Any:
@@ -455,59 +446,121 @@ def _fetched(
     }
 
 
-def precondition(
-    place: Place, state: KfacState, own: Vectors, gradients: Vectors, usable: jax.Array
-) -> tuple[KfacState, Vectors]:
-    """What is `own`, preconditioned by its owner, or by every device.
+def precondition(place: Place, state: KfacState, gradients: Vectors) -> tuple[Vectors, dict[str, Any]]:
+    """The gradients, preconditioned by their owner, or by every device.
 
-    And the state, in which blocks have taken in the gradients, where the inverse wants them and they are `usable`.
+    And of inverses that take in gradients what is kept of them from now on.
     """
-    config, result, blocks = place.config, {}, state.blocks
+    config, result, advanced, damping = place.config, {}, {}, place.now.damping
     for group in config.groups:
-        name, block, inverse = group.name, blocks[group.name], group.kind(config.inverse)
+        name, block, inverse = group.name, state.blocks[group.name], group.kind(config.inverse)
         if name in place.split and name not in state.replicas:
-            result[name] = place.split[name].apply(block.inverse, own[name], place.now.damping)
+            result[name] = place.split[name].apply(block.inverse, gradients[name].mT, damping).mT
             continue
         everywhere = group.kronecker and name not in place.apart
         kept, ready = state.replicas[name] if everywhere else (block.inverse, block.condition > 0)
         if inverse.takes_gradients:
-            kept = inverse.observe(kept, gradients[name], ready & usable)
-            blocks = {**blocks, name: block._replace(inverse=kept)}
-        applied = inverse.apply(kept, own[name], place.now.damping)
-        result[name] = jnp.where(per_block(ready, own[name]), applied, own[name])  # not before there is an inverse
-    return with_blocks(state, blocks), result
+            momentum = place.now.moves.momentum(config.moves)
+            advanced[name], result[name] = inverse.advance(kept, gradients[name], damping, momentum, ready)
+        else:
+            applied = inverse.apply(kept, gradients[name].mT, damping).mT
+            # Not before there is an inverse.
+            result[name] = jnp.where(per_block(ready, applied), applied, gradients[name])
+    return result, advanced
+
+
+def move(
+    place: Place, state: KfacState, preconditioned: Vectors, gradients: Vectors, params: Gradients | None
+) -> tuple[Vectors, Vectors, jax.Array | None]:
+    """The steps that follow from the preconditioned gradients, but for weight decay and learning rate.
+
+    Returns:
+      The steps, the momenta of the blocks that have one outside of their inverse, and the scale of the KL clip.
+    """
+    config, moves, now, scale = place.config, place.config.moves, place.now.moves, None
+    steps, momenta = dict(preconditioned), state.momenta
+    if now.limit is not None:
+        products = {name: x * gradients[name] for name, x in steps.items()}
+        scale = clip_scale(now.limit, now.rate, sum_of_all(place, products))
+        steps = {name: scale.astype(x.dtype) * x for name, x in steps.items()}
+    if moves.rate_in_momentum:
+        steps = {name: -now.rate.astype(x.dtype) * x for name, x in steps.items()}
+    moved = {name: now.momentum(moves).moved(trace, steps[name]) for name, trace in momenta.items()}
+    steps |= {name: ahead for name, (_, ahead) in moved.items()}
+    if moves.lengths is not None:
+        chosen = [group for group in config.groups if moves.needs_params(group)]
+        weights = {} if params is None else stack_all(state, params, chosen)
+        if not (params is not None and params.stacks):
+            weights = take_own(weights, place.apart, config.owners)
+        stacks = {
+            g.name: Stack(steps[g.name], weights.get(g.name), gradients[g.name], *_kernels(place, g), not g.kronecker)
+            for g in config.groups
+        }
+        steps = lengthened(stacks, now.coefficient)
+    return steps, {name: trace for name, (trace, _) in moved.items()}, scale
+
+
+def _kernels(place: Place, group: Group) -> tuple[jax.Array | None, jax.Array]:
+    """Which blocks of a group are kernels, None for all, and the columns of each without the bias."""
+    kernel, width = kernels(group, place.config.moves.lengths), kernel_widths(group)
+    if kernel.all() and np.all(width == width[0]):
+        return None, jnp.asarray(width[:1])
+    table = {group.name: (jnp.asarray(kernel), jnp.asarray(width))}
+    return take_own(table, place.apart, place.config.owners)[group.name]
 
 
 def restore(
-    place: Place, updates: Gradients, preconditioned: Vectors, usable: jax.Array, narrow: Dtypes
-) -> tuple[Gradients, jax.Array, jax.Array]:
-    """The preconditioned gradients in the form of `updates`, their squared norm, and whether all are finite."""
+    place: Place, updates: Gradients, steps: Vectors, usable: jax.Array, narrow: Dtypes
+) -> tuple[Gradients, jax.Array]:
+    """The steps in the form of `updates`, and whether all are finite."""
     new: dict[str, jax.Array] = {}
+    whole = {name: x for name, x in steps.items() if name not in updates.stacks}
+    usable, whole = lax.platform_dependent(usable, whole, cpu=_if_usable, default=lambda *same: same)
     for group in place.config.groups:
-        if group.name not in updates.stacks:
-            new.update(group.split_matrices(preconditioned[group.name]))
+        if group.name in whole:
+            new.update(group.split_matrices(whole[group.name]))
     tree = map_by_path(lambda path, leaf: new[path].astype(leaf.dtype) if path in new else leaf, updates.tree)
     # What is finite as it was computed may be too large for a narrower dtype of the gradients.
     leaves = leaves_by_path(tree)
     narrowed = [leaf for path, leaf in leaves.items() if path in new and leaf.dtype != new[path].dtype]
     stacks = {}
     for name, given in updates.stacks.items():
-        parts = list(zip(cut(preconditioned[name], [x.shape[2] for x in given]), given, narrow[name], strict=True))
+        rows = np.cumsum([x.shape[1] for x in given])[:-1]
+        parts = list(zip(jnp.split(steps[name], rows, axis=1), given, narrow[name], strict=True))
         narrowed += [place.own(name, x).astype(dtype) for x, _, dtype in parts if x.dtype != dtype]
         stacks[name] = [x.astype(old.dtype) for x, old, _ in parts]
-    square = _square_of_all(place, preconditioned, stacks) if stacks else _square(preconditioned.values())
-    return Gradients(tree, stacks), square, usable & _all_finite(square, narrowed)
+    return Gradients(tree, stacks), usable & _all_finite(jnp.zeros(()), narrowed)
+
+
+def _if_usable(usable: jax.Array, stacks: Vectors) -> tuple[jax.Array, Vectors]:
+    """Whether the step is usable, and the stacks or zeros.
+
+    On CPUs XLA would else compile what makes a stack anew for each leaf that is cut from it.
+    """
+    return lax.cond(
+        usable,
+        lambda stacks: (jnp.array(True), stacks),
+        lambda stacks: (jnp.array(False), jax.tree.map(jnp.zeros_like, stacks)),
+        stacks,
+    )
 
 
 def measure(
-    place: Place, state: KfacState, squares: list[jax.Array], change: Any, found: list[Vectors], usable: jax.Array
+    place: Place,
+    state: KfacState,
+    square: jax.Array,
+    preconditioned: tuple[jax.Array, jax.Array],
+    change: Any,
+    found: list[Vectors],
+    usable: jax.Array,
 ) -> tuple[KfacMetrics, jax.Array]:
     """The scalars of the step, with what devices have to tell each other of it, and whether all find it usable.
 
     Args:
       place: where the step is.
       state: with what is kept from now on, and the metrics of the step before.
-      squares: squared norms of the gradient and of the preconditioned one.
+      square: the squared norm of the gradient.
+      preconditioned: that of the preconditioned one, of what devices precondition alone, and of what all do.
       change: what `take_in` returned, or None without statistics.
       found: the blocks that left statistics out, and those whose inversion failed.
       usable: whether this device finds it so.
@@ -518,9 +571,11 @@ def measure(
     ages = [jnp.where(block.condition > 0, state.count - block.inverted, 0) for block in blocks]
     parts = [block.condition for block in blocks], ages
     extremes = jnp.stack([jnp.max(_join(part)).astype(jnp.float32) for part in parts])
+    apart, rest = (x.astype(jnp.float32) for x in preconditioned)
     if axis is not None:
         # In one message: as float32, numbers of blocks are exact.
-        *sums, total = lax.psum(jnp.append(counts.astype(jnp.float32), 0 if change is None else change), axis)
+        own = jnp.stack([*counts.astype(jnp.float32), apart, jnp.float32(0) if change is None else change])
+        *sums, apart, total = lax.psum(own, axis)
         counts, extremes = jnp.stack(sums).astype(jnp.int32), lax.pmax(extremes, axis)
         change = None if change is None else total
     usable = counts[2] == 0  # agreed once more: the next step's decisions follow from it
@@ -528,18 +583,30 @@ def measure(
     if change is not None:
         number = 2 * sum(group.size for group in place.config.kronecker if group.captured)
         change = jnp.where(usable, change / max(number, 1), before)
-    norms = [jnp.sqrt(square).astype(jnp.float32) for square in squares]
     new = KfacMetrics(
-        gradient_norm=norms[0],
-        preconditioned_norm=norms[1],
+        gradient_norm=jnp.sqrt(square).astype(jnp.float32),
+        preconditioned_norm=jnp.sqrt(apart + rest),
         condition=extremes[0],
         statistics_change=before if change is None else change,
         inverse_age=jnp.maximum(extremes[1].astype(jnp.int32) - ~usable, 0),  # a step that is refused is none
         skipped_statistics=metrics.skipped_statistics + counts[0],
         failed_inversions=metrics.failed_inversions + counts[1],
         skipped_steps=metrics.skipped_steps + ~usable,
+        kl_clip_scale=metrics.kl_clip_scale,
     )
     return new, usable
+
+
+def commit(state: KfacState, advanced: dict[str, Any], momenta: Vectors, usable: jax.Array) -> KfacState:
+    """The state with what blocks have taken in of the gradients, and their momenta, if the step is `usable`."""
+
+    def kept(new, old):
+        return jax.tree.map(lambda new, old: jnp.where(usable, new, old), new, old)
+
+    blocks = {
+        name: state.blocks[name]._replace(inverse=kept(x, state.blocks[name].inverse)) for name, x in advanced.items()
+    }
+    return with_momenta(with_blocks(state, state.blocks | blocks), kept(momenta, state.momenta))
 
 
 def count(state: KfacState, now: Now, changed: jax.Array, metrics: KfacMetrics, usable: jax.Array) -> KfacState:
@@ -571,10 +638,9 @@ def count_blocks(shards: Mapping[str, Any], axis: AxisName | None, found: Vector
     return jnp.sum(_join(x if name in shards else x & first for name, x in found.items()), dtype=jnp.int32)
 
 
-def _square(arrays: Iterable[jax.Array]) -> jax.Array:
-    """The squared norm of all arrays together."""
-    sums = sums_of_members([[x * x] for x in arrays])
-    return sum((jnp.sum(own) for [own] in sums), jnp.zeros((), jnp.float32))
+def _sum(arrays: Iterable[jax.Array]) -> jax.Array:
+    """The sum of all entries of all arrays."""
+    return sum((jnp.sum(own) for [own] in sums_of_members([[x] for x in arrays])), jnp.zeros((), jnp.float32))
 
 
 def sums_of_members(stacks: Sequence[Sequence[jax.Array]]) -> list[list[jax.Array]]:

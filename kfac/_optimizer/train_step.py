@@ -19,7 +19,7 @@ from kfac._curvature.inverse import Inverse
 from kfac._layers import Layers
 from kfac._optimizer.diagnostics import due, eigenbasis
 from kfac._optimizer.kfac import kfac
-from kfac._optimizer.scale_by_kfac import ScalarOrSchedule
+from kfac._optimizer.moves import ScalarOrSchedule
 
 
 class TrainStep:

@@ -266,7 +266,7 @@ class Truth:
     def kronecker(self, layers: kfac.Layers, layer: kfac.Layer) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
         """`A`, `G`, the sum of `g a^T`, each `[copies, ...]`, and the positions of a copy, by the definition."""
         where = _places(layers, layer)
-        own = np.asarray(layer.layouts[0].to_matrix(where[0]))
+        own = np.asarray(layer.layouts[0].to_rows(where[0]).mT)
         kernel = layer.layouts[0]
         copies, columns = layer.copies, kernel.size("in")
         a_sum = np.zeros((copies, layer.d_in, layer.d_in))
@@ -331,7 +331,7 @@ class Truth:
         for path, shape, layout in zip(layer.params, layer.shapes, layer.layouts, strict=True):
             start = starts[layers.paths.index(path)]
             own = total[:, start : start + math.prod(shape)].reshape(self.n, *shape)
-            columns.append(np.stack([np.asarray(layout.to_matrix(row))[0] for row in own]))
+            columns.append(np.stack([np.asarray(layout.to_rows(row).mT)[0] for row in own]))
         return np.concatenate(columns, -1)
 
 
@@ -348,7 +348,7 @@ def _places(layers: kfac.Layers, layer: kfac.Layer):
     """The serial numbers of a kernel; and for each serial number its copy, row and column."""
     start, shape = _starts(layers)[layers.paths.index(layer.params[0])], layer.shapes[0]
     own = np.arange(start, start + math.prod(shape)).reshape(shape)
-    serial = np.asarray(layer.layouts[0].to_matrix(own))
+    serial = np.asarray(layer.layouts[0].to_rows(own).mT)
     tables = [np.full(sum(_sizes(layers)) + 1, NONE) for _ in range(3)]  # the last entry is that of NONE
     for table, at in zip(tables, np.indices(serial.shape), strict=True):
         table[serial.reshape(-1)] = at.reshape(-1)

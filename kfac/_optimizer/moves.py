@@ -1,0 +1,215 @@
+"""From preconditioned gradients to steps, in stacks of blocks: the KL clip, momentum, and the length of each step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kfac._curvature.blocks import Group
+from kfac._curvature.inverse import Momentum, per_block
+
+Scalar = float | jax.Array
+ScalarOrSchedule = Scalar | Callable[[jax.Array], jax.typing.ArrayLike]
+Lengths = ScalarOrSchedule | Literal["auto"] | None
+
+
+def value_at(scalar: ScalarOrSchedule, count: jax.Array) -> jax.Array:
+    """A scalar, or a schedule at step `count`, as float32."""
+    return jnp.asarray(scalar(count) if callable(scalar) else scalar, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Moves:
+    """What follows the preconditioner, in this order; without arguments nothing.
+
+    Attributes:
+      kl_clip: the constraint of the KL clip.
+      rate: the learning rate: for the KL clip, and where it comes before the momentum.
+      rate_in_momentum: whether it does.
+      momentum: its decay. An inverse that takes gradients has it before the preconditioner.
+      nesterov: whether in Nesterov's form.
+      lengths: as `trust_ratio` of `kfac.kfac`.
+    """
+
+    kl_clip: ScalarOrSchedule | None = None
+    rate: ScalarOrSchedule = 0.0
+    rate_in_momentum: bool = False
+    momentum: ScalarOrSchedule | None = None
+    nesterov: bool = False
+    lengths: Lengths = None
+
+    def at(self, count: jax.Array) -> MovesNow:
+        """The scalars of step `count`."""
+        coefficient = None if self.lengths is None or isinstance(self.lengths, str) else value_at(self.lengths, count)
+        limit = None if self.kl_clip is None else value_at(self.kl_clip, count)
+        decay = value_at(0.0 if self.momentum is None else self.momentum, count)
+        return MovesNow(limit, value_at(self.rate, count), decay, coefficient)
+
+    def needs_params(self, group: Group) -> bool:
+        """Whether the step of a group depends on its parameters."""
+        return self.lengths is not None and bool(np.any(kernels(group, self.lengths)))
+
+
+class MovesNow(NamedTuple):
+    """The scalars of one step: the KL clip's constraint, the learning rate, the momentum's decay, the trust ratio."""
+
+    limit: jax.Array | None
+    rate: jax.Array
+    decay: jax.Array
+    coefficient: jax.Array | None
+
+    def momentum(self, moves: Moves) -> Momentum:
+        return Momentum(self.decay, moves.nesterov)
+
+
+def clip_scale(limit: jax.Array, rate: jax.Array, product: jax.Array) -> jax.Array:
+    """The KL clip, `min(1, sqrt(c / (lr^2 <v, g>)))`, with the constraint `limit` and `product = <v, g>`."""
+    length = rate * rate * product
+    # <v, g> cannot be negative; where it or the rate is zero there is nothing to constrain.
+    return jnp.where(length > limit, jnp.sqrt(limit / jnp.where(length > 0, length, 1)), 1.0)
+
+
+# Of kernels whose scale matters, so few gradients are at such an angle by chance (Heo et al. 2021, arXiv:2006.08217).
+RIGHT_ANGLE = 0.1
+
+# The root mean square of a step of what is no kernel, relative to the learning rate.
+BESIDE_KERNELS = 0.1
+
+# The square of what is left of an update without its part along the kernel is a difference of sums, which must not be
+# rounding alone. Below so much of the whole, a step is shorter than it should be.
+LEFT = 1e-4
+
+
+def kernels(group: Group, lengths: Lengths) -> np.ndarray:
+    """`[k]`: which blocks are kernels whose step goes by their norm; with "auto", embeddings are none."""
+    table = [group.kronecker and not (lengths == "auto" and layer.kind == "embedding") for layer in group.layers]
+    return np.repeat(table, group.counts)
+
+
+def kernel_widths(group: Group) -> np.ndarray:
+    """`[k]`: the rows of each block that are the kernel's; the bias has the one behind them."""
+    return np.repeat([layer.layouts[0].size("in") for layer in group.layers], group.counts)
+
+
+class Stack(NamedTuple):
+    """A group whose steps get lengths.
+
+    Attributes:
+      updates: `[k, d_in, d_out]`.
+      params: likewise; None where no block is a kernel.
+      gradients: those of the whole batch, likewise.
+      kernel: `[k]`, which blocks are kernels; None for all of them.
+      width: `[k]`, the rows of each that are not the bias, or `[1]` for all of them.
+      by_row: whether rows are leaves of their own.
+    """
+
+    updates: jax.Array
+    params: jax.Array | None
+    gradients: jax.Array
+    kernel: jax.Array | None
+    width: jax.Array
+    by_row: bool
+
+    @property
+    def inside(self) -> jax.Array:
+        """`[k, d_in, 1]`: which rows are the kernel's."""
+        return jnp.arange(self.updates.shape[1])[:, None] < per_block(self.width, self.updates)
+
+
+def lengthened(stacks: Mapping[str, Stack], coefficient: jax.Array | None) -> dict[str, jax.Array]:
+    """Steps of which each block's has a length of its own, whatever its curvature and its gradient are.
+
+    The norm `sqrt(d_out)` for the kernel and bias of a dense or convolutional layer together; a root mean square of 0.1
+    for every other leaf with a block, over its elements that move at all. The norm `sqrt(d_out)` is that of an
+    orthogonal matrix with at least as many columns as rows: outputs change by as much in networks of any width. What
+    has no gradient in a step does not move in it: its momentum would be made as long as ever.
+
+    With a `coefficient`, the trust ratio, so many times its own norm for each kernel, as with
+    `optax.scale_by_trust_ratio`, and nothing else. In either case what does not turn a kernel is left out.
+    """
+    chosen = {name: x for name, x in stacks.items() if coefficient is None or x.params is not None}
+    sums = {name: _sums(x) for name, x in chosen.items()}
+    sizes = [len(x.square) for x in sums.values()]
+    # The numbers of all groups are worked on as one vector: each operation is then one kernel.
+    ratio, radial = _lengths(Sums(*map(jnp.concatenate, zip(*sums.values(), strict=True))), coefficient)
+    cut = [jnp.split(x, np.cumsum(sizes)[:-1]) for x in (ratio, radial)]
+    steps = {name: x.updates for name, x in stacks.items()}
+    for (name, x), ratio, radial in zip(chosen.items(), *cut, strict=True):
+        u = x.updates
+        if x.params is not None:
+            u = u - per_block(radial, u) * jnp.where(x.inside, x.params, 0)
+        new = (ratio.reshape(len(u), -1, 1) if x.by_row else per_block(ratio, u)) * u
+        steps[name] = new if coefficient is None else jnp.where(x.inside, new, x.updates)
+    return steps
+
+
+class Sums(NamedTuple):
+    """Sums over each block, or row, of updates `u`, parameters `w` and gradients `g`: vectors of one length.
+
+    Attributes:
+      square: `u^2`; of kernels those of `inside` alone, with `uw`, `ww`, `gw`, `gg`; zeros of what is no kernel.
+      beside: `u^2` outside of it, so of the bias.
+      moving: how many `u` are not zero.
+      known: how many `g` are not zero.
+      size: elements of a kernel; 0 for what is none.
+      outputs: `d_out`.
+    """
+
+    square: jax.Array
+    uw: jax.Array
+    ww: jax.Array
+    gw: jax.Array
+    gg: jax.Array
+    beside: jax.Array
+    moving: jax.Array
+    known: jax.Array
+    size: jax.Array
+    outputs: jax.Array
+
+
+def _sums(x: Stack) -> Sums:
+    u, g = x.updates, x.gradients
+    products = [u * u, u != 0, g != 0]
+    kernel = jnp.array([x.params is not None]) if x.kernel is None else x.kernel
+    if x.params is not None:
+        w = jnp.where(x.inside & per_block(kernel, u), x.params, 0)
+        products += [u * w, w * w, g * w, jnp.where(x.inside, g * g, 0), jnp.where(x.inside, 0, u * u)]
+    products = [product.astype(u.dtype) for product in products]
+    zeros = [jnp.zeros((), u.dtype) for _ in products]
+    # All in one operation, which reads each array once.
+    axes = (2,) if x.by_row else (1, 2)
+    found = lax.reduce(products, zeros, lambda a, b: [p + q for p, q in zip(a, b, strict=True)], axes)
+    square, moving, known, *rest = (s.reshape(-1) for s in found)
+    uw, ww, gw, gg, beside = rest or 5 * [jnp.zeros_like(square)]
+    size = jnp.zeros_like(square) + (0 if x.params is None else jnp.where(kernel, x.width * u.shape[2], 0))
+    outputs = jnp.full_like(square, u.shape[2])
+    return Sums(square - beside, uw, ww, gw, gg, beside, moving, known, size, outputs)
+
+
+def _lengths(x: Sums, coefficient: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """What each step is multiplied by, after it has lost so many times the kernel.
+
+    The kernel in it is of no use where its scale does not matter to the loss: there its gradient is at a right angle.
+    """
+    kernel = x.size > 0
+    # Root by root, as the product of the squares may leave the range of float32.
+    bound = RIGHT_ANGLE * jnp.sqrt(x.ww) * jnp.sqrt(x.gg) / jnp.sqrt(jnp.where(kernel, x.size, 1))
+    turns = kernel & (jnp.abs(x.gw) < bound) & (x.ww > 0)
+    radial = jnp.where(turns, x.uw / jnp.where(x.ww > 0, x.ww, 1), 0)
+    square = jnp.maximum(x.square - radial * x.uw, LEFT * x.square)
+    if coefficient is not None:
+        moved = (x.ww > 0) & (square > 0)
+        return jnp.where(moved, _ratio(coefficient * jnp.sqrt(x.ww), square), 1), radial
+    length = jnp.where(kernel, jnp.sqrt(x.outputs), BESIDE_KERNELS * jnp.sqrt(x.moving))
+    return _ratio(jnp.where(x.known > 0, length, 0), square + x.beside), radial
+
+
+def _ratio(length: jax.typing.ArrayLike, square: jax.Array) -> jax.Array:
+    """What makes the norm that `length`, where its square is known; 0 of what is zero."""
+    return jnp.where(square > 0, length / jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
