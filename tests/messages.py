@@ -23,7 +23,7 @@ if __name__ == "__main__":
     PARSER.add_argument("--style", choices=["shard_map", "mesh", "shares"], default="shard_map")
     PARSER.add_argument("--axes", choices=["auto", "explicit"], default="auto")
     PARSER.add_argument("--gradients", choices=["averaged", "local", "split"], default="averaged")
-    PARSER.add_argument("--split-from", type=int, help="as of Distribution")
+    PARSER.add_argument("--max-dim", type=int, default=8192, help="as of find_layers")
     PARSER.add_argument("--refresh", choices=["inside", "apart"], default="inside", help="apart: without its messages")
     PARSER.add_argument("--parameters", choices=["whole", "split"], default="whole", help="as FSDP splits them")
     PARSER.add_argument("--largest", type=int, default=0, help="print so many of the largest messages of each program")
@@ -211,7 +211,7 @@ def gpt(n, size=64, layers=12, d=768, words=50257, heads=12):
         return -jnp.mean(jnp.sum(jax.nn.one_hot(b["x"], words) * jax.nn.log_softmax(z), axis=-1))
 
     tokens = jax.ShapeDtypeStruct((n, size), jnp.int32)
-    return loss, floats(shapes), {"x": tokens}, {"max_dim": 8192, "skip": ["places"]}
+    return loss, floats(shapes), {"x": tokens}, {"skip": ["places"]}
 
 
 def floats(shapes):
@@ -230,10 +230,10 @@ def split_spec(devices, leaf):
     return P(*("data" if k == axis else None for k in range(leaf.ndim)))
 
 
-def programs(model, devices, style, kind=AxisType.Auto, parameters="whole", inverse_every=10, **options):
+def programs(model, devices, style, kind=AxisType.Auto, parameters="whole", inverse_every=10, max_dim=8192, **options):
     """Layers, and compiled programs by name: steps of SGD, K-FAC, K-FAC with statistics; over a mesh `update` alone."""
     loss, params, batch, find = model(4 * devices)
-    layers = kfac.find_layers(loss, params, batch, **find)
+    layers = kfac.find_layers(loss, params, batch, max_dim=max_dim, **find)
     mesh = jax.make_mesh((devices,), ("data",), axis_types=(kind,), devices=jax.devices()[:devices])
     axis = {"axis_name": "data"} if style == "shard_map" else {"mesh": mesh}
     distribution = kfac.Distribution(**axis, **options)
@@ -320,7 +320,7 @@ def main():
         kind,
         OPTIONS.parameters,
         gradients=OPTIONS.gradients,
-        split_from=OPTIONS.split_from,
+        max_dim=OPTIONS.max_dim,
         inverse_every=10 if OPTIONS.refresh == "inside" else None,
     )
     print(f"{OPTIONS.model}, {OPTIONS.devices} devices, {OPTIONS.style}; packed factors {packed_bytes(layers):,} bytes")

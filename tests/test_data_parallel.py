@@ -87,7 +87,7 @@ def slow(*options):
         slow(AxisType.Explicit, None, kfac.Cholesky(), {}),
         slow(AxisType.Explicit, "data", kfac.Cholesky(), {"owners": "data"}),
         slow(AxisType.Auto, None, kfac.Ekfac(), {}),
-        slow(AxisType.Auto, "data", kfac.Cholesky(), {"split_from": 6, "owners": "model"}),
+        slow(AxisType.Auto, "data", kfac.Cholesky(), {"owners": "model"}),
         slow(AxisType.Auto, None, kfac.Soap(), {"gradients": "split"}),
     ],
 )

@@ -248,6 +248,3 @@ def test_the_plan_of_the_guide_prints(distributed):
     table = str(kfac.Assignment(distributed["layers"], devices=8))
     assert "hidden" in table and "output" in table
     assert len(table.splitlines()) == 1 + 8 + 5
-    inverse = kfac.Cholesky()
-    wide = kfac.Assignment(distributed["layers"], devices=8, inverse=inverse, distribution=distributed["by_rows"])
-    assert "on all devices, split by rows: hidden, output" in str(wide)

@@ -35,7 +35,9 @@ def setting(dtype=jnp.float64):
         "wide": normal(3, 9),
         "both": normal(9, 8),
     }
-    layers = kfac.find_layers(loss_fn, params, normal(5, 2), jnp.arange(5), max_dim=7)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kfac._capture.find_layers.VOCABULARY", 8)
+        layers = kfac.find_layers(loss_fn, params, normal(5, 2), jnp.arange(5), max_dim=7)
 
     def moment(shape):
         lead, d = shape[:-1] if len(shape) != 1 else (), shape[-1]

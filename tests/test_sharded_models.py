@@ -147,29 +147,29 @@ def trained(loss, layers, inverse, distribution, place=lambda params, batch: (pa
 
 
 @functools.cache
-def alone(inverse):
+def alone(inverse, max_dim):
     loss = loss_of("data", (), explicit=False)
-    layers = kfac.find_layers(loss, parameters(), batches()[0])
+    layers = kfac.find_layers(loss, parameters(), batches()[0], max_dim=max_dim)
     return layers, trained(loss, layers, inverse, kfac.Distribution())[0]
 
 
 def grid():
     """All combinations. By default the one with most in it; docs/distributed.md, which a test runs, has others."""
-    usual = {("tensor", AxisType.Explicit, "Ekfac", 4, "averaged", None)}
+    usual = {("tensor", AxisType.Explicit, "Ekfac", 4, "averaged", 8192)}
     for form in SPLITS:
         for kind in (AxisType.Auto, AxisType.Explicit):
-            for inverse, split_from in (("Cholesky", None), ("Ekfac", None), ("Cholesky", 20)):
+            for inverse, max_dim in (("Cholesky", 8192), ("Ekfac", 8192), ("Cholesky", 20)):
                 for devices, gradients in itertools.product((4, 3), ("averaged", "split")):
-                    case = form, kind, inverse, devices, gradients, split_from
+                    case = form, kind, inverse, devices, gradients, max_dim
                     marks = () if case in usual else pytest.mark.slow
-                    name = f"{inverse}{' by rows' if split_from else ''}"
+                    name = f"{inverse}{' in blocks' if max_dim < 100 else ''}"
                     yield pytest.param(*case, id=f"{form}-{kind.name}-{name}-{devices}-{gradients}", marks=marks)
 
 
-@pytest.mark.parametrize(("form", "kind", "inverse", "devices", "gradients", "split_from"), list(grid()))
-def test_a_mesh_is_one_device(form, kind, inverse, devices, gradients, split_from, x64):
+@pytest.mark.parametrize(("form", "kind", "inverse", "devices", "gradients", "max_dim"), list(grid()))
+def test_a_mesh_is_one_device(form, kind, inverse, devices, gradients, max_dim, x64):
     inverse = getattr(kfac, inverse)()
-    layers, expected = alone(inverse)
+    layers, expected = alone(inverse, max_dim)
     sizes, batch_axes, axis = axes_of(form, devices)
     types = (kind,) * len(sizes)
     mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=jax.devices()[:devices])
@@ -182,7 +182,7 @@ def test_a_mesh_is_one_device(form, kind, inverse, devices, gradients, split_fro
     explicit = kind == AxisType.Explicit
     loss = loss_of(form, batch_axes, explicit)
     with jax.set_mesh(mesh):
-        distribution = kfac.Distribution(mesh=mesh, gradients=gradients, split_from=split_from)
+        distribution = kfac.Distribution(mesh=mesh, gradients=gradients)
         found, kept, _ = trained(loss, layers, inverse, distribution, place)
     assert all(jax.tree.leaves(kept)), kept
 

@@ -80,7 +80,7 @@ SWITCHES = {
 INVERSE_FIELDS = {"precision", "relative"}
 DEVICES = {"axis_name", "mesh", "precondition", "communication_dtype"}
 # Shown elsewhere: by the tests of the assignment, and by those of several devices.
-OTHER_FIELDS = {"gradients", "owners", "split_from"}
+OTHER_FIELDS = {"gradients", "owners"}
 # What everything else is about.
 ELSEWHERE = {"layers", "statistics_every", "distribution"}
 
@@ -632,7 +632,6 @@ BAD_FIELDS = {
     "relative": ["yes", None, 1],
     "axis_name": [3, 1.5, ("data", 3)],
     "mesh": ["devices", 8],
-    "split_from": [0, -1, 2.5, "eight"],
     "gradients": ["mean", None, True],
     "precondition": ["owner", None, True],
     "communication_dtype": ["float16", None, 16],

@@ -55,7 +55,7 @@ class Task(NamedTuple):
     loss_fn: Callable[..., jax.Array]
     params: Any
     batch: Any
-    max_dim: int | None = None
+    max_dim: int = 8192
 
 
 def image_task(arch: str, images: int, size: int, classes: int, **sizes: Any) -> Task:
@@ -81,7 +81,7 @@ def image_task(arch: str, images: int, size: int, classes: int, **sizes: Any) ->
 def language_task(sequences: int, model: Transformer) -> Task:
     """The next token; factors of the vocabulary's size are diagonal."""
     params = jax.eval_shape(model.init, jax.random.key(0))
-    return Task(model.loss, params, jax.ShapeDtypeStruct((sequences, model.context + 1), jnp.int32), max_dim=4096)
+    return Task(model.loss, params, jax.ShapeDtypeStruct((sequences, model.context + 1), jnp.int32))
 
 
 def task(name: str, options: argparse.Namespace) -> Task:

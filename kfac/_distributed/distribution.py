@@ -10,12 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from kfac._checks import check_axis_name, check_choice, check_mesh, check_positive_int
+from kfac._checks import check_axis_name, check_choice, check_mesh
 from kfac._curvature.blocks import Group
-from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
 from kfac._curvature.symmetric import flatten, unflatten
-from kfac._distributed.owners import split_sides
 from kfac._varying import AxisName, axis_names
 
 
@@ -49,10 +47,6 @@ class Distribution:
         preconditioned gradients then stay inside of it, and only sums go between nodes, each device its share. So the
         fraction of devices that work on a layer, which trades memory for messages, is a choice of axes (KAISA, Pauloski
         et al. 2021). `kfac.state_specs` takes these axes.
-      split_from: factors of this dimension or more, some hundreds at least, are split by rows over the owners, which
-        keep, invert and apply them together: no device then waits for the one with the largest block, or has to have
-        room for it. Gradients of these blocks are averaged on all devices. With `inverse=kfac.Cholesky()`, and
-        `precondition="sharded"`. None splits nothing.
 
     Raises:
       ValueError: an argument is out of range.
@@ -64,7 +58,6 @@ class Distribution:
     gradients: str = "averaged"
     communication_dtype: str = "float32"
     owners: AxisName | None = None
-    split_from: int | None = None
 
     def __post_init__(self):
         """Checks the arguments."""
@@ -83,13 +76,6 @@ class Distribution:
                 "jax.shard_map a device has whole parameters, and with 'replicated' it needs all gradients"
             )
         check_choice("communication_dtype", self.communication_dtype, ("float32", "bfloat16"))
-        if self.split_from is not None:
-            check_positive_int("split_from", self.split_from)
-            if self.replicated or self.axis is None:
-                raise ValueError(
-                    f"split_from={self.split_from} splits factors over the owners of several devices, so it needs "
-                    "axis_name= or mesh=, and precondition='sharded'"
-                )
         if self.mesh is not None:
             check_mesh(self.mesh, self.axis_name)
         if not set(axis_names(self.owners)) <= set(axis_names(self.axis)):
@@ -122,13 +108,7 @@ class Distribution:
 
 
 def check_kind(distribution: Distribution, inverse: Inverse) -> None:
-    """Raises where `inverse` cannot be had on all devices, or is not split."""
-    if distribution.split_from is not None and type(inverse) is not Cholesky:
-        raise ValueError(
-            f"split_from={distribution.split_from} is for inverse=kfac.Cholesky(), but inverse={inverse!r}: an "
-            "eigendecomposition is not split over devices. Pass that, or leave split_from at None, or let larger "
-            "factors be diagonal, find_layers(max_dim=)"
-        )
+    """Raises where `inverse` cannot be had on all devices."""
     if distribution.replicated and (inverse.takes_moments or inverse.takes_gradients):
         raise ValueError(
             f"precondition='replicated' is not for inverse={inverse!r}, of which a part changes with all "
@@ -152,8 +132,7 @@ def everywhere(distribution: Distribution, inverse: Inverse, group: Group) -> bo
 
 def owners_precondition(distribution: Distribution, inverse: Inverse, group: Group) -> bool:
     """Whether owners alone precondition the blocks of a group."""
-    split = split_sides(group.name, group.shapes, distribution.split_from)
-    return group.kronecker and not split and not everywhere(distribution, inverse, group)
+    return group.kronecker and not everywhere(distribution, inverse, group)
 
 
 def shares(distribution: Distribution, inverse: Inverse, group: Group, *, several: bool) -> bool:

@@ -15,7 +15,6 @@ from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.assignment import Assignment, by_kind
 from kfac._distributed.distribution import Distribution, everywhere
-from kfac._distributed.owners import split_sides
 from kfac._layers import KRONECKER_KINDS, Layer, Layers, format_bytes
 
 
@@ -97,15 +96,13 @@ class Plan:
         name, share = self.largest
         if not self.inverse_every:  # whatever is done seldom does not count
             parts = {name: parts[name] for name in ("results", "preconditioning")}
-        split = any(cost.sides for cost in self.assignment.costs)
         most = max(parts, key=lambda part: parts[part])
         options = {
             "inversions": "a longer inverse_every"
-            + (f", and for {name} {_smaller(self.assignment)}" if share > 0.3 else ""),
+            + (f", and for {name} find_layers(max_dim=...), which cuts its factors into blocks" if share > 0.3 else ""),
             "statistics": "value_and_grad(subsample=...), or statistics at fewer steps",
             "statistics' messages": "Distribution(communication_dtype='bfloat16'), or statistics at fewer steps",
-            "results": "a larger split_from, or owners= of fewer devices" if split
-            else "Distribution(precondition='replicated') sends inverses at refreshes instead",
+            "results": "Distribution(precondition='replicated') sends inverses at refreshes instead",
             "preconditioning": "Distribution(precondition='sharded')" if self.assignment.distribution
             and self.assignment.distribution.replicated else "more devices, or precision='bfloat16' of the inverse",
         }  # fmt: skip
@@ -169,7 +166,7 @@ def plan(
     flops, messages, seconds = _costs(one, batch, machine)
     budget = overhead * (seconds["model"] + seconds["gradients"]) - seconds["preconditioning"] - seconds["results"]
     statistics_every, inverse_every = _intervals(seconds, budget, statistics_every, inverse_every)
-    costs = {cost.name: cost.on_each(devices) for cost in one.costs}
+    costs = {cost.name: cost.work for cost in one.costs}
     name = max(costs, key=lambda name: costs[name], default="")
     layer = next((group.layers[0].name for group in one.groups if group.name == name), "no layer")
     share = costs.get(name, 0) / max(1, *one.cost_per_device)
@@ -272,8 +269,8 @@ def _statistics(layer: Layer) -> float:
     """FLOPs of the factors of one example."""
     if layer.kind not in KRONECKER_KINDS or layer.positions is None:
         return 0.0
-    sizes = {"A": layer.d_in, "G": layer.d_out}
-    return 2.0 * layer.positions * layer.copies * sum(n**2 for f, n in sizes.items() if f not in layer.diagonal)
+    entries = sum(math.prod(shape) for name, shape in layer.side_shapes.items() if name not in layer.diagonal)
+    return 2.0 * layer.positions * layer.copies * entries
 
 
 def _applied(group: Group, assignment: Assignment) -> float:
@@ -281,17 +278,7 @@ def _applied(group: Group, assignment: Assignment) -> float:
     whole = everywhere(assignment.distribution or Distribution(), assignment.kind, group)
     blocks = group.size if whole else assignment.shards[group.name].positions
     sides = sum(shape[0] if len(shape) > 1 else 1 for shape in group.shapes.values())
-    share = assignment.devices if assignment.split(group) and not whole else 1
-    return 2.0 * blocks * group.d_out * group.d_in * sides / share
-
-
-def _smaller(assignment: Assignment) -> str:
-    """What makes the largest block less to wait for."""
-    ways = ["find_layers(max_dim=...), which keeps the larger of its factors as a diagonal"]
-    large = any(split_sides(group.name, group.shapes, 512) for group in assignment.groups if group.kronecker)
-    if assignment.devices > 1 and large and not any(cost.sides for cost in assignment.costs):
-        ways.insert(0, "Distribution(split_from=...) with kfac.Cholesky(), which splits its factors over devices")
-    return ", or ".join(ways)
+    return 2.0 * blocks * group.d_out * group.d_in * sides
 
 
 def _text(plan: Plan) -> str:
@@ -315,7 +302,7 @@ def _text(plan: Plan) -> str:
         f"critical path of a refresh: {plan.flops['inversions']:.3g} FLOPs, "
         f"{1e3 * plan.seconds['inversions']:.3g} ms, {path / max(1, sum(one.cost_per_device)) * one.devices:.2f} times "
         f"all work over all devices; {share:.0%} of it is a block of the shape of {name}"
-        + (f": {_smaller(one)}" if share > 0.3 else ""),
+        + (": find_layers(max_dim=...) cuts its factors into blocks" if share > 0.3 else ""),
         f"state of a device (averages and inverses): {format_bytes(plan.state_bytes)}",
     ]
     base, extra = plan.first_order_seconds, plan.extra_seconds

@@ -84,8 +84,8 @@ def kfac(
       inverse: how Kronecker blocks are inverted: `Cholesky()`, `Eigh()`, `Ekfac()`, `Soap()` or one's own. With "auto"
         it is made `relative`. With `Soap` the momentum is that of the gradients, and is preconditioned.
 
-        None: `Soap()`, and without "auto" `Cholesky()`. `Soap` is not for `precondition="replicated"`,
-        `gradients="local"` and `split_from=` of a `Distribution`: name another inverse there.
+        None: `Soap()`, and without "auto" `Cholesky()`. `Soap` is not for `precondition="replicated"` and
+        `gradients="local"` of a `Distribution`: name another inverse there.
       distribution: how several devices are used; None: one device.
 
     Returns:

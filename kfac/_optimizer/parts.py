@@ -172,7 +172,7 @@ def scale_layers(
             for group in [group for group in group_layers(layers) if group.kronecker]:
                 for layer, square in group.split(kernel_squares[group.name]):
                     if layer.params[0] in kernels and layer.params[0] in sums:
-                        sums[layer.params[0]].append(square[:, None, None])
+                        sums[layer.params[0]].append(square.reshape(layer.copies, -1).sum(1)[:, None, None])
         scaled: dict[str, jax.Array] = {}
         for path in [path for path in matrices if path in kernels]:
             layer, (u, w, _), (_, _, ww, _, gradient) = kernels[path], matrices[path], sums[path]
@@ -225,7 +225,7 @@ def _sums(layers, layouts, kernels, updates, params, gradients, axis):
         # would have all of the products written out. Without the barrier XLA takes what stacks are made of.
         for layer, own in group.split(lax.optimization_barrier(group.stack_matrices(trees[2], wide))):
             if layer.params[0] in kernels and layer.params[0] in matrices:
-                matrices[layer.params[0]][2] = own[..., : layer.layouts[0].size("in")]
+                matrices[layer.params[0]][2] = layer.from_pieces(own)[..., : layer.layouts[0].size("in")]
 
     def moved(path, u, w, _):
         return [u * u, u * w, w * w] if path in kernels else [u * u, (u != 0).astype(u.dtype)]

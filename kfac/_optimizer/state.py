@@ -13,11 +13,9 @@ import optax
 from jax import lax
 
 from kfac._curvature.blocks import Group, group_layers
-from kfac._curvature.by_rows import ByRows
-from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.distribution import Distribution, owners_precondition, shared, shares
-from kfac._distributed.owners import Shard, group_costs, make_shards, split_sides
+from kfac._distributed.owners import Shard, group_costs, make_shards
 from kfac._factors import Block
 from kfac._layers import Layers, leaves_by_path
 from kfac._varying import AxisName, as_varying, axis_size, varying_axes
@@ -71,19 +69,11 @@ class BlockState(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Owned:
-    """Blocks of one group that this device owns, at its positions; seen from outside, those of all devices in a row.
-
-    Of sides that are split each device has its rows, `[k, r, n]`, of all blocks; of the others, all.
-    """
+    """Blocks of one group that this device owns, at its positions; seen from outside, those of all devices in a row."""
 
     blocks: BlockState
     shard: Shard = dataclasses.field(metadata={"static": True})
     inverse: Inverse = dataclasses.field(metadata={"static": True})
-
-    def by_rows(self, axis: AxisName | None) -> ByRows:
-        """What inverts and applies blocks that are split over the owners' axis."""
-        assert axis is not None and isinstance(self.inverse, Cholesky)
-        return ByRows(inverse=self.inverse, sides=self.shard.sides, axis=axis)
 
 
 class Replica(NamedTuple):
@@ -105,7 +95,7 @@ class KfacState(NamedTuple):
       due: whether the next step is to bring statistics.
       damping: the damping of the last step.
       unitwise_damping: that of unit-wise and diagonal blocks.
-      owned: Kronecker blocks, each device its own, or its rows of those that are split.
+      owned: Kronecker blocks, each device its own.
       shared: unit-wise and diagonal blocks, the same on all devices.
       replicas: what all devices have of inverses: those of the groups that they all precondition, of all groups with
         `precondition="replicated"`; over an axis, with an inverse that takes moments, the bases of blocks with such.
@@ -202,8 +192,7 @@ def init_state(config: Config, params: Any) -> KfacState:
     # Statistics of a float64 model stay in float64; nothing else is ever wider than float32.
     dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in leaves.values()))
     devices = axis_size(config.owners)
-    split_from = config.distribution.split_from if devices else None
-    shards = make_shards(group_costs(config.groups, split_from), devices or 1)
+    shards = make_shards(group_costs(config.groups), devices or 1)
 
     def inverses(group: Group, size: int) -> Any:
         return group.kind(config.inverse).init(group.zeros(size, dtype, moments=config.has_moments(group)))
@@ -215,10 +204,6 @@ def init_state(config: Config, params: Any) -> KfacState:
     def own(group: Group) -> Owned:
         shard = shards[group.name]
         held = Owned(blocks(group, shard.positions), shard, config.inverse)
-        if shard.sides:
-            kind = held.by_rows(config.owners)
-            factors = kind.part(held.blocks.factors)
-            held = dataclasses.replace(held, blocks=held.blocks._replace(factors=factors, inverse=kind.init(factors)))
         # A device's own blocks are marked as such, where `shard_map` checks that (`lax.axis_index` varies if it does).
         return as_varying(held, varying_axes(lax.axis_index(config.owners))) if devices else held
 
@@ -302,10 +287,9 @@ def find_state(opt_state: Any, argument: str) -> KfacState:
 def blocks_of(state: KfacState, layers: Layers, argument: str) -> Iterator[tuple[Group, BlockState]]:
     """The blocks of each group, all of which a state of one device holds."""
     for group in group_layers(layers):
-        block, own = state.blocks.get(group.name), state.owned.get(group.name)
-        rows = own is not None and own.shard.sides and own.shard.devices > 1
-        have = "no" if block is None else f"{len(block.weight)}{' parts of' if rows else ''}"
-        if block is None or len(block.weight) != group.size or block.weight.ndim != 1 or rows:
+        block = state.blocks.get(group.name)
+        have = "no" if block is None else len(block.weight)
+        if block is None or len(block.weight) != group.size or block.weight.ndim != 1:
             raise ValueError(
                 f"{argument} must be the state of an optimizer for these layers, on one device, but has {have} blocks "
                 f"{group.name} where the layers have {group.size}: a state of several devices goes through "
@@ -322,15 +306,7 @@ def check_state(config: Config, state: KfacState, devices: int) -> None:
     check_groups(config.groups, state)
     check_devices(state, devices)
     check_inverse(config.inverse, state)
-    split_from = config.distribution.split_from
-    expected = {group.name: split_sides(group.name, group.shapes, split_from) for group in config.kronecker}
-    for name, owned in state.owned.items():
-        if owned.shard.sides != expected[name]:
-            raise ValueError(
-                f"split_from={split_from} splits the factors {expected[name] or 'none'} of blocks {name} by rows, but "
-                f"in the optimizer state they are {owned.shard.sides or 'none'}: initialise it with the same option, "
-                "or convert it, kfac.scatter_state(kfac.gather_state(opt_state), devices, split_from=...)"
-            )
+    for owned in state.owned.values():
         if owned.blocks.weight.shape[0] != owned.shard.positions:
             raise ValueError(
                 f"this device must get {owned.shard.positions} of the state's {owned.shard.blocks} blocks of a shape, "

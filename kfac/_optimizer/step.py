@@ -15,8 +15,7 @@ import optax
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
-from kfac._curvature.by_rows import ByRows
-from kfac._curvature.inverse import Inverse, averaged, finite, per_block
+from kfac._curvature.inverse import averaged, finite, per_block
 from kfac._curvature.refresh import once_if, refresh
 from kfac._curvature.symmetric import flatten_block, unflatten_block
 from kfac._curvature.unitwise import ChannelInverse
@@ -25,7 +24,7 @@ from kfac._distributed.distribution import decode, encode
 from kfac._distributed.owners import Shard
 from kfac._distributed.segments import BUCKETS
 from kfac._factors import Block, Factors, Kronecker, Ragged, Tied
-from kfac._layers import leaves_by_path, map_by_path
+from kfac._layers import Layer, leaves_by_path, map_by_path
 from kfac._optimizer.state import Config, KfacMetrics, KfacState, Owned, Replica, check_state, with_blocks
 from kfac._varying import AxisName, as_varying, axis_names, axis_size, varying_axes
 
@@ -63,15 +62,13 @@ class Place(NamedTuple):
     Attributes:
       config: what is fixed.
       now: the scalars.
-      shards: how Kronecker groups are dealt to devices; without those that are split by rows, which all have.
-      split: what inverts and applies these.
+      shards: how Kronecker groups are dealt to devices.
       mine: of each group, `[positions]`: whether the block there is a device's own.
     """
 
     config: Config
     now: Now
     shards: dict[str, Shard]
-    split: dict[str, ByRows]
     mine: Vectors
 
     @property
@@ -179,18 +176,18 @@ def check(config: Config, state: KfacState, updates: Gradients, local: Factors |
 
 
 def locate(config: Config, state: KfacState, now: Now) -> Place:
-    """Which blocks this device holds; all have those that are split, or not Kronecker products."""
-    shards, split = dealt(state), {n: own.by_rows(config.owners) for n, own in state.owned.items() if own.shard.sides}
+    """Which blocks this device holds; all have those that are no Kronecker products."""
+    shards = dealt(state)
     mine = {
         group.name: owns_last(shards[group.name], config.owners) if group.name in shards else jnp.ones(group.size, bool)
         for group in config.groups
     }
-    return Place(config, now, shards, split, mine)
+    return Place(config, now, shards, mine)
 
 
 def dealt(state: KfacState) -> dict[str, Shard]:
     """How the groups lie whose blocks have one owner each."""
-    return {name: own.shard for name, own in state.owned.items() if not own.shard.sides}
+    return {name: own.shard for name, own in state.owned.items()}
 
 
 def take_gradients(
@@ -241,7 +238,7 @@ def _of_kernels(place: Place, gradients: Vectors) -> Vectors:
     """Of each block's gradient without the bias the squared norm, `[blocks]`, where this device is to count it."""
     squares, axis = {}, place.config.owners
     for group in place.config.kronecker:
-        sizes = np.repeat([layer.layouts[0].size("in") for layer in group.layers], group.counts)
+        sizes = np.concatenate([_kernel_columns(layer) for layer in group.layers])
         known = {group.name: (jnp.arange(group.size), jnp.asarray(sizes))}
         blocks, own = take_own(known, place.apart, axis)[group.name]
         inside = jnp.arange(group.d_in) < own[:, None, None]
@@ -250,6 +247,13 @@ def _of_kernels(place: Place, gradients: Vectors) -> Vectors:
             found = jnp.where(lax.axis_index(axis) == 0, found, 0)
         squares[group.name] = jnp.zeros(group.size, found.dtype).at[blocks].add(found)
     return squares
+
+
+def _kernel_columns(layer: Layer) -> np.ndarray:
+    """How many columns are those of the kernel, and not of a bias, in each block of a layer."""
+    each = layer.block_shapes["A"][0]
+    columns = np.clip(layer.layouts[0].size("in") - each * np.arange(layer.cut[0]), 0, each)
+    return np.tile(columns, layer.copies * layer.cut[1])
 
 
 def _averaged_beside_blocks(config: Config, updates: Any) -> Any:
@@ -279,26 +283,12 @@ def average_statistics(place: Place, factors: Factors, *, local: bool) -> dict[s
     factors = _of_whole_batch(factors, config.axis if local else None)
     stacks = {g.name: g.stack_factors(factors, moments=config.has_moments(g)) for g in config.groups if g.captured}
     if owners is None or not local:
-        split = {name: kind.part(stacks[name]) for name, kind in place.split.items() if name in stacks}
-        return take_own(stacks, shards, owners) | split
-    sent, to = {}, dict(shards)
-    for name, stack in stacks.items():
-        if name not in place.split:
-            sent[name] = flatten_block(stack)
-            continue
-        sent |= {f"{name}/{side}": x for side, x in place.split[name].sent(stack).items()}
-        devices = lax.axis_size(owners)
-        to |= {f"{name}/{side}": Shard(devices, devices) for side in place.split[name].sides}  # a part for each
+        return take_own(stacks, shards, owners)
+    sent = {name: flatten_block(stack) for name, stack in stacks.items()}
     if config.distribution.communication_dtype != "float32":
         sent = {name: stack.astype(config.distribution.communication_dtype) for name, stack in sent.items()}
-    received = means_to_owners(sent, to, owners, BUCKETS, config.distribution.beside_owners)
-
-    def block(name, stack):
-        if name not in place.split:
-            return unflatten_block(received[name], stack)
-        return place.split[name].received({side: received[f"{name}/{side}"] for side in "AG"}, stack)
-
-    return {name: block(name, stack) for name, stack in stacks.items()}
+    received = means_to_owners(sent, shards, owners, BUCKETS, config.distribution.beside_owners)
+    return {name: unflatten_block(received[name], stack) for name, stack in stacks.items()}
 
 
 def gradient_statistics(place: Place, gradients: Vectors) -> dict[str, Block]:
@@ -309,8 +299,6 @@ def gradient_statistics(place: Place, gradients: Vectors) -> dict[str, Block]:
         if name in place.shards and name not in place.apart:
             own = take_own({name: own}, place.shards, place.config.owners)[name]
         found[name] = group.own_factors(own)
-        if name in place.split:
-            found[name] = place.split[name].part(found[name])
     return found
 
 
@@ -344,12 +332,10 @@ def take_in(
     moved = jax.tree.map(lambda new, old: new.astype(old.dtype) - old, {name: new[name] for name in old}, old)
     pairs = {name: list(zip(*map(jax.tree.leaves, (moved[name], old[name])), strict=True)) for name in old}
     squares: dict[str, Any] = {}
-    for names in (place.shards.keys(), place.split.keys(), old.keys() - state.owned.keys()):  # kept in one way each
+    for names in (place.shards.keys(), old.keys() - state.owned.keys()):  # kept in one way each
         own = {name: pairs[name] for name in pairs if name in names}
         sums = iter(sums_of_members([[x * x, y * y] for both in own.values() for x, y in both]))
         squares |= {name: [next(sums) for _ in both] for name, both in own.items()}
-    if place.split:
-        squares |= _over_rows(place, {name: squares[name] for name in place.split})
     for name, mine in place.mine.items():
         changed, sizes = zip(*squares[name], strict=True)
         good = jnp.isfinite(sum(changed))
@@ -374,14 +360,6 @@ def take_in(
         factors, weight = averaged(group.unscaled(block.factors), block.weight, new[name], decay, known)
         result[name] = block._replace(factors=group.scaled(factors), weight=weight, inverse=kept)
     return with_blocks(state, result), left_out, change
-
-
-def _over_rows(place: Place, squares: dict[str, list[list[jax.Array]]]) -> dict[str, list[list[jax.Array]]]:
-    """Sums `[k]` for both sides of each block that is split, of its rows on all devices; all agree on them."""
-    sides = {name: dict(zip("AG", found, strict=True)) for name, found in squares.items()}
-    flat, unravel = ravel_pytree({name: {s: sides[name][s] for s in kind.sides} for name, kind in place.split.items()})
-    sums = unravel(lax.psum(flat, place.config.owners))
-    return {name: list((sides[name] | sums[name]).values()) for name in squares}
 
 
 def _first(axis: AxisName | None) -> jax.Array:
@@ -413,7 +391,7 @@ def refresh_inverses(
         new, valid = {}, {}
         for name, (kept, condition) in old[0].items():
             mine = name in state.owned
-            inverse = _inverse(state.owned[name], axis) if mine else ChannelInverse(relative=kept.relative)
+            inverse = state.owned[name].inverse if mine else ChannelInverse(relative=kept.relative)
             damping = now.damping if mine else now.unitwise
             result = refresh(inverse, kept, blocks[name].factors, wanted[name], damping)
             new[name] = result.inverse, jnp.where(result.valid, result.condition, condition)
@@ -430,26 +408,18 @@ def refresh_inverses(
     return state, {name: wanted[name] & ~valid[name] for name in blocks}
 
 
-def _inverse(own: Owned, axis: AxisName | None) -> Inverse:
-    """What inverts and applies blocks."""
-    return own.by_rows(axis) if own.shard.sides else own.inverse
-
-
 def _fetched(
     axis: AxisName | None, owned: dict[str, Owned], replicas: dict[str, Replica], stacks: dict[str, Any]
 ) -> dict[str, Replica]:
     """What all devices have of the inverses, from their owners."""
-    sent, found = {}, {}
+    sent = {}
     for name in replicas:
         kept, condition = stacks[name]
-        if owned[name].shard.sides:
-            found[name] = Replica(owned[name].by_rows(axis).whole(kept), lax.pmax(condition, axis) > 0)
-            continue
         encoded = encode(owned[name].inverse, kept)
         sent[name] = jnp.concatenate([encoded, (condition > 0).astype(encoded.dtype)[:, None]], axis=1)
     shards = {name: own.shard for name, own in owned.items()}
     received = gather_from_owners(sent, shards, axis) if axis is not None else sent
-    return found | {
+    return {
         name: Replica(decode(owned[name].inverse, flat[:, :-1], replicas[name].inverse), flat[:, -1] > 0)
         for name, flat in received.items()
     }
@@ -465,9 +435,6 @@ def precondition(
     config, result, blocks = place.config, {}, state.blocks
     for group in config.groups:
         name, block, inverse = group.name, blocks[group.name], group.kind(config.inverse)
-        if name in place.split and name not in state.replicas:
-            result[name] = place.split[name].apply(block.inverse, own[name], place.now.damping)
-            continue
         everywhere = group.kronecker and name not in place.apart
         kept, ready = state.replicas[name] if everywhere else (block.inverse, block.condition > 0)
         if inverse.takes_gradients:
