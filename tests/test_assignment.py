@@ -95,8 +95,7 @@ def test_devices_hardly_wait_for_each_other(model, devices, of_largest, of_mean,
 def test_an_ordinary_step_sends_what_sgd_does(model, devices, most, resnet50_layers):
     """Where gradients arrive local; bytes of a plan are those of compiled programs (`test_plan.py`)."""
     layers = resnet50_layers if model == "resnet50" else gpt_layers()
-    local = kfac.Distribution("devices", gradients="local")
-    plan = kfac.Assignment(layers, devices=devices, inverse=kfac.Cholesky(), distribution=local)
+    plan = kfac.Assignment(layers, devices=devices, inverse=kfac.Cholesky(), gradients="local")
     sent = [in_all_reduces(part) for part in (plan.gradients_messages, plan.results_messages, plan.fetched_messages)]
     assert sum(sent) <= most * 4 * sum(layer.num_params for layer in layers)
 
@@ -141,10 +140,8 @@ def test_the_plan_prints_who_owns_what(resnet50_layers):
         kfac.Assignment(resnet50_layers, inverse="eigh")
     with pytest.raises(ValueError, match=r"distribution must be a kfac.Distribution or None, but is .*'devices'"):
         kfac.Assignment(resnet50_layers, distribution="devices")
-    with pytest.raises(ValueError, match="precondition='replicated' is not for inverse=Ekfac"):
-        kfac.Assignment(
-            resnet50_layers, inverse=kfac.Ekfac(), distribution=kfac.Distribution(precondition="replicated")
-        )
+    with pytest.raises(ValueError, match="gradients must be one of 'averaged', 'local', 'split', but is 'mine'"):
+        kfac.Assignment(resnet50_layers, gradients="mine")
 
 
 @pytest.fixture(scope="module")

@@ -88,7 +88,7 @@ def slow(*options):
         slow(AxisType.Explicit, "data", kfac.Cholesky(), {"owners": "data"}),
         slow(AxisType.Auto, None, kfac.Ekfac(), {}),
         slow(AxisType.Auto, "data", kfac.Cholesky(), {"owners": "model"}),
-        slow(AxisType.Auto, None, kfac.Soap(), {"gradients": "split"}),
+        slow(AxisType.Auto, None, kfac.Soap(), {}),
     ],
 )
 def test_it_is_one_device(x64, kind, axis, inverse, fields):

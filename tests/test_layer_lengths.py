@@ -302,8 +302,7 @@ def test_gradients_may_arrive_local(trust_ratio, devices, x64):
         return jax.shard_map(fn, mesh=mesh, in_specs=specs[0], out_specs=specs[1])
 
     expected, alone = trained(kfac.Distribution())
-    local = kfac.Distribution("devices", gradients="local")
-    several, state = trained(local, over_devices)
+    several, state = trained(None, over_devices)
     assert set(state[0].replicas) == {"kronecker_6x50_diagonal_A"}
     assert differ(expected, params)
     assert_close(several, expected, 1e-10)

@@ -154,13 +154,12 @@ def mesh_of(devices):
     [
         {},
         {"gradients": "local"},
-        {"precondition": "replicated"},
     ],
     ids=str,
 )
 def test_on_devices_of_a_shard_map(options):
     layers, mesh = found_layers(), mesh_of(3)
-    tx = kfac.scale_by_kfac(layers, factor_decay=0.75, distribution=kfac.Distribution("data", **options))
+    tx = kfac.scale_by_kfac(layers, factor_decay=0.75, inverse=kfac.Cholesky())
     specs = kfac.state_specs(tx, parameters(), "data")
     average = (lambda g: g) if options.get("gradients") == "local" else lambda g: lax.pmean(g, "data")
     local = step_of(layers, tx, average=average)
@@ -196,8 +195,6 @@ def test_on_devices_of_a_pmap():
     [
         (False, {}),
         (True, {}),
-        (False, {"gradients": "split"}),
-        (False, {"precondition": "replicated"}),
     ],
     ids=str,
 )

@@ -187,8 +187,6 @@ def test_a_factor_that_is_kept_as_its_diagonal(monkeypatch):
 
 
 def test_what_does_not_go_together_is_refused():
-    with pytest.raises(ValueError, match="precondition='replicated' is not for inverse=Soap"):
-        kfac.scale_by_kfac(LAYERS, inverse=kfac.Soap(), distribution=kfac.Distribution(precondition="replicated"))
     with pytest.raises(ValueError, match="decay must lie in"):
         kfac.Soap(decay=1.0)
     _, state, _ = history(kfac.scale_by_kfac(LAYERS, inverse=kfac.Soap()), 1)[-1]
@@ -302,20 +300,6 @@ def found_inverse(layers, params, **options):
 )
 def test_the_default(options, expected):
     assert found_inverse(LAYERS, problem.initial(), **options) == expected
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"precondition": "replicated"},
-        {"axis_name": "devices", "gradients": "local"},
-    ],
-)
-def test_where_the_default_cannot_be_had_another_is_named(options):
-    """It never becomes another without a word."""
-    with pytest.raises(ValueError, match=r"inverse=Soap.*kfac\.Cholesky\(\)|kfac\.Cholesky\(\).*inverse=Soap"):
-        kfac.kfac(0.1, LAYERS, distribution=kfac.Distribution(**options))
-    kfac.kfac(0.1, LAYERS, inverse=kfac.Cholesky(), distribution=kfac.Distribution(**options))
 
 
 def test_the_default_is_the_same_as_naming_it():

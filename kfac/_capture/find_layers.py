@@ -19,8 +19,10 @@ from kfac._capture.states import Use, by_part
 from kfac._capture.trace import Argnums, Trace, trace
 from kfac._checks import check_positive_int
 from kfac._layers import KRONECKER_KINDS, MAX_DIM, VOCABULARY, Layer, Layers, Layout, UnsupportedLayerError
+from kfac._varying import on_mesh
 
 
+@on_mesh
 def find_layers(
     loss_fn: Callable[..., Any],
     params: Any,

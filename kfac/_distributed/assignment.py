@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kfac._checks import check_layers, check_positive_int, check_type
+from kfac._checks import check_choice, check_layers, check_positive_int, check_type
 from kfac._curvature.blocks import Group, group_layers
 from kfac._curvature.inverse import Inverse, count_bytes
 from kfac._curvature.soap import Soap
 from kfac._curvature.symmetric import flatten_block
-from kfac._distributed.distribution import Distribution, check_kind, encode, owners_precondition, shared, shares
+from kfac._distributed.distribution import Distribution, encode, owners_precondition, shared, shares
 from kfac._distributed.owners import Cost, Shard, group_costs, make_shards
 from kfac._distributed.segments import BUCKETS, make_buckets, make_segments
 from kfac._factors import Block
@@ -37,12 +37,16 @@ class Assignment:
       devices: number of devices.
       inverse: how blocks are inverted, as given to the optimizer. None: as `kfac.kfac` does by default.
       distribution: how devices are used, likewise.
+      gradients: how they get to the owners. `"averaged"` on all devices, as by `lax.pmean`, or by XLA for parameters
+        that all devices have; `"local"`: as they are inside `jax.shard_map`, averaged at the owners alone; `"split"`:
+        to the owners alone, of parameters that are split over the devices.
     """
 
     layers: Layers
     devices: int = 1
     inverse: Inverse | None = None
     distribution: Distribution | None = None
+    gradients: str = "averaged"
 
     def __post_init__(self):
         """Checks the arguments."""
@@ -50,7 +54,7 @@ class Assignment:
         check_positive_int("devices", self.devices)
         check_type("distribution", self.distribution, Distribution | None, "a kfac.Distribution or None")
         check_type("inverse", self.kind, Inverse, "a kind of inverse such as kfac.Cholesky()")
-        check_kind(self._uses, self.kind)
+        check_choice("gradients", self.gradients, ("averaged", "local", "split"))
 
     @property
     def kind(self) -> Inverse:
@@ -119,18 +123,18 @@ class Assignment:
         if self.devices == 1:
             return {}
         gathered = [layer for group in self.groups if self._gathers(group) for layer in group.layers]
-        if self._uses.gradients == "split":
+        if self.gradients == "split":
             everywhere = 4 * sum(layer.num_params for layer in self.layers.with_blocks if layer not in gathered)
             whole = 4 * sum(layer.num_params for layer in self.layers)
             return {"reduce-scatter": whole, "all-gather": everywhere} | self.results_messages
-        to_owners = gathered if self._uses.gradients == "local" else []
+        to_owners = gathered if self.gradients == "local" else []
         averaged = 4 * sum(layer.num_params for layer in self.layers if layer not in to_owners)
         return (self._messages(self._gradient, "reduce-scatter") if to_owners else {}) | {"all-reduce": averaged}
 
     @property
     def results_messages(self) -> dict[str, int]:
         """As `statistics_messages`, of the preconditioned gradients that are gathered in each step, or split again."""
-        if self._uses.gradients == "split":
+        if self.gradients == "split":
             blocks = sum(self.shards[g.name].positions * g.d_out * g.d_in for g in filter(self._gathers, self.groups))
             total = collections.Counter({"all-to-all": 4 * blocks} if self.devices > 1 else {})
         else:
@@ -164,7 +168,7 @@ class Assignment:
 
     def _gathers(self, group: Group) -> bool:
         """Whether owners alone precondition the blocks of a group."""
-        return owners_precondition(self._uses, self.kind, group)
+        return owners_precondition(self.kind, group)
 
     def _gradient(self, group: Group) -> Any:
         """One block's, where its owner preconditions it."""
@@ -176,7 +180,7 @@ class Assignment:
 
     def _shared(self, group: Group, form: Callable[[Inverse, Any], Any]) -> Any:
         """What all devices get of the inverse of one block, in a `form`: `shared` or `encode`."""
-        if not (group.kronecker and shares(self._uses, self.kind, group, several=self.devices > 1)):
+        if not (group.kronecker and shares(self.kind, group, several=self.devices > 1)):
             return None
         return form(self.kind, self.kind.init(self._statistics(group)))
 

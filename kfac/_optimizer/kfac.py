@@ -20,8 +20,9 @@ from kfac._distributed.distribution import Distribution
 from kfac._distributed.planning import affordable
 from kfac._layers import Layers
 from kfac._optimizer.parts import clip_kl, keep_dtype, precondition_momentum, scale_layers, scheduled_momentum
-from kfac._optimizer.scale_by_kfac import ScalarOrSchedule, scale_by_kfac, value_at
+from kfac._optimizer.scale_by_kfac import ScalarOrSchedule, average_here, is_dealt, scale_by_kfac, value_at
 from kfac._optimizer.state import check_groups, check_inverse, find_state, match_leaves
+from kfac._varying import mesh_of, on_mesh, placed
 
 
 def kfac(
@@ -84,9 +85,8 @@ def kfac(
       inverse: how Kronecker blocks are inverted: `Cholesky()`, `Eigh()`, `Ekfac()`, `Soap()` or one's own. With "auto"
         it is made `relative`. With `Soap` the momentum is that of the gradients, and is preconditioned.
 
-        None: `Soap()`, and without "auto" `Cholesky()`. `Soap` is not for `precondition="replicated"` and
-        `gradients="local"` of a `Distribution`: name another inverse there.
-      distribution: how several devices are used; None: one device.
+        None: `Soap()`, and without "auto" `Cholesky()`.
+      distribution: how several devices are used; None: as `scale_by_kfac` sees them.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`; `update` takes the keyword `factors`.
@@ -139,8 +139,6 @@ def finish(
 ) -> optax.GradientTransformationExtraArgs:
     """The optimizer around the preconditioner `tx`."""
     check_range("learning_rate", learning_rate, 0, math.inf, open_high=True)
-    local = distribution is not None and distribution.gradients == "local"
-    axis = distribution.axis if local and distribution else None
     if kl_clip is not None:
         check_range("kl_clip", kl_clip, 0, math.inf, open_low=True, open_high=True)
         if trust_ratio == "auto":
@@ -148,19 +146,18 @@ def finish(
                 f"kl_clip={kl_clip!r} bounds the length of a step, which trust_ratio='auto' then sets anew: pass "
                 "trust_ratio=None with it"
             )
-        tx = clip_kl(tx, layers, kl_clip, learning_rate, axis)
+        tx = clip_kl(tx, layers, kl_clip, learning_rate)
     _check_momentum(momentum, nesterov, rate_in_momentum, trust_ratio)
-    if inverse.takes_gradients and (kl_clip is not None or rate_in_momentum or local):
+    if inverse.takes_gradients and (kl_clip is not None or rate_in_momentum):
         raise ValueError(
             f"inverse={inverse!r} sets the length of a step by the gradients and preconditions their momentum: pass "
-            "kl_clip=None, rate_in_momentum=False and no Distribution with gradients='local', or another inverse, "
-            "inverse=kfac.Cholesky()"
+            "kl_clip=None and rate_in_momentum=False, or another inverse, inverse=kfac.Cholesky()"
         )
     parts = [] if momentum is None else [scheduled_momentum(momentum, nesterov)]
     if inverse.takes_gradients and parts:
         tx, parts = precondition_momentum(tx, parts[0]), []
     if trust_ratio is not None:
-        parts.append(scale_layers(layers, None if isinstance(trust_ratio, str) else trust_ratio, axis))
+        parts.append(scale_layers(layers, None if isinstance(trust_ratio, str) else trust_ratio))
     if weight_decay is not None:
         _check_weight_decay(weight_decay, weight_decay_mask)
         decay = _times_rate(weight_decay, learning_rate) if rate_in_momentum else weight_decay
@@ -169,7 +166,8 @@ def finish(
         raise ValueError("weight_decay_mask needs weight_decay, but weight_decay is None")
     rate = optax.scale_by_learning_rate(learning_rate)
     parts = [rate, *parts] if rate_in_momentum else [*parts, rate]
-    return _followed_by(tx, optax.with_extra_args_support(keep_dtype(optax.chain(*parts))), layers, inverse)
+    rest = optax.with_extra_args_support(keep_dtype(optax.chain(*parts)))
+    return _followed_by(tx, rest, layers, inverse, distribution or Distribution())
 
 
 def _check_momentum(momentum: Any, nesterov: Any, rate_in_momentum: Any, trust_ratio: Any) -> None:
@@ -209,18 +207,22 @@ def _followed_by(
     rest: optax.GradientTransformationExtraArgs,
     layers: Layers,
     inverse: Inverse,
+    uses: Distribution,
 ) -> optax.GradientTransformationExtraArgs:
     """`tx`, which holds the preconditioner, and then `rest`, which is told of the steps that are refused."""
 
     def init(params):
-        return tx.init(params), rest.init(params)
+        # All on one mesh from the start: else the second step would be compiled anew.
+        return placed((tx.init(params), rest.init(params)), mesh_of(params))
 
+    @on_mesh
     def update(updates, state, params=None, **extra):
         # First, as the state of `Soap` has other parts, and its momentum comes before the preconditioner.
         found = find_state(state, "opt_state")
         check_groups(group_layers(layers), found)
         check_inverse(inverse, found)
         match_leaves(layers, updates, "updates")
+        updates = average_here(uses, inverse, is_dealt(uses, found), params, updates)
         preconditioned, first = tx.update(updates, state[0], params, **extra)
         found = find_state(first, "state")
         taken = ~found.refused

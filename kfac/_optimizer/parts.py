@@ -16,7 +16,7 @@ from kfac._layers import Layer, Layers, leaves_by_path, map_by_path
 from kfac._optimizer.scale_by_kfac import ScalarOrSchedule, value_at
 from kfac._optimizer.state import KfacState, find_state
 from kfac._optimizer.step import sums_of_members
-from kfac._varying import AxisName, alone, whole
+from kfac._varying import alone, varying_axes, whole
 
 
 class KlClipState(NamedTuple):
@@ -38,12 +38,8 @@ def clip_kl(
     layers: Layers,
     constraint: ScalarOrSchedule,
     learning_rate: ScalarOrSchedule,
-    axis: AxisName | None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Scales what `inner` returns so that the predicted change of the loss' KL divergence stays below `constraint`.
-
-    Gradients are local where there is an `axis`.
-    """
+    """Scales what `inner` returns so that the predicted change of the loss' KL divergence stays below `constraint`."""
     chosen = {path for layer in layers.with_blocks for path in layer.params}
 
     def init(params):
@@ -54,7 +50,8 @@ def clip_kl(
         trees = (leaves_by_path(tree).items() for tree in (updates, preconditioned))
         chosen_leaves = ({path: _wide(leaf) for path, leaf in tree if path in chosen} for tree in trees)
         product = whole(optax.tree.vdot)(*chosen_leaves)
-        product = lax.pmean(product, axis) if axis is not None else product
+        axes = tuple(sorted(varying_axes(product)))  # over which gradients are still to be averaged
+        product = lax.pmean(product, axes) if axes else product
         # The step is the preconditioner's: one that is not finite moves no schedule.
         rate = value_at(learning_rate, state.inner.count)
         limit = value_at(constraint, state.inner.count)
@@ -141,9 +138,7 @@ class LayerLengthState(NamedTuple):
 BESIDE_KERNELS = 0.1
 
 
-def scale_layers(
-    layers: Layers, coefficient: ScalarOrSchedule | None = None, axis: AxisName | None = None
-) -> optax.GradientTransformationExtraArgs:
+def scale_layers(layers: Layers, coefficient: ScalarOrSchedule | None = None) -> optax.GradientTransformationExtraArgs:
     """Steps of which each layer's has a length of its own, whatever its curvature and its gradient are.
 
     The norm `sqrt(d_out)` for the kernel and bias of a dense or convolutional layer together; a root mean square of 0.1
@@ -153,7 +148,7 @@ def scale_layers(
 
     With a `coefficient`, so many times its own norm for each kernel, as with `optax.scale_by_trust_ratio`, and nothing
     else. In either case each copy of a stacked kernel goes by itself, and what does not turn a kernel is left out.
-    Gradients are local where there is an `axis`; `kernel_squares` are then those of their average.
+    Of gradients that differ between devices, which owners have averaged, `kernel_squares` are those of the average.
     """
     auto = coefficient is None
     kernels = {x.params[0]: x for x in layers if x.kronecker and not (auto and x.kind == "embedding")}
@@ -167,6 +162,7 @@ def scale_layers(
         return LayerLengthState() if auto else optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
 
     def lengthened(updates, params, unpreconditioned, kernel_squares, count):
+        axis = tuple(sorted(varying_axes(unpreconditioned))) or None
         matrices, sums = _sums(layers, layouts, kernels, updates, params, unpreconditioned, axis)
         if axis is not None:
             for group in [group for group in group_layers(layers) if group.kronecker]:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from kfac._checks import check_positive_int
 from kfac._distributed.owners import Shard, block_cost, make_shards
-from kfac._optimizer.state import KfacState, Owned, Replica, find_nodes
+from kfac._optimizer.state import KfacState, Owned, Replica, Splits, find_nodes
 from kfac._varying import AxisName, replicated
 
 
@@ -63,7 +63,7 @@ def gather_state(opt_state: Any) -> Any:
         replicas = {name: r for name, r in node.replicas.items() if not owned[name].inverse.takes_moments}
         # No later step reads the squares.
         squares = jax.tree.map(jnp.zeros_like, node.kernel_squares)
-        return node._replace(owned=owned, replicas=replicas, kernel_squares=squares)
+        return node._replace(owned=owned, replicas=replicas, kernel_squares=squares, splits=Splits())
 
     return on_states(gather, opt_state)
 

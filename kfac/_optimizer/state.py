@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from kfac._curvature.blocks import Group, group_layers
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.distribution import Distribution, owners_precondition, shared, shares
 from kfac._distributed.owners import Shard, group_costs, make_shards
+from kfac._distributed.ways import Everywhere, way_of
 from kfac._factors import Block
 from kfac._layers import Layers, leaves_by_path
 from kfac._varying import AxisName, as_varying, axis_size, varying_axes
@@ -83,6 +85,14 @@ class Replica(NamedTuple):
     ready: jax.Array
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Splits:
+    """The `PartitionSpec`s of the parameters that are split over a mesh, with their paths; what `init` could see."""
+
+    specs: tuple[tuple[str, PartitionSpec], ...] = ()
+
+
 class KfacState(NamedTuple):
     """State of `scale_by_kfac`: arrays only. Dictionaries are keyed by the shape of the blocks they stack.
 
@@ -97,13 +107,14 @@ class KfacState(NamedTuple):
       unitwise_damping: that of unit-wise and diagonal blocks.
       owned: Kronecker blocks, each device its own.
       shared: unit-wise and diagonal blocks, the same on all devices.
-      replicas: what all devices have of inverses: those of the groups that they all precondition, of all groups with
-        `precondition="replicated"`; over an axis, with an inverse that takes moments, the bases of blocks with such.
+      replicas: what all devices have of inverses: those of the groups that they all precondition; over an axis, with an
+        inverse that takes moments, the bases of blocks with such.
       kernel_squares: for what sets the lengths of steps where gradients arrive local: of the averaged gradient of each
         Kronecker block without its bias, `[blocks]`, the square of the norm. Else zeros.
       members: the number of blocks of each group, by the names of its layers, whose blocks they are in this order. So a
         checkpoint of layers of another name is one of another structure.
       metrics: scalars of the last step.
+      splits: no array: how parameters are split over automatic axes of a mesh, which nothing else tells under `jit`.
     """
 
     count: jax.Array  # type: ignore[assignment]  # optax's name for it
@@ -119,6 +130,7 @@ class KfacState(NamedTuple):
     kernel_squares: dict[str, jax.Array]
     members: dict[str, dict[str, jax.Array]]
     metrics: KfacMetrics
+    splits: Splits
 
     @property
     def blocks(self) -> dict[str, BlockState]:
@@ -138,21 +150,34 @@ def with_blocks(state: KfacState, blocks: dict[str, BlockState]) -> KfacState:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What is fixed when the transformation is made; `refreshes`: whether a step may refresh inverses."""
+    """What is fixed for a step.
+
+    Attributes:
+      layers: the layers.
+      groups: their groups.
+      inverse: how blocks are inverted.
+      distribution: the axes, or the mesh, of the devices.
+      refreshes: whether a step may refresh inverses.
+      dealt: whether blocks have owners; else each device has all of them, whatever axes there are.
+      local: whether gradients are still to be averaged.
+    """
 
     layers: Layers
     groups: tuple[Group, ...]
     inverse: Inverse
     distribution: Distribution
     refreshes: bool
+    dealt: bool = True
+    local: bool = False
 
     @property
-    def axis(self) -> AxisName | None:
-        return self.distribution.axis
+    def way(self) -> Everywhere:
+        """How blocks lie on devices here."""
+        return way_of(self.distribution, self.dealt)
 
     @property
     def owners(self) -> AxisName | None:
-        return self.distribution.owner_axis
+        return self.distribution.owner_axis if self.dealt else None
 
     def has_moments(self, group: Group) -> bool:
         """Whether statistics of a group bring moments."""
@@ -160,12 +185,11 @@ class Config:
 
     def shares(self, group: Group) -> bool:
         """Whether all devices have the inverses of a group, or a part of them."""
-        several = self.axis is not None
-        return group.kronecker and shares(self.distribution, self.inverse, group, several=several)
+        return group.kronecker and shares(self.inverse, group, several=self.owners is not None)
 
     def owners_precondition(self, group: Group) -> bool:
         """Whether owners alone precondition the blocks of a group."""
-        return owners_precondition(self.distribution, self.inverse, group)
+        return owners_precondition(self.inverse, group)
 
     @functools.cached_property
     def apart(self) -> tuple[Group, ...]:
@@ -224,6 +248,7 @@ def init_state(config: Config, params: Any) -> KfacState:
         kernel_squares={group.name: jnp.zeros(group.size, dtype) for group in config.kronecker},
         members={group.name: {group.members: jnp.full((), group.size, jnp.int32)} for group in config.groups},
         metrics=KfacMetrics(*(jnp.zeros((), dtype) for dtype in 4 * [jnp.float32] + 4 * [jnp.int32])),
+        splits=Splits(),
     )
 
 
@@ -316,16 +341,12 @@ def check_state(config: Config, state: KfacState, devices: int) -> None:
         return
     if config.inverse.takes_moments:
         to_one, to_none = ("a", "kfac.scatter_state(opt_state, 1)"), ("no", "kfac.gather_state(opt_state)")
-        have, convert = to_one if config.axis else to_none
+        have, convert = to_one if config.owners else to_none
         raise ValueError(
             f"with inverse={config.inverse!r} a state is another where there is an axis of devices, if only of one: "
             f"update has {have} such axis, but the state is one for the other case: {convert} makes it from that."
         )
-    mode, other = ("replicated", "sharded") if config.distribution.replicated else ("sharded", "replicated")
-    raise ValueError(
-        f"precondition={mode!r}, but the optimizer state is one for precondition={other!r}: initialise it with the "
-        "same option."
-    )
+    raise ValueError("the optimizer state is not one for these layers and this inverse: initialise it with the same.")
 
 
 def check_inverse(inverse: Inverse, state: KfacState) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,16 +17,15 @@ from jax.flatten_util import ravel_pytree
 
 from kfac._curvature.inverse import averaged, finite, per_block
 from kfac._curvature.refresh import once_if, refresh
-from kfac._curvature.symmetric import flatten_block, unflatten_block
 from kfac._curvature.unitwise import ChannelInverse
-from kfac._distributed.collectives import cut, gather_from_owners, means_to_owners, owns_last, take_own
+from kfac._distributed.collectives import cut
 from kfac._distributed.distribution import decode, encode
 from kfac._distributed.owners import Shard
-from kfac._distributed.segments import BUCKETS
+from kfac._distributed.ways import Everywhere
 from kfac._factors import Block, Factors, Kronecker, Ragged, Tied
 from kfac._layers import Layer, leaves_by_path, map_by_path
 from kfac._optimizer.state import Config, KfacMetrics, KfacState, Owned, Replica, check_state, with_blocks
-from kfac._varying import AxisName, as_varying, axis_names, axis_size, varying_axes
+from kfac._varying import as_varying, varying_axes
 
 Vectors = dict[str, jax.Array]  # for each group `[k]`, a number for each block
 Dtypes = Mapping[str, Sequence[Any]]  # for each group one for each part of its columns
@@ -97,7 +96,8 @@ def preconditioned_step(
     What is preconditioned is `averaged`, if there is such, in the place of the gradients `updates`. `narrow` has the
     narrowest dtype of the leaves of each part of the `stacks`.
     """
-    check(config, state, updates, factors if local else None)
+    check_state(config, state, config.way.devices)
+    config.way.check(updates.tree, factors if local else None)
     place = locate(config, state, now)
     state, updates, gradients, square, usable = take_gradients(place, state, updates)
     own = gradients
@@ -110,7 +110,7 @@ def preconditioned_step(
     if factors is not None:
         batch = average_statistics(place, factors, local=local) | gradient_statistics(place, gradients)
         state, left_out, change = take_in(place, state, batch, usable)
-        if config.axis is None:
+        if config.way.alone:
             # Statistics are gone before gradients are stacked; XLA would keep both until the end.
             state, updates, averaged = lax.optimization_barrier((state, updates, averaged))
             gradients = take_gradients(place, state, updates)[2]
@@ -121,65 +121,21 @@ def preconditioned_step(
     if config.refreshes:
         blocks = state.blocks
         wanted = {name: due & place.mine[name] & (blocks[name].weight > 0) for name in blocks}
-        state, failed = refresh_inverses(config.owners, state, wanted, now, due)
+        state, failed = refresh_inverses(config.way, state, wanted, now, due)
     measured = jnp.where(usable & (factors is not None), state.count, state.measured)
     state, preconditioned = precondition(place, state, own, gradients, usable)
-    if config.owners is not None and not updates.stacks:
-        preconditioned |= gather_from_owners({n: preconditioned[n] for n in place.apart}, place.apart, config.owners)
+    to_all = {name: shard for name, shard in place.apart.items() if name not in updates.stacks}
+    preconditioned |= config.way.gather({name: preconditioned[name] for name in to_all}, to_all)
     updates, new_square, usable = restore(place, updates, preconditioned, usable, narrow or {})
     metrics, usable = measure(place, state, [square, new_square], change, [left_out, failed], usable)
     return updates, count(state._replace(measured=measured), now, changed, metrics, usable)
-
-
-def check(config: Config, state: KfacState, updates: Gradients, local: Factors | None) -> None:
-    """Raises where the axis, the state, the gradients or local statistics are not what this step needs."""
-    axis, devices = config.axis, axis_size(config.owners)
-    if axis is not None and axis_size(axis) is None:
-        raise ValueError(
-            f"axis_name={axis!r} is not bound: call update inside jax.pmap or jax.shard_map over that axis, "
-            "or pass mesh="
-        )
-    check_state(config, state, devices or 1)
-    if axis is None:
-        return
-    # Where `shard_map` knows that averages over devices are missing or would be.
-    differing, names = sorted(varying_axes(updates.tree)), axis_names(axis)
-    unnamed = [name for name in differing if name not in names]
-    if unnamed:
-        together = (*names, *unnamed)
-        raise ValueError(
-            f"updates differ between the devices of {unnamed}, which axis_name={axis!r} does not name. If these "
-            "devices have the same parameters and other examples, average the gradients over all axes, "
-            f"jax.lax.pmean(grads, {together!r}), and pass axis_name={together!r}. If each has its own part of the "
-            "parameters, as in tensor, pipeline or expert parallelism, averages would mix unrelated parts, and the "
-            "blocks of a part are not those of the model: instead of jax.shard_map use jax.jit with parameters that "
-            "are sharded over a mesh, and Distribution(mesh=mesh)"
-        )
-    if differing and config.distribution.gradients != "local":
-        raise ValueError(
-            f"updates differ between the devices of {differing}: average the gradients first, "
-            f"jax.lax.pmean(grads, {differing[0] if len(differing) == 1 else tuple(differing)!r})"
-        )
-    known = varying_axes(lax.axis_index(names))  # nothing, where `shard_map` does not check
-    if config.distribution.gradients == "local" and (summed := sorted(known.difference(differing))):
-        raise ValueError(
-            f"updates do not differ between the devices of {summed}, though gradients='local': jax.value_and_grad "
-            "inside of jax.shard_map has added them up already. Take them from kfac.value_and_grad, in steps without "
-            "statistics with statistics=False"
-        )
-    missing = sorted(varying_axes(local).difference(names))
-    if missing:
-        raise ValueError(
-            f"factors differ between the devices of {missing}, which axis_name={axis!r} does not name: pass "
-            f"axis_name={(*sorted(names), *missing)!r}"
-        )
 
 
 def locate(config: Config, state: KfacState, now: Now) -> Place:
     """Which blocks this device holds; all have those that are no Kronecker products."""
     shards = dealt(state)
     mine = {
-        group.name: owns_last(shards[group.name], config.owners) if group.name in shards else jnp.ones(group.size, bool)
+        group.name: config.way.owns(shards[group.name]) if group.name in shards else jnp.ones(group.size, bool)
         for group in config.groups
     }
     return Place(config, now, shards, mine)
@@ -200,51 +156,48 @@ def take_gradients(
       the matrices; the squared norm of all; whether all are finite. All devices agree on that, for it decides whether
       this is a step at all.
     """
-    config, axis, blocks = place.config, place.config.owners, state.blocks
-    local = axis is not None and config.distribution.gradients == "local"
-    if local:
+    config, way, blocks = place.config, place.config.way, state.blocks
+    if config.local:
         updates = updates._replace(tree=_averaged_beside_blocks(config, updates.tree))
     leaves, dtypes = leaves_by_path(updates.tree), {name: block.weight.dtype for name, block in blocks.items()}
     matrices = {n: jnp.concatenate(parts, axis=2).astype(dtypes[n]) for n, parts in updates.stacks.items()}
     matrices |= {g.name: g.stack_matrices(leaves, dtypes[g.name]) for g in config.groups if g.name not in matrices}
     if updates.stacks:
         own, square = matrices, _square_of_all(place, matrices, updates.stacks)
-    elif axis is not None and local:
+    elif config.local:
         sent = {name: matrices[name] for name in place.apart}
-        own = matrices | means_to_owners(sent, place.apart, axis, beside=config.distribution.beside_owners)
+        own = matrices | way.means(sent, place.apart)
         kept = {name: place.own(name, x) if name in sent else x for name, x in own.items()}
         squares = {"": _square(kept[name] for name in sent)} | _of_kernels(place, kept)
-        sums, unravel = ravel_pytree(as_varying(squares, varying_axes(lax.axis_index(axis))))
-        squares = unravel(lax.psum(sums, axis))
+        sums, unravel = ravel_pytree(squares)
+        squares = unravel(way.total(sums))
         square = squares.pop("") + _square(x for name, x in own.items() if name not in sent)
         state = state._replace(kernel_squares=squares)
     else:
         square = _square(matrices.values())
-        own = take_own(matrices, place.apart, axis)
+        own = way.take(matrices, place.apart)
     usable = _all_finite(square, (leaf for path, leaf in leaves.items() if path in config.skipped))
-    if axis is not None:
-        # The same decision everywhere, whatever one device has seen: what follows holds collectives.
-        usable = lax.pmin(usable.astype(jnp.int32), axis) > 0
-    return state, updates, own, square, usable
+    # The same decision everywhere, whatever one device has seen: what follows holds collectives.
+    return state, updates, own, square, way.agree(usable)
 
 
 def _square_of_all(place: Place, matrices: Vectors, stacks: Iterable[str]) -> jax.Array:
     """The squared norm of the matrices, where owners alone have those of `stacks`."""
-    own = lax.psum(_square(place.own(name, matrices[name]) for name in stacks), place.config.owners)
+    own = place.config.way.total(_square(place.own(name, matrices[name]) for name in stacks))
     return own + _square(matrices[name] for name in matrices if name not in stacks)
 
 
 def _of_kernels(place: Place, gradients: Vectors) -> Vectors:
     """Of each block's gradient without the bias the squared norm, `[blocks]`, where this device is to count it."""
-    squares, axis = {}, place.config.owners
+    squares, way = {}, place.config.way
     for group in place.config.kronecker:
         sizes = np.concatenate([_kernel_columns(layer) for layer in group.layers])
         known = {group.name: (jnp.arange(group.size), jnp.asarray(sizes))}
-        blocks, own = take_own(known, place.apart, axis)[group.name]
+        blocks, own = way.take(known, place.apart)[group.name]
         inside = jnp.arange(group.d_in) < own[:, None, None]
         found = jnp.sum(jnp.where(inside, jnp.square(gradients[group.name]), 0), axis=(1, 2))
         if group.name not in place.apart:  # all devices have it
-            found = jnp.where(lax.axis_index(axis) == 0, found, 0)
+            found = jnp.where(way.first, found, 0)
         squares[group.name] = jnp.zeros(group.size, found.dtype).at[blocks].add(found)
     return squares
 
@@ -258,9 +211,7 @@ def _kernel_columns(layer: Layer) -> np.ndarray:
 
 def _averaged_beside_blocks(config: Config, updates: Any) -> Any:
     """The updates, of which those that all devices precondition are averaged over them, in one message."""
-    updates = as_varying(updates, varying_axes(lax.axis_index(config.axis)))
-    flat, unravel = ravel_pytree({p: x for p, x in leaves_by_path(updates).items() if p not in config.paths_apart})
-    averaged = unravel(lax.pmean(flat, config.axis)) if flat.size else {}
+    averaged = config.way.mean({p: x for p, x in leaves_by_path(updates).items() if p not in config.paths_apart})
     return map_by_path(lambda path, leaf: averaged.get(path, leaf), updates)
 
 
@@ -279,16 +230,10 @@ def decide(place: Place, state: KfacState, usable: jax.Array, *, statistics: boo
 
 def average_statistics(place: Place, factors: Factors, *, local: bool) -> dict[str, Block]:
     """This step's statistics of the blocks that this device keeps, averaged over devices."""
-    config, shards, owners = place.config, place.shards, place.config.owners
-    factors = _of_whole_batch(factors, config.axis if local else None)
+    config, way = place.config, place.config.way
+    factors = _of_whole_batch(factors, way.mean if local else lambda traces: traces)
     stacks = {g.name: g.stack_factors(factors, moments=config.has_moments(g)) for g in config.groups if g.captured}
-    if owners is None or not local:
-        return take_own(stacks, shards, owners)
-    sent = {name: flatten_block(stack) for name, stack in stacks.items()}
-    if config.distribution.communication_dtype != "float32":
-        sent = {name: stack.astype(config.distribution.communication_dtype) for name, stack in sent.items()}
-    received = means_to_owners(sent, shards, owners, BUCKETS, config.distribution.beside_owners)
-    return {name: unflatten_block(received[name], stack) for name, stack in stacks.items()}
+    return way.statistics(stacks, place.shards) if local else way.take(stacks, place.shards)
 
 
 def gradient_statistics(place: Place, gradients: Vectors) -> dict[str, Block]:
@@ -297,20 +242,14 @@ def gradient_statistics(place: Place, gradients: Vectors) -> dict[str, Block]:
     for group in [group for group in place.config.groups if not group.captured]:
         name, own = group.name, gradients[group.name]
         if name in place.shards and name not in place.apart:
-            own = take_own({name: own}, place.shards, place.config.owners)[name]
+            own = place.config.way.take({name: own}, place.shards)[name]
         found[name] = group.own_factors(own)
     return found
 
 
-def _of_whole_batch(factors: Factors, axis: AxisName | None) -> Factors:
+def _of_whole_batch(factors: Factors, mean: Callable[[Any], Any]) -> Factors:
     """The factors with the blocks that are no averages formed from what is one, over all devices, as on one."""
-
-    def formed(block):
-        if isinstance(block, Tied | Ragged):
-            return block.combined(lambda x: lax.pmean(x, axis) if axis is not None else x)
-        return block
-
-    return Factors({name: formed(block) for name, block in factors.items()})
+    return Factors({n: b.combined(mean) if isinstance(b, Tied | Ragged) else b for n, b in factors.items()})
 
 
 def take_in(
@@ -342,7 +281,7 @@ def take_in(
         if moments.get(name) is not None:
             good &= finite(moments[name])
         taken[name], left_out[name] = good & mine & usable, ~good & mine
-        counted = mine if name in place.shards else mine & _first(config.owners)  # the sum over devices has each once
+        counted = mine if name in place.shards else mine & config.way.first  # the sum over devices has each once
         for change, size in zip(changed, sizes, strict=True) if name in counted_groups else ():
             known = taken[name] & (size > 0)
             relative = jnp.where(known, jnp.sqrt(change / jnp.where(known, size, 1)), 1)
@@ -355,15 +294,11 @@ def take_in(
         kept = block.inverse
         if config.has_moments(group):
             # Those before the first decomposition are in no basis that is kept.
-            own = take_own({name: jnp.asarray(group.corrected)}, place.shards, config.owners)[name]
+            own = config.way.take({name: jnp.asarray(group.corrected)}, place.shards)[name]
             kept = config.inverse.absorb(kept, moments[name], decay, known & own & (block.condition > 0))
         factors, weight = averaged(group.unscaled(block.factors), block.weight, new[name], decay, known)
         result[name] = block._replace(factors=group.scaled(factors), weight=weight, inverse=kept)
     return with_blocks(state, result), left_out, change
-
-
-def _first(axis: AxisName | None) -> jax.Array:
-    return jnp.array(True) if axis is None else lax.axis_index(axis) == 0
 
 
 def after(number: jax.Array, flags: jax.Array) -> jax.Array:
@@ -376,7 +311,7 @@ def after(number: jax.Array, flags: jax.Array) -> jax.Array:
 
 
 def refresh_inverses(
-    axis: AxisName | None, state: KfacState, wanted: Vectors, now: Now, needed: jax.Array | None
+    way: Everywhere, state: KfacState, wanted: Vectors, now: Now, needed: jax.Array | None
 ) -> tuple[KfacState, Vectors]:
     """New inverses of the blocks that are `wanted`, and of their replicas; and which of these failed.
 
@@ -396,7 +331,7 @@ def refresh_inverses(
             result = refresh(inverse, kept, blocks[name].factors, wanted[name], damping)
             new[name] = result.inverse, jnp.where(result.valid, result.condition, condition)
             valid[name] = result.valid
-        return new, _fetched(axis, state.owned, old[1], new), valid
+        return new, _fetched(way, state.owned, old[1], new), valid
 
     start = stacks, state.replicas, none
     stacks, replicas, valid = renewed(start) if needed is None else once_if(needed, renewed, start)
@@ -409,7 +344,7 @@ def refresh_inverses(
 
 
 def _fetched(
-    axis: AxisName | None, owned: dict[str, Owned], replicas: dict[str, Replica], stacks: dict[str, Any]
+    way: Everywhere, owned: dict[str, Owned], replicas: dict[str, Replica], stacks: dict[str, Any]
 ) -> dict[str, Replica]:
     """What all devices have of the inverses, from their owners."""
     sent = {}
@@ -418,7 +353,7 @@ def _fetched(
         encoded = encode(owned[name].inverse, kept)
         sent[name] = jnp.concatenate([encoded, (condition > 0).astype(encoded.dtype)[:, None]], axis=1)
     shards = {name: own.shard for name, own in owned.items()}
-    received = gather_from_owners(sent, shards, axis) if axis is not None else sent
+    received = way.gather(sent, shards)
     return {
         name: Replica(decode(owned[name].inverse, flat[:, :-1], replicas[name].inverse), flat[:, -1] > 0)
         for name, flat in received.items()
@@ -479,17 +414,16 @@ def measure(
       found: the blocks that left statistics out, and those whose inversion failed.
       usable: whether this device finds it so.
     """
-    axis, metrics = place.config.owners, state.metrics
-    counts = jnp.stack([*(count_blocks(place.shards, axis, flags) for flags in found), (~usable).astype(jnp.int32)])
+    way, metrics = place.config.way, state.metrics
+    counts = jnp.stack([*(count_blocks(place.shards, way, flags) for flags in found), (~usable).astype(jnp.int32)])
     blocks = state.blocks.values()
     ages = [jnp.where(block.condition > 0, state.count - block.inverted, 0) for block in blocks]
     parts = [block.condition for block in blocks], ages
     extremes = jnp.stack([jnp.max(_join(part)).astype(jnp.float32) for part in parts])
-    if axis is not None:
-        # In one message: as float32, numbers of blocks are exact.
-        *sums, total = lax.psum(jnp.append(counts.astype(jnp.float32), 0 if change is None else change), axis)
-        counts, extremes = jnp.stack(sums).astype(jnp.int32), lax.pmax(extremes, axis)
-        change = None if change is None else total
+    # In one message: as float32, numbers of blocks are exact.
+    *sums, total = way.total(jnp.append(counts.astype(jnp.float32), 0 if change is None else change))
+    counts, extremes = jnp.stack(sums).astype(jnp.int32), way.largest(extremes)
+    change = None if change is None else total
     usable = counts[2] == 0  # agreed once more: the next step's decisions follow from it
     before = metrics.statistics_change
     if change is not None:
@@ -532,10 +466,9 @@ def _join(vectors: Iterable[jax.Array]) -> jax.Array:
     return lax.optimization_barrier(jnp.concatenate([jnp.zeros(1, bool), *vectors]))
 
 
-def count_blocks(shards: Mapping[str, Any], axis: AxisName | None, found: Vectors) -> jax.Array:
+def count_blocks(shards: Mapping[str, Any], way: Everywhere, found: Vectors) -> jax.Array:
     """How many blocks were found, so that the sum over devices counts each once: those that all have, on the first."""
-    first = _first(axis)
-    return jnp.sum(_join(x if name in shards else x & first for name, x in found.items()), dtype=jnp.int32)
+    return jnp.sum(_join(x if name in shards else x & way.first for name, x in found.items()), dtype=jnp.int32)
 
 
 def _square(arrays: Iterable[jax.Array]) -> jax.Array:
