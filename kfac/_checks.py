@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from kfac._layers import Layers
 from kfac._varying import AxisName, axis_names
@@ -72,7 +72,7 @@ def check_axis_name(value: Any, name: str = "axis_name") -> None:
 
 def check_mesh(mesh: Any, axis_name: AxisName | None) -> None:
     """Raises where a value is no mesh, or one without some axis."""
-    check_type("mesh", mesh, Mesh, "a jax.sharding.Mesh")
+    check_type("mesh", mesh, Mesh | AbstractMesh, "a jax.sharding.Mesh")
     if not set(axis_names(axis_name)) <= set(mesh.axis_names):
         raise ValueError(f"axis_name must be among the axes of mesh, {mesh.axis_names}, but is {axis_name!r}")
 

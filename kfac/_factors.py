@@ -67,6 +67,7 @@ class Tied:
     direct: Kronecker
     transposed: Kronecker
     diagonal: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})  # of "A" and "G"
+    cut: tuple[int, int] = dataclasses.field(default=(1, 1), metadata={"static": True})  # into blocks
 
     def combined(self, average: Callable[[Any], Any] = lambda traces: traces) -> Kronecker:
         """`(A + e A') (x) (G + G' / e)`: rows of the transpose count as further positions.
@@ -80,7 +81,8 @@ class Tied:
 
         def trace(block, side):
             factor = getattr(block, side)
-            return jnp.sum(factor, -1) if side in self.diagonal else jnp.trace(factor, axis1=-2, axis2=-1)
+            found = jnp.sum(factor, -1) if side in self.diagonal else jnp.trace(factor, axis1=-2, axis2=-1)
+            return jnp.sum(found, -1) if self.cut["AG".index(side)] > 1 else found
 
         a, g, turned_a, turned_g = average([trace(b, side) for b in (self.direct, self.transposed) for side in "AG"])
         # Roots one by one: a product of traces may be too small for float32.

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 KRONECKER_KINDS = ("dense", "conv", "embedding")
 UNITWISE_KINDS = ("unitwise", "diagonal")
-MATRIX_BOUND = 8192  # rows of a factor of the gradient's own, by default; a table of words has more
+MAX_DIM = 8192  # rows of a factor by default, and of a block of a larger one
+VOCABULARY = 30_000  # rows of a factor above the bound that is kept as its diagonal: tables of words have as many
 
 
 class UnsupportedLayerError(ValueError):
@@ -65,6 +66,8 @@ class Layer:
       copies: independent copies stacked in the same leaves (`lax.scan` over layers, batched kernels).
       stacked: whether the factors carry a leading axis of length `copies`.
       diagonal: which of `"A"` and `"G"` are kept as their diagonals, `[d_in]` and `[d_out]`.
+      cut: in how many diagonal blocks of neighbouring rows `A` and `G` are kept. The kernel is then cut into as many
+        pieces, each with a Kronecker block of its own: of one block of `A` and one of `G`.
       weight_sharing: `"expand"` or `"reduce"`: whether positions are summed after or before products are formed.
       told_apart: whether the gradient of each example can be formed: there is one use, whose examples are known.
       note: why the parameters have no Kronecker block, or a factor of it is diagonal.
@@ -84,6 +87,7 @@ class Layer:
     copies: int = 1
     stacked: bool = False
     diagonal: tuple[str, ...] = ()
+    cut: tuple[int, int] = (1, 1)
     weight_sharing: str = "expand"
     told_apart: bool = dataclasses.field(default=False, compare=False)
     note: str = dataclasses.field(default="", compare=False)
@@ -111,7 +115,7 @@ class Layer:
         """Shapes of the statistics of this layer, in a `Factors` and in running averages."""
         lead = (self.copies,) if self.stacked else ()
         if self.kronecker:
-            return {name: (*lead, *shape) for name, shape in self.block_shapes.items()}
+            return {name: (*lead, *shape) for name, shape in self.side_shapes.items()}
         if self.kind != "skipped":
             return {"F": (self.d_out, self.d_in, self.d_in)}
         return {}
@@ -119,19 +123,46 @@ class Layer:
     @property
     def correctable(self) -> bool:
         """Whether `Ekfac` corrects eigenvalues of this layer: it has two whole factors, one use, and known examples."""
-        return self.kind in KRONECKER_KINDS and not self.diagonal and self.told_apart
+        return self.kind in KRONECKER_KINDS and not self.diagonal and self.pieces == 1 and self.told_apart
+
+    @property
+    def pieces(self) -> int:
+        """Into how many pieces each copy of the kernel is cut."""
+        return self.cut[0] * self.cut[1]
 
     @property
     def inversion(self) -> int:
         """The work of an inversion of one copy, `d^3` for each whole factor."""
         whole = (shape for shape in self.block_shapes.values() if len(shape) == 2)
-        return sum(shape[0] ** 3 for shape in whole) if self.kronecker else 0
+        return self.pieces * sum(shape[0] ** 3 for shape in whole) if self.kronecker else 0
 
     @property
     def block_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the factors of one Kronecker block, `[d, d]`, or `[d]` for a diagonal one."""
-        sizes = {"A": self.d_in, "G": self.d_out}
+        sizes = {"A": -(-self.d_in // self.cut[0]), "G": -(-self.d_out // self.cut[1])}
         return {name: (size,) if name in self.diagonal else (size, size) for name, size in sizes.items()}
+
+    @property
+    def side_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the factors of one copy: as `block_shapes`, `[blocks, d, d]` of one that is cut."""
+        counts = dict(zip("AG", self.cut, strict=True))
+        return {name: (*[c for c in [counts[name]] if c > 1], *shape) for name, shape in self.block_shapes.items()}
+
+    def to_pieces(self, matrix: jax.Array) -> jax.Array:
+        """Of matrices `[copies, d_out, d_in]` the pieces `[copies pieces, rows, columns]`, filled up with zeros."""
+        if self.pieces == 1:
+            return matrix
+        (a, g), (columns, rows) = self.cut, (shape[0] for shape in self.block_shapes.values())
+        filled = jnp.pad(matrix, ((0, 0), (0, g * rows - self.d_out), (0, a * columns - self.d_in)))
+        return filled.reshape(-1, g, rows, a, columns).swapaxes(2, 3).reshape(-1, rows, columns)
+
+    def from_pieces(self, pieces: jax.Array) -> jax.Array:
+        """The inverse of `to_pieces`."""
+        if self.pieces == 1:
+            return pieces
+        (a, g), (rows, columns) = self.cut, pieces.shape[1:]
+        whole = pieces.reshape(-1, g, a, rows, columns).swapaxes(2, 3).reshape(-1, g * rows, a * columns)
+        return whole[:, : self.d_out, : self.d_in]
 
     def to_matrix(self, leaves: Sequence[jax.Array]) -> jax.Array:
         """The layer's leaves (parameters, gradients) as one array.
@@ -193,7 +224,7 @@ class Layers(Sequence[Layer]):
     blocks: tuple[Layer, ...]
     paths: tuple[str, ...]
     skip: tuple[str, ...] = ()
-    max_dim: int | None = None
+    max_dim: int = MAX_DIM
     reduce: tuple[str, ...] = ()
     gradient: tuple[str, ...] = ()
     structure: Any = dataclasses.field(default=None, compare=False)
@@ -247,8 +278,11 @@ def _table(layers: Layers) -> str:
         elements = sum(math.prod(shape) for shape in layer.factor_shapes.values())
         total += elements
         if layer.kronecker:
-            sizes = ("A", layer.d_in), ("G", layer.d_out)
-            a, g = (f"{size} (diagonal)" if factor in layer.diagonal else str(size) for factor, size in sizes)
+            sizes = ("A", layer.d_in, layer.cut[0]), ("G", layer.d_out, layer.cut[1])
+            a, g = (
+                f"{size} (diagonal)" if factor in layer.diagonal else f"{size} ({cut} blocks)" if cut > 1 else str(size)
+                for factor, size, cut in sizes
+            )
         elif layer.kind != "skipped":
             a, g = "", f"{layer.d_out} x {layer.d_in}x{layer.d_in}"
         else:
@@ -269,7 +303,7 @@ def _table(layers: Layers) -> str:
         largest = max(size for shape in most.block_shapes.values() if len(shape) == 2 for size in shape)
         lines.append(
             f"{work[most.name] / sum(work.values()):.0%} of the work of inversions is that of {most.name!r}: "
-            f"inverse_every= inverts less often, max_dim={largest - 1} keeps its largest factor as a diagonal"
+            f"inverse_every= inverts less often, max_dim={-(-largest // 2)} keeps its largest factor as blocks"
         )
     where = " and ".join(f"argument {key!r}" for key in layers.batch_argnums)
     found = "" if layers.num_examples is None else f"; found with {layers.num_examples} example(s)"

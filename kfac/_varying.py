@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 AxisName = str | tuple[str, ...]
 
@@ -39,7 +40,57 @@ def varying_axes(tree: Any) -> frozenset[str]:
 
 def within_devices() -> bool:
     """Whether this is traced for each device on its own, by `shard_map` or `pmap`."""
-    return any(kind == AxisType.Manual for kind in jax.sharding.get_abstract_mesh().axis_types)
+    return bool(device_axes())
+
+
+def device_axes() -> tuple[str, ...]:
+    """The axes of the devices that this is traced for one by one: all that `shard_map` or `pmap` has bound."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in kinds if kind == AxisType.Manual)
+
+
+def mesh_of(tree: Any) -> Mesh | AbstractMesh | None:
+    """The mesh that arrays lie on, or that is set; None where that is one device, or devices are traced one by one."""
+    if within_devices():
+        return None
+    leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array | jax.ShapeDtypeStruct)]
+    lying = [jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding for x in leaves]
+    found = {sharding.mesh for sharding in lying if isinstance(sharding, NamedSharding)}
+    around = jax.sharding.get_abstract_mesh()
+    known = [*sorted(found, key=_is_abstract), around]
+    return next((mesh for mesh in known if mesh.size > 1), None)
+
+
+def _is_abstract(mesh: Any) -> bool:
+    return isinstance(mesh, AbstractMesh)
+
+
+def on_mesh(fn: Callable) -> Callable:
+    """`fn`, traced within the mesh that its arguments lie on, where none is set: as within `jax.set_mesh`."""
+
+    @functools.wraps(fn)
+    def within(*args, **kwargs):
+        mesh = mesh_of((args, kwargs)) if jax.sharding.get_abstract_mesh().empty else None
+        if mesh is None:
+            return fn(*args, **kwargs)
+        with jax.sharding.use_abstract_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh):
+            return fn(*args, **kwargs)
+
+    return within
+
+
+def placed(tree: Any, mesh: Mesh | AbstractMesh | None) -> Any:
+    """Arrays, of which those that lie elsewhere are copied to all devices of a mesh; under `jit` as they were."""
+    if not isinstance(mesh, Mesh):
+        return tree
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def own(x):
+        there = isinstance(x, jax.core.Tracer) or getattr(x.sharding, "mesh", None) == mesh
+        return x if there else jax.device_put(x, everywhere)
+
+    return jax.tree.map(own, tree)
 
 
 def as_varying(tree: Any, axes: frozenset[str]) -> Any:
@@ -70,11 +121,9 @@ def own_key(key: jax.Array, axes: frozenset[str]) -> jax.Array:
 
     Under `pmap`, and under `shard_map` without its check, nothing tells over which axes a value varies: all count.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    manual = [name for name, kind in kinds if kind == AxisType.Manual]
-    if manual and not varying_axes(lax.axis_index(manual[0])):
-        axes = frozenset(manual)
+    bound = device_axes()
+    if bound and not varying_axes(lax.axis_index(bound[0])):
+        axes = frozenset(bound)
     return jax.random.fold_in(key, lax.axis_index(tuple(sorted(axes)))) if axes else key
 
 

@@ -31,7 +31,7 @@ def run(
     *,
     rounding: float = ROUNDING,
     skip=(),
-    max_dim: int | None = None,
+    max_dim: int = 8192,
     reduce=(),
     **options,
 ):
@@ -63,6 +63,34 @@ def check_layers(layers: kfac.Layers, params: Any) -> None:
     paths = [path for layer in layers for path in layer.params]
     assert sorted(paths) == sorted(layers.paths)
     assert len(set(paths)) == len(jax.tree.leaves(params))
+
+
+def blocks_on_the_diagonal(matrix: np.ndarray, count: int) -> np.ndarray:
+    """`count` blocks of neighbouring rows of a matrix, the last filled up with zeros; the matrix itself if one."""
+    if count == 1:
+        return matrix
+    size = -(-len(matrix) // count)
+    blocks = np.zeros((count, size, size))
+    for k in range(count):
+        own = matrix[k * size : (k + 1) * size, k * size : (k + 1) * size]
+        blocks[k, : len(own), : len(own)] = own
+    return blocks
+
+
+def pieces(layer: kfac.Layer, block: Any, copy: int, matrix: np.ndarray):
+    """Of each piece of one copy's matrix `[d_out, d_in]`: its rows and columns, `A`, `G`, and itself, filled up."""
+    sides = []
+    for name, count in zip("AG", layer.cut, strict=True):
+        side = np.asarray(getattr(block, name))
+        side = side[copy] if layer.stacked else side
+        side = np.diag(side) if name in layer.diagonal else side
+        sides.append(side if count > 1 else side[None])
+    for j, a in enumerate(sides[0]):
+        for i, g in enumerate(sides[1]):
+            rows = slice(i * len(g), min(layer.d_out, (i + 1) * len(g)))
+            columns = slice(j * len(a), min(layer.d_in, (j + 1) * len(a)))
+            own = matrix[rows, columns]
+            yield rows, columns, a, g, np.pad(own, [(0, len(g) - own.shape[0]), (0, len(a) - own.shape[1])])
 
 
 def kinds(layers: kfac.Layers) -> dict[str, str]:

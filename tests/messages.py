@@ -2,7 +2,7 @@
 
 python tests/messages.py resnet50 --devices 8
 python tests/messages.py gpt --devices 8 --style mesh      (or shares: with kfac.data_parallel)
-python tests/messages.py gpt --devices 8 --style mesh --parameters split --gradients split
+python tests/messages.py gpt --devices 8 --style mesh --parameters split
 
 Programs are compiled for simulated devices, ResNet-50 with small images: messages of parameters, statistics and
 results do not depend on their size, and nothing else may be sent. Bytes are those that a device puts into all-reduces,
@@ -22,8 +22,8 @@ if __name__ == "__main__":
     PARSER.add_argument("--devices", type=int, default=8)
     PARSER.add_argument("--style", choices=["shard_map", "mesh", "shares"], default="shard_map")
     PARSER.add_argument("--axes", choices=["auto", "explicit"], default="auto")
-    PARSER.add_argument("--gradients", choices=["averaged", "local", "split"], default="averaged")
-    PARSER.add_argument("--split-from", type=int, help="as of Distribution")
+    PARSER.add_argument("--gradients", choices=["averaged", "local"], default="averaged", help="of shard_map")
+    PARSER.add_argument("--max-dim", type=int, default=8192, help="as of find_layers")
     PARSER.add_argument("--refresh", choices=["inside", "apart"], default="inside", help="apart: without its messages")
     PARSER.add_argument("--parameters", choices=["whole", "split"], default="whole", help="as FSDP splits them")
     PARSER.add_argument("--largest", type=int, default=0, help="print so many of the largest messages of each program")
@@ -39,6 +39,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kfac
+from kfac._optimizer.over_mesh import find_splits
 
 SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
 KINDS = "all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute|ragged-all-to-all|collective-broadcast"
@@ -211,7 +212,7 @@ def gpt(n, size=64, layers=12, d=768, words=50257, heads=12):
         return -jnp.mean(jnp.sum(jax.nn.one_hot(b["x"], words) * jax.nn.log_softmax(z), axis=-1))
 
     tokens = jax.ShapeDtypeStruct((n, size), jnp.int32)
-    return loss, floats(shapes), {"x": tokens}, {"max_dim": 8192, "skip": ["places"]}
+    return loss, floats(shapes), {"x": tokens}, {"skip": ["places"]}
 
 
 def floats(shapes):
@@ -230,13 +231,15 @@ def split_spec(devices, leaf):
     return P(*("data" if k == axis else None for k in range(leaf.ndim)))
 
 
-def programs(model, devices, style, kind=AxisType.Auto, parameters="whole", inverse_every=10, **options):
+def programs(
+    model, devices, style, kind=AxisType.Auto, parameters="whole", gradients="averaged", inverse_every=10, max_dim=8192
+):
     """Layers, and compiled programs by name: steps of SGD, K-FAC, K-FAC with statistics; over a mesh `update` alone."""
     loss, params, batch, find = model(4 * devices)
-    layers = kfac.find_layers(loss, params, batch, **find)
+    layers = kfac.find_layers(loss, params, batch, max_dim=max_dim, **find)
     mesh = jax.make_mesh((devices,), ("data",), axis_types=(kind,), devices=jax.devices()[:devices])
     axis = {"axis_name": "data"} if style == "shard_map" else {"mesh": mesh}
-    distribution = kfac.Distribution(**axis, **options)
+    distribution = kfac.Distribution(**axis)
     tx = kfac.scale_by_kfac(layers, inverse_every=inverse_every, distribution=distribution)
     measured = kfac.value_and_grad(loss, layers)
     if style == "shares":
@@ -255,7 +258,7 @@ def programs(model, devices, style, kind=AxisType.Auto, parameters="whole", inve
         return jax.grad(loss)(own, batch)
 
     def given(grads):
-        return grads if distribution.gradients == "local" else average(grads)
+        return grads if gradients == "local" else average(grads)
 
     def sgd(params, state, batch):
         return moved(params, average(gradient(params, batch))), state
@@ -283,6 +286,7 @@ def programs(model, devices, style, kind=AxisType.Auto, parameters="whole", inve
         place = [jax.tree.map(functools.partial(NamedSharding, mesh), s, is_leaf=lambda s: isinstance(s, P))
                  for s in (whole, specs, P("data"))]  # fmt: skip
         arguments = [abstract(tree, where) for tree, where in zip((params, state, batch), place, strict=True)]
+        arguments[1] = arguments[1]._replace(splits=find_splits(arguments[0]))  # as `init` of arrays finds them
         steps = {"SGD": sgd, "K-FAC": without, "K-FAC with statistics": full}
         steps |= {"update": alone} if style == "mesh" else {}
         for name, step in steps.items():
@@ -319,8 +323,8 @@ def main():
         OPTIONS.style,
         kind,
         OPTIONS.parameters,
-        gradients=OPTIONS.gradients,
-        split_from=OPTIONS.split_from,
+        OPTIONS.gradients,
+        max_dim=OPTIONS.max_dim,
         inverse_every=10 if OPTIONS.refresh == "inside" else None,
     )
     print(f"{OPTIONS.model}, {OPTIONS.devices} devices, {OPTIONS.style}; packed factors {packed_bytes(layers):,} bytes")

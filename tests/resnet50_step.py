@@ -123,7 +123,7 @@ def main():
         result["packed_bytes"] = 4 * sum(
             shape[-1] * (shape[-1] + 1) // 2 for layer in layers for shape in layer.factor_shapes.values()
         )
-        plan = kfac.Assignment(layers, devices=DEVICES, inverse_every=10, inverse=kfac.Cholesky())
+        plan = kfac.Assignment(layers, devices=DEVICES, inverse=kfac.Cholesky())
         result["predicted_statistics"] = plan.statistics_messages
         result["predicted_results"] = plan.results_messages
         result["predicted_state_bytes"] = plan.memory_per_device

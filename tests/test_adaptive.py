@@ -179,13 +179,13 @@ def test_losses_that_are_not_finite():
     assert float(before.next_damping) == np.float32(0.01)
 
 
-def kfac_of(loss, batch, distribution=None, **options):
+def kfac_of(loss, batch, **options):
     layers = kfac.find_layers(loss, initial(), batch)
     return layers, kfac.adaptive_damping(
         lambda damping: plain_kfac(
-            RATE, layers, damping=damping, refresh_warmup=0, distribution=distribution, **options
+            RATE, layers, damping=damping, refresh_warmup=0, **options
         ),
-        0.1, every=1, distribution=distribution,
+        0.1, every=1,
     )  # fmt: skip
 
 
@@ -247,7 +247,8 @@ def test_devices(mapped):
     layers, _ = kfac_of(loss, batch)
     expected = on_one_device()
     parts = jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), batch)
-    _, several = kfac_of(loss, jax.tree.map(lambda x: x[0], parts), distribution=kfac.Distribution("d"))
+    uses = {} if mapped == "shard_map" else {"distribution": kfac.Distribution("d")}
+    _, several = kfac_of(loss, jax.tree.map(lambda x: x[0], parts), **uses)
 
     def local(params, batch):
         state = several.init(params)
@@ -272,18 +273,6 @@ def test_devices(mapped):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(damping, expected[1].next_damping, rtol=1e-6)
     np.testing.assert_allclose(ratio, expected[1].reduction_ratio, rtol=1e-3)
-
-
-@pytest.mark.parametrize("gradients", ["averaged", "local"])
-def test_an_optimizer_of_several_devices_needs_the_distribution_here_too(gradients):
-    loss, batch = loss_of(), examples()
-    layers = kfac.find_layers(loss, initial(), batch)
-    uses = kfac.Distribution("d", gradients=gradients)
-    tx = kfac.adaptive_damping(lambda d: kfac.kfac(0.1, layers, damping=d, trust_ratio=None, distribution=uses), 0.1)
-    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    init = jax.shard_map(lambda p: tx.init(p).count, mesh=mesh, in_specs=P(), out_specs=P())
-    with pytest.raises(ValueError, match="pass the optimizer's distribution= to it"):
-        jax.eval_shape(init, initial())
 
 
 def test_marks_inside_scan_and_vmap():
@@ -316,7 +305,6 @@ def test_marks_inside_scan_and_vmap():
         ({"high": 1.5}, "high must lie in"),
         ({"minimum": 0.0}, "minimum must lie in"),
         ({"maximum": 1e-9}, "maximum must lie in"),
-        ({"distribution": "d"}, "distribution must be"),
     ],
 )
 def test_arguments_out_of_range(options, message):

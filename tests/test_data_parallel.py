@@ -87,8 +87,8 @@ def slow(*options):
         slow(AxisType.Explicit, None, kfac.Cholesky(), {}),
         slow(AxisType.Explicit, "data", kfac.Cholesky(), {"owners": "data"}),
         slow(AxisType.Auto, None, kfac.Ekfac(), {}),
-        slow(AxisType.Auto, "data", kfac.Cholesky(), {"split_from": 6, "owners": "model"}),
-        slow(AxisType.Auto, None, kfac.Soap(), {"gradients": "split"}),
+        slow(AxisType.Auto, "data", kfac.Cholesky(), {"owners": "model"}),
+        slow(AxisType.Auto, None, kfac.Soap(), {}),
     ],
 )
 def test_it_is_one_device(x64, kind, axis, inverse, fields):

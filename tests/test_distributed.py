@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import kfac
+from kfac._optimizer.state import find_nodes
 from problem import plain_kfac
 
 AXIS = "batch"
@@ -70,7 +71,7 @@ def on_devices(options, **where):
     fields = [field.name for field in dataclasses.fields(kfac.Distribution)]
     where |= {name: value for name, value in options.items() if name in fields}
     rest = {name: value for name, value in options.items() if name not in fields}
-    return rest | {"distribution": kfac.Distribution(**where)}
+    return rest | ({"distribution": kfac.Distribution(**where)} if where else {})
 
 
 def train_one_device(params, data, layers, options):
@@ -96,8 +97,7 @@ def train_pmap(params, data, layers, options, devices, state=None, first=0):
 
     def step(params, state, batch, statistics):
         _, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)
-        grads = grads if options.get("gradients") == "local" else lax.pmean(grads, AXIS)
-        updates, state = tx.update(grads, state, params, factors=factors if statistics else None)
+        updates, state = tx.update(lax.pmean(grads, AXIS), state, params, factors=factors if statistics else None)
         return optax.apply_updates(params, updates), state
 
     step = jax.pmap(step, axis_name=AXIS, static_broadcasted_argnums=3, devices=devices)
@@ -112,8 +112,8 @@ def mesh_of(devices):
     return Mesh(np.array(jax.devices()[:devices]), (AXIS,), axis_types=(AxisType.Auto,))
 
 
-def train_shard_map(params, data, layers, options, devices, state=None, first=0):
-    tx = plain_kfac(0.05, layers, **on_devices(options, axis_name=AXIS))
+def train_shard_map(params, data, layers, options, devices, state=None, first=0, average=True):
+    tx = plain_kfac(0.05, layers, **on_devices(options))
     mesh = mesh_of(devices)
     same, split = PartitionSpec(), PartitionSpec(AXIS)
     specs = kfac.state_specs(tx, params, AXIS)
@@ -123,7 +123,7 @@ def train_shard_map(params, data, layers, options, devices, state=None, first=0)
     def step(params, state, batch, statistics):
         def local(params, state, batch):
             _, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)
-            grads = grads if options.get("gradients") == "local" else lax.pmean(grads, AXIS)
+            grads = lax.pmean(grads, AXIS) if average else grads
             updates, state = tx.update(grads, state, params, factors=factors if statistics else None)
             return optax.apply_updates(params, updates), state
 
@@ -138,10 +138,10 @@ def train_shard_map(params, data, layers, options, devices, state=None, first=0)
 
 def train_mesh(params, data, layers, options, devices, state=None, first=0):
     mesh = mesh_of(devices)
-    tx = plain_kfac(0.05, layers, **on_devices(options, axis_name=AXIS, mesh=mesh))
+    tx = plain_kfac(0.05, layers, **on_devices(options))
     params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
     if state is None:
-        state = jax.jit(tx.init)(params)
+        state = tx.init(params)
     else:
         shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), kfac.state_specs(tx, params, AXIS))
         state = jax.jit(lambda s: s, out_shardings=shardings)(state)
@@ -183,78 +183,42 @@ def assert_close(a, b, tolerance=1e-5):
 
 AT_ONCE = (("inverse_every", 3), ("refresh_warmup", 1), ("damping", 1e-2))
 
-# Few layers, replicated: rows of each style. What is sharded is in the tests of local
-# gradients, of a state that moves, and in the programs of docs/distributed.md, one of which has pmap.
-ROWS = {"pmap": ("11",), "shard_map": ("01",), "mesh": ("01", "10")}
 
-
-def grid():
-    """All combinations; those in ROWS are run by default."""
-    for style, widths, precondition in itertools.product(STYLES, (MANY_LAYERS, FEW_LAYERS), ("sharded", "replicated")):
-        replicated, few = precondition == "replicated", widths is FEW_LAYERS
-        row = "".join(str(int(choice)) for choice in (few, replicated))
-        chosen = row in ROWS[style]
-        name = f"{style} {'few' if few else 'many'} {precondition}"
-        yield pytest.param(
-            style,
-            widths,
-            precondition,
-            id=name,
-            marks=() if chosen else pytest.mark.slow,
-        )
-
-
-@pytest.mark.parametrize(("style", "widths", "precondition"), list(grid()))
-def test_several_devices_are_one(style, widths, precondition):
+@pytest.mark.parametrize("widths", [FEW_LAYERS, pytest.param(MANY_LAYERS, marks=pytest.mark.slow)], ids=["few", "many"])
+@pytest.mark.parametrize("style", list(STYLES))
+def test_several_devices_are_one(style, widths):
+    """Nothing is said about devices."""
     options = {"inverse_every": 3, "refresh_warmup": 1, "damping": 1e-2}
     params, data, layers, expected, state = one_device(widths, tuple(options.items()))
-    options |= {"precondition": precondition}
     found, sharded_state = STYLES[style](params, data, layers, options, DEVICES)
     assert_close(found, expected)
+    assert {own.shard.devices for own in sharded_state[0].owned.values()} == {DEVICES}
     assert_close(jax.jit(kfac.gather_state)(sharded_state)[0].owned, state[0].owned, 2e-4)
 
 
-@pytest.mark.parametrize("style", ["shard_map", pytest.param("pmap", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("widths", [MANY_LAYERS, pytest.param(FEW_LAYERS, marks=pytest.mark.slow)], ids=["many", "few"])
-def test_gradients_may_arrive_local(style, widths):
-    """They are averaged at the owners, and so is what the norm constraint takes of them."""
-    options = {"inverse_every": 3, "refresh_warmup": 1, "damping": 1e-2, "kl_clip": 1e-4}
+@pytest.mark.parametrize("inverse", [kfac.Cholesky(), kfac.Soap()], ids=lambda kind: type(kind).__name__)
+def test_gradients_may_arrive_local(widths, inverse):
+    """They are averaged at the owners, or everywhere, and so is what the norm constraint takes of them."""
+    options = {"inverse_every": 3, "refresh_warmup": 1, "damping": 1e-2, "inverse": inverse}
+    options |= {"kl_clip": 1e-4} if not inverse.takes_gradients else {}
     params, data, layers, expected, state = one_device(widths, tuple(options.items()))
-    assert state[0].scale < 1
-    found, sharded = STYLES[style](params, data, layers, options | {"gradients": "local"}, DEVICES)
-    assert_close(found, expected)
-    norms = [s[0].inner.metrics.gradient_norm for s in (state, sharded)]
-    np.testing.assert_allclose(np.ravel(norms[1])[0], norms[0], rtol=1e-4)
+    assert inverse.takes_gradients or state[0].scale < 1
+    found, sharded = train_shard_map(params, data, layers, options, DEVICES, average=False)
+    assert_close(found, expected, 1e-4)
+    states = [next(n for n in find_nodes(s, kfac.KfacState)) for s in (state, sharded)]
+    np.testing.assert_allclose(*(s.metrics.gradient_norm for s in states), rtol=1e-4)
 
 
-def test_where_gradients_cannot_arrive_local():
-    for options in ({"precondition": "replicated", "axis_name": AXIS}, {"mesh": mesh_of(2)}):
-        with pytest.raises(ValueError, match=r"gradients='local' is for axis_name= inside jax\.shard_map or jax\.pmap"):
-            kfac.Distribution(gradients="local", **options)
-    with pytest.raises(ValueError, match="gradients must be one of 'averaged', 'local', 'split', but is 'mine'"):
-        kfac.Distribution(gradients="mine")
-    with pytest.raises(ValueError, match="gradients='local' is not for adaptive_damping"):
-        kfac.adaptive_damping(plain_kfac, 1.0, distribution=kfac.Distribution(AXIS, gradients="local"))
-
-
-@pytest.mark.parametrize(
-    ("style", "precondition"),
-    [
-        pytest.param("shard_map", "sharded", marks=pytest.mark.slow),
-        pytest.param("mesh", "replicated", marks=pytest.mark.slow),
-        pytest.param("mesh", "sharded", marks=pytest.mark.slow),
-    ],
-)
-def test_several_devices_are_one_with_eigendecompositions(style, precondition):
+@pytest.mark.slow
+@pytest.mark.parametrize("style", ["shard_map", "mesh"])
+def test_several_devices_are_one_with_eigendecompositions(style):
     """Also where a state goes to another number of devices on the way. By default tests/test_ekfac_steps.py does so."""
     options = {"inverse_every": 3, "refresh_warmup": 1, "damping": 1e-2, "inverse": kfac.Eigh()}
     params, data, layers, expected, _ = one_device(FEW_LAYERS, tuple(options.items()))
-    options |= {"precondition": precondition}
     half, state = STYLES[style](params, data[:3], layers, options, DEVICES)
-    if precondition == "sharded":
-        state = kfac.scatter_state(jax.device_get(jax.jit(kfac.gather_state)(state)), 2)
-    devices = 2 if precondition == "sharded" else DEVICES
-    found, _ = STYLES[style](jax.device_get(half), data[3:], layers, options, devices, state, 3)
+    state = kfac.scatter_state(jax.device_get(jax.jit(kfac.gather_state)(state)), 2)
+    found, _ = STYLES[style](jax.device_get(half), data[3:], layers, options, 2, state, 3)
     assert_close(found, expected, 1e-4)
 
 
@@ -321,7 +285,7 @@ def test_a_device_that_sees_nan_hangs_nobody():
     """Gradients left unaveraged, so that one device alone has a NaN: all devices leave the step out together."""
     params, data, layers, _, _ = one_device(FEW_LAYERS, AT_ONCE)
     devices = 4
-    tx = kfac.scale_by_kfac(layers, inverse_every=2, distribution=kfac.Distribution(AXIS, precondition="replicated"))
+    tx = kfac.scale_by_kfac(layers, inverse_every=2, distribution=kfac.Distribution(AXIS))
     params = jax.tree.map(lambda x: jnp.broadcast_to(x, (devices, *x.shape)), params)
     state = jax.pmap(tx.init, axis_name=AXIS, devices=jax.devices()[:devices])(params)
 
@@ -345,11 +309,7 @@ def test_a_device_that_sees_nan_hangs_nobody():
 
 
 def test_what_would_be_quietly_wrong_is_refused():
-    params, _, layers, _, state = one_device(FEW_LAYERS, AT_ONCE)
-    with pytest.raises(ValueError, match=r"precondition='replicated', but the optimizer state is one for .*'sharded'"):
-        plain_kfac(0.05, layers, distribution=kfac.Distribution(precondition="replicated")).update(
-            params, state, params
-        )
+    state = one_device(FEW_LAYERS, AT_ONCE)[-1]
     scattered = kfac.scatter_state(state, 4)
     part = jax.tree.map(lambda x: x[:1] if x.ndim else x, scattered)  # as one process alone sees it
     with pytest.raises(ValueError, match=r"must hold the 4 blocks of all 4 devices in a row, but has \(1,\)"):
@@ -372,11 +332,11 @@ def test_what_shard_map_knows_to_be_wrong_is_said_by_name():
 
     scattered = kfac.scatter_state(state, 2)
     specs = kfac.state_specs(tx, params, "data")
-    with pytest.raises(ValueError, match=r"updates differ between the devices of \['data'\]: average .*grads, 'data'"):
-        run(lambda grads: lax.pmean(grads, "model"), specs, scattered)
     with pytest.raises(ValueError, match=r"of \['model'\], which axis_name='data' does not name.* jax.jit with param"):
         run(lambda grads: grads, specs, scattered)
-    with pytest.raises(ValueError, match=r"axis_name='data' does not name: pass axis_name=\('data', 'model'\)"):
+    with pytest.raises(
+        ValueError, match=r"factors differ .*='data' does not name.* pass axis_name=\('data', 'model'\)"
+    ):
         run(lambda grads: lax.pmean(grads, ("data", "model")), specs, scattered)
     with pytest.raises(
         ValueError, match=r"this device must get 1 of the state's 1 blocks .* but gets 2: use kfac.state_specs"

@@ -41,7 +41,7 @@ def precision():
 
 @pytest.fixture(scope="module")
 def distributed():
-    return _run("distributed.md", 17)
+    return _run("distributed.md", 16)
 
 
 def test_no_other_page_has_code_that_is_not_run():
@@ -248,6 +248,3 @@ def test_the_plan_of_the_guide_prints(distributed):
     table = str(kfac.Assignment(distributed["layers"], devices=8))
     assert "hidden" in table and "output" in table
     assert len(table.splitlines()) == 1 + 8 + 5
-    inverse = kfac.Cholesky()
-    wide = kfac.Assignment(distributed["layers"], devices=8, inverse=inverse, distribution=distributed["by_rows"])
-    assert "on all devices, split by rows: hidden, output" in str(wide)

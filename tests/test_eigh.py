@@ -35,7 +35,9 @@ def setting(dtype=jnp.float64):
         "wide": normal(3, 9),
         "both": normal(9, 8),
     }
-    layers = kfac.find_layers(loss_fn, params, normal(5, 2), jnp.arange(5), max_dim=7)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kfac._capture.find_layers.VOCABULARY", 8)
+        layers = kfac.find_layers(loss_fn, params, normal(5, 2), jnp.arange(5), max_dim=7)
 
     def moment(shape):
         lead, d = shape[:-1] if len(shape) != 1 else (), shape[-1]
@@ -114,11 +116,10 @@ def test_in_float32_and_with_eigenvectors_in_bfloat16(precision, tolerance):
         np.testing.assert_allclose(found, solved, rtol=0, atol=tolerance * np.abs(solved).max())
 
 
-@pytest.mark.parametrize("precondition", ["sharded", "replicated"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_the_plan_counts_the_bytes_of_the_state(precondition, precision):
+def test_the_plan_counts_the_bytes_of_the_state(precision):
     params, layers, _, _ = setting(jnp.float32)
-    inverse, distribution = kfac.Eigh(precision), kfac.Distribution(precondition=precondition)
+    inverse, distribution = kfac.Eigh(precision), kfac.Distribution()
     tx = kfac.scale_by_kfac(layers, inverse=inverse, distribution=distribution)
     state = jax.eval_shape(tx.init, params)
     kept = [(block.factors, block.inverse) for block in state.blocks.values()]

@@ -247,7 +247,7 @@ def test_every_kth_sequence_of_tokens(x64, positions):
 
 
 def test_layers_without_a_correction(x64):
-    """A diagonal factor, several uses: these have no moments, and no entry in the basis."""
+    """A diagonal factor, or one that is cut, several uses: these have no moments, and no entry in the basis."""
 
     def loss(p, rows, t):
         h = p["table"][rows]

@@ -264,8 +264,6 @@ def test_what_does_not_go_together_is_refused():
         tx.update(grads, other, factors=factors)
     with pytest.raises(ValueError, match=r"inverse=Eigh.*, but the optimizer state is one for inverse=Ekfac"):
         eigh.update(grads, state, factors=plain)
-    with pytest.raises(ValueError, match="precondition='replicated' is not for inverse=Ekfac"):
-        kfac.scale_by_kfac(LAYERS, inverse=kfac.Ekfac(), distribution=kfac.Distribution(precondition="replicated"))
     with pytest.raises(ValueError, match="basis lacks layer 'out'"):
         measure()(params, batch, basis={"first": basis["first"]})
     with pytest.raises(ValueError, match=r"basis of layer 'out': A must have shape \(4, 4\), but has \(3, 3\)"):

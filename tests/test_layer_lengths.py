@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import kfac
 from kfac._curvature.inverse import damping_of_blocks
 from kfac._factors import Factors, Kronecker, Unitwise
-from kfac._optimizer.moves import Stack, lengthened
+from kfac._optimizer.moves import Kernels, Stack, lengthened
 from kfac._optimizer.step import _by_rows
 from problem import assert_close, differ, initial, layers, measured, plain_kfac, run, stepper
 
@@ -112,7 +112,7 @@ def test_an_update_along_a_kernel_that_may_only_turn_is_no_long_step():
     gradient = jnp.asarray(gradient - np.vdot(gradient, kernel) / np.vdot(kernel, kernel) * kernel)
     for left in (0, 1e-6, 0.1):
         update = kernel + left * gradient
-        stack = Stack(update, kernel, gradient, None, jnp.array([40]), by_row=False)
+        stack = Stack(update, kernel, gradient, Kernels(jnp.array([1200]), jnp.array([40]), jnp.array([30])))
         length = np.linalg.norm(lengthened({"": stack}, None)[""])
         assert length < 1.001 * 30**0.5
         if left == 0.1:
@@ -297,8 +297,7 @@ def test_gradients_may_arrive_local(trust_ratio, devices, x64):
         return jax.shard_map(fn, mesh=mesh, in_specs=specs[0], out_specs=specs[1])
 
     expected, alone = trained(kfac.Distribution())
-    local = kfac.Distribution("devices", gradients="local")
-    several, state = trained(local, over_devices)
+    several, state = trained(None, over_devices)
     assert set(state[0].replicas) == {"kronecker_6x50_diagonal_A"}
     assert differ(expected, params)
     assert_close(several, expected, 1e-10)

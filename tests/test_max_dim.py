@@ -1,4 +1,4 @@
-"""Factors above a bound are kept as their diagonals: those of the whole factors, in every kind of layer."""
+"""Factors above a bound are kept as diagonal blocks of the whole factors, in every kind of layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 import kfac
-from checking import normal, run
+from checking import FAST, blocks_on_the_diagonal, normal, pieces, run
+from problem import tied_batch, tied_loss, tied_parameters
 
 N, T, V = 8, 3, 7
 NUMBERS = ("NHWC", "HWIO", "NHWC")
@@ -54,59 +55,146 @@ def problem(dtype):
 
 
 @pytest.mark.parametrize("max_dim", [1, 5, 6, 8, 100])
-def test_a_diagonal_is_that_of_the_whole_factor(x64, max_dim):
+def test_blocks_are_those_of_the_whole_factor(x64, max_dim):
     params, batch = problem(jnp.float64)
     whole_layers, grads, whole = run(loss, params, batch)
     layers, same, found = run(loss, params, batch, max_dim=max_dim)
     jax.tree.map(np.testing.assert_array_equal, grads, same)
     assert layers.max_dim == max_dim and (max_dim == 100) == (layers.blocks == whole_layers.blocks)
     for layer in layers:
-        for name, size in (("A", layer.d_in), ("G", layer.d_out)):
-            expected, value = getattr(whole[layer.name], name), getattr(found[layer.name], name)
-            lead = (layer.copies,) if layer.stacked else ()
+        for name, size, count in (("A", layer.d_in, layer.cut[0]), ("G", layer.d_out, layer.cut[1])):
+            expected, value = np.asarray(getattr(whole[layer.name], name)), getattr(found[layer.name], name)
             table = name == "A" and layer.kind == "embedding"
-            if size > max_dim and not table:
-                assert value.shape == (*lead, size)
+            assert count == (1 if table else -(-size // max_dim)) and layer.diagonal == ("A",) * (
+                layer.kind == "embedding"
+            )
+            if count > 1:
                 assert f"{name} has more than max_dim={max_dim} rows" in layer.note
-                expected = np.diagonal(expected, axis1=-2, axis2=-1)
-            assert (name in layer.diagonal) == (size > max_dim or table)
+                copies = expected if layer.stacked else expected[None]
+                blocks = np.stack([blocks_on_the_diagonal(x, count) for x in copies])
+                expected = blocks if layer.stacked else blocks[0]
             np.testing.assert_allclose(value, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_as_many_rows_as_a_vocabulary_has_are_a_diagonal(x64, monkeypatch):
+    monkeypatch.setattr("kfac._capture.find_layers.VOCABULARY", 8)
+    params, batch = problem(jnp.float64)
+    whole = run(loss, params, batch)[2]
+    layers, _, found = run(loss, params, batch, max_dim=5)
+    assert {layer.name: layer.diagonal for layer in layers if layer.diagonal} == {
+        "conv": ("A",), "grouped": ("A",), "heads": ("G",), "table": ("A",),
+    }  # fmt: skip
+    for name, side in (("conv", "A"), ("grouped", "A"), ("heads", "G")):
+        expected = np.diagonal(getattr(whole[name], side), axis1=-2, axis2=-1)
+        np.testing.assert_allclose(getattr(found[name], side), expected, rtol=1e-9, atol=1e-12)
 
 
 def test_the_table_and_the_plan_show_it():
     params, batch = problem(jnp.float32)
-    layers = kfac.find_layers(loss, params, *batch, max_dim=6)
+    layers = kfac.find_layers(loss, params, *batch, max_dim=7)
     row = next(line for line in repr(layers).splitlines() if line.startswith("conv"))
-    assert "13 (diagonal)" in row and "A has more than max_dim=6 rows" in row
+    assert "13 (2 blocks)" in row and "A has more than max_dim=7 rows" in row
     whole = kfac.find_layers(loss, params, *batch)
     assert kfac.Assignment(layers).memory_per_device < kfac.Assignment(whole).memory_per_device
     assert sum(kfac.Assignment(layers).cost_per_device) < sum(kfac.Assignment(whole).cost_per_device)
+    assert ("conv", 1, 0) in kfac.Assignment(layers).owners()  # each piece of the kernel has an owner
 
 
-def test_preconditioning_with_diagonals(x64):
-    """`(G + sqrt(l)/pi)^-1 V (A + pi sqrt(l))^-1` with diagonal matrices, by dense solves."""
+def dense(kind, a, g, v, damping):
+    """The preconditioned piece, by a solve with its damped Kronecker product."""
+    if isinstance(kind, kfac.Cholesky):
+        pi = np.sqrt(np.trace(a) / len(a) / (np.trace(g) / len(g))) if np.trace(a) * np.trace(g) else 1.0
+        a, g = a + pi * np.sqrt(damping) * np.eye(len(a)), g + np.sqrt(damping) / pi * np.eye(len(g))
+        return np.linalg.solve(np.kron(a, g), v.T.reshape(-1)).reshape(v.T.shape).T
+    return np.linalg.solve(np.kron(a, g) + damping * np.eye(v.size), v.T.reshape(-1)).reshape(v.T.shape).T
+
+
+@pytest.mark.parametrize("inverse", [kfac.Cholesky(), kfac.Eigh(), kfac.Ekfac()], ids=lambda kind: type(kind).__name__)
+def test_preconditioning_is_a_dense_solve_for_each_piece(x64, inverse):
+    """Each piece of a kernel has one block of `A` and one of `G`, and its own `pi`."""
     params, batch = problem(jnp.float64)
-    layers = kfac.find_layers(loss, params, *batch, max_dim=5)
-    _, grads, factors = jax.jit(kfac.value_and_grad(loss, layers))(params, *batch)
-    tx = kfac.scale_by_kfac(layers, damping=2.0**-5)
-    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params, factors=factors)
-    flat = functools.partial(dict, zip(layers.paths, jax.tree.leaves(grads), strict=True))()
-    new = dict(zip(layers.paths, jax.tree.leaves(updates), strict=True))
-    for layer in layers:
-        gradient = np.asarray(layer.to_matrix([flat[path] for path in layer.params]))
-        found = np.asarray(layer.to_matrix([new[path] for path in layer.params]))
+    layers = kfac.find_layers(loss, params, *batch, max_dim=4)
+    tx = kfac.scale_by_kfac(layers, damping=2.0**-5, inverse=inverse)
+    state = tx.init(params)
+    basis = {"basis": kfac.eigenbasis(state, layers)} if inverse.takes_moments else {}
+    _, grads, factors = jax.jit(kfac.value_and_grad(loss, layers))(params, *batch, **basis)
+    updates, state = jax.jit(tx.update)(grads, state, params, factors=factors)
+    flat, new = (dict(zip(layers.paths, jax.tree.leaves(tree), strict=True)) for tree in (grads, updates))
+    cut = [layer for layer in layers if layer.pieces > 1]
+    assert {layer.name for layer in cut} == set(SHAPES)
+    for layer in cut:
+        gradient, found = (np.asarray(layer.to_matrix([leaves[p] for p in layer.params])) for leaves in (flat, new))
         for k in range(layer.copies):
-            a, g = (np.asarray(x[k] if layer.stacked else x) for x in (factors[layer.name].A, factors[layer.name].G))
-            a, g = (np.diag(x) if x.ndim == 1 else x for x in (a, g))
-            pi = np.sqrt(np.trace(a) / len(a) / (np.trace(g) / len(g)))
-            a, g = a + pi * np.sqrt(2.0**-5) * np.eye(len(a)), g + np.sqrt(2.0**-5) / pi * np.eye(len(g))
-            expected = np.linalg.solve(g, gradient[k]) @ np.linalg.inv(a)
-            np.testing.assert_allclose(found[k], expected, rtol=1e-7, atol=1e-10)
+            for rows, columns, a, g, v in pieces(layer, factors[layer.name], k, gradient[k]):
+                expected = dense(inverse, a, g, v, 2.0**-5)[: rows.stop - rows.start, : columns.stop - columns.start]
+                np.testing.assert_allclose(found[k, rows, columns], expected, rtol=1e-7, atol=1e-10)
+    averages = kfac.averaged_factors(state, layers)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), averages, factors)
+    if not inverse.takes_moments:
+        again = kfac.operator(layers, state).inv() @ grads
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9), again, updates)
+        op = kfac.operator(layers, state)
+        matrix = np.asarray(op.to_dense())
+        np.testing.assert_allclose(op.eigvalsh(), np.linalg.eigvalsh(matrix), rtol=1e-7, atol=1e-10)
+        np.testing.assert_allclose(op.logdet(), np.linalg.slogdet(matrix)[1], rtol=1e-7)
+        assert op.size == len(matrix)
 
 
-@pytest.mark.parametrize("precondition", ["sharded", "replicated"])
-def test_several_devices_are_one(precondition):
-    params, batch = problem(jnp.float32)
+def test_soap_on_blocks_is_soap_on_layers_of_their_own(x64):
+    """A kernel whose factor is cut in two trains as two kernels side by side do."""
+    x, w = normal(0, 16, 6), {"w": normal(1, 6, 4)}
+    halves = {"a": w["w"][:3], "b": w["w"][3:]}
+
+    def of_one(p, x):
+        return jnp.mean(jnp.sum(jnp.sin(x @ p["w"]) ** 2, -1))
+
+    def of_two(p, x):
+        return jnp.mean(jnp.sum(jnp.sin(x[:, :3] @ p["a"] + x[:, 3:] @ p["b"]) ** 2, -1))
+
+    def trained(loss, params, **options):
+        layers = kfac.find_layers(loss, params, x, **options)
+        tx = kfac.scale_by_kfac(layers, inverse=kfac.Soap(relative=True), damping=1e-3)
+        state = tx.init(params)
+        for k in range(4):
+            _, grads, factors = kfac.value_and_grad(loss, layers)(params, x + k)
+            updates, state = jax.jit(tx.update)(grads, state, params, factors=factors)
+            params = jax.tree.map(lambda p, u: p - 0.02 * u, params, updates)
+        return params
+
+    found, expected = trained(of_one, w, max_dim=5), trained(of_two, halves)
+    np.testing.assert_allclose(found["w"], np.concatenate([expected["a"], expected["b"]]), rtol=1e-8)
+
+
+def test_a_table_that_is_the_head_too(x64):
+    """Its two uses are brought together as those of whole factors are, before they are cut."""
+    params, batch = tied_parameters(1, 6, 9, 4), tied_batch(0)
+    whole = run(tied_loss, params, (batch,))[2]
+    layers, _, found = run(tied_loss, params, (batch,), max_dim=4)
+    for layer in layers:
+        for name, count in zip("AG", layer.cut, strict=True):
+            if layer.kronecker and count > 1:
+                expected = blocks_on_the_diagonal(np.asarray(getattr(whole[layer.name], name)), count)
+                np.testing.assert_allclose(getattr(found[layer.name], name), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_lengths_of_steps_are_those_of_whole_kernels(x64, monkeypatch, alone):
+    monkeypatch.setattr("kfac._optimizer.parts.alone", lambda: alone)
+    params, batch = problem(jnp.float64)
+    layers = kfac.find_layers(loss, params, *batch, max_dim=4)
+    tx = kfac.kfac(0.1, layers)
+    _, grads, factors = kfac.value_and_grad(loss, layers)(params, *batch)
+    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params, factors=factors)
+    leaves = dict(zip(layers.paths, jax.tree.leaves(updates), strict=True))
+    for layer in layers:
+        for matrix in np.asarray(layer.to_matrix([leaves[path] for path in layer.params])):
+            if layer.kind != "embedding":
+                np.testing.assert_allclose(np.linalg.norm(matrix), 0.1 * layer.d_out**0.5, rtol=1e-9)
+
+
+@pytest.mark.parametrize("inverse", [kfac.Cholesky(), kfac.Eigh()], ids=lambda kind: type(kind).__name__)
+def test_several_devices_are_one(x64, inverse):
+    params, batch = problem(jnp.float64)
     layers = kfac.find_layers(loss, params, *batch, max_dim=5)
     mesh = Mesh(np.array(jax.devices()[:4]), ("d",))
     same, split = PartitionSpec(), PartitionSpec("d")
@@ -115,15 +203,16 @@ def test_several_devices_are_one(precondition):
         _, grads, factors = kfac.value_and_grad(loss, layers)(params, *batch)
         return tx.update(average(grads), tx.init(params), params, factors=factors)[0]
 
-    expected = jax.jit(functools.partial(step, kfac.scale_by_kfac(layers), lambda g: g))(params, batch)
-    tx = kfac.scale_by_kfac(layers, distribution=kfac.Distribution("d", precondition=precondition))
+    alone = functools.partial(step, kfac.scale_by_kfac(layers, inverse=inverse), lambda g: g)
+    expected = jax.jit(alone, compiler_options=FAST)(params, batch)
+    tx = kfac.scale_by_kfac(layers, inverse=inverse, distribution=kfac.Distribution("d"))
     mapped = functools.partial(step, tx, lambda g: lax.pmean(g, "d"))
-    found = jax.jit(jax.shard_map(mapped, mesh=mesh, in_specs=(same, split), out_specs=same))(params, batch)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-3 * float(jnp.max(jnp.abs(b))))
+    over = jax.shard_map(mapped, mesh=mesh, in_specs=(same, split), out_specs=same)
+    found = jax.jit(over, compiler_options=FAST)(params, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-10), found, expected)
 
 
-@pytest.mark.parametrize("value", [0, -1, 2.5, True, "8"])
+@pytest.mark.parametrize("value", [0, -1, 2.5, True, "8", None])
 def test_bad_bounds(value):
-    with pytest.raises(ValueError, match="max_dim must be a positive int or None"):
+    with pytest.raises(ValueError, match="max_dim must be a positive int"):
         kfac.find_layers(lambda p, x: jnp.mean(x @ p), jnp.ones((5, 2)), jnp.ones((N, 5)), max_dim=value)

@@ -68,7 +68,7 @@ def found_layers(**options):
     return layers
 
 
-def truth(decay):
+def truth(decay, layers):
     """What the averages ought to be, `[copies, ...]`, in NumPy."""
     gradient = jax.jit(jax.grad(loss_fn))
     weight, sums, kept, last = 0.0, {}, decay, None
@@ -83,7 +83,7 @@ def truth(decay):
         weight = kept * weight + (1 - kept)
         for name, v in jax.tree.map(np.asarray, gradient(parameters(), x)).items():
             if name in MATRICES:
-                for k, matrix in enumerate(MATRICES[name](v)):
+                for k, matrix in enumerate(np.asarray(layers[name].to_pieces(np.stack(MATRICES[name](v))))):
                     add((name, k, "A"), matrix.T @ matrix)
                     add((name, k, "G"), matrix @ matrix.T)
                     add((name, k, "t"), np.sum(matrix**2))
@@ -91,7 +91,7 @@ def truth(decay):
                 add((name, "F"), np.square(v).reshape(-1, 1, 1))
     result = {name: {"F": sums[name, "F"] / weight} for name in VECTORS}
     for name in MATRICES:
-        copies = range(SHAPES[name][0] if name == "stack" else 1)
+        copies = range(layers[name].pieces * layers[name].copies)
         roots = [np.sqrt(sums[name, k, "t"] / weight) or 1.0 for k in copies]
         result[name] = {side: np.stack([sums[name, k, side] / weight / roots[k] for k in copies]) for side in "AG"}
     return result
@@ -109,7 +109,7 @@ def averages(state, layers):
 
 def check(state, layers, decay=0.75):
     found = averages(state, layers)
-    for name, sides in truth(decay).items():
+    for name, sides in truth(decay, layers).items():
         for side, expected in sides.items():
             if side in layers[name].diagonal:
                 expected = np.diagonal(expected, axis1=1, axis2=2)
@@ -154,15 +154,12 @@ def mesh_of(devices):
     [
         {},
         {"gradients": "local"},
-        {"precondition": "replicated"},
-        {"split_from": 4},
-        {"split_from": 4, "gradients": "local"},
     ],
     ids=str,
 )
 def test_on_devices_of_a_shard_map(options):
     layers, mesh = found_layers(), mesh_of(3)
-    tx = kfac.scale_by_kfac(layers, factor_decay=0.75, distribution=kfac.Distribution("data", **options))
+    tx = kfac.scale_by_kfac(layers, factor_decay=0.75, inverse=kfac.Cholesky())
     specs = kfac.state_specs(tx, parameters(), "data")
     average = (lambda g: g) if options.get("gradients") == "local" else lambda g: lax.pmean(g, "data")
     local = step_of(layers, tx, average=average)
@@ -198,9 +195,6 @@ def test_on_devices_of_a_pmap():
     [
         (False, {}),
         (True, {}),
-        (False, {"gradients": "split"}),
-        (True, {"split_from": 4}),
-        (False, {"precondition": "replicated"}),
     ],
     ids=str,
 )
@@ -213,12 +207,14 @@ def test_under_jit_over_a_mesh(shares, options):
 
 
 @pytest.mark.parametrize("max_dim", [5, 2])
-def test_a_large_side_is_diagonal(max_dim):
-    """Its diagonal is that of the whole."""
+@pytest.mark.parametrize("words", [3, 100])
+def test_a_large_side_is_cut_or_diagonal(max_dim, words, monkeypatch):
+    """Each piece has factors of its own; a diagonal is that of the whole."""
+    monkeypatch.setattr("kfac._capture.find_layers.VOCABULARY", words)
     layers = found_layers(max_dim=max_dim)
     tx = kfac.scale_by_kfac(layers, factor_decay=0.75)
-    assert layers["cube"].diagonal == (("A",) if max_dim == 5 else ("A", "G"))
-    assert layers["left"].diagonal == (() if max_dim == 5 else ("A",))
+    diagonal, cut = (("A",) if max_dim == 5 else ("A", "G")), ((2, 1) if max_dim == 5 else (3, 2))
+    assert (layers["cube"].diagonal, layers["cube"].cut) == ((diagonal, (1, 1)) if words == 3 else ((), cut))
     assert f"A has more than max_dim={max_dim} rows" in layers["cube"].note
     check(run(step_of(layers, tx), tx.init(parameters())), layers)
 
@@ -227,11 +223,11 @@ def test_tables_are_diagonal_unless_it_is_said_otherwise():
     def loss(p, x):
         return jnp.mean(jnp.sum((x @ jnp.tanh(p["w"])) ** 2, -1))
 
-    p, x = {"w": jax.ShapeDtypeStruct((8193, 3), jnp.float32)}, jax.ShapeDtypeStruct((2, 8193), jnp.float32)
+    p, x = {"w": jax.ShapeDtypeStruct((30_000, 3), jnp.float32)}, jax.ShapeDtypeStruct((2, 30_000), jnp.float32)
     (layer,) = kfac.find_layers(loss, p, x)
-    assert (layer.kind, layer.diagonal) == ("gradient", ("A",)) and "A has more than 8192 rows" in layer.note
-    (layer,) = kfac.find_layers(loss, p, x, max_dim=9000)
-    assert layer.diagonal == ()
+    assert (layer.kind, layer.diagonal) == ("gradient", ("A",)) and "A has more than max_dim=8192 rows" in layer.note
+    (layer,) = kfac.find_layers(loss, p, x, max_dim=30_000)
+    assert (layer.diagonal, layer.cut) == ((), (1, 1))
 
 
 def test_they_precondition_as_any_block_does():

@@ -67,18 +67,14 @@ def test_it_does_what_it_says():
     assert kfac.diagnostics(state)["failed_inversions"] == 0
 
 
-@pytest.mark.parametrize("precondition", ["sharded", "replicated"])
-def test_on_three_devices_it_is_the_same(precondition):
+def test_on_three_devices_it_is_the_same():
     options = {"inverse": Diagonal(power=0.5), "damping": 0.1, "kl_clip": 1e-2}
     expected, one = steps(plain_kfac(0.1, layers(), **options))
     mesh = Mesh(np.array(jax.devices()[:3]), ("devices",), axis_types=(AxisType.Auto,))
-    distribution = kfac.Distribution(mesh=mesh, precondition=precondition)
+    distribution = kfac.Distribution(mesh=mesh)
     found, state = steps(plain_kfac(0.1, layers(), distribution=distribution, **options), mesh)
     assert_close(found, expected, rtol=1e-4)
-    if precondition == "sharded":
-        assert_close(state_of(jax.jit(kfac.gather_state)(state)).blocks, state_of(one).blocks, rtol=1e-3)
-    else:
-        assert set(state_of(state).replicas) == {"kronecker_4x4"}
+    assert_close(state_of(jax.jit(kfac.gather_state)(state)).blocks, state_of(one).blocks, rtol=1e-3)
 
 
 def test_one_that_fails_keeps_the_last():
@@ -106,7 +102,3 @@ def test_the_plan_counts_what_it_keeps():
     full, half = (kfac.Assignment(layers(), inverse=Diagonal(p)).memory_per_device for p in ("float32", "bfloat16"))
     unitwise = 4 * 2 * 2 + 4
     assert full - half == 2 * (2 * 16 + unitwise)
-    replicated = kfac.Distribution(precondition="replicated")
-    plan = kfac.Assignment(layers(), devices=3, inverse=Diagonal(), distribution=replicated)
-    assert plan.results_messages == {}
-    assert plan.fetched_messages == {"all-gather": 4 * 2 * 18, "all-to-all": 4 * 18}  # three pieces of six for each

@@ -49,14 +49,14 @@ def resnet50():
     return kfac.find_layers(loss, params, batch)
 
 
-@pytest.mark.parametrize(("gradients", "split_from"), [("averaged", None), ("local", None), ("local", 16)])
+@pytest.mark.parametrize(("gradients", "max_dim"), [("averaged", 8192), ("local", 8192), ("local", 16)])
 @pytest.mark.parametrize("model", [dense, without_rows, pytest.param(gpt, marks=pytest.mark.slow)])
-def test_its_bytes_are_those_of_compiled_programs(model, gradients, split_from):
+def test_its_bytes_are_those_of_compiled_programs(model, gradients, max_dim):
     # Messages of refreshes are no part of these.
-    options = {"gradients": gradients, "split_from": split_from}
-    layers, compiled = messages.programs(model, DEVICES, "shard_map", inverse_every=None, **options)
-    distribution = kfac.Distribution("data", **options)
-    plan = kfac.plan(layers, devices=DEVICES, batch=64, inverse=kfac.Cholesky(), distribution=distribution)
+    layers, compiled = messages.programs(
+        model, DEVICES, "shard_map", inverse_every=None, max_dim=max_dim, gradients=gradients
+    )
+    plan = kfac.plan(layers, devices=DEVICES, batch=64, inverse=kfac.Cholesky(), gradients=gradients)
     found = {k: messages.by_kind(messages.messages(p.as_text(), DEVICES)) for k, p in compiled.items()}
     sent = {part: in_all_reduces(kinds) for part, kinds in plan.messages.items()}
     expected = {
@@ -72,7 +72,7 @@ def test_a_run_on_thousands_of_devices_is_planned_in_no_time(resnet50):
     began = time.process_time()
     text = str(kfac.plan(resnet50, devices=4096, batch=131072, overhead=0.9))
     assert time.process_time() - began < 2
-    for word in ("ASSUMED", "predicted", "critical path", "3_0b/kernel", "max_dim", "state of a device", "all-to-all"):
+    for word in ("ASSUMED", "predicted", "critical path", "3_0b/kernel", "max_dim", "memory of a device", "all-to-all"):
         assert word in text
 
 
@@ -89,7 +89,9 @@ def test_the_intervals_are_the_shortest_that_keep_to_the_overhead(resnet50):
     assert (given.inverse_every, given.statistics_every) == (50, 5)
     assert kfac.plan(resnet50, devices=64, batch=8192, overhead=0.5, inverse_every=5000).statistics_every
     none = kfac.plan(resnet50, devices=1024, batch=131072, overhead=0.01)
-    assert none.inverse_every is None and "no intervals keep to 1.0%" in str(none) and "replicated" in none.advice
+    assert (
+        none.inverse_every is None and "no intervals keep to 1.0%" in str(none) and "gradients='local'" in none.advice
+    )
 
 
 def test_hardware_and_its_rates(resnet50):
@@ -200,3 +202,34 @@ def test_the_inverse_of_a_plan_is_that_of_the_optimizer_by_default(resnet50):
     settings = {"devices": 4, "batch": 64}
     assert repr(kfac.plan(layers, **settings)) == repr(kfac.plan(layers, inverse=kfac.Soap(), **settings))
     assert kfac.Assignment(resnet50).kind == kfac.Assignment(layers).kind == kfac.Soap()
+
+
+def llama(n):
+    """The shapes of Llama-2-7B, one token: what a device holds does not depend on the number of these."""
+    d, wide, depth, words = 4096, 11008, 32, 32000
+    squares = {name: (depth, d, d) for name in "qkvo"}
+    shapes = squares | {"gate": (depth, d, wide), "up": (depth, d, wide), "down": (depth, wide, d)}
+
+    def block(h, q):
+        h = h + jnp.tanh((h @ q["q"]) * (h @ q["k"]) * (h @ q["v"])) @ q["o"]
+        return h + (jax.nn.silu(h @ q["gate"]) * (h @ q["up"])) @ q["down"], None
+
+    def loss(p, x):
+        h, _ = jax.lax.scan(block, p["words"][x], p["blocks"])
+        return jnp.mean(jnp.sum((h @ p["head"]) ** 2, -1))
+
+    params = messages.floats({"blocks": shapes, "words": (words, d), "head": (d, words)})
+    return loss, params, jax.ShapeDtypeStruct((n, 1), jnp.int32)
+
+
+def test_seven_billion_parameters_fit_where_they_are_split():
+    layers = kfac.find_layers(*llama(2))
+    assert layers["head"].diagonal == ("G",) and layers["blocks/up"].cut == (1, 2)
+    whole, split = (kfac.plan(layers, devices=64, batch=64, gradients=way) for way in ("averaged", "split"))
+    print(whole, split, sep="\n")
+    assert split.fits and not whole.fits
+    first = str(whole).splitlines()[0]
+    assert first.startswith("DOES NOT FIT: ") and "80.0 GB" in first and "gradients='split' here" in first
+    assert "DOES NOT FIT" not in str(split)
+    assert whole.memory["parameters"] == 4 * sum(layer.num_params for layer in layers) > 26e9
+    assert split.memory["parameters"] * 64 == whole.memory["parameters"]

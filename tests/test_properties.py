@@ -189,7 +189,6 @@ def test_states_of_many_networks_keep_their_form(network, options, schedule, com
 
 COMMUNICATION = st.fixed_dictionaries(
     {
-        "precondition": st.sampled_from(["sharded", "replicated"]),
         "inverse_every": st.integers(1, 3),
         "refresh_warmup": st.integers(0, 2),
     }
@@ -203,11 +202,7 @@ def check_devices(network, options, schedule, count):
         layers = kfac.find_layers(network.loss, start, *network.batch(0, 2, np.float64))
         mesh = Mesh(np.array(jax.devices()[:count]), ("devices",), axis_types=(AxisType.Auto,))
         same, split = PartitionSpec(), PartitionSpec("devices")
-        where = {"precondition": options["precondition"]}
-        rest = {name: value for name, value in options.items() if name != "precondition"}
-        one = plain_kfac(0.01, layers, damping=0.1, distribution=kfac.Distribution(**where), **rest)
-        devices = kfac.Distribution("devices", **where)
-        all_of_them = plain_kfac(0.01, layers, damping=0.1, distribution=devices, **rest)
+        one = all_of_them = plain_kfac(0.01, layers, damping=0.1, **options)
         specs = kfac.state_specs(all_of_them, start, "devices")
 
         def step(tx, average, statistics, params, state, batch):
@@ -234,7 +229,7 @@ def check_devices(network, options, schedule, count):
 @settings(phases=[Phase.explicit], **USUAL)
 @example(
     VARIED,
-    {"precondition": "sharded", "inverse_every": 2, "refresh_warmup": 1},
+    {"inverse_every": 2, "refresh_warmup": 1},
     [True, False, True],
     4,
 )

@@ -16,7 +16,6 @@ from problem import QUICKLY, ages_of, assert_close, field_of, initial, layers, m
 
 STEPS, WITH_STATISTICS = 6, (1, 3)
 CHOLESKY, AT_ONCE = kfac.Cholesky(), kfac.Distribution()
-SHARDED, REPLICATED = (dict(precondition=way) for way in ("sharded", "replicated"))
 
 
 def optimizer(inside, inverse, distribution):
@@ -58,9 +57,9 @@ def trained(inside, inverse, distribution, mesh):
 
 def check(inverse=CHOLESKY, distribution=AT_ONCE, mesh=None):
     params, state = trained(True, inverse, distribution, mesh)
-    expected = jax.jit(kfac.gather_state)(state) if distribution.axis else state
+    expected = jax.jit(kfac.gather_state)(state) if mesh is not None or distribution.axis else state
     found_params, state = trained(False, inverse, distribution, mesh)
-    found = jax.jit(kfac.gather_state)(state) if distribution.axis else state
+    found = jax.jit(kfac.gather_state)(state) if mesh is not None or distribution.axis else state
     assert_close(found_params, params)
     for field in ("factors", "weight", "inverse", "condition"):
         assert_close(field_of(found, field), field_of(expected, field))
@@ -74,16 +73,15 @@ def test_a_refresh_apart_is_that_of_the_step(inverse):
     check(inverse)
 
 
-@pytest.mark.parametrize("way", [SHARDED, REPLICATED], ids=["sharded", "replicated"])
-def test_on_several_devices(way):
+@pytest.mark.parametrize("given", [None, kfac.Distribution("devices")])
+def test_on_several_devices(given):
     mesh = Mesh(np.array(jax.devices()[:2]), ("devices",), axis_types=(AxisType.Auto,))
-    check(distribution=kfac.Distribution("devices", **way), mesh=mesh)
+    check(distribution=given, mesh=mesh)
 
 
-@pytest.mark.parametrize("way", [SHARDED, pytest.param(REPLICATED, marks=pytest.mark.slow)], ids=["own", "all"])
-def test_under_jit_with_a_mesh(way):
+def test_under_jit_with_a_mesh():
     mesh = Mesh(np.array(jax.devices()[:2]), ("devices",), axis_types=(AxisType.Auto,))
-    check(distribution=kfac.Distribution(mesh=mesh, **way))
+    check(distribution=kfac.Distribution(mesh=mesh))
 
 
 def test_a_step_of_its_own_program_waits_for_nothing():

@@ -36,9 +36,9 @@ def stepped(tx, found, options, average):
 
 def optimizer(found, options, **where):
     options = {"damping": 1e-2, "trust_ratio": None, "inverse_every": 2} | options
-    fields = {n: options.pop(n) for n in ("gradients", "precondition", "communication_dtype") if n in options}
-    fields = fields if where else {}
-    return kfac.kfac(0.05, found, **options, distribution=kfac.Distribution(**fields, **where))
+    options.pop("gradients", None)  # of the step
+    wire = {n: options.pop(n) for n in ("communication_dtype",) if n in options}
+    return kfac.kfac(0.05, found, **options, distribution=kfac.Distribution(**wire, **where) if where else None)
 
 
 def trained(step, params, state, shardings=None):
@@ -58,7 +58,7 @@ def on_one(options):
 def in_shard_map(options, **check):
     mesh = jax.make_mesh((2, 2), AXES, axis_types=2 * (AxisType.Auto,))
     found = kfac.find_layers(tied_loss, parameters(), tied_batch(0))
-    tx = optimizer(found, options, axis_name=AXES, owners=OWNERS)
+    tx = optimizer(found, options, owners=OWNERS, **({} if check.get("check_vma", True) else {"axis_name": AXES}))
     specs = kfac.state_specs(tx, parameters(), OWNERS)
     local = options.get("gradients") == "local"
     step = stepped(tx, found, options, lambda g: g if local else lax.pmean(g, AXES))
@@ -99,7 +99,6 @@ def slow(*options):
         slow({"inverse": kfac.Ekfac()}),
         slow({"inverse": kfac.Soap(), "trust_ratio": "auto", "damping": 1e-2}),
         slow({"gradients": "local", "kl_clip": 1e-3}),
-        slow({"precondition": "replicated"}),
     ],
 )
 def test_in_shard_map_it_is_one_device(x64, options):
@@ -117,12 +116,12 @@ def test_in_shard_map_it_is_one_device(x64, options):
 def test_over_a_mesh_it_is_one_device(x64):
     mesh = jax.make_mesh((2, 2), AXES, axis_types=2 * (AxisType.Auto,))
     found = kfac.find_layers(tied_loss, parameters(), tied_batch(0))
-    tx = optimizer(found, {}, mesh=mesh, owners=OWNERS)
+    tx = optimizer(found, {}, owners=OWNERS)
     with jax.set_mesh(mesh):
         params = jax.device_put(parameters(), NamedSharding(mesh, P()))
         state = jax.jit(tx.init)(params)
         params, state = trained(stepped(tx, found, {}, lambda g: g), params, state, NamedSharding(mesh, P(AXES)))
-        state = jax.jit(lambda s: kfac.refresh(s, distribution=kfac.Distribution(mesh=mesh, owners=OWNERS)))(state)
+        state = jax.jit(lambda s: kfac.refresh(s, distribution=kfac.Distribution(owners=OWNERS)))(state)
     close(params, on_one({})[0])
     assert all(own.shard.devices == 2 for own in state[0].owned.values())
 
@@ -154,7 +153,5 @@ def test_owners_that_are_no_axes_are_refused():
         kfac.Distribution("gpu", owners="node")
     with pytest.raises(ValueError, match="owners must be the name of an axis"):
         kfac.Distribution("gpu", owners=2)
-    with pytest.raises(ValueError, match="owners must be among the axes of devices"):
-        kfac.Distribution(owners="gpu")
     with pytest.raises(ValueError, match="the plan is of one group of owners"):
         kfac.plan(layers(), devices=4, batch=64, distribution=kfac.Distribution(AXES, owners=OWNERS))

@@ -110,23 +110,16 @@ def batches():
     return [{"x": normal(20 + k, N, T, D), "y": y} for k, y in enumerate(labels)]
 
 
-def trained(loss, layers, inverse, distribution, place=lambda params, batch: (params, batch)):
+def trained(loss, layers, inverse, blind=False, place=lambda params, batch: (params, batch)):
     """Parameters and momenta after thirty steps, two of three with statistics, inverses at every third."""
     params = parameters()
-    tx = plain_kfac(0.002, layers, damping=1.0, inverse_every=3, refresh_warmup=2, inverse=inverse,
-                   distribution=distribution)  # fmt: skip
+    tx = plain_kfac(0.002, layers, damping=1.0, inverse_every=3, refresh_warmup=2, inverse=inverse)
     data = batches()
     params, _ = place(params, data[0])
     shardings = jax.tree.map(lambda x: x.sharding, params)
-    state = jax.jit(tx.init, compiler_options=FAST)(params)
+    state = jax.jit(tx.init, compiler_options=FAST)(params) if blind else tx.init(params)
 
-    def lying():
-        """How parameters and state lie; of leaves of one shape that lie differently XLA may bring all to one."""
-        of_params = optax.tree_utils.tree_map_params
-        own = of_params(tx, lambda _, s: s, state, shardings, transform_non_params=lambda x: x.sharding)
-        return {"out_shardings": (shardings, own)} if distribution.gradients == "split" else {}
-
-    @functools.partial(jax.jit, static_argnums=3, compiler_options=FAST, **lying())
+    @functools.partial(jax.jit, static_argnums=3, compiler_options=FAST)
     def step(params, state, batch, statistics):
         basis = {"basis": kfac.eigenbasis(state, layers)} if isinstance(inverse, kfac.Ekfac) and statistics else {}
         measure = kfac.value_and_grad(loss, layers, num_examples=N)
@@ -147,29 +140,32 @@ def trained(loss, layers, inverse, distribution, place=lambda params, batch: (pa
 
 
 @functools.cache
-def alone(inverse):
+def alone(inverse, max_dim):
     loss = loss_of("data", (), explicit=False)
-    layers = kfac.find_layers(loss, parameters(), batches()[0])
-    return layers, trained(loss, layers, inverse, kfac.Distribution())[0]
+    layers = kfac.find_layers(loss, parameters(), batches()[0], max_dim=max_dim)
+    return layers, trained(loss, layers, inverse)[0]
 
 
 def grid():
     """All combinations. By default the one with most in it; docs/distributed.md, which a test runs, has others."""
-    usual = {("tensor", AxisType.Explicit, "Ekfac", 4, "averaged", None)}
+    usual = {
+        ("tensor", AxisType.Explicit, "Ekfac", 4, "seen", 8192),
+        ("tensor", AxisType.Auto, "Cholesky", 4, "seen", 20),
+    }
     for form in SPLITS:
         for kind in (AxisType.Auto, AxisType.Explicit):
-            for inverse, split_from in (("Cholesky", None), ("Ekfac", None), ("Cholesky", 20)):
-                for devices, gradients in itertools.product((4, 3), ("averaged", "split")):
-                    case = form, kind, inverse, devices, gradients, split_from
+            for inverse, max_dim in (("Cholesky", 8192), ("Ekfac", 8192), ("Cholesky", 20)):
+                for devices, init in itertools.product((4, 3), ("seen", "blind")):
+                    case = form, kind, inverse, devices, init, max_dim
                     marks = () if case in usual else pytest.mark.slow
-                    name = f"{inverse}{' by rows' if split_from else ''}"
-                    yield pytest.param(*case, id=f"{form}-{kind.name}-{name}-{devices}-{gradients}", marks=marks)
+                    name = f"{inverse}{' in blocks' if max_dim < 100 else ''}"
+                    yield pytest.param(*case, id=f"{form}-{kind.name}-{name}-{devices}-{init}", marks=marks)
 
 
-@pytest.mark.parametrize(("form", "kind", "inverse", "devices", "gradients", "split_from"), list(grid()))
-def test_a_mesh_is_one_device(form, kind, inverse, devices, gradients, split_from, x64):
+@pytest.mark.parametrize(("form", "kind", "inverse", "devices", "init", "max_dim"), list(grid()))
+def test_a_mesh_is_one_device(form, kind, inverse, devices, init, max_dim, x64):
     inverse = getattr(kfac, inverse)()
-    layers, expected = alone(inverse)
+    layers, expected = alone(inverse, max_dim)
     sizes, batch_axes, axis = axes_of(form, devices)
     types = (kind,) * len(sizes)
     mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=jax.devices()[:devices])
@@ -182,8 +178,7 @@ def test_a_mesh_is_one_device(form, kind, inverse, devices, gradients, split_fro
     explicit = kind == AxisType.Explicit
     loss = loss_of(form, batch_axes, explicit)
     with jax.set_mesh(mesh):
-        distribution = kfac.Distribution(mesh=mesh, gradients=gradients, split_from=split_from)
-        found, kept, _ = trained(loss, layers, inverse, distribution, place)
+        found, kept, _ = trained(loss, layers, inverse, init == "blind", place)
     assert all(jax.tree.leaves(kept)), kept
 
     def close(found, expected):

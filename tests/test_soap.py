@@ -171,7 +171,8 @@ def test_a_gradient_that_is_not_finite_leaves_moments_alone():
     assert_equal(*(state_of(s).owned["kronecker_4x4"].blocks.inverse.moments for s in (after, state)))
 
 
-def test_a_factor_that_is_kept_as_its_diagonal():
+def test_a_factor_that_is_kept_as_its_diagonal(monkeypatch):
+    monkeypatch.setattr("kfac._capture.find_layers.VOCABULARY", 4)
     layers = kfac.find_layers(problem.loss_fn, problem.initial(), problem.batch(0), max_dim=3)
     tx = kfac.scale_by_kfac(layers, inverse=kfac.Soap(), damping=1e-3)
     grads = problem.measured(0)[0]
@@ -185,8 +186,6 @@ def test_a_factor_that_is_kept_as_its_diagonal():
 
 
 def test_what_does_not_go_together_is_refused():
-    with pytest.raises(ValueError, match="precondition='replicated' is not for inverse=Soap"):
-        kfac.scale_by_kfac(LAYERS, inverse=kfac.Soap(), distribution=kfac.Distribution(precondition="replicated"))
     with pytest.raises(ValueError, match="decay must lie in"):
         kfac.Soap(decay=1.0)
     _, state, _ = history(kfac.scale_by_kfac(LAYERS, inverse=kfac.Soap()), 1)[-1]
@@ -296,20 +295,6 @@ def found_inverse(layers, params, **options):
 )
 def test_the_default(options, expected):
     assert found_inverse(LAYERS, problem.initial(), **options) == expected
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"precondition": "replicated"},
-        {"axis_name": "d", "split_from": 4},
-    ],
-)
-def test_where_the_default_cannot_be_had_another_is_named(options):
-    """It never becomes another without a word."""
-    with pytest.raises(ValueError, match=r"inverse=Soap.*kfac\.Cholesky\(\)|kfac\.Cholesky\(\).*inverse=Soap"):
-        kfac.kfac(0.1, LAYERS, distribution=kfac.Distribution(**options))
-    kfac.kfac(0.1, LAYERS, inverse=kfac.Cholesky(), distribution=kfac.Distribution(**options))
 
 
 def test_the_default_is_the_same_as_naming_it():

@@ -1,6 +1,5 @@
-"""`Distribution(gradients="split")`: parameters that are split over a mesh, and gradients that no device gets whole."""
+"""Parameters that are split over a mesh, and gradients that no device gets whole."""
 
-import contextlib
 import functools
 
 import jax
@@ -14,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import kfac
 import messages
 from checking import FAST, normal
+from kfac._optimizer.over_mesh import find_splits
 from problem import tied_loss, tied_parameters
 
 D, N = 8, 12
@@ -48,7 +48,7 @@ def lying(mesh, spec, params):
 
 def updates_of(tx, grads, factors, steps=3):
     """Of some steps with the same gradients, of which the last brings no statistics."""
-    state, found = jax.jit(tx.init)(grads), []
+    state, found = tx.init(grads), []
     update = jax.jit(tx.update, compiler_options=FAST)
     for step in range(steps):
         new, state = update(grads, state, grads, factors=factors if step < steps - 1 else None)
@@ -82,22 +82,21 @@ def test_updates_are_those_of_one_device_and_lie_as_the_gradients(kind, form, ow
     grads, factors = measured()
     expected, _ = updates_of(optimizers(found(), kfac.Distribution())[name], grads, factors)
     mesh, specs = meshes(kind)
-    distribution = kfac.Distribution(mesh=mesh, owners=owners, gradients="split")
+    distribution = kfac.Distribution(owners=owners)
     with jax.set_mesh(mesh):
         split = lying(mesh, specs[form], grads)
         everywhere = jax.device_put(factors, NamedSharding(mesh, P()))
         got, _ = updates_of(optimizers(found(), distribution)[name], split, everywhere)
     for new, old in zip(got, expected, strict=True):
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-11), new, old)
-        if kind == AxisType.Explicit:
-            jax.tree.map(lambda x, g: np.testing.assert_(x.sharding.is_equivalent_to(g.sharding, x.ndim)), new, split)
+        jax.tree.map(lambda x, g: np.testing.assert_(x.sharding.is_equivalent_to(g.sharding, x.ndim)), new, split)
 
 
 def test_a_step_with_a_number_that_is_not_finite_changes_nothing(x64):
     """In what owners alone get, in what all do, and in what is left out."""
     grads, factors = measured()
     mesh, specs = meshes(AxisType.Auto)
-    tx = kfac.scale_by_kfac(found(), distribution=kfac.Distribution(mesh=mesh, gradients="split"))
+    tx = kfac.scale_by_kfac(found())
     with jax.set_mesh(mesh):
         for path in (("dense3", "w"), ("scale",), ("table",), ("in",)):
             split = lying(mesh, specs["fsdp"], grads)
@@ -114,7 +113,7 @@ def test_narrow_gradients_and_layers_that_are_masked(x64):
     masked = dict(grads, dense1=jax.tree.map(lambda _: optax.MaskedNode(), grads["dense1"]))
     expected, _ = updates_of(kfac.scale_by_kfac(layers), masked, factors)
     mesh, specs = meshes(AxisType.Auto)
-    tx = kfac.scale_by_kfac(layers, distribution=kfac.Distribution(mesh=mesh, gradients="split"))
+    tx = kfac.scale_by_kfac(layers)
     with jax.set_mesh(mesh):
         new, _ = updates_of(tx, lying(mesh, specs["fsdp"], masked), factors)
     for got, wanted in zip(jax.tree.leaves(new), jax.tree.leaves(expected), strict=True):
@@ -136,25 +135,21 @@ def test_no_device_gets_all_of_a_gradient(kind):
     layers = kfac.find_layers(loss, params, jax.ShapeDtypeStruct((8, d), jnp.float32))
     mesh = jax.make_mesh((devices,), ("data",), axis_types=(kind,), devices=jax.devices()[:devices])
     sizes = {}
-    for gradients in ("averaged", "split"):
-        tx = kfac.scale_by_kfac(layers, distribution=kfac.Distribution(mesh=mesh, gradients=gradients))
+    for seen in (False, True) if kind == AxisType.Auto else (True,):
+        tx = kfac.scale_by_kfac(layers, distribution=kfac.Distribution(mesh=mesh))
         specs = {"w": P(None, "data"), "b": P(None, "data"), "scale": P("data")}
         with jax.set_mesh(mesh):
             lies = {n: NamedSharding(mesh, spec) for n, spec in specs.items()}
             split = {n: messages.abstract(params[n], lies[n]) for n in params}
             states = jax.tree.map(lambda s: NamedSharding(mesh, s), kfac.state_specs(tx, params, "data"))
             state = messages.abstract(jax.eval_shape(tx.init, params), states)
+            state = state._replace(splits=find_splits(split)) if seen else state
             program = jax.jit(tx.update, out_shardings=(lies, states)).lower(split, state).compile()
         sent = messages.by_kind(messages.messages(program.as_text(), devices))
-        sizes[gradients] = sent.get("all-gather", 0), program.memory_analysis().temp_size_in_bytes
-    assert sizes["averaged"][0] >= 8 * copies * d * d
-    assert sizes["split"][0] <= 16 * d and sizes["split"][1] < 0.6 * sizes["averaged"][1], sizes
-
-
-def test_where_gradients_cannot_be_split():
-    for options in ({"axis_name": "data"}, {"mesh": meshes(AxisType.Auto)[0], "precondition": "replicated"}, {}):
-        with pytest.raises(ValueError, match="gradients='split' is for mesh=, over which parameters are split"):
-            kfac.Distribution(gradients="split", **options)
+        sizes[seen] = sent.get("all-gather", 0), program.memory_analysis().temp_size_in_bytes
+    assert sizes[True][0] <= 16 * d
+    if kind == AxisType.Auto:
+        assert sizes[False][0] >= 8 * copies * d * d and sizes[True][1] < 0.6 * sizes[False][1], sizes
 
 
 def test_what_overflows_a_narrow_dtype_is_no_step():
@@ -169,24 +164,10 @@ def test_what_overflows_a_narrow_dtype_is_no_step():
     _, grads, factors = kfac.value_and_grad(loss, layers)(params, x)
     factors = jax.tree.map(lambda f: 1e-6 * f, factors)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    for gradients in ("averaged", "split"):
-        tx = kfac.scale_by_kfac(layers, damping=1e-9, distribution=kfac.Distribution(mesh=mesh, gradients=gradients))
+    tx = kfac.scale_by_kfac(layers, damping=1e-9)
+    for spec in (P(), P("data")):
+        lies = NamedSharding(mesh, spec)
         with jax.set_mesh(mesh):
-            state = jax.jit(tx.update)(grads, jax.jit(tx.init)(params), factors=factors)[1]
-        assert (state.count, state.metrics.skipped_steps) == (0, 1), gradients
-
-
-def test_a_mesh_around_that_is_another_or_of_two_kinds(x64):
-    layers, params = found(), parameters()
-
-    def update(mesh, around):
-        tx = kfac.scale_by_kfac(layers, distribution=kfac.Distribution(mesh=mesh, gradients="split"))
-        state = jax.jit(tx.init)(params)
-        with jax.set_mesh(around) if around else contextlib.nullcontext():
-            return jax.jit(tx.update)(params, state)
-
-    mixed = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto, AxisType.Explicit), devices=jax.devices()[:4])
-    with pytest.raises(ValueError, match=r"the axes of owners, \('a', 'b'\), to be all automatic or all explicit"):
-        update(mixed, mixed)
-    with pytest.raises(ValueError, match=r"over the axes \('node', 'gpu'\), but the mesh around has none: .*set_mesh"):
-        update(meshes(AxisType.Explicit)[0], None)
+            split, state = jax.device_put(grads, lies), tx.init(jax.device_put(params, lies))
+            state = jax.jit(tx.update)(split, state, factors=factors)[1]
+        assert (state.count, state.metrics.skipped_steps) == (0, 1), spec

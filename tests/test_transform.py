@@ -78,9 +78,9 @@ SWITCHES = {
 }
 # What the fields of the values change: of a distribution on several devices the traffic, which the tests of axes show.
 INVERSE_FIELDS = {"precision", "relative"}
-DEVICES = {"axis_name", "mesh", "precondition", "communication_dtype"}
+DEVICES = {"axis_name", "mesh", "communication_dtype"}
 # Shown elsewhere: by the tests of the assignment, and by those of several devices.
-OTHER_FIELDS = {"gradients", "owners", "split_from"}
+OTHER_FIELDS = {"owners"}
 # What everything else is about.
 ELSEWHERE = {"layers", "statistics_every", "distribution"}
 
@@ -525,17 +525,9 @@ def test_a_few_steps_get_further_than_gradient_descent_in_ten_times_as_many():
 # Axes.
 
 
-@pytest.mark.parametrize(
-    ("precondition", "communication_dtype"),
-    [
-        ("sharded", "bfloat16"),
-        ("replicated", "float32"),
-        pytest.param("sharded", "float32", marks=pytest.mark.slow),
-        pytest.param("replicated", "bfloat16", marks=pytest.mark.slow),
-    ],
-)
-def test_factors_are_averaged_over_a_named_axis(precondition, communication_dtype):
-    options = {"precondition": precondition, "communication_dtype": communication_dtype}
+@pytest.mark.parametrize("communication_dtype", ["bfloat16", "float32"])
+def test_factors_are_averaged_over_a_named_axis(communication_dtype):
+    options = {"communication_dtype": communication_dtype}
     tx = kfac.scale_by_kfac(layers(), distribution=kfac.Distribution("devices", **options))
     grads = measured(0)[0]
     pair = jax.tree.map(lambda *xs: jnp.stack(xs), *(measured(k)[1] for k in range(2)))
@@ -560,7 +552,6 @@ def test_factors_are_averaged_over_a_named_axis(precondition, communication_dtyp
 # statistics changed; the worst condition and age.
 STATISTICS = [("reduce_scatter", "2x20xf32"), ("all_reduce", "20xf32")]
 DIRECTIONS = [("all_gather", "1x16xf32")]
-GATHERED = [("all_gather", "1x21xf32")]  # with a column for whether each has been computed
 SMALL = [("all_reduce", "i32")], [("all_reduce", "4xf32"), ("all_reduce", "2xf32")]
 
 SENT = {
@@ -569,7 +560,6 @@ SENT = {
         {"communication_dtype": "bfloat16"},
         [("reduce_scatter", "2x20xbf16"), ("all_reduce", "20xbf16"), *DIRECTIONS],
     ),
-    "precondition": ({"precondition": "replicated"}, STATISTICS + GATHERED),
     # Statistics are those of the global batch already.
     "mesh": ({"mesh": True}, DIRECTIONS),
 }
@@ -596,7 +586,7 @@ def test_what_is_sent_between_devices(option):
     before, after = SMALL
     assert re.findall(messages, program, flags=re.DOTALL) == before + expected + after
     assert state.owned["kronecker_4x4"].shard == Shard(blocks=2, devices=2)
-    assert set(state.replicas) == ({"kronecker_4x4"} if option == "precondition" else set())
+    assert not state.replicas
 
 
 def test_without_an_axis_nothing_is_sent():
@@ -632,9 +622,6 @@ BAD_FIELDS = {
     "relative": ["yes", None, 1],
     "axis_name": [3, 1.5, ("data", 3)],
     "mesh": ["devices", 8],
-    "split_from": [0, -1, 2.5, "eight"],
-    "gradients": ["mean", None, True],
-    "precondition": ["owner", None, True],
     "communication_dtype": ["float16", None, 16],
     "owners": [3, 1.5, ("data", 3)],
 }

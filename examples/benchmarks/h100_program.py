@@ -55,7 +55,7 @@ class Task(NamedTuple):
     loss_fn: Callable[..., jax.Array]
     params: Any
     batch: Any
-    max_dim: int | None = None
+    max_dim: int = 8192
 
 
 def image_task(arch: str, images: int, size: int, classes: int, **sizes: Any) -> Task:
@@ -81,7 +81,7 @@ def image_task(arch: str, images: int, size: int, classes: int, **sizes: Any) ->
 def language_task(sequences: int, model: Transformer) -> Task:
     """The next token; factors of the vocabulary's size are diagonal."""
     params = jax.eval_shape(model.init, jax.random.key(0))
-    return Task(model.loss, params, jax.ShapeDtypeStruct((sequences, model.context + 1), jnp.int32), max_dim=4096)
+    return Task(model.loss, params, jax.ShapeDtypeStruct((sequences, model.context + 1), jnp.int32))
 
 
 def task(name: str, options: argparse.Namespace) -> Task:
@@ -118,7 +118,7 @@ def make_step(row: str, task: Task, options: argparse.Namespace) -> tuple[Callab
 
         return sgd, first_order
     layers = kfac.find_layers(task.loss_fn, task.params, task.batch, max_dim=task.max_dim)
-    distribution = kfac.Distribution(axis_name=axis, precondition=options.precondition)
+    distribution = kfac.Distribution(axis_name=axis)
     every = options.inverse_every if options.refresh == "inside" and row != "refresh" else None
     tx = kfac.kfac(0.1, layers, distribution=distribution, inverse=INVERSES[options.inverse], inverse_every=every)
     if row == "refresh":
@@ -223,7 +223,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--batch", type=int, help="of each device; by default 256 images for ResNet-50, 128 for ViT, 8 sequences")
     add("--image-size", type=int, default=224)
     add("--devices", type=int, default=1, help="so many H100s, each with such a batch")
-    add("--precondition", choices=("sharded", "replicated"), default="sharded", help="with --devices")
     add("--inverse", choices=INVERSES, default="default")
     add("--inverse-every", type=int, default=100)
     add("--refresh", choices=("inside", "apart"), default="inside", help="apart: kfac.refresh is another program")

@@ -17,16 +17,19 @@ from kfac._capture.find_reads import Inexact, Reads
 from kfac._capture.outputs import Marks, find_marks
 from kfac._capture.states import Use, by_part
 from kfac._capture.trace import Argnums, Trace, trace
-from kfac._layers import KRONECKER_KINDS, MATRIX_BOUND, Layer, Layers, Layout, UnsupportedLayerError
+from kfac._checks import check_positive_int
+from kfac._layers import KRONECKER_KINDS, MAX_DIM, VOCABULARY, Layer, Layers, Layout, UnsupportedLayerError
+from kfac._varying import on_mesh
 
 
+@on_mesh
 def find_layers(
     loss_fn: Callable[..., Any],
     params: Any,
     *args: Any,
     has_aux: bool = False,
     skip: Sequence[str] = (),
-    max_dim: int | None = None,
+    max_dim: int = MAX_DIM,
     reduce: Sequence[str] = (),
     gradient: Sequence[str] = (),
     batch_argnums: Argnums = None,
@@ -53,9 +56,10 @@ def find_layers(
       has_aux: whether `loss_fn` returns a pair.
       skip: regular expressions; a leaf in whose path (joined by `/`) one is found gets no curvature block, its gradient
         passes through the preconditioner unchanged.
-      max_dim: a Kronecker factor with more rows is kept as its diagonal, which the table says. None: no bound, but of
-        8,192 for the gradient's own. The inverse of a factor of `d` rows takes work of order `d^3` and memory of order
-        `d^2`.
+      max_dim: a Kronecker factor with more rows is kept as diagonal blocks of at most so many neighbouring rows, as few
+        and as equal as can be, which the table says; one with 30,000 rows or more, as many as a vocabulary has, as its
+        diagonal. The inverse of a factor of `d` rows takes work of order `d^3` and memory of order `d^2`. A kernel is
+        cut into pieces, each with a block of its own, as in Distributed Shampoo (Shi et al. 2023).
       reduce: regular expressions; a matrix product or convolution whose kernel has one in its path is treated in the
         setting "reduce" of Eschenhagen et al. 2023: inputs are averaged and output gradients summed over the positions
         of an example before products are formed. Elsewhere it is "expand". Lookups are in the setting "expand" always.
@@ -82,8 +86,7 @@ def find_layers(
     for option, patterns in (("skip", skip), ("reduce", reduce), ("gradient", gradient)):
         if isinstance(patterns, str):
             raise ValueError(f"{option} must be a sequence of regular expressions, but is the string {patterns!r}")
-    if max_dim is not None and (isinstance(max_dim, bool) or not isinstance(max_dim, int) or max_dim < 1):
-        raise ValueError(f"max_dim must be a positive int or None, but is {max_dim!r}")
+    check_positive_int("max_dim", max_dim)
     traced = trace(loss_fn, has_aux, params, args, kwargs, batch_argnums)
     options = Layers(
         (), tuple(traced.names), tuple(skip), max_dim, tuple(reduce), tuple(gradient), jax.tree.structure(params)
@@ -198,17 +201,19 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
     return Found(layers, reads, uses_of, marks, n, unclear)
 
 
-def _bounded(layer: Layer, max_dim: int | None) -> Layer:
-    """The layer with diagonals in the place of factors that are too large."""
-    bound = MATRIX_BOUND if max_dim is None and layer.kind == "gradient" else max_dim
-    if not layer.kronecker or bound is None:
+def _bounded(layer: Layer, max_dim: int) -> Layer:
+    """The layer with blocks, or diagonals, in the place of factors that are too large."""
+    if not layer.kronecker:
         return layer
-    large = [name for name, shape in layer.block_shapes.items() if len(shape) == 2 and shape[0] > bound]
+    large = {name: shape[0] for name, shape in layer.block_shapes.items() if len(shape) == 2 and shape[0] > max_dim}
     if not large:
         return layer
-    reason = " and ".join(f"{name} has more than {'' if max_dim is None else 'max_dim='}{bound} rows" for name in large)
-    diagonal = tuple(name for name in "AG" if name in (*layer.diagonal, *large))
-    return dataclasses.replace(layer, diagonal=diagonal, note="; ".join(filter(None, [layer.note, reason])))
+    reason = " and ".join(f"{name} has more than max_dim={max_dim} rows" for name in large)
+    words = {name for name, size in large.items() if size >= VOCABULARY}
+    diagonal = tuple(name for name in "AG" if name in {*layer.diagonal, *words})
+    a, g = (-(-large[name] // max_dim) if name in large and name not in words else 1 for name in "AG")
+    note = "; ".join(filter(None, [layer.note, reason]))
+    return dataclasses.replace(layer, diagonal=diagonal, cut=(a, g), note=note)
 
 
 def _matching(option: str, patterns: tuple[str, ...], names: Sequence[str]) -> set[int]:

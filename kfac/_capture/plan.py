@@ -22,6 +22,7 @@ from kfac._capture.taps import ElementwiseTap, Key, KroneckerTap, Plan, Tap
 from kfac._capture.trace import Trace
 from kfac._factors import Factors, Kronecker, Ragged, Tied, Unitwise
 from kfac._layers import KRONECKER_KINDS, UNITWISE_KINDS, Layer, Layers
+from kfac._statistics.rows import diagonal_blocks, in_blocks
 from kfac._varying import AxisName, split_along, whole
 
 
@@ -153,6 +154,7 @@ def _plan_kronecker(planned: Planned, layer: Layer, uses: list[Use], subsample: 
         rest = [p for p, atom in enumerate(axes_lib.flatten(read.y_axes)) if not atom.of_leaf and p not in examples]
         in_x = dict(read.rows)
         x_rows = [[in_x[p] for p in part if p in in_x] for part in (examples, rest)]
+        turned = use.layout != layer.layouts[0]
         tap = KroneckerTap(
             key=_key(layer, use),
             use=use,
@@ -161,9 +163,8 @@ def _plan_kronecker(planned: Planned, layer: Layer, uses: list[Use], subsample: 
             images=not examples or (read.op == "conv" and x_rows[0] == [0]),
             homogeneous=1.0 if _counted(uses) or index in with_bias else 0.0 if layer.has_bias else None,
             dtype=dtype,
-            diagonal=layer.diagonal
-            if use.layout == layer.layouts[0]
-            else tuple(_OTHER[side] for side in layer.diagonal),
+            diagonal=tuple(_OTHER[side] for side in layer.diagonal) if turned else layer.diagonal,
+            cut=(1, 1) if _counted(uses) else layer.cut[::-1] if turned else layer.cut,
             reduce=layer.weight_sharing == "reduce",
             subsample=subsample,
             basis=_basis_key(layer, use.part) if moments else None,
@@ -182,11 +183,12 @@ def _finish_kronecker(planned: Planned, layer: Layer, uses: list[Use], dtype: An
     n, each = planned.num_examples, planned.batch or 1
     reduce, use = layer.weight_sharing == "reduce", uses[0]
     batched = math.prod(atom.size for atom in use.read.batched)
-    tails = {"A": (each, layer.d_in), "G": (each, layer.d_out)} if reduce else dict(layer.block_shapes)
+    tails = {"A": (each, layer.d_in), "G": (each, layer.d_out)} if reduce else dict(layer.side_shapes)
     if moments:
         tails["moments"] = (layer.d_out, layer.d_in)
     counted = _counted(uses)
-    wider = tails | ({"A": tuple(size + 1 for size in tails["A"])} if counted else {})
+    uncut = dataclasses.replace(layer, cut=(1, 1)).side_shapes
+    wider = {"A": tuple(size + 1 for size in uncut["A"]), "G": uncut["G"]} if counted else tails
     summed = {name: jax.ShapeDtypeStruct((*use.iterated, batched, *tail), dtype) for name, tail in wider.items()}
     positions = {part[0].part: sum(use.for_all(each).rows for use in part) / n for part in by_part(uses)}
     keys = list(dict.fromkeys(_key(layer, use) for use in uses))
@@ -204,7 +206,9 @@ def _finish_kronecker(planned: Planned, layer: Layer, uses: list[Use], dtype: An
         if counted:  # a homogeneous entry has counted the rows
             whole = "A" not in layer.diagonal
             rows = sums.A[..., -1, -1] if whole else sums.A[..., -1]
-            return Ragged((sums.A[..., :-1, :-1] if whole else sums.A[..., :-1]) / n, sums.G * n, rows / n)
+            a = sums.A[..., :-1, :-1] if whole else sums.A[..., :-1]
+            squares = diagonal_blocks(sums.G * n, layer.cut[1])
+            return Ragged(diagonal_blocks(a / n, layer.cut[0]), squares, rows / n)
         if reduce:
             return Kronecker(sums.A / positions, sums.G, moments)
         # G = (n / s) sum g g^T with s positions per example.
@@ -213,6 +217,8 @@ def _finish_kronecker(planned: Planned, layer: Layer, uses: list[Use], dtype: An
     def squares(factor: str, rows: jax.Array) -> jax.Array:
         if factor in layer.diagonal:
             return jnp.sum(jnp.square(rows), axis=-2)
+        count = layer.cut["AG".index(factor)]
+        rows = in_blocks(rows, count) if count > 1 else rows
         return jnp.einsum("...ni,...nj->...ij", rows, rows, precision=jax.lax.Precision.HIGHEST)
 
     def finish(sums: list[Kronecker]) -> Kronecker | Tied | Ragged:
@@ -221,7 +227,7 @@ def _finish_kronecker(planned: Planned, layer: Layer, uses: list[Use], dtype: An
         turned = {
             key[1]: Kronecker(own.G * n, own.A / (n * positions[key[1]])) for key, own in by_key.items() if len(key) > 2
         }
-        return Tied(gather(direct), gather(turned), layer.diagonal) if turned else gather(direct)
+        return Tied(gather(direct), gather(turned), layer.diagonal, layer.cut) if turned else gather(direct)
 
     def gather(found: dict[int, Any]) -> Any:
         unread = jax.tree.map(jnp.zeros_like, next(iter(found.values())))

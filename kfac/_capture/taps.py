@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from kfac._capture.states import Use
 from kfac._factors import Kronecker
 from kfac._statistics.moments import example_gradients, multiplied, squares_in_basis
-from kfac._statistics.rows import Arrangement, Groups, OneHot, Rows
+from kfac._statistics.rows import Arrangement, Groups, OneHot, Rows, diagonal_blocks
 from kfac._varying import whole
 
 Key = tuple[Any, ...]  # layer name, and which of its parameters (0 for a Kronecker layer); longer for its eigenvectors
@@ -28,7 +28,7 @@ Probes = Mapping[Key, Any]
 
 @dataclasses.dataclass(frozen=True)
 class KroneckerTap:
-    """Sums of `a a^T` and `g g^T` at one use of a kernel, or of their diagonals.
+    """Sums of `a a^T` and `g g^T` at one use of a kernel, or of their diagonals, or of blocks of them.
 
     Of a lookup the diagonal of `a a^T` are counts. In the setting "reduce" it is sums of `a` and `g` over the positions
     of each example, `[copies, n, d]`: their products can be formed when all uses have been summed. With a basis also
@@ -43,6 +43,7 @@ class KroneckerTap:
       homogeneous: the last entry of every input: 1 with a bias, 0 in a use of the kernel without it; None for no bias.
       dtype: of the sums.
       diagonal: which of the two are kept as their diagonals.
+      cut: in how many diagonal blocks each is kept.
       reduce: whether the setting is "reduce".
       subsample: from every how many-th example, or row, factors are formed.
       basis: key of the layer's eigenvectors among the probes.
@@ -56,6 +57,7 @@ class KroneckerTap:
     homogeneous: float | None
     dtype: Any
     diagonal: tuple[str, ...] = ()
+    cut: tuple[int, int] = (1, 1)
     reduce: bool = False
     subsample: int = 1
     basis: Key | None = None
@@ -84,11 +86,17 @@ class KroneckerTap:
             moments = squares_in_basis(inputs, outputs, number, basis, self.dtype)
         if self.reduce:  # sums are cheap: they are those of all examples
             inputs, outputs = whole
-        form_a, form_g = ("sums" if self.reduce else "diagonal" if side in self.diagonal else "gram" for side in "AG")
-        a = getattr(inputs, form_a)()
+        return Kronecker(self._side("A", inputs, number), self._side("G", outputs, None), moments)
+
+    def _side(self, side: str, form: Any, number: jax.Array | None) -> jax.Array:
+        kind = "sums" if self.reduce else "diagonal" if side in self.diagonal else "gram"
+        count = self.cut["AG".index(side)] if kind == "gram" else 1
+        if count > 1 and number is None:
+            return form.blocks(count)
+        found = getattr(form, kind)()
         if number is not None:
-            a = multiplied(a, number, form_a, self.homogeneous is not None)
-        return Kronecker(a, getattr(outputs, form_g)(), moments)
+            found = multiplied(found, number, kind, self.homogeneous is not None)
+        return diagonal_blocks(found, count)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from kfac._capture.trace import Trace, aim_at, batch_of, trace
 from kfac._checks import check_choice, check_positive_int, check_switch
 from kfac._factors import Factors
 from kfac._layers import Layers
-from kfac._varying import as_varying, lying_as, own_key, varying_axes, varying_in, within_devices, zeros_of
+from kfac._varying import as_varying, lying_as, on_mesh, own_key, varying_axes, varying_in, within_devices, zeros_of
 
 
 def value_and_grad(
@@ -88,6 +88,7 @@ def value_and_grad(
     check_switch("statistics", statistics)
     drawn = fisher != "empirical"
 
+    @on_mesh
     @functools.wraps(loss_fn)
     def with_factors(params, *args, **kwargs):
         key = _fisher_key(loss_fn, kwargs, fisher)

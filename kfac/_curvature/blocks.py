@@ -52,11 +52,11 @@ class Group:
 
     @property
     def d_out(self) -> int:
-        return self.layers[0].d_out
+        return self.layers[0].block_shapes["G"][0] if self.kronecker else self.layers[0].d_out
 
     @property
     def d_in(self) -> int:
-        return self.layers[0].d_in
+        return self.layers[0].block_shapes["A"][0] if self.kronecker else self.layers[0].d_in
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -66,7 +66,7 @@ class Group:
     @property
     def counts(self) -> tuple[int, ...]:
         """Blocks of each layer."""
-        return tuple(layer.copies if self.kronecker else 1 for layer in self.layers)
+        return tuple(layer.copies * layer.pieces if self.kronecker else 1 for layer in self.layers)
 
     @property
     def size(self) -> int:
@@ -102,6 +102,7 @@ class Group:
             block = factors[layer.name]
             stacked = self.kronecker and layer.stacked
             block = block if stacked else jax.tree.map(lambda x: x[None], block)
+            block = of_pieces(layer, block) if layer.pieces > 1 else block
             if moments and isinstance(block, Kronecker) and self.correctable and block.moments is None:
                 block = dataclasses.replace(block, moments=jnp.zeros((count, self.d_out, self.d_in), block.A.dtype))
             blocks.append(block)
@@ -139,7 +140,7 @@ class Group:
     def by_leaf(self) -> list[Group]:
         """As groups of the kernels and of the biases, where all members agree on which columns are whose."""
         widths = {tuple(layout.size("in") for layout in layer.layouts) for layer in self.layers}
-        if len(widths) > 1:
+        if len(widths) > 1 or any(layer.pieces > 1 for layer in self.layers):
             return [self]
 
         def only(layer, k, width):
@@ -160,7 +161,8 @@ class Group:
         matrices = []
         for layer, count in zip(self.layers, self.counts, strict=True):
             if layer.params[0] in leaves:
-                matrices.append(layer.to_rows([leaves[path].astype(dtype) for path in layer.params]))
+                rows = layer.to_rows([leaves[path].astype(dtype) for path in layer.params])
+                matrices.append(layer.to_pieces(rows.mT).mT if layer.pieces > 1 else rows)
             else:
                 matrices.append(jnp.zeros((count, self.d_in, self.d_out), dtype))
         stack = jnp.concatenate(matrices)
@@ -174,7 +176,8 @@ class Group:
         """The inverse of `stack_matrices`: leaves by path."""
         leaves: dict[str, jax.Array] = {}
         for layer, own in self.split(matrices):
-            leaves.update(zip(layer.params, layer.from_rows(own), strict=True))
+            rows = layer.from_pieces(own.mT).mT if layer.pieces > 1 else own
+            leaves.update(zip(layer.params, layer.from_rows(rows), strict=True))
         return leaves
 
     def split(self, stack: jax.Array) -> Iterator[tuple[Layer, jax.Array]]:
@@ -187,7 +190,9 @@ def group_layers(layers: Layers) -> tuple[Group, ...]:
     members: dict[str, list[Layer]] = {}
     for layer in layers.with_blocks:
         form = "".join(f"_diagonal_{factor}" for factor in layer.diagonal)
-        name = f"{'kronecker' if layer.kronecker else 'unitwise'}_{layer.d_out}x{layer.d_in}{form}"
+        a, g = (shape[0] for shape in layer.block_shapes.values())
+        sizes = f"{g}x{a}" if layer.kronecker else f"{layer.d_out}x{layer.d_in}"
+        name = f"{'kronecker' if layer.kronecker else 'unitwise'}_{sizes}{form}"
         members.setdefault(f"{OWN_FACTORS}{name}" if layer.kind == "gradient" else name, []).append(layer)
     # By name, so that a state has its blocks in one order whatever that of the program.
     groups = [
@@ -195,6 +200,25 @@ def group_layers(layers: Layers) -> tuple[Group, ...]:
         for name, layers in members.items()
     ]
     return tuple(sorted(groups, key=lambda group: min(layer.order for layer in group.layers)))
+
+
+def of_pieces(layer: Layer, block: Any) -> Block:
+    """The statistics `[copies, ...]` of a kernel that is cut, as those of its pieces `[copies pieces, ...]`.
+
+    In the order of `Layer.to_pieces`: pieces in the same columns have the block of `A`, in the same rows that of `G`.
+    """
+    a, g = (x if count > 1 else x[:, None] for x, count in zip((block.A, block.G), layer.cut, strict=True))
+    a, g = jnp.repeat(a[:, None], layer.cut[1], axis=1), jnp.repeat(g[:, :, None], layer.cut[0], axis=2)
+    return Kronecker(*(x.reshape(-1, *x.shape[3:]) for x in (a, g)))
+
+
+def of_layer(layer: Layer, block: Block) -> Block:
+    """The inverse of `of_pieces`."""
+    if not isinstance(block, Kronecker) or layer.pieces == 1:
+        return block
+    a, g = (x.reshape(layer.copies, *layer.cut[::-1], *x.shape[1:]) for x in (block.A, block.G))
+    sides = zip((a[:, 0], g[:, :, 0]), layer.cut, strict=True)
+    return Kronecker(*(x if count > 1 else x[:, 0] for x, count in sides))
 
 
 def check_factors(factors: Any, layers: Layers, inverse: Inverse | None = None) -> None:

@@ -151,11 +151,6 @@ def _factorise(stack: jax.Array) -> tuple[Lower, Lower]:
     return (first, corner, last), (inverse, below, inverse_of_last)
 
 
-def inverse_factor(stack: jax.Array) -> jax.Array:
-    """The inverses of the Cholesky factors of symmetric positive definite `[k, d, d]`, lower triangular."""
-    return _from_left(_factorise(stack)[1], jnp.zeros_like(stack) + jnp.eye(stack.shape[-1], dtype=stack.dtype))
-
-
 def _solve(b: jax.Array, factor: Lower, inverse: Lower) -> jax.Array:
     """`B L^-T`, from the inverses of the diagonal blocks of `L` alone."""
     if not isinstance(factor, tuple) or not isinstance(inverse, tuple):

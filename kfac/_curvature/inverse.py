@@ -176,7 +176,7 @@ class Inverse(abc.ABC):
         return None
 
     def encode(self, kept: Any) -> jax.Array:
-        """What all devices get with `precondition="replicated"`, as it is sent: `[k, elements]`."""
+        """What all devices get where they all precondition, as it is sent: `[k, elements]`."""
         return flatten(kept)
 
     def decode(self, flat: jax.Array, like: Any) -> Any:

@@ -13,13 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kfac._checks import check_layers, check_positive_int, check_type
+from kfac._checks import check_choice, check_layers, check_positive_int, check_type
 from kfac._curvature.blocks import Group, group_layers
-from kfac._curvature.by_rows import eliminated, larger, rows_of_each
 from kfac._curvature.inverse import Inverse, count_bytes
 from kfac._curvature.soap import Soap
-from kfac._curvature.symmetric import flatten_block, packed_size
-from kfac._distributed.distribution import Distribution, check_kind, encode, owners_precondition, shared, shares
+from kfac._curvature.symmetric import flatten_block
+from kfac._distributed.distribution import Distribution, encode, owners_precondition, shared, shares
 from kfac._distributed.owners import Cost, Shard, group_costs, make_shards
 from kfac._distributed.segments import BUCKETS, make_buckets, make_segments
 from kfac._factors import Block
@@ -38,12 +37,16 @@ class Assignment:
       devices: number of devices.
       inverse: how blocks are inverted, as given to the optimizer. None: as `kfac.kfac` does by default.
       distribution: how devices are used, likewise.
+      gradients: how they get to the owners. `"averaged"` on all devices, as by `lax.pmean`, or by XLA for parameters
+        that all devices have; `"local"`: as they are inside `jax.shard_map`, averaged at the owners alone; `"split"`:
+        to the owners alone, of parameters that are split over the devices.
     """
 
     layers: Layers
     devices: int = 1
     inverse: Inverse | None = None
     distribution: Distribution | None = None
+    gradients: str = "averaged"
 
     def __post_init__(self):
         """Checks the arguments."""
@@ -51,7 +54,7 @@ class Assignment:
         check_positive_int("devices", self.devices)
         check_type("distribution", self.distribution, Distribution | None, "a kfac.Distribution or None")
         check_type("inverse", self.kind, Inverse, "a kind of inverse such as kfac.Cholesky()")
-        check_kind(self._uses, self.kind)
+        check_choice("gradients", self.gradients, ("averaged", "local", "split"))
 
     @property
     def kind(self) -> Inverse:
@@ -75,16 +78,13 @@ class Assignment:
     @property
     def costs(self) -> list[Cost]:
         """What there is to do for the blocks of each Kronecker group."""
-        return group_costs(self.groups, self._uses.split_from)
+        return group_costs(self.groups)
 
     @functools.cached_property
     def cost_per_device(self) -> list[int]:
         """Work of a refresh on each device, in `n^3`; the largest is the critical path."""
         work = np.zeros(self.devices)
         for cost in self.costs:
-            if cost.sides:
-                work += cost.blocks * cost.on_each(self.devices)
-                continue
             owners = np.array([self.shards[cost.name].location(block)[0] for block in range(cost.blocks)])
             np.add.at(work, owners, cost.work)
         return [int(found) for found in work]
@@ -97,17 +97,9 @@ class Assignment:
             factors = jax.eval_shape(functools.partial(self._statistics, group))
             held = self.shards[group.name].positions if group.kronecker else group.size
             size = 4 * sum(map(math.prod, group.shapes.values())) + group.kind(self.kind).size(factors)
-            for side in self.split(group):
-                n = group.shapes[side][0]
-                size -= (4 + self._kept) * n * (n - rows_of_each(n, self.devices))
             total += held * size
             total += group.size * count_bytes(jax.eval_shape(functools.partial(self._shared, group, shared)))
         return total
-
-    @property
-    def _kept(self) -> int:
-        """Bytes of a number of an inverse."""
-        return jnp.dtype(self.kind.kept_dtype(jnp.float32)).itemsize
 
     @property
     def statistics_messages(self) -> dict[str, int]:
@@ -131,83 +123,52 @@ class Assignment:
         if self.devices == 1:
             return {}
         gathered = [layer for group in self.groups if self._gathers(group) for layer in group.layers]
-        if self._uses.gradients == "split":
+        if self.gradients == "split":
             everywhere = 4 * sum(layer.num_params for layer in self.layers.with_blocks if layer not in gathered)
             whole = 4 * sum(layer.num_params for layer in self.layers)
             return {"reduce-scatter": whole, "all-gather": everywhere} | self.results_messages
-        to_owners = gathered if self._uses.gradients == "local" else []
+        to_owners = gathered if self.gradients == "local" else []
         averaged = 4 * sum(layer.num_params for layer in self.layers if layer not in to_owners)
         return (self._messages(self._gradient, "reduce-scatter") if to_owners else {}) | {"all-reduce": averaged}
 
     @property
     def results_messages(self) -> dict[str, int]:
         """As `statistics_messages`, of the preconditioned gradients that are gathered in each step, or split again."""
-        if self._uses.gradients == "split":
+        if self.gradients == "split":
             blocks = sum(self.shards[g.name].positions * g.d_out * g.d_in for g in filter(self._gathers, self.groups))
             total = collections.Counter({"all-to-all": 4 * blocks} if self.devices > 1 else {})
         else:
             total = collections.Counter(self._messages(self._gradient, "all-gather"))
-        for group in filter(self.split, self.groups if self.devices > 1 else ()):
-            sizes = {side: group.shapes[side][0] for side in self.split(group)}
-            for side, n in sizes.items() if self._shared(group, shared) is None else ():
-                result = side == larger(sizes)  # of the other, the inverse
-                width = 4 * group.d_in * group.d_out // n if result else self._kept * n
-                total["all-gather"] += group.size * self.devices * rows_of_each(n, self.devices) * width
         return dict(total)
 
     @property
     def fetched_messages(self) -> dict[str, int]:
-        """As `results_messages`, of what all devices get in a step with a refresh: inverses, for `Ekfac` bases.
-
-        Of factors that are split, what they send each other to invert them all.
-        """
-        total = collections.Counter(
-            self._messages(lambda g: None if self.split(g) else self._shared(g, encode), "all-gather")
-        )
-        for group in filter(self.split, self.groups if self.devices > 1 else ()):
-            for side, shape in group.shapes.items():
-                size = math.prod(shape)
-                if side in self.split(group):
-                    total["all-gather"] += 4 * group.size * eliminated(shape[0], self.devices) ** 2
-                    size = shape[0] * self.devices * rows_of_each(shape[0], self.devices)
-                if self._shared(group, shared) is not None:
-                    total["all-gather" if side in self.split(group) else "all-reduce"] += self._kept * group.size * size
-        return dict(total)
+        """As `results_messages`, of what all devices get in a step with a refresh: inverses, for `Ekfac` bases."""
+        return self._messages(lambda group: self._shared(group, encode), "all-gather")
 
     def _messages(self, block: Callable[[Group], Any], kind: str, number: int = 1) -> dict[str, int]:
         """Bytes by kind of message, from what there is of one block of a group: as `collectives` sends it."""
         found = {g: jax.tree.leaves(jax.eval_shape(functools.partial(block, g))) for g in self.groups}
         itemsize = max((x.dtype.itemsize for leaves in found.values() for x in leaves), default=0)
-        sizes, shards = {}, dict(self.shards)
+        sizes = {}
         total: collections.Counter[str] = collections.Counter()
         for group, leaves in found.items():
             size = count_bytes(leaves) // itemsize if leaves else 0
-            for side in self.split(group) if leaves else ():
-                n = group.shapes[side][0]
-                size -= packed_size(n)
-                square = group.size * rows_of_each(n, self.devices) ** 2
-                sizes[f"{group.name}/{side}"] = (self.devices // 2 + 1) * square
-                total["all-to-all"] += 4 * self.devices * square * (self.devices > 2)
-                shards[f"{group.name}/{side}"] = Shard(self.devices, self.devices)
-            if group.kronecker and not self.split(group):
+            if group.kronecker:
                 sizes[group.name] = size
             elif kind == "reduce-scatter":
                 total["all-reduce"] += group.size * size * itemsize
-        buckets = make_buckets({name: shards[name].blocks * size for name, size in sizes.items() if size}, number)
+        buckets = make_buckets({name: self.shards[name].blocks * size for name, size in sizes.items() if size}, number)
         for names in buckets:
-            segments = make_segments(shards, {name: sizes[name] for name in names})
-            width = segments.width + sum(shards[name].full * sizes[name] for name in names)
+            segments = make_segments(self.shards, {name: sizes[name] for name in names})
+            width = segments.width + sum(self.shards[name].full * sizes[name] for name in names)
             total[kind] += self.devices * width * itemsize
             total["all-to-all"] += self.devices * segments.exchanged * itemsize
         return {kind: size for kind, size in total.items() if size and self.devices > 1}
 
-    def split(self, group: Group) -> tuple[str, ...]:
-        """The factors of a group that are split by rows."""
-        return self.shards[group.name].sides if group.kronecker else ()
-
     def _gathers(self, group: Group) -> bool:
         """Whether owners alone precondition the blocks of a group."""
-        return owners_precondition(self._uses, self.kind, group)
+        return owners_precondition(self.kind, group)
 
     def _gradient(self, group: Group) -> Any:
         """One block's, where its owner preconditions it."""
@@ -219,16 +180,17 @@ class Assignment:
 
     def _shared(self, group: Group, form: Callable[[Inverse, Any], Any]) -> Any:
         """What all devices get of the inverse of one block, in a `form`: `shared` or `encode`."""
-        if not (group.kronecker and shares(self._uses, self.kind, group, several=self.devices > 1)):
+        if not (group.kronecker and shares(self.kind, group, several=self.devices > 1)):
             return None
         return form(self.kind, self.kind.init(self._statistics(group)))
 
     def owners(self) -> list[tuple[str, int, int]]:
-        """Owner of every Kronecker block that has one: `(layer name, copy, device)`."""
+        """Owner of every Kronecker block: `(layer name, copy or piece, device)`."""
         rows = []
         for group in self.groups:
-            if group.kronecker and not self.split(group):
-                copies = [(layer.name, copy) for layer in group.layers for copy in range(layer.copies)]
+            if group.kronecker:
+                counts = zip(group.layers, group.counts, strict=True)
+                copies = [(layer.name, copy) for layer, count in counts for copy in range(count)]
                 shard = self.shards[group.name]
                 rows += [(*copy, shard.location(block)[0]) for block, copy in enumerate(copies)]
         return rows
@@ -239,7 +201,7 @@ class Assignment:
 
 def _table(plan: Assignment) -> str:
     by_device: dict[int, list[str]] = {device: [] for device in range(plan.devices)}
-    copies = {layer.name: layer.copies for layer in plan.layers}
+    copies = {layer.name: layer.copies * layer.pieces for layer in plan.layers}
     for name, copy, device in plan.owners():
         by_device[device].append(f"{name}[{copy}]" if copies[name] > 1 else name)
     costs = plan.cost_per_device
@@ -253,9 +215,6 @@ def _table(plan: Assignment) -> str:
     if len(shown) < plan.devices:
         idle = sum(cost == 0 for cost in costs)
         lines.append(f"   ... {plan.devices - len(shown)} more devices; {idle} devices own nothing")
-    split = [layer.name for group in plan.groups if plan.split(group) for layer in group.layers]
-    if split:
-        lines.append(f"on all devices, split by rows: {', '.join(split)}")
     mean = total / plan.devices
     lines += [
         f"one refresh: {total:.3g} n^3 in all; busiest device {worst:.3g}, "

@@ -1,4 +1,4 @@
-"""Where blocks, statistics and gradients lie on devices, as a value."""
+"""Where blocks and statistics lie on devices, as a value."""
 
 from __future__ import annotations
 
@@ -8,95 +8,80 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh
 
-from kfac._checks import check_axis_name, check_choice, check_mesh, check_positive_int
+from kfac._checks import check_axis_name, check_choice, check_mesh
 from kfac._curvature.blocks import Group
-from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
 from kfac._curvature.symmetric import flatten, unflatten
-from kfac._distributed.owners import split_sides
-from kfac._varying import AxisName, axis_names
+from kfac._varying import AxisName, axis_names, device_axes, mesh_of, varying_axes
 
 
 @dataclasses.dataclass(frozen=True)
 class Distribution:
-    """How K-FAC uses several devices, and when: what `distribution=` takes.
+    """How K-FAC uses several devices, where it should not be what it sees: what `distribution=` takes.
 
-    Every Kronecker block has an owner. Statistics arrive local and are averaged to the owners, which keep the running
-    averages, invert, and precondition their blocks; the preconditioned gradients are gathered. Of symmetric matrices
-    the upper triangles are sent. Gradients are expected to be averaged over devices already (`lax.pmean`), but with
-    `gradients="local"`.
+    Without it the optimizer finds out where it runs: inside `jax.shard_map` all axes that are bound, and else all axes
+    of the mesh that parameters lie on, or that is set. `jax.pmap`, and `jax.shard_map` without its check, need
+    `axis_name`. Every Kronecker block has an owner. Statistics arrive local and are averaged to the owners, which keep
+    the running averages, invert, and precondition their blocks; the preconditioned gradients are gathered. Of symmetric
+    matrices the upper triangles are sent.
 
     Args:
-      axis_name: the named axis of devices, of `jax.pmap`, `jax.shard_map` or `mesh`; a tuple for several. None for one
-        device, and with `mesh` for all axes of it.
+      axis_name: the named axis of devices, of `jax.pmap`, `jax.shard_map` or `mesh`; a tuple for several. None for all.
       mesh: for plain `jit` over sharded arrays. `init` and `update` then open a `shard_map` of their own over it, and
-        `factors` are those of the global batch, as `value_and_grad` under such a `jit` returns them.
-      precondition: `"sharded"`: owners precondition, gradients are gathered every step. `"replicated"`: inverses are
-        gathered when refreshed, and every device preconditions all blocks: fewer messages, more memory. Not with
-        `Ekfac`, whose eigenvalues change with all statistics.
-      gradients: `"averaged"`: what `update` gets has been averaged over devices. `"local"`: it is a device's own;
-        `update` averages it at the owners only, and gathers the results: hardly more is sent than for the average
-        alone. With `axis_name` and `precondition="sharded"`, not with `Soap`; only linear transformations may come
-        before. `"split"`: parameters are split over the devices of `mesh`, as by FSDP or tensor parallelism; each
-        gradient goes to its owner alone, and the result back to where it lies. With the others all devices get all
-        gradients whole.
-      communication_dtype: dtype of statistics on the wire, `"float32"` or `"bfloat16"`. With `mesh` for those of
+        `factors` are those of the global batch, as `value_and_grad` under such a `jit` returns them. None for the one
+        that parameters lie on.
+      communication_dtype: dtype of statistics on the wire, `"float32"` or `"bfloat16"`. Over a mesh for those of
         `data_parallel`; others are averaged by XLA.
       owners: those of the axes that blocks are spread over; None for all. Devices along the others repeat the owners:
-        with `Distribution(("node", "gpu"), owners="gpu")` every node has an owner for each block. Inverses and
+        with `Distribution(owners="gpu")` on axes `("node", "gpu")` every node has an owner for each block. Inverses and
         preconditioned gradients then stay inside of it, and only sums go between nodes, each device its share. So the
         fraction of devices that work on a layer, which trades memory for messages, is a choice of axes (KAISA, Pauloski
         et al. 2021). `kfac.state_specs` takes these axes.
-      split_from: factors of this dimension or more, some hundreds at least, are split by rows over the owners, which
-        keep, invert and apply them together: no device then waits for the one with the largest block, or has to have
-        room for it. Gradients of these blocks are averaged on all devices. With `inverse=kfac.Cholesky()`, and
-        `precondition="sharded"`. None splits nothing.
 
     Raises:
       ValueError: an argument is out of range.
     """
 
     axis_name: AxisName | None = None
-    mesh: Mesh | None = None
-    precondition: str = "sharded"
-    gradients: str = "averaged"
+    mesh: Mesh | AbstractMesh | None = None
     communication_dtype: str = "float32"
     owners: AxisName | None = None
-    split_from: int | None = None
 
     def __post_init__(self):
         """Checks the arguments."""
         check_axis_name(self.axis_name)
         check_axis_name(self.owners, "owners")
-        check_choice("precondition", self.precondition, ("sharded", "replicated"))
-        check_choice("gradients", self.gradients, ("averaged", "local", "split"))
-        if self.gradients == "local" and (self.replicated or self.mesh is not None):
-            raise ValueError(
-                "gradients='local' is for axis_name= inside jax.shard_map or jax.pmap, with precondition='sharded': "
-                "with mesh= XLA averages gradients, and with 'replicated' every device needs all of them"
-            )
-        if self.gradients == "split" and (self.replicated or self.mesh is None):
-            raise ValueError(
-                "gradients='split' is for mesh=, over which parameters are split, with precondition='sharded': inside "
-                "jax.shard_map a device has whole parameters, and with 'replicated' it needs all gradients"
-            )
         check_choice("communication_dtype", self.communication_dtype, ("float32", "bfloat16"))
-        if self.split_from is not None:
-            check_positive_int("split_from", self.split_from)
-            if self.replicated or self.axis is None:
-                raise ValueError(
-                    f"split_from={self.split_from} splits factors over the owners of several devices, so it needs "
-                    "axis_name= or mesh=, and precondition='sharded'"
-                )
         if self.mesh is not None:
             check_mesh(self.mesh, self.axis_name)
-        if not set(axis_names(self.owners)) <= set(axis_names(self.axis)):
+        if self.axis is not None and not set(axis_names(self.owners)) <= set(axis_names(self.axis)):
             raise ValueError(
                 f"owners must be among the axes of devices, {axis_names(self.axis)}, but is {self.owners!r}: name all "
                 "axes in axis_name=, and in owners= those that blocks are spread over"
             )
+
+    def seen(self, tree: Any) -> Distribution:
+        """With the axes that are bound here, or the mesh that the arrays of a tree lie on, where it names none.
+
+        Raises:
+          ValueError: nothing tells here whether devices have the same parameters.
+        """
+        if self.axis is not None:
+            return self
+        if axes := device_axes():
+            if not varying_axes(lax.axis_index(axes)):
+                name = axes[0] if len(axes) == 1 else axes
+                raise ValueError(
+                    f"jax.pmap, and jax.shard_map with check_vma=False, do not tell whether the devices of {name!r} "
+                    "have the same parameters and other examples. If they have, pass the optimizer "
+                    f"distribution=kfac.Distribution({name!r}), by the axis_name= of jax.pmap"
+                    "; if each trains a model of its own, use jax.vmap over the models, sharded over a mesh"
+                )
+            return dataclasses.replace(self, axis_name=axes)
+        return dataclasses.replace(self, mesh=mesh_of(tree))
 
     @property
     def axis(self) -> AxisName | None:
@@ -108,58 +93,35 @@ class Distribution:
     @property
     def owner_axis(self) -> AxisName | None:
         """The axis, or those, that blocks are spread over."""
-        return self.axis if self.owners is None else self.owners
+        return self.axis if self.axis is None or self.owners is None else self.owners
 
     @property
     def beside_owners(self) -> tuple[str, ...]:
         """The axes whose devices repeat the owners."""
         return tuple(name for name in axis_names(self.axis) if name not in axis_names(self.owner_axis))
 
-    @property
-    def replicated(self) -> bool:
-        """Whether every device preconditions all blocks."""
-        return self.precondition == "replicated"
-
-
-def check_kind(distribution: Distribution, inverse: Inverse) -> None:
-    """Raises where `inverse` cannot be had on all devices, or is not split."""
-    if distribution.split_from is not None and type(inverse) is not Cholesky:
-        raise ValueError(
-            f"split_from={distribution.split_from} is for inverse=kfac.Cholesky(), but inverse={inverse!r}: an "
-            "eigendecomposition is not split over devices. Pass that, or leave split_from at None, or let larger "
-            "factors be diagonal, find_layers(max_dim=)"
-        )
-    if distribution.replicated and (inverse.takes_moments or inverse.takes_gradients):
-        raise ValueError(
-            f"precondition='replicated' is not for inverse={inverse!r}, of which a part changes with all "
-            "statistics or gradients and would be sent as often: leave it at 'sharded', or pass inverse=kfac.Cholesky()"
-        )
-
 
 @functools.cache
-def everywhere(distribution: Distribution, inverse: Inverse, group: Group) -> bool:
+def everywhere(inverse: Inverse, group: Group) -> bool:
     """Whether all devices precondition the Kronecker blocks of a group, with inverses that they get at refreshes.
 
-    That is so, too, where a factor is diagonal and inverses are less to send than gradients: those of a table of words.
+    That is so where a factor is diagonal and inverses are less to send than gradients: those of a table of words.
     """
-    if distribution.replicated:
-        return True
     if inverse.takes_moments or inverse.takes_gradients or all(len(shape) > 1 for shape in group.shapes.values()):
         return False
     sent = jax.eval_shape(lambda: inverse.encode(inverse.init(group.zeros(1, jnp.float32))))
     return sent.size < group.d_out * group.d_in
 
 
-def owners_precondition(distribution: Distribution, inverse: Inverse, group: Group) -> bool:
+def owners_precondition(inverse: Inverse, group: Group) -> bool:
     """Whether owners alone precondition the blocks of a group."""
-    split = split_sides(group.name, group.shapes, distribution.split_from)
-    return group.kronecker and not split and not everywhere(distribution, inverse, group)
+    return group.kronecker and not everywhere(inverse, group)
 
 
-def shares(distribution: Distribution, inverse: Inverse, group: Group, *, several: bool) -> bool:
+def shares(inverse: Inverse, group: Group, *, several: bool) -> bool:
     """Whether all devices have the inverses of a Kronecker group, or on `several` devices a part of them."""
     moments = group.correctable and inverse.takes_moments
-    return everywhere(distribution, inverse, group) or (several and moments)
+    return everywhere(inverse, group) or (several and moments)
 
 
 def shared(inverse: Inverse, kept: Any) -> Any:

@@ -5,8 +5,6 @@ positions `p = 0 ... full - 1`, `full = K // D`. What is left of a group, its *r
 block each at position `full`: to those whose remainders so far have the fewest elements of gradients, as these go back
 and forth in every step. The most expensive groups are dealt first. No table has an entry for each device, only for each
 block of a remainder.
-
-A block with a factor that is split by rows is on all devices, each with its rows: nothing of its group is dealt.
 """
 
 from __future__ import annotations
@@ -18,8 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kfac._curvature.blocks import OWN_FACTORS, Group
-from kfac._curvature.by_rows import elimination_work
+from kfac._curvature.blocks import Group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,13 +27,11 @@ class Shard:
       blocks: `K`.
       devices: `D`.
       owners: of the blocks of the remainder, in their order.
-      sides: which of the factors, `"A"` and `"G"`, are split by rows; then every device has a part of all blocks.
     """
 
     blocks: int
     devices: int
     owners: tuple[int, ...] = ()
-    sides: tuple[str, ...] = ()
 
     @property
     def full(self) -> int:
@@ -46,7 +41,7 @@ class Shard:
     @property
     def positions(self) -> int:
         """Length of the stacks each device holds."""
-        return self.blocks if self.sides else -(-self.blocks // self.devices)
+        return -(-self.blocks // self.devices)
 
     def location(self, block: int) -> tuple[int, int]:
         """Device and position of a block."""
@@ -75,43 +70,22 @@ class Cost(NamedTuple):
       blocks: how many.
       work: to invert one, in `n^3`; of a diagonal factor `n`.
       elements: of the gradient of one.
-      split: the dimensions of the factors that are split by rows, `"A"` and `"G"`; their work is shared out.
     """
 
     name: str
     blocks: int
     work: int
     elements: int
-    split: tuple[tuple[str, int], ...] = ()
-
-    @property
-    def sides(self) -> tuple[str, ...]:
-        return tuple(side for side, _ in self.split)
-
-    def on_each(self, devices: int) -> int:
-        """The work of a device that has to do with a block."""
-        alone = self.work - sum(size**3 for _, size in self.split)
-        return alone + math.ceil(sum(elimination_work(size, devices) for _, size in self.split))
 
 
-def block_cost(name: str, blocks: int, shapes: Mapping[str, tuple[int, ...]], sides: Sequence[str] = ()) -> Cost:
-    """Of Kronecker blocks with factors of such shapes, of which some `sides` are split by rows."""
-    work = {side: shape[0] if len(shape) == 1 else shape[0] ** 3 for side, shape in shapes.items()}
-    split = tuple((side, shapes[side][0]) for side in sides)
-    return Cost(name, blocks, sum(work.values()), math.prod(shape[0] for shape in shapes.values()), split)
+def block_cost(name: str, blocks: int, shapes: Mapping[str, tuple[int, ...]]) -> Cost:
+    """Of Kronecker blocks with factors of such shapes."""
+    work = sum(shape[0] if len(shape) == 1 else shape[0] ** 3 for shape in shapes.values())
+    return Cost(name, blocks, work, math.prod(shape[0] for shape in shapes.values()))
 
 
-def split_sides(name: str, shapes: Mapping[str, tuple[int, ...]], split_from: int | None) -> tuple[str, ...]:
-    """Which captured factors of a group are split by rows: matrices of dimension `split_from` or more."""
-    if not split_from or name.startswith(OWN_FACTORS):
-        return ()
-    return tuple(side for side, shape in shapes.items() if len(shape) > 1 and shape[0] >= split_from)
-
-
-def group_costs(groups: Sequence[Group], split_from: int | None = None) -> list[Cost]:
-    return [
-        block_cost(g.name, g.size, g.shapes, split_sides(g.name, g.shapes, split_from)) for g in groups if g.kronecker
-    ]
+def group_costs(groups: Sequence[Group]) -> list[Cost]:
+    return [block_cost(group.name, group.size, group.shapes) for group in groups if group.kronecker]
 
 
 def _dealt(costs: Iterable[Cost]) -> list[Cost]:
@@ -123,9 +97,6 @@ def make_shards(costs: Iterable[Cost], devices: int) -> dict[str, Shard]:
     """Spreads every group over the devices."""
     shards, load = {}, np.zeros(devices, int)
     for cost in _dealt(costs):
-        if cost.sides:
-            shards[cost.name] = Shard(cost.blocks, devices, sides=cost.sides)
-            continue
         least = np.sort(np.argsort(load, kind="stable")[: cost.blocks % devices])
         load[least] += cost.elements
         shards[cost.name] = Shard(cost.blocks, devices, tuple(least.tolist()))

@@ -15,7 +15,6 @@ from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.assignment import Assignment, by_kind
 from kfac._distributed.distribution import Distribution, everywhere
-from kfac._distributed.owners import split_sides
 from kfac._layers import KRONECKER_KINDS, Layer, Layers, format_bytes
 
 
@@ -27,16 +26,18 @@ class Hardware:
       flops: in matrix products of the model and of statistics.
       inversion_flops: in float32 factorisations, of which one matrix does not fill a device.
       bandwidth: bytes that it sends while it receives as many.
+      memory: bytes that it holds.
     """
 
     flops: float
     inversion_flops: float
     bandwidth: float
+    memory: float = 8e10
 
 
 # A fifth to two fifths of the bfloat16 peaks, 989 and 459 TFLOP/s; a network of 400 Gbit/s for each H100, and of the
 # 4,800 Gbit/s of a TPU v5p's six links those of one axis of the torus.
-HARDWARE = {"h100": Hardware(2e14, 1e13, 5e10), "tpu-v5p": Hardware(1.8e14, 5e12, 2e11)}
+HARDWARE = {"h100": Hardware(2e14, 1e13, 5e10, 8e10), "tpu-v5p": Hardware(1.8e14, 5e12, 2e11, 9.5e10)}
 
 LONGEST = 16  # of the intervals that `affordable` gives: no longer one was tried on networks of many kinds
 
@@ -56,7 +57,8 @@ class Plan:
         of the critical path of the `"inversions"` of a cycle.
       messages: bytes by kind of `"gradients"`, `"statistics"`, `"results"`, `"inverses"` that all get.
       seconds: of the same, each time.
-      state_bytes: averages and inverses that one device holds.
+      memory: bytes of one device: `"parameters"`, `"gradients"`, `"momentum"`, `"state"` (averages and inverses) and
+        `"statistics"` of a step, which lie whole on every device. Activations are no part of it.
       largest: the layer whose block costs most to invert, and its share of the critical path.
     """
 
@@ -69,8 +71,18 @@ class Plan:
     flops: dict[str, float]
     messages: dict[str, dict[str, int]]
     seconds: dict[str, float]
-    state_bytes: int
+    memory: dict[str, int]
     largest: tuple[str, float]
+
+    @property
+    def state_bytes(self) -> int:
+        """Averages and inverses that one device holds."""
+        return self.memory["state"]
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device holds all but activations."""
+        return sum(self.memory.values()) <= self.hardware.memory
 
     @property
     def first_order_seconds(self) -> float:
@@ -97,18 +109,17 @@ class Plan:
         name, share = self.largest
         if not self.inverse_every:  # whatever is done seldom does not count
             parts = {name: parts[name] for name in ("results", "preconditioning")}
-        split = any(cost.sides for cost in self.assignment.costs)
         most = max(parts, key=lambda part: parts[part])
         options = {
             "inversions": "a longer inverse_every"
-            + (f", and for {name} {_smaller(self.assignment)}" if share > 0.3 else ""),
+            + (f", and for {name} find_layers(max_dim=...), which cuts its factors into blocks" if share > 0.3 else ""),
             "statistics": "value_and_grad(subsample=...), or statistics at fewer steps",
             "statistics' messages": "Distribution(communication_dtype='bfloat16'), or statistics at fewer steps",
-            "results": "a larger split_from, or owners= of fewer devices" if split
-            else "Distribution(precondition='replicated') sends inverses at refreshes instead",
-            "preconditioning": "Distribution(precondition='sharded')" if self.assignment.distribution
-            and self.assignment.distribution.replicated else "more devices, or precision='bfloat16' of the inverse",
-        }  # fmt: skip
+            "results": "gradients='local': let gradients go to update as they are, inside jax.shard_map"
+            if self.assignment.gradients == "averaged"
+            else "a larger batch, or Distribution(owners=) of fewer devices",
+            "preconditioning": "more devices, or precision='bfloat16' of the inverse",
+        }
         return f"most of it: {most}. What helps: {options[most]}"
 
     def __repr__(self) -> str:
@@ -124,6 +135,7 @@ def plan(
     overhead: float = 0.05,
     inverse: Inverse | None = None,
     distribution: Distribution | None = None,
+    gradients: str = "averaged",
     inverse_every: int | None = None,
     statistics_every: int | None = None,
     **rates: float,
@@ -143,6 +155,7 @@ def plan(
         which that is so are picked: first one for both, then statistics as often as the rest allows.
       inverse: how blocks are inverted, as given to the optimizer. None: as `kfac.kfac` does by default.
       distribution: how devices are used, likewise.
+      gradients: as of `Assignment`.
       inverse_every: the interval between refreshes, if it is not to be picked.
       statistics_every: likewise between statistics.
       **rates: fields of `Hardware` that are known better: `flops`, `inversion_flops`, `bandwidth`.
@@ -165,16 +178,16 @@ def plan(
         if every is not None:
             check_positive_int(name, every)
 
-    one = Assignment(layers, devices, inverse, distribution)
+    one = Assignment(layers, devices, inverse, distribution, gradients)
     flops, messages, seconds = _costs(one, batch, machine)
     budget = overhead * (seconds["model"] + seconds["gradients"]) - seconds["preconditioning"] - seconds["results"]
     statistics_every, inverse_every = _intervals(seconds, budget, statistics_every, inverse_every)
-    costs = {cost.name: cost.on_each(devices) for cost in one.costs}
+    costs = {cost.name: cost.work for cost in one.costs}
     name = max(costs, key=lambda name: costs[name], default="")
     layer = next((group.layers[0].name for group in one.groups if group.name == name), "no layer")
     share = costs.get(name, 0) / max(1, *one.cost_per_device)
     return Plan(one, batch, machine, overhead, statistics_every, inverse_every, flops, messages, seconds,
-                one.memory_per_device, (layer, share))  # fmt: skip
+                _memory(one), (layer, share))  # fmt: skip
 
 
 def _machine(hardware: str | Hardware, rates: dict[str, float]) -> Hardware:
@@ -214,6 +227,29 @@ def _costs(assignment: Assignment, batch: int, machine: Hardware) -> tuple[dict,
     seconds |= {"gradients": sent["gradients"], "statistics' messages": sent["statistics"]}
     seconds |= {"results": sent["results"], "refreshes' messages": sent["inverses"]}
     return flops, messages, seconds
+
+
+def _memory(one: Assignment) -> dict[str, int]:
+    """Bytes of one device, all in float32; parameters, gradients and momentum are split where gradients are."""
+    parameters = 4 * sum(layer.num_params for layer in one.layers)
+    share = -(-parameters // one.devices) if one.gradients == "split" else parameters
+    shapes = [shape for layer in one.layers.with_factors for shape in layer.factor_shapes.values()]
+    memory = dict.fromkeys(("parameters", "gradients", "momentum"), share)
+    return memory | {"state": one.memory_per_device, "statistics": 4 * sum(map(math.prod, shapes))}
+
+
+def _too_large(plan: Plan) -> list[str]:
+    """What does not fit, and the option that makes it fit."""
+    if plan.fits:
+        return []
+    one, held = plan.assignment, format_bytes(sum(plan.memory.values()))
+    split = dataclasses.replace(one, gradients="split")
+    rest, most = sum(_memory(split).values()), max(plan.memory, key=lambda part: plan.memory[part])
+    if one.devices > 1 and one.gradients != "split" and rest <= plan.hardware.memory:
+        way = f"split the parameters over the devices, gradients='split' here: {format_bytes(rest)}"
+    else:
+        way = f"most of it: {most}. find_layers(max_dim=...) makes state and statistics smaller, more devices all else"
+    return [f"DOES NOT FIT: {held} without activations, but a device has {format_bytes(plan.hardware.memory)}. {way}"]
 
 
 def in_all_reduces(messages: dict[str, int]) -> float:
@@ -272,31 +308,22 @@ def _statistics(layer: Layer) -> float:
     """FLOPs of the factors of one example."""
     if layer.kind not in KRONECKER_KINDS or layer.positions is None:
         return 0.0
-    sizes = {"A": layer.d_in, "G": layer.d_out}
-    return 2.0 * layer.positions * layer.copies * sum(n**2 for f, n in sizes.items() if f not in layer.diagonal)
+    entries = sum(math.prod(shape) for name, shape in layer.side_shapes.items() if name not in layer.diagonal)
+    return 2.0 * layer.positions * layer.copies * entries
 
 
 def _applied(group: Group, assignment: Assignment) -> float:
     """FLOPs of `G^-1 V A^-1` for the blocks of a group that a device preconditions."""
-    whole = everywhere(assignment.distribution or Distribution(), assignment.kind, group)
+    whole = everywhere(assignment.kind, group)
     blocks = group.size if whole else assignment.shards[group.name].positions
     sides = sum(shape[0] if len(shape) > 1 else 1 for shape in group.shapes.values())
-    share = assignment.devices if assignment.split(group) and not whole else 1
-    return 2.0 * blocks * group.d_out * group.d_in * sides / share
-
-
-def _smaller(assignment: Assignment) -> str:
-    """What makes the largest block less to wait for."""
-    ways = ["find_layers(max_dim=...), which keeps the larger of its factors as a diagonal"]
-    large = any(split_sides(group.name, group.shapes, 512) for group in assignment.groups if group.kronecker)
-    if assignment.devices > 1 and large and not any(cost.sides for cost in assignment.costs):
-        ways.insert(0, "Distribution(split_from=...) with kfac.Cholesky(), which splits its factors over devices")
-    return ", or ".join(ways)
+    return 2.0 * blocks * group.d_out * group.d_in * sides
 
 
 def _text(plan: Plan) -> str:
     one, at = plan.assignment, plan.hardware
     lines = [
+        *_too_large(plan),
         f"{one.devices:,} device(s), batch {plan.batch:,}; ASSUMED of a device, in a second: {at.flops:.3g} FLOPs, "
         f"{at.inversion_flops:.3g} in inversions, {format_bytes(at.bandwidth)} sent",
         f"{'part':<22}{'FLOPs of a device':>18}{'predicted ms':>14}  messages",
@@ -315,8 +342,8 @@ def _text(plan: Plan) -> str:
         f"critical path of a refresh: {plan.flops['inversions']:.3g} FLOPs, "
         f"{1e3 * plan.seconds['inversions']:.3g} ms, {path / max(1, sum(one.cost_per_device)) * one.devices:.2f} times "
         f"all work over all devices; {share:.0%} of it is a block of the shape of {name}"
-        + (f": {_smaller(one)}" if share > 0.3 else ""),
-        f"state of a device (averages and inverses): {format_bytes(plan.state_bytes)}",
+        + (": find_layers(max_dim=...) cuts its factors into blocks" if share > 0.3 else ""),
+        "memory of a device: " + ", ".join(f"{part} {format_bytes(size)}" for part, size in plan.memory.items()),
     ]
     base, extra = plan.first_order_seconds, plan.extra_seconds
     if plan.statistics_every and plan.inverse_every:

@@ -31,8 +31,9 @@ from kfac._optimizer.state import KfacState, blocks_of, find_state, match_leaves
 class Block:
     """The matrix of one layer, `Q diag(values) Q^T`, over the layer's parameters as matrices `[k, d_out, d_in]`.
 
-    `k` counts copies of a stacked layer, which have a matrix each. A unit-wise layer is a stack of its channels,
-    `[channels, 1, p]`. Products take and return such arrays; `block @ layer.to_matrix(leaves)` is one.
+    `k` counts copies of a stacked layer, or pieces of a kernel that is cut, which have a matrix each. A unit-wise layer
+    is a stack of its channels, `[channels, 1, p]`. Products take and return such arrays; `block @
+    layer.to_pieces(layer.to_matrix(leaves))` is one.
 
     Attributes:
       basis: the eigenvectors `Q = Q_A (x) Q_G`, with an array `[k, d]` in the place of a side whose are the identity.
@@ -95,7 +96,7 @@ class Operator:
         for layer in self._layers():
             if layer.params[0] in leaves:
                 matrix = layer.to_matrix([leaves[path] for path in layer.params])
-                new |= _leaves(layer, self.blocks[layer.name] @ matrix)
+                new |= _leaves(layer, self.blocks[layer.name] @ layer.to_pieces(matrix))
         return map_by_path(lambda path, leaf: new.get(path, jnp.zeros_like(leaf)).astype(leaf.dtype), tree)
 
     def __matmul__(self, tree: Any) -> Any:
@@ -140,12 +141,12 @@ class Operator:
 
     def eigvalsh(self) -> jax.Array:
         """All eigenvalues, in growing order, `[size]`."""
-        return jnp.sort(jnp.concatenate([block.values.ravel() for block in self.blocks.values()]))
+        return jnp.sort(jnp.concatenate([_eigenvalues(x, self.blocks[x.name]) for x in self._layers()]))
 
     @property
     def size(self) -> int:
         """How many parameters the matrix is over."""
-        return sum(math.prod(block.values.shape) for block in self.blocks.values())
+        return sum(layer.num_params for layer in self._layers())
 
     def diagonal(self) -> Any:
         """The diagonal, as a tree of parameters."""
@@ -197,7 +198,8 @@ class Operator:
         return [layer for layer in self.layers if layer.name in self.blocks]
 
     def _sum(self, fn: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        return sum((jnp.sum(fn(block.values)) for block in self.blocks.values()), jnp.zeros(()))
+        found = (jnp.sum(fn(_eigenvalues(layer, self.blocks[layer.name]))) for layer in self._layers())
+        return sum(found, jnp.zeros(()))
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         known = {path: shape for layer in self.layers for path, shape in zip(layer.params, layer.shapes, strict=True)}
@@ -214,7 +216,19 @@ class Operator:
 
 
 def _leaves(layer: Layer, matrix: jax.Array) -> dict[str, jax.Array]:
-    return dict(zip(layer.params, layer.from_matrix(matrix.reshape(-1, layer.d_out, layer.d_in)), strict=True))
+    matrix = layer.from_pieces(matrix) if layer.pieces > 1 else matrix.reshape(-1, layer.d_out, layer.d_in)
+    return dict(zip(layer.params, layer.from_matrix(matrix), strict=True))
+
+
+def _eigenvalues(layer: Layer, block: Block) -> jax.Array:
+    """All of a layer, without those of what fills up the last pieces: they are zero undamped, and so the first."""
+    if layer.pieces == 1:
+        return block.values.ravel()
+    (a, g), (rows, columns) = layer.cut, block.values.shape[1:]
+    inside = [np.ones((count, size), bool) for count, size in ((g, rows), (a, columns))]
+    inside[0][-1, : g * rows - layer.d_out] = inside[1][-1, : a * columns - layer.d_in] = False
+    known = inside[0][:, None, :, None] & inside[1][None, :, None, :]
+    return block.values.reshape(-1, *known.shape)[:, known].ravel()
 
 
 def _scalar(value: Any) -> jax.Array:

@@ -15,10 +15,9 @@ from kfac._capture.outputs import find_marks
 from kfac._capture.replay import replay
 from kfac._capture.taps import Plan
 from kfac._capture.trace import trace
-from kfac._checks import check_count, check_range, check_type
-from kfac._distributed.distribution import Distribution
+from kfac._checks import check_count, check_range
 from kfac._optimizer.state import KfacState, find_nodes, has_masked
-from kfac._varying import AxisName, as_varying, axis_size, varying_axes
+from kfac._varying import as_varying, device_axes, varying_axes
 
 WORSE = 3.0  # by so much the damping grows when a step is taken back
 
@@ -53,7 +52,6 @@ def adaptive_damping(
     high: float = 0.75,
     minimum: float = 1e-8,
     maximum: float = 1e3,
-    distribution: Distribution | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer whose damping follows the Levenberg-Marquardt rule on the reduction ratio.
 
@@ -90,16 +88,13 @@ def adaptive_damping(
       high: ratio above which it falls, in (`low`, 1).
       minimum: bound on the damping, positive.
       maximum: bound on the damping, at least `minimum`.
-      distribution: as given to the optimizer. Inside `jax.pmap` and `jax.shard_map`, where `value_fn` is the loss of
-        this device's examples, what is measured is averaged over its axis.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`; the extra arguments go on to the optimizer. `kfac.diagnostics` reports
       the last `reduction_ratio`.
 
     Raises:
-      ValueError: an argument is out of range, or the optimizer uses several devices and `distribution` is not given;
-        in `update`: `params` or `value_fn` is missing, or no output is marked.
+      ValueError: an argument is out of range; in `update`: `params` or `value_fn` is missing, or no output is marked.
       TypeError: `value_fn` does not return a real scalar.
 
     References:
@@ -124,10 +119,6 @@ def adaptive_damping(
     check_range("high", high, 0, 1, open_low=True, open_high=True)
     check_range("low", low, 0, high, open_low=True, open_high=True)
     check_count("every", every, 1)
-    check_type("distribution", distribution, Distribution | None, "a kfac.Distribution or None")
-    if distribution is not None and distribution.gradients == "local":
-        raise ValueError("gradients='local' is not for adaptive_damping, which needs the average: leave it 'averaged'")
-    axis = None if distribution is None else distribution.axis
 
     def inner(damping: jax.Array) -> optax.GradientTransformationExtraArgs:
         return optax.with_extra_args_support(optimizer(damping))
@@ -135,7 +126,7 @@ def adaptive_damping(
     def init(params):
         damping, ratio = jnp.asarray(initial, jnp.float32), jnp.full((), jnp.nan, jnp.float32)
         none = jnp.zeros((), jnp.int32)
-        inner_state = _checked(inner(damping).init(params), axis)
+        inner_state = _checked(inner(damping).init(params))
         return AdaptiveDampingState(none, damping, ratio, inner_state, none, jnp.zeros((), bool))
 
     def update(updates, state, params=None, *, value_fn=None, **extra):
@@ -159,7 +150,7 @@ def adaptive_damping(
         due = count % every == 0
 
         def measured():
-            ratio, worse = _reduction_ratio(value_fn, params, changes, damping, axis)
+            ratio, worse = _reduction_ratio(value_fn, params, changes, damping)
             factor = jnp.where(ratio > high, decay**every, jnp.where(ratio < low, decay**-every, 1.0))
             factor = jnp.where(worse, WORSE, jnp.where(due, factor, 1.0))
             # Without a ratio there is nothing to learn from the step.
@@ -176,10 +167,8 @@ def adaptive_damping(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _checked(inner_state: Any, axis: AxisName | None) -> Any:
+def _checked(inner_state: Any) -> Any:
     owned = [own for state in find_nodes(inner_state, KfacState) for own in state.owned.values()]
-    if axis is None and any(len(own.blocks.weight) < own.shard.positions * own.shard.devices for own in owned):
-        raise ValueError("adaptive_damping would measure on this device only: pass the optimizer's distribution= to it")
     if any(own.inverse.relative for own in owned):
         raise ValueError(
             "adaptive_damping compares the loss with a quadratic model that has one damping for all layers, and whose "
@@ -190,7 +179,7 @@ def _checked(inner_state: Any, axis: AxisName | None) -> Any:
 
 
 def _reduction_ratio(
-    value_fn: Callable[[Any], Any], params: Any, changes: Any, damping: jax.Array, axis: AxisName | None
+    value_fn: Callable[[Any], Any], params: Any, changes: Any, damping: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Actual over predicted change of the loss, and whether it is larger after the step or not finite.
 
@@ -198,7 +187,8 @@ def _reduction_ratio(
     """
 
     def averaged(x):
-        return lax.pmean(x, axis) if axis_size(axis) else x
+        axes = device_axes()  # here the loss is that of a device's own examples
+        return lax.pmean(as_varying(x, varying_axes(lax.axis_index(axes))), axes) if axes else x
 
     before, slope, curvature = jax.tree.map(averaged, _along(value_fn, params, changes))
     after = averaged(value_fn(optax.apply_updates(params, changes)))

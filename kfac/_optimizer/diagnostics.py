@@ -10,7 +10,7 @@ import optax
 from jax import lax
 
 from kfac._checks import check_layers
-from kfac._curvature.blocks import check_factors, group_layers
+from kfac._curvature.blocks import check_factors, group_layers, of_layer
 from kfac._curvature.refresh import in_portions
 from kfac._factors import Factors, Kronecker, Shares
 from kfac._layers import Layers
@@ -90,8 +90,8 @@ def averaged_factors(opt_state: Any, layers: Layers) -> Factors:
     for group, block in blocks_of(find_state(opt_state, "opt_state"), layers, "opt_state"):
         leaves, treedef = jax.tree.flatten(block.factors)
         for layer, *own in zip(group.layers, *([x for _, x in group.split(leaf)] for leaf in leaves), strict=True):
-            own = own if group.kronecker and layer.stacked else [x[0] for x in own]
-            blocks[layer.name] = jax.tree.unflatten(treedef, own)
+            whole, stacked = of_layer(layer, jax.tree.unflatten(treedef, own)), group.kronecker and layer.stacked
+            blocks[layer.name] = whole if stacked else jax.tree.map(lambda x: x[0], whole)
     return Factors({layer.name: blocks[layer.name] for layer in layers.with_factors})
 
 

@@ -23,6 +23,7 @@ from kfac._optimizer.moves import Moves, ScalarOrSchedule, value_at
 from kfac._optimizer.parts import keep_dtype, momentum_beside_blocks
 from kfac._optimizer.scale_by_kfac import precondition_and_move
 from kfac._optimizer.state import check_groups, check_inverse, find_state, match_leaves
+from kfac._varying import mesh_of, on_mesh, placed
 
 
 def kfac(
@@ -86,9 +87,8 @@ def kfac(
       inverse: how Kronecker blocks are inverted: `Cholesky()`, `Eigh()`, `Ekfac()`, `Soap()` or one's own. With "auto"
         it is made `relative`. With `Soap` the momentum is that of the gradients, and is preconditioned.
 
-        None: `Soap()`, and without "auto" `Cholesky()`. `Soap` is not for `precondition="replicated"` and
-        `split_from=` of a `Distribution`: name another inverse there.
-      distribution: how several devices are used; None: one device.
+        None: `Soap()`, and without "auto" `Cholesky()`.
+      distribution: how several devices are used; None: as `scale_by_kfac` sees them.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`; `update` takes the keyword `factors`.
@@ -207,8 +207,10 @@ def _followed_by(
     """`tx`, which holds the preconditioner, and then `rest`, which is told of the steps that are refused."""
 
     def init(params):
-        return tx.init(params), rest.init(params)
+        # All on one mesh from the start: else the second step would be compiled anew.
+        return placed((tx.init(params), rest.init(params)), mesh_of(params))
 
+    @on_mesh
     def update(updates, state, params=None, **extra):
         # First, as the state of `Soap` has other parts, and its momentum comes before the preconditioner.
         found = find_state(state, "opt_state")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +53,7 @@ class Moves:
 
     def needs_params(self, group: Group) -> bool:
         """Whether the step of a group depends on its parameters."""
-        return self.lengths is not None and bool(np.any(kernels(group, self.lengths)))
+        return self.lengths is not None and bool(np.any(find_kernels(group, self.lengths).size))
 
 
 class MovesNow(NamedTuple):
@@ -86,15 +86,29 @@ BESIDE_KERNELS = 0.1
 LEFT = 1e-4
 
 
-def kernels(group: Group, lengths: Lengths) -> np.ndarray:
-    """`[k]`: which blocks are kernels whose step goes by their norm; with "auto", embeddings are none."""
-    table = [group.kronecker and not (lengths == "auto" and layer.kind == "embedding") for layer in group.layers]
-    return np.repeat(table, group.counts)
+class Kernels(NamedTuple):
+    """What the lengths of steps need to know of each of `k` blocks.
+
+    Attributes:
+      size: the entries of the kernel that a block is, or is a piece of; 0 of what is no kernel.
+      width: the rows of the block that are not the bias.
+      outputs: those of the kernel.
+    """
+
+    size: Any
+    width: Any
+    outputs: Any
 
 
-def kernel_widths(group: Group) -> np.ndarray:
-    """`[k]`: the rows of each block that are the kernel's; the bias has the one behind them."""
-    return np.repeat([layer.layouts[0].size("in") for layer in group.layers], group.counts)
+def find_kernels(group: Group, lengths: Lengths) -> Kernels:
+    """Of the blocks of a group."""
+    parts = []
+    for layer, count in zip(group.layers, group.counts, strict=True):
+        kernel = group.kronecker and not (lengths == "auto" and layer.kind == "embedding")
+        each, rows = layer.block_shapes["A"][0], layer.layouts[0].size("in")
+        width = np.resize(np.clip(rows - each * np.arange(layer.cut[0]), 0, each), count)
+        parts.append((np.full(count, rows * layer.d_out if kernel else 0), width, np.full(count, layer.d_out)))
+    return Kernels(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 class Stack(NamedTuple):
@@ -104,22 +118,22 @@ class Stack(NamedTuple):
       updates: `[k, d_in, d_out]`.
       params: likewise; None where no block is a kernel.
       gradients: those of the whole batch, likewise.
-      kernel: `[k]`, which blocks are kernels; None for all of them.
-      width: `[k]`, the rows of each that are not the bias, or `[1]` for all of them.
+      kernels: arrays `[k]`, or `[1]` where all blocks are alike.
       by_row: whether rows are leaves of their own.
+      whole: what makes sums over pieces, `[sums, k]`, sums over their kernels.
     """
 
     updates: jax.Array
     params: jax.Array | None
     gradients: jax.Array
-    kernel: jax.Array | None
-    width: jax.Array
-    by_row: bool
+    kernels: Kernels
+    by_row: bool = False
+    whole: Callable[[jax.Array], jax.Array] | None = None
 
     @property
     def inside(self) -> jax.Array:
         """`[k, d_in, 1]`: which rows are the kernel's."""
-        return jnp.arange(self.updates.shape[1])[:, None] < per_block(self.width, self.updates)
+        return jnp.arange(self.updates.shape[1])[:, None] < per_block(self.kernels.width, self.updates)
 
 
 def lengthened(stacks: Mapping[str, Stack], coefficient: jax.Array | None) -> dict[str, jax.Array]:
@@ -176,9 +190,8 @@ class Sums(NamedTuple):
 def _sums(x: Stack) -> Sums:
     u, g = x.updates, x.gradients
     products = [u * u, u != 0, g != 0]
-    kernel = jnp.array([x.params is not None]) if x.kernel is None else x.kernel
     if x.params is not None:
-        w = jnp.where(x.inside & per_block(kernel, u), x.params, 0)
+        w = jnp.where(x.inside & per_block(x.kernels.size > 0, u), x.params, 0)
         products += [u * w, w * w, g * w, jnp.where(x.inside, g * g, 0), jnp.where(x.inside, 0, u * u)]
     products = [product.astype(u.dtype) for product in products]
     zeros = [jnp.zeros((), u.dtype) for _ in products]
@@ -186,9 +199,10 @@ def _sums(x: Stack) -> Sums:
     axes = (2,) if x.by_row else (1, 2)
     found = lax.reduce(products, zeros, lambda a, b: [p + q for p, q in zip(a, b, strict=True)], axes)
     square, moving, known, *rest = (s.reshape(-1) for s in found)
-    uw, ww, gw, gg, beside = rest or 5 * [jnp.zeros_like(square)]
-    size = jnp.zeros_like(square) + (0 if x.params is None else jnp.where(kernel, x.width * u.shape[2], 0))
-    outputs = jnp.full_like(square, u.shape[2])
+    sums = [square, moving, known, *(rest or 5 * [jnp.zeros_like(square)])]
+    square, moving, known, uw, ww, gw, gg, beside = sums if x.whole is None else x.whole(jnp.stack(sums))
+    # Rows that are leaves of their own are alike.
+    size, outputs = (jnp.zeros_like(square) + number for number in (x.kernels.size, x.kernels.outputs))
     return Sums(square - beside, uw, ww, gw, gg, beside, moving, known, size, outputs)
 
 

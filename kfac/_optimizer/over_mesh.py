@@ -7,6 +7,7 @@ devices, and the results back. Kernels go without their biases: XLA would move t
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -14,22 +15,23 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kfac._curvature.blocks import Group, check_factors
 from kfac._curvature.inverse import finite
+from kfac._distributed.distribution import Distribution
 from kfac._distributed.owners import Shard
 from kfac._factors import Factors, Shares
 from kfac._layers import leaves_by_path, map_by_path
 from kfac._optimizer.reshard import state_spec
-from kfac._optimizer.state import Config, KfacState
+from kfac._optimizer.state import Config, KfacState, Splits, init_state
 from kfac._optimizer.step import Gradients, Now, preconditioned_step
 from kfac._varying import as_varying, axis_names, lying_as, replicated, varying_axes, whole
 
 
 def step_over_mesh(
     config: Config,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     updates: Any,
     params: Any,
     state: KfacState,
@@ -37,12 +39,11 @@ def step_over_mesh(
     factors: Factors | Shares | None,
 ) -> tuple[Any, KfacState]:
     """`preconditioned_step` on the devices of a mesh; on explicit axes the results lie as `updates` do."""
-    assert config.owners is not None
     rows = {name: own.shard for name, own in state.owned.items()}
-    split, same, states = config.distribution.gradients == "split", PartitionSpec(), state_spec(config.owners)
-    narrow, leaves = {}, _apart(config, updates)
+    same, states, leaves = PartitionSpec(), state_spec(config.owners or ()), _apart(config, updates)
+    split = config.dealt and _is_split(config, mesh, state.splits, leaves)
+    narrow = {}
     if split:
-        check_context(mesh, config)
         narrow = {group.name: [_narrowest(_dtypes(part, leaves)) for part in group.by_leaf] for group in config.apart}
 
     def given(tree):
@@ -52,10 +53,11 @@ def step_over_mesh(
         local = isinstance(factors, Shares)
         if local:
             own = jax.tree.map(lambda x: x[0], factors.factors)
-            factors = as_varying(own, varying_axes(lax.axis_index(config.axis)))
-        return preconditioned_step(config, updates, params, state, now, factors, local=local, narrow=narrow)
+            factors = as_varying(own, varying_axes(lax.axis_index(axis_names(config.distribution.axis))))
+        here = config if local or config.dealt else dataclasses.replace(config, distribution=Distribution())
+        return preconditioned_step(here, updates, params, state, now, factors, local=local, narrow=narrow)
 
-    own: Any = Gradients(same, PartitionSpec(config.owners))  # type: ignore[arg-type]  # the specs of such
+    own: Any = Gradients(same, PartitionSpec(config.owners or ()))  # type: ignore[arg-type]  # the specs of such
     shares = PartitionSpec(factors.axes) if isinstance(factors, Shares) else same
     step = jax.shard_map(
         on_device,
@@ -66,10 +68,10 @@ def step_over_mesh(
     new, state = step(given(updates), None if params is None else given(params), state, now, factors)
     if not split:
         return lying_as(new.tree, updates), state
-    return from_owners(config, mesh, new, updates, rows), state
+    return from_owners(config, mesh, new, updates, rows, state.splits), state
 
 
-def check_over_mesh(config: Config, mesh: Mesh, factors: Any) -> None:
+def check_over_mesh(config: Config, mesh: Mesh | AbstractMesh, factors: Any) -> None:
     """Raises where statistics are not such as `update` over a mesh takes."""
     if not isinstance(factors, Shares):
         if (wire := config.distribution.communication_dtype) != "float32":
@@ -79,7 +81,7 @@ def check_over_mesh(config: Config, mesh: Mesh, factors: Any) -> None:
                 "at 'float32'"
             )
         return check_factors(factors, config.layers, config.inverse)
-    axes, number = axis_names(config.axis), {len(x) for x in jax.tree.leaves(factors)}
+    axes, number = axis_names(config.distribution.axis), {len(x) for x in jax.tree.leaves(factors)}
     if not set(factors.axes) <= set(axes) or number - {math.prod(mesh.shape[name] for name in factors.axes)}:
         raise ValueError(
             f"factors are the shares of {sorted(number)} devices of the axes {factors.axes}, but the optimizer's axes "
@@ -89,23 +91,44 @@ def check_over_mesh(config: Config, mesh: Mesh, factors: Any) -> None:
     return jax.eval_shape(lambda own: check_factors(own, config.layers, config.inverse), one)
 
 
-def check_context(mesh: Mesh, config: Config) -> None:
-    """Raises where XLA could not be told how split gradients are to lie."""
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    kinds, here = {types[name] for name in axis_names(config.owners)}, jax.sharding.get_abstract_mesh()
-    if len(kinds) > 1:
-        raise ValueError(
-            f"gradients='split' needs the axes of owners, {axis_names(config.owners)}, to be all automatic or all "
-            "explicit: make the mesh with one axis_types, or name the axes of one kind in owners="
-        )
-    if here.axis_names != mesh.axis_names if not here.empty else AxisType.Explicit in kinds:
-        raise ValueError(
-            f"gradients='split' over the axes {mesh.axis_names}, but the mesh around has {here.axis_names or 'none'}: "
-            "call update, or the step that is compiled, within jax.set_mesh(mesh) of the Distribution's mesh"
-        )
+def init_over_mesh(config: Config, mesh: Mesh | AbstractMesh, params: Any) -> KfacState:
+    """The state before the first step, lying on a mesh."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    specs = state_spec(config.owners or ())
+    own = jax.shard_map(lambda: init_state(config, shapes), mesh=mesh, in_specs=(), out_specs=specs)
+    state: KfacState = jax.jit(own)()
+    state = state._replace(splits=find_splits(params))
+    if not isinstance(mesh, AbstractMesh):
+        return state
+    # Under `jit` a state that depends on no argument would be one of no mesh.
+    smallest = min(jax.tree.leaves(params), key=lambda leaf: leaf.size)
+    return state._replace(count=state.count + 0 * jnp.any(jnp.isnan(smallest)))
 
 
-def to_owners(config: Config, mesh: Mesh, updates: Any, rows: dict[str, Shard]) -> Gradients:
+def find_splits(params: Any) -> Splits:
+    """How parameters are split over a mesh, by what is known of them: all outside of `jit`."""
+    shardings = {
+        path: leaf.sharding
+        for path, leaf in leaves_by_path(params).items()
+        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and not isinstance(leaf, jax.core.Tracer)
+    }
+    named = {path: s.spec for path, s in shardings.items() if isinstance(s, NamedSharding)}
+    return Splits(tuple((path, spec) for path, spec in sorted(named.items()) if any(spec)))
+
+
+def _explicit(mesh: Mesh | AbstractMesh) -> bool:
+    return all(kind == AxisType.Explicit for kind in mesh.axis_types)
+
+
+def _is_split(config: Config, mesh: Mesh | AbstractMesh, splits: Splits, leaves: dict[str, jax.Array]) -> bool:
+    """Whether gradients go to their owners alone: they are split, and the axes of the owners are of one kind."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if len({kinds[name] for name in axis_names(config.owners)}) > 1:
+        return False
+    return bool(leaves.keys() & dict(splits.specs)) or any(any(jax.typeof(x).sharding.spec) for x in leaves.values())
+
+
+def to_owners(config: Config, mesh: Mesh | AbstractMesh, updates: Any, rows: dict[str, Shard]) -> Gradients:
     """Gradients as each owner gets its own, and all devices what all precondition; `rows` of all positions."""
     apart = _apart(config, updates)
 
@@ -125,9 +148,11 @@ def to_owners(config: Config, mesh: Mesh, updates: Any, rows: dict[str, Shard]) 
     return Gradients(replicated(map_by_path(rest, updates)), whole(stacked, PartitionSpec(config.owners))(apart))
 
 
-def from_owners(config: Config, mesh: Mesh, new: Gradients, updates: Any, rows: dict[str, Shard]) -> Any:
-    """What has become of `updates`, on explicit axes lying as they do; skipped leaves are as they were."""
-    apart = _apart(config, updates)
+def from_owners(
+    config: Config, mesh: Mesh | AbstractMesh, new: Gradients, updates: Any, rows: dict[str, Shard], splits: Splits
+) -> Any:
+    """What has become of `updates`, lying as they do; skipped leaves are as they were."""
+    apart, specs = _apart(config, updates), dict(splits.specs)
 
     def split(stacks):
         leaves: dict[str, jax.Array] = {}
@@ -143,7 +168,8 @@ def from_owners(config: Config, mesh: Mesh, new: Gradients, updates: Any, rows: 
     def back(path, leaf):
         if path in config.skipped:
             return leaf
-        return own[path] if path in own else lying_as(rest[path], leaf)
+        leaf = own[path] if path in own else lying_as(rest[path], leaf)
+        return _lying(mesh, leaf, *specs[path]) if path in specs and not _explicit(mesh) else leaf
 
     return map_by_path(back, updates)
 
@@ -162,6 +188,6 @@ def _narrowest(dtypes: list[Any]) -> Any:
     return min(dtypes, key=lambda dtype: float(jnp.finfo(dtype).max))
 
 
-def _lying(mesh: Mesh, stack: jax.Array, *spec: Any) -> jax.Array:
+def _lying(mesh: Mesh | AbstractMesh, stack: jax.Array, *spec: Any) -> jax.Array:
     here = jax.sharding.get_abstract_mesh()  # with explicit axes, the same mesh as if they were not
     return lax.with_sharding_constraint(stack, NamedSharding(mesh if here.empty else here, PartitionSpec(*spec)))

@@ -12,9 +12,8 @@ import optax
 from jax.sharding import PartitionSpec
 
 from kfac._checks import check_positive_int
-from kfac._curvature.by_rows import rows_of_each
-from kfac._distributed.owners import Shard, block_cost, make_shards, split_sides
-from kfac._optimizer.state import KfacState, Owned, Replica, find_nodes
+from kfac._distributed.owners import Shard, block_cost, make_shards
+from kfac._optimizer.state import KfacState, Owned, Replica, Splits, find_nodes
 from kfac._varying import AxisName, replicated
 
 
@@ -62,12 +61,12 @@ def gather_state(opt_state: Any) -> Any:
         owned = {name: _gather_owned(own) for name, own in node.owned.items()}
         # A basis that is there for the sake of several devices can be had from the blocks again.
         replicas = {name: r for name, r in node.replicas.items() if not owned[name].inverse.takes_moments}
-        return node._replace(owned=owned, replicas=replicas)
+        return node._replace(owned=owned, replicas=replicas, splits=Splits())
 
     return on_states(gather, opt_state)
 
 
-def scatter_state(portable: Any, num_devices: int, *, pmap: bool = False, split_from: int | None = None) -> Any:
+def scatter_state(portable: Any, num_devices: int, *, pmap: bool = False) -> Any:
     """A state from `gather_state`, for any number of devices.
 
     Jit-compatible. The result is the global form that `shard_map` and `jit` over a mesh take: place it with
@@ -78,26 +77,21 @@ def scatter_state(portable: Any, num_devices: int, *, pmap: bool = False, split_
       num_devices: length of the optimizer's axis, with `owners=` of those; without one `portable` is the state, as it
         is.
       pmap: return the form of `jax.pmap` instead, with a leading axis of devices on every array.
-      split_from: as given to the optimizer's `Distribution`.
 
     Returns:
       The state. It holds the same numbers, so that training goes on as it would have.
 
     Raises:
-      ValueError: `num_devices` or `split_from` is not a positive int, or `portable` is not what `gather_state` returns.
+      ValueError: `num_devices` is not a positive int, or `portable` is not what `gather_state` returns.
     """
     check_positive_int("num_devices", num_devices)
-    if split_from is not None:
-        check_positive_int("split_from", split_from)
     some_state(portable, "portable")
 
     def scatter(node):
         if any(own.shard.devices != 1 for own in node.owned.values()):
             raise ValueError("portable must be what gather_state returns, but is a state for several devices")
         blocks = {name: own.blocks.factors for name, own in node.owned.items()}
-        shapes = {name: {"A": x.A.shape[1:], "G": x.G.shape[1:]} for name, x in blocks.items()}
-        sides = {name: split_sides(name, shapes[name], split_from) for name in shapes}
-        costs = [block_cost(name, len(x.A), shapes[name], sides[name]) for name, x in blocks.items()]
+        costs = [block_cost(n, len(x.A), {"A": x.A.shape[1:], "G": x.G.shape[1:]}) for n, x in blocks.items()]
         shards = make_shards(costs, num_devices)
         bases = {name: own.inverse.basis(own.blocks.inverse) for name, own in node.owned.items()}
         ready = {name: node.owned[name].blocks.condition > 0 for name, basis in bases.items() if basis is not None}
@@ -156,40 +150,13 @@ def _gather_owned(own: Owned) -> Owned:
             f"{own.blocks.weight.shape}: gather outside of shard_map and pmap, and from the parts of all processes."
         )
     shard, one = own.shard, Shard(own.shard.blocks, 1)
-    if shard.sides:
-        return _mapped_split(lambda x: _from_rows(x, shard), lambda x: replicated(x)[: shard.blocks], own, one)
     return _mapped(lambda x: replicated(x)[shard.places], own, one)
 
 
 def _scatter_owned(own: Owned, shard: Shard) -> Owned:
-    if shard.sides:
-        return _mapped_split(lambda x: _to_rows(x, shard), lambda x: jnp.concatenate(shard.devices * [x]), own, shard)
     places = shard.places
 
     def spread(x):
         return jnp.zeros((shard.devices * shard.positions, *x.shape[1:]), x.dtype).at[places].set(x)
 
     return _mapped(spread, own, shard)
-
-
-def _mapped_split(rows: Callable, same: Callable, own: Owned, shard: Shard) -> Owned:
-    """`rows` of averages and inverses of the sides that are split, before or after; `same` of what devices share."""
-    sides = own.shard.sides or shard.sides
-
-    def change(path, x):
-        return rows(x) if getattr(path[-1], "name", "") in sides else same(x)
-
-    return dataclasses.replace(own, blocks=jax.tree_util.tree_map_with_path(change, own.blocks), shard=shard)
-
-
-def _from_rows(x: jax.Array, shard: Shard) -> jax.Array:
-    """From the rows of all devices `[D k, r, n]`, `[k, n, n]`."""
-    rows = replicated(x).reshape(shard.devices, shard.blocks, *x.shape[1:]).swapaxes(0, 1)
-    return rows.reshape(shard.blocks, -1, x.shape[2])[:, : x.shape[2]]
-
-
-def _to_rows(x: jax.Array, shard: Shard) -> jax.Array:
-    """The inverse of `_from_rows`."""
-    count = rows_of_each(x.shape[2], shard.devices)
-    filled = jnp.pad(x, ((0, 0), (0, shard.devices * count - x.shape[1]), (0, 0)))
-    return filled.reshape(shard.blocks, shard.devices, count, -1).swapaxes(0, 1).reshape(-1, count, x.shape[2])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import math
 from typing import Any
@@ -12,21 +11,22 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.flatten_util import ravel_pytree
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from kfac._checks import check_count, check_layers, check_range, check_type
 from kfac._curvature.blocks import check_factors, group_layers
 from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
-from kfac._distributed.collectives import owns_last
-from kfac._distributed.distribution import Distribution, check_kind
+from kfac._distributed.distribution import Distribution
+from kfac._distributed.ways import way_of
 from kfac._layers import Layers
 from kfac._optimizer.moves import Moves, ScalarOrSchedule, value_at
-from kfac._optimizer.over_mesh import check_over_mesh, step_over_mesh
+from kfac._optimizer.over_mesh import check_over_mesh, init_over_mesh, step_over_mesh
 from kfac._optimizer.reshard import on_states, some_state, state_spec
 from kfac._optimizer.state import Config, KfacState, check_devices, init_state, match_leaves
 from kfac._optimizer.step import Gradients, Now, count_blocks, dealt, preconditioned_step, refresh_inverses
-from kfac._varying import axis_names, axis_size, replicated
+from kfac._varying import axis_names, axis_size, device_axes, on_mesh, varying_axes
 
 
 def scale_by_kfac(
@@ -54,8 +54,10 @@ def scale_by_kfac(
     inverses follows the statistics of its step and precedes the preconditioning of its gradient; one that could
     change nothing (no statistics and no other damping since the last) is left out.
 
-    With several devices (`distribution`) every Kronecker block has an owner. Statistics arrive local and are averaged
-    to the owners, which invert and precondition; gradients are expected to be averaged already (`lax.pmean`).
+    On several devices every Kronecker block has an owner. Statistics arrive local and are averaged to the owners, which
+    invert and precondition. Gradients are averaged already (`lax.pmean`); where `jax.shard_map` knows that they differ,
+    they are averaged here, at the owners alone. A state of one device, made
+    outside of `jax.shard_map`, has no owners: there every device does all, with averaged statistics.
 
     Blocks with non-finite statistics leave them out of their average; a block whose factorisation fails, with ten times
     the damping as well, keeps its last inverse; a step with a non-finite gradient changes neither. `diagnostics` counts
@@ -75,7 +77,7 @@ def scale_by_kfac(
       inverse: how Kronecker blocks are inverted and applied: `Cholesky()` as above, `Eigh()`, `Ekfac()`, or an
         `Inverse` of one's own.
       unitwise_damping: factor on `damping` for unit-wise and diagonal blocks. Scalar or schedule.
-      distribution: how several devices are used. None: one device.
+      distribution: how several devices are used. None: all axes that are bound, or the mesh that parameters lie on.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. Updates keep the dtype of the gradients.
@@ -114,26 +116,28 @@ def precondition_and_move(
     check_type("inverse", inverse, Inverse, "a kind of inverse such as kfac.Cholesky()")
     check_type("distribution", distribution, Distribution | None, "a kfac.Distribution or None")
     uses = distribution or Distribution()
-    check_kind(uses, inverse)
-    config = Config(layers, group_layers(layers), inverse, uses, inverse_every is not None, moves)
-    reads_params = any(map(moves.needs_params, config.groups))
-    quiet = _without_statistics(config, statistics_every, inverse_every)
-    axis, mesh = config.owners, config.distribution.mesh
-    if mesh is not None and axis is not None:
-        own, split = functools.partial(init_state, config), state_spec(axis)
-        init_on_mesh = jax.jit(jax.shard_map(own, mesh=mesh, in_specs=(PartitionSpec(),), out_specs=split))
+    general = Config(layers, group_layers(layers), inverse, uses, inverse_every is not None, moves)
+    without = _without_statistics(general, statistics_every, inverse_every)
+    reads_params = any(map(moves.needs_params, general.groups))
 
     def init(params: Any) -> KfacState:
-        if mesh is not None and axis_size(axis) is None:
-            return init_on_mesh(replicated(params))
-        return init_state(config, params)
+        config = dataclasses.replace(general, distribution=uses.seen(params))
+        mesh, axis = config.distribution.mesh, config.owners
+        if differing := sorted(varying_axes(params)):
+            raise ValueError(f"params differ between the devices of {differing}: {SPLIT_BY_HAND}")
+        if mesh is None or axis_size(axis) is not None or not jax.tree.leaves(params):
+            return init_state(config, params)
+        return init_over_mesh(config, mesh, params)
 
+    @on_mesh
     def update(updates: Any, state: KfacState, params: Any = None, *, factors=None, **extra: Any):
         del extra
         if reads_params and params is None:
             raise ValueError("trust_ratio needs the parameters: call update(grads, state, params, factors=factors)")
+        config, over = _here(general if factors is not None else without, state, updates)
+        updates = average_here(uses, config.dealt, params, updates)
+        config = dataclasses.replace(config, local=bool(varying_axes(updates)))
         params = params if reads_params else None
-        over = mesh if axis_size(axis) is None else None  # what a shard_map is still to be opened over
         if factors is not None:
             _check_all_parts_are_here()
             if over is None:
@@ -150,19 +154,62 @@ def precondition_and_move(
             moves=moves.at(count),
         )
         match_leaves(layers, updates, "updates")
-        own = quiet if factors is None else config
         if over is None:
             weights = None if params is None else Gradients(params, {})
             (updates, _), state = preconditioned_step(
-                own, Gradients(updates, {}), weights, state, now, factors, local=True
+                config, Gradients(updates, {}), weights, state, now, factors, local=True
             )
         else:
-            check_devices(state, math.prod(over.shape[name] for name in axis_names(axis)))
-            updates, state = step_over_mesh(own, over, updates, params, state, now, factors)
+            check_devices(state, math.prod(over.shape[name] for name in axis_names(config.owners)))
+            updates, state = step_over_mesh(config, over, updates, params, state, now, factors)
         soon = (state.count < jnp.asarray(warmup)) | (state.count % statistics_every == 0)
         return updates, state._replace(due=soon)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _here(config: Config, state: KfacState, updates: Any) -> tuple[Config, Mesh | AbstractMesh | None]:
+    """What is to be done here with a state, and the mesh, if any, that a `shard_map` is still to be opened over."""
+    uses = config.distribution
+    config = dataclasses.replace(config, distribution=uses.seen(updates), dealt=is_dealt(uses, state))
+    over = config.distribution.mesh if axis_size(config.distribution.axis) is None else None
+    if over is not None and not config.dealt and AxisType.Explicit not in over.axis_types:
+        # Of one device: XLA shares out what it does.
+        return dataclasses.replace(config, distribution=Distribution()), None
+    return config, over
+
+
+def is_dealt(distribution: Distribution, state: KfacState) -> bool:
+    """Whether the blocks of a state have owners; a state of one device has none, but where a `Distribution` says so."""
+    return distribution.axis is not None or any(owned.shard.devices > 1 for owned in state.owned.values())
+
+
+def average_here(uses: Distribution, dealt: bool, params: Any, gradients: Any) -> Any:
+    """Gradients that differ between devices, averaged; but for owners as they are, which then do that.
+
+    Args:
+      uses: what names the axes of devices; if it names none, they are all that are bound.
+      dealt: whether blocks have owners.
+      params: the parameters, or None.
+      gradients: the gradients.
+
+    Raises:
+      ValueError: the parameters differ between devices too.
+    """
+    if differing := sorted(varying_axes(params)):
+        raise ValueError(f"params differ between the devices of {differing}: {SPLIT_BY_HAND}")
+    averaged = varying_axes(gradients).intersection(axis_names(uses.axis) or device_axes())
+    if dealt or not averaged:
+        return gradients
+    flat, unravel = ravel_pytree(gradients)
+    return unravel(lax.pmean(flat, tuple(sorted(averaged))))
+
+
+SPLIT_BY_HAND = (
+    "each has its own part of them, as in tensor, pipeline or expert parallelism. Averages would mix unrelated parts, "
+    "and the blocks of a part are not those of the model: use jax.jit with parameters that are sharded over a mesh, in "
+    "the place of jax.shard_map"
+)
 
 
 def _intervals(inverse_every: Any, refresh_warmup: Any) -> tuple[Any, Any]:
@@ -220,7 +267,7 @@ def refresh(opt_state: Any, *, distribution: Distribution | None = None) -> Any:
     Args:
       opt_state: the state of any chain that holds `scale_by_kfac`. Of several devices as `update` takes it: inside
         `jax.shard_map` and `jax.pmap` the part there.
-      distribution: as given to the optimizer.
+      distribution: as given to the optimizer, if any was.
 
     Returns:
       The state.
@@ -229,21 +276,20 @@ def refresh(opt_state: Any, *, distribution: Distribution | None = None) -> Any:
       ValueError: there is no state of `scale_by_kfac` in `opt_state`, or it is one for another number of devices.
     """
     check_type("distribution", distribution, Distribution | None, "a kfac.Distribution or None")
-    some_state(opt_state, "opt_state")
-    uses = distribution or Distribution()
-    axis, mesh = uses.owner_axis, uses.mesh
+    state, uses = some_state(opt_state, "opt_state"), distribution or Distribution()
+    dealt_out, uses = is_dealt(uses, state), uses.seen(opt_state)
+    way, axis, mesh = way_of(uses, dealt_out), uses.owner_axis if dealt_out else None, uses.mesh
 
     def local(state):
-        check_devices(state, axis_size(axis) or 1, "kfac.refresh")
+        check_devices(state, way.devices, "kfac.refresh")
         n = state.count  # in the place of what a refresh does not read
         damping = Now(state.damping, state.unitwise_damping, n, n, n, Moves().at(n))
         wanted = {name: block.weight > 0 for name, block in state.blocks.items()}
         shards = dealt(state)
         for name, shard in shards.items():
-            wanted[name] &= owns_last(shard, axis)
-        state, failed = refresh_inverses(axis, state, wanted, damping, None)
-        number = count_blocks(shards, axis, failed)
-        number = lax.psum(number, axis) if axis is not None else number
+            wanted[name] &= way.owns(shard)
+        state, failed = refresh_inverses(way, state, wanted, damping, None)
+        number = way.total(count_blocks(shards, way, failed))
         metrics = state.metrics._replace(failed_inversions=state.metrics.failed_inversions + number)
         return state._replace(metrics=metrics)
 

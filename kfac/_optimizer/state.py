@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from kfac._curvature.blocks import Group, group_layers
-from kfac._curvature.by_rows import ByRows
-from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.distribution import Distribution, owners_precondition, shared, shares
-from kfac._distributed.owners import Shard, group_costs, make_shards, split_sides
+from kfac._distributed.owners import Shard, group_costs, make_shards
+from kfac._distributed.ways import Everywhere, way_of
 from kfac._factors import Block
 from kfac._layers import Layers, leaves_by_path
 from kfac._optimizer.moves import Moves
@@ -77,19 +77,11 @@ class BlockState(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Owned:
-    """Blocks of one group that this device owns, at its positions; seen from outside, those of all devices in a row.
-
-    Of sides that are split each device has its rows, `[k, r, n]`, of all blocks; of the others, all.
-    """
+    """Blocks of one group that this device owns, at its positions; seen from outside, those of all devices in a row."""
 
     blocks: BlockState
     shard: Shard = dataclasses.field(metadata={"static": True})
     inverse: Inverse = dataclasses.field(metadata={"static": True})
-
-    def by_rows(self, axis: AxisName | None) -> ByRows:
-        """What inverts and applies blocks that are split over the owners' axis."""
-        assert axis is not None and isinstance(self.inverse, Cholesky)
-        return ByRows(inverse=self.inverse, sides=self.shard.sides, axis=axis)
 
 
 class Replica(NamedTuple):
@@ -97,6 +89,14 @@ class Replica(NamedTuple):
 
     inverse: Any
     ready: jax.Array
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Splits:
+    """The `PartitionSpec`s of the parameters that are split over a mesh, with their paths; what `init` could see."""
+
+    specs: tuple[tuple[str, PartitionSpec], ...] = ()
 
 
 class KfacState(NamedTuple):
@@ -111,15 +111,16 @@ class KfacState(NamedTuple):
       due: whether the next step is to bring statistics.
       damping: the damping of the last step.
       unitwise_damping: that of unit-wise and diagonal blocks.
-      owned: Kronecker blocks, each device its own, or its rows of those that are split.
+      owned: Kronecker blocks, each device its own.
       shared: unit-wise and diagonal blocks, the same on all devices.
-      replicas: what all devices have of inverses: those of the groups that they all precondition, of all groups with
-        `precondition="replicated"`; over an axis, with an inverse that takes moments, the bases of blocks with such.
+      replicas: what all devices have of inverses: those of the groups that they all precondition; over an axis, with an
+        inverse that takes moments, the bases of blocks with such.
       shared_momenta: the momenta `[blocks, d_in, d_out]` of the groups that all devices precondition, if there is
         momentum.
       members: the number of blocks of each group, by the names of its layers, whose blocks they are in this order. So a
         checkpoint of layers of another name is one of another structure.
       metrics: scalars of the last step.
+      splits: no array: how parameters are split over automatic axes of a mesh, which nothing else tells under `jit`.
     """
 
     count: jax.Array  # type: ignore[assignment]  # optax's name for it
@@ -135,6 +136,7 @@ class KfacState(NamedTuple):
     shared_momenta: dict[str, jax.Array]
     members: dict[str, dict[str, jax.Array]]
     metrics: KfacMetrics
+    splits: Splits
 
     @property
     def blocks(self) -> dict[str, BlockState]:
@@ -168,7 +170,18 @@ def with_momenta(state: KfacState, momenta: dict[str, jax.Array]) -> KfacState:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What is fixed when the transformation is made; `refreshes`: whether a step may refresh inverses."""
+    """What is fixed for a step.
+
+    Attributes:
+      layers: the layers.
+      groups: their groups.
+      inverse: how blocks are inverted.
+      distribution: the axes, or the mesh, of the devices.
+      refreshes: whether a step may refresh inverses.
+      moves: what follows the preconditioner.
+      dealt: whether blocks have owners; else each device has all of them, whatever axes there are.
+      local: whether gradients are still to be averaged.
+    """
 
     layers: Layers
     groups: tuple[Group, ...]
@@ -176,14 +189,17 @@ class Config:
     distribution: Distribution
     refreshes: bool
     moves: Moves
+    dealt: bool = True
+    local: bool = False
 
     @property
-    def axis(self) -> AxisName | None:
-        return self.distribution.axis
+    def way(self) -> Everywhere:
+        """How blocks lie on devices here."""
+        return way_of(self.distribution, self.dealt)
 
     @property
     def owners(self) -> AxisName | None:
-        return self.distribution.owner_axis
+        return self.distribution.owner_axis if self.dealt else None
 
     def has_moments(self, group: Group) -> bool:
         """Whether statistics of a group bring moments."""
@@ -191,12 +207,11 @@ class Config:
 
     def shares(self, group: Group) -> bool:
         """Whether all devices have the inverses of a group, or a part of them."""
-        several = self.axis is not None
-        return group.kronecker and shares(self.distribution, self.inverse, group, several=several)
+        return group.kronecker and shares(self.inverse, group, several=self.owners is not None)
 
     def owners_precondition(self, group: Group) -> bool:
         """Whether owners alone precondition the blocks of a group."""
-        return owners_precondition(self.distribution, self.inverse, group)
+        return owners_precondition(self.inverse, group)
 
     @functools.cached_property
     def apart(self) -> tuple[Group, ...]:
@@ -223,8 +238,7 @@ def init_state(config: Config, params: Any) -> KfacState:
     # Statistics of a float64 model stay in float64; nothing else is ever wider than float32.
     dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in leaves.values()))
     devices = axis_size(config.owners)
-    split_from = config.distribution.split_from if devices else None
-    shards = make_shards(group_costs(config.groups, split_from), devices or 1)
+    shards = make_shards(group_costs(config.groups), devices or 1)
 
     def inverses(group: Group, size: int) -> Any:
         return group.kind(config.inverse).init(group.zeros(size, dtype, moments=config.has_moments(group)))
@@ -243,10 +257,6 @@ def init_state(config: Config, params: Any) -> KfacState:
     def own(group: Group) -> Owned:
         shard = shards[group.name]
         held = Owned(blocks(group, shard.positions), shard, config.inverse)
-        if shard.sides:
-            kind = held.by_rows(config.owners)
-            factors = kind.part(held.blocks.factors)
-            held = dataclasses.replace(held, blocks=held.blocks._replace(factors=factors, inverse=kind.init(factors)))
         # A device's own blocks are marked as such, where `shard_map` checks that (`lax.axis_index` varies if it does).
         return as_varying(held, varying_axes(lax.axis_index(config.owners))) if devices else held
 
@@ -267,6 +277,7 @@ def init_state(config: Config, params: Any) -> KfacState:
         shared_momenta={g.name: zeros(g, g.size) for g in config.groups if g not in config.apart and has_momentum(g)},
         members={group.name: {group.members: jnp.full((), group.size, jnp.int32)} for group in config.groups},
         metrics=KfacMetrics(*(jnp.zeros((), dtype) for dtype in 5 * [jnp.float32] + 4 * [jnp.int32])),
+        splits=Splits(),
     )
 
 
@@ -330,10 +341,9 @@ def find_state(opt_state: Any, argument: str) -> KfacState:
 def blocks_of(state: KfacState, layers: Layers, argument: str) -> Iterator[tuple[Group, BlockState]]:
     """The blocks of each group, all of which a state of one device holds."""
     for group in group_layers(layers):
-        block, own = state.blocks.get(group.name), state.owned.get(group.name)
-        rows = own is not None and own.shard.sides and own.shard.devices > 1
-        have = "no" if block is None else f"{len(block.weight)}{' parts of' if rows else ''}"
-        if block is None or len(block.weight) != group.size or block.weight.ndim != 1 or rows:
+        block = state.blocks.get(group.name)
+        have = "no" if block is None else len(block.weight)
+        if block is None or len(block.weight) != group.size or block.weight.ndim != 1:
             raise ValueError(
                 f"{argument} must be the state of an optimizer for these layers, on one device, but has {have} blocks "
                 f"{group.name} where the layers have {group.size}: a state of several devices goes through "
@@ -350,15 +360,7 @@ def check_state(config: Config, state: KfacState, devices: int) -> None:
     check_groups(config.groups, state)
     check_devices(state, devices)
     check_inverse(config.inverse, state)
-    split_from = config.distribution.split_from
-    expected = {group.name: split_sides(group.name, group.shapes, split_from) for group in config.kronecker}
-    for name, owned in state.owned.items():
-        if owned.shard.sides != expected[name]:
-            raise ValueError(
-                f"split_from={split_from} splits the factors {expected[name] or 'none'} of blocks {name} by rows, but "
-                f"in the optimizer state they are {owned.shard.sides or 'none'}: initialise it with the same option, "
-                "or convert it, kfac.scatter_state(kfac.gather_state(opt_state), devices, split_from=...)"
-            )
+    for owned in state.owned.values():
         if owned.blocks.weight.shape[0] != owned.shard.positions:
             raise ValueError(
                 f"this device must get {owned.shard.positions} of the state's {owned.shard.blocks} blocks of a shape, "
@@ -368,16 +370,12 @@ def check_state(config: Config, state: KfacState, devices: int) -> None:
         return
     if config.inverse.takes_moments:
         to_one, to_none = ("a", "kfac.scatter_state(opt_state, 1)"), ("no", "kfac.gather_state(opt_state)")
-        have, convert = to_one if config.axis else to_none
+        have, convert = to_one if config.owners else to_none
         raise ValueError(
             f"with inverse={config.inverse!r} a state is another where there is an axis of devices, if only of one: "
             f"update has {have} such axis, but the state is one for the other case: {convert} makes it from that."
         )
-    mode, other = ("replicated", "sharded") if config.distribution.replicated else ("sharded", "replicated")
-    raise ValueError(
-        f"precondition={mode!r}, but the optimizer state is one for precondition={other!r}: initialise it with the "
-        "same option."
-    )
+    raise ValueError("the optimizer state is not one for these layers and this inverse: initialise it with the same.")
 
 
 def check_inverse(inverse: Inverse, state: KfacState) -> None:

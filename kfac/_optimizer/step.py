@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,23 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.flatten_util import ravel_pytree
 
 from kfac._curvature.blocks import Group
-from kfac._curvature.by_rows import ByRows
-from kfac._curvature.inverse import Inverse, averaged, finite, per_block
+from kfac._curvature.inverse import averaged, finite, per_block
 from kfac._curvature.refresh import once_if, refresh
-from kfac._curvature.symmetric import flatten_block, unflatten_block
 from kfac._curvature.unitwise import ChannelInverse
-from kfac._distributed.collectives import gather_from_owners, means_to_owners, owns_last, take_own
 from kfac._distributed.distribution import decode, encode
 from kfac._distributed.owners import Shard
-from kfac._distributed.segments import BUCKETS
+from kfac._distributed.ways import Everywhere
 from kfac._factors import Block, Factors, Kronecker, Ragged, Tied
 from kfac._layers import leaves_by_path, map_by_path
-from kfac._optimizer.moves import MovesNow, Stack, clip_scale, kernel_widths, kernels, lengthened
+from kfac._optimizer.moves import Kernels, MovesNow, Stack, clip_scale, find_kernels, lengthened
 from kfac._optimizer.state import Config, KfacMetrics, KfacState, Owned, Replica, check_state, with_blocks, with_momenta
-from kfac._varying import AxisName, as_varying, axis_names, axis_size, varying_axes
+from kfac._varying import as_varying, varying_axes
 
 Vectors = dict[str, jax.Array]  # for each group `[k]`, a number for each block
 Dtypes = Mapping[str, Sequence[Any]]  # for each group one for each part of its columns
@@ -66,15 +62,13 @@ class Place(NamedTuple):
     Attributes:
       config: what is fixed.
       now: the scalars.
-      shards: how Kronecker groups are dealt to devices; without those that are split by rows, which all have.
-      split: what inverts and applies these.
+      shards: how Kronecker groups are dealt to devices.
       mine: of each group, `[positions]`: whether the block there is a device's own.
     """
 
     config: Config
     now: Now
     shards: dict[str, Shard]
-    split: dict[str, ByRows]
     mine: Vectors
 
     @property
@@ -103,7 +97,8 @@ def preconditioned_step(
     `params` are for the lengths of steps, if these depend on them. `narrow` has the narrowest dtype of the leaves of
     each part of the `stacks`.
     """
-    check(config, state, updates, factors if local else None)
+    check_state(config, state, config.way.devices)
+    config.way.check(updates.tree, factors if local else None)
     place = locate(config, state, now)
     updates, gradients, square, usable = take_gradients(place, state, updates)
     changed, due = decide(place, state, usable, statistics=factors is not None)
@@ -112,7 +107,7 @@ def preconditioned_step(
     if factors is not None:
         batch = average_statistics(place, factors, local=local) | gradient_statistics(place, gradients)
         state, left_out, change = take_in(place, state, batch, usable)
-        if config.axis is None:
+        if config.way.alone:
             # Statistics are gone before gradients are stacked; XLA would keep both until the end.
             state, updates = lax.optimization_barrier((state, updates))
             gradients = take_gradients(place, state, updates)[1]
@@ -120,13 +115,13 @@ def preconditioned_step(
     if config.refreshes:
         blocks = state.blocks
         wanted = {name: due & place.mine[name] & (blocks[name].weight > 0) for name in blocks}
-        state, failed = refresh_inverses(config.owners, state, wanted, now, due)
+        state, failed = refresh_inverses(config.way, state, wanted, now, due)
     measured = jnp.where(usable & (factors is not None), state.count, state.measured)
     preconditioned, advanced = precondition(place, state, gradients)
     squares = sums_of_shares(place, {name: x * x for name, x in preconditioned.items()})
     steps, momenta, scale = move(place, state, preconditioned, gradients, params)
-    if config.owners is not None and not updates.stacks:
-        steps |= gather_from_owners({name: steps[name] for name in place.apart}, place.apart, config.owners)
+    to_all = {name: shard for name, shard in place.apart.items() if name not in updates.stacks}
+    steps |= config.way.gather({name: steps[name] for name in to_all}, to_all)
     updates, usable = restore(place, updates, steps, usable & jnp.isfinite(sum(squares)), narrow or {})
     metrics, usable = measure(place, state, square, squares, change, [left_out, failed], usable)
     state = commit(state, advanced, momenta, usable)
@@ -135,63 +130,19 @@ def preconditioned_step(
     return updates, count(state._replace(measured=measured), now, changed, metrics, usable)
 
 
-def check(config: Config, state: KfacState, updates: Gradients, local: Factors | None) -> None:
-    """Raises where the axis, the state, the gradients or local statistics are not what this step needs."""
-    axis, devices = config.axis, axis_size(config.owners)
-    if axis is not None and axis_size(axis) is None:
-        raise ValueError(
-            f"axis_name={axis!r} is not bound: call update inside jax.pmap or jax.shard_map over that axis, "
-            "or pass mesh="
-        )
-    check_state(config, state, devices or 1)
-    if axis is None:
-        return
-    # Where `shard_map` knows that averages over devices are missing or would be.
-    differing, names = sorted(varying_axes(updates.tree)), axis_names(axis)
-    unnamed = [name for name in differing if name not in names]
-    if unnamed:
-        together = (*names, *unnamed)
-        raise ValueError(
-            f"updates differ between the devices of {unnamed}, which axis_name={axis!r} does not name. If these "
-            "devices have the same parameters and other examples, average the gradients over all axes, "
-            f"jax.lax.pmean(grads, {together!r}), and pass axis_name={together!r}. If each has its own part of the "
-            "parameters, as in tensor, pipeline or expert parallelism, averages would mix unrelated parts, and the "
-            "blocks of a part are not those of the model: instead of jax.shard_map use jax.jit with parameters that "
-            "are sharded over a mesh, and Distribution(mesh=mesh)"
-        )
-    if differing and config.distribution.gradients != "local":
-        raise ValueError(
-            f"updates differ between the devices of {differing}: average the gradients first, "
-            f"jax.lax.pmean(grads, {differing[0] if len(differing) == 1 else tuple(differing)!r})"
-        )
-    known = varying_axes(lax.axis_index(names))  # nothing, where `shard_map` does not check
-    if config.distribution.gradients == "local" and (summed := sorted(known.difference(differing))):
-        raise ValueError(
-            f"updates do not differ between the devices of {summed}, though gradients='local': jax.value_and_grad "
-            "inside of jax.shard_map has added them up already. Take them from kfac.value_and_grad, in steps without "
-            "statistics with statistics=False"
-        )
-    missing = sorted(varying_axes(local).difference(names))
-    if missing:
-        raise ValueError(
-            f"factors differ between the devices of {missing}, which axis_name={axis!r} does not name: pass "
-            f"axis_name={(*sorted(names), *missing)!r}"
-        )
-
-
 def locate(config: Config, state: KfacState, now: Now) -> Place:
-    """Which blocks this device holds; all have those that are split, or not Kronecker products."""
-    shards, split = dealt(state), {n: own.by_rows(config.owners) for n, own in state.owned.items() if own.shard.sides}
+    """Which blocks this device holds; all have those that are no Kronecker products."""
+    shards = dealt(state)
     mine = {
-        group.name: owns_last(shards[group.name], config.owners) if group.name in shards else jnp.ones(group.size, bool)
+        group.name: config.way.owns(shards[group.name]) if group.name in shards else jnp.ones(group.size, bool)
         for group in config.groups
     }
-    return Place(config, now, shards, split, mine)
+    return Place(config, now, shards, mine)
 
 
 def dealt(state: KfacState) -> dict[str, Shard]:
     """How the groups lie whose blocks have one owner each."""
-    return {name: own.shard for name, own in state.owned.items() if not own.shard.sides}
+    return {name: own.shard for name, own in state.owned.items()}
 
 
 def take_gradients(
@@ -203,25 +154,21 @@ def take_gradients(
       The updates, averaged but for what owners alone need; the matrices; the squared norm of all; whether all are
       finite. All devices agree on that, for it decides whether this is a step at all.
     """
-    config, axis = place.config, place.config.owners
-    local = axis is not None and config.distribution.gradients == "local"
-    if local:
+    config, way = place.config, place.config.way
+    if config.local:
         updates = updates._replace(tree=_averaged_beside_blocks(config, updates.tree))
     leaves, matrices = leaves_by_path(updates.tree), stack_all(state, updates, config.groups)
     if updates.stacks:
         own, square = matrices, sum_of_all(place, {name: x * x for name, x in matrices.items()})
-    elif axis is not None and local:
-        sent = {name: matrices[name] for name in place.apart}
-        own = matrices | means_to_owners(sent, place.apart, axis, beside=config.distribution.beside_owners)
+    elif config.local:
+        own = matrices | way.means({name: matrices[name] for name in place.apart}, place.apart)
         square = sum_of_all(place, {name: x * x for name, x in own.items()})
     else:
         square = _sum(x * x for x in matrices.values())
-        own = take_own(matrices, place.apart, axis)
+        own = way.take(matrices, place.apart)
     usable = _all_finite(square, (leaf for path, leaf in leaves.items() if path in config.skipped))
-    if axis is not None:
-        # The same decision everywhere, whatever one device has seen: what follows holds collectives.
-        usable = lax.pmin(usable.astype(jnp.int32), axis) > 0
-    return updates, own, square, usable
+    # The same decision everywhere, whatever one device has seen: what follows holds collectives.
+    return updates, own, square, way.agree(usable)
 
 
 def stack_all(state: KfacState, trees: Gradients, groups: Iterable[Group]) -> Vectors:
@@ -240,14 +187,12 @@ def sums_of_shares(place: Place, matrices: Vectors) -> tuple[jax.Array, jax.Arra
 def sum_of_all(place: Place, matrices: Vectors) -> jax.Array:
     """The sum of all entries of the matrices, where each device has those of the blocks that it preconditions."""
     apart, rest = sums_of_shares(place, matrices)
-    return rest + (apart if place.config.owners is None else lax.psum(apart, place.config.owners))
+    return rest + place.config.way.total(apart)
 
 
 def _averaged_beside_blocks(config: Config, updates: Any) -> Any:
     """The updates, of which those that all devices precondition are averaged over them, in one message."""
-    updates = as_varying(updates, varying_axes(lax.axis_index(config.axis)))
-    flat, unravel = ravel_pytree({p: x for p, x in leaves_by_path(updates).items() if p not in config.paths_apart})
-    averaged = unravel(lax.pmean(flat, config.axis)) if flat.size else {}
+    averaged = config.way.mean({p: x for p, x in leaves_by_path(updates).items() if p not in config.paths_apart})
     return map_by_path(lambda path, leaf: averaged.get(path, leaf), updates)
 
 
@@ -266,30 +211,10 @@ def decide(place: Place, state: KfacState, usable: jax.Array, *, statistics: boo
 
 def average_statistics(place: Place, factors: Factors, *, local: bool) -> dict[str, Block]:
     """This step's statistics of the blocks that this device keeps, averaged over devices."""
-    config, shards, owners = place.config, place.shards, place.config.owners
-    factors = _of_whole_batch(factors, config.axis if local else None)
+    config, way = place.config, place.config.way
+    factors = _of_whole_batch(factors, way.mean if local else lambda traces: traces)
     stacks = {g.name: g.stack_factors(factors, moments=config.has_moments(g)) for g in config.groups if g.captured}
-    if owners is None or not local:
-        split = {name: kind.part(stacks[name]) for name, kind in place.split.items() if name in stacks}
-        return take_own(stacks, shards, owners) | split
-    sent, to = {}, dict(shards)
-    for name, stack in stacks.items():
-        if name not in place.split:
-            sent[name] = flatten_block(stack)
-            continue
-        sent |= {f"{name}/{side}": x for side, x in place.split[name].sent(stack).items()}
-        devices = lax.axis_size(owners)
-        to |= {f"{name}/{side}": Shard(devices, devices) for side in place.split[name].sides}  # a part for each
-    if config.distribution.communication_dtype != "float32":
-        sent = {name: stack.astype(config.distribution.communication_dtype) for name, stack in sent.items()}
-    received = means_to_owners(sent, to, owners, BUCKETS, config.distribution.beside_owners)
-
-    def block(name, stack):
-        if name not in place.split:
-            return unflatten_block(received[name], stack)
-        return place.split[name].received({side: received[f"{name}/{side}"] for side in "AG"}, stack)
-
-    return {name: block(name, stack) for name, stack in stacks.items()}
+    return way.statistics(stacks, place.shards) if local else way.take(stacks, place.shards)
 
 
 def gradient_statistics(place: Place, gradients: Vectors) -> dict[str, Block]:
@@ -298,22 +223,14 @@ def gradient_statistics(place: Place, gradients: Vectors) -> dict[str, Block]:
     for group in [group for group in place.config.groups if not group.captured]:
         name, own = group.name, gradients[group.name]
         if name in place.shards and name not in place.apart:
-            own = take_own({name: own}, place.shards, place.config.owners)[name]
+            own = place.config.way.take({name: own}, place.shards)[name]
         found[name] = group.own_factors(own)
-        if name in place.split:
-            found[name] = place.split[name].part(found[name])
     return found
 
 
-def _of_whole_batch(factors: Factors, axis: AxisName | None) -> Factors:
+def _of_whole_batch(factors: Factors, mean: Callable[[Any], Any]) -> Factors:
     """The factors with the blocks that are no averages formed from what is one, over all devices, as on one."""
-
-    def formed(block):
-        if isinstance(block, Tied | Ragged):
-            return block.combined(lambda x: lax.pmean(x, axis) if axis is not None else x)
-        return block
-
-    return Factors({name: formed(block) for name, block in factors.items()})
+    return Factors({n: b.combined(mean) if isinstance(b, Tied | Ragged) else b for n, b in factors.items()})
 
 
 def take_in(
@@ -335,19 +252,17 @@ def take_in(
     moved = jax.tree.map(lambda new, old: new.astype(old.dtype) - old, {name: new[name] for name in old}, old)
     pairs = {name: list(zip(*map(jax.tree.leaves, (moved[name], old[name])), strict=True)) for name in old}
     squares: dict[str, Any] = {}
-    for names in (place.shards.keys(), place.split.keys(), old.keys() - state.owned.keys()):  # kept in one way each
+    for names in (place.shards.keys(), old.keys() - state.owned.keys()):  # kept in one way each
         own = {name: pairs[name] for name in pairs if name in names}
         sums = iter(sums_of_members([[x * x, y * y] for both in own.values() for x, y in both]))
         squares |= {name: [next(sums) for _ in both] for name, both in own.items()}
-    if place.split:
-        squares |= _over_rows(place, {name: squares[name] for name in place.split})
     for name, mine in place.mine.items():
         changed, sizes = zip(*squares[name], strict=True)
         good = jnp.isfinite(sum(changed))
         if moments.get(name) is not None:
             good &= finite(moments[name])
         taken[name], left_out[name] = good & mine & usable, ~good & mine
-        counted = mine if name in place.shards else mine & _first(config.owners)  # the sum over devices has each once
+        counted = mine if name in place.shards else mine & config.way.first  # the sum over devices has each once
         for change, size in zip(changed, sizes, strict=True) if name in counted_groups else ():
             known = taken[name] & (size > 0)
             relative = jnp.where(known, jnp.sqrt(change / jnp.where(known, size, 1)), 1)
@@ -360,23 +275,11 @@ def take_in(
         kept = block.inverse
         if config.has_moments(group):
             # Those before the first decomposition are in no basis that is kept.
-            own = take_own({name: jnp.asarray(group.corrected)}, place.shards, config.owners)[name]
+            own = config.way.take({name: jnp.asarray(group.corrected)}, place.shards)[name]
             kept = config.inverse.absorb(kept, moments[name], decay, known & own & (block.condition > 0))
         factors, weight = averaged(group.unscaled(block.factors), block.weight, new[name], decay, known)
         result[name] = block._replace(factors=group.scaled(factors), weight=weight, inverse=kept)
     return with_blocks(state, result), left_out, change
-
-
-def _over_rows(place: Place, squares: dict[str, list[list[jax.Array]]]) -> dict[str, list[list[jax.Array]]]:
-    """Sums `[k]` for both sides of each block that is split, of its rows on all devices; all agree on them."""
-    sides = {name: dict(zip("AG", found, strict=True)) for name, found in squares.items()}
-    flat, unravel = ravel_pytree({name: {s: sides[name][s] for s in kind.sides} for name, kind in place.split.items()})
-    sums = unravel(lax.psum(flat, place.config.owners))
-    return {name: list((sides[name] | sums[name]).values()) for name in squares}
-
-
-def _first(axis: AxisName | None) -> jax.Array:
-    return jnp.array(True) if axis is None else lax.axis_index(axis) == 0
 
 
 def after(number: jax.Array, flags: jax.Array) -> jax.Array:
@@ -389,7 +292,7 @@ def after(number: jax.Array, flags: jax.Array) -> jax.Array:
 
 
 def refresh_inverses(
-    axis: AxisName | None, state: KfacState, wanted: Vectors, now: Now, needed: jax.Array | None
+    way: Everywhere, state: KfacState, wanted: Vectors, now: Now, needed: jax.Array | None
 ) -> tuple[KfacState, Vectors]:
     """New inverses of the blocks that are `wanted`, and of their replicas; and which of these failed.
 
@@ -404,12 +307,12 @@ def refresh_inverses(
         new, valid = {}, {}
         for name, (kept, condition) in old[0].items():
             mine = name in state.owned
-            inverse = _inverse(state.owned[name], axis) if mine else ChannelInverse(relative=kept.relative)
+            inverse = state.owned[name].inverse if mine else ChannelInverse(relative=kept.relative)
             damping = now.damping if mine else now.unitwise
             result = refresh(inverse, kept, blocks[name].factors, wanted[name], damping)
             new[name] = result.inverse, jnp.where(result.valid, result.condition, condition)
             valid[name] = result.valid
-        return new, _fetched(axis, state.owned, old[1], new), valid
+        return new, _fetched(way, state.owned, old[1], new), valid
 
     start = stacks, state.replicas, none
     stacks, replicas, valid = renewed(start) if needed is None else once_if(needed, renewed, start)
@@ -421,26 +324,18 @@ def refresh_inverses(
     return state, {name: wanted[name] & ~valid[name] for name in blocks}
 
 
-def _inverse(own: Owned, axis: AxisName | None) -> Inverse:
-    """What inverts and applies blocks."""
-    return own.by_rows(axis) if own.shard.sides else own.inverse
-
-
 def _fetched(
-    axis: AxisName | None, owned: dict[str, Owned], replicas: dict[str, Replica], stacks: dict[str, Any]
+    way: Everywhere, owned: dict[str, Owned], replicas: dict[str, Replica], stacks: dict[str, Any]
 ) -> dict[str, Replica]:
     """What all devices have of the inverses, from their owners."""
-    sent, found = {}, {}
+    sent = {}
     for name in replicas:
         kept, condition = stacks[name]
-        if owned[name].shard.sides:
-            found[name] = Replica(owned[name].by_rows(axis).whole(kept), lax.pmax(condition, axis) > 0)
-            continue
         encoded = encode(owned[name].inverse, kept)
         sent[name] = jnp.concatenate([encoded, (condition > 0).astype(encoded.dtype)[:, None]], axis=1)
     shards = {name: own.shard for name, own in owned.items()}
-    received = gather_from_owners(sent, shards, axis) if axis is not None else sent
-    return found | {
+    received = way.gather(sent, shards)
+    return {
         name: Replica(decode(owned[name].inverse, flat[:, :-1], replicas[name].inverse), flat[:, -1] > 0)
         for name, flat in received.items()
     }
@@ -454,9 +349,6 @@ def precondition(place: Place, state: KfacState, gradients: Vectors) -> tuple[Ve
     config, result, advanced, damping = place.config, {}, {}, place.now.damping
     for group in config.groups:
         name, block, inverse = group.name, state.blocks[group.name], group.kind(config.inverse)
-        if name in place.split and name not in state.replicas:
-            result[name] = place.split[name].apply(block.inverse, gradients[name].mT, damping).mT
-            continue
         everywhere = group.kronecker and name not in place.apart
         kept, ready = state.replicas[name] if everywhere else (block.inverse, block.condition > 0)
         if inverse.takes_gradients:
@@ -491,22 +383,33 @@ def move(
         chosen = [group for group in config.groups if moves.needs_params(group)]
         weights = {} if params is None else stack_all(state, params, chosen)
         if not (params is not None and params.stacks):
-            weights = take_own(weights, place.apart, config.owners)
+            weights = config.way.take(weights, place.apart)
         stacks = {
-            g.name: Stack(steps[g.name], weights.get(g.name), gradients[g.name], *_kernels(place, g), not g.kronecker)
-            for g in config.groups
+            g.name: _stack(place, g, steps[g.name], weights.get(g.name), gradients[g.name]) for g in config.groups
         }
         steps = lengthened(stacks, now.coefficient)
     return steps, {name: trace for name, (trace, _) in moved.items()}, scale
 
 
-def _kernels(place: Place, group: Group) -> tuple[jax.Array | None, jax.Array]:
-    """Which blocks of a group are kernels, None for all, and the columns of each without the bias."""
-    kernel, width = kernels(group, place.config.moves.lengths), kernel_widths(group)
-    if kernel.all() and np.all(width == width[0]):
-        return None, jnp.asarray(width[:1])
-    table = {group.name: (jnp.asarray(kernel), jnp.asarray(width))}
-    return take_own(table, place.apart, place.config.owners)[group.name]
+def _stack(place: Place, group: Group, steps: jax.Array, params: jax.Array | None, gradients: jax.Array) -> Stack:
+    """A group for `lengthened`, which adds up the sums over the pieces of a kernel that is cut."""
+    table, name, way = find_kernels(group, place.config.moves.lengths), group.name, place.config.way
+    if not group.kronecker or all(np.all(x == x[0]) for x in table):
+        found = Kernels(*(jnp.asarray(x[:1]) for x in table))
+    else:
+        found = way.take({name: Kernels(*map(jnp.asarray, table))}, place.apart)[name]
+    pieces = np.concatenate([np.full(layer.copies, layer.pieces) for layer in group.layers])
+    if not group.kronecker or np.all(pieces == 1):
+        return Stack(steps, params, gradients, found, by_row=not group.kronecker)
+    whose = way.take({name: jnp.asarray(np.repeat(np.arange(len(pieces)), pieces))}, place.apart)[name]
+
+    def whole(sums):  # `[sums, k]`
+        of_kernels = (
+            jnp.zeros((len(sums), len(pieces)), sums.dtype).at[:, whose].add(jnp.where(place.mine[name], sums, 0))
+        )
+        return (way.total(of_kernels) if name in place.apart else of_kernels)[:, whose]
+
+    return Stack(steps, params, gradients, found, whole=whole)
 
 
 def restore(
@@ -565,19 +468,18 @@ def measure(
       found: the blocks that left statistics out, and those whose inversion failed.
       usable: whether this device finds it so.
     """
-    axis, metrics = place.config.owners, state.metrics
-    counts = jnp.stack([*(count_blocks(place.shards, axis, flags) for flags in found), (~usable).astype(jnp.int32)])
+    way, metrics = place.config.way, state.metrics
+    counts = jnp.stack([*(count_blocks(place.shards, way, flags) for flags in found), (~usable).astype(jnp.int32)])
     blocks = state.blocks.values()
     ages = [jnp.where(block.condition > 0, state.count - block.inverted, 0) for block in blocks]
     parts = [block.condition for block in blocks], ages
     extremes = jnp.stack([jnp.max(_join(part)).astype(jnp.float32) for part in parts])
     apart, rest = (x.astype(jnp.float32) for x in preconditioned)
-    if axis is not None:
-        # In one message: as float32, numbers of blocks are exact.
-        own = jnp.stack([*counts.astype(jnp.float32), apart, jnp.float32(0) if change is None else change])
-        *sums, apart, total = lax.psum(own, axis)
-        counts, extremes = jnp.stack(sums).astype(jnp.int32), lax.pmax(extremes, axis)
-        change = None if change is None else total
+    # In one message: as float32, numbers of blocks are exact.
+    shares = jnp.stack([*counts.astype(jnp.float32), apart, jnp.float32(0) if change is None else change])
+    *sums, apart, total = way.total(shares)
+    counts, extremes = jnp.stack(sums).astype(jnp.int32), way.largest(extremes)
+    change = None if change is None else total
     usable = counts[2] == 0  # agreed once more: the next step's decisions follow from it
     before = metrics.statistics_change
     if change is not None:
@@ -632,10 +534,9 @@ def _join(vectors: Iterable[jax.Array]) -> jax.Array:
     return lax.optimization_barrier(jnp.concatenate([jnp.zeros(1, bool), *vectors]))
 
 
-def count_blocks(shards: Mapping[str, Any], axis: AxisName | None, found: Vectors) -> jax.Array:
+def count_blocks(shards: Mapping[str, Any], way: Everywhere, found: Vectors) -> jax.Array:
     """How many blocks were found, so that the sum over devices counts each once: those that all have, on the first."""
-    first = _first(axis)
-    return jnp.sum(_join(x if name in shards else x & first for name, x in found.items()), dtype=jnp.int32)
+    return jnp.sum(_join(x if name in shards else x & way.first for name, x in found.items()), dtype=jnp.int32)
 
 
 def _sum(arrays: Iterable[jax.Array]) -> jax.Array:

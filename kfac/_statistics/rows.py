@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from kfac._statistics.tensor_cores import gram, usable
@@ -73,6 +74,10 @@ class Form(Protocol):
 
     def gram(self) -> jax.Array:
         """Sum of outer products of all rows, `[copies, d, d]`."""
+        ...
+
+    def blocks(self, count: int) -> jax.Array:
+        """Its `count` diagonal blocks, as `diagonal_blocks` cuts them, `[copies, count, rows, rows]`."""
         ...
 
     def diagonal(self) -> jax.Array:
@@ -136,6 +141,13 @@ class Rows:
             moment = product(x)
         total = jnp.sum(self._kept(x), axis=(1, 2), dtype=moment.dtype)
         return weighted(with_homogeneous(moment, total, self.homogeneous, self.count), self.weight)
+
+    def blocks(self, count: int) -> jax.Array:
+        copies, n, s, _ = self.array.shape
+        rows = append(self.array, self.homogeneous, 1).reshape(copies, n * s, -1)
+        blocks = in_blocks(rows, count)
+        own = Rows(blocks.reshape(copies * count, n, s, -1), None, self.weight, self.step)
+        return own.gram().reshape(copies, count, *2 * blocks.shape[-1:])
 
     def diagonal(self) -> jax.Array:
         squares = jnp.sum(jnp.square(self._kept(self.array).astype(accumulator(self.array.dtype))), axis=(1, 2))
@@ -244,10 +256,29 @@ class Groups:
         rows, dtype = self._rows, accumulator(self.array.dtype)
         return lax.ragged_dot_general(rows, rows, self.sizes, numbers, preferred_element_type=dtype)
 
+    def blocks(self, count: int) -> jax.Array:
+        return diagonal_blocks(self.gram(), count)
+
     def diagonal(self) -> jax.Array:
         squares = jnp.square(self._rows.astype(accumulator(self.array.dtype)))
         copy = jnp.searchsorted(jnp.cumsum(self.sizes), jnp.arange(len(squares)), side="right")
         return jax.ops.segment_sum(squares, copy, num_segments=len(self.sizes))
+
+
+def diagonal_blocks(moment: jax.Array, count: int) -> jax.Array:
+    """Of `[..., d, d]` so many diagonal blocks `[..., count, rows, rows]`, the last filled up with zeros."""
+    if count == 1:
+        return moment
+    (*lead, d), rows, block = moment.shape[:-1], -(-moment.shape[-1] // count), np.arange(count)
+    moment = jnp.pad(moment, [(0, 0)] * len(lead) + [(0, count * rows - d)] * 2)
+    return jnp.moveaxis(moment.reshape(*lead, count, rows, count, rows)[..., block, :, block, :], 0, -3)
+
+
+def in_blocks(rows: jax.Array, count: int) -> jax.Array:
+    """Rows `[..., n, d]` as `[..., count, n, features]`, each with some neighbouring features of all."""
+    features = -(-rows.shape[-1] // count)
+    rows = jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, count * features - rows.shape[-1])])
+    return jnp.moveaxis(rows.reshape(*rows.shape[:-1], count, features), -2, -3)
 
 
 def part_of(of: Callable[[jax.Array], jax.Array], step: int, x: jax.Array) -> jax.Array:
