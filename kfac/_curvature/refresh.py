@@ -13,7 +13,6 @@ import numpy as np
 from jax import lax
 
 from kfac._curvature.inverse import Inverse, damping_of_blocks, finite, per_block
-from kfac._curvature.symmetric import flatten
 from kfac._varying import as_varying, varying_axes
 
 RETRY = 10.0  # a block that fails is tried once more with so many times the damping
@@ -98,11 +97,10 @@ def _refresh(inverse: Inverse, width: int, kept: Any, factors: Any, wanted: jax.
 
         def attempt():
             new, condition = inverse.refresh(old[0], rows(factors), more * rows(damping))
-            # In one piece, as all below: each operation on CPUs is a kernel that takes its time to compile.
-            usable = open_ & (condition > 0) & finite(flatten(new))
+            usable = open_ & (condition > 0)
+            for leaf in jax.tree.leaves(new):
+                usable &= finite(leaf)
             new = new, condition.astype(old[1].dtype)
-            if width == 1:
-                return lax.cond(usable[0], lambda: new, lambda: old)
             return jax.tree.map(lambda new, old: jnp.where(per_block(usable, old), new, old), new, old)
 
         new = lax.cond(jnp.any(open_), attempt, lambda: old)

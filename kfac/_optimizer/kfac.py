@@ -135,6 +135,8 @@ def assemble(
     **preconditioner: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """The optimizer around the preconditioner, which has the other options."""
+    check_layers(layers)
+    check_type("inverse", inverse, Inverse, "a kind of inverse such as kfac.Cholesky()")
     check_range("learning_rate", learning_rate, 0, math.inf, open_high=True)
     if kl_clip is not None:
         check_range("kl_clip", kl_clip, 0, math.inf, open_low=True, open_high=True)

@@ -148,6 +148,8 @@ def lengthened(stacks: Mapping[str, Stack], coefficient: jax.Array | None) -> di
     `optax.scale_by_trust_ratio`, and nothing else. In either case what does not turn a kernel is left out.
     """
     chosen = {name: x for name, x in stacks.items() if coefficient is None or x.params is not None}
+    if not chosen:
+        return {name: x.updates for name, x in stacks.items()}
     sums = {name: _sums(x) for name, x in chosen.items()}
     sizes = [len(x.square) for x in sums.values()]
     # The numbers of all groups are worked on as one vector: each operation is then one kernel.

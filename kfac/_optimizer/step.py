@@ -387,7 +387,10 @@ def move(
         stacks = {
             g.name: _stack(place, g, steps[g.name], weights.get(g.name), gradients[g.name]) for g in config.groups
         }
-        steps = lengthened(stacks, now.coefficient)
+        # What all devices have alike is kept from the numbers that differ between them.
+        alike = [] if config.way.alone else [name for name in stacks if name not in place.apart]
+        for names in (stacks.keys() - alike, alike):
+            steps |= lengthened({name: x for name, x in stacks.items() if name in names}, now.coefficient)
     return steps, {name: trace for name, (trace, _) in moved.items()}, scale
 
 
@@ -418,7 +421,8 @@ def restore(
     """The steps in the form of `updates`, and whether all are finite."""
     new: dict[str, jax.Array] = {}
     whole = {name: x for name, x in steps.items() if name not in updates.stacks}
-    usable, whole = lax.platform_dependent(usable, whole, cpu=_if_usable, default=lambda *same: same)
+    if place.config.way.alone and place.config.moves.lengths is not None:
+        usable, whole = lax.platform_dependent(usable, whole, cpu=_if_usable, default=lambda *same: same)
     for group in place.config.groups:
         if group.name in whole:
             new.update(group.split_matrices(whole[group.name]))
@@ -438,7 +442,7 @@ def restore(
 def _if_usable(usable: jax.Array, stacks: Vectors) -> tuple[jax.Array, Vectors]:
     """Whether the step is usable, and the stacks or zeros.
 
-    On CPUs XLA would else compile what makes a stack anew for each leaf that is cut from it.
+    On CPUs XLA would else compile what makes the lengths of steps anew for each leaf that is cut from a stack.
     """
     return lax.cond(
         usable,
