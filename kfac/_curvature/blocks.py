@@ -20,6 +20,8 @@ from kfac._factors import Block, Factors, Kronecker, Shares, Unitwise
 from kfac._layers import Layer, Layers
 from kfac._varying import alone
 
+Lying = Callable[[Layer, jax.Array], jax.Array]
+
 OWN_FACTORS = "gradient_"  # how names of groups begin that have the gradient's own factors
 
 
@@ -152,12 +154,16 @@ class Group:
             for k, width in enumerate(widths.pop())
         ]
 
-    def stack_matrices(self, leaves: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
-        """Gradients of the members as `[k, d_out, d_in]`; zeros for a member that `leaves` does not hold."""
+    def stack_matrices(self, leaves: Mapping[str, jax.Array], dtype: Any, lying: Lying | None = None) -> jax.Array:
+        """Gradients of the members as `[k, d_out, d_in]`; zeros for a member that `leaves` does not hold.
+
+        `lying` says how the matrices of a layer that is cut lie before they are.
+        """
         matrices = []
         for layer, count in zip(self.layers, self.counts, strict=True):
             if layer.params[0] in leaves:
                 matrix = layer.to_matrix([leaves[path].astype(dtype) for path in layer.params])
+                matrix = lying(layer, matrix) if lying and layer.pieces > 1 else matrix
                 matrices.append(layer.to_pieces(matrix).mT)
             else:
                 matrices.append(jnp.zeros((count, self.d_in, self.d_out), dtype))
