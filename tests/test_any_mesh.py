@@ -206,5 +206,5 @@ def test_parameters_that_differ_between_devices_are_refused(x64):
 
 
 def test_a_mesh_without_its_word():
-    with pytest.raises(ValueError, match="axis_name must be the name of an axis.*: a mesh goes by name, mesh="):
+    with pytest.raises(ValueError, match=r"axis_name must be the name of an axis.*: a mesh goes by name, mesh="):
         kfac.Distribution(mesh_of())
