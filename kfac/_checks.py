@@ -67,7 +67,10 @@ def check_axis_name(value: Any, name: str = "axis_name") -> None:
     names = value if isinstance(value, tuple) else (value,)
     named = names and all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
     if value is not None and not named:
-        raise ValueError(f"{name} must be the name of an axis, a tuple of different names or None, but is {value!r}")
+        hint = ": a mesh goes by name, mesh=, and need not be given" if isinstance(value, Mesh | AbstractMesh) else ""
+        raise ValueError(
+            f"{name} must be the name of an axis, a tuple of different names or None, but is {value!r}{hint}"
+        )
 
 
 def check_mesh(mesh: Any, axis_name: AxisName | None) -> None:

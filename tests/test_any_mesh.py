@@ -161,6 +161,23 @@ def test_the_same_four_lines(inverse, name, x64):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-9), found, expected)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)])
+def test_one_call_over_a_mesh(kind, x64):
+    step = kfac.train_step(loss_fn, 0.05, inverse_every=3)
+    first = batches()[0]
+    expected = trained(step, initial(), step.init(initial(), first))
+    mesh = mesh_of(kind)
+    over = NamedSharding(mesh, P("data")) if kind == AxisType.Auto else NamedSharding(mesh, P())
+    params = jax.tree.map(lambda x: jax.device_put(x, over if x.shape[0] % DEVICES == 0 else None), initial())
+    place = functools.partial(jax.device_put, device=NamedSharding(mesh, P("data")))
+    state = step.init(params, place(first))
+    node = find_nodes(state, kfac.KfacState)[0]
+    assert {own.shard.devices for own in node.owned.values()} == {DEVICES}
+    assert bool(node.splits.specs) == (kind == AxisType.Auto)
+    found = trained(step, params, state, place)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-9), found, expected)
+
+
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("name", ["data", None])
 def test_pmap_without_a_word_is_refused(inside, name, x64):
@@ -186,3 +203,8 @@ def test_parameters_that_differ_between_devices_are_refused(x64):
     init = jax.shard_map(lambda p: tx.init(p), mesh=mesh, in_specs=P("data"), out_specs=P())
     with pytest.raises(ValueError, match=r"params differ between the devices of \['data'\].* tensor, pipeline"):
         jax.eval_shape(init, params)
+
+
+def test_a_mesh_without_its_word():
+    with pytest.raises(ValueError, match=r"axis_name must be the name of an axis.*: a mesh goes by name, mesh="):
+        kfac.Distribution(mesh_of())

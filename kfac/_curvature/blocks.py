@@ -20,6 +20,8 @@ from kfac._factors import Block, Factors, Kronecker, Shares, Unitwise
 from kfac._layers import Layer, Layers
 from kfac._varying import alone
 
+Lying = Callable[[Layer, jax.Array], jax.Array]
+
 OWN_FACTORS = "gradient_"  # how names of groups begin that have the gradient's own factors
 
 
@@ -152,17 +154,20 @@ class Group:
             for k, width in enumerate(widths.pop())
         ]
 
-    def stack_matrices(self, leaves: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
+    def stack_matrices(self, leaves: Mapping[str, jax.Array], dtype: Any, lying: Lying | None = None) -> jax.Array:
         """Gradients of the members as `[k, d_in, d_out]`; zeros for a member that `leaves` does not hold.
 
         Outputs are last, as they are in memory in most kernels: to transpose a stack takes time, and on CPUs each
-        operation that does takes long to compile.
+        operation that does takes long to compile. `lying` says how the matrices of a layer that is cut lie before.
         """
         matrices = []
         for layer, count in zip(self.layers, self.counts, strict=True):
             if layer.params[0] in leaves:
                 rows = layer.to_rows([leaves[path].astype(dtype) for path in layer.params])
-                matrices.append(layer.to_pieces(rows.mT).mT if layer.pieces > 1 else rows)
+                if layer.pieces > 1:
+                    matrix = rows.mT if lying is None else lying(layer, rows.mT)
+                    rows = layer.to_pieces(matrix).mT
+                matrices.append(rows)
             else:
                 matrices.append(jnp.zeros((count, self.d_in, self.d_out), dtype))
         stack = jnp.concatenate(matrices)

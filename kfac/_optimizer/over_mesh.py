@@ -22,7 +22,7 @@ from kfac._curvature.inverse import finite
 from kfac._distributed.distribution import Distribution
 from kfac._distributed.owners import Shard
 from kfac._factors import Factors, Shares
-from kfac._layers import leaves_by_path, map_by_path
+from kfac._layers import Layer, leaves_by_path, map_by_path
 from kfac._optimizer.reshard import state_spec
 from kfac._optimizer.state import Config, KfacState, Splits, init_state
 from kfac._optimizer.step import Gradients, Now, preconditioned_step
@@ -98,7 +98,7 @@ def init_over_mesh(config: Config, mesh: Mesh | AbstractMesh, params: Any) -> Kf
     own = jax.shard_map(lambda: init_state(config, shapes), mesh=mesh, in_specs=(), out_specs=specs)
     state: KfacState = jax.jit(own)()
     state = state._replace(splits=find_splits(params))
-    if not isinstance(mesh, AbstractMesh):
+    if not isinstance(mesh, AbstractMesh) or not jax.tree.leaves(params):
         return state
     # Under `jit` a state that depends on no argument would be one of no mesh.
     smallest = min(jax.tree.leaves(params), key=lambda leaf: leaf.size)
@@ -113,7 +113,7 @@ def find_splits(params: Any) -> Splits:
         if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and not isinstance(leaf, jax.core.Tracer)
     }
     named = {path: s.spec for path, s in shardings.items() if isinstance(s, NamedSharding)}
-    return Splits(tuple((path, spec) for path, spec in sorted(named.items()) if any(spec)))
+    return Splits(tuple(sorted(named.items())) if any(map(any, named.values())) else ())
 
 
 def _explicit(mesh: Mesh | AbstractMesh) -> bool:
@@ -125,7 +125,8 @@ def _is_split(config: Config, mesh: Mesh | AbstractMesh, splits: Splits, leaves:
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if len({kinds[name] for name in axis_names(config.owners)}) > 1:
         return False
-    return bool(leaves.keys() & dict(splits.specs)) or any(any(jax.typeof(x).sharding.spec) for x in leaves.values())
+    known = (dict(splits.specs).get(path, jax.typeof(x).sharding.spec) for path, x in leaves.items())
+    return any(map(any, known))
 
 
 def to_owners(config: Config, mesh: Mesh | AbstractMesh, updates: Any, rows: dict[str, Shard]) -> Gradients:
@@ -137,12 +138,15 @@ def to_owners(config: Config, mesh: Mesh | AbstractMesh, updates: Any, rows: dic
             return jnp.where(finite(leaf, 0), 0.0, jnp.nan)
         return optax.MaskedNode() if path in apart else leaf
 
+    def lying(layer, matrix):
+        return _lying(mesh, matrix, None, *_across(config, mesh, layer))
+
     def stacked(apart):
         stacks = {}
         for group in config.apart:
             dtype, order = jnp.result_type(*_dtypes(group, apart)), rows[group.name].order
-            parts = (part.stack_matrices(apart, dtype)[order] for part in group.by_leaf)
-            stacks[group.name] = [_lying(mesh, x, config.owners) for x in parts]
+            parts = (part.stack_matrices(apart, dtype, lying) for part in group.by_leaf)
+            stacks[group.name] = [_lying(mesh, x[order], config.owners) for x in parts]
         return stacks
 
     return Gradients(replicated(map_by_path(rest, updates)), whole(stacked, PartitionSpec(config.owners))(apart))
@@ -157,10 +161,10 @@ def from_owners(
     def split(stacks):
         leaves: dict[str, jax.Array] = {}
         for group in config.apart:
-            free, places = PartitionSpec.UNCONSTRAINED, rows[group.name].places
+            across, places = _across(config, mesh, group.layers[0]), rows[group.name].places
             for part, stack in zip(group.by_leaf, stacks[group.name], strict=True):
                 # Laid out as the leaves lie, which XLA knows, before it is cut.
-                leaves |= part.split_matrices(_lying(mesh, stack, None, free, free)[places])
+                leaves |= part.split_matrices(_lying(mesh, stack, None, *across[::-1])[places])
         return {path: leaves[path].astype(leaf.dtype) for path, leaf in apart.items()}
 
     own, rest = whole(split, apart)(new.stacks), leaves_by_path(new.tree)
@@ -172,6 +176,16 @@ def from_owners(
         return _lying(mesh, leaf, *specs[path]) if path in specs and not _explicit(mesh) else leaf
 
     return map_by_path(back, updates)
+
+
+def _across(config: Config, mesh: Mesh | AbstractMesh, layer: Layer) -> tuple[Any, Any]:
+    """How rows and columns lie on the way to and from owners: as XLA likes; of what is cut, the side that is not."""
+    free, devices = PartitionSpec.UNCONSTRAINED, math.prod(mesh.shape[name] for name in axis_names(config.owners))
+    if layer.cut[0] == 1 < layer.cut[1] and layer.d_in % devices == 0:
+        return None, config.owners
+    if layer.cut[1] == 1 < layer.cut[0] and layer.d_out % devices == 0:
+        return config.owners, None
+    return free, free
 
 
 def _apart(config: Config, updates: Any) -> dict[str, jax.Array]:

@@ -125,7 +125,7 @@ def precondition_and_move(
         mesh, axis = config.distribution.mesh, config.owners
         if differing := sorted(varying_axes(params)):
             raise ValueError(f"params differ between the devices of {differing}: {SPLIT_BY_HAND}")
-        if mesh is None or axis_size(axis) is not None or not jax.tree.leaves(params):
+        if mesh is None or axis_size(axis) is not None:
             return init_state(config, params)
         return init_over_mesh(config, mesh, params)
 

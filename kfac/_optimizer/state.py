@@ -94,7 +94,7 @@ class Replica(NamedTuple):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Splits:
-    """The `PartitionSpec`s of the parameters that are split over a mesh, with their paths; what `init` could see."""
+    """Paths and `PartitionSpec`s of parameters some of which are split over a mesh; nothing where `init` saw none."""
 
     specs: tuple[tuple[str, PartitionSpec], ...] = ()
 

@@ -20,6 +20,8 @@ from kfac._layers import MAX_DIM, Layers
 from kfac._optimizer.diagnostics import due, eigenbasis
 from kfac._optimizer.kfac import kfac
 from kfac._optimizer.moves import ScalarOrSchedule
+from kfac._optimizer.over_mesh import find_splits
+from kfac._optimizer.reshard import on_states
 
 
 class TrainStep:
@@ -39,7 +41,8 @@ class TrainStep:
 
         From the examples in the first arguments that it or a step gets comes the interval of `inverse_every="auto"`.
         """
-        return self._init(params, *args, **kwargs)
+        state, splits = self._init(params, *args, **kwargs), find_splits(params)  # which `jit` would hide
+        return on_states(lambda node: node._replace(splits=splits), state)
 
     def __call__(
         self, params: Any, opt_state: Any, *args: Any, fisher_key: jax.Array | None = None, **kwargs: Any

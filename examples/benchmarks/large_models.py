@@ -1,0 +1,142 @@
+"""Models that no device holds, on paper: plans of K-FAC for Llama-2-7B and ViT-g, and their compiled programs.
+
+python examples/benchmarks/large_models.py llama --devices 64
+python examples/benchmarks/large_models.py llama --devices 64 --compile full
+
+Nothing is computed and no parameter is made: shapes alone go through `find_layers`, `plan`, and with `--compile`
+through XLA for so many simulated CPUs. Parameters are split as by FSDP, weights stacked under `scan`, rematerialised.
+With `--compile`, the memory of a device in bytes: arguments (parameters, momentum, averages, inverses) and temporaries,
+of SGD's step, K-FAC's (`step`), and K-FAC's with statistics and a refresh (`full`). Programs for CPUs are not those of
+GPUs: XLA keeps more temporary copies there.
+"""
+
+import argparse
+import os
+
+if __name__ == "__main__":
+    PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    PARSER.add_argument("model", choices=["llama", "vit"])
+    PARSER.add_argument("--devices", type=int, default=64)
+    PARSER.add_argument("--depth", type=int, help="of the model's layers, so many")
+    PARSER.add_argument("--max-dim", type=int, default=8192, help="as of find_layers")
+    PARSER.add_argument("--compile", nargs="+", choices=["sgd", "step", "full"], default=[])
+    OPTIONS = PARSER.parse_args()
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={OPTIONS.devices}"
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import kfac
+
+# Width, width of the MLP, layers, heads, words or classes, positions.
+SIZES = {"llama": (4096, 11008, 32, 32, 32000, 2048), "vit": (1408, 6144, 40, 16, 1000, 256)}
+
+
+def model(name, depth=None):
+    """The loss, and shapes of parameters and of the batch of one example."""
+    d, wide, layers, heads, outputs, positions = SIZES[name]
+    layers, words = depth or layers, name == "llama"
+    blocks: dict[str, tuple[int, ...]] = {key: (layers, d, d) for key in "qkvo"} | {
+        "up": (layers, d, wide),
+        "down": (layers, wide, d),
+    }
+    blocks |= {"gate": (layers, d, wide)} if words else {}
+    blocks |= {"first": (layers, d), "second": (layers, d)}
+    shapes = {"blocks": blocks, "in": (outputs, d) if words else (3 * 14 * 14, d), "last": (d,), "out": (d, outputs)}
+
+    def norm(x, scale):
+        return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+
+    def spread(x):
+        return lax.with_sharding_constraint(x, PartitionSpec("data")) if jax.sharding.get_abstract_mesh().shape else x
+
+    @jax.checkpoint
+    def block(h, p):
+        x = norm(h, p["first"])
+        query, key, value = ((x @ p[n]).reshape(*x.shape[:2], heads, -1) for n in "qkv")
+        h = h + jax.nn.dot_product_attention(query, key, value, is_causal=words).reshape(x.shape) @ p["o"]
+        x = norm(h, p["second"])
+        up = jax.nn.silu(x @ p["gate"]) * (x @ p["up"]) if words else jax.nn.gelu(x @ p["up"])
+        return spread(h + up @ p["down"]), None
+
+    def loss(p, batch):
+        h = spread(p["in"][batch["x"]] if words else batch["x"] @ p["in"])
+        h, _ = lax.scan(block, h, p["blocks"])
+        h = norm(h, p["last"]) if words else norm(h, p["last"]).mean(1)
+        return optax.softmax_cross_entropy_with_integer_labels(h @ p["out"], batch["y"]).mean()
+
+    params = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=lambda x: isinstance(x, tuple)
+    )
+    tokens = jax.ShapeDtypeStruct((1, positions), jnp.int32)
+    patches = jax.ShapeDtypeStruct((1, positions, 3 * 14 * 14), jnp.float32)
+    batch = {"x": tokens, "y": tokens} if words else {"x": patches, "y": jax.ShapeDtypeStruct((1,), jnp.int32)}
+    return loss, params, batch
+
+
+def of_examples(batch, n):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype), batch)
+
+
+def seeing(state, params):
+    """A state that knows how parameters are split, as `init` finds of arrays, but not of shapes on automatic axes."""
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    specs = tuple((jax.tree_util.keystr(path, simple=True, separator="/"), x.sharding.spec) for path, x in leaves)
+
+    def own(node):
+        return node._replace(splits=type(node.splits)(specs)) if isinstance(node, kfac.KfacState) else node
+
+    return jax.tree.map(own, state, is_leaf=lambda node: isinstance(node, kfac.KfacState))
+
+
+def compiled(loss, layers, params, batch, devices, which):
+    """The memory of a device in one step of SGD, of K-FAC, or of K-FAC with statistics and a refresh."""
+    mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,))
+
+    def split(leaf):
+        axis = next((k for k in reversed(range(len(leaf.shape))) if leaf.shape[k] % devices == 0), None)
+        return NamedSharding(mesh, PartitionSpec(*("data" if k == axis else None for k in range(len(leaf.shape)))))
+
+    def placed(tree, sharding):
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(x)), tree)
+
+    tx = optax.sgd(0.1, 0.9) if which == "sgd" else kfac.kfac(0.05, layers)
+    measure = kfac.value_and_grad(loss, layers, statistics=which == "full")
+
+    def step(params, state, batch):
+        value, grads, factors = measure(params, batch)
+        extra = {} if which == "sgd" else {"factors": factors}
+        updates, state = tx.update(grads, state, params, **extra)
+        return optax.apply_updates(params, updates), state, value
+
+    with jax.set_mesh(mesh):
+        own, data = placed(params, split), placed(batch, lambda x: NamedSharding(mesh, PartitionSpec("data")))
+        state = seeing(jax.eval_shape(tx.init, own), own)
+        specs = kfac.state_specs(tx, own, "data") if which != "sgd" else jax.tree.map(lambda _: PartitionSpec(), state)
+        lying = jax.tree.map(
+            lambda spec, part: jax.tree.map(lambda _: NamedSharding(mesh, spec), part), specs, state,
+            is_leaf=lambda x: isinstance(x, PartitionSpec),
+        )  # fmt: skip
+        lying = optax.tree.set(lying, trace=jax.tree.map(split, params))  # momentum lies as the parameters do
+        state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, lying)
+        return jax.jit(step, donate_argnums=(0, 1)).lower(own, state, data).compile().memory_analysis()
+
+
+def main():
+    loss, params, batch = model(OPTIONS.model, OPTIONS.depth)
+    layers = kfac.find_layers(loss, params, of_examples(batch, 2), max_dim=OPTIONS.max_dim)
+    for gradients in ("averaged", "split"):
+        print(f"{OPTIONS.model}, parameters {'split' if gradients == 'split' else 'whole'}:")
+        print(kfac.plan(layers, devices=OPTIONS.devices, batch=OPTIONS.devices, gradients=gradients), end="\n\n")
+    for which in OPTIONS.compile:
+        found = compiled(loss, layers, params, of_examples(batch, OPTIONS.devices), OPTIONS.devices, which)
+        held, temporary = found.argument_size_in_bytes, found.temp_size_in_bytes
+        print(f"{which}: arguments {held / 1e9:.2f} GB, temporary {temporary / 1e9:.2f} GB", flush=True)
+
+
+if __name__ == "__main__":
+    main()
