@@ -158,8 +158,8 @@ class Inverse(abc.ABC):
 
     def advance(
         self, kept: Any, matrices: jax.Array, damping: jax.Array, momentum: Momentum, ready: jax.Array
-    ) -> tuple[Any, jax.Array]:
-        """With `takes_gradients`: what is kept after the gradients of a step, and the preconditioned momentum.
+    ) -> tuple[Any, jax.Array, jax.Array]:
+        """With `takes_gradients`: a step with the gradients.
 
         Args:
           kept: what is kept so far, the momentum included.
@@ -167,6 +167,10 @@ class Inverse(abc.ABC):
           damping: as for `apply`.
           momentum: that of the step; its decay is 0 where there is none.
           ready: `[k]`, which blocks have been refreshed. The momentum of others comes back as it is.
+
+        Returns:
+          What is kept from now on; the preconditioned momentum, like `matrices`; and `[k]`, the cosine between the
+          gradient and the preconditioned momentum of the step before, for `layer_rates` of `kfac.kfac`.
         """
         raise NotImplementedError(f"{type(self).__name__} takes gradients, but has no method `advance`")
 
@@ -216,6 +220,15 @@ def damping_of_blocks(inverse: Inverse, factors: Any, damping: jax.Array) -> jax
     else:
         mean = jnp.mean(diagonals(factors.A), axis=1) * jnp.mean(diagonals(factors.G), axis=1)
     return damping * jnp.where(mean > 0, mean, 1)
+
+
+def cosine(a: jax.Array, b: jax.Array) -> jax.Array:
+    """`[k]`, between the members of two stacks; 0 where one is zero."""
+    zeros = [jnp.zeros((), a.dtype) for _ in range(3)]
+    products = [a * b, a * a, b * b]
+    ab, aa, bb = lax.reduce(products, zeros, lambda x, y: [p + q for p, q in zip(x, y, strict=True)], (1, 2))
+    norms = jnp.sqrt(aa) * jnp.sqrt(bb)
+    return jnp.where(norms > 0, ab / jnp.where(norms > 0, norms, 1), 0)
 
 
 def diagonals(stack: jax.Array) -> jax.Array:

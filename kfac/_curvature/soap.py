@@ -12,7 +12,7 @@ from jax import lax
 from kfac._checks import check_range
 from kfac._curvature.eigh import block_eigenvalues, eigen_condition, rotate, unturned
 from kfac._curvature.ekfac import into_basis, turned
-from kfac._curvature.inverse import Inverse, averaged, diagonals, per_block
+from kfac._curvature.inverse import Inverse, averaged, cosine, diagonals, per_block
 from kfac._factors import Eigen, Kronecker
 
 
@@ -91,7 +91,8 @@ class Soap(Inverse):
         trace, ahead = momentum.moved(old.trace, new)
         scaled = jnp.where(per_block(ready, ahead), self._scaled(average, ahead, damping), ahead)
         moved = self._turned(kept, scaled.astype(matrices.dtype), back=True)
-        return dataclasses.replace(kept, moments=Adam(average, weight, trace)), moved
+        angle = cosine(self._scaled(old.average, old.trace, damping), new)
+        return dataclasses.replace(kept, moments=Adam(average, weight, trace)), moved, angle
 
     def apply(self, kept, matrices, damping):
         """In the eigenbasis, a division by the root of the moments."""

@@ -36,6 +36,7 @@ def kfac(
     weight_decay_mask: Any | Callable[[Any], Any] | None = None,
     kl_clip: ScalarOrSchedule | None = None,
     trust_ratio: ScalarOrSchedule | Literal["auto"] | None = "auto",
+    layer_rates: bool | None = None,
     damping: ScalarOrSchedule | None = None,
     cost: float = 0.1,
     inverse_every: int | jax.Array | Literal["auto"] | None = "auto",
@@ -74,6 +75,11 @@ def kfac(
 
         A number or a schedule: only kernels and embeddings are scaled, to this times their norm, as LARS does with the
         gradient; without their part along the kernel as above. One stays as it is where one of the norms is zero.
+      layer_rates: whether each layer has a rate of its own, by which the learning rate is multiplied. It starts at 1. It
+        rises, up to 4, as long as the gradient agrees with the direction of the step before, and falls, down to 1/16,
+        while the step before has gone too far. So one learning rate does for networks, and batches, that need different
+        ones (a rate of all layers follows such an angle in Almeida et al. 1998, Baydin et al. 2018). None: with
+        momentum and "auto".
       damping: see `scale_by_kfac`, also for the arguments that follow. With `trust_ratio="auto"` it is in units of the
         mean eigenvalue of each block, as with `Cholesky(relative=True)`: then nothing depends on the scale of the loss.
         None: with "auto" 0.1, or 1e-4 for `Soap`; without, 1e-3.
@@ -113,10 +119,17 @@ def kfac(
     if isinstance(inverse_every, str) and inverse_every == "auto":
         inverse_every = every
     nesterov = momentum is not None if nesterov is None else nesterov
+    layer_rates = (auto and momentum is not None) if layer_rates is None else layer_rates
+    check_switch("layer_rates", layer_rates)
+    if layer_rates and not (auto and momentum is not None):
+        raise ValueError(
+            'layer_rates=True is for trust_ratio="auto" with momentum=, which tells the direction of the step before: '
+            "pass these, or layer_rates=False"
+        )
     return assemble(
         learning_rate, layers, momentum=momentum, nesterov=nesterov, rate_in_momentum=False, kl_clip=kl_clip,
         weight_decay=weight_decay, weight_decay_mask=weight_decay_mask, trust_ratio=trust_ratio, inverse=inverse,
-        damping=damping, statistics_every=every, inverse_every=inverse_every, distribution=distribution,
+        layer_rates=layer_rates, damping=damping, statistics_every=every, inverse_every=inverse_every, distribution=distribution,
     )  # fmt: skip
 
 
@@ -132,6 +145,7 @@ def assemble(
     kl_clip: ScalarOrSchedule | None,
     trust_ratio: ScalarOrSchedule | Literal["auto"] | None,
     inverse: Inverse,
+    layer_rates: bool = False,
     **preconditioner: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """The optimizer around the preconditioner, which has the other options."""
@@ -151,7 +165,7 @@ def assemble(
             f"inverse={inverse!r} sets the length of a step by the gradients and preconditions their momentum: pass "
             "kl_clip=None and rate_in_momentum=False, or another inverse, inverse=kfac.Cholesky()"
         )
-    moves = Moves(kl_clip, learning_rate, rate_in_momentum, momentum, nesterov, trust_ratio)
+    moves = Moves(kl_clip, learning_rate, rate_in_momentum, momentum, nesterov, trust_ratio, layer_rates)
     tx = precondition_and_move(layers, moves, inverse=inverse, **preconditioner)
     parts: list[Any] = []
     before = learning_rate if rate_in_momentum else None

@@ -20,7 +20,7 @@ from kfac._distributed.owners import Shard, group_costs, make_shards
 from kfac._distributed.ways import Everywhere, way_of
 from kfac._factors import Block
 from kfac._layers import Layers, leaves_by_path
-from kfac._optimizer.moves import Moves
+from kfac._optimizer.moves import Motion, Moves
 from kfac._varying import AxisName, as_varying, axis_size, varying_axes
 
 
@@ -37,6 +37,8 @@ class KfacMetrics(NamedTuple):
         so far, and for those that were left out.
       inverse_age: steps since the oldest of the inverses in use was computed.
       kl_clip_scale: what the KL clip multiplied the step by; 0 without one.
+      slowest: the lowest of the layers' rates, by which the learning rate is multiplied.
+      fastest: the highest.
       skipped_statistics: how many times a block left non-finite statistics out of its running average.
       failed_inversions: how many times a block kept its previous inverse because factorisation failed.
       skipped_steps: how many times the gradient, or the preconditioned one, was not finite.
@@ -47,6 +49,8 @@ class KfacMetrics(NamedTuple):
     condition: jax.Array
     statistics_change: jax.Array
     kl_clip_scale: jax.Array
+    slowest: jax.Array
+    fastest: jax.Array
     inverse_age: jax.Array
     skipped_statistics: jax.Array
     failed_inversions: jax.Array
@@ -62,8 +66,7 @@ class BlockState(NamedTuple):
       inverse: what the kind of inverse keeps, arrays `[k, ...]`.
       condition: `[k]`, condition number at the last inversion; 0 before the first.
       inverted: `[k]`, the step of the last inversion; 0 before the first.
-      momentum: `[k, d_in, d_out]`, that of the preconditioned gradients, where owners alone precondition these and the
-        inverse has none of its own; else None.
+      motion: momentum and rates, of blocks that owners alone precondition.
     """
 
     factors: Block
@@ -71,7 +74,7 @@ class BlockState(NamedTuple):
     inverse: Any
     condition: jax.Array
     inverted: jax.Array
-    momentum: jax.Array | None
+    motion: Motion
 
 
 @jax.tree_util.register_dataclass
@@ -115,8 +118,7 @@ class KfacState(NamedTuple):
       shared: unit-wise and diagonal blocks, the same on all devices.
       replicas: what all devices have of inverses: those of the groups that they all precondition; over an axis, with an
         inverse that takes moments, the bases of blocks with such.
-      shared_momenta: the momenta `[blocks, d_in, d_out]` of the groups that all devices precondition, if there is
-        momentum.
+      shared_motions: momenta and rates of the groups that all devices precondition.
       members: the number of blocks of each group, by the names of its layers, whose blocks they are in this order. So a
         checkpoint of layers of another name is one of another structure.
       metrics: scalars of the last step.
@@ -133,7 +135,7 @@ class KfacState(NamedTuple):
     owned: dict[str, Owned]
     shared: dict[str, BlockState]
     replicas: dict[str, Replica]
-    shared_momenta: dict[str, jax.Array]
+    shared_motions: dict[str, Motion]
     members: dict[str, dict[str, jax.Array]]
     metrics: KfacMetrics
     splits: Splits
@@ -148,10 +150,9 @@ class KfacState(NamedTuple):
         return {name: own.blocks for name, own in self.owned.items()} | self.shared
 
     @property
-    def momenta(self) -> dict[str, jax.Array]:
-        """The momenta of groups that have one outside of their inverse, of the blocks that a device preconditions."""
-        owned = {name: own.blocks.momentum for name, own in self.owned.items()}
-        return {name: x for name, x in owned.items() if x is not None} | self.shared_momenta
+    def motions(self) -> dict[str, Motion]:
+        """Momenta and rates of all groups, of the blocks that a device preconditions."""
+        return {name: own.blocks.motion for name, own in self.owned.items()} | self.shared_motions
 
 
 def with_blocks(state: KfacState, blocks: dict[str, BlockState]) -> KfacState:
@@ -160,12 +161,12 @@ def with_blocks(state: KfacState, blocks: dict[str, BlockState]) -> KfacState:
     return state._replace(owned=owned, shared={name: blocks[name] for name in state.shared})
 
 
-def with_momenta(state: KfacState, momenta: dict[str, jax.Array]) -> KfacState:
-    """The state with other momenta, of all groups that have some."""
-    shared = {name: momenta[name] for name in state.shared_momenta}
+def with_motions(state: KfacState, motions: dict[str, Motion]) -> KfacState:
+    """The state with other momenta and rates."""
+    shared = {name: motions[name] for name in state.shared_motions}
     blocks = state.blocks
-    owned = {name: blocks[name]._replace(momentum=x) for name, x in momenta.items() if name not in shared}
-    return with_blocks(state._replace(shared_momenta=shared), blocks | owned)
+    owned = {name: blocks[name]._replace(motion=x) for name, x in motions.items() if name not in shared}
+    return with_blocks(state._replace(shared_motions=shared), blocks | owned)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,14 +246,16 @@ def init_state(config: Config, params: Any) -> KfacState:
 
     def blocks(group: Group, size: int) -> BlockState:
         weight, condition, inverted = jnp.zeros(size, dtype), jnp.zeros(size, dtype), jnp.zeros(size, jnp.int32)
-        momentum = zeros(group, size) if group in config.apart and has_momentum(group) else None
-        return BlockState(group.zeros(size, dtype), weight, inverses(group, size), condition, inverted, momentum)
+        still = motion(group, size) if group in config.apart else Motion(None, None)
+        return BlockState(group.zeros(size, dtype), weight, inverses(group, size), condition, inverted, still)
 
-    def zeros(group: Group, size: int) -> jax.Array:
-        return jnp.zeros((size, group.d_in, group.d_out), dtype)
-
-    def has_momentum(group: Group) -> bool:
-        return config.moves.momentum is not None and not group.kind(config.inverse).takes_gradients
+    def motion(group: Group, size: int) -> Motion:
+        moves, outside = config.moves, not group.kind(config.inverse).takes_gradients
+        momentum = moves.momentum is not None and outside
+        return Motion(
+            jnp.zeros((size, group.d_in, group.d_out), dtype) if momentum else None,
+            jnp.ones(size, dtype) if moves.layer_rates else None,
+        )
 
     def own(group: Group) -> Owned:
         shard = shards[group.name]
@@ -274,9 +277,9 @@ def init_state(config: Config, params: Any) -> KfacState:
         owned={group.name: own(group) for group in config.kronecker},
         shared={group.name: blocks(group, group.size) for group in config.groups if not group.kronecker},
         replicas={group.name: replica(group) for group in config.groups if config.shares(group)},
-        shared_momenta={g.name: zeros(g, g.size) for g in config.groups if g not in config.apart and has_momentum(g)},
+        shared_motions={g.name: motion(g, g.size) for g in config.groups if g not in config.apart},
         members={group.name: {group.members: jnp.full((), group.size, jnp.int32)} for group in config.groups},
-        metrics=KfacMetrics(*(jnp.zeros((), dtype) for dtype in 5 * [jnp.float32] + 4 * [jnp.int32])),
+        metrics=KfacMetrics(*(jnp.zeros((), dtype) for dtype in 7 * [jnp.float32] + 4 * [jnp.int32])),
         splits=Splits(),
     )
 

@@ -15,7 +15,7 @@ import optax
 from jax import lax
 
 from kfac._curvature.blocks import Group
-from kfac._curvature.inverse import averaged, finite, per_block
+from kfac._curvature.inverse import averaged, cosine, finite, per_block
 from kfac._curvature.refresh import once_if, refresh
 from kfac._curvature.unitwise import ChannelInverse
 from kfac._distributed.distribution import decode, encode
@@ -23,8 +23,8 @@ from kfac._distributed.owners import Shard
 from kfac._distributed.ways import Everywhere
 from kfac._factors import Block, Factors, Kronecker, Ragged, Tied
 from kfac._layers import leaves_by_path, map_by_path
-from kfac._optimizer.moves import Kernels, MovesNow, Stack, clip_scale, find_kernels, lengthened
-from kfac._optimizer.state import Config, KfacMetrics, KfacState, Owned, Replica, check_state, with_blocks, with_momenta
+from kfac._optimizer.moves import Kernels, Motion, MovesNow, Stack, adapted, clip_scale, find_kernels, lengthened
+from kfac._optimizer.state import Config, KfacMetrics, KfacState, Owned, Replica, check_state, with_blocks, with_motions
 from kfac._varying import as_varying, varying_axes
 
 Vectors = dict[str, jax.Array]  # for each group `[k]`, a number for each block
@@ -117,14 +117,14 @@ def preconditioned_step(
         wanted = {name: due & place.mine[name] & (blocks[name].weight > 0) for name in blocks}
         state, failed = refresh_inverses(config.way, state, wanted, now, due)
     measured = jnp.where(usable & (factors is not None), state.count, state.measured)
-    preconditioned, advanced = precondition(place, state, gradients)
+    preconditioned, advanced, angles = precondition(place, state, gradients)
     squares = sums_of_shares(place, {name: x * x for name, x in preconditioned.items()})
-    steps, momenta, scale = move(place, state, preconditioned, gradients, params)
+    steps, motions, scale = move(place, state, preconditioned, angles, gradients, params)
     to_all = {name: shard for name, shard in place.apart.items() if name not in updates.stacks}
     steps |= config.way.gather({name: steps[name] for name in to_all}, to_all)
     updates, usable = restore(place, updates, steps, usable & jnp.isfinite(sum(squares)), narrow or {})
     metrics, usable = measure(place, state, square, squares, change, [left_out, failed], usable)
-    state = commit(state, advanced, momenta, usable)
+    state = commit(state, advanced, motions, usable)
     if scale is not None:
         metrics = metrics._replace(kl_clip_scale=scale.astype(jnp.float32))
     return updates, count(state._replace(measured=measured), now, changed, metrics, usable)
@@ -341,44 +341,55 @@ def _fetched(
     }
 
 
-def precondition(place: Place, state: KfacState, gradients: Vectors) -> tuple[Vectors, dict[str, Any]]:
+def precondition(place: Place, state: KfacState, gradients: Vectors) -> tuple[Vectors, dict[str, Any], Vectors]:
     """The gradients, preconditioned by their owner, or by every device.
 
-    And of inverses that take in gradients what is kept of them from now on.
+    And of inverses that take in gradients what is kept of them from now on, and the angles to the step before.
     """
-    config, result, advanced, damping = place.config, {}, {}, place.now.damping
+    config, result, advanced, angles, damping = place.config, {}, {}, {}, place.now.damping
     for group in config.groups:
         name, block, inverse = group.name, state.blocks[group.name], group.kind(config.inverse)
         everywhere = group.kronecker and name not in place.apart
         kept, ready = state.replicas[name] if everywhere else (block.inverse, block.condition > 0)
         if inverse.takes_gradients:
             momentum = place.now.moves.momentum(config.moves)
-            advanced[name], result[name] = inverse.advance(kept, gradients[name], damping, momentum, ready)
+            after = inverse.advance(kept, gradients[name], damping, momentum, ready)
+            advanced[name], result[name], angles[name] = after
         else:
             applied = inverse.apply(kept, gradients[name].mT, damping).mT
             # Not before there is an inverse.
             result[name] = jnp.where(per_block(ready, applied), applied, gradients[name])
-    return result, advanced
+    return result, advanced, angles
 
 
 def move(
-    place: Place, state: KfacState, preconditioned: Vectors, gradients: Vectors, params: Gradients | None
-) -> tuple[Vectors, Vectors, jax.Array | None]:
+    place: Place,
+    state: KfacState,
+    preconditioned: Vectors,
+    angles: Vectors,
+    gradients: Vectors,
+    params: Gradients | None,
+) -> tuple[Vectors, dict[str, Motion], jax.Array | None]:
     """The steps that follow from the preconditioned gradients, but for weight decay and learning rate.
 
     Returns:
-      The steps, the momenta of the blocks that have one outside of their inverse, and the scale of the KL clip.
+      The steps, the momenta and rates of all blocks, and the scale of the KL clip.
     """
     config, moves, now, scale = place.config, place.config.moves, place.now.moves, None
-    steps, momenta = dict(preconditioned), state.momenta
+    steps, motions = dict(preconditioned), {}
     if now.limit is not None:
         products = {name: x * gradients[name] for name, x in steps.items()}
         scale = clip_scale(now.limit, now.rate, sum_of_all(place, products))
         steps = {name: scale.astype(x.dtype) * x for name, x in steps.items()}
     if moves.rate_in_momentum:
         steps = {name: -now.rate.astype(x.dtype) * x for name, x in steps.items()}
-    moved = {name: now.momentum(moves).moved(trace, steps[name]) for name, trace in momenta.items()}
-    steps |= {name: ahead for name, (_, ahead) in moved.items()}
+    for name, (trace, rate) in state.motions.items():
+        if rate is not None:
+            known = angles | ({} if trace is None else {name: cosine(trace, gradients[name])})
+            rate = adapted(rate, known[name], ~place.now.warmup)
+        if trace is not None:
+            trace, steps[name] = now.momentum(moves).moved(trace, steps[name])
+        motions[name] = Motion(trace, rate)
     if moves.lengths is not None:
         chosen = [group for group in config.groups if moves.needs_params(group)]
         weights = {} if params is None else stack_all(state, params, chosen)
@@ -391,7 +402,9 @@ def move(
         alike = [] if config.way.alone else [name for name in stacks if name not in place.apart]
         for names in (stacks.keys() - alike, alike):
             steps |= lengthened({name: x for name, x in stacks.items() if name in names}, now.coefficient)
-    return steps, {name: trace for name, (trace, _) in moved.items()}, scale
+    for name, (_, rate) in motions.items():
+        steps[name] = steps[name] if rate is None else steps[name] * per_block(rate, steps[name])
+    return steps, motions, scale
 
 
 def _stack(place: Place, group: Group, steps: jax.Array, params: jax.Array | None, gradients: jax.Array) -> Stack:
@@ -476,7 +489,8 @@ def measure(
     counts = jnp.stack([*(count_blocks(place.shards, way, flags) for flags in found), (~usable).astype(jnp.int32)])
     blocks = state.blocks.values()
     ages = [jnp.where(block.condition > 0, state.count - block.inverted, 0) for block in blocks]
-    parts = [block.condition for block in blocks], ages
+    rates = [motion.rate for motion in state.motions.values() if motion.rate is not None]
+    parts = [[block.condition for block in blocks], ages, rates, [1 / rate for rate in rates]]
     extremes = jnp.stack([jnp.max(_join(part)).astype(jnp.float32) for part in parts])
     apart, rest = (x.astype(jnp.float32) for x in preconditioned)
     # In one message: as float32, numbers of blocks are exact.
@@ -499,12 +513,14 @@ def measure(
         failed_inversions=metrics.failed_inversions + counts[1],
         skipped_steps=metrics.skipped_steps + ~usable,
         kl_clip_scale=metrics.kl_clip_scale,
+        slowest=1 / extremes[3] if rates else jnp.ones(()),
+        fastest=extremes[2] if rates else jnp.ones(()),
     )
     return new, usable
 
 
-def commit(state: KfacState, advanced: dict[str, Any], momenta: Vectors, usable: jax.Array) -> KfacState:
-    """The state with what blocks have taken in of the gradients, and their momenta, if the step is `usable`."""
+def commit(state: KfacState, advanced: dict[str, Any], motions: dict[str, Motion], usable: jax.Array) -> KfacState:
+    """The state with what blocks have taken in of the gradients, and how they move, if the step is `usable`."""
 
     def kept(new, old):
         return jax.tree.map(lambda new, old: jnp.where(usable, new, old), new, old)
@@ -512,7 +528,7 @@ def commit(state: KfacState, advanced: dict[str, Any], momenta: Vectors, usable:
     blocks = {
         name: state.blocks[name]._replace(inverse=kept(x, state.blocks[name].inverse)) for name, x in advanced.items()
     }
-    return with_momenta(with_blocks(state, state.blocks | blocks), kept(momenta, state.momenta))
+    return with_motions(with_blocks(state, state.blocks | blocks), kept(motions, state.motions))
 
 
 def count(state: KfacState, now: Now, changed: jax.Array, metrics: KfacMetrics, usable: jax.Array) -> KfacState:
