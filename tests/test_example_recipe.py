@@ -598,6 +598,21 @@ def test_what_is_saved_can_be_read_from_anywhere(tmp_path, monkeypatch):
             cfg.load(tmp_path)
 
 
+@pytest.mark.parametrize("damage", [b'{"step": 3, "lo', b"\xff\xfe\x00", b"[1]", b'{"loss": 1}', b'{"step": "3"}'])
+def test_a_damaged_line_of_the_metrics_is_kept_aside_and_loses_no_other(tmp_path, capsys, damage):
+    path = tmp_path / "metrics.jsonl"
+    lines = [b'{"step": %d, "loss": 1.0}' % step for step in range(1, 21)]
+    path.write_bytes(b"\n".join([*lines[:4], damage, *lines[4:], damage]) + b"\n")
+    metrics = report.Metrics(tmp_path, 20)
+    metrics.close()
+    assert path.read_bytes() == b"\n".join(lines) + b"\n"
+    assert (tmp_path / "metrics.damaged").read_bytes() == damage + b"\n" + damage + b"\n"
+    assert f"2 damaged line(s) of {path} are set aside" in capsys.readouterr().out
+    # Once more: there is nothing to do, and nothing is said.
+    report.Metrics(tmp_path, 20).close()
+    assert (tmp_path / "metrics.damaged").read_bytes().count(damage) == 2 and not capsys.readouterr().out
+
+
 def test_services_that_are_not_installed_are_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(cfg.UserError, match="--wandb needs the package wandb"):

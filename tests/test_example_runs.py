@@ -99,7 +99,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint_and_one_that_is_done_does_nothing
         if re.match(r"step +5/", line):
             run.send_signal(signal.SIGTERM)
             break
-    step = int(re.search(r"stopped by SIGTERM at step (\d+) of 2000", finish(run).stdout).group(1))
+    step = int(re.search(r"stopped by SIGTERM at step (\d+) of 2000", finish(run, 143).stdout).group(1))
     assert records(tmp_path / "a")[-1]["step"] == step >= 5
     options += ["--steps", step + 20]
     out = here(*options)
@@ -119,7 +119,7 @@ def test_the_recipe_goes_on_bit_for_bit_after_a_signal_and_once_more(whole, tmp_
         if re.match(r"step +5/", line):
             run.send_signal(signal.SIGTERM)
             break
-    step = int(re.search(r"stopped by SIGTERM at step (\d+) of 24", finish(run).stdout).group(1))
+    step = int(re.search(r"stopped by SIGTERM at step (\d+) of 24", finish(run, 143).stdout).group(1))
     assert records(tmp_path / "parts")[-1]["step"] == step >= 5
     for _ in range(2):
         assert "done: 24 steps" in train(*options).stdout
@@ -168,7 +168,7 @@ def test_going_on_growing_and_what_is_refused(tmp_path):
             assert "another process trains there" in refused(*options, "--steps", 2001)
             run.send_signal(signal.SIGINT)
             break
-    assert "stopped by SIGINT" in finish(run).stdout
+    assert "stopped by SIGINT" in finish(run, 130).stdout
 
 
 def test_metrics_after_the_last_checkpoint_are_made_again(tmp_path):
@@ -178,8 +178,9 @@ def test_metrics_after_the_last_checkpoint_are_made_again(tmp_path):
     # As if the run had been killed: steps after the checkpoint, and a line cut short.
     with (tmp_path / "b" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "loss": 1.0}\n{"step": 6, "lo')
-    here(*options, 6, "--output", tmp_path / "b")
+    assert "1 damaged line(s)" in here(*options, 6, "--output", tmp_path / "b")
     assert records(tmp_path / "a") == records(tmp_path / "b")
+    assert (tmp_path / "b" / "metrics.damaged").read_text() == '{"step": 6, "lo\n'
 
 
 @pytest.mark.slow
@@ -300,7 +301,7 @@ def test_a_signal_to_all_processes_of_a_run_and_other_workers_change_nothing(sha
             # As a batch system does, also to the workers.
             os.killpg(run.pid, signal.SIGTERM)
             break
-    step = int(re.search(r"stopped by SIGTERM at step (\d+) of 40", finish(run).stdout).group(1))
+    step = int(re.search(r"stopped by SIGTERM at step (\d+) of 40", finish(run, 143).stdout).group(1))
     assert step < 40
     train(*options, tmp_path / "parts", "--workers", 0)
     assert records(tmp_path / "parts") == records(tmp_path / "whole")
@@ -364,7 +365,7 @@ def test_two_processes_stop_together_and_one_goes_on_with_accumulation(tmp_path)
         if line.startswith("step"):
             run.send_signal(signal.SIGTERM)
             break
-    step = int(re.search(r"stopped by SIGTERM at step (\d+) of 2000", finish(run).stdout).group(1))
+    step = int(re.search(r"stopped by SIGTERM at step (\d+) of 2000", finish(run, 143).stdout).group(1))
     again = train(*options, "--local-batch", 36, "--stop-after", step + 1, devices=2).stdout
     assert "2 micro-batch(es) of 36 images" in again and f"at step {step} of 2000" in again
 

@@ -140,12 +140,12 @@ class Checkpoints:
         good = next((k for k in steps if k != self.resumed and not damage(self.folder / str(k))), None)
         if self.resumed and (good is None or good < self.resumed):
             before = f"from {good}, whose checksums are right" if good else "anew, for there is none before it"
-            return (f"the run went on from the checkpoint {self.folder / str(self.resumed)}; without it the same command "
-                    f"begins {before}")  # fmt: skip
+            place = self.folder / str(self.resumed)
+            return f"the run went on from the checkpoint {place}; without it the same command begins {before}"
         return f"the checkpoint {self.folder / str(good)} is good" if good else "no checkpoint was written yet"
 
     def restore(self, state: Any) -> tuple[Any, dict[str, Any]]:
-        """The last state that is as it was written, with the shapes and places of `state`, and what was saved beside it.
+        """The last state that is as it was written, in the shapes and places of `state`, and what was saved beside it.
 
         One that is damaged is set aside under another name, for the one before. Raises `UserError` where there is none,
         or where it is one of another run; then what is on disk stays as it is.
@@ -173,8 +173,8 @@ class Checkpoints:
                 )
             self._manager.close()
             if len(list(step_folders(self.folder))) == 1:
-                raise UserError(f"the checkpoint {self.folder / str(step)} is damaged ({reason}), and there is no other; "
-                                f"remove {self.folder} to begin anew")  # fmt: skip
+                raise UserError(f"the checkpoint {self.folder / str(step)} is damaged ({reason}), and there is no "
+                                f"other; remove {self.folder} to begin anew")  # fmt: skip
             on_first(lambda at=step, why=reason: set_aside(self.folder / str(at), why))  # type: ignore[misc]
             self._open()
         raise UserError(f"{self.folder} holds no checkpoint")
@@ -261,7 +261,7 @@ def write_sums(folder: Path) -> None:
 
 
 def damage(path: Path, first: int = 0, every: int = 1) -> str:
-    """What is not as it was written in the checkpoint `path`, of `every` so many files from `first` on; empty if nothing."""
+    """What is not as it was written in the checkpoint `path`, of every so many files; empty if nothing."""
     try:
         rows = (path / SUMS).read_text().split("\n")[:-1]
         known = {name: digest for digest, name in (row.split("  ", 1) for row in rows)}

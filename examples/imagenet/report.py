@@ -42,7 +42,8 @@ class Curves(NamedTuple):
 class Metrics:
     """Appends records to `metrics.jsonl` in `folder`, each with the step it belongs to, in the process that `writes`.
 
-    Records after `step` are dropped first: a run that was stopped between two checkpoints makes them again. `services`
+    Records after `step` are dropped first: a run that was stopped between two checkpoints makes them again. Lines that
+    are no records are kept in `metrics.damaged`. `services`
     are "tensorboard" and "wandb", which get them too, and "mlperf", for lines in the format of MLPerf's logs.
     `variables` give names to what is not finite.
     """
@@ -52,7 +53,8 @@ class Metrics:
         writes: bool = True,
     ) -> None:  # fmt: skip
         path = folder / "metrics.jsonl"
-        self.records = [record for record in read(path) if record["step"] <= step]
+        found, damaged = read(path)
+        self.records = [record for record in found if record["step"] <= step]
         self.per_epoch, self.services = per_epoch, services if writes else ()
         params, batch_stats = (variables or {}).get("params"), (variables or {}).get("batch_stats")
         self.watched = {"gradient": params, "parameter": params, "batch-norm average": batch_stats}
@@ -74,6 +76,13 @@ class Metrics:
             self._wandb = _package("wandb", "wandb").init(**about, config=saved)
         if writes:
             with _said(path):
+                if damaged:
+                    aside = path.with_name("metrics.damaged")
+                    with aside.open("ab") as file:
+                        file.writelines(line + b"\n" for line in damaged)
+                    say(
+                        f"{len(damaged)} damaged line(s) of {path} are set aside in {aside.name}; {len(found)} are good"
+                    )
                 # In one go: a run killed here keeps what it had.
                 whole = path.with_suffix(".tmp")
                 whole.write_text("".join(map(_line, self.records)))
@@ -269,22 +278,25 @@ def _cpu_seconds() -> float:
     return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def read(path: Path) -> Records:
-    """The records of a metrics file; a last line cut off by a crash is left out."""
-    if not path.is_file():
-        return []
-    records = []
-    for line in path.read_text().splitlines():
+def read(path: Path) -> tuple[Records, list[bytes]]:
+    """The records of a metrics file, and the lines that are none: damaged, or cut off by a crash."""
+    records, damaged = [], []
+    for line in path.read_bytes().split(b"\n") if path.is_file() else ():
         try:
-            records.append(json.loads(line))
-        except ValueError:
-            break
-    return records
+            record = json.loads(line)
+            if not isinstance(record["step"], int):
+                raise ValueError("a record begins with its step")
+            records.append(record)
+        except (ValueError, KeyError, TypeError):
+            damaged += [line] if line else []
+    return records, damaged
 
 
 def load(folder: Path) -> Curves:
     """A run from its folder, called by the folder's name and what it trained."""
-    records = read(folder / "metrics.jsonl")
+    records, damaged = read(folder / "metrics.jsonl")
+    if damaged:
+        say(f"{folder / 'metrics.jsonl'}: {len(damaged)} damaged line(s) are left out")
     if not records:
         raise UserError(f"{folder} holds no run: it has no metrics.jsonl, or an empty one")
     try:

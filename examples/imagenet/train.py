@@ -8,6 +8,10 @@ python examples/imagenet/train.py --distributed            # in each process: la
 """
 
 import os
+import signal
+
+if __name__ == "__main__":  # until there is something to save, Ctrl-C ends it at once and without a word
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 # Before jax is imported, which reads both. With few cores, XLA's CPU schedule may start a convolution and a LAPACK call
 # at once and let each wait for the other's threads forever.
@@ -20,7 +24,6 @@ import dataclasses
 import functools
 import json
 import math
-import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -139,12 +142,13 @@ def eval_step(run: Run, weights: tuple[Any, Any], batch: batches.Batch) -> tuple
     return lax.psum(sums, AXIS)
 
 
-def main(args: list[str]) -> None:
+def main(args: list[str]) -> int:
+    """The run; returns the exit code, which tells one that was stopped by a signal from one that is done."""
     began = time.perf_counter()
     config = cfg.parse(args)
     if config.print_config:
         print(json.dumps(vars(config), indent=2, default=str))
-        return
+        return 0
 
     # The devices in a row, over which each batch is split. One device is a row too.
     processes.meet(config)
@@ -164,7 +168,7 @@ def main(args: list[str]) -> None:
     trace = report.Trace(config.profile, stop_at)
     if config.input_speed:
         report.input_speed(dataset.train, batch, config.input_speed, config.workers)
-        return
+        return 0
     # The folder of the run: a new one, or one to go on in. From here on something is written.
     output, lock, begin_with = config.output, None, None
     if not (config.eval or config.plan):
@@ -212,7 +216,7 @@ def main(args: list[str]) -> None:
         found = validate(jax.device_put(tuple(weights), same))
         say(f"{config.eval}, step {at}: validation loss {found['val_loss']:.4f}, accuracy {found['val_accuracy']:.2%}, "
             f"top-5 {found['val_top5_accuracy']:.2%}, of {len(dataset.val)} images")  # fmt: skip
-        return
+        return 0
 
     # The optimizer. K-FAC traces the loss once to find the layers.
     half, use_kfac, layers = config.dtype == "float16", config.optimizer == "kfac", None
@@ -224,7 +228,7 @@ def main(args: list[str]) -> None:
                                   example, jnp.float32(1) if half else None, has_aux=True)  # fmt: skip
     if config.plan:
         say(recipe.plan(config, layers))
-        return
+        return 0
     rate = recipe.learning_rate(config, per_epoch, total)
     run = run._replace(tx=recipe.transform(config, rate, per_epoch, layers))
 
@@ -333,7 +337,6 @@ def main(args: list[str]) -> None:
     # The end.
     progress.bar.close()
     saved.close()
-    stop.restore()
     processes.release(lock)
     title = f"{dataset.name}, {config.arch}, {config.optimizer}, batch {batch}"
     metrics.close(success=step == total or "reached" in why, title=title)
@@ -341,6 +344,7 @@ def main(args: list[str]) -> None:
     say(f"{f'stopped by {why} at step {step} of {total}' if step < total else f'done: {total} steps'}; {title}; "
         f"validation accuracy {metrics.best()}; {len(broken)} broken images; {metrics.skipped} steps left out; "
         f"{time.perf_counter() - began:.1f} s, of which {compile_seconds:.1f} s compiling; {output}")  # fmt: skip
+    return stop.restore()
 
 
 if __name__ == "__main__":
