@@ -287,7 +287,7 @@ def shards(tmp_path_factory):
 
 
 IMAGES = ["--arch", "digits", "--image-size", 16, "--batch-size", 8, "--optimizer", "sgd", "--width", 8,
-          "--learning-rate", 0.1, "--steps", 40, "--log-every", 1, "--cutmix-alpha", 1, "--randaugment", 5]  # fmt: skip
+          "--learning-rate", 0.1, "--steps", 40, "--log-every", 1  ]  # fmt: skip
 
 
 @pytest.mark.slow

@@ -128,6 +128,7 @@ def train_step(run: Run, gradients: Callable[..., Any], state: State, batch: Any
     if config.optimizer == "kfac":
         metrics |= {f"kfac/{name}": value for name, value in kfac.diagnostics(opt_state).items()}
         metrics["kfac/with_statistics"] = jnp.array(factors is not None)
+        metrics["kfac/due"] = kfac.due(opt_state)
     return State(state.step + 1, params, batch_stats, ema, opt_state, mixed, loss_scale), metrics, squares
 
 
@@ -147,7 +148,7 @@ def main(args: list[str]) -> int:
     began = time.perf_counter()
     config = cfg.parse(args)
     if config.print_config:
-        print(json.dumps(vars(config), indent=2, default=str))
+        print(json.dumps({k: v for k, v in vars(config).items() if v is not None}, indent=2, default=str))
         return 0
 
     # The devices in a row, over which each batch is split. One device is a row too.
@@ -200,7 +201,7 @@ def main(args: list[str]) -> int:
     # Validation: loss and accuracies over all readable images, each counted once.
     eval_local = min(local_batch, -(-len(dataset.val) // mesh.size))
     eval_rows = batches.own_rows(mesh, jax.process_index(), eval_local, 1)
-    evaluate = jax.jit(on_devices(functools.partial(eval_step, run), in_specs=(SAME, SPLIT), out_specs=SAME))
+    evaluate: Any = jax.jit(on_devices(functools.partial(eval_step, run), in_specs=(SAME, SPLIT), out_specs=SAME))
 
     def validate(weights: Any) -> dict[str, float]:
         sums = np.zeros(4)
@@ -253,6 +254,11 @@ def main(args: list[str]) -> int:
     full_step = compile_step(layers)
     # Between statistics there is nothing of K-FAC in the backward pass.
     cheap_step = compile_step(None) if use_kfac and config.factor_every != 1 else full_step
+    validated = state.ema if config.ema else (state.params, state.batch_stats)
+    n = mesh.size * eval_local
+    shapes: Any = ((n, *dataset.shape), jnp.uint8), ((n,), jnp.int32), ((n,), jnp.float32)
+    images, labels, shares = (jax.ShapeDtypeStruct(*shape, sharding=split) for shape in shapes)
+    evaluate = evaluate.lower(validated, batches.Batch(images, labels, shares)).compile()
     compile_seconds = time.perf_counter() - compile_began
     say(f"compiled {'step' if cheap_step is full_step else 'step, cheap step'} in {compile_seconds:.1f} s")
 
@@ -262,10 +268,11 @@ def main(args: list[str]) -> int:
     saved = checkpoints.Checkpoints(output / "checkpoints", config.keep_checkpoints,
                                     *checkpoints.for_any_devices(mesh, specs, local_batch, lean))  # fmt: skip
     start, interval = 0, AdaptiveInterval(config.statistics_threshold)  # with --factor-every adaptive
+    due = True  # with --factor-every auto
     if saved.latest():
         mixed = state.mixed
         state, extra = saved.restore(state)
-        start, interval = int(state.step), AdaptiveInterval(**extra["interval"])
+        start, interval, due = int(state.step), AdaptiveInterval(**extra["interval"]), extra["due"]
         broken.update(extra["broken"])
         say(f"resuming {output} at step {start} of {total}")
         if stop_at < start:
@@ -275,8 +282,7 @@ def main(args: list[str]) -> int:
             first = max(0, start - checkpoints.REMADE)
             state = state._replace(mixed=checkpoints.mixed_again(run, mesh, first, train_batches(first, start), mixed))
     processes.on_first(lambda: processes.save(config, dataset.found(), output))
-    services = [name for name in ("tensorboard", "wandb", "mlperf") if getattr(config, name)]
-    metrics = report.Metrics(output, start, per_epoch, variables, services, writes=processes.is_first())
+    metrics = report.Metrics(output, start, per_epoch, variables, config.tensorboard, writes=processes.is_first())
 
     # The loop. SIGTERM and Ctrl-C end it after the step at hand, with a checkpoint; a second one ends it now.
     stop, step, target = processes.Stop(), start, config.target_accuracy or math.inf
@@ -286,13 +292,18 @@ def main(args: list[str]) -> int:
     progress, last_save = report.Progress(start, total, batch, per_epoch), time.perf_counter()
     for step, got in enumerate(train_batches(start, stop_at), start + 1):
         done = step - 1
-        due = interval.due(done) if isinstance(config.factor_every, str) else done % config.factor_every == 0
+        if config.factor_every == "adaptive":
+            due = interval.due(done)
+        elif use_kfac and config.factor_every != "auto":
+            due = done % config.factor_every == 0
         with_factors = due or done < FACTOR_WARMUP
         trace.before(step, output)
         state, values, squares = (full_step if with_factors else cheap_step)(state, (got.images, got.labels))
         broken.note(got.broken)
         if config.factor_every == "adaptive" and with_factors:
             interval.record(done, float(values["kfac/statistics_change"]))  # waits for the device
+        if config.factor_every == "auto":
+            due = bool(values["kfac/due"])  # and this does
         metrics.add(step, values, squares)
         progress.bar.update()
 
@@ -316,7 +327,7 @@ def main(args: list[str]) -> int:
         if record["bad"]:
             saved.close()
             raise UserError(f"{record['bad']}; {saved.describe()}; a new run may do with --skip-nonfinite, "
-                            f"{f'a --damping above {config.damping} or ' if use_kfac else ''}"
+                            f"{f'a --damping above {config.damping} or ' if use_kfac and config.damping else ''}"
                             f"a --learning-rate below {config.learning_rate}")  # fmt: skip
         result: dict[str, float] = {}
         if check:
@@ -327,7 +338,7 @@ def main(args: list[str]) -> int:
         if check:
             metrics.validated(step, result, len(broken))
         if save:
-            extra = {"broken": sorted(broken), "interval": dataclasses.asdict(interval)}
+            extra = {"broken": sorted(broken), "interval": dataclasses.asdict(interval), "due": due}
             saved.save(step, state, extra, result.get("val_accuracy"))
             last_save = time.perf_counter()
         progress.line(step, record | result)
@@ -339,7 +350,7 @@ def main(args: list[str]) -> int:
     saved.close()
     processes.release(lock)
     title = f"{dataset.name}, {config.arch}, {config.optimizer}, batch {batch}"
-    metrics.close(success=step == total or "reached" in why, title=title)
+    metrics.close(title)
     why = signal.Signals(stop.signal).name if stop.signal else why
     say(f"{f'stopped by {why} at step {step} of {total}' if step < total else f'done: {total} steps'}; {title}; "
         f"validation accuracy {metrics.best()}; {len(broken)} broken images; {metrics.skipped} steps left out; "
