@@ -492,7 +492,7 @@ def test_what_is_not_finite_has_a_name():
 def test_first_order_gradients_are_averaged_not_summed():
     """Of parameters that are the same on all devices, autodiff inside `shard_map` returns the sum."""
     mesh = Mesh(np.array(jax.devices()[:4]), (recipe.AXIS,))
-    fn = recipe.gradient_fn(cfg.Config(), lambda p, _, x: ((p * x).mean(), {}), None, 1)
+    fn = train.gradient_fn(cfg.Config(), lambda p, _, x: ((p * x).mean(), {}), None, 1)
 
     def local(p, x):
         return jax.lax.pmean(fn(0, None, p, None, x)[1], recipe.AXIS)
@@ -514,7 +514,7 @@ def test_every_device_micro_batch_and_step_draws_its_own():
     layers = kfac.find_layers(loss_fn, params, None, x, has_aux=True)
 
     def drawn(parts, seed=0, step=0, fisher="sampled"):
-        fn = recipe.gradient_fn(cfg.Config(fisher=fisher, seed=seed), loss_fn, layers, parts)
+        fn = train.gradient_fn(cfg.Config(fisher=fisher, seed=seed), loss_fn, layers, parts)
 
         def local(params, x):
             return fn(step, None, params, None, x)[2]["w"].G[None]

@@ -299,15 +299,16 @@ def plot(runs: list[Curves], path: Path, title: str) -> None:
             # Means over a fortieth of the run: what single batches do hides where it goes.
             window = max(1, len(y) // 40)
             x, y = x[window - 1 :], np.convolve(y, np.ones(window) / window, "valid") if len(y) else y
-            grid[row, column].plot(x, y, f"C{color}", alpha=0.45, linewidth=1, clip_on=False)
-            validated = _points(run.records, across, f"val_{key}")
-            grid[row, column].plot(*validated, f"C{color}o-", markersize=3.5, clip_on=False)
+            grid[row, column].plot(x, y, f"C{color}", alpha=0.45, linewidth=1)
+            grid[row, column].plot(*_points(run.records, across, f"val_{key}"), f"C{color}o-", markersize=3.5)
     for column, name in enumerate(("optimizer step", "epoch", "seconds of training")):
         grid[1, column].set_xlabel(name)
     grid[0, 0].set_ylabel("loss")
     grid[1, 0].set_ylabel("accuracy (%)")
     for axes in grid.flat:
         axes.grid(alpha=0.3)
+        for line in axes.lines:  # lines at 100% are not cut in half, and change no layout
+            line.set(clip_on=False, in_layout=False)
     losses = [value for line in grid[0, 0].lines for value in np.asarray(line.get_ydata())]
     if losses and 0 < 10 * min(losses) < max(losses):
         grid[0, 0].set_yscale("log")

@@ -1,4 +1,4 @@
-"""Trains a network on images with K-FAC or a first-order optimizer. To be read from top to bottom, and copied.
+"""Trains a network on images with K-FAC or another optimizer. To be read from top to bottom; to be copied is simple.py.
 
 python examples/imagenet/train.py                          # digits, ten K-FAC steps an epoch, on a CPU
 python examples/imagenet/train.py --config bs128k --data-dir imagenet --output runs/a    # the same again goes on
@@ -46,10 +46,16 @@ import recipe
 import report
 from adaptive_interval import AdaptiveInterval
 from files import UserError
+from models import is_kernel
 from recipe import AXIS, Mixed, Run
 from report import say
 
 SAME, SPLIT = PartitionSpec(), PartitionSpec(AXIS)
+INVERSES: dict[str, Callable[..., kfac.Inverse]] = {
+    "soap": kfac.Soap, "cholesky": kfac.Cholesky, "eigh": kfac.Eigh, "ekfac": kfac.Ekfac,
+}  # fmt: skip
+# `keys` folds in the step instead, which is never as large as this.
+FISHER_STREAM = 2**32 - 1
 # Inverses go stale fast at first, so each of the first steps collects statistics whatever --factor-every says.
 FACTOR_WARMUP = 10
 
@@ -64,6 +70,100 @@ class State(NamedTuple):
     opt_state: Any
     mixed: Any  # what running mixup carries on, split over devices like the batch
     loss_scale: Any  # of float16
+
+
+# K-FAC, or another optimizer in its place: gradients and updates, on one of a row of devices.
+
+
+def transform(config: Any, rate: optax.Schedule, steps_per_epoch: float, layers: Any) -> Any:
+    """The optimizer as an optax transform whose `update` takes `factors=`, None for first-order methods."""
+    try:
+        return optax.with_extra_args_support(_transform(config, rate, steps_per_epoch, layers))
+    except ValueError as error:
+        raise UserError(f"the options of the optimizer do not go together: {error}") from error
+
+
+def _transform(config: Any, rate: optax.Schedule, steps_per_epoch: float, layers: Any) -> Any:
+    decay = config.weight_decay
+    match config.optimizer:
+        case "kfac" if config.trust_ratio == "auto":
+            return kfac.kfac(
+                rate, layers, momentum=recipe.momentum(config, rate), nesterov=config.nesterov, damping=config.damping,
+                weight_decay=decay or None, weight_decay_mask=is_kernel if decay else None,
+                inverse=INVERSES[config.inverse](), inverse_every=config.inverse_every or "auto",
+                distribution=kfac.Distribution(AXIS),
+            )  # fmt: skip
+        case "kfac":
+            return kfac.presets.large_batch(
+                rate, layers, damping=recipe.damping(config, steps_per_epoch), momentum=recipe.momentum(config, rate),
+                nesterov=config.nesterov, rate_in_momentum=config.rate_in_momentum,
+                unitwise_damping=config.unitwise_damping, weight_decay=decay, weight_decay_mask=is_kernel,
+                kl_clip=config.kl_clip or None, trust_ratio=config.trust_ratio or None,
+                factor_decay=config.factor_decay, inverse_every=config.inverse_every,
+                inverse=INVERSES[config.inverse](), distribution=kfac.Distribution(AXIS),
+            )  # fmt: skip
+        case "muon":
+            return optax.contrib.muon(
+                rate, beta=config.momentum, nesterov=config.nesterov, weight_decay=decay, weight_decay_mask=is_kernel,
+                muon_weight_dimension_numbers=as_matrices,
+            )  # fmt: skip
+        case "sgd":
+            sgd = optax.sgd(rate, config.momentum, nesterov=config.nesterov)
+            return optax.chain(optax.add_decayed_weights(decay, is_kernel), sgd)
+        case "lars":
+            more = {"trust_ratio_mask": is_kernel, "momentum": config.momentum, "nesterov": config.nesterov}
+            return optax.lars(rate, decay, is_kernel, **more)
+        case "lamb":
+            return optax.lamb(rate, b1=config.momentum, weight_decay=decay, mask=is_kernel)
+    return optax.adamw(rate, b1=config.momentum, weight_decay=decay, mask=is_kernel, nesterov=config.nesterov)
+
+
+def as_matrices(params: Any) -> Any:
+    """Kernels as Muon takes them, one column an output; the rest is for Adam."""
+    of = optax.contrib.MuonDimensionNumbers
+    return jax.tree.map(lambda w: of(tuple(range(w.ndim - 1)), w.ndim - 1) if w.ndim > 1 else None, params)
+
+
+def plan(config: Any, layers: Any) -> str:
+    """What a step would take on each number of devices of `--plan`."""
+    every: dict[str, Any] = {} if isinstance(config.factor_every, str) else {"statistics_every": config.factor_every}
+    every |= {} if config.inverse_every is None else {"inverse_every": config.inverse_every}
+    options = dict(batch=config.global_batch, inverse=INVERSES[config.inverse]())
+    return "\n\n".join(str(kfac.plan(layers, devices=n, **options, **every)) for n in config.plan)
+
+
+def gradient_fn(config: Any, loss_fn: Callable[..., Any], layers: Any, micro_batches: int) -> Callable[..., Any]:
+    """`fn(step, opt_state, params, batch_stats, batch, ...) -> ((loss, aux), grads, factors)`, this device's own.
+
+    Without `layers` the factors are None; else they come from every `config.subsample`-th image. Over micro-batches
+    everything is averaged, the batch-norm averages in `aux` too.
+    """
+    if layers is None:
+        plain = jax.value_and_grad(loss_fn, has_aux=True)
+
+        def first_order(params: Any, *rest: Any) -> Any:
+            # Of parameters that are the same on all devices shard_map would sum the gradients.
+            value, grads = plain(lax.pcast(params, AXIS, to="varying"), *rest)
+            return value, grads, None
+
+        measure: Callable[..., Any] = first_order
+    else:
+        measure = kfac.value_and_grad(loss_fn, layers, has_aux=True, subsample=config.subsample, fisher=config.fisher)
+    if micro_batches > 1:
+        measure = kfac.microbatch(measure, micro_batches, batch_argnums=2)
+
+    def gradients(step: jax.Array, opt_state: Any, *args: Any) -> Any:
+        more: dict[str, Any] = {}
+        if layers is not None and config.fisher == "sampled":
+            # The same on all devices: each micro-batch of each device draws with one of its own.
+            more["fisher_key"] = jax.random.fold_in(
+                jax.random.fold_in(jax.random.key(config.seed), FISHER_STREAM), step
+            )
+        if layers is not None and config.inverse == "ekfac":
+            more["basis"] = kfac.eigenbasis(opt_state, layers)
+        return measure(*args, **more)
+
+    return gradients
 
 
 # What is compiled: each function works on one of a row of devices.
@@ -228,10 +328,10 @@ def main(args: list[str]) -> int:
         layers = kfac.find_layers(functools.partial(loss_fn, run, plain), variables["params"], variables["batch_stats"],
                                   example, jnp.float32(1) if half else None, has_aux=True)  # fmt: skip
     if config.plan:
-        say(recipe.plan(config, layers))
+        say(plan(config, layers))
         return 0
     rate = recipe.learning_rate(config, per_epoch, total)
-    run = run._replace(tx=recipe.transform(config, rate, per_epoch, layers))
+    run = run._replace(tx=transform(config, rate, per_epoch, layers))
 
     # The state: the same on all devices but for the layers that each one owns and the images that it has mixed.
     say("compiling ...")
@@ -244,7 +344,7 @@ def main(args: list[str]) -> int:
 
     # The step, compiled here and not on the first call: it can be timed, and nothing can retrace later.
     def compile_step(layers: Any) -> Callable[..., Any]:
-        gradients = recipe.gradient_fn(config, functools.partial(loss_fn, run, model), layers, micro_batches)
+        gradients = gradient_fn(config, functools.partial(loss_fn, run, model), layers, micro_batches)
         step = on_devices(functools.partial(train_step, run, gradients), in_specs=(specs, SPLIT),
                           out_specs=(specs, SAME, SAME))  # fmt: skip
         images = jax.ShapeDtypeStruct((batch, *dataset.shape), jnp.uint8, sharding=split)
