@@ -87,6 +87,16 @@ def test_small_data_keep_their_network():
         cfg.fit(resolved("--config", "bs128k"), 1500, 1, "cpu")
 
 
+def test_without_a_configuration_all_data_get_the_default_of_the_package():
+    """Which a row of the recipe does not: its damping, averages and rate are those of a batch of thousands."""
+    for data in (["--data", "digits"], ["--data", "synthetic"], ["--data-dir", "."]):
+        config = resolved(*data)
+        assert (config.trust_ratio, config.learning_rate, config.factor_every) == ("auto", 0.1, "auto")
+        assert config.damping is None and config.factor_decay is None
+    recipe_of = resolved("--config", "bs128k", "--data", "synthetic")
+    assert (recipe_of.trust_ratio, recipe_of.damping, recipe_of.factor_every) == (0.0, 1e-4, 1)
+
+
 def test_the_length_is_given_in_one_way():
     for options, steps in ((["--steps", 7], 7), (["--examples", 1000], 7), (["--epochs", 0.7], 8), ([], 150)):
         assert cfg.total_steps(resolved(*options), 1500) == steps
@@ -184,6 +194,7 @@ def test_the_configuration_can_be_printed(capsys, tmp_path, monkeypatch):
     train.main(["--config", "lars-bs32k", "--data", "synthetic", "--momentum", "0.8", "--print-config"])
     optim = json.loads(capsys.readouterr().out)
     assert (optim["optimizer"], optim["momentum"], optim["global_batch"]) == ("lars", 0.8, 32768)
+    assert None not in optim.values()
     assert not any(tmp_path.iterdir())
 
 

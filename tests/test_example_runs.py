@@ -171,6 +171,27 @@ def test_going_on_growing_and_what_is_refused(tmp_path):
     assert "stopped by SIGINT" in finish(run, 130).stdout
 
 
+@pytest.mark.parametrize("damage", ["64 bytes", "manifest"])
+def test_a_damaged_checkpoint_is_one_line_and_the_run_goes_on_from_the_one_before(tmp_path, damage):
+    options = [*SGD, "--checkpoint-every", 2, "--stop-after"]
+    here(*options, 6, "--output", tmp_path / "whole")
+    here(*options, 4, "--output", tmp_path / "parts")
+    last = tmp_path / "parts" / "checkpoints" / "4" / "state"
+    if damage == "manifest":
+        path = last / "manifest.ocdbt"
+        changed = path.read_bytes()[: path.stat().st_size // 2]
+    else:
+        path = max((p for p in last.rglob("d/*") if p.is_file()), key=lambda p: p.stat().st_size)
+        middle, data = path.stat().st_size // 2, path.read_bytes()
+        changed = data[:middle] + bytes(x ^ 255 for x in data[middle : middle + 64]) + data[middle + 64 :]
+    path.write_bytes(changed)
+    done = train(*options, 6, "--output", tmp_path / "parts")
+    assert not done.stderr and done.stdout.count("is damaged (state/") == 1
+    assert f"resuming {tmp_path / 'parts'} at step 2" in done.stdout
+    assert records(tmp_path / "parts") == records(tmp_path / "whole")
+    same(state(tmp_path / "parts", 6), state(tmp_path / "whole", 6))
+
+
 def test_metrics_after_the_last_checkpoint_are_made_again(tmp_path):
     options = [*SGD, "--checkpoint-every", 2, "--stop-after"]
     here(*options, 6, "--output", tmp_path / "a")
@@ -301,8 +322,9 @@ def test_a_signal_to_all_processes_of_a_run_and_other_workers_change_nothing(sha
             # As a batch system does, also to the workers.
             os.killpg(run.pid, signal.SIGTERM)
             break
-    step = int(re.search(r"stopped by SIGTERM at step (\d+) of 40", finish(run, 143).stdout).group(1))
-    assert step < 40
+    done = finish(run, 143)
+    step = int(re.search(r"stopped by SIGTERM at step (\d+) of 40", done.stdout).group(1))
+    assert step < 40 and "leaked" not in done.stderr
     train(*options, tmp_path / "parts", "--workers", 0)
     assert records(tmp_path / "parts") == records(tmp_path / "whole")
     last = records(tmp_path / "whole")[-1]

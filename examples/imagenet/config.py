@@ -48,7 +48,9 @@ flag, counts = Kind(tyro.conf.FlagCreatePairsOff[bool]), Kind(tuple[int, ...])
 
 # Name, kind, default (None: not known before data and optimizer are) and help.
 # fmt: off
-OPTIONS: list[tuple[str, Kind, Any, str]] = [
+Table = list[tuple[str, Kind, Any, str]]
+# What makes a run: it must be the same when the run goes on.
+RUN: Table = [
     ("config", text, None, "A named configuration of recipe.py, such as bs128k; options given beside it come first."),
     # The network.
     ("arch", one_of(*NETWORKS), None, "Network: digits for 8x8 images, resnet20 for CIFAR-10, else for ImageNet."),
@@ -117,8 +119,9 @@ OPTIONS: list[tuple[str, Kind, Any, str]] = [
     ("ema", decay, 0.0, "Decay of a running average of the weights, which is then what is validated; 0 for none."),
     ("eval_every", count, None, "Steps between validations: one epoch."),
     ("seed", whole, 0, "Of the initial weights, the order of the images and their augmentation."),
-
-    # From here on, what may differ when a run goes on. That data which have moved are the same, a fingerprint tells.
+]
+# What may differ when a run goes on. That data which have moved are the same, a fingerprint tells.
+MAY_CHANGE: Table = [
     ("epochs", positive, None, "Length of the training; give this, --steps or --examples, and more to go on."),
     ("steps", count, None, "Length of the training in optimizer steps."),
     ("examples", count, None, "Length of the training in images."),
@@ -136,8 +139,9 @@ OPTIONS: list[tuple[str, Kind, Any, str]] = [
     ("compilation_cache", yes_no, True, "Keep programs in JAX_COMPILATION_CACHE_DIR, or ~/.cache/kfac-imagenet."),
     ("tensorboard", yes_no, False, "Write event files too (pip install tensorboardX)."),
     ("init_from", folder, None, "Start with the best weights of this run; a head of another size begins anew."),
-
-    # From here on, what is not remembered.
+]
+# What is not remembered.
+FOR_NOW: Table = [
     ("devices", count, None, "Number of devices: all."),
     ("distributed", flag, False, "Be one of several processes, by what SLURM, Open MPI, Kubernetes or Cloud TPUs say "
      "in the environment."),
@@ -155,9 +159,9 @@ OPTIONS: list[tuple[str, Kind, Any, str]] = [
     ("print_config", flag, False, "Only print the configuration as JSON; what data and devices decide is not in it."),
 ]
 # fmt: on
-NAMES = [name for name, *_ in OPTIONS]
-MAY_DIFFER, NOT_REMEMBERED = NAMES[NAMES.index("epochs") :], NAMES[NAMES.index("devices") :]
-KFAC_ONLY = NAMES[NAMES.index("damping") : NAMES.index("ema")]
+OPTIONS = [*RUN, *MAY_CHANGE, *FOR_NOW]
+NAMES, SAME_RUN, NOT_REMEMBERED = ([name for name, *_ in table] for table in (OPTIONS, RUN, FOR_NOW))
+KFAC_ONLY = [name for name, *_, text in OPTIONS if text.startswith("[kfac]")]
 PUBLISHED_ONLY = ("damping_initial", "unitwise_damping", "factor_decay", "kl_clip", "rate_in_momentum")
 LENGTHS = ("epochs", "steps", "examples")
 # How many steps --global-batch auto makes of an epoch: as many as batch 131,072 makes of ImageNet's.

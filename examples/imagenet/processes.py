@@ -119,7 +119,7 @@ def _open_output(config: cfg.Config, found: dict[str, Any]) -> int:
 
 def same_run(config: cfg.Config, saved: cfg.Config) -> None:
     """Refuses to go on with the run of `saved` under options that would make another one of it."""
-    for name in (name for name in cfg.NAMES if name not in cfg.MAY_DIFFER):
+    for name in cfg.SAME_RUN:
         old, new = getattr(saved, name), getattr(config, name)
         cfg.refuse((old != new, f"{cfg.option(name)} {new} conflicts with the run in {config.output}, which has {old}; "
                 "give the same options to go on with it, or another --output to start a new one"))  # fmt: skip
