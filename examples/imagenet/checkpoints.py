@@ -155,7 +155,7 @@ class Checkpoints:
             # Each process checks its share of the files.
             reason = damage(self.folder / str(step), jax.process_index(), jax.process_count())
             reason = next((one for one in everyone(reason) if one), "")
-            if not reason:
+            if intact := not reason:
                 try:
                     items = ocp.args.Composite(state=ocp.args.StandardRestore(like), extra=ocp.args.JsonRestore())
                     saved = self._manager.restore(step, args=items)
@@ -166,7 +166,7 @@ class Checkpoints:
             if not reason:
                 self.resumed = step
                 return self.scatter(saved["state"]), saved["extra"]
-            if differs := _difference(self.folder / str(step) / "state", like):
+            if intact and (differs := _difference(self.folder / str(step) / "state", like)):
                 raise UserError(
                     f"the checkpoint {self.folder / str(step)} is not one of this run: {differs}; go on with the "
                     "model, the optimizer and the version of kfac that wrote it, or name another --output"
