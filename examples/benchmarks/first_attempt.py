@@ -92,7 +92,8 @@ def run(optimizer: str, rate: float, seed: int, folder: Path, steps: int) -> tup
     args = [folder, "--size", 32, "--steps", steps, "--rate", rate, "--seed", seed]
     out = io.StringIO()
     with tempfile.TemporaryDirectory() as output, contextlib.redirect_stdout(out):
-        simple.main([*map(str, args), "--output", output])
+        if code := simple.main([*map(str, args), "--output", output]):
+            sys.exit(code)  # stopped by a signal: its accuracy is not one of the end
     loss, accuracy = re.findall(r"validation loss (\S+), accuracy (\S+)%", out.getvalue())[-1]
     print(f"{optimizer:6} rate {rate:<6g} seed {seed}: loss {loss}, accuracy {accuracy}%", flush=True)
     return float(loss), float(accuracy)
