@@ -51,10 +51,10 @@ def end(process):
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def finish(process):
-    """The same, which must be no error."""
+def finish(process, code=0):
+    """The same, which must be no error: it exits with `code`, 128 + its number after a signal."""
     done = end(process)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr, done.stderr
     return done
 

@@ -93,7 +93,8 @@ def train(output: Path, steps: int, faulty: bool, dtype: str, num_devices: int) 
     from recipe import AXIS
     from train import SAME, SPLIT
 
-    options = ["--steps", steps, "--dtype", dtype, "--output", output]
+    kind = ["--trust-ratio", 0, "--learning-rate", 0.03, "--weight-decay", 1e-4]
+    options = ["--steps", steps, "--dtype", dtype, *kind, "--output", output]
     config = cfg.parse([*map(str, options)])
     mesh = processes.row_of_devices(num_devices)
     dataset = data.load(config)
@@ -167,7 +168,7 @@ def train(output: Path, steps: int, faulty: bool, dtype: str, num_devices: int) 
         functools.partial(loss_fn, plain, False), variables["params"], variables["batch_stats"], *like,
         jnp.float32(1), jnp.int32(0), has_aux=True,
     )  # fmt: skip
-    tx = recipe.transform(config, recipe.learning_rate(config, per_epoch, steps), per_epoch, layers)
+    tx = example.transform(config, recipe.learning_rate(config, per_epoch, steps), per_epoch, layers)
     specs = example.State(SAME, SAME, SAME, SAME, kfac.state_specs(tx, variables["params"], AXIS), SPLIT, SAME)
     measure = kfac.value_and_grad(functools.partial(loss_fn, model, True), layers, has_aux=True)
 

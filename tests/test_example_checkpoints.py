@@ -11,11 +11,12 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from runs import IMAGENET, ROOT
+from runs import IMAGENET, ROOT, here, state
 
 # What orbax leaves behind after an error: see tests/test_checkpoints.py.
 pytestmark = [pytest.mark.examples, pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")]
@@ -98,7 +99,7 @@ def test_one_that_is_cut_short_is_set_aside_and_the_one_before_is_good(checkpoin
     assert extra == {"broken": []} and int(state.opt_state[0]) == 10
     # Nothing is lost that a person may want to see, and it is said in one line.
     assert sorted(path.read_bytes() for path in (folder / "damaged-20-0").rglob("*") if path.is_file()) == damaged
-    assert f"{folder}/20 cannot be read" in capsys.readouterr().out and not (folder / "20").exists()
+    assert f"{folder}/20 is damaged" in capsys.readouterr().out and not (folder / "20").exists()
     # The run goes on, and its next checkpoint of that step is a good one.
     saved = checkpoints.Checkpoints(folder, keep=3)
     saved.save(20, make(20), {"broken": []}, 0.5)
@@ -110,14 +111,98 @@ def test_where_none_can_be_read_nothing_is_begun_anew(checkpoints, folder):
     shutil.rmtree(folder / "10")
     cut(folder / "20", "state/d/*", 0)
     before = contents(folder)
-    with pytest.raises(checkpoints.UserError, match=r"20 cannot be read, its files are cut short.*no other"):
+    with pytest.raises(
+        checkpoints.UserError, match=r"20 is damaged \(state/d/.* is not as it was written\), and there is no other"
+    ):
         restore(checkpoints, folder, make(0))
     assert contents(folder) == before
 
 
+def arrays(tree):
+    """The tree of a checkpoint by its paths: one that is restored may have other containers."""
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
+            for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}  # fmt: skip
+
+
+@pytest.mark.parametrize(("optimizer", "flips"), [("sgd", 40), ("kfac", 20)])
+def test_a_flipped_bit_is_never_restored(checkpoints, tmp_path, optimizer, flips, capsys):
+    """Of runs of the script: one bit in the data files of their last checkpoint, at places drawn by chance."""
+    here("--optimizer", optimizer, "--width", 4, "--steps", 10, "--checkpoint-every", 5, "--output", tmp_path / "run")
+    good = tmp_path / "run" / "checkpoints"
+    before, last = (arrays(state(tmp_path / "run", step)) for step in (5, 10))
+    assert any((before[name] != last[name]).any() for name in before)
+    like = jax.tree.map(jnp.asarray, state(tmp_path / "run", 10))
+    rng, wrong = np.random.default_rng(0), 0
+    for k in range(flips):
+        folder = tmp_path / f"flipped-{k}"
+        shutil.copytree(good, folder)
+        files = sorted(
+            path for path in (folder / "10" / "state").rglob("*") if path.is_file() and path.parent.name == "d"
+        )
+        sizes = np.array([path.stat().st_size for path in files])
+        file = files[rng.choice(len(files), p=sizes / sizes.sum())]
+        data = bytearray(file.read_bytes())
+        data[rng.integers(len(data))] ^= 1 << rng.integers(8)
+        file.write_bytes(data)
+        found = arrays(restore(checkpoints, folder, like)[0])
+        wrong += any((found[name] != before[name]).any() for name in before)
+        shutil.rmtree(folder)
+    assert wrong == 0
+    assert capsys.readouterr().out.count("10 is damaged (state/") == flips
+
+
+@pytest.mark.parametrize("files", ["SHA256SUMS", "*/*", "*/*/*"])
+def test_a_flipped_bit_anywhere_is_noticed(checkpoints, folder, files):
+    for path in sorted(path for path in (folder / "20").glob(files) if path.is_file()):
+        data = path.read_bytes()
+        for at in (0, len(data) // 2, len(data) - 1):
+            path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+            assert checkpoints.damage(folder / "20")
+        path.write_bytes(data)
+    assert not checkpoints.damage(folder / "20")
+    assert (
+        subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=folder / "20", check=False).returncode
+        == 0
+    )
+
+
+def test_processes_share_the_files_that_they_check(checkpoints, folder):
+    cut(folder / "20", "extra/metadata", 0.5)
+    assert [bool(checkpoints.damage(folder / "20", k, 4)) for k in range(4)].count(True) == 1
+
+
+def test_only_what_was_checked_is_called_good(checkpoints, folder):
+    saved = checkpoints.Checkpoints(folder, keep=3)
+    assert saved.describe() == f"the checkpoint {folder}/20 is good"
+    saved.restore(make(0))
+    # The one from which the run went on may be where the trouble comes from.
+    assert "went on from" in saved.describe() and saved.describe().endswith("from 10, whose checksums are right")
+    cut(folder / "10", "state/d/*", 0.5)
+    assert saved.describe().endswith("anew, for there is none before it")
+    saved.save(30, make(30), {"broken": []}, 0.5)
+    saved._manager.wait_until_finished()
+    assert saved.describe() == f"the checkpoint {folder}/30 is good"
+    cut(folder / "30", "state/d/*", 0.5)
+    assert "30" not in saved.describe()
+    saved.close()
+
+
+def test_the_best_that_is_damaged_is_left_out(checkpoints, tmp_path):
+    kept = checkpoints.Checkpoints(tmp_path / "run" / "checkpoints", keep=2)
+    for step, accuracy in ((1, 0.2), (2, 0.9), (3, 0.5)):
+        kept.save(step, make(step), {"broken": []}, accuracy)
+    kept.close()
+    cut(tmp_path / "run" / "checkpoints" / "2", "state/d/*", 0.5)
+    params, _, step = checkpoints.weights(tmp_path / "run")
+    assert step == 3 and params["bias"][0] == 3
+    cut(tmp_path / "run" / "checkpoints" / "3", "state/d/*", 0.5)
+    with pytest.raises(checkpoints.UserError, match="no checkpoint that is as it was written"):
+        checkpoints.weights(tmp_path / "run")
+
+
 def test_half_deleted_and_half_written_ones_are_removed(checkpoints, folder):
     """What a kill leaves in the middle of deleting step 10 and of writing step 30."""
-    for name in ("_CHECKPOINT_METADATA", "metrics/metrics"):
+    for name in ("_CHECKPOINT_METADATA", "metrics/metrics", "SHA256SUMS"):
         (folder / "10" / name).unlink()
     (folder / "30.orbax-checkpoint-tmp-12").mkdir()
     assert int(restore(checkpoints, folder, make(0))[0].opt_state[0]) == 20

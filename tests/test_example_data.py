@@ -270,6 +270,27 @@ def tfrecords(root):
     tfrecord(root / "imagenet2012-validation.tfrecord-00000-of-00001", (0, 1))
 
 
+def test_shards_are_compared_with_what_tfds_has_noted(tmp_path):
+    """One that is cut at the end of a record is whole by itself."""
+    tfrecords(tmp_path)
+    path = tmp_path / "dataset_info.json"
+    noted = [{"name": "train", "shardLengths": ["2", "2"]}, {"name": "validation", "shardLengths": ["2"]}]
+    path.write_text(json.dumps({"splits": noted}))
+    assert len(records.find(tmp_path).train.labels) == 4
+    for index in tmp_path.glob(".index*"):
+        index.unlink()
+    tfrecord(tmp_path / "imagenet2012-train.tfrecord-00001-of-00002", (1,))
+    with pytest.raises(UserError, match=r"train\.tfrecord-00001-of-00002 holds 1 images, but 2 by .*fetch it again"):
+        records.find(tmp_path)
+    noted[0]["shardLengths"] = ["2", "1", "7"]
+    path.write_text(json.dumps({"splits": noted}))
+    with pytest.raises(UserError, match=r"has 3 shards for train, here are 2"):
+        records.find(tmp_path)
+    path.write_text(path.read_text()[:20])
+    with pytest.raises(UserError, match=r"dataset_info.json does not say how many .*remove it if the shards are good"):
+        records.find(tmp_path)
+
+
 def classic_tfrecords(root):
     """As the older scripts wrote them: other names, and classes from 1."""
     names = (b"image/encoded", b"image/class/label")
@@ -320,7 +341,7 @@ def test_layouts(tmp_path, layout):
 
 def options_for(folder, workers):
     return types.SimpleNamespace(data="folder", data_dir=folder, image_size=8, workers=workers, decoder="pillow",
-                                 crop="squashed", randaugment=0)  # fmt: skip
+                                 crop="squashed")  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

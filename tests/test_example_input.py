@@ -188,24 +188,6 @@ def test_too_many_broken_images_end_the_run(capsys):
         broken.note(["20.jpg"])
 
 
-def test_randaugment_changes_training_alone_and_the_same_way_each_time(split):
-    import batches as loader
-    import data
-
-    plain = split(0)
-    strong = split(0)
-    strong.decoder = data.Decoder(SIZE, randaugment=9)
-    once, again = (list(training(strong)) for _ in range(2))
-    assert_equal(once, again)
-    changed = [
-        (a != b).any()
-        for x, y in zip(once, training(plain), strict=True)
-        for a, b in zip(x.images, y.images, strict=True)
-    ]
-    assert np.mean(changed) > 0.8
-    assert_equal(loader.val_batches(strong, 20), loader.val_batches(plain, 20))
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_validation_counts_each_readable_image_once(split, workers):
     import batches as loader
@@ -357,114 +339,6 @@ def test_prefetch_places_the_next_batch_while_this_one_is_used():
     next(ahead)
     with pytest.raises(data.UserError, match="no more"):
         next(ahead)
-
-
-# DALI
-
-
-def test_dali_that_is_not_installed_is_refused(monkeypatch, split):
-    import data
-    from config import Config
-    from files import UserError
-
-    monkeypatch.setattr(data.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="pip install nvidia-dali"):
-        data.DaliSplit(split(0).records, split(0).decoder, 1, None)
-    with pytest.raises(UserError, match="--decoder dali needs an NVIDIA GPU"):
-        data.image_split(split(0).records, Config(image_size=SIZE, workers=1, decoder="dali"))
-
-
-class Node(types.SimpleNamespace):
-    """What an operator of DALI returns: its name and arguments."""
-
-
-def fake_dali(monkeypatch, calls):
-    """A stand-in that notes how the pipeline is built and lets Pillow do the work."""
-
-    class Pipeline:
-        def __init__(self, **options):
-            calls.append(("Pipeline", options))
-            self.fed = {}
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *args):
-            pass
-
-        def set_outputs(self, node):
-            self.node = node
-
-        def build(self):
-            pass
-
-        def feed_input(self, name, arrays):
-            assert all(isinstance(array, np.ndarray) for array in arrays)
-            self.fed[name] = arrays
-
-        def run(self):
-            resize, size = self.node.options, self.node.options["size"]
-            rows = []
-            for encoded, begin, end in zip(*(self.fed[k] for k in ("data", "begin", "end")), strict=True):
-                import io
-
-                try:
-                    image = Image.open(io.BytesIO(encoded.tobytes())).convert("RGB")
-                except OSError as error:
-                    raise RuntimeError("Critical error in pipeline") from error
-                (top, left), (bottom, right) = begin.tolist(), end.tolist()
-                box = (min(left, right), top, max(left, right), bottom)
-                pixels = np.asarray(image.resize(size, Image.Resampling.BILINEAR, box=box))
-                rows.append(pixels[:, ::-1] if left > right else pixels)
-            assert resize["roi_start"].options["name"] == "begin" and resize["roi_end"].options["name"] == "end"
-            found = types.SimpleNamespace(as_array=lambda: np.stack(rows))
-            return (types.SimpleNamespace(as_cpu=lambda: found, as_array=found.as_array),)
-
-    def operator(name):
-        return lambda *nodes, **options: calls.append((name, options)) or Node(nodes=nodes, options=options)
-
-    fn = types.SimpleNamespace(
-        external_source=operator("external_source"), resize=operator("resize"),
-        decoders=types.SimpleNamespace(image=operator("image")),
-    )  # fmt: skip
-    module = types.SimpleNamespace(Pipeline=Pipeline, fn=fn, types=types.SimpleNamespace(RGB="RGB"))
-    monkeypatch.setitem(sys.modules, "nvidia", types.SimpleNamespace(dali=module))
-    monkeypatch.setitem(sys.modules, "nvidia.dali", module)
-    import data
-
-    monkeypatch.setattr(data.importlib.util, "find_spec", lambda name: module)
-
-
-def test_dali_is_given_what_pillow_does(monkeypatch, images, tmp_path):
-    """Crops, mirroring, what goes another way (CMYK), what replaces broken files: all as without DALI."""
-    import batches as loader
-    import data
-    from records import Files
-
-    calls = []
-    fake_dali(monkeypatch, calls)
-    for path in images.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    # A good header and nothing after it, which only decoding shows.
-    whole = (images / "06.jpg").read_bytes()
-    (tmp_path / "06.jpg").write_bytes(whole[: len(whole) // 2])
-    names = sorted(path.name for path in tmp_path.iterdir())
-    files = Files(tmp_path, names, range(50))
-    # Large enough for Pillow not to decode at a part of the size, which the stand-in does not.
-    expected = data.ImageSplit(files, data.Decoder(32), 0)
-    for device, kind in ((None, "cpu"), (3, "mixed")):
-        calls.clear()
-        found = data.DaliSplit(files, expected.decoder, 2, device)
-        for batches in (training, lambda one: loader.val_batches(one, 20)):
-            for a, b in zip(batches(found), batches(expected), strict=True):
-                np.testing.assert_allclose(a.images.astype(int), b.images, atol=1)
-                assert a.labels.tolist() == b.labels.tolist() and a.broken == b.broken
-                np.testing.assert_array_equal(a.weights, b.weights)
-        expected.close()
-        options = dict(calls)
-        assert options["Pipeline"]["device_id"] == device and options["Pipeline"]["num_threads"] == 2
-        assert options["image"] == {"device": kind, "output_type": "RGB", "adjust_orientation": False}
-        assert options["resize"]["size"] == [32, 32]
 
 
 # The options that only measure or predict.

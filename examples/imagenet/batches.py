@@ -22,7 +22,7 @@ import numpy as np
 from files import UserError, patiently
 
 # Streams of random numbers that must not coincide.
-ORDER, AUGMENT, SUBSTITUTE, RANDAUGMENT = 0, 1, 2, 3
+ORDER, AUGMENT, SUBSTITUTE = 0, 1, 2
 # Seed and step: what the random numbers of an augmentation depend on besides the image.
 Key = tuple[int, int]
 

@@ -1,10 +1,13 @@
 """Checkpoints by orbax, written while training goes on, for any number of devices; and what a fault makes of them.
 
+Each has the checksums of all its files, written last. What does not have them any more is set aside, never restored.
+
 Weights of a run, for use elsewhere: `weights(Path("runs/a"))`.
 """
 
 import contextlib
 import functools
+import hashlib
 import json
 import logging
 import math
@@ -34,6 +37,8 @@ from processes import SYSTEM_ERRORS, everyone, is_first, on_first
 NOT_VALIDATED = -1.0
 # Batches out of which a run that goes on makes its mixed images again: all before weighs some 2^-24 of a pixel.
 REMADE = 10
+# What `sha256sum --check SHA256SUMS` reads, too.
+SUMS = "SHA256SUMS"
 SAME, SPLIT = PartitionSpec(), PartitionSpec(recipe.AXIS)
 
 
@@ -111,6 +116,7 @@ class Checkpoints:
     ) -> None:
         """`gather` makes of a state what is saved, `scatter` a state of that."""
         self.folder, self.keep, self.gather, self.scatter = folder.absolute(), keep, gather, scatter
+        self.resumed: int | None = None
         on_first(lambda: sweep(self.folder))
         self._open()
 
@@ -119,6 +125,8 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             best_fn=_accuracy, preservation_policy=ocp_managers.AnyPreservationPolicy(policies),
             enable_async_checkpointing=True,
+            # Called when all files are there, of all processes, and before the folder gets its name.
+            async_options=ocp.AsyncOptions(post_finalization_callback=lambda: write_sums(self.folder)),
         )  # fmt: skip
         self._manager = ocp.CheckpointManager(self.folder, options=options)
 
@@ -127,36 +135,46 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def describe(self) -> str:
-        """For who has to go back to the last one."""
-        step = self.latest()
-        return f"the checkpoint {self.folder / str(step)} is good" if step else "no checkpoint was written yet"
+        """For who has to go back to the last one, or to the one before that from which this run went on."""
+        steps = sorted((int(path.name) for path in step_folders(self.folder)), reverse=True)
+        good = next((k for k in steps if k != self.resumed and not damage(self.folder / str(k))), None)
+        if self.resumed and (good is None or good < self.resumed):
+            before = f"from {good}, whose checksums are right" if good else "anew, for there is none before it"
+            place = self.folder / str(self.resumed)
+            return f"the run went on from the checkpoint {place}; without it the same command begins {before}"
+        return f"the checkpoint {self.folder / str(good)} is good" if good else "no checkpoint was written yet"
 
     def restore(self, state: Any) -> tuple[Any, dict[str, Any]]:
-        """The last state that can be read, with the shapes and places of `state`, and what was saved beside it.
+        """The last state that is as it was written, in the shapes and places of `state`, and what was saved beside it.
 
         One that is damaged is set aside under another name, for the one before. Raises `UserError` where there is none,
         or where it is one of another run; then what is on disk stays as it is.
         """
         like = self.gather(state)
         while (step := self.latest()) is not None:
-            try:
-                items = ocp.args.Composite(state=ocp.args.StandardRestore(like), extra=ocp.args.JsonRestore())
-                saved, reason = self._manager.restore(step, args=items), ""
-            except Exception as error:  # orbax raises what it meets: of JSON, of tensorstore, of the file system
-                _stop_at_system_error(error, self.folder / str(step))
-                reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+            # Each process checks its share of the files.
+            reason = damage(self.folder / str(step), jax.process_index(), jax.process_count())
             reason = next((one for one in everyone(reason) if one), "")
+            if intact := not reason:
+                try:
+                    items = ocp.args.Composite(state=ocp.args.StandardRestore(like), extra=ocp.args.JsonRestore())
+                    saved = self._manager.restore(step, args=items)
+                except Exception as error:  # orbax raises what it meets: of JSON, of tensorstore, of the file system
+                    _stop_at_system_error(error, self.folder / str(step))
+                    reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+                reason = next((one for one in everyone(reason) if one), "")
             if not reason:
+                self.resumed = step
                 return self.scatter(saved["state"]), saved["extra"]
-            if differs := _difference(self.folder / str(step) / "state", like):
+            if intact and (differs := _difference(self.folder / str(step) / "state", like)):
                 raise UserError(
                     f"the checkpoint {self.folder / str(step)} is not one of this run: {differs}; go on with the "
                     "model, the optimizer and the version of kfac that wrote it, or name another --output"
                 )
             self._manager.close()
             if len(list(step_folders(self.folder))) == 1:
-                raise UserError(f"the checkpoint {self.folder / str(step)} cannot be read, its files are cut short or "
-                                f"missing ({reason}), and there is no other; remove {self.folder}")  # fmt: skip
+                raise UserError(f"the checkpoint {self.folder / str(step)} is damaged ({reason}), and there is no "
+                                f"other; remove {self.folder} to begin anew")  # fmt: skip
             on_first(lambda at=step, why=reason: set_aside(self.folder / str(at), why))  # type: ignore[misc]
             self._open()
         raise UserError(f"{self.folder} holds no checkpoint")
@@ -201,10 +219,11 @@ def sweep(folder: Path) -> None:
     good = [int(path.name) for path in step_folders(folder) if _is_whole(path)]
     for path in step_folders(folder):
         if int(path.name) not in good:
-            if any(step > int(path.name) for step in good):
+            # Half deleted, as a later one was good; or damaged.
+            if any(step > int(path.name) for step in good) and not (path / SUMS).exists():
                 shutil.rmtree(path, ignore_errors=True)
             else:
-                set_aside(path, "its metadata is missing or cut short")
+                set_aside(path, "its metadata is missing or damaged")
 
 
 def _is_whole(path: Path) -> bool:
@@ -218,6 +237,44 @@ def _is_whole(path: Path) -> bool:
     except OSError as error:
         _stop_at_system_error(error, path)
         return False
+
+
+def _contents(path: Path) -> list[Path]:
+    """All files of a checkpoint but its own few notes, to which orbax adds the time when it gives it its name."""
+    return sorted(file for item in path.iterdir() for file in item.rglob("*") if file.is_file())
+
+
+def _sum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_sums(folder: Path) -> None:
+    """Adds checksums to the checkpoint in `folder` that has all its files and not yet its name."""
+    if is_first():
+        for whole in folder.glob("*.orbax-checkpoint-tmp*"):
+            lines = [f"{_sum(path)}  {path.relative_to(whole)}\n" for path in _contents(whole)]
+            with (whole / SUMS).open("w") as file:
+                file.writelines(lines)
+                file.flush()
+                os.fsync(file.fileno())
+
+
+def damage(path: Path, first: int = 0, every: int = 1) -> str:
+    """What is not as it was written in the checkpoint `path`, of every so many files; empty if nothing."""
+    try:
+        rows = (path / SUMS).read_text().split("\n")[:-1]
+        known = {name: digest for digest, name in (row.split("  ", 1) for row in rows)}
+        found = {str(file.relative_to(path)) for file in _contents(path)}
+        if differs := sorted(found ^ known.keys()):
+            return f"{differs[0]} is {'not in ' + SUMS if differs[0] in found else 'missing'}"
+        return next((f"{name} is not as it was written" for name in sorted(known)[first::every]
+                     if _sum(path / name) != known[name]), "")  # fmt: skip
+    except ValueError:
+        return f"{SUMS} is damaged"
+    except OSError as error:
+        _stop_at_system_error(error, path)
+        return f"{error.filename or SUMS}: {error.strerror}"
 
 
 def hush() -> None:
@@ -243,7 +300,7 @@ def hush() -> None:
 def set_aside(path: Path, why: str) -> None:
     place = next(place for k in range(10**6) if not (place := path.with_name(f"damaged-{path.name}-{k}")).exists())
     path.rename(place)
-    print(f"the checkpoint {path} cannot be read ({why}); it is set aside as {place.name}", flush=True)
+    print(f"the checkpoint {path} is damaged ({why}); it is set aside as {place.name}", flush=True)
 
 
 def _system_error(error: BaseException | None) -> str:
@@ -286,12 +343,15 @@ def _difference(folder: Path, like: Any) -> str:
 
 
 def best(run: Path) -> tuple[int, Path]:
-    """Step and folder of a run's best checkpoint."""
+    """Step and folder of a run's best checkpoint, of those that are as they were written."""
     found = [(json.loads((path / "metrics" / "metrics").read_text())["val_accuracy"], int(path.name), path)
              for path in step_folders(run.absolute() / "checkpoints") if _is_whole(path)]  # fmt: skip
-    if not found:
-        raise UserError(f"{run} holds no checkpoint; it must be the output folder of a run")
-    return max(found)[1:]
+    for _, step, path in sorted(found, reverse=True):
+        if not (reason := damage(path)):
+            return step, path
+        print(f"the checkpoint {path} is damaged ({reason}) and left out", flush=True)
+    raise UserError(f"{run} holds no checkpoint{' that is as it was written' * bool(found)}; it must be the output "
+                    "folder of a run")  # fmt: skip
 
 
 def weights(run: Path) -> tuple[Any, Any, int]:

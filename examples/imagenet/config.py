@@ -20,7 +20,7 @@ import tyro
 
 from files import UserError
 from models import NETWORKS
-from recipe import CONFIGS, DATA, DEFAULTS, LARGE, OPTIMIZERS
+from recipe import CONFIGS, DATA, DEFAULTS, OPTIMIZERS, PUBLISHED
 
 
 class Kind(NamedTuple):
@@ -37,8 +37,8 @@ def one_of(*names: str) -> Kind:
     return Kind(Literal[names])
 
 
-def count_or(name: str, *aliases: str) -> Kind:
-    return Kind(int | Literal[name] | None, 1, more={"metavar": f"INT|{name}", "aliases": aliases})
+def count_or(*names: str, aliases: tuple[str, ...] = ()) -> Kind:
+    return Kind(int | Literal[names] | None, 1, more={"metavar": "|".join(("INT", *names)), "aliases": aliases})
 
 
 positive, not_negative, decay = Kind(float, 0, low_too=False), Kind(float, 0), Kind(float, 0, 0.99999)
@@ -48,7 +48,9 @@ flag, counts = Kind(tyro.conf.FlagCreatePairsOff[bool]), Kind(tuple[int, ...])
 
 # Name, kind, default (None: not known before data and optimizer are) and help.
 # fmt: off
-OPTIONS: list[tuple[str, Kind, Any, str]] = [
+Table = list[tuple[str, Kind, Any, str]]
+# What makes a run: it must be the same when the run goes on.
+RUN: Table = [
     ("config", text, None, "A named configuration of recipe.py, such as bs128k; options given beside it come first."),
     # The network.
     ("arch", one_of(*NETWORKS), None, "Network: digits for 8x8 images, resnet20 for CIFAR-10, else for ImageNet."),
@@ -66,23 +68,21 @@ OPTIONS: list[tuple[str, Kind, Any, str]] = [
     ("image_size", count, None, "Side of the images that the network sees: 224 for folder and synthetic."),
     ("crop", one_of("random-resized", "squashed"), None, "What training cuts out: 8% to 100% of the area; or a random "
      "square out of the image resized to a square."),
-    ("decoder", one_of("pillow", "dali"), "pillow", "dali: NVIDIA DALI on the GPU; never run on a GPU so far."),
     ("synthetic_images", whole, 640, "How many training images synthetic pretends to have."),
     ("mixup_alpha", not_negative, None, "Running mixup: each image is mixed with the last step's mixed one, by "
      "max(b, 1 - b), b ~ Beta(alpha, alpha)."),
-    ("cutmix_alpha", not_negative, None, "CutMix: a rectangle of another image, of a share of 1 - b; not with mixup."),
     ("erasing", one_of("none", "own", "in-place"), None, "A random rectangle of half of the images is erased; "
      "in-place: it is missing from the next step's mixup too."),
-    ("randaugment", Kind(int, 0, 10), 0, "Strength from 1 to 10 of two random operations on each image of a folder."),
     ("divide_by_std", yes_no, None, "Divide pixels by their standard deviation after subtracting their mean."),
     ("label_smoothing", Kind(float, 0, 0.99), None, "Share of the target that is spread over all classes: 0 or 0.1."),
-    ("global_batch", count_or("auto", "--batch-size"), None, "Images in one optimizer step; auto: a tenth of the "
+    ("global_batch", count_or("auto", aliases=("--batch-size",)), None, "Images in one step; auto: a tenth of the "
      "training images, as 131,072 is of ImageNet."),
     # The optimizer.
-    ("optimizer", one_of("kfac", "sgd", "lars", "lamb", "adamw"), None, "The first-order ones are optax's."),
+    ("optimizer", one_of("kfac", "muon", "sgd", "lars", "lamb", "adamw"), None, "kfac: `kfac.kfac` as it is, or "
+     "with a --trust-ratio and in a --config `kfac.presets.large_batch`. The others are optax's."),
     ("learning_rate", positive._replace(more={"aliases": ["--lr"]}), None, "Peak learning rate."),
-    ("warmup_epochs", not_negative, None, "Epochs over which the rate rises: with all optimizers 5 (1 for digits), "
-     "and no more than a tenth of the training."),
+    ("warmup_epochs", not_negative, None, "Epochs over which the rate rises: with all optimizers a tenth of the "
+     "training."),
     ("schedule", one_of("cosine", "linear", "polynomial", "constant"), None, "How the rate falls after the warm-up: to "
      "zero at the last step; polynomial: by the next three options."),
     ("decay_power", positive, None, "Power of the polynomial schedule: 2."),
@@ -93,31 +93,35 @@ OPTIONS: list[tuple[str, Kind, Any, str]] = [
     ("weight_decay", not_negative, None, "Weight decay of kernels; biases and normalisation parameters have none."),
     ("rescale", yes_no, None, "After each step scale kernels down to norm sqrt(2 d_out) where they are larger."),
     ("skip_nonfinite", yes_no, False, "Leave out a step that is not finite, and count it, instead of ending the run."),
-    ("damping", positive, None, "[kfac] Added to the curvature before it is inverted."),
+    ("damping", positive, None, "[kfac] Added to the curvature before it is inverted; without one the default of "
+     "`kfac.kfac`."),
     ("damping_initial", positive, None, "[kfac] Damping of the first step, from which it falls to --damping."),
     ("damping_warmup_epochs", not_negative, 5.0, "[kfac] Epochs in which most of that way is gone."),
     ("unitwise_damping", positive, None, "[kfac] Factor on the damping for the parameters of normalisation layers."),
     ("factor_decay", decay, None, "[kfac] Decay of the average of the statistics; 0 uses the current batch alone."),
     ("kl_clip", not_negative, None, "[kfac] Upper bound on the squared length of a step in the curvature's "
      "metric; 0 for none."),
-    ("trust_ratio", not_negative, None, "[kfac] Scale each kernel's update to this share of its norm; 0: as it is."),
+    ("trust_ratio", Kind(float | Literal["auto"] | None, 0, more={"metavar": "FLOAT|auto"}), None, "[kfac] auto, the "
+     "default of `kfac.kfac`; else scale each kernel's update to this share of its norm, 0 as it is."),
     ("momentum_coupling", one_of("none", "ratio", "proportional"), None, "[kfac] Momentum that falls with the rate: "
      "times rate over last rate, as in the code of Osawa et al.; or rate over peak rate, as in their paper."),
     ("rate_in_momentum", yes_no, None, "[kfac] Apply the rate before the momentum, v <- m v - lr p, not after it."),
-    ("factor_every", count_or("adaptive"), 1, "[kfac] Steps between statistics, after the first ten; adaptive: the "
-     "less they change the more seldom."),
+    ("factor_every", count_or("auto", "adaptive"), None, "[kfac] Steps between statistics, after the first ten; auto: "
+     "as `kfac.due` says; adaptive: the less they change the more seldom."),
     ("statistics_threshold", positive, 0.1, "[kfac] With adaptive: relative change that counts as similar."),
     ("fisher", one_of("empirical", "sampled"), "empirical", "[kfac] Statistics of gradients of the loss, or of those "
      "for labels drawn from what the network predicts."),
     ("subsample", count, 1, "[kfac] Form statistics from every so many-th image only."),
-    ("inverse", one_of("cholesky", "eigh", "ekfac"), "cholesky", "[kfac] How factors are inverted; ekfac: with "
+    ("inverse", one_of("soap", "cholesky", "eigh", "ekfac"), None, "[kfac] How factors are inverted; ekfac: with "
      "eigenvalues from second moments of per-example gradients."),
-    ("inverse_every", count, 1, "[kfac] Steps between inverses, after the first ten."),
+    ("inverse_every", count, None, "[kfac] Steps between inverses, after the first ten; without one the default of "
+     "`kfac.kfac`."),
     ("ema", decay, 0.0, "Decay of a running average of the weights, which is then what is validated; 0 for none."),
     ("eval_every", count, None, "Steps between validations: one epoch."),
     ("seed", whole, 0, "Of the initial weights, the order of the images and their augmentation."),
-
-    # From here on, what may differ when a run goes on. That data which have moved are the same, a fingerprint tells.
+]
+# What may differ when a run goes on. That data which have moved are the same, a fingerprint tells.
+MAY_CHANGE: Table = [
     ("epochs", positive, None, "Length of the training; give this, --steps or --examples, and more to go on."),
     ("steps", count, None, "Length of the training in optimizer steps."),
     ("examples", count, None, "Length of the training in images."),
@@ -134,11 +138,10 @@ OPTIONS: list[tuple[str, Kind, Any, str]] = [
     ("keep_checkpoints", count, 2, "How many are kept, besides the one with the best validation accuracy."),
     ("compilation_cache", yes_no, True, "Keep programs in JAX_COMPILATION_CACHE_DIR, or ~/.cache/kfac-imagenet."),
     ("tensorboard", yes_no, False, "Write event files too (pip install tensorboardX)."),
-    ("wandb", yes_no, False, "Log to Weights & Biases too (pip install wandb)."),
-    ("mlperf", yes_no, False, "Print lines in the format of MLPerf's logs too."),
     ("init_from", folder, None, "Start with the best weights of this run; a head of another size begins anew."),
-
-    # From here on, what is not remembered.
+]
+# What is not remembered.
+FOR_NOW: Table = [
     ("devices", count, None, "Number of devices: all."),
     ("distributed", flag, False, "Be one of several processes, by what SLURM, Open MPI, Kubernetes or Cloud TPUs say "
      "in the environment."),
@@ -153,12 +156,13 @@ OPTIONS: list[tuple[str, Kind, Any, str]] = [
     ("eval", folder, None, "Only validate the best checkpoint of this run, with its options as defaults."),
     ("plan", counts, (), "Only predict, by kfac.plan, what a step would take on so many devices: --plan 128 512."),
     ("input_speed", count, None, "Only measure how fast so many images are read and decoded."),
-    ("print_config", flag, False, "Only print the configuration as JSON, every default resolved."),
+    ("print_config", flag, False, "Only print the configuration as JSON; what data and devices decide is not in it."),
 ]
 # fmt: on
-NAMES = [name for name, *_ in OPTIONS]
-MAY_DIFFER, NOT_REMEMBERED = NAMES[NAMES.index("epochs") :], NAMES[NAMES.index("devices") :]
-KFAC_ONLY = NAMES[NAMES.index("damping") : NAMES.index("ema")]
+OPTIONS = [*RUN, *MAY_CHANGE, *FOR_NOW]
+NAMES, SAME_RUN, NOT_REMEMBERED = ([name for name, *_ in table] for table in (OPTIONS, RUN, FOR_NOW))
+KFAC_ONLY = [name for name, *_, text in OPTIONS if text.startswith("[kfac]")]
+PUBLISHED_ONLY = ("damping_initial", "unitwise_damping", "factor_decay", "kl_clip", "rate_in_momentum")
 LENGTHS = ("epochs", "steps", "examples")
 # How many steps --global-batch auto makes of an epoch: as many as batch 131,072 makes of ImageNet's.
 STEPS_AN_EPOCH = 10
@@ -226,7 +230,7 @@ def _command_line(args: list[str], default: Config) -> Config:
     # The box has a title line, the message, and below a ruler hints and the help.
     lines = [line.strip("│ ") for line in box.getvalue().splitlines()[1:]]
     message = " ".join(itertools.takewhile(lambda line: line and line[0] not in "─╰", lines))
-    names = [option(name) for name in NAMES]
+    names = [*map(option, NAMES), "--batch-size", "--lr"]
     unknown = [word.split("=")[0] for word in args if word.startswith("--") and word.split("=")[0] not in names]
     near = difflib.get_close_matches(unknown[0], names, 1) if unknown and "Unrecognized" in message else []
     no_number = r"no type matching \S+ could be instantiated from \['(.*?)'\]\.?"
@@ -241,6 +245,7 @@ def resolve(config: Config) -> Config:
     optimizer = config.optimizer or recipe.get("optimizer", DEFAULTS["optimizer"])
     lengths = [name for name in LENGTHS if getattr(config, name) is not None]
     schedule = config.schedule or recipe.get("schedule", DEFAULTS["schedule"])
+    published = "trust_ratio" in recipe or (optimizer == "kfac" and config.trust_ratio not in (None, "auto"))
     small, side = data in ("digits", "cifar10"), DATA[data]["image_size"]
     changed = [name for name in KFAC_ONLY if getattr(config, name) != getattr(Config, name)]
     marks = [name for name in ("decay_power", "decay_begin", "decay_end") if getattr(config, name) is not None]
@@ -251,6 +256,9 @@ def resolve(config: Config) -> Config:
          f"with --optimizer {optimizer} give one too"),
         *((optimizer != "kfac", f"{option(name)} has no effect with --optimizer {optimizer}; it is for kfac")
           for name in changed),
+        *((not published and getattr(config, name) is not None,
+           f"{option(name)} has no effect with --trust-ratio auto; give --trust-ratio 0 or a --config too")
+          for name in PUBLISHED_ONLY),
         (len(lengths) > 1, f"{' and '.join(map(option, lengths))} both give the length of the training; give one"),
         *((schedule != "polynomial", f"{option(name)} has no effect with --schedule {schedule}; it is for polynomial")
           for name in marks),
@@ -258,15 +266,13 @@ def resolve(config: Config) -> Config:
          f"--data {data} reads no folder; leave --data-dir {config.data_dir} out"),
         (data == "folder" and config.data_dir is None,
          "--data folder needs --data-dir, the folder that holds train/ and val/ or shards"),
-        (data != "folder" and config.randaugment,
-         f"--randaugment is for the images of a folder, and --data {data} has none; leave it out"),
         (small and config.image_size not in (None, side),
          f"--image-size {config.image_size} does not fit --data {data}, whose images are {side}x{side}; leave it out"),
     )  # fmt: skip
     # The networks of the configurations are for large images, and their share of a device for large networks.
     not_for_small = ("arch", "sync_batch_norm", "local_batch") if small else ()
     name = f"{data}-{config.config or optimizer}-{time.strftime('%Y%m%d-%H%M%S')}"
-    defaults = DEFAULTS | OPTIMIZERS[optimizer] | (LARGE[optimizer] if data != "digits" else {}) | DATA[data]
+    defaults = DEFAULTS | OPTIMIZERS[optimizer] | (PUBLISHED if published else {}) | DATA[data]
     defaults |= {key: value for key, value in recipe.items() if key not in not_for_small}
     defaults |= {"data": data, "workers": cores(), "output": Path("runs") / name}
     if lengths:
@@ -300,12 +306,11 @@ def check(config: Config) -> None:
          f"--decay-end {c.decay_end} must be greater than --decay-begin {c.decay_begin}"),
         (c.damping_initial is not None and c.damping_initial < c.damping,
          f"--damping-initial {c.damping_initial} must not be less than --damping {c.damping}"),
-        (c.rate_in_momentum and c.trust_ratio,
+        (c.rate_in_momentum and c.trust_ratio not in (0, "auto"),
          "--rate-in-momentum has no effect with --trust-ratio; give --no-rate-in-momentum or --trust-ratio 0"),
         (c.fisher == "sampled" and c.dtype == "float16",
          "--fisher sampled takes gradients of what it draws, which --dtype float16 does not scale as it does the loss; "
          "use bfloat16 or float32"),
-        (c.mixup_alpha and c.cutmix_alpha, "--mixup-alpha and --cutmix-alpha both mix images; give 0 for one of them"),
         (c.plan and c.optimizer != "kfac", f"--plan with --optimizer {c.optimizer}: it is what K-FAC adds"),
         (min(c.plan, default=1) < 1, f"--plan {min(c.plan, default=1)} must be at least 1"),
         (not traced or not 1 <= int(traced[1]) <= int(traced[2]),
@@ -338,7 +343,7 @@ def fit(config: Config, images: int, devices: int, platform: str) -> Config:
     if warmup is None and begun(config.output):
         warmup = load(config.output)[0].warmup_epochs  # a run that grows keeps its own
     elif warmup is None:
-        warmup = round(min(1.0 if config.data == "digits" else 5.0, epochs / 10), 4)
+        warmup = round(epochs / 10, 4)
     begin, end = config.decay_begin, config.decay_end
     refuse(
         (config.warmup_epochs is not None and warmup >= epochs,
@@ -394,4 +399,5 @@ def load(folder: Path) -> tuple[Config, dict[str, Any]]:
             raise KeyError(f"it has no {', '.join(sorted(missing))}")
         return Config(**{**values, **{name: getattr(Config, name) for name in NOT_REMEMBERED}}), found
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is not a configuration of this script ({error})") from error
+        raise UserError(f"{path} is not a configuration of this script ({error}); remove {folder} to begin anew, or "
+                        "put the config.json of a run with the same options there to go on") from error  # fmt: skip

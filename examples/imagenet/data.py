@@ -1,11 +1,10 @@
-"""Data sets, and how encoded images become batches: decoded by worker processes, or by NVIDIA DALI.
+"""Data sets, and how encoded images become batches: decoded by worker processes.
 
 Workers import this module and what it imports, which is little.
 """
 
 import contextlib
 import ctypes
-import importlib.util
 import io
 import os
 import shutil
@@ -25,11 +24,11 @@ import numpy as np
 # unless it is told to keep some blocks. It reads this when it is imported.
 os.environ.setdefault("PILLOW_BLOCKS_MAX", "4")
 
-from PIL import Image, ImageEnhance, ImageOps
+from PIL import Image
 
 import batches
 import records as rec
-from batches import AUGMENT, RANDAUGMENT, Batch, Dataset, Key, Pieces, Plan
+from batches import AUGMENT, Batch, Dataset, Key, Pieces, Plan
 from files import UserError
 from records import Files
 
@@ -63,15 +62,7 @@ def load(config: Any) -> Dataset:
 
 def image_split(records: Files, config: Any) -> "ImageSplit":
     """Decodes `records` as `config` has it."""
-    decoder = Decoder(config.image_size, config.crop, config.randaugment)
-    if config.decoder != "dali":
-        return ImageSplit(records, decoder, config.workers)
-    import jax
-
-    device = jax.local_devices()[0]
-    if device.platform != "gpu":
-        raise UserError(f"--decoder dali needs an NVIDIA GPU, but JAX finds {device.device_kind}; leave it out")
-    return DaliSplit(records, decoder, config.workers, device.local_hardware_id)
+    return ImageSplit(records, Decoder(config.image_size, config.crop), config.workers)
 
 
 # One encoded image.
@@ -90,7 +81,6 @@ class Decoder:
 
     size: int
     crop: str = "random-resized"
-    randaugment: int = 0
 
     def __call__(self, data: bytes, index: int, key: Key | None) -> np.ndarray:
         """The pixels `[size, size, 3]`; raises nearly anything where `data` is no image."""
@@ -107,8 +97,6 @@ class Decoder:
             scale = 1 if file.size == (width, height) else 1 / divisor
             box = (box[0] * scale, box[1] * scale, box[2] * scale, box[3] * scale)
             image = to_rgb(file).resize((self.size, self.size), Image.Resampling.BILINEAR, box=box)
-        if self.randaugment and key is not None:
-            image = rand_augment(image, self.randaugment, np.random.default_rng([key[0], RANDAUGMENT, key[1], index]))
         pixels = np.asarray(image)
         return pixels[:, ::-1] if mirrored else pixels
 
@@ -154,35 +142,6 @@ def random_box(width: int, height: int, rng: np.random.Generator) -> Box:
             left, top = rng.uniform(0, width - w), rng.uniform(0, height - h)
             return left, top, left + w, top + h
     return centre_box(width, height, 1.0)
-
-
-def rand_augment(image: Image.Image, magnitude: int, rng: np.random.Generator) -> Image.Image:
-    """Two random operations of a strength of 1 to 10 (RandAugment, Cubuk et al. 2020)."""
-    grey, share = (128, 128, 128), magnitude / 10
-
-    def affine(image: Image.Image, a: float, b: float, c: float, d: float, e: float, f: float) -> Image.Image:
-        how = Image.Transform.AFFINE, (a, b, c, d, e, f), Image.Resampling.BILINEAR
-        return image.transform(image.size, *how, fillcolor=grey)
-
-    operations = [
-        lambda x, s: x,
-        lambda x, s: ImageOps.autocontrast(x),
-        lambda x, s: ImageOps.equalize(x),
-        lambda x, s: ImageOps.posterize(x, 8 - round(4 * share)),
-        lambda x, s: ImageOps.solarize(x, 256 - round(256 * share)),
-        lambda x, s: x.rotate(30 * s, Image.Resampling.BILINEAR, fillcolor=grey),
-        lambda x, s: affine(x, 1, 0.3 * s, 0, 0, 1, 0),
-        lambda x, s: affine(x, 1, 0, 0, 0.3 * s, 1, 0),
-        lambda x, s: affine(x, 1, 0, 0.45 * s * x.width, 0, 1, 0),
-        lambda x, s: affine(x, 1, 0, 0, 0, 1, 0.45 * s * x.height),
-        lambda x, s: ImageEnhance.Color(x).enhance(1 + 0.9 * s),
-        lambda x, s: ImageEnhance.Contrast(x).enhance(1 + 0.9 * s),
-        lambda x, s: ImageEnhance.Brightness(x).enhance(1 + 0.9 * s),
-        lambda x, s: ImageEnhance.Sharpness(x).enhance(1 + 0.9 * s),
-    ]
-    for choice in rng.integers(0, len(operations), 2):
-        image = operations[choice](image, share if rng.random() < 0.5 else -share)
-    return image
 
 
 # Encoded images to batches, by grain: worker processes decode pieces, this process puts them together.
@@ -248,6 +207,8 @@ def start(pieces: Pieces, workers: int, again: bool) -> Any:
         if need > free:
             raise UserError(f"--workers {workers} need {need >> 20} MB of shared memory, but {shared} has {free >> 20} "
                             "MB; give the container more (docker run --shm-size) or take fewer workers")  # fmt: skip
+        # What is in flight at the end is freed by Python's tracker of shared memory, which calls that a leak.
+        sys.warnoptions.append("ignore:resource_tracker:UserWarning")
         # A new process would import the main script, and with it everything that training needs, for nothing.
         vars(sys.modules["__main__"]).pop("__file__", None)
     else:
@@ -285,85 +246,3 @@ def _start_worker(index: int, count: int) -> None:
         os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()
-
-
-# NVIDIA DALI. Never run on a GPU: with DALI 2.4 on a CPU the pixels differ from Pillow's by 0.2 of 255 on average, for
-# it scales by another filter; crops are the same.
-
-
-class DaliSplit(ImageSplit):
-    """As `ImageSplit`; `workers` are threads of DALI, and `device` is the number of the GPU, or None for the CPU."""
-
-    def __init__(self, records: Files, decoder: Decoder, workers: int, device: int | None) -> None:
-        if importlib.util.find_spec("nvidia") is None or importlib.util.find_spec("nvidia.dali") is None:
-            raise UserError("--decoder dali needs NVIDIA DALI, which is not installed: pip install nvidia-dali-cuda120")
-        super().__init__(records, decoder, workers)
-        self.device = device
-
-    def batches(self, plan: Plan) -> Generator[Batch]:
-        pieces = DaliPieces(plan, self.records, self.decoder, self.workers, self.device)
-        yield from pieces.batches(map(pieces, range(len(pieces))))
-
-
-class DaliPieces(Pieces):
-    """Larger pieces, decoded by DALI in this process; what is no RGB or grey JPEG, by Pillow."""
-
-    def __init__(self, plan: Plan, records: Files, decoder: Decoder, threads: int, device: int | None) -> None:
-        super().__init__(plan, records, decoder, 128)
-        self.threads, self.device = threads, device
-        self.pipeline: Any = None
-        self.waiting: list[tuple[np.ndarray, ...]] = []
-
-    def __call__(self, piece: Any) -> Batch:
-        self.waiting = []
-        got = super().__call__(piece)
-        try:
-            if self.waiting:
-                self.run(*zip(*self.waiting, strict=True))
-        except RuntimeError:
-            # A header that promises more than the file holds. DALI does not say which, and its pipeline is lost.
-            self.pipeline = None
-            got = Pieces(self.plan, self.records, self.decoder, self.size)(piece)
-        return got
-
-    def load(self, index: int, key: Key | None, into: np.ndarray, broken: list[str]) -> int | None:
-        data = self.records.read(index)
-        try:
-            with Image.open(io.BytesIO(data), formats=FORMATS) as file:
-                size, suitable = file.size, file.format == "JPEG" and file.mode in ("RGB", "L")
-        except Exception:  # as in `Pieces`, which is about to find the same
-            suitable = False
-        if not suitable:
-            return super().load(index, key, into, broken)
-        (left, top, right, bottom), mirrored = self.decoder.choose(*size, index, key)
-        # DALI mirrors where a region ends before it starts.
-        begin, end = ((top, right), (bottom, left)) if mirrored else ((top, left), (bottom, right))
-        self.waiting.append(
-            (into, np.frombuffer(data, np.uint8), np.array(begin, np.float32), np.array(end, np.float32))
-        )
-        return index
-
-    def run(self, into: Any, *inputs: Any) -> None:
-        self.pipeline = self.pipeline or dali_pipeline(self.decoder.size, self.size, self.threads, self.device)
-        for name, arrays in zip(("data", "begin", "end"), inputs, strict=True):
-            self.pipeline.feed_input(name, list(arrays))
-        (images,) = self.pipeline.run()
-        pixels = (images if self.device is None else images.as_cpu()).as_array()
-        for row, image in zip(into, pixels, strict=True):
-            row[:] = image
-
-
-def dali_pipeline(size: int, piece: int, threads: int, device: int | None) -> Any:
-    """Bytes and regions in, uint8 `[n, size, size, 3]` out."""
-    from nvidia.dali import Pipeline, fn, types
-
-    pipeline = Pipeline(batch_size=piece, num_threads=max(1, threads), device_id=device, prefetch_queue_depth=1,
-                        exec_async=False, exec_pipelined=False)  # fmt: skip
-    with pipeline:
-        data, begin, end = (fn.external_source(name=name) for name in ("data", "begin", "end"))
-        # EXIF rotation is ignored, as Pillow does.
-        images = fn.decoders.image(data, device="cpu" if device is None else "mixed", output_type=types.RGB,
-                                   adjust_orientation=False)  # fmt: skip
-        pipeline.set_outputs(fn.resize(images, size=[size, size], roi_start=begin, roi_end=end))
-    pipeline.build()
-    return pipeline

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import linen as nn
 
 # He et al. 2015: keeps the variance of activations through a ReLU, or by fan-out that of their gradients.
@@ -212,4 +213,4 @@ def rescale(params: Any) -> Any:
 def average(decay: float, step: jax.Array, old: Any, new: Any) -> Any:
     """The running average of weights, which in the first steps forgets faster, so that it does not lag behind."""
     share = jnp.minimum(decay, (1 + step) / (10 + step))
-    return jax.tree.map(lambda a, b: (share * a + (1 - share) * b).astype(a.dtype), old, new)
+    return optax.incremental_update(new, old, 1 - share)

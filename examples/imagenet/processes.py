@@ -119,7 +119,7 @@ def _open_output(config: cfg.Config, found: dict[str, Any]) -> int:
 
 def same_run(config: cfg.Config, saved: cfg.Config) -> None:
     """Refuses to go on with the run of `saved` under options that would make another one of it."""
-    for name in (name for name in cfg.NAMES if name not in cfg.MAY_DIFFER):
+    for name in cfg.SAME_RUN:
         old, new = getattr(saved, name), getattr(config, name)
         cfg.refuse((old != new, f"{cfg.option(name)} {new} conflicts with the run in {config.output}, which has {old}; "
                 "give the same options to go on with it, or another --output to start a new one"))  # fmt: skip
@@ -155,7 +155,11 @@ def release(lock: int | None) -> None:
 
 
 class Stop:
-    """Notes SIGTERM and Ctrl-C, which end the run after the step at hand; a second one ends it now."""
+    """Notes SIGTERM and Ctrl-C, which end the run after the step at hand; a second one ends it now.
+
+    The script then exits with 128 + the signal's number, as a shell would say it: a batch system sees that it is not
+    done.
+    """
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -177,15 +181,22 @@ class Stop:
             return True
         return not self.together and self.signal is not None
 
-    def restore(self) -> None:
+    def restore(self) -> int:
+        """The exit code. Waits for all processes, of which the first to end ends the others in many a batch system."""
+        everyone("")
         for number, handler in self.before.items():
             signal.signal(number, handler)
+        return 128 + self.signal if self.signal else 0
 
 
-def script(main: Callable[[list[str]], None]) -> None:
-    """Runs a script, whose refusals and whose trouble with the system are one sentence."""
+def script(main: Callable[[list[str]], int | None]) -> None:
+    """Runs a script, whose refusals and whose trouble with the system are one sentence; `main` returns the exit code.
+
+    Ctrl-C ends it at once and without a word, unless `main` takes it up.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        main(sys.argv[1:])
+        sys.exit(main(sys.argv[1:]))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.stdout.flush()

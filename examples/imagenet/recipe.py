@@ -1,11 +1,8 @@
 """The recipe: named configurations and defaults as tables of values, and what they are made of: augmentation on the
 device, schedules, updates, loss scaling.
-
-All that this example calls of `kfac` to optimize is in `find_layers`, `transform` and `gradient_fn`.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,13 +10,8 @@ import jax.numpy as jnp
 import optax
 
 import kfac
-from files import UserError
-from models import is_kernel
 
 AXIS = "devices"
-INVERSES: dict[str, Callable[..., kfac.Inverse]] = {"cholesky": kfac.Cholesky, "eigh": kfac.Eigh, "ekfac": kfac.Ekfac}
-# `keys` folds in the step instead, which is never as large as this.
-FISHER_STREAM = 2**32 - 1
 
 # Osawa et al. 2019 (https://arxiv.org/abs/1811.12019): batch, learning rate, momentum, damping, power of the decay, the
 # epochs between which it falls, alpha of mixup, epochs; then published top-1 and steps. Nothing of it, and of what
@@ -73,11 +65,11 @@ CONFIGS |= {
 }  # fmt: skip
 
 
-# Defaults where no configuration, data set or optimizer has another; then by data set; then by optimizer, tuned on
-# digits; then by optimizer for other data, starting points.
+# Defaults where no configuration, data set or optimizer has another; then by data set; then by optimizer, whatever the
+# data: K-FAC as `kfac.kfac` has it, the others tuned on digits.
 DEFAULTS: dict[str, Any] = dict(
     optimizer="kfac", schedule="cosine", decay_power=2.0, rescale=False, init="identity", norm_epsilon=1e-5,
-    mixup_alpha=0.0, cutmix_alpha=0.0, erasing="none", divide_by_std=True, crop="random-resized", nesterov=False,
+    mixup_alpha=0.0, erasing="none", divide_by_std=True, crop="random-resized", nesterov=False,
 )  # fmt: skip
 _LARGE_IMAGES = dict(image_size=224, arch="resnet50", label_smoothing=0.1, sync_batch_norm=False)
 DATA: dict[str, dict[str, Any]] = {
@@ -89,21 +81,19 @@ DATA: dict[str, dict[str, Any]] = {
     "synthetic": dict(global_batch=64, epochs=1.0, **_LARGE_IMAGES),
 }  # fmt: skip
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "kfac": dict(learning_rate=0.03, momentum=0.9, weight_decay=1e-4, damping=1e-2, factor_decay=0.9,
-                 kl_clip=0.0, trust_ratio=0.0, momentum_coupling="none", rate_in_momentum=False,
-                 unitwise_damping=1.0),
+    "kfac": dict(learning_rate=0.1, momentum=0.9, weight_decay=0.0, nesterov=True, trust_ratio="auto", inverse="soap",
+                 momentum_coupling="none", factor_every="auto"),
+    "muon": dict(learning_rate=0.1, momentum=0.95, weight_decay=0.0, nesterov=True),
     "sgd": dict(learning_rate=1.0, momentum=0.9, nesterov=True, weight_decay=1e-4),
     "lars": dict(learning_rate=15.0, momentum=0.9, weight_decay=1e-4),
     "lamb": dict(learning_rate=0.1, momentum=0.9, weight_decay=1e-4),
     "adamw": dict(learning_rate=0.01, momentum=0.9, weight_decay=1e-2),
 }  # fmt: skip
-LARGE: dict[str, dict[str, Any]] = {
-    "kfac": dict(learning_rate=0.02, damping=1e-4, factor_decay=0.0),
-    "sgd": dict(learning_rate=0.1, weight_decay=5e-5),
-    "lars": dict(learning_rate=5.0, weight_decay=5e-5),
-    "lamb": dict(learning_rate=0.01),
-    "adamw": dict(learning_rate=0.002, weight_decay=0.05),
-}
+# K-FAC where the curvature makes the length of a step, or a trust ratio that is a number, and no --config says more.
+PUBLISHED: dict[str, Any] = dict(
+    learning_rate=0.02, nesterov=False, damping=1e-2, factor_decay=0.9, kl_clip=0.0, rate_in_momentum=False,
+    unitwise_damping=1.0, inverse="cholesky", factor_every=1, inverse_every=1,
+)  # fmt: skip
 
 
 class Run(NamedTuple):
@@ -124,7 +114,7 @@ class Run(NamedTuple):
 
     @property
     def augmented(self) -> bool:
-        return bool(self.config.mixup_alpha or self.config.cutmix_alpha) or self.config.erasing != "none"
+        return bool(self.config.mixup_alpha) or self.config.erasing != "none"
 
 
 # Augmentation of a batch, after the host's crop and flip. Random numbers are a function of seed, step and the image's
@@ -136,7 +126,7 @@ AREA = (0.02, 0.25)
 ASPECT = (0.3, 1.0)
 
 # Streams of random numbers of an image.
-MIXUP, ERASING, CUTMIX = 0, 1, 2
+MIXUP, ERASING = 0, 1
 
 
 class Mixed(NamedTuple):
@@ -196,24 +186,8 @@ def erase(keys: jax.Array, images: jax.Array) -> jax.Array:
     return jnp.where(jax.vmap(kept)(keys)[..., None], images, 0)
 
 
-def cutmix(keys: jax.Array, alpha: float, batch: Mixed) -> Mixed:
-    """A rectangle of the next image, and as much of its target (Yun et al. 2019); which is next, the device decides."""
-    shape = (batch.images.shape[1], batch.images.shape[2])
-
-    def inside(key: jax.Array) -> jax.Array:
-        share = 1 - jax.random.beta(jax.random.fold_in(key, CUTMIX), alpha, alpha, dtype=jnp.float32)
-        u = jax.random.uniform(jax.random.fold_in(key, CUTMIX + 1), (2,), jnp.float32)
-        return rectangles(shape[0] * jnp.sqrt(share), shape[1] * jnp.sqrt(share), u, shape)
-
-    taken = jax.vmap(inside)(keys)
-    other = jax.tree.map(lambda x: jnp.roll(x, -1, 0), batch)
-    share = jnp.mean(taken, (1, 2), dtype=batch.targets.dtype)[:, None]
-    images = jnp.where(taken[..., None], other.images, batch.images)
-    return Mixed(images, (1 - share) * batch.targets + share * other.targets)
-
-
 def augment(
-    keys: jax.Array, step: jax.Array, alpha: float, erasing: str, batch: Mixed, previous: Any, cut: float = 0.0
+    keys: jax.Array, step: jax.Array, alpha: float, erasing: str, batch: Mixed, previous: Any
 ) -> tuple[Mixed, Any]:
     """What the network sees, and what the next batch is mixed with, of normalised images with a key each.
 
@@ -222,8 +196,6 @@ def augment(
     """
     if alpha:
         batch = running_mixup(keys, step, alpha, batch, previous)
-    if cut:
-        batch = cutmix(keys, cut, batch)
     seen = batch if erasing == "none" else batch._replace(images=erase(keys, batch.images))
     carried = seen if erasing == "in-place" else batch
     return seen, carried if alpha else ()
@@ -246,7 +218,7 @@ def augmented(run: Run, step: jax.Array, batch: Any, mixed: Any) -> tuple[Mixed,
         return seen, mixed
     seen = seen._replace(images=normalise(run, images).astype(config.dtype))
     own = keys(config.seed, step, own_indices(run.num_devices, run.local_batch, run.micro_batches))
-    return augment(own, step, config.mixup_alpha, config.erasing, seen, mixed, config.cutmix_alpha)
+    return augment(own, step, config.mixup_alpha, config.erasing, seen, mixed)
 
 
 # Schedules, by optimizer steps.
@@ -289,81 +261,6 @@ def damping(config: Any, steps_per_epoch: float) -> Any:
         return config.damping
     steps = max(1, round(config.damping_warmup_epochs * steps_per_epoch))
     return kfac.schedules.damping_warmup(config.damping_initial, config.damping, steps)
-
-
-# Gradients and updates, on one of a row of devices.
-
-
-def transform(config: Any, rate: optax.Schedule, steps_per_epoch: float, layers: Any) -> Any:
-    """The optimizer as an optax transform whose `update` takes `factors=`, None for first-order methods."""
-    try:
-        return optax.with_extra_args_support(_transform(config, rate, steps_per_epoch, layers))
-    except ValueError as error:
-        raise UserError(f"the options of the optimizer do not go together: {error}") from error
-
-
-def _transform(config: Any, rate: optax.Schedule, steps_per_epoch: float, layers: Any) -> Any:
-    decay = config.weight_decay
-    match config.optimizer:
-        case "kfac":
-            return kfac.presets.large_batch(
-                rate, layers, damping=damping(config, steps_per_epoch), momentum=momentum(config, rate),
-                nesterov=config.nesterov, rate_in_momentum=config.rate_in_momentum,
-                unitwise_damping=config.unitwise_damping, weight_decay=decay, weight_decay_mask=is_kernel,
-                kl_clip=config.kl_clip or None, trust_ratio=config.trust_ratio or None,
-                factor_decay=config.factor_decay, inverse_every=config.inverse_every,
-                inverse=INVERSES[config.inverse](), distribution=kfac.Distribution(AXIS),
-            )  # fmt: skip
-        case "sgd":
-            sgd = optax.sgd(rate, config.momentum, nesterov=config.nesterov)
-            return optax.chain(optax.add_decayed_weights(decay, is_kernel), sgd)
-        case "lars":
-            more = {"trust_ratio_mask": is_kernel, "momentum": config.momentum, "nesterov": config.nesterov}
-            return optax.lars(rate, decay, is_kernel, **more)
-        case "lamb":
-            return optax.lamb(rate, b1=config.momentum, weight_decay=decay, mask=is_kernel)
-    return optax.adamw(rate, b1=config.momentum, weight_decay=decay, mask=is_kernel, nesterov=config.nesterov)
-
-
-def plan(config: Any, layers: Any) -> str:
-    """What a step would take on each number of devices of `--plan`."""
-    every = {} if isinstance(config.factor_every, str) else {"statistics_every": config.factor_every}
-    options = dict(batch=config.global_batch, inverse=INVERSES[config.inverse](), inverse_every=config.inverse_every)
-    return "\n\n".join(str(kfac.plan(layers, devices=n, **options, **every)) for n in config.plan)
-
-
-def gradient_fn(config: Any, loss_fn: Callable[..., Any], layers: Any, micro_batches: int) -> Callable[..., Any]:
-    """`fn(step, opt_state, params, batch_stats, batch, ...) -> ((loss, aux), grads, factors)`, this device's own.
-
-    Without `layers` the factors are None; else they come from every `config.subsample`-th image. Over micro-batches
-    everything is averaged, the batch-norm averages in `aux` too.
-    """
-    if layers is None:
-        plain = jax.value_and_grad(loss_fn, has_aux=True)
-
-        def first_order(params: Any, *rest: Any) -> Any:
-            # Of parameters that are the same on all devices shard_map would sum the gradients.
-            value, grads = plain(jax.lax.pcast(params, AXIS, to="varying"), *rest)
-            return value, grads, None
-
-        measure: Callable[..., Any] = first_order
-    else:
-        measure = kfac.value_and_grad(loss_fn, layers, has_aux=True, subsample=config.subsample, fisher=config.fisher)
-    if micro_batches > 1:
-        measure = kfac.microbatch(measure, micro_batches, batch_argnums=2)
-
-    def gradients(step: jax.Array, opt_state: Any, *args: Any) -> Any:
-        more: dict[str, Any] = {}
-        if layers is not None and config.fisher == "sampled":
-            # The same on all devices: each micro-batch of each device draws with one of its own.
-            more["fisher_key"] = jax.random.fold_in(
-                jax.random.fold_in(jax.random.key(config.seed), FISHER_STREAM), step
-            )
-        if layers is not None and config.inverse == "ekfac":
-            more["basis"] = kfac.eigenbasis(opt_state, layers)
-        return measure(*args, **more)
-
-    return gradients
 
 
 def select(condition: jax.Array, new: Any, old: Any) -> Any:

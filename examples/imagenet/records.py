@@ -112,6 +112,8 @@ def find(folder: Any) -> Found:
         if not parts[1]:
             raise UserError(f"--data-dir {inner} has shards for training ({parts[0][0]}) but no *val* {kind} shards")
         (train, note), (val, other) = (_indexed(inner, kind, *part) for part in zip(SPLITS, parts, strict=True))
+        if "dataset_info.json" in files:
+            _compare(os.path.join(inner, "dataset_info.json"), {"train": train, "validation": val})
         notes = [note or other]
         if kind == "parquet":
             notes.append("each image costs the reading of a Parquet row group, which tar shards or TFRecord do not")
@@ -271,6 +273,26 @@ def _indexed(folder: str, kind: str, split: str, shards: Sequence[str]) -> tuple
         except OSError as error:
             reason = f"the index of the shards is made anew each time, for {place} cannot be written: {error.strerror}"
     return made(folder, shards, **index), reason
+
+
+def _compare(path: str, parts: dict[str, Any]) -> None:
+    """Compares the number of images in each shard with what TFDS has noted beside them."""
+    try:
+        noted = {row["name"]: list(map(int, row["shardLengths"])) for row in json.loads(fetch(path))["splits"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} does not say how many images the shards hold ({error}); fetch it again, or remove it "
+                        "if the shards are good") from error  # fmt: skip
+    for split, part in parts.items():
+        found = np.bincount(part.shard, minlength=len(part.shards)).tolist()
+        wanted = noted.get(split, found)
+        if len(wanted) != len(found):
+            raise UserError(
+                f"{path} has {len(wanted)} shards for {split}, here are {len(found)}; fetch what is missing"
+            )
+        for shard, have, want in zip(part.shards, found, wanted, strict=True):
+            if have != want:
+                raise UserError(f"the shard {os.path.join(part.root, shard)} holds {have} images, but {want} by {path}"
+                                "; fetch it again")  # fmt: skip
 
 
 def _size_and_version(path: str) -> list[Any]:

@@ -5,7 +5,6 @@ python examples/imagenet/report.py runs/a runs/b --output curves.png
 
 import argparse
 import contextlib
-import importlib
 import itertools
 import json
 import math
@@ -13,7 +12,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,44 +41,47 @@ class Curves(NamedTuple):
 class Metrics:
     """Appends records to `metrics.jsonl` in `folder`, each with the step it belongs to, in the process that `writes`.
 
-    Records after `step` are dropped first: a run that was stopped between two checkpoints makes them again. `services`
-    are "tensorboard" and "wandb", which get them too, and "mlperf", for lines in the format of MLPerf's logs.
-    `variables` give names to what is not finite.
+    Records after `step` are dropped first: a run that was stopped between two checkpoints makes them again. Lines that
+    are no records are kept in `metrics.damaged`. With `tensorboard` event files get them too. `variables` give names
+    to what is not finite.
     """
 
     def __init__(
-        self, folder: Path, step: int, per_epoch: float = 1.0, variables: Any = None, services: Sequence[str] = (),
+        self, folder: Path, step: int, per_epoch: float = 1.0, variables: Any = None, tensorboard: bool = False,
         writes: bool = True,
     ) -> None:  # fmt: skip
         path = folder / "metrics.jsonl"
-        self.records = [record for record in read(path) if record["step"] <= step]
-        self.per_epoch, self.services = per_epoch, services if writes else ()
+        found, damaged = read(path)
+        self.records = [record for record in found if record["step"] <= step]
+        self.per_epoch = per_epoch
         params, batch_stats = (variables or {}).get("params"), (variables or {}).get("batch_stats")
         self.watched = {"gradient": params, "parameter": params, "batch-norm average": batch_stats}
         self.skipped, self.in_a_row = sum(bool(record.get("skipped")) for record in self.records), 0
         self._file: Any = None
         self._events: Any = None
-        self._wandb: Any = None
         self._pending: list[tuple[int, dict[str, Any], Any]] = []
         self._read_at = time.perf_counter()
         # As if the run had never been stopped.
         self._began = self._read_at - max((record.get("seconds", 0.0) for record in self.records[-100:]), default=0.0)
-        if "tensorboard" in self.services:
+        if tensorboard and writes:
             # A resumed run's own later events are hidden: it makes them again.
-            events = _package("tensorboardX", "tensorboard")
-            self._events = events.SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
-        if "wandb" in self.services:
-            saved = json.loads((folder / "config.json").read_text()) if (folder / "config.json").exists() else {}
-            about = dict(project="kfac-imagenet", name=folder.name, id=folder.name, dir=folder, resume="allow")
-            self._wandb = _package("wandb", "wandb").init(**about, config=saved)
+            from tensorboardX import SummaryWriter
+
+            self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
         if writes:
             with _said(path):
+                if damaged:
+                    aside = path.with_name("metrics.damaged")
+                    with aside.open("ab") as file:
+                        file.writelines(line + b"\n" for line in damaged)
+                    say(
+                        f"{len(damaged)} damaged line(s) of {path} are set aside in {aside.name}; {len(found)} are good"
+                    )
                 # In one go: a run killed here keeps what it had.
                 whole = path.with_suffix(".tmp")
                 whole.write_text("".join(map(_line, self.records)))
                 whole.replace(path)
                 self._file = path.open("a", buffering=1)
-        self.mlperf("run_start", "INTERVAL_START")
 
     @property
     def accuracies(self) -> list[float]:
@@ -131,29 +133,15 @@ class Metrics:
         numbers = {name: value for name, value in self.records[-1].items() if name != "step"}
         for name, value in numbers.items() if self._events is not None else ():
             self._events.add_scalar(name, value, step)
-        if self._wandb is not None:
-            self._wandb.log(numbers, step=step)
-        if "val_accuracy" in record:
-            self.mlperf("eval_accuracy", value=record["val_accuracy"], epoch_num=epoch)
 
-    def mlperf(self, key: str, kind: str = "POINT_IN_TIME", value: Any = None, **metadata: Any) -> None:
-        """One line of an MLPerf log, if it is wanted."""
-        if "mlperf" in self.services:
-            entry = {"namespace": "", "time_ms": round(1000 * time.time()), "event_type": kind, "key": key,
-                     "value": value, "metadata": metadata}  # fmt: skip
-            say(f":::MLLOG {json.dumps(entry)}")
-
-    def close(self, success: bool = True, title: str = "") -> None:
+    def close(self, title: str = "") -> None:
         """Ends all, and draws `curves.png`."""
-        self.mlperf("run_stop", "INTERVAL_END", status="success" if success else "aborted")
         if self._file is not None:
             folder = Path(self._file.name).parent
             plot([Curves(folder.name, self.records)], folder / "curves.png", title)
             self._file.close()
         if self._events is not None:
             self._events.close()
-        if self._wandb is not None:
-            self._wandb.finish()
 
 
 @contextlib.contextmanager
@@ -163,13 +151,6 @@ def _said(path: Path) -> Any:
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}; make room or mend it, and the same command goes "
                         "on from the last checkpoint") from error  # fmt: skip
-
-
-def _package(name: str, option: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UserError(f"--{option} needs the package {name}; pip install {name}") from error
 
 
 def _line(record: dict[str, Any]) -> str:
@@ -269,22 +250,25 @@ def _cpu_seconds() -> float:
     return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def read(path: Path) -> Records:
-    """The records of a metrics file; a last line cut off by a crash is left out."""
-    if not path.is_file():
-        return []
-    records = []
-    for line in path.read_text().splitlines():
+def read(path: Path) -> tuple[Records, list[bytes]]:
+    """The records of a metrics file, and the lines that are none: damaged, or cut off by a crash."""
+    records, damaged = [], []
+    for line in path.read_bytes().split(b"\n") if path.is_file() else ():
         try:
-            records.append(json.loads(line))
-        except ValueError:
-            break
-    return records
+            record = json.loads(line)
+            if not isinstance(record["step"], int):
+                raise ValueError("a record begins with its step")
+            records.append(record)
+        except (ValueError, KeyError, TypeError):
+            damaged += [line] if line else []
+    return records, damaged
 
 
 def load(folder: Path) -> Curves:
     """A run from its folder, called by the folder's name and what it trained."""
-    records = read(folder / "metrics.jsonl")
+    records, damaged = read(folder / "metrics.jsonl")
+    if damaged:
+        say(f"{folder / 'metrics.jsonl'}: {len(damaged)} damaged line(s) are left out")
     if not records:
         raise UserError(f"{folder} holds no run: it has no metrics.jsonl, or an empty one")
     try:
@@ -323,12 +307,12 @@ def plot(runs: list[Curves], path: Path, title: str) -> None:
     grid[1, 0].set_ylabel("accuracy (%)")
     for axes in grid.flat:
         axes.grid(alpha=0.3)
-    losses = [r[key] for run in runs for r in run.records for key in ("loss", "val_loss") if r.get(key) is not None]
-    if losses:
-        # A few losses of 100 would flatten all the others.
-        low, high = min(losses), float(np.quantile(losses, 0.95))
-        grid[0, 0].set_ylim(low - 0.05 * (high - low or 1), high + 0.25 * (high - low or 1))
-    grid[1, 0].set_ylim(0, 101)
+        for line in axes.lines:  # lines at 100% are not cut in half, and change no layout
+            line.set(clip_on=False, in_layout=False)
+    losses = [value for line in grid[0, 0].lines for value in np.asarray(line.get_ydata())]
+    if losses and 0 < 10 * min(losses) < max(losses):
+        grid[0, 0].set_yscale("log")
+    grid[1, 0].set_ylim(0, 100)
     handles = [
         Line2D([], [], color=f"C{k}", linewidth=3, label=_summary(*item)) for k, item in enumerate(groups.items())
     ]

@@ -1,4 +1,4 @@
-"""Trains a network on images with K-FAC or a first-order optimizer. To be read from top to bottom, and copied.
+"""Trains a network on images with K-FAC or another optimizer. To be read from top to bottom; to be copied is simple.py.
 
 python examples/imagenet/train.py                          # digits, ten K-FAC steps an epoch, on a CPU
 python examples/imagenet/train.py --config bs128k --data-dir imagenet --output runs/a    # the same again goes on
@@ -8,6 +8,10 @@ python examples/imagenet/train.py --distributed            # in each process: la
 """
 
 import os
+import signal
+
+if __name__ == "__main__":  # until there is something to save, Ctrl-C ends it at once and without a word
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 # Before jax is imported, which reads both. With few cores, XLA's CPU schedule may start a convolution and a LAPACK call
 # at once and let each wait for the other's threads forever.
@@ -20,7 +24,6 @@ import dataclasses
 import functools
 import json
 import math
-import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -43,10 +46,16 @@ import recipe
 import report
 from adaptive_interval import AdaptiveInterval
 from files import UserError
+from models import is_kernel
 from recipe import AXIS, Mixed, Run
 from report import say
 
 SAME, SPLIT = PartitionSpec(), PartitionSpec(AXIS)
+INVERSES: dict[str, Callable[..., kfac.Inverse]] = {
+    "soap": kfac.Soap, "cholesky": kfac.Cholesky, "eigh": kfac.Eigh, "ekfac": kfac.Ekfac,
+}  # fmt: skip
+# `keys` folds in the step instead, which is never as large as this.
+FISHER_STREAM = 2**32 - 1
 # Inverses go stale fast at first, so each of the first steps collects statistics whatever --factor-every says.
 FACTOR_WARMUP = 10
 
@@ -61,6 +70,100 @@ class State(NamedTuple):
     opt_state: Any
     mixed: Any  # what running mixup carries on, split over devices like the batch
     loss_scale: Any  # of float16
+
+
+# K-FAC, or another optimizer in its place: gradients and updates, on one of a row of devices.
+
+
+def transform(config: Any, rate: optax.Schedule, steps_per_epoch: float, layers: Any) -> Any:
+    """The optimizer as an optax transform whose `update` takes `factors=`, None for first-order methods."""
+    try:
+        return optax.with_extra_args_support(_transform(config, rate, steps_per_epoch, layers))
+    except ValueError as error:
+        raise UserError(f"the options of the optimizer do not go together: {error}") from error
+
+
+def _transform(config: Any, rate: optax.Schedule, steps_per_epoch: float, layers: Any) -> Any:
+    decay = config.weight_decay
+    match config.optimizer:
+        case "kfac" if config.trust_ratio == "auto":
+            return kfac.kfac(
+                rate, layers, momentum=recipe.momentum(config, rate), nesterov=config.nesterov, damping=config.damping,
+                weight_decay=decay or None, weight_decay_mask=is_kernel if decay else None,
+                inverse=INVERSES[config.inverse](), inverse_every=config.inverse_every or "auto",
+                distribution=kfac.Distribution(AXIS),
+            )  # fmt: skip
+        case "kfac":
+            return kfac.presets.large_batch(
+                rate, layers, damping=recipe.damping(config, steps_per_epoch), momentum=recipe.momentum(config, rate),
+                nesterov=config.nesterov, rate_in_momentum=config.rate_in_momentum,
+                unitwise_damping=config.unitwise_damping, weight_decay=decay, weight_decay_mask=is_kernel,
+                kl_clip=config.kl_clip or None, trust_ratio=config.trust_ratio or None,
+                factor_decay=config.factor_decay, inverse_every=config.inverse_every,
+                inverse=INVERSES[config.inverse](), distribution=kfac.Distribution(AXIS),
+            )  # fmt: skip
+        case "muon":
+            return optax.contrib.muon(
+                rate, beta=config.momentum, nesterov=config.nesterov, weight_decay=decay, weight_decay_mask=is_kernel,
+                muon_weight_dimension_numbers=as_matrices,
+            )  # fmt: skip
+        case "sgd":
+            sgd = optax.sgd(rate, config.momentum, nesterov=config.nesterov)
+            return optax.chain(optax.add_decayed_weights(decay, is_kernel), sgd)
+        case "lars":
+            more = {"trust_ratio_mask": is_kernel, "momentum": config.momentum, "nesterov": config.nesterov}
+            return optax.lars(rate, decay, is_kernel, **more)
+        case "lamb":
+            return optax.lamb(rate, b1=config.momentum, weight_decay=decay, mask=is_kernel)
+    return optax.adamw(rate, b1=config.momentum, weight_decay=decay, mask=is_kernel, nesterov=config.nesterov)
+
+
+def as_matrices(params: Any) -> Any:
+    """Kernels as Muon takes them, one column an output; the rest is for Adam."""
+    of = optax.contrib.MuonDimensionNumbers
+    return jax.tree.map(lambda w: of(tuple(range(w.ndim - 1)), w.ndim - 1) if w.ndim > 1 else None, params)
+
+
+def plan(config: Any, layers: Any) -> str:
+    """What a step would take on each number of devices of `--plan`."""
+    every: dict[str, Any] = {} if isinstance(config.factor_every, str) else {"statistics_every": config.factor_every}
+    every |= {} if config.inverse_every is None else {"inverse_every": config.inverse_every}
+    options = dict(batch=config.global_batch, inverse=INVERSES[config.inverse]())
+    return "\n\n".join(str(kfac.plan(layers, devices=n, **options, **every)) for n in config.plan)
+
+
+def gradient_fn(config: Any, loss_fn: Callable[..., Any], layers: Any, micro_batches: int) -> Callable[..., Any]:
+    """`fn(step, opt_state, params, batch_stats, batch, ...) -> ((loss, aux), grads, factors)`, this device's own.
+
+    Without `layers` the factors are None; else they come from every `config.subsample`-th image. Over micro-batches
+    everything is averaged, the batch-norm averages in `aux` too.
+    """
+    if layers is None:
+        plain = jax.value_and_grad(loss_fn, has_aux=True)
+
+        def first_order(params: Any, *rest: Any) -> Any:
+            # Of parameters that are the same on all devices shard_map would sum the gradients.
+            value, grads = plain(lax.pcast(params, AXIS, to="varying"), *rest)
+            return value, grads, None
+
+        measure: Callable[..., Any] = first_order
+    else:
+        measure = kfac.value_and_grad(loss_fn, layers, has_aux=True, subsample=config.subsample, fisher=config.fisher)
+    if micro_batches > 1:
+        measure = kfac.microbatch(measure, micro_batches, batch_argnums=2)
+
+    def gradients(step: jax.Array, opt_state: Any, *args: Any) -> Any:
+        more: dict[str, Any] = {}
+        if layers is not None and config.fisher == "sampled":
+            # The same on all devices: each micro-batch of each device draws with one of its own.
+            more["fisher_key"] = jax.random.fold_in(
+                jax.random.fold_in(jax.random.key(config.seed), FISHER_STREAM), step
+            )
+        if layers is not None and config.inverse == "ekfac":
+            more["basis"] = kfac.eigenbasis(opt_state, layers)
+        return measure(*args, **more)
+
+    return gradients
 
 
 # What is compiled: each function works on one of a row of devices.
@@ -125,6 +228,7 @@ def train_step(run: Run, gradients: Callable[..., Any], state: State, batch: Any
     if config.optimizer == "kfac":
         metrics |= {f"kfac/{name}": value for name, value in kfac.diagnostics(opt_state).items()}
         metrics["kfac/with_statistics"] = jnp.array(factors is not None)
+        metrics["kfac/due"] = kfac.due(opt_state)
     return State(state.step + 1, params, batch_stats, ema, opt_state, mixed, loss_scale), metrics, squares
 
 
@@ -139,12 +243,13 @@ def eval_step(run: Run, weights: tuple[Any, Any], batch: batches.Batch) -> tuple
     return lax.psum(sums, AXIS)
 
 
-def main(args: list[str]) -> None:
+def main(args: list[str]) -> int:
+    """The run; returns the exit code, which tells one that was stopped by a signal from one that is done."""
     began = time.perf_counter()
     config = cfg.parse(args)
     if config.print_config:
-        print(json.dumps(vars(config), indent=2, default=str))
-        return
+        print(json.dumps({k: v for k, v in vars(config).items() if v is not None}, indent=2, default=str))
+        return 0
 
     # The devices in a row, over which each batch is split. One device is a row too.
     processes.meet(config)
@@ -164,7 +269,7 @@ def main(args: list[str]) -> None:
     trace = report.Trace(config.profile, stop_at)
     if config.input_speed:
         report.input_speed(dataset.train, batch, config.input_speed, config.workers)
-        return
+        return 0
     # The folder of the run: a new one, or one to go on in. From here on something is written.
     output, lock, begin_with = config.output, None, None
     if not (config.eval or config.plan):
@@ -196,7 +301,7 @@ def main(args: list[str]) -> None:
     # Validation: loss and accuracies over all readable images, each counted once.
     eval_local = min(local_batch, -(-len(dataset.val) // mesh.size))
     eval_rows = batches.own_rows(mesh, jax.process_index(), eval_local, 1)
-    evaluate = jax.jit(on_devices(functools.partial(eval_step, run), in_specs=(SAME, SPLIT), out_specs=SAME))
+    evaluate: Any = jax.jit(on_devices(functools.partial(eval_step, run), in_specs=(SAME, SPLIT), out_specs=SAME))
 
     def validate(weights: Any) -> dict[str, float]:
         sums = np.zeros(4)
@@ -212,7 +317,7 @@ def main(args: list[str]) -> None:
         found = validate(jax.device_put(tuple(weights), same))
         say(f"{config.eval}, step {at}: validation loss {found['val_loss']:.4f}, accuracy {found['val_accuracy']:.2%}, "
             f"top-5 {found['val_top5_accuracy']:.2%}, of {len(dataset.val)} images")  # fmt: skip
-        return
+        return 0
 
     # The optimizer. K-FAC traces the loss once to find the layers.
     half, use_kfac, layers = config.dtype == "float16", config.optimizer == "kfac", None
@@ -223,10 +328,10 @@ def main(args: list[str]) -> None:
         layers = kfac.find_layers(functools.partial(loss_fn, run, plain), variables["params"], variables["batch_stats"],
                                   example, jnp.float32(1) if half else None, has_aux=True)  # fmt: skip
     if config.plan:
-        say(recipe.plan(config, layers))
-        return
+        say(plan(config, layers))
+        return 0
     rate = recipe.learning_rate(config, per_epoch, total)
-    run = run._replace(tx=recipe.transform(config, rate, per_epoch, layers))
+    run = run._replace(tx=transform(config, rate, per_epoch, layers))
 
     # The state: the same on all devices but for the layers that each one owns and the images that it has mixed.
     say("compiling ...")
@@ -239,7 +344,7 @@ def main(args: list[str]) -> None:
 
     # The step, compiled here and not on the first call: it can be timed, and nothing can retrace later.
     def compile_step(layers: Any) -> Callable[..., Any]:
-        gradients = recipe.gradient_fn(config, functools.partial(loss_fn, run, model), layers, micro_batches)
+        gradients = gradient_fn(config, functools.partial(loss_fn, run, model), layers, micro_batches)
         step = on_devices(functools.partial(train_step, run, gradients), in_specs=(specs, SPLIT),
                           out_specs=(specs, SAME, SAME))  # fmt: skip
         images = jax.ShapeDtypeStruct((batch, *dataset.shape), jnp.uint8, sharding=split)
@@ -249,6 +354,11 @@ def main(args: list[str]) -> None:
     full_step = compile_step(layers)
     # Between statistics there is nothing of K-FAC in the backward pass.
     cheap_step = compile_step(None) if use_kfac and config.factor_every != 1 else full_step
+    validated = state.ema if config.ema else (state.params, state.batch_stats)
+    n = mesh.size * eval_local
+    shapes: Any = ((n, *dataset.shape), jnp.uint8), ((n,), jnp.int32), ((n,), jnp.float32)
+    images, labels, shares = (jax.ShapeDtypeStruct(*shape, sharding=split) for shape in shapes)
+    evaluate = evaluate.lower(validated, batches.Batch(images, labels, shares)).compile()
     compile_seconds = time.perf_counter() - compile_began
     say(f"compiled {'step' if cheap_step is full_step else 'step, cheap step'} in {compile_seconds:.1f} s")
 
@@ -258,10 +368,11 @@ def main(args: list[str]) -> None:
     saved = checkpoints.Checkpoints(output / "checkpoints", config.keep_checkpoints,
                                     *checkpoints.for_any_devices(mesh, specs, local_batch, lean))  # fmt: skip
     start, interval = 0, AdaptiveInterval(config.statistics_threshold)  # with --factor-every adaptive
+    due = True  # with --factor-every auto
     if saved.latest():
         mixed = state.mixed
         state, extra = saved.restore(state)
-        start, interval = int(state.step), AdaptiveInterval(**extra["interval"])
+        start, interval, due = int(state.step), AdaptiveInterval(**extra["interval"]), extra["due"]
         broken.update(extra["broken"])
         say(f"resuming {output} at step {start} of {total}")
         if stop_at < start:
@@ -271,8 +382,7 @@ def main(args: list[str]) -> None:
             first = max(0, start - checkpoints.REMADE)
             state = state._replace(mixed=checkpoints.mixed_again(run, mesh, first, train_batches(first, start), mixed))
     processes.on_first(lambda: processes.save(config, dataset.found(), output))
-    services = [name for name in ("tensorboard", "wandb", "mlperf") if getattr(config, name)]
-    metrics = report.Metrics(output, start, per_epoch, variables, services, writes=processes.is_first())
+    metrics = report.Metrics(output, start, per_epoch, variables, config.tensorboard, writes=processes.is_first())
 
     # The loop. SIGTERM and Ctrl-C end it after the step at hand, with a checkpoint; a second one ends it now.
     stop, step, target = processes.Stop(), start, config.target_accuracy or math.inf
@@ -282,13 +392,18 @@ def main(args: list[str]) -> None:
     progress, last_save = report.Progress(start, total, batch, per_epoch), time.perf_counter()
     for step, got in enumerate(train_batches(start, stop_at), start + 1):
         done = step - 1
-        due = interval.due(done) if isinstance(config.factor_every, str) else done % config.factor_every == 0
+        if config.factor_every == "adaptive":
+            due = interval.due(done)
+        elif use_kfac and config.factor_every != "auto":
+            due = done % config.factor_every == 0
         with_factors = due or done < FACTOR_WARMUP
         trace.before(step, output)
         state, values, squares = (full_step if with_factors else cheap_step)(state, (got.images, got.labels))
         broken.note(got.broken)
         if config.factor_every == "adaptive" and with_factors:
             interval.record(done, float(values["kfac/statistics_change"]))  # waits for the device
+        if config.factor_every == "auto":
+            due = bool(values["kfac/due"])  # and this does
         metrics.add(step, values, squares)
         progress.bar.update()
 
@@ -312,7 +427,7 @@ def main(args: list[str]) -> None:
         if record["bad"]:
             saved.close()
             raise UserError(f"{record['bad']}; {saved.describe()}; a new run may do with --skip-nonfinite, "
-                            f"{f'a --damping above {config.damping} or ' if use_kfac else ''}"
+                            f"{f'a --damping above {config.damping} or ' if use_kfac and config.damping else ''}"
                             f"a --learning-rate below {config.learning_rate}")  # fmt: skip
         result: dict[str, float] = {}
         if check:
@@ -323,7 +438,7 @@ def main(args: list[str]) -> None:
         if check:
             metrics.validated(step, result, len(broken))
         if save:
-            extra = {"broken": sorted(broken), "interval": dataclasses.asdict(interval)}
+            extra = {"broken": sorted(broken), "interval": dataclasses.asdict(interval), "due": due}
             saved.save(step, state, extra, result.get("val_accuracy"))
             last_save = time.perf_counter()
         progress.line(step, record | result)
@@ -333,14 +448,14 @@ def main(args: list[str]) -> None:
     # The end.
     progress.bar.close()
     saved.close()
-    stop.restore()
     processes.release(lock)
     title = f"{dataset.name}, {config.arch}, {config.optimizer}, batch {batch}"
-    metrics.close(success=step == total or "reached" in why, title=title)
+    metrics.close(title)
     why = signal.Signals(stop.signal).name if stop.signal else why
     say(f"{f'stopped by {why} at step {step} of {total}' if step < total else f'done: {total} steps'}; {title}; "
         f"validation accuracy {metrics.best()}; {len(broken)} broken images; {metrics.skipped} steps left out; "
         f"{time.perf_counter() - began:.1f} s, of which {compile_seconds:.1f} s compiling; {output}")  # fmt: skip
+    return stop.restore()
 
 
 if __name__ == "__main__":

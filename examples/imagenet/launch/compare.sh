@@ -4,7 +4,8 @@
 #   sh examples/imagenet/get_cifar10.sh
 #   bash examples/imagenet/launch/compare.sh --data cifar10 --global-batch auto --local-batch 500 --epochs 30
 #
-# Options go to train.py, of all runs. Started again after a stop, it goes on where it was.
+# Options go to train.py, of all runs. A run that is stopped or fails ends it, with the run's exit code. Started again,
+# it goes on where it was.
 set -euo pipefail
 
 folder=${FOLDER:-runs/compare}

@@ -17,20 +17,22 @@ for ((i = 0; i < count; i++)); do
   "$python" "$here/../train.py" "$@" --coordinator "localhost:$port" --num-processes "$count" --process-id "$i" &
   pids+=($!)
 done
-trap 'kill -TERM "${pids[@]}" 2>/dev/null' TERM
-trap '' INT # The terminal sends it to all of them.
+# Stopped by a signal they end together, after a checkpoint. One that fails leaves the others waiting, so they end too.
+stopped=
+trap 'stopped=1; kill -TERM "${pids[@]}" 2>/dev/null' TERM
+trap 'stopped=1' INT # the terminal sends it to all of them
 
-# One that fails leaves the others waiting.
+for ((left = count; left > 0; left--)); do wait -n || break; done
+if [[ -z $stopped ]]; then
+  (sleep 10; kill -KILL "${pids[@]}") >/dev/null 2>&1 &
+  patience=$!
+fi
 status=0
-for ((left = count; left > 0;)); do
-  wait -n "${pids[@]}"
-  code=$?
-  ((code > 128)) && kill -0 "${pids[@]}" 2>/dev/null && continue # a signal came in between
-  ((left--))
-  if ((code != 0 && status == 0)); then
-    status=$code
-    sleep 10
-    kill -KILL "${pids[@]}" 2>/dev/null
-  fi
+for pid in "${pids[@]}"; do
+  # A signal ends the waiting, not the process.
+  wait "$pid" 2>/dev/null; code=$?
+  while kill -0 "$pid" 2>/dev/null; do wait "$pid" 2>/dev/null; code=$?; done
+  ((status == 0 || status == 137)) && ((code != 0)) && status=$code
 done
-exit $status
+[[ -n ${patience:-} ]] && kill "$patience" 2>/dev/null
+exit "$status"

@@ -5,7 +5,8 @@
 #
 # from the root of the repository, with an environment that has `kfac-optax[examples]` and a JAX for the GPUs. Options go
 # to train.py; the output folder must be one that all nodes see. Submitted or queued again, the same line goes on with
-# the run in it, and ends at once when that is done: chains of jobs need nothing else.
+# the run in it, and ends at once when that is done. A job that ran out of time ends with 143, one that is done with 0:
+# a chain is `sbatch --dependency=afternotok:JOB ...`.
 #SBATCH --job-name=kfac
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=8

@@ -1,0 +1,123 @@
+"""`examples/imagenet/simple.py`, copied into an empty folder: trained, stopped, damaged and started again."""
+
+import re
+import shutil
+import signal
+import subprocess
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from runs import IMAGENET, end, finish, start
+
+pytestmark = pytest.mark.examples
+
+SMALL = ["--width", 4]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    shutil.copy(IMAGENET / "simple.py", tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def photographs(tmp_path):
+    """Red, green and blue noise, one image broken and one beside the images."""
+    rng = np.random.default_rng(0)
+    for k, name in enumerate(("red", "green", "blue")):
+        (tmp_path / "photographs" / name / "deeper").mkdir(parents=True)
+        for i in range(30):
+            pixels = rng.integers(0, 120, (20 + i, 30, 3), np.uint8)
+            pixels[..., k] += 100
+            image = Image.fromarray(pixels).convert(("RGB", "CMYK")[i % 7 == 6])
+            image.save(tmp_path / "photographs" / name / ("deeper" if i % 2 else ".") / f"{i}.jpg")
+    (tmp_path / "photographs" / "red" / "broken.jpg").write_bytes(b"broken")
+    return tmp_path / "photographs"
+
+
+def simple(folder, *args, devices=1):
+    return start(*args, "--output", folder / "run", name=str(folder / "simple.py"), cwd=folder, devices=devices)
+
+
+def lines(done):
+    """What is printed but for the seconds."""
+    return re.sub(r"  [\d.]+ s\n", "\n", done.stdout).splitlines()
+
+
+def test_it_is_one_file_of_200_lines_that_needs_no_neighbour():
+    text = (IMAGENET / "simple.py").read_text()
+    assert len(text.splitlines()) <= 200 and "kfac.train_step(" in text
+    imported = set(re.findall(r"^\s*(?:import|from) (\w+)", text, re.MULTILINE))
+    assert not imported & {path.stem for path in IMAGENET.glob("*.py")}
+
+
+def test_digits_stopped_killed_and_damaged_go_on_bit_for_bit(folder):
+    options = [*SMALL, "--steps", 40]
+    whole = lines(finish(simple(folder, *options)))
+    assert whole[0].endswith("0 steps are done") and whole[-2].startswith("step 40/40")
+    assert float(whole[-1].split()[-1].rstrip("%")) > 60
+    shutil.rmtree(folder / "run")
+    for number, code in ((signal.SIGINT, 130), (signal.SIGKILL, -9)):
+        run = simple(folder, *options)
+        for text in run.stdout:
+            if text.startswith("    validation") or text.startswith("step 40"):
+                run.send_signal(number)
+                break
+        done = end(run)
+        assert done.returncode == code and not done.stderr, done.stderr
+    # One bit of the last checkpoint is not as it was written.
+    last = max((folder / "run" / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
+    data = max((p for p in last.glob("state/**/d/*") if p.is_file()), key=lambda path: path.stat().st_size)
+    changed = bytearray(data.read_bytes())
+    changed[len(changed) // 2] ^= 4
+    data.write_bytes(changed)
+    again = lines(finish(simple(folder, *options)))
+    assert "is damaged, or of another model; it is set aside as" in again[0]
+    assert whole[-len(again[2:]) :][1:] == again[3:] and again[-1] == whole[-1]
+    # Done is done, and other options are another run.
+    (once_more,) = lines(finish(simple(folder, *options)))
+    assert once_more.endswith("; 40 steps are done")
+    refused = end(simple(folder, *options, "--rate", 0.2))
+    assert refused.returncode == 1 and "name a new --output" in refused.stderr
+
+
+@pytest.mark.parametrize("layout", ["classes", "splits"])
+def test_photographs_on_several_devices(folder, photographs, layout):
+    if layout == "splits":
+        for path in [p for p in photographs.rglob("*.jpg") if p.name.startswith("1")]:
+            place = photographs / "val" / path.relative_to(photographs)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(place)
+        (photographs / "train").mkdir()
+        for name in ("red", "green", "blue"):
+            (photographs / name).rename(photographs / "train" / name)
+    done = finish(simple(folder, photographs, *SMALL, "--size", 16, "--steps", 12, devices=2))
+    assert re.search(r"^\d+ images of 3 classes", done.stdout)
+    assert "broken.jpg: UnidentifiedImageError" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert float(lines(done)[-1].split()[-1].rstrip("%")) > 60
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [(["nowhere"], ["nowhere", "a folder for each class"]), (["--batch", 5000], ["--batch 5000", "1498"])],
+)
+def test_what_cannot_be_is_one_sentence(folder, args, words):
+    done = end(simple(folder, *args))
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert all(word in done.stderr for word in ["error: ", *words])
+
+
+def test_a_rate_that_is_too_large_is_one_sentence(folder):
+    done = end(simple(folder, *SMALL, "--rate", 1e38))
+    assert done.returncode == 1 and "try half of --rate 1e+38" in done.stderr
+
+
+def test_ctrl_c_as_it_starts_is_no_traceback(folder):
+    run = simple(folder, *SMALL)
+    with pytest.raises(subprocess.TimeoutExpired):
+        run.wait(4)
+    run.send_signal(signal.SIGINT)
+    done = end(run)
+    assert done.returncode in (-2, 130) and not done.stderr
