@@ -75,7 +75,7 @@ def kfac(
 
         A number or a schedule: only kernels and embeddings are scaled, to this times their norm, as LARS does with the
         gradient; without their part along the kernel as above. One stays as it is where one of the norms is zero.
-      layer_rates: whether each layer has a rate of its own, by which the learning rate is multiplied. It starts at 1. It
+      layer_rates: whether each layer has a rate of its own, by which the learning rate is multiplied. It starts at 1,
         rises, up to 4, as long as the gradient agrees with the direction of the step before, and falls, down to 1/16,
         while the step before has gone too far. So one learning rate does for networks, and batches, that need different
         ones (a rate of all layers follows such an angle in Almeida et al. 1998, Baydin et al. 2018). None: with
@@ -129,7 +129,8 @@ def kfac(
     return assemble(
         learning_rate, layers, momentum=momentum, nesterov=nesterov, rate_in_momentum=False, kl_clip=kl_clip,
         weight_decay=weight_decay, weight_decay_mask=weight_decay_mask, trust_ratio=trust_ratio, inverse=inverse,
-        layer_rates=layer_rates, damping=damping, statistics_every=every, inverse_every=inverse_every, distribution=distribution,
+        layer_rates=layer_rates, damping=damping, statistics_every=every, inverse_every=inverse_every,
+        distribution=distribution,
     )  # fmt: skip
 
 
