@@ -123,7 +123,7 @@ def preconditioned_step(
     to_all = {name: shard for name, shard in place.apart.items() if name not in updates.stacks}
     steps |= config.way.gather({name: steps[name] for name in to_all}, to_all)
     updates, usable = restore(place, updates, steps, usable & jnp.isfinite(sum(squares)), narrow or {})
-    metrics, usable = measure(place, state, square, squares, change, [left_out, failed], usable)
+    metrics, usable = measure(place, state, motions, square, squares, change, [left_out, failed], usable)
     state = commit(state, advanced, motions, usable)
     if scale is not None:
         metrics = metrics._replace(kl_clip_scale=scale.astype(jnp.float32))
@@ -468,6 +468,7 @@ def _if_usable(usable: jax.Array, stacks: Vectors) -> tuple[jax.Array, Vectors]:
 def measure(
     place: Place,
     state: KfacState,
+    motions: dict[str, Motion],
     square: jax.Array,
     preconditioned: tuple[jax.Array, jax.Array],
     change: Any,
@@ -479,6 +480,7 @@ def measure(
     Args:
       place: where the step is.
       state: with what is kept from now on, and the metrics of the step before.
+      motions: those after the step.
       square: the squared norm of the gradient.
       preconditioned: that of the preconditioned one, of what devices precondition alone, and of what all do.
       change: what `take_in` returned, or None without statistics.
@@ -489,7 +491,7 @@ def measure(
     counts = jnp.stack([*(count_blocks(place.shards, way, flags) for flags in found), (~usable).astype(jnp.int32)])
     blocks = state.blocks.values()
     ages = [jnp.where(block.condition > 0, state.count - block.inverted, 0) for block in blocks]
-    rates = [motion.rate for motion in state.motions.values() if motion.rate is not None]
+    rates = [motion.rate for motion in motions.values() if motion.rate is not None]
     parts = [[block.condition for block in blocks], ages, rates, [1 / rate for rate in rates]]
     extremes = jnp.stack([jnp.max(_join(part)).astype(jnp.float32) for part in parts])
     apart, rest = (x.astype(jnp.float32) for x in preconditioned)

@@ -1,0 +1,114 @@
+"""`layer_rates` of `kfac.kfac`: what each layer's rate follows, against NumPy."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kfac
+import problem
+from kfac._curvature.inverse import cosine
+from kfac._optimizer.moves import FASTEST, FOLLOWS, FULL, SLOWEST, adapted
+from problem import assert_equal, matrices, measured, state_of
+
+LAYERS = problem.layers()
+WARMUP = 10  # steps in which nothing follows
+GROUP, MEMBERS = "kronecker_4x4", ("first", "out")
+
+
+def steps(tx, number, params=None):
+    """The gradients, the state before, the updates and the state after of each step, at fixed parameters."""
+    params = problem.initial() if params is None else params
+    state, update = jax.jit(tx.init)(params), jax.jit(tx.update)
+    for t in range(number):
+        grads, factors = measured(t % 6)
+        updates, new = update(grads, state, params, factors=factors)
+        yield grads, state, updates, new
+        state = new
+
+
+def rates(state):
+    return np.asarray(state_of(state).owned[GROUP].blocks.motion.rate)
+
+
+def in_basis(state, matrices_):
+    """Matrices of the members in the eigenbasis of a state, `[k, d_in, d_out]`."""
+    kept = state_of(state).owned[GROUP].blocks.inverse
+    stack = np.stack([np.asarray(matrices_[name], np.float64) for name in MEMBERS])
+    a, g = (np.asarray(side.vectors, np.float64) for side in (kept.A, kept.G))
+    return np.swapaxes(a, 1, 2) @ np.swapaxes(stack, 1, 2) @ g
+
+
+def cosines(a, b):
+    products = [np.sum(x * y, axis=(1, 2)) for x, y in ((a, b), (a, a), (b, b))]
+    return products[0] / np.sqrt(products[1] * products[2])
+
+
+def followed(old, angle):
+    return np.clip(old * np.exp(FOLLOWS * np.clip(angle / FULL, -1, 1)), SLOWEST, FASTEST)
+
+
+def test_soap_follows_the_angle_to_the_last_direction_in_the_eigenbasis():
+    tx = kfac.kfac(0.05, LAYERS, inverse=kfac.Soap("float32"), inverse_every=100)
+    for t, (grads, before, updates, after) in enumerate(steps(tx, WARMUP + 4)):
+        if t < WARMUP:
+            np.testing.assert_array_equal(rates(after), 1)
+        else:
+            moments = state_of(before).owned[GROUP].blocks.inverse.moments
+            average, trace = (np.asarray(x, np.float64) for x in (moments.average, moments.trace))
+            last = trace / np.sqrt(average + 1e-4 * average.mean((1, 2), keepdims=True))
+            expected = followed(rates(before), cosines(last, in_basis(after, matrices(grads))))
+            np.testing.assert_allclose(rates(after), expected, rtol=1e-4)
+        for name, rate in zip(MEMBERS, rates(after), strict=True):
+            length = np.linalg.norm(matrices(updates)[name])
+            np.testing.assert_allclose(length, 0.05 * rate * matrices(updates)[name].shape[0] ** 0.5, rtol=1e-5)
+    assert np.all(rates(after) != 1)
+    told = kfac.diagnostics(after)
+    assert 0 < told["slowest"] <= rates(after).min() and told["fastest"] >= rates(after).max()
+
+
+def test_other_inverses_follow_the_angle_to_the_momentum():
+    tx = kfac.kfac(0.05, LAYERS, inverse=kfac.Cholesky())
+    for t, (grads, before, _, after) in enumerate(steps(tx, WARMUP + 3)):
+        if t >= WARMUP:
+            momentum = np.asarray(state_of(before).owned[GROUP].blocks.motion.momentum, np.float64)
+            stack = np.stack([matrices(grads)[name].T for name in MEMBERS])
+            np.testing.assert_allclose(rates(after), followed(rates(before), cosines(momentum, stack)), rtol=1e-4)
+    assert np.all(rates(after) != 1)
+
+
+def test_a_step_that_is_refused_changes_no_rate():
+    tx = kfac.kfac(0.05, LAYERS)
+    *_, state = list(steps(tx, WARMUP + 2))[-1]
+    grads, factors = measured(0)
+    bad = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.nan), grads)
+    _, after = jax.jit(tx.update)(bad, state, problem.initial(), factors=factors)
+    assert_equal(state_of(after).motions, state_of(state).motions)
+
+
+def test_rates_have_bounds_and_zero_gradients_tell_nothing():
+    rate, angle = jnp.array([SLOWEST, FASTEST, 1.0, 1.0, 1.0]), jnp.array([-1.0, 1.0, 0.0, 1.0, -0.05])
+    known = jnp.array([True, True, True, False, True])
+    expected = [SLOWEST, FASTEST, 1, 1, np.exp(-FOLLOWS * 0.05 / FULL)]
+    np.testing.assert_allclose(adapted(rate, angle, known), expected, rtol=1e-6)
+    stack = jnp.ones((2, 3, 4)).at[1].set(0)
+    np.testing.assert_allclose(cosine(stack, jnp.ones((2, 3, 4))), [1, 0], rtol=1e-6)
+
+
+def test_without_them_all_layers_go_by_the_one_rate():
+    tx = kfac.kfac(0.05, LAYERS, layer_rates=False)
+    *_, state = list(steps(tx, WARMUP + 2))[-1]
+    assert all(motion.rate is None for motion in state_of(state).motions.values())
+    told = kfac.diagnostics(state)
+    assert told["slowest"] == told["fastest"] == 1
+
+
+@pytest.mark.parametrize("options", [{"trust_ratio": None}, {"momentum": None}, {"trust_ratio": 1.0}])
+def test_what_they_need_is_said(options):
+    with pytest.raises(ValueError, match="layer_rates=True is for trust_ratio="):
+        kfac.kfac(0.05, LAYERS, layer_rates=True, **options)
+    kfac.kfac(0.05, LAYERS, **options)
+    with pytest.raises(ValueError, match="layer_rates"):
+        kfac.kfac(0.05, LAYERS, layer_rates="yes")
