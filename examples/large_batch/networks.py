@@ -3,6 +3,7 @@
     python examples/large_batch/networks.py run --data-dir data/cifar10
     python examples/large_batch/networks.py report
     python examples/large_batch/networks.py times --methods kfac muon adamw    # seconds of a step
+    python examples/large_batch/networks.py compile --methods sgd muon kfac    # processor seconds to compile one
 
 "kfac" is `kfac.kfac(schedule, layers)` with nothing else, with statistics when `kfac.due` says so; "kfac-every-step"
 has them in every step, as has "kfac-cholesky"; "soap" is SOAP itself, with Shampoo's matrices. 60 steps at batch N/10
@@ -41,6 +42,7 @@ import models  # noqa: E402
 import soap as published  # noqa: E402
 import tasks  # noqa: E402
 import topics  # noqa: E402
+from counting import count_distinct_kernels  # noqa: E402
 from data import Plan  # noqa: E402
 from other_networks import OTHERS, Problem  # noqa: E402
 from speed import median_times  # noqa: E402
@@ -247,6 +249,7 @@ def prepared(problem: Problem, method: str, rate: Any, seed: int, steps: int) ->
     def step(carry: Any, batch: Any) -> Any:
         return either(carry, batch, statistics=layers is not None and bool(kfac.due(carry[2])))
 
+    step.program = either  # type: ignore[attr-defined]
     return step, (params, state, jax.jit(tx.init)(params)), itertools.chain([first], batches)
 
 
@@ -299,6 +302,21 @@ def times(name: str, problem: Problem, chosen: list[str], repeats: int) -> None:
     print(f"{name}: {', '.join(cells)}", flush=True)
 
 
+def compiled(name: str, problem: Problem, chosen: list[str]) -> None:
+    """Processor seconds from the trace of a step to its program, and of how many kernels this is."""
+    first = 0.0
+    for method in chosen:
+        step, carry, batches = prepared(problem, method, lambda count: 0.01, 0, 1)
+        batch = next(batches)
+        for statistics in (False, True) if method in KFAC else (False,):
+            began = time.process_time()
+            program = step.program.lower(carry, batch, statistics=statistics).compile()
+            seconds = time.process_time() - began
+            first = first or seconds
+            kernels, what = count_distinct_kernels(program.as_text()), " with statistics and refresh" * statistics
+            print(f"{name}: {method}{what} {seconds:.1f} s, {seconds / first:.2f} of {chosen[0]}'s, {kernels} kernels")
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     lines = path.read_text().splitlines() if path.is_file() else []
     return [{"batch": 10, "schedule": "falling", **json.loads(line)} for line in lines]
@@ -322,7 +340,7 @@ def report(records: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("run", "report", "times"))
+    parser.add_argument("what", choices=("run", "report", "times", "compile"))
     parser.add_argument("--data-dir", type=Path, default=Path("data/cifar10"), help="folder with CIFAR-10")
     parser.add_argument("--results", type=Path, default=RESULTS, help="file of the trials, a line each")
     parser.add_argument("--networks", nargs="+", default=list(PROBLEMS), choices=list(PROBLEMS), metavar="NAME")
@@ -344,6 +362,10 @@ def main() -> None:
     if options.what == "times":
         for name in options.networks:
             times(name, PROBLEMS[name](options.data_dir, options.batch), options.methods, options.repeats)
+        return
+    if options.what == "compile":
+        for name in options.networks:
+            compiled(name, PROBLEMS[name](options.data_dir, options.batch), options.methods)
         return
     done = {(r["network"], r["method"], r["rate"], r["seed"]) for r in records}
     for seed in options.seeds:
