@@ -12,7 +12,6 @@ import kfac
 from kfac._curvature.inverse import damping_of_blocks
 from kfac._factors import Factors, Kronecker, Unitwise
 from kfac._optimizer.moves import Kernels, Stack, lengthened
-from kfac._optimizer.step import _by_rows
 from problem import assert_close, differ, initial, layers, measured, plain_kfac, run, stepper
 
 INVERSES = [kfac.Cholesky(), kfac.Eigh()]
@@ -119,26 +118,6 @@ def test_an_update_along_a_kernel_that_may_only_turn_is_no_long_step():
             np.testing.assert_allclose(length, 30**0.5, rtol=1e-4)
         else:
             assert length < 1e-3 * 30**0.5 if left == 0 else length < 1e-2 * 30**0.5
-
-
-def test_on_a_gpu_sums_over_all_stacks_at_once_are_the_same(x64):
-    """Of members that are small, have many rows, long rows, or a single number; several stacks of one shape, or one."""
-    shapes = [
-        (2, 300, 40),
-        (1, 9000, 3),
-        (2, 3, 9000),
-        (3, 7),
-        (1, 1, 5),
-        (2, 30, 10, 50),
-        (4,),
-        (2, 9000),
-        (1, 9000, 1, 1),
-    ]
-    rng = np.random.default_rng(0)
-    stacks = [[jnp.asarray(rng.normal(size=shape)) for _ in range(1 + k % 3)] for k, shape in enumerate(shapes)]
-    for own, found in zip(stacks, _by_rows(*stacks), strict=True):
-        for stack, sums in zip(own, found, strict=True):
-            np.testing.assert_allclose(sums, np.reshape(stack, (len(stack), -1)).sum(1), rtol=1e-9, atol=1e-10)
 
 
 def test_what_has_no_gradient_any_more_does_not_move():

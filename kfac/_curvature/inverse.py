@@ -6,6 +6,7 @@ import abc
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -222,11 +223,18 @@ def damping_of_blocks(inverse: Inverse, factors: Any, damping: jax.Array) -> jax
     return damping * jnp.where(mean > 0, mean, 1)
 
 
+def sums(stacks: Sequence[jax.Array], first: int = 1) -> Sequence[jax.Array]:
+    """The sums of stacks of one shape along all axes from the `first` on.
+
+    In one operation, which reads only once what they are made of, and is one kernel to compile.
+    """
+    zeros = [jnp.zeros((), x.dtype) for x in stacks]
+    return lax.reduce(stacks, zeros, lambda a, b: jax.tree.map(jnp.add, a, b), tuple(range(first, stacks[0].ndim)))
+
+
 def cosine(a: jax.Array, b: jax.Array) -> jax.Array:
     """`[k]`, between the members of two stacks; 0 where one is zero."""
-    zeros = [jnp.zeros((), a.dtype) for _ in range(3)]
-    products = [a * b, a * a, b * b]
-    ab, aa, bb = lax.reduce(products, zeros, lambda x, y: [p + q for p, q in zip(x, y, strict=True)], (1, 2))
+    ab, aa, bb = sums([a * b, a * a, b * b])
     norms = jnp.sqrt(aa) * jnp.sqrt(bb)
     return jnp.where(norms > 0, ab / jnp.where(norms > 0, norms, 1), 0)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +13,7 @@ import optax
 from jax import lax
 
 from kfac._curvature.blocks import Group
-from kfac._curvature.inverse import averaged, cosine, finite, per_block
+from kfac._curvature.inverse import averaged, cosine, finite, per_block, sums
 from kfac._curvature.refresh import once_if, refresh
 from kfac._curvature.unitwise import ChannelInverse
 from kfac._distributed.distribution import decode, encode
@@ -250,14 +248,9 @@ def take_in(
     new = {n: dataclasses.replace(b, moments=None) if isinstance(b, Kronecker) else b for n, b in batch.items()}
     old = {name: state.blocks[name].factors for name in place.mine}
     moved = jax.tree.map(lambda new, old: new.astype(old.dtype) - old, {name: new[name] for name in old}, old)
-    pairs = {name: list(zip(*map(jax.tree.leaves, (moved[name], old[name])), strict=True)) for name in old}
-    squares: dict[str, Any] = {}
-    for names in (place.shards.keys(), old.keys() - state.owned.keys()):  # kept in one way each
-        own = {name: pairs[name] for name in pairs if name in names}
-        sums = iter(sums_of_members([[x * x, y * y] for both in own.values() for x, y in both]))
-        squares |= {name: [next(sums) for _ in both] for name, both in own.items()}
     for name, mine in place.mine.items():
-        changed, sizes = zip(*squares[name], strict=True)
+        pairs = zip(*map(jax.tree.leaves, (moved[name], old[name])), strict=True)
+        changed, sizes = zip(*(sums([x * x, y * y]) for x, y in pairs), strict=True)
         good = jnp.isfinite(sum(changed))
         if moments.get(name) is not None:
             good &= finite(moments[name])
@@ -563,39 +556,4 @@ def count_blocks(shards: Mapping[str, Any], way: Everywhere, found: Vectors) -> 
 
 def _sum(arrays: Iterable[jax.Array]) -> jax.Array:
     """The sum of all entries of all arrays."""
-    return sum((jnp.sum(own) for [own] in sums_of_members([[x] for x in arrays])), jnp.zeros((), jnp.float32))
-
-
-def sums_of_members(stacks: Sequence[Sequence[jax.Array]]) -> list[list[jax.Array]]:
-    """The sums `[k]` of all entries of each member of each stack; stacks of one list have one shape."""
-    return lax.platform_dependent(*stacks, cpu=_one_by_one, default=_by_rows) if stacks else []
-
-
-def _one_by_one(*stacks):
-    return [[jnp.sum(x, axis=tuple(range(1, x.ndim))) for x in alike] for alike in stacks]
-
-
-def _by_rows(*stacks):
-    """Brought to one length, the rows of all stacks are summed up by one kernel."""
-    parts = dict(enumerate(row for alike in stacks for row in _rows(alike)))
-    order = sorted(parts, key=lambda n: parts[n].shape[1])
-    alike = [jnp.concatenate(list(x)) for _, x in itertools.groupby((parts[n] for n in order), lambda x: x.shape[1])]
-    padded = [jnp.pad(x, ((0, 0), (0, alike[-1].shape[1] - x.shape[1]))) for x in alike]
-    sums = jnp.sum(lax.optimization_barrier(jnp.concatenate(padded)), axis=1)
-    ends = np.cumsum([len(parts[n]) for n in order])
-    found = dict(zip(order, jnp.split(sums, ends[:-1]), strict=True))
-    numbers = iter(parts)
-    return [[found[next(numbers)].astype(x.dtype) for x in alike] for alike in stacks]
-
-
-LONG = 1 << 13  # larger members are summed up by rows first
-
-
-def _rows(alike):
-    shape, n = alike[0].shape, alike[0].ndim
-    if math.prod(shape[1:]) > LONG:  # all in one operation: it reads only once what they are made of
-        choices = [*([(n - 2,)] if n > 2 else []), *(tuple(range(first, n)) for first in range(n - 1, 0, -1))]
-        axes = next(a for a in choices if math.prod(shape[k] for k in range(1, n) if k not in a) <= LONG)
-        zeros = [jnp.zeros((), x.dtype) for x in alike]
-        alike = lax.reduce(list(alike), zeros, lambda a, b: jax.tree.map(jnp.add, a, b), axes)
-    return [x.reshape(len(x), -1) for x in alike]
+    return sum((jnp.sum(x) for x in arrays), jnp.zeros((), jnp.float32))
