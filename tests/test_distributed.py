@@ -203,7 +203,7 @@ def test_gradients_may_arrive_local(widths, inverse):
     options = {"inverse_every": 3, "refresh_warmup": 1, "damping": 1e-2, "inverse": inverse}
     options |= {"kl_clip": 1e-4} if not inverse.takes_gradients else {}
     params, data, layers, expected, state = one_device(widths, tuple(options.items()))
-    assert inverse.takes_gradients or state[0].scale < 1
+    assert inverse.takes_gradients or state[0].metrics.kl_clip_scale < 1
     found, sharded = train_shard_map(params, data, layers, options, DEVICES, average=False)
     assert_close(found, expected, 1e-4)
     states = [next(n for n in find_nodes(s, kfac.KfacState)) for s in (state, sharded)]

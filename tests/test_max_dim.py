@@ -177,9 +177,7 @@ def test_a_table_that_is_the_head_too(x64):
                 np.testing.assert_allclose(getattr(found[layer.name], name), expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_lengths_of_steps_are_those_of_whole_kernels(x64, monkeypatch, alone):
-    monkeypatch.setattr("kfac._optimizer.parts.alone", lambda: alone)
+def test_lengths_of_steps_are_those_of_whole_kernels(x64):
     params, batch = problem(jnp.float64)
     layers = kfac.find_layers(loss, params, *batch, max_dim=4)
     tx = kfac.kfac(0.1, layers)

@@ -763,7 +763,7 @@ def test_diagnostics_of_no_or_two_preconditioners_are_refused():
 
 
 def test_running_averages_are_written_in_the_place_of_the_old_ones():
-    """Of as much as the factors have, a step needs room for the batch's, stacked, and not for copies of its own."""
+    """A step needs room for the batch's factors and gradients, stacked, and for a refresh; not for copies of its own."""
 
     def loss(params, x):
         return jnp.mean((jnp.tanh(x @ params["a"]) @ params["b"]) ** 2)
@@ -777,4 +777,5 @@ def test_running_averages_are_written_in_the_place_of_the_old_ones():
     update = jax.jit(lambda g, s, f: tx.update(g, s, factors=f), donate_argnums=(0, 1))
     temporary = update.lower(grads, state, factors).compile().memory_analysis().temp_size_in_bytes
     held = sum(4 * leaf.size for leaf in jax.tree.leaves(factors))
-    assert temporary < 2.5 * held  # with copies of the averages it was 3.8
+    stacked = sum(4 * leaf.size for leaf in jax.tree.leaves(grads))
+    assert temporary < 2 * held + stacked + 10_000  # with copies of the averages it was 3.8 times what is held

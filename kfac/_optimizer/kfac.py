@@ -77,9 +77,9 @@ def kfac(
         gradient; without their part along the kernel as above. One stays as it is where one of the norms is zero.
       layer_rates: whether each layer has a rate of its own, by which the learning rate is multiplied. It starts at 1,
         rises, up to 4, as long as the gradient agrees with the direction of the step before, and falls, down to 1/16,
-        while the step before has gone too far, in the layer. So one learning rate does for networks, and batches, that need different
-        ones (a rate of all layers follows such an angle in Almeida et al. 1998, Baydin et al. 2018). None: with
-        momentum and "auto".
+        while the step before has gone too far, in the layer. So one learning rate does for networks, and batches, that
+        need different ones (a rate of all layers follows such an angle in Almeida et al. 1998, Baydin et al. 2018).
+        None: with momentum and "auto".
       damping: see `scale_by_kfac`, also for the arguments that follow. With `trust_ratio="auto"` it is in units of the
         mean eigenvalue of each block, as with `Cholesky(relative=True)`: then nothing depends on the scale of the loss.
         None: with "auto" 0.1, or 1e-4 for `Soap`; without, 1e-3.
