@@ -223,7 +223,7 @@ def test_the_optimizer_preconditions_the_momentum_of_the_gradients():
     updates, after = jax.jit(tx.update)(bad, state, problem.initial(), factors=factors)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(updates))
     assert_equal(*({name: b.inverse for name, b in state_of(x).blocks.items()} for x in (after, state)))
-    assert_equal(state_of(after).momenta, state_of(state).momenta)
+    assert_equal(state_of(after).motions, state_of(state).motions)
 
 
 def test_owners_under_shard_map():

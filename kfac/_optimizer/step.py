@@ -124,7 +124,8 @@ def preconditioned_step(
     metrics, usable = measure(place, state, motions, square, squares, change, [left_out, failed], usable)
     state = commit(state, advanced, motions, usable)
     if scale is not None:
-        metrics = metrics._replace(kl_clip_scale=scale.astype(jnp.float32))
+        scale = jnp.where(usable, scale.astype(jnp.float32), metrics.kl_clip_scale)
+        metrics = metrics._replace(kl_clip_scale=scale)
     return updates, count(state._replace(measured=measured), now, changed, metrics, usable)
 
 
