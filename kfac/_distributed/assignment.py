@@ -91,13 +91,16 @@ class Assignment:
 
     @property
     def memory_per_device(self) -> int:
-        """Bytes of running averages and inverses that every device holds."""
+        """Bytes of running averages, inverses and momentum that every device holds."""
         total = 0
         for group in self.groups:
             factors = jax.eval_shape(functools.partial(self._statistics, group))
             held = self.shards[group.name].positions if group.kronecker else group.size
             size = 4 * sum(map(math.prod, group.shapes.values())) + group.kind(self.kind).size(factors)
             total += held * size
+            if not group.kind(self.kind).takes_gradients:
+                momenta = held if owners_precondition(self.kind, group) else group.size
+                total += momenta * 4 * group.d_in * group.d_out
             total += group.size * count_bytes(jax.eval_shape(functools.partial(self._shared, group, shared)))
         return total
 
@@ -219,7 +222,7 @@ def _table(plan: Assignment) -> str:
     lines += [
         f"one refresh: {total:.3g} n^3 in all; busiest device {worst:.3g}, "
         f"{worst / mean if mean else 1:.2f} times the mean",
-        f"memory per device (averages and inverses): {format_bytes(plan.memory_per_device)}",
+        f"memory per device (averages, inverses, momentum): {format_bytes(plan.memory_per_device)}",
         f"reduced per device, each time there are statistics: {by_kind(plan.statistics_messages)}",
         f"gathered per step: {by_kind(plan.results_messages)}",
         f"gathered per step with a refresh: {by_kind(plan.fetched_messages)}",

@@ -57,7 +57,7 @@ class Plan:
         of the critical path of the `"inversions"` of a cycle.
       messages: bytes by kind of `"gradients"`, `"statistics"`, `"results"`, `"inverses"` that all get.
       seconds: of the same, each time.
-      memory: bytes of one device: `"parameters"`, `"gradients"`, `"momentum"`, `"state"` (averages and inverses) and
+      memory: bytes of one device: `"parameters"`, `"gradients"`, `"state"` (averages, inverses, momentum) and
         `"statistics"` of a step, which lie whole on every device. Activations are no part of it.
       largest: the layer whose block costs most to invert, and its share of the critical path.
     """
@@ -230,11 +230,11 @@ def _costs(assignment: Assignment, batch: int, machine: Hardware) -> tuple[dict,
 
 
 def _memory(one: Assignment) -> dict[str, int]:
-    """Bytes of one device, all in float32; parameters, gradients and momentum are split where gradients are."""
+    """Bytes of one device, all in float32; parameters and gradients are split where gradients are."""
     parameters = 4 * sum(layer.num_params for layer in one.layers)
     share = -(-parameters // one.devices) if one.gradients == "split" else parameters
     shapes = [shape for layer in one.layers.with_factors for shape in layer.factor_shapes.values()]
-    memory = dict.fromkeys(("parameters", "gradients", "momentum"), share)
+    memory = dict.fromkeys(("parameters", "gradients"), share)
     return memory | {"state": one.memory_per_device, "statistics": 4 * sum(map(math.prod, shapes))}
 
 
