@@ -45,7 +45,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "language_m
 from transformer import Transformer
 
 AXIS = "devices"
-ROWS = ("sgd", "without", "statistics", "subsample", "refresh")
+FIRST_ORDER = ("sgd", "adamw", "muon")
+ROWS = (*FIRST_ORDER, "without", "statistics", "subsample", "refresh")
 INVERSES = {"default": None, "cholesky": kfac.Cholesky(), "eigh": kfac.Eigh(), "soap": kfac.Soap()}
 
 
@@ -101,6 +102,26 @@ def task(name: str, options: argparse.Namespace) -> Task:
 # -- steps ------------------------------------------------------------------------------------------------------------
 
 
+def first_order(row: str) -> optax.GradientTransformation:
+    """Optax's. Muon takes kernels as matrices, those of a scan one by one; tables, heads and vectors go to its Adam."""
+    if row == "sgd":
+        return optax.sgd(0.1, momentum=0.9)
+    if row == "adamw":
+        return optax.adamw(1e-3)
+
+    def dimensions(params: Any) -> Any:
+        def of(path: Any, leaf: Any) -> Any:
+            name = jax.tree_util.keystr(path)
+            first = int("blocks" in name)
+            if leaf.ndim - first < 2 or any(word in name for word in ("tokens", "positions", "head", "Dense")):
+                return None
+            return optax.contrib.MuonDimensionNumbers(tuple(range(first, leaf.ndim - 1)), leaf.ndim - 1)
+
+        return jax.tree_util.tree_map_with_path(of, params)
+
+    return optax.contrib.muon(0.02, beta=0.9, muon_weight_dimension_numbers=dimensions)
+
+
 def make_step(row: str, task: Task, options: argparse.Namespace) -> tuple[Callable[..., Any], Any]:
     """The step of a row, for each of `--devices`, and its optimizer."""
     axis = AXIS if options.devices > 1 else None
@@ -108,15 +129,15 @@ def make_step(row: str, task: Task, options: argparse.Namespace) -> tuple[Callab
     def mean(tree: Any) -> Any:
         return lax.pmean(tree, axis) if axis else tree
 
-    if row == "sgd":
-        first_order = optax.sgd(0.1, momentum=0.9)
+    if row in FIRST_ORDER:
+        optimizer = first_order(row)
 
-        def sgd(params: Any, state: Any, batch: Any) -> Any:
+        def plain(params: Any, state: Any, batch: Any) -> Any:
             loss, grads = jax.value_and_grad(task.loss_fn)(params, batch)
-            updates, state = first_order.update(mean(grads), state, params)
+            updates, state = optimizer.update(mean(grads), state, params)
             return optax.apply_updates(params, updates), state, mean(loss)
 
-        return sgd, first_order
+        return plain, optimizer
     layers = kfac.find_layers(task.loss_fn, task.params, task.batch, max_dim=task.max_dim)
     distribution = kfac.Distribution(axis_name=axis)
     every = options.inverse_every if options.refresh == "inside" and row != "refresh" else None
@@ -153,7 +174,7 @@ def compile_step(row: str, task: Task, options: argparse.Namespace) -> tuple[str
     same, split, own = PartitionSpec(), PartitionSpec(AXIS), PartitionSpec()
     init = tx.init
     if options.devices > 1:
-        own = same if row == "sgd" else kfac.state_specs(tx, task.params, AXIS)
+        own = same if row in FIRST_ORDER else kfac.state_specs(tx, task.params, AXIS)
         init = jax.shard_map(tx.init, mesh=mesh, in_specs=same, out_specs=own)
         step = jax.shard_map(step, mesh=mesh, in_specs=(same, own, split), out_specs=(same, own, same))
 
@@ -219,7 +240,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = functools.partial(parser.add_argument)
     add("--models", nargs="+", choices=("resnet50", "vit-b16", "gpt-124m"), default=["resnet50", "vit-b16", "gpt-124m"])
-    add("--rows", nargs="+", choices=ROWS, default=ROWS[:4], help="`refresh` is kfac.refresh, a call of its own")
+    add(
+        "--rows",
+        nargs="+",
+        choices=ROWS,
+        default=("sgd", "muon", "without", "statistics", "subsample"),
+        help="`refresh` is kfac.refresh, a call of its own",
+    )
     add("--batch", type=int, help="of each device; by default 256 images for ResNet-50, 128 for ViT, 8 sequences")
     add("--image-size", type=int, default=224)
     add("--devices", type=int, default=1, help="so many H100s, each with such a batch")
