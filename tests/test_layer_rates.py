@@ -10,7 +10,7 @@ import pytest
 import kfac
 import problem
 from kfac._curvature.inverse import cosine
-from kfac._optimizer.moves import FASTEST, FOLLOWS, FULL, SLOWEST, STAYS, adapted
+from kfac._optimizer.moves import AGREES, FASTEST, FOLLOWS, FULL, SLOWEST, TOO_FAR, adapted
 from problem import assert_equal, matrices, measured, state_of
 
 LAYERS = problem.layers()
@@ -47,7 +47,8 @@ def cosines(a, b):
 
 
 def followed(old, angle):
-    return np.clip(old * np.exp(FOLLOWS * np.clip((angle - STAYS) / FULL, -1, 1)), SLOWEST, FASTEST)
+    beyond = angle - np.clip(angle, TOO_FAR, AGREES)
+    return np.clip(old * np.exp(FOLLOWS * np.clip(beyond / FULL, -1, 1)), SLOWEST, FASTEST)
 
 
 def test_soap_follows_the_angle_to_the_last_direction_in_the_eigenbasis():
@@ -89,9 +90,10 @@ def test_a_step_that_is_refused_changes_no_rate():
 
 
 def test_rates_have_bounds_and_zero_gradients_tell_nothing():
-    rate, angle = jnp.array([SLOWEST, FASTEST, 1.0, 1.0, 1.0]), jnp.array([-1.0, 1.0, 0.0, 1.0, STAYS - 0.02])
-    known = jnp.array([True, True, True, False, True])
-    expected = [SLOWEST, FASTEST, 1, 1, np.exp(-FOLLOWS * 0.02 / FULL)]
+    rate = jnp.array([SLOWEST, FASTEST, 1.0, 1.0, 1.0, 1.0])
+    angle = jnp.array([-1.0, 1.0, 0.0, 1.0, TOO_FAR - 0.02, AGREES + 0.03])
+    known = jnp.array([True, True, True, False, True, True])
+    expected = [SLOWEST, FASTEST, 1, 1, np.exp(-FOLLOWS * 0.02 / FULL), np.exp(FOLLOWS * 0.03 / FULL)]
     np.testing.assert_allclose(adapted(rate, angle, known), expected, rtol=1e-6)
     stack = jnp.ones((2, 3, 4)).at[1].set(0)
     np.testing.assert_allclose(cosine(stack, jnp.ones((2, 3, 4))), [1, 0], rtol=1e-6)

@@ -6,7 +6,8 @@
     python examples/large_batch/networks.py compile --methods sgd muon kfac    # processor seconds to compile one
 
 "kfac" is `kfac.kfac(schedule, layers)` with nothing else, with statistics when `kfac.due` says so; "kfac-one-rate" has
-`layer_rates=False`, "kfac-every-step" statistics in every step, as has "kfac-cholesky"; "soap" is SOAP itself, with Shampoo's matrices. 60 steps at batch N/10
+`layer_rates=False`, "kfac-every-step" statistics in every step, as has "kfac-cholesky";
+"soap" is SOAP itself, with Shampoo's matrices. 60 steps at batch N/10
 (`--batch 10`), the schedule of the study for all. `--schedule average` keeps the rate after its warm-up, and scores the
 mean of the weights of the last quarter of the steps. A trial that is in --results is not run again. Of "kfac-soap-eigh"
 there are results only: a `Soap` that decomposed its factors.
@@ -50,7 +51,8 @@ from transformer import Transformer  # noqa: E402
 
 EVERY = math.inf  # the `cost` of statistics and refreshes in every step
 KFAC: dict[str, dict[str, Any]] = {
-    "kfac": {}, "kfac-one-rate": {"layer_rates": False}, "kfac-every-step": {"cost": EVERY}, "kfac-cholesky": {"cost": EVERY, "inverse": kfac.Cholesky()},
+    "kfac": {}, "kfac-one-rate": {"layer_rates": False}, "kfac-every-step": {"cost": EVERY},
+    "kfac-cholesky": {"cost": EVERY, "inverse": kfac.Cholesky()},
 }  # fmt: skip
 METHODS = (*KFAC, "soap", "muon", "adamw", "lars", "lamb", "sgd")
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)

@@ -88,11 +88,11 @@ def clip_scale(limit: jax.Array, rate: jax.Array, product: jax.Array) -> jax.Arr
     return jnp.where(length > limit, jnp.sqrt(limit / jnp.where(length > 0, length, 1)), 1.0)
 
 
-# The rate of a block stays where the cosine between the last direction and the gradient is STAYS: with a rate tuned for
-# the whole network, cosines are about that, as each step goes a little too far along the sharpest directions. By so
-# much as the cosine is higher or lower it grows or falls, in a step by the factor `exp(FOLLOWS)` at most, which it is
-# at a difference of FULL. Chosen on a recurrent network, two transformers and one with batch norm.
-STAYS, FOLLOWS, FULL = -0.05, 0.1, 0.1
+# The rate of a block grows where the cosine between the last direction and the gradient is above AGREES, and falls where
+# it is below TOO_FAR: by the factor `exp(FOLLOWS)` in a step at most, which it is where the cosine is FULL beyond. In
+# between it stays: there are the cosines of small batches, which noise brings near zero, and those of rates tuned for
+# the whole network, at which steps go a little too far along the sharpest directions.
+AGREES, TOO_FAR, FOLLOWS, FULL = 0.02, -0.1, 0.1, 0.1
 SLOWEST, FASTEST = 1 / 16, 4.0
 
 
@@ -102,10 +102,11 @@ def adapted(rate: jax.Array, angle: jax.Array, known: jax.Array) -> jax.Array:
     Args:
       rate: `[k]`.
       angle: `[k]`, the cosines between the last directions and the gradients.
-      known: whether they say something yet; where one is zero there is no gradient, or no direction.
+      known: whether they say something yet.
     """
-    new = jnp.clip(rate * jnp.exp(FOLLOWS * jnp.clip((angle - STAYS) / FULL, -1, 1)), SLOWEST, FASTEST)
-    return jnp.where(known & (angle != 0), new.astype(rate.dtype), rate)
+    beyond = angle - jnp.clip(angle, TOO_FAR, AGREES)
+    new = jnp.clip(rate * jnp.exp(FOLLOWS * jnp.clip(beyond / FULL, -1, 1)), SLOWEST, FASTEST)
+    return jnp.where(known, new.astype(rate.dtype), rate)
 
 
 # Of kernels whose scale matters, so few gradients are at such an angle by chance (Heo et al. 2021, arXiv:2006.08217).
