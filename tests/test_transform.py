@@ -763,7 +763,7 @@ def test_diagnostics_of_no_or_two_preconditioners_are_refused():
 
 
 def test_running_averages_are_written_in_the_place_of_the_old_ones():
-    """A step needs room for the batch's factors and gradients, stacked, and for a refresh; not for copies of its own."""
+    """A step needs room for the batch's factors and gradients, stacked, and for a refresh; not for its own again."""
 
     def loss(params, x):
         return jnp.mean((jnp.tanh(x @ params["a"]) @ params["b"]) ** 2)

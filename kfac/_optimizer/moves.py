@@ -88,8 +88,8 @@ def clip_scale(limit: jax.Array, rate: jax.Array, product: jax.Array) -> jax.Arr
     return jnp.where(length > limit, jnp.sqrt(limit / jnp.where(length > 0, length, 1)), 1.0)
 
 
-# The rate of a block grows where the cosine between the last direction and the gradient is above AGREES, and falls where
-# it is below TOO_FAR: by the factor `exp(FOLLOWS)` in a step at most, which it is where the cosine is FULL beyond. In
+# The rate of a block grows where the cosine between the last direction and the gradient is above AGREES, and falls
+# where it is below TOO_FAR: by the factor `exp(FOLLOWS)` in a step at most, which it is where the cosine is FULL beyond. In
 # between it stays: there are the cosines of small batches, which noise brings near zero, and those of rates tuned for
 # the whole network, at which steps go a little too far along the sharpest directions.
 AGREES, TOO_FAR, FOLLOWS, FULL = 0.02, -0.1, 0.1, 0.1
