@@ -94,9 +94,26 @@ def test_rates_have_bounds_and_zero_gradients_tell_nothing():
     angle = jnp.array([-1.0, 1.0, 0.0, 1.0, TOO_FAR - 0.02, AGREES + 0.03])
     known = jnp.array([True, True, True, False, True, True])
     expected = [SLOWEST, FASTEST, 1, 1, np.exp(-FOLLOWS * 0.02 / FULL), np.exp(FOLLOWS * 0.03 / FULL)]
-    np.testing.assert_allclose(adapted(rate, angle, known), expected, rtol=1e-6)
+    np.testing.assert_allclose(adapted(rate, angle, known, jnp.array(True)), expected, rtol=1e-6)
+    lower = np.minimum(expected, rate)
+    np.testing.assert_allclose(adapted(rate, angle, known, jnp.array(False)), lower, rtol=1e-6)
     stack = jnp.ones((2, 3, 4)).at[1].set(0)
     np.testing.assert_allclose(cosine(stack, jnp.ones((2, 3, 4))), [1, 0], rtol=1e-6)
+
+
+def test_no_rate_rises_in_a_warm_up_or_late_in_a_schedule():
+    """Short steps agree with the gradient, whatever the rate that they are a part of."""
+    top = 2 * WARMUP
+    tx = kfac.kfac(lambda t: 1e-3 * jnp.minimum(t / top, jnp.where(t < top + 8, 1, 0.4)), LAYERS)
+    grads, factors = measured(0)
+    state, update = jax.jit(tx.init)(problem.initial()), jax.jit(tx.update)
+    found = []
+    for _ in range(top + 11):  # the same gradient again and again
+        _, state = update(grads, state, problem.initial(), factors=factors)
+        found.append(rates(state).max())
+    np.testing.assert_array_equal(found[: top + 1], 1)
+    assert np.all(np.diff(found[top : top + 8]) > 0)
+    np.testing.assert_array_equal(found[top + 8 :], found[top + 7])
 
 
 def test_without_them_all_layers_go_by_the_one_rate():

@@ -118,6 +118,7 @@ class KfacState(NamedTuple):
       shared: unit-wise and diagonal blocks, the same on all devices.
       replicas: what all devices have of inverses: those of the groups that they all precondition; over an axis, with an
         inverse that takes moments, the bases of blocks with such.
+      learning_rates: the last and the highest so far, which `layer_rates` go by.
       shared_motions: momenta and rates of the groups that all devices precondition.
       members: the number of blocks of each group, by the names of its layers, whose blocks they are in this order. So a
         checkpoint of layers of another name is one of another structure.
@@ -135,6 +136,7 @@ class KfacState(NamedTuple):
     owned: dict[str, Owned]
     shared: dict[str, BlockState]
     replicas: dict[str, Replica]
+    learning_rates: jax.Array
     shared_motions: dict[str, Motion]
     members: dict[str, dict[str, jax.Array]]
     metrics: KfacMetrics
@@ -277,6 +279,7 @@ def init_state(config: Config, params: Any) -> KfacState:
         owned={group.name: own(group) for group in config.kronecker},
         shared={group.name: blocks(group, group.size) for group in config.groups if not group.kronecker},
         replicas={group.name: replica(group) for group in config.groups if config.shares(group)},
+        learning_rates=jnp.zeros(2),
         shared_motions={g.name: motion(g, g.size) for g in config.groups if g not in config.apart},
         members={group.name: {group.members: jnp.full((), group.size, jnp.int32)} for group in config.groups},
         metrics=KfacMetrics(*(jnp.zeros((), dtype) for dtype in 7 * [jnp.float32] + 4 * [jnp.int32])),

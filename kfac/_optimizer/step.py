@@ -371,6 +371,8 @@ def move(
     """
     config, moves, now, scale = place.config, place.config.moves, place.now.moves, None
     steps, motions = dict(preconditioned), {}
+    last, highest = state.learning_rates
+    full = (now.rate <= last) & (now.rate >= highest / 2)
     if now.limit is not None:
         products = {name: x * gradients[name] for name, x in steps.items()}
         scale = clip_scale(now.limit, now.rate, sum_of_all(place, products))
@@ -380,7 +382,7 @@ def move(
     for name, (trace, rate) in state.motions.items():
         if rate is not None:
             known = angles | ({} if trace is None else {name: cosine(trace, gradients[name])})
-            rate = adapted(rate, known[name], ~place.now.warmup)
+            rate = adapted(rate, known[name], ~place.now.warmup, full)
         if trace is not None:
             trace, steps[name] = now.momentum(moves).moved(trace, steps[name])
         motions[name] = Motion(trace, rate)
@@ -529,7 +531,10 @@ def commit(state: KfacState, advanced: dict[str, Any], motions: dict[str, Motion
 
 def count(state: KfacState, now: Now, changed: jax.Array, metrics: KfacMetrics, usable: jax.Array) -> KfacState:
     """The state after the step."""
+    rate, (_, highest) = now.moves.rate, state.learning_rates
+    rates = jnp.stack([rate, jnp.maximum(rate, highest)])
     return state._replace(
+        learning_rates=jnp.where(usable, rates, state.learning_rates),
         count=jnp.where(usable, optax.safe_increment(state.count), state.count),
         refused=~usable,
         changed=changed,
