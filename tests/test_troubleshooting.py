@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import kfac
 from problem import batch, initial, layers, loss_fn, measured, plain_kfac
@@ -78,18 +77,6 @@ def state_for_other_devices():
     update(tx, plain_kfac(0.1, layers()).init(initial()))
 
 
-def gradients_that_were_not_averaged():
-    tx = plain_kfac(0.1, layers(), distribution=kfac.Distribution("devices"))
-    specs = kfac.state_specs(tx, initial(), "devices")
-
-    def step(params, batch):
-        _, grads, factors = kfac.value_and_grad(loss_fn, layers())(params, batch)
-        return tx.update(grads, tx.init(params), params, factors=factors)
-
-    mapped = jax.shard_map(step, mesh=four_devices(), in_specs=(P(), P("devices")), out_specs=(P(), specs))
-    jax.eval_shape(mapped, initial(), batch(0))
-
-
 CASES = [
     standardised_kernel,
     unknown_pattern,
@@ -100,7 +87,6 @@ CASES = [
     state_of_another_model,
     axis_that_is_not_bound,
     state_for_other_devices,
-    gradients_that_were_not_averaged,
 ]
 
 
@@ -118,5 +104,12 @@ def test_the_page_shows_no_other_errors():
 def test_the_page_names_scalars_and_options_that_exist():
     tx = plain_kfac(0.1, layers(), kl_clip=1e-3)
     scalars = set(kfac.diagnostics(tx.init(initial())))
-    for name in ("condition", "failed_inversions", "inverse_age", "skipped_statistics", "skipped_steps"):
+    for name in (
+        "condition",
+        "failed_inversions",
+        "inverse_age",
+        "skipped_statistics",
+        "skipped_steps",
+        "statistics_age",
+    ):
         assert name in scalars and f"`{name}`" in PAGE
