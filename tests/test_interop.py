@@ -195,10 +195,10 @@ def test_multi_steps_would_drop_statistics_and_is_refused():
         jax.jit(tx.update)(measured(0)[0], state, initial(), factors=measured(0)[1])
     # Gradients alone are averaged as they should be.
     for t in range(2):
-        updates, state = jax.jit(tx.update)(measured(t)[0], state, initial())
+        updates, state = jax.jit(tx.update)(measured(t)[0], state, initial(), factors=None)
     mean = jax.tree.map(lambda a, b: (a + b) / 2, measured(0)[0], measured(1)[0])
     direct = plain_kfac(RATE, layers())
-    expected = jax.jit(lambda grads, params: direct.update(grads, direct.init(params), params)[0])
+    expected = jax.jit(lambda grads, params: direct.update(grads, direct.init(params), params, factors=None)[0])
     assert_close(updates, expected(mean, initial()), 1e-6)
 
 
