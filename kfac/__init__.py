@@ -52,4 +52,4 @@ from kfac._optimizer.state import KfacState as KfacState
 from kfac._optimizer.train_step import TrainStep as TrainStep
 from kfac._optimizer.train_step import train_step as train_step
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,4 +92,15 @@ def check_type(name: str, value: Any, kind: Any, what: str) -> None:
 def check_layers(value: Any) -> None:
     """Raises where a value is not what `find_layers` returns."""
     if not isinstance(value, Layers):
-        raise ValueError(f"layers must be what kfac.find_layers returns, but is {type(value).__name__}")
+        raise ValueError(
+            f"layers must be what kfac.find_layers returns, but is {type(value).__name__}: write "
+            "layers = kfac.find_layers(loss_fn, params, batch)"
+        )
+
+
+def check_function(value: Any) -> None:
+    """Raises where a value cannot be a loss."""
+    if not callable(value):
+        raise ValueError(
+            f"loss_fn must be a function, but is {reprlib.repr(value)}: it comes before all other arguments"
+        )

@@ -199,6 +199,7 @@ class Layer:
         return f"{self.kind} layer {self.name!r} ({'; '.join(details)})"
 
 
+@jax.tree_util.register_static  # so that it may be an argument of a jitted function
 @dataclasses.dataclass(frozen=True, repr=False)
 class Layers(Sequence[Layer]):
     """How each parameter leaf will be preconditioned: an immutable, hashable sequence of `Layer`.

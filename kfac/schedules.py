@@ -1,4 +1,4 @@
-"""Schedules of the large-batch recipe that optax does not have: functions from the step to a scalar."""
+"""Schedules that optax does not have: functions from the step to a scalar."""
 
 from __future__ import annotations
 
@@ -8,8 +8,37 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from kfac._checks import check_range
+from kfac._checks import check_positive_int, check_range
 from kfac._optimizer.moves import ScalarOrSchedule, value_at
+
+
+def rise_and_fall(peak: float, num_steps: int) -> optax.Schedule:
+    """A learning rate that rises to its peak in the first tenth of the steps, and from there falls to zero: linearly.
+
+    Args:
+      peak: the largest rate: 0.05 is a first guess.
+      num_steps: of the whole training.
+
+    Returns:
+      A schedule, for the learning rate of `kfac` and `train_step`.
+
+    Raises:
+      ValueError: an argument is out of range.
+
+    References:
+      Defazio et al., "When, Why and How Much? Adaptive Learning Rate Scheduling by Refinement", 2023,
+      https://arxiv.org/abs/2310.07831
+    """
+    check_range("peak", peak, 0, math.inf, open_high=True)
+    check_positive_int("num_steps", num_steps)
+    warmup = math.ceil(0.1 * num_steps)
+
+    def schedule(count: jax.typing.ArrayLike) -> jax.Array:
+        now = jnp.asarray(count, jnp.float32)
+        falling = (num_steps - now) / max(num_steps - warmup, 1)
+        return peak * jnp.clip(jnp.minimum((now + 1) / warmup, falling), 0.0, 1.0)
+
+    return schedule
 
 
 def coupled_momentum(

@@ -264,7 +264,7 @@ def programs(
         return moved(params, average(gradient(params, batch))), state
 
     def without(params, state, batch):
-        updates, state = tx.update(given(gradient(params, batch)), state, params)
+        updates, state = tx.update(given(gradient(params, batch)), state, params, factors=None)
         return moved(params, updates), state
 
     def full(params, state, batch):
@@ -273,7 +273,7 @@ def programs(
         return moved(params, updates), state
 
     def alone(params, state, batch):
-        return tx.update(given(params), state)
+        return tx.update(given(params), state, factors=None)
 
     whole = P() if parameters == "whole" else jax.tree.map(functools.partial(split_spec, devices), params)
     specs = kfac.state_specs(tx, params, "data")

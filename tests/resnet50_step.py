@@ -99,7 +99,7 @@ def main():
 
         def without(grads, state, factors):
             del factors
-            return tx.update(grads, state)
+            return tx.update(grads, state, factors=None)
 
         def shardings(tree):
             return jax.tree.map(

@@ -231,7 +231,7 @@ def test_large_gradients_in_float64_are_taken(x64):
     found = kfac.find_layers(loss_fn, initial(jnp.float64), batch(0, dtype=jnp.float64), skip=["temperature"])
     tx = kfac.scale_by_kfac(found)
     grads = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 1e25), initial(jnp.float64))
-    updates, state = jax.jit(tx.update)(grads, tx.init(initial(jnp.float64)))
+    updates, state = jax.jit(tx.update)(grads, tx.init(initial(jnp.float64)), factors=None)
     assert state.metrics.skipped_steps == 0 and state.count == 1
     assert_equal(updates, grads)  # no statistics so far
 

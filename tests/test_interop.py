@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kfac
+from kfac._layers import leaves_by_path, map_by_path
 from problem import (
     assert_close,
     assert_equal,
@@ -82,13 +83,54 @@ def test_whole_layers_can_be_masked_out(trust_ratio):
     assert "inverse_age" in kfac.diagnostics(state)
 
 
-def test_half_a_layer_masked_out_is_an_error():
-    def without_bias(params):
-        return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != "bias", params)
+def kernels(params):
+    """All but `first/bias`, as one labels kernels for one optimizer and biases for another."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != "bias", params)
 
-    masked = optax.masked(plain_kfac(RATE, layers()), without_bias)
-    with pytest.raises(ValueError, match="'first/bias' of layer 'first' is masked but the rest of its layer is not"):
-        masked.init(initial())
+
+@functools.cache
+def layers_without_bias():
+    return kfac.find_layers(loss_fn, initial(), batch(0), skip=["temperature", "^first/bias$"])
+
+
+@pytest.mark.parametrize("inverse", [kfac.Soap(), kfac.Cholesky(), kfac.Eigh()])
+def test_a_hidden_bias_leaves_its_block(inverse):
+    """Then the rest goes as with layers that were found without the bias: another `A`, dimension, `pi` and length."""
+    measure = jax.jit(kfac.value_and_grad(loss_fn, layers_without_bias()))
+    expected = run(
+        optax.masked(kfac.kfac(RATE, layers_without_bias(), inverse=inverse), kernels),
+        steps=3, measured=lambda t: measure(initial(), batch(t))[1:],
+    )[0]  # fmt: skip
+    found = run(optax.masked(kfac.kfac(RATE, layers(), inverse=inverse), kernels), steps=3)[0]
+    assert_close(found, expected, 1e-5)
+    with_bias = run(kfac.kfac(RATE, layers(), inverse=inverse), steps=3)[0]
+    assert differ(found["first"]["kernel"], with_bias["first"]["kernel"])  # so it is not by zeros in its gradient
+
+
+@pytest.mark.parametrize("make", [kfac.scale_by_kfac, functools.partial(kfac.presets.large_batch, RATE)])
+def test_kernels_to_kfac_and_the_rest_to_adamw(make):
+    labels = jax.tree.map(lambda leaf: "kfac" if leaf.ndim == 2 else "adamw", initial())
+    found = run(optax.partition({"kfac": make(layers()), "adamw": optax.adamw(1e-3)}, labels), steps=2)[0]
+    alone = run(optax.with_extra_args_support(optax.adamw(1e-3)), steps=2)[0]
+    for path, leaf in leaves_by_path(found).items():
+        if leaf.ndim < 2:
+            assert_close(leaf, leaves_by_path(alone)[path], 1e-6)
+    measure = jax.jit(kfac.value_and_grad(loss_fn, layers_without_bias()))
+    mask = jax.tree.map(lambda label: label == "kfac", labels)
+    by_hand = run(
+        optax.masked(make(layers_without_bias()), mask), steps=2, measured=lambda t: measure(initial(), batch(t))[1:]
+    )[0]
+    assert_close([found[k]["kernel"] for k in ("first", "out")], [by_hand[k]["kernel"] for k in ("first", "out")], 1e-5)
+
+
+@pytest.mark.parametrize(("hidden", "kept"), [("norm/shift", "norm/scale"), ("first/kernel", "first/bias")])
+def test_another_half_of_a_layer_masked_out_is_an_error(hidden, kept):
+    def mask(params):
+        return map_by_path(lambda path, _: path != hidden, params)
+
+    words = f"'{hidden}' of layer .* is masked, but '{kept}' is not: give both the same .* skip=\\('\\^{hidden}\\$',\\)"
+    with pytest.raises(ValueError, match=words):
+        optax.masked(plain_kfac(RATE, layers()), mask).init(initial())
 
 
 def test_partition_leaves_some_parameters_to_adamw():
@@ -153,10 +195,10 @@ def test_multi_steps_would_drop_statistics_and_is_refused():
         jax.jit(tx.update)(measured(0)[0], state, initial(), factors=measured(0)[1])
     # Gradients alone are averaged as they should be.
     for t in range(2):
-        updates, state = jax.jit(tx.update)(measured(t)[0], state, initial())
+        updates, state = jax.jit(tx.update)(measured(t)[0], state, initial(), factors=None)
     mean = jax.tree.map(lambda a, b: (a + b) / 2, measured(0)[0], measured(1)[0])
     direct = plain_kfac(RATE, layers())
-    expected = jax.jit(lambda grads, params: direct.update(grads, direct.init(params), params)[0])
+    expected = jax.jit(lambda grads, params: direct.update(grads, direct.init(params), params, factors=None)[0])
     assert_close(updates, expected(mean, initial()), 1e-6)
 
 
@@ -483,7 +525,7 @@ def test_shard_map_without_statistics():
     def cheap(params, state, batch):
         own = jax.tree.map(lambda p: jax.lax.pcast(p, "devices", to="varying"), params)
         grads = jax.lax.pmean(jax.grad(loss_fn)(own, batch), "devices")
-        updates, state = tx.update(grads, state, params)
+        updates, state = tx.update(grads, state, params, factors=None)
         return optax.apply_updates(params, updates), state
 
     step, params, _ = sharded(cheap, tx)

@@ -114,7 +114,7 @@ def test_schedules_are_documented_like_the_rest():
     names = [
         name for name, value in vars(kfac.schedules).items() if getattr(value, "__module__", "") == "kfac.schedules"
     ]
-    assert sorted(names) == ["coupled_momentum", "damping_warmup"]
+    assert sorted(names) == ["coupled_momentum", "damping_warmup", "rise_and_fall"]
     page = (ROOT / "docs" / "optimizer.md").read_text()
     for name in names:
         function = getattr(kfac.schedules, name)

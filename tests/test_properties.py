@@ -141,7 +141,7 @@ def check_schedule(network, options, schedule, compute):
 
     @jax.jit
     def cheap(params, state, batch):
-        updates, state = tx.update(jax.grad(loss)(params, *batch), state, params)
+        updates, state = tx.update(jax.grad(loss)(params, *batch), state, params, factors=None)
         return optax.apply_updates(params, updates), state
 
     for k, statistics in enumerate(schedule):

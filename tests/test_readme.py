@@ -29,8 +29,20 @@ def model_and_data():
     return params, batch, loss_fn
 
 
+def examples():
+    return re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def test_the_first_example_of_the_readme_trains(capsys):
+    params, batch, loss_fn = model_and_data()
+    names = {"loss_fn": loss_fn, "params": params, "batch": batch, "batches": [batch] * 30, "num_steps": 30}
+    exec(examples()[0], names)  # What a reader would paste.
+    assert capsys.readouterr().out == "2 layers, 75 parameters, Soap, statistics every 16 steps\n"
+    assert float(names["loss"]) < 0.5 * float(loss_fn(params, batch))
+
+
 def test_the_example_of_the_readme_trains():
-    [code] = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    _, code = examples()
     params, batch, loss_fn = model_and_data()
     names = {"loss_fn": loss_fn, "params": params, "batch": batch, "learning_rate": 0.05}
     exec(code, names)  # What a reader would paste.

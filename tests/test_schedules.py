@@ -68,3 +68,14 @@ def test_bad_arguments_are_named(function, arguments, name):
     options = {"reference_rate": 0.0} if name == "reference_rate" else {}
     with pytest.raises(ValueError, match=name):
         getattr(kfac.schedules, function)(*arguments, **options)
+
+
+def test_a_rate_that_rises_and_falls():
+    rate = kfac.schedules.rise_and_fall(0.05, 20)
+    found = [float(rate(step)) for step in range(22)]
+    expected = [0.025, 0.05, *(0.05 * (20 - step) / 18 for step in range(2, 21)), 0.0]
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-8)
+    for wrong, words in (((-1.0, 10), "peak must lie in"), ((0.1, 0), "num_steps must be a positive int, but is 0")):
+        with pytest.raises(ValueError, match=words):
+            kfac.schedules.rise_and_fall(*wrong)
+    assert kfac.schedules.rise_and_fall(0.05, 1)(0) == np.float32(0.05)

@@ -81,7 +81,7 @@ def test_nnx_with_batch_norm_in_parts_of_the_batch():
     step = kfac.train_step(loss_fn, 0.1, has_aux=True, num_microbatches=2, batch_argnums=2)
     state, before = step.init(params, rest, (x, labels)), rest
     losses = []
-    for _ in range(5):
+    for _ in range(12):  # the last two without statistics
         params, state, (loss, rest) = step(params, state, rest, (x, labels))
         losses.append(float(loss))
     assert losses[-1] < losses[0]
@@ -132,6 +132,30 @@ def test_statistics_are_taken_when_they_are_due(cost, every):
         params, state, _ = step(params, state, x[:size])
         ages.append(int(kfac.diagnostics(state)["inverse_age"]))
     assert ages == [0] * 10 + [min(count % every, count - 9) for count in range(10, 21)]
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({}, "2 layers, 320 parameters, Soap, statistics every 10 steps"),
+    ({"cost": 10, "inverse": kfac.Eigh()}, "2 layers, 320 parameters, Eigh, statistics in every step"),
+    ({"subsample": 4, "cost": 0.3}, "Soap, statistics of 1/4 of the examples every 4 steps"),
+    ({"verbose": False}, ""),
+])  # fmt: skip
+def test_it_says_once_what_it_found_and_looks_once(capsys, options, words):
+    params, x, loss_fn = perceptron()
+    calls = []
+
+    def counted(params, x):
+        calls.append(x.shape)
+        return loss_fn(params, x)
+
+    step = kfac.train_step(counted, 0.05, **options)
+    state = step.init(params, x)
+    found = len(calls)
+    for _ in range(2):
+        jax.eval_shape(lambda state: step(params, state, x), state)
+    assert len(calls) <= 2 * found + 1  # a trace or two for each of the two programs, and layers are not found anew
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == bool(words) and words in printed
 
 
 def test_inside_of_a_loop_it_is_the_same():

@@ -163,7 +163,7 @@ def run(configuration, dtype, tolerance):
 
     @functools.partial(jax.jit, compiler_options=QUICKLY)
     def cheap_step(params, state, images, labels):
-        updates, state = tx.update(jax.grad(loss_fn)(params, images, labels), state, params)
+        updates, state = tx.update(jax.grad(loss_fn)(params, images, labels), state, params, factors=None)
         return optax.apply_updates(params, updates), state
 
     losses, scales, ages = [], [], []

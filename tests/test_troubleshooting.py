@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import kfac
 from problem import batch, initial, layers, loss_fn, measured, plain_kfac
@@ -112,5 +111,12 @@ def test_the_page_shows_no_other_errors():
 def test_the_page_names_scalars_and_options_that_exist():
     tx = plain_kfac(0.1, layers(), kl_clip=1e-3)
     scalars = set(kfac.diagnostics(tx.init(initial())))
-    for name in ("condition", "failed_inversions", "inverse_age", "skipped_statistics", "skipped_steps"):
+    for name in (
+        "condition",
+        "failed_inversions",
+        "inverse_age",
+        "skipped_statistics",
+        "skipped_steps",
+        "statistics_age",
+    ):
         assert name in scalars and f"`{name}`" in PAGE

@@ -17,7 +17,7 @@ from kfac._capture.find_reads import Inexact, Reads
 from kfac._capture.outputs import Marks, find_marks
 from kfac._capture.states import Use, by_part
 from kfac._capture.trace import Argnums, Trace, trace
-from kfac._checks import check_positive_int
+from kfac._checks import check_function, check_positive_int
 from kfac._layers import KRONECKER_KINDS, MAX_DIM, VOCABULARY, Layer, Layers, Layout, UnsupportedLayerError
 from kfac._varying import on_mesh
 
@@ -83,6 +83,7 @@ def find_layers(
         names no argument.
       TypeError: `loss_fn` does not return a real scalar, or a parameter leaf is no real array.
     """
+    check_function(loss_fn)
     for option, patterns in (("skip", skip), ("reduce", reduce), ("gradient", gradient)):
         if isinstance(patterns, str):
             raise ValueError(f"{option} must be a sequence of regular expressions, but is the string {patterns!r}")

@@ -217,7 +217,8 @@ def _mark(program: Program) -> None:
 
 def _checked(out: Any, has_aux: bool) -> tuple[Any, Any]:
     if has_aux and not (isinstance(out, tuple) and len(out) == 2):
-        raise TypeError(f"with has_aux=True loss_fn must return (loss, aux), but returned {type(out).__name__}")
+        what = f"an array of shape {jnp.shape(out)}" if hasattr(out, "shape") else f"a {type(out).__name__}"
+        raise TypeError(f"with has_aux=True loss_fn must return (loss, aux), but it returned {what}: leave has_aux out")
     loss, aux = out if has_aux else (out, None)
     if not is_array(loss) or jnp.shape(loss) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
         what = f"shape {jnp.shape(loss)}, dtype {loss.dtype}" if is_array(loss) else type(loss).__name__

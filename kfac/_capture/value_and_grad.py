@@ -16,7 +16,7 @@ from kfac._capture.outputs import Draw, checked_key, find_marks, keys_of
 from kfac._capture.plan import Planned, plan_taps
 from kfac._capture.replay import replay
 from kfac._capture.trace import Trace, aim_at, batch_of, trace
-from kfac._checks import check_choice, check_positive_int, check_switch
+from kfac._checks import check_choice, check_layers, check_positive_int, check_switch
 from kfac._factors import Factors
 from kfac._layers import Layers
 from kfac._varying import as_varying, lying_as, on_mesh, own_key, varying_axes, varying_in, within_devices, zeros_of
@@ -81,8 +81,7 @@ def value_and_grad(
         is no such one, `fisher_key` is missing, no key, or given where nothing is drawn, or with `"sampled"` or
         `"expected"` the loss depends on a parameter but no marked output does.
     """
-    if not isinstance(layers, Layers):
-        raise ValueError(f"layers must be what kfac.find_layers returns, but is {type(layers).__name__}")
+    check_layers(layers)
     check_choice("fisher", fisher, ("empirical", "sampled", "expected"))
     check_positive_int("subsample", subsample)
     check_switch("statistics", statistics)
@@ -99,7 +98,7 @@ def value_and_grad(
         if not statistics:
             if within_devices():
                 _check_own(trace(loss_fn, has_aux, params, args, kwargs, ()), axes)
-            return *jax.value_and_grad(loss_fn, has_aux=has_aux)(params, *args, **kwargs), None
+            return *_without_statistics(loss_fn, has_aux, params, args, kwargs), None
         traced = trace(loss_fn, has_aux, params, args, kwargs, *batch_of(layers, args, kwargs))
         _check_own(traced, axes)
         marks = find_marks(traced)
@@ -186,6 +185,17 @@ def _takes(loss_fn: Callable[..., Any], name: str) -> bool:
         return name in inspect.signature(loss_fn).parameters
     except (TypeError, ValueError):  # a callable that does not tell
         return False
+
+
+def _without_statistics(loss_fn: Callable[..., Any], has_aux: bool, params: Any, args: Any, kwargs: Any) -> Any:
+    """`jax.value_and_grad` with new objects for those among the arguments: then those of flax nnx may be changed."""
+    leaves, structure = jax.tree.flatten((args, kwargs))
+
+    def loss(params):
+        args, kwargs = jax.tree.unflatten(structure, leaves)
+        return loss_fn(params, *args, **kwargs)
+
+    return jax.value_and_grad(loss, has_aux=has_aux)(params)
 
 
 def check_basis(basis: Any, layers: Layers) -> None:

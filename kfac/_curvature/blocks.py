@@ -234,7 +234,10 @@ def check_factors(factors: Any, layers: Layers, inverse: Inverse | None = None) 
             "takes, outside of jax.shard_map; for anything else take factors.average()"
         )
     if not isinstance(factors, Factors):
-        raise ValueError(f"factors must be what kfac.value_and_grad returns, but is {type(factors).__name__}")
+        raise ValueError(
+            f"factors must be what kfac.value_and_grad returns, but is {type(factors).__name__}: write "
+            "loss, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)"
+        )
     expected = {layer.name: layer for layer in layers.with_factors}
     for name in expected:
         if name not in factors:

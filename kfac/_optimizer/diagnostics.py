@@ -29,16 +29,18 @@ def diagnostics(opt_state: Any) -> dict[str, jax.Array]:
       curvature block), `condition` (largest condition number of what is inverted, each as of its last inversion: of the
       damped factors in the 1-norm, with `Eigh`, `Ekfac`, `Soap` of the damped blocks in the 2-norm),
       `statistics_change` (of the last statistics, relative to the running averages before them), `inverse_age` (steps
-      since the oldest inverse in use was computed), `skipped_statistics` and `failed_inversions` (blocks, since the
-      start), `skipped_steps` (updates that were not finite, an `optax.apply_if_finite` around it included),
-      `kl_clip_scale` (0 without a KL clip), and with `adaptive_damping` the last `reduction_ratio` (NaN before the
-      first) and the steps `taken_back`.
+      since the oldest inverse in use was computed), `statistics_age` (steps since the last that brought statistics, or
+      since the start: if it only grows, `factors` are forgotten), `skipped_statistics` and `failed_inversions` (blocks,
+      since the start), `skipped_steps` (updates that were not finite, an `optax.apply_if_finite` around it included),
+      `kl_clip_scale` (0 without a KL clip), `slowest` and `fastest` of the layers' rates, with `adaptive_damping` the
+      last `reduction_ratio` (NaN before the first) and the steps `taken_back`.
 
     Raises:
       ValueError: there is no K-FAC state, or more than one, in `opt_state`.
     """
     state = find_state(opt_state, "opt_state")
     scalars = {"damping": state.damping, **state.metrics._asdict()}
+    scalars["statistics_age"] = state.count - 1 - state.measured
     for adaptive in find_nodes(opt_state, AdaptiveDampingState):
         scalars["reduction_ratio"] = adaptive.reduction_ratio
         scalars["taken_back"] = adaptive.taken_back

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from kfac._curvature.soap import Soap
 from kfac._distributed.distribution import Distribution
 from kfac._distributed.planning import affordable
 from kfac._layers import Layers
+from kfac._optimizer.arguments import fitted
 from kfac._optimizer.moves import Moves, ScalarOrSchedule, value_at
 from kfac._optimizer.parts import keep_dtype, momentum_beside_blocks
 from kfac._optimizer.scale_by_kfac import precondition_and_move
@@ -109,11 +111,7 @@ def kfac(
         check_range("trust_ratio", trust_ratio, 0, math.inf, open_low=True, open_high=True)
     check_layers(layers)
     check_type("distribution", distribution, Distribution | None, "a kfac.Distribution or None")
-    if inverse is None:
-        inverse = Soap() if auto else Cholesky()
-    check_type("inverse", inverse, Inverse, "a kind of inverse such as kfac.Cholesky()")
-    check_range("cost", cost, 0, math.inf, open_low=True)
-    every = affordable(layers, inverse, cost) if auto else 1
+    inverse, every = chosen(layers, trust_ratio, inverse, cost)
     damping = (inverse.relative_damping if auto else 1e-3) if damping is None else damping
     inverse = dataclasses.replace(inverse, relative=True) if auto else inverse
     if isinstance(inverse_every, str) and inverse_every == "auto":
@@ -134,7 +132,22 @@ def kfac(
     )  # fmt: skip
 
 
-def assemble(
+def chosen(layers: Layers, trust_ratio: Any, inverse: Inverse | None, cost: float) -> tuple[Inverse, Any]:
+    """The inverse, and the steps between those that are to bring statistics."""
+    auto = trust_ratio == "auto"
+    if inverse is None:
+        inverse = Soap() if auto else Cholesky()
+    check_type("inverse", inverse, Inverse, "a kind of inverse such as kfac.Cholesky()")
+    check_range("cost", cost, 0, math.inf, open_low=True)
+    return inverse, affordable(layers, inverse, cost) if auto else 1
+
+
+def assemble(learning_rate: ScalarOrSchedule, layers: Layers, **options: Any) -> optax.GradientTransformationExtraArgs:
+    """The optimizer around the preconditioner, which has the options that are not named below."""
+    return fitted(layers, functools.partial(_assemble, learning_rate, **options))
+
+
+def _assemble(
     learning_rate: ScalarOrSchedule,
     layers: Layers,
     *,
@@ -149,8 +162,6 @@ def assemble(
     layer_rates: bool = False,
     **preconditioner: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """The optimizer around the preconditioner, which has the other options."""
-    check_layers(layers)
     check_type("inverse", inverse, Inverse, "a kind of inverse such as kfac.Cholesky()")
     check_range("learning_rate", learning_rate, 0, math.inf, open_high=True)
     if kl_clip is not None:
@@ -180,7 +191,9 @@ def assemble(
         raise ValueError("weight_decay_mask needs weight_decay, but weight_decay is None")
     if not rate_in_momentum:
         parts.append(optax.scale_by_learning_rate(learning_rate))
-    return _followed_by(tx, optax.with_extra_args_support(keep_dtype(optax.chain(*parts))), layers, inverse)
+    return _followed_by(
+        tx, optax.with_extra_args_support(keep_dtype(optax.chain(*(parts or [optax.identity()])))), layers, inverse
+    )
 
 
 def _check_momentum(momentum: Any, nesterov: Any, rate_in_momentum: Any, trust_ratio: Any) -> None:

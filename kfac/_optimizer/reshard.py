@@ -28,7 +28,12 @@ def state_specs(tx: optax.GradientTransformation, params: Any, axis_name: AxisNa
     Returns:
       A tree prefix of the state, in which Kronecker blocks are split along the axis, and everything else is the same on
       all devices.
+
+    Raises:
+      ValueError: `tx` is no optimizer.
     """
+    if not hasattr(tx, "init"):
+        raise ValueError(f"tx must be an optimizer, tx = kfac.kfac(learning_rate, layers), but is {type(tx).__name__}")
     state = jax.eval_shape(tx.init, params)
     return on_states(lambda node: state_spec(axis_name), state, lambda leaf: PartitionSpec())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 from typing import Any
@@ -14,13 +15,14 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from kfac._checks import check_count, check_layers, check_range, check_type
+from kfac._checks import check_count, check_range, check_type
 from kfac._curvature.blocks import check_factors, group_layers
 from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.distribution import Distribution
 from kfac._distributed.ways import way_of
 from kfac._layers import Layers
+from kfac._optimizer.arguments import fitted
 from kfac._optimizer.moves import Moves, ScalarOrSchedule, value_at
 from kfac._optimizer.over_mesh import check_over_mesh, init_over_mesh, step_over_mesh
 from kfac._optimizer.reshard import on_states, some_state, state_spec
@@ -86,11 +88,11 @@ def scale_by_kfac(
       ValueError: an argument is out of range; in `update`, the gradients or factors are not those of `layers`, or the
         state is one for another number of devices, or `optax.MultiSteps` around it would drop statistics.
     """
-    return precondition_and_move(
-        layers, Moves(), damping=damping, factor_decay=factor_decay, statistics_every=statistics_every,
-        inverse_every=inverse_every, refresh_warmup=refresh_warmup, inverse=inverse, unitwise_damping=unitwise_damping,
-        distribution=distribution,
-    )  # fmt: skip
+    return fitted(layers, functools.partial(
+        precondition_and_move, moves=Moves(), damping=damping, factor_decay=factor_decay,
+        statistics_every=statistics_every, inverse_every=inverse_every, refresh_warmup=refresh_warmup, inverse=inverse,
+        unitwise_damping=unitwise_damping, distribution=distribution,
+    ))  # fmt: skip
 
 
 def precondition_and_move(
@@ -107,7 +109,6 @@ def precondition_and_move(
     distribution: Distribution | None,
 ) -> optax.GradientTransformationExtraArgs:
     """`scale_by_kfac` with what follows the preconditioner in stacks of blocks."""
-    check_layers(layers)
     check_range("damping", damping, 0, math.inf, open_low=True, open_high=True)
     check_range("factor_decay", factor_decay, 0, 1, open_high=True)
     check_count("statistics_every", statistics_every, 1)
@@ -139,7 +140,7 @@ def precondition_and_move(
         config = dataclasses.replace(config, local=bool(varying_axes(updates)))
         params = params if reads_params else None
         if factors is not None:
-            _check_all_parts_are_here()
+            _check_wrappers(moves)
             if over is None:
                 check_factors(factors, layers, inverse)
             else:
@@ -234,11 +235,17 @@ def _without_statistics(config: Config, statistics_every: Any, inverse_every: An
     return dataclasses.replace(config, refreshes=False) if together else config
 
 
-def _check_all_parts_are_here() -> None:
-    """Raises inside of `optax.MultiSteps`, which averages gradients but hands on the last statistics only."""
+def _check_wrappers(moves: Moves) -> None:
+    """Raises inside of `MultiSteps`, which passes on the last statistics, and of `schedule_free` around momentum."""
     frame = inspect.currentframe()
     while frame is not None:
-        if frame.f_code is optax.MultiSteps.update.__code__:
+        if frame.f_code.co_qualname == "schedule_free.<locals>.update_fn" and moves.momentum is not None:
+            raise ValueError(
+                f"optax.contrib.schedule_free averages steps in the place of a momentum, but "
+                f"momentum={moves.momentum!r}: pass momentum=None, as in schedule_free(kfac.kfac(rate, layers, "
+                "momentum=None), rate)"
+            )
+        if frame.f_code is optax.MultiSteps.update.__code__ and repr(frame.f_locals["k_steps"]) != "1":
             raise ValueError(
                 "optax.MultiSteps averages the gradients of several batches, but of their factors it passes on the "
                 "last: call kfac.microbatch(kfac.value_and_grad(loss_fn, layers), parts) on the whole batch and update "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -290,7 +291,8 @@ def init_state(config: Config, params: Any) -> KfacState:
 def match_leaves(layers: Layers, tree: Any, what: str) -> dict[str, jax.Array]:
     """Leaves of parameters or gradients by path, checked against `layers`.
 
-    `optax.masked` replaces leaves by empty nodes: a layer may be missing as a whole, but not in part.
+    `optax.masked` replaces leaves by empty nodes: a layer may be missing as a whole, but not in part (`fitted` takes
+    away biases before).
     """
     leaves = leaves_by_path(tree)
     unknown = [path for path in leaves if path not in layers.paths]
@@ -305,7 +307,8 @@ def match_leaves(layers: Layers, tree: Any, what: str) -> dict[str, jax.Array]:
     for layer in layers:
         missing = [path for path in layer.params if path not in leaves]
         if missing and (not masked or len(missing) < len(layer.params)):
-            reason = "is masked but the rest of its layer is not" if masked else "is missing"
+            rest = [path for path in layer.params if path in leaves]
+            reason = f"is masked, but {rest[0]!r} is not: {how_to_hide(missing)}" if masked else "is missing"
             raise ValueError(f"{what}: leaf {missing[0]!r} of layer {layer.name!r} {reason}")
         for path, shape in zip(layer.params, layer.shapes, strict=True):
             if path in leaves and tuple(leaves[path].shape) != shape:
@@ -316,6 +319,15 @@ def match_leaves(layers: Layers, tree: Any, what: str) -> dict[str, jax.Array]:
     if not leaves:
         raise ValueError(f"{what} have no leaves")
     return leaves
+
+
+def how_to_hide(paths: Sequence[str]) -> str:
+    """What to write where some leaves of a layer are for another optimizer."""
+    patterns = tuple(f"^{re.escape(path)}$" for path in paths)
+    return (
+        "give both the same label in optax.partition or optax.masked, or take it out of the layer, "
+        f"kfac.find_layers(loss_fn, params, batch, skip={patterns!r})"
+    )
 
 
 def has_masked(tree: Any) -> bool:
@@ -339,7 +351,7 @@ def find_state(opt_state: Any, argument: str) -> KfacState:
     if len(states) != 1:
         raise ValueError(
             f"{argument} must hold one state of scale_by_kfac, but is of type {type(opt_state).__name__} and holds "
-            f"{len(states)}" + "; give the part of each" * (len(states) > 1)
+            f"{len(states)}{'; give the part of each' if states else ': it is what init of the optimizer has returned'}"
         )
     return states[0]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,11 +15,11 @@ from jax import lax
 from kfac._capture.find_layers import find_layers
 from kfac._capture.microbatch import check_argnums, microbatch
 from kfac._capture.value_and_grad import value_and_grad
-from kfac._checks import check_positive_int
+from kfac._checks import check_function, check_positive_int, check_range
 from kfac._curvature.inverse import Inverse
 from kfac._layers import MAX_DIM, Layers
 from kfac._optimizer.diagnostics import due, eigenbasis
-from kfac._optimizer.kfac import kfac
+from kfac._optimizer.kfac import chosen, kfac
 from kfac._optimizer.moves import ScalarOrSchedule
 from kfac._optimizer.over_mesh import find_splits
 from kfac._optimizer.reshard import on_states
@@ -79,20 +80,23 @@ def train_step(
     batch_argnums: int | Sequence[int] | None = None,
     skip: Sequence[str] = (),
     max_dim: int = MAX_DIM,
+    verbose: bool = True,
     **options: Any,
 ) -> TrainStep:
     """A training step with K-FAC, in the place of an optimizer, its state and a step of one's own.
 
     ::
 
-        step = kfac.train_step(loss_fn, 0.05)
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser("~/.cache/jax"))
+        step = kfac.train_step(loss_fn, kfac.schedules.rise_and_fall(0.05, num_steps))
         opt_state = step.init(params, batch)
         for batch in batches:
             params, opt_state, loss = step(params, opt_state, batch)
 
-    It does what the four lines of the README do, with the layers found anew whenever it is compiled, and takes
-    statistics when they are `due`: in the first ten steps, and then as often as `cost=` of `kfac.kfac` allows. With
-    `inverse=kfac.Ekfac()` it takes the moments as well. `kfac.find_layers(loss_fn, params, batch)` prints the layers.
+    It does what the four lines of the README do, and takes statistics when they are `due`: in the first ten steps, and
+    then as often as `cost=` of `kfac.kfac` allows. With `inverse=kfac.Ekfac()` it takes the moments as well.
+    `print(kfac.find_layers(loss_fn, params, batch))` shows the layers. The first line keeps what was compiled, for the
+    next start.
 
     Args:
       loss_fn: `loss_fn(params, *args, **kwargs)`, the mean loss; with `has_aux` a pair. A state that the model changes,
@@ -108,6 +112,7 @@ def train_step(
         `find_layers` finds them.
       skip: as for `find_layers`.
       max_dim: as for `find_layers`.
+      verbose: whether `init` prints a line about what it has found.
       options: what else `kfac.kfac` takes: `damping=`, `trust_ratio=`, `distribution=` and so on.
 
     Returns:
@@ -118,23 +123,30 @@ def train_step(
       ValueError: `loss_fn` is no function; when a step is traced, the batch of micro-batches is not among the
         positional arguments; and as of the functions that it calls.
     """
-    if not callable(loss_fn):
-        raise ValueError(f"loss_fn must be a function, but is {loss_fn!r}: it comes before the learning rate")
+    check_function(loss_fn)
+    check_range("learning_rate", learning_rate, 0, math.inf, open_high=True)
+    if "layers" in options:
+        raise TypeError("train_step finds the layers by itself: leave layers= out, and pass skip= and max_dim= here")
     check_positive_int("num_microbatches", num_microbatches)
     if batch_argnums is not None and 0 in check_argnums(batch_argnums):
         raise ValueError(f"batch_argnums={batch_argnums!r} has 0, which are the parameters: the batch begins at 1")
-    first: list[int | None] = []
+    known: dict[Any, Layers] = {}  # of arguments of some shapes
 
     def layers_of(params, args, kwargs):
-        layers = find_layers(
+        leaves, structure = jax.tree.flatten((params, args, kwargs))
+        shapes = structure, *map(jax.typeof, leaves)
+        known[shapes] = known.get(shapes) or find_layers(
             loss_fn, params, *args, has_aux=has_aux, skip=skip, max_dim=max_dim, batch_argnums=batch_argnums, **kwargs
         )
         # The interval of "auto" goes by examples; a last batch that has fewer must not change it.
-        first[:] = first or [layers.num_examples]
-        return dataclasses.replace(layers, num_examples=first[0])
+        return dataclasses.replace(known[shapes], num_examples=next(iter(known.values())).num_examples)
 
     def init(params, *args, **kwargs):
-        return kfac(learning_rate, layers_of(params, args, kwargs), **options).init(params)
+        layers = layers_of(params, args, kwargs)
+        state = kfac(learning_rate, layers, **options).init(params)
+        if verbose and jax.process_index() == 0:
+            print(_found(layers, subsample, options))
+        return state
 
     def step(params, opt_state, *args, fisher_key, statistics, **kwargs):
         layers = layers_of(params, args, kwargs)
@@ -152,6 +164,17 @@ def train_step(
         return optax.apply_updates(params, updates), opt_state, value
 
     return TrainStep(init, functools.wraps(loss_fn)(step))
+
+
+def _found(layers: Layers, subsample: int, options: dict[str, Any]) -> str:
+    trust_ratio, cost = options.get("trust_ratio", "auto"), options.get("cost", 0.1)
+    inverse, every = chosen(layers, trust_ratio, options.get("inverse"), cost)
+    number = sum(layer.num_params for layer in layers)
+    size = f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:,}"
+    part = f" of 1/{subsample} of the examples" if subsample > 1 else ""
+    when = f"every {every} steps" if every > 1 else "in every step"
+    count = len(layers.with_blocks)
+    return f"{count} layer{'s' * (count != 1)}, {size} parameters, {type(inverse).__name__}, statistics{part} {when}"
 
 
 def _of_a_part(num_examples: int, parts: int) -> int:

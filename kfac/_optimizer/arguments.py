@@ -1,0 +1,96 @@
+"""What `update` is given: factors that were forgotten or are in another's place, biases that a wrapper has hidden."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import optax
+
+from kfac._checks import check_layers
+from kfac._factors import Factors, Shares, Tied
+from kfac._layers import Layer, Layers, leaves_by_path
+from kfac._optimizer.state import has_masked, how_to_hide
+
+FORGOTTEN = (
+    "update was called without factors, so nothing is preconditioned and training goes by momentum: write "
+    "tx.update(grads, opt_state, params, factors=factors), with the factors of kfac.value_and_grad. "
+    "TrainState.apply_gradients of flax drops them, as do some wrappers of optax: docs/interop.md has a line for each. "
+    "For a step that is to go without statistics write factors=None"
+)
+
+
+def fitted(
+    layers: Layers, build: Callable[[Layers], optax.GradientTransformationExtraArgs]
+) -> optax.GradientTransformationExtraArgs:
+    """What `build` makes of the layers, without the biases that `optax.masked` and `optax.partition` hide from it."""
+    check_layers(layers)
+    made, told = functools.cache(build), [False]
+    made(layers)  # which checks the options
+
+    def init(params):
+        return made(_without_hidden(layers, params)).init(params)
+
+    def update(updates, state, params=None, *others, **extra):
+        factors = extra.get("factors")
+        if others:
+            raise TypeError("update takes factors by name: tx.update(grads, opt_state, params, factors=factors)")
+        if isinstance(updates, Factors | Shares):
+            raise ValueError(
+                "updates are statistics, where gradients belong: loss, grads, factors = kfac.value_and_grad(loss_fn, "
+                "layers)(params, batch), and then tx.update(grads, opt_state, params, factors=factors)"
+            )
+        here = _without_hidden(layers, updates)
+        if here is not layers and isinstance(factors, Factors | Shares):
+            extra["factors"] = _without_rows(factors, layers, here)
+        result = made(here).update(updates, state, params, **extra)
+        if not told[0] and "factors" not in extra:
+            warnings.warn(FORGOTTEN, stacklevel=2)
+        told[0] = True
+        return result
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _without_hidden(layers: Layers, tree: Any) -> Layers:
+    """The layers, with each bias that is hidden in `tree` as if it had been skipped, where its kernel is not hidden."""
+    if not has_masked(tree):
+        return layers
+    leaves = leaves_by_path(tree)
+
+    def parts(layer: Layer) -> list[Layer]:  # its homogeneous 1 is the last column of the kernel's matrix
+        if not layer.has_bias or layer.cut[0] > 1 or [path in leaves for path in layer.params] != [True, False]:
+            return [layer]
+        kernel = dataclasses.replace(
+            layer, params=layer.params[:1], shapes=layer.shapes[:1], layouts=layer.layouts[:1], d_in=layer.d_in - 1
+        )
+        return [kernel, Layer(layer.params[1], "skipped", layer.params[1:], layer.shapes[1:])]
+
+    blocks = [part for layer in layers for part in parts(layer)]
+    if len(blocks) == len(layers):
+        return layers
+    blocks.sort(key=lambda layer: min(map(layers.paths.index, layer.params)))
+    return dataclasses.replace(layers, blocks=tuple(blocks))
+
+
+def _without_rows(factors: Any, layers: Layers, here: Layers) -> Any:
+    """The factors without the homogeneous 1, the last row and column of `A`, of layers whose bias is hidden."""
+    if isinstance(factors, Shares):
+        return dataclasses.replace(factors, factors=_without_rows(factors.factors, layers, here))
+    blocks = dict(factors)
+    for layer in layers:
+        d_in = here[layer.name].d_in
+        if d_in == layer.d_in or layer.name not in blocks:
+            continue
+        block = blocks[layer.name]
+        if isinstance(block, Tied) or getattr(block, "moments", None) is not None:
+            raise ValueError(
+                f"bias {layer.params[1]!r} is masked and its kernel is not, which its statistics do not allow: "
+                f"{how_to_hide(layer.params[1:])}"
+            )
+        A = block.A[..., :d_in] if "A" in layer.diagonal else block.A[..., :d_in, :d_in]
+        blocks[layer.name] = dataclasses.replace(block, A=A)
+    return Factors(blocks)
