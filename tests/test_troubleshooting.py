@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import kfac
 from problem import batch, initial, layers, loss_fn, measured, plain_kfac
