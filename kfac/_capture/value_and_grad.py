@@ -47,10 +47,10 @@ def value_and_grad(
         scalar; with `has_aux`, a pair `(loss, aux)`.
       layers: what `find_layers` returned for this function.
       has_aux: whether `loss_fn` returns a pair.
-      fisher: `"empirical"`: statistics of the gradients of the loss itself; with weights at the marked outputs, what a
-        mark of weight `w` brings is divided by `sqrt(w)`, in a second backward pass. `"sampled"`: of the gradients of the mean
-        over `n` of `-log p(y | output)`, for targets `y` drawn from the distribution that the network predicts at the
-        outputs that `loss_fn` marks with `kfac.output`: one draw of an unbiased estimate of the true Fisher matrix
+      fisher: `"empirical"`: statistics of the gradients of the loss itself; with weights at the marked outputs,
+        those of a mark of weight `w` over `sqrt(w)`, in a second backward pass. `"sampled"`: of the gradients of the
+        mean over `n` of `-log p(y | output)`, for targets `y` drawn from the distribution that the network predicts at
+        the outputs that `loss_fn` marks with `kfac.output`: one draw of an unbiased estimate of the true Fisher matrix
         (Martens 2020). It costs a second backward pass. `"expected"`: the expectation itself, over all targets, which
         costs a backward pass for each feature of the output. It is exact for what a single row of the output has a
         gradient of, and unbiased where several have a share in it: where examples interact, and of the unit-wise,

@@ -11,10 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from kfac._capture.outputs import find_marks
-from kfac._capture.replay import replay
-from kfac._capture.taps import Plan
-from kfac._capture.trace import trace
+from kfac._capture.marked import marked
 from kfac._checks import check_count, check_range
 from kfac._optimizer.state import KfacState, find_nodes, has_masked
 from kfac._varying import as_varying, device_axes, varying_axes
@@ -217,24 +214,8 @@ def _along(
     """
     axes = varying_axes(jax.eval_shape(value_fn, params))
     params, direction = as_varying((params, direction), axes)
-    traced, flat = trace(value_fn, False, params, (), {}), jax.tree.leaves(params)
-    marks = find_marks(traced)
-    marks.require("adaptive_damping", traced.names, ())
-    n, unclear = marks.num_examples(num_examples, traced.batch, {})
-    if n is None:
-        raise ValueError(unclear.replace("to value_and_grad", "to adaptive_damping"))
-    plan = Plan()
-    marks.place(plan, lambda mark: lambda x, entry: (x, x))
-    entries = {("", k): jnp.zeros(mark.scans) for k, mark in enumerate(marks.marks)}
-
-    def evaluate(flat):
-        outs, outputs = replay(traced.program, flat, plan, entries)
-        return outs[0], outputs
-
-    tangents = [d.astype(p.dtype) for d, p in zip(jax.tree.leaves(direction), flat, strict=True)]
-    (loss, outputs), (slope, moved) = jax.jvp(evaluate, (flat,), (tangents,))
-    total = jnp.zeros_like(loss)
-    for k, mark in enumerate(marks.marks):
-        root = mark.likelihood.times_root(outputs["", k], moved["", k], "adaptive_damping")
-        total += mark.weight * jnp.sum(jnp.square(root))
-    return loss, slope, jnp.divide(total, n)
+    loss_fn = marked(value_fn, params, num_examples, "adaptive_damping")
+    tangents = jax.tree.map(lambda p, d: d.astype(p.dtype), params, direction)
+    (loss, outputs), (slope, moved) = jax.jvp(loss_fn.evaluate, (params,), (tangents,))
+    squares = [jnp.sum(jnp.square(root)) for root in loss_fn.times_root(outputs, moved)]
+    return loss, slope, sum(squares, jnp.zeros_like(loss))
