@@ -87,7 +87,7 @@ def gauss_newton(
     is used like the operator by blocks::
 
         fisher = kfac.gauss_newton(loss_fn, params, batch, blocks=kfac.operator(layers, factors))
-        posterior = (n * fisher + 10.0).inv()     # conjugate gradients, preconditioned by the blocks
+        posterior = (n * fisher + 10.0).inv()     # by conjugate gradients
         posterior @ gradient, posterior.sample(key), fisher.eigsh(10, key), (n * fisher + 10.0).logdet(key)
 
     On several devices place `params` and `data` on a mesh.
@@ -100,7 +100,8 @@ def gauss_newton(
       batches: in how many parts each array of `data` is cut along its first axis. Products go over these in a scan, in
         the memory of one.
       blocks: what is known of the matrix by blocks, `kfac.operator(layers, factors)` without a damping, with which
-        `solve`, `inv` and `logdet` are preconditioned. It gets every multiple and every number that is added.
+        `solve`, `inv` and `logdet` are preconditioned. It gets every multiple and every number that is added. Fewer
+        steps are not certain: where a few directions have all curvature, none is better.
 
     Returns:
       A `Matrix`. Results of random vectors and of Lanczos' method come with their errors.
