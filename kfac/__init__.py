@@ -35,6 +35,8 @@ from kfac._layers import Layer as Layer
 from kfac._layers import Layers as Layers
 from kfac._layers import UnsupportedLayerError as UnsupportedLayerError
 from kfac._operator.estimate import estimate as estimate
+from kfac._operator.gauss_newton import gauss_newton as gauss_newton
+from kfac._operator.matrix import Matrix as Matrix
 from kfac._operator.operator import Operator as Operator
 from kfac._operator.operator import operator as operator
 from kfac._optimizer.adaptive_damping import adaptive_damping as adaptive_damping

@@ -220,6 +220,7 @@ class Layers(Sequence[Layer]):
       batch_argnums: the arguments of the loss that hold the examples.
       shared: leaves of these that all examples share.
       hidden: why the examples are not known, if they are not.
+      dtype: in which statistics are summed, of the widest parameter.
     """
 
     blocks: tuple[Layer, ...]
@@ -233,6 +234,7 @@ class Layers(Sequence[Layer]):
     batch_argnums: tuple[int | str, ...] = dataclasses.field(default=(), compare=False)
     shared: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     hidden: str = dataclasses.field(default="", compare=False)
+    dtype: str = dataclasses.field(default="float32", compare=False)
 
     @overload
     def __getitem__(self, index: int | str) -> Layer: ...
@@ -269,7 +271,7 @@ class Layers(Sequence[Layer]):
 def _table(layers: Layers) -> str:
     header = ("layer", "kind", "parameters", "A", "G", "positions", "copies", "factors", "note")
     rows = [header]
-    total = 0
+    total, size = 0, jnp.dtype(layers.dtype).itemsize
     for layer in layers:
         prefix = f"{layer.name}/"
         leaves = ", ".join(
@@ -292,7 +294,7 @@ def _table(layers: Layers) -> str:
         remarks = [f"{layer.uses} uses"] * (layer.uses > 1) + ["reduce"] * (layer.weight_sharing == "reduce")
         if remarks:
             positions = f"{positions} ({', '.join(remarks)})".strip()
-        memory = format_bytes(4 * elements)
+        memory = format_bytes(size * elements)
         rows.append((layer.name, layer.kind, leaves, a, g, positions, str(layer.copies), memory, layer.note))
     widths = [max(len(row[k]) for row in rows) for k in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -311,7 +313,7 @@ def _table(layers: Layers) -> str:
     found += f" in {where}" if where else ""
     lines.append(
         f"{len(layers.paths)} parameter leaves ({params:,} parameters) in {len(layers)} blocks; "
-        f"factors: {total:,} elements, {format_bytes(4 * total)} in float32{found}"
+        f"factors: {total:,} elements, {format_bytes(size * total)} in {layers.dtype}{found}"
     )
     if layers.shared:
         lines.append(f"shared by all examples: {', '.join(layers.shared)}")

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kfac._capture.find_layers import layers_of
-from kfac._capture.outputs import Mark, Marks, find_marks
+from kfac._capture.outputs import Mark, Marks, find_marks, roots_of
 from kfac._capture.plan import check_same
 from kfac._capture.replay import replay
 from kfac._capture.taps import Key, Plan
@@ -168,9 +168,12 @@ def _expected(mark: Mark, key: Key, outputs: Mapping[Key, jax.Array], total: Any
 
 
 def _observed(marks: Marks, slopes: Mapping[Key, jax.Array], n: int, total: Any, add: Callable) -> Any:
-    """Adds `sum_i g_i g_i^T` over examples, one at a time."""
-    for mark in marks.marks:
-        if mark.scans and (mark.rows != n or len(marks.marks) > 1):
+    """Adds `sum_i g_i g_i^T` over examples, one at a time; `g_i / sqrt(w)` for what a mark of weight `w` brings."""
+    slopes = {key: slopes[key] * root for key, root in roots_of(marks, -0.5, within_scans=False).items()}
+    batches = {("", k): mark.rows for k, mark in enumerate(marks.marks) if mark.rows % n and marks.weighted}
+    together = [mark for k, mark in enumerate(marks.marks) if ("", k) not in batches]
+    for mark in together:
+        if mark.scans and (mark.rows != n or len(together) > 1):
             raise ValueError(
                 f"the output is marked inside a scan, where its {mark.rows} rows cannot be shared out among {n} "
                 "examples: mark it outside"
@@ -178,14 +181,19 @@ def _observed(marks: Marks, slopes: Mapping[Key, jax.Array], n: int, total: Any,
         if mark.rows % n:
             raise ValueError(f"num_examples={n} does not divide the {mark.rows} rows of the marked output")
 
-    def example(total, index):
-        def only(slope):
-            grouped = slope.reshape(n, -1)
+    def example(keys, count, total, index):
+        def only(key, slope):
+            if key not in keys:
+                return jnp.zeros((1, *slope.shape), slope.dtype)
+            grouped = slope.reshape(count, -1)
             return jnp.zeros_like(grouped).at[index].set(grouped[index]).reshape(1, *slope.shape)
 
-        return add(total, jax.tree.map(only, dict(slopes)))
+        return add(total, {key: only(key, slope) for key, slope in slopes.items()})
 
-    return lax.scan(example, total, jnp.arange(n))[0]
+    # The rows of a batch of its own are examples of their own.
+    for keys, count in [(slopes.keys() - batches.keys(), n), *(({key}, rows) for key, rows in batches.items())]:
+        total = lax.scan(functools.partial(example, keys, count), total, jnp.arange(count))[0] if keys else total
+    return total
 
 
 class Error(NamedTuple):

@@ -64,7 +64,7 @@ def step_of(tx, loss, **options):
     return step
 
 
-def exact_ratio(likelihood, params, changes, batch, damping):
+def exact_ratio(likelihood, params, changes, batch):
     """In float64 by the full Jacobian and the Hessian of every row."""
 
     @jax.jit
@@ -82,7 +82,7 @@ def exact_ratio(likelihood, params, changes, batch, damping):
         jacobian = jax.jacobian(z)(flat)
         hessian = jax.vmap(jax.hessian(functools.partial(log_likelihood, likelihood)))(z(flat), labels)
         fisher = jnp.einsum("rcp,rcd,rdq->pq", jacobian, hessian, jacobian) / len(x)
-        predicted = jax.grad(h)(flat) @ d + (d @ fisher @ d + damping * d @ d) / 2
+        predicted = jax.grad(h)(flat) @ d + d @ fisher @ d / 2
         return (h(flat + d) - h(flat)) / predicted
 
     with jax.enable_x64(True):
@@ -95,9 +95,81 @@ def test_ratio_is_that_of_explicit_jacobians(likelihood):
     loss, batch, params = loss_of(likelihood), examples(), initial()
     tx = kfac.adaptive_damping(sgd, 0.5, every=1)
     _, state, changes = step_of(tx, loss)(params, jax.jit(tx.init)(params), batch)
-    expected = exact_ratio(likelihood, params, changes, batch, 0.5)
+    expected = exact_ratio(likelihood, params, changes, batch)
     assert abs(float(state.reduction_ratio) - expected) < 1e-4
     assert 0 < expected < 2
+
+
+def squares(x):
+    return 0.5 * jnp.sum(x**2, -1)
+
+
+def vectors(w, batch):
+    x, y = batch
+    return squares(kfac.output(x[:, 0] @ w, "gaussian") - y[:, 0]).mean()
+
+
+def tokens(w, batch):
+    x, y = batch
+    return squares(kfac.output(x @ w, "gaussian") - y).mean()
+
+
+def sequences(w, batch):
+    x, y = batch
+    return squares(kfac.output(x @ w, "gaussian") - y).sum() / len(x)
+
+
+def two_marks(w, batch, rows=2, factor=5.0):
+    """Several batches: a part of the examples counts `factor` times, each part averaged over its own rows."""
+    x, y = batch
+    inside = squares(kfac.output(x[:, 0] @ w, "gaussian") - y[:, 0]).mean()
+    edge = kfac.output(x[:rows, 1] @ w - y[:rows, 1], "residual", weight=factor * len(x) / rows)
+    return inside + factor * squares(edge).mean()
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("loss", [vectors, tokens, sequences, two_marks])
+def test_ratio_of_least_squares_is_one(loss, devices):
+    """Their quadratic model is exact, whatever the step and the damping, to the minimum."""
+    x, y = (np.random.default_rng(k).normal(size=(32, 8, d)) for k, d in ((0, D), (1, 3)))
+    given = None if loss in (vectors, tokens) else 32 // devices
+    if devices > 1 and loss is two_marks:
+        loss = functools.partial(two_marks, rows=1)
+    optimizer = lambda damping: optax.chain(optax.trace(0.5), optax.scale(-1 / (30 + damping)))  # noqa: E731
+    tx = kfac.adaptive_damping(optimizer, 10.0, every=1, num_examples=given)
+
+    def run(w, batch):
+        state, ratios = tx.init(w), []
+        for _ in range(3):
+            grads = jax.grad(loss)(w, batch)
+            grads = jax.lax.pmean(grads, "d") if devices > 1 else grads
+            changes, state = tx.update(grads, state, w, value_fn=lambda w: loss(w, batch))
+            w = optax.apply_updates(w, changes)
+            ratios.append(state.reduction_ratio)
+        return jnp.stack(ratios), state.next_damping
+
+    with jax.enable_x64(True):
+        w, batch = jnp.zeros((D, 3)), (jnp.asarray(x, float), jnp.asarray(y, float))
+        if devices > 1:
+            mesh = jax.make_mesh((devices,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+            run = jax.shard_map(run, mesh=mesh, in_specs=(P(), P("d")), out_specs=P(), check_vma=False)
+        ratios, damping = jax.jit(run, compiler_options=FAST)(w, batch)
+    np.testing.assert_allclose(ratios, 1, atol=1e-5)
+    np.testing.assert_allclose(damping, 10 * 0.95**3, rtol=1e-5)
+
+
+def test_number_of_examples_that_is_not_clear():
+    """The message names what takes it, and giving it there helps."""
+    w, batch = jnp.zeros((D, 3)), (normal(0, 32, 8, D, dtype=np.float32), normal(1, 32, 8, 3, dtype=np.float32))
+    for given in (None, 32):
+        tx = kfac.adaptive_damping(sgd, 100.0, every=1, num_examples=given)
+        update = functools.partial(tx.update, jax.grad(two_marks)(w, batch), tx.init(w), w)
+        if given is None:
+            with pytest.raises(ValueError, match="Pass num_examples= to adaptive_damping"):
+                update(value_fn=lambda w: two_marks(w, batch))
+        else:
+            _, state = update(value_fn=lambda w: two_marks(w, batch))
+            np.testing.assert_allclose(state.reduction_ratio, 1, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -305,6 +377,7 @@ def test_marks_inside_scan_and_vmap():
         ({"high": 1.5}, "high must lie in"),
         ({"minimum": 0.0}, "minimum must lie in"),
         ({"maximum": 1e-9}, "maximum must lie in"),
+        ({"num_examples": 0}, "num_examples must be an integer, at least 1"),
     ],
 )
 def test_arguments_out_of_range(options, message):

@@ -55,6 +55,9 @@ ADDED = {
     "by a jit": case(lambda p, x: x @ jax.jit(lambda w: w + MASK)(p["w"]), w=(D, 6)),
     "in a scan": case(in_a_scan(lambda p, x: x @ (p["w"] + np.eye(D))), layers={"w": (2, D, D)}),
     "to a kernel of convolutions": case(convolved, gradient=("v",), w=(3, D, 2), v=(2,)),
+    "noise of a learned size": case(
+        lambda p, x: x @ (p["w"] + jnp.exp(p["s"]) * MASK), gradient=("s",), w=(D, 6), s=(D, 6)
+    ),
     "what is rounded": case(lambda p, x: x @ (p["w"] + lax.stop_gradient(jnp.round(p["w"]) - p["w"])), w=(D, 6)),
 }
 
@@ -76,6 +79,28 @@ def test_a_masked_bias():
 def test_what_is_added_may_depend_on_the_batch(number, added):
     def model(hook, p, x):
         return mean(hook.layer("w", number * x, x @ (number * (p["w"] + added(x)))))
+
+    params, batch = tree(w=(D, 6)), (data(0, T, D),)
+    known = of_hooks(model, params, batch, interacting=True)
+    check_all(lambda p, x: model(Hook(), p, x), params, batch, known)
+
+
+STRAIGHT = {
+    "what it is subtracted from": (-1, lambda w: MASK - w),
+    "and a number": (-2, lambda w: 1.0 - 2 * w),
+    "a difference that is subtracted": (1, lambda w: 1.0 - (MASK - w)),
+    "a frozen base": (0.5, lambda w: MASK + 0.5 * w),
+    "the sign for the kernel": (1, lambda w: jnp.sign(w) + w - lax.stop_gradient(w)),
+    "the sign, scaled": (1, lambda w: w + lax.stop_gradient(jnp.sign(w) * jnp.abs(w).mean() - w)),
+}
+
+
+@pytest.mark.parametrize("name", STRAIGHT)
+def test_a_jacobian_of_plus_or_minus_a_number(name):
+    number, built = STRAIGHT[name]
+
+    def model(hook, p, x):
+        return mean(hook.layer("w", number * x, x @ built(p["w"])))
 
     params, batch = tree(w=(D, 6)), (data(0, T, D),)
     known = of_hooks(model, params, batch, interacting=True)
@@ -138,7 +163,6 @@ BUILT = {
     ),
     "masked by the batch": (lambda p, x: x @ (p["w"] * (x[0, 0, :, None] > 0)), {"w": (D, 6)}, TIMES),
     "added to itself": (lambda p, x: x @ (p["w"] + jnp.sin(p["w"])), {"w": (D, 2)}, "something else by add"),
-    "subtracted": (lambda p, x: x @ (1.0 - p["w"]), {"w": (D, 2)}, "something else by sub"),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import kfac
 from checking import normal
+from kfac._layers import format_bytes
 
 pytestmark = pytest.mark.usefixtures("x64")
 N, WIDTH, DAMPING = 12, 3, 0.03
@@ -284,6 +286,18 @@ def test_refusals(case):
         call()
 
 
-def test_only_numbers_are_added_and_multiplied():
-    with pytest.raises(TypeError, match="numbers"):
-        made("eigh") + made("eigh")
+def test_the_table_says_the_dtype_of_the_statistics():
+    """Of eight bytes an element here."""
+    assert "in float64; found" in repr(layers())
+    narrow = jax.tree.map(lambda x: x.astype("float32"), (parameters(), (batch()[0], batch()[2])))
+    x, y = narrow[1]
+    found = kfac.find_layers(loss_fn, narrow[0], (x, batch()[1], y), skip=["skipped"])
+    assert "in float32; found" in repr(found)
+    for table, size in ((found, 4), (layers(), 8)):
+        elements, memory = re.search(r"factors: (\d+) elements, (.*) in float", repr(table)).groups()
+        assert memory == format_bytes(size * int(elements))
+
+
+def test_only_numbers_multiply():
+    with pytest.raises(TypeError, match=r"multiplied by numbers, not by Operator$"):
+        made("eigh") * made("eigh")

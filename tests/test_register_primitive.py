@@ -184,6 +184,12 @@ def test_bad_entries(registered):
             kfac.register_primitive(operation)
     with pytest.raises(ValueError, match="like must be a function or None, but is 3"):
         kfac.register_primitive(pallas_matmul, 3)
+    kfac.register_primitive(own_transpose, lambda w: w * 1.0)
+    with pytest.raises(
+        ValueError, match=r"register_primitive\(\w+\): like combines an array with a constant of its own"
+    ):
+        kfac.find_layers(own, parameters(), normal(4, N, D, dtype=np.float32))
+    kfac.register_primitive(own_transpose, lambda w: w.T)
     kfac.register_primitive(pallas_matmul, lambda x, w: jnp.tanh(x @ w))
     with pytest.raises(ValueError, match=r"register_primitive\(pallas_matmul\): like must be a single operation"):
         kfac.find_layers(own, parameters(), normal(4, N, D, dtype=np.float32))

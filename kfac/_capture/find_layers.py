@@ -198,6 +198,7 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
     layers = dataclasses.replace(
         options, blocks=tuple(blocks), paths=tuple(names), num_examples=batch.num_examples or n,
         batch_argnums=batch.argnums, shared=batch.shared, hidden=batch.hidden,
+        dtype="float64" if any(v.dtype == "float64" for v in traced.program.inputs[: len(names)]) else "float32",
     )  # fmt: skip
     return Found(layers, reads, uses_of, marks, n, unclear)
 

@@ -332,12 +332,13 @@ class Reads:
                 self._unshared(other)
             result = self._add(Use(read, view.leaf, view, path, scans, self._picks(view), joined))
             return dataclasses.replace(result, shared=other.shared)
-        if (additive and read.sign < 0) or other.shared:
+        if other.shared:
             return None
-        if additive:  # the gradient is the same
-            if view.scaled:
+        if additive:  # the gradient is the same, or minus it
+            scaled = view.scaled or read.sign < 0
+            if scaled:
                 self.multipliers[path] = read.operand
-            return dataclasses.replace(view, axes=axes)
+            return dataclasses.replace(view, axes=axes, scaled=scaled)
         self.multipliers[path] = read.operand
         uniform, mixed = view.uniform and value.size == 1, view.mixed or value.rows
         return dataclasses.replace(view, axes=axes, scaled=True, uniform=uniform, mixed=mixed)

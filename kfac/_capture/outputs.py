@@ -57,7 +57,7 @@ def output(
       weight: how many times the loss holds `-log p` of these rows, where it has several marked outputs; positive. Where
         these have different numbers of rows and each is averaged over its own, as the interior and the boundary of a
         domain, `n` is one of them, given as `num_examples`, and the weight of another term is its factor in the loss
-        times `n` over its rows.
+        times `n` over its rows. Without marks nobody can know this of a loss of several batches.
       variance: with `"gaussian"`, the known variance of the targets, positive: a number or an array like `x`.
 
     Returns:
@@ -124,6 +124,10 @@ class Marks:
     marks: tuple[Mark, ...]
     loss_leaves: frozenset[int]
 
+    @property
+    def weighted(self) -> bool:
+        return any(mark.weight != 1 for mark in self.marks)
+
     def num_examples(self, given: int | None, batch: Batch, read: Mapping[str, int]) -> tuple[int | None, str]:
         """How many examples the loss is the mean of; None where it is not clear, and why.
 
@@ -159,6 +163,8 @@ class Marks:
         if rows:
             seen = " and ".join(f"{count} ({list(mark.shape)})" for count, mark in rows.items())
             why = f"the marked outputs have {seen} rows, and {why}"
+        elif "may be" in why:
+            why += ". Or mark the output of each batch, kfac.output(..., weight=), for the loss to have a scale of each"
         return None, (
             f"the number of examples is not clear: {why}. Pass num_examples= to value_and_grad, or mark the output "
             "with kfac.output; or pass the batch as an argument of loss_fn, and say batch_argnums= to find_layers"
@@ -305,6 +311,30 @@ def keys_of(marks: Marks, key: jax.Array) -> dict[Key, jax.Array]:
         own = jax.random.fold_in(key, k)
         keys[("", k)] = jax.random.split(own, mark.scans) if mark.scans else own
     return keys
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+@jax.custom_vjp
+def at_weight(x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """At a mark: an identity whose cotangents are multiplied by `scale`."""
+    return x, scale
+
+
+at_weight.defvjp(
+    lambda x, scale: ((x, scale), scale),
+    lambda scale, g: ((g[0] * scale).astype(g[0].dtype), jnp.zeros_like(scale)),
+)
+
+
+def roots_of(marks: Marks, power: float, within_scans: bool = True) -> dict[Key, jax.Array]:
+    """The weight of each mark to a power, for each iteration of the scans around it."""
+    shapes = (mark.scans if within_scans else () for mark in marks.marks)
+    weights = (mark.weight for mark in marks.marks)
+    return {
+        ("", k): jnp.full(shape, weight**power) for k, (shape, weight) in enumerate(zip(shapes, weights, strict=True))
+    }
 
 
 # -- PRNG keys ---------------------------------------------------------------------------------------------------------

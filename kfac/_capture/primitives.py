@@ -716,5 +716,10 @@ def _alike(eqn: Any, like: Callable[..., Any], operand: int, axes: Axes, data: S
         found = meaning(inner, position, axes, [() if k is None else data[k] for k in places])
     if not isinstance(found, Read):
         return found
-    other = next(k for k, var in enumerate(order) if var is inner.invars[found.other])
+    other = next((k for k, var in enumerate(order) if var is inner.invars[found.other]), None)
+    if other is None:
+        raise ValueError(
+            f"register_primitive({_name(eqn)}): like combines an array with a constant of its own, by "
+            f"{inner.primitive.name}: let it be one operation of what it is given, lambda w: w.T or lambda x, w: x @ w"
+        )
     return dataclasses.replace(found, operand=operand, other=other, name=_name(eqn))

@@ -117,6 +117,8 @@ def _replay(
             operand = plan.multipliers[index]
             so_far = multipliers.get(op.inputs[operand])
             if op.name in primitives.SUMS:  # what is added has no say in it
+                if op.name == "sub" and operand == 1:
+                    so_far = -(jnp.ones_like(values[operand]) if so_far is None else so_far)
                 multipliers[op.outputs[0]] = so_far
             else:
                 values[operand] = jnp.ones_like(values[operand]) if so_far is None else so_far

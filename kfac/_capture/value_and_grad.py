@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
-from kfac._capture.outputs import Draw, checked_key, find_marks, keys_of
+from kfac._capture.outputs import Draw, Marks, at_weight, checked_key, find_marks, keys_of, roots_of
 from kfac._capture.plan import Planned, plan_taps
 from kfac._capture.replay import replay
 from kfac._capture.trace import Trace, aim_at, batch_of, trace
@@ -47,9 +47,10 @@ def value_and_grad(
         scalar; with `has_aux`, a pair `(loss, aux)`.
       layers: what `find_layers` returned for this function.
       has_aux: whether `loss_fn` returns a pair.
-      fisher: `"empirical"`: statistics of the gradients of the loss itself. `"sampled"`: of the gradients of the mean
-        over `n` of `-log p(y | output)`, for targets `y` drawn from the distribution that the network predicts at the
-        outputs that `loss_fn` marks with `kfac.output`: one draw of an unbiased estimate of the true Fisher matrix
+      fisher: `"empirical"`: statistics of the gradients of the loss itself; with weights at the marked outputs,
+        those of a mark of weight `w` over `sqrt(w)`, in a second backward pass. `"sampled"`: of the gradients of the
+        mean over `n` of `-log p(y | output)`, for targets `y` drawn from the distribution that the network predicts at
+        the outputs that `loss_fn` marks with `kfac.output`: one draw of an unbiased estimate of the true Fisher matrix
         (Martens 2020). It costs a second backward pass. `"expected"`: the expectation itself, over all targets, which
         costs a backward pass for each feature of the output. It is exact for what a single row of the output has a
         gradient of, and unbiased where several have a share in it: where examples interact, and of the unit-wise,
@@ -78,8 +79,8 @@ def value_and_grad(
     Raises:
       ValueError: an argument is out of range; when the function is traced: it has other layers than `layers`, the
         number of examples is not clear, there are fewer than `subsample`, the loss is an average over devices, `basis`
-        is no such one, `fisher_key` is missing, no key, or given where nothing is drawn, or with `"sampled"` or
-        `"expected"` the loss depends on a parameter but no marked output does.
+        is no such one, `fisher_key` is missing, no key, or given where nothing is drawn, or with `"sampled"`,
+        `"expected"` or weights the loss depends on a parameter but no marked output does.
     """
     check_layers(layers)
     check_choice("fisher", fisher, ("empirical", "sampled", "expected"))
@@ -102,9 +103,9 @@ def value_and_grad(
         traced = trace(loss_fn, has_aux, params, args, kwargs, *batch_of(layers, args, kwargs))
         _check_own(traced, axes)
         marks = find_marks(traced)
-        if drawn:
+        if drawn or marks.weighted:
             skipped = {path for layer in layers if layer.kind == "skipped" for path in layer.params}
-            marks.require(f"fisher={fisher!r}", traced.names, skipped)
+            marks.require(f"fisher={fisher!r}" if drawn else "weight= of kfac.output", traced.names, skipped)
             aim_at(traced, [mark.op for mark in marks.marks])
         planned = plan_taps(traced, layers, marks, num_examples, subsample, moments=basis is not None)
         entries: dict[Any, Any] = {}
@@ -115,10 +116,13 @@ def value_and_grad(
         if key is not None:
             marks.place(planned.plan, lambda mark: Draw(mark, planned.num_examples, fisher == "expected"))
             entries |= keys_of(marks, own_key(key, axes | varying_axes(traced.program.consts)))
+        elif marks.weighted:
+            marks.place(planned.plan, lambda mark: at_weight)
+            entries |= roots_of(marks, 0)
         flat, treedef = jax.tree.flatten(params)
         probes = jax.tree.map(lambda probe: lying_as(jnp.zeros(probe.shape, probe.dtype), probe), planned.probes)
         probes = as_varying(probes, axes | varying_axes(params))
-        outs, grads, factors = _differentiate(traced, planned, flat, probes, entries, fisher)
+        outs, grads, factors = _differentiate(traced, planned, flat, probes, entries, fisher, marks)
         loss, aux = traced.rebuild(outs)
         return (loss, aux) if has_aux else loss, jax.tree.unflatten(treedef, grads), factors
 
@@ -135,10 +139,12 @@ def _check_own(traced: Trace, differing: frozenset[str]) -> None:
         )
 
 
-def _differentiate(traced: Trace, planned: Planned, flat: list[Any], probes: Any, entries: Any, fisher: str):
+def _differentiate(
+    traced: Trace, planned: Planned, flat: list[Any], probes: Any, entries: Any, fisher: str, marks: Marks
+):
     """One forward pass, a backward pass for the loss, and others for the likelihood."""
 
-    def losses_of(flat, probes):
+    def losses_of(flat, probes, entries=entries):
         outs, drawn = replay(traced.program, [*flat, *traced.arrays], planned.plan, {**probes, **entries})
         # The iterations of a scan around a mark have some each.
         dims = 1 if fisher == "expected" else 0
@@ -148,6 +154,11 @@ def _differentiate(traced: Trace, planned: Planned, flat: list[Any], probes: Any
     (value, zeros), pull_back, outs = jax.vjp(losses_of, flat, probes, has_aux=True)
     grads, sums = pull_back((jnp.ones_like(value), zeros))
     if fisher == "empirical":
+        if marks.weighted:  # a term that counts `w` times has `w` times the curvature, but gradients `w` times as long
+            _, pull_weighted = jax.vjp(
+                lambda probes: losses_of(flat, probes, entries | roots_of(marks, -0.5))[0][0], probes
+            )
+            (sums,) = pull_weighted(jnp.ones_like(value))
         return outs, grads, planned.factors(sums)
 
     def factors_of(cotangents):

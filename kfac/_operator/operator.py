@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.flatten_util import ravel_pytree
 
 from kfac._capture.value_and_grad import check_basis
 from kfac._checks import check_layers, check_range, check_type
@@ -23,6 +22,7 @@ from kfac._curvature.inverse import Inverse, damping_of_blocks
 from kfac._curvature.refresh import in_portions
 from kfac._factors import Eigen, Factors, Kronecker, Ragged, Shares, Tied
 from kfac._layers import Layer, Layers, map_by_path
+from kfac._operator.matrix import Linear, scalar
 from kfac._optimizer.state import KfacState, blocks_of, find_state, match_leaves
 
 
@@ -73,8 +73,8 @@ def _squares(side: Eigen | jax.Array) -> jax.Array:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Operator:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Operator(Linear):
     """A symmetric matrix over the parameters, block diagonal by layer: what `kfac.operator` returns.
 
     A pytree: it goes through `jax.jit`, `jax.vmap(op.matvec)` works on stacked trees, and its arrays can be placed on
@@ -99,23 +99,23 @@ class Operator:
                 new |= _leaves(layer, self.blocks[layer.name] @ layer.to_pieces(matrix))
         return map_by_path(lambda path, leaf: new.get(path, jnp.zeros_like(leaf)).astype(leaf.dtype), tree)
 
-    def __matmul__(self, tree: Any) -> Any:
-        """`matvec`."""
-        return self.matvec(tree)
-
     def map(self, fn: Callable[[jax.Array], jax.Array]) -> Operator:
         """The function `fn` of the matrix: the same eigenvectors, and eigenvalues `fn(values)`, elementwise."""
         return dataclasses.replace(self, blocks={name: block.map(fn) for name, block in self.blocks.items()})
 
     def __mul__(self, scale: jax.typing.ArrayLike) -> Operator:
         """The matrix times a number."""
-        return self.map(lambda values: values * _scalar(scale))
+        number = scalar(scale)
+        return self.map(lambda values: values * number)
 
     __rmul__ = __mul__
 
-    def __add__(self, amount: jax.typing.ArrayLike) -> Operator:
-        """The matrix plus a number times the identity, such as the precision of a prior."""
-        return self.map(lambda values: values + _scalar(amount))
+    def __add__(self, other: Any) -> Any:
+        """The matrix plus a number times the identity, such as the precision of a prior; or plus another matrix."""
+        if isinstance(other, Linear):
+            return super().__add__(other)
+        number = scalar(other)
+        return self.map(lambda values: values + number)
 
     __radd__ = __add__
 
@@ -175,24 +175,16 @@ class Operator:
             raise ValueError(f"no layer {name!r} in the operator; there are {', '.join(self.blocks)}")
         return self.blocks[name]
 
-    def to_dense(self) -> jax.Array:
-        """All of it, `[p, p]`, in the order of `jax.flatten_util.ravel_pytree(params)`; for small models."""
+    @property
+    def near(self) -> Operator | None:
+        """The matrix itself, where it is over all parameters."""
+        return self if len(self.blocks) == len(self.layers) else None
+
+    def like(self) -> Any:
+        """A tree of the shapes and dtypes of the parameters."""
         dtype = jnp.result_type(*(block.values for block in self.blocks.values()))
-        zeros = jax.tree.unflatten(self.layers.structure, [jnp.zeros(s, dtype) for s in self._shapes().values()])
-        flat, unravel = ravel_pytree(zeros)
-        return jax.vmap(lambda unit: ravel_pytree(self @ unravel(unit))[0])(jnp.eye(len(flat), dtype=dtype)).T
-
-    def to_lineax(self, like: Any) -> Any:
-        """A `lineax.FunctionLinearOperator`, symmetric and positive semidefinite; lineax must be installed.
-
-        Args:
-          like: a tree of the parameters' shapes and dtypes, such as the parameters.
-        """
-        import lineax
-
-        structure = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), like)
-        tags = (lineax.symmetric_tag, lineax.positive_semidefinite_tag)
-        return lineax.FunctionLinearOperator(self.matvec, structure, tags)
+        shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape in self._shapes().values()]
+        return jax.tree.unflatten(self.layers.structure, shapes)
 
     def _layers(self) -> list[Layer]:
         return [layer for layer in self.layers if layer.name in self.blocks]
@@ -229,12 +221,6 @@ def _eigenvalues(layer: Layer, block: Block) -> jax.Array:
     inside[0][-1, : g * rows - layer.d_out] = inside[1][-1, : a * columns - layer.d_in] = False
     known = inside[0][:, None, :, None] & inside[1][None, :, None, :]
     return block.values.reshape(-1, *known.shape)[:, known].ravel()
-
-
-def _scalar(value: Any) -> jax.Array:
-    if isinstance(value, Operator | Block) or jnp.ndim(value):
-        raise TypeError(f"an operator is multiplied by and added to numbers, not {type(value).__name__} {value!r}")
-    return value
 
 
 def operator(

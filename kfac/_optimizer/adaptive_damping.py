@@ -11,10 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from kfac._capture.outputs import find_marks
-from kfac._capture.replay import replay
-from kfac._capture.taps import Plan
-from kfac._capture.trace import trace
+from kfac._capture.marked import marked
 from kfac._checks import check_count, check_range
 from kfac._optimizer.state import KfacState, find_nodes, has_masked
 from kfac._varying import as_varying, device_axes, varying_axes
@@ -52,17 +49,19 @@ def adaptive_damping(
     high: float = 0.75,
     minimum: float = 1e-8,
     maximum: float = 1e3,
+    num_examples: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer whose damping follows the Levenberg-Marquardt rule on the reduction ratio.
 
     In every `every`-th step with update `d` of the parameters `w`,
 
-        ratio = (h(w + d) - h(w)) / (M(d) - M(0)),    M(d) - M(0) = <grad h, d> + (<d, F d> + l <d, d>) / 2
+        ratio = (h(w + d) - h(w)) / (<grad h, d> + <d, F d> / 2)
 
-    compares the change of the loss `h` on the step's batch with what the quadratic model predicted, with damping `l`
-    and the exact Fisher matrix `F` of that batch (Martens & Grosse 2015, section 6.5). Above `high` the model is better
+    compares the change of the loss `h` on the step's batch with what the quadratic model predicted, with the exact
+    Fisher matrix `F` of that batch (Martens & Grosse 2015, section 6.5, but without the damping, which is not in the
+    loss: on linear least squares the ratio is 1). Above `high` the model is better
     than the damping supposes, which is multiplied by `decay^every`; below `low` it is divided by it. A model that
-    predicts no decrease, as momentum can bring about, counts as below `low`; a step that changes nothing, or starts
+    predicts no decrease, as momentum can bring about, counts as below `low`; a change that rounding hides, or a start
     from a loss that is not finite, as neither.
 
     A measured step after which the loss of its batch is larger, or not finite, is taken back: the update is zero, the
@@ -88,6 +87,8 @@ def adaptive_damping(
       high: ratio above which it falls, in (`low`, 1).
       minimum: bound on the damping, positive.
       maximum: bound on the damping, at least `minimum`.
+      num_examples: how many examples the loss is the mean of, as for `value_and_grad`: where examples have several rows
+        of the marked output, or several marks have different numbers of rows and a `weight`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`; the extra arguments go on to the optimizer. `kfac.diagnostics` reports
@@ -119,6 +120,8 @@ def adaptive_damping(
     check_range("high", high, 0, 1, open_low=True, open_high=True)
     check_range("low", low, 0, high, open_low=True, open_high=True)
     check_count("every", every, 1)
+    if num_examples is not None:
+        check_count("num_examples", num_examples, 1)
 
     def inner(damping: jax.Array) -> optax.GradientTransformationExtraArgs:
         return optax.with_extra_args_support(optimizer(damping))
@@ -150,7 +153,7 @@ def adaptive_damping(
         due = count % every == 0
 
         def measured():
-            ratio, worse = _reduction_ratio(value_fn, params, changes, damping)
+            ratio, worse = _reduction_ratio(value_fn, params, changes, num_examples)
             factor = jnp.where(ratio > high, decay**every, jnp.where(ratio < low, decay**-every, 1.0))
             factor = jnp.where(worse, WORSE, jnp.where(due, factor, 1.0))
             # Without a ratio there is nothing to learn from the step.
@@ -179,7 +182,7 @@ def _checked(inner_state: Any) -> Any:
 
 
 def _reduction_ratio(
-    value_fn: Callable[[Any], Any], params: Any, changes: Any, damping: jax.Array
+    value_fn: Callable[[Any], Any], params: Any, changes: Any, num_examples: int | None
 ) -> tuple[jax.Array, jax.Array]:
     """Actual over predicted change of the loss, and whether it is larger after the step or not finite.
 
@@ -190,18 +193,20 @@ def _reduction_ratio(
         axes = device_axes()  # here the loss is that of a device's own examples
         return lax.pmean(as_varying(x, varying_axes(lax.axis_index(axes))), axes) if axes else x
 
-    before, slope, curvature = jax.tree.map(averaged, _along(value_fn, params, changes))
+    before, slope, curvature = jax.tree.map(averaged, _along(value_fn, params, changes, num_examples))
     after = averaged(value_fn(optax.apply_updates(params, changes)))
-    length = optax.tree.norm(changes, squared=True)
-    predicted = slope + (curvature + damping * length) / 2
+    predicted = slope + curvature / 2
+    rounding = 8 * jnp.finfo(before.dtype).eps * jnp.abs(before)
+    known = (optax.tree.norm(changes, squared=True) > 0) & jnp.isfinite(before)
+    worse = known & ~(after <= before + rounding)
     bad = ~(predicted < 0) | ~jnp.isfinite(after)
     ratio = jnp.where(bad, -jnp.inf, (after - before) / jnp.where(bad, 1, predicted))
-    known = (length > 0) & jnp.isfinite(before)
-    rounding = 8 * jnp.finfo(before.dtype).eps * jnp.abs(before)
-    return jnp.where(known, ratio, jnp.nan), known & ~(after <= before + rounding)
+    return jnp.where(worse | (known & ~(jnp.abs(predicted) <= rounding)), ratio, jnp.nan), worse
 
 
-def _along(value_fn: Callable[[Any], Any], params: Any, direction: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _along(
+    value_fn: Callable[[Any], Any], params: Any, direction: Any, num_examples: int | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The loss at `params`, its slope along `direction`, and `<direction, F direction>`, in one forward pass.
 
     `F = (1/n) sum_r J_r^T H_r J_r` over the `n` rows of the marked outputs, so the product is the mean over rows of
@@ -209,24 +214,8 @@ def _along(value_fn: Callable[[Any], Any], params: Any, direction: Any) -> tuple
     """
     axes = varying_axes(jax.eval_shape(value_fn, params))
     params, direction = as_varying((params, direction), axes)
-    traced, flat = trace(value_fn, False, params, (), {}), jax.tree.leaves(params)
-    marks = find_marks(traced)
-    marks.require("adaptive_damping", traced.names, ())
-    n, unclear = marks.num_examples(None, traced.batch, {})
-    if n is None:
-        raise ValueError(unclear)
-    plan = Plan()
-    marks.place(plan, lambda mark: lambda x, entry: (x, x))
-    entries = {("", k): jnp.zeros(mark.scans) for k, mark in enumerate(marks.marks)}
-
-    def evaluate(flat):
-        outs, outputs = replay(traced.program, flat, plan, entries)
-        return outs[0], outputs
-
-    tangents = [d.astype(p.dtype) for d, p in zip(jax.tree.leaves(direction), flat, strict=True)]
-    (loss, outputs), (slope, moved) = jax.jvp(evaluate, (flat,), (tangents,))
-    total = jnp.zeros_like(loss)
-    for k, mark in enumerate(marks.marks):
-        root = mark.likelihood.times_root(outputs["", k], moved["", k], "adaptive_damping")
-        total += mark.weight * jnp.sum(jnp.square(root))
-    return loss, slope, jnp.divide(total, n)
+    loss_fn = marked(value_fn, params, num_examples, "adaptive_damping")
+    tangents = jax.tree.map(lambda p, d: d.astype(p.dtype), params, direction)
+    (loss, outputs), (slope, moved) = jax.jvp(loss_fn.evaluate, (params,), (tangents,))
+    squares = [jnp.sum(jnp.square(root)) for root in loss_fn.times_root(outputs, moved)]
+    return loss, slope, sum(squares, jnp.zeros_like(loss))

@@ -60,7 +60,8 @@ def kfac(
         schedule.
       nesterov: Nesterov's form of it. None: with momentum.
       weight_decay: decoupled weight decay, times the learning rate. Scalar or schedule.
-      weight_decay_mask: which parameters decay, as for `optax.add_decayed_weights`.
+      weight_decay_mask: which parameters decay, as for `optax.add_decayed_weights`; by default all of them, those
+        behind `stop_gradient` too, which a mask keeps as they are.
       kl_clip: the KL clip `c`: the preconditioned gradient `v` is multiplied by
         `min(1, sqrt(c / (learning_rate^2 <v, g>)))`, `g` the gradient, over all parameters with a curvature block
         together (Ba, Grosse & Martens 2017). Not with `trust_ratio="auto"`, which sets all lengths. Scalar or schedule.

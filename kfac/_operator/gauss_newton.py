@@ -1,0 +1,130 @@
+"""The whole Gauss-Newton matrix of a loss, by its products."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kfac._capture.marked import Marked, marked
+from kfac._checks import check_positive_int, check_type
+from kfac._operator.matrix import Linear, Matrix
+from kfac._operator.operator import Operator
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False)
+class GaussNewton(Linear):
+    """`(1/n) sum_r J_r^T H_r J_r` over the rows of the marked outputs, of data in batches, `[batches, ...]`."""
+
+    params: Any
+    data: tuple[Any, ...]
+    loss_fn: Callable[..., Any] = dataclasses.field(metadata={"static": True})
+    num_examples: int | None = dataclasses.field(metadata={"static": True})
+    batches: int = dataclasses.field(metadata={"static": True})
+
+    def like(self) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.params)
+
+    def matvec(self, tree: Any) -> Any:
+        tangents = jax.tree.map(lambda p, t: jnp.asarray(t).astype(p.dtype), self.params, tree)
+
+        def own(loss, outputs, push, index):
+            del index
+            return loss.transposed(outputs, loss.times_root(outputs, push(tangents)))
+
+        total = self._sum(own)
+        return jax.tree.map(lambda x, t: (x / self.batches).astype(jnp.result_type(t)), total, tree)
+
+    def sample(self, key: jax.Array) -> Any:
+        """`J^T S^T` times white noise."""
+
+        def own(loss, outputs, push, index):
+            roots = jax.eval_shape(loss.times_root, outputs, outputs)
+            keys = jax.random.split(jax.random.fold_in(key, index), len(roots))
+            noise = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, roots, strict=True)]
+            return loss.transposed(outputs, noise)
+
+        return jax.tree.map(lambda x: x / self.batches**0.5, self._sum(own))
+
+    def _sum(self, cotangents: Callable[[Marked, Any, Any, jax.Array], Any]) -> Any:
+        """The sum over batches of `J^T` times what `cotangents` makes of the outputs and of `J`."""
+
+        def of_batch(data, index):
+            loss = marked(lambda p: self.loss_fn(p, *data), self.params, self.num_examples, "gauss_newton")
+            outputs, push = jax.linearize(lambda p: loss.evaluate(p)[1], self.params)
+            pulled = jax.linear_transpose(push, self.params)(cotangents(loss, outputs, push, index))
+            return pulled[0]
+
+        if self.batches == 1:
+            return of_batch(self.data, jnp.zeros((), jnp.int32))
+        parts = jax.tree.map(lambda x: x.reshape(self.batches, -1, *x.shape[1:]), self.data)
+        zeros = jax.tree.map(jnp.zeros_like, self.params)
+        total, _ = lax.scan(
+            lambda total, part: (jax.tree.map(jnp.add, total, of_batch(*part)), None),
+            zeros,
+            (parts, jnp.arange(self.batches)),
+        )
+        return total
+
+
+def gauss_newton(
+    loss_fn: Callable[..., Any],
+    params: Any,
+    *data: Any,
+    num_examples: int | None = None,
+    batches: int = 1,
+    blocks: Operator | None = None,
+) -> Matrix:
+    """The whole Gauss-Newton matrix of a loss, which is its Fisher matrix: with all that blocks by layer leave out.
+
+    `F = (1/n) sum_r J_r^T H_r J_r`, of the Jacobians `J_r` of all marked outputs and the curvature `H_r` of the loss
+    with respect to them. Nothing of its size is formed: a product is a forward-mode derivative and a backward pass. It
+    is used like the operator by blocks::
+
+        fisher = kfac.gauss_newton(loss_fn, params, batch, blocks=kfac.operator(layers, factors))
+        posterior = (n * fisher + 10.0).inv()     # by conjugate gradients
+        posterior @ gradient, posterior.sample(key), fisher.eigsh(10, key), (n * fisher + 10.0).logdet(key)
+
+    On several devices place `params` and `data` on a mesh.
+
+    Args:
+      loss_fn: `loss_fn(params, *data)`, the mean loss, with its outputs marked by `kfac.output`.
+      params: the parameters.
+      *data: its other arguments: all that the matrix is of.
+      num_examples: how many examples of all data the loss is the mean of, as for `value_and_grad`.
+      batches: in how many parts each array of `data` is cut along its first axis. Products go over these in a scan, in
+        the memory of one.
+      blocks: what is known of the matrix by blocks, `kfac.operator(layers, factors)` without a damping, with which
+        `solve`, `inv` and `logdet` are preconditioned. It gets every multiple and every number that is added. Fewer
+        steps are not certain: where a few directions have all curvature, none is better.
+
+    Returns:
+      A `Matrix`. Results of random vectors and of Lanczos' method come with their errors.
+
+    Raises:
+      ValueError: an argument is out of range, `batches` does not divide an array or `num_examples`, or `blocks` leaves
+        out parameters; where a product is traced: no output is marked, or the number of examples is not clear.
+
+    References:
+      Martens, "Deep learning via Hessian-free optimization", ICML 2010; Ubaru, Chen and Saad, "Fast estimation of
+      tr(f(A)) via stochastic Lanczos quadrature", 2017, https://doi.org/10.1137/16M1104974
+    """
+    check_positive_int("batches", batches)
+    if num_examples is not None:
+        check_positive_int("num_examples", num_examples)
+    lengths = {jnp.shape(x)[:1] for x in jax.tree.leaves(data)} if batches > 1 else set()
+    for length in lengths | ({(num_examples,)} if num_examples else set()):
+        if not length or length[0] % batches:
+            raise ValueError(f"batches={batches} does not divide {length[0] if length else 'a number among the data'}")
+    if blocks is not None:
+        check_type("blocks", blocks, Operator, "what kfac.operator returns")
+        if len(blocks.blocks) < len(blocks.layers):
+            raise ValueError("blocks leaves out parameters, which the whole matrix has: find layers without skip=")
+    part = num_examples and num_examples // batches
+    data = jax.tree.map(jnp.asarray, data)
+    return Matrix((GaussNewton(params, data, loss_fn, part, batches),), (1.0,), 0.0, blocks)

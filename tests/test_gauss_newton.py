@@ -1,0 +1,225 @@
+"""`kfac.gauss_newton` and sums of operators against dense matrices in float64."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.flatten_util import ravel_pytree
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import kfac
+from checking import FAST, normal
+
+pytestmark = pytest.mark.usefixtures("x64")
+N, SHIFT = 24, 0.3
+
+
+def network(p, x):
+    return jnp.tanh(x @ p["in"]["w"] + p["in"]["b"]) @ p["out"]
+
+
+def losses(p, batch):
+    """Two marks with different numbers of rows, one of them by tokens."""
+    x, labels, edge = batch
+    z = kfac.output(network(p, x), "categorical")
+    e = kfac.output(network(p, edge), "residual", weight=1.5)
+    return -jnp.mean(jax.nn.log_softmax(z)[jnp.arange(len(x)), labels]) + 0.75 * jnp.sum(e**2) / len(x)
+
+
+def parameters():
+    return {"in": {"w": normal(0, 4, 5) / 2, "b": normal(1, 5)}, "out": normal(2, 5, 3)}
+
+
+def data():
+    labels = jnp.asarray(np.random.default_rng(0).integers(0, 3, N))
+    return normal(3, N, 4), labels, normal(4, N // 2, 2, 4)[:, 0]
+
+
+@functools.cache
+def dense():
+    """From Jacobians and Hessians row by row."""
+    flat, unravel = ravel_pytree(parameters())
+    x, _, edge = data()
+    with jax.enable_x64(True):
+        j = jax.jacobian(lambda w: network(unravel(w), x))(flat)
+        p = jax.nn.softmax(network(parameters(), x))
+        h = jax.vmap(jnp.diag)(p) - p[:, :, None] * p[:, None]
+        k = jax.jacobian(lambda w: network(unravel(w), edge))(flat)
+        return np.asarray(jnp.einsum("rcp,rcd,rdq->pq", j, h, j) + 1.5 * jnp.einsum("rcp,rcq->pq", k, k)) / N
+
+
+def whole(**options):
+    return kfac.gauss_newton(losses, parameters(), data(), num_examples=N, **options)
+
+
+@functools.cache
+def blocks():
+    layers = kfac.find_layers(losses, parameters(), data())
+    measure = kfac.value_and_grad(losses, layers, fisher="expected", num_examples=N)
+    return kfac.operator(layers, measure(parameters(), data(), fisher_key=jax.random.key(0))[2])
+
+
+def shifted(near=True):
+    return 2 * whole(blocks=blocks() if near else None) + SHIFT
+
+
+def tree(seed=5):
+    return jax.tree.map(lambda x: normal(seed, *x.shape), parameters())
+
+
+def of(matrix, tree):
+    return ravel_pytree(matrix @ tree)[0]
+
+
+close = functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("batches", [1, 4])
+def test_products(batches):
+    matrix = whole(batches=batches)
+    flat = ravel_pytree(tree())[0]
+    close(of(matrix, tree()), dense() @ flat)
+    close(matrix @ flat, dense() @ flat)
+    close(matrix.to_dense(), dense())
+    close(
+        jax.jit(lambda m, t: of(2 * m + 0.3, t), compiler_options=FAST)(matrix, tree()), 2 * dense() @ flat + 0.3 * flat
+    )
+    assert matrix.size == len(flat) == 40
+
+
+def test_tokens_and_their_number():
+    """A sequence is an example, as `num_examples` says."""
+    x = normal(6, 6, 4, 4)
+
+    def loss(w, x):
+        return 0.5 * jnp.sum(kfac.output(x @ w, "gaussian") ** 2) / len(x)
+
+    w = normal(7, 4, 2)
+    expected = np.kron(np.einsum("nti,ntj->ij", x, x) / 6, np.eye(2))
+    for batches in (1, 3):
+        close(kfac.gauss_newton(loss, w, x, num_examples=6, batches=batches).to_dense(), expected)
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_solutions(near):
+    expected = np.linalg.solve(2 * dense() + (SHIFT + 0.1) * np.eye(40), ravel_pytree(tree())[0])
+    found = shifted(near).solve(tree(), 0.1, tolerance=1e-12)
+    np.testing.assert_allclose(ravel_pytree(found.value)[0], expected, rtol=1e-8, atol=1e-9)
+    assert found.residual <= 1e-12 and found.steps < 60
+    inverse = (shifted(near) + 0.1).inv(tolerance=1e-12)
+    np.testing.assert_allclose(of(inverse, tree()), expected, rtol=1e-8, atol=1e-9)
+    assert not shifted(near).solve(tree(), max_steps=2).residual < 1e-5
+
+
+def test_eigenpairs():
+    values = np.linalg.eigvalsh(dense())[::-1]
+    found = whole().eigsh(4, jax.random.key(0))
+    close(found.values, values[:4])
+    for k in range(4):
+        vector = jax.tree.map(lambda x, k=k: x[k], found.vectors)
+        close(of(whole(), vector), values[k] * ravel_pytree(vector)[0], rtol=1e-6, atol=1e-7)
+    assert np.all(found.residuals < 1e-7)
+    few = whole().eigsh(2, jax.random.key(0), steps=4)
+    vector = ravel_pytree(jax.tree.map(lambda x: x[1], few.vectors))[0]
+    close(few.residuals[1], np.linalg.norm(dense() @ vector - few.values[1] * vector))
+    top = blocks().eigsh(3, jax.random.key(0)).values
+    close(top, blocks().eigvalsh()[::-1][:3])
+
+
+def test_eigenvalues_that_are_all_the_same():
+    """Every Krylov space is of one dimension, and is left."""
+    eye = 0 * whole() + 3.0
+    close(eye.eigsh(5, jax.random.key(0)).values, 3.0)
+    found = eye.logdet(jax.random.key(0))
+    close(found.value, 40 * np.log(3))
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_determinants_and_traces_with_their_errors(near):
+    matrix, exact = shifted(near), 2 * dense() + SHIFT * np.eye(40)
+    found = jax.jit(lambda m, k: (m.trace(k, 200), m.logdet(k, 200)), compiler_options=FAST)(matrix, jax.random.key(1))
+    truths = np.trace(exact), np.linalg.slogdet(exact)[1]
+    for estimate, truth in zip(found, truths, strict=True):
+        assert abs(estimate.value - truth) < 4 * estimate.error
+        assert estimate.error < 0.05 * abs(truth) + 0.3
+    inverse = matrix.inv(tolerance=1e-10)
+    close(inverse.logdet(jax.random.key(1), 200).value, -found[1].value)
+
+
+def test_blocks_make_a_determinant_of_few_steps_good():
+    """What the steps leave out is not in the error."""
+    matrices = [2 * whole(blocks=near) + 1e-3 for near in (blocks(), None)]
+    exact = np.linalg.slogdet(2 * dense() + 1e-3 * np.eye(40))[1]
+    near, alone = (abs(matrix.logdet(jax.random.key(1), 64, steps=8).value - exact) for matrix in matrices)
+    assert near < 0.4 * alone
+
+
+def test_functions():
+    values, vectors = np.linalg.eigh(2 * dense() + SHIFT * np.eye(40))
+    flat = ravel_pytree(tree())[0]
+    close(of(shifted().sqrt(), tree()), vectors @ (np.sqrt(values) * (vectors.T @ flat)))
+    close(of(shifted().map(jnp.log), tree()), vectors @ (np.log(values) * (vectors.T @ flat)))
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("batches", [1, 4])
+def test_samples_have_the_covariance(inverse, batches):
+    matrix = 2 * whole(batches=batches, blocks=blocks()) + SHIFT
+    exact = 2 * dense() + SHIFT * np.eye(40)
+    if inverse:
+        matrix, exact = matrix.inv(), np.linalg.inv(exact)
+    keys = jax.random.split(jax.random.key(0), 4000)
+    draw = jax.jit(lambda keys: jax.lax.map(lambda k: ravel_pytree(matrix.sample(k))[0], keys, batch_size=500))
+    draws = np.asarray(draw(keys))
+    scale = np.sqrt(np.outer(np.diag(exact), np.diag(exact)))
+    assert np.abs((draws.T @ draws / len(draws) - exact) / scale).max() < 0.1
+
+
+def test_sums_of_operators():
+    a, b = blocks(), blocks().map(jnp.sqrt)
+    flat = ravel_pytree(tree())[0]
+    close((a + b) @ flat, (a.to_dense() + b.to_dense()) @ flat)
+    close((a - 2 * b + 0.5) @ flat, (a.to_dense() - 2 * b.to_dense() + 0.5 * np.eye(40)) @ flat)
+    close((whole() - a) @ flat, (dense() - a.to_dense()) @ flat)
+    close((1 - a) @ flat, flat - a.to_dense() @ flat)
+    close((a - 0.5).to_dense(), a.to_dense() - 0.5 * np.eye(40))
+    close((-a).to_dense(), -a.to_dense())
+    both = a + b + SHIFT
+    close(both @ both.inv(tolerance=1e-13).__matmul__(flat), flat, rtol=1e-7)
+    for matrix, name in ((a, "Operator"), (a + b, "Matrix"), (whole(), "Matrix"), (both.inv(), "Inverted")):
+        assert repr(matrix) == f"{name}(40 parameters)"
+    with pytest.raises(ValueError, match=r"a flat vector has shape \[3\], but there are 40 parameters"):
+        a @ jnp.ones(3)
+
+
+def test_four_devices_are_one():
+    mesh = Mesh(jax.devices()[:4], ("d",))
+    x, labels, edge = data()
+    spread = jax.device_put((x, labels, edge), NamedSharding(mesh, PartitionSpec("d")))
+    params = jax.device_put(parameters(), NamedSharding(mesh, PartitionSpec()))
+    matrix = kfac.gauss_newton(losses, params, spread, num_examples=N, blocks=blocks())
+    found = jax.jit(lambda m, t: m.solve(t, SHIFT, tolerance=1e-12).value)(matrix, tree())
+    expected = np.linalg.solve(dense() + SHIFT * np.eye(40), ravel_pytree(tree())[0])
+    np.testing.assert_allclose(ravel_pytree(found)[0], expected, rtol=1e-8, atol=1e-9)
+
+
+def test_refusals():
+    layers = kfac.find_layers(losses, parameters(), data(), skip=["out"])
+    measure = kfac.value_and_grad(losses, layers, num_examples=N)
+    partial = kfac.operator(layers, measure(parameters(), data())[2])
+    cases = [
+        (dict(batches=0), "batches must be"),
+        (dict(batches=5), "batches=5 does not divide"),
+        (dict(num_examples=0), "num_examples must be"),
+        (dict(blocks=partial), "blocks leaves out parameters"),
+        (dict(blocks=1.0), "blocks must be"),
+    ]
+    for options, message in cases:
+        with pytest.raises(ValueError, match=message):
+            kfac.gauss_newton(losses, parameters(), data(), **options)
+    with pytest.raises(ValueError, match="Pass num_examples= to gauss_newton"):
+        kfac.gauss_newton(losses, parameters(), data()) @ tree()
