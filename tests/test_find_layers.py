@@ -371,8 +371,18 @@ def test_a_vector_that_divides(x64):
 
 def test_a_gate_read_in_two_ways_has_the_gradients_own_factors(x64):
     """One of its reads has known per-example gradients, the other has not: the sum has none."""
-    model, params = dense_with(lambda p, x: p["g"] * x + (1 - p["g"]) * jnp.sin(x), g=(C,))
+    model, params = dense_with(lambda p, x: p["g"] * x + jnp.sin(x) / (1 + p["g"] ** 2), g=(C,))
     check_blocks(model, params, inputs(T, 5), g="gradient")
+
+
+def test_a_gate_and_what_it_leaves_are_two_reads_of_a_scale(x64):
+    model, params = dense_with(lambda p, x: p["g"] * x + (1 - p["g"]) * jnp.sin(x), g=(C,))
+    x, t = inputs(T, 5)
+    layers = kfac.find_layers(lambda p, *b: model(Hook(), p, *b), params, x, t)
+    assert layers["g"].kind == "unitwise"
+    found = kfac.value_and_grad(lambda p, *b: model(Hook(), p, *b), layers)(params, x, t)[2]["g"].F
+    rows = jax.vmap(jax.grad(lambda p, x, t: model(Hook(), p, x[None], t[None])), (None, 0, 0))(params, x, t)["g"]
+    np.testing.assert_allclose(found[:, 0, 0], jnp.mean(rows**2, 0), rtol=1e-10)
 
 
 @pytest.mark.parametrize(
