@@ -255,13 +255,35 @@ def feature(name, value):
     return 1, message((1, name), (2, kind))
 
 
+def masked_crc(data):
+    """By the polynomial of Castagnoli, bit by bit (RFC 3720), and masked as TFRecord has it."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    crc ^= 0xFFFFFFFF
+    return ((((crc >> 15) | (crc << 17)) + 0xA282EAD8) % 2**32).to_bytes(4, "little")
+
+
 def tfrecord(path, labels, names=(b"image", b"label"), first=0):
     with open(path, "wb") as file:
         for i, label in enumerate(labels):
             grey = encode(plain("L", 100 * label, (20, 20)))
             values = [feature(b"file_name", b"%d.jpg" % i), feature(names[0], grey), feature(names[1], label + first)]
             example = message((1, message(*values)))
-            file.write(len(example).to_bytes(8, "little") + b"sums" + example + b"sums")
+            length = len(example).to_bytes(8, "little")
+            file.write(length + masked_crc(length) + example + masked_crc(example))
+
+
+def test_a_damaged_length_in_a_tfrecord_is_named(tmp_path):
+    tfrecords(tmp_path)
+    path = tmp_path / "imagenet2012-train.tfrecord-00000-of-00002"
+    data = bytearray(path.read_bytes())
+    data[0] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=r"00000-of-00002.*the length of record 0 does not agree with its checksum"):
+        records.find(str(tmp_path))
 
 
 def tfrecords(root):

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import google_crc32c
 import numpy as np
 
 from files import UserError, bucket, entries, fetch, opened, patiently
@@ -364,7 +365,10 @@ def _parquet(path: str) -> list[Row]:
 
 
 def _tfrecord(path: str) -> list[Row]:
-    """Each record: its length in 8 bytes, 4 of checksum, a `tf.train.Example`, 4 of checksum."""
+    """Each record: its length in 8 bytes, 4 of checksum, a `tf.train.Example`, 4 of checksum.
+
+    The checksums of the lengths are compared. Those of the contents would have all images read before the first step.
+    """
     rows: list[Row] = []
     with opened(path) as file:
         # A map, in which only what is looked at is read; a bucket has none.
@@ -373,10 +377,18 @@ def _tfrecord(path: str) -> list[Row]:
         while at < len(data):
             begin, size = at + 12, int.from_bytes(data[at : at + 8], "little")
             at = begin + size + 4
+            if begin <= len(data) and _masked_crc(data[begin - 12 : begin - 4]) != data[begin - 4 : begin]:
+                raise ValueError(f"it is damaged: the length of record {len(rows)} does not agree with its checksum")
             if at > len(data):
                 raise ValueError(f"it is cut short: record {len(rows)} ends at byte {at} of {len(data)}")
             rows.append(_example(data, begin, begin + size, len(rows)))
     return rows
+
+
+def _masked_crc(data: bytes) -> bytes:
+    """The CRC-32C of bytes as TFRecord writes it: turned by 15 bits, and with a constant added."""
+    crc = google_crc32c.value(data)
+    return (((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF).to_bytes(4, "little")
 
 
 def _example(data: Any, begin: int, end: int, number: int) -> Row:
