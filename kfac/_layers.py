@@ -144,7 +144,7 @@ class Layer:
 
     @property
     def side_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the factors of one copy: as `block_shapes`, `[blocks, d, d]` of one that is cut."""
+        """Shapes of the factors of one copy, as `block_shapes`; of one that is cut `[blocks, d, d]`."""
         counts = dict(zip("AG", self.cut, strict=True))
         return {name: (*[c for c in [counts[name]] if c > 1], *shape) for name, shape in self.block_shapes.items()}
 
