@@ -10,7 +10,7 @@ from checking import FAST
 from kfac._curvature.eigh import decompose
 from kfac._curvature.refresh import refresh
 from kfac._factors import Eigen, Factors, Kronecker
-from problem import plain_kfac
+from problem import plain_kfac, state_of
 
 
 def loss_fn(params, x, rows):
@@ -120,10 +120,11 @@ def test_in_float32_and_with_eigenvectors_in_bfloat16(precision, tolerance):
 def test_the_plan_counts_the_bytes_of_the_state(precision):
     params, layers, _, _ = setting(jnp.float32)
     inverse, distribution = kfac.Eigh(precision), kfac.Distribution()
-    tx = kfac.scale_by_kfac(layers, inverse=inverse, distribution=distribution)
-    state = jax.eval_shape(tx.init, params)
+    tx = kfac.kfac(0.1, layers, inverse=inverse, distribution=distribution, trust_ratio=None)
+    state = state_of(jax.eval_shape(tx.init, params))
     kept = [(block.factors, block.inverse) for block in state.blocks.values()]
-    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((kept, [r.inverse for r in state.replicas.values()])))
+    kept = kept, [r.inverse for r in state.replicas.values()], state.motions
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept))
     plan = kfac.Assignment(layers, inverse=inverse, distribution=distribution)
     assert plan.memory_per_device == held
 

@@ -210,9 +210,9 @@ def test_several_devices_are_one(style, inverse_every):
 
 
 def test_the_plan_counts_the_bytes_of_the_state():
-    tx = kfac.scale_by_kfac(LAYERS, inverse=kfac.Ekfac())
-    state = jax.eval_shape(tx.init, problem.initial())
-    held = 0
+    tx = kfac.kfac(0.1, LAYERS, inverse=kfac.Ekfac(), trust_ratio=None)
+    state = state_of(jax.eval_shape(tx.init, problem.initial()))
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.motions))
     for block in state.blocks.values():
         held += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((block.factors, block.inverse)))
     one, several = (kfac.Assignment(LAYERS, devices=devices, inverse=kfac.Ekfac()) for devices in (1, DEVICES))

@@ -485,7 +485,9 @@ def test_the_plan_counts_a_diagonal_as_one():
     plan = kfac.Assignment(layers, devices=1, inverse=kfac.Cholesky())
     table = V + D * D
     assert sum(plan.cost_per_device) == 2 * (V + D**3) + 2**3 + D**3
-    assert plan.memory_per_device == 8 * (2 * table + D * D + 4) + 4 * table * 2  # all devices have its inverses
+    momentum = 4 * sum(layer.num_params for layer in layers)
+    # All devices have the inverses of the table.
+    assert plan.memory_per_device == 8 * (2 * table + D * D + 4) + 4 * table * 2 + momentum
     row = next(line for line in repr(layers).splitlines() if line.startswith("table"))
     assert f"{V} (diagonal)" in row and "counts" in row
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import kfac
 from checking import FAST, normal
-from problem import plain_kfac
+from problem import plain_kfac, state_of
 
 # Two and three divide all sizes. Gradients of every layer have full rank: vectors of equal eigenvalues are any.
 N, T, D, HEADS, LAYERS, EXPERTS, CLASSES = 12, 9, 12, 6, 6, 6, 24
@@ -134,9 +134,7 @@ def trained(loss, layers, inverse, blind=False, place=lambda params, batch: (par
         _, batch = place(params, data[k % 3])
         params, state = jax.block_until_ready(step(params, state, batch, k % 3 != 1))
     kept = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), params, shardings)
-    momentum = optax.tree.get(state, "trace")
-    kept = [kept, jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), momentum, shardings)]
-    return jax.device_get((params, momentum)), kept, state
+    return jax.device_get((params, state_of(jax.jit(kfac.gather_state)(state)).motions)), kept, state
 
 
 @functools.cache

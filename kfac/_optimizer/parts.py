@@ -27,10 +27,13 @@ def momentum_beside_blocks(
     layers: Layers, decay: ScalarOrSchedule, nesterov: bool, rate: ScalarOrSchedule | None
 ) -> optax.GradientTransformationExtraArgs:
     """Momentum of skipped leaves, in float32 or better; with a `rate`, which comes before it."""
-    chosen = {path for layer in layers if layer.kind == "skipped" for path in layer.params}
+    skipped = [layer for layer in layers if layer.kind == "skipped"]
+    chosen = {path: shape for layer in skipped for path, shape in zip(layer.params, layer.shapes, strict=True)}
 
     def init(params):
         leaves = {path: leaf for path, leaf in leaves_by_path(params).items() if path in chosen}
+        if not jax.tree.leaves(params):  # the placeholder of `optax.tree.map_params`
+            leaves = {path: jnp.zeros(shape) for path, shape in chosen.items()}
         return optax.TraceState({path: jnp.zeros_like(leaf, _wide(leaf)) for path, leaf in leaves.items()})
 
     def update(updates, state, params=None, *, count, taken, **extra):

@@ -280,7 +280,7 @@ def init_state(config: Config, params: Any) -> KfacState:
         owned={group.name: own(group) for group in config.kronecker},
         shared={group.name: blocks(group, group.size) for group in config.groups if not group.kronecker},
         replicas={group.name: replica(group) for group in config.groups if config.shares(group)},
-        learning_rates=jnp.zeros(2),
+        learning_rates=jnp.zeros(2, jnp.float32),
         shared_motions={g.name: motion(g, g.size) for g in config.groups if g not in config.apart},
         members={group.name: {group.members: jnp.full((), group.size, jnp.int32)} for group in config.groups},
         metrics=KfacMetrics(*(jnp.zeros((), dtype) for dtype in 7 * [jnp.float32] + 4 * [jnp.int32])),

@@ -488,7 +488,7 @@ def measure(
     blocks = state.blocks.values()
     ages = [jnp.where(block.condition > 0, state.count - block.inverted, 0) for block in blocks]
     rates = [motion.rate for motion in motions.values() if motion.rate is not None]
-    parts = [[block.condition for block in blocks], ages, rates, [1 / rate for rate in rates]]
+    parts = [[block.condition for block in blocks], ages, *([rates, [1 / rate for rate in rates]] if rates else [])]
     extremes = jnp.stack([jnp.max(_join(part)).astype(jnp.float32) for part in parts])
     apart, rest = (x.astype(jnp.float32) for x in preconditioned)
     # In one message: as float32, numbers of blocks are exact.
@@ -511,8 +511,8 @@ def measure(
         failed_inversions=metrics.failed_inversions + counts[1],
         skipped_steps=metrics.skipped_steps + ~usable,
         kl_clip_scale=metrics.kl_clip_scale,
-        slowest=1 / extremes[3] if rates else jnp.ones(()),
-        fastest=extremes[2] if rates else jnp.ones(()),
+        slowest=1 / extremes[3] if rates else jnp.ones((), jnp.float32),
+        fastest=extremes[2] if rates else jnp.ones((), jnp.float32),
     )
     return new, usable
 
