@@ -160,7 +160,7 @@ def main(args=None):
     variables = init(jax.random.key(options.seed), example[0])
     params, stats = variables["params"], variables["batch_stats"]
     rate = optax.warmup_cosine_decay_schedule(options.rate / warm, options.rate, warm, options.steps)
-    step = kfac.train_step(partial(loss_fn, model), rate, has_aux=True, distribution=kfac.Distribution(mesh=mesh))
+    step = kfac.train_step(partial(loss_fn, model), rate, has_aux=True, verbose=False)
     opt_state = step.init(params, stats, *example)
 
     # The last checkpoint, if there is one. From here on Ctrl-C and SIGTERM end the run with a checkpoint.
