@@ -131,3 +131,52 @@ def test_what_they_need_is_said(options):
     kfac.kfac(0.05, LAYERS, **options)
     with pytest.raises(ValueError, match="layer_rates"):
         kfac.kfac(0.05, LAYERS, layer_rates="yes")
+
+
+def test_no_rate_rises_before_anything_moves():
+    tx = kfac.kfac(lambda count: jnp.where(count < 100, 0.0, 0.05), LAYERS)
+    *_, state = list(steps(tx, WARMUP + 4))[-1]
+    assert rates(state).max() <= 1
+
+
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+def test_a_refused_step_tells_the_rates_of_before(value):
+    tx = kfac.kfac(0.05, LAYERS)
+    *_, state = list(steps(tx, WARMUP + 3))[-1]
+    grads, factors = measured(0)
+    bad = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(value), grads)
+    _, after = jax.jit(tx.update)(bad, state, problem.initial(), factors=factors)
+    told, before = kfac.diagnostics(after), kfac.diagnostics(state)
+    assert told["slowest"] == before["slowest"] and told["fastest"] == before["fastest"]
+
+
+@pytest.mark.parametrize(
+    ("made", "used"),
+    [({"layer_rates": False}, {}), ({}, {"layer_rates": False}), ({"momentum": None}, {}), ({}, {"momentum": None})],
+)
+def test_a_state_of_other_options_is_refused(made, used):
+    inverse = kfac.Cholesky()
+    state = kfac.kfac(0.05, LAYERS, inverse=inverse, **made).init(problem.initial())
+    grads, factors = measured(0)
+    tx = kfac.kfac(0.05, LAYERS, inverse=inverse, **used)
+    with pytest.raises(ValueError, match="does not go with its state"):
+        tx.update(grads, state, problem.initial(), factors=factors)
+
+
+def test_other_parameters_are_refused():
+    tx = kfac.kfac(0.05, LAYERS)
+    grads, factors = measured(0)
+    with pytest.raises(ValueError, match="params have a leaf 'z'"):
+        tx.update(grads, tx.init(problem.initial()), {"z": jnp.ones(3)}, factors=factors)
+
+
+def test_several_devices_tell_the_same_rates(x64):
+    """A device without a block at a position has a copy of another there, with no rate of its own."""
+    mesh = jax.make_mesh((3,), ("devices",), devices=jax.devices()[:3])
+    told = []
+    for where in (kfac.Distribution(), kfac.Distribution(mesh=mesh)):
+        tx = kfac.kfac(0.05, LAYERS, distribution=where)
+        *_, state = list(steps(tx, WARMUP + 5))[-1]
+        told.append([float(kfac.diagnostics(state)[key]) for key in ("slowest", "fastest")])
+    np.testing.assert_allclose(told[0], told[1], rtol=1e-5)
+    assert told[0][1] != 1

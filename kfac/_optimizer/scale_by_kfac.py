@@ -155,6 +155,8 @@ def precondition_and_move(
             moves=moves.at(count),
         )
         match_leaves(layers, updates, "updates")
+        if params is not None:
+            match_leaves(layers, params, "params")
         if over is None:
             weights = None if params is None else Gradients(params, {})
             (updates, _), state = preconditioned_step(

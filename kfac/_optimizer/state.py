@@ -38,7 +38,7 @@ class KfacMetrics(NamedTuple):
         so far, and for those that were left out.
       inverse_age: steps since the oldest of the inverses in use was computed.
       kl_clip_scale: what the KL clip multiplied the step by; 0 without one.
-      slowest: the lowest of the layers' rates, by which the learning rate is multiplied.
+      slowest: the lowest of the layers' rates, by which the learning rate is multiplied; 0 before the first step.
       fastest: the highest.
       skipped_statistics: how many times a block left non-finite statistics out of its running average.
       failed_inversions: how many times a block kept its previous inverse because factorisation failed.
@@ -378,6 +378,19 @@ def check_state(config: Config, state: KfacState, devices: int) -> None:
     check_groups(config.groups, state)
     check_devices(state, devices)
     check_inverse(config.inverse, state)
+    momentum = config.moves.momentum is not None and not config.inverse.takes_gradients
+    for name in state.owned:
+        motion = state.motions[name]
+        for option, wanted, held in (
+            ("momentum", momentum, motion.momentum is not None),
+            ("layer_rates", config.moves.layer_rates, motion.rate is not None),
+        ):
+            if wanted != held:
+                has = "some" if held else "none"
+                raise ValueError(
+                    f"{option}= of the optimizer does not go with its state, which has {has} for blocks {name}: "
+                    "initialise it with the same option"
+                )
     for owned in state.owned.values():
         if owned.blocks.weight.shape[0] != owned.shard.positions:
             raise ValueError(

@@ -372,7 +372,7 @@ def move(
     config, moves, now, scale = place.config, place.config.moves, place.now.moves, None
     steps, motions = dict(preconditioned), {}
     last, highest = state.learning_rates
-    full = (now.rate <= last) & (now.rate >= highest / 2)
+    full = (now.rate > 0) & (now.rate <= last) & (now.rate >= highest / 2)
     if now.limit is not None:
         products = {name: x * gradients[name] for name, x in steps.items()}
         scale = clip_scale(now.limit, now.rate, sum_of_all(place, products))
@@ -487,8 +487,9 @@ def measure(
     counts = jnp.stack([*(count_blocks(place.shards, way, flags) for flags in found), (~usable).astype(jnp.int32)])
     blocks = state.blocks.values()
     ages = [jnp.where(block.condition > 0, state.count - block.inverted, 0) for block in blocks]
-    rates = [motion.rate for motion in motions.values() if motion.rate is not None]
-    parts = [[block.condition for block in blocks], ages, *([rates, [1 / rate for rate in rates]] if rates else [])]
+    own = {name: motion.rate for name, motion in motions.items() if motion.rate is not None}
+    rates = [[jnp.where(place.mine[name], x, 0) for x in (rate, 1 / rate)] for name, rate in own.items()]
+    parts = [[block.condition for block in blocks], ages, *zip(*rates, strict=True)]
     extremes = jnp.stack([jnp.max(_join(part)).astype(jnp.float32) for part in parts])
     apart, rest = (x.astype(jnp.float32) for x in preconditioned)
     # In one message: as float32, numbers of blocks are exact.
@@ -511,8 +512,8 @@ def measure(
         failed_inversions=metrics.failed_inversions + counts[1],
         skipped_steps=metrics.skipped_steps + ~usable,
         kl_clip_scale=metrics.kl_clip_scale,
-        slowest=1 / extremes[3] if rates else jnp.ones((), jnp.float32),
-        fastest=extremes[2] if rates else jnp.ones((), jnp.float32),
+        slowest=jnp.where(usable, 1 / extremes[3], metrics.slowest) if rates else jnp.ones((), jnp.float32),
+        fastest=jnp.where(usable, extremes[2], metrics.fastest) if rates else jnp.ones((), jnp.float32),
     )
     return new, usable
 
