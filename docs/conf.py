@@ -21,7 +21,7 @@ autodoc_preserve_defaults = True
 napoleon_use_ivar = True
 nitpicky = True
 # Types in signatures and of attributes; there is no page about any of them.
-_elsewhere = r"(jax|numpy|optax|collections)\..*|kfac\._.*|ScalarOrSchedule|BlockState|KfacMetrics|Motion|Owned"
+_elsewhere = r"(jax|numpy|optax|collections)\..*|kfac\.(\w+\.)?_.*|ScalarOrSchedule|BlockState|KfacMetrics|Motion|Owned"
 _elsewhere += "|Replica|Splits"
 nitpick_ignore_regex = [("py:.*", _elsewhere)]
 default_role = "code"  # docstrings quote code by single backticks

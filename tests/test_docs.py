@@ -13,6 +13,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import kfac
+from test_package import OBJECTS, public_modules
 from test_readme import model_and_data
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -54,7 +55,7 @@ def test_no_other_page_has_code_that_is_not_run():
 def test_the_operator_page_runs():
     names = _run("operators.md", 4)
     # Corrected eigenvalues have the trace of the exact blocks, whatever the basis.
-    exact = kfac.exact.fisher_blocks(names["loss_fn"], names["layers"])(
+    exact = kfac.curvature.exact.fisher_blocks(names["loss_fn"], names["layers"])(
         names["params"], (names["inputs"], names["labels"])
     )
     expected = sum(np.trace(block) for block in exact.values()) + 1e-3 * names["fisher"].size
@@ -88,8 +89,10 @@ def test_every_public_name_is_in_the_reference():
     text = (DOCS / "api.rst").read_text()
     documented = re.findall(r"^\.\. auto\w+:: (\S+)$", text, re.MULTILINE)
     assert len(documented) == len(set(documented))
-    public = {name for name, value in vars(kfac).items() if name[0] != "_" and not inspect.ismodule(value)}
-    assert set(documented) == public | {"kfac.exact", "kfac.presets.large_batch", "kfac.schedules"}
+    documented = {name if name.startswith("kfac.") else f"kfac.{name}" for name in documented}
+    whole = {"kfac.curvature.exact", "kfac.schedules"}  # with all members
+    names = {name for name in OBJECTS if name.rpartition(".")[0] not in whole}
+    assert documented == names | (public_modules().keys() - {"kfac"})
 
 
 def _table(heading):
@@ -211,7 +214,7 @@ def test_all_programs_train_like_one_device(distributed, one_device):
         _assert_close(jax.tree.map(lambda x, k=device: x[k], distributed["stacked_params"]), expected)
     assert jax.tree.structure(distributed["portable"]) == jax.tree.structure(state)
     for style in ("opt_state", "mesh_state", "stacked_state", "node_state"):
-        gathered = jax.jit(kfac.gather_state)(distributed[style])
+        gathered = jax.jit(kfac.state.gather_state)(distributed[style])
         _assert_close(jax.device_get(gathered), jax.device_get(state), 1e-3)
 
 
@@ -220,7 +223,7 @@ def test_a_state_for_other_devices_goes_on_as_it_would_have(distributed, one_dev
     names, split = distributed, distributed["split"]
     mesh, batch = names["small_mesh"], names["batch"]
     tx = kfac.kfac(0.05, names["layers"], inverse_every=3, distribution=kfac.Distribution("devices"))
-    specs = kfac.state_specs(tx, names["params"], "devices")
+    specs = kfac.state.state_specs(tx, names["params"], "devices")
 
     def local_step(params, state, batch):
         _, grads, factors = kfac.value_and_grad(names["loss_fn"], names["layers"])(params, batch)
@@ -231,7 +234,7 @@ def test_a_state_for_other_devices_goes_on_as_it_would_have(distributed, one_dev
     params = jax.device_get(names["global_params"])
     _assert_close(jax.jit(step)(params, names["small_state"], batch), expected)
     # The form of pmap holds the same numbers.
-    again = kfac.gather_state(names["small_stacked_state"])
+    again = kfac.state.gather_state(names["small_stacked_state"])
     jax.tree.map(np.testing.assert_array_equal, again, names["portable"])
 
 
@@ -265,6 +268,6 @@ def test_a_loss_that_averages_over_devices_trains_like_one_device(distributed):
 
 
 def test_the_plan_of_the_guide_prints(distributed):
-    table = str(kfac.Assignment(distributed["layers"], devices=8))
+    table = str(kfac.planning.Assignment(distributed["layers"], devices=8))
     assert "hidden" in table and "output" in table
     assert len(table.splitlines()) == 1 + 8 + 5

@@ -154,10 +154,10 @@ def test_several_devices_are_one(inverse_every):
 
     (_, one, expected), (_, state, updates) = (history(made(m))[-1] for m in (None, mesh))
     assert_close(updates, expected, rtol=2e-4)
-    portable = jax.jit(kfac.gather_state)(state)
+    portable = jax.jit(kfac.state.gather_state)(state)
     assert jax.tree.structure(portable) == jax.tree.structure(one)
     assert_close(*(state_of(s).owned["kronecker_4x4"].blocks.inverse.moments for s in (portable, one)), rtol=2e-3)
-    again = jax.jit(lambda state: kfac.gather_state(kfac.scatter_state(state, 2)))(portable)
+    again = jax.jit(lambda state: kfac.state.gather_state(kfac.state.scatter_state(state, 2)))(portable)
     assert_equal(again, portable)
 
 
@@ -190,8 +190,8 @@ def test_what_does_not_go_together_is_refused():
         kfac.Soap(decay=1.0)
     _, state, _ = history(kfac.scale_by_kfac(LAYERS, inverse=kfac.Soap()), 1)[-1]
     with pytest.raises(ValueError, match="does not say which eigenvectors it has"):
-        kfac.operator(LAYERS, state)
-    assert float(kfac.operator(LAYERS, state, inverse=kfac.Eigh()).trace()) > 0
+        kfac.curvature.operator(LAYERS, state)
+    assert float(kfac.curvature.operator(LAYERS, state, inverse=kfac.Eigh()).trace()) > 0
 
 
 def test_the_optimizer_preconditions_the_momentum_of_the_gradients():
@@ -236,7 +236,7 @@ def test_owners_under_shard_map():
         return kfac.kfac(0.05, LAYERS, inverse=kfac.Soap(), inverse_every=2, distribution=where)
 
     tx, params = made("devices"), problem.initial()
-    specs = kfac.state_specs(made(None), params, "devices")
+    specs = kfac.state.state_specs(made(None), params, "devices")
     state = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=same, out_specs=specs))(params)
     over_devices = jax.shard_map(
         lambda grads, state, params, factors: tx.update(grads, state, params, factors=factors),

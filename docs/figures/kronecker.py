@@ -20,12 +20,12 @@ exec(
 )
 params, layers, loss_fn, batch = names["after"][30], names["layers"], names["loss_fn"], names["batch"]
 
-block = kfac.exact.fisher_blocks(loss_fn, layers, names=["second"])(params, batch)["second"]
+block = kfac.curvature.exact.fisher_blocks(loss_fn, layers, names=["second"])(params, batch)["second"]
 factors = kfac.value_and_grad(loss_fn, layers, fisher="expected")(params, batch, fisher_key=jax.random.key(0))[2][
     "second"
 ]
-product = kfac.exact.dense(factors)
-error = kfac.exact.error(block, product)
+product = kfac.curvature.exact.dense(factors)
+error = kfac.curvature.exact.error(block, product)
 
 figure, axes = plt.subplots(1, 4, figsize=(12, 3.6), width_ratios=[3, 1, 3, 3], layout="constrained")
 limit = float(jnp.quantile(jnp.abs(block), 0.995))
