@@ -237,9 +237,9 @@ def test_an_axis_of_one_device():
     state = jax.jit(alone.init)(params)
     grads, factors, expected, _ = stepper(alone)(state, problem.batch(0))
     scattered = kfac.state.scatter_state(state, 1)
-    with pytest.raises(ValueError, match=r"no such axis.*kfac\.gather_state"):
+    with pytest.raises(ValueError, match=r"no such axis.*kfac\.state\.gather_state"):
         alone.update(grads, scattered, factors=factors)
-    with pytest.raises(ValueError, match=r"a such axis.*kfac\.scatter_state"):
+    with pytest.raises(ValueError, match=r"a such axis.*kfac\.state\.scatter_state"):
         meshed.update(grads, state, factors=factors)
     for tx, own in ((meshed, scattered), (alone, kfac.state.gather_state(scattered))):
         update = jax.jit(tx.update, compiler_options=QUICKLY)

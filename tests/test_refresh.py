@@ -126,7 +126,7 @@ def test_blocks_alone_that_are_no_products_keep_what_their_damping_is_relative_t
 
 def test_what_is_refused():
     with pytest.raises(
-        ValueError, match=r"inverse_every=None leaves all refreshes to kfac\.refresh, so refresh_warmup=3"
+        ValueError, match=r"inverse_every=None leaves all refreshes to kfac\.state\.refresh, so refresh_warmup=3"
     ):
         kfac.scale_by_kfac(layers(), inverse_every=None, refresh_warmup=3)
     with pytest.raises(ValueError, match=r"no state of scale_by_kfac in opt_state"):
@@ -134,7 +134,7 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match=r"distribution must be a kfac.Distribution"):
         kfac.state.refresh(kfac.scale_by_kfac(layers()).init(initial()), distribution="devices")
     many = kfac.state.scatter_state(kfac.scale_by_kfac(layers()).init(initial()), 2)
-    with pytest.raises(ValueError, match=r"pass the optimizer's distribution= to kfac\.refresh"):
+    with pytest.raises(ValueError, match=r"pass the optimizer's distribution= to kfac\.state\.refresh"):
         kfac.state.refresh(many)
 
 
