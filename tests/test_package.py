@@ -144,7 +144,7 @@ def test_schedules_are_documented_like_the_rest():
         name for name, value in vars(kfac.schedules).items() if getattr(value, "__module__", "") == "kfac.schedules"
     ]
     assert sorted(names) == ["coupled_momentum", "damping_warmup", "rise_and_fall"]
-    page = (ROOT / "docs" / "optimizer.md").read_text()
+    page = (ROOT / "docs" / "choosing.md").read_text()
     for name in names:
         function = getattr(kfac.schedules, name)
         text = inspect.getdoc(function)

@@ -1,6 +1,6 @@
 """Draws docs/figures/kronecker.png: the exact Fisher block of a layer, and its Kronecker product, real numbers.
 
-The network of docs/curvature.md, after 30 steps; `python docs/figures/kronecker.py` runs the code of that page.
+The network of docs/operators.md, after 30 steps; `python docs/figures/kronecker.py` runs the code of that page.
 """
 
 import pathlib
@@ -15,7 +15,7 @@ import kfac
 HERE = pathlib.Path(__file__).resolve().parent
 names: dict = {}
 exec(
-    re.findall(r"^```python\n(.*?)^```$", (HERE.parent / "curvature.md").read_text(), re.MULTILINE | re.DOTALL)[0],
+    re.findall(r"^```python\n(.*?)^```$", (HERE.parent / "operators.md").read_text(), re.MULTILINE | re.DOTALL)[4],
     names,
 )
 params, layers, loss_fn, batch = names["after"][30], names["layers"], names["loss_fn"], names["batch"]
