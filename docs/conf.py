@@ -11,7 +11,7 @@ project = "kfac"
 author = copyright = "The kfac developers"
 release = version = kfac.__version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "mathml", "type_names"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "mathml", "outside", "type_names"]
 html_math_renderer = "mathml"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
