@@ -10,6 +10,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import kfac
 import problem
+from kfac._curvature.orthonormal import orthonormal_by_products
 from kfac._curvature.refresh import refresh
 from kfac._curvature.soap import follow
 from kfac._factors import Eigen, Kronecker
@@ -110,6 +111,30 @@ def test_the_basis_stays_orthogonal(scale):
     assert_orthogonal(kept.vectors)
     along = np.einsum("kij,kil,klj->kj", kept.vectors, np.asarray(average, np.float64), kept.vectors)
     np.testing.assert_allclose(along[:, :3], np.linalg.eigvalsh(average)[:, :-4:-1], rtol=0.05)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize("rank", [0, 1, 5, 60])
+def test_orthonormal_by_matrix_products(x64, rank, dtype):
+    """What other devices than CPUs do in the place of LAPACK's QR: the same, however little the columns differ."""
+    x = np.random.default_rng(0).normal(size=(2, 60, rank))
+    eps = jnp.finfo(dtype).eps
+    stack = jnp.asarray(x @ x.swapaxes(1, 2) + 10 * eps * np.eye(60), dtype)
+    found = np.asarray(jax.jit(orthonormal_by_products)(stack), np.float64)
+    assert_orthogonal(found, atol=8 * eps)
+    expected, upper = np.linalg.qr(np.asarray(stack, np.float64))
+    # Beyond the rank only rounding says where columns point.
+    known = slice(0, rank - rank // 4)
+    np.testing.assert_allclose(
+        found[:, :, known], (expected * np.sign(np.diagonal(upper, axis1=1, axis2=2))[:, None])[:, :, known],
+        atol=1e5 * eps,
+    )  # fmt: skip
+
+
+def test_orthonormal_by_matrix_products_ends_where_there_is_no_answer():
+    found = jax.jit(orthonormal_by_products)(jnp.full((2, 3, 3), jnp.nan).at[1].set(jnp.eye(3)))
+    assert np.isnan(found[0]).all()
+    np.testing.assert_allclose(found[1], np.eye(3), atol=1e-6)
 
 
 def test_factors_that_say_little():

@@ -13,6 +13,7 @@ from kfac._checks import check_range
 from kfac._curvature.eigh import Ends, condition_of, ends, rotate
 from kfac._curvature.ekfac import into_basis, turned
 from kfac._curvature.inverse import Inverse, averaged, cosine, identities, per_block
+from kfac._curvature.orthonormal import orthonormal
 from kfac._factors import Eigen, Kronecker, is_diagonal
 
 
@@ -138,4 +139,4 @@ def follow(kept: Eigen | None, stack: jax.Array) -> tuple[Eigen | None, Ends]:
     mean = per_block(jnp.mean(along, axis=1), image)
     image = image / jnp.where(mean > 0, mean, 1) + FLOOR * kept.vectors
     image = jnp.take_along_axis(image, order[:, None, :], axis=2, mode="promise_in_bounds")
-    return Eigen(lax.linalg.qr(image, full_matrices=False)[0], None), (along[:, -1], along[:, 0])
+    return Eigen(orthonormal(image), None), (along[:, -1], along[:, 0])
