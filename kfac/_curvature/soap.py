@@ -37,10 +37,10 @@ class Soap(Inverse):
 
     `v` is the running average of the squares of the gradient of the whole batch in that basis, where `Ekfac` has those
     of examples. It takes in the gradient of every step, with or without statistics, and goes with the vectors where a
-    refresh changes their order. `V` is the momentum of the gradients, which is kept in the eigenbasis and turned with it, so that a
-    step takes four products. The factors are those of K-FAC, from gradients of examples, where SOAP itself has those of
-    Shampoo, from gradients of batches. The curvature chooses the basis, and no length of a step: that is from
-    `trust_ratio`, or Adam's without one.
+    refresh changes their order. `V` is the momentum of the gradients, which is kept in the eigenbasis and turned with
+    it, so that a step takes four products. The factors are those of K-FAC, from gradients of examples, where SOAP
+    itself has those of Shampoo, from gradients of batches. The curvature chooses the basis, and no length of a step:
+    that is from `trust_ratio`, or Adam's without one.
 
     There is no eigendecomposition. From the identity on, each refresh takes the basis one step of orthogonal iteration
     further, `Q <- qr(A Q)`, so that it follows the factors: the first ten steps, which all refresh, bring it close.
@@ -134,7 +134,7 @@ class Followed(NamedTuple):
     Attributes:
       basis: the eigenvectors.
       ends: the smallest and the largest of what the matrix had along the old vectors.
-      order: `[k, d]`, which of the old vectors each has come from: by what the matrix had along them, the largest first.
+      order: `[k, d]`, which of the old vectors each comes from: that with most of the matrix along it is the first.
     """
 
     basis: Eigen | None
