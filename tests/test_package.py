@@ -266,7 +266,10 @@ def test_there_is_one_version():
 
 
 def test_links_between_documents_lead_somewhere():
-    documents = [*ROOT.glob("*.md"), *(p for name in ("docs", "examples", "tests") for p in (ROOT / name).rglob("*.md"))]
+    documents = [
+        *ROOT.glob("*.md"),
+        *(p for name in ("docs", "examples", "tests") for p in (ROOT / name).rglob("*.md")),
+    ]
     for document in documents:
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text()):
             if not target.startswith(("http://", "https://")):
