@@ -206,8 +206,8 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
     return Found(layers, reads, uses_of, marks, n, unclear)
 
 
-# The longer side of a dense kernel is cut into blocks as long as the shorter one where it has so many rows: shorter ones
-# cost little. And where it has no more than so many times its rows, unlike that of a head with few outputs.
+# The longer side of a dense kernel is cut into blocks as long as the shorter one where it has so many rows: with fewer
+# it costs little. And where it has no more than so many times its rows, unlike that of a head with few outputs.
 LONG, OBLONG = 256, 8
 
 
