@@ -56,7 +56,7 @@ class Task(NamedTuple):
     loss_fn: Callable[..., jax.Array]
     params: Any
     batch: Any
-    max_dim: int = 8192
+    max_dim: int | None = None
 
 
 def image_task(arch: str, images: int, size: int, classes: int, **sizes: Any) -> Task:
