@@ -1,14 +1,10 @@
-"""Residual networks and vision transformers in flax linen: NHWC, parameters in float32, compute in a type of choice.
-
-A new one is a module and a line of `create`.
-"""
+"""Residual networks in flax linen: NHWC, parameters in float32, compute in a type of choice."""
 
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import linen as nn
 
 # He et al. 2015: keeps the variance of activations through a ReLU, or by fan-out that of their gradients.
@@ -123,50 +119,6 @@ class Block(nn.Module):
         return nn.relu(x + y)
 
 
-class ViT(nn.Module):
-    """A vision transformer (Dosovitskiy et al. 2021) with fixed positions and the mean of its tokens for the head,
-    as in Beyer et al. 2022.
-
-    `train` and the batch norm of the residual networks have no meaning here.
-    """
-
-    num_classes: int
-    width: int
-    depth: int
-    heads: int
-    patch: int = 16
-    dtype: Any = jnp.float32
-    axis_name: str | None = None
-
-    @nn.compact
-    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        del train
-        wide = jnp.promote_types(self.dtype, jnp.float32)
-        norm = partial(nn.LayerNorm, dtype=self.dtype, param_dtype=wide)
-        dense = partial(nn.Dense, dtype=self.dtype, param_dtype=wide)
-        size = (self.patch, self.patch)
-        x = nn.Conv(self.width, size, size, padding="VALID", dtype=self.dtype, param_dtype=wide, name="patches")(x)
-        n, height, width, _ = x.shape
-        x = x.reshape(n, height * width, self.width) + sincos(height, width, self.width).astype(self.dtype)
-        for i in range(self.depth):
-            y = norm(name=f"block{i + 1}_norm1")(x)
-            q, k, v = (dense(self.width, name=f"block{i + 1}_{name}")(y) for name in ("query", "key", "value"))
-            q, k, v = (part.reshape(n, -1, self.heads, self.width // self.heads) for part in (q, k, v))
-            y = jax.nn.dot_product_attention(q, k, v).reshape(x.shape)
-            x = x + dense(self.width, name=f"block{i + 1}_out")(y)
-            y = nn.gelu(dense(4 * self.width, name=f"block{i + 1}_up")(norm(name=f"block{i + 1}_norm2")(x)))
-            x = x + dense(self.width, name=f"block{i + 1}_down")(y)
-        x = jnp.mean(norm(name="norm")(x), axis=1)
-        return dense(self.num_classes, kernel_init=nn.initializers.normal(0.01), name="head")(x).astype(wide)
-
-
-def sincos(height: int, width: int, channels: int) -> jax.Array:
-    """Sines and cosines of both coordinates of each patch."""
-    frequency = 1 / 10_000 ** (jnp.arange(channels // 4) / (channels // 4 - 1))
-    y, x = (axis.ravel()[:, None] * frequency for axis in jnp.mgrid[:height, :width])
-    return jnp.concatenate([jnp.sin(x), jnp.cos(x), jnp.sin(y), jnp.cos(y)], 1)
-
-
 NETWORKS: dict[str, dict[str, Any]] = {
     "digits": dict(stages=(1, 1), width=32, stem="small"),
     "resnet20": dict(stages=(3, 3, 3), width=16, stem="small"),
@@ -175,18 +127,15 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "resnet50": dict(stages=(3, 4, 6, 3), bottleneck=True),
     "resnet50d": dict(stages=(3, 4, 6, 3), bottleneck=True, stem="deep", pooled_shortcut=True),
     "resnet101": dict(stages=(3, 4, 23, 3), bottleneck=True),
-    "vit-s16": dict(width=384, depth=12, heads=6),
-    "vit-b16": dict(width=768, depth=12, heads=12),
 }
 
 
 def create(
     arch: str, num_classes: int, dtype: str, width: int | None = None, axis_name: str | None = None, **rest: Any
-) -> Any:
-    """The network that `--arch` names; `rest` are `init_scheme` and `norm_epsilon` of a residual one."""
-    values = {**NETWORKS[arch], **({} if width is None else {"width": width})}
-    values |= {"num_classes": num_classes, "dtype": jnp.dtype(dtype), "axis_name": axis_name}
-    return ViT(**values) if arch.startswith("vit") else ResNet(**values, **rest)
+) -> ResNet:
+    """The network that `--arch` names; `rest` are `init_scheme` and `norm_epsilon`."""
+    values = NETWORKS[arch] | ({} if width is None else {"width": width}) | rest
+    return ResNet(num_classes=num_classes, dtype=jnp.dtype(dtype), axis_name=axis_name, **values)
 
 
 # What is done to the weights as a whole.
@@ -208,9 +157,3 @@ def rescale(params: Any) -> Any:
         return kernel * jnp.minimum(factor, 1).astype(kernel.dtype)
 
     return jax.tree.map(lambda leaf, yes: shrunk(leaf) if yes else leaf, params, is_kernel(params))
-
-
-def average(decay: float, step: jax.Array, old: Any, new: Any) -> Any:
-    """The running average of weights, which in the first steps forgets faster, so that it does not lag behind."""
-    share = jnp.minimum(decay, (1 + step) / (10 + step))
-    return optax.incremental_update(new, old, 1 - share)
