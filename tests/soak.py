@@ -204,7 +204,7 @@ def train(output: Path, steps: int, faulty: bool, dtype: str, num_devices: int) 
         on_devices(train_step, in_specs=(specs, SPLIT, SAME, SAME), out_specs=(specs, SAME)), donate_argnums=0
     )
     evaluate = jax.jit(on_devices(eval_step, in_specs=(SAME, SAME, SPLIT), out_specs=SAME))
-    gather, scatter = checkpoints.for_any_devices(mesh, specs, local)
+    gather, scatter = checkpoints.for_any_devices(mesh, specs, local, True)
     state = jax.jit(on_devices(init, in_specs=SAME, out_specs=specs))(key)
 
     # Where it begins. A checkpoint that cannot be read is set aside for the one before.

@@ -346,28 +346,11 @@ def classic_tfrecords(root):
     tfrecord(root / "validation-00000-of-00001", (0, 1), names, 1)
 
 
-def parquet(root):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    (root / "data").mkdir()
-    parts = (
-        ("train-00000-of-00002", (0, 1)),
-        ("train-00001-of-00002-0a1b", (1, 0)),
-        ("validation-00000-of-00001", (0, 1)),
-    )
-    for name, labels in parts:
-        images = [{"bytes": encode(plain("L", 100 * label, (20, 20))), "path": "a.jpg"} for label in labels]
-        table = pa.table({"image": images, "label": pa.array(labels, pa.int64())})
-        pq.write_table(table, root / "data" / f"{name}.parquet", row_group_size=1)
-
-
 LAYOUTS = {
     class_folders: ([0, 0, 1, 1], [0, 1]),
     tar_shards: ([0, 1, 1, 0], [0, 1]),
     tfrecords: ([0, 1, 1, 0], [0, 1]),
     classic_tfrecords: ([0, 1, 1, 0], [0, 1]),
-    parquet: ([0, 1, 1, 0], [0, 1]),
 }
 
 
@@ -376,7 +359,7 @@ def test_layouts(tmp_path, layout):
     layout(tmp_path)
     found = records.find(tmp_path)
     train, val = LAYOUTS[layout]
-    notes = {parquet: "row group", tar_shards: "all 2 tar shards of train hold 2 images, the last one too"}
+    notes = {tar_shards: "all 2 tar shards of train hold 2 images, the last one too"}
     assert found.num_classes == 2 and (notes[layout] in found.note if layout in notes else found.note == "")
     assert found.train.labels.tolist() == train and found.val.labels.tolist() == val
     # The pixels say the same.
@@ -450,7 +433,6 @@ def test_index_of_shards_is_kept_and_renewed(tmp_path, monkeypatch):
         (tar_shards, "imagenet-train-000001.tar", ["lost the shard imagenet-train-000001.tar", "-train.npz"]),
         (tfrecords, "imagenet2012-train.tfrecord-00000-of-00002", ["lacks", "00000-of-00002", "1 of 2"]),
         (tfrecords, "imagenet2012-train.tfrecord-00001-of-00002", ["lacks", "00001-of-00002", "1 of 2"]),
-        (parquet, "data/train-00001-of-00002-0a1b.parquet", ["lacks", "train-00001-of-00002.parquet"]),
     ],
 )
 def test_a_missing_shard_is_refused(tmp_path, layout, gone, words):
@@ -471,7 +453,6 @@ def test_a_gap_in_the_numbers_of_shards_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("layout", "name"), [
     (tar_shards, "imagenet-train-000001.tar"), (tfrecords, "imagenet2012-train.tfrecord-00001-of-00002"),
-    (parquet, "data/train-00001-of-00002-0a1b.parquet"),
 ])  # fmt: skip
 @pytest.mark.parametrize("known", [False, True])
 def test_a_shard_that_is_cut_short_is_refused(tmp_path, layout, name, known):

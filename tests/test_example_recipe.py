@@ -22,6 +22,7 @@ import batches as loader  # noqa: E402
 import checkpoints  # noqa: E402
 import config as cfg  # noqa: E402
 import models  # noqa: E402
+import processes  # noqa: E402
 import recipe  # noqa: E402
 import report  # noqa: E402
 import train  # noqa: E402
@@ -145,18 +146,15 @@ def test_named_configurations_are_in_half_precision_on_accelerators():
         (["--learnin-rate", 1], ["--learnin-rate", "--learning-rate is near"]),
         (["--batchsize", 1], ["--batchsize", "--batch-size is near"]),
         (["--factor-decay", 0.9], ["--factor-decay has no effect with --trust-ratio auto", "--config"]),
-        (["--coordinator", "localhost", "--num-processes", 2, "--process-id", 0], ["localhost", "HOST:PORT"]),
+        (["--processes", "localhost", 2, 0], ["localhost", "HOST:PORT"]),
+        (["--processes", "a:1", 2, 2], ["a:1 2 2", "from 0"]),
+        (["--processes", "a:1", 2], ["--processes", "expected 3 arguments"]),
         (["--optimizer", "newton"], ["newton", "--optimizer", "lars"]),
         (["--learning-rate", "fast"], ["fast", "--learning-rate"]),
         (["--no-such-option", "1"], ["--no-such-option"]),
         (["--lr", "-1"], ["--learning-rate", "-1", "greater than 0"]),
         (["--damping", "nan"], ["--damping", "nan"]),
         (["--momentum", "1"], ["--momentum", "1", "0.99999"]),
-        (["--process-id", "1"], ["--process-id", "--coordinator"]),
-        (
-            ["--coordinator", "a:1", "--num-processes", "2", "--process-id", "2"],
-            ["--process-id 2", "--num-processes 2"],
-        ),
         (["--epochs", "1", "--steps", "1"], ["--epochs", "--steps"]),
         (["--image-size", "16"], ["--image-size", "8x8"]),
         (["--data", "folder"], ["--data-dir"]),
@@ -433,31 +431,6 @@ def test_what_is_not_finite_has_a_name():
     assert values[0] == 25 and np.isnan(values[1])
 
 
-# Gradients.
-
-
-@pytest.mark.parametrize("statistics", [True, False])
-def test_gradients_are_averaged_not_summed(statistics):
-    """Of parameters that are the same on all devices, autodiff inside `shard_map` returns the sum."""
-    mesh = Mesh(np.array(jax.devices()[:4]), (recipe.AXIS,))
-    x, params = np.arange(8.0, dtype=np.float32)[:, None], {"w": jnp.full((1, 1), 2.0)}
-
-    def loss_fn(params, _, x):
-        return (x @ params["w"]).mean(), {}
-
-    layers = kfac.find_layers(loss_fn, params, None, x, has_aux=True, batch_argnums=2)
-    for parts in (1, 2):
-        fn = train.gradient_fn(cfg.Config(), loss_fn, layers, parts, statistics)
-
-        def local(params, x, fn=fn):
-            _, grads, factors = fn(params, None, x)
-            assert (factors is not None) == statistics
-            return jax.lax.pmean(grads, recipe.AXIS)
-
-        grad = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(SAME, SPLIT), out_specs=SAME))
-        assert float(grad(params, x)["w"][0, 0]) == pytest.approx(x.mean())
-
-
 # What is printed and drawn.
 
 
@@ -476,12 +449,14 @@ def test_losses_far_apart_are_on_a_log_scale_and_none_is_hidden(tmp_path, monkey
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no full disk to write to")
-def test_metrics_on_a_full_disk_are_one_sentence(tmp_path):
+def test_metrics_on_a_full_disk_are_one_sentence(tmp_path, monkeypatch):
     metrics = report.Metrics(tmp_path, 0)
     metrics._file.close()
     metrics._file = open("/dev/full", "a", buffering=1)
-    with pytest.raises(cfg.UserError, match="/dev/full cannot be written: No space left on device; make room"):
-        metrics.write({"step": 1})
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr(processes.signal, "signal", lambda *args: None)
+    with pytest.raises(SystemExit, match="error: a file cannot be read or written: No space left on device; mend that"):
+        processes.script(lambda args: metrics.write({"step": 1}))
     # What was not written would be written once more on closing.
     with contextlib.suppress(OSError):
         metrics._file.close()

@@ -352,7 +352,7 @@ def test_without_the_other_a_process_ends_with_an_error_and_the_run_goes_on(tmp_
     with socket.socket() as found:
         found.bind(("localhost", 0))
         place = f"localhost:{found.getsockname()[1]}"
-    runs = [start(*options, "--coordinator", place, "--num-processes", 2, "--process-id", k) for k in range(2)]
+    runs = [start(*options, "--processes", place, 2, k) for k in range(2)]
     for line in runs[0].stdout:
         if line.startswith("step") and int(re.match(r"step +(\d+)", line)[1]) >= 5:
             break

@@ -104,7 +104,7 @@ def prefetch(batches: Generator[Batch], place: Callable[[Any], Any]) -> Generato
 
     def following() -> Batch | None:
         batch = next(batches, None)
-        return None if batch is None else Batch(*place(batch[:3]), batch.broken)
+        return None if batch is None else Batch(*place(batch[:3]))._replace(broken=batch.broken)
 
     # `batches` is closed after the thread has ended, which may be inside of it.
     with contextlib.closing(batches), ThreadPoolExecutor(1, "prefetch") as pool:
@@ -115,10 +115,8 @@ def prefetch(batches: Generator[Batch], place: Callable[[Any], Any]) -> Generato
 
 
 def own_rows(mesh: Any, process: int, local: int, micro_batches: int) -> np.ndarray:
-    """Which images of a global batch a process loads, in the order of its devices.
-
-    The batch is cut into micro-batches first and those into devices, so a micro-batch holds the same images on any
-    number of devices.
+    """Which images of a global batch a process loads, in the order of its devices: cut into micro-batches first and
+    those into devices, so that a micro-batch holds the same images on any number of devices.
     """
     mine = [k for k, device in enumerate(mesh.devices) if device.process_index == process]
     rows = np.arange(micro_batches * mesh.size * local).reshape(micro_batches, mesh.size, local)
@@ -143,10 +141,7 @@ class Broken(set[str]):
 
 
 class ArraySplit:
-    """Images in memory; augmented by shifts of up to `shift` pixels and, if `flip`, mirrored.
-
-    `length` may exceed the number of images, which are then repeated.
-    """
+    """Images in memory, repeated up to `length`; shifted by up to `shift` pixels and, if `flip`, mirrored."""
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, *, shift: int = 0, flip: bool = False, length: int = 0):
         self.images, self.labels = images, labels.astype(np.int32)

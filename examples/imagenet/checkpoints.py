@@ -1,7 +1,5 @@
-"""Checkpoints by orbax, for any number of devices; and what a fault makes of them.
-
-A checkpoint is a folder: the state as orbax writes it, what else a run must know as JSON, and the checksums of all of
-it, written last. Only then the folder gets its name. What is not as it was written is set aside, never restored.
+"""Checkpoints, for any number of devices: the state by orbax, what else a run must know as JSON, and the checksums of
+all of it, written before the folder gets its name. What is not as it was written is set aside, never restored.
 
 Weights of a run, for use elsewhere: `weights(Path("runs/a"))`.
 """
@@ -32,20 +30,20 @@ SAME = PartitionSpec()
 # The state of a run for any number of devices.
 
 
-def for_any_devices(mesh: Any, specs: Any, local_batch: int) -> tuple[Callable[[Any], Any], ...]:
+def for_any_devices(mesh: Any, specs: Any, local_batch: int, has_kfac: bool) -> tuple[Callable[[Any], Any], ...]:
     """Two functions, compiled for a row of devices: a state as one device would hold it, but for mixed images, which
     stay split, in their batch's order; and the inverse, for any number of devices.
     """
 
     def portable(state: Any) -> Any:
-        if _has_kfac(state):
-            state = state._replace(opt_state=kfac.gather_state(state.opt_state))
-        return state._replace(mixed=jax.tree.map(lambda x: in_batch_order(x, mesh.size, local_batch), state.mixed))
+        mixed = jax.tree.map(lambda x: in_batch_order(x, mesh.size, local_batch), state.mixed)
+        opt_state = kfac.gather_state(state.opt_state) if has_kfac else state.opt_state
+        return state._replace(mixed=mixed, opt_state=opt_state)
 
     def placed(state: Any) -> Any:
-        if _has_kfac(state):
-            state = state._replace(opt_state=kfac.scatter_state(state.opt_state, mesh.size))
-        return state._replace(mixed=jax.tree.map(lambda x: in_device_order(x, mesh.size, local_batch), state.mixed))
+        mixed = jax.tree.map(lambda x: in_device_order(x, mesh.size, local_batch), state.mixed)
+        opt_state = kfac.scatter_state(state.opt_state, mesh.size) if has_kfac else state.opt_state
+        return state._replace(mixed=mixed, opt_state=opt_state)
 
     def lying(specs: Any) -> Any:
         is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
@@ -65,26 +63,17 @@ def in_device_order(x: jax.Array, devices: int, local: int) -> jax.Array:
     return x.reshape(-1, devices, local, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
 
 
-def _has_kfac(state: Any) -> bool:
-    nodes = jax.tree.leaves(state.opt_state, is_leaf=lambda node: isinstance(node, kfac.KfacState))
-    return any(isinstance(node, kfac.KfacState) for node in nodes)
-
-
 # On disk.
-
-
-def _same(state: Any) -> Any:
-    return state
 
 
 class Checkpoints:
     """The checkpoints of a run in `folder`: the last few, and the best by accuracy."""
 
-    def __init__(self, folder: Path, keep: int, gather: Any = _same, scatter: Any = _same) -> None:
+    def __init__(self, folder: Path, keep: int, gather: Any = lambda state: state, scatter: Any = lambda state: state):
         """`gather` makes of a state what is saved, `scatter` a state of that."""
         self.folder, self.keep, self.gather, self.scatter = folder.absolute(), keep, gather, scatter
         self.resumed: int | None = None
-        on_first(lambda: [shutil.rmtree(path) for path in self.folder.glob("*.partial")])
+        on_first(lambda: list(map(shutil.rmtree, self.folder.glob("*.partial"))))
 
     def latest(self) -> int | None:
         return max(steps(self.folder), default=None)
@@ -100,22 +89,21 @@ class Checkpoints:
         return f"the checkpoint {self.folder / str(good)} is good" if good else "no checkpoint was written yet"
 
     def restore(self, state: Any) -> tuple[Any, dict[str, Any]]:
-        """The last state that is as it was written, in the shapes and places of `state`, and what was saved beside it.
+        """The last state that is as it was written, placed like `state`, and what was saved beside it.
 
-        One that is damaged is set aside under another name, for the one before. Raises `UserError` where there is none,
-        or where it is one of another run; then what is on disk stays as it is.
+        Raises `UserError` where there is none, or where it is one of another run; then nothing on disk is changed.
         """
         like = self.gather(state)
         while (step := self.latest()) is not None:
             path, reason = self.folder / str(step), ""
             # Each process checks its share of the files.
-            if not (bad := _first(everyone(damage(path, jax.process_index(), jax.process_count())))):
+            if not (bad := max(everyone(damage(path, jax.process_index(), jax.process_count())))):
                 try:
                     saved = ocp.StandardCheckpointer().restore(path / "state", like)
                 except Exception as error:  # orbax raises what it meets: of tensorstore, of the file system
                     _stop_at_system_error(error, path)
                     reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
-                if not (reason := _first(everyone(reason))):
+                if not (reason := max(everyone(reason))):
                     self.resumed = step
                     return self.scatter(saved), json.loads((path / "about.json").read_text())
                 raise UserError(f"the checkpoint {path} is not one of this run: {reason}; go on with the model, "
@@ -154,10 +142,6 @@ class Checkpoints:
             shutil.rmtree(gone)
 
 
-def _first(reasons: list[str]) -> str:
-    return next(filter(None, reasons), "")
-
-
 def steps(folder: Path) -> list[int]:
     return [int(path.name) for path in folder.glob("*/") if path.name.isdecimal()]
 
@@ -174,13 +158,13 @@ def by_accuracy(folder: Path) -> list[tuple[int, float]]:
     return sorted(found, key=lambda row: (row[1], row[0]), reverse=True)
 
 
-def _contents(path: Path) -> list[Path]:
-    return sorted(file for file in path.rglob("*") if file.is_file() and file.name != SUMS)
-
-
 def _sum(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _contents(path: Path) -> list[Path]:
+    return sorted(file for file in path.rglob("*") if file.is_file() and file.name != SUMS)
 
 
 def damage(path: Path, first: int = 0, every: int = 1) -> str:
@@ -222,9 +206,7 @@ def _stop_at_system_error(error: BaseException, path: Path) -> None:
 
 
 def weights(run: Path) -> tuple[Any, Any, int]:
-    """Parameters and batch-norm averages of a run's best checkpoint that is as it was written, as NumPy arrays
-    (averaged ones if it has them), and its step.
-    """
+    """Parameters (averaged ones if it has them) and batch-norm averages of a run's best good checkpoint, its step."""
     folder = run.absolute() / "checkpoints"
     for step, _ in by_accuracy(folder):
         if not (reason := damage(folder / str(step))):
@@ -234,10 +216,6 @@ def weights(run: Path) -> tuple[Any, Any, int]:
         raise UserError(f"{run} holds no checkpoint that is as it was written; it must be the output folder of a run")
     checkpointer, path = ocp.PyTreeCheckpointer(), folder / str(step) / "state"
     tree = checkpointer.metadata(path).item_metadata.tree
-    names = (
-        ["ema"] if jax.tree.leaves(tree.get("ema")) else [name for name in ("params", "batch_stats") if name in tree]
-    )
-    part = {name: tree[name] for name in names}
-    plain = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), part)
-    saved = checkpointer.restore(path, args=ocp.args.PyTreeRestore(part, restore_args=plain, partial_restore=True))
-    return *(saved["ema"] if "ema" in saved else (saved["params"], saved.get("batch_stats", {}))), step
+    plain = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    saved = checkpointer.restore(path, restore_args=plain)
+    return *(saved.get("ema") or (saved["params"], saved.get("batch_stats", {}))), step

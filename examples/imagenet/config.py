@@ -126,9 +126,7 @@ MAY_CHANGE: Table = [
 FOR_NOW: Table = [
     ("devices", count, None, "Number of devices: all."),
     ("distributed", flag, False, "Be one of several processes, by what the environment says (SLURM, Open MPI, TPUs)."),
-    ("coordinator", str, None, "HOST:PORT of process 0, where the environment does not tell it; needs the next two."),
-    ("num_processes", count, None, "Number of processes."),
-    ("process_id", whole, None, "Which of them this is, from 0."),
+    ("processes", {"nargs": 3, "metavar": ("HOST:PORT", "N", "I")}, None, "Be process I of N; 0 is at HOST:PORT."),
     ("output", Path, None, "Folder of the run: a new one under runs/. One that is in it goes on."),
     ("stop_after", count, None, "Stop in good order after this step; the same command goes on."),
     ("eval", Path, None, "Only validate the best checkpoint of this run, with its options as defaults."),
@@ -141,8 +139,6 @@ OPTIONS = [*RUN, *MAY_CHANGE, *FOR_NOW]
 ALIASES = {"global_batch": "--batch-size", "learning_rate": "--lr"}
 KFAC_ONLY = [name for name, *_, text in OPTIONS if text.startswith("[kfac]")]
 PUBLISHED_ONLY = ("unitwise_damping", "factor_decay", "kl_clip", "rate_in_momentum")
-# How many steps --global-batch auto makes of an epoch: as many as batch 131,072 makes of ImageNet's.
-STEPS_AN_EPOCH = 10
 
 Config: Any = dataclasses.make_dataclass(
     "Config", [(name, Any, dataclasses.field(default=default)) for name, _, default, _ in OPTIONS], frozen=True
@@ -189,7 +185,7 @@ def parse(args: list[str]) -> Any:
     if given.eval is None:
         return resolve(given)
     saved, _ = load(given.eval)
-    return dataclasses.replace(_command_line(args, saved), workers=given.workers or cores(), output=given.eval)
+    return dataclasses.replace(_command_line(args, saved), output=given.eval)
 
 
 def resolve(config: Any) -> Any:
@@ -226,27 +222,22 @@ def resolve(config: Any) -> Any:
     name = f"{data}-{config.config or optimizer}-{time.strftime('%Y%m%d-%H%M%S')}"
     defaults = DEFAULTS | OPTIMIZERS[optimizer] | (PUBLISHED if published else {}) | DATA[data]
     defaults |= {key: value for key, value in recipe.items() if key not in not_for_digits}
-    defaults |= {"data": data, "workers": cores(), "output": Path("runs") / name}
+    defaults |= {"data": data, "workers": os.cpu_count() or 1, "output": Path("runs") / name}
     if config.steps is not None:
         defaults.pop("epochs")
     if config.global_batch not in (None, recipe.get("global_batch")):
         defaults.pop("local_batch", None)  # it was for the configuration's own batch
     absent = {name for name, *_ in OPTIONS if getattr(config, name) is None}
     c = dataclasses.replace(config, **{name: defaults[name] for name in absent & defaults.keys()})
-    process = {option(name): getattr(c, name) for name in ("coordinator", "num_processes", "process_id")}
-    given, missing = ([name for name, x in process.items() if (x is None) == absent] for absent in (False, True))
+    where, n, i = c.processes or ("a:1", "1", "0")
     refuse(
         (c.decay_end is not None and c.decay_end <= (c.decay_begin or 0),
          f"--decay-end {c.decay_end} must be greater than --decay-begin {c.decay_begin}"),
         (c.rate_in_momentum and c.trust_ratio not in (0, "auto"),
          "--rate-in-momentum has no effect with --trust-ratio; give --no-rate-in-momentum or --trust-ratio 0"),
         (c.plan and c.optimizer != "kfac", f"--plan with --optimizer {c.optimizer}: it is what K-FAC adds"),
-        (c.coordinator is not None and not re.fullmatch(r".+:\d+", c.coordinator),
-         f"--coordinator {c.coordinator} has no port; it must be HOST:PORT, such as {c.coordinator}:8476"),
-        (given and missing, f"{' and '.join(given)} needs {' and '.join(missing)} too; --distributed alone takes all "
-         "three from the environment"),
-        (len(given) == 3 and c.process_id >= c.num_processes,
-         f"--process-id {c.process_id} must be less than --num-processes {c.num_processes}"),
+        (not (re.fullmatch(r".+:\d+", where) and n.isdecimal() and i.isdecimal() and int(i) < int(n)),
+         f"--processes {where} {n} {i} must be HOST:PORT, their number, and which of them this is, from 0"),
     )  # fmt: skip
     return c
 
@@ -255,7 +246,7 @@ def fit(config: Any, images: int, devices: int, platform: str) -> Any:
     """What depends on the number of images and devices: the batch, its share of a device, warm-up, type."""
     batch = config.global_batch
     if batch == "auto":
-        batch = max(1, images // STEPS_AN_EPOCH // devices) * devices
+        batch = max(1, images // 10 // devices) * devices  # ten steps an epoch, as batch 131,072 makes of ImageNet
     local = config.local_batch or max(1, batch // devices)
     refuse(
         (batch > images, f"--global-batch {batch} does not fit the {images} training images; auto takes a tenth"),
@@ -282,10 +273,6 @@ def fit(config: Any, images: int, devices: int, platform: str) -> Any:
 def total_steps(config: Any, images: int) -> int:
     """The length of the training: of epochs, what was asked for in full, but for rounding."""
     return config.steps or max(1, math.ceil(config.epochs * images / config.global_batch - 1e-6))
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # The folder of a run.

@@ -5,7 +5,6 @@ one process for each GPU, as launch/slurm.sh does.
 """
 
 import io
-import os
 import warnings
 import zlib
 from collections.abc import Generator
@@ -14,11 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
-# Pillow gives the memory of each image back to the system and has it zeroed anew for the next, a quarter of all time,
-# unless it is told to keep some blocks. It reads this when it is imported.
-os.environ.setdefault("PILLOW_BLOCKS_MAX", "4")
-
 from PIL import Image
 
 import batches
@@ -43,22 +37,20 @@ def load(config: Any) -> Dataset:
     if config.data == "digits":
         return batches.load_digits()
     if config.data == "synthetic":
-        rng, n = np.random.RandomState(0), min(config.synthetic_images, 256)
-        images, labels = rng.randint(0, 256, (n, size, size, 3), np.uint8), rng.randint(0, 1000, n)
+        rng = np.random.RandomState(0)
+        images, labels = rng.randint(0, 256, (256, size, size, 3), np.uint8), rng.randint(0, 1000, 256)
         train = batches.ArraySplit(images, labels, length=config.synthetic_images)
         val = batches.ArraySplit(images[:32], labels[:32])
         return Dataset("synthetic", train, val, (size, size, 3), 1000, *about, 0)
     found, decoder = rec.find(config.data_dir), Decoder(size, config.crop)
-    train, val = (ImageSplit(part, decoder, config.workers) for part in (found.train, found.val))
+    splits: Any = (ImageSplit(part, decoder, config.workers) for part in (found.train, found.val))
     fingerprint = zlib.crc32(found.val.identity(), zlib.crc32(found.train.identity()))
-    return Dataset("folder", train, val, (size, size, 3), found.num_classes, *about, fingerprint, found.note)
+    note = f" ({found.note})" if found.note else ""
+    return Dataset("folder", *splits, (size, size, 3), found.num_classes, *about, fingerprint, note)
 
 
 class ImageSplit:
-    """Encoded images, decoded by `workers` threads.
-
-    A broken image is left out of validation; in training another one takes its place, for a batch keeps its size.
-    """
+    """Encoded images, decoded by `workers` threads; for a broken one training takes another, and validation none."""
 
     def __init__(self, records: Files, decoder: "Decoder", workers: int) -> None:
         self.records, self.decoder, self.workers = records, decoder, workers
@@ -116,9 +108,8 @@ Box = tuple[float, float, float, float]
 class Decoder:
     """From the bytes of a file to `size` x `size` pixels: decodes, cuts, mirrors and scales.
 
-    `crop` is what training cuts out: "random-resized", 8% to 100% of the area at an aspect ratio of 3/4 to 4/3;
-    or "squashed", a square out of the image brought to a square of 256/224 of `size`. Validation takes
-    the centre: of the image with its short side at 256/224, or of the squashed one.
+    Training cuts out ("random-resized") 8% to 100% of the area at an aspect ratio of 3/4 to 4/3, or ("squashed") a
+    square out of the image brought to a square of 256/224 of `size`; validation the centre.
     """
 
     size: int

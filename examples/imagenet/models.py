@@ -20,15 +20,12 @@ def around_one(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32)
 class ResNet(nn.Module):
     """`stages[i]` blocks of width `width * 2**i`; each stage but the first halves the image.
 
-    `bottleneck` blocks are 1x1, 3x3, 1x1 with four times the width outside (stride in the 3x3),
-    the others two 3x3. `stem` is "imagenet" (7x7 with stride 2, then max-pooling), "deep" (three 3x3 instead
-    of the 7x7) or "small" (3x3). With `pooled_shortcut` a strided shortcut averages before its 1x1; with it and the
-    deep stem a ResNet-50 is a ResNet-50-D (He et al. 2018).
-
-    `init_scheme` is "identity" (blocks start as the identity: their last scale is zero, Goyal et al. 2017) or "he"
-    (Osawa et al. 2019: kernels by fan-in, so that each has norm sqrt(2 d_out), the final one too; scales around 1).
-
-    With `axis_name` batch norm averages over that axis of devices. Returns logits in the type of the parameters.
+    `bottleneck` blocks are 1x1, 3x3 (with the stride), 1x1, four times as wide outside, the others two 3x3. `stem` is
+    "imagenet" (7x7 with stride 2, then max-pooling), "deep" (three 3x3 instead) or "small" (3x3). With
+    `pooled_shortcut` a strided shortcut averages before its 1x1; with both a ResNet-50 is a ResNet-50-D (He et al.
+    2018). `init_scheme` is "identity" (the last scale of a block is zero, Goyal et al. 2017) or "he" (Osawa et al.
+    2019: kernels by fan-in, so that each has norm sqrt(2 d_out), the final one too; scales around 1). With `axis_name`
+    batch norm averages over that axis of devices. Returns logits in the type of the parameters.
     """
 
     stages: tuple[int, ...]
@@ -56,20 +53,18 @@ class ResNet(nn.Module):
         )  # fmt: skip
         last_norm = partial(norm, scale_init=nn.initializers.zeros) if identity else norm
         x = x.astype(self.dtype)
-        if self.stem == "imagenet":
-            x = conv(self.width, (7, 7), (2, 2), padding=3, name="stem")(x)
-            x = nn.relu(norm(name="stem_norm")(x))
-            x = nn.max_pool(x, (3, 3), (2, 2), padding=((1, 1), (1, 1)))
-        elif self.stem == "deep":
+        if self.stem == "deep":
             # The bias does nothing before a batch norm, but the network that the recipe is for has it.
             x = conv(self.width // 2, (3, 3), (2, 2), padding=1, use_bias=True, name="stem1")(x)
             x = nn.relu(norm(name="stem1_norm")(x))
             x = nn.relu(norm(name="stem2_norm")(conv(self.width // 2, (3, 3), padding=1, name="stem2")(x)))
             x = nn.relu(norm(name="stem3_norm")(conv(self.width, (3, 3), padding=1, name="stem3")(x)))
-            x = nn.max_pool(x, (3, 3), (2, 2), padding=((1, 1), (1, 1)))
         else:
-            x = conv(self.width, (3, 3), padding=1, name="stem")(x)
+            side, stride = (3, 1) if self.stem == "small" else (7, 2)
+            x = conv(self.width, (side, side), (stride, stride), padding=side // 2, name="stem")(x)
             x = nn.relu(norm(name="stem_norm")(x))
+        if self.stem != "small":
+            x = nn.max_pool(x, (3, 3), (2, 2), padding=((1, 1), (1, 1)))
         for i, blocks in enumerate(self.stages):
             for j in range(blocks):
                 x = Block(

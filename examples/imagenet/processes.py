@@ -27,10 +27,10 @@ def meet(config: Any) -> None:
     jax.config.update("jax_enable_x64", config.dtype == "float64")
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "kfac-imagenet" / "programs"))
-    if config.distributed or config.coordinator is not None:
-        where = config.coordinator, config.num_processes, config.process_id
+    if config.distributed or config.processes:
+        where, n, i = config.processes or (None, None, None)
         # Processes that end differ by what process 0 still writes, hence some patience.
-        jax.distributed.initialize(*where, shutdown_timeout_seconds=60)
+        jax.distributed.initialize(where, n and int(n), i and int(i), shutdown_timeout_seconds=60)
 
 
 def row_of_devices(wanted: int | None) -> Mesh:
@@ -62,13 +62,12 @@ def everyone(text: str) -> list[str]:
 def on_first(call: Callable[[], Any]) -> Any:
     """Process 0 does it, the others wait; what it refuses, or the system refuses it, is refused by all."""
     error, result = "", None
-    if is_first():
-        try:
-            result = call()
-        except UserError as refused:
-            error = str(refused)
-        except OSError as refused:
-            error = f"{refused.filename or 'a file'} cannot be written: {refused.strerror}"
+    try:
+        result = call() if is_first() else None
+    except UserError as refused:
+        error = str(refused)
+    except OSError as refused:
+        error = f"{refused.filename or 'a file'} cannot be written: {refused.strerror}"
     if error := everyone(error)[0]:
         raise UserError(error)
     return result
@@ -111,11 +110,7 @@ def _open_output(config: Any, found: dict[str, Any]) -> int:
 
 
 class Stop:
-    """Notes SIGTERM and Ctrl-C, which end the run after the step at hand; a second one ends it now.
-
-    The script then exits with 128 + the signal's number, as a shell would say it: a batch system sees that it is not
-    done.
-    """
+    """Notes SIGTERM and Ctrl-C, which end the run after the step at hand; a second one ends it now."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -138,7 +133,9 @@ class Stop:
         return not self.together and self.signal is not None
 
     def restore(self) -> int:
-        """The exit code. Waits for all processes, of which the first to end ends the others in many a batch system."""
+        """The exit code, 128 + the signal's number as in a shell. Waits for all processes: the first to end would end
+        the others in many a batch system.
+        """
         everyone("")
         for number, handler in self.before.items():
             signal.signal(number, handler)
@@ -146,10 +143,7 @@ class Stop:
 
 
 def script(main: Callable[[list[str]], int | None]) -> None:
-    """Runs a script, whose refusals and whose trouble with the system are one sentence; `main` returns the exit code.
-
-    Ctrl-C ends it at once and without a word, unless `main` takes it up.
-    """
+    """Runs a script, whose refusals and trouble with the system are one sentence; `main` returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         sys.exit(main(sys.argv[1:]))
@@ -159,8 +153,7 @@ def script(main: Callable[[list[str]], int | None]) -> None:
         sys.stderr.flush()
         os._exit(1)  # at once: the other processes may wait for this one
     except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
+        os._exit(128 + signal.SIGPIPE)
     except OSError as error:
         if error.errno not in SYSTEM_ERRORS:
             raise

@@ -114,10 +114,7 @@ def own_indices(devices: int, local: int, micro_batches: int) -> jax.Array:
 
 
 def running_mixup(keys: jax.Array, step: jax.Array, alpha: float, new: Mixed, previous: Mixed) -> Mixed:
-    """`l x + (1 - l) x'` with the previous mixed batch x', `l = max(b, 1 - b)`, `b ~ Beta(alpha, alpha)`, per image.
-
-    There is nothing before the first batch, which goes in as it is.
-    """
+    """`l x + (1 - l) x'` with the last mixed batch x', by image: `l = max(b, 1 - b)`, `b ~ Beta(alpha, alpha)`."""
     b = jax.vmap(lambda key: jax.random.beta(jax.random.fold_in(key, MIXUP), alpha, alpha, dtype=jnp.float32))(keys)
     share = jnp.where(step == 0, 1, jnp.maximum(b, 1 - b))
 
@@ -126,14 +123,6 @@ def running_mixup(keys: jax.Array, step: jax.Array, alpha: float, new: Mixed, pr
         return own * x + (1 - own) * before
 
     return Mixed(mix(new.images, previous.images), mix(new.targets, previous.targets))
-
-
-def rectangles(height: jax.Array, width: jax.Array, u: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """True inside of a rectangle of this size at a place given by `u` in [0, 1)^2."""
-    h, w = jnp.clip(jnp.round(height), 1, shape[0]), jnp.clip(jnp.round(width), 1, shape[1])
-    top, left = jnp.floor(u[0] * (shape[0] - h + 1)), jnp.floor(u[1] * (shape[1] - w + 1))
-    y, x = jnp.arange(shape[0])[:, None], jnp.arange(shape[1])[None, :]
-    return (y >= top) & (y < top + h) & (x >= left) & (x < left + w)
 
 
 def erase(keys: jax.Array, images: jax.Array) -> jax.Array:
@@ -145,7 +134,11 @@ def erase(keys: jax.Array, images: jax.Array) -> jax.Array:
         area = shape[0] * shape[1] * (AREA[0] + (AREA[1] - AREA[0]) * u[1])
         aspect = ASPECT[0] + (ASPECT[1] - ASPECT[0]) * u[2]
         aspect = jnp.where(u[3] < 0.5, aspect, 1 / aspect)  # height over width, either way up
-        inside = rectangles(jnp.sqrt(area * aspect), jnp.sqrt(area / aspect), u[4:], shape)
+        h = jnp.clip(jnp.round(jnp.sqrt(area * aspect)), 1, shape[0])
+        w = jnp.clip(jnp.round(jnp.sqrt(area / aspect)), 1, shape[1])
+        top, left = jnp.floor(u[4] * (shape[0] - h + 1)), jnp.floor(u[5] * (shape[1] - w + 1))
+        y, x = jnp.arange(shape[0])[:, None], jnp.arange(shape[1])[None, :]
+        inside = (y >= top) & (y < top + h) & (x >= left) & (x < left + w)
         return ~(inside & (u[0] < PROBABILITY))
 
     return jnp.where(jax.vmap(kept)(keys)[..., None], images, 0)
@@ -154,10 +147,9 @@ def erase(keys: jax.Array, images: jax.Array) -> jax.Array:
 def augment(
     keys: jax.Array, step: jax.Array, alpha: float, erasing: str, batch: Mixed, previous: Any
 ) -> tuple[Mixed, Any]:
-    """What the network sees, and what the next batch is mixed with, of normalised images with a key each.
+    """What the network sees, and what the next batch is mixed with, if it is, of normalised images with a key each.
 
-    `previous` is what the last call carried; nothing is carried without mixup. With `erasing` "in-place" the rectangle
-    is also missing from what is carried on, as in the code of Osawa et al. 2019; with "own" it is not.
+    With `erasing` "in-place" the rectangle is missing from what is carried on too, as in the code of Osawa et al.
     """
     if alpha:
         batch = running_mixup(keys, step, alpha, batch, previous)
@@ -205,11 +197,9 @@ def learning_rate(config: Any, steps_per_epoch: float, total_steps: int) -> opta
         ),
         "constant": optax.constant_schedule(peak),
     }[config.schedule]
-    if warmup == 0:
-        return decay
     # Starts at peak / warmup, not at zero: no step is for nothing.
-    rise = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
-    return optax.join_schedules([rise, decay], [warmup])
+    rise = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
+    return optax.join_schedules([rise, decay], [warmup]) if warmup else decay
 
 
 def momentum(config: Any, rate: optax.Schedule) -> Any:

@@ -1,9 +1,6 @@
-"""Where the encoded images of a data set are, and what is missing: in class folders, tar shards (webdataset), TFRecord
-(TFDS) and Parquet (Hugging Face).
-"""
+"""Where the encoded images of a data set are, and what is missing: class folders, tar shards and TFRecord files."""
 
 import contextlib
-import functools
 import hashlib
 import json
 import mmap
@@ -22,7 +19,7 @@ import numpy as np
 from files import UserError, entries, fetch, patiently
 
 ENDINGS = {".jpeg", ".jpg", ".jpe", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm"}
-KINDS = {"tar": r"\.tar$", "tfrecord": r"\.tfrecord|^(train|validation)-\d+-of-\d+$", "parquet": r"\.parquet$"}
+KINDS = {"tar": r"\.tar$", "tfrecord": r"\.tfrecord|^(train|validation)-\d+-of-\d+$"}
 SPLITS = ("train", "val")
 IMAGENET_SIZES = (1_281_167, 50_000)
 # What TFDS and the webdataset copies of the Hugging Face hub say of their shards.
@@ -76,25 +73,6 @@ class Examples(Members):
         return record[begin:end]
 
 
-class Rows(Members):
-    """Rows of Parquet files: `offset` is the row group, `size` the row in it."""
-
-    def read(self, index: int) -> bytes:
-        return _row_group(self.path(index), int(self.offset[index]))[int(self.size[index])].as_py()
-
-
-@functools.lru_cache(maxsize=4)
-def _row_group(path: str, group: int) -> Any:
-    """One image costs its whole row group, 100 images in the Hugging Face copy, of which the last few are kept."""
-    import pyarrow.parquet as pq
-
-    def images() -> Any:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            return file.read_row_group(group, columns=["image"]).column("image").combine_chunks().field("bytes")
-
-    return patiently(images, path)
-
-
 # What is there.
 
 
@@ -113,20 +91,16 @@ def find(folder: Any) -> Found:
     if not os.path.isdir(folder):
         raise UserError(f"--data-dir {folder} {'is not a folder' if os.path.exists(folder) else 'does not exist'}")
     folders, files = entries(folder)
-    inner = folder
-    if "train" not in folders and "data" in folders:
-        inner, files = os.path.join(folder, "data"), entries(os.path.join(folder, "data"))[1]
-    kind = next((kind for kind in KINDS if _shards(inner, files, kind, "train")), None)
+    kind = next((kind for kind in KINDS if _shards(folder, files, kind, "train")), None)
     classes: list[str] = []
     if kind is None or "train" in folders:
         train, val, classes, notes = _class_folders(folder, folders)
     else:
-        shards = {split: _shards(inner, files, kind, split) for split in SPLITS}
+        shards = {split: _shards(folder, files, kind, split) for split in SPLITS}
         if not shards["val"]:
-            raise UserError(f"--data-dir {inner} has shards for training ({shards['train'][0]}) but no *val* {kind} "
-                            "shards")  # fmt: skip
-        parts: dict[str, Any] = {split: _indexed(inner, kind, split, names) for split, names in shards.items()}
-        (train, val), notes = parts.values(), _lengths(inner, files, kind, parts)
+            raise UserError(f"{folder} has shards for training ({shards['train'][0]}) but no *val* {kind} shards")
+        parts: dict[str, Any] = {split: _indexed(folder, kind, split, names) for split, names in shards.items()}
+        (train, val), notes = parts.values(), _lengths(folder, files, kind, parts)
     have, held = (set(part.labels.tolist()) for part in (train, val))
     if len(have) < 2:
         label = classes[min(have)] if classes else min(have)
@@ -147,15 +121,13 @@ def find(folder: Any) -> Found:
 
 def _class_folders(folder: str, found: Sequence[str]) -> tuple[Files, Files, list[str], list[str]]:
     if missing := [split for split in SPLITS if split not in found]:
-        raise UserError(f"--data-dir has no folder {missing[0]}/ ({os.path.join(folder, missing[0])}); it must hold "
-                        "train/<class>/*.JPEG and val/<class>/*.JPEG, or shards *train* and *val* in tar, tfrecord or "
-                        "parquet")  # fmt: skip
+        raise UserError(f"{folder} has no folder {missing[0]}/; it must hold train/<class>/*.JPEG and "
+                        "val/<class>/*.JPEG, or shards *train* and *val*, tar or tfrecord")  # fmt: skip
     held = {split: entries(os.path.join(folder, split)) for split in SPLITS}
     for split, (inside, loose) in held.items():
         if not inside:
             what = f"a folder of {len(loose)} files ({loose[0]}) without classes" if loose else "empty"
-            raise UserError(f"{os.path.join(folder, split)} is {what}: it must hold one folder of images for each "
-                            "class")  # fmt: skip
+            raise UserError(f"{os.path.join(folder, split)} is {what}: it must hold a folder of images for each class")
     classes, other, parts = sorted({name for inside, _ in held.values() for name in inside}), [], []
     for split, (inside, _) in held.items():
         names: list[str] = []
@@ -169,8 +141,7 @@ def _class_folders(folder: str, found: Sequence[str]) -> tuple[Files, Files, lis
             labels += [classes.index(name)] * len(images)
             other += sorted({*files} - {*images})
         parts.append(Files(folder, names, labels))
-    notes = [f"{len(other)} file(s) ignored, for they do not end like images: {os.path.join(folder, name)}"
-             for name in other[:1]]  # fmt: skip
+    notes = [f"{len(other)} file(s) ignored, for they do not end like images: {name}" for name in other[:1]]
     return *parts, classes, notes  # type: ignore[return-value]
 
 
@@ -188,8 +159,8 @@ def _below(root: str, folder: str) -> Iterator[str]:
 def _shards(folder: str, files: Sequence[str], kind: str, split: str) -> list[str]:
     """The names of the shards of one split, all of them: a gap in their numbers is refused."""
     found = [name for name in files if split in name and re.search(KINDS[kind], name)]
-    # PREFIX-00007-of-00294, PREFIX-000007.tar, PREFIX-00007-of-00294-0123abcd.parquet
-    pattern = re.compile(r"(.*?)(\d+)(?:-of-(\d+))?(?:-[0-9a-f]+)?((?:\.\w+)?)")
+    # PREFIX-00007-of-00294, PREFIX-000007.tar
+    pattern = re.compile(r"(.*?)(\d+)(?:-of-(\d+))?((?:\.\w+)?)")
     numbered = [match for name in found if (match := pattern.fullmatch(name))]
     for prefix, total in {(match[1], match[3]) for match in numbered}:
         these = {int(match[2]): match for match in numbered if (match[1], match[3]) == (prefix, total)}
@@ -204,7 +175,7 @@ def _shards(folder: str, files: Sequence[str], kind: str, split: str) -> list[st
 
 def _indexed(folder: str, kind: str, split: str, shards: Sequence[str]) -> Members:
     """The images in `shards`, by an index that is made once and kept in the user's cache."""
-    made = {"tar": Members, "tfrecord": Examples, "parquet": Rows}[kind]
+    made = {"tar": Members, "tfrecord": Examples}[kind]
     state = {name: [(stat := os.stat(os.path.join(folder, name))).st_size, stat.st_mtime_ns] for name in shards}
     place = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "kfac-imagenet")
     place /= f"{hashlib.sha256(os.fsencode(os.path.abspath(folder))).hexdigest()[:16]}-{split}.npz"
@@ -245,20 +216,17 @@ def _lengths(folder: str, files: Sequence[str], kind: str, parts: dict[str, Any]
             rows = rows if isinstance(rows, list) else rows.values()
             noted = {row["name"]: [int(n) for n in row.get("shardLengths") or row["shard_lengths"]] for row in rows}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} does not say how many images the shards hold ({error}); fetch it again, or remove "
-                            "it if the shards are good") from error  # fmt: skip
+            raise UserError(f"{path} does not say how many images the shards hold ({error}); fetch it again, or "
+                            "remove it if the shards are good") from error  # fmt: skip
         for split, have in found.items():
             want = next((noted[name] for name in (split, "validation", "test") if name in noted), have)
             if len(want) != len(have):
-                raise UserError(f"{path} has {len(want)} shards for {split}, here are {len(have)}; fetch what is "
-                                "missing")  # fmt: skip
+                raise UserError(f"{path} has {len(want)} shards for {split}, here are {len(have)}; fetch the others")
             for name, n, wanted in zip(parts[split].shards, have, want, strict=True):
                 if n != wanted:
                     raise UserError(f"the shard {os.path.join(folder, name)} holds {n} images, but {wanted} by {path}; "
                                     "fetch it again")  # fmt: skip
         return []
-    if kind == "parquet":
-        return ["each image costs the reading of a Parquet row group, which tar shards or TFRecord do not"]
     # Writers fill one shard after the other, so the last one has less, but for a chance of one in its size.
     full = {split: have for split, have in found.items() if kind == "tar" and len(have) > 1 and len({*have}) == 1}
     return [f"all {len(have)} tar shards of {split} hold {have[0]} images, the last one too: is one after it missing?"
@@ -270,9 +238,8 @@ Row = tuple[int, int, bytes, int]
 
 def _read(path: str, kind: str) -> list[Row]:
     """Offset, size, name and label of the images in one shard."""
-    reader = {"tar": _tar, "tfrecord": _tfrecord, "parquet": _parquet}[kind]
     try:
-        rows = patiently(lambda: reader(path), path)
+        rows = patiently(lambda: {"tar": _tar, "tfrecord": _tfrecord}[kind](path), path)
     except (tarfile.TarError, ValueError, IndexError, KeyError) as error:
         raise UserError(f"{path} cannot be read as a {kind} file ({error}); fetch it again") from error
     if not rows:
@@ -302,32 +269,16 @@ def _tar(path: str) -> list[Row]:
             raise ValueError("it is cut short: its end is missing")
     if missing := sorted(images.keys() ^ labels.keys()):
         key = missing[0].lstrip("/")
-        what = f"{key}.cls, the number of its class," if missing[0] in images else f"the image {key}.jpg"
-        raise UserError(f"{path} lacks {what} beside {key}; each image needs both")
+        raise UserError(f"{path} lacks {key}.{'cls' if missing[0] in images else 'jpg'}: each image needs its class")
     return [(*image, labels[key]) for key, image in images.items()]
-
-
-def _parquet(path: str) -> list[Row]:
-    import pyarrow.parquet as pq
-
-    with pq.ParquetFile(path) as file:
-        if not {"image", "label"} <= (names := set(file.schema_arrow.names)):
-            raise ValueError(f"it has the columns {', '.join(sorted(names))}, not image and label")
-        groups = [file.read_row_group(k, columns=["label"]).column("label") for k in range(file.num_row_groups)]
-    rows = [(k, row, b"%d.%d" % (k, row), x) for k, part in enumerate(groups) for row, x in enumerate(part.to_pylist())]
-    if any(label is None or label < 0 for *_, label in rows):
-        raise ValueError("it has images without a label, as the test split has")
-    return rows
 
 
 # TFRecord. The only packages that read it without TensorFlow read from the beginning to the end; this reads by offset.
 
 
 def _tfrecord(path: str) -> list[Row]:
-    """Each record: its length in 8 bytes, 4 of checksum, a `tf.train.Example`, 4 of checksum.
-
-    Here the checksums of the lengths are compared; those of the contents would have all images read before the first
-    step, so each is compared when its image is read.
+    """Each record: its length in 8 bytes, 4 of checksum, a `tf.train.Example`, 4 of checksum. Here the checksums of the
+    lengths are compared, each content's when its image is read: else all would be read before the first step.
     """
     rows: list[Row] = []
     # A map, in which only what is looked at is read.

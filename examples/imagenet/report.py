@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import batches
 import processes
 from files import UserError
 
@@ -27,17 +26,17 @@ class Metrics:
     """Appends records to `metrics.jsonl` in `folder`, each with the step it belongs to, in the process that `writes`.
 
     Records after `step` are dropped first: a run that was stopped between two checkpoints makes them again. Lines that
-    are no records are kept in `metrics.damaged`. `variables` give names to what is not finite.
+    are no records are kept in `metrics.damaged`. `watched` are trees whose leaves `squares` are of.
     """
 
     def __init__(
-        self, folder: Path, step: int, per_epoch: float = 1.0, variables: Any = None, writes: bool = True
+        self, folder: Path, step: int, per_epoch: float = 1.0, watched: Any = None, writes: bool = True
     ) -> None:
-        self.path, self.per_epoch, self._file = folder / "metrics.jsonl", per_epoch, None
+        self._file: Any = None
+        self.path, self.per_epoch = folder / "metrics.jsonl", per_epoch
         found, damaged = read(self.path)
         self.records = [record for record in found if record["step"] <= step]
-        params, batch_stats = (variables or {}).get("params"), (variables or {}).get("batch_stats")
-        self.watched = {"gradient": params, "parameter": params, "batch-norm average": batch_stats}
+        self.watched = watched or {}
         self._pending: list[tuple[int, dict[str, Any], Any]] = []
         self._read_at = time.perf_counter()
         # As if the run had never been stopped.
@@ -53,7 +52,7 @@ class Metrics:
             whole = self.path.with_suffix(".tmp")
             whole.write_text("".join(map(_line, self.records)))
             whole.replace(self.path)
-            self._file: Any = self.path.open("a", buffering=1)
+            self._file = self.path.open("a", buffering=1)
 
     @property
     def accuracies(self) -> list[float]:
@@ -67,10 +66,7 @@ class Metrics:
             jax.block_until_ready(self._pending[-2][1])
 
     def flush(self, rate: Callable[[int], Any]) -> dict[str, Any]:
-        """Writes what was added, which waits for the device, and returns the last record.
-
-        Its "bad" says what was not finite and in which step, empty if nothing.
-        """
+        """Writes what was added, which waits for the device. The last record; its "bad" says what was not finite."""
         pending, before, self._read_at = jax.device_get(self._pending), self._read_at, time.perf_counter()
         self._pending, record = [], {}
         for k, (step, values, squares) in enumerate(pending, 1):
@@ -143,15 +139,6 @@ def not_finite(loss: float, squares: dict[str, Any], trees: dict[str, Any]) -> s
     return " and ".join(found)
 
 
-def input_speed(split: Any, batch: int, images: int, workers: int) -> None:
-    """Prints how many images a second the input pipeline alone delivers, and for how much processor time."""
-    steps, began, busy = -(-images // batch), time.perf_counter(), time.process_time()
-    broken = {name for got in batches.train_batches(split, batch, 0, 0, steps) for name in got.broken}
-    seconds, cpu, images = time.perf_counter() - began, time.process_time() - busy, steps * batch
-    print(f"{images} images in batches of {batch} by {workers} thread(s), {len(broken)} broken: {images / seconds:.0f} "
-          f"images/s; {1e3 * cpu / images:.2f} ms of a core for an image")  # fmt: skip
-
-
 def plot(runs: dict[str, Records], path: Path, title: str) -> None:
     """Loss and accuracy against steps, epochs and seconds; training thin, validation with dots."""
     from matplotlib.figure import Figure
@@ -206,9 +193,7 @@ def main(args: list[str]) -> None:
     options = parser.parse_args(args)
     runs = {}
     for folder in options.runs:
-        runs[str(folder)], damaged = read(folder / "metrics.jsonl")
-        if damaged:
-            say(f"{folder / 'metrics.jsonl'}: {len(damaged)} damaged line(s) are left out")
+        runs[str(folder)], _ = read(folder / "metrics.jsonl")
         if not runs[str(folder)]:
             raise UserError(f"{folder} holds no run: it has no metrics.jsonl, or an empty one")
     try:

@@ -50,9 +50,7 @@ from recipe import AXIS, Mixed, Run
 from report import say
 
 SAME, SPLIT = PartitionSpec(), PartitionSpec(AXIS)
-INVERSES: dict[str, Callable[..., kfac.Inverse]] = {
-    "soap": kfac.Soap, "cholesky": kfac.Cholesky, "eigh": kfac.Eigh,
-}  # fmt: skip
+INVERSES: Any = {"soap": kfac.Soap, "cholesky": kfac.Cholesky, "eigh": kfac.Eigh}
 # Inverses go stale fast at first, so each of the first steps collects statistics whatever --factor-every says.
 FACTOR_WARMUP = 10
 
@@ -106,16 +104,6 @@ def as_matrices(params: Any) -> Any:
     return jax.tree.map(lambda w: of(tuple(range(w.ndim - 1)), w.ndim - 1) if w.ndim > 1 else None, params)
 
 
-def gradient_fn(config: Any, loss_fn: Callable[..., Any], layers: Any, micro_batches: int, statistics: bool) -> Any:
-    """`fn(params, batch_stats, batch) -> ((loss, aux), grads, factors)`, of the images of this device.
-
-    Without `statistics` the factors are None, and there is nothing of K-FAC in the backward pass. Over micro-batches
-    everything is averaged, the batch-norm averages in `aux` too.
-    """
-    measure = kfac.value_and_grad(loss_fn, layers, has_aux=True, subsample=config.subsample, statistics=statistics)
-    return kfac.microbatch(measure, micro_batches, batch_argnums=2) if micro_batches > 1 else measure
-
-
 # What is compiled: each function works on one of a row of devices.
 
 
@@ -136,10 +124,8 @@ def fresh(run: Run, key: jax.Array) -> dict[str, Any]:
 
 def init(run: Run, variables: dict[str, Any]) -> State:
     params, batch_stats, n = variables["params"], variables["batch_stats"], run.micro_batches * run.local_batch
-    mixed: Any = ()
-    if run.config.mixup_alpha:
-        mixed = Mixed(jnp.zeros((n, *run.dataset.shape), run.config.dtype),
-                              jnp.zeros((n, run.dataset.num_classes), run.wide))  # fmt: skip
+    mixed = Mixed(jnp.zeros((n, *run.dataset.shape), run.config.dtype),
+                  jnp.zeros((n, run.dataset.num_classes), run.wide)) if run.config.mixup_alpha else ()  # fmt: skip
     ema = (params, batch_stats) if run.config.ema else ()
     return State(jnp.int32(0), params, batch_stats, ema, run.tx.init(params), mixed)
 
@@ -151,9 +137,7 @@ def train_step(run: Run, gradients: Callable[..., Any], state: State, batch: Any
     loss, aux, grads = lax.pmean((loss, aux, grads), AXIS)
     updates, opt_state = run.tx.update(grads, state.opt_state, state.params, factors=factors)
     params, batch_stats = optax.apply_updates(state.params, updates), aux["batch_stats"]
-    if config.rescale:
-        params = models.rescale(params)
-    ema = state.ema
+    params, ema = models.rescale(params) if config.rescale else params, state.ema
     if config.ema:  # in the first steps it forgets faster, so that it does not lag behind
         share = jnp.minimum(config.ema, (1 + state.step) / (10 + state.step))
         ema = optax.incremental_update((params, batch_stats), ema, 1 - share)
@@ -202,15 +186,17 @@ def main(args: list[str]) -> int:
     stop_at = min(total, config.stop_after or total)
     eval_every = config.eval_every or max(1, round(per_epoch))
     if config.input_speed:
-        report.input_speed(dataset.train, batch, config.input_speed, config.workers)
+        timed, steps = time.perf_counter(), math.ceil(config.input_speed / batch)
+        bad = {name for got in batches.train_batches(dataset.train, batch, 0, 0, steps) for name in got.broken}
+        print(f"{steps * batch} images by {config.workers} thread(s), {len(bad)} broken: "
+              f"{steps * batch / (time.perf_counter() - timed):.0f} images/s")  # fmt: skip
         return 0
     # The folder of the run: a new one, or one to go on in. From here on something is written.
     output, lock = config.output, None
     if not (config.eval or config.plan):
         output, lock = processes.open_output(config, dataset.found())
     say(f"{dataset.name}: {size} training and {len(dataset.val)} validation images of "
-        f"{'x'.join(map(str, dataset.shape))}, {dataset.num_classes} classes"
-        + (f" ({dataset.note})" if dataset.note else ""))  # fmt: skip
+        f"{'x'.join(map(str, dataset.shape))}, {dataset.num_classes} classes" + dataset.note)  # fmt: skip
     broken = batches.Broken(config.max_broken * (size + len(dataset.val)))
     rows = batches.own_rows(mesh, jax.process_index(), local_batch, micro_batches)
     # Global arrays, split over the devices, from what this process has loaded of them.
@@ -228,13 +214,12 @@ def main(args: list[str]) -> int:
     num_params = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(variables["params"]))
     say(f"{config.arch} in {config.dtype}, {num_params / 1e6:.2f} M parameters; {config.optimizer} on batches of "
         f"{batch}: {mesh.size} device(s) in {jax.process_count()} process(es), {micro_batches} micro-batch(es) of "
-        f"{local_batch} images each; {per_epoch:.4g} steps an epoch, {total} steps in all, {config.warmup_epochs:.4g} "
-        "epochs of warm-up")  # fmt: skip
+        f"{local_batch} images; {per_epoch:.4g} steps an epoch, {total} in all")  # fmt: skip
 
     # Validation: loss and accuracies over all readable images, each counted once.
     eval_local = min(local_batch, -(-len(dataset.val) // mesh.size))
     eval_rows = batches.own_rows(mesh, jax.process_index(), eval_local, 1)
-    evaluate: Any = jax.jit(on_devices(functools.partial(eval_step, run), in_specs=(SAME, SPLIT), out_specs=SAME))
+    evaluate = jax.jit(on_devices(functools.partial(eval_step, run), in_specs=(SAME, SPLIT), out_specs=SAME))
 
     def validate(weights: Any) -> dict[str, float]:
         sums = np.zeros(4)
@@ -247,9 +232,11 @@ def main(args: list[str]) -> int:
 
     if config.eval:
         *weights, at = checkpoints.weights(config.eval)
-        found = validate(jax.device_put(tuple(weights), same))
-        say(f"{config.eval}, step {at}: validation loss {found['val_loss']:.4f}, accuracy {found['val_accuracy']:.2%}, "
-            f"top-5 {found['val_top5_accuracy']:.2%}, of {len(dataset.val)} images")  # fmt: skip
+        result = validate(jax.device_put(tuple(weights), same))
+        say(
+            f"{config.eval}, step {at}: validation loss {result['val_loss']:.4f}, accuracy "
+            f"{result['val_accuracy']:.2%}, top-5 {result['val_top5_accuracy']:.2%}, of {len(dataset.val)} images"
+        )
         return 0
 
     # The optimizer. K-FAC traces the loss once to find the layers; the others take their gradients in the same way.
@@ -279,8 +266,13 @@ def main(args: list[str]) -> int:
 
     # The step, compiled here and not on the first call: it can be timed, and nothing can retrace later.
     def compile_step(statistics: bool) -> Callable[..., Any]:
-        own_loss = functools.partial(loss_fn, run, model)
-        gradients = gradient_fn(config, own_loss, layers, micro_batches, statistics)
+        # `gradients(params, batch_stats, batch) -> ((loss, aux), grads, factors)`, of the images of a device. Without
+        # statistics the factors are None, and there is nothing of K-FAC in the backward pass. Over micro-batches
+        # everything is averaged, the batch-norm averages in `aux` too.
+        gradients = kfac.value_and_grad(functools.partial(loss_fn, run, model), layers, has_aux=True,
+                                        subsample=config.subsample, statistics=statistics)  # fmt: skip
+        if micro_batches > 1:
+            gradients = kfac.microbatch(gradients, micro_batches, batch_argnums=2)
         step = on_devices(functools.partial(train_step, run, gradients), in_specs=(specs, SPLIT),
                           out_specs=(specs, SAME, SAME))  # fmt: skip
         images = jax.ShapeDtypeStruct((batch, *dataset.shape), jnp.uint8, sharding=split)
@@ -289,17 +281,12 @@ def main(args: list[str]) -> int:
 
     full_step = compile_step(statistics=use_kfac)
     cheap_step = compile_step(statistics=False) if use_kfac and config.factor_every != 1 else full_step
-    n = mesh.size * eval_local
-    shapes: Any = ((n, *dataset.shape), jnp.uint8), ((n,), jnp.int32), ((n,), jnp.float32)
-    images, labels, shares = (jax.ShapeDtypeStruct(*shape, sharding=split) for shape in shapes)
-    averages = state.ema if config.ema else (state.params, state.batch_stats)
-    evaluate = evaluate.lower(averages, batches.Batch(images, labels, shares)).compile()
     compile_seconds = time.perf_counter() - compile_began
     say(f"compiled {'step' if cheap_step is full_step else 'step, cheap step'} in {compile_seconds:.1f} s")
 
     # Where it begins: at the beginning, or at the last checkpoint, which fits any number of devices.
     saved = checkpoints.Checkpoints(output / "checkpoints", config.keep_checkpoints,
-                                    *checkpoints.for_any_devices(mesh, specs, local_batch))  # fmt: skip
+                                    *checkpoints.for_any_devices(mesh, specs, local_batch, use_kfac))  # fmt: skip
     start, due = 0, True
     if saved.latest():
         state, extra = saved.restore(state)
@@ -310,7 +297,8 @@ def main(args: list[str]) -> int:
             raise UserError(f"the run in {output} is at step {start}, and is to end at step {stop_at}; give --steps, "
                             "--epochs or --stop-after beyond it")  # fmt: skip
     processes.on_first(lambda: cfg.save(config, dataset.found(), output))
-    metrics = report.Metrics(output, start, per_epoch, variables, writes=processes.is_first())
+    watched = {"gradient": state.params, "parameter": state.params, "batch-norm average": state.batch_stats}
+    metrics = report.Metrics(output, start, per_epoch, jax.eval_shape(lambda: watched), processes.is_first())
 
     # The loop. SIGTERM and Ctrl-C end it after the step at hand, with a checkpoint; a second one ends it now.
     stop, step, target = processes.Stop(), start, config.target_accuracy or math.inf
@@ -348,20 +336,18 @@ def main(args: list[str]) -> int:
             raise UserError(f"{record['bad']}; {saved.describe()}; a new run may do with "
                             f"{f'a --damping above {config.damping} or ' if use_kfac and config.damping else ''}"
                             f"a --learning-rate below {config.learning_rate}")  # fmt: skip
-        if check:
-            record |= validate(state.ema if config.ema else (state.params, state.batch_stats))
-            if record["val_accuracy"] >= target:
-                save, last, why = True, True, "--target-accuracy, reached"
+        result = validate(state.ema if config.ema else (state.params, state.batch_stats)) if check else {}
+        if result.get("val_accuracy", -1) >= target:
+            save, last, why = True, True, "--target-accuracy, reached"
         broken.update(*map(json.loads, processes.everyone(json.dumps(sorted(broken)))))
         if check:
-            result = {name: value for name, value in record.items() if name.startswith("val_")}
             metrics.validated(step, result, len(broken))
         if save:
-            saved.save(step, state, {"broken": sorted(broken), "due": due}, record.get("val_accuracy"))
+            saved.save(step, state, {"broken": sorted(broken), "due": due}, result.get("val_accuracy"))
             last_save = time.perf_counter()
         last_line, last_read = time.perf_counter(), step
         left = (total - step) * (last_line - loop_began) / (step - start)
-        found = f"  val loss {record['val_loss']:.4f}  val accuracy {record['val_accuracy']:.1%}" if check else ""
+        found = f"  val loss {result['val_loss']:.4f}  val accuracy {result['val_accuracy']:.1%}" if check else ""
         say(f"step {step:>{len(str(total))}}/{total}  epoch {step / per_epoch:5.1f}  loss {record['loss']:.4f}  "
             f"accuracy {record['accuracy']:6.1%}{found}  {batch / seconds:,.0f} images/s  {seconds:.3g} s/step  "
             f"{left / 60:.1f} min left")  # fmt: skip
