@@ -37,12 +37,12 @@ def for_any_devices(mesh: Any, specs: Any, local_batch: int, has_kfac: bool) -> 
 
     def portable(state: Any) -> Any:
         mixed = jax.tree.map(lambda x: in_batch_order(x, mesh.size, local_batch), state.mixed)
-        opt_state = kfac.gather_state(state.opt_state) if has_kfac else state.opt_state
+        opt_state = kfac.state.gather_state(state.opt_state) if has_kfac else state.opt_state
         return state._replace(mixed=mixed, opt_state=opt_state)
 
     def placed(state: Any) -> Any:
         mixed = jax.tree.map(lambda x: in_device_order(x, mesh.size, local_batch), state.mixed)
-        opt_state = kfac.scatter_state(state.opt_state, mesh.size) if has_kfac else state.opt_state
+        opt_state = kfac.state.scatter_state(state.opt_state, mesh.size) if has_kfac else state.opt_state
         return state._replace(mixed=mixed, opt_state=opt_state)
 
     def lying(specs: Any) -> Any:

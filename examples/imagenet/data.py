@@ -43,10 +43,10 @@ def load(config: Any) -> Dataset:
         val = batches.ArraySplit(images[:32], labels[:32])
         return Dataset("synthetic", train, val, (size, size, 3), 1000, *about, 0)
     found, decoder = rec.find(config.data_dir), Decoder(size, config.crop)
-    splits: Any = (ImageSplit(part, decoder, config.workers) for part in (found.train, found.val))
     fingerprint = zlib.crc32(found.val.identity(), zlib.crc32(found.train.identity()))
+    train, val = (ImageSplit(part, decoder, config.workers) for part in found[:2])  # type: ignore[assignment]
     note = f" ({found.note})" if found.note else ""
-    return Dataset("folder", *splits, (size, size, 3), found.num_classes, *about, fingerprint, note)
+    return Dataset("folder", train, val, (size, size, 3), found.num_classes, *about, fingerprint, note)
 
 
 class ImageSplit:

@@ -249,7 +249,7 @@ def main(args: list[str]) -> int:
         every = {"statistics_every": config.factor_every, "inverse_every": config.inverse_every}
         every = {name: value for name, value in every.items() if isinstance(value, int)}
         for n in config.plan:
-            say(f"{kfac.plan(layers, devices=n, batch=batch, inverse=INVERSES[config.inverse](), **every)}\n")
+            say(f"{kfac.planning.plan(layers, devices=n, batch=batch, inverse=INVERSES[config.inverse](), **every)}\n")
         return 0
     rate = recipe.learning_rate(config, per_epoch, total)
     try:
@@ -260,7 +260,7 @@ def main(args: list[str]) -> int:
     # The state: the same on all devices but for the layers that each one owns and the images that it has mixed.
     say("compiling ...")
     compile_began = time.perf_counter()
-    specs = State(SAME, SAME, SAME, SAME, kfac.state_specs(run.tx, variables["params"], AXIS), SPLIT)
+    specs = State(SAME, SAME, SAME, SAME, kfac.state.state_specs(run.tx, variables["params"], AXIS), SPLIT)
     variables = jax.jit(functools.partial(fresh, run), out_shardings=same)(jax.random.key(config.seed))
     state = jax.jit(on_devices(functools.partial(init, run), in_specs=SAME, out_specs=specs))(variables)
 
