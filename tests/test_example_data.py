@@ -333,7 +333,7 @@ def test_a_missing_last_tar_shard_is_noticed(tmp_path):
     (tmp_path / "imagenet-train-000002.tar").unlink()
     for index in indices():
         index.unlink()
-    with pytest.raises(UserError, match=r"_info.json has 3 shards for train, here are 2; fetch what is missing"):
+    with pytest.raises(UserError, match=r"_info.json has 3 shards for train, here are 2; fetch the others"):
         records.find(tmp_path)
     (tmp_path / "_info.json").unlink()
     assert "the last one too: is one after it missing?" in records.find(tmp_path).note
