@@ -336,7 +336,17 @@ def test_a_missing_last_tar_shard_is_noticed(tmp_path):
     with pytest.raises(UserError, match=r"_info.json has 3 shards for train, here are 2; fetch the others"):
         records.find(tmp_path)
     (tmp_path / "_info.json").unlink()
-    assert "the last one too: is one after it missing?" in records.find(tmp_path).note
+    assert "is one after the last missing?" in records.find(tmp_path).note
+
+
+def test_a_shard_that_is_cut_between_records_is_asked_about(tmp_path):
+    """Without a note beside the shards, and without an index of before: such a file is whole by itself."""
+    tfrecords(tmp_path)
+    assert records.find(tmp_path).note == ""
+    for index in indices():
+        index.unlink()
+    tfrecord(tmp_path / "imagenet2012-train.tfrecord-00001-of-00002", (1,))
+    assert records.find(tmp_path).note.endswith("00001-of-00002 holds 1 images, others 2: is it whole?")
 
 
 def classic_tfrecords(root):
@@ -359,7 +369,7 @@ def test_layouts(tmp_path, layout):
     layout(tmp_path)
     found = records.find(tmp_path)
     train, val = LAYOUTS[layout]
-    notes = {tar_shards: "all 2 tar shards of train hold 2 images, the last one too"}
+    notes = {tar_shards: "all 2 tar shards of train hold 2 images"}
     assert found.num_classes == 2 and (notes[layout] in found.note if layout in notes else found.note == "")
     assert found.train.labels.tolist() == train and found.val.labels.tolist() == val
     # The pixels say the same.

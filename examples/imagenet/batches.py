@@ -24,9 +24,8 @@ Key = tuple[int, int]
 
 
 class Batch(NamedTuple):
-    """What a step needs: `images` uint8 [n, h, w, c], `labels` int32 [n], `weights` float32 [n].
-
-    A weight of zero marks what is only there to fill the batch. `broken` names the files that are no images.
+    """`images` uint8 [n, h, w, c], `labels` int32 [n], `weights` float32 [n], of which zero marks what is only there to
+    fill the batch. `broken` names the files that are no images.
     """
 
     images: Any

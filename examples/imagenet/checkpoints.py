@@ -24,7 +24,6 @@ from processes import SYSTEM_ERRORS, everyone, on_first
 
 # What `sha256sum --check SHA256SUMS` reads, too.
 SUMS = "SHA256SUMS"
-SAME = PartitionSpec()
 
 
 # The state of a run for any number of devices.
@@ -45,11 +44,8 @@ def for_any_devices(mesh: Any, specs: Any, local_batch: int, has_kfac: bool) -> 
         opt_state = kfac.state.scatter_state(state.opt_state, mesh.size) if has_kfac else state.opt_state
         return state._replace(mixed=mixed, opt_state=opt_state)
 
-    def lying(specs: Any) -> Any:
-        is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
-        return jax.tree.map(functools.partial(NamedSharding, mesh), specs, is_leaf=is_spec)
-
-    gather = jax.jit(portable, out_shardings=lying(specs._replace(opt_state=SAME)))
+    lying = functools.partial(jax.tree.map, functools.partial(NamedSharding, mesh))
+    gather = jax.jit(portable, out_shardings=lying(specs._replace(opt_state=PartitionSpec())))
     return gather, jax.jit(placed, out_shardings=lying(specs))
 
 

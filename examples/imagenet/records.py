@@ -121,8 +121,7 @@ def find(folder: Any) -> Found:
 
 def _class_folders(folder: str, found: Sequence[str]) -> tuple[Files, Files, list[str], list[str]]:
     if missing := [split for split in SPLITS if split not in found]:
-        raise UserError(f"{folder} has no folder {missing[0]}/; it must hold train/<class>/*.JPEG and "
-                        "val/<class>/*.JPEG, or shards *train* and *val*, tar or tfrecord")  # fmt: skip
+        raise UserError(f"{folder} has no {missing[0]}/; it must hold train/<class>/, val/<class>/ or shards of both")
     held = {split: entries(os.path.join(folder, split)) for split in SPLITS}
     for split, (inside, loose) in held.items():
         if not inside:
@@ -227,10 +226,16 @@ def _lengths(folder: str, files: Sequence[str], kind: str, parts: dict[str, Any]
                     raise UserError(f"the shard {os.path.join(folder, name)} holds {n} images, but {wanted} by {path}; "
                                     "fetch it again")  # fmt: skip
         return []
-    # Writers fill one shard after the other, so the last one has less, but for a chance of one in its size.
-    full = {split: have for split, have in found.items() if kind == "tar" and len(have) > 1 and len({*have}) == 1}
-    return [f"all {len(have)} tar shards of {split} hold {have[0]} images, the last one too: is one after it missing?"
-            for split, have in full.items()]  # fmt: skip
+    # Shards are as full as each other, but for the last tar; one as full is the last for a chance of one in its size.
+    notes = []
+    for split, have in found.items():
+        if kind == "tar" and len(have) > 1 and len({*have}) == 1:
+            notes.append(f"all {len(have)} tar shards of {split} hold {have[0]} images: is one after the last missing?")
+        rest = zip(parts[split].shards, have[: -1 if kind == "tar" else None], strict=False)
+        notes += [
+            f"{name} holds {n} images, others {max(have)}: is it whole?" for name, n in rest if n < 0.9 * max(have)
+        ]
+    return notes[:3]
 
 
 Row = tuple[int, int, bytes, int]

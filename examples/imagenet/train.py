@@ -4,7 +4,6 @@ python examples/imagenet/train.py                          # digits, ten K-FAC s
 python examples/imagenet/train.py --config bs128k --data-dir imagenet --output runs/a    # the same again goes on
 python examples/imagenet/train.py --eval runs/a            # its best checkpoint
 python examples/imagenet/train.py --config bs128k --data synthetic --synthetic-images 1281167 --plan 128 512   # a plan
-python examples/imagenet/train.py --distributed            # in each process: launch/
 """
 
 import os
