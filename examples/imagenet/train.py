@@ -242,8 +242,10 @@ def main(args: list[str]) -> int:
     use_kfac, seen = config.optimizer == "kfac", jnp.dtype(config.dtype) if run.augmented else jnp.uint8
     example = Mixed(jax.ShapeDtypeStruct((local_batch, *dataset.shape), seen),
                     jax.ShapeDtypeStruct((local_batch, dataset.num_classes), run.wide))  # fmt: skip
+    # The published recipe has whole factors.
+    max_dim = None if config.trust_ratio == "auto" else 8192
     layers = kfac.find_layers(functools.partial(loss_fn, run, plain), variables["params"], variables["batch_stats"],
-                              example, has_aux=True)  # fmt: skip
+                              example, has_aux=True, max_dim=max_dim)  # fmt: skip
     if config.plan:
         every = {"statistics_every": config.factor_every, "inverse_every": config.inverse_every}
         every = {name: value for name, value in every.items() if isinstance(value, int)}
