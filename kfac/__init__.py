@@ -29,7 +29,6 @@ from kfac._distributed.planning import Plan as Plan
 from kfac._distributed.planning import plan as plan
 from kfac._factors import Factors as Factors
 from kfac._factors import Kronecker as Kronecker
-from kfac._factors import Shares as Shares
 from kfac._factors import Unitwise as Unitwise
 from kfac._layers import Layer as Layer
 from kfac._layers import Layers as Layers

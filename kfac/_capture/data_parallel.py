@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from kfac._capture.microbatch import check_argnums, split_positions
 from kfac._capture.outputs import with_own_key
 from kfac._checks import check_axis_name, check_mesh
-from kfac._factors import Factors, Shares
+from kfac._factors import Factors
 from kfac._varying import AxisName, as_varying, axis_names, lying_as, whole_along
 
 
@@ -109,7 +109,7 @@ def _spread(x: Any, mesh: Mesh, axes: tuple[str, ...], explicit: bool) -> Any:
     return jax.reshard(x, NamedSharding(mesh, PartitionSpec(axes))) if explicit else x
 
 
-def _averaged(found: Any, axes: tuple[str, ...]) -> tuple[Any, Any, Shares | None]:
+def _averaged(found: Any, axes: tuple[str, ...]) -> tuple[Any, Any, Factors | None]:
     """What one device found, with averages over all of values and gradients."""
     if not (isinstance(found, tuple) and len(found) == 3 and isinstance(found[2], Factors | None)):
         raise ValueError("fn must be what kfac.value_and_grad or kfac.microbatch returned, but it returned no factors")
@@ -123,5 +123,5 @@ def _averaged(found: Any, axes: tuple[str, ...]) -> tuple[Any, Any, Shares | Non
         return lax.pmean(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axes).astype(x.dtype)
 
     value, grads, factors = as_varying(jax.tree.map(jnp.asarray, found), frozenset(axes))
-    shares = None if factors is None else Shares(jax.tree.map(lambda x: x[None], factors), axes)
+    shares = factors
     return *jax.tree.map(mean, (value, grads)), shares

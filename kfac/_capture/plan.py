@@ -17,13 +17,16 @@ from kfac._capture import axes as axes_lib
 from kfac._capture.axes import Atom
 from kfac._capture.find_layers import Found, layers_of, placed_rows
 from kfac._capture.outputs import Marks
+from kfac._capture.spread import Spread
 from kfac._capture.states import Loop, Use, by_part
 from kfac._capture.taps import ElementwiseTap, Key, KroneckerTap, Plan, Tap
 from kfac._capture.trace import Trace
 from kfac._factors import Factors, Kronecker, Ragged, Tied, Unitwise
 from kfac._layers import KRONECKER_KINDS, UNITWISE_KINDS, Layer, Layers
-from kfac._statistics.rows import diagonal_blocks, in_blocks
-from kfac._varying import AxisName, split_along, whole
+from kfac._statistics.convolution import Convolution
+from kfac._statistics.rows import Dense, Lookup, diagonal_blocks, in_blocks
+from kfac._triangles import room
+from kfac._varying import AxisName, dividing_axes, split_along, whole
 
 
 @dataclasses.dataclass
@@ -144,6 +147,7 @@ def _plan_kronecker(planned: Planned, layer: Layer, uses: list[Use], subsample: 
     biases, paths = layer.params[1:], planned.found.layers.paths
     with_bias = {use.joined[0] for use in planned.found.reads.uses if use.joined and paths[use.leaf] in biases}
     dtype = jnp.result_type(*{use.read.dtype for use in uses})
+    taps = []
     for use in uses:
         index = next(k for k, other in enumerate(planned.found.reads.uses) if other is use)
         if use.late:
@@ -169,8 +173,58 @@ def _plan_kronecker(planned: Planned, layer: Layer, uses: list[Use], subsample: 
             subsample=subsample,
             basis=_basis_key(layer, use.part) if moments else None,
         )
+        taps.append(tap)
+    spread = _spread_taps(planned, layer, taps)
+    for tap in spread or taps:
         planned.place(tap)
-    _finish_kronecker(planned, layer, uses, dtype, moments)
+    _finish_kronecker(planned, layer, uses, dtype, moments, spread[0].spread if spread else None)
+
+
+def _spread_taps(planned: Planned, layer: Layer, taps: list[KroneckerTap]) -> list[KroneckerTap] | None:
+    """The taps of a layer for each device's examples, over a mesh; None where it is not known how these lie.
+
+    Then, and of blocks that are formed from what is summed, XLA adds up whole matrices.
+    """
+    keys = {tap.key for tap in taps}
+    if not planned.batch or layer.weight_sharing == "reduce" or any(len(key) > 2 for key in keys):
+        return None
+    alone = len(keys) == len(taps) and all(tap.use.times == 1 for tap in taps)
+    found = [_spread_tap(tap, tuple(layer.side_shapes.values()), planned.batch, alone) for tap in taps]
+    known = [tap for tap in found if tap is not None and tap.spread is not None]
+    return known if len(known) == len(taps) and len({tap.spread.axes for tap in known}) == 1 else None
+
+
+def _spread_tap(tap: KroneckerTap, shapes: tuple[tuple[int, ...], ...], batch: int, alone: bool) -> KroneckerTap | None:
+    """Splits the slowest axis of the examples, if it is the slowest of an axis of both arrays."""
+    use, read, subsample = tap.use, tap.use.read, tap.subsample
+    placed, mesh = placed_rows(use, batch), jax.sharding.get_abstract_mesh()
+    if read.groups is not None or placed is None or not placed[1]:
+        return None
+    position = placed[1][0]
+    size, g = axes_lib.flatten(read.y_axes)[position].size, axes_lib.begins(read.y_axes, position)
+    row, axes = dict(read.rows).get(position), dividing_axes(size)
+    devices = math.prod(mesh.shape[name] for name in axes)
+    if isinstance(read.geometry, Lookup):
+        x = 0 if g == 0 else None  # the first axis of the indices
+    elif isinstance(read.geometry, Convolution):
+        x = read.geometry.spec[0] if row == 0 else None
+    else:
+        x = None if row is None or not isinstance(read.geometry, Dense) else axes_lib.begins(read.x_axes, row)
+    if x is None or g is None or not axes:
+        return None
+    if subsample > 1 and (tap.arrange_g.examples[:1] != (position,) or size // devices % subsample):
+        return None  # a device's are not those that one would take
+
+    def own(arrange, position):
+        split = [n // devices if k == position else n for k, n in enumerate(arrange.split)]
+        return arrange._replace(split=tuple(split))
+
+    return dataclasses.replace(
+        tap,
+        arrange_x=tap.arrange_x if isinstance(read.geometry, Lookup) else own(tap.arrange_x, row),
+        arrange_g=own(tap.arrange_g, position),
+        spread=Spread(axes, x, g, shapes, mesh.size, alone, tap.dtype),
+    )
 
 
 def _counted(uses: list[Use]) -> bool:
@@ -178,7 +232,9 @@ def _counted(uses: list[Use]) -> bool:
     return any(use.read.groups is not None for use in uses)
 
 
-def _finish_kronecker(planned: Planned, layer: Layer, uses: list[Use], dtype: Any, moments: bool) -> None:
+def _finish_kronecker(
+    planned: Planned, layer: Layer, uses: list[Use], dtype: Any, moments: bool, over: Spread | None
+) -> None:
     """The probes of a layer, and what brings the sums of its parts and copies to factors."""
     n, each = planned.num_examples, planned.batch or 1
     reduce, use = layer.weight_sharing == "reduce", uses[0]
@@ -188,8 +244,12 @@ def _finish_kronecker(planned: Planned, layer: Layer, uses: list[Use], dtype: An
         tails["moments"] = (layer.d_out, layer.d_in)
     counted = _counted(uses)
     uncut = dataclasses.replace(layer, cut=(1, 1)).side_shapes
+    if over is not None:
+        flat = {name: (math.prod(tail),) if name == "moments" else tail for name, tail in tails.items()}
+        tails = {name: room(tail, over.multiple) for name, tail in flat.items()}
     wider = {"A": tuple(size + 1 for size in uncut["A"]), "G": uncut["G"]} if counted else tails
-    summed = {name: jax.ShapeDtypeStruct((*use.iterated, batched, *tail), dtype) for name, tail in wider.items()}
+    probe = jax.ShapeDtypeStruct if over is None else functools.partial(over.probe, len(use.iterated))
+    summed = {name: probe((*use.iterated, batched, *tail), dtype) for name, tail in wider.items()}
     positions = {part[0].part: sum(use.for_all(each).rows for use in part) / n for part in by_part(uses)}
     keys = list(dict.fromkeys(_key(layer, use) for use in uses))
     for key in keys:
@@ -253,7 +313,7 @@ def _finish_kronecker(planned: Planned, layer: Layer, uses: list[Use], dtype: An
 
     if moments:
         planned.spread[layer.name] = spread
-    planned.finish[layer.name] = keys, finish
+    planned.finish[layer.name] = keys, finish if over is None else over.packed(finish, len(use.iterated), len(lead))
 
 
 _OTHER = {"A": "G", "G": "A"}

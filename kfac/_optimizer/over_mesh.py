@@ -17,16 +17,16 @@ import optax
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from kfac._curvature.blocks import Group, check_factors
+from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import finite
 from kfac._distributed.distribution import Distribution
 from kfac._distributed.owners import Shard
-from kfac._factors import Factors, Shares
+from kfac._factors import Factors, Kronecker, Packed, Statistics, Unitwise, formed
 from kfac._layers import Layer, leaves_by_path, map_by_path
 from kfac._optimizer.reshard import state_spec
 from kfac._optimizer.state import Config, KfacState, Splits, init_state
 from kfac._optimizer.step import Gradients, Now, preconditioned_step
-from kfac._varying import as_varying, axis_names, lying_as, replicated, varying_axes, whole
+from kfac._varying import axis_names, lying_as, replicated, whole
 
 
 def step_over_mesh(
@@ -36,7 +36,7 @@ def step_over_mesh(
     params: Any,
     state: KfacState,
     now: Now,
-    factors: Factors | Shares | None,
+    factors: Factors | None,
 ) -> tuple[Any, KfacState]:
     """`preconditioned_step` on the devices of a mesh; on explicit axes the results lie as `updates` do."""
     rows = {name: own.shard for name, own in state.owned.items()}
@@ -49,46 +49,26 @@ def step_over_mesh(
     def given(tree):
         return to_owners(config, mesh, tree, rows) if split else Gradients(replicated(tree), {})
 
-    def on_device(updates, params, state, now, factors):
-        local = isinstance(factors, Shares)
-        if local:
-            own = jax.tree.map(lambda x: x[0], factors.factors)
-            factors = as_varying(own, varying_axes(lax.axis_index(axis_names(config.distribution.axis))))
-        here = config if local or config.dealt else dataclasses.replace(config, distribution=Distribution())
-        return preconditioned_step(here, updates, params, state, now, factors, local=local, narrow=narrow)
+    here = config if config.dealt else dataclasses.replace(config, distribution=Distribution())
+
+    def on_device(updates, params, state, now, stacks):
+        if stacks is not None:
+            stacks = {name: x.unpacked() if isinstance(x, Packed) else x for name, x in stacks.items()}
+        return preconditioned_step(here, updates, params, state, now, stacks, narrow=narrow)
 
     own: Any = Gradients(same, PartitionSpec(config.owners or ()))  # type: ignore[arg-type]  # the specs of such
-    shares = PartitionSpec(factors.axes) if isinstance(factors, Shares) else same
+    apart = {g.name: PartitionSpec(config.owners or ()) if g.kronecker else same for g in config.groups if g.captured}
+    stacks = None if factors is None else statistics_to_owners(config, mesh, apart, factors, rows)
     step = jax.shard_map(
         on_device,
         mesh=mesh,
-        in_specs=(own, same if params is None else own, states, same, shares),
+        in_specs=(own, same if params is None else own, states, same, None if factors is None else apart),
         out_specs=(own, states),
     )
-    new, state = step(given(updates), None if params is None else given(params), state, now, factors)
+    new, state = step(given(updates), None if params is None else given(params), state, now, stacks)
     if not split:
         return lying_as(new.tree, updates), state
     return from_owners(config, mesh, new, updates, rows, state.splits), state
-
-
-def check_over_mesh(config: Config, mesh: Mesh | AbstractMesh, factors: Any) -> None:
-    """Raises where statistics are not such as `update` over a mesh takes."""
-    if not isinstance(factors, Shares):
-        if (wire := config.distribution.communication_dtype) != "float32":
-            raise ValueError(
-                f"communication_dtype={wire!r} has no effect on statistics that XLA averages: take them by "
-                "kfac.data_parallel(kfac.value_and_grad(loss_fn, layers), mesh), in a step of your own, or leave it "
-                "at 'float32'"
-            )
-        return check_factors(factors, config.layers, config.inverse)
-    axes, number = axis_names(config.distribution.axis), {len(x) for x in jax.tree.leaves(factors)}
-    if not set(factors.axes) <= set(axes) or number - {math.prod(mesh.shape[name] for name in factors.axes)}:
-        raise ValueError(
-            f"factors are the shares of {sorted(number)} devices of the axes {factors.axes}, but the optimizer's axes "
-            f"are {axes} of {dict(mesh.shape)}: give kfac.data_parallel the mesh, and axes, of the Distribution"
-        )
-    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), factors.factors)
-    return jax.eval_shape(lambda own: check_factors(own, config.layers, config.inverse), one)
 
 
 def init_over_mesh(config: Config, mesh: Mesh | AbstractMesh, params: Any) -> KfacState:
@@ -114,6 +94,40 @@ def find_splits(params: Any) -> Splits:
     }
     named = {path: s.spec for path, s in shardings.items() if isinstance(s, NamedSharding)}
     return Splits(tuple(sorted(named.items())) if any(map(any, named.values())) else ())
+
+
+def statistics_to_owners(
+    config: Config, mesh: Mesh | AbstractMesh, specs: Any, factors: Factors, rows: dict[str, Shard]
+) -> dict[str, Packed | Unitwise]:
+    """Statistics as each owner gets its own, packed, and all devices what all have; `rows` of all positions."""
+
+    def packed(group: Group, layer: Layer, block: Statistics) -> Kronecker | Unitwise:
+        """With vectors in the place of factors."""
+        block = block if isinstance(block, Packed) else formed(block)
+        if isinstance(block, Unitwise):
+            return block
+        if isinstance(block, Kronecker):
+            block = Packed.of(block, tuple(layer.side_shapes.values()), mesh.size)
+        flat, lead = block.flat, block.flat.A.shape[:-2]
+        if config.has_moments(group) and flat.moments is None:
+            size = -(-layer.d_in * layer.d_out // mesh.size) * mesh.size
+            flat = dataclasses.replace(flat, moments=jnp.zeros((*lead, 1, size), flat.A.dtype))
+        # What is not cut has no pieces.
+        return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[-2 if x.shape[-2] > 1 else -1 :]), flat)
+
+    def stacked(factors):
+        stacks: dict[str, Any] = {}
+        for group in [group for group in config.groups if group.captured]:
+            flat = Factors({layer.name: packed(group, layer, factors[layer.name]) for layer in group.layers})
+            stack = group.stack_factors(flat)
+            if group.kronecker:
+                order = rows[group.name].order
+                sent = jax.tree.map(lambda x, order=order: _lying(mesh, x[order], config.owners)[:, None], stack)
+                stack = Packed(sent, tuple(group.shapes.values()))
+            stacks[group.name] = stack
+        return stacks
+
+    return whole(stacked, specs)(factors)
 
 
 def _explicit(mesh: Mesh | AbstractMesh) -> bool:

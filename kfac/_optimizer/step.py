@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from kfac._curvature.unitwise import ChannelInverse
 from kfac._distributed.distribution import decode, encode
 from kfac._distributed.owners import Shard
 from kfac._distributed.ways import Everywhere
-from kfac._factors import Block, Factors, Kronecker, Ragged, Tied
+from kfac._factors import Block, Factors, Kronecker, formed
 from kfac._layers import leaves_by_path, map_by_path
 from kfac._optimizer.moves import Kernels, Motion, MovesNow, Stack, adapted, clip_scale, find_kernels, lengthened
 from kfac._optimizer.state import Config, KfacMetrics, KfacState, Owned, Replica, check_state, with_blocks, with_motions
@@ -85,25 +85,25 @@ def preconditioned_step(
     params: Gradients | None,
     state: KfacState,
     now: Now,
-    factors: Factors | None,
+    factors: Factors | dict[str, Block] | None,
     *,
-    local: bool,
     narrow: Dtypes | None = None,
 ) -> tuple[Gradients, KfacState]:
-    """One step on one device; `local` statistics are still to be averaged over devices.
+    """One step on one device; statistics are `Factors` still to be averaged over devices, or stacks of its own blocks.
 
     `params` are for the lengths of steps, if these depend on them. `narrow` has the narrowest dtype of the leaves of
     each part of the `stacks`.
     """
     check_state(config, state, config.way.devices)
-    config.way.check(updates.tree, factors if local else None)
+    config.way.check(updates.tree, factors)
     place = locate(config, state, now)
     updates, gradients, square, usable = take_gradients(place, state, updates)
     changed, due = decide(place, state, usable, statistics=factors is not None)
     left_out: Vectors = {}
     change = None
     if factors is not None:
-        batch = average_statistics(place, factors, local=local) | gradient_statistics(place, gradients)
+        batch = average_statistics(place, factors) if isinstance(factors, Factors) else factors
+        batch = batch | gradient_statistics(place, gradients)
         state, left_out, change = take_in(place, state, batch, usable)
         if config.way.alone:
             # Statistics are gone before gradients are stacked; XLA would keep both until the end.
@@ -208,12 +208,13 @@ def decide(place: Place, state: KfacState, usable: jax.Array, *, statistics: boo
     return last_change, usable & ((now.warmup & statistics) | in_turn)
 
 
-def average_statistics(place: Place, factors: Factors, *, local: bool) -> dict[str, Block]:
+def average_statistics(place: Place, factors: Factors) -> dict[str, Block]:
     """This step's statistics of the blocks that this device keeps, averaged over devices."""
     config, way = place.config, place.config.way
-    factors = _of_whole_batch(factors, way.mean if local else lambda traces: traces)
-    stacks = {g.name: g.stack_factors(factors, moments=config.has_moments(g)) for g in config.groups if g.captured}
-    return way.statistics(stacks, place.shards) if local else way.take(stacks, place.shards)
+    # Blocks that are no averages are formed from what is one, over all devices, as on one.
+    whole = Factors({name: formed(block, way.mean) for name, block in factors.items()})
+    stacks = {g.name: g.stack_factors(whole, moments=config.has_moments(g)) for g in config.groups if g.captured}
+    return way.statistics(stacks, place.shards)
 
 
 def gradient_statistics(place: Place, gradients: Vectors) -> dict[str, Block]:
@@ -225,11 +226,6 @@ def gradient_statistics(place: Place, gradients: Vectors) -> dict[str, Block]:
             own = place.config.way.take({name: own}, place.shards)[name]
         found[name] = group.own_factors(own)
     return found
-
-
-def _of_whole_batch(factors: Factors, mean: Callable[[Any], Any]) -> Factors:
-    """The factors with the blocks that are no averages formed from what is one, over all devices, as on one."""
-    return Factors({n: b.combined(mean) if isinstance(b, Tied | Ragged) else b for n, b in factors.items()})
 
 
 def take_in(
