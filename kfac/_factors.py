@@ -60,10 +60,10 @@ class Unitwise:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """A `Kronecker` block of a batch over a mesh, of which each device has an equal part of the elements.
+    """A `Kronecker` block on several devices. Of a batch over a mesh each has an equal part of the elements.
 
     Attributes:
-      flat: upper triangles, diagonals and moments as vectors `[copies?, pieces, elements]`, with zeros behind.
+      flat: upper triangles, diagonals and moments as vectors `[copies?, pieces, elements]`, maybe with zeros behind.
       shapes: of `A` and `G` of one copy.
     """
 
@@ -71,13 +71,12 @@ class Packed:
     shapes: tuple[tuple[int, ...], ...] = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def of(cls, block: Kronecker, shapes: tuple[tuple[int, ...], ...], multiple: int) -> Packed:
-        """A whole block, as vectors of a `multiple` of elements."""
-        sides = [as_vectors(x, s, multiple) for x, s in zip((block.A, block.G), shapes[:2], strict=True)]
-        if block.moments is None:
-            return cls(Kronecker(*sides), shapes)
-        moments = block.moments.reshape(*block.moments.shape[:-2], -1)
-        return cls(Kronecker(*sides, as_vectors(moments, moments.shape[-1:], multiple)), shapes)
+    def of(cls, block: Kronecker, shapes: tuple[tuple[int, ...], ...]) -> Packed:
+        """A block that is whole, packed."""
+        flat = Kronecker(as_vectors(block.A, shapes[0]), as_vectors(block.G, shapes[1]))
+        if block.moments is not None:
+            flat = dataclasses.replace(flat, moments=block.moments.reshape(*block.moments.shape[:-2], 1, -1))
+        return cls(flat, shapes)
 
     def unpacked(self) -> Kronecker:
         """The inverse of `of`."""
@@ -91,7 +90,7 @@ class Packed:
     def combined(self, average: Callable[[Any], Any] | None = None) -> Kronecker:
         """The block, whole on every device."""
         del average
-        return on_mesh(lambda block: whole(Packed.unpacked)(block))(self)
+        return jax.jit(on_mesh(lambda block: whole(Packed.unpacked)(block)))(self)
 
     @property
     def A(self) -> jax.Array:
@@ -190,7 +189,7 @@ class Ragged:
 Block = Kronecker | Unitwise
 
 
-def formed(block: Statistics, average: Callable[[Any], Any] = lambda found: found) -> Block:
+def formed(block: Any, average: Callable[[Any], Any] = lambda found: found) -> Any:
     """A block with factors of its own; `average` is over what the statistics are to be averaged over."""
     return block.combined(average) if isinstance(block, Packed | Tied | Ragged) else block
 

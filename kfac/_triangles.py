@@ -43,27 +43,31 @@ def unpack(packed: jax.Array, d: int) -> jax.Array:
     return jnp.concatenate([top, bottom], axis=-2)[..., :d, :d]
 
 
-def room(shape: tuple[int, ...], multiple: int) -> tuple[int, int]:
-    """The last two axes of what `as_vectors` returns."""
+def room(shape: tuple[int, ...], multiple: int = 1) -> tuple[int, int]:
+    """The last two axes of what `as_vectors` returns, the last filled up to a multiple."""
     size = shape[0] if len(shape) == 1 else packed_size(shape[-1])
     return math.prod(shape[:-2]), -(-size // multiple) * multiple
 
 
-def as_vectors(x: jax.Array, shape: tuple[int, ...], multiple: int = 1) -> jax.Array:
-    """Factors `[..., *shape]` as vectors `[..., pieces, elements]`, with zeros behind up to a multiple of elements.
+def as_vectors(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Factors `[..., *shape]` as vectors `[..., pieces, elements]`.
 
     Args:
       x: whole matrices `[..., d, d]`, diagonal blocks of them `[..., pieces, d, d]`, or diagonals `[..., d]`.
       shape: of one of these.
-      multiple: of what the number of elements is to be one.
     """
-    lead, (pieces, size) = x.shape[: x.ndim - len(shape)], room(shape, multiple)
-    flat = (x if len(shape) == 1 else pack(x.reshape(-1, *shape[-2:]))).reshape(*lead, pieces, -1)
-    return jnp.pad(flat, [(0, 0)] * (flat.ndim - 1) + [(0, size - flat.shape[-1])])
+    flat = x if len(shape) == 1 else pack(x.reshape(-1, *shape[-2:]))
+    return flat.reshape(*x.shape[: x.ndim - len(shape)], math.prod(shape[:-2]), -1)
+
+
+def filled(flat: jax.Array) -> jax.Array:
+    """Vectors with zeros behind, so that the devices of the mesh divide the number of elements."""
+    missing = -flat.shape[-1] % max(1, jax.sharding.get_abstract_mesh().size)
+    return jnp.pad(flat, [(0, 0)] * (flat.ndim - 1) + [(0, missing)]) if missing else flat
 
 
 def from_vectors(flat: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The inverse of `packed`."""
+    """The inverse of `as_vectors`; what is behind is left out."""
     if len(shape) == 1:
         return flat[..., 0, : shape[0]]
     d, h = shape[-1], (shape[-1] + 1) // 2

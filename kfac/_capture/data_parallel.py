@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -15,8 +16,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kfac._capture.microbatch import check_argnums, split_positions
 from kfac._capture.outputs import with_own_key
+from kfac._capture.spread import dealt
 from kfac._checks import check_axis_name, check_mesh
-from kfac._factors import Factors
+from kfac._factors import Factors, Packed
 from kfac._varying import AxisName, as_varying, axis_names, lying_as, whole_along
 
 
@@ -89,10 +91,13 @@ def data_parallel(
             _spread(leaves[n], mesh, axes, explicit) if split[n] else whole_along(leaves[n], axes) for n in places
         ]
         specs = [spread if split[n] else same for n in places]
-        value, grads, shares = jax.shard_map(
-            local, mesh=mesh, in_specs=(specs,), out_specs=(same, same, spread), axis_names=set(axes)
+        value, grads, factors, packed = jax.shard_map(
+            local, mesh=mesh, in_specs=(specs,), out_specs=(same, same, same, spread), axis_names=set(axes)
         )(arrays)
-        return value, lying_as(grads, args[0]), shares
+        if factors is not None:
+            packed = jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1), packed)
+            factors = Factors({name: packed.get(name, block) for name, block in factors.items()})
+        return value, lying_as(grads, args[0]), factors
 
     return shared_out
 
@@ -109,8 +114,11 @@ def _spread(x: Any, mesh: Mesh, axes: tuple[str, ...], explicit: bool) -> Any:
     return jax.reshard(x, NamedSharding(mesh, PartitionSpec(axes))) if explicit else x
 
 
-def _averaged(found: Any, axes: tuple[str, ...]) -> tuple[Any, Any, Factors | None]:
-    """What one device found, with averages over all of values and gradients."""
+def _averaged(found: Any, axes: tuple[str, ...]) -> tuple[Any, Any, Factors | None, dict[str, Packed]]:
+    """What one device found, averaged over all; of what is packed, in its place None, this one's part of the elements.
+
+    The elements are in front.
+    """
     if not (isinstance(found, tuple) and len(found) == 3 and isinstance(found[2], Factors | None)):
         raise ValueError("fn must be what kfac.value_and_grad or kfac.microbatch returned, but it returned no factors")
 
@@ -123,5 +131,12 @@ def _averaged(found: Any, axes: tuple[str, ...]) -> tuple[Any, Any, Factors | No
         return lax.pmean(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axes).astype(x.dtype)
 
     value, grads, factors = as_varying(jax.tree.map(jnp.asarray, found), frozenset(axes))
-    shares = factors
-    return *jax.tree.map(mean, (value, grads)), shares
+    packed = {name: block for name, block in (factors or {}).items() if isinstance(block, Packed)}
+    # None is a tree without leaves.
+    rest: Any = factors and Factors({name: None if name in packed else x for name, x in factors.items()})  # type: ignore
+
+    def part(x):
+        return jnp.moveaxis(x.astype(jnp.promote_types(x.dtype, jnp.float32)), -1, 0) / lax.axis_size(axes)
+
+    own = {n: dataclasses.replace(x, flat=jax.tree.map(part, dealt(x.flat, axes))) for n, x in packed.items()}
+    return *jax.tree.map(mean, (value, grads, rest)), own

@@ -31,6 +31,7 @@ def value_and_grad(
     num_examples: int | None = None,
     subsample: int = 1,
     statistics: bool = True,
+    communication_dtype: str = "float32",
 ) -> Callable[..., tuple[Any, Any, Any]]:
     """`jax.value_and_grad`, with the statistics of every layer beside the gradients.
 
@@ -61,6 +62,8 @@ def value_and_grad(
         less and is unbiased where their order means nothing. The gradients come from all of them, and so do the counts
         of lookups, sums with `reduce=`, and statistics of `lax.ragged_dot`.
       statistics: False for a step without: the gradients are the same, and `factors` is None.
+      communication_dtype: dtype of Kronecker factors between several devices, `"float32"` (that in which they are
+        summed, if wider) or `"bfloat16"`.
 
     Returns:
       A function of the arguments of `loss_fn` that returns `(value, grads, factors)`, where `value` is `loss` or
@@ -86,6 +89,7 @@ def value_and_grad(
     check_choice("fisher", fisher, ("empirical", "sampled", "expected"))
     check_positive_int("subsample", subsample)
     check_switch("statistics", statistics)
+    check_choice("communication_dtype", communication_dtype, ("float32", "bfloat16"))
     drawn = fisher != "empirical"
 
     @on_mesh
@@ -107,7 +111,8 @@ def value_and_grad(
             skipped = {path for layer in layers if layer.kind == "skipped" for path in layer.params}
             marks.require(f"fisher={fisher!r}" if drawn else "weight= of kfac.output", traced.names, skipped)
             aim_at(traced, [mark.op for mark in marks.marks])
-        planned = plan_taps(traced, layers, marks, num_examples, subsample, moments=basis is not None)
+        moments = basis is not None
+        planned = plan_taps(traced, layers, marks, num_examples, subsample, moments, communication_dtype)
         entries: dict[Any, Any] = {}
         if basis is not None:
             check_basis(basis, layers)

@@ -40,6 +40,7 @@ class Assignment:
       gradients: how they get to the owners. `"averaged"` on all devices, as by `lax.pmean`, or by XLA for parameters
         that all devices have; `"local"`: as they are inside `jax.shard_map`, averaged at the owners alone; `"split"`:
         to the owners alone, of parameters that are split over the devices.
+      communication_dtype: of statistics, as given to `value_and_grad`.
     """
 
     layers: Layers
@@ -47,6 +48,7 @@ class Assignment:
     inverse: Inverse | None = None
     distribution: Distribution | None = None
     gradients: str = "averaged"
+    communication_dtype: str = "float32"
 
     def __post_init__(self):
         """Checks the arguments."""
@@ -55,6 +57,7 @@ class Assignment:
         check_type("distribution", self.distribution, Distribution | None, "a kfac.Distribution or None")
         check_type("inverse", self.kind, Inverse, "a kind of inverse such as kfac.Cholesky()")
         check_choice("gradients", self.gradients, ("averaged", "local", "split"))
+        check_choice("communication_dtype", self.communication_dtype, ("float32", "bfloat16"))
 
     @property
     def kind(self) -> Inverse:
@@ -110,7 +113,7 @@ class Assignment:
 
         Of all-reduces, reduce-scatters and all-to-alls what a device puts in, of all-gathers what it gets.
         """
-        wire = self._uses.communication_dtype
+        wire = self.communication_dtype
 
         def captured(group):
             return flatten_block(self._statistics(group, wire)) if group.captured else None

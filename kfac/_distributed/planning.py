@@ -114,7 +114,7 @@ class Plan:
             "inversions": "a longer inverse_every"
             + (f", and for {name} find_layers(max_dim=...), which cuts its factors into blocks" if share > 0.3 else ""),
             "statistics": "value_and_grad(subsample=...), or statistics at fewer steps",
-            "statistics' messages": "Distribution(communication_dtype='bfloat16'), or statistics at fewer steps",
+            "statistics' messages": "value_and_grad(communication_dtype='bfloat16'), or statistics at fewer steps",
             "results": "gradients='local': let gradients go to update as they are, inside jax.shard_map"
             if self.assignment.gradients == "averaged"
             else "a larger batch, or Distribution(owners=) of fewer devices",
@@ -136,6 +136,7 @@ def plan(
     inverse: Inverse | None = None,
     distribution: Distribution | None = None,
     gradients: str = "averaged",
+    communication_dtype: str = "float32",
     inverse_every: int | None = None,
     statistics_every: int | None = None,
     **rates: float,
@@ -156,6 +157,7 @@ def plan(
       inverse: how blocks are inverted, as given to the optimizer. None: as `kfac.kfac` does by default.
       distribution: how devices are used, likewise.
       gradients: as of `Assignment`.
+      communication_dtype: likewise.
       inverse_every: the interval between refreshes, if it is not to be picked.
       statistics_every: likewise between statistics.
       **rates: fields of `Hardware` that are known better: `flops`, `inversion_flops`, `bandwidth`.
@@ -178,7 +180,7 @@ def plan(
         if every is not None:
             check_positive_int(name, every)
 
-    one = Assignment(layers, devices, inverse, distribution, gradients)
+    one = Assignment(layers, devices, inverse, distribution, gradients, communication_dtype)
     flops, messages, seconds = _costs(one, batch, machine)
     budget = overhead * (seconds["model"] + seconds["gradients"]) - seconds["preconditioning"] - seconds["results"]
     statistics_every, inverse_every = _intervals(seconds, budget, statistics_every, inverse_every)

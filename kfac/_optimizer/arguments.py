@@ -83,7 +83,7 @@ def _without_rows(factors: Factors, layers: Layers, here: Layers) -> Any:
         d_in = here[layer.name].d_in
         if d_in == layer.d_in or layer.name not in blocks:
             continue
-        block = blocks[layer.name]
+        block: Any = blocks[layer.name]
         block = block.combined() if isinstance(block, Packed) else block
         if isinstance(block, Tied) or getattr(block, "moments", None) is not None:
             raise ValueError(

@@ -21,11 +21,11 @@ from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import finite
 from kfac._distributed.distribution import Distribution
 from kfac._distributed.owners import Shard
-from kfac._factors import Factors, Kronecker, Packed, Statistics, Unitwise, formed
+from kfac._factors import Factors, Packed, Unitwise
 from kfac._layers import Layer, leaves_by_path, map_by_path
 from kfac._optimizer.reshard import state_spec
 from kfac._optimizer.state import Config, KfacState, Splits, init_state
-from kfac._optimizer.step import Gradients, Now, preconditioned_step
+from kfac._optimizer.step import Gradients, Now, preconditioned_step, stack_packed, unpacked
 from kfac._varying import axis_names, lying_as, replicated, whole
 
 
@@ -52,9 +52,8 @@ def step_over_mesh(
     here = config if config.dealt else dataclasses.replace(config, distribution=Distribution())
 
     def on_device(updates, params, state, now, stacks):
-        if stacks is not None:
-            stacks = {name: x.unpacked() if isinstance(x, Packed) else x for name, x in stacks.items()}
-        return preconditioned_step(here, updates, params, state, now, stacks, narrow=narrow)
+        batch = None if stacks is None else unpacked(stacks)
+        return preconditioned_step(here, updates, params, state, now, batch, narrow=narrow)
 
     own: Any = Gradients(same, PartitionSpec(config.owners or ()))  # type: ignore[arg-type]  # the specs of such
     apart = {g.name: PartitionSpec(config.owners or ()) if g.kronecker else same for g in config.groups if g.captured}
@@ -97,35 +96,17 @@ def find_splits(params: Any) -> Splits:
 
 
 def statistics_to_owners(
-    config: Config, mesh: Mesh | AbstractMesh, specs: Any, factors: Factors, rows: dict[str, Shard]
+    config: Config, mesh: Mesh | AbstractMesh, specs: dict[str, PartitionSpec], factors: Factors, rows: dict[str, Shard]
 ) -> dict[str, Packed | Unitwise]:
     """Statistics as each owner gets its own, packed, and all devices what all have; `rows` of all positions."""
 
-    def packed(group: Group, layer: Layer, block: Statistics) -> Kronecker | Unitwise:
-        """With vectors in the place of factors."""
-        block = block if isinstance(block, Packed) else formed(block)
-        if isinstance(block, Unitwise):
-            return block
-        if isinstance(block, Kronecker):
-            block = Packed.of(block, tuple(layer.side_shapes.values()), mesh.size)
-        flat, lead = block.flat, block.flat.A.shape[:-2]
-        if config.has_moments(group) and flat.moments is None:
-            size = -(-layer.d_in * layer.d_out // mesh.size) * mesh.size
-            flat = dataclasses.replace(flat, moments=jnp.zeros((*lead, 1, size), flat.A.dtype))
-        # What is not cut has no pieces.
-        return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[-2 if x.shape[-2] > 1 else -1 :]), flat)
-
     def stacked(factors):
-        stacks: dict[str, Any] = {}
-        for group in [group for group in config.groups if group.captured]:
-            flat = Factors({layer.name: packed(group, layer, factors[layer.name]) for layer in group.layers})
-            stack = group.stack_factors(flat)
-            if group.kronecker:
-                order = rows[group.name].order
-                sent = jax.tree.map(lambda x, order=order: _lying(mesh, x[order], config.owners)[:, None], stack)
-                stack = Packed(sent, tuple(group.shapes.values()))
-            stacks[group.name] = stack
-        return stacks
+        def own(name, stack):
+            if name not in rows:
+                return stack
+            return jax.tree.map(lambda x: _lying(mesh, x[rows[name].order], config.owners), stack)
+
+        return {name: own(name, stack) for name, stack in stack_packed(config, factors).items()}
 
     return whole(stacked, specs)(factors)
 
