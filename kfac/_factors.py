@@ -221,6 +221,10 @@ class Factors(Mapping[str, Statistics]):
     def __repr__(self) -> str:
         return f"Factors({self._blocks!r})"
 
+    def whole(self) -> Factors:
+        """With `Kronecker` blocks in the place of `Packed` ones, whole on every device."""
+        return Factors({n: block.combined() if isinstance(block, Packed) else block for n, block in self.items()})
+
     def unscale(self, loss_scale: jax.typing.ArrayLike) -> Factors:
         """The statistics of the loss itself, from those of `loss_scale` times the loss.
 

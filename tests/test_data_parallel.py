@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import kfac
 import messages
 from checking import FAST, normal
-from kfac._factors import Packed, formed
+from kfac._factors import Packed
 from problem import tied_batch, tied_loss, tied_parameters
 
 STEPS, WORDS, WIDTH = 6, 9, 6
@@ -107,10 +107,6 @@ def test_in_bfloat16_on_the_wire(x64):
     assert any(np.abs(a - b).max() > 1e-9 for a, b in zip(*map(jax.tree.leaves, (result, expected)), strict=True))
 
 
-def whole(factors):
-    return kfac.Factors({name: formed(block) for name, block in factors.items()})
-
-
 @pytest.mark.parametrize("parts", [1, 3])
 def test_the_average_is_the_whole_batch(x64, parts):
     """Also of micro-batches on each device, and of a loss that is scaled."""
@@ -119,8 +115,8 @@ def test_the_average_is_the_whole_batch(x64, parts):
     own = kfac.microbatch(measure, parts) if parts > 1 else measure
     value, grads, factors = jax.jit(kfac.data_parallel(own, mesh))(parameters(), tied_batch(0))
     packed = [block for block in factors.values() if isinstance(block, Packed)]
-    assert packed and all(x.sharding.spec[-1] == ("data",) for x in jax.tree.leaves(packed))
-    found_all = value, grads, whole(factors.unscale(2.0).unscale(0.5))
+    assert packed and all(2 * x.addressable_shards[0].data.size == x.size for x in jax.tree.leaves(packed))
+    found_all = value, grads, factors.unscale(2.0).unscale(0.5).whole()
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-14), found_all, expected)
 
 
@@ -179,7 +175,7 @@ def test_what_is_as_long_as_the_batch_is_spread_or_named(x64):
     expected = measure(params, x, y)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-14),
-        (value, grads, whole(factors)),
+        (value, grads, factors.whole()),
         expected,
     )
 

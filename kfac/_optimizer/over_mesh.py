@@ -47,7 +47,7 @@ def step_over_mesh(
         narrow = {group.name: [_narrowest(_dtypes(part, leaves)) for part in group.by_leaf] for group in config.apart}
 
     def given(tree):
-        return to_owners(config, mesh, tree, rows) if split else Gradients(replicated(tree), {})
+        return to_owners(config, mesh, tree, rows, state.splits) if split else Gradients(replicated(tree), {})
 
     here = config if config.dealt else dataclasses.replace(config, distribution=Distribution())
 
@@ -124,8 +124,13 @@ def _is_split(config: Config, mesh: Mesh | AbstractMesh, splits: Splits, leaves:
     return any(map(any, known))
 
 
-def to_owners(config: Config, mesh: Mesh | AbstractMesh, updates: Any, rows: dict[str, Shard]) -> Gradients:
+def to_owners(
+    config: Config, mesh: Mesh | AbstractMesh, updates: Any, rows: dict[str, Shard], splits: Splits
+) -> Gradients:
     """Gradients as each owner gets its own, and all devices what all precondition; `rows` of all positions."""
+    specs = {} if _explicit(mesh) else dict(splits.specs)
+    # First as the parameters lie: XLA would add up each use of a leaf, and all turns of a scan, on every device.
+    updates = map_by_path(lambda path, x: _lying(mesh, x, *specs[path]) if path in specs else x, updates)
     apart = _apart(config, updates)
 
     def rest(path, leaf):

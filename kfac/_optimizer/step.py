@@ -234,6 +234,7 @@ def stack_packed(
             return block
         if isinstance(block, Kronecker):
             block = Packed.of(block, tuple(layer.side_shapes.values()))
+            block = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if narrow else x, block)
         flat, lead = jax.tree.map(fill, block.flat), block.flat.A.shape[:-2]
         if config.has_moments(group) and flat.moments is None:
             zeros = jnp.zeros((*lead, 1, group.d_out * group.d_in), flat.A.dtype)
@@ -241,6 +242,8 @@ def stack_packed(
         # What is not cut has no pieces.
         return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[-2 if x.shape[-2] > 1 else -1 :]), flat)
 
+    # As the others, with which they share a message.
+    narrow = any(isinstance(x, Packed) and x.flat.A.dtype == jnp.bfloat16 for x in factors.values())
     fill = (lambda flat: flat) if within_devices() else filled  # over a mesh all are
     stacks: dict[str, Packed | Unitwise] = {}
     for group in [group for group in config.groups if group.captured]:
