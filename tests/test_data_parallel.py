@@ -48,7 +48,7 @@ def trained(distribution, options, spread=lambda fn: fn, place=lambda data: data
 
     @functools.partial(jax.jit, static_argnums=3, compiler_options=FAST)
     def step(p, state, data, statistics):
-        basis = {"basis": kfac.eigenbasis(state, found())} if options.get("inverse") == kfac.Ekfac() else {}
+        basis = {"basis": kfac.curvature.eigenbasis(state, found())} if options.get("inverse") == kfac.Ekfac() else {}
         value, grads, factors = spread(kfac.value_and_grad(loss_fn, found(), **wire))(p, data, **basis)
         updates, state = tx.update(grads, state, p, factors=factors if statistics else None)
         return optax.apply_updates(p, updates), state, value

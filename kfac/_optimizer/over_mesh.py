@@ -164,7 +164,8 @@ def from_owners(
             across, places = _across(config, mesh, group.layers[0]), rows[group.name].places
             for part, stack in zip(group.by_leaf, stacks[group.name], strict=True):
                 # Laid out as the leaves lie, which XLA knows, before it is cut.
-                leaves |= part.split_matrices(_lying(mesh, stack, None, *across[::-1])[places])
+                whole_stack = _lying(mesh, stack, None, *across[::-1])[places]
+                leaves |= part.split_matrices(whole_stack, {start: jnp.int32(start) for start in part.starts})
         return {path: leaves[path].astype(leaf.dtype) for path, leaf in apart.items()}
 
     own, rest = whole(split, apart)(new.stacks), leaves_by_path(new.tree)
