@@ -83,6 +83,7 @@ def test_statistics_are_sent_in_the_dtype_that_was_said(style, wire):
 
     def step(params, batch):
         _, grads, factors = measure(params, batch)
+        grads = lax.pmean(grads, "data") if style == "shard_map" else grads
         return tx.update(grads, tx.init(params), factors=factors)[0]
 
     if style == "shard_map":

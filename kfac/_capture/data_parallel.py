@@ -1,4 +1,4 @@
-"""Statistics of each device's share of a batch, which stay there until they go to their owners."""
+"""A function of a batch, evaluated on each device's share of it."""
 
 from __future__ import annotations
 
@@ -31,22 +31,20 @@ def data_parallel(
 ) -> Callable[..., Any]:
     """Evaluates `fn` on every device's share of a batch, for plain `jit` over a mesh.
 
-    Without it XLA adds up the statistics of all devices, and every device gets all of them, whole. With it they stay
-    where they were taken, and `update` sends each device the triangles of the blocks that it owns, as inside of
-    `jax.shard_map`::
+    As inside of `jax.shard_map`: a batch norm normalises each share by itself, every device draws its own numbers, and
+    micro-batches send their statistics once. The results are those of `fn` under such a `jit` itself, else::
 
         measure = kfac.data_parallel(kfac.value_and_grad(loss_fn, layers), mesh)
         loss, grads, factors = measure(params, batch)
         updates, opt_state = tx.update(grads, opt_state, params, factors=factors)
 
-    with `tx` of `Distribution(mesh=mesh)`. It is for the mean of a loss over examples; a batch norm in it normalises
-    each share by itself. Along `axis_name` parameters should be whole on every device: others are gathered first, all
-    at once. How they lie along further axes of the mesh, as in tensor parallelism, is left to XLA.
+    It is for the mean of a loss over examples. Along `axis_name` parameters should be whole on every device: others are
+    gathered first, all at once. How they lie along further axes of the mesh, as in tensor parallelism, is left to XLA.
 
     Args:
       fn: what `value_and_grad` or `microbatch` returned, `fn(params, batch, ...)`. A `num_examples=` of it is that of
         the examples of one device.
-      mesh: as given to the `Distribution`.
+      mesh: that the batch is spread over.
       axis_name: the axis or axes that the batch is spread over; None for all.
       batch_argnums: positions of what is spread, along the leading axis of each leaf. None: the first argument after
         `params`, and no other may be as long. All devices get the other arguments, and keyword arguments, whole; PRNG
@@ -54,8 +52,8 @@ def data_parallel(
 
     Returns:
       A function with the arguments of `fn`, to be called under `jax.jit`. Values and gradients are averaged over
-      devices, in float32 or better, and keep their dtype; the third result is a `Shares`, which only `update` of an
-      optimizer with this mesh takes. `Shares.average()` are the `Factors` of the whole batch.
+      devices, in float32 or better, and keep their dtype. The third result are the `Factors` of the whole batch, each
+      device with its part of the elements.
 
     Raises:
       ValueError: `axis_name` is not one of the axes of `mesh`; when called: the devices do not divide a leading axis,

@@ -54,7 +54,7 @@ class Plan:
       messages: bytes by kind of `"gradients"`, `"statistics"`, `"results"`, `"inverses"` that all get.
       seconds: of the same, each time.
       memory: bytes of one device: `"parameters"`, `"gradients"`, `"state"` (averages, inverses, momentum) and
-        `"statistics"` of a step, which lie whole on every device. Activations are no part of it.
+        `"statistics"` of a step, packed on several devices. Activations are no part of it.
       largest: the layer whose block costs most to invert, and its share of the critical path.
     """
 
@@ -225,9 +225,24 @@ def _memory(one: Assignment) -> dict[str, int]:
     """Bytes of one device, all in float32; parameters and gradients are split where gradients are."""
     parameters = 4 * sum(layer.num_params for layer in one.layers)
     share = -(-parameters // one.devices) if one.gradients == "split" else parameters
-    shapes = [shape for layer in one.layers.with_factors for shape in layer.factor_shapes.values()]
     memory = dict.fromkeys(("parameters", "gradients"), share)
-    return memory | {"state": one.memory_per_device, "statistics": 4 * sum(map(math.prod, shapes))}
+    return memory | {"state": one.memory_per_device, "statistics": _statistics_memory(one)}
+
+
+def _statistics_memory(one: Assignment) -> int:
+    """Bytes of a device: of one alone whole matrices; else packed, where gradients are split a part of the elements.
+
+    And then the own blocks and the largest layer unpacked.
+    """
+    if one.devices == 1:
+        shapes = [shape for layer in one.layers.with_factors for shape in layer.factor_shapes.values()]
+        return 4 * sum(map(math.prod, shapes))
+    if one.gradients != "split":
+        return 4 * one.packed_elements
+    groups = [group for group in one.groups if group.captured and group.kronecker]
+    own = sum(one.shards[g.name].positions * sum(map(math.prod, g.shapes.values())) for g in groups)
+    sides = [sum(map(math.prod, layer.side_shapes.values())) for g in groups for layer in g.layers]
+    return 4 * (one.packed_elements // one.devices + own + max(sides, default=0))
 
 
 def _too_large(plan: Plan) -> list[str]:
