@@ -186,22 +186,32 @@ def sum_of_parts(of: Callable[..., Any], limit: int, *arrays: jax.Array) -> Any:
     return sum_of_examples(summed, *arrays) if limit < arrays[0].shape[0] else of(*arrays)
 
 
+def explicit_axes() -> tuple[str, ...]:
+    """The axes of the mesh of which types tell how arrays are split."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in kinds if kind == AxisType.Explicit)
+
+
+def explicit_part(spec: PartitionSpec) -> PartitionSpec:
+    """A spec without the axes that are not explicit."""
+    known = explicit_axes()
+    return PartitionSpec(*(tuple(name for name in axis_names(part) if name in known) or None for part in spec))
+
+
 def whole(fn: Callable, like: Any = None) -> Callable:
     """`fn` with results that lie as `like`, or as it says, over axes of a mesh that are explicit; without it whole.
 
     There a sum over an axis that is split would need to say how its result lies. Inside, XLA sees to that.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    explicit = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
-    if not explicit:
+    if not explicit_axes():
         return fn
 
     def spec(x):
-        return x if isinstance(x, PartitionSpec) else jax.typeof(x).sharding.spec
+        return explicit_part(x) if isinstance(x, PartitionSpec) else jax.typeof(x).sharding.spec
 
     lies = jax.tree.map(spec, PartitionSpec() if like is None else like, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=lies)
+    return jax.sharding.auto_axes(fn, axes=explicit_axes(), out_sharding=lies)
 
 
 def replicated(tree: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -11,11 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from kfac._factors import Kronecker, Packed
 from kfac._triangles import filled, room
-from kfac._varying import whole
+from kfac._varying import explicit_part, whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Spread:
       axes: of the mesh, over which the examples are spread, and then the elements; none for a device on its own.
       x: along which axis of the data the examples are.
       g: along which of the gradient.
-      at_once: whether there is one use.
+      at_once: whether there is one use over a mesh.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -40,30 +41,27 @@ class Spread:
     axes: tuple[str, ...] = ()
     x: int = 0
     g: int = 0
-    at_once: bool = True
+    at_once: bool = False
 
     def sums(self, of: Callable[[Any, jax.Array], Kronecker], residuals: Any, g: jax.Array) -> Kronecker:
-        """`of` the residuals of a tap and the gradient: vectors `[..., pieces, elements]`, or those of each device."""
+        """`of` the residuals of a tap and the gradient, `[copies, pieces, elements]`; of each device its own copies."""
 
-        def own(data, residuals, g):
-            flat = Packed.of(of((data, *residuals), g), self.shapes).flat
-            if not self.axes:
-                return flat
-            return dealt(flat, self.axes, self.dtype) if self.at_once else jax.tree.map(lambda x: x[None], flat)
+        def own(data, rest, g):
+            flat = Packed.of(of((data, *rest), g), self.shapes).flat
+            return dealt(flat, self.axes, self.dtype) if self.at_once else flat
 
         data, *rest = residuals
         if not self.axes:
             return own(data, rest, g)
-        spread = [PartitionSpec(*k * [None], self.axes) for k in (self.x, self.g)]
-        return self._over_mesh(own, self._lie(0, 3), spread[0], PartitionSpec(), spread[1])(data, rest, g)
+        given = [PartitionSpec(*k * [None], self.axes) for k in (self.x, self.g)]
+        return self._over_mesh(own, self._lie(0), given[0], PartitionSpec(), given[1])(data, rest, g)
 
-    def probe(self, loops: tuple[int, ...], batched: int, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        """What the sums of one side are the cotangent of: of so many copies behind the axes of loops."""
-        mesh, late = jax.sharding.get_abstract_mesh(), not self.at_once
-        each = [math.prod(mesh.shape[name] for name in self.axes)] if self.axes and late else []
-        shape = (*loops, *each, batched, *(room(shape) if each else self.room(shape)))
-        lies = self._explicit(self._lie(len(loops), len(shape)))
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, lies) if any(lies) else None)
+    def probe(self, loops: tuple[int, ...], copies: int, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        """What the sums of one side are the cotangent of, behind the axes of loops."""
+        mesh, spec = jax.sharding.get_abstract_mesh(), explicit_part(self._lie(len(loops)))
+        devices = 1 if self.at_once else math.prod(mesh.shape[name] for name in self.axes)
+        sizes = *loops, devices * copies, *(self.room(shape) if self.at_once else room(shape))
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec) if any(spec) else None)
 
     def room(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """The last two axes of one side, once it is spread."""
@@ -73,36 +71,24 @@ class Spread:
         self, finish: Callable[[list[Kronecker]], Any], loops: int, lead: int
     ) -> Callable[[list[Kronecker]], Packed]:
         """`finish` of the sums of all devices and uses; its results have so many axes in front."""
-        given, spread = self._lie(loops, loops + 3), PartitionSpec(*(loops + 2) * [None], self.axes)
-
-        def own(sums):
-            return dealt(jax.tree.map(lambda x: jnp.squeeze(x, loops), sums), self.axes, self.dtype)
+        deal = functools.partial(dealt, axes=self.axes, dtype=self.dtype)
+        spread = PartitionSpec(*(loops + 2) * [None], self.axes)
 
         def finished(sums):
-            if not self.axes:
-                own_flat = finish(sums)
-                narrow = self.dtype != "float32"
-                return Packed(jax.tree.map(lambda x: x.astype(self.dtype) if narrow else x, own_flat), self.shapes)
-            of_all = sums if self.at_once else [self._over_mesh(own, spread, given)(x) for x in sums]
-            lies = self._explicit(PartitionSpec(*(lead + 1) * [None], self.axes))
-            return Packed(whole(finish, lies)(of_all), self.shapes)
+            if self.axes and not self.at_once:
+                sums = [self._over_mesh(deal, spread, self._lie(loops))(own) for own in sums]
+            flat = whole(finish, PartitionSpec(*(lead + 1) * [None], self.axes) if self.axes else None)(sums)
+            narrow = not self.axes and self.dtype != "float32"  # still to be sent
+            return Packed(jax.tree.map(lambda x: x.astype(self.dtype) if narrow else x, flat), self.shapes)
 
         return finished
 
-    def _lie(self, loops: int, ndim: int) -> PartitionSpec:
-        """Where the axes of the mesh are in what a use sums."""
-        return PartitionSpec(*(ndim - 1 if self.at_once else loops) * [None], self.axes)
-
-    def _explicit(self, spec: PartitionSpec) -> PartitionSpec:
-        """The axes of a spec that are explicit."""
-        mesh = jax.sharding.get_abstract_mesh()
-        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        kept = tuple(name for name in self.axes if kinds[name] == AxisType.Explicit)
-        return PartitionSpec(*(kept if part and kept else None for part in spec))
+    def _lie(self, loops: int) -> PartitionSpec:
+        """How what a use sums lies over the mesh."""
+        return PartitionSpec(*(loops + 2 * self.at_once) * [None], self.axes or None)
 
     def _over_mesh(self, fn: Callable[..., Kronecker], found: PartitionSpec, *given: Any) -> Callable[..., Kronecker]:
-        own = jax.shard_map(fn, in_specs=given, out_specs=found, axis_names=set(self.axes))
-        return whole(own, self._explicit(found))
+        return whole(jax.shard_map(fn, in_specs=given, out_specs=found, axis_names=set(self.axes)), found)
 
 
 def dealt(flat: Kronecker, axes: tuple[str, ...], dtype: str = "float32") -> Kronecker:
