@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import kfac
 from oracle import Geometry, Hook, relative_error
@@ -84,6 +84,31 @@ def test_three_devices_are_one(name):
     fn = jax.shard_map(local, mesh=mesh, in_specs=(whole, over), out_specs=whole)
     found = jax.jit(fn, compiler_options=FAST)(params, batch)
     compare(layers, *jax.tree.map(np.asarray, found), truth(loss, params, batch, N), case)
+
+
+OVER_MESH = "actor-critic", "MobileNet in haiku", "GRU in linen"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in OVER_MESH else pytest.mark.slow) for name in ZOO if name not in BROKEN],
+)
+def test_a_batch_over_a_mesh_of_three_devices(name):
+    """XLA has the batch; statistics are packed and spread as they are formed, wherever it is known how examples lie."""
+    loss, params, batch = ZOO[name].build()
+    layers = kfac.find_layers(loss, params, batch)
+    measure = kfac.value_and_grad(loss, layers)
+    expected = jax.jit(measure, compiler_options=FAST)(params, batch)
+    mesh = jax.make_mesh((3,), ("devices",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
+    lies = [NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec("devices"))]
+
+    def place(x):  # what is no example is whole
+        return jax.device_put(x, lies[np.ndim(x) > 0 and len(x) == N])
+
+    found = jax.jit(measure, compiler_options=FAST)(jax.device_put(params, lies[0]), jax.tree.map(place, batch))
+    print(name, {block: type(x).__name__ for block, x in found[2].items()})
+    for own, one in zip(jax.tree.leaves((*found[:2], found[2].whole())), jax.tree.leaves(expected), strict=True):
+        assert relative_error(np.asarray(own), np.asarray(one)) < 1e-9
 
 
 def test_brute_force_agrees_with_hooks_by_hand():

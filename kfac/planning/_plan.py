@@ -222,10 +222,11 @@ def _costs(assignment: Assignment, batch: int, machine: Hardware) -> tuple[dict,
 
 
 def _memory(one: Assignment) -> dict[str, int]:
-    """Bytes of one device, all in float32; parameters and gradients are split where gradients are."""
+    """Bytes of one device, all in float32; where gradients are split so are parameters, and owners get stacks of them."""
     parameters = 4 * sum(layer.num_params for layer in one.layers)
     share = -(-parameters // one.devices) if one.gradients == "split" else parameters
-    memory = dict.fromkeys(("parameters", "gradients"), share)
+    at_owners = one.results_messages.get("all-to-all", 0) if one.gradients == "split" else 0
+    memory = {"parameters": share, "gradients": share + at_owners}
     return memory | {"state": one.memory_per_device, "statistics": _statistics_memory(one)}
 
 
