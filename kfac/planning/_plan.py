@@ -222,7 +222,7 @@ def _costs(assignment: Assignment, batch: int, machine: Hardware) -> tuple[dict,
 
 
 def _memory(one: Assignment) -> dict[str, int]:
-    """Bytes of one device, all in float32; where gradients are split so are parameters, and owners get stacks of them."""
+    """Bytes of one device, all in float32. Gradients that are split go to owners as stacks; so are parameters split."""
     parameters = 4 * sum(layer.num_params for layer in one.layers)
     share = -(-parameters // one.devices) if one.gradients == "split" else parameters
     at_owners = one.results_messages.get("all-to-all", 0) if one.gradients == "split" else 0
