@@ -82,13 +82,8 @@ class Everywhere:
     def statistics(self, stacks: Mapping[str, Packed | Unitwise], shards: Shards) -> dict[str, Packed | Unitwise]:
         """As `means`, of statistics."""
         received = self.means({name: flatten(stack) for name, stack in stacks.items()}, shards, BUCKETS)
-
-        def own(name: str, stack: Packed | Unitwise) -> Packed | Unitwise:
-            sums = received[name]
-            like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, sums.dtype), stack)
-            return unflatten(sums, like)
-
-        return {name: own(name, stack) for name, stack in stacks.items()}
+        wide = {n: jax.tree.map(lambda x, d=received[n].dtype: x.astype(d), stack) for n, stack in stacks.items()}
+        return {name: unflatten(received[name], like) for name, like in wide.items()}
 
     def mean(self, tree: Any) -> Any:
         """The mean over devices of arrays, in one message."""

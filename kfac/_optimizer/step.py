@@ -245,14 +245,11 @@ def stack_packed(
     # As the others, with which they share a message.
     narrow = any(isinstance(x, Packed) and x.flat.A.dtype == jnp.bfloat16 for x in factors.values())
     fill = (lambda flat: flat) if within_devices() else filled  # over a mesh all are
-    stacks: dict[str, Packed | Unitwise] = {}
+    stacks: dict[str, Any] = {}
     for group in [group for group in config.groups if group.captured]:
         stack = group.stack_factors(Factors({layer.name: own(group, layer) for layer in group.layers}))
-        if isinstance(stack, Kronecker):
-            flat = jax.tree.map(lambda x: x[:, None], stack)
-            stacks[group.name] = Packed(flat, tuple(group.shapes.values()))
-        else:
-            stacks[group.name] = stack
+        shapes = tuple(group.shapes.values())
+        stacks[group.name] = Packed(jax.tree.map(lambda x: x[:, None], stack), shapes) if group.kronecker else stack
     return stacks
 
 
