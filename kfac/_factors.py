@@ -90,7 +90,7 @@ class Packed:
     def combined(self, average: Callable[[Any], Any] | None = None) -> Kronecker:
         """The block, whole on every device."""
         del average
-        return jax.jit(on_mesh(lambda block: whole(Packed.unpacked)(block)))(self)
+        return _unpacked_everywhere(self)
 
     @property
     def A(self) -> jax.Array:
@@ -103,6 +103,12 @@ class Packed:
     @property
     def moments(self) -> jax.Array | None:
         return None if self.flat.moments is None else self.combined().moments
+
+
+@jax.jit
+@on_mesh
+def _unpacked_everywhere(block: Packed) -> Kronecker:
+    return whole(Packed.unpacked)(block)
 
 
 @jax.tree_util.register_dataclass

@@ -21,6 +21,7 @@ from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.distribution import Distribution
 from kfac._distributed.ways import way_of
+from kfac._factors import Factors
 from kfac._layers import Layers
 from kfac._optimizer.arguments import fitted
 from kfac._optimizer.moves import Moves, ScalarOrSchedule, value_at
@@ -141,7 +142,8 @@ def precondition_and_move(
         params = params if reads_params else None
         if factors is not None:
             _check_wrappers(moves)
-            jax.eval_shape(lambda own: check_factors(own, layers, inverse), factors)
+            checked = functools.partial(check_factors, layers=layers, inverse=inverse)
+            jax.eval_shape(checked, factors) if isinstance(factors, Factors) else checked(factors)
         count = state.count
         now = Now(
             damping=value_at(damping, count),
