@@ -42,8 +42,8 @@ def value_and_grad(
 
     The gradients are those of `jax.value_and_grad`. Inside `jax.shard_map` and `jax.pmap` loss, gradients and factors
     are this device's own: average the gradients with `lax.pmean`, leave the factors to the optimizer (`axis_name=`).
-    Under `jit` over a mesh the factors are those of the whole batch: a layer's are packed and spread over the devices as
-    soon as it has them. `factors.whole()` has them whole, on every device.
+    Under `jit` over a mesh the factors are those of the whole batch: a layer's are packed, and spread over the devices
+    as soon as it has them. `factors.whole()` has them whole, on every device.
 
     Args:
       loss_fn: `loss_fn(params, *args, **kwargs)` returns the *mean* loss over this device's own examples, a real
