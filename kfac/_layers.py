@@ -226,7 +226,7 @@ class Layers(Sequence[Layer]):
     blocks: tuple[Layer, ...]
     paths: tuple[str, ...]
     skip: tuple[str, ...] = ()
-    max_dim: int = MAX_DIM
+    max_dim: int | None = None
     reduce: tuple[str, ...] = ()
     gradient: tuple[str, ...] = ()
     structure: Any = dataclasses.field(default=None, compare=False)
