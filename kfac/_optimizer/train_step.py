@@ -76,6 +76,7 @@ def train_step(
     fisher: str = "empirical",
     num_examples: int | None = None,
     subsample: int = 1,
+    communication_dtype: str = "float32",
     num_microbatches: int = 1,
     batch_argnums: int | Sequence[int] | None = None,
     skip: Sequence[str] = (),
@@ -106,6 +107,7 @@ def train_step(
       fisher: as for `value_and_grad`.
       num_examples: as for `value_and_grad`, of the whole batch that a step gets.
       subsample: as for `value_and_grad`.
+      communication_dtype: likewise.
       num_microbatches: in how many parts the batch is worked through. All parts get the other arguments whole: pass
         what is random by name, `step(params, opt_state, batch, key=key)`.
       batch_argnums: the positions of the batch, as `loss_fn` counts its arguments, with `params` as 0. None: as
@@ -152,8 +154,9 @@ def train_step(
         layers = layers_of(params, args, kwargs)
         n = None if num_examples is None else _of_a_part(num_examples, num_microbatches)
         measure = value_and_grad(
-            loss_fn, layers, has_aux=has_aux, fisher=fisher, num_examples=n, subsample=subsample, statistics=statistics
-        )
+            loss_fn, layers, has_aux=has_aux, fisher=fisher, num_examples=n, subsample=subsample, statistics=statistics,
+            communication_dtype=communication_dtype,
+        )  # fmt: skip
         if num_microbatches > 1:
             measure = microbatch(measure, num_microbatches, batch_argnums=_split(layers, batch_argnums))
         given = kwargs if fisher_key is None else {**kwargs, "fisher_key": fisher_key}
