@@ -8,7 +8,7 @@ Begin with:
 
 Change the loss and the loop:
 
-- `microbatch`: a batch in parts. `data_parallel`: one over the devices of a mesh. `Distribution`: how devices are used.
+- `microbatch`: a batch in parts. `Distribution`: how devices are used.
 - `output`: marks the network's output, for the Fisher matrix proper.
 - `due`: whether the next step wants statistics. `diagnostics`: scalars to log.
 - `state`: optimizer states on other devices and in checkpoints, and refreshes of one's own.
@@ -39,7 +39,6 @@ from kfac import presets as presets
 from kfac import schedules as schedules
 from kfac import state as state
 from kfac import types as types
-from kfac._capture.data_parallel import data_parallel as data_parallel
 from kfac._capture.find_layers import find_layers as find_layers
 from kfac._capture.microbatch import microbatch as microbatch
 from kfac._capture.outputs import output as output

@@ -224,18 +224,6 @@ def replicated(tree: Any) -> Any:
     return jax.tree.map(own, tree)
 
 
-def whole_along(tree: Any, axes: tuple[str, ...]) -> Any:
-    """Arrays that are not split along some axes of a mesh, where these are explicit; along others they stay."""
-
-    def own(x):
-        sharding = jax.typeof(x).sharding
-        rest = [tuple(name for name in axis_names(part) if name not in axes) for part in sharding.spec]
-        split = any(name in axes for part in sharding.spec for name in axis_names(part))
-        return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*(r or None for r in rest)))) if split else x
-
-    return jax.tree.map(own, tree)
-
-
 def lying_as(tree: Any, like: Any) -> Any:
     """Arrays split as those of `like` are, where a mesh with explicit axes says how."""
 

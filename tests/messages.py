@@ -1,7 +1,7 @@
 """Bytes by kind of collective in the compiled programs of a training step: SGD's, K-FAC's, and K-FAC's with statistics.
 
 python tests/messages.py resnet50 --devices 8
-python tests/messages.py gpt --devices 8 --style mesh      (or shares: with kfac.data_parallel)
+python tests/messages.py gpt --devices 8 --style mesh
 python tests/messages.py gpt --devices 8 --style mesh --parameters split
 
 Programs are compiled for simulated devices, ResNet-50 with small images: messages of parameters, statistics and
@@ -20,7 +20,7 @@ if __name__ == "__main__":
     PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     PARSER.add_argument("model", choices=["resnet50", "gpt"])
     PARSER.add_argument("--devices", type=int, default=8)
-    PARSER.add_argument("--style", choices=["shard_map", "mesh", "shares"], default="shard_map")
+    PARSER.add_argument("--style", choices=["shard_map", "mesh"], default="shard_map")
     PARSER.add_argument("--axes", choices=["auto", "explicit"], default="auto")
     PARSER.add_argument("--gradients", choices=["averaged", "local"], default="averaged", help="of shard_map")
     PARSER.add_argument("--max-dim", type=int, default=8192, help="as of find_layers")
@@ -242,8 +242,6 @@ def programs(
     distribution = kfac.Distribution(**axis)
     tx = kfac.scale_by_kfac(layers, inverse_every=inverse_every, distribution=distribution)
     measured = kfac.value_and_grad(loss, layers)
-    if style == "shares":
-        measured, style = kfac.data_parallel(measured, mesh), "mesh"
 
     def average(tree):
         flat, unravel = ravel_pytree(tree)

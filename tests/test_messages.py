@@ -106,7 +106,7 @@ def test_no_device_holds_the_sums_of_all_layers(scanned):
     assert grown[1] - grown[0] < 0.1 * sums, (grown, sums)
 
 
-@pytest.mark.parametrize("style", ["shard_map", "mesh", "shares"])
+@pytest.mark.parametrize("style", ["shard_map", "mesh"])
 @pytest.mark.parametrize("wire", ["float32", "bfloat16"])
 def test_statistics_are_sent_in_the_dtype_that_was_said(style, wire):
     """Of Kronecker factors, everywhere by the same option."""
@@ -115,7 +115,6 @@ def test_statistics_are_sent_in_the_dtype_that_was_said(style, wire):
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:DEVICES])
     tx = kfac.scale_by_kfac(layers)
     measure = kfac.value_and_grad(loss, layers, communication_dtype=wire)
-    measure = kfac.data_parallel(measure, mesh) if style == "shares" else measure
 
     def step(params, batch):
         _, grads, factors = measure(params, batch)

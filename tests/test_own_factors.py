@@ -190,18 +190,10 @@ def test_on_devices_of_a_pmap():
     check(jax.jit(kfac.state.gather_state)(state), layers)
 
 
-@pytest.mark.parametrize(
-    ("shares", "options"),
-    [
-        (False, {}),
-        (True, {}),
-    ],
-    ids=str,
-)
-def test_under_jit_over_a_mesh(shares, options):
+def test_under_jit_over_a_mesh():
     layers, mesh = found_layers(), mesh_of(3)
-    tx = kfac.scale_by_kfac(layers, factor_decay=0.75, distribution=kfac.Distribution(mesh=mesh, **options))
-    step = step_of(layers, tx, (lambda fn: kfac.data_parallel(fn, mesh)) if shares else lambda fn: fn)
+    tx = kfac.scale_by_kfac(layers, factor_decay=0.75, distribution=kfac.Distribution(mesh=mesh))
+    step = step_of(layers, tx)
     state = run(step, jax.jit(tx.init)(parameters()), lambda x: jax.device_put(x, NamedSharding(mesh, P("data"))))
     check(jax.jit(kfac.state.gather_state)(state), layers)
 
