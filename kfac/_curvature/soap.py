@@ -75,9 +75,8 @@ class Soap(Inverse):
         a, g = factors.A, factors.G
         zeros = jnp.zeros((*a.shape[:2], g.shape[1]), a.dtype)
         moments = Adam(zeros, jnp.zeros(len(a), a.dtype), zeros)
-        return Kronecker(
-            *(None if is_diagonal(x) else Eigen(identities(x.shape, x.dtype), None) for x in (a, g)), moments
-        )
+        sides = [None if is_diagonal(x) else Eigen(identities(x.shape, x.dtype), None) for x in (a, g)]
+        return Kronecker(sides[0], sides[1], moments)
 
     def refresh(self, kept, factors, damping):
         """Both bases a step further, the squares in their order, and the momentum in the new ones."""
