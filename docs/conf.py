@@ -11,7 +11,7 @@ project = "kfac"
 author = copyright = "The kfac developers"
 release = version = kfac.__version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "mathml", "type_names"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "mathml", "outside", "type_names"]
 html_math_renderer = "mathml"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
@@ -21,7 +21,7 @@ autodoc_preserve_defaults = True
 napoleon_use_ivar = True
 nitpicky = True
 # Types in signatures and of attributes; there is no page about any of them.
-_elsewhere = r"(jax|numpy|optax|collections)\..*|kfac\._.*|ScalarOrSchedule|BlockState|KfacMetrics|Motion|Owned"
+_elsewhere = r"(jax|numpy|optax|collections)\..*|kfac\.(\w+\.)?_.*|ScalarOrSchedule|BlockState|KfacMetrics|Motion|Owned"
 _elsewhere += "|Replica|Splits"
 nitpick_ignore_regex = [("py:.*", _elsewhere)]
 default_role = "code"  # docstrings quote code by single backticks
@@ -30,7 +30,7 @@ myst_heading_anchors = 3
 nb_execution_mode = "force"  # notebooks are stored without their results
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
-root_doc = "contents"  # The table of contents, so that the pages stay plain Markdown.
+root_doc = "index"
 exclude_patterns = ["_build", "extensions"]
 html_theme = "furo"
 html_static_path = ["_static"]

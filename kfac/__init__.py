@@ -1,4 +1,30 @@
-"""Distributed K-FAC for JAX: a second-order optimizer that drops into an optax training loop."""
+"""Distributed K-FAC for JAX: a second-order optimizer that drops into an optax training loop.
+
+Begin with:
+
+- `train_step`: all of it in one call.
+- `find_layers`, `kfac`, `value_and_grad`: the same in a loop of your own. `Layers`, `Factors`: what they pass on.
+- `schedules`: the course of learning rate, damping and momentum.
+
+Change the loss and the loop:
+
+- `microbatch`: a batch in parts. `data_parallel`: one over the devices of a mesh. `Distribution`: how devices are used.
+- `output`: marks the network's output, for the Fisher matrix proper.
+- `due`: whether the next step wants statistics. `diagnostics`: scalars to log.
+- `state`: optimizer states on other devices and in checkpoints, and refreshes of one's own.
+
+Build an optimizer:
+
+- `scale_by_kfac`: the preconditioner alone, for `optax.chain`. `presets`: whole optimizers beside `kfac`.
+- `Cholesky`, `Eigh`, `Ekfac`, `Soap`: how blocks are inverted. `Inverse`: the base of your own.
+- `register_primitive`: what an operation of your own does with a parameter.
+- `UnsupportedLayerError`: raised by `find_layers(strict=True)`. `types`: the types of what is returned.
+
+Measure and plan:
+
+- `curvature`: curvature as a linear operator, factors of a data set, exact Fisher matrices of small models.
+- `planning`: what a run on many devices would take.
+"""
 
 import os as _os
 
@@ -7,12 +33,14 @@ import os as _os
 # enough.
 _os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from kfac import exact as exact
+from kfac import curvature as curvature
+from kfac import planning as planning
 from kfac import presets as presets
 from kfac import schedules as schedules
+from kfac import state as state
+from kfac import types as types
 from kfac._capture.data_parallel import data_parallel as data_parallel
 from kfac._capture.find_layers import find_layers as find_layers
-from kfac._capture.likelihoods import Likelihood as Likelihood
 from kfac._capture.microbatch import microbatch as microbatch
 from kfac._capture.outputs import output as output
 from kfac._capture.primitives import register_primitive as register_primitive
@@ -22,36 +50,27 @@ from kfac._curvature.eigh import Eigh as Eigh
 from kfac._curvature.ekfac import Ekfac as Ekfac
 from kfac._curvature.inverse import Inverse as Inverse
 from kfac._curvature.soap import Soap as Soap
-from kfac._distributed.assignment import Assignment as Assignment
 from kfac._distributed.distribution import Distribution as Distribution
-from kfac._distributed.planning import Hardware as Hardware
-from kfac._distributed.planning import Plan as Plan
-from kfac._distributed.planning import plan as plan
 from kfac._factors import Factors as Factors
-from kfac._factors import Kronecker as Kronecker
-from kfac._factors import Shares as Shares
-from kfac._factors import Unitwise as Unitwise
-from kfac._layers import Layer as Layer
 from kfac._layers import Layers as Layers
 from kfac._layers import UnsupportedLayerError as UnsupportedLayerError
-from kfac._operator.estimate import estimate as estimate
-from kfac._operator.gauss_newton import gauss_newton as gauss_newton
-from kfac._operator.matrix import Matrix as Matrix
-from kfac._operator.operator import Operator as Operator
-from kfac._operator.operator import operator as operator
-from kfac._optimizer.adaptive_damping import adaptive_damping as adaptive_damping
-from kfac._optimizer.diagnostics import averaged_factors as averaged_factors
 from kfac._optimizer.diagnostics import diagnostics as diagnostics
 from kfac._optimizer.diagnostics import due as due
-from kfac._optimizer.diagnostics import eigenbasis as eigenbasis
 from kfac._optimizer.kfac import kfac as kfac
-from kfac._optimizer.reshard import gather_state as gather_state
-from kfac._optimizer.reshard import scatter_state as scatter_state
-from kfac._optimizer.reshard import state_specs as state_specs
-from kfac._optimizer.scale_by_kfac import refresh as refresh
 from kfac._optimizer.scale_by_kfac import scale_by_kfac as scale_by_kfac
-from kfac._optimizer.state import KfacState as KfacState
-from kfac._optimizer.train_step import TrainStep as TrainStep
 from kfac._optimizer.train_step import train_step as train_step
 
 __version__ = "0.3.0"
+
+# What stood here in version 0.3.0 and before, by the module that has it now.
+_MOVED = {"curvature": "Likelihood Matrix Operator averaged_factors eigenbasis estimate exact gauss_newton operator",
+          "planning": "Assignment Hardware Plan plan", "presets": "adaptive_damping",
+          "state": "KfacState gather_state refresh scatter_state state_specs",
+          "types": "Kronecker Layer Shares TrainStep Unitwise"}  # fmt: skip
+
+
+def __getattr__(name: str) -> object:
+    for module, names in _MOVED.items():
+        if name in names.split():
+            raise AttributeError(f"kfac.{name} is now kfac.{module}.{name}")
+    raise AttributeError(f"module 'kfac' has no attribute {name!r}")

@@ -29,7 +29,7 @@ def varying_in(aval: Any) -> frozenset[str]:
             return frozenset(getattr(kept, "varying", kept) or ())
     raise RuntimeError(
         f"jax {jax.__version__} does not say over which devices a {type(aval).__name__} varies, as releases that kfac "
-        "was tried with do: use one of these (docs/compatibility.md)"
+        "was tried with do: use one of these (docs/comparison.md)"
     )
 
 

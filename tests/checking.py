@@ -77,7 +77,7 @@ def blocks_on_the_diagonal(matrix: np.ndarray, count: int) -> np.ndarray:
     return blocks
 
 
-def pieces(layer: kfac.Layer, block: Any, copy: int, matrix: np.ndarray):
+def pieces(layer: kfac.types.Layer, block: Any, copy: int, matrix: np.ndarray):
     """Of each piece of one copy's matrix `[d_out, d_in]`: its rows and columns, `A`, `G`, and itself, filled up."""
     sides = []
     for name, count in zip("AG", layer.cut, strict=True):
@@ -97,11 +97,11 @@ def kinds(layers: kfac.Layers) -> dict[str, str]:
     return {layer.name: layer.kind for layer in layers}
 
 
-def kronecker(layers: kfac.Layers) -> list[kfac.Layer]:
+def kronecker(layers: kfac.Layers) -> list[kfac.types.Layer]:
     return [layer for layer in layers if layer.kind in ("dense", "conv", "embedding")]
 
 
-def copies(layer: kfac.Layer) -> list[str]:
+def copies(layer: kfac.types.Layer) -> list[str]:
     """The oracle's names of the copies of a layer."""
     return [f"{layer.name}[{k}]" for k in range(layer.copies)] if layer.stacked else [layer.name]
 

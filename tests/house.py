@@ -26,8 +26,7 @@ ROOMS = (
     ("_curvature",),
     ("_distributed",),
     ("_optimizer",),
-    ("_operator",),
-    ("exact", "schedules", "presets"),
+    ("curvature", "planning", "presets", "schedules", "state", "types"),
     ("__init__",),
 )
 
@@ -152,6 +151,8 @@ def table(found: list[Module]) -> str:
     readers = [m for m in found if m.equations]
     rows = ["lines of code, modules in the room"]
     rows += [f"  {sum(len(m.lines) for m in ms):5,}  {room} ({len(ms)})" for room, ms in rooms.items() if ms]
+    core = [m for m in found if floor(m.room) < floor("curvature")]
+    rows += [f"  {sum(len(m.lines) for m in core):5,}  in the core: all rooms that begin with an underscore"]
     rows += [f"  {sum(len(m.lines) for m in found):5,}  in all", "the largest modules"]
     rows += [f"  {len(m.lines):5,}  {m.name}" for m in by_size[:8]]
     rows += ["the longest functions, with the line where each begins"]

@@ -276,7 +276,7 @@ def programs(
         return tx.update(given(params), state, factors=None)
 
     whole = P() if parameters == "whole" else jax.tree.map(functools.partial(split_spec, devices), params)
-    specs = kfac.state_specs(tx, params, "data")
+    specs = kfac.state.state_specs(tx, params, "data")
     init = tx.init
     if style == "shard_map":
         init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)

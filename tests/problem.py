@@ -101,7 +101,7 @@ def state_of(opt_state):
     """The one `KfacState` in an optimizer state."""
 
     def is_leaf(x):
-        return isinstance(x, kfac.KfacState)
+        return isinstance(x, kfac.state.KfacState)
 
     (found,) = [x for x in jax.tree.leaves(opt_state, is_leaf=is_leaf) if is_leaf(x)]
     return found

@@ -67,7 +67,7 @@ def main():
     tx = kfac.scale_by_kfac(layers, inverse_every=10, distribution=kfac.Distribution(AXIS))
     mesh = Mesh(np.array(jax.devices()), (AXIS,), axis_types=(AxisType.Auto,))
     same, split = PartitionSpec(), PartitionSpec(AXIS)
-    specs = kfac.state_specs(tx, params, AXIS)
+    specs = kfac.state.state_specs(tx, params, AXIS)
     init = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=same, out_specs=specs))
     state = jax.eval_shape(init, params)
 
@@ -123,7 +123,7 @@ def main():
         result["packed_bytes"] = 4 * sum(
             shape[-1] * (shape[-1] + 1) // 2 for layer in layers for shape in layer.factor_shapes.values()
         )
-        plan = kfac.Assignment(layers, devices=DEVICES, inverse=kfac.Cholesky())
+        plan = kfac.planning.Assignment(layers, devices=DEVICES, inverse=kfac.Cholesky())
         result["predicted_statistics"] = plan.statistics_messages
         result["predicted_results"] = plan.results_messages
         result["predicted_state_bytes"] = plan.memory_per_device

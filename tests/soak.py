@@ -169,7 +169,7 @@ def train(output: Path, steps: int, faulty: bool, dtype: str, num_devices: int) 
         jnp.float32(1), jnp.int32(0), has_aux=True,
     )  # fmt: skip
     tx = example.transform(config, recipe.learning_rate(config, per_epoch, steps), per_epoch, layers)
-    specs = example.State(SAME, SAME, SAME, SAME, kfac.state_specs(tx, variables["params"], AXIS), SPLIT, SAME)
+    specs = example.State(SAME, SAME, SAME, SAME, kfac.state.state_specs(tx, variables["params"], AXIS), SPLIT, SAME)
     measure = kfac.value_and_grad(functools.partial(loss_fn, model, True), layers, has_aux=True)
 
     def train_step(state, got, scale, fault):

@@ -93,7 +93,7 @@ def exact_ratio(likelihood, params, changes, batch):
 @pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
 def test_ratio_is_that_of_explicit_jacobians(likelihood):
     loss, batch, params = loss_of(likelihood), examples(), initial()
-    tx = kfac.adaptive_damping(sgd, 0.5, every=1)
+    tx = kfac.presets.adaptive_damping(sgd, 0.5, every=1)
     _, state, changes = step_of(tx, loss)(params, jax.jit(tx.init)(params), batch)
     expected = exact_ratio(likelihood, params, changes, batch)
     assert abs(float(state.reduction_ratio) - expected) < 1e-4
@@ -136,7 +136,7 @@ def test_ratio_of_least_squares_is_one(loss, devices):
     if devices > 1 and loss is two_marks:
         loss = functools.partial(two_marks, rows=1)
     optimizer = lambda damping: optax.chain(optax.trace(0.5), optax.scale(-1 / (30 + damping)))  # noqa: E731
-    tx = kfac.adaptive_damping(optimizer, 10.0, every=1, num_examples=given)
+    tx = kfac.presets.adaptive_damping(optimizer, 10.0, every=1, num_examples=given)
 
     def run(w, batch):
         state, ratios = tx.init(w), []
@@ -162,7 +162,7 @@ def test_number_of_examples_that_is_not_clear():
     """The message names what takes it, and giving it there helps."""
     w, batch = jnp.zeros((D, 3)), (normal(0, 32, 8, D, dtype=np.float32), normal(1, 32, 8, 3, dtype=np.float32))
     for given in (None, 32):
-        tx = kfac.adaptive_damping(sgd, 100.0, every=1, num_examples=given)
+        tx = kfac.presets.adaptive_damping(sgd, 100.0, every=1, num_examples=given)
         update = functools.partial(tx.update, jax.grad(two_marks)(w, batch), tx.init(w), w)
         if given is None:
             with pytest.raises(ValueError, match="Pass num_examples= to adaptive_damping"):
@@ -187,7 +187,7 @@ def test_rule(rate, expected):
         del damping
         return optax.sgd(rate) if math.isfinite(rate) else optax.set_to_zero()
 
-    tx, loss, params = kfac.adaptive_damping(optimizer, 0.01, every=2, decay=0.9), loss_of(), initial()
+    tx, loss, params = kfac.presets.adaptive_damping(optimizer, 0.01, every=2, decay=0.9), loss_of(), initial()
     step, state = step_of(tx, loss), tx.init(params)
     for factor in expected:
         moved, state, _ = step(params, state, examples())
@@ -205,7 +205,7 @@ def test_steps_taken_back_until_the_damping_is_enough():
     def diverging(damping):
         return optax.chain(optax.trace(0.9), optax.scale_by_learning_rate(1e-3 / damping))
 
-    tx = kfac.adaptive_damping(diverging, 1e-9, every=5, minimum=1e-12)
+    tx = kfac.presets.adaptive_damping(diverging, 1e-9, every=5, minimum=1e-12)
     step, state, losses = step_of(tx, loss), tx.init(params), [float(loss(params, batch))]
     for _ in range(40):
         params, state, _ = step(params, state, batch)
@@ -217,7 +217,7 @@ def test_steps_taken_back_until_the_damping_is_enough():
 
 
 def test_between_the_thresholds_the_damping_stays():
-    tx = kfac.adaptive_damping(lambda damping: optax.sgd(0.5), 0.01, every=1, low=1e-6, high=1 - 1e-6)
+    tx = kfac.presets.adaptive_damping(lambda damping: optax.sgd(0.5), 0.01, every=1, low=1e-6, high=1 - 1e-6)
     params = initial()
     _, state, _ = step_of(tx, loss_of())(params, tx.init(params), examples())
     assert 1e-6 < float(state.reduction_ratio) < 1 - 1e-6
@@ -227,7 +227,9 @@ def test_between_the_thresholds_the_damping_stays():
 def test_bounds():
     params = initial()
     for rate, expected in ((1e-3, 0.0095), (40.0, 0.0102)):  # the second is taken back
-        tx = kfac.adaptive_damping(lambda damping, r=rate: optax.sgd(r), 0.01, minimum=0.0095, maximum=0.0102, every=1)
+        tx = kfac.presets.adaptive_damping(
+            lambda damping, r=rate: optax.sgd(r), 0.01, minimum=0.0095, maximum=0.0102, every=1
+        )
         state = tx.init(params)
         for _ in range(2):
             _, state, _ = step_of(tx, loss_of())(params, state, examples())
@@ -241,7 +243,7 @@ def test_losses_that_are_not_finite():
         moved = optax.tree.norm(optax.tree.sub(params, initial()))
         return loss_of()(params, batch) + jnp.where(moved > 0, jnp.nan, 0.0)
 
-    tx = kfac.adaptive_damping(lambda damping: optax.sgd(0.01), 0.01, every=1)
+    tx = kfac.presets.adaptive_damping(lambda damping: optax.sgd(0.01), 0.01, every=1)
     grads = jax.grad(loss_of())(params, batch)
     _, after = tx.update(grads, tx.init(params), params, value_fn=lambda p: loss(p, batch))
     assert float(after.reduction_ratio) == -math.inf
@@ -253,7 +255,7 @@ def test_losses_that_are_not_finite():
 
 def kfac_of(loss, batch, **options):
     layers = kfac.find_layers(loss, initial(), batch)
-    return layers, kfac.adaptive_damping(
+    return layers, kfac.presets.adaptive_damping(
         lambda damping: plain_kfac(
             RATE, layers, damping=damping, refresh_warmup=0, **options
         ),
@@ -359,7 +361,7 @@ def test_marks_inside_scan_and_vmap():
 
     ratios = []
     for other in (loss, scanned, mapped):
-        tx = kfac.adaptive_damping(sgd, 0.5, every=1)
+        tx = kfac.presets.adaptive_damping(sgd, 0.5, every=1)
         ratios.append(float(step_of(tx, other)(params, tx.init(params), batch)[1].reduction_ratio))
     np.testing.assert_allclose(ratios, ratios[0], rtol=1e-4)
 
@@ -382,12 +384,12 @@ def test_marks_inside_scan_and_vmap():
 )
 def test_arguments_out_of_range(options, message):
     with pytest.raises(ValueError, match=message):
-        kfac.adaptive_damping(**({"optimizer": sgd, "initial": 1e-3} | options))
+        kfac.presets.adaptive_damping(**({"optimizer": sgd, "initial": 1e-3} | options))
 
 
 def test_what_update_needs():
     params, batch = initial(), examples()
-    tx = kfac.adaptive_damping(sgd, 0.5, every=1)
+    tx = kfac.presets.adaptive_damping(sgd, 0.5, every=1)
     state, loss = tx.init(params), loss_of()
     with pytest.raises(ValueError, match="needs the parameters"):
         tx.update(params, state, value_fn=lambda p: loss(p, batch))

@@ -45,7 +45,7 @@ def four_lines(inverse, average=lambda tree: tree, distribution=None):
     tx = kfac.kfac(0.05, layers(), inverse=inverse, inverse_every=3, distribution=distribution)
 
     def step(params, opt_state, batch):
-        basis = {"basis": kfac.eigenbasis(opt_state, layers())} if inverse.takes_moments else {}
+        basis = {"basis": kfac.curvature.eigenbasis(opt_state, layers())} if inverse.takes_moments else {}
         loss, grads, factors = kfac.value_and_grad(loss_fn, layers())(params, batch, **basis)
         loss, grads = average((loss, grads))
         updates, opt_state = tx.update(grads, opt_state, params, factors=factors)
@@ -87,7 +87,7 @@ def mesh_of(kind=AxisType.Auto):
 def under_shard_map(inverse, *, check=True, averaged=True, inside=True):
     own = average if averaged else lambda pair: (average(pair[0]), pair[1])
     tx, step = four_lines(inverse, own, None if check else kfac.Distribution("data"))
-    mesh, specs = mesh_of(), kfac.state_specs(tx, initial(), "data") if inside else P()
+    mesh, specs = mesh_of(), kfac.state.state_specs(tx, initial(), "data") if inside else P()
     over = functools.partial(jax.shard_map, mesh=mesh, check_vma=check)
     state = jit(over(tx.init, in_specs=P(), out_specs=specs))(initial()) if inside else tx.init(initial())
     step = jit(over(step, in_specs=(P(), specs, P("data")), out_specs=(P(), specs, P())))
@@ -155,7 +155,7 @@ def test_the_same_four_lines(inverse, name, x64):
     run, options, dealt = PROGRAMS[name]
     expected = alone(inverse)
     found, state = run(inverse, **options)
-    assert {own.shard.devices for own in find_nodes(state, kfac.KfacState)[0].owned.values()} == {
+    assert {own.shard.devices for own in find_nodes(state, kfac.state.KfacState)[0].owned.values()} == {
         DEVICES if dealt else 1
     }
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-9), found, expected)
@@ -171,7 +171,7 @@ def test_one_call_over_a_mesh(kind, x64):
     params = jax.tree.map(lambda x: jax.device_put(x, over if x.shape[0] % DEVICES == 0 else None), initial())
     place = functools.partial(jax.device_put, device=NamedSharding(mesh, P("data")))
     state = step.init(params, place(first))
-    node = find_nodes(state, kfac.KfacState)[0]
+    node = find_nodes(state, kfac.state.KfacState)[0]
     assert {own.shard.devices for own in node.owned.values()} == {DEVICES}
     assert bool(node.splits.specs) == (kind == AxisType.Auto)
     found = trained(step, params, state, place)

@@ -19,8 +19,8 @@ import messages
 import problem
 import resnet50_step
 from kfac._distributed.owners import Cost, Shard, group_costs, make_shards
-from kfac._distributed.planning import in_all_reduces
 from kfac._distributed.segments import make_segments
+from kfac.planning._plan import in_all_reduces
 
 SCRIPT = pathlib.Path(__file__).parent / "resnet50_step.py"
 
@@ -85,7 +85,7 @@ CRITICAL = [("resnet50", 8, 1.14, 0), ("resnet50", 64, 1.0, 0), ("gpt", 8, 0, 1.
 @pytest.mark.parametrize(("model", "devices", "of_largest", "of_mean"), CRITICAL)
 def test_devices_hardly_wait_for_each_other(model, devices, of_largest, of_mean, resnet50_layers):
     """The busiest in a refresh: in units of the largest block, or of the work of a device if all had the same."""
-    plan = kfac.Assignment(resnet50_layers if model == "resnet50" else gpt_layers(), devices=devices)
+    plan = kfac.planning.Assignment(resnet50_layers if model == "resnet50" else gpt_layers(), devices=devices)
     largest, mean = max(cost.work for cost in group_costs(plan.groups)), sum(plan.cost_per_device) / devices
     print(max(plan.cost_per_device) / largest, max(plan.cost_per_device) / mean)
     assert max(plan.cost_per_device) <= max(of_largest * largest, of_mean * mean) * (1 + 1e-9)
@@ -95,7 +95,7 @@ def test_devices_hardly_wait_for_each_other(model, devices, of_largest, of_mean,
 def test_an_ordinary_step_sends_what_sgd_does(model, devices, most, resnet50_layers):
     """Where gradients arrive local; bytes of a plan are those of compiled programs (`test_plan.py`)."""
     layers = resnet50_layers if model == "resnet50" else gpt_layers()
-    plan = kfac.Assignment(layers, devices=devices, inverse=kfac.Cholesky(), gradients="local")
+    plan = kfac.planning.Assignment(layers, devices=devices, inverse=kfac.Cholesky(), gradients="local")
     sent = [in_all_reduces(part) for part in (plan.gradients_messages, plan.results_messages, plan.fetched_messages)]
     assert sum(sent) <= most * 4 * sum(layer.num_params for layer in layers)
 
@@ -109,7 +109,7 @@ BOUNDED = [(8, 1024, 0.13, 0.17), (64, 1024, 0.005, 0.095), (64, 2304, 0.03, 0.2
 def test_no_layer_is_the_floor_where_factors_are_cut(devices, max_dim, path, state, resnet50_layers):
     loss, params, batch, _ = messages.resnet50(1, 224)
     cut = kfac.find_layers(loss, params, batch, max_dim=max_dim)
-    plan, one = kfac.Assignment(cut, devices=devices), kfac.Assignment(resnet50_layers)
+    plan, one = kfac.planning.Assignment(cut, devices=devices), kfac.planning.Assignment(resnet50_layers)
     print(max(plan.cost_per_device) / max(one.cost_per_device), plan.memory_per_device / one.memory_per_device)
     assert max(plan.cost_per_device) <= path * max(one.cost_per_device)
     assert plan.memory_per_device <= state * one.memory_per_device
@@ -119,7 +119,7 @@ def test_a_plan_for_thousands_of_devices_takes_no_time(resnet50_layers):
     began = time.perf_counter()
     make_shards([Cost(str(k), 7 + k, k**3, k**2) for k in range(1, 21)], 4096)
     assert time.perf_counter() - began < 0.1  # it took minutes
-    repr(kfac.Assignment(resnet50_layers, devices=4096))
+    repr(kfac.planning.Assignment(resnet50_layers, devices=4096))
     assert time.perf_counter() - began < 2
 
 
@@ -129,20 +129,20 @@ def gpt_layers():
 
 
 def test_the_plan_prints_who_owns_what(resnet50_layers):
-    plan = kfac.Assignment(resnet50_layers, devices=8)
+    plan = kfac.planning.Assignment(resnet50_layers, devices=8)
     text = repr(plan)
     for layer in resnet50_layers:
         assert layer.name in text
     assert "memory per device" in text and "reduced per device" in text and "gathered per step" in text
-    assert len(repr(kfac.Assignment(resnet50_layers, devices=4096)).splitlines()) < 40
+    assert len(repr(kfac.planning.Assignment(resnet50_layers, devices=4096)).splitlines()) < 40
     with pytest.raises(ValueError, match="devices must be a positive int, but is 0"):
-        kfac.Assignment(resnet50_layers, devices=0)
+        kfac.planning.Assignment(resnet50_layers, devices=0)
     with pytest.raises(ValueError, match=r"inverse must be a kind of inverse.*'eigh'"):
-        kfac.Assignment(resnet50_layers, inverse="eigh")
+        kfac.planning.Assignment(resnet50_layers, inverse="eigh")
     with pytest.raises(ValueError, match=r"distribution must be a kfac.Distribution or None, but is .*'devices'"):
-        kfac.Assignment(resnet50_layers, distribution="devices")
+        kfac.planning.Assignment(resnet50_layers, distribution="devices")
     with pytest.raises(ValueError, match="gradients must be one of 'averaged', 'local', 'split', but is 'mine'"):
-        kfac.Assignment(resnet50_layers, gradients="mine")
+        kfac.planning.Assignment(resnet50_layers, gradients="mine")
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +163,7 @@ def test_the_program_does_not_grow_with_devices():
     """A message lists its devices, so lines are counted."""
     grads, factors = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), problem.measured(0))
     tx = kfac.scale_by_kfac(problem.layers(), distribution=kfac.Distribution("devices"))
-    same, specs = PartitionSpec(), kfac.state_specs(tx, grads, "devices")
+    same, specs = PartitionSpec(), kfac.state.state_specs(tx, grads, "devices")
 
     def lines(devices):
         mesh = AbstractMesh((devices,), ("devices",))

@@ -280,7 +280,7 @@ def test_shares_of_a_batch_count_rows_together():
     expected = moved(stepped(alone, lambda g: g), alone, alone.init(p))
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
     tx = kfac.kfac(0.1, layers, distribution=kfac.Distribution("d"))
-    specs = kfac.state_specs(tx, p, "d")
+    specs = kfac.state.state_specs(tx, p, "d")
     step = jax.shard_map(
         stepped(tx, lambda g: lax.pmean(g, "d")), mesh=mesh, in_specs=(P(), specs, P("d")), out_specs=(P(), specs)
     )

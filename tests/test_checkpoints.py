@@ -141,11 +141,11 @@ def test_a_checkpoint_of_another_version_of_the_state_names_what_differs(trained
 def test_a_checkpoint_of_another_number_of_devices_is_refused_unless_it_is_gathered(trained, tmp_path):
     mesh = jax.make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
     tx = plain_kfac(0.1, layers(), distribution=kfac.Distribution("devices"))
-    specs = kfac.state_specs(tx, initial(), "devices")
+    specs = kfac.state.state_specs(tx, initial(), "devices")
     state = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=PartitionSpec(), out_specs=specs))(initial())
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "four", {"opt_state": state})
-        checkpointer.save(tmp_path / "gathered", {"opt_state": jax.device_get(kfac.gather_state(state))})
+        checkpointer.save(tmp_path / "gathered", {"opt_state": jax.device_get(kfac.state.gather_state(state))})
         checkpointer.wait_until_finished()
     fresh = {"opt_state": TX.init(initial())}
     with pytest.raises(ValueError, match="is not compatible with the stored shape"):

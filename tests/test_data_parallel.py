@@ -47,7 +47,7 @@ def trained(distribution, options, spread=lambda fn: fn, place=lambda data: data
 
     @functools.partial(jax.jit, static_argnums=3, compiler_options=FAST)
     def step(p, state, data, statistics):
-        basis = {"basis": kfac.eigenbasis(state, found())} if options.get("inverse") == kfac.Ekfac() else {}
+        basis = {"basis": kfac.curvature.eigenbasis(state, found())} if options.get("inverse") == kfac.Ekfac() else {}
         value, grads, factors = spread(kfac.value_and_grad(loss_fn, found()))(p, data, **basis)
         updates, state = tx.update(grads, state, p, factors=factors if statistics else None)
         return optax.apply_updates(p, updates), state, value
@@ -208,12 +208,12 @@ def test_what_does_not_go_together_is_refused(x64):
     ):
         update(kfac.Distribution(mesh=mesh_of(sizes=(4,))))
     with pytest.raises(ValueError, match=r"take factors.average\(\)"):
-        kfac.operator(layers, shares, damping=1.0)
+        kfac.curvature.operator(layers, shares, damping=1.0)
     with pytest.raises(
         ValueError, match="communication_dtype='bfloat16' has no effect on statistics that XLA averages"
     ):
         tx = kfac.scale_by_kfac(layers, distribution=kfac.Distribution(mesh=mesh, communication_dtype="bfloat16"))
-        factors = jax.eval_shape(kfac.Shares.average, shares)
+        factors = jax.eval_shape(kfac.types.Shares.average, shares)
         jax.eval_shape(lambda g, f: tx.update(g, tx.init(g), factors=f), grads, factors)
     with pytest.raises(ValueError, match=r"2 devices of the axes \('data',\) do not divide the batch: .* length 3"):
         jax.eval_shape(measure, params, jax.tree.map(lambda x: x[:3], data))

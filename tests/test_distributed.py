@@ -116,7 +116,7 @@ def train_shard_map(params, data, layers, options, devices, state=None, first=0,
     tx = plain_kfac(0.05, layers, **on_devices(options))
     mesh = mesh_of(devices)
     same, split = PartitionSpec(), PartitionSpec(AXIS)
-    specs = kfac.state_specs(tx, params, AXIS)
+    specs = kfac.state.state_specs(tx, params, AXIS)
     state = state or jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=same, out_specs=specs))(params)
 
     @functools.partial(jax.jit, static_argnums=3)
@@ -143,7 +143,7 @@ def train_mesh(params, data, layers, options, devices, state=None, first=0):
     if state is None:
         state = tx.init(params)
     else:
-        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), kfac.state_specs(tx, params, AXIS))
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), kfac.state.state_specs(tx, params, AXIS))
         state = jax.jit(lambda s: s, out_shardings=shardings)(state)
 
     @functools.partial(jax.jit, static_argnums=3)
@@ -193,7 +193,7 @@ def test_several_devices_are_one(style, widths):
     found, sharded_state = STYLES[style](params, data, layers, options, DEVICES)
     assert_close(found, expected)
     assert {own.shard.devices for own in sharded_state[0].owned.values()} == {DEVICES}
-    assert_close(jax.jit(kfac.gather_state)(sharded_state)[0].owned, state[0].owned, 2e-4)
+    assert_close(jax.jit(kfac.state.gather_state)(sharded_state)[0].owned, state[0].owned, 2e-4)
 
 
 @pytest.mark.parametrize("widths", [MANY_LAYERS, pytest.param(FEW_LAYERS, marks=pytest.mark.slow)], ids=["many", "few"])
@@ -206,7 +206,7 @@ def test_gradients_may_arrive_local(widths, inverse):
     assert inverse.takes_gradients or state[0].metrics.kl_clip_scale < 1
     found, sharded = train_shard_map(params, data, layers, options, DEVICES, average=False)
     assert_close(found, expected, 1e-4)
-    states = [next(n for n in find_nodes(s, kfac.KfacState)) for s in (state, sharded)]
+    states = [next(n for n in find_nodes(s, kfac.state.KfacState)) for s in (state, sharded)]
     np.testing.assert_allclose(*(s.metrics.gradient_norm for s in states), rtol=1e-4)
 
 
@@ -217,7 +217,7 @@ def test_several_devices_are_one_with_eigendecompositions(style):
     options = {"inverse_every": 3, "refresh_warmup": 1, "damping": 1e-2, "inverse": kfac.Eigh()}
     params, data, layers, expected, _ = one_device(FEW_LAYERS, tuple(options.items()))
     half, state = STYLES[style](params, data[:3], layers, options, DEVICES)
-    state = kfac.scatter_state(jax.device_get(jax.jit(kfac.gather_state)(state)), 2)
+    state = kfac.state.scatter_state(jax.device_get(jax.jit(kfac.state.gather_state)(state)), 2)
     found, _ = STYLES[style](jax.device_get(half), data[3:], layers, options, 2, state, 3)
     assert_close(found, expected, 1e-4)
 
@@ -230,11 +230,11 @@ def test_a_state_moves_between_numbers_of_devices(style):
     """Three steps on several devices and three on two, by way of the portable state, are six on one."""
     params, data, layers, expected, _ = one_device(MANY_LAYERS, tuple(MOVING.items()))
     params, state = STYLES[style](params, data[:3], layers, MOVING, DEVICES)
-    portable = jax.tree.map(np.asarray, jax.jit(kfac.gather_state)(state))
+    portable = jax.tree.map(np.asarray, jax.jit(kfac.state.gather_state)(state))
     params = jax.tree.map(np.asarray, params)
     alone = jax.eval_shape(plain_kfac(0.05, layers, **on_devices(MOVING)).init, params)
     assert jax.tree.structure(alone) == jax.tree.structure(portable)
-    restored = kfac.scatter_state(portable, 2, pmap=style == "pmap")
+    restored = kfac.state.scatter_state(portable, 2, pmap=style == "pmap")
     params, _ = STYLES[style](params, data[3:], layers, MOVING, 2, restored, 3)
     assert_close(params, expected)
 
@@ -254,7 +254,9 @@ def test_eight_devices_do_what_fewer_do():
 def test_scattering_and_gathering_again_changes_nothing():
     state = one_device(MANY_LAYERS, tuple(MOVING.items()))[-1]
     for devices, pmap in ((3, True), (64, False)):
-        again = jax.jit(lambda s, n=devices, p=pmap: kfac.gather_state(kfac.scatter_state(s, n, pmap=p)))(state)
+        again = jax.jit(lambda s, n=devices, p=pmap: kfac.state.gather_state(kfac.state.scatter_state(s, n, pmap=p)))(
+            state
+        )
         assert jax.tree.structure(again) == jax.tree.structure(state)
         jax.tree.map(np.testing.assert_array_equal, again, state)
 
@@ -265,11 +267,11 @@ def test_a_state_for_another_number_of_devices_is_refused():
         tx = plain_kfac(0.05, layers, distribution=kfac.Distribution(AXIS, mesh_of(DEVICES)))
         tx.update(params, state, params)
     with pytest.raises(ValueError, match="num_devices must be a positive int, but is 0"):
-        kfac.scatter_state(state, 0)
+        kfac.state.scatter_state(state, 0)
     with pytest.raises(ValueError, match="there is no state of scale_by_kfac"):
-        kfac.gather_state({"momentum": jnp.zeros(3)})
+        kfac.state.gather_state({"momentum": jnp.zeros(3)})
     with pytest.raises(ValueError, match="portable must be what gather_state returns"):
-        kfac.scatter_state(kfac.scatter_state(state, 4), 2)
+        kfac.state.scatter_state(kfac.state.scatter_state(state, 4), 2)
 
 
 def test_an_axis_that_is_not_bound_is_refused():
@@ -310,10 +312,10 @@ def test_a_device_that_sees_nan_hangs_nobody():
 
 def test_what_would_be_quietly_wrong_is_refused():
     state = one_device(FEW_LAYERS, AT_ONCE)[-1]
-    scattered = kfac.scatter_state(state, 4)
+    scattered = kfac.state.scatter_state(state, 4)
     part = jax.tree.map(lambda x: x[:1] if x.ndim else x, scattered)  # as one process alone sees it
     with pytest.raises(ValueError, match=r"must hold the 4 blocks of all 4 devices in a row, but has \(1,\)"):
-        kfac.gather_state(part)
+        kfac.state.gather_state(part)
 
 
 def test_what_shard_map_knows_to_be_wrong_is_said_by_name():
@@ -330,8 +332,8 @@ def test_what_shard_map_knows_to_be_wrong_is_said_by_name():
         fn = jax.shard_map(local, mesh=mesh, in_specs=(same, specs, split), out_specs=same)
         return jax.eval_shape(fn, params, state, as_float32(data[0]))
 
-    scattered = kfac.scatter_state(state, 2)
-    specs = kfac.state_specs(tx, params, "data")
+    scattered = kfac.state.scatter_state(state, 2)
+    specs = kfac.state.state_specs(tx, params, "data")
     with pytest.raises(ValueError, match=r"of \['model'\], which axis_name='data' does not name.* jax.jit with param"):
         run(lambda grads: grads, specs, scattered)
     with pytest.raises(
@@ -339,7 +341,7 @@ def test_what_shard_map_knows_to_be_wrong_is_said_by_name():
     ):
         run(lambda grads: lax.pmean(grads, ("data", "model")), specs, scattered)
     with pytest.raises(
-        ValueError, match=r"this device must get 1 of the state's 1 blocks .* but gets 2: use kfac.state_specs"
+        ValueError, match=r"this device must get 1 of the state's 1 blocks .* but gets 2: use kfac.state.state_specs"
     ):
         run(lambda grads: lax.pmean(grads, ("data", "model")), same, scattered)
 

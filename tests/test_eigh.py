@@ -125,7 +125,7 @@ def test_the_plan_counts_the_bytes_of_the_state(precision):
     kept = [(block.factors, block.inverse) for block in state.blocks.values()]
     kept = kept, [r.inverse for r in state.replicas.values()], state.motions
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept))
-    plan = kfac.Assignment(layers, inverse=inverse, distribution=distribution)
+    plan = kfac.planning.Assignment(layers, inverse=inverse, distribution=distribution)
     assert plan.memory_per_device == held
 
 

@@ -259,7 +259,7 @@ def test_layers_without_a_correction(x64):
     batch = jnp.arange(N), normal(2, N, 300)
     layers, factors = check_moments(loss, params, batch, find={"max_dim": 8})
     assert [layer.name for layer in layers if layer.correctable] == ["once"]
-    assert set(kfac.eigenbasis(factors, layers)) == {"once"}
+    assert set(kfac.curvature.eigenbasis(factors, layers)) == {"once"}
 
 
 def test_bfloat16_operands():
@@ -314,21 +314,24 @@ def test_its_error_is_never_above_that_of_the_kronecker_product(x64, n):
     layers = kfac.find_layers(classifier, params, *batch)
     measure = jax.jit(kfac.value_and_grad(classifier, layers))
     _, _, factors = measure(params, *batch)
-    basis = jax.jit(lambda factors: kfac.eigenbasis(factors, layers))(factors)
+    basis = jax.jit(lambda factors: kfac.curvature.eigenbasis(factors, layers))(factors)
     _, _, factors = measure(params, *batch, basis=basis)
-    exact = jax.jit(kfac.exact.fisher_blocks(classifier, layers, fisher="empirical"))(params, *batch)
+    exact = jax.jit(kfac.curvature.exact.fisher_blocks(classifier, layers, fisher="empirical"))(params, *batch)
     for name, block in exact.items():
-        plain = kfac.exact.error(block, kfac.exact.dense(factors[name])).relative
-        corrected = kfac.exact.dense(factors[name], basis[name])
-        assert kfac.exact.error(block, corrected).relative <= plain * (1 + 1e-12)
+        plain = kfac.curvature.exact.error(block, kfac.curvature.exact.dense(factors[name])).relative
+        corrected = kfac.curvature.exact.dense(factors[name], basis[name])
+        assert kfac.curvature.exact.error(block, corrected).relative <= plain * (1 + 1e-12)
         for side, values in (("A", basis[name].A), ("G", basis[name].G)):
             q, factor = np.asarray(values), np.asarray(getattr(factors[name], side))
             np.testing.assert_allclose(q.T @ factor @ q, np.diag(np.diag(q.T @ factor @ q)), atol=1e-12)
         rng = np.random.default_rng(0)
         for _ in range(5):
             moved = factors[name].moments * jnp.asarray(rng.uniform(0.9, 1.1, factors[name].moments.shape))
-            other = kfac.exact.dense(dataclasses.replace(factors[name], moments=moved), basis[name])
-            assert kfac.exact.error(block, other).relative >= kfac.exact.error(block, corrected).relative
+            other = kfac.curvature.exact.dense(dataclasses.replace(factors[name], moments=moved), basis[name])
+            assert (
+                kfac.curvature.exact.error(block, other).relative
+                >= kfac.curvature.exact.error(block, corrected).relative
+            )
 
 
 def test_sampled_moments_have_the_mean_of_the_exact_fisher_matrix(x64):
@@ -344,7 +347,7 @@ def test_sampled_moments_have_the_mean_of_the_exact_fisher_matrix(x64):
         )
 
     factors = mean(jax.random.split(jax.random.key(0), 4000))
-    exact = jax.jit(kfac.exact.fisher_blocks(classifier, layers))(params, *batch)
+    exact = jax.jit(kfac.curvature.exact.fisher_blocks(classifier, layers))(params, *batch)
     for name, block in exact.items():
         q = np.einsum("ai,gj->agij", basis[name].A, basis[name].G).reshape(block.shape)
         expected = np.diag(q.T @ np.asarray(block) @ q).reshape(factors[name].moments.shape[::-1]).T

@@ -30,7 +30,7 @@ def measure():
 def stepper(tx):
     @functools.partial(jax.jit, compiler_options=QUICKLY)
     def step(state, batch):
-        basis = kfac.eigenbasis(state, LAYERS)
+        basis = kfac.curvature.eigenbasis(state, LAYERS)
         _, grads, factors = measure()(problem.initial(), batch, basis=basis)
         updates, state = tx.update(grads, state, factors=factors)
         return grads, factors, updates, state
@@ -143,7 +143,7 @@ def whole(style, options, steps=4):
     tx = kfac.scale_by_kfac(LAYERS, inverse=kfac.Ekfac(), damping=LAMBDA, distribution=where, **options)
 
     def step(state, batch):
-        basis = kfac.eigenbasis(state, LAYERS)
+        basis = kfac.curvature.eigenbasis(state, LAYERS)
         _, grads, factors = measure()(params, batch, basis=basis)
         if axis:
             grads = jax.lax.pmean(grads, axis)
@@ -155,7 +155,7 @@ def whole(style, options, steps=4):
         state = jax.pmap(tx.init, axis_name=axis, devices=jax.devices()[:DEVICES])(copies)
         step = jax.pmap(step, axis_name=axis, devices=jax.devices()[:DEVICES])
     elif style == "shard_map":
-        specs = kfac.state_specs(kfac.scale_by_kfac(LAYERS, inverse=kfac.Ekfac()), params, "devices")
+        specs = kfac.state.state_specs(kfac.scale_by_kfac(LAYERS, inverse=kfac.Ekfac()), params, "devices")
         state = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=same, out_specs=specs))(params)
         step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs, split), out_specs=(same, specs)))
     elif style == "mesh":
@@ -195,14 +195,14 @@ def test_several_devices_are_one(style, inverse_every):
     updates, state = whole(style, {"inverse_every": inverse_every, "refresh_warmup": 1})
     expected, one = on_one_device(inverse_every)
     assert_close(updates, expected, rtol=2e-4)
-    gather = jax.jit(kfac.gather_state)
+    gather = jax.jit(kfac.state.gather_state)
     portable = gather(state)
     assert jax.tree.structure(portable) == jax.tree.structure(one)
     moments = state_of(portable).owned["kronecker_4x4"].blocks.inverse.moments
     assert_close(moments, state_of(one).owned["kronecker_4x4"].blocks.inverse.moments, rtol=2e-3)
     # And back: as many devices, or others, go on with the same bases.
     for devices in (DEVICES, 2):
-        scatter = functools.partial(kfac.scatter_state, num_devices=devices, pmap=style == "pmap")
+        scatter = functools.partial(kfac.state.scatter_state, num_devices=devices, pmap=style == "pmap")
         scattered = jax.jit(scatter)(portable)
         if devices == DEVICES:
             assert_equal(state_of(scattered).replicas, jax.tree.map(jnp.asarray, state_of(state).replicas))
@@ -215,9 +215,9 @@ def test_the_plan_counts_the_bytes_of_the_state():
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.motions))
     for block in state.blocks.values():
         held += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((block.factors, block.inverse)))
-    one, several = (kfac.Assignment(LAYERS, devices=devices, inverse=kfac.Ekfac()) for devices in (1, DEVICES))
+    one, several = (kfac.planning.Assignment(LAYERS, devices=devices, inverse=kfac.Ekfac()) for devices in (1, DEVICES))
     assert one.memory_per_device == held
-    plain = kfac.Assignment(LAYERS, devices=DEVICES, inverse=kfac.Eigh())
+    plain = kfac.planning.Assignment(LAYERS, devices=DEVICES, inverse=kfac.Eigh())
     # Two blocks of 4 x 4: each has moments and their weight on its owner, and eigenvectors on every device.
     assert several.memory_per_device - plain.memory_per_device == 4 * (16 + 1 + 2 * 2 * 16)
     # In three pieces: of eigenvectors, and of triangles with and without moments.
@@ -236,12 +236,12 @@ def test_an_axis_of_one_device():
     params = problem.initial()
     state = jax.jit(alone.init)(params)
     grads, factors, expected, _ = stepper(alone)(state, problem.batch(0))
-    scattered = kfac.scatter_state(state, 1)
-    with pytest.raises(ValueError, match=r"no such axis.*kfac\.gather_state"):
+    scattered = kfac.state.scatter_state(state, 1)
+    with pytest.raises(ValueError, match=r"no such axis.*kfac\.state\.gather_state"):
         alone.update(grads, scattered, factors=factors)
-    with pytest.raises(ValueError, match=r"a such axis.*kfac\.scatter_state"):
+    with pytest.raises(ValueError, match=r"a such axis.*kfac\.state\.scatter_state"):
         meshed.update(grads, state, factors=factors)
-    for tx, own in ((meshed, scattered), (alone, kfac.gather_state(scattered))):
+    for tx, own in ((meshed, scattered), (alone, kfac.state.gather_state(scattered))):
         update = jax.jit(tx.update, compiler_options=QUICKLY)
         assert_close(update(grads, own, factors=factors)[0], expected)
 
@@ -254,9 +254,11 @@ def test_what_does_not_go_together_is_refused():
     tx, eigh = (kfac.scale_by_kfac(LAYERS, inverse=inverse) for inverse in (kfac.Ekfac(), kfac.Eigh()))
     state, other = jax.jit(tx.init)(params), jax.jit(eigh.init)(params)
     grads, plain = problem.measured(0)
-    basis = kfac.eigenbasis(state, LAYERS)
+    basis = kfac.curvature.eigenbasis(state, LAYERS)
     _, _, factors = measure()(params, batch, basis=basis)
-    with pytest.raises(ValueError, match=r"layer 'first' have no moments, which inverse=Ekfac.*basis=kfac.eigenbasis"):
+    with pytest.raises(
+        ValueError, match=r"layer 'first' have no moments, which inverse=Ekfac.*basis=kfac.curvature.eigenbasis"
+    ):
         tx.update(grads, state, factors=plain)
     with pytest.raises(ValueError, match=r"layer 'first' have moments.*no use: choose inverse=kfac.Ekfac"):
         eigh.update(grads, other, factors=factors)
@@ -268,14 +270,14 @@ def test_what_does_not_go_together_is_refused():
         measure()(params, batch, basis={"first": basis["first"]})
     with pytest.raises(ValueError, match=r"basis of layer 'out': A must have shape \(4, 4\), but has \(3, 3\)"):
         measure()(params, batch, basis={**basis, "out": Kronecker(jnp.eye(3), jnp.eye(4))})
-    with pytest.raises(ValueError, match=r"basis is of type tuple: pass basis=kfac.eigenbasis"):
+    with pytest.raises(ValueError, match=r"basis is of type tuple: pass basis=kfac.curvature.eigenbasis"):
         measure()(params, batch, basis=(1, 2))
     with pytest.raises(ValueError, match=r"source must be a state of an optimizer with inverse=kfac.Ekfac"):
-        kfac.eigenbasis(other, LAYERS)
+        kfac.curvature.eigenbasis(other, LAYERS)
     with pytest.raises(ValueError, match=r"source must hold one state of scale_by_kfac.* holds 0"):
-        kfac.eigenbasis({"a": 1}, LAYERS)
+        kfac.curvature.eigenbasis({"a": 1}, LAYERS)
     with pytest.raises(ValueError, match=r"source must hold one state of scale_by_kfac.* holds 2; give the part"):
-        kfac.eigenbasis((state, state), LAYERS)
+        kfac.curvature.eigenbasis((state, state), LAYERS)
 
 
 def test_layers_whose_examples_are_not_told_apart_have_no_moments():

@@ -461,7 +461,7 @@ def test_several_devices_are_one():
         inverse_every=2,
         refresh_warmup=1,
     )
-    specs = kfac.state_specs(tx, params, "d")
+    specs = kfac.state.state_specs(tx, params, "d")
     init = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=(same,), out_specs=specs))
     step = jax.jit(
         jax.shard_map(
@@ -474,15 +474,15 @@ def test_several_devices_are_one():
     found, sharded = step(params, init(params), batch)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-    portable = jax.jit(kfac.gather_state)(sharded)
+    portable = jax.jit(kfac.state.gather_state)(sharded)
     assert jax.tree.structure(portable) == jax.tree.structure(state)
-    again = jax.jit(lambda state: kfac.gather_state(kfac.scatter_state(state, 3)))(portable)
+    again = jax.jit(lambda state: kfac.state.gather_state(kfac.state.scatter_state(state, 3)))(portable)
     jax.tree.map(np.testing.assert_array_equal, again, portable)
 
 
 def test_the_plan_counts_a_diagonal_as_one():
     *_, layers = problem(jnp.float32)
-    plan = kfac.Assignment(layers, devices=1, inverse=kfac.Cholesky())
+    plan = kfac.planning.Assignment(layers, devices=1, inverse=kfac.Cholesky())
     table = V + D * D
     assert sum(plan.cost_per_device) == 2 * (V + D**3) + 2**3 + D**3
     momentum = 4 * sum(layer.num_params for layer in layers)

@@ -1,4 +1,4 @@
-"""`kfac.exact` against Jacobians and per-example gradients written out, in float64."""
+"""`kfac.curvature.exact` against Jacobians and per-example gradients written out, in float64."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def true_fisher(model, likelihood, params, x, n, flatten=columns):
 
 def found(loss, params, *args, **options):
     layers = kfac.find_layers(loss, params, *args)
-    return jax.jit(kfac.exact.fisher_blocks(loss, layers, **options))(params, *args)
+    return jax.jit(kfac.curvature.exact.fisher_blocks(loss, layers, **options))(params, *args)
 
 
 def assert_same(blocks, expected, tolerance=1e-10):
@@ -190,10 +190,10 @@ def test_an_output_inside_a_scan(x64):
     assert not layers.hidden
     names = [layer.name for layer in layers.with_factors]
     expected = true_fisher(network, "categorical", params, x, T * N)
-    blocks = jax.jit(kfac.exact.fisher_blocks(loss, layers, names=names, num_examples=N))(params, x)
+    blocks = jax.jit(kfac.curvature.exact.fisher_blocks(loss, layers, names=names, num_examples=N))(params, x)
     assert_same(blocks, {name: T * expected[name] for name in names})
     with pytest.raises(ValueError, match="marked inside a scan, where its 15 rows"):
-        kfac.exact.fisher_blocks(loss, layers, names=names, num_examples=N, fisher="empirical")(params, x)
+        kfac.curvature.exact.fisher_blocks(loss, layers, names=names, num_examples=N, fisher="empirical")(params, x)
 
 
 # -- errors of approximations ------------------------------------------------------------------------------------------
@@ -204,27 +204,29 @@ def test_where_the_kronecker_product_is_exact_the_error_is_nothing(x64):
     params, x = {"w": normal(0, D, OUT), "b": normal(1, OUT)}, normal(9, N, D)
     loss = loss_of(lambda p, x: x @ p["w"] + p["b"], "gaussian")
     layers = kfac.find_layers(loss, params, x)
-    (block,) = jax.jit(kfac.exact.fisher_blocks(loss, layers))(params, x).values()
+    (block,) = jax.jit(kfac.curvature.exact.fisher_blocks(loss, layers))(params, x).values()
     (factors,) = jax.jit(kfac.value_and_grad(loss, layers))(params, x)[2].values()
-    error = kfac.exact.error(block, kfac.exact.dense(kfac._factors.Kronecker(factors.A, jnp.eye(OUT))))
+    error = kfac.curvature.exact.error(
+        block, kfac.curvature.exact.dense(kfac._factors.Kronecker(factors.A, jnp.eye(OUT)))
+    )
     assert error.relative < 1e-12
     np.testing.assert_allclose(error.cosine, 1, rtol=1e-12)
-    twice = kfac.exact.error(block, 2 * block)
+    twice = kfac.curvature.exact.error(block, 2 * block)
     np.testing.assert_allclose(twice, (1, 1), rtol=1e-12)
 
 
 def test_dense_blocks_are_written_out(x64):
     a, g = normal(0, 3, 3), normal(1, 2, 2)
-    np.testing.assert_allclose(kfac.exact.dense(kfac._factors.Kronecker(a, g)), np.kron(a, g))
-    stacked = kfac.exact.dense(kfac._factors.Kronecker(jnp.stack([a, 2 * a]), jnp.stack([g, g])))
+    np.testing.assert_allclose(kfac.curvature.exact.dense(kfac._factors.Kronecker(a, g)), np.kron(a, g))
+    stacked = kfac.curvature.exact.dense(kfac._factors.Kronecker(jnp.stack([a, 2 * a]), jnp.stack([g, g])))
     np.testing.assert_allclose(stacked, np.stack([np.kron(a, g), 2 * np.kron(a, g)]))
     f = normal(2, 3, 2, 2)
     expected = np.zeros((6, 6))
     for c in range(3):
         expected[np.ix_([c, 3 + c], [c, 3 + c])] = f[c]
-    np.testing.assert_allclose(kfac.exact.dense(kfac._factors.Unitwise(f)), expected)
+    np.testing.assert_allclose(kfac.curvature.exact.dense(kfac._factors.Unitwise(f)), expected)
     with pytest.raises(TypeError, match="must be Kronecker or Unitwise, but is"):
-        kfac.exact.dense(a)
+        kfac.curvature.exact.dense(a)
 
 
 def test_unitwise_factors_are_the_diagonal_blocks_of_the_exact_one(x64):
@@ -240,20 +242,25 @@ def test_the_nearest_kronecker_product(x64):
     params, x = parameters(), normal(9, N, D)
     loss = loss_of(network, "categorical")
     layers = kfac.find_layers(loss, params, x)
-    blocks = jax.jit(kfac.exact.fisher_blocks(loss, layers))(params, x)
+    blocks = jax.jit(kfac.curvature.exact.fisher_blocks(loss, layers))(params, x)
     factors = jax.jit(kfac.value_and_grad(loss, layers))(params, x)[2]
     for name in ("in", "out"):
-        nearest = kfac.exact.nearest_kronecker(blocks[name], layers[name])
-        best = kfac.exact.error(blocks[name], kfac.exact.dense(nearest)).relative
-        assert best < kfac.exact.error(blocks[name], kfac.exact.dense(factors[name])).relative
+        nearest = kfac.curvature.exact.nearest_kronecker(blocks[name], layers[name])
+        best = kfac.curvature.exact.error(blocks[name], kfac.curvature.exact.dense(nearest)).relative
+        assert best < kfac.curvature.exact.error(blocks[name], kfac.curvature.exact.dense(factors[name])).relative
         for seed in range(20):
             a, g = (f + 1e-3 * normal(seed, *f.shape) for f in (nearest.A, nearest.G))
-            assert best < kfac.exact.error(blocks[name], kfac.exact.dense(kfac._factors.Kronecker(a, g))).relative
+            assert (
+                best
+                < kfac.curvature.exact.error(
+                    blocks[name], kfac.curvature.exact.dense(kfac._factors.Kronecker(a, g))
+                ).relative
+            )
         for factor in (nearest.A, nearest.G):
             np.testing.assert_allclose(factor, factor.T, atol=1e-12)
             assert np.linalg.eigvalsh(factor).min() > -1e-12
-    product = kfac.exact.dense(factors["in"])
-    again = kfac.exact.dense(kfac.exact.nearest_kronecker(product, layers["in"]))
+    product = kfac.curvature.exact.dense(factors["in"])
+    again = kfac.curvature.exact.dense(kfac.curvature.exact.nearest_kronecker(product, layers["in"]))
     assert relative_error(again, np.asarray(product)) < 1e-12
 
 
@@ -264,7 +271,7 @@ def test_bad_arguments_are_errors():
     params, x = {"w": jnp.ones((D, OUT))}, jnp.ones((N, D))
     loss = loss_of(lambda p, x: x @ p["w"], "gaussian")
     layers = kfac.find_layers(loss, params, x)
-    fisher_blocks = kfac.exact.fisher_blocks
+    fisher_blocks = kfac.curvature.exact.fisher_blocks
     with pytest.raises(ValueError, match="fisher must be 'true' or 'empirical', but is 'sampled'"):
         fisher_blocks(loss, layers, fisher="sampled")
     with pytest.raises(ValueError, match="'w' has 8 parameters, its block 8 x 8 elements, but max_size=7"):
@@ -276,14 +283,14 @@ def test_bad_arguments_are_errors():
     with pytest.raises(ValueError, match="loss_fn has other layers"):
         fisher_blocks(lambda p, x: kfac.output(x @ p["w"].reshape(OUT, D).T, "gaussian").mean(), layers)(params, x)
     with pytest.raises(ValueError, match=r"exact has shape \[2, 2\], but approximation \[3, 3\]"):
-        kfac.exact.error(jnp.eye(2), jnp.eye(3))
+        kfac.curvature.exact.error(jnp.eye(2), jnp.eye(3))
     with pytest.raises(ValueError, match=r"a block of shape \[2, 2\] is not that of dense layer 'w'"):
-        kfac.exact.nearest_kronecker(jnp.eye(2), layers["w"])
+        kfac.curvature.exact.nearest_kronecker(jnp.eye(2), layers["w"])
 
 
 @pytest.mark.parametrize("name", ["fisher_blocks", "dense", "error", "nearest_kronecker"])
 def test_functions_document_arguments_and_result(name):
-    function = getattr(kfac.exact, name)
+    function = getattr(kfac.curvature.exact, name)
     text = inspect.getdoc(function)
     arguments = text.split("Args:")[1].split("Returns:")[0]
     for parameter in inspect.signature(function).parameters:

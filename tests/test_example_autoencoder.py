@@ -159,7 +159,7 @@ def test_the_page_shows_the_trials_that_are_kept(monkeypatch, comparison, tmp_pa
         rate = trial["settings"]["learning_rate"]
         assert any(rate == value * 2.0**k for value in grid["learning_rate"] for k in (-2, -1, 0, 1, 2))  # or refined
         assert all(trial["settings"][key] in values for key, values in grid.items() if key != "learning_rate")
-    page = (EXAMPLES.parent / "docs" / "examples.md").read_text()
+    page = (EXAMPLES / "comparison.md").read_text()
     table = "\n".join(comparison.table(curves, comparison.baseline(curves, measure), measure))
     assert table in page
     example.main(["--report", "--figure", str(tmp_path / "curves.png")])

@@ -448,7 +448,7 @@ def devices():
     """A step on four devices of which the third has the fault whose number is an argument, and its first state."""
     mesh = jax.make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
     tx = plain_kfac(0.05, layers(), factor_decay=0.0, distribution=kfac.Distribution("devices"))
-    specs = kfac.state_specs(tx, initial(), "devices")
+    specs = kfac.state.state_specs(tx, initial(), "devices")
 
     def local_step(params, state, batch, fault, value):
         here = lax.axis_index("devices") == 2

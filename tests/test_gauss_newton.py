@@ -1,4 +1,4 @@
-"""`kfac.gauss_newton` and sums of operators against dense matrices in float64."""
+"""`kfac.curvature.gauss_newton` and sums of operators against dense matrices in float64."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def dense():
 
 
 def whole(**options):
-    return kfac.gauss_newton(losses, parameters(), data(), num_examples=N, **options)
+    return kfac.curvature.gauss_newton(losses, parameters(), data(), num_examples=N, **options)
 
 
 @functools.cache
 def blocks():
     layers = kfac.find_layers(losses, parameters(), data())
     measure = kfac.value_and_grad(losses, layers, fisher="expected", num_examples=N)
-    return kfac.operator(layers, measure(parameters(), data(), fisher_key=jax.random.key(0))[2])
+    return kfac.curvature.operator(layers, measure(parameters(), data(), fisher_key=jax.random.key(0))[2])
 
 
 def shifted(near=True):
@@ -101,7 +101,7 @@ def test_tokens_and_their_number():
     w = normal(7, 4, 2)
     expected = np.kron(np.einsum("nti,ntj->ij", x, x) / 6, np.eye(2))
     for batches in (1, 3):
-        close(kfac.gauss_newton(loss, w, x, num_examples=6, batches=batches).to_dense(), expected)
+        close(kfac.curvature.gauss_newton(loss, w, x, num_examples=6, batches=batches).to_dense(), expected)
 
 
 @pytest.mark.parametrize("near", [True, False])
@@ -201,7 +201,7 @@ def test_four_devices_are_one():
     x, labels, edge = data()
     spread = jax.device_put((x, labels, edge), NamedSharding(mesh, PartitionSpec("d")))
     params = jax.device_put(parameters(), NamedSharding(mesh, PartitionSpec()))
-    matrix = kfac.gauss_newton(losses, params, spread, num_examples=N, blocks=blocks())
+    matrix = kfac.curvature.gauss_newton(losses, params, spread, num_examples=N, blocks=blocks())
     found = jax.jit(lambda m, t: m.solve(t, SHIFT, tolerance=1e-12).value)(matrix, tree())
     expected = np.linalg.solve(dense() + SHIFT * np.eye(40), ravel_pytree(tree())[0])
     np.testing.assert_allclose(ravel_pytree(found)[0], expected, rtol=1e-8, atol=1e-9)
@@ -210,7 +210,7 @@ def test_four_devices_are_one():
 def test_refusals():
     layers = kfac.find_layers(losses, parameters(), data(), skip=["out"])
     measure = kfac.value_and_grad(losses, layers, num_examples=N)
-    partial = kfac.operator(layers, measure(parameters(), data())[2])
+    partial = kfac.curvature.operator(layers, measure(parameters(), data())[2])
     cases = [
         (dict(batches=0), "batches must be"),
         (dict(batches=5), "batches=5 does not divide"),
@@ -220,6 +220,6 @@ def test_refusals():
     ]
     for options, message in cases:
         with pytest.raises(ValueError, match=message):
-            kfac.gauss_newton(losses, parameters(), data(), **options)
+            kfac.curvature.gauss_newton(losses, parameters(), data(), **options)
     with pytest.raises(ValueError, match="Pass num_examples= to gauss_newton"):
-        kfac.gauss_newton(losses, parameters(), data()) @ tree()
+        kfac.curvature.gauss_newton(losses, parameters(), data()) @ tree()

@@ -30,7 +30,7 @@ def test_eigenvectors_of_stacked_factors_are_computed_one_by_one(copies):
     params, x = jnp.ones((copies, 5, 5)), jnp.ones((7, 5))
     layers = kfac.find_layers(loss_fn, params, x)
     _, _, factors = jax.eval_shape(kfac.value_and_grad(loss_fn, layers), params, x)
-    lowered = jax.jit(lambda factors: kfac.eigenbasis(factors, layers)).lower(factors).as_text()
+    lowered = jax.jit(lambda factors: kfac.curvature.eigenbasis(factors, layers)).lower(factors).as_text()
     calls = [line for line in lowered.splitlines() if "syevd" in line]
     assert calls
     assert all("(tensor<1x5x5xf32>)" in line for line in calls)

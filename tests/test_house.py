@@ -45,12 +45,12 @@ def test_it_counts_what_it_says():
 
 
 def test_it_finds_circles_and_rooms_without_a_place():
-    names = {"_layers", "_capture.trace", "_capture.taps", "exact"}
+    names = {"_layers", "_capture.trace", "_capture.taps", "curvature"}
     sources = {
         "_layers": "import numpy",
         "_capture.trace": "from kfac._capture import taps",
         "_capture.taps": "import kfac._capture.trace",
-        "exact": "from kfac._capture.taps import Tap",
+        "curvature": "from kfac._capture.taps import Tap",
     }
     found = [house.measure(name, source, names) for name, source in sources.items()]
     assert house.circle(found) == ["_capture.taps", "_capture.trace"]

@@ -469,7 +469,7 @@ def place(tree, specs):
 
 def sharded(step, tx):
     """The function under `shard_map` with its default check; the state lies on the devices as it wants to."""
-    specs = kfac.state_specs(tx, initial(), "devices")
+    specs = kfac.state.state_specs(tx, initial(), "devices")
     mapped = jax.jit(jax.shard_map(step, mesh=MESH, in_specs=(P(), specs, P("devices")), out_specs=(P(), specs)))
     init = jax.jit(jax.shard_map(tx.init, mesh=MESH, in_specs=(P(),), out_specs=specs))
     params = place(initial(), P())
@@ -479,7 +479,7 @@ def sharded(step, tx):
 def check_devices(params, state):
     expected_params, expected = one_device()
     assert_close(params, expected_params, 1e-4)
-    state = jax.jit(kfac.gather_state)(state)
+    state = jax.jit(kfac.state.gather_state)(state)
     for field, tolerance in (("factors", 1e-4), ("weight", 1e-6), ("inverse", 1e-3), ("inverted", 0)):
         assert_close(field_of(state, field), field_of(expected, field), tolerance)
     assert state_of(state).count == state_of(expected).count
@@ -527,7 +527,7 @@ def test_shard_map_without_statistics():
         return optax.apply_updates(params, updates), state
 
     step, params, _ = sharded(cheap, tx)
-    state = place(kfac.scatter_state(one_device()[1], DEVICES), kfac.state_specs(tx, initial(), "devices"))
+    state = place(kfac.state.scatter_state(one_device()[1], DEVICES), kfac.state.state_specs(tx, initial(), "devices"))
     params, _ = step(params, state, sharded_batch(0)[0])
     grads = jax.jit(jax.grad(loss_fn))(initial(), sharded_batch(0)[0])
     alone = plain_kfac(RATE, layers(), **options(None))
@@ -547,11 +547,11 @@ def test_two_named_axes():
 
     mesh, split = jax.make_mesh((2, 2), ("rows", "columns"), devices=jax.devices()[:4]), P("rows", "columns")
     factors = jax.device_put(factors, NamedSharding(mesh, split))
-    specs = kfac.state_specs(tx, initial(), ("rows", "columns"))
+    specs = kfac.state.state_specs(tx, initial(), ("rows", "columns"))
     state = jax.jit(jax.shard_map(own, mesh=mesh, in_specs=(split,), out_specs=specs))(factors)
     mean = jax.tree.map(lambda x: np.asarray(x).mean((0, 1)), factors)
     _, expected, _ = run(kfac.scale_by_kfac(layers()), steps=1, measured=lambda _: (measured(0)[0], mean))
-    assert_close(field_of(kfac.gather_state(state), "factors"), field_of(expected, "factors"), 1e-5)
+    assert_close(field_of(kfac.state.gather_state(state), "factors"), field_of(expected, "factors"), 1e-5)
 
 
 def test_bad_statistics_on_one_device_leave_the_layer_out_on_all():
@@ -566,7 +566,9 @@ def test_bad_statistics_on_one_device_leave_the_layer_out_on_all():
 
     updates, state = jax.jit(jax.vmap(step, axis_name="devices"))(spoilt)
     np.testing.assert_array_equal(state.metrics.skipped_statistics, 1)
-    np.testing.assert_array_equal(field_of(kfac.gather_state(state), "weight")["kronecker_4x4"] > 0, [True, False])
+    np.testing.assert_array_equal(
+        field_of(kfac.state.gather_state(state), "weight")["kronecker_4x4"] > 0, [True, False]
+    )
     for k in range(4):
         assert_equal(updates["out"]["kernel"][k], measured(0)[0]["out"]["kernel"])
         assert differ(updates["first"]["kernel"][k], measured(0)[0]["first"]["kernel"])

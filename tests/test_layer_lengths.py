@@ -179,11 +179,11 @@ def test_relative_damping_of_small_blocks():
 def test_the_operator_has_the_same_damping(inverse):
     tx = kfac.scale_by_kfac(layers(), damping=0.1, inverse=inverse)
     _, state, updates = run(tx, steps=1)
-    expected = kfac.operator(layers(), state).inv() @ measured(0)[0]
+    expected = kfac.curvature.operator(layers(), state).inv() @ measured(0)[0]
     expected = {**expected, "temperature": measured(0)[0]["temperature"]}  # skipped
     assert_close(updates, expected, 1e-4)
     if isinstance(inverse, kfac.Eigh):  # named without, it takes the units of the state
-        other = kfac.operator(layers(), state, inverse=kfac.Eigh()).inv() @ measured(0)[0]
+        other = kfac.curvature.operator(layers(), state, inverse=kfac.Eigh()).inv() @ measured(0)[0]
         assert_close(other["out"], expected["out"], 1e-4)
 
 
@@ -198,11 +198,13 @@ def test_without_it_all_is_as_the_curvature_has_it():
 def test_what_would_have_no_effect_with_it_is_refused():
     with pytest.raises(ValueError, match=r"kl_clip=0.001 .* pass trust_ratio=None"):
         kfac.kfac(0.1, layers(), kl_clip=1e-3)
-    adaptive = kfac.adaptive_damping(lambda damping: kfac.kfac(1.0, layers(), damping=damping), 1e-2)
+    adaptive = kfac.presets.adaptive_damping(lambda damping: kfac.kfac(1.0, layers(), damping=damping), 1e-2)
     with pytest.raises(ValueError, match="trust_ratio=None"):
         adaptive.init(initial())
     relative = kfac.Eigh(relative=True)
-    adaptive = kfac.adaptive_damping(lambda damping: plain_kfac(1.0, layers(), damping=damping, inverse=relative), 1e-2)
+    adaptive = kfac.presets.adaptive_damping(
+        lambda damping: plain_kfac(1.0, layers(), damping=damping, inverse=relative), 1e-2
+    )
     with pytest.raises(ValueError, match="one damping for all layers"):
         adaptive.init(initial())
     with pytest.raises(ValueError, match="trust_ratio must be a number"):
@@ -257,7 +259,7 @@ def test_gradients_may_arrive_local(trust_ratio, devices, x64):
 
     def trained(distribution, mapped=lambda step, specs: step):
         tx = kfac.kfac(0.02, found, distribution=distribution, **options)
-        specs = kfac.state_specs(tx, params, "devices")
+        specs = kfac.state.state_specs(tx, params, "devices")
 
         def step(params, state, batch):
             _, grads, factors = kfac.value_and_grad(words_loss, found)(params, batch)
@@ -280,4 +282,4 @@ def test_gradients_may_arrive_local(trust_ratio, devices, x64):
     assert set(state[0].replicas) == {"kronecker_6x50_diagonal_A"}
     assert differ(expected, params)
     assert_close(several, expected, 1e-10)
-    assert jax.tree.structure(kfac.gather_state(state)) == jax.tree.structure(alone)
+    assert jax.tree.structure(kfac.state.gather_state(state)) == jax.tree.structure(alone)

@@ -95,9 +95,9 @@ def test_the_table_and_the_plan_show_it():
     row = next(line for line in repr(layers).splitlines() if line.startswith("conv"))
     assert "13 (2 blocks)" in row and "A has more than max_dim=7 rows" in row
     whole = kfac.find_layers(loss, params, *batch)
-    assert kfac.Assignment(layers).memory_per_device < kfac.Assignment(whole).memory_per_device
-    assert sum(kfac.Assignment(layers).cost_per_device) < sum(kfac.Assignment(whole).cost_per_device)
-    assert ("conv", 1, 0) in kfac.Assignment(layers).owners()  # each piece of the kernel has an owner
+    assert kfac.planning.Assignment(layers).memory_per_device < kfac.planning.Assignment(whole).memory_per_device
+    assert sum(kfac.planning.Assignment(layers).cost_per_device) < sum(kfac.planning.Assignment(whole).cost_per_device)
+    assert ("conv", 1, 0) in kfac.planning.Assignment(layers).owners()  # each piece of the kernel has an owner
 
 
 def dense(kind, a, g, v, damping):
@@ -116,7 +116,7 @@ def test_preconditioning_is_a_dense_solve_for_each_piece(x64, inverse):
     layers = kfac.find_layers(loss, params, *batch, max_dim=4)
     tx = kfac.scale_by_kfac(layers, damping=2.0**-5, inverse=inverse)
     state = tx.init(params)
-    basis = {"basis": kfac.eigenbasis(state, layers)} if inverse.takes_moments else {}
+    basis = {"basis": kfac.curvature.eigenbasis(state, layers)} if inverse.takes_moments else {}
     _, grads, factors = jax.jit(kfac.value_and_grad(loss, layers))(params, *batch, **basis)
     updates, state = jax.jit(tx.update)(grads, state, params, factors=factors)
     flat, new = (dict(zip(layers.paths, jax.tree.leaves(tree), strict=True)) for tree in (grads, updates))
@@ -128,12 +128,12 @@ def test_preconditioning_is_a_dense_solve_for_each_piece(x64, inverse):
             for rows, columns, a, g, v in pieces(layer, factors[layer.name], k, gradient[k]):
                 expected = dense(inverse, a, g, v, 2.0**-5)[: rows.stop - rows.start, : columns.stop - columns.start]
                 np.testing.assert_allclose(found[k, rows, columns], expected, rtol=1e-7, atol=1e-10)
-    averages = kfac.averaged_factors(state, layers)
+    averages = kfac.curvature.averaged_factors(state, layers)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), averages, factors)
     if not inverse.takes_moments:
-        again = kfac.operator(layers, state).inv() @ grads
+        again = kfac.curvature.operator(layers, state).inv() @ grads
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9), again, updates)
-        op = kfac.operator(layers, state)
+        op = kfac.curvature.operator(layers, state)
         matrix = np.asarray(op.to_dense())
         np.testing.assert_allclose(op.eigvalsh(), np.linalg.eigvalsh(matrix), rtol=1e-7, atol=1e-10)
         np.testing.assert_allclose(op.logdet(), np.linalg.slogdet(matrix)[1], rtol=1e-7)

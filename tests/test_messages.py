@@ -57,7 +57,7 @@ def test_no_activation_leaves_its_device(name, kind, moments_too, monkeypatch):
         return kfac.value_and_grad(loss, layers)(params, batch, **({"basis": basis} if moments_too else {}))
 
     state = jax.eval_shape(kfac.kfac(0.1, layers, inverse=kfac.Ekfac()).init, params)
-    basis = jax.eval_shape(lambda state: kfac.eigenbasis(state, layers), state)
+    basis = jax.eval_shape(lambda state: kfac.curvature.eigenbasis(state, layers), state)
     place = [NamedSharding(mesh, spec) for spec in (P(), P("data"), P())]
     with jax.set_mesh(mesh):
         arguments = [messages.abstract(tree, where) for tree, where in zip((params, batch, basis), place, strict=True)]
@@ -76,7 +76,7 @@ def test_most_of_the_backward_pass_goes_on_beside_the_first_message_of_statistic
     layers = kfac.find_layers(loss, params, batch)
     tx = kfac.scale_by_kfac(layers, inverse_every=10, distribution=kfac.Distribution("data"))
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:DEVICES])
-    specs = kfac.state_specs(tx, params, "data")
+    specs = kfac.state.state_specs(tx, params, "data")
     init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)
 
     def local(params, state, batch):

@@ -145,7 +145,7 @@ MISTAKES = {
         r"distribution must be a kfac\.Distribution or None, but is of type Mesh",
     ),
     "specs of layers": (
-        lambda: kfac.state_specs(layers(), initial(), "devices"),
+        lambda: kfac.state.state_specs(layers(), initial(), "devices"),
         r"tx must be an optimizer, tx = kfac\.kfac\(learning_rate, layers\), but is Layers",
     ),
 }
@@ -233,7 +233,7 @@ def test_schedule_free_without_momentum_is_taken():
 def test_a_bias_that_its_statistics_hold_fast():
     """With moments in the basis of kernel and bias together, the bias cannot leave."""
     tx = optimizer(inverse=kfac.Ekfac())
-    basis = kfac.eigenbasis(tx.init(initial()), layers())
+    basis = kfac.curvature.eigenbasis(tx.init(initial()), layers())
     factors = kfac.value_and_grad(loss_fn, layers())(initial(), batch(0), basis=basis)[2]
     mask = jax.tree.map(lambda leaf: leaf.ndim == 2, initial())
     words = r"bias 'first/bias' is masked and its kernel is not.* skip=\('\^first/bias\$',\)\)"

@@ -1,4 +1,4 @@
-"""`kfac.operator` against dense matrices written out, in float64, and against what the optimizer does."""
+"""`kfac.curvature.operator` against dense matrices written out, in float64, and against what the optimizer does."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def measured(basis=False):
     if not basis:
         return grads, factors
     # Moments in the eigenvectors of other statistics.
-    vectors = kfac.eigenbasis(measure(parameters(), batch(1))[2], layers())
+    vectors = kfac.curvature.eigenbasis(measure(parameters(), batch(1))[2], layers())
     return measure(parameters(), batch(), basis=vectors)[2], vectors
 
 
@@ -110,9 +110,9 @@ def blocks_of(form, damping):
 def made(form, damping=DAMPING):
     if form == "ekfac":
         factors, basis = measured(basis=True)
-        return kfac.operator(layers(), factors, basis=basis, damping=damping)
+        return kfac.curvature.operator(layers(), factors, basis=basis, damping=damping)
     inverse = {"cholesky": kfac.Cholesky(), "eigh": kfac.Eigh()}[form]
-    return kfac.operator(layers(), measured()[1], inverse=inverse, damping=damping)
+    return kfac.curvature.operator(layers(), measured()[1], inverse=inverse, damping=damping)
 
 
 def vectors_of(layer, tree):
@@ -181,10 +181,10 @@ def test_numbers_and_the_matrix_written_out(form):
 
 
 def test_the_undamped_matrix_is_that_of_exact_dense():
-    op = kfac.operator(layers(), measured()[1])
+    op = kfac.curvature.operator(layers(), measured()[1])
     for layer in layers().with_factors:
         if layer.kind == "dense" and not layer.stacked:
-            close(op.block(layer.name).to_dense()[0], kfac.exact.dense(measured()[1][layer.name]))
+            close(op.block(layer.name).to_dense()[0], kfac.curvature.exact.dense(measured()[1][layer.name]))
 
 
 def test_samples_have_the_covariance():
@@ -205,7 +205,7 @@ def test_the_inverse_of_a_state_is_what_its_optimizer_applies(inverse):
 
     @jax.jit
     def step(state, batch):
-        basis = {"basis": kfac.eigenbasis(state, layers())} if inverse.takes_moments else {}
+        basis = {"basis": kfac.curvature.eigenbasis(state, layers())} if inverse.takes_moments else {}
         _, grads, factors = measure(parameters(), batch, **basis)
         updates, state = tx.update(grads, state, factors=factors)
         return updates, grads, state
@@ -213,7 +213,7 @@ def test_the_inverse_of_a_state_is_what_its_optimizer_applies(inverse):
     state = jax.jit(tx.init)(parameters())
     for seed in range(3):
         updates, grads, state = step(state, batch(seed))
-    found = jax.jit(lambda state, grads: kfac.operator(layers(), state).inv() @ grads)(state, grads)
+    found = jax.jit(lambda state, grads: kfac.curvature.operator(layers(), state).inv() @ grads)(state, grads)
     for name in ("first", "norm", "offset", "out", "stack", "table"):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), found[name], updates[name])
     assert not np.any(found["skipped"])
@@ -228,11 +228,11 @@ def test_the_factors_of_a_state_are_its_averages():
         seen.append(factors)
         _, state = update(grads, state, factors=factors)
     expected = jax.tree.map(lambda a, b: (a / 2 + b) / 1.5, *seen)  # weights 1/4 and 1/2, corrected
-    found = kfac.averaged_factors({"some": (state,)}, layers())
+    found = kfac.curvature.averaged_factors({"some": (state,)}, layers())
     assert list(found) == list(expected)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), found, expected)
     with pytest.raises(ValueError, match="must hold one state"):
-        kfac.averaged_factors({}, layers())
+        kfac.curvature.averaged_factors({}, layers())
 
 
 def test_three_devices_are_one():
@@ -244,7 +244,7 @@ def test_three_devices_are_one():
     @jax.jit
     def applied(params, batch, tree):
         _, _, factors = kfac.value_and_grad(loss_fn, layers())(params, batch)
-        op = kfac.operator(layers(), factors, damping=DAMPING)
+        op = kfac.curvature.operator(layers(), factors, damping=DAMPING)
         return op.inv() @ tree, op.logdet()
 
     tree = jax.tree.map(lambda p: normal(p.size, *p.shape), parameters())
@@ -266,14 +266,14 @@ def refusals():
     with_moments, basis = measured(basis=True)
     state = kfac.scale_by_kfac(layers()).init(parameters())
     return [
-        (lambda: kfac.operator(layers(), grads), "source must hold one state"),
-        (lambda: kfac.operator(layers(), factors, damping=-1.0), "damping must lie"),
-        (lambda: kfac.operator(layers(), with_moments), "pass the basis="),
-        (lambda: kfac.operator(layers(), factors, basis=basis), "have no moments"),
-        (lambda: kfac.operator(layers(), factors, inverse=kfac.Ekfac()), "needs the basis="),
-        (lambda: kfac.operator(layers(), with_moments, basis=basis, inverse=kfac.Eigh()), "no use for basis"),
-        (lambda: kfac.operator(layers(), state, basis=basis), "basis is for factors"),
-        (lambda: kfac.operator(layers(), state, inverse=kfac.Ekfac()), "the state is that of"),
+        (lambda: kfac.curvature.operator(layers(), grads), "source must hold one state"),
+        (lambda: kfac.curvature.operator(layers(), factors, damping=-1.0), "damping must lie"),
+        (lambda: kfac.curvature.operator(layers(), with_moments), "pass the basis="),
+        (lambda: kfac.curvature.operator(layers(), factors, basis=basis), "have no moments"),
+        (lambda: kfac.curvature.operator(layers(), factors, inverse=kfac.Ekfac()), "needs the basis="),
+        (lambda: kfac.curvature.operator(layers(), with_moments, basis=basis, inverse=kfac.Eigh()), "no use for basis"),
+        (lambda: kfac.curvature.operator(layers(), state, basis=basis), "basis is for factors"),
+        (lambda: kfac.curvature.operator(layers(), state, inverse=kfac.Ekfac()), "the state is that of"),
         (lambda: made("eigh").block("skipped"), "no layer 'skipped'"),
         (lambda: made("eigh") @ {"other": jnp.ones(2)}, "have a leaf 'other'"),
     ]

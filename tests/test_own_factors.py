@@ -160,7 +160,7 @@ def mesh_of(devices):
 def test_on_devices_of_a_shard_map(options):
     layers, mesh = found_layers(), mesh_of(3)
     tx = kfac.scale_by_kfac(layers, factor_decay=0.75, inverse=kfac.Cholesky())
-    specs = kfac.state_specs(tx, parameters(), "data")
+    specs = kfac.state.state_specs(tx, parameters(), "data")
     average = (lambda g: g) if options.get("gradients") == "local" else lambda g: lax.pmean(g, "data")
     local = step_of(layers, tx, average=average)
 
@@ -169,7 +169,7 @@ def test_on_devices_of_a_shard_map(options):
         return jax.shard_map(own, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=specs)(params, state, x)
 
     init = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs))
-    check(jax.jit(kfac.gather_state)(run(step, init(parameters()))), layers)
+    check(jax.jit(kfac.state.gather_state)(run(step, init(parameters()))), layers)
 
 
 def test_on_devices_of_a_pmap():
@@ -187,7 +187,7 @@ def test_on_devices_of_a_pmap():
     )
     for x, statistics in zip(batches(), STATISTICS, strict=True):
         state = steps[statistics](parameters(), state, x.reshape(3, -1, D))
-    check(jax.jit(kfac.gather_state)(state), layers)
+    check(jax.jit(kfac.state.gather_state)(state), layers)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_under_jit_over_a_mesh(shares, options):
     tx = kfac.scale_by_kfac(layers, factor_decay=0.75, distribution=kfac.Distribution(mesh=mesh, **options))
     step = step_of(layers, tx, (lambda fn: kfac.data_parallel(fn, mesh)) if shares else lambda fn: fn)
     state = run(step, jax.jit(tx.init)(parameters()), lambda x: jax.device_put(x, NamedSharding(mesh, P("data"))))
-    check(jax.jit(kfac.gather_state)(state), layers)
+    check(jax.jit(kfac.state.gather_state)(state), layers)
 
 
 @pytest.mark.parametrize("max_dim", [5, 2])
@@ -267,7 +267,7 @@ def test_every_inverse_trains_with_nothing_else(inverse):
 
     @jax.jit
     def step(params, state):
-        basis = {"basis": kfac.eigenbasis(state, layers)} if inverse == kfac.Ekfac() else {}
+        basis = {"basis": kfac.curvature.eigenbasis(state, layers)} if inverse == kfac.Ekfac() else {}
         value, grads, factors = kfac.value_and_grad(loss, layers)(params, **basis)
         assert not factors
         updates, state = tx.update(grads, state, params, factors=factors)

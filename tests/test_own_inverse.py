@@ -74,7 +74,7 @@ def test_on_three_devices_it_is_the_same():
     distribution = kfac.Distribution(mesh=mesh)
     found, state = steps(plain_kfac(0.1, layers(), distribution=distribution, **options), mesh)
     assert_close(found, expected, rtol=1e-4)
-    assert_close(state_of(jax.jit(kfac.gather_state)(state)).blocks, state_of(one).blocks, rtol=1e-3)
+    assert_close(state_of(jax.jit(kfac.state.gather_state)(state)).blocks, state_of(one).blocks, rtol=1e-3)
 
 
 def test_one_that_fails_keeps_the_last():
@@ -99,6 +99,8 @@ def test_a_class_without_parentheses_is_a_type_error(transform, options):
 
 
 def test_the_plan_counts_what_it_keeps():
-    full, half = (kfac.Assignment(layers(), inverse=Diagonal(p)).memory_per_device for p in ("float32", "bfloat16"))
+    full, half = (
+        kfac.planning.Assignment(layers(), inverse=Diagonal(p)).memory_per_device for p in ("float32", "bfloat16")
+    )
     unitwise = 4 * 2 * 2 + 4
     assert full - half == 2 * (2 * 16 + unitwise)

@@ -22,10 +22,25 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # The names under which modules of other packages are imported.
 OTHERS = {"jax", "jex", "jnp", "lax", "np", "numpy", "optax"}
 
+# The public modules of the package, each with a page's worth of names.
+MODULES = ("curvature", "planning", "presets", "schedules", "state", "types")
+
 # Public names with their signatures: what a user's code may rely on, the fields of the state that a checkpoint holds
 # included. A change of the file is a change of the interface, and belongs into the changelog.
 # `python tests/test_package.py` writes it anew.
 INTERFACE = ROOT / "tests" / "public_api.txt"
+
+
+def public_modules():
+    modules = {"kfac": kfac} | {f"kfac.{name}": getattr(kfac, name) for name in MODULES}
+    return modules | {"kfac.curvature.exact": kfac.curvature.exact}
+
+
+def public_names(module):
+    """Names of functions and classes; a module with definitions of its own imports private ones beside."""
+    found = {name: value for name, value in vars(module).items() if not name.startswith("_") and callable(value)}
+    own = {name: value for name, value in found.items() if value.__module__ == module.__name__}
+    return own or found
 
 
 def signature(name, value):
@@ -58,18 +73,16 @@ def interface():
             elif isinstance(member, property | functools.cached_property):
                 lines.append(f"{name}.{key}")
 
-    public = {"kfac": kfac, "kfac.exact": kfac.exact, "kfac.presets": kfac.presets, "kfac.schedules": kfac.schedules}
-    for prefix, module in public.items():
-        for name, value in sorted(vars(module).items()):
-            # What the public modules import from private ones is not thereby public.
-            own = module is kfac or getattr(value, "__module__", None) == module.__name__
-            if own and not name.startswith("_") and not inspect.ismodule(value):
-                add(f"{prefix}.{name}", value)
+    for prefix, module in public_modules().items():
+        for name, value in sorted(public_names(module).items()):
+            add(f"{prefix}.{name}", value)
     return "\n".join(lines) + "\n"
 
 
-PUBLIC = {name for name, value in vars(kfac).items() if not name.startswith("_") and not inspect.ismodule(value)}
-FUNCTIONS = sorted(name for name in PUBLIC if name[0].islower())
+PUBLIC = public_names(kfac)
+OBJECTS = {f"{prefix}.{name}": value for prefix, module in public_modules().items()
+           for name, value in public_names(module).items()}  # fmt: skip
+FUNCTIONS = sorted(name for name, value in OBJECTS.items() if inspect.isfunction(value))
 
 
 def test_public_names_and_signatures_are_those_on_file():
@@ -77,31 +90,47 @@ def test_public_names_and_signatures_are_those_on_file():
     assert isinstance(kfac.__version__, str)
 
 
+def test_the_top_level_is_a_page():
+    assert len(PUBLIC) <= 20
+    listed = set(re.findall(r"`(\w+)`", kfac.__doc__))
+    assert set(PUBLIC) | set(MODULES) <= listed
+    assert not set(kfac._MOVED) - set(MODULES)
+
+
+@pytest.mark.parametrize("module", kfac._MOVED)
+def test_old_names_say_where_they_are_now(module):
+    for name in kfac._MOVED[module].split():
+        assert hasattr(getattr(kfac, module), name)
+        with pytest.raises(AttributeError, match=rf"^kfac\.{name} is now kfac\.{module}\.{name}$"):
+            getattr(kfac, name)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = kfac.nothing
+
+
 def test_every_module_but_the_public_ones_is_reached_through_the_package():
     source = (ROOT / "kfac" / "__init__.py").read_text()
-    imports = re.findall(r"^from kfac(?:\.[\w.]+)? import (\w+) as (\w+)$", source, re.MULTILINE)
-    assert {name for name, _ in imports} == PUBLIC | {"exact", "presets", "schedules"}
-    assert all(name == alias for name, alias in imports)
+    imports = [alias for node in ast.parse(source).body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    assert {alias.name for alias in imports} == set(PUBLIC) | set(MODULES)
+    assert all(alias.name == alias.asname for alias in imports)
 
 
 def test_the_names_of_functions_are_not_shadowed_by_modules():
-    for name in FUNCTIONS:
-        assert inspect.isfunction(getattr(kfac, name)), name
+    assert all(callable(value) for value in PUBLIC.values()) and inspect.isfunction(kfac.kfac)
 
 
-@pytest.mark.parametrize("name", sorted(PUBLIC))
+@pytest.mark.parametrize("name", sorted(OBJECTS))
 def test_public_objects_are_documented(name):
-    value = getattr(kfac, name)
+    value = OBJECTS[name]
     text = inspect.getdoc(value)
     assert text
     assert text != inspect.getdoc(object)
     # The dataclass and NamedTuple machinery writes a docstring that is only a signature.
-    assert not text.startswith(f"{name}("), text
+    assert not text.startswith(f"{value.__name__}("), text
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_public_functions_document_arguments_and_result(name):
-    function = getattr(kfac, name)
+    function = OBJECTS[name]
     text = inspect.getdoc(function)
     assert "Args:" in text
     assert "Returns:" in text or inspect.signature(function).return_annotation == "None"
@@ -115,7 +144,7 @@ def test_schedules_are_documented_like_the_rest():
         name for name, value in vars(kfac.schedules).items() if getattr(value, "__module__", "") == "kfac.schedules"
     ]
     assert sorted(names) == ["coupled_momentum", "damping_warmup", "rise_and_fall"]
-    page = (ROOT / "docs" / "optimizer.md").read_text()
+    page = (ROOT / "docs" / "choosing.md").read_text()
     for name in names:
         function = getattr(kfac.schedules, name)
         text = inspect.getdoc(function)
@@ -219,7 +248,7 @@ def test_only_declared_dependencies_are_imported():
             root = module.split(".")[0]
             standard = root in sys.stdlib_module_names
             # lineax is imported where a user asks for one of its operators.
-            optional = {"lineax"} if path.name == "matrix.py" else set()
+            optional = {"lineax"} if path.name == "_matrix.py" else set()
             assert standard or root in declared | optional | {"kfac"}, f"{path.relative_to(ROOT)}: {module}"
 
 
@@ -237,7 +266,10 @@ def test_there_is_one_version():
 
 
 def test_links_between_documents_lead_somewhere():
-    documents = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    documents = [
+        *ROOT.glob("*.md"),
+        *(p for name in ("docs", "examples", "tests") for p in (ROOT / name).rglob("*.md")),
+    ]
     for document in documents:
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text()):
             if not target.startswith(("http://", "https://")):

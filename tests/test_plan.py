@@ -1,4 +1,4 @@
-"""`kfac.plan`: its bytes are those of compiled programs, its intervals keep to the overhead, and it takes no time."""
+"""`kfac.planning.plan`: bytes as of compiled programs, intervals that keep to the overhead, and no time to speak of."""
 
 import dataclasses
 import functools
@@ -13,7 +13,8 @@ import pytest
 
 import kfac
 import messages
-from kfac._distributed.planning import affordable, in_all_reduces
+from kfac._distributed.intervals import affordable
+from kfac.planning._plan import in_all_reduces
 
 DEVICES = 4
 
@@ -56,7 +57,7 @@ def test_its_bytes_are_those_of_compiled_programs(model, gradients, max_dim):
     layers, compiled = messages.programs(
         model, DEVICES, "shard_map", inverse_every=None, max_dim=max_dim, gradients=gradients
     )
-    plan = kfac.plan(layers, devices=DEVICES, batch=64, inverse=kfac.Cholesky(), gradients=gradients)
+    plan = kfac.planning.plan(layers, devices=DEVICES, batch=64, inverse=kfac.Cholesky(), gradients=gradients)
     found = {k: messages.by_kind(messages.messages(p.as_text(), DEVICES)) for k, p in compiled.items()}
     sent = {part: in_all_reduces(kinds) for part, kinds in plan.messages.items()}
     expected = {
@@ -70,7 +71,7 @@ def test_its_bytes_are_those_of_compiled_programs(model, gradients, max_dim):
 
 def test_a_run_on_thousands_of_devices_is_planned_in_no_time(resnet50):
     began = time.process_time()
-    text = str(kfac.plan(resnet50, devices=4096, batch=131072, overhead=0.9))
+    text = str(kfac.planning.plan(resnet50, devices=4096, batch=131072, overhead=0.9))
     assert time.process_time() - began < 2
     for word in ("ASSUMED", "predicted", "critical path", "3_0b/kernel", "max_dim", "memory of a device", "all-to-all"):
         assert word in text
@@ -78,32 +79,32 @@ def test_a_run_on_thousands_of_devices_is_planned_in_no_time(resnet50):
 
 def test_the_intervals_are_the_shortest_that_keep_to_the_overhead(resnet50):
     for overhead in (0.3, 0.5, 1.0):
-        plan = kfac.plan(resnet50, devices=64, batch=8192, overhead=overhead)
+        plan = kfac.planning.plan(resnet50, devices=64, batch=8192, overhead=overhead)
         assert plan.extra_seconds <= overhead * plan.first_order_seconds * (1 + 1e-9)
         closer = dataclasses.replace(
             plan, inverse_every=plan.inverse_every - max(1, plan.inverse_every // 40),
             statistics_every=plan.statistics_every - max(1, plan.statistics_every // 40),
         )  # fmt: skip
         assert closer.statistics_every == 0 or closer.extra_seconds > overhead * plan.first_order_seconds
-    given = kfac.plan(resnet50, devices=64, batch=8192, overhead=0.5, inverse_every=50, statistics_every=5)
+    given = kfac.planning.plan(resnet50, devices=64, batch=8192, overhead=0.5, inverse_every=50, statistics_every=5)
     assert (given.inverse_every, given.statistics_every) == (50, 5)
-    assert kfac.plan(resnet50, devices=64, batch=8192, overhead=0.5, inverse_every=5000).statistics_every
-    none = kfac.plan(resnet50, devices=1024, batch=131072, overhead=0.01)
+    assert kfac.planning.plan(resnet50, devices=64, batch=8192, overhead=0.5, inverse_every=5000).statistics_every
+    none = kfac.planning.plan(resnet50, devices=1024, batch=131072, overhead=0.01)
     assert (
         none.inverse_every is None and "no intervals keep to 1.0%" in str(none) and "gradients='local'" in none.advice
     )
 
 
 def test_hardware_and_its_rates(resnet50):
-    slow, fast = (kfac.plan(resnet50, devices=8, batch=256, bandwidth=rate) for rate in (1e9, 1e12))
+    slow, fast = (kfac.planning.plan(resnet50, devices=8, batch=256, bandwidth=rate) for rate in (1e9, 1e12))
     assert slow.seconds["gradients"] == pytest.approx(1000 * fast.seconds["gradients"])
-    other = kfac.plan(resnet50, devices=8, batch=256, hardware="tpu-v5p")
+    other = kfac.planning.plan(resnet50, devices=8, batch=256, hardware="tpu-v5p")
     assert other.seconds["model"] != fast.seconds["model"]
-    own = kfac.plan(resnet50, devices=8, batch=256, hardware=kfac.Hardware(1e12, 1e11, 1e10))
+    own = kfac.planning.plan(resnet50, devices=8, batch=256, hardware=kfac.planning.Hardware(1e12, 1e11, 1e10))
     assert own.seconds["model"] == own.flops["model"] / 1e12
     # 4.1 GMACs for an image of 224 x 224, two FLOPs each, three times; and of the convolutions' strides another place.
     assert own.flops["model"] / 32 == pytest.approx(6 * 4.1e9, rel=0.05)
-    assert not kfac.plan(resnet50, devices=1, batch=256).messages["statistics"]
+    assert not kfac.planning.plan(resnet50, devices=1, batch=256).messages["statistics"]
 
 
 @pytest.mark.parametrize(
@@ -119,21 +120,23 @@ def test_hardware_and_its_rates(resnet50):
 )
 def test_wrong_arguments_are_named(resnet50, options, words):
     with pytest.raises(ValueError, match=words):
-        kfac.plan(resnet50, **{"devices": 8, "batch": 256, **options})
+        kfac.planning.plan(resnet50, **{"devices": 8, "batch": 256, **options})
     with pytest.raises(TypeError, match="plan has no argument 'speed'; rates of hardware are bandwidth, flops"):
-        kfac.plan(resnet50, devices=8, batch=256, speed=1)
+        kfac.planning.plan(resnet50, devices=8, batch=256, speed=1)
 
 
 def test_layers_without_positions_are_refused(resnet50):
     blocks = tuple(dataclasses.replace(layer, positions=None) for layer in resnet50)
     with pytest.raises(ValueError, match="layers: '0_0a/kernel' was found without positions"):
-        kfac.plan(dataclasses.replace(resnet50, blocks=blocks), devices=8, batch=256)
+        kfac.planning.plan(dataclasses.replace(resnet50, blocks=blocks), devices=8, batch=256)
 
 
 def test_eigendecompositions_cost_more(resnet50):
-    cholesky, eigh = (kfac.plan(resnet50, devices=8, batch=256, inverse=i) for i in (kfac.Cholesky(), kfac.Eigh()))
+    cholesky, eigh = (
+        kfac.planning.plan(resnet50, devices=8, batch=256, inverse=i) for i in (kfac.Cholesky(), kfac.Eigh())
+    )
     assert eigh.flops["inversions"] > 2 * cholesky.flops["inversions"]
-    ekfac = kfac.plan(resnet50, devices=8, batch=256, inverse=kfac.Ekfac())
+    ekfac = kfac.planning.plan(resnet50, devices=8, batch=256, inverse=kfac.Ekfac())
     assert ekfac.messages["inverses"] and not eigh.messages["inverses"]
     assert jax.tree.leaves(ekfac.seconds)
 
@@ -200,8 +203,10 @@ def test_the_inverse_of_a_plan_is_that_of_the_optimizer_by_default(resnet50):
     loss, params, x = perceptron(64, 16)
     layers = kfac.find_layers(loss, params, x)
     settings = {"devices": 4, "batch": 64}
-    assert repr(kfac.plan(layers, **settings)) == repr(kfac.plan(layers, inverse=kfac.Soap(), **settings))
-    assert kfac.Assignment(resnet50).kind == kfac.Assignment(layers).kind == kfac.Soap()
+    assert repr(kfac.planning.plan(layers, **settings)) == repr(
+        kfac.planning.plan(layers, inverse=kfac.Soap(), **settings)
+    )
+    assert kfac.planning.Assignment(resnet50).kind == kfac.planning.Assignment(layers).kind == kfac.Soap()
 
 
 def llama(n):
@@ -225,7 +230,7 @@ def llama(n):
 def test_seven_billion_parameters_fit_where_they_are_split():
     layers = kfac.find_layers(*llama(2))
     assert layers["head"].diagonal == ("G",) and layers["blocks/up"].cut == (1, 2)
-    whole, split = (kfac.plan(layers, devices=64, batch=64, gradients=way) for way in ("averaged", "split"))
+    whole, split = (kfac.planning.plan(layers, devices=64, batch=64, gradients=way) for way in ("averaged", "split"))
     print(whole, split, sep="\n")
     assert split.fits and not whole.fits
     first = str(whole).splitlines()[0]

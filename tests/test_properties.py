@@ -203,7 +203,7 @@ def check_devices(network, options, schedule, count):
         mesh = Mesh(np.array(jax.devices()[:count]), ("devices",), axis_types=(AxisType.Auto,))
         same, split = PartitionSpec(), PartitionSpec("devices")
         one = all_of_them = plain_kfac(0.01, layers, damping=0.1, **options)
-        specs = kfac.state_specs(all_of_them, start, "devices")
+        specs = kfac.state.state_specs(all_of_them, start, "devices")
 
         def step(tx, average, statistics, params, state, batch):
             _, grads, factors = kfac.value_and_grad(network.loss, layers)(params, *batch)

@@ -1,4 +1,4 @@
-"""`kfac.refresh`: what a step does under its interval, as a call of its own."""
+"""`kfac.state.refresh`: what a step does under its interval, as a call of its own."""
 
 import functools
 
@@ -28,10 +28,10 @@ def trained(inside, inverse, distribution, mesh):
     """Parameters, state and ages after a few steps; inside of `shard_map` with a mesh."""
     given = distribution
     tx = optimizer(inside, inverse, given)
-    refresh = functools.partial(kfac.refresh, distribution=given)
+    refresh = functools.partial(kfac.state.refresh, distribution=given)
     init, update = tx.init, tx.update
     if mesh is not None:
-        same, own = PartitionSpec(), kfac.state_specs(tx, initial(), "devices")
+        same, own = PartitionSpec(), kfac.state.state_specs(tx, initial(), "devices")
         refresh = jax.shard_map(refresh, mesh=mesh, in_specs=(own,), out_specs=own)
         init = jax.shard_map(init, mesh=mesh, in_specs=same, out_specs=own)
         update = jax.shard_map(
@@ -57,9 +57,9 @@ def trained(inside, inverse, distribution, mesh):
 
 def check(inverse=CHOLESKY, distribution=AT_ONCE, mesh=None):
     params, state = trained(True, inverse, distribution, mesh)
-    expected = jax.jit(kfac.gather_state)(state) if mesh is not None or distribution.axis else state
+    expected = jax.jit(kfac.state.gather_state)(state) if mesh is not None or distribution.axis else state
     found_params, state = trained(False, inverse, distribution, mesh)
-    found = jax.jit(kfac.gather_state)(state) if mesh is not None or distribution.axis else state
+    found = jax.jit(kfac.state.gather_state)(state) if mesh is not None or distribution.axis else state
     assert_close(found_params, params)
     for field in ("factors", "weight", "inverse", "condition"):
         assert_close(field_of(found, field), field_of(expected, field))
@@ -102,7 +102,7 @@ def test_until_the_first_refresh_gradients_pass_through():
     grads, factors = measured(0)
     updates, state = jax.jit(tx.update)(grads, jax.jit(tx.init)(initial()), factors=factors)
     assert_close(updates, grads)
-    assert state_of(kfac.refresh(state)).shared["unitwise_4x2"].condition[0] > 0
+    assert state_of(kfac.state.refresh(state)).shared["unitwise_4x2"].condition[0] > 0
 
 
 def test_blocks_alone_that_are_no_products_keep_what_their_damping_is_relative_to():
@@ -118,7 +118,7 @@ def test_blocks_alone_that_are_no_products_keep_what_their_damping_is_relative_t
     inside, apart = (kfac.kfac(0.1, found, momentum=None, inverse_every=every) for every in (1, None))
     updates, _ = inside.update(grads, inside.init(params), params, factors=factors)
     _, state = apart.update(grads, apart.init(params), params, factors=factors)
-    again, _ = apart.update(grads, kfac.refresh(state), params)
+    again, _ = apart.update(grads, kfac.state.refresh(state), params)
     state = inside.update(grads, inside.init(params), params, factors=factors)[1]
     assert_close(again, inside.update(grads, state, params)[0])
     assert updates["scale"].shape == (3,)
@@ -126,16 +126,16 @@ def test_blocks_alone_that_are_no_products_keep_what_their_damping_is_relative_t
 
 def test_what_is_refused():
     with pytest.raises(
-        ValueError, match=r"inverse_every=None leaves all refreshes to kfac\.refresh, so refresh_warmup=3"
+        ValueError, match=r"inverse_every=None leaves all refreshes to kfac\.state\.refresh, so refresh_warmup=3"
     ):
         kfac.scale_by_kfac(layers(), inverse_every=None, refresh_warmup=3)
     with pytest.raises(ValueError, match=r"no state of scale_by_kfac in opt_state"):
-        kfac.refresh({"w": np.zeros(3)})
+        kfac.state.refresh({"w": np.zeros(3)})
     with pytest.raises(ValueError, match=r"distribution must be a kfac.Distribution"):
-        kfac.refresh(kfac.scale_by_kfac(layers()).init(initial()), distribution="devices")
-    many = kfac.scatter_state(kfac.scale_by_kfac(layers()).init(initial()), 2)
-    with pytest.raises(ValueError, match=r"pass the optimizer's distribution= to kfac\.refresh"):
-        kfac.refresh(many)
+        kfac.state.refresh(kfac.scale_by_kfac(layers()).init(initial()), distribution="devices")
+    many = kfac.state.scatter_state(kfac.scale_by_kfac(layers()).init(initial()), 2)
+    with pytest.raises(ValueError, match=r"pass the optimizer's distribution= to kfac\.state\.refresh"):
+        kfac.state.refresh(many)
 
 
 @pytest.mark.parametrize(("blocks", "most"), [(12, 11), (7, 3), (4, 4), (5, 1)])

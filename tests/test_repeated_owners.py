@@ -26,7 +26,7 @@ def stepped(tx, found, options, average):
     """One step as a function of parameters, state and a batch, with statistics in all but two."""
 
     def step(p, state, data, statistics):
-        basis = {"basis": kfac.eigenbasis(state, found)} if options.get("inverse") == kfac.Ekfac() else {}
+        basis = {"basis": kfac.curvature.eigenbasis(state, found)} if options.get("inverse") == kfac.Ekfac() else {}
         _, grads, factors = kfac.value_and_grad(tied_loss, found)(p, data, **basis)
         updates, state = tx.update(average(grads), state, p, factors=factors if statistics else None)
         return optax.apply_updates(p, updates), state
@@ -59,7 +59,7 @@ def in_shard_map(options, **check):
     mesh = jax.make_mesh((2, 2), AXES, axis_types=2 * (AxisType.Auto,))
     found = kfac.find_layers(tied_loss, parameters(), tied_batch(0))
     tx = optimizer(found, options, owners=OWNERS, **({} if check.get("check_vma", True) else {"axis_name": AXES}))
-    specs = kfac.state_specs(tx, parameters(), OWNERS)
+    specs = kfac.state.state_specs(tx, parameters(), OWNERS)
     local = options.get("gradients") == "local"
     step = stepped(tx, found, options, lambda g: g if local else lax.pmean(g, AXES))
 
@@ -84,7 +84,7 @@ def blocks(state):
 
 
 def is_state(x):
-    return isinstance(x, kfac.KfacState)
+    return isinstance(x, kfac.state.KfacState)
 
 
 def slow(*options):
@@ -108,7 +108,7 @@ def test_in_shard_map_it_is_one_device(x64, options):
     for name, value in kfac.diagnostics(alone).items():
         np.testing.assert_allclose(kfac.diagnostics(state)[name], value, rtol=1e-4, err_msg=name)
     # Every group of owners holds all blocks.
-    held, whole = blocks(kfac.gather_state(state)), blocks(alone)
+    held, whole = blocks(kfac.state.gather_state(state)), blocks(alone)
     for name, block in whole.items():
         close([held[name].factors, held[name].weight], [block.factors, block.weight])
 
@@ -121,7 +121,7 @@ def test_over_a_mesh_it_is_one_device(x64):
         params = jax.device_put(parameters(), NamedSharding(mesh, P()))
         state = jax.jit(tx.init)(params)
         params, state = trained(stepped(tx, found, {}, lambda g: g), params, state, NamedSharding(mesh, P(AXES)))
-        state = jax.jit(lambda s: kfac.refresh(s, distribution=kfac.Distribution(owners=OWNERS)))(state)
+        state = jax.jit(lambda s: kfac.state.refresh(s, distribution=kfac.Distribution(owners=OWNERS)))(state)
     close(params, on_one({})[0])
     assert all(own.shard.devices == 2 for own in state[0].owned.values())
 
@@ -154,4 +154,4 @@ def test_owners_that_are_no_axes_are_refused():
     with pytest.raises(ValueError, match="owners must be the name of an axis"):
         kfac.Distribution("gpu", owners=2)
     with pytest.raises(ValueError, match="the plan is of one group of owners"):
-        kfac.plan(layers(), devices=4, batch=64, distribution=kfac.Distribution(AXES, owners=OWNERS))
+        kfac.planning.plan(layers(), devices=4, batch=64, distribution=kfac.Distribution(AXES, owners=OWNERS))

@@ -521,7 +521,7 @@ def test_bad_marks_are_errors():
     with pytest.raises(ValueError, match="variance is for likelihood='gaussian', but likelihood is 'poisson'"):
         kfac.output(x, "poisson", variance=2.0)
     with pytest.raises(ValueError, match="sample of a Likelihood must be a function"):
-        kfac.Likelihood("normal", jnp.sum)
+        kfac.curvature.Likelihood("normal", jnp.sum)
     with pytest.raises(TypeError, match="must be real, but has dtype int32"):
         kfac.output(jnp.ones((2, 3), jnp.int32), "categorical")
     with pytest.raises(ValueError, match=r"is a scalar: pass x\[\.\.\., None\]"):

@@ -76,13 +76,13 @@ def test_empirical_statistics(scanned):
         error = a @ params[name] - y
         # The mean of a a^T, and the mean of g g^T, which the weight multiplies.
         product = weight * jnp.kron(a.T @ a / len(a), error.T @ error / len(a))
-        np.testing.assert_allclose(kfac.exact.dense(factors[name]), product, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(kfac.curvature.exact.dense(factors[name]), product, rtol=1e-9, atol=1e-12)
 
 
 def test_exact_blocks():
     params, batch = problem()
     layers = kfac.find_layers(loss_fn, params, batch)
-    found = kfac.exact.fisher_blocks(loss_fn, layers, fisher="empirical", num_examples=LARGE)(params, batch)
+    found = kfac.curvature.exact.fisher_blocks(loss_fn, layers, fisher="empirical", num_examples=LARGE)(params, batch)
     for name, block in truth(params, batch).items():
         np.testing.assert_allclose(found[name], block, rtol=1e-9, atol=1e-12)
 

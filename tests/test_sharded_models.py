@@ -121,7 +121,11 @@ def trained(loss, layers, inverse, blind=False, place=lambda params, batch: (par
 
     @functools.partial(jax.jit, static_argnums=3, compiler_options=FAST)
     def step(params, state, batch, statistics):
-        basis = {"basis": kfac.eigenbasis(state, layers)} if isinstance(inverse, kfac.Ekfac) and statistics else {}
+        basis = (
+            {"basis": kfac.curvature.eigenbasis(state, layers)}
+            if isinstance(inverse, kfac.Ekfac) and statistics
+            else {}
+        )
         measure = kfac.value_and_grad(loss, layers, num_examples=N)
         if statistics:
             _, grads, factors = measure(params, batch, **basis)
@@ -134,7 +138,7 @@ def trained(loss, layers, inverse, blind=False, place=lambda params, batch: (par
         _, batch = place(params, data[k % 3])
         params, state = jax.block_until_ready(step(params, state, batch, k % 3 != 1))
     kept = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), params, shardings)
-    return jax.device_get((params, state_of(jax.jit(kfac.gather_state)(state)).motions)), kept, state
+    return jax.device_get((params, state_of(jax.jit(kfac.state.gather_state)(state)).motions)), kept, state
 
 
 @functools.cache

@@ -141,7 +141,7 @@ def test_no_device_gets_all_of_a_gradient(kind):
         with jax.set_mesh(mesh):
             lies = {n: NamedSharding(mesh, spec) for n, spec in specs.items()}
             split = {n: messages.abstract(params[n], lies[n]) for n in params}
-            states = jax.tree.map(lambda s: NamedSharding(mesh, s), kfac.state_specs(tx, params, "data"))
+            states = jax.tree.map(lambda s: NamedSharding(mesh, s), kfac.state.state_specs(tx, params, "data"))
             state = messages.abstract(jax.eval_shape(tx.init, params), states)
             state = state._replace(splits=find_splits(split)) if seen else state
             program = (

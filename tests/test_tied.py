@@ -119,15 +119,15 @@ def test_the_product_is_nearer_to_the_block_than_either_of_its_terms(x64):
 
     params, batch = embedding_parameters(), sentences(24)
     layers, factors = statistics(loss, params, batch)
-    exact = jax.jit(kfac.exact.fisher_blocks(loss, layers, fisher="empirical"))(params, batch)["table"]
+    exact = jax.jit(kfac.curvature.exact.fisher_blocks(loss, layers, fisher="empirical"))(params, batch)["table"]
     tied = factors["table"]
 
     def cosine(a, g):
-        return float(kfac.exact.error(exact, jnp.kron(jnp.diag(a), g)).cosine)
+        return float(kfac.curvature.exact.error(exact, jnp.kron(jnp.diag(a), g)).cosine)
 
-    nearest = kfac.exact.dense(kfac.exact.nearest_kronecker(exact, layers["table"]))
+    nearest = kfac.curvature.exact.dense(kfac.curvature.exact.nearest_kronecker(exact, layers["table"]))
     uses = (tied, tied.direct, tied.transposed)
-    found = [*(cosine(use.A, use.G) for use in uses), float(kfac.exact.error(exact, nearest).cosine)]
+    found = [*(cosine(use.A, use.G) for use in uses), float(kfac.curvature.exact.error(exact, nearest).cosine)]
     # The figures of docs/mathematics.md.
     np.testing.assert_allclose(found, [0.802, 0.727, 0.761, 0.921], atol=5e-4)
 

@@ -35,7 +35,7 @@ def by_hand(loss_fn, params, batch, steps, rate=0.1, has_aux=False, subsample=1,
 
     @jax.jit
     def step(params, state):
-        basis = {"basis": kfac.eigenbasis(state, layers)} if options.get("inverse") == kfac.Ekfac() else {}
+        basis = {"basis": kfac.curvature.eigenbasis(state, layers)} if options.get("inverse") == kfac.Ekfac() else {}
         value, grads, factors = measure(params, batch, **basis)
         updates, state = tx.update(grads, state, params, factors=factors)
         return optax.apply_updates(params, updates), state, value

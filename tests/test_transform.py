@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import kfac
-from kfac._distributed.assignment import Shard
+from kfac._distributed.owners import Shard
 from kfac._factors import Factors, Kronecker, Unitwise
 from problem import (
     ages_of,
@@ -538,7 +538,7 @@ def test_factors_are_averaged_over_a_named_axis(communication_dtype):
     updates, state = jax.jit(jax.vmap(update, axis_name="devices"))(pair)
     mean = jax.tree.map(lambda x: x.mean(0), pair)
     _, expected_state, expected = run(kfac.scale_by_kfac(layers()), steps=1, measured=lambda _: (grads, mean))
-    found = field_of(kfac.gather_state(state), "factors")
+    found = field_of(kfac.state.gather_state(state), "factors")
     exact = communication_dtype == "float32"
     assert_close(found, field_of(expected_state, "factors"), 1e-6 if exact else 1e-2)
     assert differ(found, field_of(expected_state, "factors")) != exact
@@ -572,7 +572,7 @@ def test_what_is_sent_between_devices(option):
     mesh = Mesh(jax.devices()[:2], ("devices",))
     options = options | ({"mesh": mesh} if "mesh" in options else {})
     tx = kfac.scale_by_kfac(layers(), distribution=kfac.Distribution("devices", **options))
-    init, specs = tx.init, kfac.state_specs(tx, initial(), "devices")
+    init, specs = tx.init, kfac.state.state_specs(tx, initial(), "devices")
 
     def update(grads, state, factors):
         return tx.update(grads, state, factors=factors)

@@ -18,8 +18,8 @@ from zoo.bruteforce import FAST, truth
 from zoo.specimens import N, check, check_strict, compare, dressed, table
 
 pytestmark = pytest.mark.usefixtures("x64")
-PAGE = pathlib.Path(__file__).parents[1] / "docs" / "capture.md"
-HEADING = "## A zoo of models\n"
+PAGE = pathlib.Path(__file__).parent / "zoo" / "README.md"
+HEADING = "# A zoo of models\n"
 
 
 # Whose operations others have, too: those behind them.

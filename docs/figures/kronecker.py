@@ -1,6 +1,6 @@
 """Draws docs/figures/kronecker.png: the exact Fisher block of a layer, and its Kronecker product, real numbers.
 
-The network of docs/curvature.md, after 30 steps; `python docs/figures/kronecker.py` runs the code of that page.
+The network of docs/operators.md, after 30 steps; `python docs/figures/kronecker.py` runs the code of that page.
 """
 
 import pathlib
@@ -15,17 +15,17 @@ import kfac
 HERE = pathlib.Path(__file__).resolve().parent
 names: dict = {}
 exec(
-    re.findall(r"^```python\n(.*?)^```$", (HERE.parent / "curvature.md").read_text(), re.MULTILINE | re.DOTALL)[0],
+    re.findall(r"^```python\n(.*?)^```$", (HERE.parent / "operators.md").read_text(), re.MULTILINE | re.DOTALL)[4],
     names,
 )
 params, layers, loss_fn, batch = names["after"][30], names["layers"], names["loss_fn"], names["batch"]
 
-block = kfac.exact.fisher_blocks(loss_fn, layers, names=["second"])(params, batch)["second"]
+block = kfac.curvature.exact.fisher_blocks(loss_fn, layers, names=["second"])(params, batch)["second"]
 factors = kfac.value_and_grad(loss_fn, layers, fisher="expected")(params, batch, fisher_key=jax.random.key(0))[2][
     "second"
 ]
-product = kfac.exact.dense(factors)
-error = kfac.exact.error(block, product)
+product = kfac.curvature.exact.dense(factors)
+error = kfac.curvature.exact.error(block, product)
 
 figure, axes = plt.subplots(1, 4, figsize=(12, 3.6), width_ratios=[3, 1, 3, 3], layout="constrained")
 limit = float(jnp.quantile(jnp.abs(block), 0.995))

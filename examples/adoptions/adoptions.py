@@ -301,7 +301,7 @@ def in_shard_map(script: Script, optimizer: str, rate: Any) -> Callable[[int], A
     tx, layers, step = own_step(script, optimizer, rate, "devices")
     mesh = jax.make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
     same, split = PartitionSpec(), PartitionSpec("devices")
-    specs = same if layers is None else kfac.state_specs(tx, script.start(jax.random.key(0))[0], "devices")
+    specs = same if layers is None else kfac.state.state_specs(tx, script.start(jax.random.key(0))[0], "devices")
     init = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=same, out_specs=specs))
     step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(same, specs, split), out_specs=(same, specs)))
     everywhere = script._replace(start=lambda key: jax.device_put(script.start(key), NamedSharding(mesh, same)))

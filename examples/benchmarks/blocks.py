@@ -50,7 +50,7 @@ def train(images, max_dim, rate, steps, batch, seed):
         params, state, loss = step(params, state, images[rng.choice(len(images), batch, replace=False)])
         losses.append(float(loss))
     layers = kfac.find_layers(loss_fn, params, images[:batch], max_dim=max_dim)
-    return losses, float(jax.jit(loss_fn)(params, images)), kfac.Assignment(layers).memory_per_device
+    return losses, float(jax.jit(loss_fn)(params, images)), kfac.planning.Assignment(layers).memory_per_device
 
 
 def main():

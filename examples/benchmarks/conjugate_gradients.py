@@ -82,19 +82,19 @@ def main():
             return jax.lax.scan(step, (params, adam.init(params)), length=max(TRAINED))[0][0]
 
         layers = kfac.find_layers(loss_fn, params, data)
-        solve = jax.jit(functools.partial(kfac.Matrix.solve, tolerance=TOLERANCE))
+        solve = jax.jit(functools.partial(kfac.curvature.Matrix.solve, tolerance=TOLERANCE))
         for steps in TRAINED:
             params = train(params) if steps else params
             loss, gradient = jax.value_and_grad(loss_fn)(params, data)
-            factors = kfac.estimate(loss_fn, layers, params, [data], fisher="expected", key=jax.random.key(0))
-            basis = kfac.eigenbasis(factors, layers)
-            moments = kfac.estimate(
+            factors = kfac.curvature.estimate(loss_fn, layers, params, [data], fisher="expected", key=jax.random.key(0))
+            basis = kfac.curvature.eigenbasis(factors, layers)
+            moments = kfac.curvature.estimate(
                 loss_fn, layers, params, [data], fisher="expected", key=jax.random.key(0), basis=basis
             )
-            near = kfac.operator(layers, factors), kfac.operator(layers, moments, basis=basis)
+            near = kfac.curvature.operator(layers, factors), kfac.curvature.operator(layers, moments, basis=basis)
             for damping in DAMPINGS:
                 without, blocks, corrected = (
-                    int(solve(kfac.gauss_newton(loss_fn, params, data, blocks=own), gradient, damping).steps)
+                    int(solve(kfac.curvature.gauss_newton(loss_fn, params, data, blocks=own), gradient, damping).steps)
                     for own in (None, *near)
                 )
                 row = f"{name:24s} {steps:5d} {damping:8.0e} {float(loss):6.2f} {without:8d} {blocks:7d} {corrected:8d}"

@@ -143,7 +143,11 @@ def make_step(row: str, task: Task, options: argparse.Namespace) -> tuple[Callab
     every = options.inverse_every if options.refresh == "inside" and row != "refresh" else None
     tx = kfac.kfac(0.1, layers, distribution=distribution, inverse=INVERSES[options.inverse], inverse_every=every)
     if row == "refresh":
-        return lambda params, state, _: (params, kfac.refresh(state, distribution=distribution), jnp.zeros(())), tx
+        return lambda params, state, _: (
+            params,
+            kfac.state.refresh(state, distribution=distribution),
+            jnp.zeros(()),
+        ), tx
     measure = kfac.value_and_grad(task.loss_fn, layers, subsample=4 if row == "subsample" else 1)
 
     def step(params: Any, state: Any, batch: Any) -> Any:
@@ -174,7 +178,7 @@ def compile_step(row: str, task: Task, options: argparse.Namespace) -> tuple[str
     same, split, own = PartitionSpec(), PartitionSpec(AXIS), PartitionSpec()
     init = tx.init
     if options.devices > 1:
-        own = same if row in FIRST_ORDER else kfac.state_specs(tx, task.params, AXIS)
+        own = same if row in FIRST_ORDER else kfac.state.state_specs(tx, task.params, AXIS)
         init = jax.shard_map(tx.init, mesh=mesh, in_specs=same, out_specs=own)
         step = jax.shard_map(step, mesh=mesh, in_specs=(same, own, split), out_specs=(same, own, same))
 
@@ -245,14 +249,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         nargs="+",
         choices=ROWS,
         default=("sgd", "muon", "without", "statistics", "subsample"),
-        help="`refresh` is kfac.refresh, a call of its own",
+        help="`refresh` is kfac.state.refresh, a call of its own",
     )
     add("--batch", type=int, help="of each device; by default 256 images for ResNet-50, 128 for ViT, 8 sequences")
     add("--image-size", type=int, default=224)
     add("--devices", type=int, default=1, help="so many H100s, each with such a batch")
     add("--inverse", choices=INVERSES, default="default")
     add("--inverse-every", type=int, default=100)
-    add("--refresh", choices=("inside", "apart"), default="inside", help="apart: kfac.refresh is another program")
+    add("--refresh", choices=("inside", "apart"), default="inside", help="apart: kfac.state.refresh is another program")
     add("--small", action="store_true", help="small networks, to try this out")
     add("--kinds", action="store_true", help="print the kinds of launches of each program")
     add("--output", type=pathlib.Path, help="folder for the programs' texts and table.json")

@@ -88,9 +88,9 @@ def seeing(state, params):
     specs = tuple((jax.tree_util.keystr(path, simple=True, separator="/"), x.sharding.spec) for path, x in leaves)
 
     def own(node):
-        return node._replace(splits=type(node.splits)(specs)) if isinstance(node, kfac.KfacState) else node
+        return node._replace(splits=type(node.splits)(specs)) if isinstance(node, kfac.state.KfacState) else node
 
-    return jax.tree.map(own, state, is_leaf=lambda node: isinstance(node, kfac.KfacState))
+    return jax.tree.map(own, state, is_leaf=lambda node: isinstance(node, kfac.state.KfacState))
 
 
 def compiled(loss, layers, params, batch, devices, which):
@@ -116,7 +116,11 @@ def compiled(loss, layers, params, batch, devices, which):
     with jax.set_mesh(mesh):
         own, data = placed(params, split), placed(batch, lambda x: NamedSharding(mesh, PartitionSpec("data")))
         state = seeing(jax.eval_shape(tx.init, own), own)
-        specs = kfac.state_specs(tx, own, "data") if which != "sgd" else jax.tree.map(lambda _: PartitionSpec(), state)
+        specs = (
+            kfac.state.state_specs(tx, own, "data")
+            if which != "sgd"
+            else jax.tree.map(lambda _: PartitionSpec(), state)
+        )
         lying = jax.tree.map(
             lambda spec, part: jax.tree.map(lambda _: NamedSharding(mesh, spec), part), specs, state,
             is_leaf=lambda x: isinstance(x, PartitionSpec),
@@ -131,7 +135,9 @@ def main():
     layers = kfac.find_layers(loss, params, of_examples(batch, 2), max_dim=OPTIONS.max_dim)
     for gradients in ("averaged", "split"):
         print(f"{OPTIONS.model}, parameters {'split' if gradients == 'split' else 'whole'}:")
-        print(kfac.plan(layers, devices=OPTIONS.devices, batch=OPTIONS.devices, gradients=gradients), end="\n\n")
+        print(
+            kfac.planning.plan(layers, devices=OPTIONS.devices, batch=OPTIONS.devices, gradients=gradients), end="\n\n"
+        )
     for which in OPTIONS.compile:
         found = compiled(loss, layers, params, of_examples(batch, OPTIONS.devices), OPTIONS.devices, which)
         held, temporary = found.argument_size_in_bytes, found.temp_size_in_bytes

@@ -57,7 +57,9 @@ def tasks(seed: int, train: int) -> list[tuple[Batch, Batch]]:
 def penalty(params: Any, anchor: Any, curvature: Any) -> jax.Array:
     """Half the change from `anchor` in the metric of a matrix, which is a tree if it is diagonal."""
     change = jax.tree.map(jnp.subtract, params, anchor)
-    product = curvature @ change if isinstance(curvature, kfac.Operator) else optax.tree.mul(curvature, change)
+    product = (
+        curvature @ change if isinstance(curvature, kfac.curvature.Operator) else optax.tree.mul(curvature, change)
+    )
     return 0.5 * optax.tree.vdot(change, product)
 
 
@@ -81,8 +83,10 @@ def curvatures(params: Any, batch: Batch) -> dict[str, Any]:
     """Of the loss of the first task, at its end: the Kronecker form, its diagonal, and the identity."""
     layers = kfac.find_layers(loss, params, batch)
     parts = [jax.tree.map(lambda x, k=k: x[k : k + 100], batch) for k in range(0, len(batch[1]), 100)]
-    factors = kfac.estimate(loss, layers, params, parts, fisher="expected", key=jax.random.key(0), progress=True)
-    fisher = kfac.operator(layers, factors)
+    factors = kfac.curvature.estimate(
+        loss, layers, params, parts, fisher="expected", key=jax.random.key(0), progress=True
+    )
+    fisher = kfac.curvature.operator(layers, factors)
     mean = fisher.trace() / fisher.size
     plain = jax.tree.map(lambda x: jnp.full_like(x, mean), params)
     return {"identity": plain, "diagonal": fisher.diagonal(), "Kronecker": fisher}

@@ -52,14 +52,14 @@ def for_any_devices(mesh: Any, specs: Any, local_batch: int, lean: bool) -> tupl
 
     def portable(state: Any) -> Any:
         if _has_kfac(state):
-            state = state._replace(opt_state=kfac.gather_state(state.opt_state))
+            state = state._replace(opt_state=kfac.state.gather_state(state.opt_state))
         mixed = jax.tree.map(lambda x: in_batch_order(x, mesh.size, local_batch), state.mixed)
         # A copy, for it is written while the next steps overwrite the state.
         return jax.tree.map(jnp.copy, state._replace(mixed=mixed))
 
     def placed(state: Any) -> Any:
         if _has_kfac(state):
-            state = state._replace(opt_state=kfac.scatter_state(state.opt_state, mesh.size))
+            state = state._replace(opt_state=kfac.state.scatter_state(state.opt_state, mesh.size))
         return state._replace(mixed=jax.tree.map(lambda x: in_device_order(x, mesh.size, local_batch), state.mixed))
 
     def lying(specs: Any) -> Any:
@@ -97,8 +97,8 @@ def in_device_order(x: jax.Array, devices: int, local: int) -> jax.Array:
 
 
 def _has_kfac(state: Any) -> bool:
-    nodes = jax.tree.leaves(state.opt_state, is_leaf=lambda node: isinstance(node, kfac.KfacState))
-    return any(isinstance(node, kfac.KfacState) for node in nodes)
+    nodes = jax.tree.leaves(state.opt_state, is_leaf=lambda node: isinstance(node, kfac.state.KfacState))
+    return any(isinstance(node, kfac.state.KfacState) for node in nodes)
 
 
 # On disk.

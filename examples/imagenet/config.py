@@ -154,7 +154,7 @@ FOR_NOW: Table = [
     ("stop_after", count, None, "Stop in good order after this step; the same command goes on."),
     ("profile", text, None, "Trace these steps, FIRST:LAST, with jax.profiler."),
     ("eval", folder, None, "Only validate the best checkpoint of this run, with its options as defaults."),
-    ("plan", counts, (), "Only predict, by kfac.plan, what a step would take on so many devices: --plan 128 512."),
+    ("plan", counts, (), "Only predict, by kfac.planning.plan, what a step takes on so many devices: --plan 128 512."),
     ("input_speed", count, None, "Only measure how fast so many images are read and decoded."),
     ("print_config", flag, False, "Only print the configuration as JSON; what data and devices decide is not in it."),
 ]

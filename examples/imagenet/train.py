@@ -129,7 +129,7 @@ def plan(config: Any, layers: Any) -> str:
     every: dict[str, Any] = {} if isinstance(config.factor_every, str) else {"statistics_every": config.factor_every}
     every |= {} if config.inverse_every is None else {"inverse_every": config.inverse_every}
     options = dict(batch=config.global_batch, inverse=INVERSES[config.inverse]())
-    return "\n\n".join(str(kfac.plan(layers, devices=n, **options, **every)) for n in config.plan)
+    return "\n\n".join(str(kfac.planning.plan(layers, devices=n, **options, **every)) for n in config.plan)
 
 
 def gradient_fn(config: Any, loss_fn: Callable[..., Any], layers: Any, micro_batches: int) -> Callable[..., Any]:
@@ -160,7 +160,7 @@ def gradient_fn(config: Any, loss_fn: Callable[..., Any], layers: Any, micro_bat
                 jax.random.fold_in(jax.random.key(config.seed), FISHER_STREAM), step
             )
         if layers is not None and config.inverse == "ekfac":
-            more["basis"] = kfac.eigenbasis(opt_state, layers)
+            more["basis"] = kfac.curvature.eigenbasis(opt_state, layers)
         return measure(*args, **more)
 
     return gradients
@@ -336,7 +336,7 @@ def main(args: list[str]) -> int:
     # The state: the same on all devices but for the layers that each one owns and the images that it has mixed.
     say("compiling ...")
     compile_began = time.perf_counter()
-    specs = State(SAME, SAME, SAME, SAME, kfac.state_specs(run.tx, variables["params"], AXIS), SPLIT, SAME)
+    specs = State(SAME, SAME, SAME, SAME, kfac.state.state_specs(run.tx, variables["params"], AXIS), SPLIT, SAME)
     variables = jax.jit(functools.partial(fresh, run), out_shardings=same)(jax.random.key(config.seed))
     if begin_with is not None:
         variables = checkpoints.taken_over(begin_with, variables)

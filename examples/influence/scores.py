@@ -13,15 +13,15 @@ import kfac
 
 def curvature(
     loss: Callable, params: Any, batches: Sequence[Any], decay: float, **options: Any
-) -> dict[str, kfac.Operator]:
+) -> dict[str, kfac.curvature.Operator]:
     """The curvature of `loss(params, batch) + decay / 2 |params|^2`, as EK-FAC and as K-FAC have it."""
     layers = kfac.find_layers(loss, params, batches[0])
-    factors = kfac.estimate(loss, layers, params, batches, progress=True, **options)
-    basis = kfac.eigenbasis(factors, layers)
-    corrected = kfac.estimate(loss, layers, params, batches, progress=True, basis=basis, **options)
+    factors = kfac.curvature.estimate(loss, layers, params, batches, progress=True, **options)
+    basis = kfac.curvature.eigenbasis(factors, layers)
+    corrected = kfac.curvature.estimate(loss, layers, params, batches, progress=True, basis=basis, **options)
     return {
-        "EK-FAC": kfac.operator(layers, corrected, basis=basis, damping=decay),
-        "K-FAC": kfac.operator(layers, factors, damping=decay),
+        "EK-FAC": kfac.curvature.operator(layers, corrected, basis=basis, damping=decay),
+        "K-FAC": kfac.curvature.operator(layers, factors, damping=decay),
     }
 
 
@@ -34,7 +34,9 @@ def gradients(fn: Callable, params: Any, rows: Any) -> jax.Array:
     return jax.jit(lambda rows: jax.lax.map(one, rows))(rows)
 
 
-def influence(operator: kfac.Operator | None, params: Any, measured: jax.Array, examples: jax.Array) -> np.ndarray:
+def influence(
+    operator: kfac.curvature.Operator | None, params: Any, measured: jax.Array, examples: jax.Array
+) -> np.ndarray:
     """How much each measure grows when an example is left out: `[measures, examples]`, from gradients of both.
 
     Without the example its gradient is missing from the mean, and the minimum moves by `H^-1 gradient / n` (Cook &

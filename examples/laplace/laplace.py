@@ -84,12 +84,16 @@ def score(probabilities: jax.Array, labels: jax.Array, precision: float = 0.0) -
     return Scores(float(accuracy), float(nll), float(np.sum(share * np.abs(confidence - right))), precision)
 
 
-def laplace(params: Any, batch: Batch, skip: tuple[str, ...]) -> tuple[Callable[[float], kfac.Operator], np.ndarray]:
+def laplace(
+    params: Any, batch: Batch, skip: tuple[str, ...]
+) -> tuple[Callable[[float], kfac.curvature.Operator], np.ndarray]:
     """The posterior's precision for a precision of the prior, and the log marginal likelihood for each of `TAUS`."""
     layers = kfac.find_layers(loss, params, batch, skip=skip)
     parts = [jax.tree.map(lambda x, k=k: x[k : k + 50], batch) for k in range(0, len(batch[1]), 50)]
-    factors = kfac.estimate(loss, layers, params, parts, fisher="expected", key=jax.random.key(0), progress=True)
-    fisher, n = kfac.operator(layers, factors), len(batch[1])
+    factors = kfac.curvature.estimate(
+        loss, layers, params, parts, fisher="expected", key=jax.random.key(0), progress=True
+    )
+    fisher, n = kfac.curvature.operator(layers, factors), len(batch[1])
     # The prior is over what the posterior is over: `0 * fisher + 1` is the identity there, and zero elsewhere.
     square = optax.tree.vdot(params, (0 * fisher + 1) @ params)
 
@@ -100,7 +104,9 @@ def laplace(params: Any, batch: Batch, skip: tuple[str, ...]) -> tuple[Callable[
     return lambda tau: n * fisher + tau, np.asarray(jax.jit(jax.vmap(evidence))(TAUS))
 
 
-def choose(params: Any, batch: Batch, skip: tuple[str, ...], steps: int) -> tuple[Any, kfac.Operator, float, Any]:
+def choose(
+    params: Any, batch: Batch, skip: tuple[str, ...], steps: int
+) -> tuple[Any, kfac.curvature.Operator, float, Any]:
     """The prior's precision by the marginal likelihood (MacKay 1992; Immer et al. 2021): fit, choose, and again.
 
     A network fitted without any prior is at no maximum of a posterior, and its curvature is next to nothing: the
@@ -116,7 +122,7 @@ def choose(params: Any, batch: Batch, skip: tuple[str, ...], steps: int) -> tupl
     return params, posterior(tau), tau, curve
 
 
-def predict(params: Any, precision: kfac.Operator, x: jax.Array, draws: int) -> jax.Array:
+def predict(params: Any, precision: kfac.curvature.Operator, x: jax.Array, draws: int) -> jax.Array:
     """Probabilities of the network linearised at `params`: logits less sharp where the posterior's draws differ."""
     covariance, logits = precision.inv(), network(params, x)
 

@@ -98,7 +98,7 @@ def _kfac(rate, s, layers):
     """With `turned`, `learning_rate` is the angle by which kernels turn, and `vectors` multiplies it for vectors."""
     if s.get("adaptive_damping"):
         plain = {name: value for name, value in s.items() if name != "adaptive_damping"}
-        return kfac.adaptive_damping(lambda damping: _kfac(rate, {**plain, "damping": damping}, layers), 1e-3)
+        return kfac.presets.adaptive_damping(lambda damping: _kfac(rate, {**plain, "damping": damping}, layers), 1e-3)
     if "first_damping" in s:  # falls, or rises, to `damping` over the budget, geometrically
         first, last, steps = s["first_damping"], s["damping"], s["steps"]
         s = {**s, "damping": lambda count: first * (last / first) ** (count / steps)}
@@ -142,7 +142,7 @@ def _adam_in_eigenbasis(inner: Any, layers: kfac.Layers, b2: Any) -> optax.Gradi
         leaves = dict(zip(layers.paths, jax.tree.leaves(updates), strict=True))
         weight = b2 * weight + 1 - b2
         gradients = matrices(grads)
-        for name, basis in kfac.eigenbasis(kept, layers).items():
+        for name, basis in kfac.curvature.eigenbasis(kept, layers).items():
             turned = basis.G.T @ gradients[name] @ basis.A
             squares = {**squares, name: b2 * squares[name] + (1 - b2) * turned**2}
             scaled = turned / (jnp.sqrt(squares[name] / weight) + 1e-8)

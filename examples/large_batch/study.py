@@ -60,7 +60,7 @@ class Options:
     methods: Annotated[tuple[str, ...], _option("which methods; all if left out")] = ()
     data_dir: Annotated[Path, _option("folder with CIFAR-10; get_cifar10.sh fetches it")] = Path("data/cifar10")
     results: Annotated[Path, _option("folder of the JSON lines")] = HERE / "results"
-    figures: Annotated[Path, _option("folder for the figures of report")] = HERE.parents[1] / "docs" / "figures"
+    figures: Annotated[Path, _option("folder for the figures of report")] = HERE / "results"
     parts: Annotated[tuple[int, ...], _option("for batch-sizes and searched-sizes: N / batch")] = plans.OTHER_PARTS
     limit: Annotated[int | None, _option("stop after so many new trials")] = None
 

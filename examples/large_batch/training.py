@@ -120,7 +120,7 @@ def programs(task: Task, method: str, static: tuple[tuple[str, Any], ...], names
             )  # fmt: skip
             extra = {"fisher_key": key} if fixed.get("fisher") == "sampled" else {}
             if ekfac:
-                extra["basis"] = kfac.eigenbasis(state.opt_state, layers)
+                extra["basis"] = kfac.curvature.eigenbasis(state.opt_state, layers)
             (loss, batch_stats), grads, factors = gradients(state.params, state.batch_stats, images, labels, **extra)
             if rounded := fixed.get("statistics_dtype"):
                 factors = jax.tree.map(lambda x: x.astype(rounded).astype(x.dtype), factors)

@@ -17,7 +17,7 @@ class Likelihood:
 
     For a Laplace distribution with scale 1::
 
-        kfac.Likelihood(
+        kfac.curvature.Likelihood(
             sample=lambda key, x: x + jax.random.laplace(key, x.shape),
             log_prob=lambda x, target: -jnp.abs(target - x).sum(-1),
             root=lambda x, v: v,
@@ -28,7 +28,7 @@ class Likelihood:
       log_prob: `log_prob(x, target)` is `log p(target | x)` up to what does not depend on `x`, `[...]`.
       root: `root(x, v)` multiplies vectors `v` `[..., features]` by `S(x)`, a square matrix with `S^T S = H`, the
         expected second moment of the gradients of `-log p` with respect to `x`. Only what needs it asks for it:
-        `fisher="expected"`, `kfac.exact` and `adaptive_damping`.
+        `fisher="expected"`, `kfac.curvature.exact` and `adaptive_damping`.
 
     Raises:
       ValueError: one of them is no function.
@@ -115,7 +115,7 @@ def name_of(likelihood: str | Likelihood) -> str:
         return str(_OWN.index(likelihood))
     if not isinstance(likelihood, str) or likelihood not in LIKELIHOODS:
         known = ", ".join(map(repr, LIKELIHOODS))
-        raise ValueError(f"likelihood must be one of {known} or a kfac.Likelihood, but is {likelihood!r}")
+        raise ValueError(f"likelihood must be one of {known} or a kfac.curvature.Likelihood, but is {likelihood!r}")
     return likelihood
 
 

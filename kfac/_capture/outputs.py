@@ -53,7 +53,7 @@ def output(
 
     Args:
       x: real, `[..., features]`; a single feature has an axis of its own too.
-      likelihood: one of these names, or a `kfac.Likelihood`.
+      likelihood: one of these names, or a `kfac.curvature.Likelihood`.
       weight: how many times the loss holds `-log p` of these rows, where it has several marked outputs; positive. Where
         these have different numbers of rows and each is averaged over its own, as the interior and the boundary of a
         domain, `n` is one of them, given as `num_examples`, and the weight of another term is its factor in the loss

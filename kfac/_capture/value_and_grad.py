@@ -71,8 +71,8 @@ def value_and_grad(
         draws the same targets, but on every device others: the
         device's position on the axes over which the arguments vary is folded into it (under `jax.pmap`, and `shard_map`
         with `check_vma=False`, its position on all axes).
-      - `basis`, for an optimizer with `inverse=kfac.Ekfac()`: what `kfac.eigenbasis` returns. `factors` then hold
-        `moments` beside `A` and `G`, the second moments of per-example gradients in that eigenbasis,
+      - `basis`, for an optimizer with `inverse=kfac.Ekfac()`: what `kfac.curvature.eigenbasis` returns. `factors` then
+        hold `moments` beside `A` and `G`, the second moments of per-example gradients in that eigenbasis,
         `n sum_i (Q_G^T (sum_p g_ip a_ip^T) Q_A)^2` with the gradients `g_ip` of the mean loss (George et al. 2018).
         Layers whose examples are not told apart have none (`Layer.correctable`).
 
@@ -212,13 +212,15 @@ def _without_statistics(loss_fn: Callable[..., Any], has_aux: bool, params: Any,
 def check_basis(basis: Any, layers: Layers) -> None:
     """Raises where `basis` is not what `eigenbasis` returns for these layers."""
     if not isinstance(basis, Mapping):
-        raise ValueError(f"basis is of type {type(basis).__name__}: pass basis=kfac.eigenbasis(opt_state, layers)")
+        raise ValueError(
+            f"basis is of type {type(basis).__name__}: pass basis=kfac.curvature.eigenbasis(opt_state, layers)"
+        )
     expected = {layer.name: layer for layer in layers if layer.correctable}
     for name in sorted(expected.keys() ^ set(basis)):
         raise ValueError(
             f"basis {'lacks' if name in expected else 'has'} layer {name!r}, which "
             f"{'has' if name in expected else 'has not'} two whole factors and one use here: pass "
-            "basis=kfac.eigenbasis(opt_state, layers) for layers found with arguments of the same kind"
+            "basis=kfac.curvature.eigenbasis(opt_state, layers) for layers found with arguments of the same kind"
         )
     for name, layer in expected.items():
         for factor, shape in layer.factor_shapes.items():

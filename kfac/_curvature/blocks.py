@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -177,10 +178,19 @@ class Group:
         laid_out = functools.partial(with_layout_constraint, layouts=Layout(major_to_minor=(0, 1, 2)))
         return lax.platform_dependent(stack, cuda=laid_out, default=lambda stack: stack)
 
-    def split_matrices(self, matrices: jax.Array) -> dict[str, jax.Array]:
-        """The inverse of `stack_matrices`: leaves by path."""
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Where the blocks of each layer begin."""
+        return tuple(itertools.accumulate(self.counts[:-1], initial=0))
+
+    def split_matrices(self, matrices: jax.Array, starts: Mapping[int, jax.Array]) -> dict[str, jax.Array]:
+        """The inverse of `stack_matrices`: leaves by path. The values of `starts` are those of its keys.
+
+        Where XLA does not know these numbers, leaves of one shape share one compiled kernel.
+        """
         leaves: dict[str, jax.Array] = {}
-        for layer, own in self.split(matrices):
+        for layer, count, start in zip(self.layers, self.counts, self.starts, strict=True):
+            own = lax.dynamic_slice_in_dim(matrices, starts[start], count)
             rows = layer.from_pieces(own.mT).mT if layer.pieces > 1 else own
             leaves.update(zip(layer.params, layer.from_rows(rows), strict=True))
         return leaves

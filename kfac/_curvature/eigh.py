@@ -47,7 +47,7 @@ class Eigh(Inverse):
         del kept  # nothing of it goes on
         dtype = self.kept_dtype(factors.A.dtype)
         new = Kronecker(decompose(factors.A, dtype), decompose(factors.G, dtype))
-        return new, eigen_condition(block_eigenvalues(new), damping)
+        return new, condition_of(ends(eigenvalues(new.A)), ends(eigenvalues(new.G)), damping)
 
     def spectrum(self, kept, factors, damping):
         """Decompositions of both factors; the eigenvalues are the products of theirs."""
@@ -92,12 +92,31 @@ def block_eigenvalues(inverse: Kronecker) -> jax.Array:
     return eigenvalues(inverse.G)[:, :, None] * eigenvalues(inverse.A)[:, None, :]
 
 
+Ends = tuple[jax.Array, jax.Array]  # the smallest and the largest eigenvalue of `k` matrices, `[k]` each
+
+
+def ends(values: jax.Array) -> Ends:
+    """Of eigenvalues `[k, d]`."""
+    return jnp.min(values, axis=1), jnp.max(values, axis=1)
+
+
+def condition_of(a: Ends, g: Ends, damping: jax.Array) -> jax.Array:
+    """`[k]`, the condition numbers of blocks `A (x) G` with `damping` `[k]`, from the eigenvalues of both."""
+    # Rounding can make those of a second moment negative.
+    low, high = (jnp.maximum(x, 0) * jnp.maximum(y, 0) for x, y in zip(a, g, strict=True))
+    return _condition(low, high, damping)
+
+
 def eigen_condition(values: jax.Array, damping: jax.Array) -> jax.Array:
     """`[k]`, the condition numbers of blocks with eigenvalues `values` `[k, d_out, d_in]` and `damping` `[k]`."""
+    return _condition(jnp.min(values, axis=(1, 2)), jnp.max(values, axis=(1, 2)), damping)
+
+
+def _condition(low: jax.Array, high: jax.Array, damping: jax.Array) -> jax.Array:
     # What a schedule may bring, zero or NaN, is no reason to take the decompositions for missing.
-    damping = jnp.where(damping > 0, damping, 0).astype(values.dtype)
-    low, high = jnp.min(values, axis=(1, 2)) + damping, jnp.max(values, axis=(1, 2)) + damping
-    return jnp.where(low > 0, high / jnp.where(low > 0, low, 1), jnp.inf)
+    damping = jnp.where(damping > 0, damping, 0).astype(low.dtype)
+    low, high = low + damping, high + damping
+    return jnp.where(low <= 0, jnp.inf, high / jnp.where(low <= 0, 1, low))  # NaN stays
 
 
 def solve_in_basis(

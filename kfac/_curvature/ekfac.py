@@ -39,7 +39,7 @@ class Ekfac(Eigh):
     `s` is the running average of the squares of per-example gradients in the eigenbasis of the factors. It is updated
     with all statistics, and turned into the new basis at each refresh. For layers with a diagonal factor or several
     uses, and until a layer has some, it is `l_G l_A^T` as with `Eigh`. Statistics must have these moments:
-    `kfac.value_and_grad(loss_fn, layers)(params, batch, basis=kfac.eigenbasis(opt_state, layers))`.
+    `kfac.value_and_grad(loss_fn, layers)(params, batch, basis=kfac.curvature.eigenbasis(opt_state, layers))`.
 
     Args:
       precision: the arithmetic in which eigenvectors are applied: `"float32"`, `"bfloat16_3x"`, `"tensorfloat32"` or
@@ -107,7 +107,7 @@ class Ekfac(Eigh):
         if block.moments is None:
             raise ValueError(
                 f"factors of layer {layer.name!r} have no moments, which inverse={self!r} needs: take them from "
-                "value_and_grad(loss_fn, layers)(params, batch, basis=kfac.eigenbasis(opt_state, layers))"
+                "value_and_grad(loss_fn, layers)(params, batch, basis=kfac.curvature.eigenbasis(opt_state, layers))"
             )
         shape = (*block.A.shape[:-2], layer.d_out, layer.d_in)
         if tuple(block.moments.shape) != shape:

@@ -134,7 +134,7 @@ class Inverse(abc.ABC):
         """
 
     def spectrum(self, kept: Any, factors: Any, damping: jax.Array) -> tuple[Any, jax.Array]:
-        """What `kfac.operator` is made of; an inverse without eigenvectors has none.
+        """What `kfac.curvature.operator` is made of; an inverse without eigenvectors has none.
 
         Args:
           kept: with `takes_moments` what is kept of the blocks, else None.
@@ -148,8 +148,8 @@ class Inverse(abc.ABC):
         del kept, factors, damping
         raise ValueError(
             f"inverse={self!r} does not say which eigenvectors it has: take the averages of the state, "
-            "kfac.operator(layers, kfac.averaged_factors(state, layers), damping=...), or kfac.Eigh(), or define "
-            "its `spectrum`"
+            "kfac.curvature.operator(layers, kfac.curvature.averaged_factors(state, layers), damping=...), or "
+            "kfac.Eigh(), or define its `spectrum`"
         )
 
     def absorb(self, kept: Any, moments: jax.Array, decay: jax.Array, taken: jax.Array) -> Any:

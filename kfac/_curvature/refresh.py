@@ -50,9 +50,8 @@ def refresh(inverse: Inverse, kept: Any, factors: Any, wanted: jax.Array, dampin
       wanted: `[k]`.
       damping: a scalar.
     """
-    damping = damping_of_blocks(inverse, factors, damping)
-    axes = varying_axes((kept, factors, wanted, damping))
-    arguments = as_varying((kept, factors, wanted, damping), axes)
+    damping = jnp.asarray(damping, jax.tree.leaves(factors)[0].dtype)
+    arguments = as_varying((kept, factors, wanted, damping), varying_axes((kept, factors, wanted, damping)))
     size = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(factors))
     # Equal portions: the last one does not do much again.
     width = -(-len(wanted) // -(-len(wanted) // max(1, TOGETHER // size)))
@@ -93,14 +92,18 @@ def _refresh(inverse: Inverse, width: int, kept: Any, factors: Any, wanted: jax.
         def rows(tree):
             return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, width), tree)
 
-        old, open_ = rows(progress), rows(wanted) & ~(rows(progress[1]) > 0)
+        # Cut here, so that what follows is the same program for all stacks of one shape, and compiled once.
+        old, own = rows(progress), rows(factors)
+        open_ = rows(wanted) & ~(old[1] > 0)
 
         def attempt():
-            new, condition = inverse.refresh(old[0], rows(factors), more * rows(damping))
+            new, condition = inverse.refresh(old[0], own, more * damping_of_blocks(inverse, own, damping))
             usable = open_ & (condition > 0)
             for leaf in jax.tree.leaves(new):
                 usable &= finite(leaf)
             new = new, condition.astype(old[1].dtype)
+            if width == 1:  # no kernel, where a selection is one for each array
+                return lax.cond(usable[0], lambda: new, lambda: old)
             return jax.tree.map(lambda new, old: jnp.where(per_block(usable, old), new, old), new, old)
 
         new = lax.cond(jnp.any(open_), attempt, lambda: old)

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from kfac._checks import check_range
-from kfac._curvature.eigh import block_eigenvalues, eigen_condition, rotate, unturned
+from kfac._curvature.eigh import Ends, condition_of, ends, rotate
 from kfac._curvature.ekfac import into_basis, turned
-from kfac._curvature.inverse import Inverse, averaged, cosine, diagonals, per_block
-from kfac._factors import Eigen, Kronecker
+from kfac._curvature.inverse import Inverse, averaged, cosine, identities, per_block
+from kfac._factors import Eigen, Kronecker, is_diagonal
 
 
 class Adam(NamedTuple):
@@ -74,15 +74,18 @@ class Soap(Inverse):
         a, g = factors.A, factors.G
         zeros = jnp.zeros((*a.shape[:2], g.shape[1]), a.dtype)
         moments = Adam(zeros, jnp.zeros(len(a), a.dtype), zeros)
-        return Kronecker(unturned(a, a.dtype), unturned(g, g.dtype), moments)
+        return Kronecker(
+            *(None if is_diagonal(x) else Eigen(identities(x.shape, x.dtype), None) for x in (a, g)), moments
+        )
 
     def refresh(self, kept, factors, damping):
         """Both bases a step further, and moments and momentum in the new ones."""
-        new = Kronecker(follow(kept.A, factors.A), follow(kept.G, factors.G))
+        (a, along_a), (g, along_g) = follow(kept.A, factors.A), follow(kept.G, factors.G)
+        new = Kronecker(a, g)
         bases = _exchanged(kept), _exchanged(new)
         average, trace = into_basis(kept.moments.average, *bases), turned(kept.moments.trace, *bases)
         moments = kept.moments._replace(average=average, trace=trace)
-        return dataclasses.replace(new, moments=moments), eigen_condition(block_eigenvalues(new), damping)
+        return dataclasses.replace(new, moments=moments), condition_of(along_a, along_g, damping)
 
     def advance(self, kept, matrices, damping, momentum, ready):
         """In the eigenbasis: squares and momentum of the gradients, and this over the root of the mean squares."""
@@ -121,19 +124,18 @@ def _exchanged(basis: Kronecker) -> Kronecker:
 FLOOR = 1e-6
 
 
-def follow(kept: Eigen | jax.Array, stack: jax.Array) -> Eigen | jax.Array:
+def follow(kept: Eigen | None, stack: jax.Array) -> tuple[Eigen | None, Ends]:
     """The eigenvectors that are `kept` of symmetric `[k, d, d]`, one step of orthogonal iteration closer.
 
-    With columns in the order of what the matrix has along them, from the largest down, which are the values that come
-    with the new ones. Of diagonals `[k, d]` the numbers alone.
+    Returns:
+      The new ones, with columns in the order of what the matrix had along the old ones, from the largest down; and
+      `[k]` each, the smallest and the largest of these numbers. Of diagonals `[k, d]` nothing, and theirs.
     """
-    if not isinstance(kept, Eigen):
-        return jnp.maximum(stack, 0)
-    mean = jnp.mean(diagonals(stack), axis=1)
-    scale = per_block(jnp.where(mean > 0, mean, 1), stack)
-    image = jnp.matmul(stack / scale, kept.vectors, precision=lax.Precision.HIGHEST)
-    along = jnp.sum(kept.vectors * image, axis=1)
-    order = jnp.argsort(-along, axis=1)
-    image = jnp.take_along_axis(image + FLOOR * kept.vectors, order[:, None, :], axis=2)
-    values = jnp.take_along_axis(jnp.maximum(along, 0), order, axis=1) * scale[:, :, 0]
-    return Eigen(lax.linalg.qr(image, full_matrices=False)[0], values)
+    if kept is None:
+        return None, ends(stack)
+    image = jnp.matmul(stack, kept.vectors, precision=lax.Precision.HIGHEST)
+    along, order = lax.top_k(jnp.sum(kept.vectors * image, axis=1), stack.shape[-1])
+    mean = per_block(jnp.mean(along, axis=1), image)
+    image = image / jnp.where(mean > 0, mean, 1) + FLOOR * kept.vectors
+    image = jnp.take_along_axis(image, order[:, None, :], axis=2, mode="promise_in_bounds")
+    return Eigen(lax.linalg.qr(image, full_matrices=False)[0], None), (along[:, -1], along[:, 0])

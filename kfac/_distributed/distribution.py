@@ -39,7 +39,7 @@ class Distribution:
         with `Distribution(owners="gpu")` on axes `("node", "gpu")` every node has an owner for each block. Inverses and
         preconditioned gradients then stay inside of it, and only sums go between nodes, each device its share. So the
         fraction of devices that work on a layer, which trades memory for messages, is a choice of axes (KAISA, Pauloski
-        et al. 2021). `kfac.state_specs` takes these axes.
+        et al. 2021). `kfac.state.state_specs` takes these axes.
 
     Raises:
       ValueError: an argument is out of range.

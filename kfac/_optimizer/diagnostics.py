@@ -10,12 +10,11 @@ import optax
 from jax import lax
 
 from kfac._checks import check_layers
-from kfac._curvature.blocks import check_factors, group_layers, of_layer
+from kfac._curvature.blocks import check_factors, group_layers
 from kfac._curvature.refresh import in_portions
 from kfac._factors import Factors, Kronecker, Shares
 from kfac._layers import Layers
-from kfac._optimizer.adaptive_damping import AdaptiveDampingState
-from kfac._optimizer.state import KfacState, blocks_of, find_nodes, find_state
+from kfac._optimizer.state import AdaptiveDampingState, KfacState, find_nodes, find_state
 
 
 def diagnostics(opt_state: Any) -> dict[str, jax.Array]:
@@ -71,30 +70,6 @@ def due(opt_state: Any) -> jax.Array:
       ValueError: there is no K-FAC state, or more than one, in `opt_state`.
     """
     return jnp.ravel(find_state(opt_state, "opt_state").due)[0]
-
-
-def averaged_factors(opt_state: Any, layers: Layers) -> Factors:
-    """The running averages of an optimizer, by layer: bias-corrected, as its inverses are made of.
-
-    Args:
-      opt_state: holds the one state of an optimizer on one device; that of several goes through `gather_state`.
-      layers: what `find_layers` returned.
-
-    Returns:
-      A `Factors`, with zeros before the first statistics. With `inverse=kfac.Ekfac()` without its moments, which
-      `kfac.operator(layers, opt_state)` has.
-
-    Raises:
-      ValueError: there is no K-FAC state, or more than one, or it is not one for these layers.
-    """
-    check_layers(layers)
-    blocks: dict[str, Any] = {}
-    for group, block in blocks_of(find_state(opt_state, "opt_state"), layers, "opt_state"):
-        leaves, treedef = jax.tree.flatten(block.factors)
-        for layer, *own in zip(group.layers, *([x for _, x in group.split(leaf)] for leaf in leaves), strict=True):
-            whole, stacked = of_layer(layer, jax.tree.unflatten(treedef, own)), group.kronecker and layer.stacked
-            blocks[layer.name] = whole if stacked else jax.tree.map(lambda x: x[0], whole)
-    return Factors({layer.name: blocks[layer.name] for layer in layers.with_factors})
 
 
 def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:

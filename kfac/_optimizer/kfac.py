@@ -18,7 +18,7 @@ from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
 from kfac._curvature.soap import Soap
 from kfac._distributed.distribution import Distribution
-from kfac._distributed.planning import affordable
+from kfac._distributed.intervals import affordable
 from kfac._layers import Layers
 from kfac._optimizer.arguments import fitted
 from kfac._optimizer.moves import Moves, ScalarOrSchedule, value_at

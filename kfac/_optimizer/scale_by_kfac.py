@@ -220,8 +220,8 @@ def _intervals(inverse_every: Any, refresh_warmup: Any) -> tuple[Any, Any]:
     if inverse_every is None:
         if refresh_warmup is not None:
             raise ValueError(
-                f"inverse_every=None leaves all refreshes to kfac.refresh, so refresh_warmup={refresh_warmup!r} has no "
-                "place: leave it at None"
+                f"inverse_every=None leaves all refreshes to kfac.state.refresh, so refresh_warmup={refresh_warmup!r} "
+                "has no place: leave it at None"
             )
         return 0, 0
     refresh_warmup = 10 if refresh_warmup is None else refresh_warmup
@@ -263,7 +263,7 @@ def refresh(opt_state: Any, *, distribution: Distribution | None = None) -> Any:
     branch for which a host would have to wait for its device::
 
         tx = kfac.kfac(learning_rate, layers, inverse_every=None)
-        refresh = jax.jit(kfac.refresh, donate_argnums=0)
+        refresh = jax.jit(kfac.state.refresh, donate_argnums=0)
         for number, batch in enumerate(batches):
             if number % 100 == 1:  # the first step has brought statistics
                 opt_state = refresh(opt_state)
@@ -290,7 +290,7 @@ def refresh(opt_state: Any, *, distribution: Distribution | None = None) -> Any:
     way, axis, mesh = way_of(uses, dealt_out), uses.owner_axis if dealt_out else None, uses.mesh
 
     def local(state):
-        check_devices(state, way.devices, "kfac.refresh")
+        check_devices(state, way.devices, "kfac.state.refresh")
         n = state.count  # in the place of what a refresh does not read
         damping = Now(state.damping, state.unitwise_damping, n, n, n, Moves().at(n))
         wanted = {name: block.weight > 0 for name, block in state.blocks.items()}

@@ -158,6 +158,26 @@ class KfacState(NamedTuple):
         return {name: own.blocks.motion for name, own in self.owned.items()} | self.shared_motions
 
 
+class AdaptiveDampingState(NamedTuple):
+    """State of `adaptive_damping`.
+
+    Attributes:
+      count: updates so far.
+      next_damping: the damping of the next step, float32.
+      reduction_ratio: actual over predicted change of the loss when it was last measured; NaN before.
+      inner: the state of the optimizer.
+      taken_back: how many steps were taken back so far.
+      again: whether the last one was, so that the next is measured.
+    """
+
+    count: jax.Array  # type: ignore[assignment]  # optax's name for it
+    next_damping: jax.Array  # not `damping`: `optax.tree.get(opt_state, "damping")` finds one value only
+    reduction_ratio: jax.Array
+    inner: Any
+    taken_back: jax.Array
+    again: jax.Array
+
+
 def with_blocks(state: KfacState, blocks: dict[str, BlockState]) -> KfacState:
     """The state with other blocks."""
     owned = {name: dataclasses.replace(own, blocks=blocks[name]) for name, own in state.owned.items()}
@@ -365,7 +385,7 @@ def blocks_of(state: KfacState, layers: Layers, argument: str) -> Iterator[tuple
             raise ValueError(
                 f"{argument} must be the state of an optimizer for these layers, on one device, but has {have} blocks "
                 f"{group.name} where the layers have {group.size}: a state of several devices goes through "
-                "kfac.gather_state"
+                "kfac.state.gather_state"
             )
         yield group, block
 
@@ -395,12 +415,12 @@ def check_state(config: Config, state: KfacState, devices: int) -> None:
         if owned.blocks.weight.shape[0] != owned.shard.positions:
             raise ValueError(
                 f"this device must get {owned.shard.positions} of the state's {owned.shard.blocks} blocks of a shape, "
-                f"but gets {owned.blocks.weight.shape[0]}: use kfac.state_specs for in_specs and out_specs of the state"
+                f"but gets {owned.blocks.weight.shape[0]}: use kfac.state.state_specs for its in_specs and out_specs"
             )
     if set(state.replicas) == {group.name for group in config.groups if config.shares(group)}:
         return
     if config.inverse.takes_moments:
-        to_one, to_none = ("a", "kfac.scatter_state(opt_state, 1)"), ("no", "kfac.gather_state(opt_state)")
+        to_one, to_none = ("a", "kfac.state.scatter_state(opt_state, 1)"), ("no", "kfac.state.gather_state(opt_state)")
         have, convert = to_one if config.owners else to_none
         raise ValueError(
             f"with inverse={config.inverse!r} a state is another where there is an axis of devices, if only of one: "
@@ -442,5 +462,5 @@ def check_devices(state: KfacState, devices: int, call: str = "update") -> None:
                 f"the optimizer state is one for {owned.shard.devices} device(s), but {call} runs on {devices}"
                 + (f": pass the optimizer's distribution= to {call}. " if call != "update" else ". ")
                 + "Initialise it where the axis is bound, e.g. jax.pmap(tx.init, axis_name=...)(params); a state from "
-                "another number of devices is converted by kfac.gather_state and kfac.scatter_state."
+                "another number of devices is converted by kfac.state.gather_state and kfac.state.scatter_state."
             )

@@ -430,11 +430,13 @@ def restore(
     """The steps in the form of `updates`, and whether all are finite."""
     new: dict[str, jax.Array] = {}
     whole = {name: x for name, x in steps.items() if name not in updates.stacks}
+    starts = {start: jnp.int32(start) for group in place.config.groups for start in group.starts}
     if place.config.way.alone and place.config.moves.lengths is not None:
-        usable, whole = lax.platform_dependent(usable, whole, cpu=_if_usable, default=lambda *same: same)
+        arguments = usable, whole, starts
+        usable, whole, starts = lax.platform_dependent(*arguments, cpu=_if_usable, default=lambda *same: same)
     for group in place.config.groups:
         if group.name in whole:
-            new.update(group.split_matrices(whole[group.name]))
+            new.update(group.split_matrices(whole[group.name], starts))
     tree = map_by_path(lambda path, leaf: new[path].astype(leaf.dtype) if path in new else leaf, updates.tree)
     # What is finite as it was computed may be too large for a narrower dtype of the gradients.
     leaves = leaves_by_path(tree)
@@ -448,16 +450,18 @@ def restore(
     return Gradients(tree, stacks), usable & _all_finite(jnp.zeros(()), narrowed)
 
 
-def _if_usable(usable: jax.Array, stacks: Vectors) -> tuple[jax.Array, Vectors]:
-    """Whether the step is usable, and the stacks or zeros.
+def _if_usable(usable: jax.Array, stacks: Vectors, starts: dict[int, jax.Array]) -> tuple[Any, ...]:
+    """Whether the step is usable, the stacks, and where their layers start; or zeros for both.
 
-    On CPUs XLA would else compile what makes the lengths of steps anew for each leaf that is cut from a stack.
+    On CPUs XLA would else compile what makes the lengths of steps anew for each leaf that is cut from a stack; and
+    each cut, if it knew where.
     """
     return lax.cond(
         usable,
-        lambda stacks: (jnp.array(True), stacks),
-        lambda stacks: (jnp.array(False), jax.tree.map(jnp.zeros_like, stacks)),
+        lambda *same: (jnp.array(True), *same),
+        lambda *same: (jnp.array(False), *jax.tree.map(jnp.zeros_like, same)),
         stacks,
+        starts,
     )
 
 

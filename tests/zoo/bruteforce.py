@@ -263,7 +263,9 @@ class Truth:
     found: list[tuple[Meeting, Any, np.ndarray]]
     n: int
 
-    def kronecker(self, layers: kfac.Layers, layer: kfac.Layer) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
+    def kronecker(
+        self, layers: kfac.Layers, layer: kfac.types.Layer
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
         """`A`, `G`, the sum of `g a^T`, each `[copies, ...]`, and the positions of a copy, by the definition."""
         where = _places(layers, layer)
         own = np.asarray(layer.layouts[0].to_rows(where[0]).mT)
@@ -308,7 +310,7 @@ class Truth:
                 rows[copy[0]] += len(a)
         return a_sum / self.n, g_sum * self.n**2 / np.maximum(rows, 1)[:, None, None], matrix, rows / self.n
 
-    def _additions(self, layers: kfac.Layers, layer: kfac.Layer) -> list[np.ndarray]:
+    def _additions(self, layers: kfac.Layers, layer: kfac.types.Layer) -> list[np.ndarray]:
         """The gradients at each place where the bias of a layer is added."""
         if not layer.has_bias:
             return []
@@ -316,7 +318,7 @@ class Truth:
         own = np.arange(start, start + math.prod(layer.shapes[1]))
         return [g for meeting, _, g in self.found if meeting.kind == "vector" and np.isin(meeting.serial, own).all()]
 
-    def vectors(self, layers: kfac.Layers, layer: kfac.Layer) -> np.ndarray:
+    def vectors(self, layers: kfac.Layers, layer: kfac.types.Layer) -> np.ndarray:
         """Gradients of each example `[n, d_out, columns]` of the leaves of an elementwise block."""
         starts = _starts(layers)
         total = np.zeros((self.n, sum(_sizes(layers))))
@@ -344,7 +346,7 @@ def _starts(layers: kfac.Layers) -> list[int]:
     return [0, *np.cumsum(_sizes(layers))]
 
 
-def _places(layers: kfac.Layers, layer: kfac.Layer):
+def _places(layers: kfac.Layers, layer: kfac.types.Layer):
     """The serial numbers of a kernel; and for each serial number its copy, row and column."""
     start, shape = _starts(layers)[layers.paths.index(layer.params[0])], layer.shapes[0]
     own = np.arange(start, start + math.prod(shape)).reshape(shape)

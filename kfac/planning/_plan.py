@@ -7,15 +7,13 @@ import itertools
 import math
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from kfac._checks import check_positive_int, check_range
 from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import Inverse
-from kfac._distributed.assignment import Assignment, by_kind
 from kfac._distributed.distribution import Distribution, everywhere
-from kfac._layers import KRONECKER_KINDS, Layer, Layers, format_bytes
+from kfac._distributed.intervals import products_of, statistics_of
+from kfac._layers import Layers, format_bytes
+from kfac.planning._assignment import Assignment, by_kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +36,6 @@ class Hardware:
 # A fifth to two fifths of the bfloat16 peaks, 989 and 459 TFLOP/s; a network of 400 Gbit/s for each H100, and of the
 # 4,800 Gbit/s of a TPU v5p's six links those of one axis of the torus.
 HARDWARE = {"h100": Hardware(2e14, 1e13, 5e10, 8e10), "tpu-v5p": Hardware(1.8e14, 5e12, 2e11, 9.5e10)}
-
-LONGEST = 16  # of the intervals that `affordable` gives: no longer one was tried on networks of many kinds
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -73,11 +69,6 @@ class Plan:
     seconds: dict[str, float]
     memory: dict[str, int]
     largest: tuple[str, float]
-
-    @property
-    def state_bytes(self) -> int:
-        """Averages and inverses that one device holds."""
-        return self.memory["state"]
 
     @property
     def fits(self) -> bool:
@@ -204,11 +195,10 @@ def _machine(hardware: str | Hardware, rates: dict[str, float]) -> Hardware:
 
 def _costs(assignment: Assignment, batch: int, machine: Hardware) -> tuple[dict, dict, dict]:
     """FLOPs, bytes by kind of message, and seconds."""
-    layers, devices = assignment.layers, assignment.devices
-    local = batch / devices
+    layers, local = assignment.layers, batch / assignment.devices
     flops = {
-        "model": 3 * local * sum(map(_products, layers)),
-        "statistics": local * sum(map(_statistics, layers)),
+        "model": 3 * local * sum(map(products_of, layers)),
+        "statistics": local * sum(map(statistics_of, layers)),
         "preconditioning": sum(_applied(group, assignment) for group in assignment.groups if group.kronecker),
         "inversions": max(assignment.cost_per_device) * assignment.kind.flops,
     }
@@ -222,7 +212,7 @@ def _costs(assignment: Assignment, batch: int, machine: Hardware) -> tuple[dict,
         name: count / (machine.inversion_flops if name == "inversions" else machine.flops)
         for name, count in flops.items()
     }
-    ring = 2 * (devices - 1) / devices / machine.bandwidth
+    ring = 2 * (assignment.devices - 1) / assignment.devices / machine.bandwidth
     sent = {name: ring * in_all_reduces(kinds) for name, kinds in messages.items()}
     seconds |= {"gradients": sent["gradients"], "statistics' messages": sent["statistics"]}
     seconds |= {"results": sent["results"], "refreshes' messages": sent["inverses"]}
@@ -274,42 +264,6 @@ def _intervals(seconds, budget: float, statistics_every, inverse_every) -> tuple
     if not statistics_every:
         statistics_every = next(n for n in range(1, both + 1) if _seldom(seconds, n, inverse_every) <= budget)
     return statistics_every, inverse_every
-
-
-def affordable(layers: Layers, inverse: Inverse, cost: float | jax.Array) -> int | jax.Array:
-    """The interval of "auto": the shortest at which statistics and refreshes take `cost` of the gradients' work.
-
-    On any number of devices, which share out refreshes like examples. A FLOP of a refresh takes three times as long.
-    """
-    known = [layer for layer in layers if layer.positions is not None]
-    gradients = 3 * (examples := layers.num_examples or 0) * sum(map(_products, known))
-    refreshes = 3 * inverse.flops * sum(layer.copies * layer.inversion for layer in known)
-    seldom = examples * sum(map(_statistics, known)) + refreshes
-    if not gradients:
-        return 1
-    if isinstance(cost, jax.Array):  # as `optax.inject_hyperparams` has it
-        return jnp.clip(jnp.ceil(seldom / gradients / cost), 1, LONGEST).astype(jnp.int32)
-    return min(LONGEST, max(1, math.ceil(seldom / gradients / cost)))
-
-
-def _products(layer: Layer) -> float:
-    """FLOPs of the products that read a layer in the forward pass of one example."""
-    if layer.kind not in KRONECKER_KINDS or layer.kind == "embedding":
-        return 0.0
-    if layer.positions is None:
-        raise ValueError(
-            f"layers: {layer.name!r} was found without positions; call find_layers with real shapes. Of experts that "
-            "get as many rows as the data say there are none: plan such a model with dense ones"
-        )
-    return 2.0 * layer.positions * layer.copies * layer.d_in * layer.d_out
-
-
-def _statistics(layer: Layer) -> float:
-    """FLOPs of the factors of one example."""
-    if layer.kind not in KRONECKER_KINDS or layer.positions is None:
-        return 0.0
-    entries = sum(math.prod(shape) for name, shape in layer.side_shapes.items() if name not in layer.diagonal)
-    return 2.0 * layer.positions * layer.copies * entries
 
 
 def _applied(group: Group, assignment: Assignment) -> float:

@@ -26,8 +26,6 @@ from kfac._factors import Block, Kronecker, Ragged, Tied, Unitwise
 from kfac._layers import Layer, Layers
 from kfac._statistics.rows import accumulator
 
-_HIGHEST = lax.Precision.HIGHEST
-
 
 def fisher_blocks(
     loss_fn: Callable[..., Any],
@@ -129,7 +127,7 @@ def _vector(layer: Layer, leaves: Sequence[jax.Array]) -> jax.Array:
 
 def _gram(rows: jax.Array) -> jax.Array:
     rows = rows.astype(accumulator(rows.dtype))
-    return jnp.einsum("kcp,kcq->cpq", rows, rows, precision=_HIGHEST)
+    return jnp.einsum("kcp,kcq->cpq", rows, rows, precision="highest")
 
 
 def _outputs(
@@ -213,8 +211,8 @@ def dense(block: Block, basis: Kronecker | None = None) -> jax.Array:
 
     Args:
       block: `Kronecker(A, G)` or `Unitwise(F)` of a `Factors`.
-      basis: the eigenvectors of the layer from `kfac.eigenbasis`, for the matrix of EKFAC, which has `block.moments`
-        for eigenvalues.
+      basis: the eigenvectors of the layer from `kfac.curvature.eigenbasis`, for the matrix of EKFAC, which has
+        `block.moments` for eigenvalues.
 
     Returns:
       `[p, p]`, or `[copies, p, p]` for stacked factors: `kron(A, G)`, or that of EKFAC, or the blocks of the channels.
@@ -228,14 +226,14 @@ def dense(block: Block, basis: Kronecker | None = None) -> jax.Array:
     if isinstance(block, Kronecker):
         size = block.A.shape[-1] * block.G.shape[-1]
         if basis is None:
-            product = jnp.einsum("...ab,...gh->...agbh", block.A, block.G, precision=_HIGHEST)
+            product = jnp.einsum("...ab,...gh->...agbh", block.A, block.G, precision="highest")
             return product.reshape(*block.A.shape[:-2], size, size)
         if block.moments is None:
             raise ValueError("block has no moments: take it from value_and_grad(...)(..., basis=basis)")
-        vectors = jnp.einsum("...ai,...gj->...agij", basis.A, basis.G, precision=_HIGHEST)
+        vectors = jnp.einsum("...ai,...gj->...agij", basis.A, basis.G, precision="highest")
         vectors = vectors.reshape(*block.A.shape[:-2], size, size)
         values = block.moments.mT.reshape(*block.A.shape[:-2], 1, size)
-        return jnp.matmul(vectors * values, vectors.mT, precision=_HIGHEST)
+        return jnp.matmul(vectors * values, vectors.mT, precision="highest")
     if isinstance(block, Unitwise):
         channels, size = block.F.shape[0], block.F.shape[0] * block.F.shape[1]
         return jnp.einsum("cpq,cd->pcqd", block.F, jnp.eye(channels, dtype=block.F.dtype)).reshape(size, size)

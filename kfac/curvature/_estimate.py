@@ -42,8 +42,8 @@ def estimate(
       batches: any iterable of batches, such as a list or a data loader, gone through once.
       fisher: `"empirical"`, `"sampled"` or `"expected"`, as for `value_and_grad`.
       key: with `"sampled"` and `"expected"` a PRNG key, into which the number of each batch is folded.
-      basis: eigenvectors, as `kfac.eigenbasis(factors, layers)` makes them of factors from a first pass; then the
-        result has the moments in it, for `kfac.operator(layers, factors, basis=basis)`.
+      basis: eigenvectors, as `kfac.curvature.eigenbasis(factors, layers)` makes them of factors from a first pass; then
+        the result has the moments in it, for `kfac.curvature.operator(layers, factors, basis=basis)`.
       has_aux: whether `loss_fn` returns a pair.
       num_examples: how many examples a batch has, as for `value_and_grad`.
       progress: whether to write a line to the standard error output that counts batches.

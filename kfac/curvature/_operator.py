@@ -15,15 +15,15 @@ from jax import lax
 
 from kfac._capture.value_and_grad import check_basis
 from kfac._checks import check_layers, check_range, check_type
-from kfac._curvature.blocks import Group, check_factors, group_layers
+from kfac._curvature.blocks import Group, check_factors, group_layers, of_layer
 from kfac._curvature.eigh import Eigh, rotate
 from kfac._curvature.ekfac import Ekfac, Moments
 from kfac._curvature.inverse import Inverse, damping_of_blocks
 from kfac._curvature.refresh import in_portions
 from kfac._factors import Eigen, Factors, Kronecker, Ragged, Shares, Tied
 from kfac._layers import Layer, Layers, map_by_path
-from kfac._operator.matrix import Linear, scalar
 from kfac._optimizer.state import KfacState, blocks_of, find_state, match_leaves
+from kfac.curvature._matrix import Linear, scalar
 
 
 @jax.tree_util.register_dataclass
@@ -59,7 +59,7 @@ class Block:
         return jnp.einsum("kij,kjm,klm->kil", g, self.values, a, precision=lax.Precision.HIGHEST)
 
     def to_dense(self) -> jax.Array:
-        """`[k, p, p]` with `p = d_in d_out`, in the order of `kron(A, G)`, that of `kfac.exact`."""
+        """`[k, p, p]` with `p = d_in d_out`, in the order of `kron(A, G)`, that of `kfac.curvature.exact`."""
         k, d_out, d_in = self.values.shape
         units = jnp.eye(d_out * d_in, dtype=self.values.dtype).reshape(-1, 1, d_in, d_out).swapaxes(-1, -2)
         columns = jax.vmap(self.__matmul__)(jnp.broadcast_to(units, (d_out * d_in, k, d_out, d_in)))
@@ -75,7 +75,7 @@ def _squares(side: Eigen | jax.Array) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class Operator(Linear):
-    """A symmetric matrix over the parameters, block diagonal by layer: what `kfac.operator` returns.
+    """A symmetric matrix over the parameters, block diagonal by layer: what `kfac.curvature.operator` returns.
 
     A pytree: it goes through `jax.jit`, `jax.vmap(op.matvec)` works on stacked trees, and its arrays can be placed on
     devices. Trees have the structure of the parameters. Skipped parameters are not in the matrix: what it returns for
@@ -105,8 +105,7 @@ class Operator(Linear):
 
     def __mul__(self, scale: jax.typing.ArrayLike) -> Operator:
         """The matrix times a number."""
-        number = scalar(scale)
-        return self.map(lambda values: values * number)
+        return self.map(functools.partial(jnp.multiply, scalar(scale)))
 
     __rmul__ = __mul__
 
@@ -114,8 +113,7 @@ class Operator(Linear):
         """The matrix plus a number times the identity, such as the precision of a prior; or plus another matrix."""
         if isinstance(other, Linear):
             return super().__add__(other)
-        number = scalar(other)
-        return self.map(lambda values: values + number)
+        return self.map(functools.partial(jnp.add, scalar(other)))
 
     __radd__ = __add__
 
@@ -246,8 +244,9 @@ def operator(
     Args:
       layers: what `find_layers` returned.
       source: a `Factors`, from `value_and_grad` or `estimate`; or the state of an optimizer, whose running averages are
-        taken, with the corrected eigenvalues of `Ekfac`. `kfac.operator(layers, opt_state).inv() @ grads` is what
-        `scale_by_kfac` makes of `grads` after a refresh. A state of several devices goes through `kfac.gather_state`.
+        taken, with the corrected eigenvalues of `Ekfac`. `kfac.curvature.operator(layers, opt_state).inv() @ grads` is
+        what `scale_by_kfac` makes of `grads` after a refresh. A state of several devices goes through
+        `kfac.state.gather_state`.
       damping: not negative; of an inverse that is `relative`, in units of the mean eigenvalue. By default 0 with
         factors, and that of its last step with a state.
       inverse: one of the three above; by default that of the state. With factors `Eigh()`, or `Ekfac()` with `basis`.
@@ -339,3 +338,27 @@ def _from_state(layers: Layers, state: KfacState, inverse: Inverse | None) -> So
     stacks = {group.name: block.factors for group, block in found}
     kept = {group.name: block.inverse for group, block in found if inverse.takes_moments and group.kronecker}
     return inverse, [group for group, _ in found], stacks, kept
+
+
+def averaged_factors(opt_state: Any, layers: Layers) -> Factors:
+    """The running averages of an optimizer, by layer: bias-corrected, as its inverses are made of.
+
+    Args:
+      opt_state: holds the one state of an optimizer on one device; that of several goes through `gather_state`.
+      layers: what `find_layers` returned.
+
+    Returns:
+      A `Factors`, with zeros before the first statistics. With `inverse=kfac.Ekfac()` without its moments, which
+      `kfac.curvature.operator(layers, opt_state)` has.
+
+    Raises:
+      ValueError: there is no K-FAC state, or more than one, or it is not one for these layers.
+    """
+    check_layers(layers)
+    blocks: dict[str, Any] = {}
+    for group, block in blocks_of(find_state(opt_state, "opt_state"), layers, "opt_state"):
+        leaves, treedef = jax.tree.flatten(block.factors)
+        for layer, *own in zip(group.layers, *([x for _, x in group.split(leaf)] for leaf in leaves), strict=True):
+            whole, stacked = of_layer(layer, jax.tree.unflatten(treedef, own)), group.kronecker and layer.stacked
+            blocks[layer.name] = whole if stacked else jax.tree.map(lambda x: x[0], whole)
+    return Factors({layer.name: blocks[layer.name] for layer in layers.with_factors})

@@ -61,10 +61,6 @@ class Assignment:
         """`inverse`, or what is used by default."""
         return Soap() if self.inverse is None else self.inverse
 
-    @property
-    def _uses(self) -> Distribution:
-        return self.distribution or Distribution()
-
     @functools.cached_property
     def groups(self) -> tuple[Group, ...]:
         """The groups of equal blocks."""
@@ -110,7 +106,7 @@ class Assignment:
 
         Of all-reduces, reduce-scatters and all-to-alls what a device puts in, of all-gathers what it gets.
         """
-        wire = self._uses.communication_dtype
+        wire = (self.distribution or Distribution()).communication_dtype
 
         def captured(group):
             return flatten_block(self._statistics(group, wire)) if group.captured else None
@@ -125,7 +121,7 @@ class Assignment:
         """
         if self.devices == 1:
             return {}
-        gathered = [layer for group in self.groups if self._gathers(group) for layer in group.layers]
+        gathered = [layer for group in self.groups if owners_precondition(self.kind, group) for layer in group.layers]
         if self.gradients == "split":
             everywhere = 4 * sum(layer.num_params for layer in self.layers.with_blocks if layer not in gathered)
             whole = 4 * sum(layer.num_params for layer in self.layers)
@@ -137,12 +133,11 @@ class Assignment:
     @property
     def results_messages(self) -> dict[str, int]:
         """As `statistics_messages`, of the preconditioned gradients that are gathered in each step, or split again."""
-        if self.gradients == "split":
-            blocks = sum(self.shards[g.name].positions * g.d_out * g.d_in for g in filter(self._gathers, self.groups))
-            total = collections.Counter({"all-to-all": 4 * blocks} if self.devices > 1 else {})
-        else:
-            total = collections.Counter(self._messages(self._gradient, "all-gather"))
-        return dict(total)
+        if self.gradients != "split":
+            return self._messages(self._gradient, "all-gather")
+        gathered = (group for group in self.groups if owners_precondition(self.kind, group))
+        blocks = sum(self.shards[group.name].positions * group.d_out * group.d_in for group in gathered)
+        return {"all-to-all": 4 * blocks} if self.devices > 1 else {}
 
     @property
     def fetched_messages(self) -> dict[str, int]:
@@ -169,13 +164,9 @@ class Assignment:
             total["all-to-all"] += self.devices * segments.exchanged * itemsize
         return {kind: size for kind, size in total.items() if size and self.devices > 1}
 
-    def _gathers(self, group: Group) -> bool:
-        """Whether owners alone precondition the blocks of a group."""
-        return owners_precondition(self.kind, group)
-
     def _gradient(self, group: Group) -> Any:
         """One block's, where its owner preconditions it."""
-        return jnp.zeros((1, group.d_out * group.d_in)) if self._gathers(group) else None
+        return jnp.zeros((1, group.d_out * group.d_in)) if owners_precondition(self.kind, group) else None
 
     def _statistics(self, group: Group, dtype: Any = jnp.float32) -> Block:
         """One block's."""
@@ -218,10 +209,9 @@ def _table(plan: Assignment) -> str:
     if len(shown) < plan.devices:
         idle = sum(cost == 0 for cost in costs)
         lines.append(f"   ... {plan.devices - len(shown)} more devices; {idle} devices own nothing")
-    mean = total / plan.devices
     lines += [
         f"one refresh: {total:.3g} n^3 in all; busiest device {worst:.3g}, "
-        f"{worst / mean if mean else 1:.2f} times the mean",
+        f"{worst * plan.devices / total if total else 1:.2f} times the mean",
         f"memory per device (averages, inverses, momentum): {format_bytes(plan.memory_per_device)}",
         f"reduced per device, each time there are statistics: {by_kind(plan.statistics_messages)}",
         f"gathered per step: {by_kind(plan.results_messages)}",

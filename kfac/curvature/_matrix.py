@@ -94,9 +94,8 @@ class Linear:
         a = summed(self)
         if isinstance(other, Linear):
             b = summed(other)
-            return Matrix(
-                a.terms + b.terms, a.scales + b.scales, a.shift + b.shift, b.near if a.near is None else a.near
-            )
+            near = b.near if a.near is None else a.near
+            return Matrix(a.terms + b.terms, a.scales + b.scales, a.shift + b.shift, near)
         near = None if a.near is None else a.near + other
         return dataclasses.replace(a, shift=a.shift + scalar(other), near=near)
 
@@ -223,7 +222,7 @@ def _mean(of_one: Callable[[jax.Array], jax.Array], key: jax.Array, probes: int)
 class Matrix(ByProducts):
     """A sum of matrices over the parameters, times numbers, plus a multiple of the identity.
 
-    A pytree, as `Operator` is: what `kfac.gauss_newton` returns, and sums of operators.
+    A pytree, as `Operator` is: what `kfac.curvature.gauss_newton` returns, and sums of operators.
 
     Attributes:
       terms: the matrices.
@@ -319,9 +318,7 @@ def lanczos(product: Callable, start: jax.Array, steps: int) -> tuple[jax.Array,
 
     def orthogonal(v, basis):
         for _ in range(2):
-            v = v - jnp.matmul(
-                jnp.matmul(basis, v, precision=lax.Precision.HIGHEST), basis, precision=lax.Precision.HIGHEST
-            )
+            v = v - jnp.matmul(jnp.matmul(basis, v, precision="highest"), basis, precision="highest")
         return v
 
     def unit(v):

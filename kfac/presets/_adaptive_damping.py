@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,30 +13,10 @@ from jax import lax
 
 from kfac._capture.marked import marked
 from kfac._checks import check_count, check_range
-from kfac._optimizer.state import KfacState, find_nodes, has_masked
+from kfac._optimizer.state import AdaptiveDampingState, KfacState, find_nodes, has_masked
 from kfac._varying import as_varying, device_axes, varying_axes
 
 WORSE = 3.0  # by so much the damping grows when a step is taken back
-
-
-class AdaptiveDampingState(NamedTuple):
-    """State of `adaptive_damping`.
-
-    Attributes:
-      count: updates so far.
-      next_damping: the damping of the next step, float32.
-      reduction_ratio: actual over predicted change of the loss when it was last measured; NaN before.
-      inner: the state of the optimizer.
-      taken_back: how many steps were taken back so far.
-      again: whether the last one was, so that the next is measured.
-    """
-
-    count: jax.Array  # type: ignore[assignment]  # optax's name for it
-    next_damping: jax.Array  # not `damping`: `optax.tree.get(opt_state, "damping")` finds one value only
-    reduction_ratio: jax.Array
-    inner: Any
-    taken_back: jax.Array
-    again: jax.Array
 
 
 def adaptive_damping(

@@ -12,8 +12,8 @@ from jax import lax
 
 from kfac._capture.marked import Marked, marked
 from kfac._checks import check_positive_int, check_type
-from kfac._operator.matrix import Linear, Matrix
-from kfac._operator.operator import Operator
+from kfac.curvature._matrix import Linear, Matrix
+from kfac.curvature._operator import Operator
 
 
 @jax.tree_util.register_dataclass
@@ -86,7 +86,7 @@ def gauss_newton(
     with respect to them. Nothing of its size is formed: a product is a forward-mode derivative and a backward pass. It
     is used like the operator by blocks::
 
-        fisher = kfac.gauss_newton(loss_fn, params, batch, blocks=kfac.operator(layers, factors))
+        fisher = kfac.curvature.gauss_newton(loss_fn, params, batch, blocks=kfac.curvature.operator(layers, factors))
         posterior = (n * fisher + 10.0).inv()     # by conjugate gradients
         posterior @ gradient, posterior.sample(key), fisher.eigsh(10, key), (n * fisher + 10.0).logdet(key)
 
@@ -99,9 +99,9 @@ def gauss_newton(
       num_examples: how many examples of all data the loss is the mean of, as for `value_and_grad`.
       batches: in how many parts each array of `data` is cut along its first axis. Products go over these in a scan, in
         the memory of one.
-      blocks: what is known of the matrix by blocks, `kfac.operator(layers, factors)` without a damping, with which
-        `solve`, `inv` and `logdet` are preconditioned. It gets every multiple and every number that is added. Fewer
-        steps are not certain: where a few directions have all curvature, none is better.
+      blocks: what is known of the matrix by blocks, `kfac.curvature.operator(layers, factors)` without a damping, with
+        which `solve`, `inv` and `logdet` are preconditioned. It gets every multiple and every number that is added.
+        Fewer steps are not certain: where a few directions have all curvature, none is better.
 
     Returns:
       A `Matrix`. Results of random vectors and of Lanczos' method come with their errors.
@@ -122,7 +122,7 @@ def gauss_newton(
         if not length or length[0] % batches:
             raise ValueError(f"batches={batches} does not divide {length[0] if length else 'a number among the data'}")
     if blocks is not None:
-        check_type("blocks", blocks, Operator, "what kfac.operator returns")
+        check_type("blocks", blocks, Operator, "what kfac.curvature.operator returns")
         if len(blocks.blocks) < len(blocks.layers):
             raise ValueError("blocks leaves out parameters, which the whole matrix has: find layers without skip=")
     part = num_examples and num_examples // batches

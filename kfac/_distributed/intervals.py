@@ -1,0 +1,49 @@
+"""How often statistics and refreshes are affordable, counted from the shapes of the layers."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from kfac._curvature.inverse import Inverse
+from kfac._layers import KRONECKER_KINDS, Layer, Layers
+
+LONGEST = 16  # of the intervals that `affordable` gives: no longer one was tried on networks of many kinds
+
+
+def affordable(layers: Layers, inverse: Inverse, cost: float | jax.Array) -> int | jax.Array:
+    """The interval of "auto": the shortest at which statistics and refreshes take `cost` of the gradients' work.
+
+    On any number of devices, which share out refreshes like examples. A FLOP of a refresh takes three times as long.
+    """
+    known = [layer for layer in layers if layer.positions is not None]
+    gradients = 3 * (examples := layers.num_examples or 0) * sum(map(products_of, known))
+    refreshes = 3 * inverse.flops * sum(layer.copies * layer.inversion for layer in known)
+    seldom = examples * sum(map(statistics_of, known)) + refreshes
+    if not gradients:
+        return 1
+    if isinstance(cost, jax.Array):  # as `optax.inject_hyperparams` has it
+        return jnp.clip(jnp.ceil(seldom / gradients / cost), 1, LONGEST).astype(jnp.int32)
+    return min(LONGEST, max(1, math.ceil(seldom / gradients / cost)))
+
+
+def products_of(layer: Layer) -> float:
+    """FLOPs of the products that read a layer in the forward pass of one example."""
+    if layer.kind not in KRONECKER_KINDS or layer.kind == "embedding":
+        return 0.0
+    if layer.positions is None:
+        raise ValueError(
+            f"layers: {layer.name!r} was found without positions; call find_layers with real shapes. Of experts that "
+            "get as many rows as the data say there are none: plan such a model with dense ones"
+        )
+    return 2.0 * layer.positions * layer.copies * layer.d_in * layer.d_out
+
+
+def statistics_of(layer: Layer) -> float:
+    """FLOPs of the factors of one example."""
+    if layer.kind not in KRONECKER_KINDS or layer.positions is None:
+        return 0.0
+    entries = sum(math.prod(shape) for name, shape in layer.side_shapes.items() if name not in layer.diagonal)
+    return 2.0 * layer.positions * layer.copies * entries
