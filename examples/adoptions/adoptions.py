@@ -41,9 +41,9 @@ from sklearn.model_selection import train_test_split
 
 import kfac
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "language_model"))
-import topics
-from transformer import Transformer
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "language_model")]
+import topics  # noqa: E402
+from transformer import Transformer  # noqa: E402
 
 RATE, RATES = 0.05, (0.003, 0.01, 0.03)
 RESULTS = Path(__file__).parent / "results.jsonl"
