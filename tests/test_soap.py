@@ -10,6 +10,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import kfac
 import problem
+from kfac._curvature.orthonormal import orthonormal_by_products
 from kfac._curvature.refresh import refresh
 from kfac._curvature.soap import follow
 from kfac._factors import Eigen, Kronecker
@@ -31,14 +32,14 @@ def basis(state):
 @pytest.mark.parametrize("relative", [False, True])
 @pytest.mark.parametrize("inverse_every", [1, 3])
 def test_steps_against_numpy(inverse_every, relative):
-    """Squares of gradients are averaged in the basis, turned with it, and their root divides the gradient."""
+    """Squares of gradients are averaged in the basis, follow its order, and their root divides the gradient."""
     damping = 1e-3
     tx = kfac.scale_by_kfac(
         LAYERS, inverse=kfac.Soap(decay=DECAY, relative=relative), damping=damping, factor_decay=0.5,
         inverse_every=inverse_every, refresh_warmup=0, distribution=kfac.Distribution(),
     )  # fmt: skip
     state, update = tx.init(problem.initial()), jax.jit(tx.update, compiler_options=QUICKLY)
-    average, weight, turned = {}, 0.0, 0
+    average, weight, moved = {}, 0.0, 0
     for t in range(6):
         old = basis(state)
         grads, factors = measured(t)
@@ -46,17 +47,24 @@ def test_steps_against_numpy(inverse_every, relative):
         updates, state = update(grads, state, factors=factors if t % 2 == 0 else None)
         share = (1 - DECAY) / (DECAY * weight + 1 - DECAY)
         weight = DECAY * weight + 1 - DECAY
-        for name, (a, g) in basis(state).items():
+        factors = state_of(state).owned["kronecker_4x4"].blocks.factors
+        for k, (name, (a, g)) in enumerate(basis(state).items()):
             squares = (g.T @ matrices(grads)[name] @ a) ** 2
             if t > 0:
-                q_a, q_g = ((new.T @ before) ** 2 for new, before in zip((a, g), old[name], strict=True))
-                turned += not np.allclose(q_a, np.eye(4), atol=1e-6)
-                squares = (1 - share) * (q_g @ average[name] @ q_a.T) + share * squares
+                if not np.array_equal(a, old[name][0]):  # refreshed: the vectors with most along them come first
+                    along = [
+                        np.diag(q.T @ np.asarray(factor[k], np.float64) @ q)
+                        for q, factor in zip(old[name], (factors.A, factors.G), strict=True)
+                    ]
+                    order_a, order_g = (np.argsort(-x) for x in along)
+                    moved += not np.array_equal(order_a, np.arange(4)) or not np.array_equal(order_g, np.arange(4))
+                    average[name] = average[name][order_g][:, order_a]
+                squares = (1 - share) * average[name] + share * squares
             average[name] = squares
             root = np.sqrt(squares + damping * (squares.mean() if relative else 1))
             expected = g @ ((g.T @ matrices(grads)[name] @ a) / root) @ a.T
             np.testing.assert_allclose(matrices(updates)[name], expected, rtol=0, atol=2e-4 * np.abs(expected).max())
-    assert turned > 0
+    assert moved > 0
 
 
 def followed(stack, times, dtype=jnp.float32):
@@ -64,7 +72,7 @@ def followed(stack, times, dtype=jnp.float32):
     stack = jnp.asarray(stack, dtype)
     k, d = stack.shape[:2]
     begin = Eigen(jnp.broadcast_to(jnp.eye(d, dtype=dtype), (k, d, d)), None)
-    return jax.jit(lambda kept: jax.lax.fori_loop(0, times, lambda _, kept: follow(kept, stack)[0], kept))(begin)
+    return jax.jit(lambda kept: jax.lax.fori_loop(0, times, lambda _, kept: follow(kept, stack).basis, kept))(begin)
 
 
 def assert_orthogonal(vectors, atol=1e-5):
@@ -89,7 +97,7 @@ def test_the_basis_comes_to_that_of_an_eigendecomposition(x64, dtype, atol):
     assert beside[0] > 5 * beside[1] > 50 * beside[2]
     assert beside[3] < atol
     np.testing.assert_allclose(np.abs(vectors.swapaxes(1, 2) @ q), np.broadcast_to(np.eye(9), q.shape), atol=300 * atol)
-    for end, expected in zip(follow(found, jnp.asarray(stack, dtype))[1], (30 * 0.5**8, 30), strict=True):
+    for end, expected in zip(follow(found, jnp.asarray(stack, dtype)).ends, (30 * 0.5**8, 30), strict=True):
         np.testing.assert_allclose(end, [expected] * 2, rtol=300 * atol)
 
 
@@ -102,7 +110,7 @@ def test_the_basis_stays_orthogonal(scale):
         average, kept = carry
         x = jax.random.normal(key, (2, 3, d)) * spread
         average = 0.9 * average + 0.1 * scale * jnp.einsum("kni,knj->kij", x, x)
-        return (average, follow(kept, average)[0]), None
+        return (average, follow(kept, average).basis), None
 
     begin = jnp.zeros((2, d, d)), followed(np.zeros((2, d, d)), 0)
     keys = jax.random.split(jax.random.key(0), 1000)
@@ -110,6 +118,30 @@ def test_the_basis_stays_orthogonal(scale):
     assert_orthogonal(kept.vectors)
     along = np.einsum("kij,kil,klj->kj", kept.vectors, np.asarray(average, np.float64), kept.vectors)
     np.testing.assert_allclose(along[:, :3], np.linalg.eigvalsh(average)[:, :-4:-1], rtol=0.05)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize("rank", [0, 1, 5, 60])
+def test_orthonormal_by_matrix_products(x64, rank, dtype):
+    """What other devices than CPUs do in the place of LAPACK's QR: the same, however little the columns differ."""
+    x = np.random.default_rng(0).normal(size=(2, 60, rank))
+    eps = jnp.finfo(dtype).eps
+    stack = jnp.asarray(x @ x.swapaxes(1, 2) + 10 * eps * np.eye(60), dtype)
+    found = np.asarray(jax.jit(orthonormal_by_products)(stack), np.float64)
+    assert_orthogonal(found, atol=8 * eps)
+    expected, upper = np.linalg.qr(np.asarray(stack, np.float64))
+    # Beyond the rank only rounding says where columns point.
+    known = slice(0, rank - rank // 4)
+    np.testing.assert_allclose(
+        found[:, :, known], (expected * np.sign(np.diagonal(upper, axis1=1, axis2=2))[:, None])[:, :, known],
+        atol=1e5 * eps,
+    )  # fmt: skip
+
+
+def test_orthonormal_by_matrix_products_ends_where_there_is_no_answer():
+    found = jax.jit(orthonormal_by_products)(jnp.full((2, 3, 3), jnp.nan).at[1].set(jnp.eye(3)))
+    assert np.isnan(found[0]).all()
+    np.testing.assert_allclose(found[1], np.eye(3), atol=1e-6)
 
 
 def test_factors_that_say_little():
@@ -121,7 +153,7 @@ def test_factors_that_say_little():
     np.testing.assert_allclose(np.abs(found.vectors[0]), np.eye(6), atol=1e-6)  # nothing to follow
     np.testing.assert_allclose(np.abs(found.vectors[2]), np.eye(6), atol=1e-6)
     np.testing.assert_allclose(np.abs(found.vectors[1, :, 0]), np.abs(x) / np.linalg.norm(x), atol=1e-5)
-    np.testing.assert_allclose(follow(found, jnp.asarray(stack, jnp.float32))[1][1], [0, x @ x, 3, -1], rtol=1e-5)
+    np.testing.assert_allclose(follow(found, jnp.asarray(stack, jnp.float32)).ends[1], [0, x @ x, 3, -1], rtol=1e-5)
 
 
 def test_bases_are_kept_in_float32_and_applied_in_bfloat16():

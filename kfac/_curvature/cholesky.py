@@ -127,7 +127,7 @@ def spd_inverse(stack: jax.Array) -> jax.Array:
     """
     if is_diagonal(stack):
         return jnp.where(stack > 0, 1 / stack, jnp.nan)
-    return _gram(_factorise(stack)[1])
+    return _gram(factorise(stack)[1])
 
 
 def exact_product(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -135,7 +135,7 @@ def exact_product(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 
-def _factorise(stack: jax.Array) -> tuple[Lower, Lower]:
+def factorise(stack: jax.Array) -> tuple[Lower, Lower]:
     """The Cholesky factor `L` of symmetric positive definite `[k, d, d]`, and its inverse `W`."""
     d = stack.shape[-1]
     if d <= LEAF:
@@ -144,22 +144,22 @@ def _factorise(stack: jax.Array) -> tuple[Lower, Lower]:
         identity = jnp.broadcast_to(jnp.eye(d, dtype=stack.dtype), stack.shape)
         return factor, lax.linalg.triangular_solve(factor, identity, left_side=True, lower=True)
     h = d // 2
-    first, inverse = _factorise(stack[:, :h, :h])
-    corner = _solve(stack[:, h:, :h], first, inverse)
-    last, inverse_of_last = _factorise(stack[:, h:, h:] - exact_product(corner, corner.mT))
+    first, inverse = factorise(stack[:, :h, :h])
+    corner = solve(stack[:, h:, :h], first, inverse)
+    last, inverse_of_last = factorise(stack[:, h:, h:] - exact_product(corner, corner.mT))
     below = -_from_left(inverse_of_last, _from_right(corner, inverse))
     return (first, corner, last), (inverse, below, inverse_of_last)
 
 
-def _solve(b: jax.Array, factor: Lower, inverse: Lower) -> jax.Array:
+def solve(b: jax.Array, factor: Lower, inverse: Lower) -> jax.Array:
     """`B L^-T`, from the inverses of the diagonal blocks of `L` alone."""
     if not isinstance(factor, tuple) or not isinstance(inverse, tuple):
         assert not isinstance(factor, tuple) and not isinstance(inverse, tuple)
         return exact_product(b, inverse.mT)
     first, corner, last = factor
     h = corner.shape[-1]
-    left = _solve(b[:, :, :h], first, inverse[0])
-    right = _solve(b[:, :, h:] - exact_product(left, corner.mT), last, inverse[2])
+    left = solve(b[:, :, :h], first, inverse[0])
+    right = solve(b[:, :, h:] - exact_product(left, corner.mT), last, inverse[2])
     return jnp.concatenate([left, right], axis=2)
 
 

@@ -11,8 +11,9 @@ from jax import lax
 
 from kfac._checks import check_range
 from kfac._curvature.eigh import Ends, condition_of, ends, rotate
-from kfac._curvature.ekfac import into_basis, turned
+from kfac._curvature.ekfac import turned
 from kfac._curvature.inverse import Inverse, averaged, cosine, identities, per_block
+from kfac._curvature.orthonormal import orthonormal
 from kfac._factors import Eigen, Kronecker, is_diagonal
 
 
@@ -35,11 +36,11 @@ class Soap(Inverse):
     """Adam in the eigenbasis of the factors: `Q_G [(Q_G^T V Q_A) / sqrt(v + l)] Q_A^T`, elementwise in the brackets.
 
     `v` is the running average of the squares of the gradient of the whole batch in that basis, where `Ekfac` has those
-    of examples. It takes in the gradient of every step, with or without statistics, and is turned into the new basis at
-    each refresh. `V` is the momentum of the gradients, which is kept in the eigenbasis and turned with it, so that a
-    step takes four products. The factors are those of K-FAC, from gradients of examples, where SOAP itself has those of
-    Shampoo, from gradients of batches. The curvature chooses the basis, and no length of a step: that is from
-    `trust_ratio`, or Adam's without one.
+    of examples. It takes in the gradient of every step, with or without statistics, and goes with the vectors where a
+    refresh changes their order. `V` is the momentum of the gradients, which is kept in the eigenbasis and turned with
+    it, so that a step takes four products. The factors are those of K-FAC, from gradients of examples, where SOAP
+    itself has those of Shampoo, from gradients of batches. The curvature chooses the basis, and no length of a step:
+    that is from `trust_ratio`, or Adam's without one.
 
     There is no eigendecomposition. From the identity on, each refresh takes the basis one step of orthogonal iteration
     further, `Q <- qr(A Q)`, so that it follows the factors: the first ten steps, which all refresh, bring it close.
@@ -79,13 +80,16 @@ class Soap(Inverse):
         )
 
     def refresh(self, kept, factors, damping):
-        """Both bases a step further, and moments and momentum in the new ones."""
-        (a, along_a), (g, along_g) = follow(kept.A, factors.A), follow(kept.G, factors.G)
-        new = Kronecker(a, g)
-        bases = _exchanged(kept), _exchanged(new)
-        average, trace = into_basis(kept.moments.average, *bases), turned(kept.moments.trace, *bases)
+        """Both bases a step further, the squares in their order, and the momentum in the new ones."""
+        a, g = follow(kept.A, factors.A), follow(kept.G, factors.G)
+        average, new = kept.moments.average, Kronecker(a.basis, g.basis)
+        for side, axis in ((a, 1), (g, 2)):
+            if side.order is not None:
+                order = jnp.expand_dims(side.order, 3 - axis)
+                average = jnp.take_along_axis(average, order, axis, mode="promise_in_bounds")
+        trace = turned(kept.moments.trace, _exchanged(kept), _exchanged(new))
         moments = kept.moments._replace(average=average, trace=trace)
-        return dataclasses.replace(new, moments=moments), condition_of(along_a, along_g, damping)
+        return dataclasses.replace(new, moments=moments), condition_of(a.ends, g.ends, damping)
 
     def advance(self, kept, matrices, damping, momentum, ready):
         """In the eigenbasis: squares and momentum of the gradients, and this over the root of the mean squares."""
@@ -124,18 +128,27 @@ def _exchanged(basis: Kronecker) -> Kronecker:
 FLOOR = 1e-6
 
 
-def follow(kept: Eigen | None, stack: jax.Array) -> tuple[Eigen | None, Ends]:
-    """The eigenvectors that are `kept` of symmetric `[k, d, d]`, one step of orthogonal iteration closer.
+class Followed(NamedTuple):
+    """A basis of `k` matrices `[k, d, d]` a step further; of diagonals `[k, d]` the ends alone.
 
-    Returns:
-      The new ones, with columns in the order of what the matrix had along the old ones, from the largest down; and
-      `[k]` each, the smallest and the largest of these numbers. Of diagonals `[k, d]` nothing, and theirs.
+    Attributes:
+      basis: the eigenvectors.
+      ends: the smallest and the largest of what the matrix had along the old vectors.
+      order: `[k, d]`, which of the old vectors each comes from: that with most of the matrix along it is the first.
     """
+
+    basis: Eigen | None
+    ends: Ends
+    order: jax.Array | None
+
+
+def follow(kept: Eigen | None, stack: jax.Array) -> Followed:
+    """The eigenvectors that are `kept` of symmetric `[k, d, d]`, one step of orthogonal iteration closer."""
     if kept is None:
-        return None, ends(stack)
+        return Followed(None, ends(stack), None)
     image = jnp.matmul(stack, kept.vectors, precision=lax.Precision.HIGHEST)
     along, order = lax.top_k(jnp.sum(kept.vectors * image, axis=1), stack.shape[-1])
     mean = per_block(jnp.mean(along, axis=1), image)
     image = image / jnp.where(mean > 0, mean, 1) + FLOOR * kept.vectors
     image = jnp.take_along_axis(image, order[:, None, :], axis=2, mode="promise_in_bounds")
-    return Eigen(lax.linalg.qr(image, full_matrices=False)[0], None), (along[:, -1], along[:, 0])
+    return Followed(Eigen(orthonormal(image), None), (along[:, -1], along[:, 0]), order)
