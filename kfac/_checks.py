@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import reprlib
 from collections.abc import Sequence
 from typing import Any
@@ -104,3 +105,13 @@ def check_function(value: Any) -> None:
         raise ValueError(
             f"loss_fn must be a function, but is {reprlib.repr(value)}: it comes before all other arguments"
         )
+
+
+def experimental_gpu() -> bool:
+    """Whether to use what was made for GPUs by reading their programs, and has never run on one.
+
+    The Pallas kernels and a layout of gradients. Off, but where the environment has `KFAC_EXPERIMENTAL_GPU=1`.
+    """
+    value = os.environ.get("KFAC_EXPERIMENTAL_GPU", "0")
+    check_choice("the environment's KFAC_EXPERIMENTAL_GPU", value, ("0", "1"))
+    return value == "1"

@@ -258,7 +258,7 @@ def test_blocks_in_portions_are_inverted_as_if_each_were_alone(monkeypatch, name
     wanted = np.array([True, True, True, False, True])
     previous = sevens(factors)
     found = jax.jit(lambda *args: kfac._curvature.refresh._refresh(kfac.Cholesky(), width, *args))(
-        previous, factors, wanted, jnp.full(5, 4e-3, jnp.float32)
+        previous, factors, wanted, jnp.float32(4e-3)
     )
     taken = wanted & (np.arange(5) != 2)
     np.testing.assert_array_equal(found.valid, taken)

@@ -70,8 +70,13 @@ def test_moments_of_windows(name, step):
         np.testing.assert_allclose(way, expected, rtol=0, atol=1e-6 * scale)
 
 
-def test_for_what_it_is_used():
-    """Where nothing can split it over devices, and in half precision."""
+def test_for_what_it_is_used(monkeypatch):
+    """Where it is asked for, nothing can split it over devices, and in half precision."""
+    assert not tensor_cores.usable(narrow(64, 64))
+    monkeypatch.setenv("KFAC_EXPERIMENTAL_GPU", "yes")
+    with pytest.raises(ValueError, match="KFAC_EXPERIMENTAL_GPU must be one of '0', '1', but is 'yes'"):
+        tensor_cores.usable(narrow(64, 64))
+    monkeypatch.setenv("KFAC_EXPERIMENTAL_GPU", "1")
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     found = []
 

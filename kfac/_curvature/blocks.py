@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from kfac._checks import experimental_gpu
 from kfac._curvature.inverse import Inverse, diagonals, per_block
 from kfac._curvature.unitwise import ChannelInverse
 from kfac._factors import Block, Factors, Kronecker, Shares, Unitwise
@@ -172,7 +173,7 @@ class Group:
             else:
                 matrices.append(jnp.zeros((count, self.d_in, self.d_out), dtype))
         stack = jnp.concatenate(matrices)
-        if not alone():  # XLA does not know how to split what is laid out over devices
+        if not (experimental_gpu() and alone()):  # XLA does not know how to split what is laid out over devices
             return stack
         # Gradients of convolutions have outputs first on a GPU, and XLA would copy momentum and parameters to that.
         laid_out = functools.partial(with_layout_constraint, layouts=Layout(major_to_minor=(0, 1, 2)))

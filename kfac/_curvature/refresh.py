@@ -93,10 +93,11 @@ def _refresh(inverse: Inverse, width: int, kept: Any, factors: Any, wanted: jax.
             return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, width), tree)
 
         # Cut here, so that what follows is the same program for all stacks of one shape, and compiled once.
-        old, own = rows(progress), rows(factors)
+        old = rows(progress)
         open_ = rows(wanted) & ~(old[1] > 0)
 
         def attempt():
+            own = rows(factors)
             new, condition = inverse.refresh(old[0], own, more * damping_of_blocks(inverse, own, damping))
             usable = open_ & (condition > 0)
             for leaf in jax.tree.leaves(new):

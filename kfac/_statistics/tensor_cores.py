@@ -2,7 +2,8 @@
 
 XLA multiplies both halves of a symmetric product, and has no convolution from half precision into float32. Here a
 program of the kernel sums one tile of one matrix over a part of the rows, and of a symmetric matrix only tiles of the
-upper half, which it writes to both. Written in Pallas, which compiles it by way of Triton.
+upper half, which it writes to both. Written in Pallas, which compiles it by way of Triton. It has never run on a GPU,
+so it is used with `KFAC_EXPERIMENTAL_GPU=1` only.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from kfac._checks import experimental_gpu
 from kfac._varying import alone
 
 TILE = 128  # rows and columns of a tile
@@ -43,7 +45,7 @@ def usable(x: jax.Array) -> bool:
 
     XLA does not know how to split a kernel over devices, and would bring all of its operands to each.
     """
-    return alone() and x.dtype in (jnp.bfloat16, jnp.float16) and x.shape[-1] >= 32
+    return experimental_gpu() and alone() and x.dtype in (jnp.bfloat16, jnp.float16) and x.shape[-1] >= 32
 
 
 def gram(rows: jax.Array, step: int = 1, *, interpret: bool = False) -> jax.Array:
