@@ -18,7 +18,7 @@ from kfac._capture.outputs import Marks, find_marks
 from kfac._capture.states import Use, by_part
 from kfac._capture.trace import Argnums, Trace, trace
 from kfac._checks import check_function, check_positive_int
-from kfac._layers import KRONECKER_KINDS, MAX_DIM, VOCABULARY, Layer, Layers, Layout, UnsupportedLayerError
+from kfac._layers import KRONECKER_KINDS, LONG, MAX_DIM, OBLONG, VOCABULARY, Layer, Layers, Layout, UnsupportedLayerError
 from kfac._varying import on_mesh
 
 
@@ -29,7 +29,7 @@ def find_layers(
     *args: Any,
     has_aux: bool = False,
     skip: Sequence[str] = (),
-    max_dim: int = MAX_DIM,
+    max_dim: int | None = None,
     reduce: Sequence[str] = (),
     gradient: Sequence[str] = (),
     batch_argnums: Argnums = None,
@@ -59,7 +59,9 @@ def find_layers(
       max_dim: a Kronecker factor with more rows is kept as diagonal blocks of at most so many neighbouring rows, as few
         and as equal as can be, which the table says; one with 30,000 rows or more, as many as a vocabulary has, as its
         diagonal. The inverse of a factor of `d` rows takes work of order `d^3` and memory of order `d^2`. A kernel is
-        cut into pieces, each with a block of its own, as in Distributed Shampoo (Shi et al. 2023).
+        cut into pieces, each with a block of its own, as in Distributed Shampoo (Shi et al. 2023). None: 8,192, and
+        the longer side of a dense kernel, where it has 256 rows or more and 1.5 to 8 times those of the shorter side,
+        in blocks about as long as that.
       reduce: regular expressions; a matrix product or convolution whose kernel has one in its path is treated in the
         setting "reduce" of Eschenhagen et al. 2023: inputs are averaged and output gradients summed over the positions
         of an example before products are formed. Elsewhere it is "expand". Lookups are in the setting "expand" always.
@@ -87,7 +89,8 @@ def find_layers(
     for option, patterns in (("skip", skip), ("reduce", reduce), ("gradient", gradient)):
         if isinstance(patterns, str):
             raise ValueError(f"{option} must be a sequence of regular expressions, but is the string {patterns!r}")
-    check_positive_int("max_dim", max_dim)
+    if max_dim is not None:
+        check_positive_int("max_dim", max_dim)
     traced = trace(loss_fn, has_aux, params, args, kwargs, batch_argnums)
     options = Layers(
         (), tuple(traced.names), tuple(skip), max_dim, tuple(reduce), tuple(gradient), jax.tree.structure(params)
@@ -203,19 +206,25 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
     return Found(layers, reads, uses_of, marks, n, unclear)
 
 
-def _bounded(layer: Layer, max_dim: int) -> Layer:
+def _bounded(layer: Layer, max_dim: int | None) -> Layer:
     """The layer with blocks, or diagonals, in the place of factors that are too large."""
     if not layer.kronecker:
         return layer
-    large = {name: shape[0] for name, shape in layer.block_shapes.items() if len(shape) == 2 and shape[0] > max_dim}
-    if not large:
-        return layer
-    reason = " and ".join(f"{name} has more than max_dim={max_dim} rows" for name in large)
-    words = {name for name, size in large.items() if size >= VOCABULARY}
+    shapes = {name: shape[0] for name, shape in layer.block_shapes.items()}
+    sizes = {name: size for name, size in shapes.items() if name not in layer.diagonal}
+    counts = {name: -(-size // (max_dim or MAX_DIM)) for name, size in sizes.items()}
+    reasons = [f"{name} has more than max_dim={max_dim or MAX_DIM} rows" for name in sizes if counts[name] > 1]
+    words = {name for name in sizes if counts[name] > 1 and sizes[name] >= VOCABULARY}
+    counts |= dict.fromkeys(words, 1)
+    if max_dim is None and layer.kind == "dense" and len(sizes) == 2 and not words:
+        short, long = sorted(sizes, key=sizes.__getitem__)
+        times = round(sizes[long] / sizes[short])
+        if sizes[long] >= LONG and counts[long] < times <= OBLONG:
+            counts[long] = times
+            reasons.append(f"{long} has {times} times the rows of {short}; max_dim={MAX_DIM} keeps it whole")
     diagonal = tuple(name for name in "AG" if name in {*layer.diagonal, *words})
-    a, g = (-(-large[name] // max_dim) if name in large and name not in words else 1 for name in "AG")
-    note = "; ".join(filter(None, [layer.note, reason]))
-    return dataclasses.replace(layer, diagonal=diagonal, cut=(a, g), note=note)
+    note = "; ".join(filter(None, [layer.note, " and ".join(reasons)]))
+    return dataclasses.replace(layer, diagonal=diagonal, cut=(counts.get("A", 1), counts.get("G", 1)), note=note)
 
 
 def _matching(option: str, patterns: tuple[str, ...], names: Sequence[str]) -> set[int]:

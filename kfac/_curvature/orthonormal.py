@@ -50,7 +50,7 @@ def orthonormal_by_products(stack: jax.Array) -> jax.Array:
 
     def unfinished(now):
         count, (_, _, distance) = now
-        return jnp.any(distance > 8 * d**0.5 * eps) & (count < PASSES)
+        return jnp.any(distance > 16 * d**0.5 * eps) & (count < PASSES)
 
     start = as_varying(jnp.int32(0), varying_axes(stack)), measured(stack / jnp.where(norms > 0, norms, 1))
     return lax.while_loop(unfinished, nearer, start)[1][0]

@@ -20,7 +20,7 @@ from kfac._capture.microbatch import check_argnums, microbatch
 from kfac._capture.value_and_grad import value_and_grad
 from kfac._checks import check_function, check_positive_int, check_range
 from kfac._curvature.inverse import Inverse
-from kfac._layers import MAX_DIM, Layers
+from kfac._layers import Layers
 from kfac._optimizer.diagnostics import due, eigenbasis
 from kfac._optimizer.kfac import chosen, kfac
 from kfac._optimizer.moves import ScalarOrSchedule
@@ -82,7 +82,7 @@ def train_step(
     num_microbatches: int = 1,
     batch_argnums: int | Sequence[int] | None = None,
     skip: Sequence[str] = (),
-    max_dim: int = MAX_DIM,
+    max_dim: int | None = None,
     verbose: bool = True,
     **options: Any,
 ) -> TrainStep:
