@@ -13,8 +13,6 @@ import jax.numpy as jnp
 KRONECKER_KINDS = ("dense", "conv", "embedding")
 UNITWISE_KINDS = ("unitwise", "diagonal")
 MAX_DIM = 8192  # rows of a factor by default, and of a block of a larger one
-LONG = 256  # rows from which on a side is cut into blocks as long as the other one,
-OBLONG = 8  # unless it has more than so many times its rows, as that of a head with few outputs
 VOCABULARY = 30_000  # rows of a factor above the bound that is kept as its diagonal: tables of words have as many
 
 

@@ -31,7 +31,7 @@ def run(
     *,
     rounding: float = ROUNDING,
     skip=(),
-    max_dim: int = 8192,
+    max_dim: int | None = 8192,
     reduce=(),
     **options,
 ):

@@ -94,7 +94,7 @@ def train(output: Path, steps: int, faulty: bool, dtype: str, num_devices: int) 
     from train import SAME, SPLIT
 
     kind = ["--trust-ratio", 0, "--learning-rate", 0.03, "--weight-decay", 1e-4]
-    options = ["--steps", steps, "--dtype", dtype, *kind, "--output", output]
+    options = ["--steps", steps, *kind, "--output", output]
     config = cfg.parse([*map(str, options)])
     mesh = processes.row_of_devices(num_devices)
     dataset = data.load(config)
@@ -107,7 +107,7 @@ def train(output: Path, steps: int, faulty: bool, dtype: str, num_devices: int) 
     plain = models.create(config.arch, dataset.num_classes, dtype, config.width)
     model = plain.clone(axis_name=AXIS if num_devices > 1 else None)
     mean, std = jnp.float32(dataset.mean), jnp.float32(dataset.std)
-    scale_of = 1.0 if dtype == "float32" else recipe.INITIAL
+    scale_of = 1.0 if dtype == "float32" else 2.0**15
 
     def struck(kind, fault, x, bad):
         here = (lax.axis_index(AXIS) == num_devices - 1) & (fault == kind)
@@ -168,8 +168,8 @@ def train(output: Path, steps: int, faulty: bool, dtype: str, num_devices: int) 
         functools.partial(loss_fn, plain, False), variables["params"], variables["batch_stats"], *like,
         jnp.float32(1), jnp.int32(0), has_aux=True,
     )  # fmt: skip
-    tx = example.transform(config, recipe.learning_rate(config, per_epoch, steps), per_epoch, layers)
-    specs = example.State(SAME, SAME, SAME, SAME, kfac.state.state_specs(tx, variables["params"], AXIS), SPLIT, SAME)
+    tx = example.transform(config, recipe.learning_rate(config, per_epoch, steps), layers)
+    specs = example.State(SAME, SAME, SAME, SAME, kfac.state.state_specs(tx, variables["params"], AXIS), SPLIT)
     measure = kfac.value_and_grad(functools.partial(loss_fn, model, True), layers, has_aux=True)
 
     def train_step(state, got, scale, fault):
@@ -181,7 +181,7 @@ def train(output: Path, steps: int, faulty: bool, dtype: str, num_devices: int) 
         updates, opt_state = tx.update(grads, state.opt_state, state.params, factors=factors)
         # The optimizer leaves a bad step out; averages of batch norm are not its own.
         whole = functools.reduce(jnp.logical_and, [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves((grads, stats))])
-        stats = recipe.select(whole, stats, state.batch_stats)
+        stats = jax.tree.map(functools.partial(jnp.where, whole), stats, state.batch_stats)
         params = optax.apply_updates(state.params, updates)
         found = kfac.diagnostics(opt_state)
         sound = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves((params, stats))]
@@ -190,7 +190,7 @@ def train(output: Path, steps: int, faulty: bool, dtype: str, num_devices: int) 
 
     def init(key):
         new = fresh(key)
-        return example.State(jnp.int32(0), new["params"], new["batch_stats"], (), tx.init(new["params"]), (), ())
+        return example.State(jnp.int32(0), new["params"], new["batch_stats"], (), tx.init(new["params"]), ())
 
     def eval_step(params, batch_stats, got):
         images = (got.images.astype(jnp.float32) / 255 - mean) / std
@@ -204,7 +204,7 @@ def train(output: Path, steps: int, faulty: bool, dtype: str, num_devices: int) 
         on_devices(train_step, in_specs=(specs, SPLIT, SAME, SAME), out_specs=(specs, SAME)), donate_argnums=0
     )
     evaluate = jax.jit(on_devices(eval_step, in_specs=(SAME, SAME, SPLIT), out_specs=SAME))
-    gather, scatter = checkpoints.for_any_devices(mesh, specs, local, lean=False)
+    gather, scatter = checkpoints.for_any_devices(mesh, specs, local, True)
     state = jax.jit(on_devices(init, in_specs=SAME, out_specs=specs))(key)
 
     # Where it begins. A checkpoint that cannot be read is set aside for the one before.
@@ -242,7 +242,6 @@ def train(output: Path, steps: int, faulty: bool, dtype: str, num_devices: int) 
         if fault in (KILL, TRUNCATE) and step not in killed:
             save(step)
             if fault == TRUNCATE:
-                saved.close()
                 for path in (output / "checkpoints" / str(step) / "state" / "d").iterdir():
                     os.truncate(path, path.stat().st_size // 2)
             write(journal, {"killed": step})
@@ -254,7 +253,6 @@ def train(output: Path, steps: int, faulty: bool, dtype: str, num_devices: int) 
         loader.prefetch(loader.val_batches(dataset.val, size, loader.own_rows(mesh, 0, size // num_devices, 1)), place)
     )
     loss, right, count = map(float, evaluate(state.params, state.batch_stats, got._replace(broken=())))
-    saved.close()
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(jax.device_get(state)))
     write(journal, {"val_accuracy": right / count, "val_loss": loss / count})
 

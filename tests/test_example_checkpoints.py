@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -55,16 +54,11 @@ def folder(checkpoints, tmp_path):
     saved = checkpoints.Checkpoints(tmp_path / "run", keep=3)
     for step in (10, 20):
         saved.save(step, make(step), {"broken": []}, 0.5)
-    saved.close()
     return tmp_path / "run"
 
 
 def restore(checkpoints, folder, like):
-    saved = checkpoints.Checkpoints(folder, keep=3)
-    try:
-        return saved.restore(like)
-    finally:
-        saved.close()
+    return checkpoints.Checkpoints(folder, keep=3).restore(like)
 
 
 def contents(folder):
@@ -75,9 +69,8 @@ FILES = [
     "state/d/*",
     "state/manifest.ocdbt",
     "state/_METADATA",
-    "extra/*",
-    "metrics/metrics",
-    "_CHECKPOINT_METADATA",
+    "about.json",
+    "SHA256SUMS",
     "*/*",
 ]
 
@@ -96,14 +89,13 @@ def test_one_that_is_cut_short_is_set_aside_and_the_one_before_is_good(checkpoin
     damaged = sorted(path.read_bytes() for path in (folder / "20").rglob("*") if path.is_file())
     state, extra = restore(checkpoints, folder, make(0))
     np.testing.assert_array_equal(state.params["kernel"], make(10).params["kernel"])
-    assert extra == {"broken": []} and int(state.opt_state[0]) == 10
+    assert extra == {"broken": [], "val_accuracy": 0.5} and int(state.opt_state[0]) == 10
     # Nothing is lost that a person may want to see, and it is said in one line.
     assert sorted(path.read_bytes() for path in (folder / "damaged-20-0").rglob("*") if path.is_file()) == damaged
     assert f"{folder}/20 is damaged" in capsys.readouterr().out and not (folder / "20").exists()
     # The run goes on, and its next checkpoint of that step is a good one.
     saved = checkpoints.Checkpoints(folder, keep=3)
     saved.save(20, make(20), {"broken": []}, 0.5)
-    saved.close()
     assert int(restore(checkpoints, folder, make(0))[0].opt_state[0]) == 20
 
 
@@ -151,7 +143,7 @@ def test_a_flipped_bit_is_never_restored(checkpoints, tmp_path, optimizer, flips
     assert capsys.readouterr().out.count("10 is damaged (state/") == flips
 
 
-@pytest.mark.parametrize("files", ["SHA256SUMS", "*/*", "*/*/*"])
+@pytest.mark.parametrize("files", ["SHA256SUMS", "*.json", "*/*", "*/*/*"])
 def test_a_flipped_bit_anywhere_is_noticed(checkpoints, folder, files):
     for path in sorted(path for path in (folder / "20").glob(files) if path.is_file()):
         data = path.read_bytes()
@@ -167,7 +159,7 @@ def test_a_flipped_bit_anywhere_is_noticed(checkpoints, folder, files):
 
 
 def test_processes_share_the_files_that_they_check(checkpoints, folder):
-    cut(folder / "20", "extra/metadata", 0.5)
+    cut(folder / "20", "about.json", 0.5)
     assert [bool(checkpoints.damage(folder / "20", k, 4)) for k in range(4)].count(True) == 1
 
 
@@ -180,18 +172,15 @@ def test_only_what_was_checked_is_called_good(checkpoints, folder):
     cut(folder / "10", "state/d/*", 0.5)
     assert saved.describe().endswith("anew, for there is none before it")
     saved.save(30, make(30), {"broken": []}, 0.5)
-    saved._manager.wait_until_finished()
     assert saved.describe() == f"the checkpoint {folder}/30 is good"
     cut(folder / "30", "state/d/*", 0.5)
     assert "30" not in saved.describe()
-    saved.close()
 
 
 def test_the_best_that_is_damaged_is_left_out(checkpoints, tmp_path):
     kept = checkpoints.Checkpoints(tmp_path / "run" / "checkpoints", keep=2)
     for step, accuracy in ((1, 0.2), (2, 0.9), (3, 0.5)):
         kept.save(step, make(step), {"broken": []}, accuracy)
-    kept.close()
     cut(tmp_path / "run" / "checkpoints" / "2", "state/d/*", 0.5)
     params, _, step = checkpoints.weights(tmp_path / "run")
     assert step == 3 and params["bias"][0] == 3
@@ -200,11 +189,10 @@ def test_the_best_that_is_damaged_is_left_out(checkpoints, tmp_path):
         checkpoints.weights(tmp_path / "run")
 
 
-def test_half_deleted_and_half_written_ones_are_removed(checkpoints, folder):
-    """What a kill leaves in the middle of deleting step 10 and of writing step 30."""
-    for name in ("_CHECKPOINT_METADATA", "metrics/metrics", "SHA256SUMS"):
-        (folder / "10" / name).unlink()
-    (folder / "30.orbax-checkpoint-tmp-12").mkdir()
+def test_what_a_kill_left_half_written_or_half_deleted_is_removed(checkpoints, folder):
+    (folder / "10").rename(folder / "10.partial")
+    (folder / "10.partial" / "SHA256SUMS").unlink()
+    (folder / "30.partial").mkdir()
     assert int(restore(checkpoints, folder, make(0))[0].opt_state[0]) == 20
     assert sorted(path.name for path in folder.iterdir()) == ["20"]
 
@@ -217,7 +205,7 @@ def test_an_io_error_is_no_damaged_checkpoint(checkpoints, folder, monkeypatch, 
         def fails(self, *args, **kwargs):
             raise ValueError("in a library") from OSError(code, os.strerror(code))
 
-        patch.setattr(checkpoints.ocp.CheckpointManager, "restore", fails)
+        patch.setattr(checkpoints.ocp.StandardCheckpointer, "restore", fails)
         with pytest.raises(
             checkpoints.UserError, match=rf"20 cannot be read now: {os.strerror(code)}.*nothing was changed"
         ):
@@ -233,10 +221,9 @@ def test_a_full_disk_while_writing_is_one_sentence(checkpoints, folder, monkeypa
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints.ocp.CheckpointManager, "save", full)
+        patch.setattr(checkpoints.ocp.StandardCheckpointer, "save", full)
         with pytest.raises(checkpoints.UserError, match=r"no checkpoint can be written to .*: No space left on device"):
             saved.save(30, make(30), {"broken": []}, 0.5)
-    saved.close()
     assert int(restore(checkpoints, folder, make(0))[0].opt_state[0]) == 20
 
 
@@ -254,68 +241,65 @@ def test_the_best_is_kept_besides_the_last_and_is_what_weights_gives(checkpoints
     assert kept.latest() is None
     for step, accuracy in enumerate([0.2, 0.9, None, 0.5, None, 0.6], 1):
         kept.save(step, counted(step), {"broken": []}, accuracy)
-    kept.close()
     assert sorted(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()) == [2, 5, 6]
     params, stats, step = checkpoints.weights(tmp_path / "run")
     assert step == 2 and params["w"].tolist() == [2, 2, 2] and stats["m"].tolist() == [0, 0]
     # Averages come first.
     kept = checkpoints.Checkpoints(tmp_path / "averaged" / "checkpoints", keep=2)
     kept.save(1, counted(1, ({"w": jnp.full(3, 7.0)}, {"m": jnp.ones(2)})), {"broken": []}, 0.1)
-    kept.close()
     params, stats, _ = checkpoints.weights(tmp_path / "averaged")
     assert params["w"].tolist() == [7, 7, 7] and stats["m"].tolist() == [1, 1]
-    with pytest.raises(checkpoints.UserError, match="holds no checkpoint"):
+    with pytest.raises(checkpoints.UserError, match="no checkpoint that is as it was written"):
         checkpoints.weights(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("like", "words"),
+    "like",
     [
-        (make(0, width=41), ["params/bias has shape [40], that of this run [41]"]),
-        (
-            make(0)._replace(params={"kernel": make(0).params["kernel"]}),
-            ["it has params/bias, which this run does not"],
-        ),
-        (make(0)._replace(opt_state=(jnp.int32(0), jnp.zeros(3))), ["it has no opt_state/1", "version of kfac"]),
+        make(0, width=41),
+        make(0)._replace(params={"kernel": make(0).params["kernel"]}),
+        make(0)._replace(opt_state=(jnp.int32(0), jnp.zeros(3))),
     ],
     ids=["model", "parameter", "version"],
 )
-def test_one_of_another_model_or_version_says_in_what_it_differs(checkpoints, folder, like, words):
+def test_one_of_another_model_or_version_is_not_damaged(checkpoints, folder, like):
     before = contents(folder)
-    with pytest.raises(checkpoints.UserError) as caught:
+    with pytest.raises(
+        checkpoints.UserError, match=rf"{folder}/20 is not one of this run: .*version of kfac"
+    ) as caught:
         restore(checkpoints, folder, like)
-    assert all(word in str(caught.value) for word in [*words, f"{folder}/20 is not one of this run"]), caught.value
+    assert "\n" not in str(caught.value)
     assert contents(folder) == before
 
 
 KILLED = """
-import os, signal, sys, threading, time
+import os, signal, sys
 sys.path[:0] = [{example!r}, {root!r}]
 import jax.numpy as jnp
 import checkpoints
 saved = checkpoints.Checkpoints(__import__("pathlib").Path({folder!r}), keep=3)
 saved.save(10, {{"w": jnp.ones(1_000_000)}}, {{"broken": []}}, 0.5)
-saved._manager.wait_until_finished()
+# Everything of the next one is written but its name and, with `early`, its checksums.
+if {early}:
+    checkpoints._sum = lambda path: os.kill(os.getpid(), signal.SIGKILL)
+else:
+    checkpoints.Path.rename = lambda path, to: os.kill(os.getpid(), signal.SIGKILL)
 saved.save(20, {{"w": jnp.arange(4_000_000.0)}}, {{"broken": []}}, 0.5)
-# In the middle of writing: the folder is there, under its temporary name.
-print("writing", flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_process_killed_while_it_writes_leaves_the_one_before(checkpoints, tmp_path):
-    code = KILLED.format(example=str(IMAGENET), root=str(ROOT), folder=str(tmp_path / "run"))
+@pytest.mark.parametrize("early", [True, False])
+def test_a_process_killed_while_it_writes_leaves_the_one_before(checkpoints, tmp_path, early):
+    code = KILLED.format(example=str(IMAGENET), root=str(ROOT), folder=str(tmp_path / "run"), early=early)
     done = subprocess.run(
         [sys.executable, "-c", code], env=dict(os.environ), capture_output=True, text=True, check=False
     )
-    assert done.returncode == -signal.SIGKILL and "writing" in done.stdout, done.stderr
-    assert not (tmp_path / "run" / "20").exists()
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert (tmp_path / "run" / "20.partial" / "state").exists() and not (tmp_path / "run" / "20").exists()
     state, _ = restore(checkpoints, tmp_path / "run", {"w": jnp.zeros(1_000_000)})
     np.testing.assert_array_equal(state["w"], np.ones(1_000_000))
     # The run goes on, and its next checkpoint of that step is a good one.
     saved = checkpoints.Checkpoints(tmp_path / "run", keep=3)
     saved.save(20, {"w": jnp.full(7, 3.0)}, {"broken": []}, 0.5)
-    saved.close()
     state, _ = restore(checkpoints, tmp_path / "run", {"w": jnp.zeros(7)})
     assert float(state["w"][0]) == 3
-    assert Path(tmp_path / "run" / "20").exists()

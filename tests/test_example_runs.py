@@ -128,19 +128,6 @@ def test_the_recipe_goes_on_bit_for_bit_after_a_signal_and_once_more(whole, tmp_
 
 
 @pytest.mark.slow
-def test_lean_checkpoints_make_the_mixed_images_again(whole, tmp_path):
-    folder, _ = whole
-    options = [*RECIPE, "--checkpoint-mixed", "remake", "--output", tmp_path / "lean"]
-    train(*options, "--stop-after", 16)
-    assert not jax.tree.leaves(state(tmp_path / "lean", 16)["mixed"])
-    train(*options)
-    # All but what was mixed in more than ten steps ago, of which some 2^-24 is left; then training amplifies it.
-    for step, tolerance in ((16, 0), (17, 1e-5), (18, 1e-5), (24, 0.1)):
-        losses = [next(r["loss"] for r in records(x) if r["step"] == step) for x in (tmp_path / "lean", folder)]
-        assert losses[0] == pytest.approx(losses[1], rel=tolerance), step
-
-
-@pytest.mark.slow
 def test_going_on_growing_and_what_is_refused(tmp_path):
     options = [*SGD, "--output", tmp_path / "a"]
     train(*options, "--stop-after", 2)
@@ -149,7 +136,6 @@ def test_going_on_growing_and_what_is_refused(tmp_path):
     assert all(word in sentence for word in ("--optimizer", "lars", "sgd", "another --output")), sentence
     sentence = refused(*options, "--batch-size", 100)
     assert all(word in sentence for word in ("--global-batch", "100", "144")), sentence
-    assert "is in use" in refused(*options, "--resume", "never")
     assert "is at step 2" in refused(*options, "--stop-after", 1)
     (tmp_path / "file").write_text("")
     assert "not a folder" in refused("--output", tmp_path / "file")
@@ -158,8 +144,8 @@ def test_going_on_growing_and_what_is_refused(tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("")
     assert "by no run of this script" in refused(*SGD, "--output", tmp_path / "other")
-    # Longer, by its own options, from another folder.
-    grown = train("--resume", "must", "--output", "a", "--steps", 2001, "--stop-after", 3, cwd=tmp_path).stdout
+    # Longer, from another folder.
+    grown = train(*SGD, "--output", "a", "--steps", 2001, "--stop-after", 3, cwd=tmp_path).stdout
     assert "at step 2 of 2001" in grown and "stopped by --stop-after 3" in grown
     # While one trains there, another one does not.
     run = start(*options, "--steps", 2001)
@@ -214,7 +200,7 @@ def test_checkpoints_by_time(tmp_path):
     assert {int(path.name) for path in (tmp_path / "b" / "checkpoints").iterdir()} >= {2, 3, 4, 5}
 
 
-def test_a_target_an_evaluation_and_a_new_beginning(tmp_path):
+def test_a_target_and_an_evaluation(tmp_path):
     options = [*SGD, "--target-accuracy", 0.3, "--output", tmp_path / "a"]
     out = here(*options)
     step = int(re.search(r"stopped by --target-accuracy, reached at step (\d+) of 2000", out).group(1))
@@ -226,18 +212,10 @@ def test_a_target_an_evaluation_and_a_new_beginning(tmp_path):
     assert int(found[1]) == step and float(found[2]) == pytest.approx(last["val_loss"], abs=1e-4)
     assert float(found[3]) == pytest.approx(100 * last["val_accuracy"], abs=0.01)
     assert contents(tmp_path) == before
-    out = here(*SGD, "--init-from", tmp_path / "a", "--stop-after", 1, "--output", tmp_path / "b")
-    assert "arrays begin as those of" in out
-    assert records(tmp_path / "b")[0]["loss"] < records(tmp_path / "a")[0]["loss"] - 0.3
-    # The other run is not needed any more, nor an option that names it.
-    (tmp_path / "a").rename(tmp_path / "moved")
-    here("--resume", "must", "--stop-after", 2, "--output", tmp_path / "b")
-    assert "holds no checkpoint" in refused(*SGD, "--init-from", tmp_path / "none", "--output", tmp_path / "c")
-    assert not (tmp_path / "c").exists()
 
 
 def test_what_ended_before_its_first_checkpoint_may_begin_again_with_other_options(tmp_path):
-    sentence = refused(*SGD, "--learning-rate", 1e38, "--skip-nonfinite", "--output", tmp_path / "a")
+    sentence = refused(*SGD, "--learning-rate", 1e38, "--output", tmp_path / "a")
     assert "no checkpoint was written yet" in sentence and (tmp_path / "a" / "config.json").exists()
     assert "step 1/" in here(*SGD, "--stop-after", 1, "--output", tmp_path / "a").replace("   ", "")
     assert len(records(tmp_path / "a")) == 1
@@ -248,43 +226,13 @@ def test_nan_stops_with_a_name_and_is_never_saved(tmp_path, optimizer):
     options = ["--optimizer", optimizer, "--learning-rate", 1e38, "--steps", 60, "--checkpoint-every", 1, "--width", 8]
     sentence = refused(*options, "--output", tmp_path / "a")
     assert re.search(r"the (loss|gradient|parameter|batch-norm) .*became NaN or infinite at step", sentence)
-    assert "--learning-rate" in sentence and "--skip-nonfinite" in sentence
-    # Steps that are left out change nothing, are counted, and end the run when there is nothing else.
-    sentence = refused(*options, "--skip-nonfinite", "--output", tmp_path / "b")
-    assert "became NaN or infinite at step 21" in sentence
-    assert [r["skipped"] for r in records(tmp_path / "b") if "loss" in r] == [1.0] * 21
-    first, last = (state(tmp_path / "b", step) for step in (19, 20))
-    same(first["params"], last["params"])
+    assert "--learning-rate" in sentence
+    # All that was saved is finite.
+    for path in (tmp_path / "a" / "checkpoints").glob("*"):
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(state(tmp_path / "a", int(path.name))["params"]))
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("kfac", marks=pytest.mark.slow)])
-def test_a_step_that_overflows_float16_changes_nothing_but_the_scale(tmp_path, monkeypatch, optimizer):
-    monkeypatch.syspath_prepend(str(IMAGENET))
-    import recipe
-    import train as script
-
-    monkeypatch.setattr(recipe, "INITIAL", 2.0**24)
-    options = ["--optimizer", optimizer, "--dtype", "float16", "--width", "4", "--devices", "1", "--steps", "9",
-               "--checkpoint-every", "1", "--keep-checkpoints", "9", "--output", str(tmp_path / "a")]  # fmt: skip
-    script.main(options)
-    found = [r for r in records(tmp_path / "a") if "loss" in r]
-    skipped = [r["step"] for r in found if r["skipped"]]
-    assert skipped == list(range(1, len(skipped) + 1)) and 2 <= len(skipped) <= 7
-    assert [r["loss_scale"] for r in found] == [2.0 ** (24 - min(k, len(skipped))) for k in range(9)]
-    rates = [r["learning_rate"] for r in found]
-    assert rates[0] == rates[len(skipped)]
-    # Momentum, factors, inverses, counts of steps; but for what is counted of such steps and the norms of the gradient.
-    first, last, after = (state(tmp_path / "a", k) for k in (1, len(skipped), 9))
-    counts = re.compile(r"metrics|notfinite|last_finite")
-    for name in ("params", "batch_stats", "opt_state"):
-        before, now = (jax.tree_util.tree_flatten_with_path(x[name])[0] for x in (first, last))
-        for (path, x), (_, y) in zip(before, now, strict=True):
-            if not counts.search(jax.tree_util.keystr(path)):
-                np.testing.assert_array_equal(x, y, jax.tree_util.keystr(path))
-    assert (first["params"]["head"]["kernel"] != after["params"]["head"]["kernel"]).any()
-
-
-# Images in files, through worker processes.
+# Images in files.
 
 
 @pytest.fixture(scope="module")
@@ -312,20 +260,20 @@ IMAGES = ["--arch", "digits", "--image-size", 16, "--batch-size", 8, "--optimize
 
 
 @pytest.mark.slow
-def test_a_signal_to_all_processes_of_a_run_and_other_workers_change_nothing(shards, tmp_path):
+def test_a_signal_and_other_workers_change_nothing(shards, tmp_path):
     options = ["--data-dir", shards, *IMAGES, "--output"]
     out = train(*options, tmp_path / "whole", "--workers", 2)
-    assert out.stderr.count("0005.jpg: not a readable image") == 2 and "2 broken images" in out.stdout.splitlines()[-1]
+    assert out.stderr.count("0005.jpg: damaged, or not a readable image") == 2
+    assert "2 broken images" in out.stdout.splitlines()[-1]
     run = start(*options, tmp_path / "parts", "--workers", 1)
     for line in run.stdout:
         if line.startswith("step"):
-            # As a batch system does, also to the workers.
             os.killpg(run.pid, signal.SIGTERM)
             break
     done = finish(run, 143)
     step = int(re.search(r"stopped by SIGTERM at step (\d+) of 40", done.stdout).group(1))
     assert step < 40 and "leaked" not in done.stderr
-    train(*options, tmp_path / "parts", "--workers", 0)
+    train(*options, tmp_path / "parts", "--workers", 5)
     assert records(tmp_path / "parts") == records(tmp_path / "whole")
     last = records(tmp_path / "whole")[-1]
     # The broken one does not count: 12 images, not 13.
@@ -404,7 +352,7 @@ def test_without_the_other_a_process_ends_with_an_error_and_the_run_goes_on(tmp_
     with socket.socket() as found:
         found.bind(("localhost", 0))
         place = f"localhost:{found.getsockname()[1]}"
-    runs = [start(*options, "--coordinator", place, "--num-processes", 2, "--process-id", k) for k in range(2)]
+    runs = [start(*options, "--processes", place, 2, k) for k in range(2)]
     for line in runs[0].stdout:
         if line.startswith("step") and int(re.match(r"step +(\d+)", line)[1]) >= 5:
             break
@@ -424,7 +372,7 @@ def test_without_the_other_a_process_ends_with_an_error_and_the_run_goes_on(tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chosen", [["--fisher", "sampled"], ["--inverse", "ekfac", "--factor-every", 2]], ids=str)
+@pytest.mark.parametrize("chosen", [["--inverse", "eigh"], ["--inverse", "cholesky", "--factor-every", 2]], ids=str)
 def test_other_curvatures_go_on_bit_for_bit(tmp_path, chosen):
     """On two devices, with micro-batches."""
     options = [*chosen, "--width", 8, "--steps", 8, "--batch-size", 48, "--local-batch", 12]
@@ -451,7 +399,7 @@ def test_the_recipe_on_other_devices(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["kfac", "sgd", "lars", "lamb", "adamw"])
+@pytest.mark.parametrize("optimizer", ["kfac", "muon", "sgd", "lars", "adamw"])
 def test_the_main_job(tmp_path, optimizer):
     train("--optimizer", optimizer, "--output", tmp_path / "a")
     last = [r for r in records(tmp_path / "a") if "val_accuracy" in r][-1]
@@ -463,7 +411,7 @@ def test_the_main_job(tmp_path, optimizer):
 
 def test_help_and_a_reader_that_has_seen_enough(tmp_path):
     done = train("--help")
-    for option in ("--optimizer", "--data-dir", "--local-batch", "--damping", "--resume"):
+    for option in ("--optimizer", "--data-dir", "--local-batch", "--damping", "--batch-size"):
         assert option in done.stdout
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
     command = f"{sys.executable} {IMAGENET / 'train.py'} --print-config | head -c 1"
@@ -479,9 +427,7 @@ def test_help_and_a_reader_that_has_seen_enough(tmp_path):
         (["--devices", "1", "--local-batch", "7"], ["144", "7"]),
         (["--devices", "3", "--global-batch", "100"], ["100", "3 devices"]),
         (["--devices", "99"], ["99", "JAX_NUM_CPU_DEVICES"]),
-        (["--profile", "151:160"], ["151:160", "150"]),
         (["--data-dir", "nowhere"], ["nowhere", "does not exist"]),
-        (["--data", "cifar10", "--data-dir", "."], ["CIFAR-10", "get_cifar10.sh"]),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path, monkeypatch, args, words):

@@ -72,7 +72,7 @@ SCRIPT = """#!/bin/bash
 case "$*" in
   *socket*) echo 1234 ;;
   *)
-    [[ " $* " == *" --process-id 1 "* ]] && exit ${SECOND:-0}
+    [[ " $* " == *" --processes localhost:1234 2 1 "* ]] && exit ${SECOND:-0}
     trap 'exit 143' TERM
     for ((k = 0; k < ${TENTHS:-1}; k++)); do sleep 0.1; done ;;
 esac

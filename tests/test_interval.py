@@ -14,7 +14,7 @@ import pytest
 import kfac
 from problem import initial, layers, measured
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "imagenet"
+EXAMPLE = Path(__file__).parents[1] / "examples" / "large_batch"
 sys.path.insert(0, str(EXAMPLE))
 from adaptive_interval import AdaptiveInterval  # noqa: E402
 

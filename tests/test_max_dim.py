@@ -76,6 +76,33 @@ def test_blocks_are_those_of_the_whole_factor(x64, max_dim):
             np.testing.assert_allclose(value, expected, rtol=1e-9, atol=1e-12)
 
 
+def test_oblong_dense_kernels_are_cut_into_square_pieces_by_default(x64):
+    """From 256 rows on, and not where the other side is that of a head with few outputs; each with exact statistics."""
+
+    def loss(p, x, images):
+        x = jnp.tanh(jnp.tanh(x @ p["up"] + p["bias"]) @ p["down"])
+        x = jnp.tanh(x @ p["wide"]) @ p["head"]
+        y = lax.conv_general_dilated(images, p["conv"], (1, 1), "VALID", dimension_numbers=NUMBERS)
+        return jnp.mean(jnp.sum(jnp.sin(x), 1) + jnp.sum(jnp.sin(y), (1, 2, 3)))
+
+    shapes = {"up": (63, 260), "bias": (260,), "down": (260, 120), "wide": (120, 178), "head": (178, 2)}
+    params = {k: normal(i, *shape, dtype=jnp.float64) / 9 for i, (k, shape) in enumerate(shapes.items())}
+    params["conv"] = normal(9, 4, 4, 20, 60, dtype=jnp.float64)
+    batch = normal(20, N, 63, dtype=jnp.float64), normal(21, N, 4, 4, 20, dtype=jnp.float64)
+    whole_layers, _, whole = run(loss, params, batch)
+    layers, _, found = run(loss, params, batch, max_dim=None)
+    assert all(layer.cut == (1, 1) for layer in whole_layers)
+    cuts = {layer.name: layer.cut for layer in layers}
+    assert cuts == {"conv": (1, 1), "down": (2, 1), "head": (1, 1), "up": (1, 4), "wide": (1, 1)}
+    assert layers["up"].note == "G has 4 times the rows of A; max_dim=8192 keeps it whole"
+    assert layers["up"].block_shapes == {"A": (64, 64), "G": (65, 65)}
+    for name, side, count in (("up", "G", 4), ("down", "A", 2)):
+        expected = blocks_on_the_diagonal(np.asarray(getattr(whole[name], side)), count)
+        np.testing.assert_allclose(getattr(found[name], side), expected, rtol=1e-9, atol=1e-12)
+    (alone,) = kfac.find_layers(lambda w, x: jnp.mean((x @ w) ** 2), jnp.ones((257, 30)), jnp.ones((N, 257)))
+    assert alone.cut == (1, 1)  # nine times as long
+
+
 def test_as_many_rows_as_a_vocabulary_has_are_a_diagonal(x64, monkeypatch):
     monkeypatch.setattr("kfac._capture.find_layers.VOCABULARY", 8)
     params, batch = problem(jnp.float64)

@@ -21,12 +21,11 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "imagenet"))
 import kfac
 import simple
-from batches import read_cifar10
+from cifar10 import write
 
 RATES = {
     "kfac": (0.1, 0.2),
@@ -53,18 +52,6 @@ OPTIMIZERS = {
     "lars": partial(optax.lars, weight_decay=1e-4, weight_decay_mask=kernels, trust_ratio_mask=kernels),
     "muon": partial(optax.contrib.muon, muon_weight_dimension_numbers=dimensions),
 }
-
-
-def write_photographs(data: Path, folder: Path, train: int, val: int) -> None:
-    """Class folders with as many images of each class."""
-    whole = read_cifar10(data)
-    for name, split, count in (("train", whole.train, train), ("val", whole.val, val)):
-        images: Any = split
-        for label in range(10):
-            place = folder / name / f"class-{label}"
-            place.mkdir(parents=True)
-            for k in np.flatnonzero(images.labels == label)[: count // 10]:
-                Image.fromarray(images.images[k]).save(place / f"{k:05d}.png")
 
 
 def first_order(loss_fn: Any, rate: Any, *, optimizer: str, **_: Any) -> Any:
@@ -109,7 +96,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, "photographs")
-        write_photographs(options.data_dir, folder, options.images, options.images)
+        write(options.data_dir, folder, options.images, options.images)
         found = {}
         if "kfac" in options.optimizers:
             found["kfac, first attempt"] = [

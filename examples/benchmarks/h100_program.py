@@ -43,6 +43,7 @@ from gpu_counts import count
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "language_model"))
 from transformer import Transformer
+from vit import ViT, vit_b16
 
 AXIS = "devices"
 FIRST_ORDER = ("sgd", "adamw", "muon")
@@ -56,16 +57,17 @@ class Task(NamedTuple):
     loss_fn: Callable[..., jax.Array]
     params: Any
     batch: Any
-    max_dim: int = 8192
+    max_dim: int | None = None
 
 
 def image_task(arch: str, images: int, size: int, classes: int, **sizes: Any) -> Task:
     """Cross-entropy of a network for images, in bfloat16; batch norm in training mode."""
+    model: Any
     if sizes:
-        network = models.ViT if arch.startswith("vit") else models.ResNet
+        network = ViT if arch.startswith("vit") else models.ResNet
         model = network(num_classes=classes, dtype=jnp.bfloat16, **sizes)
     else:
-        model = models.create(arch, classes, "bfloat16")
+        model = vit_b16(classes, jnp.bfloat16) if arch == "vit-b16" else models.create(arch, classes, "bfloat16")
     batch = jax.ShapeDtypeStruct((images, size, size, 3), jnp.float32), jax.ShapeDtypeStruct((images,), jnp.int32)
     variables = jax.eval_shape(lambda x: model.init(jax.random.key(0), x, train=False), batch[0])
     averages = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), variables.get("batch_stats", {}))

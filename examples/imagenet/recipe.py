@@ -1,8 +1,5 @@
-"""The recipe: named configurations and defaults as tables of values, and what they are made of: augmentation on the
-device, schedules, updates, loss scaling.
-"""
+"""The recipe: named configurations and defaults as tables of values; augmentation on the device, and schedules."""
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -24,24 +21,6 @@ OSAWA = {
     "bs64k": (65536, 4e-2, 0.95, 1.5e-4, 2.9, 2.0, 64.5, 0.6, 60.0),  # 76.3%, 1,173
     "bs128k": (131072, 7e-2, 0.93, 1e-4, 3.0, 1.0, 95.0, 1.0, 80.0),  # 75.0%, 782
 }
-# Epochs and warm-up of the first-order baselines: LARS, Nesterov momentum, LAMB. Published with 75.9%: LARS at 4,096,
-# 8,192, 32,768 and 65,536 (MLPerf reference points), Nesterov momentum at 32,768 (Nado et al. 2021, 2,512 steps). Rates
-# and warm-ups are starting points and not those of these runs: tune them before anything is concluded.
-FIRST_ORDER = {
-    "bs4k": ((40, 5), (50, 5), (90, 2.5)),
-    "bs8k": ((42, 8), (50, 8), (90, 5)),
-    "bs16k": ((48, 12), (56, 12), (90, 10)),
-    "bs32k": ((56, 18), (64.2, 16), (90, 20)),
-    "bs64k": ((84.5, 30), (90, 30), (90, 30)),
-    "bs128k": ((100, 35), (100, 35), (90, 40)),
-}
-# Of each the rate at batch 32,768, which goes with the root of the batch, its digits, and the rest.
-BASELINES: dict[str, tuple[float, int, dict[str, Any]]] = {
-    "lars": (29, 2, dict(optimizer="lars", momentum=0.93, weight_decay=1e-4)),
-    "nesterov": (7, 2, dict(optimizer="sgd", nesterov=True, momentum=0.976, weight_decay=5e-5)),
-    "lamb": (0.04, 4, dict(optimizer="lamb", weight_decay=1e-2)),
-}
-
 CONFIGS: dict[str, dict[str, Any]] = {
     name: dict(
         optimizer="kfac", global_batch=batch, learning_rate=rate, momentum=momentum, damping=damping, decay_power=power,
@@ -55,14 +34,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     )
     for name, (batch, rate, momentum, damping, power, begin, end, alpha, epochs) in OSAWA.items()
 }  # fmt: skip
-CONFIGS |= {
-    f"{kind}-{name}": dict(
-        global_batch=OSAWA[name][0], epochs=float(row[k][0]), warmup_epochs=float(row[k][1]), arch="resnet50",
-        learning_rate=round(rate * math.sqrt(OSAWA[name][0] / 32768), digits), schedule="polynomial", local_batch=32,
-        sync_batch_norm=False, label_smoothing=0.1, **rest,
-    )
-    for k, (kind, (rate, digits, rest)) in enumerate(BASELINES.items()) for name, row in FIRST_ORDER.items()
-}  # fmt: skip
 
 
 # Defaults where no configuration, data set or optimizer has another; then by data set; then by optimizer, whatever the
@@ -75,8 +46,6 @@ _LARGE_IMAGES = dict(image_size=224, arch="resnet50", label_smoothing=0.1, sync_
 DATA: dict[str, dict[str, Any]] = {
     "digits": dict(image_size=8, arch="digits", label_smoothing=0.0, global_batch=144, epochs=14.4,
                    sync_batch_norm=True),
-    "cifar10": dict(image_size=32, arch="resnet20", label_smoothing=0.1, global_batch=1000, epochs=30.0,
-                    sync_batch_norm=True, data_dir="data/cifar10"),
     "folder": dict(global_batch=256, epochs=90.0, **_LARGE_IMAGES),
     "synthetic": dict(global_batch=64, epochs=1.0, **_LARGE_IMAGES),
 }  # fmt: skip
@@ -86,7 +55,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "muon": dict(learning_rate=0.1, momentum=0.95, weight_decay=0.0, nesterov=True),
     "sgd": dict(learning_rate=1.0, momentum=0.9, nesterov=True, weight_decay=1e-4),
     "lars": dict(learning_rate=15.0, momentum=0.9, weight_decay=1e-4),
-    "lamb": dict(learning_rate=0.1, momentum=0.9, weight_decay=1e-4),
     "adamw": dict(learning_rate=0.01, momentum=0.9, weight_decay=1e-2),
 }  # fmt: skip
 # K-FAC where the curvature makes the length of a step, or a trust ratio that is a number, and no --config says more.
@@ -121,10 +89,7 @@ class Run(NamedTuple):
 # place in the global batch, so that neither the number of devices nor a stop changes them.
 
 # Random erasing (Zhong et al. 2017): how often, and of which shapes, as shares of the image.
-PROBABILITY = 0.5
-AREA = (0.02, 0.25)
-ASPECT = (0.3, 1.0)
-
+PROBABILITY, AREA, ASPECT = 0.5, (0.02, 0.25), (0.3, 1.0)
 # Streams of random numbers of an image.
 MIXUP, ERASING = 0, 1
 
@@ -149,10 +114,7 @@ def own_indices(devices: int, local: int, micro_batches: int) -> jax.Array:
 
 
 def running_mixup(keys: jax.Array, step: jax.Array, alpha: float, new: Mixed, previous: Mixed) -> Mixed:
-    """`l x + (1 - l) x'` with the previous mixed batch x', `l = max(b, 1 - b)`, `b ~ Beta(alpha, alpha)`, per image.
-
-    There is nothing before the first batch, which goes in as it is.
-    """
+    """`l x + (1 - l) x'` with the last mixed batch x', by image: `l = max(b, 1 - b)`, `b ~ Beta(alpha, alpha)`."""
     b = jax.vmap(lambda key: jax.random.beta(jax.random.fold_in(key, MIXUP), alpha, alpha, dtype=jnp.float32))(keys)
     share = jnp.where(step == 0, 1, jnp.maximum(b, 1 - b))
 
@@ -161,14 +123,6 @@ def running_mixup(keys: jax.Array, step: jax.Array, alpha: float, new: Mixed, pr
         return own * x + (1 - own) * before
 
     return Mixed(mix(new.images, previous.images), mix(new.targets, previous.targets))
-
-
-def rectangles(height: jax.Array, width: jax.Array, u: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """True inside of a rectangle of this size at a place given by `u` in [0, 1)^2."""
-    h, w = jnp.clip(jnp.round(height), 1, shape[0]), jnp.clip(jnp.round(width), 1, shape[1])
-    top, left = jnp.floor(u[0] * (shape[0] - h + 1)), jnp.floor(u[1] * (shape[1] - w + 1))
-    y, x = jnp.arange(shape[0])[:, None], jnp.arange(shape[1])[None, :]
-    return (y >= top) & (y < top + h) & (x >= left) & (x < left + w)
 
 
 def erase(keys: jax.Array, images: jax.Array) -> jax.Array:
@@ -180,7 +134,11 @@ def erase(keys: jax.Array, images: jax.Array) -> jax.Array:
         area = shape[0] * shape[1] * (AREA[0] + (AREA[1] - AREA[0]) * u[1])
         aspect = ASPECT[0] + (ASPECT[1] - ASPECT[0]) * u[2]
         aspect = jnp.where(u[3] < 0.5, aspect, 1 / aspect)  # height over width, either way up
-        inside = rectangles(jnp.sqrt(area * aspect), jnp.sqrt(area / aspect), u[4:], shape)
+        h = jnp.clip(jnp.round(jnp.sqrt(area * aspect)), 1, shape[0])
+        w = jnp.clip(jnp.round(jnp.sqrt(area / aspect)), 1, shape[1])
+        top, left = jnp.floor(u[4] * (shape[0] - h + 1)), jnp.floor(u[5] * (shape[1] - w + 1))
+        y, x = jnp.arange(shape[0])[:, None], jnp.arange(shape[1])[None, :]
+        inside = (y >= top) & (y < top + h) & (x >= left) & (x < left + w)
         return ~(inside & (u[0] < PROBABILITY))
 
     return jnp.where(jax.vmap(kept)(keys)[..., None], images, 0)
@@ -189,10 +147,9 @@ def erase(keys: jax.Array, images: jax.Array) -> jax.Array:
 def augment(
     keys: jax.Array, step: jax.Array, alpha: float, erasing: str, batch: Mixed, previous: Any
 ) -> tuple[Mixed, Any]:
-    """What the network sees, and what the next batch is mixed with, of normalised images with a key each.
+    """What the network sees, and what the next batch is mixed with, if it is, of normalised images with a key each.
 
-    `previous` is what the last call carried; nothing is carried without mixup. With `erasing` "in-place" the rectangle
-    is also missing from what is carried on, as in the code of Osawa et al. 2019; with "own" it is not.
+    With `erasing` "in-place" the rectangle is missing from what is carried on too, as in the code of Osawa et al.
     """
     if alpha:
         batch = running_mixup(keys, step, alpha, batch, previous)
@@ -240,11 +197,9 @@ def learning_rate(config: Any, steps_per_epoch: float, total_steps: int) -> opta
         ),
         "constant": optax.constant_schedule(peak),
     }[config.schedule]
-    if warmup == 0:
-        return decay
     # Starts at peak / warmup, not at zero: no step is for nothing.
-    rise = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
-    return optax.join_schedules([rise, decay], [warmup])
+    rise = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
+    return optax.join_schedules([rise, decay], [warmup]) if warmup else decay
 
 
 def momentum(config: Any, rate: optax.Schedule) -> Any:
@@ -253,43 +208,3 @@ def momentum(config: Any, rate: optax.Schedule) -> Any:
         return config.momentum
     peak = config.learning_rate if config.momentum_coupling == "proportional" else None
     return kfac.schedules.coupled_momentum(config.momentum, rate, reference_rate=peak)
-
-
-def damping(config: Any, steps_per_epoch: float) -> Any:
-    """The damping, or its schedule where it begins higher."""
-    if config.damping_initial is None:
-        return config.damping
-    steps = max(1, round(config.damping_warmup_epochs * steps_per_epoch))
-    return kfac.schedules.damping_warmup(config.damping_initial, config.damping, steps)
-
-
-def select(condition: jax.Array, new: Any, old: Any) -> Any:
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
-
-
-# The scale of the loss for float16, in which small gradients vanish without one (Micikevicius et al. 2018).
-
-INITIAL, LARGEST, SMALLEST = 2.0**15, 2.0**24, 1.0
-# After so many finite steps in a row a larger scale is tried.
-PATIENCE = 1000
-
-
-class LossScale(NamedTuple):
-    """What the loss is multiplied by, a power of two, which does not round; finite steps since it last changed."""
-
-    scale: jax.Array
-    finite_steps: jax.Array
-
-
-def adjust(state: LossScale, finite: jax.Array) -> LossScale:
-    """Half of the scale after a step whose gradients were not finite, double after `PATIENCE` that were."""
-    steps = jnp.where(finite, state.finite_steps + 1, 0)
-    up = steps >= PATIENCE
-    scale = jnp.where(finite, jnp.where(up, state.scale * 2, state.scale), state.scale / 2)
-    return LossScale(jnp.clip(scale, SMALLEST, LARGEST), jnp.where(up, 0, steps))
-
-
-def unscale(state: LossScale, loss: jax.Array, grads: Any, factors: Any) -> tuple[jax.Array, Any, Any]:
-    """Loss, gradients and statistics of the loss itself."""
-    grads = jax.tree.map(lambda g: g / state.scale, grads)
-    return loss / state.scale, grads, None if factors is None else factors.unscale(state.scale)

@@ -56,6 +56,7 @@ from data import Plan  # noqa: E402
 from other_networks import OTHERS, Problem  # noqa: E402
 from speed import median_times  # noqa: E402
 from transformer import Transformer  # noqa: E402
+from vit import ViT  # noqa: E402
 
 EVERY = math.inf  # the `cost` of statistics and refreshes in every step
 KFAC: dict[str, dict[str, Any]] = {
@@ -162,7 +163,7 @@ PROBLEMS: dict[str, Callable[[Path, int], Problem]] = {
         images, models.ResNet((1, 1, 1), num_classes=10, width=16, stem="small", init_scheme="he")
     ),
     "residual network, no normalisation": functools.partial(images, Plain()),
-    "vision transformer": functools.partial(images, models.ViT(10, width=96, depth=4, heads=4, patch=4)),
+    "vision transformer": functools.partial(images, ViT(10, width=96, depth=4, heads=4, patch=4)),
     "MLP-Mixer": functools.partial(images, Mixer()),
     "character transformer": text,
     **OTHERS,

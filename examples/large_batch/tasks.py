@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+import cifar10
 import models
-from batches import ArraySplit, read_cifar10
+from batches import ArraySplit
 from files import UserError
 
 
@@ -46,16 +47,14 @@ def _cifar(data_dir: Path) -> Task:
     """5,000 training images of CIFAR-10 at 16 x 16, 2,500 others to validate, all 10,000 test images."""
     if not data_dir.is_dir():
         raise UserError(f"--data-dir {data_dir} is not a folder; examples/imagenet/get_cifar10.sh fetches CIFAR-10")
-    whole = read_cifar10(data_dir)
-    train, val = whole.train, whole.val
-    assert isinstance(train, ArraySplit) and isinstance(val, ArraySplit)
+    (images, labels), test = cifar10.read(data_dir)
     # RandomState, because its stream is frozen between versions of numpy.
-    order = np.random.RandomState(0).permutation(len(train))
+    order = np.random.RandomState(0).permutation(len(labels))
     chosen, held = order[:5000], order[5000:7500]
     return Task(
-        "cifar", ArraySplit(_halved(train.images[chosen]), train.labels[chosen], shift=2, flip=True),
-        (_halved(train.images[held]), train.labels[held]), (_halved(val.images), val.labels),
-        whole.mean, whole.std, _resnet((1, 1, 1), 16),
+        "cifar", ArraySplit(_halved(images[chosen]), labels[chosen], shift=2, flip=True),
+        (_halved(images[held]), labels[held]), (_halved(test[0]), test[1]), cifar10.MEAN, cifar10.STD,
+        _resnet((1, 1, 1), 16),
     )  # fmt: skip
 
 

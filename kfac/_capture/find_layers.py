@@ -18,7 +18,7 @@ from kfac._capture.outputs import Marks, find_marks
 from kfac._capture.states import Use, by_part
 from kfac._capture.trace import Argnums, Trace, trace
 from kfac._checks import check_function, check_positive_int
-from kfac._layers import KRONECKER_KINDS, LONG, MAX_DIM, OBLONG, VOCABULARY, Layer, Layers, Layout, UnsupportedLayerError
+from kfac._layers import KRONECKER_KINDS, MAX_DIM, VOCABULARY, Layer, Layers, Layout, UnsupportedLayerError
 from kfac._varying import on_mesh
 
 
@@ -204,6 +204,11 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
         dtype="float64" if any(v.dtype == "float64" for v in traced.program.inputs[: len(names)]) else "float32",
     )  # fmt: skip
     return Found(layers, reads, uses_of, marks, n, unclear)
+
+
+# The longer side of a dense kernel is cut into blocks as long as the shorter one where it has so many rows: with fewer
+# it costs little. And where it has no more than so many times its rows, unlike that of a head with few outputs.
+LONG, OBLONG = 256, 8
 
 
 def _bounded(layer: Layer, max_dim: int | None) -> Layer:

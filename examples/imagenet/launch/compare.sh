@@ -1,8 +1,7 @@
 #!/bin/bash
 # K-FAC and SGD with the same warm-up, batches and length, three seeds each, and one page of curves:
 #
-#   sh examples/imagenet/get_cifar10.sh
-#   bash examples/imagenet/launch/compare.sh --data cifar10 --global-batch auto --local-batch 500 --epochs 30
+#   bash examples/imagenet/launch/compare.sh --data-dir photographs --image-size 32 --arch resnet20 --global-batch auto
 #
 # Options go to train.py, of all runs. A run that is stopped or fails ends it, with the run's exit code. Started again,
 # it goes on where it was.

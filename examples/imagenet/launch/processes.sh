@@ -14,7 +14,7 @@ port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("localhost", 0)
 export JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=${DEVICES:-2}
 pids=()
 for ((i = 0; i < count; i++)); do
-  "$python" "$here/../train.py" "$@" --coordinator "localhost:$port" --num-processes "$count" --process-id "$i" &
+  "$python" "$here/../train.py" "$@" --processes "localhost:$port" "$count" "$i" &
   pids+=($!)
 done
 # Stopped by a signal they end together, after a checkpoint. One that fails leaves the others waiting, so they end too.
