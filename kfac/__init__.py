@@ -66,7 +66,7 @@ __version__ = "0.3.0"
 _MOVED = {"curvature": "Likelihood Matrix Operator averaged_factors eigenbasis estimate exact gauss_newton operator",
           "planning": "Assignment Hardware Plan plan", "presets": "adaptive_damping",
           "state": "KfacState gather_state refresh scatter_state state_specs",
-          "types": "Kronecker Layer Shares TrainStep Unitwise"}  # fmt: skip
+          "types": "Kronecker Layer Packed TrainStep Unitwise"}  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

@@ -9,6 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kfac._triangles import as_vectors, from_vectors
+from kfac._varying import on_mesh, whole
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +55,60 @@ class Unitwise:
     """
 
     F: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """A `Kronecker` block on several devices. Of a batch over a mesh each has an equal part of the elements.
+
+    Attributes:
+      flat: upper triangles, diagonals and moments as vectors `[copies?, pieces, elements]`, maybe with zeros behind.
+      shapes: of `A` and `G` of one copy.
+    """
+
+    flat: Kronecker
+    shapes: tuple[tuple[int, ...], ...] = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, block: Kronecker, shapes: tuple[tuple[int, ...], ...]) -> Packed:
+        """A block that is whole, packed."""
+        flat = Kronecker(as_vectors(block.A, shapes[0]), as_vectors(block.G, shapes[1]))
+        if block.moments is not None:
+            flat = dataclasses.replace(flat, moments=block.moments.reshape(*block.moments.shape[:-2], 1, -1))
+        return cls(flat, shapes)
+
+    def unpacked(self) -> Kronecker:
+        """The inverse of `of`."""
+        flat, (a, g) = self.flat, self.shapes
+        sides = from_vectors(flat.A, a), from_vectors(flat.G, g)
+        if flat.moments is None:
+            return Kronecker(*sides)
+        moments = from_vectors(flat.moments, (g[-1] * a[-1],))
+        return Kronecker(*sides, moments.reshape(*moments.shape[:-1], g[-1], a[-1]))
+
+    def combined(self, average: Callable[[Any], Any] | None = None) -> Kronecker:
+        """The block, whole on every device."""
+        del average
+        return _unpacked_everywhere(self)
+
+    @property
+    def A(self) -> jax.Array:
+        return self.combined().A
+
+    @property
+    def G(self) -> jax.Array:
+        return self.combined().G
+
+    @property
+    def moments(self) -> jax.Array | None:
+        return None if self.flat.moments is None else self.combined().moments
+
+
+@jax.jit
+@on_mesh
+def _unpacked_everywhere(block: Packed) -> Kronecker:
+    return whole(Packed.unpacked)(block)
 
 
 @jax.tree_util.register_dataclass
@@ -136,16 +193,23 @@ class Ragged:
 
 
 Block = Kronecker | Unitwise
-Statistics = Kronecker | Unitwise | Tied | Ragged
+
+
+def formed(block: Any, average: Callable[[Any], Any] = lambda found: found) -> Any:
+    """A block with factors of its own; `average` is over what the statistics are to be averaged over."""
+    return block.combined(average) if isinstance(block, Packed | Tied | Ragged) else block
+
+
+Statistics = Kronecker | Unitwise | Packed | Tied | Ragged
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class Factors(Mapping[str, Statistics]):
-    """The statistics of one batch, a pytree: from layer name to `Kronecker`, `Unitwise`, `Tied` or `Ragged`.
+    """The statistics of one batch, a pytree: from layer name to `Kronecker`, `Unitwise`, `Packed`, `Tied` or `Ragged`.
 
     Like gradients, factors can be added, averaged, `psum`-ed with `jax.tree.map` and passed through `jit`. The average
-    of the factors of several batches is that of all of them together. `Tied` and `Ragged` blocks have `A` and `G` as a
-    `Kronecker` one has. Layers of the gradient's own factors are not in it: the optimizer forms these.
+    of the factors of several batches is that of all of them together. `Packed`, `Tied` and `Ragged` blocks have
+    `A` and `G` as a `Kronecker` one has. Layers of the gradient's own factors are not in it: the optimizer forms these.
     """
 
     def __init__(self, blocks: Mapping[str, Statistics]):
@@ -162,6 +226,10 @@ class Factors(Mapping[str, Statistics]):
 
     def __repr__(self) -> str:
         return f"Factors({self._blocks!r})"
+
+    def whole(self) -> Factors:
+        """With `Kronecker` blocks in the place of `Packed` ones, whole on every device."""
+        return Factors({n: block.combined() if isinstance(block, Packed) else block for n, block in self.items()})
 
     def unscale(self, loss_scale: jax.typing.ArrayLike) -> Factors:
         """The statistics of the loss itself, from those of `loss_scale` times the loss.
@@ -182,6 +250,8 @@ class Factors(Mapping[str, Statistics]):
                 return Kronecker(block.A, *jax.tree.map(unscaled, (block.G, block.moments)))
             if isinstance(block, Unitwise):
                 return Unitwise(unscaled(block.F))
+            if isinstance(block, Packed):
+                return dataclasses.replace(block, flat=own(block.flat))
             if isinstance(block, Tied):  # of the transpose, the gradients are on the side of the inputs
                 turned = Kronecker(unscaled(block.transposed.A), block.transposed.G)
                 return dataclasses.replace(block, direct=own(block.direct), transposed=turned)
@@ -196,25 +266,3 @@ class Factors(Mapping[str, Statistics]):
     @classmethod
     def tree_unflatten(cls, names, blocks):
         return cls(dict(zip(names, blocks, strict=True)))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Shares:
-    """The statistics of each device's share of a batch: what `data_parallel` brings, and `update` takes.
-
-    Attributes:
-      factors: those of all devices, one behind the other along an axis in front.
-      axes: of the mesh, over which the batch is spread.
-    """
-
-    factors: Factors
-    axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
-
-    def average(self) -> Factors:
-        """The statistics of the whole batch."""
-        return jax.tree.map(lambda x: jnp.mean(x, axis=0), self.factors)
-
-    def unscale(self, loss_scale: jax.typing.ArrayLike) -> Shares:
-        """As that of `Factors`."""
-        return dataclasses.replace(self, factors=self.factors.unscale(loss_scale))

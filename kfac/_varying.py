@@ -137,6 +137,16 @@ def axis_size(axis_name: AxisName | None) -> int | None:
         return None
 
 
+def dividing_axes(length: int) -> tuple[str, ...]:
+    """The axes of the mesh that XLA splits arrays over, of whose devices each can have as many of so many examples."""
+    mesh, devices = jax.sharding.get_abstract_mesh(), 1
+    axes: list[str] = []
+    for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True):
+        if kind != AxisType.Manual and size > 1 and length % (devices * size) == 0:
+            axes, devices = [*axes, name], devices * size
+    return tuple(axes)
+
+
 def sum_of_examples(of: Callable[..., Any], *arrays: jax.Array) -> Any:
     """`of(*arrays)`, a sum over their leading axis, that of the examples; devices of a mesh sum their own first.
 
@@ -144,14 +154,9 @@ def sum_of_examples(of: Callable[..., Any], *arrays: jax.Array) -> Any:
     devices has a message in every turn, or gathers the batch. So under `jax.set_mesh` every device takes its share of
     the examples, which are where they were if the batch is spread over these axes, and sends one sum.
     """
-    mesh, devices = jax.sharding.get_abstract_mesh(), 1
-    axes: list[str] = []
-    for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True):
-        if kind != AxisType.Manual and arrays[0].shape[0] % (devices * size) == 0:
-            axes, devices = [*axes, name], devices * size
-    if devices == 1:
+    names = dividing_axes(arrays[0].shape[0])
+    if not names:
         return of(*arrays)
-    names = tuple(axes)
     sums = jax.shard_map(
         lambda *own: lax.psum(of(*own), names), in_specs=PartitionSpec(names), out_specs=PartitionSpec(),
         axis_names=set(names),
@@ -181,19 +186,32 @@ def sum_of_parts(of: Callable[..., Any], limit: int, *arrays: jax.Array) -> Any:
     return sum_of_examples(summed, *arrays) if limit < arrays[0].shape[0] else of(*arrays)
 
 
+def explicit_axes() -> tuple[str, ...]:
+    """The axes of the mesh of which types tell how arrays are split."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in kinds if kind == AxisType.Explicit)
+
+
+def explicit_part(spec: PartitionSpec) -> PartitionSpec:
+    """A spec without the axes that are not explicit."""
+    known = explicit_axes()
+    return PartitionSpec(*(tuple(name for name in axis_names(part) if name in known) or None for part in spec))
+
+
 def whole(fn: Callable, like: Any = None) -> Callable:
     """`fn` with results that lie as `like`, or as it says, over axes of a mesh that are explicit; without it whole.
 
     There a sum over an axis that is split would need to say how its result lies. Inside, XLA sees to that.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    explicit = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
-    if not explicit:
+    if not explicit_axes():
         return fn
-    said = PartitionSpec() if like is None else like
-    lies = said if isinstance(said, PartitionSpec) else jax.tree.map(lambda x: jax.typeof(x).sharding.spec, said)
-    return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=lies)
+
+    def spec(x):
+        return explicit_part(x) if isinstance(x, PartitionSpec) else jax.typeof(x).sharding.spec
+
+    lies = jax.tree.map(spec, PartitionSpec() if like is None else like, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return jax.sharding.auto_axes(fn, axes=explicit_axes(), out_sharding=lies)
 
 
 def replicated(tree: Any) -> Any:

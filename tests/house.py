@@ -20,7 +20,7 @@ READERS = {"_capture.program", "_capture.primitives", "_capture.replay"}  # the 
 
 # The rooms in the order of their imports: each may import from the same row and from those above.
 ROOMS = (
-    ("_layers", "_factors", "_varying", "_checks"),
+    ("_layers", "_factors", "_triangles", "_varying", "_checks"),
     ("_statistics",),
     ("_capture",),
     ("_curvature",),

@@ -1,4 +1,4 @@
-"""`kfac.data_parallel`: statistics that stay on their devices until `update` over a mesh sends them to owners."""
+"""`kfac.data_parallel`: each device evaluates its share of a batch, and its part of the statistics goes to owners."""
 
 import functools
 
@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import kfac
 import messages
 from checking import FAST, normal
+from kfac._factors import Packed
 from problem import tied_batch, tied_loss, tied_parameters
 
 STEPS, WORDS, WIDTH = 6, 9, 6
@@ -42,13 +43,13 @@ def mesh_of(kind=AxisType.Auto, sizes=(2, 2)):
     return jax.make_mesh(sizes, names, axis_types=len(sizes) * (kind,), devices=jax.devices()[: np.prod(sizes)])
 
 
-def trained(distribution, options, spread=lambda fn: fn, place=lambda data: data, params=None):
+def trained(distribution, options, spread=lambda fn: fn, place=lambda data: data, params=None, **wire):
     tx = kfac.kfac(0.05, found(), damping=1e-2, trust_ratio=None, inverse_every=2, **options, distribution=distribution)
 
     @functools.partial(jax.jit, static_argnums=3, compiler_options=FAST)
     def step(p, state, data, statistics):
         basis = {"basis": kfac.curvature.eigenbasis(state, found())} if options.get("inverse") == kfac.Ekfac() else {}
-        value, grads, factors = spread(kfac.value_and_grad(loss_fn, found()))(p, data, **basis)
+        value, grads, factors = spread(kfac.value_and_grad(loss_fn, found(), **wire))(p, data, **basis)
         updates, state = tx.update(grads, state, p, factors=factors if statistics else None)
         return optax.apply_updates(p, updates), state, value
 
@@ -65,14 +66,14 @@ def on_one(inverse):
     return trained(kfac.Distribution(), {"inverse": inverse})
 
 
-def over(mesh, axis, inverse, **fields):
+def over(mesh, axis, inverse, wire="float32", **fields):
     axes = axis or mesh.axis_names
     distribution = kfac.Distribution(mesh=mesh, **fields)
     with jax.set_mesh(mesh):
         params = jax.device_put(parameters(), NamedSharding(mesh, P()))
         return trained(
             distribution, {"inverse": inverse}, lambda fn: kfac.data_parallel(fn, mesh, axis),
-            lambda data: jax.device_put(data, NamedSharding(mesh, P(axes))), params,
+            lambda data: jax.device_put(data, NamedSharding(mesh, P(axes))), params, communication_dtype=wire,
         )  # fmt: skip
 
 
@@ -100,7 +101,7 @@ def test_it_is_one_device(x64, kind, axis, inverse, fields):
 
 
 def test_in_bfloat16_on_the_wire(x64):
-    result, _ = over(mesh_of(), None, kfac.Cholesky(), communication_dtype="bfloat16")
+    result, _ = over(mesh_of(), None, kfac.Cholesky(), "bfloat16")
     expected, _ = on_one(kfac.Cholesky())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.05, atol=0.02), result, expected)
     assert any(np.abs(a - b).max() > 1e-9 for a, b in zip(*map(jax.tree.leaves, (result, expected)), strict=True))
@@ -112,9 +113,10 @@ def test_the_average_is_the_whole_batch(x64, parts):
     mesh, measure = mesh_of(sizes=(2,)), kfac.value_and_grad(loss_fn, found())
     expected = jax.jit(measure)(parameters(), tied_batch(0))
     own = kfac.microbatch(measure, parts) if parts > 1 else measure
-    value, grads, shares = jax.jit(kfac.data_parallel(own, mesh))(parameters(), tied_batch(0))
-    found_all = value, grads, shares.unscale(2.0).average().unscale(0.5)
-    assert all(len(x) == 2 for x in jax.tree.leaves(shares))
+    value, grads, factors = jax.jit(kfac.data_parallel(own, mesh))(parameters(), tied_batch(0))
+    packed = [block for block in factors.values() if isinstance(block, Packed)]
+    assert packed and all(2 * x.addressable_shards[0].data.size == x.size for x in jax.tree.leaves(packed))
+    found_all = value, grads, factors.unscale(2.0).unscale(0.5).whole()
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-14), found_all, expected)
 
 
@@ -169,24 +171,27 @@ def test_what_is_as_long_as_the_batch_is_spread_or_named(x64):
     measure = kfac.value_and_grad(loss, kfac.find_layers(loss, params, x, y))
     with pytest.raises(ValueError, match="length 8, but argument 2 is as long"):
         kfac.data_parallel(measure, mesh)(params, x, y)
-    value, grads, shares = jax.jit(kfac.data_parallel(measure, mesh, batch_argnums=(1, 2)))(params, x, y)
+    value, grads, factors = jax.jit(kfac.data_parallel(measure, mesh, batch_argnums=(1, 2)))(params, x, y)
     expected = measure(params, x, y)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-14),
-        (value, grads, shares.average()),
+        (value, grads, factors.whole()),
         expected,
     )
 
 
 @pytest.mark.slow
 def test_statistics_go_to_their_owners_in_triangles():
-    """As inside of shard_map, to the byte."""
+    """As inside of shard_map, and a part of them once more: first evenly over the devices, and from there to owners."""
     model = functools.partial(messages.gpt, size=8, layers=2, d=16, words=50, heads=2)
     sent = {}
     for style in ("shares", "shard_map"):
-        _, compiled = messages.programs(model, 4, style, inverse_every=None)
+        layers, compiled = messages.programs(model, 4, style, inverse_every=None)
         sent[style] = messages.by_kind(messages.messages(compiled["K-FAC with statistics"].as_text(), 4))
-    assert sent["shares"] == sent["shard_map"]
+    shares, own = sent["shares"], sent["shard_map"]
+    assert shares["all-gather"] == own["all-gather"]
+    assert shares["reduce-scatter"] <= own["reduce-scatter"] < 1.02 * messages.packed_bytes(layers)
+    assert shares["all-to-all"] - own["all-to-all"] < 0.5 * messages.packed_bytes(layers)
 
 
 def test_what_does_not_go_together_is_refused(x64):
@@ -194,27 +199,6 @@ def test_what_does_not_go_together_is_refused(x64):
     data = jnp.ones((4, 4)), jnp.zeros(4, int), jnp.zeros(4, int)
     layers = kfac.find_layers(tied_loss, params, data)
     measure = kfac.data_parallel(kfac.value_and_grad(tied_loss, layers), mesh)
-    _, grads, shares = jax.eval_shape(measure, params, data)
-
-    def update(distribution):
-        tx = kfac.scale_by_kfac(layers, distribution=distribution)
-        return jax.eval_shape(lambda g, f: tx.update(g, tx.init(g), factors=f), grads, shares)
-
-    update(kfac.Distribution(mesh=mesh))
-    with pytest.raises(ValueError, match=r"factors are those of kfac.data_parallel, which only update of an optimizer"):
-        update(None)
-    with pytest.raises(
-        ValueError, match=r"are the shares of \[2\] devices of the axes \('data',\), but the optimizer's"
-    ):
-        update(kfac.Distribution(mesh=mesh_of(sizes=(4,))))
-    with pytest.raises(ValueError, match=r"take factors.average\(\)"):
-        kfac.curvature.operator(layers, shares, damping=1.0)
-    with pytest.raises(
-        ValueError, match="communication_dtype='bfloat16' has no effect on statistics that XLA averages"
-    ):
-        tx = kfac.scale_by_kfac(layers, distribution=kfac.Distribution(mesh=mesh, communication_dtype="bfloat16"))
-        factors = jax.eval_shape(kfac.types.Shares.average, shares)
-        jax.eval_shape(lambda g, f: tx.update(g, tx.init(g), factors=f), grads, factors)
     with pytest.raises(ValueError, match=r"2 devices of the axes \('data',\) do not divide the batch: .* length 3"):
         jax.eval_shape(measure, params, jax.tree.map(lambda x: x[:3], data))
     with pytest.raises(ValueError, match="leading axes of different lengths 4, 2"):

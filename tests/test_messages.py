@@ -1,6 +1,7 @@
 """What devices send each other, counted from compiled programs."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -64,9 +65,71 @@ def test_no_activation_leaves_its_device(name, kind, moments_too, monkeypatch):
         lowered = jax.jit(measure).lower(*arguments)
         results = lowered.out_info
         sent = messages.by_kind(messages.messages(lowered.compile().as_text(), DEVICES))
-    assert set(sent) == {"all-reduce", "sent"}
+    assert set(sent) == {"all-reduce", "reduce-scatter", "sent"}
     # Numerators and normalisers of softmax and norms over the batch are among them, and sums of rows.
     assert sent["sent"] < 1.25 * sum(4 * np.prod(leaf.shape) for leaf in jax.tree.leaves(results))
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_no_device_holds_the_sums_of_all_layers(scanned):
+    """Over a mesh temporary memory hardly grows with depth: a layer's sums are sent before the next are formed."""
+    d, mesh = 256, jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:DEVICES])
+
+    def loss(p, x):
+        def layer(x, w):
+            return messages.by_examples(jnp.tanh(x @ w)), None
+
+        if scanned:
+            x, _ = lax.scan(layer, x, p)
+        else:
+            for k in range(len(p)):
+                x, _ = layer(x, p[k])
+        return jnp.mean(jnp.sum(x**2, -1))
+
+    def temporary(depth, statistics):
+        shape = (depth, d, d) if scanned else (d, d)
+        lies = NamedSharding(mesh, P(*(len(shape) - 1) * [None], "data"))
+        leaf = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=lies)
+        params = leaf if scanned else depth * [leaf]
+        batch = jax.ShapeDtypeStruct((16, d), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+        layers = kfac.find_layers(loss, params, batch)
+
+        def step(params, batch):
+            _, grads, factors = kfac.value_and_grad(loss, layers, statistics=statistics)(params, batch)
+            return jax.tree.map(lambda g: lax.with_sharding_constraint(g, lies), grads), factors
+
+        with jax.set_mesh(mesh):
+            return jax.jit(step).lower(params, batch).compile().memory_analysis().temp_size_in_bytes
+
+    grown = [temporary(12, statistics) - temporary(4, statistics) for statistics in (False, True)]
+    sums = 8 * 2 * 4 * d * d  # of eight layers, `A` and `G`
+    assert grown[1] - grown[0] < 0.1 * sums, (grown, sums)
+
+
+@pytest.mark.parametrize("style", ["shard_map", "mesh", "shares"])
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+def test_statistics_are_sent_in_the_dtype_that_was_said(style, wire):
+    """Of Kronecker factors, everywhere by the same option."""
+    loss, params, batch, find = CASES["attention"](8 * DEVICES)
+    layers = kfac.find_layers(loss, params, batch, **find)
+    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:DEVICES])
+    tx = kfac.scale_by_kfac(layers)
+    measure = kfac.value_and_grad(loss, layers, communication_dtype=wire)
+    measure = kfac.data_parallel(measure, mesh) if style == "shares" else measure
+
+    def step(params, batch):
+        _, grads, factors = measure(params, batch)
+        grads = lax.pmean(grads, "data") if style == "shard_map" else grads
+        return tx.update(grads, tx.init(params), factors=factors)[0]
+
+    if style == "shard_map":
+        step = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    with jax.set_mesh(mesh):
+        place = [NamedSharding(mesh, spec) for spec in (P(), P("data"))]
+        arguments = [messages.abstract(tree, where) for tree, where in zip((params, batch), place, strict=True)]
+        text = jax.jit(step).lower(*arguments).as_text()
+    found = set(re.findall(r"reduce_scatter.*?: \(tensor<[\dx]*x(\w+)>\)", text, flags=re.DOTALL))
+    assert found == {"bf16" if wire == "bfloat16" else "f32"}
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ def stepped(tx, found, options, average):
 
     def step(p, state, data, statistics):
         basis = {"basis": kfac.curvature.eigenbasis(state, found)} if options.get("inverse") == kfac.Ekfac() else {}
-        _, grads, factors = kfac.value_and_grad(tied_loss, found)(p, data, **basis)
+        _, grads, factors = kfac.value_and_grad(tied_loss, found, **wire_of(options))(p, data, **basis)
         updates, state = tx.update(average(grads), state, p, factors=factors if statistics else None)
         return optax.apply_updates(p, updates), state
 
@@ -37,8 +37,12 @@ def stepped(tx, found, options, average):
 def optimizer(found, options, **where):
     options = {"damping": 1e-2, "trust_ratio": None, "inverse_every": 2} | options
     options.pop("gradients", None)  # of the step
-    wire = {n: options.pop(n) for n in ("communication_dtype",) if n in options}
-    return kfac.kfac(0.05, found, **options, distribution=kfac.Distribution(**wire, **where) if where else None)
+    options = {name: value for name, value in options.items() if name not in wire_of(options)}
+    return kfac.kfac(0.05, found, **options, distribution=kfac.Distribution(**where) if where else None)
+
+
+def wire_of(options):
+    return {name: options[name] for name in ("communication_dtype",) if name in options}
 
 
 def trained(step, params, state, shardings=None):

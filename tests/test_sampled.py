@@ -453,10 +453,9 @@ def test_devices_draw_for_themselves(mapped):
         own = jax.tree.map(lambda leaf, k=k: leaf[k], factors)
         assert k == 0 or differ(own, jax.tree.map(lambda leaf: leaf[0], factors))
         alone = compiled(expected)(params, x[:N], fisher_key=jax.random.fold_in(key, k))
+        value, grads, _ = jax.tree.map(lambda leaf, k=k: leaf[k], jax.device_get(found))
         jax.tree.map(
-            functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6),
-            jax.tree.map(lambda leaf, k=k: leaf[k], jax.device_get(found)),
-            alone,
+            functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), (value, grads, own.whole()), alone
         )
 
 
@@ -465,8 +464,9 @@ def test_sharded_arrays_under_jit_draw_as_one_device_does():
     fn = compiled(function(loss_of(network, "categorical"), params, x))
     mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    found = fn(params, jax.device_put(x, sharding), fisher_key=jax.random.key(0))
+    value, grads, factors = fn(params, jax.device_put(x, sharding), fisher_key=jax.random.key(0))
     expected = fn(params, x, fisher_key=jax.random.key(0))
+    found = value, grads, factors.whole()
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), found, expected)
 
 

@@ -78,7 +78,7 @@ SWITCHES = {
 }
 # What the fields of the values change: of a distribution on several devices the traffic, which the tests of axes show.
 INVERSE_FIELDS = {"precision", "relative"}
-DEVICES = {"axis_name", "mesh", "communication_dtype"}
+DEVICES = {"axis_name", "mesh"}
 # Shown elsewhere: by the tests of the assignment, and by those of several devices.
 OTHER_FIELDS = {"owners"}
 # What everything else is about.
@@ -527,15 +527,15 @@ def test_a_few_steps_get_further_than_gradient_descent_in_ten_times_as_many():
 
 @pytest.mark.parametrize("communication_dtype", ["bfloat16", "float32"])
 def test_factors_are_averaged_over_a_named_axis(communication_dtype):
-    options = {"communication_dtype": communication_dtype}
-    tx = kfac.scale_by_kfac(layers(), distribution=kfac.Distribution("devices", **options))
+    tx = kfac.scale_by_kfac(layers(), distribution=kfac.Distribution("devices"))
     grads = measured(0)[0]
     pair = jax.tree.map(lambda *xs: jnp.stack(xs), *(measured(k)[1] for k in range(2)))
 
     def update(factors):
         return tx.update(grads, tx.init(initial()), factors=factors)
 
-    updates, state = jax.jit(jax.vmap(update, axis_name="devices"))(pair)
+    sent = jax.tree.map(lambda x: x.astype(communication_dtype), pair)  # as value_and_grad has it there
+    updates, state = jax.jit(jax.vmap(update, axis_name="devices"))(sent)
     mean = jax.tree.map(lambda x: x.mean(0), pair)
     _, expected_state, expected = run(kfac.scale_by_kfac(layers()), steps=1, measured=lambda _: (grads, mean))
     found = field_of(kfac.state.gather_state(state), "factors")
@@ -556,10 +556,6 @@ SMALL = [("all_reduce", "i32")], [("all_reduce", "5xf32"), ("all_reduce", "2xf32
 
 SENT = {
     "axis_name": ({}, STATISTICS + DIRECTIONS),
-    "communication_dtype": (
-        {"communication_dtype": "bfloat16"},
-        [("reduce_scatter", "2x20xbf16"), ("all_reduce", "20xbf16"), *DIRECTIONS],
-    ),
     # Statistics are those of the global batch already.
     "mesh": ({"mesh": True}, DIRECTIONS),
 }
@@ -622,7 +618,6 @@ BAD_FIELDS = {
     "relative": ["yes", None, 1],
     "axis_name": [3, 1.5, ("data", 3)],
     "mesh": ["devices", 8],
-    "communication_dtype": ["float16", None, 16],
     "owners": [3, 1.5, ("data", 3)],
 }
 INVERSES = [kfac.Cholesky(), kfac.Eigh(), kfac.Ekfac()]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import kfac
 from oracle import Geometry, Hook, relative_error
@@ -84,6 +84,30 @@ def test_three_devices_are_one(name):
     fn = jax.shard_map(local, mesh=mesh, in_specs=(whole, over), out_specs=whole)
     found = jax.jit(fn, compiler_options=FAST)(params, batch)
     compare(layers, *jax.tree.map(np.asarray, found), truth(loss, params, batch, N), case)
+
+
+OVER_MESH = "actor-critic", "MobileNet in haiku", "GRU in linen"
+KNOWN = [case for case in ZOO.values() if not (case.name in BROKEN or case.hidden or case.alone)]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(x, marks=[] if x.name in OVER_MESH else pytest.mark.slow, id=x.name) for x in KNOWN]
+)
+def test_a_batch_over_a_mesh_of_three_devices(case):
+    """Statistics are packed and spread over devices as they are formed, wherever it is known how the examples lie."""
+    loss, params, batch = case.build()
+    layers = kfac.find_layers(loss, params, batch)
+    mesh = jax.make_mesh((3,), ("devices",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
+    everywhere, spread = (NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec("devices")))
+
+    def place(x):  # what all examples share is whole
+        return jax.device_put(x, spread if np.ndim(x) > 0 and len(x) == N else everywhere)
+
+    measure = jax.jit(kfac.value_and_grad(loss, layers), compiler_options=FAST)
+    value, grads, factors = measure(jax.device_put(params, everywhere), jax.tree.map(place, batch))
+    print(case.name, {name: type(block).__name__ for name, block in factors.items()})
+    found = jax.tree.map(np.asarray, (value, grads, factors.whole()))
+    compare(layers, *found, truth(loss, params, batch, N), case)
 
 
 def test_brute_force_agrees_with_hooks_by_hand():

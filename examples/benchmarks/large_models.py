@@ -125,7 +125,8 @@ def compiled(loss, layers, params, batch, devices, which):
             lambda spec, part: jax.tree.map(lambda _: NamedSharding(mesh, spec), part), specs, state,
             is_leaf=lambda x: isinstance(x, PartitionSpec),
         )  # fmt: skip
-        lying = optax.tree.set(lying, trace=jax.tree.map(split, params))  # momentum lies as the parameters do
+        if which == "sgd":  # momentum lies as the parameters do
+            lying = optax.tree.set(lying, trace=jax.tree.map(split, params))
         state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, lying)
         return jax.jit(step, donate_argnums=(0, 1)).lower(own, state, data).compile().memory_analysis()
 

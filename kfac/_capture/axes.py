@@ -9,6 +9,7 @@ the examples are followed through the same operations (`examples.py`).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -80,6 +81,13 @@ def flatten(axes: Iterable[Axis]) -> list[Atom]:
 def atoms_of(axes: Iterable[Axis]) -> list[Atom]:
     """The leaf's atoms among `axes`, in array order."""
     return [atom for atom in flatten(axes) if atom.of_leaf]
+
+
+def begins(axes: Axes, position: int) -> int | None:
+    """The axis whose slowest atom is that at a position among all atoms, if one is."""
+    starts = itertools.accumulate(map(len, axes), initial=0)
+    found = [k for k, (axis, start) in enumerate(zip(axes, starts, strict=False)) if axis and start == position]
+    return found[0] if found else None
 
 
 def is_part(part: Atom, whole: Atom) -> bool:

@@ -1,7 +1,8 @@
-"""Statistics of each device's share of a batch, which stay there until they go to their owners."""
+"""A function of a batch, evaluated on each device's share of it."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -15,8 +16,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kfac._capture.microbatch import check_argnums, split_positions
 from kfac._capture.outputs import with_own_key
+from kfac._capture.spread import dealt
 from kfac._checks import check_axis_name, check_mesh
-from kfac._factors import Factors, Shares
+from kfac._factors import Factors, Packed
 from kfac._varying import AxisName, as_varying, axis_names, lying_as, whole_along
 
 
@@ -29,22 +31,20 @@ def data_parallel(
 ) -> Callable[..., Any]:
     """Evaluates `fn` on every device's share of a batch, for plain `jit` over a mesh.
 
-    Without it XLA adds up the statistics of all devices, and every device gets all of them, whole. With it they stay
-    where they were taken, and `update` sends each device the triangles of the blocks that it owns, as inside of
-    `jax.shard_map`::
+    As inside of `jax.shard_map`: a batch norm normalises each share by itself, every device draws its own numbers, and
+    micro-batches send their statistics once. The results are those of `fn` under such a `jit` itself, else::
 
         measure = kfac.data_parallel(kfac.value_and_grad(loss_fn, layers), mesh)
         loss, grads, factors = measure(params, batch)
         updates, opt_state = tx.update(grads, opt_state, params, factors=factors)
 
-    with `tx` of `Distribution(mesh=mesh)`. It is for the mean of a loss over examples; a batch norm in it normalises
-    each share by itself. Along `axis_name` parameters should be whole on every device: others are gathered first, all
-    at once. How they lie along further axes of the mesh, as in tensor parallelism, is left to XLA.
+    It is for the mean of a loss over examples. Along `axis_name` parameters should be whole on every device: others are
+    gathered first, all at once. How they lie along further axes of the mesh, as in tensor parallelism, is left to XLA.
 
     Args:
       fn: what `value_and_grad` or `microbatch` returned, `fn(params, batch, ...)`. A `num_examples=` of it is that of
         the examples of one device.
-      mesh: as given to the `Distribution`.
+      mesh: that the batch is spread over.
       axis_name: the axis or axes that the batch is spread over; None for all.
       batch_argnums: positions of what is spread, along the leading axis of each leaf. None: the first argument after
         `params`, and no other may be as long. All devices get the other arguments, and keyword arguments, whole; PRNG
@@ -52,8 +52,8 @@ def data_parallel(
 
     Returns:
       A function with the arguments of `fn`, to be called under `jax.jit`. Values and gradients are averaged over
-      devices, in float32 or better, and keep their dtype; the third result is a `Shares`, which only `update` of an
-      optimizer with this mesh takes. `Shares.average()` are the `Factors` of the whole batch.
+      devices, in float32 or better, and keep their dtype. The third result are the `Factors` of the whole batch, each
+      device with its part of the elements.
 
     Raises:
       ValueError: `axis_name` is not one of the axes of `mesh`; when called: the devices do not divide a leading axis,
@@ -89,10 +89,13 @@ def data_parallel(
             _spread(leaves[n], mesh, axes, explicit) if split[n] else whole_along(leaves[n], axes) for n in places
         ]
         specs = [spread if split[n] else same for n in places]
-        value, grads, shares = jax.shard_map(
-            local, mesh=mesh, in_specs=(specs,), out_specs=(same, same, spread), axis_names=set(axes)
+        value, grads, factors, packed = jax.shard_map(
+            local, mesh=mesh, in_specs=(specs,), out_specs=(same, same, same, spread), axis_names=set(axes)
         )(arrays)
-        return value, lying_as(grads, args[0]), shares
+        if factors is not None:
+            packed = jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1), packed)
+            factors = Factors({name: packed.get(name, block) for name, block in factors.items()})
+        return value, lying_as(grads, args[0]), factors
 
     return shared_out
 
@@ -109,8 +112,11 @@ def _spread(x: Any, mesh: Mesh, axes: tuple[str, ...], explicit: bool) -> Any:
     return jax.reshard(x, NamedSharding(mesh, PartitionSpec(axes))) if explicit else x
 
 
-def _averaged(found: Any, axes: tuple[str, ...]) -> tuple[Any, Any, Shares | None]:
-    """What one device found, with averages over all of values and gradients."""
+def _averaged(found: Any, axes: tuple[str, ...]) -> tuple[Any, Any, Factors | None, dict[str, Packed]]:
+    """What one device found, averaged over all; of what is packed, in its place None, this one's part of the elements.
+
+    The elements are in front.
+    """
     if not (isinstance(found, tuple) and len(found) == 3 and isinstance(found[2], Factors | None)):
         raise ValueError("fn must be what kfac.value_and_grad or kfac.microbatch returned, but it returned no factors")
 
@@ -123,5 +129,12 @@ def _averaged(found: Any, axes: tuple[str, ...]) -> tuple[Any, Any, Shares | Non
         return lax.pmean(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axes).astype(x.dtype)
 
     value, grads, factors = as_varying(jax.tree.map(jnp.asarray, found), frozenset(axes))
-    shares = None if factors is None else Shares(jax.tree.map(lambda x: x[None], factors), axes)
-    return *jax.tree.map(mean, (value, grads)), shares
+    packed = {name: block for name, block in (factors or {}).items() if isinstance(block, Packed)}
+    # None is a tree without leaves.
+    rest: Any = factors and Factors({name: None if name in packed else x for name, x in factors.items()})  # type: ignore
+
+    def part(x):
+        return jnp.moveaxis(x.astype(jnp.promote_types(x.dtype, jnp.float32)), -1, 0) / lax.axis_size(axes)
+
+    own = {n: dataclasses.replace(x, flat=jax.tree.map(part, dealt(x.flat, axes))) for n, x in packed.items()}
+    return *jax.tree.map(mean, (value, grads, rest)), own

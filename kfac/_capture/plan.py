@@ -17,13 +17,15 @@ from kfac._capture import axes as axes_lib
 from kfac._capture.axes import Atom
 from kfac._capture.find_layers import Found, layers_of, placed_rows
 from kfac._capture.outputs import Marks
+from kfac._capture.spread import Spread
 from kfac._capture.states import Loop, Use, by_part
 from kfac._capture.taps import ElementwiseTap, Key, KroneckerTap, Plan, Tap
 from kfac._capture.trace import Trace
 from kfac._factors import Factors, Kronecker, Ragged, Tied, Unitwise
 from kfac._layers import KRONECKER_KINDS, UNITWISE_KINDS, Layer, Layers
-from kfac._statistics.rows import diagonal_blocks, in_blocks
-from kfac._varying import AxisName, split_along, whole
+from kfac._statistics.convolution import Convolution
+from kfac._statistics.rows import Arrangement, Dense, Lookup, diagonal_blocks, in_blocks
+from kfac._varying import AxisName, dividing_axes, split_along, whole, within_devices
 
 
 @dataclasses.dataclass
@@ -35,6 +37,7 @@ class Planned:
       num_examples: `n`, that of which the loss is the mean.
       batch: how many the batch has; None where that is not known.
       lies: the explicit axes of a mesh along which the batch is split.
+      wire: dtype of sums between devices.
       plan: where the taps are.
       probes: shape and dtype of what each tap sums.
       finish: what brings these sums to factors, by layer, and their keys.
@@ -45,6 +48,7 @@ class Planned:
     num_examples: int
     batch: int | None
     lies: AxisName | None = None
+    wire: str = "float32"
     plan: Plan = dataclasses.field(default_factory=Plan)
     probes: dict[Key, Any] = dataclasses.field(default_factory=dict)
     finish: dict[str, tuple[list[Key], Callable[[list[Any]], Any]]] = dataclasses.field(default_factory=dict)
@@ -79,7 +83,7 @@ def _levels(use: Use, examples: bool) -> list[tuple[Loop, bool]]:
 
 
 def plan_taps(
-    traced: Trace, options: Layers, marks: Marks, num_examples: int | None, subsample: int, moments: bool
+    traced: Trace, options: Layers, marks: Marks, num_examples: int | None, subsample: int, moments: bool, wire: str
 ) -> Planned:
     """Finds the layers of a traced loss and plans their taps.
 
@@ -90,6 +94,7 @@ def plan_taps(
       num_examples: the number of examples, if the user gave it.
       subsample: statistics come from every `subsample`-th example.
       moments: whether taps also sum squares of per-example gradients, in a basis.
+      wire: dtype of sums between devices.
 
     Raises:
       ValueError: the number of examples is not clear, or below `subsample`; the layers are not those of `options`.
@@ -101,7 +106,7 @@ def plan_taps(
     if subsample > (batch or n or subsample):
         raise ValueError(f"subsample={subsample}, but the batch has {batch or n} example(s)")
     check_same(options, found.layers)
-    planned = Planned(found, n or 1, batch, traced.batch.lies)
+    planned = Planned(found, n or 1, batch, traced.batch.lies, wire)
     corrected = {layer.name for layer in options if moments and layer.correctable}
     for layer in found.layers:
         uses = found.uses[layer.name]
@@ -144,6 +149,7 @@ def _plan_kronecker(planned: Planned, layer: Layer, uses: list[Use], subsample: 
     biases, paths = layer.params[1:], planned.found.layers.paths
     with_bias = {use.joined[0] for use in planned.found.reads.uses if use.joined and paths[use.leaf] in biases}
     dtype = jnp.result_type(*{use.read.dtype for use in uses})
+    taps = []
     for use in uses:
         index = next(k for k, other in enumerate(planned.found.reads.uses) if other is use)
         if use.late:
@@ -169,8 +175,59 @@ def _plan_kronecker(planned: Planned, layer: Layer, uses: list[Use], subsample: 
             subsample=subsample,
             basis=_basis_key(layer, use.part) if moments else None,
         )
+        taps.append(tap)
+    spread = _spread_taps(planned, layer, taps)
+    for tap in spread or taps:
         planned.place(tap)
-    _finish_kronecker(planned, layer, uses, dtype, moments)
+    _finish_kronecker(planned, layer, uses, dtype, moments, spread[0].spread if spread else None)
+
+
+def _spread_taps(planned: Planned, layer: Layer, taps: list[KroneckerTap]) -> list[KroneckerTap] | None:
+    """The taps of a layer on several devices, which pack sums; None on one, and where others than sums are averaged.
+
+    Over a mesh they are for each device's examples. Where it is not known how these lie XLA adds up whole matrices.
+    """
+    keys, shapes = {tap.key for tap in taps}, tuple(layer.side_shapes.values())
+    own = any(len(key) > 2 for key in keys) or any(tap.use.read.groups is not None for tap in taps)
+    if own or layer.weight_sharing == "reduce":
+        return None
+    if within_devices():
+        return [dataclasses.replace(tap, spread=Spread(shapes, planned.wire)) for tap in taps]
+    alone = len(keys) == len(taps) and all(tap.use.times == 1 for tap in taps)
+    found = [_spread_tap(tap, planned.batch, Spread(shapes, planned.wire, at_once=alone)) for tap in taps]
+    known = [tap for tap in found if tap is not None]
+    axes = {tap.spread.axes for tap in known if tap.spread is not None}
+    return known if len(known) == len(taps) and len(axes) == 1 else None
+
+
+def _spread_tap(tap: KroneckerTap, batch: int | None, spread: Spread) -> KroneckerTap | None:
+    """Splits the slowest axis of the examples, if it is the slowest of an axis of both arrays."""
+    read, geometry = tap.use.read, tap.use.read.geometry
+    placed = placed_rows(tap.use, batch) if batch else None
+    if placed is None or not placed[1]:
+        return None
+    position, rows = placed[1][0], dict(read.rows)
+    size, g = axes_lib.flatten(read.y_axes)[position].size, axes_lib.begins(read.y_axes, position)
+    if isinstance(geometry, Lookup):
+        x = 0 if g == 0 else None  # the first axis of the indices
+    elif isinstance(geometry, Convolution):
+        x = geometry.spec[0] if rows.get(position) == 0 else None
+    else:
+        x = axes_lib.begins(read.x_axes, rows[position]) if isinstance(geometry, Dense) and position in rows else None
+    axes = dividing_axes(size)
+    devices = math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in axes)
+    if x is None or g is None or not axes:
+        return None
+    if tap.subsample > 1 and (tap.arrange_g.examples[:1] != (position,) or size // devices % tap.subsample):
+        return None  # a device's are not those that one would take
+
+    def own(arrange: Arrangement, position: int | None) -> Arrangement:
+        split = (n // devices if k == position else n for k, n in enumerate(arrange.split))
+        return arrange._replace(split=tuple(split))
+
+    arrange_x = tap.arrange_x if isinstance(geometry, Lookup) else own(tap.arrange_x, rows[position])
+    spread = dataclasses.replace(spread, axes=axes, x=x, g=g)
+    return dataclasses.replace(tap, arrange_x=arrange_x, arrange_g=own(tap.arrange_g, position), spread=spread)
 
 
 def _counted(uses: list[Use]) -> bool:
@@ -178,7 +235,9 @@ def _counted(uses: list[Use]) -> bool:
     return any(use.read.groups is not None for use in uses)
 
 
-def _finish_kronecker(planned: Planned, layer: Layer, uses: list[Use], dtype: Any, moments: bool) -> None:
+def _finish_kronecker(
+    planned: Planned, layer: Layer, uses: list[Use], dtype: Any, moments: bool, over: Spread | None
+) -> None:
     """The probes of a layer, and what brings the sums of its parts and copies to factors."""
     n, each = planned.num_examples, planned.batch or 1
     reduce, use = layer.weight_sharing == "reduce", uses[0]
@@ -188,8 +247,13 @@ def _finish_kronecker(planned: Planned, layer: Layer, uses: list[Use], dtype: An
         tails["moments"] = (layer.d_out, layer.d_in)
     counted = _counted(uses)
     uncut = dataclasses.replace(layer, cut=(1, 1)).side_shapes
+    if over is not None:
+        flat = {name: (math.prod(tail),) if name == "moments" else tail for name, tail in tails.items()}
+        tails = {name: over.room(tail) for name, tail in flat.items()}
     wider = {"A": tuple(size + 1 for size in uncut["A"]), "G": uncut["G"]} if counted else tails
     summed = {name: jax.ShapeDtypeStruct((*use.iterated, batched, *tail), dtype) for name, tail in wider.items()}
+    if over is not None:
+        summed = {name: over.probe(use.iterated, batched, tail, dtype) for name, tail in flat.items()}
     positions = {part[0].part: sum(use.for_all(each).rows for use in part) / n for part in by_part(uses)}
     keys = list(dict.fromkeys(_key(layer, use) for use in uses))
     for key in keys:
@@ -253,7 +317,7 @@ def _finish_kronecker(planned: Planned, layer: Layer, uses: list[Use], dtype: An
 
     if moments:
         planned.spread[layer.name] = spread
-    planned.finish[layer.name] = keys, finish
+    planned.finish[layer.name] = keys, finish if over is None else over.packed(finish, len(use.iterated), len(lead))
 
 
 _OTHER = {"A": "G", "G": "A"}

@@ -16,6 +16,7 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from kfac._capture.spread import Spread
 from kfac._capture.states import Use
 from kfac._factors import Kronecker
 from kfac._statistics.moments import example_gradients, multiplied, squares_in_basis
@@ -47,6 +48,8 @@ class KroneckerTap:
       reduce: whether the setting is "reduce".
       subsample: from every how many-th example, or row, factors are formed.
       basis: key of the layer's eigenvectors among the probes.
+      spread: how its sums are formed over a mesh, with what arranges the examples of a device; None where that is
+        left to XLA, or there is one device.
     """
 
     key: Key
@@ -61,6 +64,7 @@ class KroneckerTap:
     reduce: bool = False
     subsample: int = 1
     basis: Key | None = None
+    spread: Spread | None = None
 
     def residuals(self, values: Sequence[jax.Array], multiplier: jax.Array | None, probes: Probes) -> Any:
         # A kernel is multiplied by the same number everywhere, if at all.
@@ -156,6 +160,8 @@ def _backward(tap, residuals, g):
     def statistics(residuals, g):
         return jax.tree.map(lambda moment: moment.astype(tap.dtype), tap.statistics(residuals, g))
 
+    if isinstance(tap, KroneckerTap) and tap.spread is not None:
+        return None, g, tap.spread.sums(statistics, residuals, g)
     if isinstance(tap, KroneckerTap):
         return None, g, whole(statistics)(residuals, g)
     return None, g, whole(statistics, tap.lies)(tap.recomputed(residuals), g)

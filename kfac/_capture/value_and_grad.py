@@ -31,6 +31,7 @@ def value_and_grad(
     num_examples: int | None = None,
     subsample: int = 1,
     statistics: bool = True,
+    communication_dtype: str = "float32",
 ) -> Callable[..., tuple[Any, Any, Any]]:
     """`jax.value_and_grad`, with the statistics of every layer beside the gradients.
 
@@ -41,6 +42,8 @@ def value_and_grad(
 
     The gradients are those of `jax.value_and_grad`. Inside `jax.shard_map` and `jax.pmap` loss, gradients and factors
     are this device's own: average the gradients with `lax.pmean`, leave the factors to the optimizer (`axis_name=`).
+    Under `jit` over a mesh the factors are those of the whole batch: a layer's are packed, and spread over the devices
+    as soon as it has them. `factors.whole()` has them whole, on every device.
 
     Args:
       loss_fn: `loss_fn(params, *args, **kwargs)` returns the *mean* loss over this device's own examples, a real
@@ -61,6 +64,8 @@ def value_and_grad(
         less and is unbiased where their order means nothing. The gradients come from all of them, and so do the counts
         of lookups, sums with `reduce=`, and statistics of `lax.ragged_dot`.
       statistics: False for a step without: the gradients are the same, and `factors` is None.
+      communication_dtype: dtype of Kronecker factors between several devices, `"float32"` (that in which they are
+        summed, if wider) or `"bfloat16"`.
 
     Returns:
       A function of the arguments of `loss_fn` that returns `(value, grads, factors)`, where `value` is `loss` or
@@ -86,6 +91,7 @@ def value_and_grad(
     check_choice("fisher", fisher, ("empirical", "sampled", "expected"))
     check_positive_int("subsample", subsample)
     check_switch("statistics", statistics)
+    check_choice("communication_dtype", communication_dtype, ("float32", "bfloat16"))
     drawn = fisher != "empirical"
 
     @on_mesh
@@ -107,7 +113,8 @@ def value_and_grad(
             skipped = {path for layer in layers if layer.kind == "skipped" for path in layer.params}
             marks.require(f"fisher={fisher!r}" if drawn else "weight= of kfac.output", traced.names, skipped)
             aim_at(traced, [mark.op for mark in marks.marks])
-        planned = plan_taps(traced, layers, marks, num_examples, subsample, moments=basis is not None)
+        moments = basis is not None
+        planned = plan_taps(traced, layers, marks, num_examples, subsample, moments, communication_dtype)
         entries: dict[Any, Any] = {}
         if basis is not None:
             check_basis(basis, layers)

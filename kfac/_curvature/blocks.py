@@ -18,7 +18,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from kfac._checks import experimental_gpu
 from kfac._curvature.inverse import Inverse, diagonals, per_block
 from kfac._curvature.unitwise import ChannelInverse
-from kfac._factors import Block, Factors, Kronecker, Shares, Unitwise
+from kfac._factors import Block, Factors, Kronecker, Unitwise
 from kfac._layers import Layer, Layers
 from kfac._varying import alone
 
@@ -239,11 +239,6 @@ def of_layer(layer: Layer, block: Block) -> Block:
 
 def check_factors(factors: Any, layers: Layers, inverse: Inverse | None = None) -> None:
     """Raises where `factors` are not those of `layers`, or not what `inverse` needs."""
-    if isinstance(factors, Shares):
-        raise ValueError(
-            "factors are those of kfac.data_parallel, which only update of an optimizer with Distribution(mesh=mesh) "
-            "takes, outside of jax.shard_map; for anything else take factors.average()"
-        )
     if not isinstance(factors, Factors):
         raise ValueError(
             f"factors must be what kfac.value_and_grad returns, but is {type(factors).__name__}: write "

@@ -11,43 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from kfac._factors import Block, Kronecker, is_diagonal
-
-
-def pack(stack: jax.Array) -> jax.Array:
-    """The upper triangles of symmetric matrices `[k, d, d]` as `[k, h, 2 h + 1]`, `h = ceil(d / 2)`.
-
-    The upper left triangle, and the lower right one mirrored, fill a rectangle of `h` by `h + 1`; the upper right block
-    stands beside it. Slices and masks only: index tables would be as large as the matrices.
-    """
-    d = stack.shape[-1]
-    if d % 2:  # one more row and column of zeros
-        stack = jnp.pad(stack, ((0, 0), (0, 1), (0, 1)))
-    h = (d + 1) // 2
-    first, last, corner = stack[:, :h, :h], stack[:, h:, h:], stack[:, :h, h:]
-    row, column = lax.broadcasted_iota(jnp.int32, (h, h + 1), 0), lax.broadcasted_iota(jnp.int32, (h, h + 1), 1)
-    shifted = jnp.pad(first, ((0, 0), (0, 0), (1, 0)))
-    triangles = jnp.where(column > row, shifted, jnp.pad(last, ((0, 0), (0, 0), (0, 1))))
-    return jnp.concatenate([triangles, corner], axis=-1)
-
-
-def packed_size(d: int) -> int:
-    """Elements of what `pack` returns for one matrix."""
-    return math.prod(jax.eval_shape(pack, jax.ShapeDtypeStruct((1, d, d), jnp.float32)).shape)
-
-
-def unpack(packed: jax.Array, d: int) -> jax.Array:
-    """The inverse of `pack`, for matrices of dimension `d`."""
-    h = packed.shape[-2]
-    triangles, corner = packed[..., : h + 1], packed[..., h + 1 :]
-    upper, lower = jnp.triu(triangles[..., 1:]), jnp.tril(triangles[..., :h])
-    first = upper + jnp.triu(upper, 1).mT
-    last = lower + jnp.tril(lower, -1).mT
-    top = jnp.concatenate([first, corner], axis=-1)
-    bottom = jnp.concatenate([corner.mT, last], axis=-1)
-    return jnp.concatenate([top, bottom], axis=-2)[..., :d, :d]
+from kfac._triangles import pack, unpack
 
 
 def flatten(tree: Any) -> jax.Array:

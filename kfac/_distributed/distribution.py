@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
-from kfac._checks import check_axis_name, check_choice, check_mesh
+from kfac._checks import check_axis_name, check_mesh
 from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import Inverse
 from kfac._curvature.symmetric import flatten, unflatten
@@ -33,8 +33,6 @@ class Distribution:
       mesh: for plain `jit` over sharded arrays. `init` and `update` then open a `shard_map` of their own over it, and
         `factors` are those of the global batch, as `value_and_grad` under such a `jit` returns them. None for the one
         that parameters lie on.
-      communication_dtype: dtype of statistics on the wire, `"float32"` or `"bfloat16"`. Over a mesh for those of
-        `data_parallel`; others are averaged by XLA.
       owners: those of the axes that blocks are spread over; None for all. Devices along the others repeat the owners:
         with `Distribution(owners="gpu")` on axes `("node", "gpu")` every node has an owner for each block. Inverses and
         preconditioned gradients then stay inside of it, and only sums go between nodes, each device its share. So the
@@ -47,14 +45,12 @@ class Distribution:
 
     axis_name: AxisName | None = None
     mesh: Mesh | AbstractMesh | None = None
-    communication_dtype: str = "float32"
     owners: AxisName | None = None
 
     def __post_init__(self):
         """Checks the arguments."""
         check_axis_name(self.axis_name)
         check_axis_name(self.owners, "owners")
-        check_choice("communication_dtype", self.communication_dtype, ("float32", "bfloat16"))
         if self.mesh is not None:
             check_mesh(self.mesh, self.axis_name)
         if self.axis is not None and not set(axis_names(self.owners)) <= set(axis_names(self.axis)):

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
-from kfac._curvature.symmetric import flatten_block, unflatten_block
+from kfac._curvature.symmetric import flatten, unflatten
 from kfac._distributed.collectives import gather_from_owners, means_to_owners, owns_last, take_own
 from kfac._distributed.distribution import Distribution
 from kfac._distributed.owners import Shard
 from kfac._distributed.segments import BUCKETS
-from kfac._factors import Block
+from kfac._factors import Packed, Unitwise
 from kfac._varying import as_varying, axis_names, axis_size, varying_axes
 
 Shards = Mapping[str, Shard]
@@ -28,11 +28,9 @@ class Everywhere:
 
     Attributes:
       axes: of the devices.
-      dtype: of statistics on the wire.
     """
 
     axes: tuple[str, ...] = ()
-    dtype: str = "float32"
 
     @property
     def alone(self) -> bool:
@@ -81,14 +79,11 @@ class Everywhere:
         """
         return self.mean(dict(stacks))
 
-    def statistics(self, stacks: Mapping[str, Block], shards: Shards) -> dict[str, Block]:
-        """As `means`, of statistics: triangles are sent."""
-        if self.alone:
-            return dict(stacks)
-        sent = {name: flatten_block(stack) for name, stack in stacks.items()}
-        sent = {n: x if self.dtype == "float32" else x.astype(self.dtype) for n, x in sent.items()}
-        received = self.means(sent, shards, BUCKETS)
-        return {name: unflatten_block(received[name], stack) for name, stack in stacks.items()}
+    def statistics(self, stacks: Mapping[str, Packed | Unitwise], shards: Shards) -> dict[str, Packed | Unitwise]:
+        """As `means`, of statistics."""
+        received = self.means({name: flatten(stack) for name, stack in stacks.items()}, shards, BUCKETS)
+        wide = {n: jax.tree.map(lambda x, d=received[n].dtype: x.astype(d), stack) for n, stack in stacks.items()}
+        return {name: unflatten(received[name], like) for name, like in wide.items()}
 
     def mean(self, tree: Any) -> Any:
         """The mean over devices of arrays, in one message."""
@@ -169,5 +164,4 @@ class DealtOut(Everywhere):
 def way_of(distribution: Distribution, dealt: bool) -> Everywhere:
     """The way that a `Distribution`, which names axes or a mesh, stands for; whether blocks are dealt out to owners."""
     axes, owners = axis_names(distribution.axis), axis_names(distribution.owner_axis)
-    dtype = distribution.communication_dtype
-    return DealtOut(axes, dtype, owners) if dealt and owners else Everywhere(axes, dtype)
+    return DealtOut(axes, owners) if dealt and owners else Everywhere(axes)

@@ -11,7 +11,7 @@ from typing import Any
 import optax
 
 from kfac._checks import check_layers
-from kfac._factors import Factors, Shares, Tied
+from kfac._factors import Factors, Packed, Tied
 from kfac._layers import Layer, Layers, leaves_by_path
 from kfac._optimizer.state import has_masked, how_to_hide
 
@@ -38,13 +38,13 @@ def fitted(
         factors = extra.get("factors")
         if others:
             raise TypeError("update takes factors by name: tx.update(grads, opt_state, params, factors=factors)")
-        if isinstance(updates, Factors | Shares):
+        if isinstance(updates, Factors):
             raise ValueError(
                 "updates are statistics, where gradients belong: loss, grads, factors = kfac.value_and_grad(loss_fn, "
                 "layers)(params, batch), and then tx.update(grads, opt_state, params, factors=factors)"
             )
         here = _without_hidden(layers, updates)
-        if here is not layers and isinstance(factors, Factors | Shares):
+        if here is not layers and isinstance(factors, Factors):
             extra["factors"] = _without_rows(factors, layers, here)
         result = made(here).update(updates, state, params, **extra)
         if not told[0] and "factors" not in extra:
@@ -76,16 +76,15 @@ def _without_hidden(layers: Layers, tree: Any) -> Layers:
     return dataclasses.replace(layers, blocks=tuple(blocks))
 
 
-def _without_rows(factors: Any, layers: Layers, here: Layers) -> Any:
+def _without_rows(factors: Factors, layers: Layers, here: Layers) -> Any:
     """The factors without the homogeneous 1, the last row and column of `A`, of layers whose bias is hidden."""
-    if isinstance(factors, Shares):
-        return dataclasses.replace(factors, factors=_without_rows(factors.factors, layers, here))
     blocks = dict(factors)
     for layer in layers:
         d_in = here[layer.name].d_in
         if d_in == layer.d_in or layer.name not in blocks:
             continue
-        block = blocks[layer.name]
+        block: Any = blocks[layer.name]
+        block = block.combined() if isinstance(block, Packed) else block
         if isinstance(block, Tied) or getattr(block, "moments", None) is not None:
             raise ValueError(
                 f"bias {layer.params[1]!r} is masked and its kernel is not, which its statistics do not allow: "

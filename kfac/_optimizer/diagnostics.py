@@ -12,7 +12,7 @@ from jax import lax
 from kfac._checks import check_layers
 from kfac._curvature.blocks import check_factors, group_layers
 from kfac._curvature.refresh import in_portions
-from kfac._factors import Factors, Kronecker, Shares
+from kfac._factors import Factors, Kronecker
 from kfac._layers import Layers
 from kfac._optimizer.state import AdaptiveDampingState, KfacState, find_nodes, find_state
 
@@ -93,9 +93,8 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
       ValueError: `source` is neither, or is not one for these layers.
     """
     check_layers(layers)
-    if isinstance(source, Factors | Shares):
+    if isinstance(source, Factors):
         check_factors(source, layers)
-        assert isinstance(source, Factors)  # checked
         blocks: dict[str, Any] = {layer.name: source[layer.name] for layer in layers if layer.correctable}
         return {name: Kronecker(_eigenvectors(block.A), _eigenvectors(block.G)) for name, block in blocks.items()}
     state = find_state(source, "source")

@@ -17,16 +17,16 @@ import optax
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from kfac._curvature.blocks import Group, check_factors
+from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import finite
 from kfac._distributed.distribution import Distribution
 from kfac._distributed.owners import Shard
-from kfac._factors import Factors, Shares
+from kfac._factors import Factors, Packed, Unitwise
 from kfac._layers import Layer, leaves_by_path, map_by_path
 from kfac._optimizer.reshard import state_spec
 from kfac._optimizer.state import Config, KfacState, Splits, init_state
-from kfac._optimizer.step import Gradients, Now, preconditioned_step
-from kfac._varying import as_varying, axis_names, lying_as, replicated, varying_axes, whole
+from kfac._optimizer.step import Gradients, Now, preconditioned_step, stack_packed, unpacked
+from kfac._varying import axis_names, lying_as, replicated, whole
 
 
 def step_over_mesh(
@@ -36,7 +36,7 @@ def step_over_mesh(
     params: Any,
     state: KfacState,
     now: Now,
-    factors: Factors | Shares | None,
+    factors: Factors | None,
 ) -> tuple[Any, KfacState]:
     """`preconditioned_step` on the devices of a mesh; on explicit axes the results lie as `updates` do."""
     rows = {name: own.shard for name, own in state.owned.items()}
@@ -47,48 +47,27 @@ def step_over_mesh(
         narrow = {group.name: [_narrowest(_dtypes(part, leaves)) for part in group.by_leaf] for group in config.apart}
 
     def given(tree):
-        return to_owners(config, mesh, tree, rows) if split else Gradients(replicated(tree), {})
+        return to_owners(config, mesh, tree, rows, state.splits) if split else Gradients(replicated(tree), {})
 
-    def on_device(updates, params, state, now, factors):
-        local = isinstance(factors, Shares)
-        if local:
-            own = jax.tree.map(lambda x: x[0], factors.factors)
-            factors = as_varying(own, varying_axes(lax.axis_index(axis_names(config.distribution.axis))))
-        here = config if local or config.dealt else dataclasses.replace(config, distribution=Distribution())
-        return preconditioned_step(here, updates, params, state, now, factors, local=local, narrow=narrow)
+    here = config if config.dealt else dataclasses.replace(config, distribution=Distribution())
+
+    def on_device(updates, params, state, now, stacks):
+        batch = None if stacks is None else unpacked(stacks)
+        return preconditioned_step(here, updates, params, state, now, batch, narrow=narrow)
 
     own: Any = Gradients(same, PartitionSpec(config.owners or ()))  # type: ignore[arg-type]  # the specs of such
-    shares = PartitionSpec(factors.axes) if isinstance(factors, Shares) else same
+    apart = {g.name: PartitionSpec(config.owners or ()) if g.kronecker else same for g in config.groups if g.captured}
+    stacks = None if factors is None else statistics_to_owners(config, mesh, apart, factors, rows)
     step = jax.shard_map(
         on_device,
         mesh=mesh,
-        in_specs=(own, same if params is None else own, states, same, shares),
+        in_specs=(own, same if params is None else own, states, same, None if factors is None else apart),
         out_specs=(own, states),
     )
-    new, state = step(given(updates), None if params is None else given(params), state, now, factors)
+    new, state = step(given(updates), None if params is None else given(params), state, now, stacks)
     if not split:
         return lying_as(new.tree, updates), state
     return from_owners(config, mesh, new, updates, rows, state.splits), state
-
-
-def check_over_mesh(config: Config, mesh: Mesh | AbstractMesh, factors: Any) -> None:
-    """Raises where statistics are not such as `update` over a mesh takes."""
-    if not isinstance(factors, Shares):
-        if (wire := config.distribution.communication_dtype) != "float32":
-            raise ValueError(
-                f"communication_dtype={wire!r} has no effect on statistics that XLA averages: take them by "
-                "kfac.data_parallel(kfac.value_and_grad(loss_fn, layers), mesh), in a step of your own, or leave it "
-                "at 'float32'"
-            )
-        return check_factors(factors, config.layers, config.inverse)
-    axes, number = axis_names(config.distribution.axis), {len(x) for x in jax.tree.leaves(factors)}
-    if not set(factors.axes) <= set(axes) or number - {math.prod(mesh.shape[name] for name in factors.axes)}:
-        raise ValueError(
-            f"factors are the shares of {sorted(number)} devices of the axes {factors.axes}, but the optimizer's axes "
-            f"are {axes} of {dict(mesh.shape)}: give kfac.data_parallel the mesh, and axes, of the Distribution"
-        )
-    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), factors.factors)
-    return jax.eval_shape(lambda own: check_factors(own, config.layers, config.inverse), one)
 
 
 def init_over_mesh(config: Config, mesh: Mesh | AbstractMesh, params: Any) -> KfacState:
@@ -116,6 +95,22 @@ def find_splits(params: Any) -> Splits:
     return Splits(tuple(sorted(named.items())) if any(map(any, named.values())) else ())
 
 
+def statistics_to_owners(
+    config: Config, mesh: Mesh | AbstractMesh, specs: dict[str, PartitionSpec], factors: Factors, rows: dict[str, Shard]
+) -> dict[str, Packed | Unitwise]:
+    """Statistics as each owner gets its own, packed, and all devices what all have; `rows` of all positions."""
+
+    def stacked(factors):
+        def own(name, stack):
+            if name not in rows:
+                return stack
+            return jax.tree.map(lambda x: _lying(mesh, x[rows[name].order], config.owners), stack)
+
+        return {name: own(name, stack) for name, stack in stack_packed(config, factors).items()}
+
+    return whole(stacked, specs)(factors)
+
+
 def _explicit(mesh: Mesh | AbstractMesh) -> bool:
     return all(kind == AxisType.Explicit for kind in mesh.axis_types)
 
@@ -129,8 +124,13 @@ def _is_split(config: Config, mesh: Mesh | AbstractMesh, splits: Splits, leaves:
     return any(map(any, known))
 
 
-def to_owners(config: Config, mesh: Mesh | AbstractMesh, updates: Any, rows: dict[str, Shard]) -> Gradients:
+def to_owners(
+    config: Config, mesh: Mesh | AbstractMesh, updates: Any, rows: dict[str, Shard], splits: Splits
+) -> Gradients:
     """Gradients as each owner gets its own, and all devices what all precondition; `rows` of all positions."""
+    specs = {} if _explicit(mesh) else dict(splits.specs)
+    # First as the parameters lie: XLA would add up each use of a leaf, and all turns of a scan, on every device.
+    updates = map_by_path(lambda path, x: _lying(mesh, x, *specs[path]) if path in specs else x, updates)
     apart = _apart(config, updates)
 
     def rest(path, leaf):
@@ -164,7 +164,8 @@ def from_owners(
             across, places = _across(config, mesh, group.layers[0]), rows[group.name].places
             for part, stack in zip(group.by_leaf, stacks[group.name], strict=True):
                 # Laid out as the leaves lie, which XLA knows, before it is cut.
-                leaves |= part.split_matrices(_lying(mesh, stack, None, *across[::-1])[places])
+                whole_stack = _lying(mesh, stack, None, *across[::-1])[places]
+                leaves |= part.split_matrices(whole_stack, {start: jnp.int32(start) for start in part.starts})
         return {path: leaves[path].astype(leaf.dtype) for path, leaf in apart.items()}
 
     own, rest = whole(split, apart)(new.stacks), leaves_by_path(new.tree)

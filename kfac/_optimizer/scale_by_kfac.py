@@ -21,10 +21,11 @@ from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.distribution import Distribution
 from kfac._distributed.ways import way_of
+from kfac._factors import Factors
 from kfac._layers import Layers
 from kfac._optimizer.arguments import fitted
 from kfac._optimizer.moves import Moves, ScalarOrSchedule, value_at
-from kfac._optimizer.over_mesh import check_over_mesh, init_over_mesh, step_over_mesh
+from kfac._optimizer.over_mesh import init_over_mesh, step_over_mesh
 from kfac._optimizer.reshard import on_states, some_state, state_spec
 from kfac._optimizer.state import Config, KfacState, check_devices, init_state, match_leaves
 from kfac._optimizer.step import Gradients, Now, count_blocks, dealt, preconditioned_step, refresh_inverses
@@ -141,10 +142,8 @@ def precondition_and_move(
         params = params if reads_params else None
         if factors is not None:
             _check_wrappers(moves)
-            if over is None:
-                check_factors(factors, layers, inverse)
-            else:
-                check_over_mesh(config, over, factors)
+            checked = functools.partial(check_factors, layers=layers, inverse=inverse)
+            jax.eval_shape(checked, factors) if isinstance(factors, Factors) else checked(factors)
         count = state.count
         now = Now(
             damping=value_at(damping, count),
@@ -159,9 +158,7 @@ def precondition_and_move(
             match_leaves(layers, params, "params")
         if over is None:
             weights = None if params is None else Gradients(params, {})
-            (updates, _), state = preconditioned_step(
-                config, Gradients(updates, {}), weights, state, now, factors, local=True
-            )
+            (updates, _), state = preconditioned_step(config, Gradients(updates, {}), weights, state, now, factors)
         else:
             check_devices(state, math.prod(over.shape[name] for name in axis_names(config.owners)))
             updates, state = step_over_mesh(config, over, updates, params, state, now, factors)

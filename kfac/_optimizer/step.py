@@ -19,11 +19,12 @@ from kfac._curvature.unitwise import ChannelInverse
 from kfac._distributed.distribution import decode, encode
 from kfac._distributed.owners import Shard
 from kfac._distributed.ways import Everywhere
-from kfac._factors import Block, Factors, Kronecker, Ragged, Tied
-from kfac._layers import leaves_by_path, map_by_path
+from kfac._factors import Block, Factors, Kronecker, Packed, Unitwise, formed
+from kfac._layers import Layer, leaves_by_path, map_by_path
 from kfac._optimizer.moves import Kernels, Motion, MovesNow, Stack, adapted, clip_scale, find_kernels, lengthened
 from kfac._optimizer.state import Config, KfacMetrics, KfacState, Owned, Replica, check_state, with_blocks, with_motions
-from kfac._varying import as_varying, varying_axes
+from kfac._triangles import filled
+from kfac._varying import as_varying, varying_axes, within_devices
 
 Vectors = dict[str, jax.Array]  # for each group `[k]`, a number for each block
 Dtypes = Mapping[str, Sequence[Any]]  # for each group one for each part of its columns
@@ -85,25 +86,25 @@ def preconditioned_step(
     params: Gradients | None,
     state: KfacState,
     now: Now,
-    factors: Factors | None,
+    factors: Factors | dict[str, Block] | None,
     *,
-    local: bool,
     narrow: Dtypes | None = None,
 ) -> tuple[Gradients, KfacState]:
-    """One step on one device; `local` statistics are still to be averaged over devices.
+    """One step on one device; statistics are `Factors` still to be averaged over devices, or stacks of its own blocks.
 
     `params` are for the lengths of steps, if these depend on them. `narrow` has the narrowest dtype of the leaves of
     each part of the `stacks`.
     """
     check_state(config, state, config.way.devices)
-    config.way.check(updates.tree, factors if local else None)
+    config.way.check(updates.tree, factors if isinstance(factors, Factors) else None)
     place = locate(config, state, now)
     updates, gradients, square, usable = take_gradients(place, state, updates)
     changed, due = decide(place, state, usable, statistics=factors is not None)
     left_out: Vectors = {}
     change = None
     if factors is not None:
-        batch = average_statistics(place, factors, local=local) | gradient_statistics(place, gradients)
+        batch = average_statistics(place, factors) if isinstance(factors, Factors) else factors
+        batch = batch | gradient_statistics(place, gradients)
         state, left_out, change = take_in(place, state, batch, usable)
         if config.way.alone:
             # Statistics are gone before gradients are stacked; XLA would keep both until the end.
@@ -208,12 +209,53 @@ def decide(place: Place, state: KfacState, usable: jax.Array, *, statistics: boo
     return last_change, usable & ((now.warmup & statistics) | in_turn)
 
 
-def average_statistics(place: Place, factors: Factors, *, local: bool) -> dict[str, Block]:
+def average_statistics(place: Place, factors: Factors) -> dict[str, Block]:
     """This step's statistics of the blocks that this device keeps, averaged over devices."""
     config, way = place.config, place.config.way
-    factors = _of_whole_batch(factors, way.mean if local else lambda traces: traces)
-    stacks = {g.name: g.stack_factors(factors, moments=config.has_moments(g)) for g in config.groups if g.captured}
-    return way.statistics(stacks, place.shards) if local else way.take(stacks, place.shards)
+    if not way.alone:
+        return unpacked(way.statistics(stack_packed(config, factors, way.mean), place.shards))
+    whole = Factors({name: formed(block) for name, block in factors.items()})
+    return {g.name: g.stack_factors(whole, moments=config.has_moments(g)) for g in config.groups if g.captured}
+
+
+def stack_packed(
+    config: Config, factors: Factors, mean: Callable[[Any], Any] = lambda traces: traces
+) -> dict[str, Packed | Unitwise]:
+    """The statistics of all blocks `[k, ...]`, packed.
+
+    Those that are no averages are formed from what is one, over all devices, as on one: by the `mean`.
+    """
+
+    def own(group: Group, layer: Layer) -> Kronecker | Unitwise:
+        """With vectors in the place of factors."""
+        block = factors[layer.name]
+        block = block if isinstance(block, Packed) else formed(block, mean)
+        if isinstance(block, Unitwise):
+            return block
+        if isinstance(block, Kronecker):
+            block = Packed.of(block, tuple(layer.side_shapes.values()))
+            block = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if narrow else x, block)
+        flat, lead = jax.tree.map(fill, block.flat), block.flat.A.shape[:-2]
+        if config.has_moments(group) and flat.moments is None:
+            zeros = jnp.zeros((*lead, 1, group.d_out * group.d_in), flat.A.dtype)
+            flat = dataclasses.replace(flat, moments=fill(zeros))
+        # What is not cut has no pieces.
+        return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[-2 if x.shape[-2] > 1 else -1 :]), flat)
+
+    # As the others, with which they share a message.
+    narrow = any(isinstance(x, Packed) and x.flat.A.dtype == jnp.bfloat16 for x in factors.values())
+    fill = (lambda flat: flat) if within_devices() else filled  # over a mesh all are
+    stacks: dict[str, Any] = {}
+    for group in [group for group in config.groups if group.captured]:
+        stack = group.stack_factors(Factors({layer.name: own(group, layer) for layer in group.layers}))
+        shapes = tuple(group.shapes.values())
+        stacks[group.name] = Packed(jax.tree.map(lambda x: x[:, None], stack), shapes) if group.kronecker else stack
+    return stacks
+
+
+def unpacked(stacks: Mapping[str, Packed | Unitwise]) -> dict[str, Block]:
+    """The statistics of a device's own blocks, from what was sent."""
+    return {name: stack.unpacked() if isinstance(stack, Packed) else stack for name, stack in stacks.items()}
 
 
 def gradient_statistics(place: Place, gradients: Vectors) -> dict[str, Block]:
@@ -225,11 +267,6 @@ def gradient_statistics(place: Place, gradients: Vectors) -> dict[str, Block]:
             own = place.config.way.take({name: own}, place.shards)[name]
         found[name] = group.own_factors(own)
     return found
-
-
-def _of_whole_batch(factors: Factors, mean: Callable[[Any], Any]) -> Factors:
-    """The factors with the blocks that are no averages formed from what is one, over all devices, as on one."""
-    return Factors({n: b.combined(mean) if isinstance(b, Tied | Ragged) else b for n, b in factors.items()})
 
 
 def take_in(

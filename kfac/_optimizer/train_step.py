@@ -79,6 +79,7 @@ def train_step(
     fisher: str = "empirical",
     num_examples: int | None = None,
     subsample: int = 1,
+    communication_dtype: str = "float32",
     num_microbatches: int = 1,
     batch_argnums: int | Sequence[int] | None = None,
     skip: Sequence[str] = (),
@@ -109,6 +110,7 @@ def train_step(
       fisher: as for `value_and_grad`.
       num_examples: as for `value_and_grad`, of the whole batch that a step gets.
       subsample: as for `value_and_grad`.
+      communication_dtype: likewise.
       num_microbatches: in how many parts the batch is worked through. All parts get the other arguments whole: pass
         what is random by name, `step(params, opt_state, batch, key=key)`.
       batch_argnums: the positions of the batch, as `loss_fn` counts its arguments, with `params` as 0. None: as
@@ -162,7 +164,7 @@ def train_step(
         layers = layers_of(params, args, kwargs)
         measure = value_and_grad(
             loss_fn, layers, has_aux=has_aux, fisher=fisher, subsample=subsample, statistics=statistics,
-            num_examples=num_examples and num_examples // num_microbatches,
+            num_examples=num_examples and num_examples // num_microbatches, communication_dtype=communication_dtype,
         )  # fmt: skip
         if num_microbatches > 1:
             measure = microbatch(measure, num_microbatches, batch_argnums=_split(layers, batch_argnums))

@@ -61,7 +61,7 @@ def estimate(
         traced = trace(loss_fn, has_aux, params, (batch,), {}, *batch_of(layers, (batch,), {}))
         examples = layers_of(traced, layers, find_marks(traced), num_examples).num_examples
         drawn = {} if key is None else {"fisher_key": jax.random.fold_in(key, number)}
-        return measure(params, batch, **drawn, **options)[2], examples
+        return measure(params, batch, **drawn, **options)[2].whole(), examples
 
     @jax.jit
     def first(params, batch):

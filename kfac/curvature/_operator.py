@@ -20,7 +20,7 @@ from kfac._curvature.eigh import Eigh, rotate
 from kfac._curvature.ekfac import Ekfac, Moments
 from kfac._curvature.inverse import Inverse, damping_of_blocks
 from kfac._curvature.refresh import in_portions
-from kfac._factors import Eigen, Factors, Kronecker, Ragged, Shares, Tied
+from kfac._factors import Eigen, Factors, Kronecker, formed
 from kfac._layers import Layer, Layers, map_by_path
 from kfac._optimizer.state import KfacState, blocks_of, find_state, match_leaves
 from kfac.curvature._matrix import Linear, scalar
@@ -263,7 +263,7 @@ def operator(
         check_range("damping", damping, 0, math.inf, open_high=True)
     if inverse is not None:
         check_type("inverse", inverse, Inverse, "a kind of inverse such as kfac.Eigh()")
-    if isinstance(source, Factors | Shares):
+    if isinstance(source, Factors):
         inverse, groups, stacks, kept = _from_factors(layers, source, inverse, basis)
         amounts = dict.fromkeys((True, False), jnp.asarray(0.0 if damping is None else damping))
     else:
@@ -299,9 +299,9 @@ Source = tuple[Inverse, Sequence[Group], dict[str, Any], dict[str, Any]]  # stac
 
 def _from_factors(layers: Layers, factors: Any, inverse: Inverse | None, basis: Any) -> Source:
     check_factors(factors, layers)
-    formed = {name: block.combined() if isinstance(block, Tied | Ragged) else block for name, block in factors.items()}
+    blocks = {name: formed(block) for name, block in factors.items()}
     if basis is None:
-        if inverse is None and any(isinstance(b, Kronecker) and b.moments is not None for b in formed.values()):
+        if inverse is None and any(isinstance(b, Kronecker) and b.moments is not None for b in blocks.values()):
             raise ValueError(
                 "factors have moments: pass the basis= that they were taken in, or inverse=kfac.Eigh() to leave them "
                 "out"
@@ -310,7 +310,7 @@ def _from_factors(layers: Layers, factors: Any, inverse: Inverse | None, basis: 
         if inverse.takes_moments:
             raise ValueError(f"inverse={inverse!r} of factors needs the basis= that their moments were taken in")
         alike = tuple(group for group in group_layers(layers) if group.captured)
-        return inverse, alike, {group.name: group.stack_factors(Factors(formed)) for group in alike}, {}
+        return inverse, alike, {group.name: group.stack_factors(Factors(blocks)) for group in alike}, {}
     inverse = inverse or Ekfac()
     if not inverse.takes_moments:
         raise ValueError(f"inverse={inverse!r} has no use for basis=, which belongs to kfac.Ekfac()")
@@ -319,13 +319,13 @@ def _from_factors(layers: Layers, factors: Any, inverse: Inverse | None, basis: 
     kept: dict[str, Any] = {}
     for layer in layers:
         if layer.correctable:
-            inverse.check(layer, formed[layer.name])
-            sides, moments = basis[layer.name], formed[layer.name].moments
+            inverse.check(layer, blocks[layer.name])
+            sides, moments = basis[layer.name], blocks[layer.name].moments
             if not layer.stacked:
                 sides, moments = jax.tree.map(lambda x: x[None], (sides, moments))
             sides = Kronecker(*(Eigen(q, jnp.zeros(q.shape[:2], q.dtype)) for q in (sides.A, sides.G)))
             kept[layer.name] = dataclasses.replace(sides, moments=Moments(moments, jnp.ones_like(moments[:, 0, 0])))
-    return inverse, groups, {group.name: group.stack_factors(Factors(formed)) for group in groups}, kept
+    return inverse, groups, {group.name: group.stack_factors(Factors(blocks)) for group in groups}, kept
 
 
 def _from_state(layers: Layers, state: KfacState, inverse: Inverse | None) -> Source:

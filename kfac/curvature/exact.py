@@ -22,7 +22,7 @@ from kfac._capture.plan import check_same
 from kfac._capture.replay import replay
 from kfac._capture.taps import Key, Plan
 from kfac._capture.trace import Trace, batch_of, trace
-from kfac._factors import Block, Kronecker, Ragged, Tied, Unitwise
+from kfac._factors import Block, Kronecker, Unitwise, formed
 from kfac._layers import Layer, Layers
 from kfac._statistics.rows import accumulator
 
@@ -221,8 +221,7 @@ def dense(block: Block, basis: Kronecker | None = None) -> jax.Array:
       TypeError: `block` is neither.
       ValueError: with `basis`, `block` has no moments.
     """
-    if isinstance(block, Tied | Ragged):
-        block = block.combined()
+    block = formed(block)
     if isinstance(block, Kronecker):
         size = block.A.shape[-1] * block.G.shape[-1]
         if basis is None:

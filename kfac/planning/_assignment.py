@@ -23,6 +23,7 @@ from kfac._distributed.owners import Cost, Shard, group_costs, make_shards
 from kfac._distributed.segments import BUCKETS, make_buckets, make_segments
 from kfac._factors import Block
 from kfac._layers import Layers, format_bytes
+from kfac._triangles import room
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -40,6 +41,7 @@ class Assignment:
       gradients: how they get to the owners. `"averaged"` on all devices, as by `lax.pmean`, or by XLA for parameters
         that all devices have; `"local"`: as they are inside `jax.shard_map`, averaged at the owners alone; `"split"`:
         to the owners alone, of parameters that are split over the devices.
+      communication_dtype: of statistics, as given to `value_and_grad`.
     """
 
     layers: Layers
@@ -47,6 +49,7 @@ class Assignment:
     inverse: Inverse | None = None
     distribution: Distribution | None = None
     gradients: str = "averaged"
+    communication_dtype: str = "float32"
 
     def __post_init__(self):
         """Checks the arguments."""
@@ -55,6 +58,7 @@ class Assignment:
         check_type("distribution", self.distribution, Distribution | None, "a kfac.Distribution or None")
         check_type("inverse", self.kind, Inverse, "a kind of inverse such as kfac.Cholesky()")
         check_choice("gradients", self.gradients, ("averaged", "local", "split"))
+        check_choice("communication_dtype", self.communication_dtype, ("float32", "bfloat16"))
 
     @property
     def kind(self) -> Inverse:
@@ -104,14 +108,34 @@ class Assignment:
     def statistics_messages(self) -> dict[str, int]:
         """Bytes of statistics by kind of message, each time there are some.
 
-        Of all-reduces, reduce-scatters and all-to-alls what a device puts in, of all-gathers what it gets.
+        Of all-reduces, reduce-scatters and all-to-alls what a device puts in, of all-gathers what it gets. Where
+        gradients are split, all devices get an equal part of each layer's, which then goes to its owner.
         """
-        wire = (self.distribution or Distribution()).communication_dtype
+        wire = self.communication_dtype
+        if self.gradients == "split" and self.devices > 1:
+            rest = sum(g.size * count_bytes(self._statistics(g)) for g in self._captured if not g.kronecker)
+            owned = sum(self.shards[g.name].positions * self._packed(g) for g in self._captured if g.kronecker)
+            narrow = jnp.dtype(wire).itemsize * self.packed_elements
+            return {"reduce-scatter": narrow, "all-to-all": 4 * owned, "all-reduce": rest}
 
         def captured(group):
             return flatten_block(self._statistics(group, wire)) if group.captured else None
 
         return self._messages(captured, "reduce-scatter", BUCKETS)
+
+    @property
+    def _captured(self) -> list[Group]:
+        return [group for group in self.groups if group.captured]
+
+    @property
+    def packed_elements(self) -> int:
+        """Of the statistics of all Kronecker layers, packed."""
+        layers = [layer for group in self._captured if group.kronecker for layer in group.layers]
+        return sum(layer.copies * math.prod(room(shape)) for layer in layers for shape in layer.side_shapes.values())
+
+    def _packed(self, group: Group) -> int:
+        """Elements of the statistics of one block, packed."""
+        return count_bytes(jax.eval_shape(lambda: flatten_block(self._statistics(group)))) // 4
 
     @property
     def gradients_messages(self) -> dict[str, int]:

@@ -54,7 +54,7 @@ class Plan:
       messages: bytes by kind of `"gradients"`, `"statistics"`, `"results"`, `"inverses"` that all get.
       seconds: of the same, each time.
       memory: bytes of one device: `"parameters"`, `"gradients"`, `"state"` (averages, inverses, momentum) and
-        `"statistics"` of a step, which lie whole on every device. Activations are no part of it.
+        `"statistics"` of a step, packed on several devices. Activations are no part of it.
       largest: the layer whose block costs most to invert, and its share of the critical path.
     """
 
@@ -105,7 +105,7 @@ class Plan:
             "inversions": "a longer inverse_every"
             + (f", and for {name} find_layers(max_dim=...), which cuts its factors into blocks" if share > 0.3 else ""),
             "statistics": "value_and_grad(subsample=...), or statistics at fewer steps",
-            "statistics' messages": "Distribution(communication_dtype='bfloat16'), or statistics at fewer steps",
+            "statistics' messages": "value_and_grad(communication_dtype='bfloat16'), or statistics at fewer steps",
             "results": "gradients='local': let gradients go to update as they are, inside jax.shard_map"
             if self.assignment.gradients == "averaged"
             else "a larger batch, or Distribution(owners=) of fewer devices",
@@ -127,6 +127,7 @@ def plan(
     inverse: Inverse | None = None,
     distribution: Distribution | None = None,
     gradients: str = "averaged",
+    communication_dtype: str = "float32",
     inverse_every: int | None = None,
     statistics_every: int | None = None,
     **rates: float,
@@ -147,6 +148,7 @@ def plan(
       inverse: how blocks are inverted, as given to the optimizer. None: as `kfac.kfac` does by default.
       distribution: how devices are used, likewise.
       gradients: as of `Assignment`.
+      communication_dtype: likewise.
       inverse_every: the interval between refreshes, if it is not to be picked.
       statistics_every: likewise between statistics.
       **rates: fields of `Hardware` that are known better: `flops`, `inversion_flops`, `bandwidth`.
@@ -169,7 +171,7 @@ def plan(
         if every is not None:
             check_positive_int(name, every)
 
-    one = Assignment(layers, devices, inverse, distribution, gradients)
+    one = Assignment(layers, devices, inverse, distribution, gradients, communication_dtype)
     flops, messages, seconds = _costs(one, batch, machine)
     budget = overhead * (seconds["model"] + seconds["gradients"]) - seconds["preconditioning"] - seconds["results"]
     statistics_every, inverse_every = _intervals(seconds, budget, statistics_every, inverse_every)
@@ -220,12 +222,28 @@ def _costs(assignment: Assignment, batch: int, machine: Hardware) -> tuple[dict,
 
 
 def _memory(one: Assignment) -> dict[str, int]:
-    """Bytes of one device, all in float32; parameters and gradients are split where gradients are."""
+    """Bytes of one device, all in float32. Gradients that are split go to owners as stacks; so are parameters split."""
     parameters = 4 * sum(layer.num_params for layer in one.layers)
     share = -(-parameters // one.devices) if one.gradients == "split" else parameters
-    shapes = [shape for layer in one.layers.with_factors for shape in layer.factor_shapes.values()]
-    memory = dict.fromkeys(("parameters", "gradients"), share)
-    return memory | {"state": one.memory_per_device, "statistics": 4 * sum(map(math.prod, shapes))}
+    at_owners = one.results_messages.get("all-to-all", 0) if one.gradients == "split" else 0
+    memory = {"parameters": share, "gradients": share + at_owners}
+    return memory | {"state": one.memory_per_device, "statistics": _statistics_memory(one)}
+
+
+def _statistics_memory(one: Assignment) -> int:
+    """Bytes of a device: of one alone whole matrices; else packed, where gradients are split a part of the elements.
+
+    And then the own blocks and the largest layer unpacked.
+    """
+    if one.devices == 1:
+        shapes = [shape for layer in one.layers.with_factors for shape in layer.factor_shapes.values()]
+        return 4 * sum(map(math.prod, shapes))
+    if one.gradients != "split":
+        return 4 * one.packed_elements
+    groups = [group for group in one.groups if group.captured and group.kronecker]
+    own = sum(one.shards[g.name].positions * sum(map(math.prod, g.shapes.values())) for g in groups)
+    sides = [sum(map(math.prod, layer.side_shapes.values())) for g in groups for layer in g.layers]
+    return 4 * (one.packed_elements // one.devices + own + max(sides, default=0))
 
 
 def _too_large(plan: Plan) -> list[str]:
