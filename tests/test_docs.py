@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 import kfac
 from test_package import OBJECTS, public_modules
@@ -133,30 +132,6 @@ def test_accumulated_factors_are_those_of_the_whole_batch(names):
     whole = jax.jit(kfac.value_and_grad(names["loss_fn"], names["layers"]))(names["params"], names["batch"])
     parts = names["accumulated"](names["params"], names["batch"])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), whole, parts)
-
-
-@pytest.fixture
-def home(monkeypatch, tmp_path):
-    """A home for the cache of programs that a page sets."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    before = jax.config.jax_compilation_cache_dir
-    yield tmp_path
-    jax.config.update("jax_compilation_cache_dir", before)
-    compilation_cache.reset_cache()
-
-
-def test_the_quickstart_learns_with_both_optimizers(capsys, home):
-    names = _run("quickstart.md", 4)
-    printed = capsys.readouterr().out
-    assert "2 layers, 4,810 parameters, Soap, statistics every 16 steps\n" in printed
-    assert str(names["layers"]) in printed and "skipped_steps" in printed
-    for label, params in (
-        ("SGD", names["sgd_params"]),
-        ("train_step", names["fast_params"]),
-        ("K-FAC", names["kfac_params"]),
-    ):
-        assert f"{label}: {names['accuracy'](params):.1%}" in printed
-        assert names["accuracy"](params) > 0.8  # one in ten by guessing
 
 
 def test_reduced_precision_keeps_what_the_page_says(precision):

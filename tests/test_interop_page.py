@@ -12,7 +12,7 @@ from test_docs import _run
 
 @pytest.fixture(scope="module")
 def names():
-    return _run("interop.md", 10)
+    return _run("interop.md", 6)
 
 
 def plain(loss_fn, layers, params, batch, tx=None, steps=15):
@@ -58,27 +58,6 @@ def test_a_train_state_that_hands_factors_over_does_what_the_plain_loop_does(nam
     assert scalars["condition"] == 0 and scalars["statistics_age"] == 1
 
 
-def test_one_call_trains_a_linen_model_with_averages_and_dropout(names):
-    assert float(names["linen_classifier_last"]) < 0.8  # log 3 by guessing
-    assert kfac.diagnostics(names["linen_train_state"])["skipped_steps"] == 0
-    assert jnp.abs(names["batch_stats"]["BatchNorm_0"]["mean"]).max() > 1e-3  # no longer what it was at first
-
-
-def test_one_call_trains_a_model_with_averages_and_dropout(names):
-    loss, _ = names["classifier_loss"](names["weights"], names["held"], names["batch"])
-    assert float(loss) < 1.1 and kfac.diagnostics(names["train_state"])["skipped_steps"] == 0
-    np.testing.assert_array_equal(names["classifier"].hidden.kernel[...], names["weights"].hidden.kernel[...])
-    assert np.abs(names["classifier"].norm.mean[...]).max() > 1e-3  # no longer what it was at first
-
-
-def test_one_call_trains_an_equinox_model_with_averages_and_dropout(names):
-    assert float(names["eqx_classifier_last"]) < 0.8  # log 3 by guessing
-    assert kfac.diagnostics(names["eqx_train_state"])["skipped_steps"] == 0
-    _, first = names["eqx"].nn.make_with_state(names["EqxClassifier"])(jax.random.key(6))
-    pairs = zip(jax.tree.leaves(names["averages"]), jax.tree.leaves(first), strict=True)
-    assert any(np.any(now != before) for now, before in pairs)
-
-
 def test_the_optimizer_of_nnx_does_what_the_plain_loop_does(names):
     from flax import nnx
 
@@ -109,15 +88,13 @@ def test_a_partition_gives_each_its_own(names):
     assert float(names["word_last"]) < float(loss_fn(params, batch))
 
 
-@pytest.mark.parametrize("framework", ["eqx", "hk"])
-def test_other_frameworks_learn(names, framework):
-    state = names[f"{framework}_state"]
-    assert kfac.diagnostics(state)["condition"] > 1
-    assert 0 < float(names[f"{framework}_last"]) < 0.8  # log 3 by guessing
+def test_haiku_learns(names):
+    assert kfac.diagnostics(names["hk_state"])["condition"] > 1
+    assert 0 < float(names["hk_last"]) < 0.8  # log 3 by guessing
 
 
 def test_lookahead_goes_half_of_the_way_of_the_plain_loop(names):
-    initial = names["transformed"].init(jax.random.key(5), names["x"])
-    plain_params = plain(names["hk_loss"], names["hk_layers"], initial, names["batch"], steps=5)[0]
+    initial = names["params"]
+    plain_params = plain(names["linen_loss"], names["layers"], initial, names["batch"], steps=5)[0]
     half = jax.tree.map(lambda a, b: (a + b) / 2, initial, plain_params)
     assert_same(names["lookahead_params"], optax.LookaheadParams.init_synced(half))

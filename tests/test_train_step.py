@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
 import equinox as eqx
 import flax.linen as nn
 import jax
@@ -274,3 +280,46 @@ def test_what_is_split_is_found_or_said(x64):
     for wrong in (0, True, -2, "2"):
         with pytest.raises(ValueError, match="num_microbatches must be a positive int"):
             once(x, y, parts=wrong)
+
+
+def none_is_left(before):
+    """Waits until there are no other threads than before."""
+    while set(threading.enumerate()) - before:
+        time.sleep(0.01)
+
+
+def said_in_a_slow_trace(capsys, monkeypatch, speed, **options):
+    """What `init` and a step whose trace takes half a second say, with a clock that is `speed` times as fast."""
+    params, x, loss_fn = perceptron()
+    pause = [0.0]
+    step = kfac.train_step(lambda params, x: time.sleep(pause[0]) or loss_fn(params, x), 0.05, **options)
+    state, pause[0] = step.init(params, x), 0.5
+
+    class Event(threading.Event):
+        def wait(self, timeout=None):
+            return super().wait(timeout / speed)
+
+    with monkeypatch.context() as patched:
+        module = sys.modules["kfac._optimizer.train_step"]
+        patched.setattr(module, "threading", SimpleNamespace(Event=Event, Thread=threading.Thread))
+        before = set(threading.enumerate())
+        step(params, state, x)
+        none_is_left(before)
+    return capsys.readouterr()
+
+
+def test_it_says_for_how_long_it_has_been_compiling(capsys, monkeypatch):
+    said = said_in_a_slow_trace(capsys, monkeypatch, speed=50)
+    lines = said.err.splitlines()
+    assert lines and all(re.fullmatch(r"compiling the step with statistics: \d+ s so far", line) for line in lines)
+    assert said.out == "2 layers, 320 parameters, Soap, statistics every 10 steps\n"
+    for options in ({"speed": 0.01}, {"speed": 50, "verbose": False}):
+        assert said_in_a_slow_trace(capsys, monkeypatch, **options).err == ""
+
+
+def test_a_loss_that_raises_leaves_no_thread():
+    params, x, loss_fn = perceptron()
+    step, before = kfac.train_step(lambda params, x: loss_fn(params, x @ x), 0.05), set(threading.enumerate())
+    with pytest.raises(TypeError):
+        step.init(params, x)
+    none_is_left(before)

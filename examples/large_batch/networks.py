@@ -4,6 +4,7 @@
     python examples/large_batch/networks.py report
     python examples/large_batch/networks.py times --methods kfac muon adamw    # seconds of a step
     python examples/large_batch/networks.py compile --methods sgd muon kfac    # processor seconds to compile one
+    python examples/large_batch/networks.py start                              # processor seconds to the first step
 
 "kfac" is `kfac.kfac(schedule, layers)` with nothing else, with statistics when `kfac.due` says so; "kfac-one-rate" has
 `layer_rates=False`, "kfac-every-step" statistics in every step, as has "kfac-cholesky";
@@ -16,15 +17,20 @@ there are results only: a `Soap` that decomposed its factors.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import itertools
 import json
 import math
+import os
 import re
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 EXAMPLES = Path(__file__).resolve().parents[1]
@@ -37,9 +43,11 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from flax import linen as nn  # noqa: E402
 
+import first_attempt  # noqa: E402
 import kfac  # noqa: E402
 import methods  # noqa: E402
 import models  # noqa: E402
+import simple  # noqa: E402
 import soap as published  # noqa: E402
 import tasks  # noqa: E402
 import topics  # noqa: E402
@@ -328,6 +336,46 @@ def compiled(name: str, problem: Problem, chosen: list[str]) -> None:
             print(f"{name}: {method}{what} {seconds:.1f} s, {seconds / first:.2f} of {chosen[0]}'s, {kernels} kernels")
 
 
+README = "the README's first command"  # two steps of it, with its evaluation and its checkpoint
+
+
+def first_step(name: str, method: str, data_dir: Path) -> float:
+    """Processor seconds of this process from the parameters to the first loss, by `train_step` or in its place."""
+    maker = kfac.train_step if method == "kfac" else functools.partial(first_attempt.first_order, optimizer=method)
+    if name == README:
+        vars(simple)["kfac"] = SimpleNamespace(train_step=maker)
+        with tempfile.TemporaryDirectory() as output, contextlib.redirect_stdout(sys.stderr):
+            began = time.process_time()
+            simple.main(["--steps", "2", "--output", output])
+            return time.process_time() - began
+    problem = PROBLEMS[name](data_dir, 10)
+    params, state = problem.init(jax.random.key(0))
+    batch = next(problem.batches(0, 1))
+    began = time.process_time()
+    step: Any = maker(problem.loss, 0.05, has_aux=True, verbose=False)
+    opt_state = step.init(params, state, *batch)
+    jax.block_until_ready(step(params, opt_state, state, *batch))
+    return time.process_time() - began
+
+
+def starts(names: list[str], data_dir: Path) -> None:
+    """The first and the second start of each network, in processes of their own that keep what they compile."""
+    for name in names:
+        found = {}
+        for method in ("adamw", "kfac"):
+            with tempfile.TemporaryDirectory() as home:
+                held = os.environ | {"HOME": home, "JAX_COMPILATION_CACHE_DIR": home}
+                words = ["first-step", "--networks", name, "--methods", method, "--data-dir", str(data_dir)]
+                for start in ("first", "second"):
+                    ran = subprocess.run(
+                        [sys.executable, __file__, *words], env=held, stdout=subprocess.PIPE, text=True, check=True
+                    )
+                    found[method, start] = float(ran.stdout.split()[-1])
+        for start in ("first", "second"):
+            adamw, ours = found["adamw", start], found["kfac", start]
+            print(f"{name}: {start} start adamw {adamw:.1f} s, kfac {ours:.1f} s, {ours / adamw:.2f} times", flush=True)
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     lines = path.read_text().splitlines() if path.is_file() else []
     return [{"batch": 10, "schedule": "falling", **json.loads(line)} for line in lines]
@@ -351,10 +399,10 @@ def report(records: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("run", "report", "times", "compile"))
+    parser.add_argument("what", choices=("run", "report", "times", "compile", "start", "first-step"))
     parser.add_argument("--data-dir", type=Path, default=Path("data/cifar10"), help="folder with CIFAR-10")
     parser.add_argument("--results", type=Path, default=RESULTS, help="file of the trials, a line each")
-    parser.add_argument("--networks", nargs="+", default=list(PROBLEMS), choices=list(PROBLEMS), metavar="NAME")
+    parser.add_argument("--networks", nargs="+", choices=[*PROBLEMS, README], metavar="NAME")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
     parser.add_argument("--steps", type=int, default=60)
@@ -363,6 +411,13 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--repeats", type=int, default=5, help="of 16 steps each, for the times")
     options = parser.parse_args()
+    if options.what == "first-step":
+        print(first_step(options.networks[0], options.methods[0], options.data_dir))
+        return
+    if options.what == "start":
+        starts(options.networks or ["vision transformer", "character transformer", README], options.data_dir)
+        return
+    options.networks = options.networks or list(PROBLEMS)
     same = {name: getattr(options, name) for name in ("steps", "batch", "schedule")}
     records = [record for record in read(options.results) if same.items() <= record.items()]
     if options.batch < 1 or options.steps < 1:

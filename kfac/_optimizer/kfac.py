@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,8 @@ from kfac._optimizer.parts import keep_dtype, momentum_beside_blocks
 from kfac._optimizer.scale_by_kfac import precondition_and_move
 from kfac._optimizer.state import check_groups, check_inverse, find_state, match_leaves
 from kfac._varying import mesh_of, on_mesh, placed
+
+Optimizer: TypeAlias = optax.GradientTransformationExtraArgs
 
 
 def kfac(
@@ -112,7 +114,6 @@ def kfac(
     if trust_ratio is not None and not auto:
         check_range("trust_ratio", trust_ratio, 0, math.inf, open_low=True, open_high=True)
     check_layers(layers)
-    check_type("distribution", distribution, Distribution | None, "a kfac.Distribution or None")
     inverse, every = chosen(layers, trust_ratio, inverse, cost)
     damping = (inverse.relative_damping if auto else 1e-3) if damping is None else damping
     inverse = dataclasses.replace(inverse, relative=True) if auto else inverse
@@ -127,10 +128,9 @@ def kfac(
             "pass these, or layer_rates=False"
         )
     return assemble(
-        learning_rate, layers, momentum=momentum, nesterov=nesterov, rate_in_momentum=False, kl_clip=kl_clip,
-        weight_decay=weight_decay, weight_decay_mask=weight_decay_mask, trust_ratio=trust_ratio, inverse=inverse,
-        layer_rates=layer_rates, damping=damping, statistics_every=every, inverse_every=inverse_every,
-        distribution=distribution,
+        layers, Moves(kl_clip, learning_rate, False, momentum, nesterov, trust_ratio, layer_rates),
+        weight_decay=weight_decay, weight_decay_mask=weight_decay_mask, inverse=inverse, damping=damping,
+        statistics_every=every, inverse_every=inverse_every, distribution=distribution,
     )  # fmt: skip
 
 
@@ -144,71 +144,57 @@ def chosen(layers: Layers, trust_ratio: Any, inverse: Inverse | None, cost: floa
     return inverse, affordable(layers, inverse, cost) if auto else 1
 
 
-def assemble(learning_rate: ScalarOrSchedule, layers: Layers, **options: Any) -> optax.GradientTransformationExtraArgs:
-    """The optimizer around the preconditioner, which has the options that are not named below."""
-    return fitted(layers, functools.partial(_assemble, learning_rate, **options))
+def assemble(layers: Layers, moves: Moves, **options: Any) -> Optimizer:
+    """The preconditioner with what follows it, weight decay and the learning rate: the options that are named below."""
+    return fitted(layers, functools.partial(_assemble, moves=moves, **options))
 
 
 def _assemble(
-    learning_rate: ScalarOrSchedule,
-    layers: Layers,
-    *,
-    momentum: ScalarOrSchedule | None,
-    nesterov: bool,
-    rate_in_momentum: bool,
-    weight_decay: ScalarOrSchedule | None,
-    weight_decay_mask: Any,
-    kl_clip: ScalarOrSchedule | None,
-    trust_ratio: ScalarOrSchedule | Literal["auto"] | None,
-    inverse: Inverse,
-    layer_rates: bool = False,
-    **preconditioner: Any,
-) -> optax.GradientTransformationExtraArgs:
-    check_type("inverse", inverse, Inverse, "a kind of inverse such as kfac.Cholesky()")
-    check_range("learning_rate", learning_rate, 0, math.inf, open_high=True)
-    if kl_clip is not None:
-        check_range("kl_clip", kl_clip, 0, math.inf, open_low=True, open_high=True)
-        if trust_ratio == "auto":
-            raise ValueError(
-                f"kl_clip={kl_clip!r} bounds the length of a step, which trust_ratio='auto' then sets anew: pass "
-                "trust_ratio=None with it"
-            )
-    _check_momentum(momentum, nesterov, rate_in_momentum, trust_ratio)
-    if inverse.takes_gradients and (kl_clip is not None or rate_in_momentum):
+    layers: Layers, *, moves: Moves, weight_decay: Any, weight_decay_mask: Any, inverse: Inverse, **preconditioner: Any
+) -> Optimizer:
+    _check_moves(moves)
+    tx = precondition_and_move(layers, moves, inverse=inverse, **preconditioner)
+    if inverse.takes_gradients and (moves.kl_clip is not None or moves.rate_in_momentum):
         raise ValueError(
             f"inverse={inverse!r} sets the length of a step by the gradients and preconditions their momentum: pass "
             "kl_clip=None and rate_in_momentum=False, or another inverse, inverse=kfac.Cholesky()"
         )
-    moves = Moves(kl_clip, learning_rate, rate_in_momentum, momentum, nesterov, trust_ratio, layer_rates)
-    tx = precondition_and_move(layers, moves, inverse=inverse, **preconditioner)
     parts: list[Any] = []
-    before = learning_rate if rate_in_momentum else None
-    if any(layer.kind == "skipped" for layer in layers) and (momentum is not None or rate_in_momentum):
-        parts.append(momentum_beside_blocks(layers, 0.0 if momentum is None else momentum, nesterov, before))
+    before = moves.rate if moves.rate_in_momentum else None
+    if any(layer.kind == "skipped" for layer in layers) and (moves.momentum is not None or before is not None):
+        decay = 0.0 if moves.momentum is None else moves.momentum
+        parts.append(momentum_beside_blocks(layers, decay, moves.nesterov, before))
     if weight_decay is not None:
         _check_weight_decay(weight_decay, weight_decay_mask)
-        decay = _times_rate(weight_decay, learning_rate) if rate_in_momentum else weight_decay
+        # With `rate_in_momentum` what it is added to contains the rate already.
+        decay = weight_decay if before is None else lambda n: -value_at(before, n) * value_at(weight_decay, n)
         parts.append(optax.add_decayed_weights(decay, weight_decay_mask))
     elif weight_decay_mask is not None:
         raise ValueError("weight_decay_mask needs weight_decay, but weight_decay is None")
-    if not rate_in_momentum:
-        parts.append(optax.scale_by_learning_rate(learning_rate))
-    return _followed_by(
-        tx, optax.with_extra_args_support(keep_dtype(optax.chain(*(parts or [optax.identity()])))), layers, inverse
-    )
+    if not moves.rate_in_momentum:
+        parts.append(optax.scale_by_learning_rate(moves.rate))
+    return _followed_by(tx, keep_dtype(optax.chain(*(parts or [optax.identity()]))), layers, inverse)
 
 
-def _check_momentum(momentum: Any, nesterov: Any, rate_in_momentum: Any, trust_ratio: Any) -> None:
-    check_switch("nesterov", nesterov)
-    check_switch("rate_in_momentum", rate_in_momentum)
-    if rate_in_momentum and trust_ratio is not None:
+def _check_moves(moves: Moves) -> None:
+    check_range("learning_rate", moves.rate, 0, math.inf, open_high=True)
+    check_switch("nesterov", moves.nesterov)
+    check_switch("rate_in_momentum", moves.rate_in_momentum)
+    if moves.kl_clip is not None:
+        check_range("kl_clip", moves.kl_clip, 0, math.inf, open_low=True, open_high=True)
+        if moves.lengths == "auto":
+            raise ValueError(
+                f"kl_clip={moves.kl_clip!r} bounds the length of a step, which trust_ratio='auto' then sets anew: pass "
+                "trust_ratio=None with it"
+            )
+    if moves.rate_in_momentum and moves.lengths is not None:
         raise ValueError(
             "rate_in_momentum=True has no effect with trust_ratio, which rescales what the momentum gives: pass False"
         )
-    if momentum is not None:
-        check_range("momentum", momentum, 0, 1, open_high=True)
-    elif nesterov or rate_in_momentum:
-        raise ValueError(f"{'nesterov' if nesterov else 'rate_in_momentum'}=True needs momentum, but momentum is None")
+    if moves.momentum is not None:
+        check_range("momentum", moves.momentum, 0, 1, open_high=True)
+    elif moves.nesterov or moves.rate_in_momentum:
+        raise ValueError(f"{'nesterov' if moves.nesterov else 'rate_in_momentum'}=True needs momentum, but it is None")
 
 
 def _check_weight_decay(weight_decay: Any, mask: Any) -> None:
@@ -225,17 +211,7 @@ def _check_weight_decay(weight_decay: Any, mask: Any) -> None:
         )
 
 
-def _times_rate(weight_decay: ScalarOrSchedule, learning_rate: ScalarOrSchedule) -> optax.Schedule:
-    """What is added to a step that already contains the learning rate."""
-    return lambda count: -value_at(learning_rate, count) * value_at(weight_decay, count)
-
-
-def _followed_by(
-    tx: optax.GradientTransformationExtraArgs,
-    rest: optax.GradientTransformationExtraArgs,
-    layers: Layers,
-    inverse: Inverse,
-) -> optax.GradientTransformationExtraArgs:
+def _followed_by(tx: Optimizer, rest: Optimizer, layers: Layers, inverse: Inverse) -> Optimizer:
     """`tx`, which holds the preconditioner, and then `rest`, which is told of the steps that are refused."""
 
     def init(params):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,10 +35,10 @@ class TrainStep:
     Inside a `jit` or `scan` of one's own they are the branches of a `lax.cond`.
     """
 
-    def __init__(self, init: Callable[..., Any], step: Callable[..., Any]):
-        self._init = jax.jit(init)
-        ways = [functools.partial(step, statistics=statistics) for statistics in (False, True)]
-        self._steps = [jax.jit(functools.wraps(step)(way)) for way in ways]
+    def __init__(self, init: Callable[..., Any], step: Callable[..., Any], verbose: bool):
+        self._init = _telling(init, "the state", verbose)
+        ways = ("without", False), ("with", True)
+        self._steps = [_telling(step, f"the step {how} statistics", verbose, statistics=k) for how, k in ways]
 
     def init(self, params: Any, *args: Any, **kwargs: Any) -> Any:
         """The state of the optimizer, for parameters and arguments of `loss_fn` of the shapes that steps will get.
@@ -114,7 +117,8 @@ def train_step(
         `find_layers` finds them.
       skip: as for `find_layers`.
       max_dim: as for `find_layers`.
-      verbose: whether `init` prints a line about what it has found.
+      verbose: whether `init` prints a line about what it has found, and compiling for more than 5 s says on stderr that
+        it does, and for how long.
       options: what else `kfac.kfac` takes: `damping=`, `trust_ratio=`, `distribution=` and so on.
 
     Returns:
@@ -130,6 +134,12 @@ def train_step(
     if "layers" in options:
         raise TypeError("train_step finds the layers by itself: leave layers= out, and pass skip= and max_dim= here")
     check_positive_int("num_microbatches", num_microbatches)
+    if num_examples is not None:
+        check_positive_int("num_examples", num_examples)
+        if num_examples % num_microbatches:
+            raise ValueError(
+                f"num_microbatches={num_microbatches} does not divide num_examples={num_examples}, those of the batch"
+            )
     if batch_argnums is not None and 0 in check_argnums(batch_argnums):
         raise ValueError(f"batch_argnums={batch_argnums!r} has 0, which are the parameters: the batch begins at 1")
     known: dict[Any, Layers] = {}  # of arguments of some shapes
@@ -152,10 +162,9 @@ def train_step(
 
     def step(params, opt_state, *args, fisher_key, statistics, **kwargs):
         layers = layers_of(params, args, kwargs)
-        n = None if num_examples is None else _of_a_part(num_examples, num_microbatches)
         measure = value_and_grad(
-            loss_fn, layers, has_aux=has_aux, fisher=fisher, num_examples=n, subsample=subsample, statistics=statistics,
-            communication_dtype=communication_dtype,
+            loss_fn, layers, has_aux=has_aux, fisher=fisher, subsample=subsample, statistics=statistics,
+            num_examples=num_examples and num_examples // num_microbatches, communication_dtype=communication_dtype,
         )  # fmt: skip
         if num_microbatches > 1:
             measure = microbatch(measure, num_microbatches, batch_argnums=_split(layers, batch_argnums))
@@ -166,7 +175,39 @@ def train_step(
         updates, opt_state = kfac(learning_rate, layers, **options).update(grads, opt_state, params, factors=factors)
         return optax.apply_updates(params, updates), opt_state, value
 
-    return TrainStep(init, functools.wraps(loss_fn)(step))
+    return TrainStep(init, functools.wraps(loss_fn)(step), verbose)
+
+
+def _telling(function: Callable[..., Any], what: str, verbose: bool, **fixed: bool) -> Callable[..., Any]:
+    """`function` under `jax.jit`, which says on stderr that it compiles and for how long: after 5 s, 10 s, 20 s, ...
+
+    A call that compiles comes back when that is done, so a thread says it. All it does is sleep and print; it ends with
+    the call, or with the process, and nothing waits for it.
+    """
+    running: list[threading.Event] = []
+
+    def tell(ended):
+        began = time.monotonic()
+        while not ended.wait(max(5.0, time.monotonic() - began)):
+            print(f"compiling {what}: {time.monotonic() - began:.0f} s so far", file=sys.stderr, flush=True)
+
+    @functools.wraps(function)
+    def traced(*args, **kwargs):
+        if verbose and jax.process_index() == 0:
+            running.append(threading.Event())
+            threading.Thread(target=tell, args=running[-1:], daemon=True).start()
+        return function(*args, **kwargs, **fixed)
+
+    program = jax.jit(traced)
+
+    def call(*args, **kwargs):
+        try:
+            return program(*args, **kwargs)
+        finally:
+            while running:
+                running.pop().set()
+
+    return call
 
 
 def _found(layers: Layers, subsample: int, options: dict[str, Any]) -> str:
@@ -178,13 +219,6 @@ def _found(layers: Layers, subsample: int, options: dict[str, Any]) -> str:
     when = f"every {every} steps" if every > 1 else "in every step"
     count = len(layers.with_blocks)
     return f"{count} layer{'s' * (count != 1)}, {size} parameters, {type(inverse).__name__}, statistics{part} {when}"
-
-
-def _of_a_part(num_examples: int, parts: int) -> int:
-    check_positive_int("num_examples", num_examples)
-    if num_examples % parts:
-        raise ValueError(f"num_microbatches={parts} does not divide num_examples={num_examples}, those of the batch")
-    return num_examples // parts
 
 
 def _split(layers: Layers, given: int | Sequence[int] | None) -> int | Sequence[int] | None:

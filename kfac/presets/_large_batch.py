@@ -15,7 +15,7 @@ from kfac._curvature.inverse import Inverse
 from kfac._distributed.distribution import Distribution
 from kfac._layers import Layers
 from kfac._optimizer.kfac import assemble
-from kfac._optimizer.moves import ScalarOrSchedule
+from kfac._optimizer.moves import Moves, ScalarOrSchedule
 
 
 def large_batch(
@@ -80,9 +80,8 @@ def large_batch(
     if trust_ratio is not None:
         check_range("trust_ratio", trust_ratio, 0, math.inf, open_low=True, open_high=True)
     return assemble(
-        learning_rate, layers, momentum=momentum, nesterov=nesterov, rate_in_momentum=rate_in_momentum,
-        weight_decay=weight_decay, weight_decay_mask=weight_decay_mask, kl_clip=kl_clip, trust_ratio=trust_ratio,
-        inverse=inverse, damping=damping, factor_decay=factor_decay, statistics_every=statistics_every,
-        inverse_every=inverse_every, refresh_warmup=refresh_warmup, unitwise_damping=unitwise_damping,
-        distribution=distribution,
+        layers, Moves(kl_clip, learning_rate, rate_in_momentum, momentum, nesterov, trust_ratio),
+        weight_decay=weight_decay, weight_decay_mask=weight_decay_mask, inverse=inverse, damping=damping,
+        factor_decay=factor_decay, statistics_every=statistics_every, inverse_every=inverse_every,
+        refresh_warmup=refresh_warmup, unitwise_damping=unitwise_damping, distribution=distribution,
     )  # fmt: skip
