@@ -242,8 +242,7 @@ def main(args: list[str]) -> int:
     use_kfac, seen = config.optimizer == "kfac", jnp.dtype(config.dtype) if run.augmented else jnp.uint8
     example = Mixed(jax.ShapeDtypeStruct((local_batch, *dataset.shape), seen),
                     jax.ShapeDtypeStruct((local_batch, dataset.num_classes), run.wide))  # fmt: skip
-    # The published recipe has whole factors.
-    max_dim = None if config.trust_ratio == "auto" else 8192
+    max_dim = None if config.trust_ratio == "auto" else 8192  # the published recipe has whole factors
     layers = kfac.find_layers(functools.partial(loss_fn, run, plain), variables["params"], variables["batch_stats"],
                               example, has_aux=True, max_dim=max_dim)  # fmt: skip
     if config.plan:
@@ -361,9 +360,8 @@ def main(args: list[str]) -> int:
     title = f"{dataset.name}, {config.arch}, {config.optimizer}, batch {batch}"
     metrics.close(title)
     why = signal.Signals(stop.signal).name if stop.signal else why
-    found = (
-        f"{metrics.accuracies[-1]:.2%} (best {max(metrics.accuracies):.2%})" if metrics.accuracies else "not measured"
-    )
+    scores = metrics.accuracies
+    found = f"{scores[-1]:.2%} (best {max(scores):.2%})" if scores else "not measured"
     say(f"{f'stopped by {why} at step {step} of {total}' if step < total else f'done: {total} steps'}; {title}; "
         f"validation accuracy {found}; {len(broken)} broken images; {time.perf_counter() - began:.1f} s, of which "
         f"{compile_seconds:.1f} s compiling; {output}")  # fmt: skip
