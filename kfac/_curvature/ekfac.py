@@ -38,7 +38,8 @@ class Ekfac(Eigh):
 
     `s` is the running average of the squares of per-example gradients in the eigenbasis of the factors. It is updated
     with all statistics, and turned into the new basis at each refresh. For layers with a diagonal factor or several
-    uses, and until a layer has some, it is `l_G l_A^T` as with `Eigh`. Statistics must have these moments:
+    uses, for kernels that are cut (`find_layers(max_dim=8192)` leaves oblong ones whole), and until a layer has some,
+    it is `l_G l_A^T` as with `Eigh`. Statistics must have these moments:
     `kfac.value_and_grad(loss_fn, layers)(params, batch, basis=kfac.curvature.eigenbasis(opt_state, layers))`.
 
     Args:

@@ -20,7 +20,7 @@ from kfac._capture.microbatch import check_argnums, microbatch
 from kfac._capture.value_and_grad import value_and_grad
 from kfac._checks import check_function, check_positive_int, check_range
 from kfac._curvature.inverse import Inverse
-from kfac._layers import Layers
+from kfac._layers import MAX_DIM, Layers
 from kfac._optimizer.diagnostics import due, eigenbasis
 from kfac._optimizer.kfac import chosen, kfac
 from kfac._optimizer.moves import ScalarOrSchedule
@@ -116,7 +116,7 @@ def train_step(
       batch_argnums: the positions of the batch, as `loss_fn` counts its arguments, with `params` as 0. None: as
         `find_layers` finds them.
       skip: as for `find_layers`.
-      max_dim: as for `find_layers`.
+      max_dim: as for `find_layers`; but None keeps oblong kernels whole with `inverse=kfac.Ekfac()`.
       verbose: whether `init` prints a line about what it has found, and compiling for more than 5 s says on stderr that
         it does, and for how long.
       options: what else `kfac.kfac` takes: `damping=`, `trust_ratio=`, `distribution=` and so on.
@@ -143,12 +143,15 @@ def train_step(
     if batch_argnums is not None and 0 in check_argnums(batch_argnums):
         raise ValueError(f"batch_argnums={batch_argnums!r} has 0, which are the parameters: the batch begins at 1")
     known: dict[Any, Layers] = {}  # of arguments of some shapes
+    inverse = options.get("inverse")
+    moments = isinstance(inverse, Inverse) and inverse.takes_moments
+    bound = MAX_DIM if moments and max_dim is None else max_dim  # there are moments of whole kernels only
 
     def layers_of(params, args, kwargs):
         leaves, structure = jax.tree.flatten((params, args, kwargs))
         shapes = structure, *map(jax.typeof, leaves)
         known[shapes] = known.get(shapes) or find_layers(
-            loss_fn, params, *args, has_aux=has_aux, skip=skip, max_dim=max_dim, batch_argnums=batch_argnums, **kwargs
+            loss_fn, params, *args, has_aux=has_aux, skip=skip, max_dim=bound, batch_argnums=batch_argnums, **kwargs
         )
         # The interval of "auto" goes by examples; a last batch that has fewer must not change it.
         return dataclasses.replace(known[shapes], num_examples=next(iter(known.values())).num_examples)
@@ -169,7 +172,7 @@ def train_step(
         if num_microbatches > 1:
             measure = microbatch(measure, num_microbatches, batch_argnums=_split(layers, batch_argnums))
         given = kwargs if fisher_key is None else {**kwargs, "fisher_key": fisher_key}
-        if isinstance(inverse := options.get("inverse"), Inverse) and inverse.takes_moments:
+        if moments:
             given = {**given, "basis": eigenbasis(opt_state, layers)}
         value, grads, factors = measure(params, *args, **given)
         updates, opt_state = kfac(learning_rate, layers, **options).update(grads, opt_state, params, factors=factors)
