@@ -180,9 +180,9 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
             note = "has no elements" if leaf in empty else "skipped by the user"
             layer = Layer(name, "skipped", (name,), (shapes[leaf],), note=note)
         elif leaf in kernels:
-            layer = _kronecker_layer(leaves, reads, by_leaf, names, shapes, batch.num_examples, n, leaf in reduced)
+            layer = _kronecker_layer(leaves, reads, by_leaf, traced, n, leaf in reduced)
         elif leaf in by_leaf:
-            layer = _elementwise_layer(leaves, by_leaf, names, shapes, batch.num_examples or n)
+            layer = _elementwise_layer(leaves, by_leaf, traced, n)
         else:
             layer = _gradient_layer(leaf, traced, reads.inexact.get(leaf), leaf in chosen)
         drafts.append((layer, leaves))
@@ -253,8 +253,8 @@ def _no_examples(uses: list[Use], n: int | None) -> tuple[str, Layout | None] | 
     """Why the uses of a vector make no exact block; None where they do."""
     if n is None:
         return "which examples it meets is not known", None
-    known = _example_orders(uses, n)
-    return None if known else ("the examples it meets are not told apart, or in another order", None)
+    apart = _example_orders(uses, n)
+    return None if apart else ("the examples it meets are not told apart, or in another order", None)
 
 
 def _no_kernel(uses: list[Use]) -> tuple[str, Layout | None] | None:
@@ -325,10 +325,18 @@ def _companions(reads: Reads, by_leaf: dict[int, list[Use]], kernels: set[int]) 
     return companions
 
 
-def _kronecker_layer(
-    leaves, reads: Reads, by_leaf, names, shapes, batch: int | None, n: int | None, reduced: bool
-) -> Layer:
-    uses = by_leaf[leaves[0]]
+def _layer(traced: Trace, leaves: Sequence[int], kind: str, layouts: Sequence[Layout], note: str, **more: Any) -> Layer:
+    """A layer of these leaves, under the path of the first; its dimensions are those of the layouts."""
+    names, kernel = tuple(traced.names[leaf] for leaf in leaves), layouts[0]
+    return Layer(
+        names[0], kind, names, tuple(traced.shapes[leaf] for leaf in leaves), tuple(layouts), note=note,
+        d_out=kernel.size("out"), d_in=sum(layout.size("in") for layout in layouts),
+        copies=kernel.size("stack"), stacked="stack" in kernel.roles, **more,
+    )  # fmt: skip
+
+
+def _kronecker_layer(leaves, reads: Reads, by_leaf, traced: Trace, n: int | None, reduced: bool) -> Layer:
+    uses, batch = by_leaf[leaves[0]], traced.batch.num_examples
     main = main_use(uses)
     kernel = main.layout
     layouts = [kernel]
@@ -344,7 +352,7 @@ def _kronecker_layer(
     summed = reduced and not lookup
     if summed and (ragged or len({use.layout for use in uses}) > 1 or not ordered):
         raise ValueError(
-            f"reduce: sums over the positions of each example are not known for {names[leaves[0]]!r}, which is read by "
+            f"reduce: sums over the positions of each example are not known for {traced.names[leaves[0]]!r}, read by "
             f"{' and '.join(sorted({use.read.name for use in uses}))} without an order of the examples, or as its "
             "transpose as well: leave it out"
         )
@@ -352,23 +360,12 @@ def _kronecker_layer(
     notes += ["read as its transpose as well"] * any(use.layout != kernel for use in uses)
     notes += [f"{len(by_parts)} of its {parts} parts read"] * (len(by_parts) < parts)
     count = max(sum(use.reads for use in part) for part in by_parts)
-    return Layer(
-        names[leaves[0]],
-        main.read.op,
-        tuple(names[k] for k in leaves),
-        tuple(shapes[k] for k in leaves),
-        tuple(layouts),
-        d_out=kernel.size("out"),
-        d_in=kernel.size("in") + len(leaves) - 1,
-        copies=kernel.size("stack"),
-        stacked="stack" in kernel.roles,
-        diagonal=("A",) if lookup else (),
-        weight_sharing="reduce" if summed else "expand",
-        note="; ".join(notes),
+    return _layer(
+        traced, leaves, main.read.op, layouts, "; ".join(notes), uses=count,
+        diagonal=("A",) if lookup else (), weight_sharing="reduce" if summed else "expand",
         positions=_positions(rows.pop(), batch or n) if len(rows) == 1 and not ragged else None,
-        uses=count,
         told_apart=count == 1 and not ragged and ordered,
-    )
+    )  # fmt: skip
 
 
 def _positions(rows: int, n: int | None) -> int | None:
@@ -379,32 +376,21 @@ def _role_within(roles: dict[axes_lib.Atom, str], part: axes_lib.Atom) -> str:
     return next(role for atom, role in roles.items() if axes_lib.is_part(part, atom))
 
 
-def _elementwise_layer(leaves, by_leaf, names, shapes, n: int | None) -> Layer:
-    leaf, size = leaves[0], math.prod(shapes[leaves[0]])
-    uses = by_leaf[leaf]
-    kind = "unitwise" if any(use.read.op == "mul" for use in uses) else "diagonal"
-    if kind == "diagonal":
-        note = "read by an elementwise sum: per-example gradients"
-    else:
-        note = f"elementwise scale{' and shift' if len(leaves) > 1 else ''}: per-example gradients"
-    parts = by_part(uses)
-    return Layer(
-        names[leaf],
-        kind,
-        tuple(names[k] for k in leaves),
-        tuple(shapes[k] for k in leaves),
-        tuple(Layout(("out",), (size,)) for _ in leaves),
-        d_out=size,
-        d_in=len(leaves),
-        note=note,
-        positions=_positions(max(sum(use.rows for use in part) for part in parts), n),
+def _elementwise_layer(leaves, by_leaf, traced: Trace, n: int | None) -> Layer:
+    layout, parts = Layout(("out",), (math.prod(traced.shapes[leaves[0]]),)), by_part(by_leaf[leaves[0]])
+    kind, read_by = "diagonal", "read by an elementwise sum"
+    if any(use.read.op == "mul" for use in by_leaf[leaves[0]]):
+        kind, read_by = "unitwise", f"elementwise scale{' and shift' if len(leaves) > 1 else ''}"
+    return _layer(
+        traced, leaves, kind, [layout] * len(leaves), f"{read_by}: per-example gradients",
+        positions=_positions(max(sum(use.rows for use in part) for part in parts), traced.batch.num_examples or n),
         uses=max(sum(use.reads for use in part) for part in parts),
-    )
+    )  # fmt: skip
 
 
 def _gradient_layer(leaf: int, traced: Trace, why: Inexact | None, chosen: bool) -> Layer:
     """A leaf with the gradient's own factors: matrices as a product reads them, or nearest to squares; or a vector."""
-    name, shape = traced.names[leaf], traced.shapes[leaf]
+    shape = traced.shapes[leaf]
     sizes = [size for size in shape if size > 1]
     layout = Layout(("out",), (math.prod(shape),))
     if why and why.layout:
@@ -417,7 +403,4 @@ def _gradient_layer(leaf: int, traced: Trace, why: Inexact | None, chosen: bool)
         note = "chosen by the user"
     elif not traced.program.live[leaf]:
         note = "not used by the loss"
-    return Layer(
-        name, "gradient", (name,), (shape,), (layout,), d_out=layout.size("out"), d_in=layout.size("in"),
-        copies=layout.size("stack"), stacked="stack" in layout.roles, note=note,
-    )  # fmt: skip
+    return _layer(traced, [leaf], "gradient", [layout], note)

@@ -8,8 +8,9 @@ goes on.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kfac._capture import axes as axes_lib
@@ -78,7 +79,7 @@ class Reads:
     def _visit(self, op: Op, states: list[State], path: Path, scans) -> Sequence[State]:
         if not op.alive:
             return [Data()] * len(op.outputs)
-        if any(isinstance(s, Data) and s.shared for s in states):
+        if any(s.shared for s in states):
             found = self._with_shared(op, states, path)
             if found is not None:
                 return found
@@ -86,10 +87,16 @@ class Reads:
                 states = list(map(self._unshared, states))
         params = [s for s in states if not isinstance(s, Data)]
         if op.name == "optimization_barrier":
-            return [_at_barrier(s) for s in states]
+            # A scaled view would need its multiplier carried across; no model is written that way.
+            across = functools.partial(
+                dataclasses.replace, inexact="it goes through a product, then optimization_barrier"
+            )
+            return [across(s) if isinstance(s, View) and s.scaled else s for s in states]
         if op.inner:
-            walk = self._scan if op.scan else self._remat
-            return walk(op, states, path, scans)
+            leaving = self._scan(op, states, path, scans) if op.scan else self._walk(op.inner, states, path, scans)
+            if any(isinstance(s, View) and s.scaled for s in leaving):
+                self.carriers.add(path)
+            return leaving
         if not params:
             return [self._through_data(op, states)] * len(op.outputs)
         if op.product:
@@ -100,16 +107,9 @@ class Reads:
                 return found
         return [self._derive(op, states, path)] * len(op.outputs)
 
-    def _remat(self, op: Op, states: list[State], path: Path, scans) -> list[State]:
-        assert op.inner
-        leaving = self._walk(op.inner, states, path, scans)
-        if any(isinstance(s, View) and s.scaled for s in leaving):
-            self.carriers.add(path)
-        return leaving
-
     def _through_data(self, op: Op, states: list[State]) -> Data:
         """Activations only: keep what is known of a layer's output while its axes can be followed."""
-        shared = NONE.union(*(s.shared for s in states if isinstance(s, Data)))
+        shared = NONE.union(*(s.shared for s in states))
         known = [k for k, s in enumerate(states) if isinstance(s, Data) and s.output]
         if len(known) != 1 or len(op.outputs) != 1:
             return Data(shared=shared)
@@ -163,8 +163,6 @@ class Reads:
                 results.append(self._meets(state, op, "an iteration hands it to the next"))
             else:
                 results.append(Derived(state.leaves, "scan"))
-        if any(isinstance(s, View) and s.scaled for s in results):
-            self.carriers.add(path)
         return results
 
     # -- rows that all examples share, as constant tangents --------------------------------------------------------
@@ -178,8 +176,8 @@ class Reads:
             self.shared_calls.add(path)
         if op.inner or any(not isinstance(s, Data) for s in states):
             return None
-        shared = NONE.union(*(s.shared for s in states if isinstance(s, Data)))
-        own = [k for k, s in enumerate(states) if isinstance(s, Data) and s.shared]
+        shared = NONE.union(*(s.shared for s in states))
+        own = [k for k, s in enumerate(states) if s.shared]
         alone = not any(value.rows for k, value in enumerate(op.inputs) if k not in own)
         if not alone and op.summed and op.name in SUMS:
             self._leak(shared)
@@ -203,7 +201,7 @@ class Reads:
         if params:
             one = len(params) == 1 and isinstance(params[0], View)
             return one and (op.product or op.name in ("add", "add_any"))
-        others = [v for v, s in zip(op.inputs, states, strict=True) if not (isinstance(s, Data) and s.shared)]
+        others = [v for v, s in zip(op.inputs, states, strict=True) if not s.shared]
         return len(op.outputs) == 1 and not any(op.outputs[0].grown) and not any(value.rows for value in others)
 
     def _unshared(self, state: State) -> State:
@@ -261,26 +259,25 @@ class Reads:
             rows = not isinstance(other, Data) or (value.rows and not other.shared)
             if not rows and found.op != "dense":
                 continue
-            self._meets_if_param(other, op)
+            self._meets(other, op, "it is broadcast to the examples, which then see it as an activation")
             use = Use(found, view.leaf, view, path, scans, self._picks(view), late=not rows, of_arguments=value.given)
             if not self._exact(view, use, op, self.hidden and not value.given):
                 return Data()
             result = self._add(use)
-            shared = other.shared if isinstance(other, Data) else NONE
-            return result if rows else dataclasses.replace(result, shared=shared | {len(self.uses) - 1})
+            return result if rows else dataclasses.replace(result, shared=other.shared | {len(self.uses) - 1})
         return self._derive(op, states, path, reason)
 
     def _exact(self, view: View, use: Use, op: Op, unknown: bool) -> bool:
         """Whether a read of a kernel has exact rows; notes what has none. `unknown`: whether all may share them."""
         for leaf in view.beside:
             self._note(leaf, op.describe(), "the kernel is a different array, computed from it")
-        reason = view.inexact
-        if not view.uniform:
-            reason = reason or "its values are multiplied by others before the product"
-        if use.picks is None:
-            reason = reason or "it reads a slice that is not one of several equal parts of the parameter"
-        if unknown:
-            reason = reason or "it reads constants, which the examples that the loss hides may share"
+        reasons = {
+            view.inexact: True,
+            "its values are multiplied by others before the product": not view.uniform,
+            "it reads a slice that is not one of several equal parts of the parameter": use.picks is None,
+            "it reads constants, which the examples that the loss hides may share": unknown,
+        }
+        reason = next((reason for reason, holds in reasons.items() if reason and holds), "")
         if reason:
             self._note(view.leaf, op.describe(), reason, use)
         return not reason
@@ -293,7 +290,13 @@ class Reads:
             scaled = view.scaled or op.name == "neg"
             if scaled:
                 self.multipliers[path] = operand
-            return [self._moved(view, *part, scaled) for part in zip(found.axes, found.moved, strict=True)]
+            views: list[State] = []
+            for axes, moves in zip(found.axes, found.moved, strict=True):
+                start = list(view.start)
+                for leaf_axis, by in moves:
+                    start[leaf_axis] += by
+                views.append(dataclasses.replace(view, axes=axes, start=tuple(start), scaled=scaled))
+            return views
         if op.name == "gather" and operand == 0:
             state = self._lookup(op, found, view, states, path, scans)
         elif isinstance(found, Read):
@@ -301,12 +304,6 @@ class Reads:
         else:
             return None
         return None if state is None else [state]
-
-    def _moved(self, view: View, axes: Axes, moves: Iterable[tuple[int, int]], scaled: bool) -> View:
-        start = list(view.start)
-        for leaf_axis, by in moves:
-            start[leaf_axis] += by
-        return dataclasses.replace(view, axes=axes, start=tuple(start), scaled=scaled)
 
     def _elementwise(self, op: Op, read: Read, view: View, states: list[State], path: Path, scans) -> State | None:
         """A sum or product of a view with an array that is no parameter."""
@@ -392,7 +389,7 @@ class Reads:
         how = next((s.how for _, s in params if isinstance(s, Derived)), op.name)
         data = [value for value, s in zip(op.inputs, states, strict=True) if isinstance(s, Data)]
         mixed = any(isinstance(s, View) and s.mixed for _, s in params)
-        if mixed or any(value.rows for value in data) or any(isinstance(s, Data) and s.shared for s in states):
+        if mixed or any(value.rows for value in data) or any(s.shared for s in states):
             if op.summed and op.name in SUMS and all(value.size == 1 for value, _ in params):
                 return Data()  # a penalty, added to the losses of the examples
             for _, s in params:
@@ -418,15 +415,10 @@ class Reads:
 
     def _meets(self, state: State, op: Op, reason: str) -> Data:
         """A parameter that meets data in a way without exact rows."""
-        assert not isinstance(state, Data)
         for leaf in state.leaves:
             own = state.inexact if isinstance(state, View) and state.leaf == leaf else ""
             self._note(leaf, op.describe(), own or reason)
         return Data()
-
-    def _meets_if_param(self, state: State, op: Op) -> None:
-        if not isinstance(state, Data):
-            self._meets(state, op, "it is broadcast to the examples, which then see it as an activation")
 
     def _note(self, leaf: int, operation: str, reason: str, use: Use | None = None) -> None:
         kernel = use is not None and use.read.op in KRONECKER_KINDS and use.picks is not None
@@ -438,10 +430,3 @@ class Reads:
 
 def _unbranched(state: State, branched: bool) -> State:
     return dataclasses.replace(state, output=None) if branched and isinstance(state, Data) and state.output else state
-
-
-def _at_barrier(state: State) -> State:
-    # A scaled view would need its multiplier carried across; no model is written that way.
-    if isinstance(state, View) and state.scaled:
-        return dataclasses.replace(state, inexact="it goes through a product, then optimization_barrier")
-    return state

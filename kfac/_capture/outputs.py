@@ -208,7 +208,7 @@ def find_marks(traced: Trace) -> Marks:
       ValueError: one is inside `lax.while_loop`, `lax.cond` or another construct that cannot be followed.
     """
     found: dict[Path, Mark] = {}
-    states = [frozenset({k}) for k in range(traced.num_leaves)] + [_NO_LEAVES] * len(traced.arrays)
+    states = [frozenset({k}) for k in range(len(traced.names))] + [_NO_LEAVES] * len(traced.arrays)
     loss, *_ = _walk(traced.program, states, (), (), (), found)
     return Marks(tuple(found.values()), loss)
 

@@ -39,7 +39,6 @@ class Value:
       twice: its shape where the loss is traced with twice as many examples; None where that is not known.
       number: what it is, of a number written into the program.
       axes: its axes in atoms, with those that hold examples marked (`examples.py`).
-      data: whether it depends on array arguments of the loss, or holds examples.
       rows: whether it depends on the batch, or holds examples.
       given: whether it depends on array arguments of the loss.
     """
@@ -49,7 +48,6 @@ class Value:
     twice: tuple[int, ...] | None = None
     number: Any = None
     axes: Axes = ()
-    data: bool = False
     rows: bool = False
     given: bool = False
 
@@ -213,10 +211,9 @@ def flat(closed: Any, twin: Any = None, alike: bool = True) -> Program:
 
 
 def _flat(jaxpr: Any, consts: Sequence[Any], twin: Any, alike: bool) -> Program:
-    found = Program([], {}, [], [])
-    found.inputs = _values(jaxpr.invars, twin and twin.invars)
-    found.outputs = _inline(found, jaxpr, consts, found.inputs, twin, alike)
-    return found
+    program = Program(_values(jaxpr.invars, twin and twin.invars), {}, [], [])
+    program.outputs = _inline(program, jaxpr, consts, program.inputs, twin, alike)
+    return program
 
 
 def _values(variables: Sequence[Any], twins: Sequence[Any] | None) -> list[Value]:

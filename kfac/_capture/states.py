@@ -18,7 +18,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from kfac._capture import axes as axes_lib
 from kfac._capture.axes import Atom, Axes
@@ -44,6 +44,7 @@ class Data:
 
     output: Output | None = None
     shared: frozenset[int] = frozenset()
+    leaves: ClassVar[Leaves] = NONE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +58,7 @@ class View:
     mixed: bool = False  # scaled by what depends on the batch
     inexact: str = ""  # why it has no exact rows
     beside: Leaves = NONE  # other leaves that it depends on, which have none
+    shared: ClassVar[frozenset[int]] = NONE
 
     @property
     def leaves(self) -> Leaves:
@@ -68,6 +70,7 @@ class Derived:
     leaves: Leaves
     how: str
     repeated: bool = False  # broadcast over examples or positions
+    shared: ClassVar[frozenset[int]] = NONE
 
 
 State = Data | View | Derived

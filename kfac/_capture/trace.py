@@ -128,36 +128,22 @@ def trace(
       shared: arrays in these that are known not to hold examples, as in `Batch`.
     """
     names, shapes = check_params(params)
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    dynamic = [k for k, leaf in enumerate(leaves) if is_array(leaf)]
-    arrays = [leaves[k] for k in dynamic]
+    arrays, filled = _arrays_of((args, kwargs))
     flat_params, params_tree = jax.tree.flatten(params)
 
     def traced(arrays):
-        static_aux: dict[int, Any] = {}
-        aux_tree: list[Any] = []
+        filled_aux: list[Callable] = []
 
         def flat_loss(flat_params, arrays):
-            filled = list(leaves)
-            for k, array in zip(dynamic, arrays, strict=True):
-                filled[k] = array
-            call_args, call_kwargs = jax.tree.unflatten(treedef, filled)
+            call_args, call_kwargs = filled(arrays)
             out = loss_fn(jax.tree.unflatten(params_tree, flat_params), *call_args, **call_kwargs)
             loss, aux = _checked(out, has_aux)
-            aux_leaves, tree = jax.tree.flatten(aux)
-            aux_tree.append(tree)
-            static_aux.update({k: leaf for k, leaf in enumerate(aux_leaves) if not is_array(leaf)})
-            return [loss, *(leaf for leaf in aux_leaves if is_array(leaf))]
+            aux_arrays, with_arrays = _arrays_of(aux)
+            filled_aux.append(with_arrays)
+            return [loss, *aux_arrays]
 
         closed = jax.make_jaxpr(flat_loss)(flat_params, arrays)
-
-        def rebuild(outs):
-            loss, *dynamic_aux = outs
-            tree, queue = aux_tree[-1], iter(dynamic_aux)
-            aux = [static_aux[k] if k in static_aux else next(queue) for k in range(tree.num_leaves)]
-            return loss, jax.tree.unflatten(tree, aux)
-
-        return closed, rebuild
+        return closed, lambda outs: (outs[0], filled_aux[-1](outs[1:]))
 
     closed, rebuild = traced(arrays)
 
@@ -196,6 +182,18 @@ def trace(
         batch = Batch(hidden=_why_hidden([candidate for candidate, _ in found], hidden))
     place(program, len(names), leaves_of_batch, batch.num_examples)
     return Trace(program, arrays, rebuild, names, shapes, batch, closed.out_avals[0])
+
+
+def _arrays_of(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """The arrays among the leaves of a tree, and the tree as a function of them; other leaves stay what they are."""
+    leaves, structure = jax.tree.flatten(tree)
+    others = [None if is_array(leaf) else (leaf,) for leaf in leaves]
+
+    def filled(arrays):
+        queue = iter(arrays)
+        return jax.tree.unflatten(structure, [next(queue) if other is None else other[0] for other in others])
+
+    return [leaf for leaf in leaves if is_array(leaf)], filled
 
 
 def _why_hidden(several: Sequence[Candidate], reasons: Sequence[str]) -> str:
