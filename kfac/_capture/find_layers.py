@@ -343,8 +343,9 @@ def _kronecker_layer(leaves, reads: Reads, by_leaf, traced: Trace, n: int | None
     for bias in leaves[1:]:
         joined = by_leaf[bias][0].joined
         assert joined is not None
-        roles = reads.uses[joined[0]].roles
-        layouts.append(axes_lib.layout((own, _role_within(roles, theirs)) for own, theirs in joined[1]))
+        roles = reads.uses[joined[0]].roles.items()
+        pairs = [(atom, role) for atom, part in joined[1] for whole, role in roles if axes_lib.is_part(part, whole)]
+        layouts.append(axes_lib.layout(pairs))
     by_parts, lookup, ragged = by_part(uses), main.read.op == "embedding", any(u.read.groups is not None for u in uses)
     rows = {sum(use.for_all(batch or n or 1).rows for use in part) for part in by_parts}
     ordered = batch is not None and _example_orders(uses, batch)
@@ -370,10 +371,6 @@ def _kronecker_layer(leaves, reads: Reads, by_leaf, traced: Trace, n: int | None
 
 def _positions(rows: int, n: int | None) -> int | None:
     return rows // n if n and rows % n == 0 else None
-
-
-def _role_within(roles: dict[axes_lib.Atom, str], part: axes_lib.Atom) -> str:
-    return next(role for atom, role in roles.items() if axes_lib.is_part(part, atom))
 
 
 def _elementwise_layer(leaves, by_leaf, traced: Trace, n: int | None) -> Layer:

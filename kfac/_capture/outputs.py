@@ -207,45 +207,39 @@ def find_marks(traced: Trace) -> Marks:
     Raises:
       ValueError: one is inside `lax.while_loop`, `lax.cond` or another construct that cannot be followed.
     """
-    found: dict[Path, Mark] = {}
-    states = [frozenset({k}) for k in range(len(traced.names))] + [_NO_LEAVES] * len(traced.arrays)
-    loss, *_ = _walk(traced.program, states, (), (), (), found)
-    return Marks(tuple(found.values()), loss)
+    marks: dict[Path, Mark] = {}
 
+    def walk(program: Program, states: Sequence[Leaves], path: Path, scans: tuple, around: tuple) -> list[Leaves]:
+        """The leaves that each result depends on, given those of the arguments."""
 
-def _walk(
-    program: Program, states: Sequence[Leaves], path: Path, scans, around, found: dict[Path, Mark]
-) -> list[Leaves]:
-    """The leaves that each result depends on, given those of the arguments; adds marks to `found`."""
+        def visit(index: int, op: Op, entering: list[Leaves]) -> list[Leaves]:
+            here = (*path, index)
+            if op.scan and op.inner:
+                first, last = op.scan.consts, op.scan.last
+                while True:  # what the carry depends on can grow from iteration to iteration
+                    leaving = walk(op.inner, entering, here, (*scans, op.scan.length), (*around, len(path)))
+                    carried = map(frozenset.union, entering[first:last], leaving)
+                    grown = [*entering[:first], *carried, *entering[last:]]
+                    if grown == entering:
+                        return leaving
+                    entering = grown
+            if op.inner:
+                return walk(op.inner, entering, here, scans, around)
+            if op.opaque and primitives.contains(op.eqn, lambda e: bool(primitives.is_named(e, _PREFIX))):
+                raise ValueError(f"kfac.output cannot be followed inside {op.name}: mark what comes out of it")
+            together = _NO_LEAVES.union(*entering) if op.alive else _NO_LEAVES
+            likelihood = primitives.is_named(op.eqn, _PREFIX)
+            if likelihood and op.alive:
+                name, weight = likelihood.split("/")
+                shape = op.outputs[0].shape
+                marks[here] = Mark(op, here, named(name), float(weight), shape, scans, together, around)
+            return [together] * len(op.outputs)
 
-    def visit(index: int, op: Op, own: list[Leaves]) -> list[Leaves]:
-        here = (*path, index)
-        if op.scan and op.inner:
-            return _walk_scan(op, own, here, scans, (*around, len(path)), found)
-        if op.inner:
-            return _walk(op.inner, own, here, scans, around, found)
-        if op.opaque and primitives.contains(op.eqn, lambda e: bool(primitives.is_named(e, _PREFIX))):
-            raise ValueError(f"kfac.output cannot be followed inside {op.name}: mark what comes out of it")
-        together = _NO_LEAVES.union(*own) if op.alive else _NO_LEAVES
-        likelihood = primitives.is_named(op.eqn, _PREFIX)
-        if likelihood and op.alive:
-            name, weight = likelihood.split("/")
-            shape = op.outputs[0].shape
-            found[here] = Mark(op, here, named(name), float(weight), shape, scans, together, around)
-        return [together] * len(op.outputs)
+        return program.run(states, lambda _: _NO_LEAVES, visit)
 
-    return program.run(states, lambda _: _NO_LEAVES, visit)
-
-
-def _walk_scan(op: Op, states: list[Leaves], path: Path, scans, around, found: dict[Path, Mark]) -> list[Leaves]:
-    assert op.inner and op.scan
-    first, carried, length = op.scan
-    while True:  # what the carry depends on can grow from iteration to iteration
-        results = _walk(op.inner, states, path, (*scans, length), around, found)
-        grown = [a | b for a, b in zip(states[first : first + carried], results, strict=False)]
-        if grown == states[first : first + carried]:
-            return results
-        states = [*states[:first], *grown, *states[first + carried :]]
+    states = [frozenset({k}) for k in range(traced.num_leaves)] + [_NO_LEAVES] * len(traced.arrays)
+    loss, *_ = walk(traced.program, states, (), (), ())
+    return Marks(tuple(marks.values()), loss)
 
 
 # -- targets -----------------------------------------------------------------------------------------------------------

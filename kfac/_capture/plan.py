@@ -127,14 +127,12 @@ def check_same(expected: Layers, found: Layers) -> None:
         raise ValueError(
             f"the parameters are not those that `layers` was found with; they differ in {', '.join(differing[:5])}"
         )
-    for a, b in zip(expected, found, strict=False):
-        if a != b:
-            other = [f.name for f in dataclasses.fields(a) if f.compare and getattr(a, f.name) != getattr(b, f.name)]
-            raise ValueError(
-                f"loss_fn has other layers than `layers`: expected {a.describe()}, found {b.describe()}, which differ "
-                f"in {', '.join(other)}. Call find_layers with the same function and with arguments of the same kind."
-            )
-    raise ValueError(f"loss_fn has {len(found)} layers, but `layers` has {len(expected)}")
+    a, b = next((a, b) for a, b in zip(expected, found, strict=False) if a != b)
+    other = [f.name for f in dataclasses.fields(a) if f.compare and getattr(a, f.name) != getattr(b, f.name)]
+    raise ValueError(
+        f"loss_fn has other layers than `layers`: expected {a.describe()}, found {b.describe()}, which differ in "
+        f"{', '.join(other)}. Call find_layers with the same function and with arguments of the same kind."
+    )
 
 
 # -- Kronecker layers --------------------------------------------------------------------------------------------------

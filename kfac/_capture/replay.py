@@ -197,7 +197,7 @@ def _scan(
 
 
 def _scan_by(step: Callable[..., Any], op: Op, values: Sequence[Any], beside: Any) -> tuple[list[Any], Any]:
-    """Results of a scan with another body: its program, arguments and slices `beside` give results and what to stack."""
+    """Results of a scan with another body: its program, arguments and slices `beside` give results and more to stack."""
     assert op.scan
     first, last = op.scan.consts, op.scan.last
 

@@ -66,7 +66,6 @@ class Geometry(Protocol):
           images: whether the images of a convolution are the examples.
           dtype: of the sums.
         """
-        ...
 
 
 class Form(Protocol):
@@ -74,31 +73,24 @@ class Form(Protocol):
 
     def gram(self) -> jax.Array:
         """Sum of outer products of all rows, `[copies, d, d]`."""
-        ...
 
     def blocks(self, count: int) -> jax.Array:
         """Its `count` diagonal blocks, as `diagonal_blocks` cuts them, `[copies, count, rows, rows]`."""
-        ...
 
     def diagonal(self) -> jax.Array:
         """Its diagonal, `[copies, d]`."""
-        ...
 
     def sums(self) -> jax.Array:
         """Sums over the positions of each example, `[copies, n, d]`."""
-        ...
 
     def every(self, k: int) -> Form:
         """Every `k`-th example, with so much more weight in `gram` and `diagonal`."""
-        ...
 
     def by_example(self) -> jax.Array:
         """`[n, ...]`: what `part` makes rows of, for some of the examples."""
-        ...
 
     def part(self, part: jax.Array) -> jax.Array:
         """Rows of some of these, `[examples, copies, s, d]`."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
