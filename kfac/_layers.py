@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, overload
@@ -184,13 +185,9 @@ class Layer:
 
     def from_rows(self, rows: jax.Array) -> list[jax.Array]:
         """The inverse of `to_rows`."""
-        leaves = []
-        start = 0
-        for layout, shape in zip(self.layouts, self.shapes, strict=True):
-            end = start + layout.size("in")
-            leaves.append(layout.from_rows(rows[:, start:end], shape))
-            start = end
-        return leaves
+        ends = itertools.accumulate(layout.size("in") for layout in self.layouts)
+        parts = [rows[:, end - layout.size("in") : end] for layout, end in zip(self.layouts, ends, strict=True)]
+        return [a.from_rows(part, shape) for a, part, shape in zip(self.layouts, parts, self.shapes, strict=True)]
 
     def describe(self) -> str:
         """The layer in a few words, for error messages."""

@@ -118,7 +118,6 @@ class Found(NamedTuple):
       layers: the layers.
       reads: how the program uses its parameters.
       uses: for each layer the uses of each of its leaves, in the order of `Layer.params`.
-      marks: the marked outputs.
       num_examples: how many examples the loss is the mean of; None where it is not clear.
       unclear: why it is not, and what to do.
     """
@@ -126,7 +125,6 @@ class Found(NamedTuple):
     layers: Layers
     reads: Reads
     uses: dict[str, list[list[Use]]]
-    marks: Marks
     num_examples: int | None
     unclear: str
 
@@ -203,7 +201,7 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
         batch_argnums=batch.argnums, shared=batch.shared, hidden=batch.hidden,
         dtype="float64" if any(v.dtype == "float64" for v in traced.program.inputs[: len(names)]) else "float32",
     )  # fmt: skip
-    return Found(layers, reads, uses_of, marks, n, unclear)
+    return Found(layers, reads, uses_of, n, unclear)
 
 
 # The longer side of a dense kernel is cut into blocks as long as the shorter one where it has so many rows: with fewer

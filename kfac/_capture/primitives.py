@@ -348,11 +348,9 @@ def _parts(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
         first, sizes = [0] * len(shape), list(shape)
         if name == "slice":
             first, sizes = list(params["start_indices"]), list(out.aval.shape)
-        elif name == "split":
-            axis, lengths = params["axis"], params["sizes"]
+        else:
+            axis, lengths = params["axis"], [1] * len(eqn.outvars) if name == "unstack" else params["sizes"]
             first[axis], sizes[axis] = sum(map(int, lengths[:k])), int(lengths[k])
-        else:  # unstack
-            first[params["axis"]], sizes[params["axis"]] = k, 1
         found = [axes_lib.cut(*cut) for cut in zip(axes, first, sizes, strict=True)]
         if any(part is None for part in found):
             return None

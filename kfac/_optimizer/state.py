@@ -398,20 +398,15 @@ def check_state(config: Config, state: KfacState, devices: int) -> None:
     check_groups(config.groups, state)
     check_devices(state, devices)
     check_inverse(config.inverse, state)
-    momentum = config.moves.momentum is not None and not config.inverse.takes_gradients
-    for name in state.owned:
-        motion = state.motions[name]
-        for option, wanted, held in (
-            ("momentum", momentum, motion.momentum is not None),
-            ("layer_rates", config.moves.layer_rates, motion.rate is not None),
-        ):
-            if wanted != held:
-                has = "some" if held else "none"
+    wanted = config.moves.momentum is not None and not config.inverse.takes_gradients, config.moves.layer_rates
+    for name, owned in state.owned.items():
+        for option, wants, motion in zip(("momentum", "layer_rates"), wanted, state.motions[name], strict=True):
+            if wants != (motion is not None):
+                has = "none" if motion is None else "some"
                 raise ValueError(
                     f"{option}= of the optimizer does not go with its state, which has {has} for blocks {name}: "
                     "initialise it with the same option"
                 )
-    for owned in state.owned.values():
         if owned.blocks.weight.shape[0] != owned.shard.positions:
             raise ValueError(
                 f"this device must get {owned.shard.positions} of the state's {owned.shard.blocks} blocks of a shape, "
