@@ -120,14 +120,6 @@ def reshape(axes: Axes, shape: Sequence[int]) -> Axes | None:
     return tuple(_merge(atom for atom, part in pairs if part.axis == k) for k in range(len(shape)))
 
 
-def broadcast(axes: Axes, old: Sequence[int], new: Sequence[int], dimensions: Sequence[int]) -> Axes:
-    """Axes after `broadcast_in_dim` from shape `old` to shape `new`."""
-    source = dict(zip(dimensions, range(len(old)), strict=True))
-    return tuple(
-        axes[source[k]] if k in source and old[source[k]] == size else foreign(size) for k, size in enumerate(new)
-    )
-
-
 def flip(axis: Axis) -> Axis:
     """An axis read from its end."""
     return tuple(atom if atom.axis == FOREIGN else atom._replace(flipped=not atom.flipped) for atom in axis)
@@ -235,12 +227,10 @@ def split_like(axis: Axis, parts: Sequence[Atom]) -> Axis | None:
         inside = sorted((part for part in parts if is_part(part, atom)), key=lambda part: part.memory_order)
         if len(inside) > 1 and math.prod(part.size for part in inside) == atom.size:
             result += [part._replace(flipped=atom.flipped) for part in inside]
-            continue
-        if atom.of_leaf and not any(
-            is_part(atom, part) and atom.stride * atom.size <= part.stride * part.size for part in parts
-        ):
+        elif atom.of_leaf and not any(is_part(atom, p) and atom.stride * atom.size <= p.stride * p.size for p in parts):
             return None
-        result.append(atom)
+        else:
+            result.append(atom)
     return tuple(result)
 
 

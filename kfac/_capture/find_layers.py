@@ -312,13 +312,13 @@ def _companions(reads: Reads, by_leaf: dict[int, list[Use]], kernels: set[int]) 
         partner = partners.pop()
         if partners or partner in companions or partner not in by_leaf or len(set(joined)) < len(joined):
             continue
-        if partner in kernels and len({u.layout for u in by_leaf[partner]}) > 1:
-            continue  # a bias of one of the uses of a kernel and its transpose
         if partner in kernels:
-            # A bias may be missing from some uses of the kernel, but a subtracted one is no homogeneous 1.
-            if all(use.read.sign == 1 for use in uses):
-                companions[partner] = leaf
-        elif len(joined) == len(by_leaf[partner]) and all(reads.uses[k].read.op == "mul" for k in joined):
+            # A bias may be missing from some uses of the kernel, but a subtracted one is no homogeneous 1, nor is that
+            # of one of the uses of a kernel and its transpose.
+            fits = all(use.read.sign == 1 for use in uses) and len({use.layout for use in by_leaf[partner]}) == 1
+        else:
+            fits = len(joined) == len(by_leaf[partner]) and all(reads.uses[k].read.op == "mul" for k in joined)
+        if fits:
             companions[partner] = leaf
     return companions
 

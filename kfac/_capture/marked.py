@@ -55,7 +55,7 @@ def marked(value_fn: Callable[[Any], Any], params: Any, num_examples: int | None
         raise ValueError(unclear.replace("to value_and_grad", f"to {what}"))
     plan = Plan()
     marks.place(plan, lambda mark: lambda x, entry: (x, x))
-    entries = {("", k): jnp.zeros(mark.scans) for k, mark in enumerate(marks.marks)}
+    entries = {mark.key: jnp.zeros(mark.scans) for mark in marks.marks}
 
     def evaluate(params):
         outs, outputs = replay(traced.program, jax.tree.leaves(params), plan, entries)

@@ -92,6 +92,7 @@ class Mark:
     """A marked output that reaches the loss.
 
     Attributes:
+      key: of its entry among the probes, `("", k)`, which no layer has.
       op: the operation.
       path: where it is.
       likelihood: the distribution.
@@ -102,6 +103,7 @@ class Mark:
       around: which operations on the path are scans, by their position in it.
     """
 
+    key: Key
     op: Op
     path: Path
     likelihood: Likelihood
@@ -187,15 +189,11 @@ class Marks:
             )
 
     def place(self, plan: Plan, make: Callable[[Mark], AtMark]) -> None:
-        """Puts `make(mark)` at every mark of `plan`; mark `k` has the key `("", k)`, which no layer has."""
-        for k, mark in enumerate(self.marks):
-            key = ("", k)
-            plan.at(mark.path).marks[mark.path[-1]] = key, make(mark)
-            inner = plan
-            for position, index in enumerate(mark.path[:-1]):
-                inner = inner.children[index]
-                if position in mark.around:
-                    inner.iterated[key] = True
+        """Puts `make(mark)` at every mark of `plan`."""
+        for mark in self.marks:
+            plan.at(mark.path).marks[mark.path[-1]] = mark.key, make(mark)
+            for place in mark.around:
+                plan.at(mark.path[: place + 2]).iterated[mark.key] = True
 
 
 Leaves = frozenset[int]
@@ -232,7 +230,8 @@ def find_marks(traced: Trace) -> Marks:
             if likelihood and op.alive:
                 name, weight = likelihood.split("/")
                 shape = op.outputs[0].shape
-                marks[here] = Mark(op, here, named(name), float(weight), shape, scans, together, around)
+                key = marks[here].key if here in marks else ("", len(marks))
+                marks[here] = Mark(key, op, here, named(name), float(weight), shape, scans, together, around)
             return [together] * len(op.outputs)
 
         return program.run(states, lambda _: _NO_LEAVES, visit)
@@ -300,11 +299,8 @@ class Draw:
 
 def keys_of(marks: Marks, key: jax.Array) -> dict[Key, jax.Array]:
     """A PRNG key for each mark, and for each iteration of the scans around it."""
-    keys: dict[Key, jax.Array] = {}
-    for k, mark in enumerate(marks.marks):
-        own = jax.random.fold_in(key, k)
-        keys[("", k)] = jax.random.split(own, mark.scans) if mark.scans else own
-    return keys
+    alone = {mark: jax.random.fold_in(key, mark.key[1]) for mark in marks.marks}
+    return {mark.key: jax.random.split(k, mark.scans) if mark.scans else k for mark, k in alone.items()}
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -324,11 +320,7 @@ at_weight.defvjp(
 
 def roots_of(marks: Marks, power: float, within_scans: bool = True) -> dict[Key, jax.Array]:
     """The weight of each mark to a power, for each iteration of the scans around it."""
-    shapes = (mark.scans if within_scans else () for mark in marks.marks)
-    weights = (mark.weight for mark in marks.marks)
-    return {
-        ("", k): jnp.full(shape, weight**power) for k, (shape, weight) in enumerate(zip(shapes, weights, strict=True))
-    }
+    return {mark.key: jnp.full(mark.scans if within_scans else (), mark.weight**power) for mark in marks.marks}
 
 
 # -- PRNG keys ---------------------------------------------------------------------------------------------------------

@@ -61,15 +61,13 @@ class Planned:
 
     def place(self, tap: Tap) -> None:
         """Puts a tap behind an op, and tells each scan around it whether the tap's probe is sliced there."""
-        use, plan = tap.use, self.plan
-        plan.at(use.path).taps.setdefault(use.path[-1], []).append(tap)
-        levels = {loop.place: iterates for loop, iterates in _levels(use, isinstance(tap, ElementwiseTap))}
-        for position, index in enumerate(use.path[:-1]):
-            plan = plan.children[index]
-            if position in levels:
-                plan.iterated[tap.key] = levels[position]
-                if isinstance(tap, KroneckerTap) and tap.basis:
-                    plan.iterated[tap.basis] = levels[position]
+        path = tap.use.path
+        self.plan.at(path).taps.setdefault(path[-1], []).append(tap)
+        for loop, iterates in _levels(tap.use, isinstance(tap, ElementwiseTap)):
+            inside = self.plan.at(path[: loop.place + 2]).iterated
+            inside[tap.key] = iterates
+            if isinstance(tap, KroneckerTap) and tap.basis:
+                inside[tap.basis] = iterates
 
 
 def _levels(use: Use, examples: bool) -> list[tuple[Loop, bool]]:
@@ -123,10 +121,8 @@ def check_same(expected: Layers, found: Layers) -> None:
     if expected == found:
         return
     if expected.paths != found.paths:
-        differing = sorted(set(expected.paths) ^ set(found.paths))
-        raise ValueError(
-            f"the parameters are not those that `layers` was found with; they differ in {', '.join(differing[:5])}"
-        )
+        differing = ", ".join(sorted(set(expected.paths) ^ set(found.paths))[:5])
+        raise ValueError(f"the parameters are not those that `layers` was found with; they differ in {differing}")
     a, b = next((a, b) for a, b in zip(expected, found, strict=False) if a != b)
     other = [f.name for f in dataclasses.fields(a) if f.compare and getattr(a, f.name) != getattr(b, f.name)]
     raise ValueError(

@@ -318,8 +318,11 @@ def _reshaped(eqn: Any, axes: Axes) -> Axes | None:
 
 
 def _broadcast(eqn: Any, axes: Axes) -> Axes:
-    old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    return axes_lib.broadcast(axes, old, new, eqn.params["broadcast_dimensions"])
+    total = eqn.outvars[0].aval.shape
+    operand = zip(axes, eqn.invars[0].aval.shape, strict=True)
+    source: dict[int, tuple[Axis, int]] = dict(zip(eqn.params["broadcast_dimensions"], operand, strict=True))
+    pairs = [source.get(k, ((), 1)) for k in range(len(total))]
+    return spread([axis for axis, _ in pairs], [size for _, size in pairs], total)
 
 
 # The axes of the result of each operation that keeps all entries of its one array; None where they cannot be told.
@@ -362,7 +365,7 @@ def _parts(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
     return Follow(tuple(results), tuple(moves))
 
 
-def spread(axes: Axes, shape: Sequence[int], total: Sequence[int]) -> Axes:
+def spread(axes: Sequence[Axis], shape: Sequence[int], total: Sequence[int]) -> Axes:
     """Axes of an operand after an elementwise operation has broadcast it from `shape` to `total`."""
     if len(shape) != len(total):  # a scalar, which has no axes of its own
         return tuple(foreign(size) for size in total)
@@ -509,13 +512,11 @@ def _custom(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning
         return None
     avals = [var.aval for var in eqn.invars]
 
-    def pulled(values, g):
-        def own(x):
-            return evaluate(within, eqn, [*values[:operand], x, *values[operand + 1 :]])[0]
-
-        return jax.vjp(own, values[operand])[1](g)[0]
-
     within = next(inside(eqn))
+
+    def pulled(values, g):
+        return jax.vjp(lambda *values: evaluate(within, eqn, values)[0], *values)[1](g)[operand]
+
     jaxpr = jax.make_jaxpr(pulled)(avals, eqn.outvars[0].aval).jaxpr
     return Follow((axes,)) if _origin(jaxpr, jaxpr.outvars[0]) is jaxpr.invars[-1] else None
 

@@ -115,12 +115,11 @@ def _replay(
         if index in plan.multipliers:
             operand = plan.multipliers[index]
             so_far = multipliers.get(op.inputs[operand])
+            so_far = jnp.ones_like(values[operand]) if so_far is None else so_far
             if op.name in primitives.SUMS:  # what is added has no say in it
-                if op.name == "sub" and operand == 1:
-                    so_far = -(jnp.ones_like(values[operand]) if so_far is None else so_far)
-                multipliers[op.outputs[0]] = so_far
+                multipliers[op.outputs[0]] = -so_far if op.name == "sub" and operand == 1 else so_far
             else:
-                values[operand] = jnp.ones_like(values[operand]) if so_far is None else so_far
+                values[operand] = so_far
                 multipliers.update(zip(op.outputs, op.compute(values), strict=True))
         for tap in plan.taps.get(index, ()):
             if isinstance(tap, ElementwiseTap) and tap.other is not None:
@@ -197,7 +196,7 @@ def _scan(
 
 
 def _scan_by(step: Callable[..., Any], op: Op, values: Sequence[Any], beside: Any) -> tuple[list[Any], Any]:
-    """Results of a scan with another body: its program, arguments and slices `beside` give results and more to stack."""
+    """Results of a scan by another body, `step(program, arguments, slices of beside)`, and what else that stacks."""
     assert op.scan
     first, last = op.scan.consts, op.scan.last
 

@@ -59,6 +59,7 @@ class Batch:
       shared: leaves of these arguments, and what they are, that do not have the batch's leading length.
       hidden: why `n` is not known, a sentence.
       lies: the axes of a mesh with explicit ones along which they are split.
+      leaves: which of the dynamic leaves of the arguments they are; None where that is not known.
     """
 
     num_examples: int | None = None
@@ -66,6 +67,11 @@ class Batch:
     shared: tuple[str, ...] = ()
     hidden: str = ""
     lies: AxisName | None = None
+    leaves: frozenset[int] | None = None
+
+    @property
+    def where(self) -> str:
+        return " and ".join(f"argument {k!r}" for k in self.argnums)
 
 
 def is_array(x: Any) -> bool:
@@ -147,12 +153,13 @@ def trace(
 
     closed, rebuild = traced(arrays)
 
-    def doubled(candidate: Candidate) -> Program | str:
+    def doubled(batch: Batch) -> Program | str:
         """The program with twice as many of these examples, beside that with as many as there are; or why not."""
-        twice = f"{2 * candidate.length} examples in {candidate.where}"
+        n, leaves = batch.num_examples or 0, batch.leaves or ()
+        twice = f"{2 * n} examples in {batch.where}"
         try:
-            twin, _ = traced([_twice(x) if k in candidate.leaves else x for k, x in enumerate(arrays)])
-            program = flat(closed, twin, alike=candidate.length > 1)
+            twin, _ = traced([_twice(x) if k in leaves else x for k, x in enumerate(arrays)])
+            program = flat(closed, twin, alike=n > 1)
         except AnotherProgramError:
             return f"with {twice} the loss is another program"
         except Exception as error:  # whatever a model raises that has a batch size written into it
@@ -161,26 +168,23 @@ def trace(
         _mark(program)
         if any(op.longer or any(any(value.grown) for value in op.outputs) for op in program.walk() if op.alive):
             return program
-        return f"nothing that the loss depends on grows with {candidate.where}"
+        return f"nothing that the loss depends on grows with {batch.where}"
 
-    found: list[tuple[Candidate, Program]] = []
+    found: list[tuple[Batch, Program]] = []
     hidden: list[str] = []
-    for candidates in _candidates(args, kwargs, batch_argnums, shared):
-        tried = [(candidate, doubled(candidate)) for candidate in candidates]
-        found = [(candidate, program) for candidate, program in tried if isinstance(program, Program)]
+    for batches in _candidates(args, kwargs, batch_argnums, shared):
+        tried = [(batch, doubled(batch)) for batch in batches]
+        found = [(batch, program) for batch, program in tried if isinstance(program, Program)]
         hidden += [program for _, program in tried if isinstance(program, str)]
         if found:
             break
-    leaves_of_batch = None
     if len(found) == 1:
-        ((one, program),) = found
-        batch = Batch(one.length, one.argnums, one.shared, lies=_lies(arrays[k] for k in one.leaves))
-        leaves_of_batch = one.leaves
+        ((batch, program),) = found
+        batch = dataclasses.replace(batch, lies=_lies(arrays[k] for k in batch.leaves or ()))
     else:
-        program = flat(closed)
+        program, batch = flat(closed), Batch(hidden=_why_hidden([batch for batch, _ in found], hidden))
         _mark(program)
-        batch = Batch(hidden=_why_hidden([candidate for candidate, _ in found], hidden))
-    place(program, len(names), leaves_of_batch, batch.num_examples)
+    place(program, len(names), batch.leaves, batch.num_examples)
     return Trace(program, arrays, rebuild, names, shapes, batch, closed.out_avals[0])
 
 
@@ -196,9 +200,9 @@ def _arrays_of(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     return [leaf for leaf in leaves if is_array(leaf)], filled
 
 
-def _why_hidden(several: Sequence[Candidate], reasons: Sequence[str]) -> str:
+def _why_hidden(several: Sequence[Batch], reasons: Sequence[str]) -> str:
     if several:
-        each = " or ".join(f"the {candidate.length} of {candidate.where}" for candidate in several)
+        each = " or ".join(f"the {batch.num_examples} of {batch.where}" for batch in several)
         return f"the examples may be {each}: let the batch be arguments of its own, and say batch_argnums="
     return reasons[0] if reasons else "no argument of the loss has an array with a leading axis"
 
@@ -230,19 +234,6 @@ def _twice(x: Any) -> Any:
     return aval.update(shape=(2 * aval.shape[0], *aval.shape[1:]))
 
 
-class Candidate(NamedTuple):
-    """Arrays that may be the batch: their positions among all arrays, and as of `Batch`."""
-
-    leaves: frozenset[int]
-    length: int
-    argnums: tuple[int | str, ...]
-    shared: tuple[str, ...]
-
-    @property
-    def where(self) -> str:
-        return " and ".join(f"argument {k!r}" for k in self.argnums)
-
-
 class Leaf(NamedTuple):
     """An array among the arguments: its position among all of them, its argument, its name, and its leading length."""
 
@@ -252,9 +243,7 @@ class Leaf(NamedTuple):
     length: int | None
 
 
-def _candidates(
-    args: tuple, kwargs: dict, batch_argnums: Argnums, shared: Collection[str]
-) -> Iterator[list[Candidate]]:
+def _candidates(args: tuple, kwargs: dict, batch_argnums: Argnums, shared: Collection[str]) -> Iterator[list[Batch]]:
     """What may be the batch, in stages: the first of which one can be traced decides.
 
     All arrays of the chosen arguments that have one leading length; then all but one of them, as a mask may be as long
@@ -269,10 +258,10 @@ def _candidates(
                 alone = not leaf.shape or is_key(leaf) or name in shared
                 leaves.append(Leaf(len(leaves), key, name, None if alone else leaf.shape[0]))
 
-    def candidate(chosen: Sequence[Leaf]) -> Candidate:
+    def candidate(chosen: Sequence[Leaf]) -> Batch:
         argnums = tuple(dict.fromkeys(leaf.argument for leaf in chosen))
         shared = tuple(leaf.name for leaf in leaves if leaf.argument in argnums and leaf not in chosen)
-        return Candidate(frozenset(leaf.position for leaf in chosen), chosen[0].length or 0, argnums, shared)
+        return Batch(chosen[0].length, argnums, shared, leaves=frozenset(leaf.position for leaf in chosen))
 
     def of_lengths(keys: Collection[int | str]) -> list[list[Leaf]]:
         """The leaves of these arguments by length, if each argument has one of them; the most first."""

@@ -112,9 +112,7 @@ def some_state(opt_state: Any, argument: str) -> KfacState:
     """The first of the K-FAC states, of which there may be several."""
     states = find_nodes(opt_state, KfacState)
     if not states:
-        raise ValueError(
-            f"there is no state of scale_by_kfac in {argument}, which is of type {type(opt_state).__name__}"
-        )
+        raise ValueError(f"there is no state of scale_by_kfac in {argument}, of type {type(opt_state).__name__}")
     return states[0]
 
 

@@ -352,11 +352,7 @@ def how_to_hide(paths: Sequence[str]) -> str:
 
 def has_masked(tree: Any) -> bool:
     """Whether `optax.masked` has replaced a leaf of `tree`."""
-
-    def is_masked(node):
-        return isinstance(node, optax.MaskedNode)
-
-    return any(map(is_masked, jax.tree.leaves(tree, is_leaf=is_masked)))
+    return bool(find_nodes(tree, optax.MaskedNode))
 
 
 def find_nodes(tree: Any, kind: Any) -> list[Any]:

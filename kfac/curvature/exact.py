@@ -109,8 +109,8 @@ def fisher_blocks(
         dtype = accumulator(jnp.result_type(*flat))
         total = {name: jnp.zeros((layers[name].copies, *2 * [sizes[name]]), dtype) for name in chosen}
         if fisher == "true":
-            for key, mark in zip(outputs, marks.marks, strict=True):
-                total = _expected(mark, key, outputs, total, add)
+            for mark in marks.marks:
+                total = _expected(mark, outputs, total, add)
             scale = 1 / n
         else:
             total, scale = _observed(marks, slopes, n, total, add), n
@@ -142,17 +142,17 @@ def _outputs(
         return outs[0], outputs
 
     dtypes = jnp.result_type(*flat)
-    shaped = {("", k): jnp.zeros((*mark.scans, *mark.shape), dtypes) for k, mark in enumerate(marks.marks)}
+    shaped = {mark.key: jnp.zeros((*mark.scans, *mark.shape), dtypes) for mark in marks.marks}
     offsets = jax.tree.map(lambda x, y: jnp.zeros(x.shape, y.dtype), shaped, jax.eval_shape(evaluate, flat, shaped)[1])
     slopes = jax.grad(lambda offsets: evaluate(flat, offsets)[0])(offsets)
     outputs, pull = jax.vjp(lambda flat: evaluate(flat, offsets)[1], flat)
     return outputs, lambda cotangent: pull(cotangent)[0], slopes
 
 
-def _expected(mark: Mark, key: Key, outputs: Mapping[Key, jax.Array], total: Any, add: Callable) -> Any:
+def _expected(mark: Mark, outputs: Mapping[Key, jax.Array], total: Any, add: Callable) -> Any:
     """Adds `sum_r J_r^T H_r J_r` over the rows of a mark, one row at a time."""
     features = mark.shape[-1]
-    rows = outputs[key].reshape(-1, features)
+    rows = outputs[mark.key].reshape(-1, features)
 
     def row(total, index):
         units = jnp.eye(features, dtype=rows.dtype)
@@ -160,7 +160,7 @@ def _expected(mark: Mark, key: Key, outputs: Mapping[Key, jax.Array], total: Any
         root = math.sqrt(mark.weight) * columns.T.astype(rows.dtype)
         own = jnp.zeros((features, *rows.shape), rows.dtype).at[:, index].set(root)
         cotangents = {k: jnp.zeros((features, *z.shape), z.dtype) for k, z in outputs.items()}
-        return add(total, {**cotangents, key: own.reshape(features, *outputs[key].shape)})
+        return add(total, {**cotangents, mark.key: own.reshape(features, *outputs[mark.key].shape)})
 
     return lax.scan(row, total, jnp.arange(len(rows)))[0]
 
@@ -168,8 +168,8 @@ def _expected(mark: Mark, key: Key, outputs: Mapping[Key, jax.Array], total: Any
 def _observed(marks: Marks, slopes: Mapping[Key, jax.Array], n: int, total: Any, add: Callable) -> Any:
     """Adds `sum_i g_i g_i^T` over examples, one at a time; `g_i / sqrt(w)` for what a mark of weight `w` brings."""
     slopes = {key: slopes[key] * root for key, root in roots_of(marks, -0.5, within_scans=False).items()}
-    batches = {("", k): mark.rows for k, mark in enumerate(marks.marks) if mark.rows % n and marks.weighted}
-    together = [mark for k, mark in enumerate(marks.marks) if ("", k) not in batches]
+    batches = {mark.key: mark.rows for mark in marks.marks if mark.rows % n and marks.weighted}
+    together = [mark for mark in marks.marks if mark.key not in batches]
     for mark in together:
         if mark.scans and (mark.rows != n or len(together) > 1):
             raise ValueError(
@@ -256,13 +256,8 @@ def error(exact: jax.Array, approximation: jax.Array) -> Error:
     if exact.shape != approximation.shape:
         raise ValueError(f"exact has shape {list(exact.shape)}, but approximation {list(approximation.shape)}")
 
-    def dot(a, b):
-        return jnp.sum(a * b, axis=(-2, -1))
-
-    norm = jnp.sqrt(dot(exact, exact))
-    difference = exact - approximation
-    other = jnp.sqrt(dot(approximation, approximation))
-    return Error(jnp.sqrt(dot(difference, difference)) / norm, dot(exact, approximation) / (norm * other))
+    norm, other, difference = (jnp.linalg.norm(x, axis=(-2, -1)) for x in (exact, approximation, exact - approximation))
+    return Error(difference / norm, jnp.sum(exact * approximation, axis=(-2, -1)) / (norm * other))
 
 
 def nearest_kronecker(exact: jax.Array, layer: Layer) -> Kronecker:
