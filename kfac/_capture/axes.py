@@ -61,10 +61,6 @@ def mixed(size: int) -> Axis:
     return (Atom(MIXED, 1, size),) if size > 1 else ()
 
 
-def is_mixed(axis: Axis) -> bool:
-    return any(atom.axis == MIXED for atom in axis)
-
-
 def holds_examples(axis: Axis) -> bool:
     return any(atom.axis in (EXAMPLES, MIXED) for atom in axis)
 

@@ -62,8 +62,7 @@ class Reads:
         ]
         states += [Data()] * len(traced.arrays)
         loss, *_ = self._walk(traced.program, states, (), ())
-        if isinstance(loss, Data):
-            self._leak(loss.shared)
+        self._leak(loss.shared)
         self._settle()
 
     # -- walking -------------------------------------------------------------------------------------------------
@@ -88,9 +87,7 @@ class Reads:
         params = [s for s in states if not isinstance(s, Data)]
         if op.name == "optimization_barrier":
             # A scaled view would need its multiplier carried across; no model is written that way.
-            across = functools.partial(
-                dataclasses.replace, inexact="it goes through a product, then optimization_barrier"
-            )
+            across = functools.partial(dataclasses.replace, inexact=f"it goes through a product, then {op.name}")
             return [across(s) if isinstance(s, View) and s.scaled else s for s in states]
         if op.inner:
             leaving = self._scan(op, states, path, scans) if op.scan else self._walk(op.inner, states, path, scans)

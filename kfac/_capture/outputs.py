@@ -1,4 +1,4 @@
-"""The marked output of a network: where it is, which parameters it depends on, and targets drawn from it."""
+"""The marked output of a network: where it is, which parameters it depends on, targets drawn from it, and curvature."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from jax.ad_checkpoint import checkpoint_name
 from kfac._capture import primitives
 from kfac._capture.likelihoods import Likelihood, name_of, named
 from kfac._capture.program import Op, Path, Program
+from kfac._capture.replay import replay
 from kfac._capture.taps import AtMark, Key, Plan
-from kfac._capture.trace import Batch, Trace, is_key
+from kfac._capture.trace import Batch, Trace, is_key, trace
 from kfac._checks import check_positive_int
 from kfac._statistics.rows import accumulator
 from kfac._varying import as_varying, varying_axes
@@ -223,10 +224,10 @@ def find_marks(traced: Trace) -> Marks:
                     entering = grown
             if op.inner:
                 return walk(op.inner, entering, here, scans, around)
-            if op.opaque and primitives.contains(op.eqn, lambda e: bool(primitives.is_named(e, _PREFIX))):
+            likelihood = primitives.is_named(op.eqn, _PREFIX)
+            if not likelihood and primitives.contains(op.eqn, lambda e: bool(primitives.is_named(e, _PREFIX))):
                 raise ValueError(f"kfac.output cannot be followed inside {op.name}: mark what comes out of it")
             together = _NO_LEAVES.union(*entering) if op.alive else _NO_LEAVES
-            likelihood = primitives.is_named(op.eqn, _PREFIX)
             if likelihood and op.alive:
                 name, weight = likelihood.split("/")
                 shape = op.outputs[0].shape
@@ -321,6 +322,58 @@ at_weight.defvjp(
 def roots_of(marks: Marks, power: float, within_scans: bool = True) -> dict[Key, jax.Array]:
     """The weight of each mark to a power, for each iteration of the scans around it."""
     return {mark.key: jnp.full(mark.scans if within_scans else (), mark.weight**power) for mark in marks.marks}
+
+
+# -- the loss as a function of its marked outputs -------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Marked:
+    """What a loss is made of: `F = (1/n) sum_r J_r^T H_r J_r` over the rows of its marked outputs.
+
+    Attributes:
+      evaluate: from parameters to the loss and its outputs.
+      marks: the marks of these.
+      n: the number of examples.
+      what: who asks, for messages.
+    """
+
+    evaluate: Callable[[Any], tuple[jax.Array, list[jax.Array]]]
+    marks: tuple[Mark, ...]
+    n: int
+    what: str
+
+    def times_root(self, outputs: list[jax.Array], vectors: list[jax.Array]) -> list[jax.Array]:
+        """`S v` for each mark, with `S^T S` the Hessian of its share in the loss."""
+        triples = zip(self.marks, outputs, vectors, strict=True)
+        return [(m.weight / self.n) ** 0.5 * m.likelihood.times_root(z, v, self.what) for m, z, v in triples]
+
+    def transposed(self, outputs: list[jax.Array], vectors: list[jax.Array]) -> list[jax.Array]:
+        """`S^T v` for each mark."""
+        return jax.linear_transpose(lambda v: self.times_root(outputs, v), outputs)(vectors)[0]
+
+
+def marked(value_fn: Callable[[Any], Any], params: Any, num_examples: int | None, what: str) -> Marked:
+    """The marked outputs of a loss of the parameters alone.
+
+    Raises:
+      ValueError: there is none, the loss depends on a parameter but no mark does, or `n` is not clear.
+    """
+    traced = trace(value_fn, False, params, (), {})
+    marks = find_marks(traced)
+    marks.require(what, traced.names, ())
+    n, unclear = marks.num_examples(num_examples, traced.batch, {})
+    if n is None:
+        raise ValueError(unclear.replace("to value_and_grad", f"to {what}"))
+    plan = Plan()
+    marks.place(plan, lambda mark: lambda x, entry: (x, x))
+    entries = {mark.key: jnp.zeros(mark.scans) for mark in marks.marks}
+
+    def evaluate(params):
+        outs, outputs = replay(traced.program, jax.tree.leaves(params), plan, entries)
+        return outs[0], [outputs[key] for key in entries]
+
+    return Marked(evaluate, marks.marks, n, what)
 
 
 # -- PRNG keys ---------------------------------------------------------------------------------------------------------

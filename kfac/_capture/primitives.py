@@ -285,9 +285,9 @@ def _broadcasts(shape: tuple[int, ...], out: tuple[int, ...]) -> bool:
 def _agreed(axes: Sequence[Axis], size: int) -> Axis:
     """The axis of a result whose operands have these: the examples of one are those of all."""
     whole = {axis for axis in axes if math.prod(atom.size for atom in axis) == size}
-    known = {axis for axis in whole if holds_examples(axis) and not axes_lib.is_mixed(axis)}
-    if len(known) == 1:
-        return known.pop()
+    in_order = {axis for axis in whole if holds_examples(axis) and all(atom.axis != axes_lib.MIXED for atom in axis)}
+    if len(in_order) == 1:
+        return in_order.pop()
     return mixed(size) if any(map(holds_examples, whole)) else foreign(size)
 
 

@@ -61,10 +61,6 @@ class Value:
         twice = self.shape if self.twice is None else self.twice
         return tuple(a != b for a, b in zip(self.shape, twice, strict=True))
 
-    @property
-    def differentiable(self) -> bool:
-        return self.number is None and jnp.issubdtype(self.dtype, jnp.inexact)
-
 
 @dataclasses.dataclass(eq=False)
 class Op:
@@ -105,11 +101,6 @@ class Op:
     @property
     def scan(self) -> primitives.Scan | None:
         return self.call.scan if self.call else None
-
-    @property
-    def opaque(self) -> bool:
-        """Whether it holds a program that cannot be looked into."""
-        return self.inner is None and any(True for _ in primitives.inside(self.eqn))
 
     def meaning(self, operand: int, axes: Axes) -> primitives.Meaning:
         """What it does with a parameter that is its input number `operand` and has these axes."""
@@ -318,7 +309,7 @@ def mark_live(found: Program, results: Sequence[Reached], roots: Collection[Op] 
     bent: set[Value] = set()  # of these arrays, what does not reach the loss by sums and numbers alone
 
     def reach(value: Value, how: Reached) -> None:
-        if how.live and value.differentiable:
+        if how.live and value.number is None and jnp.issubdtype(value.dtype, jnp.inexact):
             readers[value] += 1
             if not how.summed:
                 bent.add(value)

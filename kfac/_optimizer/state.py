@@ -408,16 +408,14 @@ def check_state(config: Config, state: KfacState, devices: int) -> None:
                 f"this device must get {owned.shard.positions} of the state's {owned.shard.blocks} blocks of a shape, "
                 f"but gets {owned.blocks.weight.shape[0]}: use kfac.state.state_specs for its in_specs and out_specs"
             )
-    if set(state.replicas) == {group.name for group in config.groups if config.shares(group)}:
-        return
-    if config.inverse.takes_moments:
+    if set(state.replicas) != {group.name for group in config.groups if config.shares(group)}:
+        # Of one inverse and the same groups only moments make a difference.
         to_one, to_none = ("a", "kfac.state.scatter_state(opt_state, 1)"), ("no", "kfac.state.gather_state(opt_state)")
         have, convert = to_one if config.owners else to_none
         raise ValueError(
             f"with inverse={config.inverse!r} a state is another where there is an axis of devices, if only of one: "
             f"update has {have} such axis, but the state is one for the other case: {convert} makes it from that."
         )
-    raise ValueError("the optimizer state is not one for these layers and this inverse: initialise it with the same.")
 
 
 def check_inverse(inverse: Inverse, state: KfacState) -> None:

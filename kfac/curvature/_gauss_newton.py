@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kfac._capture.marked import Marked, marked
+from kfac._capture.outputs import Marked, marked
 from kfac._checks import check_positive_int, check_type
 from kfac.curvature._matrix import Linear, Matrix
 from kfac.curvature._operator import Operator
