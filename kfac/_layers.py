@@ -271,10 +271,8 @@ def _table(layers: Layers) -> str:
     total, size = 0, jnp.dtype(layers.dtype).itemsize
     for layer in layers:
         prefix = f"{layer.name}/"
-        leaves = ", ".join(
-            f"{path.removeprefix(prefix)} [{', '.join(map(str, shape))}]"
-            for path, shape in zip(layer.params, layer.shapes, strict=True)
-        )
+        named = zip(layer.params, layer.shapes, strict=True)
+        leaves = ", ".join(f"{path.removeprefix(prefix)} {list(shape)}" for path, shape in named)
         elements = sum(math.prod(shape) for shape in layer.factor_shapes.values())
         total += elements
         if layer.kronecker:

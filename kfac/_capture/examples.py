@@ -128,12 +128,10 @@ def _along(op: Op) -> Axis:
 
 def _checked(value: Value, said: Axes, n: int | None) -> Axes:
     """Axes, in which what grows and comes from nowhere is all examples in their order, or in none."""
-    result = []
-    for k, (size, grown, axis) in enumerate(zip(value.shape, value.grown, said, strict=True)):
-        if grown and n and n > 1 and not axes_lib.holds_examples(axis):
-            assert value.twice is not None
-            axis = examples(n) if size == n and value.twice[k] == 2 * n else mixed(size)
-        result.append(axis)
+    result = list(said)
+    for k, (size, twice) in enumerate(zip(value.shape, value.twice or value.shape, strict=True)):
+        if size != twice and n and n > 1 and not axes_lib.holds_examples(said[k]):
+            result[k] = examples(n) if (size, twice) == (n, 2 * n) else mixed(size)
     return tuple(result)
 
 

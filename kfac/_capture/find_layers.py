@@ -213,8 +213,7 @@ def _bounded(layer: Layer, max_dim: int | None) -> Layer:
     """The layer with blocks, or diagonals, in the place of factors that are too large."""
     if not layer.kronecker:
         return layer
-    shapes = {name: shape[0] for name, shape in layer.block_shapes.items()}
-    sizes = {name: size for name, size in shapes.items() if name not in layer.diagonal}
+    sizes = {name: shape[0] for name, shape in layer.block_shapes.items() if name not in layer.diagonal}
     counts = {name: -(-size // (max_dim or MAX_DIM)) for name, size in sizes.items()}
     reasons = [f"{name} has more than max_dim={max_dim or MAX_DIM} rows" for name in sizes if counts[name] > 1]
     words = {name for name in sizes if counts[name] > 1 and sizes[name] >= VOCABULARY}

@@ -40,9 +40,9 @@ class Reads:
       uses: every read, in program order.
       inexact: leaves that meet data in a way without exact rows.
       merges: where rows that all examples share meet the examples: the axis of these.
-      shared_calls: operations into which such rows are handed.
+      entered: operations whose programs a replay evaluates though they may hold no tap: into which such rows are
+        handed, or out of which a scaled view is.
       multipliers: operations that produce a scaled view, and the operand that is the view.
-      carriers: operations out of which a scaled view is handed.
     """
 
     def __init__(self, traced: Trace, skipped: set[int]):
@@ -51,9 +51,8 @@ class Reads:
         self.uses: list[Use] = []
         self.inexact: dict[int, Inexact] = {}
         self.merges: dict[Path, int] = {}
-        self.shared_calls: set[Path] = set()
+        self.entered: set[Path] = set()
         self.multipliers: dict[Path, int] = {}
-        self.carriers: set[Path] = set()
         self._merged: set[int] = set()  # late uses whose rows have met the examples
         self._leaked: dict[int, bool] = {}  # and those that reach the loss by themselves
         states: list[State] = [
@@ -92,7 +91,7 @@ class Reads:
         if op.inner:
             leaving = self._scan(op, states, path, scans) if op.scan else self._walk(op.inner, states, path, scans)
             if any(isinstance(s, View) and s.scaled for s in leaving):
-                self.carriers.add(path)
+                self.entered.add(path)
             return leaving
         if not params:
             return [self._through_data(op, states)] * len(op.outputs)
@@ -170,7 +169,7 @@ class Reads:
         Where they meet the examples by way of a broadcast, each example has a gradient of its own with respect to them.
         """
         if op.inner and not op.scan:
-            self.shared_calls.add(path)
+            self.entered.add(path)
         if op.inner or any(not isinstance(s, Data) for s in states):
             return None
         shared = NONE.union(*(s.shared for s in states))
@@ -183,11 +182,11 @@ class Reads:
         grown = [k for k, longer in enumerate(result.grown) if longer]
         elementwise = op.name == "broadcast_in_dim" or op.name in primitives.ELEMENTWISE
         met = [k for k in grown if op.name == "broadcast_in_dim" or shape[k] == 1]
-        if elementwise and len(met) == 1 and result.axes[met[0]] == axes_lib.examples(self.n or 1):
-            if len({op.inputs[k].shape for k in own}) == 1:
-                self.merges[path] = met[0]
-                self._merged |= shared
-                return [Data()]
+        alike = elementwise and len({op.inputs[k].shape for k in own}) == 1
+        if alike and len(met) == 1 and result.axes[met[0]] == axes_lib.examples(self.n or 1):
+            self.merges[path] = met[0]
+            self._merged |= shared
+            return [Data()]
         return None
 
     def _shares(self, op: Op, states: list[State]) -> bool:
@@ -221,8 +220,7 @@ class Reads:
             elif use.late and k not in self._merged:
                 # A loss that hides its examples may have them in constants.
                 self.uses[k] = dataclasses.replace(use, late=False, dropped=bool(self.n) and not use.of_arguments)
-        for k, use in enumerate(self.uses):
-            kernel = self.uses[use.joined[0]] if use.joined else use
+            kernel = self.uses[use.joined[0]] if use.joined else use  # that comes before it
             if use.joined and kernel.dropped:
                 self.uses[k] = dataclasses.replace(use, dropped=True)
                 if kernel.leaf in self.inexact:
@@ -245,13 +243,12 @@ class Reads:
             view = states[k]
             assert isinstance(view, View)
             found = op.meaning(k, view.axes)
-            if not isinstance(found, Read):
+            if not isinstance(found, Read) or is_repeated(view, op.inputs[k]):
                 said = found if isinstance(found, str) else "its entries are repeated before the product"
                 reason = reason or said
                 continue
             other, value = states[found.other], op.inputs[found.other]
-            if is_repeated(view, op.inputs[k]) or not (isinstance(other, Data) or is_repeated(other, value)):
-                reason = reason or "its entries are repeated before the product" * is_repeated(view, op.inputs[k])
+            if not (isinstance(other, Data) or is_repeated(other, value)):
                 continue
             rows = not isinstance(other, Data) or (value.rows and not other.shared)
             if not rows and found.op != "dense":

@@ -248,7 +248,6 @@ def find_marks(traced: Trace) -> Marks:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _pull(transposed: Callable[..., jax.Array], x: jax.Array, entry: jax.Array, zeros: jax.Array) -> jax.Array:
     """`zeros`, as if they depended on `x`: a cotangent `g` of theirs becomes `transposed(x, entry, g)` of it."""
-    del transposed, x, entry
     return zeros
 
 

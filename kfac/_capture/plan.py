@@ -112,7 +112,7 @@ def plan_taps(
         planned.plan.at(path).multipliers[path[-1]] = operand
     for path, axis in found.reads.merges.items():
         planned.plan.at(path).merges[path[-1]] = axis
-    for path in found.reads.carriers | found.reads.shared_calls:
+    for path in found.reads.entered:
         planned.plan.at((*path, 0))
     return planned
 
@@ -174,13 +174,12 @@ def _counted(uses: list[Use]) -> bool:
 
 def _finish_kronecker(planned: Planned, layer: Layer, uses: list[Use], dtype: Any, moments: bool) -> None:
     """The probes of a layer, and what brings the sums of its parts and copies to factors."""
-    n, each = planned.num_examples, planned.batch or 1
-    reduce, use = layer.weight_sharing == "reduce", uses[0]
+    n, each, use = planned.num_examples, planned.batch or 1, uses[0]
+    reduce, counted = layer.weight_sharing == "reduce", _counted(uses)
     batched = math.prod(atom.size for atom in use.read.batched)
     tails = {"A": (each, layer.d_in), "G": (each, layer.d_out)} if reduce else dict(layer.side_shapes)
     if moments:
         tails["moments"] = (layer.d_out, layer.d_in)
-    counted = _counted(uses)
     uncut = dataclasses.replace(layer, cut=(1, 1)).side_shapes
     wider = {"A": tuple(size + 1 for size in uncut["A"]), "G": uncut["G"]} if counted else tails
     summed = {name: jax.ShapeDtypeStruct((*use.iterated, batched, *tail), dtype) for name, tail in wider.items()}

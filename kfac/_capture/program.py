@@ -58,8 +58,7 @@ class Value:
     @property
     def grown(self) -> tuple[bool, ...]:
         """Which of its axes are longer with twice as many examples."""
-        twice = self.shape if self.twice is None else self.twice
-        return tuple(a != b for a, b in zip(self.shape, twice, strict=True))
+        return tuple(a != b for a, b in zip(self.shape, self.twice or self.shape, strict=True))
 
 
 @dataclasses.dataclass(eq=False)

@@ -265,12 +265,10 @@ def _candidates(args: tuple, kwargs: dict, batch_argnums: Argnums, shared: Colle
 
     def of_lengths(keys: Collection[int | str]) -> list[list[Leaf]]:
         """The leaves of these arguments by length, if each argument has one of them; the most first."""
-        by_length: dict[int, list[Leaf]] = {}
-        for leaf in leaves:
-            if leaf.argument in keys and leaf.length:
-                by_length.setdefault(leaf.length, []).append(leaf)
-        whole = [own for own in by_length.values() if {leaf.argument for leaf in own} == set(keys)]
-        return sorted(whole, key=len, reverse=True)
+        of_keys = [leaf for leaf in leaves if leaf.argument in keys and leaf.length]
+        lengths = dict.fromkeys(leaf.length for leaf in of_keys)
+        alike = [[leaf for leaf in of_keys if leaf.length == length] for length in lengths]
+        return sorted((x for x in alike if {leaf.argument for leaf in x} == set(keys)), key=len, reverse=True)
 
     given = None if batch_argnums is None else _named(batch_argnums, arguments, len(args))
     first = [key for key in arguments if key == 1] if given is None else given

@@ -34,7 +34,6 @@ class GaussNewton(Linear):
         tangents = jax.tree.map(lambda p, t: jnp.asarray(t).astype(p.dtype), self.params, tree)
 
         def own(loss, outputs, push, index):
-            del index
             return loss.transposed(outputs, loss.times_root(outputs, push(tangents)))
 
         total = self._sum(own)

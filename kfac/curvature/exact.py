@@ -121,8 +121,7 @@ def fisher_blocks(
 
 def _vector(layer: Layer, leaves: Sequence[jax.Array]) -> jax.Array:
     """`[copies, p]`: the columns of the layer's matrix one after the other."""
-    matrix = layer.to_matrix(leaves)
-    return matrix.swapaxes(-1, -2).reshape(matrix.shape[0], -1)
+    return layer.to_rows(leaves).reshape(layer.copies, -1)
 
 
 def _gram(rows: jax.Array) -> jax.Array:
