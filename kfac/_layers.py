@@ -275,6 +275,7 @@ def _table(layers: Layers) -> str:
         leaves = ", ".join(f"{path.removeprefix(prefix)} {list(shape)}" for path, shape in named)
         elements = sum(math.prod(shape) for shape in layer.factor_shapes.values())
         total += elements
+        a = g = ""
         if layer.kronecker:
             sizes = ("A", layer.d_in, layer.cut[0]), ("G", layer.d_out, layer.cut[1])
             a, g = (
@@ -282,9 +283,7 @@ def _table(layers: Layers) -> str:
                 for factor, size, cut in sizes
             )
         elif layer.kind != "skipped":
-            a, g = "", f"{layer.d_out} x {layer.d_in}x{layer.d_in}"
-        else:
-            a = g = ""
+            g = f"{layer.d_out} x {layer.d_in}x{layer.d_in}"
         positions = "" if layer.positions is None else str(layer.positions)
         remarks = [f"{layer.uses} uses"] * (layer.uses > 1) + ["reduce"] * (layer.weight_sharing == "reduce")
         if remarks:

@@ -273,12 +273,9 @@ def init_state(config: Config, params: Any) -> KfacState:
         return BlockState(group.zeros(size, dtype), weight, inverses(group, size), condition, inverted, still)
 
     def motion(group: Group, size: int) -> Motion:
-        moves, outside = config.moves, not group.kind(config.inverse).takes_gradients
-        momentum = moves.momentum is not None and outside
-        return Motion(
-            jnp.zeros((size, group.d_in, group.d_out), dtype) if momentum else None,
-            jnp.ones(size, dtype) if moves.layer_rates else None,
-        )
+        outside = config.moves.momentum is not None and not group.kind(config.inverse).takes_gradients
+        momentum = jnp.zeros((size, group.d_in, group.d_out), dtype) if outside else None
+        return Motion(momentum, jnp.ones(size, dtype) if config.moves.layer_rates else None)
 
     def own(group: Group) -> Owned:
         shard = shards[group.name]

@@ -63,12 +63,11 @@ class GaussNewton(Linear):
             return of_batch(self.data, jnp.zeros((), jnp.int32))
         parts = jax.tree.map(lambda x: x.reshape(self.batches, -1, *x.shape[1:]), self.data)
         zeros = jax.tree.map(jnp.zeros_like, self.params)
-        total, _ = lax.scan(
-            lambda total, part: (jax.tree.map(jnp.add, total, of_batch(*part)), None),
-            zeros,
-            (parts, jnp.arange(self.batches)),
-        )
-        return total
+
+        def add(total, part):
+            return jax.tree.map(jnp.add, total, of_batch(*part)), None
+
+        return lax.scan(add, zeros, (parts, jnp.arange(self.batches)))[0]
 
 
 def gauss_newton(

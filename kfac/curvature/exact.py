@@ -223,20 +223,19 @@ def dense(block: Block, basis: Kronecker | None = None) -> jax.Array:
     if isinstance(block, Tied | Ragged):
         block = block.combined()
     if isinstance(block, Kronecker):
-        size = block.A.shape[-1] * block.G.shape[-1]
         if basis is None:
-            product = jnp.einsum("...ab,...gh->...agbh", block.A, block.G, precision="highest")
-            return product.reshape(*block.A.shape[:-2], size, size)
+            return _kron(block.A, block.G)
         if block.moments is None:
             raise ValueError("block has no moments: take it from value_and_grad(...)(..., basis=basis)")
-        vectors = jnp.einsum("...ai,...gj->...agij", basis.A, basis.G, precision="highest")
-        vectors = vectors.reshape(*block.A.shape[:-2], size, size)
-        values = block.moments.mT.reshape(*block.A.shape[:-2], 1, size)
-        return jnp.matmul(vectors * values, vectors.mT, precision="highest")
+        vectors, values = _kron(basis.A, basis.G), block.moments.mT
+        return jnp.matmul(vectors * values.reshape(*vectors.shape[:-2], 1, -1), vectors.mT, precision="highest")
     if isinstance(block, Unitwise):
         channels, size = block.F.shape[0], block.F.shape[0] * block.F.shape[1]
         return jnp.einsum("cpq,cd->pcqd", block.F, jnp.eye(channels, dtype=block.F.dtype)).reshape(size, size)
     raise TypeError(f"block must be Kronecker or Unitwise, but is {type(block).__name__}")
+
+
+_kron = jnp.vectorize(jnp.kron, signature="(a,b),(g,h)->(p,q)")
 
 
 def error(exact: jax.Array, approximation: jax.Array) -> Error:
@@ -275,12 +274,9 @@ def nearest_kronecker(exact: jax.Array, layer: Layer) -> Kronecker:
     Raises:
       ValueError: the block is not that of such a layer.
     """
-    shape = layer.factor_shapes
-    size = layer.d_in * layer.d_out
-    expected = (*shape.get("A", ())[:-2], size, size)
-    if set(shape) != {"A", "G"} or exact.shape != expected:
+    shape, a, g = layer.factor_shapes, layer.d_in, layer.d_out
+    if set(shape) != {"A", "G"} or exact.shape != (*shape["A"][:-2], a * g, a * g):
         raise ValueError(f"a block of shape {list(exact.shape)} is not that of {layer.describe()}")
-    a, g = layer.d_in, layer.d_out
 
     def nearest(block):
         rearranged = block.reshape(a, g, a, g).swapaxes(1, 2).reshape(a * a, g * g)
