@@ -238,10 +238,8 @@ class Reads:
 
     def _product(self, op: Op, states: list[State], path: Path, scans) -> State:
         reason = ""
-        views = [k for k, s in enumerate(states) if isinstance(s, View)]
-        for k in sorted(views, key=lambda k: is_repeated(states[k], op.inputs[k])):
-            view = states[k]
-            assert isinstance(view, View)
+        views = [(k, state) for k, state in enumerate(states) if isinstance(state, View)]
+        for k, view in sorted(views, key=lambda pair: is_repeated(pair[1], op.inputs[pair[0]])):
             found = op.meaning(k, view.axes)
             if not isinstance(found, Read) or is_repeated(view, op.inputs[k]):
                 said = found if isinstance(found, str) else "its entries are repeated before the product"
@@ -325,14 +323,11 @@ class Reads:
             return dataclasses.replace(result, shared=other.shared)
         if other.shared:
             return None
-        if additive:  # the gradient is the same, or minus it
-            scaled = view.scaled or read.sign < 0
-            if scaled:
-                self.multipliers[path] = read.operand
-            return dataclasses.replace(view, axes=axes, scaled=scaled)
-        self.multipliers[path] = read.operand
-        uniform, mixed = view.uniform and value.size == 1, view.mixed or value.rows
-        return dataclasses.replace(view, axes=axes, scaled=True, uniform=uniform, mixed=mixed)
+        scaled = not additive or view.scaled or read.sign < 0  # of a sum the gradient is the same, or minus it
+        if scaled:
+            self.multipliers[path] = read.operand
+        uniform, mixed = view.uniform and (additive or value.size == 1), view.mixed or (not additive and value.rows)
+        return dataclasses.replace(view, axes=axes, scaled=scaled, uniform=uniform, mixed=mixed)
 
     def _lookup(self, op: Op, read: Any, view: View, states: list[State], path: Path, scans) -> State | None:
         """Rows of a table. Each is known to meet data once for each index, unless the indices hold no examples."""

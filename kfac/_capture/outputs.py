@@ -17,6 +17,7 @@ from kfac._capture import primitives
 from kfac._capture.likelihoods import Likelihood, name_of, named
 from kfac._capture.program import Op, Path, Program
 from kfac._capture.replay import replay
+from kfac._capture.states import NONE, Leaves
 from kfac._capture.taps import AtMark, Key, Plan
 from kfac._capture.trace import Batch, Trace, is_key, trace
 from kfac._checks import check_positive_int
@@ -24,7 +25,6 @@ from kfac._statistics.rows import accumulator
 from kfac._varying import as_varying, varying_axes
 
 _PREFIX = "kfac.output/"
-_NO_LEAVES: frozenset[int] = frozenset()
 
 
 def output(
@@ -197,9 +197,6 @@ class Marks:
                 plan.at(mark.path[: place + 2]).iterated[mark.key] = True
 
 
-Leaves = frozenset[int]
-
-
 def find_marks(traced: Trace) -> Marks:
     """The marked outputs of a loss.
 
@@ -227,7 +224,7 @@ def find_marks(traced: Trace) -> Marks:
             likelihood = primitives.is_named(op.eqn, _PREFIX)
             if not likelihood and primitives.contains(op.eqn, lambda e: bool(primitives.is_named(e, _PREFIX))):
                 raise ValueError(f"kfac.output cannot be followed inside {op.name}: mark what comes out of it")
-            together = _NO_LEAVES.union(*entering) if op.alive else _NO_LEAVES
+            together = NONE.union(*entering) if op.alive else NONE
             if likelihood and op.alive:
                 name, weight = likelihood.split("/")
                 shape = op.outputs[0].shape
@@ -235,9 +232,9 @@ def find_marks(traced: Trace) -> Marks:
                 marks[here] = Mark(key, op, here, named(name), float(weight), shape, scans, together, around)
             return [together] * len(op.outputs)
 
-        return program.run(states, lambda _: _NO_LEAVES, visit)
+        return program.run(states, lambda _: NONE, visit)
 
-    states = [frozenset({k}) for k in range(traced.num_leaves)] + [_NO_LEAVES] * len(traced.arrays)
+    states = [frozenset({k}) for k in range(traced.num_leaves)] + [NONE] * len(traced.arrays)
     loss, *_ = walk(traced.program, states, (), (), ())
     return Marks(tuple(marks.values()), loss)
 

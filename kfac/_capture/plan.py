@@ -17,7 +17,7 @@ from kfac._capture import axes as axes_lib
 from kfac._capture.axes import Atom
 from kfac._capture.find_layers import Found, layers_of, placed_rows
 from kfac._capture.outputs import Marks
-from kfac._capture.states import Loop, Use, by_part
+from kfac._capture.states import Use, by_part
 from kfac._capture.taps import ElementwiseTap, Key, KroneckerTap, Plan, Tap
 from kfac._capture.trace import Trace
 from kfac._factors import Factors, Kronecker, Ragged, Tied, Unitwise
@@ -50,30 +50,20 @@ class Planned:
     finish: dict[str, tuple[list[Key], Callable[[list[Any]], Any]]] = dataclasses.field(default_factory=dict)
     spread: dict[str, Callable[[Kronecker], dict[Key, Kronecker]]] = dataclasses.field(default_factory=dict)
 
-    @property
-    def layers(self) -> Layers:
-        return self.found.layers
-
     def factors(self, sums: dict[Key, Any]) -> Factors:
         """Factors from the cotangents of the probes."""
-        found = {layer.name: self.finish[layer.name] for layer in self.layers.with_factors}
+        found = {layer.name: self.finish[layer.name] for layer in self.found.layers.with_factors}
         return Factors({name: finish([sums[key] for key in keys]) for name, (keys, finish) in found.items()})
 
     def place(self, tap: Tap) -> None:
         """Puts a tap behind an op, and tells each scan around it whether the tap's probe is sliced there."""
         path = tap.use.path
         self.plan.at(path).taps.setdefault(path[-1], []).append(tap)
-        for loop, iterates in _levels(tap.use, isinstance(tap, ElementwiseTap)):
+        for loop, iterates in tap.use.levels(examples=isinstance(tap, ElementwiseTap)):
             inside = self.plan.at(path[: loop.place + 2]).iterated
             inside[tap.key] = iterates
             if isinstance(tap, KroneckerTap) and tap.basis:
                 inside[tap.basis] = iterates
-
-
-def _levels(use: Use, examples: bool) -> list[tuple[Loop, bool]]:
-    """The scans around a use, and whether its probe has an entry for each iteration: of the leaf, or of `examples`."""
-    pairs = zip(use.scans, use.view.stack, strict=True)
-    return [(loop, bool(atoms) or (examples and loop.longer)) for loop, atoms in pairs]
 
 
 def plan_taps(
@@ -328,7 +318,7 @@ def _plan_elementwise(planned: Planned, layer: Layer, uses: list[list[Use]], sub
             atoms = [*use.scanned, *(flat[p] for p in arrange.features)]
             where = axes_lib.entries(shapes[use.leaf], use.view.start, atoms)
             # Uses of the same entries are summed for each example before they are squared.
-            iterated = [loop for loop, iterates in _levels(use, True) if iterates]
+            iterated = [loop for loop, iterates in use.levels(examples=True) if iterates]
             lengths = tuple(loop.length for loop in iterated)
             key = known.setdefault((column, lengths, placed[1] == (), where.tobytes()), (layer.name, len(known)))
             probes[key] = Entries(column, where, lengths, tuple(k for k, loop in enumerate(iterated) if loop.longer))

@@ -510,14 +510,12 @@ def _custom(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning
     shapes = [tuple(var.aval.shape) for var in (eqn.invars[operand], *eqn.outvars)]
     if len(shapes) != 2 or shapes[0] != shapes[1]:
         return None
-    avals = [var.aval for var in eqn.invars]
-
     within = next(inside(eqn))
 
     def pulled(values, g):
         return jax.vjp(lambda *values: evaluate(within, eqn, values)[0], *values)[1](g)[operand]
 
-    jaxpr = jax.make_jaxpr(pulled)(avals, eqn.outvars[0].aval).jaxpr
+    jaxpr = jax.make_jaxpr(pulled)([var.aval for var in eqn.invars], eqn.outvars[0].aval).jaxpr
     return Follow((axes,)) if _origin(jaxpr, jaxpr.outvars[0]) is jaxpr.invars[-1] else None
 
 
@@ -611,9 +609,7 @@ def _registered(eqn: Any) -> Callable[..., Any] | str | None:
     """What a user has said that an equation is like."""
     if not _REGISTERED:
         return None
-    keys: list[Any] = [eqn.primitive]
-    if isinstance(target := eqn.params.get("target_name"), str):
-        keys.append(target)
+    keys: list[Any] = [eqn.primitive, eqn.params.get("target_name")]
     inner = next(inside(eqn), None)
     if inner is not None and (info := inner.debug_info) is not None:
         place = info.func_filename, info.func_lineno

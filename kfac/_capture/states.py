@@ -117,26 +117,26 @@ class Use:
         """Atoms of the leaf that hold independent copies of a kernel."""
         return (*self.picked, *self.scanned, *self.read.batched)
 
+    def levels(self, examples: bool = False) -> list[tuple[Loop, bool]]:
+        """The scans around it, and whether each goes over the leaf, or with `examples` over these."""
+        pairs = zip(self.scans, self.view.stack, strict=True)
+        return [(loop, bool(atoms) or (examples and loop.longer)) for loop, atoms in pairs]
+
     @property
     def iterated(self) -> tuple[int, ...]:
         """Lengths of the scans that iterate over the leaf."""
-        return tuple(loop.length for loop, atoms in zip(self.scans, self.view.stack, strict=True) if atoms)
-
-    @property
-    def times(self) -> int:
-        """How often the parameter is read: once in each iteration that shares it."""
-        return math.prod(loop.length for loop, atoms in zip(self.scans, self.view.stack, strict=True) if not atoms)
+        return tuple(loop.length for loop, iterates in self.levels() if iterates)
 
     @property
     def reads(self) -> int:
         """How often each example reads the parameter: not once more for each iteration over examples."""
-        shared = [loop for loop, atoms in zip(self.scans, self.view.stack, strict=True) if not atoms]
-        return math.prod(loop.length for loop in shared if not loop.longer)
+        return math.prod(loop.length for loop, iterates in self.levels(examples=True) if not iterates)
 
     @property
     def rows(self) -> int:
         """Rows this use contributes: positions of all examples, over all iterations that share the parameter."""
-        return self.times * math.prod(atom.size for axis in self.read.y_axes for atom in axis if not atom.of_leaf)
+        times = math.prod(loop.length for loop, iterates in self.levels() if not iterates)
+        return times * math.prod(atom.size for axis in self.read.y_axes for atom in axis if not atom.of_leaf)
 
     def for_all(self, n: int) -> Use:
         """The same with `n` examples on a first axis, for rows that all of them share."""

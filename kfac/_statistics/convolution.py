@@ -122,9 +122,8 @@ class Patches:
         return append(total, self.homogeneous, self.count // total.shape[1])
 
     def every(self, k: int) -> Patches:
-        images = len(self.image)
-        n = -(-images // k)
-        return dataclasses.replace(self, weight=self.weight * images / n, arrange=self._arranged(n), step=k)
+        n = -(-len(self.image) // k)
+        return dataclasses.replace(self, weight=self.weight * len(self.image) / n, arrange=self._arranged(n), step=k)
 
     def by_example(self) -> jax.Array:
         image = part_of(lambda image: image[:: self.step], self.step, self.image)

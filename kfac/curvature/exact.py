@@ -104,7 +104,8 @@ def fisher_blocks(
             by_path = dict(zip(paths, jax.vmap(pull)(cotangents), strict=True))
             leaves = {name: [by_path[path] for path in layers[name].params] for name in chosen}
             rows = {name: jax.vmap(functools.partial(_vector, layers[name]))(leaves[name]) for name in chosen}
-            return {name: total[name] + _gram(rows[name]) for name in chosen}, None
+            moments = {name: jnp.einsum("kcp,kcq->cpq", x, x, precision="highest") for name, x in rows.items()}
+            return {name: total[name] + moments[name] for name in chosen}, None
 
         dtype = accumulator(jnp.result_type(*flat))
         total = {name: jnp.zeros((layers[name].copies, *2 * [sizes[name]]), dtype) for name in chosen}
@@ -120,13 +121,9 @@ def fisher_blocks(
 
 
 def _vector(layer: Layer, leaves: Sequence[jax.Array]) -> jax.Array:
-    """`[copies, p]`: the columns of the layer's matrix one after the other."""
-    return layer.to_rows(leaves).reshape(layer.copies, -1)
-
-
-def _gram(rows: jax.Array) -> jax.Array:
-    rows = rows.astype(accumulator(rows.dtype))
-    return jnp.einsum("kcp,kcq->cpq", rows, rows, precision="highest")
+    """`[copies, p]`: the columns of the layer's matrix one after the other, in float32 or better."""
+    rows = layer.to_rows(leaves).reshape(layer.copies, -1)
+    return rows.astype(accumulator(rows.dtype))
 
 
 def _outputs(

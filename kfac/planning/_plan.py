@@ -293,10 +293,8 @@ def _text(plan: Plan) -> str:
         "memory of a device: " + ", ".join(f"{part} {format_bytes(size)}" for part, size in plan.memory.items()),
     ]
     base, extra = plan.first_order_seconds, plan.extra_seconds
+    takes = f"no intervals keep to {plan.overhead:.1%}: what is done at every step alone takes"
     if plan.statistics_every and plan.inverse_every:
-        lines.append(f"statistics every {plan.statistics_every} and inverses every {plan.inverse_every} step(s): "
-                     f"{1e3 * extra:.3g} ms more than {1e3 * base:.3g} ms, {extra / base:.1%}")  # fmt: skip
-    else:
-        lines.append(f"no intervals keep to {plan.overhead:.1%}: what is done at every step alone takes "
-                     f"{1e3 * extra:.3g} ms more than {1e3 * base:.3g} ms, {extra / base:.1%}")  # fmt: skip
+        takes = f"statistics every {plan.statistics_every} and inverses every {plan.inverse_every} step(s):"
+    lines.append(f"{takes} {1e3 * extra:.3g} ms more than {1e3 * base:.3g} ms, {extra / base:.1%}")
     return "\n".join([*lines, plan.advice])
