@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, overload
@@ -184,13 +185,9 @@ class Layer:
 
     def from_rows(self, rows: jax.Array) -> list[jax.Array]:
         """The inverse of `to_rows`."""
-        leaves = []
-        start = 0
-        for layout, shape in zip(self.layouts, self.shapes, strict=True):
-            end = start + layout.size("in")
-            leaves.append(layout.from_rows(rows[:, start:end], shape))
-            start = end
-        return leaves
+        ends = itertools.accumulate(layout.size("in") for layout in self.layouts)
+        parts = [rows[:, end - layout.size("in") : end] for layout, end in zip(self.layouts, ends, strict=True)]
+        return [a.from_rows(part, shape) for a, part, shape in zip(self.layouts, parts, self.shapes, strict=True)]
 
     def describe(self) -> str:
         """The layer in a few words, for error messages."""
@@ -274,12 +271,11 @@ def _table(layers: Layers) -> str:
     total, size = 0, jnp.dtype(layers.dtype).itemsize
     for layer in layers:
         prefix = f"{layer.name}/"
-        leaves = ", ".join(
-            f"{path.removeprefix(prefix)} [{', '.join(map(str, shape))}]"
-            for path, shape in zip(layer.params, layer.shapes, strict=True)
-        )
+        named = zip(layer.params, layer.shapes, strict=True)
+        leaves = ", ".join(f"{path.removeprefix(prefix)} {list(shape)}" for path, shape in named)
         elements = sum(math.prod(shape) for shape in layer.factor_shapes.values())
         total += elements
+        a = g = ""
         if layer.kronecker:
             sizes = ("A", layer.d_in, layer.cut[0]), ("G", layer.d_out, layer.cut[1])
             a, g = (
@@ -287,9 +283,7 @@ def _table(layers: Layers) -> str:
                 for factor, size, cut in sizes
             )
         elif layer.kind != "skipped":
-            a, g = "", f"{layer.d_out} x {layer.d_in}x{layer.d_in}"
-        else:
-            a = g = ""
+            g = f"{layer.d_out} x {layer.d_in}x{layer.d_in}"
         positions = "" if layer.positions is None else str(layer.positions)
         remarks = [f"{layer.uses} uses"] * (layer.uses > 1) + ["reduce"] * (layer.weight_sharing == "reduce")
         if remarks:

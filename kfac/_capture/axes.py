@@ -61,10 +61,6 @@ def mixed(size: int) -> Axis:
     return (Atom(MIXED, 1, size),) if size > 1 else ()
 
 
-def is_mixed(axis: Axis) -> bool:
-    return any(atom.axis == MIXED for atom in axis)
-
-
 def holds_examples(axis: Axis) -> bool:
     return any(atom.axis in (EXAMPLES, MIXED) for atom in axis)
 
@@ -121,32 +117,10 @@ def _split(atom: Atom, major: int) -> tuple[Atom, Atom]:
 
 def reshape(axes: Axes, shape: Sequence[int]) -> Axes | None:
     """Axes after a row-major reshape, or None where the new axes cut across atoms."""
-    queue = flatten(axes)[::-1]
-    result = []
-    for size in shape:
-        taken: list[Atom] = []
-        missing = size
-        while missing > 1:
-            atom = queue.pop()
-            if atom.size > missing:
-                if atom.size % missing:
-                    return None
-                atom, rest = _split(atom, missing)
-                queue.append(rest)
-            if missing % atom.size:
-                return None
-            missing //= atom.size
-            taken.append(atom)
-        result.append(_merge(taken))
-    return tuple(result)
-
-
-def broadcast(axes: Axes, old: Sequence[int], new: Sequence[int], dimensions: Sequence[int]) -> Axes:
-    """Axes after `broadcast_in_dim` from shape `old` to shape `new`."""
-    source = dict(zip(dimensions, range(len(old)), strict=True))
-    return tuple(
-        axes[source[k]] if k in source and old[source[k]] == size else foreign(size) for k, size in enumerate(new)
-    )
+    pairs = _in_pairs(flatten(axes), flatten(leaf_axes(shape)))
+    if pairs is None:
+        return None
+    return tuple(_merge(atom for atom, part in pairs if part.axis == k) for k in range(len(shape)))
 
 
 def flip(axis: Axis) -> Axis:
@@ -227,26 +201,26 @@ def with_rows(axes: Axes, rows: Axes) -> Axes:
     return tuple(result)
 
 
-def common_refinement(a: Axis, b: Axis) -> list[tuple[Atom, Atom]] | None:
-    """Cuts two axes of equal size into pairs of atoms of equal size, read in one direction; None if there are none."""
+def _in_pairs(a: Sequence[Atom], b: Sequence[Atom]) -> list[tuple[Atom, Atom]] | None:
+    """Cuts two lists of atoms into pairs of equal size; None where an atom of one straddles two of the other."""
     left, right = list(a)[::-1], list(b)[::-1]
     pairs = []
     while left and right:
         x, y = left.pop(), right.pop()
-        if x.size > y.size:
-            if x.size % y.size:
-                return None
-            x, rest = _split(x, y.size)
-            left.append(rest)
-        elif y.size > x.size:
-            if y.size % x.size:
-                return None
-            y, rest = _split(y, x.size)
-            right.append(rest)
-        if x.flipped != y.flipped:
+        size = min(x.size, y.size)
+        if x.size % size or y.size % size:
             return None
-        pairs.append((x, y))
+        for atom, rest in ((x, left), (y, right)):
+            if atom.size > size:
+                rest.append(_split(atom, size)[1])
+        pairs.append((_split(x, size)[0], _split(y, size)[0]))
     return pairs if not left and not right else None
+
+
+def common_refinement(a: Axis, b: Axis) -> list[tuple[Atom, Atom]] | None:
+    """Cuts two axes of equal size into pairs of atoms of equal size, read in one direction; None if there are none."""
+    pairs = _in_pairs(a, b)
+    return None if pairs is None or any(x.flipped != y.flipped for x, y in pairs) else pairs
 
 
 def split_like(axis: Axis, parts: Sequence[Atom]) -> Axis | None:
@@ -256,27 +230,18 @@ def split_like(axis: Axis, parts: Sequence[Atom]) -> Axis | None:
         inside = sorted((part for part in parts if is_part(part, atom)), key=lambda part: part.memory_order)
         if len(inside) > 1 and math.prod(part.size for part in inside) == atom.size:
             result += [part._replace(flipped=atom.flipped) for part in inside]
-            continue
-        if atom.of_leaf and not any(
-            is_part(atom, part) and atom.stride * atom.size <= part.stride * part.size for part in parts
-        ):
+        elif atom.of_leaf and not any(is_part(atom, p) and atom.stride * atom.size <= p.stride * p.size for p in parts):
             return None
-        result.append(atom)
+        else:
+            result.append(atom)
     return tuple(result)
 
 
 def layout(roles: Iterable[tuple[Atom, str]]) -> Layout:
     """The layout in which every atom of a leaf has the role given; neighbours of one role become one axis."""
     ordered = sorted(roles, key=lambda pair: pair[0].memory_order)
-    names: list[str] = []
-    sizes: list[int] = []
-    for atom, role in ordered:
-        if names and names[-1] == role:
-            sizes[-1] *= atom.size
-        else:
-            names.append(role)
-            sizes.append(atom.size)
-    return Layout(tuple(names), tuple(sizes))
+    runs = [(role, [atom.size for atom, _ in run]) for role, run in itertools.groupby(ordered, lambda pair: pair[1])]
+    return Layout(tuple(role for role, _ in runs), tuple(math.prod(sizes) for _, sizes in runs))
 
 
 def arrangement(axes: Axes, copies: Iterable[Atom], examples: Sequence[int], rows: Sequence[int]) -> Arrangement:

@@ -30,8 +30,8 @@ def place(program: Program, num_params: int, doubled: Collection[int] | None, n:
         value.axes = tuple(map(foreign, value.shape))
         if held and n:
             value.axes = (examples(n), *value.axes[1:])
-        value.data = value.given = k >= num_params
-        value.rows = held or (value.data and doubled is None)
+        value.given = k >= num_params
+        value.rows = held or (value.given and doubled is None)
     _walk(program, n, hidden=doubled is None)
 
 
@@ -39,7 +39,7 @@ def _walk(program: Program, n: int | None, hidden: bool) -> None:
     for value in program.consts:
         value.axes = _checked(value, tuple(map(foreign, value.shape)), n)
         # A loss that hides its examples may have them in any array.
-        value.data = value.rows = (hidden and value.size > 1) or any(value.grown)
+        value.rows = (hidden and value.size > 1) or any(value.grown)
     makers: dict[Value, Op] = {}
     for op in program.ops:
         makers.update(dict.fromkeys(op.outputs, op))
@@ -56,9 +56,7 @@ def _walk(program: Program, n: int | None, hidden: bool) -> None:
             for k, value in enumerate(op.outputs):
                 said = _suggested(value, op.inputs) if placed is None else placed[k]
                 value.axes = _checked(value, said, n)
-                grown = any(value.grown)
-                value.data = grown or any(v.data for v in op.inputs)
-                value.rows = grown or any(v.rows for v in op.inputs)
+                value.rows = any(value.grown) or any(v.rows for v in op.inputs)
                 value.given = any(v.given for v in op.inputs)
 
 
@@ -91,7 +89,7 @@ def _is_fresh(indices: Value, column: int, makers: dict[Value, Op]) -> bool:
 
 
 def _copy(value: Value, other: Value) -> None:
-    value.axes, value.data, value.rows, value.given = other.axes, other.data, other.rows, other.given
+    value.axes, value.rows, value.given = other.axes, other.rows, other.given
 
 
 def _scan(op: Op, n: int | None, hidden: bool) -> None:
@@ -104,20 +102,19 @@ def _scan(op: Op, n: int | None, hidden: bool) -> None:
     carry = inside[scan.consts : scan.last]
     while True:  # a carry may come to depend on data, or lose its order, in a later iteration
         _walk(op.inner, n, hidden)
-        before = [(value.axes, value.data, value.rows, value.given) for value in carry]
+        before = [(value.axes, value.rows, value.given) for value in carry]
         for start, end in zip(carry, op.inner.outputs, strict=False):
             pairs = zip(start.axes, end.axes, start.shape, strict=True)
             start.axes = tuple(a if a == b else mixed(size) for a, b, size in pairs)
-            start.data, start.rows = start.data or end.data, start.rows or end.rows
-            start.given |= end.given
-        if before == [(value.axes, value.data, value.rows, value.given) for value in carry]:
+            start.rows, start.given = start.rows or end.rows, start.given or end.given
+        if before == [(value.axes, value.rows, value.given) for value in carry]:
             break
     op.along = _along(op)
     for k, (value, end) in enumerate(zip(op.outputs, op.inner.outputs, strict=True)):
         _copy(value, end if k >= scan.carried else carry[k])
         if k >= scan.carried:
             value.axes = (op.along, *end.axes)
-            value.data, value.rows = value.data or op.longer, value.rows or op.longer
+            value.rows |= op.longer
 
 
 def _along(op: Op) -> Axis:
@@ -131,12 +128,10 @@ def _along(op: Op) -> Axis:
 
 def _checked(value: Value, said: Axes, n: int | None) -> Axes:
     """Axes, in which what grows and comes from nowhere is all examples in their order, or in none."""
-    result = []
-    for k, (size, grown, axis) in enumerate(zip(value.shape, value.grown, said, strict=True)):
-        if grown and n and n > 1 and not axes_lib.holds_examples(axis):
-            assert value.twice is not None
-            axis = examples(n) if size == n and value.twice[k] == 2 * n else mixed(size)
-        result.append(axis)
+    result = list(said)
+    for k, (size, twice) in enumerate(zip(value.shape, value.twice or value.shape, strict=True)):
+        if size != twice and n and n > 1 and not axes_lib.holds_examples(said[k]):
+            result[k] = examples(n) if (size, twice) == (n, 2 * n) else mixed(size)
     return tuple(result)
 
 

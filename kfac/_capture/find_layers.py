@@ -118,7 +118,6 @@ class Found(NamedTuple):
       layers: the layers.
       reads: how the program uses its parameters.
       uses: for each layer the uses of each of its leaves, in the order of `Layer.params`.
-      marks: the marked outputs.
       num_examples: how many examples the loss is the mean of; None where it is not clear.
       unclear: why it is not, and what to do.
     """
@@ -126,7 +125,6 @@ class Found(NamedTuple):
     layers: Layers
     reads: Reads
     uses: dict[str, list[list[Use]]]
-    marks: Marks
     num_examples: int | None
     unclear: str
 
@@ -180,9 +178,9 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
             note = "has no elements" if leaf in empty else "skipped by the user"
             layer = Layer(name, "skipped", (name,), (shapes[leaf],), note=note)
         elif leaf in kernels:
-            layer = _kronecker_layer(leaves, reads, by_leaf, names, shapes, batch.num_examples, n, leaf in reduced)
+            layer = _kronecker_layer(leaves, reads, by_leaf, traced, n, leaf in reduced)
         elif leaf in by_leaf:
-            layer = _elementwise_layer(leaves, by_leaf, names, shapes, batch.num_examples or n)
+            layer = _elementwise_layer(leaves, by_leaf, traced, n)
         else:
             layer = _gradient_layer(leaf, traced, reads.inexact.get(leaf), leaf in chosen)
         drafts.append((layer, leaves))
@@ -203,7 +201,7 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
         batch_argnums=batch.argnums, shared=batch.shared, hidden=batch.hidden,
         dtype="float64" if any(v.dtype == "float64" for v in traced.program.inputs[: len(names)]) else "float32",
     )  # fmt: skip
-    return Found(layers, reads, uses_of, marks, n, unclear)
+    return Found(layers, reads, uses_of, n, unclear)
 
 
 # The longer side of a dense kernel is cut into blocks as long as the shorter one where it has so many rows: with fewer
@@ -215,8 +213,7 @@ def _bounded(layer: Layer, max_dim: int | None) -> Layer:
     """The layer with blocks, or diagonals, in the place of factors that are too large."""
     if not layer.kronecker:
         return layer
-    shapes = {name: shape[0] for name, shape in layer.block_shapes.items()}
-    sizes = {name: size for name, size in shapes.items() if name not in layer.diagonal}
+    sizes = {name: shape[0] for name, shape in layer.block_shapes.items() if name not in layer.diagonal}
     counts = {name: -(-size // (max_dim or MAX_DIM)) for name, size in sizes.items()}
     reasons = [f"{name} has more than max_dim={max_dim or MAX_DIM} rows" for name in sizes if counts[name] > 1]
     words = {name for name in sizes if counts[name] > 1 and sizes[name] >= VOCABULARY}
@@ -253,8 +250,8 @@ def _no_examples(uses: list[Use], n: int | None) -> tuple[str, Layout | None] | 
     """Why the uses of a vector make no exact block; None where they do."""
     if n is None:
         return "which examples it meets is not known", None
-    known = _example_orders(uses, n)
-    return None if known else ("the examples it meets are not told apart, or in another order", None)
+    apart = _example_orders(uses, n)
+    return None if apart else ("the examples it meets are not told apart, or in another order", None)
 
 
 def _no_kernel(uses: list[Use]) -> tuple[str, Layout | None] | None:
@@ -314,29 +311,38 @@ def _companions(reads: Reads, by_leaf: dict[int, list[Use]], kernels: set[int]) 
         partner = partners.pop()
         if partners or partner in companions or partner not in by_leaf or len(set(joined)) < len(joined):
             continue
-        if partner in kernels and len({u.layout for u in by_leaf[partner]}) > 1:
-            continue  # a bias of one of the uses of a kernel and its transpose
         if partner in kernels:
-            # A bias may be missing from some uses of the kernel, but a subtracted one is no homogeneous 1.
-            if all(use.read.sign == 1 for use in uses):
-                companions[partner] = leaf
-        elif len(joined) == len(by_leaf[partner]) and all(reads.uses[k].read.op == "mul" for k in joined):
+            # A bias may be missing from some uses of the kernel, but a subtracted one is no homogeneous 1, nor is that
+            # of one of the uses of a kernel and its transpose.
+            fits = all(use.read.sign == 1 for use in uses) and len({use.layout for use in by_leaf[partner]}) == 1
+        else:
+            fits = len(joined) == len(by_leaf[partner]) and all(reads.uses[k].read.op == "mul" for k in joined)
+        if fits:
             companions[partner] = leaf
     return companions
 
 
-def _kronecker_layer(
-    leaves, reads: Reads, by_leaf, names, shapes, batch: int | None, n: int | None, reduced: bool
-) -> Layer:
-    uses = by_leaf[leaves[0]]
+def _layer(traced: Trace, leaves: Sequence[int], kind: str, layouts: Sequence[Layout], note: str, **more: Any) -> Layer:
+    """A layer of these leaves, under the path of the first; its dimensions are those of the layouts."""
+    names, kernel = tuple(traced.names[leaf] for leaf in leaves), layouts[0]
+    return Layer(
+        names[0], kind, names, tuple(traced.shapes[leaf] for leaf in leaves), tuple(layouts), note=note,
+        d_out=kernel.size("out"), d_in=sum(layout.size("in") for layout in layouts),
+        copies=kernel.size("stack"), stacked="stack" in kernel.roles, **more,
+    )  # fmt: skip
+
+
+def _kronecker_layer(leaves, reads: Reads, by_leaf, traced: Trace, n: int | None, reduced: bool) -> Layer:
+    uses, batch = by_leaf[leaves[0]], traced.batch.num_examples
     main = main_use(uses)
     kernel = main.layout
     layouts = [kernel]
     for bias in leaves[1:]:
         joined = by_leaf[bias][0].joined
         assert joined is not None
-        roles = reads.uses[joined[0]].roles
-        layouts.append(axes_lib.layout((own, _role_within(roles, theirs)) for own, theirs in joined[1]))
+        roles = reads.uses[joined[0]].roles.items()
+        pairs = [(atom, role) for atom, part in joined[1] for whole, role in roles if axes_lib.is_part(part, whole)]
+        layouts.append(axes_lib.layout(pairs))
     by_parts, lookup, ragged = by_part(uses), main.read.op == "embedding", any(u.read.groups is not None for u in uses)
     rows = {sum(use.for_all(batch or n or 1).rows for use in part) for part in by_parts}
     ordered = batch is not None and _example_orders(uses, batch)
@@ -344,7 +350,7 @@ def _kronecker_layer(
     summed = reduced and not lookup
     if summed and (ragged or len({use.layout for use in uses}) > 1 or not ordered):
         raise ValueError(
-            f"reduce: sums over the positions of each example are not known for {names[leaves[0]]!r}, which is read by "
+            f"reduce: sums over the positions of each example are not known for {traced.names[leaves[0]]!r}, read by "
             f"{' and '.join(sorted({use.read.name for use in uses}))} without an order of the examples, or as its "
             "transpose as well: leave it out"
         )
@@ -352,59 +358,33 @@ def _kronecker_layer(
     notes += ["read as its transpose as well"] * any(use.layout != kernel for use in uses)
     notes += [f"{len(by_parts)} of its {parts} parts read"] * (len(by_parts) < parts)
     count = max(sum(use.reads for use in part) for part in by_parts)
-    return Layer(
-        names[leaves[0]],
-        main.read.op,
-        tuple(names[k] for k in leaves),
-        tuple(shapes[k] for k in leaves),
-        tuple(layouts),
-        d_out=kernel.size("out"),
-        d_in=kernel.size("in") + len(leaves) - 1,
-        copies=kernel.size("stack"),
-        stacked="stack" in kernel.roles,
-        diagonal=("A",) if lookup else (),
-        weight_sharing="reduce" if summed else "expand",
-        note="; ".join(notes),
+    return _layer(
+        traced, leaves, main.read.op, layouts, "; ".join(notes), uses=count,
+        diagonal=("A",) if lookup else (), weight_sharing="reduce" if summed else "expand",
         positions=_positions(rows.pop(), batch or n) if len(rows) == 1 and not ragged else None,
-        uses=count,
         told_apart=count == 1 and not ragged and ordered,
-    )
+    )  # fmt: skip
 
 
 def _positions(rows: int, n: int | None) -> int | None:
     return rows // n if n and rows % n == 0 else None
 
 
-def _role_within(roles: dict[axes_lib.Atom, str], part: axes_lib.Atom) -> str:
-    return next(role for atom, role in roles.items() if axes_lib.is_part(part, atom))
-
-
-def _elementwise_layer(leaves, by_leaf, names, shapes, n: int | None) -> Layer:
-    leaf, size = leaves[0], math.prod(shapes[leaves[0]])
-    uses = by_leaf[leaf]
-    kind = "unitwise" if any(use.read.op == "mul" for use in uses) else "diagonal"
-    if kind == "diagonal":
-        note = "read by an elementwise sum: per-example gradients"
-    else:
-        note = f"elementwise scale{' and shift' if len(leaves) > 1 else ''}: per-example gradients"
-    parts = by_part(uses)
-    return Layer(
-        names[leaf],
-        kind,
-        tuple(names[k] for k in leaves),
-        tuple(shapes[k] for k in leaves),
-        tuple(Layout(("out",), (size,)) for _ in leaves),
-        d_out=size,
-        d_in=len(leaves),
-        note=note,
-        positions=_positions(max(sum(use.rows for use in part) for part in parts), n),
+def _elementwise_layer(leaves, by_leaf, traced: Trace, n: int | None) -> Layer:
+    layout, parts = Layout(("out",), (math.prod(traced.shapes[leaves[0]]),)), by_part(by_leaf[leaves[0]])
+    kind, read_by = "diagonal", "read by an elementwise sum"
+    if any(use.read.op == "mul" for use in by_leaf[leaves[0]]):
+        kind, read_by = "unitwise", f"elementwise scale{' and shift' if len(leaves) > 1 else ''}"
+    return _layer(
+        traced, leaves, kind, [layout] * len(leaves), f"{read_by}: per-example gradients",
+        positions=_positions(max(sum(use.rows for use in part) for part in parts), traced.batch.num_examples or n),
         uses=max(sum(use.reads for use in part) for part in parts),
-    )
+    )  # fmt: skip
 
 
 def _gradient_layer(leaf: int, traced: Trace, why: Inexact | None, chosen: bool) -> Layer:
     """A leaf with the gradient's own factors: matrices as a product reads them, or nearest to squares; or a vector."""
-    name, shape = traced.names[leaf], traced.shapes[leaf]
+    shape = traced.shapes[leaf]
     sizes = [size for size in shape if size > 1]
     layout = Layout(("out",), (math.prod(shape),))
     if why and why.layout:
@@ -417,7 +397,4 @@ def _gradient_layer(leaf: int, traced: Trace, why: Inexact | None, chosen: bool)
         note = "chosen by the user"
     elif not traced.program.live[leaf]:
         note = "not used by the loss"
-    return Layer(
-        name, "gradient", (name,), (shape,), (layout,), d_out=layout.size("out"), d_in=layout.size("in"),
-        copies=layout.size("stack"), stacked="stack" in layout.roles, note=note,
-    )  # fmt: skip
+    return _layer(traced, [leaf], "gradient", [layout], note)

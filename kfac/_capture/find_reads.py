@@ -8,8 +8,9 @@ goes on.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kfac._capture import axes as axes_lib
@@ -39,9 +40,9 @@ class Reads:
       uses: every read, in program order.
       inexact: leaves that meet data in a way without exact rows.
       merges: where rows that all examples share meet the examples: the axis of these.
-      shared_calls: operations into which such rows are handed.
+      entered: operations whose programs a replay evaluates though they may hold no tap: into which such rows are
+        handed, or out of which a scaled view is.
       multipliers: operations that produce a scaled view, and the operand that is the view.
-      carriers: operations out of which a scaled view is handed.
     """
 
     def __init__(self, traced: Trace, skipped: set[int]):
@@ -50,9 +51,8 @@ class Reads:
         self.uses: list[Use] = []
         self.inexact: dict[int, Inexact] = {}
         self.merges: dict[Path, int] = {}
-        self.shared_calls: set[Path] = set()
+        self.entered: set[Path] = set()
         self.multipliers: dict[Path, int] = {}
-        self.carriers: set[Path] = set()
         self._merged: set[int] = set()  # late uses whose rows have met the examples
         self._leaked: dict[int, bool] = {}  # and those that reach the loss by themselves
         states: list[State] = [
@@ -61,8 +61,7 @@ class Reads:
         ]
         states += [Data()] * len(traced.arrays)
         loss, *_ = self._walk(traced.program, states, (), ())
-        if isinstance(loss, Data):
-            self._leak(loss.shared)
+        self._leak(loss.shared)
         self._settle()
 
     # -- walking -------------------------------------------------------------------------------------------------
@@ -78,7 +77,7 @@ class Reads:
     def _visit(self, op: Op, states: list[State], path: Path, scans) -> Sequence[State]:
         if not op.alive:
             return [Data()] * len(op.outputs)
-        if any(isinstance(s, Data) and s.shared for s in states):
+        if any(s.shared for s in states):
             found = self._with_shared(op, states, path)
             if found is not None:
                 return found
@@ -86,10 +85,14 @@ class Reads:
                 states = list(map(self._unshared, states))
         params = [s for s in states if not isinstance(s, Data)]
         if op.name == "optimization_barrier":
-            return [_at_barrier(s) for s in states]
+            # A scaled view would need its multiplier carried across; no model is written that way.
+            across = functools.partial(dataclasses.replace, inexact=f"it goes through a product, then {op.name}")
+            return [across(s) if isinstance(s, View) and s.scaled else s for s in states]
         if op.inner:
-            walk = self._scan if op.scan else self._remat
-            return walk(op, states, path, scans)
+            leaving = self._scan(op, states, path, scans) if op.scan else self._walk(op.inner, states, path, scans)
+            if any(isinstance(s, View) and s.scaled for s in leaving):
+                self.entered.add(path)
+            return leaving
         if not params:
             return [self._through_data(op, states)] * len(op.outputs)
         if op.product:
@@ -100,16 +103,9 @@ class Reads:
                 return found
         return [self._derive(op, states, path)] * len(op.outputs)
 
-    def _remat(self, op: Op, states: list[State], path: Path, scans) -> list[State]:
-        assert op.inner
-        leaving = self._walk(op.inner, states, path, scans)
-        if any(isinstance(s, View) and s.scaled for s in leaving):
-            self.carriers.add(path)
-        return leaving
-
     def _through_data(self, op: Op, states: list[State]) -> Data:
         """Activations only: keep what is known of a layer's output while its axes can be followed."""
-        shared = NONE.union(*(s.shared for s in states if isinstance(s, Data)))
+        shared = NONE.union(*(s.shared for s in states))
         known = [k for k, s in enumerate(states) if isinstance(s, Data) and s.output]
         if len(known) != 1 or len(op.outputs) != 1:
             return Data(shared=shared)
@@ -163,8 +159,6 @@ class Reads:
                 results.append(self._meets(state, op, "an iteration hands it to the next"))
             else:
                 results.append(Derived(state.leaves, "scan"))
-        if any(isinstance(s, View) and s.scaled for s in results):
-            self.carriers.add(path)
         return results
 
     # -- rows that all examples share, as constant tangents --------------------------------------------------------
@@ -175,11 +169,11 @@ class Reads:
         Where they meet the examples by way of a broadcast, each example has a gradient of its own with respect to them.
         """
         if op.inner and not op.scan:
-            self.shared_calls.add(path)
+            self.entered.add(path)
         if op.inner or any(not isinstance(s, Data) for s in states):
             return None
-        shared = NONE.union(*(s.shared for s in states if isinstance(s, Data)))
-        own = [k for k, s in enumerate(states) if isinstance(s, Data) and s.shared]
+        shared = NONE.union(*(s.shared for s in states))
+        own = [k for k, s in enumerate(states) if s.shared]
         alone = not any(value.rows for k, value in enumerate(op.inputs) if k not in own)
         if not alone and op.summed and op.name in SUMS:
             self._leak(shared)
@@ -188,11 +182,11 @@ class Reads:
         grown = [k for k, longer in enumerate(result.grown) if longer]
         elementwise = op.name == "broadcast_in_dim" or op.name in primitives.ELEMENTWISE
         met = [k for k in grown if op.name == "broadcast_in_dim" or shape[k] == 1]
-        if elementwise and len(met) == 1 and result.axes[met[0]] == axes_lib.examples(self.n or 1):
-            if len({op.inputs[k].shape for k in own}) == 1:
-                self.merges[path] = met[0]
-                self._merged |= shared
-                return [Data()]
+        alike = elementwise and len({op.inputs[k].shape for k in own}) == 1
+        if alike and len(met) == 1 and result.axes[met[0]] == axes_lib.examples(self.n or 1):
+            self.merges[path] = met[0]
+            self._merged |= shared
+            return [Data()]
         return None
 
     def _shares(self, op: Op, states: list[State]) -> bool:
@@ -203,7 +197,7 @@ class Reads:
         if params:
             one = len(params) == 1 and isinstance(params[0], View)
             return one and (op.product or op.name in ("add", "add_any"))
-        others = [v for v, s in zip(op.inputs, states, strict=True) if not (isinstance(s, Data) and s.shared)]
+        others = [v for v, s in zip(op.inputs, states, strict=True) if not s.shared]
         return len(op.outputs) == 1 and not any(op.outputs[0].grown) and not any(value.rows for value in others)
 
     def _unshared(self, state: State) -> State:
@@ -226,8 +220,7 @@ class Reads:
             elif use.late and k not in self._merged:
                 # A loss that hides its examples may have them in constants.
                 self.uses[k] = dataclasses.replace(use, late=False, dropped=bool(self.n) and not use.of_arguments)
-        for k, use in enumerate(self.uses):
-            kernel = self.uses[use.joined[0]] if use.joined else use
+            kernel = self.uses[use.joined[0]] if use.joined else use  # that comes before it
             if use.joined and kernel.dropped:
                 self.uses[k] = dataclasses.replace(use, dropped=True)
                 if kernel.leaf in self.inexact:
@@ -245,42 +238,38 @@ class Reads:
 
     def _product(self, op: Op, states: list[State], path: Path, scans) -> State:
         reason = ""
-        views = [k for k, s in enumerate(states) if isinstance(s, View)]
-        for k in sorted(views, key=lambda k: is_repeated(states[k], op.inputs[k])):
-            view = states[k]
-            assert isinstance(view, View)
+        views = [(k, state) for k, state in enumerate(states) if isinstance(state, View)]
+        for k, view in sorted(views, key=lambda pair: is_repeated(pair[1], op.inputs[pair[0]])):
             found = op.meaning(k, view.axes)
-            if not isinstance(found, Read):
+            if not isinstance(found, Read) or is_repeated(view, op.inputs[k]):
                 said = found if isinstance(found, str) else "its entries are repeated before the product"
                 reason = reason or said
                 continue
             other, value = states[found.other], op.inputs[found.other]
-            if is_repeated(view, op.inputs[k]) or not (isinstance(other, Data) or is_repeated(other, value)):
-                reason = reason or "its entries are repeated before the product" * is_repeated(view, op.inputs[k])
+            if not (isinstance(other, Data) or is_repeated(other, value)):
                 continue
             rows = not isinstance(other, Data) or (value.rows and not other.shared)
             if not rows and found.op != "dense":
                 continue
-            self._meets_if_param(other, op)
+            self._meets(other, op, "it is broadcast to the examples, which then see it as an activation")
             use = Use(found, view.leaf, view, path, scans, self._picks(view), late=not rows, of_arguments=value.given)
             if not self._exact(view, use, op, self.hidden and not value.given):
                 return Data()
             result = self._add(use)
-            shared = other.shared if isinstance(other, Data) else NONE
-            return result if rows else dataclasses.replace(result, shared=shared | {len(self.uses) - 1})
+            return result if rows else dataclasses.replace(result, shared=other.shared | {len(self.uses) - 1})
         return self._derive(op, states, path, reason)
 
     def _exact(self, view: View, use: Use, op: Op, unknown: bool) -> bool:
         """Whether a read of a kernel has exact rows; notes what has none. `unknown`: whether all may share them."""
         for leaf in view.beside:
             self._note(leaf, op.describe(), "the kernel is a different array, computed from it")
-        reason = view.inexact
-        if not view.uniform:
-            reason = reason or "its values are multiplied by others before the product"
-        if use.picks is None:
-            reason = reason or "it reads a slice that is not one of several equal parts of the parameter"
-        if unknown:
-            reason = reason or "it reads constants, which the examples that the loss hides may share"
+        reasons = {
+            view.inexact: True,
+            "its values are multiplied by others before the product": not view.uniform,
+            "it reads a slice that is not one of several equal parts of the parameter": use.picks is None,
+            "it reads constants, which the examples that the loss hides may share": unknown,
+        }
+        reason = next((reason for reason, holds in reasons.items() if reason and holds), "")
         if reason:
             self._note(view.leaf, op.describe(), reason, use)
         return not reason
@@ -293,7 +282,13 @@ class Reads:
             scaled = view.scaled or op.name == "neg"
             if scaled:
                 self.multipliers[path] = operand
-            return [self._moved(view, *part, scaled) for part in zip(found.axes, found.moved, strict=True)]
+            views: list[State] = []
+            for axes, moves in zip(found.axes, found.moved, strict=True):
+                start = list(view.start)
+                for leaf_axis, by in moves:
+                    start[leaf_axis] += by
+                views.append(dataclasses.replace(view, axes=axes, start=tuple(start), scaled=scaled))
+            return views
         if op.name == "gather" and operand == 0:
             state = self._lookup(op, found, view, states, path, scans)
         elif isinstance(found, Read):
@@ -301,12 +296,6 @@ class Reads:
         else:
             return None
         return None if state is None else [state]
-
-    def _moved(self, view: View, axes: Axes, moves: Iterable[tuple[int, int]], scaled: bool) -> View:
-        start = list(view.start)
-        for leaf_axis, by in moves:
-            start[leaf_axis] += by
-        return dataclasses.replace(view, axes=axes, start=tuple(start), scaled=scaled)
 
     def _elementwise(self, op: Op, read: Read, view: View, states: list[State], path: Path, scans) -> State | None:
         """A sum or product of a view with an array that is no parameter."""
@@ -334,14 +323,11 @@ class Reads:
             return dataclasses.replace(result, shared=other.shared)
         if other.shared:
             return None
-        if additive:  # the gradient is the same, or minus it
-            scaled = view.scaled or read.sign < 0
-            if scaled:
-                self.multipliers[path] = read.operand
-            return dataclasses.replace(view, axes=axes, scaled=scaled)
-        self.multipliers[path] = read.operand
-        uniform, mixed = view.uniform and value.size == 1, view.mixed or value.rows
-        return dataclasses.replace(view, axes=axes, scaled=True, uniform=uniform, mixed=mixed)
+        scaled = not additive or view.scaled or read.sign < 0  # of a sum the gradient is the same, or minus it
+        if scaled:
+            self.multipliers[path] = read.operand
+        uniform, mixed = view.uniform and (additive or value.size == 1), view.mixed or (not additive and value.rows)
+        return dataclasses.replace(view, axes=axes, scaled=scaled, uniform=uniform, mixed=mixed)
 
     def _lookup(self, op: Op, read: Any, view: View, states: list[State], path: Path, scans) -> State | None:
         """Rows of a table. Each is known to meet data once for each index, unless the indices hold no examples."""
@@ -392,7 +378,7 @@ class Reads:
         how = next((s.how for _, s in params if isinstance(s, Derived)), op.name)
         data = [value for value, s in zip(op.inputs, states, strict=True) if isinstance(s, Data)]
         mixed = any(isinstance(s, View) and s.mixed for _, s in params)
-        if mixed or any(value.rows for value in data) or any(isinstance(s, Data) and s.shared for s in states):
+        if mixed or any(value.rows for value in data) or any(s.shared for s in states):
             if op.summed and op.name in SUMS and all(value.size == 1 for value, _ in params):
                 return Data()  # a penalty, added to the losses of the examples
             for _, s in params:
@@ -418,15 +404,10 @@ class Reads:
 
     def _meets(self, state: State, op: Op, reason: str) -> Data:
         """A parameter that meets data in a way without exact rows."""
-        assert not isinstance(state, Data)
         for leaf in state.leaves:
             own = state.inexact if isinstance(state, View) and state.leaf == leaf else ""
             self._note(leaf, op.describe(), own or reason)
         return Data()
-
-    def _meets_if_param(self, state: State, op: Op) -> None:
-        if not isinstance(state, Data):
-            self._meets(state, op, "it is broadcast to the examples, which then see it as an activation")
 
     def _note(self, leaf: int, operation: str, reason: str, use: Use | None = None) -> None:
         kernel = use is not None and use.read.op in KRONECKER_KINDS and use.picks is not None
@@ -438,10 +419,3 @@ class Reads:
 
 def _unbranched(state: State, branched: bool) -> State:
     return dataclasses.replace(state, output=None) if branched and isinstance(state, Data) and state.output else state
-
-
-def _at_barrier(state: State) -> State:
-    # A scaled view would need its multiplier carried across; no model is written that way.
-    if isinstance(state, View) and state.scaled:
-        return dataclasses.replace(state, inexact="it goes through a product, then optimization_barrier")
-    return state

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from kfac._statistics.rows import accumulator
 
@@ -67,28 +68,21 @@ def _categorical_root(x: jax.Array, v: jax.Array) -> jax.Array:
     return jnp.sqrt(p) * (v - jnp.sum(p * v, axis=-1, keepdims=True))
 
 
-def _bernoulli_root(x: jax.Array, v: jax.Array) -> jax.Array:
-    p = jax.nn.sigmoid(x)
-    return jnp.sqrt(p * (1 - p)) * v
-
-
-def _log_bernoulli(x: jax.Array, target: jax.Array) -> jax.Array:
-    return jnp.sum(target * jax.nn.log_sigmoid(x) + (1 - target) * jax.nn.log_sigmoid(-x), axis=-1)
-
-
-def _log_categorical(x: jax.Array, target: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(jax.nn.log_softmax(x, axis=-1), target[..., None], axis=-1)[..., 0]
-
-
 _GAUSSIAN = Likelihood(
     lambda key, x: x + jax.random.normal(key, x.shape, x.dtype),
     lambda x, target: -jnp.sum((target - x) ** 2, axis=-1) / 2,
     lambda x, v: v,
 )
 LIKELIHOODS = {
-    "categorical": Likelihood(lambda key, x: jax.random.categorical(key, x), _log_categorical, _categorical_root),
+    "categorical": Likelihood(
+        lambda key, x: jax.random.categorical(key, x),
+        lambda x, target: -optax.softmax_cross_entropy_with_integer_labels(x, target),
+        _categorical_root,
+    ),
     "bernoulli": Likelihood(
-        lambda key, x: jax.random.bernoulli(key, jax.nn.sigmoid(x)).astype(x.dtype), _log_bernoulli, _bernoulli_root
+        lambda key, x: jax.random.bernoulli(key, jax.nn.sigmoid(x)).astype(x.dtype),
+        lambda x, target: -jnp.sum(optax.sigmoid_binary_cross_entropy(x, target), axis=-1),
+        lambda x, v: jnp.sqrt(jax.nn.sigmoid(x) * jax.nn.sigmoid(-x)) * v,
     ),
     "gaussian": _GAUSSIAN,
     "residual": _GAUSSIAN,

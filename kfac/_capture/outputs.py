@@ -1,4 +1,4 @@
-"""The marked output of a network: where it is, which parameters it depends on, and targets drawn from it."""
+"""The marked output of a network: where it is, which parameters it depends on, targets drawn from it, and curvature."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from jax.ad_checkpoint import checkpoint_name
 from kfac._capture import primitives
 from kfac._capture.likelihoods import Likelihood, name_of, named
 from kfac._capture.program import Op, Path, Program
+from kfac._capture.replay import replay
+from kfac._capture.states import NONE, Leaves
 from kfac._capture.taps import AtMark, Key, Plan
-from kfac._capture.trace import Batch, Trace, is_key
+from kfac._capture.trace import Batch, Trace, is_key, trace
 from kfac._checks import check_positive_int
 from kfac._statistics.rows import accumulator
 from kfac._varying import as_varying, varying_axes
 
 _PREFIX = "kfac.output/"
-_NO_LEAVES: frozenset[int] = frozenset()
 
 
 def output(
@@ -92,6 +93,7 @@ class Mark:
     """A marked output that reaches the loss.
 
     Attributes:
+      key: of its entry among the probes, `("", k)`, which no layer has.
       op: the operation.
       path: where it is.
       likelihood: the distribution.
@@ -102,6 +104,7 @@ class Mark:
       around: which operations on the path are scans, by their position in it.
     """
 
+    key: Key
     op: Op
     path: Path
     likelihood: Likelihood
@@ -187,18 +190,11 @@ class Marks:
             )
 
     def place(self, plan: Plan, make: Callable[[Mark], AtMark]) -> None:
-        """Puts `make(mark)` at every mark of `plan`; mark `k` has the key `("", k)`, which no layer has."""
-        for k, mark in enumerate(self.marks):
-            key = ("", k)
-            plan.at(mark.path).marks[mark.path[-1]] = key, make(mark)
-            inner = plan
-            for position, index in enumerate(mark.path[:-1]):
-                inner = inner.children[index]
-                if position in mark.around:
-                    inner.iterated[key] = True
-
-
-Leaves = frozenset[int]
+        """Puts `make(mark)` at every mark of `plan`."""
+        for mark in self.marks:
+            plan.at(mark.path).marks[mark.path[-1]] = mark.key, make(mark)
+            for place in mark.around:
+                plan.at(mark.path[: place + 2]).iterated[mark.key] = True
 
 
 def find_marks(traced: Trace) -> Marks:
@@ -207,45 +203,40 @@ def find_marks(traced: Trace) -> Marks:
     Raises:
       ValueError: one is inside `lax.while_loop`, `lax.cond` or another construct that cannot be followed.
     """
-    found: dict[Path, Mark] = {}
-    states = [frozenset({k}) for k in range(traced.num_leaves)] + [_NO_LEAVES] * len(traced.arrays)
-    loss, *_ = _walk(traced.program, states, (), (), (), found)
-    return Marks(tuple(found.values()), loss)
+    marks: dict[Path, Mark] = {}
 
+    def walk(program: Program, states: Sequence[Leaves], path: Path, scans: tuple, around: tuple) -> list[Leaves]:
+        """The leaves that each result depends on, given those of the arguments."""
 
-def _walk(
-    program: Program, states: Sequence[Leaves], path: Path, scans, around, found: dict[Path, Mark]
-) -> list[Leaves]:
-    """The leaves that each result depends on, given those of the arguments; adds marks to `found`."""
+        def visit(index: int, op: Op, entering: list[Leaves]) -> list[Leaves]:
+            here = (*path, index)
+            if op.scan and op.inner:
+                first, last = op.scan.consts, op.scan.last
+                while True:  # what the carry depends on can grow from iteration to iteration
+                    leaving = walk(op.inner, entering, here, (*scans, op.scan.length), (*around, len(path)))
+                    carried = map(frozenset.union, entering[first:last], leaving)
+                    grown = [*entering[:first], *carried, *entering[last:]]
+                    if grown == entering:
+                        return leaving
+                    entering = grown
+            if op.inner:
+                return walk(op.inner, entering, here, scans, around)
+            likelihood = primitives.is_named(op.eqn, _PREFIX)
+            if not likelihood and primitives.contains(op.eqn, lambda e: bool(primitives.is_named(e, _PREFIX))):
+                raise ValueError(f"kfac.output cannot be followed inside {op.name}: mark what comes out of it")
+            together = NONE.union(*entering) if op.alive else NONE
+            if likelihood and op.alive:
+                name, weight = likelihood.split("/")
+                shape = op.outputs[0].shape
+                key = marks[here].key if here in marks else ("", len(marks))
+                marks[here] = Mark(key, op, here, named(name), float(weight), shape, scans, together, around)
+            return [together] * len(op.outputs)
 
-    def visit(index: int, op: Op, own: list[Leaves]) -> list[Leaves]:
-        here = (*path, index)
-        if op.scan and op.inner:
-            return _walk_scan(op, own, here, scans, (*around, len(path)), found)
-        if op.inner:
-            return _walk(op.inner, own, here, scans, around, found)
-        if op.opaque and primitives.contains(op.eqn, lambda e: bool(primitives.is_named(e, _PREFIX))):
-            raise ValueError(f"kfac.output cannot be followed inside {op.name}: mark what comes out of it")
-        together = _NO_LEAVES.union(*own) if op.alive else _NO_LEAVES
-        likelihood = primitives.is_named(op.eqn, _PREFIX)
-        if likelihood and op.alive:
-            name, weight = likelihood.split("/")
-            shape = op.outputs[0].shape
-            found[here] = Mark(op, here, named(name), float(weight), shape, scans, together, around)
-        return [together] * len(op.outputs)
+        return program.run(states, lambda _: NONE, visit)
 
-    return program.run(states, lambda _: _NO_LEAVES, visit)
-
-
-def _walk_scan(op: Op, states: list[Leaves], path: Path, scans, around, found: dict[Path, Mark]) -> list[Leaves]:
-    assert op.inner and op.scan
-    first, carried, length = op.scan
-    while True:  # what the carry depends on can grow from iteration to iteration
-        results = _walk(op.inner, states, path, (*scans, length), around, found)
-        grown = [a | b for a, b in zip(states[first : first + carried], results, strict=False)]
-        if grown == states[first : first + carried]:
-            return results
-        states = [*states[:first], *grown, *states[first + carried :]]
+    states = [frozenset({k}) for k in range(traced.num_leaves)] + [NONE] * len(traced.arrays)
+    loss, *_ = walk(traced.program, states, (), (), ())
+    return Marks(tuple(marks.values()), loss)
 
 
 # -- targets -----------------------------------------------------------------------------------------------------------
@@ -254,7 +245,6 @@ def _walk_scan(op: Op, states: list[Leaves], path: Path, scans, around, found: d
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _pull(transposed: Callable[..., jax.Array], x: jax.Array, entry: jax.Array, zeros: jax.Array) -> jax.Array:
     """`zeros`, as if they depended on `x`: a cotangent `g` of theirs becomes `transposed(x, entry, g)` of it."""
-    del transposed, x, entry
     return zeros
 
 
@@ -306,11 +296,8 @@ class Draw:
 
 def keys_of(marks: Marks, key: jax.Array) -> dict[Key, jax.Array]:
     """A PRNG key for each mark, and for each iteration of the scans around it."""
-    keys: dict[Key, jax.Array] = {}
-    for k, mark in enumerate(marks.marks):
-        own = jax.random.fold_in(key, k)
-        keys[("", k)] = jax.random.split(own, mark.scans) if mark.scans else own
-    return keys
+    alone = {mark: jax.random.fold_in(key, mark.key[1]) for mark in marks.marks}
+    return {mark.key: jax.random.split(k, mark.scans) if mark.scans else k for mark, k in alone.items()}
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -330,11 +317,59 @@ at_weight.defvjp(
 
 def roots_of(marks: Marks, power: float, within_scans: bool = True) -> dict[Key, jax.Array]:
     """The weight of each mark to a power, for each iteration of the scans around it."""
-    shapes = (mark.scans if within_scans else () for mark in marks.marks)
-    weights = (mark.weight for mark in marks.marks)
-    return {
-        ("", k): jnp.full(shape, weight**power) for k, (shape, weight) in enumerate(zip(shapes, weights, strict=True))
-    }
+    return {mark.key: jnp.full(mark.scans if within_scans else (), mark.weight**power) for mark in marks.marks}
+
+
+# -- the loss as a function of its marked outputs -------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Marked:
+    """What a loss is made of: `F = (1/n) sum_r J_r^T H_r J_r` over the rows of its marked outputs.
+
+    Attributes:
+      evaluate: from parameters to the loss and its outputs.
+      marks: the marks of these.
+      n: the number of examples.
+      what: who asks, for messages.
+    """
+
+    evaluate: Callable[[Any], tuple[jax.Array, list[jax.Array]]]
+    marks: tuple[Mark, ...]
+    n: int
+    what: str
+
+    def times_root(self, outputs: list[jax.Array], vectors: list[jax.Array]) -> list[jax.Array]:
+        """`S v` for each mark, with `S^T S` the Hessian of its share in the loss."""
+        triples = zip(self.marks, outputs, vectors, strict=True)
+        return [(m.weight / self.n) ** 0.5 * m.likelihood.times_root(z, v, self.what) for m, z, v in triples]
+
+    def transposed(self, outputs: list[jax.Array], vectors: list[jax.Array]) -> list[jax.Array]:
+        """`S^T v` for each mark."""
+        return jax.linear_transpose(lambda v: self.times_root(outputs, v), outputs)(vectors)[0]
+
+
+def marked(value_fn: Callable[[Any], Any], params: Any, num_examples: int | None, what: str) -> Marked:
+    """The marked outputs of a loss of the parameters alone.
+
+    Raises:
+      ValueError: there is none, the loss depends on a parameter but no mark does, or `n` is not clear.
+    """
+    traced = trace(value_fn, False, params, (), {})
+    marks = find_marks(traced)
+    marks.require(what, traced.names, ())
+    n, unclear = marks.num_examples(num_examples, traced.batch, {})
+    if n is None:
+        raise ValueError(unclear.replace("to value_and_grad", f"to {what}"))
+    plan = Plan()
+    marks.place(plan, lambda mark: lambda x, entry: (x, x))
+    entries = {mark.key: jnp.zeros(mark.scans) for mark in marks.marks}
+
+    def evaluate(params):
+        outs, outputs = replay(traced.program, jax.tree.leaves(params), plan, entries)
+        return outs[0], [outputs[key] for key in entries]
+
+    return Marked(evaluate, marks.marks, n, what)
 
 
 # -- PRNG keys ---------------------------------------------------------------------------------------------------------

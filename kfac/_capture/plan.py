@@ -18,7 +18,7 @@ from kfac._capture.axes import Atom
 from kfac._capture.find_layers import Found, layers_of, placed_rows
 from kfac._capture.outputs import Marks
 from kfac._capture.spread import Spread
-from kfac._capture.states import Loop, Use, by_part
+from kfac._capture.states import Use, by_part
 from kfac._capture.taps import ElementwiseTap, Key, KroneckerTap, Plan, Tap
 from kfac._capture.trace import Trace
 from kfac._factors import Factors, Kronecker, Ragged, Tied, Unitwise
@@ -54,32 +54,20 @@ class Planned:
     finish: dict[str, tuple[list[Key], Callable[[list[Any]], Any]]] = dataclasses.field(default_factory=dict)
     spread: dict[str, Callable[[Kronecker], dict[Key, Kronecker]]] = dataclasses.field(default_factory=dict)
 
-    @property
-    def layers(self) -> Layers:
-        return self.found.layers
-
     def factors(self, sums: dict[Key, Any]) -> Factors:
         """Factors from the cotangents of the probes."""
-        found = {layer.name: self.finish[layer.name] for layer in self.layers.with_factors}
+        found = {layer.name: self.finish[layer.name] for layer in self.found.layers.with_factors}
         return Factors({name: finish([sums[key] for key in keys]) for name, (keys, finish) in found.items()})
 
     def place(self, tap: Tap) -> None:
         """Puts a tap behind an op, and tells each scan around it whether the tap's probe is sliced there."""
-        use, plan = tap.use, self.plan
-        plan.at(use.path).taps.setdefault(use.path[-1], []).append(tap)
-        levels = {loop.place: iterates for loop, iterates in _levels(use, isinstance(tap, ElementwiseTap))}
-        for position, index in enumerate(use.path[:-1]):
-            plan = plan.children[index]
-            if position in levels:
-                plan.iterated[tap.key] = levels[position]
-                if isinstance(tap, KroneckerTap) and tap.basis:
-                    plan.iterated[tap.basis] = levels[position]
-
-
-def _levels(use: Use, examples: bool) -> list[tuple[Loop, bool]]:
-    """The scans around a use, and whether its probe has an entry for each iteration: of the leaf, or of `examples`."""
-    pairs = zip(use.scans, use.view.stack, strict=True)
-    return [(loop, bool(atoms) or (examples and loop.longer)) for loop, atoms in pairs]
+        path = tap.use.path
+        self.plan.at(path).taps.setdefault(path[-1], []).append(tap)
+        for loop, iterates in tap.use.levels(examples=isinstance(tap, ElementwiseTap)):
+            inside = self.plan.at(path[: loop.place + 2]).iterated
+            inside[tap.key] = iterates
+            if isinstance(tap, KroneckerTap) and tap.basis:
+                inside[tap.basis] = iterates
 
 
 def plan_taps(
@@ -119,7 +107,7 @@ def plan_taps(
         planned.plan.at(path).multipliers[path[-1]] = operand
     for path, axis in found.reads.merges.items():
         planned.plan.at(path).merges[path[-1]] = axis
-    for path in found.reads.carriers | found.reads.shared_calls:
+    for path in found.reads.entered:
         planned.plan.at((*path, 0))
     return planned
 
@@ -128,18 +116,14 @@ def check_same(expected: Layers, found: Layers) -> None:
     if expected == found:
         return
     if expected.paths != found.paths:
-        differing = sorted(set(expected.paths) ^ set(found.paths))
-        raise ValueError(
-            f"the parameters are not those that `layers` was found with; they differ in {', '.join(differing[:5])}"
-        )
-    for a, b in zip(expected, found, strict=False):
-        if a != b:
-            other = [f.name for f in dataclasses.fields(a) if f.compare and getattr(a, f.name) != getattr(b, f.name)]
-            raise ValueError(
-                f"loss_fn has other layers than `layers`: expected {a.describe()}, found {b.describe()}, which differ "
-                f"in {', '.join(other)}. Call find_layers with the same function and with arguments of the same kind."
-            )
-    raise ValueError(f"loss_fn has {len(found)} layers, but `layers` has {len(expected)}")
+        differing = ", ".join(sorted(set(expected.paths) ^ set(found.paths))[:5])
+        raise ValueError(f"the parameters are not those that `layers` was found with; they differ in {differing}")
+    a, b = next((a, b) for a, b in zip(expected, found, strict=False) if a != b)
+    other = [f.name for f in dataclasses.fields(a) if f.compare and getattr(a, f.name) != getattr(b, f.name)]
+    raise ValueError(
+        f"loss_fn has other layers than `layers`: expected {a.describe()}, found {b.describe()}, which differ in "
+        f"{', '.join(other)}. Call find_layers with the same function and with arguments of the same kind."
+    )
 
 
 # -- Kronecker layers --------------------------------------------------------------------------------------------------
@@ -239,13 +223,12 @@ def _finish_kronecker(
     planned: Planned, layer: Layer, uses: list[Use], dtype: Any, moments: bool, over: Spread | None
 ) -> None:
     """The probes of a layer, and what brings the sums of its parts and copies to factors."""
-    n, each = planned.num_examples, planned.batch or 1
-    reduce, use = layer.weight_sharing == "reduce", uses[0]
+    n, each, use = planned.num_examples, planned.batch or 1, uses[0]
+    reduce, counted = layer.weight_sharing == "reduce", _counted(uses)
     batched = math.prod(atom.size for atom in use.read.batched)
     tails = {"A": (each, layer.d_in), "G": (each, layer.d_out)} if reduce else dict(layer.side_shapes)
     if moments:
         tails["moments"] = (layer.d_out, layer.d_in)
-    counted = _counted(uses)
     uncut = dataclasses.replace(layer, cut=(1, 1)).side_shapes
     if over is not None:
         flat = {name: (math.prod(tail),) if name == "moments" else tail for name, tail in tails.items()}
@@ -399,7 +382,7 @@ def _plan_elementwise(planned: Planned, layer: Layer, uses: list[list[Use]], sub
             atoms = [*use.scanned, *(flat[p] for p in arrange.features)]
             where = axes_lib.entries(shapes[use.leaf], use.view.start, atoms)
             # Uses of the same entries are summed for each example before they are squared.
-            iterated = [loop for loop, iterates in _levels(use, True) if iterates]
+            iterated = [loop for loop, iterates in use.levels(examples=True) if iterates]
             lengths = tuple(loop.length for loop in iterated)
             key = known.setdefault((column, lengths, placed[1] == (), where.tobytes()), (layer.name, len(known)))
             probes[key] = Entries(column, where, lengths, tuple(k for k, loop in enumerate(iterated) if loop.longer))

@@ -25,7 +25,7 @@ from jax.extend import core as jex
 from jax.lax import GatherScatterMode
 
 from kfac._capture import axes as axes_lib
-from kfac._capture.axes import Atom, Axes, foreign, holds_examples, mixed
+from kfac._capture.axes import Atom, Axes, Axis, foreign, holds_examples, mixed
 from kfac._statistics.convolution import Convolution
 from kfac._statistics.rows import Dense, Geometry, Lookup, accumulator
 
@@ -196,12 +196,7 @@ def sums(eqn: Any) -> bool:
     if eqn.primitive.name in ("mul", "div"):
         sizes = [math.prod(var.aval.shape) for var in eqn.invars]
         return sizes[1] == 1 or (sizes[0] == 1 and eqn.primitive.name == "mul")
-    return eqn.primitive.name in SUMS or eqn.primitive.name in ("reduce_sum", "neg") or keeps_values(eqn)
-
-
-def keeps_values(eqn: Any) -> bool:
-    """Whether the result has the values of the one input, in another form."""
-    return eqn.primitive.name in _IDENTITIES or eqn.primitive.name in _FORMS
+    return eqn.primitive.name in {*SUMS, "reduce_sum", "neg", *_IDENTITIES, *_FORMS}
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -287,12 +282,12 @@ def _broadcasts(shape: tuple[int, ...], out: tuple[int, ...]) -> bool:
     return len(shape) == len(out) > 0 and all(own in (1, size) for own, size in zip(shape, out, strict=True))
 
 
-def _agreed(axes: Sequence[axes_lib.Axis], size: int) -> axes_lib.Axis:
+def _agreed(axes: Sequence[Axis], size: int) -> Axis:
     """The axis of a result whose operands have these: the examples of one are those of all."""
     whole = {axis for axis in axes if math.prod(atom.size for atom in axis) == size}
-    known = {axis for axis in whole if holds_examples(axis) and not axes_lib.is_mixed(axis)}
-    if len(known) == 1:
-        return known.pop()
+    in_order = {axis for axis in whole if holds_examples(axis) and all(atom.axis != axes_lib.MIXED for atom in axis)}
+    if len(in_order) == 1:
+        return in_order.pop()
     return mixed(size) if any(map(holds_examples, whole)) else foreign(size)
 
 
@@ -308,34 +303,42 @@ def _side_by_side(eqn: Any, data: Sequence[Axes], out: tuple[int, ...]) -> Axes:
     return tuple(result)
 
 
-def _same(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
-    if not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):
-        return None
-    return Follow((axes,))
+def _cast(eqn: Any, axes: Axes) -> Axes | None:
+    return axes if jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating) else None
 
 
-def _transpose(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
-    return Follow((tuple(axes[k] for k in eqn.params["permutation"]),))
+def _reversed(eqn: Any, axes: Axes) -> Axes:
+    return tuple(axes_lib.flip(a) if k in eqn.params["dimensions"] else a for k, a in enumerate(axes))
 
 
-def _broadcast(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
-    old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    return Follow((axes_lib.broadcast(axes, old, new, eqn.params["broadcast_dimensions"]),))
-
-
-def _reshape(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
+def _reshaped(eqn: Any, axes: Axes) -> Axes | None:
     order = eqn.params.get("dimensions") if eqn.primitive.name == "reshape" else None
     axes = axes if order is None else tuple(axes[k] for k in order)  # of the transposed array, if it says so
-    found = axes_lib.reshape(axes, eqn.outvars[0].aval.shape)
-    return None if found is None else Follow((found,))
+    return axes_lib.reshape(axes, eqn.outvars[0].aval.shape)
 
 
-def _tile(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
-    return Follow((tuple((*foreign(times), *axis) for times, axis in zip(eqn.params["reps"], axes, strict=True)),))
+def _broadcast(eqn: Any, axes: Axes) -> Axes:
+    total = eqn.outvars[0].aval.shape
+    operand = zip(axes, eqn.invars[0].aval.shape, strict=True)
+    source: dict[int, tuple[Axis, int]] = dict(zip(eqn.params["broadcast_dimensions"], operand, strict=True))
+    pairs = [source.get(k, ((), 1)) for k in range(len(total))]
+    return spread([axis for axis, _ in pairs], [size for _, size in pairs], total)
 
 
-def _reverse(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
-    return Follow((tuple(axes_lib.flip(a) if k in eqn.params["dimensions"] else a for k, a in enumerate(axes)),))
+# The axes of the result of each operation that keeps all entries of its one array; None where they cannot be told.
+_WHOLE: dict[str, Callable[[Any, Axes], Axes | None]] = {
+    **dict.fromkeys(_IDENTITIES, _cast),
+    **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshaped),
+    "broadcast_in_dim": _broadcast,
+    "transpose": lambda eqn, axes: tuple(axes[k] for k in eqn.params["permutation"]),
+    "rev": _reversed,
+    "tile": lambda eqn, axes: tuple((*foreign(n), *a) for n, a in zip(eqn.params["reps"], axes, strict=True)),
+}
+
+
+def _whole(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
+    form = _WHOLE[eqn.primitive.name](eqn, axes)
+    return None if form is None else Follow((form,))
 
 
 def _parts(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
@@ -348,11 +351,9 @@ def _parts(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
         first, sizes = [0] * len(shape), list(shape)
         if name == "slice":
             first, sizes = list(params["start_indices"]), list(out.aval.shape)
-        elif name == "split":
-            axis, lengths = params["axis"], params["sizes"]
+        else:
+            axis, lengths = params["axis"], [1] * len(eqn.outvars) if name == "unstack" else params["sizes"]
             first[axis], sizes[axis] = sum(map(int, lengths[:k])), int(lengths[k])
-        else:  # unstack
-            first[params["axis"]], sizes[params["axis"]] = k, 1
         found = [axes_lib.cut(*cut) for cut in zip(axes, first, sizes, strict=True)]
         if any(part is None for part in found):
             return None
@@ -364,7 +365,7 @@ def _parts(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
     return Follow(tuple(results), tuple(moves))
 
 
-def spread(axes: Axes, shape: Sequence[int], total: Sequence[int]) -> Axes:
+def spread(axes: Sequence[Axis], shape: Sequence[int], total: Sequence[int]) -> Axes:
     """Axes of an operand after an elementwise operation has broadcast it from `shape` to `total`."""
     if len(shape) != len(total):  # a scalar, which has no axes of its own
         return tuple(foreign(size) for size in total)
@@ -376,18 +377,8 @@ def _elementwise(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Me
         return Follow((axes,))  # minus: a scale of -1
     name, out = eqn.primitive.name, eqn.outvars[0].aval.shape
     y_axes = spread(axes, eqn.invars[operand].aval.shape, out)
-    return Read(
-        op="add" if name in SUMS else "mul",
-        name=name,
-        operand=operand,
-        other=1 - operand,
-        x_axes=y_axes,
-        y_axes=y_axes,
-        shape=tuple(out),
-        dtype=_dtype(eqn),
-        sign=-1 if name == "sub" and operand == 1 else 1,
-        divides=name == "div",
-    )
+    sign = -1 if name == "sub" and operand == 1 else 1
+    return _read(eqn, operand, "add" if name in SUMS else "mul", y_axes, y_axes, sign=sign, divides=name == "div")
 
 
 def _product(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
@@ -410,18 +401,9 @@ def _product(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meanin
             x_axes[k] = axes[w_axis]
     free_w, free_x = [axes[k] for k in w_free], [x_axes[k] for k in x_free]
     y_axes = (*(x_axes[k] for k in x_batch), *(free_w + free_x if operand == 0 else free_x + free_w))
-    return Read(
-        op="dense",
-        name=eqn.primitive.name,
-        operand=operand,
-        other=1 - operand,
-        x_axes=tuple(x_axes),
-        y_axes=y_axes,
-        shape=tuple(eqn.outvars[0].aval.shape),
-        dtype=_dtype(eqn),
-        batched=tuple(axes_lib.atoms_of(x_axes[k] for k in x_batch)),
-        rows=_rows(y_axes, tuple(x_axes), [*x_batch, *x_free]),
-    )
+    batched = tuple(axes_lib.atoms_of(x_axes[k] for k in x_batch))
+    rows = _rows(y_axes, tuple(x_axes), [*x_batch, *x_free])
+    return _read(eqn, operand, "dense", x_axes, y_axes, batched=batched, rows=rows)
 
 
 def _ragged_product(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
@@ -436,19 +418,8 @@ def _ragged_product(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) ->
     if operand != 1 or axes_lib.is_broadcast(axes) or not in_order or any(atom.flipped for atom in groups):
         return "the kernels of its groups are not in the order of the parameter"
     rows = data[0][0]
-    return Read(
-        op="dense",
-        name=eqn.primitive.name,
-        operand=1,
-        other=0,
-        x_axes=(rows, axes[1]),
-        y_axes=(rows, axes[2]),
-        shape=tuple(eqn.outvars[0].aval.shape),
-        dtype=_dtype(eqn),
-        batched=groups,
-        rows=tuple((k, k) for k in range(len(rows))),
-        groups=2,
-    )
+    same = tuple((k, k) for k in range(len(rows)))
+    return _read(eqn, 1, "dense", (rows, axes[1]), (rows, axes[2]), batched=groups, rows=same, groups=2)
 
 
 def _rows(y_axes: Axes, x_axes: Axes, order: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -485,27 +456,17 @@ def _convolution(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Me
     y_axes[numbers.out_spec[0]], y_axes[numbers.out_spec[1]] = images, group + outputs
     # Axes of the patches: the images, the positions in the order of `out_spec`, the window and channels.
     axis_of = dict(zip((numbers.out_spec[0], *numbers.out_spec[2:]), range(len(out)), strict=False))
-    return Read(
-        op="conv",
-        name=eqn.primitive.name,
-        operand=operand,
-        other=0,
-        x_axes=x_axes,
-        y_axes=tuple(y_axes),
-        shape=out,
-        dtype=_dtype(eqn),
-        batched=group,
-        rows=_rows(tuple(y_axes), x_axes, [axis_of[k] for k in sorted(axis_of)]),
-        geometry=Convolution(
-            spec=tuple(numbers.lhs_spec),
-            window=tuple(kernel[k] for k in window),
-            strides=tuple(params["window_strides"]),
-            padding=tuple(tuple(pair) for pair in params["padding"]),
-            lhs_dilation=tuple(params["lhs_dilation"]),
-            rhs_dilation=tuple(params["rhs_dilation"]),
-            out=tuple(out[k] for k in numbers.out_spec[2:]),
-        ),
+    rows = _rows(tuple(y_axes), x_axes, [axis_of[k] for k in sorted(axis_of)])
+    geometry = Convolution(
+        spec=tuple(numbers.lhs_spec),
+        window=tuple(kernel[k] for k in window),
+        strides=tuple(params["window_strides"]),
+        padding=tuple(tuple(pair) for pair in params["padding"]),
+        lhs_dilation=tuple(params["lhs_dilation"]),
+        rhs_dilation=tuple(params["rhs_dilation"]),
+        out=tuple(out[k] for k in numbers.out_spec[2:]),
     )
+    return _read(eqn, operand, "conv", x_axes, y_axes, batched=group, rows=rows, geometry=geometry)
 
 
 def _lookup(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
@@ -531,23 +492,17 @@ def _lookup(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning
     if not (alone or mode == GatherScatterMode.CLIP) or not positions:
         return None
     row = iter([() if k == row_axis else axis for k, axis in enumerate(axes) if k not in numbers.collapsed_slice_dims])
-    found = iter(data[1][:-1])
-    return Read(
-        op="embedding",
-        name=eqn.primitive.name,
-        operand=0,
-        other=1,
-        x_axes=(axes[row_axis],),
-        y_axes=tuple(next(found) if k in positions else next(row) for k in range(len(out))),
-        shape=out,
-        dtype=_dtype(eqn),
-        geometry=Lookup(table[row_axis], tuple(numbers.start_index_map).index(row_axis), drop),
-    )
+    looked_up = iter(data[1][:-1])
+    y_axes = [next(looked_up) if k in positions else next(row) for k in range(len(out))]
+    geometry = Lookup(table[row_axis], tuple(numbers.start_index_map).index(row_axis), drop)
+    return _read(eqn, 0, "embedding", (axes[row_axis],), y_axes, geometry=geometry)
 
 
-def _dtype(eqn: Any) -> Any:
-    """The dtype of sums over rows: wide enough for all that the operation takes and gives."""
-    return jnp.result_type(*{accumulator(var.aval.dtype) for var in (*eqn.invars[:2], *eqn.outvars)})
+def _read(eqn: Any, operand: int, op: str, x_axes: Sequence[Axis], y_axes: Sequence[Axis], **more: Any) -> Read:
+    """The read of an operation of two arrays; sums over rows are as wide as all that it takes and gives."""
+    dtype = jnp.result_type(*{accumulator(var.aval.dtype) for var in (*eqn.invars[:2], *eqn.outvars)})
+    name, shape = eqn.primitive.name, tuple(eqn.outvars[0].aval.shape)
+    return Read(op, name, operand, 1 - operand, tuple(x_axes), tuple(y_axes), shape, dtype, **more)
 
 
 def _custom(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
@@ -555,45 +510,32 @@ def _custom(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning
     shapes = [tuple(var.aval.shape) for var in (eqn.invars[operand], *eqn.outvars)]
     if len(shapes) != 2 or shapes[0] != shapes[1]:
         return None
-    avals = [var.aval for var in eqn.invars]
+    within = next(inside(eqn))
 
     def pulled(values, g):
-        def own(x):
-            return evaluate(within, eqn, [*values[:operand], x, *values[operand + 1 :]])[0]
+        return jax.vjp(lambda *values: evaluate(within, eqn, values)[0], *values)[1](g)[operand]
 
-        return jax.vjp(own, values[operand])[1](g)[0]
-
-    within = next(inside(eqn))
-    jaxpr = jax.make_jaxpr(pulled)(avals, eqn.outvars[0].aval).jaxpr
-    return Follow((axes,)) if _handed_on(jaxpr, jaxpr.outvars[0], jaxpr.invars[-1]) else None
+    jaxpr = jax.make_jaxpr(pulled)([var.aval for var in eqn.invars], eqn.outvars[0].aval).jaxpr
+    return Follow((axes,)) if _origin(jaxpr, jaxpr.outvars[0]) is jaxpr.invars[-1] else None
 
 
-def _handed_on(jaxpr: Any, var: Any, source: Any) -> bool:
-    """Whether a variable of a jaxpr has the numbers of another."""
-    made = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
-    while var is not source:
-        eqn = made.get(var) if not isinstance(var, jex.Literal) else None
-        inner = eqn and call(eqn)
-        if eqn is None or not (inner or eqn.primitive.name in _IDENTITIES):
-            return False
-        if not inner:
-            var = eqn.invars[0]
-            continue
-        out = inner.jaxpr.outvars[eqn.outvars.index(var)]
-        found = [k for k, own in enumerate(inner.jaxpr.invars) if _handed_on(inner.jaxpr, out, own)]
-        if not found:
-            return False
-        var = eqn.invars[found[0]]
-    return True
+def _origin(jaxpr: Any, var: Any) -> Any:
+    """The input of a jaxpr that a variable of it has the numbers of; None where it is computed, or a constant."""
+    if isinstance(var, jex.Literal):
+        return None
+    eqn = next((eqn for eqn in jaxpr.eqns if var in eqn.outvars), None)
+    if eqn is None:
+        return var if var in jaxpr.invars else None
+    if (inner := call(eqn)) and inner.kind != "scan":
+        inside_of = dict(zip(inner.jaxpr.invars, eqn.invars, strict=True))
+        source = inside_of.get(_origin(inner.jaxpr, inner.jaxpr.outvars[eqn.outvars.index(var)]))
+    else:
+        source = eqn.invars[0] if eqn.primitive.name in _IDENTITIES else None
+    return source and _origin(jaxpr, source)
 
 
 _TABLE: dict[str, Rule] = {
-    **dict.fromkeys(_IDENTITIES, _same),
-    "transpose": _transpose,
-    "broadcast_in_dim": _broadcast,
-    **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshape),
-    "rev": _reverse,
-    "tile": _tile,
+    **dict.fromkeys(_WHOLE, _whole),
     **dict.fromkeys(("slice", "split", "unstack"), _parts),
     **dict.fromkeys(("add", "add_any", "sub", "mul", "div", "neg"), _elementwise),
     **dict.fromkeys(_CUSTOM, _custom),
@@ -667,9 +609,7 @@ def _registered(eqn: Any) -> Callable[..., Any] | str | None:
     """What a user has said that an equation is like."""
     if not _REGISTERED:
         return None
-    keys: list[Any] = [eqn.primitive]
-    if isinstance(target := eqn.params.get("target_name"), str):
-        keys.append(target)
+    keys: list[Any] = [eqn.primitive, eqn.params.get("target_name")]
     inner = next(inside(eqn), None)
     if inner is not None and (info := inner.debug_info) is not None:
         place = info.func_filename, info.func_lineno
@@ -683,10 +623,6 @@ def _name(eqn: Any) -> str:
     """Of an operation that is registered, for messages."""
     inner = next(inside(eqn), None)
     return eqn.params.get("target_name") or (inner.debug_info.func_name if inner is not None else eqn.primitive.name)
-
-
-def is_registered(eqn: Any) -> bool:
-    return callable(_registered(eqn))
 
 
 def _single(eqn: Any, like: Callable[..., Any]) -> tuple[Any, list[Any]]:

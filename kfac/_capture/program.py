@@ -39,7 +39,6 @@ class Value:
       twice: its shape where the loss is traced with twice as many examples; None where that is not known.
       number: what it is, of a number written into the program.
       axes: its axes in atoms, with those that hold examples marked (`examples.py`).
-      data: whether it depends on array arguments of the loss, or holds examples.
       rows: whether it depends on the batch, or holds examples.
       given: whether it depends on array arguments of the loss.
     """
@@ -49,7 +48,6 @@ class Value:
     twice: tuple[int, ...] | None = None
     number: Any = None
     axes: Axes = ()
-    data: bool = False
     rows: bool = False
     given: bool = False
 
@@ -60,12 +58,7 @@ class Value:
     @property
     def grown(self) -> tuple[bool, ...]:
         """Which of its axes are longer with twice as many examples."""
-        twice = self.shape if self.twice is None else self.twice
-        return tuple(a != b for a, b in zip(self.shape, twice, strict=True))
-
-    @property
-    def differentiable(self) -> bool:
-        return self.number is None and jnp.issubdtype(self.dtype, jnp.inexact)
+        return tuple(a != b for a, b in zip(self.shape, self.twice or self.shape, strict=True))
 
 
 @dataclasses.dataclass(eq=False)
@@ -107,11 +100,6 @@ class Op:
     @property
     def scan(self) -> primitives.Scan | None:
         return self.call.scan if self.call else None
-
-    @property
-    def opaque(self) -> bool:
-        """Whether it holds a program that cannot be looked into."""
-        return self.inner is None and any(True for _ in primitives.inside(self.eqn))
 
     def meaning(self, operand: int, axes: Axes) -> primitives.Meaning:
         """What it does with a parameter that is its input number `operand` and has these axes."""
@@ -213,10 +201,9 @@ def flat(closed: Any, twin: Any = None, alike: bool = True) -> Program:
 
 
 def _flat(jaxpr: Any, consts: Sequence[Any], twin: Any, alike: bool) -> Program:
-    found = Program([], {}, [], [])
-    found.inputs = _values(jaxpr.invars, twin and twin.invars)
-    found.outputs = _inline(found, jaxpr, consts, found.inputs, twin, alike)
-    return found
+    program = Program(_values(jaxpr.invars, twin and twin.invars), {}, [], [])
+    program.outputs = _inline(program, jaxpr, consts, program.inputs, twin, alike)
+    return program
 
 
 def _values(variables: Sequence[Any], twins: Sequence[Any] | None) -> list[Value]:
@@ -321,7 +308,7 @@ def mark_live(found: Program, results: Sequence[Reached], roots: Collection[Op] 
     bent: set[Value] = set()  # of these arrays, what does not reach the loss by sums and numbers alone
 
     def reach(value: Value, how: Reached) -> None:
-        if how.live and value.differentiable:
+        if how.live and value.number is None and jnp.issubdtype(value.dtype, jnp.inexact):
             readers[value] += 1
             if not how.summed:
                 bent.add(value)

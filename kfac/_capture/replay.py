@@ -9,10 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core as jex
 
 from kfac._capture import primitives
-from kfac._capture.program import Op, Program, Value
+from kfac._capture.program import Op, Program, Value, flat
 from kfac._capture.taps import ElementwiseTap, Key, KroneckerTap, Plan, Probes, tapped, together
 
 
@@ -116,12 +115,11 @@ def _replay(
         if index in plan.multipliers:
             operand = plan.multipliers[index]
             so_far = multipliers.get(op.inputs[operand])
+            so_far = jnp.ones_like(values[operand]) if so_far is None else so_far
             if op.name in primitives.SUMS:  # what is added has no say in it
-                if op.name == "sub" and operand == 1:
-                    so_far = -(jnp.ones_like(values[operand]) if so_far is None else so_far)
-                multipliers[op.outputs[0]] = so_far
+                multipliers[op.outputs[0]] = -so_far if op.name == "sub" and operand == 1 else so_far
             else:
-                values[operand] = jnp.ones_like(values[operand]) if so_far is None else so_far
+                values[operand] = so_far
                 multipliers.update(zip(op.outputs, op.compute(values), strict=True))
         for tap in plan.taps.get(index, ()):
             if isinstance(tap, ElementwiseTap) and tap.other is not None:
@@ -180,24 +178,36 @@ def _inside(
 def _scan(
     op: Op, values: Sequence[Any], scaled: Multipliers, plan: Plan, probes: Probes
 ) -> tuple[list[Any], Multipliers, dict[Key, Any]]:
-    scan = op.scan
-    assert scan and op.inner
-    first, last, inner = scan.consts, scan.last, op.inner
+    assert op.scan
+    first, last = op.scan.consts, op.scan.last
     shared = {key: probes[key] for key, iterated in plan.iterated.items() if not iterated}
     own = {key: probes[key] for key, iterated in plan.iterated.items() if iterated}
     # A scaled view that is carried comes out as it went in.
     same = {k: multiplier for k, multiplier in scaled.items() if k < last}
     sliced = {k: multiplier for k, multiplier in scaled.items() if k >= last}
 
-    def body(carry, slices):
-        xs, own, sliced = slices
-        arguments = [*values[:first], *carry, *xs]
+    def step(inner, arguments, beside):
+        own, sliced = beside
         outs, _, handed = _replay(inner, arguments, {**same, **sliced}, plan, {**shared, **own})
+        return outs, handed
+
+    outs, handed = _scan_by(step, op, values, (own, sliced))
+    return outs, {k - first: multiplier for k, multiplier in same.items() if k >= first}, handed
+
+
+def _scan_by(step: Callable[..., Any], op: Op, values: Sequence[Any], beside: Any) -> tuple[list[Any], Any]:
+    """Results of a scan by another body, `step(program, arguments, slices of beside)`, and what else that stacks."""
+    assert op.scan
+    first, last = op.scan.consts, op.scan.last
+
+    def body(carry, slices):
+        xs, more = slices
+        outs, handed = step(op.inner, [*values[:first], *carry, *xs], more)
         return outs[: last - first], (outs[last - first :], handed)
 
     options = {key: op.eqn.params[key] for key in ("length", "reverse", "unroll")}
-    carry, (ys, handed) = lax.scan(body, list(values[first:last]), (list(values[last:]), own, sliced), **options)
-    return [*carry, *ys], {k - first: multiplier for k, multiplier in same.items() if k >= first}, handed
+    carry, (ys, handed) = lax.scan(body, list(values[first:last]), (list(values[last:]), beside), **options)
+    return [*carry, *ys], handed
 
 
 # -- other ways to evaluate --------------------------------------------------------------------------------------------
@@ -209,41 +219,18 @@ def rewrite(fn: Callable[..., Any], rules: Mapping[str, Callable[..., jax.Array]
     What is inside a `custom_vjp` or `jax.checkpoint` is left as it is.
     """
 
-    def evaluated(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-        env.update(zip(jaxpr.invars, args, strict=True))
+    def evaluated(program: Program, args: Sequence[Any]) -> list[Any]:
+        def visit(_, op, values):
+            if op.name in rules:
+                return [rules[op.name](op.eqn.params, *values)]
+            if op.scan:
+                return _scan_by(lambda inner, arguments, _: (evaluated(inner, arguments), None), op, values, None)[0]
+            return op.compute(values)
 
-        def read(var):
-            return var.val if isinstance(var, jex.Literal) else env[var]
-
-        for eqn in jaxpr.eqns:
-            values, call = [read(var) for var in eqn.invars], primitives.call(eqn)
-            if eqn.primitive.name in rules:
-                outs = [rules[eqn.primitive.name](eqn.params, *values)]
-            elif call and call.kind == "call":
-                outs = evaluated(call.jaxpr, call.consts, values)
-            elif call and call.scan:
-                outs = scanned(eqn, call, values)
-            else:
-                outs = primitives.evaluate(jaxpr, eqn, values)
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(var) for var in jaxpr.outvars]
-
-    def scanned(eqn: Any, call: primitives.Call, values: Sequence[Any]) -> list[Any]:
-        assert call.scan
-        first, last = call.scan.consts, call.scan.consts + call.scan.carried
-
-        def body(carry, xs):
-            outs = evaluated(call.jaxpr, call.consts, [*values[:first], *carry, *xs])
-            return outs[: last - first], outs[last - first :]
-
-        options = {key: eqn.params[key] for key in ("length", "reverse", "unroll")}
-        carry, ys = lax.scan(body, list(values[first:last]), list(values[last:]), **options)
-        return [*carry, *ys]
+        return program.run(args, lambda value: program.consts.get(value, value.number), visit)
 
     def rewritten(*args):
         closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-        outs = evaluated(closed.jaxpr, closed.consts, jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(shapes), outs)
+        return jax.tree.unflatten(jax.tree.structure(shapes), evaluated(flat(closed), jax.tree.leaves(args)))
 
     return rewritten

@@ -18,7 +18,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from kfac._capture import axes as axes_lib
 from kfac._capture.axes import Atom, Axes
@@ -44,6 +44,7 @@ class Data:
 
     output: Output | None = None
     shared: frozenset[int] = frozenset()
+    leaves: ClassVar[Leaves] = NONE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +58,7 @@ class View:
     mixed: bool = False  # scaled by what depends on the batch
     inexact: str = ""  # why it has no exact rows
     beside: Leaves = NONE  # other leaves that it depends on, which have none
+    shared: ClassVar[frozenset[int]] = NONE
 
     @property
     def leaves(self) -> Leaves:
@@ -68,6 +70,7 @@ class Derived:
     leaves: Leaves
     how: str
     repeated: bool = False  # broadcast over examples or positions
+    shared: ClassVar[frozenset[int]] = NONE
 
 
 State = Data | View | Derived
@@ -114,21 +117,25 @@ class Use:
         """Atoms of the leaf that hold independent copies of a kernel."""
         return (*self.picked, *self.scanned, *self.read.batched)
 
+    def levels(self, examples: bool = False) -> list[tuple[Loop, bool]]:
+        """The scans around it, and whether each goes over the leaf, or with `examples` over these."""
+        pairs = zip(self.scans, self.view.stack, strict=True)
+        return [(loop, bool(atoms) or (examples and loop.longer)) for loop, atoms in pairs]
+
     @property
     def iterated(self) -> tuple[int, ...]:
         """Lengths of the scans that iterate over the leaf."""
-        return tuple(loop.length for loop, atoms in zip(self.scans, self.view.stack, strict=True) if atoms)
-
-    @property
-    def times(self) -> int:
-        """How often the parameter is read: once in each iteration that shares it."""
-        return math.prod(loop.length for loop, atoms in zip(self.scans, self.view.stack, strict=True) if not atoms)
+        return tuple(loop.length for loop, iterates in self.levels() if iterates)
 
     @property
     def reads(self) -> int:
         """How often each example reads the parameter: not once more for each iteration over examples."""
-        shared = [loop for loop, atoms in zip(self.scans, self.view.stack, strict=True) if not atoms]
-        return math.prod(loop.length for loop in shared if not loop.longer)
+        return math.prod(loop.length for loop, iterates in self.levels(examples=True) if not iterates)
+
+    @property
+    def times(self) -> int:
+        """How often the parameter is read: once in each iteration that shares it."""
+        return math.prod(loop.length for loop, iterates in self.levels() if not iterates)
 
     @property
     def rows(self) -> int:

@@ -59,6 +59,7 @@ class Batch:
       shared: leaves of these arguments, and what they are, that do not have the batch's leading length.
       hidden: why `n` is not known, a sentence.
       lies: the axes of a mesh with explicit ones along which they are split.
+      leaves: which of the dynamic leaves of the arguments they are; None where that is not known.
     """
 
     num_examples: int | None = None
@@ -66,6 +67,11 @@ class Batch:
     shared: tuple[str, ...] = ()
     hidden: str = ""
     lies: AxisName | None = None
+    leaves: frozenset[int] | None = None
+
+    @property
+    def where(self) -> str:
+        return " and ".join(f"argument {k!r}" for k in self.argnums)
 
 
 def is_array(x: Any) -> bool:
@@ -128,45 +134,32 @@ def trace(
       shared: arrays in these that are known not to hold examples, as in `Batch`.
     """
     names, shapes = check_params(params)
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    dynamic = [k for k, leaf in enumerate(leaves) if is_array(leaf)]
-    arrays = [leaves[k] for k in dynamic]
+    arrays, filled = _arrays_of((args, kwargs))
     flat_params, params_tree = jax.tree.flatten(params)
 
     def traced(arrays):
-        static_aux: dict[int, Any] = {}
-        aux_tree: list[Any] = []
+        filled_aux: list[Callable] = []
 
         def flat_loss(flat_params, arrays):
-            filled = list(leaves)
-            for k, array in zip(dynamic, arrays, strict=True):
-                filled[k] = array
-            call_args, call_kwargs = jax.tree.unflatten(treedef, filled)
+            call_args, call_kwargs = filled(arrays)
             out = loss_fn(jax.tree.unflatten(params_tree, flat_params), *call_args, **call_kwargs)
             loss, aux = _checked(out, has_aux)
-            aux_leaves, tree = jax.tree.flatten(aux)
-            aux_tree.append(tree)
-            static_aux.update({k: leaf for k, leaf in enumerate(aux_leaves) if not is_array(leaf)})
-            return [loss, *(leaf for leaf in aux_leaves if is_array(leaf))]
+            aux_arrays, with_arrays = _arrays_of(aux)
+            filled_aux.append(with_arrays)
+            return [loss, *aux_arrays]
 
         closed = jax.make_jaxpr(flat_loss)(flat_params, arrays)
-
-        def rebuild(outs):
-            loss, *dynamic_aux = outs
-            tree, queue = aux_tree[-1], iter(dynamic_aux)
-            aux = [static_aux[k] if k in static_aux else next(queue) for k in range(tree.num_leaves)]
-            return loss, jax.tree.unflatten(tree, aux)
-
-        return closed, rebuild
+        return closed, lambda outs: (outs[0], filled_aux[-1](outs[1:]))
 
     closed, rebuild = traced(arrays)
 
-    def doubled(candidate: Candidate) -> Program | str:
+    def doubled(batch: Batch) -> Program | str:
         """The program with twice as many of these examples, beside that with as many as there are; or why not."""
-        twice = f"{2 * candidate.length} examples in {candidate.where}"
+        n, leaves = batch.num_examples or 0, batch.leaves or ()
+        twice = f"{2 * n} examples in {batch.where}"
         try:
-            twin, _ = traced([_twice(x) if k in candidate.leaves else x for k, x in enumerate(arrays)])
-            program = flat(closed, twin, alike=candidate.length > 1)
+            twin, _ = traced([_twice(x) if k in leaves else x for k, x in enumerate(arrays)])
+            program = flat(closed, twin, alike=n > 1)
         except AnotherProgramError:
             return f"with {twice} the loss is another program"
         except Exception as error:  # whatever a model raises that has a batch size written into it
@@ -175,32 +168,41 @@ def trace(
         _mark(program)
         if any(op.longer or any(any(value.grown) for value in op.outputs) for op in program.walk() if op.alive):
             return program
-        return f"nothing that the loss depends on grows with {candidate.where}"
+        return f"nothing that the loss depends on grows with {batch.where}"
 
-    found: list[tuple[Candidate, Program]] = []
+    found: list[tuple[Batch, Program]] = []
     hidden: list[str] = []
-    for candidates in _candidates(args, kwargs, batch_argnums, shared):
-        tried = [(candidate, doubled(candidate)) for candidate in candidates]
-        found = [(candidate, program) for candidate, program in tried if isinstance(program, Program)]
+    for batches in _candidates(args, kwargs, batch_argnums, shared):
+        tried = [(batch, doubled(batch)) for batch in batches]
+        found = [(batch, program) for batch, program in tried if isinstance(program, Program)]
         hidden += [program for _, program in tried if isinstance(program, str)]
         if found:
             break
-    leaves_of_batch = None
     if len(found) == 1:
-        ((one, program),) = found
-        batch = Batch(one.length, one.argnums, one.shared, lies=_lies(arrays[k] for k in one.leaves))
-        leaves_of_batch = one.leaves
+        ((batch, program),) = found
+        batch = dataclasses.replace(batch, lies=_lies(arrays[k] for k in batch.leaves or ()))
     else:
-        program = flat(closed)
+        program, batch = flat(closed), Batch(hidden=_why_hidden([batch for batch, _ in found], hidden))
         _mark(program)
-        batch = Batch(hidden=_why_hidden([candidate for candidate, _ in found], hidden))
-    place(program, len(names), leaves_of_batch, batch.num_examples)
+    place(program, len(names), batch.leaves, batch.num_examples)
     return Trace(program, arrays, rebuild, names, shapes, batch, closed.out_avals[0])
 
 
-def _why_hidden(several: Sequence[Candidate], reasons: Sequence[str]) -> str:
+def _arrays_of(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """The arrays among the leaves of a tree, and the tree as a function of them; other leaves stay what they are."""
+    leaves, structure = jax.tree.flatten(tree)
+    others = [None if is_array(leaf) else (leaf,) for leaf in leaves]
+
+    def filled(arrays):
+        queue = iter(arrays)
+        return jax.tree.unflatten(structure, [next(queue) if other is None else other[0] for other in others])
+
+    return [leaf for leaf in leaves if is_array(leaf)], filled
+
+
+def _why_hidden(several: Sequence[Batch], reasons: Sequence[str]) -> str:
     if several:
-        each = " or ".join(f"the {candidate.length} of {candidate.where}" for candidate in several)
+        each = " or ".join(f"the {batch.num_examples} of {batch.where}" for batch in several)
         return f"the examples may be {each}: let the batch be arguments of its own, and say batch_argnums="
     return reasons[0] if reasons else "no argument of the loss has an array with a leading axis"
 
@@ -232,19 +234,6 @@ def _twice(x: Any) -> Any:
     return aval.update(shape=(2 * aval.shape[0], *aval.shape[1:]))
 
 
-class Candidate(NamedTuple):
-    """Arrays that may be the batch: their positions among all arrays, and as of `Batch`."""
-
-    leaves: frozenset[int]
-    length: int
-    argnums: tuple[int | str, ...]
-    shared: tuple[str, ...]
-
-    @property
-    def where(self) -> str:
-        return " and ".join(f"argument {k!r}" for k in self.argnums)
-
-
 class Leaf(NamedTuple):
     """An array among the arguments: its position among all of them, its argument, its name, and its leading length."""
 
@@ -254,9 +243,7 @@ class Leaf(NamedTuple):
     length: int | None
 
 
-def _candidates(
-    args: tuple, kwargs: dict, batch_argnums: Argnums, shared: Collection[str]
-) -> Iterator[list[Candidate]]:
+def _candidates(args: tuple, kwargs: dict, batch_argnums: Argnums, shared: Collection[str]) -> Iterator[list[Batch]]:
     """What may be the batch, in stages: the first of which one can be traced decides.
 
     All arrays of the chosen arguments that have one leading length; then all but one of them, as a mask may be as long
@@ -271,19 +258,17 @@ def _candidates(
                 alone = not leaf.shape or is_key(leaf) or name in shared
                 leaves.append(Leaf(len(leaves), key, name, None if alone else leaf.shape[0]))
 
-    def candidate(chosen: Sequence[Leaf]) -> Candidate:
+    def candidate(chosen: Sequence[Leaf]) -> Batch:
         argnums = tuple(dict.fromkeys(leaf.argument for leaf in chosen))
         shared = tuple(leaf.name for leaf in leaves if leaf.argument in argnums and leaf not in chosen)
-        return Candidate(frozenset(leaf.position for leaf in chosen), chosen[0].length or 0, argnums, shared)
+        return Batch(chosen[0].length, argnums, shared, leaves=frozenset(leaf.position for leaf in chosen))
 
     def of_lengths(keys: Collection[int | str]) -> list[list[Leaf]]:
         """The leaves of these arguments by length, if each argument has one of them; the most first."""
-        by_length: dict[int, list[Leaf]] = {}
-        for leaf in leaves:
-            if leaf.argument in keys and leaf.length:
-                by_length.setdefault(leaf.length, []).append(leaf)
-        whole = [own for own in by_length.values() if {leaf.argument for leaf in own} == set(keys)]
-        return sorted(whole, key=len, reverse=True)
+        of_keys = [leaf for leaf in leaves if leaf.argument in keys and leaf.length]
+        lengths = dict.fromkeys(leaf.length for leaf in of_keys)
+        alike = [[leaf for leaf in of_keys if leaf.length == length] for length in lengths]
+        return sorted((x for x in alike if {leaf.argument for leaf in x} == set(keys)), key=len, reverse=True)
 
     given = None if batch_argnums is None else _named(batch_argnums, arguments, len(args))
     first = [key for key in arguments if key == 1] if given is None else given

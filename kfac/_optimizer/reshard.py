@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -60,7 +61,8 @@ def gather_state(opt_state: Any) -> Any:
       ValueError: there is no state of `scale_by_kfac` in `opt_state`, or it is not that of all devices.
     """
     if some_state(opt_state, "opt_state").count.ndim:  # of pmap
-        opt_state = jax.tree.map(_without_devices, opt_state, is_leaf=_is_owned)
+        in_a_row = functools.partial(_mapped, lambda x: x.reshape(-1, *x.shape[2:]))
+        opt_state = on_nodes(Owned, in_a_row, opt_state, lambda x: x[0])
 
     def gather(node):
         owned = {name: _gather_owned(own) for name, own in node.owned.items()}
@@ -105,16 +107,17 @@ def scatter_state(portable: Any, num_devices: int, *, pmap: bool = False) -> Any
         return node._replace(owned=owned, replicas=replicas)
 
     state = on_states(scatter, portable)
-    return jax.tree.map(lambda x: _with_devices(x, num_devices), state, is_leaf=_is_owned) if pmap else state
+    if not pmap:
+        return state
+    by_device = functools.partial(_mapped, lambda x: x.reshape(num_devices, -1, *x.shape[1:]))
+    return on_nodes(Owned, by_device, state, lambda x: jnp.broadcast_to(x, (num_devices, *x.shape)))
 
 
 def some_state(opt_state: Any, argument: str) -> KfacState:
     """The first of the K-FAC states, of which there may be several."""
     states = find_nodes(opt_state, KfacState)
     if not states:
-        raise ValueError(
-            f"there is no state of scale_by_kfac in {argument}, which is of type {type(opt_state).__name__}"
-        )
+        raise ValueError(f"there is no state of scale_by_kfac in {argument}, of type {type(opt_state).__name__}")
     return states[0]
 
 
@@ -122,29 +125,16 @@ def _mapped(fn: Callable[[jax.Array], jax.Array], own: Owned, shard: Shard | Non
     return dataclasses.replace(own, blocks=jax.tree.map(fn, own.blocks), shard=shard or own.shard)
 
 
-def on_states(fn: Callable[[KfacState], Any], tree: Any, other: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
-    """`fn` of the K-FAC states in a tree, `other` of all other leaves."""
+def on_nodes(kind: type, fn: Callable, tree: Any, other: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
+    """`fn` of the nodes of a type in a tree, `other` of all other leaves."""
 
-    def is_state(node):
-        return isinstance(node, KfacState)
+    def mapped(node):
+        return fn(node) if isinstance(node, kind) else other(node)
 
-    return jax.tree.map(lambda node: fn(node) if is_state(node) else other(node), tree, is_leaf=is_state)
-
-
-def _is_owned(node: Any) -> bool:
-    return isinstance(node, Owned)
+    return jax.tree.map(mapped, tree, is_leaf=lambda node: isinstance(node, kind))
 
 
-def _without_devices(node: Any) -> Any:
-    """From pmap's form to that of shard_map: one row of owned blocks, one copy of everything else."""
-    return _mapped(lambda x: x.reshape(-1, *x.shape[2:]), node) if _is_owned(node) else node[0]
-
-
-def _with_devices(node: Any, devices: int) -> Any:
-    """The inverse of `_without_devices`."""
-    if _is_owned(node):
-        return _mapped(lambda x: x.reshape(devices, -1, *x.shape[1:]), node)
-    return jnp.broadcast_to(node, (devices, *node.shape))
+on_states = functools.partial(on_nodes, KfacState)
 
 
 def _gather_owned(own: Owned) -> Owned:

@@ -273,12 +273,9 @@ def init_state(config: Config, params: Any) -> KfacState:
         return BlockState(group.zeros(size, dtype), weight, inverses(group, size), condition, inverted, still)
 
     def motion(group: Group, size: int) -> Motion:
-        moves, outside = config.moves, not group.kind(config.inverse).takes_gradients
-        momentum = moves.momentum is not None and outside
-        return Motion(
-            jnp.zeros((size, group.d_in, group.d_out), dtype) if momentum else None,
-            jnp.ones(size, dtype) if moves.layer_rates else None,
-        )
+        outside = config.moves.momentum is not None and not group.kind(config.inverse).takes_gradients
+        momentum = jnp.zeros((size, group.d_in, group.d_out), dtype) if outside else None
+        return Motion(momentum, jnp.ones(size, dtype) if config.moves.layer_rates else None)
 
     def own(group: Group) -> Owned:
         shard = shards[group.name]
@@ -352,11 +349,7 @@ def how_to_hide(paths: Sequence[str]) -> str:
 
 def has_masked(tree: Any) -> bool:
     """Whether `optax.masked` has replaced a leaf of `tree`."""
-
-    def is_masked(node):
-        return isinstance(node, optax.MaskedNode)
-
-    return any(map(is_masked, jax.tree.leaves(tree, is_leaf=is_masked)))
+    return bool(find_nodes(tree, optax.MaskedNode))
 
 
 def find_nodes(tree: Any, kind: Any) -> list[Any]:
@@ -398,35 +391,28 @@ def check_state(config: Config, state: KfacState, devices: int) -> None:
     check_groups(config.groups, state)
     check_devices(state, devices)
     check_inverse(config.inverse, state)
-    momentum = config.moves.momentum is not None and not config.inverse.takes_gradients
-    for name in state.owned:
-        motion = state.motions[name]
-        for option, wanted, held in (
-            ("momentum", momentum, motion.momentum is not None),
-            ("layer_rates", config.moves.layer_rates, motion.rate is not None),
-        ):
-            if wanted != held:
-                has = "some" if held else "none"
+    wanted = config.moves.momentum is not None and not config.inverse.takes_gradients, config.moves.layer_rates
+    for name, owned in state.owned.items():
+        for option, wants, motion in zip(("momentum", "layer_rates"), wanted, state.motions[name], strict=True):
+            if wants != (motion is not None):
+                has = "none" if motion is None else "some"
                 raise ValueError(
                     f"{option}= of the optimizer does not go with its state, which has {has} for blocks {name}: "
                     "initialise it with the same option"
                 )
-    for owned in state.owned.values():
         if owned.blocks.weight.shape[0] != owned.shard.positions:
             raise ValueError(
                 f"this device must get {owned.shard.positions} of the state's {owned.shard.blocks} blocks of a shape, "
                 f"but gets {owned.blocks.weight.shape[0]}: use kfac.state.state_specs for its in_specs and out_specs"
             )
-    if set(state.replicas) == {group.name for group in config.groups if config.shares(group)}:
-        return
-    if config.inverse.takes_moments:
+    if set(state.replicas) != {group.name for group in config.groups if config.shares(group)}:
+        # Of one inverse and the same groups only moments make a difference.
         to_one, to_none = ("a", "kfac.state.scatter_state(opt_state, 1)"), ("no", "kfac.state.gather_state(opt_state)")
         have, convert = to_one if config.owners else to_none
         raise ValueError(
             f"with inverse={config.inverse!r} a state is another where there is an axis of devices, if only of one: "
             f"update has {have} such axis, but the state is one for the other case: {convert} makes it from that."
         )
-    raise ValueError("the optimizer state is not one for these layers and this inverse: initialise it with the same.")
 
 
 def check_inverse(inverse: Inverse, state: KfacState) -> None:

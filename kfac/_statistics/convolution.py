@@ -19,17 +19,7 @@ from jax import lax
 
 from kfac._statistics.offsets import Axis, offset_moment
 from kfac._statistics.offsets import products as offset_products
-from kfac._statistics.rows import (
-    Arrangement,
-    Rows,
-    accumulator,
-    append,
-    as_floats,
-    diagonal_blocks,
-    part_of,
-    weighted,
-    with_homogeneous,
-)
+from kfac._statistics.rows import Arrangement, Rows, accumulator, append, as_floats, bordered, diagonal_blocks, part_of
 from kfac._varying import sum_of_parts
 
 # Patches are formed for so many elements at a time (16 MB in float32).
@@ -117,14 +107,14 @@ class Patches:
         # Patches are linear in the image, so those of the summed image are the sums.
         summed = jnp.sum(self.image[:: self.step], axis=0, keepdims=True, dtype=moment.dtype)
         total = jnp.sum(self._arranged(1)(patches(summed, self.conv)), axis=(1, 2))
-        return weighted(with_homogeneous(moment, total, self.homogeneous, self.count), self.weight)
+        return self.weight * bordered(moment, total, self.homogeneous, self.count)
 
     def blocks(self, count: int) -> jax.Array:
         return diagonal_blocks(self.gram(), count)
 
     def diagonal(self) -> jax.Array:
         squares = jnp.sum(self._sums_by_image(lambda x: jnp.square(x.astype(accumulator(x.dtype)))), axis=1)
-        return weighted(append(squares, self.homogeneous, self.count), self.weight)
+        return self.weight * append(squares, self.homogeneous, self.count)
 
     def sums(self) -> jax.Array:
         total = self._sums_by_image(lambda x: x)
@@ -132,9 +122,8 @@ class Patches:
         return append(total, self.homogeneous, self.count // total.shape[1])
 
     def every(self, k: int) -> Patches:
-        images = len(self.image)
-        n = -(-images // k)
-        return dataclasses.replace(self, weight=self.weight * images / n, arrange=self._arranged(n), step=k)
+        n = -(-len(self.image) // k)
+        return dataclasses.replace(self, weight=self.weight * len(self.image) / n, arrange=self._arranged(n), step=k)
 
     def by_example(self) -> jax.Array:
         image = part_of(lambda image: image[:: self.step], self.step, self.image)

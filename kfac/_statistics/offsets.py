@@ -65,9 +65,7 @@ class Axis(NamedTuple):
         """`[window, window]`: where each pair is along an axis of `_by_pair`."""
         order: dict[Pair | None, int] = {pair: k for k, pair in enumerate(self.partial(), 2 * self.steps + 1)}
         order[None] = 2 * self.steps + 1 + len(order)
-        places = []
-        for pair in self.pairs():
-            places.append(order[pair] if pair is None or pair.strips else self.steps + pair.steps)
+        places = [order[p] if p is None or p.strips else self.steps + p.steps for p in self.pairs()]
         return np.reshape(places, (self.window, self.window))
 
 

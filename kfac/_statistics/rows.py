@@ -66,7 +66,6 @@ class Geometry(Protocol):
           images: whether the images of a convolution are the examples.
           dtype: of the sums.
         """
-        ...
 
 
 class Form(Protocol):
@@ -74,31 +73,24 @@ class Form(Protocol):
 
     def gram(self) -> jax.Array:
         """Sum of outer products of all rows, `[copies, d, d]`."""
-        ...
 
     def blocks(self, count: int) -> jax.Array:
         """Its `count` diagonal blocks, as `diagonal_blocks` cuts them, `[copies, count, rows, rows]`."""
-        ...
 
     def diagonal(self) -> jax.Array:
         """Its diagonal, `[copies, d]`."""
-        ...
 
     def sums(self) -> jax.Array:
         """Sums over the positions of each example, `[copies, n, d]`."""
-        ...
 
     def every(self, k: int) -> Form:
         """Every `k`-th example, with so much more weight in `gram` and `diagonal`."""
-        ...
 
     def by_example(self) -> jax.Array:
         """`[n, ...]`: what `part` makes rows of, for some of the examples."""
-        ...
 
     def part(self, part: jax.Array) -> jax.Array:
         """Rows of some of these, `[examples, copies, s, d]`."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +132,7 @@ class Rows:
         else:
             moment = product(x)
         total = jnp.sum(self._kept(x), axis=(1, 2), dtype=moment.dtype)
-        return weighted(with_homogeneous(moment, total, self.homogeneous, self.count), self.weight)
+        return self.weight * bordered(moment, total, self.homogeneous, self.count)
 
     def blocks(self, count: int) -> jax.Array:
         copies, n, s, _ = self.array.shape
@@ -151,7 +143,7 @@ class Rows:
 
     def diagonal(self) -> jax.Array:
         squares = jnp.sum(jnp.square(self._kept(self.array).astype(accumulator(self.array.dtype))), axis=(1, 2))
-        return weighted(append(squares, self.homogeneous, self.count), self.weight)
+        return self.weight * append(squares, self.homogeneous, self.count)
 
     def sums(self) -> jax.Array:
         total = jnp.sum(self._kept(self.array), axis=2, dtype=accumulator(self.array.dtype))
@@ -180,7 +172,6 @@ class Dense:
     """A matrix product."""
 
     def form(self, x, arrange, homogeneous, images, dtype) -> Rows:
-        del images
         return Rows(arrange(as_floats(x, dtype)), homogeneous)
 
 
@@ -199,7 +190,6 @@ class Lookup:
     drop: bool
 
     def form(self, x, arrange, homogeneous, images, dtype) -> OneHot:
-        del homogeneous, images
         return OneHot(x, self, arrange, dtype)
 
 
@@ -227,8 +217,7 @@ class OneHot:
         return self.arrange(counts)[:, 0, 0]
 
     def every(self, k: int) -> OneHot:
-        del k  # Counts are cheap: they are those of all examples.
-        return self
+        return self  # Counts are cheap: they are those of all examples.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,10 +278,6 @@ def part_of(of: Callable[[jax.Array], jax.Array], step: int, x: jax.Array) -> ja
     return lax.optimization_barrier(of(x)) if step > 1 else of(x)
 
 
-def weighted(sums: jax.Array, weight: float) -> jax.Array:
-    return sums if weight == 1 else weight * sums
-
-
 def append(rows: jax.Array, homogeneous: float | None, count: int) -> jax.Array:
     """`rows` with `count` times the homogeneous entry behind the last feature."""
     if homogeneous is None:
@@ -301,7 +286,7 @@ def append(rows: jax.Array, homogeneous: float | None, count: int) -> jax.Array:
     return jnp.pad(rows, widths, constant_values=homogeneous * count)
 
 
-def with_homogeneous(moment: jax.Array, total: jax.Array, homogeneous: float | None, count: int) -> jax.Array:
+def bordered(moment: jax.Array, total: jax.Array, homogeneous: float | None, count: int) -> jax.Array:
     """Appends the row and column of a homogeneous entry to a sum of outer products.
 
     Args:

@@ -57,28 +57,20 @@ def estimate(
     measure = value_and_grad(loss_fn, layers, has_aux=has_aux, fisher=fisher, num_examples=num_examples)
     options = {} if basis is None else {"basis": basis}
 
-    def of_batch(params, batch, number):
+    @functools.partial(jax.jit, donate_argnums=0)
+    def averaged(mean, count, params, batch, number):
         traced = trace(loss_fn, has_aux, params, (batch,), {}, *batch_of(layers, (batch,), {}))
         examples = layers_of(traced, layers, find_marks(traced), num_examples).num_examples
         drawn = {} if key is None else {"fisher_key": jax.random.fold_in(key, number)}
-        return measure(params, batch, **drawn, **options)[2].whole(), examples
-
-    @jax.jit
-    def first(params, batch):
-        return of_batch(params, batch, 0)
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def further(mean, count, params, batch, number):
-        factors, examples = of_batch(params, batch, number)
+        factors = measure(params, batch, **drawn, **options)[2].whole()
+        if mean is None:
+            return factors, examples
         share = examples / (count + examples)
         return jax.tree.map(lambda old, new: old + share * (new - old), mean, factors), count + examples
 
-    mean, count, number = None, None, 0
+    mean, count, number = None, 0, 0
     for number, batch in enumerate(batches, 1):
-        if mean is None:
-            mean, count = first(params, batch)
-        else:
-            mean, count = further(mean, count, params, batch, number - 1)
+        mean, count = averaged(mean, count, params, batch, number - 1)
         if progress:
             of = f" of {len(batches)}" if isinstance(batches, Sized) else ""
             print(f"\rkfac.estimate: {number}{of} batches, {int(count)} examples", end="", file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kfac._capture.marked import Marked, marked
+from kfac._capture.outputs import Marked, marked
 from kfac._checks import check_positive_int, check_type
 from kfac.curvature._matrix import Linear, Matrix
 from kfac.curvature._operator import Operator
@@ -34,7 +34,6 @@ class GaussNewton(Linear):
         tangents = jax.tree.map(lambda p, t: jnp.asarray(t).astype(p.dtype), self.params, tree)
 
         def own(loss, outputs, push, index):
-            del index
             return loss.transposed(outputs, loss.times_root(outputs, push(tangents)))
 
         total = self._sum(own)
@@ -64,12 +63,11 @@ class GaussNewton(Linear):
             return of_batch(self.data, jnp.zeros((), jnp.int32))
         parts = jax.tree.map(lambda x: x.reshape(self.batches, -1, *x.shape[1:]), self.data)
         zeros = jax.tree.map(jnp.zeros_like, self.params)
-        total, _ = lax.scan(
-            lambda total, part: (jax.tree.map(jnp.add, total, of_batch(*part)), None),
-            zeros,
-            (parts, jnp.arange(self.batches)),
-        )
-        return total
+
+        def add(total, part):
+            return jax.tree.map(jnp.add, total, of_batch(*part)), None
+
+        return lax.scan(add, zeros, (parts, jnp.arange(self.batches)))[0]
 
 
 def gauss_newton(

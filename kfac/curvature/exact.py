@@ -104,13 +104,14 @@ def fisher_blocks(
             by_path = dict(zip(paths, jax.vmap(pull)(cotangents), strict=True))
             leaves = {name: [by_path[path] for path in layers[name].params] for name in chosen}
             rows = {name: jax.vmap(functools.partial(_vector, layers[name]))(leaves[name]) for name in chosen}
-            return {name: total[name] + _gram(rows[name]) for name in chosen}, None
+            moments = {name: jnp.einsum("kcp,kcq->cpq", x, x, precision="highest") for name, x in rows.items()}
+            return {name: total[name] + moments[name] for name in chosen}, None
 
         dtype = accumulator(jnp.result_type(*flat))
         total = {name: jnp.zeros((layers[name].copies, *2 * [sizes[name]]), dtype) for name in chosen}
         if fisher == "true":
-            for key, mark in zip(outputs, marks.marks, strict=True):
-                total = _expected(mark, key, outputs, total, add)
+            for mark in marks.marks:
+                total = _expected(mark, outputs, total, add)
             scale = 1 / n
         else:
             total, scale = _observed(marks, slopes, n, total, add), n
@@ -120,14 +121,9 @@ def fisher_blocks(
 
 
 def _vector(layer: Layer, leaves: Sequence[jax.Array]) -> jax.Array:
-    """`[copies, p]`: the columns of the layer's matrix one after the other."""
-    matrix = layer.to_matrix(leaves)
-    return matrix.swapaxes(-1, -2).reshape(matrix.shape[0], -1)
-
-
-def _gram(rows: jax.Array) -> jax.Array:
-    rows = rows.astype(accumulator(rows.dtype))
-    return jnp.einsum("kcp,kcq->cpq", rows, rows, precision="highest")
+    """`[copies, p]`: the columns of the layer's matrix one after the other, in float32 or better."""
+    rows = layer.to_rows(leaves).reshape(layer.copies, -1)
+    return rows.astype(accumulator(rows.dtype))
 
 
 def _outputs(
@@ -142,17 +138,17 @@ def _outputs(
         return outs[0], outputs
 
     dtypes = jnp.result_type(*flat)
-    shaped = {("", k): jnp.zeros((*mark.scans, *mark.shape), dtypes) for k, mark in enumerate(marks.marks)}
+    shaped = {mark.key: jnp.zeros((*mark.scans, *mark.shape), dtypes) for mark in marks.marks}
     offsets = jax.tree.map(lambda x, y: jnp.zeros(x.shape, y.dtype), shaped, jax.eval_shape(evaluate, flat, shaped)[1])
     slopes = jax.grad(lambda offsets: evaluate(flat, offsets)[0])(offsets)
     outputs, pull = jax.vjp(lambda flat: evaluate(flat, offsets)[1], flat)
     return outputs, lambda cotangent: pull(cotangent)[0], slopes
 
 
-def _expected(mark: Mark, key: Key, outputs: Mapping[Key, jax.Array], total: Any, add: Callable) -> Any:
+def _expected(mark: Mark, outputs: Mapping[Key, jax.Array], total: Any, add: Callable) -> Any:
     """Adds `sum_r J_r^T H_r J_r` over the rows of a mark, one row at a time."""
     features = mark.shape[-1]
-    rows = outputs[key].reshape(-1, features)
+    rows = outputs[mark.key].reshape(-1, features)
 
     def row(total, index):
         units = jnp.eye(features, dtype=rows.dtype)
@@ -160,7 +156,7 @@ def _expected(mark: Mark, key: Key, outputs: Mapping[Key, jax.Array], total: Any
         root = math.sqrt(mark.weight) * columns.T.astype(rows.dtype)
         own = jnp.zeros((features, *rows.shape), rows.dtype).at[:, index].set(root)
         cotangents = {k: jnp.zeros((features, *z.shape), z.dtype) for k, z in outputs.items()}
-        return add(total, {**cotangents, key: own.reshape(features, *outputs[key].shape)})
+        return add(total, {**cotangents, mark.key: own.reshape(features, *outputs[mark.key].shape)})
 
     return lax.scan(row, total, jnp.arange(len(rows)))[0]
 
@@ -168,8 +164,8 @@ def _expected(mark: Mark, key: Key, outputs: Mapping[Key, jax.Array], total: Any
 def _observed(marks: Marks, slopes: Mapping[Key, jax.Array], n: int, total: Any, add: Callable) -> Any:
     """Adds `sum_i g_i g_i^T` over examples, one at a time; `g_i / sqrt(w)` for what a mark of weight `w` brings."""
     slopes = {key: slopes[key] * root for key, root in roots_of(marks, -0.5, within_scans=False).items()}
-    batches = {("", k): mark.rows for k, mark in enumerate(marks.marks) if mark.rows % n and marks.weighted}
-    together = [mark for k, mark in enumerate(marks.marks) if ("", k) not in batches]
+    batches = {mark.key: mark.rows for mark in marks.marks if mark.rows % n and marks.weighted}
+    together = [mark for mark in marks.marks if mark.key not in batches]
     for mark in together:
         if mark.scans and (mark.rows != n or len(together) > 1):
             raise ValueError(
@@ -223,20 +219,19 @@ def dense(block: Block, basis: Kronecker | None = None) -> jax.Array:
     """
     block = formed(block)
     if isinstance(block, Kronecker):
-        size = block.A.shape[-1] * block.G.shape[-1]
         if basis is None:
-            product = jnp.einsum("...ab,...gh->...agbh", block.A, block.G, precision="highest")
-            return product.reshape(*block.A.shape[:-2], size, size)
+            return _kron(block.A, block.G)
         if block.moments is None:
             raise ValueError("block has no moments: take it from value_and_grad(...)(..., basis=basis)")
-        vectors = jnp.einsum("...ai,...gj->...agij", basis.A, basis.G, precision="highest")
-        vectors = vectors.reshape(*block.A.shape[:-2], size, size)
-        values = block.moments.mT.reshape(*block.A.shape[:-2], 1, size)
-        return jnp.matmul(vectors * values, vectors.mT, precision="highest")
+        vectors, values = _kron(basis.A, basis.G), block.moments.mT
+        return jnp.matmul(vectors * values.reshape(*vectors.shape[:-2], 1, -1), vectors.mT, precision="highest")
     if isinstance(block, Unitwise):
         channels, size = block.F.shape[0], block.F.shape[0] * block.F.shape[1]
         return jnp.einsum("cpq,cd->pcqd", block.F, jnp.eye(channels, dtype=block.F.dtype)).reshape(size, size)
     raise TypeError(f"block must be Kronecker or Unitwise, but is {type(block).__name__}")
+
+
+_kron = jnp.vectorize(jnp.kron, signature="(a,b),(g,h)->(p,q)")
 
 
 def error(exact: jax.Array, approximation: jax.Array) -> Error:
@@ -255,13 +250,8 @@ def error(exact: jax.Array, approximation: jax.Array) -> Error:
     if exact.shape != approximation.shape:
         raise ValueError(f"exact has shape {list(exact.shape)}, but approximation {list(approximation.shape)}")
 
-    def dot(a, b):
-        return jnp.sum(a * b, axis=(-2, -1))
-
-    norm = jnp.sqrt(dot(exact, exact))
-    difference = exact - approximation
-    other = jnp.sqrt(dot(approximation, approximation))
-    return Error(jnp.sqrt(dot(difference, difference)) / norm, dot(exact, approximation) / (norm * other))
+    norm, other, difference = (jnp.linalg.norm(x, axis=(-2, -1)) for x in (exact, approximation, exact - approximation))
+    return Error(difference / norm, jnp.sum(exact * approximation, axis=(-2, -1)) / (norm * other))
 
 
 def nearest_kronecker(exact: jax.Array, layer: Layer) -> Kronecker:
@@ -280,12 +270,9 @@ def nearest_kronecker(exact: jax.Array, layer: Layer) -> Kronecker:
     Raises:
       ValueError: the block is not that of such a layer.
     """
-    shape = layer.factor_shapes
-    size = layer.d_in * layer.d_out
-    expected = (*shape.get("A", ())[:-2], size, size)
-    if set(shape) != {"A", "G"} or exact.shape != expected:
+    shape, a, g = layer.factor_shapes, layer.d_in, layer.d_out
+    if set(shape) != {"A", "G"} or exact.shape != (*shape["A"][:-2], a * g, a * g):
         raise ValueError(f"a block of shape {list(exact.shape)} is not that of {layer.describe()}")
-    a, g = layer.d_in, layer.d_out
 
     def nearest(block):
         rearranged = block.reshape(a, g, a, g).swapaxes(1, 2).reshape(a * a, g * g)

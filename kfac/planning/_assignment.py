@@ -219,9 +219,8 @@ class Assignment:
 
 def _table(plan: Assignment) -> str:
     by_device: dict[int, list[str]] = {device: [] for device in range(plan.devices)}
-    copies = {layer.name: layer.copies * layer.pieces for layer in plan.layers}
     for name, copy, device in plan.owners():
-        by_device[device].append(f"{name}[{copy}]" if copies[name] > 1 else name)
+        by_device[device].append(f"{name}[{copy}]" if plan.layers[name].copies * plan.layers[name].pieces > 1 else name)
     costs = plan.cost_per_device
     total, worst = sum(costs), max(costs)
     lines = [f"{'device':>6}  {'n^3 work':>9}  {'share':>6}  layers"]

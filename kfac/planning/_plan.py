@@ -38,6 +38,10 @@ class Hardware:
 HARDWARE = {"h100": Hardware(2e14, 1e13, 5e10, 8e10), "tpu-v5p": Hardware(1.8e14, 5e12, 2e11, 9.5e10)}
 
 
+# What the seconds of messages are called where those of something else have their name.
+_SENT = {"statistics": "statistics' messages", "inverses": "refreshes' messages"}
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
     """What a run would take; print it. What `plan` returns.
@@ -92,15 +96,11 @@ class Plan:
     def advice(self) -> str:
         """Which part costs most, and the option that makes it smaller."""
         n, i = self.statistics_every or 1, self.inverse_every or 1
-        parts = {
-            "inversions": self.seconds["inversions"] / i, "statistics": self.seconds["statistics"] / n,
-            "statistics' messages": self.seconds["statistics' messages"] / n, "results": self.seconds["results"],
-            "preconditioning": self.seconds["preconditioning"],
-        }  # fmt: skip
+        steps = {"results": 1, "preconditioning": 1}
+        if self.inverse_every:  # without intervals whatever is done seldom does not count
+            steps = {"inversions": i, "statistics": n, "statistics' messages": n} | steps
         name, share = self.largest
-        if not self.inverse_every:  # whatever is done seldom does not count
-            parts = {name: parts[name] for name in ("results", "preconditioning")}
-        most = max(parts, key=lambda part: parts[part])
+        most = max(steps, key=lambda part: self.seconds[part] / steps[part])
         options = {
             "inversions": "a longer inverse_every"
             + (f", and for {name} find_layers(max_dim=...), which cuts its factors into blocks" if share > 0.3 else ""),
@@ -210,15 +210,10 @@ def _costs(assignment: Assignment, batch: int, machine: Hardware) -> tuple[dict,
         "results": assignment.results_messages,
         "inverses": assignment.fetched_messages,
     }
-    seconds = {
-        name: count / (machine.inversion_flops if name == "inversions" else machine.flops)
-        for name, count in flops.items()
-    }
+    rates = dict.fromkeys(flops, machine.flops) | {"inversions": machine.inversion_flops}
     ring = 2 * (assignment.devices - 1) / assignment.devices / machine.bandwidth
-    sent = {name: ring * in_all_reduces(kinds) for name, kinds in messages.items()}
-    seconds |= {"gradients": sent["gradients"], "statistics' messages": sent["statistics"]}
-    seconds |= {"results": sent["results"], "refreshes' messages": sent["inverses"]}
-    return flops, messages, seconds
+    sent = {_SENT.get(name, name): ring * in_all_reduces(kinds) for name, kinds in messages.items()}
+    return flops, messages, {name: flops[name] / rates[name] for name in flops} | sent
 
 
 def _memory(one: Assignment) -> dict[str, int]:
@@ -300,11 +295,9 @@ def _text(plan: Plan) -> str:
         f"{at.inversion_flops:.3g} in inversions, {format_bytes(at.bandwidth)} sent",
         f"{'part':<22}{'FLOPs of a device':>18}{'predicted ms':>14}  messages",
     ]
-    names = {"statistics": "statistics' messages", "inverses": "refreshes' messages"}
     for name in ("model", "gradients", "statistics", "inversions", "preconditioning", "results", "inverses"):
-        seconds = plan.seconds.get(name, 0.0)
         kinds: dict[str, Any] = plan.messages.get(name, {})
-        seconds += plan.seconds[names[name]] if name in names else 0.0
+        seconds = sum(plan.seconds.get(part, 0.0) for part in {name, _SENT.get(name, name)})
         if name in plan.flops or kinds:
             flops = f"{plan.flops[name]:.3g}" if name in plan.flops else ""
             lines.append(f"{name:<22}{flops:>18}{1e3 * seconds:>14.3f}  {by_kind(kinds) if kinds else ''}".rstrip())
@@ -318,10 +311,8 @@ def _text(plan: Plan) -> str:
         "memory of a device: " + ", ".join(f"{part} {format_bytes(size)}" for part, size in plan.memory.items()),
     ]
     base, extra = plan.first_order_seconds, plan.extra_seconds
+    takes = f"no intervals keep to {plan.overhead:.1%}: what is done at every step alone takes"
     if plan.statistics_every and plan.inverse_every:
-        lines.append(f"statistics every {plan.statistics_every} and inverses every {plan.inverse_every} step(s): "
-                     f"{1e3 * extra:.3g} ms more than {1e3 * base:.3g} ms, {extra / base:.1%}")  # fmt: skip
-    else:
-        lines.append(f"no intervals keep to {plan.overhead:.1%}: what is done at every step alone takes "
-                     f"{1e3 * extra:.3g} ms more than {1e3 * base:.3g} ms, {extra / base:.1%}")  # fmt: skip
+        takes = f"statistics every {plan.statistics_every} and inverses every {plan.inverse_every} step(s):"
+    lines.append(f"{takes} {1e3 * extra:.3g} ms more than {1e3 * base:.3g} ms, {extra / base:.1%}")
     return "\n".join([*lines, plan.advice])

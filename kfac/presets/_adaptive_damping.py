@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from kfac._capture.marked import marked
+from kfac._capture.outputs import marked
 from kfac._checks import check_count, check_range
 from kfac._optimizer.state import AdaptiveDampingState, KfacState, find_nodes, has_masked
 from kfac._varying import as_varying, device_axes, varying_axes
