@@ -10,8 +10,9 @@
 `layer_rates=False`, "kfac-every-step" statistics in every step, as has "kfac-cholesky";
 "soap" is SOAP itself, with Shampoo's matrices. 60 steps at batch N/10
 (`--batch 10`), the schedule of the study for all. `--schedule average` keeps the rate after its warm-up, and scores the
-mean of the weights of the last quarter of the steps. A trial that is in --results is not run again. Of "kfac-soap-eigh"
-there are results only: a `Soap` that decomposed its factors.
+mean of the weights of the last quarter of the steps. A trial that is in --results is not run again. Of some
+there are results only: "kfac-soap-eigh", a `Soap` that decomposed its factors; "kfac-0.3.0", the default then;
+"kfac-whole", with `find_layers(max_dim=8192)`.
 """
 
 from __future__ import annotations
