@@ -63,7 +63,7 @@ def loss_fn(params, images):
 def main():
     params = parameters()
     images = jax.ShapeDtypeStruct((DEVICES, 4, 4, 3), jnp.float32)
-    layers = kfac.find_layers(loss_fn, params, images)
+    layers = kfac.find_layers(loss_fn, params, images, max_dim=8192)
     tx = kfac.scale_by_kfac(layers, inverse_every=10, distribution=kfac.Distribution(AXIS))
     mesh = Mesh(np.array(jax.devices()), (AXIS,), axis_types=(AxisType.Auto,))
     same, split = PartitionSpec(), PartitionSpec(AXIS)

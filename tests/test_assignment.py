@@ -125,7 +125,7 @@ def test_a_plan_for_thousands_of_devices_takes_no_time(resnet50_layers):
 
 def gpt_layers():
     loss, params, batch, find = messages.gpt(2, size=8)
-    return kfac.find_layers(loss, params, batch, **find)
+    return kfac.find_layers(loss, params, batch, max_dim=8192, **find)
 
 
 def test_the_plan_prints_who_owns_what(resnet50_layers):
@@ -147,8 +147,8 @@ def test_the_plan_prints_who_owns_what(resnet50_layers):
 
 @pytest.fixture(scope="module")
 def resnet50_layers():
-    params = resnet50_step.parameters()
-    return kfac.find_layers(resnet50_step.loss_fn, params, jax.ShapeDtypeStruct((1, 4, 4, 3), jnp.float32))
+    params, images = resnet50_step.parameters(), jax.ShapeDtypeStruct((1, 4, 4, 3), jnp.float32)
+    return kfac.find_layers(resnet50_step.loss_fn, params, images, max_dim=8192)
 
 
 @functools.cache

@@ -237,7 +237,7 @@ def test_several_devices_are_one(x64, inverse):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-10), found, expected)
 
 
-@pytest.mark.parametrize("value", [0, -1, 2.5, True, "8", None])
+@pytest.mark.parametrize("value", [0, -1, 2.5, True, "8"])
 def test_bad_bounds(value):
     with pytest.raises(ValueError, match="max_dim must be a positive int"):
         kfac.find_layers(lambda p, x: jnp.mean(x @ p), jnp.ones((5, 2)), jnp.ones((N, 5)), max_dim=value)
