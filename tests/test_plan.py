@@ -228,8 +228,8 @@ def llama(n):
 
 
 def test_seven_billion_parameters_fit_where_they_are_split():
-    layers = kfac.find_layers(*llama(2))
-    assert layers["head"].diagonal == ("G",) and layers["blocks/up"].cut == (1, 3)
+    layers = kfac.find_layers(*llama(2), max_dim=8192)
+    assert layers["head"].diagonal == ("G",) and layers["blocks/up"].cut == (1, 2)
     whole, split = (kfac.planning.plan(layers, devices=64, batch=64, gradients=way) for way in ("averaged", "split"))
     print(whole, split, sep="\n")
     assert split.fits and not whole.fits
