@@ -302,7 +302,7 @@ def _from_factors(layers: Layers, factors: Any, inverse: Inverse | None, basis: 
     blocks = {name: formed(block) for name, block in factors.items()}
     if basis is None:
         if inverse is None and any(isinstance(b, Kronecker) and b.moments is not None for b in blocks.values()):
-            raise ValueError("factors have moments: pass their basis=, or inverse=kfac.Eigh() to leave them out")
+            raise ValueError("factors have moments: pass the basis= of these, or inverse=kfac.Eigh() to leave them out")
         inverse = inverse or Eigh()
         if inverse.takes_moments:
             raise ValueError(f"inverse={inverse!r} of factors needs the basis= that their moments were taken in")
