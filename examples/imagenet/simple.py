@@ -159,7 +159,7 @@ def main(args=None):
     init = jax.jit(partial(model.init, train=False), out_shardings=same)
     variables = init(jax.random.key(options.seed), example[0])
     params, stats = variables["params"], variables["batch_stats"]
-    rate = optax.warmup_cosine_decay_schedule(options.rate / warm, options.rate, warm, options.steps)
+    rate = optax.warmup_cosine_decay_schedule(options.rate / warm, options.rate, warm, max(options.steps, warm + 1))
     step = kfac.train_step(partial(loss_fn, model), rate, has_aux=True, verbose=False)
     opt_state = step.init(params, stats, *example)
 
