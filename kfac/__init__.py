@@ -72,4 +72,5 @@ def __getattr__(name: str) -> object:
     for module, names in _MOVED.items():
         if name in names.split():
             raise AttributeError(f"kfac.{name} is now kfac.{module}.{name}")
-    raise AttributeError(f"module 'kfac' has no attribute {name!r}")
+    hint = ": kfac.value_and_grad does it by itself" if name in ("data_parallel", "Shares") else ""
+    raise AttributeError(f"module 'kfac' has no attribute {name!r}{hint}")

@@ -154,7 +154,8 @@ class Layer:
         if self.pieces == 1:
             return matrix
         (a, g), (columns, rows) = self.cut, (shape[0] for shape in self.block_shapes.values())
-        filled = jnp.pad(matrix, ((0, 0), (0, g * rows - self.d_out), (0, a * columns - self.d_in)))
+        # Without the last column where the bias is for another optimizer.
+        filled = jnp.pad(matrix, ((0, 0), (0, g * rows - self.d_out), (0, a * columns - matrix.shape[2])))
         return filled.reshape(-1, g, rows, a, columns).swapaxes(2, 3).reshape(-1, rows, columns)
 
     def from_pieces(self, pieces: jax.Array) -> jax.Array:

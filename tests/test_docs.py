@@ -42,7 +42,7 @@ def precision():
 
 @pytest.fixture(scope="module")
 def distributed():
-    return _run("distributed.md", 16)
+    return _run("distributed.md", 15)
 
 
 def test_no_other_page_has_code_that_is_not_run():

@@ -140,7 +140,7 @@ def main(args=None):
     parser.add_argument("--width", type=int, default=16, help="channels of the first stage (16)")
     parser.add_argument("--batch", type=int, help="images in a step; by default a tenth of them all")
     parser.add_argument("--steps", type=int, default=100, help="length of the training (100)")
-    parser.add_argument("--rate", type=float, default=0.1, help="learning rate; try the half and the double (0.1)")
+    parser.add_argument("--rate", type=float, default=0.05, help="learning rate; try the half and the double (0.05)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("run"), help="folder of the checkpoints (run)")
     options = parser.parse_args(args)
@@ -155,12 +155,12 @@ def main(args=None):
     jax.set_mesh(mesh := jax.make_mesh((devices,), ("devices",), axis_types=(AxisType.Auto,)))
     same, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("devices"))
     example = jax.device_put(next(batches(train, batch, size, 0, 1, options.seed)), split)
-    model, warm = ResNet(len(classes), options.width), max(1, options.steps // 10)
+    model = ResNet(len(classes), options.width)
     init = jax.jit(partial(model.init, train=False), out_shardings=same)
     variables = init(jax.random.key(options.seed), example[0])
     params, stats = variables["params"], variables["batch_stats"]
-    rate = optax.warmup_cosine_decay_schedule(options.rate / warm, options.rate, warm, max(options.steps, warm + 1))
-    step = kfac.train_step(partial(loss_fn, model), rate, has_aux=True, verbose=False)
+    rate = kfac.schedules.rise_and_fall(options.rate, options.steps)
+    step = kfac.train_step(partial(loss_fn, model), rate, has_aux=True)
     opt_state = step.init(params, stats, *example)
 
     # The last checkpoint, if there is one. From here on Ctrl-C and SIGTERM end the run with a checkpoint.

@@ -32,7 +32,8 @@ def orthonormal_by_products(stack: jax.Array) -> jax.Array:
 
     Columns get the norm 1 first. Where they are far from orthogonal, rounding can make their Gram matrix indefinite. It
     gets a shift of rounding's size then, and the next pass begins closer (shifted Cholesky-QR, Fukaya et al. 2020,
-    https://arxiv.org/abs/1809.11085).
+    https://arxiv.org/abs/1809.11085). Columns must differ by more than rounding, and their squares be finite: `follow`
+    divides by the mean eigenvalue, and adds `FLOOR`.
     """
     d = stack.shape[-1]
     eps = jnp.finfo(stack.dtype).eps

@@ -62,10 +62,12 @@ def _without_hidden(layers: Layers, tree: Any) -> Layers:
     leaves = leaves_by_path(tree)
 
     def parts(layer: Layer) -> list[Layer]:  # its homogeneous 1 is the last column of the kernel's matrix
-        if not layer.has_bias or layer.cut[0] > 1 or [path in leaves for path in layer.params] != [True, False]:
+        if not layer.has_bias or [path in leaves for path in layer.params] != [True, False]:
             return [layer]
+        # Blocks stay where they are: the last one of `A` has zeros in the place of the 1.
+        d_in = layer.d_in - (layer.cut[0] == 1)
         kernel = dataclasses.replace(
-            layer, params=layer.params[:1], shapes=layer.shapes[:1], layouts=layer.layouts[:1], d_in=layer.d_in - 1
+            layer, params=layer.params[:1], shapes=layer.shapes[:1], layouts=layer.layouts[:1], d_in=d_in
         )
         return [kernel, Layer(layer.params[1], "skipped", layer.params[1:], layer.shapes[1:])]
 
@@ -81,7 +83,7 @@ def _without_rows(factors: Factors, layers: Layers, here: Layers) -> Any:
     blocks = dict(factors)
     for layer in layers:
         d_in = here[layer.name].d_in
-        if d_in == layer.d_in or layer.name not in blocks:
+        if here[layer.name].params == layer.params or layer.name not in blocks:
             continue
         block: Any = blocks[layer.name]
         block = block.combined() if isinstance(block, Packed) else block
@@ -90,6 +92,10 @@ def _without_rows(factors: Factors, layers: Layers, here: Layers) -> Any:
                 f"bias {layer.params[1]!r} is masked and its kernel is not, which its statistics do not allow: "
                 f"{how_to_hide(layer.params[1:])}"
             )
-        A = block.A[..., :d_in] if "A" in layer.diagonal else block.A[..., :d_in, :d_in]
+        if layer.cut[0] > 1:
+            last = layer.d_in - 1 - (layer.cut[0] - 1) * block.A.shape[-1]  # where the 1 is in the last block
+            A = block.A.at[..., -1, last, :].set(0).at[..., -1, :, last].set(0)
+        else:
+            A = block.A[..., :d_in] if "A" in layer.diagonal else block.A[..., :d_in, :d_in]
         blocks[layer.name] = dataclasses.replace(block, A=A)
     return Factors(blocks)
