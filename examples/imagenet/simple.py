@@ -160,7 +160,7 @@ def main(args=None):
     variables = init(jax.random.key(options.seed), example[0])
     params, stats = variables["params"], variables["batch_stats"]
     rate = kfac.schedules.rise_and_fall(options.rate, options.steps)
-    step = kfac.train_step(partial(loss_fn, model), rate, has_aux=True)
+    step = kfac.train_step(partial(loss_fn, model), rate, has_aux=True, verbose=False)
     opt_state = step.init(params, stats, *example)
 
     # The last checkpoint, if there is one. From here on Ctrl-C and SIGTERM end the run with a checkpoint.
