@@ -198,7 +198,7 @@ class Group:
 
     def split(self, stack: jax.Array) -> Iterator[tuple[Layer, jax.Array]]:
         """Each member with its part of a stack `[k, ...]`."""
-        return zip(self.layers, jnp.split(stack, np.cumsum(self.counts)[:-1]), strict=True)
+        return zip(self.layers, jnp.split(stack, self.starts[1:]), strict=True)
 
 
 def group_layers(layers: Layers) -> tuple[Group, ...]:

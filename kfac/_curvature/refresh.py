@@ -92,7 +92,8 @@ def _refresh(inverse: Inverse, width: int, kept: Any, factors: Any, wanted: jax.
         def rows(tree):
             return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, width), tree)
 
-        # Cut here, so that what follows is the same program for all stacks of one shape, and compiled once.
+        # Cut before the branch, whose kernels are then the same for stacks of any length, and compiled once. Factors
+        # are cut inside, where XLA needs no copy of them.
         old = rows(progress)
         open_ = rows(wanted) & ~(old[1] > 0)
 

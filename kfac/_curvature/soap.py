@@ -82,10 +82,10 @@ class Soap(Inverse):
         """Both bases a step further, the squares in their order, and the momentum in the new ones."""
         a, g = follow(kept.A, factors.A), follow(kept.G, factors.G)
         average, new = kept.moments.average, Kronecker(a.basis, g.basis)
-        for side, axis in ((a, 1), (g, 2)):
-            if side.order is not None:
-                order = jnp.expand_dims(side.order, 3 - axis)
-                average = jnp.take_along_axis(average, order, axis, mode="promise_in_bounds")
+        if a.order is not None:
+            average = jnp.take_along_axis(average, a.order[:, :, None], axis=1, mode="promise_in_bounds")
+        if g.order is not None:
+            average = jnp.take_along_axis(average, g.order[:, None, :], axis=2, mode="promise_in_bounds")
         trace = turned(kept.moments.trace, _exchanged(kept), _exchanged(new))
         moments = kept.moments._replace(average=average, trace=trace)
         return dataclasses.replace(new, moments=moments), condition_of(a.ends, g.ends, damping)
