@@ -1,0 +1,211 @@
+"""All of CIFAR-10: K-FAC as it comes beside tuned Muon, LARS and SGD, in steps and in seconds.
+
+    sh examples/imagenet/get_cifar10.sh data/cifar10
+    python examples/cifar10/compare.py run --data-dir data/cifar10 --method kfac --rate 0.05
+    python examples/cifar10/compare.py run --data-dir data/cifar10 --method muon --rate 0.1
+    python examples/cifar10/compare.py report
+
+A residual network of nine convolutions with batch norm, 50,000 training and 10,000 test images. "kfac" is
+`kfac.kfac(schedule, layers)` with nothing else. The rate rises for a tenth of the steps and falls to zero from there.
+A run that was stopped goes on where it last wrote. `--horizon` is the steps that the schedule is made for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+EXAMPLES = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(EXAMPLES / folder) for folder in ("benchmarks", "imagenet", "large_batch")]
+
+import environment  # noqa: F401, E402, I001  before JAX is imported
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from flax import linen as nn  # noqa: E402
+
+import cifar10  # noqa: E402
+import kfac  # noqa: E402
+import methods  # noqa: E402
+import models  # noqa: E402
+from batches import ArraySplit, Plan, prefetch  # noqa: E402
+
+HERE = Path(__file__).resolve().parent
+LEVELS = (0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9)
+SETTINGS = {"momentum": 0.9, "weight_decay": 5e-4, "b2": 0.95}
+VECTORS = {"muon": 0.3, "lars": 3.0, "sgd": 1.0}  # the rate of biases and scales, of that of kernels
+
+
+class Network(nn.Module):
+    """ResNet-8 (He et al. 2015) whose first convolution has stride 2, and that is twice as wide."""
+
+    width: int = 32
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        conv = functools.partial(nn.Conv, use_bias=False, kernel_init=nn.initializers.he_normal())
+        norm = functools.partial(nn.BatchNorm, use_running_average=not train, momentum=0.9)
+        x = nn.relu(norm()(conv(self.width, (4, 4), 2)(x)))
+        for stage in range(3):
+            width, stride = self.width * 2**stage, 2 if stage else 1
+            y = nn.relu(norm()(conv(width, (3, 3), stride)(x)))
+            y = norm(scale_init=nn.initializers.zeros)(conv(width, (3, 3))(y))
+            x = nn.relu(y + (norm()(conv(width, (1, 1), stride)(x)) if stage else x))
+        return nn.Dense(10)(x.mean((1, 2)))
+
+
+def network(name: str, width: int) -> Any:
+    """ResNet-18 is for a GPU: bfloat16, and the whole image through the first stage."""
+    if name == "resnet8":
+        return Network(width)
+    return models.ResNet((2, 2, 2, 2), num_classes=10, width=width, stem="small", dtype=jnp.bfloat16)
+
+
+class Programs:
+    """What a run of a method computes: compiled before the clock starts."""
+
+    def __init__(self, options: argparse.Namespace, shape: tuple[int, ...]) -> None:
+        model, parts = network(options.network, options.width), options.parts
+        mean, std = jnp.asarray(cifar10.MEAN), jnp.asarray(cifar10.STD)
+        rate = methods.schedule(options.rate, options.horizon)
+
+        def forward(params: Any, averages: Any, images: Any, train: bool) -> Any:
+            variables = {"params": params, "batch_stats": averages}
+            return model.apply(variables, (images / 255 - mean) / std, train, mutable=["batch_stats"])
+
+        def loss_fn(params: Any, averages: Any, images: Any, labels: Any) -> tuple[jax.Array, Any]:
+            logits, new = forward(params, averages, images, train=True)
+            targets = optax.smooth_labels(jax.nn.one_hot(labels, 10), 0.1)
+            return optax.softmax_cross_entropy(logits, targets).mean(), new["batch_stats"]
+
+        variables = model.init(jax.random.key(options.seed), jnp.zeros((1, *shape)), train=False)
+        batch = (jax.ShapeDtypeStruct((options.batch, *shape), jnp.uint8),
+                 jax.ShapeDtypeStruct((options.batch,), jnp.int32))  # fmt: skip
+        part = jax.tree.map(lambda x: jax.ShapeDtypeStruct((options.batch // parts, *x.shape[1:]), x.dtype), batch)
+        params, averages = variables["params"], variables["batch_stats"]
+        layers: Any = None
+        tx: Any
+        if options.method == "kfac":
+            layers = kfac.find_layers(loss_fn, params, averages, *part, has_aux=True, batch_argnums=(2, 3))
+            tx = kfac.kfac(rate, layers)
+        else:
+            settings = {**SETTINGS, "vectors": VECTORS[options.method]}
+            tx = methods.METHODS[options.method].make(rate, settings, None)
+
+        def step(carry: Any, images: Any, labels: Any, statistics: bool) -> Any:
+            params, averages, opt_state = carry
+            extra: dict[str, Any] = {}
+            if layers is None:
+                # The batch in parts, as for K-FAC.
+                measure: Any = jax.value_and_grad(loss_fn, has_aux=True)
+            else:
+                measure = kfac.value_and_grad(loss_fn, layers, has_aux=True, statistics=statistics)
+            if parts > 1:
+                measure = kfac.microbatch(measure, parts, batch_argnums=(2, 3))
+            (loss, averages), grads, *factors = measure(params, averages, images, labels)
+            if factors:
+                extra["factors"] = factors[0]
+            updates, opt_state = tx.update(grads, opt_state, params, **extra)
+            return (optax.apply_updates(params, updates), averages, opt_state), loss
+
+        def right(carry: Any, images: Any, labels: Any) -> jax.Array:
+            return jnp.sum(jnp.argmax(forward(*carry[:2], images, train=False)[0], -1) == labels)
+
+        self.first = params, averages, jax.jit(tx.init)(params)
+        began = time.process_time()
+        program = jax.jit(step, static_argnames="statistics", donate_argnums=0)
+        self.ways = {
+            way: program.lower(self.first, *batch, statistics=way).compile()
+            for way in ((False, True) if layers is not None else (False,))
+        }
+        self.compiling = time.process_time() - began
+        self.right = jax.jit(right)
+
+    def step(self, carry: Any, images: Any, labels: Any) -> Any:
+        return self.ways[len(self.ways) > 1 and bool(kfac.due(carry[2]))](carry, images, labels)
+
+
+def toy() -> tuple[Any, Any]:
+    """Light and dark images, to try this out."""
+    labels = np.arange(120, dtype=np.int32) % 2
+    pixels = np.random.default_rng(0).integers(0, 128, (120, 8, 8, 3)) + 127 * labels[:, None, None, None]
+    images = pixels.astype(np.uint8)
+    return (images[:100], labels[:100]), (images[100:], labels[100:])
+
+
+def run(options: argparse.Namespace) -> None:
+    train, (images, labels) = toy() if options.toy else cifar10.read(options.data_dir)
+    split = ArraySplit(*train, shift=4, flip=True)
+    name = {key: getattr(options, key) for key in ("network", "width", "method", "rate", "batch", "horizon", "seed")}
+    text = "-".join(map(str, name.values()))
+    saved = options.output / f"{text}.npz"
+    options.output.mkdir(parents=True, exist_ok=True)
+    programs = Programs(options, images.shape[1:])
+    carry, start, spent, wall = programs.first, 0, 0.0, 0.0
+    leaves, structure = jax.tree.flatten(carry)
+    if saved.is_file():
+        with np.load(saved) as found:
+            carry = jax.tree.unflatten(structure, [jnp.asarray(found[str(k)]) for k in range(len(leaves))])
+            start, spent, wall = int(found["step"]), float(found["spent"]), float(found["wall"])
+    losses: list[float] = []
+    stop = options.stop or options.horizon
+    plan = Plan(len(split), options.batch, np.arange(options.batch), options.seed, start, stop)
+    began = time.process_time(), time.perf_counter()
+    for number, batch in enumerate(prefetch(split.batches(plan), lambda parts: parts), start + 1):
+        carry, loss = programs.step(carry, batch.images, batch.labels)
+        losses.append(float(loss))
+        finite = bool(np.isfinite(losses[-1]))
+        if number % options.every and number != stop and finite:
+            continue
+        spent, wall = spent + time.process_time() - began[0], wall + time.perf_counter() - began[1]
+        parts = range(0, len(labels), 500)
+        right = sum(int(programs.right(carry, images[k : k + 500], labels[k : k + 500])) for k in parts)
+        row = {
+            **name, "step": number, "accuracy": right / len(labels), "loss": round(float(np.mean(losses)), 4),
+            "processor_seconds": round(spent, 1), "wall_seconds": round(wall, 1),
+            "compiling": round(programs.compiling, 1),
+        }  # fmt: skip
+        print(json.dumps(row), flush=True)
+        with options.results.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        if not finite:
+            break
+        numbered = {str(k): np.asarray(x) for k, x in enumerate(jax.tree.leaves(carry))}
+        partial = saved.with_suffix(".partial.npz")
+        np.savez(partial, **numbered, step=number, spent=spent, wall=wall)
+        os.replace(partial, saved)
+        losses, began = [], (time.process_time(), time.perf_counter())
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=["run", "report"])
+    parser.add_argument("--data-dir", type=Path, default=Path("data/cifar10"))
+    parser.add_argument("--method", choices=["kfac", "muon", "lars", "sgd"], default="kfac")
+    parser.add_argument("--rate", type=float, default=0.05)
+    parser.add_argument("--batch", type=int, default=5000)
+    parser.add_argument("--parts", type=int, default=20, help="micro-batches of a batch, of which each has its own "
+                        "batch-norm statistics")  # fmt: skip
+    parser.add_argument("--horizon", type=int, default=120)
+    parser.add_argument("--stop", type=int, help="end here, before the horizon")
+    parser.add_argument("--every", type=int, default=5, help="steps between two looks at the test images")
+    parser.add_argument("--network", choices=["resnet8", "resnet18"], default="resnet8")
+    parser.add_argument("--width", type=int, default=32, help="channels of the first stage")
+    parser.add_argument("--toy", action="store_true", help="a hundred light and dark images, to try this out")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=Path("runs/cifar10"), help="where runs are kept, to go on")
+    parser.add_argument("--results", type=Path, default=HERE / "results.jsonl")
+    options = parser.parse_args(arguments)
+    if options.action == "run":
+        run(options)
+
+
+if __name__ == "__main__":
+    main()
