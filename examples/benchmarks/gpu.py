@@ -20,6 +20,7 @@ import argparse
 import functools
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import pathlib
@@ -28,15 +29,17 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 # Minutes that each part may take of the twenty; training gets what is left.
-PARTS = {"works": 3.0, "tests": 2.0, "speed": 7.0, "profile": 1.5, "compile": 2.0, "training": 20.0}
+PARTS = {"works": 2.5, "tests": 1.5, "speed": 8.0, "profile": 1.5, "compile": 1.5, "training": 20.0}
 MODELS = ("gpt-124m", "resnet50", "vit-b16")
-KFAC_ROWS = ("without", "statistics", "refresh")
+# The rows of a table, those first without which it says nothing; 1 is with what is experimental.
+ROWS = (("sgd", 0), ("without", 0), ("statistics", 0), ("refresh", 0), ("muon", 0), ("without", 1), ("statistics", 1),
+        ("adamw", 0))  # fmt: skip
 EXPERIMENTAL = "KFAC_EXPERIMENTAL_GPU"
 TESTS = ("tests/test_trajectory.py", "tests/test_inverse.py", "tests/test_tensor_cores.py")
 
@@ -151,8 +154,8 @@ def sync(tree: Any) -> Any:
     return jax.block_until_ready(tree)
 
 
-def steps_of_each_inverse() -> dict[str, list[Any]]:
-    """Parameters and losses of three steps with every inverse: a convolution, two dense layers and their scales."""
+def moves(inverses: Sequence[Any], dtype: str = "float32") -> dict[str, list[Any]]:
+    """Losses of three steps with each inverse, and what they changed: a convolution, a norm and two dense layers."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -164,19 +167,26 @@ def steps_of_each_inverse() -> dict[str, list[Any]]:
     def array(*shape: int) -> Any:
         return jnp.asarray(rng.normal(size=shape) / max(1, np.prod(shape[:-1])) ** 0.5, jnp.float32)
 
-    params = {"conv": array(3, 3, 3, 32), "scale": jnp.ones(32), "up": array(32, 96), "down": array(96, 10)}
-    batch = jnp.asarray(rng.normal(size=(64, 8, 8, 3)), jnp.float32), jnp.asarray(rng.integers(0, 10, 64))
+    params = {"first": array(3, 3, 3, 32), "conv": array(3, 3, 32, 32), "scale": jnp.ones(32), "up": array(32, 96),
+              "down": array(96, 10)}  # fmt: skip
+    batch = jnp.asarray(rng.normal(size=(64, 8, 8, 3)), dtype), jnp.asarray(rng.integers(0, 10, 64))
+
+    def convolution(x: Any, kernel: Any) -> Any:
+        return lax.conv_general_dilated(
+            x, kernel.astype(dtype), (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
-        x, labels = batch
-        x = jax.lax.conv_general_dilated(x, params["conv"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        x = convolution(jnp.tanh(convolution(batch[0], params["first"])), params["conv"]).astype(jnp.float32)
         x = x - x.mean(-1, keepdims=True)
-        x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * params["scale"]
-        logits = jnp.tanh(jnp.tanh(x).mean((1, 2)) @ params["up"]) @ params["down"]
-        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1))
+        x = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * params["scale"]
+        x = jnp.tanh(x).mean((1, 2)).astype(dtype) @ params["up"].astype(dtype)
+        logits = (jnp.tanh(x) @ params["down"].astype(dtype)).astype(jnp.float32)
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), batch[1][:, None], 1))
 
+    lax = jax.lax
     found = {}
-    for inverse in (kfac.Cholesky(), kfac.Eigh(), kfac.Ekfac(), kfac.Soap()):
+    for inverse in inverses:
         step = kfac.train_step(loss_fn, 0.05, inverse=inverse, verbose=False)
         now, state = params, step.init(params, batch)
         losses = []
@@ -190,40 +200,53 @@ def steps_of_each_inverse() -> dict[str, list[Any]]:
     return found
 
 
+def disagreement(found: list[Any], expected: list[Any]) -> dict[str, Any]:
+    import numpy as np
+
+    errors = [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(found, expected, strict=True)]
+    return {"error of losses": errors[0], "largest error of a move": max(errors[1:]),
+            "agrees": errors[0] < 1e-3 and max(errors[1:]) < 0.02}  # fmt: skip
+
+
 def part_works(options: argparse.Namespace, notes: Notes) -> None:
     import numpy as np
 
+    import kfac
+
+    inverses = (kfac.Soap(), kfac.Cholesky(), kfac.Eigh(), kfac.Ekfac())
     reference = options.output / "reference.npz"
     if options.reference:
-        found = steps_of_each_inverse()
+        found = moves(inverses)
         np.savez(reference, **{f"{name}-{k}": x for name, leaves in found.items() for k, x in enumerate(leaves)})
         return
     on_cpu = os.environ | {"JAX_PLATFORMS": "cpu", EXPERIMENTAL: "0"}
-    subprocess.run([sys.executable, *sys.argv, "--reference"], env=on_cpu, check=True)
+    other = subprocess.Popen([sys.executable, *sys.argv, "--reference"], env=on_cpu)
     import jax
     import jax.numpy as jnp
 
     from kfac._statistics.tensor_cores import gram
 
+    on_gpu = jax.default_backend() != "cpu"
     notes("device", jax.devices()[0].device_kind)
     notes("versions", ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "optax")))
+    own = moves(inverses)
+    if other.wait():
+        raise SystemExit("the steps on the CPU failed")
     truth = np.load(reference)
-    for switch in ("0", "1"):
-        os.environ[EXPERIMENTAL] = switch
-        jax.clear_caches()
-        for name, (losses, *leaves) in steps_of_each_inverse().items():
-            expected = [truth[f"{name}-{k}"] for k in range(1 + len(leaves))]
-            errors = [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(leaves, expected[1:], strict=True)]
-            error = float(np.max(np.abs(losses - expected[0]) / np.abs(expected[0])))
-            notes("three steps against a CPU", {
-                "inverse": name, EXPERIMENTAL: switch, "error of losses": error, "error of moves": float(max(errors)),
-                "agrees": bool(max(errors) < 0.02 and error < 1e-3),
-            })  # fmt: skip
+    for name, found in own.items():
+        expected = [truth[f"{name}-{k}"] for k in range(len(found))]
+        notes("three steps against a CPU", {"inverse": name, **disagreement(found, expected)})
+    if on_gpu:  # the kernels compile for GPUs only
+        one = [moves(inverses[:1], "bfloat16")["Soap"]]
+        os.environ[EXPERIMENTAL] = "1"
+        one.append(moves(inverses[:1], "bfloat16")["Soap"])
+        os.environ[EXPERIMENTAL] = "0"
+        notes(f"{EXPERIMENTAL}=1 against 0, bfloat16", {"inverse": "Soap", **disagreement(one[1], one[0])})
     for shape in ((1000, 200), (4096, 768)) if not options.rehearse else ((500, 40),):
         x = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.bfloat16)
         exact = np.asarray(x.astype(jnp.float32), np.float64)
         exact = exact.T @ exact
-        product = jax.jit(functools.partial(gram, interpret=jax.default_backend() == "cpu"))
+        product = jax.jit(functools.partial(gram, interpret=not on_gpu))
         error = float(np.linalg.norm(np.asarray(product(x[None])) - exact) / np.linalg.norm(exact))
         plain = jax.jit(lambda x: jnp.matmul(x.T, x, preferred_element_type=jnp.float32))
         other = float(np.linalg.norm(np.asarray(plain(x)) - exact) / np.linalg.norm(exact))
@@ -277,29 +300,35 @@ def filled(shapes: Any) -> Any:
     return jax.tree.unflatten(structure, make())
 
 
-def compiled_rows(options: argparse.Namespace, models: list[str]) -> Iterator[tuple[str, str, Any, Any, Any]]:
-    """Model, row, the compiled step, what it takes, and what to say of it."""
+def compiled_rows(
+    options: argparse.Namespace, models: Sequence[str], rows: Sequence[tuple[str, int]] = ROWS
+) -> Iterator[tuple[str, str, Any, list[Any], dict[str, float]]]:
+    """Model, row, the compiled step, what it takes, and seconds to compile it."""
     import jax
 
     import steps
 
     small = argparse.Namespace(small=options.rehearse, batch=None, image_size=224, devices=1, inverse_every=100,
                                inverse="default", refresh="apart")  # fmt: skip
-    for model in models:
+    for (row, switch), model in itertools.product(rows, models):
+        os.environ[EXPERIMENTAL] = str(switch)
         task = steps.task(model, small)
-        rows = [(row, "0") for row in (*steps.FIRST_ORDER, *KFAC_ROWS)] + [(row, "1") for row in KFAC_ROWS[:2]]
-        for row, switch in rows:
-            os.environ[EXPERIMENTAL] = switch
-            step, tx = steps.make_step(row, task, small)
-            params, batch = filled(task.params), filled(task.batch)
-            state = jax.jit(tx.init)(params)
-            began = time.perf_counter()
-            lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, batch)
-            traced = time.perf_counter()
-            compiled = lowered.compile()
-            said = {"tracing s": traced - began, "compiling s": time.perf_counter() - traced}
-            yield model, row + " (experimental)" * (switch == "1"), compiled, (params, state, batch), said
+        step, tx = steps.make_step(row, task, small)
+        params, batch = filled(task.params), filled(task.batch)
+        state = jax.jit(tx.init)(params)
+        began = time.perf_counter()
+        lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, batch)
+        traced = time.perf_counter()
+        compiled = lowered.compile()
+        said = {"tracing s": traced - began, "compiling s": time.perf_counter() - traced}
         os.environ[EXPERIMENTAL] = "0"
+        yield model, row + ", experimental" * switch, compiled, [params, state, batch], said
+
+
+def stepping(compiled: Any, taken: list[Any]) -> Any:
+    """One step, of parameters and a state that it keeps in `taken`."""
+    taken[0], taken[1], loss = compiled(*taken)
+    return taken[:2], loss
 
 
 def part_speed(options: argparse.Namespace, notes: Notes) -> None:
@@ -309,21 +338,16 @@ def part_speed(options: argparse.Namespace, notes: Notes) -> None:
 
     notes("device", jax.devices()[0].device_kind)
     first: dict[str, float] = {}
-    measured: list[Any] = []
-    for model, row, compiled, (params, state, batch), said in compiled_rows(options, options.models):
-        # XLA counts for the GPU only: on a CPU the bound says how the column looks.
-        bound = 1e3 * count(compiled.as_text() or "", taken=row == "refresh").bound
-        # A refresh is of averages of something: those that the row before it left.
-        kept = measured if row == "refresh" else [params, state]
-        measured = kept
-
-        def call(compiled: Any = compiled, kept: list[Any] = kept, batch: Any = batch) -> Any:
-            kept[0], kept[1], loss = compiled(*kept, batch)
-            return loss
-
-        call()  # the first step may refresh, which the others do not
-        ms = 1e3 * seconds_of(call, 3 if options.rehearse else 20)
+    averages: dict[str, Any] = {}  # of steps with statistics: a refresh of nothing would say nothing
+    for model, row, compiled, taken, said in compiled_rows(options, options.models):
+        if row == "refresh":
+            taken[1] = averages.pop(model)
+        ms = 1e3 * seconds_of(lambda c=compiled, t=taken: stepping(c, t), 3 if options.rehearse else 20)
+        if row == "statistics":
+            averages[model] = taken[1]
         base = first.setdefault(model, ms)
+        # Made for programs of GPUs, and the H100's figures: on a CPU the column is there and says nothing.
+        bound = 1e3 * count(compiled.as_text() or "", taken=row == "refresh").bound
         memory = compiled.memory_analysis()
         notes(model, {
             "step": row, "ms": ms, "of SGD's": ms / base, "bound ms": bound,
@@ -333,42 +357,43 @@ def part_speed(options: argparse.Namespace, notes: Notes) -> None:
 
 
 def part_profile(options: argparse.Namespace, notes: Notes) -> None:
-    """Device time of ten steps, by kernel; a rehearsal has a CPU's operations instead."""
+    """Device time of ten steps, by kernel; in a rehearsal a CPU's operations."""
     import jax
 
-    for model, row, compiled, (params, state, batch), _ in compiled_rows(options, options.models[:1]):
-        if row not in ("muon", "without", "statistics"):
-            continue
-        params, state, loss = compiled(params, state, batch)
-        sync(loss)
+    rows = [("statistics", 0), ("without", 0), ("muon", 0)]
+    for model, row, compiled, taken, _ in compiled_rows(options, options.models[:1], rows):
+        sync(stepping(compiled, taken))
         folder = options.output / f"profile-{model}-{row}"
         with jax.profiler.trace(str(folder)):
             for _ in range(10):
-                params, state, loss = compiled(params, state, batch)
-            sync((params, loss))
-        times: dict[str, list[float]] = {}
-        path = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
-        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-            on_device = plane.name.startswith("/device:GPU")
-            if not on_device and not (options.rehearse and plane.name.startswith("/host:CPU")):
-                continue
-            for line in plane.lines:
-                if on_device and not line.name.startswith("Stream"):
-                    continue
-                for event in line.events:
-                    if on_device or not event.name.startswith(("$", "Thread", "Pjit", "end: ")):
-                        times.setdefault(event.name, []).append(event.duration_ns / 1e7)
+                moved = stepping(compiled, taken)
+            sync(moved)
+        times = kernel_times(max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime))
         total = sum(map(sum, times.values()))
         for name, values in sorted(times.items(), key=lambda item: -sum(item[1]))[:10]:
             notes(f"{model}, {row}: the ten longest", {
-                "kernel": name[:80].replace("|", "/"), "ms a step": sum(values), "launches a step": len(values) / 10,
-                "share": sum(values) / total if total else None,
+                "kernel": name[:80].replace("|", "/"), "ms a step": sum(values) / 10,
+                "launches a step": len(values) / 10, "share": sum(values) / total if total else None,
             })  # fmt: skip
+
+
+def kernel_times(path: pathlib.Path) -> dict[str, list[float]]:
+    """Milliseconds of each run of a kernel, by name: on streams of GPUs, or without any, what XLA's threads did."""
+    import jax
+
+    found: dict[bool, dict[str, list[float]]] = {True: {}, False: {}}
+    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+        gpu = plane.name.startswith("/device:GPU")
+        for line in plane.lines:
+            if line.name.startswith("Stream" if gpu else "tf_XLA"):
+                for event in line.events:
+                    found[gpu].setdefault(event.name, []).append(event.duration_ns / 1e6)
+    return found[True] or found[False]
 
 
 def part_compile(options: argparse.Namespace, notes: Notes) -> None:
     """The second start: the same programs, from the folder where the first kept them."""
-    for model, row, _, _, said in compiled_rows(options, options.models):
+    for model, row, _, _, said in compiled_rows(options, options.models, ROWS[:3]):
         notes(model, {"step": row, **{f"{name}, second start": value for name, value in said.items()}})
 
 
@@ -411,7 +436,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS[:2]))
-    parser.add_argument("--minutes", type=float, default=20, help="for all of it")
+    parser.add_argument("--minutes", type=float, help="for all of it: 20, and 120 in a rehearsal")
     parser.add_argument("--rehearse", action="store_true", help="small networks, on a CPU")
     parser.add_argument("--wheels", type=pathlib.Path, help="folder of wheels of what this Python lacks")
     parser.add_argument("--data-dir", type=pathlib.Path, help="CIFAR-10, of examples/imagenet/get_cifar10.sh")
@@ -421,6 +446,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.add_argument(name, help=argparse.SUPPRESS, **kind)
     options = parser.parse_args(arguments)
     options.seconds = float(options.seconds or 0)
+    options.minutes = options.minutes or (120 if options.rehearse else 20)
     return options
 
 

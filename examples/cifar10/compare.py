@@ -116,7 +116,7 @@ class Programs:
             return (optax.apply_updates(params, updates), averages, opt_state), loss
 
         def right(carry: Any, images: Any, labels: Any) -> jax.Array:
-            return jnp.sum(jnp.argmax(forward(*carry[:2], images, train=False)[0], -1) == labels)
+            return jnp.sum(jnp.argmax(forward(carry[0], carry[1], images, train=False)[0], -1) == labels)
 
         self.first = params, averages, jax.jit(tx.init)(params)
         began = time.process_time()
@@ -177,11 +177,63 @@ def run(options: argparse.Namespace) -> None:
             file.write(json.dumps(row) + "\n")
         if not finite:
             break
-        numbered = {str(k): np.asarray(x) for k, x in enumerate(jax.tree.leaves(carry))}
+        numbered: dict[str, Any] = {str(k): np.asarray(x) for k, x in enumerate(jax.tree.leaves(carry))}
         partial = saved.with_suffix(".partial.npz")
         np.savez(partial, **numbered, step=number, spent=spent, wall=wall)
         os.replace(partial, saved)
         losses, began = [], (time.process_time(), time.perf_counter())
+
+
+def curves(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """The rows of each run by its name, in order; of steps that were repeated after a stop the last."""
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for row in map(json.loads, path.read_text().splitlines()):
+        name = f"{row['method']} {row['rate']}, {row['horizon']} steps, seed {row['seed']}"
+        found.setdefault(name, {})[row["step"]] = row
+    return {name: [rows[step] for step in sorted(rows)] for name, rows in found.items()}
+
+
+def reached(curve: list[dict[str, Any]], level: float) -> dict[str, float] | None:
+    """Steps and seconds at which a line through the points of a curve first is as high as `level`."""
+    before: dict[str, Any] = {"step": 0, "accuracy": 0.1, "processor_seconds": 0.0, "wall_seconds": 0.0}
+    for row in curve:
+        if row["accuracy"] >= level:
+            part = (level - before["accuracy"]) / (row["accuracy"] - before["accuracy"])
+            return {key: before[key] + part * (row[key] - before[key]) for key in before}
+        before = row
+    return None
+
+
+def report(options: argparse.Namespace) -> None:
+    """Prints what each run took to each level, and draws the longest ones."""
+    found = curves(options.results)
+    longest = max(curve[-1]["horizon"] for curve in found.values())
+    shown = [level for level in LEVELS if any(reached(curve, level) for curve in found.values())]
+    print("| run | accuracy at its end | " + " | ".join(f"{level:.0%}" for level in shown) + " |")
+    print("|---" * (2 + len(shown)) + "|")
+    for name, curve in found.items():
+        cells = []
+        for level in shown:
+            there = reached(curve, level)
+            cells.append(f"{there['step']:.0f}, {there['processor_seconds']:.0f} s" if there else "")
+        ended = f"{curve[-1]['accuracy']:.2%}" + (f" ({curve[-1]['step']} steps)" if curve[-1]["step"] != curve[-1][
+            "horizon"] else "")  # fmt: skip
+        print(f"| {name} | {ended} | " + " | ".join(cells) + " |")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+    for axis, key, label in zip(axes, ("step", "processor_seconds"), ("steps", "processor seconds"), strict=True):
+        for name, curve in found.items():
+            if curve[0]["horizon"] == longest:
+                axis.plot([row[key] for row in curve], [100 * row["accuracy"] for row in curve], ".-", label=name)
+        axis.set_xlabel(label)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("test accuracy, %")
+    axes[0].legend(fontsize=8)
+    figure.savefig(options.figure, dpi=120)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -202,9 +254,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("runs/cifar10"), help="where runs are kept, to go on")
     parser.add_argument("--results", type=Path, default=HERE / "results.jsonl")
+    parser.add_argument("--figure", type=Path, default=HERE / "curves.png", help="what `report` draws")
     options = parser.parse_args(arguments)
-    if options.action == "run":
-        run(options)
+    if options.batch % options.parts:
+        parser.error(f"--parts {options.parts} does not divide --batch {options.batch}")
+    (run if options.action == "run" else report)(options)
 
 
 if __name__ == "__main__":
