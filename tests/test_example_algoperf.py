@@ -85,7 +85,8 @@ def test_it_goes_on_from_their_checkpoint(modules):
         state, params, _ = update(params, state, next(queue), step)
     batch = next(queue)
     restored = serialization.msgpack_restore(serialization.msgpack_serialize(serialization.to_state_dict(state[0])))
-    for begun in (state, (restored, state[1])):
+    restarted = submission.init_optimizer_state(workload, params, model_state, None, jax.random.key(1))
+    for begun in (state, (restored, restarted[1])):
         moved.append(update(params, begun, batch, 3)[1])
     jax.tree.map(np.testing.assert_array_equal, *moved)
 

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-from flax import serialization
 
 import kfac
 from algoperf import spec  # type: ignore[attr-defined]
@@ -46,8 +45,28 @@ def mean_loss(workload: Any, settings: Any, params: Any, model_state: Any, batch
     return loss["summed"] / loss["n_valid_examples"], new_state
 
 
+class Step:
+    """The step of `kfac.train_step`, of a state that is a list of arrays: what their checkpoints can hold."""
+
+    def __init__(self, step: Any) -> None:
+        self.step, self.structure = step, None
+
+    def __call__(self, params: Any, leaves: Any, *args: Any) -> tuple[Any, Any, Any]:
+        if self.structure is None:  # the first step: only a batch says what K-FAC keeps
+            fresh, self.structure = jax.tree.flatten(self.step.init(params, *args))
+            # After a restart their checkpoint is a dictionary with the places in the list for its keys.
+            leaves = fresh if leaves is None else [leaves[str(k)] for k in range(len(fresh))]
+        state = jax.tree.unflatten(self.structure, leaves)
+        params, state, value = self.step(params, state, *args)
+        return params, jax.tree.leaves(state), value
+
+    def diagnostics(self, leaves: Any) -> dict[str, float]:
+        found = kfac.diagnostics(jax.tree.unflatten(self.structure, leaves))
+        return {name: float(value) for name, value in found.items()}
+
+
 def init_optimizer_state(workload: Any, model_params: Any, model_state: Any, hyperparameters: Any, rng: Any) -> Any:
-    """The step, and no state yet: what K-FAC keeps depends on the shapes of a batch, so the first step makes it."""
+    """No state yet, and the step: the first one makes it."""
     del model_params, model_state, rng
     settings = _settings(hyperparameters)
     step = kfac.train_step(
@@ -57,7 +76,7 @@ def init_optimizer_state(workload: Any, model_params: Any, model_state: Any, hyp
         weight_decay=settings.weight_decay or None,
         batch_argnums=2,
     )
-    return None, step
+    return None, Step(step)
 
 
 def update_params(
@@ -78,15 +97,9 @@ def update_params(
     del current_params_types, hyperparameters, loss_type, eval_results, train_state
     state, step = optimizer_state
     batch = {name: value for name, value in batch.items() if value is not None}
-    arguments = model_state, batch, rng
-    if not isinstance(state, tuple):  # the first step; after a restart their checkpoint is a dictionary
-        fresh = step.init(current_param_container, *arguments)
-        state = fresh if state is None else serialization.from_state_dict(fresh, state)
-    params, state, (loss, model_state) = step(current_param_container, state, *arguments)
+    params, state, (loss, model_state) = step(current_param_container, state, model_state, batch, rng)
     if global_step % 100 == 0 and workload.metrics_logger is not None:
-        workload.metrics_logger.append_scalar_metrics(
-            {"loss": float(loss), **{k: float(v) for k, v in kfac.diagnostics(state).items()}}, global_step
-        )
+        workload.metrics_logger.append_scalar_metrics({"loss": float(loss), **step.diagnostics(state)}, global_step)
     return (state, step), params, model_state
 
 
