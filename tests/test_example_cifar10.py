@@ -4,6 +4,7 @@ import importlib
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytestmark = pytest.mark.examples
@@ -49,3 +50,12 @@ def test_what_is_reported(compare, tmp_path, capsys):
     assert "70.00% (20 steps)" in printed
     assert "| 13, 7 s | 17, 8 s |" in printed  # 50% and 60%, on the line from 40% to 70%
     assert (tmp_path / "curves.png").is_file()
+
+
+def test_batches_of_images_on_the_device_are_the_same(compare):
+    images, labels = compare.toy()[0]
+    plan = compare.Plan(len(images), 20, np.arange(20), 0, 0, 7)
+    kinds = [kind(images, labels, shift=4, flip=True).batches(plan) for kind in (compare.ArraySplit, compare.Resident)]
+    for one, other in zip(*kinds, strict=True):
+        np.testing.assert_array_equal(one.images, other.images)
+        np.testing.assert_array_equal(one.labels, other.labels)

@@ -412,7 +412,7 @@ def part_training(options: argparse.Namespace, notes: Notes) -> None:
     while notes.left > 0 and epochs < 200:
         for method, rate in (("kfac", 0.05), ("muon", 0.1)):
             settings = ["--data-dir", str(data), "--method", method, "--rate", str(rate), "--output",
-                        str(options.output / "runs"), "--results", str(rows)]  # fmt: skip
+                        str(options.output / "runs"), "--results", str(rows), "--resident"]  # fmt: skip
             if options.rehearse:
                 settings += ["--network", "resnet8", "--width", "4", "--batch", "20", "--parts", "1", "--toy"]
             else:
