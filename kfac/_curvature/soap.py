@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kfac._checks import check_range
+from kfac._curvature.cholesky import exact_product
 from kfac._curvature.eigh import Ends, condition_of, ends, rotate
 from kfac._curvature.ekfac import turned
 from kfac._curvature.inverse import Inverse, averaged, cosine, identities, per_block
@@ -46,8 +47,8 @@ class Soap(Inverse):
     further, `Q <- qr(A Q)`, so that it follows the factors: the first ten steps, which all refresh, bring it close.
 
     Args:
-      precision: the arithmetic in which eigenvectors are applied: `"float32"`, `"bfloat16_3x"`, `"tensorfloat32"` or
-        `"bfloat16"`. They are always computed in float32, and kept in it like the moments.
+      precision: the arithmetic in which eigenvectors are applied: `"float32"`, `"bfloat16_3x"`, `"tensorfloat32"`, the
+        default, or `"bfloat16"`. They are always computed in float32, and kept in it like the moments.
       relative: whether the damping `l` of a block is in units of the mean of its `v`.
       decay: that of the running average, in [0, 1).
 
@@ -58,6 +59,7 @@ class Soap(Inverse):
       Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam", 2024, https://arxiv.org/abs/2409.11321
     """
 
+    precision: str = "tensorfloat32"
     decay: float = 0.95
 
     damped: ClassVar[bool] = False
@@ -122,9 +124,10 @@ def _exchanged(basis: Kronecker) -> Kronecker:
     return Kronecker(basis.G, basis.A)
 
 
-# What is added to the eigenvalues of a factor, in units of their mean, so that columns which it takes to nothing but
-# rounding stay as they were, and bases do not wander where there is nothing to follow.
-FLOOR = 1e-6
+# What is added to the eigenvalues of a factor, in units of their mean, so that columns which it takes to next to
+# nothing stay as they were. With 1e-4 and less rounding chose them where there are fewer rows than dimensions: the same
+# rows in another order gave other steps.
+FLOOR = 1e-2
 
 
 class Followed(NamedTuple):
@@ -145,7 +148,7 @@ def follow(kept: Eigen | None, stack: jax.Array) -> Followed:
     """The eigenvectors that are `kept` of symmetric `[k, d, d]`, one step of orthogonal iteration closer."""
     if kept is None:
         return Followed(None, ends(stack), None)
-    image = jnp.matmul(stack, kept.vectors, precision=lax.Precision.HIGHEST)
+    image = exact_product(stack, kept.vectors)
     along, order = lax.top_k(jnp.sum(kept.vectors * image, axis=1), stack.shape[-1])
     mean = per_block(jnp.mean(along, axis=1), image)
     image = image / jnp.where(mean > 0, mean, 1) + FLOOR * kept.vectors
