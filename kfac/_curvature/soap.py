@@ -74,20 +74,18 @@ class Soap(Inverse):
 
     def init(self, factors):
         """As of `Eigh`, with moments that are zero."""
-        a, g = factors.A, factors.G
-        zeros = jnp.zeros((*a.shape[:2], g.shape[1]), a.dtype)
-        moments = Adam(zeros, jnp.zeros(len(a), a.dtype), zeros)
-        sides = [None if is_diagonal(x) else Eigen(identities(x.shape, x.dtype), None) for x in (a, g)]
-        return Kronecker(sides[0], sides[1], moments)
+        both = factors.A, factors.G
+        zeros = jnp.zeros((*both[0].shape[:2], both[1].shape[1]), both[0].dtype)
+        sides = [None if is_diagonal(x) else Eigen(identities(x.shape, x.dtype), None) for x in both]
+        return Kronecker(sides[0], sides[1], Adam(zeros, zeros[:, 0, 0], zeros))
 
     def refresh(self, kept, factors, damping):
         """Both bases a step further, the squares in their order, and the momentum in the new ones."""
         a, g = follow(kept.A, factors.A), follow(kept.G, factors.G)
         average, new = kept.moments.average, Kronecker(a.basis, g.basis)
-        if a.order is not None:
-            average = jnp.take_along_axis(average, a.order[:, :, None], axis=1, mode="promise_in_bounds")
-        if g.order is not None:
-            average = jnp.take_along_axis(average, g.order[:, None, :], axis=2, mode="promise_in_bounds")
+        for axis, order in (1, a.order), (2, g.order):
+            if order is not None:
+                average = jnp.take_along_axis(average, jnp.expand_dims(order, 3 - axis), axis, mode="promise_in_bounds")
         trace = turned(kept.moments.trace, _exchanged(kept), _exchanged(new))
         moments = kept.moments._replace(average=average, trace=trace)
         return dataclasses.replace(new, moments=moments), condition_of(a.ends, g.ends, damping)
