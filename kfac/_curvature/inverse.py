@@ -16,7 +16,6 @@ from jax import lax
 
 from kfac._checks import check_choice, check_switch
 from kfac._curvature.symmetric import flatten, unflatten
-from kfac._factors import Unitwise, is_diagonal
 from kfac._layers import Layer
 
 
@@ -216,10 +215,7 @@ def damping_of_blocks(inverse: Inverse, factors: Any, damping: jax.Array) -> jax
     size = len(jax.tree.leaves(factors)[0])
     if not inverse.relative:
         return jnp.broadcast_to(damping, size)
-    if isinstance(factors, Unitwise):
-        mean = jnp.trace(jnp.mean(factors.F, axis=1), axis1=1, axis2=2) / factors.F.shape[-1]
-    else:
-        mean = jnp.mean(diagonals(factors.A), axis=1) * jnp.mean(diagonals(factors.G), axis=1)
+    mean = factors.mean_eigenvalue()
     return damping * jnp.where(mean > 0, mean, 1)
 
 
@@ -237,14 +233,6 @@ def cosine(a: jax.Array, b: jax.Array) -> jax.Array:
     ab, aa, bb = sums([a * b, a * a, b * b])
     norms = jnp.sqrt(aa) * jnp.sqrt(bb)
     return jnp.where(norms > 0, ab / jnp.where(norms > 0, norms, 1), 0)
-
-
-def diagonals(stack: jax.Array) -> jax.Array:
-    """`[k, d]`: every (d + 1)-th element of a matrix; diagonal factors are that already."""
-    if is_diagonal(stack):
-        return stack
-    k, d = stack.shape[:2]
-    return lax.slice(stack.reshape(k, d * d), (0, 0), (k, d * d), (1, d + 1))
 
 
 def count_bytes(tree: Any) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kfac._factors import Block, Kronecker, is_diagonal
+from kfac._factors import Kronecker, is_diagonal
 from kfac._triangles import pack, unpack
 
 
@@ -30,21 +30,18 @@ def unflatten(flat: jax.Array, like: Any) -> Any:
     return jax.tree.unflatten(treedef, whole)
 
 
-def flatten_block(block: Block) -> jax.Array:
-    """`flatten` of statistics or inverses; of matrices `A` and `G`, which are symmetric, the triangles."""
+def flatten_block(block: Kronecker) -> jax.Array:
+    """`flatten` of factors or inverses; of matrices `A` and `G`, which are symmetric, the triangles."""
     return flatten(_sides(pack, block))
 
 
-def unflatten_block(flat: jax.Array, like: Block) -> Block:
+def unflatten_block(flat: jax.Array, like: Kronecker) -> Kronecker:
     """The inverse of `flatten_block`."""
     packed = unflatten(flat, jax.eval_shape(functools.partial(_sides, pack), like))
     return _sides(unpack, packed, like)
 
 
-def _sides(fn: Callable[..., jax.Array], block: Block, like: Block | None = None) -> Block:
-    if not isinstance(block, Kronecker):
-        return block
-
+def _sides(fn: Callable[..., jax.Array], block: Kronecker, like: Kronecker | None = None) -> Kronecker:
     def side(name: str) -> Any:
         stack = getattr(block, name)
         if is_diagonal(stack):

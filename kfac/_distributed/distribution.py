@@ -111,7 +111,7 @@ def everywhere(inverse: Inverse, group: Group) -> bool:
 
 def owners_precondition(inverse: Inverse, group: Group) -> bool:
     """Whether owners alone precondition the blocks of a group."""
-    return group.kronecker and not everywhere(inverse, group)
+    return group.owned and not everywhere(inverse, group)
 
 
 def shares(inverse: Inverse, group: Group, *, several: bool) -> bool:

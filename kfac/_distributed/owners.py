@@ -85,7 +85,7 @@ def block_cost(name: str, blocks: int, shapes: Mapping[str, tuple[int, ...]]) ->
 
 
 def group_costs(groups: Sequence[Group]) -> list[Cost]:
-    return [block_cost(group.name, group.size, group.shapes) for group in groups if group.kronecker]
+    return [block_cost(group.name, group.size, group.shapes) for group in groups if group.owned]
 
 
 def _dealt(costs: Iterable[Cost]) -> list[Cost]:

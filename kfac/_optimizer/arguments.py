@@ -11,7 +11,7 @@ from typing import Any
 import optax
 
 from kfac._checks import check_layers
-from kfac._factors import Factors, Packed, Tied
+from kfac._factors import Factors, Tied
 from kfac._layers import Layer, Layers, leaves_by_path
 from kfac._optimizer.state import has_masked, how_to_hide
 
@@ -86,8 +86,8 @@ def _without_rows(factors: Factors, layers: Layers, here: Layers) -> Any:
         if here[layer.name].params == layer.params or layer.name not in blocks:
             continue
         block: Any = blocks[layer.name]
-        block = block.combined() if isinstance(block, Packed) else block
-        if isinstance(block, Tied) or getattr(block, "moments", None) is not None:
+        block = block.combined() if block.wire else block
+        if isinstance(block, Tied) or block.moments is not None:
             raise ValueError(
                 f"bias {layer.params[1]!r} is masked and its kernel is not, which its statistics do not allow: "
                 f"{how_to_hide(layer.params[1:])}"

@@ -115,9 +115,9 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
                 "source is the state of several devices with an axis of them in front, as pmap returns it: call "
                 "eigenbasis inside of pmap"
             )
-        for (layer, a), (_, g) in zip(group.split(vectors.A), group.split(vectors.G), strict=True):
-            if layer.correctable:
-                basis[layer.name] = Kronecker(a, g) if layer.stacked else Kronecker(a[0], g[0])
+        basis |= {
+            layer.name: group.block.unstack(layer, own) for layer, own in group.split(vectors) if layer.correctable
+        }
     return basis
 
 

@@ -141,7 +141,7 @@ def find_kernels(group: Group, lengths: Lengths) -> Kernels:
     """Of the blocks of a group."""
     parts = []
     for layer, count in zip(group.layers, group.counts, strict=True):
-        kernel = group.kronecker and not (lengths == "auto" and layer.kind == "embedding")
+        kernel = group.block.kernel and not (lengths == "auto" and layer.kind == "embedding")
         each, rows = layer.block_shapes["A"][0], layer.layouts[0].size("in")
         width = np.resize(np.clip(rows - each * np.arange(layer.cut[0]), 0, each), count)
         parts.append((np.full(count, rows * layer.d_out if kernel else 0), width, np.full(count, layer.d_out)))

@@ -201,7 +201,7 @@ def _costs(assignment: Assignment, batch: int, machine: Hardware) -> tuple[dict,
     flops = {
         "model": 3 * local * sum(map(products_of, layers)),
         "statistics": local * sum(map(statistics_of, layers)),
-        "preconditioning": sum(_applied(group, assignment) for group in assignment.groups if group.kronecker),
+        "preconditioning": sum(_applied(group, assignment) for group in assignment.groups if group.owned),
         "inversions": max(assignment.cost_per_device) * assignment.kind.flops,
     }
     messages = {
@@ -235,7 +235,7 @@ def _statistics_memory(one: Assignment) -> int:
         return 4 * sum(map(math.prod, shapes))
     if one.gradients != "split":
         return 4 * one.packed_elements
-    groups = [group for group in one.groups if group.captured and group.kronecker]
+    groups = [group for group in one.groups if group.captured and group.owned]
     own = sum(one.shards[g.name].positions * sum(map(math.prod, g.shapes.values())) for g in groups)
     sides = [sum(map(math.prod, layer.side_shapes.values())) for g in groups for layer in g.layers]
     return 4 * (one.packed_elements // one.devices + own + max(sides, default=0))
