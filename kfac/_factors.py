@@ -16,44 +16,32 @@ from kfac._varying import on_mesh, whole
 Average = Callable[[Any], Any]
 
 
-def unaveraged(tree: Any) -> Any:
-    """What an average over devices or micro-batches is where there is one only."""
-    return tree
-
-
 class Statistics:
-    """The statistics of one layer, a pytree of arrays: as blocks are made of (`Kronecker`, `Unitwise`), or before."""
+    """The statistics of one layer, a pytree of arrays: as blocks are made of (`Kronecker`, `Unitwise`), or before.
+
+    Those that blocks are made of also have `mean_eigenvalue()`, `[k]` of a stack, and `dense(basis)`, the block as a
+    matrix `[copies?, p, p]`: with the eigenvectors `basis` that which the moments correct.
+    """
 
     moments: Any = None
     wire: Any = None  # the dtype in which they were sent
 
-    def combined(self, average: Average = unaveraged) -> Any:
+    def combined(self, average: Average | None = None) -> Any:
         """The `Kronecker` or `Unitwise` block; `average` is over what the statistics are to be averaged over."""
         del average
         return self
 
-    def packed(self, shapes: Shapes, average: Average = unaveraged, dtype: Any = None) -> Any:
+    def packed(self, shapes: Shapes, average: Average | None = None, dtype: Any = None) -> Any:
         """As they are sent in `dtype`; `shapes` are those of the factors of one copy, `average` is as of `combined`."""
-        return self.combined(average).packed(shapes, dtype=dtype)
+        block = self.combined(average)
+        return self if block is self else block.packed(shapes, dtype=dtype)  # small blocks go as they are
 
     def unpacked(self) -> Any:
         """The inverse of `packed`."""
         return self
 
-    def without_moments(self) -> Any:
-        """The factors alone, which running averages are made of."""
-        return self
-
     def unscaled(self, by: Callable[[jax.Array], jax.Array]) -> Any:
         """With what is a second moment of gradients divided `by` the square of their scale."""
-        raise NotImplementedError
-
-    def mean_eigenvalue(self) -> jax.Array:
-        """`[k]`, of each block of a stack."""
-        raise NotImplementedError
-
-    def dense(self, basis: Kronecker | None = None) -> jax.Array:
-        """The block as a matrix `[copies?, p, p]`; with the eigenvectors `basis`, that which `moments` correct."""
         raise NotImplementedError
 
 
@@ -77,12 +65,9 @@ class Kronecker(Statistics):
     G: Any
     moments: Any = None
 
-    def packed(self, shapes, average=unaveraged, dtype=None):
+    def packed(self, shapes, average=None, dtype=None):
         del average
         return jax.tree.map(lambda x: x if dtype is None else x.astype(dtype), Packed.of(self, shapes))
-
-    def without_moments(self):
-        return Kronecker(self.A, self.G)
 
     def unscaled(self, by):
         return Kronecker(self.A, *jax.tree.map(by, (self.G, self.moments)))
@@ -135,10 +120,6 @@ class Unitwise(Statistics):
 
     F: Any
 
-    def packed(self, shapes, average=unaveraged, dtype=None):
-        del shapes, average, dtype  # it goes with the others as it is
-        return self
-
     def unscaled(self, by):
         return Unitwise(by(self.F))
 
@@ -181,12 +162,12 @@ class Packed(Statistics):
         moments = from_vectors(flat.moments, (g[-1] * a[-1],))
         return Kronecker(*sides, moments.reshape(*moments.shape[:-1], g[-1], a[-1]))
 
-    def combined(self, average: Average = unaveraged) -> Kronecker:
+    def combined(self, average: Average | None = None) -> Kronecker:
         """The block, whole on every device."""
         del average
         return _unpacked_everywhere(self)
 
-    def packed(self, shapes, average=unaveraged, dtype=None):
+    def packed(self, shapes, average=None, dtype=None):
         del shapes, average, dtype
         return self
 
@@ -235,7 +216,7 @@ class Tied(Statistics):
         turned = Kronecker(by(self.transposed.A), self.transposed.G)  # there, gradients are on the side of the inputs
         return dataclasses.replace(self, direct=self.direct.unscaled(by), transposed=turned)
 
-    def combined(self, average: Average = unaveraged) -> Kronecker:
+    def combined(self, average: Average | None = None) -> Kronecker:
         """`(A + e A') (x) (G + G' / e)`: rows of the transpose count as further positions.
 
         Inputs and gradients have scales of their own, which meet on each side; `e^2 = tr A tr G' / (tr G tr A')` brings
@@ -250,7 +231,8 @@ class Tied(Statistics):
             found = jnp.sum(factor, -1) if side in self.diagonal else jnp.trace(factor, axis1=-2, axis2=-1)
             return jnp.sum(found, -1) if self.cut["AG".index(side)] > 1 else found
 
-        a, g, turned_a, turned_g = average([trace(b, side) for b in (self.direct, self.transposed) for side in "AG"])
+        traces = [trace(block, side) for block in (self.direct, self.transposed) for side in "AG"]
+        a, g, turned_a, turned_g = average(traces) if average else traces
         # Roots one by one: a product of traces may be too small for float32.
         above, below = jnp.sqrt(a) * jnp.sqrt(turned_g), jnp.sqrt(g) * jnp.sqrt(turned_a)
         known = (above > 0) & (below > 0)
@@ -293,9 +275,9 @@ class Ragged(Statistics):
     def unscaled(self, by):
         return dataclasses.replace(self, squares=by(self.squares))
 
-    def combined(self, average: Average = unaveraged) -> Kronecker:
+    def combined(self, average: Average | None = None) -> Kronecker:
         """The factors; `average` is that of the rows, over what the statistics are to be averaged over."""
-        rows = average(self.rows)
+        rows = average(self.rows) if average else self.rows
         share = jnp.where(rows > 0, 1 / jnp.where(rows > 0, rows, 1), 0)
         return Kronecker(self.A, self.squares * share.reshape(share.shape + (1,) * (self.squares.ndim - share.ndim)))
 

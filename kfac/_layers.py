@@ -106,12 +106,8 @@ class BlockKind(abc.ABC):
         """The inverse of `stack`."""
         return jax.tree.map(lambda x: x[0], stack)
 
-    def scaled(self, factors: Any) -> Any:
-        """The statistics of stacks whose running averages are those of `of_gradients`."""
-        return factors
-
-    def unscaled(self, factors: Any) -> Any:
-        """The inverse of `scaled`."""
+    def scaled(self, factors: Any, back: bool = False) -> Any:
+        """The statistics of a stack from running averages of what `of_gradients` returns; or `back` to these."""
         return factors
 
     def to_send(self, layer: Layer, packed: Any, fill: Callable[[Any], Any], moments: bool) -> Any:
@@ -180,8 +176,8 @@ class Layer:
         return self.kind in KRONECKER_KINDS or (self.kind == "gradient" and self.d_in > 1)
 
     @property
-    def block(self) -> BlockKind | None:
-        """Of what kind its block is; None of a skipped layer."""
+    def block(self) -> Any:
+        """Its `BlockKind`; None of a skipped layer."""
         return BLOCKS.get("diagonal" if self.kind == "gradient" and self.d_in == 1 else self.kind)
 
     @property

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from kfac._checks import experimental_gpu
+from kfac._checks import check_shapes, experimental_gpu
 from kfac._curvature.inverse import Inverse
 from kfac._curvature.kronecker import KroneckerKind
 from kfac._curvature.unitwise import UnitwiseKind
@@ -47,9 +47,7 @@ class Group:
     @property
     def block(self) -> BlockKind:
         """What kind of blocks they are."""
-        kind = self.layers[0].block
-        assert kind is not None, "skipped layers are in no group"
-        return kind
+        return self.layers[0].block
 
     @property
     def owned(self) -> bool:
@@ -125,13 +123,9 @@ class Group:
         """The gradient's own statistics, from averaged gradients `[k, d_in, d_out]`, unscaled."""
         return self.block.of_gradients(self.shapes, gradients)
 
-    def scaled(self, factors: Block) -> Block:
-        """Blocks from running averages of what `of_gradients` returns; captured ones as they are."""
-        return factors if self.captured else self.block.scaled(factors)
-
-    def unscaled(self, factors: Block) -> Block:
-        """The inverse of `scaled`."""
-        return factors if self.captured else self.block.unscaled(factors)
+    def scaled(self, factors: Block, back: bool = False) -> Block:
+        """Blocks from running averages of what `of_gradients` returns, or `back`; captured ones as they are."""
+        return factors if self.captured else self.block.scaled(factors, back)
 
     @property
     def by_leaf(self) -> list[Group]:
@@ -200,7 +194,6 @@ def group_layers(layers: Layers) -> tuple[Group, ...]:
     """Groups the layers that have statistics by the shape of their blocks, in the order of their first uses."""
     members: dict[str, list[Layer]] = {}
     for layer in layers.with_blocks:
-        assert layer.block is not None
         d_in, d_out = layer.block.sizes(layer)
         form = "".join(f"_diagonal_{factor}" for factor in layer.diagonal)
         name = f"{'' if layer.captured else OF_GRADIENTS}{layer.block.name}_{d_out}x{d_in}{form}"
@@ -213,10 +206,9 @@ def group_layers(layers: Layers) -> tuple[Group, ...]:
 def check_factors(factors: Any, layers: Layers, inverse: Inverse | None = None) -> None:
     """Raises where `factors` are not those of `layers`, or not what `inverse` needs."""
     if not isinstance(factors, Factors):
-        raise ValueError(
-            f"factors must be what kfac.value_and_grad returns, but is {type(factors).__name__}: write "
-            "loss, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)"
-        )
+        how = "loss, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)"
+        kind = type(factors).__name__
+        raise ValueError(f"factors must be what kfac.value_and_grad returns, but is {kind}: write {how}")
     expected = {layer.name: layer for layer in layers.with_factors}
     for name in expected:
         if name not in factors:
@@ -224,10 +216,6 @@ def check_factors(factors: Any, layers: Layers, inverse: Inverse | None = None) 
     for name, block in factors.items():
         if name not in expected:
             raise ValueError(f"factors have layer {name!r}, which is not among the layers of this optimizer")
-        layer = expected[name]
-        for factor, shape in layer.factor_shapes.items():
-            found = tuple(getattr(block, factor).shape) if hasattr(block, factor) else None
-            if found != shape:
-                raise ValueError(f"factors of layer {name!r}: {factor} must have shape {shape}, but has {found}")
+        check_shapes(f"factors of layer {name!r}", block, expected[name].factor_shapes)
         if inverse is not None:
-            inverse.check(layer, block)
+            inverse.check(expected[name], block)

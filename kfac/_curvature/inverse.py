@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kfac._checks import check_choice, check_switch
+from kfac._checks import check, check_type
 from kfac._curvature.symmetric import flatten, unflatten
 from kfac._layers import Layer
 
@@ -92,8 +92,7 @@ class Inverse(abc.ABC):
 
     def __post_init__(self):
         """Checks the arguments."""
-        check_choice("precision", self.precision, ("float32", "bfloat16_3x", "tensorfloat32", "bfloat16"))
-        check_switch("relative", self.relative)
+        check(precision=self.precision, relative=self.relative)
 
     @abc.abstractmethod
     def init(self, factors: Any) -> Any:
@@ -146,9 +145,8 @@ class Inverse(abc.ABC):
         """
         del kept, factors, damping
         raise ValueError(
-            f"inverse={self!r} does not say which eigenvectors it has: take the averages of the state, "
-            "kfac.curvature.operator(layers, kfac.curvature.averaged_factors(state, layers), damping=...), or "
-            "kfac.Eigh(), or define its `spectrum`"
+            f"inverse={self!r} does not say which eigenvectors it has: define its `spectrum`, or take the averages, "
+            "kfac.curvature.operator(layers, kfac.curvature.averaged_factors(state, layers), damping=...)"
         )
 
     def absorb(self, kept: Any, moments: jax.Array, decay: jax.Array, taken: jax.Array) -> Any:
@@ -194,14 +192,17 @@ class Inverse(abc.ABC):
     def check(self, layer: Layer, block: Any) -> None:
         """Raises `ValueError` where the statistics `block` of a layer are not those that this inverse needs."""
         if getattr(block, "moments", None) is not None:
-            raise ValueError(
-                f"factors of layer {layer.name!r} have moments, for which inverse={self!r} has no use: choose "
-                "inverse=kfac.Ekfac(), or take factors without basis="
-            )
+            what = f"factors of layer {layer.name!r} have moments, for which inverse={self!r} has no use"
+            raise ValueError(f"{what}: choose inverse=kfac.Ekfac(), or take factors without basis=")
 
     def kept_dtype(self, dtype: Any) -> Any:
         """The dtype of inverses, where statistics have `dtype`."""
         return jnp.dtype("bfloat16") if self.precision == "bfloat16" else dtype
+
+
+def check_inverse(value: Any) -> None:
+    """Raises where a value is no kind of inverse."""
+    check_type("inverse", value, Inverse, "a kind of inverse such as kfac.Cholesky()")
 
 
 def damping_of_blocks(inverse: Inverse, factors: Any, damping: jax.Array) -> jax.Array:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,15 +69,14 @@ class KroneckerKind(BlockKind):
 
         return Kronecker(side("A", "kia,kja->kij", "kia,kia->ki"), side("G", "kai,kaj->kij", "kai,kai->ki"))
 
-    def scaled(self, factors):
+    def scaled(self, factors, back=False):
         """From `E[V^T V]` and `E[V V^T]`, which both have the trace `t` of `E[vec V vec V^T]`.
 
         With each divided by the root of `t` the product has it.
         """
-        return _times(factors, lambda trace: lax.rsqrt(jnp.where(trace > 0, trace, 1)))
-
-    def unscaled(self, factors):
-        return _times(factors, lambda trace: trace)
+        trace = jnp.sum(diagonals(factors.A), axis=-1)
+        scale = trace if back else lax.rsqrt(jnp.where(trace > 0, trace, 1))
+        return jax.tree.map(lambda x: x * per_block(scale, x), factors)
 
     def to_send(self, layer, packed, fill, moments):
         flat, lead = jax.tree.map(fill, packed.flat), packed.flat.A.shape[:-2]
@@ -91,9 +88,3 @@ class KroneckerKind(BlockKind):
 
     def sent(self, shapes, stack):
         return Packed(jax.tree.map(lambda x: x[:, None], stack), tuple(shapes.values()))
-
-
-def _times(factors: Kronecker, number: Callable[[jax.Array], jax.Array]) -> Any:
-    """Both factors times a `number` of the trace of `A`."""
-    scale = number(jnp.sum(diagonals(factors.A), axis=-1))
-    return jax.tree.map(lambda x: x * per_block(scale, x), factors)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
-from kfac._checks import check_axis_name, check_mesh
+from kfac._checks import check_axis_name, check_mesh, check_type
 from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import Inverse
 from kfac._curvature.symmetric import flatten, unflatten
@@ -95,6 +95,11 @@ class Distribution:
     def beside_owners(self) -> tuple[str, ...]:
         """The axes whose devices repeat the owners."""
         return tuple(name for name in axis_names(self.axis) if name not in axis_names(self.owner_axis))
+
+
+def check_distribution(value: Any) -> None:
+    """Raises where a value does not say how devices are used."""
+    check_type("distribution", value, Distribution | None, "a kfac.Distribution or None")
 
 
 @functools.cache

@@ -391,7 +391,7 @@ def check_state(config: Config, state: KfacState, devices: int) -> None:
     """Raises where a state is that of another model, other options or another number of devices."""
     check_groups(config.groups, state)
     check_devices(state, devices)
-    check_inverse(config.inverse, state)
+    check_same_inverse(config.inverse, state)
     wanted = config.moves.momentum is not None and not config.inverse.takes_gradients, config.moves.layer_rates
     for name, owned in state.owned.items():
         for option, wants, motion in zip(("momentum", "layer_rates"), wanted, state.motions[name], strict=True):
@@ -416,7 +416,7 @@ def check_state(config: Config, state: KfacState, devices: int) -> None:
         )
 
 
-def check_inverse(inverse: Inverse, state: KfacState) -> None:
+def check_same_inverse(inverse: Inverse, state: KfacState) -> None:
     """Raises where a state is one for another kind of inverse, which `kfac.kfac` may have chosen by the layers."""
     for owned in state.owned.values():
         if owned.inverse != inverse:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from kfac._curvature.refresh import once_if, refresh
 from kfac._distributed.distribution import decode, encode
 from kfac._distributed.owners import Shard
 from kfac._distributed.ways import Everywhere
-from kfac._factors import Block, Factors, Statistics, unaveraged
+from kfac._factors import Block, Factors, Statistics
 from kfac._layers import Layer, leaves_by_path, map_by_path
 from kfac._optimizer.moves import Kernels, Motion, MovesNow, Stack, adapted, clip_scale, find_kernels, lengthened
 from kfac._optimizer.state import Config, KfacMetrics, KfacState, Owned, Replica, check_state, with_blocks, with_motions
@@ -216,7 +217,7 @@ def average_statistics(place: Place, factors: Factors) -> dict[str, Block]:
     return {g.name: g.stack_factors(whole, moments=config.has_moments(g)) for g in config.groups if g.captured}
 
 
-def stack_packed(config: Config, factors: Factors, mean: Callable[[Any], Any] = unaveraged) -> dict[str, Statistics]:
+def stack_packed(config: Config, factors: Factors, mean: Callable[[Any], Any] | None = None) -> dict[str, Statistics]:
     """The statistics of all blocks `[k, ...]`, packed.
 
     Those that are no averages are formed from what is one, over all devices, as on one: by the `mean`.
@@ -270,7 +271,7 @@ def take_in(
     config, way = place.config, place.config.way
     steps = jnp.where(state.measured < 0, 1, jnp.maximum(state.count - state.measured, 1))
     decay = place.now.decay.astype(jnp.result_type(float)) ** steps
-    factors = {group.name: batch[group.name].without_moments() for group in config.groups}
+    factors = {group.name: _without_moments(batch[group.name]) for group in config.groups}
     averages = {group.name: state.blocks[group.name].factors for group in config.groups}
     differences = jax.tree.map(lambda new, old: new.astype(old.dtype) - old, factors, averages)
     taken, left_out, changes = {}, {}, []
@@ -295,9 +296,14 @@ def take_in(
             # Those before the first decomposition are in no basis that is kept.
             corrected = way.take({name: jnp.asarray(group.corrected)}, place.shards)[name] & (block.condition > 0)
             inverse = config.inverse.absorb(inverse, batch[name].moments, decay, chosen & corrected)
-        average, weight = averaged(group.unscaled(block.factors), block.weight, factors[name], decay, chosen)
+        average, weight = averaged(group.scaled(block.factors, back=True), block.weight, factors[name], decay, chosen)
         result[name] = block._replace(factors=group.scaled(average), weight=weight, inverse=inverse)
     return with_blocks(state, result), left_out, change
+
+
+def _without_moments(block: Any) -> Any:
+    """The factors alone, which running averages are made of."""
+    return block if block.moments is None else dataclasses.replace(block, moments=None)
 
 
 def after(number: jax.Array, flags: jax.Array) -> jax.Array:
@@ -410,7 +416,7 @@ def move(
         if trace is not None:
             trace, steps[name] = now.momentum(moves).moved(trace, steps[name])
         motions[name] = Motion(trace, rate)
-    if moves.lengths is not None:
+    if moves.trust_ratio is not None:
         chosen = [group for group in config.groups if moves.needs_params(group)]
         weights = {} if params is None else stack_all(state, params, chosen)
         if not (params is not None and params.stacks):
@@ -429,7 +435,7 @@ def move(
 
 def _stack(place: Place, group: Group, steps: jax.Array, params: jax.Array | None, gradients: jax.Array) -> Stack:
     """A group for `lengthened`, which adds up the sums over the pieces of a kernel that is cut."""
-    table, name, way = find_kernels(group, place.config.moves.lengths), group.name, place.config.way
+    table, name, way = find_kernels(group, place.config.moves.trust_ratio), group.name, place.config.way
     if all(np.all(x == x[0]) for x in table):
         found = Kernels(*(jnp.asarray(x[:1]) for x in table))
     else:
@@ -455,7 +461,7 @@ def restore(
     new: dict[str, jax.Array] = {}
     whole = {name: x for name, x in steps.items() if name not in updates.stacks}
     starts = {start: jnp.int32(start) for group in place.config.groups for start in group.starts}
-    if place.config.way.alone and place.config.moves.lengths is not None:
+    if place.config.way.alone and place.config.moves.trust_ratio is not None:
         arguments = usable, whole, starts
         usable, whole, starts = lax.platform_dependent(*arguments, cpu=_if_usable, default=lambda *same: same)
     for group in place.config.groups:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,11 +13,11 @@ import numpy as np
 from jax import lax
 
 from kfac._capture.value_and_grad import check_basis
-from kfac._checks import check_layers, check_range, check_type
+from kfac._checks import check_layers, check_range
 from kfac._curvature.blocks import Group, check_factors, group_layers
 from kfac._curvature.eigh import Eigh, rotate
 from kfac._curvature.ekfac import Ekfac, Moments
-from kfac._curvature.inverse import Inverse, damping_of_blocks
+from kfac._curvature.inverse import Inverse, check_inverse, damping_of_blocks
 from kfac._curvature.refresh import in_portions
 from kfac._factors import Eigen, Factors, Kronecker
 from kfac._layers import Layer, Layers, map_by_path
@@ -260,9 +259,9 @@ def operator(
     """
     check_layers(layers)
     if damping is not None:
-        check_range("damping", damping, 0, math.inf, open_high=True)
+        check_range("damping", damping, "[0, inf)")
     if inverse is not None:
-        check_type("inverse", inverse, Inverse, "a kind of inverse such as kfac.Eigh()")
+        check_inverse(inverse)
     if isinstance(source, Factors):
         inverse, groups, stacks, kept = _from_factors(layers, source, inverse, basis)
         amounts = dict.fromkeys((True, False), jnp.asarray(0.0 if damping is None else damping))

@@ -81,10 +81,8 @@ def fisher_blocks(
             raise ValueError(f"names: no layer with statistics is called {name!r}; there are {', '.join(known)}")
         size = sizes[name] = layers[name].d_in * layers[name].d_out
         if size > max_size:
-            raise ValueError(
-                f"layer {name!r} has {size} parameters, its block {size} x {size} elements, but max_size={max_size}: "
-                "name smaller layers with names=, or raise max_size"
-            )
+            block = f"{size} parameters, its block {size} x {size} elements, but max_size={max_size}"
+            raise ValueError(f"layer {name!r} has {block}: name smaller layers with names=, or raise max_size")
 
     def blocks(params, *args, **kwargs):
         traced = trace(loss_fn, has_aux, params, args, kwargs, *batch_of(layers, args, kwargs))
@@ -168,10 +166,8 @@ def _observed(marks: Marks, slopes: Mapping[Key, jax.Array], n: int, total: Any,
     together = [mark for mark in marks.marks if mark.key not in batches]
     for mark in together:
         if mark.scans and (mark.rows != n or len(together) > 1):
-            raise ValueError(
-                f"the output is marked inside a scan, where its {mark.rows} rows cannot be shared out among {n} "
-                "examples: mark it outside"
-            )
+            rows = f"its {mark.rows} rows cannot be shared out among {n} examples"
+            raise ValueError(f"the output is marked inside a scan, where {rows}: mark it outside")
         if mark.rows % n:
             raise ValueError(f"num_examples={n} does not divide the {mark.rows} rows of the marked output")
 

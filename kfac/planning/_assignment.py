@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kfac._checks import check_choice, check_layers, check_positive_int, check_type
+from kfac._checks import check, check_layers
 from kfac._curvature.blocks import Group, group_layers
-from kfac._curvature.inverse import Inverse, count_bytes
+from kfac._curvature.inverse import Inverse, check_inverse, count_bytes
 from kfac._curvature.soap import Soap
-from kfac._distributed.distribution import Distribution, encode, owners_precondition, shared, shares
+from kfac._distributed.distribution import Distribution, check_distribution, encode, owners_precondition, shared, shares
 from kfac._distributed.owners import Cost, Shard, group_costs, make_shards
 from kfac._distributed.segments import BUCKETS, make_buckets, make_segments
 from kfac._factors import Block
@@ -53,11 +53,9 @@ class Assignment:
     def __post_init__(self):
         """Checks the arguments."""
         check_layers(self.layers)
-        check_positive_int("devices", self.devices)
-        check_type("distribution", self.distribution, Distribution | None, "a kfac.Distribution or None")
-        check_type("inverse", self.kind, Inverse, "a kind of inverse such as kfac.Cholesky()")
-        check_choice("gradients", self.gradients, ("averaged", "local", "split"))
-        check_choice("communication_dtype", self.communication_dtype, ("float32", "bfloat16"))
+        check(devices=self.devices, gradients=self.gradients, communication_dtype=self.communication_dtype)
+        check_distribution(self.distribution)
+        check_inverse(self.kind)
 
     @property
     def kind(self) -> Inverse:
@@ -113,12 +111,14 @@ class Assignment:
         wire = self.communication_dtype
         if self.gradients == "split" and self.devices > 1:
             rest = sum(g.size * count_bytes(self._statistics(g)) for g in self._captured if not g.owned)
-            owned = sum(self.shards[g.name].positions * self._packed(g) for g in self._captured if g.owned)
+            groups = [group for group in self._captured if group.owned]
+            sizes = [count_bytes(jax.eval_shape(functools.partial(self._packed, group))) for group in groups]
+            owned = sum(self.shards[g.name].positions * size for g, size in zip(groups, sizes, strict=True))
             narrow = jnp.dtype(wire).itemsize * self.packed_elements
-            return {"reduce-scatter": narrow, "all-to-all": 4 * owned, "all-reduce": rest}
+            return {"reduce-scatter": narrow, "all-to-all": owned, "all-reduce": rest}
 
         def captured(group):
-            return self._statistics(group, wire).packed(tuple(group.shapes.values())) if group.captured else None
+            return self._packed(group, wire) if group.captured else None
 
         return self._messages(captured, "reduce-scatter", BUCKETS)
 
@@ -132,10 +132,9 @@ class Assignment:
         layers = [layer for group in self._captured if group.owned for layer in group.layers]
         return sum(layer.copies * math.prod(room(shape)) for layer in layers for shape in layer.side_shapes.values())
 
-    def _packed(self, group: Group) -> int:
-        """Elements of the statistics of one block, packed."""
-        shapes = tuple(group.shapes.values())
-        return count_bytes(jax.eval_shape(lambda: self._statistics(group).packed(shapes))) // 4
+    def _packed(self, group: Group, dtype: Any = jnp.float32) -> Any:
+        """The statistics of one block, packed."""
+        return self._statistics(group, dtype).packed(tuple(group.shapes.values()))
 
     @property
     def gradients_messages(self) -> dict[str, int]:

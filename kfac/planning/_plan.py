@@ -7,7 +7,7 @@ import itertools
 import math
 from typing import Any
 
-from kfac._checks import check_positive_int, check_range
+from kfac._checks import check, check_positive_int
 from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.distribution import Distribution, everywhere
@@ -161,12 +161,9 @@ def plan(
     """
     machine = _machine(hardware, rates)
     if distribution is not None and distribution.beside_owners:
-        raise ValueError(
-            f"distribution has owners={distribution.owners!r}: the plan is of one group of owners, so give it a "
-            "Distribution without, and the devices and the batch of a group"
-        )
-    check_positive_int("batch", batch)
-    check_range("overhead", overhead, 0, math.inf, open_low=True, open_high=True)
+        have = f"distribution has owners={distribution.owners!r}"
+        raise ValueError(f"{have}, but the plan is of one group of owners: give it one without, for such a group")
+    check(batch=batch, overhead=overhead)
     for name, every in (("inverse_every", inverse_every), ("statistics_every", statistics_every)):
         if every is not None:
             check_positive_int(name, every)
@@ -191,7 +188,7 @@ def _machine(hardware: str | Hardware, rates: dict[str, float]) -> Hardware:
     for name, rate in rates.items():
         if name not in known:
             raise TypeError(f"plan has no argument {name!r}; rates of hardware are {', '.join(sorted(known))}")
-        check_range(name, rate, 0, math.inf, open_low=True, open_high=True)
+        check(**{name: rate})
     return dataclasses.replace(machine, **rates)
 
 
