@@ -228,15 +228,15 @@ class Tied(Statistics):
 
         def trace(block, side):
             factor = getattr(block, side)
-            found = jnp.sum(factor, -1) if side in self.diagonal else jnp.trace(factor, axis1=-2, axis2=-1)
-            return jnp.sum(found, -1) if self.cut["AG".index(side)] > 1 else found
+            traces = jnp.sum(factor, -1) if side in self.diagonal else jnp.trace(factor, axis1=-2, axis2=-1)
+            return jnp.sum(traces, -1) if self.cut["AG".index(side)] > 1 else traces
 
         traces = [trace(block, side) for block in (self.direct, self.transposed) for side in "AG"]
         a, g, turned_a, turned_g = average(traces) if average else traces
         # Roots one by one: a product of traces may be too small for float32.
         above, below = jnp.sqrt(a) * jnp.sqrt(turned_g), jnp.sqrt(g) * jnp.sqrt(turned_a)
-        known = (above > 0) & (below > 0)
-        scale = jnp.where(known, above / jnp.where(known, below, 1), 1)
+        positive = (above > 0) & (below > 0)
+        scale = jnp.where(positive, above / jnp.where(positive, below, 1), 1)
 
         def joined(direct, turned, scale):
             return direct + turned * scale.reshape(scale.shape + (1,) * (direct.ndim - scale.ndim))

@@ -375,11 +375,11 @@ def _table(layers: Layers) -> str:
             f"inverse_every= inverts less often, max_dim={-(-largest // 2)} keeps its largest factor as blocks"
         )
     where = " and ".join(f"argument {key!r}" for key in layers.batch_argnums)
-    found = "" if layers.num_examples is None else f"; found with {layers.num_examples} example(s)"
-    found += f" in {where}" if where else ""
+    examples = "" if layers.num_examples is None else f"; found with {layers.num_examples} example(s)"
+    examples += f" in {where}" if where else ""
     lines.append(
         f"{len(layers.paths)} parameter leaves ({params:,} parameters) in {len(layers)} blocks; "
-        f"factors: {total:,} elements, {format_bytes(size * total)} in {layers.dtype}{found}"
+        f"factors: {total:,} elements, {format_bytes(size * total)} in {layers.dtype}{examples}"
     )
     if layers.shared:
         lines.append(f"shared by all examples: {', '.join(layers.shared)}")
@@ -410,8 +410,8 @@ def leaf_paths(tree: Any) -> list[str]:
 
 
 def _is_variable(node: Any) -> bool:
-    known = (base for base in type(node).__mro__ if base.__module__.startswith("flax.nnx"))
-    return any(base.__name__ in ("Variable", "VariableState") for base in known)
+    bases = (base for base in type(node).__mro__ if base.__module__.startswith("flax.nnx"))
+    return any(base.__name__ in ("Variable", "VariableState") for base in bases)
 
 
 def _key_name(key: Any) -> str:

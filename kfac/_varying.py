@@ -25,8 +25,8 @@ def varying_in(aval: Any) -> frozenset[str]:
     # The attribute's name differs between jax releases; outside shard_map a ShapeDtypeStruct has None.
     for name in ("manual_axis_type", "vma"):
         if hasattr(aval, name):
-            kept = getattr(aval, name)
-            return frozenset(getattr(kept, "varying", kept) or ())
+            axes = getattr(aval, name)
+            return frozenset(getattr(axes, "varying", axes) or ())
     raise RuntimeError(f"jax {jax.__version__} was not tried with kfac, and differs: see docs/comparison.md")
 
 
@@ -53,9 +53,9 @@ def mesh_of(tree: Any) -> Mesh | AbstractMesh | None:
         return None
     leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array | jax.ShapeDtypeStruct)]
     lying = [jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding for x in leaves]
-    found = {sharding.mesh for sharding in lying if isinstance(sharding, NamedSharding)}
+    meshes = {sharding.mesh for sharding in lying if isinstance(sharding, NamedSharding)}
     around = jax.sharding.get_abstract_mesh()
-    known = [*sorted(found, key=_is_abstract), around]
+    known = [*sorted(meshes, key=_is_abstract), around]
     return next((mesh for mesh in known if mesh.size > 1), None)
 
 
@@ -83,11 +83,11 @@ def placed(tree: Any, mesh: Mesh | AbstractMesh | None) -> Any:
         return tree
     everywhere = NamedSharding(mesh, PartitionSpec())
 
-    def own(x):
+    def copied(x):
         there = isinstance(x, jax.core.Tracer) or getattr(x.sharding, "mesh", None) == mesh
         return x if there else jax.device_put(x, everywhere)
 
-    return jax.tree.map(own, tree)
+    return jax.tree.map(copied, tree)
 
 
 def as_varying(tree: Any, axes: frozenset[str]) -> Any:
@@ -155,7 +155,7 @@ def sum_of_examples(of: Callable[..., Any], *arrays: jax.Array) -> Any:
     if not names:
         return of(*arrays)
     sums = jax.shard_map(
-        lambda *own: lax.psum(of(*own), names), in_specs=PartitionSpec(names), out_specs=PartitionSpec(),
+        lambda *shares: lax.psum(of(*shares), names), in_specs=PartitionSpec(names), out_specs=PartitionSpec(),
         axis_names=set(names),
     )  # fmt: skip
     return sums(*arrays)
@@ -192,8 +192,8 @@ def explicit_axes() -> tuple[str, ...]:
 
 def explicit_part(spec: PartitionSpec) -> PartitionSpec:
     """A spec without the axes that are not explicit."""
-    known = explicit_axes()
-    return PartitionSpec(*(tuple(name for name in axis_names(part) if name in known) or None for part in spec))
+    explicit = explicit_axes()
+    return PartitionSpec(*(tuple(name for name in axis_names(part) if name in explicit) or None for part in spec))
 
 
 def whole(fn: Callable, like: Any = None) -> Callable:
@@ -214,21 +214,21 @@ def whole(fn: Callable, like: Any = None) -> Callable:
 def replicated(tree: Any) -> Any:
     """Arrays with a copy on every device, where a mesh with explicit axes says that they are split."""
 
-    def own(x):
+    def copied(x):
         sharding = jax.typeof(x).sharding
         return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec())) if any(sharding.spec) else x
 
-    return jax.tree.map(own, tree)
+    return jax.tree.map(copied, tree)
 
 
 def lying_as(tree: Any, like: Any) -> Any:
     """Arrays split as those of `like` are, where a mesh with explicit axes says how."""
 
-    def own(x, like):
+    def resharded(x, like):
         sharding = (like if isinstance(like, jax.ShapeDtypeStruct) else jax.typeof(like)).sharding
         return jax.reshard(x, sharding) if sharding is not None and any(sharding.spec) else x
 
-    return jax.tree.map(own, tree, like)
+    return jax.tree.map(resharded, tree, like)
 
 
 def split_along(axes: AxisName | None, shape: tuple[int, ...], position: int) -> NamedSharding | None:

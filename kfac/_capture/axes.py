@@ -82,8 +82,8 @@ def atoms_of(axes: Iterable[Axis]) -> list[Atom]:
 def begins(axes: Axes, position: int) -> int | None:
     """The axis whose slowest atom is that at a position among all atoms, if one is."""
     starts = itertools.accumulate(map(len, axes), initial=0)
-    found = [k for k, (axis, start) in enumerate(zip(axes, starts, strict=False)) if axis and start == position]
-    return found[0] if found else None
+    axes_there = [k for k, (axis, start) in enumerate(zip(axes, starts, strict=False)) if axis and start == position]
+    return axes_there[0] if axes_there else None
 
 
 def is_part(part: Atom, whole: Atom) -> bool:
@@ -146,8 +146,8 @@ def cut(axis: Axis, start: int, size: int) -> tuple[Axis, list[tuple[int, int]]]
         return left, [(minor.axis, first * minor.stride)] if minor.of_leaf else []
     major, at = divmod(start, minor.size)
     if at == 0 and size % minor.size == 0:
-        found = cut(tuple(majors), major, size // minor.size)
-        return found and ((*found[0], minor), found[1])
+        outer_cut = cut(tuple(majors), major, size // minor.size)
+        return outer_cut and ((*outer_cut[0], minor), outer_cut[1])
     if at + size <= minor.size:
         outer, inner = cut(tuple(majors), major, 1), cut((minor,), at, size)
         return outer and inner and (inner[0], outer[1] + inner[1])
@@ -166,7 +166,7 @@ def picks(shape: Sequence[int], start: Sequence[int], atoms: Iterable[Atom]) -> 
       The atoms of which one entry is read, in memory order, and which; none for an array of the whole leaf. None where
       the leaf is no multiple of the array.
     """
-    found: list[tuple[Atom, int]] = []
+    picked: list[tuple[Atom, int]] = []
     for axis, (size, first) in enumerate(zip(shape, start, strict=True)):
         inner = 1
         read = sorted((atom for atom in atoms if atom.axis == axis), key=lambda atom: atom.stride)
@@ -178,8 +178,8 @@ def picks(shape: Sequence[int], start: Sequence[int], atoms: Iterable[Atom]) -> 
                 gap = Atom(axis, inner, atom.stride // inner)
                 missing.append((gap, first // inner % gap.size))
             inner = atom.stride * atom.size
-        found += reversed(missing)
-    return tuple(found)
+        picked += reversed(missing)
+    return tuple(picked)
 
 
 def entries(shape: Sequence[int], start: Sequence[int], atoms: Sequence[Atom]) -> np.ndarray:
@@ -195,9 +195,9 @@ def entries(shape: Sequence[int], start: Sequence[int], atoms: Sequence[Atom]) -
 def with_rows(axes: Axes, rows: Axes) -> Axes:
     """The axes of a broadcast leaf, with those that the leaf does not have as they are in the data beside it."""
     result = []
-    for own, data in zip(axes, rows, strict=True):
-        refined = None if not own or all(atom.of_leaf for atom in own) else common_refinement(own, data)
-        result.append(own if refined is None else _merge(a if a.of_leaf else b for a, b in refined))
+    for axis, data in zip(axes, rows, strict=True):
+        refined = None if not axis or all(atom.of_leaf for atom in axis) else common_refinement(axis, data)
+        result.append(axis if refined is None else _merge(a if a.of_leaf else b for a, b in refined))
     return tuple(result)
 
 

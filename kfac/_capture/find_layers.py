@@ -101,7 +101,7 @@ def find_layers(
 
 
 def _unsupported(names: Sequence[str], inexact: dict[int, Inexact]) -> UnsupportedLayerError:
-    lines = [f"{names[leaf]!r} is read by {own.operation}: {own.reason}" for leaf, own in sorted(inexact.items())]
+    lines = [f"{names[leaf]!r} is read by {read.operation}: {read.reason}" for leaf, read in sorted(inexact.items())]
     patterns = ", ".join(repr(f"^{re.escape(names[leaf])}$") for leaf in sorted(inexact))
     return UnsupportedLayerError(
         f"{len(lines)} parameter(s) have no exact rows for each example:\n  " + "\n  ".join(lines) + "\nWithout "
@@ -232,12 +232,12 @@ def _matching(option: str, patterns: tuple[str, ...], names: Sequence[str]) -> s
     matching = set()
     for pattern in patterns:
         try:
-            found = {k for k, name in enumerate(names) if re.search(pattern, name)}
+            leaves = {k for k, name in enumerate(names) if re.search(pattern, name)}
         except re.error as error:
             raise ValueError(f"{option}: {pattern!r} is not a regular expression: {error}") from None
-        if not found:
+        if not leaves:
             raise ValueError(f"{option}: {pattern!r} matches no parameter; the parameters are {', '.join(names)}")
-        matching |= found
+        matching |= leaves
     return matching
 
 
@@ -279,14 +279,14 @@ def _example_orders(uses: list[Use], n: int) -> bool:
 def placed_rows(use: Use, n: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Which scans around a use go over the examples, and which atoms of its result are these; None if not all are."""
     loops = tuple(loop.along for loop in use.scans)
-    found = positions_of_examples((*loops, *use.for_all(n).read.y_axes), n)
-    if found is None:
+    positions = positions_of_examples((*loops, *use.for_all(n).read.y_axes), n)
+    if positions is None:
         return None
     in_loops = len(axes_lib.flatten(loops))
     places = [k for k, along in enumerate(loops) for _ in along]
-    if sorted(found[: sum(p < in_loops for p in found)]) != [p for p in found if p < in_loops]:
+    if sorted(positions[: sum(p < in_loops for p in positions)]) != [p for p in positions if p < in_loops]:
         return None  # a scan over what runs faster than what it holds
-    return tuple(places[p] for p in found if p < in_loops), tuple(p - in_loops for p in found if p >= in_loops)
+    return tuple(places[p] for p in positions if p < in_loops), tuple(p - in_loops for p in positions if p >= in_loops)
 
 
 def main_use(uses: Sequence[Use]) -> Use:

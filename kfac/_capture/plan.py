@@ -56,8 +56,8 @@ class Planned:
 
     def factors(self, sums: dict[Key, Any]) -> Factors:
         """Factors from the cotangents of the probes."""
-        found = {layer.name: self.finish[layer.name] for layer in self.found.layers.with_factors}
-        return Factors({name: finish([sums[key] for key in keys]) for name, (keys, finish) in found.items()})
+        finishers = {layer.name: self.finish[layer.name] for layer in self.found.layers.with_factors}
+        return Factors({name: finish([sums[key] for key in keys]) for name, (keys, finish) in finishers.items()})
 
     def place(self, tap: Tap) -> None:
         """Puts a tap behind an op, and tells each scan around it whether the tap's probe is sliced there."""
@@ -368,11 +368,11 @@ def _plan_elementwise(planned: Planned, layer: Layer, uses: list[list[Use]], sub
     n, shapes = planned.batch, planned.found.reads.shapes
     assert n is not None, "where it is not known, vectors have the gradient's own diagonal"
     probes: dict[Key, Entries] = {}
-    known: dict[tuple, Key] = {}
+    keys: dict[tuple, Key] = {}
     taps: list[ElementwiseTap] = []
-    for column, own in enumerate(uses):
-        dtype = jnp.result_type(*{use.read.dtype for use in own})
-        for use in own:
+    for column, uses_of_leaf in enumerate(uses):
+        dtype = jnp.result_type(*{use.read.dtype for use in uses_of_leaf})
+        for use in uses_of_leaf:
             placed = placed_rows(use, n)
             assert placed is not None, "without it the leaf has the gradient's own diagonal"
             flat = axes_lib.flatten(use.read.y_axes)
@@ -384,7 +384,7 @@ def _plan_elementwise(planned: Planned, layer: Layer, uses: list[list[Use]], sub
             # Uses of the same entries are summed for each example before they are squared.
             iterated = [loop for loop, iterates in use.levels(examples=True) if iterates]
             lengths = tuple(loop.length for loop in iterated)
-            key = known.setdefault((column, lengths, placed[1] == (), where.tobytes()), (layer.name, len(known)))
+            key = keys.setdefault((column, lengths, placed[1] == (), where.tobytes()), (layer.name, len(keys)))
             probes[key] = Entries(column, where, lengths, tuple(k for k, loop in enumerate(iterated) if loop.longer))
             taps.append(ElementwiseTap(key, use, arrange, dtype))
     # Every how many-th example, where they lie on one axis.

@@ -227,8 +227,8 @@ def placed(eqn: Any, data: Sequence[Axes]) -> list[Axes] | None:
     name, params, shapes = eqn.primitive.name, eqn.params, [tuple(v.aval.shape) for v in eqn.invars]
     outs = [tuple(var.aval.shape) for var in eqn.outvars]
     if name in _MOVES and len(eqn.invars) == 1:
-        found = _TABLE[name](eqn, 0, data[0], data)
-        return list(found.axes) if isinstance(found, Follow) else None
+        meaning = _TABLE[name](eqn, 0, data[0], data)
+        return list(meaning.axes) if isinstance(meaning, Follow) else None
     if name in ("concatenate", "stack"):
         return [_side_by_side(eqn, data, outs[0])]
     if name == "dot_general":
@@ -262,24 +262,24 @@ def indexed(eqn: Any, data: Sequence[Axes], fresh: Sequence[bool]) -> Axes:
     """
     numbers, out = eqn.params["dimension_numbers"], tuple(eqn.outvars[0].aval.shape)
     if eqn.primitive.name != "gather":
-        chosen = {k for k, known in zip(numbers.scatter_dims_to_operand_dims, fresh, strict=True) if not known}
+        chosen = {k for k, fixed in zip(numbers.scatter_dims_to_operand_dims, fresh, strict=True) if not fixed}
         grown = zip(data[0], out, strict=True)
         return tuple(mixed(size) if k in chosen and holds_examples(a) else a for k, (a, size) in enumerate(grown))
     table, sizes = tuple(eqn.invars[0].aval.shape), eqn.params["slice_sizes"]
-    chosen = {k for k, known in zip(numbers.start_index_map, fresh, strict=True) if not known and sizes[k] < table[k]}
+    chosen = {k for k, fixed in zip(numbers.start_index_map, fresh, strict=True) if not fixed and sizes[k] < table[k]}
     lost = any(holds_examples(data[0][k]) for k in chosen)
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    kept = iter([a if sizes[k] == table[k] else foreign(sizes[k]) for k, a in enumerate(data[0]) if k not in gone])
+    whole = iter([a if sizes[k] == table[k] else foreign(sizes[k]) for k, a in enumerate(data[0]) if k not in gone])
     rows = iter(
         mixed(size) if lost and holds_examples(axis) and k not in numbers.start_indices_batching_dims else axis
         for k, (axis, size) in enumerate(zip(data[1][:-1], eqn.invars[1].aval.shape, strict=False))
     )
-    return tuple(next(kept if k in numbers.offset_dims else rows) for k in range(len(out)))
+    return tuple(next(whole if k in numbers.offset_dims else rows) for k in range(len(out)))
 
 
 def _broadcasts(shape: tuple[int, ...], out: tuple[int, ...]) -> bool:
     """Whether an operand of an elementwise operation may have this shape."""
-    return len(shape) == len(out) > 0 and all(own in (1, size) for own, size in zip(shape, out, strict=True))
+    return len(shape) == len(out) > 0 and all(length in (1, size) for length, size in zip(shape, out, strict=True))
 
 
 def _agreed(axes: Sequence[Axis], size: int) -> Axis:
@@ -296,8 +296,9 @@ def _side_by_side(eqn: Any, data: Sequence[Axes], out: tuple[int, ...]) -> Axes:
     along = eqn.params["axis" if stacked else "dimension"]
     parts = [(*axes[:along], (), *axes[along:]) if stacked else axes for axes in data]
     result = [_agreed(axis, size) for axis, size in zip(zip(*parts, strict=True), out, strict=True)]
-    own = {axes[along] for axes in parts}
-    one = own.pop() if len(own) == 1 else mixed(out[along]) if any(map(holds_examples, own)) else foreign(out[along])
+    joined = {axes[along] for axes in parts}
+    unlike = mixed(out[along]) if any(map(holds_examples, joined)) else foreign(out[along])
+    one = joined.pop() if len(joined) == 1 else unlike
     equal = math.prod(atom.size for atom in one) * len(parts) == out[along]
     result[along] = (*foreign(len(parts)), *one) if equal else one
     return tuple(result)
@@ -354,14 +355,14 @@ def _parts(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
         else:
             axis, lengths = params["axis"], [1] * len(eqn.outvars) if name == "unstack" else params["sizes"]
             first[axis], sizes[axis] = sum(map(int, lengths[:k])), int(lengths[k])
-        found = [axes_lib.cut(*cut) for cut in zip(axes, first, sizes, strict=True)]
-        if any(part is None for part in found):
+        cuts = [axes_lib.cut(*cut) for cut in zip(axes, first, sizes, strict=True)]
+        if any(part is None for part in cuts):
             return None
-        left = [part[0] for part in found if part]
+        left = [part[0] for part in cuts if part]
         if name == "unstack":
             del left[params["axis"]]
         results.append(tuple(left))
-        moves.append(tuple(move for part in found if part for move in part[1]))
+        moves.append(tuple(move for part in cuts if part for move in part[1]))
     return Follow(tuple(results), tuple(moves))
 
 
@@ -369,7 +370,7 @@ def spread(axes: Sequence[Axis], shape: Sequence[int], total: Sequence[int]) -> 
     """Axes of an operand after an elementwise operation has broadcast it from `shape` to `total`."""
     if len(shape) != len(total):  # a scalar, which has no axes of its own
         return tuple(foreign(size) for size in total)
-    return tuple(axis if own == size else foreign(size) for axis, own, size in zip(axes, shape, total, strict=True))
+    return tuple(axis if n == size else foreign(size) for axis, n, size in zip(axes, shape, total, strict=True))
 
 
 def _elementwise(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
@@ -627,8 +628,8 @@ def _name(eqn: Any) -> str:
 def _single(eqn: Any, like: Callable[..., Any]) -> tuple[Any, list[Any]]:
     """The single operation that `like` is, and which of its variables each input of `eqn` is."""
     avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars]
-    given = jaxpr = jax.make_jaxpr(like)(*avals).jaxpr
-    order = list(given.invars)
+    jaxpr = jax.make_jaxpr(like)(*avals).jaxpr
+    order = list(jaxpr.invars)
     while len(jaxpr.eqns) == 1 and (called := call(jaxpr.eqns[0])) and called.kind in ("call", "remat"):
         inside_of = dict(zip(jaxpr.eqns[0].invars, called.jaxpr.invars, strict=True))
         jaxpr, order = called.jaxpr, [inside_of.get(var) for var in order]
@@ -645,7 +646,7 @@ def _alike(eqn: Any, like: Callable[..., Any], operand: int, axes: Axes, data: S
     """The meaning of that operation, with the inputs counted as those of `eqn`."""
     inner, order = _single(eqn, like)
     position = next((k for k, var in enumerate(inner.invars) if var is order[operand]), None)
-    places = [next((k for k, own in enumerate(order) if own is var), None) for var in inner.invars]
+    places = [next((k for k, source in enumerate(order) if source is var), None) for var in inner.invars]
     found = None
     if position is not None:
         found = meaning(inner, position, axes, [() if k is None else data[k] for k in places])

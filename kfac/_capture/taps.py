@@ -97,10 +97,10 @@ class KroneckerTap:
         count = self.cut["AG".index(side)] if kind == "gram" else 1
         if count > 1 and number is None:
             return form.blocks(count)
-        found = getattr(form, kind)()
+        moment = getattr(form, kind)()
         if number is not None:
-            found = multiplied(found, number, kind, self.homogeneous is not None)
-        return diagonal_blocks(found, count)
+            moment = multiplied(moment, number, kind, self.homogeneous is not None)
+        return diagonal_blocks(moment, count)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,6 +223,6 @@ class Plan:
     def keys(self) -> set[Key]:
         """Of all probes that are used here and inside."""
         taps = [tap for behind in self.taps.values() for tap in behind]
-        own = {tap.key for tap in taps} | {key for key, _ in self.marks.values()}
-        own |= {tap.basis for tap in taps if isinstance(tap, KroneckerTap) and tap.basis}
-        return own.union(*(child.keys() for child in self.children.values()))
+        used = {tap.key for tap in taps} | {key for key, _ in self.marks.values()}
+        used |= {tap.basis for tap in taps if isinstance(tap, KroneckerTap) and tap.basis}
+        return used.union(*(child.keys() for child in self.children.values()))

@@ -135,8 +135,8 @@ class Group:
             return [self]
 
         def only(layer, k, width):
-            own = {name: getattr(layer, name)[k : k + 1] for name in ("params", "shapes", "layouts")}
-            return dataclasses.replace(layer, d_in=width, **own)
+            fields = {name: getattr(layer, name)[k : k + 1] for name in ("params", "shapes", "layouts")}
+            return dataclasses.replace(layer, d_in=width, **fields)
 
         return [
             dataclasses.replace(self, layers=tuple(only(layer, k, width) for layer in self.layers))
@@ -178,8 +178,8 @@ class Group:
         """
         leaves: dict[str, jax.Array] = {}
         for layer, count, start in zip(self.layers, self.counts, self.starts, strict=True):
-            own = lax.dynamic_slice_in_dim(matrices, starts[start], count)
-            rows = layer.from_pieces(own.mT).mT if layer.pieces > 1 else own
+            part = lax.dynamic_slice_in_dim(matrices, starts[start], count)
+            rows = layer.from_pieces(part.mT).mT if layer.pieces > 1 else part
             leaves.update(zip(layer.params, layer.from_rows(rows), strict=True))
         return leaves
 
@@ -199,7 +199,7 @@ def group_layers(layers: Layers) -> tuple[Group, ...]:
         name = f"{'' if layer.captured else OF_GRADIENTS}{layer.block.name}_{d_out}x{d_in}{form}"
         members.setdefault(name, []).append(layer)
     # By name, so that a state has its blocks in one order whatever that of the program.
-    groups = [Group(name, tuple(sorted(own, key=lambda layer: layer.name))) for name, own in members.items()]
+    groups = [Group(name, tuple(sorted(alike, key=lambda layer: layer.name))) for name, alike in members.items()]
     return tuple(sorted(groups, key=lambda group: min(layer.order for layer in group.layers)))
 
 

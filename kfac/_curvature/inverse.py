@@ -252,7 +252,7 @@ def finite(stack: jax.Array, dims: int = 1) -> jax.Array:
     return jnp.isfinite(jnp.sum(stack, axis=tuple(range(dims, stack.ndim)), dtype=wide))
 
 
-def product(spec: str, precision: str, kept: Any, wide: Any, *operands: jax.Array) -> jax.Array:
+def product(spec: str, precision: str, dtype: Any, wide: Any, *operands: jax.Array) -> jax.Array:
     """An `einsum` of two operands in the arithmetic that `precision` names, with sums and result in `wide`.
 
     Operands are taken in `kept`, the dtype that inverses are kept in.
@@ -261,8 +261,8 @@ def product(spec: str, precision: str, kept: Any, wide: Any, *operands: jax.Arra
     def einsum(arithmetic, *operands):
         return jnp.einsum(spec, *operands, precision=arithmetic, preferred_element_type=wide)
 
-    narrow = [x.astype(kept) for x in operands]
-    if precision in ("float32", "bfloat16") or kept != jnp.float32:
+    narrow = [x.astype(dtype) for x in operands]
+    if precision in ("float32", "bfloat16") or dtype != jnp.float32:
         return einsum(lax.Precision.HIGHEST, *narrow)
     high = functools.partial(einsum, lax.Precision.HIGH)  # without tensor cores float32; on TPUs three products
     if precision == "tensorfloat32":

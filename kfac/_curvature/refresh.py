@@ -98,8 +98,8 @@ def _refresh(inverse: Inverse, width: int, kept: Any, factors: Any, wanted: jax.
         open_ = rows(wanted) & ~(old[1] > 0)
 
         def attempt():
-            own = rows(factors)
-            new, condition = inverse.refresh(old[0], own, more * damping_of_blocks(inverse, own, damping))
+            averages = rows(factors)
+            new, condition = inverse.refresh(old[0], averages, more * damping_of_blocks(inverse, averages, damping))
             usable = open_ & (condition > 0)
             for leaf in jax.tree.leaves(new):
                 usable &= finite(leaf)

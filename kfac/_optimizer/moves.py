@@ -189,10 +189,10 @@ def lengthened(stacks: Mapping[str, Stack], coefficient: jax.Array | None) -> di
     chosen = {name: x for name, x in stacks.items() if coefficient is None or x.params is not None}
     if not chosen:
         return {name: x.updates for name, x in stacks.items()}
-    found = {name: _sums(x) for name, x in chosen.items()}
-    sizes = [len(x.square) for x in found.values()]
+    totals = {name: _sums(x) for name, x in chosen.items()}
+    sizes = [len(x.square) for x in totals.values()]
     # The numbers of all groups are worked on as one vector: each operation is then one kernel.
-    ratio, radial = _lengths(Sums(*map(jnp.concatenate, zip(*found.values(), strict=True))), coefficient)
+    ratio, radial = _lengths(Sums(*map(jnp.concatenate, zip(*totals.values(), strict=True))), coefficient)
     cut = [jnp.split(x, np.cumsum(sizes)[:-1]) for x in (ratio, radial)]
     steps = {name: x.updates for name, x in stacks.items()}
     for (name, x), ratio, radial in zip(chosen.items(), *cut, strict=True):
@@ -234,10 +234,10 @@ def _sums(x: Stack) -> Sums:
     if x.params is not None:
         w = jnp.where(x.inside & per_block(x.kernels.size > 0, u), x.params, 0)
         products += [u * w, w * w, g * w, jnp.where(x.inside, g * g, 0), jnp.where(x.inside, 0, u * u)]
-    found = sums([product.astype(u.dtype) for product in products], 2 if x.by_row else 1)
-    square, moving, known, *rest = (s.reshape(-1) for s in found)
-    found = [square, moving, known, *(rest or 5 * [jnp.zeros_like(square)])]
-    square, moving, known, uw, ww, gw, gg, beside = found if x.whole is None else x.whole(jnp.stack(found))
+    totals = sums([product.astype(u.dtype) for product in products], 2 if x.by_row else 1)
+    square, moving, known, *rest = (s.reshape(-1) for s in totals)
+    totals = [square, moving, known, *(rest or 5 * [jnp.zeros_like(square)])]
+    square, moving, known, uw, ww, gw, gg, beside = totals if x.whole is None else x.whole(jnp.stack(totals))
     # Rows that are leaves of their own are alike.
     size, outputs = (jnp.zeros_like(square) + number for number in (x.kernels.size, x.kernels.outputs))
     return Sums(square - beside, uw, ww, gw, gg, beside, moving, known, size, outputs)

@@ -46,7 +46,7 @@ def step_over_mesh(
     if split:
         narrow = {group.name: [_narrowest(_dtypes(part, leaves)) for part in group.by_leaf] for group in config.apart}
 
-    def given(tree):
+    def laid_out(tree):
         return to_owners(config, mesh, tree, rows, state.splits) if split else Gradients(replicated(tree), {})
 
     here = config if config.dealt else dataclasses.replace(config, distribution=Distribution())
@@ -64,7 +64,7 @@ def step_over_mesh(
         in_specs=(own, same if params is None else own, states, same, None if factors is None else apart),
         out_specs=(own, states),
     )
-    new, state = step(given(updates), None if params is None else given(params), state, now, stacks)
+    new, state = step(laid_out(updates), None if params is None else laid_out(params), state, now, stacks)
     if not split:
         return lying_as(new.tree, updates), state
     return from_owners(config, mesh, new, updates, rows, state.splits), state
@@ -74,8 +74,8 @@ def init_over_mesh(config: Config, mesh: Mesh | AbstractMesh, params: Any) -> Kf
     """The state before the first step, lying on a mesh."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     specs = state_spec(config.owners or ())
-    own = jax.shard_map(lambda: init_state(config, shapes), mesh=mesh, in_specs=(), out_specs=specs)
-    state: KfacState = jax.jit(own)()
+    init = jax.shard_map(lambda: init_state(config, shapes), mesh=mesh, in_specs=(), out_specs=specs)
+    state: KfacState = jax.jit(init)()
     state = state._replace(splits=find_splits(params))
     if not isinstance(mesh, AbstractMesh) or not jax.tree.leaves(params):
         return state
@@ -101,12 +101,12 @@ def statistics_to_owners(
     """Statistics as each owner gets its own, packed, and all devices what all have; `rows` of all positions."""
 
     def stacked(factors):
-        def own(name, stack):
+        def of_owners(name, stack):
             if name not in rows:
                 return stack
             return jax.tree.map(lambda x: _lying(mesh, x[rows[name].order], config.owners), stack)
 
-        return {name: own(name, stack) for name, stack in stack_packed(config, factors).items()}
+        return {name: of_owners(name, stack) for name, stack in stack_packed(config, factors).items()}
 
     return whole(stacked, specs)(factors)
 
@@ -120,8 +120,8 @@ def _is_split(config: Config, mesh: Mesh | AbstractMesh, splits: Splits, leaves:
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if len({kinds[name] for name in axis_names(config.owners)}) > 1:
         return False
-    known = (dict(splits.specs).get(path, jax.typeof(x).sharding.spec) for path, x in leaves.items())
-    return any(map(any, known))
+    specs = (dict(splits.specs).get(path, jax.typeof(x).sharding.spec) for path, x in leaves.items())
+    return any(map(any, specs))
 
 
 def to_owners(

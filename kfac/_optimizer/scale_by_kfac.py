@@ -198,8 +198,8 @@ SPLIT_BY_HAND = (
 
 def _without_statistics(config: Config, statistics_every: Any, inverse_every: Any) -> Config:
     """Of a step without statistics: where refreshes go with these, its program has none."""
-    known = isinstance(inverse_every, int) and isinstance(statistics_every, int)
-    together = known and inverse_every == statistics_every > 1
+    constant = isinstance(inverse_every, int) and isinstance(statistics_every, int)
+    together = constant and inverse_every == statistics_every > 1
     return dataclasses.replace(config, refreshes=False) if together else config
 
 

@@ -94,11 +94,11 @@ def example_gradients(g: jax.Array, coefficient: jax.Array | None, arrange: Arra
         return lax.slice_in_dim(x, 0, None, every, arrange.examples[0]) if every > 1 else x
 
     every = every if arrange.examples else 1
-    own = taken(g).astype(accumulator(g.dtype))
+    gradients = taken(g).astype(accumulator(g.dtype))
     if coefficient is not None:
-        own = own * taken(coefficient).astype(own.dtype)
-    kept = [*arrange.examples, *arrange.features]
-    order = sorted(kept)
+        gradients = gradients * taken(coefficient).astype(gradients.dtype)
+    axes = [*arrange.examples, *arrange.features]
+    order = sorted(axes)
     # Summed before the transposition, as the array lies.
-    own = jnp.sum(own, axis=arrange.rows).transpose([order.index(k) for k in kept])
-    return own.reshape(-1, math.prod(arrange.split[k] for k in arrange.features))
+    gradients = jnp.sum(gradients, axis=arrange.rows).transpose([order.index(k) for k in axes])
+    return gradients.reshape(-1, math.prod(arrange.split[k] for k in arrange.features))

@@ -184,10 +184,10 @@ def _machine(hardware: str | Hardware, rates: dict[str, float]) -> Hardware:
     if isinstance(hardware, str) and hardware not in HARDWARE:
         raise ValueError(f"hardware must be one of {', '.join(map(repr, HARDWARE))} or a Hardware, but is {hardware!r}")
     machine = HARDWARE[hardware] if isinstance(hardware, str) else hardware
-    known = {field.name for field in dataclasses.fields(Hardware)}
+    fields = {field.name for field in dataclasses.fields(Hardware)}
     for name, rate in rates.items():
-        if name not in known:
-            raise TypeError(f"plan has no argument {name!r}; rates of hardware are {', '.join(sorted(known))}")
+        if name not in fields:
+            raise TypeError(f"plan has no argument {name!r}; rates of hardware are {', '.join(sorted(fields))}")
         check(**{name: rate})
     return dataclasses.replace(machine, **rates)
 
@@ -233,9 +233,9 @@ def _statistics_memory(one: Assignment) -> int:
     if one.gradients != "split":
         return 4 * one.packed_elements
     groups = [group for group in one.groups if group.captured and group.owned]
-    own = sum(one.shards[g.name].positions * sum(map(math.prod, g.shapes.values())) for g in groups)
+    owned = sum(one.shards[g.name].positions * sum(map(math.prod, g.shapes.values())) for g in groups)
     sides = [sum(map(math.prod, layer.side_shapes.values())) for g in groups for layer in g.layers]
-    return 4 * (one.packed_elements // one.devices + own + max(sides, default=0))
+    return 4 * (one.packed_elements // one.devices + owned + max(sides, default=0))
 
 
 def _too_large(plan: Plan) -> list[str]:
