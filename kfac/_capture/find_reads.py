@@ -344,27 +344,38 @@ class Reads:
         return self.uses[output.use].read.op in KERNEL_OPS
 
     def _join(self, view: View, y_axes: Axes, output: Output) -> tuple[int, tuple[tuple[Atom, Atom], ...]] | None:
-        """Pairs a vector with the features of the output it is added to; None unless it has one element for each."""
+        """Pairs the elements of a vector with the features of the output of a use that it is added to.
+
+        Args:
+          view: the vector.
+          y_axes: where its axes are in the sum.
+          output: the use, and where the axes of its leaf are in the sum.
+
+        Returns:
+          The use, and pairs of atoms, of the vector's leaf and of the use's, in the memory order of the vector; None
+          unless the vector has one element for each feature of each copy, in the same order.
+        """
         use = self.uses[output.use]
         picks = self._picks(view)
         if len(view.stack) != len(use.view.stack) or picks is None or use.picks is None:
             return None
         if [(atom.size, index) for atom, index in picks] != [(atom.size, index) for atom, index in use.picks]:
             return None
-        outputs = axes_lib.atoms_of((*use.view.stack, *use.read.y_axes))
-        found = [axes_lib.split_like(axis, outputs) for axis in output.axes]
-        pairs = [(mine, theirs) for (mine, _), (theirs, _) in zip(picks, use.picks, strict=True)]
-        for mine, theirs in zip((*view.stack, *y_axes), (*use.view.stack, *found), strict=True):
-            refined = None if theirs is None else axes_lib.common_refinement(mine, theirs)
+        pairs = [(atom, partner) for (atom, _), (partner, _) in zip(picks, use.picks, strict=True)]
+        # Axis by axis: first those of the scans around, then those of the sum.
+        atoms = axes_lib.atoms_of((*use.view.stack, *use.read.y_axes))
+        theirs = (*use.view.stack, *(axes_lib.split_like(axis, atoms) for axis in output.axes))
+        for axis, other in zip((*view.stack, *y_axes), theirs, strict=True):
+            refined = None if other is None else axes_lib.common_refinement(axis, other)
             if refined is None or any(a.of_leaf != b.of_leaf for a, b in refined):
                 return None
             pairs += [(a, b) for a, b in refined if a.of_leaf]
         pairs.sort(key=lambda pair: pair[0].memory_order)
         # A kernel and its bias are brought to [copies, features] each by its own layout, so only the order among copies
         # and that among features must agree. A scale and its shift are used as they lie in memory.
-        stack = {*use.copies} if use.read.op in KERNEL_OPS else set()
-        for stacked in (True, False):
-            order = [b.memory_order for _, b in pairs if any(axes_lib.is_part(b, atom) for atom in stack) == stacked]
+        copies = {*use.copies} if use.read.op in KERNEL_OPS else set()
+        for of_copies in (True, False):
+            order = [b.memory_order for _, b in pairs if any(axes_lib.is_part(b, atom) for atom in copies) == of_copies]
             if order != sorted(order):
                 return None
         return output.use, tuple(pairs)

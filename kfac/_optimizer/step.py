@@ -271,7 +271,8 @@ def take_in(
     config, way = place.config, place.config.way
     steps = jnp.where(state.measured < 0, 1, jnp.maximum(state.count - state.measured, 1))
     decay = place.now.decay.astype(jnp.result_type(float)) ** steps
-    factors = {group.name: _without_moments(batch[group.name]) for group in config.groups}
+    factors: dict[str, Any] = {group.name: batch[group.name] for group in config.groups}
+    factors |= {n: dataclasses.replace(b, moments=None) for n, b in factors.items() if b.moments is not None}
     averages = {group.name: state.blocks[group.name].factors for group in config.groups}
     differences = jax.tree.map(lambda new, old: new.astype(old.dtype) - old, factors, averages)
     taken, left_out, changes = {}, {}, []
@@ -299,11 +300,6 @@ def take_in(
         average, weight = averaged(group.scaled(block.factors, back=True), block.weight, factors[name], decay, chosen)
         result[name] = block._replace(factors=group.scaled(average), weight=weight, inverse=inverse)
     return with_blocks(state, result), left_out, change
-
-
-def _without_moments(block: Any) -> Any:
-    """The factors alone, which running averages are made of."""
-    return block if block.moments is None else dataclasses.replace(block, moments=None)
 
 
 def after(number: jax.Array, flags: jax.Array) -> jax.Array:
