@@ -229,7 +229,7 @@ class Layer:
         return {name: (*[c for c in [counts[name]] if c > 1], *shape) for name, shape in self.block_shapes.items()}
 
     def to_pieces(self, matrix: jax.Array) -> jax.Array:
-        """Of matrices `[copies, d_out, d_in]` the pieces `[copies pieces, rows, columns]`, filled up with zeros."""
+        """Cuts matrices `[copies, d_out, d_in]` into pieces `[copies pieces, rows, columns]`, filled up with zeros."""
         if self.pieces == 1:
             return matrix
         (a, g), (columns, rows) = self.cut, (shape[0] for shape in self.block_shapes.values())
@@ -259,7 +259,7 @@ class Layer:
         return self.from_rows(matrix.mT)
 
     def to_rows(self, leaves: Sequence[jax.Array]) -> jax.Array:
-        """As `to_matrix`, with outputs last, as most kernels lie in memory: `[copies, d_in, d_out]`."""
+        """The layer's leaves with outputs last, as most kernels lie in memory: `[copies, d_in, d_out]`."""
         rows = [layout.to_rows(leaf) for layout, leaf in zip(self.layouts, leaves, strict=True)]
         return jnp.concatenate(rows, axis=-2) if len(rows) > 1 else rows[0]
 
@@ -400,7 +400,7 @@ def format_bytes(count: float) -> str:
 
 
 def leaf_paths(tree: Any) -> list[str]:
-    """Paths of the leaves as `a/b/c`, in their order; what flax nnx wraps around an array has no name in them."""
+    """Returns the paths of the leaves as `a/b/c`, in order, without names of what flax nnx wraps around arrays."""
     paths = []
     for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_variable)[0]:
         inside = [inner for inner, _ in jax.tree_util.tree_flatten_with_path(node)[0]]

@@ -48,7 +48,7 @@ def device_axes() -> tuple[str, ...]:
 
 
 def mesh_of(tree: Any) -> Mesh | AbstractMesh | None:
-    """The mesh that arrays lie on, or that is set; None where that is one device, or devices are traced one by one."""
+    """Returns the mesh that arrays lie on, or that is set; None for one device, or inside `shard_map` and `pmap`."""
     if within_devices():
         return None
     leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array | jax.ShapeDtypeStruct)]
@@ -78,7 +78,7 @@ def on_mesh(fn: Callable) -> Callable:
 
 
 def placed(tree: Any, mesh: Mesh | AbstractMesh | None) -> Any:
-    """Arrays, of which those that lie elsewhere are copied to all devices of a mesh; under `jit` as they were."""
+    """Copies arrays that are not on a mesh to all of its devices; does nothing under `jit`."""
     if not isinstance(mesh, Mesh):
         return tree
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -135,7 +135,7 @@ def axis_size(axis_name: AxisName | None) -> int | None:
 
 
 def dividing_axes(length: int) -> tuple[str, ...]:
-    """The axes of the mesh that XLA splits arrays over, of whose devices each can have as many of so many examples."""
+    """Returns the axes of the mesh, but manual ones, whose devices can share `length` examples equally."""
     mesh, devices = jax.sharding.get_abstract_mesh(), 1
     axes: list[str] = []
     for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True):
@@ -145,7 +145,7 @@ def dividing_axes(length: int) -> tuple[str, ...]:
 
 
 def sum_of_examples(of: Callable[..., Any], *arrays: jax.Array) -> Any:
-    """`of(*arrays)`, a sum over their leading axis, that of the examples; devices of a mesh sum their own first.
+    """Returns `of(*arrays)`, a sum over the examples on their leading axis. Devices of a mesh sum their own first.
 
     How arrays lie on automatic axes is not known here. Left to XLA, a loop over parts of a batch that is spread over
     devices has a message in every turn, or gathers the batch. So under `jax.set_mesh` every device takes its share of
@@ -197,9 +197,9 @@ def explicit_part(spec: PartitionSpec) -> PartitionSpec:
 
 
 def whole(fn: Callable, like: Any = None) -> Callable:
-    """`fn` with results that lie as `like`, or as it says, over axes of a mesh that are explicit; without it whole.
+    """Returns `fn`, run with explicit axes of the mesh made automatic, so that sums over split axes need no sharding.
 
-    There a sum over an axis that is split would need to say how its result lies. Inside, XLA sees to that.
+    Its results are laid out as `like`, arrays or `PartitionSpec`s; without it every device has the whole.
     """
     if not explicit_axes():
         return fn
@@ -222,7 +222,7 @@ def replicated(tree: Any) -> Any:
 
 
 def lying_as(tree: Any, like: Any) -> Any:
-    """Arrays split as those of `like` are, where a mesh with explicit axes says how."""
+    """Lays arrays out like those of `like`, where a mesh has explicit axes."""
 
     def resharded(x, like):
         sharding = (like if isinstance(like, jax.ShapeDtypeStruct) else jax.typeof(like)).sharding
@@ -232,7 +232,7 @@ def lying_as(tree: Any, like: Any) -> Any:
 
 
 def split_along(axes: AxisName | None, shape: tuple[int, ...], position: int) -> NamedSharding | None:
-    """How an array lies with one of its axes split over explicit axes of the mesh; None where they do not divide it."""
+    """Returns the sharding of an array with one axis split over explicit mesh axes; None if they do not divide it."""
     mesh = jax.sharding.get_abstract_mesh()
     if axes is None or shape[position] % math.prod(mesh.shape[name] for name in axis_names(axes)):
         return None
@@ -240,6 +240,6 @@ def split_along(axes: AxisName | None, shape: tuple[int, ...], position: int) ->
 
 
 def alone() -> bool:
-    """Whether XLA splits no array over devices by itself: there is one device, or all axes are those of `shard_map`."""
+    """Tells whether XLA splits no array over devices by itself: on one device, or where all axes are manual."""
     kinds = jax.sharding.get_abstract_mesh().axis_types
     return all(kind == AxisType.Manual for kind in kinds) if kinds else jax.device_count() == 1

@@ -26,7 +26,7 @@ MIXED = -3  # examples, or parts of them, in an order of their own
 
 
 class Atom(NamedTuple):
-    """A strided piece of leaf axis `axis`; a negative one stands for an axis that the leaf does not have."""
+    """A strided piece of an axis of a leaf. A negative `axis` stands for one that the leaf does not have."""
 
     axis: int
     stride: int
@@ -80,7 +80,7 @@ def atoms_of(axes: Iterable[Axis]) -> list[Atom]:
 
 
 def begins(axes: Axes, position: int) -> int | None:
-    """The axis whose slowest atom is that at a position among all atoms, if one is."""
+    """Returns the axis that begins with the atom at a position among all atoms; None if none does."""
     starts = itertools.accumulate(map(len, axes), initial=0)
     axes_there = [k for k, (axis, start) in enumerate(zip(axes, starts, strict=False)) if axis and start == position]
     return axes_there[0] if axes_there else None
@@ -183,7 +183,7 @@ def picks(shape: Sequence[int], start: Sequence[int], atoms: Iterable[Atom]) -> 
 
 
 def entries(shape: Sequence[int], start: Sequence[int], atoms: Sequence[Atom]) -> np.ndarray:
-    """Where an array with these atoms, major to minor, lies in a leaf of shape `shape`: indices into the flat leaf."""
+    """Returns indices into the flat leaf of shape `shape` of an array with these atoms, major to minor."""
     weights = [math.prod(shape[k + 1 :]) for k in range(len(shape))]
     where = np.asarray(sum(first * weight for first, weight in zip(start, weights, strict=True)))
     for atom in atoms:
@@ -224,7 +224,7 @@ def common_refinement(a: Axis, b: Axis) -> list[tuple[Atom, Atom]] | None:
 
 
 def split_like(axis: Axis, parts: Sequence[Atom]) -> Axis | None:
-    """Cuts leaf atoms that span several of `parts`, as a reshape joins neighbours; None where one straddles two."""
+    """Cuts leaf atoms into those of `parts` that a reshape has joined; None where a cut would go through one."""
     result: list[Atom] = []
     for atom in axis:
         inside = sorted((part for part in parts if is_part(part, atom)), key=lambda part: part.memory_order)

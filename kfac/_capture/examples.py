@@ -93,7 +93,7 @@ def _copy(value: Value, other: Value) -> None:
 
 
 def _scan(op: Op, n: int | None, hidden: bool) -> None:
-    """Of a scan over examples each iteration sees one, or some: what it slices depends on the batch."""
+    """Places the axes inside a scan. Each iteration of one over examples sees some of them."""
     assert op.inner and op.scan
     scan, inside = op.scan, op.inner.inputs
     for k, (sliced, value) in enumerate(zip(inside, op.inputs, strict=True)):
@@ -136,7 +136,7 @@ def _checked(value: Value, said: Axes, n: int | None) -> Axes:
 
 
 def _suggested(value: Value, inputs: Sequence[Value]) -> Axes:
-    """Axes of a result of which the operation says nothing: as those of its inputs that are as long and grow."""
+    """Suggests axes where the operation says nothing of them: those of an input that are as long and grow too."""
     result = []
     for size, grown in zip(value.shape, value.grown, strict=True):
         pairs = [pair for v in inputs for pair in zip(v.axes, v.shape, v.grown, strict=True)] if grown else []

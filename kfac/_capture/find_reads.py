@@ -1,8 +1,12 @@
 """Follows every parameter through the program of a loss to the operations that read it.
 
-What is known of each array on the way is in `states.py`. What carries no gradient to the loss is walked past: no read,
-no branch of an output. Where a leaf meets data in a way without exact rows, that is noted with the reason, and the walk
-goes on.
+The walk gives each array a state (`states.py`), and records a `Use` where a view of a leaf meets data. What carries no
+gradient to the loss is walked past: no read, no branch of an output. Where a leaf meets data in a way without exact
+rows, that is noted with the reason, and the walk goes on.
+
+Some rows are the same for all examples, as the constant tangents of a forward-mode derivative. Their read is a `late`
+use: its result is followed as data that is `shared`, until it meets the examples in a broadcast (`_with_shared`).
+There each example gets a gradient of its own.
 """
 
 from __future__ import annotations
@@ -104,7 +108,7 @@ class Reads:
         return [self._derive(op, states, path)] * len(op.outputs)
 
     def _through_data(self, op: Op, states: list[State]) -> Data:
-        """Activations only: keep what is known of a layer's output while its axes can be followed."""
+        """Follows an operation of activations alone: they remain a layer's output while its axes can be followed."""
         shared = NONE.union(*(s.shared for s in states))
         outputs = [k for k, s in enumerate(states) if isinstance(s, Data) and s.output]
         if len(outputs) != 1 or len(op.outputs) != 1:
@@ -213,7 +217,7 @@ class Reads:
         self._leaked.update(dict.fromkeys(shared, True))
 
     def _settle(self) -> None:
-        """Late uses whose rows never meet examples are uses like others, if of arguments; else they are a penalty."""
+        """Decides on late uses whose rows never meet examples: they are like others if of arguments, else a penalty."""
         for k, use in enumerate(self.uses):
             if use.late and k in self._merged and k in self._leaked:
                 self._note(use.leaf, use.read.name, "it reads rows that examples share, and the loss by itself", use)
@@ -260,7 +264,7 @@ class Reads:
         return self._derive(op, states, path, reason)
 
     def _exact(self, view: View, use: Use, op: Op, unknown: bool) -> bool:
-        """Whether a read of a kernel has exact rows; notes what has none. `unknown`: whether all may share them."""
+        """Tells whether a read of a kernel has exact rows, else notes why. `unknown`: all examples may share them."""
         for leaf in view.beside:
             self._note(leaf, op.describe(), "the kernel is a different array, computed from it")
         reasons = {

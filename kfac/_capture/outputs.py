@@ -254,7 +254,7 @@ _pull.defvjp(lambda transposed, x, entry, zeros: (zeros, (x, entry)), _pull_back
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """At a mark: hands out zeros whose gradients are those of the likelihood.
+    """Hands out, at a mark, zeros whose gradients are those of the likelihood.
 
     Of drawn targets one zero, with the gradient of the mean over `n` of `-log p`. With `expected` a zero for each
     feature: zero `c` has the gradient `S^T e_c / n`, and the second moments of these, added up over `c`, are those of
@@ -300,7 +300,7 @@ def keys_of(marks: Marks, key: jax.Array) -> dict[Key, jax.Array]:
 
 @jax.custom_vjp
 def at_weight(x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """At a mark: an identity whose cotangents are multiplied by `scale`."""
+    """Identity, at a mark, whose cotangents are multiplied by `scale`."""
     return x, scale
 
 

@@ -167,7 +167,7 @@ def _plan_kronecker(planned: Planned, layer: Layer, uses: list[Use], subsample: 
 
 
 def _spread_taps(planned: Planned, layer: Layer, taps: list[KroneckerTap]) -> list[KroneckerTap] | None:
-    """The taps of a layer on several devices, which pack sums; None on one, and where others than sums are averaged.
+    """Returns the taps of a layer on several devices, which pack sums; None on one, or where others are averaged.
 
     Over a mesh they are for each device's examples. Where it is not known how these lie XLA adds up whole matrices.
     """
@@ -327,7 +327,7 @@ _OTHER = {"A": "G", "G": "A"}
 
 
 def _key(layer: Layer, use: Use) -> Key:
-    """Of the probe of a use: which part of the layer it reads, and whether as its transpose."""
+    """Returns the key of the probe of a use: the part of the layer that it reads, and whether as its transpose."""
     return (layer.name, use.part) if use.layout == layer.layouts[0] else (layer.name, use.part, "transposed")
 
 
@@ -353,7 +353,7 @@ def _from_memory_order(array: jax.Array, stack: list[Atom], tail: tuple[int, ...
 
 
 def _examples(planned: Planned, layer: Layer, use: Use, subsample: int, moments: bool) -> tuple[int, ...]:
-    """Which of all atoms of a result are the examples; none where nothing asks for single ones, or there is one only.
+    """Returns which atoms of a result are the examples; none where no single examples are asked for, or there is one.
 
     Where they are not told apart, `subsample` thins whatever rows there are, but not those of ragged products.
     """

@@ -103,7 +103,7 @@ class Read:
 
 
 class Scan(NamedTuple):
-    """Of a scan's inputs, how many are the same in each iteration, and how many are carried on; its length."""
+    """Says how many inputs of a scan are the same in each iteration, how many are carried on, and its length."""
 
     consts: int
     carried: int
@@ -141,12 +141,12 @@ def call(eqn: Any) -> Call | None:
 
 
 def shardings(eqn: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-    """How a `jit` inside the loss says that its arguments and results lie; what stands for nothing is not public."""
+    """Returns the shardings that a `jit` inside the loss gives its arguments and results; for none an object of JAX."""
     return eqn.params.get("in_shardings", ()), eqn.params.get("out_shardings", ())
 
 
 def evaluate(within: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Results of one equation of the jaxpr `within`; it is bound only through the public `jaxpr_as_fun`."""
+    """Evaluates one equation of the jaxpr `within`, through the public `jaxpr_as_fun`."""
     variables = {var: value for var, value in zip(eqn.invars, values, strict=True) if not isinstance(var, jex.Literal)}
     # A copy of the jaxpr around it, because a new one wants debugging information that no public function makes.
     jaxpr = within.replace(constvars=[], invars=list(variables), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects)
@@ -177,7 +177,7 @@ def is_product(eqn: Any) -> bool:
 
 
 def is_named(eqn: Any, prefix: str) -> str | None:
-    """Of a `checkpoint_name` that begins with `prefix`, the rest."""
+    """Returns what follows `prefix` in the name of a `checkpoint_name`; None for other equations."""
     name = eqn.params["name"] if eqn.primitive.name == "name" else ""
     return name.removeprefix(prefix) if name.startswith(prefix) else None
 
@@ -192,7 +192,7 @@ def stops_gradient(eqn: Any) -> bool:
 
 
 def sums(eqn: Any) -> bool:
-    """Whether the result is a sum of entries of the inputs, or of one with a number for a factor."""
+    """Tells whether the result is a sum of entries of the inputs, or one of these times a number."""
     if eqn.primitive.name in ("mul", "div"):
         sizes = [math.prod(var.aval.shape) for var in eqn.invars]
         return sizes[1] == 1 or (sizes[0] == 1 and eqn.primitive.name == "mul")
@@ -203,6 +203,8 @@ def sums(eqn: Any) -> bool:
 
 # A reason in words says why an operation is not followed. None: neither a `Follow` nor a `Read` of this operand.
 Meaning = Follow | Read | str | None
+# A rule gets an equation, which of its inputs is the parameter, the axes of that, and those of all inputs taken as
+# arrays of data, of which it reads those of the other input.
 Rule = Callable[[Any, int, Axes, Sequence[Axes]], Meaning]
 
 
@@ -256,7 +258,7 @@ def placed(eqn: Any, data: Sequence[Axes]) -> list[Axes] | None:
 
 
 def indexed(eqn: Any, data: Sequence[Axes], fresh: Sequence[bool]) -> Axes:
-    """The axes of what a gather or scatter of data gives; `fresh`: of each component of indices, if no data say it.
+    """Returns the axes of the result of a gather or scatter of data; `fresh` tells which indices do not depend on data.
 
     What data choose along the axis of the examples is in no order that is known.
     """
@@ -283,7 +285,7 @@ def _broadcasts(shape: tuple[int, ...], out: tuple[int, ...]) -> bool:
 
 
 def _agreed(axes: Sequence[Axis], size: int) -> Axis:
-    """The axis of a result whose operands have these: the examples of one are those of all."""
+    """Returns the axis of a result whose operands have these axes: examples of one operand are those of the result."""
     whole = {axis for axis in axes if math.prod(atom.size for atom in axis) == size}
     in_order = {axis for axis in whole if holds_examples(axis) and all(atom.axis != axes_lib.MIXED for atom in axis)}
     if len(in_order) == 1:
@@ -338,12 +340,13 @@ _WHOLE: dict[str, Callable[[Any, Axes], Axes | None]] = {
 
 
 def _whole(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
+    """Follows an operation that keeps all entries of its one array."""
     form = _WHOLE[eqn.primitive.name](eqn, axes)
     return None if form is None else Follow((form,))
 
 
 def _parts(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
-    """Slices at places that do not depend on data."""
+    """Follows slices at places that do not depend on data, each to the box of entries that is left."""
     name, params, shape = eqn.primitive.name, eqn.params, eqn.invars[0].aval.shape
     if name == "slice" and params["strides"] is not None and any(step != 1 for step in params["strides"]):
         return None
@@ -374,6 +377,7 @@ def spread(axes: Sequence[Axis], shape: Sequence[int], total: Sequence[int]) -> 
 
 
 def _elementwise(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
+    """Reads a sum or a product of two arrays, element by element; follows a minus."""
     if len(eqn.invars) != 2:
         return Follow((axes,))  # minus: a scale of -1
     name, out = eqn.primitive.name, eqn.outvars[0].aval.shape
@@ -383,7 +387,7 @@ def _elementwise(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Me
 
 
 def _product(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
-    """A product whose operand number `operand` is a kernel; None for a broadcast one, which is an activation."""
+    """Reads a product whose input number `operand` is a kernel; None for a broadcast one, which is an activation."""
     contract, batch = eqn.params["dimension_numbers"]
     x = eqn.invars[1 - operand].aval
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -500,7 +504,7 @@ def _lookup(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning
 
 
 def _read(eqn: Any, operand: int, op: str, x_axes: Sequence[Axis], y_axes: Sequence[Axis], **more: Any) -> Read:
-    """The read of an operation of two arrays; sums over rows are as wide as all that it takes and gives."""
+    """Makes the read of an operation of two arrays. Sums over rows have the widest dtype of its inputs and results."""
     dtype = jnp.result_type(*{accumulator(var.aval.dtype) for var in (*eqn.invars[:2], *eqn.outvars)})
     name, shape = eqn.primitive.name, tuple(eqn.outvars[0].aval.shape)
     return Read(op, name, operand, 1 - operand, tuple(x_axes), tuple(y_axes), shape, dtype, **more)
@@ -521,7 +525,7 @@ def _custom(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning
 
 
 def _origin(jaxpr: Any, var: Any) -> Any:
-    """The input of a jaxpr that a variable of it has the numbers of; None where it is computed, or a constant."""
+    """Returns the input of a jaxpr that a variable is a copy of; None if it is computed, or a constant."""
     if isinstance(var, jex.Literal):
         return None
     eqn = next((eqn for eqn in jaxpr.eqns if var in eqn.outvars), None)
@@ -620,7 +624,7 @@ def _registered(eqn: Any) -> Callable[..., Any] | str | None:
 
 
 def _name(eqn: Any) -> str:
-    """Of an operation that is registered, for messages."""
+    """Names a registered operation, for messages."""
     inner = next(inside(eqn), None)
     return eqn.params.get("target_name") or (inner.debug_info.func_name if inner is not None else eqn.primitive.name)
 
@@ -643,7 +647,7 @@ def _single(eqn: Any, like: Callable[..., Any]) -> tuple[Any, list[Any]]:
 
 
 def _alike(eqn: Any, like: Callable[..., Any], operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
-    """The meaning of that operation, with the inputs counted as those of `eqn`."""
+    """Returns the meaning of the operation that `like` is, with the inputs counted as those of `eqn`."""
     inner, order = _single(eqn, like)
     position = next((k for k, var in enumerate(inner.invars) if var is order[operand]), None)
     places = [next((k for k, source in enumerate(order) if source is var), None) for var in inner.invars]

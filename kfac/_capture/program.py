@@ -145,7 +145,7 @@ class Program:
         constant: Callable[[Value], State],
         visit: Callable[[int, Op, list[State]], Sequence[State]],
     ) -> list[State]:
-        """Computes with states in the place of arrays: those of the results, from those of the inputs.
+        """Computes the states of the results from those of the inputs, as the program computes arrays.
 
         Args:
           states: of the inputs.
@@ -163,7 +163,7 @@ class Program:
         return list(map(read, self.outputs))
 
     def average_over_devices(self, num_params: int) -> tuple[str, ...]:
-        """The axes of devices over which the loss, the first result, is a sum or mean of what parameters do."""
+        """Returns the axes of devices over which the loss, the first result, is summed or averaged."""
         moved = set(self.inputs[:num_params])  # what depends on parameters
         makers: dict[Value, Op] = {}
         for op in self.ops:

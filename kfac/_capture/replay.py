@@ -39,7 +39,7 @@ Multipliers = dict[int, jax.Array]  # by position among the arguments or results
 
 
 def replay(program: Program, args: Sequence[Any], plan: Plan, probes: Probes) -> tuple[list[Any], dict[Key, Any]]:
-    """The results of a program, with the taps of `plan`; and what its marks hand out, stacked by the scans around."""
+    """Evaluates a program with the taps of `plan`: its results, and what marks hand out, stacked by scans."""
     outs, _, handed = _replay(program, args, {}, plan, probes)
     return list(map(_alone, outs)), handed
 
@@ -64,7 +64,7 @@ class Source:
 
 
 def _source(producers: Mapping[Value, Op], value: Value) -> Source | None:
-    """Where an operand comes from, if from elementwise operations of the same program."""
+    """Returns the elementwise operations that an operand comes from; None if it comes from others."""
     ops: list[Op] = []
     inputs: list[Value] = []
     while value in producers:
@@ -141,7 +141,7 @@ def _replay(
 
 
 def _evaluate(op: Op, values: Sequence[Any], axis: int | None) -> list[Any]:
-    """Results of an op; where arrays that all examples share meet the examples, which have the axis `axis`."""
+    """Evaluates an op. Where arrays that all examples share meet the examples, `axis` is the axis of these."""
     if not any(map(_is_shared, values)):
         return op.compute(values)
     if axis is not None and len(values) > 1:

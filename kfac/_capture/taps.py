@@ -172,10 +172,10 @@ tapped.defvjp(lambda tap, residuals, y, probe: (y, residuals), _backward)
 
 @jax.custom_jvp
 def together(values: Any) -> Any:
-    """`values`, whose cotangents are there together, or none of them is.
+    """Identity whose cotangents are computed together (an optimization barrier in the backward pass).
 
-    Of the operands of a layer with its probe: XLA would compute the statistics and the gradient of the kernel when it
-    likes, and keep what they are made of until then.
+    It ties the operands of a layer to its probe. Else XLA would compute statistics and the gradient of the kernel at
+    different times, and keep until then what they are made of.
     """
     return values
 
@@ -221,7 +221,7 @@ class Plan:
         return plan
 
     def keys(self) -> set[Key]:
-        """Of all probes that are used here and inside."""
+        """Returns the keys of all probes that are used here and inside."""
         taps = [tap for behind in self.taps.values() for tap in behind]
         used = {tap.key for tap in taps} | {key for key, _ in self.marks.values()}
         used |= {tap.basis for tap in taps if isinstance(tap, KroneckerTap) and tap.basis}

@@ -184,7 +184,7 @@ def trace(
 
 
 def _arrays_of(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """The arrays among the leaves of a tree, and the tree as a function of them; other leaves stay what they are."""
+    """Returns the arrays among the leaves of a tree, and a function that puts others in their place."""
     leaves, structure = jax.tree.flatten(tree)
     others = [None if is_array(leaf) else (leaf,) for leaf in leaves]
 
@@ -259,7 +259,7 @@ def _candidates(args: tuple, kwargs: dict, batch_argnums: Argnums, shared: Colle
         return Batch(chosen[0].length, argnums, shared, leaves=frozenset(leaf.position for leaf in chosen))
 
     def of_lengths(keys: Collection[int | str]) -> list[list[Leaf]]:
-        """The leaves of these arguments by length, if each argument has one of them; the most first."""
+        """Groups the leaves of these arguments by length, the most first; of each length every argument has one."""
         of_keys = [leaf for leaf in leaves if leaf.argument in keys and leaf.length]
         lengths = dict.fromkeys(leaf.length for leaf in of_keys)
         alike = [[leaf for leaf in of_keys if leaf.length == length] for length in lengths]
@@ -306,5 +306,5 @@ def batch_of(layers: Layers, args: tuple, kwargs: dict) -> tuple[Argnums, Collec
 
 
 def aim_at(traced: Trace, roots: Collection[Op]) -> None:
-    """Notes what reaches the results of some ops, in the place of what reaches the loss."""
+    """Notes what reaches the results of some ops, instead of what reaches the loss."""
     mark_live(traced.program, [Reached(False, False)] * len(traced.program.outputs), roots)

@@ -56,7 +56,7 @@ class Group:
 
     @property
     def members(self) -> str:
-        """The names of the members, in order; of long lists the beginning, and a number that tells it from others."""
+        """The names of the members, in order. A long list is cut, with a number behind that tells it from others."""
         names = ", ".join(layer.name for layer in self.layers)
         if len(names) <= 150:
             return names
@@ -105,7 +105,7 @@ class Group:
         return self.block.inverse(inverse)
 
     def zeros(self, size: int, dtype: Any, *, moments: bool = False) -> Block:
-        """Statistics of `size` blocks before any have arrived; with `moments`, those too where a member has such."""
+        """Returns statistics of `size` blocks before any have arrived; with `moments` those of members that have them."""
         shapes = self.shapes | ({"moments": (self.d_out, self.d_in)} if moments and self.correctable else {})
         return self.block.statistics(**{name: jnp.zeros((size, *shape), dtype) for name, shape in shapes.items()})
 
@@ -129,7 +129,7 @@ class Group:
 
     @property
     def by_leaf(self) -> list[Group]:
-        """As groups of the kernels and of the biases, where all members agree on which columns are whose."""
+        """Splits the group into one of kernels and one of biases, if all members agree on which rows are whose."""
         widths = {tuple(layout.size("in") for layout in layer.layouts) for layer in self.layers}
         if len(widths) > 1 or any(layer.pieces > 1 for layer in self.layers):
             return [self]
@@ -172,7 +172,7 @@ class Group:
         return tuple(itertools.accumulate(self.counts[:-1], initial=0))
 
     def split_matrices(self, matrices: jax.Array, starts: Mapping[int, jax.Array]) -> dict[str, jax.Array]:
-        """The inverse of `stack_matrices`: leaves by path. The values of `starts` are those of its keys.
+        """Cuts a stack into leaves by path: the inverse of `stack_matrices`. Values of `starts` are its keys as arrays.
 
         Where XLA does not know these numbers, leaves of one shape share one compiled kernel.
         """

@@ -76,7 +76,7 @@ class Cholesky(Inverse):
         return flatten(_packed(kept))
 
     def decode(self, flat, like):
-        """From triangles."""
+        """The inverse of `encode`."""
         return unflatten(flat, jax.eval_shape(_packed, like)).unpacked()
 
 
@@ -135,7 +135,7 @@ def spd_inverse(stack: jax.Array) -> jax.Array:
 
 
 def exact_product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Of matrices, with no reduced precision inside."""
+    """Multiplies matrices with no reduced precision inside."""
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 

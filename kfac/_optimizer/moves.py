@@ -140,7 +140,7 @@ class Kernels(NamedTuple):
 
 
 def find_kernels(group: Group, lengths: Lengths) -> Kernels:
-    """Of the blocks of a group."""
+    """Returns what the lengths of steps need to know of the blocks of a group."""
     parts = []
     for layer, count in zip(group.layers, group.counts, strict=True):
         kernel = group.block.kernel and not (lengths == "auto" and layer.kind == "embedding")
@@ -244,7 +244,7 @@ def _sums(x: Stack) -> Sums:
 
 
 def _lengths(x: Sums, coefficient: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """What each step is multiplied by, after it has lost so many times the kernel.
+    """Returns what each step is multiplied by, and how many times the kernel is subtracted from it before.
 
     The kernel in it is of no use where its scale does not matter to the loss: there its gradient is at a right angle.
     """
@@ -262,5 +262,5 @@ def _lengths(x: Sums, coefficient: jax.Array | None) -> tuple[jax.Array, jax.Arr
 
 
 def _ratio(length: jax.typing.ArrayLike, square: jax.Array) -> jax.Array:
-    """What makes the norm that `length`, where its square is known; 0 of what is zero."""
+    """Returns the factor that makes a norm, whose square is given, equal to `length`; 0 if it is zero."""
     return jnp.where(square > 0, length / jnp.sqrt(jnp.where(square > 0, square, 1)), 0)

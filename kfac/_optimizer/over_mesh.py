@@ -38,7 +38,7 @@ def step_over_mesh(
     now: Now,
     factors: Factors | None,
 ) -> tuple[Any, KfacState]:
-    """`preconditioned_step` on the devices of a mesh; on explicit axes the results lie as `updates` do."""
+    """Runs `preconditioned_step` on the devices of a mesh. On explicit axes the results are laid out as `updates`."""
     rows = {name: own.shard for name, own in state.owned.items()}
     same, states, leaves = PartitionSpec(), state_spec(config.owners or ()), _apart(config, updates)
     split = config.dealt and _is_split(config, mesh, state.splits, leaves)
@@ -85,7 +85,7 @@ def init_over_mesh(config: Config, mesh: Mesh | AbstractMesh, params: Any) -> Kf
 
 
 def find_splits(params: Any) -> Splits:
-    """How parameters are split over a mesh, by what is known of them: all outside of `jit`."""
+    """Returns how parameters are split over a mesh; under `jit` nothing is known of that."""
     shardings = {
         path: leaf.sharding
         for path, leaf in leaves_by_path(params).items()
@@ -98,7 +98,7 @@ def find_splits(params: Any) -> Splits:
 def statistics_to_owners(
     config: Config, mesh: Mesh | AbstractMesh, specs: dict[str, PartitionSpec], factors: Factors, rows: dict[str, Shard]
 ) -> dict[str, Statistics]:
-    """Statistics as each owner gets its own, packed, and all devices what all have; `rows` of all positions."""
+    """Lays out packed statistics: blocks with owners at the positions that `rows` says, the others on all devices."""
 
     def stacked(factors):
         def of_owners(name, stack):
@@ -116,7 +116,7 @@ def _explicit(mesh: Mesh | AbstractMesh) -> bool:
 
 
 def _is_split(config: Config, mesh: Mesh | AbstractMesh, splits: Splits, leaves: dict[str, jax.Array]) -> bool:
-    """Whether gradients go to their owners alone: they are split, and the axes of the owners are of one kind."""
+    """Tells whether gradients go to owners alone: they are split, and the axes of the owners are of one kind."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if len({kinds[name] for name in axis_names(config.owners)}) > 1:
         return False
@@ -127,7 +127,7 @@ def _is_split(config: Config, mesh: Mesh | AbstractMesh, splits: Splits, leaves:
 def to_owners(
     config: Config, mesh: Mesh | AbstractMesh, updates: Any, rows: dict[str, Shard], splits: Splits
 ) -> Gradients:
-    """Gradients as each owner gets its own, and all devices what all precondition; `rows` of all positions."""
+    """Lays out gradients: blocks with owners at the positions that `rows` says, the others on all devices."""
     specs = {} if _explicit(mesh) else dict(splits.specs)
     # First as the parameters lie: XLA would add up each use of a leaf, and all turns of a scan, on every device.
     updates = map_by_path(lambda path, x: _lying(mesh, x, *specs[path]) if path in specs else x, updates)
@@ -180,7 +180,7 @@ def from_owners(
 
 
 def _across(config: Config, mesh: Mesh | AbstractMesh, layer: Layer) -> tuple[Any, Any]:
-    """How rows and columns lie on the way to and from owners: as XLA likes; of what is cut, the side that is not."""
+    """Returns how rows and columns are laid out on the way to owners: those of a cut kernel by its other side."""
     free, devices = PartitionSpec.UNCONSTRAINED, math.prod(mesh.shape[name] for name in axis_names(config.owners))
     if layer.cut[0] == 1 < layer.cut[1] and layer.d_in % devices == 0:
         return None, config.owners

@@ -89,7 +89,7 @@ def preconditioned_step(
     *,
     narrow: Dtypes | None = None,
 ) -> tuple[Gradients, KfacState]:
-    """One step on one device; statistics are `Factors` still to be averaged over devices, or stacks of its own blocks.
+    """Makes one step on one device. Statistics are `Factors` still to be averaged, or stacks of this device's blocks.
 
     `params` are for the lengths of steps, if these depend on them. `narrow` has the narrowest dtype of the leaves of
     each part of the `stacks`.
@@ -140,7 +140,7 @@ def locate(config: Config, state: KfacState, now: Now) -> Place:
 
 
 def dealt(state: KfacState) -> dict[str, Shard]:
-    """How the groups lie whose blocks have one owner each."""
+    """Returns how the groups whose blocks have owners are dealt to devices."""
     return {name: owned.shard for name, owned in state.owned.items()}
 
 
@@ -184,7 +184,7 @@ def sums_of_shares(place: Place, matrices: Vectors) -> tuple[jax.Array, jax.Arra
 
 
 def sum_of_all(place: Place, matrices: Vectors) -> jax.Array:
-    """The sum of all entries of the matrices, where each device has those of the blocks that it preconditions."""
+    """Sums all entries of the matrices of all devices, each of which has those that it preconditions."""
     apart, rest = sums_of_shares(place, matrices)
     return rest + place.config.way.total(apart)
 
@@ -196,7 +196,7 @@ def _averaged_beside_blocks(config: Config, updates: Any) -> Any:
 
 
 def decide(place: Place, state: KfacState, usable: jax.Array, *, statistics: bool) -> tuple[jax.Array, jax.Array]:
-    """Whether all blocks are refreshed: in warmup always, after it every so many steps if there was a change since.
+    """Decides whether blocks are refreshed: always in the warm-up, then at intervals, if anything has changed since.
 
     Returns:
       The last step that brought statistics or another damping, and whether this one refreshes.
@@ -243,7 +243,7 @@ def unpacked(stacks: Mapping[str, Statistics]) -> dict[str, Block]:
 
 
 def gradient_statistics(place: Place, gradients: Vectors) -> dict[str, Block]:
-    """The gradient's own factors, of the blocks that this device keeps; `gradients` of those that it preconditions."""
+    """Forms the gradient's own factors of this device's blocks, from `gradients` of those that it preconditions."""
     stacks: dict[str, Block] = {}
     for group in [group for group in place.config.groups if not group.captured]:
         name, matrices = group.name, gradients[group.name]
@@ -314,7 +314,7 @@ def after(number: jax.Array, flags: jax.Array) -> jax.Array:
 def refresh_inverses(
     way: Everywhere, state: KfacState, wanted: Vectors, now: Now, needed: jax.Array | None
 ) -> tuple[KfacState, Vectors]:
-    """New inverses of the blocks that are `wanted`, and of their replicas; and which of these failed.
+    """Refreshes the inverses of the blocks that are `wanted`, and their replicas; also returns which failed.
 
     Nothing is done where not `needed`, which devices agree on; None for no such question. XLA changes stacks in their
     place, once all gradients are known.

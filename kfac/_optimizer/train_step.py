@@ -222,7 +222,7 @@ def _found(layers: Layers, subsample: int, options: dict[str, Any]) -> str:
 
 
 def _split(layers: Layers, argnums: int | Sequence[int] | None) -> int | Sequence[int] | None:
-    """The positions of what micro-batches split: where it is not said, of the batch that tracing has found."""
+    """Returns the positions of the arguments that micro-batches split: those given, else as tracing found them."""
     if argnums is not None or not layers.batch_argnums:
         return argnums
     named = [k for k in layers.batch_argnums if isinstance(k, str)]

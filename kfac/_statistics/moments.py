@@ -49,7 +49,7 @@ def _multiples(number: jax.Array, d_in: int, homogeneous: bool, dtype: Any) -> j
 
 
 def multiplied(moment: jax.Array, number: jax.Array, form: str, homogeneous: bool) -> jax.Array:
-    """Statistics of the inputs of `number` times a kernel: they are so many times larger, but for the 1 of a bias.
+    """Scales statistics of the inputs of a kernel that is multiplied by `number`; the 1 of a bias is not scaled.
 
     Args:
       moment: what `Form` gives.

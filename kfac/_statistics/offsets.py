@@ -102,7 +102,7 @@ def products(axes: Sequence[Axis]) -> int:
 
 
 def _halved(axes: Sequence[Axis]) -> int | None:
-    """Of an image's correlations with itself, the axis along which negative offsets are transposes of the others."""
+    """Returns the axis along which an image's correlations with itself are transposed by a change of sign."""
     return next((k for k, axis in enumerate(axes) if axis.steps), None)
 
 

@@ -255,7 +255,7 @@ class Groups:
 
 
 def diagonal_blocks(moment: jax.Array, count: int) -> jax.Array:
-    """Of `[..., d, d]` so many diagonal blocks `[..., count, rows, rows]`, the last filled up with zeros."""
+    """Cuts `count` diagonal blocks `[..., count, rows, rows]` out of `[..., d, d]`, the last filled up with zeros."""
     if count == 1:
         return moment
     (*lead, d), rows, block = moment.shape[:-1], -(-moment.shape[-1] // count), np.arange(count)

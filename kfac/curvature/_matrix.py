@@ -170,7 +170,7 @@ class ByProducts(Linear):
         return Inverted(self, tolerance, max_steps)
 
     def map(self, fn: Callable[[jax.Array], jax.Array], steps: int = 64) -> Function:
-        """The function `fn` of the matrix, on its eigenvalues; so many steps of Lanczos' method a product."""
+        """Applies `fn` to the eigenvalues of the matrix; each product takes `steps` steps of Lanczos' method."""
         return Function(self, fn, steps)
 
     def sqrt(self, steps: int = 64) -> Function:
@@ -283,7 +283,7 @@ class Inverted(ByProducts):
         return self.matvec(self.matrix.sample(key))
 
     def logdet(self, key: jax.Array, probes: int = 16, steps: int = 64) -> Estimate:
-        """As that of the matrix."""
+        """Minus that of the matrix."""
         estimate = self.matrix.logdet(key, probes, steps)
         return Estimate(-estimate.value, estimate.error)
 

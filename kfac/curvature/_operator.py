@@ -210,7 +210,7 @@ def _leaves(layer: Layer, matrix: jax.Array) -> dict[str, jax.Array]:
 
 
 def _eigenvalues(layer: Layer, block: Block) -> jax.Array:
-    """All of a layer, without those of what fills up the last pieces: they are zero undamped, and so the first."""
+    """Returns all eigenvalues of a layer, without those of the zeros that fill up its last pieces."""
     if layer.pieces == 1:
         return block.values.ravel()
     (a, g), (rows, columns) = layer.cut, block.values.shape[1:]

@@ -98,7 +98,7 @@ def fisher_blocks(
         outputs, pull, slopes = _outputs(traced, marks, flat)
 
         def add(total, cotangents):
-            """Adds those of the pulled back cotangents `[k, ...]`, as rows `[k, copies, p]` of each layer."""
+            """Adds the moments of the pulled back cotangents `[k, ...]`, as rows `[k, copies, p]` of each layer."""
             by_path = dict(zip(paths, jax.vmap(pull)(cotangents), strict=True))
             leaves = {name: [by_path[path] for path in layers[name].params] for name in chosen}
             rows = {name: jax.vmap(functools.partial(_vector, layers[name]))(leaves[name]) for name in chosen}

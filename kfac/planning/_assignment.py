@@ -128,7 +128,7 @@ class Assignment:
 
     @property
     def packed_elements(self) -> int:
-        """Of the statistics of all Kronecker layers, packed."""
+        """Number of elements of the packed statistics of all Kronecker layers."""
         layers = [layer for group in self._captured if group.owned for layer in group.layers]
         return sum(layer.copies * math.prod(room(shape)) for layer in layers for shape in layer.side_shapes.values())
 

@@ -223,7 +223,7 @@ def _memory(one: Assignment) -> dict[str, int]:
 
 
 def _statistics_memory(one: Assignment) -> int:
-    """Bytes of a device: of one alone whole matrices; else packed, where gradients are split a part of the elements.
+    """Counts bytes of statistics on a device: whole on one, else packed, or a part if gradients are split.
 
     And then the own blocks and the largest layer unpacked.
     """
@@ -258,13 +258,13 @@ def in_all_reduces(messages: dict[str, int]) -> float:
 
 
 def _seldom(seconds: dict[str, float], statistics_every: int, inverse_every: int) -> float:
-    """Seconds of the mean step of what is not done at every one."""
+    """Returns the seconds of a mean step for what is not done in every step."""
     statistics = seconds["statistics"] + seconds["statistics' messages"]
     return statistics / statistics_every + (seconds["inversions"] + seconds["refreshes' messages"]) / inverse_every
 
 
 def _intervals(seconds, budget: float, statistics_every, inverse_every) -> tuple[int | None, int | None]:
-    """The shortest for which what is done seldom fits in `budget` seconds of the mean step; those given stay."""
+    """Returns the shortest intervals whose work fits into `budget` seconds of a mean step; given ones stay."""
     least = _seldom(seconds, statistics_every or 1 << 30, inverse_every or 1 << 30)
     if (statistics_every and inverse_every) or least >= budget:
         return statistics_every, inverse_every
