@@ -105,7 +105,7 @@ class Group:
         return self.block.inverse(inverse)
 
     def zeros(self, size: int, dtype: Any, *, moments: bool = False) -> Block:
-        """Returns statistics of `size` blocks before any have arrived; with `moments` those of members that have them."""
+        """Returns statistics of `size` blocks before any have arrived, with `moments` if a member has such."""
         shapes = self.shapes | ({"moments": (self.d_out, self.d_in)} if moments and self.correctable else {})
         return self.block.statistics(**{name: jnp.zeros((size, *shape), dtype) for name, shape in shapes.items()})
 
