@@ -78,7 +78,7 @@ class Cholesky(Inverse):
         return flatten(_packed(kept))
 
     def decode(self, flat, like):
-        """From triangles."""
+        """The inverse of `encode`."""
         return unflatten(flat, jax.eval_shape(_packed, like)).unpacked()
 
 
@@ -137,7 +137,7 @@ def spd_inverse(stack: jax.Array) -> jax.Array:
 
 
 def exact_product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Of matrices, with no reduced precision inside: on CUDA by tensor cores, in six products of bfloat16 parts.
+    """Multiplies matrices with no reduced precision inside; on CUDA in six products of bfloat16 parts.
 
     These have all 24 bits of float32, and with sums in float32 errors no larger than its own. By the peaks of an H100
     they take 0.4 of its time.
