@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kfac._checks import check_choice, check_switch
+from kfac._checks import check, check_type
 from kfac._curvature.symmetric import flatten, unflatten
-from kfac._factors import Unitwise, is_diagonal
 from kfac._layers import Layer
 
 
@@ -60,9 +59,9 @@ class Inverse(abc.ABC):
 
     Args:
       precision: the arithmetic in which inverses are applied, `"float32"`, `"bfloat16_3x"` (three products of bfloat16
-        parts, the default), `"tensorfloat32"` or `"bfloat16"`; with the last they are kept in it, too, else in float32.
-        CPUs have float32 only for the first three. They are always computed in float32; those of a float64 model are
-        float64 throughout, but with `"bfloat16"`.
+        parts, the default but for `Soap`), `"tensorfloat32"` or `"bfloat16"`; with the last they are kept in it, too,
+        else in float32. CPUs have float32 only for the first three. They are always computed in float32; those of a
+        float64 model are float64 throughout, but with `"bfloat16"`.
       relative: whether the damping of a block is in units of its mean eigenvalue, `(tr A / dim A) (tr G / dim G)`, 1
         where that is zero. Then it means the same in all layers, whatever the scale of the loss. `refresh` and
         `spectrum` get the product.
@@ -93,8 +92,7 @@ class Inverse(abc.ABC):
 
     def __post_init__(self):
         """Checks the arguments."""
-        check_choice("precision", self.precision, ("float32", "bfloat16_3x", "tensorfloat32", "bfloat16"))
-        check_switch("relative", self.relative)
+        check(precision=self.precision, relative=self.relative)
 
     @abc.abstractmethod
     def init(self, factors: Any) -> Any:
@@ -147,9 +145,8 @@ class Inverse(abc.ABC):
         """
         del kept, factors, damping
         raise ValueError(
-            f"inverse={self!r} does not say which eigenvectors it has: take the averages of the state, "
-            "kfac.curvature.operator(layers, kfac.curvature.averaged_factors(state, layers), damping=...), or "
-            "kfac.Eigh(), or define its `spectrum`"
+            f"inverse={self!r} does not say which eigenvectors it has: define its `spectrum`, or take the averages, "
+            "kfac.curvature.operator(layers, kfac.curvature.averaged_factors(state, layers), damping=...)"
         )
 
     def absorb(self, kept: Any, moments: jax.Array, decay: jax.Array, taken: jax.Array) -> Any:
@@ -195,14 +192,17 @@ class Inverse(abc.ABC):
     def check(self, layer: Layer, block: Any) -> None:
         """Raises `ValueError` where the statistics `block` of a layer are not those that this inverse needs."""
         if getattr(block, "moments", None) is not None:
-            raise ValueError(
-                f"factors of layer {layer.name!r} have moments, for which inverse={self!r} has no use: choose "
-                "inverse=kfac.Ekfac(), or take factors without basis="
-            )
+            what = f"factors of layer {layer.name!r} have moments, for which inverse={self!r} has no use"
+            raise ValueError(f"{what}: choose inverse=kfac.Ekfac(), or take factors without basis=")
 
     def kept_dtype(self, dtype: Any) -> Any:
         """The dtype of inverses, where statistics have `dtype`."""
         return jnp.dtype("bfloat16") if self.precision == "bfloat16" else dtype
+
+
+def check_inverse(value: Any) -> None:
+    """Raises where a value is no kind of inverse."""
+    check_type("inverse", value, Inverse, "a kind of inverse such as kfac.Cholesky()")
 
 
 def damping_of_blocks(inverse: Inverse, factors: Any, damping: jax.Array) -> jax.Array:
@@ -216,15 +216,12 @@ def damping_of_blocks(inverse: Inverse, factors: Any, damping: jax.Array) -> jax
     size = len(jax.tree.leaves(factors)[0])
     if not inverse.relative:
         return jnp.broadcast_to(damping, size)
-    if isinstance(factors, Unitwise):
-        mean = jnp.trace(jnp.mean(factors.F, axis=1), axis1=1, axis2=2) / factors.F.shape[-1]
-    else:
-        mean = jnp.mean(diagonals(factors.A), axis=1) * jnp.mean(diagonals(factors.G), axis=1)
+    mean = factors.mean_eigenvalue()
     return damping * jnp.where(mean > 0, mean, 1)
 
 
 def sums(stacks: Sequence[jax.Array], first: int = 1) -> Sequence[jax.Array]:
-    """The sums of stacks of one shape along all axes from the `first` on.
+    """Sums stacks of one shape along all axes from the `first` on.
 
     In one operation, which reads only once what they are made of, and is one kernel to compile.
     """
@@ -239,21 +236,13 @@ def cosine(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.where(norms > 0, ab / jnp.where(norms > 0, norms, 1), 0)
 
 
-def diagonals(stack: jax.Array) -> jax.Array:
-    """`[k, d]`: every (d + 1)-th element of a matrix; diagonal factors are that already."""
-    if is_diagonal(stack):
-        return stack
-    k, d = stack.shape[:2]
-    return lax.slice(stack.reshape(k, d * d), (0, 0), (k, d * d), (1, d + 1))
-
-
 def count_bytes(tree: Any) -> int:
     """Bytes of all arrays."""
     return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
 
 
 def finite(stack: jax.Array, dims: int = 1) -> jax.Array:
-    """Whether all numbers are finite of each of what `stack` has along its first `dims` dimensions.
+    """Tells of each entry along the first `dims` dimensions of `stack` whether all of its numbers are finite.
 
     By their sum: NaN stays in it, infinities stay or become NaN. Finite numbers whose sum is too large for float32
     count as not finite. `isfinite` of every number would be an array as large as the stack.
@@ -263,7 +252,7 @@ def finite(stack: jax.Array, dims: int = 1) -> jax.Array:
     return jnp.isfinite(jnp.sum(stack, axis=tuple(range(dims, stack.ndim)), dtype=wide))
 
 
-def product(spec: str, precision: str, kept: Any, wide: Any, *operands: jax.Array) -> jax.Array:
+def product(spec: str, precision: str, dtype: Any, wide: Any, *operands: jax.Array) -> jax.Array:
     """An `einsum` of two operands in the arithmetic that `precision` names, with sums and result in `wide`.
 
     Operands are taken in `kept`, the dtype that inverses are kept in.
@@ -272,8 +261,8 @@ def product(spec: str, precision: str, kept: Any, wide: Any, *operands: jax.Arra
     def einsum(arithmetic, *operands):
         return jnp.einsum(spec, *operands, precision=arithmetic, preferred_element_type=wide)
 
-    narrow = [x.astype(kept) for x in operands]
-    if precision in ("float32", "bfloat16") or kept != jnp.float32:
+    narrow = [x.astype(dtype) for x in operands]
+    if precision in ("float32", "bfloat16") or dtype != jnp.float32:
         return einsum(lax.Precision.HIGHEST, *narrow)
     high = functools.partial(einsum, lax.Precision.HIGH)  # without tensor cores float32; on TPUs three products
     if precision == "tensorfloat32":
@@ -295,7 +284,7 @@ def identities(shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def averaged(average: Any, weight: jax.Array, new: Any, decay: jax.Array, taken: jax.Array) -> tuple[Any, jax.Array]:
-    """A running average and the sum `[k]` of its weights, with what is new of the blocks that are `taken`.
+    """Takes the new values of the blocks that are `taken` into a running average and into the sum `[k]` of its weights.
 
     `F <- decay F + (1 - decay) F_new`, divided by the sum of the weights, so that the first is used as it is.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import sys
 import threading
 import time
@@ -18,7 +17,7 @@ from jax import lax
 from kfac._capture.find_layers import find_layers
 from kfac._capture.microbatch import check_argnums, microbatch
 from kfac._capture.value_and_grad import value_and_grad
-from kfac._checks import check_function, check_positive_int, check_range
+from kfac._checks import check, check_function, check_given
 from kfac._curvature.inverse import Inverse
 from kfac._layers import MAX_DIM, Layers
 from kfac._optimizer.diagnostics import due, eigenbasis
@@ -67,7 +66,7 @@ class TrainStep:
         if not isinstance(now, jax.core.Tracer):
             return self._steps[bool(now)](params, opt_state, *args, fisher_key=fisher_key, **kwargs)
         arguments = (params, opt_state, *args), {"fisher_key": fisher_key, **kwargs}
-        without, full = (lambda given, way=way: way(*given[0], **given[1]) for way in self._steps)
+        without, full = (lambda packed, way=way: way(*packed[0], **packed[1]) for way in self._steps)
         return lax.cond(now, full, without, arguments)
 
 
@@ -130,19 +129,17 @@ def train_step(
         positional arguments; and as of the functions that it calls.
     """
     check_function(loss_fn)
-    check_range("learning_rate", learning_rate, 0, math.inf, open_high=True)
+    check(learning_rate=learning_rate, num_microbatches=num_microbatches)
     if "layers" in options:
         raise TypeError("train_step finds the layers by itself: leave layers= out, and pass skip= and max_dim= here")
-    check_positive_int("num_microbatches", num_microbatches)
-    if num_examples is not None:
-        check_positive_int("num_examples", num_examples)
-        if num_examples % num_microbatches:
-            raise ValueError(
-                f"num_microbatches={num_microbatches} does not divide num_examples={num_examples}, those of the batch"
-            )
+    check_given(num_examples=num_examples)
+    if num_examples is not None and num_examples % num_microbatches:
+        raise ValueError(
+            f"num_microbatches={num_microbatches} does not divide num_examples={num_examples}, those of the batch"
+        )
     if batch_argnums is not None and 0 in check_argnums(batch_argnums):
         raise ValueError(f"batch_argnums={batch_argnums!r} has 0, which are the parameters: the batch begins at 1")
-    known: dict[Any, Layers] = {}  # of arguments of some shapes
+    cache: dict[Any, Layers] = {}  # of arguments of some shapes
     inverse = options.get("inverse")
     moments = isinstance(inverse, Inverse) and inverse.takes_moments
     bound = MAX_DIM if moments and max_dim is None else max_dim  # there are moments of whole kernels only
@@ -150,11 +147,11 @@ def train_step(
     def layers_of(params, args, kwargs):
         leaves, structure = jax.tree.flatten((params, args, kwargs))
         shapes = structure, *map(jax.typeof, leaves)
-        known[shapes] = known.get(shapes) or find_layers(
+        cache[shapes] = cache.get(shapes) or find_layers(
             loss_fn, params, *args, has_aux=has_aux, skip=skip, max_dim=bound, batch_argnums=batch_argnums, **kwargs
         )
         # The interval of "auto" goes by examples; a last batch that has fewer must not change it.
-        return dataclasses.replace(known[shapes], num_examples=next(iter(known.values())).num_examples)
+        return dataclasses.replace(cache[shapes], num_examples=next(iter(cache.values())).num_examples)
 
     def init(params, *args, **kwargs):
         layers = layers_of(params, args, kwargs)
@@ -224,14 +221,14 @@ def _found(layers: Layers, subsample: int, options: dict[str, Any]) -> str:
     return f"{count} layer{'s' * (count != 1)}, {size} parameters, {type(inverse).__name__}, statistics{part} {when}"
 
 
-def _split(layers: Layers, given: int | Sequence[int] | None) -> int | Sequence[int] | None:
-    """The positions of what micro-batches split: where it is not said, of the batch that tracing has found."""
-    if given is not None or not layers.batch_argnums:
-        return given
+def _split(layers: Layers, argnums: int | Sequence[int] | None) -> int | Sequence[int] | None:
+    """Returns the positions of the arguments that micro-batches split: those given, else as tracing found them."""
+    if argnums is not None or not layers.batch_argnums:
+        return argnums
     named = [k for k in layers.batch_argnums if isinstance(k, str)]
     if named:
         raise ValueError(
-            "with num_microbatches= the batch must be in positional arguments, step(params, opt_state, batch), but "
-            f"{', '.join(map(repr, named))} of it are keyword arguments"
+            f"num_microbatches: the batch must be in positional arguments, but {', '.join(map(repr, named))} of it are "
+            "keyword arguments"
         )
     return [k for k in layers.batch_argnums if isinstance(k, int)]

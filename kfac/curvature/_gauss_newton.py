@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kfac._capture.outputs import Marked, marked
-from kfac._checks import check_positive_int, check_type
+from kfac._checks import check, check_given, check_type
 from kfac.curvature._matrix import Linear, Matrix
 from kfac.curvature._operator import Operator
 
@@ -33,22 +33,22 @@ class GaussNewton(Linear):
     def matvec(self, tree: Any) -> Any:
         tangents = jax.tree.map(lambda p, t: jnp.asarray(t).astype(p.dtype), self.params, tree)
 
-        def own(loss, outputs, push, index):
+        def curved(loss, outputs, push, index):
             return loss.transposed(outputs, loss.times_root(outputs, push(tangents)))
 
-        total = self._sum(own)
+        total = self._sum(curved)
         return jax.tree.map(lambda x, t: (x / self.batches).astype(jnp.result_type(t)), total, tree)
 
     def sample(self, key: jax.Array) -> Any:
         """`J^T S^T` times white noise."""
 
-        def own(loss, outputs, push, index):
+        def white(loss, outputs, push, index):
             roots = jax.eval_shape(loss.times_root, outputs, outputs)
             keys = jax.random.split(jax.random.fold_in(key, index), len(roots))
             noise = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, roots, strict=True)]
             return loss.transposed(outputs, noise)
 
-        return jax.tree.map(lambda x: x / self.batches**0.5, self._sum(own))
+        return jax.tree.map(lambda x: x / self.batches**0.5, self._sum(white))
 
     def _sum(self, cotangents: Callable[[Marked, Any, Any, jax.Array], Any]) -> Any:
         """The sum over batches of `J^T` times what `cotangents` makes of the outputs and of `J`."""
@@ -112,9 +112,8 @@ def gauss_newton(
       Martens, "Deep learning via Hessian-free optimization", ICML 2010; Ubaru, Chen and Saad, "Fast estimation of
       tr(f(A)) via stochastic Lanczos quadrature", 2017, https://doi.org/10.1137/16M1104974
     """
-    check_positive_int("batches", batches)
-    if num_examples is not None:
-        check_positive_int("num_examples", num_examples)
+    check(batches=batches)
+    check_given(num_examples=num_examples)
     lengths = {jnp.shape(x)[:1] for x in jax.tree.leaves(data)} if batches > 1 else set()
     for length in lengths | ({(num_examples,)} if num_examples else set()):
         if not length or length[0] % batches:

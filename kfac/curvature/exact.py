@@ -22,7 +22,7 @@ from kfac._capture.plan import check_same
 from kfac._capture.replay import replay
 from kfac._capture.taps import Key, Plan
 from kfac._capture.trace import Trace, batch_of, trace
-from kfac._factors import Block, Kronecker, Unitwise, formed
+from kfac._factors import Block, Kronecker, Statistics
 from kfac._layers import Layer, Layers
 from kfac._statistics.rows import accumulator
 
@@ -74,17 +74,15 @@ def fisher_blocks(
     """
     if fisher not in ("true", "empirical"):
         raise ValueError(f"fisher must be 'true' or 'empirical', but is {fisher!r}")
-    known = [layer.name for layer in layers.with_blocks]
-    chosen, sizes = known if names is None else list(names), {}
+    valid = [layer.name for layer in layers.with_blocks]
+    chosen, sizes = valid if names is None else list(names), {}
     for name in chosen:
-        if name not in known:
-            raise ValueError(f"names: no layer with statistics is called {name!r}; there are {', '.join(known)}")
+        if name not in valid:
+            raise ValueError(f"names: no layer with statistics is called {name!r}; there are {', '.join(valid)}")
         size = sizes[name] = layers[name].d_in * layers[name].d_out
         if size > max_size:
-            raise ValueError(
-                f"layer {name!r} has {size} parameters, its block {size} x {size} elements, but max_size={max_size}: "
-                "name smaller layers with names=, or raise max_size"
-            )
+            block = f"{size} parameters, its block {size} x {size} elements, but max_size={max_size}"
+            raise ValueError(f"layer {name!r} has {block}: name smaller layers with names=, or raise max_size")
 
     def blocks(params, *args, **kwargs):
         traced = trace(loss_fn, has_aux, params, args, kwargs, *batch_of(layers, args, kwargs))
@@ -100,7 +98,7 @@ def fisher_blocks(
         outputs, pull, slopes = _outputs(traced, marks, flat)
 
         def add(total, cotangents):
-            """Adds those of the pulled back cotangents `[k, ...]`, as rows `[k, copies, p]` of each layer."""
+            """Adds the moments of the pulled back cotangents `[k, ...]`, as rows `[k, copies, p]` of each layer."""
             by_path = dict(zip(paths, jax.vmap(pull)(cotangents), strict=True))
             leaves = {name: [by_path[path] for path in layers[name].params] for name in chosen}
             rows = {name: jax.vmap(functools.partial(_vector, layers[name]))(leaves[name]) for name in chosen}
@@ -154,9 +152,9 @@ def _expected(mark: Mark, outputs: Mapping[Key, jax.Array], total: Any, add: Cal
         units = jnp.eye(features, dtype=rows.dtype)
         columns = jax.vmap(lambda unit: mark.likelihood.times_root(rows[index], unit, "the exact Fisher matrix"))(units)
         root = math.sqrt(mark.weight) * columns.T.astype(rows.dtype)
-        own = jnp.zeros((features, *rows.shape), rows.dtype).at[:, index].set(root)
+        cotangent = jnp.zeros((features, *rows.shape), rows.dtype).at[:, index].set(root)
         cotangents = {k: jnp.zeros((features, *z.shape), z.dtype) for k, z in outputs.items()}
-        return add(total, {**cotangents, mark.key: own.reshape(features, *outputs[mark.key].shape)})
+        return add(total, {**cotangents, mark.key: cotangent.reshape(features, *outputs[mark.key].shape)})
 
     return lax.scan(row, total, jnp.arange(len(rows)))[0]
 
@@ -168,10 +166,8 @@ def _observed(marks: Marks, slopes: Mapping[Key, jax.Array], n: int, total: Any,
     together = [mark for mark in marks.marks if mark.key not in batches]
     for mark in together:
         if mark.scans and (mark.rows != n or len(together) > 1):
-            raise ValueError(
-                f"the output is marked inside a scan, where its {mark.rows} rows cannot be shared out among {n} "
-                "examples: mark it outside"
-            )
+            rows = f"its {mark.rows} rows cannot be shared out among {n} examples"
+            raise ValueError(f"the output is marked inside a scan, where {rows}: mark it outside")
         if mark.rows % n:
             raise ValueError(f"num_examples={n} does not divide the {mark.rows} rows of the marked output")
 
@@ -217,21 +213,9 @@ def dense(block: Block, basis: Kronecker | None = None) -> jax.Array:
       TypeError: `block` is neither.
       ValueError: with `basis`, `block` has no moments.
     """
-    block = formed(block)
-    if isinstance(block, Kronecker):
-        if basis is None:
-            return _kron(block.A, block.G)
-        if block.moments is None:
-            raise ValueError("block has no moments: take it from value_and_grad(...)(..., basis=basis)")
-        vectors, values = _kron(basis.A, basis.G), block.moments.mT
-        return jnp.matmul(vectors * values.reshape(*vectors.shape[:-2], 1, -1), vectors.mT, precision="highest")
-    if isinstance(block, Unitwise):
-        channels, size = block.F.shape[0], block.F.shape[0] * block.F.shape[1]
-        return jnp.einsum("cpq,cd->pcqd", block.F, jnp.eye(channels, dtype=block.F.dtype)).reshape(size, size)
-    raise TypeError(f"block must be Kronecker or Unitwise, but is {type(block).__name__}")
-
-
-_kron = jnp.vectorize(jnp.kron, signature="(a,b),(g,h)->(p,q)")
+    if not isinstance(block, Statistics):
+        raise TypeError(f"block must be Kronecker or Unitwise, but is {type(block).__name__}")
+    return block.combined().dense(basis)
 
 
 def error(exact: jax.Array, approximation: jax.Array) -> Error:
