@@ -231,7 +231,7 @@ def fake_batch(name: str, n: int) -> dict[str, Any]:
         return {"inputs": (real(320_000), real(320_000)), "targets": (whole(256), real(256))}
     if name == "wmt":
         return {"inputs": whole(256), "targets": whole(256), "weights": real(256)}
-    import jraph
+    jraph: Any = importlib.import_module("jraph")
 
     # Of ogbg: ten nodes and twenty edges to a graph, where theirs have as many as they have, and padding.
     def part(size: int, *shape: int, dtype: Any = jnp.float32) -> Any:

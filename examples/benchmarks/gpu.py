@@ -22,6 +22,7 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
+import math
 import os
 import pathlib
 import statistics
@@ -165,7 +166,7 @@ def moves(inverses: Sequence[Any], dtype: str = "float32") -> dict[str, list[Any
     rng = np.random.default_rng(0)
 
     def array(*shape: int) -> Any:
-        return jnp.asarray(rng.normal(size=shape) / max(1, np.prod(shape[:-1])) ** 0.5, jnp.float32)
+        return jnp.asarray(rng.normal(size=shape) * math.prod(shape[:-1]) ** -0.5, jnp.float32)
 
     params = {"first": array(3, 3, 3, 32), "conv": array(3, 3, 32, 32), "scale": jnp.ones(32), "up": array(32, 96),
               "down": array(96, 10)}  # fmt: skip
@@ -220,7 +221,7 @@ def part_works(options: argparse.Namespace, notes: Notes) -> None:
         np.savez(reference, **{f"{name}-{k}": x for name, leaves in found.items() for k, x in enumerate(leaves)})
         return
     on_cpu = os.environ | {"JAX_PLATFORMS": "cpu", EXPERIMENTAL: "0"}
-    other = subprocess.Popen([sys.executable, *sys.argv, "--reference"], env=on_cpu)
+    process = subprocess.Popen([sys.executable, *sys.argv, "--reference"], env=on_cpu)
     import jax
     import jax.numpy as jnp
 
@@ -230,12 +231,12 @@ def part_works(options: argparse.Namespace, notes: Notes) -> None:
     notes("device", jax.devices()[0].device_kind)
     notes("versions", ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "optax")))
     own = moves(inverses)
-    if other.wait():
+    if process.wait():
         raise SystemExit("the steps on the CPU failed")
     truth = np.load(reference)
-    for name, found in own.items():
-        expected = [truth[f"{name}-{k}"] for k in range(len(found))]
-        notes("three steps against a CPU", {"inverse": name, **disagreement(found, expected)})
+    for name, leaves in own.items():
+        expected = [truth[f"{name}-{k}"] for k in range(len(leaves))]
+        notes("three steps against a CPU", {"inverse": name, **disagreement(leaves, expected)})
     if on_gpu:  # the kernels compile for GPUs only
         one = [moves(inverses[:1], "bfloat16")["Soap"]]
         os.environ[EXPERIMENTAL] = "1"
@@ -252,8 +253,8 @@ def part_works(options: argparse.Namespace, notes: Notes) -> None:
         other = float(np.linalg.norm(np.asarray(plain(x)) - exact) / np.linalg.norm(exact))
         notes("Pallas kernel against float64", {
             "rows x columns": f"{shape[0]} x {shape[1]}", "error": error, "error of XLA's product": other,
-            "ms": 1e3 * seconds_of(lambda f=product, x=x: f(x[None]), 5),
-            "ms of XLA's": 1e3 * seconds_of(lambda f=plain, x=x: f(x), 5), "agrees": error < 1e-5,
+            "ms": 1e3 * seconds_of(functools.partial(product, x[None]), 5),
+            "ms of XLA's": 1e3 * seconds_of(functools.partial(plain, x), 5), "agrees": error < 1e-5,
         })  # fmt: skip
 
 
@@ -342,7 +343,7 @@ def part_speed(options: argparse.Namespace, notes: Notes) -> None:
     for model, row, compiled, taken, said in compiled_rows(options, options.models):
         if row == "refresh":
             taken[1] = averages.pop(model)
-        ms = 1e3 * seconds_of(lambda c=compiled, t=taken: stepping(c, t), 3 if options.rehearse else 20)
+        ms = 1e3 * seconds_of(functools.partial(stepping, compiled, taken), 3 if options.rehearse else 20)
         if row == "statistics":
             averages[model] = taken[1]
         base = first.setdefault(model, ms)

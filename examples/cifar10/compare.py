@@ -85,7 +85,7 @@ class Resident(ArraySplit):
             part = jax.lax.dynamic_slice(image, (y, x, 0), images.shape[1:])
             return jnp.where(mirror, part[:, ::-1], part)
 
-        return jax.vmap(one)(jnp.pad(images[rows], around), *shifts, mirrored), labels[rows]
+        return jax.vmap(one)(jnp.pad(images[rows], around), shifts[0], shifts[1], mirrored), labels[rows]
 
     def batches(self, plan: Plan) -> Any:
         for number in range(len(plan)):
@@ -95,7 +95,8 @@ class Resident(ArraySplit):
             rng = np.random.default_rng([key[0], AUGMENT, key[1]])
             shifts = rng.integers(0, 2 * self.shift + 1, (2, len(rows), 1, 1))[:, :, 0, 0]
             mirrored = (rng.random((len(rows), 1, 1)) < 0.5)[:, 0, 0] & self.flip
-            yield Batch(*self.cut(self.device_images, self.device_labels, rows, tuple(shifts), mirrored), None)
+            images, labels = self.cut(self.device_images, self.device_labels, rows, tuple(shifts), mirrored)
+            yield Batch(images, labels, None)
 
 
 class Programs:
