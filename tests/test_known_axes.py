@@ -404,3 +404,19 @@ def test_of_two_lengths_none_is_assumed():
 
     layers = kfac.find_layers(loss, small(), graphs)
     assert layers.num_examples is None and "the 10 of argument 1 or the 4 of argument 1" in layers.hidden
+
+
+def test_running_averages_before_the_batch_are_not_tried_one_by_one():
+    """Each trial is a trace of the loss, and a residual network has a hundred averages."""
+    traces = []
+
+    def loss(p, stats, x, y):
+        traces.append(0)
+        for mean in stats:
+            x = x - mean
+        return jnp.mean((network(p, x) - y) ** 2)
+
+    stats = [np.zeros(D, np.float32)] * 20
+    layers = kfac.find_layers(loss, weights(), stats, normal(0, N, D), normal(1, N, 2))
+    assert layers.batch_argnums == (2, 3) and layers.num_examples == N
+    assert len(traces) < 8
