@@ -109,8 +109,7 @@ def adapted(rate: jax.Array, angle: jax.Array, full: jax.Array) -> jax.Array:
     """
     beyond = angle - jnp.clip(angle, TOO_FAR, AGREES)
     beyond = jnp.where(full, beyond, jnp.minimum(beyond, 0))
-    new = rate * jnp.exp(FOLLOWS * jnp.clip(beyond / FULL, -1, 1))
-    return jnp.clip(new, SLOWEST, FASTEST).astype(rate.dtype)
+    return jnp.clip(rate * jnp.exp(FOLLOWS * jnp.clip(beyond / FULL, -1, 1)), SLOWEST, FASTEST).astype(rate.dtype)
 
 
 # Of kernels whose scale matters, so few gradients are at such an angle by chance (Heo et al. 2021, arXiv:2006.08217).
