@@ -315,7 +315,7 @@ class Factors(Mapping[str, Statistics]):
 
     def whole(self) -> Factors:
         """Returns `Kronecker` blocks, whole on every device, in the place of `Packed` ones."""
-        return Factors({n: block.combined() if block.wire else block for n, block in self.items()})
+        return Factors({n: block.combined() if block.wire is not None else block for n, block in self.items()})
 
     def unscale(self, loss_scale: jax.typing.ArrayLike) -> Factors:
         """The statistics of the loss itself, from those of `loss_scale` times the loss.

@@ -84,7 +84,7 @@ def _without_rows(factors: Factors, layers: Layers, here: Layers) -> Any:
         if here[layer.name].params == layer.params or layer.name not in blocks:
             continue
         block: Any = blocks[layer.name]
-        block = block.combined() if block.wire else block
+        block = block.combined() if block.wire is not None else block
         if isinstance(block, Tied) or block.moments is not None:
             what = f"bias {layer.params[1]!r} is masked and its kernel is not, which its statistics do not allow"
             raise ValueError(f"{what}: {how_to_hide(layer.params[1:])}")
