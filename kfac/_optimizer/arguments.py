@@ -16,10 +16,9 @@ from kfac._layers import Layer, Layers, leaves_by_path
 from kfac._optimizer.state import has_masked, how_to_hide
 
 FORGOTTEN = (
-    "update was called without factors, so nothing is preconditioned and training goes by momentum: write "
-    "tx.update(grads, opt_state, params, factors=factors), with the factors of kfac.value_and_grad. "
-    "TrainState.apply_gradients of flax drops them, as do some wrappers of optax: docs/interop.md has a line for each. "
-    "For a step that is to go without statistics write factors=None"
+    "update was called without factors, so training goes by momentum alone: write tx.update(grads, opt_state, params, "
+    "factors=factors), with those of kfac.value_and_grad, or factors=None for a step that is to go without. "
+    "TrainState.apply_gradients of flax drops them, as do some wrappers of optax: docs/interop.md has a line for each"
 )
 
 
