@@ -58,8 +58,8 @@ def mesh_of(tree: Any) -> Mesh | AbstractMesh | None:
     lying = [jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding for x in leaves]
     meshes = {sharding.mesh for sharding in lying if isinstance(sharding, NamedSharding)}
     around = jax.sharding.get_abstract_mesh()
-    known = [*sorted(meshes, key=_is_abstract), around]
-    return next((mesh for mesh in known if mesh.size > 1), None)
+    candidates = [*sorted(meshes, key=_is_abstract), around]
+    return next((mesh for mesh in candidates if mesh.size > 1), None)
 
 
 def _is_abstract(mesh: Any) -> bool:

@@ -72,9 +72,9 @@ def check_options(options: Options, moves: Moves, weight_decay: Any = None, weig
         )
     check_inverse(options.inverse)
     check_distribution(options.distribution)
-    known = {**vars(moves), **options._asdict(), "weight_decay": weight_decay, "weight_decay_mask": weight_decay_mask}
-    numbers = {name: value for name, value in known.items() if name in OPTIONS}
+    values = {**vars(moves), **options._asdict(), "weight_decay": weight_decay, "weight_decay_mask": weight_decay_mask}
+    numbers = {name: value for name, value in values.items() if name in OPTIONS}
     check_given(**numbers | ({"trust_ratio": None} if moves.trust_ratio == "auto" else {}))
     for holds, sentence in CONFLICTS:
-        if holds(types.SimpleNamespace(**known)):
-            raise ValueError(sentence.format(**known))
+        if holds(types.SimpleNamespace(**values)):
+            raise ValueError(sentence.format(**values))
