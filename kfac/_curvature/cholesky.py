@@ -19,7 +19,6 @@ from kfac._curvature.inverse import Inverse, identities, product
 from kfac._curvature.symmetric import flatten, unflatten
 from kfac._factors import Kronecker, Packed, diagonals, is_diagonal
 
-SIXFOLD = lax.DotAlgorithmPreset.BF16_BF16_F32_X6
 LEAF = 600  # larger matrices are treated by halves; smaller leaves gain little, and cost time to compile
 
 
@@ -142,7 +141,7 @@ def exact_product(a: jax.Array, b: jax.Array) -> jax.Array:
     These have all 24 bits of float32, and with sums in float32 errors no larger than its own. By the peaks of an H100
     they take 0.4 of its time.
     """
-    exact, sixfold = (functools.partial(jnp.matmul, precision=x) for x in (lax.Precision.HIGHEST, SIXFOLD))
+    exact, sixfold = (functools.partial(jnp.matmul, precision=x) for x in ("highest", "BF16_BF16_F32_X6"))
     return lax.platform_dependent(a, b, cuda=sixfold if a.dtype == jnp.float32 else exact, default=exact)
 
 

@@ -408,7 +408,7 @@ def move(
     for name, (trace, rate) in state.motions.items():
         if rate is not None:
             cosines = angles | ({} if trace is None else {name: cosine(trace, gradients[name])})
-            rate = adapted(rate, cosines[name], ~place.now.warmup, full)
+            rate = adapted(rate, cosines[name], full)
         if trace is not None:
             trace, steps[name] = now.momentum(moves).moved(trace, steps[name])
         motions[name] = Motion(trace, rate)
