@@ -78,7 +78,7 @@ def check_options(options: Options, moves: Moves, weight_decay: Any = None, weig
     check_distribution(options.distribution)
     values = {**vars(moves), **options._asdict(), "weight_decay": weight_decay, "weight_decay_mask": weight_decay_mask}
     skipped = {name for name in LEFT_OUT if values[name] is None or (name == "trust_ratio" and values[name] == "auto")}
-    check(**{name: values[name] for name in OPTIONS.keys() & values.keys() - skipped})
+    check(**{name: value for name, value in values.items() if name in OPTIONS and name not in skipped})
     for holds, sentence in CONFLICTS:
         if holds(types.SimpleNamespace(**values)):
             raise ValueError(sentence.format(**values))
