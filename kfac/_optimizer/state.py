@@ -315,10 +315,8 @@ def match_leaves(layers: Layers, tree: Any, what: str) -> dict[str, jax.Array]:
     leaves = leaves_by_path(tree)
     unknown = [path for path in leaves if path not in layers.paths]
     if unknown and jax.tree_util.all_leaves([tree]):
-        raise ValueError(
-            f"{what} are one array, in which layers cannot be told apart: put what flattens them, such as "
-            "optax.flatten, around the other parts of the chain"
-        )
+        how = "put what flattens them, such as optax.flatten, around the other parts of the chain"
+        raise ValueError(f"{what} are one array, in which layers cannot be told apart: {how}")
     if unknown:
         raise ValueError(f"{what} have a leaf {unknown[0]!r} that `layers` was found without: call find_layers again")
     masked = has_masked(tree)
@@ -330,10 +328,8 @@ def match_leaves(layers: Layers, tree: Any, what: str) -> dict[str, jax.Array]:
             raise ValueError(f"{what}: leaf {missing[0]!r} of layer {layer.name!r} {reason}")
         for path, shape in zip(layer.params, layer.shapes, strict=True):
             if path in leaves and tuple(leaves[path].shape) != shape:
-                raise ValueError(
-                    f"{what}: leaf {path!r} of layer {layer.name!r} must have shape {shape}, "
-                    f"but has {tuple(leaves[path].shape)}"
-                )
+                leaf = f"leaf {path!r} of layer {layer.name!r}"
+                raise ValueError(f"{what}: {leaf} must have shape {shape}, but has {tuple(leaves[path].shape)}")
     if not leaves:
         raise ValueError(f"{what} have no leaves")
     return leaves
@@ -363,10 +359,9 @@ def find_state(opt_state: Any, argument: str) -> KfacState:
     """The one `KfacState` in an optimizer state."""
     states = find_nodes(opt_state, KfacState)
     if len(states) != 1:
-        raise ValueError(
-            f"{argument} must hold one state of scale_by_kfac, but is of type {type(opt_state).__name__} and holds "
-            f"{len(states)}{'; give the part of each' if states else ': it is what init of the optimizer has returned'}"
-        )
+        held = f"is of type {type(opt_state).__name__} and holds {len(states)}"
+        how = "; give the part of each" if states else ": it is what init of the optimizer has returned"
+        raise ValueError(f"{argument} must hold one state of scale_by_kfac, but {held}{how}")
     return states[0]
 
 
@@ -376,10 +371,10 @@ def blocks_of(state: KfacState, layers: Layers, argument: str) -> Iterator[tuple
         block = state.blocks.get(group.name)
         have = "no" if block is None else len(block.weight)
         if block is None or len(block.weight) != group.size or block.weight.ndim != 1:
+            held = f"has {have} blocks {group.name} where the layers have {group.size}"
             raise ValueError(
-                f"{argument} must be the state of an optimizer for these layers, on one device, but has {have} blocks "
-                f"{group.name} where the layers have {group.size}: a state of several devices goes through "
-                "kfac.state.gather_state"
+                f"{argument} must be the state of an optimizer for these layers, on one device, but {held}: that of "
+                "several devices goes through kfac.state.gather_state"
             )
         yield group, block
 
@@ -420,10 +415,8 @@ def check_same_inverse(inverse: Inverse, state: KfacState) -> None:
     """Raises where a state is one for another kind of inverse, which `kfac.kfac` may have chosen by the layers."""
     for owned in state.owned.values():
         if owned.inverse != inverse:
-            raise ValueError(
-                f"inverse={inverse!r}, but the optimizer state is one for inverse={owned.inverse!r}: initialise it "
-                "with the same option, or name the inverse where the default for these layers is another."
-            )
+            what = f"inverse={inverse!r}, but the optimizer state is one for inverse={owned.inverse!r}"
+            raise ValueError(f"{what}: initialise it with the same option")
 
 
 def check_groups(groups: Sequence[Group], state: KfacState) -> None:
@@ -445,9 +438,9 @@ def check_devices(state: KfacState, devices: int, call: str = "update") -> None:
     """Raises where a state is one for another number of devices."""
     for owned in state.owned.values():
         if owned.shard.devices != devices:
+            how = "initialise it where the axis is bound"
+            how = how if call == "update" else f"pass the optimizer's distribution= to {call}"
             raise ValueError(
-                f"the optimizer state is one for {owned.shard.devices} device(s), but {call} runs on {devices}"
-                + (f": pass the optimizer's distribution= to {call}. " if call != "update" else ". ")
-                + "Initialise it where the axis is bound, e.g. jax.pmap(tx.init, axis_name=...)(params); a state from "
-                "another number of devices is converted by kfac.state.gather_state and kfac.state.scatter_state."
+                f"the optimizer state is one for {owned.shard.devices} device(s), but {call} runs on {devices}: {how}; "
+                "kfac.state.gather_state and kfac.state.scatter_state bring a state to another number of devices"
             )
