@@ -205,7 +205,7 @@ def test_several_devices_are_one(style, inverse_every):
         scatter = functools.partial(kfac.state.scatter_state, num_devices=devices, pmap=style == "pmap")
         scattered = jax.jit(scatter)(portable)
         if devices == DEVICES:
-            assert_equal(state_of(scattered).replicas, jax.tree.map(jnp.asarray, state_of(state).replicas))
+            assert_equal(state_of(scattered).bases, jax.tree.map(jnp.asarray, state_of(state).bases))
         assert_equal(gather(scattered), portable)
 
 
@@ -228,7 +228,7 @@ def test_the_plan_counts_the_bytes_of_the_state():
 
 
 def test_an_axis_of_one_device():
-    """Its state has replicas; that of no axis has none, and each is made from the other."""
+    """Its state has bases; that of no axis has none, and each is made from the other."""
     mesh = Mesh(np.array(jax.devices()[:1]), ("devices",), axis_types=(AxisType.Auto,))
     alone, meshed = (
         kfac.scale_by_kfac(LAYERS, inverse=kfac.Ekfac(), distribution=kfac.Distribution(mesh=m)) for m in (None, mesh)

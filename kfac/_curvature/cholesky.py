@@ -15,7 +15,6 @@ from jax import lax
 
 from kfac._curvature.eigh import decompose, eigenvalues
 from kfac._curvature.inverse import Inverse, diagonals, identities, product
-from kfac._curvature.symmetric import flatten_block, unflatten_block
 from kfac._factors import Kronecker, is_diagonal
 
 LEAF = 600  # larger matrices are treated by halves; smaller leaves gain little, and cost time to compile
@@ -40,6 +39,8 @@ class Cholesky(Inverse):
       Martens and Grosse, "Optimizing Neural Networks with Kronecker-factored Approximate Curvature", 2015,
       https://arxiv.org/abs/1503.05671
     """
+
+    by_rows = True
 
     def init(self, factors):
         """Identities, `A` and `G` shaped like the factors."""
@@ -70,14 +71,6 @@ class Cholesky(Inverse):
         basis = Kronecker(*(decompose(factor, factor.dtype) for factor in (factors.A, factors.G)))
         g, a = eigenvalues(basis.G) + on_g[:, None], eigenvalues(basis.A) + on_a[:, None]
         return basis, g[:, :, None] * a[:, None, :]
-
-    def encode(self, kept):
-        """Triangles."""
-        return flatten_block(kept)
-
-    def decode(self, flat, like):
-        """From triangles."""
-        return unflatten_block(flat, like)
 
 
 def split_damping(factors: Kronecker, damping: jax.Array) -> tuple[jax.Array, jax.Array]:

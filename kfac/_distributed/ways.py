@@ -81,7 +81,8 @@ class Everywhere:
 
     def statistics(self, stacks: Mapping[str, Packed | Unitwise], shards: Shards) -> dict[str, Packed | Unitwise]:
         """As `means`, of statistics."""
-        received = self.means({name: flatten(stack) for name, stack in stacks.items()}, shards, BUCKETS)
+        owned = {name: shard for name, shard in shards.items() if not shard.by_rows}
+        received = self.means({name: flatten(stack) for name, stack in stacks.items()}, owned, BUCKETS)
         wide = {n: jax.tree.map(lambda x, d=received[n].dtype: x.astype(d), stack) for n, stack in stacks.items()}
         return {name: unflatten(received[name], like) for name, like in wide.items()}
 

@@ -108,8 +108,7 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
                 f"{'no' if own is None else own.shard.blocks} blocks {group.name}"
                 f"{f' for inverse={own.inverse!r}' if own is not None and vectors is None else ''}"
             )
-        if group.name in state.replicas:
-            vectors = state.replicas[group.name].inverse
+        vectors = state.bases.get(group.name, vectors)
         if vectors.A.shape[0] != group.size:
             raise ValueError(
                 "source is the state of several devices with an axis of them in front, as pmap returns it: call "

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -44,7 +45,8 @@ def step_over_mesh(
     split = config.dealt and _is_split(config, mesh, state.splits, leaves)
     narrow = {}
     if split:
-        narrow = {group.name: [_narrowest(_dtypes(part, leaves)) for part in group.by_leaf] for group in config.apart}
+        parts = {group.name: group.by_leaf for group in _pieces(config, rows)}
+        narrow = {name: [_narrowest(_dtypes(part, leaves)) for part in by_leaf] for name, by_leaf in parts.items()}
 
     def given(tree):
         return to_owners(config, mesh, tree, rows, state.splits) if split else Gradients(replicated(tree), {})
@@ -104,7 +106,7 @@ def statistics_to_owners(
         def own(name, stack):
             if name not in rows:
                 return stack
-            return jax.tree.map(lambda x: _lying(mesh, x[rows[name].order], config.owners), stack)
+            return jax.tree.map(lambda x: _lying(mesh, _picked(x, rows[name].order), config.owners), stack)
 
         return {name: own(name, stack) for name, stack in stack_packed(config, factors).items()}
 
@@ -139,14 +141,15 @@ def to_owners(
         return optax.MaskedNode() if path in apart else leaf
 
     def lying(layer, matrix):
-        return _lying(mesh, matrix, None, *_across(config, mesh, layer))
+        across = _across(config, mesh, layer)
+        return matrix if across is None else _lying(mesh, matrix, None, *across)
 
     def stacked(apart):
         stacks = {}
-        for group in config.apart:
-            dtype, order = jnp.result_type(*_dtypes(group, apart)), rows[group.name].order
+        for group in _pieces(config, rows):
+            dtype, order = jnp.result_type(*_dtypes(group, apart)), rows[group.name].matrices.order
             parts = (part.stack_matrices(apart, dtype, lying) for part in group.by_leaf)
-            stacks[group.name] = [_lying(mesh, x[order], config.owners) for x in parts]
+            stacks[group.name] = [_lying(mesh, _picked(x, order), config.owners) for x in parts]
         return stacks
 
     return Gradients(replicated(map_by_path(rest, updates)), whole(stacked, PartitionSpec(config.owners))(apart))
@@ -160,12 +163,13 @@ def from_owners(
 
     def split(stacks):
         leaves: dict[str, jax.Array] = {}
-        for group in config.apart:
-            across, places = _across(config, mesh, group.layers[0]), rows[group.name].places
+        for group in _pieces(config, rows):
+            across, places = _across(config, mesh, group.layers[0]), rows[group.name].matrices.places
             for part, stack in zip(group.by_leaf, stacks[group.name], strict=True):
                 # Laid out as the leaves lie, which XLA knows, before it is cut.
-                whole_stack = _lying(mesh, stack, None, *across[::-1])[places]
-                leaves |= part.split_matrices(whole_stack, {start: jnp.int32(start) for start in part.starts})
+                laid_out = stack if across is None else _lying(mesh, stack, None, *across[::-1])
+                starts = {start: jnp.int32(start) for start in part.starts}
+                leaves |= part.split_matrices(_picked(laid_out, places), starts)
         return {path: leaves[path].astype(leaf.dtype) for path, leaf in apart.items()}
 
     own, rest = whole(split, apart)(new.stacks), leaves_by_path(new.tree)
@@ -179,9 +183,24 @@ def from_owners(
     return map_by_path(back, updates)
 
 
-def _across(config: Config, mesh: Mesh | AbstractMesh, layer: Layer) -> tuple[Any, Any]:
-    """How rows and columns lie on the way to and from owners: as XLA likes; of what is cut, the side that is not."""
+def _pieces(config: Config, rows: dict[str, Shard]) -> list[Group]:
+    """The groups that owners alone precondition, as gradients lie."""
+    return [rows[group.name].as_matrices(group) for group in config.kronecker]
+
+
+def _picked(stack: jax.Array, index: np.ndarray) -> jax.Array:
+    """`stack[index]`, which XLA need not move where that changes nothing."""
+    return stack if np.array_equal(index, np.arange(len(stack))) else stack[index]
+
+
+def _across(config: Config, mesh: Mesh | AbstractMesh, layer: Layer) -> tuple[Any, Any] | None:
+    """How rows and columns lie on the way to and from owners: as XLA likes; of what is cut, the side that is not.
+
+    None where each owner has as many rows as it would have of a leaf that is split by rows.
+    """
     free, devices = PartitionSpec.UNCONSTRAINED, math.prod(mesh.shape[name] for name in axis_names(config.owners))
+    if layer.diagonal and layer.cut == (devices, 1) and layer.d_in % devices == 0:
+        return None
     if layer.cut[0] == 1 < layer.cut[1] and layer.d_in % devices == 0:
         return None, config.owners
     if layer.cut[1] == 1 < layer.cut[0] and layer.d_out % devices == 0:

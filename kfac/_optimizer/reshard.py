@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from kfac._checks import check_positive_int
 from kfac._distributed.owners import Shard, block_cost, make_shards
-from kfac._optimizer.state import KfacState, Owned, Replica, Splits, find_nodes
+from kfac._optimizer.state import BlockState, KfacState, Owned, Splits, find_nodes
 from kfac._varying import AxisName, replicated
 
 
@@ -66,9 +66,7 @@ def gather_state(opt_state: Any) -> Any:
 
     def gather(node):
         owned = {name: _gather_owned(own) for name, own in node.owned.items()}
-        # A basis that is there for the sake of several devices can be had from the blocks again.
-        replicas = {name: r for name, r in node.replicas.items() if not owned[name].inverse.takes_moments}
-        return node._replace(owned=owned, replicas=replicas, splits=Splits())
+        return node._replace(owned=owned, bases={}, splits=Splits())  # bases can be had from the blocks again
 
     return on_states(gather, opt_state)
 
@@ -98,13 +96,14 @@ def scatter_state(portable: Any, num_devices: int, *, pmap: bool = False) -> Any
         if any(own.shard.devices != 1 for own in node.owned.values()):
             raise ValueError("portable must be what gather_state returns, but is a state for several devices")
         blocks = {name: own.blocks.factors for name, own in node.owned.items()}
-        costs = [block_cost(n, len(x.A), {"A": x.A.shape[1:], "G": x.G.shape[1:]}) for n, x in blocks.items()]
+        costs = [
+            block_cost(n, len(x.A), {"A": x.A.shape[1:], "G": x.G.shape[1:]}, node.owned[n].shard.by_rows)
+            for n, x in blocks.items()
+        ]
         shards = make_shards(costs, num_devices)
         bases = {name: own.inverse.basis(own.blocks.inverse) for name, own in node.owned.items()}
-        ready = {name: node.owned[name].blocks.condition > 0 for name, basis in bases.items() if basis is not None}
-        replicas = node.replicas | {name: Replica(bases[name], ready[name]) for name in ready}
         owned = {name: _scatter_owned(own, shards[name]) for name, own in node.owned.items()}
-        return node._replace(owned=owned, replicas=replicas)
+        return node._replace(owned=owned, bases={name: basis for name, basis in bases.items() if basis is not None})
 
     state = on_states(scatter, portable)
     if not pmap:
@@ -144,11 +143,48 @@ def _gather_owned(own: Owned) -> Owned:
             f"opt_state must hold the {expected} blocks of all {own.shard.devices} devices in a row, but has "
             f"{own.blocks.weight.shape}: gather outside of shard_map and pmap, and from the parts of all processes."
         )
-    shard, one = own.shard, Shard(own.shard.blocks, 1)
-    return _mapped(lambda x: replicated(x)[shard.places], own, one)
+    shard, one = own.shard, dataclasses.replace(own.shard, devices=1, owners=())
+    if not shard.by_rows:
+        return _mapped(lambda x: replicated(x)[shard.places], own, one)
+    side, length = _long_side(own)
+
+    def joined(x):  # `[devices k, ...]`, of which each has some rows
+        pieces = jnp.moveaxis(replicated(x).reshape(shard.devices, -1, *x.shape[1:]), 0, side)
+        merged = pieces.reshape(*pieces.shape[:side], -1, *pieces.shape[side + 2 :])
+        return jax.lax.slice_in_dim(merged, 0, length, axis=side)
+
+    blocks = _by_rows(own.blocks, joined, lambda x: replicated(x)[shard.places])
+    return dataclasses.replace(own, blocks=blocks, shard=one)
+
+
+def _long_side(own: Owned) -> tuple[int, int]:
+    """Along which axis matrices of blocks by rows are cut, and how long they are."""
+    block: Any = own.blocks.factors
+    a, g = block.A, block.G
+    return (1, a.shape[1]) if a.ndim == 2 and a.shape[1] > g.shape[1] else (2, g.shape[1])
+
+
+def _by_rows(block: BlockState, matrices: Callable, other: Callable) -> BlockState:
+    """`matrices` of the arrays of a state that have the form of gradients, `other` of all else."""
+    found, inverse = jax.tree.map(other, block), block.inverse
+    momentum, moments = jax.tree.map(
+        lambda x: matrices(x) if x.ndim == 3 else other(x), (block.motion.momentum, inverse.moments)
+    )
+    return found._replace(
+        inverse=dataclasses.replace(found.inverse, moments=moments), motion=found.motion._replace(momentum=momentum)
+    )
 
 
 def _scatter_owned(own: Owned, shard: Shard) -> Owned:
+    if shard.by_rows:
+        side, length = _long_side(own)
+
+        def pieces(x):
+            missing = [(0, -length % shard.devices if axis == side else 0) for axis in range(x.ndim)]
+            cut = jnp.pad(x, missing).reshape(*x.shape[:side], shard.devices, -1, *x.shape[side + 1 :])
+            return jnp.moveaxis(cut, side, 0).reshape(-1, *cut.shape[1:side], *cut.shape[side + 1 :])
+
+        return dataclasses.replace(own, blocks=_by_rows(own.blocks, pieces, lambda x: x[shard.order]), shard=shard)
     places = shard.places
 
     def spread(x):

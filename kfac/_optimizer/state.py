@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from kfac._curvature.blocks import Group, group_layers
 from kfac._curvature.inverse import Inverse
-from kfac._distributed.distribution import Distribution, owners_precondition, shared, shares
+from kfac._distributed.distribution import Distribution
 from kfac._distributed.owners import Shard, group_costs, make_shards
 from kfac._distributed.ways import Everywhere, way_of
 from kfac._factors import Block
@@ -67,7 +67,7 @@ class BlockState(NamedTuple):
       inverse: what the kind of inverse keeps, arrays `[k, ...]`.
       condition: `[k]`, condition number at the last inversion; 0 before the first.
       inverted: `[k]`, the step of the last inversion; 0 before the first.
-      motion: momentum and rates, of blocks that owners alone precondition.
+      motion: momentum and rates.
     """
 
     factors: Block
@@ -81,18 +81,14 @@ class BlockState(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Owned:
-    """Blocks of one group that this device owns, at its positions; seen from outside, those of all devices in a row."""
+    """Blocks of one group that this device owns, at its positions; seen from outside, those of all devices in a row.
+
+    By rows each device has all blocks, but of momentum and moments, which have the form of gradients, its rows alone.
+    """
 
     blocks: BlockState
     shard: Shard = dataclasses.field(metadata={"static": True})
     inverse: Inverse = dataclasses.field(metadata={"static": True})
-
-
-class Replica(NamedTuple):
-    """What all devices have of the inverses of a group, and `[k]` whether each has been computed yet."""
-
-    inverse: Any
-    ready: jax.Array
 
 
 @jax.tree_util.register_static
@@ -117,10 +113,8 @@ class KfacState(NamedTuple):
       unitwise_damping: that of unit-wise and diagonal blocks.
       owned: Kronecker blocks, each device its own.
       shared: unit-wise and diagonal blocks, the same on all devices.
-      replicas: what all devices have of inverses: those of the groups that they all precondition; over an axis, with an
-        inverse that takes moments, the bases of blocks with such.
+      bases: over an axis, with an inverse that takes moments, what all devices have of blocks with such.
       learning_rates: the last and the highest so far, which `layer_rates` go by.
-      shared_motions: momenta and rates of the groups that all devices precondition.
       members: the number of blocks of each group, by the names of its layers, whose blocks they are in this order. So a
         checkpoint of layers of another name is one of another structure.
       metrics: scalars of the last step.
@@ -136,9 +130,8 @@ class KfacState(NamedTuple):
     unitwise_damping: jax.Array
     owned: dict[str, Owned]
     shared: dict[str, BlockState]
-    replicas: dict[str, Replica]
+    bases: dict[str, Any]
     learning_rates: jax.Array
-    shared_motions: dict[str, Motion]
     members: dict[str, dict[str, jax.Array]]
     metrics: KfacMetrics
     splits: Splits
@@ -155,7 +148,7 @@ class KfacState(NamedTuple):
     @property
     def motions(self) -> dict[str, Motion]:
         """Momenta and rates of all groups, of the blocks that a device preconditions."""
-        return {name: own.blocks.motion for name, own in self.owned.items()} | self.shared_motions
+        return {name: block.motion for name, block in self.blocks.items()}
 
 
 class AdaptiveDampingState(NamedTuple):
@@ -186,10 +179,7 @@ def with_blocks(state: KfacState, blocks: dict[str, BlockState]) -> KfacState:
 
 def with_motions(state: KfacState, motions: dict[str, Motion]) -> KfacState:
     """The state with other momenta and rates."""
-    shared = {name: motions[name] for name in state.shared_motions}
-    blocks = state.blocks
-    owned = {name: blocks[name]._replace(motion=x) for name, x in motions.items() if name not in shared}
-    return with_blocks(state._replace(shared_motions=shared), blocks | owned)
+    return with_blocks(state, {name: block._replace(motion=motions[name]) for name, block in state.blocks.items()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,22 +219,14 @@ class Config:
         """Whether statistics of a group bring moments."""
         return group.correctable and group.kind(self.inverse).takes_moments
 
-    def shares(self, group: Group) -> bool:
-        """Whether all devices have the inverses of a group, or a part of them."""
-        return group.kronecker and shares(self.inverse, group, several=self.owners is not None)
-
-    def owners_precondition(self, group: Group) -> bool:
-        """Whether owners alone precondition the blocks of a group."""
-        return owners_precondition(self.inverse, group)
-
-    @functools.cached_property
-    def apart(self) -> tuple[Group, ...]:
-        """The groups that their owners alone precondition."""
-        return tuple(filter(self.owners_precondition, self.groups))
+    def shares_bases(self, group: Group) -> bool:
+        """Whether all devices have the bases of a group, in which its moments are due."""
+        return self.owners is not None and self.has_moments(group)
 
     @functools.cached_property
     def paths_apart(self) -> frozenset[str]:
-        return frozenset(path for group in self.apart for layer in group.layers for path in layer.params)
+        """The leaves that their owners alone precondition."""
+        return frozenset(path for group in self.kronecker for layer in group.layers for path in layer.params)
 
     @functools.cached_property
     def skipped(self) -> frozenset[str]:
@@ -262,29 +244,26 @@ def init_state(config: Config, params: Any) -> KfacState:
     # Statistics of a float64 model stay in float64; nothing else is ever wider than float32.
     dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in leaves.values()))
     devices = axis_size(config.owners)
-    shards = make_shards(group_costs(config.groups), devices or 1)
+    shards = make_shards(group_costs(config.groups, config.inverse), devices or 1)
 
     def inverses(group: Group, size: int) -> Any:
         return group.kind(config.inverse).init(group.zeros(size, dtype, moments=config.has_moments(group)))
 
-    def blocks(group: Group, size: int) -> BlockState:
+    def blocks(group: Group, size: int, piece: Group) -> BlockState:
         weight, condition, inverted = jnp.zeros(size, dtype), jnp.zeros(size, dtype), jnp.zeros(size, jnp.int32)
-        still = motion(group, size) if group in config.apart else Motion(None, None)
-        return BlockState(group.zeros(size, dtype), weight, inverses(group, size), condition, inverted, still)
-
-    def motion(group: Group, size: int) -> Motion:
-        outside = config.moves.momentum is not None and not group.kind(config.inverse).takes_gradients
-        momentum = jnp.zeros((size, group.d_in, group.d_out), dtype) if outside else None
-        return Motion(momentum, jnp.ones(size, dtype) if config.moves.layer_rates else None)
+        kept, outside = inverses(group, size), not group.kind(config.inverse).takes_gradients
+        if piece is not group:
+            kept = dataclasses.replace(kept, moments=inverses(piece, size).moments)
+        still = config.moves.momentum is not None and outside
+        momentum = jnp.zeros((size, piece.d_in, piece.d_out), dtype) if still else None
+        motion = Motion(momentum, jnp.ones(size, dtype) if config.moves.layer_rates else None)
+        return BlockState(group.zeros(size, dtype), weight, kept, condition, inverted, motion)
 
     def own(group: Group) -> Owned:
         shard = shards[group.name]
-        held = Owned(blocks(group, shard.positions), shard, config.inverse)
+        held = Owned(blocks(group, shard.positions, shard.as_matrices(group)), shard, config.inverse)
         # A device's own blocks are marked as such, where `shard_map` checks that (`lax.axis_index` varies if it does).
         return as_varying(held, varying_axes(lax.axis_index(config.owners))) if devices else held
-
-    def replica(group: Group) -> Replica:
-        return Replica(shared(config.inverse, inverses(group, group.size)), jnp.zeros(group.size, bool))
 
     return KfacState(
         count=jnp.zeros((), jnp.int32),
@@ -295,10 +274,9 @@ def init_state(config: Config, params: Any) -> KfacState:
         damping=jnp.zeros((), jnp.float32),
         unitwise_damping=jnp.zeros((), jnp.float32),
         owned={group.name: own(group) for group in config.kronecker},
-        shared={group.name: blocks(group, group.size) for group in config.groups if not group.kronecker},
-        replicas={group.name: replica(group) for group in config.groups if config.shares(group)},
+        shared={group.name: blocks(group, group.size, group) for group in config.groups if not group.kronecker},
+        bases={g.name: config.inverse.basis(inverses(g, g.size)) for g in config.groups if config.shares_bases(g)},
         learning_rates=jnp.zeros(2, jnp.float32),
-        shared_motions={g.name: motion(g, g.size) for g in config.groups if g not in config.apart},
         members={group.name: {group.members: jnp.full((), group.size, jnp.int32)} for group in config.groups},
         metrics=KfacMetrics(*(jnp.zeros((), dtype) for dtype in 7 * [jnp.float32] + 4 * [jnp.int32])),
         splits=Splits(),
@@ -405,7 +383,7 @@ def check_state(config: Config, state: KfacState, devices: int) -> None:
                 f"this device must get {owned.shard.positions} of the state's {owned.shard.blocks} blocks of a shape, "
                 f"but gets {owned.blocks.weight.shape[0]}: use kfac.state.state_specs for its in_specs and out_specs"
             )
-    if set(state.replicas) != {group.name for group in config.groups if config.shares(group)}:
+    if set(state.bases) != {group.name for group in config.groups if config.shares_bases(group)}:
         # Of one inverse and the same groups only moments make a difference.
         to_one, to_none = ("a", "kfac.state.scatter_state(opt_state, 1)"), ("no", "kfac.state.gather_state(opt_state)")
         have, convert = to_one if config.owners else to_none
