@@ -113,7 +113,7 @@ def _sums_to_owners(
     if rests:
         segment = _whole_segment(own.pop(REST), segments, axis_name)
     for name, starts in segments.starts.items():
-        last = lax.dynamic_slice_in_dim(segment, _here(starts, segments.room, axis_name), flat[name].shape[1])
+        last = lax.dynamic_slice_in_dim(segment, here(starts, segments.room, axis_name), flat[name].shape[1])
         own[name] = jnp.append(own[name], last) if name in own else last
     return own
 
@@ -134,7 +134,7 @@ def gather_from_owners(
     longest, dtype = max(x.shape[1] for x in flat.values()), jnp.result_type(*flat.values())
     segment = as_varying(jnp.zeros(segments.room + longest, dtype), varying_axes(flat))
     for name, starts in segments.starts.items():
-        begin = _here(starts, segments.room, axis_name)
+        begin = here(starts, segments.room, axis_name)
         segment = lax.dynamic_update_slice_in_dim(segment, flat[name][-1].astype(dtype), begin, 0)
 
     # Where shard_map keeps track of it, the result is the same on all devices. Under vmap there is no such gather.
@@ -156,7 +156,7 @@ def _by_device(flat: jax.Array, devices: int) -> jax.Array:
     return flat.reshape(-1, devices, flat.shape[1]).swapaxes(0, 1).reshape(devices, -1)
 
 
-def _here(table: Mapping[int, int], otherwise: int, axis_name: AxisName) -> jax.Array:
+def here(table: Mapping[int, int], otherwise: int, axis_name: AxisName) -> jax.Array:
     """What a table by device has for this one; `otherwise`, which is not less than any of it, where it has nothing."""
     devices, values = (np.array(list(x), np.int32) for x in (table.keys(), table.values()))
     return jnp.min(jnp.where(lax.axis_index(axis_name) == devices, values, np.int32(otherwise)))
@@ -172,7 +172,7 @@ def _in_segments(rests: Mapping[str, jax.Array], segments: Segments) -> dict[str
             blocks[device].append(block)
     direct, devices = segments.direct, segments.devices
     ends = list(itertools.accumulate(direct + devices * piece for piece in segments.pieces.values()))
-    flat = _laid_out(dict(zip([0, *ends], map(jnp.concatenate, blocks.values()), strict=False)), ends[-1])
+    flat = laid_out(dict(zip([0, *ends], map(jnp.concatenate, blocks.values()), strict=False)), ends[-1])
     if not direct:
         return {REST: flat.reshape(-1, devices).T}
     whole = jnp.split(flat, ends[:-1])
@@ -194,7 +194,7 @@ def _whole_segment(own: jax.Array, segments: Segments, axis_name: AxisName) -> j
         return own
     pieces = cut(own[segments.direct :], segments.pieces.values())
     begins = [device * width for device in segments.pieces]
-    sent = _laid_out(dict(zip(begins, pieces, strict=True)), devices * width)
+    sent = laid_out(dict(zip(begins, pieces, strict=True)), devices * width)
     received = lax.all_to_all(sent, axis_name, 0, 0, tiled=True).reshape(devices, width).T
     return jnp.concatenate([own[: segments.direct], received.reshape(-1)])
 
@@ -209,7 +209,7 @@ def _dealt_segment(segment: jax.Array, segments: Segments, axis_name: AxisName) 
     return jnp.concatenate([segment[: segments.direct], *pieces])
 
 
-def _laid_out(parts: Mapping[int, jax.Array], end: int) -> jax.Array:
+def laid_out(parts: Mapping[int, jax.Array], end: int) -> jax.Array:
     """Vectors where each is said to begin, one behind the other, in one that ends at `end`; zeros in between."""
     arrays, until = list(parts.values()), [*list(parts)[1:], end]
     zero = jnp.zeros((), jnp.result_type(*arrays))

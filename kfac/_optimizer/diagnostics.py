@@ -101,14 +101,15 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
     basis: dict[str, Kronecker] = {}
     for group in [group for group in group_layers(layers) if group.correctable]:
         own = state.owned.get(group.name)
-        vectors = own.inverse.basis(own.blocks.inverse) if own is not None else None
+        vectors = state.bases.get(group.name)
+        if own is not None and vectors is None and own.blocks.inverse is not None:
+            vectors = own.inverse.basis(own.blocks.inverse)
         if own is None or vectors is None or own.shard.blocks != group.size:
             raise ValueError(
                 f"source must be a state of an optimizer with inverse=kfac.Ekfac() for these layers, but has "
                 f"{'no' if own is None else own.shard.blocks} blocks {group.name}"
                 f"{f' for inverse={own.inverse!r}' if own is not None and vectors is None else ''}"
             )
-        vectors = state.bases.get(group.name, vectors)
         if vectors.A.shape[0] != group.size:
             raise ValueError(
                 "source is the state of several devices with an axis of them in front, as pmap returns it: call "

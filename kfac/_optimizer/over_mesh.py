@@ -25,6 +25,7 @@ from kfac._distributed.owners import Shard
 from kfac._factors import Factors, Packed, Unitwise
 from kfac._layers import Layer, leaves_by_path, map_by_path
 from kfac._optimizer.reshard import state_spec
+from kfac._optimizer.segment import closed
 from kfac._optimizer.state import Config, KfacState, Splits, init_state
 from kfac._optimizer.step import Gradients, Now, preconditioned_step, stack_packed, unpacked
 from kfac._varying import axis_names, lying_as, replicated, whole
@@ -76,7 +77,9 @@ def init_over_mesh(config: Config, mesh: Mesh | AbstractMesh, params: Any) -> Kf
     """The state before the first step, lying on a mesh."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     specs = state_spec(config.owners or ())
-    own = jax.shard_map(lambda: init_state(config, shapes), mesh=mesh, in_specs=(), out_specs=specs)
+    own = jax.shard_map(
+        lambda: closed(init_state(config, shapes), config.owners), mesh=mesh, in_specs=(), out_specs=specs
+    )
     state: KfacState = jax.jit(own)()
     state = state._replace(splits=find_splits(params))
     if not isinstance(mesh, AbstractMesh) or not jax.tree.leaves(params):

@@ -13,8 +13,9 @@ import optax
 from jax.sharding import PartitionSpec
 
 from kfac._checks import check_positive_int
-from kfac._distributed.owners import Shard, block_cost, make_shards
-from kfac._optimizer.state import BlockState, KfacState, Owned, Splits, find_nodes
+from kfac._distributed.owners import block_cost, make_shards
+from kfac._optimizer.segment import gathered, scattered
+from kfac._optimizer.state import BlockState, KfacState, Owned, Segment, Splits, find_nodes
 from kfac._varying import AxisName, replicated
 
 
@@ -42,7 +43,7 @@ def state_specs(tx: optax.GradientTransformation, params: Any, axis_name: AxisNa
 def state_spec(axis_name: AxisName) -> KfacState:
     """The `PartitionSpec`s of a `KfacState`; each stands for the whole subtree below it."""
     specs: dict[str, Any] = {field: PartitionSpec() for field in KfacState._fields}
-    return KfacState(**specs | {"owned": PartitionSpec(axis_name)})
+    return KfacState(**specs | {"owned": PartitionSpec(axis_name), "segment": PartitionSpec(axis_name)})
 
 
 def gather_state(opt_state: Any) -> Any:
@@ -61,12 +62,14 @@ def gather_state(opt_state: Any) -> Any:
       ValueError: there is no state of `scale_by_kfac` in `opt_state`, or it is not that of all devices.
     """
     if some_state(opt_state, "opt_state").count.ndim:  # of pmap
-        in_a_row = functools.partial(_mapped, lambda x: x.reshape(-1, *x.shape[2:]))
-        opt_state = on_nodes(Owned, in_a_row, opt_state, lambda x: x[0])
+        in_a_row = functools.partial(jax.tree.map, lambda x: x.reshape(-1, *x.shape[2:]))
+        opt_state = on_nodes((Owned, Segment), in_a_row, opt_state, lambda x: x[0])
 
     def gather(node):
-        owned = {name: _gather_owned(own) for name, own in node.owned.items()}
-        return node._replace(owned=owned, bases={}, splits=Splits())  # bases can be had from the blocks again
+        whole = {name: _gather_owned(own) for name, own in node.owned.items()}
+        parts = gathered(node, replicated)
+        owned = {n: dataclasses.replace(own, blocks=own.blocks._replace(**parts[n])) for n, own in whole.items()}
+        return node._replace(owned=owned, segment=Segment(), bases={}, splits=Splits())
 
     return on_states(gather, opt_state)
 
@@ -102,14 +105,14 @@ def scatter_state(portable: Any, num_devices: int, *, pmap: bool = False) -> Any
         ]
         shards = make_shards(costs, num_devices)
         bases = {name: own.inverse.basis(own.blocks.inverse) for name, own in node.owned.items()}
-        owned = {name: _scatter_owned(own, shards[name]) for name, own in node.owned.items()}
-        return node._replace(owned=owned, bases={name: basis for name, basis in bases.items() if basis is not None})
+        node = scattered(node._replace(bases={n: basis for n, basis in bases.items() if basis is not None}), shards)
+        return node._replace(owned={name: _scatter_owned(own) for name, own in node.owned.items()})
 
     state = on_states(scatter, portable)
     if not pmap:
         return state
-    by_device = functools.partial(_mapped, lambda x: x.reshape(num_devices, -1, *x.shape[1:]))
-    return on_nodes(Owned, by_device, state, lambda x: jnp.broadcast_to(x, (num_devices, *x.shape)))
+    by_device = functools.partial(jax.tree.map, lambda x: x.reshape(num_devices, -1, *x.shape[1:]))
+    return on_nodes((Owned, Segment), by_device, state, lambda x: jnp.broadcast_to(x, (num_devices, *x.shape)))
 
 
 def some_state(opt_state: Any, argument: str) -> KfacState:
@@ -120,12 +123,8 @@ def some_state(opt_state: Any, argument: str) -> KfacState:
     return states[0]
 
 
-def _mapped(fn: Callable[[jax.Array], jax.Array], own: Owned, shard: Shard | None = None) -> Owned:
-    return dataclasses.replace(own, blocks=jax.tree.map(fn, own.blocks), shard=shard or own.shard)
-
-
-def on_nodes(kind: type, fn: Callable, tree: Any, other: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
-    """`fn` of the nodes of a type in a tree, `other` of all other leaves."""
+def on_nodes(kind: Any, fn: Callable, tree: Any, other: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
+    """`fn` of the nodes of a type, or of several, in a tree, `other` of all other leaves."""
 
     def mapped(node):
         return fn(node) if isinstance(node, kind) else other(node)
@@ -144,8 +143,12 @@ def _gather_owned(own: Owned) -> Owned:
             f"{own.blocks.weight.shape}: gather outside of shard_map and pmap, and from the parts of all processes."
         )
     shard, one = own.shard, dataclasses.replace(own.shard, devices=1, owners=())
+
+    def in_order(x):
+        return replicated(x)[shard.places]
+
     if not shard.by_rows:
-        return _mapped(lambda x: replicated(x)[shard.places], own, one)
+        return dataclasses.replace(own, blocks=jax.tree.map(in_order, own.blocks), shard=one, form=None)
     side, length = _long_side(own)
 
     def joined(x):  # `[devices k, ...]`, of which each has some rows
@@ -153,8 +156,7 @@ def _gather_owned(own: Owned) -> Owned:
         merged = pieces.reshape(*pieces.shape[:side], -1, *pieces.shape[side + 2 :])
         return jax.lax.slice_in_dim(merged, 0, length, axis=side)
 
-    blocks = _by_rows(own.blocks, joined, lambda x: replicated(x)[shard.places])
-    return dataclasses.replace(own, blocks=blocks, shard=one)
+    return dataclasses.replace(own, blocks=_by_rows(own.blocks, joined, in_order), shard=one)
 
 
 def _long_side(own: Owned) -> tuple[int, int]:
@@ -175,7 +177,8 @@ def _by_rows(block: BlockState, matrices: Callable, other: Callable) -> BlockSta
     )
 
 
-def _scatter_owned(own: Owned, shard: Shard) -> Owned:
+def _scatter_owned(own: Owned) -> Owned:
+    shard = own.shard
     if shard.by_rows:
         side, length = _long_side(own)
 
@@ -184,10 +187,10 @@ def _scatter_owned(own: Owned, shard: Shard) -> Owned:
             cut = jnp.pad(x, missing).reshape(*x.shape[:side], shard.devices, -1, *x.shape[side + 1 :])
             return jnp.moveaxis(cut, side, 0).reshape(-1, *cut.shape[1:side], *cut.shape[side + 1 :])
 
-        return dataclasses.replace(own, blocks=_by_rows(own.blocks, pieces, lambda x: x[shard.order]), shard=shard)
+        return dataclasses.replace(own, blocks=_by_rows(own.blocks, pieces, lambda x: x[shard.order]))
     places = shard.places
 
     def spread(x):
         return jnp.zeros((shard.devices * shard.positions, *x.shape[1:]), x.dtype).at[places].set(x)
 
-    return _mapped(spread, own, shard)
+    return dataclasses.replace(own, blocks=jax.tree.map(spread, own.blocks))

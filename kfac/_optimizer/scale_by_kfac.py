@@ -27,6 +27,7 @@ from kfac._optimizer.arguments import fitted
 from kfac._optimizer.moves import Moves, ScalarOrSchedule, value_at
 from kfac._optimizer.over_mesh import init_over_mesh, step_over_mesh
 from kfac._optimizer.reshard import on_states, some_state, state_spec
+from kfac._optimizer.segment import closed, opened
 from kfac._optimizer.state import Config, KfacState, check_devices, init_state, match_leaves
 from kfac._optimizer.step import Gradients, Now, count_blocks, dealt, preconditioned_step, refresh_inverses
 from kfac._varying import axis_names, axis_size, device_axes, on_mesh, varying_axes
@@ -128,7 +129,7 @@ def precondition_and_move(
         if differing := sorted(varying_axes(params)):
             raise ValueError(f"params differ between the devices of {differing}: {SPLIT_BY_HAND}")
         if mesh is None or axis_size(axis) is not None:
-            return init_state(config, params)
+            return closed(init_state(config, params), axis)
         return init_over_mesh(config, mesh, params)
 
     @on_mesh
@@ -288,6 +289,7 @@ def refresh(opt_state: Any, *, distribution: Distribution | None = None) -> Any:
 
     def local(state):
         check_devices(state, way.devices, "kfac.state.refresh")
+        state = before = opened(state, axis)
         n = state.count  # in the place of what a refresh does not read
         damping = Now(state.damping, state.unitwise_damping, n, n, n, Moves().at(n))
         wanted = {name: block.weight > 0 for name, block in state.blocks.items()}
@@ -297,7 +299,7 @@ def refresh(opt_state: Any, *, distribution: Distribution | None = None) -> Any:
         state, failed = refresh_inverses(way, state, wanted, damping, None)
         number = way.total(count_blocks(shards, way, failed))
         metrics = state.metrics._replace(failed_inversions=state.metrics.failed_inversions + number)
-        return state._replace(metrics=metrics)
+        return closed(state._replace(metrics=metrics), axis, before)
 
     if mesh is not None and axis is not None and axis_size(axis) is None:
         spec = state_spec(axis)

@@ -78,17 +78,52 @@ class BlockState(NamedTuple):
     motion: Motion
 
 
+class Segment(NamedTuple):
+    """What a device owns of groups with fewer blocks than devices, end to end: a vector for each part of their state.
+
+    Averages are triangles. Seen from outside, those of all devices in a row. None where there is nothing.
+    """
+
+    factors: jax.Array | None = None
+    inverse: jax.Array | None = None
+    motion: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """The shapes of one block's parts in a segment, in the order of `Segment`: structures, and leaves `[1, ...]`."""
+
+    parts: tuple[tuple[Any, tuple[jax.ShapeDtypeStruct, ...]], ...]
+
+    @classmethod
+    def of(cls, blocks: BlockState) -> Form:
+        """That of a stack of blocks."""
+        parts = []
+        for part in Segment._fields:
+            leaves, structure = jax.tree.flatten(getattr(blocks, part))
+            parts.append((structure, tuple(jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in leaves)))
+        return cls(tuple(parts))
+
+    def shapes(self, part: str) -> Any:
+        """Of one part, as a tree."""
+        structure, leaves = self.parts[Segment._fields.index(part)]
+        return jax.tree.unflatten(structure, leaves)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Owned:
     """Blocks of one group that this device owns, at its positions; seen from outside, those of all devices in a row.
 
     By rows each device has all blocks, but of momentum and moments, which have the form of gradients, its rows alone.
+    Of a group with fewer blocks than devices the parts that `Segment` has are there, and None here between steps; their
+    `form` tells how to open them.
     """
 
     blocks: BlockState
     shard: Shard = dataclasses.field(metadata={"static": True})
     inverse: Inverse = dataclasses.field(metadata={"static": True})
+    form: Form | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 @jax.tree_util.register_static
@@ -112,6 +147,7 @@ class KfacState(NamedTuple):
       damping: the damping of the last step.
       unitwise_damping: that of unit-wise and diagonal blocks.
       owned: Kronecker blocks, each device its own.
+      segment: what is not in these of groups with fewer blocks than devices.
       shared: unit-wise and diagonal blocks, the same on all devices.
       bases: over an axis, with an inverse that takes moments, what all devices have of blocks with such.
       learning_rates: the last and the highest so far, which `layer_rates` go by.
@@ -129,6 +165,7 @@ class KfacState(NamedTuple):
     damping: jax.Array
     unitwise_damping: jax.Array
     owned: dict[str, Owned]
+    segment: Segment
     shared: dict[str, BlockState]
     bases: dict[str, Any]
     learning_rates: jax.Array
@@ -238,7 +275,7 @@ class Config:
 
 
 def init_state(config: Config, params: Any) -> KfacState:
-    """The state before the first step."""
+    """The state before the first step, still to be closed."""
     # `optax.tree.map_params` asks for the state of a placeholder that has no leaves.
     leaves = match_leaves(config.layers, params, "params") if jax.tree.leaves(params) else {}
     # Statistics of a float64 model stay in float64; nothing else is ever wider than float32.
@@ -261,7 +298,8 @@ def init_state(config: Config, params: Any) -> KfacState:
 
     def own(group: Group) -> Owned:
         shard = shards[group.name]
-        held = Owned(blocks(group, shard.positions, shard.as_matrices(group)), shard, config.inverse)
+        stacks = blocks(group, shard.positions, shard.as_matrices(group))
+        held = Owned(stacks, shard, config.inverse, None if shard.full else Form.of(stacks))
         # A device's own blocks are marked as such, where `shard_map` checks that (`lax.axis_index` varies if it does).
         return as_varying(held, varying_axes(lax.axis_index(config.owners))) if devices else held
 
@@ -274,6 +312,7 @@ def init_state(config: Config, params: Any) -> KfacState:
         damping=jnp.zeros((), jnp.float32),
         unitwise_damping=jnp.zeros((), jnp.float32),
         owned={group.name: own(group) for group in config.kronecker},
+        segment=Segment(),
         shared={group.name: blocks(group, group.size, group) for group in config.groups if not group.kronecker},
         bases={g.name: config.inverse.basis(inverses(g, g.size)) for g in config.groups if config.shares_bases(g)},
         learning_rates=jnp.zeros(2, jnp.float32),
@@ -371,7 +410,8 @@ def check_state(config: Config, state: KfacState, devices: int) -> None:
     check_inverse(config.inverse, state)
     wanted = config.moves.momentum is not None and not config.inverse.takes_gradients, config.moves.layer_rates
     for name, owned in state.owned.items():
-        for option, wants, motion in zip(("momentum", "layer_rates"), wanted, state.motions[name], strict=True):
+        kept = owned.blocks.motion if owned.form is None else owned.form.shapes("motion")
+        for option, wants, motion in zip(("momentum", "layer_rates"), wanted, kept, strict=True):
             if wants != (motion is not None):
                 has = "none" if motion is None else "some"
                 raise ValueError(

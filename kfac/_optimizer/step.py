@@ -22,6 +22,7 @@ from kfac._distributed.ways import Everywhere
 from kfac._factors import Block, Factors, Kronecker, Packed, Unitwise, formed
 from kfac._layers import Layer, leaves_by_path, map_by_path
 from kfac._optimizer.moves import Kernels, Motion, MovesNow, Stack, adapted, clip_scale, find_kernels, lengthened
+from kfac._optimizer.segment import closed, opened
 from kfac._optimizer.state import Config, KfacMetrics, KfacState, Owned, check_state, with_blocks, with_motions
 from kfac._triangles import filled
 from kfac._varying import as_varying, varying_axes, within_devices
@@ -113,6 +114,7 @@ def preconditioned_step(
     each part of the `stacks`.
     """
     check_state(config, state, config.way.devices)
+    state = before = opened(state, config.owners)
     config.way.check(updates.tree, factors if isinstance(factors, Factors) else None)
     place = locate(config, state, now)
     updates, gradients, square, usable = take_gradients(place, state, updates)
@@ -144,7 +146,8 @@ def preconditioned_step(
     if scale is not None:
         scale = jnp.where(usable, scale.astype(jnp.float32), metrics.kl_clip_scale)
         metrics = metrics._replace(kl_clip_scale=scale)
-    return updates, count(state._replace(measured=measured), now, changed, metrics, usable)
+    state = count(state._replace(measured=measured), now, changed, metrics, usable)
+    return updates, closed(state, config.owners, before)
 
 
 def locate(config: Config, state: KfacState, now: Now) -> Place:
