@@ -17,10 +17,10 @@ from kfac._checks import check_choice, check_layers, check_positive_int, check_t
 from kfac._curvature.blocks import Group, group_layers
 from kfac._curvature.inverse import Inverse, count_bytes
 from kfac._curvature.soap import Soap
-from kfac._curvature.symmetric import flatten_block
+from kfac._curvature.symmetric import flatten, flatten_block
 from kfac._distributed.distribution import Distribution
 from kfac._distributed.owners import Cost, Shard, group_costs, make_shards
-from kfac._distributed.segments import BUCKETS, make_buckets, make_segments
+from kfac._distributed.segments import BUCKETS, lay_end_to_end, make_buckets, make_segments
 from kfac._factors import Block
 from kfac._layers import Layers, format_bytes
 from kfac._triangles import room
@@ -95,24 +95,28 @@ class Assignment:
     @property
     def memory_per_device(self) -> int:
         """Bytes of running averages, inverses and momentum that every device holds."""
-        total = 0
+        total, segments = 0, collections.defaultdict[str, dict[str, int]](dict)
         for group in self.groups:
-            held = self.shards[group.name].positions if group.kronecker else group.size
-            total += held * (4 * sum(map(math.prod, group.shapes.values())) + self._kept(group))
-            if not group.kind(self.kind).takes_gradients:
-                here = self.as_matrices(group)
-                total += held * 4 * here.d_in * here.d_out
+            shard = self.shards.get(group.name, Shard(group.size, 1))
+            for part, held in enumerate(jax.eval_shape(functools.partial(self._held, group))):
+                if shard.full:
+                    total += shard.positions * count_bytes(held)
+                elif held is not None:
+                    flat = jax.eval_shape(flatten_block if part == 0 else flatten, held)
+                    segments[f"{part} {flat.dtype}"][group.name] = count_bytes(flat)
             total += group.size * count_bytes(jax.eval_shape(functools.partial(self._basis, group)))
+        for sizes in segments.values():
+            total += max(lay_end_to_end(self.shards, sizes)[1].values())
         return total
 
-    def _kept(self, group: Group) -> int:
-        """Bytes that are kept of the inverse of one block."""
-
-        def inverse(group):
-            return jax.eval_shape(lambda: group.kind(self.kind).init(self._statistics(group)))
-
-        kept, here = inverse(group), self.as_matrices(group)
-        return count_bytes(kept if here is group else dataclasses.replace(kept, moments=inverse(here).moments))
+    def _held(self, group: Group) -> tuple[Any, Any, Any]:
+        """Averages, inverse and momentum of one block, as a device has them."""
+        kind, here = group.kind(self.kind), self.as_matrices(group)
+        kept = kind.init(self._statistics(group))
+        if here is not group:
+            kept = dataclasses.replace(kept, moments=kind.init(self._statistics(here)).moments)
+        momentum = None if kind.takes_gradients else jnp.zeros((1, here.d_in, here.d_out))
+        return group.zeros(1, jnp.float32), kept, momentum
 
     def as_matrices(self, group: Group) -> Group:
         """A group as its gradients lie on a device."""
