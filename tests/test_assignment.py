@@ -18,7 +18,7 @@ import kfac
 import messages
 import problem
 import resnet50_step
-from kfac._distributed.owners import Cost, Shard, group_costs, make_shards
+from kfac._distributed.owners import Cost, Shard, make_shards
 from kfac._distributed.segments import make_segments
 from kfac.planning._plan import in_all_reduces
 
@@ -54,7 +54,7 @@ def test_remainders_fill_up_the_devices():
     costs = [Cost("large", 1, 9, 700), Cost("middle", 3, 8, 100), Cost("small", 5, 7, 10), Cost("least", 23, 6, 3)]
     shards = make_shards(costs, 8)
     load = [0] * 8
-    for name, blocks, _, elements in costs:
+    for name, blocks, _, elements, _ in costs:
         assert len(set(shards[name].owners)) == blocks % 8
         for block in range(blocks):
             load[shards[name].location(block)[0]] += elements
@@ -69,7 +69,7 @@ def test_segments_hold_every_block_once():
         shards = make_shards(costs, devices)
         segments = make_segments(shards, {cost.name: cost.elements for cost in costs})
         used = {device: np.zeros(length, int) for device, length in segments.lengths.items()}
-        for name, _, _, elements in costs:
+        for name, _, _, elements, _ in costs:
             assert tuple(segments.starts.get(name, ())) == shards[name].owners
             for device, start in segments.starts.get(name, {}).items():
                 used[device][start : start + elements] += 1
@@ -86,7 +86,7 @@ CRITICAL = [("resnet50", 8, 1.14, 0), ("resnet50", 64, 1.0, 0), ("gpt", 8, 0, 1.
 def test_devices_hardly_wait_for_each_other(model, devices, of_largest, of_mean, resnet50_layers):
     """The busiest in a refresh: in units of the largest block, or of the work of a device if all had the same."""
     plan = kfac.planning.Assignment(resnet50_layers if model == "resnet50" else gpt_layers(), devices=devices)
-    largest, mean = max(cost.work for cost in group_costs(plan.groups)), sum(plan.cost_per_device) / devices
+    largest, mean = max(cost.work for cost in plan.costs), sum(plan.cost_per_device) / devices
     print(max(plan.cost_per_device) / largest, max(plan.cost_per_device) / mean)
     assert max(plan.cost_per_device) <= max(of_largest * largest, of_mean * mean) * (1 + 1e-9)
 

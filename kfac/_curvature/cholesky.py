@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from kfac._curvature.eigh import decompose, eigenvalues
-from kfac._curvature.inverse import Inverse, diagonals, identities, product
-from kfac._factors import Kronecker, is_diagonal
+from kfac._curvature.inverse import Inverse, identities, product
+from kfac._factors import Kronecker, diagonals, is_diagonal
 
 LEAF = 600  # larger matrices are treated by halves; smaller leaves gain little, and cost time to compile
 

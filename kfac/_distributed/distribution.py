@@ -8,7 +8,7 @@ from typing import Any
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
-from kfac._checks import check_axis_name, check_mesh
+from kfac._checks import check_axis_name, check_mesh, check_type
 from kfac._varying import AxisName, axis_names, device_axes, mesh_of, varying_axes
 
 
@@ -89,3 +89,8 @@ class Distribution:
     def beside_owners(self) -> tuple[str, ...]:
         """The axes whose devices repeat the owners."""
         return tuple(name for name in axis_names(self.axis) if name not in axis_names(self.owner_axis))
+
+
+def check_distribution(value: Any) -> None:
+    """Raises where a value does not say how devices are used."""
+    check_type("distribution", value, Distribution | None, "a kfac.Distribution or None")

@@ -106,23 +106,18 @@ def block_cost(name: str, blocks: int, shapes: Mapping[str, tuple[int, ...]], by
 
 
 def group_costs(groups: Sequence[Group], inverse: Inverse) -> list[Cost]:
-    """Of the groups with Kronecker blocks."""
+    """Of the groups whose blocks have owners."""
     return [
         block_cost(g.name, g.size, g.shapes, inverse.by_rows and g.captured and g.long_side is not None)
         for g in groups
-        if g.kronecker
+        if g.owned
     ]
-
-
-def _dealt(costs: Iterable[Cost]) -> list[Cost]:
-    """The order in which groups are dealt."""
-    return sorted(costs, key=lambda cost: (-cost.work, cost.name))
 
 
 def make_shards(costs: Iterable[Cost], devices: int) -> dict[str, Shard]:
     """Spreads every group over the devices."""
     shards, load = {}, np.zeros(devices, int)
-    for cost in _dealt(costs):
+    for cost in sorted(costs, key=lambda cost: (-cost.work, cost.name)):
         if cost.by_rows:
             shards[cost.name] = Shard(cost.blocks, devices, by_rows=True)
             continue

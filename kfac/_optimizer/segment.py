@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kfac._curvature.symmetric import flatten, flatten_block, unflatten, unflatten_block
+from kfac._curvature.symmetric import flatten, unflatten
 from kfac._distributed.collectives import here, laid_out, owns_last
 from kfac._distributed.owners import Shard
 from kfac._distributed.segments import lay_end_to_end
+from kfac._factors import Kronecker, Packed
 from kfac._optimizer.state import Form, KfacState, Owned, Segment
 from kfac._varying import as_varying, varying_axes
 
@@ -136,8 +137,13 @@ def _with(state: KfacState, parts: Mapping[str, Mapping[str, Any]]) -> KfacState
 
 
 def _flat(part: str, tree: Any) -> jax.Array:
-    return flatten_block(tree) if part == "factors" else flatten(tree)
+    return flatten(_packed(tree) if part == "factors" else tree)
 
 
 def _formed(part: str, flat: jax.Array, form: Form) -> Any:
-    return (unflatten_block if part == "factors" else unflatten)(flat, form.shapes(part))
+    like = form.shapes(part)
+    return unflatten(flat, jax.eval_shape(_packed, like)).unpacked() if part == "factors" else unflatten(flat, like)
+
+
+def _packed(factors: Kronecker) -> Packed:
+    return Packed.of(factors, (factors.A.shape[1:], factors.G.shape[1:]))

@@ -263,15 +263,16 @@ class Config:
     @functools.cached_property
     def paths_apart(self) -> frozenset[str]:
         """The leaves that their owners alone precondition."""
-        return frozenset(path for group in self.kronecker for layer in group.layers for path in layer.params)
+        return frozenset(path for group in self.owned for layer in group.layers for path in layer.params)
 
     @functools.cached_property
     def skipped(self) -> frozenset[str]:
         return frozenset(path for layer in self.layers if layer.kind == "skipped" for path in layer.params)
 
     @functools.cached_property
-    def kronecker(self) -> tuple[Group, ...]:
-        return tuple(group for group in self.groups if group.kronecker)
+    def owned(self) -> tuple[Group, ...]:
+        """The groups whose blocks have owners."""
+        return tuple(group for group in self.groups if group.owned)
 
 
 def init_state(config: Config, params: Any) -> KfacState:
@@ -311,9 +312,9 @@ def init_state(config: Config, params: Any) -> KfacState:
         due=jnp.ones((), bool),
         damping=jnp.zeros((), jnp.float32),
         unitwise_damping=jnp.zeros((), jnp.float32),
-        owned={group.name: own(group) for group in config.kronecker},
+        owned={group.name: own(group) for group in config.owned},
         segment=Segment(),
-        shared={group.name: blocks(group, group.size, group) for group in config.groups if not group.kronecker},
+        shared={group.name: blocks(group, group.size, group) for group in config.groups if not group.owned},
         bases={g.name: config.inverse.basis(inverses(g, g.size)) for g in config.groups if config.shares_bases(g)},
         learning_rates=jnp.zeros(2, jnp.float32),
         members={group.name: {group.members: jnp.full((), group.size, jnp.int32)} for group in config.groups},
@@ -407,7 +408,7 @@ def check_state(config: Config, state: KfacState, devices: int) -> None:
     """Raises where a state is that of another model, other options or another number of devices."""
     check_groups(config.groups, state)
     check_devices(state, devices)
-    check_inverse(config.inverse, state)
+    check_same_inverse(config.inverse, state)
     wanted = config.moves.momentum is not None and not config.inverse.takes_gradients, config.moves.layer_rates
     for name, owned in state.owned.items():
         kept = owned.blocks.motion if owned.form is None else owned.form.shapes("motion")
@@ -433,7 +434,7 @@ def check_state(config: Config, state: KfacState, devices: int) -> None:
         )
 
 
-def check_inverse(inverse: Inverse, state: KfacState) -> None:
+def check_same_inverse(inverse: Inverse, state: KfacState) -> None:
     """Raises where a state is one for another kind of inverse, which `kfac.kfac` may have chosen by the layers."""
     for owned in state.owned.values():
         if owned.inverse != inverse:

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kfac._checks import check_choice, check_layers, check_positive_int, check_type
+from kfac._checks import check, check_layers
 from kfac._curvature.blocks import Group, group_layers
-from kfac._curvature.inverse import Inverse, count_bytes
+from kfac._curvature.inverse import Inverse, check_inverse, count_bytes
 from kfac._curvature.soap import Soap
-from kfac._curvature.symmetric import flatten, flatten_block
-from kfac._distributed.distribution import Distribution
+from kfac._curvature.symmetric import flatten
+from kfac._distributed.distribution import Distribution, check_distribution
 from kfac._distributed.owners import Cost, Shard, group_costs, make_shards
 from kfac._distributed.segments import BUCKETS, lay_end_to_end, make_buckets, make_segments
 from kfac._factors import Block
@@ -54,11 +54,9 @@ class Assignment:
     def __post_init__(self):
         """Checks the arguments."""
         check_layers(self.layers)
-        check_positive_int("devices", self.devices)
-        check_type("distribution", self.distribution, Distribution | None, "a kfac.Distribution or None")
-        check_type("inverse", self.kind, Inverse, "a kind of inverse such as kfac.Cholesky()")
-        check_choice("gradients", self.gradients, ("averaged", "local", "split"))
-        check_choice("communication_dtype", self.communication_dtype, ("float32", "bfloat16"))
+        check(devices=self.devices, gradients=self.gradients, communication_dtype=self.communication_dtype)
+        check_distribution(self.distribution)
+        check_inverse(self.kind)
 
     @property
     def kind(self) -> Inverse:
@@ -102,7 +100,7 @@ class Assignment:
                 if shard.full:
                     total += shard.positions * count_bytes(held)
                 elif held is not None:
-                    flat = jax.eval_shape(flatten_block if part == 0 else flatten, held)
+                    flat = jax.eval_shape(flatten, held)
                     segments[f"{part} {flat.dtype}"][group.name] = count_bytes(flat)
             total += group.size * count_bytes(jax.eval_shape(functools.partial(self._basis, group)))
         for sizes in segments.values():
@@ -116,11 +114,13 @@ class Assignment:
         if here is not group:
             kept = dataclasses.replace(kept, moments=kind.init(self._statistics(here)).moments)
         momentum = None if kind.takes_gradients else jnp.zeros((1, here.d_in, here.d_out))
-        return group.zeros(1, jnp.float32), kept, momentum
+        averages = group.zeros(1, jnp.float32)
+        in_segment = group.owned and not self.shards[group.name].full
+        return averages.packed(tuple(group.shapes.values())) if in_segment else averages, kept, momentum
 
     def as_matrices(self, group: Group) -> Group:
         """A group as its gradients lie on a device."""
-        return self.shards[group.name].as_matrices(group) if group.kronecker else group
+        return self.shards[group.name].as_matrices(group) if group.owned else group
 
     @property
     def statistics_messages(self) -> dict[str, int]:
@@ -131,13 +131,15 @@ class Assignment:
         """
         wire = self.communication_dtype
         if self.gradients == "split" and self.devices > 1:
-            rest = sum(g.size * count_bytes(self._statistics(g)) for g in self._captured if not g.kronecker)
-            owned = sum(self.shards[g.name].positions * self._packed(g) for g in self._captured if g.kronecker)
+            rest = sum(g.size * count_bytes(self._statistics(g)) for g in self._captured if not g.owned)
+            groups = [group for group in self._captured if group.owned]
+            sizes = [count_bytes(jax.eval_shape(functools.partial(self._packed, group))) for group in groups]
+            owned = sum(self.shards[g.name].positions * size for g, size in zip(groups, sizes, strict=True))
             narrow = jnp.dtype(wire).itemsize * self.packed_elements
-            return {"reduce-scatter": narrow, "all-to-all": 4 * owned, "all-reduce": rest}
+            return {"reduce-scatter": narrow, "all-to-all": owned, "all-reduce": rest}
 
         def captured(group):
-            return flatten_block(self._statistics(group, wire)) if group.captured else None
+            return self._packed(group, wire) if group.captured else None
 
         return self._messages(captured, "reduce-scatter", BUCKETS)
 
@@ -148,12 +150,12 @@ class Assignment:
     @property
     def packed_elements(self) -> int:
         """Of the statistics of all Kronecker layers, packed."""
-        layers = [layer for group in self._captured if group.kronecker for layer in group.layers]
+        layers = [layer for group in self._captured if group.owned for layer in group.layers]
         return sum(layer.copies * math.prod(room(shape)) for layer in layers for shape in layer.side_shapes.values())
 
-    def _packed(self, group: Group) -> int:
-        """Elements of the statistics of one block, packed."""
-        return count_bytes(jax.eval_shape(lambda: flatten_block(self._statistics(group)))) // 4
+    def _packed(self, group: Group, dtype: Any = jnp.float32) -> Any:
+        """The statistics of one block, packed."""
+        return self._statistics(group, dtype).packed(tuple(group.shapes.values()))
 
     @property
     def gradients_messages(self) -> dict[str, int]:
@@ -163,7 +165,7 @@ class Assignment:
         """
         if self.devices == 1:
             return {}
-        gathered = [layer for layer in self.layers if layer.kronecker]
+        gathered = [layer for layer in self.layers if layer.block.owned]
         if self.gradients == "split":
             everywhere = 4 * sum(layer.num_params for layer in self.layers.with_blocks if layer not in gathered)
             whole = 4 * sum(layer.num_params for layer in self.layers)
@@ -178,7 +180,7 @@ class Assignment:
         """As `statistics_messages`, of the preconditioned gradients that are gathered in each step, or split again."""
         if self.gradients != "split":
             return self._messages(self._gradient, "all-gather", matrices=True)
-        gathered = (self.as_matrices(group) for group in self.groups if group.kronecker)
+        gathered = (self.as_matrices(group) for group in self.groups if group.owned)
         blocks = sum(self.shards[group.name].positions * group.d_out * group.d_in for group in gathered)
         return {"all-to-all": 4 * blocks} if self.devices > 1 else {}
 
@@ -198,7 +200,7 @@ class Assignment:
         total: collections.Counter[str] = collections.Counter()
         for group, leaves in found.items():
             size = count_bytes(leaves) // itemsize if leaves else 0
-            if group.kronecker and not (kind == "reduce-scatter" and shards[group.name].by_rows):
+            if group.owned and not (kind == "reduce-scatter" and shards[group.name].by_rows):
                 sizes[group.name] = size
             elif kind == "reduce-scatter":
                 total["all-reduce"] += group.size * size * itemsize
@@ -213,7 +215,7 @@ class Assignment:
     def _gradient(self, group: Group) -> Any:
         """One block's, or of a piece that a device has of it."""
         here = self.as_matrices(group)
-        return jnp.zeros((1, here.d_out * here.d_in)) if group.kronecker else None
+        return jnp.zeros((1, here.d_out * here.d_in)) if group.owned else None
 
     def _statistics(self, group: Group, dtype: Any = jnp.float32) -> Block:
         """One block's."""
@@ -221,14 +223,14 @@ class Assignment:
 
     def _basis(self, group: Group) -> Any:
         """What all devices get of the inverse of one block."""
-        several = group.kronecker and group.correctable and self.devices > 1
+        several = group.correctable and self.devices > 1
         return self.kind.basis(self.kind.init(self._statistics(group))) if several else None
 
     def owners(self) -> list[tuple[str, int, int]]:
         """Owner of every Kronecker block: `(layer name, copy or piece, device)`."""
         rows = []
         for group in self.groups:
-            if group.kronecker:
+            if group.owned:
                 counts = zip(group.layers, group.counts, strict=True)
                 copies = [(layer.name, copy) for layer, count in counts for copy in range(count)]
                 shard = self.shards[group.name]
