@@ -16,35 +16,23 @@ from kfac._distributed.segments import Segments, make_buckets, make_segments
 from kfac._varying import AxisName, as_varying, axis_names, varying_axes
 
 
-def owns_last(shard: Shard, axis_name: AxisName | None) -> jax.Array:
-    """`[positions]`, false where this device holds no block at the last position."""
-    last = jnp.arange(shard.positions) >= shard.full
-    return ~last | (jnp.any(_own_block(shard, axis_name)) if shard.owners else False)
+def owned_here(shard: Shard, axis_name: AxisName) -> jax.Array:
+    """`[positions]`, whether this device has a block of its own at each."""
+    if shard.held.all():
+        return jnp.ones(shard.positions, bool)
+    return jnp.asarray(shard.held)[lax.axis_index(axis_name)]
 
 
-def _own_block(shard: Shard, axis_name: AxisName | None) -> jax.Array:
-    """`[remainder]`, which of the blocks of the remainder is this device's, if any is."""
-    return lax.axis_index(axis_name) == np.array(shard.owners, np.int32)
-
-
-def take_own(stacks: Mapping[str, Any], shards: Mapping[str, Shard], axis_name: AxisName | None) -> dict[str, Any]:
+def take_own(stacks: Mapping[str, Any], shards: Mapping[str, Shard], axis_name: AxisName) -> dict[str, Any]:
     """From stacks `[blocks, ...]` of each group, which all devices have, this device's `[positions, ...]`.
 
     A device without a block at the last position gets one of the others' there. All get all blocks of a group that is
     not among `shards`.
     """
-    if axis_name is None:
-        return dict(stacks)
 
     def own(stack, shard):
-        parts = []
-        if shard.full:
-            dealt = stack[: shard.full * shard.devices].reshape(shard.full, shard.devices, *stack.shape[1:])
-            parts.append(lax.dynamic_index_in_dim(dealt, lax.axis_index(axis_name), axis=1, keepdims=False))
-        if shard.owners:
-            block = shard.full * shard.devices + jnp.argmax(_own_block(shard, axis_name))
-            parts.append(lax.dynamic_slice_in_dim(stack, block, 1))
-        return jnp.concatenate(parts)
+        index = jnp.asarray(shard.order.reshape(shard.devices, -1))[lax.axis_index(axis_name)]
+        return stack.at[index].get(mode="promise_in_bounds")
 
     mine = {name: jax.tree.map(lambda x, s=shards[name]: own(x, s), stacks[name]) for name in stacks if name in shards}
     return dict(stacks) | mine

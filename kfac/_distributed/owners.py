@@ -71,6 +71,11 @@ class Shard:
         order[self.places] = np.arange(self.blocks)
         return order
 
+    @property
+    def held(self) -> np.ndarray:
+        """`[devices, positions]`, whether there is a block at each place."""
+        return (np.isin(np.arange(self.devices * self.positions), self.places) | self.by_rows).reshape(self.devices, -1)
+
     def as_matrices(self, group: Group) -> Group:
         """A group whose blocks are the matrices that lie as `matrices` says."""
         return group.in_pieces(self.devices) if self.by_rows else group

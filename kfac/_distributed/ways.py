@@ -12,7 +12,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from kfac._curvature.symmetric import flatten, unflatten
-from kfac._distributed.collectives import gather_from_owners, means_to_owners, owns_last, take_own
+from kfac._distributed.collectives import gather_from_owners, means_to_owners, owned_here, take_own
 from kfac._distributed.distribution import Distribution
 from kfac._distributed.owners import Shard
 from kfac._distributed.segments import BUCKETS
@@ -141,7 +141,7 @@ class DealtOut(Everywhere):
         return lax.axis_index(self.owners) == 0
 
     def owns(self, shard: Shard) -> jax.Array:
-        return owns_last(shard, self.owners)
+        return owned_here(shard, self.owners)
 
     def take(self, stacks: Mapping[str, Any], shards: Shards) -> dict[str, Any]:
         return take_own(stacks, shards, self.owners)

@@ -13,9 +13,10 @@ import optax
 from jax.sharding import PartitionSpec
 
 from kfac._checks import check
-from kfac._distributed.owners import block_cost, make_shards
-from kfac._optimizer.segment import gathered, scattered
-from kfac._optimizer.state import BlockState, KfacState, Owned, Segment, Splits, find_nodes
+from kfac._curvature.inverse import per_block
+from kfac._distributed.owners import Shard, block_cost, make_shards
+from kfac._optimizer.segment import gathered, scattered, with_parts
+from kfac._optimizer.state import KfacState, Owned, Segment, Splits, find_nodes
 from kfac._varying import AxisName, replicated
 
 
@@ -66,10 +67,10 @@ def gather_state(opt_state: Any) -> Any:
         opt_state = on_nodes((Owned, Segment), in_a_row, opt_state, lambda x: x[0])
 
     def gather(node):
-        whole = {name: _gather_owned(own) for name, own in node.owned.items()}
-        parts = gathered(node, replicated)
-        owned = {n: dataclasses.replace(own, blocks=own.blocks._replace(**parts[n])) for n, own in whole.items()}
-        return node._replace(owned=owned, segment=Segment(), bases={}, splits=Splits())
+        owned = {name: _gather_owned(own) for name, own in node.owned.items()}
+        # Bases can be had from the blocks again.
+        whole = node._replace(owned=owned, segment=Segment(), bases={}, splits=Splits())
+        return with_parts(whole, gathered(node, replicated))
 
     return on_states(gather, opt_state)
 
@@ -144,53 +145,37 @@ def _gather_owned(own: Owned) -> Owned:
         )
     shard, one = own.shard, dataclasses.replace(own.shard, devices=1, owners=())
 
-    def in_order(x):
-        return replicated(x)[shard.places]
+    def in_order(path, x):
+        if not _is_cut(shard, path, x):
+            return replicated(x)[shard.places]
+        turn, length = _long_side(own)
+        pieces = turn(replicated(x)[shard.matrices.places])
+        return turn(pieces.reshape(shard.blocks, -1, pieces.shape[2])[:, :length])
 
-    if not shard.by_rows:
-        return dataclasses.replace(own, blocks=jax.tree.map(in_order, own.blocks), shard=one, form=None)
-    side, length = _long_side(own)
-
-    def joined(x):  # `[devices k, ...]`, of which each has some rows
-        pieces = jnp.moveaxis(replicated(x).reshape(shard.devices, -1, *x.shape[1:]), 0, side)
-        merged = pieces.reshape(*pieces.shape[:side], -1, *pieces.shape[side + 2 :])
-        return jax.lax.slice_in_dim(merged, 0, length, axis=side)
-
-    return dataclasses.replace(own, blocks=_by_rows(own.blocks, joined, in_order), shard=one)
-
-
-def _long_side(own: Owned) -> tuple[int, int]:
-    """Along which axis matrices of blocks by rows are cut, and how long they are."""
-    block: Any = own.blocks.factors
-    a, g = block.A, block.G
-    return (1, a.shape[1]) if a.ndim == 2 and a.shape[1] > g.shape[1] else (2, g.shape[1])
-
-
-def _by_rows(block: BlockState, matrices: Callable, other: Callable) -> BlockState:
-    """`matrices` of the arrays of a state that have the form of gradients, `other` of all else."""
-    found, inverse = jax.tree.map(other, block), block.inverse
-    momentum, moments = jax.tree.map(
-        lambda x: matrices(x) if x.ndim == 3 else other(x), (block.motion.momentum, inverse.moments)
-    )
-    return found._replace(
-        inverse=dataclasses.replace(found.inverse, moments=moments), motion=found.motion._replace(momentum=momentum)
-    )
+    return dataclasses.replace(own, blocks=jax.tree.map_with_path(in_order, own.blocks), shard=one, form=None)
 
 
 def _scatter_owned(own: Owned) -> Owned:
     shard = own.shard
-    if shard.by_rows:
-        side, length = _long_side(own)
 
-        def pieces(x):
-            missing = [(0, -length % shard.devices if axis == side else 0) for axis in range(x.ndim)]
-            cut = jnp.pad(x, missing).reshape(*x.shape[:side], shard.devices, -1, *x.shape[side + 1 :])
-            return jnp.moveaxis(cut, side, 0).reshape(-1, *cut.shape[1:side], *cut.shape[side + 1 :])
+    def spread(path, x):
+        if not _is_cut(shard, path, x):
+            return jnp.where(per_block(jnp.asarray(shard.held.reshape(-1)), x[shard.order]), x[shard.order], 0)
+        turn, length = _long_side(own)
+        filled = jnp.pad(turn(x), ((0, 0), (0, -length % shard.devices), (0, 0)))
+        return turn(filled.reshape(shard.matrices.blocks, -1, filled.shape[2]))[shard.matrices.order]
 
-        return dataclasses.replace(own, blocks=_by_rows(own.blocks, pieces, lambda x: x[shard.order]))
-    places = shard.places
+    return dataclasses.replace(own, blocks=jax.tree.map_with_path(spread, own.blocks))
 
-    def spread(x):
-        return jnp.zeros((shard.devices * shard.positions, *x.shape[1:]), x.dtype).at[places].set(x)
 
-    return dataclasses.replace(own, blocks=jax.tree.map(spread, own.blocks))
+def _is_cut(shard: Shard, path: tuple[Any, ...], x: jax.Array) -> bool:
+    """Whether an array of a group has the form of gradients, of which devices share the rows."""
+    names = {getattr(key, "name", "") for key in path}
+    return shard.by_rows and x.ndim == 3 and not names.isdisjoint({"momentum", "moments"})
+
+
+def _long_side(own: Owned) -> tuple[Callable[[jax.Array], jax.Array], int]:
+    """What makes matrices of a group by rows such that are cut along their rows, and back; and how many rows."""
+    block: Any = own.blocks.factors
+    a, g = block.A, block.G
+    return (lambda x: x, a.shape[1]) if a.ndim == 2 and a.shape[1] > g.shape[1] else (lambda x: x.mT, g.shape[1])

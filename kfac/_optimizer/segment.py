@@ -8,7 +8,6 @@ the longest: averages as triangles, inverses, momenta. A step opens the state, a
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kfac._curvature.symmetric import flatten, unflatten
-from kfac._distributed.collectives import here, laid_out, owns_last
+from kfac._distributed.collectives import here, laid_out, owned_here
 from kfac._distributed.owners import Shard
 from kfac._distributed.segments import lay_end_to_end
 from kfac._factors import Kronecker, Packed
@@ -25,83 +24,69 @@ from kfac._optimizer.state import Form, KfacState, Owned, Segment
 from kfac._varying import as_varying, varying_axes
 
 
-class Places(NamedTuple):
-    """Where the blocks of some groups are in one part of the segments.
+class Slot(NamedTuple):
+    """Where the blocks of a group have one of their parts, a vector of so many elements of a `dtype` each.
 
     Attributes:
-      forms: by group.
-      starts: by group, and by owner in the order of its blocks.
-      sizes: elements of a block of each group.
+      starts: by owner, in the order of the blocks.
       room: elements of the longest segment.
     """
 
-    forms: dict[str, Form]
-    starts: dict[str, dict[int, int]]
-    sizes: dict[str, int]
+    name: str
+    part: str
+    size: int
+    dtype: Any
+    starts: dict[int, int]
     room: int
 
 
-@functools.cache
-def size_of(part: str, form: Form) -> int:
-    """Elements of one block in a part of a segment."""
-    return jax.eval_shape(functools.partial(_flat, part), form.shapes(part)).shape[1]
-
-
-def find_places(owned: Mapping[str, Owned]) -> dict[str, Places]:
-    """By part, of those that some group has something in."""
-    found = {}
+def find_slots(owned: Mapping[str, Owned]) -> list[Slot]:
+    """Of all groups and parts."""
+    shards, slots = {name: own.shard for name, own in owned.items()}, []
     for part in Segment._fields:
-        forms = {name: own.form for name, own in owned.items() if own.form and jax.tree.leaves(own.form.shapes(part))}
-        if forms:
-            sizes = {name: size_of(part, form) for name, form in forms.items()}
-            starts, lengths = lay_end_to_end({name: own.shard for name, own in owned.items()}, sizes)
-            found[part] = Places(forms, starts, sizes, max(lengths.values()))
-    return found
+        forms = {n: own.form.shapes(part) for n, own in owned.items() if own.form is not None}
+        flat = {n: jax.eval_shape(lambda x, p=part: _flat(p, x), x) for n, x in forms.items() if jax.tree.leaves(x)}
+        starts, lengths = lay_end_to_end(shards, {name: x.shape[1] for name, x in flat.items()})
+        slots += [Slot(n, part, x.shape[1], x.dtype, starts[n], max(lengths.values())) for n, x in flat.items()]
+    return slots
 
 
 def opened(state: KfacState, axis: Any) -> KfacState:
     """A state in which all blocks stand in stacks; zeros where this device has none of a group."""
-    new: dict[str, dict[str, Any]] = {name: {} for name in state.owned}
-    for part, places in find_places(state.owned).items():
-        for name, starts in places.starts.items():
-            own, begin = state.owned[name], here(starts, places.room, axis)
-            flat = lax.dynamic_slice_in_dim(getattr(state.segment, part), begin, places.sizes[name])
-            flat = jnp.where(owns_last(own.shard, axis), flat, 0)
-            new[name][part] = _formed(part, flat[None], places.forms[name])
-    return _with(state, new)
+    new = {}
+    for slot in find_slots(state.owned):
+        flat = lax.dynamic_slice_in_dim(
+            getattr(state.segment, slot.part), here(slot.starts, slot.room, axis), slot.size
+        )
+        flat = jnp.where(owned_here(state.owned[slot.name].shard, axis), flat, 0)
+        new[slot[:2]] = _formed(state.owned, slot, flat[None])
+    return with_parts(state, new)
 
 
 def closed(state: KfacState, axis: Any, before: KfacState | None = None) -> KfacState:
     """The inverse of `opened`, which has made `before`: what is as it was there is not written."""
-    new: dict[str, dict[str, Any]] = {name: {} for name in state.owned}
-    parts = _zeros(state.owned, 1) if before is None else state.segment._asdict()
-    for part, places in find_places(state.owned).items():
-        for name, starts in places.starts.items():
-            stack, new[name][part] = getattr(state.owned[name].blocks, part), None
-            old = () if before is None else jax.tree.leaves(getattr(before.owned[name].blocks, part))
-            if before is not None and all(a is b for a, b in zip(jax.tree.leaves(stack), old, strict=True)):
-                continue
-            begin = here(starts, places.room, axis)
-            kept = lax.dynamic_slice_in_dim(parts[part], begin, places.sizes[name])
-            flat = _flat(part, stack)[0].astype(kept.dtype)
-            flat = jnp.where(owns_last(state.owned[name].shard, axis), flat, kept)
-            parts[part] = lax.dynamic_update_slice_in_dim(as_varying(parts[part], varying_axes(flat)), flat, begin, 0)
-    return _with(state, new)._replace(segment=Segment(**parts))
+    slots = find_slots(state.owned)
+    parts = _zeros(slots) if before is None else state.segment._asdict()
+    for slot in slots:
+        own, part, begin = state.owned[slot.name], slot.part, here(slot.starts, slot.room, axis)
+        stack, old = (getattr(x.owned[slot.name].blocks, part) for x in (state, before or state))
+        if before is not None and all(a is b for a, b in zip(*map(jax.tree.leaves, (stack, old)), strict=True)):
+            continue
+        kept = lax.dynamic_slice_in_dim(parts[part], begin, slot.size)
+        flat = jnp.where(owned_here(own.shard, axis), _flat(part, stack)[0].astype(kept.dtype), kept)
+        parts[part] = lax.dynamic_update_slice_in_dim(as_varying(parts[part], varying_axes(flat)), flat, begin, 0)
+    return with_parts(state, {slot[:2]: None for slot in slots})._replace(segment=Segment(**parts))
 
 
-def gathered(state: KfacState, whole: Callable[[jax.Array], jax.Array]) -> dict[str, dict[str, Any]]:
-    """From outside, what the segments of all devices hold, by group and part, with blocks in their order.
-
-    `whole` makes an array one that is whole.
-    """
-    found: dict[str, dict[str, Any]] = {name: {} for name in state.owned}
-    for part, places in find_places(state.owned).items():
-        everywhere = whole(getattr(state.segment, part))
-        for name, starts in places.starts.items():
-            begins = [device * places.room + start for device, start in starts.items()]
-            rows = [lax.slice_in_dim(everywhere, begin, begin + places.sizes[name]) for begin in begins]
-            found[name][part] = _formed(part, jnp.stack(rows), places.forms[name])
-    return found
+def gathered(state: KfacState, whole: Callable[[jax.Array], jax.Array]) -> dict[tuple, Any]:
+    """From outside what the segments of all devices hold, once `whole` has made them whole, by group and part."""
+    new = {}
+    for slot in find_slots(state.owned):
+        segments = whole(getattr(state.segment, slot.part))
+        begins = [device * slot.room + start for device, start in slot.starts.items()]
+        rows = [lax.slice_in_dim(segments, begin, begin + slot.size) for begin in begins]
+        new[slot[:2]] = _formed(state.owned, slot, jnp.stack(rows))
+    return new
 
 
 def scattered(state: KfacState, shards: Mapping[str, Shard]) -> KfacState:
@@ -110,29 +95,30 @@ def scattered(state: KfacState, shards: Mapping[str, Shard]) -> KfacState:
         name: dataclasses.replace(own, shard=shards[name], form=None if shards[name].full else Form.of(own.blocks))
         for name, own in state.owned.items()
     }
-    devices = max((shard.devices for shard in shards.values()), default=1)
-    new: dict[str, dict[str, Any]] = {name: {} for name in owned}
-    parts = _zeros(owned, devices)
-    for part, places in find_places(owned).items():
-        vectors: dict[int, jax.Array] = {}
-        for name, starts in places.starts.items():
-            flat, new[name][part] = _flat(part, getattr(owned[name].blocks, part)), None
-            vectors |= {device * places.room + s: x for (device, s), x in zip(starts.items(), flat, strict=True)}
-        parts[part] = laid_out(dict(sorted(vectors.items())), devices * places.room).astype(parts[part].dtype)
-    return _with(state._replace(owned=owned), new)._replace(segment=Segment(**parts))
+    slots = find_slots(owned)
+    vectors: dict[str, dict[int, jax.Array]] = {part: {} for part in Segment._fields}
+    for slot in slots:
+        flat, devices = _flat(slot.part, getattr(owned[slot.name].blocks, slot.part)), shards[slot.name].devices
+        begins = [device * slot.room + start for device, start in slot.starts.items()]
+        vectors[slot.part] |= zip([*begins, devices * slot.room], [*flat, jnp.zeros(0, flat.dtype)], strict=True)
+    parts = {part: laid_out(dict(sorted(x.items())), max(x)) for part, x in vectors.items() if x}
+    return with_parts(state._replace(owned=owned), {slot[:2]: None for slot in slots})._replace(
+        segment=Segment(**parts)
+    )
 
 
-def _zeros(owned: Mapping[str, Owned], devices: int) -> dict[str, jax.Array]:
-    """Empty segments of so many devices in a row."""
-    found = {}
-    for part, places in find_places(owned).items():
-        dtypes = [x.dtype for form in places.forms.values() for x in jax.tree.leaves(form.shapes(part))]
-        found[part] = jnp.zeros(devices * places.room, jnp.result_type(*dtypes))
-    return found
+def _zeros(slots: list[Slot]) -> dict[str, jax.Array]:
+    """An empty segment."""
+    parts = {slot.part: slot.room for slot in slots}
+    dtypes = {part: jnp.result_type(*(slot.dtype for slot in slots if slot.part == part)) for part in parts}
+    return {part: jnp.zeros(room, dtypes[part]) for part, room in parts.items()}
 
 
-def _with(state: KfacState, parts: Mapping[str, Mapping[str, Any]]) -> KfacState:
-    owned = {n: dataclasses.replace(own, blocks=own.blocks._replace(**parts[n])) for n, own in state.owned.items()}
+def with_parts(state: KfacState, stacks: Mapping[tuple, Any]) -> KfacState:
+    """With parts of the blocks of some groups, by both."""
+    owned = dict(state.owned)
+    for (name, part), stack in stacks.items():
+        owned[name] = dataclasses.replace(owned[name], blocks=owned[name].blocks._replace(**{part: stack}))
     return state._replace(owned=owned)
 
 
@@ -140,9 +126,12 @@ def _flat(part: str, tree: Any) -> jax.Array:
     return flatten(_packed(tree) if part == "factors" else tree)
 
 
-def _formed(part: str, flat: jax.Array, form: Form) -> Any:
-    like = form.shapes(part)
-    return unflatten(flat, jax.eval_shape(_packed, like)).unpacked() if part == "factors" else unflatten(flat, like)
+def _formed(owned: Mapping[str, Owned], slot: Slot, flat: jax.Array) -> Any:
+    form: Any = owned[slot.name].form
+    like = form.shapes(slot.part)
+    return (
+        unflatten(flat, jax.eval_shape(_packed, like)).unpacked() if slot.part == "factors" else unflatten(flat, like)
+    )
 
 
 def _packed(factors: Kronecker) -> Packed:

@@ -12,17 +12,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh
 
 from kfac._checks import check, check_layers
 from kfac._curvature.blocks import Group, group_layers
 from kfac._curvature.inverse import Inverse, check_inverse, count_bytes
 from kfac._curvature.soap import Soap
-from kfac._curvature.symmetric import flatten
 from kfac._distributed.distribution import Distribution, check_distribution
 from kfac._distributed.owners import Cost, Shard, group_costs, make_shards
-from kfac._distributed.segments import BUCKETS, lay_end_to_end, make_buckets, make_segments
+from kfac._distributed.segments import BUCKETS, make_buckets, make_segments
 from kfac._factors import Block
 from kfac._layers import Layers, format_bytes
+from kfac._optimizer.moves import Moves
+from kfac._optimizer.over_mesh import init_over_mesh
+from kfac._optimizer.state import Config, init_state
 from kfac._triangles import room
 
 
@@ -93,30 +96,16 @@ class Assignment:
     @property
     def memory_per_device(self) -> int:
         """Bytes of running averages, inverses and momentum that every device holds."""
-        total, segments = 0, collections.defaultdict[str, dict[str, int]](dict)
-        for group in self.groups:
-            shard = self.shards.get(group.name, Shard(group.size, 1))
-            for part, held in enumerate(jax.eval_shape(functools.partial(self._held, group))):
-                if shard.full:
-                    total += shard.positions * count_bytes(held)
-                elif held is not None:
-                    flat = jax.eval_shape(flatten, held)
-                    segments[f"{part} {flat.dtype}"][group.name] = count_bytes(flat)
-            total += group.size * count_bytes(jax.eval_shape(functools.partial(self._basis, group)))
-        for sizes in segments.values():
-            total += max(lay_end_to_end(self.shards, sizes)[1].values())
-        return total
+        alone, moves = self.devices == 1, Moves(momentum=0.9)
+        mesh = None if alone else AbstractMesh((self.devices,), ("devices",))
+        config = Config(self.layers, self.groups, self.kind, Distribution(mesh=mesh), True, moves)
+        state = jax.eval_shape(lambda: init_state(config, {}) if mesh is None else init_over_mesh(config, mesh, {}))
 
-    def _held(self, group: Group) -> tuple[Any, Any, Any]:
-        """Averages, inverse and momentum of one block, as a device has them."""
-        kind, here = group.kind(self.kind), self.as_matrices(group)
-        kept = kind.init(self._statistics(group))
-        if here is not group:
-            kept = dataclasses.replace(kept, moments=kind.init(self._statistics(here)).moments)
-        momentum = None if kind.takes_gradients else jnp.zeros((1, here.d_in, here.d_out))
-        averages = group.zeros(1, jnp.float32)
-        in_segment = group.owned and not self.shards[group.name].full
-        return averages.packed(tuple(group.shapes.values())) if in_segment else averages, kept, momentum
+        def held(owned):
+            return count_bytes([(x.factors, x.inverse, x.motion) for x in owned])
+
+        own = held(x.blocks for x in state.owned.values()) + count_bytes(state.segment)
+        return own // self.devices + held(state.shared.values()) + count_bytes(state.bases)
 
     def as_matrices(self, group: Group) -> Group:
         """A group as its gradients lie on a device."""
