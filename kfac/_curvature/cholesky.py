@@ -124,7 +124,7 @@ def spd_inverse(stack: jax.Array) -> jax.Array:
 
 
 def exact_product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Of matrices, with no reduced precision inside."""
+    """Multiplies matrices with no reduced precision inside."""
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 

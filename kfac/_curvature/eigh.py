@@ -56,7 +56,7 @@ class Eigh(Inverse):
         return basis, block_eigenvalues(basis) + damping[:, None, None]
 
     def apply(self, kept, matrices, damping):
-        """In the eigenbasis, a division."""
+        """A division in the eigenbasis."""
         damping = self.damping_of_step(kept, damping)
         return solve_in_basis(kept, block_eigenvalues(kept), matrices, damping, self.precision)
 
@@ -97,7 +97,7 @@ Ends = tuple[jax.Array, jax.Array]  # the smallest and the largest eigenvalue of
 
 
 def ends(values: jax.Array) -> Ends:
-    """Of eigenvalues `[k, d]`."""
+    """Returns the smallest and largest of eigenvalues `[k, d]`."""
     return jnp.min(values, axis=1), jnp.max(values, axis=1)
 
 

@@ -72,7 +72,7 @@ class Soap(Inverse):
         check_range("decay", self.decay, "[0, 1)")
 
     def init(self, factors):
-        """As of `Eigh`, with moments that are zero."""
+        """Identities, and moments that are zero."""
         a, g = factors.A, factors.G
         zeros = jnp.zeros((*a.shape[:2], g.shape[1]), a.dtype)
         moments = Adam(zeros, jnp.zeros(len(a), a.dtype), zeros)
@@ -92,7 +92,7 @@ class Soap(Inverse):
         return dataclasses.replace(new, moments=moments), condition_of(a.ends, g.ends, damping)
 
     def advance(self, kept, matrices, damping, momentum, ready, whole=ALL_ROWS):
-        """In the eigenbasis: squares and momentum of the gradients, and this over the root of the mean squares."""
+        """Takes in squares and momentum of gradients, in the eigenbasis; divides momentum by the root of squares."""
         new, old = self._turned(kept, matrices, back=False), kept.moments
         average, weight = averaged(old.average, old.weight, jnp.square(new), jnp.asarray(self.decay), ready)
         trace, ahead = momentum.moved(old.trace, new)
@@ -102,7 +102,7 @@ class Soap(Inverse):
         return dataclasses.replace(kept, moments=Adam(average, weight, trace)), moved, angle
 
     def apply(self, kept, matrices, damping):
-        """In the eigenbasis, a division by the root of the moments."""
+        """A division by the root of the moments, in the eigenbasis."""
         scaled = self._scaled(kept.moments.average, self._turned(kept, matrices.mT, back=False), damping)
         return self._turned(kept, scaled.astype(matrices.dtype), back=True).mT
 

@@ -40,7 +40,7 @@ def step_over_mesh(
     now: Now,
     factors: Factors | None,
 ) -> tuple[Any, KfacState]:
-    """`preconditioned_step` on the devices of a mesh; on explicit axes the results lie as `updates` do."""
+    """Runs `preconditioned_step` on the devices of a mesh. On explicit axes the results are laid out as `updates`."""
     rows = {name: own.shard for name, own in state.owned.items()}
     same, states, leaves = PartitionSpec(), state_spec(config.owners or ()), _apart(config, updates)
     split = config.dealt and _is_split(config, mesh, state.splits, leaves)
@@ -49,7 +49,7 @@ def step_over_mesh(
         parts = {group.name: group.by_leaf for group in _pieces(config, rows)}
         narrow = {name: [_narrowest(_dtypes(part, leaves)) for part in by_leaf] for name, by_leaf in parts.items()}
 
-    def given(tree):
+    def laid_out(tree):
         return to_owners(config, mesh, tree, rows, state.splits) if split else Gradients(replicated(tree), {})
 
     here = config if config.dealt else dataclasses.replace(config, distribution=Distribution())
@@ -67,7 +67,7 @@ def step_over_mesh(
         in_specs=(own, same if params is None else own, states, same, None if factors is None else apart),
         out_specs=(own, states),
     )
-    new, state = step(given(updates), None if params is None else given(params), state, now, stacks)
+    new, state = step(laid_out(updates), None if params is None else laid_out(params), state, now, stacks)
     if not split:
         return lying_as(new.tree, updates), state
     return from_owners(config, mesh, new, updates, rows, state.splits), state
@@ -77,10 +77,9 @@ def init_over_mesh(config: Config, mesh: Mesh | AbstractMesh, params: Any) -> Kf
     """The state before the first step, lying on a mesh."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     specs = state_spec(config.owners or ())
-    own = jax.shard_map(
-        lambda: closed(init_state(config, shapes), config.owners), mesh=mesh, in_specs=(), out_specs=specs
-    )
-    state: KfacState = jax.jit(own)()
+    axes = config.owners
+    init = jax.shard_map(lambda: closed(init_state(config, shapes), axes), mesh=mesh, in_specs=(), out_specs=specs)
+    state: KfacState = jax.jit(init)()
     state = state._replace(splits=find_splits(params))
     if not isinstance(mesh, AbstractMesh) or not jax.tree.leaves(params):
         return state
@@ -90,7 +89,7 @@ def init_over_mesh(config: Config, mesh: Mesh | AbstractMesh, params: Any) -> Kf
 
 
 def find_splits(params: Any) -> Splits:
-    """How parameters are split over a mesh, by what is known of them: all outside of `jit`."""
+    """Returns how parameters are split over a mesh; under `jit` nothing is known of that."""
     shardings = {
         path: leaf.sharding
         for path, leaf in leaves_by_path(params).items()
@@ -103,15 +102,15 @@ def find_splits(params: Any) -> Splits:
 def statistics_to_owners(
     config: Config, mesh: Mesh | AbstractMesh, specs: dict[str, PartitionSpec], factors: Factors, rows: dict[str, Shard]
 ) -> dict[str, Statistics]:
-    """Statistics as each owner gets its own, packed, and all devices what all have; `rows` of all positions."""
+    """Lays out packed statistics: blocks with owners at the positions that `rows` says, the others on all devices."""
 
     def stacked(factors):
-        def own(name, stack):
+        def of_owners(name, stack):
             if name not in rows:
                 return stack
             return jax.tree.map(lambda x: _lying(mesh, _picked(x, rows[name].order), config.owners), stack)
 
-        return {name: own(name, stack) for name, stack in stack_packed(config, factors).items()}
+        return {name: of_owners(name, stack) for name, stack in stack_packed(config, factors).items()}
 
     return whole(stacked, specs)(factors)
 
@@ -121,18 +120,18 @@ def _explicit(mesh: Mesh | AbstractMesh) -> bool:
 
 
 def _is_split(config: Config, mesh: Mesh | AbstractMesh, splits: Splits, leaves: dict[str, jax.Array]) -> bool:
-    """Whether gradients go to their owners alone: they are split, and the axes of the owners are of one kind."""
+    """Tells whether gradients go to owners alone: they are split, and the axes of the owners are of one kind."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if len({kinds[name] for name in axis_names(config.owners)}) > 1:
         return False
-    known = (dict(splits.specs).get(path, jax.typeof(x).sharding.spec) for path, x in leaves.items())
-    return any(map(any, known))
+    specs = (dict(splits.specs).get(path, jax.typeof(x).sharding.spec) for path, x in leaves.items())
+    return any(map(any, specs))
 
 
 def to_owners(
     config: Config, mesh: Mesh | AbstractMesh, updates: Any, rows: dict[str, Shard], splits: Splits
 ) -> Gradients:
-    """Gradients as each owner gets its own, and all devices what all precondition; `rows` of all positions."""
+    """Lays out gradients: blocks with owners at the positions that `rows` says, the others on all devices."""
     specs = {} if _explicit(mesh) else dict(splits.specs)
     # First as the parameters lie: XLA would add up each use of a leaf, and all turns of a scan, on every device.
     updates = map_by_path(lambda path, x: _lying(mesh, x, *specs[path]) if path in specs else x, updates)
@@ -197,7 +196,7 @@ def _picked(stack: jax.Array, index: np.ndarray) -> jax.Array:
 
 
 def _across(config: Config, mesh: Mesh | AbstractMesh, layer: Layer) -> tuple[Any, Any] | None:
-    """How rows and columns lie on the way to and from owners: as XLA likes; of what is cut, the side that is not.
+    """Returns how rows and columns are laid out on the way to owners: those of a cut kernel by its other side.
 
     None where each owner has as many rows as it would have of a leaf that is split by rows.
     """

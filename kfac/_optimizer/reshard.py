@@ -136,36 +136,36 @@ def on_nodes(kind: Any, fn: Callable, tree: Any, other: Callable[[Any], Any] = l
 on_states = functools.partial(on_nodes, KfacState)
 
 
-def _gather_owned(own: Owned) -> Owned:
-    expected = own.shard.devices * own.shard.positions
-    if own.blocks.weight.shape != (expected,):
+def _gather_owned(owned: Owned) -> Owned:
+    expected = owned.shard.devices * owned.shard.positions
+    if owned.blocks.weight.shape != (expected,):
         raise ValueError(
-            f"opt_state must hold the {expected} blocks of all {own.shard.devices} devices in a row, but has "
-            f"{own.blocks.weight.shape}: gather outside of shard_map and pmap, and from the parts of all processes."
+            f"opt_state must hold the {expected} blocks of all {owned.shard.devices} devices in a row, but has "
+            f"{owned.blocks.weight.shape}: gather outside of shard_map and pmap, and from the parts of all processes."
         )
-    shard, one = own.shard, dataclasses.replace(own.shard, devices=1, owners=())
+    shard, one = owned.shard, dataclasses.replace(owned.shard, devices=1, owners=())
 
     def in_order(path, x):
         if not _is_cut(shard, path, x):
             return replicated(x)[shard.places]
-        turn, length = _long_side(own)
+        turn, length = _long_side(owned)
         pieces = turn(replicated(x)[shard.matrices.places])
         return turn(pieces.reshape(shard.blocks, -1, pieces.shape[2])[:, :length])
 
-    return dataclasses.replace(own, blocks=jax.tree.map_with_path(in_order, own.blocks), shard=one, form=None)
+    return dataclasses.replace(owned, blocks=jax.tree.map_with_path(in_order, owned.blocks), shard=one, form=None)
 
 
-def _scatter_owned(own: Owned) -> Owned:
-    shard = own.shard
+def _scatter_owned(owned: Owned) -> Owned:
+    shard = owned.shard
 
     def spread(path, x):
         if not _is_cut(shard, path, x):
             return jnp.where(per_block(jnp.asarray(shard.held.reshape(-1)), x[shard.order]), x[shard.order], 0)
-        turn, length = _long_side(own)
+        turn, length = _long_side(owned)
         filled = jnp.pad(turn(x), ((0, 0), (0, -length % shard.devices), (0, 0)))
         return turn(filled.reshape(shard.matrices.blocks, -1, filled.shape[2]))[shard.matrices.order]
 
-    return dataclasses.replace(own, blocks=jax.tree.map_with_path(spread, own.blocks))
+    return dataclasses.replace(owned, blocks=jax.tree.map_with_path(spread, owned.blocks))
 
 
 def _is_cut(shard: Shard, path: tuple[Any, ...], x: jax.Array) -> bool:
@@ -174,8 +174,8 @@ def _is_cut(shard: Shard, path: tuple[Any, ...], x: jax.Array) -> bool:
     return shard.by_rows and x.ndim == 3 and not names.isdisjoint({"momentum", "moments"})
 
 
-def _long_side(own: Owned) -> tuple[Callable[[jax.Array], jax.Array], int]:
+def _long_side(owned: Owned) -> tuple[Callable[[jax.Array], jax.Array], int]:
     """What makes matrices of a group by rows such that are cut along their rows, and back; and how many rows."""
-    block: Any = own.blocks.factors
+    block: Any = owned.blocks.factors
     a, g = block.A, block.G
     return (lambda x: x, a.shape[1]) if a.ndim == 2 and a.shape[1] > g.shape[1] else (lambda x: x.mT, g.shape[1])
