@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,28 +13,6 @@ from jax import lax
 from kfac._distributed.owners import Shard
 from kfac._distributed.segments import Segments, make_buckets, make_segments
 from kfac._varying import AxisName, as_varying, axis_names, varying_axes
-
-
-def owned_here(shard: Shard, axis_name: AxisName) -> jax.Array:
-    """`[positions]`, whether this device has a block of its own at each."""
-    if shard.held.all():
-        return jnp.ones(shard.positions, bool)
-    return jnp.asarray(shard.held)[lax.axis_index(axis_name)]
-
-
-def take_own(stacks: Mapping[str, Any], shards: Mapping[str, Shard], axis_name: AxisName) -> dict[str, Any]:
-    """From stacks `[blocks, ...]` of each group, which all devices have, this device's `[positions, ...]`.
-
-    A device without a block at the last position gets one of the others' there. All get all blocks of a group that is
-    not among `shards`.
-    """
-
-    def own(stack, shard):
-        index = jnp.asarray(shard.order.reshape(shard.devices, -1))[lax.axis_index(axis_name)]
-        return stack.at[index].get(mode="promise_in_bounds")
-
-    mine = {name: jax.tree.map(lambda x, s=shards[name]: own(x, s), stacks[name]) for name in stacks if name in shards}
-    return dict(stacks) | mine
 
 
 def _fused(message: Callable[[jax.Array], jax.Array], arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

@@ -9,6 +9,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
 from kfac._checks import check_axis_name, check_mesh, check_type
+from kfac._distributed.ways import Way
 from kfac._varying import AxisName, axis_names, device_axes, mesh_of, varying_axes
 
 
@@ -80,15 +81,10 @@ class Distribution:
             return tuple(self.mesh.axis_names)
         return self.axis_name
 
-    @property
-    def owner_axis(self) -> AxisName | None:
-        """The axis, or those, that blocks are spread over."""
-        return self.axis if self.axis is None or self.owners is None else self.owners
-
-    @property
-    def beside_owners(self) -> tuple[str, ...]:
-        """The axes whose devices repeat the owners."""
-        return tuple(name for name in axis_names(self.axis) if name not in axis_names(self.owner_axis))
+    def way(self, dealt: bool = True) -> Way:
+        """Where blocks are, where this names axes or a mesh; whether they are dealt to owners."""
+        axes = axis_names(self.axis)
+        return Way(axes, (axis_names(self.owners) or axes) if dealt and axes else ())
 
 
 def check_distribution(value: Any) -> None:

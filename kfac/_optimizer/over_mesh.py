@@ -28,7 +28,7 @@ from kfac._optimizer.reshard import state_spec
 from kfac._optimizer.segment import closed
 from kfac._optimizer.state import Config, KfacState, Splits, init_state
 from kfac._optimizer.step import Gradients, Now, preconditioned_step, stack_packed, unpacked
-from kfac._varying import axis_names, lying_as, replicated, whole
+from kfac._varying import lying_as, replicated, whole
 
 
 def step_over_mesh(
@@ -42,7 +42,7 @@ def step_over_mesh(
 ) -> tuple[Any, KfacState]:
     """Runs `preconditioned_step` on the devices of a mesh. On explicit axes the results are laid out as `updates`."""
     rows = {name: own.shard for name, own in state.owned.items()}
-    same, states, leaves = PartitionSpec(), state_spec(config.owners or ()), _apart(config, updates)
+    same, states, leaves = PartitionSpec(), state_spec(config.owners), _apart(config, updates)
     split = config.dealt and _is_split(config, mesh, state.splits, leaves)
     narrow = {}
     if split:
@@ -58,8 +58,8 @@ def step_over_mesh(
         batch = None if stacks is None else unpacked(stacks)
         return preconditioned_step(here, updates, params, state, now, batch, narrow=narrow)
 
-    own: Any = Gradients(same, PartitionSpec(config.owners or ()))  # type: ignore[arg-type]  # the specs of such
-    apart = {g.name: PartitionSpec(config.owners or ()) if g.owned else same for g in config.groups if g.captured}
+    own: Any = Gradients(same, PartitionSpec(config.owners))  # type: ignore[arg-type]  # the specs of such
+    apart = {g.name: PartitionSpec(config.owners) if g.owned else same for g in config.groups if g.captured}
     stacks = None if factors is None else statistics_to_owners(config, mesh, apart, factors, rows)
     step = jax.shard_map(
         on_device,
@@ -76,9 +76,10 @@ def step_over_mesh(
 def init_over_mesh(config: Config, mesh: Mesh | AbstractMesh, params: Any) -> KfacState:
     """The state before the first step, lying on a mesh."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    specs = state_spec(config.owners or ())
-    axes = config.owners
-    init = jax.shard_map(lambda: closed(init_state(config, shapes), axes), mesh=mesh, in_specs=(), out_specs=specs)
+    specs = state_spec(config.owners)
+    init = jax.shard_map(
+        lambda: closed(init_state(config, shapes), config.way), mesh=mesh, in_specs=(), out_specs=specs
+    )
     state: KfacState = jax.jit(init)()
     state = state._replace(splits=find_splits(params))
     if not isinstance(mesh, AbstractMesh) or not jax.tree.leaves(params):
@@ -122,7 +123,7 @@ def _explicit(mesh: Mesh | AbstractMesh) -> bool:
 def _is_split(config: Config, mesh: Mesh | AbstractMesh, splits: Splits, leaves: dict[str, jax.Array]) -> bool:
     """Tells whether gradients go to owners alone: they are split, and the axes of the owners are of one kind."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if len({kinds[name] for name in axis_names(config.owners)}) > 1:
+    if len({kinds[name] for name in config.owners}) > 1:
         return False
     specs = (dict(splits.specs).get(path, jax.typeof(x).sharding.spec) for path, x in leaves.items())
     return any(map(any, specs))
@@ -200,7 +201,7 @@ def _across(config: Config, mesh: Mesh | AbstractMesh, layer: Layer) -> tuple[An
 
     None where each owner has as many rows as it would have of a leaf that is split by rows.
     """
-    free, devices = PartitionSpec.UNCONSTRAINED, math.prod(mesh.shape[name] for name in axis_names(config.owners))
+    free, devices = PartitionSpec.UNCONSTRAINED, math.prod(mesh.shape[name] for name in config.owners)
     if layer.diagonal and layer.cut == (devices, 1) and layer.d_in % devices == 0:
         return None
     if layer.cut[0] == 1 < layer.cut[1] and layer.d_in % devices == 0:

@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec
 from kfac._checks import check
 from kfac._curvature.inverse import per_block
 from kfac._distributed.owners import Shard, block_cost, make_shards
-from kfac._optimizer.segment import gathered, scattered, with_parts
-from kfac._optimizer.state import KfacState, Owned, Segment, Splits, find_nodes
+from kfac._distributed.ways import Way
+from kfac._optimizer.segment import closed, opened
+from kfac._optimizer.state import KfacState, Owned, Segment, Splits, find_nodes, form_of
 from kfac._varying import AxisName, replicated
 
 
@@ -63,14 +64,15 @@ def gather_state(opt_state: Any) -> Any:
       ValueError: there is no state of `scale_by_kfac` in `opt_state`, or it is not that of all devices.
     """
     if some_state(opt_state, "opt_state").count.ndim:  # of pmap
-        in_a_row = functools.partial(jax.tree.map, lambda x: x.reshape(-1, *x.shape[2:]))
-        opt_state = on_nodes((Owned, Segment), in_a_row, opt_state, lambda x: x[0])
+        opt_state = on_nodes((Owned, Segment), _in_a_row, opt_state, lambda x: x[0])
 
     def gather(node):
+        for owned in node.owned.values():
+            _check_row(owned)
+        node = _each_device(opened, replicated(node))
         owned = {name: _gather_owned(own) for name, own in node.owned.items()}
         # Bases can be had from the blocks again.
-        whole = node._replace(owned=owned, segment=Segment(), bases={}, splits=Splits())
-        return with_parts(whole, gathered(node, replicated))
+        return node._replace(owned=owned, segment=Segment(), bases={}, splits=Splits())
 
     return on_states(gather, opt_state)
 
@@ -106,14 +108,40 @@ def scatter_state(portable: Any, num_devices: int, *, pmap: bool = False) -> Any
         ]
         shards = make_shards(costs, num_devices)
         bases = {name: own.inverse.basis(own.blocks.inverse) for name, own in node.owned.items()}
-        node = scattered(node._replace(bases={n: basis for n, basis in bases.items() if basis is not None}), shards)
-        return node._replace(owned={name: _scatter_owned(own) for name, own in node.owned.items()})
+        owned = {name: _scatter_owned(own, shards[name]) for name, own in node.owned.items()}
+        bases = {name: basis for name, basis in bases.items() if basis is not None and num_devices > 1}
+        return _each_device(closed, node._replace(owned=owned, bases=bases))
 
     state = on_states(scatter, portable)
     if not pmap:
         return state
-    by_device = functools.partial(jax.tree.map, lambda x: x.reshape(num_devices, -1, *x.shape[1:]))
+    by_device = functools.partial(_by_device, num_devices)
     return on_nodes((Owned, Segment), by_device, state, lambda x: jnp.broadcast_to(x, (num_devices, *x.shape)))
+
+
+def _in_a_row(tree: Any) -> Any:
+    """Arrays `[devices, k, ...]` as `[devices k, ...]`."""
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+
+
+def _by_device(devices: int, tree: Any) -> Any:
+    """The inverse of `_in_a_row`."""
+    return jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), tree)
+
+
+def _each_device(fn: Callable[[KfacState, Way], KfacState], state: KfacState) -> KfacState:
+    """`opened` or `closed` of the part of each device, from outside, where some groups are in segments."""
+    devices = next((own.shard.devices for own in state.owned.values() if own.form is not None), None)
+    if devices is None:
+        return state
+
+    def local(owned, segment):
+        new = fn(state._replace(owned=owned, segment=segment), Way(("devices",), ("devices",)))
+        return new.owned, new.segment
+
+    parts = _by_device(devices, (state.owned, state.segment))
+    owned, segment = _in_a_row(jax.vmap(local, axis_name="devices")(*parts))
+    return state._replace(owned=owned, segment=segment)
 
 
 def some_state(opt_state: Any, argument: str) -> KfacState:
@@ -136,28 +164,29 @@ def on_nodes(kind: Any, fn: Callable, tree: Any, other: Callable[[Any], Any] = l
 on_states = functools.partial(on_nodes, KfacState)
 
 
-def _gather_owned(owned: Owned) -> Owned:
+def _check_row(owned: Owned) -> None:
     expected = owned.shard.devices * owned.shard.positions
     if owned.blocks.weight.shape != (expected,):
         raise ValueError(
             f"opt_state must hold the {expected} blocks of all {owned.shard.devices} devices in a row, but has "
             f"{owned.blocks.weight.shape}: gather outside of shard_map and pmap, and from the parts of all processes."
         )
+
+
+def _gather_owned(owned: Owned) -> Owned:
     shard, one = owned.shard, dataclasses.replace(owned.shard, devices=1, owners=())
 
     def in_order(path, x):
         if not _is_cut(shard, path, x):
-            return replicated(x)[shard.places]
+            return x[shard.places]
         turn, length = _long_side(owned)
-        pieces = turn(replicated(x)[shard.matrices.places])
+        pieces = turn(x[shard.matrices.places])
         return turn(pieces.reshape(shard.blocks, -1, pieces.shape[2])[:, :length])
 
     return dataclasses.replace(owned, blocks=jax.tree.map_with_path(in_order, owned.blocks), shard=one, form=None)
 
 
-def _scatter_owned(owned: Owned) -> Owned:
-    shard = owned.shard
-
+def _scatter_owned(owned: Owned, shard: Shard) -> Owned:
     def spread(path, x):
         if not _is_cut(shard, path, x):
             return jnp.where(per_block(jnp.asarray(shard.held.reshape(-1)), x[shard.order]), x[shard.order], 0)
@@ -165,7 +194,8 @@ def _scatter_owned(owned: Owned) -> Owned:
         filled = jnp.pad(turn(x), ((0, 0), (0, -length % shard.devices), (0, 0)))
         return turn(filled.reshape(shard.matrices.blocks, -1, filled.shape[2]))[shard.matrices.order]
 
-    return dataclasses.replace(owned, blocks=jax.tree.map_with_path(spread, owned.blocks))
+    form = None if shard.full else form_of(owned.blocks)
+    return dataclasses.replace(owned, blocks=jax.tree.map_with_path(spread, owned.blocks), shard=shard, form=form)
 
 
 def _is_cut(shard: Shard, path: tuple[Any, ...], x: jax.Array) -> bool:

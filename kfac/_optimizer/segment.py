@@ -8,7 +8,7 @@ the longest: averages as triangles, inverses, momenta. A step opens the state, a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from kfac._curvature.symmetric import flatten, unflatten
-from kfac._distributed.collectives import here, laid_out, owned_here
-from kfac._distributed.owners import Shard
+from kfac._distributed.collectives import here
 from kfac._distributed.segments import lay_end_to_end
+from kfac._distributed.ways import Way
 from kfac._factors import Kronecker, Packed
-from kfac._optimizer.state import Form, KfacState, Owned, Segment
+from kfac._optimizer.state import KfacState, Owned, Segment
 from kfac._varying import as_varying, varying_axes
 
 
@@ -44,67 +44,38 @@ def find_slots(owned: Mapping[str, Owned]) -> list[Slot]:
     """Of all groups and parts."""
     shards, slots = {name: own.shard for name, own in owned.items()}, []
     for part in Segment._fields:
-        forms = {n: own.form.shapes(part) for n, own in owned.items() if own.form is not None}
+        forms = {n: getattr(own.shapes, part) for n, own in owned.items() if own.form is not None}
         flat = {n: jax.eval_shape(lambda x, p=part: _flat(p, x), x) for n, x in forms.items() if jax.tree.leaves(x)}
         starts, lengths = lay_end_to_end(shards, {name: x.shape[1] for name, x in flat.items()})
         slots += [Slot(n, part, x.shape[1], x.dtype, starts[n], max(lengths.values())) for n, x in flat.items()]
     return slots
 
 
-def opened(state: KfacState, axis: Any) -> KfacState:
+def opened(state: KfacState, way: Way) -> KfacState:
     """A state in which all blocks stand in stacks; zeros where this device has none of a group."""
     new = {}
     for slot in find_slots(state.owned):
         flat = lax.dynamic_slice_in_dim(
-            getattr(state.segment, slot.part), here(slot.starts, slot.room, axis), slot.size
+            getattr(state.segment, slot.part), here(slot.starts, slot.room, way.owners), slot.size
         )
-        flat = jnp.where(owned_here(state.owned[slot.name].shard, axis), flat, 0)
+        flat = jnp.where(way.owns(state.owned[slot.name].shard), flat, 0)
         new[slot[:2]] = _formed(state.owned, slot, flat[None])
-    return with_parts(state, new)
+    return _with(state, new)
 
 
-def closed(state: KfacState, axis: Any, before: KfacState | None = None) -> KfacState:
+def closed(state: KfacState, way: Way, before: KfacState | None = None) -> KfacState:
     """The inverse of `opened`, which has made `before`: what is as it was there is not written."""
     slots = find_slots(state.owned)
     parts = _zeros(slots) if before is None else state.segment._asdict()
     for slot in slots:
-        own, part, begin = state.owned[slot.name], slot.part, here(slot.starts, slot.room, axis)
+        own, part, begin = state.owned[slot.name], slot.part, here(slot.starts, slot.room, way.owners)
         stack, old = (getattr(x.owned[slot.name].blocks, part) for x in (state, before or state))
         if before is not None and all(a is b for a, b in zip(*map(jax.tree.leaves, (stack, old)), strict=True)):
             continue
         kept = lax.dynamic_slice_in_dim(parts[part], begin, slot.size)
-        flat = jnp.where(owned_here(own.shard, axis), _flat(part, stack)[0].astype(kept.dtype), kept)
+        flat = jnp.where(way.owns(own.shard), _flat(part, stack)[0].astype(kept.dtype), kept)
         parts[part] = lax.dynamic_update_slice_in_dim(as_varying(parts[part], varying_axes(flat)), flat, begin, 0)
-    return with_parts(state, {slot[:2]: None for slot in slots})._replace(segment=Segment(**parts))
-
-
-def gathered(state: KfacState, whole: Callable[[jax.Array], jax.Array]) -> dict[tuple, Any]:
-    """From outside what the segments of all devices hold, once `whole` has made them whole, by group and part."""
-    new = {}
-    for slot in find_slots(state.owned):
-        segments = whole(getattr(state.segment, slot.part))
-        begins = [device * slot.room + start for device, start in slot.starts.items()]
-        rows = [lax.slice_in_dim(segments, begin, begin + slot.size) for begin in begins]
-        new[slot[:2]] = _formed(state.owned, slot, jnp.stack(rows))
-    return new
-
-
-def scattered(state: KfacState, shards: Mapping[str, Shard]) -> KfacState:
-    """A state of one device with the segments that devices have by `shards`; all else is still to be dealt out."""
-    owned = {
-        name: dataclasses.replace(own, shard=shards[name], form=None if shards[name].full else Form.of(own.blocks))
-        for name, own in state.owned.items()
-    }
-    slots = find_slots(owned)
-    vectors: dict[str, dict[int, jax.Array]] = {part: {} for part in Segment._fields}
-    for slot in slots:
-        flat, devices = _flat(slot.part, getattr(owned[slot.name].blocks, slot.part)), shards[slot.name].devices
-        begins = [device * slot.room + start for device, start in slot.starts.items()]
-        vectors[slot.part] |= zip([*begins, devices * slot.room], [*flat, jnp.zeros(0, flat.dtype)], strict=True)
-    parts = {part: laid_out(dict(sorted(x.items())), max(x)) for part, x in vectors.items() if x}
-    return with_parts(state._replace(owned=owned), {slot[:2]: None for slot in slots})._replace(
-        segment=Segment(**parts)
-    )
+    return _with(state, {slot[:2]: None for slot in slots})._replace(segment=Segment(**parts))
 
 
 def _zeros(slots: list[Slot]) -> dict[str, jax.Array]:
@@ -114,7 +85,7 @@ def _zeros(slots: list[Slot]) -> dict[str, jax.Array]:
     return {part: jnp.zeros(room, dtypes[part]) for part, room in parts.items()}
 
 
-def with_parts(state: KfacState, stacks: Mapping[tuple, Any]) -> KfacState:
+def _with(state: KfacState, stacks: Mapping[tuple, Any]) -> KfacState:
     """With parts of the blocks of some groups, by both."""
     owned = dict(state.owned)
     for (name, part), stack in stacks.items():
@@ -127,8 +98,7 @@ def _flat(part: str, tree: Any) -> jax.Array:
 
 
 def _formed(owned: Mapping[str, Owned], slot: Slot, flat: jax.Array) -> Any:
-    form: Any = owned[slot.name].form
-    like = form.shapes(slot.part)
+    like = getattr(owned[slot.name].shapes, slot.part)
     return (
         unflatten(flat, jax.eval_shape(_packed, like)).unpacked() if slot.part == "factors" else unflatten(flat, like)
     )

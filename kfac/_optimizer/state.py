@@ -18,11 +18,11 @@ from kfac._curvature.blocks import Group, group_layers
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.distribution import Distribution
 from kfac._distributed.owners import Shard, group_costs, make_shards
-from kfac._distributed.ways import Everywhere, way_of
+from kfac._distributed.ways import Way
 from kfac._factors import Block
 from kfac._layers import Layers, leaves_by_path
 from kfac._optimizer.moves import Motion, Moves
-from kfac._varying import AxisName, as_varying, axis_size, varying_axes
+from kfac._varying import as_varying, axis_size, varying_axes
 
 
 class KfacMetrics(NamedTuple):
@@ -89,25 +89,10 @@ class Segment(NamedTuple):
     motion: jax.Array | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """The shapes of one block's parts in a segment, in the order of `Segment`: structures, and leaves `[1, ...]`."""
-
-    parts: tuple[tuple[Any, tuple[jax.ShapeDtypeStruct, ...]], ...]
-
-    @classmethod
-    def of(cls, blocks: BlockState) -> Form:
-        """That of a stack of blocks."""
-        parts = []
-        for part in Segment._fields:
-            leaves, structure = jax.tree.flatten(getattr(blocks, part))
-            parts.append((structure, tuple(jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in leaves)))
-        return cls(tuple(parts))
-
-    def shapes(self, part: str) -> Any:
-        """Of one part, as a tree."""
-        structure, leaves = self.parts[Segment._fields.index(part)]
-        return jax.tree.unflatten(structure, leaves)
+def form_of(blocks: BlockState) -> Any:
+    """The shapes `[1, ...]` of one block as a value that can be compared."""
+    leaves, structure = jax.tree.flatten(blocks)
+    return structure, tuple(jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in leaves)
 
 
 @jax.tree_util.register_dataclass
@@ -123,7 +108,12 @@ class Owned:
     blocks: BlockState
     shard: Shard = dataclasses.field(metadata={"static": True})
     inverse: Inverse = dataclasses.field(metadata={"static": True})
-    form: Form | None = dataclasses.field(default=None, metadata={"static": True})
+    form: Any = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def shapes(self) -> BlockState:
+        """Of one block that is, or is to be, in a segment; else the blocks themselves."""
+        return self.blocks if self.form is None else jax.tree.unflatten(*self.form)
 
 
 @jax.tree_util.register_static
@@ -244,21 +234,17 @@ class Config:
     local: bool = False
 
     @property
-    def way(self) -> Everywhere:
+    def way(self) -> Way:
         """How blocks lie on devices here."""
-        return way_of(self.distribution, self.dealt)
+        return self.distribution.way(self.dealt)
 
     @property
-    def owners(self) -> AxisName | None:
-        return self.distribution.owner_axis if self.dealt else None
+    def owners(self) -> tuple[str, ...]:
+        return self.way.owners
 
     def has_moments(self, group: Group) -> bool:
         """Whether statistics of a group bring moments."""
         return group.correctable and group.kind(self.inverse).takes_moments
-
-    def shares_bases(self, group: Group) -> bool:
-        """Whether all devices have the bases of a group, in which its moments are due."""
-        return self.owners is not None and self.has_moments(group)
 
     @functools.cached_property
     def paths_apart(self) -> frozenset[str]:
@@ -281,8 +267,8 @@ def init_state(config: Config, params: Any) -> KfacState:
     leaves = match_leaves(config.layers, params, "params") if jax.tree.leaves(params) else {}
     # Statistics of a float64 model stay in float64; nothing else is ever wider than float32.
     dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in leaves.values()))
-    devices = axis_size(config.owners)
-    shards = make_shards(group_costs(config.groups, config.inverse), devices or 1)
+    devices = axis_size(config.owners) or 1
+    shards = make_shards(group_costs(config.groups, config.inverse), devices)
 
     def inverses(group: Group, size: int) -> Any:
         return group.kind(config.inverse).init(group.zeros(size, dtype, moments=config.has_moments(group)))
@@ -292,17 +278,17 @@ def init_state(config: Config, params: Any) -> KfacState:
         kept, outside = inverses(group, size), not group.kind(config.inverse).takes_gradients
         if piece is not group:
             kept = dataclasses.replace(kept, moments=inverses(piece, size).moments)
-        still = config.moves.momentum is not None and outside
-        momentum = jnp.zeros((size, piece.d_in, piece.d_out), dtype) if still else None
+        has_momentum = config.moves.momentum is not None and outside
+        momentum = jnp.zeros((size, piece.d_in, piece.d_out), dtype) if has_momentum else None
         motion = Motion(momentum, jnp.ones(size, dtype) if config.moves.layer_rates else None)
         return BlockState(group.zeros(size, dtype), weight, kept, condition, inverted, motion)
 
     def own(group: Group) -> Owned:
         shard = shards[group.name]
         stacks = blocks(group, shard.positions, shard.as_matrices(group))
-        held = Owned(stacks, shard, config.inverse, None if shard.full else Form.of(stacks))
+        held = Owned(stacks, shard, config.inverse, None if shard.full else form_of(stacks))
         # A device's own blocks are marked as such, where `shard_map` checks that (`lax.axis_index` varies if it does).
-        return as_varying(held, varying_axes(lax.axis_index(config.owners))) if devices else held
+        return as_varying(held, varying_axes(lax.axis_index(config.owners))) if axis_size(config.owners) else held
 
     return KfacState(
         count=jnp.zeros((), jnp.int32),
@@ -315,7 +301,11 @@ def init_state(config: Config, params: Any) -> KfacState:
         owned={group.name: own(group) for group in config.owned},
         segment=Segment(),
         shared={group.name: blocks(group, group.size, group) for group in config.groups if not group.owned},
-        bases={g.name: config.inverse.basis(inverses(g, g.size)) for g in config.groups if config.shares_bases(g)},
+        bases={
+            g.name: config.inverse.basis(inverses(g, g.size))
+            for g in config.groups
+            if devices > 1 and config.has_moments(g)
+        },
         learning_rates=jnp.zeros(2, jnp.float32),
         members={group.name: {group.members: jnp.full((), group.size, jnp.int32)} for group in config.groups},
         metrics=KfacMetrics(*(jnp.zeros((), dtype) for dtype in 7 * [jnp.float32] + 4 * [jnp.int32])),
@@ -411,8 +401,7 @@ def check_state(config: Config, state: KfacState, devices: int) -> None:
     check_same_inverse(config.inverse, state)
     wanted = config.moves.momentum is not None and not config.inverse.takes_gradients, config.moves.layer_rates
     for name, owned in state.owned.items():
-        kept = owned.blocks.motion if owned.form is None else owned.form.shapes("motion")
-        for option, wants, motion in zip(("momentum", "layer_rates"), wanted, kept, strict=True):
+        for option, wants, motion in zip(("momentum", "layer_rates"), wanted, owned.shapes.motion, strict=True):
             if wants != (motion is not None):
                 has = "none" if motion is None else "some"
                 raise ValueError(
@@ -424,14 +413,6 @@ def check_state(config: Config, state: KfacState, devices: int) -> None:
                 f"this device must get {owned.shard.positions} of the state's {owned.shard.blocks} blocks of a shape, "
                 f"but gets {owned.blocks.weight.shape[0]}: use kfac.state.state_specs for its in_specs and out_specs"
             )
-    if set(state.bases) != {group.name for group in config.groups if config.shares_bases(group)}:
-        # Of one inverse and the same groups only moments make a difference.
-        to_one, to_none = ("a", "kfac.state.scatter_state(opt_state, 1)"), ("no", "kfac.state.gather_state(opt_state)")
-        have, convert = to_one if config.owners else to_none
-        raise ValueError(
-            f"with inverse={config.inverse!r} a state is another where there is an axis of devices, if only of one: "
-            f"update has {have} such axis, but the state is one for the other case: {convert} makes it from that."
-        )
 
 
 def check_same_inverse(inverse: Inverse, state: KfacState) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from kfac._curvature.inverse import ALL_ROWS, Inverse, Whole, averaged, cosine, 
 from kfac._curvature.refresh import once_if, refresh
 from kfac._curvature.symmetric import flatten, unflatten
 from kfac._distributed.owners import Shard
-from kfac._distributed.ways import Everywhere
+from kfac._distributed.ways import Way
 from kfac._factors import Block, Factors, Statistics
 from kfac._layers import Layer, leaves_by_path, map_by_path
 from kfac._optimizer.moves import Kernels, Motion, MovesNow, Stack, adapted, clip_scale, find_kernels, lengthened
@@ -55,27 +56,32 @@ class Now(NamedTuple):
     moves: MovesNow
 
 
-class Place(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Place:
     """Where a step is: what is fixed, the scalars, and which blocks this device holds.
 
     Attributes:
       config: what is fixed.
       now: the scalars.
       shards: how Kronecker groups are dealt to devices.
-      mine: of each group, `[positions]`: whether the block there is a device's own.
     """
 
     config: Config
     now: Now
     shards: dict[str, Shard]
-    mine: Vectors
 
-    @property
+    @functools.cached_property
+    def mine(self) -> Vectors:
+        """Of each group, `[positions]`: whether the block there is a device's own; all have those without owners."""
+        of_owned = {name: self.config.way.owns(shard) for name, shard in self.shards.items()}
+        return {g.name: of_owned.get(g.name, jnp.ones(g.size, bool)) for g in self.config.groups}
+
+    @functools.cached_property
     def apart(self) -> dict[str, Shard]:
         """Of the groups that their owners alone precondition, how gradients lie."""
         return {name: shard.matrices for name, shard in self.shards.items()}
 
-    @property
+    @functools.cached_property
     def groups(self) -> list[Group]:
         """All groups, as gradients lie."""
         return [self.shards[g.name].as_matrices(g) if g.name in self.shards else g for g in self.config.groups]
@@ -113,9 +119,9 @@ def preconditioned_step(
     each part of the `stacks`.
     """
     check_state(config, state, config.way.devices)
-    state = before = opened(state, config.owners)
+    state = before = opened(state, config.way)
     config.way.check(updates.tree, factors if isinstance(factors, Factors) else None)
-    place = locate(config, state, now)
+    place = Place(config, now, dealt(state))
     updates, gradients, square, usable = take_gradients(place, state, updates)
     changed, due = decide(place, state, usable, statistics=factors is not None)
     left_out: Vectors = {}
@@ -146,17 +152,7 @@ def preconditioned_step(
         scale = jnp.where(usable, scale.astype(jnp.float32), metrics.kl_clip_scale)
         metrics = metrics._replace(kl_clip_scale=scale)
     state = count(state._replace(measured=measured), now, changed, metrics, usable)
-    return updates, closed(state, config.owners, before)
-
-
-def locate(config: Config, state: KfacState, now: Now) -> Place:
-    """Which blocks this device holds; all have those that are no Kronecker products."""
-    shards = dealt(state)
-    mine = {
-        group.name: config.way.owns(shards[group.name]) if group.name in shards else jnp.ones(group.size, bool)
-        for group in config.groups
-    }
-    return Place(config, now, shards, mine)
+    return updates, closed(state, config.way, before)
 
 
 def dealt(state: KfacState) -> dict[str, Shard]:
@@ -326,7 +322,7 @@ def after(number: jax.Array, flags: jax.Array) -> jax.Array:
 
 
 def refresh_inverses(
-    way: Everywhere, state: KfacState, wanted: Vectors, now: Now, needed: jax.Array | None
+    way: Way, state: KfacState, wanted: Vectors, now: Now, needed: jax.Array | None
 ) -> tuple[KfacState, Vectors]:
     """Refreshes the inverses of the blocks that are `wanted`, and the bases that all have; also returns which failed.
 
@@ -358,7 +354,7 @@ def refresh_inverses(
     return state, {name: wanted[name] & ~valid[name] for name in blocks}
 
 
-def _fetched(way: Everywhere, owned: dict[str, Owned], bases: dict[str, Any], stacks: dict[str, Any]) -> dict[str, Any]:
+def _fetched(way: Way, owned: dict[str, Owned], bases: dict[str, Any], stacks: dict[str, Any]) -> dict[str, Any]:
     """What all devices have of the inverses, from their owners."""
     sent = {name: flatten(owned[name].inverse.basis(stacks[name][0])) for name in bases}
     received = way.gather(sent, {name: own.shard for name, own in owned.items()})
@@ -603,12 +599,12 @@ def _join(vectors: Iterable[jax.Array]) -> jax.Array:
     return lax.optimization_barrier(jnp.concatenate([jnp.zeros(1, bool), *vectors]))
 
 
-def count_blocks(shards: Mapping[str, Any], way: Everywhere, flags: Vectors) -> jax.Array:
+def count_blocks(shards: Mapping[str, Any], way: Way, flags: Vectors) -> jax.Array:
     """How many blocks were found, so that the sum over devices counts each once: those that all have, on the first."""
     return jnp.sum(_join(x & counts_here(shards, way, name) for name, x in flags.items()), dtype=jnp.int32)
 
 
-def counts_here(shards: Mapping[str, Shard], way: Everywhere, name: str) -> jax.Array:
+def counts_here(shards: Mapping[str, Shard], way: Way, name: str) -> jax.Array:
     """Whether this device counts what it has of a group, so that the sum over devices has each block once."""
     return jnp.array(True) if name in shards and not shards[name].by_rows else way.first
 

@@ -86,11 +86,7 @@ class Assignment:
         """Work of a refresh on each device, in `n^3`; the largest is the critical path."""
         work = np.zeros(self.devices)
         for cost in self.costs:
-            if cost.by_rows:
-                work += cost.blocks * cost.work
-                continue
-            owners = np.array([self.shards[cost.name].location(block)[0] for block in range(cost.blocks)])
-            np.add.at(work, owners, cost.work)
+            work += cost.work * np.sum(self.shards[cost.name].held, axis=1)
         return [int(total) for total in work]
 
     @property
@@ -154,7 +150,7 @@ class Assignment:
         """
         if self.devices == 1:
             return {}
-        gathered = [layer for layer in self.layers if layer.block.owned]
+        gathered = [layer for group in self.groups if group.owned for layer in group.layers]
         if self.gradients == "split":
             everywhere = 4 * sum(layer.num_params for layer in self.layers.with_blocks if layer not in gathered)
             whole = 4 * sum(layer.num_params for layer in self.layers)

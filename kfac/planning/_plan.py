@@ -160,7 +160,7 @@ def plan(
       ValueError: an argument is out of range, `distribution` has `owners`, or a layer was found without positions.
     """
     machine = _machine(hardware, rates)
-    if distribution is not None and distribution.beside_owners:
+    if distribution is not None and set(distribution.way().axes) - set(distribution.way().owners):
         have = f"distribution has owners={distribution.owners!r}"
         raise ValueError(f"{have}, but the plan is of one group of owners: give it one without, for such a group")
     check(batch=batch, overhead=overhead)
