@@ -79,7 +79,8 @@ def test_segments_hold_every_block_once():
         assert segments.direct == 0 or len(segments.lengths) == devices
 
 
-CRITICAL = [("resnet50", 8, 1.14, 0), ("resnet50", 64, 1.0, 0), ("gpt", 8, 0, 1.2), ("gpt", 64, 1.0, 0)]
+# Of the GPT, 0.015 of the largest block are the table's `G`, which all devices invert as they share the table's rows.
+CRITICAL = [("resnet50", 8, 1.14, 0), ("resnet50", 64, 1.0, 0), ("gpt", 8, 0, 1.2), ("gpt", 64, 1.016, 0)]
 
 
 @pytest.mark.parametrize(("model", "devices", "of_largest", "of_mean"), CRITICAL)

@@ -32,8 +32,8 @@ def means_to_owners(
     stacks: Mapping[str, jax.Array],
     shards: Mapping[str, Shard],
     axis_name: AxisName,
-    buckets: int = 1,
-    beside: tuple[str, ...] = (),
+    buckets: int,
+    beside: tuple[str, ...],
 ) -> dict[str, jax.Array]:
     """Means over devices of stacks of blocks, each block where it is owned.
 

@@ -127,11 +127,9 @@ class Way:
         axes = self.axes
         for what, tree in {"updates": updates, "factors": factors}.items():
             if axes and (unnamed := sorted(varying_axes(tree).difference(axes))):
-                raise ValueError(
-                    f"{what} differ between the devices of {unnamed}, which axis_name={_name(axes)!r} does not name. "
-                    f"If these have the same parameters and other examples, pass axis_name={(*axes, *unnamed)!r}, or no "
-                    f"Distribution. If not, {SPLIT_BY_HAND}"
-                )
+                where = f"{what} differ between the devices of {unnamed}, which axis_name={_name(axes)!r} does not name"
+                names = f"pass axis_name={(*axes, *unnamed)!r}, or no Distribution"
+                raise ValueError(f"{where}. If these have the same parameters, {names}. If not, {SPLIT_BY_HAND}")
 
 
 def check_alike(params: Any) -> None:

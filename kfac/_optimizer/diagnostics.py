@@ -102,7 +102,7 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
     for group in [group for group in group_layers(layers) if group.correctable]:
         owned = state.owned.get(group.name)
         vectors = state.bases.get(group.name)
-        if owned is not None and vectors is None and owned.blocks.inverse is not None:
+        if vectors is None and owned is not None and owned.blocks.inverse is not None:
             vectors = owned.inverse.basis(owned.blocks.inverse)
         if owned is None or vectors is None or owned.shard.blocks != group.size:
             have = "no" if owned is None else f"{owned.shard.blocks}, for inverse={owned.inverse!r},"

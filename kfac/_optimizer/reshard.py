@@ -165,12 +165,10 @@ on_states = functools.partial(on_nodes, KfacState)
 
 
 def _check_row(owned: Owned) -> None:
-    expected = owned.shard.devices * owned.shard.positions
-    if owned.blocks.weight.shape != (expected,):
-        raise ValueError(
-            f"opt_state must hold the {expected} blocks of all {owned.shard.devices} devices in a row, but has "
-            f"{owned.blocks.weight.shape}: gather outside of shard_map and pmap, and from the parts of all processes."
-        )
+    expected, found = owned.shard.devices * owned.shard.positions, owned.blocks.weight.shape
+    if found != (expected,):
+        rows = f"the {expected} blocks of all {owned.shard.devices} devices in a row, but has {found}"
+        raise ValueError(f"opt_state must hold {rows}: gather outside of shard_map and pmap, from all processes")
 
 
 def _gather_owned(owned: Owned) -> Owned:

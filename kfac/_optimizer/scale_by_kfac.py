@@ -25,7 +25,7 @@ from kfac._layers import Layers
 from kfac._optimizer.arguments import fitted
 from kfac._optimizer.moves import Moves, ScalarOrSchedule, value_at
 from kfac._optimizer.options import Options, check_options
-from kfac._optimizer.over_mesh import init_over_mesh, step_over_mesh
+from kfac._optimizer.over_mesh import OverMesh, init_over_mesh
 from kfac._optimizer.reshard import on_states, some_state, state_spec
 from kfac._optimizer.segment import closed, opened
 from kfac._optimizer.state import Config, KfacState, check_devices, init_state, match_leaves
@@ -145,7 +145,8 @@ def precondition_and_move(layers: Layers, moves: Moves, options: Options) -> opt
             (updates, _), state = preconditioned_step(config, Gradients(updates, {}), weights, state, now, factors)
         else:
             check_devices(state, math.prod(over.shape[name] for name in config.owners))
-            updates, state = step_over_mesh(config, over, updates, params, state, now, factors)
+            meshed = OverMesh(config, over, dealt(state), dict(state.splits.specs))
+            updates, state = meshed.step(updates, params, state, now, factors)
         soon = (state.count < jnp.asarray(warmup)) | (state.count % statistics_every == 0)
         return updates, state._replace(due=soon)
 

@@ -66,7 +66,10 @@ def opened(state: KfacState, way: Way) -> KfacState:
 def closed(state: KfacState, way: Way, before: KfacState | None = None) -> KfacState:
     """The inverse of `opened`, which has made `before`: what is as it was there is not written."""
     slots = find_slots(state.owned)
-    parts = _zeros(slots) if before is None else state.segment._asdict()
+    parts = state.segment._asdict()
+    if before is None:
+        dtypes = {x.part: jnp.result_type(*(y.dtype for y in slots if y.part == x.part)) for x in slots}
+        parts = {x.part: jnp.zeros(x.room, dtypes[x.part]) for x in slots}
     for slot in slots:
         own, part, begin = state.owned[slot.name], slot.part, here(slot.starts, slot.room, way.owners)
         stack, old = (getattr(x.owned[slot.name].blocks, part) for x in (state, before or state))
@@ -76,13 +79,6 @@ def closed(state: KfacState, way: Way, before: KfacState | None = None) -> KfacS
         flat = jnp.where(way.owns(own.shard), _flat(part, stack)[0].astype(kept.dtype), kept)
         parts[part] = lax.dynamic_update_slice_in_dim(as_varying(parts[part], varying_axes(flat)), flat, begin, 0)
     return _with(state, {slot[:2]: None for slot in slots})._replace(segment=Segment(**parts))
-
-
-def _zeros(slots: list[Slot]) -> dict[str, jax.Array]:
-    """An empty segment."""
-    parts = {slot.part: slot.room for slot in slots}
-    dtypes = {part: jnp.result_type(*(slot.dtype for slot in slots if slot.part == part)) for part in parts}
-    return {part: jnp.zeros(room, dtypes[part]) for part, room in parts.items()}
 
 
 def _with(state: KfacState, stacks: Mapping[tuple, Any]) -> KfacState:

@@ -322,10 +322,8 @@ def match_leaves(layers: Layers, tree: Any, what: str) -> dict[str, jax.Array]:
     leaves = leaves_by_path(tree)
     unknown = [path for path in leaves if path not in layers.paths]
     if unknown and jax.tree_util.all_leaves([tree]):
-        raise ValueError(
-            f"{what} are one array, in which layers cannot be told apart: put what flattens them, such as "
-            "optax.flatten, around the other parts of the chain"
-        )
+        flat = f"{what} are one array, in which layers cannot be told apart"
+        raise ValueError(f"{flat}: put what flattens them, such as optax.flatten, around the other parts of the chain")
     if unknown:
         raise ValueError(f"{what} have a leaf {unknown[0]!r} that `layers` was found without: call find_layers again")
     masked = has_masked(tree)
@@ -337,10 +335,8 @@ def match_leaves(layers: Layers, tree: Any, what: str) -> dict[str, jax.Array]:
             raise ValueError(f"{what}: leaf {missing[0]!r} of layer {layer.name!r} {reason}")
         for path, shape in zip(layer.params, layer.shapes, strict=True):
             if path in leaves and tuple(leaves[path].shape) != shape:
-                raise ValueError(
-                    f"{what}: leaf {path!r} of layer {layer.name!r} must have shape {shape}, "
-                    f"but has {tuple(leaves[path].shape)}"
-                )
+                leaf = f"{what}: leaf {path!r} of layer {layer.name!r}"
+                raise ValueError(f"{leaf} must have shape {shape}, but has {tuple(leaves[path].shape)}")
     if not leaves:
         raise ValueError(f"{what} have no leaves")
     return leaves
@@ -349,10 +345,8 @@ def match_leaves(layers: Layers, tree: Any, what: str) -> dict[str, jax.Array]:
 def how_to_hide(paths: Sequence[str]) -> str:
     """What to write where some leaves of a layer are for another optimizer."""
     patterns = tuple(f"^{re.escape(path)}$" for path in paths)
-    return (
-        "give both the same label in optax.partition or optax.masked, or take it out of the layer, "
-        f"kfac.find_layers(loss_fn, params, batch, skip={patterns!r})"
-    )
+    out = f"kfac.find_layers(loss_fn, params, batch, skip={patterns!r})"
+    return f"give both the same label in optax.partition or optax.masked, or take it out of the layer, {out}"
 
 
 def has_masked(tree: Any) -> bool:
@@ -383,10 +377,10 @@ def blocks_of(state: KfacState, layers: Layers, argument: str) -> Iterator[tuple
         block = state.blocks.get(group.name)
         have = "no" if block is None else len(block.weight)
         if block is None or len(block.weight) != group.size or block.weight.ndim != 1:
+            blocks = f"{have} blocks {group.name} where the layers have {group.size}"
             raise ValueError(
-                f"{argument} must be the state of an optimizer for these layers, on one device, but has {have} blocks "
-                f"{group.name} where the layers have {group.size}: a state of several devices goes through "
-                "kfac.state.gather_state"
+                f"{argument} must be the state of an optimizer for these layers, on one device, but has {blocks}: a "
+                "state of several devices goes through kfac.state.gather_state"
             )
         yield group, block
 
@@ -398,30 +392,19 @@ def check_state(config: Config, state: KfacState, devices: int) -> None:
     """Raises where a state is that of another model, other options or another number of devices."""
     check_groups(config.groups, state)
     check_devices(state, devices)
-    check_same_inverse(config.inverse, state)
     wanted = config.moves.momentum is not None and not config.inverse.takes_gradients, config.moves.layer_rates
     for name, owned in state.owned.items():
+        if owned.inverse != config.inverse:  # `kfac.kfac` may have chosen one by the layers
+            named = f"inverse={config.inverse!r}, but the optimizer state is one for inverse={owned.inverse!r}"
+            raise ValueError(f"{named}: name the one that it was initialised with")
         for option, wants, motion in zip(("momentum", "layer_rates"), wanted, owned.shapes.motion, strict=True):
             if wants != (motion is not None):
-                has = "none" if motion is None else "some"
-                raise ValueError(
-                    f"{option}= of the optimizer does not go with its state, which has {has} for blocks {name}: "
-                    "initialise it with the same option"
-                )
+                has = f"has {'none' if motion is None else 'some'} for blocks {name}"
+                raise ValueError(f"{option}= does not go with its state, which {has}: initialise it with the same")
         if owned.blocks.weight.shape[0] != owned.shard.positions:
             raise ValueError(
                 f"this device must get {owned.shard.positions} of the state's {owned.shard.blocks} blocks of a shape, "
                 f"but gets {owned.blocks.weight.shape[0]}: use kfac.state.state_specs for its in_specs and out_specs"
-            )
-
-
-def check_same_inverse(inverse: Inverse, state: KfacState) -> None:
-    """Raises where a state is one for another kind of inverse, which `kfac.kfac` may have chosen by the layers."""
-    for owned in state.owned.values():
-        if owned.inverse != inverse:
-            raise ValueError(
-                f"inverse={inverse!r}, but the optimizer state is one for inverse={owned.inverse!r}: initialise it "
-                "with the same option, or name the inverse where the default for these layers is another."
             )
 
 

@@ -86,17 +86,12 @@ class Place:
         """All groups, as gradients lie."""
         return [self.shards[g.name].as_matrices(g) if g.name in self.shards else g for g in self.config.groups]
 
-    def by_rows(self, name: str) -> bool:
-        """Whether devices share the rows of a group."""
-        return name in self.shards and self.shards[name].by_rows and self.shards[name].devices > 1
-
-    def whole(self, name: str) -> Whole:
-        """What makes sums over the rows of a group that are here sums over its blocks."""
-        if not self.by_rows(name):
-            return ALL_ROWS
-        pairs = zip(self.groups, self.config.groups, strict=True)
-        (share,) = (here.d_in * here.d_out / (all_.d_in * all_.d_out) for here, all_ in pairs if all_.name == name)
-        return Whole(self.config.way.total, share)
+    @functools.cached_property
+    def whole(self) -> dict[str, Whole]:
+        """What makes sums over the rows of groups that are here sums over their blocks, where devices share them."""
+        pairs, total = zip(self.groups, self.config.groups, strict=True), self.config.way.total
+        shares = {g.name: here.d_in * here.d_out / (g.d_in * g.d_out) for here, g in pairs if here is not g}
+        return {g.name: Whole(total, shares[g.name]) if g.name in shares else ALL_ROWS for g in self.groups}
 
     def own(self, name: str, stack: jax.Array) -> jax.Array:
         """A stack of a group with zeros where the block is not this device's own."""
@@ -372,7 +367,7 @@ def precondition(place: Place, state: KfacState, gradients: Vectors) -> tuple[Ve
         kept, ready = block.inverse, block.condition > 0
         if inverse.takes_gradients:
             momentum = place.now.moves.momentum(config.moves)
-            after = inverse.advance(kept, gradients[name], damping, momentum, ready, place.whole(name))
+            after = inverse.advance(kept, gradients[name], damping, momentum, ready, place.whole[name])
             advanced[name], result[name], angles[name] = after
         else:
             applied = _apply(place, group, inverse, kept, gradients[name].mT).mT
@@ -384,7 +379,7 @@ def precondition(place: Place, state: KfacState, gradients: Vectors) -> tuple[Ve
 def _apply(place: Place, group: Group, inverse: Inverse, kept: Any, matrices: jax.Array) -> jax.Array:
     """What is kept of a group, applied to gradients; by rows, their part of it."""
     damping = place.now.damping
-    if not place.by_rows(group.name):
+    if place.whole[group.name] is ALL_ROWS:
         return inverse.apply(kept, matrices, damping)
     side = group.long_side or "A"
     diagonal, length = getattr(kept, side), matrices.shape["GA".index(side) + 1]
@@ -422,7 +417,7 @@ def move(
     for name, (trace, rate) in state.motions.items():
         if rate is not None:
             cosines = angles | (
-                {} if trace is None else {name: cosine(trace, gradients[name], place.whole(name).total)}
+                {} if trace is None else {name: cosine(trace, gradients[name], place.whole[name].total)}
             )
             rate = adapted(rate, cosines[name], ~place.now.warmup, full)
         if trace is not None:

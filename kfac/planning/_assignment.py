@@ -25,7 +25,7 @@ from kfac._factors import Block
 from kfac._layers import Layers, format_bytes
 from kfac._optimizer.moves import Moves
 from kfac._optimizer.over_mesh import init_over_mesh
-from kfac._optimizer.state import Config, init_state
+from kfac._optimizer.state import Config
 from kfac._triangles import room
 
 
@@ -92,10 +92,9 @@ class Assignment:
     @property
     def memory_per_device(self) -> int:
         """Bytes of running averages, inverses and momentum that every device holds."""
-        alone, moves = self.devices == 1, Moves(momentum=0.9)
-        mesh = None if alone else AbstractMesh((self.devices,), ("devices",))
-        config = Config(self.layers, self.groups, self.kind, Distribution(mesh=mesh), True, moves)
-        state = jax.eval_shape(lambda: init_state(config, {}) if mesh is None else init_over_mesh(config, mesh, {}))
+        mesh = AbstractMesh((self.devices,), ("devices",))
+        config = Config(self.layers, self.groups, self.kind, Distribution(mesh=mesh), True, Moves(momentum=0.9))
+        state = jax.eval_shape(lambda: init_over_mesh(config, mesh, {}))
 
         def held(owned):
             return count_bytes([(x.factors, x.inverse, x.motion) for x in owned])
