@@ -14,8 +14,11 @@ from kfac._distributed.owners import Shard
 from kfac._distributed.segments import Segments, make_buckets, make_segments
 from kfac._varying import AxisName, as_varying, axis_names, varying_axes
 
+Stacks = Mapping[str, jax.Array]
+Shards = Mapping[str, Shard]
 
-def _fused(message: Callable[[jax.Array], jax.Array], arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+
+def _fused(message: Callable[[jax.Array], jax.Array], arrays: Stacks) -> dict[str, jax.Array]:
     """`message` of all arrays in one: they are laid end to end along their last axis, and its result is cut again."""
     if not arrays:
         return {}
@@ -29,11 +32,7 @@ def cut(x: jax.Array, lengths: Collection[int]) -> list[jax.Array]:
 
 
 def means_to_owners(
-    stacks: Mapping[str, jax.Array],
-    shards: Mapping[str, Shard],
-    axis_name: AxisName,
-    buckets: int,
-    beside: tuple[str, ...],
+    stacks: Stacks, shards: Shards, axis_name: AxisName, buckets: int, beside: tuple[str, ...]
 ) -> dict[str, jax.Array]:
     """Means over devices of stacks of blocks, each block where it is owned.
 
@@ -66,9 +65,7 @@ def means_to_owners(
 REST = ""  # where groups have names, that of what is in segments
 
 
-def _sums_to_owners(
-    flat: Mapping[str, jax.Array], shards: Mapping[str, Shard], axis_name: AxisName
-) -> dict[str, jax.Array]:
+def _sums_to_owners(flat: Stacks, shards: Shards, axis_name: AxisName) -> dict[str, jax.Array]:
     """Of blocks `[blocks, elements]`, the sums of those that a device owns, end to end."""
     devices, segments = lax.axis_size(axis_name), make_segments(shards, {name: x.shape[1] for name, x in flat.items()})
     whole = {name: shards[name].full * devices for name in flat}
@@ -83,9 +80,7 @@ def _sums_to_owners(
     return own
 
 
-def gather_from_owners(
-    own: Mapping[str, jax.Array], shards: Mapping[str, Shard], axis_name: AxisName
-) -> dict[str, jax.Array]:
+def gather_from_owners(own: Stacks, shards: Shards, axis_name: AxisName) -> dict[str, jax.Array]:
     """From each device's `[positions, ...]`, all blocks `[blocks, ...]` on all devices.
 
     One all-gather; where segments differ, an all-to-all before it cuts the rest of the longer ones in pieces.
@@ -127,7 +122,7 @@ def here(table: Mapping[int, int], otherwise: int, axis_name: AxisName) -> jax.A
     return jnp.min(jnp.where(lax.axis_index(axis_name) == devices, values, np.int32(otherwise)))
 
 
-def _in_segments(rests: Mapping[str, jax.Array], segments: Segments) -> dict[str, jax.Array]:
+def _in_segments(rests: Stacks, segments: Segments) -> dict[str, jax.Array]:
     """Blocks of remainders `[remainder, elements]` as the message has them for each device, `[devices, elements]`."""
     if not rests:
         return {}

@@ -13,13 +13,11 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from kfac._curvature.symmetric import flatten, unflatten
-from kfac._distributed.collectives import gather_from_owners, means_to_owners
+from kfac._distributed.collectives import Shards, Stacks, gather_from_owners, means_to_owners
 from kfac._distributed.owners import Shard
 from kfac._distributed.segments import BUCKETS
 from kfac._factors import Statistics
 from kfac._varying import as_varying, axis_size, varying_axes
-
-Shards = Mapping[str, Shard]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,11 +78,11 @@ class Way:
         """This device's of a table `[devices, ...]`."""
         return jnp.asarray(table)[lax.axis_index(self.owners)]
 
-    def gather(self, own: Mapping[str, jax.Array], shards: Shards) -> dict[str, jax.Array]:
+    def gather(self, own: Stacks, shards: Shards) -> dict[str, jax.Array]:
         """The inverse of `take`."""
         return gather_from_owners(own, shards, self.owners) if self.owners else dict(own)
 
-    def means(self, stacks: Mapping[str, jax.Array], shards: Shards, parts: int = 1) -> dict[str, jax.Array]:
+    def means(self, stacks: Stacks, shards: Shards, parts: int = 1) -> dict[str, jax.Array]:
         """Means over devices of stacks `[blocks, ...]`, of which each has its own, as `take` gives them.
 
         In several `parts` the first can be sent while the backward pass goes on.

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import finite
@@ -40,7 +40,7 @@ class OverMesh:
       config: what is fixed.
       mesh: the mesh.
       shards: how groups are dealt to devices.
-      splits: how leaves are split, by path, where that is known.
+      splits: how leaves are split, by path, where that is known but types do not tell it.
     """
 
     config: Config
@@ -57,7 +57,7 @@ class OverMesh:
         split, narrow = config.dealt and self.is_split(leaves), {}
         if split:
             parts = {group.name: group.by_leaf for group in self.groups}
-            narrow = {name: [_narrowest(_dtypes(part, leaves)) for part in by_leaf] for name, by_leaf in parts.items()}
+            narrow = {name: [_dtypes(part, leaves)[0] for part in by_leaf] for name, by_leaf in parts.items()}
 
         def laid_out(tree):
             return self.to_owners(tree) if split else Gradients(replicated(tree), {})
@@ -85,12 +85,6 @@ class OverMesh:
         """The leaves that owners alone precondition, by path."""
         return {path: leaf for path, leaf in leaves_by_path(updates).items() if path in self.config.paths_apart}
 
-    @property
-    def hidden(self) -> dict[str, PartitionSpec]:
-        """How leaves are split, by path, where types do not tell it."""
-        explicit = all(kind == AxisType.Explicit for kind in self.mesh.axis_types)
-        return {} if explicit else self.splits
-
     def is_split(self, leaves: dict[str, jax.Array]) -> bool:
         """Tells whether gradients go to owners alone: they are split, and the axes of the owners are of one kind."""
         kinds = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
@@ -111,7 +105,7 @@ class OverMesh:
     def to_owners(self, updates: Any) -> Gradients:
         """Lays out gradients: blocks with owners at the positions of these, the others on all devices."""
         # First as the parameters lie: XLA would add up each use of a leaf, and all turns of a scan, on every device.
-        updates = map_by_path(lambda path, x: self.lying(x, *self.hidden.get(path, [UNSEEN])), updates)
+        updates = map_by_path(lambda path, x: self.lying(x, *self.splits.get(path, [UNSEEN])), updates)
         apart = self.apart(updates)
 
         def rest(path, leaf):
@@ -150,7 +144,7 @@ class OverMesh:
             if path in self.config.skipped:
                 return leaf
             leaf = own[path] if path in own else lying_as(rest[path], leaf)
-            return self.lying(leaf, *self.hidden.get(path, [UNSEEN]))
+            return self.lying(leaf, *self.splits.get(path, [UNSEEN]))
 
         return map_by_path(back, updates)
 
@@ -220,9 +214,6 @@ def _picked(stack: jax.Array, index: np.ndarray) -> jax.Array:
 
 
 def _dtypes(group: Group, leaves: dict[str, jax.Array]) -> list[Any]:
-    """The dtypes of the leaves of a group; one for a group that `optax.masked` has left nothing of."""
-    return [leaves[p].dtype for layer in group.layers for p in layer.params if p in leaves] or [jnp.dtype(jnp.float32)]
-
-
-def _narrowest(dtypes: list[Any]) -> Any:
-    return min(dtypes, key=lambda dtype: float(jnp.finfo(dtype).max))
+    """Returns the dtypes of a group, the narrowest first; one if `optax.masked` has left nothing of it."""
+    dtypes = [leaves[path].dtype for layer in group.layers for path in layer.params if path in leaves]
+    return sorted(dtypes or [jnp.dtype(jnp.float32)], key=lambda dtype: float(jnp.finfo(dtype).max))

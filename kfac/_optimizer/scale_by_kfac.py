@@ -145,7 +145,8 @@ def precondition_and_move(layers: Layers, moves: Moves, options: Options) -> opt
             (updates, _), state = preconditioned_step(config, Gradients(updates, {}), weights, state, now, factors)
         else:
             check_devices(state, math.prod(over.shape[name] for name in config.owners))
-            meshed = OverMesh(config, over, dealt(state), dict(state.splits.specs))
+            told = all(kind == AxisType.Explicit for kind in over.axis_types)
+            meshed = OverMesh(config, over, dealt(state), {} if told else dict(state.splits.specs))
             updates, state = meshed.step(updates, params, state, now, factors)
         soon = (state.count < jnp.asarray(warmup)) | (state.count % statistics_every == 0)
         return updates, state._replace(due=soon)

@@ -416,10 +416,8 @@ def move(
         steps = {name: -now.rate.astype(x.dtype) * x for name, x in steps.items()}
     for name, (trace, rate) in state.motions.items():
         if rate is not None:
-            cosines = angles | (
-                {} if trace is None else {name: cosine(trace, gradients[name], place.whole[name].total)}
-            )
-            rate = adapted(rate, cosines[name], ~place.now.warmup, full)
+            angle = angles[name] if trace is None else cosine(trace, gradients[name], place.whole[name].total)
+            rate = adapted(rate, angle, ~place.now.warmup, full)
         if trace is not None:
             trace, steps[name] = now.momentum(moves).moved(trace, steps[name])
         motions[name] = Motion(trace, rate)

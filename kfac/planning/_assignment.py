@@ -28,6 +28,8 @@ from kfac._optimizer.over_mesh import init_over_mesh
 from kfac._optimizer.state import Config
 from kfac._triangles import room
 
+Messages = dict[str, int]
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Assignment:
@@ -173,9 +175,7 @@ class Assignment:
         """As `results_messages`, of the bases that all devices get in a step with a refresh, with `Ekfac`."""
         return self._messages(self._basis, "all-gather")
 
-    def _messages(
-        self, block: Callable[[Group], Any], kind: str, number: int = 1, *, matrices: bool = False
-    ) -> dict[str, int]:
+    def _messages(self, block: Callable[[Group], Any], kind: str, number: int = 1, matrices: bool = False) -> Messages:
         """Bytes by kind of message, from what there is of one block of a group: as `collectives` sends it."""
         shards = {name: shard.matrices if matrices else shard for name, shard in self.shards.items()}
         arrays = {g: jax.tree.leaves(jax.eval_shape(functools.partial(block, g))) for g in self.groups}
