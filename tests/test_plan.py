@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import kfac
 import messages
+from checking import slow
 from kfac._distributed.intervals import affordable
 from kfac.planning._plan import in_all_reduces
 from problem import state_of
@@ -52,8 +53,18 @@ def resnet50():
     return kfac.find_layers(loss, params, batch)
 
 
-@pytest.mark.parametrize(("gradients", "max_dim"), [("averaged", 8192), ("local", 8192), ("local", 16)])
-@pytest.mark.parametrize("model", [dense, without_rows, pytest.param(gpt, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("model", "gradients", "max_dim"),
+    [
+        (dense, "averaged", 8192),
+        (without_rows, "local", 16),
+        slow(dense, "local", 8192),
+        slow(dense, "local", 16),
+        slow(without_rows, "averaged", 8192),
+        slow(without_rows, "local", 8192),
+        *(slow(gpt, gradients, max_dim) for gradients, max_dim in (("averaged", 8192), ("local", 8192), ("local", 16))),
+    ],
+)
 def test_its_bytes_are_those_of_compiled_programs(model, gradients, max_dim):
     # Messages of refreshes are no part of these.
     layers, compiled = messages.programs(

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import kfac
 import problem
+from checking import slow
 from kfac._curvature.orthonormal import orthonormal_by_products
 from kfac._curvature.refresh import refresh
 from kfac._curvature.soap import follow
@@ -29,8 +30,15 @@ def basis(state):
     }
 
 
-@pytest.mark.parametrize("relative", [False, True])
-@pytest.mark.parametrize("inverse_every", [1, 3])
+@pytest.mark.parametrize(
+    ("inverse_every", "relative"),
+    [
+        (1, False),
+        (3, True),
+        slow(1, True),
+        slow(3, False),
+    ],
+)
 def test_steps_against_numpy(inverse_every, relative):
     """Squares of gradients are averaged in the basis, follow its order, and their root divides the gradient."""
     damping = 1e-3
@@ -120,6 +128,28 @@ def test_the_basis_stays_orthogonal(scale):
     np.testing.assert_allclose(along[:, :3], np.linalg.eigvalsh(average)[:, :-4:-1], rtol=0.05)
 
 
+def test_the_same_rows_in_another_order():
+    """Where a batch has fewer rows than factors have dimensions, rounding does not choose where steps go."""
+    rng = np.random.default_rng(0)
+    x, y = (jnp.asarray(rng.normal(size=(20, 16, d)), jnp.float32) for d in (24, 4))
+    params = {f"layer{k}": rng.normal(size=shape).astype(np.float32) / 5 for k, shape in enumerate([(24, 32), (32, 4)])}
+
+    def loss(params, batch):
+        return jnp.mean(jnp.square(jnp.tanh(batch[0] @ params["layer0"]) @ params["layer1"] - batch[1]))
+
+    layers = kfac.find_layers(loss, params, (x[0], y[0]))
+    tx, measure = kfac.kfac(0.05, layers), kfac.value_and_grad(loss, layers)
+
+    def step(carry, batch):
+        _, grads, factors = measure(carry[0], batch)
+        updates, state = tx.update(grads, carry[1], carry[0], factors=factors)
+        return (jax.tree.map(jnp.add, carry[0], updates), state), None
+
+    run = jax.jit(lambda *rows: jax.lax.scan(step, (params, tx.init(params)), rows)[0][0], compiler_options=QUICKLY)
+    found, other = run(x, y), run(x[:, ::-1], y[:, ::-1])
+    assert_close(found, other, rtol=1e-3)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 @pytest.mark.parametrize("rank", [0, 1, 5, 60])
 def test_orthonormal_by_matrix_products(x64, rank, dtype):
@@ -177,7 +207,7 @@ def test_a_refresh_that_fails_keeps_basis_and_moments():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new.inverse))
 
 
-@pytest.mark.parametrize("inverse_every", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("inverse_every", [3, slow(1)])
 def test_several_devices_are_one(inverse_every):
     mesh = jax.make_mesh((3,), ("devices",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
 
@@ -297,7 +327,14 @@ def test_a_layer_with_hardly_a_gradient_stops_no_other(scale):
 
 
 @pytest.mark.parametrize("inverse", [kfac.Cholesky(), kfac.Soap()])
-@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow), jnp.float16])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        jnp.float32,
+        slow(jnp.bfloat16),
+        slow(jnp.float16),
+    ],
+)
 def test_narrow_models_where_float64_is_allowed(x64, dtype, inverse):
     params = problem.initial(dtype)
     batch = problem.batch(0, dtype=dtype)

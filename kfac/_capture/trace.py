@@ -20,6 +20,8 @@ from kfac._capture.program import AnotherProgramError, Op, Program, Reached, fla
 from kfac._layers import Layers, leaf_paths
 from kfac._varying import AxisName
 
+FEW = 8  # Arrays of one length, of which one may be left out. Each is a trace: running averages of a network have more.
+
 Argnums = int | str | Sequence[int | str] | None
 
 
@@ -241,8 +243,9 @@ class Leaf(NamedTuple):
 def _candidates(args: tuple, kwargs: dict, batch_argnums: Argnums, shared: Collection[str]) -> Iterator[list[Batch]]:
     """What may be the batch, in stages: the first of which one can be traced decides.
 
-    All arrays of the chosen arguments that have one leading length; then all but one of them, as a mask may be as long
-    by chance. Where the arguments are not chosen: the first, then as few others with it as possible, then others.
+    All arrays of the chosen arguments that have one leading length; then, if they are few, all but one of them, as a
+    mask may be as long by chance. Where the arguments are not chosen: the first, then as few others with it as
+    possible, then others.
     """
     arguments: dict[int | str, Any] = dict(enumerate(args, 1)) | {name: kwargs[name] for name in sorted(kwargs)}
     leaves: list[Leaf] = []
@@ -269,7 +272,8 @@ def _candidates(args: tuple, kwargs: dict, batch_argnums: Argnums, shared: Colle
     first = [key for key in arguments if key == 1] if named is None else named
     alike = of_lengths(first) if first else []
     yield [candidate(own) for own in alike]
-    yield [candidate([leaf for leaf in own if leaf is not out]) for own in alike if len(own) > 1 for out in own]
+    few = [own for own in alike if 1 < len(own) <= FEW]
+    yield [candidate([leaf for leaf in own if leaf is not out]) for own in few for out in own]
     for own_first in (True, False) if named is None else ():
         for count in range(2 if own_first else 1, len(arguments) + 1):  # the first alone was tried
             keys = [set(keys) for keys in itertools.combinations(arguments, count)]

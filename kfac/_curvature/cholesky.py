@@ -7,6 +7,7 @@ precision products (TF32, bf16 passes) inside a factorisation lose the small eig
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -124,8 +125,13 @@ def spd_inverse(stack: jax.Array) -> jax.Array:
 
 
 def exact_product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Multiplies matrices with no reduced precision inside."""
-    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+    """Multiplies matrices with no reduced precision inside; on CUDA in six products of bfloat16 parts.
+
+    These have all 24 bits of float32, and with sums in float32 errors no larger than its own. By the peaks of an H100
+    they take 0.4 of its time.
+    """
+    exact, sixfold = (functools.partial(jnp.matmul, precision=x) for x in ("highest", "BF16_BF16_F32_X6"))
+    return lax.platform_dependent(a, b, cuda=sixfold if a.dtype == jnp.float32 else exact, default=exact)
 
 
 def factorise(stack: jax.Array) -> tuple[Lower, Lower]:

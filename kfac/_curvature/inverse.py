@@ -73,9 +73,9 @@ class Inverse(abc.ABC):
 
     Args:
       precision: the arithmetic in which inverses are applied, `"float32"`, `"bfloat16_3x"` (three products of bfloat16
-        parts, the default), `"tensorfloat32"` or `"bfloat16"`; with the last they are kept in it, too, else in float32.
-        CPUs have float32 only for the first three. They are always computed in float32; those of a float64 model are
-        float64 throughout, but with `"bfloat16"`.
+        parts, the default but for `Soap`), `"tensorfloat32"` or `"bfloat16"`; with the last they are kept in it, too,
+        else in float32. CPUs have float32 only for the first three. They are always computed in float32; those of a
+        float64 model are float64 throughout, but with `"bfloat16"`.
       relative: whether the damping of a block is in units of its mean eigenvalue, `(tr A / dim A) (tr G / dim G)`, 1
         where that is zero. Then it means the same in all layers, whatever the scale of the loss. `refresh` and
         `spectrum` get the product.

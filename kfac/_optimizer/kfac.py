@@ -81,10 +81,10 @@ def kfac(
         gradient; without their part along the kernel as above. One stays as it is where one of the norms is zero.
       layer_rates: whether each layer has a rate of its own, by which the learning rate is multiplied. It starts at 1,
         rises, up to 4, while the gradient agrees with the direction of the step before, and falls, down to 1/16, while
-        that step has gone too far in the layer; after the first ten steps, and upwards only where the learning rate
-        does not rise and is at least half of its highest. So one learning rate does for networks, and batches, that
-        need different ones (for all layers together: Almeida et al. 1998, Baydin et al. 2018). Copies of a stacked
-        kernel, and pieces of one that `max_dim` cuts, each have their own. None: with momentum and "auto".
+        that step has gone too far in the layer; upwards only where the learning rate does not rise and is at least half
+        of its highest. So one learning rate does for networks, and batches, that need different ones (for all layers
+        together: Almeida et al. 1998, Baydin et al. 2018). Copies of a stacked kernel, and pieces of one that `max_dim`
+        cuts, each have their own. None: with momentum and "auto".
       damping: see `scale_by_kfac`, also for the arguments that follow. With `trust_ratio="auto"` it is in units of the
         mean eigenvalue of each block, as with `Cholesky(relative=True)`: then nothing depends on the scale of the loss.
         None: with "auto" 0.1, or 1e-4 for `Soap`; without, 1e-3.

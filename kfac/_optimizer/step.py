@@ -417,7 +417,7 @@ def move(
     for name, (trace, rate) in state.motions.items():
         if rate is not None:
             angle = angles[name] if trace is None else cosine(trace, gradients[name], place.whole[name].total)
-            rate = adapted(rate, angle, ~place.now.warmup, full)
+            rate = adapted(rate, angle, full)
         if trace is not None:
             trace, steps[name] = now.momentum(moves).moved(trace, steps[name])
         motions[name] = Motion(trace, rate)
