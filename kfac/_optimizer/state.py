@@ -376,7 +376,8 @@ def blocks_of(state: KfacState, layers: Layers, argument: str) -> Iterator[tuple
     for group in group_layers(layers):
         block = state.blocks.get(group.name)
         have = "no" if block is None else len(block.weight)
-        if block is None or len(block.weight) != group.size or block.weight.ndim != 1:
+        dealt = any(owned.shard.devices > 1 for owned in state.owned.values())  # in another order
+        if block is None or dealt or len(block.weight) != group.size or block.weight.ndim != 1:
             blocks = f"{have} blocks {group.name} where the layers have {group.size}"
             raise ValueError(
                 f"{argument} must be the state of an optimizer for these layers, on one device, but has {blocks}: a "
