@@ -126,9 +126,7 @@ def test_the_intervals_are_the_shortest_that_keep_to_the_overhead(resnet50):
     assert (given.inverse_every, given.statistics_every) == (50, 5)
     assert kfac.planning.plan(resnet50, devices=64, batch=8192, overhead=0.5, inverse_every=5000).statistics_every
     none = kfac.planning.plan(resnet50, devices=1024, batch=131072, overhead=0.01)
-    assert (
-        none.inverse_every is None and "no intervals keep to 1.0%" in str(none) and "gradients='local'" in none.advice
-    )
+    assert none.inverse_every is None and "no intervals keep to 1.0%" in str(none)
 
 
 def test_hardware_and_its_rates(resnet50):

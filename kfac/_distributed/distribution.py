@@ -67,9 +67,8 @@ class Distribution:
                 name = axes[0] if len(axes) == 1 else axes
                 raise ValueError(
                     f"jax.pmap, and jax.shard_map with check_vma=False, do not tell whether the devices of {name!r} "
-                    "have the same parameters and other examples. If they have, pass the optimizer "
-                    f"distribution=kfac.Distribution({name!r}), by the axis_name= of jax.pmap"
-                    "; if each trains a model of its own, use jax.vmap over the models, sharded over a mesh"
+                    f"have the same parameters. If so, pass the optimizer distribution=kfac.Distribution({name!r}); if "
+                    "each trains a model of its own, use jax.vmap over the models, sharded over a mesh"
                 )
             return dataclasses.replace(self, axis_name=axes)
         return dataclasses.replace(self, mesh=mesh_of(tree))

@@ -28,7 +28,7 @@ from kfac._optimizer.options import Options, check_options
 from kfac._optimizer.over_mesh import OverMesh, init_over_mesh
 from kfac._optimizer.reshard import on_states, some_state, state_spec
 from kfac._optimizer.segment import closed, opened
-from kfac._optimizer.state import Config, KfacState, check_devices, init_state, match_leaves
+from kfac._optimizer.state import Config, KfacState, check_devices, check_groups, init_state, match_leaves
 from kfac._optimizer.step import Gradients, Now, count_blocks, dealt, preconditioned_step, refresh_inverses
 from kfac._varying import axis_names, axis_size, device_axes, on_mesh, varying_axes
 
@@ -118,6 +118,7 @@ def precondition_and_move(layers: Layers, moves: Moves, options: Options) -> opt
     @on_mesh
     def update(updates: Any, state: KfacState, params: Any = None, *, factors=None, **extra: Any):
         del extra
+        check_groups(general.groups, state)  # before stacks are laid out for its owners
         if reads_params and params is None:
             raise ValueError("trust_ratio needs the parameters: call update(grads, state, params, factors=factors)")
         config, over = _here(general if factors is not None else without, state, updates)

@@ -322,8 +322,8 @@ def match_leaves(layers: Layers, tree: Any, what: str) -> dict[str, jax.Array]:
     leaves = leaves_by_path(tree)
     unknown = [path for path in leaves if path not in layers.paths]
     if unknown and jax.tree_util.all_leaves([tree]):
-        flat = f"{what} are one array, in which layers cannot be told apart"
-        raise ValueError(f"{flat}: put what flattens them, such as optax.flatten, around the other parts of the chain")
+        how = "put what flattens them, such as optax.flatten, around the other parts of the chain"
+        raise ValueError(f"{what} are one array, in which layers cannot be told apart: {how}")
     if unknown:
         raise ValueError(f"{what} have a leaf {unknown[0]!r} that `layers` was found without: call find_layers again")
     masked = has_masked(tree)
@@ -335,8 +335,8 @@ def match_leaves(layers: Layers, tree: Any, what: str) -> dict[str, jax.Array]:
             raise ValueError(f"{what}: leaf {missing[0]!r} of layer {layer.name!r} {reason}")
         for path, shape in zip(layer.params, layer.shapes, strict=True):
             if path in leaves and tuple(leaves[path].shape) != shape:
-                leaf = f"{what}: leaf {path!r} of layer {layer.name!r}"
-                raise ValueError(f"{leaf} must have shape {shape}, but has {tuple(leaves[path].shape)}")
+                leaf = f"leaf {path!r} of layer {layer.name!r}"
+                raise ValueError(f"{what}: {leaf} must have shape {shape}, but has {tuple(leaves[path].shape)}")
     if not leaves:
         raise ValueError(f"{what} have no leaves")
     return leaves
@@ -364,10 +364,9 @@ def find_state(opt_state: Any, argument: str) -> KfacState:
     """The one `KfacState` in an optimizer state."""
     states = find_nodes(opt_state, KfacState)
     if len(states) != 1:
-        raise ValueError(
-            f"{argument} must hold one state of scale_by_kfac, but is of type {type(opt_state).__name__} and holds "
-            f"{len(states)}{'; give the part of each' if states else ': it is what init of the optimizer has returned'}"
-        )
+        held = f"is of type {type(opt_state).__name__} and holds {len(states)}"
+        how = "; give the part of each" if states else ": it is what init of the optimizer has returned"
+        raise ValueError(f"{argument} must hold one state of scale_by_kfac, but {held}{how}")
     return states[0]
 
 
@@ -378,10 +377,10 @@ def blocks_of(state: KfacState, layers: Layers, argument: str) -> Iterator[tuple
         have = "no" if block is None else len(block.weight)
         dealt = any(owned.shard.devices > 1 for owned in state.owned.values())  # in another order
         if block is None or dealt or len(block.weight) != group.size or block.weight.ndim != 1:
-            blocks = f"{have} blocks {group.name} where the layers have {group.size}"
+            held = f"has {have} blocks {group.name} where the layers have {group.size}"
             raise ValueError(
-                f"{argument} must be the state of an optimizer for these layers, on one device, but has {blocks}: a "
-                "state of several devices goes through kfac.state.gather_state"
+                f"{argument} must be the state of an optimizer for these layers, on one device, but {held}: that of "
+                "several devices goes through kfac.state.gather_state"
             )
         yield group, block
 
@@ -428,9 +427,9 @@ def check_devices(state: KfacState, devices: int, call: str = "update") -> None:
     """Raises where a state is one for another number of devices."""
     for owned in state.owned.values():
         if owned.shard.devices != devices:
+            how = "initialise it where the axis is bound"
+            how = how if call == "update" else f"pass the optimizer's distribution= to {call}"
             raise ValueError(
-                f"the optimizer state is one for {owned.shard.devices} device(s), but {call} runs on {devices}"
-                + (f": pass the optimizer's distribution= to {call}. " if call != "update" else ". ")
-                + "Initialise it where the axis is bound, e.g. jax.pmap(tx.init, axis_name=...)(params); a state from "
-                "another number of devices is converted by kfac.state.gather_state and kfac.state.scatter_state."
+                f"the optimizer state is one for {owned.shard.devices} device(s), but {call} runs on {devices}: {how}; "
+                "kfac.state.gather_state and kfac.state.scatter_state bring a state to another number of devices"
             )

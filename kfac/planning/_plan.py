@@ -92,27 +92,6 @@ class Plan:
             return always
         return always + _seldom(self.seconds, self.statistics_every, self.inverse_every)
 
-    @property
-    def advice(self) -> str:
-        """Which part costs most, and the option that makes it smaller."""
-        n, i = self.statistics_every or 1, self.inverse_every or 1
-        steps = {"results": 1, "preconditioning": 1}
-        if self.inverse_every:  # without intervals whatever is done seldom does not count
-            steps = {"inversions": i, "statistics": n, "statistics' messages": n} | steps
-        name, share = self.largest
-        most = max(steps, key=lambda part: self.seconds[part] / steps[part])
-        options = {
-            "inversions": "a longer inverse_every"
-            + (f", and for {name} find_layers(max_dim=...), which cuts its factors into blocks" if share > 0.3 else ""),
-            "statistics": "value_and_grad(subsample=...), or statistics at fewer steps",
-            "statistics' messages": "value_and_grad(communication_dtype='bfloat16'), or statistics at fewer steps",
-            "results": "gradients='local': let gradients go to update as they are, inside jax.shard_map"
-            if self.assignment.gradients == "averaged"
-            else "a larger batch, or Distribution(owners=) of fewer devices",
-            "preconditioning": "more devices, or precision='bfloat16' of the inverse",
-        }
-        return f"most of it: {most}. What helps: {options[most]}"
-
     def __repr__(self) -> str:
         return _text(self)
 
@@ -311,4 +290,4 @@ def _text(plan: Plan) -> str:
     if plan.statistics_every and plan.inverse_every:
         takes = f"statistics every {plan.statistics_every} and inverses every {plan.inverse_every} step(s):"
     lines.append(f"{takes} {1e3 * extra:.3g} ms more than {1e3 * base:.3g} ms, {extra / base:.1%}")
-    return "\n".join([*lines, plan.advice])
+    return "\n".join(lines)
