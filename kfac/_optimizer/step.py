@@ -297,9 +297,7 @@ def take_in(
     result = {}
     for group in config.groups:
         name, block, inverse = group.name, state.blocks[group.name], state.blocks[group.name].inverse
-        # What comes from a segment is written there: waiting would keep all that is opened.
-        in_place = group.owned and place.shards[name].full
-        chosen = after(change, taken[name]) if in_place else taken[name]
+        chosen = after(change, taken[name]) if group.owned else taken[name]
         if config.has_moments(group):
             # Those before the first decomposition are in no basis that is kept.
             corrected = way.take({name: jnp.asarray(group.corrected)}, place.shards)[name] & (block.condition > 0)
