@@ -233,6 +233,9 @@ def test_the_factors_of_a_state_are_its_averages():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), found, expected)
     with pytest.raises(ValueError, match="must hold one state"):
         kfac.curvature.averaged_factors({}, layers())
+    # As many blocks as on one device, but dealt out.
+    with pytest.raises(ValueError, match=r"on one device, but has .* several devices goes through"):
+        kfac.curvature.averaged_factors(kfac.state.scatter_state(state, 2), layers())
 
 
 def test_three_devices_are_one():

@@ -16,8 +16,7 @@ from jax import lax
 
 from kfac._curvature.eigh import decompose, eigenvalues
 from kfac._curvature.inverse import Inverse, identities, product
-from kfac._curvature.symmetric import flatten, unflatten
-from kfac._factors import Kronecker, Packed, diagonals, is_diagonal
+from kfac._factors import Kronecker, diagonals, is_diagonal
 
 LEAF = 600  # larger matrices are treated by halves; smaller leaves gain little, and cost time to compile
 
@@ -41,6 +40,8 @@ class Cholesky(Inverse):
       Martens and Grosse, "Optimizing Neural Networks with Kronecker-factored Approximate Curvature", 2015,
       https://arxiv.org/abs/1503.05671
     """
+
+    by_rows = True
 
     def init(self, factors):
         """Identities, `A` and `G` shaped like the factors."""
@@ -71,18 +72,6 @@ class Cholesky(Inverse):
         basis = Kronecker(*(decompose(factor, factor.dtype) for factor in (factors.A, factors.G)))
         g, a = eigenvalues(basis.G) + on_g[:, None], eigenvalues(basis.A) + on_a[:, None]
         return basis, g[:, :, None] * a[:, None, :]
-
-    def encode(self, kept):
-        """Triangles."""
-        return flatten(_packed(kept))
-
-    def decode(self, flat, like):
-        """The inverse of `encode`."""
-        return unflatten(flat, jax.eval_shape(_packed, like)).unpacked()
-
-
-def _packed(inverse: Kronecker) -> Packed:
-    return Packed.of(inverse, (inverse.A.shape[1:], inverse.G.shape[1:]))
 
 
 def split_damping(factors: Kronecker, damping: jax.Array) -> tuple[jax.Array, jax.Array]:

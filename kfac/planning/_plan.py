@@ -10,7 +10,7 @@ from typing import Any
 from kfac._checks import check, check_positive_int
 from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import Inverse
-from kfac._distributed.distribution import Distribution, everywhere
+from kfac._distributed.distribution import Distribution
 from kfac._distributed.intervals import products_of, statistics_of
 from kfac._layers import Layers, format_bytes
 from kfac.planning._assignment import Assignment, by_kind
@@ -139,7 +139,7 @@ def plan(
       ValueError: an argument is out of range, `distribution` has `owners`, or a layer was found without positions.
     """
     machine = _machine(hardware, rates)
-    if distribution is not None and distribution.beside_owners:
+    if distribution is not None and set(distribution.way().axes) - set(distribution.way().owners):
         have = f"distribution has owners={distribution.owners!r}"
         raise ValueError(f"{have}, but the plan is of one group of owners: give it one without, for such a group")
     check(batch=batch, overhead=overhead)
@@ -257,10 +257,9 @@ def _intervals(seconds, budget: float, statistics_every, inverse_every) -> tuple
 
 def _applied(group: Group, assignment: Assignment) -> float:
     """FLOPs of `G^-1 V A^-1` for the blocks of a group that a device preconditions."""
-    whole = everywhere(assignment.kind, group)
-    blocks = group.size if whole else assignment.shards[group.name].positions
     sides = sum(shape[0] if len(shape) > 1 else 1 for shape in group.shapes.values())
-    return 2.0 * blocks * group.d_out * group.d_in * sides
+    here = assignment.as_matrices(group)
+    return 2.0 * assignment.shards[group.name].positions * here.d_out * here.d_in * sides
 
 
 def _text(plan: Plan) -> str:
