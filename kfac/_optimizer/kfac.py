@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from kfac._checks import check, check_count, check_layers
+from kfac._checks import check, check_layers
 from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse, check_inverse
 from kfac._curvature.soap import Soap
@@ -42,7 +42,6 @@ def kfac(
     layer_rates: bool | None = None,
     damping: ScalarOrSchedule | None = None,
     cost: float = 0.1,
-    subsample: int | jax.Array = 1,
     inverse_every: int | jax.Array | Literal["auto"] | None = "auto",
     inverse: Inverse | None = None,
     distribution: Distribution | None = None,
@@ -94,7 +93,6 @@ def kfac(
         batch that the layers were found with, where a FLOP of a refresh counts three times, as it takes on a CPU. The
         first ten steps have both. `due` says of a state whether the next step is one with statistics: `train_step`
         goes by it. Without `trust_ratio="auto"` every step is, as nothing else holds the length of a stale step.
-      subsample: that of `value_and_grad`, for `cost` to count with.
       inverse_every: steps between refreshes of the inverses; None leaves them to `refresh`. "auto": that of `cost`.
         `plan` counts for other machines.
       inverse: how Kronecker blocks are inverted: `Cholesky()`, `Eigh()`, `Ekfac()`, `Soap()` or one's own. With "auto"
@@ -111,7 +109,7 @@ def kfac(
     """
     auto = trust_ratio == "auto"
     check_layers(layers)
-    inverse, every = chosen(layers, trust_ratio, inverse, cost, subsample)
+    inverse, every = chosen(layers, trust_ratio, inverse, cost)
     damping = (inverse.relative_damping if auto else 1e-3) if damping is None else damping
     inverse = dataclasses.replace(inverse, relative=True) if auto else inverse
     if isinstance(inverse_every, str) and inverse_every == "auto":
@@ -125,14 +123,13 @@ def kfac(
     )  # fmt: skip
 
 
-def chosen(layers: Layers, trust_ratio: Any, inverse: Any, cost: float, subsample: Any) -> tuple[Inverse, Any]:
+def chosen(layers: Layers, trust_ratio: Any, inverse: Inverse | None, cost: float) -> tuple[Inverse, Any]:
     """The inverse, and the steps between those that are to bring statistics."""
     auto = trust_ratio == "auto"
     inverse = (Soap() if auto else Cholesky()) if inverse is None else inverse
     check_inverse(inverse)
     check(cost=cost)
-    check_count("subsample", subsample, 1)
-    return inverse, affordable(layers, inverse, cost, subsample) if auto else 1
+    return inverse, affordable(layers, inverse, cost) if auto else 1
 
 
 def assemble(layers: Layers, moves: Moves, **options: Any) -> Optimizer:

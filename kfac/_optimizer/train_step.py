@@ -20,6 +20,7 @@ from kfac._capture.value_and_grad import value_and_grad
 from kfac._checks import check, check_function, check_given
 from kfac._curvature.inverse import Inverse
 from kfac._curvature.soap import Soap
+from kfac._distributed.intervals import seldom_work
 from kfac._layers import MAX_DIM, Layers
 from kfac._optimizer.diagnostics import due, eigenbasis
 from kfac._optimizer.kfac import chosen, kfac
@@ -69,9 +70,6 @@ class TrainStep:
         arguments = (params, opt_state, *args), {"fisher_key": fisher_key, **kwargs}
         without, full = (lambda packed, way=way: way(*packed[0], **packed[1]) for way in self._steps)
         return lax.cond(now, full, without, arguments)
-
-
-MANY = 64  # examples, of which every fourth is enough for a basis: fewer were not tried
 
 
 def train_step(
@@ -147,8 +145,8 @@ def train_step(
     cache: dict[Any, Layers] = {}  # of arguments of some shapes
     inverse = options.get("inverse")
     moments = isinstance(inverse, Inverse) and inverse.takes_moments
-    # An inverse that takes gradients has a basis from statistics, and no more: few rows do, often.
-    thin = options.get("trust_ratio", "auto") == "auto" and getattr(inverse or Soap(), "takes_gradients", False)
+    # `Soap` has a basis from statistics, and no more: few rows do, often.
+    thin = subsample is None and options.get("trust_ratio", "auto") == "auto" and isinstance(inverse or Soap(), Soap)
     bound = MAX_DIM if moments and max_dim is None else max_dim  # there are moments of whole kernels only
 
     def layers_of(params, args, kwargs):
@@ -159,20 +157,21 @@ def train_step(
         )
         # The interval of "auto" goes by examples; a last batch that has fewer must not change it.
         layers = dataclasses.replace(cache[shapes], num_examples=next(iter(cache.values())).num_examples)
-        return layers, share(cache[shapes]), kfac(learning_rate, layers, **options, subsample=share(layers))
+        full, quarter = (seldom_work(layers, Soap(), every) or 1 for every in (1, 4))
+        cheaper = {"cost": options.get("cost", 0.1) * full / quarter} if share(layers) > 1 else {}
+        return layers, subsample or share(cache[shapes]), options | cheaper
 
     def share(layers):
-        many = (layers.num_examples or 0) // num_microbatches >= MANY
-        return subsample or (4 if thin and many else 1)
+        return 4 if thin and (layers.num_examples or 0) // num_microbatches >= 64 else 1  # fewer were not tried
 
     def init(params, *args, **kwargs):
-        layers, part, tx = layers_of(params, args, kwargs)
+        layers, part, given = layers_of(params, args, kwargs)
         if verbose and jax.process_index() == 0:
-            print(_found(layers, part, options))
-        return tx.init(params)
+            print(_found(layers, part, given))
+        return kfac(learning_rate, layers, **given).init(params)
 
     def step(params, opt_state, *args, fisher_key, statistics, **kwargs):
-        layers, part, tx = layers_of(params, args, kwargs)
+        layers, part, optional = layers_of(params, args, kwargs)
         measure = value_and_grad(
             loss_fn, layers, has_aux=has_aux, fisher=fisher, subsample=part, statistics=statistics,
             num_examples=num_examples and num_examples // num_microbatches, communication_dtype=communication_dtype,
@@ -183,7 +182,7 @@ def train_step(
         if moments:
             keywords = {**keywords, "basis": eigenbasis(opt_state, layers)}
         value, grads, factors = measure(params, *args, **keywords)
-        updates, opt_state = tx.update(grads, opt_state, params, factors=factors)
+        updates, opt_state = kfac(learning_rate, layers, **optional).update(grads, opt_state, params, factors=factors)
         return optax.apply_updates(params, updates), opt_state, value
 
     return TrainStep(init, functools.wraps(loss_fn)(step), verbose)
@@ -223,7 +222,7 @@ def _telling(function: Callable[..., Any], what: str, verbose: bool, **fixed: bo
 
 def _found(layers: Layers, subsample: int, options: dict[str, Any]) -> str:
     trust_ratio, cost = options.get("trust_ratio", "auto"), options.get("cost", 0.1)
-    inverse, every = chosen(layers, trust_ratio, options.get("inverse"), cost, subsample)
+    inverse, every = chosen(layers, trust_ratio, options.get("inverse"), cost)
     number = sum(layer.num_params for layer in layers)
     size = f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:,}"
     part = f" of 1/{subsample} of the examples" if subsample > 1 else ""
