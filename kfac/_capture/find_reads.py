@@ -45,8 +45,8 @@ class Reads:
       multipliers: operations that produce a scaled view, and the operand that is the view.
     """
 
-    def __init__(self, traced: Trace, skipped: set[int]):
-        self.shapes, self.n = traced.shapes, traced.batch.num_examples
+    def __init__(self, traced: Trace, skipped: set[int], all_marked: bool = False):
+        self.shapes, self.n, self.all_marked = traced.shapes, traced.batch.num_examples, all_marked
         self.hidden = self.n is None and bool(traced.arrays)
         self.uses: list[Use] = []
         self.inexact: dict[int, Inexact] = {}
@@ -213,10 +213,17 @@ class Reads:
         self._leaked.update(dict.fromkeys(shared, True))
 
     def _settle(self) -> None:
-        """Late uses whose rows never meet examples are uses like others, if of arguments; else they are a penalty."""
+        """Late uses whose rows never meet examples are a penalty, if of constants; else rows of another batch.
+
+        How many times the loss has these, marks alone say.
+        """
         for k, use in enumerate(self.uses):
             if use.late and k in self._merged and k in self._leaked:
                 self._note(use.leaf, use.read.name, "it reads rows that examples share, and the loss by itself", use)
+            elif use.late and k not in self._merged and self.n and use.of_arguments and not self.all_marked:
+                self._note(
+                    use.leaf, use.read.name, "it reads rows of another batch, without kfac.output(..., weight=)", use
+                )
             elif use.late and k not in self._merged:
                 # A loss that hides its examples may have them in constants.
                 self.uses[k] = dataclasses.replace(use, late=False, dropped=bool(self.n) and not use.of_arguments)

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kfac._capture import primitives
 from kfac._capture.examples import place
-from kfac._capture.program import AnotherProgramError, Op, Program, Reached, flat, mark_live
+from kfac._capture.program import AnotherProgramError, Op, Program, Reached, Value, flat, mark_live
 from kfac._layers import Layers, leaf_paths
 from kfac._varying import AxisName
 
@@ -60,6 +61,7 @@ class Batch:
       hidden: why `n` is not known, a sentence.
       lies: the axes of a mesh with explicit ones along which they are split.
       leaves: which of the dynamic leaves of the arguments they are; None where that is not known.
+      several: whether arrays of different lengths hold examples each.
     """
 
     num_examples: int | None = None
@@ -68,6 +70,7 @@ class Batch:
     hidden: str = ""
     lies: AxisName | None = None
     leaves: frozenset[int] | None = None
+    several: bool = False
 
     @property
     def where(self) -> str:
@@ -170,19 +173,31 @@ def trace(
             return program
         return f"nothing that the loss depends on grows with {batch.where}"
 
-    found: list[tuple[Batch, Program]] = []
     hidden: list[str] = []
-    for batches in _candidates(args, kwargs, batch_argnums, shared):
-        tried = [(batch, doubled(batch)) for batch in batches]
-        found = [(batch, program) for batch, program in tried if isinstance(program, Program)]
-        hidden += [program for _, program in tried if isinstance(program, str)]
-        if found:
-            break
+
+    def search(argnums: Argnums) -> list[tuple[Batch, Program]]:
+        for batches in _candidates(args, kwargs, argnums, shared):
+            tried = [(batch, doubled(batch)) for batch in batches]
+            hidden.extend(program for _, program in tried if isinstance(program, str))
+            if found := [(batch, program) for batch, program in tried if isinstance(program, Program)]:
+                return found
+        return []
+
+    found = search(batch_argnums)
+    if any(not any(value.grown) for _, program in found for value in _marks(program).values()):
+        together = _together(search((*range(1, len(args) + 1), *kwargs)))
+    else:
+        together = _together(found) if len(found) > 1 else None
+    if together and isinstance(program := doubled(together), Program):
+        found = [(together, program)]
     if len(found) == 1:
         ((batch, program),) = found
         batch = dataclasses.replace(batch, lies=_lies(arrays[k] for k in batch.leaves or ()))
     else:
-        program, batch = flat(closed), Batch(hidden=_why_hidden([batch for batch, _ in found], hidden))
+        several = [batch for batch, _ in found]
+        argnums = tuple(dict.fromkeys(k for batch in several for k in batch.argnums))
+        apart = len({batch.num_examples for batch in several}) > 1
+        program, batch = flat(closed), Batch(None, argnums, hidden=_why_hidden(several, hidden), several=apart)
         _mark(program)
     place(program, len(names), batch.leaves, batch.num_examples)
     return Trace(program, arrays, rebuild, names, shapes, batch, closed.out_avals[0])
@@ -198,6 +213,27 @@ def _arrays_of(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
         return jax.tree.unflatten(structure, [next(queue) if other is None else other[0] for other in others])
 
     return [leaf for leaf in leaves if is_array(leaf)], filled
+
+
+def _marks(program: Program) -> dict[int, Value]:
+    """The marked outputs of a program that reach the loss, by the place of each."""
+    marks = {k: op for k, op in enumerate(program.walk()) if op.alive and primitives.is_named(op.eqn, primitives.MARK)}
+    return {k: op.outputs[0] for k, op in marks.items()}
+
+
+def _together(found: Sequence[tuple[Batch, Program]]) -> Batch | None:
+    """The batches of a loss as one, with the length of the largest; None unless each has marked outputs of its own.
+
+    What examples share, as a table of anchors, makes no marked output longer, or those of a batch.
+    """
+    grown = [{k for k, value in _marks(program).items() if any(value.grown[:-1])} for _, program in found]
+    own = [batch for (batch, _), marks in zip(found, grown, strict=True) if marks]
+    if not own or sum(map(len, grown)) > len(set.union(*grown)):
+        return None
+    argnums = tuple(dict.fromkeys(k for batch in own for k in batch.argnums))
+    most = max(batch.num_examples or 0 for batch in own)
+    leaves = frozenset().union(*(batch.leaves or () for batch in own))
+    return Batch(most, argnums, leaves=leaves, several=len(own) > 1)
 
 
 def _why_hidden(several: Sequence[Batch], reasons: Sequence[str]) -> str:
@@ -268,7 +304,8 @@ def _candidates(args: tuple, kwargs: dict, batch_argnums: Argnums, shared: Colle
         of_keys = [leaf for leaf in leaves if leaf.argument in keys and leaf.length]
         lengths = dict.fromkeys(leaf.length for leaf in of_keys)
         alike = [[leaf for leaf in of_keys if leaf.length == length] for length in lengths]
-        return sorted((x for x in alike if {leaf.argument for leaf in x} == set(keys)), key=len, reverse=True)
+        whole = (own for own in alike if given is not None or {leaf.argument for leaf in own} == set(keys))
+        return sorted(whole, key=len, reverse=True)
 
     given = None if batch_argnums is None else _named(batch_argnums, arguments, len(args))
     first = [key for key in arguments if key == 1] if given is None else given
