@@ -1,11 +1,14 @@
-"""Checks of arguments: a `ValueError` names the argument, what is accepted, and the value."""
+"""Checks of arguments: a `ValueError` names the argument, what is accepted, and the value.
+
+`OPTIONS` says what the options may be that users pass by name.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,11 +19,11 @@ from kfac._layers import Layers
 from kfac._varying import AxisName, axis_names
 
 
-def check_range(name: str, value: Any, low: float, high: float, *, open_low: bool = False, open_high: bool = False):
-    """Raises where a number is not in the range (in float32); schedules and tracers are taken as given."""
+def check_range(name: str, value: Any, interval: str) -> None:
+    """Raises where a number is not in an interval such as `"[0, inf)"`; schedules and tracers are taken as given."""
     if callable(value) or isinstance(value, jax.core.Tracer):
         return
-    left, right = "(" if open_low else "[", ")" if open_high else "]"
+    low, high = map(float, interval[1:-1].split(","))
     try:
         if isinstance(value, str) or np.shape(value) != ():
             raise TypeError
@@ -30,14 +33,14 @@ def check_range(name: str, value: Any, low: float, high: float, *, open_low: boo
         raise ValueError(f"{name} must be a number or a schedule, but is {value!r}") from None
     # A bound may be an argument, too; not below it means not below it in float32.
     least = float(np.float32(low))
-    above = number > least if open_low else number >= least
-    below = number < high if open_high else number <= high
+    above = number > least if interval[0] == "(" else number >= least
+    below = number < high if interval[-1] == ")" else number <= high
     if math.isnan(number) or not (above and below):
-        raise ValueError(f"{name} must lie in {left}{low:g}, {high:g}{right}, but is {value!r}")
+        raise ValueError(f"{name} must lie in {interval[0]}{low:g}, {high:g}{interval[-1]}, but is {value!r}")
 
 
 def check_count(name: str, value: Any, low: int) -> None:
-    """Raises where a value is no integer, or is below `low`; an array and a float without a fraction will do."""
+    """Raises where a value is no integer, or is below `low`; arrays and floats without a fraction will do."""
     if isinstance(value, jax.core.Tracer):
         return
     number = isinstance(value, (int, float, np.integer, np.ndarray, jax.Array)) and np.shape(value) == ()
@@ -58,10 +61,46 @@ def check_choice(name: str, value: Any, accepted: Sequence[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, accepted))}, but is {value!r}")
 
 
-def check_switch(name: str, value: Any, *, optional: bool = False) -> None:
-    """Raises where a value is no `bool`, nor None if it is `optional`."""
-    if not isinstance(value, bool) and not (optional and value is None):
-        raise ValueError(f"{name} must be True or False{' or None' * optional}, but is {value!r}")
+def check_switch(name: str, value: Any) -> None:
+    """Raises where a value is no `bool`."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, but is {value!r}")
+
+
+def _rules(check: Callable[..., None], names: str, *arguments: Any) -> dict[str, Callable[[str, Any], None]]:
+    return dict.fromkeys(names.split(), lambda name, value: check(name, value, *arguments))
+
+
+# What an option may be, by its name. A number may be a schedule where its function takes one.
+OPTIONS: dict[str, Callable[[str, Any], None]] = {
+    **_rules(
+        check_range, "damping unitwise_damping kl_clip trust_ratio overhead minimum target reference_rate", "(0, inf)"
+    ),
+    **_rules(check_range, "flops inversion_flops bandwidth memory", "(0, inf)"),
+    **_rules(check_range, "cost", "(0, inf]"),
+    **_rules(check_range, "learning_rate weight_decay peak", "[0, inf)"),
+    **_rules(check_range, "momentum factor_decay", "[0, 1)"),
+    **_rules(check_count, "statistics_every inverse_every every", 1),
+    **_rules(check_count, "refresh_warmup", 0),
+    **_rules(check_positive_int, "max_dim subsample num_examples num_microbatches num_steps"),
+    **_rules(check_positive_int, "batch batches devices num_devices k probes"),
+    **_rules(check_switch, "relative statistics nesterov rate_in_momentum layer_rates"),
+    **_rules(check_choice, "fisher", ("empirical", "sampled", "expected")),
+    **_rules(check_choice, "precision", ("float32", "bfloat16_3x", "tensorfloat32", "bfloat16")),
+    **_rules(check_choice, "communication_dtype", ("float32", "bfloat16")),
+    **_rules(check_choice, "gradients", ("averaged", "local", "split")),
+}
+
+
+def check(**options: Any) -> None:
+    """Raises where an option is not what its name allows."""
+    for name, value in options.items():
+        OPTIONS[name](name, value)
+
+
+def check_given(**options: Any) -> None:
+    """As `check`, of those that are not None."""
+    check(**{name: value for name, value in options.items() if value is not None})
 
 
 def check_axis_name(value: Any, name: str = "axis_name") -> None:
@@ -90,21 +129,26 @@ def check_type(name: str, value: Any, kind: Any, what: str) -> None:
         raise ValueError(f"{name} must be {what}, but is of type {type(value).__name__}: {value!r}")
 
 
+def check_shapes(what: str, block: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises where the arrays of a block are not there, or not of these shapes."""
+    for name, shape in shapes.items():
+        found = getattr(getattr(block, name, None), "shape", None)
+        if found != shape:
+            raise ValueError(f"{what}: {name} must have shape {shape}, but has {found}")
+
+
 def check_layers(value: Any) -> None:
     """Raises where a value is not what `find_layers` returns."""
     if not isinstance(value, Layers):
-        raise ValueError(
-            f"layers must be what kfac.find_layers returns, but is {type(value).__name__}: write "
-            "layers = kfac.find_layers(loss_fn, params, batch)"
-        )
+        how = "layers = kfac.find_layers(loss_fn, params, batch)"
+        raise ValueError(f"layers must be what kfac.find_layers returns, but is {type(value).__name__}: write {how}")
 
 
 def check_function(value: Any) -> None:
     """Raises where a value cannot be a loss."""
     if not callable(value):
-        raise ValueError(
-            f"loss_fn must be a function, but is {reprlib.repr(value)}: it comes before all other arguments"
-        )
+        what = reprlib.repr(value)
+        raise ValueError(f"loss_fn must be a function, but is {what}: it comes before all other arguments")
 
 
 def experimental_gpu() -> bool:

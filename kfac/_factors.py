@@ -8,14 +8,49 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from kfac._triangles import as_vectors, from_vectors
 from kfac._varying import on_mesh, whole
 
+Average = Callable[[Any], Any]
+
+
+class Statistics:
+    """The statistics of one layer, a pytree of arrays: as blocks are made of (`Kronecker`, `Unitwise`), or before.
+
+    Those that blocks are made of also have `mean_eigenvalue()`, `[k]` of a stack, and `dense(basis)`, the block as a
+    matrix `[copies?, p, p]`: with the eigenvectors `basis` that which the moments correct.
+    """
+
+    moments: Any = None
+    wire: Any = None  # the dtype in which they were sent
+
+    def combined(self, average: Average | None = None) -> Any:
+        """The `Kronecker` or `Unitwise` block; `average` is over what the statistics are to be averaged over."""
+        del average
+        return self
+
+    def packed(self, shapes: Shapes, average: Average | None = None, dtype: Any = None) -> Any:
+        """As they are sent in `dtype`; `shapes` are those of the factors of one copy, `average` is as of `combined`."""
+        block = self.combined(average)
+        return self if block is self else block.packed(shapes, dtype=dtype)  # small blocks go as they are
+
+    def unpacked(self) -> Any:
+        """The inverse of `packed`."""
+        return self
+
+    def unscaled(self, by: Callable[[jax.Array], jax.Array]) -> Any:
+        """With what is a second moment of gradients divided `by` the square of their scale."""
+        raise NotImplementedError
+
+
+Shapes = tuple[tuple[int, ...], ...]
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Kronecker:
+class Kronecker(Statistics):
     """Kronecker factors of one layer, or their inverses.
 
     Stacked copies of a layer have an axis more in front of each.
@@ -30,10 +65,39 @@ class Kronecker:
     G: Any
     moments: Any = None
 
+    def packed(self, shapes, average=None, dtype=None):
+        del average
+        return jax.tree.map(lambda x: x if dtype is None else x.astype(dtype), Packed.of(self, shapes))
+
+    def unscaled(self, by):
+        return Kronecker(self.A, *jax.tree.map(by, (self.G, self.moments)))
+
+    def mean_eigenvalue(self):
+        return jnp.mean(diagonals(self.A), axis=1) * jnp.mean(diagonals(self.G), axis=1)
+
+    def dense(self, basis=None):
+        if basis is None:
+            return _kron(self.A, self.G)
+        if self.moments is None:
+            raise ValueError("block has no moments: take it from value_and_grad(...)(..., basis=basis)")
+        vectors, values = _kron(basis.A, basis.G), self.moments.mT
+        return jnp.matmul(vectors * values.reshape(*vectors.shape[:-2], 1, -1), vectors.mT, precision="highest")
+
+
+_kron = jnp.vectorize(jnp.kron, signature="(a,b),(g,h)->(p,q)")
+
 
 def is_diagonal(stack: Any) -> bool:
     """Whether a stack of Kronecker factors holds their diagonals, `[k, d]`, rather than whole matrices."""
     return stack.ndim == 2
+
+
+def diagonals(stack: jax.Array) -> jax.Array:
+    """`[k, d]`: every (d + 1)-th element of a matrix; diagonal factors are that already."""
+    if is_diagonal(stack):
+        return stack
+    k, d = stack.shape[:2]
+    return lax.slice(stack.reshape(k, d * d), (0, 0), (k, d * d), (1, d + 1))
 
 
 @jax.tree_util.register_dataclass
@@ -47,7 +111,7 @@ class Eigen:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Unitwise:
+class Unitwise(Statistics):
     """A small dense block for each channel, of normalisation layers and of vectors.
 
     Attributes:
@@ -56,10 +120,21 @@ class Unitwise:
 
     F: Any
 
+    def unscaled(self, by):
+        return Unitwise(by(self.F))
+
+    def mean_eigenvalue(self):
+        return jnp.trace(jnp.mean(self.F, axis=1), axis1=1, axis2=2) / self.F.shape[-1]
+
+    def dense(self, basis=None):
+        del basis
+        channels, size = self.F.shape[0], self.F.shape[0] * self.F.shape[1]
+        return jnp.einsum("cpq,cd->pcqd", self.F, jnp.eye(channels, dtype=self.F.dtype)).reshape(size, size)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Packed:
+class Packed(Statistics):
     """A `Kronecker` block on several devices. Of a batch over a mesh each has an equal part of the elements.
 
     Attributes:
@@ -68,10 +143,10 @@ class Packed:
     """
 
     flat: Kronecker
-    shapes: tuple[tuple[int, ...], ...] = dataclasses.field(metadata={"static": True})
+    shapes: Shapes = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def of(cls, block: Kronecker, shapes: tuple[tuple[int, ...], ...]) -> Packed:
+    def of(cls, block: Kronecker, shapes: Shapes) -> Packed:
         """A block that is whole, packed."""
         flat = Kronecker(as_vectors(block.A, shapes[0]), as_vectors(block.G, shapes[1]))
         if block.moments is not None:
@@ -87,10 +162,21 @@ class Packed:
         moments = from_vectors(flat.moments, (g[-1] * a[-1],))
         return Kronecker(*sides, moments.reshape(*moments.shape[:-1], g[-1], a[-1]))
 
-    def combined(self, average: Callable[[Any], Any] | None = None) -> Kronecker:
+    def combined(self, average: Average | None = None) -> Kronecker:
         """The block, whole on every device."""
         del average
         return _unpacked_everywhere(self)
+
+    def packed(self, shapes, average=None, dtype=None):
+        del shapes, average, dtype
+        return self
+
+    def unscaled(self, by):
+        return dataclasses.replace(self, flat=self.flat.unscaled(by))
+
+    @property
+    def wire(self) -> Any:
+        return self.flat.A.dtype
 
     @property
     def A(self) -> jax.Array:
@@ -113,7 +199,7 @@ def _unpacked_everywhere(block: Packed) -> Kronecker:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Tied:
+class Tied(Statistics):
     """Statistics of a kernel that is read as it is and as its transpose, `direct` and `transposed`.
 
     Both have the shapes of the layer's factors: of the transpose, what it reads is on the side of the outputs `G`, and
@@ -126,7 +212,11 @@ class Tied:
     diagonal: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})  # of "A" and "G"
     cut: tuple[int, int] = dataclasses.field(default=(1, 1), metadata={"static": True})  # into blocks
 
-    def combined(self, average: Callable[[Any], Any] = lambda traces: traces) -> Kronecker:
+    def unscaled(self, by):
+        turned = Kronecker(by(self.transposed.A), self.transposed.G)  # there, gradients are on the side of the inputs
+        return dataclasses.replace(self, direct=self.direct.unscaled(by), transposed=turned)
+
+    def combined(self, average: Average | None = None) -> Kronecker:
         """`(A + e A') (x) (G + G' / e)`: rows of the transpose count as further positions.
 
         Inputs and gradients have scales of their own, which meet on each side; `e^2 = tr A tr G' / (tr G tr A')` brings
@@ -141,7 +231,8 @@ class Tied:
             found = jnp.sum(factor, -1) if side in self.diagonal else jnp.trace(factor, axis1=-2, axis2=-1)
             return jnp.sum(found, -1) if self.cut["AG".index(side)] > 1 else found
 
-        a, g, turned_a, turned_g = average([trace(b, side) for b in (self.direct, self.transposed) for side in "AG"])
+        traces = [trace(block, side) for block in (self.direct, self.transposed) for side in "AG"]
+        a, g, turned_a, turned_g = average(traces) if average else traces
         # Roots one by one: a product of traces may be too small for float32.
         above, below = jnp.sqrt(a) * jnp.sqrt(turned_g), jnp.sqrt(g) * jnp.sqrt(turned_a)
         known = (above > 0) & (below > 0)
@@ -165,7 +256,7 @@ class Tied:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Ragged:
+class Ragged(Statistics):
     """Statistics of stacked kernels of which data says how many rows each gets, as the experts of `lax.ragged_dot`.
 
     `G` is `squares` over `rows`, where `rows` is that of the whole batch: over devices and micro-batches both are
@@ -181,9 +272,12 @@ class Ragged:
     squares: Any
     rows: Any
 
-    def combined(self, average: Callable[[Any], Any] = lambda rows: rows) -> Kronecker:
+    def unscaled(self, by):
+        return dataclasses.replace(self, squares=by(self.squares))
+
+    def combined(self, average: Average | None = None) -> Kronecker:
         """The factors; `average` is that of the rows, over what the statistics are to be averaged over."""
-        rows = average(self.rows)
+        rows = average(self.rows) if average else self.rows
         share = jnp.where(rows > 0, 1 / jnp.where(rows > 0, rows, 1), 0)
         return Kronecker(self.A, self.squares * share.reshape(share.shape + (1,) * (self.squares.ndim - share.ndim)))
 
@@ -193,14 +287,6 @@ class Ragged:
 
 
 Block = Kronecker | Unitwise
-
-
-def formed(block: Any, average: Callable[[Any], Any] = lambda found: found) -> Any:
-    """A block with factors of its own; `average` is over what the statistics are to be averaged over."""
-    return block.combined(average) if isinstance(block, Packed | Tied | Ragged) else block
-
-
-Statistics = Kronecker | Unitwise | Packed | Tied | Ragged
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -229,7 +315,7 @@ class Factors(Mapping[str, Statistics]):
 
     def whole(self) -> Factors:
         """With `Kronecker` blocks in the place of `Packed` ones, whole on every device."""
-        return Factors({n: block.combined() if isinstance(block, Packed) else block for n, block in self.items()})
+        return Factors({n: block.combined() if block.wire else block for n, block in self.items()})
 
     def unscale(self, loss_scale: jax.typing.ArrayLike) -> Factors:
         """The statistics of the loss itself, from those of `loss_scale` times the loss.
@@ -240,24 +326,8 @@ class Factors(Mapping[str, Statistics]):
         Args:
           loss_scale: the scalar the loss was multiplied by.
         """
-
-        def unscaled(moment):
-            # Two divisions: the square of a large scale is not finite in float32 where the result is.
-            return moment / loss_scale / loss_scale
-
-        def own(block):
-            if isinstance(block, Kronecker):
-                return Kronecker(block.A, *jax.tree.map(unscaled, (block.G, block.moments)))
-            if isinstance(block, Unitwise):
-                return Unitwise(unscaled(block.F))
-            if isinstance(block, Packed):
-                return dataclasses.replace(block, flat=own(block.flat))
-            if isinstance(block, Tied):  # of the transpose, the gradients are on the side of the inputs
-                turned = Kronecker(unscaled(block.transposed.A), block.transposed.G)
-                return dataclasses.replace(block, direct=own(block.direct), transposed=turned)
-            return dataclasses.replace(block, squares=unscaled(block.squares))
-
-        return Factors({name: own(block) for name, block in self._blocks.items()})
+        # Two divisions: the square of a large scale is not finite in float32 where the result is.
+        return Factors({n: block.unscaled(lambda x: x / loss_scale / loss_scale) for n, block in self.items()})
 
     def tree_flatten_with_keys(self):
         names = tuple(self._blocks)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, ClassVar, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +47,79 @@ class Layout(NamedTuple):
         order = self._order()
         inverse = [order.index(k) for k in range(len(order))]
         return rows.reshape([self.sizes[k] for k in order]).transpose(inverse).reshape(shape)
+
+
+class BlockKind(abc.ABC):
+    """A kind of block: what layers, groups and the optimizer ask of it.
+
+    A new one is a file like `_curvature/unitwise.py`, and an entry in `BLOCKS`. Its statistics are a
+    `kfac._factors.Statistics`; a stack holds those of `k` blocks of one shape, along its leading axis.
+
+    Attributes:
+      name: the names of its groups begin so.
+      statistics: the type of its statistics.
+      owned: whether each block has an owner among the devices. Else all have all of them, with `unitwise_damping`, and
+        what the inverse keeps says in an attribute `inverse` which it is.
+      kernel: whether a block is a kernel, or a piece of one. Else rows are leaves of their own.
+      captured: whether statistics come from the loss. Else the optimizer forms them of gradients.
+    """
+
+    name: ClassVar[str]
+    statistics: ClassVar[Any]
+    owned: ClassVar[bool] = False
+    kernel: ClassVar[bool] = False
+    captured: ClassVar[bool] = True
+
+    @abc.abstractmethod
+    def shapes(self, layer: Layer) -> dict[str, tuple[int, ...]]:
+        """Shapes of the statistics of one block."""
+
+    @abc.abstractmethod
+    def of_gradients(self, shapes: dict[str, tuple[int, ...]], gradients: jax.Array) -> Any:
+        """The gradient's own statistics, of averaged gradients `[k, d_in, d_out]`, for factors with `shapes`."""
+
+    @abc.abstractmethod
+    def inverse(self, inverse: Any) -> Any:
+        """The `Inverse` of such blocks, where `inverse` is the user's choice."""
+
+    def layer_shapes(self, layer: Layer) -> dict[str, tuple[int, ...]]:
+        """Shapes of the statistics of a layer, as they are captured."""
+        return self.shapes(layer)
+
+    def sizes(self, layer: Layer) -> tuple[int, int]:
+        """`d_in` and `d_out` of the matrix of one block."""
+        return layer.d_in, layer.d_out
+
+    def count(self, layer: Layer) -> int:
+        """How many blocks a layer has."""
+        return 1
+
+    def cells(self, layer: Layer) -> tuple[str, str]:
+        """What the table of layers says of the factors `A` and `G`."""
+        return "", f"{layer.d_out} x {layer.d_in}x{layer.d_in}"
+
+    def stack(self, layer: Layer, block: Any) -> Any:
+        """The statistics of a layer as a stack of its blocks."""
+        return jax.tree.map(lambda x: x[None], block)
+
+    def unstack(self, layer: Layer, stack: Any) -> Any:
+        """The inverse of `stack`."""
+        return jax.tree.map(lambda x: x[0], stack)
+
+    def scaled(self, factors: Any, back: bool = False) -> Any:
+        """The statistics of a stack from running averages of what `of_gradients` returns; or `back` to these."""
+        return factors
+
+    def to_send(self, layer: Layer, packed: Any, fill: Callable[[Any], Any], moments: bool) -> Any:
+        """Packed statistics of a layer for a stack that is sent: made as long as `fill` says, with `moments`."""
+        return packed
+
+    def sent(self, shapes: dict[str, tuple[int, ...]], stack: Any) -> Any:
+        """A stack of what `to_send` returned, which devices `unpack`."""
+        return stack
+
+
+BLOCKS: dict[str, BlockKind] = {}  # by the kind of a layer: `_curvature/blocks.py` has the entries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +176,16 @@ class Layer:
         return self.kind in KRONECKER_KINDS or (self.kind == "gradient" and self.d_in > 1)
 
     @property
+    def block(self) -> Any:
+        """Its `BlockKind`; None of a skipped layer."""
+        return BLOCKS.get("diagonal" if self.kind == "gradient" and self.d_in == 1 else self.kind)
+
+    @property
+    def captured(self) -> bool:
+        """Whether its statistics come from the loss, in a `Factors`."""
+        return self.block is not None and self.block.captured and self.kind != "gradient"
+
+    @property
     def has_bias(self) -> bool:
         """Whether a bias makes up the last column of the matrix."""
         return self.kind in KRONECKER_KINDS and len(self.params) == 2
@@ -114,12 +198,7 @@ class Layer:
     @property
     def factor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the statistics of this layer, in a `Factors` and in running averages."""
-        lead = (self.copies,) if self.stacked else ()
-        if self.kronecker:
-            return {name: (*lead, *shape) for name, shape in self.side_shapes.items()}
-        if self.kind != "skipped":
-            return {"F": (self.d_out, self.d_in, self.d_in)}
-        return {}
+        return self.block.layer_shapes(self) if self.block else {}
 
     @property
     def correctable(self) -> bool:
@@ -134,8 +213,8 @@ class Layer:
     @property
     def inversion(self) -> int:
         """The work of an inversion of one copy, `d^3` for each whole factor."""
-        whole = (shape for shape in self.block_shapes.values() if len(shape) == 2)
-        return self.pieces * sum(shape[0] ** 3 for shape in whole) if self.kronecker else 0
+        shapes = self.block.shapes(self).values() if self.block else ()
+        return self.pieces * sum(shape[0] ** 3 for shape in shapes if len(shape) == 2)
 
     @property
     def block_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -255,12 +334,12 @@ class Layers(Sequence[Layer]):
     @property
     def with_factors(self) -> tuple[Layer, ...]:
         """The layers whose statistics are in a `Factors`: all but those skipped and of the gradient's own factors."""
-        return tuple(layer for layer in self.blocks if layer.kind not in ("skipped", "gradient"))
+        return tuple(layer for layer in self.blocks if layer.captured)
 
     @property
     def with_blocks(self) -> tuple[Layer, ...]:
         """The layers that are preconditioned, which are all but those skipped."""
-        return tuple(layer for layer in self.blocks if layer.kind != "skipped")
+        return tuple(layer for layer in self.blocks if layer.block)
 
     def __repr__(self) -> str:
         return _table(self)
@@ -276,15 +355,7 @@ def _table(layers: Layers) -> str:
         leaves = ", ".join(f"{path.removeprefix(prefix)} {list(shape)}" for path, shape in named)
         elements = sum(math.prod(shape) for shape in layer.factor_shapes.values())
         total += elements
-        a = g = ""
-        if layer.kronecker:
-            sizes = ("A", layer.d_in, layer.cut[0]), ("G", layer.d_out, layer.cut[1])
-            a, g = (
-                f"{size} (diagonal)" if factor in layer.diagonal else f"{size} ({cut} blocks)" if cut > 1 else str(size)
-                for factor, size, cut in sizes
-            )
-        elif layer.kind != "skipped":
-            g = f"{layer.d_out} x {layer.d_in}x{layer.d_in}"
+        a, g = layer.block.cells(layer) if layer.block else ("", "")
         positions = "" if layer.positions is None else str(layer.positions)
         remarks = [f"{layer.uses} uses"] * (layer.uses > 1) + ["reduce"] * (layer.weight_sharing == "reduce")
         if remarks:

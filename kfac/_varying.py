@@ -27,10 +27,7 @@ def varying_in(aval: Any) -> frozenset[str]:
         if hasattr(aval, name):
             kept = getattr(aval, name)
             return frozenset(getattr(kept, "varying", kept) or ())
-    raise RuntimeError(
-        f"jax {jax.__version__} does not say over which devices a {type(aval).__name__} varies, as releases that kfac "
-        "was tried with do: use one of these (docs/comparison.md)"
-    )
+    raise RuntimeError(f"jax {jax.__version__} was not tried with kfac, and differs: see docs/comparison.md")
 
 
 def varying_axes(tree: Any) -> frozenset[str]:

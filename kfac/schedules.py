@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from kfac._checks import check_positive_int, check_range
+from kfac._checks import check, check_given, check_range
 from kfac._optimizer.moves import ScalarOrSchedule, value_at
 
 
@@ -29,8 +29,7 @@ def rise_and_fall(peak: float, num_steps: int) -> optax.Schedule:
       Defazio et al., "When, Why and How Much? Adaptive Learning Rate Scheduling by Refinement", 2023,
       https://arxiv.org/abs/2310.07831
     """
-    check_range("peak", peak, 0, math.inf, open_high=True)
-    check_positive_int("num_steps", num_steps)
+    check(peak=peak, num_steps=num_steps)
     warmup = math.ceil(0.1 * num_steps)
 
     def schedule(count: jax.typing.ArrayLike) -> jax.Array:
@@ -71,10 +70,8 @@ def coupled_momentum(
       Osawa et al., "Large-Scale Distributed Second-Order Optimization Using Kronecker-Factored Approximate Curvature
       for Deep Convolutional Neural Networks", 2019, https://arxiv.org/abs/1811.12019
     """
-    check_range("momentum", momentum, 0, 1, open_high=True)
-    check_range("learning_rate", learning_rate, 0, math.inf, open_high=True)
-    if reference_rate is not None:
-        check_range("reference_rate", reference_rate, 0, math.inf, open_low=True, open_high=True)
+    check(momentum=momentum, learning_rate=learning_rate)
+    check_given(reference_rate=reference_rate)
 
     def schedule(count: jax.typing.ArrayLike) -> jax.Array:
         count = jnp.asarray(count)
@@ -110,10 +107,10 @@ def damping_warmup(initial: float, target: float, num_steps: int) -> optax.Sched
       Kronecker-Factored Approximate Curvature for Deep Convolutional Neural Networks", 2019,
       https://arxiv.org/abs/1811.12019
     """
-    check_range("target", target, 0, math.inf, open_low=True, open_high=True)
-    check_range("initial", initial, target, math.inf, open_high=True)
+    check(target=target)
+    check_range("initial", initial, f"[{target}, inf)")
     least = 2 * math.log10(initial / target)
-    check_range("num_steps", num_steps, max(1, least), math.inf, open_high=True)
+    check_range("num_steps", num_steps, f"[{max(1, least)}, inf)")
     share = least / num_steps
 
     def schedule(count: jax.typing.ArrayLike) -> jax.Array:

@@ -17,7 +17,7 @@ from kfac._capture.find_reads import Inexact, Reads
 from kfac._capture.outputs import Marks, find_marks
 from kfac._capture.states import Use, by_part
 from kfac._capture.trace import Argnums, Trace, trace
-from kfac._checks import check_function, check_positive_int
+from kfac._checks import check_function, check_given
 from kfac._layers import KRONECKER_KINDS, MAX_DIM, VOCABULARY, Layer, Layers, Layout, UnsupportedLayerError
 from kfac._varying import on_mesh
 
@@ -89,8 +89,7 @@ def find_layers(
     for option, patterns in (("skip", skip), ("reduce", reduce), ("gradient", gradient)):
         if isinstance(patterns, str):
             raise ValueError(f"{option} must be a sequence of regular expressions, but is the string {patterns!r}")
-    if max_dim is not None:
-        check_positive_int("max_dim", max_dim)
+    check_given(max_dim=max_dim)
     traced = trace(loss_fn, has_aux, params, args, kwargs, batch_argnums)
     options = Layers(
         (), tuple(traced.names), tuple(skip), max_dim, tuple(reduce), tuple(gradient), jax.tree.structure(params)

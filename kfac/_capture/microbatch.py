@@ -13,7 +13,7 @@ from jax import lax
 from kfac._capture.convolutions_in_loops import fast_in_loops
 from kfac._capture.outputs import with_own_key
 from kfac._capture.trace import is_key
-from kfac._checks import check_positive_int
+from kfac._checks import check
 from kfac._varying import zeros_of
 
 
@@ -44,7 +44,7 @@ def microbatch(
         differ, another argument may belong to the batch, or `fn` returns something that is not real and so has no
         average.
     """
-    check_positive_int("num_microbatches", num_microbatches)
+    check(num_microbatches=num_microbatches)
     check_argnums(batch_argnums)
 
     @functools.wraps(fn)
@@ -64,10 +64,8 @@ def microbatch(
         zeros = zeros_of(one, first)
         for path, leaf in jax.tree_util.tree_flatten_with_path(zeros)[0]:
             if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-                raise ValueError(
-                    f"microbatch averages results, but result {jax.tree_util.keystr(path)} has dtype {leaf.dtype}: "
-                    "convert it to a float in loss_fn, or leave it out, as the counter of a random key"
-                )
+                what = f"result {jax.tree_util.keystr(path)} has dtype {leaf.dtype}"
+                raise ValueError(f"microbatch averages results, but {what}: make it a float, or leave it out")
 
         def widen(x):
             return x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -109,17 +107,15 @@ def split_positions(
     lengths = leading_lengths([args[k] for k in positions])
     if len(lengths) > 1:
         raise ValueError(
-            f"the arrays to split have leading axes of different lengths {', '.join(map(str, lengths))}: part k of "
-            "one would not belong to part k of another. Pass what all parts share as another argument."
+            f"arrays to split have different lengths {', '.join(map(str, lengths))}: pass what all parts share apart"
         )
     beside: list[tuple[int | str, Any]] = [(k, x) for k, x in enumerate(args) if k and k not in positions]
     for name, argument in [*beside, *kwargs.items()] if batch_argnums is None else ():
         arrays = [x for x in jax.tree.leaves(argument) if not is_key(x)]
         if both := leading_lengths(arrays).keys() & lengths.keys():
             raise ValueError(
-                f"argument 1 is split along its leading axis of length {both.pop()}, but argument {name!r} is as long "
-                "and goes to all parts whole: say batch_argnums=1 if it is not of the batch, else put it into argument "
-                "1, or name all positional arguments of the batch, as batch_argnums=(1, 2)"
+                f"argument 1 is split along its leading axis of length {both.pop()}, and argument {name!r} is as long: "
+                "say batch_argnums=1 if it is not of the batch, else name all arguments that are, batch_argnums=(1, 2)"
             )
     return positions
 

@@ -20,7 +20,7 @@ from kfac._capture.replay import replay
 from kfac._capture.states import NONE, Leaves
 from kfac._capture.taps import AtMark, Key, Plan
 from kfac._capture.trace import Batch, Trace, is_key, trace
-from kfac._checks import check_positive_int
+from kfac._checks import check
 from kfac._statistics.rows import accumulator
 from kfac._varying import as_varying, varying_axes
 
@@ -148,15 +148,13 @@ class Marks:
         rows = {mark.rows: mark for mark in self.marks}
         apart = " Mark the output of each batch, kfac.output(..., weight=), for the loss to have a scale of each"
         if given is not None:
-            check_positive_int("num_examples", given)
+            check(num_examples=given)
             if batch.several and not rows:
                 raise ValueError(f"num_examples={given} says nothing of a second batch, but {batch.hidden}.{apart}")
             most = max(read, key=lambda name: read[name], default="")
             if any(read.values()) and given > read[most]:
-                raise ValueError(
-                    f"num_examples={given} is more than the {read[most]} position(s) at which {most!r} is read, more "
-                    "often than any other kernel"
-                )
+                places = f"the {read[most]} position(s) at which {most!r} is read, the most of all kernels"
+                raise ValueError(f"num_examples={given} is more than {places}")
             return given, ""
         for mark in rows.values():
             if mark.op.outputs[0].grown[-1]:
@@ -182,17 +180,14 @@ class Marks:
     def require(self, what: str, names: Sequence[str], skipped: Collection[str]) -> None:
         """Raises a `ValueError` unless every parameter of the loss acts on it through a marked output."""
         if not self.marks:
-            raise ValueError(
-                f"{what} needs the output of the network: mark it inside loss_fn, "
-                "logits = kfac.output(logits, 'categorical')"
-            )
+            how = "logits = kfac.output(logits, 'categorical')"
+            raise ValueError(f"{what} needs the output of the network: mark it inside loss_fn, {how}")
         reached = frozenset().union(*(mark.leaves for mark in self.marks))
         missing = [names[leaf] for leaf in sorted(self.loss_leaves - reached) if names[leaf] not in skipped]
         if missing:
             raise ValueError(
-                f"{what}: the loss depends on {', '.join(map(repr, missing[:5]))}, but no marked output does, so the "
-                "statistics would be zero. Mark with kfac.output every output that the loss compares with targets, or "
-                "leave these parameters out with skip=."
+                f"{what}: the loss depends on {', '.join(map(repr, missing[:5]))}, but no marked output does: mark "
+                "with kfac.output all that the loss compares with targets, or leave these parameters out with skip="
             )
 
     def place(self, plan: Plan, make: Callable[[Mark], AtMark]) -> None:
@@ -240,7 +235,7 @@ def find_marks(traced: Trace) -> Marks:
 
         return program.run(states, lambda _: NONE, visit)
 
-    states = [frozenset({k}) for k in range(traced.num_leaves)] + [NONE] * len(traced.arrays)
+    states = [frozenset({k}) for k in range(len(traced.names))] + [NONE] * len(traced.arrays)
     loss, *_ = walk(traced.program, states, (), (), ())
     return Marks(tuple(marks.values()), loss)
 
@@ -388,10 +383,8 @@ def checked_key(key: Any, fisher: str) -> jax.Array:
       ValueError: it is missing, or no PRNG key.
     """
     if key is None:
-        raise ValueError(
-            f"fisher={fisher!r} draws {'targets' if fisher == 'sampled' else 'signs'}: pass a PRNG key at the call, "
-            "fisher_key=jax.random.key(step)"
-        )
+        what, how = "targets" if fisher == "sampled" else "signs", "fisher_key=jax.random.key(step)"
+        raise ValueError(f"fisher={fisher!r} draws {what}: pass a PRNG key at the call, {how}")
     if not is_key(key):
         what = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") and hasattr(key, "shape") else repr(key)
         raise ValueError(f"fisher_key must be a single PRNG key, such as jax.random.key(step), but is {what}")

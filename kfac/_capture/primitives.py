@@ -587,8 +587,7 @@ def register_primitive(operation: Callable[..., Any] | Any, like: Callable[..., 
     if key is None:
         raise ValueError(
             "operation must be a function with a custom derivative, the kernel of a pallas_call, a primitive, or the "
-            f"name of the target of an ffi_call, but is {operation!r}. Of those that a function "
-            "makes there may be several: define it at the top level of a module"
+            f"target of an ffi_call, but is {operation!r}: define it at the top level of a module"
         )
     if like is not None and not callable(like):
         raise ValueError(f"like must be a function or None, but is {like!r}")
@@ -638,9 +637,9 @@ def _single(eqn: Any, like: Callable[..., Any]) -> tuple[Any, list[Any]]:
         jaxpr, order = called.jaxpr, [inside_of.get(var) for var in order]
     shapes = [[tuple(var.aval.shape) for var in outvars] for outvars in (jaxpr.outvars, eqn.outvars)]
     if len(jaxpr.eqns) != 1 or shapes[0] != shapes[1]:
+        result = f"a result of shape {', '.join(map(str, shapes[1]))}"
         raise ValueError(
-            f"register_primitive({_name(eqn)}): like must be a single operation with a result of shape "
-            f"{', '.join(map(str, shapes[1]))}, but is\n{jaxpr}"
+            f"register_primitive({_name(eqn)}): like must be a single operation with {result}, but is\n{jaxpr}"
         )
     return jaxpr.eqns[0], order
 

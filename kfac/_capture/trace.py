@@ -45,10 +45,6 @@ class Trace(NamedTuple):
     batch: Batch
     loss: Any
 
-    @property
-    def num_leaves(self) -> int:
-        return len(self.names)
-
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
@@ -108,9 +104,8 @@ def check_params(params: Any) -> tuple[list[str], list[tuple[int, ...]]]:
             raise TypeError(f"parameter {name!r} must be an array, but is of type {type(leaf).__name__}")
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(
-                f"parameter {name!r} has dtype {leaf.dtype}: kfac differentiates real parameters only. Keep other "
-                "arrays out of params, as a further argument of loss_fn: those of a flax nnx module by "
-                "nnx.split(module, nnx.Param, ...)"
+                f"parameter {name!r} has dtype {leaf.dtype}, but must be real: pass other arrays as a further argument "
+                "of loss_fn, those of a flax nnx module by nnx.split(module, nnx.Param, ...)"
             )
     return names, [tuple(leaf.shape) for leaf in leaves]
 

@@ -16,7 +16,7 @@ from kfac._capture.outputs import Draw, Marks, at_weight, checked_key, find_mark
 from kfac._capture.plan import Planned, plan_taps
 from kfac._capture.replay import replay
 from kfac._capture.trace import Trace, aim_at, batch_of, trace
-from kfac._checks import check_choice, check_layers, check_positive_int, check_switch
+from kfac._checks import check, check_layers, check_shapes
 from kfac._factors import Factors
 from kfac._layers import Layers
 from kfac._varying import as_varying, lying_as, on_mesh, own_key, varying_axes, varying_in, within_devices, zeros_of
@@ -88,10 +88,7 @@ def value_and_grad(
         `"expected"` or weights the loss depends on a parameter but no marked output does.
     """
     check_layers(layers)
-    check_choice("fisher", fisher, ("empirical", "sampled", "expected"))
-    check_positive_int("subsample", subsample)
-    check_switch("statistics", statistics)
-    check_choice("communication_dtype", communication_dtype, ("float32", "bfloat16"))
+    check(fisher=fisher, subsample=subsample, statistics=statistics, communication_dtype=communication_dtype)
     drawn = fisher != "empirical"
 
     @on_mesh
@@ -139,11 +136,9 @@ def value_and_grad(
 def _check_own(traced: Trace, differing: frozenset[str]) -> None:
     """Raises where the loss is an average over devices: it does not differ between them, or is made as such."""
     missing = sorted(differing - varying_in(traced.loss))
-    if axes := traced.program.average_over_devices(traced.num_leaves) or missing:
-        raise ValueError(
-            f"loss_fn returns an average over the devices of {', '.join(map(repr, axes))}: let it return the mean over "
-            "this device's own examples, and average afterwards, jax.lax.pmean(loss, axes), and the gradients likewise"
-        )
+    if axes := traced.program.average_over_devices(len(traced.names)) or missing:
+        how = "return the mean over this device's own examples, and average afterwards, jax.lax.pmean(loss, axes)"
+        raise ValueError(f"loss_fn returns an average over the devices of {', '.join(map(repr, axes))}: {how}")
 
 
 def _differentiate(
@@ -219,18 +214,13 @@ def _without_statistics(loss_fn: Callable[..., Any], has_aux: bool, params: Any,
 def check_basis(basis: Any, layers: Layers) -> None:
     """Raises where `basis` is not what `eigenbasis` returns for these layers."""
     if not isinstance(basis, Mapping):
-        raise ValueError(
-            f"basis is of type {type(basis).__name__}: pass basis=kfac.curvature.eigenbasis(opt_state, layers)"
-        )
+        kind = type(basis).__name__
+        raise ValueError(f"basis is of type {kind}: pass basis=kfac.curvature.eigenbasis(opt_state, layers)")
     expected = {layer.name: layer for layer in layers if layer.correctable}
     for name in sorted(expected.keys() ^ set(basis)):
         raise ValueError(
-            f"basis {'lacks' if name in expected else 'has'} layer {name!r}, which "
-            f"{'has' if name in expected else 'has not'} two whole factors and one use here: pass "
-            "basis=kfac.curvature.eigenbasis(opt_state, layers) for layers found with arguments of the same kind"
+            f"basis {'lacks' if name in expected else 'has'} layer {name!r}: pass that of these layers, "
+            "basis=kfac.curvature.eigenbasis(opt_state, layers)"
         )
     for name, layer in expected.items():
-        for factor, shape in layer.factor_shapes.items():
-            found = tuple(getattr(basis[name], factor).shape)
-            if found != shape:
-                raise ValueError(f"basis of layer {name!r}: {factor} must have shape {shape}, but has {found}")
+        check_shapes(f"basis of layer {name!r}", basis[name], layer.factor_shapes)

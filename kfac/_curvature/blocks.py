@@ -15,16 +15,21 @@ import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from kfac._checks import experimental_gpu
-from kfac._curvature.inverse import Inverse, diagonals, per_block
-from kfac._curvature.unitwise import ChannelInverse
-from kfac._factors import Block, Factors, Kronecker, Unitwise
-from kfac._layers import Layer, Layers
+from kfac._checks import check_shapes, experimental_gpu
+from kfac._curvature.inverse import Inverse
+from kfac._curvature.kronecker import KroneckerKind
+from kfac._curvature.unitwise import UnitwiseKind
+from kfac._factors import Block, Factors
+from kfac._layers import BLOCKS, KRONECKER_KINDS, UNITWISE_KINDS, BlockKind, Layer, Layers
 from kfac._varying import alone
 
 Lying = Callable[[Layer, jax.Array], jax.Array]
 
-OWN_FACTORS = "gradient_"  # how names of groups begin that have the gradient's own factors
+# The kinds of blocks: a new one is a class of its own, and an entry here.
+BLOCKS |= dict.fromkeys((*KRONECKER_KINDS, "gradient"), KroneckerKind())
+BLOCKS |= dict.fromkeys(UNITWISE_KINDS, UnitwiseKind())
+
+OF_GRADIENTS = "gradient_"  # how names of groups begin that have the gradient's own factors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +38,21 @@ class Group:
 
     Attributes:
       name: key of the group in the state.
-      kronecker: whether the blocks are Kronecker products.
       layers: the members, by name.
     """
 
     name: str
-    kronecker: bool
     layers: tuple[Layer, ...]
+
+    @property
+    def block(self) -> BlockKind:
+        """What kind of blocks they are."""
+        return self.layers[0].block
+
+    @property
+    def owned(self) -> bool:
+        """Whether each block has an owner among the devices; else all have all of them."""
+        return self.block.owned
 
     @property
     def members(self) -> str:
@@ -52,25 +65,25 @@ class Group:
     @property
     def captured(self) -> bool:
         """Whether their statistics are captured in the loss; else they are the gradient's own factors."""
-        return self.layers[0].kind != "gradient"
-
-    @property
-    def d_out(self) -> int:
-        return self.layers[0].block_shapes["G"][0] if self.kronecker else self.layers[0].d_out
+        return self.layers[0].captured
 
     @property
     def d_in(self) -> int:
-        return self.layers[0].block_shapes["A"][0] if self.kronecker else self.layers[0].d_in
+        return self.block.sizes(self.layers[0])[0]
+
+    @property
+    def d_out(self) -> int:
+        return self.block.sizes(self.layers[0])[1]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the factors of one block, as they are kept: of a Kronecker block `[d, d]`, or `[d]` if diagonal."""
-        return self.layers[0].block_shapes if self.kronecker else self.layers[0].factor_shapes
+        """Shapes of the statistics of one block, as they are kept: of a Kronecker factor `[d, d]`, or its diagonal."""
+        return self.block.shapes(self.layers[0])
 
     @property
     def counts(self) -> tuple[int, ...]:
         """Blocks of each layer."""
-        return tuple(layer.copies * layer.pieces if self.kronecker else 1 for layer in self.layers)
+        return tuple(map(self.block.count, self.layers))
 
     @property
     def size(self) -> int:
@@ -89,56 +102,30 @@ class Group:
 
     def kind(self, inverse: Inverse) -> Inverse:
         """What inverts these blocks: `inverse`, or for small ones the closed form."""
-        return inverse if self.kronecker else ChannelInverse(inverse.precision, inverse.relative)
+        return self.block.inverse(inverse)
 
     def zeros(self, size: int, dtype: Any, *, moments: bool = False) -> Block:
         """Statistics of `size` blocks before any have arrived; with `moments`, those too where a member has such."""
-        parts = {name: jnp.zeros((size, *shape), dtype) for name, shape in self.shapes.items()}
-        if not self.kronecker:
-            return Unitwise(**parts)
-        known = jnp.zeros((size, self.d_out, self.d_in), dtype) if moments and self.correctable else None
-        return Kronecker(**parts, moments=known)
+        shapes = self.shapes | ({"moments": (self.d_out, self.d_in)} if moments and self.correctable else {})
+        return self.block.statistics(**{name: jnp.zeros((size, *shape), dtype) for name, shape in shapes.items()})
 
     def stack_factors(self, factors: Factors, *, moments: bool = False) -> Block:
         """The statistics of the members as stacks `[k, ...]`; with `moments`, zeros for members that have none."""
         blocks = []
         for layer, count in zip(self.layers, self.counts, strict=True):
-            block = factors[layer.name]
-            stacked = self.kronecker and layer.stacked
-            block = block if stacked else jax.tree.map(lambda x: x[None], block)
-            block = of_pieces(layer, block) if layer.pieces > 1 else block
-            if moments and isinstance(block, Kronecker) and self.correctable and block.moments is None:
+            block = self.block.stack(layer, factors[layer.name])
+            if moments and self.correctable and block.moments is None:
                 block = dataclasses.replace(block, moments=jnp.zeros((count, self.d_out, self.d_in), block.A.dtype))
             blocks.append(block)
         return jax.tree.map(lambda *stacks: jnp.concatenate(stacks), *blocks)
 
-    def own_factors(self, gradients: jax.Array) -> Block:
-        """The gradient's own factors, from averaged gradients `[k, d_in, d_out]`: `V^T V` and `V V^T`, unscaled."""
-        if not self.kronecker:
-            return Unitwise(jnp.square(gradients.mT)[..., None])
+    def of_gradients(self, gradients: jax.Array) -> Block:
+        """The gradient's own statistics, from averaged gradients `[k, d_in, d_out]`, unscaled."""
+        return self.block.of_gradients(self.shapes, gradients)
 
-        def side(name, whole, diagonal):
-            spec = diagonal if len(self.shapes[name]) == 1 else whole
-            return jnp.einsum(spec, gradients, gradients, precision=lax.Precision.HIGHEST)
-
-        return Kronecker(side("A", "kia,kja->kij", "kia,kia->ki"), side("G", "kai,kaj->kij", "kai,kai->ki"))
-
-    def scaled(self, factors: Block) -> Block:
-        """The gradient's own factors from `E[V^T V]` and `E[V V^T]`; captured ones as they are.
-
-        Both have the trace `t` of `E[vec V vec V^T]`, so that with each divided by its root the product has it.
-        """
-        return self._times(factors, lambda trace: lax.rsqrt(jnp.where(trace > 0, trace, 1)))
-
-    def unscaled(self, factors: Block) -> Block:
-        """The inverse of `scaled`."""
-        return self._times(factors, lambda trace: trace)
-
-    def _times(self, factors: Block, number: Callable[[jax.Array], jax.Array]) -> Block:
-        if self.captured or not isinstance(factors, Kronecker):
-            return factors
-        scale = number(jnp.sum(diagonals(factors.A), axis=-1))
-        return jax.tree.map(lambda x: x * per_block(scale, x), factors)
+    def scaled(self, factors: Block, back: bool = False) -> Block:
+        """Blocks from running averages of what `of_gradients` returns, or `back`; captured ones as they are."""
+        return factors if self.captured else self.block.scaled(factors, back)
 
     @property
     def by_leaf(self) -> list[Group]:
@@ -196,54 +183,32 @@ class Group:
             leaves.update(zip(layer.params, layer.from_rows(rows), strict=True))
         return leaves
 
-    def split(self, stack: jax.Array) -> Iterator[tuple[Layer, jax.Array]]:
-        """Each member with its part of a stack `[k, ...]`."""
-        return zip(self.layers, jnp.split(stack, self.starts[1:]), strict=True)
+    def split(self, stacks: Any) -> Iterator[tuple[Layer, Any]]:
+        """Each member with its part of a tree of stacks `[k, ...]`."""
+        leaves, treedef = jax.tree.flatten(stacks)
+        for layer, *parts in zip(self.layers, *(jnp.split(leaf, self.starts[1:]) for leaf in leaves), strict=True):
+            yield layer, jax.tree.unflatten(treedef, parts)
 
 
 def group_layers(layers: Layers) -> tuple[Group, ...]:
     """Groups the layers that have statistics by the shape of their blocks, in the order of their first uses."""
     members: dict[str, list[Layer]] = {}
     for layer in layers.with_blocks:
+        d_in, d_out = layer.block.sizes(layer)
         form = "".join(f"_diagonal_{factor}" for factor in layer.diagonal)
-        a, g = (shape[0] for shape in layer.block_shapes.values())
-        sizes = f"{g}x{a}" if layer.kronecker else f"{layer.d_out}x{layer.d_in}"
-        name = f"{'kronecker' if layer.kronecker else 'unitwise'}_{sizes}{form}"
-        members.setdefault(f"{OWN_FACTORS}{name}" if layer.kind == "gradient" else name, []).append(layer)
+        name = f"{'' if layer.captured else OF_GRADIENTS}{layer.block.name}_{d_out}x{d_in}{form}"
+        members.setdefault(name, []).append(layer)
     # By name, so that a state has its blocks in one order whatever that of the program.
-    groups = [
-        Group(name, layers[0].kronecker, tuple(sorted(layers, key=lambda layer: layer.name)))
-        for name, layers in members.items()
-    ]
+    groups = [Group(name, tuple(sorted(own, key=lambda layer: layer.name))) for name, own in members.items()]
     return tuple(sorted(groups, key=lambda group: min(layer.order for layer in group.layers)))
-
-
-def of_pieces(layer: Layer, block: Any) -> Block:
-    """The statistics `[copies, ...]` of a kernel that is cut, as those of its pieces `[copies pieces, ...]`.
-
-    In the order of `Layer.to_pieces`: pieces in the same columns have the block of `A`, in the same rows that of `G`.
-    """
-    a, g = (x if count > 1 else x[:, None] for x, count in zip((block.A, block.G), layer.cut, strict=True))
-    a, g = jnp.repeat(a[:, None], layer.cut[1], axis=1), jnp.repeat(g[:, :, None], layer.cut[0], axis=2)
-    return Kronecker(*(x.reshape(-1, *x.shape[3:]) for x in (a, g)))
-
-
-def of_layer(layer: Layer, block: Block) -> Block:
-    """The inverse of `of_pieces`."""
-    if not isinstance(block, Kronecker) or layer.pieces == 1:
-        return block
-    a, g = (x.reshape(layer.copies, *layer.cut[::-1], *x.shape[1:]) for x in (block.A, block.G))
-    sides = zip((a[:, 0], g[:, :, 0]), layer.cut, strict=True)
-    return Kronecker(*(x if count > 1 else x[:, 0] for x, count in sides))
 
 
 def check_factors(factors: Any, layers: Layers, inverse: Inverse | None = None) -> None:
     """Raises where `factors` are not those of `layers`, or not what `inverse` needs."""
     if not isinstance(factors, Factors):
-        raise ValueError(
-            f"factors must be what kfac.value_and_grad returns, but is {type(factors).__name__}: write "
-            "loss, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)"
-        )
+        how = "loss, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)"
+        kind = type(factors).__name__
+        raise ValueError(f"factors must be what kfac.value_and_grad returns, but is {kind}: write {how}")
     expected = {layer.name: layer for layer in layers.with_factors}
     for name in expected:
         if name not in factors:
@@ -251,10 +216,6 @@ def check_factors(factors: Any, layers: Layers, inverse: Inverse | None = None) 
     for name, block in factors.items():
         if name not in expected:
             raise ValueError(f"factors have layer {name!r}, which is not among the layers of this optimizer")
-        layer = expected[name]
-        for factor, shape in layer.factor_shapes.items():
-            found = tuple(getattr(block, factor).shape) if hasattr(block, factor) else None
-            if found != shape:
-                raise ValueError(f"factors of layer {name!r}: {factor} must have shape {shape}, but has {found}")
+        check_shapes(f"factors of layer {name!r}", block, expected[name].factor_shapes)
         if inverse is not None:
-            inverse.check(layer, block)
+            inverse.check(expected[name], block)

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from kfac._curvature.eigh import decompose, eigenvalues
-from kfac._curvature.inverse import Inverse, diagonals, identities, product
-from kfac._curvature.symmetric import flatten_block, unflatten_block
-from kfac._factors import Kronecker, is_diagonal
+from kfac._curvature.inverse import Inverse, identities, product
+from kfac._curvature.symmetric import flatten, unflatten
+from kfac._factors import Kronecker, Packed, diagonals, is_diagonal
 
 LEAF = 600  # larger matrices are treated by halves; smaller leaves gain little, and cost time to compile
 
@@ -73,11 +73,15 @@ class Cholesky(Inverse):
 
     def encode(self, kept):
         """Triangles."""
-        return flatten_block(kept)
+        return flatten(_packed(kept))
 
     def decode(self, flat, like):
         """From triangles."""
-        return unflatten_block(flat, like)
+        return unflatten(flat, jax.eval_shape(_packed, like)).unpacked()
+
+
+def _packed(inverse: Kronecker) -> Packed:
+    return Packed.of(inverse, (inverse.A.shape[1:], inverse.G.shape[1:]))
 
 
 def split_damping(factors: Kronecker, damping: jax.Array) -> tuple[jax.Array, jax.Array]:

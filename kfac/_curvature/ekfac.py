@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kfac._checks import check_shapes
 from kfac._curvature.eigh import Eigh, block_eigenvalues, eigen_condition, solve_in_basis
 from kfac._curvature.inverse import averaged, product
 from kfac._factors import Eigen, Kronecker
@@ -106,15 +107,10 @@ class Ekfac(Eigh):
         if not layer.correctable:
             return
         if block.moments is None:
-            raise ValueError(
-                f"factors of layer {layer.name!r} have no moments, which inverse={self!r} needs: take them from "
-                "value_and_grad(loss_fn, layers)(params, batch, basis=kfac.curvature.eigenbasis(opt_state, layers))"
-            )
+            how = "value_and_grad(...)(params, batch, basis=kfac.curvature.eigenbasis(opt_state, layers))"
+            raise ValueError(f"factors of layer {layer.name!r} have no moments, which inverse={self!r} needs: {how}")
         shape = (*block.A.shape[:-2], layer.d_out, layer.d_in)
-        if tuple(block.moments.shape) != shape:
-            raise ValueError(
-                f"factors of layer {layer.name!r}: moments must have shape {shape}, but has {block.moments.shape}"
-            )
+        check_shapes(f"factors of layer {layer.name!r}", block, {"moments": shape})
 
 
 def corrected_eigenvalues(inverse: Kronecker) -> jax.Array:

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kfac._checks import check_choice, check_switch
+from kfac._checks import check, check_type
 from kfac._curvature.symmetric import flatten, unflatten
-from kfac._factors import Unitwise, is_diagonal
 from kfac._layers import Layer
 
 
@@ -93,8 +92,7 @@ class Inverse(abc.ABC):
 
     def __post_init__(self):
         """Checks the arguments."""
-        check_choice("precision", self.precision, ("float32", "bfloat16_3x", "tensorfloat32", "bfloat16"))
-        check_switch("relative", self.relative)
+        check(precision=self.precision, relative=self.relative)
 
     @abc.abstractmethod
     def init(self, factors: Any) -> Any:
@@ -147,9 +145,8 @@ class Inverse(abc.ABC):
         """
         del kept, factors, damping
         raise ValueError(
-            f"inverse={self!r} does not say which eigenvectors it has: take the averages of the state, "
-            "kfac.curvature.operator(layers, kfac.curvature.averaged_factors(state, layers), damping=...), or "
-            "kfac.Eigh(), or define its `spectrum`"
+            f"inverse={self!r} does not say which eigenvectors it has: define its `spectrum`, or take the averages, "
+            "kfac.curvature.operator(layers, kfac.curvature.averaged_factors(state, layers), damping=...)"
         )
 
     def absorb(self, kept: Any, moments: jax.Array, decay: jax.Array, taken: jax.Array) -> Any:
@@ -195,14 +192,17 @@ class Inverse(abc.ABC):
     def check(self, layer: Layer, block: Any) -> None:
         """Raises `ValueError` where the statistics `block` of a layer are not those that this inverse needs."""
         if getattr(block, "moments", None) is not None:
-            raise ValueError(
-                f"factors of layer {layer.name!r} have moments, for which inverse={self!r} has no use: choose "
-                "inverse=kfac.Ekfac(), or take factors without basis="
-            )
+            what = f"factors of layer {layer.name!r} have moments, for which inverse={self!r} has no use"
+            raise ValueError(f"{what}: choose inverse=kfac.Ekfac(), or take factors without basis=")
 
     def kept_dtype(self, dtype: Any) -> Any:
         """The dtype of inverses, where statistics have `dtype`."""
         return jnp.dtype("bfloat16") if self.precision == "bfloat16" else dtype
+
+
+def check_inverse(value: Any) -> None:
+    """Raises where a value is no kind of inverse."""
+    check_type("inverse", value, Inverse, "a kind of inverse such as kfac.Cholesky()")
 
 
 def damping_of_blocks(inverse: Inverse, factors: Any, damping: jax.Array) -> jax.Array:
@@ -216,10 +216,7 @@ def damping_of_blocks(inverse: Inverse, factors: Any, damping: jax.Array) -> jax
     size = len(jax.tree.leaves(factors)[0])
     if not inverse.relative:
         return jnp.broadcast_to(damping, size)
-    if isinstance(factors, Unitwise):
-        mean = jnp.trace(jnp.mean(factors.F, axis=1), axis1=1, axis2=2) / factors.F.shape[-1]
-    else:
-        mean = jnp.mean(diagonals(factors.A), axis=1) * jnp.mean(diagonals(factors.G), axis=1)
+    mean = factors.mean_eigenvalue()
     return damping * jnp.where(mean > 0, mean, 1)
 
 
@@ -237,14 +234,6 @@ def cosine(a: jax.Array, b: jax.Array) -> jax.Array:
     ab, aa, bb = sums([a * b, a * a, b * b])
     norms = jnp.sqrt(aa) * jnp.sqrt(bb)
     return jnp.where(norms > 0, ab / jnp.where(norms > 0, norms, 1), 0)
-
-
-def diagonals(stack: jax.Array) -> jax.Array:
-    """`[k, d]`: every (d + 1)-th element of a matrix; diagonal factors are that already."""
-    if is_diagonal(stack):
-        return stack
-    k, d = stack.shape[:2]
-    return lax.slice(stack.reshape(k, d * d), (0, 0), (k, d * d), (1, d + 1))
 
 
 def count_bytes(tree: Any) -> int:

@@ -68,7 +68,7 @@ class Soap(Inverse):
     def __post_init__(self):
         """Checks the arguments."""
         super().__post_init__()
-        check_range("decay", self.decay, 0, 1, open_high=True)
+        check_range("decay", self.decay, "[0, 1)")
 
     def init(self, factors):
         """As of `Eigh`, with moments that are zero."""

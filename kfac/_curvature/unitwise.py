@@ -10,14 +10,7 @@ from jax import lax
 
 from kfac._curvature.inverse import Inverse, identities
 from kfac._factors import Eigen, Kronecker, Unitwise
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Channels(Unitwise):
-    """What `ChannelInverse` keeps: inverses, and whether their damping is relative."""
-
-    relative: bool = dataclasses.field(default=False, metadata={"static": True})
+from kfac._layers import BlockKind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +23,7 @@ class ChannelInverse(Inverse):
 
     def init(self, factors):
         """Identities, shaped like the statistics."""
-        return Channels(identities(factors.F.shape, self.kept_dtype(factors.F.dtype)), self.relative)
+        return Channels(identities(factors.F.shape, self.kept_dtype(factors.F.dtype)), self)
 
     def refresh(self, kept, factors, damping):
         """Inverses in closed form."""
@@ -87,3 +80,30 @@ def _inverse_2x2(f: jax.Array, damping: jax.Array) -> tuple[jax.Array, jax.Array
     condition = (jnp.maximum(a, d) + shift + jnp.abs(b)) ** 2 / determinant
     definite = (scale > 0) & (a + shift > 0) & (d + shift > 0) & (determinant > 0)
     return inverse, condition, definite
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Channels(Unitwise):
+    """What `ChannelInverse` keeps: inverses, and how they were made."""
+
+    inverse: ChannelInverse = dataclasses.field(default=ChannelInverse(), metadata={"static": True})
+
+
+class UnitwiseKind(BlockKind):
+    """A `p` x `p` block for each of `d_out` channels. Those of a layer are one block of a stack."""
+
+    name = "unitwise"
+    statistics = Unitwise
+
+    def shapes(self, layer):
+        return {"F": (layer.d_out, layer.d_in, layer.d_in)}
+
+    def of_gradients(self, shapes, gradients):
+        """Their squares."""
+        del shapes
+        return Unitwise(jnp.square(gradients.mT)[..., None])
+
+    def inverse(self, inverse):
+        """The closed form, with the options of `inverse` that it shares."""
+        return ChannelInverse(inverse.precision, inverse.relative)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
-from kfac._checks import check_axis_name, check_mesh
+from kfac._checks import check_axis_name, check_mesh, check_type
 from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import Inverse
 from kfac._curvature.symmetric import flatten, unflatten
@@ -97,6 +97,11 @@ class Distribution:
         return tuple(name for name in axis_names(self.axis) if name not in axis_names(self.owner_axis))
 
 
+def check_distribution(value: Any) -> None:
+    """Raises where a value does not say how devices are used."""
+    check_type("distribution", value, Distribution | None, "a kfac.Distribution or None")
+
+
 @functools.cache
 def everywhere(inverse: Inverse, group: Group) -> bool:
     """Whether all devices precondition the Kronecker blocks of a group, with inverses that they get at refreshes.
@@ -111,7 +116,7 @@ def everywhere(inverse: Inverse, group: Group) -> bool:
 
 def owners_precondition(inverse: Inverse, group: Group) -> bool:
     """Whether owners alone precondition the blocks of a group."""
-    return group.kronecker and not everywhere(inverse, group)
+    return group.owned and not everywhere(inverse, group)
 
 
 def shares(inverse: Inverse, group: Group, *, several: bool) -> bool:

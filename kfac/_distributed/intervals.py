@@ -34,10 +34,8 @@ def products_of(layer: Layer) -> float:
     if layer.kind not in KRONECKER_KINDS or layer.kind == "embedding":
         return 0.0
     if layer.positions is None:
-        raise ValueError(
-            f"layers: {layer.name!r} was found without positions; call find_layers with real shapes. Of experts that "
-            "get as many rows as the data say there are none: plan such a model with dense ones"
-        )
+        how = "call find_layers with real shapes, and dense layers for experts, whose rows the data choose"
+        raise ValueError(f"layers: {layer.name!r} was found without positions: {how}")
     return 2.0 * layer.positions * layer.copies * layer.d_in * layer.d_out
 
 

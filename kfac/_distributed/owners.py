@@ -85,18 +85,13 @@ def block_cost(name: str, blocks: int, shapes: Mapping[str, tuple[int, ...]]) ->
 
 
 def group_costs(groups: Sequence[Group]) -> list[Cost]:
-    return [block_cost(group.name, group.size, group.shapes) for group in groups if group.kronecker]
-
-
-def _dealt(costs: Iterable[Cost]) -> list[Cost]:
-    """The order in which groups are dealt."""
-    return sorted(costs, key=lambda cost: (-cost.work, cost.name))
+    return [block_cost(group.name, group.size, group.shapes) for group in groups if group.owned]
 
 
 def make_shards(costs: Iterable[Cost], devices: int) -> dict[str, Shard]:
     """Spreads every group over the devices."""
     shards, load = {}, np.zeros(devices, int)
-    for cost in _dealt(costs):
+    for cost in sorted(costs, key=lambda cost: (-cost.work, cost.name)):
         least = np.sort(np.argsort(load, kind="stable")[: cost.blocks % devices])
         load[least] += cost.elements
         shards[cost.name] = Shard(cost.blocks, devices, tuple(least.tolist()))

@@ -16,7 +16,7 @@ from kfac._distributed.collectives import gather_from_owners, means_to_owners, o
 from kfac._distributed.distribution import Distribution
 from kfac._distributed.owners import Shard
 from kfac._distributed.segments import BUCKETS
-from kfac._factors import Packed, Unitwise
+from kfac._factors import Statistics
 from kfac._varying import as_varying, axis_names, axis_size, varying_axes
 
 Shards = Mapping[str, Shard]
@@ -79,7 +79,7 @@ class Everywhere:
         """
         return self.mean(dict(stacks))
 
-    def statistics(self, stacks: Mapping[str, Packed | Unitwise], shards: Shards) -> dict[str, Packed | Unitwise]:
+    def statistics(self, stacks: Mapping[str, Statistics], shards: Shards) -> dict[str, Statistics]:
         """As `means`, of statistics."""
         received = self.means({name: flatten(stack) for name, stack in stacks.items()}, shards, BUCKETS)
         wide = {n: jax.tree.map(lambda x, d=received[n].dtype: x.astype(d), stack) for n, stack in stacks.items()}

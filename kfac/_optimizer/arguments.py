@@ -11,7 +11,7 @@ from typing import Any
 import optax
 
 from kfac._checks import check_layers
-from kfac._factors import Factors, Packed, Tied
+from kfac._factors import Factors, Tied
 from kfac._layers import Layer, Layers, leaves_by_path
 from kfac._optimizer.state import has_masked, how_to_hide
 
@@ -39,10 +39,8 @@ def fitted(
         if others:
             raise TypeError("update takes factors by name: tx.update(grads, opt_state, params, factors=factors)")
         if isinstance(updates, Factors):
-            raise ValueError(
-                "updates are statistics, where gradients belong: loss, grads, factors = kfac.value_and_grad(loss_fn, "
-                "layers)(params, batch), and then tx.update(grads, opt_state, params, factors=factors)"
-            )
+            how = "loss, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)"
+            raise ValueError(f"updates are statistics, where gradients belong: {how}")
         here = _without_hidden(layers, updates)
         if here is not layers and isinstance(factors, Factors):
             extra["factors"] = _without_rows(factors, layers, here)
@@ -86,12 +84,10 @@ def _without_rows(factors: Factors, layers: Layers, here: Layers) -> Any:
         if here[layer.name].params == layer.params or layer.name not in blocks:
             continue
         block: Any = blocks[layer.name]
-        block = block.combined() if isinstance(block, Packed) else block
-        if isinstance(block, Tied) or getattr(block, "moments", None) is not None:
-            raise ValueError(
-                f"bias {layer.params[1]!r} is masked and its kernel is not, which its statistics do not allow: "
-                f"{how_to_hide(layer.params[1:])}"
-            )
+        block = block.combined() if block.wire else block
+        if isinstance(block, Tied) or block.moments is not None:
+            what = f"bias {layer.params[1]!r} is masked and its kernel is not, which its statistics do not allow"
+            raise ValueError(f"{what}: {how_to_hide(layer.params[1:])}")
         if layer.cut[0] > 1:
             last = layer.d_in - 1 - (layer.cut[0] - 1) * block.A.shape[-1]  # where the 1 is in the last block
             A = block.A.at[..., -1, last, :].set(0).at[..., -1, :, last].set(0)

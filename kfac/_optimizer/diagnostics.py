@@ -103,21 +103,18 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
         own = state.owned.get(group.name)
         vectors = own.inverse.basis(own.blocks.inverse) if own is not None else None
         if own is None or vectors is None or own.shard.blocks != group.size:
+            have = "no" if own is None else f"{own.shard.blocks}, for inverse={own.inverse!r},"
             raise ValueError(
-                f"source must be a state of an optimizer with inverse=kfac.Ekfac() for these layers, but has "
-                f"{'no' if own is None else own.shard.blocks} blocks {group.name}"
-                f"{f' for inverse={own.inverse!r}' if own is not None and vectors is None else ''}"
+                f"source must be a state of an optimizer with inverse=kfac.Ekfac() for these layers, but has {have} "
+                f"blocks {group.name}"
             )
         if group.name in state.replicas:
             vectors = state.replicas[group.name].inverse
         if vectors.A.shape[0] != group.size:
-            raise ValueError(
-                "source is the state of several devices with an axis of them in front, as pmap returns it: call "
-                "eigenbasis inside of pmap"
-            )
-        for (layer, a), (_, g) in zip(group.split(vectors.A), group.split(vectors.G), strict=True):
-            if layer.correctable:
-                basis[layer.name] = Kronecker(a, g) if layer.stacked else Kronecker(a[0], g[0])
+            raise ValueError("source has an axis of devices in front, as pmap returns it: call eigenbasis inside of it")
+        basis |= {
+            layer.name: group.block.unstack(layer, own) for layer, own in group.split(vectors) if layer.correctable
+        }
     return basis
 
 

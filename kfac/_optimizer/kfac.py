@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
@@ -12,19 +11,19 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from kfac._checks import check_layers, check_range, check_switch, check_type
-from kfac._curvature.blocks import group_layers
+from kfac._checks import check, check_layers
 from kfac._curvature.cholesky import Cholesky
-from kfac._curvature.inverse import Inverse
+from kfac._curvature.inverse import Inverse, check_inverse
 from kfac._curvature.soap import Soap
 from kfac._distributed.distribution import Distribution
 from kfac._distributed.intervals import affordable
 from kfac._layers import Layers
 from kfac._optimizer.arguments import fitted
 from kfac._optimizer.moves import Moves, ScalarOrSchedule, value_at
+from kfac._optimizer.options import Options, check_options
 from kfac._optimizer.parts import keep_dtype, momentum_beside_blocks
 from kfac._optimizer.scale_by_kfac import precondition_and_move
-from kfac._optimizer.state import check_groups, check_inverse, find_state, match_leaves
+from kfac._optimizer.state import find_state
 from kfac._varying import mesh_of, on_mesh, placed
 
 Optimizer: TypeAlias = optax.GradientTransformationExtraArgs
@@ -109,10 +108,6 @@ def kfac(
       ValueError: an argument is out of range.
     """
     auto = trust_ratio == "auto"
-    if isinstance(trust_ratio, str) and not auto:
-        raise ValueError(f"trust_ratio must be 'auto', a number, a schedule or None, but is {trust_ratio!r}")
-    if trust_ratio is not None and not auto:
-        check_range("trust_ratio", trust_ratio, 0, math.inf, open_low=True, open_high=True)
     check_layers(layers)
     inverse, every = chosen(layers, trust_ratio, inverse, cost)
     damping = (inverse.relative_damping if auto else 1e-3) if damping is None else damping
@@ -121,12 +116,6 @@ def kfac(
         inverse_every = every
     nesterov = momentum is not None if nesterov is None else nesterov
     layer_rates = (auto and momentum is not None) if layer_rates is None else layer_rates
-    check_switch("layer_rates", layer_rates)
-    if layer_rates and not (auto and momentum is not None):
-        raise ValueError(
-            'layer_rates=True is for trust_ratio="auto" with momentum=, which tells the direction of the step before: '
-            "pass these, or layer_rates=False"
-        )
     return assemble(
         layers, Moves(kl_clip, learning_rate, False, momentum, nesterov, trust_ratio, layer_rates),
         weight_decay=weight_decay, weight_decay_mask=weight_decay_mask, inverse=inverse, damping=damping,
@@ -137,10 +126,9 @@ def kfac(
 def chosen(layers: Layers, trust_ratio: Any, inverse: Inverse | None, cost: float) -> tuple[Inverse, Any]:
     """The inverse, and the steps between those that are to bring statistics."""
     auto = trust_ratio == "auto"
-    if inverse is None:
-        inverse = Soap() if auto else Cholesky()
-    check_type("inverse", inverse, Inverse, "a kind of inverse such as kfac.Cholesky()")
-    check_range("cost", cost, 0, math.inf, open_low=True)
+    inverse = (Soap() if auto else Cholesky()) if inverse is None else inverse
+    check_inverse(inverse)
+    check(cost=cost)
     return inverse, affordable(layers, inverse, cost) if auto else 1
 
 
@@ -150,68 +138,26 @@ def assemble(layers: Layers, moves: Moves, **options: Any) -> Optimizer:
 
 
 def _assemble(
-    layers: Layers, *, moves: Moves, weight_decay: Any, weight_decay_mask: Any, inverse: Inverse, **preconditioner: Any
+    layers: Layers, *, moves: Moves, weight_decay: Any, weight_decay_mask: Any, **preconditioner: Any
 ) -> Optimizer:
-    _check_moves(moves)
-    tx = precondition_and_move(layers, moves, inverse=inverse, **preconditioner)
-    if inverse.takes_gradients and (moves.kl_clip is not None or moves.rate_in_momentum):
-        raise ValueError(
-            f"inverse={inverse!r} sets the length of a step by the gradients and preconditions their momentum: pass "
-            "kl_clip=None and rate_in_momentum=False, or another inverse, inverse=kfac.Cholesky()"
-        )
+    options = Options(**preconditioner)
+    check_options(options, moves, weight_decay, weight_decay_mask)
+    tx = precondition_and_move(layers, moves, options)
     parts: list[Any] = []
-    before = moves.rate if moves.rate_in_momentum else None
+    before = moves.learning_rate if moves.rate_in_momentum else None
     if any(layer.kind == "skipped" for layer in layers) and (moves.momentum is not None or before is not None):
         decay = 0.0 if moves.momentum is None else moves.momentum
         parts.append(momentum_beside_blocks(layers, decay, moves.nesterov, before))
     if weight_decay is not None:
-        _check_weight_decay(weight_decay, weight_decay_mask)
         # With `rate_in_momentum` what it is added to contains the rate already.
         decay = weight_decay if before is None else lambda n: -value_at(before, n) * value_at(weight_decay, n)
         parts.append(optax.add_decayed_weights(decay, weight_decay_mask))
-    elif weight_decay_mask is not None:
-        raise ValueError("weight_decay_mask needs weight_decay, but weight_decay is None")
     if not moves.rate_in_momentum:
-        parts.append(optax.scale_by_learning_rate(moves.rate))
-    return _followed_by(tx, keep_dtype(optax.chain(*(parts or [optax.identity()]))), layers, inverse)
+        parts.append(optax.scale_by_learning_rate(moves.learning_rate))
+    return _followed_by(tx, keep_dtype(optax.chain(*(parts or [optax.identity()]))))
 
 
-def _check_moves(moves: Moves) -> None:
-    check_range("learning_rate", moves.rate, 0, math.inf, open_high=True)
-    check_switch("nesterov", moves.nesterov)
-    check_switch("rate_in_momentum", moves.rate_in_momentum)
-    if moves.kl_clip is not None:
-        check_range("kl_clip", moves.kl_clip, 0, math.inf, open_low=True, open_high=True)
-        if moves.lengths == "auto":
-            raise ValueError(
-                f"kl_clip={moves.kl_clip!r} bounds the length of a step, which trust_ratio='auto' then sets anew: pass "
-                "trust_ratio=None with it"
-            )
-    if moves.rate_in_momentum and moves.lengths is not None:
-        raise ValueError(
-            "rate_in_momentum=True has no effect with trust_ratio, which rescales what the momentum gives: pass False"
-        )
-    if moves.momentum is not None:
-        check_range("momentum", moves.momentum, 0, 1, open_high=True)
-    elif moves.nesterov or moves.rate_in_momentum:
-        raise ValueError(f"{'nesterov' if moves.nesterov else 'rate_in_momentum'}=True needs momentum, but it is None")
-
-
-def _check_weight_decay(weight_decay: Any, mask: Any) -> None:
-    check_range("weight_decay", weight_decay, 0, math.inf, open_high=True)
-    if isinstance(mask, bool | jax.Array):
-        raise ValueError(
-            f"weight_decay_mask is one value for all parameters, {mask!r}: optax.inject_hyperparams takes a function "
-            'for a schedule and calls it with the step. Name it there, static_args="weight_decay_mask"'
-        )
-    if not callable(mask) and not all(isinstance(x, bool) for x in jax.tree.leaves(mask)):
-        raise ValueError(
-            "weight_decay_mask must be a tree of bools like the parameters, or a function from parameters to one, "
-            f"but is {mask!r}"
-        )
-
-
-def _followed_by(tx: Optimizer, rest: Optimizer, layers: Layers, inverse: Inverse) -> Optimizer:
+def _followed_by(tx: Optimizer, rest: Optimizer) -> Optimizer:
     """`tx`, which holds the preconditioner, and then `rest`, which is told of the steps that are refused."""
 
     def init(params):
@@ -220,11 +166,7 @@ def _followed_by(tx: Optimizer, rest: Optimizer, layers: Layers, inverse: Invers
 
     @on_mesh
     def update(updates, state, params=None, **extra):
-        # First, as the state of `Soap` has other parts, and its momentum comes before the preconditioner.
-        found = find_state(state, "opt_state")
-        check_groups(group_layers(layers), found)
-        check_inverse(inverse, found)
-        match_leaves(layers, updates, "updates")
+        find_state(state, "opt_state")
         preconditioned, first = tx.update(updates, state[0], params, **extra)
         found = find_state(first, "state")
         taken = ~found.refused

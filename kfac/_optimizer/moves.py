@@ -29,32 +29,34 @@ class Moves:
 
     Attributes:
       kl_clip: the constraint of the KL clip.
-      rate: the learning rate: for the KL clip, and where it comes before the momentum.
+      learning_rate: for the KL clip, and where it comes before the momentum.
       rate_in_momentum: whether it does.
       momentum: its decay. An inverse that takes gradients has it before the preconditioner.
       nesterov: whether in Nesterov's form.
-      lengths: as `trust_ratio` of `kfac.kfac`.
+      trust_ratio: as of `kfac.kfac`.
       layer_rates: whether each block has a rate of its own.
     """
 
     kl_clip: ScalarOrSchedule | None = None
-    rate: ScalarOrSchedule = 0.0
+    learning_rate: ScalarOrSchedule = 0.0
     rate_in_momentum: bool = False
     momentum: ScalarOrSchedule | None = None
     nesterov: bool = False
-    lengths: Lengths = None
+    trust_ratio: Lengths = None
     layer_rates: bool = False
 
     def at(self, count: jax.Array) -> MovesNow:
         """The scalars of step `count`."""
-        coefficient = None if self.lengths is None or isinstance(self.lengths, str) else value_at(self.lengths, count)
+        coefficient = (
+            None if self.trust_ratio is None or isinstance(self.trust_ratio, str) else value_at(self.trust_ratio, count)
+        )
         limit = None if self.kl_clip is None else value_at(self.kl_clip, count)
         decay = value_at(0.0 if self.momentum is None else self.momentum, count)
-        return MovesNow(limit, value_at(self.rate, count), decay, coefficient)
+        return MovesNow(limit, value_at(self.learning_rate, count), decay, coefficient)
 
     def needs_params(self, group: Group) -> bool:
         """Whether the step of a group depends on its parameters."""
-        return self.lengths is not None and bool(np.any(find_kernels(group, self.lengths).size))
+        return self.trust_ratio is not None and bool(np.any(find_kernels(group, self.trust_ratio).size))
 
 
 class Motion(NamedTuple):
@@ -141,7 +143,7 @@ def find_kernels(group: Group, lengths: Lengths) -> Kernels:
     """Of the blocks of a group."""
     parts = []
     for layer, count in zip(group.layers, group.counts, strict=True):
-        kernel = group.kronecker and not (lengths == "auto" and layer.kind == "embedding")
+        kernel = group.block.kernel and not (lengths == "auto" and layer.kind == "embedding")
         each, rows = layer.block_shapes["A"][0], layer.layouts[0].size("in")
         width = np.resize(np.clip(rows - each * np.arange(layer.cut[0]), 0, each), count)
         parts.append((np.full(count, rows * layer.d_out if kernel else 0), width, np.full(count, layer.d_out)))

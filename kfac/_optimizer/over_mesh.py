@@ -21,7 +21,7 @@ from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import finite
 from kfac._distributed.distribution import Distribution
 from kfac._distributed.owners import Shard
-from kfac._factors import Factors, Packed, Unitwise
+from kfac._factors import Factors, Statistics
 from kfac._layers import Layer, leaves_by_path, map_by_path
 from kfac._optimizer.reshard import state_spec
 from kfac._optimizer.state import Config, KfacState, Splits, init_state
@@ -56,7 +56,7 @@ def step_over_mesh(
         return preconditioned_step(here, updates, params, state, now, batch, narrow=narrow)
 
     own: Any = Gradients(same, PartitionSpec(config.owners or ()))  # type: ignore[arg-type]  # the specs of such
-    apart = {g.name: PartitionSpec(config.owners or ()) if g.kronecker else same for g in config.groups if g.captured}
+    apart = {g.name: PartitionSpec(config.owners or ()) if g.owned else same for g in config.groups if g.captured}
     stacks = None if factors is None else statistics_to_owners(config, mesh, apart, factors, rows)
     step = jax.shard_map(
         on_device,
@@ -97,7 +97,7 @@ def find_splits(params: Any) -> Splits:
 
 def statistics_to_owners(
     config: Config, mesh: Mesh | AbstractMesh, specs: dict[str, PartitionSpec], factors: Factors, rows: dict[str, Shard]
-) -> dict[str, Packed | Unitwise]:
+) -> dict[str, Statistics]:
     """Statistics as each owner gets its own, packed, and all devices what all have; `rows` of all positions."""
 
     def stacked(factors):

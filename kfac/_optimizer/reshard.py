@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from kfac._checks import check_positive_int
+from kfac._checks import check
 from kfac._distributed.owners import Shard, block_cost, make_shards
 from kfac._optimizer.state import KfacState, Owned, Replica, Splits, find_nodes
 from kfac._varying import AxisName, replicated
@@ -91,7 +91,7 @@ def scatter_state(portable: Any, num_devices: int, *, pmap: bool = False) -> Any
     Raises:
       ValueError: `num_devices` is not a positive int, or `portable` is not what `gather_state` returns.
     """
-    check_positive_int("num_devices", num_devices)
+    check(num_devices=num_devices)
     some_state(portable, "portable")
 
     def scatter(node):

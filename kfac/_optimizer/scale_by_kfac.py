@@ -15,16 +15,16 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from kfac._checks import check_count, check_range, check_type
 from kfac._curvature.blocks import check_factors, group_layers
 from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
-from kfac._distributed.distribution import Distribution
+from kfac._distributed.distribution import Distribution, check_distribution
 from kfac._distributed.ways import way_of
 from kfac._factors import Factors
 from kfac._layers import Layers
 from kfac._optimizer.arguments import fitted
 from kfac._optimizer.moves import Moves, ScalarOrSchedule, value_at
+from kfac._optimizer.options import Options, check_options
 from kfac._optimizer.over_mesh import init_over_mesh, step_over_mesh
 from kfac._optimizer.reshard import on_states, some_state, state_spec
 from kfac._optimizer.state import Config, KfacState, check_devices, init_state, match_leaves
@@ -89,34 +89,18 @@ def scale_by_kfac(
       ValueError: an argument is out of range; in `update`, the gradients or factors are not those of `layers`, or the
         state is one for another number of devices, or `optax.MultiSteps` around it would drop statistics.
     """
-    return fitted(layers, functools.partial(
-        precondition_and_move, moves=Moves(), damping=damping, factor_decay=factor_decay,
-        statistics_every=statistics_every, inverse_every=inverse_every, refresh_warmup=refresh_warmup, inverse=inverse,
-        unitwise_damping=unitwise_damping, distribution=distribution,
-    ))  # fmt: skip
+    options = Options(
+        damping, inverse, distribution, factor_decay, statistics_every, inverse_every, refresh_warmup, unitwise_damping
+    )
+    check_options(options, Moves())
+    return fitted(layers, functools.partial(precondition_and_move, moves=Moves(), options=options))
 
 
-def precondition_and_move(
-    layers: Layers,
-    moves: Moves,
-    *,
-    damping: ScalarOrSchedule,
-    factor_decay: ScalarOrSchedule = 0.95,
-    statistics_every: int | jax.Array = 1,
-    inverse_every: int | jax.Array | None = 1,
-    refresh_warmup: int | jax.Array | None = None,
-    inverse: Inverse,
-    unitwise_damping: ScalarOrSchedule = 1.0,
-    distribution: Distribution | None,
-) -> optax.GradientTransformationExtraArgs:
+def precondition_and_move(layers: Layers, moves: Moves, options: Options) -> optax.GradientTransformationExtraArgs:
     """`scale_by_kfac` with what follows the preconditioner in stacks of blocks."""
-    check_range("damping", damping, 0, math.inf, open_low=True, open_high=True)
-    check_range("factor_decay", factor_decay, 0, 1, open_high=True)
-    check_count("statistics_every", statistics_every, 1)
-    check_range("unitwise_damping", unitwise_damping, 0, math.inf, open_low=True, open_high=True)
-    period, warmup = _intervals(inverse_every, refresh_warmup)
-    check_type("inverse", inverse, Inverse, "a kind of inverse such as kfac.Cholesky()")
-    check_type("distribution", distribution, Distribution | None, "a kfac.Distribution or None")
+    damping, inverse, distribution, factor_decay, statistics_every, inverse_every, warmup, unitwise_damping = options
+    warmup = 10 if warmup is None else warmup
+    period, warmup = (0, 0) if inverse_every is None else (inverse_every, warmup)  # zeros: `update` refreshes nothing
     uses = distribution or Distribution()
     general = Config(layers, group_layers(layers), inverse, uses, inverse_every is not None, moves)
     without = _without_statistics(general, statistics_every, inverse_every)
@@ -212,21 +196,6 @@ SPLIT_BY_HAND = (
 )
 
 
-def _intervals(inverse_every: Any, refresh_warmup: Any) -> tuple[Any, Any]:
-    """Steps between refreshes, and of the warm-up; zeros where `update` refreshes nothing."""
-    if inverse_every is None:
-        if refresh_warmup is not None:
-            raise ValueError(
-                f"inverse_every=None leaves all refreshes to kfac.state.refresh, so refresh_warmup={refresh_warmup!r} "
-                "has no place: leave it at None"
-            )
-        return 0, 0
-    refresh_warmup = 10 if refresh_warmup is None else refresh_warmup
-    check_count("inverse_every", inverse_every, 1)
-    check_count("refresh_warmup", refresh_warmup, 0)
-    return inverse_every, refresh_warmup
-
-
 def _without_statistics(config: Config, statistics_every: Any, inverse_every: Any) -> Config:
     """Of a step without statistics: where refreshes go with these, its program has none."""
     known = isinstance(inverse_every, int) and isinstance(statistics_every, int)
@@ -240,9 +209,8 @@ def _check_wrappers(moves: Moves) -> None:
     while frame is not None:
         if frame.f_code.co_qualname == "schedule_free.<locals>.update_fn" and moves.momentum is not None:
             raise ValueError(
-                f"optax.contrib.schedule_free averages steps in the place of a momentum, but "
-                f"momentum={moves.momentum!r}: pass momentum=None, as in schedule_free(kfac.kfac(rate, layers, "
-                "momentum=None), rate)"
+                f"schedule_free averages steps in the place of a momentum, but momentum={moves.momentum!r}: pass "
+                "momentum=None, as in schedule_free(kfac.kfac(rate, layers, momentum=None), rate)"
             )
         if frame.f_code is optax.MultiSteps.update.__code__ and repr(frame.f_locals["k_steps"]) != "1":
             raise ValueError(
@@ -281,7 +249,7 @@ def refresh(opt_state: Any, *, distribution: Distribution | None = None) -> Any:
     Raises:
       ValueError: there is no state of `scale_by_kfac` in `opt_state`, or it is one for another number of devices.
     """
-    check_type("distribution", distribution, Distribution | None, "a kfac.Distribution or None")
+    check_distribution(distribution)
     state, uses = some_state(opt_state, "opt_state"), distribution or Distribution()
     dealt_out, uses = is_dealt(uses, state), uses.seen(opt_state)
     way, axis, mesh = way_of(uses, dealt_out), uses.owner_axis if dealt_out else None, uses.mesh

@@ -231,7 +231,7 @@ class Config:
 
     def shares(self, group: Group) -> bool:
         """Whether all devices have the inverses of a group, or a part of them."""
-        return group.kronecker and shares(self.inverse, group, several=self.owners is not None)
+        return group.owned and shares(self.inverse, group, several=self.owners is not None)
 
     def owners_precondition(self, group: Group) -> bool:
         """Whether owners alone precondition the blocks of a group."""
@@ -251,8 +251,9 @@ class Config:
         return frozenset(path for layer in self.layers if layer.kind == "skipped" for path in layer.params)
 
     @functools.cached_property
-    def kronecker(self) -> tuple[Group, ...]:
-        return tuple(group for group in self.groups if group.kronecker)
+    def owned(self) -> tuple[Group, ...]:
+        """The groups whose blocks have owners."""
+        return tuple(group for group in self.groups if group.owned)
 
 
 def init_state(config: Config, params: Any) -> KfacState:
@@ -294,8 +295,8 @@ def init_state(config: Config, params: Any) -> KfacState:
         due=jnp.ones((), bool),
         damping=jnp.zeros((), jnp.float32),
         unitwise_damping=jnp.zeros((), jnp.float32),
-        owned={group.name: own(group) for group in config.kronecker},
-        shared={group.name: blocks(group, group.size) for group in config.groups if not group.kronecker},
+        owned={group.name: own(group) for group in config.owned},
+        shared={group.name: blocks(group, group.size) for group in config.groups if not group.owned},
         replicas={group.name: replica(group) for group in config.groups if config.shares(group)},
         learning_rates=jnp.zeros(2, jnp.float32),
         shared_motions={g.name: motion(g, g.size) for g in config.groups if g not in config.apart},
@@ -390,7 +391,7 @@ def check_state(config: Config, state: KfacState, devices: int) -> None:
     """Raises where a state is that of another model, other options or another number of devices."""
     check_groups(config.groups, state)
     check_devices(state, devices)
-    check_inverse(config.inverse, state)
+    check_same_inverse(config.inverse, state)
     wanted = config.moves.momentum is not None and not config.inverse.takes_gradients, config.moves.layer_rates
     for name, owned in state.owned.items():
         for option, wants, motion in zip(("momentum", "layer_rates"), wanted, state.motions[name], strict=True):
@@ -415,7 +416,7 @@ def check_state(config: Config, state: KfacState, devices: int) -> None:
         )
 
 
-def check_inverse(inverse: Inverse, state: KfacState) -> None:
+def check_same_inverse(inverse: Inverse, state: KfacState) -> None:
     """Raises where a state is one for another kind of inverse, which `kfac.kfac` may have chosen by the layers."""
     for owned in state.owned.values():
         if owned.inverse != inverse:

@@ -15,11 +15,10 @@ from jax import lax
 from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import averaged, cosine, finite, per_block, sums
 from kfac._curvature.refresh import once_if, refresh
-from kfac._curvature.unitwise import ChannelInverse
 from kfac._distributed.distribution import decode, encode
 from kfac._distributed.owners import Shard
 from kfac._distributed.ways import Everywhere
-from kfac._factors import Block, Factors, Kronecker, Packed, Unitwise, formed
+from kfac._factors import Block, Factors, Statistics
 from kfac._layers import Layer, leaves_by_path, map_by_path
 from kfac._optimizer.moves import Kernels, Motion, MovesNow, Stack, adapted, clip_scale, find_kernels, lengthened
 from kfac._optimizer.state import Config, KfacMetrics, KfacState, Owned, Replica, check_state, with_blocks, with_motions
@@ -214,110 +213,104 @@ def average_statistics(place: Place, factors: Factors) -> dict[str, Block]:
     config, way = place.config, place.config.way
     if not way.alone:
         return unpacked(way.statistics(stack_packed(config, factors, way.mean), place.shards))
-    whole = Factors({name: formed(block) for name, block in factors.items()})
+    whole = Factors({name: block.combined() for name, block in factors.items()})
     return {g.name: g.stack_factors(whole, moments=config.has_moments(g)) for g in config.groups if g.captured}
 
 
-def stack_packed(
-    config: Config, factors: Factors, mean: Callable[[Any], Any] = lambda traces: traces
-) -> dict[str, Packed | Unitwise]:
+def stack_packed(config: Config, factors: Factors, mean: Callable[[Any], Any] | None = None) -> dict[str, Statistics]:
     """The statistics of all blocks `[k, ...]`, packed.
 
     Those that are no averages are formed from what is one, over all devices, as on one: by the `mean`.
     """
-
-    def own(group: Group, layer: Layer) -> Kronecker | Unitwise:
-        """With vectors in the place of factors."""
-        block = factors[layer.name]
-        block = block if isinstance(block, Packed) else formed(block, mean)
-        if isinstance(block, Unitwise):
-            return block
-        if isinstance(block, Kronecker):
-            block = Packed.of(block, tuple(layer.side_shapes.values()))
-            block = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if narrow else x, block)
-        flat, lead = jax.tree.map(fill, block.flat), block.flat.A.shape[:-2]
-        if config.has_moments(group) and flat.moments is None:
-            zeros = jnp.zeros((*lead, 1, group.d_out * group.d_in), flat.A.dtype)
-            flat = dataclasses.replace(flat, moments=fill(zeros))
-        # What is not cut has no pieces.
-        return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[-2 if x.shape[-2] > 1 else -1 :]), flat)
-
     # As the others, with which they share a message.
-    narrow = any(isinstance(x, Packed) and x.flat.A.dtype == jnp.bfloat16 for x in factors.values())
+    dtype = jnp.bfloat16 if any(block.wire == jnp.bfloat16 for block in factors.values()) else None
     fill = (lambda flat: flat) if within_devices() else filled  # over a mesh all are
+
+    def to_send(group: Group, layer: Layer) -> Any:
+        packed = factors[layer.name].packed(tuple(layer.side_shapes.values()), mean, dtype)
+        return group.block.to_send(layer, packed, fill, config.has_moments(group))
+
     stacks: dict[str, Any] = {}
     for group in [group for group in config.groups if group.captured]:
-        stack = group.stack_factors(Factors({layer.name: own(group, layer) for layer in group.layers}))
-        shapes = tuple(group.shapes.values())
-        stacks[group.name] = Packed(jax.tree.map(lambda x: x[:, None], stack), shapes) if group.kronecker else stack
+        stack = group.stack_factors(Factors({layer.name: to_send(group, layer) for layer in group.layers}))
+        stacks[group.name] = group.block.sent(group.shapes, stack)
     return stacks
 
 
-def unpacked(stacks: Mapping[str, Packed | Unitwise]) -> dict[str, Block]:
+def unpacked(stacks: Mapping[str, Statistics]) -> dict[str, Block]:
     """The statistics of a device's own blocks, from what was sent."""
-    return {name: stack.unpacked() if isinstance(stack, Packed) else stack for name, stack in stacks.items()}
+    return {name: stack.unpacked() for name, stack in stacks.items()}
 
 
 def gradient_statistics(place: Place, gradients: Vectors) -> dict[str, Block]:
     """The gradient's own factors, of the blocks that this device keeps; `gradients` of those that it preconditions."""
-    found: dict[str, Block] = {}
+    stacks: dict[str, Block] = {}
     for group in [group for group in place.config.groups if not group.captured]:
-        name, own = group.name, gradients[group.name]
+        name, matrices = group.name, gradients[group.name]
         if name in place.shards and name not in place.apart:
-            own = place.config.way.take({name: own}, place.shards)[name]
-        found[name] = group.own_factors(own)
-    return found
+            matrices = place.config.way.take({name: matrices}, place.shards)[name]
+        stacks[name] = group.of_gradients(matrices)
+    return stacks
 
 
 def take_in(
     place: Place, state: KfacState, batch: dict[str, Block], usable: jax.Array
 ) -> tuple[KfacState, Vectors, jax.Array]:
-    """This step's statistics into the running averages; a block whose are not finite leaves them out.
+    """Takes this step's statistics into the running averages; a block whose statistics are not finite leaves them out.
+
+    Args:
+      place: where the step is.
+      state: that before the step.
+      batch: the statistics of the step, averaged over devices, of the blocks that this device keeps: `[k, ...]`.
+      usable: whether the gradients are finite, on all devices.
 
     Returns:
-      The state, which blocks left theirs out, and `||batch - average|| / ||average||`, summed over this device's
+      The state; which blocks left theirs out; and `||batch - average|| / ||average||`, summed over this device's
       Kronecker factors: 1 for one without an average so far, or whose statistics are left out.
     """
-    since = jnp.where(state.measured < 0, 1, jnp.maximum(state.count - state.measured, 1))
-    config, decay = place.config, place.now.decay.astype(jnp.result_type(float)) ** since
+    config, way = place.config, place.config.way
+    steps = jnp.where(state.measured < 0, 1, jnp.maximum(state.count - state.measured, 1))
+    decay = place.now.decay.astype(jnp.result_type(float)) ** steps
+    factors = {group.name: _without_moments(batch[group.name]) for group in config.groups}
+    averages = {group.name: state.blocks[group.name].factors for group in config.groups}
+    differences = jax.tree.map(lambda new, old: new.astype(old.dtype) - old, factors, averages)
     taken, left_out, changes = {}, {}, []
-    counted_groups = {group.name for group in config.kronecker if group.captured}
-    moments = {name: block.moments for name, block in batch.items() if isinstance(block, Kronecker)}
-    new = {n: dataclasses.replace(b, moments=None) if isinstance(b, Kronecker) else b for n, b in batch.items()}
-    old = {name: state.blocks[name].factors for name in place.mine}
-    moved = jax.tree.map(lambda new, old: new.astype(old.dtype) - old, {name: new[name] for name in old}, old)
-    for name, mine in place.mine.items():
-        pairs = zip(*map(jax.tree.leaves, (moved[name], old[name])), strict=True)
-        changed, sizes = zip(*(sums([x * x, y * y]) for x, y in pairs), strict=True)
-        good = jnp.isfinite(sum(changed))
-        if moments.get(name) is not None:
-            good &= finite(moments[name])
+    for group in config.groups:
+        name, mine, moments = group.name, place.mine[group.name], batch[group.name].moments
+        pairs = zip(*map(jax.tree.leaves, (differences[name], averages[name])), strict=True)
+        squares = [sums([difference * difference, average * average]) for difference, average in pairs]
+        good = jnp.isfinite(sum(square for square, _ in squares))
+        good = good if moments is None else good & finite(moments)
         taken[name], left_out[name] = good & mine & usable, ~good & mine
-        counted = mine if name in place.shards else mine & config.way.first  # the sum over devices has each once
-        for change, size in zip(changed, sizes, strict=True) if name in counted_groups else ():
-            known = taken[name] & (size > 0)
-            relative = jnp.where(known, jnp.sqrt(change / jnp.where(known, size, 1)), 1)
+        counted = mine if name in place.shards else mine & way.first  # the sum over devices has each once
+        for square, size in squares if group.owned and group.captured else ():
+            comparable = taken[name] & (size > 0)
+            relative = jnp.where(comparable, jnp.sqrt(square / jnp.where(comparable, size, 1)), 1)
             changes.append(jnp.where(counted, relative, 0))
     change = jnp.sum(_join(changes), dtype=jnp.float32)
     result = {}
     for group in config.groups:
-        name, block = group.name, state.blocks[group.name]
-        known = after(change, taken[name]) if group.kronecker else taken[name]
-        kept = block.inverse
+        name, block, inverse = group.name, state.blocks[group.name], state.blocks[group.name].inverse
+        chosen = after(change, taken[name]) if group.owned else taken[name]
         if config.has_moments(group):
             # Those before the first decomposition are in no basis that is kept.
-            own = config.way.take({name: jnp.asarray(group.corrected)}, place.shards)[name]
-            kept = config.inverse.absorb(kept, moments[name], decay, known & own & (block.condition > 0))
-        factors, weight = averaged(group.unscaled(block.factors), block.weight, new[name], decay, known)
-        result[name] = block._replace(factors=group.scaled(factors), weight=weight, inverse=kept)
+            corrected = way.take({name: jnp.asarray(group.corrected)}, place.shards)[name] & (block.condition > 0)
+            inverse = config.inverse.absorb(inverse, batch[name].moments, decay, chosen & corrected)
+        average, weight = averaged(group.scaled(block.factors, back=True), block.weight, factors[name], decay, chosen)
+        result[name] = block._replace(factors=group.scaled(average), weight=weight, inverse=inverse)
     return with_blocks(state, result), left_out, change
 
 
-def after(number: jax.Array, flags: jax.Array) -> jax.Array:
-    """`flags`, but not before `number` is there, which is not negative.
+def _without_moments(block: Any) -> Any:
+    """The factors alone, which running averages are made of."""
+    return block if block.moments is None else dataclasses.replace(block, moments=None)
 
-    So what is written according to the flags waits for all that reads the old values to get the number, and can be
-    written in their place. XLA takes away an optimization barrier here, and would then copy the old values.
+
+def after(number: jax.Array, flags: jax.Array) -> jax.Array:
+    """Returns `flags`, made to depend on `number`, which is not negative.
+
+    XLA then reads the old averages, which the number is made of, before it overwrites those that are flagged, and needs
+    no copy of them. An optimization barrier here it would take away.
     """
     return flags & ~(number < -1)
 
@@ -337,9 +330,9 @@ def refresh_inverses(
     def renewed(old):
         new, valid = {}, {}
         for name, (kept, condition) in old[0].items():
-            mine = name in state.owned
-            inverse = state.owned[name].inverse if mine else ChannelInverse(relative=kept.relative)
-            damping = now.damping if mine else now.unitwise
+            owned = name in state.owned
+            inverse = state.owned[name].inverse if owned else kept.inverse
+            damping = now.damping if owned else now.unitwise
             result = refresh(inverse, kept, blocks[name].factors, wanted[name], damping)
             new[name] = result.inverse, jnp.where(result.valid, result.condition, condition)
             valid[name] = result.valid
@@ -380,7 +373,7 @@ def precondition(place: Place, state: KfacState, gradients: Vectors) -> tuple[Ve
     config, result, advanced, angles, damping = place.config, {}, {}, {}, place.now.damping
     for group in config.groups:
         name, block, inverse = group.name, state.blocks[group.name], group.kind(config.inverse)
-        everywhere = group.kronecker and name not in place.apart
+        everywhere = group.owned and name not in place.apart
         kept, ready = state.replicas[name] if everywhere else (block.inverse, block.condition > 0)
         if inverse.takes_gradients:
             momentum = place.now.moves.momentum(config.moves)
@@ -423,7 +416,7 @@ def move(
         if trace is not None:
             trace, steps[name] = now.momentum(moves).moved(trace, steps[name])
         motions[name] = Motion(trace, rate)
-    if moves.lengths is not None:
+    if moves.trust_ratio is not None:
         chosen = [group for group in config.groups if moves.needs_params(group)]
         weights = {} if params is None else stack_all(state, params, chosen)
         if not (params is not None and params.stacks):
@@ -442,14 +435,14 @@ def move(
 
 def _stack(place: Place, group: Group, steps: jax.Array, params: jax.Array | None, gradients: jax.Array) -> Stack:
     """A group for `lengthened`, which adds up the sums over the pieces of a kernel that is cut."""
-    table, name, way = find_kernels(group, place.config.moves.lengths), group.name, place.config.way
-    if not group.kronecker or all(np.all(x == x[0]) for x in table):
+    table, name, way = find_kernels(group, place.config.moves.trust_ratio), group.name, place.config.way
+    if all(np.all(x == x[0]) for x in table):
         found = Kernels(*(jnp.asarray(x[:1]) for x in table))
     else:
         found = way.take({name: Kernels(*map(jnp.asarray, table))}, place.apart)[name]
     pieces = np.concatenate([np.full(layer.copies, layer.pieces) for layer in group.layers])
-    if not group.kronecker or np.all(pieces == 1):
-        return Stack(steps, params, gradients, found, by_row=not group.kronecker)
+    if np.all(pieces == 1):
+        return Stack(steps, params, gradients, found, by_row=not group.block.kernel)
     whose = way.take({name: jnp.asarray(np.repeat(np.arange(len(pieces)), pieces))}, place.apart)[name]
 
     def whole(sums):  # `[sums, k]`
@@ -468,7 +461,7 @@ def restore(
     new: dict[str, jax.Array] = {}
     whole = {name: x for name, x in steps.items() if name not in updates.stacks}
     starts = {start: jnp.int32(start) for group in place.config.groups for start in group.starts}
-    if place.config.way.alone and place.config.moves.lengths is not None:
+    if place.config.way.alone and place.config.moves.trust_ratio is not None:
         arguments = usable, whole, starts
         usable, whole, starts = lax.platform_dependent(*arguments, cpu=_if_usable, default=lambda *same: same)
     for group in place.config.groups:
@@ -541,7 +534,7 @@ def measure(
     usable = counts[2] == 0  # agreed once more: the next step's decisions follow from it
     before = metrics.statistics_change
     if change is not None:
-        number = 2 * sum(group.size for group in place.config.kronecker if group.captured)
+        number = 2 * sum(group.size for group in place.config.owned if group.captured)
         change = jnp.where(usable, change / max(number, 1), before)
     new = KfacMetrics(
         gradient_norm=jnp.sqrt(square).astype(jnp.float32),

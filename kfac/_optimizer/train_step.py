@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import sys
 import threading
 import time
@@ -18,7 +17,7 @@ from jax import lax
 from kfac._capture.find_layers import find_layers
 from kfac._capture.microbatch import check_argnums, microbatch
 from kfac._capture.value_and_grad import value_and_grad
-from kfac._checks import check_function, check_positive_int, check_range
+from kfac._checks import check, check_function, check_given
 from kfac._curvature.inverse import Inverse
 from kfac._layers import MAX_DIM, Layers
 from kfac._optimizer.diagnostics import due, eigenbasis
@@ -130,16 +129,14 @@ def train_step(
         positional arguments; and as of the functions that it calls.
     """
     check_function(loss_fn)
-    check_range("learning_rate", learning_rate, 0, math.inf, open_high=True)
+    check(learning_rate=learning_rate, num_microbatches=num_microbatches)
     if "layers" in options:
         raise TypeError("train_step finds the layers by itself: leave layers= out, and pass skip= and max_dim= here")
-    check_positive_int("num_microbatches", num_microbatches)
-    if num_examples is not None:
-        check_positive_int("num_examples", num_examples)
-        if num_examples % num_microbatches:
-            raise ValueError(
-                f"num_microbatches={num_microbatches} does not divide num_examples={num_examples}, those of the batch"
-            )
+    check_given(num_examples=num_examples)
+    if num_examples is not None and num_examples % num_microbatches:
+        raise ValueError(
+            f"num_microbatches={num_microbatches} does not divide num_examples={num_examples}, those of the batch"
+        )
     if batch_argnums is not None and 0 in check_argnums(batch_argnums):
         raise ValueError(f"batch_argnums={batch_argnums!r} has 0, which are the parameters: the batch begins at 1")
     known: dict[Any, Layers] = {}  # of arguments of some shapes
@@ -231,7 +228,7 @@ def _split(layers: Layers, given: int | Sequence[int] | None) -> int | Sequence[
     named = [k for k in layers.batch_argnums if isinstance(k, str)]
     if named:
         raise ValueError(
-            "with num_microbatches= the batch must be in positional arguments, step(params, opt_state, batch), but "
-            f"{', '.join(map(repr, named))} of it are keyword arguments"
+            f"num_microbatches: the batch must be in positional arguments, but {', '.join(map(repr, named))} of it are "
+            "keyword arguments"
         )
     return [k for k in layers.batch_argnums if isinstance(k, int)]

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
-from kfac._checks import check_positive_int
+from kfac._checks import check
 
 
 class Estimate(NamedTuple):
@@ -117,7 +117,7 @@ class Linear:
           key: a PRNG key, for the vector to begin with.
           steps: products; `2 k + 32` by default. The residuals say whether they are enough.
         """
-        check_positive_int("k", k)
+        check(k=k)
         zeros, unravel = self._raveled()
         steps = min(steps or 2 * k + 32, zeros.size)
         basis, tridiagonal, last = lanczos(self._flat, jax.random.normal(key, zeros.shape, zeros.dtype), steps)
@@ -212,7 +212,7 @@ class ByProducts(Linear):
 
 
 def _mean(of_one: Callable[[jax.Array], jax.Array], key: jax.Array, probes: int) -> Estimate:
-    check_positive_int("probes", probes)
+    check(probes=probes)
     found = lax.map(of_one, jax.random.split(key, probes))
     return Estimate(jnp.mean(found), jnp.std(found, ddof=1) / probes**0.5 if probes > 1 else jnp.full((), jnp.inf))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,13 +13,13 @@ import numpy as np
 from jax import lax
 
 from kfac._capture.value_and_grad import check_basis
-from kfac._checks import check_layers, check_range, check_type
-from kfac._curvature.blocks import Group, check_factors, group_layers, of_layer
+from kfac._checks import check_layers, check_range
+from kfac._curvature.blocks import Group, check_factors, group_layers
 from kfac._curvature.eigh import Eigh, rotate
 from kfac._curvature.ekfac import Ekfac, Moments
-from kfac._curvature.inverse import Inverse, damping_of_blocks
+from kfac._curvature.inverse import Inverse, check_inverse, damping_of_blocks
 from kfac._curvature.refresh import in_portions
-from kfac._factors import Eigen, Factors, Kronecker, formed
+from kfac._factors import Eigen, Factors, Kronecker
 from kfac._layers import Layer, Layers, map_by_path
 from kfac._optimizer.state import KfacState, blocks_of, find_state, match_leaves
 from kfac.curvature._matrix import Linear, scalar
@@ -260,9 +259,9 @@ def operator(
     """
     check_layers(layers)
     if damping is not None:
-        check_range("damping", damping, 0, math.inf, open_high=True)
+        check_range("damping", damping, "[0, inf)")
     if inverse is not None:
-        check_type("inverse", inverse, Inverse, "a kind of inverse such as kfac.Eigh()")
+        check_inverse(inverse)
     if isinstance(source, Factors):
         inverse, groups, stacks, kept = _from_factors(layers, source, inverse, basis)
         amounts = dict.fromkeys((True, False), jnp.asarray(0.0 if damping is None else damping))
@@ -275,14 +274,12 @@ def operator(
         amounts = amounts if damping is None else dict.fromkeys(amounts, jnp.asarray(damping))
     blocks: dict[str, Block] = {}
     for group in groups:
-        amount = damping_of_blocks(group.kind(inverse), stacks[group.name], amounts[group.kronecker])
+        amount = damping_of_blocks(group.kind(inverse), stacks[group.name], amounts[group.owned])
         spectrum = functools.partial(_spectrum, group.kind(inverse))
         found = in_portions(spectrum, group.size, kept.get(group.name), stacks[group.name], amount)
-        leaves, treedef = jax.tree.flatten(found)
-        parts = (jnp.split(leaf, np.cumsum(group.counts)[:-1]) for leaf in leaves)
-        for layer, *own in zip(group.layers, *parts, strict=True):
-            # The channels of a unit-wise layer are a stack of their own.
-            blocks[layer.name] = jax.tree.unflatten(treedef, own if group.kronecker else [x[0] for x in own])
+        # The channels of a unit-wise layer are a stack of their own.
+        alone = found.values.ndim > 3
+        blocks |= {layer.name: jax.tree.map(lambda x: x[0], own) if alone else own for layer, own in group.split(found)}
     return Operator({layer.name: blocks[layer.name] for layer in layers if layer.name in blocks}, layers)
 
 
@@ -299,9 +296,9 @@ Source = tuple[Inverse, Sequence[Group], dict[str, Any], dict[str, Any]]  # stac
 
 def _from_factors(layers: Layers, factors: Any, inverse: Inverse | None, basis: Any) -> Source:
     check_factors(factors, layers)
-    blocks = {name: formed(block) for name, block in factors.items()}
+    blocks = {name: block.combined() for name, block in factors.items()}
     if basis is None:
-        if inverse is None and any(isinstance(b, Kronecker) and b.moments is not None for b in blocks.values()):
+        if inverse is None and any(block.moments is not None for block in blocks.values()):
             raise ValueError("factors have moments: pass the basis= of these, or inverse=kfac.Eigh() to leave them out")
         inverse = inverse or Eigh()
         if inverse.takes_moments:
@@ -312,7 +309,7 @@ def _from_factors(layers: Layers, factors: Any, inverse: Inverse | None, basis: 
     if not inverse.takes_moments:
         raise ValueError(f"inverse={inverse!r} has no use for basis=, which belongs to kfac.Ekfac()")
     check_basis(basis, layers)
-    groups = [Group(layer.name, layer.kronecker, (layer,)) for layer in layers.with_factors]
+    groups = [Group(layer.name, (layer,)) for layer in layers.with_factors]
     kept: dict[str, Any] = {}
     for layer in layers:
         if layer.correctable:
@@ -333,7 +330,7 @@ def _from_state(layers: Layers, state: KfacState, inverse: Inverse | None) -> So
         raise ValueError(f"inverse={inverse!r}, but the state is that of an optimizer with inverse={have!r}")
     found = list(blocks_of(state, layers, "source"))
     stacks = {group.name: block.factors for group, block in found}
-    kept = {group.name: block.inverse for group, block in found if inverse.takes_moments and group.kronecker}
+    kept = {group.name: block.inverse for group, block in found if group.kind(inverse).takes_moments}
     return inverse, [group for group, _ in found], stacks, kept
 
 
@@ -354,8 +351,5 @@ def averaged_factors(opt_state: Any, layers: Layers) -> Factors:
     check_layers(layers)
     blocks: dict[str, Any] = {}
     for group, block in blocks_of(find_state(opt_state, "opt_state"), layers, "opt_state"):
-        leaves, treedef = jax.tree.flatten(block.factors)
-        for layer, *own in zip(group.layers, *([x for _, x in group.split(leaf)] for leaf in leaves), strict=True):
-            whole, stacked = of_layer(layer, jax.tree.unflatten(treedef, own)), group.kronecker and layer.stacked
-            blocks[layer.name] = whole if stacked else jax.tree.map(lambda x: x[0], whole)
+        blocks |= {layer.name: group.block.unstack(layer, own) for layer, own in group.split(block.factors)}
     return Factors({layer.name: blocks[layer.name] for layer in layers.with_factors})

@@ -22,7 +22,7 @@ from kfac._capture.plan import check_same
 from kfac._capture.replay import replay
 from kfac._capture.taps import Key, Plan
 from kfac._capture.trace import Trace, batch_of, trace
-from kfac._factors import Block, Kronecker, Unitwise, formed
+from kfac._factors import Block, Kronecker, Statistics
 from kfac._layers import Layer, Layers
 from kfac._statistics.rows import accumulator
 
@@ -81,10 +81,8 @@ def fisher_blocks(
             raise ValueError(f"names: no layer with statistics is called {name!r}; there are {', '.join(known)}")
         size = sizes[name] = layers[name].d_in * layers[name].d_out
         if size > max_size:
-            raise ValueError(
-                f"layer {name!r} has {size} parameters, its block {size} x {size} elements, but max_size={max_size}: "
-                "name smaller layers with names=, or raise max_size"
-            )
+            block = f"{size} parameters, its block {size} x {size} elements, but max_size={max_size}"
+            raise ValueError(f"layer {name!r} has {block}: name smaller layers with names=, or raise max_size")
 
     def blocks(params, *args, **kwargs):
         traced = trace(loss_fn, has_aux, params, args, kwargs, *batch_of(layers, args, kwargs))
@@ -168,10 +166,8 @@ def _observed(marks: Marks, slopes: Mapping[Key, jax.Array], n: int, total: Any,
     together = [mark for mark in marks.marks if mark.key not in batches]
     for mark in together:
         if mark.scans and (mark.rows != n or len(together) > 1):
-            raise ValueError(
-                f"the output is marked inside a scan, where its {mark.rows} rows cannot be shared out among {n} "
-                "examples: mark it outside"
-            )
+            rows = f"its {mark.rows} rows cannot be shared out among {n} examples"
+            raise ValueError(f"the output is marked inside a scan, where {rows}: mark it outside")
         if mark.rows % n:
             raise ValueError(f"num_examples={n} does not divide the {mark.rows} rows of the marked output")
 
@@ -217,21 +213,9 @@ def dense(block: Block, basis: Kronecker | None = None) -> jax.Array:
       TypeError: `block` is neither.
       ValueError: with `basis`, `block` has no moments.
     """
-    block = formed(block)
-    if isinstance(block, Kronecker):
-        if basis is None:
-            return _kron(block.A, block.G)
-        if block.moments is None:
-            raise ValueError("block has no moments: take it from value_and_grad(...)(..., basis=basis)")
-        vectors, values = _kron(basis.A, basis.G), block.moments.mT
-        return jnp.matmul(vectors * values.reshape(*vectors.shape[:-2], 1, -1), vectors.mT, precision="highest")
-    if isinstance(block, Unitwise):
-        channels, size = block.F.shape[0], block.F.shape[0] * block.F.shape[1]
-        return jnp.einsum("cpq,cd->pcqd", block.F, jnp.eye(channels, dtype=block.F.dtype)).reshape(size, size)
-    raise TypeError(f"block must be Kronecker or Unitwise, but is {type(block).__name__}")
-
-
-_kron = jnp.vectorize(jnp.kron, signature="(a,b),(g,h)->(p,q)")
+    if not isinstance(block, Statistics):
+        raise TypeError(f"block must be Kronecker or Unitwise, but is {type(block).__name__}")
+    return block.combined().dense(basis)
 
 
 def error(exact: jax.Array, approximation: jax.Array) -> Error:

@@ -13,12 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kfac._checks import check_choice, check_layers, check_positive_int, check_type
+from kfac._checks import check, check_layers
 from kfac._curvature.blocks import Group, group_layers
-from kfac._curvature.inverse import Inverse, count_bytes
+from kfac._curvature.inverse import Inverse, check_inverse, count_bytes
 from kfac._curvature.soap import Soap
-from kfac._curvature.symmetric import flatten_block
-from kfac._distributed.distribution import Distribution, encode, owners_precondition, shared, shares
+from kfac._distributed.distribution import Distribution, check_distribution, encode, owners_precondition, shared, shares
 from kfac._distributed.owners import Cost, Shard, group_costs, make_shards
 from kfac._distributed.segments import BUCKETS, make_buckets, make_segments
 from kfac._factors import Block
@@ -54,11 +53,9 @@ class Assignment:
     def __post_init__(self):
         """Checks the arguments."""
         check_layers(self.layers)
-        check_positive_int("devices", self.devices)
-        check_type("distribution", self.distribution, Distribution | None, "a kfac.Distribution or None")
-        check_type("inverse", self.kind, Inverse, "a kind of inverse such as kfac.Cholesky()")
-        check_choice("gradients", self.gradients, ("averaged", "local", "split"))
-        check_choice("communication_dtype", self.communication_dtype, ("float32", "bfloat16"))
+        check(devices=self.devices, gradients=self.gradients, communication_dtype=self.communication_dtype)
+        check_distribution(self.distribution)
+        check_inverse(self.kind)
 
     @property
     def kind(self) -> Inverse:
@@ -95,7 +92,7 @@ class Assignment:
         total = 0
         for group in self.groups:
             factors = jax.eval_shape(functools.partial(self._statistics, group))
-            held = self.shards[group.name].positions if group.kronecker else group.size
+            held = self.shards[group.name].positions if group.owned else group.size
             size = 4 * sum(map(math.prod, group.shapes.values())) + group.kind(self.kind).size(factors)
             total += held * size
             if not group.kind(self.kind).takes_gradients:
@@ -113,13 +110,15 @@ class Assignment:
         """
         wire = self.communication_dtype
         if self.gradients == "split" and self.devices > 1:
-            rest = sum(g.size * count_bytes(self._statistics(g)) for g in self._captured if not g.kronecker)
-            owned = sum(self.shards[g.name].positions * self._packed(g) for g in self._captured if g.kronecker)
+            rest = sum(g.size * count_bytes(self._statistics(g)) for g in self._captured if not g.owned)
+            groups = [group for group in self._captured if group.owned]
+            sizes = [count_bytes(jax.eval_shape(functools.partial(self._packed, group))) for group in groups]
+            owned = sum(self.shards[g.name].positions * size for g, size in zip(groups, sizes, strict=True))
             narrow = jnp.dtype(wire).itemsize * self.packed_elements
-            return {"reduce-scatter": narrow, "all-to-all": 4 * owned, "all-reduce": rest}
+            return {"reduce-scatter": narrow, "all-to-all": owned, "all-reduce": rest}
 
         def captured(group):
-            return flatten_block(self._statistics(group, wire)) if group.captured else None
+            return self._packed(group, wire) if group.captured else None
 
         return self._messages(captured, "reduce-scatter", BUCKETS)
 
@@ -130,12 +129,12 @@ class Assignment:
     @property
     def packed_elements(self) -> int:
         """Of the statistics of all Kronecker layers, packed."""
-        layers = [layer for group in self._captured if group.kronecker for layer in group.layers]
+        layers = [layer for group in self._captured if group.owned for layer in group.layers]
         return sum(layer.copies * math.prod(room(shape)) for layer in layers for shape in layer.side_shapes.values())
 
-    def _packed(self, group: Group) -> int:
-        """Elements of the statistics of one block, packed."""
-        return count_bytes(jax.eval_shape(lambda: flatten_block(self._statistics(group)))) // 4
+    def _packed(self, group: Group, dtype: Any = jnp.float32) -> Any:
+        """The statistics of one block, packed."""
+        return self._statistics(group, dtype).packed(tuple(group.shapes.values()))
 
     @property
     def gradients_messages(self) -> dict[str, int]:
@@ -176,7 +175,7 @@ class Assignment:
         total: collections.Counter[str] = collections.Counter()
         for group, leaves in found.items():
             size = count_bytes(leaves) // itemsize if leaves else 0
-            if group.kronecker:
+            if group.owned:
                 sizes[group.name] = size
             elif kind == "reduce-scatter":
                 total["all-reduce"] += group.size * size * itemsize
@@ -198,7 +197,7 @@ class Assignment:
 
     def _shared(self, group: Group, form: Callable[[Inverse, Any], Any]) -> Any:
         """What all devices get of the inverse of one block, in a `form`: `shared` or `encode`."""
-        if not (group.kronecker and shares(self.kind, group, several=self.devices > 1)):
+        if not (group.owned and shares(self.kind, group, several=self.devices > 1)):
             return None
         return form(self.kind, self.kind.init(self._statistics(group)))
 
@@ -206,7 +205,7 @@ class Assignment:
         """Owner of every Kronecker block: `(layer name, copy or piece, device)`."""
         rows = []
         for group in self.groups:
-            if group.kronecker:
+            if group.owned:
                 counts = zip(group.layers, group.counts, strict=True)
                 copies = [(layer.name, copy) for layer, count in counts for copy in range(count)]
                 shard = self.shards[group.name]

@@ -7,7 +7,7 @@ import itertools
 import math
 from typing import Any
 
-from kfac._checks import check_positive_int, check_range
+from kfac._checks import check, check_positive_int
 from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.distribution import Distribution, everywhere
@@ -161,12 +161,9 @@ def plan(
     """
     machine = _machine(hardware, rates)
     if distribution is not None and distribution.beside_owners:
-        raise ValueError(
-            f"distribution has owners={distribution.owners!r}: the plan is of one group of owners, so give it a "
-            "Distribution without, and the devices and the batch of a group"
-        )
-    check_positive_int("batch", batch)
-    check_range("overhead", overhead, 0, math.inf, open_low=True, open_high=True)
+        have = f"distribution has owners={distribution.owners!r}"
+        raise ValueError(f"{have}, but the plan is of one group of owners: give it one without, for such a group")
+    check(batch=batch, overhead=overhead)
     for name, every in (("inverse_every", inverse_every), ("statistics_every", statistics_every)):
         if every is not None:
             check_positive_int(name, every)
@@ -191,7 +188,7 @@ def _machine(hardware: str | Hardware, rates: dict[str, float]) -> Hardware:
     for name, rate in rates.items():
         if name not in known:
             raise TypeError(f"plan has no argument {name!r}; rates of hardware are {', '.join(sorted(known))}")
-        check_range(name, rate, 0, math.inf, open_low=True, open_high=True)
+        check(**{name: rate})
     return dataclasses.replace(machine, **rates)
 
 
@@ -201,7 +198,7 @@ def _costs(assignment: Assignment, batch: int, machine: Hardware) -> tuple[dict,
     flops = {
         "model": 3 * local * sum(map(products_of, layers)),
         "statistics": local * sum(map(statistics_of, layers)),
-        "preconditioning": sum(_applied(group, assignment) for group in assignment.groups if group.kronecker),
+        "preconditioning": sum(_applied(group, assignment) for group in assignment.groups if group.owned),
         "inversions": max(assignment.cost_per_device) * assignment.kind.flops,
     }
     messages = {
@@ -235,7 +232,7 @@ def _statistics_memory(one: Assignment) -> int:
         return 4 * sum(map(math.prod, shapes))
     if one.gradients != "split":
         return 4 * one.packed_elements
-    groups = [group for group in one.groups if group.captured and group.kronecker]
+    groups = [group for group in one.groups if group.captured and group.owned]
     own = sum(one.shards[g.name].positions * sum(map(math.prod, g.shapes.values())) for g in groups)
     sides = [sum(map(math.prod, layer.side_shapes.values())) for g in groups for layer in g.layers]
     return 4 * (one.packed_elements // one.devices + own + max(sides, default=0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import optax
 from jax import lax
 
 from kfac._capture.outputs import marked
-from kfac._checks import check_count, check_range
+from kfac._checks import check, check_count, check_range
 from kfac._optimizer.state import AdaptiveDampingState, KfacState, find_nodes, has_masked
 from kfac._varying import as_varying, device_axes, varying_axes
 
@@ -84,22 +83,19 @@ def adaptive_damping(
     """
     if not callable(optimizer):
         raise ValueError(
-            "optimizer must be a function from a damping to an optax transformation, such as "
-            f"lambda damping: kfac.kfac(rate, layers, damping=damping, trust_ratio=None), but is {optimizer!r}"
+            "optimizer must be a function of the damping, lambda damping: kfac.kfac(rate, layers, damping=damping, "
+            f"trust_ratio=None), but is {optimizer!r}"
         )
     numbers = dict(initial=initial, decay=decay, low=low, high=high, minimum=minimum, maximum=maximum)
     for name, value in numbers.items():
         if callable(value):
-            raise ValueError(
-                f"{name} must be a number, but is a function, {value!r}: the damping follows no schedule here"
-            )
-    check_range("minimum", minimum, 0, math.inf, open_low=True, open_high=True)
-    check_range("maximum", maximum, minimum, math.inf, open_high=True)
-    check_range("initial", initial, minimum, maximum)
-    check_range("decay", decay, 0, 1, open_low=True, open_high=True)
-    check_range("high", high, 0, 1, open_low=True, open_high=True)
-    check_range("low", low, 0, high, open_low=True, open_high=True)
-    check_count("every", every, 1)
+            raise ValueError(f"{name} must be a number, but is a function, {value!r}")
+    check(minimum=minimum, every=every)
+    check_range("maximum", maximum, f"[{minimum}, inf)")
+    check_range("initial", initial, f"[{minimum}, {maximum}]")
+    check_range("decay", decay, "(0, 1)")
+    check_range("high", high, "(0, 1)")
+    check_range("low", low, f"(0, {high})")
     if num_examples is not None:
         check_count("num_examples", num_examples, 1)
 
@@ -116,10 +112,8 @@ def adaptive_damping(
         if params is None:
             raise ValueError("adaptive_damping needs the parameters: call update(grads, state, params, value_fn=...)")
         if value_fn is None:
-            raise ValueError(
-                "adaptive_damping measures the loss after the step: pass it as a function of the parameters, "
-                "update(grads, state, params, ..., value_fn=lambda params: loss_fn(params, batch))"
-            )
+            how = "value_fn=lambda params: loss_fn(params, batch)"
+            raise ValueError(f"adaptive_damping measures the loss after the step: call update(..., {how})")
         if has_masked(params):
             raise ValueError(
                 "adaptive_damping measures the loss of all parameters, but optax.masked or optax.partition hides some: "
@@ -154,9 +148,8 @@ def _checked(inner_state: Any) -> Any:
     owned = [own for state in find_nodes(inner_state, KfacState) for own in state.owned.values()]
     if any(own.inverse.relative for own in owned):
         raise ValueError(
-            "adaptive_damping compares the loss with a quadratic model that has one damping for all layers, and whose "
-            'minimum the step is. With trust_ratio="auto", or an inverse that is relative=True, both are otherwise: '
-            "pass trust_ratio=None to kfac.kfac"
+            "adaptive_damping has a quadratic model with one damping for all layers, whose minimum the step is: pass "
+            "trust_ratio=None to kfac.kfac, and no inverse that is relative=True"
         )
     return inner_state
 

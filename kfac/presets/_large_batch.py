@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
 
-from kfac._checks import check_range
+from kfac._checks import check_given
 from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.distribution import Distribution
@@ -77,8 +76,7 @@ def large_batch(
       Osawa et al., "Large-Scale Distributed Second-Order Optimization Using Kronecker-Factored Approximate Curvature
       for Deep Convolutional Neural Networks", 2019, https://arxiv.org/abs/1811.12019
     """
-    if trust_ratio is not None:
-        check_range("trust_ratio", trust_ratio, 0, math.inf, open_low=True, open_high=True)
+    check_given(trust_ratio=trust_ratio)
     return assemble(
         layers, Moves(kl_clip, learning_rate, rate_in_momentum, momentum, nesterov, trust_ratio),
         weight_decay=weight_decay, weight_decay_mask=weight_decay_mask, inverse=inverse, damping=damping,

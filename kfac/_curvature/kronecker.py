@@ -1,0 +1,90 @@
+"""Kronecker blocks `A (x) G`, of dense layers, convolutions and tables; and the gradient's own factors."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kfac._curvature.inverse import per_block
+from kfac._factors import Kronecker, Packed, diagonals
+from kfac._layers import BlockKind
+
+
+class KroneckerKind(BlockKind):
+    """One factor of each side. Each copy of a stacked layer, and each piece of a kernel that is cut, has a block."""
+
+    name = "kronecker"
+    statistics = Kronecker
+    owned = kernel = True
+
+    def shapes(self, layer):
+        return layer.block_shapes
+
+    def layer_shapes(self, layer):
+        lead = (layer.copies,) if layer.stacked else ()
+        return {name: (*lead, *shape) for name, shape in layer.side_shapes.items()}
+
+    def sizes(self, layer):
+        a, g = layer.block_shapes.values()
+        return a[0], g[0]
+
+    def count(self, layer):
+        return layer.copies * layer.pieces
+
+    def cells(self, layer):
+        def cell(side, size, cut):
+            remark = " (diagonal)" if side in layer.diagonal else f" ({cut} blocks)" if cut > 1 else ""
+            return f"{size}{remark}"
+
+        return cell("A", layer.d_in, layer.cut[0]), cell("G", layer.d_out, layer.cut[1])
+
+    def inverse(self, inverse):
+        return inverse
+
+    def stack(self, layer, block):
+        """Pieces in the order of `Layer.to_pieces`: those in the same columns share `A`, in the same rows `G`."""
+        block = block if layer.stacked else jax.tree.map(lambda x: x[None], block)
+        if layer.pieces == 1:
+            return block
+        a, g = (x if count > 1 else x[:, None] for x, count in zip((block.A, block.G), layer.cut, strict=True))
+        a, g = jnp.repeat(a[:, None], layer.cut[1], axis=1), jnp.repeat(g[:, :, None], layer.cut[0], axis=2)
+        return Kronecker(*(x.reshape(-1, *x.shape[3:]) for x in (a, g)))
+
+    def unstack(self, layer, stack):
+        if layer.pieces > 1:
+            a, g = (x.reshape(layer.copies, *layer.cut[::-1], *x.shape[1:]) for x in (stack.A, stack.G))
+            sides = zip((a[:, 0], g[:, :, 0]), layer.cut, strict=True)
+            stack = Kronecker(*(x if count > 1 else x[:, 0] for x, count in sides))
+        return stack if layer.stacked else jax.tree.map(lambda x: x[0], stack)
+
+    def of_gradients(self, shapes, gradients):
+        """`V^T V` and `V V^T`, unscaled."""
+
+        def side(name, whole, diagonal):
+            spec = diagonal if len(shapes[name]) == 1 else whole
+            return jnp.einsum(spec, gradients, gradients, precision=lax.Precision.HIGHEST)
+
+        return Kronecker(side("A", "kia,kja->kij", "kia,kia->ki"), side("G", "kai,kaj->kij", "kai,kai->ki"))
+
+    def scaled(self, factors, back=False):
+        """From `E[V^T V]` and `E[V V^T]`, which both have the trace `t` of `E[vec V vec V^T]`.
+
+        With each divided by the root of `t` the product has it.
+        """
+        trace = jnp.sum(diagonals(factors.A), axis=-1)
+        scale = trace if back else lax.rsqrt(jnp.where(trace > 0, trace, 1))
+        return jax.tree.map(lambda x: x * per_block(scale, x), factors)
+
+    def to_send(self, layer, packed, fill, moments):
+        flat, lead = jax.tree.map(fill, packed.flat), packed.flat.A.shape[:-2]
+        if moments and flat.moments is None:
+            zeros = jnp.zeros((*lead, 1, layer.d_out * layer.d_in), flat.A.dtype)
+            flat = dataclasses.replace(flat, moments=fill(zeros))
+        # What is not cut has no pieces.
+        return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[-2 if x.shape[-2] > 1 else -1 :]), flat)
+
+    def sent(self, shapes, stack):
+        return Packed(jax.tree.map(lambda x: x[:, None], stack), tuple(shapes.values()))

@@ -1,0 +1,80 @@
+"""The options of the optimizer that do not go together, and what each of them may be."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from kfac._checks import OPTIONS, check_given
+from kfac._curvature.inverse import Inverse, check_inverse
+from kfac._distributed.distribution import Distribution, check_distribution
+from kfac._optimizer.moves import Moves, ScalarOrSchedule
+
+# For each pair of options that do not go together: whether they are there, and what to say, with their values.
+CONFLICTS: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (
+        lambda o: o.layer_rates and (o.trust_ratio != "auto" or o.momentum is None),
+        'layer_rates=True is for trust_ratio="auto" with momentum=, which tells the direction of the step before: pass '
+        "these, or layer_rates=False",
+    ),
+    (
+        lambda o: o.kl_clip is not None and o.trust_ratio == "auto",
+        "kl_clip={kl_clip!r} bounds the length of a step, which trust_ratio='auto' then sets anew: pass "
+        "trust_ratio=None with it",
+    ),
+    (
+        lambda o: o.rate_in_momentum and o.trust_ratio is not None,
+        "rate_in_momentum=True has no effect with trust_ratio, which rescales what the momentum gives: pass False",
+    ),
+    (lambda o: o.nesterov and o.momentum is None, "nesterov=True needs momentum, but it is None"),
+    (lambda o: o.rate_in_momentum and o.momentum is None, "rate_in_momentum=True needs momentum, but it is None"),
+    (
+        lambda o: o.inverse.takes_gradients and (o.kl_clip is not None or o.rate_in_momentum),
+        "inverse={inverse!r} sets the length of a step by the gradients and preconditions their momentum: pass "
+        "kl_clip=None and rate_in_momentum=False, or another inverse, inverse=kfac.Cholesky()",
+    ),
+    (
+        lambda o: o.inverse_every is None and o.refresh_warmup is not None,
+        "inverse_every=None leaves all refreshes to kfac.state.refresh, so refresh_warmup={refresh_warmup!r} has no "
+        "place: leave it at None",
+    ),
+    (
+        lambda o: o.weight_decay is None and o.weight_decay_mask is not None,
+        "weight_decay_mask needs weight_decay, but weight_decay is None",
+    ),
+)
+
+
+class Options(NamedTuple):
+    """The options of the preconditioner, as `scale_by_kfac` explains them."""
+
+    damping: ScalarOrSchedule
+    inverse: Inverse
+    distribution: Distribution | None
+    factor_decay: ScalarOrSchedule = 0.95
+    statistics_every: int | jax.Array = 1
+    inverse_every: int | jax.Array | None = 1
+    refresh_warmup: int | jax.Array | None = None
+    unitwise_damping: ScalarOrSchedule = 1.0
+
+
+def check_options(options: Options, moves: Moves, weight_decay: Any = None, weight_decay_mask: Any = None) -> None:
+    """Raises a `ValueError` where an option is out of range, or two do not go together."""
+    mask, leaves = weight_decay_mask, jax.tree.leaves(weight_decay_mask)
+    if isinstance(mask, bool | jax.Array) or not (callable(mask) or all(isinstance(x, bool) for x in leaves)):
+        raise ValueError(
+            "weight_decay_mask must be a tree of bools like the parameters, or a function from parameters to one, but "
+            f"is {mask!r}. optax.inject_hyperparams calls functions with the step: Name it there, "
+            'static_args="weight_decay_mask"'
+        )
+    check_inverse(options.inverse)
+    check_distribution(options.distribution)
+    known = {**vars(moves), **options._asdict(), "weight_decay": weight_decay, "weight_decay_mask": weight_decay_mask}
+    numbers = {name: value for name, value in known.items() if name in OPTIONS}
+    check_given(**numbers | ({"trust_ratio": None} if moves.trust_ratio == "auto" else {}))
+    for holds, sentence in CONFLICTS:
+        if holds(types.SimpleNamespace(**known)):
+            raise ValueError(sentence.format(**known))
