@@ -132,9 +132,9 @@ def check_type(name: str, value: Any, kind: Any, what: str) -> None:
 def check_shapes(what: str, block: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raises where the arrays of a block are not there, or not of these shapes."""
     for name, shape in shapes.items():
-        found = getattr(getattr(block, name, None), "shape", None)
-        if found != shape:
-            raise ValueError(f"{what}: {name} must have shape {shape}, but has {found}")
+        actual = getattr(getattr(block, name, None), "shape", None)
+        if actual != shape:
+            raise ValueError(f"{what}: {name} must have shape {shape}, but has {actual}")
 
 
 def check_layers(value: Any) -> None:

@@ -27,12 +27,12 @@ class Statistics:
     wire: Any = None  # the dtype in which they were sent
 
     def combined(self, average: Average | None = None) -> Any:
-        """The `Kronecker` or `Unitwise` block; `average` is over what the statistics are to be averaged over."""
+        """Returns the `Kronecker` or `Unitwise` block. `average` is that over devices, where there are several."""
         del average
         return self
 
     def packed(self, shapes: Shapes, average: Average | None = None, dtype: Any = None) -> Any:
-        """As they are sent in `dtype`; `shapes` are those of the factors of one copy, `average` is as of `combined`."""
+        """Packs them, in `dtype`. `shapes`: of the factors of one copy; `average`: as of `combined`."""
         block = self.combined(average)
         return self if block is self else block.packed(shapes, dtype=dtype)  # small blocks go as they are
 
@@ -41,7 +41,7 @@ class Statistics:
         return self
 
     def unscaled(self, by: Callable[[jax.Array], jax.Array]) -> Any:
-        """With what is a second moment of gradients divided `by` the square of their scale."""
+        """Applies `by`, a division, to all second moments of gradients."""
         raise NotImplementedError
 
 
@@ -228,15 +228,15 @@ class Tied(Statistics):
 
         def trace(block, side):
             factor = getattr(block, side)
-            found = jnp.sum(factor, -1) if side in self.diagonal else jnp.trace(factor, axis1=-2, axis2=-1)
-            return jnp.sum(found, -1) if self.cut["AG".index(side)] > 1 else found
+            traces = jnp.sum(factor, -1) if side in self.diagonal else jnp.trace(factor, axis1=-2, axis2=-1)
+            return jnp.sum(traces, -1) if self.cut["AG".index(side)] > 1 else traces
 
         traces = [trace(block, side) for block in (self.direct, self.transposed) for side in "AG"]
         a, g, turned_a, turned_g = average(traces) if average else traces
         # Roots one by one: a product of traces may be too small for float32.
         above, below = jnp.sqrt(a) * jnp.sqrt(turned_g), jnp.sqrt(g) * jnp.sqrt(turned_a)
-        known = (above > 0) & (below > 0)
-        scale = jnp.where(known, above / jnp.where(known, below, 1), 1)
+        positive = (above > 0) & (below > 0)
+        scale = jnp.where(positive, above / jnp.where(positive, below, 1), 1)
 
         def joined(direct, turned, scale):
             return direct + turned * scale.reshape(scale.shape + (1,) * (direct.ndim - scale.ndim))
@@ -276,7 +276,7 @@ class Ragged(Statistics):
         return dataclasses.replace(self, squares=by(self.squares))
 
     def combined(self, average: Average | None = None) -> Kronecker:
-        """The factors; `average` is that of the rows, over what the statistics are to be averaged over."""
+        """Returns the factors, from the `average` of the rows over what statistics are averaged over."""
         rows = average(self.rows) if average else self.rows
         share = jnp.where(rows > 0, 1 / jnp.where(rows > 0, rows, 1), 0)
         return Kronecker(self.A, self.squares * share.reshape(share.shape + (1,) * (self.squares.ndim - share.ndim)))
@@ -314,7 +314,7 @@ class Factors(Mapping[str, Statistics]):
         return f"Factors({self._blocks!r})"
 
     def whole(self) -> Factors:
-        """With `Kronecker` blocks in the place of `Packed` ones, whole on every device."""
+        """Returns `Kronecker` blocks, whole on every device, in the place of `Packed` ones."""
         return Factors({n: block.combined() if block.wire else block for n, block in self.items()})
 
     def unscale(self, loss_scale: jax.typing.ArrayLike) -> Factors:

@@ -229,7 +229,7 @@ class Layer:
         return {name: (*[c for c in [counts[name]] if c > 1], *shape) for name, shape in self.block_shapes.items()}
 
     def to_pieces(self, matrix: jax.Array) -> jax.Array:
-        """Of matrices `[copies, d_out, d_in]` the pieces `[copies pieces, rows, columns]`, filled up with zeros."""
+        """Cuts matrices `[copies, d_out, d_in]` into pieces `[copies pieces, rows, columns]`, filled up with zeros."""
         if self.pieces == 1:
             return matrix
         (a, g), (columns, rows) = self.cut, (shape[0] for shape in self.block_shapes.values())
@@ -259,7 +259,7 @@ class Layer:
         return self.from_rows(matrix.mT)
 
     def to_rows(self, leaves: Sequence[jax.Array]) -> jax.Array:
-        """As `to_matrix`, with outputs last, as most kernels lie in memory: `[copies, d_in, d_out]`."""
+        """The layer's leaves with outputs last, as most kernels lie in memory: `[copies, d_in, d_out]`."""
         rows = [layout.to_rows(leaf) for layout, leaf in zip(self.layouts, leaves, strict=True)]
         return jnp.concatenate(rows, axis=-2) if len(rows) > 1 else rows[0]
 
@@ -375,11 +375,11 @@ def _table(layers: Layers) -> str:
             f"inverse_every= inverts less often, max_dim={-(-largest // 2)} keeps its largest factor as blocks"
         )
     where = " and ".join(f"argument {key!r}" for key in layers.batch_argnums)
-    found = "" if layers.num_examples is None else f"; found with {layers.num_examples} example(s)"
-    found += f" in {where}" if where else ""
+    examples = "" if layers.num_examples is None else f"; found with {layers.num_examples} example(s)"
+    examples += f" in {where}" if where else ""
     lines.append(
         f"{len(layers.paths)} parameter leaves ({params:,} parameters) in {len(layers)} blocks; "
-        f"factors: {total:,} elements, {format_bytes(size * total)} in {layers.dtype}{found}"
+        f"factors: {total:,} elements, {format_bytes(size * total)} in {layers.dtype}{examples}"
     )
     if layers.shared:
         lines.append(f"shared by all examples: {', '.join(layers.shared)}")
@@ -400,7 +400,7 @@ def format_bytes(count: float) -> str:
 
 
 def leaf_paths(tree: Any) -> list[str]:
-    """Paths of the leaves as `a/b/c`, in their order; what flax nnx wraps around an array has no name in them."""
+    """Returns the paths of the leaves as `a/b/c`, in order, without names of what flax nnx wraps around arrays."""
     paths = []
     for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_variable)[0]:
         inside = [inner for inner, _ in jax.tree_util.tree_flatten_with_path(node)[0]]
@@ -410,8 +410,8 @@ def leaf_paths(tree: Any) -> list[str]:
 
 
 def _is_variable(node: Any) -> bool:
-    known = (base for base in type(node).__mro__ if base.__module__.startswith("flax.nnx"))
-    return any(base.__name__ in ("Variable", "VariableState") for base in known)
+    bases = (base for base in type(node).__mro__ if base.__module__.startswith("flax.nnx"))
+    return any(base.__name__ in ("Variable", "VariableState") for base in bases)
 
 
 def _key_name(key: Any) -> str:

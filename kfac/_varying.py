@@ -25,8 +25,8 @@ def varying_in(aval: Any) -> frozenset[str]:
     # The attribute's name differs between jax releases; outside shard_map a ShapeDtypeStruct has None.
     for name in ("manual_axis_type", "vma"):
         if hasattr(aval, name):
-            kept = getattr(aval, name)
-            return frozenset(getattr(kept, "varying", kept) or ())
+            axes = getattr(aval, name)
+            return frozenset(getattr(axes, "varying", axes) or ())
     raise RuntimeError(f"jax {jax.__version__} was not tried with kfac, and differs: see docs/comparison.md")
 
 
@@ -48,14 +48,14 @@ def device_axes() -> tuple[str, ...]:
 
 
 def mesh_of(tree: Any) -> Mesh | AbstractMesh | None:
-    """The mesh that arrays lie on, or that is set; None where that is one device, or devices are traced one by one."""
+    """Returns the mesh that arrays lie on, or that is set; None for one device, or inside `shard_map` and `pmap`."""
     if within_devices():
         return None
     leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array | jax.ShapeDtypeStruct)]
     lying = [jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding for x in leaves]
-    found = {sharding.mesh for sharding in lying if isinstance(sharding, NamedSharding)}
+    meshes = {sharding.mesh for sharding in lying if isinstance(sharding, NamedSharding)}
     around = jax.sharding.get_abstract_mesh()
-    known = [*sorted(found, key=_is_abstract), around]
+    known = [*sorted(meshes, key=_is_abstract), around]
     return next((mesh for mesh in known if mesh.size > 1), None)
 
 
@@ -78,16 +78,16 @@ def on_mesh(fn: Callable) -> Callable:
 
 
 def placed(tree: Any, mesh: Mesh | AbstractMesh | None) -> Any:
-    """Arrays, of which those that lie elsewhere are copied to all devices of a mesh; under `jit` as they were."""
+    """Copies arrays that are not on a mesh to all of its devices; does nothing under `jit`."""
     if not isinstance(mesh, Mesh):
         return tree
     everywhere = NamedSharding(mesh, PartitionSpec())
 
-    def own(x):
+    def copied(x):
         there = isinstance(x, jax.core.Tracer) or getattr(x.sharding, "mesh", None) == mesh
         return x if there else jax.device_put(x, everywhere)
 
-    return jax.tree.map(own, tree)
+    return jax.tree.map(copied, tree)
 
 
 def as_varying(tree: Any, axes: frozenset[str]) -> Any:
@@ -135,7 +135,7 @@ def axis_size(axis_name: AxisName | None) -> int | None:
 
 
 def dividing_axes(length: int) -> tuple[str, ...]:
-    """The axes of the mesh that XLA splits arrays over, of whose devices each can have as many of so many examples."""
+    """Returns the axes of the mesh, but manual ones, whose devices can share `length` examples equally."""
     mesh, devices = jax.sharding.get_abstract_mesh(), 1
     axes: list[str] = []
     for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True):
@@ -145,7 +145,7 @@ def dividing_axes(length: int) -> tuple[str, ...]:
 
 
 def sum_of_examples(of: Callable[..., Any], *arrays: jax.Array) -> Any:
-    """`of(*arrays)`, a sum over their leading axis, that of the examples; devices of a mesh sum their own first.
+    """Returns `of(*arrays)`, a sum over the examples on their leading axis. Devices of a mesh sum their own first.
 
     How arrays lie on automatic axes is not known here. Left to XLA, a loop over parts of a batch that is spread over
     devices has a message in every turn, or gathers the batch. So under `jax.set_mesh` every device takes its share of
@@ -155,7 +155,7 @@ def sum_of_examples(of: Callable[..., Any], *arrays: jax.Array) -> Any:
     if not names:
         return of(*arrays)
     sums = jax.shard_map(
-        lambda *own: lax.psum(of(*own), names), in_specs=PartitionSpec(names), out_specs=PartitionSpec(),
+        lambda *shares: lax.psum(of(*shares), names), in_specs=PartitionSpec(names), out_specs=PartitionSpec(),
         axis_names=set(names),
     )  # fmt: skip
     return sums(*arrays)
@@ -192,14 +192,14 @@ def explicit_axes() -> tuple[str, ...]:
 
 def explicit_part(spec: PartitionSpec) -> PartitionSpec:
     """A spec without the axes that are not explicit."""
-    known = explicit_axes()
-    return PartitionSpec(*(tuple(name for name in axis_names(part) if name in known) or None for part in spec))
+    explicit = explicit_axes()
+    return PartitionSpec(*(tuple(name for name in axis_names(part) if name in explicit) or None for part in spec))
 
 
 def whole(fn: Callable, like: Any = None) -> Callable:
-    """`fn` with results that lie as `like`, or as it says, over axes of a mesh that are explicit; without it whole.
+    """Returns `fn`, run with explicit axes of the mesh made automatic, so that sums over split axes need no sharding.
 
-    There a sum over an axis that is split would need to say how its result lies. Inside, XLA sees to that.
+    Its results are laid out as `like`, arrays or `PartitionSpec`s; without it every device has the whole.
     """
     if not explicit_axes():
         return fn
@@ -214,25 +214,25 @@ def whole(fn: Callable, like: Any = None) -> Callable:
 def replicated(tree: Any) -> Any:
     """Arrays with a copy on every device, where a mesh with explicit axes says that they are split."""
 
-    def own(x):
+    def copied(x):
         sharding = jax.typeof(x).sharding
         return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec())) if any(sharding.spec) else x
 
-    return jax.tree.map(own, tree)
+    return jax.tree.map(copied, tree)
 
 
 def lying_as(tree: Any, like: Any) -> Any:
-    """Arrays split as those of `like` are, where a mesh with explicit axes says how."""
+    """Lays arrays out like those of `like`, where a mesh has explicit axes."""
 
-    def own(x, like):
+    def resharded(x, like):
         sharding = (like if isinstance(like, jax.ShapeDtypeStruct) else jax.typeof(like)).sharding
         return jax.reshard(x, sharding) if sharding is not None and any(sharding.spec) else x
 
-    return jax.tree.map(own, tree, like)
+    return jax.tree.map(resharded, tree, like)
 
 
 def split_along(axes: AxisName | None, shape: tuple[int, ...], position: int) -> NamedSharding | None:
-    """How an array lies with one of its axes split over explicit axes of the mesh; None where they do not divide it."""
+    """Returns the sharding of an array with one axis split over explicit mesh axes; None if they do not divide it."""
     mesh = jax.sharding.get_abstract_mesh()
     if axes is None or shape[position] % math.prod(mesh.shape[name] for name in axis_names(axes)):
         return None
@@ -240,6 +240,6 @@ def split_along(axes: AxisName | None, shape: tuple[int, ...], position: int) ->
 
 
 def alone() -> bool:
-    """Whether XLA splits no array over devices by itself: there is one device, or all axes are those of `shard_map`."""
+    """Tells whether XLA splits no array over devices by itself: on one device, or where all axes are manual."""
     kinds = jax.sharding.get_abstract_mesh().axis_types
     return all(kind == AxisType.Manual for kind in kinds) if kinds else jax.device_count() == 1

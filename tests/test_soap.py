@@ -120,6 +120,28 @@ def test_the_basis_stays_orthogonal(scale):
     np.testing.assert_allclose(along[:, :3], np.linalg.eigvalsh(average)[:, :-4:-1], rtol=0.05)
 
 
+def test_the_same_rows_in_another_order():
+    """Where a batch has fewer rows than factors have dimensions, rounding does not choose where steps go."""
+    rng = np.random.default_rng(0)
+    x, y = (jnp.asarray(rng.normal(size=(20, 16, d)), jnp.float32) for d in (24, 4))
+    params = {f"layer{k}": rng.normal(size=shape).astype(np.float32) / 5 for k, shape in enumerate([(24, 32), (32, 4)])}
+
+    def loss(params, batch):
+        return jnp.mean(jnp.square(jnp.tanh(batch[0] @ params["layer0"]) @ params["layer1"] - batch[1]))
+
+    layers = kfac.find_layers(loss, params, (x[0], y[0]))
+    tx, measure = kfac.kfac(0.05, layers), kfac.value_and_grad(loss, layers)
+
+    def step(carry, batch):
+        _, grads, factors = measure(carry[0], batch)
+        updates, state = tx.update(grads, carry[1], carry[0], factors=factors)
+        return (jax.tree.map(jnp.add, carry[0], updates), state), None
+
+    run = jax.jit(lambda *rows: jax.lax.scan(step, (params, tx.init(params)), rows)[0][0], compiler_options=QUICKLY)
+    found, other = run(x, y), run(x[:, ::-1], y[:, ::-1])
+    assert_close(found, other, rtol=1e-3)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 @pytest.mark.parametrize("rank", [0, 1, 5, 60])
 def test_orthonormal_by_matrix_products(x64, rank, dtype):

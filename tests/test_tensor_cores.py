@@ -4,10 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import AxisType
 from sklearn.datasets import load_digits
 
 import kfac
+from kfac._curvature import cholesky, orthonormal
+from kfac._curvature.cholesky import exact_product
 from kfac._statistics import tensor_cores
 from kfac._statistics.offsets import Axis, _of_boxes, _of_pairs, offset_moment
 from kfac._statistics.tensor_cores import Term, correlations, gram
@@ -128,6 +131,31 @@ def test_moments_turned_by_products_of_three_parts():
     )
     np.testing.assert_allclose(found, exact, rtol=1e-4)
     assert np.min(found) > 0
+
+
+def test_six_products_of_parts_are_as_exact_as_float32(monkeypatch):
+    """What `exact_product` is on a GPU: with it columns come out orthonormal to rounding."""
+
+    def sixfold(a, b):
+        def parts(x):
+            found = []
+            for _ in range(3):
+                found.append(lax.reduce_precision(x, 8, 7))
+                x = x - found[-1]
+            return found
+
+        (a1, a2, a3), (b1, b2, b3) = parts(a), parts(b)
+        return a2 @ b2 + a3 @ b1 + a1 @ b3 + a2 @ b1 + a1 @ b2 + a1 @ b1
+
+    rng = np.random.default_rng(0)
+    a, b = (jnp.asarray(rng.normal(size=(1, 100, 100)), jnp.float32) for _ in range(2))
+    exact = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
+    wrong = [np.abs(product(a, b) - exact).max() for product in (sixfold, exact_product)]
+    assert wrong[0] < 2 * wrong[1] < 1e-4
+    for module in (cholesky, orthonormal):
+        monkeypatch.setattr(module, "exact_product", sixfold)
+    found = np.asarray(orthonormal.orthonormal_by_products(a @ a.mT), np.float64)
+    np.testing.assert_allclose(found.mT @ found, np.eye(100)[None], atol=2e-6)
 
 
 def damped(a, g, condition):

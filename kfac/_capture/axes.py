@@ -26,7 +26,7 @@ MIXED = -3  # examples, or parts of them, in an order of their own
 
 
 class Atom(NamedTuple):
-    """A strided piece of leaf axis `axis`; a negative one stands for an axis that the leaf does not have."""
+    """A strided piece of an axis of a leaf. A negative `axis` stands for one that the leaf does not have."""
 
     axis: int
     stride: int
@@ -80,10 +80,10 @@ def atoms_of(axes: Iterable[Axis]) -> list[Atom]:
 
 
 def begins(axes: Axes, position: int) -> int | None:
-    """The axis whose slowest atom is that at a position among all atoms, if one is."""
+    """Returns the axis that begins with the atom at a position among all atoms; None if none does."""
     starts = itertools.accumulate(map(len, axes), initial=0)
-    found = [k for k, (axis, start) in enumerate(zip(axes, starts, strict=False)) if axis and start == position]
-    return found[0] if found else None
+    axes_there = [k for k, (axis, start) in enumerate(zip(axes, starts, strict=False)) if axis and start == position]
+    return axes_there[0] if axes_there else None
 
 
 def is_part(part: Atom, whole: Atom) -> bool:
@@ -146,8 +146,8 @@ def cut(axis: Axis, start: int, size: int) -> tuple[Axis, list[tuple[int, int]]]
         return left, [(minor.axis, first * minor.stride)] if minor.of_leaf else []
     major, at = divmod(start, minor.size)
     if at == 0 and size % minor.size == 0:
-        found = cut(tuple(majors), major, size // minor.size)
-        return found and ((*found[0], minor), found[1])
+        outer_cut = cut(tuple(majors), major, size // minor.size)
+        return outer_cut and ((*outer_cut[0], minor), outer_cut[1])
     if at + size <= minor.size:
         outer, inner = cut(tuple(majors), major, 1), cut((minor,), at, size)
         return outer and inner and (inner[0], outer[1] + inner[1])
@@ -166,7 +166,7 @@ def picks(shape: Sequence[int], start: Sequence[int], atoms: Iterable[Atom]) -> 
       The atoms of which one entry is read, in memory order, and which; none for an array of the whole leaf. None where
       the leaf is no multiple of the array.
     """
-    found: list[tuple[Atom, int]] = []
+    picked: list[tuple[Atom, int]] = []
     for axis, (size, first) in enumerate(zip(shape, start, strict=True)):
         inner = 1
         read = sorted((atom for atom in atoms if atom.axis == axis), key=lambda atom: atom.stride)
@@ -178,12 +178,12 @@ def picks(shape: Sequence[int], start: Sequence[int], atoms: Iterable[Atom]) -> 
                 gap = Atom(axis, inner, atom.stride // inner)
                 missing.append((gap, first // inner % gap.size))
             inner = atom.stride * atom.size
-        found += reversed(missing)
-    return tuple(found)
+        picked += reversed(missing)
+    return tuple(picked)
 
 
 def entries(shape: Sequence[int], start: Sequence[int], atoms: Sequence[Atom]) -> np.ndarray:
-    """Where an array with these atoms, major to minor, lies in a leaf of shape `shape`: indices into the flat leaf."""
+    """Returns indices into the flat leaf of shape `shape` of an array with these atoms, major to minor."""
     weights = [math.prod(shape[k + 1 :]) for k in range(len(shape))]
     where = np.asarray(sum(first * weight for first, weight in zip(start, weights, strict=True)))
     for atom in atoms:
@@ -195,9 +195,9 @@ def entries(shape: Sequence[int], start: Sequence[int], atoms: Sequence[Atom]) -
 def with_rows(axes: Axes, rows: Axes) -> Axes:
     """The axes of a broadcast leaf, with those that the leaf does not have as they are in the data beside it."""
     result = []
-    for own, data in zip(axes, rows, strict=True):
-        refined = None if not own or all(atom.of_leaf for atom in own) else common_refinement(own, data)
-        result.append(own if refined is None else _merge(a if a.of_leaf else b for a, b in refined))
+    for axis, data in zip(axes, rows, strict=True):
+        refined = None if not axis or all(atom.of_leaf for atom in axis) else common_refinement(axis, data)
+        result.append(axis if refined is None else _merge(a if a.of_leaf else b for a, b in refined))
     return tuple(result)
 
 
@@ -224,7 +224,7 @@ def common_refinement(a: Axis, b: Axis) -> list[tuple[Atom, Atom]] | None:
 
 
 def split_like(axis: Axis, parts: Sequence[Atom]) -> Axis | None:
-    """Cuts leaf atoms that span several of `parts`, as a reshape joins neighbours; None where one straddles two."""
+    """Cuts leaf atoms into those of `parts` that a reshape has joined; None where a cut would go through one."""
     result: list[Atom] = []
     for atom in axis:
         inside = sorted((part for part in parts if is_part(part, atom)), key=lambda part: part.memory_order)

@@ -95,12 +95,12 @@ def _copy(value: Value, other: Value) -> None:
 
 
 def _scan(op: Op, n: int | None, hidden: bool) -> None:
-    """Of a scan over examples each iteration sees one, or some: what it slices depends on the batch."""
+    """Places the axes inside a scan. Each iteration of one over examples sees some of them."""
     assert op.inner and op.scan
     scan, inside = op.scan, op.inner.inputs
-    for k, (own, value) in enumerate(zip(inside, op.inputs, strict=True)):
-        _copy(own, value)
-        own.axes = value.axes[1:] if k >= scan.last else value.axes
+    for k, (sliced, value) in enumerate(zip(inside, op.inputs, strict=True)):
+        _copy(sliced, value)
+        sliced.axes = value.axes[1:] if k >= scan.last else value.axes
     carry = inside[scan.consts : scan.last]
     while True:  # a carry may come to depend on data, or lose its order, in a later iteration
         _walk(op.inner, n, hidden)
@@ -124,8 +124,8 @@ def _along(op: Op) -> Axis:
     assert op.scan
     if not op.longer:
         return foreign(op.scan.length)
-    found = {value.axes[0] for value in op.inputs[op.scan.last :] if value.grown[0]} - {mixed(op.scan.length)}
-    return found.pop() if len(found) == 1 else mixed(op.scan.length)
+    axes = {value.axes[0] for value in op.inputs[op.scan.last :] if value.grown[0]} - {mixed(op.scan.length)}
+    return axes.pop() if len(axes) == 1 else mixed(op.scan.length)
 
 
 def _checked(value: Value, said: Axes, n: int | None) -> Axes:
@@ -138,13 +138,13 @@ def _checked(value: Value, said: Axes, n: int | None) -> Axes:
 
 
 def _suggested(value: Value, inputs: Sequence[Value]) -> Axes:
-    """Axes of a result of which the operation says nothing: as those of its inputs that are as long and grow."""
+    """Suggests axes where the operation says nothing of them: those of an input that are as long and grow too."""
     result = []
     for size, grown in zip(value.shape, value.grown, strict=True):
         pairs = [pair for v in inputs for pair in zip(v.axes, v.shape, v.grown, strict=True)] if grown else []
-        known = {axis for axis, own, longer in pairs if own == size and longer} - {mixed(size)}
+        candidates = {axis for axis, length, longer in pairs if length == size and longer} - {mixed(size)}
         taken = any(longer for *_, longer in pairs)
-        result.append(known.pop() if len(known) == 1 else mixed(size) if taken else foreign(size))
+        result.append(candidates.pop() if len(candidates) == 1 else mixed(size) if taken else foreign(size))
     return tuple(result)
 
 
@@ -157,13 +157,13 @@ def positions_of_examples(axes: Axes, n: int) -> tuple[int, ...] | None:
       Positions; none for a single example. None where they are not all there, or not in their order.
     """
     flat = axes_lib.flatten(axes)
-    found: dict[int, int] = {}
+    by_stride: dict[int, int] = {}
     for position, atom in enumerate(flat):
         if atom.axis == axes_lib.EXAMPLES and not atom.flipped:
-            found.setdefault(atom.stride, position)
+            by_stride.setdefault(atom.stride, position)
     inner = 1
-    for stride in sorted(found):
+    for stride in sorted(by_stride):
         if stride != inner:
             return None
-        inner *= flat[found[stride]].size
-    return tuple(found[stride] for stride in sorted(found, reverse=True)) if inner == n else None
+        inner *= flat[by_stride[stride]].size
+    return tuple(by_stride[stride] for stride in sorted(by_stride, reverse=True)) if inner == n else None

@@ -101,7 +101,7 @@ def find_layers(
 
 
 def _unsupported(names: Sequence[str], inexact: dict[int, Inexact]) -> UnsupportedLayerError:
-    lines = [f"{names[leaf]!r} is read by {own.operation}: {own.reason}" for leaf, own in sorted(inexact.items())]
+    lines = [f"{names[leaf]!r} is read by {read.operation}: {read.reason}" for leaf, read in sorted(inexact.items())]
     patterns = ", ".join(repr(f"^{re.escape(names[leaf])}$") for leaf in sorted(inexact))
     return UnsupportedLayerError(
         f"{len(lines)} parameter(s) have no exact rows for each example:\n  " + "\n  ".join(lines) + "\nWithout "
@@ -232,12 +232,12 @@ def _matching(option: str, patterns: tuple[str, ...], names: Sequence[str]) -> s
     matching = set()
     for pattern in patterns:
         try:
-            found = {k for k, name in enumerate(names) if re.search(pattern, name)}
+            leaves = {k for k, name in enumerate(names) if re.search(pattern, name)}
         except re.error as error:
             raise ValueError(f"{option}: {pattern!r} is not a regular expression: {error}") from None
-        if not found:
+        if not leaves:
             raise ValueError(f"{option}: {pattern!r} matches no parameter; the parameters are {', '.join(names)}")
-        matching |= found
+        matching |= leaves
     return matching
 
 
@@ -254,7 +254,7 @@ def _no_examples(uses: list[Use], n: int | None) -> tuple[str, Layout | None] | 
 
 
 def _no_kernel(uses: list[Use]) -> tuple[str, Layout | None] | None:
-    """Why the uses of a kernel make no exact block, and its matrices where they are known; None where they do."""
+    """Says why the uses of a kernel make no exact block, and how it becomes matrices, if known; None if they do."""
     products = [use for use in uses if use.read.op in KRONECKER_KINDS]
     main = main_use(products)
     if len(products) < len(uses):
@@ -277,16 +277,16 @@ def _example_orders(uses: list[Use], n: int) -> bool:
 
 
 def placed_rows(use: Use, n: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Which scans around a use go over the examples, and which atoms of its result are these; None if not all are."""
+    """Returns which scans around a use, and which atoms of its result, hold the examples; None if some are missing."""
     loops = tuple(loop.along for loop in use.scans)
-    found = positions_of_examples((*loops, *use.for_all(n).read.y_axes), n)
-    if found is None:
+    positions = positions_of_examples((*loops, *use.for_all(n).read.y_axes), n)
+    if positions is None:
         return None
     in_loops = len(axes_lib.flatten(loops))
     places = [k for k, along in enumerate(loops) for _ in along]
-    if sorted(found[: sum(p < in_loops for p in found)]) != [p for p in found if p < in_loops]:
+    if sorted(positions[: sum(p < in_loops for p in positions)]) != [p for p in positions if p < in_loops]:
         return None  # a scan over what runs faster than what it holds
-    return tuple(places[p] for p in found if p < in_loops), tuple(p - in_loops for p in found if p >= in_loops)
+    return tuple(places[p] for p in positions if p < in_loops), tuple(p - in_loops for p in positions if p >= in_loops)
 
 
 def main_use(uses: Sequence[Use]) -> Use:
@@ -322,7 +322,7 @@ def _companions(reads: Reads, by_leaf: dict[int, list[Use]], kernels: set[int]) 
 
 
 def _layer(traced: Trace, leaves: Sequence[int], kind: str, layouts: Sequence[Layout], note: str, **more: Any) -> Layer:
-    """A layer of these leaves, under the path of the first; its dimensions are those of the layouts."""
+    """Makes a layer of these leaves, named after the first, with the dimensions of the layouts."""
     names, kernel = tuple(traced.names[leaf] for leaf in leaves), layouts[0]
     return Layer(
         names[0], kind, names, tuple(traced.shapes[leaf] for leaf in leaves), tuple(layouts), note=note,
@@ -382,7 +382,7 @@ def _elementwise_layer(leaves, by_leaf, traced: Trace, n: int | None) -> Layer:
 
 
 def _gradient_layer(leaf: int, traced: Trace, why: Inexact | None, chosen: bool) -> Layer:
-    """A leaf with the gradient's own factors: matrices as a product reads them, or nearest to squares; or a vector."""
+    """Makes a layer with the gradient's own factors: matrices as a product reads them, else nearly square."""
     shape = traced.shapes[leaf]
     sizes = [size for size in shape if size > 1]
     layout = Layout(("out",), (math.prod(shape),))

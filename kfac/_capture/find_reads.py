@@ -1,8 +1,12 @@
 """Follows every parameter through the program of a loss to the operations that read it.
 
-What is known of each array on the way is in `states.py`. What carries no gradient to the loss is walked past: no read,
-no branch of an output. Where a leaf meets data in a way without exact rows, that is noted with the reason, and the walk
-goes on.
+The walk gives each array a state (`states.py`), and records a `Use` where a view of a leaf meets data. What carries no
+gradient to the loss is walked past: no read, no branch of an output. Where a leaf meets data in a way without exact
+rows, that is noted with the reason, and the walk goes on.
+
+Some rows are the same for all examples, as the constant tangents of a forward-mode derivative. Their read is a `late`
+use: its result is followed as data that is `shared`, until it meets the examples in a broadcast (`_with_shared`).
+There each example gets a gradient of its own.
 """
 
 from __future__ import annotations
@@ -78,9 +82,9 @@ class Reads:
         if not op.alive:
             return [Data()] * len(op.outputs)
         if any(s.shared for s in states):
-            found = self._with_shared(op, states, path)
-            if found is not None:
-                return found
+            results = self._with_shared(op, states, path)
+            if results is not None:
+                return results
             if not self._shares(op, states):
                 states = list(map(self._unshared, states))
         params = [s for s in states if not isinstance(s, Data)]
@@ -98,24 +102,24 @@ class Reads:
         if op.product:
             return [self._product(op, states, path, scans)]
         if len(params) == 1 and isinstance(params[0], View):
-            found = self._of_one(op, params[0], states, path, scans)
-            if found is not None:
-                return found
+            results = self._of_one(op, params[0], states, path, scans)
+            if results is not None:
+                return results
         return [self._derive(op, states, path)] * len(op.outputs)
 
     def _through_data(self, op: Op, states: list[State]) -> Data:
-        """Activations only: keep what is known of a layer's output while its axes can be followed."""
+        """Follows an operation of activations alone: they remain a layer's output while its axes can be followed."""
         shared = NONE.union(*(s.shared for s in states))
-        known = [k for k, s in enumerate(states) if isinstance(s, Data) and s.output]
-        if len(known) != 1 or len(op.outputs) != 1:
+        outputs = [k for k, s in enumerate(states) if isinstance(s, Data) and s.output]
+        if len(outputs) != 1 or len(op.outputs) != 1:
             return Data(shared=shared)
-        (k,) = known
+        (k,) = outputs
         state, shape, result = states[k], op.inputs[k].shape, op.outputs[0].shape
         assert isinstance(state, Data) and state.output
         output = None
         if len(states) == 1:
-            found = op.meaning(0, state.output.axes) if op.name not in ("neg", "slice") else None
-            output = dataclasses.replace(state.output, axes=found.axes[0]) if isinstance(found, Follow) else None
+            meaning = op.meaning(0, state.output.axes) if op.name not in ("neg", "slice") else None
+            output = dataclasses.replace(state.output, axes=meaning.axes[0]) if isinstance(meaning, Follow) else None
         elif op.name == "mul" or (op.name == "div" and k == 0):
             if self.uses[state.output.use].read.op == "mul":
                 # x * (rsqrt(var) * scale) + shift: the product with x stands between a scale and its shift. To put
@@ -173,16 +177,16 @@ class Reads:
         if op.inner or any(not isinstance(s, Data) for s in states):
             return None
         shared = NONE.union(*(s.shared for s in states))
-        own = [k for k, s in enumerate(states) if s.shared]
-        alone = not any(value.rows for k, value in enumerate(op.inputs) if k not in own)
+        sharing = [k for k, s in enumerate(states) if s.shared]
+        alone = not any(value.rows for k, value in enumerate(op.inputs) if k not in sharing)
         if not alone and op.summed and op.name in SUMS:
             self._leak(shared)
             return [Data()]
-        shape, result = op.inputs[own[0]].shape, op.outputs[0]
+        shape, result = op.inputs[sharing[0]].shape, op.outputs[0]
         grown = [k for k, longer in enumerate(result.grown) if longer]
         elementwise = op.name == "broadcast_in_dim" or op.name in primitives.ELEMENTWISE
         met = [k for k in grown if op.name == "broadcast_in_dim" or shape[k] == 1]
-        alike = elementwise and len({op.inputs[k].shape for k in own}) == 1
+        alike = elementwise and len({op.inputs[k].shape for k in sharing}) == 1
         if alike and len(met) == 1 and result.axes[met[0]] == axes_lib.examples(self.n or 1):
             self.merges[path] = met[0]
             self._merged |= shared
@@ -247,19 +251,19 @@ class Reads:
         reason = ""
         views = [(k, state) for k, state in enumerate(states) if isinstance(state, View)]
         for k, view in sorted(views, key=lambda pair: is_repeated(pair[1], op.inputs[pair[0]])):
-            found = op.meaning(k, view.axes)
-            if not isinstance(found, Read) or is_repeated(view, op.inputs[k]):
-                said = found if isinstance(found, str) else "its entries are repeated before the product"
+            meaning = op.meaning(k, view.axes)
+            if not isinstance(meaning, Read) or is_repeated(view, op.inputs[k]):
+                said = meaning if isinstance(meaning, str) else "its entries are repeated before the product"
                 reason = reason or said
                 continue
-            other, value = states[found.other], op.inputs[found.other]
+            other, value = states[meaning.other], op.inputs[meaning.other]
             if not (isinstance(other, Data) or is_repeated(other, value)):
                 continue
             rows = not isinstance(other, Data) or (value.rows and not other.shared)
-            if not rows and found.op != "dense":
+            if not rows and meaning.op != "dense":
                 continue
             self._meets(other, op, "it is broadcast to the examples, which then see it as an activation")
-            use = Use(found, view.leaf, view, path, scans, self._picks(view), late=not rows, of_arguments=value.given)
+            use = Use(meaning, view.leaf, view, path, scans, self._picks(view), late=not rows, of_arguments=value.given)
             if not self._exact(view, use, op, self.hidden and not value.given):
                 return Data()
             result = self._add(use)
@@ -267,7 +271,7 @@ class Reads:
         return self._derive(op, states, path, reason)
 
     def _exact(self, view: View, use: Use, op: Op, unknown: bool) -> bool:
-        """Whether a read of a kernel has exact rows; notes what has none. `unknown`: whether all may share them."""
+        """Tells whether a read of a kernel has exact rows, else notes why. `unknown`: all examples may share them."""
         for leaf in view.beside:
             self._note(leaf, op.describe(), "the kernel is a different array, computed from it")
         reasons = {
@@ -284,22 +288,22 @@ class Reads:
     def _of_one(self, op: Op, view: View, states: list[State], path: Path, scans) -> list[State] | None:
         """What becomes of a single parameter view; None if it can no longer be followed."""
         operand = next(k for k, s in enumerate(states) if s is view)
-        found = op.meaning(operand, view.axes)
-        if isinstance(found, Follow):
+        meaning = op.meaning(operand, view.axes)
+        if isinstance(meaning, Follow):
             scaled = view.scaled or op.name == "neg"
             if scaled:
                 self.multipliers[path] = operand
             views: list[State] = []
-            for axes, moves in zip(found.axes, found.moved, strict=True):
+            for axes, moves in zip(meaning.axes, meaning.moved, strict=True):
                 start = list(view.start)
                 for leaf_axis, by in moves:
                     start[leaf_axis] += by
                 views.append(dataclasses.replace(view, axes=axes, start=tuple(start), scaled=scaled))
             return views
         if op.name == "gather" and operand == 0:
-            state = self._lookup(op, found, view, states, path, scans)
-        elif isinstance(found, Read):
-            state = self._elementwise(op, found, view, states, path, scans)
+            state = self._lookup(op, meaning, view, states, path, scans)
+        elif isinstance(meaning, Read):
+            state = self._elementwise(op, meaning, view, states, path, scans)
         else:
             return None
         return None if state is None else [state]
@@ -351,27 +355,38 @@ class Reads:
         return self.uses[output.use].read.op in KERNEL_OPS
 
     def _join(self, view: View, y_axes: Axes, output: Output) -> tuple[int, tuple[tuple[Atom, Atom], ...]] | None:
-        """Pairs a vector with the features of the output it is added to; None unless it has one element for each."""
+        """Pairs the elements of a vector with the features of the output of a use that it is added to.
+
+        Args:
+          view: the vector.
+          y_axes: where its axes are in the sum.
+          output: the use, and where the axes of its leaf are in the sum.
+
+        Returns:
+          The use, and pairs of atoms, of the vector's leaf and of the use's, in the memory order of the vector; None
+          unless the vector has one element for each feature of each copy, in the same order.
+        """
         use = self.uses[output.use]
         picks = self._picks(view)
         if len(view.stack) != len(use.view.stack) or picks is None or use.picks is None:
             return None
         if [(atom.size, index) for atom, index in picks] != [(atom.size, index) for atom, index in use.picks]:
             return None
-        outputs = axes_lib.atoms_of((*use.view.stack, *use.read.y_axes))
-        found = [axes_lib.split_like(axis, outputs) for axis in output.axes]
-        pairs = [(mine, theirs) for (mine, _), (theirs, _) in zip(picks, use.picks, strict=True)]
-        for mine, theirs in zip((*view.stack, *y_axes), (*use.view.stack, *found), strict=True):
-            refined = None if theirs is None else axes_lib.common_refinement(mine, theirs)
+        pairs = [(atom, partner) for (atom, _), (partner, _) in zip(picks, use.picks, strict=True)]
+        # Axis by axis: first those of the scans around, then those of the sum.
+        atoms = axes_lib.atoms_of((*use.view.stack, *use.read.y_axes))
+        theirs = (*use.view.stack, *(axes_lib.split_like(axis, atoms) for axis in output.axes))
+        for axis, other in zip((*view.stack, *y_axes), theirs, strict=True):
+            refined = None if other is None else axes_lib.common_refinement(axis, other)
             if refined is None or any(a.of_leaf != b.of_leaf for a, b in refined):
                 return None
             pairs += [(a, b) for a, b in refined if a.of_leaf]
         pairs.sort(key=lambda pair: pair[0].memory_order)
         # A kernel and its bias are brought to [copies, features] each by its own layout, so only the order among copies
         # and that among features must agree. A scale and its shift are used as they lie in memory.
-        stack = {*use.copies} if use.read.op in KERNEL_OPS else set()
-        for stacked in (True, False):
-            order = [b.memory_order for _, b in pairs if any(axes_lib.is_part(b, atom) for atom in stack) == stacked]
+        copies = {*use.copies} if use.read.op in KERNEL_OPS else set()
+        for of_copies in (True, False):
+            order = [b.memory_order for _, b in pairs if any(axes_lib.is_part(b, atom) for atom in copies) == of_copies]
             if order != sorted(order):
                 return None
         return output.use, tuple(pairs)
@@ -389,8 +404,8 @@ class Reads:
             if op.summed and op.name in SUMS and all(value.size == 1 for value, _ in params):
                 return Data()  # a penalty, added to the losses of the examples
             for _, s in params:
-                own = f"the kernel is computed from it by {s.how}" if op.product and isinstance(s, Derived) else ""
-                self._meets(s, op, reason or own or f"what {how} makes of it has no known rows")
+                built = f"the kernel is computed from it by {s.how}" if op.product and isinstance(s, Derived) else ""
+                self._meets(s, op, reason or built or f"what {how} makes of it has no known rows")
             return Data()
         (result, *more) = op.outputs
         followed = [s for value, s in params if isinstance(s, View) and value.shape == result.shape]
@@ -412,16 +427,16 @@ class Reads:
     def _meets(self, state: State, op: Op, reason: str) -> Data:
         """A parameter that meets data in a way without exact rows."""
         for leaf in state.leaves:
-            own = state.inexact if isinstance(state, View) and state.leaf == leaf else ""
-            self._note(leaf, op.describe(), own or reason)
+            earlier = state.inexact if isinstance(state, View) and state.leaf == leaf else ""
+            self._note(leaf, op.describe(), earlier or reason)
         return Data()
 
     def _note(self, leaf: int, operation: str, reason: str, use: Use | None = None) -> None:
         kernel = use is not None and use.read.op in KRONECKER_KINDS and use.picks is not None
         layout = use.layout if use is not None and kernel else None
-        known = self.inexact.get(leaf)
-        if known is None or (known.layout is None and layout is not None):
-            self.inexact[leaf] = Inexact(*(known[:2] if known else (operation, reason)), layout)
+        noted = self.inexact.get(leaf)
+        if noted is None or (noted.layout is None and layout is not None):
+            self.inexact[leaf] = Inexact(*(noted[:2] if noted else (operation, reason)), layout)
 
 
 def _unbranched(state: State, branched: bool) -> State:

@@ -108,8 +108,8 @@ def name_of(likelihood: str | Likelihood) -> str:
             _OWN.append(likelihood)
         return str(_OWN.index(likelihood))
     if not isinstance(likelihood, str) or likelihood not in LIKELIHOODS:
-        known = ", ".join(map(repr, LIKELIHOODS))
-        raise ValueError(f"likelihood must be one of {known} or a kfac.curvature.Likelihood, but is {likelihood!r}")
+        names = ", ".join(map(repr, LIKELIHOODS))
+        raise ValueError(f"likelihood must be one of {names} or a kfac.curvature.Likelihood, but is {likelihood!r}")
     return likelihood
 
 

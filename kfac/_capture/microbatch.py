@@ -82,7 +82,7 @@ def microbatch(
 
 
 def check_argnums(batch_argnums: int | Sequence[int] | None) -> tuple[int, ...]:
-    """The positions of what is split; raises where they are none."""
+    """Returns the positions of the arguments to split; raises where they are no positions."""
     default = 1 if batch_argnums is None else batch_argnums
     argnums = tuple(default) if isinstance(default, Sequence) else (default,)
     if not argnums or not all(isinstance(k, int) and not isinstance(k, bool) for k in argnums):
@@ -93,7 +93,7 @@ def check_argnums(batch_argnums: int | Sequence[int] | None) -> tuple[int, ...]:
 def split_positions(
     args: Sequence[Any], kwargs: dict[str, Any], batch_argnums: int | Sequence[int] | None
 ) -> list[int]:
-    """The positions of the arguments to split, in order; raises where there are none, or their arrays do not match.
+    """Returns the sorted positions of the arguments to split; raises if they are not there or have different lengths.
 
     Nothing else may look as if it belonged to them, unless they are said.
     """

@@ -134,28 +134,28 @@ class Marks:
         """Whether every parameter of the loss acts on it through a marked output."""
         return self.loss_leaves <= NONE.union(*(mark.leaves for mark in self.marks))
 
-    def num_examples(self, given: int | None, batch: Batch, read: Mapping[str, int]) -> tuple[int | None, str]:
+    def num_examples(self, asked: int | None, batch: Batch, read: Mapping[str, int]) -> tuple[int | None, str]:
         """How many examples the loss is the mean of; None where it is not clear, and why.
 
         Args:
-          given: the number, if the user said it.
+          asked: the number, if the user said it.
           batch: what is known of the batch.
           read: at how many positions each kernel is read.
 
         Raises:
-          ValueError: `given` is no positive int, or larger than the number of all positions.
+          ValueError: `asked` is no positive int, or larger than the number of all positions.
         """
         rows = {mark.rows: mark for mark in self.marks}
         apart = " Mark the output of each batch, kfac.output(..., weight=), for the loss to have a scale of each"
-        if given is not None:
-            check(num_examples=given)
+        if asked is not None:
+            check(num_examples=asked)
             if batch.several and not rows:
-                raise ValueError(f"num_examples={given} says nothing of a second batch, but {batch.hidden}.{apart}")
+                raise ValueError(f"num_examples={asked} says nothing of a second batch, but {batch.hidden}.{apart}")
             most = max(read, key=lambda name: read[name], default="")
-            if any(read.values()) and given > read[most]:
+            if any(read.values()) and asked > read[most]:
                 places = f"the {read[most]} position(s) at which {most!r} is read, the most of all kernels"
-                raise ValueError(f"num_examples={given} is more than {places}")
-            return given, ""
+                raise ValueError(f"num_examples={asked} is more than {places}")
+            return asked, ""
         for mark in rows.values():
             if mark.op.outputs[0].grown[-1]:
                 return None, (
@@ -260,7 +260,7 @@ _pull.defvjp(lambda transposed, x, entry, zeros: (zeros, (x, entry)), _pull_back
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """At a mark: hands out zeros whose gradients are those of the likelihood.
+    """Hands out, at a mark, zeros whose gradients are those of the likelihood.
 
     Of drawn targets one zero, with the gradient of the mean over `n` of `-log p`. With `expected` a zero for each
     feature: zero `c` has the gradient `S^T e_c / n`, and the second moments of these, added up over `c`, are those of
@@ -306,7 +306,7 @@ def keys_of(marks: Marks, key: jax.Array) -> dict[Key, jax.Array]:
 
 @jax.custom_vjp
 def at_weight(x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """At a mark: an identity whose cotangents are multiplied by `scale`."""
+    """Identity, at a mark, whose cotangents are multiplied by `scale`."""
     return x, scale
 
 
@@ -394,8 +394,8 @@ def checked_key(key: Any, fisher: str) -> jax.Array:
 def with_own_key(kwargs: Mapping[str, Any], part: Any) -> dict[str, Any]:
     """`kwargs`, PRNG keys among them folded with the number of a part: typed ones, or `key` and `fisher_key`."""
 
-    def own(name, leaf):
+    def folded(name, leaf):
         typed = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         return jax.random.fold_in(leaf, part) if is_key(leaf) and (typed or name in ("key", "fisher_key")) else leaf
 
-    return {name: jax.tree.map(functools.partial(own, name), x) for name, x in kwargs.items()}
+    return {name: jax.tree.map(functools.partial(folded, name), x) for name, x in kwargs.items()}

@@ -56,8 +56,8 @@ class Planned:
 
     def factors(self, sums: dict[Key, Any]) -> Factors:
         """Factors from the cotangents of the probes."""
-        found = {layer.name: self.finish[layer.name] for layer in self.found.layers.with_factors}
-        return Factors({name: finish([sums[key] for key in keys]) for name, (keys, finish) in found.items()})
+        finishers = {layer.name: self.finish[layer.name] for layer in self.found.layers.with_factors}
+        return Factors({name: finish([sums[key] for key in keys]) for name, (keys, finish) in finishers.items()})
 
     def place(self, tap: Tap) -> None:
         """Puts a tap behind an op, and tells each scan around it whether the tap's probe is sliced there."""
@@ -167,21 +167,21 @@ def _plan_kronecker(planned: Planned, layer: Layer, uses: list[Use], subsample: 
 
 
 def _spread_taps(planned: Planned, layer: Layer, taps: list[KroneckerTap]) -> list[KroneckerTap] | None:
-    """The taps of a layer on several devices, which pack sums; None on one, and where others than sums are averaged.
+    """Returns the taps of a layer on several devices, which pack sums; None on one, or where others are averaged.
 
     Over a mesh they are for each device's examples. Where it is not known how these lie XLA adds up whole matrices.
     """
     keys, shapes = {tap.key for tap in taps}, tuple(layer.side_shapes.values())
-    own = any(len(key) > 2 for key in keys) or any(tap.use.read.groups is not None for tap in taps)
-    if own or layer.weight_sharing == "reduce":
+    combined = any(len(key) > 2 for key in keys) or any(tap.use.read.groups is not None for tap in taps)
+    if combined or layer.weight_sharing == "reduce":
         return None
     if within_devices():
         return [dataclasses.replace(tap, spread=Spread(shapes, planned.wire)) for tap in taps]
     alone = len(keys) == len(taps) and all(tap.use.times == 1 for tap in taps)
-    found = [_spread_tap(tap, planned.batch, Spread(shapes, planned.wire, at_once=alone)) for tap in taps]
-    known = [tap for tap in found if tap is not None]
-    axes = {tap.spread.axes for tap in known if tap.spread is not None}
-    return known if len(known) == len(taps) and len(axes) == 1 else None
+    taps_or_none = [_spread_tap(tap, planned.batch, Spread(shapes, planned.wire, at_once=alone)) for tap in taps]
+    spread_taps = [tap for tap in taps_or_none if tap is not None]
+    axes = {tap.spread.axes for tap in spread_taps if tap.spread is not None}
+    return spread_taps if len(spread_taps) == len(taps) and len(axes) == 1 else None
 
 
 def _spread_tap(tap: KroneckerTap, batch: int | None, spread: Spread) -> KroneckerTap | None:
@@ -205,13 +205,13 @@ def _spread_tap(tap: KroneckerTap, batch: int | None, spread: Spread) -> Kroneck
     if tap.subsample > 1 and (tap.arrange_g.examples[:1] != (position,) or size // devices % tap.subsample):
         return None  # a device's are not those that one would take
 
-    def own(arrange: Arrangement, position: int | None) -> Arrangement:
+    def shared_out(arrange: Arrangement, position: int | None) -> Arrangement:
         split = (n // devices if k == position else n for k, n in enumerate(arrange.split))
         return arrange._replace(split=tuple(split))
 
-    arrange_x = tap.arrange_x if isinstance(geometry, Lookup) else own(tap.arrange_x, rows[position])
+    arrange_x = tap.arrange_x if isinstance(geometry, Lookup) else shared_out(tap.arrange_x, rows[position])
     spread = dataclasses.replace(spread, axes=axes, x=x, g=g)
-    return dataclasses.replace(tap, arrange_x=arrange_x, arrange_g=own(tap.arrange_g, position), spread=spread)
+    return dataclasses.replace(tap, arrange_x=arrange_x, arrange_g=shared_out(tap.arrange_g, position), spread=spread)
 
 
 def _counted(uses: list[Use]) -> bool:
@@ -222,26 +222,40 @@ def _counted(uses: list[Use]) -> bool:
 def _finish_kronecker(
     planned: Planned, layer: Layer, uses: list[Use], dtype: Any, moments: bool, over: Spread | None
 ) -> None:
-    """The probes of a layer, and what brings the sums of its parts and copies to factors."""
-    n, each, use = planned.num_examples, planned.batch or 1, uses[0]
+    """Plans the probes of a Kronecker layer, and how the sums that they collect become its factors.
+
+    Each part of the kernel has a probe, and one more where it is read as its transpose. Its arrays are
+    `[*scans, batched, ...]`: an entry for each iteration of the scans that go over the kernel, for each copy in a
+    batched product, and then what is summed of one copy. The factors have these in the order of the kernel in memory.
+
+    Args:
+      planned: what is known of the loss; takes the probes and what finishes their sums.
+      layer: the layer.
+      uses: the uses of its kernel.
+      dtype: of the sums.
+      moments: whether squares of per-example gradients are summed as well.
+      over: how the sums are spread over devices; None where they are not.
+    """
+    n, examples, use = planned.num_examples, planned.batch or 1, uses[0]
     reduce, counted = layer.weight_sharing == "reduce", _counted(uses)
     batched = math.prod(atom.size for atom in use.read.batched)
-    tails = {"A": (each, layer.d_in), "G": (each, layer.d_out)} if reduce else dict(layer.side_shapes)
+    shapes = {"A": (examples, layer.d_in), "G": (examples, layer.d_out)} if reduce else dict(layer.side_shapes)
     if moments:
-        tails["moments"] = (layer.d_out, layer.d_in)
-    uncut = dataclasses.replace(layer, cut=(1, 1)).side_shapes
+        shapes["moments"] = (layer.d_out, layer.d_in)
+    summed = shapes
+    if counted:  # whole, and with a homogeneous entry that counts the rows
+        uncut = dataclasses.replace(layer, cut=(1, 1)).side_shapes
+        summed = {"A": tuple(size + 1 for size in uncut["A"]), "G": uncut["G"]}
+    probes = {name: jax.ShapeDtypeStruct((*use.iterated, batched, *shape), dtype) for name, shape in summed.items()}
     if over is not None:
-        flat = {name: (math.prod(tail),) if name == "moments" else tail for name, tail in tails.items()}
-        tails = {name: over.room(tail) for name, tail in flat.items()}
-    wider = {"A": tuple(size + 1 for size in uncut["A"]), "G": uncut["G"]} if counted else tails
-    summed = {name: jax.ShapeDtypeStruct((*use.iterated, batched, *tail), dtype) for name, tail in wider.items()}
-    if over is not None:
-        summed = {name: over.probe(use.iterated, batched, tail, dtype) for name, tail in flat.items()}
-    positions = {part[0].part: sum(use.for_all(each).rows for use in part) / n for part in by_part(uses)}
+        flat = {name: (math.prod(shape),) if name == "moments" else shape for name, shape in shapes.items()}
+        probes = {name: over.probe(use.iterated, batched, shape, dtype) for name, shape in flat.items()}
+        shapes = {name: over.room(shape) for name, shape in flat.items()}
+    positions = {part[0].part: sum(use.for_all(examples).rows for use in part) / n for part in by_part(uses)}
     keys = list(dict.fromkeys(_key(layer, use) for use in uses))
     for key in keys:
         # Of its transpose, the layer's outputs are the inputs.
-        planned.probes[key] = Kronecker(**summed) if len(key) == 2 else Kronecker(summed["G"], summed["A"])
+        planned.probes[key] = Kronecker(**probes) if len(key) == 2 else Kronecker(probes["G"], probes["A"])
     parts = math.prod(atom.size for atom in use.picked)
     # What the taps arrange is in memory order already; scans go in the order in which the parameter is read.
     batches = sorted((atom._replace(flipped=False) for atom in use.read.batched), key=lambda atom: atom.memory_order)
@@ -249,8 +263,9 @@ def _finish_kronecker(
     lead = (layer.copies,) if layer.stacked else ()
 
     def of_part(sums: Kronecker, positions: float) -> Kronecker | Ragged:
+        """The factors of one part, from its sums and the positions of an example."""
         moments = None if sums.moments is None else sums.moments * n
-        if counted:  # a homogeneous entry has counted the rows
+        if counted:
             whole = "A" not in layer.diagonal
             rows = sums.A[..., -1, -1] if whole else sums.A[..., -1]
             a = sums.A[..., :-1, :-1] if whole else sums.A[..., :-1]
@@ -261,39 +276,44 @@ def _finish_kronecker(
         # G = (n / s) sum g g^T with s positions per example.
         return Kronecker(sums.A / n, sums.G * (n / positions), moments)
 
-    def squares(factor: str, rows: jax.Array) -> jax.Array:
-        if factor in layer.diagonal:
+    def of_transpose(sums: Kronecker, positions: float) -> Kronecker:
+        """As `of_part`, of one that is read as its transpose."""
+        return Kronecker(sums.G * n, sums.A / (n * positions))
+
+    def products(side: str, rows: jax.Array) -> jax.Array:
+        """With `reduce`: one factor, from the rows `[..., n, d]` of all examples."""
+        if side in layer.diagonal:
             return jnp.sum(jnp.square(rows), axis=-2)
-        count = layer.cut["AG".index(factor)]
+        count = layer.cut["AG".index(side)]
         rows = in_blocks(rows, count) if count > 1 else rows
         return jnp.einsum("...ni,...nj->...ij", rows, rows, precision=jax.lax.Precision.HIGHEST)
 
-    def finish(sums: list[Kronecker]) -> Kronecker | Tied | Ragged:
-        by_key = dict(zip(keys, sums, strict=True))
-        direct = {key[1]: of_part(own, positions[key[1]]) for key, own in by_key.items() if len(key) == 2}
-        turned = {
-            key[1]: Kronecker(own.G * n, own.A / (n * positions[key[1]])) for key, own in by_key.items() if len(key) > 2
-        }
-        return Tied(gather(direct), gather(turned), layer.diagonal, layer.cut) if turned else gather(direct)
-
-    def gather(found: dict[int, Any]) -> Any:
-        unread = jax.tree.map(jnp.zeros_like, next(iter(found.values())))
-        by_part = [found.get(part, unread) for part in range(parts)]
-        stacked = jax.tree.map(lambda *blocks: jnp.stack(blocks), *by_part) if parts > 1 else by_part[0]
-        names = {"A": tails["A"], "squares": tails["G"], "rows": ()} if counted else tails
+    def of_layer(of_parts: dict[int, Any]) -> Any:
+        """The factors of the layer, from those of its parts; zeros for a part that is not read."""
+        unread = jax.tree.map(jnp.zeros_like, next(iter(of_parts.values())))
+        blocks = [of_parts.get(part, unread) for part in range(parts)]
+        stacked = jax.tree.map(lambda *blocks: jnp.stack(blocks), *blocks) if parts > 1 else blocks[0]
+        names = {"A": shapes["A"], "squares": shapes["G"], "rows": ()} if counted else shapes
         ordered = {
-            f: _in_memory_order(getattr(stacked, f), stack, tail).reshape(*lead, *tail) for f, tail in names.items()
+            f: _in_memory_order(getattr(stacked, f), stack, shape).reshape(*lead, *shape) for f, shape in names.items()
         }
         if reduce:
-            ordered |= {"A": squares("A", ordered["A"]) / n, "G": squares("G", ordered["G"]) * n}
+            ordered |= {"A": products("A", ordered["A"]) / n, "G": products("G", ordered["G"]) * n}
         return Ragged(**ordered) if counted else Kronecker(**ordered)
+
+    def finish(sums: list[Kronecker]) -> Kronecker | Tied | Ragged:
+        """The statistics of the layer, from the sums of its probes in the order of `keys`."""
+        by_key = dict(zip(keys, sums, strict=True))
+        direct = {key[1]: of_part(own, positions[key[1]]) for key, own in by_key.items() if len(key) == 2}
+        turned = {key[1]: of_transpose(own, positions[key[1]]) for key, own in by_key.items() if len(key) > 2}
+        return Tied(of_layer(direct), of_layer(turned), layer.diagonal, layer.cut) if turned else of_layer(direct)
 
     def spread(basis: Kronecker) -> dict[Key, Kronecker]:
         """The layer's eigenvectors as the taps of its parts take them, the other way round than `finish`."""
 
         def arranged(vectors):
-            tail = vectors.shape[-2:]
-            return _from_memory_order(vectors, stack, tail).reshape(parts, *use.iterated, batched, *tail)
+            shape = vectors.shape[-2:]
+            return _from_memory_order(vectors, stack, shape).reshape(parts, *use.iterated, batched, *shape)
 
         whole = jax.tree.map(arranged, basis)
         return {_basis_key(layer, part): jax.tree.map(lambda x, part=part: x[part], whole) for part in positions}
@@ -307,7 +327,7 @@ _OTHER = {"A": "G", "G": "A"}
 
 
 def _key(layer: Layer, use: Use) -> Key:
-    """Of the probe of a use: which part of the layer it reads, and whether as its transpose."""
+    """Returns the key of the probe of a use: the part of the layer that it reads, and whether as its transpose."""
     return (layer.name, use.part) if use.layout == layer.layouts[0] else (layer.name, use.part, "transposed")
 
 
@@ -333,7 +353,7 @@ def _from_memory_order(array: jax.Array, stack: list[Atom], tail: tuple[int, ...
 
 
 def _examples(planned: Planned, layer: Layer, use: Use, subsample: int, moments: bool) -> tuple[int, ...]:
-    """Which of all atoms of a result are the examples; none where nothing asks for single ones, or there is one only.
+    """Returns which atoms of a result are the examples; none where no single examples are asked for, or there is one.
 
     Where they are not told apart, `subsample` thins whatever rows there are, but not those of ragged products.
     """
@@ -368,11 +388,11 @@ def _plan_elementwise(planned: Planned, layer: Layer, uses: list[list[Use]], sub
     n, shapes = planned.batch, planned.found.reads.shapes
     assert n is not None, "where it is not known, vectors have the gradient's own diagonal"
     probes: dict[Key, Entries] = {}
-    known: dict[tuple, Key] = {}
+    keys: dict[tuple, Key] = {}
     taps: list[ElementwiseTap] = []
-    for column, own in enumerate(uses):
-        dtype = jnp.result_type(*{use.read.dtype for use in own})
-        for use in own:
+    for column, uses_of_leaf in enumerate(uses):
+        dtype = jnp.result_type(*{use.read.dtype for use in uses_of_leaf})
+        for use in uses_of_leaf:
             placed = placed_rows(use, n)
             assert placed is not None, "without it the leaf has the gradient's own diagonal"
             flat = axes_lib.flatten(use.read.y_axes)
@@ -384,7 +404,7 @@ def _plan_elementwise(planned: Planned, layer: Layer, uses: list[list[Use]], sub
             # Uses of the same entries are summed for each example before they are squared.
             iterated = [loop for loop, iterates in use.levels(examples=True) if iterates]
             lengths = tuple(loop.length for loop in iterated)
-            key = known.setdefault((column, lengths, placed[1] == (), where.tobytes()), (layer.name, len(known)))
+            key = keys.setdefault((column, lengths, placed[1] == (), where.tobytes()), (layer.name, len(keys)))
             probes[key] = Entries(column, where, lengths, tuple(k for k, loop in enumerate(iterated) if loop.longer))
             taps.append(ElementwiseTap(key, use, arrange, dtype))
     # Every how many-th example, where they lie on one axis.

@@ -103,7 +103,7 @@ class Read:
 
 
 class Scan(NamedTuple):
-    """Of a scan's inputs, how many are the same in each iteration, and how many are carried on; its length."""
+    """Says how many inputs of a scan are the same in each iteration, how many are carried on, and its length."""
 
     consts: int
     carried: int
@@ -141,12 +141,12 @@ def call(eqn: Any) -> Call | None:
 
 
 def shardings(eqn: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-    """How a `jit` inside the loss says that its arguments and results lie; what stands for nothing is not public."""
+    """Returns the shardings that a `jit` inside the loss gives its arguments and results; for none an object of JAX."""
     return eqn.params.get("in_shardings", ()), eqn.params.get("out_shardings", ())
 
 
 def evaluate(within: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Results of one equation of the jaxpr `within`; it is bound only through the public `jaxpr_as_fun`."""
+    """Evaluates one equation of the jaxpr `within`, through the public `jaxpr_as_fun`."""
     variables = {var: value for var, value in zip(eqn.invars, values, strict=True) if not isinstance(var, jex.Literal)}
     # A copy of the jaxpr around it, because a new one wants debugging information that no public function makes.
     jaxpr = within.replace(constvars=[], invars=list(variables), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects)
@@ -180,7 +180,7 @@ MARK = "kfac.output/"  # how the name of a marked output begins
 
 
 def is_named(eqn: Any, prefix: str) -> str | None:
-    """Of a `checkpoint_name` that begins with `prefix`, the rest."""
+    """Returns what follows `prefix` in the name of a `checkpoint_name`; None for other equations."""
     name = eqn.params["name"] if eqn.primitive.name == "name" else ""
     return name.removeprefix(prefix) if name.startswith(prefix) else None
 
@@ -195,7 +195,7 @@ def stops_gradient(eqn: Any) -> bool:
 
 
 def sums(eqn: Any) -> bool:
-    """Whether the result is a sum of entries of the inputs, or of one with a number for a factor."""
+    """Tells whether the result is a sum of entries of the inputs, or one of these times a number."""
     if eqn.primitive.name in ("mul", "div"):
         sizes = [math.prod(var.aval.shape) for var in eqn.invars]
         return sizes[1] == 1 or (sizes[0] == 1 and eqn.primitive.name == "mul")
@@ -206,6 +206,8 @@ def sums(eqn: Any) -> bool:
 
 # A reason in words says why an operation is not followed. None: neither a `Follow` nor a `Read` of this operand.
 Meaning = Follow | Read | str | None
+# A rule gets an equation, which of its inputs is the parameter, the axes of that, and those of all inputs taken as
+# arrays of data, of which it reads those of the other input.
 Rule = Callable[[Any, int, Axes, Sequence[Axes]], Meaning]
 
 
@@ -230,8 +232,8 @@ def placed(eqn: Any, data: Sequence[Axes]) -> list[Axes] | None:
     name, params, shapes = eqn.primitive.name, eqn.params, [tuple(v.aval.shape) for v in eqn.invars]
     outs = [tuple(var.aval.shape) for var in eqn.outvars]
     if name in _MOVES and len(eqn.invars) == 1:
-        found = _TABLE[name](eqn, 0, data[0], data)
-        return list(found.axes) if isinstance(found, Follow) else None
+        meaning = _TABLE[name](eqn, 0, data[0], data)
+        return list(meaning.axes) if isinstance(meaning, Follow) else None
     if name in ("concatenate", "stack"):
         return [_side_by_side(eqn, data, outs[0])]
     if name == "dot_general":
@@ -259,34 +261,34 @@ def placed(eqn: Any, data: Sequence[Axes]) -> list[Axes] | None:
 
 
 def indexed(eqn: Any, data: Sequence[Axes], fresh: Sequence[bool]) -> Axes:
-    """The axes of what a gather or scatter of data gives; `fresh`: of each component of indices, if no data say it.
+    """Returns the axes of the result of a gather or scatter of data; `fresh` tells which indices do not depend on data.
 
     What data choose along the axis of the examples is in no order that is known.
     """
     numbers, out = eqn.params["dimension_numbers"], tuple(eqn.outvars[0].aval.shape)
     if eqn.primitive.name != "gather":
-        chosen = {k for k, known in zip(numbers.scatter_dims_to_operand_dims, fresh, strict=True) if not known}
+        chosen = {k for k, fixed in zip(numbers.scatter_dims_to_operand_dims, fresh, strict=True) if not fixed}
         grown = zip(data[0], out, strict=True)
         return tuple(mixed(size) if k in chosen and holds_examples(a) else a for k, (a, size) in enumerate(grown))
     table, sizes = tuple(eqn.invars[0].aval.shape), eqn.params["slice_sizes"]
-    chosen = {k for k, known in zip(numbers.start_index_map, fresh, strict=True) if not known and sizes[k] < table[k]}
+    chosen = {k for k, fixed in zip(numbers.start_index_map, fresh, strict=True) if not fixed and sizes[k] < table[k]}
     lost = any(holds_examples(data[0][k]) for k in chosen)
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    kept = iter([a if sizes[k] == table[k] else foreign(sizes[k]) for k, a in enumerate(data[0]) if k not in gone])
+    whole = iter([a if sizes[k] == table[k] else foreign(sizes[k]) for k, a in enumerate(data[0]) if k not in gone])
     rows = iter(
         mixed(size) if lost and holds_examples(axis) and k not in numbers.start_indices_batching_dims else axis
         for k, (axis, size) in enumerate(zip(data[1][:-1], eqn.invars[1].aval.shape, strict=False))
     )
-    return tuple(next(kept if k in numbers.offset_dims else rows) for k in range(len(out)))
+    return tuple(next(whole if k in numbers.offset_dims else rows) for k in range(len(out)))
 
 
 def _broadcasts(shape: tuple[int, ...], out: tuple[int, ...]) -> bool:
     """Whether an operand of an elementwise operation may have this shape."""
-    return len(shape) == len(out) > 0 and all(own in (1, size) for own, size in zip(shape, out, strict=True))
+    return len(shape) == len(out) > 0 and all(length in (1, size) for length, size in zip(shape, out, strict=True))
 
 
 def _agreed(axes: Sequence[Axis], size: int) -> Axis:
-    """The axis of a result whose operands have these: the examples of one are those of all."""
+    """Returns the axis of a result whose operands have these axes: examples of one operand are those of the result."""
     whole = {axis for axis in axes if math.prod(atom.size for atom in axis) == size}
     in_order = {axis for axis in whole if holds_examples(axis) and all(atom.axis != axes_lib.MIXED for atom in axis)}
     if len(in_order) == 1:
@@ -299,8 +301,9 @@ def _side_by_side(eqn: Any, data: Sequence[Axes], out: tuple[int, ...]) -> Axes:
     along = eqn.params["axis" if stacked else "dimension"]
     parts = [(*axes[:along], (), *axes[along:]) if stacked else axes for axes in data]
     result = [_agreed(axis, size) for axis, size in zip(zip(*parts, strict=True), out, strict=True)]
-    own = {axes[along] for axes in parts}
-    one = own.pop() if len(own) == 1 else mixed(out[along]) if any(map(holds_examples, own)) else foreign(out[along])
+    joined = {axes[along] for axes in parts}
+    unlike = mixed(out[along]) if any(map(holds_examples, joined)) else foreign(out[along])
+    one = joined.pop() if len(joined) == 1 else unlike
     equal = math.prod(atom.size for atom in one) * len(parts) == out[along]
     result[along] = (*foreign(len(parts)), *one) if equal else one
     return tuple(result)
@@ -340,12 +343,13 @@ _WHOLE: dict[str, Callable[[Any, Axes], Axes | None]] = {
 
 
 def _whole(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
+    """Follows an operation that keeps all entries of its one array."""
     form = _WHOLE[eqn.primitive.name](eqn, axes)
     return None if form is None else Follow((form,))
 
 
 def _parts(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
-    """Slices at places that do not depend on data."""
+    """Follows slices at places that do not depend on data, each to the box of entries that is left."""
     name, params, shape = eqn.primitive.name, eqn.params, eqn.invars[0].aval.shape
     if name == "slice" and params["strides"] is not None and any(step != 1 for step in params["strides"]):
         return None
@@ -357,14 +361,14 @@ def _parts(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
         else:
             axis, lengths = params["axis"], [1] * len(eqn.outvars) if name == "unstack" else params["sizes"]
             first[axis], sizes[axis] = sum(map(int, lengths[:k])), int(lengths[k])
-        found = [axes_lib.cut(*cut) for cut in zip(axes, first, sizes, strict=True)]
-        if any(part is None for part in found):
+        cuts = [axes_lib.cut(*cut) for cut in zip(axes, first, sizes, strict=True)]
+        if any(part is None for part in cuts):
             return None
-        left = [part[0] for part in found if part]
+        left = [part[0] for part in cuts if part]
         if name == "unstack":
             del left[params["axis"]]
         results.append(tuple(left))
-        moves.append(tuple(move for part in found if part for move in part[1]))
+        moves.append(tuple(move for part in cuts if part for move in part[1]))
     return Follow(tuple(results), tuple(moves))
 
 
@@ -372,10 +376,11 @@ def spread(axes: Sequence[Axis], shape: Sequence[int], total: Sequence[int]) -> 
     """Axes of an operand after an elementwise operation has broadcast it from `shape` to `total`."""
     if len(shape) != len(total):  # a scalar, which has no axes of its own
         return tuple(foreign(size) for size in total)
-    return tuple(axis if own == size else foreign(size) for axis, own, size in zip(axes, shape, total, strict=True))
+    return tuple(axis if n == size else foreign(size) for axis, n, size in zip(axes, shape, total, strict=True))
 
 
 def _elementwise(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
+    """Reads a sum or a product of two arrays, element by element; follows a minus."""
     if len(eqn.invars) != 2:
         return Follow((axes,))  # minus: a scale of -1
     name, out = eqn.primitive.name, eqn.outvars[0].aval.shape
@@ -385,7 +390,7 @@ def _elementwise(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Me
 
 
 def _product(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
-    """A product whose operand number `operand` is a kernel; None for a broadcast one, which is an activation."""
+    """Reads a product whose input number `operand` is a kernel; None for a broadcast one, which is an activation."""
     contract, batch = eqn.params["dimension_numbers"]
     x = eqn.invars[1 - operand].aval
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -502,7 +507,7 @@ def _lookup(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning
 
 
 def _read(eqn: Any, operand: int, op: str, x_axes: Sequence[Axis], y_axes: Sequence[Axis], **more: Any) -> Read:
-    """The read of an operation of two arrays; sums over rows are as wide as all that it takes and gives."""
+    """Makes the read of an operation of two arrays. Sums over rows have the widest dtype of its inputs and results."""
     dtype = jnp.result_type(*{accumulator(var.aval.dtype) for var in (*eqn.invars[:2], *eqn.outvars)})
     name, shape = eqn.primitive.name, tuple(eqn.outvars[0].aval.shape)
     return Read(op, name, operand, 1 - operand, tuple(x_axes), tuple(y_axes), shape, dtype, **more)
@@ -523,7 +528,7 @@ def _custom(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning
 
 
 def _origin(jaxpr: Any, var: Any) -> Any:
-    """The input of a jaxpr that a variable of it has the numbers of; None where it is computed, or a constant."""
+    """Returns the input of a jaxpr that a variable is a copy of; None if it is computed, or a constant."""
     if isinstance(var, jex.Literal):
         return None
     eqn = next((eqn for eqn in jaxpr.eqns if var in eqn.outvars), None)
@@ -622,7 +627,7 @@ def _registered(eqn: Any) -> Callable[..., Any] | str | None:
 
 
 def _name(eqn: Any) -> str:
-    """Of an operation that is registered, for messages."""
+    """Names a registered operation, for messages."""
     inner = next(inside(eqn), None)
     return eqn.params.get("target_name") or (inner.debug_info.func_name if inner is not None else eqn.primitive.name)
 
@@ -630,8 +635,8 @@ def _name(eqn: Any) -> str:
 def _single(eqn: Any, like: Callable[..., Any]) -> tuple[Any, list[Any]]:
     """The single operation that `like` is, and which of its variables each input of `eqn` is."""
     avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars]
-    given = jaxpr = jax.make_jaxpr(like)(*avals).jaxpr
-    order = list(given.invars)
+    jaxpr = jax.make_jaxpr(like)(*avals).jaxpr
+    order = list(jaxpr.invars)
     while len(jaxpr.eqns) == 1 and (called := call(jaxpr.eqns[0])) and called.kind in ("call", "remat"):
         inside_of = dict(zip(jaxpr.eqns[0].invars, called.jaxpr.invars, strict=True))
         jaxpr, order = called.jaxpr, [inside_of.get(var) for var in order]
@@ -645,10 +650,10 @@ def _single(eqn: Any, like: Callable[..., Any]) -> tuple[Any, list[Any]]:
 
 
 def _alike(eqn: Any, like: Callable[..., Any], operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
-    """The meaning of that operation, with the inputs counted as those of `eqn`."""
+    """Returns the meaning of the operation that `like` is, with the inputs counted as those of `eqn`."""
     inner, order = _single(eqn, like)
     position = next((k for k, var in enumerate(inner.invars) if var is order[operand]), None)
-    places = [next((k for k, own in enumerate(order) if own is var), None) for var in inner.invars]
+    places = [next((k for k, source in enumerate(order) if source is var), None) for var in inner.invars]
     found = None
     if position is not None:
         found = meaning(inner, position, axes, [() if k is None else data[k] for k in places])

@@ -145,7 +145,7 @@ class Program:
         constant: Callable[[Value], State],
         visit: Callable[[int, Op, list[State]], Sequence[State]],
     ) -> list[State]:
-        """Computes with states in the place of arrays: those of the results, from those of the inputs.
+        """Computes the states of the results from those of the inputs, as the program computes arrays.
 
         Args:
           states: of the inputs.
@@ -163,7 +163,7 @@ class Program:
         return list(map(read, self.outputs))
 
     def average_over_devices(self, num_params: int) -> tuple[str, ...]:
-        """The axes of devices over which the loss, the first result, is a sum or mean of what parameters do."""
+        """Returns the axes of devices over which the loss, the first result, is summed or averaged."""
         moved = set(self.inputs[:num_params])  # what depends on parameters
         makers: dict[Value, Op] = {}
         for op in self.ops:
@@ -224,7 +224,7 @@ def _pairs(eqns: Sequence[Any], twins: Sequence[Any], alike: bool) -> list[Any]:
     def form(eqn):
         return eqn.primitive.name, *(len(_shape(var)) for var in (*eqn.invars, *eqn.outvars))
 
-    forms = [list(map(form, own)) for own in (eqns, twins)]
+    forms = [list(map(form, each)) for each in (eqns, twins)]
     if forms[0] == forms[1]:
         return list(twins)
     if alike:
@@ -236,14 +236,14 @@ def _pairs(eqns: Sequence[Any], twins: Sequence[Any], alike: bool) -> list[Any]:
 
 
 def _inline(
-    found: Program, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Value], twin: Any, alike: bool
+    into: Program, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Value], twin: Any, alike: bool
 ) -> list[Value]:
     """Adds the operations of a jaxpr to a program; its results."""
     env: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
     same = twin and len(twin.constvars) == len(jaxpr.constvars)
-    known = _values(jaxpr.constvars, twin.constvars if same else None)
-    env.update(zip(jaxpr.constvars, known, strict=True))
-    found.consts.update(zip(known, consts, strict=True))
+    constants = _values(jaxpr.constvars, twin.constvars if same else None)
+    env.update(zip(jaxpr.constvars, constants, strict=True))
+    into.consts.update(zip(constants, consts, strict=True))
 
     def read(variables, twins) -> list[Value]:
         numbers = _values(variables, twins)
@@ -255,19 +255,19 @@ def _inline(
         call, same = primitives.call(eqn), primitives.call(other) if other is not None else None
         inner = same and same.jaxpr
         if call and call.kind == "call":
-            inputs = _constrained(found, inputs, primitives.shardings(eqn)[0])
-            results = _inline(found, call.jaxpr, call.consts, inputs, inner, alike)
-            results = _constrained(found, results, primitives.shardings(eqn)[1])
+            inputs = _constrained(into, inputs, primitives.shardings(eqn)[0])
+            results = _inline(into, call.jaxpr, call.consts, inputs, inner, alike)
+            results = _constrained(into, results, primitives.shardings(eqn)[1])
         else:
             results = _values(eqn.outvars, other and other.outvars)
             program = _flat(call.jaxpr, call.consts, inner, alike) if call else None
             longer = bool(call and call.scan and same and same.scan != call.scan)
-            found.ops.append(Op(eqn, jaxpr, inputs, results, call, program, longer))
+            into.ops.append(Op(eqn, jaxpr, inputs, results, call, program, longer))
         env.update(zip(eqn.outvars, results, strict=True))
     return read(jaxpr.outvars, twin and twin.outvars)
 
 
-def _constrained(found: Program, values: list[Value], shardings: Sequence[Any]) -> list[Value]:
+def _constrained(program: Program, values: list[Value], shardings: Sequence[Any]) -> list[Value]:
     """Values that lie as a `jit` inside the loss has it."""
     result = []
     for value, sharding in zip(values, shardings or [None] * len(values), strict=True):
@@ -275,7 +275,7 @@ def _constrained(found: Program, values: list[Value], shardings: Sequence[Any]) 
             put = functools.partial(jax.lax.with_sharding_constraint, shardings=sharding)
             closed = jax.make_jaxpr(put)(jax.ShapeDtypeStruct(value.shape, value.dtype))
             new = dataclasses.replace(value)
-            found.ops.append(Op(closed.jaxpr.eqns[0], closed.jaxpr, [value], [new]))
+            program.ops.append(Op(closed.jaxpr.eqns[0], closed.jaxpr, [value], [new]))
             value = new
         result.append(value)
     return result
@@ -291,13 +291,13 @@ class Reached(NamedTuple):
     summed: bool
 
 
-def mark_live(found: Program, results: Sequence[Reached], roots: Collection[Op] = ()) -> list[Reached]:
+def mark_live(program: Program, results: Sequence[Reached], roots: Collection[Op] = ()) -> list[Reached]:
     """Notes what reaches the loss.
 
     Integers and booleans carry no gradient, nor does what goes through `stop_gradient` and the like.
 
     Args:
-      found: the program.
+      program: the program.
       results: how its results do.
       roots: ops whose results do, whoever reads them.
 
@@ -316,9 +316,9 @@ def mark_live(found: Program, results: Sequence[Reached], roots: Collection[Op] 
     def reached(value: Value) -> Reached:
         return Reached(readers[value] > 0, readers[value] > 0 and value not in bent)
 
-    for value, how in zip(found.outputs, results, strict=True):
+    for value, how in zip(program.outputs, results, strict=True):
         reach(value, how)
-    for op in reversed(found.ops):
+    for op in reversed(program.ops):
         ways = [reached(value) for value in op.outputs]
         if op in roots:
             ways = [Reached(True, False)] * len(ways)
@@ -330,11 +330,11 @@ def mark_live(found: Program, results: Sequence[Reached], roots: Collection[Op] 
         op.summed = all(way.summed for way in ways if way.live)
         for value, how in zip(op.inputs, inputs, strict=True):
             reach(value, how)
-    for op in found.ops:
+    for op in program.ops:
         op.branched = tuple(readers[value] > 1 for value in op.inputs)
-    found.branched = tuple(readers[value] > 1 for value in found.outputs)
-    arguments = [reached(value) for value in found.inputs]
-    found.live = tuple(how.live for how in arguments)
+    program.branched = tuple(readers[value] > 1 for value in program.outputs)
+    arguments = [reached(value) for value in program.inputs]
+    program.live = tuple(how.live for how in arguments)
     return arguments
 
 

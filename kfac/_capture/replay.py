@@ -39,7 +39,7 @@ Multipliers = dict[int, jax.Array]  # by position among the arguments or results
 
 
 def replay(program: Program, args: Sequence[Any], plan: Plan, probes: Probes) -> tuple[list[Any], dict[Key, Any]]:
-    """The results of a program, with the taps of `plan`; and what its marks hand out, stacked by the scans around."""
+    """Evaluates a program with the taps of `plan`: its results, and what marks hand out, stacked by scans."""
     outs, _, handed = _replay(program, args, {}, plan, probes)
     return list(map(_alone, outs)), handed
 
@@ -64,7 +64,7 @@ class Source:
 
 
 def _source(producers: Mapping[Value, Op], value: Value) -> Source | None:
-    """Where an operand comes from, if from elementwise operations of the same program."""
+    """Returns the elementwise operations that an operand comes from; None if it comes from others."""
     ops: list[Op] = []
     inputs: list[Value] = []
     while value in producers:
@@ -91,7 +91,7 @@ def _replay(
     def read(value: Value) -> Any:
         return env[value] if value.number is None else value.number
 
-    def known(values: Sequence[Value]) -> Multipliers:
+    def multipliers_of(values: Sequence[Value]) -> Multipliers:
         return {k: multipliers[value] for k, value in enumerate(values) if value in multipliers}
 
     for index, op in enumerate(program.ops):
@@ -104,12 +104,12 @@ def _replay(
                 values[other] = Shared(jnp.broadcast_to(values[other], (plan.late[index], *values[other].shape)))
         kronecker = [tap.key for tap in plan.taps.get(index, ()) if isinstance(tap, KroneckerTap) and not tap.use.scans]
         if kronecker and not any(map(_is_shared, values)):
-            values, own = together((values, {key: probes[key] for key in kronecker}))
-            probes = {**probes, **own}
+            values, joined = together((values, {key: probes[key] for key in kronecker}))
+            probes = {**probes, **joined}
         if child is None:
             outs = _evaluate(op, values, plan.merges.get(index))
         else:
-            outs, leaving, inside = _inside(op, values, known(op.inputs), child, probes)
+            outs, leaving, inside = _inside(op, values, multipliers_of(op.inputs), child, probes)
             multipliers.update((op.outputs[k], multiplier) for k, multiplier in leaving.items())
             handed |= inside
         if index in plan.multipliers:
@@ -137,11 +137,11 @@ def _replay(
             key, at_mark = plan.marks[index]
             outs[0], handed[key] = at_mark(outs[0], probes[key])
         env.update(zip(op.outputs, outs, strict=True))
-    return list(map(read, program.outputs)), known(program.outputs), handed
+    return list(map(read, program.outputs)), multipliers_of(program.outputs), handed
 
 
 def _evaluate(op: Op, values: Sequence[Any], axis: int | None) -> list[Any]:
-    """Results of an op; where arrays that all examples share meet the examples, which have the axis `axis`."""
+    """Evaluates an op. Where arrays that all examples share meet the examples, `axis` is the axis of these."""
     if not any(map(_is_shared, values)):
         return op.compute(values)
     if axis is not None and len(values) > 1:
@@ -152,9 +152,9 @@ def _evaluate(op: Op, values: Sequence[Any], axis: int | None) -> list[Any]:
             return jnp.broadcast_to(value, op.outputs[0].shape)
 
         return [primitives.ELEMENTWISE[op.name](*map(whole, values))]
-    own = [value.rows if _is_shared(value) else value for value in values]
+    rows = [value.rows if _is_shared(value) else value for value in values]
     axes = [0 if _is_shared(value) else None for value in values]
-    outs = jax.vmap(lambda *values: op.compute(values), in_axes=axes)(*own)
+    outs = jax.vmap(lambda *values: op.compute(values), in_axes=axes)(*rows)
     if axis is None:
         return list(map(Shared, outs))
     return [jnp.moveaxis(jnp.take(outs[0], 0, axis=axis + 1), 0, axis)]
@@ -171,8 +171,8 @@ def _inside(
         assert op.inner
         return _replay(op.inner, values, scaled, plan, probes)
 
-    own, params = {key: probes[key] for key in plan.keys()}, op.eqn.params
-    return jax.checkpoint(block, prevent_cse=params["prevent_cse"], policy=params["policy"])(own, values, scaled)
+    entries, params = {key: probes[key] for key in plan.keys()}, op.eqn.params
+    return jax.checkpoint(block, prevent_cse=params["prevent_cse"], policy=params["policy"])(entries, values, scaled)
 
 
 def _scan(
@@ -181,17 +181,17 @@ def _scan(
     assert op.scan
     first, last = op.scan.consts, op.scan.last
     shared = {key: probes[key] for key, iterated in plan.iterated.items() if not iterated}
-    own = {key: probes[key] for key, iterated in plan.iterated.items() if iterated}
+    sliced_probes = {key: probes[key] for key, iterated in plan.iterated.items() if iterated}
     # A scaled view that is carried comes out as it went in.
     same = {k: multiplier for k, multiplier in scaled.items() if k < last}
     sliced = {k: multiplier for k, multiplier in scaled.items() if k >= last}
 
     def step(inner, arguments, beside):
-        own, sliced = beside
-        outs, _, handed = _replay(inner, arguments, {**same, **sliced}, plan, {**shared, **own})
+        sliced_probes, sliced = beside
+        outs, _, handed = _replay(inner, arguments, {**same, **sliced}, plan, {**shared, **sliced_probes})
         return outs, handed
 
-    outs, handed = _scan_by(step, op, values, (own, sliced))
+    outs, handed = _scan_by(step, op, values, (sliced_probes, sliced))
     return outs, {k - first: multiplier for k, multiplier in same.items() if k >= first}, handed
 
 

@@ -40,7 +40,7 @@ class Output:
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """An activation, and the late uses of whose rows, the same for all examples, it is made."""
+    """An activation, with the late uses that it is made of: their rows are the same for all examples."""
 
     output: Output | None = None
     shared: frozenset[int] = frozenset()
@@ -143,7 +143,7 @@ class Use:
         return self.times * math.prod(atom.size for axis in self.read.y_axes for atom in axis if not atom.of_leaf)
 
     def for_all(self, n: int) -> Use:
-        """The same with `n` examples on a first axis, for rows that all of them share."""
+        """Puts `n` examples on a first axis of a late use, whose rows all of them share."""
         if not self.late:
             return self
         read, axis = self.read, axes_lib.examples(n)

@@ -97,10 +97,10 @@ class KroneckerTap:
         count = self.cut["AG".index(side)] if kind == "gram" else 1
         if count > 1 and number is None:
             return form.blocks(count)
-        found = getattr(form, kind)()
+        moment = getattr(form, kind)()
         if number is not None:
-            found = multiplied(found, number, kind, self.homogeneous is not None)
-        return diagonal_blocks(found, count)
+            moment = multiplied(moment, number, kind, self.homogeneous is not None)
+        return diagonal_blocks(moment, count)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,10 +172,10 @@ tapped.defvjp(lambda tap, residuals, y, probe: (y, residuals), _backward)
 
 @jax.custom_jvp
 def together(values: Any) -> Any:
-    """`values`, whose cotangents are there together, or none of them is.
+    """Identity whose cotangents are computed together (an optimization barrier in the backward pass).
 
-    Of the operands of a layer with its probe: XLA would compute the statistics and the gradient of the kernel when it
-    likes, and keep what they are made of until then.
+    It ties the operands of a layer to its probe. Else XLA would compute statistics and the gradient of the kernel at
+    different times, and keep until then what they are made of.
     """
     return values
 
@@ -221,8 +221,8 @@ class Plan:
         return plan
 
     def keys(self) -> set[Key]:
-        """Of all probes that are used here and inside."""
+        """Returns the keys of all probes that are used here and inside."""
         taps = [tap for behind in self.taps.values() for tap in behind]
-        own = {tap.key for tap in taps} | {key for key, _ in self.marks.values()}
-        own |= {tap.basis for tap in taps if isinstance(tap, KroneckerTap) and tap.basis}
-        return own.union(*(child.keys() for child in self.children.values()))
+        used = {tap.key for tap in taps} | {key for key, _ in self.marks.values()}
+        used |= {tap.basis for tap in taps if isinstance(tap, KroneckerTap) and tap.basis}
+        return used.union(*(child.keys() for child in self.children.values()))

@@ -199,7 +199,7 @@ def trace(
 
 
 def _arrays_of(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """The arrays among the leaves of a tree, and the tree as a function of them; other leaves stay what they are."""
+    """Returns the arrays among the leaves of a tree, and a function that puts others in their place."""
     leaves, structure = jax.tree.flatten(tree)
     others = [None if is_array(leaf) else (leaf,) for leaf in leaves]
 
@@ -240,8 +240,8 @@ def _why_hidden(several: Sequence[Batch], reasons: Sequence[str]) -> str:
 
 def _lies(leaves: Iterable[Any]) -> AxisName | None:
     """The axes of a mesh with explicit ones along which all these arrays are split."""
-    found = {jax.typeof(leaf).sharding.spec[0] for leaf in leaves if isinstance(leaf, jax.Array)}
-    return found.pop() if len(found) == 1 else None
+    specs = {jax.typeof(leaf).sharding.spec[0] for leaf in leaves if isinstance(leaf, jax.Array)}
+    return specs.pop() if len(specs) == 1 else None
 
 
 def _mark(program: Program) -> None:
@@ -295,19 +295,19 @@ def _candidates(args: tuple, kwargs: dict, batch_argnums: Argnums, shared: Colle
         return Batch(chosen[0].length, argnums, shared, leaves=frozenset(leaf.position for leaf in chosen))
 
     def of_lengths(keys: Collection[int | str]) -> list[list[Leaf]]:
-        """The leaves of these arguments by length, if each argument has one of them; the most first."""
+        """Groups the leaves of these arguments by length, the most first; of each length every argument has one."""
         of_keys = [leaf for leaf in leaves if leaf.argument in keys and leaf.length]
         lengths = dict.fromkeys(leaf.length for leaf in of_keys)
         alike = [[leaf for leaf in of_keys if leaf.length == length] for length in lengths]
-        whole = (own for own in alike if given is not None or {leaf.argument for leaf in own} == set(keys))
+        whole = (own for own in alike if named is not None or {leaf.argument for leaf in own} == set(keys))
         return sorted(whole, key=len, reverse=True)
 
-    given = None if batch_argnums is None else _named(batch_argnums, arguments, len(args))
-    first = [key for key in arguments if key == 1] if given is None else given
+    named = None if batch_argnums is None else _named(batch_argnums, arguments, len(args))
+    first = [key for key in arguments if key == 1] if named is None else named
     alike = of_lengths(first) if first else []
     yield [candidate(own) for own in alike]
     yield [candidate([leaf for leaf in own if leaf is not out]) for own in alike if len(own) > 1 for out in own]
-    for own_first in (True, False) if given is None else ():
+    for own_first in (True, False) if named is None else ():
         for count in range(2 if own_first else 1, len(arguments) + 1):  # the first alone was tried
             keys = [set(keys) for keys in itertools.combinations(arguments, count)]
             chosen = [own for own in keys if (1 in own) == own_first]
@@ -323,13 +323,13 @@ def _named(batch_argnums: Argnums, known: Collection[int | str], count: int) -> 
     named = (batch_argnums,) if isinstance(batch_argnums, int | str) else tuple(batch_argnums or ())
     result: list[int | str] = []
     for k in named:
-        own = k % (count + 1) if isinstance(k, int) and not isinstance(k, bool) and -count - 1 < k <= count else k
-        if own not in known:
+        key = k % (count + 1) if isinstance(k, int) and not isinstance(k, bool) and -count - 1 < k <= count else k
+        if key not in known:
             raise ValueError(
                 f"batch_argnums={batch_argnums!r}: there is no argument {k!r} beside params; positional ones are "
                 f"1 to {count}" + "".join(f", keyword {name!r}" for name in known if isinstance(name, str))
             )
-        result.append(own)
+        result.append(key)
     return result
 
 
@@ -338,10 +338,10 @@ def batch_of(layers: Layers, args: tuple, kwargs: dict) -> tuple[Argnums, Collec
 
     None and nothing where there are no such arguments.
     """
-    known = tuple(k for k in layers.batch_argnums if (k in kwargs if isinstance(k, str) else 0 < k <= len(args)))
-    return (known, layers.shared) if known else (None, ())
+    present = tuple(k for k in layers.batch_argnums if (k in kwargs if isinstance(k, str) else 0 < k <= len(args)))
+    return (present, layers.shared) if present else (None, ())
 
 
 def aim_at(traced: Trace, roots: Collection[Op]) -> None:
-    """Notes what reaches the results of some ops, in the place of what reaches the loss."""
+    """Notes what reaches the results of some ops, instead of what reaches the loss."""
     mark_live(traced.program, [Reached(False, False)] * len(traced.program.outputs), roots)

@@ -174,7 +174,7 @@ def _differentiate(
 
 
 def _sum_of_moments(factors_of: Callable[[jax.Array], Factors], units: jax.Array) -> Factors:
-    """Factors whose second moments of gradients are the sums over all units; what does not depend on them stays."""
+    """Sums the second moments of gradients over all units; what does not depend on these stays as it is."""
 
     def add(total, unit):
         return jax.tree.map(jnp.add, total, factors_of(unit)), None
@@ -184,7 +184,7 @@ def _sum_of_moments(factors_of: Callable[[jax.Array], Factors], units: jax.Array
 
 
 def _fisher_key(loss_fn: Callable[..., Any], kwargs: dict[str, Any], fisher: str) -> jax.Array | None:
-    """The key for what is drawn, taken out of the keywords."""
+    """Takes the key for what is drawn out of the keywords."""
     if fisher != "empirical":
         return checked_key(kwargs.pop("fisher_key", None), fisher)
     if "fisher_key" in kwargs and not _takes(loss_fn, "fisher_key"):
@@ -201,7 +201,7 @@ def _takes(loss_fn: Callable[..., Any], name: str) -> bool:
 
 
 def _without_statistics(loss_fn: Callable[..., Any], has_aux: bool, params: Any, args: Any, kwargs: Any) -> Any:
-    """`jax.value_and_grad` with new objects for those among the arguments: then those of flax nnx may be changed."""
+    """Calls `jax.value_and_grad` with copies of objects among the arguments, as those of flax nnx may change."""
     leaves, structure = jax.tree.flatten((args, kwargs))
 
     def loss(params):

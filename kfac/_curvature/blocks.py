@@ -56,7 +56,7 @@ class Group:
 
     @property
     def members(self) -> str:
-        """The names of the members, in order; of long lists the beginning, and a number that tells it from others."""
+        """The names of the members, in order. A long list is cut, with a number behind that tells it from others."""
         names = ", ".join(layer.name for layer in self.layers)
         if len(names) <= 150:
             return names
@@ -105,7 +105,7 @@ class Group:
         return self.block.inverse(inverse)
 
     def zeros(self, size: int, dtype: Any, *, moments: bool = False) -> Block:
-        """Statistics of `size` blocks before any have arrived; with `moments`, those too where a member has such."""
+        """Returns statistics of `size` blocks before any have arrived, with `moments` if a member has such."""
         shapes = self.shapes | ({"moments": (self.d_out, self.d_in)} if moments and self.correctable else {})
         return self.block.statistics(**{name: jnp.zeros((size, *shape), dtype) for name, shape in shapes.items()})
 
@@ -129,14 +129,14 @@ class Group:
 
     @property
     def by_leaf(self) -> list[Group]:
-        """As groups of the kernels and of the biases, where all members agree on which columns are whose."""
+        """Splits the group into one of kernels and one of biases, if all members agree on which rows are whose."""
         widths = {tuple(layout.size("in") for layout in layer.layouts) for layer in self.layers}
         if len(widths) > 1 or any(layer.pieces > 1 for layer in self.layers):
             return [self]
 
         def only(layer, k, width):
-            own = {name: getattr(layer, name)[k : k + 1] for name in ("params", "shapes", "layouts")}
-            return dataclasses.replace(layer, d_in=width, **own)
+            fields = {name: getattr(layer, name)[k : k + 1] for name in ("params", "shapes", "layouts")}
+            return dataclasses.replace(layer, d_in=width, **fields)
 
         return [
             dataclasses.replace(self, layers=tuple(only(layer, k, width) for layer in self.layers))
@@ -172,14 +172,14 @@ class Group:
         return tuple(itertools.accumulate(self.counts[:-1], initial=0))
 
     def split_matrices(self, matrices: jax.Array, starts: Mapping[int, jax.Array]) -> dict[str, jax.Array]:
-        """The inverse of `stack_matrices`: leaves by path. The values of `starts` are those of its keys.
+        """Cuts a stack into leaves by path: the inverse of `stack_matrices`. Values of `starts` are its keys as arrays.
 
         Where XLA does not know these numbers, leaves of one shape share one compiled kernel.
         """
         leaves: dict[str, jax.Array] = {}
         for layer, count, start in zip(self.layers, self.counts, self.starts, strict=True):
-            own = lax.dynamic_slice_in_dim(matrices, starts[start], count)
-            rows = layer.from_pieces(own.mT).mT if layer.pieces > 1 else own
+            part = lax.dynamic_slice_in_dim(matrices, starts[start], count)
+            rows = layer.from_pieces(part.mT).mT if layer.pieces > 1 else part
             leaves.update(zip(layer.params, layer.from_rows(rows), strict=True))
         return leaves
 
@@ -199,7 +199,7 @@ def group_layers(layers: Layers) -> tuple[Group, ...]:
         name = f"{'' if layer.captured else OF_GRADIENTS}{layer.block.name}_{d_out}x{d_in}{form}"
         members.setdefault(name, []).append(layer)
     # By name, so that a state has its blocks in one order whatever that of the program.
-    groups = [Group(name, tuple(sorted(own, key=lambda layer: layer.name))) for name, own in members.items()]
+    groups = [Group(name, tuple(sorted(alike, key=lambda layer: layer.name))) for name, alike in members.items()]
     return tuple(sorted(groups, key=lambda group: min(layer.order for layer in group.layers)))
 
 

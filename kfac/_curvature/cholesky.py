@@ -7,6 +7,7 @@ precision products (TF32, bf16 passes) inside a factorisation lose the small eig
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from kfac._curvature.inverse import Inverse, identities, product
 from kfac._curvature.symmetric import flatten, unflatten
 from kfac._factors import Kronecker, Packed, diagonals, is_diagonal
 
+SIXFOLD = lax.DotAlgorithmPreset.BF16_BF16_F32_X6
 LEAF = 600  # larger matrices are treated by halves; smaller leaves gain little, and cost time to compile
 
 
@@ -76,7 +78,7 @@ class Cholesky(Inverse):
         return flatten(_packed(kept))
 
     def decode(self, flat, like):
-        """From triangles."""
+        """The inverse of `encode`."""
         return unflatten(flat, jax.eval_shape(_packed, like)).unpacked()
 
 
@@ -135,8 +137,13 @@ def spd_inverse(stack: jax.Array) -> jax.Array:
 
 
 def exact_product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Of matrices, with no reduced precision inside."""
-    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+    """Multiplies matrices with no reduced precision inside; on CUDA in six products of bfloat16 parts.
+
+    These have all 24 bits of float32, and with sums in float32 errors no larger than its own. By the peaks of an H100
+    they take 0.4 of its time.
+    """
+    exact, sixfold = (functools.partial(jnp.matmul, precision=x) for x in (lax.Precision.HIGHEST, SIXFOLD))
+    return lax.platform_dependent(a, b, cuda=sixfold if a.dtype == jnp.float32 else exact, default=exact)
 
 
 def factorise(stack: jax.Array) -> tuple[Lower, Lower]:

@@ -55,7 +55,7 @@ class Eigh(Inverse):
         return basis, block_eigenvalues(basis) + damping[:, None, None]
 
     def apply(self, kept, matrices, damping):
-        """In the eigenbasis, a division."""
+        """A division in the eigenbasis."""
         damping = self.damping_of_step(kept, damping)
         return solve_in_basis(kept, block_eigenvalues(kept), matrices, damping, self.precision)
 
@@ -96,27 +96,22 @@ Ends = tuple[jax.Array, jax.Array]  # the smallest and the largest eigenvalue of
 
 
 def ends(values: jax.Array) -> Ends:
-    """Of eigenvalues `[k, d]`."""
+    """Returns the smallest and largest of eigenvalues `[k, d]`."""
     return jnp.min(values, axis=1), jnp.max(values, axis=1)
 
 
 def condition_of(a: Ends, g: Ends, damping: jax.Array) -> jax.Array:
     """`[k]`, the condition numbers of blocks `A (x) G` with `damping` `[k]`, from the eigenvalues of both."""
-    # Rounding can make those of a second moment negative.
-    low, high = (jnp.maximum(x, 0) * jnp.maximum(y, 0) for x, y in zip(a, g, strict=True))
-    return _condition(low, high, damping)
+    # Rounding can make those of a second moment negative. What a schedule may bring for a damping, zero or NaN, is no
+    # reason to take the decompositions for missing.
+    damping = jnp.where(damping > 0, damping, 0).astype(a[0].dtype)
+    low, high = (jnp.maximum(x, 0) * jnp.maximum(y, 0) + damping for x, y in zip(a, g, strict=True))
+    return jnp.where(low <= 0, jnp.inf, high / jnp.where(low <= 0, 1, low))  # NaN stays
 
 
 def eigen_condition(values: jax.Array, damping: jax.Array) -> jax.Array:
     """`[k]`, the condition numbers of blocks with eigenvalues `values` `[k, d_out, d_in]` and `damping` `[k]`."""
-    return _condition(jnp.min(values, axis=(1, 2)), jnp.max(values, axis=(1, 2)), damping)
-
-
-def _condition(low: jax.Array, high: jax.Array, damping: jax.Array) -> jax.Array:
-    # What a schedule may bring, zero or NaN, is no reason to take the decompositions for missing.
-    damping = jnp.where(damping > 0, damping, 0).astype(low.dtype)
-    low, high = low + damping, high + damping
-    return jnp.where(low <= 0, jnp.inf, high / jnp.where(low <= 0, 1, low))  # NaN stays
+    return condition_of(ends(values.reshape(len(values), -1)), 2 * (jnp.ones_like(damping),), damping)
 
 
 def solve_in_basis(

@@ -17,12 +17,12 @@ from kfac._factors import Eigen, Kronecker
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Of stacks, on tensor cores: moments are estimates, and wrong by far more than 1e-5."""
+    """Multiplies stacks on tensor cores: moments are estimates, and wrong by far more than 1e-5."""
     return product("kij,kjl->kil", "bfloat16_3x", a.dtype, a.dtype, a, b)
 
 
 class Moments(NamedTuple):
-    """Of `k` blocks, the second moments of per-example gradients in the eigenbasis that they are preconditioned in.
+    """The second moments of per-example gradients of `k` blocks, in the eigenbasis that they are preconditioned in.
 
     Attributes:
       average: bias-corrected running average, `[k, d_out, d_in]`.
@@ -59,7 +59,7 @@ class Ekfac(Eigh):
     takes_moments = True
 
     def init(self, factors):
-        """As of `Eigh`; with moments for blocks that have them."""
+        """What `Eigh` has, with moments for blocks that have them."""
         inverse = super().init(factors)
         if factors.moments is None:
             return inverse
@@ -75,12 +75,12 @@ class Ekfac(Eigh):
         return new, eigen_condition(corrected_eigenvalues(new), damping)
 
     def apply(self, kept, matrices, damping):
-        """In the eigenbasis, a division by the corrected eigenvalues."""
+        """A division by the corrected eigenvalues, in the eigenbasis."""
         damping = self.damping_of_step(kept, damping)
         return solve_in_basis(kept, corrected_eigenvalues(kept), matrices, damping, self.precision)
 
     def spectrum(self, kept, factors, damping):
-        """In the kept eigenvectors; without moments the eigenvalues are what the factors have along them."""
+        """The eigenvectors are the kept ones; without moments the eigenvalues are what the factors have along them."""
         if kept is None or kept.moments is None:
             return super().spectrum(kept, factors, damping)
 
@@ -93,7 +93,7 @@ class Ekfac(Eigh):
         return basis, values + damping[:, None, None]
 
     def absorb(self, kept, moments, decay, taken):
-        """Into the running average of the moments."""
+        """Takes them into the running average of the moments."""
         return dataclasses.replace(
             kept, moments=Moments(*averaged(kept.moments.average, kept.moments.weight, moments, decay, taken))
         )

@@ -59,9 +59,9 @@ class Inverse(abc.ABC):
 
     Args:
       precision: the arithmetic in which inverses are applied, `"float32"`, `"bfloat16_3x"` (three products of bfloat16
-        parts, the default), `"tensorfloat32"` or `"bfloat16"`; with the last they are kept in it, too, else in float32.
-        CPUs have float32 only for the first three. They are always computed in float32; those of a float64 model are
-        float64 throughout, but with `"bfloat16"`.
+        parts, the default but for `Soap`), `"tensorfloat32"` or `"bfloat16"`; with the last they are kept in it, too,
+        else in float32. CPUs have float32 only for the first three. They are always computed in float32; those of a
+        float64 model are float64 throughout, but with `"bfloat16"`.
       relative: whether the damping of a block is in units of its mean eigenvalue, `(tr A / dim A) (tr G / dim G)`, 1
         where that is zero. Then it means the same in all layers, whatever the scale of the loss. `refresh` and
         `spectrum` get the product.
@@ -221,7 +221,7 @@ def damping_of_blocks(inverse: Inverse, factors: Any, damping: jax.Array) -> jax
 
 
 def sums(stacks: Sequence[jax.Array], first: int = 1) -> Sequence[jax.Array]:
-    """The sums of stacks of one shape along all axes from the `first` on.
+    """Sums stacks of one shape along all axes from the `first` on.
 
     In one operation, which reads only once what they are made of, and is one kernel to compile.
     """
@@ -242,7 +242,7 @@ def count_bytes(tree: Any) -> int:
 
 
 def finite(stack: jax.Array, dims: int = 1) -> jax.Array:
-    """Whether all numbers are finite of each of what `stack` has along its first `dims` dimensions.
+    """Tells of each entry along the first `dims` dimensions of `stack` whether all of its numbers are finite.
 
     By their sum: NaN stays in it, infinities stay or become NaN. Finite numbers whose sum is too large for float32
     count as not finite. `isfinite` of every number would be an array as large as the stack.
@@ -252,7 +252,7 @@ def finite(stack: jax.Array, dims: int = 1) -> jax.Array:
     return jnp.isfinite(jnp.sum(stack, axis=tuple(range(dims, stack.ndim)), dtype=wide))
 
 
-def product(spec: str, precision: str, kept: Any, wide: Any, *operands: jax.Array) -> jax.Array:
+def product(spec: str, precision: str, dtype: Any, wide: Any, *operands: jax.Array) -> jax.Array:
     """An `einsum` of two operands in the arithmetic that `precision` names, with sums and result in `wide`.
 
     Operands are taken in `kept`, the dtype that inverses are kept in.
@@ -261,8 +261,8 @@ def product(spec: str, precision: str, kept: Any, wide: Any, *operands: jax.Arra
     def einsum(arithmetic, *operands):
         return jnp.einsum(spec, *operands, precision=arithmetic, preferred_element_type=wide)
 
-    narrow = [x.astype(kept) for x in operands]
-    if precision in ("float32", "bfloat16") or kept != jnp.float32:
+    narrow = [x.astype(dtype) for x in operands]
+    if precision in ("float32", "bfloat16") or dtype != jnp.float32:
         return einsum(lax.Precision.HIGHEST, *narrow)
     high = functools.partial(einsum, lax.Precision.HIGH)  # without tensor cores float32; on TPUs three products
     if precision == "tensorfloat32":
@@ -284,7 +284,7 @@ def identities(shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def averaged(average: Any, weight: jax.Array, new: Any, decay: jax.Array, taken: jax.Array) -> tuple[Any, jax.Array]:
-    """A running average and the sum `[k]` of its weights, with what is new of the blocks that are `taken`.
+    """Takes the new values of the blocks that are `taken` into a running average and into the sum `[k]` of its weights.
 
     `F <- decay F + (1 - decay) F_new`, divided by the sum of the weights, so that the first is used as it is.
 

@@ -68,7 +68,7 @@ def once_if(needed: jax.Array, change: Callable[[Any], Any], stacks: Any) -> Any
 
 
 def in_portions(fn: Callable[..., Any], width: int, *arguments: Any) -> Any:
-    """`fn(width, *arguments)`, which calls LAPACK for `width` matrices at once; on CPUs one by one, `fn(1, ...)`.
+    """Calls `fn(width, *arguments)`, which works on `width` matrices at once; on CPUs `fn(1, ...)`, one by one.
 
     There JAX's LAPACK calls hand the matrices of a batch to XLA's threads and wait for them, on one of these threads:
     with as many simulated devices as cores all wait, and none is left to work.
@@ -98,8 +98,8 @@ def _refresh(inverse: Inverse, width: int, kept: Any, factors: Any, wanted: jax.
         open_ = rows(wanted) & ~(old[1] > 0)
 
         def attempt():
-            own = rows(factors)
-            new, condition = inverse.refresh(old[0], own, more * damping_of_blocks(inverse, own, damping))
+            averages = rows(factors)
+            new, condition = inverse.refresh(old[0], averages, more * damping_of_blocks(inverse, averages, damping))
             usable = open_ & (condition > 0)
             for leaf in jax.tree.leaves(new):
                 usable &= finite(leaf)

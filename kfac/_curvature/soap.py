@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kfac._checks import check_range
+from kfac._curvature.cholesky import exact_product
 from kfac._curvature.eigh import Ends, condition_of, ends, rotate
 from kfac._curvature.ekfac import turned
 from kfac._curvature.inverse import Inverse, averaged, cosine, identities, per_block
@@ -46,8 +47,8 @@ class Soap(Inverse):
     further, `Q <- qr(A Q)`, so that it follows the factors: the first ten steps, which all refresh, bring it close.
 
     Args:
-      precision: the arithmetic in which eigenvectors are applied: `"float32"`, `"bfloat16_3x"`, `"tensorfloat32"` or
-        `"bfloat16"`. They are always computed in float32, and kept in it like the moments.
+      precision: the arithmetic in which eigenvectors are applied: `"float32"`, `"bfloat16_3x"`, `"tensorfloat32"`, the
+        default, or `"bfloat16"`. They are always computed in float32, and kept in it like the moments.
       relative: whether the damping `l` of a block is in units of the mean of its `v`.
       decay: that of the running average, in [0, 1).
 
@@ -58,6 +59,7 @@ class Soap(Inverse):
       Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam", 2024, https://arxiv.org/abs/2409.11321
     """
 
+    precision: str = "tensorfloat32"
     decay: float = 0.95
 
     damped: ClassVar[bool] = False
@@ -71,27 +73,25 @@ class Soap(Inverse):
         check_range("decay", self.decay, "[0, 1)")
 
     def init(self, factors):
-        """As of `Eigh`, with moments that are zero."""
-        a, g = factors.A, factors.G
-        zeros = jnp.zeros((*a.shape[:2], g.shape[1]), a.dtype)
-        moments = Adam(zeros, jnp.zeros(len(a), a.dtype), zeros)
-        sides = [None if is_diagonal(x) else Eigen(identities(x.shape, x.dtype), None) for x in (a, g)]
-        return Kronecker(sides[0], sides[1], moments)
+        """Identities, and moments that are zero."""
+        both = factors.A, factors.G
+        zeros = jnp.zeros((*both[0].shape[:2], both[1].shape[1]), both[0].dtype)
+        sides = [None if is_diagonal(x) else Eigen(identities(x.shape, x.dtype), None) for x in both]
+        return Kronecker(sides[0], sides[1], Adam(zeros, zeros[:, 0, 0], zeros))
 
     def refresh(self, kept, factors, damping):
         """Both bases a step further, the squares in their order, and the momentum in the new ones."""
         a, g = follow(kept.A, factors.A), follow(kept.G, factors.G)
         average, new = kept.moments.average, Kronecker(a.basis, g.basis)
-        if a.order is not None:
-            average = jnp.take_along_axis(average, a.order[:, :, None], axis=1, mode="promise_in_bounds")
-        if g.order is not None:
-            average = jnp.take_along_axis(average, g.order[:, None, :], axis=2, mode="promise_in_bounds")
+        for axis, order in (1, a.order), (2, g.order):
+            if order is not None:
+                average = jnp.take_along_axis(average, jnp.expand_dims(order, 3 - axis), axis, mode="promise_in_bounds")
         trace = turned(kept.moments.trace, _exchanged(kept), _exchanged(new))
         moments = kept.moments._replace(average=average, trace=trace)
         return dataclasses.replace(new, moments=moments), condition_of(a.ends, g.ends, damping)
 
     def advance(self, kept, matrices, damping, momentum, ready):
-        """In the eigenbasis: squares and momentum of the gradients, and this over the root of the mean squares."""
+        """Takes in squares and momentum of gradients, in the eigenbasis; divides momentum by the root of squares."""
         new, old = self._turned(kept, matrices, back=False), kept.moments
         average, weight = averaged(old.average, old.weight, jnp.square(new), jnp.asarray(self.decay), ready)
         trace, ahead = momentum.moved(old.trace, new)
@@ -101,7 +101,7 @@ class Soap(Inverse):
         return dataclasses.replace(kept, moments=Adam(average, weight, trace)), moved, angle
 
     def apply(self, kept, matrices, damping):
-        """In the eigenbasis, a division by the root of the moments."""
+        """A division by the root of the moments, in the eigenbasis."""
         scaled = self._scaled(kept.moments.average, self._turned(kept, matrices.mT, back=False), damping)
         return self._turned(kept, scaled.astype(matrices.dtype), back=True).mT
 
@@ -122,9 +122,10 @@ def _exchanged(basis: Kronecker) -> Kronecker:
     return Kronecker(basis.G, basis.A)
 
 
-# What is added to the eigenvalues of a factor, in units of their mean, so that columns which it takes to nothing but
-# rounding stay as they were, and bases do not wander where there is nothing to follow.
-FLOOR = 1e-6
+# What is added to the eigenvalues of a factor, in units of their mean, so that columns which it takes to next to
+# nothing stay as they were. With 1e-4 and less rounding chose them where there are fewer rows than dimensions: the same
+# rows in another order gave other steps.
+FLOOR = 1e-2
 
 
 class Followed(NamedTuple):
@@ -145,7 +146,7 @@ def follow(kept: Eigen | None, stack: jax.Array) -> Followed:
     """The eigenvectors that are `kept` of symmetric `[k, d, d]`, one step of orthogonal iteration closer."""
     if kept is None:
         return Followed(None, ends(stack), None)
-    image = jnp.matmul(stack, kept.vectors, precision=lax.Precision.HIGHEST)
+    image = exact_product(stack, kept.vectors)
     along, order = lax.top_k(jnp.sum(kept.vectors * image, axis=1), stack.shape[-1])
     mean = per_block(jnp.mean(along, axis=1), image)
     image = image / jnp.where(mean > 0, mean, 1) + FLOOR * kept.vectors

@@ -77,7 +77,7 @@ def _without_hidden(layers: Layers, tree: Any) -> Layers:
 
 
 def _without_rows(factors: Factors, layers: Layers, here: Layers) -> Any:
-    """The factors without the homogeneous 1, the last row and column of `A`, of layers whose bias is hidden."""
+    """Removes the homogeneous 1, the last row and column of `A`, from the factors of layers whose bias is hidden."""
     blocks = dict(factors)
     for layer in layers:
         d_in = here[layer.name].d_in

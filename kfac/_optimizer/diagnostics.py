@@ -100,10 +100,10 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
     state = find_state(source, "source")
     basis: dict[str, Kronecker] = {}
     for group in [group for group in group_layers(layers) if group.correctable]:
-        own = state.owned.get(group.name)
-        vectors = own.inverse.basis(own.blocks.inverse) if own is not None else None
-        if own is None or vectors is None or own.shard.blocks != group.size:
-            have = "no" if own is None else f"{own.shard.blocks}, for inverse={own.inverse!r},"
+        owned = state.owned.get(group.name)
+        vectors = owned.inverse.basis(owned.blocks.inverse) if owned is not None else None
+        if owned is None or vectors is None or owned.shard.blocks != group.size:
+            have = "no" if owned is None else f"{owned.shard.blocks}, for inverse={owned.inverse!r},"
             raise ValueError(
                 f"source must be a state of an optimizer with inverse=kfac.Ekfac() for these layers, but has {have} "
                 f"blocks {group.name}"
@@ -113,7 +113,7 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
         if vectors.A.shape[0] != group.size:
             raise ValueError("source has an axis of devices in front, as pmap returns it: call eigenbasis inside of it")
         basis |= {
-            layer.name: group.block.unstack(layer, own) for layer, own in group.split(vectors) if layer.correctable
+            layer.name: group.block.unstack(layer, part) for layer, part in group.split(vectors) if layer.correctable
         }
     return basis
 

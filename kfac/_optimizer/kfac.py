@@ -168,13 +168,13 @@ def _followed_by(tx: Optimizer, rest: Optimizer) -> Optimizer:
     def update(updates, state, params=None, **extra):
         find_state(state, "opt_state")
         preconditioned, first = tx.update(updates, state[0], params, **extra)
-        found = find_state(first, "state")
-        taken = ~found.refused
+        state_after = find_state(first, "state")
+        taken = ~state_after.refused
         told = {"taken": taken, "count": find_state(state[0], "state").count}
         moved, second = rest.update(preconditioned, state[1], params, **extra | told)
         # A refused step is none: the counts of schedules stay, like the momentum, and nothing is updated. Selected, as
         # XLA makes a selection part of the arithmetic beside it, where kernels of a branch would have to be compiled.
-        kept = jax.tree.map(lambda new, old: jnp.where(taken, new, old) if new.ndim == 0 else new, second, state[1])
-        return jax.tree.map(lambda leaf: jnp.where(taken, leaf, 0), moved), (first, kept)
+        counts = jax.tree.map(lambda new, old: jnp.where(taken, new, old) if new.ndim == 0 else new, second, state[1])
+        return jax.tree.map(lambda leaf: jnp.where(taken, leaf, 0), moved), (first, counts)
 
     return optax.GradientTransformationExtraArgs(init, update)

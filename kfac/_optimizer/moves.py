@@ -140,7 +140,7 @@ class Kernels(NamedTuple):
 
 
 def find_kernels(group: Group, lengths: Lengths) -> Kernels:
-    """Of the blocks of a group."""
+    """Returns what the lengths of steps need to know of the blocks of a group."""
     parts = []
     for layer, count in zip(group.layers, group.counts, strict=True):
         kernel = group.block.kernel and not (lengths == "auto" and layer.kind == "embedding")
@@ -189,10 +189,10 @@ def lengthened(stacks: Mapping[str, Stack], coefficient: jax.Array | None) -> di
     chosen = {name: x for name, x in stacks.items() if coefficient is None or x.params is not None}
     if not chosen:
         return {name: x.updates for name, x in stacks.items()}
-    found = {name: _sums(x) for name, x in chosen.items()}
-    sizes = [len(x.square) for x in found.values()]
+    totals = {name: _sums(x) for name, x in chosen.items()}
+    sizes = [len(x.square) for x in totals.values()]
     # The numbers of all groups are worked on as one vector: each operation is then one kernel.
-    ratio, radial = _lengths(Sums(*map(jnp.concatenate, zip(*found.values(), strict=True))), coefficient)
+    ratio, radial = _lengths(Sums(*map(jnp.concatenate, zip(*totals.values(), strict=True))), coefficient)
     cut = [jnp.split(x, np.cumsum(sizes)[:-1]) for x in (ratio, radial)]
     steps = {name: x.updates for name, x in stacks.items()}
     for (name, x), ratio, radial in zip(chosen.items(), *cut, strict=True):
@@ -234,17 +234,17 @@ def _sums(x: Stack) -> Sums:
     if x.params is not None:
         w = jnp.where(x.inside & per_block(x.kernels.size > 0, u), x.params, 0)
         products += [u * w, w * w, g * w, jnp.where(x.inside, g * g, 0), jnp.where(x.inside, 0, u * u)]
-    found = sums([product.astype(u.dtype) for product in products], 2 if x.by_row else 1)
-    square, moving, known, *rest = (s.reshape(-1) for s in found)
-    found = [square, moving, known, *(rest or 5 * [jnp.zeros_like(square)])]
-    square, moving, known, uw, ww, gw, gg, beside = found if x.whole is None else x.whole(jnp.stack(found))
+    totals = sums([product.astype(u.dtype) for product in products], 2 if x.by_row else 1)
+    square, moving, known, *rest = (s.reshape(-1) for s in totals)
+    totals = [square, moving, known, *(rest or 5 * [jnp.zeros_like(square)])]
+    square, moving, known, uw, ww, gw, gg, beside = totals if x.whole is None else x.whole(jnp.stack(totals))
     # Rows that are leaves of their own are alike.
     size, outputs = (jnp.zeros_like(square) + number for number in (x.kernels.size, x.kernels.outputs))
     return Sums(square - beside, uw, ww, gw, gg, beside, moving, known, size, outputs)
 
 
 def _lengths(x: Sums, coefficient: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """What each step is multiplied by, after it has lost so many times the kernel.
+    """Returns what each step is multiplied by, and how many times the kernel is subtracted from it before.
 
     The kernel in it is of no use where its scale does not matter to the loss: there its gradient is at a right angle.
     """
@@ -262,5 +262,5 @@ def _lengths(x: Sums, coefficient: jax.Array | None) -> tuple[jax.Array, jax.Arr
 
 
 def _ratio(length: jax.typing.ArrayLike, square: jax.Array) -> jax.Array:
-    """What makes the norm that `length`, where its square is known; 0 of what is zero."""
+    """Returns the factor that makes a norm, whose square is given, equal to `length`; 0 if it is zero."""
     return jnp.where(square > 0, length / jnp.sqrt(jnp.where(square > 0, square, 1)), 0)

@@ -38,7 +38,7 @@ def step_over_mesh(
     now: Now,
     factors: Factors | None,
 ) -> tuple[Any, KfacState]:
-    """`preconditioned_step` on the devices of a mesh; on explicit axes the results lie as `updates` do."""
+    """Runs `preconditioned_step` on the devices of a mesh. On explicit axes the results are laid out as `updates`."""
     rows = {name: own.shard for name, own in state.owned.items()}
     same, states, leaves = PartitionSpec(), state_spec(config.owners or ()), _apart(config, updates)
     split = config.dealt and _is_split(config, mesh, state.splits, leaves)
@@ -46,7 +46,7 @@ def step_over_mesh(
     if split:
         narrow = {group.name: [_narrowest(_dtypes(part, leaves)) for part in group.by_leaf] for group in config.apart}
 
-    def given(tree):
+    def laid_out(tree):
         return to_owners(config, mesh, tree, rows, state.splits) if split else Gradients(replicated(tree), {})
 
     here = config if config.dealt else dataclasses.replace(config, distribution=Distribution())
@@ -64,7 +64,7 @@ def step_over_mesh(
         in_specs=(own, same if params is None else own, states, same, None if factors is None else apart),
         out_specs=(own, states),
     )
-    new, state = step(given(updates), None if params is None else given(params), state, now, stacks)
+    new, state = step(laid_out(updates), None if params is None else laid_out(params), state, now, stacks)
     if not split:
         return lying_as(new.tree, updates), state
     return from_owners(config, mesh, new, updates, rows, state.splits), state
@@ -74,8 +74,8 @@ def init_over_mesh(config: Config, mesh: Mesh | AbstractMesh, params: Any) -> Kf
     """The state before the first step, lying on a mesh."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     specs = state_spec(config.owners or ())
-    own = jax.shard_map(lambda: init_state(config, shapes), mesh=mesh, in_specs=(), out_specs=specs)
-    state: KfacState = jax.jit(own)()
+    init = jax.shard_map(lambda: init_state(config, shapes), mesh=mesh, in_specs=(), out_specs=specs)
+    state: KfacState = jax.jit(init)()
     state = state._replace(splits=find_splits(params))
     if not isinstance(mesh, AbstractMesh) or not jax.tree.leaves(params):
         return state
@@ -85,7 +85,7 @@ def init_over_mesh(config: Config, mesh: Mesh | AbstractMesh, params: Any) -> Kf
 
 
 def find_splits(params: Any) -> Splits:
-    """How parameters are split over a mesh, by what is known of them: all outside of `jit`."""
+    """Returns how parameters are split over a mesh; under `jit` nothing is known of that."""
     shardings = {
         path: leaf.sharding
         for path, leaf in leaves_by_path(params).items()
@@ -98,15 +98,15 @@ def find_splits(params: Any) -> Splits:
 def statistics_to_owners(
     config: Config, mesh: Mesh | AbstractMesh, specs: dict[str, PartitionSpec], factors: Factors, rows: dict[str, Shard]
 ) -> dict[str, Statistics]:
-    """Statistics as each owner gets its own, packed, and all devices what all have; `rows` of all positions."""
+    """Lays out packed statistics: blocks with owners at the positions that `rows` says, the others on all devices."""
 
     def stacked(factors):
-        def own(name, stack):
+        def of_owners(name, stack):
             if name not in rows:
                 return stack
             return jax.tree.map(lambda x: _lying(mesh, x[rows[name].order], config.owners), stack)
 
-        return {name: own(name, stack) for name, stack in stack_packed(config, factors).items()}
+        return {name: of_owners(name, stack) for name, stack in stack_packed(config, factors).items()}
 
     return whole(stacked, specs)(factors)
 
@@ -116,18 +116,18 @@ def _explicit(mesh: Mesh | AbstractMesh) -> bool:
 
 
 def _is_split(config: Config, mesh: Mesh | AbstractMesh, splits: Splits, leaves: dict[str, jax.Array]) -> bool:
-    """Whether gradients go to their owners alone: they are split, and the axes of the owners are of one kind."""
+    """Tells whether gradients go to owners alone: they are split, and the axes of the owners are of one kind."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if len({kinds[name] for name in axis_names(config.owners)}) > 1:
         return False
-    known = (dict(splits.specs).get(path, jax.typeof(x).sharding.spec) for path, x in leaves.items())
-    return any(map(any, known))
+    specs = (dict(splits.specs).get(path, jax.typeof(x).sharding.spec) for path, x in leaves.items())
+    return any(map(any, specs))
 
 
 def to_owners(
     config: Config, mesh: Mesh | AbstractMesh, updates: Any, rows: dict[str, Shard], splits: Splits
 ) -> Gradients:
-    """Gradients as each owner gets its own, and all devices what all precondition; `rows` of all positions."""
+    """Lays out gradients: blocks with owners at the positions that `rows` says, the others on all devices."""
     specs = {} if _explicit(mesh) else dict(splits.specs)
     # First as the parameters lie: XLA would add up each use of a leaf, and all turns of a scan, on every device.
     updates = map_by_path(lambda path, x: _lying(mesh, x, *specs[path]) if path in specs else x, updates)
@@ -180,7 +180,7 @@ def from_owners(
 
 
 def _across(config: Config, mesh: Mesh | AbstractMesh, layer: Layer) -> tuple[Any, Any]:
-    """How rows and columns lie on the way to and from owners: as XLA likes; of what is cut, the side that is not."""
+    """Returns how rows and columns are laid out on the way to owners: those of a cut kernel by its other side."""
     free, devices = PartitionSpec.UNCONSTRAINED, math.prod(mesh.shape[name] for name in axis_names(config.owners))
     if layer.cut[0] == 1 < layer.cut[1] and layer.d_in % devices == 0:
         return None, config.owners

@@ -121,8 +121,8 @@ def some_state(opt_state: Any, argument: str) -> KfacState:
     return states[0]
 
 
-def _mapped(fn: Callable[[jax.Array], jax.Array], own: Owned, shard: Shard | None = None) -> Owned:
-    return dataclasses.replace(own, blocks=jax.tree.map(fn, own.blocks), shard=shard or own.shard)
+def _mapped(fn: Callable[[jax.Array], jax.Array], owned: Owned, shard: Shard | None = None) -> Owned:
+    return dataclasses.replace(owned, blocks=jax.tree.map(fn, owned.blocks), shard=shard or owned.shard)
 
 
 def on_nodes(kind: type, fn: Callable, tree: Any, other: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
@@ -137,21 +137,21 @@ def on_nodes(kind: type, fn: Callable, tree: Any, other: Callable[[Any], Any] = 
 on_states = functools.partial(on_nodes, KfacState)
 
 
-def _gather_owned(own: Owned) -> Owned:
-    expected = own.shard.devices * own.shard.positions
-    if own.blocks.weight.shape != (expected,):
+def _gather_owned(owned: Owned) -> Owned:
+    expected = owned.shard.devices * owned.shard.positions
+    if owned.blocks.weight.shape != (expected,):
         raise ValueError(
-            f"opt_state must hold the {expected} blocks of all {own.shard.devices} devices in a row, but has "
-            f"{own.blocks.weight.shape}: gather outside of shard_map and pmap, and from the parts of all processes."
+            f"opt_state must hold the {expected} blocks of all {owned.shard.devices} devices in a row, but has "
+            f"{owned.blocks.weight.shape}: gather outside of shard_map and pmap, and from the parts of all processes."
         )
-    shard, one = own.shard, Shard(own.shard.blocks, 1)
-    return _mapped(lambda x: replicated(x)[shard.places], own, one)
+    shard, one = owned.shard, Shard(owned.shard.blocks, 1)
+    return _mapped(lambda x: replicated(x)[shard.places], owned, one)
 
 
-def _scatter_owned(own: Owned, shard: Shard) -> Owned:
+def _scatter_owned(owned: Owned, shard: Shard) -> Owned:
     places = shard.places
 
     def spread(x):
         return jnp.zeros((shard.devices * shard.positions, *x.shape[1:]), x.dtype).at[places].set(x)
 
-    return _mapped(spread, own, shard)
+    return _mapped(spread, owned, shard)

@@ -164,12 +164,12 @@ def _here(config: Config, state: KfacState, updates: Any) -> tuple[Config, Mesh 
 
 
 def is_dealt(distribution: Distribution, state: KfacState) -> bool:
-    """Whether the blocks of a state have owners; a state of one device has none, but where a `Distribution` says so."""
+    """Tells whether the blocks of a state have owners: on several devices, or where a `Distribution` says so."""
     return distribution.axis is not None or any(owned.shard.devices > 1 for owned in state.owned.values())
 
 
 def average_here(uses: Distribution, dealt: bool, params: Any, gradients: Any) -> Any:
-    """Gradients that differ between devices, averaged; but for owners as they are, which then do that.
+    """Averages gradients that differ between devices; where blocks have owners, these do that instead.
 
     Args:
       uses: what names the axes of devices; if it names none, they are all that are bound.
@@ -197,9 +197,9 @@ SPLIT_BY_HAND = (
 
 
 def _without_statistics(config: Config, statistics_every: Any, inverse_every: Any) -> Config:
-    """Of a step without statistics: where refreshes go with these, its program has none."""
-    known = isinstance(inverse_every, int) and isinstance(statistics_every, int)
-    together = known and inverse_every == statistics_every > 1
+    """Returns what is fixed for a step without statistics: no refresh, if all refreshes go with statistics."""
+    constant = isinstance(inverse_every, int) and isinstance(statistics_every, int)
+    together = constant and inverse_every == statistics_every > 1
     return dataclasses.replace(config, refreshes=False) if together else config
 
 

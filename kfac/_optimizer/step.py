@@ -89,7 +89,7 @@ def preconditioned_step(
     *,
     narrow: Dtypes | None = None,
 ) -> tuple[Gradients, KfacState]:
-    """One step on one device; statistics are `Factors` still to be averaged over devices, or stacks of its own blocks.
+    """Makes one step on one device. Statistics are `Factors` still to be averaged, or stacks of this device's blocks.
 
     `params` are for the lengths of steps, if these depend on them. `narrow` has the narrowest dtype of the leaves of
     each part of the `stacks`.
@@ -140,8 +140,8 @@ def locate(config: Config, state: KfacState, now: Now) -> Place:
 
 
 def dealt(state: KfacState) -> dict[str, Shard]:
-    """How the groups lie whose blocks have one owner each."""
-    return {name: own.shard for name, own in state.owned.items()}
+    """Returns how the groups whose blocks have owners are dealt to devices."""
+    return {name: owned.shard for name, owned in state.owned.items()}
 
 
 def take_gradients(
@@ -158,16 +158,16 @@ def take_gradients(
         updates = updates._replace(tree=_averaged_beside_blocks(config, updates.tree))
     leaves, matrices = leaves_by_path(updates.tree), stack_all(state, updates, config.groups)
     if updates.stacks:
-        own, square = matrices, sum_of_all(place, {name: x * x for name, x in matrices.items()})
+        local, square = matrices, sum_of_all(place, {name: x * x for name, x in matrices.items()})
     elif config.local:
-        own = matrices | way.means({name: matrices[name] for name in place.apart}, place.apart)
-        square = sum_of_all(place, {name: x * x for name, x in own.items()})
+        local = matrices | way.means({name: matrices[name] for name in place.apart}, place.apart)
+        square = sum_of_all(place, {name: x * x for name, x in local.items()})
     else:
         square = _sum(x * x for x in matrices.values())
-        own = way.take(matrices, place.apart)
+        local = way.take(matrices, place.apart)
     usable = _all_finite(square, (leaf for path, leaf in leaves.items() if path in config.skipped))
     # The same decision everywhere, whatever one device has seen: what follows holds collectives.
-    return updates, own, square, way.agree(usable)
+    return updates, local, square, way.agree(usable)
 
 
 def stack_all(state: KfacState, trees: Gradients, groups: Iterable[Group]) -> Vectors:
@@ -184,7 +184,7 @@ def sums_of_shares(place: Place, matrices: Vectors) -> tuple[jax.Array, jax.Arra
 
 
 def sum_of_all(place: Place, matrices: Vectors) -> jax.Array:
-    """The sum of all entries of the matrices, where each device has those of the blocks that it preconditions."""
+    """Sums all entries of the matrices of all devices, each of which has those that it preconditions."""
     apart, rest = sums_of_shares(place, matrices)
     return rest + place.config.way.total(apart)
 
@@ -196,7 +196,7 @@ def _averaged_beside_blocks(config: Config, updates: Any) -> Any:
 
 
 def decide(place: Place, state: KfacState, usable: jax.Array, *, statistics: bool) -> tuple[jax.Array, jax.Array]:
-    """Whether all blocks are refreshed: in warmup always, after it every so many steps if there was a change since.
+    """Decides whether blocks are refreshed: always in the warm-up, then at intervals, if anything has changed since.
 
     Returns:
       The last step that brought statistics or another damping, and whether this one refreshes.
@@ -243,7 +243,7 @@ def unpacked(stacks: Mapping[str, Statistics]) -> dict[str, Block]:
 
 
 def gradient_statistics(place: Place, gradients: Vectors) -> dict[str, Block]:
-    """The gradient's own factors, of the blocks that this device keeps; `gradients` of those that it preconditions."""
+    """Forms the gradient's own factors of this device's blocks, from `gradients` of those that it preconditions."""
     stacks: dict[str, Block] = {}
     for group in [group for group in place.config.groups if not group.captured]:
         name, matrices = group.name, gradients[group.name]
@@ -271,7 +271,8 @@ def take_in(
     config, way = place.config, place.config.way
     steps = jnp.where(state.measured < 0, 1, jnp.maximum(state.count - state.measured, 1))
     decay = place.now.decay.astype(jnp.result_type(float)) ** steps
-    factors = {group.name: _without_moments(batch[group.name]) for group in config.groups}
+    factors: dict[str, Any] = {group.name: batch[group.name] for group in config.groups}
+    factors |= {n: dataclasses.replace(b, moments=None) for n, b in factors.items() if b.moments is not None}
     averages = {group.name: state.blocks[group.name].factors for group in config.groups}
     differences = jax.tree.map(lambda new, old: new.astype(old.dtype) - old, factors, averages)
     taken, left_out, changes = {}, {}, []
@@ -301,11 +302,6 @@ def take_in(
     return with_blocks(state, result), left_out, change
 
 
-def _without_moments(block: Any) -> Any:
-    """The factors alone, which running averages are made of."""
-    return block if block.moments is None else dataclasses.replace(block, moments=None)
-
-
 def after(number: jax.Array, flags: jax.Array) -> jax.Array:
     """Returns `flags`, made to depend on `number`, which is not negative.
 
@@ -318,7 +314,7 @@ def after(number: jax.Array, flags: jax.Array) -> jax.Array:
 def refresh_inverses(
     way: Everywhere, state: KfacState, wanted: Vectors, now: Now, needed: jax.Array | None
 ) -> tuple[KfacState, Vectors]:
-    """New inverses of the blocks that are `wanted`, and of their replicas; and which of these failed.
+    """Refreshes the inverses of the blocks that are `wanted`, and their replicas; also returns which failed.
 
     Nothing is done where not `needed`, which devices agree on; None for no such question. XLA changes stacks in their
     place, once all gradients are known.
@@ -411,8 +407,8 @@ def move(
         steps = {name: -now.rate.astype(x.dtype) * x for name, x in steps.items()}
     for name, (trace, rate) in state.motions.items():
         if rate is not None:
-            known = angles | ({} if trace is None else {name: cosine(trace, gradients[name])})
-            rate = adapted(rate, known[name], ~place.now.warmup, full)
+            cosines = angles | ({} if trace is None else {name: cosine(trace, gradients[name])})
+            rate = adapted(rate, cosines[name], ~place.now.warmup, full)
         if trace is not None:
             trace, steps[name] = now.momentum(moves).moved(trace, steps[name])
         motions[name] = Motion(trace, rate)
@@ -437,12 +433,12 @@ def _stack(place: Place, group: Group, steps: jax.Array, params: jax.Array | Non
     """A group for `lengthened`, which adds up the sums over the pieces of a kernel that is cut."""
     table, name, way = find_kernels(group, place.config.moves.trust_ratio), group.name, place.config.way
     if all(np.all(x == x[0]) for x in table):
-        found = Kernels(*(jnp.asarray(x[:1]) for x in table))
+        kernels = Kernels(*(jnp.asarray(x[:1]) for x in table))
     else:
-        found = way.take({name: Kernels(*map(jnp.asarray, table))}, place.apart)[name]
+        kernels = way.take({name: Kernels(*map(jnp.asarray, table))}, place.apart)[name]
     pieces = np.concatenate([np.full(layer.copies, layer.pieces) for layer in group.layers])
     if np.all(pieces == 1):
-        return Stack(steps, params, gradients, found, by_row=not group.block.kernel)
+        return Stack(steps, params, gradients, kernels, by_row=not group.block.kernel)
     whose = way.take({name: jnp.asarray(np.repeat(np.arange(len(pieces)), pieces))}, place.apart)[name]
 
     def whole(sums):  # `[sums, k]`
@@ -451,7 +447,7 @@ def _stack(place: Place, group: Group, steps: jax.Array, params: jax.Array | Non
         )
         return (way.total(of_kernels) if name in place.apart else of_kernels)[:, whose]
 
-    return Stack(steps, params, gradients, found, whole=whole)
+    return Stack(steps, params, gradients, kernels, whole=whole)
 
 
 def restore(
@@ -472,9 +468,9 @@ def restore(
     leaves = leaves_by_path(tree)
     narrowed = [leaf for path, leaf in leaves.items() if path in new and leaf.dtype != new[path].dtype]
     stacks = {}
-    for name, given in updates.stacks.items():
-        rows = np.cumsum([x.shape[1] for x in given])[:-1]
-        parts = list(zip(jnp.split(steps[name], rows, axis=1), given, narrow[name], strict=True))
+    for name, slices in updates.stacks.items():
+        rows = np.cumsum([x.shape[1] for x in slices])[:-1]
+        parts = list(zip(jnp.split(steps[name], rows, axis=1), slices, narrow[name], strict=True))
         narrowed += [place.own(name, x).astype(dtype) for x, _, dtype in parts if x.dtype != dtype]
         stacks[name] = [x.astype(old.dtype) for x, old, _ in parts]
     return Gradients(tree, stacks), usable & _all_finite(jnp.zeros(()), narrowed)
@@ -502,7 +498,7 @@ def measure(
     square: jax.Array,
     preconditioned: tuple[jax.Array, jax.Array],
     change: Any,
-    found: list[Vectors],
+    flagged: list[Vectors],
     usable: jax.Array,
 ) -> tuple[KfacMetrics, jax.Array]:
     """The scalars of the step, with what devices have to tell each other of it, and whether all find it usable.
@@ -514,15 +510,15 @@ def measure(
       square: the squared norm of the gradient.
       preconditioned: that of the preconditioned one, of what devices precondition alone, and of what all do.
       change: what `take_in` returned, or None without statistics.
-      found: the blocks that left statistics out, and those whose inversion failed.
+      flagged: the blocks that left statistics out, and those whose inversion failed.
       usable: whether this device finds it so.
     """
     way, metrics = place.config.way, state.metrics
-    counts = jnp.stack([*(count_blocks(place.shards, way, flags) for flags in found), (~usable).astype(jnp.int32)])
+    counts = jnp.stack([*(count_blocks(place.shards, way, flags) for flags in flagged), (~usable).astype(jnp.int32)])
     blocks = state.blocks.values()
     ages = [jnp.where(block.condition > 0, state.count - block.inverted, 0) for block in blocks]
-    own = {name: motion.rate for name, motion in motions.items() if motion.rate is not None}
-    rates = [[jnp.where(place.mine[name], x, 0) for x in (rate, 1 / rate)] for name, rate in own.items()]
+    adapted_rates = {name: motion.rate for name, motion in motions.items() if motion.rate is not None}
+    rates = [[jnp.where(place.mine[name], x, 0) for x in (rate, 1 / rate)] for name, rate in adapted_rates.items()]
     parts = [[block.condition for block in blocks], ages, *zip(*rates, strict=True)]
     extremes = jnp.stack([jnp.max(_join(part)).astype(jnp.float32) for part in parts])
     apart, rest = (x.astype(jnp.float32) for x in preconditioned)
@@ -530,17 +526,16 @@ def measure(
     shares = jnp.stack([*counts.astype(jnp.float32), apart, jnp.float32(0) if change is None else change])
     *sums, apart, total = way.total(shares)
     counts, extremes = jnp.stack(sums).astype(jnp.int32), way.largest(extremes)
-    change = None if change is None else total
     usable = counts[2] == 0  # agreed once more: the next step's decisions follow from it
-    before = metrics.statistics_change
+    statistics_change = metrics.statistics_change
     if change is not None:
         number = 2 * sum(group.size for group in place.config.owned if group.captured)
-        change = jnp.where(usable, change / max(number, 1), before)
+        statistics_change = jnp.where(usable, total / max(number, 1), statistics_change)
     new = KfacMetrics(
         gradient_norm=jnp.sqrt(square).astype(jnp.float32),
         preconditioned_norm=jnp.sqrt(apart + rest),
         condition=extremes[0],
-        statistics_change=before if change is None else change,
+        statistics_change=statistics_change,
         inverse_age=jnp.maximum(extremes[1].astype(jnp.int32) - ~usable, 0),  # a step that is refused is none
         skipped_statistics=metrics.skipped_statistics + counts[0],
         failed_inversions=metrics.failed_inversions + counts[1],
@@ -555,13 +550,13 @@ def measure(
 def commit(state: KfacState, advanced: dict[str, Any], motions: dict[str, Motion], usable: jax.Array) -> KfacState:
     """The state with what blocks have taken in of the gradients, and how they move, if the step is `usable`."""
 
-    def kept(new, old):
+    def pick(new, old):
         return jax.tree.map(lambda new, old: jnp.where(usable, new, old), new, old)
 
     blocks = {
-        name: state.blocks[name]._replace(inverse=kept(x, state.blocks[name].inverse)) for name, x in advanced.items()
+        name: state.blocks[name]._replace(inverse=pick(x, state.blocks[name].inverse)) for name, x in advanced.items()
     }
-    return with_motions(with_blocks(state, state.blocks | blocks), kept(motions, state.motions))
+    return with_motions(with_blocks(state, state.blocks | blocks), pick(motions, state.motions))
 
 
 def count(state: KfacState, now: Now, changed: jax.Array, metrics: KfacMetrics, usable: jax.Array) -> KfacState:
@@ -590,9 +585,9 @@ def _join(vectors: Iterable[jax.Array]) -> jax.Array:
     return lax.optimization_barrier(jnp.concatenate([jnp.zeros(1, bool), *vectors]))
 
 
-def count_blocks(shards: Mapping[str, Any], way: Everywhere, found: Vectors) -> jax.Array:
+def count_blocks(shards: Mapping[str, Any], way: Everywhere, flags: Vectors) -> jax.Array:
     """How many blocks were found, so that the sum over devices counts each once: those that all have, on the first."""
-    return jnp.sum(_join(x if name in shards else x & way.first for name, x in found.items()), dtype=jnp.int32)
+    return jnp.sum(_join(x if name in shards else x & way.first for name, x in flags.items()), dtype=jnp.int32)
 
 
 def _sum(arrays: Iterable[jax.Array]) -> jax.Array:

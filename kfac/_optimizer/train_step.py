@@ -66,7 +66,7 @@ class TrainStep:
         if not isinstance(now, jax.core.Tracer):
             return self._steps[bool(now)](params, opt_state, *args, fisher_key=fisher_key, **kwargs)
         arguments = (params, opt_state, *args), {"fisher_key": fisher_key, **kwargs}
-        without, full = (lambda given, way=way: way(*given[0], **given[1]) for way in self._steps)
+        without, full = (lambda packed, way=way: way(*packed[0], **packed[1]) for way in self._steps)
         return lax.cond(now, full, without, arguments)
 
 
@@ -139,7 +139,7 @@ def train_step(
         )
     if batch_argnums is not None and 0 in check_argnums(batch_argnums):
         raise ValueError(f"batch_argnums={batch_argnums!r} has 0, which are the parameters: the batch begins at 1")
-    known: dict[Any, Layers] = {}  # of arguments of some shapes
+    cache: dict[Any, Layers] = {}  # of arguments of some shapes
     inverse = options.get("inverse")
     moments = isinstance(inverse, Inverse) and inverse.takes_moments
     bound = MAX_DIM if moments and max_dim is None else max_dim  # there are moments of whole kernels only
@@ -147,11 +147,11 @@ def train_step(
     def layers_of(params, args, kwargs):
         leaves, structure = jax.tree.flatten((params, args, kwargs))
         shapes = structure, *map(jax.typeof, leaves)
-        known[shapes] = known.get(shapes) or find_layers(
+        cache[shapes] = cache.get(shapes) or find_layers(
             loss_fn, params, *args, has_aux=has_aux, skip=skip, max_dim=bound, batch_argnums=batch_argnums, **kwargs
         )
         # The interval of "auto" goes by examples; a last batch that has fewer must not change it.
-        return dataclasses.replace(known[shapes], num_examples=next(iter(known.values())).num_examples)
+        return dataclasses.replace(cache[shapes], num_examples=next(iter(cache.values())).num_examples)
 
     def init(params, *args, **kwargs):
         layers = layers_of(params, args, kwargs)
@@ -221,10 +221,10 @@ def _found(layers: Layers, subsample: int, options: dict[str, Any]) -> str:
     return f"{count} layer{'s' * (count != 1)}, {size} parameters, {type(inverse).__name__}, statistics{part} {when}"
 
 
-def _split(layers: Layers, given: int | Sequence[int] | None) -> int | Sequence[int] | None:
-    """The positions of what micro-batches split: where it is not said, of the batch that tracing has found."""
-    if given is not None or not layers.batch_argnums:
-        return given
+def _split(layers: Layers, argnums: int | Sequence[int] | None) -> int | Sequence[int] | None:
+    """Returns the positions of the arguments that micro-batches split: those given, else as tracing found them."""
+    if argnums is not None or not layers.batch_argnums:
+        return argnums
     named = [k for k in layers.batch_argnums if isinstance(k, str)]
     if named:
         raise ValueError(

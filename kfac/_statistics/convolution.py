@@ -140,7 +140,7 @@ class Patches:
         return self.arrange if alone else self.arrange._replace(split=(images, *self.arrange.split[1:]))
 
     def _of_features(self, lead: tuple[int, ...]) -> Arrangement:
-        """The arrangement for axes `lead`, which are those of the examples, before those that are no rows."""
+        """Returns the arrangement of features behind axes `lead`, which hold the examples."""
         first, more = len(self.arrange.examples) + len(self.arrange.rows), len(lead)
 
         def moved(positions):
@@ -165,7 +165,7 @@ class Patches:
         return self._of_features((x.shape[0],))(jnp.stack(taps, axis=1))[:, :, 0]
 
     def _gram_of_offsets(self, axes: tuple[Axis, ...]) -> jax.Array:
-        """From correlations, which have the features in the order of (window, channel), to that of the kernel."""
+        """Forms `gram` by correlations, with features in the order of the kernel, no longer (window, channel)."""
         form = self._of_features(())
         names, order = form.split, form.features
         moment = offset_moment(self.image, axes, self.step).reshape(*names, *names)

@@ -49,7 +49,7 @@ def _multiples(number: jax.Array, d_in: int, homogeneous: bool, dtype: Any) -> j
 
 
 def multiplied(moment: jax.Array, number: jax.Array, form: str, homogeneous: bool) -> jax.Array:
-    """Statistics of the inputs of `number` times a kernel: they are so many times larger, but for the 1 of a bias.
+    """Scales statistics of the inputs of a kernel that is multiplied by `number`; the 1 of a bias is not scaled.
 
     Args:
       moment: what `Form` gives.
@@ -94,11 +94,11 @@ def example_gradients(g: jax.Array, coefficient: jax.Array | None, arrange: Arra
         return lax.slice_in_dim(x, 0, None, every, arrange.examples[0]) if every > 1 else x
 
     every = every if arrange.examples else 1
-    own = taken(g).astype(accumulator(g.dtype))
+    gradients = taken(g).astype(accumulator(g.dtype))
     if coefficient is not None:
-        own = own * taken(coefficient).astype(own.dtype)
-    kept = [*arrange.examples, *arrange.features]
-    order = sorted(kept)
+        gradients = gradients * taken(coefficient).astype(gradients.dtype)
+    axes = [*arrange.examples, *arrange.features]
+    order = sorted(axes)
     # Summed before the transposition, as the array lies.
-    own = jnp.sum(own, axis=arrange.rows).transpose([order.index(k) for k in kept])
-    return own.reshape(-1, math.prod(arrange.split[k] for k in arrange.features))
+    gradients = jnp.sum(gradients, axis=arrange.rows).transpose([order.index(k) for k in axes])
+    return gradients.reshape(-1, math.prod(arrange.split[k] for k in arrange.features))

@@ -102,7 +102,7 @@ def products(axes: Sequence[Axis]) -> int:
 
 
 def _halved(axes: Sequence[Axis]) -> int | None:
-    """Of an image's correlations with itself, the axis along which negative offsets are transposes of the others."""
+    """Returns the axis along which an image's correlations with itself are transposed by a change of sign."""
     return next((k for k, axis in enumerate(axes) if axis.steps), None)
 
 
@@ -135,9 +135,9 @@ def _of_boxes(x: jax.Array, axes: Sequence[Axis], step: int = 1, *, interpret: b
     count, channels = len(taps), x.shape[-1]
     # Of the blocks above the diagonal; those below are their transposes.
     blocks = {(a, b): _boxes(axes, taps[a], taps[b]) for b in range(count) for a in range(b + 1)}
-    found = dict.fromkeys(term for block in blocks.values() for _, term in block)
-    half = max(term.pixels for term in found) / 2
-    groups = [term for term in found if term.pixels > half], [term for term in found if term.pixels <= half]
+    terms = dict.fromkeys(term for block in blocks.values() for _, term in block)
+    half = max(term.pixels for term in terms) / 2
+    groups = [term for term in terms if term.pixels > half], [term for term in terms if term.pixels <= half]
     place = {term: k for k, term in enumerate(itertools.chain(*groups))}
     image = x.reshape(len(x), *(1,) * (2 - len(axes)), *x.shape[1:])
     sums = jnp.concatenate([correlations(image, group, step, interpret=interpret) for group in groups if group])

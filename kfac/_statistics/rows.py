@@ -138,8 +138,8 @@ class Rows:
         copies, n, s, _ = self.array.shape
         rows = append(self.array, self.homogeneous, 1).reshape(copies, n * s, -1)
         blocks = in_blocks(rows, count)
-        own = Rows(blocks.reshape(copies * count, n, s, -1), None, self.weight, self.step)
-        return own.gram().reshape(copies, count, *2 * blocks.shape[-1:])
+        pieces = Rows(blocks.reshape(copies * count, n, s, -1), None, self.weight, self.step)
+        return pieces.gram().reshape(copies, count, *2 * blocks.shape[-1:])
 
     def diagonal(self) -> jax.Array:
         squares = jnp.sum(jnp.square(self._kept(self.array).astype(accumulator(self.array.dtype))), axis=(1, 2))
@@ -255,7 +255,7 @@ class Groups:
 
 
 def diagonal_blocks(moment: jax.Array, count: int) -> jax.Array:
-    """Of `[..., d, d]` so many diagonal blocks `[..., count, rows, rows]`, the last filled up with zeros."""
+    """Cuts `count` diagonal blocks `[..., count, rows, rows]` out of `[..., d, d]`, the last filled up with zeros."""
     if count == 1:
         return moment
     (*lead, d), rows, block = moment.shape[:-1], -(-moment.shape[-1] // count), np.arange(count)

@@ -33,22 +33,22 @@ class GaussNewton(Linear):
     def matvec(self, tree: Any) -> Any:
         tangents = jax.tree.map(lambda p, t: jnp.asarray(t).astype(p.dtype), self.params, tree)
 
-        def own(loss, outputs, push, index):
+        def curved(loss, outputs, push, index):
             return loss.transposed(outputs, loss.times_root(outputs, push(tangents)))
 
-        total = self._sum(own)
+        total = self._sum(curved)
         return jax.tree.map(lambda x, t: (x / self.batches).astype(jnp.result_type(t)), total, tree)
 
     def sample(self, key: jax.Array) -> Any:
         """`J^T S^T` times white noise."""
 
-        def own(loss, outputs, push, index):
+        def white(loss, outputs, push, index):
             roots = jax.eval_shape(loss.times_root, outputs, outputs)
             keys = jax.random.split(jax.random.fold_in(key, index), len(roots))
             noise = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, roots, strict=True)]
             return loss.transposed(outputs, noise)
 
-        return jax.tree.map(lambda x: x / self.batches**0.5, self._sum(own))
+        return jax.tree.map(lambda x: x / self.batches**0.5, self._sum(white))
 
     def _sum(self, cotangents: Callable[[Marked, Any, Any, jax.Array], Any]) -> Any:
         """The sum over batches of `J^T` times what `cotangents` makes of the outputs and of `J`."""

@@ -81,7 +81,7 @@ class Linear:
         """The matrix times a number."""
         s = scalar(scale)
         m = summed(self)
-        return Matrix(m.terms, tuple(s * own for own in m.scales), s * m.shift, None if m.near is None else m.near * s)
+        return Matrix(m.terms, tuple(s * x for x in m.scales), s * m.shift, None if m.near is None else m.near * s)
 
     __rmul__ = __mul__
 
@@ -170,7 +170,7 @@ class ByProducts(Linear):
         return Inverted(self, tolerance, max_steps)
 
     def map(self, fn: Callable[[jax.Array], jax.Array], steps: int = 64) -> Function:
-        """The function `fn` of the matrix, on its eigenvalues; so many steps of Lanczos' method a product."""
+        """Applies `fn` to the eigenvalues of the matrix; each product takes `steps` steps of Lanczos' method."""
         return Function(self, fn, steps)
 
     def sqrt(self, steps: int = 64) -> Function:
@@ -207,14 +207,14 @@ class ByProducts(Linear):
             weights = jnp.square(rotation[0])
             return zeros.size * jnp.sum(jnp.where(weights > 0, weights * jnp.log(values), 0.0))
 
-        found = _mean(of_one, key, probes)
-        return found if root is None else Estimate(found.value + self.near.logdet(), found.error)
+        estimate = _mean(of_one, key, probes)
+        return estimate if root is None else Estimate(estimate.value + self.near.logdet(), estimate.error)
 
 
 def _mean(of_one: Callable[[jax.Array], jax.Array], key: jax.Array, probes: int) -> Estimate:
     check(probes=probes)
-    found = lax.map(of_one, jax.random.split(key, probes))
-    return Estimate(jnp.mean(found), jnp.std(found, ddof=1) / probes**0.5 if probes > 1 else jnp.full((), jnp.inf))
+    values = lax.map(of_one, jax.random.split(key, probes))
+    return Estimate(jnp.mean(values), jnp.std(values, ddof=1) / probes**0.5 if probes > 1 else jnp.full((), jnp.inf))
 
 
 @jax.tree_util.register_dataclass
@@ -244,8 +244,8 @@ class Matrix(ByProducts):
         """The product with a tree like the parameters; each result has the dtype of its leaf."""
         products = [term.matvec(tree) for term in self.terms]
 
-        def total(leaf, *own):
-            return (self.shift * leaf + sum(s * x for s, x in zip(self.scales, own, strict=True))).astype(leaf.dtype)
+        def total(leaf, *terms):
+            return (self.shift * leaf + sum(s * x for s, x in zip(self.scales, terms, strict=True))).astype(leaf.dtype)
 
         return jax.tree.map(total, tree, *products)
 
@@ -283,9 +283,9 @@ class Inverted(ByProducts):
         return self.matvec(self.matrix.sample(key))
 
     def logdet(self, key: jax.Array, probes: int = 16, steps: int = 64) -> Estimate:
-        """As that of the matrix."""
-        found = self.matrix.logdet(key, probes, steps)
-        return Estimate(-found.value, found.error)
+        """Minus that of the matrix."""
+        estimate = self.matrix.logdet(key, probes, steps)
+        return Estimate(-estimate.value, estimate.error)
 
 
 @jax.tree_util.register_dataclass

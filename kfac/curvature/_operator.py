@@ -156,9 +156,9 @@ class Operator(Linear):
           key: a PRNG key. `jax.vmap(op.sample)(jax.random.split(key, 8))` draws eight.
         """
         noise = {}
-        for layer, own in zip(self._layers(), jax.random.split(key, max(1, len(self.blocks))), strict=False):
+        for layer, layer_key in zip(self._layers(), jax.random.split(key, max(1, len(self.blocks))), strict=False):
             block = self.blocks[layer.name].map(jnp.sqrt)
-            normal = jax.random.normal(own, block.values.shape, block.values.dtype)
+            normal = jax.random.normal(layer_key, block.values.shape, block.values.dtype)
             noise[layer.name] = rotate(block.values * normal, block.basis, "float32", back=True)
         return self._tree(noise)
 
@@ -187,12 +187,12 @@ class Operator(Linear):
         return [layer for layer in self.layers if layer.name in self.blocks]
 
     def _sum(self, fn: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        found = (jnp.sum(fn(_eigenvalues(layer, self.blocks[layer.name]))) for layer in self._layers())
-        return sum(found, jnp.zeros(()))
+        sums = (jnp.sum(fn(_eigenvalues(layer, self.blocks[layer.name]))) for layer in self._layers())
+        return sum(sums, jnp.zeros(()))
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        known = {path: shape for layer in self.layers for path, shape in zip(layer.params, layer.shapes, strict=True)}
-        return {path: known[path] for path in self.layers.paths}
+        shapes = {path: shape for layer in self.layers for path, shape in zip(layer.params, layer.shapes, strict=True)}
+        return {path: shapes[path] for path in self.layers.paths}
 
     def _tree(self, matrices: dict[str, jax.Array]) -> Any:
         """The tree of parameters with the matrices of its layers."""
@@ -210,14 +210,14 @@ def _leaves(layer: Layer, matrix: jax.Array) -> dict[str, jax.Array]:
 
 
 def _eigenvalues(layer: Layer, block: Block) -> jax.Array:
-    """All of a layer, without those of what fills up the last pieces: they are zero undamped, and so the first."""
+    """Returns all eigenvalues of a layer, without those of the zeros that fill up its last pieces."""
     if layer.pieces == 1:
         return block.values.ravel()
     (a, g), (rows, columns) = layer.cut, block.values.shape[1:]
     inside = [np.ones((count, size), bool) for count, size in ((g, rows), (a, columns))]
     inside[0][-1, : g * rows - layer.d_out] = inside[1][-1, : a * columns - layer.d_in] = False
-    known = inside[0][:, None, :, None] & inside[1][None, :, None, :]
-    return block.values.reshape(-1, *known.shape)[:, known].ravel()
+    present = inside[0][:, None, :, None] & inside[1][None, :, None, :]
+    return block.values.reshape(-1, *present.shape)[:, present].ravel()
 
 
 def operator(
@@ -263,30 +263,31 @@ def operator(
     if inverse is not None:
         check_inverse(inverse)
     if isinstance(source, Factors):
-        inverse, groups, stacks, kept = _from_factors(layers, source, inverse, basis)
+        inverse, groups, stacks, inverses = _from_factors(layers, source, inverse, basis)
         amounts = dict.fromkeys((True, False), jnp.asarray(0.0 if damping is None else damping))
     else:
         if basis is not None:
             raise ValueError("basis is for factors: the state of an optimizer has its own")
         state = find_state(source, "source")
-        inverse, groups, stacks, kept = _from_state(layers, state, inverse)
+        inverse, groups, stacks, inverses = _from_state(layers, state, inverse)
         amounts = {True: state.damping, False: state.unitwise_damping}
         amounts = amounts if damping is None else dict.fromkeys(amounts, jnp.asarray(damping))
     blocks: dict[str, Block] = {}
     for group in groups:
         amount = damping_of_blocks(group.kind(inverse), stacks[group.name], amounts[group.owned])
         spectrum = functools.partial(_spectrum, group.kind(inverse))
-        found = in_portions(spectrum, group.size, kept.get(group.name), stacks[group.name], amount)
-        # The channels of a unit-wise layer are a stack of their own.
-        alone = found.values.ndim > 3
-        blocks |= {layer.name: jax.tree.map(lambda x: x[0], own) if alone else own for layer, own in group.split(found)}
+        spectra = in_portions(spectrum, group.size, inverses.get(group.name), stacks[group.name], amount)
+        if spectra.values.ndim > 3:  # the channels of a unit-wise layer are a stack of their own
+            blocks |= {layer.name: jax.tree.map(lambda x: x[0], part) for layer, part in group.split(spectra)}
+        else:
+            blocks |= {layer.name: part for layer, part in group.split(spectra)}
     return Operator({layer.name: blocks[layer.name] for layer in layers if layer.name in blocks}, layers)
 
 
 def _spectrum(inverse: Inverse, width: int, *stacks: Any) -> Block:
     def one(block):
-        found = Block(*inverse.spectrum(*jax.tree.map(lambda x: x[None], block)))
-        return jax.tree.map(lambda x: x[0], found)
+        matrix = Block(*inverse.spectrum(*jax.tree.map(lambda x: x[None], block)))
+        return jax.tree.map(lambda x: x[0], matrix)
 
     return lax.map(one, stacks, batch_size=width)
 
@@ -310,7 +311,7 @@ def _from_factors(layers: Layers, factors: Any, inverse: Inverse | None, basis: 
         raise ValueError(f"inverse={inverse!r} has no use for basis=, which belongs to kfac.Ekfac()")
     check_basis(basis, layers)
     groups = [Group(layer.name, (layer,)) for layer in layers.with_factors]
-    kept: dict[str, Any] = {}
+    inverses: dict[str, Any] = {}
     for layer in layers:
         if layer.correctable:
             inverse.check(layer, blocks[layer.name])
@@ -318,8 +319,8 @@ def _from_factors(layers: Layers, factors: Any, inverse: Inverse | None, basis: 
             if not layer.stacked:
                 sides, moments = jax.tree.map(lambda x: x[None], (sides, moments))
             sides = Kronecker(*(Eigen(q, jnp.zeros(q.shape[:2], q.dtype)) for q in (sides.A, sides.G)))
-            kept[layer.name] = dataclasses.replace(sides, moments=Moments(moments, jnp.ones_like(moments[:, 0, 0])))
-    return inverse, groups, {group.name: group.stack_factors(Factors(blocks)) for group in groups}, kept
+            inverses[layer.name] = dataclasses.replace(sides, moments=Moments(moments, jnp.ones_like(moments[:, 0, 0])))
+    return inverse, groups, {group.name: group.stack_factors(Factors(blocks)) for group in groups}, inverses
 
 
 def _from_state(layers: Layers, state: KfacState, inverse: Inverse | None) -> Source:
@@ -328,10 +329,10 @@ def _from_state(layers: Layers, state: KfacState, inverse: Inverse | None) -> So
     inverse = dataclasses.replace(inverse, relative=have.relative) if inverse else have
     if inverse.takes_moments and inverse != have:
         raise ValueError(f"inverse={inverse!r}, but the state is that of an optimizer with inverse={have!r}")
-    found = list(blocks_of(state, layers, "source"))
-    stacks = {group.name: block.factors for group, block in found}
-    kept = {group.name: block.inverse for group, block in found if group.kind(inverse).takes_moments}
-    return inverse, [group for group, _ in found], stacks, kept
+    pairs = list(blocks_of(state, layers, "source"))
+    stacks = {group.name: block.factors for group, block in pairs}
+    inverses = {group.name: block.inverse for group, block in pairs if group.kind(inverse).takes_moments}
+    return inverse, [group for group, _ in pairs], stacks, inverses
 
 
 def averaged_factors(opt_state: Any, layers: Layers) -> Factors:
@@ -351,5 +352,5 @@ def averaged_factors(opt_state: Any, layers: Layers) -> Factors:
     check_layers(layers)
     blocks: dict[str, Any] = {}
     for group, block in blocks_of(find_state(opt_state, "opt_state"), layers, "opt_state"):
-        blocks |= {layer.name: group.block.unstack(layer, own) for layer, own in group.split(block.factors)}
+        blocks |= {layer.name: group.block.unstack(layer, stack) for layer, stack in group.split(block.factors)}
     return Factors({layer.name: blocks[layer.name] for layer in layers.with_factors})

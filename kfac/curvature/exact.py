@@ -74,11 +74,11 @@ def fisher_blocks(
     """
     if fisher not in ("true", "empirical"):
         raise ValueError(f"fisher must be 'true' or 'empirical', but is {fisher!r}")
-    known = [layer.name for layer in layers.with_blocks]
-    chosen, sizes = known if names is None else list(names), {}
+    valid = [layer.name for layer in layers.with_blocks]
+    chosen, sizes = valid if names is None else list(names), {}
     for name in chosen:
-        if name not in known:
-            raise ValueError(f"names: no layer with statistics is called {name!r}; there are {', '.join(known)}")
+        if name not in valid:
+            raise ValueError(f"names: no layer with statistics is called {name!r}; there are {', '.join(valid)}")
         size = sizes[name] = layers[name].d_in * layers[name].d_out
         if size > max_size:
             block = f"{size} parameters, its block {size} x {size} elements, but max_size={max_size}"
@@ -98,7 +98,7 @@ def fisher_blocks(
         outputs, pull, slopes = _outputs(traced, marks, flat)
 
         def add(total, cotangents):
-            """Adds those of the pulled back cotangents `[k, ...]`, as rows `[k, copies, p]` of each layer."""
+            """Adds the moments of the pulled back cotangents `[k, ...]`, as rows `[k, copies, p]` of each layer."""
             by_path = dict(zip(paths, jax.vmap(pull)(cotangents), strict=True))
             leaves = {name: [by_path[path] for path in layers[name].params] for name in chosen}
             rows = {name: jax.vmap(functools.partial(_vector, layers[name]))(leaves[name]) for name in chosen}
@@ -152,9 +152,9 @@ def _expected(mark: Mark, outputs: Mapping[Key, jax.Array], total: Any, add: Cal
         units = jnp.eye(features, dtype=rows.dtype)
         columns = jax.vmap(lambda unit: mark.likelihood.times_root(rows[index], unit, "the exact Fisher matrix"))(units)
         root = math.sqrt(mark.weight) * columns.T.astype(rows.dtype)
-        own = jnp.zeros((features, *rows.shape), rows.dtype).at[:, index].set(root)
+        cotangent = jnp.zeros((features, *rows.shape), rows.dtype).at[:, index].set(root)
         cotangents = {k: jnp.zeros((features, *z.shape), z.dtype) for k, z in outputs.items()}
-        return add(total, {**cotangents, mark.key: own.reshape(features, *outputs[mark.key].shape)})
+        return add(total, {**cotangents, mark.key: cotangent.reshape(features, *outputs[mark.key].shape)})
 
     return lax.scan(row, total, jnp.arange(len(rows)))[0]
 

@@ -84,7 +84,7 @@ class Assignment:
         for cost in self.costs:
             owners = np.array([self.shards[cost.name].location(block)[0] for block in range(cost.blocks)])
             np.add.at(work, owners, cost.work)
-        return [int(found) for found in work]
+        return [int(total) for total in work]
 
     @property
     def memory_per_device(self) -> int:
@@ -128,7 +128,7 @@ class Assignment:
 
     @property
     def packed_elements(self) -> int:
-        """Of the statistics of all Kronecker layers, packed."""
+        """Number of elements of the packed statistics of all Kronecker layers."""
         layers = [layer for group in self._captured if group.owned for layer in group.layers]
         return sum(layer.copies * math.prod(room(shape)) for layer in layers for shape in layer.side_shapes.values())
 
@@ -169,11 +169,11 @@ class Assignment:
 
     def _messages(self, block: Callable[[Group], Any], kind: str, number: int = 1) -> dict[str, int]:
         """Bytes by kind of message, from what there is of one block of a group: as `collectives` sends it."""
-        found = {g: jax.tree.leaves(jax.eval_shape(functools.partial(block, g))) for g in self.groups}
-        itemsize = max((x.dtype.itemsize for leaves in found.values() for x in leaves), default=0)
+        arrays = {g: jax.tree.leaves(jax.eval_shape(functools.partial(block, g))) for g in self.groups}
+        itemsize = max((x.dtype.itemsize for leaves in arrays.values() for x in leaves), default=0)
         sizes = {}
         total: collections.Counter[str] = collections.Counter()
-        for group, leaves in found.items():
+        for group, leaves in arrays.items():
             size = count_bytes(leaves) // itemsize if leaves else 0
             if group.owned:
                 sizes[group.name] = size

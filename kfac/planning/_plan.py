@@ -184,10 +184,10 @@ def _machine(hardware: str | Hardware, rates: dict[str, float]) -> Hardware:
     if isinstance(hardware, str) and hardware not in HARDWARE:
         raise ValueError(f"hardware must be one of {', '.join(map(repr, HARDWARE))} or a Hardware, but is {hardware!r}")
     machine = HARDWARE[hardware] if isinstance(hardware, str) else hardware
-    known = {field.name for field in dataclasses.fields(Hardware)}
+    fields = {field.name for field in dataclasses.fields(Hardware)}
     for name, rate in rates.items():
-        if name not in known:
-            raise TypeError(f"plan has no argument {name!r}; rates of hardware are {', '.join(sorted(known))}")
+        if name not in fields:
+            raise TypeError(f"plan has no argument {name!r}; rates of hardware are {', '.join(sorted(fields))}")
         check(**{name: rate})
     return dataclasses.replace(machine, **rates)
 
@@ -223,7 +223,7 @@ def _memory(one: Assignment) -> dict[str, int]:
 
 
 def _statistics_memory(one: Assignment) -> int:
-    """Bytes of a device: of one alone whole matrices; else packed, where gradients are split a part of the elements.
+    """Counts bytes of statistics on a device: whole on one, else packed, or a part if gradients are split.
 
     And then the own blocks and the largest layer unpacked.
     """
@@ -233,9 +233,9 @@ def _statistics_memory(one: Assignment) -> int:
     if one.gradients != "split":
         return 4 * one.packed_elements
     groups = [group for group in one.groups if group.captured and group.owned]
-    own = sum(one.shards[g.name].positions * sum(map(math.prod, g.shapes.values())) for g in groups)
+    owned = sum(one.shards[g.name].positions * sum(map(math.prod, g.shapes.values())) for g in groups)
     sides = [sum(map(math.prod, layer.side_shapes.values())) for g in groups for layer in g.layers]
-    return 4 * (one.packed_elements // one.devices + own + max(sides, default=0))
+    return 4 * (one.packed_elements // one.devices + owned + max(sides, default=0))
 
 
 def _too_large(plan: Plan) -> list[str]:
@@ -258,13 +258,13 @@ def in_all_reduces(messages: dict[str, int]) -> float:
 
 
 def _seldom(seconds: dict[str, float], statistics_every: int, inverse_every: int) -> float:
-    """Seconds of the mean step of what is not done at every one."""
+    """Returns the seconds of a mean step for what is not done in every step."""
     statistics = seconds["statistics"] + seconds["statistics' messages"]
     return statistics / statistics_every + (seconds["inversions"] + seconds["refreshes' messages"]) / inverse_every
 
 
 def _intervals(seconds, budget: float, statistics_every, inverse_every) -> tuple[int | None, int | None]:
-    """The shortest for which what is done seldom fits in `budget` seconds of the mean step; those given stay."""
+    """Returns the shortest intervals whose work fits into `budget` seconds of a mean step; given ones stay."""
     least = _seldom(seconds, statistics_every or 1 << 30, inverse_every or 1 << 30)
     if (statistics_every and inverse_every) or least >= budget:
         return statistics_every, inverse_every

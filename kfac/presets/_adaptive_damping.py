@@ -131,9 +131,9 @@ def adaptive_damping(
             factor = jnp.where(ratio > high, decay**every, jnp.where(ratio < low, decay**-every, 1.0))
             factor = jnp.where(worse, WORSE, jnp.where(due, factor, 1.0))
             # Without a ratio there is nothing to learn from the step.
-            known = ~jnp.isnan(ratio)
-            new = jnp.where(known, jnp.clip(damping * factor, minimum, maximum), damping)
-            return new.astype(jnp.float32), jnp.where(known, ratio, state.reduction_ratio).astype(jnp.float32), worse
+            valid = ~jnp.isnan(ratio)
+            new = jnp.where(valid, jnp.clip(damping * factor, minimum, maximum), damping)
+            return new.astype(jnp.float32), jnp.where(valid, ratio, state.reduction_ratio).astype(jnp.float32), worse
 
         unmeasured = damping, state.reduction_ratio, jnp.zeros((), bool)
         next_damping, ratio, worse = lax.cond(due | (count <= every) | state.again, measured, lambda: unmeasured)
@@ -145,8 +145,8 @@ def adaptive_damping(
 
 
 def _checked(inner_state: Any) -> Any:
-    owned = [own for state in find_nodes(inner_state, KfacState) for own in state.owned.values()]
-    if any(own.inverse.relative for own in owned):
+    owned = [blocks for state in find_nodes(inner_state, KfacState) for blocks in state.owned.values()]
+    if any(blocks.inverse.relative for blocks in owned):
         raise ValueError(
             "adaptive_damping has a quadratic model with one damping for all layers, whose minimum the step is: pass "
             "trust_ratio=None to kfac.kfac, and no inverse that is relative=True"
@@ -170,11 +170,11 @@ def _reduction_ratio(
     after = averaged(value_fn(optax.apply_updates(params, changes)))
     predicted = slope + curvature / 2
     rounding = 8 * jnp.finfo(before.dtype).eps * jnp.abs(before)
-    known = (optax.tree.norm(changes, squared=True) > 0) & jnp.isfinite(before)
-    worse = known & ~(after <= before + rounding)
+    moved = (optax.tree.norm(changes, squared=True) > 0) & jnp.isfinite(before)
+    worse = moved & ~(after <= before + rounding)
     bad = ~(predicted < 0) | ~jnp.isfinite(after)
     ratio = jnp.where(bad, -jnp.inf, (after - before) / jnp.where(bad, 1, predicted))
-    return jnp.where(worse | (known & ~(jnp.abs(predicted) <= rounding)), ratio, jnp.nan), worse
+    return jnp.where(worse | (moved & ~(jnp.abs(predicted) <= rounding)), ratio, jnp.nan), worse
 
 
 def _along(
