@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.flatten_util import ravel_pytree
 
 from kfac._capture.outputs import marked
 from kfac._curvature.eigh import Eigh
@@ -72,20 +73,16 @@ def _quadratic_step(layers: Layers, num_examples: int | None, multiple: Any) -> 
         # A loss that is negative up to a constant, or zero, has no scale of its own.
         damping = multiple * jnp.maximum(value, jnp.finfo(value.dtype).tiny)
         direction, inner = preconditioner(damping).update(updates, state[0], params, factors=factors)
-
-        def unit(tree):  # as lengths differ by orders of magnitude
-            norm = optax.tree.norm(tree)
-            return jax.tree.map(lambda x, p: (x / jnp.where(norm > 0, norm, 1)).astype(p.dtype), tree, params)
-
-        pair = [unit(direction), unit(state[1])]
-        rows = [loss.times_root(outputs, push(d)[1]) for d in pair]
-        dot = optax.tree.vdot
-        model = jnp.stack([jnp.stack([dot(a, b) for b in rows]) for a in rows])
-        model += damping * jnp.stack([jnp.stack([dot(a, b) for b in pair]) for a in pair])
-        # The first step has no last one, and a direction may be that of the last step.
-        model += jnp.diag(16 * jnp.finfo(model.dtype).eps * jnp.diag(model) + jnp.where(jnp.diag(model) > 0, 0, 1))
-        a, b = -jnp.linalg.solve(model, jnp.stack([dot(d, updates) for d in pair]))
-        step = jax.tree.map(lambda x, y: (a * x + b * y).astype(x.dtype), *pair)
+        pair = jnp.stack([ravel_pytree(direction)[0], ravel_pytree(state[1])[0]])
+        norms = jnp.linalg.norm(pair, axis=1, keepdims=True)  # which differ by orders of magnitude
+        pair, unravel = pair / jnp.where(norms > 0, norms, 1), ravel_pytree(params)[1]
+        rows = jnp.stack([ravel_pytree(loss.times_root(outputs, push(unravel(d))[1]))[0] for d in pair])
+        slopes = jnp.matmul(pair, ravel_pytree(updates)[0], precision="highest")
+        model = jnp.matmul(rows, rows.T, precision="highest") + damping * jnp.matmul(pair, pair.T, precision="highest")
+        # The first step has no last one, and the direction may be that of the last step.
+        sizes = jnp.diag(model)
+        model += jnp.diag(16 * jnp.finfo(model.dtype).eps * sizes + (sizes == 0))
+        step = unravel(-jnp.linalg.solve(model, slopes) @ pair)
         return step, (inner, step)
 
     return optax.GradientTransformationExtraArgs(init, update)
