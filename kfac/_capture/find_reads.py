@@ -225,9 +225,8 @@ class Reads:
             if use.late and k in self._merged and k in self._leaked:
                 self._note(use.leaf, use.read.name, "it reads rows that examples share, and the loss by itself", use)
             elif use.late and k not in self._merged and self.n and use.of_arguments and not self.all_marked:
-                self._note(
-                    use.leaf, use.read.name, "it reads rows of another batch, without kfac.output(..., weight=)", use
-                )
+                why = "it reads rows of another batch, without kfac.output(..., weight=)"
+                self._note(use.leaf, use.read.name, why, use)
             elif use.late and k not in self._merged:
                 # A loss that hides its examples may have them in constants.
                 self.uses[k] = dataclasses.replace(use, late=False, dropped=bool(self.n) and not use.of_arguments)

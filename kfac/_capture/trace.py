@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from kfac._capture import primitives
 from kfac._capture.examples import place
-from kfac._capture.program import AnotherProgramError, Op, Program, Reached, Value, flat, mark_live
+from kfac._capture.program import AnotherProgramError, Op, Program, Reached, flat, mark_live
 from kfac._layers import Layers, leaf_paths
 from kfac._varying import AxisName
 
@@ -179,20 +179,20 @@ def trace(
         return []
 
     found = search(batch_argnums)
-    if any(not any(value.grown) for _, program in found for value in _marks(program).values()):
-        together = _together(search((*range(1, len(args) + 1), *kwargs)))
-    else:
-        together = _together(found) if len(found) > 1 else None
-    if together and isinstance(program := doubled(together), Program):
-        found = [(together, program)]
+    grown = [*zip(*(_grown_marks(program) for _, program in found), strict=True)]
+    if grown and (len(found) > 1 or not all(map(any, grown))):
+        every = found if all(map(any, grown)) else search((*range(1, len(args) + 1), *kwargs))
+        together = _together(every)
+        if together and isinstance(program := doubled(together), Program):
+            found = [(together, program)]
     if len(found) == 1:
         ((batch, program),) = found
         batch = dataclasses.replace(batch, lies=_lies(arrays[k] for k in batch.leaves or ()))
     else:
-        several = [batch for batch, _ in found]
-        argnums = tuple(dict.fromkeys(k for batch in several for k in batch.argnums))
-        apart = len({batch.num_examples for batch in several}) > 1
-        program, batch = flat(closed), Batch(None, argnums, hidden=_why_hidden(several, hidden), several=apart)
+        program, several = flat(closed), [batch for batch, _ in found]
+        batch = dataclasses.replace(
+            _joined(several), num_examples=None, leaves=None, hidden=_why_hidden(several, hidden)
+        )
         _mark(program)
     place(program, len(names), batch.leaves, batch.num_examples)
     return Trace(program, arrays, rebuild, names, shapes, batch, closed.out_avals[0])
@@ -210,10 +210,10 @@ def _arrays_of(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     return [leaf for leaf in leaves if is_array(leaf)], filled
 
 
-def _marks(program: Program) -> dict[int, Value]:
-    """The marked outputs of a program that reach the loss, by the place of each."""
-    marks = {k: op for k, op in enumerate(program.walk()) if op.alive and primitives.is_named(op.eqn, primitives.MARK)}
-    return {k: op.outputs[0] for k, op in marks.items()}
+def _grown_marks(program: Program) -> list[bool]:
+    """Whether each marked output that reaches the loss is longer with more examples."""
+    marks = [op for op in program.walk() if op.alive and primitives.is_named(op.eqn, primitives.MARK)]
+    return [any(op.outputs[0].grown[:-1]) for op in marks]
 
 
 def _together(found: Sequence[tuple[Batch, Program]]) -> Batch | None:
@@ -221,14 +221,16 @@ def _together(found: Sequence[tuple[Batch, Program]]) -> Batch | None:
 
     What examples share, as a table of anchors, makes no marked output longer, or those of a batch.
     """
-    grown = [{k for k, value in _marks(program).items() if any(value.grown[:-1])} for _, program in found]
-    own = [batch for (batch, _), marks in zip(found, grown, strict=True) if marks]
-    if not own or sum(map(len, grown)) > len(set.union(*grown)):
-        return None
-    argnums = tuple(dict.fromkeys(k for batch in own for k in batch.argnums))
-    most = max(batch.num_examples or 0 for batch in own)
-    leaves = frozenset().union(*(batch.leaves or () for batch in own))
-    return Batch(most, argnums, leaves=leaves, several=len(own) > 1)
+    grown = [_grown_marks(program) for _, program in found]
+    own = [batch for (batch, _), longer in zip(found, grown, strict=True) if any(longer)]
+    return _joined(own) if own and all(sum(each) <= 1 for each in zip(*grown, strict=True)) else None
+
+
+def _joined(batches: Sequence[Batch]) -> Batch:
+    lengths = {batch.num_examples or 0 for batch in batches}
+    argnums = tuple(dict.fromkeys(k for batch in batches for k in batch.argnums))
+    leaves = frozenset[int]().union(*(batch.leaves or () for batch in batches))
+    return Batch(max(lengths, default=0), argnums, leaves=leaves, several=len(lengths) > 1)
 
 
 def _why_hidden(several: Sequence[Batch], reasons: Sequence[str]) -> str:
