@@ -105,13 +105,10 @@ def check_given(**options: Any) -> None:
 
 def check_axis_name(value: Any, name: str = "axis_name") -> None:
     """Raises where a value cannot name axes of devices."""
-    names = value if isinstance(value, tuple) else (value,)
-    named = names and all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
-    if value is not None and not named:
-        hint = ": a mesh goes by name, mesh=, and need not be given" if isinstance(value, Mesh | AbstractMesh) else ""
-        raise ValueError(
-            f"{name} must be the name of an axis, a tuple of different names or None, but is {value!r}{hint}"
-        )
+    names = axis_names(value)
+    if value == () or not all(isinstance(axis, str) for axis in names) or len(set(names)) < len(names):
+        what = "the name of an axis, a tuple of different names or None"
+        raise ValueError(f"{name} must be {what}, but is {value!r}: a mesh goes by name, mesh=, and need not be given")
 
 
 def check_mesh(mesh: Any, axis_name: AxisName | None) -> None:

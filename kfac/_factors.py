@@ -45,6 +45,18 @@ class Statistics:
         raise NotImplementedError
 
 
+class Uncombined(Statistics):
+    """Statistics that have the factors of the block that they become."""
+
+    @property
+    def A(self) -> jax.Array:
+        return self.combined().A
+
+    @property
+    def G(self) -> jax.Array:
+        return self.combined().G
+
+
 Shapes = tuple[tuple[int, ...], ...]
 
 
@@ -134,7 +146,7 @@ class Unitwise(Statistics):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Packed(Statistics):
+class Packed(Uncombined):
     """A `Kronecker` block on several devices. Of a batch over a mesh each has an equal part of the elements.
 
     Attributes:
@@ -179,14 +191,6 @@ class Packed(Statistics):
         return self.flat.A.dtype
 
     @property
-    def A(self) -> jax.Array:
-        return self.combined().A
-
-    @property
-    def G(self) -> jax.Array:
-        return self.combined().G
-
-    @property
     def moments(self) -> jax.Array | None:
         return None if self.flat.moments is None else self.combined().moments
 
@@ -199,7 +203,7 @@ def _unpacked_everywhere(block: Packed) -> Kronecker:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Tied(Statistics):
+class Tied(Uncombined):
     """Statistics of a kernel that is read as it is and as its transpose, `direct` and `transposed`.
 
     Both have the shapes of the layer's factors: of the transpose, what it reads is on the side of the outputs `G`, and
@@ -244,14 +248,6 @@ class Tied(Statistics):
         return Kronecker(
             joined(self.direct.A, self.transposed.A, scale), joined(self.direct.G, self.transposed.G, 1 / scale)
         )
-
-    @property
-    def A(self) -> jax.Array:
-        return self.combined().A
-
-    @property
-    def G(self) -> jax.Array:
-        return self.combined().G
 
 
 @jax.tree_util.register_dataclass
@@ -315,7 +311,7 @@ class Factors(Mapping[str, Statistics]):
 
     def whole(self) -> Factors:
         """Returns `Kronecker` blocks, whole on every device, in the place of `Packed` ones."""
-        return Factors({n: block.combined() if block.wire else block for n, block in self.items()})
+        return Factors({n: block.combined() if block.wire is not None else block for n, block in self.items()})
 
     def unscale(self, loss_scale: jax.typing.ArrayLike) -> Factors:
         """The statistics of the loss itself, from those of `loss_scale` times the loss.

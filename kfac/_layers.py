@@ -366,14 +366,6 @@ def _table(layers: Layers) -> str:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))
     params = sum(layer.num_params for layer in layers)
-    work = {layer.name: layer.copies * layer.inversion for layer in layers}
-    most = max(layers, key=lambda layer: work[layer.name], default=None)
-    if most and most.inversion > 512**3 and 2 * work[most.name] > sum(work.values()):
-        largest = max(size for shape in most.block_shapes.values() if len(shape) == 2 for size in shape)
-        lines.append(
-            f"{work[most.name] / sum(work.values()):.0%} of the work of inversions is that of {most.name!r}: "
-            f"inverse_every= inverts less often, max_dim={-(-largest // 2)} keeps its largest factor as blocks"
-        )
     where = " and ".join(f"argument {key!r}" for key in layers.batch_argnums)
     examples = "" if layers.num_examples is None else f"; found with {layers.num_examples} example(s)"
     examples += f" in {where}" if where else ""

@@ -42,9 +42,12 @@ def within_devices() -> bool:
 
 def device_axes() -> tuple[str, ...]:
     """The axes of the devices that this is traced for one by one: all that `shard_map` or `pmap` has bound."""
+    return _axes_of(AxisType.Manual)
+
+
+def _axes_of(kind: AxisType) -> tuple[str, ...]:
     mesh = jax.sharding.get_abstract_mesh()
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return tuple(name for name, kind in kinds if kind == AxisType.Manual)
+    return tuple(name for name, own in zip(mesh.axis_names, mesh.axis_types, strict=True) if own == kind)
 
 
 def mesh_of(tree: Any) -> Mesh | AbstractMesh | None:
@@ -55,8 +58,8 @@ def mesh_of(tree: Any) -> Mesh | AbstractMesh | None:
     lying = [jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding for x in leaves]
     meshes = {sharding.mesh for sharding in lying if isinstance(sharding, NamedSharding)}
     around = jax.sharding.get_abstract_mesh()
-    known = [*sorted(meshes, key=_is_abstract), around]
-    return next((mesh for mesh in known if mesh.size > 1), None)
+    candidates = [*sorted(meshes, key=_is_abstract), around]
+    return next((mesh for mesh in candidates if mesh.size > 1), None)
 
 
 def _is_abstract(mesh: Any) -> bool:
@@ -185,9 +188,7 @@ def sum_of_parts(of: Callable[..., Any], limit: int, *arrays: jax.Array) -> Any:
 
 def explicit_axes() -> tuple[str, ...]:
     """The axes of the mesh of which types tell how arrays are split."""
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return tuple(name for name, kind in kinds if kind == AxisType.Explicit)
+    return _axes_of(AxisType.Explicit)
 
 
 def explicit_part(spec: PartitionSpec) -> PartitionSpec:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import kfac
 from kfac._factors import Kronecker
@@ -17,6 +18,11 @@ FLOAT64 = 1e-6
 # Optimised code takes longer to compile than these programs to run.
 FAST = {"xla_backend_optimization_level": 0}
 ROUNDING = 1e-12
+
+
+def slow(*values: Any, **names: Any) -> Any:
+    """A set of parameters of a test that is left to `pytest -m slow`: another set shows the same."""
+    return pytest.param(*values, marks=pytest.mark.slow, **names)
 
 
 def normal(seed: int, *shape: int, dtype: Any = np.float64) -> jax.Array:

@@ -18,7 +18,7 @@ import kfac
 import messages
 import problem
 import resnet50_step
-from kfac._distributed.owners import Cost, Shard, group_costs, make_shards
+from kfac._distributed.owners import Cost, Shard, make_shards
 from kfac._distributed.segments import make_segments
 from kfac.planning._plan import in_all_reduces
 
@@ -54,7 +54,7 @@ def test_remainders_fill_up_the_devices():
     costs = [Cost("large", 1, 9, 700), Cost("middle", 3, 8, 100), Cost("small", 5, 7, 10), Cost("least", 23, 6, 3)]
     shards = make_shards(costs, 8)
     load = [0] * 8
-    for name, blocks, _, elements in costs:
+    for name, blocks, _, elements, _ in costs:
         assert len(set(shards[name].owners)) == blocks % 8
         for block in range(blocks):
             load[shards[name].location(block)[0]] += elements
@@ -69,7 +69,7 @@ def test_segments_hold_every_block_once():
         shards = make_shards(costs, devices)
         segments = make_segments(shards, {cost.name: cost.elements for cost in costs})
         used = {device: np.zeros(length, int) for device, length in segments.lengths.items()}
-        for name, _, _, elements in costs:
+        for name, _, _, elements, _ in costs:
             assert tuple(segments.starts.get(name, ())) == shards[name].owners
             for device, start in segments.starts.get(name, {}).items():
                 used[device][start : start + elements] += 1
@@ -79,14 +79,15 @@ def test_segments_hold_every_block_once():
         assert segments.direct == 0 or len(segments.lengths) == devices
 
 
-CRITICAL = [("resnet50", 8, 1.14, 0), ("resnet50", 64, 1.0, 0), ("gpt", 8, 0, 1.2), ("gpt", 64, 1.0, 0)]
+# Of the GPT, 0.015 of the largest block are the table's `G`, which all devices invert as they share the table's rows.
+CRITICAL = [("resnet50", 8, 1.14, 0), ("resnet50", 64, 1.0, 0), ("gpt", 8, 0, 1.2), ("gpt", 64, 1.016, 0)]
 
 
 @pytest.mark.parametrize(("model", "devices", "of_largest", "of_mean"), CRITICAL)
 def test_devices_hardly_wait_for_each_other(model, devices, of_largest, of_mean, resnet50_layers):
     """The busiest in a refresh: in units of the largest block, or of the work of a device if all had the same."""
     plan = kfac.planning.Assignment(resnet50_layers if model == "resnet50" else gpt_layers(), devices=devices)
-    largest, mean = max(cost.work for cost in group_costs(plan.groups)), sum(plan.cost_per_device) / devices
+    largest, mean = max(cost.work for cost in plan.costs), sum(plan.cost_per_device) / devices
     print(max(plan.cost_per_device) / largest, max(plan.cost_per_device) / mean)
     assert max(plan.cost_per_device) <= max(of_largest * largest, of_mean * mean) * (1 + 1e-9)
 
@@ -102,7 +103,7 @@ def test_an_ordinary_step_sends_what_sgd_does(model, devices, most, resnet50_lay
 
 # The most work of a device in a refresh, and the state of each device, its momentum included, of those of one alone;
 # the bound of factors.
-BOUNDED = [(8, 1024, 0.13, 0.17), (64, 1024, 0.005, 0.095), (64, 2304, 0.03, 0.272)]
+BOUNDED = [(8, 8192, 0.25, 0.138), (64, 8192, 0.22, 0.106), (8, 1024, 0.02, 0.072), (64, 1024, 0.005, 0.016)]
 
 
 @pytest.mark.parametrize(("devices", "max_dim", "path", "state"), BOUNDED)

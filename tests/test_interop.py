@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kfac
+from checking import slow
 from kfac._layers import leaves_by_path, map_by_path
 from problem import (
     assert_close,
@@ -93,7 +94,7 @@ def layers_without_bias():
     return kfac.find_layers(loss_fn, initial(), batch(0), skip=["temperature", "^first/bias$"])
 
 
-@pytest.mark.parametrize("inverse", [kfac.Soap(), kfac.Cholesky(), kfac.Eigh()])
+@pytest.mark.parametrize("inverse", [kfac.Soap(), kfac.Cholesky(), slow(kfac.Eigh())])
 def test_a_hidden_bias_leaves_its_block(inverse):
     """Then the rest goes as with layers that were found without the bias: another `A`, dimension, `pi` and length."""
     measure = jax.jit(kfac.value_and_grad(loss_fn, layers_without_bias()))
@@ -176,7 +177,7 @@ def test_injected_schedules():
     assert_close(run(injected, steps=3)[0], run(direct, steps=3)[0], 1e-5)
 
 
-@pytest.mark.parametrize("momentum", [0.9, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("momentum", [0.9, slow(None)])
 def test_apply_if_finite_around_it(momentum):
     tx = optax.apply_if_finite(plain_kfac(RATE, layers(), momentum=momentum), max_consecutive_errors=3)
     step = stepper(tx)

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import kfac
-from checking import FAST, check_moments, normal
+from checking import FAST, check_moments, normal, slow
 from oracle import relative_error
 from zoo.specimens import N, Specimen, check, cross_entropy, data, tokens, tree
 
@@ -210,7 +210,7 @@ def test_examples_in_chunks_are_those_of_the_batch(length):
 
 
 @pytest.mark.parametrize("model", [rows_of_all, other_rows_of_all, time_major, attention])
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("length", [LENGTHS[-1], *(slow(n) for n in LENGTHS[:-1])])
 def test_moments_and_thinned_statistics_are_those_of_examples(model, length):
     """Every second example is as good as these alone; moments are those of brute force."""
     loss, params, batch = model(length)
@@ -404,3 +404,19 @@ def test_of_two_lengths_none_is_assumed():
 
     layers = kfac.find_layers(loss, small(), graphs)
     assert layers.num_examples is None and "the 10 of argument 1 or the 4 of argument 1" in layers.hidden
+
+
+def test_running_averages_before_the_batch_are_not_tried_one_by_one():
+    """Each trial is a trace of the loss, and a residual network has a hundred averages."""
+    traces = []
+
+    def loss(p, stats, x, y):
+        traces.append(0)
+        for mean in stats:
+            x = x - mean
+        return jnp.mean((network(p, x) - y) ** 2)
+
+    stats = [np.zeros(D, np.float32)] * 20
+    layers = kfac.find_layers(loss, weights(), stats, normal(0, N, D), normal(1, N, 2))
+    assert layers.batch_argnums == (2, 3) and layers.num_examples == N
+    assert len(traces) < 8

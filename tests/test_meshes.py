@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kfac
-from checking import normal
+from checking import normal, slow
 from problem import plain_kfac
 
 N, T, C = 8, 4, 3
@@ -141,10 +141,10 @@ def test_a_mesh_is_one_device(name, kind, form):
     ("name", "options"),
     [
         ("convolution", {"trust_ratio": "auto", "inverse": kfac.Cholesky()}),
-        ("dense", {"trust_ratio": 0.1, "kl_clip": None}),
+        slow("dense", {"trust_ratio": 0.1, "kl_clip": None}),
         ("dense", {"trust_ratio": None, "kl_clip": 1e-4}),
-        pytest.param("scanned", {"trust_ratio": "auto", "inverse": kfac.Cholesky()}, marks=pytest.mark.slow),
-        pytest.param("convolution", {"trust_ratio": None, "kl_clip": 1e-4}, marks=pytest.mark.slow),
+        slow("scanned", {"trust_ratio": "auto", "inverse": kfac.Cholesky()}),
+        slow("convolution", {"trust_ratio": None, "kl_clip": 1e-4}),
     ],
 )
 @pytest.mark.parametrize("last", [False, True], ids=["rows", "columns"])

@@ -233,6 +233,9 @@ def test_the_factors_of_a_state_are_its_averages():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), found, expected)
     with pytest.raises(ValueError, match="must hold one state"):
         kfac.curvature.averaged_factors({}, layers())
+    # As many blocks as on one device, but dealt out.
+    with pytest.raises(ValueError, match=r"on one device, but has .* several devices goes through"):
+        kfac.curvature.averaged_factors(kfac.state.scatter_state(state, 2), layers())
 
 
 def test_three_devices_are_one():
@@ -257,7 +260,9 @@ def test_lineax_solves_with_it():
 
     op, tree = made("eigh"), jax.tree.map(lambda p: normal(p.size, *p.shape), parameters())
     tree["skipped"] = jnp.zeros(2)
-    solved = lineax.linear_solve(op.to_lineax(tree), tree, lineax.CG(1e-12, 1e-12)).value
+    tags = lineax.symmetric_tag, lineax.positive_semidefinite_tag
+    of_lineax = lineax.FunctionLinearOperator(op.matvec, jax.eval_shape(lambda: tree), tags)
+    solved = lineax.linear_solve(of_lineax, tree, lineax.CG(1e-12, 1e-12)).value
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-8), solved, op.inv() @ tree)
 
 

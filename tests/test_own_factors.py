@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kfac
-from checking import FAST, normal
+from checking import FAST, normal, slow
 from kfac._optimizer.state import blocks_of
 from oracle import relative_error
 
@@ -136,8 +136,10 @@ def run(step, state, place=lambda x: x):
     return state
 
 
-@pytest.mark.parametrize("decay", [0.75, 0.0])
-@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize(
+    ("parts", "decay"),
+    [(4, 0.75), (1, 0.0), slow(1, 0.75), slow(4, 0.0)],
+)
 def test_they_are_averages_of_the_gradient(decay, parts):
     layers = found_layers()
     tx = kfac.scale_by_kfac(layers, factor_decay=decay)
@@ -172,6 +174,7 @@ def test_on_devices_of_a_shard_map(options):
     check(jax.jit(kfac.state.gather_state)(run(step, init(parameters()))), layers)
 
 
+@pytest.mark.slow  # those of a shard_map meet in the same places
 def test_on_devices_of_a_pmap():
     layers, devices = found_layers(), jax.devices()[:3]
     tx = kfac.scale_by_kfac(layers, factor_decay=0.75, distribution=kfac.Distribution("data"))
@@ -198,8 +201,10 @@ def test_under_jit_over_a_mesh():
     check(jax.jit(kfac.state.gather_state)(state), layers)
 
 
-@pytest.mark.parametrize("max_dim", [5, 2])
-@pytest.mark.parametrize("words", [3, 100])
+@pytest.mark.parametrize(
+    ("words", "max_dim"),
+    [(100, 5), (3, 2), slow(100, 2), slow(3, 5)],
+)
 def test_a_large_side_is_cut_or_diagonal(max_dim, words, monkeypatch):
     """Each piece has factors of its own; a diagonal is that of the whole."""
     monkeypatch.setattr("kfac._capture.find_layers.VOCABULARY", words)

@@ -247,9 +247,7 @@ def test_only_declared_dependencies_are_imported():
         for module in _imported_modules(ast.parse(path.read_text())):
             root = module.split(".")[0]
             standard = root in sys.stdlib_module_names
-            # lineax is imported where a user asks for one of its operators.
-            optional = {"lineax"} if path.name == "_matrix.py" else set()
-            assert standard or root in declared | optional | {"kfac"}, f"{path.relative_to(ROOT)}: {module}"
+            assert standard or root in declared | {"kfac"}, f"{path.relative_to(ROOT)}: {module}"
 
 
 def test_type_checkers_of_users_see_the_types():

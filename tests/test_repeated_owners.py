@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kfac
-from checking import FAST
+from checking import FAST, slow
 from problem import layers, tied_batch, tied_loss, tied_parameters
 
 AXES, OWNERS = ("node", "gpu"), "gpu"
@@ -91,10 +91,6 @@ def is_state(x):
     return isinstance(x, kfac.state.KfacState)
 
 
-def slow(*options):
-    return pytest.param(*options, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -106,7 +102,8 @@ def slow(*options):
     ],
 )
 def test_in_shard_map_it_is_one_device(x64, options):
-    params, state = trained(*in_shard_map(options)[:1], parameters(), in_shard_map(options)[1])
+    step, state = in_shard_map(options)
+    params, state = trained(step, parameters(), state)
     expected, alone = on_one(options)
     close(params, expected)
     for name, value in kfac.diagnostics(alone).items():

@@ -39,10 +39,10 @@ def parameters():
 
 
 # Which axis of a leaf lies on the mesh axis "model", by the form that the parameters are split in.
-COLUMNS, ROWS = {"qkv": 3, "up": 2, "up_bias": 1}, {"out": 1, "down": 1}
+COLUMNS, ROWS = {"qkv": 3, "up": 2, "up_bias": 1, "head": 1}, {"out": 1, "down": 1}
 SPLITS = {
     "data": lambda path, leaf: None,
-    "tensor": lambda path, leaf: (COLUMNS | ROWS).get(path[-1]) if path[0] == "blocks" else None,
+    "tensor": lambda path, leaf: (COLUMNS | ROWS).get(path[-1]) if path[0] in ("blocks", "head") else None,
     "pipeline": lambda path, leaf: 0 if path[0] == "blocks" else None,
     "expert": lambda path, leaf: 0 if path[0] == "experts" else None,
     "fsdp": lambda path, leaf: next(k for k, size in enumerate(leaf.shape) if size % 12 == 0),
@@ -98,7 +98,8 @@ def loss_of(form, batch_axes, explicit):
         x = einsum("xntd,xde->xnte", jnp.tanh(x), p["experts"]["down"], lies=split)
         gate = jax.nn.softmax(einsum("ntd,dx->ntx", h, p["gate"]))
         h = h + einsum("ntx,xntd->ntd", gate, x)
-        z = einsum("ntd,dc->ntc", h, p["head"])
+        z = einsum("ntd,dc->ntc", h, p["head"], lies=P(batch_axes, None, model))
+        z = jax.reshard(z, own) if explicit else z
         return -jnp.mean(jnp.sum(b["y"] * jax.nn.log_softmax(z), axis=-1))
 
     return loss

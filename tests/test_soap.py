@@ -10,6 +10,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import kfac
 import problem
+from checking import slow
 from kfac._curvature.orthonormal import orthonormal_by_products
 from kfac._curvature.refresh import refresh
 from kfac._curvature.soap import follow
@@ -29,8 +30,15 @@ def basis(state):
     }
 
 
-@pytest.mark.parametrize("relative", [False, True])
-@pytest.mark.parametrize("inverse_every", [1, 3])
+@pytest.mark.parametrize(
+    ("inverse_every", "relative"),
+    [
+        (1, False),
+        (3, True),
+        slow(1, True),
+        slow(3, False),
+    ],
+)
 def test_steps_against_numpy(inverse_every, relative):
     """Squares of gradients are averaged in the basis, follow its order, and their root divides the gradient."""
     damping = 1e-3
@@ -199,7 +207,7 @@ def test_a_refresh_that_fails_keeps_basis_and_moments():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new.inverse))
 
 
-@pytest.mark.parametrize("inverse_every", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("inverse_every", [3, slow(1)])
 def test_several_devices_are_one(inverse_every):
     mesh = jax.make_mesh((3,), ("devices",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
 
@@ -319,7 +327,14 @@ def test_a_layer_with_hardly_a_gradient_stops_no_other(scale):
 
 
 @pytest.mark.parametrize("inverse", [kfac.Cholesky(), kfac.Soap()])
-@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow), jnp.float16])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        jnp.float32,
+        slow(jnp.bfloat16),
+        slow(jnp.float16),
+    ],
+)
 def test_narrow_models_where_float64_is_allowed(x64, dtype, inverse):
     params = problem.initial(dtype)
     batch = problem.batch(0, dtype=dtype)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import kfac
 import messages
-from checking import FAST, normal
+from checking import FAST, normal, slow
 from kfac._optimizer.over_mesh import find_splits
 from problem import tied_loss, tied_parameters
 
@@ -68,14 +68,18 @@ def measured():
     return kfac.value_and_grad(tied_loss, found())(parameters(), batch(0))[1:]
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize(
-    ("form", "owners", "name"),
+    ("form", "owners", "name", "kind"),
     [
-        ("fsdp", None, "chain"),
-        ("columns", "gpu", "eigh"),
-        pytest.param("rows", None, "eigh", marks=pytest.mark.slow),
-        pytest.param("columns", None, "chain", marks=pytest.mark.slow),
+        ("fsdp", None, "chain", AxisType.Auto),
+        ("columns", "gpu", "eigh", AxisType.Explicit),
+        slow("fsdp", None, "chain", AxisType.Explicit),
+        slow("columns", "gpu", "eigh", AxisType.Auto),
+        *(
+            slow(form, None, name, kind)
+            for form, name in (("rows", "eigh"), ("columns", "chain"))
+            for kind in (AxisType.Auto, AxisType.Explicit)
+        ),
     ],
 )
 def test_updates_are_those_of_one_device_and_lie_as_the_gradients(kind, form, owners, name, x64):

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import kfac
-from checking import FAST, check_moments, check_vectors, normal, rotations
+from checking import FAST, check_moments, check_vectors, normal, rotations, slow
 from oracle import example_gradients
 
 
@@ -219,10 +219,10 @@ def channels_first(p, x, t):
 @pytest.mark.parametrize(
     ("loss", "n", "positions"),
     [
-        (merged, 5, (12, 3)),
+        slow(merged, 5, (12, 3)),
         (merged, 4, (12, 3)),
         (views, 4, (3, 3)),
-        (channels_first, 3, (3, 4)),
+        slow(channels_first, 3, (3, 4)),
         (channels_first, 4, (3, 3)),
     ],
 )

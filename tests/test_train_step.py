@@ -18,7 +18,7 @@ import pytest
 from flax import nnx
 
 import kfac
-from checking import normal
+from checking import normal, slow
 
 x, labels = normal(0, 24, 5, dtype=np.float32), jnp.arange(24) % 3
 
@@ -49,9 +49,10 @@ def close(found, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, expected)
 
 
-@pytest.mark.parametrize("options", [
-    {"inverse": None}, {"subsample": 5}, {"inverse": kfac.Ekfac(), "damping": 1e-2, "nesterov": True}
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [{"inverse": None}, slow({"subsample": 5}), {"inverse": kfac.Ekfac(), "damping": 1e-2, "nesterov": True}],
+)
 def test_linen(x64, options):
     model = nn.Sequential([nn.Dense(8, param_dtype=jnp.float64), jnp.tanh, nn.Dense(3, param_dtype=jnp.float64)])
     wide = jnp.asarray(x, jnp.float64), labels
@@ -127,7 +128,10 @@ def perceptron():
     return params, x, lambda params, x: jnp.mean((jnp.tanh(x @ params["w0"]) @ params["w1"]) ** 2)
 
 
-@pytest.mark.parametrize(("cost", "every"), [(0.1, 10), (0.3, 4), (0.6, 2), (10, 1)])
+@pytest.mark.parametrize(
+    ("cost", "every"),
+    [(0.1, 10), (10, 1), slow(0.3, 4), slow(0.6, 2)],
+)
 def test_statistics_are_taken_when_they_are_due(cost, every):
     """In ten steps, then by the cost that the first batch has: a smaller one does not change the interval."""
     params, x, loss_fn = perceptron()

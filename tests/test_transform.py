@@ -582,7 +582,7 @@ def test_what_is_sent_between_devices(option):
     before, after = SMALL
     assert re.findall(messages, program, flags=re.DOTALL) == before + expected + after
     assert state.owned["kronecker_4x4"].shard == Shard(blocks=2, devices=2)
-    assert not state.replicas
+    assert not state.bases
 
 
 def test_without_an_axis_nothing_is_sent():

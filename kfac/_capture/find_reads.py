@@ -23,6 +23,7 @@ from kfac._capture.axes import Atom, Axes
 from kfac._capture.primitives import SUMS, Follow, Read, spread
 from kfac._capture.program import Op, Path, Program
 from kfac._capture.states import NONE, Data, Derived, Leaves, Loop, Output, State, Use, View, is_repeated
+from kfac._capture.taps import Plan
 from kfac._capture.trace import Trace
 from kfac._layers import KRONECKER_KINDS, Layout
 
@@ -43,10 +44,9 @@ class Reads:
     Attributes:
       uses: every read, in program order.
       inexact: leaves that meet data in a way without exact rows.
-      merges: where rows that all examples share meet the examples: the axis of these.
-      entered: operations whose programs a replay evaluates though they may hold no tap: into which such rows are
-        handed, or out of which a scaled view is.
-      multipliers: operations that produce a scaled view, and the operand that is the view.
+      plan: what a replay has to know beside the taps. `multipliers`: which operand is the view, of operations that
+        produce a scaled one. `merges`: the axis of the examples, where rows that all of them share meet them. Plans of
+        programs inside also where these hand such rows in, or a scaled view out.
     """
 
     def __init__(self, traced: Trace, skipped: set[int], all_marked: bool = False):
@@ -54,9 +54,7 @@ class Reads:
         self.hidden = self.n is None and bool(traced.arrays)
         self.uses: list[Use] = []
         self.inexact: dict[int, Inexact] = {}
-        self.merges: dict[Path, int] = {}
-        self.entered: set[Path] = set()
-        self.multipliers: dict[Path, int] = {}
+        self.plan = Plan()
         self._merged: set[int] = set()  # late uses whose rows have met the examples
         self._leaked: dict[int, bool] = {}  # and those that reach the loss by themselves
         states: list[State] = [
@@ -95,7 +93,7 @@ class Reads:
         if op.inner:
             leaving = self._scan(op, states, path, scans) if op.scan else self._walk(op.inner, states, path, scans)
             if any(isinstance(s, View) and s.scaled for s in leaving):
-                self.entered.add(path)
+                self.plan.at((*path, 0))
             return leaving
         if not params:
             return [self._through_data(op, states)] * len(op.outputs)
@@ -173,7 +171,7 @@ class Reads:
         Where they meet the examples by way of a broadcast, each example has a gradient of its own with respect to them.
         """
         if op.inner and not op.scan:
-            self.entered.add(path)
+            self.plan.at((*path, 0))
         if op.inner or any(not isinstance(s, Data) for s in states):
             return None
         shared = NONE.union(*(s.shared for s in states))
@@ -188,7 +186,7 @@ class Reads:
         met = [k for k in grown if op.name == "broadcast_in_dim" or shape[k] == 1]
         alike = elementwise and len({op.inputs[k].shape for k in sharing}) == 1
         if alike and len(met) == 1 and result.axes[met[0]] == axes_lib.examples(self.n or 1):
-            self.merges[path] = met[0]
+            self.plan.at(path).merges[path[-1]] = met[0]
             self._merged |= shared
             return [Data()]
         return None
@@ -291,7 +289,7 @@ class Reads:
         if isinstance(meaning, Follow):
             scaled = view.scaled or op.name == "neg"
             if scaled:
-                self.multipliers[path] = operand
+                self.plan.at(path).multipliers[path[-1]] = operand
             views: list[State] = []
             for axes, moves in zip(meaning.axes, meaning.moved, strict=True):
                 start = list(view.start)
@@ -335,7 +333,7 @@ class Reads:
             return None
         scaled = not additive or view.scaled or read.sign < 0  # of a sum the gradient is the same, or minus it
         if scaled:
-            self.multipliers[path] = read.operand
+            self.plan.at(path).multipliers[path[-1]] = read.operand
         uniform, mixed = view.uniform and (additive or value.size == 1), view.mixed or (not additive and value.rows)
         return dataclasses.replace(view, axes=axes, scaled=scaled, uniform=uniform, mixed=mixed)
 
@@ -415,7 +413,7 @@ class Reads:
             numbers = all(value.size == 1 for value, s in zip(op.inputs, states, strict=True) if s is not view)
             if exact and (op.name != "mul" or numbers):
                 if op.name == "mul" or view.scaled:
-                    self.multipliers[path] = next(k for k, s in enumerate(states) if s is view)
+                    self.plan.at(path).multipliers[path[-1]] = next(k for k, s in enumerate(states) if s is view)
                 scaled = view.scaled or op.name == "mul"
                 return dataclasses.replace(view, scaled=scaled, beside=view.beside | (leaves - {view.leaf}))
             why = view.inexact or f"it is multiplied by, or made into, something else by {op.name}"

@@ -36,9 +36,9 @@ class Planned:
       found: the layers.
       num_examples: `n`, that of which the loss is the mean.
       batch: how many the batch has; None where that is not known.
+      plan: where the taps are.
       lies: the explicit axes of a mesh along which the batch is split.
       wire: dtype of sums between devices.
-      plan: where the taps are.
       probes: shape and dtype of what each tap sums.
       finish: what brings these sums to factors, by layer, and their keys.
       spread: what brings the eigenvectors of a layer to its taps, by layer.
@@ -47,9 +47,9 @@ class Planned:
     found: Found
     num_examples: int
     batch: int | None
+    plan: Plan
     lies: AxisName | None = None
     wire: str = "float32"
-    plan: Plan = dataclasses.field(default_factory=Plan)
     probes: dict[Key, Any] = dataclasses.field(default_factory=dict)
     finish: dict[str, tuple[list[Key], Callable[[list[Any]], Any]]] = dataclasses.field(default_factory=dict)
     spread: dict[str, Callable[[Kronecker], dict[Key, Kronecker]]] = dataclasses.field(default_factory=dict)
@@ -94,7 +94,7 @@ def plan_taps(
     if subsample > (batch or n or subsample):
         raise ValueError(f"subsample={subsample}, but the batch has {batch or n} example(s)")
     check_same(options, found.layers)
-    planned = Planned(found, n or 1, batch, traced.batch.lies, wire)
+    planned = Planned(found, n or 1, batch, found.reads.plan, traced.batch.lies, wire)
     corrected = {layer.name for layer in options if moments and layer.correctable}
     for layer in found.layers:
         uses = found.uses[layer.name]
@@ -102,13 +102,6 @@ def plan_taps(
             _plan_kronecker(planned, layer, uses[0], subsample, layer.name in corrected)
         elif layer.kind in UNITWISE_KINDS:
             _plan_elementwise(planned, layer, uses, subsample)
-    for path, operand in found.reads.multipliers.items():
-        # Only where the program holds a tap: elsewhere nothing reads the multiplier.
-        planned.plan.at(path).multipliers[path[-1]] = operand
-    for path, axis in found.reads.merges.items():
-        planned.plan.at(path).merges[path[-1]] = axis
-    for path in found.reads.entered:
-        planned.plan.at((*path, 0))
     return planned
 
 

@@ -21,6 +21,8 @@ from kfac._capture.program import AnotherProgramError, Op, Program, Reached, fla
 from kfac._layers import Layers, leaf_paths
 from kfac._varying import AxisName
 
+FEW = 8  # Arrays of one length, of which one may be left out. Each is a trace: running averages of a network have more.
+
 Argnums = int | str | Sequence[int | str] | None
 
 
@@ -279,8 +281,9 @@ class Leaf(NamedTuple):
 def _candidates(args: tuple, kwargs: dict, batch_argnums: Argnums, shared: Collection[str]) -> Iterator[list[Batch]]:
     """What may be the batch, in stages: the first of which one can be traced decides.
 
-    All arrays of the chosen arguments that have one leading length; then all but one of them, as a mask may be as long
-    by chance. Where the arguments are not chosen: the first, then as few others with it as possible, then others.
+    All arrays of the chosen arguments that have one leading length; then, if they are few, all but one of them, as a
+    mask may be as long by chance. Where the arguments are not chosen: the first, then as few others with it as
+    possible, then others.
     """
     arguments: dict[int | str, Any] = dict(enumerate(args, 1)) | {name: kwargs[name] for name in sorted(kwargs)}
     leaves: list[Leaf] = []
@@ -307,16 +310,17 @@ def _candidates(args: tuple, kwargs: dict, batch_argnums: Argnums, shared: Colle
     named = None if batch_argnums is None else _named(batch_argnums, arguments, len(args))
     first = [key for key in arguments if key == 1] if named is None else named
     alike = of_lengths(first) if first else []
-    yield [candidate(own) for own in alike]
-    yield [candidate([leaf for leaf in own if leaf is not out]) for own in alike if len(own) > 1 for out in own]
+    yield [candidate(group) for group in alike]
+    few = [group for group in alike if 1 < len(group) <= FEW]
+    yield [candidate([leaf for leaf in group if leaf is not out]) for group in few for out in group]
     for own_first in (True, False) if named is None else ():
         for count in range(2 if own_first else 1, len(arguments) + 1):  # the first alone was tried
             keys = [set(keys) for keys in itertools.combinations(arguments, count)]
-            chosen = [own for own in keys if (1 in own) == own_first]
-            yield [candidate(own) for together in chosen for own in of_lengths(together)]
+            chosen = [each for each in keys if (1 in each) == own_first]
+            yield [candidate(group) for together in chosen for group in of_lengths(together)]
 
 
-def _named(batch_argnums: Argnums, known: Collection[int | str], count: int) -> list[int | str]:
+def _named(batch_argnums: Argnums, arguments: Collection[int | str], count: int) -> list[int | str]:
     """The arguments that `batch_argnums` names.
 
     Raises:
@@ -326,10 +330,10 @@ def _named(batch_argnums: Argnums, known: Collection[int | str], count: int) -> 
     result: list[int | str] = []
     for k in named:
         key = k % (count + 1) if isinstance(k, int) and not isinstance(k, bool) and -count - 1 < k <= count else k
-        if key not in known:
+        if key not in arguments:
             raise ValueError(
                 f"batch_argnums={batch_argnums!r}: there is no argument {k!r} beside params; positional ones are "
-                f"1 to {count}" + "".join(f", keyword {name!r}" for name in known if isinstance(name, str))
+                f"1 to {count}" + "".join(f", keyword {name!r}" for name in arguments if isinstance(name, str))
             )
         result.append(key)
     return result

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -94,8 +93,7 @@ def value_and_grad(
     @on_mesh
     @functools.wraps(loss_fn)
     def with_factors(params, *args, **kwargs):
-        key = _fisher_key(loss_fn, kwargs, fisher)
-        basis = None if _takes(loss_fn, "basis") else kwargs.pop("basis", None)
+        key, basis = _fisher_key(kwargs, fisher), kwargs.pop("basis", None)
         # With replicated parameters, shard_map would sum gradients and statistics over devices inside autodiff.
         axes = varying_axes([x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array)])
         params = as_varying(params, axes | varying_axes(params))
@@ -183,21 +181,13 @@ def _sum_of_moments(factors_of: Callable[[jax.Array], Factors], units: jax.Array
     return jax.tree.map(lambda x: x / len(units), total).unscale(len(units) ** -0.5)
 
 
-def _fisher_key(loss_fn: Callable[..., Any], kwargs: dict[str, Any], fisher: str) -> jax.Array | None:
+def _fisher_key(kwargs: dict[str, Any], fisher: str) -> jax.Array | None:
     """Takes the key for what is drawn out of the keywords."""
     if fisher != "empirical":
         return checked_key(kwargs.pop("fisher_key", None), fisher)
-    if "fisher_key" in kwargs and not _takes(loss_fn, "fisher_key"):
+    if "fisher_key" in kwargs:
         raise ValueError("fisher_key is for fisher='sampled' and 'expected': with 'empirical' nothing is drawn")
     return None
-
-
-def _takes(loss_fn: Callable[..., Any], name: str) -> bool:
-    """Whether a function has a parameter of that name."""
-    try:
-        return name in inspect.signature(loss_fn).parameters
-    except (TypeError, ValueError):  # a callable that does not tell
-        return False
 
 
 def _without_statistics(loss_fn: Callable[..., Any], has_aux: bool, params: Any, args: Any, kwargs: Any) -> Any:

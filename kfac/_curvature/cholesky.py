@@ -16,10 +16,8 @@ from jax import lax
 
 from kfac._curvature.eigh import decompose, eigenvalues
 from kfac._curvature.inverse import Inverse, identities, product
-from kfac._curvature.symmetric import flatten, unflatten
-from kfac._factors import Kronecker, Packed, diagonals, is_diagonal
+from kfac._factors import Kronecker, diagonals, is_diagonal
 
-SIXFOLD = lax.DotAlgorithmPreset.BF16_BF16_F32_X6
 LEAF = 600  # larger matrices are treated by halves; smaller leaves gain little, and cost time to compile
 
 
@@ -42,6 +40,8 @@ class Cholesky(Inverse):
       Martens and Grosse, "Optimizing Neural Networks with Kronecker-factored Approximate Curvature", 2015,
       https://arxiv.org/abs/1503.05671
     """
+
+    by_rows = True
 
     def init(self, factors):
         """Identities, `A` and `G` shaped like the factors."""
@@ -72,18 +72,6 @@ class Cholesky(Inverse):
         basis = Kronecker(*(decompose(factor, factor.dtype) for factor in (factors.A, factors.G)))
         g, a = eigenvalues(basis.G) + on_g[:, None], eigenvalues(basis.A) + on_a[:, None]
         return basis, g[:, :, None] * a[:, None, :]
-
-    def encode(self, kept):
-        """Triangles."""
-        return flatten(_packed(kept))
-
-    def decode(self, flat, like):
-        """The inverse of `encode`."""
-        return unflatten(flat, jax.eval_shape(_packed, like)).unpacked()
-
-
-def _packed(inverse: Kronecker) -> Packed:
-    return Packed.of(inverse, (inverse.A.shape[1:], inverse.G.shape[1:]))
 
 
 def split_damping(factors: Kronecker, damping: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -142,7 +130,7 @@ def exact_product(a: jax.Array, b: jax.Array) -> jax.Array:
     These have all 24 bits of float32, and with sums in float32 errors no larger than its own. By the peaks of an H100
     they take 0.4 of its time.
     """
-    exact, sixfold = (functools.partial(jnp.matmul, precision=x) for x in (lax.Precision.HIGHEST, SIXFOLD))
+    exact, sixfold = (functools.partial(jnp.matmul, precision=x) for x in ("highest", "BF16_BF16_F32_X6"))
     return lax.platform_dependent(a, b, cuda=sixfold if a.dtype == jnp.float32 else exact, default=exact)
 
 

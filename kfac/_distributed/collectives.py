@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,42 +14,11 @@ from kfac._distributed.owners import Shard
 from kfac._distributed.segments import Segments, make_buckets, make_segments
 from kfac._varying import AxisName, as_varying, axis_names, varying_axes
 
-
-def owns_last(shard: Shard, axis_name: AxisName | None) -> jax.Array:
-    """`[positions]`, false where this device holds no block at the last position."""
-    last = jnp.arange(shard.positions) >= shard.full
-    return ~last | (jnp.any(_own_block(shard, axis_name)) if shard.owners else False)
+Stacks = Mapping[str, jax.Array]
+Shards = Mapping[str, Shard]
 
 
-def _own_block(shard: Shard, axis_name: AxisName | None) -> jax.Array:
-    """`[remainder]`, which of the blocks of the remainder is this device's, if any is."""
-    return lax.axis_index(axis_name) == np.array(shard.owners, np.int32)
-
-
-def take_own(stacks: Mapping[str, Any], shards: Mapping[str, Shard], axis_name: AxisName | None) -> dict[str, Any]:
-    """From stacks `[blocks, ...]` of each group, which all devices have, this device's `[positions, ...]`.
-
-    A device without a block at the last position gets one of the others' there. All get all blocks of a group that is
-    not among `shards`.
-    """
-    if axis_name is None:
-        return dict(stacks)
-
-    def own(stack, shard):
-        parts = []
-        if shard.full:
-            dealt = stack[: shard.full * shard.devices].reshape(shard.full, shard.devices, *stack.shape[1:])
-            parts.append(lax.dynamic_index_in_dim(dealt, lax.axis_index(axis_name), axis=1, keepdims=False))
-        if shard.owners:
-            block = shard.full * shard.devices + jnp.argmax(_own_block(shard, axis_name))
-            parts.append(lax.dynamic_slice_in_dim(stack, block, 1))
-        return jnp.concatenate(parts)
-
-    mine = {name: jax.tree.map(lambda x, s=shards[name]: own(x, s), stacks[name]) for name in stacks if name in shards}
-    return dict(stacks) | mine
-
-
-def _fused(message: Callable[[jax.Array], jax.Array], arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+def _fused(message: Callable[[jax.Array], jax.Array], arrays: Stacks) -> dict[str, jax.Array]:
     """`message` of all arrays in one: they are laid end to end along their last axis, and its result is cut again."""
     if not arrays:
         return {}
@@ -64,11 +32,7 @@ def cut(x: jax.Array, lengths: Collection[int]) -> list[jax.Array]:
 
 
 def means_to_owners(
-    stacks: Mapping[str, jax.Array],
-    shards: Mapping[str, Shard],
-    axis_name: AxisName,
-    buckets: int = 1,
-    beside: tuple[str, ...] = (),
+    stacks: Stacks, shards: Shards, axis_name: AxisName, buckets: int, beside: tuple[str, ...]
 ) -> dict[str, jax.Array]:
     """Means over devices of stacks of blocks, each block where it is owned.
 
@@ -101,9 +65,7 @@ def means_to_owners(
 REST = ""  # where groups have names, that of what is in segments
 
 
-def _sums_to_owners(
-    flat: Mapping[str, jax.Array], shards: Mapping[str, Shard], axis_name: AxisName
-) -> dict[str, jax.Array]:
+def _sums_to_owners(flat: Stacks, shards: Shards, axis_name: AxisName) -> dict[str, jax.Array]:
     """Of blocks `[blocks, elements]`, the sums of those that a device owns, end to end."""
     devices, segments = lax.axis_size(axis_name), make_segments(shards, {name: x.shape[1] for name, x in flat.items()})
     whole = {name: shards[name].full * devices for name in flat}
@@ -113,14 +75,12 @@ def _sums_to_owners(
     if rests:
         segment = _whole_segment(own.pop(REST), segments, axis_name)
     for name, starts in segments.starts.items():
-        last = lax.dynamic_slice_in_dim(segment, _here(starts, segments.room, axis_name), flat[name].shape[1])
+        last = lax.dynamic_slice_in_dim(segment, here(starts, segments.room, axis_name), flat[name].shape[1])
         own[name] = jnp.append(own[name], last) if name in own else last
     return own
 
 
-def gather_from_owners(
-    own: Mapping[str, jax.Array], shards: Mapping[str, Shard], axis_name: AxisName
-) -> dict[str, jax.Array]:
+def gather_from_owners(own: Stacks, shards: Shards, axis_name: AxisName) -> dict[str, jax.Array]:
     """From each device's `[positions, ...]`, all blocks `[blocks, ...]` on all devices.
 
     One all-gather; where segments differ, an all-to-all before it cuts the rest of the longer ones in pieces.
@@ -134,7 +94,7 @@ def gather_from_owners(
     longest, dtype = max(x.shape[1] for x in flat.values()), jnp.result_type(*flat.values())
     segment = as_varying(jnp.zeros(segments.room + longest, dtype), varying_axes(flat))
     for name, starts in segments.starts.items():
-        begin = _here(starts, segments.room, axis_name)
+        begin = here(starts, segments.room, axis_name)
         segment = lax.dynamic_update_slice_in_dim(segment, flat[name][-1].astype(dtype), begin, 0)
 
     # Where shard_map keeps track of it, the result is the same on all devices. Under vmap there is no such gather.
@@ -156,13 +116,13 @@ def _by_device(flat: jax.Array, devices: int) -> jax.Array:
     return flat.reshape(-1, devices, flat.shape[1]).swapaxes(0, 1).reshape(devices, -1)
 
 
-def _here(table: Mapping[int, int], otherwise: int, axis_name: AxisName) -> jax.Array:
+def here(table: Mapping[int, int], otherwise: int, axis_name: AxisName) -> jax.Array:
     """What a table by device has for this one; `otherwise`, which is not less than any of it, where it has nothing."""
     devices, values = (np.array(list(x), np.int32) for x in (table.keys(), table.values()))
     return jnp.min(jnp.where(lax.axis_index(axis_name) == devices, values, np.int32(otherwise)))
 
 
-def _in_segments(rests: Mapping[str, jax.Array], segments: Segments) -> dict[str, jax.Array]:
+def _in_segments(rests: Stacks, segments: Segments) -> dict[str, jax.Array]:
     """Blocks of remainders `[remainder, elements]` as the message has them for each device, `[devices, elements]`."""
     if not rests:
         return {}
@@ -172,7 +132,7 @@ def _in_segments(rests: Mapping[str, jax.Array], segments: Segments) -> dict[str
             blocks[device].append(block)
     direct, devices = segments.direct, segments.devices
     ends = list(itertools.accumulate(direct + devices * piece for piece in segments.pieces.values()))
-    flat = _laid_out(dict(zip([0, *ends], map(jnp.concatenate, blocks.values()), strict=False)), ends[-1])
+    flat = laid_out(dict(zip([0, *ends], map(jnp.concatenate, blocks.values()), strict=False)), ends[-1])
     if not direct:
         return {REST: flat.reshape(-1, devices).T}
     whole = jnp.split(flat, ends[:-1])
@@ -194,7 +154,7 @@ def _whole_segment(own: jax.Array, segments: Segments, axis_name: AxisName) -> j
         return own
     pieces = cut(own[segments.direct :], segments.pieces.values())
     begins = [device * width for device in segments.pieces]
-    sent = _laid_out(dict(zip(begins, pieces, strict=True)), devices * width)
+    sent = laid_out(dict(zip(begins, pieces, strict=True)), devices * width)
     received = lax.all_to_all(sent, axis_name, 0, 0, tiled=True).reshape(devices, width).T
     return jnp.concatenate([own[: segments.direct], received.reshape(-1)])
 
@@ -209,7 +169,7 @@ def _dealt_segment(segment: jax.Array, segments: Segments, axis_name: AxisName) 
     return jnp.concatenate([segment[: segments.direct], *pieces])
 
 
-def _laid_out(parts: Mapping[int, jax.Array], end: int) -> jax.Array:
+def laid_out(parts: Mapping[int, jax.Array], end: int) -> jax.Array:
     """Vectors where each is said to begin, one behind the other, in one that ends at `end`; zeros in between."""
     arrays, until = list(parts.values()), [*list(parts)[1:], end]
     zero = jnp.zeros((), jnp.result_type(*arrays))

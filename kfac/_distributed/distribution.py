@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
 from kfac._checks import check_axis_name, check_mesh, check_type
-from kfac._curvature.blocks import Group
-from kfac._curvature.inverse import Inverse
-from kfac._curvature.symmetric import flatten, unflatten
+from kfac._distributed.ways import Way
 from kfac._varying import AxisName, axis_names, device_axes, mesh_of, varying_axes
 
 
@@ -72,9 +67,8 @@ class Distribution:
                 name = axes[0] if len(axes) == 1 else axes
                 raise ValueError(
                     f"jax.pmap, and jax.shard_map with check_vma=False, do not tell whether the devices of {name!r} "
-                    "have the same parameters and other examples. If they have, pass the optimizer "
-                    f"distribution=kfac.Distribution({name!r}), by the axis_name= of jax.pmap"
-                    "; if each trains a model of its own, use jax.vmap over the models, sharded over a mesh"
+                    f"have the same parameters. If so, pass the optimizer distribution=kfac.Distribution({name!r}); if "
+                    "each trains a model of its own, use jax.vmap over the models, sharded over a mesh"
                 )
             return dataclasses.replace(self, axis_name=axes)
         return dataclasses.replace(self, mesh=mesh_of(tree))
@@ -86,55 +80,12 @@ class Distribution:
             return tuple(self.mesh.axis_names)
         return self.axis_name
 
-    @property
-    def owner_axis(self) -> AxisName | None:
-        """The axis, or those, that blocks are spread over."""
-        return self.axis if self.axis is None or self.owners is None else self.owners
-
-    @property
-    def beside_owners(self) -> tuple[str, ...]:
-        """The axes whose devices repeat the owners."""
-        return tuple(name for name in axis_names(self.axis) if name not in axis_names(self.owner_axis))
+    def way(self, dealt: bool = True) -> Way:
+        """Where blocks are, where this names axes or a mesh; whether they are dealt to owners."""
+        axes = axis_names(self.axis)
+        return Way(axes, (axis_names(self.owners) or axes) if dealt and axes else ())
 
 
 def check_distribution(value: Any) -> None:
     """Raises where a value does not say how devices are used."""
     check_type("distribution", value, Distribution | None, "a kfac.Distribution or None")
-
-
-@functools.cache
-def everywhere(inverse: Inverse, group: Group) -> bool:
-    """Whether all devices precondition the Kronecker blocks of a group, with inverses that they get at refreshes.
-
-    That is so where a factor is diagonal and inverses are less to send than gradients: those of a table of words.
-    """
-    if inverse.takes_moments or inverse.takes_gradients or all(len(shape) > 1 for shape in group.shapes.values()):
-        return False
-    sent = jax.eval_shape(lambda: inverse.encode(inverse.init(group.zeros(1, jnp.float32))))
-    return sent.size < group.d_out * group.d_in
-
-
-def owners_precondition(inverse: Inverse, group: Group) -> bool:
-    """Whether owners alone precondition the blocks of a group."""
-    return group.owned and not everywhere(inverse, group)
-
-
-def shares(inverse: Inverse, group: Group, *, several: bool) -> bool:
-    """Whether all devices have the inverses of a Kronecker group, or on `several` devices a part of them."""
-    moments = group.correctable and inverse.takes_moments
-    return everywhere(inverse, group) or (several and moments)
-
-
-def shared(inverse: Inverse, kept: Any) -> Any:
-    """Of what owners keep of a stack, what all devices have: all, or what statistics are to be expressed in."""
-    return inverse.basis(kept) if inverse.takes_moments else kept
-
-
-def encode(inverse: Inverse, kept: Any) -> jax.Array:
-    """What is `shared` of what owners keep, as it is sent: `[k, elements]`."""
-    return flatten(inverse.basis(kept)) if inverse.takes_moments else inverse.encode(kept)
-
-
-def decode(inverse: Inverse, flat: jax.Array, like: Any) -> Any:
-    """What is `shared`, from how it was sent."""
-    return unflatten(flat, like) if inverse.takes_moments else inverse.decode(flat, like)

@@ -57,16 +57,26 @@ class Segments:
         return self.direct + sum(self.pieces.values())
 
 
-def make_segments(shards: Mapping[str, Shard], sizes: Mapping[str, int]) -> Segments:
-    """The segments of groups, of whose blocks each has as many elements as `sizes` say."""
-    devices = next(iter(shards.values())).devices
+def lay_end_to_end(
+    shards: Mapping[str, Shard], sizes: Mapping[str, int]
+) -> tuple[dict[str, dict[int, int]], collections.Counter[int]]:
+    """Where the remainders begin, by group and owner, and how long the segment of each owner is.
+
+    Blocks of each group have as many elements as `sizes` say.
+    """
     lengths: collections.Counter[int] = collections.Counter()
     starts = {}
     for name, size in sizes.items():
         if shards[name].owners:
             starts[name] = {device: lengths[device] for device in shards[name].owners}
             lengths.update(dict.fromkeys(shards[name].owners, size))
-    lengths = collections.Counter(dict(sorted(lengths.items())))
+    return starts, collections.Counter(dict(sorted(lengths.items())))
+
+
+def make_segments(shards: Mapping[str, Shard], sizes: Mapping[str, int]) -> Segments:
+    """The segments of groups, of whose blocks each has as many elements as `sizes` say."""
+    devices = next(iter(shards.values())).devices
+    starts, lengths = lay_end_to_end(shards, sizes)
     shortest, longest = (0, 0) if len(lengths) < devices else (min(lengths.values()), max(lengths.values()))
     total = sum(shards[name].blocks * size for name, size in sizes.items())
     filled = devices * longest - lengths.total()

@@ -16,10 +16,9 @@ from kfac._layers import Layer, Layers, leaves_by_path
 from kfac._optimizer.state import has_masked, how_to_hide
 
 FORGOTTEN = (
-    "update was called without factors, so nothing is preconditioned and training goes by momentum: write "
-    "tx.update(grads, opt_state, params, factors=factors), with the factors of kfac.value_and_grad. "
-    "TrainState.apply_gradients of flax drops them, as do some wrappers of optax: docs/interop.md has a line for each. "
-    "For a step that is to go without statistics write factors=None"
+    "update was called without factors, so training goes by momentum alone: write tx.update(grads, opt_state, params, "
+    "factors=factors), with those of kfac.value_and_grad, or factors=None for a step that is to go without. "
+    "TrainState.apply_gradients of flax drops them, as do some wrappers of optax: docs/interop.md has a line for each"
 )
 
 
@@ -84,7 +83,7 @@ def _without_rows(factors: Factors, layers: Layers, here: Layers) -> Any:
         if here[layer.name].params == layer.params or layer.name not in blocks:
             continue
         block: Any = blocks[layer.name]
-        block = block.combined() if block.wire else block
+        block = block.combined() if block.wire is not None else block
         if isinstance(block, Tied) or block.moments is not None:
             what = f"bias {layer.params[1]!r} is masked and its kernel is not, which its statistics do not allow"
             raise ValueError(f"{what}: {how_to_hide(layer.params[1:])}")

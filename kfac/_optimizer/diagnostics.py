@@ -101,15 +101,15 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
     basis: dict[str, Kronecker] = {}
     for group in [group for group in group_layers(layers) if group.correctable]:
         owned = state.owned.get(group.name)
-        vectors = owned.inverse.basis(owned.blocks.inverse) if owned is not None else None
+        vectors = state.bases.get(group.name)
+        if vectors is None and owned is not None and owned.blocks.inverse is not None:
+            vectors = owned.inverse.basis(owned.blocks.inverse)
         if owned is None or vectors is None or owned.shard.blocks != group.size:
             have = "no" if owned is None else f"{owned.shard.blocks}, for inverse={owned.inverse!r},"
             raise ValueError(
                 f"source must be a state of an optimizer with inverse=kfac.Ekfac() for these layers, but has {have} "
                 f"blocks {group.name}"
             )
-        if group.name in state.replicas:
-            vectors = state.replicas[group.name].inverse
         if vectors.A.shape[0] != group.size:
             raise ValueError("source has an axis of devices in front, as pmap returns it: call eigenbasis inside of it")
         basis |= {

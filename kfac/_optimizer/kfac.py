@@ -81,10 +81,10 @@ def kfac(
         gradient; without their part along the kernel as above. One stays as it is where one of the norms is zero.
       layer_rates: whether each layer has a rate of its own, by which the learning rate is multiplied. It starts at 1,
         rises, up to 4, while the gradient agrees with the direction of the step before, and falls, down to 1/16, while
-        that step has gone too far in the layer; after the first ten steps, and upwards only where the learning rate
-        does not rise and is at least half of its highest. So one learning rate does for networks, and batches, that
-        need different ones (for all layers together: Almeida et al. 1998, Baydin et al. 2018). Copies of a stacked
-        kernel, and pieces of one that `max_dim` cuts, each have their own. None: with momentum and "auto".
+        that step has gone too far in the layer; upwards only where the learning rate does not rise and is at least half
+        of its highest. So one learning rate does for networks, and batches, that need different ones (for all layers
+        together: Almeida et al. 1998, Baydin et al. 2018). Copies of a stacked kernel, and pieces of one that `max_dim`
+        cuts, each have their own. None: with momentum and "auto".
       damping: see `scale_by_kfac`, also for the arguments that follow. With `trust_ratio="auto"` it is in units of the
         mean eigenvalue of each block, as with `Cholesky(relative=True)`: then nothing depends on the scale of the loss.
         None: with "auto" 0.1, or 1e-4 for `Soap`; without, 1e-3.
@@ -166,15 +166,13 @@ def _followed_by(tx: Optimizer, rest: Optimizer) -> Optimizer:
 
     @on_mesh
     def update(updates, state, params=None, **extra):
-        find_state(state, "opt_state")
+        extra["count"] = find_state(state, "opt_state").count
         preconditioned, first = tx.update(updates, state[0], params, **extra)
-        state_after = find_state(first, "state")
-        taken = ~state_after.refused
-        told = {"taken": taken, "count": find_state(state[0], "state").count}
-        moved, second = rest.update(preconditioned, state[1], params, **extra | told)
+        moved, second = rest.update(preconditioned, state[1], params, **extra)
         # A refused step is none: the counts of schedules stay, like the momentum, and nothing is updated. Selected, as
         # XLA makes a selection part of the arithmetic beside it, where kernels of a branch would have to be compiled.
-        counts = jax.tree.map(lambda new, old: jnp.where(taken, new, old) if new.ndim == 0 else new, second, state[1])
-        return jax.tree.map(lambda leaf: jnp.where(taken, leaf, 0), moved), (first, counts)
+        taken = ~find_state(first, "state").refused
+        second = jax.tree.map(lambda new, old: jnp.where(taken, new, old), second, state[1])
+        return jax.tree.map(lambda leaf: jnp.where(taken, leaf, 0), moved), (first, second)
 
     return optax.GradientTransformationExtraArgs(init, update)

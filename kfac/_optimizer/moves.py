@@ -94,24 +94,22 @@ def clip_scale(limit: jax.Array, rate: jax.Array, product: jax.Array) -> jax.Arr
 # where it is below TOO_FAR: by the factor `exp(FOLLOWS)` in a step at most, which it is where the cosine is FULL
 # beyond. In between it stays: there are the cosines of small batches, which noise brings near zero, and those of rates
 # tuned for the whole network, at which steps go a little too far along the sharpest directions.
-AGREES, TOO_FAR, FOLLOWS, FULL = 0.02, -0.1, 0.1, 0.1
+AGREES, TOO_FAR, FOLLOWS, FULL = 0.02, -0.1, 0.2, 0.1
 SLOWEST, FASTEST = 1 / 16, 4.0
 
 
-def adapted(rate: jax.Array, angle: jax.Array, known: jax.Array, full: jax.Array) -> jax.Array:
+def adapted(rate: jax.Array, angle: jax.Array, full: jax.Array) -> jax.Array:
     """The rates of blocks, higher where the last direction still goes down, lower where it has gone too far.
 
     Args:
       rate: `[k]`.
       angle: `[k]`, the cosines between the last directions and the gradients.
-      known: whether they say something yet.
       full: whether the learning rate is that of the whole schedule: while it rises, or when it has fallen to less than
         half, short steps say nothing of what it multiplies.
     """
     beyond = angle - jnp.clip(angle, TOO_FAR, AGREES)
     beyond = jnp.where(full, beyond, jnp.minimum(beyond, 0))
-    new = jnp.clip(rate * jnp.exp(FOLLOWS * jnp.clip(beyond / FULL, -1, 1)), SLOWEST, FASTEST)
-    return jnp.where(known, new.astype(rate.dtype), rate)
+    return jnp.clip(rate * jnp.exp(FOLLOWS * jnp.clip(beyond / FULL, -1, 1)), SLOWEST, FASTEST).astype(rate.dtype)
 
 
 # Of kernels whose scale matters, so few gradients are at such an angle by chance (Heo et al. 2021, arXiv:2006.08217).

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from kfac._checks import OPTIONS, check_given
+from kfac._checks import OPTIONS, check
 from kfac._curvature.inverse import Inverse, check_inverse
 from kfac._distributed.distribution import Distribution, check_distribution
 from kfac._optimizer.moves import Moves, ScalarOrSchedule
@@ -48,6 +48,10 @@ CONFLICTS: tuple[tuple[Callable[[Any], bool], str], ...] = (
 )
 
 
+# What may be None.
+LEFT_OUT = ("momentum", "kl_clip", "trust_ratio", "weight_decay", "inverse_every", "refresh_warmup")
+
+
 class Options(NamedTuple):
     """The options of the preconditioner, as `scale_by_kfac` explains them."""
 
@@ -72,9 +76,9 @@ def check_options(options: Options, moves: Moves, weight_decay: Any = None, weig
         )
     check_inverse(options.inverse)
     check_distribution(options.distribution)
-    known = {**vars(moves), **options._asdict(), "weight_decay": weight_decay, "weight_decay_mask": weight_decay_mask}
-    numbers = {name: value for name, value in known.items() if name in OPTIONS}
-    check_given(**numbers | ({"trust_ratio": None} if moves.trust_ratio == "auto" else {}))
+    values = {**vars(moves), **options._asdict(), "weight_decay": weight_decay, "weight_decay_mask": weight_decay_mask}
+    skipped = {name for name in LEFT_OUT if values[name] is None or (name == "trust_ratio" and values[name] == "auto")}
+    check(**{name: value for name, value in values.items() if name in OPTIONS and name not in skipped})
     for holds, sentence in CONFLICTS:
-        if holds(types.SimpleNamespace(**known)):
-            raise ValueError(sentence.format(**known))
+        if holds(types.SimpleNamespace(**values)):
+            raise ValueError(sentence.format(**values))

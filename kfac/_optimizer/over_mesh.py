@@ -8,14 +8,16 @@ devices, and the results back. Kernels go without their biases: XLA would move t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import finite
@@ -24,57 +26,168 @@ from kfac._distributed.owners import Shard
 from kfac._factors import Factors, Statistics
 from kfac._layers import Layer, leaves_by_path, map_by_path
 from kfac._optimizer.reshard import state_spec
+from kfac._optimizer.segment import closed
 from kfac._optimizer.state import Config, KfacState, Splits, init_state
 from kfac._optimizer.step import Gradients, Now, preconditioned_step, stack_packed, unpacked
-from kfac._varying import axis_names, lying_as, replicated, whole
+from kfac._varying import lying_as, replicated, whole
 
 
-def step_over_mesh(
-    config: Config,
-    mesh: Mesh | AbstractMesh,
-    updates: Any,
-    params: Any,
-    state: KfacState,
-    now: Now,
-    factors: Factors | None,
-) -> tuple[Any, KfacState]:
-    """Runs `preconditioned_step` on the devices of a mesh. On explicit axes the results are laid out as `updates`."""
-    rows = {name: own.shard for name, own in state.owned.items()}
-    same, states, leaves = PartitionSpec(), state_spec(config.owners or ()), _apart(config, updates)
-    split = config.dealt and _is_split(config, mesh, state.splits, leaves)
-    narrow = {}
-    if split:
-        narrow = {group.name: [_narrowest(_dtypes(part, leaves)) for part in group.by_leaf] for group in config.apart}
+@dataclasses.dataclass(frozen=True)
+class OverMesh:
+    """How what a step needs lies over a mesh.
 
-    def laid_out(tree):
-        return to_owners(config, mesh, tree, rows, state.splits) if split else Gradients(replicated(tree), {})
+    Attributes:
+      config: what is fixed.
+      mesh: the mesh.
+      shards: how groups are dealt to devices.
+      splits: how leaves are split, by path, where that is known but types do not tell it.
+    """
 
-    here = config if config.dealt else dataclasses.replace(config, distribution=Distribution())
+    config: Config
+    mesh: Mesh | AbstractMesh
+    shards: dict[str, Shard]
+    splits: dict[str, PartitionSpec]
 
-    def on_device(updates, params, state, now, stacks):
-        batch = None if stacks is None else unpacked(stacks)
-        return preconditioned_step(here, updates, params, state, now, batch, narrow=narrow)
+    def step(
+        self, updates: Any, params: Any, state: KfacState, now: Now, factors: Factors | None
+    ) -> tuple[Any, KfacState]:
+        """Runs `preconditioned_step` on the devices. On explicit axes the results are laid out as `updates`."""
+        config, same, over = self.config, PartitionSpec(), PartitionSpec(self.config.owners)
+        states, leaves = state_spec(config.owners), self.apart(updates)
+        split, narrow = config.dealt and self.is_split(leaves), {}
+        if split:
+            parts = {group.name: group.by_leaf for group in self.groups}
+            narrow = {name: [_dtypes(part, leaves)[0] for part in by_leaf] for name, by_leaf in parts.items()}
 
-    own: Any = Gradients(same, PartitionSpec(config.owners or ()))  # type: ignore[arg-type]  # the specs of such
-    apart = {g.name: PartitionSpec(config.owners or ()) if g.owned else same for g in config.groups if g.captured}
-    stacks = None if factors is None else statistics_to_owners(config, mesh, apart, factors, rows)
-    step = jax.shard_map(
-        on_device,
-        mesh=mesh,
-        in_specs=(own, same if params is None else own, states, same, None if factors is None else apart),
-        out_specs=(own, states),
-    )
-    new, state = step(laid_out(updates), None if params is None else laid_out(params), state, now, stacks)
-    if not split:
-        return lying_as(new.tree, updates), state
-    return from_owners(config, mesh, new, updates, rows, state.splits), state
+        def laid_out(tree):
+            return self.to_owners(tree) if split else Gradients(replicated(tree), {})
+
+        here = config if config.dealt else dataclasses.replace(config, distribution=Distribution())
+
+        def on_device(updates, params, state, now, stacks):
+            batch = None if stacks is None else unpacked(stacks)
+            return preconditioned_step(here, updates, params, state, now, batch, narrow=narrow)
+
+        own: Any = Gradients(same, over)  # type: ignore[arg-type]  # the specs of such
+        apart = {g.name: over if g.owned else same for g in config.groups if g.captured}
+        stacks = None if factors is None else whole(self.statistics_to_owners, apart)(factors)
+        given = own, same if params is None else own, states, same, None if factors is None else apart
+        step = jax.shard_map(on_device, mesh=self.mesh, in_specs=given, out_specs=(own, states))
+        new, state = step(laid_out(updates), None if params is None else laid_out(params), state, now, stacks)
+        return self.from_owners(new, updates) if split else lying_as(new.tree, updates), state
+
+    @functools.cached_property
+    def groups(self) -> list[Group]:
+        """Those whose blocks have owners, as gradients lie."""
+        return [self.shards[group.name].as_matrices(group) for group in self.config.owned]
+
+    def apart(self, updates: Any) -> dict[str, jax.Array]:
+        """The leaves that owners alone precondition, by path."""
+        return {path: leaf for path, leaf in leaves_by_path(updates).items() if path in self.config.paths_apart}
+
+    def is_split(self, leaves: dict[str, jax.Array]) -> bool:
+        """Tells whether gradients go to owners alone: they are split, and the axes of the owners are of one kind."""
+        kinds = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+        if len({kinds[name] for name in self.config.owners}) > 1:
+            return False
+        return any(any(self.splits.get(path, jax.typeof(x).sharding.spec)) for path, x in leaves.items())
+
+    def statistics_to_owners(self, factors: Factors) -> dict[str, Statistics]:
+        """Lays out packed statistics: blocks with owners at the positions of these, the others on all devices."""
+        stacks = stack_packed(self.config, factors)
+        owned = {
+            n: jax.tree.map(lambda x, s=s: self.over_owners(x, s), stacks[n])
+            for n, s in self.shards.items()
+            if n in stacks
+        }
+        return stacks | owned
+
+    def to_owners(self, updates: Any) -> Gradients:
+        """Lays out gradients: blocks with owners at the positions of these, the others on all devices."""
+        # First as the parameters lie: XLA would add up each use of a leaf, and all turns of a scan, on every device.
+        updates = map_by_path(lambda path, x: self.lying(x, *self.splits.get(path, [UNSEEN])), updates)
+        apart = self.apart(updates)
+
+        def rest(path, leaf):
+            if path in self.config.skipped:
+                return jnp.where(finite(leaf, 0), 0.0, jnp.nan)
+            return optax.MaskedNode() if path in apart else leaf
+
+        def stacked(apart):
+            stacks = {}
+            for group in self.groups:
+                dtype, shard = jnp.result_type(*_dtypes(group, apart)), self.shards[group.name].matrices
+                parts = (part.stack_matrices(apart, dtype, self.cut_lying) for part in group.by_leaf)
+                stacks[group.name] = [self.over_owners(x, shard) for x in parts]
+            return stacks
+
+        stacks = whole(stacked, PartitionSpec(self.config.owners))(apart)
+        return Gradients(replicated(map_by_path(rest, updates)), stacks)
+
+    def from_owners(self, new: Gradients, updates: Any) -> Any:
+        """What has become of `updates`, lying as they do; skipped leaves are as they were."""
+        apart = self.apart(updates)
+
+        def split(stacks):
+            leaves: dict[str, jax.Array] = {}
+            for group in self.groups:
+                across, places = self.across(group.layers[0])[::-1], self.shards[group.name].matrices.places
+                for part, stack in zip(group.by_leaf, stacks[group.name], strict=True):
+                    # Laid out as the leaves lie, which XLA knows, before it is cut.
+                    starts = {start: jnp.int32(start) for start in part.starts}
+                    leaves |= part.split_matrices(_picked(self.lying(stack, None, *across), places), starts)
+            return {path: leaves[path].astype(leaf.dtype) for path, leaf in apart.items()}
+
+        own, rest = whole(split, apart)(new.stacks), leaves_by_path(new.tree)
+
+        def back(path, leaf):
+            if path in self.config.skipped:
+                return leaf
+            leaf = own[path] if path in own else lying_as(rest[path], leaf)
+            return self.lying(leaf, *self.splits.get(path, [UNSEEN]))
+
+        return map_by_path(back, updates)
+
+    def across(self, layer: Layer) -> tuple[Any, Any]:
+        """Returns how rows and columns are laid out on the way to owners: those of a cut kernel by its other side.
+
+        As they are where each owner has as many rows as it would have of a leaf that is split by rows.
+        """
+        owners, free = self.config.owners, PartitionSpec.UNCONSTRAINED
+        devices = math.prod(self.mesh.shape[name] for name in owners)
+        if layer.diagonal and layer.cut == (devices, 1) and layer.d_in % devices == 0:
+            return UNSEEN, UNSEEN
+        if layer.cut[0] == 1 < layer.cut[1] and layer.d_in % devices == 0:
+            return None, owners
+        if layer.cut[1] == 1 < layer.cut[0] and layer.d_out % devices == 0:
+            return owners, None
+        return free, free
+
+    def cut_lying(self, layer: Layer, matrix: jax.Array) -> jax.Array:
+        return self.lying(matrix, None, *self.across(layer))
+
+    def over_owners(self, stack: jax.Array, shard: Shard) -> jax.Array:
+        """Blocks `[k, ...]` at the positions of all devices in a row."""
+        return self.lying(_picked(stack, shard.order), self.config.owners)
+
+    def lying(self, x: jax.Array, *spec: Any) -> jax.Array:
+        """An array laid out over the mesh; as it is where nothing is known of one of its axes."""
+        if UNSEEN in spec:
+            return x
+        here = jax.sharding.get_abstract_mesh()  # with explicit axes, the same mesh as if they were not
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh if here.empty else here, PartitionSpec(*spec)))
+
+
+UNSEEN = "unseen"  # in the place of how an axis lies
 
 
 def init_over_mesh(config: Config, mesh: Mesh | AbstractMesh, params: Any) -> KfacState:
     """The state before the first step, lying on a mesh."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    specs = state_spec(config.owners or ())
-    init = jax.shard_map(lambda: init_state(config, shapes), mesh=mesh, in_specs=(), out_specs=specs)
+    specs = state_spec(config.owners)
+    init = jax.shard_map(
+        lambda: closed(init_state(config, shapes), config.way), mesh=mesh, in_specs=(), out_specs=specs
+    )
     state: KfacState = jax.jit(init)()
     state = state._replace(splits=find_splits(params))
     if not isinstance(mesh, AbstractMesh) or not jax.tree.leaves(params):
@@ -95,114 +208,12 @@ def find_splits(params: Any) -> Splits:
     return Splits(tuple(sorted(named.items())) if any(map(any, named.values())) else ())
 
 
-def statistics_to_owners(
-    config: Config, mesh: Mesh | AbstractMesh, specs: dict[str, PartitionSpec], factors: Factors, rows: dict[str, Shard]
-) -> dict[str, Statistics]:
-    """Lays out packed statistics: blocks with owners at the positions that `rows` says, the others on all devices."""
-
-    def stacked(factors):
-        def of_owners(name, stack):
-            if name not in rows:
-                return stack
-            return jax.tree.map(lambda x: _lying(mesh, x[rows[name].order], config.owners), stack)
-
-        return {name: of_owners(name, stack) for name, stack in stack_packed(config, factors).items()}
-
-    return whole(stacked, specs)(factors)
-
-
-def _explicit(mesh: Mesh | AbstractMesh) -> bool:
-    return all(kind == AxisType.Explicit for kind in mesh.axis_types)
-
-
-def _is_split(config: Config, mesh: Mesh | AbstractMesh, splits: Splits, leaves: dict[str, jax.Array]) -> bool:
-    """Tells whether gradients go to owners alone: they are split, and the axes of the owners are of one kind."""
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if len({kinds[name] for name in axis_names(config.owners)}) > 1:
-        return False
-    specs = (dict(splits.specs).get(path, jax.typeof(x).sharding.spec) for path, x in leaves.items())
-    return any(map(any, specs))
-
-
-def to_owners(
-    config: Config, mesh: Mesh | AbstractMesh, updates: Any, rows: dict[str, Shard], splits: Splits
-) -> Gradients:
-    """Lays out gradients: blocks with owners at the positions that `rows` says, the others on all devices."""
-    specs = {} if _explicit(mesh) else dict(splits.specs)
-    # First as the parameters lie: XLA would add up each use of a leaf, and all turns of a scan, on every device.
-    updates = map_by_path(lambda path, x: _lying(mesh, x, *specs[path]) if path in specs else x, updates)
-    apart = _apart(config, updates)
-
-    def rest(path, leaf):
-        if path in config.skipped:
-            return jnp.where(finite(leaf, 0), 0.0, jnp.nan)
-        return optax.MaskedNode() if path in apart else leaf
-
-    def lying(layer, matrix):
-        return _lying(mesh, matrix, None, *_across(config, mesh, layer))
-
-    def stacked(apart):
-        stacks = {}
-        for group in config.apart:
-            dtype, order = jnp.result_type(*_dtypes(group, apart)), rows[group.name].order
-            parts = (part.stack_matrices(apart, dtype, lying) for part in group.by_leaf)
-            stacks[group.name] = [_lying(mesh, x[order], config.owners) for x in parts]
-        return stacks
-
-    return Gradients(replicated(map_by_path(rest, updates)), whole(stacked, PartitionSpec(config.owners))(apart))
-
-
-def from_owners(
-    config: Config, mesh: Mesh | AbstractMesh, new: Gradients, updates: Any, rows: dict[str, Shard], splits: Splits
-) -> Any:
-    """What has become of `updates`, lying as they do; skipped leaves are as they were."""
-    apart, specs = _apart(config, updates), dict(splits.specs)
-
-    def split(stacks):
-        leaves: dict[str, jax.Array] = {}
-        for group in config.apart:
-            across, places = _across(config, mesh, group.layers[0]), rows[group.name].places
-            for part, stack in zip(group.by_leaf, stacks[group.name], strict=True):
-                # Laid out as the leaves lie, which XLA knows, before it is cut.
-                whole_stack = _lying(mesh, stack, None, *across[::-1])[places]
-                leaves |= part.split_matrices(whole_stack, {start: jnp.int32(start) for start in part.starts})
-        return {path: leaves[path].astype(leaf.dtype) for path, leaf in apart.items()}
-
-    own, rest = whole(split, apart)(new.stacks), leaves_by_path(new.tree)
-
-    def back(path, leaf):
-        if path in config.skipped:
-            return leaf
-        leaf = own[path] if path in own else lying_as(rest[path], leaf)
-        return _lying(mesh, leaf, *specs[path]) if path in specs and not _explicit(mesh) else leaf
-
-    return map_by_path(back, updates)
-
-
-def _across(config: Config, mesh: Mesh | AbstractMesh, layer: Layer) -> tuple[Any, Any]:
-    """Returns how rows and columns are laid out on the way to owners: those of a cut kernel by its other side."""
-    free, devices = PartitionSpec.UNCONSTRAINED, math.prod(mesh.shape[name] for name in axis_names(config.owners))
-    if layer.cut[0] == 1 < layer.cut[1] and layer.d_in % devices == 0:
-        return None, config.owners
-    if layer.cut[1] == 1 < layer.cut[0] and layer.d_out % devices == 0:
-        return config.owners, None
-    return free, free
-
-
-def _apart(config: Config, updates: Any) -> dict[str, jax.Array]:
-    """The leaves that owners alone precondition, by path."""
-    return {path: leaf for path, leaf in leaves_by_path(updates).items() if path in config.paths_apart}
+def _picked(stack: jax.Array, index: np.ndarray) -> jax.Array:
+    """`stack[index]`, which XLA need not move where that changes nothing."""
+    return stack if np.array_equal(index, np.arange(len(stack))) else stack[index]
 
 
 def _dtypes(group: Group, leaves: dict[str, jax.Array]) -> list[Any]:
-    """The dtypes of the leaves of a group; one for a group that `optax.masked` has left nothing of."""
-    return [leaves[p].dtype for layer in group.layers for p in layer.params if p in leaves] or [jnp.dtype(jnp.float32)]
-
-
-def _narrowest(dtypes: list[Any]) -> Any:
-    return min(dtypes, key=lambda dtype: float(jnp.finfo(dtype).max))
-
-
-def _lying(mesh: Mesh | AbstractMesh, stack: jax.Array, *spec: Any) -> jax.Array:
-    here = jax.sharding.get_abstract_mesh()  # with explicit axes, the same mesh as if they were not
-    return lax.with_sharding_constraint(stack, NamedSharding(mesh if here.empty else here, PartitionSpec(*spec)))
+    """Returns the dtypes of a group, the narrowest first; one if `optax.masked` has left nothing of it."""
+    dtypes = [leaves[path].dtype for layer in group.layers for path in layer.params if path in leaves]
+    return sorted(dtypes or [jnp.dtype(jnp.float32)], key=lambda dtype: float(jnp.finfo(dtype).max))

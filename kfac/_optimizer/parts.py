@@ -36,7 +36,7 @@ def momentum_beside_blocks(
             leaves = {path: jnp.zeros(shape) for path, shape in chosen.items()}
         return optax.TraceState({path: jnp.zeros_like(leaf, _wide(leaf)) for path, leaf in leaves.items()})
 
-    def update(updates, state, params=None, *, count, taken, **extra):
+    def update(updates, state, params=None, *, count, **extra):
         del params, extra
         momentum, factor = Momentum(value_at(decay, count), nesterov), 1 if rate is None else -value_at(rate, count)
         leaves = {path: leaf for path, leaf in leaves_by_path(updates).items() if path in state.trace}
@@ -44,7 +44,7 @@ def momentum_beside_blocks(
             path: momentum.moved(state.trace[path], (factor * leaf).astype(_wide(leaf)))
             for path, leaf in leaves.items()
         }
-        trace = {path: jnp.where(taken, new, state.trace[path]) for path, (new, _) in moved.items()}
+        trace = {path: new for path, (new, _) in moved.items()}
         new = map_by_path(lambda path, leaf: moved[path][1] if path in moved else leaf, updates)
         return new, optax.TraceState(state.trace | trace)
 

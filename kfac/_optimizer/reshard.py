@@ -13,8 +13,11 @@ import optax
 from jax.sharding import PartitionSpec
 
 from kfac._checks import check
+from kfac._curvature.inverse import per_block
 from kfac._distributed.owners import Shard, block_cost, make_shards
-from kfac._optimizer.state import KfacState, Owned, Replica, Splits, find_nodes
+from kfac._distributed.ways import Way
+from kfac._optimizer.segment import closed, opened
+from kfac._optimizer.state import KfacState, Owned, Segment, Splits, find_nodes, form_of
 from kfac._varying import AxisName, replicated
 
 
@@ -42,7 +45,7 @@ def state_specs(tx: optax.GradientTransformation, params: Any, axis_name: AxisNa
 def state_spec(axis_name: AxisName) -> KfacState:
     """The `PartitionSpec`s of a `KfacState`; each stands for the whole subtree below it."""
     specs: dict[str, Any] = {field: PartitionSpec() for field in KfacState._fields}
-    return KfacState(**specs | {"owned": PartitionSpec(axis_name)})
+    return KfacState(**specs | {"owned": PartitionSpec(axis_name), "segment": PartitionSpec(axis_name)})
 
 
 def gather_state(opt_state: Any) -> Any:
@@ -61,14 +64,15 @@ def gather_state(opt_state: Any) -> Any:
       ValueError: there is no state of `scale_by_kfac` in `opt_state`, or it is not that of all devices.
     """
     if some_state(opt_state, "opt_state").count.ndim:  # of pmap
-        in_a_row = functools.partial(_mapped, lambda x: x.reshape(-1, *x.shape[2:]))
-        opt_state = on_nodes(Owned, in_a_row, opt_state, lambda x: x[0])
+        opt_state = on_nodes((Owned, Segment), _in_a_row, opt_state, lambda x: x[0])
 
     def gather(node):
+        for owned in node.owned.values():
+            _check_row(owned)
+        node = _each_device(opened, replicated(node))
         owned = {name: _gather_owned(own) for name, own in node.owned.items()}
-        # A basis that is there for the sake of several devices can be had from the blocks again.
-        replicas = {name: r for name, r in node.replicas.items() if not owned[name].inverse.takes_moments}
-        return node._replace(owned=owned, replicas=replicas, splits=Splits())
+        # Bases can be had from the blocks again.
+        return node._replace(owned=owned, segment=Segment(), bases={}, splits=Splits())
 
     return on_states(gather, opt_state)
 
@@ -98,19 +102,46 @@ def scatter_state(portable: Any, num_devices: int, *, pmap: bool = False) -> Any
         if any(own.shard.devices != 1 for own in node.owned.values()):
             raise ValueError("portable must be what gather_state returns, but is a state for several devices")
         blocks = {name: own.blocks.factors for name, own in node.owned.items()}
-        costs = [block_cost(n, len(x.A), {"A": x.A.shape[1:], "G": x.G.shape[1:]}) for n, x in blocks.items()]
+        costs = [
+            block_cost(n, len(x.A), {"A": x.A.shape[1:], "G": x.G.shape[1:]}, node.owned[n].shard.by_rows)
+            for n, x in blocks.items()
+        ]
         shards = make_shards(costs, num_devices)
         bases = {name: own.inverse.basis(own.blocks.inverse) for name, own in node.owned.items()}
-        ready = {name: node.owned[name].blocks.condition > 0 for name, basis in bases.items() if basis is not None}
-        replicas = node.replicas | {name: Replica(bases[name], ready[name]) for name in ready}
         owned = {name: _scatter_owned(own, shards[name]) for name, own in node.owned.items()}
-        return node._replace(owned=owned, replicas=replicas)
+        bases = {name: basis for name, basis in bases.items() if basis is not None and num_devices > 1}
+        return _each_device(closed, node._replace(owned=owned, bases=bases))
 
     state = on_states(scatter, portable)
     if not pmap:
         return state
-    by_device = functools.partial(_mapped, lambda x: x.reshape(num_devices, -1, *x.shape[1:]))
-    return on_nodes(Owned, by_device, state, lambda x: jnp.broadcast_to(x, (num_devices, *x.shape)))
+    by_device = functools.partial(_by_device, num_devices)
+    return on_nodes((Owned, Segment), by_device, state, lambda x: jnp.broadcast_to(x, (num_devices, *x.shape)))
+
+
+def _in_a_row(tree: Any) -> Any:
+    """Arrays `[devices, k, ...]` as `[devices k, ...]`."""
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+
+
+def _by_device(devices: int, tree: Any) -> Any:
+    """The inverse of `_in_a_row`."""
+    return jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), tree)
+
+
+def _each_device(fn: Callable[[KfacState, Way], KfacState], state: KfacState) -> KfacState:
+    """`opened` or `closed` of the part of each device, from outside, where some groups are in segments."""
+    devices = next((own.shard.devices for own in state.owned.values() if own.form is not None), None)
+    if devices is None:
+        return state
+
+    def local(owned, segment):
+        new = fn(state._replace(owned=owned, segment=segment), Way(("devices",), ("devices",)))
+        return new.owned, new.segment
+
+    parts = _by_device(devices, (state.owned, state.segment))
+    owned, segment = _in_a_row(jax.vmap(local, axis_name="devices")(*parts))
+    return state._replace(owned=owned, segment=segment)
 
 
 def some_state(opt_state: Any, argument: str) -> KfacState:
@@ -121,12 +152,8 @@ def some_state(opt_state: Any, argument: str) -> KfacState:
     return states[0]
 
 
-def _mapped(fn: Callable[[jax.Array], jax.Array], owned: Owned, shard: Shard | None = None) -> Owned:
-    return dataclasses.replace(owned, blocks=jax.tree.map(fn, owned.blocks), shard=shard or owned.shard)
-
-
-def on_nodes(kind: type, fn: Callable, tree: Any, other: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
-    """`fn` of the nodes of a type in a tree, `other` of all other leaves."""
+def on_nodes(kind: Any, fn: Callable, tree: Any, other: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
+    """`fn` of the nodes of a type, or of several, in a tree, `other` of all other leaves."""
 
     def mapped(node):
         return fn(node) if isinstance(node, kind) else other(node)
@@ -137,21 +164,46 @@ def on_nodes(kind: type, fn: Callable, tree: Any, other: Callable[[Any], Any] = 
 on_states = functools.partial(on_nodes, KfacState)
 
 
+def _check_row(owned: Owned) -> None:
+    expected, found = owned.shard.devices * owned.shard.positions, owned.blocks.weight.shape
+    if found != (expected,):
+        rows = f"the {expected} blocks of all {owned.shard.devices} devices in a row, but has {found}"
+        raise ValueError(f"opt_state must hold {rows}: gather outside of shard_map and pmap, from all processes")
+
+
 def _gather_owned(owned: Owned) -> Owned:
-    expected = owned.shard.devices * owned.shard.positions
-    if owned.blocks.weight.shape != (expected,):
-        raise ValueError(
-            f"opt_state must hold the {expected} blocks of all {owned.shard.devices} devices in a row, but has "
-            f"{owned.blocks.weight.shape}: gather outside of shard_map and pmap, and from the parts of all processes."
-        )
-    shard, one = owned.shard, Shard(owned.shard.blocks, 1)
-    return _mapped(lambda x: replicated(x)[shard.places], owned, one)
+    shard, one = owned.shard, dataclasses.replace(owned.shard, devices=1, owners=())
+
+    def in_order(path, x):
+        if not _is_cut(shard, path, x):
+            return x[shard.places]
+        turn, length = _long_side(owned)
+        pieces = turn(x[shard.matrices.places])
+        return turn(pieces.reshape(shard.blocks, -1, pieces.shape[2])[:, :length])
+
+    return dataclasses.replace(owned, blocks=jax.tree.map_with_path(in_order, owned.blocks), shard=one, form=None)
 
 
 def _scatter_owned(owned: Owned, shard: Shard) -> Owned:
-    places = shard.places
+    def spread(path, x):
+        if not _is_cut(shard, path, x):
+            return jnp.where(per_block(jnp.asarray(shard.held.reshape(-1)), x[shard.order]), x[shard.order], 0)
+        turn, length = _long_side(owned)
+        filled = jnp.pad(turn(x), ((0, 0), (0, -length % shard.devices), (0, 0)))
+        return turn(filled.reshape(shard.matrices.blocks, -1, filled.shape[2]))[shard.matrices.order]
 
-    def spread(x):
-        return jnp.zeros((shard.devices * shard.positions, *x.shape[1:]), x.dtype).at[places].set(x)
+    form = None if shard.full else form_of(owned.blocks)
+    return dataclasses.replace(owned, blocks=jax.tree.map_with_path(spread, owned.blocks), shard=shard, form=form)
 
-    return _mapped(spread, owned, shard)
+
+def _is_cut(shard: Shard, path: tuple[Any, ...], x: jax.Array) -> bool:
+    """Whether an array of a group has the form of gradients, of which devices share the rows."""
+    names = {getattr(key, "name", "") for key in path}
+    return shard.by_rows and x.ndim == 3 and not names.isdisjoint({"momentum", "moments"})
+
+
+def _long_side(owned: Owned) -> tuple[Callable[[jax.Array], jax.Array], int]:
+    """What makes matrices of a group by rows such that are cut along their rows, and back; and how many rows."""
+    block: Any = owned.blocks.factors
+    a, g = block.A, block.G
+    return (lambda x: x, a.shape[1]) if a.ndim == 2 and a.shape[1] > g.shape[1] else (lambda x: x.mT, g.shape[1])

@@ -19,15 +19,16 @@ from kfac._curvature.blocks import check_factors, group_layers
 from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.distribution import Distribution, check_distribution
-from kfac._distributed.ways import way_of
+from kfac._distributed.ways import check_alike
 from kfac._factors import Factors
 from kfac._layers import Layers
 from kfac._optimizer.arguments import fitted
 from kfac._optimizer.moves import Moves, ScalarOrSchedule, value_at
 from kfac._optimizer.options import Options, check_options
-from kfac._optimizer.over_mesh import init_over_mesh, step_over_mesh
+from kfac._optimizer.over_mesh import OverMesh, init_over_mesh
 from kfac._optimizer.reshard import on_states, some_state, state_spec
-from kfac._optimizer.state import Config, KfacState, check_devices, init_state, match_leaves
+from kfac._optimizer.segment import closed, opened
+from kfac._optimizer.state import Config, KfacState, check_devices, check_groups, init_state, match_leaves
 from kfac._optimizer.step import Gradients, Now, count_blocks, dealt, preconditioned_step, refresh_inverses
 from kfac._varying import axis_names, axis_size, device_axes, on_mesh, varying_axes
 
@@ -108,16 +109,16 @@ def precondition_and_move(layers: Layers, moves: Moves, options: Options) -> opt
 
     def init(params: Any) -> KfacState:
         config = dataclasses.replace(general, distribution=uses.seen(params))
-        mesh, axis = config.distribution.mesh, config.owners
-        if differing := sorted(varying_axes(params)):
-            raise ValueError(f"params differ between the devices of {differing}: {SPLIT_BY_HAND}")
-        if mesh is None or axis_size(axis) is not None:
-            return init_state(config, params)
+        mesh = config.distribution.mesh
+        check_alike(params)
+        if mesh is None or axis_size(config.owners) is not None:
+            return closed(init_state(config, params), config.way)
         return init_over_mesh(config, mesh, params)
 
     @on_mesh
     def update(updates: Any, state: KfacState, params: Any = None, *, factors=None, **extra: Any):
         del extra
+        check_groups(general.groups, state)  # before stacks are laid out for its owners
         if reads_params and params is None:
             raise ValueError("trust_ratio needs the parameters: call update(grads, state, params, factors=factors)")
         config, over = _here(general if factors is not None else without, state, updates)
@@ -144,8 +145,10 @@ def precondition_and_move(layers: Layers, moves: Moves, options: Options) -> opt
             weights = None if params is None else Gradients(params, {})
             (updates, _), state = preconditioned_step(config, Gradients(updates, {}), weights, state, now, factors)
         else:
-            check_devices(state, math.prod(over.shape[name] for name in axis_names(config.owners)))
-            updates, state = step_over_mesh(config, over, updates, params, state, now, factors)
+            check_devices(state, math.prod(over.shape[name] for name in config.owners))
+            told = all(kind == AxisType.Explicit for kind in over.axis_types)
+            meshed = OverMesh(config, over, dealt(state), {} if told else dict(state.splits.specs))
+            updates, state = meshed.step(updates, params, state, now, factors)
         soon = (state.count < jnp.asarray(warmup)) | (state.count % statistics_every == 0)
         return updates, state._replace(due=soon)
 
@@ -180,20 +183,12 @@ def average_here(uses: Distribution, dealt: bool, params: Any, gradients: Any) -
     Raises:
       ValueError: the parameters differ between devices too.
     """
-    if differing := sorted(varying_axes(params)):
-        raise ValueError(f"params differ between the devices of {differing}: {SPLIT_BY_HAND}")
+    check_alike(params)
     averaged = varying_axes(gradients).intersection(axis_names(uses.axis) or device_axes())
     if dealt or not averaged:
         return gradients
     flat, unravel = ravel_pytree(gradients)
     return unravel(lax.pmean(flat, tuple(sorted(averaged))))
-
-
-SPLIT_BY_HAND = (
-    "each has its own part of them, as in tensor, pipeline or expert parallelism. Averages would mix unrelated parts, "
-    "and the blocks of a part are not those of the model: use jax.jit with parameters that are sharded over a mesh, in "
-    "the place of jax.shard_map"
-)
 
 
 def _without_statistics(config: Config, statistics_every: Any, inverse_every: Any) -> Config:
@@ -252,22 +247,22 @@ def refresh(opt_state: Any, *, distribution: Distribution | None = None) -> Any:
     check_distribution(distribution)
     state, uses = some_state(opt_state, "opt_state"), distribution or Distribution()
     dealt_out, uses = is_dealt(uses, state), uses.seen(opt_state)
-    way, axis, mesh = way_of(uses, dealt_out), uses.owner_axis if dealt_out else None, uses.mesh
+    way, mesh = uses.way(dealt_out), uses.mesh
 
     def local(state):
         check_devices(state, way.devices, "kfac.state.refresh")
+        state = before = opened(state, way)
         n = state.count  # in the place of what a refresh does not read
         damping = Now(state.damping, state.unitwise_damping, n, n, n, Moves().at(n))
-        wanted = {name: block.weight > 0 for name, block in state.blocks.items()}
         shards = dealt(state)
-        for name, shard in shards.items():
-            wanted[name] &= way.owns(shard)
+        mine = {name: way.owns(shards[name]) if name in shards else True for name in state.blocks}
+        wanted = {name: (block.weight > 0) & mine[name] for name, block in state.blocks.items()}
         state, failed = refresh_inverses(way, state, wanted, damping, None)
         number = way.total(count_blocks(shards, way, failed))
         metrics = state.metrics._replace(failed_inversions=state.metrics.failed_inversions + number)
-        return state._replace(metrics=metrics)
+        return closed(state._replace(metrics=metrics), way, before)
 
-    if mesh is not None and axis is not None and axis_size(axis) is None:
-        spec = state_spec(axis)
+    if mesh is not None and way.owners and axis_size(way.owners) is None:
+        spec = state_spec(way.owners)
         local = jax.shard_map(local, mesh=mesh, in_specs=(spec,), out_specs=spec)
     return on_states(local, opt_state)

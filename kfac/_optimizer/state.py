@@ -16,13 +16,13 @@ from jax.sharding import PartitionSpec
 
 from kfac._curvature.blocks import Group, group_layers
 from kfac._curvature.inverse import Inverse
-from kfac._distributed.distribution import Distribution, owners_precondition, shared, shares
+from kfac._distributed.distribution import Distribution
 from kfac._distributed.owners import Shard, group_costs, make_shards
-from kfac._distributed.ways import Everywhere, way_of
+from kfac._distributed.ways import Way
 from kfac._factors import Block
 from kfac._layers import Layers, leaves_by_path
 from kfac._optimizer.moves import Motion, Moves
-from kfac._varying import AxisName, as_varying, axis_size, varying_axes
+from kfac._varying import as_varying, axis_size, varying_axes
 
 
 class KfacMetrics(NamedTuple):
@@ -67,7 +67,7 @@ class BlockState(NamedTuple):
       inverse: what the kind of inverse keeps, arrays `[k, ...]`.
       condition: `[k]`, condition number at the last inversion; 0 before the first.
       inverted: `[k]`, the step of the last inversion; 0 before the first.
-      motion: momentum and rates, of blocks that owners alone precondition.
+      motion: momentum and rates.
     """
 
     factors: Block
@@ -78,21 +78,42 @@ class BlockState(NamedTuple):
     motion: Motion
 
 
+class Segment(NamedTuple):
+    """What a device owns of groups with fewer blocks than devices, end to end: a vector for each part of their state.
+
+    Averages are triangles. Seen from outside, those of all devices in a row. None where there is nothing.
+    """
+
+    factors: jax.Array | None = None
+    inverse: jax.Array | None = None
+    motion: jax.Array | None = None
+
+
+def form_of(blocks: BlockState) -> Any:
+    """The shapes `[1, ...]` of one block as a value that can be compared."""
+    leaves, structure = jax.tree.flatten(blocks)
+    return structure, tuple(jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in leaves)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Owned:
-    """Blocks of one group that this device owns, at its positions; seen from outside, those of all devices in a row."""
+    """Blocks of one group that this device owns, at its positions; seen from outside, those of all devices in a row.
+
+    By rows each device has all blocks, but of momentum and moments, which have the form of gradients, its rows alone.
+    Of a group with fewer blocks than devices the parts that `Segment` has are there, and None here between steps; their
+    `form` tells how to open them.
+    """
 
     blocks: BlockState
     shard: Shard = dataclasses.field(metadata={"static": True})
     inverse: Inverse = dataclasses.field(metadata={"static": True})
+    form: Any = dataclasses.field(default=None, metadata={"static": True})
 
-
-class Replica(NamedTuple):
-    """What all devices have of the inverses of a group, and `[k]` whether each has been computed yet."""
-
-    inverse: Any
-    ready: jax.Array
+    @property
+    def shapes(self) -> BlockState:
+        """Of one block that is, or is to be, in a segment; else the blocks themselves."""
+        return self.blocks if self.form is None else jax.tree.unflatten(*self.form)
 
 
 @jax.tree_util.register_static
@@ -116,11 +137,10 @@ class KfacState(NamedTuple):
       damping: the damping of the last step.
       unitwise_damping: that of unit-wise and diagonal blocks.
       owned: Kronecker blocks, each device its own.
+      segment: what is not in these of groups with fewer blocks than devices.
       shared: unit-wise and diagonal blocks, the same on all devices.
-      replicas: what all devices have of inverses: those of the groups that they all precondition; over an axis, with an
-        inverse that takes moments, the bases of blocks with such.
+      bases: over an axis, with an inverse that takes moments, what all devices have of blocks with such.
       learning_rates: the last and the highest so far, which `layer_rates` go by.
-      shared_motions: momenta and rates of the groups that all devices precondition.
       members: the number of blocks of each group, by the names of its layers, whose blocks they are in this order. So a
         checkpoint of layers of another name is one of another structure.
       metrics: scalars of the last step.
@@ -135,10 +155,10 @@ class KfacState(NamedTuple):
     damping: jax.Array
     unitwise_damping: jax.Array
     owned: dict[str, Owned]
+    segment: Segment
     shared: dict[str, BlockState]
-    replicas: dict[str, Replica]
+    bases: dict[str, Any]
     learning_rates: jax.Array
-    shared_motions: dict[str, Motion]
     members: dict[str, dict[str, jax.Array]]
     metrics: KfacMetrics
     splits: Splits
@@ -155,7 +175,7 @@ class KfacState(NamedTuple):
     @property
     def motions(self) -> dict[str, Motion]:
         """Momenta and rates of all groups, of the blocks that a device preconditions."""
-        return {name: own.blocks.motion for name, own in self.owned.items()} | self.shared_motions
+        return {name: block.motion for name, block in self.blocks.items()}
 
 
 class AdaptiveDampingState(NamedTuple):
@@ -186,10 +206,7 @@ def with_blocks(state: KfacState, blocks: dict[str, BlockState]) -> KfacState:
 
 def with_motions(state: KfacState, motions: dict[str, Motion]) -> KfacState:
     """The state with other momenta and rates."""
-    shared = {name: motions[name] for name in state.shared_motions}
-    blocks = state.blocks
-    owned = {name: blocks[name]._replace(motion=x) for name, x in motions.items() if name not in shared}
-    return with_blocks(state._replace(shared_motions=shared), blocks | owned)
+    return with_blocks(state, {name: block._replace(motion=motions[name]) for name, block in state.blocks.items()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,34 +234,22 @@ class Config:
     local: bool = False
 
     @property
-    def way(self) -> Everywhere:
+    def way(self) -> Way:
         """How blocks lie on devices here."""
-        return way_of(self.distribution, self.dealt)
+        return self.distribution.way(self.dealt)
 
     @property
-    def owners(self) -> AxisName | None:
-        return self.distribution.owner_axis if self.dealt else None
+    def owners(self) -> tuple[str, ...]:
+        return self.way.owners
 
     def has_moments(self, group: Group) -> bool:
         """Whether statistics of a group bring moments."""
         return group.correctable and group.kind(self.inverse).takes_moments
 
-    def shares(self, group: Group) -> bool:
-        """Whether all devices have the inverses of a group, or a part of them."""
-        return group.owned and shares(self.inverse, group, several=self.owners is not None)
-
-    def owners_precondition(self, group: Group) -> bool:
-        """Whether owners alone precondition the blocks of a group."""
-        return owners_precondition(self.inverse, group)
-
-    @functools.cached_property
-    def apart(self) -> tuple[Group, ...]:
-        """The groups that their owners alone precondition."""
-        return tuple(filter(self.owners_precondition, self.groups))
-
     @functools.cached_property
     def paths_apart(self) -> frozenset[str]:
-        return frozenset(path for group in self.apart for layer in group.layers for path in layer.params)
+        """The leaves that their owners alone precondition."""
+        return frozenset(path for group in self.owned for layer in group.layers for path in layer.params)
 
     @functools.cached_property
     def skipped(self) -> frozenset[str]:
@@ -257,35 +262,33 @@ class Config:
 
 
 def init_state(config: Config, params: Any) -> KfacState:
-    """The state before the first step."""
+    """The state before the first step, still to be closed."""
     # `optax.tree.map_params` asks for the state of a placeholder that has no leaves.
     leaves = match_leaves(config.layers, params, "params") if jax.tree.leaves(params) else {}
     # Statistics of a float64 model stay in float64; nothing else is ever wider than float32.
     dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in leaves.values()))
-    devices = axis_size(config.owners)
-    shards = make_shards(group_costs(config.groups), devices or 1)
+    devices = axis_size(config.owners) or 1
+    shards = make_shards(group_costs(config.groups, config.inverse), devices)
 
     def inverses(group: Group, size: int) -> Any:
         return group.kind(config.inverse).init(group.zeros(size, dtype, moments=config.has_moments(group)))
 
-    def blocks(group: Group, size: int) -> BlockState:
+    def blocks(group: Group, size: int, piece: Group) -> BlockState:
         weight, condition, inverted = jnp.zeros(size, dtype), jnp.zeros(size, dtype), jnp.zeros(size, jnp.int32)
-        still = motion(group, size) if group in config.apart else Motion(None, None)
-        return BlockState(group.zeros(size, dtype), weight, inverses(group, size), condition, inverted, still)
-
-    def motion(group: Group, size: int) -> Motion:
-        outside = config.moves.momentum is not None and not group.kind(config.inverse).takes_gradients
-        momentum = jnp.zeros((size, group.d_in, group.d_out), dtype) if outside else None
-        return Motion(momentum, jnp.ones(size, dtype) if config.moves.layer_rates else None)
+        kept, outside = inverses(group, size), not group.kind(config.inverse).takes_gradients
+        if piece is not group:
+            kept = dataclasses.replace(kept, moments=inverses(piece, size).moments)
+        has_momentum = config.moves.momentum is not None and outside
+        momentum = jnp.zeros((size, piece.d_in, piece.d_out), dtype) if has_momentum else None
+        motion = Motion(momentum, jnp.ones(size, dtype) if config.moves.layer_rates else None)
+        return BlockState(group.zeros(size, dtype), weight, kept, condition, inverted, motion)
 
     def own(group: Group) -> Owned:
         shard = shards[group.name]
-        held = Owned(blocks(group, shard.positions), shard, config.inverse)
+        stacks = blocks(group, shard.positions, shard.as_matrices(group))
+        held = Owned(stacks, shard, config.inverse, None if shard.full else form_of(stacks))
         # A device's own blocks are marked as such, where `shard_map` checks that (`lax.axis_index` varies if it does).
-        return as_varying(held, varying_axes(lax.axis_index(config.owners))) if devices else held
-
-    def replica(group: Group) -> Replica:
-        return Replica(shared(config.inverse, inverses(group, group.size)), jnp.zeros(group.size, bool))
+        return as_varying(held, varying_axes(lax.axis_index(config.owners))) if axis_size(config.owners) else held
 
     return KfacState(
         count=jnp.zeros((), jnp.int32),
@@ -296,10 +299,14 @@ def init_state(config: Config, params: Any) -> KfacState:
         damping=jnp.zeros((), jnp.float32),
         unitwise_damping=jnp.zeros((), jnp.float32),
         owned={group.name: own(group) for group in config.owned},
-        shared={group.name: blocks(group, group.size) for group in config.groups if not group.owned},
-        replicas={group.name: replica(group) for group in config.groups if config.shares(group)},
+        segment=Segment(),
+        shared={group.name: blocks(group, group.size, group) for group in config.groups if not group.owned},
+        bases={
+            g.name: config.inverse.basis(inverses(g, g.size))
+            for g in config.groups
+            if devices > 1 and config.has_moments(g)
+        },
         learning_rates=jnp.zeros(2, jnp.float32),
-        shared_motions={g.name: motion(g, g.size) for g in config.groups if g not in config.apart},
         members={group.name: {group.members: jnp.full((), group.size, jnp.int32)} for group in config.groups},
         metrics=KfacMetrics(*(jnp.zeros((), dtype) for dtype in 7 * [jnp.float32] + 4 * [jnp.int32])),
         splits=Splits(),
@@ -315,10 +322,8 @@ def match_leaves(layers: Layers, tree: Any, what: str) -> dict[str, jax.Array]:
     leaves = leaves_by_path(tree)
     unknown = [path for path in leaves if path not in layers.paths]
     if unknown and jax.tree_util.all_leaves([tree]):
-        raise ValueError(
-            f"{what} are one array, in which layers cannot be told apart: put what flattens them, such as "
-            "optax.flatten, around the other parts of the chain"
-        )
+        how = "put what flattens them, such as optax.flatten, around the other parts of the chain"
+        raise ValueError(f"{what} are one array, in which layers cannot be told apart: {how}")
     if unknown:
         raise ValueError(f"{what} have a leaf {unknown[0]!r} that `layers` was found without: call find_layers again")
     masked = has_masked(tree)
@@ -330,10 +335,8 @@ def match_leaves(layers: Layers, tree: Any, what: str) -> dict[str, jax.Array]:
             raise ValueError(f"{what}: leaf {missing[0]!r} of layer {layer.name!r} {reason}")
         for path, shape in zip(layer.params, layer.shapes, strict=True):
             if path in leaves and tuple(leaves[path].shape) != shape:
-                raise ValueError(
-                    f"{what}: leaf {path!r} of layer {layer.name!r} must have shape {shape}, "
-                    f"but has {tuple(leaves[path].shape)}"
-                )
+                leaf = f"leaf {path!r} of layer {layer.name!r}"
+                raise ValueError(f"{what}: {leaf} must have shape {shape}, but has {tuple(leaves[path].shape)}")
     if not leaves:
         raise ValueError(f"{what} have no leaves")
     return leaves
@@ -342,10 +345,8 @@ def match_leaves(layers: Layers, tree: Any, what: str) -> dict[str, jax.Array]:
 def how_to_hide(paths: Sequence[str]) -> str:
     """What to write where some leaves of a layer are for another optimizer."""
     patterns = tuple(f"^{re.escape(path)}$" for path in paths)
-    return (
-        "give both the same label in optax.partition or optax.masked, or take it out of the layer, "
-        f"kfac.find_layers(loss_fn, params, batch, skip={patterns!r})"
-    )
+    out = f"kfac.find_layers(loss_fn, params, batch, skip={patterns!r})"
+    return f"give both the same label in optax.partition or optax.masked, or take it out of the layer, {out}"
 
 
 def has_masked(tree: Any) -> bool:
@@ -363,10 +364,9 @@ def find_state(opt_state: Any, argument: str) -> KfacState:
     """The one `KfacState` in an optimizer state."""
     states = find_nodes(opt_state, KfacState)
     if len(states) != 1:
-        raise ValueError(
-            f"{argument} must hold one state of scale_by_kfac, but is of type {type(opt_state).__name__} and holds "
-            f"{len(states)}{'; give the part of each' if states else ': it is what init of the optimizer has returned'}"
-        )
+        held = f"is of type {type(opt_state).__name__} and holds {len(states)}"
+        how = "; give the part of each" if states else ": it is what init of the optimizer has returned"
+        raise ValueError(f"{argument} must hold one state of scale_by_kfac, but {held}{how}")
     return states[0]
 
 
@@ -375,11 +375,12 @@ def blocks_of(state: KfacState, layers: Layers, argument: str) -> Iterator[tuple
     for group in group_layers(layers):
         block = state.blocks.get(group.name)
         have = "no" if block is None else len(block.weight)
-        if block is None or len(block.weight) != group.size or block.weight.ndim != 1:
+        dealt = any(owned.shard.devices > 1 for owned in state.owned.values())  # in another order
+        if block is None or dealt or len(block.weight) != group.size or block.weight.ndim != 1:
+            held = f"has {have} blocks {group.name} where the layers have {group.size}"
             raise ValueError(
-                f"{argument} must be the state of an optimizer for these layers, on one device, but has {have} blocks "
-                f"{group.name} where the layers have {group.size}: a state of several devices goes through "
-                "kfac.state.gather_state"
+                f"{argument} must be the state of an optimizer for these layers, on one device, but {held}: that of "
+                "several devices goes through kfac.state.gather_state"
             )
         yield group, block
 
@@ -391,38 +392,19 @@ def check_state(config: Config, state: KfacState, devices: int) -> None:
     """Raises where a state is that of another model, other options or another number of devices."""
     check_groups(config.groups, state)
     check_devices(state, devices)
-    check_same_inverse(config.inverse, state)
     wanted = config.moves.momentum is not None and not config.inverse.takes_gradients, config.moves.layer_rates
     for name, owned in state.owned.items():
-        for option, wants, motion in zip(("momentum", "layer_rates"), wanted, state.motions[name], strict=True):
+        if owned.inverse != config.inverse:  # `kfac.kfac` may have chosen one by the layers
+            named = f"inverse={config.inverse!r}, but the optimizer state is one for inverse={owned.inverse!r}"
+            raise ValueError(f"{named}: name the one that it was initialised with")
+        for option, wants, motion in zip(("momentum", "layer_rates"), wanted, owned.shapes.motion, strict=True):
             if wants != (motion is not None):
-                has = "none" if motion is None else "some"
-                raise ValueError(
-                    f"{option}= of the optimizer does not go with its state, which has {has} for blocks {name}: "
-                    "initialise it with the same option"
-                )
+                has = f"has {'none' if motion is None else 'some'} for blocks {name}"
+                raise ValueError(f"{option}= does not go with its state, which {has}: initialise it with the same")
         if owned.blocks.weight.shape[0] != owned.shard.positions:
             raise ValueError(
                 f"this device must get {owned.shard.positions} of the state's {owned.shard.blocks} blocks of a shape, "
                 f"but gets {owned.blocks.weight.shape[0]}: use kfac.state.state_specs for its in_specs and out_specs"
-            )
-    if set(state.replicas) != {group.name for group in config.groups if config.shares(group)}:
-        # Of one inverse and the same groups only moments make a difference.
-        to_one, to_none = ("a", "kfac.state.scatter_state(opt_state, 1)"), ("no", "kfac.state.gather_state(opt_state)")
-        have, convert = to_one if config.owners else to_none
-        raise ValueError(
-            f"with inverse={config.inverse!r} a state is another where there is an axis of devices, if only of one: "
-            f"update has {have} such axis, but the state is one for the other case: {convert} makes it from that."
-        )
-
-
-def check_same_inverse(inverse: Inverse, state: KfacState) -> None:
-    """Raises where a state is one for another kind of inverse, which `kfac.kfac` may have chosen by the layers."""
-    for owned in state.owned.values():
-        if owned.inverse != inverse:
-            raise ValueError(
-                f"inverse={inverse!r}, but the optimizer state is one for inverse={owned.inverse!r}: initialise it "
-                "with the same option, or name the inverse where the default for these layers is another."
             )
 
 
@@ -445,9 +427,9 @@ def check_devices(state: KfacState, devices: int, call: str = "update") -> None:
     """Raises where a state is one for another number of devices."""
     for owned in state.owned.values():
         if owned.shard.devices != devices:
+            how = "initialise it where the axis is bound"
+            how = how if call == "update" else f"pass the optimizer's distribution= to {call}"
             raise ValueError(
-                f"the optimizer state is one for {owned.shard.devices} device(s), but {call} runs on {devices}"
-                + (f": pass the optimizer's distribution= to {call}. " if call != "update" else ". ")
-                + "Initialise it where the axis is bound, e.g. jax.pmap(tx.init, axis_name=...)(params); a state from "
-                "another number of devices is converted by kfac.state.gather_state and kfac.state.scatter_state."
+                f"the optimizer state is one for {owned.shard.devices} device(s), but {call} runs on {devices}: {how}; "
+                "kfac.state.gather_state and kfac.state.scatter_state bring a state to another number of devices"
             )

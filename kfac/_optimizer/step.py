@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,15 +14,16 @@ import optax
 from jax import lax
 
 from kfac._curvature.blocks import Group
-from kfac._curvature.inverse import averaged, cosine, finite, per_block, sums
+from kfac._curvature.inverse import ALL_ROWS, Inverse, Whole, averaged, cosine, finite, per_block, sums
 from kfac._curvature.refresh import once_if, refresh
-from kfac._distributed.distribution import decode, encode
+from kfac._curvature.symmetric import flatten, unflatten
 from kfac._distributed.owners import Shard
-from kfac._distributed.ways import Everywhere
+from kfac._distributed.ways import Way
 from kfac._factors import Block, Factors, Statistics
 from kfac._layers import Layer, leaves_by_path, map_by_path
 from kfac._optimizer.moves import Kernels, Motion, MovesNow, Stack, adapted, clip_scale, find_kernels, lengthened
-from kfac._optimizer.state import Config, KfacMetrics, KfacState, Owned, Replica, check_state, with_blocks, with_motions
+from kfac._optimizer.segment import closed, opened
+from kfac._optimizer.state import Config, KfacMetrics, KfacState, Owned, check_state, with_blocks, with_motions
 from kfac._triangles import filled
 from kfac._varying import as_varying, varying_axes, within_devices
 
@@ -54,25 +56,42 @@ class Now(NamedTuple):
     moves: MovesNow
 
 
-class Place(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Place:
     """Where a step is: what is fixed, the scalars, and which blocks this device holds.
 
     Attributes:
       config: what is fixed.
       now: the scalars.
       shards: how Kronecker groups are dealt to devices.
-      mine: of each group, `[positions]`: whether the block there is a device's own.
     """
 
     config: Config
     now: Now
     shards: dict[str, Shard]
-    mine: Vectors
 
-    @property
+    @functools.cached_property
+    def mine(self) -> Vectors:
+        """Of each group, `[positions]`: whether the block there is a device's own; all have those without owners."""
+        of_owned = {name: self.config.way.owns(shard) for name, shard in self.shards.items()}
+        return {g.name: of_owned.get(g.name, jnp.ones(g.size, bool)) for g in self.config.groups}
+
+    @functools.cached_property
     def apart(self) -> dict[str, Shard]:
-        """The groups that their owners alone precondition."""
-        return {group.name: self.shards[group.name] for group in self.config.apart}
+        """Of the groups that their owners alone precondition, how gradients lie."""
+        return {name: shard.matrices for name, shard in self.shards.items()}
+
+    @functools.cached_property
+    def groups(self) -> list[Group]:
+        """All groups, as gradients lie."""
+        return [self.shards[g.name].as_matrices(g) if g.name in self.shards else g for g in self.config.groups]
+
+    @functools.cached_property
+    def whole(self) -> dict[str, Whole]:
+        """What makes sums over the rows of groups that are here sums over their blocks, where devices share them."""
+        pairs, total = zip(self.groups, self.config.groups, strict=True), self.config.way.total
+        shares = {g.name: here.d_in * here.d_out / (g.d_in * g.d_out) for here, g in pairs if here is not g}
+        return {g.name: Whole(total, shares[g.name]) if g.name in shares else ALL_ROWS for g in self.groups}
 
     def own(self, name: str, stack: jax.Array) -> jax.Array:
         """A stack of a group with zeros where the block is not this device's own."""
@@ -95,8 +114,9 @@ def preconditioned_step(
     each part of the `stacks`.
     """
     check_state(config, state, config.way.devices)
+    state = before = opened(state, config.way)
     config.way.check(updates.tree, factors if isinstance(factors, Factors) else None)
-    place = locate(config, state, now)
+    place = Place(config, now, dealt(state))
     updates, gradients, square, usable = take_gradients(place, state, updates)
     changed, due = decide(place, state, usable, statistics=factors is not None)
     left_out: Vectors = {}
@@ -126,17 +146,8 @@ def preconditioned_step(
     if scale is not None:
         scale = jnp.where(usable, scale.astype(jnp.float32), metrics.kl_clip_scale)
         metrics = metrics._replace(kl_clip_scale=scale)
-    return updates, count(state._replace(measured=measured), now, changed, metrics, usable)
-
-
-def locate(config: Config, state: KfacState, now: Now) -> Place:
-    """Which blocks this device holds; all have those that are no Kronecker products."""
-    shards = dealt(state)
-    mine = {
-        group.name: config.way.owns(shards[group.name]) if group.name in shards else jnp.ones(group.size, bool)
-        for group in config.groups
-    }
-    return Place(config, now, shards, mine)
+    state = count(state._replace(measured=measured), now, changed, metrics, usable)
+    return updates, closed(state, config.way, before)
 
 
 def dealt(state: KfacState) -> dict[str, Shard]:
@@ -156,7 +167,7 @@ def take_gradients(
     config, way = place.config, place.config.way
     if config.local:
         updates = updates._replace(tree=_averaged_beside_blocks(config, updates.tree))
-    leaves, matrices = leaves_by_path(updates.tree), stack_all(state, updates, config.groups)
+    leaves, matrices = leaves_by_path(updates.tree), stack_all(state, updates, place.groups)
     if updates.stacks:
         local, square = matrices, sum_of_all(place, {name: x * x for name, x in matrices.items()})
     elif config.local:
@@ -243,14 +254,8 @@ def unpacked(stacks: Mapping[str, Statistics]) -> dict[str, Block]:
 
 
 def gradient_statistics(place: Place, gradients: Vectors) -> dict[str, Block]:
-    """Forms the gradient's own factors of this device's blocks, from `gradients` of those that it preconditions."""
-    stacks: dict[str, Block] = {}
-    for group in [group for group in place.config.groups if not group.captured]:
-        name, matrices = group.name, gradients[group.name]
-        if name in place.shards and name not in place.apart:
-            matrices = place.config.way.take({name: matrices}, place.shards)[name]
-        stacks[name] = group.of_gradients(matrices)
-    return stacks
+    """The gradient's own factors, of the blocks that this device keeps."""
+    return {g.name: g.of_gradients(gradients[g.name]) for g in place.config.groups if not g.captured}
 
 
 def take_in(
@@ -283,7 +288,7 @@ def take_in(
         good = jnp.isfinite(sum(square for square, _ in squares))
         good = good if moments is None else good & finite(moments)
         taken[name], left_out[name] = good & mine & usable, ~good & mine
-        counted = mine if name in place.shards else mine & way.first  # the sum over devices has each once
+        counted = mine & counts_here(place.shards, way, name)
         for square, size in squares if group.owned and group.captured else ():
             comparable = taken[name] & (size > 0)
             relative = jnp.where(comparable, jnp.sqrt(square / jnp.where(comparable, size, 1)), 1)
@@ -312,9 +317,9 @@ def after(number: jax.Array, flags: jax.Array) -> jax.Array:
 
 
 def refresh_inverses(
-    way: Everywhere, state: KfacState, wanted: Vectors, now: Now, needed: jax.Array | None
+    way: Way, state: KfacState, wanted: Vectors, now: Now, needed: jax.Array | None
 ) -> tuple[KfacState, Vectors]:
-    """Refreshes the inverses of the blocks that are `wanted`, and their replicas; also returns which failed.
+    """Refreshes the inverses of the blocks that are `wanted`, and the bases that all have; also returns which failed.
 
     Nothing is done where not `needed`, which devices agree on; None for no such question. XLA changes stacks in their
     place, once all gradients are known.
@@ -334,52 +339,56 @@ def refresh_inverses(
             valid[name] = result.valid
         return new, _fetched(way, state.owned, old[1], new), valid
 
-    start = stacks, state.replicas, none
-    stacks, replicas, valid = renewed(start) if needed is None else once_if(needed, renewed, start)
+    start = stacks, state.bases, none
+    stacks, bases, valid = renewed(start) if needed is None else once_if(needed, renewed, start)
     result = {}
     for name, block in blocks.items():
         inverted = jnp.where(valid[name], state.count, block.inverted)
         result[name] = block._replace(inverse=stacks[name][0], condition=stacks[name][1], inverted=inverted)
-    state = with_blocks(state, result)._replace(replicas=replicas)
+    state = with_blocks(state, result)._replace(bases=bases)
     return state, {name: wanted[name] & ~valid[name] for name in blocks}
 
 
-def _fetched(
-    way: Everywhere, owned: dict[str, Owned], replicas: dict[str, Replica], stacks: dict[str, Any]
-) -> dict[str, Replica]:
+def _fetched(way: Way, owned: dict[str, Owned], bases: dict[str, Any], stacks: dict[str, Any]) -> dict[str, Any]:
     """What all devices have of the inverses, from their owners."""
-    sent = {}
-    for name in replicas:
-        kept, condition = stacks[name]
-        encoded = encode(owned[name].inverse, kept)
-        sent[name] = jnp.concatenate([encoded, (condition > 0).astype(encoded.dtype)[:, None]], axis=1)
-    shards = {name: own.shard for name, own in owned.items()}
-    received = way.gather(sent, shards)
-    return {
-        name: Replica(decode(owned[name].inverse, flat[:, :-1], replicas[name].inverse), flat[:, -1] > 0)
-        for name, flat in received.items()
-    }
+    sent = {name: flatten(owned[name].inverse.basis(stacks[name][0])) for name in bases}
+    received = way.gather(sent, {name: own.shard for name, own in owned.items()})
+    return {name: unflatten(flat, bases[name]) for name, flat in received.items()}
 
 
 def precondition(place: Place, state: KfacState, gradients: Vectors) -> tuple[Vectors, dict[str, Any], Vectors]:
-    """The gradients, preconditioned by their owner, or by every device.
+    """The gradients, preconditioned by their owner, or by every device; by rows those of a device's rows.
 
     And of inverses that take in gradients what is kept of them from now on, and the angles to the step before.
     """
     config, result, advanced, angles, damping = place.config, {}, {}, {}, place.now.damping
     for group in config.groups:
         name, block, inverse = group.name, state.blocks[group.name], group.kind(config.inverse)
-        everywhere = group.owned and name not in place.apart
-        kept, ready = state.replicas[name] if everywhere else (block.inverse, block.condition > 0)
+        kept, ready = block.inverse, block.condition > 0
         if inverse.takes_gradients:
             momentum = place.now.moves.momentum(config.moves)
-            after = inverse.advance(kept, gradients[name], damping, momentum, ready)
+            after = inverse.advance(kept, gradients[name], damping, momentum, ready, place.whole[name])
             advanced[name], result[name], angles[name] = after
         else:
-            applied = inverse.apply(kept, gradients[name].mT, damping).mT
+            applied = _apply(place, group, inverse, kept, gradients[name].mT).mT
             # Not before there is an inverse.
             result[name] = jnp.where(per_block(ready, applied), applied, gradients[name])
     return result, advanced, angles
+
+
+def _apply(place: Place, group: Group, inverse: Inverse, kept: Any, matrices: jax.Array) -> jax.Array:
+    """What is kept of a group, applied to gradients; by rows, their part of it."""
+    damping = place.now.damping
+    if place.whole[group.name] is ALL_ROWS:
+        return inverse.apply(kept, matrices, damping)
+    side = group.long_side or "A"
+    diagonal, length = getattr(kept, side), matrices.shape["GA".index(side) + 1]
+    pieces = jnp.pad(diagonal, ((0, 0), (0, -diagonal.shape[1] % length))).reshape(-1, length)
+    own = place.config.way.take({group.name: pieces}, place.apart)[group.name]
+    damping = inverse.damping_of_step(kept, damping)  # in which all rows have a say
+    return dataclasses.replace(inverse, relative=False).apply(
+        dataclasses.replace(kept, **{side: own}), matrices, damping
+    )
 
 
 def move(
@@ -407,19 +416,17 @@ def move(
         steps = {name: -now.rate.astype(x.dtype) * x for name, x in steps.items()}
     for name, (trace, rate) in state.motions.items():
         if rate is not None:
-            cosines = angles | ({} if trace is None else {name: cosine(trace, gradients[name])})
-            rate = adapted(rate, cosines[name], ~place.now.warmup, full)
+            angle = angles[name] if trace is None else cosine(trace, gradients[name], place.whole[name].total)
+            rate = adapted(rate, angle, full)
         if trace is not None:
             trace, steps[name] = now.momentum(moves).moved(trace, steps[name])
         motions[name] = Motion(trace, rate)
     if moves.trust_ratio is not None:
-        chosen = [group for group in config.groups if moves.needs_params(group)]
+        chosen = [group for group in place.groups if moves.needs_params(group)]
         weights = {} if params is None else stack_all(state, params, chosen)
         if not (params is not None and params.stacks):
             weights = config.way.take(weights, place.apart)
-        stacks = {
-            g.name: _stack(place, g, steps[g.name], weights.get(g.name), gradients[g.name]) for g in config.groups
-        }
+        stacks = {g.name: _stack(place, g, steps[g.name], weights.get(g.name), gradients[g.name]) for g in place.groups}
         # What all devices have alike is kept from the numbers that differ between them.
         alike = [] if config.way.alone else [name for name in stacks if name not in place.apart]
         for names in (stacks.keys() - alike, alike):
@@ -456,11 +463,11 @@ def restore(
     """The steps in the form of `updates`, and whether all are finite."""
     new: dict[str, jax.Array] = {}
     whole = {name: x for name, x in steps.items() if name not in updates.stacks}
-    starts = {start: jnp.int32(start) for group in place.config.groups for start in group.starts}
+    starts = {start: jnp.int32(start) for group in place.groups for start in group.starts}
     if place.config.way.alone and place.config.moves.trust_ratio is not None:
         arguments = usable, whole, starts
         usable, whole, starts = lax.platform_dependent(*arguments, cpu=_if_usable, default=lambda *same: same)
-    for group in place.config.groups:
+    for group in place.groups:
         if group.name in whole:
             new.update(group.split_matrices(whole[group.name], starts))
     tree = map_by_path(lambda path, leaf: new[path].astype(leaf.dtype) if path in new else leaf, updates.tree)
@@ -585,9 +592,14 @@ def _join(vectors: Iterable[jax.Array]) -> jax.Array:
     return lax.optimization_barrier(jnp.concatenate([jnp.zeros(1, bool), *vectors]))
 
 
-def count_blocks(shards: Mapping[str, Any], way: Everywhere, flags: Vectors) -> jax.Array:
+def count_blocks(shards: Mapping[str, Any], way: Way, flags: Vectors) -> jax.Array:
     """How many blocks were found, so that the sum over devices counts each once: those that all have, on the first."""
-    return jnp.sum(_join(x if name in shards else x & way.first for name, x in flags.items()), dtype=jnp.int32)
+    return jnp.sum(_join(x & counts_here(shards, way, name) for name, x in flags.items()), dtype=jnp.int32)
+
+
+def counts_here(shards: Mapping[str, Shard], way: Way, name: str) -> jax.Array:
+    """Whether this device counts what it has of a group, so that the sum over devices has each block once."""
+    return jnp.array(True) if name in shards and not shards[name].by_rows else way.first
 
 
 def _sum(arrays: Iterable[jax.Array]) -> jax.Array:

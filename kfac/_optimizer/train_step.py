@@ -168,10 +168,10 @@ def train_step(
         )  # fmt: skip
         if num_microbatches > 1:
             measure = microbatch(measure, num_microbatches, batch_argnums=_split(layers, batch_argnums))
-        given = kwargs if fisher_key is None else {**kwargs, "fisher_key": fisher_key}
+        keywords = kwargs if fisher_key is None else {**kwargs, "fisher_key": fisher_key}
         if moments:
-            given = {**given, "basis": eigenbasis(opt_state, layers)}
-        value, grads, factors = measure(params, *args, **given)
+            keywords = {**keywords, "basis": eigenbasis(opt_state, layers)}
+        value, grads, factors = measure(params, *args, **keywords)
         updates, opt_state = kfac(learning_rate, layers, **options).update(grads, opt_state, params, factors=factors)
         return optax.apply_updates(params, updates), opt_state, value
 

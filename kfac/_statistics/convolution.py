@@ -19,7 +19,7 @@ from jax import lax
 
 from kfac._statistics.offsets import Axis, offset_moment
 from kfac._statistics.offsets import products as offset_products
-from kfac._statistics.rows import Arrangement, Rows, accumulator, append, as_floats, bordered, diagonal_blocks, part_of
+from kfac._statistics.rows import Arrangement, Rows, accumulator, append, as_floats, bordered, diagonal_blocks, thinned
 from kfac._varying import sum_of_parts
 
 # Patches are formed for so many elements at a time (16 MB in float32).
@@ -82,7 +82,6 @@ class Patches:
         `diagonal` go without forming all patches.
       homogeneous: the last entry of every row; None without one.
       weight: what sums over rows are multiplied by.
-      step: of the images every how many-th counts.
     """
 
     image: jax.Array
@@ -91,12 +90,11 @@ class Patches:
     images: bool
     homogeneous: float | None = None
     weight: float = 1.0
-    step: int = 1
 
     @property
     def count(self) -> int:
-        """Number of rows that count."""
-        return -(-len(self.image) // self.step) * math.prod(self.conv.out)
+        """Number of rows."""
+        return len(self.image) * math.prod(self.conv.out)
 
     def gram(self) -> jax.Array:
         axes = None
@@ -105,7 +103,7 @@ class Patches:
             axes = offset_axes(self.image.shape[1:-1], self.conv)
         moment = self._gram_of_patches() if axes is None else self._gram_of_offsets(axes)
         # Patches are linear in the image, so those of the summed image are the sums.
-        summed = jnp.sum(self.image[:: self.step], axis=0, keepdims=True, dtype=moment.dtype)
+        summed = jnp.sum(self.image, axis=0, keepdims=True, dtype=moment.dtype)
         total = jnp.sum(self._arranged(1)(patches(summed, self.conv)), axis=(1, 2))
         return self.weight * bordered(moment, total, self.homogeneous, self.count)
 
@@ -122,12 +120,12 @@ class Patches:
         return append(total, self.homogeneous, self.count // total.shape[1])
 
     def every(self, k: int) -> Patches:
-        n = -(-len(self.image) // k)
-        return dataclasses.replace(self, weight=self.weight * len(self.image) / n, arrange=self._arranged(n), step=k)
+        image = thinned(self.image, k, axis=0)
+        weight, arrange = self.weight * len(self.image) / len(image), self._arranged(len(image))
+        return dataclasses.replace(self, image=image, weight=weight, arrange=arrange)
 
     def by_example(self) -> jax.Array:
-        image = part_of(lambda image: image[:: self.step], self.step, self.image)
-        return image if self.images else Rows(self.arrange(patches(image, self.conv))).by_example()
+        return self.image if self.images else Rows(self.arrange(patches(self.image, self.conv))).by_example()
 
     def part(self, part: jax.Array) -> jax.Array:
         if self.images:
@@ -156,7 +154,7 @@ class Patches:
 
         No more is formed of the patches than one tap of the window at a time.
         """
-        x, conv, taps = self.image[:: self.step], self.conv, []
+        x, conv, taps = self.image, self.conv, []
         for offset in itertools.product(*(range(size) for size in conv.window)):
             moved = [(p[0] - o * d, p[1]) for p, o, d in zip(conv.padding, offset, conv.rhs_dilation, strict=True)]
             one = dataclasses.replace(conv, window=(1,) * len(conv.window), padding=tuple(moved))
@@ -168,29 +166,26 @@ class Patches:
         """Forms `gram` by correlations, with features in the order of the kernel, no longer (window, channel)."""
         form = self._of_features(())
         names, order = form.split, form.features
-        moment = offset_moment(self.image, axes, self.step).reshape(*names, *names)
+        moment = offset_moment(self.image, axes).reshape(*names, *names)
         flips = [*form.flips, *(k + len(names) for k in form.flips)]
         moment = jnp.flip(moment, flips) if flips else moment
         return moment.transpose(*order, *(k + len(names) for k in order)).reshape(1, math.prod(names), math.prod(names))
 
     def _gram_of_patches(self) -> jax.Array:
-        conv, taps, images = self.conv, math.prod(self.conv.window), len(self.image)
-        n = -(-images // self.step)
+        conv, taps, n = self.conv, math.prod(self.conv.window), len(self.image)
         order = self.arrange.examples + self.arrange.rows
         if n > 1 == taps == max(conv.strides) and conv.out == self.image.shape[1:-1] and sorted(order) == [*order]:
             # The image is the rows, of which a kernel need not have a copy.
-            rows = self._arranged(images)(patches(self.image, conv))
-            return Rows(rows.reshape(len(rows), images, -1, rows.shape[-1]), step=self.step).gram()
+            rows = self._arranged(n)(patches(self.image, conv))
+            return Rows(rows.reshape(len(rows), n, -1, rows.shape[-1])).gram()
         limit = max(1, PATCH_ELEMENTS // (math.prod(conv.out) * taps * self.image.shape[-1]))
 
         def moments(part):
-            formed = part_of(functools.partial(patches, conv=conv), self.step, part)
-            return Rows(self._arranged(part.shape[0])(formed)).gram()
+            return Rows(self._arranged(part.shape[0])(patches(part, conv))).gram()
 
         # A window of one tap makes patches no larger than the image.
         few, many = (functools.partial(sum_of_parts, moments, n if taps == 1 else k * limit) for k in (1, ON_GPUS))
-        image = self.image[:: self.step]
-        return few(image) if n <= limit else lax.platform_dependent(image, cuda=many, default=few)
+        return few(self.image) if n <= limit else lax.platform_dependent(self.image, cuda=many, default=few)
 
 
 def offset_axes(sizes: Sequence[int], conv: Convolution) -> tuple[Axis, ...] | None:

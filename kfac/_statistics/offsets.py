@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kfac._statistics.rows import accumulator, part_of
+from kfac._statistics.rows import accumulator
 from kfac._statistics.tensor_cores import Term, correlations, usable
 
 
@@ -106,30 +106,26 @@ def _halved(axes: Sequence[Axis]) -> int | None:
     return next((k for k, axis in enumerate(axes) if axis.steps), None)
 
 
-def offset_moment(x: jax.Array, axes: Sequence[Axis], step: int = 1) -> jax.Array:
+def offset_moment(x: jax.Array, axes: Sequence[Axis]) -> jax.Array:
     """Sum over examples and output positions of `a a^T`, `a` the window's inputs.
 
     Args:
       x: `[n, *spatial, channels]`.
       axes: the geometry along each spatial axis.
-      step: over every how many-th example.
 
     Returns:
       `[*window, channels, *window, channels]`, accumulated in float32 or better.
     """
     wide = accumulator(x.dtype)
 
-    def by_pairs(x, dtype=x.dtype):
-        return _of_pairs(part_of(lambda x: x[::step], step, x).astype(dtype), axes)
-
     if x.dtype == wide:
-        return by_pairs(x)
+        return _of_pairs(x, axes)
     # Narrow operands are convolved into float32 by no backend. Widened their products are the same, but on a GPU slow.
-    narrow = functools.partial(_of_boxes, axes=axes, step=step) if len(axes) <= 2 and usable(x) else by_pairs
-    return lax.platform_dependent(x, cuda=narrow, default=functools.partial(by_pairs, dtype=wide))
+    narrow = functools.partial(_of_boxes if len(axes) <= 2 and usable(x) else _of_pairs, axes=axes)
+    return lax.platform_dependent(x, cuda=narrow, default=lambda x: _of_pairs(x.astype(wide), axes))
 
 
-def _of_boxes(x: jax.Array, axes: Sequence[Axis], step: int = 1, *, interpret: bool = False) -> jax.Array:
+def _of_boxes(x: jax.Array, axes: Sequence[Axis], *, interpret: bool = False) -> jax.Array:
     """`offset_moment` of half precision from sums over boxes, by one kernel for the large ones and one for the rest."""
     taps = list(itertools.product(*(range(axis.window) for axis in axes)))
     count, channels = len(taps), x.shape[-1]
@@ -140,7 +136,7 @@ def _of_boxes(x: jax.Array, axes: Sequence[Axis], step: int = 1, *, interpret: b
     groups = [term for term in terms if term.pixels > half], [term for term in terms if term.pixels <= half]
     place = {term: k for k, term in enumerate(itertools.chain(*groups))}
     image = x.reshape(len(x), *(1,) * (2 - len(axes)), *x.shape[1:])
-    sums = jnp.concatenate([correlations(image, group, step, interpret=interpret) for group in groups if group])
+    sums = jnp.concatenate([correlations(image, group, interpret=interpret) for group in groups if group])
     depth = max(map(len, blocks.values()))
     index, signs = np.zeros((depth, count, count), int), np.zeros((depth, count, count), np.float32)
     for (a, b), block in blocks.items():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -102,59 +101,52 @@ class Rows:
       homogeneous: the last entry of every row, which belongs to a bias: 1, or 0 in a use of the kernel without it. None
         for a layer without a bias.
       weight: what sums over rows are multiplied by.
-      step: of the examples every how many-th counts.
     """
 
     array: jax.Array
     homogeneous: float | None = None
     weight: float = 1.0
-    step: int = 1
 
     @property
     def count(self) -> int:
-        """Number of rows of each copy that count."""
-        return -(-self.array.shape[1] // self.step) * self.array.shape[2]
-
-    def _kept(self, array: jax.Array) -> jax.Array:
-        return array if self.step == 1 else array[:, :: self.step]
+        """Number of rows of each copy."""
+        return self.array.shape[1] * self.array.shape[2]
 
     def gram(self) -> jax.Array:
-        x, step = self.array, self.step
-        copies, n, _, d = x.shape
+        x, (copies, n, _, d) = self.array, self.array.shape
 
         def product(x):
-            rows = part_of(self._kept, step, x).reshape(copies, -1, d)
+            rows = x.reshape(copies, -1, d)
             return jnp.einsum("cri,crj->cij", rows, rows, preferred_element_type=accumulator(rows.dtype))
 
-        if copies == 1 and (d >= HALF_PAYS or step > 1) and usable(x):
-            # The kernel needs no copy of what is kept.
-            moment = lax.platform_dependent(x, cuda=lambda x: gram(x.reshape(n, -1, d), step)[None], default=product)
+        if copies == 1 and d >= HALF_PAYS and usable(x):
+            moment = lax.platform_dependent(x, cuda=lambda x: gram(x.reshape(n, -1, d))[None], default=product)
         else:
             moment = product(x)
-        total = jnp.sum(self._kept(x), axis=(1, 2), dtype=moment.dtype)
+        total = jnp.sum(x, axis=(1, 2), dtype=moment.dtype)
         return self.weight * bordered(moment, total, self.homogeneous, self.count)
 
     def blocks(self, count: int) -> jax.Array:
         copies, n, s, _ = self.array.shape
         rows = append(self.array, self.homogeneous, 1).reshape(copies, n * s, -1)
         blocks = in_blocks(rows, count)
-        pieces = Rows(blocks.reshape(copies * count, n, s, -1), None, self.weight, self.step)
+        pieces = Rows(blocks.reshape(copies * count, n, s, -1), None, self.weight)
         return pieces.gram().reshape(copies, count, *2 * blocks.shape[-1:])
 
     def diagonal(self) -> jax.Array:
-        squares = jnp.sum(jnp.square(self._kept(self.array).astype(accumulator(self.array.dtype))), axis=(1, 2))
+        squares = jnp.sum(jnp.square(self.array.astype(accumulator(self.array.dtype))), axis=(1, 2))
         return self.weight * append(squares, self.homogeneous, self.count)
 
     def sums(self) -> jax.Array:
-        total = jnp.sum(self._kept(self.array), axis=2, dtype=accumulator(self.array.dtype))
+        total = jnp.sum(self.array, axis=2, dtype=accumulator(self.array.dtype))
         return append(total, self.homogeneous, self.array.shape[2])
 
     def every(self, k: int) -> Rows:
-        n = self.array.shape[1]
-        return dataclasses.replace(self, step=k, weight=self.weight * n / -(-n // k))
+        array = thinned(self.array, k, axis=1)
+        return dataclasses.replace(self, array=array, weight=self.weight * self.array.shape[1] / array.shape[1])
 
     def by_example(self) -> jax.Array:
-        return jnp.moveaxis(part_of(self._kept, self.step, self.array), 0, 1)
+        return jnp.moveaxis(self.array, 0, 1)
 
     def part(self, part: jax.Array) -> jax.Array:
         return append(part, self.homogeneous, 1)
@@ -270,12 +262,12 @@ def in_blocks(rows: jax.Array, count: int) -> jax.Array:
     return jnp.moveaxis(rows.reshape(*rows.shape[:-1], count, features), -2, -3)
 
 
-def part_of(of: Callable[[jax.Array], jax.Array], step: int, x: jax.Array) -> jax.Array:
-    """`of(x)`, where that is of every `step`-th example, as an array of its own.
+def thinned(x: jax.Array, k: int, axis: int) -> jax.Array:
+    """Takes every `k`-th entry along an axis, as an array of its own.
 
     XLA for GPUs (jaxlib 0.10.2) would take the slice into a matrix product, and abort.
     """
-    return lax.optimization_barrier(of(x)) if step > 1 else of(x)
+    return lax.optimization_barrier(lax.slice_in_dim(x, 0, None, k, axis))
 
 
 def append(rows: jax.Array, homogeneous: float | None, count: int) -> jax.Array:

@@ -48,24 +48,22 @@ def usable(x: jax.Array) -> bool:
     return experimental_gpu() and alone() and x.dtype in (jnp.bfloat16, jnp.float16) and x.shape[-1] >= 32
 
 
-def gram(rows: jax.Array, step: int = 1, *, interpret: bool = False) -> jax.Array:
-    """`X^T X` of every `step`-th of `[runs, n, d]`, in float32."""
+def gram(rows: jax.Array, *, interpret: bool = False) -> jax.Array:
+    """`X^T X` of `[runs, n, d]`, in float32."""
     term = Term((0, 0), (0, 0), (1, rows.shape[1]))
-    return correlations(rows[:, None], [term], step, symmetric=True, interpret=interpret)[0]
+    return correlations(rows[:, None], [term], symmetric=True, interpret=interpret)[0]
 
 
-def correlations(x: jax.Array, terms: Sequence[Term], step=1, *, symmetric=False, interpret=False) -> jax.Array:
+def correlations(x: jax.Array, terms: Sequence[Term], *, symmetric=False, interpret=False) -> jax.Array:
     """The sums of `terms` over images of `[n, height, width, channels]`: `[terms, channels, channels]`, float32.
 
     Args:
       x: the images.
       terms: what is summed.
-      step: over every how many-th image; the others are not read.
       symmetric: whether all of the sums are symmetric.
       interpret: run the kernel step by step, on any device.
     """
-    height, width, c = x.shape[1:]
-    n = -(-len(x) // step)
+    n, height, width, c = x.shape
     tile = max(16, min(TILE, pl.next_power_of_2(c)))
     tiles = -(-c // tile)
     pixels = max(term.pixels for term in terms)
@@ -77,17 +75,17 @@ def correlations(x: jax.Array, terms: Sequence[Term], step=1, *, symmetric=False
     # The shape, and under `shard_map` that it differs between devices as `x` does.
     out = jax.eval_shape(lambda x: jnp.broadcast_to(jnp.sum(x, dtype=jnp.float32), (parts, len(terms), c, c)), x)
     sums = pl.pallas_call(
-        functools.partial(_kernel, size=(n, height, width, c), step=step, tile=tile, parts=parts, symmetric=symmetric),
+        functools.partial(_kernel, size=(n, height, width, c), tile=tile, parts=parts, symmetric=symmetric),
         out_shape=out,
         grid=(tiles * tiles, len(terms), parts),
         compiler_params=triton.CompilerParams(num_warps=8 if tile == TILE else 4, num_stages=3),
-        name=f"every_{step}_sums_flops_{work}_{dtype}",  # read by those who count what a program does
+        name=f"every_1_sums_flops_{work}_{dtype}",  # read by those who count what a program does
         interpret=interpret,
     )(x.reshape(-1, c), jnp.asarray(table))
     return jnp.sum(sums, axis=0)
 
 
-def _kernel(x_ref, table_ref, out_ref, *, size, step, tile, parts, symmetric):
+def _kernel(x_ref, table_ref, out_ref, *, size, tile, parts, symmetric):
     """One tile of one term, over one part of its pixels."""
     n, height, width, c = size
     tiles = -(-c // tile)
@@ -103,7 +101,7 @@ def _kernel(x_ref, table_ref, out_ref, *, size, step, tile, parts, symmetric):
         """Rows of the image array for pixels of the box, counted from `first`, and which of them there are."""
         place = first + jnp.arange(ROWS)
         within = place % area
-        row = (place // area * step * height + top + within // columns) * width + left + within % columns
+        row = (place // area * height + top + within // columns) * width + left + within % columns
         return row, place < jnp.minimum(count, (part + 1) * length)
 
     def load(row, there, column):

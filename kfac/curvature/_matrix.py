@@ -131,18 +131,6 @@ class Linear:
         zeros, _ = self._raveled()
         return lax.map(self._flat, jnp.eye(zeros.size, dtype=zeros.dtype), batch_size=256).T
 
-    def to_lineax(self, like: Any) -> Any:
-        """A `lineax.FunctionLinearOperator`, symmetric and positive semidefinite; lineax must be installed.
-
-        Args:
-          like: a tree of the parameters' shapes and dtypes, such as the parameters.
-        """
-        import lineax
-
-        structure = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), like)
-        tags = (lineax.symmetric_tag, lineax.positive_semidefinite_tag)
-        return lineax.FunctionLinearOperator(self.matvec, structure, tags)
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.size:,} parameters)"
 

@@ -12,17 +12,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh
 
 from kfac._checks import check, check_layers
 from kfac._curvature.blocks import Group, group_layers
 from kfac._curvature.inverse import Inverse, check_inverse, count_bytes
 from kfac._curvature.soap import Soap
-from kfac._distributed.distribution import Distribution, check_distribution, encode, owners_precondition, shared, shares
+from kfac._distributed.distribution import Distribution, check_distribution
 from kfac._distributed.owners import Cost, Shard, group_costs, make_shards
 from kfac._distributed.segments import BUCKETS, make_buckets, make_segments
 from kfac._factors import Block
 from kfac._layers import Layers, format_bytes
+from kfac._optimizer.moves import Moves
+from kfac._optimizer.over_mesh import init_over_mesh
+from kfac._optimizer.state import Config
 from kfac._triangles import room
+
+Messages = dict[str, int]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -75,31 +81,32 @@ class Assignment:
     @property
     def costs(self) -> list[Cost]:
         """What there is to do for the blocks of each Kronecker group."""
-        return group_costs(self.groups)
+        return group_costs(self.groups, self.kind)
 
     @functools.cached_property
     def cost_per_device(self) -> list[int]:
         """Work of a refresh on each device, in `n^3`; the largest is the critical path."""
         work = np.zeros(self.devices)
         for cost in self.costs:
-            owners = np.array([self.shards[cost.name].location(block)[0] for block in range(cost.blocks)])
-            np.add.at(work, owners, cost.work)
+            work += cost.work * np.sum(self.shards[cost.name].held, axis=1)
         return [int(total) for total in work]
 
     @property
     def memory_per_device(self) -> int:
         """Bytes of running averages, inverses and momentum that every device holds."""
-        total = 0
-        for group in self.groups:
-            factors = jax.eval_shape(functools.partial(self._statistics, group))
-            held = self.shards[group.name].positions if group.owned else group.size
-            size = 4 * sum(map(math.prod, group.shapes.values())) + group.kind(self.kind).size(factors)
-            total += held * size
-            if not group.kind(self.kind).takes_gradients:
-                momenta = held if owners_precondition(self.kind, group) else group.size
-                total += momenta * 4 * group.d_in * group.d_out
-            total += group.size * count_bytes(jax.eval_shape(functools.partial(self._shared, group, shared)))
-        return total
+        mesh = AbstractMesh((self.devices,), ("devices",))
+        config = Config(self.layers, self.groups, self.kind, Distribution(mesh=mesh), True, Moves(momentum=0.9))
+        state = jax.eval_shape(lambda: init_over_mesh(config, mesh, {}))
+
+        def held(owned):
+            return count_bytes([(x.factors, x.inverse, x.motion) for x in owned])
+
+        own = held(x.blocks for x in state.owned.values()) + count_bytes(state.segment)
+        return own // self.devices + held(state.shared.values()) + count_bytes(state.bases)
+
+    def as_matrices(self, group: Group) -> Group:
+        """A group as its gradients lie on a device."""
+        return self.shards[group.name].as_matrices(group) if group.owned else group
 
     @property
     def statistics_messages(self) -> dict[str, int]:
@@ -144,62 +151,64 @@ class Assignment:
         """
         if self.devices == 1:
             return {}
-        gathered = [layer for group in self.groups if owners_precondition(self.kind, group) for layer in group.layers]
+        gathered = [layer for group in self.groups if group.owned for layer in group.layers]
         if self.gradients == "split":
             everywhere = 4 * sum(layer.num_params for layer in self.layers.with_blocks if layer not in gathered)
             whole = 4 * sum(layer.num_params for layer in self.layers)
             return {"reduce-scatter": whole, "all-gather": everywhere} | self.results_messages
         to_owners = gathered if self.gradients == "local" else []
         averaged = 4 * sum(layer.num_params for layer in self.layers if layer not in to_owners)
-        return (self._messages(self._gradient, "reduce-scatter") if to_owners else {}) | {"all-reduce": averaged}
+        sent = self._messages(self._gradient, "reduce-scatter", matrices=True) if to_owners else {}
+        return sent | {"all-reduce": averaged}
 
     @property
     def results_messages(self) -> dict[str, int]:
         """As `statistics_messages`, of the preconditioned gradients that are gathered in each step, or split again."""
         if self.gradients != "split":
-            return self._messages(self._gradient, "all-gather")
-        gathered = (group for group in self.groups if owners_precondition(self.kind, group))
+            return self._messages(self._gradient, "all-gather", matrices=True)
+        gathered = (self.as_matrices(group) for group in self.groups if group.owned)
         blocks = sum(self.shards[group.name].positions * group.d_out * group.d_in for group in gathered)
         return {"all-to-all": 4 * blocks} if self.devices > 1 else {}
 
     @property
     def fetched_messages(self) -> dict[str, int]:
-        """As `results_messages`, of what all devices get in a step with a refresh: inverses, for `Ekfac` bases."""
-        return self._messages(lambda group: self._shared(group, encode), "all-gather")
+        """As `results_messages`, of the bases that all devices get in a step with a refresh, with `Ekfac`."""
+        return self._messages(self._basis, "all-gather")
 
-    def _messages(self, block: Callable[[Group], Any], kind: str, number: int = 1) -> dict[str, int]:
+    def _messages(self, block: Callable[[Group], Any], kind: str, number: int = 1, matrices: bool = False) -> Messages:
         """Bytes by kind of message, from what there is of one block of a group: as `collectives` sends it."""
+        shards = {name: shard.matrices if matrices else shard for name, shard in self.shards.items()}
         arrays = {g: jax.tree.leaves(jax.eval_shape(functools.partial(block, g))) for g in self.groups}
         itemsize = max((x.dtype.itemsize for leaves in arrays.values() for x in leaves), default=0)
         sizes = {}
         total: collections.Counter[str] = collections.Counter()
         for group, leaves in arrays.items():
             size = count_bytes(leaves) // itemsize if leaves else 0
-            if group.owned:
+            if group.owned and not (kind == "reduce-scatter" and shards[group.name].by_rows):
                 sizes[group.name] = size
             elif kind == "reduce-scatter":
                 total["all-reduce"] += group.size * size * itemsize
-        buckets = make_buckets({name: self.shards[name].blocks * size for name, size in sizes.items() if size}, number)
+        buckets = make_buckets({name: shards[name].blocks * size for name, size in sizes.items() if size}, number)
         for names in buckets:
-            segments = make_segments(self.shards, {name: sizes[name] for name in names})
-            width = segments.width + sum(self.shards[name].full * sizes[name] for name in names)
+            segments = make_segments(shards, {name: sizes[name] for name in names})
+            width = segments.width + sum(shards[name].full * sizes[name] for name in names)
             total[kind] += self.devices * width * itemsize
             total["all-to-all"] += self.devices * segments.exchanged * itemsize
         return {kind: size for kind, size in total.items() if size and self.devices > 1}
 
     def _gradient(self, group: Group) -> Any:
-        """One block's, where its owner preconditions it."""
-        return jnp.zeros((1, group.d_out * group.d_in)) if owners_precondition(self.kind, group) else None
+        """One block's, or of a piece that a device has of it."""
+        here = self.as_matrices(group)
+        return jnp.zeros((1, here.d_out * here.d_in)) if group.owned else None
 
     def _statistics(self, group: Group, dtype: Any = jnp.float32) -> Block:
         """One block's."""
         return group.zeros(1, dtype, moments=group.kind(self.kind).takes_moments)
 
-    def _shared(self, group: Group, form: Callable[[Inverse, Any], Any]) -> Any:
-        """What all devices get of the inverse of one block, in a `form`: `shared` or `encode`."""
-        if not (group.owned and shares(self.kind, group, several=self.devices > 1)):
-            return None
-        return form(self.kind, self.kind.init(self._statistics(group)))
+    def _basis(self, group: Group) -> Any:
+        """What all devices get of the inverse of one block."""
+        several = group.correctable and self.devices > 1
+        return self.kind.basis(self.kind.init(self._statistics(group))) if several else None
 
     def owners(self) -> list[tuple[str, int, int]]:
         """Owner of every Kronecker block: `(layer name, copy or piece, device)`."""

@@ -10,7 +10,7 @@ from typing import Any
 from kfac._checks import check, check_positive_int
 from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import Inverse
-from kfac._distributed.distribution import Distribution, everywhere
+from kfac._distributed.distribution import Distribution
 from kfac._distributed.intervals import products_of, statistics_of
 from kfac._layers import Layers, format_bytes
 from kfac.planning._assignment import Assignment, by_kind
@@ -92,27 +92,6 @@ class Plan:
             return always
         return always + _seldom(self.seconds, self.statistics_every, self.inverse_every)
 
-    @property
-    def advice(self) -> str:
-        """Which part costs most, and the option that makes it smaller."""
-        n, i = self.statistics_every or 1, self.inverse_every or 1
-        steps = {"results": 1, "preconditioning": 1}
-        if self.inverse_every:  # without intervals whatever is done seldom does not count
-            steps = {"inversions": i, "statistics": n, "statistics' messages": n} | steps
-        name, share = self.largest
-        most = max(steps, key=lambda part: self.seconds[part] / steps[part])
-        options = {
-            "inversions": "a longer inverse_every"
-            + (f", and for {name} find_layers(max_dim=...), which cuts its factors into blocks" if share > 0.3 else ""),
-            "statistics": "value_and_grad(subsample=...), or statistics at fewer steps",
-            "statistics' messages": "value_and_grad(communication_dtype='bfloat16'), or statistics at fewer steps",
-            "results": "gradients='local': let gradients go to update as they are, inside jax.shard_map"
-            if self.assignment.gradients == "averaged"
-            else "a larger batch, or Distribution(owners=) of fewer devices",
-            "preconditioning": "more devices, or precision='bfloat16' of the inverse",
-        }
-        return f"most of it: {most}. What helps: {options[most]}"
-
     def __repr__(self) -> str:
         return _text(self)
 
@@ -160,7 +139,7 @@ def plan(
       ValueError: an argument is out of range, `distribution` has `owners`, or a layer was found without positions.
     """
     machine = _machine(hardware, rates)
-    if distribution is not None and distribution.beside_owners:
+    if distribution is not None and set(distribution.way().axes) - set(distribution.way().owners):
         have = f"distribution has owners={distribution.owners!r}"
         raise ValueError(f"{have}, but the plan is of one group of owners: give it one without, for such a group")
     check(batch=batch, overhead=overhead)
@@ -278,10 +257,9 @@ def _intervals(seconds, budget: float, statistics_every, inverse_every) -> tuple
 
 def _applied(group: Group, assignment: Assignment) -> float:
     """FLOPs of `G^-1 V A^-1` for the blocks of a group that a device preconditions."""
-    whole = everywhere(assignment.kind, group)
-    blocks = group.size if whole else assignment.shards[group.name].positions
     sides = sum(shape[0] if len(shape) > 1 else 1 for shape in group.shapes.values())
-    return 2.0 * blocks * group.d_out * group.d_in * sides
+    here = assignment.as_matrices(group)
+    return 2.0 * assignment.shards[group.name].positions * here.d_out * here.d_in * sides
 
 
 def _text(plan: Plan) -> str:
@@ -312,4 +290,4 @@ def _text(plan: Plan) -> str:
     if plan.statistics_every and plan.inverse_every:
         takes = f"statistics every {plan.statistics_every} and inverses every {plan.inverse_every} step(s):"
     lines.append(f"{takes} {1e3 * extra:.3g} ms more than {1e3 * base:.3g} ms, {extra / base:.1%}")
-    return "\n".join([*lines, plan.advice])
+    return "\n".join(lines)

@@ -1,0 +1,310 @@
+"""All of CIFAR-10: K-FAC as it comes beside tuned Muon, LARS and SGD, in steps and in seconds.
+
+    sh examples/imagenet/get_cifar10.sh data/cifar10
+    python examples/cifar10/compare.py run --data-dir data/cifar10 --method kfac --rate 0.05
+    python examples/cifar10/compare.py run --data-dir data/cifar10 --method muon --rate 0.1
+    python examples/cifar10/compare.py report
+
+A residual network of nine convolutions with batch norm, 50,000 training and 10,000 test images. "kfac" is
+`kfac.kfac(schedule, layers)` with nothing else. The rate rises for a tenth of the steps and falls to zero from there.
+A run that was stopped goes on where it last wrote. `--horizon` is the steps that the schedule is made for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+EXAMPLES = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(EXAMPLES / folder) for folder in ("benchmarks", "imagenet", "large_batch")]
+
+import environment  # noqa: F401, E402, I001  before JAX is imported
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from flax import linen as nn  # noqa: E402
+
+import cifar10  # noqa: E402
+import kfac  # noqa: E402
+import methods  # noqa: E402
+import models  # noqa: E402
+from batches import AUGMENT, ArraySplit, Batch, Plan, prefetch  # noqa: E402
+
+HERE = Path(__file__).resolve().parent
+MOMENTUM = 0.9  # of the averages of batch norm, as in `models.ResNet`
+LEVELS = (0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9)
+SETTINGS = {"momentum": 0.9, "weight_decay": 5e-4, "b2": 0.95}
+VECTORS = {"muon": 0.3, "lars": 3.0, "sgd": 1.0}  # the rate of biases and scales, of that of kernels
+
+
+class Network(nn.Module):
+    """ResNet-8 (He et al. 2015) whose first convolution has stride 2, and that is twice as wide."""
+
+    width: int = 32
+    stages: int = 3
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        conv = functools.partial(nn.Conv, use_bias=False, kernel_init=nn.initializers.he_normal())
+        norm = functools.partial(nn.BatchNorm, use_running_average=not train, momentum=MOMENTUM)
+        x = nn.relu(norm()(conv(self.width, (4, 4), 2)(x)))
+        for stage in range(self.stages):
+            width, stride = self.width * 2**stage, 2 if stage else 1
+            y = nn.relu(norm()(conv(width, (3, 3), stride)(x)))
+            y = norm(scale_init=nn.initializers.zeros)(conv(width, (3, 3))(y))
+            x = nn.relu(y + (norm()(conv(width, (1, 1), stride)(x)) if stage else x))
+        return nn.Dense(10)(x.mean((1, 2)))
+
+
+def network(options: argparse.Namespace) -> Any:
+    """ResNet-18 is for a GPU: bfloat16, and the whole image through the first stage."""
+    if options.network == "resnet8":
+        return Network(options.width, 1 if options.toy else 3)
+    return models.ResNet((2, 2, 2, 2), num_classes=10, width=options.width, stem="small", dtype=jnp.bfloat16)
+
+
+class Resident(ArraySplit):
+    """The same batches, of images that lie on the device: for a GPU, which is faster than what NumPy cuts out."""
+
+    def __init__(self, images: np.ndarray, labels: np.ndarray, **options: Any) -> None:
+        super().__init__(images, labels, **options)
+        self.device_images, self.device_labels = jax.device_put((self.images, self.labels))
+        self.cut = jax.jit(self._cut)
+
+    def _cut(self, images: Any, labels: Any, rows: Any, shifts: Any, mirrored: Any) -> tuple[Any, Any]:
+        around = ((0, 0), (self.shift, self.shift), (self.shift, self.shift), (0, 0))
+
+        def one(image: Any, y: Any, x: Any, mirror: Any) -> Any:
+            part = jax.lax.dynamic_slice(image, (y, x, 0), images.shape[1:])
+            return jnp.where(mirror, part[:, ::-1], part)
+
+        return jax.vmap(one)(jnp.pad(images[rows], around), shifts[0], shifts[1], mirrored), labels[rows]
+
+    def batches(self, plan: Plan) -> Any:
+        for number in range(len(plan)):
+            rows, key = plan.indices(number), plan.key(number)
+            assert key is not None
+            # The random numbers of `ArraySplit.load`, in its order.
+            rng = np.random.default_rng([key[0], AUGMENT, key[1]])
+            shifts = rng.integers(0, 2 * self.shift + 1, (2, len(rows), 1, 1))[:, :, 0, 0]
+            mirrored = (rng.random((len(rows), 1, 1)) < 0.5)[:, 0, 0] & self.flip
+            images, labels = self.cut(self.device_images, self.device_labels, rows, tuple(shifts), mirrored)
+            yield Batch(images, labels, None)
+
+
+class Programs:
+    """What a run of a method computes: compiled before the clock starts."""
+
+    def __init__(self, options: argparse.Namespace, shape: tuple[int, ...]) -> None:
+        model, parts = network(options), options.parts
+        mean, std = jnp.asarray(cifar10.MEAN), jnp.asarray(cifar10.STD)
+        rate = methods.schedule(options.rate, options.horizon)
+
+        def forward(params: Any, averages: Any, images: Any, train: bool) -> Any:
+            variables = {"params": params, "batch_stats": averages}
+            return model.apply(variables, (images / 255 - mean) / std, train, mutable=["batch_stats"])
+
+        def loss_fn(params: Any, averages: Any, images: Any, labels: Any) -> tuple[jax.Array, Any]:
+            logits, new = forward(params, averages, images, train=True)
+            targets = optax.smooth_labels(jax.nn.one_hot(labels, 10), 0.1)
+            return optax.softmax_cross_entropy(logits, targets).mean(), new["batch_stats"]
+
+        variables = model.init(jax.random.key(options.seed), jnp.zeros((1, *shape)), train=False)
+        batch = (jax.ShapeDtypeStruct((options.batch, *shape), jnp.uint8),
+                 jax.ShapeDtypeStruct((options.batch,), jnp.int32))  # fmt: skip
+        part = jax.tree.map(lambda x: jax.ShapeDtypeStruct((options.batch // parts, *x.shape[1:]), x.dtype), batch)
+        params, averages = variables["params"], variables["batch_stats"]
+        layers: Any = None
+        tx: Any
+        if options.method == "kfac":
+            layers = kfac.find_layers(loss_fn, params, averages, *part, has_aux=True, batch_argnums=(2, 3))
+            tx = kfac.kfac(rate, layers)
+        else:
+            settings = {**SETTINGS, "vectors": VECTORS[options.method]}
+            tx = methods.METHODS[options.method].make(rate, settings, None)
+
+        def step(carry: Any, images: Any, labels: Any, statistics: bool) -> Any:
+            params, averages, opt_state = carry
+            extra: dict[str, Any] = {}
+            if layers is None:
+                # The batch in parts, as for K-FAC.
+                measure: Any = jax.value_and_grad(loss_fn, has_aux=True)
+            else:
+                measure = kfac.value_and_grad(loss_fn, layers, has_aux=True, statistics=statistics)
+            if parts > 1:
+                measure = kfac.microbatch(measure, parts, batch_argnums=(2, 3))
+            (loss, averages), grads, *factors = measure(params, averages, images, labels)
+            if factors:
+                extra["factors"] = factors[0]
+            updates, opt_state = tx.update(grads, opt_state, params, **extra)
+            return (optax.apply_updates(params, updates), averages, opt_state), loss
+
+        def normalised(params: Any, images: Any) -> Any:
+            """The means and variances that batch norm has for these images."""
+            none = jax.tree.map(jnp.zeros_like, averages)
+            new = forward(params, none, images, train=True)[1]["batch_stats"]
+            return jax.tree.map(lambda x: x / (1 - MOMENTUM), new)
+
+        def right(params: Any, averages: Any, images: Any, labels: Any) -> jax.Array:
+            return jnp.sum(jnp.argmax(forward(params, averages, images, train=False)[0], -1) == labels)
+
+        self.first = params, averages, jax.jit(tx.init)(params)
+        began = time.process_time()
+        program = jax.jit(step, static_argnames="statistics", donate_argnums=0)
+        self.ways = {
+            way: program.lower(self.first, *batch, statistics=way).compile()
+            for way in ((False, True) if layers is not None else (False,))
+        }
+        self.compiling = time.process_time() - began
+        self.normalised, self.right = jax.jit(normalised), jax.jit(right)
+
+    def accuracy(self, carry: Any, train: np.ndarray, images: np.ndarray, labels: np.ndarray) -> float:
+        """With averages of batch norm made anew: running ones lag behind where a tenth of the data is a step."""
+        parts = [self.normalised(carry[0], train[k : k + 250]) for k in range(0, min(len(train), 2500), 250)]
+        averages = jax.tree.map(lambda *x: sum(x) / len(x), *parts)
+        chunks = [slice(k, k + 500) for k in range(0, len(labels), 500)]
+        return sum(int(self.right(carry[0], averages, images[k], labels[k])) for k in chunks) / len(labels)
+
+    def step(self, carry: Any, images: Any, labels: Any) -> Any:
+        return self.ways[len(self.ways) > 1 and bool(kfac.due(carry[2]))](carry, images, labels)
+
+
+def toy() -> tuple[Any, Any]:
+    """Light and dark images, to try this out."""
+    labels = np.arange(120, dtype=np.int32) % 2
+    pixels = np.random.default_rng(0).integers(0, 128, (120, 8, 8, 3)) + 127 * labels[:, None, None, None]
+    images = pixels.astype(np.uint8)
+    return (images[:100], labels[:100]), (images[100:], labels[100:])
+
+
+def run(options: argparse.Namespace) -> None:
+    train, (images, labels) = toy() if options.toy else cifar10.read(options.data_dir)
+    split = (Resident if options.resident else ArraySplit)(*train, shift=4, flip=True)
+    name = {key: getattr(options, key) for key in ("network", "width", "method", "rate", "batch", "horizon", "seed")}
+    text = "-".join(map(str, name.values()))
+    saved = options.output / f"{text}.npz"
+    options.output.mkdir(parents=True, exist_ok=True)
+    programs = Programs(options, images.shape[1:])
+    carry, start, spent, wall = programs.first, 0, 0.0, 0.0
+    leaves, structure = jax.tree.flatten(carry)
+    if saved.is_file():
+        with np.load(saved) as found:
+            carry = jax.tree.unflatten(structure, [jnp.asarray(found[str(k)]) for k in range(len(leaves))])
+            start, spent, wall = int(found["step"]), float(found["spent"]), float(found["wall"])
+    losses: list[float] = []
+    stop = options.stop or options.horizon
+    plan = Plan(len(split), options.batch, np.arange(options.batch), options.seed, start, stop)
+    began = time.process_time(), time.perf_counter()
+    for number, batch in enumerate(prefetch(split.batches(plan), lambda parts: parts), start + 1):
+        carry, loss = programs.step(carry, batch.images, batch.labels)
+        losses.append(float(loss))
+        finite = bool(np.isfinite(losses[-1]))
+        if number % options.every and number != stop and finite:
+            continue
+        spent, wall = spent + time.process_time() - began[0], wall + time.perf_counter() - began[1]
+        row = {
+            **name, "step": number, "accuracy": programs.accuracy(carry, train[0], images, labels),
+            "loss": round(float(np.mean(losses)), 4),
+            "processor_seconds": round(spent, 1), "wall_seconds": round(wall, 1),
+            "compiling": round(programs.compiling, 1),
+        }  # fmt: skip
+        print(json.dumps(row), flush=True)
+        with options.results.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        if not finite:
+            break
+        numbered: dict[str, Any] = {str(k): np.asarray(x) for k, x in enumerate(jax.tree.leaves(carry))}
+        partial = saved.with_suffix(".partial.npz")
+        np.savez(partial, **numbered, step=number, spent=spent, wall=wall)
+        os.replace(partial, saved)
+        losses, began = [], (time.process_time(), time.perf_counter())
+
+
+def curves(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """The rows of each run by its name, in order; of steps that were repeated after a stop the last."""
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for row in map(json.loads, path.read_text().splitlines()):
+        name = f"{row['method']} {row['rate']}, {row['horizon']} steps, seed {row['seed']}"
+        found.setdefault(name, {})[row["step"]] = row
+    return {name: [rows[step] for step in sorted(rows)] for name, rows in found.items()}
+
+
+def reached(curve: list[dict[str, Any]], level: float) -> dict[str, float] | None:
+    """Steps and seconds at which a line through the points of a curve first is as high as `level`."""
+    keys = "step", "processor_seconds", "wall_seconds"
+    before: dict[str, Any] = {"accuracy": 0.1} | dict.fromkeys(keys, 0.0)
+    for row in curve:
+        if row["accuracy"] >= level:
+            part = (level - before["accuracy"]) / (row["accuracy"] - before["accuracy"])
+            return {key: before[key] + part * (row[key] - before[key]) for key in keys}
+        before = row
+    return None
+
+
+def report(options: argparse.Namespace) -> None:
+    """Prints what each run took to each level, and draws the longest ones."""
+    found = curves(options.results)
+    longest = max(curve[-1]["horizon"] for curve in found.values())
+    shown = [level for level in LEVELS if any(reached(curve, level) for curve in found.values())]
+    print("| run | accuracy at its end | " + " | ".join(f"{level:.0%}" for level in shown) + " |")
+    print("|---" * (2 + len(shown)) + "|")
+    for name, curve in found.items():
+        cells = []
+        for level in shown:
+            there = reached(curve, level)
+            cells.append(f"{there['step']:.0f}, {there['processor_seconds']:.0f} s" if there else "")
+        ended = f"{curve[-1]['accuracy']:.2%}" + (f" ({curve[-1]['step']} steps)" if curve[-1]["step"] != curve[-1][
+            "horizon"] else "")  # fmt: skip
+        print(f"| {name} | {ended} | " + " | ".join(cells) + " |")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+    for axis, key, label in zip(axes, ("step", "processor_seconds"), ("steps", "processor seconds"), strict=True):
+        for name, curve in found.items():
+            if curve[0]["horizon"] == longest:
+                axis.plot([row[key] for row in curve], [100 * row["accuracy"] for row in curve], ".-", label=name)
+        axis.set_xlabel(label)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("test accuracy, %")
+    axes[0].legend(fontsize=8)
+    figure.savefig(options.figure, dpi=120)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=["run", "report"])
+    parser.add_argument("--data-dir", type=Path, default=Path("data/cifar10"))
+    parser.add_argument("--method", choices=["kfac", "muon", "lars", "sgd"], default="kfac")
+    parser.add_argument("--rate", type=float, default=0.05)
+    parser.add_argument("--batch", type=int, default=5000)
+    parser.add_argument("--parts", type=int, default=20, help="micro-batches of a batch, of which each has its own "
+                        "batch-norm statistics")  # fmt: skip
+    parser.add_argument("--horizon", type=int, default=120)
+    parser.add_argument("--stop", type=int, help="end here, before the horizon")
+    parser.add_argument("--every", type=int, default=5, help="steps between two looks at the test images")
+    parser.add_argument("--network", choices=["resnet8", "resnet18"], default="resnet8")
+    parser.add_argument("--width", type=int, default=32, help="channels of the first stage")
+    parser.add_argument("--resident", action="store_true", help="the images lie on the device")
+    parser.add_argument("--toy", action="store_true", help="a hundred light and dark images, to try this out")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=Path("runs/cifar10"), help="where runs are kept, to go on")
+    parser.add_argument("--results", type=Path, default=HERE / "results.jsonl")
+    parser.add_argument("--figure", type=Path, default=HERE / "curves.png", help="what `report` draws")
+    options = parser.parse_args(arguments)
+    if options.batch % options.parts:
+        parser.error(f"--parts {options.parts} does not divide --batch {options.batch}")
+    (run if options.action == "run" else report)(options)
+
+
+if __name__ == "__main__":
+    main()
