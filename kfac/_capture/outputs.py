@@ -129,11 +129,6 @@ class Marks:
     def weighted(self) -> bool:
         return any(mark.weight != 1 for mark in self.marks)
 
-    @property
-    def reach_all(self) -> bool:
-        """Whether every parameter of the loss acts on it through a marked output."""
-        return self.loss_leaves <= NONE.union(*(mark.leaves for mark in self.marks))
-
     def num_examples(self, asked: int | None, batch: Batch, read: Mapping[str, int]) -> tuple[int | None, str]:
         """How many examples the loss is the mean of; None where it is not clear, and why.
 

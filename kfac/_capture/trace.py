@@ -170,23 +170,17 @@ def trace(
             return program
         return f"nothing that the loss depends on grows with {batch.where}"
 
+    found: list[tuple[Batch, Program]] = []
     hidden: list[str] = []
-
-    def search(argnums: Argnums) -> list[tuple[Batch, Program]]:
-        for batches in _candidates(args, kwargs, argnums, shared):
-            tried = [(batch, doubled(batch)) for batch in batches]
-            hidden.extend(program for _, program in tried if isinstance(program, str))
-            if found := [(batch, program) for batch, program in tried if isinstance(program, Program)]:
-                return found
-        return []
-
-    found = search(batch_argnums)
-    grown = [*zip(*(_grown_marks(program) for _, program in found), strict=True)]
-    if grown and (len(found) > 1 or not all(map(any, grown))):
-        every = found if all(map(any, grown)) else search((*range(1, len(args) + 1), *kwargs))
-        together = _together(every)
-        if together and isinstance(program := doubled(together), Program):
-            found = [(together, program)]
+    for batches in _candidates(args, kwargs, batch_argnums, shared):
+        tried = [(batch, doubled(batch)) for batch in batches]
+        found = [(batch, program) for batch, program in tried if isinstance(program, Program)]
+        hidden += [program for _, program in tried if isinstance(program, str)]
+        if found:
+            break
+    together = _together(found) if len(found) > 1 else None
+    if together and isinstance(joined := doubled(together), Program):
+        found = [(together, joined)]
     if len(found) == 1:
         ((batch, program),) = found
         batch = dataclasses.replace(batch, lies=_lies(arrays[k] for k in batch.leaves or ()))
@@ -212,20 +206,15 @@ def _arrays_of(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     return [leaf for leaf in leaves if is_array(leaf)], filled
 
 
-def _grown_marks(program: Program) -> list[bool]:
-    """Whether each marked output that reaches the loss is longer with more examples."""
-    marks = [op for op in program.walk() if op.alive and primitives.is_named(op.eqn, primitives.MARK)]
-    return [any(op.outputs[0].grown[:-1]) for op in marks]
-
-
 def _together(found: Sequence[tuple[Batch, Program]]) -> Batch | None:
     """The batches of a loss as one, with the length of the largest; None unless each has marked outputs of its own.
 
     What examples share, as a table of anchors, makes no marked output longer, or those of a batch.
     """
-    grown = [_grown_marks(program) for _, program in found]
-    own = [batch for (batch, _), longer in zip(found, grown, strict=True) if any(longer)]
-    return _joined(own) if own and all(sum(each) <= 1 for each in zip(*grown, strict=True)) else None
+    marked = [[op for op in p.walk() if op.alive and primitives.is_named(op.eqn, primitives.MARK)] for _, p in found]
+    longer = [[any(op.outputs[0].grown[:-1]) for op in ops] for ops in marked]
+    own = [batch for (batch, _), each in zip(found, longer, strict=True) if any(each)]
+    return _joined(own) if own and all(sum(each) <= 1 for each in zip(*longer, strict=True)) else None
 
 
 def _joined(batches: Sequence[Batch]) -> Batch:

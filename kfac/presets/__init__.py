@@ -2,11 +2,9 @@
 
 - `large_batch`: all options, and the settings of a published recipe.
 - `adaptive_damping`: around an optimizer whose damping is to follow the loss.
-- `deterministic`: whole batches, without a rate to choose.
 """
 
 from kfac.presets._adaptive_damping import adaptive_damping
-from kfac.presets._deterministic import deterministic
 from kfac.presets._large_batch import large_batch
 
-__all__ = ["adaptive_damping", "deterministic", "large_batch"]
+__all__ = ["adaptive_damping", "large_batch"]

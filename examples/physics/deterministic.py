@@ -10,15 +10,12 @@ import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
+import kfac
 from kfac._capture.outputs import marked
-from kfac._curvature.eigh import Eigh
-from kfac._layers import Layers
-from kfac._optimizer.scale_by_kfac import scale_by_kfac
 from kfac._varying import device_axes
-from kfac.presets._adaptive_damping import adaptive_damping
 
 
-def deterministic(layers: Layers, *, num_examples: int | None = None) -> optax.GradientTransformationExtraArgs:
+def deterministic(layers: kfac.Layers, *, num_examples: int | None = None) -> optax.GradientTransformationExtraArgs:
     """K-FAC for whole batches, as of a differential equation: no rate, momentum or damping to choose.
 
     The step is the best combination `a d + b s` of K-FAC's direction `d` and the last step `s`: that at which the
@@ -54,12 +51,16 @@ def deterministic(layers: Layers, *, num_examples: int | None = None) -> optax.G
       https://arxiv.org/abs/1503.05671
     """
     step = functools.partial(_quadratic_step, layers, num_examples)
-    return adaptive_damping(step, 1.0, every=1, decay=0.5, minimum=0.1, maximum=1e6, num_examples=num_examples)
+    return kfac.presets.adaptive_damping(
+        step, 1.0, every=1, decay=0.5, minimum=0.1, maximum=1e6, num_examples=num_examples
+    )
 
 
-def _quadratic_step(layers: Layers, num_examples: int | None, multiple: Any) -> optax.GradientTransformationExtraArgs:
+def _quadratic_step(
+    layers: kfac.Layers, num_examples: int | None, multiple: Any
+) -> optax.GradientTransformationExtraArgs:
     def preconditioner(damping):
-        return scale_by_kfac(layers, damping=damping, factor_decay=0.0, inverse=Eigh())
+        return kfac.scale_by_kfac(layers, damping=damping, factor_decay=0.0, inverse=kfac.Eigh())
 
     def init(params):
         return preconditioner(1.0).init(params), optax.tree.zeros_like(params)

@@ -1,7 +1,8 @@
-"""`kfac.presets.deterministic` against the minimum of the dense quadratic model, in float64."""
+"""`deterministic` of `examples/physics` against the minimum of the dense quadratic model, in float64."""
 
 import functools
 import itertools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 import kfac
 from checking import FAST, normal
 
-pytestmark = pytest.mark.usefixtures("x64")
+pytestmark = [pytest.mark.usefixtures("x64"), pytest.mark.examples]
 N = 12
 
 
@@ -25,12 +26,15 @@ def loss_fn(params, batch):
     return 0.5 * jnp.sum(kfac.output(z - y, "residual") ** 2) / N
 
 
-def problem():
+def problem(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples" / "physics"))
+    from deterministic import deterministic
+
     params = {"w": normal(0, 3, 4), "b": normal(1, 4), "out": normal(2, 4, 1), "scale": jnp.asarray(0.5)}
     batch = normal(3, N, 3), normal(4, N, 1)
     layers = kfac.find_layers(loss_fn, params, batch)
     measure = kfac.value_and_grad(loss_fn, layers, fisher="expected")
-    tx = kfac.presets.deterministic(layers)
+    tx = deterministic(layers)
 
     @functools.partial(jax.jit, compiler_options=FAST)
     def step(params, state, key):
@@ -41,8 +45,8 @@ def problem():
     return params, batch, layers, tx, step
 
 
-def test_two_steps_are_at_the_minimum_of_the_model():
-    params, batch, layers, tx, step = problem()
+def test_two_steps_are_at_the_minimum_of_the_model(monkeypatch):
+    params, batch, layers, tx, step = problem(monkeypatch)
     state, last = jax.jit(tx.init, compiler_options=FAST)(params), np.zeros(21)
     for k in range(2):
         damping = float(state.next_damping)
@@ -66,8 +70,8 @@ def residual(params, batch):
     return (params["scale"] * (jnp.tanh(x @ params["w"] + params["b"]) @ params["out"]) - y)[:, 0]
 
 
-def test_it_finds_the_minimum_and_is_never_worse():
-    params, _batch, _, tx, step = problem()
+def test_it_finds_the_minimum_and_is_never_worse(monkeypatch):
+    params, _batch, _, tx, step = problem(monkeypatch)
     state, losses = jax.jit(tx.init, compiler_options=FAST)(params), []
     for k in range(60):
         loss, *_, updates, state = step(params, state, jax.random.key(k))
@@ -79,8 +83,8 @@ def test_it_finds_the_minimum_and_is_never_worse():
     assert 0.1 * losses[-1] <= found["damping"] and np.isfinite(found["reduction_ratio"])
 
 
-def test_inside_of_shard_map_it_is_refused():
-    params, batch, _, tx, _ = problem()
+def test_inside_of_shard_map_it_is_refused(monkeypatch):
+    params, batch, _, tx, _ = problem(monkeypatch)
     mesh = Mesh(jax.devices()[:2], ("d",))
 
     @functools.partial(
