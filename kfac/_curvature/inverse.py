@@ -42,6 +42,9 @@ class Whole(NamedTuple):
     total: Callable[[jax.Array], jax.Array] = lambda sums: sums
     share: float = 1.0
 
+    def __repr__(self) -> str:
+        return f"Whole(share={self.share})"  # a function has an address, which no signature should show
+
 
 ALL_ROWS = Whole()
 
