@@ -66,8 +66,8 @@ def fisher_blocks(
       each layer, `p = d_in * d_out`, in float32 (float64 for float64 parameters).
 
     Raises:
-      ValueError: an argument is out of range; when the function is called: no output is marked, or the loss depends on a
-        parameter but no marked output does, or examples cannot be told apart because the output is marked inside a
+      ValueError: an argument is out of range; when the function is called: no output is marked, or the loss depends on
+        a parameter but no marked output does, or examples cannot be told apart because the output is marked inside a
         scan.
     """
     if fisher not in ("true", "empirical"):
