@@ -423,7 +423,7 @@ def part_training(options: argparse.Namespace, notes: Notes) -> None:
             found = [row for row in map(json.loads, rows.read_text().splitlines()) if row["method"] == method]
             curve = [row for row in found if row["horizon"] == found[-1]["horizon"]]
             there = [row for row in curve if row["accuracy"] >= goal]
-            notes("ResNet-18 on CIFAR-10", {
+            notes("a toy" if options.rehearse else "ResNet-18 on CIFAR-10", {
                 "method": method, "rate": rate, "steps": curve[-1]["step"], "accuracy": curve[-1]["accuracy"],
                 "wall s": curve[-1]["wall_seconds"], "compiling s": curve[-1]["compiling"],
                 "steps to 94%": there[0]["step"] if there else None,

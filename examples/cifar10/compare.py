@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import sys
@@ -237,14 +238,12 @@ def curves(path: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def reached(curve: list[dict[str, Any]], level: float) -> dict[str, float] | None:
-    """Steps and seconds at which a line through the points of a curve first is as high as `level`."""
+    """Steps and seconds at which a line through the points of a curve is first as high as `level`; None if not seen."""
     keys = "step", "processor_seconds", "wall_seconds"
-    before: dict[str, Any] = {"accuracy": 0.1} | dict.fromkeys(keys, 0.0)
-    for row in curve:
-        if row["accuracy"] >= level:
+    for before, row in itertools.pairwise(curve):
+        if before["accuracy"] < level <= row["accuracy"]:
             part = (level - before["accuracy"]) / (row["accuracy"] - before["accuracy"])
             return {key: before[key] + part * (row[key] - before[key]) for key in keys}
-        before = row
     return None
 
 
