@@ -379,7 +379,7 @@ def test_marks_inside_scan_and_vmap():
         ({"high": 1.5}, "high must lie in"),
         ({"minimum": 0.0}, "minimum must lie in"),
         ({"maximum": 1e-9}, "maximum must lie in"),
-        ({"num_examples": 0}, "num_examples must be an integer, at least 1"),
+        ({"num_examples": 0}, "num_examples must be a positive int"),
     ],
 )
 def test_arguments_out_of_range(options, message):

@@ -25,18 +25,16 @@ def assert_same(found, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), found, expected)
 
 
-def test_batches_together_are_one(capsys):
+def test_batches_together_are_one():
     several, one = parts([8, 8, 5, 3])
     params, measure = parameters(), jax.jit(kfac.value_and_grad(loss_fn, layers()))
     expected = measure(params, one)[2]
     assert_same(kfac.curvature.estimate(loss_fn, layers(), params, iter(several)), expected)
-    assert capsys.readouterr().err == ""
     # A second pass takes the moments in the eigenvectors that the first one has.
     basis = jax.jit(lambda factors: kfac.curvature.eigenbasis(factors, layers()))(expected)
     moments = measure(params, one, basis=basis)[2]
-    found = kfac.curvature.estimate(loss_fn, layers(), params, several, basis=basis, progress=True)
+    found = kfac.curvature.estimate(loss_fn, layers(), params, several, basis=basis)
     assert_same(found, moments)
-    assert "4 of 4 batches, 24 examples\n" in capsys.readouterr().err
     kfac.curvature.operator(layers(), found, basis=basis)
 
 

@@ -274,8 +274,6 @@ def test_bad_arguments_are_errors():
     fisher_blocks = kfac.curvature.exact.fisher_blocks
     with pytest.raises(ValueError, match="fisher must be 'true' or 'empirical', but is 'sampled'"):
         fisher_blocks(loss, layers, fisher="sampled")
-    with pytest.raises(ValueError, match="'w' has 8 parameters, its block 8 x 8 elements, but max_size=7"):
-        fisher_blocks(loss, layers, max_size=7)
     with pytest.raises(ValueError, match="no layer with statistics is called 'v'; there are w"):
         fisher_blocks(loss, layers, names=["v"])
     with pytest.raises(ValueError, match="the exact Fisher matrix needs the output"):

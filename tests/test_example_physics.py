@@ -25,8 +25,12 @@ def test_exact_solutions_solve_the_equations_and_others_do_not(pinn):
         x = pinn.points(problem, 0, 20)
         # A little away from the first moment of Burgers, where the transformation has no derivative.
         x = x.at[:, 0].add(0.05 * (1 - x[:, 0]))
-        residual = jax.vmap(lambda x, problem=problem: problem.residual(problem.exact, x))
-        other = jax.vmap(lambda x, problem=problem: problem.residual(lambda x: 2 * problem.exact(x), x))
+        known = () if problem.coefficient is None else (0.1,)
+        wrong = tuple(2 * c for c in known)
+        residual = jax.vmap(lambda x, problem=problem, known=known: problem.residual(problem.exact, x, *known))
+        other = jax.vmap(
+            lambda x, problem=problem, wrong=wrong: problem.residual(lambda x: 2 * problem.exact(x), x, *wrong)
+        )
         assert np.abs(residual(x)).max() < 1e-6 * np.abs(other(x)).max()
 
 
@@ -42,25 +46,18 @@ def test_points_lie_inside_and_on_the_faces(pinn):
         x = np.asarray(pinn.points(problem, 0, 50))
         assert (x > problem.low).all() and (x < problem.high).all()
         edge = np.asarray(pinn.points(problem, 1, 50, faces=True))
-        assert all(any(row[axis] == value for axis, value in problem.faces) for row in edge)
+        assert not problem.faces or all(any(row[axis] == value for axis, value in problem.faces) for row in edge)
 
 
 def test_every_method_comes_nearer(pinn, monkeypatch, tmp_path):
     problem = pinn.PROBLEMS["Poisson, 2 dimensions"]._replace(inner=30, edge=12, widths=(8, 8))
     monkeypatch.setattr(pinn, "PROBLEMS", {"small": problem})
-    monkeypatch.setattr(pinn, "GRIDS", {name: grid[2:3] for name, grid in pinn.GRIDS.items()})
-    pinn.tune(0.3, ["small"], tmp_path / "trials.json")
-    trials = json.loads((tmp_path / "trials.json").read_text())
-    assert trials["small"].keys() == pinn.GRIDS.keys()
-    found = pinn.compare(0.3, ["small"], tmp_path / "trials.json", tmp_path / "picture.png", seed=0)["small"]
-    assert (tmp_path / "picture.png").stat().st_size > 0
+    found = pinn.compare(0.3, ["small"], tmp_path / "results.json", tmp_path / "picture.png", seed=0)["small"]
+    assert (tmp_path / "picture.png").stat().st_size > 0 and json.loads((tmp_path / "results.json").read_text())
     for name, last in found.items():
-        begin = pinn.train(name, problem, pinn.GRIDS[name][0], 0.0)[0]
-        assert 0 < last["error"] < begin["error"], name
-        assert last["steps"] > 0 and last["seconds"] >= 0.3
+        assert 0 < last["error"] < 0.9 and last["steps"] > 0 and last["seconds"] >= 0.3, name
 
 
-def test_recorded_trials_are_those_of_the_grids(pinn):
-    trials = json.loads(pinn.TRIALS.read_text())
-    for title in pinn.PROBLEMS:
-        assert {n: [float(s) for s in t] for n, t in trials[title].items()} == {n: [*g] for n, g in pinn.GRIDS.items()}
+def test_recorded_results_have_every_method(pinn):
+    found = json.loads(Path(pinn.__file__).with_name("results.json").read_text())
+    assert {title: [*own] for title, own in found.items()} == {title: [*pinn.SETTINGS] for title in pinn.PROBLEMS}

@@ -232,7 +232,7 @@ def test_some_uses_may_see_fewer_rows_than_there_are_examples():
     inside, border = normal(1, N, D), normal(2, N // 2, D)
 
     def loss(p, inside, border):
-        return sum(mean_square(jnp.tanh(x @ p["u"]) @ p["v"]) for x in (inside, border))
+        return sum(mean_square(kfac.output(jnp.tanh(x @ p["u"]) @ p["v"], "gaussian")) for x in (inside, border))
 
     few, many = (factors_of(loss, inside, border, num_examples=n) for n in (N // 2, N))
     for name in weights():  # A has 1/n in front, G has n^2: the rows are the same

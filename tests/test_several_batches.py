@@ -88,7 +88,7 @@ def test_exact_blocks():
 
 
 def test_the_small_head_has_the_size_that_it_has():
-    """Of an output without a mark nobody knows the weight: with `num_examples` its curvature is six times too large."""
+    """That of Gauss-Newton."""
     params, batch = problem()
 
     def size(fisher, **options):
@@ -102,15 +102,70 @@ def test_the_small_head_has_the_size_that_it_has():
     a = jnp.tanh(batch["small"][0] @ params["trunk"])
     of_gauss_newton = WEIGHT * 3 * float(jnp.sum(a**2)) / SMALL
     np.testing.assert_allclose(size("expected"), of_gauss_newton, rtol=1e-10)
-    np.testing.assert_allclose(size("empirical", marked=False), 6 * size("empirical"), rtol=1e-10)
 
 
-def test_without_marks_the_message_says_to_mark():
+@pytest.mark.parametrize("given", [{}, {"num_examples": LARGE}])
+@pytest.mark.parametrize("apart", [False, True])
+def test_without_marks_the_message_says_to_mark(given, apart):
     params, batch = problem()
     loss = functools.partial(loss_fn, marked=False)
-    layers = kfac.find_layers(loss, params, batch)
-    with pytest.raises(ValueError, match=r"mark the output of each batch, kfac\.output\(\.\.\., weight=\)"):
-        jax.eval_shape(kfac.value_and_grad(loss, layers), params, batch)
+    args, named = ((batch["large"], batch["small"]), {"batch_argnums": (1, 2)}) if apart else ((batch,), {})
+    joined = (lambda p, large, small: loss(p, {"large": large, "small": small})) if apart else loss
+    layers = kfac.find_layers(joined, params, *args, **named)
+    with pytest.raises(ValueError, match=r"(?s)may be the 96 .* or the 32 .*Mark the output of each batch"):
+        jax.eval_shape(kfac.value_and_grad(joined, layers, **given), params, *args)
+
+
+@pytest.mark.parametrize("first", ["large", "small"])
+def test_a_second_batch_without_marks_has_no_rows(first):
+    """As an argument of its own: nobody knows how many times the loss has it."""
+    params, batch = problem()
+    second = "small" if first == "large" else "large"
+    layers = kfac.find_layers(
+        lambda p, a, b: loss_fn(p, {first: a, second: b}, marked=False), params, batch[first], batch[second]
+    )
+    assert {layer.name: layer.kind for layer in layers} == {first: "dense", second: "gradient", "trunk": "gradient"}
+    assert "rows of another batch, without kfac.output" in str(layers)
+
+
+@pytest.mark.parametrize("laplacian", ["nested", "hessian", "jacfwd"])
+def test_a_differential_equation_and_its_boundary(laplacian):
+    """Kernels have exact rows of both batches, and of the constant tangents of the first."""
+    inner, edge = (jnp.asarray(np.random.default_rng(k).normal(size=(n, 2))) for k, n in ((1, 12), (2, 5)))
+    keys = jax.random.split(jax.random.key(0), 2)
+    params = {
+        "a": {"w": jax.random.normal(keys[0], (2, 6)), "b": jnp.zeros(6)},
+        "out": jax.random.normal(keys[1], (6, 1)),
+    }
+
+    def second(u, x, v):
+        return jax.jvp(lambda x: jax.jvp(u, (x,), (v,))[1], (x,), (v,))[1]
+
+    def loss(params, points):
+        def u(x):
+            return (jnp.tanh(x @ params["a"]["w"] + params["a"]["b"]) @ params["out"])[0]
+
+        forms = {
+            "nested": lambda x: sum(second(u, x, v) for v in jnp.eye(2)),
+            "hessian": lambda x: jnp.trace(jax.hessian(u)(x)),
+            "jacfwd": lambda x: jnp.trace(jax.jacfwd(jax.jacfwd(u))(x)),
+        }
+        inside, outside = jax.vmap(forms[laplacian])(points["inner"]), jax.vmap(u)(points["edge"])
+        inside = kfac.output(inside[:, None], "residual")
+        outside = kfac.output(outside[:, None], "residual", weight=3 * 12 / 5)
+        return 0.5 * jnp.sum(inside**2) / 12 + 3 * 0.5 * jnp.sum(outside**2) / 5
+
+    points = {"inner": inner, "edge": edge}
+    layers = kfac.find_layers(loss, params, points)
+    kinds = {leaf: layer.kind for layer in layers for leaf in layer.params}
+    assert kinds == {"a/w": "dense", "out": "dense", "a/b": "gradient" if laplacian == "hessian" else "dense"}
+    measure = kfac.value_and_grad(loss, layers, fisher="expected", num_examples=12)
+    factors = jax.jit(measure, compiler_options=FAST)(params, points, fisher_key=jax.random.key(0))[2]
+    if laplacian != "hessian":  # the last kernel reads activations on the boundary, and their second tangents inside
+        w, edge, h = params["a"]["w"], jnp.tanh(edge @ params["a"]["w"]), jnp.tanh(inner @ params["a"]["w"])
+        pairs = [(j, k) for j in (0, 1) for k in (0, 1) if j == k or laplacian == "jacfwd"]  # of which it takes a trace
+        rows = jnp.concatenate([edge, *(-2 * h * (1 - h**2) * w[j] * w[k] for j, k in pairs)])
+        np.testing.assert_allclose(factors["out"].A, rows.T @ rows / 12, rtol=1e-9, atol=1e-12)
 
 
 def test_weights_are_of_all_that_the_loss_has():

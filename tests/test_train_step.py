@@ -130,7 +130,7 @@ def perceptron():
 
 @pytest.mark.parametrize(
     ("cost", "every"),
-    [(0.1, 10), (10, 1), slow(0.3, 4), slow(0.6, 2)],
+    [(0.1, 4), (10, 1), slow(0.05, 8), slow(0.3, 2)],
 )
 def test_statistics_are_taken_when_they_are_due(cost, every):
     """In ten steps, then by the cost that the first batch has: a smaller one does not change the interval."""
@@ -145,9 +145,9 @@ def test_statistics_are_taken_when_they_are_due(cost, every):
 
 
 @pytest.mark.parametrize(("options", "words"), [
-    ({}, "2 layers, 320 parameters, Soap, statistics every 10 steps"),
+    ({}, "2 layers, 320 parameters, Soap, statistics of 1/4 of the examples every 4 steps"),
     ({"cost": 10, "inverse": kfac.Eigh()}, "2 layers, 320 parameters, Eigh, statistics in every step"),
-    ({"subsample": 4, "cost": 0.3}, "Soap, statistics of 1/4 of the examples every 4 steps"),
+    ({"subsample": 1, "cost": 0.3}, "Soap, statistics every 4 steps"),
     ({"verbose": False}, ""),
 ])  # fmt: skip
 def test_it_says_once_what_it_found_and_looks_once(capsys, options, words):
@@ -316,7 +316,7 @@ def test_it_says_for_how_long_it_has_been_compiling(capsys, monkeypatch):
     said = said_in_a_slow_trace(capsys, monkeypatch, speed=50)
     lines = said.err.splitlines()
     assert lines and all(re.fullmatch(r"compiling the step with statistics: \d+ s so far", line) for line in lines)
-    assert said.out == "2 layers, 320 parameters, Soap, statistics every 10 steps\n"
+    assert said.out == "2 layers, 320 parameters, Soap, statistics of 1/4 of the examples every 4 steps\n"
     for options in ({"speed": 0.01}, {"speed": 50, "verbose": False}):
         assert said_in_a_slow_trace(capsys, monkeypatch, **options).err == ""
 

@@ -3,6 +3,17 @@
     python examples/benchmarks/conjugate_gradients.py
 
 Three small networks on the handwritten digits, before and after 100 steps of Adam; about a minute.
+
+What limits the blocks is what they leave out, not how well they are known: exact dense blocks, with the damping of the
+system, took (steps without, with exact blocks, with K-FAC, with EK-FAC; smaller networks, in float64)
+
+    64-24-20-16-10, before training   1e-2:  25  36  37  37    1e-4: 132   95  130  122
+    after 100 steps                   1e-2:  24  24  33  33    1e-4: 122   61  105  106
+    autoencoder 64-20-8-20-64         1e-2:  49  25  30  30    1e-4: 244   35   72   75
+    after 100 steps                   1e-2:  67  49  59  59    1e-4: 408  179  309  302
+
+Of the whole matrix over exact blocks the eigenvalues reach from 4, the number of layers, down to the damping over the
+curvature: changes of several layers that cancel have curvature in the blocks alone.
 """
 
 import functools

@@ -83,9 +83,7 @@ def curvatures(params: Any, batch: Batch) -> dict[str, Any]:
     """Of the loss of the first task, at its end: the Kronecker form, its diagonal, and the identity."""
     layers = kfac.find_layers(loss, params, batch)
     parts = [jax.tree.map(lambda x, k=k: x[k : k + 100], batch) for k in range(0, len(batch[1]), 100)]
-    factors = kfac.curvature.estimate(
-        loss, layers, params, parts, fisher="expected", key=jax.random.key(0), progress=True
-    )
+    factors = kfac.curvature.estimate(loss, layers, params, parts, fisher="expected", key=jax.random.key(0))
     fisher = kfac.curvature.operator(layers, factors)
     mean = fisher.trace() / fisher.size
     plain = jax.tree.map(lambda x: jnp.full_like(x, mean), params)

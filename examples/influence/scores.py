@@ -16,9 +16,9 @@ def curvature(
 ) -> dict[str, kfac.curvature.Operator]:
     """The curvature of `loss(params, batch) + decay / 2 |params|^2`, as EK-FAC and as K-FAC have it."""
     layers = kfac.find_layers(loss, params, batches[0])
-    factors = kfac.curvature.estimate(loss, layers, params, batches, progress=True, **options)
+    factors = kfac.curvature.estimate(loss, layers, params, batches, **options)
     basis = kfac.curvature.eigenbasis(factors, layers)
-    corrected = kfac.curvature.estimate(loss, layers, params, batches, progress=True, basis=basis, **options)
+    corrected = kfac.curvature.estimate(loss, layers, params, batches, basis=basis, **options)
     return {
         "EK-FAC": kfac.curvature.operator(layers, corrected, basis=basis, damping=decay),
         "K-FAC": kfac.curvature.operator(layers, factors, damping=decay),

@@ -90,9 +90,7 @@ def laplace(
     """The posterior's precision for a precision of the prior, and the log marginal likelihood for each of `TAUS`."""
     layers = kfac.find_layers(loss, params, batch, skip=skip)
     parts = [jax.tree.map(lambda x, k=k: x[k : k + 50], batch) for k in range(0, len(batch[1]), 50)]
-    factors = kfac.curvature.estimate(
-        loss, layers, params, parts, fisher="expected", key=jax.random.key(0), progress=True
-    )
+    factors = kfac.curvature.estimate(loss, layers, params, parts, fisher="expected", key=jax.random.key(0))
     fisher, n = kfac.curvature.operator(layers, factors), len(batch[1])
     # The prior is over what the posterior is over: `0 * fisher + 1` is the identity there, and zero elsewhere.
     square = optax.tree.vdot(params, (0 * fisher + 1) @ params)

@@ -1,4 +1,4 @@
-"""Three differential equations on boxes, and the residuals of a network that is to solve them."""
+"""Differential equations on boxes, and the residuals of a network that is to solve them."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,13 +15,14 @@ NODES, WEIGHTS = np.polynomial.hermite.hermgauss(64)
 
 
 class Problem(NamedTuple):
-    residual: Callable[..., jax.Array]  # residual(u, x) of the differential equation, u a function of a point
+    residual: Callable[..., jax.Array]  # residual(u, x) of the equation, u a function of a point; and its coefficient
     exact: Callable[..., jax.Array]  # exact(x), which also gives the values on the faces
     low: tuple[float, ...]
     high: tuple[float, ...]
-    faces: tuple[tuple[int, float], ...]  # an axis and its value there
+    faces: tuple[tuple[int, float], ...]  # an axis and its value there; none: what is known is measured inside
     inner: int  # points
     edge: int  # on the faces
+    coefficient: float | None = None  # where to begin with one that is not known
     widths: tuple[int, ...] = (32, 32)
 
 
@@ -48,6 +49,21 @@ def burgers_exact(x: jax.Array) -> jax.Array:
     return -jnp.sum(jnp.sin(jnp.pi * y) * mass) / jnp.sum(mass)
 
 
+def heat(u: Callable, x: jax.Array, coefficient: jax.Array) -> jax.Array:
+    t, s = jnp.eye(2)
+    return derivative(u, x, t) - coefficient * derivative(lambda x: derivative(u, x, s), x, s)
+
+
+def heat_exact(x: jax.Array) -> jax.Array:
+    """With the coefficient 0.1."""
+    k = jnp.pi * jnp.arange(1, 3)
+    return jnp.sum(jnp.exp(-0.1 * k**2 * x[0]) * jnp.sin(k * x[1]))
+
+
+def waves(x: jax.Array) -> jax.Array:
+    return jnp.sin(jnp.pi * x[0]) * jnp.sin(4 * jnp.pi * x[1])
+
+
 def cube(d: int) -> tuple[tuple[int, float], ...]:
     return tuple((axis, value) for axis in range(d) for value in (0.0, 1.0))
 
@@ -67,7 +83,11 @@ PROBLEMS = {
     "Poisson, 5 dimensions": Problem(
         lambda u, x: laplacian(u, x) + jnp.pi**2 * cosines(x), cosines, (0,) * 5, (1,) * 5, cube(5), 800, 400
     ),
-    "Burgers": Problem(burgers, burgers_exact, (0, -1), (1, 1), ((0, 0.0), (1, -1.0), (1, 1.0)), 400, 150),
+    "Helmholtz": Problem(
+        lambda u, x: laplacian(u, x) + u(x) + (17 * jnp.pi**2 - 1) * waves(x), waves, (0, 0), (1, 1), cube(2), 800, 200
+    ),
+    "Burgers": Problem(burgers, burgers_exact, (0, -1), (1, 1), ((0, 0.0), (1, -1.0), (1, 1.0)), 1000, 250),
+    "Heat, inverse": Problem(heat, heat_exact, (0, 0), (1, 1), (), 400, 100, coefficient=1.0),
 }
 
 
@@ -77,15 +97,19 @@ def network(params: list[dict[str, jax.Array]], x: jax.Array) -> jax.Array:
     return (x @ params[-1]["kernel"] + params[-1]["bias"])[0]
 
 
-def init(key: jax.Array, widths: tuple[int, ...]) -> list[dict[str, jax.Array]]:
+def init(key: jax.Array, problem: Problem) -> list[dict[str, jax.Array]]:
+    widths = (len(problem.low), *problem.widths, 1)
     sizes = zip(jax.random.split(key, len(widths) - 1), widths, widths[1:], strict=False)
-    return [{"kernel": jax.random.normal(k, (a, b)) * a**-0.5, "bias": jnp.zeros(b)} for k, a, b in sizes]
+    params = [{"kernel": jax.random.normal(k, (a, b)) * a**-0.5, "bias": jnp.zeros(b)} for k, a, b in sizes]
+    if problem.coefficient is not None:
+        params[-1]["coefficient"] = jnp.asarray(problem.coefficient, params[0]["bias"].dtype)
+    return params
 
 
 def points(problem: Problem, seed: int, count: int, faces: bool = False) -> jax.Array:
     rng = np.random.default_rng(seed)
     x = rng.uniform(problem.low, problem.high, (count, len(problem.low)))
-    if faces:
+    if faces and problem.faces:
         for row, k in enumerate(rng.integers(0, len(problem.faces), count)):
             axis, value = problem.faces[k]
             x[row, axis] = value
@@ -94,7 +118,8 @@ def points(problem: Problem, seed: int, count: int, faces: bool = False) -> jax.
 
 def at_point(params: Any, problem: Problem, x: jax.Array, on_face: bool) -> jax.Array:
     u = lambda x: network(params, x)  # noqa: E731
-    return u(x) - problem.exact(x) if on_face else problem.residual(u, x)
+    known = () if problem.coefficient is None else (params[-1]["coefficient"],)
+    return u(x) - problem.exact(x) if on_face else problem.residual(u, x, *known)
 
 
 def residuals(params: Any, problem: Problem, inner: jax.Array, edge: jax.Array) -> jax.Array:

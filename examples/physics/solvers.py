@@ -10,6 +10,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 import kfac
+from deterministic import deterministic
 from equations import WEIGHT, Problem, at_point, derivative, residuals
 from soap import soap
 
@@ -67,12 +68,11 @@ def start(name: str, problem: Problem, batch: Any, params: Any, setting: float) 
     loss_of = lambda params, batch: 0.5 * jnp.sum(residuals(params, problem, *batch) ** 2)  # noqa: E731
     layers = kfac.find_layers(loss_of, params, batch)
     measure = kfac.value_and_grad(loss_of, layers, fisher="expected", num_examples=len(batch[0]))
+    whole = deterministic(layers, num_examples=len(batch[0]))
 
-    def kronecker(params, state, damping, fall, key):
-        tx = kfac.scale_by_kfac(layers, damping=damping, factor_decay=0.95)
-        value, grads, factors = measure(params, batch, fisher_key=key)
-        direction, inner = tx.update(grads, state[0], factors=factors)
-        step = along(params, [direction, state[1]], grads, damping * value)
-        return jax.tree.map(jnp.add, params, step), (inner, step)
+    def kronecker(params, state, setting, fall, key):
+        _, grads, factors = measure(params, batch, fisher_key=key)
+        updates, state = whole.update(grads, state, params, factors=factors, value_fn=loss)
+        return optax.apply_updates(params, updates), state
 
-    return (kfac.scale_by_kfac(layers).init(params), nothing), kronecker
+    return whole.init(params), kronecker

@@ -29,7 +29,8 @@ def place(program: Program, num_params: int, doubled: Collection[int] | None, n:
         held = doubled is not None and k - num_params in doubled
         value.axes = tuple(map(foreign, value.shape))
         if held and n:
-            value.axes = (examples(n), *value.axes[1:])
+            # A batch of another length has rows, which are not those of the examples.
+            value.axes = (examples(n) if value.shape[0] == n else mixed(value.shape[0]), *value.axes[1:])
         value.given = k >= num_params
         value.rows = held or (value.given and doubled is None)
     _walk(program, n, hidden=doubled is None)

@@ -141,7 +141,8 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
     empty = {leaf for leaf, shape in enumerate(shapes) if 0 in shape}
     skipped = _matching("skip", options.skip, names) | empty
     reduced = _matching("reduce", options.reduce, names)
-    reads = Reads(traced, skipped)
+    all_marked = marks.loss_leaves <= frozenset().union(*(mark.leaves for mark in marks.marks))
+    reads = Reads(traced, skipped, all_marked)
     by_leaf: dict[int, list[Use]] = collections.defaultdict(list)
     for use in reads.uses:
         if not use.dropped:

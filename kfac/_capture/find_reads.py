@@ -49,8 +49,8 @@ class Reads:
         programs inside also where these hand such rows in, or a scaled view out.
     """
 
-    def __init__(self, traced: Trace, skipped: set[int]):
-        self.shapes, self.n = traced.shapes, traced.batch.num_examples
+    def __init__(self, traced: Trace, skipped: set[int], all_marked: bool = False):
+        self.shapes, self.n, self.all_marked = traced.shapes, traced.batch.num_examples, all_marked
         self.hidden = self.n is None and bool(traced.arrays)
         self.uses: list[Use] = []
         self.inexact: dict[int, Inexact] = {}
@@ -215,10 +215,16 @@ class Reads:
         self._leaked.update(dict.fromkeys(shared, True))
 
     def _settle(self) -> None:
-        """Decides on late uses whose rows never meet examples: they are like others if of arguments, else a penalty."""
+        """Late uses whose rows never meet examples are a penalty, if of constants; else rows of another batch.
+
+        How many times the loss has these, marks alone say.
+        """
         for k, use in enumerate(self.uses):
             if use.late and k in self._merged and k in self._leaked:
                 self._note(use.leaf, use.read.name, "it reads rows that examples share, and the loss by itself", use)
+            elif use.late and k not in self._merged and self.n and use.of_arguments and not self.all_marked:
+                why = "it reads rows of another batch, without kfac.output(..., weight=)"
+                self._note(use.leaf, use.read.name, why, use)
             elif use.late and k not in self._merged:
                 # A loss that hides its examples may have them in constants.
                 self.uses[k] = dataclasses.replace(use, late=False, dropped=bool(self.n) and not use.of_arguments)

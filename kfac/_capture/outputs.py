@@ -24,8 +24,6 @@ from kfac._checks import check
 from kfac._statistics.rows import accumulator
 from kfac._varying import as_varying, varying_axes
 
-_PREFIX = "kfac.output/"
-
 
 def output(
     x: jax.Array,
@@ -85,7 +83,7 @@ def output(
     if x.ndim < 1:
         raise ValueError("the output must have an axis of features, but is a scalar: pass x[..., None]")
     # vmap puts its axis where it likes, but behind expand_dims it comes first, and the features remain last.
-    return lax.squeeze(checkpoint_name(lax.expand_dims(x, (0,)), f"{_PREFIX}{name}/{float(weight)!r}"), (0,))
+    return lax.squeeze(checkpoint_name(lax.expand_dims(x, (0,)), f"{primitives.MARK}{name}/{float(weight)!r}"), (0,))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -142,14 +140,17 @@ class Marks:
         Raises:
           ValueError: `asked` is no positive int, or larger than the number of all positions.
         """
+        rows = {mark.rows: mark for mark in self.marks}
+        apart = " Mark the output of each batch, kfac.output(..., weight=), for the loss to have a scale of each"
         if asked is not None:
             check(num_examples=asked)
+            if batch.several and not rows:
+                raise ValueError(f"num_examples={asked} says nothing of a second batch, but {batch.hidden}.{apart}")
             most = max(read, key=lambda name: read[name], default="")
             if any(read.values()) and asked > read[most]:
                 places = f"the {read[most]} position(s) at which {most!r} is read, the most of all kernels"
                 raise ValueError(f"num_examples={asked} is more than {places}")
             return asked, ""
-        rows = {mark.rows: mark for mark in self.marks}
         for mark in rows.values():
             if mark.op.outputs[0].grown[-1]:
                 return None, (
@@ -158,14 +159,14 @@ class Marks:
                 )
         if len(rows) == 1:
             return next(iter(rows)), ""
-        if batch.num_examples is not None:
+        if batch.num_examples is not None and not batch.several:
             return batch.num_examples, ""
-        why = batch.hidden
+        why = batch.hidden or "a weight counts in units of one of them"
         if rows:
             seen = " and ".join(f"{count} ({list(mark.shape)})" for count, mark in rows.items())
             why = f"the marked outputs have {seen} rows, and {why}"
-        elif "may be" in why:
-            why += ". Or mark the output of each batch, kfac.output(..., weight=), for the loss to have a scale of each"
+        elif batch.several:
+            why += f".{apart}"
         return None, (
             f"the number of examples is not clear: {why}. Pass num_examples= to value_and_grad, or mark the output "
             "with kfac.output; or pass the batch as an argument of loss_fn, and say batch_argnums= to find_layers"
@@ -216,8 +217,8 @@ def find_marks(traced: Trace) -> Marks:
                     entering = grown
             if op.inner:
                 return walk(op.inner, entering, here, scans, around)
-            likelihood = primitives.is_named(op.eqn, _PREFIX)
-            if not likelihood and primitives.contains(op.eqn, lambda e: bool(primitives.is_named(e, _PREFIX))):
+            likelihood = primitives.is_named(op.eqn, primitives.MARK)
+            if not likelihood and primitives.contains(op.eqn, lambda e: bool(primitives.is_named(e, primitives.MARK))):
                 raise ValueError(f"kfac.output cannot be followed inside {op.name}: mark what comes out of it")
             together = NONE.union(*entering) if op.alive else NONE
             if likelihood and op.alive:

@@ -176,6 +176,9 @@ def is_product(eqn: Any) -> bool:
     return (_single(eqn, like)[0] if callable(like) else eqn).primitive.name in PRODUCTS
 
 
+MARK = "kfac.output/"  # how the name of a marked output begins
+
+
 def is_named(eqn: Any, prefix: str) -> str | None:
     """Returns what follows `prefix` in the name of a `checkpoint_name`; None for other equations."""
     name = eqn.params["name"] if eqn.primitive.name == "name" else ""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kfac._capture import primitives
 from kfac._capture.examples import place
 from kfac._capture.program import AnotherProgramError, Op, Program, Reached, flat, mark_live
 from kfac._layers import Layers, leaf_paths
@@ -58,6 +59,7 @@ class Batch:
       hidden: why `n` is not known, a sentence.
       lies: the axes of a mesh with explicit ones along which they are split.
       leaves: which of the dynamic leaves of the arguments they are; None where that is not known.
+      several: whether arrays of different lengths hold examples each.
     """
 
     num_examples: int | None = None
@@ -66,6 +68,7 @@ class Batch:
     hidden: str = ""
     lies: AxisName | None = None
     leaves: frozenset[int] | None = None
+    several: bool = False
 
     @property
     def where(self) -> str:
@@ -167,19 +170,25 @@ def trace(
             return program
         return f"nothing that the loss depends on grows with {batch.where}"
 
-    candidates: list[tuple[Batch, Program]] = []
+    found: list[tuple[Batch, Program]] = []
     hidden: list[str] = []
     for batches in _candidates(args, kwargs, batch_argnums, shared):
         tried = [(batch, doubled(batch)) for batch in batches]
-        candidates = [(batch, program) for batch, program in tried if isinstance(program, Program)]
+        found = [(batch, program) for batch, program in tried if isinstance(program, Program)]
         hidden += [program for _, program in tried if isinstance(program, str)]
-        if candidates:
+        if found:
             break
-    if len(candidates) == 1:
-        ((batch, program),) = candidates
+    together = _together(found) if len(found) > 1 else None
+    if together and isinstance(joined := doubled(together), Program):
+        found = [(together, joined)]
+    if len(found) == 1:
+        ((batch, program),) = found
         batch = dataclasses.replace(batch, lies=_lies(arrays[k] for k in batch.leaves or ()))
     else:
-        program, batch = flat(closed), Batch(hidden=_why_hidden([batch for batch, _ in candidates], hidden))
+        program, several = flat(closed), [batch for batch, _ in found]
+        batch = dataclasses.replace(
+            _joined(several), num_examples=None, leaves=None, hidden=_why_hidden(several, hidden)
+        )
         _mark(program)
     place(program, len(names), batch.leaves, batch.num_examples)
     return Trace(program, arrays, rebuild, names, shapes, batch, closed.out_avals[0])
@@ -195,6 +204,24 @@ def _arrays_of(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
         return jax.tree.unflatten(structure, [next(queue) if other is None else other[0] for other in others])
 
     return [leaf for leaf in leaves if is_array(leaf)], filled
+
+
+def _together(found: Sequence[tuple[Batch, Program]]) -> Batch | None:
+    """The batches of a loss as one, with the length of the largest; None unless each has marked outputs of its own.
+
+    What examples share, as a table of anchors, makes no marked output longer, or those of a batch.
+    """
+    marked = [[op for op in p.walk() if op.alive and primitives.is_named(op.eqn, primitives.MARK)] for _, p in found]
+    longer = [[any(op.outputs[0].grown[:-1]) for op in ops] for ops in marked]
+    own = [batch for (batch, _), each in zip(found, longer, strict=True) if any(each)]
+    return _joined(own) if own and all(sum(each) <= 1 for each in zip(*longer, strict=True)) else None
+
+
+def _joined(batches: Sequence[Batch]) -> Batch:
+    lengths = {batch.num_examples or 0 for batch in batches}
+    argnums = tuple(dict.fromkeys(k for batch in batches for k in batch.argnums))
+    leaves = frozenset[int]().union(*(batch.leaves or () for batch in batches))
+    return Batch(max(lengths, default=0), argnums, leaves=leaves, several=len(lengths) > 1)
 
 
 def _why_hidden(several: Sequence[Batch], reasons: Sequence[str]) -> str:
@@ -266,7 +293,8 @@ def _candidates(args: tuple, kwargs: dict, batch_argnums: Argnums, shared: Colle
         of_keys = [leaf for leaf in leaves if leaf.argument in keys and leaf.length]
         lengths = dict.fromkeys(leaf.length for leaf in of_keys)
         alike = [[leaf for leaf in of_keys if leaf.length == length] for length in lengths]
-        return sorted((x for x in alike if {leaf.argument for leaf in x} == set(keys)), key=len, reverse=True)
+        whole = (own for own in alike if named is not None or {leaf.argument for leaf in own} == set(keys))
+        return sorted(whole, key=len, reverse=True)
 
     named = None if batch_argnums is None else _named(batch_argnums, arguments, len(args))
     first = [key for key in arguments if key == 1] if named is None else named

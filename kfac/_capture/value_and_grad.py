@@ -117,7 +117,7 @@ def value_and_grad(
                 entries |= spread(basis[name])
         if key is not None:
             marks.place(planned.plan, lambda mark: Draw(mark, planned.num_examples, fisher == "expected"))
-            entries |= keys_of(marks, own_key(key, axes | varying_axes(traced.program.consts)))
+            entries |= keys_of(marks, own_key(key, axes | varying_axes([*traced.program.consts.values()])))
         elif marks.weighted:
             marks.place(planned.plan, lambda mark: at_weight)
             entries |= roots_of(marks, 0)

@@ -18,15 +18,20 @@ def affordable(layers: Layers, inverse: Inverse, cost: float | jax.Array) -> int
 
     On any number of devices, which share out refreshes like examples. A FLOP of a refresh takes three times as long.
     """
-    known = [layer for layer in layers if layer.positions is not None]
-    gradients = 3 * (examples := layers.num_examples or 0) * sum(map(products_of, known))
-    refreshes = 3 * inverse.flops * sum(layer.copies * layer.inversion for layer in known)
-    seldom = examples * sum(map(statistics_of, known)) + refreshes
+    gradients = 3 * (layers.num_examples or 0) * sum(products_of(x) for x in layers if x.positions is not None)
+    seldom = seldom_work(layers, inverse)
     if not gradients:
         return 1
     if isinstance(cost, jax.Array):  # as `optax.inject_hyperparams` has it
         return jnp.clip(jnp.ceil(seldom / gradients / cost), 1, LONGEST).astype(jnp.int32)
     return min(LONGEST, max(1, math.ceil(seldom / gradients / cost)))
+
+
+def seldom_work(layers: Layers, inverse: Inverse, subsample: int = 1) -> float:
+    """FLOPs of statistics of every `subsample`-th example, and of refreshes, which count three times."""
+    known = [layer for layer in layers if layer.positions is not None]
+    refreshes = 3 * inverse.flops * sum(layer.copies * layer.inversion for layer in known)
+    return (layers.num_examples or 0) / subsample * sum(map(statistics_of, known)) + refreshes
 
 
 def products_of(layer: Layer) -> float:

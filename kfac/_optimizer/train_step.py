@@ -19,6 +19,8 @@ from kfac._capture.microbatch import check_argnums, microbatch
 from kfac._capture.value_and_grad import value_and_grad
 from kfac._checks import check, check_function, check_given
 from kfac._curvature.inverse import Inverse
+from kfac._curvature.soap import Soap
+from kfac._distributed.intervals import seldom_work
 from kfac._layers import MAX_DIM, Layers
 from kfac._optimizer.diagnostics import due, eigenbasis
 from kfac._optimizer.kfac import chosen, kfac
@@ -77,7 +79,7 @@ def train_step(
     has_aux: bool = False,
     fisher: str = "empirical",
     num_examples: int | None = None,
-    subsample: int = 1,
+    subsample: int | None = None,
     communication_dtype: str = "float32",
     num_microbatches: int = 1,
     batch_argnums: int | Sequence[int] | None = None,
@@ -108,7 +110,8 @@ def train_step(
       has_aux: whether `loss_fn` returns a pair.
       fisher: as for `value_and_grad`.
       num_examples: as for `value_and_grad`, of the whole batch that a step gets.
-      subsample: as for `value_and_grad`.
+      subsample: as for `value_and_grad`. None: with `Soap` and `trust_ratio="auto"` 4 where a part of the batch has 64
+        examples or more, so that `cost=` allows statistics more often; else 1.
       communication_dtype: likewise.
       num_microbatches: in how many parts the batch is worked through. All parts get the other arguments whole: pass
         what is random by name, `step(params, opt_state, batch, key=key)`.
@@ -132,7 +135,7 @@ def train_step(
     check(learning_rate=learning_rate, num_microbatches=num_microbatches)
     if "layers" in options:
         raise TypeError("train_step finds the layers by itself: leave layers= out, and pass skip= and max_dim= here")
-    check_given(num_examples=num_examples)
+    check_given(num_examples=num_examples, subsample=subsample)
     if num_examples is not None and num_examples % num_microbatches:
         raise ValueError(
             f"num_microbatches={num_microbatches} does not divide num_examples={num_examples}, those of the batch"
@@ -142,6 +145,8 @@ def train_step(
     cache: dict[Any, Layers] = {}  # of arguments of some shapes
     inverse = options.get("inverse")
     moments = isinstance(inverse, Inverse) and inverse.takes_moments
+    # `Soap` has a basis from statistics, and no more: few rows do, often.
+    thin = subsample is None and options.get("trust_ratio", "auto") == "auto" and isinstance(inverse or Soap(), Soap)
     bound = MAX_DIM if moments and max_dim is None else max_dim  # there are moments of whole kernels only
 
     def layers_of(params, args, kwargs):
@@ -151,19 +156,24 @@ def train_step(
             loss_fn, params, *args, has_aux=has_aux, skip=skip, max_dim=bound, batch_argnums=batch_argnums, **kwargs
         )
         # The interval of "auto" goes by examples; a last batch that has fewer must not change it.
-        return dataclasses.replace(cache[shapes], num_examples=next(iter(cache.values())).num_examples)
+        layers = dataclasses.replace(cache[shapes], num_examples=next(iter(cache.values())).num_examples)
+        full, quarter = (seldom_work(layers, Soap(), every) or 1 for every in (1, 4))
+        cheaper = {"cost": options.get("cost", 0.1) * full / quarter} if share(layers) > 1 else {}
+        return layers, subsample or share(cache[shapes]), options | cheaper
+
+    def share(layers):
+        return 4 if thin and (layers.num_examples or 0) // num_microbatches >= 64 else 1  # fewer were not tried
 
     def init(params, *args, **kwargs):
-        layers = layers_of(params, args, kwargs)
-        state = kfac(learning_rate, layers, **options).init(params)
+        layers, part, given = layers_of(params, args, kwargs)
         if verbose and jax.process_index() == 0:
-            print(_found(layers, subsample, options))
-        return state
+            print(_found(layers, part, given))
+        return kfac(learning_rate, layers, **given).init(params)
 
     def step(params, opt_state, *args, fisher_key, statistics, **kwargs):
-        layers = layers_of(params, args, kwargs)
+        layers, part, optional = layers_of(params, args, kwargs)
         measure = value_and_grad(
-            loss_fn, layers, has_aux=has_aux, fisher=fisher, subsample=subsample, statistics=statistics,
+            loss_fn, layers, has_aux=has_aux, fisher=fisher, subsample=part, statistics=statistics,
             num_examples=num_examples and num_examples // num_microbatches, communication_dtype=communication_dtype,
         )  # fmt: skip
         if num_microbatches > 1:
@@ -172,7 +182,7 @@ def train_step(
         if moments:
             keywords = {**keywords, "basis": eigenbasis(opt_state, layers)}
         value, grads, factors = measure(params, *args, **keywords)
-        updates, opt_state = kfac(learning_rate, layers, **options).update(grads, opt_state, params, factors=factors)
+        updates, opt_state = kfac(learning_rate, layers, **optional).update(grads, opt_state, params, factors=factors)
         return optax.apply_updates(params, updates), opt_state, value
 
     return TrainStep(init, functools.wraps(loss_fn)(step), verbose)

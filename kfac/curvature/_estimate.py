@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -28,7 +27,6 @@ def estimate(
     basis: Mapping[str, Kronecker] | None = None,
     has_aux: bool = False,
     num_examples: int | None = None,
-    progress: bool = False,
 ) -> Factors:
     """The factors of all batches together, at fixed parameters: the average over their examples.
 
@@ -46,7 +44,6 @@ def estimate(
         the result has the moments in it, for `kfac.curvature.operator(layers, factors, basis=basis)`.
       has_aux: whether `loss_fn` returns a pair.
       num_examples: how many examples a batch has, as for `value_and_grad`.
-      progress: whether to write a line to the standard error output that counts batches.
 
     Returns:
       A `Factors`.
@@ -68,14 +65,9 @@ def estimate(
         share = examples / (count + examples)
         return jax.tree.map(lambda old, new: old + share * (new - old), mean, factors), count + examples
 
-    mean, count, number = None, 0, 0
-    for number, batch in enumerate(batches, 1):
-        mean, count = averaged(mean, count, params, batch, number - 1)
-        if progress:
-            of = f" of {len(batches)}" if isinstance(batches, Sized) else ""
-            print(f"\rkfac.estimate: {number}{of} batches, {int(count)} examples", end="", file=sys.stderr, flush=True)
-    if progress and number:
-        print(file=sys.stderr)
+    mean, count = None, 0
+    for number, batch in enumerate(batches):
+        mean, count = averaged(mean, count, params, batch, number)
     if mean is None:
         raise ValueError("batches is empty: there is nothing to take statistics of")
     return mean

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kfac._capture.outputs import Marked, marked
-from kfac._checks import check, check_given, check_type
+from kfac._checks import check_given, check_type
 from kfac.curvature._matrix import Linear, Matrix
 from kfac.curvature._operator import Operator
 
@@ -112,8 +112,7 @@ def gauss_newton(
       Martens, "Deep learning via Hessian-free optimization", ICML 2010; Ubaru, Chen and Saad, "Fast estimation of
       tr(f(A)) via stochastic Lanczos quadrature", 2017, https://doi.org/10.1137/16M1104974
     """
-    check(batches=batches)
-    check_given(num_examples=num_examples)
+    check_given(batches=batches, num_examples=num_examples)
     lengths = {jnp.shape(x)[:1] for x in jax.tree.leaves(data)} if batches > 1 else set()
     for length in lengths | ({(num_examples,)} if num_examples else set()):
         if not length or length[0] % batches:

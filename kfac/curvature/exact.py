@@ -35,7 +35,6 @@ def fisher_blocks(
     names: Sequence[str] | None = None,
     has_aux: bool = False,
     num_examples: int | None = None,
-    max_size: int = 2048,
 ) -> Callable[..., dict[str, jax.Array]]:
     """The exact diagonal blocks of the Fisher matrix, for each layer one.
 
@@ -61,16 +60,15 @@ def fisher_blocks(
       names: names of the layers. By default all that have statistics.
       has_aux: whether `loss_fn` returns a pair.
       num_examples: `n`. By default the number of rows of the marked output.
-      max_size: the most parameters that a copy of a layer may have.
 
     Returns:
       A function of the arguments of `loss_fn` that returns a block `[p, p]` (`[copies, p, p]` for stacked layers) for
       each layer, `p = d_in * d_out`, in float32 (float64 for float64 parameters).
 
     Raises:
-      ValueError: an argument is out of range, or a layer has more than `max_size` parameters; when the function is
-        called: no output is marked, or the loss depends on a parameter but no marked output does, or examples cannot be
-        told apart because the output is marked inside a scan.
+      ValueError: an argument is out of range; when the function is called: no output is marked, or the loss depends on
+        a parameter but no marked output does, or examples cannot be told apart because the output is marked inside a
+        scan.
     """
     if fisher not in ("true", "empirical"):
         raise ValueError(f"fisher must be 'true' or 'empirical', but is {fisher!r}")
@@ -79,10 +77,7 @@ def fisher_blocks(
     for name in chosen:
         if name not in valid:
             raise ValueError(f"names: no layer with statistics is called {name!r}; there are {', '.join(valid)}")
-        size = sizes[name] = layers[name].d_in * layers[name].d_out
-        if size > max_size:
-            block = f"{size} parameters, its block {size} x {size} elements, but max_size={max_size}"
-            raise ValueError(f"layer {name!r} has {block}: name smaller layers with names=, or raise max_size")
+        sizes[name] = layers[name].d_in * layers[name].d_out
 
     def blocks(params, *args, **kwargs):
         traced = trace(loss_fn, has_aux, params, args, kwargs, *batch_of(layers, args, kwargs))

@@ -11,7 +11,7 @@ import optax
 from jax import lax
 
 from kfac._capture.outputs import marked
-from kfac._checks import check, check_count, check_range
+from kfac._checks import check_given, check_range
 from kfac._optimizer.state import AdaptiveDampingState, KfacState, find_nodes, has_masked
 from kfac._varying import as_varying, device_axes, varying_axes
 
@@ -86,18 +86,13 @@ def adaptive_damping(
             "optimizer must be a function of the damping, lambda damping: kfac.kfac(rate, layers, damping=damping, "
             f"trust_ratio=None), but is {optimizer!r}"
         )
-    numbers = dict(initial=initial, decay=decay, low=low, high=high, minimum=minimum, maximum=maximum)
-    for name, value in numbers.items():
+    numbers = dict(minimum=minimum, maximum=maximum, initial=initial, decay=decay, high=high, low=low)
+    intervals = "(0, inf)", f"[{minimum}, inf)", f"[{minimum}, {maximum}]", "(0, 1)", "(0, 1)", f"(0, {high})"
+    for (name, value), interval in zip(numbers.items(), intervals, strict=True):
         if callable(value):
             raise ValueError(f"{name} must be a number, but is a function, {value!r}")
-    check(minimum=minimum, every=every)
-    check_range("maximum", maximum, f"[{minimum}, inf)")
-    check_range("initial", initial, f"[{minimum}, {maximum}]")
-    check_range("decay", decay, "(0, 1)")
-    check_range("high", high, "(0, 1)")
-    check_range("low", low, f"(0, {high})")
-    if num_examples is not None:
-        check_count("num_examples", num_examples, 1)
+        check_range(name, value, interval)
+    check_given(every=every, num_examples=num_examples)
 
     def inner(damping: jax.Array) -> optax.GradientTransformationExtraArgs:
         return optax.with_extra_args_support(optimizer(damping))

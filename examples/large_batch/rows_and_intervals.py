@@ -1,0 +1,120 @@
+"""How few rows, and how seldom, do for the statistics of the default: a picture.
+
+    python examples/large_batch/rows_and_intervals.py run --data-dir data/cifar10
+    python examples/large_batch/rows_and_intervals.py plot
+
+Every network of `networks.py` that is named, with statistics from every k-th example and statistics with a refresh in
+every i-th step after the first ten; `k` and `i` are 1, 4 and 16. Else all is as in `networks.py run --methods kfac`. A
+trial that is in the results is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import networks  # isort: skip; it finds what the examples share, and JAX is imported there
+
+import jax
+import optax
+
+import kfac
+import methods
+
+FOLDER = Path(__file__).resolve().parent / "results"
+RESULTS = FOLDER / "rows_and_intervals.jsonl"
+NAMES = ("recurrent characters", "set transformer")
+SHARES = INTERVALS = (1, 4, 16)
+
+
+def trials(problem: networks.Problem, share: int, rate: float, seed: int, steps: int) -> Any:
+    """`score(interval)` after so many steps, with statistics of every `share`-th example. Two programs serve all."""
+    params, state = problem.init(jax.random.key(seed))
+    data = list(problem.batches(seed, steps))
+    arguments = tuple(range(2, 2 + len(data[0])))
+    layers = kfac.find_layers(problem.loss, params, state, *data[0], has_aux=True, batch_argnums=arguments)
+    # With this cost each step with statistics refreshes, and no other.
+    tx = kfac.kfac(methods.schedule(rate, steps), layers, cost=networks.EVERY)
+
+    @functools.partial(jax.jit, static_argnames="statistics")
+    def step(params: Any, state: Any, opt_state: Any, batch: Any, statistics: bool) -> Any:
+        measure = kfac.value_and_grad(problem.loss, layers, has_aux=True, subsample=share, statistics=statistics)
+        (_, state), grads, factors = measure(params, state, *batch)
+        updates, opt_state = tx.update(grads, opt_state, params, factors=factors)
+        return optax.apply_updates(params, updates), state, opt_state
+
+    def score(interval: int) -> float:
+        now = params, state, jax.jit(tx.init)(params)
+        for count, batch in enumerate(data):
+            now = step(*now, batch, statistics=count < 10 or count % interval == 0)
+        return round(problem.score(*now[:2]), 4)
+
+    return score
+
+
+def run(options: argparse.Namespace) -> None:
+    done = read(options.results)
+    for seed, name, share in itertools.product(options.seeds, options.networks, SHARES):
+        same = {"network": name, "share": share, "rate": options.rate, "seed": seed, "steps": options.steps}
+        missing = [i for i in INTERVALS if not any((same | {"interval": i}).items() <= r.items() for r in done)]
+        if not missing:
+            continue
+        score = trials(networks.PROBLEMS[name](options.data_dir, 10), share, options.rate, seed, options.steps)
+        for interval in missing:
+            record = same | {"interval": interval, "score": score(interval)}
+            with options.results.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+            print(json.dumps(record), flush=True)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def plot(options: argparse.Namespace) -> None:
+    """A map for each network, each cell with its score: per cent, or nats with their sign turned."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import numpy as np
+    from matplotlib import pyplot
+
+    records = read(options.results)
+    names = [name for name in options.networks if any(r["network"] == name for r in records)]
+    figure, axes = pyplot.subplots(1, len(names), figsize=(2.6 * len(names), 2.9), layout="constrained", squeeze=False)
+    for axis, name in zip(axes[0], names, strict=True):
+        cells = np.full((len(SHARES), len(INTERVALS)), np.nan)
+        for (i, share), (j, interval) in itertools.product(enumerate(SHARES), enumerate(INTERVALS)):
+            here = {"network": name, "share": share, "interval": interval}
+            cells[i, j] = np.mean([r["score"] for r in records if here.items() <= r.items()] or [np.nan])
+        axis.imshow(cells, cmap="Blues", vmin=np.nanmin(cells), vmax=2 * np.nanmax(cells) - np.nanmin(cells))
+        for (i, j), cell in np.ndenumerate(cells):
+            text = f"{100 * cell:.1f}%" if cell > 0 else f"{-cell:.3f}"
+            axis.text(j, i, text, ha="center", va="center", fontsize=9)
+        axis.set_title(name, fontsize=9)
+        axis.set_xticks(range(len(INTERVALS)), map(str, INTERVALS))
+        axis.set_yticks(range(len(SHARES)), [f"1/{k}" if k > 1 else "all" for k in SHARES])
+        axis.set_xlabel("steps between statistics", fontsize=8)
+    axes[0][0].set_ylabel("share of the rows", fontsize=8)
+    figure.savefig(FOLDER / "rows_and_intervals.png", dpi=120, metadata={"Software": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("run", "plot"))
+    parser.add_argument("--data-dir", type=Path, default=Path("data/cifar10"), help="folder with CIFAR-10")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--networks", nargs="+", choices=networks.PROBLEMS, default=NAMES, metavar="NAME")
+    parser.add_argument("--rate", type=float, default=0.05)
+    parser.add_argument("--steps", type=int, default=45)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    options = parser.parse_args()
+    (run if options.what == "run" else plot)(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""`deterministic` of `examples/physics` against the minimum of the dense quadratic model, in float64."""
+
+import functools
+import itertools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.flatten_util import ravel_pytree
+from jax.sharding import Mesh, PartitionSpec
+
+import kfac
+from checking import FAST, normal
+
+pytestmark = [pytest.mark.usefixtures("x64"), pytest.mark.examples]
+N = 12
+
+
+def loss_fn(params, batch):
+    """A residual for each example, with a scale that no block by layer knows: it has the gradient's own diagonal."""
+    x, y = batch
+    z = params["scale"] * (jnp.tanh(x @ params["w"] + params["b"]) @ params["out"])
+    return 0.5 * jnp.sum(kfac.output(z - y, "residual") ** 2) / N
+
+
+def problem(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples" / "physics"))
+    from deterministic import deterministic
+
+    params = {"w": normal(0, 3, 4), "b": normal(1, 4), "out": normal(2, 4, 1), "scale": jnp.asarray(0.5)}
+    batch = normal(3, N, 3), normal(4, N, 1)
+    layers = kfac.find_layers(loss_fn, params, batch)
+    measure = kfac.value_and_grad(loss_fn, layers, fisher="expected")
+    tx = deterministic(layers)
+
+    @functools.partial(jax.jit, compiler_options=FAST)
+    def step(params, state, key):
+        loss, grads, factors = measure(params, batch, fisher_key=key)
+        updates, state = tx.update(grads, state, params, factors=factors, value_fn=lambda p: loss_fn(p, batch))
+        return loss, grads, factors, updates, state
+
+    return params, batch, layers, tx, step
+
+
+def test_two_steps_are_at_the_minimum_of_the_model(monkeypatch):
+    params, batch, layers, tx, step = problem(monkeypatch)
+    state, last = jax.jit(tx.init, compiler_options=FAST)(params), np.zeros(21)
+    for k in range(2):
+        damping = float(state.next_damping)
+        loss, grads, factors, updates, state = step(params, state, jax.random.key(k))
+        damping *= float(loss)
+        alone = kfac.scale_by_kfac(layers, damping=damping, factor_decay=0.0, inverse=kfac.Eigh())
+        direction, _ = jax.jit(alone.update)(grads, alone.init(params), factors=factors)
+        flat, unravel = ravel_pytree(params)
+        j = np.asarray(jax.jacobian(lambda w, unravel=unravel: residual(unravel(w), batch))(flat))
+        matrix = j.T @ j / N + damping * np.eye(len(flat))
+        span = np.stack([ravel_pytree(direction)[0], last][: k + 1], axis=1)
+        gradient = np.asarray(ravel_pytree(grads)[0])
+        expected = -span @ np.linalg.solve(span.T @ matrix @ span, span.T @ gradient)
+        np.testing.assert_allclose(ravel_pytree(updates)[0], expected, rtol=1e-6, atol=1e-9)
+        assert float(updates["scale"]) != 0
+        last, params = expected, optax.apply_updates(params, updates)
+
+
+def residual(params, batch):
+    x, y = batch
+    return (params["scale"] * (jnp.tanh(x @ params["w"] + params["b"]) @ params["out"]) - y)[:, 0]
+
+
+def test_it_finds_the_minimum_and_is_never_worse(monkeypatch):
+    params, _batch, _, tx, step = problem(monkeypatch)
+    state, losses = jax.jit(tx.init, compiler_options=FAST)(params), []
+    for k in range(60):
+        loss, *_, updates, state = step(params, state, jax.random.key(k))
+        params = optax.apply_updates(params, updates)
+        losses.append(float(loss))
+    assert all(after <= before for before, after in itertools.pairwise(losses))
+    assert losses[-1] < 0.03 * losses[0]
+    found = kfac.diagnostics(state)
+    assert 0.1 * losses[-1] <= found["damping"] and np.isfinite(found["reduction_ratio"])
+
+
+def test_inside_of_shard_map_it_is_refused(monkeypatch):
+    params, batch, _, tx, _ = problem(monkeypatch)
+    mesh = Mesh(jax.devices()[:2], ("d",))
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(PartitionSpec(), PartitionSpec("d")), out_specs=PartitionSpec()
+    )
+    def step(params, batch):
+        value_fn = lambda p: loss_fn(p, batch)  # noqa: E731
+        return tx.update(params, tx.init(params), params, value_fn=value_fn)[0]
+
+    with pytest.raises(ValueError, match=r"use jax\.jit on a mesh, not shard_map"):
+        jax.eval_shape(step, params, batch)
+    with pytest.raises(ValueError, match=r"value_fn=lambda params: loss_fn"):
+        tx.update(params, tx.init(params), params)
