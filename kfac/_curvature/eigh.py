@@ -101,7 +101,7 @@ def ends(values: jax.Array) -> Ends:
     return jnp.min(values, axis=1), jnp.max(values, axis=1)
 
 
-def condition_of(a: Ends, g: Ends | tuple[float, float], damping: jax.Array) -> jax.Array:
+def condition_of(a: Ends, g: Any, damping: jax.Array) -> jax.Array:
     """`[k]`, the condition numbers of blocks `A (x) G` with `damping` `[k]`, from the eigenvalues of both."""
     # Rounding can make those of a second moment negative. What a schedule may bring for a damping, zero or NaN, is no
     # reason to take the decompositions for missing.
