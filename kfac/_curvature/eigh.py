@@ -101,18 +101,13 @@ def ends(values: jax.Array) -> Ends:
     return jnp.min(values, axis=1), jnp.max(values, axis=1)
 
 
-def condition_of(a: Ends, g: Ends, damping: jax.Array) -> jax.Array:
+def condition_of(a: Ends, g: Any, damping: jax.Array) -> jax.Array:
     """`[k]`, the condition numbers of blocks `A (x) G` with `damping` `[k]`, from the eigenvalues of both."""
     # Rounding can make those of a second moment negative. What a schedule may bring for a damping, zero or NaN, is no
     # reason to take the decompositions for missing.
     damping = jnp.where(damping > 0, damping, 0).astype(a[0].dtype)
     low, high = (jnp.maximum(x, 0) * jnp.maximum(y, 0) + damping for x, y in zip(a, g, strict=True))
     return jnp.where(low <= 0, jnp.inf, high / jnp.where(low <= 0, 1, low))  # NaN stays
-
-
-def eigen_condition(values: jax.Array, damping: jax.Array) -> jax.Array:
-    """`[k]`, the condition numbers of blocks with eigenvalues `values` `[k, d_out, d_in]` and `damping` `[k]`."""
-    return condition_of(ends(values.reshape(len(values), -1)), 2 * (jnp.ones_like(damping),), damping)
 
 
 def solve_in_basis(

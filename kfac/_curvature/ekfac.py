@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kfac._checks import check_shapes
-from kfac._curvature.eigh import Eigh, block_eigenvalues, eigen_condition, solve_in_basis
+from kfac._curvature.eigh import Eigh, block_eigenvalues, condition_of, ends, solve_in_basis
 from kfac._curvature.inverse import averaged, product
 from kfac._factors import Eigen, Kronecker
 
@@ -72,7 +72,7 @@ class Ekfac(Eigh):
             return new, condition
         turned = into_basis(kept.moments.average, kept, new)
         new = dataclasses.replace(new, moments=kept.moments._replace(average=turned))
-        return new, eigen_condition(corrected_eigenvalues(new), damping)
+        return new, condition_of(ends(corrected_eigenvalues(new).reshape(len(damping), -1)), (1.0, 1.0), damping)
 
     def apply(self, kept, matrices, damping):
         """A division by the corrected eigenvalues, in the eigenbasis."""
@@ -135,15 +135,11 @@ def into_basis(average: jax.Array, old: Kronecker, new: Kronecker) -> jax.Array:
       old: eigenvectors before.
       new: eigenvectors from now on.
     """
-    return _between_bases(average, old, new, squared_turn)
+    return between_bases(average, old, new, squared_turn)
 
 
-def turned(matrices: jax.Array, old: Kronecker, new: Kronecker) -> jax.Array:
-    """Matrices `[k, d_out, d_in]` in a new eigenbasis, `T_G V T_A^T`, which are in an old one."""
-    return _between_bases(matrices, old, new, turn)
-
-
-def _between_bases(matrices: jax.Array, old: Kronecker, new: Kronecker, of: Callable[..., jax.Array]) -> jax.Array:
+def between_bases(matrices: jax.Array, old: Kronecker, new: Kronecker, of: Callable[..., jax.Array]) -> jax.Array:
+    """Brings matrices `[k, d_out, d_in]` from one eigenbasis into another: `T_G V T_A^T`, with `T` by `of`."""
     if isinstance(new.G, Eigen):
         matrices = _product(of(old.G.vectors, new.G.vectors, matrices.dtype), matrices)
     if isinstance(new.A, Eigen):

@@ -12,7 +12,7 @@ from jax import lax
 from kfac._checks import check_range
 from kfac._curvature.cholesky import exact_product
 from kfac._curvature.eigh import Ends, condition_of, ends, rotate
-from kfac._curvature.ekfac import turned
+from kfac._curvature.ekfac import between_bases, turn
 from kfac._curvature.inverse import ALL_ROWS, Inverse, averaged, cosine, identities, per_block
 from kfac._curvature.orthonormal import orthonormal
 from kfac._factors import Eigen, Kronecker, is_diagonal
@@ -75,9 +75,8 @@ class Soap(Inverse):
 
     def init(self, factors):
         """Identities, and moments that are zero."""
-        both = factors.A, factors.G
-        zeros = jnp.zeros((*both[0].shape[:2], both[1].shape[1]), both[0].dtype)
-        sides = [None if is_diagonal(x) else Eigen(identities(x.shape, x.dtype), None) for x in both]
+        zeros = jnp.zeros((*factors.A.shape[:2], factors.G.shape[1]), factors.A.dtype)
+        sides = [None if is_diagonal(x) else Eigen(identities(x.shape, x.dtype), None) for x in (factors.A, factors.G)]
         return Kronecker(sides[0], sides[1], Adam(zeros, zeros[:, 0, 0], zeros))
 
     def refresh(self, kept, factors, damping):
@@ -87,7 +86,7 @@ class Soap(Inverse):
         for axis, order in (1, a.order), (2, g.order):
             if order is not None:
                 average = jnp.take_along_axis(average, jnp.expand_dims(order, 3 - axis), axis, mode="promise_in_bounds")
-        trace = turned(kept.moments.trace, _exchanged(kept), _exchanged(new))
+        trace = between_bases(kept.moments.trace, Kronecker(kept.G, kept.A), Kronecker(g.basis, a.basis), turn)
         moments = kept.moments._replace(average=average, trace=trace)
         return dataclasses.replace(new, moments=moments), condition_of(a.ends, g.ends, damping)
 
@@ -114,13 +113,8 @@ class Soap(Inverse):
 
     def _turned(self, kept, matrices, *, back):
         # In bfloat16 a basis would not stay orthogonal from one refresh to the next: it is rounded here only.
-        basis = Kronecker(*jax.tree.map(lambda x: x.astype(self.kept_dtype(x.dtype)), (kept.A, kept.G)))
-        return rotate(matrices, _exchanged(basis), self.precision, back=back)
-
-
-def _exchanged(basis: Kronecker) -> Kronecker:
-    """The bases of transposed matrices."""
-    return Kronecker(basis.G, basis.A)
+        basis = Kronecker(*jax.tree.map(lambda x: x.astype(self.kept_dtype(x.dtype)), (kept.G, kept.A)))
+        return rotate(matrices, basis, self.precision, back=back)
 
 
 # What is added to the eigenvalues of a factor, in units of their mean, so that columns which it takes to next to

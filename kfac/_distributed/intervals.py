@@ -19,12 +19,10 @@ def affordable(layers: Layers, inverse: Inverse, cost: float | jax.Array) -> int
     On any number of devices, which share out refreshes like examples. A FLOP of a refresh takes three times as long.
     """
     gradients = 3 * (layers.num_examples or 0) * sum(products_of(x) for x in layers if x.positions is not None)
-    seldom = seldom_work(layers, inverse)
-    if not gradients:
-        return 1
+    interval = seldom_work(layers, inverse) / (gradients or math.inf) / cost
     if isinstance(cost, jax.Array):  # as `optax.inject_hyperparams` has it
-        return jnp.clip(jnp.ceil(seldom / gradients / cost), 1, LONGEST).astype(jnp.int32)
-    return min(LONGEST, max(1, math.ceil(seldom / gradients / cost)))
+        return jnp.clip(jnp.ceil(interval), 1, LONGEST).astype(jnp.int32)
+    return min(LONGEST, max(1, math.ceil(interval)))
 
 
 def seldom_work(layers: Layers, inverse: Inverse, subsample: int = 1) -> float:

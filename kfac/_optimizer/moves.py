@@ -107,8 +107,7 @@ def adapted(rate: jax.Array, angle: jax.Array, full: jax.Array) -> jax.Array:
       full: whether the learning rate is that of the whole schedule: while it rises, or when it has fallen to less than
         half, short steps say nothing of what it multiplies.
     """
-    beyond = angle - jnp.clip(angle, TOO_FAR, AGREES)
-    beyond = jnp.where(full, beyond, jnp.minimum(beyond, 0))
+    beyond = jnp.minimum(angle - jnp.clip(angle, TOO_FAR, AGREES), jnp.where(full, jnp.inf, 0))
     return jnp.clip(rate * jnp.exp(FOLLOWS * jnp.clip(beyond / FULL, -1, 1)), SLOWEST, FASTEST).astype(rate.dtype)
 
 

@@ -157,12 +157,12 @@ def train_step(
         )
         # The interval of "auto" goes by examples; a last batch that has fewer must not change it.
         layers = dataclasses.replace(cache[shapes], num_examples=next(iter(cache.values())).num_examples)
+        many = [
+            (x.num_examples or 0) // num_microbatches >= 64 for x in (layers, cache[shapes])
+        ]  # fewer were not tried
         full, quarter = (seldom_work(layers, Soap(), every) or 1 for every in (1, 4))
-        cheaper = {"cost": options.get("cost", 0.1) * full / quarter} if share(layers) > 1 else {}
-        return layers, subsample or share(cache[shapes]), options | cheaper
-
-    def share(layers):
-        return 4 if thin and (layers.num_examples or 0) // num_microbatches >= 64 else 1  # fewer were not tried
+        cheaper = {"cost": options.get("cost", 0.1) * full / quarter} if thin and many[0] else {}
+        return layers, subsample or (4 if thin and many[1] else 1), options | cheaper
 
     def init(params, *args, **kwargs):
         layers, part, given = layers_of(params, args, kwargs)
