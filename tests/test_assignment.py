@@ -117,11 +117,11 @@ def test_no_layer_is_the_floor_where_factors_are_cut(devices, max_dim, path, sta
 
 
 def test_a_plan_for_thousands_of_devices_takes_no_time(resnet50_layers):
-    began = time.perf_counter()
+    began = time.process_time()
     make_shards([Cost(str(k), 7 + k, k**3, k**2) for k in range(1, 21)], 4096)
-    assert time.perf_counter() - began < 0.1  # it took minutes
+    assert time.process_time() - began < 0.1  # it took minutes
     repr(kfac.planning.Assignment(resnet50_layers, devices=4096))
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2
 
 
 def gpt_layers():

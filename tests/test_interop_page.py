@@ -37,6 +37,11 @@ def assert_same(found, expected):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+def centred(params):
+    """Without what the three logits have in common: a softmax does not see it, so rounding alone moves it."""
+    return jax.tree.map(lambda x: x - x.mean(-1, keepdims=True) if x.shape[-1] == 3 else x, params)
+
+
 def test_a_train_state_that_hands_factors_over_does_what_the_plain_loop_does(names):
     params = names["params"]
     expected = plain(names["linen_loss"], names["layers"], params, names["batch"])
@@ -65,7 +70,7 @@ def test_the_optimizer_of_nnx_does_what_the_plain_loop_does(names):
         names["optimizer"].update(names["nnx_model"], None)
     initial = nnx.state(names["Network"](nnx.Rngs(0)), nnx.Param)  # those of the page have been trained since
     expected = plain(names["nnx_loss"], names["nnx_layers"], initial, names["batch"])
-    assert_same(nnx.state(names["nnx_model"], nnx.Param), expected[0])
+    assert_same(*map(centred, (nnx.state(names["nnx_model"], nnx.Param), expected[0])))
     assert names["scalars"]["condition"] == pytest.approx(float(kfac.diagnostics(expected[1])["condition"]), rel=1e-3)
 
 

@@ -157,7 +157,7 @@ def test_what_is_as_long_as_the_batch_is_split_or_named(x64):
     """Where it is not said what is split it is the first argument after the parameters, and nothing else is as long."""
     params, (x, t) = problem()
     fn = function(params, (x, t))
-    words = r"argument 1 is split along its leading axis of length 12, but argument {} is as long.*batch_argnums=1"
+    words = r"argument 1 is split along its leading axis of length 12, and argument {} is as long.*batch_argnums=1"
     with pytest.raises(ValueError, match=words.format(2)):
         kfac.microbatch(fn, 4)(params, x, t)
     with pytest.raises(ValueError, match=words.format("'t'")):
