@@ -208,3 +208,39 @@ def test_parameters_that_differ_between_devices_are_refused(x64):
 def test_a_mesh_without_its_word():
     with pytest.raises(ValueError, match=r"axis_name must be the name of an axis.*: a mesh goes by name, mesh="):
         kfac.Distribution(mesh_of())
+
+
+@pytest.mark.parametrize("inverse", [None, kfac.Cholesky()])
+def test_an_owner_may_hold_single_blocks_of_several_shapes(inverse, x64):
+    """Where each lies does not depend on the order of groups in a state, which `jit` sorts."""
+    params = {"a": [{"w": normal(k, 8, 8) / 3, "b": jnp.zeros(8)} for k in range(3)]}
+    params |= {"wide": normal(3, 8, 25) / 3, "back": normal(4, 25, 8) / 5, "head": normal(5, 8, 40) / 3}
+
+    def loss(p, x):
+        for layer in p["a"]:
+            x = jnp.tanh(x @ layer["w"] + layer["b"])
+        return jnp.mean((jnp.tanh(x @ p["wide"]) @ p["back"] @ p["head"] - 1) ** 2)
+
+    batch = normal(6, N, 8)
+    found = kfac.find_layers(loss, params, batch)
+    tx = kfac.kfac(0.05, found, inverse=inverse)
+
+    @jax.jit
+    def step(p, state, x):
+        _, grads, factors = kfac.value_and_grad(loss, found)(p, x)
+        updates, state = tx.update(grads, state, p, factors=factors)
+        return optax.apply_updates(p, updates), state
+
+    def after_three(p, x):
+        state = tx.init(p)
+        for _ in range(3):
+            p, state = jax.block_until_ready(step(p, state, x))
+        return jax.device_get(p)
+
+    mesh = mesh_of()
+    [axis] = mesh.axis_names
+    on_mesh = after_three(
+        jax.device_put(params, NamedSharding(mesh, P())), jax.device_put(batch, NamedSharding(mesh, P(axis)))
+    )
+    for a, b in zip(jax.tree.leaves(on_mesh), jax.tree.leaves(after_three(params, batch)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-10)

@@ -66,7 +66,7 @@ def lay_end_to_end(
     """
     lengths: collections.Counter[int] = collections.Counter()
     starts = {}
-    for name, size in sizes.items():
+    for name, size in sorted(sizes.items()):  # `jit` gives the groups of a state back in another order than `init` had
         if shards[name].owners:
             starts[name] = {device: lengths[device] for device in shards[name].owners}
             lengths.update(dict.fromkeys(shards[name].owners, size))
