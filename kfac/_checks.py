@@ -25,7 +25,7 @@ def check_range(name: str, value: Any, interval: str) -> None:
         return
     low, high = map(float, interval[1:-1].split(","))
     try:
-        if isinstance(value, str) or np.shape(value) != ():
+        if isinstance(value, str | bool) or np.shape(value) != ():
             raise TypeError
         # Rounded as the computation will: 1 - 1e-9 is 1.
         number = float(np.float32(value))

@@ -40,7 +40,7 @@ def value_and_grad(
     gradients. Operands keep the compute dtype of the layer, sums are in float32 (float64 for float64 operands).
 
     The gradients are those of `jax.value_and_grad`. Inside `jax.shard_map` and `jax.pmap` loss, gradients and factors
-    are this device's own: average the gradients with `lax.pmean`, leave the factors to the optimizer (`axis_name=`).
+    are this device's own: average the gradients with `lax.pmean`, leave the factors to the optimizer.
     Under `jit` over a mesh the factors are those of the whole batch: a layer's are packed, and spread over the devices
     as soon as it has them. `factors.whole()` has them whole, on every device.
 
