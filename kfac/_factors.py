@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kfac._triangles import as_vectors, from_vectors
+from kfac._packing import as_vectors, from_vectors
 from kfac._varying import on_mesh, whole
 
 Average = Callable[[Any], Any]

@@ -14,13 +14,13 @@ from typing import NamedTuple
 PACKAGE = Path(__file__).parents[1] / "kfac"
 
 # The limits. Lines are those with code: no docstring, comment or blank line counts.
-LINES = 8465  # to be lowered with every part that gets simpler
+LINES = 8462  # to be lowered with every part that gets simpler
 FUNCTION = 70
 READERS = {"_capture.program", "_capture.primitives", "_capture.replay"}  # the modules that may read equations
 
 # The rooms in the order of their imports: each may import from the same row and from those above.
 ROOMS = (
-    ("_layers", "_factors", "_triangles", "_varying", "_checks"),
+    ("_layers", "_factors", "_packing", "_varying", "_checks"),
     ("_statistics",),
     ("_capture",),
     ("_curvature",),

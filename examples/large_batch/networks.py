@@ -228,8 +228,13 @@ def muon(rate: Any, problem: Problem) -> optax.GradientTransformation:
     )  # fmt: skip
 
 
-def prepared(problem: Problem, method: str, rate: Any, seed: int, steps: int) -> tuple[Any, Any, Iterator[Any]]:
-    """`step(carry, batch) -> (carry, loss)`, its first `carry` of parameters and states, and the batches."""
+def prepared(
+    problem: Problem, method: str, rate: Any, seed: int, steps: int, share: int | None = None
+) -> tuple[Any, Any, Iterator[Any]]:
+    """`step(carry, batch) -> (carry, loss)`, its first `carry` of parameters and states, and the batches.
+
+    K-FAC takes statistics of every `share`-th example; None: with "cost" set of all, else about as `train_step` does.
+    """
     params, state = problem.init(jax.random.key(seed))
     batches = problem.batches(seed, steps)
     first = next(batches)
@@ -237,8 +242,8 @@ def prepared(problem: Problem, method: str, rate: Any, seed: int, steps: int) ->
     if method in KFAC:
         batch = range(2, 2 + len(first))
         layers = kfac.find_layers(problem.loss, params, state, *first, has_aux=True, batch_argnums=tuple(batch))
-        # About as `train_step` has it: 0.3 with a quarter of the examples is 0.1.
-        share = 4 if "cost" not in KFAC[method] and (layers.num_examples or 0) >= 64 else 1
+        # 0.3 with a quarter of the examples is 0.1.
+        share = share or (4 if "cost" not in KFAC[method] and (layers.num_examples or 0) >= 64 else 1)
         tx: Any = kfac.kfac(rate, layers, **({"cost": 0.3} if share > 1 else {}) | KFAC[method])
     elif method == "soap":
         tx = soap(rate, problem)
@@ -255,7 +260,9 @@ def prepared(problem: Problem, method: str, rate: Any, seed: int, steps: int) ->
         if layers is None:
             (loss, state), grads = jax.value_and_grad(problem.loss, has_aux=True)(params, state, *batch)
         else:
-            measure = kfac.value_and_grad(problem.loss, layers, has_aux=True, subsample=share, statistics=statistics)
+            measure = kfac.value_and_grad(
+                problem.loss, layers, has_aux=True, subsample=share or 1, statistics=statistics
+            )
             (loss, state), grads, extra["factors"] = measure(params, state, *batch)
         updates, opt_state = tx.update(grads, opt_state, params, **extra)
         return (optax.apply_updates(params, updates), state, opt_state), loss

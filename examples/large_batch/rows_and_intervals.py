@@ -11,7 +11,6 @@ trial that is in the results is not run again.
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import json
 from pathlib import Path
@@ -20,9 +19,7 @@ from typing import Any
 import networks  # isort: skip; it finds what the examples share, and JAX is imported there
 
 import jax
-import optax
 
-import kfac
 import methods
 
 FOLDER = Path(__file__).resolve().parent / "results"
@@ -33,31 +30,22 @@ SHARES = INTERVALS = (1, 4, 16)
 
 def trials(problem: networks.Problem, share: int, rate: float, seed: int, steps: int) -> Any:
     """`score(interval)` after so many steps, with statistics of every `share`-th example. Two programs serve all."""
-    params, state = problem.init(jax.random.key(seed))
-    data = list(problem.batches(seed, steps))
-    arguments = tuple(range(2, 2 + len(data[0])))
-    layers = kfac.find_layers(problem.loss, params, state, *data[0], has_aux=True, batch_argnums=arguments)
-    # With this cost each step with statistics refreshes, and no other.
-    tx = kfac.kfac(methods.schedule(rate, steps), layers, cost=networks.EVERY)
-
-    @functools.partial(jax.jit, static_argnames="statistics")
-    def step(params: Any, state: Any, opt_state: Any, batch: Any, statistics: bool) -> Any:
-        measure = kfac.value_and_grad(problem.loss, layers, has_aux=True, subsample=share, statistics=statistics)
-        (_, state), grads, factors = measure(params, state, *batch)
-        updates, opt_state = tx.update(grads, opt_state, params, factors=factors)
-        return optax.apply_updates(params, updates), state, opt_state
+    # With the cost of this method each step with statistics refreshes, and no other.
+    schedule = methods.schedule(rate, steps)
+    step, carry, batches = networks.prepared(problem, "kfac-every-step", schedule, seed, steps, share)
+    begin, data = jax.device_get(carry), list(batches)
 
     def score(interval: int) -> float:
-        now = params, state, jax.jit(tx.init)(params)
+        now = jax.device_put(begin)
         for count, batch in enumerate(data):
-            now = step(*now, batch, statistics=count < 10 or count % interval == 0)
+            now, _ = step.program(now, batch, statistics=count < 10 or count % interval == 0)
         return round(problem.score(*now[:2]), 4)
 
     return score
 
 
 def run(options: argparse.Namespace) -> None:
-    done = read(options.results)
+    done = networks.read(options.results)
     for seed, name, share in itertools.product(options.seeds, options.networks, SHARES):
         same = {"network": name, "share": share, "rate": options.rate, "seed": seed, "steps": options.steps}
         missing = [i for i in INTERVALS if not any((same | {"interval": i}).items() <= r.items() for r in done)]
@@ -71,10 +59,6 @@ def run(options: argparse.Namespace) -> None:
             print(json.dumps(record), flush=True)
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-
-
 def plot(options: argparse.Namespace) -> None:
     """A map for each network, each cell with its score: per cent, or nats with their sign turned."""
     import matplotlib
@@ -83,7 +67,7 @@ def plot(options: argparse.Namespace) -> None:
     import numpy as np
     from matplotlib import pyplot
 
-    records = read(options.results)
+    records = networks.read(options.results)
     names = [name for name in options.networks if any(r["network"] == name for r in records)]
     figure, axes = pyplot.subplots(1, len(names), figsize=(2.6 * len(names), 2.9), layout="constrained", squeeze=False)
     for axis, name in zip(axes[0], names, strict=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from kfac._factors import Kronecker, Packed
-from kfac._triangles import filled, room
+from kfac._packing import filled, flatten, room, unflatten
 from kfac._varying import explicit_part, whole
 
 
@@ -96,10 +95,12 @@ def dealt(flat: Kronecker, axes: tuple[str, ...], dtype: str = "float32") -> Kro
 
     Zeros behind make the number of elements one that all devices of the mesh divide.
     """
-    leaves, structure = jax.tree.flatten(jax.tree.map(filled, flat))
-    parts = [jnp.moveaxis(x.reshape(*x.shape[:-1], lax.axis_size(axes), -1), -2, 0) for x in leaves]
-    sent = jnp.concatenate([x.reshape(len(x), -1) for x in parts], axis=1)
+
+    def by_device(x):
+        x = filled(x)
+        return jnp.moveaxis(x.reshape(*x.shape[:-1], lax.axis_size(axes), -1), -2, 0)
+
+    parts = jax.tree.map(by_device, flat)
+    sent = flatten(parts)
     own = lax.psum_scatter(sent if dtype == "float32" else sent.astype(dtype), axes).astype(sent.dtype)
-    ends = itertools.accumulate(math.prod(x.shape[1:]) for x in parts)
-    cut = zip(jnp.split(own, list(ends)[:-1]), parts, strict=True)
-    return jax.tree.unflatten(structure, [x.reshape(part.shape[1:]) for x, part in cut])
+    return jax.tree.map(lambda x: x[0], unflatten(own[None], parts))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jax import lax
 
 from kfac._distributed.owners import Shard
 from kfac._distributed.segments import Segments, make_buckets, make_segments
+from kfac._packing import cut
 from kfac._varying import AxisName, as_varying, axis_names, varying_axes
 
 Stacks = Mapping[str, jax.Array]
@@ -24,11 +25,6 @@ def _fused(message: Callable[[jax.Array], jax.Array], arrays: Stacks) -> dict[st
         return {}
     found = message(jnp.concatenate(list(arrays.values()), axis=-1))
     return dict(zip(arrays, cut(found, [x.shape[-1] for x in arrays.values()]), strict=True))
-
-
-def cut(x: jax.Array, lengths: Collection[int]) -> list[jax.Array]:
-    """An array in parts of such lengths, along its last axis."""
-    return jnp.split(x, list(itertools.accumulate(lengths))[:-1], axis=-1)
 
 
 def means_to_owners(

@@ -12,11 +12,11 @@ import numpy as np
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
-from kfac._curvature.symmetric import flatten, unflatten
 from kfac._distributed.collectives import Shards, Stacks, gather_from_owners, means_to_owners
 from kfac._distributed.owners import Shard
 from kfac._distributed.segments import BUCKETS
 from kfac._factors import Statistics
+from kfac._packing import flatten, unflatten
 from kfac._varying import as_varying, axis_size, varying_axes
 
 

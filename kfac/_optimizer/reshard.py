@@ -17,7 +17,7 @@ from kfac._curvature.inverse import per_block
 from kfac._distributed.owners import Shard, block_cost, make_shards
 from kfac._distributed.ways import Way
 from kfac._optimizer.segment import closed, opened
-from kfac._optimizer.state import KfacState, Owned, Segment, Splits, find_nodes, form_of
+from kfac._optimizer.state import KfacState, Owned, Segment, Splits, devices_of, find_nodes, form_of
 from kfac._varying import AxisName, replicated
 
 
@@ -99,7 +99,7 @@ def scatter_state(portable: Any, num_devices: int, *, pmap: bool = False) -> Any
     some_state(portable, "portable")
 
     def scatter(node):
-        if any(own.shard.devices != 1 for own in node.owned.values()):
+        if devices_of(node) > 1:
             raise ValueError("portable must be what gather_state returns, but is a state for several devices")
         blocks = {name: own.blocks.factors for name, own in node.owned.items()}
         costs = [

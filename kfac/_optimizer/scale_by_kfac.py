@@ -11,15 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
-from jax.flatten_util import ravel_pytree
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from kfac._curvature.blocks import check_factors, group_layers
 from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.distribution import Distribution, check_distribution
-from kfac._distributed.ways import check_alike
+from kfac._distributed.ways import Way, check_alike
 from kfac._factors import Factors
 from kfac._layers import Layers
 from kfac._optimizer.arguments import fitted
@@ -28,8 +26,17 @@ from kfac._optimizer.options import Options, check_options
 from kfac._optimizer.over_mesh import OverMesh, init_over_mesh
 from kfac._optimizer.reshard import on_states, some_state, state_spec
 from kfac._optimizer.segment import closed, opened
-from kfac._optimizer.state import Config, KfacState, check_devices, check_groups, init_state, match_leaves
-from kfac._optimizer.step import Gradients, Now, count_blocks, dealt, preconditioned_step, refresh_inverses
+from kfac._optimizer.state import (
+    Config,
+    KfacState,
+    check_devices,
+    check_groups,
+    devices_of,
+    init_state,
+    match_leaves,
+    shards_of,
+)
+from kfac._optimizer.step import Gradients, Now, count_blocks, preconditioned_step, refresh_inverses
 from kfac._varying import axis_names, axis_size, device_axes, on_mesh, varying_axes
 
 
@@ -147,7 +154,7 @@ def precondition_and_move(layers: Layers, moves: Moves, options: Options) -> opt
         else:
             check_devices(state, math.prod(over.shape[name] for name in config.owners))
             told = all(kind == AxisType.Explicit for kind in over.axis_types)
-            meshed = OverMesh(config, over, dealt(state), {} if told else dict(state.splits.specs))
+            meshed = OverMesh(config, over, shards_of(state), {} if told else dict(state.splits.specs))
             updates, state = meshed.step(updates, params, state, now, factors)
         soon = (state.count < jnp.asarray(warmup)) | (state.count % statistics_every == 0)
         return updates, state._replace(due=soon)
@@ -168,7 +175,7 @@ def _here(config: Config, state: KfacState, updates: Any) -> tuple[Config, Mesh 
 
 def is_dealt(distribution: Distribution, state: KfacState) -> bool:
     """Tells whether the blocks of a state have owners: on several devices, or where a `Distribution` says so."""
-    return distribution.axis is not None or any(owned.shard.devices > 1 for owned in state.owned.values())
+    return distribution.axis is not None or devices_of(state) > 1
 
 
 def average_here(uses: Distribution, dealt: bool, params: Any, gradients: Any) -> Any:
@@ -185,10 +192,7 @@ def average_here(uses: Distribution, dealt: bool, params: Any, gradients: Any) -
     """
     check_alike(params)
     averaged = varying_axes(gradients).intersection(axis_names(uses.axis) or device_axes())
-    if dealt or not averaged:
-        return gradients
-    flat, unravel = ravel_pytree(gradients)
-    return unravel(lax.pmean(flat, tuple(sorted(averaged))))
+    return gradients if dealt else Way(tuple(sorted(averaged))).mean(gradients)
 
 
 def _without_statistics(config: Config, statistics_every: Any, inverse_every: Any) -> Config:
@@ -254,11 +258,10 @@ def refresh(opt_state: Any, *, distribution: Distribution | None = None) -> Any:
         state = before = opened(state, way)
         n = state.count  # in the place of what a refresh does not read
         damping = Now(state.damping, state.unitwise_damping, n, n, n, Moves().at(n))
-        shards = dealt(state)
-        mine = {name: way.owns(shards[name]) if name in shards else True for name in state.blocks}
+        mine = dict.fromkeys(state.blocks, True) | {name: way.owns(shard) for name, shard in shards_of(state).items()}
         wanted = {name: (block.weight > 0) & mine[name] for name, block in state.blocks.items()}
         state, failed = refresh_inverses(way, state, wanted, damping, None)
-        number = way.total(count_blocks(shards, way, failed))
+        number = way.total(count_blocks(shards_of(state), way, failed))
         metrics = state.metrics._replace(failed_inversions=state.metrics.failed_inversions + number)
         return closed(state._replace(metrics=metrics), way, before)
 

@@ -7,7 +7,6 @@ the longest: averages as triangles, inverses, momenta. A step opens the state, a
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -15,12 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kfac._curvature.symmetric import flatten, unflatten
 from kfac._distributed.collectives import here
 from kfac._distributed.segments import lay_end_to_end
 from kfac._distributed.ways import Way
 from kfac._factors import Kronecker, Packed
-from kfac._optimizer.state import KfacState, Owned, Segment
+from kfac._optimizer.state import KfacState, Owned, Segment, shards_of, with_blocks
+from kfac._packing import flatten, unflatten
 from kfac._varying import as_varying, varying_axes
 
 
@@ -40,13 +39,13 @@ class Slot(NamedTuple):
     room: int
 
 
-def find_slots(owned: Mapping[str, Owned]) -> list[Slot]:
+def find_slots(state: KfacState) -> list[Slot]:
     """Of all groups and parts."""
-    shards, slots = {name: own.shard for name, own in owned.items()}, []
+    slots: list[Slot] = []
     for part in Segment._fields:
-        forms = {n: getattr(own.shapes, part) for n, own in owned.items() if own.form is not None}
+        forms = {n: getattr(own.shapes, part) for n, own in state.owned.items() if own.form is not None}
         flat = {n: jax.eval_shape(lambda x, p=part: _flat(p, x), x) for n, x in forms.items() if jax.tree.leaves(x)}
-        starts, lengths = lay_end_to_end(shards, {name: x.shape[1] for name, x in flat.items()})
+        starts, lengths = lay_end_to_end(shards_of(state), {name: x.shape[1] for name, x in flat.items()})
         slots += [Slot(n, part, x.shape[1], x.dtype, starts[n], max(lengths.values())) for n, x in flat.items()]
     return slots
 
@@ -54,7 +53,7 @@ def find_slots(owned: Mapping[str, Owned]) -> list[Slot]:
 def opened(state: KfacState, way: Way) -> KfacState:
     """A state in which all blocks stand in stacks; zeros where this device has none of a group."""
     new = {}
-    for slot in find_slots(state.owned):
+    for slot in find_slots(state):
         flat = lax.dynamic_slice_in_dim(
             getattr(state.segment, slot.part), here(slot.starts, slot.room, way.owners), slot.size
         )
@@ -65,7 +64,7 @@ def opened(state: KfacState, way: Way) -> KfacState:
 
 def closed(state: KfacState, way: Way, before: KfacState | None = None) -> KfacState:
     """The inverse of `opened`, which has made `before`: what is as it was there is not written."""
-    slots = find_slots(state.owned)
+    slots = find_slots(state)
     parts = state.segment._asdict()
     if before is None:
         dtypes = {x.part: jnp.result_type(*(y.dtype for y in slots if y.part == x.part)) for x in slots}
@@ -83,10 +82,10 @@ def closed(state: KfacState, way: Way, before: KfacState | None = None) -> KfacS
 
 def _with(state: KfacState, stacks: Mapping[tuple, Any]) -> KfacState:
     """With parts of the blocks of some groups, by both."""
-    owned = dict(state.owned)
+    blocks = state.blocks
     for (name, part), stack in stacks.items():
-        owned[name] = dataclasses.replace(owned[name], blocks=owned[name].blocks._replace(**{part: stack}))
-    return state._replace(owned=owned)
+        blocks[name] = blocks[name]._replace(**{part: stack})
+    return with_blocks(state, blocks)
 
 
 def _flat(part: str, tree: Any) -> jax.Array:

@@ -198,6 +198,16 @@ class AdaptiveDampingState(NamedTuple):
     again: jax.Array
 
 
+def shards_of(state: KfacState) -> dict[str, Shard]:
+    """How the groups whose blocks have owners are dealt to devices."""
+    return {name: own.shard for name, own in state.owned.items()}
+
+
+def devices_of(state: KfacState) -> int:
+    """How many devices these are; 1 where no group is dealt."""
+    return max((shard.devices for shard in shards_of(state).values()), default=1)
+
+
 def with_blocks(state: KfacState, blocks: dict[str, BlockState]) -> KfacState:
     """The state with other blocks."""
     owned = {name: dataclasses.replace(own, blocks=blocks[name]) for name, own in state.owned.items()}
@@ -375,8 +385,8 @@ def blocks_of(state: KfacState, layers: Layers, argument: str) -> Iterator[tuple
     for group in group_layers(layers):
         block = state.blocks.get(group.name)
         have = "no" if block is None else len(block.weight)
-        dealt = any(owned.shard.devices > 1 for owned in state.owned.values())  # in another order
-        if block is None or dealt or len(block.weight) != group.size or block.weight.ndim != 1:
+        # On several devices they are in another order.
+        if block is None or devices_of(state) > 1 or len(block.weight) != group.size or block.weight.ndim != 1:
             held = f"has {have} blocks {group.name} where the layers have {group.size}"
             raise ValueError(
                 f"{argument} must be the state of an optimizer for these layers, on one device, but {held}: that of "

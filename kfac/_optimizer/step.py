@@ -16,15 +16,14 @@ from jax import lax
 from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import ALL_ROWS, Inverse, Whole, averaged, cosine, finite, per_block, sums
 from kfac._curvature.refresh import once_if, refresh
-from kfac._curvature.symmetric import flatten, unflatten
 from kfac._distributed.owners import Shard
 from kfac._distributed.ways import Way
 from kfac._factors import Block, Factors, Statistics
 from kfac._layers import Layer, leaves_by_path, map_by_path
 from kfac._optimizer.moves import Kernels, Motion, MovesNow, Stack, adapted, clip_scale, find_kernels, lengthened
 from kfac._optimizer.segment import closed, opened
-from kfac._optimizer.state import Config, KfacMetrics, KfacState, Owned, check_state, with_blocks, with_motions
-from kfac._triangles import filled
+from kfac._optimizer.state import Config, KfacMetrics, KfacState, check_state, shards_of, with_blocks, with_motions
+from kfac._packing import filled, flatten, unflatten
 from kfac._varying import as_varying, varying_axes, within_devices
 
 Vectors = dict[str, jax.Array]  # for each group `[k]`, a number for each block
@@ -116,7 +115,7 @@ def preconditioned_step(
     check_state(config, state, config.way.devices)
     state = before = opened(state, config.way)
     config.way.check(updates.tree, factors if isinstance(factors, Factors) else None)
-    place = Place(config, now, dealt(state))
+    place = Place(config, now, shards_of(state))
     updates, gradients, square, usable = take_gradients(place, state, updates)
     changed, due = decide(place, state, usable, statistics=factors is not None)
     left_out: Vectors = {}
@@ -148,11 +147,6 @@ def preconditioned_step(
         metrics = metrics._replace(kl_clip_scale=scale)
     state = count(state._replace(measured=measured), now, changed, metrics, usable)
     return updates, closed(state, config.way, before)
-
-
-def dealt(state: KfacState) -> dict[str, Shard]:
-    """Returns how the groups whose blocks have owners are dealt to devices."""
-    return {name: owned.shard for name, owned in state.owned.items()}
 
 
 def take_gradients(
@@ -337,7 +331,7 @@ def refresh_inverses(
             result = refresh(inverse, kept, blocks[name].factors, wanted[name], damping)
             new[name] = result.inverse, jnp.where(result.valid, result.condition, condition)
             valid[name] = result.valid
-        return new, _fetched(way, state.owned, old[1], new), valid
+        return new, _fetched(way, state, old[1], new), valid
 
     start = stacks, state.bases, none
     stacks, bases, valid = renewed(start) if needed is None else once_if(needed, renewed, start)
@@ -349,10 +343,10 @@ def refresh_inverses(
     return state, {name: wanted[name] & ~valid[name] for name in blocks}
 
 
-def _fetched(way: Way, owned: dict[str, Owned], bases: dict[str, Any], stacks: dict[str, Any]) -> dict[str, Any]:
+def _fetched(way: Way, state: KfacState, bases: dict[str, Any], stacks: dict[str, Any]) -> dict[str, Any]:
     """What all devices have of the inverses, from their owners."""
-    sent = {name: flatten(owned[name].inverse.basis(stacks[name][0])) for name in bases}
-    received = way.gather(sent, {name: own.shard for name, own in owned.items()})
+    sent = {name: flatten(state.owned[name].inverse.basis(stacks[name][0])) for name in bases}
+    received = way.gather(sent, shards_of(state))
     return {name: unflatten(flat, bases[name]) for name, flat in received.items()}
 
 

@@ -26,7 +26,7 @@ from kfac._layers import Layers, format_bytes
 from kfac._optimizer.moves import Moves
 from kfac._optimizer.over_mesh import init_over_mesh
 from kfac._optimizer.state import Config
-from kfac._triangles import room
+from kfac._packing import room
 
 Messages = dict[str, int]
 

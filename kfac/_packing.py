@@ -1,8 +1,11 @@
-"""Symmetric matrices as their upper triangles: what is sent of them."""
+"""Arrays as vectors, symmetric matrices as their upper triangles: what is sent and kept of them."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,3 +76,20 @@ def from_vectors(flat: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     d, h = shape[-1], (shape[-1] + 1) // 2
     triangles = flat[..., : packed_size(d)].reshape(-1, h, 2 * h + 1)
     return unpack(triangles, d).reshape(*flat.shape[:-2], *shape)
+
+
+def flatten(tree: Any) -> jax.Array:
+    """Arrays `[k, ...]` side by side, `[k, elements]`, in the widest of their dtypes."""
+    return jnp.concatenate([x.reshape(x.shape[0], -1) for x in jax.tree.leaves(tree)], axis=1)
+
+
+def unflatten(flat: jax.Array, like: Any) -> Any:
+    """The inverse of `flatten`, for arrays (or `jax.ShapeDtypeStruct`s) `like`, but for their number `k`."""
+    leaves, treedef = jax.tree.flatten(like)
+    parts = zip(cut(flat, (math.prod(leaf.shape[1:]) for leaf in leaves)), leaves, strict=True)
+    return jax.tree.unflatten(treedef, [part.reshape(-1, *x.shape[1:]).astype(x.dtype) for part, x in parts])
+
+
+def cut(x: jax.Array, lengths: Iterable[int]) -> list[jax.Array]:
+    """An array in parts of such lengths, along its last axis."""
+    return jnp.split(x, list(itertools.accumulate(lengths))[:-1], axis=-1)
