@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kfac._capture import primitives
+from kfac._capture import equations, primitives
 from kfac._capture.program import Op, Program, Value, flat
 from kfac._capture.taps import ElementwiseTap, Key, KroneckerTap, Plan, Probes, tapped, together
 
@@ -116,11 +116,12 @@ def _replay(
             operand = plan.multipliers[index]
             so_far = multipliers.get(op.inputs[operand])
             so_far = jnp.ones_like(values[operand]) if so_far is None else so_far
-            if op.name in primitives.SUMS:  # what is added has no say in it
+            if op.name in equations.SUMS:  # what is added has no say in it
                 multipliers[op.outputs[0]] = -so_far if op.name == "sub" and operand == 1 else so_far
             else:
                 values[operand] = so_far
-                multipliers.update(zip(op.outputs, op.compute(values), strict=True))
+                results = equations.evaluate_multiplier(op.within, op.eqn, values)
+                multipliers.update(zip(op.outputs, results, strict=True))
         for tap in plan.taps.get(index, ()):
             if isinstance(tap, ElementwiseTap) and tap.other is not None:
                 source = _source(producers, op.inputs[tap.other])

@@ -15,10 +15,10 @@ from kfac._capture.outputs import Draw, Marks, at_weight, checked_key, find_mark
 from kfac._capture.plan import Planned, plan_taps
 from kfac._capture.replay import replay
 from kfac._capture.trace import Trace, aim_at, batch_of, trace
-from kfac._checks import check, check_layers, check_shapes
+from kfac._checks import check, check_by_layer, check_function, check_layers
 from kfac._factors import Factors
 from kfac._layers import Layers
-from kfac._varying import as_varying, lying_as, on_mesh, own_key, varying_axes, varying_in, within_devices, zeros_of
+from kfac._varying import as_varying, device_key, lying_as, on_mesh, varying_axes, varying_in, within_devices, zeros_of
 
 
 def value_and_grad(
@@ -87,7 +87,9 @@ def value_and_grad(
         `"expected"` or weights the loss depends on a parameter but no marked output does.
     """
     check_layers(layers)
-    check(fisher=fisher, subsample=subsample, statistics=statistics, communication_dtype=communication_dtype)
+    check_function(loss_fn)
+    check(has_aux=has_aux, fisher=fisher, subsample=subsample, statistics=statistics)
+    check(communication_dtype=communication_dtype)
     drawn = fisher != "empirical"
 
     @on_mesh
@@ -113,11 +115,11 @@ def value_and_grad(
         entries: dict[Any, Any] = {}
         if basis is not None:
             check_basis(basis, layers)
-            for name, spread in planned.spread.items():
-                entries |= spread(basis[name])
+            for name, sums in planned.sums.items():
+                entries |= sums.basis(basis[name]) if sums.basis else {}
         if key is not None:
             marks.place(planned.plan, lambda mark: Draw(mark, planned.num_examples, fisher == "expected"))
-            entries |= keys_of(marks, own_key(key, axes | varying_axes([*traced.program.consts.values()])))
+            entries |= keys_of(marks, device_key(key, axes | varying_axes([*traced.program.consts.values()])))
         elif marks.weighted:
             marks.place(planned.plan, lambda mark: at_weight)
             entries |= roots_of(marks, 0)
@@ -203,14 +205,7 @@ def _without_statistics(loss_fn: Callable[..., Any], has_aux: bool, params: Any,
 
 def check_basis(basis: Any, layers: Layers) -> None:
     """Raises where `basis` is not what `eigenbasis` returns for these layers."""
+    how = "pass basis=kfac.curvature.eigenbasis(opt_state, layers)"
     if not isinstance(basis, Mapping):
-        kind = type(basis).__name__
-        raise ValueError(f"basis is of type {kind}: pass basis=kfac.curvature.eigenbasis(opt_state, layers)")
-    expected = {layer.name: layer for layer in layers if layer.correctable}
-    for name in sorted(expected.keys() ^ set(basis)):
-        raise ValueError(
-            f"basis {'lacks' if name in expected else 'has'} layer {name!r}: pass that of these layers, "
-            "basis=kfac.curvature.eigenbasis(opt_state, layers)"
-        )
-    for name, layer in expected.items():
-        check_shapes(f"basis of layer {name!r}", basis[name], layer.factor_shapes)
+        raise ValueError(f"basis is of type {type(basis).__name__}: {how}")
+    check_by_layer("basis", basis, [layer for layer in layers if layer.correctable], how)
