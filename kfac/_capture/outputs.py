@@ -370,21 +370,6 @@ def marked(value_fn: Callable[[Any], Any], params: Any, num_examples: int | None
 # -- PRNG keys ---------------------------------------------------------------------------------------------------------
 
 
-def checked_key(key: Any, fisher: str) -> jax.Array:
-    """`key` in the typed form.
-
-    Raises:
-      ValueError: it is missing, or no PRNG key.
-    """
-    if key is None:
-        what, how = "targets" if fisher == "sampled" else "signs", "fisher_key=jax.random.key(step)"
-        raise ValueError(f"fisher={fisher!r} draws {what}: pass a PRNG key at the call, {how}")
-    if not is_key(key):
-        what = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") and hasattr(key, "shape") else repr(key)
-        raise ValueError(f"fisher_key must be a single PRNG key, such as jax.random.key(step), but is {what}")
-    return key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
-
-
 def with_own_key(kwargs: Mapping[str, Any], part: Any) -> dict[str, Any]:
     """`kwargs`, PRNG keys among them folded with the number of a part: typed ones, or `key` and `fisher_key`."""
 

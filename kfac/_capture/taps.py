@@ -113,7 +113,6 @@ class ElementwiseTap:
       dtype: of the statistics.
       subsample: from every how many-th example.
       lies: how the gradients lie over explicit axes of a mesh: as the examples do.
-      source: computes the data again, from what it is made of.
     """
 
     key: Key
@@ -122,7 +121,6 @@ class ElementwiseTap:
     dtype: Any
     subsample: int = 1
     lies: PartitionSpec | None = None
-    source: Callable[[Sequence[jax.Array]], jax.Array] | None = None
 
     @property
     def other(self) -> int | None:
@@ -132,10 +130,6 @@ class ElementwiseTap:
     def residuals(self, values: Sequence[jax.Array], multiplier: jax.Array | None, probes: Probes) -> Any:
         del probes
         return None if self.other is None else values[self.other], multiplier
-
-    def recomputed(self, residuals: Any) -> Any:
-        other, coefficient = residuals
-        return self.source(other) if self.source is not None else other, coefficient
 
     def statistics(self, residuals: Any, g: jax.Array) -> jax.Array:
         (other, coefficient), read = residuals, self.use.read
@@ -161,9 +155,8 @@ def _backward(tap, residuals, g):
 
     if isinstance(tap, KroneckerTap) and tap.spread is not None:
         return None, g, tap.spread.sums(statistics, residuals, g)
-    if isinstance(tap, KroneckerTap):
-        return None, g, whole(statistics)(residuals, g)
-    return None, g, whole(statistics, tap.lies)(tap.recomputed(residuals), g)
+    lies = tap.lies if isinstance(tap, ElementwiseTap) else None
+    return None, g, whole(statistics, lies)(residuals, g)
 
 
 tapped.defvjp(lambda tap, residuals, y, probe: (y, residuals), _backward)

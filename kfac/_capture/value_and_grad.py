@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
-from kfac._capture.outputs import Draw, Marks, at_weight, checked_key, find_marks, keys_of, roots_of
+from kfac._capture.outputs import Draw, Marks, at_weight, find_marks, keys_of, roots_of
 from kfac._capture.plan import Planned, plan_taps
 from kfac._capture.replay import replay
-from kfac._capture.trace import Trace, aim_at, batch_of, trace
+from kfac._capture.trace import Trace, aim_at, batch_of, is_array, is_key, trace
 from kfac._checks import check, check_by_layer, check_function, check_layers
 from kfac._factors import Factors
 from kfac._layers import Layers
@@ -184,12 +184,19 @@ def _sum_of_moments(factors_of: Callable[[jax.Array], Factors], units: jax.Array
 
 
 def _fisher_key(kwargs: dict[str, Any], fisher: str) -> jax.Array | None:
-    """Takes the key for what is drawn out of the keywords."""
-    if fisher != "empirical":
-        return checked_key(kwargs.pop("fisher_key", None), fisher)
-    if "fisher_key" in kwargs:
-        raise ValueError("fisher_key is for fisher='sampled' and 'expected': with 'empirical' nothing is drawn")
-    return None
+    """Takes the PRNG key for what is drawn out of the keywords, in the typed form."""
+    key = kwargs.pop("fisher_key", None)
+    if fisher == "empirical":
+        if key is not None:
+            raise ValueError("fisher_key is for fisher='sampled' and 'expected': with 'empirical' nothing is drawn")
+        return None
+    if key is None:
+        what, how = "targets" if fisher == "sampled" else "signs", "fisher_key=jax.random.key(step)"
+        raise ValueError(f"fisher={fisher!r} draws {what}: pass a PRNG key at the call, {how}")
+    if not is_key(key):
+        what = f"{key.dtype}{list(key.shape)}" if is_array(key) else repr(key)
+        raise ValueError(f"fisher_key must be a single PRNG key, such as jax.random.key(step), but is {what}")
+    return key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
 
 
 def _without_statistics(loss_fn: Callable[..., Any], has_aux: bool, params: Any, args: Any, kwargs: Any) -> Any:

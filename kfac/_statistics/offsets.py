@@ -80,30 +80,6 @@ def _one(length: int) -> Axis:
     return Axis(length, 1, 1, 0, length)
 
 
-def products(axes: Sequence[Axis]) -> int:
-    """How many outer products of an image's pixels `offset_moment` sums."""
-
-    def summed(axes: Sequence[Axis], k: int, itself: bool) -> int:
-        if k < len(axes):
-            return summed(axes, k + 1, itself) + sum(
-                summed([*axes[:k], _one(stop - start), *axes[k + 1 :]], k + 1, itself and pair.offset == 0)
-                for pair in axes[k].partial()
-                for start, stop in pair.strips
-            )
-        offsets = [2 * axis.steps + 1 for axis in axes]
-        half = _halved(axes) if itself else None
-        if half is not None:
-            offsets[half] = axes[half].steps + 1
-        return math.prod(axis.size * count for axis, count in zip(axes, offsets, strict=True))
-
-    return summed(axes, 0, True)
-
-
-def _halved(axes: Sequence[Axis]) -> int | None:
-    """Returns the axis along which an image's correlations with itself are transposed by a change of sign."""
-    return next((k for k, axis in enumerate(axes) if axis.steps), None)
-
-
 def offset_moment(x: jax.Array, axes: Sequence[Axis]) -> jax.Array:
     """Sum over examples and output positions of `a a^T`, `a` the window's inputs.
 
@@ -168,7 +144,8 @@ def _correlate(left: jax.Array, right: jax.Array, axes: Sequence[Axis]) -> jax.A
     spec = lax.ConvDimensionNumbers((rank + 1, 0, *middle), (rank + 1, 0, *middle), (rank + 1, rank, *range(rank)))
     reach = [axis.steps * axis.dilation for axis in axes]
     padding = [(r, r) for r in reach]
-    half = _halved(axes) if left is right else None
+    # The axis along which an image's correlations with itself are transposed by a change of sign.
+    half = next(k for k, axis in enumerate(axes) if axis.steps) if left is right else None
     if half is not None:
         padding[half] = (0, reach[half])
     ahead = lax.conv_general_dilated(right, left, [axis.dilation for axis in axes], padding, dimension_numbers=spec)
