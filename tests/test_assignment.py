@@ -140,8 +140,6 @@ def test_the_plan_prints_who_owns_what(resnet50_layers):
         kfac.planning.Assignment(resnet50_layers, devices=0)
     with pytest.raises(ValueError, match=r"inverse must be a kind of inverse.*'eigh'"):
         kfac.planning.Assignment(resnet50_layers, inverse="eigh")
-    with pytest.raises(ValueError, match=r"distribution must be a kfac.Distribution or None, but is .*'devices'"):
-        kfac.planning.Assignment(resnet50_layers, distribution="devices")
     with pytest.raises(ValueError, match="gradients must be one of 'averaged', 'local', 'split', but is 'mine'"):
         kfac.planning.Assignment(resnet50_layers, gradients="mine")
 

@@ -268,7 +268,7 @@ def test_what_does_not_go_together_is_refused():
         measure()(params, batch, basis={**basis, "out": Kronecker(jnp.eye(3), jnp.eye(4))})
     with pytest.raises(ValueError, match=r"basis is of type tuple: pass basis=kfac.curvature.eigenbasis"):
         measure()(params, batch, basis=(1, 2))
-    with pytest.raises(ValueError, match=r"source must be a state of an optimizer with inverse=kfac.Ekfac"):
+    with pytest.raises(ValueError, match=r"source must be a state with inverse=kfac.Ekfac\(\), but is one with Eigh"):
         kfac.curvature.eigenbasis(other, LAYERS)
     with pytest.raises(ValueError, match=r"source must hold one state of scale_by_kfac.* holds 0"):
         kfac.curvature.eigenbasis({"a": 1}, LAYERS)

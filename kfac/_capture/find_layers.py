@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -87,8 +87,8 @@ def find_layers(
     """
     check_function(loss_fn)
     for option, patterns in (("skip", skip), ("reduce", reduce), ("gradient", gradient)):
-        if isinstance(patterns, str):
-            raise ValueError(f"{option} must be a sequence of regular expressions, but is the string {patterns!r}")
+        if isinstance(patterns, str) or not isinstance(patterns, Iterable):
+            raise ValueError(f"{option} must be a sequence of regular expressions, but is {patterns!r}")
     check_given(max_dim=max_dim)
     traced = trace(loss_fn, has_aux, params, args, kwargs, batch_argnums)
     options = Layers(
@@ -234,7 +234,7 @@ def _matching(option: str, patterns: tuple[str, ...], names: Sequence[str]) -> s
     for pattern in patterns:
         try:
             leaves = {k for k, name in enumerate(names) if re.search(pattern, name)}
-        except re.error as error:
+        except (re.error, TypeError) as error:
             raise ValueError(f"{option}: {pattern!r} is not a regular expression: {error}") from None
         if not leaves:
             raise ValueError(f"{option}: {pattern!r} matches no parameter; the parameters are {', '.join(names)}")

@@ -21,7 +21,7 @@ from kfac._layers import Layers
 from kfac._optimizer.arguments import fitted
 from kfac._optimizer.moves import Moves, ScalarOrSchedule, value_at
 from kfac._optimizer.options import Options, check_options
-from kfac._optimizer.parts import keep_dtype, momentum_beside_blocks
+from kfac._optimizer.parts import momentum_beside_blocks
 from kfac._optimizer.scale_by_kfac import precondition_and_move
 from kfac._optimizer.state import find_state
 from kfac._varying import mesh_of, on_mesh, placed
@@ -154,7 +154,7 @@ def _assemble(
         parts.append(optax.add_decayed_weights(decay, weight_decay_mask))
     if not moves.rate_in_momentum:
         parts.append(optax.scale_by_learning_rate(moves.learning_rate))
-    return _followed_by(tx, keep_dtype(optax.chain(*(parts or [optax.identity()]))))
+    return _followed_by(tx, optax.chain(*(parts or [optax.identity()])))
 
 
 def _followed_by(tx: Optimizer, rest: Optimizer) -> Optimizer:
@@ -173,6 +173,8 @@ def _followed_by(tx: Optimizer, rest: Optimizer) -> Optimizer:
         # XLA makes a selection part of the arithmetic beside it, where kernels of a branch would have to be compiled.
         taken = ~find_state(first, "state").refused
         second = jax.tree.map(lambda new, old: jnp.where(taken, new, old), second, state[1])
-        return jax.tree.map(lambda leaf: jnp.where(taken, leaf, 0), moved), (first, second)
+        # In the dtype of the gradients, whatever the scalars and parameters that `rest` multiplies by.
+        moved = jax.tree.map(lambda leaf, like: jnp.where(taken, leaf, 0).astype(like.dtype), moved, updates)
+        return moved, (first, second)
 
     return optax.GradientTransformationExtraArgs(init, update)

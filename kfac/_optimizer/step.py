@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,11 +15,11 @@ import optax
 from jax import lax
 
 from kfac._curvature.blocks import Group
-from kfac._curvature.inverse import ALL_ROWS, Inverse, Whole, averaged, cosine, finite, per_block, sums
+from kfac._curvature.inverse import ALL_ROWS, Inverse, Whole, averaged, cosine, finite, per_block
 from kfac._curvature.refresh import once_if, refresh
 from kfac._distributed.owners import Shard
 from kfac._distributed.ways import Way
-from kfac._factors import Block, Factors, Statistics
+from kfac._factors import Factors, Statistics
 from kfac._layers import Layer, leaves_by_path, map_by_path
 from kfac._optimizer.moves import Kernels, Motion, MovesNow, Stack, adapted, clip_scale, find_kernels, lengthened
 from kfac._optimizer.segment import closed, opened
@@ -27,7 +28,6 @@ from kfac._packing import filled, flatten, unflatten
 from kfac._varying import as_varying, varying_axes, within_devices
 
 Vectors = dict[str, jax.Array]  # for each group `[k]`, a number for each block
-Dtypes = Mapping[str, Sequence[Any]]  # for each group one for each part of its columns
 
 
 class Gradients(NamedTuple):
@@ -103,14 +103,11 @@ def preconditioned_step(
     params: Gradients | None,
     state: KfacState,
     now: Now,
-    factors: Factors | dict[str, Block] | None,
-    *,
-    narrow: Dtypes | None = None,
+    factors: Factors | dict[str, Statistics] | None,
 ) -> tuple[Gradients, KfacState]:
     """Makes one step on one device. Statistics are `Factors` still to be averaged, or stacks of this device's blocks.
 
-    `params` are for the lengths of steps, if these depend on them. `narrow` has the narrowest dtype of the leaves of
-    each part of the `stacks`.
+    `params` are for the lengths of steps, if these depend on them.
     """
     check_state(config, state, config.way.devices)
     state = before = opened(state, config.way)
@@ -119,11 +116,11 @@ def preconditioned_step(
     updates, gradients, square, usable = take_gradients(place, state, updates)
     changed, due = decide(place, state, usable, statistics=factors is not None)
     left_out: Vectors = {}
-    change = None
     if factors is not None:
-        batch = average_statistics(place, factors) if isinstance(factors, Factors) else factors
-        batch = batch | gradient_statistics(place, gradients)
-        state, left_out, change = take_in(place, state, batch, usable)
+        stacks = average_statistics(place, factors) if isinstance(factors, Factors) else factors
+        batch = {name: stack.unpacked() for name, stack in stacks.items()}
+        batch |= {g.name: g.block.of_gradients(g.shapes, gradients[g.name]) for g in config.groups if not g.captured}
+        state, left_out = take_in(place, state, batch, usable)
         if config.way.alone:
             # Statistics are gone before gradients are stacked; XLA would keep both until the end.
             state, updates = lax.optimization_barrier((state, updates))
@@ -139,12 +136,9 @@ def preconditioned_step(
     steps, motions, scale = move(place, state, preconditioned, angles, gradients, params)
     to_all = {name: shard for name, shard in place.apart.items() if name not in updates.stacks}
     steps |= config.way.gather({name: steps[name] for name in to_all}, to_all)
-    updates, usable = restore(place, updates, steps, usable & jnp.isfinite(sum(squares)), narrow or {})
-    metrics, usable = measure(place, state, motions, square, squares, change, [left_out, failed], usable)
+    updates, usable = restore(place, updates, steps, usable & jnp.isfinite(sum(squares)))
+    metrics, usable = measure(place, state, motions, square, squares, scale, [left_out, failed], usable)
     state = commit(state, advanced, motions, usable)
-    if scale is not None:
-        scale = jnp.where(usable, scale.astype(jnp.float32), metrics.kl_clip_scale)
-        metrics = metrics._replace(kl_clip_scale=scale)
     state = count(state._replace(measured=measured), now, changed, metrics, usable)
     return updates, closed(state, config.way, before)
 
@@ -213,13 +207,13 @@ def decide(place: Place, state: KfacState, usable: jax.Array, *, statistics: boo
     return last_change, usable & ((now.warmup & statistics) | in_turn)
 
 
-def average_statistics(place: Place, factors: Factors) -> dict[str, Block]:
+def average_statistics(place: Place, factors: Factors) -> dict[str, Statistics]:
     """This step's statistics of the blocks that this device keeps, averaged over devices."""
     config, way = place.config, place.config.way
     if not way.alone:
-        return unpacked(way.statistics(stack_packed(config, factors, way.mean), place.shards))
+        return way.statistics(stack_packed(config, factors, way.mean), place.shards)
     whole = Factors({name: block.combined() for name, block in factors.items()})
-    return {g.name: g.stack_factors(whole, moments=config.has_moments(g)) for g in config.groups if g.captured}
+    return {g.name: g.stack_factors(whole, g.moments(config.inverse)) for g in config.groups if g.captured}
 
 
 def stack_packed(config: Config, factors: Factors, mean: Callable[[Any], Any] | None = None) -> dict[str, Statistics]:
@@ -233,28 +227,18 @@ def stack_packed(config: Config, factors: Factors, mean: Callable[[Any], Any] | 
 
     def to_send(group: Group, layer: Layer) -> Any:
         packed = factors[layer.name].packed(tuple(layer.side_shapes.values()), mean, dtype)
-        return group.block.to_send(layer, packed, fill, config.has_moments(group))
+        return group.block.to_send(packed, fill)
 
     stacks: dict[str, Any] = {}
     for group in [group for group in config.groups if group.captured]:
-        stack = group.stack_factors(Factors({layer.name: to_send(group, layer) for layer in group.layers}))
+        moments = group.moments(config.inverse)
+        moments = None if moments is None else fill(jnp.zeros(math.prod(moments))).shape
+        stack = group.stack_factors(Factors({x.name: to_send(group, x) for x in group.layers}), moments)
         stacks[group.name] = group.block.sent(group.shapes, stack)
     return stacks
 
 
-def unpacked(stacks: Mapping[str, Statistics]) -> dict[str, Block]:
-    """The statistics of a device's own blocks, from what was sent."""
-    return {name: stack.unpacked() for name, stack in stacks.items()}
-
-
-def gradient_statistics(place: Place, gradients: Vectors) -> dict[str, Block]:
-    """The gradient's own factors, of the blocks that this device keeps."""
-    return {g.name: g.of_gradients(gradients[g.name]) for g in place.config.groups if not g.captured}
-
-
-def take_in(
-    place: Place, state: KfacState, batch: dict[str, Block], usable: jax.Array
-) -> tuple[KfacState, Vectors, jax.Array]:
+def take_in(place: Place, state: KfacState, batch: dict[str, Any], usable: jax.Array) -> tuple[KfacState, Vectors]:
     """Takes this step's statistics into the running averages; a block whose statistics are not finite leaves them out.
 
     Args:
@@ -264,50 +248,25 @@ def take_in(
       usable: whether the gradients are finite, on all devices.
 
     Returns:
-      The state; which blocks left theirs out; and `||batch - average|| / ||average||`, summed over this device's
-      Kronecker factors: 1 for one without an average so far, or whose statistics are left out.
+      The state, and which blocks left theirs out.
     """
-    config, way = place.config, place.config.way
+    config = place.config
     steps = jnp.where(state.measured < 0, 1, jnp.maximum(state.count - state.measured, 1))
     decay = place.now.decay.astype(jnp.result_type(float)) ** steps
-    factors: dict[str, Any] = {group.name: batch[group.name] for group in config.groups}
-    factors |= {n: dataclasses.replace(b, moments=None) for n, b in factors.items() if b.moments is not None}
-    averages = {group.name: state.blocks[group.name].factors for group in config.groups}
-    differences = jax.tree.map(lambda new, old: new.astype(old.dtype) - old, factors, averages)
-    taken, left_out, changes = {}, {}, []
+    result, left_out = {}, {}
     for group in config.groups:
-        name, mine, moments = group.name, place.mine[group.name], batch[group.name].moments
-        pairs = zip(*map(jax.tree.leaves, (differences[name], averages[name])), strict=True)
-        squares = [sums([difference * difference, average * average]) for difference, average in pairs]
-        good = jnp.isfinite(sum(square for square, _ in squares))
-        good = good if moments is None else good & finite(moments)
-        taken[name], left_out[name] = good & mine & usable, ~good & mine
-        counted = mine & counts_here(place.shards, way, name)
-        for square, size in squares if group.owned and group.captured else ():
-            comparable = taken[name] & (size > 0)
-            relative = jnp.where(comparable, jnp.sqrt(square / jnp.where(comparable, size, 1)), 1)
-            changes.append(jnp.where(counted, relative, 0))
-    change = jnp.sum(_join(changes), dtype=jnp.float32)
-    result = {}
-    for group in config.groups:
-        name, block, inverse = group.name, state.blocks[group.name], state.blocks[group.name].inverse
-        chosen = after(change, taken[name]) if group.owned else taken[name]
-        if config.has_moments(group):
+        name, block, statistics = group.name, state.blocks[group.name], batch[group.name]
+        good = jnp.all(jnp.stack([finite(x) for x in jax.tree.leaves(statistics)]), axis=0)
+        taken, left_out[name] = good & place.mine[name] & usable, ~good & place.mine[name]
+        inverse, moments = block.inverse, statistics.moments
+        if moments is not None:
             # Those before the first decomposition are in no basis that is kept.
-            corrected = way.take({name: jnp.asarray(group.corrected)}, place.shards)[name] & (block.condition > 0)
-            inverse = config.inverse.absorb(inverse, batch[name].moments, decay, chosen & corrected)
-        average, weight = averaged(group.scaled(block.factors, back=True), block.weight, factors[name], decay, chosen)
+            corrected = config.way.take({name: jnp.asarray(group.corrected)}, place.shards)[name]
+            inverse = config.inverse.absorb(inverse, moments, decay, taken & corrected & (block.condition > 0))
+            statistics = dataclasses.replace(statistics, moments=None)
+        average, weight = averaged(group.scaled(block.factors, back=True), block.weight, statistics, decay, taken)
         result[name] = block._replace(factors=group.scaled(average), weight=weight, inverse=inverse)
-    return with_blocks(state, result), left_out, change
-
-
-def after(number: jax.Array, flags: jax.Array) -> jax.Array:
-    """Returns `flags`, made to depend on `number`, which is not negative.
-
-    XLA then reads the old averages, which the number is made of, before it overwrites those that are flagged, and needs
-    no copy of them. An optimization barrier here it would take away.
-    """
-    return flags & ~(number < -1)
+    return with_blocks(state, result), left_out
 
 
 def refresh_inverses(
@@ -404,7 +363,7 @@ def move(
     full = (now.rate > 0) & (now.rate <= last) & (now.rate >= highest / 2)
     if now.limit is not None:
         products = {name: x * gradients[name] for name, x in steps.items()}
-        scale = clip_scale(now.limit, now.rate, sum_of_all(place, products))
+        scale = clip_scale(now.limit, now.rate, sum_of_all(place, products)).astype(jnp.float32)
         steps = {name: scale.astype(x.dtype) * x for name, x in steps.items()}
     if moves.rate_in_momentum:
         steps = {name: -now.rate.astype(x.dtype) * x for name, x in steps.items()}
@@ -451,9 +410,7 @@ def _stack(place: Place, group: Group, steps: jax.Array, params: jax.Array | Non
     return Stack(steps, params, gradients, kernels, whole=whole)
 
 
-def restore(
-    place: Place, updates: Gradients, steps: Vectors, usable: jax.Array, narrow: Dtypes
-) -> tuple[Gradients, jax.Array]:
+def restore(place: Place, updates: Gradients, steps: Vectors, usable: jax.Array) -> tuple[Gradients, jax.Array]:
     """The steps in the form of `updates`, and whether all are finite."""
     new: dict[str, jax.Array] = {}
     whole = {name: x for name, x in steps.items() if name not in updates.stacks}
@@ -470,10 +427,9 @@ def restore(
     narrowed = [leaf for path, leaf in leaves.items() if path in new and leaf.dtype != new[path].dtype]
     stacks = {}
     for name, slices in updates.stacks.items():
-        rows = np.cumsum([x.shape[1] for x in slices])[:-1]
-        parts = list(zip(jnp.split(steps[name], rows, axis=1), slices, narrow[name], strict=True))
-        narrowed += [place.own(name, x).astype(dtype) for x, _, dtype in parts if x.dtype != dtype]
-        stacks[name] = [x.astype(old.dtype) for x, old, _ in parts]
+        parts = jnp.split(steps[name], np.cumsum([x.shape[1] for x in slices])[:-1], axis=1)
+        stacks[name] = [x.astype(old.dtype) for x, old in zip(parts, slices, strict=True)]
+        narrowed += [place.own(name, x) for x in stacks[name] if x.dtype != steps[name].dtype]
     return Gradients(tree, stacks), usable & _all_finite(jnp.zeros(()), narrowed)
 
 
@@ -498,7 +454,7 @@ def measure(
     motions: dict[str, Motion],
     square: jax.Array,
     preconditioned: tuple[jax.Array, jax.Array],
-    change: Any,
+    scale: jax.Array | None,
     flagged: list[Vectors],
     usable: jax.Array,
 ) -> tuple[KfacMetrics, jax.Array]:
@@ -510,7 +466,7 @@ def measure(
       motions: those after the step.
       square: the squared norm of the gradient.
       preconditioned: that of the preconditioned one, of what devices precondition alone, and of what all do.
-      change: what `take_in` returned, or None without statistics.
+      scale: that of the KL clip, or None without one.
       flagged: the blocks that left statistics out, and those whose inversion failed.
       usable: whether this device finds it so.
     """
@@ -524,24 +480,18 @@ def measure(
     extremes = jnp.stack([jnp.max(_join(part)).astype(jnp.float32) for part in parts])
     apart, rest = (x.astype(jnp.float32) for x in preconditioned)
     # In one message: as float32, numbers of blocks are exact.
-    shares = jnp.stack([*counts.astype(jnp.float32), apart, jnp.float32(0) if change is None else change])
-    *sums, apart, total = way.total(shares)
+    *sums, apart = way.total(jnp.stack([*counts.astype(jnp.float32), apart]))
     counts, extremes = jnp.stack(sums).astype(jnp.int32), way.largest(extremes)
     usable = counts[2] == 0  # agreed once more: the next step's decisions follow from it
-    statistics_change = metrics.statistics_change
-    if change is not None:
-        number = 2 * sum(group.size for group in place.config.owned if group.captured)
-        statistics_change = jnp.where(usable, total / max(number, 1), statistics_change)
     new = KfacMetrics(
         gradient_norm=jnp.sqrt(square).astype(jnp.float32),
         preconditioned_norm=jnp.sqrt(apart + rest),
         condition=extremes[0],
-        statistics_change=statistics_change,
         inverse_age=jnp.maximum(extremes[1].astype(jnp.int32) - ~usable, 0),  # a step that is refused is none
         skipped_statistics=metrics.skipped_statistics + counts[0],
         failed_inversions=metrics.failed_inversions + counts[1],
         skipped_steps=metrics.skipped_steps + ~usable,
-        kl_clip_scale=metrics.kl_clip_scale,
+        kl_clip_scale=metrics.kl_clip_scale if scale is None else jnp.where(usable, scale, metrics.kl_clip_scale),
         slowest=jnp.where(usable, 1 / extremes[3], metrics.slowest) if rates else jnp.ones((), jnp.float32),
         fastest=jnp.where(usable, extremes[2], metrics.fastest) if rates else jnp.ones((), jnp.float32),
     )

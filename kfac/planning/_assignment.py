@@ -18,9 +18,9 @@ from kfac._checks import check, check_layers
 from kfac._curvature.blocks import Group, group_layers
 from kfac._curvature.inverse import Inverse, check_inverse, count_bytes
 from kfac._curvature.soap import Soap
-from kfac._distributed.distribution import Distribution, check_distribution
 from kfac._distributed.owners import Cost, Shard, group_costs, make_shards
 from kfac._distributed.segments import BUCKETS, make_buckets, make_segments
+from kfac._distributed.ways import Way
 from kfac._factors import Block
 from kfac._layers import Layers, format_bytes
 from kfac._optimizer.moves import Moves
@@ -42,7 +42,6 @@ class Assignment:
       layers: the layers.
       devices: number of devices.
       inverse: how blocks are inverted, as given to the optimizer. None: as `kfac.kfac` does by default.
-      distribution: how devices are used, likewise.
       gradients: how they get to the owners. `"averaged"` on all devices, as by `lax.pmean`, or by XLA for parameters
         that all devices have; `"local"`: as they are inside `jax.shard_map`, averaged at the owners alone; `"split"`:
         to the owners alone, of parameters that are split over the devices.
@@ -52,7 +51,6 @@ class Assignment:
     layers: Layers
     devices: int = 1
     inverse: Inverse | None = None
-    distribution: Distribution | None = None
     gradients: str = "averaged"
     communication_dtype: str = "float32"
 
@@ -60,7 +58,6 @@ class Assignment:
         """Checks the arguments."""
         check_layers(self.layers)
         check(devices=self.devices, gradients=self.gradients, communication_dtype=self.communication_dtype)
-        check_distribution(self.distribution)
         check_inverse(self.kind)
 
     @property
@@ -94,8 +91,8 @@ class Assignment:
     @property
     def memory_per_device(self) -> int:
         """Bytes of running averages, inverses and momentum that every device holds."""
-        mesh = AbstractMesh((self.devices,), ("devices",))
-        config = Config(self.layers, self.groups, self.kind, Distribution(mesh=mesh), True, Moves(momentum=0.9))
+        mesh, way = AbstractMesh((self.devices,), ("devices",)), Way(("devices",), ("devices",))
+        config = Config(self.layers, self.groups, self.kind, way, True, Moves(momentum=0.9))
         state = jax.eval_shape(lambda: init_over_mesh(config, mesh, {}))
 
         def held(owned):
@@ -203,7 +200,7 @@ class Assignment:
 
     def _statistics(self, group: Group, dtype: Any = jnp.float32) -> Block:
         """One block's."""
-        return group.zeros(1, dtype, moments=group.kind(self.kind).takes_moments)
+        return group.zeros(1, dtype, group.moments(self.kind))
 
     def _basis(self, group: Group) -> Any:
         """What all devices get of the inverse of one block."""

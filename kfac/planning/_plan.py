@@ -10,7 +10,6 @@ from typing import Any
 from kfac._checks import check, check_positive_int
 from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import Inverse
-from kfac._distributed.distribution import Distribution
 from kfac._distributed.intervals import products_of, statistics_of
 from kfac._layers import Layers, format_bytes
 from kfac.planning._assignment import Assignment, by_kind
@@ -104,7 +103,6 @@ def plan(
     hardware: str | Hardware = "h100",
     overhead: float = 0.05,
     inverse: Inverse | None = None,
-    distribution: Distribution | None = None,
     gradients: str = "averaged",
     communication_dtype: str = "float32",
     inverse_every: int | None = None,
@@ -125,7 +123,6 @@ def plan(
       overhead: by what share of the time of a first-order step the mean step may be longer. The shortest intervals for
         which that is so are picked: first one for both, then statistics as often as the rest allows.
       inverse: how blocks are inverted, as given to the optimizer. None: as `kfac.kfac` does by default.
-      distribution: how devices are used, likewise.
       gradients: as of `Assignment`.
       communication_dtype: likewise.
       inverse_every: the interval between refreshes, if it is not to be picked.
@@ -136,18 +133,14 @@ def plan(
       A `Plan`.
 
     Raises:
-      ValueError: an argument is out of range, `distribution` has `owners`, or a layer was found without positions.
+      ValueError: an argument is out of range, or a layer was found without positions.
     """
     machine = _machine(hardware, rates)
-    if distribution is not None and set(distribution.way().axes) - set(distribution.way().owners):
-        have = f"distribution has owners={distribution.owners!r}"
-        raise ValueError(f"{have}, but the plan is of one group of owners: give it one without, for such a group")
     check(batch=batch, overhead=overhead)
     for name, every in (("inverse_every", inverse_every), ("statistics_every", statistics_every)):
         if every is not None:
             check_positive_int(name, every)
-
-    one = Assignment(layers, devices, inverse, distribution, gradients, communication_dtype)
+    one = Assignment(layers, devices, inverse, gradients, communication_dtype)
     flops, messages, seconds = _costs(one, batch, machine)
     budget = overhead * (seconds["model"] + seconds["gradients"]) - seconds["preconditioning"] - seconds["results"]
     statistics_every, inverse_every = _intervals(seconds, budget, statistics_every, inverse_every)
