@@ -24,7 +24,7 @@ from kfac._optimizer.moves import Moves, ScalarOrSchedule, value_at
 from kfac._optimizer.options import Options, check_options
 from kfac._optimizer.over_mesh import OverMesh, init_over_mesh
 from kfac._optimizer.reshard import on_states, some_state, state_spec
-from kfac._optimizer.segment import closed, opened
+from kfac._optimizer.segment import closed
 from kfac._optimizer.state import (
     Config,
     KfacState,
@@ -211,7 +211,6 @@ def refresh(opt_state: Any, *, distribution: Distribution | None = None) -> Any:
 
     def local(state):
         check_devices(state, way.devices)
-        state = before = opened(state, way)
         n = state.count  # in the place of what a refresh does not read
         damping = Now(state.damping, state.unitwise_damping, n, n, n, Moves().at(n))
         mine = dict.fromkeys(state.blocks, True) | {name: way.owns(shard) for name, shard in shards_of(state).items()}
@@ -219,7 +218,7 @@ def refresh(opt_state: Any, *, distribution: Distribution | None = None) -> Any:
         state, failed = refresh_inverses(way, state, wanted, damping, None)
         number = way.total(count_blocks(shards_of(state), way, failed))
         metrics = state.metrics._replace(failed_inversions=state.metrics.failed_inversions + number)
-        return closed(state._replace(metrics=metrics), way, before)
+        return state._replace(metrics=metrics)
 
     if mesh is not None and way.owners:
         spec = state_spec(way.owners)

@@ -167,11 +167,6 @@ class KfacState(NamedTuple):
         """
         return {name: own.blocks for name, own in self.owned.items()} | self.shared
 
-    @property
-    def motions(self) -> dict[str, Motion]:
-        """Momenta and rates of all groups, of the blocks that a device preconditions."""
-        return {name: block.motion for name, block in self.blocks.items()}
-
 
 class AdaptiveDampingState(NamedTuple):
     """State of `adaptive_damping`.
@@ -207,11 +202,6 @@ def with_blocks(state: KfacState, blocks: dict[str, BlockState]) -> KfacState:
     """The state with other blocks."""
     owned = {name: dataclasses.replace(own, blocks=blocks[name]) for name, own in state.owned.items()}
     return state._replace(owned=owned, shared={name: blocks[name] for name in state.shared})
-
-
-def with_motions(state: KfacState, motions: dict[str, Motion]) -> KfacState:
-    """The state with other momenta and rates."""
-    return with_blocks(state, {name: block._replace(motion=motions[name]) for name, block in state.blocks.items()})
 
 
 @dataclasses.dataclass(frozen=True)

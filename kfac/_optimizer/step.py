@@ -22,8 +22,8 @@ from kfac._distributed.ways import Way
 from kfac._factors import Factors, Statistics
 from kfac._layers import Layer, leaves_by_path, map_by_path
 from kfac._optimizer.moves import Kernels, Motion, MovesNow, Stack, adapted, clip_scale, find_kernels, lengthened
-from kfac._optimizer.segment import closed, opened
-from kfac._optimizer.state import Config, KfacMetrics, KfacState, check_state, shards_of, with_blocks, with_motions
+from kfac._optimizer.segment import part_of, with_parts
+from kfac._optimizer.state import Config, KfacMetrics, KfacState, check_state, shards_of, with_blocks
 from kfac._packing import filled, flatten, unflatten
 from kfac._varying import as_varying, varying_axes, within_devices
 
@@ -110,7 +110,6 @@ def preconditioned_step(
     `params` are for the lengths of steps, if these depend on them.
     """
     check_state(config, state, config.way.devices)
-    state = before = opened(state, config.way)
     config.way.check(updates.tree, factors if isinstance(factors, Factors) else None)
     place = Place(config, now, shards_of(state))
     updates, gradients, square, usable = take_gradients(place, state, updates)
@@ -138,9 +137,9 @@ def preconditioned_step(
     steps |= config.way.gather({name: steps[name] for name in to_all}, to_all)
     updates, usable = restore(place, updates, steps, usable & jnp.isfinite(sum(squares)))
     metrics, usable = measure(place, state, motions, square, squares, scale, [left_out, failed], usable)
-    state = commit(state, advanced, motions, usable)
+    state = commit(state, config.way, advanced, motions, usable)
     state = count(state._replace(measured=measured), now, changed, metrics, usable)
-    return updates, closed(state, config.way, before)
+    return updates, state
 
 
 def take_gradients(
@@ -250,23 +249,24 @@ def take_in(place: Place, state: KfacState, batch: dict[str, Any], usable: jax.A
     Returns:
       The state, and which blocks left theirs out.
     """
-    config = place.config
+    config, way, left_out = place.config, place.config.way, {}
     steps = jnp.where(state.measured < 0, 1, jnp.maximum(state.count - state.measured, 1))
     decay = place.now.decay.astype(jnp.result_type(float)) ** steps
-    result, left_out = {}, {}
     for group in config.groups:
         name, block, statistics = group.name, state.blocks[group.name], batch[group.name]
         good = jnp.all(jnp.stack([finite(x) for x in jax.tree.leaves(statistics)]), axis=0)
         taken, left_out[name] = good & place.mine[name] & usable, ~good & place.mine[name]
-        inverse, moments = block.inverse, statistics.moments
-        if moments is not None:
+        if statistics.moments is not None:
             # Those before the first decomposition are in no basis that is kept.
-            corrected = config.way.take({name: jnp.asarray(group.corrected)}, place.shards)[name]
-            inverse = config.inverse.absorb(inverse, moments, decay, taken & corrected & (block.condition > 0))
+            corrected = way.take({name: jnp.asarray(group.corrected)}, place.shards)[name] & (block.condition > 0)
+            kept = part_of(state, way, name, "inverse")
+            inverse = config.inverse.absorb(kept, statistics.moments, decay, taken & corrected)
+            state = with_parts(state, way, name, inverse=inverse)
             statistics = dataclasses.replace(statistics, moments=None)
-        average, weight = averaged(group.scaled(block.factors, back=True), block.weight, statistics, decay, taken)
-        result[name] = block._replace(factors=group.scaled(average), weight=weight, inverse=inverse)
-    return with_blocks(state, result), left_out
+        old = group.scaled(part_of(state, way, name, "factors"), back=True)
+        average, weight = averaged(old, block.weight, statistics, decay, taken)
+        state = with_parts(state, way, name, factors=group.scaled(average), weight=weight)
+    return state, left_out
 
 
 def refresh_inverses(
@@ -277,36 +277,38 @@ def refresh_inverses(
     Nothing is done where not `needed`, which devices agree on; None for no such question. XLA changes stacks in their
     place, once all gradients are known.
     """
-    blocks = state.blocks
-    stacks = {name: (block.inverse, block.condition) for name, block in blocks.items()}
     none = {name: as_varying(jnp.zeros(flags.shape, bool), varying_axes(flags)) for name, flags in wanted.items()}
 
+    def carried(state, valid):
+        stacks = {name: (block.inverse, block.condition) for name, block in state.blocks.items()}
+        return stacks, state.segment.inverse, state.bases, valid
+
+    def restored(stacks, segment, bases, valid):
+        blocks = {n: state.blocks[n]._replace(inverse=inverse, condition=c) for n, (inverse, c) in stacks.items()}
+        return with_blocks(state, blocks)._replace(segment=state.segment._replace(inverse=segment), bases=bases), valid
+
     def renewed(old):
-        new, valid = {}, {}
-        for name, (kept, condition) in old[0].items():
-            owned = name in state.owned
-            inverse = state.owned[name].inverse if owned else kept.inverse
-            damping = now.damping if owned else now.unitwise
-            result = refresh(inverse, kept, blocks[name].factors, wanted[name], damping)
-            new[name] = result.inverse, jnp.where(result.valid, result.condition, condition)
-            valid[name] = result.valid
-        return new, _fetched(way, state, old[1], new), valid
+        new, valid = restored(*old)
+        for name in state.blocks:
+            kept, owned = part_of(new, way, name, "inverse"), state.owned.get(name)
+            kind, damping = (kept.inverse, now.unitwise) if owned is None else (owned.inverse, now.damping)
+            result = refresh(kind, kept, part_of(state, way, name, "factors"), wanted[name], damping)
+            condition = jnp.where(result.valid, result.condition, new.blocks[name].condition)
+            new = with_parts(new, way, name, inverse=result.inverse, condition=condition)
+            valid = valid | {name: result.valid}
+        # What all devices have of the inverses, from their owners.
+        sent = {n: flatten(new.owned[n].inverse.basis(part_of(new, way, n, "inverse"))) for n in new.bases}
+        received = way.gather(sent, shards_of(state))
+        bases = {name: unflatten(flat, new.bases[name]) for name, flat in received.items()}
+        return carried(new._replace(bases=bases), valid)
 
-    start = stacks, state.bases, none
-    stacks, bases, valid = renewed(start) if needed is None else once_if(needed, renewed, start)
-    result = {}
-    for name, block in blocks.items():
-        inverted = jnp.where(valid[name], state.count, block.inverted)
-        result[name] = block._replace(inverse=stacks[name][0], condition=stacks[name][1], inverted=inverted)
-    state = with_blocks(state, result)._replace(bases=bases)
-    return state, {name: wanted[name] & ~valid[name] for name in blocks}
-
-
-def _fetched(way: Way, state: KfacState, bases: dict[str, Any], stacks: dict[str, Any]) -> dict[str, Any]:
-    """What all devices have of the inverses, from their owners."""
-    sent = {name: flatten(state.owned[name].inverse.basis(stacks[name][0])) for name in bases}
-    received = way.gather(sent, shards_of(state))
-    return {name: unflatten(flat, bases[name]) for name, flat in received.items()}
+    start = carried(state, none)
+    state, valid = restored(*(renewed(start) if needed is None else once_if(needed, renewed, start)))
+    inverted = {
+        n: block._replace(inverted=jnp.where(valid[n], state.count, block.inverted))
+        for n, block in state.blocks.items()
+    }
+    return with_blocks(state, inverted), {name: wanted[name] & ~valid[name] for name in valid}
 
 
 def precondition(place: Place, state: KfacState, gradients: Vectors) -> tuple[Vectors, dict[str, Any], Vectors]:
@@ -317,7 +319,7 @@ def precondition(place: Place, state: KfacState, gradients: Vectors) -> tuple[Ve
     config, result, advanced, angles, damping = place.config, {}, {}, {}, place.now.damping
     for group in config.groups:
         name, block, inverse = group.name, state.blocks[group.name], group.kind(config.inverse)
-        kept, ready = block.inverse, block.condition > 0
+        kept, ready = part_of(state, config.way, name, "inverse"), block.condition > 0
         if inverse.takes_gradients:
             momentum = place.now.moves.momentum(config.moves)
             after = inverse.advance(kept, gradients[name], damping, momentum, ready, place.whole[name])
@@ -367,7 +369,8 @@ def move(
         steps = {name: scale.astype(x.dtype) * x for name, x in steps.items()}
     if moves.rate_in_momentum:
         steps = {name: -now.rate.astype(x.dtype) * x for name, x in steps.items()}
-    for name, (trace, rate) in state.motions.items():
+    for name in state.blocks:
+        trace, rate = part_of(state, config.way, name, "motion")
         if rate is not None:
             angle = angles[name] if trace is None else cosine(trace, gradients[name], place.whole[name].total)
             rate = adapted(rate, angle, full)
@@ -498,16 +501,15 @@ def measure(
     return new, usable
 
 
-def commit(state: KfacState, advanced: dict[str, Any], motions: dict[str, Motion], usable: jax.Array) -> KfacState:
+def commit(
+    state: KfacState, way: Way, advanced: dict[str, Any], motions: dict[str, Motion], usable: jax.Array
+) -> KfacState:
     """The state with what blocks have taken in of the gradients, and how they move, if the step is `usable`."""
-
-    def pick(new, old):
-        return jax.tree.map(lambda new, old: jnp.where(usable, new, old), new, old)
-
-    blocks = {
-        name: state.blocks[name]._replace(inverse=pick(x, state.blocks[name].inverse)) for name, x in advanced.items()
-    }
-    return with_motions(with_blocks(state, state.blocks | blocks), pick(motions, state.motions))
+    for name, motion in motions.items():
+        new = {"motion": motion} | ({"inverse": advanced[name]} if name in advanced else {})
+        old = {part: part_of(state, way, name, part) for part in new}
+        state = with_parts(state, way, name, **jax.tree.map(lambda new, old: jnp.where(usable, new, old), new, old))
+    return state
 
 
 def count(state: KfacState, now: Now, changed: jax.Array, metrics: KfacMetrics, usable: jax.Array) -> KfacState:
