@@ -277,10 +277,8 @@ def operator(
         amount = damping_of_blocks(group.kind(inverse), stacks[group.name], amounts[group.owned])
         spectrum = functools.partial(_spectrum, group.kind(inverse))
         spectra = in_portions(spectrum, group.size, inverses.get(group.name), stacks[group.name], amount)
-        if spectra.values.ndim > 3:  # the channels of a unit-wise layer are a stack of their own
-            blocks |= {layer.name: jax.tree.map(lambda x: x[0], part) for layer, part in group.split(spectra)}
-        else:
-            blocks |= {layer.name: part for layer, part in group.split(spectra)}
+        for layer, part in group.split(spectra):  # the channels of a unit-wise layer are a stack of their own
+            blocks[layer.name] = jax.tree.map(lambda x: x[0], part) if part.values.ndim > 3 else part
     return Operator({layer.name: blocks[layer.name] for layer in layers if layer.name in blocks}, layers)
 
 

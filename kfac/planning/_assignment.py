@@ -22,7 +22,7 @@ from kfac._distributed.owners import Cost, Shard, group_costs, make_shards
 from kfac._distributed.segments import BUCKETS, make_buckets, make_segments
 from kfac._distributed.ways import Way
 from kfac._factors import Block
-from kfac._layers import Layers, format_bytes
+from kfac._layers import Layers
 from kfac._optimizer.moves import Moves
 from kfac._optimizer.over_mesh import init_over_mesh
 from kfac._optimizer.state import Config
@@ -237,17 +237,8 @@ def _table(plan: Assignment) -> str:
     if len(shown) < plan.devices:
         idle = sum(cost == 0 for cost in costs)
         lines.append(f"   ... {plan.devices - len(shown)} more devices; {idle} devices own nothing")
-    lines += [
+    lines.append(
         f"one refresh: {total:.3g} n^3 in all; busiest device {worst:.3g}, "
-        f"{worst * plan.devices / total if total else 1:.2f} times the mean",
-        f"memory per device (averages, inverses, momentum): {format_bytes(plan.memory_per_device)}",
-        f"reduced per device, each time there are statistics: {by_kind(plan.statistics_messages)}",
-        f"gathered per step: {by_kind(plan.results_messages)}",
-        f"gathered per step with a refresh: {by_kind(plan.fetched_messages)}",
-    ]
+        f"{worst * plan.devices / total if total else 1:.2f} times the mean"
+    )
     return "\n".join(lines)
-
-
-def by_kind(messages: dict[str, int]) -> str:
-    """Bytes by kind of message, in words."""
-    return ", ".join(f"{kind} {format_bytes(size)}" for kind, size in messages.items()) or "nothing"

@@ -7,12 +7,12 @@ import itertools
 import math
 from typing import Any
 
-from kfac._checks import check, check_positive_int
+from kfac._checks import check, check_given
 from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.intervals import products_of, statistics_of
 from kfac._layers import Layers, format_bytes
-from kfac.planning._assignment import Assignment, by_kind
+from kfac.planning._assignment import Assignment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,10 +136,7 @@ def plan(
       ValueError: an argument is out of range, or a layer was found without positions.
     """
     machine = _machine(hardware, rates)
-    check(batch=batch, overhead=overhead)
-    for name, every in (("inverse_every", inverse_every), ("statistics_every", statistics_every)):
-        if every is not None:
-            check_positive_int(name, every)
+    check_given(batch=batch, overhead=overhead, inverse_every=inverse_every, statistics_every=statistics_every)
     one = Assignment(layers, devices, inverse, gradients, communication_dtype)
     flops, messages, seconds = _costs(one, batch, machine)
     budget = overhead * (seconds["model"] + seconds["gradients"]) - seconds["preconditioning"] - seconds["results"]
@@ -255,6 +252,11 @@ def _applied(group: Group, assignment: Assignment) -> float:
     return 2.0 * assignment.shards[group.name].positions * here.d_out * here.d_in * sides
 
 
+def _by_kind(messages: dict[str, int]) -> str:
+    """Bytes by kind of message, in words."""
+    return ", ".join(f"{kind} {format_bytes(size)}" for kind, size in messages.items()) or "nothing"
+
+
 def _text(plan: Plan) -> str:
     one, at = plan.assignment, plan.hardware
     lines = [
@@ -268,7 +270,7 @@ def _text(plan: Plan) -> str:
         seconds = sum(plan.seconds.get(part, 0.0) for part in {name, _SENT.get(name, name)})
         if name in plan.flops or kinds:
             flops = f"{plan.flops[name]:.3g}" if name in plan.flops else ""
-            lines.append(f"{name:<22}{flops:>18}{1e3 * seconds:>14.3f}  {by_kind(kinds) if kinds else ''}".rstrip())
+            lines.append(f"{name:<22}{flops:>18}{1e3 * seconds:>14.3f}  {_by_kind(kinds) if kinds else ''}".rstrip())
     name, share = plan.largest
     path = max(one.cost_per_device)
     lines += [
