@@ -208,7 +208,7 @@ class Sums(NamedTuple):
       square: `u^2`; of kernels those of `inside` alone, with `uw`, `ww`, `gw`, `gg`; zeros of what is no kernel.
       beside: `u^2` outside of it, so of the bias.
       moving: how many `u` are not zero.
-      known: how many `g` are not zero.
+      reached: how many `g` are not zero.
       size: elements of a kernel; 0 for what is none.
       outputs: `d_out`.
     """
@@ -220,7 +220,7 @@ class Sums(NamedTuple):
     gg: jax.Array
     beside: jax.Array
     moving: jax.Array
-    known: jax.Array
+    reached: jax.Array
     size: jax.Array
     outputs: jax.Array
 
@@ -232,12 +232,12 @@ def _sums(x: Stack) -> Sums:
         w = jnp.where(x.inside & per_block(x.kernels.size > 0, u), x.params, 0)
         products += [u * w, w * w, g * w, jnp.where(x.inside, g * g, 0), jnp.where(x.inside, 0, u * u)]
     totals = sums([product.astype(u.dtype) for product in products], 2 if x.by_row else 1)
-    square, moving, known, *rest = (s.reshape(-1) for s in totals)
-    totals = [square, moving, known, *(rest or 5 * [jnp.zeros_like(square)])]
-    square, moving, known, uw, ww, gw, gg, beside = totals if x.whole is None else x.whole(jnp.stack(totals))
+    square, moving, reached, *rest = (s.reshape(-1) for s in totals)
+    totals = [square, moving, reached, *(rest or 5 * [jnp.zeros_like(square)])]
+    square, moving, reached, uw, ww, gw, gg, beside = totals if x.whole is None else x.whole(jnp.stack(totals))
     # Rows that are leaves of their own are alike.
     size, outputs = (jnp.zeros_like(square) + number for number in (x.kernels.size, x.kernels.outputs))
-    return Sums(square - beside, uw, ww, gw, gg, beside, moving, known, size, outputs)
+    return Sums(square - beside, uw, ww, gw, gg, beside, moving, reached, size, outputs)
 
 
 def _lengths(x: Sums, coefficient: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -255,7 +255,7 @@ def _lengths(x: Sums, coefficient: jax.Array | None) -> tuple[jax.Array, jax.Arr
         moved = (x.ww > 0) & (square > 0)
         return jnp.where(moved, _ratio(coefficient * jnp.sqrt(x.ww), square), 1), radial
     length = jnp.where(kernel, jnp.sqrt(x.outputs), BESIDE_KERNELS * jnp.sqrt(x.moving))
-    return _ratio(jnp.where(x.known > 0, length, 0), square + x.beside), radial
+    return _ratio(jnp.where(x.reached > 0, length, 0), square + x.beside), radial
 
 
 def _ratio(length: jax.typing.ArrayLike, square: jax.Array) -> jax.Array:

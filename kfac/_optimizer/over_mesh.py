@@ -61,11 +61,11 @@ class OverMesh:
         def on_device(updates, params, state, now, stacks):
             return preconditioned_step(config, updates, params, state, now, stacks)
 
-        own: Any = Gradients(same, over)  # type: ignore[arg-type]  # the specs of such
+        gradients: Any = Gradients(same, over)  # type: ignore[arg-type]  # the specs of such
         apart = {g.name: over if g.owned else same for g in config.groups if g.captured}
         stacks = None if factors is None else whole(self.statistics_to_owners, apart)(factors)
-        given = own, same if params is None else own, states, same, None if factors is None else apart
-        step = jax.shard_map(on_device, mesh=self.mesh, in_specs=given, out_specs=(own, states))
+        in_specs = gradients, same if params is None else gradients, states, same, None if factors is None else apart
+        step = jax.shard_map(on_device, mesh=self.mesh, in_specs=in_specs, out_specs=(gradients, states))
         new, state = step(laid_out(updates), None if params is None else laid_out(params), state, now, stacks)
         return self.from_owners(new, updates) if split else lying_as(new.tree, updates), state
 
@@ -133,12 +133,12 @@ class OverMesh:
                     leaves |= part.split_matrices(_picked(self.lying(stack, None, *across), places), starts)
             return {path: leaves[path].astype(leaf.dtype) for path, leaf in apart.items()}
 
-        own, rest = whole(split, apart)(new.stacks), leaves_by_path(new.tree)
+        dealt, rest = whole(split, apart)(new.stacks), leaves_by_path(new.tree)
 
         def back(path, leaf):
             if path in self.config.skipped:
                 return leaf
-            leaf = own[path] if path in own else lying_as(rest[path], leaf)
+            leaf = dealt[path] if path in dealt else lying_as(rest[path], leaf)
             return self.lying(leaf, *self.splits.get(path, [UNSEEN]))
 
         return map_by_path(back, updates)
@@ -169,8 +169,10 @@ class OverMesh:
         """An array laid out over the mesh; as it is where nothing is known of one of its axes."""
         if UNSEEN in spec:
             return x
-        here = jax.sharding.get_abstract_mesh()  # with explicit axes, the same mesh as if they were not
-        return lax.with_sharding_constraint(x, NamedSharding(self.mesh if here.empty else here, PartitionSpec(*spec)))
+        around = jax.sharding.get_abstract_mesh()  # with explicit axes, the same mesh as if they were not
+        return lax.with_sharding_constraint(
+            x, NamedSharding(self.mesh if around.empty else around, PartitionSpec(*spec))
+        )
 
 
 UNSEEN = "unseen"  # in the place of how an axis lies

@@ -213,8 +213,8 @@ def refresh(opt_state: Any, *, distribution: Distribution | None = None) -> Any:
         check_devices(state, way.devices)
         n = state.count  # in the place of what a refresh does not read
         damping = Now(state.damping, state.unitwise_damping, n, n, n, Moves().at(n))
-        mine = dict.fromkeys(state.blocks, True) | {name: way.owns(shard) for name, shard in shards_of(state).items()}
-        wanted = {name: (block.weight > 0) & mine[name] for name, block in state.blocks.items()}
+        owns = dict.fromkeys(state.blocks, True) | {name: way.owns(shard) for name, shard in shards_of(state).items()}
+        wanted = {name: (block.weight > 0) & owns[name] for name, block in state.blocks.items()}
         state, failed = refresh_inverses(way, state, wanted, damping, None)
         number = way.total(count_blocks(shards_of(state), way, failed))
         metrics = state.metrics._replace(failed_inversions=state.metrics.failed_inversions + number)

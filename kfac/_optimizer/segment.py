@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kfac._distributed.collectives import here
+from kfac._distributed.collectives import of_this_device
 from kfac._distributed.owners import Shard
 from kfac._distributed.segments import lay_end_to_end
 from kfac._distributed.ways import Way
@@ -60,7 +60,7 @@ def part_of(state: KfacState, way: Way, name: str, part: str) -> Any:
     slot = slots_of(state, part).get(name)
     if slot is None:
         return getattr(state.blocks[name], part)
-    begin = here(slot.starts, slot.room, way.owners)
+    begin = of_this_device(slot.starts, slot.room, way.owners)
     flat = lax.dynamic_slice_in_dim(getattr(state.segment, part), begin, slot.size)
     flat = jnp.where(way.owns(state.owned[name].shard), flat, 0)[None]
     if part != "factors":
@@ -73,7 +73,7 @@ def with_parts(state: KfacState, way: Way, name: str, **parts: Any) -> KfacState
     for part in Segment._fields:
         slot = slots_of(state, part).get(name)
         if slot is not None and part in parts:
-            vector, begin = getattr(state.segment, part), here(slot.starts, slot.room, way.owners)
+            vector, begin = getattr(state.segment, part), of_this_device(slot.starts, slot.room, way.owners)
             old = lax.dynamic_slice_in_dim(vector, begin, slot.size)
             flat = _flat(part, parts.pop(part))[0].astype(old.dtype)
             flat = jnp.where(way.owns(state.owned[name].shard), flat, old)

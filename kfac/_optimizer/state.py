@@ -386,10 +386,10 @@ def check_groups(groups: Sequence[Group], state: KfacState) -> None:
     """Raises where a state is one for other layers."""
     sizes = {name: owned.shard.blocks for name, owned in state.owned.items()}
     sizes |= {name: blocks.weight.shape[-1] for name, blocks in state.shared.items()}
-    found = {name: f"{sizes[name]} of {next(iter(members))}" for name, members in state.members.items()}
+    held = {name: f"{sizes[name]} of {next(iter(members))}" for name, members in state.members.items()}
     expected = {group.name: f"{group.size} of {group.members}" for group in groups}
-    for name in expected | found:
-        has, needs = found.get(name, "none"), expected.get(name, "none")
+    for name in expected | held:
+        has, needs = held.get(name, "none"), expected.get(name, "none")
         if has != needs:
             raise ValueError(
                 f"the optimizer state is not one for these layers: its blocks {name} are {has}; the layers need "

@@ -70,7 +70,7 @@ class Place:
     shards: dict[str, Shard]
 
     @functools.cached_property
-    def mine(self) -> Vectors:
+    def owns(self) -> Vectors:
         """Of each group, `[positions]`: whether the block there is a device's own; all have those without owners."""
         of_owned = {name: self.config.way.owns(shard) for name, shard in self.shards.items()}
         return {g.name: of_owned.get(g.name, jnp.ones(g.size, bool)) for g in self.config.groups}
@@ -89,12 +89,12 @@ class Place:
     def whole(self) -> dict[str, Whole]:
         """What makes sums over the rows of groups that are here sums over their blocks, where devices share them."""
         pairs, total = zip(self.groups, self.config.groups, strict=True), self.config.way.total
-        shares = {g.name: here.d_in * here.d_out / (g.d_in * g.d_out) for here, g in pairs if here is not g}
+        shares = {g.name: x.d_in * x.d_out / (g.d_in * g.d_out) for x, g in pairs if x is not g}
         return {g.name: Whole(total, shares[g.name]) if g.name in shares else ALL_ROWS for g in self.groups}
 
-    def own(self, name: str, stack: jax.Array) -> jax.Array:
+    def only_owned(self, name: str, stack: jax.Array) -> jax.Array:
         """A stack of a group with zeros where the block is not this device's own."""
-        return jnp.where(per_block(self.mine[name], stack), stack, 0)
+        return jnp.where(per_block(self.owns[name], stack), stack, 0)
 
 
 def preconditioned_step(
@@ -127,7 +127,7 @@ def preconditioned_step(
     failed: Vectors = {}
     if config.refreshes:
         blocks = state.blocks
-        wanted = {name: due & place.mine[name] & (blocks[name].weight > 0) for name in blocks}
+        wanted = {name: due & place.owns[name] & (blocks[name].weight > 0) for name in blocks}
         state, failed = refresh_inverses(config.way, state, wanted, now, due)
     measured = jnp.where(usable & (factors is not None), state.count, state.measured)
     preconditioned, advanced, angles = precondition(place, state, gradients)
@@ -177,7 +177,7 @@ def stack_all(state: KfacState, trees: Gradients, groups: Iterable[Group]) -> Ve
 
 def sums_of_shares(place: Place, matrices: Vectors) -> tuple[jax.Array, jax.Array]:
     """The sums of all entries of the matrices that this device alone preconditions, and of those that all do."""
-    apart = [place.own(name, x) for name, x in matrices.items() if name in place.apart]
+    apart = [place.only_owned(name, x) for name, x in matrices.items() if name in place.apart]
     return _sum(apart), _sum(x for name, x in matrices.items() if name not in place.apart)
 
 
@@ -255,7 +255,7 @@ def take_in(place: Place, state: KfacState, batch: dict[str, Any], usable: jax.A
     for group in config.groups:
         name, block, statistics = group.name, state.blocks[group.name], batch[group.name]
         good = jnp.all(jnp.stack([finite(x) for x in jax.tree.leaves(statistics)]), axis=0)
-        taken, left_out[name] = good & place.mine[name] & usable, ~good & place.mine[name]
+        taken, left_out[name] = good & place.owns[name] & usable, ~good & place.owns[name]
         if statistics.moments is not None:
             # Those before the first decomposition are in no basis that is kept.
             corrected = way.take({name: jnp.asarray(group.corrected)}, place.shards)[name] & (block.condition > 0)
@@ -339,10 +339,10 @@ def _apply(place: Place, group: Group, inverse: Inverse, kept: Any, matrices: ja
     side = group.long_side or "A"
     diagonal, length = getattr(kept, side), matrices.shape["GA".index(side) + 1]
     pieces = jnp.pad(diagonal, ((0, 0), (0, -diagonal.shape[1] % length))).reshape(-1, length)
-    own = place.config.way.take({group.name: pieces}, place.apart)[group.name]
+    rows = place.config.way.take({group.name: pieces}, place.apart)[group.name]
     damping = inverse.damping_of_step(kept, damping)  # in which all rows have a say
     return dataclasses.replace(inverse, relative=False).apply(
-        dataclasses.replace(kept, **{side: own}), matrices, damping
+        dataclasses.replace(kept, **{side: rows}), matrices, damping
     )
 
 
@@ -406,7 +406,7 @@ def _stack(place: Place, group: Group, steps: jax.Array, params: jax.Array | Non
 
     def whole(sums):  # `[sums, k]`
         of_kernels = (
-            jnp.zeros((len(sums), len(pieces)), sums.dtype).at[:, whose].add(jnp.where(place.mine[name], sums, 0))
+            jnp.zeros((len(sums), len(pieces)), sums.dtype).at[:, whose].add(jnp.where(place.owns[name], sums, 0))
         )
         return (way.total(of_kernels) if name in place.apart else of_kernels)[:, whose]
 
@@ -432,7 +432,7 @@ def restore(place: Place, updates: Gradients, steps: Vectors, usable: jax.Array)
     for name, slices in updates.stacks.items():
         parts = jnp.split(steps[name], np.cumsum([x.shape[1] for x in slices])[:-1], axis=1)
         stacks[name] = [x.astype(old.dtype) for x, old in zip(parts, slices, strict=True)]
-        narrowed += [place.own(name, x) for x in stacks[name] if x.dtype != steps[name].dtype]
+        narrowed += [place.only_owned(name, x) for x in stacks[name] if x.dtype != steps[name].dtype]
     return Gradients(tree, stacks), usable & _all_finite(jnp.zeros(()), narrowed)
 
 
@@ -478,7 +478,7 @@ def measure(
     blocks = state.blocks.values()
     ages = [jnp.where(block.condition > 0, state.count - block.inverted, 0) for block in blocks]
     adapted_rates = {name: motion.rate for name, motion in motions.items() if motion.rate is not None}
-    rates = [[jnp.where(place.mine[name], x, 0) for x in (rate, 1 / rate)] for name, rate in adapted_rates.items()]
+    rates = [[jnp.where(place.owns[name], x, 0) for x in (rate, 1 / rate)] for name, rate in adapted_rates.items()]
     parts = [[block.condition for block in blocks], ages, *zip(*rates, strict=True)]
     extremes = jnp.stack([jnp.max(_join(part)).astype(jnp.float32) for part in parts])
     apart, rest = (x.astype(jnp.float32) for x in preconditioned)

@@ -172,10 +172,10 @@ def train_step(
         return layers, subsample or (4 if thin and many[1] else 1), options | cheaper
 
     def init(params, *args, **kwargs):
-        layers, part, given = layers_of(params, args, kwargs)
+        layers, part, optional = layers_of(params, args, kwargs)
         if verbose and jax.process_index() == 0:
-            print(_found(layers, part, given))
-        return kfac(learning_rate, layers, **given).init(params)
+            print(_found(layers, part, optional))
+        return kfac(learning_rate, layers, **optional).init(params)
 
     def step(params, opt_state, *args, fisher_key, statistics, **kwargs):
         layers, part, optional = layers_of(params, args, kwargs)

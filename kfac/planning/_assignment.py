@@ -98,8 +98,8 @@ class Assignment:
         def held(owned):
             return count_bytes([(x.factors, x.inverse, x.motion) for x in owned])
 
-        own = held(x.blocks for x in state.owned.values()) + count_bytes(state.segment)
-        return own // self.devices + held(state.shared.values()) + count_bytes(state.bases)
+        dealt = held(x.blocks for x in state.owned.values()) + count_bytes(state.segment)
+        return dealt // self.devices + held(state.shared.values()) + count_bytes(state.bases)
 
     def as_matrices(self, group: Group) -> Group:
         """A group as its gradients lie on a device."""
@@ -195,8 +195,8 @@ class Assignment:
 
     def _gradient(self, group: Group) -> Any:
         """One block's, or of a piece that a device has of it."""
-        here = self.as_matrices(group)
-        return jnp.zeros((1, here.d_out * here.d_in)) if group.owned else None
+        piece = self.as_matrices(group)
+        return jnp.zeros((1, piece.d_out * piece.d_in)) if group.owned else None
 
     def _statistics(self, group: Group, dtype: Any = jnp.float32) -> Block:
         """One block's."""
