@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kfac._curvature.blocks import Group
-from kfac._curvature.inverse import Momentum, per_block, sums
+from kfac._curvature.inverse import per_block, sums
 
 Scalar = float | jax.Array
 ScalarOrSchedule = Scalar | Callable[[jax.Array], jax.typing.ArrayLike]
@@ -45,14 +45,13 @@ class Moves:
     trust_ratio: Lengths = None
     layer_rates: bool = False
 
-    def at(self, count: jax.Array) -> MovesNow:
-        """The scalars of step `count`."""
-        coefficient = (
-            None if self.trust_ratio is None or isinstance(self.trust_ratio, str) else value_at(self.trust_ratio, count)
-        )
-        limit = None if self.kl_clip is None else value_at(self.kl_clip, count)
+    def at(self, count: jax.Array, **preconditioner: jax.Array) -> Now:
+        """The scalars of step `count`, with those of the preconditioner."""
+        lengths = None if self.trust_ratio is None or isinstance(self.trust_ratio, str) else self.trust_ratio
+        coefficient, limit = (None if x is None else value_at(x, count) for x in (lengths, self.kl_clip))
         decay = value_at(0.0 if self.momentum is None else self.momentum, count)
-        return MovesNow(limit, value_at(self.learning_rate, count), decay, coefficient)
+        return Now(limit=limit, rate=value_at(self.learning_rate, count), momentum=decay, coefficient=coefficient,
+                   **preconditioner)  # fmt: skip
 
     def needs_params(self, group: Group) -> bool:
         """Whether the step of a group depends on its parameters."""
@@ -71,16 +70,30 @@ class Motion(NamedTuple):
     rate: jax.Array | None
 
 
-class MovesNow(NamedTuple):
-    """The scalars of one step: the KL clip's constraint, the learning rate, the momentum's decay, the trust ratio."""
+class Now(NamedTuple):
+    """The scalars of one step.
 
+    Attributes:
+      damping: that of Kronecker blocks.
+      unitwise: that of unit-wise and diagonal ones.
+      decay: that of the running averages.
+      period: steps between refreshes; 0 for none.
+      warmup: whether all steps with statistics refresh.
+      limit: the constraint of the KL clip.
+      rate: the learning rate.
+      momentum: its decay.
+      coefficient: the trust ratio, if it is a number.
+    """
+
+    damping: jax.Array
+    unitwise: jax.Array
+    decay: jax.Array
+    period: jax.Array
+    warmup: jax.Array
     limit: jax.Array | None
     rate: jax.Array
-    decay: jax.Array
+    momentum: jax.Array
     coefficient: jax.Array | None
-
-    def momentum(self, moves: Moves) -> Momentum:
-        return Momentum(self.decay, moves.nesterov)
 
 
 def clip_scale(limit: jax.Array, rate: jax.Array, product: jax.Array) -> jax.Array:

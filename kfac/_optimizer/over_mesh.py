@@ -24,10 +24,11 @@ from kfac._curvature.inverse import finite
 from kfac._distributed.owners import Shard
 from kfac._factors import Factors, Statistics
 from kfac._layers import Layer, leaves_by_path, map_by_path
+from kfac._optimizer.moves import Now
 from kfac._optimizer.reshard import state_spec
 from kfac._optimizer.segment import closed
 from kfac._optimizer.state import Config, KfacState, Splits, init_state
-from kfac._optimizer.step import Gradients, Now, preconditioned_step, stack_packed
+from kfac._optimizer.step import Gradients, preconditioned_step, stack_packed
 from kfac._varying import lying_as, replicated, whole
 
 

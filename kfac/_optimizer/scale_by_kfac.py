@@ -35,7 +35,7 @@ from kfac._optimizer.state import (
     match_leaves,
     shards_of,
 )
-from kfac._optimizer.step import Gradients, Now, count_blocks, preconditioned_step, refresh_inverses
+from kfac._optimizer.step import Gradients, count_blocks, preconditioned_step, refresh_inverses
 from kfac._varying import axis_names, axis_size, device_axes, on_mesh, varying_axes
 
 
@@ -140,13 +140,13 @@ def precondition_and_move(layers: Layers, moves: Moves, options: Options) -> opt
             checked = functools.partial(check_factors, layers=layers, inverse=inverse)
             jax.eval_shape(checked, factors) if isinstance(factors, Factors) else checked(factors)
         count = state.count
-        now = Now(
+        now = moves.at(
+            count,
             damping=value_at(damping, count),
             unitwise=value_at(damping, count) * value_at(unitwise_damping, count),
             decay=value_at(factor_decay, count),
             period=jnp.asarray(period).astype(jnp.int32),
             warmup=count < jnp.asarray(warmup).astype(jnp.int32),
-            moves=moves.at(count),
         )
         match_leaves(layers, updates, "updates")
         if params is not None:
@@ -211,11 +211,9 @@ def refresh(opt_state: Any, *, distribution: Distribution | None = None) -> Any:
 
     def local(state):
         check_devices(state, way.devices)
-        n = state.count  # in the place of what a refresh does not read
-        damping = Now(state.damping, state.unitwise_damping, n, n, n, Moves().at(n))
         owns = dict.fromkeys(state.blocks, True) | {name: way.owns(shard) for name, shard in shards_of(state).items()}
         wanted = {name: (block.weight > 0) & owns[name] for name, block in state.blocks.items()}
-        state, failed = refresh_inverses(way, state, wanted, damping, None)
+        state, failed = refresh_inverses(way, state, wanted, (state.damping, state.unitwise_damping), None)
         number = way.total(count_blocks(shards_of(state), way, failed))
         metrics = state.metrics._replace(failed_inversions=state.metrics.failed_inversions + number)
         return state._replace(metrics=metrics)

@@ -15,13 +15,13 @@ import optax
 from jax import lax
 
 from kfac._curvature.blocks import Group
-from kfac._curvature.inverse import ALL_ROWS, Inverse, Whole, averaged, cosine, finite, per_block
+from kfac._curvature.inverse import ALL_ROWS, Inverse, Momentum, Whole, averaged, cosine, finite, per_block
 from kfac._curvature.refresh import once_if, refresh
 from kfac._distributed.owners import Shard
 from kfac._distributed.ways import Way
 from kfac._factors import Factors, Statistics
 from kfac._layers import Layer, leaves_by_path, map_by_path
-from kfac._optimizer.moves import Kernels, Motion, MovesNow, Stack, adapted, clip_scale, find_kernels, lengthened
+from kfac._optimizer.moves import Kernels, Motion, Now, Stack, adapted, clip_scale, find_kernels, lengthened
 from kfac._optimizer.segment import part_of, with_parts
 from kfac._optimizer.state import Config, KfacMetrics, KfacState, check_state, shards_of, with_blocks
 from kfac._packing import filled, flatten, unflatten
@@ -42,17 +42,6 @@ class Gradients(NamedTuple):
 
     tree: Any
     stacks: dict[str, list[jax.Array]]
-
-
-class Now(NamedTuple):
-    """The scalars of one step."""
-
-    damping: jax.Array
-    unitwise: jax.Array
-    decay: jax.Array
-    period: jax.Array
-    warmup: jax.Array
-    moves: MovesNow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +117,7 @@ def preconditioned_step(
     if config.refreshes:
         blocks = state.blocks
         wanted = {name: due & place.owns[name] & (blocks[name].weight > 0) for name in blocks}
-        state, failed = refresh_inverses(config.way, state, wanted, now, due)
+        state, failed = refresh_inverses(config.way, state, wanted, (now.damping, now.unitwise), due)
     measured = jnp.where(usable & (factors is not None), state.count, state.measured)
     preconditioned, advanced, angles = precondition(place, state, gradients)
     squares = sums_of_shares(place, {name: x * x for name, x in preconditioned.items()})
@@ -270,12 +259,18 @@ def take_in(place: Place, state: KfacState, batch: dict[str, Any], usable: jax.A
 
 
 def refresh_inverses(
-    way: Way, state: KfacState, wanted: Vectors, now: Now, needed: jax.Array | None
+    way: Way, state: KfacState, wanted: Vectors, dampings: tuple[jax.Array, jax.Array], needed: jax.Array | None
 ) -> tuple[KfacState, Vectors]:
     """Refreshes the inverses of the blocks that are `wanted`, and the bases that all have; also returns which failed.
 
-    Nothing is done where not `needed`, which devices agree on; None for no such question. XLA changes stacks in their
-    place, once all gradients are known.
+    XLA changes stacks in their place, once all gradients are known.
+
+    Args:
+      way: how blocks lie on devices.
+      state: that before.
+      wanted: for each group `[k]`.
+      dampings: that of Kronecker blocks, and that of the others.
+      needed: whether to do anything, on which devices agree; None: do it.
     """
     none = {name: as_varying(jnp.zeros(flags.shape, bool), varying_axes(flags)) for name, flags in wanted.items()}
 
@@ -291,7 +286,7 @@ def refresh_inverses(
         new, valid = restored(*old)
         for name in state.blocks:
             kept, owned = part_of(new, way, name, "inverse"), state.owned.get(name)
-            kind, damping = (kept.inverse, now.unitwise) if owned is None else (owned.inverse, now.damping)
+            kind, damping = (kept.inverse, dampings[1]) if owned is None else (owned.inverse, dampings[0])
             result = refresh(kind, kept, part_of(state, way, name, "factors"), wanted[name], damping)
             condition = jnp.where(result.valid, result.condition, new.blocks[name].condition)
             new = with_parts(new, way, name, inverse=result.inverse, condition=condition)
@@ -321,7 +316,7 @@ def precondition(place: Place, state: KfacState, gradients: Vectors) -> tuple[Ve
         name, block, inverse = group.name, state.blocks[group.name], group.kind(config.inverse)
         kept, ready = part_of(state, config.way, name, "inverse"), block.condition > 0
         if inverse.takes_gradients:
-            momentum = place.now.moves.momentum(config.moves)
+            momentum = Momentum(place.now.momentum, config.moves.nesterov)
             after = inverse.advance(kept, gradients[name], damping, momentum, ready, place.whole[name])
             advanced[name], result[name], angles[name] = after
         else:
@@ -359,7 +354,7 @@ def move(
     Returns:
       The steps, the momenta and rates of all blocks, and the scale of the KL clip.
     """
-    config, moves, now, scale = place.config, place.config.moves, place.now.moves, None
+    config, moves, now, scale = place.config, place.config.moves, place.now, None
     steps, motions = dict(preconditioned), {}
     last, highest = state.learning_rates
     full = (now.rate > 0) & (now.rate <= last) & (now.rate >= highest / 2)
@@ -375,7 +370,7 @@ def move(
             angle = angles[name] if trace is None else cosine(trace, gradients[name], place.whole[name].total)
             rate = adapted(rate, angle, full)
         if trace is not None:
-            trace, steps[name] = now.momentum(moves).moved(trace, steps[name])
+            trace, steps[name] = Momentum(now.momentum, moves.nesterov).moved(trace, steps[name])
         motions[name] = Motion(trace, rate)
     if moves.trust_ratio is not None:
         chosen = [group for group in place.groups if moves.needs_params(group)]
@@ -514,7 +509,7 @@ def commit(
 
 def count(state: KfacState, now: Now, changed: jax.Array, metrics: KfacMetrics, usable: jax.Array) -> KfacState:
     """The state after the step."""
-    rate, (_, highest) = now.moves.rate, state.learning_rates
+    rate, (_, highest) = now.rate, state.learning_rates
     rates = jnp.stack([rate, jnp.maximum(rate, highest)])
     return state._replace(
         learning_rates=jnp.where(usable, rates, state.learning_rates),
