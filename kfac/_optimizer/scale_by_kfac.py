@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AxisType
 
 from kfac._curvature.blocks import check_factors, group_layers
 from kfac._curvature.cholesky import Cholesky
@@ -36,7 +36,7 @@ from kfac._optimizer.state import (
     shards_of,
 )
 from kfac._optimizer.step import Gradients, count_blocks, preconditioned_step, refresh_inverses
-from kfac._varying import axis_names, axis_size, device_axes, on_mesh, varying_axes
+from kfac._varying import axis_names, device_axes, on_mesh, varying_axes
 
 
 def scale_by_kfac(
@@ -115,7 +115,7 @@ def precondition_and_move(layers: Layers, moves: Moves, options: Options) -> opt
     reads_params = any(map(moves.needs_params, general.groups))
 
     def init(params: Any) -> KfacState:
-        way, mesh = find_way(uses, params)
+        way, mesh = uses.way(params, dealt=True)
         config = dataclasses.replace(general, way=way)
         check_alike(params)
         return closed(init_state(config, params), way) if mesh is None else init_over_mesh(config, mesh, params)
@@ -126,7 +126,7 @@ def precondition_and_move(layers: Layers, moves: Moves, options: Options) -> opt
         check_groups(general.groups, state)  # before stacks are laid out for its owners
         if reads_params and params is None:
             raise ValueError("trust_ratio needs the parameters: call update(grads, state, params, factors=factors)")
-        way, mesh = find_way(uses, updates, state)
+        way, mesh = uses.way(updates, is_dealt(uses, state))
         if mesh is not None and not way.owners and AxisType.Explicit not in mesh.axis_types:
             mesh = None  # XLA shares out what one device does
         check_alike(params)
@@ -165,16 +165,9 @@ def precondition_and_move(layers: Layers, moves: Moves, options: Options) -> opt
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def find_way(uses: Distribution, tree: Any, state: KfacState | None = None) -> tuple[Way, Mesh | AbstractMesh | None]:
-    """How the blocks of a state, or of a new one, lie here; and the mesh that a `shard_map` is still to be opened over.
-
-    Blocks have owners on several devices, or where a `Distribution` says so.
-    """
-    seen = uses.seen(tree)
-    way = seen.way(state is None or uses.axis is not None or devices_of(state) > 1)
-    if axis_size(way.axes) is not None:
-        return way, None
-    return way if way.owners else Way(), seen.mesh
+def is_dealt(uses: Distribution, state: KfacState) -> bool:
+    """Whether the blocks of a state have owners: on several devices, or where a `Distribution` says so."""
+    return uses.axis is not None or devices_of(state) > 1
 
 
 def refresh(opt_state: Any, *, distribution: Distribution | None = None) -> Any:
@@ -206,8 +199,8 @@ def refresh(opt_state: Any, *, distribution: Distribution | None = None) -> Any:
       ValueError: there is no state of `scale_by_kfac` in `opt_state`, or it is one for another number of devices.
     """
     check_distribution(distribution)
-    state = some_state(opt_state, "opt_state")
-    way, mesh = find_way(distribution or Distribution(), opt_state, state)
+    state, uses = some_state(opt_state, "opt_state"), distribution or Distribution()
+    way, mesh = uses.way(opt_state, is_dealt(uses, state))
 
     def local(state):
         check_devices(state, way.devices)
