@@ -243,7 +243,8 @@ def take_in(place: Place, state: KfacState, batch: dict[str, Any], usable: jax.A
     decay = place.now.decay.astype(jnp.result_type(float)) ** steps
     for group in config.groups:
         name, block, statistics = group.name, state.blocks[group.name], batch[group.name]
-        good = jnp.all(jnp.stack([finite(x) for x in jax.tree.leaves(statistics)]), axis=0)
+        # So large that squares are not finite, one batch would fill the average for hundreds of steps.
+        good = jnp.all(jnp.stack([finite(x * x) for x in jax.tree.leaves(statistics)]), axis=0)
         taken, left_out[name] = good & place.owns[name] & usable, ~good & place.owns[name]
         if statistics.moments is not None:
             # Those before the first decomposition are in no basis that is kept.

@@ -83,10 +83,8 @@ class Assignment:
     @functools.cached_property
     def cost_per_device(self) -> list[int]:
         """Work of a refresh on each device, in `n^3`; the largest is the critical path."""
-        work = np.zeros(self.devices)
-        for cost in self.costs:
-            work += cost.work * np.sum(self.shards[cost.name].held, axis=1)
-        return [int(total) for total in work]
+        shares = [cost.work * np.sum(self.shards[cost.name].held, axis=1) for cost in self.costs]
+        return sum(shares, np.zeros(self.devices, int)).tolist()
 
     @property
     def memory_per_device(self) -> int:
@@ -114,26 +112,19 @@ class Assignment:
         """
         wire = self.communication_dtype
         if self.gradients == "split" and self.devices > 1:
-            rest = sum(g.size * count_bytes(self._statistics(g)) for g in self._captured if not g.owned)
-            groups = [group for group in self._captured if group.owned]
-            sizes = [count_bytes(jax.eval_shape(functools.partial(self._packed, group))) for group in groups]
-            owned = sum(self.shards[g.name].positions * size for g, size in zip(groups, sizes, strict=True))
+            captured = [group for group in self.groups if group.captured]
+            rest = sum(g.size * count_bytes(self._statistics(g)) for g in captured if not g.owned)
+            sizes = {g.name: count_bytes(jax.eval_shape(lambda g=g: self._packed(g))) for g in captured if g.owned}
+            owned = sum(self.shards[name].positions * size for name, size in sizes.items())
             narrow = jnp.dtype(wire).itemsize * self.packed_elements
             return {"reduce-scatter": narrow, "all-to-all": owned, "all-reduce": rest}
 
-        def captured(group):
-            return self._packed(group, wire) if group.captured else None
-
-        return self._messages(captured, "reduce-scatter", BUCKETS)
-
-    @property
-    def _captured(self) -> list[Group]:
-        return [group for group in self.groups if group.captured]
+        return self._messages(lambda g: self._packed(g, wire) if g.captured else None, "reduce-scatter", BUCKETS)
 
     @property
     def packed_elements(self) -> int:
         """Number of elements of the packed statistics of all Kronecker layers."""
-        layers = [layer for group in self._captured if group.owned for layer in group.layers]
+        layers = [layer for group in self.groups if group.captured and group.owned for layer in group.layers]
         return sum(layer.copies * math.prod(room(shape)) for layer in layers for shape in layer.side_shapes.values())
 
     def _packed(self, group: Group, dtype: Any = jnp.float32) -> Any:
@@ -163,8 +154,8 @@ class Assignment:
         """As `statistics_messages`, of the preconditioned gradients that are gathered in each step, or split again."""
         if self.gradients != "split":
             return self._messages(self._gradient, "all-gather", matrices=True)
-        gathered = (self.as_matrices(group) for group in self.groups if group.owned)
-        blocks = sum(self.shards[group.name].positions * group.d_out * group.d_in for group in gathered)
+        pieces = [self.as_matrices(group) for group in self.groups if group.owned]
+        blocks = sum(self.shards[piece.name].positions * piece.d_out * piece.d_in for piece in pieces)
         return {"all-to-all": 4 * blocks} if self.devices > 1 else {}
 
     @property
@@ -209,14 +200,12 @@ class Assignment:
 
     def owners(self) -> list[tuple[str, int, int]]:
         """Owner of every Kronecker block: `(layer name, copy or piece, device)`."""
-        rows = []
-        for group in self.groups:
-            if group.owned:
-                counts = zip(group.layers, group.counts, strict=True)
-                copies = [(layer.name, copy) for layer, count in counts for copy in range(count)]
-                shard = self.shards[group.name]
-                rows += [(*copy, shard.location(block)[0]) for block, copy in enumerate(copies)]
-        return rows
+        return [
+            (layer.name, copy, self.shards[group.name].location(start + copy)[0])
+            for group in self.groups if group.owned
+            for layer, count, start in zip(group.layers, group.counts, group.starts, strict=True)
+            for copy in range(count)
+        ]  # fmt: skip
 
     def __repr__(self) -> str:
         return _table(self)
