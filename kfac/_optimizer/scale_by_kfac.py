@@ -204,9 +204,7 @@ def refresh(opt_state: Any, *, distribution: Distribution | None = None) -> Any:
 
     def local(state):
         check_devices(state, way.devices)
-        owns = dict.fromkeys(state.blocks, True) | {name: way.owns(shard) for name, shard in shards_of(state).items()}
-        wanted = {name: (block.weight > 0) & owns[name] for name, block in state.blocks.items()}
-        state, failed = refresh_inverses(way, state, wanted, (state.damping, state.unitwise_damping), None)
+        state, failed = refresh_inverses(way, state, (state.damping, state.unitwise_damping))
         number = way.total(count_blocks(shards_of(state), way, failed))
         metrics = state.metrics._replace(failed_inversions=state.metrics.failed_inversions + number)
         return state._replace(metrics=metrics)

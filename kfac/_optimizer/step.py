@@ -115,9 +115,7 @@ def preconditioned_step(
             gradients = take_gradients(place, state, updates)[1]
     failed: Vectors = {}
     if config.refreshes:
-        blocks = state.blocks
-        wanted = {name: due & place.owns[name] & (blocks[name].weight > 0) for name in blocks}
-        state, failed = refresh_inverses(config.way, state, wanted, (now.damping, now.unitwise), due)
+        state, failed = refresh_inverses(config.way, state, (now.damping, now.unitwise), due)
     measured = jnp.where(usable & (factors is not None), state.count, state.measured)
     preconditioned, advanced, angles = precondition(place, state, gradients)
     squares = sums_of_shares(place, {name: x * x for name, x in preconditioned.items()})
@@ -260,19 +258,24 @@ def take_in(place: Place, state: KfacState, batch: dict[str, Any], usable: jax.A
 
 
 def refresh_inverses(
-    way: Way, state: KfacState, wanted: Vectors, dampings: tuple[jax.Array, jax.Array], needed: jax.Array | None
+    way: Way, state: KfacState, dampings: tuple[jax.Array, jax.Array], needed: jax.Array | None = None
 ) -> tuple[KfacState, Vectors]:
-    """Refreshes the inverses of the blocks that are `wanted`, and the bases that all have; also returns which failed.
+    """Refreshes the inverses of a device's blocks that have statistics, and the bases that all have.
 
     XLA changes stacks in their place, once all gradients are known.
 
     Args:
       way: how blocks lie on devices.
       state: that before.
-      wanted: for each group `[k]`.
       dampings: that of Kronecker blocks, and that of the others.
       needed: whether to do anything, on which devices agree; None: do it.
+
+    Returns:
+      The state, and which blocks failed.
     """
+    wanted = {name: block.weight > 0 for name, block in state.blocks.items()}
+    wanted |= {name: wanted[name] & way.owns(shard) for name, shard in shards_of(state).items()}
+    wanted = wanted if needed is None else {name: flags & needed for name, flags in wanted.items()}
     none = {name: as_varying(jnp.zeros(flags.shape, bool), varying_axes(flags)) for name, flags in wanted.items()}
 
     def carried(state, valid):
@@ -534,14 +537,10 @@ def _join(vectors: Iterable[jax.Array]) -> jax.Array:
     return lax.optimization_barrier(jnp.concatenate([jnp.zeros(1, bool), *vectors]))
 
 
-def count_blocks(shards: Mapping[str, Any], way: Way, flags: Vectors) -> jax.Array:
-    """How many blocks were found, so that the sum over devices counts each once: those that all have, on the first."""
-    return jnp.sum(_join(x & counts_here(shards, way, name) for name, x in flags.items()), dtype=jnp.int32)
-
-
-def counts_here(shards: Mapping[str, Shard], way: Way, name: str) -> jax.Array:
-    """Whether this device counts what it has of a group, so that the sum over devices has each block once."""
-    return jnp.array(True) if name in shards and not shards[name].by_rows else way.first
+def count_blocks(shards: Mapping[str, Shard], way: Way, flags: Vectors) -> jax.Array:
+    """How many blocks are flagged, so that the sum over devices has each once: those that all have, on the first."""
+    dealt = {name for name, shard in shards.items() if not shard.by_rows}
+    return jnp.sum(_join(x if name in dealt else x & way.first for name, x in flags.items()), dtype=jnp.int32)
 
 
 def _sum(arrays: Iterable[jax.Array]) -> jax.Array:
