@@ -132,6 +132,10 @@ MISTAKES = {
         lambda: kfac.find_layers(loss_fn, initial(), batch(0), skip=3),
         r"skip must be a sequence of regular expressions, but is 3",
     ),
+    "a switch in words": (
+        lambda: kfac.find_layers(loss_fn, initial(), batch(0), strict="yes"),
+        r"strict must be True or False, but is 'yes'",
+    ),
     "a cost that is a schedule": (
         lambda: optimizer(cost=lambda step: 0.1),
         r"cost must be a number, but is a function",

@@ -89,7 +89,7 @@ def find_layers(
     for option, patterns in (("skip", skip), ("reduce", reduce), ("gradient", gradient)):
         if isinstance(patterns, str) or not isinstance(patterns, Iterable):
             raise ValueError(f"{option} must be a sequence of regular expressions, but is {patterns!r}")
-    check_given(max_dim=max_dim)
+    check_given(max_dim=max_dim, has_aux=has_aux, strict=strict)
     traced = trace(loss_fn, has_aux, params, args, kwargs, batch_argnums)
     options = Layers(
         (), tuple(traced.names), tuple(skip), max_dim, tuple(reduce), tuple(gradient), jax.tree.structure(params)

@@ -138,7 +138,7 @@ def train_step(
         positional arguments; and as of the functions that it calls.
     """
     check_function(loss_fn)
-    check(learning_rate=learning_rate, num_microbatches=num_microbatches)
+    check(learning_rate=learning_rate, num_microbatches=num_microbatches, verbose=verbose)
     if "layers" in options:
         raise TypeError("train_step finds the layers by itself: leave layers= out, and pass skip= and max_dim= here")
     check_given(num_examples=num_examples, subsample=subsample)
