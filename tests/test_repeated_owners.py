@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import kfac
 from checking import FAST, slow
-from problem import layers, tied_batch, tied_loss, tied_parameters
+from problem import tied_batch, tied_loss, tied_parameters
 
 AXES, OWNERS = ("node", "gpu"), "gpu"
 STEPS = 8
