@@ -167,6 +167,11 @@ class KfacState(NamedTuple):
         """
         return {name: own.blocks for name, own in self.owned.items()} | self.shared
 
+    @property
+    def motions(self) -> dict[str, Motion]:
+        """Momenta and rates of all groups, of the blocks that a device preconditions."""
+        return {name: block.motion for name, block in self.blocks.items()}
+
 
 class AdaptiveDampingState(NamedTuple):
     """State of `adaptive_damping`.
