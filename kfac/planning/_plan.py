@@ -136,7 +136,8 @@ def plan(
       ValueError: an argument is out of range, or a layer was found without positions.
     """
     machine = _machine(hardware, rates)
-    check_given(batch=batch, overhead=overhead, inverse_every=inverse_every, statistics_every=statistics_every)
+    check(batch=batch, overhead=overhead)
+    check_given(inverse_every=inverse_every, statistics_every=statistics_every)
     one = Assignment(layers, devices, inverse, gradients, communication_dtype)
     flops, messages, seconds = _costs(one, batch, machine)
     budget = overhead * (seconds["model"] + seconds["gradients"]) - seconds["preconditioning"] - seconds["results"]
