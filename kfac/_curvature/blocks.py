@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kfac._checks import check_shapes
+from kfac._checks import check_by_layer
 from kfac._curvature.inverse import Inverse
 from kfac._curvature.kronecker import KroneckerKind
 from kfac._curvature.unitwise import UnitwiseKind
@@ -218,13 +218,7 @@ def check_factors(factors: Any, layers: Layers, inverse: Inverse | None = None) 
         how = "loss, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)"
         kind = type(factors).__name__
         raise ValueError(f"factors must be what kfac.value_and_grad returns, but is {kind}: write {how}")
-    expected = {layer.name: layer for layer in layers.with_factors}
-    for name in expected:
-        if name not in factors:
-            raise ValueError(f"factors lack layer {name!r}; they are those of {', '.join(factors)}")
-    for name, block in factors.items():
-        if name not in expected:
-            raise ValueError(f"factors have layer {name!r}, which is not among the layers of this optimizer")
-        check_shapes(f"factors of layer {name!r}", block, expected[name].factor_shapes)
+    check_by_layer("factors", factors, layers.with_factors, "they must be of the layers of this optimizer")
+    for layer in layers.with_factors:
         if inverse is not None:
-            inverse.check(expected[name], block)
+            inverse.check(layer, factors[layer.name])
