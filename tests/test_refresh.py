@@ -135,8 +135,6 @@ def test_what_is_refused():
         kfac.state.refresh(kfac.scale_by_kfac(layers()).init(initial()), distribution="devices")
     many = kfac.state.scatter_state(kfac.scale_by_kfac(layers()).init(initial()), 2)
     with pytest.raises(ValueError, match=r"is one for 2 device\(s\), but this runs on 1.* with the same distribution="):
-        ValueError, match=r"is one for 2 device\(s\), but this runs on 1.* with the same distribution= here"
-    ):
         kfac.state.refresh(many)
 
 
