@@ -234,7 +234,7 @@ def _matching(option: str, patterns: tuple[str, ...], names: Sequence[str]) -> s
     for pattern in patterns:
         try:
             leaves = {k for k, name in enumerate(names) if re.search(pattern, name)}
-        except re.error as error:
+        except (re.error, TypeError) as error:
             raise ValueError(f"{option}: {pattern!r} is not a regular expression: {error}") from None
         if not leaves:
             raise ValueError(f"{option}: {pattern!r} matches no parameter; the parameters are {', '.join(names)}")
