@@ -16,7 +16,7 @@ AxisName = str | tuple[str, ...]
 
 
 def axis_names(axis: AxisName | None) -> tuple[str, ...]:
-    """The names, of which there may be one, several or none."""
+    """The names as a tuple, which is empty for None."""
     return axis if isinstance(axis, tuple) else () if axis is None else (axis,)
 
 
@@ -36,18 +36,18 @@ def varying_axes(tree: Any) -> frozenset[str]:
 
 
 def within_devices() -> bool:
-    """Whether this is traced for each device on its own, by `shard_map` or `pmap`."""
+    """Whether `shard_map` or `pmap` traces this code for each device."""
     return bool(device_axes())
 
 
 def device_axes() -> tuple[str, ...]:
-    """The axes of the devices that this is traced for one by one: all that `shard_map` or `pmap` has bound."""
+    """The mesh axes that `shard_map` or `pmap` has bound, over whose devices this code is traced for each."""
     return _axes_of(AxisType.Manual)
 
 
 def _axes_of(kind: AxisType) -> tuple[str, ...]:
     mesh = jax.sharding.get_abstract_mesh()
-    return tuple(name for name, own in zip(mesh.axis_names, mesh.axis_types, strict=True) if own == kind)
+    return tuple(name for name, of_axis in zip(mesh.axis_names, mesh.axis_types, strict=True) if of_axis == kind)
 
 
 def mesh_of(tree: Any) -> Mesh | AbstractMesh | None:
@@ -58,12 +58,8 @@ def mesh_of(tree: Any) -> Mesh | AbstractMesh | None:
     lying = [jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding for x in leaves]
     meshes = {sharding.mesh for sharding in lying if isinstance(sharding, NamedSharding)}
     around = jax.sharding.get_abstract_mesh()
-    candidates = [*sorted(meshes, key=_is_abstract), around]
+    candidates = [*sorted(meshes, key=lambda mesh: isinstance(mesh, AbstractMesh)), around]
     return next((mesh for mesh in candidates if mesh.size > 1), None)
-
-
-def _is_abstract(mesh: Any) -> bool:
-    return isinstance(mesh, AbstractMesh)
 
 
 def on_mesh(fn: Callable) -> Callable:
@@ -116,7 +112,7 @@ def zeros_of(fn: Callable, *args: Any) -> Any:
     return jax.tree.map(zeros, jax.eval_shape(fn, *args))
 
 
-def own_key(key: jax.Array, axes: frozenset[str]) -> jax.Array:
+def device_key(key: jax.Array, axes: frozenset[str]) -> jax.Array:
     """A PRNG key of this device: its position on the mesh axes `axes` is folded in.
 
     Under `pmap`, and under `shard_map` without its check, nothing tells over which axes a value varies: all count.
@@ -187,7 +183,7 @@ def sum_of_parts(of: Callable[..., Any], limit: int, *arrays: jax.Array) -> Any:
 
 
 def explicit_axes() -> tuple[str, ...]:
-    """The axes of the mesh of which types tell how arrays are split."""
+    """The explicit axes of the mesh: types of arrays tell how they are split over these."""
     return _axes_of(AxisType.Explicit)
 
 
@@ -238,9 +234,3 @@ def split_along(axes: AxisName | None, shape: tuple[int, ...], position: int) ->
     if axes is None or shape[position] % math.prod(mesh.shape[name] for name in axis_names(axes)):
         return None
     return NamedSharding(mesh, PartitionSpec(*(axes if k == position else None for k in range(len(shape)))))
-
-
-def alone() -> bool:
-    """Tells whether XLA splits no array over devices by itself: on one device, or where all axes are manual."""
-    kinds = jax.sharding.get_abstract_mesh().axis_types
-    return all(kind == AxisType.Manual for kind in kinds) if kinds else jax.device_count() == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
@@ -13,15 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 
-from kfac._checks import check_shapes, experimental_gpu
+from kfac._checks import check_by_layer
 from kfac._curvature.inverse import Inverse
 from kfac._curvature.kronecker import KroneckerKind
 from kfac._curvature.unitwise import UnitwiseKind
 from kfac._factors import Block, Factors
 from kfac._layers import BLOCKS, KRONECKER_KINDS, UNITWISE_KINDS, BlockKind, Layer, Layers
-from kfac._varying import alone
 
 Lying = Callable[[Layer, jax.Array], jax.Array]
 
@@ -121,24 +118,24 @@ class Group:
         """What inverts these blocks: `inverse`, or for small ones the closed form."""
         return self.block.inverse(inverse)
 
-    def zeros(self, size: int, dtype: Any, *, moments: bool = False) -> Block:
-        """Returns statistics of `size` blocks before any have arrived, with `moments` if a member has such."""
-        shapes = self.shapes | ({"moments": (self.d_out, self.d_in)} if moments and self.correctable else {})
+    def moments(self, inverse: Inverse) -> tuple[int, ...] | None:
+        """The shape of one block's moments; None where `inverse` takes none, or no member has such."""
+        return (self.d_out, self.d_in) if self.correctable and self.kind(inverse).takes_moments else None
+
+    def zeros(self, size: int, dtype: Any, moments: tuple[int, ...] | None = None) -> Block:
+        """Returns statistics of `size` blocks before any have arrived, with `moments` of that shape."""
+        shapes = self.shapes | ({} if moments is None else {"moments": moments})
         return self.block.statistics(**{name: jnp.zeros((size, *shape), dtype) for name, shape in shapes.items()})
 
-    def stack_factors(self, factors: Factors, *, moments: bool = False) -> Block:
-        """The statistics of the members as stacks `[k, ...]`; with `moments`, zeros for members that have none."""
+    def stack_factors(self, factors: Factors, moments: tuple[int, ...] | None = None) -> Block:
+        """The statistics of the members as stacks `[k, ...]`; zeros of the shape `moments` for members without such."""
         blocks = []
         for layer, count in zip(self.layers, self.counts, strict=True):
             block = self.block.stack(layer, factors[layer.name])
-            if moments and self.correctable and block.moments is None:
-                block = dataclasses.replace(block, moments=jnp.zeros((count, self.d_out, self.d_in), block.A.dtype))
+            if moments is not None and block.moments is None:
+                block = dataclasses.replace(block, moments=jnp.zeros((count, *moments), block.A.dtype))
             blocks.append(block)
         return jax.tree.map(lambda *stacks: jnp.concatenate(stacks), *blocks)
-
-    def of_gradients(self, gradients: jax.Array) -> Block:
-        """The gradient's own statistics, from averaged gradients `[k, d_in, d_out]`, unscaled."""
-        return self.block.of_gradients(self.shapes, gradients)
 
     def scaled(self, factors: Block, back: bool = False) -> Block:
         """Blocks from running averages of what `of_gradients` returns, or `back`; captured ones as they are."""
@@ -176,12 +173,7 @@ class Group:
                 matrices.append(rows)
             else:
                 matrices.append(jnp.zeros((count, self.d_in, self.d_out), dtype))
-        stack = jnp.concatenate(matrices)
-        if not (experimental_gpu() and alone()):  # XLA does not know how to split what is laid out over devices
-            return stack
-        # Gradients of convolutions have outputs first on a GPU, and XLA would copy momentum and parameters to that.
-        laid_out = functools.partial(with_layout_constraint, layouts=Layout(major_to_minor=(0, 1, 2)))
-        return lax.platform_dependent(stack, cuda=laid_out, default=lambda stack: stack)
+        return jnp.concatenate(matrices)
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -226,13 +218,7 @@ def check_factors(factors: Any, layers: Layers, inverse: Inverse | None = None) 
         how = "loss, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)"
         kind = type(factors).__name__
         raise ValueError(f"factors must be what kfac.value_and_grad returns, but is {kind}: write {how}")
-    expected = {layer.name: layer for layer in layers.with_factors}
-    for name in expected:
-        if name not in factors:
-            raise ValueError(f"factors lack layer {name!r}; they are those of {', '.join(factors)}")
-    for name, block in factors.items():
-        if name not in expected:
-            raise ValueError(f"factors have layer {name!r}, which is not among the layers of this optimizer")
-        check_shapes(f"factors of layer {name!r}", block, expected[name].factor_shapes)
+    check_by_layer("factors", factors, layers.with_factors, "they must be of the layers of this optimizer")
+    for layer in layers.with_factors:
         if inverse is not None:
-            inverse.check(expected[name], block)
+            inverse.check(layer, factors[layer.name])

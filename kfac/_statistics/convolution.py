@@ -18,7 +18,6 @@ import numpy as np
 from jax import lax
 
 from kfac._statistics.offsets import Axis, offset_moment
-from kfac._statistics.offsets import products as offset_products
 from kfac._statistics.rows import Arrangement, Rows, accumulator, append, as_floats, bordered, diagonal_blocks, thinned
 from kfac._varying import sum_of_parts
 
@@ -173,18 +172,13 @@ class Patches:
 
     def _gram_of_patches(self) -> jax.Array:
         conv, taps, n = self.conv, math.prod(self.conv.window), len(self.image)
-        order = self.arrange.examples + self.arrange.rows
-        if n > 1 == taps == max(conv.strides) and conv.out == self.image.shape[1:-1] and sorted(order) == [*order]:
-            # The image is the rows, of which a kernel need not have a copy.
-            rows = self._arranged(n)(patches(self.image, conv))
-            return Rows(rows.reshape(len(rows), n, -1, rows.shape[-1])).gram()
-        limit = max(1, PATCH_ELEMENTS // (math.prod(conv.out) * taps * self.image.shape[-1]))
+        # A window of one tap makes patches no larger than the image.
+        limit = n if taps == 1 else max(1, PATCH_ELEMENTS // (math.prod(conv.out) * taps * self.image.shape[-1]))
 
         def moments(part):
             return Rows(self._arranged(part.shape[0])(patches(part, conv))).gram()
 
-        # A window of one tap makes patches no larger than the image.
-        few, many = (functools.partial(sum_of_parts, moments, n if taps == 1 else k * limit) for k in (1, ON_GPUS))
+        few, many = (functools.partial(sum_of_parts, moments, k * limit) for k in (1, ON_GPUS))
         return few(self.image) if n <= limit else lax.platform_dependent(self.image, cuda=many, default=few)
 
 
@@ -194,4 +188,7 @@ def offset_axes(sizes: Sequence[int], conv: Convolution) -> tuple[Axis, ...] | N
     if taps == 1 or max(conv.strides) > 1 or max(conv.lhs_dilation) > 1:
         return None
     axes = tuple(map(Axis, sizes, conv.window, conv.rhs_dilation, (low for low, _ in conv.padding), conv.out))
-    return axes if 2 * offset_products(axes) < taps**2 * positions else None
+    # Products for all offsets, of which symmetry leaves half, and half as many again for the borders; patches have to
+    # take twice as many.
+    products = 1.5 * math.prod(axis.size * (2 * axis.steps + 1) for axis in axes)
+    return axes if products < taps**2 * positions else None
