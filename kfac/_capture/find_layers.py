@@ -141,8 +141,7 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
     empty = {leaf for leaf, shape in enumerate(shapes) if 0 in shape}
     skipped = _matching("skip", options.skip, names) | empty
     reduced = _matching("reduce", options.reduce, names)
-    all_marked = marks.loss_leaves <= frozenset().union(*(mark.leaves for mark in marks.marks))
-    reads = Reads(traced, skipped, all_marked)
+    reads = Reads(traced, skipped)
     by_leaf: dict[int, list[Use]] = collections.defaultdict(list)
     for use in reads.uses:
         if not use.dropped:
@@ -166,8 +165,8 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
     biases = {companions[leaf] for leaf in kernels & companions.keys()}
     leave_inexact(by_leaf.keys() - kernels - biases, lambda uses: _no_examples(uses, batch.num_examples))
     companions = {leaf: other for leaf, other in companions.items() if {leaf, other} <= by_leaf.keys()}
-    rows = {leaf: sum(use.rows for use in by_leaf[leaf] if not use.late) for leaf in kernels}
-    n, unclear = marks.num_examples(num_examples, batch, {names[leaf]: count for leaf, count in rows.items()})
+    kernel_uses = {names[leaf]: [use for use in by_leaf[leaf] if not use.late] for leaf in kernels}
+    n, unclear = marks.num_examples(num_examples, batch, kernel_uses, reads.unmarked, reads.joined)
 
     drafts: list[tuple[Layer, list[int]]] = []
     for leaf, name in enumerate(names):
