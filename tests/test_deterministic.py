@@ -42,11 +42,11 @@ def problem():
 
 
 def dense_step(matrix, near, gradient, last):
-    """The minimum in the span of the direction and the last step, and three preconditioned steps from there."""
+    """The minimum in the span of the direction and the last step, and six preconditioned steps from there."""
     span = np.stack([near @ gradient, *([last] if last.any() else [])], axis=1)
     x = -span @ np.linalg.solve(span.T @ matrix @ span, span.T @ gradient)
     along, size = 0 * x, np.inf
-    for _ in range(3):
+    for _ in range(6):
         rest = -(gradient + matrix @ x)
         new = rest @ near @ rest
         along, size = near @ rest + new / size * along, new

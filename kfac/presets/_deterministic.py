@@ -18,9 +18,7 @@ from kfac._optimizer.scale_by_kfac import scale_by_kfac
 from kfac._varying import device_axes
 from kfac.presets._adaptive_damping import Predicted, adaptive_damping
 
-import os
-
-STEPS = int(os.environ.get("MORE", "3"))  # of conjugate gradients
+STEPS = 6  # of conjugate gradients
 
 
 def deterministic(layers: Layers, *, num_examples: int | None = None) -> optax.GradientTransformationExtraArgs:
@@ -31,7 +29,7 @@ def deterministic(layers: Layers, *, num_examples: int | None = None) -> optax.G
         h + <grad h, s> + <s, (F + l I) s> / 2
 
     First comes the best combination of K-FAC's direction and the last step (Martens & Grosse 2015, section 7), then
-    three steps of conjugate gradients, preconditioned by K-FAC's inverse (Martens 2010). A product with `F` is a
+    six steps of conjugate gradients, preconditioned by K-FAC's inverse (Martens 2010). A product with `F` is a
     forward-mode derivative and a backward pass. The damping `l`, which blocks have as well, is a multiple of the loss,
     as Levenberg and Marquardt have it; the multiple begins at 1 and follows `adaptive_damping`, never below 0.1. A step
     after which the loss is larger is taken back.
