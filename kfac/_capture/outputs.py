@@ -359,9 +359,10 @@ class Marked:
         triples = zip(self.marks, outputs, vectors, strict=True)
         return [(m.weight / self.n) ** 0.5 * m.likelihood.times_root(z, v, self.what) for m, z, v in triples]
 
-    def transposed(self, outputs: list[jax.Array], vectors: list[jax.Array]) -> list[jax.Array]:
-        """`S^T v` for each mark."""
-        return jax.linear_transpose(lambda v: self.times_root(outputs, v), outputs)(vectors)[0]
+    def root(self, params: Any) -> tuple[jax.Array, Callable[[Any], list[jax.Array]]]:
+        """The loss, and `R v` of a tree `v` like the parameters, for each mark, with `F = R^T R`."""
+        (loss, outputs), push = jax.linearize(self.evaluate, params)
+        return loss, lambda tree: self.times_root(outputs, push(tree)[1])
 
 
 def marked(value_fn: Callable[[Any], Any], params: Any, num_examples: int | None, what: str) -> Marked:

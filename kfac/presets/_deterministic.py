@@ -78,13 +78,12 @@ def _quadratic_step(
         del extra
         if device_axes():
             raise ValueError("deterministic measures the loss of the whole batch: use jax.jit on a mesh, not shard_map")
-        loss = marked(value_fn, params, num_examples, "deterministic")
-        (value, outputs), push = jax.linearize(loss.evaluate, params)
+        value, root_of_tree = marked(value_fn, params, num_examples, "deterministic").root(params)
         flat, unravel = ravel_pytree(params)
         gradient, last = (ravel_pytree(tree)[0] for tree in (updates, state.step))
 
         def root(v):  # `R v`, of `F = R^T R`
-            return ravel_pytree(loss.times_root(outputs, push(unravel(v))[1]))[0]
+            return ravel_pytree(root_of_tree(unravel(v)))[0]
 
         pull = jax.linear_transpose(root, flat)
         # A loss that is negative up to a constant, or zero, has no scale of its own.
