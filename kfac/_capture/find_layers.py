@@ -138,8 +138,7 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
     empty = {leaf for leaf, shape in enumerate(shapes) if 0 in shape}
     skipped = _matching("skip", options.skip, names) | empty
     reduced = _matching("reduce", options.reduce, names)
-    all_marked = marks.loss_leaves <= frozenset().union(*(mark.leaves for mark in marks.marks))
-    reads = Reads(traced, skipped, all_marked)
+    reads = Reads(traced, skipped)
     by_leaf: dict[int, list[Use]] = collections.defaultdict(list)
     for use in reads.uses:
         if not use.dropped:
@@ -165,11 +164,11 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
     biases = {companions[leaf] for leaf in kernels & companions.keys()}
     leave_inexact(by_leaf.keys() - kernels - biases, lambda uses: _no_examples(uses, batch.num_examples))
     companions = {leaf: other for leaf, other in companions.items() if {leaf, other} <= by_leaf.keys()}
-    rows = {leaf: sum(use.rows for use in by_leaf[leaf] if not use.late) for leaf in kernels}
     for pattern in options.reduce:
         if not _matching("reduce", (pattern,), names) & kernels:
             raise ValueError(f"reduce: {pattern!r} matches no kernel of a product with exact rows, so it has no effect")
-    n, unclear = marks.num_examples(num_examples, batch, {names[leaf]: count for leaf, count in rows.items()})
+    kernel_uses = {names[leaf]: [use for use in by_leaf[leaf] if not use.late] for leaf in kernels}
+    n, unclear = marks.num_examples(num_examples, batch, kernel_uses, reads.unmarked, reads.joined)
 
     # A layer of each leaf, or of a kernel with its bias, a scale with its shift.
     drafts: list[tuple[Layer, list[int]]] = []

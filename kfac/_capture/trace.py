@@ -239,7 +239,7 @@ def _lies(leaves: Iterable[Any]) -> AxisName | None:
 
 
 def _mark(program: Program) -> None:
-    mark_live(program, [Reached(True, True), *[Reached(False, False)] * (len(program.outputs) - 1)])
+    mark_live(program, [Reached(True, True, True), *[Reached(False)] * (len(program.outputs) - 1)])
 
 
 def _checked(out: Any, has_aux: bool) -> tuple[Any, Any]:
@@ -335,4 +335,4 @@ def batch_of(layers: Layers, args: tuple, kwargs: dict) -> tuple[Argnums, Collec
 
 def aim_at(traced: Trace, roots: Collection[Op]) -> None:
     """Notes what reaches the results of some ops, instead of what reaches the loss."""
-    mark_live(traced.program, [Reached(False, False)] * len(traced.program.outputs), roots)
+    mark_live(traced.program, [Reached(False)] * len(traced.program.outputs), roots)
