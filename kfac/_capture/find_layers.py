@@ -108,7 +108,7 @@ def _unsupported(names: Sequence[str], inexact: dict[int, Inexact]) -> Unsupport
 
 
 class Analysis(NamedTuple):
-    """The layers of a loss, and what they are known from.
+    """The layers of a loss, and how its program uses their parameters.
 
     Attributes:
       layers: the layers.
@@ -147,6 +147,8 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
     chosen = _matching("gradient", options.gradient, names)
     products = {leaf for leaf, uses in by_leaf.items() if any(use.read.op in KRONECKER_KINDS for use in uses)}
 
+    # Leaves without exact rows leave `by_leaf`: those that the walk has noted, that the user has chosen, and of which
+    # `why` gives a reason.
     def leave_inexact(leaves: set[int], why: Callable[[list[Use]], tuple[str, Layout | None] | None]) -> None:
         for leaf in leaves - reads.inexact.keys():
             if reason := why(by_leaf[leaf]):
@@ -168,6 +170,7 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
     kernel_uses = {names[leaf]: [use for use in by_leaf[leaf] if not use.late] for leaf in kernels}
     n, unclear = marks.num_examples(num_examples, batch, kernel_uses, reads.unmarked, reads.joined)
 
+    # A layer of each leaf, or of a kernel with its bias, a scale with its shift.
     drafts: list[tuple[Layer, list[int]]] = []
     for leaf, name in enumerate(names):
         if leaf in companions.values():
@@ -184,6 +187,7 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
             layer = _gradient_layer(leaf, traced, reads.inexact.get(leaf), leaf in chosen)
         drafts.append((layer, leaves))
 
+    # A layer has the name of the module around it, if it is the only one there; else that of its first leaf.
     parents = collections.Counter(_parent(layer.params[0]) for layer, _ in drafts)
     blocks, uses_of = [], {}
     for layer, leaves in drafts:

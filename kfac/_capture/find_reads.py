@@ -42,6 +42,11 @@ class Inexact(NamedTuple):
 class Reads:
     """How the program of a loss uses its parameters.
 
+    `_visit` gives the states of an op's results from those of its inputs. In this order it asks: does the op reach the
+    loss; are there rows that all examples share (`_with_shared`); is there a program inside (`_scan`, `_walk`); are all
+    inputs data (`_through_data`); is it a product (`_product`); is one input a view (`_of_one`). Else parameters are
+    mixed in a way without exact rows (`_derive`). Each of these returns states, and may record a `Use` or an `Inexact`.
+
     Attributes:
       uses: every read, in program order.
       inexact: leaves that meet data in a way without exact rows.

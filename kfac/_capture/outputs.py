@@ -224,18 +224,18 @@ def find_marks(traced: Trace) -> Marks:
         """The leaves that each result depends on, given those of the arguments."""
 
         def visit(index: int, op: Op, entering: list[Leaves]) -> list[Leaves]:
-            here = (*path, index)
+            place = (*path, index)
             if op.scan and op.inner:
                 first, last = op.scan.consts, op.scan.last
                 while True:  # what the carry depends on can grow from iteration to iteration
-                    leaving = walk(op.inner, entering, here, (*scans, op.scan.length), (*around, len(path)))
+                    leaving = walk(op.inner, entering, place, (*scans, op.scan.length), (*around, len(path)))
                     carried = map(frozenset.union, entering[first:last], leaving)
                     grown = [*entering[:first], *carried, *entering[last:]]
                     if grown == entering:
                         return leaving
                     entering = grown
             if op.inner:
-                return walk(op.inner, entering, here, scans, around)
+                return walk(op.inner, entering, place, scans, around)
             likelihood = equations.is_named(op.eqn, equations.MARK)
             if not likelihood and equations.contains(op.eqn, lambda e: bool(equations.is_named(e, equations.MARK))):
                 raise ValueError(f"kfac.output cannot be followed inside {op.name}: mark what comes out of it")
@@ -243,8 +243,8 @@ def find_marks(traced: Trace) -> Marks:
             if likelihood and op.alive:
                 name, weight = likelihood.split("/")
                 shape = op.outputs[0].shape
-                key = marks[here].key if here in marks else ("", len(marks))
-                marks[here] = Mark(key, op, here, named(name), float(weight), shape, scans, together, around)
+                key = marks[place].key if place in marks else ("", len(marks))
+                marks[place] = Mark(key, op, place, named(name), float(weight), shape, scans, together, around)
             return [together] * len(op.outputs)
 
         return program.run(states, lambda _: NONE, visit)
