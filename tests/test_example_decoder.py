@@ -19,6 +19,7 @@ def decoder(tmp_path_factory):
         patch.syspath_prepend(str(FOLDER))
         module = importlib.import_module("decoder")
         written = sorted(FOLDER.glob("*.py")) + sorted((FOLDER.parent / "imagenet").glob("*.py"))
+        patch.setattr(module.sources, "ONE_IN", 5)
         patch.setattr(module.sources, "files", lambda: {path.name: path for path in written})
         module.kept = tmp_path_factory.mktemp("text") / "tokens.npz"
         module.text = module.sources.tokens(module.kept, 400)

@@ -208,8 +208,9 @@ def report(options: argparse.Namespace) -> None:
     for row, (kind, horizon) in zip(axes, longest.items(), strict=True):
         for axis, what in zip(row, ("step", "processor_seconds"), strict=True):
             for key, curve in found.items():
-                if (*key[:2], key[2]) == (*kind, horizon):
-                    axis.plot([r[what] for r in curve], [r["validation"] for r in curve], ".-", label=f"{key[3]} {key[4]}")
+                if key[:3] == (*kind, horizon):
+                    losses = [point["validation"] for point in curve]
+                    axis.plot([point[what] for point in curve], losses, ".-", label=f"{key[3]} {key[4]}")
             axis.set_xlabel(what.replace("_", " "))
             axis.grid(alpha=0.3)
         row[0].set_ylabel("validation loss, nats per token")

@@ -23,6 +23,7 @@ import numpy as np
 PACKAGES = ("flax", "jax", "matplotlib", "numpy", "optax", "scikit-learn", "scipy")
 TESTS = re.compile(r"(^|/)(_?tests?/|test_|[^/]*_test/)|(^|/)site-packages/.*/site-packages/")
 WORD = re.compile(rb" ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+")
+ONE_IN = 50  # so many files one is for validation
 LEARNED_FROM = 40_000  # words, the most frequent ones
 Pair = tuple[int, int]
 
@@ -110,7 +111,7 @@ def tokens(kept: Path, size: int = 2048) -> Text:
         checksum = hashlib.sha256()
         for name, content in text.items():
             checksum.update(name.encode() + b"\n" + content)
-        out = {name for name in text if zlib.crc32(name.encode()) % 50 == 0}
+        out = {name for name in text if zlib.crc32(name.encode()) % ONE_IN == 0}
         train = [content for name, content in text.items() if name not in out]
         words: Counter[bytes] = Counter()
         for content in train:
