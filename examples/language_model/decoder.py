@@ -49,7 +49,7 @@ class Decoder(nn.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         small = nn.initializers.variance_scaling(1 / (2 * self.blocks), "fan_in", "normal")
         positions = self.param("positions", nn.initializers.normal(0.02), (CONTEXT, self.width))
-        x = nn.Embed(self.vocabulary, self.width)(tokens) + positions[: tokens.shape[1]]
+        x = nn.Embed(self.vocabulary, self.width)(tokens) + positions
         for _ in range(self.blocks):
             q, k, v = jnp.split(nn.Dense(3 * self.width)(nn.LayerNorm()(x)), 3, -1)
             q, k, v = (y.reshape(*y.shape[:2], -1, min(HEAD, self.width)) for y in (q, k, v))
