@@ -1,4 +1,4 @@
-"""`examples/language_model/decoder.py`: its text and subwords, and a run that was stopped goes on as if it had not been."""
+"""`examples/language_model/decoder.py`: its text and subwords; a stopped run goes on as if it had not been."""
 
 import importlib
 import json
