@@ -13,7 +13,8 @@ with a share of the time; one that fails leaves the others alone. What was made 
 `KFAC_EXPERIMENTAL_GPU=1`, is a row beside that without. Writes `gpu.json`, `gpu.md` and a log of each part to --output.
 
 A Python that has jax for CUDA needs nothing else, where the other wheels lie beside it:
-`pip download --dest wheels optax flax pillow`. Of these, what that Python has already is left alone.
+`pip download --dest wheels optax flax pillow pytest scikit-learn`, the last two for `tests`. Of these, what that Python
+has already is left alone.
 """
 
 import argparse

@@ -126,9 +126,11 @@ def run(options: argparse.Namespace) -> None:
     held_out = rows(text.held_out, np.linspace(0, len(text.held_out) - CONTEXT - 1, 64).astype(int)).reshape(8, 8, -1)
     evaluate = jax.jit(lambda params: jax.lax.map(lambda part: loss_fn(params, part), held_out).mean())
     rate = kfac.schedules.rise_and_fall(options.rate, options.horizon)
+    init: Any
+    step: Any
     if options.method == "kfac":
-        whole = kfac.train_step(loss_fn, rate)
-        init, step = whole.init, whole
+        step = kfac.train_step(loss_fn, rate)
+        init = step.init
     else:
         init, step = first_order(loss_fn, {"muon": muon, "adamw": adamw}[options.method](rate))
 

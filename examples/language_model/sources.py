@@ -96,8 +96,9 @@ def encode(text: Iterable[bytes], merges: dict[Pair, int]) -> np.ndarray:
         for word in WORD.findall(part):
             if word not in known:
                 spelled = list(word)
-                while pair := min((p for p in itertools.pairwise(spelled) if p in merges), key=merges.get, default=()):
-                    spelled = merged(spelled, pair, merges[pair])
+                while pairs := [pair for pair in itertools.pairwise(spelled) if pair in merges]:
+                    first = min(pairs, key=lambda pair: merges[pair])
+                    spelled = merged(spelled, first, merges[first])
                 known[word] = spelled
             found += known[word]
         tokens.append(np.array(found, np.uint16))
