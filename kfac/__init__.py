@@ -39,10 +39,10 @@ from kfac import presets as presets
 from kfac import schedules as schedules
 from kfac import state as state
 from kfac import types as types
+from kfac._capture.equations import register_primitive as register_primitive
 from kfac._capture.find_layers import find_layers as find_layers
 from kfac._capture.microbatch import microbatch as microbatch
 from kfac._capture.outputs import output as output
-from kfac._capture.primitives import register_primitive as register_primitive
 from kfac._capture.value_and_grad import value_and_grad as value_and_grad
 from kfac._curvature.cholesky import Cholesky as Cholesky
 from kfac._curvature.eigh import Eigh as Eigh

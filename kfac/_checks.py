@@ -6,16 +6,16 @@
 from __future__ import annotations
 
 import math
-import os
+import re
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from kfac._layers import Layers
+from kfac._layers import Layer, Layers
 from kfac._varying import AxisName, axis_names
 
 
@@ -31,7 +31,7 @@ def check_range(name: str, value: Any, interval: str) -> None:
         number = float(np.float32(value))
     except (TypeError, ValueError):
         raise ValueError(f"{name} must be a number or a schedule, but is {value!r}") from None
-    # A bound may be an argument, too; not below it means not below it in float32.
+    # Bounds are compared in float32, too.
     least = float(np.float32(low))
     above = number > least if interval[0] == "(" else number >= least
     below = number < high if interval[-1] == ")" else number <= high
@@ -67,6 +67,26 @@ def check_switch(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be True or False, but is {value!r}")
 
 
+def check_patterns(name: str, value: Any) -> None:
+    """Raises where a value is no sequence of regular expressions."""
+    several = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
+    if not several or not all(isinstance(pattern, str | re.Pattern) for pattern in value):
+        raise ValueError(f"{name} must be a sequence of regular expressions, but is {value!r}")
+
+
+def as_argnums(value: Any) -> tuple[int | str, ...]:
+    """One argument or several as a tuple."""
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+
+
+def check_argnums(name: str, value: Any) -> None:
+    """Raises where a value does not say arguments: by positions, negative ones from the end, or names."""
+    keys = as_argnums(value)
+    valid = keys and all(isinstance(k, int | str) and not isinstance(k, bool) for k in keys)
+    if not valid or len(set(keys)) < len(keys):
+        raise ValueError(f"{name} must be the position of an argument, its name, or several of them, but is {value!r}")
+
+
 def _rules(check: Callable[..., None], names: str, *arguments: Any) -> dict[str, Callable[[str, Any], None]]:
     return dict.fromkeys(names.split(), lambda name, value: check(name, value, *arguments))
 
@@ -84,7 +104,9 @@ OPTIONS: dict[str, Callable[[str, Any], None]] = {
     **_rules(check_count, "refresh_warmup", 0),
     **_rules(check_positive_int, "max_dim subsample num_examples num_microbatches num_steps"),
     **_rules(check_positive_int, "batch batches devices num_devices k probes"),
-    **_rules(check_switch, "relative statistics nesterov rate_in_momentum layer_rates"),
+    **_rules(check_switch, "relative statistics nesterov rate_in_momentum layer_rates has_aux strict verbose"),
+    **_rules(check_patterns, "skip reduce gradient"),
+    **_rules(check_argnums, "batch_argnums"),
     **_rules(check_choice, "fisher", ("empirical", "sampled", "expected")),
     **_rules(check_choice, "precision", ("float32", "bfloat16_3x", "tensorfloat32", "bfloat16")),
     **_rules(check_choice, "communication_dtype", ("float32", "bfloat16")),
@@ -134,6 +156,15 @@ def check_shapes(what: str, block: Any, shapes: Mapping[str, tuple[int, ...]]) -
             raise ValueError(f"{what}: {name} must have shape {shape}, but has {actual}")
 
 
+def check_by_layer(what: str, blocks: Mapping[str, Any], layers: Iterable[Layer], how: str) -> None:
+    """Raises where blocks are not those of `layers`, by name and by the shapes of their factors."""
+    expected = {layer.name: layer.factor_shapes for layer in layers}
+    for name in sorted(expected.keys() ^ set(blocks)):
+        raise ValueError(f"{what} with{'out' * (name in expected)} layer {name!r}: {how}")
+    for name, shapes in expected.items():
+        check_shapes(f"{what} of layer {name!r}", blocks[name], shapes)
+
+
 def check_layers(value: Any) -> None:
     """Raises where a value is not what `find_layers` returns."""
     if not isinstance(value, Layers):
@@ -146,13 +177,3 @@ def check_function(value: Any) -> None:
     if not callable(value):
         what = reprlib.repr(value)
         raise ValueError(f"loss_fn must be a function, but is {what}: it comes before all other arguments")
-
-
-def experimental_gpu() -> bool:
-    """Whether to use what was made for GPUs by reading their programs, and has never run on one.
-
-    The Pallas kernels and a layout of gradients. Off, but where the environment has `KFAC_EXPERIMENTAL_GPU=1`.
-    """
-    value = os.environ.get("KFAC_EXPERIMENTAL_GPU", "0")
-    check_choice("the environment's KFAC_EXPERIMENTAL_GPU", value, ("0", "1"))
-    return value == "1"

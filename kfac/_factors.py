@@ -17,17 +17,18 @@ Average = Callable[[Any], Any]
 
 
 class Statistics:
-    """The statistics of one layer, a pytree of arrays: as blocks are made of (`Kronecker`, `Unitwise`), or before.
+    """The statistics of one layer, a pytree of arrays.
 
-    Those that blocks are made of also have `mean_eigenvalue()`, `[k]` of a stack, and `dense(basis)`, the block as a
-    matrix `[copies?, p, p]`: with the eigenvectors `basis` that which the moments correct.
+    `Kronecker` and `Unitwise` are blocks; `combined` makes one of the others. A block also has `mean_eigenvalue()`,
+    `[k]` of a stack, and `dense(basis)`, the block as a matrix `[copies?, p, p]`; with eigenvectors `basis`, the one
+    that the moments correct.
     """
 
     moments: Any = None
-    wire: Any = None  # the dtype in which they were sent
+    wire: Any = None  # of packed ones, the dtype in which devices send them
 
     def combined(self, average: Average | None = None) -> Any:
-        """Returns the `Kronecker` or `Unitwise` block. `average` is that over devices, where there are several."""
+        """Returns the `Kronecker` or `Unitwise` block. `average`: averages over devices, where there are several."""
         del average
         return self
 
@@ -46,7 +47,7 @@ class Statistics:
 
 
 class Uncombined(Statistics):
-    """Statistics that have the factors of the block that they become."""
+    """Statistics with the factors `A` and `G` of the block that they become."""
 
     @property
     def A(self) -> jax.Array:
@@ -147,7 +148,7 @@ class Unitwise(Statistics):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Packed(Uncombined):
-    """A `Kronecker` block on several devices. Of a batch over a mesh each has an equal part of the elements.
+    """A `Kronecker` block as vectors, of which each device of a mesh holds an equal part of the elements.
 
     Attributes:
       flat: upper triangles, diagonals and moments as vectors `[copies?, pieces, elements]`, maybe with zeros behind.
@@ -310,7 +311,7 @@ class Factors(Mapping[str, Statistics]):
         return f"Factors({self._blocks!r})"
 
     def whole(self) -> Factors:
-        """Returns `Kronecker` blocks, whole on every device, in the place of `Packed` ones."""
+        """Unpacks `Packed` blocks, which are spread over the devices of a mesh, to `Kronecker` ones on every device."""
         return Factors({n: block.combined() if block.wire is not None else block for n, block in self.items()})
 
     def unscale(self, loss_scale: jax.typing.ArrayLike) -> Factors:

@@ -58,9 +58,9 @@ class BlockKind(abc.ABC):
     Attributes:
       name: the names of its groups begin so.
       statistics: the type of its statistics.
-      owned: whether each block has an owner among the devices. Else all have all of them, with `unitwise_damping`, and
-        what the inverse keeps says in an attribute `inverse` which it is.
-      kernel: whether a block is a kernel, or a piece of one. Else rows are leaves of their own.
+      owned: whether blocks are dealt out to the devices that own them. Else every device has all of them, they are
+        damped by `unitwise_damping`, and the state of an inverse names the inverse in an attribute `inverse`.
+      kernel: whether a block is a kernel, or a piece of one. Else each row of its matrix is a leaf.
       captured: whether statistics come from the loss. Else the optimizer forms them of gradients.
     """
 

@@ -47,7 +47,7 @@ def device_axes() -> tuple[str, ...]:
 
 def _axes_of(kind: AxisType) -> tuple[str, ...]:
     mesh = jax.sharding.get_abstract_mesh()
-    return tuple(name for name, own in zip(mesh.axis_names, mesh.axis_types, strict=True) if own == kind)
+    return tuple(name for name, of_axis in zip(mesh.axis_names, mesh.axis_types, strict=True) if of_axis == kind)
 
 
 def mesh_of(tree: Any) -> Mesh | AbstractMesh | None:
@@ -116,7 +116,7 @@ def zeros_of(fn: Callable, *args: Any) -> Any:
     return jax.tree.map(zeros, jax.eval_shape(fn, *args))
 
 
-def own_key(key: jax.Array, axes: frozenset[str]) -> jax.Array:
+def device_key(key: jax.Array, axes: frozenset[str]) -> jax.Array:
     """A PRNG key of this device: its position on the mesh axes `axes` is folded in.
 
     Under `pmap`, and under `shard_map` without its check, nothing tells over which axes a value varies: all count.
@@ -238,9 +238,3 @@ def split_along(axes: AxisName | None, shape: tuple[int, ...], position: int) ->
     if axes is None or shape[position] % math.prod(mesh.shape[name] for name in axis_names(axes)):
         return None
     return NamedSharding(mesh, PartitionSpec(*(axes if k == position else None for k in range(len(shape)))))
-
-
-def alone() -> bool:
-    """Tells whether XLA splits no array over devices by itself: on one device, or where all axes are manual."""
-    kinds = jax.sharding.get_abstract_mesh().axis_types
-    return all(kind == AxisType.Manual for kind in kinds) if kinds else jax.device_count() == 1

@@ -8,7 +8,7 @@ import pytest
 
 import kfac
 from checking import check_all, kinds, normal
-from kfac._capture import primitives
+from kfac._capture import equations
 from oracle import Hook, truth
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -72,7 +72,7 @@ def test_a_layer_inside_has_the_gradients_own_factors():
 
 @pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit, jax.checkpoint], ids=["plain", "jit", "remat"])
 def test_registered_it_is_exact(monkeypatch, wrap):
-    monkeypatch.setattr(primitives, "_REGISTERED", {})
+    monkeypatch.setattr(equations, "_REGISTERED", {})
     kfac.register_primitive(block)
     params, batch = problem()
     layers, _ = check_all(wrap(custom), params, batch, truth(model, params, batch))
@@ -80,11 +80,14 @@ def test_registered_it_is_exact(monkeypatch, wrap):
 
 
 @pytest.mark.parametrize("through", [rounded, rounded_too], ids=["jvp", "vjp"])
-def test_a_custom_derivative_that_is_the_identity_keeps_a_kernel_exact(through):
-    """A kernel rounded straight through: the gradients are those with respect to the rounded one."""
+def test_a_custom_derivative_that_is_the_identity_keeps_a_kernel_exact(monkeypatch, through):
+    """A kernel rounded straight through, and a number in front, which is not rounded with it."""
+    monkeypatch.setattr(equations, "_REGISTERED", {})
+    kfac.register_primitive(through, jnp.copy)
 
     def straight(hook, p, x, t):
-        return model(hook, p | {"last": through(p["last"])}, x, t)
+        y = jnp.tanh(hook.layer("first", x, x @ p["first"]["w"] + p["first"]["b"], bias=True))
+        return mean_loss(hook.layer("last", 0.1 * y, y @ through(0.1 * p["last"])), t)
 
     params, batch = problem()
     layers, _ = check_all(lambda p, *b: straight(Hook(), p, *b), params, batch, truth(straight, params, batch))

@@ -262,7 +262,7 @@ def test_what_does_not_go_together_is_refused():
         tx.update(grads, other, factors=factors)
     with pytest.raises(ValueError, match=r"inverse=Eigh.*, but the optimizer state is one for inverse=Ekfac"):
         eigh.update(grads, state, factors=plain)
-    with pytest.raises(ValueError, match="basis lacks layer 'out'"):
+    with pytest.raises(ValueError, match="basis without layer 'out'"):
         measure()(params, batch, basis={"first": basis["first"]})
     with pytest.raises(ValueError, match=r"basis of layer 'out': A must have shape \(4, 4\), but has \(3, 3\)"):
         measure()(params, batch, basis={**basis, "out": Kronecker(jnp.eye(3), jnp.eye(4))})
@@ -287,5 +287,5 @@ def test_layers_whose_examples_are_not_told_apart_have_no_moments():
     assert not layers["w"].told_apart and not layers["w"].correctable
     _, _, factors = kfac.value_and_grad(loss, layers)(params, x, basis={})
     assert factors["w"].moments is None
-    with pytest.raises(ValueError, match="basis has layer 'w'"):
+    with pytest.raises(ValueError, match="basis with layer 'w'"):
         kfac.value_and_grad(loss, layers)(params, x, basis={"w": Kronecker(jnp.eye(3), jnp.eye(2))})

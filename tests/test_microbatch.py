@@ -134,7 +134,7 @@ def test_what_cannot_be_split_or_averaged_is_an_error():
         kfac.microbatch(fn, 5, batch_argnums=(1, 2))(params, *batch)
     with pytest.raises(ValueError, match=r"does not divide argument 2.*no leading axis"):
         kfac.microbatch(fn, 2, batch_argnums=(1, 2))(params, batch[0], 1.0)
-    with pytest.raises(ValueError, match=r"batch_argnums has 3"):
+    with pytest.raises(ValueError, match=r"batch_argnums=3 has 3, but the arguments after params are 1, 2"):
         kfac.microbatch(fn, 2, batch_argnums=3)(params, *batch)
 
     def counting(p, x, t):

@@ -130,7 +130,7 @@ MISTAKES = {
     "kl_clip beside auto": (lambda: optimizer(kl_clip=1e-3), r"kl_clip=0\.001 .*: pass trust_ratio=None with it"),
     "skip of one pattern": (
         lambda: kfac.find_layers(loss_fn, initial(), batch(0), skip="bias"),
-        r"skip must be a sequence of regular expressions, but is the string 'bias'",
+        r"skip must be a sequence of regular expressions, but is 'bias'",
     ),
     "fisher by another name": (
         lambda: kfac.value_and_grad(loss_fn, layers(), fisher="true"),
@@ -156,6 +156,32 @@ def test_a_mistake_says_what_to_write(mistake):
     call, words = MISTAKES[mistake]
     with pytest.raises((ValueError, TypeError), match=words):
         call()
+
+
+def find(**options):
+    return kfac.find_layers(loss_fn, initial(), batch(0), **options)
+
+
+def measure(loss_fn=loss_fn, **options):
+    return kfac.value_and_grad(loss_fn, options.pop("layers", layers()), **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "wrong", "words"),
+    [
+        *((find, {option: "no"}, f"{option} must be True or False, but is 'no'") for option in ("has_aux", "strict")),
+        *((find, {"batch_argnums": wrong}, "batch_argnums must be the position") for wrong in (True, (), (1, 1), 1.5)),
+        (find, {"skip": 3}, "skip must be a sequence of regular expressions, but is 3"),
+        (find, {"reduce": ("bias",)}, "reduce: 'bias' matches no kernel of a product with exact rows"),
+        (measure, {"has_aux": "no"}, "has_aux must be True or False"),
+        (measure, {"loss_fn": 3}, "loss_fn must be a function, but is 3"),
+        (measure, {"layers": 3}, "layers must be what kfac.find_layers returns, but is int"),
+        (functools.partial(kfac.train_step, loss_fn, RATE), {"verbose": "no"}, "verbose must be True or False"),
+    ],
+)
+def test_a_wrong_option_is_not_taken_for_another(call, wrong, words):
+    with pytest.raises(ValueError, match=words):
+        call(**wrong)
 
 
 FORGOTTEN = r"update was called without factors.* tx\.update\(grads, opt_state, params, factors=factors\)"

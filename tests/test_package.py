@@ -191,13 +191,6 @@ def _is_module(path: str) -> bool:
         return False
 
 
-# What JAX documents as experimental, and where alone it is used: kernels for GPUs, and layouts there.
-EXPERIMENTAL = {
-    "tensor_cores.py": {"jax.experimental", "jax.experimental.pallas", "jax.experimental.pallas.triton"},
-    "blocks.py": {"jax.experimental", "jax.experimental.layout"},
-}
-
-
 def _not_public(tree: ast.AST) -> set[str]:
     """Modules of JAX that the code reaches, by an import or by attributes, and that are not on the list."""
     attributes = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
@@ -218,8 +211,7 @@ def test_nothing_private_of_another_package_is_used():
                 assert not private, f"{path.relative_to(ROOT)} imports {module}"
         assert not _private_attributes(tree, {"jax", "jnp", "lax", "jex", "optax", "numpy", "np"}), path
         assert "jax._src" not in path.read_text(), path
-        allowed = EXPERIMENTAL.get(path.name, set())
-        assert not _not_public(ast.parse(path.read_text().replace("jax.core.Tracer", "Tracer"))) - allowed, path
+        assert not _not_public(ast.parse(path.read_text().replace("jax.core.Tracer", "Tracer"))), path
 
 
 def test_the_search_for_private_names_finds_them():

@@ -11,7 +11,7 @@ from jax.extend import core as jex
 
 import kfac
 from checking import kinds, normal
-from kfac._capture import primitives
+from kfac._capture import equations
 
 N, D, H = 6, 5, 4
 
@@ -78,7 +78,7 @@ def own(p, x):
 @pytest.fixture(autouse=True)
 def table(monkeypatch):
     """What a test registers is forgotten afterwards."""
-    monkeypatch.setattr(primitives, "_REGISTERED", {})
+    monkeypatch.setattr(equations, "_REGISTERED", {})
 
 
 @pytest.fixture

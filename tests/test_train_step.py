@@ -276,8 +276,8 @@ def test_what_is_split_is_found_or_said(x64):
     for wrong, words in (
         ((), "position of an argument"),
         (True, "position"),
-        ("12", "position"),
-        (0, "the parameters"),
+        ("12", "after params are 1, 2"),
+        (0, "after params are 1, 2"),
     ):
         with pytest.raises(ValueError, match=words):
             once(x, y, batch_argnums=wrong)

@@ -713,8 +713,8 @@ def test_parameters_of_another_model_are_refused():
 
 def test_factors_of_other_layers_or_shapes_are_refused():
     factors = dict(measured(0)[1])
-    refuse("lack layer 'norm'", factors=Factors({k: v for k, v in factors.items() if k != "norm"}))
-    refuse("have layer 'more'", factors=Factors({**factors, "more": factors["norm"]}))
+    refuse("without layer 'norm'", factors=Factors({k: v for k, v in factors.items() if k != "norm"}))
+    refuse("with layer 'more'", factors=Factors({**factors, "more": factors["norm"]}))
     other = Kronecker(jnp.zeros((4, 4)), jnp.zeros((3, 3)))
     refuse(r"layer 'out': G must have shape \(4, 4\), but has \(3, 3\)", factors=Factors({**factors, "out": other}))
     refuse("layer 'out': A must have shape", factors=Factors({**factors, "out": Unitwise(jnp.zeros((4, 1, 1)))}))

@@ -5,12 +5,11 @@
     python examples/benchmarks/gpu.py --rehearse                        # on a CPU, small: minutes
     python examples/benchmarks/gpu.py --parts works speed --models gpt-124m
 
-Parts, in this order: `works` (steps with each inverse against a CPU's, the Pallas kernels against float64), `tests`
-(quick files of the package's, where pytest is there), `speed` (seconds of steps, the bound beside them, seconds to
-compile), `profile` (the ten kernels that take longest), `compile` (a second start, from what the first one kept),
-`training` (ResNet-18 on CIFAR-10 to 94%, K-FAC and Muon in turn, for as long as is left). Each is a process of its own
-with a share of the time; one that fails leaves the others alone. What was made for GPUs by reading programs,
-`KFAC_EXPERIMENTAL_GPU=1`, is a row beside that without. Writes `gpu.json`, `gpu.md` and a log of each part to --output.
+Parts, in this order: `works` (steps with each inverse against a CPU's), `tests` (quick files of the package's, where
+pytest is there), `speed` (seconds of steps, the bound beside them, seconds to compile), `profile` (the ten kernels that
+take longest), `compile` (a second start, from what the first one kept), `training` (ResNet-18 on CIFAR-10 to 94%, K-FAC
+and Muon in turn, for as long as is left). Each is a process of its own with a share of the time; one that fails leaves
+the others alone. Writes `gpu.json`, `gpu.md` and a log of each part to --output.
 
 A Python that has jax for CUDA needs nothing else, where the other wheels lie beside it:
 `pip download --dest wheels optax flax pillow pytest scikit-learn`, the last two for `tests`. Of these, what that Python
@@ -39,11 +38,9 @@ ROOT = FOLDER.parents[1]
 # Minutes that each part may take of the twenty; training gets what is left.
 PARTS = {"works": 2.5, "tests": 1.5, "speed": 8.0, "profile": 1.5, "compile": 1.5, "training": 20.0}
 MODELS = ("gpt-124m", "resnet50", "vit-b16")
-# The rows of a table, those first without which it says nothing; 1 is with what is experimental.
-ROWS = (("sgd", 0), ("without", 0), ("statistics", 0), ("refresh", 0), ("muon", 0), ("without", 1), ("statistics", 1),
-        ("adamw", 0))  # fmt: skip
-EXPERIMENTAL = "KFAC_EXPERIMENTAL_GPU"
-TESTS = ("tests/test_trajectory.py", "tests/test_inverse.py", "tests/test_tensor_cores.py")
+# The rows of a table, those first without which it says nothing.
+ROWS = ("sgd", "without", "statistics", "refresh", "muon", "adamw")
+TESTS = ("tests/test_trajectory.py", "tests/test_inverse.py", "tests/test_narrow_products.py")
 
 
 # -- the command: starts the parts, and writes down what they found ---------------------------------------------------
@@ -221,14 +218,10 @@ def part_works(options: argparse.Namespace, notes: Notes) -> None:
         found = moves(inverses)
         np.savez(reference, **{f"{name}-{k}": x for name, leaves in found.items() for k, x in enumerate(leaves)})
         return
-    on_cpu = os.environ | {"JAX_PLATFORMS": "cpu", EXPERIMENTAL: "0"}
+    on_cpu = os.environ | {"JAX_PLATFORMS": "cpu"}
     process = subprocess.Popen([sys.executable, *sys.argv, "--reference"], env=on_cpu)
     import jax
-    import jax.numpy as jnp
 
-    from kfac._statistics.tensor_cores import gram
-
-    on_gpu = jax.default_backend() != "cpu"
     notes("device", jax.devices()[0].device_kind)
     notes("versions", ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "optax")))
     own = moves(inverses)
@@ -238,25 +231,6 @@ def part_works(options: argparse.Namespace, notes: Notes) -> None:
     for name, leaves in own.items():
         expected = [truth[f"{name}-{k}"] for k in range(len(leaves))]
         notes("three steps against a CPU", {"inverse": name, **disagreement(leaves, expected)})
-    if on_gpu:  # the kernels compile for GPUs only
-        one = [moves(inverses[:1], "bfloat16")["Soap"]]
-        os.environ[EXPERIMENTAL] = "1"
-        one.append(moves(inverses[:1], "bfloat16")["Soap"])
-        os.environ[EXPERIMENTAL] = "0"
-        notes(f"{EXPERIMENTAL}=1 against 0, bfloat16", {"inverse": "Soap", **disagreement(one[1], one[0])})
-    for shape in ((1000, 200), (4096, 768)) if not options.rehearse else ((500, 40),):
-        x = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.bfloat16)
-        exact = np.asarray(x.astype(jnp.float32), np.float64)
-        exact = exact.T @ exact
-        product = jax.jit(functools.partial(gram, interpret=not on_gpu))
-        error = float(np.linalg.norm(np.asarray(product(x[None])) - exact) / np.linalg.norm(exact))
-        plain = jax.jit(lambda x: jnp.matmul(x.T, x, preferred_element_type=jnp.float32))
-        other = float(np.linalg.norm(np.asarray(plain(x)) - exact) / np.linalg.norm(exact))
-        notes("Pallas kernel against float64", {
-            "rows x columns": f"{shape[0]} x {shape[1]}", "error": error, "error of XLA's product": other,
-            "ms": 1e3 * seconds_of(functools.partial(product, x[None]), 5),
-            "ms of XLA's": 1e3 * seconds_of(functools.partial(plain, x), 5), "agrees": error < 1e-5,
-        })  # fmt: skip
 
 
 def part_tests(options: argparse.Namespace, notes: Notes) -> None:
@@ -303,7 +277,7 @@ def filled(shapes: Any) -> Any:
 
 
 def compiled_rows(
-    options: argparse.Namespace, models: Sequence[str], rows: Sequence[tuple[str, int]] = ROWS
+    options: argparse.Namespace, models: Sequence[str], rows: Sequence[str] = ROWS
 ) -> Iterator[tuple[str, str, Any, list[Any], dict[str, float]]]:
     """Model, row, the compiled step, what it takes, and seconds to compile it."""
     import jax
@@ -312,8 +286,7 @@ def compiled_rows(
 
     small = argparse.Namespace(small=options.rehearse, batch=None, image_size=224, devices=1, inverse_every=100,
                                inverse="default", refresh="apart")  # fmt: skip
-    for (row, switch), model in itertools.product(rows, models):
-        os.environ[EXPERIMENTAL] = str(switch)
+    for row, model in itertools.product(rows, models):
         task = steps.task(model, small)
         step, tx = steps.make_step(row, task, small)
         params, batch = filled(task.params), filled(task.batch)
@@ -323,8 +296,7 @@ def compiled_rows(
         traced = time.perf_counter()
         compiled = lowered.compile()
         said = {"tracing s": traced - began, "compiling s": time.perf_counter() - traced}
-        os.environ[EXPERIMENTAL] = "0"
-        yield model, row + ", experimental" * switch, compiled, [params, state, batch], said
+        yield model, row, compiled, [params, state, batch], said
 
 
 def stepping(compiled: Any, taken: list[Any]) -> Any:
@@ -362,8 +334,7 @@ def part_profile(options: argparse.Namespace, notes: Notes) -> None:
     """Device time of ten steps, by kernel; in a rehearsal a CPU's operations."""
     import jax
 
-    rows = [("statistics", 0), ("without", 0), ("muon", 0)]
-    for model, row, compiled, taken, _ in compiled_rows(options, options.models[:1], rows):
+    for model, row, compiled, taken, _ in compiled_rows(options, options.models[:1], ("statistics", "without", "muon")):
         sync(stepping(compiled, taken))
         folder = options.output / f"profile-{model}-{row}"
         with jax.profiler.trace(str(folder)):

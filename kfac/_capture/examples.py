@@ -78,7 +78,7 @@ def _placed(op: Op, makers: dict[Value, Op]) -> list[Axes] | None:
 
 
 def _is_fresh(indices: Value, column: int, makers: dict[Value, Op]) -> bool:
-    """Whether no data say what one component of indices is, as of `x[jnp.arange(n), k]` the first."""
+    """Whether a component of indices does not depend on data, as the first in `x[jnp.arange(n), k]`."""
     maker = makers.get(indices)
     if not indices.given or maker is None or maker.name != "concatenate":
         return not indices.given
@@ -128,7 +128,7 @@ def _along(op: Op) -> Axis:
 
 
 def _checked(value: Value, said: Axes, n: int | None) -> Axes:
-    """Axes, in which what grows and comes from nowhere is all examples in their order, or in none."""
+    """Marks axes that grow, though no operand explains it, as examples: in order if there are `n`, else mixed."""
     result = list(said)
     for k, (size, twice) in enumerate(zip(value.shape, value.twice or value.shape, strict=True)):
         if size != twice and n and n > 1 and not axes_lib.holds_examples(said[k]):

@@ -17,7 +17,7 @@ from kfac._capture.find_reads import Inexact, Reads
 from kfac._capture.outputs import Marks, find_marks
 from kfac._capture.states import Use, by_part
 from kfac._capture.trace import Argnums, Trace, trace
-from kfac._checks import check_function, check_given
+from kfac._checks import check, check_function, check_given
 from kfac._layers import KRONECKER_KINDS, MAX_DIM, VOCABULARY, Layer, Layers, Layout, UnsupportedLayerError
 from kfac._varying import on_mesh
 
@@ -68,10 +68,10 @@ def find_layers(
       gradient: regular expressions; a leaf in whose path one is found gets the gradient's own factors (Gupta et al.
         2018; Vyas et al. 2024), for which nothing is captured in the loss.
       batch_argnums: the arguments that hold the examples, on the first axis of their leaves: positions as `loss_fn`
-        counts them, with `params` as 0, or names of keyword arguments. A leaf of them that does not have the batch's
-        leading length, which is that of most of them, is shared by all examples, and named in the table. None: the
-        first argument after `params`; where only another choice can be traced with twice as many examples, as all
-        arguments of one leading length, that one.
+        counts them, with `params` as 0 and negative ones from the end, or names of keyword arguments. A leaf of them
+        that does not have the batch's leading length, which is that of most of them, is shared by all examples, and
+        named in the table. None: the first argument after `params`; where only another choice can be traced with twice
+        as many examples, as all arguments of one leading length, that one.
       strict: whether a leaf that meets data in a way without exact rows is refused.
       **kwargs: keyword arguments of `loss_fn`.
 
@@ -86,18 +86,16 @@ def find_layers(
       TypeError: `loss_fn` does not return a real scalar, or a parameter leaf is no real array.
     """
     check_function(loss_fn)
-    for option, patterns in (("skip", skip), ("reduce", reduce), ("gradient", gradient)):
-        if isinstance(patterns, str):
-            raise ValueError(f"{option} must be a sequence of regular expressions, but is the string {patterns!r}")
-    check_given(max_dim=max_dim)
+    check(has_aux=has_aux, skip=skip, reduce=reduce, gradient=gradient, strict=strict)
+    check_given(max_dim=max_dim, batch_argnums=batch_argnums)
     traced = trace(loss_fn, has_aux, params, args, kwargs, batch_argnums)
     options = Layers(
         (), tuple(traced.names), tuple(skip), max_dim, tuple(reduce), tuple(gradient), jax.tree.structure(params)
     )
-    found = layers_of(traced, options, find_marks(traced))
-    if strict and found.reads.inexact:
-        raise _unsupported(traced.names, found.reads.inexact)
-    return found.layers
+    analysis = layers_of(traced, options, find_marks(traced))
+    if strict and analysis.reads.inexact:
+        raise _unsupported(traced.names, analysis.reads.inexact)
+    return analysis.layers
 
 
 def _unsupported(names: Sequence[str], inexact: dict[int, Inexact]) -> UnsupportedLayerError:
@@ -110,7 +108,7 @@ def _unsupported(names: Sequence[str], inexact: dict[int, Inexact]) -> Unsupport
     )
 
 
-class Found(NamedTuple):
+class Analysis(NamedTuple):
     """The layers of a loss, and what they are known from.
 
     Attributes:
@@ -128,7 +126,7 @@ class Found(NamedTuple):
     unclear: str
 
 
-def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | None = None) -> Found:
+def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | None = None) -> Analysis:
     """Groups the uses of each leaf into layers.
 
     Args:
@@ -167,6 +165,9 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
     leave_inexact(by_leaf.keys() - kernels - biases, lambda uses: _no_examples(uses, batch.num_examples))
     companions = {leaf: other for leaf, other in companions.items() if {leaf, other} <= by_leaf.keys()}
     rows = {leaf: sum(use.rows for use in by_leaf[leaf] if not use.late) for leaf in kernels}
+    for pattern in options.reduce:
+        if not _matching("reduce", (pattern,), names) & kernels:
+            raise ValueError(f"reduce: {pattern!r} matches no kernel of a product with exact rows, so it has no effect")
     n, unclear = marks.num_examples(num_examples, batch, {names[leaf]: count for leaf, count in rows.items()})
 
     drafts: list[tuple[Layer, list[int]]] = []
@@ -201,7 +202,7 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
         batch_argnums=batch.argnums, shared=batch.shared, hidden=batch.hidden,
         dtype="float64" if any(v.dtype == "float64" for v in traced.program.inputs[: len(names)]) else "float32",
     )  # fmt: skip
-    return Found(layers, reads, uses_of, n, unclear)
+    return Analysis(layers, reads, uses_of, n, unclear)
 
 
 # The longer side of a dense kernel is cut into blocks as long as the shorter one where it has so many rows: with fewer

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 from kfac._capture import axes as axes_lib
 from kfac._capture import primitives
 from kfac._capture.axes import Atom, Axes
-from kfac._capture.primitives import SUMS, Follow, Read, spread
+from kfac._capture.equations import SUMS
+from kfac._capture.primitives import Follow, Read, broadcast_axes
 from kfac._capture.program import Op, Path, Program
 from kfac._capture.states import NONE, Data, Derived, Leaves, Loop, Output, State, Use, View, is_repeated
 from kfac._capture.taps import Plan
@@ -122,7 +123,7 @@ class Reads:
             if self.uses[state.output.use].read.op == "mul":
                 # x * (rsqrt(var) * scale) + shift: the product with x stands between a scale and its shift. To put
                 # both in one block needs no more than that they act on the same channels.
-                output = Output(state.output.use, spread(state.output.axes, shape, result))
+                output = Output(state.output.use, broadcast_axes(state.output.axes, shape, result))
         elif (op.name in ("add", "add_any") or (op.name == "sub" and k == 0)) and shape == result:
             # A sum with other data has the same gradient: a bias may come after a residual connection.
             output = state.output
@@ -215,9 +216,12 @@ class Reads:
         self._leaked.update(dict.fromkeys(shared, True))
 
     def _settle(self) -> None:
-        """Late uses whose rows never meet examples are a penalty, if of constants; else rows of another batch.
+        """Decides what late uses count for, once the program has been walked.
 
-        How many times the loss has these, marks alone say.
+        One whose result meets the examples is exact, unless the result reaches the loss in another way as well. One
+        whose result never does either reads rows of another batch, which are exact only where marks give that batch's
+        weight in the loss; or constants, as a penalty does, and does not count (`dropped`). Where the loss hides its
+        examples they may be these constants: then it counts as any use. A bias follows its kernel.
         """
         for k, use in enumerate(self.uses):
             if use.late and k in self._merged and k in self._leaked:

@@ -12,8 +12,8 @@ from jax import lax
 
 from kfac._capture.convolutions_in_loops import fast_in_loops
 from kfac._capture.outputs import with_own_key
-from kfac._capture.trace import is_key
-from kfac._checks import check
+from kfac._capture.trace import is_key, named_arguments
+from kfac._checks import check, check_given
 from kfac._varying import zeros_of
 
 
@@ -45,7 +45,7 @@ def microbatch(
         average.
     """
     check(num_microbatches=num_microbatches)
-    check_argnums(batch_argnums)
+    check_given(batch_argnums=batch_argnums)
 
     @functools.wraps(fn)
     def accumulated(*args, **kwargs):
@@ -81,15 +81,6 @@ def microbatch(
     return accumulated
 
 
-def check_argnums(batch_argnums: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Returns the positions of the arguments to split; raises where they are no positions."""
-    default = 1 if batch_argnums is None else batch_argnums
-    argnums = tuple(default) if isinstance(default, Sequence) else (default,)
-    if not argnums or not all(isinstance(k, int) and not isinstance(k, bool) for k in argnums):
-        raise ValueError(f"batch_argnums must be the position of an argument or of several, but is {batch_argnums!r}")
-    return argnums
-
-
 def split_positions(
     args: Sequence[Any], kwargs: dict[str, Any], batch_argnums: int | Sequence[int] | None
 ) -> list[int]:
@@ -97,13 +88,8 @@ def split_positions(
 
     Nothing else may look as if it belonged to them, unless they are said.
     """
-    argnums = check_argnums(batch_argnums)
-    for k in argnums:
-        if not -len(args) <= k < len(args):
-            raise ValueError(
-                f"batch_argnums has {k}, but there are {len(args)} positional arguments: pass the batch by position"
-            )
-    positions = sorted({k % len(args) for k in argnums})
+    argnums = 1 if batch_argnums is None else batch_argnums
+    positions = sorted(int(k) for k in named_arguments(argnums, range(1, len(args)), len(args) - 1))
     lengths = leading_lengths([args[k] for k in positions])
     if len(lengths) > 1:
         raise ValueError(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from kfac._capture import primitives
+from kfac._capture import equations
 from kfac._capture.likelihoods import Likelihood, name_of, named
 from kfac._capture.program import Op, Path, Program
 from kfac._capture.replay import replay
@@ -53,10 +53,9 @@ def output(
     Args:
       x: real, `[..., features]`; a single feature has an axis of its own too.
       likelihood: one of these names, or a `kfac.curvature.Likelihood`.
-      weight: how many times the loss holds `-log p` of these rows, where it has several marked outputs; positive. Where
-        these have different numbers of rows and each is averaged over its own, as the interior and the boundary of a
-        domain, `n` is one of them, given as `num_examples`, and the weight of another term is its factor in the loss
-        times `n` over its rows. Without marks nobody can know this of a loss of several batches.
+      weight: the factor of `-log p`, summed over these rows, in `n` times the loss; positive. It is 1 where the loss is
+        the mean over one output. A loss of several terms, `sum_t c_t (mean over m_t rows)`, as of the interior and the
+        boundary of a domain, has one `n` for all, given as `num_examples`: the weight of term `t` is `c_t n / m_t`.
       variance: with `"gaussian"`, the known variance of the targets, positive: a number or an array like `x`.
 
     Returns:
@@ -83,7 +82,7 @@ def output(
     if x.ndim < 1:
         raise ValueError("the output must have an axis of features, but is a scalar: pass x[..., None]")
     # vmap puts its axis where it likes, but behind expand_dims it comes first, and the features remain last.
-    return lax.squeeze(checkpoint_name(lax.expand_dims(x, (0,)), f"{primitives.MARK}{name}/{float(weight)!r}"), (0,))
+    return lax.squeeze(checkpoint_name(lax.expand_dims(x, (0,)), f"{equations.MARK}{name}/{float(weight)!r}"), (0,))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -217,8 +216,8 @@ def find_marks(traced: Trace) -> Marks:
                     entering = grown
             if op.inner:
                 return walk(op.inner, entering, here, scans, around)
-            likelihood = primitives.is_named(op.eqn, primitives.MARK)
-            if not likelihood and primitives.contains(op.eqn, lambda e: bool(primitives.is_named(e, primitives.MARK))):
+            likelihood = equations.is_named(op.eqn, equations.MARK)
+            if not likelihood and equations.contains(op.eqn, lambda e: bool(equations.is_named(e, equations.MARK))):
                 raise ValueError(f"kfac.output cannot be followed inside {op.name}: mark what comes out of it")
             together = NONE.union(*entering) if op.alive else NONE
             if likelihood and op.alive:
@@ -369,21 +368,6 @@ def marked(value_fn: Callable[[Any], Any], params: Any, num_examples: int | None
 
 
 # -- PRNG keys ---------------------------------------------------------------------------------------------------------
-
-
-def checked_key(key: Any, fisher: str) -> jax.Array:
-    """`key` in the typed form.
-
-    Raises:
-      ValueError: it is missing, or no PRNG key.
-    """
-    if key is None:
-        what, how = "targets" if fisher == "sampled" else "signs", "fisher_key=jax.random.key(step)"
-        raise ValueError(f"fisher={fisher!r} draws {what}: pass a PRNG key at the call, {how}")
-    if not is_key(key):
-        what = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") and hasattr(key, "shape") else repr(key)
-        raise ValueError(f"fisher_key must be a single PRNG key, such as jax.random.key(step), but is {what}")
-    return key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
 
 
 def with_own_key(kwargs: Mapping[str, Any], part: Any) -> dict[str, Any]:

@@ -2,54 +2,38 @@
 
 - `Follow`: only the form of a parameter changes. Its axes go on.
 - `Read`: a parameter meets data, in a way whose per-example gradient is known.
-- `Call`: a program inside, to be looked into.
 
-A primitive that is in none of the three makes what is derived from a parameter: harmless for a weight penalty; where it
-meets data, the parameter gets the gradient's own factors. `register_primitive` adds entries for operations of a user's
-own.
+What a rule returns neither of makes something derived from a parameter: harmless for a weight penalty; where it meets
+data, the parameter gets the gradient's own factors. A new entry is a function like `_product` and its name in `_TABLE`.
+Programs inside an equation are looked into before (`equations.call`). `register_primitive` adds operations of a user's
+own. What operations do with the axes of data is said here, too (`placed`, `indexed`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core as jex
 from jax.lax import GatherScatterMode
 
 from kfac._capture import axes as axes_lib
 from kfac._capture.axes import Atom, Axes, Axis, foreign, holds_examples, mixed
+from kfac._capture.equations import FORMS, IDENTITIES, SUMS, call, name_of, registered
 from kfac._statistics.convolution import Convolution
 from kfac._statistics.rows import Dense, Geometry, Lookup, accumulator
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
-SUMS = frozenset({"add", "add_any", "sub"})
 # Operations on arrays of one shape, or of ones in the place of some of its lengths.
 ELEMENTWISE: dict[str, Callable[..., jax.Array]] = {
     **{name: getattr(lax, name) for name in ("add", "sub", "mul", "div", "max", "min", "pow", "select_n")},
     "add_any": lax.add,
 }
-_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"})
-_REMATS = frozenset({"checkpoint", "remat", "remat2"})
-_IDENTITIES = frozenset(
-    {"convert_element_type", "copy", "copy_p", "name", "reduce_precision", "sharding_constraint", "pvary", "pcast"}
-    | {"reshard", "mesh_cast"}
-)
-_FORMS = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim"})
-_CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call"})
-_MOVES = frozenset({*_FORMS, "rev", "tile", "slice", "split", "unstack"})
-_WITHOUT_GRADIENT = frozenset({"stop_gradient", "floor", "ceil", "round", "sign"})
-# Their parameters hold how two elements combine, which is no program that swallows a parameter.
-_COMBINING = ("scatter", "reduce")
-
-
+_MOVES = frozenset({*FORMS, "rev", "tile", "slice", "split", "unstack"})
 DENSE = Dense()
 
 
@@ -102,106 +86,6 @@ class Read:
     groups: int | None = None
 
 
-class Scan(NamedTuple):
-    """Says how many inputs of a scan are the same in each iteration, how many are carried on, and its length."""
-
-    consts: int
-    carried: int
-    length: int
-
-    @property
-    def last(self) -> int:
-        """The first of the inputs that it slices."""
-        return self.consts + self.carried
-
-
-class Call(NamedTuple):
-    """A program inside an equation: of `"call"`, `"remat"` or `"scan"`."""
-
-    kind: str
-    jaxpr: Any
-    consts: Sequence[Any]
-    scan: Scan | None = None
-
-
-# -- what is inside ----------------------------------------------------------------------------------------------------
-
-
-def call(eqn: Any) -> Call | None:
-    """The program inside an equation, if it can be looked into."""
-    name = eqn.primitive.name
-    kind = "call" if name in _CALLS else "remat" if name in _REMATS else "scan" if name == "scan" else None
-    if kind is None and not ("call_jaxpr" in eqn.params and _registered(eqn) is LOOK_INSIDE):
-        return None
-    inner = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
-    jaxpr, consts = (inner.jaxpr, inner.consts) if isinstance(inner, jex.ClosedJaxpr) else (inner, ())
-    if kind != "scan":
-        return Call(kind or "call", jaxpr, consts)
-    return Call(kind, jaxpr, consts, Scan(*(eqn.params[key] for key in ("num_consts", "num_carry", "length"))))
-
-
-def shardings(eqn: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Returns the shardings that a `jit` inside the loss gives its arguments and results; for none an object of JAX."""
-    return eqn.params.get("in_shardings", ()), eqn.params.get("out_shardings", ())
-
-
-def evaluate(within: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Evaluates one equation of the jaxpr `within`, through the public `jaxpr_as_fun`."""
-    variables = {var: value for var, value in zip(eqn.invars, values, strict=True) if not isinstance(var, jex.Literal)}
-    # A copy of the jaxpr around it, because a new one wants debugging information that no public function makes.
-    jaxpr = within.replace(constvars=[], invars=list(variables), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects)
-    return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))(*variables.values())
-
-
-def inside(eqn: Any) -> Iterator[Any]:
-    """The programs among the parameters of an equation, but for those that only combine two elements."""
-    if eqn.primitive.name.startswith(_COMBINING):
-        return
-    for value in eqn.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(item, jex.ClosedJaxpr):
-                yield item.jaxpr
-            elif isinstance(item, jex.Jaxpr):
-                yield item
-
-
-def contains(eqn: Any, wanted: Callable[[Any], bool]) -> bool:
-    """Whether an equation, or one inside it, is wanted."""
-    return wanted(eqn) or any(contains(inner, wanted) for jaxpr in inside(eqn) for inner in jaxpr.eqns)
-
-
-def is_product(eqn: Any) -> bool:
-    """Whether an equation is a matrix product or convolution, or like one."""
-    like = _registered(eqn)
-    return (_single(eqn, like)[0] if callable(like) else eqn).primitive.name in PRODUCTS
-
-
-MARK = "kfac.output/"  # how the name of a marked output begins
-
-
-def is_named(eqn: Any, prefix: str) -> str | None:
-    """Returns what follows `prefix` in the name of a `checkpoint_name`; None for other equations."""
-    name = eqn.params["name"] if eqn.primitive.name == "name" else ""
-    return name.removeprefix(prefix) if name.startswith(prefix) else None
-
-
-def devices_summed(eqn: Any) -> tuple[str, ...]:
-    """The named axes of devices over which an equation sums."""
-    return tuple(eqn.params["axes"]) if eqn.primitive.name.startswith("psum") else ()
-
-
-def stops_gradient(eqn: Any) -> bool:
-    return eqn.primitive.name in _WITHOUT_GRADIENT
-
-
-def sums(eqn: Any) -> bool:
-    """Tells whether the result is a sum of entries of the inputs, or one of these times a number."""
-    if eqn.primitive.name in ("mul", "div"):
-        sizes = [math.prod(var.aval.shape) for var in eqn.invars]
-        return sizes[1] == 1 or (sizes[0] == 1 and eqn.primitive.name == "mul")
-    return eqn.primitive.name in {*SUMS, "reduce_sum", "neg", *_IDENTITIES, *_FORMS}
-
-
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 # A reason in words says why an operation is not followed. None: neither a `Follow` nor a `Read` of this operand.
@@ -220,11 +104,17 @@ def meaning(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning
       axes: of the parameter.
       data: of all inputs, as arrays of data.
     """
-    like = _registered(eqn)
+    like = registered(eqn)
     if callable(like):
         return _alike(eqn, like, operand, axes, data)
     rule = _TABLE.get(eqn.primitive.name)
     return rule(eqn, operand, axes, data) if rule else None
+
+
+def is_product(eqn: Any) -> bool:
+    """Whether an equation is a matrix product or convolution, or like one."""
+    like = registered(eqn)
+    return (_single(eqn, like)[0] if callable(like) else eqn).primitive.name in PRODUCTS
 
 
 def placed(eqn: Any, data: Sequence[Axes]) -> list[Axes] | None:
@@ -328,12 +218,12 @@ def _broadcast(eqn: Any, axes: Axes) -> Axes:
     operand = zip(axes, eqn.invars[0].aval.shape, strict=True)
     source: dict[int, tuple[Axis, int]] = dict(zip(eqn.params["broadcast_dimensions"], operand, strict=True))
     pairs = [source.get(k, ((), 1)) for k in range(len(total))]
-    return spread([axis for axis, _ in pairs], [size for _, size in pairs], total)
+    return broadcast_axes([axis for axis, _ in pairs], [size for _, size in pairs], total)
 
 
 # The axes of the result of each operation that keeps all entries of its one array; None where they cannot be told.
 _WHOLE: dict[str, Callable[[Any, Axes], Axes | None]] = {
-    **dict.fromkeys(_IDENTITIES, _cast),
+    **dict.fromkeys(IDENTITIES, _cast),
     **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshaped),
     "broadcast_in_dim": _broadcast,
     "transpose": lambda eqn, axes: tuple(axes[k] for k in eqn.params["permutation"]),
@@ -372,7 +262,7 @@ def _parts(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
     return Follow(tuple(results), tuple(moves))
 
 
-def spread(axes: Sequence[Axis], shape: Sequence[int], total: Sequence[int]) -> Axes:
+def broadcast_axes(axes: Sequence[Axis], shape: Sequence[int], total: Sequence[int]) -> Axes:
     """Axes of an operand after an elementwise operation has broadcast it from `shape` to `total`."""
     if len(shape) != len(total):  # a scalar, which has no axes of its own
         return tuple(foreign(size) for size in total)
@@ -384,7 +274,7 @@ def _elementwise(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Me
     if len(eqn.invars) != 2:
         return Follow((axes,))  # minus: a scale of -1
     name, out = eqn.primitive.name, eqn.outvars[0].aval.shape
-    y_axes = spread(axes, eqn.invars[operand].aval.shape, out)
+    y_axes = broadcast_axes(axes, eqn.invars[operand].aval.shape, out)
     sign = -1 if name == "sub" and operand == 1 else 1
     return _read(eqn, operand, "add" if name in SUMS else "mul", y_axes, y_axes, sign=sign, divides=name == "div")
 
@@ -513,123 +403,15 @@ def _read(eqn: Any, operand: int, op: str, x_axes: Sequence[Axis], y_axes: Seque
     return Read(op, name, operand, 1 - operand, tuple(x_axes), tuple(y_axes), shape, dtype, **more)
 
 
-def _custom(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
-    """A function with a derivative of its own that is the identity, as of a kernel rounded straight through."""
-    shapes = [tuple(var.aval.shape) for var in (eqn.invars[operand], *eqn.outvars)]
-    if len(shapes) != 2 or shapes[0] != shapes[1]:
-        return None
-    within = next(inside(eqn))
-
-    def pulled(values, g):
-        return jax.vjp(lambda *values: evaluate(within, eqn, values)[0], *values)[1](g)[operand]
-
-    jaxpr = jax.make_jaxpr(pulled)([var.aval for var in eqn.invars], eqn.outvars[0].aval).jaxpr
-    return Follow((axes,)) if _origin(jaxpr, jaxpr.outvars[0]) is jaxpr.invars[-1] else None
-
-
-def _origin(jaxpr: Any, var: Any) -> Any:
-    """Returns the input of a jaxpr that a variable is a copy of; None if it is computed, or a constant."""
-    if isinstance(var, jex.Literal):
-        return None
-    eqn = next((eqn for eqn in jaxpr.eqns if var in eqn.outvars), None)
-    if eqn is None:
-        return var if var in jaxpr.invars else None
-    if (inner := call(eqn)) and inner.kind != "scan":
-        inside_of = dict(zip(inner.jaxpr.invars, eqn.invars, strict=True))
-        source = inside_of.get(_origin(inner.jaxpr, inner.jaxpr.outvars[eqn.outvars.index(var)]))
-    else:
-        source = eqn.invars[0] if eqn.primitive.name in _IDENTITIES else None
-    return source and _origin(jaxpr, source)
-
-
 _TABLE: dict[str, Rule] = {
     **dict.fromkeys(_WHOLE, _whole),
     **dict.fromkeys(("slice", "split", "unstack"), _parts),
     **dict.fromkeys(("add", "add_any", "sub", "mul", "div", "neg"), _elementwise),
-    **dict.fromkeys(_CUSTOM, _custom),
     "dot_general": _product,
     "conv_general_dilated": _convolution,
     "gather": _lookup,
     "ragged_dot_general": _ragged_product,
 }
-
-# -- a user's own ------------------------------------------------------------------------------------------------------
-
-LOOK_INSIDE = "look inside"
-
-# By what is registered, what it is like, or `LOOK_INSIDE`: a primitive, where a function stands in its file, or the
-# name of the target of a foreign function, which all of a process share.
-_REGISTERED: dict[Any, Callable[..., Any] | str] = {}
-
-
-def register_primitive(operation: Callable[..., Any] | Any, like: Callable[..., Any] | None = None) -> None:
-    """Says what an operation is that `find_layers` does not know: a custom derivative, a Pallas kernel, an FFI call.
-
-    The operation itself goes on to compute values and gradients. What it is like tells how parameters pass through it
-    and which statistics belong to it::
-
-        kfac.register_primitive(my_matmul, lambda x, w: x @ w)  # reads the kernel w
-        kfac.register_primitive(my_transpose, lambda w: w.T)    # only its form changes
-        kfac.register_primitive(my_block)                       # a function with a derivative of its own: look inside
-
-    Without `like`, a function with `jax.custom_vjp` or `jax.custom_jvp` is taken for what is written in it, so its
-    layers are found, and it is differentiated as written: its custom derivative must be no more than a faster or
-    more accurate way to that.
-
-    Args:
-      operation: a function with a custom derivative; the kernel of a `pallas_call`; a primitive of
-        `jax.extend.core`; or of an `ffi_call` the name of its target, a string.
-      like: a function of the same arrays, in the same order, that is a single operation of JAX: a product `x @ w`
-        (`jnp.einsum`, `lax.dot_general`), a convolution, a change of form. None: look inside.
-
-    Returns:
-      Nothing.
-
-    Raises:
-      ValueError: `operation` is none of these, or `like` no function.
-    """
-    key = _key(operation)
-    if key is None:
-        raise ValueError(
-            "operation must be a function with a custom derivative, the kernel of a pallas_call, a primitive, or the "
-            f"target of an ffi_call, but is {operation!r}: define it at the top level of a module"
-        )
-    if like is not None and not callable(like):
-        raise ValueError(f"like must be a function or None, but is {like!r}")
-    _REGISTERED[key] = LOOK_INSIDE if like is None else like
-
-
-def _key(operation: Any) -> Any:
-    """What stands for an operation in the table."""
-    if isinstance(operation, jex.Primitive) or (isinstance(operation, str) and operation):
-        return operation
-    written = inspect.unwrap(operation) if callable(operation) else None
-    while isinstance(written, functools.partial):
-        written = written.func
-    code = getattr(written, "__code__", None)
-    if code is None or "<locals>" in code.co_qualname:
-        return None  # of those that one function makes several times, none can be told from the others
-    return code.co_filename, code.co_firstlineno, code.co_name
-
-
-def _registered(eqn: Any) -> Callable[..., Any] | str | None:
-    """What a user has said that an equation is like."""
-    if not _REGISTERED:
-        return None
-    keys: list[Any] = [eqn.primitive, eqn.params.get("target_name")]
-    inner = next(inside(eqn), None)
-    if inner is not None and (info := inner.debug_info) is not None:
-        place = info.func_filename, info.func_lineno
-        keys.append((*place, info.func_name))
-        if eqn.params.get("name") == info.func_name:  # the own name of a pallas_call
-            keys += [key for key in _REGISTERED if isinstance(key, tuple) and key[:2] == place]
-    return next((_REGISTERED[key] for key in keys if key in _REGISTERED), None)
-
-
-def _name(eqn: Any) -> str:
-    """Names a registered operation, for messages."""
-    inner = next(inside(eqn), None)
-    return eqn.params.get("target_name") or (inner.debug_info.func_name if inner is not None else eqn.primitive.name)
 
 
 def _single(eqn: Any, like: Callable[..., Any]) -> tuple[Any, list[Any]]:
@@ -644,7 +426,7 @@ def _single(eqn: Any, like: Callable[..., Any]) -> tuple[Any, list[Any]]:
     if len(jaxpr.eqns) != 1 or shapes[0] != shapes[1]:
         result = f"a result of shape {', '.join(map(str, shapes[1]))}"
         raise ValueError(
-            f"register_primitive({_name(eqn)}): like must be a single operation with {result}, but is\n{jaxpr}"
+            f"register_primitive({name_of(eqn)}): like must be a single operation with {result}, but is\n{jaxpr}"
         )
     return jaxpr.eqns[0], order
 
@@ -653,16 +435,16 @@ def _alike(eqn: Any, like: Callable[..., Any], operand: int, axes: Axes, data: S
     """Returns the meaning of the operation that `like` is, with the inputs counted as those of `eqn`."""
     inner, order = _single(eqn, like)
     position = next((k for k, var in enumerate(inner.invars) if var is order[operand]), None)
+    if position is None:
+        return None
     places = [next((k for k, source in enumerate(order) if source is var), None) for var in inner.invars]
-    found = None
-    if position is not None:
-        found = meaning(inner, position, axes, [() if k is None else data[k] for k in places])
-    if not isinstance(found, Read):
-        return found
-    other = next((k for k, var in enumerate(order) if var is inner.invars[found.other]), None)
+    result = meaning(inner, position, axes, [() if k is None else data[k] for k in places])
+    if not isinstance(result, Read):
+        return result
+    other = places[result.other]
     if other is None:
         raise ValueError(
-            f"register_primitive({_name(eqn)}): like combines an array with a constant of its own, by "
+            f"register_primitive({name_of(eqn)}): like combines an array with a constant of its own, by "
             f"{inner.primitive.name}: let it be one operation of what it is given, lambda w: w.T or lambda x, w: x @ w"
         )
-    return dataclasses.replace(found, operand=operand, other=other, name=_name(eqn))
+    return dataclasses.replace(result, operand=operand, other=other, name=name_of(eqn))

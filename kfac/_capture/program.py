@@ -1,7 +1,7 @@
 """A loss function as a flat program: its operations, what is inside them, and what of it reaches the loss.
 
 Calls are written out where they stand; a `scan` and a `remat` alone hold a program of their own. What equations mean is
-in `primitives.py`; the rest of the capture sees no more of them than an `Op` shows.
+in `equations.py` and `primitives.py`; the rest of the capture sees no more of them than an `Op` shows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from kfac._capture import primitives
+from kfac._capture import equations, primitives
 from kfac._capture.axes import Axes, Axis
 
 Path = tuple[int, ...]  # positions of ops, from the outermost program inwards
@@ -84,7 +84,7 @@ class Op:
     within: Any
     inputs: list[Value]
     outputs: list[Value]
-    call: primitives.Call | None = None
+    call: equations.Call | None = None
     inner: Program | None = None
     longer: bool = False
     along: Axis = ()
@@ -98,7 +98,7 @@ class Op:
         return self.eqn.primitive.name
 
     @property
-    def scan(self) -> primitives.Scan | None:
+    def scan(self) -> equations.Scan | None:
         return self.call.scan if self.call else None
 
     def meaning(self, operand: int, axes: Axes) -> primitives.Meaning:
@@ -112,7 +112,7 @@ class Op:
 
     def compute(self, values: Sequence[Any]) -> list[Any]:
         """Its results."""
-        return primitives.evaluate(self.within, self.eqn, values)
+        return equations.evaluate(self.within, self.eqn, values)
 
     def describe(self) -> str:
         """Its name and the shapes of its inputs, for messages."""
@@ -173,7 +173,7 @@ class Program:
         while ahead:
             maker = makers.get(ahead.pop())
             if maker is not None and all(value.shape == () for value in maker.outputs) and maker.inner is None:
-                axes += primitives.devices_summed(maker.eqn)
+                axes += equations.devices_summed(maker.eqn)
                 ahead += [value for value in maker.inputs if value.shape == () and value in moved]
         return tuple(dict.fromkeys(axes))
 
@@ -252,12 +252,12 @@ def _inline(
     others = _pairs(jaxpr.eqns, twin.eqns, alike) if twin else [None] * len(jaxpr.eqns)
     for eqn, other in zip(jaxpr.eqns, others, strict=True):
         inputs = read(eqn.invars, other and other.invars)
-        call, same = primitives.call(eqn), primitives.call(other) if other is not None else None
+        call, same = equations.call(eqn), equations.call(other) if other is not None else None
         inner = same and same.jaxpr
         if call and call.kind == "call":
-            inputs = _constrained(into, inputs, primitives.shardings(eqn)[0])
+            inputs = _constrained(into, inputs, equations.shardings(eqn)[0])
             results = _inline(into, call.jaxpr, call.consts, inputs, inner, alike)
-            results = _constrained(into, results, primitives.shardings(eqn)[1])
+            results = _constrained(into, results, equations.shardings(eqn)[1])
         else:
             results = _values(eqn.outvars, other and other.outvars)
             program = _flat(call.jaxpr, call.consts, inner, alike) if call else None
@@ -322,7 +322,7 @@ def mark_live(program: Program, results: Sequence[Reached], roots: Collection[Op
         ways = [reached(value) for value in op.outputs]
         if op in roots:
             ways = [Reached(True, False)] * len(ways)
-        if primitives.stops_gradient(op.eqn):
+        if equations.stops_gradient(op.eqn):
             ways = [Reached(False, False)] * len(ways)
         inputs = _inputs_of(op, ways, roots)
         op.live = tuple(way.live for way in ways)
@@ -352,5 +352,5 @@ def _inputs_of(op: Op, ways: Sequence[Reached], roots: Collection[Op]) -> list[R
                 return [Reached(way.live, False) for way in inputs]
             ways = grown
     alive = any(way.live for way in ways)
-    summed = alive and all(way.summed for way in ways if way.live) and primitives.sums(op.eqn)
+    summed = alive and all(way.summed for way in ways if way.live) and equations.sums(op.eqn)
     return [Reached(alive, summed)] * len(op.inputs)

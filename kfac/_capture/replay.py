@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kfac._capture import primitives
+from kfac._capture import equations, primitives
 from kfac._capture.program import Op, Program, Value, flat
-from kfac._capture.taps import ElementwiseTap, Key, KroneckerTap, Plan, Probes, tapped, together
+from kfac._capture.taps import Key, KroneckerTap, Plan, Probes, tapped, together
 
 
 @jax.tree_util.register_dataclass
@@ -44,41 +44,6 @@ def replay(program: Program, args: Sequence[Any], plan: Plan, probes: Probes) ->
     return list(map(_alone, outs)), handed
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Source:
-    """How an array is computed by elementwise operations from one array of its shape and smaller ones.
-
-    A normalised input is such an array. The backward pass of a network computes it again from the array before, and so
-    do the taps: kept for them, it would take as much memory as all outputs of convolutions.
-    """
-
-    ops: tuple[Op, ...]
-    inputs: tuple[Value, ...]
-
-    def __call__(self, values: Sequence[jax.Array]) -> jax.Array:
-        # Without the barrier, XLA would see that the forward pass has computed the same, and keep that.
-        env = dict(zip(self.inputs, lax.optimization_barrier(list(values)), strict=True))
-        for op in self.ops:
-            (env[op.outputs[0]],) = op.compute([env.get(v, v.number) for v in op.inputs])
-        return env[self.ops[-1].outputs[0]]
-
-
-def _source(producers: Mapping[Value, Op], value: Value) -> Source | None:
-    """Returns the elementwise operations that an operand comes from; None if it comes from others."""
-    ops: list[Op] = []
-    inputs: list[Value] = []
-    while value in producers:
-        op = producers[value]
-        arrays = [v for v in op.inputs if v.number is None]
-        large = [v for v in arrays if v.shape == value.shape]
-        if op.name not in ("add", "sub", "mul", "div", "convert_element_type") or len(large) != 1:
-            break
-        ops.insert(0, op)
-        inputs += [v for v in arrays if v not in (large[0], *inputs)]
-        value = large[0]
-    return Source(tuple(ops), (value, *inputs)) if ops else None
-
-
 def _replay(
     program: Program, args: Sequence[Any], scaled: Multipliers, plan: Plan, probes: Probes
 ) -> tuple[list[Any], Multipliers, dict[Key, Any]]:
@@ -86,7 +51,6 @@ def _replay(
     env.update(zip(program.inputs, args, strict=True))
     multipliers: dict[Value, Any] = {program.inputs[k]: multiplier for k, multiplier in scaled.items()}
     handed: dict[Key, Any] = {}
-    producers = {value: op for op in program.ops for value in op.outputs}
 
     def read(value: Value) -> Any:
         return env[value] if value.number is None else value.number
@@ -116,17 +80,13 @@ def _replay(
             operand = plan.multipliers[index]
             so_far = multipliers.get(op.inputs[operand])
             so_far = jnp.ones_like(values[operand]) if so_far is None else so_far
-            if op.name in primitives.SUMS:  # what is added has no say in it
+            if op.name in equations.SUMS:  # what is added has no say in it
                 multipliers[op.outputs[0]] = -so_far if op.name == "sub" and operand == 1 else so_far
             else:
                 values[operand] = so_far
-                multipliers.update(zip(op.outputs, op.compute(values), strict=True))
+                results = equations.evaluate_multiplier(op.within, op.eqn, values)
+                multipliers.update(zip(op.outputs, results, strict=True))
         for tap in plan.taps.get(index, ()):
-            if isinstance(tap, ElementwiseTap) and tap.other is not None:
-                source = _source(producers, op.inputs[tap.other])
-                if source is not None:
-                    values[tap.other] = list(map(read, source.inputs))
-                    tap = dataclasses.replace(tap, source=source)
             rows = [value.rows if _is_shared(value) else value for value in values]
             residuals = tap.residuals(rows, multipliers.get(op.inputs[tap.use.read.operand]), probes)
             if index in plan.late:

@@ -43,17 +43,17 @@ class Spread:
     at_once: bool = False
 
     def sums(self, of: Callable[[Any, jax.Array], Kronecker], residuals: Any, g: jax.Array) -> Kronecker:
-        """`of` the residuals of a tap and the gradient, `[copies, pieces, elements]`; of each device its own copies."""
+        """The packed sums of one use, `[copies, pieces, elements]`, which `of` computes from residuals and gradient."""
 
-        def own(data, rest, g):
+        def of_device(data, rest, g):
             flat = Packed.of(of((data, *rest), g), self.shapes).flat
             return dealt(flat, self.axes, self.dtype) if self.at_once else flat
 
         data, *rest = residuals
         if not self.axes:
-            return own(data, rest, g)
-        given = [PartitionSpec(*k * [None], self.axes) for k in (self.x, self.g)]
-        return self._over_mesh(own, self._lie(0), given[0], PartitionSpec(), given[1])(data, rest, g)
+            return of_device(data, rest, g)
+        split = [PartitionSpec(*k * [None], self.axes) for k in (self.x, self.g)]
+        return self._over_mesh(of_device, self._lie(0), split[0], PartitionSpec(), split[1])(data, rest, g)
 
     def probe(self, loops: tuple[int, ...], copies: int, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         """What the sums of one side are the cotangent of, behind the axes of loops."""
@@ -69,13 +69,19 @@ class Spread:
     def packed(
         self, finish: Callable[[list[Kronecker]], Any], loops: int, lead: int
     ) -> Callable[[list[Kronecker]], Packed]:
-        """`finish` of the sums of all devices and uses; its results have so many axes in front."""
+        """Returns a function that adds up the sums of all devices and finishes them.
+
+        Args:
+          finish: brings sums to factors, as of one device.
+          loops: how many axes of loops the sums have in front.
+          lead: how many axes the factors have in front.
+        """
         deal = functools.partial(dealt, axes=self.axes, dtype=self.dtype)
         spread = PartitionSpec(*(loops + 2) * [None], self.axes)
 
         def finished(sums):
             if self.axes and not self.at_once:
-                sums = [self._over_mesh(deal, spread, self._lie(loops))(own) for own in sums]
+                sums = [self._over_mesh(deal, spread, self._lie(loops))(use) for use in sums]
             flat = whole(finish, PartitionSpec(*(lead + 1) * [None], self.axes) if self.axes else None)(sums)
             narrow = not self.axes and self.dtype != "float32"  # still to be sent
             return Packed(jax.tree.map(lambda x: x.astype(self.dtype) if narrow else x, flat), self.shapes)
@@ -83,17 +89,17 @@ class Spread:
         return finished
 
     def _lie(self, loops: int) -> PartitionSpec:
-        """How what a use sums lies over the mesh."""
+        """The sharding of what a use sums, behind so many axes of loops."""
         return PartitionSpec(*(loops + 2 * self.at_once) * [None], self.axes or None)
 
-    def _over_mesh(self, fn: Callable[..., Kronecker], found: PartitionSpec, *given: Any) -> Callable[..., Kronecker]:
-        return whole(jax.shard_map(fn, in_specs=given, out_specs=found, axis_names=set(self.axes)), found)
+    def _over_mesh(self, fn: Callable[..., Kronecker], out: PartitionSpec, *in_specs: Any) -> Callable[..., Kronecker]:
+        return whole(jax.shard_map(fn, in_specs=in_specs, out_specs=out, axis_names=set(self.axes)), out)
 
 
 def dealt(flat: Kronecker, axes: tuple[str, ...], dtype: str = "float32") -> Kronecker:
-    """From vectors `[..., elements]` of what devices have of a batch, this one's part of their sums, in one message.
+    """Adds up vectors `[..., elements]` over devices, in one message, and returns this device's part of the elements.
 
-    Zeros behind make the number of elements one that all devices of the mesh divide.
+    The vectors are filled up with zeros, so that the devices of the mesh divide the number of elements.
     """
 
     def by_device(x):
@@ -102,5 +108,5 @@ def dealt(flat: Kronecker, axes: tuple[str, ...], dtype: str = "float32") -> Kro
 
     parts = jax.tree.map(by_device, flat)
     sent = flatten(parts)
-    own = lax.psum_scatter(sent if dtype == "float32" else sent.astype(dtype), axes).astype(sent.dtype)
-    return jax.tree.map(lambda x: x[0], unflatten(own[None], parts))
+    part = lax.psum_scatter(sent if dtype == "float32" else sent.astype(dtype), axes).astype(sent.dtype)
+    return jax.tree.map(lambda x: x[0], unflatten(part[None], parts))

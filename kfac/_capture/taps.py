@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec
 
 from kfac._capture.spread import Spread
 from kfac._capture.states import Use
-from kfac._factors import Kronecker
-from kfac._statistics.moments import example_gradients, multiplied, squares_in_basis
-from kfac._statistics.rows import Arrangement, Groups, OneHot, Rows, diagonal_blocks
+from kfac._factors import Kronecker, Ragged
+from kfac._statistics.moments import example_gradients, squares_in_basis
+from kfac._statistics.rows import Arrangement, Groups, Lookup, OneHot, Rows, as_floats
 from kfac._varying import whole
 
 Key = tuple[Any, ...]  # layer name, and which of its parameters (0 for a Kronecker layer); longer for its eigenvectors
@@ -72,35 +72,34 @@ class KroneckerTap:
         sizes = None if self.use.read.groups is None else values[self.use.read.groups]
         return values[self.use.read.other], number, None if self.basis is None else probes[self.basis], sizes
 
-    def statistics(self, residuals: Any, g: jax.Array) -> Kronecker:
+    def statistics(self, residuals: Any, g: jax.Array) -> Kronecker | Ragged:
         read, (x, number, basis, sizes) = self.use.read, residuals
+        if number is not None and not isinstance(read.geometry, Lookup):
+            x = as_floats(x, self.dtype)
+            x = x * number.astype(x.dtype)  # (c w) x = w (c x); what is appended to x for a bias is not scaled
         # XLA would make rows of images, and some of the rows, of what these are made of, and keep that beside them.
         if not self.use.scans and (self.subsample > 1 or read.op == "conv"):
             x, g = lax.optimization_barrier((x, g)) if self.subsample > 1 else (lax.optimization_barrier(x), g)
         inputs: Any = read.geometry.form(x, self.arrange_x, self.homogeneous, self.images, self.dtype)
         outputs: Any = Rows(self.arrange_g(g))
         if sizes is not None:
-            inputs, outputs = (Groups(form.array[0, 0], sizes, form.homogeneous) for form in (inputs, outputs))
+            inputs, outputs = (Groups(form.array[0, 0], sizes) for form in (inputs, outputs))
+            return Ragged(self._side("A", inputs), self._side("G", outputs), sizes)
         whole = inputs, outputs
-        if self.subsample > 1 and sizes is None:
+        if self.subsample > 1:
             inputs, outputs = inputs.every(self.subsample), outputs.every(self.subsample)
-        moments = None
-        if basis is not None:
-            assert not isinstance(inputs, OneHot)
-            moments = squares_in_basis(inputs, outputs, number, basis, self.dtype)
+        moments = None if basis is None else squares_in_basis(inputs, outputs, basis, self.dtype)
         if self.reduce:  # sums are cheap: they are those of all examples
             inputs, outputs = whole
-        return Kronecker(self._side("A", inputs, number), self._side("G", outputs, None), moments)
+        a, g = self._side("A", inputs), self._side("G", outputs)
+        counted = number is not None and isinstance(inputs, OneHot)
+        return Kronecker(a * number**2 if counted else a, g, moments)
 
-    def _side(self, side: str, form: Any, number: jax.Array | None) -> jax.Array:
-        kind = "sums" if self.reduce else "diagonal" if side in self.diagonal else "gram"
-        count = self.cut["AG".index(side)] if kind == "gram" else 1
-        if count > 1 and number is None:
-            return form.blocks(count)
-        moment = getattr(form, kind)()
-        if number is not None:
-            moment = multiplied(moment, number, kind, self.homogeneous is not None)
-        return diagonal_blocks(moment, count)
+    def _side(self, side: str, form: Any) -> jax.Array:
+        if self.reduce or side in self.diagonal:
+            return form.sums() if self.reduce else form.diagonal()
+        count = self.cut["AG".index(side)]
+        return form.blocks(count) if count > 1 else form.gram()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +113,6 @@ class ElementwiseTap:
       dtype: of the statistics.
       subsample: from every how many-th example.
       lies: how the gradients lie over explicit axes of a mesh: as the examples do.
-      source: computes the data again, from what it is made of.
     """
 
     key: Key
@@ -123,7 +121,6 @@ class ElementwiseTap:
     dtype: Any
     subsample: int = 1
     lies: PartitionSpec | None = None
-    source: Callable[[Sequence[jax.Array]], jax.Array] | None = None
 
     @property
     def other(self) -> int | None:
@@ -133,10 +130,6 @@ class ElementwiseTap:
     def residuals(self, values: Sequence[jax.Array], multiplier: jax.Array | None, probes: Probes) -> Any:
         del probes
         return None if self.other is None else values[self.other], multiplier
-
-    def recomputed(self, residuals: Any) -> Any:
-        other, coefficient = residuals
-        return self.source(other) if self.source is not None else other, coefficient
 
     def statistics(self, residuals: Any, g: jax.Array) -> jax.Array:
         (other, coefficient), read = residuals, self.use.read
@@ -162,9 +155,8 @@ def _backward(tap, residuals, g):
 
     if isinstance(tap, KroneckerTap) and tap.spread is not None:
         return None, g, tap.spread.sums(statistics, residuals, g)
-    if isinstance(tap, KroneckerTap):
-        return None, g, whole(statistics)(residuals, g)
-    return None, g, whole(statistics, tap.lies)(tap.recomputed(residuals), g)
+    lies = tap.lies if isinstance(tap, ElementwiseTap) else None
+    return None, g, whole(statistics, lies)(residuals, g)
 
 
 tapped.defvjp(lambda tap, residuals, y, probe: (y, residuals), _backward)

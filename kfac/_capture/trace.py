@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kfac._capture import primitives
+from kfac._capture import equations
 from kfac._capture.examples import place
 from kfac._capture.program import AnotherProgramError, Op, Program, Reached, flat, mark_live
+from kfac._checks import as_argnums
 from kfac._layers import Layers, leaf_paths
 from kfac._varying import AxisName
 
@@ -211,7 +212,7 @@ def _together(found: Sequence[tuple[Batch, Program]]) -> Batch | None:
 
     What examples share, as a table of anchors, makes no marked output longer, or those of a batch.
     """
-    marked = [[op for op in p.walk() if op.alive and primitives.is_named(op.eqn, primitives.MARK)] for _, p in found]
+    marked = [[op for op in p.walk() if op.alive and equations.is_named(op.eqn, equations.MARK)] for _, p in found]
     longer = [[any(op.outputs[0].grown[:-1]) for op in ops] for ops in marked]
     own = [batch for (batch, _), each in zip(found, longer, strict=True) if any(each)]
     return _joined(own) if own and all(sum(each) <= 1 for each in zip(*longer, strict=True)) else None
@@ -296,7 +297,7 @@ def _candidates(args: tuple, kwargs: dict, batch_argnums: Argnums, shared: Colle
         whole = (own for own in alike if named is not None or {leaf.argument for leaf in own} == set(keys))
         return sorted(whole, key=len, reverse=True)
 
-    named = None if batch_argnums is None else _named(batch_argnums, arguments, len(args))
+    named = None if batch_argnums is None else named_arguments(batch_argnums, arguments, len(args))
     first = [key for key in arguments if key == 1] if named is None else named
     alike = of_lengths(first) if first else []
     yield [candidate(group) for group in alike]
@@ -309,23 +310,18 @@ def _candidates(args: tuple, kwargs: dict, batch_argnums: Argnums, shared: Colle
             yield [candidate(group) for together in chosen for group in of_lengths(together)]
 
 
-def _named(batch_argnums: Argnums, arguments: Collection[int | str], count: int) -> list[int | str]:
-    """The arguments that `batch_argnums` names.
+def named_arguments(batch_argnums: Argnums, arguments: Collection[int | str], count: int) -> list[int | str]:
+    """The arguments that `batch_argnums` names, among those beside `params`, of which `count` go by position.
 
     Raises:
       ValueError: one is not there, or is `params`.
     """
-    named = (batch_argnums,) if isinstance(batch_argnums, int | str) else tuple(batch_argnums or ())
-    result: list[int | str] = []
-    for k in named:
-        key = k % (count + 1) if isinstance(k, int) and not isinstance(k, bool) and -count - 1 < k <= count else k
+    keys = [k % (count + 1) if isinstance(k, int) and -count - 1 < k <= count else k for k in as_argnums(batch_argnums)]
+    for key in keys:
         if key not in arguments:
-            raise ValueError(
-                f"batch_argnums={batch_argnums!r}: there is no argument {k!r} beside params; positional ones are "
-                f"1 to {count}" + "".join(f", keyword {name!r}" for name in arguments if isinstance(name, str))
-            )
-        result.append(key)
-    return result
+            there = ", ".join(map(repr, arguments)) or "not given by position"
+            raise ValueError(f"batch_argnums={batch_argnums!r} has {key!r}, but the arguments after params are {there}")
+    return list(dict.fromkeys(keys))
 
 
 def batch_of(layers: Layers, args: tuple, kwargs: dict) -> tuple[Argnums, Collection[str]]:

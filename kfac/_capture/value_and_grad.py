@@ -11,14 +11,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
-from kfac._capture.outputs import Draw, Marks, at_weight, checked_key, find_marks, keys_of, roots_of
+from kfac._capture.outputs import Draw, Marks, at_weight, find_marks, keys_of, roots_of
 from kfac._capture.plan import Planned, plan_taps
 from kfac._capture.replay import replay
-from kfac._capture.trace import Trace, aim_at, batch_of, trace
-from kfac._checks import check, check_layers, check_shapes
+from kfac._capture.trace import Trace, aim_at, batch_of, is_array, is_key, trace
+from kfac._checks import check, check_by_layer, check_function, check_layers
 from kfac._factors import Factors
 from kfac._layers import Layers
-from kfac._varying import as_varying, lying_as, on_mesh, own_key, varying_axes, varying_in, within_devices, zeros_of
+from kfac._varying import as_varying, device_key, lying_as, on_mesh, varying_axes, varying_in, within_devices, zeros_of
 
 
 def value_and_grad(
@@ -87,7 +87,9 @@ def value_and_grad(
         `"expected"` or weights the loss depends on a parameter but no marked output does.
     """
     check_layers(layers)
-    check(fisher=fisher, subsample=subsample, statistics=statistics, communication_dtype=communication_dtype)
+    check_function(loss_fn)
+    check(has_aux=has_aux, fisher=fisher, subsample=subsample, statistics=statistics)
+    check(communication_dtype=communication_dtype)
     drawn = fisher != "empirical"
 
     @on_mesh
@@ -113,11 +115,11 @@ def value_and_grad(
         entries: dict[Any, Any] = {}
         if basis is not None:
             check_basis(basis, layers)
-            for name, spread in planned.spread.items():
-                entries |= spread(basis[name])
+            for name, sums in planned.sums.items():
+                entries |= sums.basis(basis[name]) if sums.basis else {}
         if key is not None:
             marks.place(planned.plan, lambda mark: Draw(mark, planned.num_examples, fisher == "expected"))
-            entries |= keys_of(marks, own_key(key, axes | varying_axes([*traced.program.consts.values()])))
+            entries |= keys_of(marks, device_key(key, axes | varying_axes([*traced.program.consts.values()])))
         elif marks.weighted:
             marks.place(planned.plan, lambda mark: at_weight)
             entries |= roots_of(marks, 0)
@@ -182,12 +184,19 @@ def _sum_of_moments(factors_of: Callable[[jax.Array], Factors], units: jax.Array
 
 
 def _fisher_key(kwargs: dict[str, Any], fisher: str) -> jax.Array | None:
-    """Takes the key for what is drawn out of the keywords."""
-    if fisher != "empirical":
-        return checked_key(kwargs.pop("fisher_key", None), fisher)
-    if "fisher_key" in kwargs:
-        raise ValueError("fisher_key is for fisher='sampled' and 'expected': with 'empirical' nothing is drawn")
-    return None
+    """Takes the PRNG key for what is drawn out of the keywords, in the typed form."""
+    key = kwargs.pop("fisher_key", None)
+    if fisher == "empirical":
+        if key is not None:
+            raise ValueError("fisher_key is for fisher='sampled' and 'expected': with 'empirical' nothing is drawn")
+        return None
+    if key is None:
+        what, how = "targets" if fisher == "sampled" else "signs", "fisher_key=jax.random.key(step)"
+        raise ValueError(f"fisher={fisher!r} draws {what}: pass a PRNG key at the call, {how}")
+    if not is_key(key):
+        what = f"{key.dtype}{list(key.shape)}" if is_array(key) else repr(key)
+        raise ValueError(f"fisher_key must be a single PRNG key, such as jax.random.key(step), but is {what}")
+    return key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
 
 
 def _without_statistics(loss_fn: Callable[..., Any], has_aux: bool, params: Any, args: Any, kwargs: Any) -> Any:
@@ -203,14 +212,7 @@ def _without_statistics(loss_fn: Callable[..., Any], has_aux: bool, params: Any,
 
 def check_basis(basis: Any, layers: Layers) -> None:
     """Raises where `basis` is not what `eigenbasis` returns for these layers."""
+    how = "pass basis=kfac.curvature.eigenbasis(opt_state, layers)"
     if not isinstance(basis, Mapping):
-        kind = type(basis).__name__
-        raise ValueError(f"basis is of type {kind}: pass basis=kfac.curvature.eigenbasis(opt_state, layers)")
-    expected = {layer.name: layer for layer in layers if layer.correctable}
-    for name in sorted(expected.keys() ^ set(basis)):
-        raise ValueError(
-            f"basis {'lacks' if name in expected else 'has'} layer {name!r}: pass that of these layers, "
-            "basis=kfac.curvature.eigenbasis(opt_state, layers)"
-        )
-    for name, layer in expected.items():
-        check_shapes(f"basis of layer {name!r}", basis[name], layer.factor_shapes)
+        raise ValueError(f"basis is of type {type(basis).__name__}: {how}")
+    check_by_layer("basis", basis, [layer for layer in layers if layer.correctable], how)

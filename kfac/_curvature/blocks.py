@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
@@ -13,15 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 
-from kfac._checks import check_shapes, experimental_gpu
+from kfac._checks import check_by_layer
 from kfac._curvature.inverse import Inverse
 from kfac._curvature.kronecker import KroneckerKind
 from kfac._curvature.unitwise import UnitwiseKind
 from kfac._factors import Block, Factors
 from kfac._layers import BLOCKS, KRONECKER_KINDS, UNITWISE_KINDS, BlockKind, Layer, Layers
-from kfac._varying import alone
 
 Lying = Callable[[Layer, jax.Array], jax.Array]
 
@@ -176,12 +173,7 @@ class Group:
                 matrices.append(rows)
             else:
                 matrices.append(jnp.zeros((count, self.d_in, self.d_out), dtype))
-        stack = jnp.concatenate(matrices)
-        if not (experimental_gpu() and alone()):  # XLA does not know how to split what is laid out over devices
-            return stack
-        # Gradients of convolutions have outputs first on a GPU, and XLA would copy momentum and parameters to that.
-        laid_out = functools.partial(with_layout_constraint, layouts=Layout(major_to_minor=(0, 1, 2)))
-        return lax.platform_dependent(stack, cuda=laid_out, default=lambda stack: stack)
+        return jnp.concatenate(matrices)
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -226,13 +218,7 @@ def check_factors(factors: Any, layers: Layers, inverse: Inverse | None = None) 
         how = "loss, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)"
         kind = type(factors).__name__
         raise ValueError(f"factors must be what kfac.value_and_grad returns, but is {kind}: write {how}")
-    expected = {layer.name: layer for layer in layers.with_factors}
-    for name in expected:
-        if name not in factors:
-            raise ValueError(f"factors lack layer {name!r}; they are those of {', '.join(factors)}")
-    for name, block in factors.items():
-        if name not in expected:
-            raise ValueError(f"factors have layer {name!r}, which is not among the layers of this optimizer")
-        check_shapes(f"factors of layer {name!r}", block, expected[name].factor_shapes)
+    check_by_layer("factors", factors, layers.with_factors, "they must be of the layers of this optimizer")
+    for layer in layers.with_factors:
         if inverse is not None:
-            inverse.check(expected[name], block)
+            inverse.check(layer, factors[layer.name])

@@ -15,7 +15,7 @@ import optax
 from jax import lax
 
 from kfac._capture.find_layers import find_layers
-from kfac._capture.microbatch import check_argnums, microbatch
+from kfac._capture.microbatch import microbatch
 from kfac._capture.value_and_grad import value_and_grad
 from kfac._checks import check, check_function, check_given
 from kfac._curvature.inverse import Inverse
@@ -132,16 +132,14 @@ def train_step(
         positional arguments; and as of the functions that it calls.
     """
     check_function(loss_fn)
-    check(learning_rate=learning_rate, num_microbatches=num_microbatches)
+    check(learning_rate=learning_rate, num_microbatches=num_microbatches, has_aux=has_aux, verbose=verbose)
     if "layers" in options:
         raise TypeError("train_step finds the layers by itself: leave layers= out, and pass skip= and max_dim= here")
-    check_given(num_examples=num_examples, subsample=subsample)
+    check_given(num_examples=num_examples, subsample=subsample, batch_argnums=batch_argnums)
     if num_examples is not None and num_examples % num_microbatches:
         raise ValueError(
             f"num_microbatches={num_microbatches} does not divide num_examples={num_examples}, those of the batch"
         )
-    if batch_argnums is not None and 0 in check_argnums(batch_argnums):
-        raise ValueError(f"batch_argnums={batch_argnums!r} has 0, which are the parameters: the batch begins at 1")
     cache: dict[Any, Layers] = {}  # of arguments of some shapes
     inverse = options.get("inverse")
     moments = isinstance(inverse, Inverse) and inverse.takes_moments

@@ -18,7 +18,6 @@ import numpy as np
 from jax import lax
 
 from kfac._statistics.offsets import Axis, offset_moment
-from kfac._statistics.offsets import products as offset_products
 from kfac._statistics.rows import Arrangement, Rows, accumulator, append, as_floats, bordered, diagonal_blocks, thinned
 from kfac._varying import sum_of_parts
 
@@ -194,4 +193,7 @@ def offset_axes(sizes: Sequence[int], conv: Convolution) -> tuple[Axis, ...] | N
     if taps == 1 or max(conv.strides) > 1 or max(conv.lhs_dilation) > 1:
         return None
     axes = tuple(map(Axis, sizes, conv.window, conv.rhs_dilation, (low for low, _ in conv.padding), conv.out))
-    return axes if 2 * offset_products(axes) < taps**2 * positions else None
+    # Products for all offsets, of which symmetry leaves half, and half as many again for the borders; patches have to
+    # take twice as many.
+    products = 1.5 * math.prod(axis.size * (2 * axis.steps + 1) for axis in axes)
+    return axes if products < taps**2 * positions else None

@@ -15,7 +15,7 @@ from kfac._statistics.rows import Arrangement, Form, Rows, accumulator
 from kfac._varying import sum_of_parts
 
 
-def squares_in_basis(x: Form, g: Rows, number: jax.Array | None, basis: Kronecker, dtype: Any) -> jax.Array:
+def squares_in_basis(x: Form, g: Rows, basis: Kronecker, dtype: Any) -> jax.Array:
     """Sums over examples of squares of their gradients in an eigenbasis, `[copies, d_out, d_in]`.
 
     With the eigenvectors `Q_A` and `Q_G` of the factors of a layer, and the share `sum_p g_p a_p^T` that an example
@@ -26,7 +26,6 @@ def squares_in_basis(x: Form, g: Rows, number: jax.Array | None, basis: Kronecke
     Args:
       x: inputs, a few examples at a time.
       g: output gradients, of the same examples.
-      number: what the kernel is multiplied by, if by anything.
       basis: `Q_A` `[copies, d_in, d_in]` and `Q_G` `[copies, d_out, d_out]`.
       dtype: of the sums.
     """
@@ -35,32 +34,9 @@ def squares_in_basis(x: Form, g: Rows, number: jax.Array | None, basis: Kronecke
     elements = copies * (d_in * d_out * (positions > 1) + positions * (d_in + d_out))
 
     def squares(inputs, gradients):
-        a = x.part(inputs).astype(dtype)
-        if number is not None:
-            a = a * _multiples(number, a.shape[-1], getattr(x, "homogeneous", None) is not None, dtype)
-        return _squares(a, g.part(gradients).astype(dtype), basis)
+        return _squares(x.part(inputs).astype(dtype), g.part(gradients).astype(dtype), basis)
 
     return g.weight * sum_of_parts(squares, max(1, PATCH_ELEMENTS // elements), x.by_example(), g.by_example())
-
-
-def _multiples(number: jax.Array, d_in: int, homogeneous: bool, dtype: Any) -> jax.Array:
-    entries = jnp.full(d_in, number, dtype)
-    return entries.at[-1].set(1) if homogeneous else entries
-
-
-def multiplied(moment: jax.Array, number: jax.Array, form: str, homogeneous: bool) -> jax.Array:
-    """Scales statistics of the inputs of a kernel that is multiplied by `number`; the 1 of a bias is not scaled.
-
-    Args:
-      moment: what `Form` gives.
-      number: a scalar.
-      form: which of them: `"gram"`, `"diagonal"` or `"sums"`.
-      homogeneous: whether the last feature is that of a bias.
-    """
-    entries = _multiples(number, moment.shape[-1], homogeneous, moment.dtype)
-    if form == "sums":
-        return moment * entries
-    return moment * entries**2 if form == "diagonal" else moment * entries[:, None] * entries
 
 
 def _squares(a: jax.Array, g: jax.Array, basis: Kronecker) -> jax.Array:

@@ -15,7 +15,6 @@ paddings.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -27,7 +26,6 @@ import numpy as np
 from jax import lax
 
 from kfac._statistics.rows import accumulator
-from kfac._statistics.tensor_cores import Term, correlations, usable
 
 
 class Axis(NamedTuple):
@@ -82,30 +80,6 @@ def _one(length: int) -> Axis:
     return Axis(length, 1, 1, 0, length)
 
 
-def products(axes: Sequence[Axis]) -> int:
-    """How many outer products of an image's pixels `offset_moment` sums."""
-
-    def summed(axes: Sequence[Axis], k: int, itself: bool) -> int:
-        if k < len(axes):
-            return summed(axes, k + 1, itself) + sum(
-                summed([*axes[:k], _one(stop - start), *axes[k + 1 :]], k + 1, itself and pair.offset == 0)
-                for pair in axes[k].partial()
-                for start, stop in pair.strips
-            )
-        offsets = [2 * axis.steps + 1 for axis in axes]
-        half = _halved(axes) if itself else None
-        if half is not None:
-            offsets[half] = axes[half].steps + 1
-        return math.prod(axis.size * count for axis, count in zip(axes, offsets, strict=True))
-
-    return summed(axes, 0, True)
-
-
-def _halved(axes: Sequence[Axis]) -> int | None:
-    """Returns the axis along which an image's correlations with itself are transposed by a change of sign."""
-    return next((k for k, axis in enumerate(axes) if axis.steps), None)
-
-
 def offset_moment(x: jax.Array, axes: Sequence[Axis]) -> jax.Array:
     """Sum over examples and output positions of `a a^T`, `a` the window's inputs.
 
@@ -116,59 +90,8 @@ def offset_moment(x: jax.Array, axes: Sequence[Axis]) -> jax.Array:
     Returns:
       `[*window, channels, *window, channels]`, accumulated in float32 or better.
     """
-    wide = accumulator(x.dtype)
-
-    if x.dtype == wide:
-        return _of_pairs(x, axes)
-    # Narrow operands are convolved into float32 by no backend. Widened their products are the same, but on a GPU slow.
-    narrow = functools.partial(_of_boxes if len(axes) <= 2 and usable(x) else _of_pairs, axes=axes)
-    return lax.platform_dependent(x, cuda=narrow, default=lambda x: _of_pairs(x.astype(wide), axes))
-
-
-def _of_boxes(x: jax.Array, axes: Sequence[Axis], *, interpret: bool = False) -> jax.Array:
-    """`offset_moment` of half precision from sums over boxes, by one kernel for the large ones and one for the rest."""
-    taps = list(itertools.product(*(range(axis.window) for axis in axes)))
-    count, channels = len(taps), x.shape[-1]
-    # Of the blocks above the diagonal; those below are their transposes.
-    blocks = {(a, b): _boxes(axes, taps[a], taps[b]) for b in range(count) for a in range(b + 1)}
-    terms = dict.fromkeys(term for block in blocks.values() for _, term in block)
-    half = max(term.pixels for term in terms) / 2
-    groups = [term for term in terms if term.pixels > half], [term for term in terms if term.pixels <= half]
-    place = {term: k for k, term in enumerate(itertools.chain(*groups))}
-    image = x.reshape(len(x), *(1,) * (2 - len(axes)), *x.shape[1:])
-    sums = jnp.concatenate([correlations(image, group, interpret=interpret) for group in groups if group])
-    depth = max(map(len, blocks.values()))
-    index, signs = np.zeros((depth, count, count), int), np.zeros((depth, count, count), np.float32)
-    for (a, b), block in blocks.items():
-        for k, (sign, term) in enumerate(block):
-            index[k, [a, b], [b, a]], signs[k, [a, b], [b, a]] = place[term], sign
-    both = zip(signs[..., None, None], index, strict=True)
-    upper = sum((sign * jnp.take(sums, i, axis=0, mode="clip") for sign, i in both), jnp.zeros((), jnp.float32))
-    below = np.tri(count, k=-1, dtype=bool)[:, :, None, None]
-    shape = [*(axis.window for axis in axes), channels]
-    return jnp.where(below, upper.mT, upper).transpose(0, 2, 1, 3).reshape(*shape, *shape)
-
-
-def _boxes(axes: Sequence[Axis], i: Sequence[int], j: Sequence[int]) -> list[tuple[int, Term]]:
-    """What the block of taps `i` and `j` is the sum of, with signs: all positions less the strips, on every axis."""
-    choices = []
-    for axis, a, b in zip(axes, i, j, strict=True):
-        pair = axis.pair(a, b)
-        if pair is None:
-            return []
-        everywhere = max(0, -pair.offset), min(axis.size, axis.size - pair.offset)
-        choices.append([(1, pair.offset, everywhere), *((-1, pair.offset, strip) for strip in pair.strips)])
-    if len(axes) == 1:  # an image of one row
-        choices.insert(0, [(1, 0, (0, 1))])
-    result = []
-    for one, other in itertools.product(*choices):
-        box = Term((one[1], other[1]), (one[2][0], other[2][0]), (one[2][1], other[2][1]))
-        result.append((one[0] * other[0], box))
-    return result
-
-
-def _of_pairs(x: jax.Array, axes: Sequence[Axis]) -> jax.Array:
-    """`offset_moment` from correlations for all offsets at once."""
+    # Narrow operands are convolved into float32 by no backend. Widened their products are the same.
+    x = x.astype(accumulator(x.dtype))
     distinct = _by_pair(x, x, axes, 0)
     # [*window, *window]: the place among the distinct blocks of each pair of taps.
     rank = len(axes)
@@ -214,37 +137,19 @@ def _correlate(left: jax.Array, right: jax.Array, axes: Sequence[Axis]) -> jax.A
     if not any(axis.steps for axis in axes):
         # All there is to sum over, without the layouts that convolutions need.
         left, right = (part.reshape(-1, part.shape[-1]) for part in (left, right))
-        moment = jnp.einsum("ri,rj->ij", left, right, preferred_element_type=accumulator(left.dtype))
+        moment = jnp.einsum("ri,rj->ij", left, right)
         return moment.reshape((1,) * rank + moment.shape)
-    if left.dtype != accumulator(left.dtype):
-        return _products(left, right, axes)
     middle = tuple(range(1, rank + 1))
     # As in a kernel's gradient, channels take the place of the batch, and examples that of channels.
     spec = lax.ConvDimensionNumbers((rank + 1, 0, *middle), (rank + 1, 0, *middle), (rank + 1, rank, *range(rank)))
     reach = [axis.steps * axis.dilation for axis in axes]
     padding = [(r, r) for r in reach]
-    half = _halved(axes) if left is right else None
+    # The axis along which an image's correlations with itself are transposed by a change of sign.
+    half = next(k for k, axis in enumerate(axes) if axis.steps) if left is right else None
     if half is not None:
         padding[half] = (0, reach[half])
-    ahead = lax.conv_general_dilated(
-        right, left, [axis.dilation for axis in axes], padding, dimension_numbers=spec,
-        preferred_element_type=left.dtype,
-    )  # fmt: skip
+    ahead = lax.conv_general_dilated(right, left, [axis.dilation for axis in axes], padding, dimension_numbers=spec)
     if half is None:
         return ahead
     behind = lax.rev(lax.slice_in_dim(ahead, 1, None, axis=half), range(rank)).mT
     return jnp.concatenate([behind, ahead], axis=half)
-
-
-def _products(left: jax.Array, right: jax.Array, axes: Sequence[Axis]) -> jax.Array:
-    """`_correlate` from a matrix product with shifted copies, which takes narrow operands into float32."""
-    reach = [axis.steps * axis.dilation for axis in axes]
-    padded = jnp.pad(right, [(0, 0), *((r, r) for r in reach), (0, 0)])
-    sizes = left.shape[1:-1]
-    starts = itertools.product(*(range(0, 2 * r + 1, a.dilation) for r, a in zip(reach, axes, strict=True)))
-    shifted = [
-        lax.slice(padded, (0, *at, 0), (len(left), *map(sum, zip(at, sizes, strict=True)), left.shape[-1]))
-        for at in starts
-    ]
-    moment = jnp.einsum("n...i,on...j->oij", left, jnp.stack(shifted), preferred_element_type=accumulator(left.dtype))
-    return moment.reshape(*(2 * axis.steps + 1 for axis in axes), *moment.shape[1:])

@@ -16,11 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kfac._statistics.tensor_cores import gram, usable
-
-# With fewer features a product on an H100 waits for memory, and half of it takes as long as the whole.
-HALF_PAYS = 512
-
 
 def accumulator(dtype: Any) -> Any:
     """The dtype in which products of `dtype` operands are summed: float32 at least."""
@@ -113,17 +108,9 @@ class Rows:
         return self.array.shape[1] * self.array.shape[2]
 
     def gram(self) -> jax.Array:
-        x, (copies, n, _, d) = self.array, self.array.shape
-
-        def product(x):
-            rows = x.reshape(copies, -1, d)
-            return jnp.einsum("cri,crj->cij", rows, rows, preferred_element_type=accumulator(rows.dtype))
-
-        if copies == 1 and d >= HALF_PAYS and usable(x):
-            moment = lax.platform_dependent(x, cuda=lambda x: gram(x.reshape(n, -1, d))[None], default=product)
-        else:
-            moment = product(x)
-        total = jnp.sum(x, axis=(1, 2), dtype=moment.dtype)
+        rows = self.array.reshape(len(self.array), -1, self.array.shape[-1])
+        moment = jnp.einsum("cri,crj->cij", rows, rows, preferred_element_type=accumulator(rows.dtype))
+        total = jnp.sum(self.array, axis=(1, 2), dtype=moment.dtype)
         return self.weight * bordered(moment, total, self.homogeneous, self.count)
 
     def blocks(self, count: int) -> jax.Array:
@@ -219,29 +206,23 @@ class Groups:
     Attributes:
       array: `[rows, d]`.
       sizes: `[copies]`, how many rows are those of each copy; the rows behind them are of none.
-      homogeneous: the last entry of every row; None without one.
     """
 
     array: jax.Array
     sizes: jax.Array
-    homogeneous: float | None = None
-
-    @property
-    def _rows(self) -> jax.Array:
-        return append(self.array, self.homogeneous, 1)
 
     def gram(self) -> jax.Array:
         numbers = lax.RaggedDotDimensionNumbers(
             dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
         )
-        rows, dtype = self._rows, accumulator(self.array.dtype)
-        return lax.ragged_dot_general(rows, rows, self.sizes, numbers, preferred_element_type=dtype)
+        dtype = accumulator(self.array.dtype)
+        return lax.ragged_dot_general(self.array, self.array, self.sizes, numbers, preferred_element_type=dtype)
 
     def blocks(self, count: int) -> jax.Array:
         return diagonal_blocks(self.gram(), count)
 
     def diagonal(self) -> jax.Array:
-        squares = jnp.square(self._rows.astype(accumulator(self.array.dtype)))
+        squares = jnp.square(self.array.astype(accumulator(self.array.dtype)))
         copy = jnp.searchsorted(jnp.cumsum(self.sizes), jnp.arange(len(squares)), side="right")
         return jax.ops.segment_sum(squares, copy, num_segments=len(self.sizes))
 

@@ -1,104 +1,14 @@
-"""The kernel for GPUs, interpreted: sums of outer products against float64, and what it is chosen for."""
+"""Products of bfloat16 parts, as tensor cores compute them."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax import lax
-from jax.sharding import AxisType
 from sklearn.datasets import load_digits
 
 import kfac
 from kfac._curvature import cholesky, orthonormal
 from kfac._curvature.cholesky import exact_product
-from kfac._statistics import tensor_cores
-from kfac._statistics.offsets import Axis, _of_boxes, _of_pairs, offset_moment
-from kfac._statistics.tensor_cores import Term, correlations, gram
-
-
-def narrow(*shape, dtype=jnp.bfloat16):
-    return jnp.asarray(np.random.default_rng(0).normal(size=shape), dtype)
-
-
-def wide(x):
-    return np.asarray(x.astype(jnp.float32), np.float64)
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("shape", [(1000, 200), (5, 32), (130, 64)])
-def test_a_symmetric_product(shape, dtype):
-    x = narrow(*shape, dtype=dtype)
-    found = np.asarray(gram(x[None], interpret=True))
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, wide(x).T @ wide(x), rtol=0, atol=1e-6 * shape[0])
-    np.testing.assert_array_equal(found, found.T)
-
-
-def test_a_symmetric_product_of_several_runs():
-    x = narrow(3, 50, 40)
-    rows = wide(x).reshape(-1, 40)
-    np.testing.assert_allclose(gram(x, interpret=True), rows.T @ rows, rtol=0, atol=1e-4)
-
-
-def test_sums_over_boxes():
-    x = narrow(3, 6, 5, 40)
-    boxes = [((0, 0), (0, 0), (6, 5)), ((0, 1), (0, 0), (6, 4)), ((1, -1), (0, 1), (5, 5)), ((2, 1), (0, 3), (1, 4))]
-    terms = [Term(*box) for box in boxes]
-    for (offset, start, stop), found in zip(terms, correlations(x, terms, interpret=True), strict=True):
-        here, there = (
-            wide(x)[:, start[0] + a : stop[0] + a, start[1] + b : stop[1] + b].reshape(-1, 40)
-            for a, b in ((0, 0), offset)
-        )
-        np.testing.assert_allclose(found, here.T @ there, rtol=0, atol=1e-4)
-
-
-GEOMETRIES = {
-    "same": ((Axis(6, 3, 1, 1, 6), Axis(5, 3, 1, 1, 5)), (3, 6, 5, 32)),
-    "dilated, two windows": ((Axis(7, 3, 2, 2, 7), Axis(5, 2, 1, 0, 4)), (2, 7, 5, 32)),
-    "one axis": ((Axis(9, 3, 1, 1, 9),), (2, 9, 40)),
-    "never both inside": ((Axis(2, 5, 1, 2, 2), Axis(3, 3, 1, 0, 1)), (2, 2, 3, 32)),
-}
-
-
-@pytest.mark.parametrize("name", GEOMETRIES)
-def test_moments_of_windows(name):
-    axes, shape = GEOMETRIES[name]
-    x = narrow(*shape)
-    expected = np.asarray(_of_pairs(x.astype(jnp.float32), axes))
-    scale = np.abs(expected).max()
-    for way in (_of_boxes(x, axes, interpret=True), _of_pairs(x, axes), offset_moment(x, axes)):
-        np.testing.assert_allclose(way, expected, rtol=0, atol=1e-6 * scale)
-
-
-def test_for_what_it_is_used(monkeypatch):
-    """Where it is asked for, nothing can split it over devices, and in half precision."""
-    assert not tensor_cores.usable(narrow(64, 64))
-    monkeypatch.setenv("KFAC_EXPERIMENTAL_GPU", "yes")
-    with pytest.raises(ValueError, match="KFAC_EXPERIMENTAL_GPU must be one of '0', '1', but is 'yes'"):
-        tensor_cores.usable(narrow(64, 64))
-    monkeypatch.setenv("KFAC_EXPERIMENTAL_GPU", "1")
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    found = []
-
-    def look(x):
-        found.append(tensor_cores.usable(x))
-        return x
-
-    look(narrow(64, 64))
-    jax.eval_shape(jax.shard_map(look, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data")), narrow(64, 64))
-    wider = narrow(64, 64).astype(jnp.float32)
-    jax.eval_shape(jax.shard_map(look, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data")), wider)
-    assert found == [jax.device_count() == 1, True, False]
-
-
-def test_under_shard_map_the_result_differs_between_devices():
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    rows = narrow(64, 32)
-    each = jax.shard_map(
-        lambda x: jax.lax.psum(gram(x[None], interpret=True), "data"), mesh=mesh, in_specs=jax.P("data"),
-        out_specs=jax.P(), check_vma=False,
-    )  # fmt: skip
-    np.testing.assert_allclose(each(rows), wide(rows).T @ wide(rows), rtol=0, atol=1e-4)
 
 
 def split(x, parts):

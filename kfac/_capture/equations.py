@@ -1,0 +1,203 @@
+"""What an equation of a jaxpr holds and does, and what a user has registered for it.
+
+`program.py` turns equations into operations with what is here; `primitives.py` says what they do with a parameter.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend import core as jex
+
+SUMS = frozenset({"add", "add_any", "sub"})
+_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"})
+_REMATS = frozenset({"checkpoint", "remat", "remat2"})
+IDENTITIES = frozenset(
+    {"convert_element_type", "copy", "copy_p", "name", "reduce_precision", "sharding_constraint", "pvary", "pcast"}
+    | {"reshard", "mesh_cast"}
+)
+FORMS = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim"})
+_WITHOUT_GRADIENT = frozenset({"stop_gradient", "floor", "ceil", "round", "sign"})
+# Their parameters hold how two elements combine, which is no program that swallows a parameter.
+_COMBINING = ("scatter", "reduce")
+
+
+class Scan(NamedTuple):
+    """Says how many inputs of a scan are the same in each iteration, how many are carried on, and its length."""
+
+    consts: int
+    carried: int
+    length: int
+
+    @property
+    def last(self) -> int:
+        """The first of the inputs that it slices."""
+        return self.consts + self.carried
+
+
+class Call(NamedTuple):
+    """A program inside an equation: of `"call"`, `"remat"` or `"scan"`."""
+
+    kind: str
+    jaxpr: Any
+    consts: Sequence[Any]
+    scan: Scan | None = None
+
+
+def call(eqn: Any) -> Call | None:
+    """The program inside an equation, if it can be looked into."""
+    name = eqn.primitive.name
+    kind = "call" if name in _CALLS else "remat" if name in _REMATS else "scan" if name == "scan" else None
+    if kind is None and not ("call_jaxpr" in eqn.params and registered(eqn) is LOOK_INSIDE):
+        return None
+    inner = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
+    jaxpr, consts = (inner.jaxpr, inner.consts) if isinstance(inner, jex.ClosedJaxpr) else (inner, ())
+    if kind != "scan":
+        return Call(kind or "call", jaxpr, consts)
+    return Call(kind, jaxpr, consts, Scan(*(eqn.params[key] for key in ("num_consts", "num_carry", "length"))))
+
+
+def shardings(eqn: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Returns the shardings that a `jit` inside the loss gives its arguments and results; for none an object of JAX."""
+    return eqn.params.get("in_shardings", ()), eqn.params.get("out_shardings", ())
+
+
+def evaluate(within: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """Evaluates one equation of the jaxpr `within`, through the public `jaxpr_as_fun`."""
+    variables = {var: value for var, value in zip(eqn.invars, values, strict=True) if not isinstance(var, jex.Literal)}
+    # A copy of the jaxpr around it, because a new one wants debugging information that no public function makes.
+    jaxpr = within.replace(constvars=[], invars=list(variables), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects)
+    return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))(*variables.values())
+
+
+def evaluate_multiplier(within: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """As `evaluate`, of what a parameter is multiplied by; a registered operation, which may round, by its `like`."""
+    like = registered(eqn)
+    return [like(*values)] if callable(like) else evaluate(within, eqn, values)
+
+
+def inside(eqn: Any) -> Iterator[Any]:
+    """The programs among the parameters of an equation, but for those that only combine two elements."""
+    if eqn.primitive.name.startswith(_COMBINING):
+        return
+    for value in eqn.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, jex.ClosedJaxpr):
+                yield item.jaxpr
+            elif isinstance(item, jex.Jaxpr):
+                yield item
+
+
+def contains(eqn: Any, wanted: Callable[[Any], bool]) -> bool:
+    """Whether an equation, or one inside it, is wanted."""
+    return wanted(eqn) or any(contains(inner, wanted) for jaxpr in inside(eqn) for inner in jaxpr.eqns)
+
+
+MARK = "kfac.output/"  # how the name of a marked output begins
+
+
+def is_named(eqn: Any, prefix: str) -> str | None:
+    """Returns what follows `prefix` in the name of a `checkpoint_name`; None for other equations."""
+    name = eqn.params["name"] if eqn.primitive.name == "name" else ""
+    return name.removeprefix(prefix) if name.startswith(prefix) else None
+
+
+def devices_summed(eqn: Any) -> tuple[str, ...]:
+    """The named axes of devices over which an equation sums."""
+    return tuple(eqn.params["axes"]) if eqn.primitive.name.startswith("psum") else ()
+
+
+def stops_gradient(eqn: Any) -> bool:
+    return eqn.primitive.name in _WITHOUT_GRADIENT
+
+
+def sums(eqn: Any) -> bool:
+    """Tells whether the result is a sum of entries of the inputs, or one of these times a number."""
+    if eqn.primitive.name in ("mul", "div"):
+        sizes = [math.prod(var.aval.shape) for var in eqn.invars]
+        return sizes[1] == 1 or (sizes[0] == 1 and eqn.primitive.name == "mul")
+    return eqn.primitive.name in {*SUMS, "reduce_sum", "neg", *IDENTITIES, *FORMS}
+
+
+# -- what a user has registered ----------------------------------------------------------------------------------------
+
+LOOK_INSIDE = "look inside"
+
+# By what is registered, what it is like, or `LOOK_INSIDE`: a primitive, where a function stands in its file, or the
+# name of the target of a foreign function, which all of a process share.
+_REGISTERED: dict[Any, Callable[..., Any] | str] = {}
+
+
+def register_primitive(operation: Callable[..., Any] | Any, like: Callable[..., Any] | None = None) -> None:
+    """Says what an operation is that `find_layers` does not know: a custom derivative, a Pallas kernel, an FFI call.
+
+    The operation itself goes on to compute values and gradients. What it is like tells how parameters pass through it
+    and which statistics belong to it::
+
+        kfac.register_primitive(my_matmul, lambda x, w: x @ w)  # reads the kernel w
+        kfac.register_primitive(my_transpose, lambda w: w.T)    # only its form changes
+        kfac.register_primitive(rounded, jnp.copy)              # not even that: its derivative is the identity
+        kfac.register_primitive(my_block)                       # a function with a derivative of its own: look inside
+
+    Without `like`, a function with `jax.custom_vjp` or `jax.custom_jvp` is taken for what is written in it, so its
+    layers are found, and it is differentiated as written: its custom derivative must be no more than a faster or
+    more accurate way to that.
+
+    Args:
+      operation: a function with a custom derivative; the kernel of a `pallas_call`; a primitive of
+        `jax.extend.core`; or of an `ffi_call` the name of its target, a string.
+      like: a function of the same arrays, in the same order, that is a single operation of JAX: a product `x @ w`
+        (`jnp.einsum`, `lax.dot_general`), a convolution, a change of form. None: look inside.
+
+    Returns:
+      Nothing.
+
+    Raises:
+      ValueError: `operation` is none of these, or `like` no function.
+    """
+    key = _key(operation)
+    if key is None:
+        raise ValueError(
+            "operation must be a function with a custom derivative, the kernel of a pallas_call, a primitive, or the "
+            f"target of an ffi_call, but is {operation!r}: define it at the top level of a module"
+        )
+    if like is not None and not callable(like):
+        raise ValueError(f"like must be a function or None, but is {like!r}")
+    _REGISTERED[key] = LOOK_INSIDE if like is None else like
+
+
+def _key(operation: Any) -> Any:
+    """What stands for an operation in the table."""
+    if isinstance(operation, jex.Primitive) or (isinstance(operation, str) and operation):
+        return operation
+    written = inspect.unwrap(operation) if callable(operation) else None
+    while isinstance(written, functools.partial):
+        written = written.func
+    code = getattr(written, "__code__", None)
+    if code is None or "<locals>" in code.co_qualname:
+        return None  # of those that one function makes several times, none can be told from the others
+    return code.co_filename, code.co_firstlineno, code.co_name
+
+
+def registered(eqn: Any) -> Callable[..., Any] | str | None:
+    """What a user has said that an equation is like."""
+    if not _REGISTERED:
+        return None
+    keys: list[Any] = [eqn.primitive, eqn.params.get("target_name")]
+    inner = next(inside(eqn), None)
+    if inner is not None and (info := inner.debug_info) is not None:
+        place = info.func_filename, info.func_lineno
+        keys.append((*place, info.func_name))
+        if eqn.params.get("name") == info.func_name:  # the own name of a pallas_call
+            keys += [key for key in _REGISTERED if isinstance(key, tuple) and key[:2] == place]
+    return next((_REGISTERED[key] for key in keys if key in _REGISTERED), None)
+
+
+def name_of(eqn: Any) -> str:
+    """Names a registered operation, for messages."""
+    inner = next(inside(eqn), None)
+    return eqn.params.get("target_name") or (inner.debug_info.func_name if inner is not None else eqn.primitive.name)
