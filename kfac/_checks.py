@@ -39,6 +39,13 @@ def check_range(name: str, value: Any, interval: str) -> None:
         raise ValueError(f"{name} must lie in {interval[0]}{low:g}, {high:g}{interval[-1]}, but is {value!r}")
 
 
+def check_number(name: str, value: Any, interval: str) -> None:
+    """Raises where a value is no number, which a schedule is not, or is not in an interval."""
+    if callable(value):
+        raise ValueError(f"{name} must be a number, but is a function, {value!r}")
+    check_range(name, value, interval)
+
+
 def check_count(name: str, value: Any, low: int) -> None:
     """Raises where a value is no integer, or is below `low`; arrays and floats without a fraction will do."""
     if isinstance(value, jax.core.Tracer):
@@ -93,12 +100,11 @@ def _rules(check: Callable[..., None], names: str, *arguments: Any) -> dict[str,
 
 # What an option may be, by its name. A number may be a schedule where its function takes one.
 OPTIONS: dict[str, Callable[[str, Any], None]] = {
-    **_rules(
-        check_range, "damping unitwise_damping kl_clip trust_ratio overhead minimum target reference_rate", "(0, inf)"
-    ),
-    **_rules(check_range, "flops inversion_flops bandwidth memory", "(0, inf)"),
-    **_rules(check_range, "cost", "(0, inf]"),
-    **_rules(check_range, "learning_rate weight_decay peak", "[0, inf)"),
+    **_rules(check_range, "damping unitwise_damping kl_clip trust_ratio", "(0, inf)"),
+    **_rules(check_number, "overhead minimum target reference_rate flops inversion_flops bandwidth memory", "(0, inf)"),
+    **_rules(check_number, "cost", "(0, inf]"),
+    **_rules(check_number, "peak", "[0, inf)"),
+    **_rules(check_range, "learning_rate weight_decay", "[0, inf)"),
     **_rules(check_range, "momentum factor_decay", "[0, 1)"),
     **_rules(check_count, "statistics_every inverse_every every", 1),
     **_rules(check_count, "refresh_warmup", 0),

@@ -110,8 +110,8 @@ class BlockKind(abc.ABC):
         """The statistics of a stack from running averages of what `of_gradients` returns; or `back` to these."""
         return factors
 
-    def to_send(self, layer: Layer, packed: Any, fill: Callable[[Any], Any], moments: bool) -> Any:
-        """Packed statistics of a layer for a stack that is sent: made as long as `fill` says, with `moments`."""
+    def to_send(self, packed: Any, fill: Callable[[Any], Any]) -> Any:
+        """Packed statistics of a layer for a stack that is sent: made as long as `fill` says."""
         return packed
 
     def sent(self, shapes: dict[str, tuple[int, ...]], stack: Any) -> Any:

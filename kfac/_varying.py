@@ -16,7 +16,7 @@ AxisName = str | tuple[str, ...]
 
 
 def axis_names(axis: AxisName | None) -> tuple[str, ...]:
-    """The names, of which there may be one, several or none."""
+    """The names as a tuple, which is empty for None."""
     return axis if isinstance(axis, tuple) else () if axis is None else (axis,)
 
 
@@ -36,12 +36,12 @@ def varying_axes(tree: Any) -> frozenset[str]:
 
 
 def within_devices() -> bool:
-    """Whether this is traced for each device on its own, by `shard_map` or `pmap`."""
+    """Whether `shard_map` or `pmap` traces this code for each device."""
     return bool(device_axes())
 
 
 def device_axes() -> tuple[str, ...]:
-    """The axes of the devices that this is traced for one by one: all that `shard_map` or `pmap` has bound."""
+    """The mesh axes that `shard_map` or `pmap` has bound, over whose devices this code is traced for each."""
     return _axes_of(AxisType.Manual)
 
 
@@ -58,12 +58,8 @@ def mesh_of(tree: Any) -> Mesh | AbstractMesh | None:
     lying = [jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding for x in leaves]
     meshes = {sharding.mesh for sharding in lying if isinstance(sharding, NamedSharding)}
     around = jax.sharding.get_abstract_mesh()
-    candidates = [*sorted(meshes, key=_is_abstract), around]
+    candidates = [*sorted(meshes, key=lambda mesh: isinstance(mesh, AbstractMesh)), around]
     return next((mesh for mesh in candidates if mesh.size > 1), None)
-
-
-def _is_abstract(mesh: Any) -> bool:
-    return isinstance(mesh, AbstractMesh)
 
 
 def on_mesh(fn: Callable) -> Callable:
@@ -187,7 +183,7 @@ def sum_of_parts(of: Callable[..., Any], limit: int, *arrays: jax.Array) -> Any:
 
 
 def explicit_axes() -> tuple[str, ...]:
-    """The axes of the mesh of which types tell how arrays are split."""
+    """The explicit axes of the mesh: types of arrays tell how they are split over these."""
     return _axes_of(AxisType.Explicit)
 
 

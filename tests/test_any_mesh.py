@@ -244,3 +244,33 @@ def test_an_owner_may_hold_single_blocks_of_several_shapes(inverse, x64):
     )
     for a, b in zip(jax.tree.leaves(on_mesh), jax.tree.leaves(after_three(params, batch)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-10)
+
+
+def test_moments_where_a_piece_has_the_shape_of_a_whole_layer(x64):
+    params = {"whole": {"w": normal(0, 6, 6) / 3, "b": jnp.zeros(6)}, "cut": normal(1, 21, 6) / 5}
+
+    def loss(p, x):
+        return jnp.mean(jnp.tanh(x[0] @ p["whole"]["w"] + p["whole"]["b"] + jnp.tanh(x[1] @ p["cut"])) ** 2)
+
+    batch = normal(2, N, 6), normal(3, N, 21)
+    found = kfac.find_layers(loss, params, batch, max_dim=8)
+    assert len({tuple(layer.block_shapes.items()) for layer in found}) == 1
+    tx = kfac.kfac(0.05, found, inverse=kfac.Ekfac())
+
+    @jax.jit
+    def step(p, state, x):
+        basis = kfac.curvature.eigenbasis(state, found)
+        _, grads, factors = kfac.value_and_grad(loss, found)(p, x, basis=basis)
+        updates, state = tx.update(grads, state, p, factors=factors)
+        return optax.apply_updates(p, updates), state
+
+    mesh = mesh_of()
+    [axis] = mesh.axis_names
+    spread = (jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((params, P()), (batch, P(axis))))
+    after = []
+    for p, x in ((params, batch), spread):
+        state = tx.init(p)
+        for _ in range(3):
+            p, state = jax.block_until_ready(step(p, state, x))
+        after.append(jax.device_get(p))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-10), *after)

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec as P
 
 import kfac
 from checking import normal, rotations
@@ -191,3 +192,14 @@ def test_an_own_likelihood_without_a_root_can_be_drawn_only():
         function(loss, params, x, fisher="expected")(params, x, fisher_key=KEY)
     with pytest.raises(ValueError, match="fisher='expected' draws signs: pass a PRNG key"):
         function(loss, params, x, fisher="expected")(params, x)
+
+
+@pytest.mark.parametrize(("likelihood", "fisher"), [("gaussian", "expected"), ("poisson", "sampled")])
+def test_a_mesh_with_explicit_axes_is_one_device(likelihood, fisher):
+    params, x = parameters(), normal(9, 2 * N, D)
+    measure = jax.jit(function(loss_of(network, likelihood), params, x, fisher=fisher))
+    one = measure(params, x, fisher_key=KEY)[2]
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((params, P()), (x, P("data")))]
+    for name, block in measure(*placed, fisher_key=KEY)[2].whole().items():
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-12), block, one[name])

@@ -43,6 +43,10 @@ def by_examples(params, batch):
     return jnp.ones(3) * loss_fn(params, batch)
 
 
+def doubled(kernel, x):
+    return jnp.mean((x @ jnp.exp(kernel)) ** 2)
+
+
 MISTAKES = {
     "factors by position": (
         lambda: update(GRADS, "params", STATS),
@@ -67,14 +71,6 @@ MISTAKES = {
     "params where the state belongs": (
         lambda: kfac.due(initial()),
         r"opt_state must hold one state of scale_by_kfac, but is of type dict and holds 0: it is what init",
-    ),
-    "MultiSteps": (
-        lambda: update(GRADS, "params", factors=STATS, wrap=lambda tx: optax.MultiSteps(tx, 2)),
-        r"call kfac\.microbatch\(kfac\.value_and_grad\(loss_fn, layers\), parts\) on the whole batch",
-    ),
-    "schedule_free with momentum": (
-        lambda: update(GRADS, "params", factors=STATS, wrap=lambda tx: contrib.schedule_free(tx, RATE)),
-        r"but momentum=0\.9: pass momentum=None, as in schedule_free\(kfac\.kfac\(rate, layers, momentum=None",
     ),
     "has_aux and a scalar": (
         lambda: kfac.find_layers(loss_fn, initial(), batch(0), has_aux=True),
@@ -131,6 +127,18 @@ MISTAKES = {
     "skip of one pattern": (
         lambda: kfac.find_layers(loss_fn, initial(), batch(0), skip="bias"),
         r"skip must be a sequence of regular expressions, but is 'bias'",
+    ),
+    "a cost that is a schedule": (
+        lambda: optimizer(cost=lambda step: 0.1),
+        r"cost must be a number, but is a function",
+    ),
+    "a pattern for train_step that matches nothing": (
+        lambda: kfac.train_step(loss_fn, RATE, reduce=("nowhere",)).init(initial(), batch(0)),
+        r"reduce: 'nowhere' matches no parameter",
+    ),
+    "a kernel without rows for a strict train_step": (
+        lambda: kfac.train_step(doubled, RATE, strict=True).init(jnp.ones((4, 2)), jnp.ones((8, 4))),
+        r"1 parameter\(s\) have no exact rows",
     ),
     "fisher by another name": (
         lambda: kfac.value_and_grad(loss_fn, layers(), fisher="true"),

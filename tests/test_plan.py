@@ -148,7 +148,7 @@ def test_hardware_and_its_rates(resnet50):
         ({"batch": 0}, "batch must be a positive int, but is 0"),
         ({"overhead": -1}, "overhead must lie in"),
         ({"bandwidth": 0}, "bandwidth must lie in"),
-        ({"inverse_every": 0}, "inverse_every must be a positive int, but is 0"),
+        ({"inverse_every": 0}, "inverse_every must be an integer, at least 1, but is 0"),
         ({"devices": 0}, "devices must be a positive int, but is 0"),
     ],
 )

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import kfac
 from checking import FAST, slow
-from problem import layers, tied_batch, tied_loss, tied_parameters
+from problem import tied_batch, tied_loss, tied_parameters
 
 AXES, OWNERS = ("node", "gpu"), "gpu"
 STEPS = 8
@@ -154,5 +154,3 @@ def test_owners_that_are_no_axes_are_refused():
         kfac.Distribution("gpu", owners="node")
     with pytest.raises(ValueError, match="owners must be the name of an axis"):
         kfac.Distribution("gpu", owners=2)
-    with pytest.raises(ValueError, match="the plan is of one group of owners"):
-        kfac.planning.plan(layers(), devices=4, batch=64, distribution=kfac.Distribution(AXES, owners=OWNERS))

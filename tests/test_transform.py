@@ -552,7 +552,7 @@ def test_factors_are_averaged_over_a_named_axis(communication_dtype):
 # statistics changed; the worst condition and age.
 STATISTICS = [("reduce_scatter", "2x20xf32"), ("all_reduce", "20xf32")]
 DIRECTIONS = [("all_gather", "1x16xf32")]
-SMALL = [("all_reduce", "i32")], [("all_reduce", "5xf32"), ("all_reduce", "2xf32")]
+SMALL = [("all_reduce", "i32")], [("all_reduce", "4xf32"), ("all_reduce", "2xf32")]
 
 SENT = {
     "axis_name": ({}, STATISTICS + DIRECTIONS),

@@ -16,7 +16,7 @@ import optax
 
 import kfac
 import methods
-from adaptive_interval import AdaptiveInterval
+from adaptive_interval import AdaptiveInterval, change_of
 from batches import Plan
 from tasks import Task
 
@@ -136,7 +136,9 @@ def programs(task: Task, method: str, static: tuple[tuple[str, Any], ...], names
         params = optax.apply_updates(state.params, updates)
         if fixed.get("rescale"):
             params = methods.rescaled(params, state.kernel_norms)
-        change = kfac.diagnostics(opt_state)["statistics_change"] if use_kfac else jnp.zeros(())
+        change = jnp.zeros(())
+        if factors is not None:
+            change = change_of(factors, kfac.curvature.averaged_factors(state.opt_state, layers))
         return State(params, batch_stats, opt_state, state.kernel_norms), (loss, change)
 
     def evaluate(params, batch_stats, images, labels):

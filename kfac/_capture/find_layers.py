@@ -103,8 +103,7 @@ def _unsupported(names: Sequence[str], inexact: dict[int, Inexact]) -> Unsupport
     patterns = ", ".join(repr(f"^{re.escape(names[leaf])}$") for leaf in sorted(inexact))
     return UnsupportedLayerError(
         f"{len(lines)} parameter(s) have no exact rows for each example:\n  " + "\n  ".join(lines) + "\nWithout "
-        f"strict=True they get the gradient's own factors. To train them by their gradients alone, pass "
-        f"skip=({patterns},); or change how the model uses them."
+        f"strict=True they get the gradient's own factors; skip=({patterns},) leaves their gradients as they are."
     )
 
 
@@ -235,7 +234,7 @@ def _matching(option: str, patterns: tuple[str, ...], names: Sequence[str]) -> s
     for pattern in patterns:
         try:
             leaves = {k for k, name in enumerate(names) if re.search(pattern, name)}
-        except re.error as error:
+        except (re.error, TypeError) as error:
             raise ValueError(f"{option}: {pattern!r} is not a regular expression: {error}") from None
         if not leaves:
             raise ValueError(f"{option}: {pattern!r} matches no parameter; the parameters are {', '.join(names)}")

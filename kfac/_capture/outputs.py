@@ -22,7 +22,7 @@ from kfac._capture.taps import AtMark, Key, Plan
 from kfac._capture.trace import Batch, Trace, is_key, trace
 from kfac._checks import check
 from kfac._statistics.rows import accumulator
-from kfac._varying import as_varying, varying_axes
+from kfac._varying import as_varying, varying_axes, whole
 
 
 def output(
@@ -245,7 +245,8 @@ def _pull(transposed: Callable[..., jax.Array], x: jax.Array, entry: jax.Array, 
 
 def _pull_backward(transposed, residuals, g):
     x, entry = residuals
-    pulled = as_varying(transposed(x, entry, g).astype(x.dtype), varying_axes(x))
+    # What is drawn lies in no certain way: with explicit axes the types of the two would not agree.
+    pulled = as_varying(whole(transposed, x)(x, entry, g).astype(x.dtype), varying_axes(x))
     return pulled, None, as_varying(jnp.zeros_like(g), varying_axes(g))
 
 
@@ -310,9 +311,9 @@ at_weight.defvjp(
 )
 
 
-def roots_of(marks: Marks, power: float, within_scans: bool = True) -> dict[Key, jax.Array]:
+def roots_of(marks: Marks, power: float) -> dict[Key, jax.Array]:
     """The weight of each mark to a power, for each iteration of the scans around it."""
-    return {mark.key: jnp.full(mark.scans if within_scans else (), mark.weight**power) for mark in marks.marks}
+    return {mark.key: jnp.full(mark.scans, mark.weight**power) for mark in marks.marks}
 
 
 # -- the loss as a function of its marked outputs -------------------------------------------------------------------

@@ -3,7 +3,7 @@
 - `Follow`: only the form of a parameter changes. Its axes go on.
 - `Read`: a parameter meets data, in a way whose per-example gradient is known.
 
-What a rule returns neither of makes something derived from a parameter: harmless for a weight penalty; where it meets
+Any other operation computes something derived from a parameter. That is harmless for a weight penalty; where it meets
 data, the parameter gets the gradient's own factors. A new entry is a function like `_product` and its name in `_TABLE`.
 Programs inside an equation are looked into before (`equations.call`). `register_primitive` adds operations of a user's
 own. What operations do with the axes of data is said here, too (`placed`, `indexed`).

@@ -85,12 +85,11 @@ class KroneckerTap:
         if sizes is not None:
             inputs, outputs = (Groups(form.array[0, 0], sizes) for form in (inputs, outputs))
             return Ragged(self._side("A", inputs), self._side("G", outputs), sizes)
-        whole = inputs, outputs
-        if self.subsample > 1:
-            inputs, outputs = inputs.every(self.subsample), outputs.every(self.subsample)
-        moments = None if basis is None else squares_in_basis(inputs, outputs, basis, self.dtype)
-        if self.reduce:  # sums are cheap: they are those of all examples
-            inputs, outputs = whole
+        thin = self.subsample > 1
+        few, few_g = (form.every(self.subsample) if thin else form for form in (inputs, outputs))
+        moments = None if basis is None else squares_in_basis(few, few_g, basis, self.dtype)
+        if not self.reduce:  # sums are cheap: they are those of all examples
+            inputs, outputs = few, few_g
         a, g = self._side("A", inputs), self._side("G", outputs)
         counted = number is not None and isinstance(inputs, OneHot)
         return Kronecker(a * number**2 if counted else a, g, moments)

@@ -118,24 +118,24 @@ class Group:
         """What inverts these blocks: `inverse`, or for small ones the closed form."""
         return self.block.inverse(inverse)
 
-    def zeros(self, size: int, dtype: Any, *, moments: bool = False) -> Block:
-        """Returns statistics of `size` blocks before any have arrived, with `moments` if a member has such."""
-        shapes = self.shapes | ({"moments": (self.d_out, self.d_in)} if moments and self.correctable else {})
+    def moments(self, inverse: Inverse) -> tuple[int, ...] | None:
+        """The shape of one block's moments; None where `inverse` takes none, or no member has such."""
+        return (self.d_out, self.d_in) if self.correctable and self.kind(inverse).takes_moments else None
+
+    def zeros(self, size: int, dtype: Any, moments: tuple[int, ...] | None = None) -> Block:
+        """Returns statistics of `size` blocks before any have arrived, with `moments` of that shape."""
+        shapes = self.shapes | ({} if moments is None else {"moments": moments})
         return self.block.statistics(**{name: jnp.zeros((size, *shape), dtype) for name, shape in shapes.items()})
 
-    def stack_factors(self, factors: Factors, *, moments: bool = False) -> Block:
-        """The statistics of the members as stacks `[k, ...]`; with `moments`, zeros for members that have none."""
+    def stack_factors(self, factors: Factors, moments: tuple[int, ...] | None = None) -> Block:
+        """The statistics of the members as stacks `[k, ...]`; zeros of the shape `moments` for members without such."""
         blocks = []
         for layer, count in zip(self.layers, self.counts, strict=True):
             block = self.block.stack(layer, factors[layer.name])
-            if moments and self.correctable and block.moments is None:
-                block = dataclasses.replace(block, moments=jnp.zeros((count, self.d_out, self.d_in), block.A.dtype))
+            if moments is not None and block.moments is None:
+                block = dataclasses.replace(block, moments=jnp.zeros((count, *moments), block.A.dtype))
             blocks.append(block)
         return jax.tree.map(lambda *stacks: jnp.concatenate(stacks), *blocks)
-
-    def of_gradients(self, gradients: jax.Array) -> Block:
-        """The gradient's own statistics, from averaged gradients `[k, d_in, d_out]`, unscaled."""
-        return self.block.of_gradients(self.shapes, gradients)
 
     def scaled(self, factors: Block, back: bool = False) -> Block:
         """Blocks from running averages of what `of_gradients` returns, or `back`; captured ones as they are."""

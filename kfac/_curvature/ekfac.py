@@ -70,7 +70,7 @@ class Ekfac(Eigh):
         new, condition = super().refresh(kept, factors, damping)
         if kept.moments is None:
             return new, condition
-        turned = into_basis(kept.moments.average, kept, new)
+        turned = between_bases(kept.moments.average, kept, new, squared_turn)
         new = dataclasses.replace(new, moments=kept.moments._replace(average=turned))
         return new, condition_of(ends(corrected_eigenvalues(new).reshape(len(damping), -1)), (1.0, 1.0), damping)
 
@@ -124,20 +124,6 @@ def corrected_eigenvalues(inverse: Kronecker) -> jax.Array:
     return jnp.where(inverse.moments.weight[:, None, None] > 0, inverse.moments.average, products)
 
 
-def into_basis(average: jax.Array, old: Kronecker, new: Kronecker) -> jax.Array:
-    """Moments in a new eigenbasis: the diagonal, there, of the matrix that had them for eigenvalues in the old one.
-
-    With `T = Q_new^T Q_old` of both sides it is `(T_G * T_G) s (T_A * T_A)^T`, `*` elementwise. So what has been learnt
-    of a block stays where the basis has moved little, and their sum always. A diagonal factor has one basis only.
-
-    Args:
-      average: `[k, d_out, d_in]`.
-      old: eigenvectors before.
-      new: eigenvectors from now on.
-    """
-    return between_bases(average, old, new, squared_turn)
-
-
 def between_bases(matrices: jax.Array, old: Kronecker, new: Kronecker, of: Callable[..., jax.Array]) -> jax.Array:
     """Brings matrices `[k, d_out, d_in]` from one eigenbasis into another: `T_G V T_A^T`, with `T` by `of`."""
     if isinstance(new.G, Eigen):
@@ -153,7 +139,11 @@ def turn(old: jax.Array, new: jax.Array, dtype: Any) -> jax.Array:
 
 
 def squared_turn(old: jax.Array, new: jax.Array, dtype: Any) -> jax.Array:
-    """The squares of `Q_new^T Q_old`, in `dtype`, of stacks of eigenvectors."""
+    """The squares of `Q_new^T Q_old`, in `dtype`, of stacks of eigenvectors: what turns moments `s` `[k, d_out, d_in]`.
+
+    `(T_G * T_G) s (T_A * T_A)^T` is the diagonal, in the new basis, of the matrix that had `s` for eigenvalues in the
+    old one. So what has been learnt of a block stays where the basis has moved little, and their sum always.
+    """
     square = jnp.square(turn(old, new, dtype))
     # Columns sum to 1, so that no part of the sum is lost where vectors are rounded to bfloat16.
     return square / jnp.sum(square, axis=-2, keepdims=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -78,11 +76,8 @@ class KroneckerKind(BlockKind):
         scale = trace if back else lax.rsqrt(jnp.where(trace > 0, trace, 1))
         return jax.tree.map(lambda x: x * per_block(scale, x), factors)
 
-    def to_send(self, layer, packed, fill, moments):
+    def to_send(self, packed, fill):
         flat, lead = jax.tree.map(fill, packed.flat), packed.flat.A.shape[:-2]
-        if moments and flat.moments is None:
-            zeros = jnp.zeros((*lead, 1, layer.d_out * layer.d_in), flat.A.dtype)
-            flat = dataclasses.replace(flat, moments=fill(zeros))
         # What is not cut has no pieces.
         return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[-2 if x.shape[-2] > 1 else -1 :]), flat)
 

@@ -6,7 +6,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from kfac._curvature.inverse import Inverse, identities
 from kfac._factors import Eigen, Kronecker, Unitwise
@@ -35,15 +34,8 @@ class ChannelInverse(Inverse):
         )
 
     def spectrum(self, kept, factors, damping):
-        """In closed form: a rotation for each channel."""
-        f = factors.F
-        if f.shape[-1] == 1:
-            vectors = jnp.ones_like(f)
-        else:
-            angle = jnp.arctan2(2 * f[..., 0, 1], f[..., 0, 0] - f[..., 1, 1]) / 2
-            rows = [[jnp.cos(angle), -jnp.sin(angle)], [jnp.sin(angle), jnp.cos(angle)]]
-            vectors = jnp.stack([jnp.stack(row, axis=-1) for row in rows], axis=-2)
-        values = jnp.einsum("...ji,...jl,...li->...i", vectors, f, vectors, precision=lax.Precision.HIGHEST)
+        """A decomposition for each channel."""
+        values, vectors = jnp.linalg.eigh(factors.F)
         values = jnp.maximum(values, 0)  # rounding can make those of a second moment negative
         ones = jnp.ones_like(values[..., :1])
         return Kronecker(Eigen(vectors, values), ones), values[..., None, :] + damping[:, None, None, None]

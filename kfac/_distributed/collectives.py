@@ -23,8 +23,8 @@ def _fused(message: Callable[[jax.Array], jax.Array], arrays: Stacks) -> dict[st
     """`message` of all arrays in one: they are laid end to end along their last axis, and its result is cut again."""
     if not arrays:
         return {}
-    found = message(jnp.concatenate(list(arrays.values()), axis=-1))
-    return dict(zip(arrays, cut(found, [x.shape[-1] for x in arrays.values()]), strict=True))
+    result = message(jnp.concatenate(list(arrays.values()), axis=-1))
+    return dict(zip(arrays, cut(result, [x.shape[-1] for x in arrays.values()]), strict=True))
 
 
 def means_to_owners(
@@ -71,7 +71,7 @@ def _sums_to_owners(flat: Stacks, shards: Shards, axis_name: AxisName) -> dict[s
     if rests:
         segment = _whole_segment(own.pop(REST), segments, axis_name)
     for name, starts in segments.starts.items():
-        last = lax.dynamic_slice_in_dim(segment, here(starts, segments.room, axis_name), flat[name].shape[1])
+        last = lax.dynamic_slice_in_dim(segment, of_this_device(starts, segments.room, axis_name), flat[name].shape[1])
         own[name] = jnp.append(own[name], last) if name in own else last
     return own
 
@@ -90,21 +90,21 @@ def gather_from_owners(own: Stacks, shards: Shards, axis_name: AxisName) -> dict
     longest, dtype = max(x.shape[1] for x in flat.values()), jnp.result_type(*flat.values())
     segment = as_varying(jnp.zeros(segments.room + longest, dtype), varying_axes(flat))
     for name, starts in segments.starts.items():
-        begin = here(starts, segments.room, axis_name)
+        begin = of_this_device(starts, segments.room, axis_name)
         segment = lax.dynamic_update_slice_in_dim(segment, flat[name][-1].astype(dtype), begin, 0)
 
     # Where shard_map keeps track of it, the result is the same on all devices. Under vmap there is no such gather.
     to = "invarying" if varying_axes(lax.axis_index(axis_name)) else "varying"
     sent = {name: x[: shards[name].full].reshape(-1) for name, x in flat.items() if shards[name].full}
     sent |= {REST: _dealt_segment(segment[: segments.room], segments, axis_name)} if segments.starts else {}
-    found = _fused(lambda x: lax.all_gather(x, axis_name, to=to), sent)
-    whole = _segments_in(found.pop(REST), segments) if segments.starts else {}
+    gathered = _fused(lambda x: lax.all_gather(x, axis_name, to=to), sent)
+    whole = _segments_in(gathered.pop(REST), segments) if segments.starts else {}
     for name, x in flat.items():
-        blocks = [found[name].reshape(devices, -1, x.shape[1]).swapaxes(0, 1)] if name in found else []
+        blocks = [gathered[name].reshape(devices, -1, x.shape[1]).swapaxes(0, 1)] if name in gathered else []
         places = segments.starts.get(name, {}).items()
         blocks += [whole[device][start : start + x.shape[1]] for device, start in places]
-        found[name] = jnp.concatenate([block.reshape(-1, x.shape[1]) for block in blocks])
-    return {name: found[name].reshape(-1, *x.shape[1:]) for name, x in own.items()}
+        gathered[name] = jnp.concatenate([block.reshape(-1, x.shape[1]) for block in blocks])
+    return {name: gathered[name].reshape(-1, *x.shape[1:]) for name, x in own.items()}
 
 
 def _by_device(flat: jax.Array, devices: int) -> jax.Array:
@@ -112,7 +112,7 @@ def _by_device(flat: jax.Array, devices: int) -> jax.Array:
     return flat.reshape(-1, devices, flat.shape[1]).swapaxes(0, 1).reshape(devices, -1)
 
 
-def here(table: Mapping[int, int], otherwise: int, axis_name: AxisName) -> jax.Array:
+def of_this_device(table: Mapping[int, int], otherwise: int, axis_name: AxisName) -> jax.Array:
     """What a table by device has for this one; `otherwise`, which is not less than any of it, where it has nothing."""
     devices, values = (np.array(list(x), np.int32) for x in (table.keys(), table.values()))
     return jnp.min(jnp.where(lax.axis_index(axis_name) == devices, values, np.int32(otherwise)))

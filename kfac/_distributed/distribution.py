@@ -10,18 +10,19 @@ from jax.sharding import AbstractMesh, Mesh
 
 from kfac._checks import check_axis_name, check_mesh, check_type
 from kfac._distributed.ways import Way
-from kfac._varying import AxisName, axis_names, device_axes, mesh_of, varying_axes
+from kfac._varying import AxisName, axis_names, axis_size, device_axes, mesh_of, varying_axes
 
 
 @dataclasses.dataclass(frozen=True)
 class Distribution:
-    """How K-FAC uses several devices, where it should not be what it sees: what `distribution=` takes.
+    """How K-FAC uses several devices, for what it cannot see by itself: the argument `distribution=`.
 
-    Without it the optimizer finds out where it runs: inside `jax.shard_map` all axes that are bound, and else all axes
-    of the mesh that parameters lie on, or that is set. `jax.pmap`, and `jax.shard_map` without its check, need
-    `axis_name`. Every Kronecker block has an owner. Statistics arrive local and are averaged to the owners, which keep
-    the running averages, invert, and precondition their blocks; the preconditioned gradients are gathered. Of symmetric
-    matrices the upper triangles are sent.
+    Most programs need none. The optimizer takes all axes that `jax.shard_map` has bound; outside of it, all axes of the
+    mesh that parameters lie on, or that is set. `jax.pmap`, and `jax.shard_map` without its check, need `axis_name`.
+
+    Every Kronecker block has an owner among the devices. Statistics arrive local and are averaged to the owners, as
+    upper triangles. Owners keep the running averages, invert them, and precondition the gradients of their blocks. Then
+    all devices gather the results.
 
     Args:
       axis_name: the named axis of devices, of `jax.pmap`, `jax.shard_map` or `mesh`; a tuple for several. None for all.
@@ -54,25 +55,6 @@ class Distribution:
                 "axes in axis_name=, and in owners= those that blocks are spread over"
             )
 
-    def seen(self, tree: Any) -> Distribution:
-        """With the axes that are bound here, or the mesh that the arrays of a tree lie on, where it names none.
-
-        Raises:
-          ValueError: nothing tells here whether devices have the same parameters.
-        """
-        if self.axis is not None:
-            return self
-        if axes := device_axes():
-            if not varying_axes(lax.axis_index(axes)):
-                name = axes[0] if len(axes) == 1 else axes
-                raise ValueError(
-                    f"jax.pmap, and jax.shard_map with check_vma=False, do not tell whether the devices of {name!r} "
-                    f"have the same parameters. If so, pass the optimizer distribution=kfac.Distribution({name!r}); if "
-                    "each trains a model of its own, use jax.vmap over the models, sharded over a mesh"
-                )
-            return dataclasses.replace(self, axis_name=axes)
-        return dataclasses.replace(self, mesh=mesh_of(tree))
-
     @property
     def axis(self) -> AxisName | None:
         """The axis of devices, or all of them; None for one device."""
@@ -80,10 +62,33 @@ class Distribution:
             return tuple(self.mesh.axis_names)
         return self.axis_name
 
-    def way(self, dealt: bool = True) -> Way:
-        """Where blocks are, where this names axes or a mesh; whether they are dealt to owners."""
-        axes = axis_names(self.axis)
-        return Way(axes, (axis_names(self.owners) or axes) if dealt and axes else ())
+    def way(self, tree: Any, dealt: bool) -> tuple[Way, Mesh | AbstractMesh | None]:
+        """How blocks lie here, and the mesh that a `shard_map` is still to be opened over.
+
+        Args:
+          tree: arrays, of which the mesh is taken where none is named.
+          dealt: whether blocks have owners.
+
+        Raises:
+          ValueError: nothing tells here whether devices have the same parameters.
+        """
+        seen, bound = self, device_axes()
+        if self.axis is None and bound:
+            if not varying_axes(lax.axis_index(bound)):
+                name = bound[0] if len(bound) == 1 else bound
+                raise ValueError(
+                    f"jax.pmap, and jax.shard_map with check_vma=False, do not tell whether the devices of {name!r} "
+                    f"have the same parameters. If so, pass the optimizer distribution=kfac.Distribution({name!r}); if "
+                    "each trains a model of its own, use jax.vmap over the models, sharded over a mesh"
+                )
+            seen = dataclasses.replace(self, axis_name=bound)
+        elif self.axis is None:
+            seen = dataclasses.replace(self, mesh=mesh_of(tree))
+        axes = axis_names(seen.axis)
+        way = Way(axes, (axis_names(self.owners) or axes) if dealt and axes else ())
+        if axis_size(axes) is not None:
+            return way, None
+        return way if way.owners else Way(), seen.mesh
 
 
 def check_distribution(value: Any) -> None:

@@ -27,9 +27,9 @@ def affordable(layers: Layers, inverse: Inverse, cost: float | jax.Array) -> int
 
 def seldom_work(layers: Layers, inverse: Inverse, subsample: int = 1) -> float:
     """FLOPs of statistics of every `subsample`-th example, and of refreshes, which count three times."""
-    known = [layer for layer in layers if layer.positions is not None]
-    refreshes = 3 * inverse.flops * sum(layer.copies * layer.inversion for layer in known)
-    return (layers.num_examples or 0) / subsample * sum(map(statistics_of, known)) + refreshes
+    counted = [layer for layer in layers if layer.positions is not None]
+    refreshes = 3 * inverse.flops * sum(layer.copies * layer.inversion for layer in counted)
+    return (layers.num_examples or 0) / subsample * sum(map(statistics_of, counted)) + refreshes
 
 
 def products_of(layer: Layer) -> float:

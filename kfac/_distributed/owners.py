@@ -59,8 +59,8 @@ class Shard:
     @property
     def places(self) -> np.ndarray:
         """Where each block stands in the row of all devices' positions."""
-        found = [self.location(block) for block in range(self.blocks)]
-        return np.array([device * self.positions + position for device, position in found], np.int32)
+        locations = [self.location(block) for block in range(self.blocks)]
+        return np.array([device * self.positions + position for device, position in locations], np.int32)
 
     @property
     def order(self) -> np.ndarray:

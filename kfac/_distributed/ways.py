@@ -68,11 +68,11 @@ class Way:
         is not among `shards`.
         """
 
-        def own(name, stack):
+        def taken(name, stack):
             index = self._row(shards[name].order.reshape(shards[name].devices, -1))
             return jax.tree.map(lambda x: x.at[index].get(mode="promise_in_bounds"), stack)
 
-        return {name: own(name, x) if self.owners and name in shards else x for name, x in stacks.items()}
+        return {name: taken(name, x) if self.owners and name in shards else x for name, x in stacks.items()}
 
     def _row(self, table: np.ndarray) -> jax.Array:
         """This device's of a table `[devices, ...]`."""

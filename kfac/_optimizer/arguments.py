@@ -40,10 +40,10 @@ def fitted(
         if isinstance(updates, Factors):
             how = "loss, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)"
             raise ValueError(f"updates are statistics, where gradients belong: {how}")
-        here = _without_hidden(layers, updates)
-        if here is not layers and isinstance(factors, Factors):
-            extra["factors"] = _without_rows(factors, layers, here)
-        result = made(here).update(updates, state, params, **extra)
+        visible = _without_hidden(layers, updates)
+        if visible is not layers and isinstance(factors, Factors):
+            extra["factors"] = _without_rows(factors, layers, visible)
+        result = made(visible).update(updates, state, params, **extra)
         if not told[0] and "factors" not in extra:
             warnings.warn(FORGOTTEN, stacklevel=2)
         told[0] = True
@@ -75,12 +75,12 @@ def _without_hidden(layers: Layers, tree: Any) -> Layers:
     return dataclasses.replace(layers, blocks=tuple(blocks))
 
 
-def _without_rows(factors: Factors, layers: Layers, here: Layers) -> Any:
+def _without_rows(factors: Factors, layers: Layers, visible: Layers) -> Any:
     """Removes the homogeneous 1, the last row and column of `A`, from the factors of layers whose bias is hidden."""
     blocks = dict(factors)
     for layer in layers:
-        d_in = here[layer.name].d_in
-        if here[layer.name].params == layer.params or layer.name not in blocks:
+        d_in = visible[layer.name].d_in
+        if visible[layer.name].params == layer.params or layer.name not in blocks:
             continue
         block: Any = blocks[layer.name]
         block = block.combined() if block.wire is not None else block

@@ -14,7 +14,7 @@ from kfac._curvature.blocks import check_factors, group_layers
 from kfac._curvature.refresh import in_portions
 from kfac._factors import Factors, Kronecker
 from kfac._layers import Layers
-from kfac._optimizer.state import AdaptiveDampingState, KfacState, find_nodes, find_state
+from kfac._optimizer.state import AdaptiveDampingState, KfacState, check_groups, find_nodes, find_state
 
 
 def diagnostics(opt_state: Any) -> dict[str, jax.Array]:
@@ -26,13 +26,13 @@ def diagnostics(opt_state: Any) -> dict[str, jax.Array]:
     Returns:
       `damping` of the last step, `gradient_norm` and `preconditioned_norm` (2-norms over the parameters with a
       curvature block), `condition` (largest condition number of what is inverted, each as of its last inversion: of the
-      damped factors in the 1-norm, with `Eigh`, `Ekfac`, `Soap` of the damped blocks in the 2-norm),
-      `statistics_change` (of the last statistics, relative to the running averages before them), `inverse_age` (steps
-      since the oldest inverse in use was computed), `statistics_age` (steps since the last that brought statistics, or
-      since the start: if it only grows, `factors` are forgotten), `skipped_statistics` and `failed_inversions` (blocks,
-      since the start), `skipped_steps` (updates that were not finite, an `optax.apply_if_finite` around it included),
-      `kl_clip_scale` (0 without a KL clip), `slowest` and `fastest` of the layers' rates, with `adaptive_damping` the
-      last `reduction_ratio` (NaN before the first) and the steps `taken_back`.
+      damped factors in the 1-norm, with `Eigh`, `Ekfac`, `Soap` of the damped blocks in the 2-norm), `inverse_age`
+      (steps since the oldest inverse in use was computed), `statistics_age` (steps since the last that brought
+      statistics, or since the start: if it only grows, `factors` are forgotten), `skipped_statistics` and
+      `failed_inversions` (blocks, since the start), `skipped_steps` (updates that were not finite, an
+      `optax.apply_if_finite` around it included), `kl_clip_scale` (0 without a KL clip), `slowest` and `fastest` of the
+      layers' rates, with `adaptive_damping` the last `reduction_ratio` (NaN before the first) and the steps
+      `taken_back`.
 
     Raises:
       ValueError: there is no K-FAC state, or more than one, in `opt_state`.
@@ -98,18 +98,15 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
         blocks: dict[str, Any] = {layer.name: source[layer.name] for layer in layers if layer.correctable}
         return {name: Kronecker(_eigenvectors(block.A), _eigenvectors(block.G)) for name, block in blocks.items()}
     state = find_state(source, "source")
+    groups = group_layers(layers)
+    check_groups(groups, state)
     basis: dict[str, Kronecker] = {}
-    for group in [group for group in group_layers(layers) if group.correctable]:
-        owned = state.owned.get(group.name)
-        vectors = state.bases.get(group.name)
-        if vectors is None and owned is not None and owned.blocks.inverse is not None:
+    for group in [group for group in groups if group.correctable]:
+        owned, vectors = state.owned[group.name], state.bases.get(group.name)
+        if vectors is None and owned.blocks.inverse is not None:
             vectors = owned.inverse.basis(owned.blocks.inverse)
-        if owned is None or vectors is None or owned.shard.blocks != group.size:
-            have = "no" if owned is None else f"{owned.shard.blocks}, for inverse={owned.inverse!r},"
-            raise ValueError(
-                f"source must be a state of an optimizer with inverse=kfac.Ekfac() for these layers, but has {have} "
-                f"blocks {group.name}"
-            )
+        if vectors is None:
+            raise ValueError(f"source must be a state with inverse=kfac.Ekfac(), but is one with {owned.inverse!r}")
         if vectors.A.shape[0] != group.size:
             raise ValueError("source has an axis of devices in front, as pmap returns it: call eigenbasis inside of it")
         basis |= {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
@@ -21,7 +20,7 @@ from kfac._layers import Layers
 from kfac._optimizer.arguments import fitted
 from kfac._optimizer.moves import Moves, ScalarOrSchedule, value_at
 from kfac._optimizer.options import Options, check_options
-from kfac._optimizer.parts import keep_dtype, momentum_beside_blocks
+from kfac._optimizer.parts import momentum_beside_blocks
 from kfac._optimizer.scale_by_kfac import precondition_and_move
 from kfac._optimizer.state import find_state
 from kfac._varying import mesh_of, on_mesh, placed
@@ -132,29 +131,27 @@ def chosen(layers: Layers, trust_ratio: Any, inverse: Inverse | None, cost: floa
     return inverse, affordable(layers, inverse, cost) if auto else 1
 
 
-def assemble(layers: Layers, moves: Moves, **options: Any) -> Optimizer:
-    """The preconditioner with what follows it, weight decay and the learning rate: the options that are named below."""
-    return fitted(layers, functools.partial(_assemble, moves=moves, **options))
-
-
-def _assemble(
-    layers: Layers, *, moves: Moves, weight_decay: Any, weight_decay_mask: Any, **preconditioner: Any
+def assemble(
+    layers: Layers, moves: Moves, *, weight_decay: Any, weight_decay_mask: Any, **preconditioner: Any
 ) -> Optimizer:
+    """The preconditioner with what follows it, weight decay and the learning rate."""
     options = Options(**preconditioner)
     check_options(options, moves, weight_decay, weight_decay_mask)
-    tx = precondition_and_move(layers, moves, options)
-    parts: list[Any] = []
     before = moves.learning_rate if moves.rate_in_momentum else None
-    if any(layer.kind == "skipped" for layer in layers) and (moves.momentum is not None or before is not None):
-        decay = 0.0 if moves.momentum is None else moves.momentum
-        parts.append(momentum_beside_blocks(layers, decay, moves.nesterov, before))
-    if weight_decay is not None:
-        # With `rate_in_momentum` what it is added to contains the rate already.
-        decay = weight_decay if before is None else lambda n: -value_at(before, n) * value_at(weight_decay, n)
-        parts.append(optax.add_decayed_weights(decay, weight_decay_mask))
-    if not moves.rate_in_momentum:
-        parts.append(optax.scale_by_learning_rate(moves.learning_rate))
-    return _followed_by(tx, keep_dtype(optax.chain(*(parts or [optax.identity()]))))
+
+    def build(layers):
+        parts: list[Any] = []
+        if moves.momentum is not None and any(layer.kind == "skipped" for layer in layers):
+            parts.append(momentum_beside_blocks(layers, moves.momentum, moves.nesterov, before))
+        if weight_decay is not None:
+            # With `rate_in_momentum` what it is added to contains the rate already.
+            decay = weight_decay if before is None else lambda n: -value_at(before, n) * value_at(weight_decay, n)
+            parts.append(optax.add_decayed_weights(decay, weight_decay_mask))
+        if before is None:
+            parts.append(optax.scale_by_learning_rate(moves.learning_rate))
+        return _followed_by(precondition_and_move(layers, moves, options), optax.chain(*(parts or [optax.identity()])))
+
+    return fitted(layers, build)
 
 
 def _followed_by(tx: Optimizer, rest: Optimizer) -> Optimizer:
@@ -173,6 +170,8 @@ def _followed_by(tx: Optimizer, rest: Optimizer) -> Optimizer:
         # XLA makes a selection part of the arithmetic beside it, where kernels of a branch would have to be compiled.
         taken = ~find_state(first, "state").refused
         second = jax.tree.map(lambda new, old: jnp.where(taken, new, old), second, state[1])
-        return jax.tree.map(lambda leaf: jnp.where(taken, leaf, 0), moved), (first, second)
+        # In the dtype of the gradients, whatever the scalars and parameters that `rest` multiplies by.
+        moved = jax.tree.map(lambda leaf, like: jnp.where(taken, leaf, 0).astype(like.dtype), moved, updates)
+        return moved, (first, second)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kfac._curvature.blocks import Group
-from kfac._curvature.inverse import Momentum, per_block, sums
+from kfac._curvature.inverse import per_block, sums
 
 Scalar = float | jax.Array
 ScalarOrSchedule = Scalar | Callable[[jax.Array], jax.typing.ArrayLike]
@@ -45,14 +45,13 @@ class Moves:
     trust_ratio: Lengths = None
     layer_rates: bool = False
 
-    def at(self, count: jax.Array) -> MovesNow:
-        """The scalars of step `count`."""
-        coefficient = (
-            None if self.trust_ratio is None or isinstance(self.trust_ratio, str) else value_at(self.trust_ratio, count)
-        )
-        limit = None if self.kl_clip is None else value_at(self.kl_clip, count)
+    def at(self, count: jax.Array, **preconditioner: jax.Array) -> Now:
+        """The scalars of step `count`, with those of the preconditioner."""
+        lengths = None if self.trust_ratio is None or isinstance(self.trust_ratio, str) else self.trust_ratio
+        coefficient, limit = (None if x is None else value_at(x, count) for x in (lengths, self.kl_clip))
         decay = value_at(0.0 if self.momentum is None else self.momentum, count)
-        return MovesNow(limit, value_at(self.learning_rate, count), decay, coefficient)
+        return Now(limit=limit, rate=value_at(self.learning_rate, count), momentum=decay, coefficient=coefficient,
+                   **preconditioner)  # fmt: skip
 
     def needs_params(self, group: Group) -> bool:
         """Whether the step of a group depends on its parameters."""
@@ -71,16 +70,30 @@ class Motion(NamedTuple):
     rate: jax.Array | None
 
 
-class MovesNow(NamedTuple):
-    """The scalars of one step: the KL clip's constraint, the learning rate, the momentum's decay, the trust ratio."""
+class Now(NamedTuple):
+    """The scalars of one step.
 
+    Attributes:
+      damping: that of Kronecker blocks.
+      unitwise: that of unit-wise and diagonal ones.
+      decay: that of the running averages.
+      period: steps between refreshes; 0 for none.
+      warmup: whether all steps with statistics refresh.
+      limit: the constraint of the KL clip.
+      rate: the learning rate.
+      momentum: its decay.
+      coefficient: the trust ratio, if it is a number.
+    """
+
+    damping: jax.Array
+    unitwise: jax.Array
+    decay: jax.Array
+    period: jax.Array
+    warmup: jax.Array
     limit: jax.Array | None
     rate: jax.Array
-    decay: jax.Array
+    momentum: jax.Array
     coefficient: jax.Array | None
-
-    def momentum(self, moves: Moves) -> Momentum:
-        return Momentum(self.decay, moves.nesterov)
 
 
 def clip_scale(limit: jax.Array, rate: jax.Array, product: jax.Array) -> jax.Array:
@@ -208,7 +221,7 @@ class Sums(NamedTuple):
       square: `u^2`; of kernels those of `inside` alone, with `uw`, `ww`, `gw`, `gg`; zeros of what is no kernel.
       beside: `u^2` outside of it, so of the bias.
       moving: how many `u` are not zero.
-      known: how many `g` are not zero.
+      reached: how many `g` are not zero.
       size: elements of a kernel; 0 for what is none.
       outputs: `d_out`.
     """
@@ -220,7 +233,7 @@ class Sums(NamedTuple):
     gg: jax.Array
     beside: jax.Array
     moving: jax.Array
-    known: jax.Array
+    reached: jax.Array
     size: jax.Array
     outputs: jax.Array
 
@@ -232,12 +245,12 @@ def _sums(x: Stack) -> Sums:
         w = jnp.where(x.inside & per_block(x.kernels.size > 0, u), x.params, 0)
         products += [u * w, w * w, g * w, jnp.where(x.inside, g * g, 0), jnp.where(x.inside, 0, u * u)]
     totals = sums([product.astype(u.dtype) for product in products], 2 if x.by_row else 1)
-    square, moving, known, *rest = (s.reshape(-1) for s in totals)
-    totals = [square, moving, known, *(rest or 5 * [jnp.zeros_like(square)])]
-    square, moving, known, uw, ww, gw, gg, beside = totals if x.whole is None else x.whole(jnp.stack(totals))
+    square, moving, reached, *rest = (s.reshape(-1) for s in totals)
+    totals = [square, moving, reached, *(rest or 5 * [jnp.zeros_like(square)])]
+    square, moving, reached, uw, ww, gw, gg, beside = totals if x.whole is None else x.whole(jnp.stack(totals))
     # Rows that are leaves of their own are alike.
     size, outputs = (jnp.zeros_like(square) + number for number in (x.kernels.size, x.kernels.outputs))
-    return Sums(square - beside, uw, ww, gw, gg, beside, moving, known, size, outputs)
+    return Sums(square - beside, uw, ww, gw, gg, beside, moving, reached, size, outputs)
 
 
 def _lengths(x: Sums, coefficient: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -255,7 +268,7 @@ def _lengths(x: Sums, coefficient: jax.Array | None) -> tuple[jax.Array, jax.Arr
         moved = (x.ww > 0) & (square > 0)
         return jnp.where(moved, _ratio(coefficient * jnp.sqrt(x.ww), square), 1), radial
     length = jnp.where(kernel, jnp.sqrt(x.outputs), BESIDE_KERNELS * jnp.sqrt(x.moving))
-    return _ratio(jnp.where(x.known > 0, length, 0), square + x.beside), radial
+    return _ratio(jnp.where(x.reached > 0, length, 0), square + x.beside), radial
 
 
 def _ratio(length: jax.typing.ArrayLike, square: jax.Array) -> jax.Array:

@@ -21,14 +21,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import finite
-from kfac._distributed.distribution import Distribution
 from kfac._distributed.owners import Shard
 from kfac._factors import Factors, Statistics
 from kfac._layers import Layer, leaves_by_path, map_by_path
+from kfac._optimizer.moves import Now
 from kfac._optimizer.reshard import state_spec
 from kfac._optimizer.segment import closed
 from kfac._optimizer.state import Config, KfacState, Splits, init_state
-from kfac._optimizer.step import Gradients, Now, preconditioned_step, stack_packed, unpacked
+from kfac._optimizer.step import Gradients, preconditioned_step, stack_packed
 from kfac._varying import lying_as, replicated, whole
 
 
@@ -52,27 +52,21 @@ class OverMesh:
         self, updates: Any, params: Any, state: KfacState, now: Now, factors: Factors | None
     ) -> tuple[Any, KfacState]:
         """Runs `preconditioned_step` on the devices. On explicit axes the results are laid out as `updates`."""
-        config, same, over = self.config, PartitionSpec(), PartitionSpec(self.config.owners)
-        states, leaves = state_spec(config.owners), self.apart(updates)
-        split, narrow = config.dealt and self.is_split(leaves), {}
-        if split:
-            parts = {group.name: group.by_leaf for group in self.groups}
-            narrow = {name: [_dtypes(part, leaves)[0] for part in by_leaf] for name, by_leaf in parts.items()}
+        config, same, over = self.config, PartitionSpec(), PartitionSpec(self.config.way.owners)
+        states, leaves = state_spec(config.way.owners), self.apart(updates)
+        split = config.way.owners and self.is_split(leaves)
 
         def laid_out(tree):
             return self.to_owners(tree) if split else Gradients(replicated(tree), {})
 
-        here = config if config.dealt else dataclasses.replace(config, distribution=Distribution())
-
         def on_device(updates, params, state, now, stacks):
-            batch = None if stacks is None else unpacked(stacks)
-            return preconditioned_step(here, updates, params, state, now, batch, narrow=narrow)
+            return preconditioned_step(config, updates, params, state, now, stacks)
 
-        own: Any = Gradients(same, over)  # type: ignore[arg-type]  # the specs of such
+        gradients: Any = Gradients(same, over)  # type: ignore[arg-type]  # the specs of such
         apart = {g.name: over if g.owned else same for g in config.groups if g.captured}
         stacks = None if factors is None else whole(self.statistics_to_owners, apart)(factors)
-        given = own, same if params is None else own, states, same, None if factors is None else apart
-        step = jax.shard_map(on_device, mesh=self.mesh, in_specs=given, out_specs=(own, states))
+        in_specs = gradients, same if params is None else gradients, states, same, None if factors is None else apart
+        step = jax.shard_map(on_device, mesh=self.mesh, in_specs=in_specs, out_specs=(gradients, states))
         new, state = step(laid_out(updates), None if params is None else laid_out(params), state, now, stacks)
         return self.from_owners(new, updates) if split else lying_as(new.tree, updates), state
 
@@ -86,9 +80,10 @@ class OverMesh:
         return {path: leaf for path, leaf in leaves_by_path(updates).items() if path in self.config.paths_apart}
 
     def is_split(self, leaves: dict[str, jax.Array]) -> bool:
-        """Tells whether gradients go to owners alone: they are split, and the axes of the owners are of one kind."""
+        """Tells whether gradients go to owners alone: they are split, all owners' axes and dtypes of a stack alike."""
         kinds = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
-        if len({kinds[name] for name in self.config.owners}) > 1:
+        dtypes = [_dtypes(part, leaves) for group in self.groups for part in group.by_leaf]
+        if len({kinds[name] for name in self.config.way.owners}) > 1 or any(len(alike) > 1 for alike in dtypes):
             return False
         return any(any(self.splits.get(path, jax.typeof(x).sharding.spec)) for path, x in leaves.items())
 
@@ -116,12 +111,13 @@ class OverMesh:
         def stacked(apart):
             stacks = {}
             for group in self.groups:
-                dtype, shard = jnp.result_type(*_dtypes(group, apart)), self.shards[group.name].matrices
-                parts = (part.stack_matrices(apart, dtype, self.cut_lying) for part in group.by_leaf)
-                stacks[group.name] = [self.over_owners(x, shard) for x in parts]
+                shard = self.shards[group.name].matrices
+                parts = [(part, jnp.result_type(*(_dtypes(part, apart) or [jnp.float32]))) for part in group.by_leaf]
+                matrices = [part.stack_matrices(apart, dtype, self.cut_lying) for part, dtype in parts]
+                stacks[group.name] = [self.over_owners(x, shard) for x in matrices]
             return stacks
 
-        stacks = whole(stacked, PartitionSpec(self.config.owners))(apart)
+        stacks = whole(stacked, PartitionSpec(self.config.way.owners))(apart)
         return Gradients(replicated(map_by_path(rest, updates)), stacks)
 
     def from_owners(self, new: Gradients, updates: Any) -> Any:
@@ -138,12 +134,12 @@ class OverMesh:
                     leaves |= part.split_matrices(_picked(self.lying(stack, None, *across), places), starts)
             return {path: leaves[path].astype(leaf.dtype) for path, leaf in apart.items()}
 
-        own, rest = whole(split, apart)(new.stacks), leaves_by_path(new.tree)
+        dealt, rest = whole(split, apart)(new.stacks), leaves_by_path(new.tree)
 
         def back(path, leaf):
             if path in self.config.skipped:
                 return leaf
-            leaf = own[path] if path in own else lying_as(rest[path], leaf)
+            leaf = dealt[path] if path in dealt else lying_as(rest[path], leaf)
             return self.lying(leaf, *self.splits.get(path, [UNSEEN]))
 
         return map_by_path(back, updates)
@@ -153,7 +149,7 @@ class OverMesh:
 
         As they are where each owner has as many rows as it would have of a leaf that is split by rows.
         """
-        owners, free = self.config.owners, PartitionSpec.UNCONSTRAINED
+        owners, free = self.config.way.owners, PartitionSpec.UNCONSTRAINED
         devices = math.prod(self.mesh.shape[name] for name in owners)
         if layer.diagonal and layer.cut == (devices, 1) and layer.d_in % devices == 0:
             return UNSEEN, UNSEEN
@@ -168,14 +164,16 @@ class OverMesh:
 
     def over_owners(self, stack: jax.Array, shard: Shard) -> jax.Array:
         """Blocks `[k, ...]` at the positions of all devices in a row."""
-        return self.lying(_picked(stack, shard.order), self.config.owners)
+        return self.lying(_picked(stack, shard.order), self.config.way.owners)
 
     def lying(self, x: jax.Array, *spec: Any) -> jax.Array:
         """An array laid out over the mesh; as it is where nothing is known of one of its axes."""
         if UNSEEN in spec:
             return x
-        here = jax.sharding.get_abstract_mesh()  # with explicit axes, the same mesh as if they were not
-        return lax.with_sharding_constraint(x, NamedSharding(self.mesh if here.empty else here, PartitionSpec(*spec)))
+        around = jax.sharding.get_abstract_mesh()  # with explicit axes, the same mesh as if they were not
+        return lax.with_sharding_constraint(
+            x, NamedSharding(self.mesh if around.empty else around, PartitionSpec(*spec))
+        )
 
 
 UNSEEN = "unseen"  # in the place of how an axis lies
@@ -184,7 +182,7 @@ UNSEEN = "unseen"  # in the place of how an axis lies
 def init_over_mesh(config: Config, mesh: Mesh | AbstractMesh, params: Any) -> KfacState:
     """The state before the first step, lying on a mesh."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    specs = state_spec(config.owners)
+    specs = state_spec(config.way.owners)
     init = jax.shard_map(
         lambda: closed(init_state(config, shapes), config.way), mesh=mesh, in_specs=(), out_specs=specs
     )
@@ -213,7 +211,6 @@ def _picked(stack: jax.Array, index: np.ndarray) -> jax.Array:
     return stack if np.array_equal(index, np.arange(len(stack))) else stack[index]
 
 
-def _dtypes(group: Group, leaves: dict[str, jax.Array]) -> list[Any]:
-    """Returns the dtypes of a group, the narrowest first; one if `optax.masked` has left nothing of it."""
-    dtypes = [leaves[path].dtype for layer in group.layers for path in layer.params if path in leaves]
-    return sorted(dtypes or [jnp.dtype(jnp.float32)], key=lambda dtype: float(jnp.finfo(dtype).max))
+def _dtypes(group: Group, leaves: dict[str, jax.Array]) -> set[Any]:
+    """Returns the dtypes of a group; none if `optax.masked` has left nothing of it."""
+    return {leaves[path].dtype for layer in group.layers for path in layer.params if path in leaves}

@@ -1,4 +1,4 @@
-"""Parts of `kfac` beside the preconditioner: momentum of leaves without a block, and dtypes."""
+"""Momentum of the leaves without a block."""
 
 from __future__ import annotations
 
@@ -11,16 +11,6 @@ import optax
 from kfac._curvature.inverse import Momentum
 from kfac._layers import Layers, leaves_by_path, map_by_path
 from kfac._optimizer.moves import ScalarOrSchedule, value_at
-
-
-def keep_dtype(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-    """Updates in the dtype they came in, whatever the scalars and parameters that `inner` multiplies by."""
-
-    def update(updates, state, params=None, **extra):
-        new, state = inner.update(updates, state, params, **extra)
-        return jax.tree.map(lambda new, old: new.astype(old.dtype), new, updates), state
-
-    return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def momentum_beside_blocks(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AxisType
 
 from kfac._curvature.blocks import check_factors, group_layers
 from kfac._curvature.cholesky import Cholesky
@@ -25,7 +24,7 @@ from kfac._optimizer.moves import Moves, ScalarOrSchedule, value_at
 from kfac._optimizer.options import Options, check_options
 from kfac._optimizer.over_mesh import OverMesh, init_over_mesh
 from kfac._optimizer.reshard import on_states, some_state, state_spec
-from kfac._optimizer.segment import closed, opened
+from kfac._optimizer.segment import closed
 from kfac._optimizer.state import (
     Config,
     KfacState,
@@ -36,8 +35,8 @@ from kfac._optimizer.state import (
     match_leaves,
     shards_of,
 )
-from kfac._optimizer.step import Gradients, Now, count_blocks, preconditioned_step, refresh_inverses
-from kfac._varying import axis_names, axis_size, device_axes, on_mesh, varying_axes
+from kfac._optimizer.step import Gradients, count_blocks, preconditioned_step, refresh_inverses
+from kfac._varying import axis_names, device_axes, on_mesh, varying_axes
 
 
 def scale_by_kfac(
@@ -95,7 +94,7 @@ def scale_by_kfac(
 
     Raises:
       ValueError: an argument is out of range; in `update`, the gradients or factors are not those of `layers`, or the
-        state is one for another number of devices, or `optax.MultiSteps` around it would drop statistics.
+        state is one for another number of devices.
     """
     options = Options(
         damping, inverse, distribution, factor_decay, statistics_every, inverse_every, refresh_warmup, unitwise_damping
@@ -110,17 +109,16 @@ def precondition_and_move(layers: Layers, moves: Moves, options: Options) -> opt
     warmup = 10 if warmup is None else warmup
     period, warmup = (0, 0) if inverse_every is None else (inverse_every, warmup)  # zeros: `update` refreshes nothing
     uses = distribution or Distribution()
-    general = Config(layers, group_layers(layers), inverse, uses, inverse_every is not None, moves)
-    without = _without_statistics(general, statistics_every, inverse_every)
+    general = Config(layers, group_layers(layers), inverse, Way(), inverse_every is not None, moves)
+    constant = isinstance(inverse_every, int) and isinstance(statistics_every, int)
+    together = constant and inverse_every == statistics_every > 1  # so there is no refresh without statistics
     reads_params = any(map(moves.needs_params, general.groups))
 
     def init(params: Any) -> KfacState:
-        config = dataclasses.replace(general, distribution=uses.seen(params))
-        mesh = config.distribution.mesh
+        way, mesh = uses.way(params, dealt=True)
+        config = dataclasses.replace(general, way=way)
         check_alike(params)
-        if mesh is None or axis_size(config.owners) is not None:
-            return closed(init_state(config, params), config.way)
-        return init_over_mesh(config, mesh, params)
+        return closed(init_state(config, params), way) if mesh is None else init_over_mesh(config, mesh, params)
 
     @on_mesh
     def update(updates: Any, state: KfacState, params: Any = None, *, factors=None, **extra: Any):
@@ -128,33 +126,38 @@ def precondition_and_move(layers: Layers, moves: Moves, options: Options) -> opt
         check_groups(general.groups, state)  # before stacks are laid out for its owners
         if reads_params and params is None:
             raise ValueError("trust_ratio needs the parameters: call update(grads, state, params, factors=factors)")
-        config, over = _here(general if factors is not None else without, state, updates)
-        updates = average_here(uses, config.dealt, params, updates)
-        config = dataclasses.replace(config, local=bool(varying_axes(updates)))
+        way, mesh = uses.way(updates, is_dealt(uses, state))
+        if mesh is not None and not way.owners and AxisType.Explicit not in mesh.axis_types:
+            mesh = None  # XLA shares out what one device does
+        check_alike(params)
+        if not way.owners:  # which would average gradients that differ between devices
+            averaged = varying_axes(updates).intersection(axis_names(uses.axis) or device_axes())
+            updates = Way(tuple(sorted(averaged))).mean(updates)
+        refreshes = general.refreshes and not (together and factors is None)
+        config = dataclasses.replace(general, way=way, refreshes=refreshes, local=bool(varying_axes(updates)))
         params = params if reads_params else None
         if factors is not None:
-            _check_wrappers(moves)
             checked = functools.partial(check_factors, layers=layers, inverse=inverse)
             jax.eval_shape(checked, factors) if isinstance(factors, Factors) else checked(factors)
         count = state.count
-        now = Now(
+        now = moves.at(
+            count,
             damping=value_at(damping, count),
             unitwise=value_at(damping, count) * value_at(unitwise_damping, count),
             decay=value_at(factor_decay, count),
             period=jnp.asarray(period).astype(jnp.int32),
             warmup=count < jnp.asarray(warmup).astype(jnp.int32),
-            moves=moves.at(count),
         )
         match_leaves(layers, updates, "updates")
         if params is not None:
             match_leaves(layers, params, "params")
-        if over is None:
+        if mesh is None:
             weights = None if params is None else Gradients(params, {})
             (updates, _), state = preconditioned_step(config, Gradients(updates, {}), weights, state, now, factors)
         else:
-            check_devices(state, math.prod(over.shape[name] for name in config.owners))
-            told = all(kind == AxisType.Explicit for kind in over.axis_types)
-            meshed = OverMesh(config, over, shards_of(state), {} if told else dict(state.splits.specs))
+            check_devices(state, math.prod(mesh.shape[name] for name in way.owners))
+            told = all(kind == AxisType.Explicit for kind in mesh.axis_types)
+            meshed = OverMesh(config, mesh, shards_of(state), {} if told else dict(state.splits.specs))
             updates, state = meshed.step(updates, params, state, now, factors)
         soon = (state.count < jnp.asarray(warmup)) | (state.count % statistics_every == 0)
         return updates, state._replace(due=soon)
@@ -162,62 +165,9 @@ def precondition_and_move(layers: Layers, moves: Moves, options: Options) -> opt
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _here(config: Config, state: KfacState, updates: Any) -> tuple[Config, Mesh | AbstractMesh | None]:
-    """What is to be done here with a state, and the mesh, if any, that a `shard_map` is still to be opened over."""
-    uses = config.distribution
-    config = dataclasses.replace(config, distribution=uses.seen(updates), dealt=is_dealt(uses, state))
-    over = config.distribution.mesh if axis_size(config.distribution.axis) is None else None
-    if over is not None and not config.dealt and AxisType.Explicit not in over.axis_types:
-        # Of one device: XLA shares out what it does.
-        return dataclasses.replace(config, distribution=Distribution()), None
-    return config, over
-
-
-def is_dealt(distribution: Distribution, state: KfacState) -> bool:
-    """Tells whether the blocks of a state have owners: on several devices, or where a `Distribution` says so."""
-    return distribution.axis is not None or devices_of(state) > 1
-
-
-def average_here(uses: Distribution, dealt: bool, params: Any, gradients: Any) -> Any:
-    """Averages gradients that differ between devices; where blocks have owners, these do that instead.
-
-    Args:
-      uses: what names the axes of devices; if it names none, they are all that are bound.
-      dealt: whether blocks have owners.
-      params: the parameters, or None.
-      gradients: the gradients.
-
-    Raises:
-      ValueError: the parameters differ between devices too.
-    """
-    check_alike(params)
-    averaged = varying_axes(gradients).intersection(axis_names(uses.axis) or device_axes())
-    return gradients if dealt else Way(tuple(sorted(averaged))).mean(gradients)
-
-
-def _without_statistics(config: Config, statistics_every: Any, inverse_every: Any) -> Config:
-    """Returns what is fixed for a step without statistics: no refresh, if all refreshes go with statistics."""
-    constant = isinstance(inverse_every, int) and isinstance(statistics_every, int)
-    together = constant and inverse_every == statistics_every > 1
-    return dataclasses.replace(config, refreshes=False) if together else config
-
-
-def _check_wrappers(moves: Moves) -> None:
-    """Raises inside of `MultiSteps`, which passes on the last statistics, and of `schedule_free` around momentum."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_qualname == "schedule_free.<locals>.update_fn" and moves.momentum is not None:
-            raise ValueError(
-                f"schedule_free averages steps in the place of a momentum, but momentum={moves.momentum!r}: pass "
-                "momentum=None, as in schedule_free(kfac.kfac(rate, layers, momentum=None), rate)"
-            )
-        if frame.f_code is optax.MultiSteps.update.__code__ and repr(frame.f_locals["k_steps"]) != "1":
-            raise ValueError(
-                "optax.MultiSteps averages the gradients of several batches, but of their factors it passes on the "
-                "last: call kfac.microbatch(kfac.value_and_grad(loss_fn, layers), parts) on the whole batch and update "
-                "without MultiSteps, or pass factors=None where its steps are to bring no statistics"
-            )
-        frame = frame.f_back
+def is_dealt(uses: Distribution, state: KfacState) -> bool:
+    """Whether the blocks of a state have owners: on several devices, or where a `Distribution` says so."""
+    return uses.axis is not None or devices_of(state) > 1
 
 
 def refresh(opt_state: Any, *, distribution: Distribution | None = None) -> Any:
@@ -250,22 +200,16 @@ def refresh(opt_state: Any, *, distribution: Distribution | None = None) -> Any:
     """
     check_distribution(distribution)
     state, uses = some_state(opt_state, "opt_state"), distribution or Distribution()
-    dealt_out, uses = is_dealt(uses, state), uses.seen(opt_state)
-    way, mesh = uses.way(dealt_out), uses.mesh
+    way, mesh = uses.way(opt_state, is_dealt(uses, state))
 
     def local(state):
-        check_devices(state, way.devices, "kfac.state.refresh")
-        state = before = opened(state, way)
-        n = state.count  # in the place of what a refresh does not read
-        damping = Now(state.damping, state.unitwise_damping, n, n, n, Moves().at(n))
-        mine = dict.fromkeys(state.blocks, True) | {name: way.owns(shard) for name, shard in shards_of(state).items()}
-        wanted = {name: (block.weight > 0) & mine[name] for name, block in state.blocks.items()}
-        state, failed = refresh_inverses(way, state, wanted, damping, None)
+        check_devices(state, way.devices)
+        state, failed = refresh_inverses(way, state, (state.damping, state.unitwise_damping))
         number = way.total(count_blocks(shards_of(state), way, failed))
         metrics = state.metrics._replace(failed_inversions=state.metrics.failed_inversions + number)
-        return closed(state._replace(metrics=metrics), way, before)
+        return state._replace(metrics=metrics)
 
-    if mesh is not None and way.owners and axis_size(way.owners) is None:
+    if mesh is not None and way.owners:
         spec = state_spec(way.owners)
         local = jax.shard_map(local, mesh=mesh, in_specs=(spec,), out_specs=spec)
     return on_states(local, opt_state)

@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec
 
 from kfac._curvature.blocks import Group, group_layers
 from kfac._curvature.inverse import Inverse
-from kfac._distributed.distribution import Distribution
 from kfac._distributed.owners import Shard, group_costs, make_shards
 from kfac._distributed.ways import Way
 from kfac._factors import Block
@@ -33,9 +32,6 @@ class KfacMetrics(NamedTuple):
       preconditioned_norm: the same of the preconditioned gradient.
       condition: largest condition number of what is inverted, each as of its last inversion: of the damped factors in
         the 1-norm; of eigendecompositions, of the damped blocks in the 2-norm.
-      statistics_change: how much the last statistics differed from the running averages before them: the Frobenius norm
-        of the difference, relative to the average, as a mean over all Kronecker factors. 1 for those without an average
-        so far, and for those that were left out.
       inverse_age: steps since the oldest of the inverses in use was computed.
       kl_clip_scale: what the KL clip multiplied the step by; 0 without one.
       slowest: the lowest of the layers' rates, by which the learning rate is multiplied; 0 before the first step.
@@ -48,7 +44,6 @@ class KfacMetrics(NamedTuple):
     gradient_norm: jax.Array
     preconditioned_norm: jax.Array
     condition: jax.Array
-    statistics_change: jax.Array
     kl_clip_scale: jax.Array
     slowest: jax.Array
     fastest: jax.Array
@@ -214,11 +209,6 @@ def with_blocks(state: KfacState, blocks: dict[str, BlockState]) -> KfacState:
     return state._replace(owned=owned, shared={name: blocks[name] for name in state.shared})
 
 
-def with_motions(state: KfacState, motions: dict[str, Motion]) -> KfacState:
-    """The state with other momenta and rates."""
-    return with_blocks(state, {name: block._replace(motion=motions[name]) for name, block in state.blocks.items()})
-
-
 @dataclasses.dataclass(frozen=True)
 class Config:
     """What is fixed for a step.
@@ -227,34 +217,19 @@ class Config:
       layers: the layers.
       groups: their groups.
       inverse: how blocks are inverted.
-      distribution: the axes, or the mesh, of the devices.
+      way: how blocks lie on devices here.
       refreshes: whether a step may refresh inverses.
       moves: what follows the preconditioner.
-      dealt: whether blocks have owners; else each device has all of them, whatever axes there are.
       local: whether gradients are still to be averaged.
     """
 
     layers: Layers
     groups: tuple[Group, ...]
     inverse: Inverse
-    distribution: Distribution
+    way: Way
     refreshes: bool
     moves: Moves
-    dealt: bool = True
     local: bool = False
-
-    @property
-    def way(self) -> Way:
-        """How blocks lie on devices here."""
-        return self.distribution.way(self.dealt)
-
-    @property
-    def owners(self) -> tuple[str, ...]:
-        return self.way.owners
-
-    def has_moments(self, group: Group) -> bool:
-        """Whether statistics of a group bring moments."""
-        return group.correctable and group.kind(self.inverse).takes_moments
 
     @functools.cached_property
     def paths_apart(self) -> frozenset[str]:
@@ -277,11 +252,11 @@ def init_state(config: Config, params: Any) -> KfacState:
     leaves = match_leaves(config.layers, params, "params") if jax.tree.leaves(params) else {}
     # Statistics of a float64 model stay in float64; nothing else is ever wider than float32.
     dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in leaves.values()))
-    devices = axis_size(config.owners) or 1
+    devices, owners = axis_size(config.way.owners) or 1, config.way.owners
     shards = make_shards(group_costs(config.groups, config.inverse), devices)
 
     def inverses(group: Group, size: int) -> Any:
-        return group.kind(config.inverse).init(group.zeros(size, dtype, moments=config.has_moments(group)))
+        return group.kind(config.inverse).init(group.zeros(size, dtype, group.moments(config.inverse)))
 
     def blocks(group: Group, size: int, piece: Group) -> BlockState:
         weight, condition, inverted = jnp.zeros(size, dtype), jnp.zeros(size, dtype), jnp.zeros(size, jnp.int32)
@@ -298,7 +273,7 @@ def init_state(config: Config, params: Any) -> KfacState:
         stacks = blocks(group, shard.positions, shard.as_matrices(group))
         held = Owned(stacks, shard, config.inverse, None if shard.full else form_of(stacks))
         # A device's own blocks are marked as such, where `shard_map` checks that (`lax.axis_index` varies if it does).
-        return as_varying(held, varying_axes(lax.axis_index(config.owners))) if axis_size(config.owners) else held
+        return as_varying(held, varying_axes(lax.axis_index(owners))) if axis_size(owners) else held
 
     return KfacState(
         count=jnp.zeros((), jnp.int32),
@@ -314,11 +289,11 @@ def init_state(config: Config, params: Any) -> KfacState:
         bases={
             g.name: config.inverse.basis(inverses(g, g.size))
             for g in config.groups
-            if devices > 1 and config.has_moments(g)
+            if devices > 1 and g.moments(config.inverse)
         },
         learning_rates=jnp.zeros(2, jnp.float32),
         members={group.name: {group.members: jnp.full((), group.size, jnp.int32)} for group in config.groups},
-        metrics=KfacMetrics(*(jnp.zeros((), dtype) for dtype in 7 * [jnp.float32] + 4 * [jnp.int32])),
+        metrics=KfacMetrics(*(jnp.zeros((), dtype) for dtype in 6 * [jnp.float32] + 4 * [jnp.int32])),
         splits=Splits(),
     )
 
@@ -382,25 +357,19 @@ def find_state(opt_state: Any, argument: str) -> KfacState:
 
 def blocks_of(state: KfacState, layers: Layers, argument: str) -> Iterator[tuple[Group, BlockState]]:
     """The blocks of each group, all of which a state of one device holds."""
-    for group in group_layers(layers):
-        block = state.blocks.get(group.name)
-        have = "no" if block is None else len(block.weight)
-        # On several devices they are in another order.
-        if block is None or devices_of(state) > 1 or len(block.weight) != group.size or block.weight.ndim != 1:
-            held = f"has {have} blocks {group.name} where the layers have {group.size}"
-            raise ValueError(
-                f"{argument} must be the state of an optimizer for these layers, on one device, but {held}: that of "
-                "several devices goes through kfac.state.gather_state"
-            )
-        yield group, block
+    groups = group_layers(layers)
+    check_groups(groups, state)
+    for group in groups:
+        if devices_of(state) > 1 or state.blocks[group.name].weight.ndim != 1:  # of several they are in another order
+            raise ValueError(f"{argument} must be the state of one device: call kfac.state.gather_state on it")
+        yield group, state.blocks[group.name]
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 
 def check_state(config: Config, state: KfacState, devices: int) -> None:
-    """Raises where a state is that of another model, other options or another number of devices."""
-    check_groups(config.groups, state)
+    """Raises where a state is that of other options or another number of devices."""
     check_devices(state, devices)
     wanted = config.moves.momentum is not None and not config.inverse.takes_gradients, config.moves.layer_rates
     for name, owned in state.owned.items():
@@ -422,10 +391,10 @@ def check_groups(groups: Sequence[Group], state: KfacState) -> None:
     """Raises where a state is one for other layers."""
     sizes = {name: owned.shard.blocks for name, owned in state.owned.items()}
     sizes |= {name: blocks.weight.shape[-1] for name, blocks in state.shared.items()}
-    found = {name: f"{sizes[name]} of {next(iter(members))}" for name, members in state.members.items()}
+    held = {name: f"{sizes[name]} of {next(iter(members))}" for name, members in state.members.items()}
     expected = {group.name: f"{group.size} of {group.members}" for group in groups}
-    for name in expected | found:
-        has, needs = found.get(name, "none"), expected.get(name, "none")
+    for name in expected | held:
+        has, needs = held.get(name, "none"), expected.get(name, "none")
         if has != needs:
             raise ValueError(
                 f"the optimizer state is not one for these layers: its blocks {name} are {has}; the layers need "
@@ -433,13 +402,11 @@ def check_groups(groups: Sequence[Group], state: KfacState) -> None:
             )
 
 
-def check_devices(state: KfacState, devices: int, call: str = "update") -> None:
+def check_devices(state: KfacState, devices: int) -> None:
     """Raises where a state is one for another number of devices."""
-    for owned in state.owned.values():
-        if owned.shard.devices != devices:
-            how = "initialise it where the axis is bound"
-            how = how if call == "update" else f"pass the optimizer's distribution= to {call}"
-            raise ValueError(
-                f"the optimizer state is one for {owned.shard.devices} device(s), but {call} runs on {devices}: {how}; "
-                "kfac.state.gather_state and kfac.state.scatter_state bring a state to another number of devices"
-            )
+    if state.owned and devices_of(state) != devices:
+        raise ValueError(
+            f"the optimizer state is one for {devices_of(state)} device(s), but this runs on {devices}: initialise it "
+            "where the axis is bound, with the same distribution= here as there; kfac.state.gather_state and "
+            "kfac.state.scatter_state bring a state to another number of devices"
+        )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,20 +15,19 @@ import optax
 from jax import lax
 
 from kfac._curvature.blocks import Group
-from kfac._curvature.inverse import ALL_ROWS, Inverse, Whole, averaged, cosine, finite, per_block, sums
+from kfac._curvature.inverse import ALL_ROWS, Inverse, Momentum, Whole, averaged, cosine, finite, per_block
 from kfac._curvature.refresh import once_if, refresh
 from kfac._distributed.owners import Shard
 from kfac._distributed.ways import Way
-from kfac._factors import Block, Factors, Statistics
+from kfac._factors import Factors, Statistics
 from kfac._layers import Layer, leaves_by_path, map_by_path
-from kfac._optimizer.moves import Kernels, Motion, MovesNow, Stack, adapted, clip_scale, find_kernels, lengthened
-from kfac._optimizer.segment import closed, opened
-from kfac._optimizer.state import Config, KfacMetrics, KfacState, check_state, shards_of, with_blocks, with_motions
+from kfac._optimizer.moves import Kernels, Motion, Now, Stack, adapted, clip_scale, find_kernels, lengthened
+from kfac._optimizer.segment import part_of, with_parts
+from kfac._optimizer.state import Config, KfacMetrics, KfacState, check_state, shards_of, with_blocks
 from kfac._packing import filled, flatten, unflatten
 from kfac._varying import as_varying, varying_axes, within_devices
 
 Vectors = dict[str, jax.Array]  # for each group `[k]`, a number for each block
-Dtypes = Mapping[str, Sequence[Any]]  # for each group one for each part of its columns
 
 
 class Gradients(NamedTuple):
@@ -42,17 +42,6 @@ class Gradients(NamedTuple):
 
     tree: Any
     stacks: dict[str, list[jax.Array]]
-
-
-class Now(NamedTuple):
-    """The scalars of one step."""
-
-    damping: jax.Array
-    unitwise: jax.Array
-    decay: jax.Array
-    period: jax.Array
-    warmup: jax.Array
-    moves: MovesNow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +59,7 @@ class Place:
     shards: dict[str, Shard]
 
     @functools.cached_property
-    def mine(self) -> Vectors:
+    def owns(self) -> Vectors:
         """Of each group, `[positions]`: whether the block there is a device's own; all have those without owners."""
         of_owned = {name: self.config.way.owns(shard) for name, shard in self.shards.items()}
         return {g.name: of_owned.get(g.name, jnp.ones(g.size, bool)) for g in self.config.groups}
@@ -89,12 +78,12 @@ class Place:
     def whole(self) -> dict[str, Whole]:
         """What makes sums over the rows of groups that are here sums over their blocks, where devices share them."""
         pairs, total = zip(self.groups, self.config.groups, strict=True), self.config.way.total
-        shares = {g.name: here.d_in * here.d_out / (g.d_in * g.d_out) for here, g in pairs if here is not g}
+        shares = {g.name: x.d_in * x.d_out / (g.d_in * g.d_out) for x, g in pairs if x is not g}
         return {g.name: Whole(total, shares[g.name]) if g.name in shares else ALL_ROWS for g in self.groups}
 
-    def own(self, name: str, stack: jax.Array) -> jax.Array:
+    def only_owned(self, name: str, stack: jax.Array) -> jax.Array:
         """A stack of a group with zeros where the block is not this device's own."""
-        return jnp.where(per_block(self.mine[name], stack), stack, 0)
+        return jnp.where(per_block(self.owns[name], stack), stack, 0)
 
 
 def preconditioned_step(
@@ -103,50 +92,41 @@ def preconditioned_step(
     params: Gradients | None,
     state: KfacState,
     now: Now,
-    factors: Factors | dict[str, Block] | None,
-    *,
-    narrow: Dtypes | None = None,
+    factors: Factors | dict[str, Statistics] | None,
 ) -> tuple[Gradients, KfacState]:
     """Makes one step on one device. Statistics are `Factors` still to be averaged, or stacks of this device's blocks.
 
-    `params` are for the lengths of steps, if these depend on them. `narrow` has the narrowest dtype of the leaves of
-    each part of the `stacks`.
+    `params` are for the lengths of steps, if these depend on them.
     """
     check_state(config, state, config.way.devices)
-    state = before = opened(state, config.way)
     config.way.check(updates.tree, factors if isinstance(factors, Factors) else None)
     place = Place(config, now, shards_of(state))
     updates, gradients, square, usable = take_gradients(place, state, updates)
     changed, due = decide(place, state, usable, statistics=factors is not None)
     left_out: Vectors = {}
-    change = None
     if factors is not None:
-        batch = average_statistics(place, factors) if isinstance(factors, Factors) else factors
-        batch = batch | gradient_statistics(place, gradients)
-        state, left_out, change = take_in(place, state, batch, usable)
+        stacks = average_statistics(place, factors) if isinstance(factors, Factors) else factors
+        batch = {name: stack.unpacked() for name, stack in stacks.items()}
+        batch |= {g.name: g.block.of_gradients(g.shapes, gradients[g.name]) for g in config.groups if not g.captured}
+        state, left_out = take_in(place, state, batch, usable)
         if config.way.alone:
             # Statistics are gone before gradients are stacked; XLA would keep both until the end.
             state, updates = lax.optimization_barrier((state, updates))
             gradients = take_gradients(place, state, updates)[1]
     failed: Vectors = {}
     if config.refreshes:
-        blocks = state.blocks
-        wanted = {name: due & place.mine[name] & (blocks[name].weight > 0) for name in blocks}
-        state, failed = refresh_inverses(config.way, state, wanted, now, due)
+        state, failed = refresh_inverses(config.way, state, (now.damping, now.unitwise), due)
     measured = jnp.where(usable & (factors is not None), state.count, state.measured)
     preconditioned, advanced, angles = precondition(place, state, gradients)
     squares = sums_of_shares(place, {name: x * x for name, x in preconditioned.items()})
     steps, motions, scale = move(place, state, preconditioned, angles, gradients, params)
     to_all = {name: shard for name, shard in place.apart.items() if name not in updates.stacks}
     steps |= config.way.gather({name: steps[name] for name in to_all}, to_all)
-    updates, usable = restore(place, updates, steps, usable & jnp.isfinite(sum(squares)), narrow or {})
-    metrics, usable = measure(place, state, motions, square, squares, change, [left_out, failed], usable)
-    state = commit(state, advanced, motions, usable)
-    if scale is not None:
-        scale = jnp.where(usable, scale.astype(jnp.float32), metrics.kl_clip_scale)
-        metrics = metrics._replace(kl_clip_scale=scale)
+    updates, usable = restore(place, updates, steps, usable & jnp.isfinite(sum(squares)))
+    metrics, usable = measure(place, state, motions, square, squares, scale, [left_out, failed], usable)
+    state = commit(state, config.way, advanced, motions, usable)
     state = count(state._replace(measured=measured), now, changed, metrics, usable)
-    return updates, closed(state, config.way, before)
+    return updates, state
 
 
 def take_gradients(
@@ -184,7 +164,7 @@ def stack_all(state: KfacState, trees: Gradients, groups: Iterable[Group]) -> Ve
 
 def sums_of_shares(place: Place, matrices: Vectors) -> tuple[jax.Array, jax.Array]:
     """The sums of all entries of the matrices that this device alone preconditions, and of those that all do."""
-    apart = [place.own(name, x) for name, x in matrices.items() if name in place.apart]
+    apart = [place.only_owned(name, x) for name, x in matrices.items() if name in place.apart]
     return _sum(apart), _sum(x for name, x in matrices.items() if name not in place.apart)
 
 
@@ -213,13 +193,13 @@ def decide(place: Place, state: KfacState, usable: jax.Array, *, statistics: boo
     return last_change, usable & ((now.warmup & statistics) | in_turn)
 
 
-def average_statistics(place: Place, factors: Factors) -> dict[str, Block]:
+def average_statistics(place: Place, factors: Factors) -> dict[str, Statistics]:
     """This step's statistics of the blocks that this device keeps, averaged over devices."""
     config, way = place.config, place.config.way
     if not way.alone:
-        return unpacked(way.statistics(stack_packed(config, factors, way.mean), place.shards))
+        return way.statistics(stack_packed(config, factors, way.mean), place.shards)
     whole = Factors({name: block.combined() for name, block in factors.items()})
-    return {g.name: g.stack_factors(whole, moments=config.has_moments(g)) for g in config.groups if g.captured}
+    return {g.name: g.stack_factors(whole, g.moments(config.inverse)) for g in config.groups if g.captured}
 
 
 def stack_packed(config: Config, factors: Factors, mean: Callable[[Any], Any] | None = None) -> dict[str, Statistics]:
@@ -233,28 +213,18 @@ def stack_packed(config: Config, factors: Factors, mean: Callable[[Any], Any] | 
 
     def to_send(group: Group, layer: Layer) -> Any:
         packed = factors[layer.name].packed(tuple(layer.side_shapes.values()), mean, dtype)
-        return group.block.to_send(layer, packed, fill, config.has_moments(group))
+        return group.block.to_send(packed, fill)
 
     stacks: dict[str, Any] = {}
     for group in [group for group in config.groups if group.captured]:
-        stack = group.stack_factors(Factors({layer.name: to_send(group, layer) for layer in group.layers}))
+        moments = group.moments(config.inverse)
+        moments = None if moments is None else fill(jnp.zeros(math.prod(moments))).shape
+        stack = group.stack_factors(Factors({x.name: to_send(group, x) for x in group.layers}), moments)
         stacks[group.name] = group.block.sent(group.shapes, stack)
     return stacks
 
 
-def unpacked(stacks: Mapping[str, Statistics]) -> dict[str, Block]:
-    """The statistics of a device's own blocks, from what was sent."""
-    return {name: stack.unpacked() for name, stack in stacks.items()}
-
-
-def gradient_statistics(place: Place, gradients: Vectors) -> dict[str, Block]:
-    """The gradient's own factors, of the blocks that this device keeps."""
-    return {g.name: g.of_gradients(gradients[g.name]) for g in place.config.groups if not g.captured}
-
-
-def take_in(
-    place: Place, state: KfacState, batch: dict[str, Block], usable: jax.Array
-) -> tuple[KfacState, Vectors, jax.Array]:
+def take_in(place: Place, state: KfacState, batch: dict[str, Any], usable: jax.Array) -> tuple[KfacState, Vectors]:
     """Takes this step's statistics into the running averages; a block whose statistics are not finite leaves them out.
 
     Args:
@@ -264,90 +234,80 @@ def take_in(
       usable: whether the gradients are finite, on all devices.
 
     Returns:
-      The state; which blocks left theirs out; and `||batch - average|| / ||average||`, summed over this device's
-      Kronecker factors: 1 for one without an average so far, or whose statistics are left out.
+      The state, and which blocks left theirs out.
     """
-    config, way = place.config, place.config.way
+    config, way, left_out = place.config, place.config.way, {}
     steps = jnp.where(state.measured < 0, 1, jnp.maximum(state.count - state.measured, 1))
     decay = place.now.decay.astype(jnp.result_type(float)) ** steps
-    factors: dict[str, Any] = {group.name: batch[group.name] for group in config.groups}
-    factors |= {n: dataclasses.replace(b, moments=None) for n, b in factors.items() if b.moments is not None}
-    averages = {group.name: state.blocks[group.name].factors for group in config.groups}
-    differences = jax.tree.map(lambda new, old: new.astype(old.dtype) - old, factors, averages)
-    taken, left_out, changes = {}, {}, []
     for group in config.groups:
-        name, mine, moments = group.name, place.mine[group.name], batch[group.name].moments
-        pairs = zip(*map(jax.tree.leaves, (differences[name], averages[name])), strict=True)
-        squares = [sums([difference * difference, average * average]) for difference, average in pairs]
-        good = jnp.isfinite(sum(square for square, _ in squares))
-        good = good if moments is None else good & finite(moments)
-        taken[name], left_out[name] = good & mine & usable, ~good & mine
-        counted = mine & counts_here(place.shards, way, name)
-        for square, size in squares if group.owned and group.captured else ():
-            comparable = taken[name] & (size > 0)
-            relative = jnp.where(comparable, jnp.sqrt(square / jnp.where(comparable, size, 1)), 1)
-            changes.append(jnp.where(counted, relative, 0))
-    change = jnp.sum(_join(changes), dtype=jnp.float32)
-    result = {}
-    for group in config.groups:
-        name, block, inverse = group.name, state.blocks[group.name], state.blocks[group.name].inverse
-        chosen = after(change, taken[name]) if group.owned else taken[name]
-        if config.has_moments(group):
+        name, block, statistics = group.name, state.blocks[group.name], batch[group.name]
+        # So large that squares are not finite, one batch would fill the average for hundreds of steps.
+        good = jnp.all(jnp.stack([finite(x * x) for x in jax.tree.leaves(statistics)]), axis=0)
+        taken, left_out[name] = good & place.owns[name] & usable, ~good & place.owns[name]
+        if statistics.moments is not None:
             # Those before the first decomposition are in no basis that is kept.
             corrected = way.take({name: jnp.asarray(group.corrected)}, place.shards)[name] & (block.condition > 0)
-            inverse = config.inverse.absorb(inverse, batch[name].moments, decay, chosen & corrected)
-        average, weight = averaged(group.scaled(block.factors, back=True), block.weight, factors[name], decay, chosen)
-        result[name] = block._replace(factors=group.scaled(average), weight=weight, inverse=inverse)
-    return with_blocks(state, result), left_out, change
-
-
-def after(number: jax.Array, flags: jax.Array) -> jax.Array:
-    """Returns `flags`, made to depend on `number`, which is not negative.
-
-    XLA then reads the old averages, which the number is made of, before it overwrites those that are flagged, and needs
-    no copy of them. An optimization barrier here it would take away.
-    """
-    return flags & ~(number < -1)
+            kept = part_of(state, way, name, "inverse")
+            inverse = config.inverse.absorb(kept, statistics.moments, decay, taken & corrected)
+            state = with_parts(state, way, name, inverse=inverse)
+            statistics = dataclasses.replace(statistics, moments=None)
+        old = group.scaled(part_of(state, way, name, "factors"), back=True)
+        average, weight = averaged(old, block.weight, statistics, decay, taken)
+        state = with_parts(state, way, name, factors=group.scaled(average), weight=weight)
+    return state, left_out
 
 
 def refresh_inverses(
-    way: Way, state: KfacState, wanted: Vectors, now: Now, needed: jax.Array | None
+    way: Way, state: KfacState, dampings: tuple[jax.Array, jax.Array], needed: jax.Array | None = None
 ) -> tuple[KfacState, Vectors]:
-    """Refreshes the inverses of the blocks that are `wanted`, and the bases that all have; also returns which failed.
+    """Refreshes the inverses of a device's blocks that have statistics, and the bases that all have.
 
-    Nothing is done where not `needed`, which devices agree on; None for no such question. XLA changes stacks in their
-    place, once all gradients are known.
+    XLA changes stacks in their place, once all gradients are known.
+
+    Args:
+      way: how blocks lie on devices.
+      state: that before.
+      dampings: that of Kronecker blocks, and that of the others.
+      needed: whether to do anything, on which devices agree; None: do it.
+
+    Returns:
+      The state, and which blocks failed.
     """
-    blocks = state.blocks
-    stacks = {name: (block.inverse, block.condition) for name, block in blocks.items()}
+    wanted = {name: block.weight > 0 for name, block in state.blocks.items()}
+    wanted |= {name: wanted[name] & way.owns(shard) for name, shard in shards_of(state).items()}
+    wanted = wanted if needed is None else {name: flags & needed for name, flags in wanted.items()}
     none = {name: as_varying(jnp.zeros(flags.shape, bool), varying_axes(flags)) for name, flags in wanted.items()}
 
+    def carried(state, valid):
+        stacks = {name: (block.inverse, block.condition) for name, block in state.blocks.items()}
+        return stacks, state.segment.inverse, state.bases, valid
+
+    def restored(stacks, segment, bases, valid):
+        blocks = {n: state.blocks[n]._replace(inverse=inverse, condition=c) for n, (inverse, c) in stacks.items()}
+        return with_blocks(state, blocks)._replace(segment=state.segment._replace(inverse=segment), bases=bases), valid
+
     def renewed(old):
-        new, valid = {}, {}
-        for name, (kept, condition) in old[0].items():
-            owned = name in state.owned
-            inverse = state.owned[name].inverse if owned else kept.inverse
-            damping = now.damping if owned else now.unitwise
-            result = refresh(inverse, kept, blocks[name].factors, wanted[name], damping)
-            new[name] = result.inverse, jnp.where(result.valid, result.condition, condition)
-            valid[name] = result.valid
-        return new, _fetched(way, state, old[1], new), valid
+        new, valid = restored(*old)
+        for name in state.blocks:
+            kept, owned = part_of(new, way, name, "inverse"), state.owned.get(name)
+            kind, damping = (kept.inverse, dampings[1]) if owned is None else (owned.inverse, dampings[0])
+            result = refresh(kind, kept, part_of(state, way, name, "factors"), wanted[name], damping)
+            condition = jnp.where(result.valid, result.condition, new.blocks[name].condition)
+            new = with_parts(new, way, name, inverse=result.inverse, condition=condition)
+            valid = valid | {name: result.valid}
+        # What all devices have of the inverses, from their owners.
+        sent = {n: flatten(new.owned[n].inverse.basis(part_of(new, way, n, "inverse"))) for n in new.bases}
+        received = way.gather(sent, shards_of(state))
+        bases = {name: unflatten(flat, new.bases[name]) for name, flat in received.items()}
+        return carried(new._replace(bases=bases), valid)
 
-    start = stacks, state.bases, none
-    stacks, bases, valid = renewed(start) if needed is None else once_if(needed, renewed, start)
-    result = {}
-    for name, block in blocks.items():
-        inverted = jnp.where(valid[name], state.count, block.inverted)
-        result[name] = block._replace(inverse=stacks[name][0], condition=stacks[name][1], inverted=inverted)
-    state = with_blocks(state, result)._replace(bases=bases)
-    return state, {name: wanted[name] & ~valid[name] for name in blocks}
-
-
-def _fetched(way: Way, state: KfacState, bases: dict[str, Any], stacks: dict[str, Any]) -> dict[str, Any]:
-    """What all devices have of the inverses, from their owners."""
-    sent = {name: flatten(state.owned[name].inverse.basis(stacks[name][0])) for name in bases}
-    received = way.gather(sent, shards_of(state))
-    return {name: unflatten(flat, bases[name]) for name, flat in received.items()}
+    start = carried(state, none)
+    state, valid = restored(*(renewed(start) if needed is None else once_if(needed, renewed, start)))
+    inverted = {
+        n: block._replace(inverted=jnp.where(valid[n], state.count, block.inverted))
+        for n, block in state.blocks.items()
+    }
+    return with_blocks(state, inverted), {name: wanted[name] & ~valid[name] for name in valid}
 
 
 def precondition(place: Place, state: KfacState, gradients: Vectors) -> tuple[Vectors, dict[str, Any], Vectors]:
@@ -358,9 +318,9 @@ def precondition(place: Place, state: KfacState, gradients: Vectors) -> tuple[Ve
     config, result, advanced, angles, damping = place.config, {}, {}, {}, place.now.damping
     for group in config.groups:
         name, block, inverse = group.name, state.blocks[group.name], group.kind(config.inverse)
-        kept, ready = block.inverse, block.condition > 0
+        kept, ready = part_of(state, config.way, name, "inverse"), block.condition > 0
         if inverse.takes_gradients:
-            momentum = place.now.moves.momentum(config.moves)
+            momentum = Momentum(place.now.momentum, config.moves.nesterov)
             after = inverse.advance(kept, gradients[name], damping, momentum, ready, place.whole[name])
             advanced[name], result[name], angles[name] = after
         else:
@@ -378,10 +338,10 @@ def _apply(place: Place, group: Group, inverse: Inverse, kept: Any, matrices: ja
     side = group.long_side or "A"
     diagonal, length = getattr(kept, side), matrices.shape["GA".index(side) + 1]
     pieces = jnp.pad(diagonal, ((0, 0), (0, -diagonal.shape[1] % length))).reshape(-1, length)
-    own = place.config.way.take({group.name: pieces}, place.apart)[group.name]
+    rows = place.config.way.take({group.name: pieces}, place.apart)[group.name]
     damping = inverse.damping_of_step(kept, damping)  # in which all rows have a say
     return dataclasses.replace(inverse, relative=False).apply(
-        dataclasses.replace(kept, **{side: own}), matrices, damping
+        dataclasses.replace(kept, **{side: rows}), matrices, damping
     )
 
 
@@ -398,22 +358,23 @@ def move(
     Returns:
       The steps, the momenta and rates of all blocks, and the scale of the KL clip.
     """
-    config, moves, now, scale = place.config, place.config.moves, place.now.moves, None
+    config, moves, now, scale = place.config, place.config.moves, place.now, None
     steps, motions = dict(preconditioned), {}
     last, highest = state.learning_rates
     full = (now.rate > 0) & (now.rate <= last) & (now.rate >= highest / 2)
     if now.limit is not None:
         products = {name: x * gradients[name] for name, x in steps.items()}
-        scale = clip_scale(now.limit, now.rate, sum_of_all(place, products))
+        scale = clip_scale(now.limit, now.rate, sum_of_all(place, products)).astype(jnp.float32)
         steps = {name: scale.astype(x.dtype) * x for name, x in steps.items()}
     if moves.rate_in_momentum:
         steps = {name: -now.rate.astype(x.dtype) * x for name, x in steps.items()}
-    for name, (trace, rate) in state.motions.items():
+    for name in state.blocks:
+        trace, rate = part_of(state, config.way, name, "motion")
         if rate is not None:
             angle = angles[name] if trace is None else cosine(trace, gradients[name], place.whole[name].total)
             rate = adapted(rate, angle, full)
         if trace is not None:
-            trace, steps[name] = now.momentum(moves).moved(trace, steps[name])
+            trace, steps[name] = Momentum(now.momentum, moves.nesterov).moved(trace, steps[name])
         motions[name] = Motion(trace, rate)
     if moves.trust_ratio is not None:
         chosen = [group for group in place.groups if moves.needs_params(group)]
@@ -444,16 +405,14 @@ def _stack(place: Place, group: Group, steps: jax.Array, params: jax.Array | Non
 
     def whole(sums):  # `[sums, k]`
         of_kernels = (
-            jnp.zeros((len(sums), len(pieces)), sums.dtype).at[:, whose].add(jnp.where(place.mine[name], sums, 0))
+            jnp.zeros((len(sums), len(pieces)), sums.dtype).at[:, whose].add(jnp.where(place.owns[name], sums, 0))
         )
         return (way.total(of_kernels) if name in place.apart else of_kernels)[:, whose]
 
     return Stack(steps, params, gradients, kernels, whole=whole)
 
 
-def restore(
-    place: Place, updates: Gradients, steps: Vectors, usable: jax.Array, narrow: Dtypes
-) -> tuple[Gradients, jax.Array]:
+def restore(place: Place, updates: Gradients, steps: Vectors, usable: jax.Array) -> tuple[Gradients, jax.Array]:
     """The steps in the form of `updates`, and whether all are finite."""
     new: dict[str, jax.Array] = {}
     whole = {name: x for name, x in steps.items() if name not in updates.stacks}
@@ -470,10 +429,9 @@ def restore(
     narrowed = [leaf for path, leaf in leaves.items() if path in new and leaf.dtype != new[path].dtype]
     stacks = {}
     for name, slices in updates.stacks.items():
-        rows = np.cumsum([x.shape[1] for x in slices])[:-1]
-        parts = list(zip(jnp.split(steps[name], rows, axis=1), slices, narrow[name], strict=True))
-        narrowed += [place.own(name, x).astype(dtype) for x, _, dtype in parts if x.dtype != dtype]
-        stacks[name] = [x.astype(old.dtype) for x, old, _ in parts]
+        parts = jnp.split(steps[name], np.cumsum([x.shape[1] for x in slices])[:-1], axis=1)
+        stacks[name] = [x.astype(old.dtype) for x, old in zip(parts, slices, strict=True)]
+        narrowed += [place.only_owned(name, x) for x in stacks[name] if x.dtype != steps[name].dtype]
     return Gradients(tree, stacks), usable & _all_finite(jnp.zeros(()), narrowed)
 
 
@@ -498,7 +456,7 @@ def measure(
     motions: dict[str, Motion],
     square: jax.Array,
     preconditioned: tuple[jax.Array, jax.Array],
-    change: Any,
+    scale: jax.Array | None,
     flagged: list[Vectors],
     usable: jax.Array,
 ) -> tuple[KfacMetrics, jax.Array]:
@@ -510,7 +468,7 @@ def measure(
       motions: those after the step.
       square: the squared norm of the gradient.
       preconditioned: that of the preconditioned one, of what devices precondition alone, and of what all do.
-      change: what `take_in` returned, or None without statistics.
+      scale: that of the KL clip, or None without one.
       flagged: the blocks that left statistics out, and those whose inversion failed.
       usable: whether this device finds it so.
     """
@@ -519,50 +477,43 @@ def measure(
     blocks = state.blocks.values()
     ages = [jnp.where(block.condition > 0, state.count - block.inverted, 0) for block in blocks]
     adapted_rates = {name: motion.rate for name, motion in motions.items() if motion.rate is not None}
-    rates = [[jnp.where(place.mine[name], x, 0) for x in (rate, 1 / rate)] for name, rate in adapted_rates.items()]
+    rates = [[jnp.where(place.owns[name], x, 0) for x in (rate, 1 / rate)] for name, rate in adapted_rates.items()]
     parts = [[block.condition for block in blocks], ages, *zip(*rates, strict=True)]
     extremes = jnp.stack([jnp.max(_join(part)).astype(jnp.float32) for part in parts])
     apart, rest = (x.astype(jnp.float32) for x in preconditioned)
     # In one message: as float32, numbers of blocks are exact.
-    shares = jnp.stack([*counts.astype(jnp.float32), apart, jnp.float32(0) if change is None else change])
-    *sums, apart, total = way.total(shares)
+    *sums, apart = way.total(jnp.stack([*counts.astype(jnp.float32), apart]))
     counts, extremes = jnp.stack(sums).astype(jnp.int32), way.largest(extremes)
     usable = counts[2] == 0  # agreed once more: the next step's decisions follow from it
-    statistics_change = metrics.statistics_change
-    if change is not None:
-        number = 2 * sum(group.size for group in place.config.owned if group.captured)
-        statistics_change = jnp.where(usable, total / max(number, 1), statistics_change)
     new = KfacMetrics(
         gradient_norm=jnp.sqrt(square).astype(jnp.float32),
         preconditioned_norm=jnp.sqrt(apart + rest),
         condition=extremes[0],
-        statistics_change=statistics_change,
         inverse_age=jnp.maximum(extremes[1].astype(jnp.int32) - ~usable, 0),  # a step that is refused is none
         skipped_statistics=metrics.skipped_statistics + counts[0],
         failed_inversions=metrics.failed_inversions + counts[1],
         skipped_steps=metrics.skipped_steps + ~usable,
-        kl_clip_scale=metrics.kl_clip_scale,
+        kl_clip_scale=metrics.kl_clip_scale if scale is None else jnp.where(usable, scale, metrics.kl_clip_scale),
         slowest=jnp.where(usable, 1 / extremes[3], metrics.slowest) if rates else jnp.ones((), jnp.float32),
         fastest=jnp.where(usable, extremes[2], metrics.fastest) if rates else jnp.ones((), jnp.float32),
     )
     return new, usable
 
 
-def commit(state: KfacState, advanced: dict[str, Any], motions: dict[str, Motion], usable: jax.Array) -> KfacState:
+def commit(
+    state: KfacState, way: Way, advanced: dict[str, Any], motions: dict[str, Motion], usable: jax.Array
+) -> KfacState:
     """The state with what blocks have taken in of the gradients, and how they move, if the step is `usable`."""
-
-    def pick(new, old):
-        return jax.tree.map(lambda new, old: jnp.where(usable, new, old), new, old)
-
-    blocks = {
-        name: state.blocks[name]._replace(inverse=pick(x, state.blocks[name].inverse)) for name, x in advanced.items()
-    }
-    return with_motions(with_blocks(state, state.blocks | blocks), pick(motions, state.motions))
+    for name, motion in motions.items():
+        new = {"motion": motion} | ({"inverse": advanced[name]} if name in advanced else {})
+        old = {part: part_of(state, way, name, part) for part in new}
+        state = with_parts(state, way, name, **jax.tree.map(lambda new, old: jnp.where(usable, new, old), new, old))
+    return state
 
 
 def count(state: KfacState, now: Now, changed: jax.Array, metrics: KfacMetrics, usable: jax.Array) -> KfacState:
     """The state after the step."""
-    rate, (_, highest) = now.moves.rate, state.learning_rates
+    rate, (_, highest) = now.rate, state.learning_rates
     rates = jnp.stack([rate, jnp.maximum(rate, highest)])
     return state._replace(
         learning_rates=jnp.where(usable, rates, state.learning_rates),
@@ -586,14 +537,10 @@ def _join(vectors: Iterable[jax.Array]) -> jax.Array:
     return lax.optimization_barrier(jnp.concatenate([jnp.zeros(1, bool), *vectors]))
 
 
-def count_blocks(shards: Mapping[str, Any], way: Way, flags: Vectors) -> jax.Array:
-    """How many blocks were found, so that the sum over devices counts each once: those that all have, on the first."""
-    return jnp.sum(_join(x & counts_here(shards, way, name) for name, x in flags.items()), dtype=jnp.int32)
-
-
-def counts_here(shards: Mapping[str, Shard], way: Way, name: str) -> jax.Array:
-    """Whether this device counts what it has of a group, so that the sum over devices has each block once."""
-    return jnp.array(True) if name in shards and not shards[name].by_rows else way.first
+def count_blocks(shards: Mapping[str, Shard], way: Way, flags: Vectors) -> jax.Array:
+    """How many blocks are flagged, so that the sum over devices has each once: those that all have, on the first."""
+    dealt = {name for name, shard in shards.items() if not shard.by_rows}
+    return jnp.sum(_join(x if name in dealt else x & way.first for name, x in flags.items()), dtype=jnp.int32)
 
 
 def _sum(arrays: Iterable[jax.Array]) -> jax.Array:

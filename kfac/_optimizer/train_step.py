@@ -84,6 +84,9 @@ def train_step(
     num_microbatches: int = 1,
     batch_argnums: int | Sequence[int] | None = None,
     skip: Sequence[str] = (),
+    reduce: Sequence[str] = (),
+    gradient: Sequence[str] = (),
+    strict: bool = False,
     max_dim: int | None = None,
     verbose: bool = True,
     **options: Any,
@@ -118,6 +121,9 @@ def train_step(
       batch_argnums: the positions of the batch, as `loss_fn` counts its arguments, with `params` as 0. None: as
         `find_layers` finds them.
       skip: as for `find_layers`.
+      reduce: likewise.
+      gradient: likewise.
+      strict: likewise.
       max_dim: as for `find_layers`; but None keeps oblong kernels whole with `inverse=kfac.Ekfac()`.
       verbose: whether `init` prints a line about what it has found, and compiling for more than 5 s says on stderr that
         it does, and for how long.
@@ -151,8 +157,9 @@ def train_step(
         leaves, structure = jax.tree.flatten((params, args, kwargs))
         shapes = structure, *map(jax.typeof, leaves)
         cache[shapes] = cache.get(shapes) or find_layers(
-            loss_fn, params, *args, has_aux=has_aux, skip=skip, max_dim=bound, batch_argnums=batch_argnums, **kwargs
-        )
+            loss_fn, params, *args, has_aux=has_aux, skip=skip, reduce=reduce, gradient=gradient, strict=strict,
+            max_dim=bound, batch_argnums=batch_argnums, **kwargs
+        )  # fmt: skip
         # The interval of "auto" goes by examples; a last batch that has fewer must not change it.
         layers = dataclasses.replace(cache[shapes], num_examples=next(iter(cache.values())).num_examples)
         many = [
@@ -163,10 +170,10 @@ def train_step(
         return layers, subsample or (4 if thin and many[1] else 1), options | cheaper
 
     def init(params, *args, **kwargs):
-        layers, part, given = layers_of(params, args, kwargs)
+        layers, part, optional = layers_of(params, args, kwargs)
         if verbose and jax.process_index() == 0:
-            print(_found(layers, part, given))
-        return kfac(learning_rate, layers, **given).init(params)
+            print(_found(layers, part, optional))
+        return kfac(learning_rate, layers, **optional).init(params)
 
     def step(params, opt_state, *args, fisher_key, statistics, **kwargs):
         layers, part, optional = layers_of(params, args, kwargs)

@@ -172,18 +172,13 @@ class Patches:
 
     def _gram_of_patches(self) -> jax.Array:
         conv, taps, n = self.conv, math.prod(self.conv.window), len(self.image)
-        order = self.arrange.examples + self.arrange.rows
-        if n > 1 == taps == max(conv.strides) and conv.out == self.image.shape[1:-1] and sorted(order) == [*order]:
-            # The image is the rows, of which a kernel need not have a copy.
-            rows = self._arranged(n)(patches(self.image, conv))
-            return Rows(rows.reshape(len(rows), n, -1, rows.shape[-1])).gram()
-        limit = max(1, PATCH_ELEMENTS // (math.prod(conv.out) * taps * self.image.shape[-1]))
+        # A window of one tap makes patches no larger than the image.
+        limit = n if taps == 1 else max(1, PATCH_ELEMENTS // (math.prod(conv.out) * taps * self.image.shape[-1]))
 
         def moments(part):
             return Rows(self._arranged(part.shape[0])(patches(part, conv))).gram()
 
-        # A window of one tap makes patches no larger than the image.
-        few, many = (functools.partial(sum_of_parts, moments, n if taps == 1 else k * limit) for k in (1, ON_GPUS))
+        few, many = (functools.partial(sum_of_parts, moments, k * limit) for k in (1, ON_GPUS))
         return few(self.image) if n <= limit else lax.platform_dependent(self.image, cuda=many, default=few)
 
 

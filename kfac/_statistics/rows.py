@@ -174,7 +174,7 @@ class Lookup:
 
 @dataclasses.dataclass(frozen=True)
 class OneHot:
-    """One-hot rows, of which there are only their counts: the diagonal of `gram`, which has no other entries.
+    """One-hot rows, kept as their counts: the diagonal of `gram`, whose other entries are zero.
 
     Attributes:
       indices: as `lax.gather` takes them, `[..., components]`; a negative one is out of range.
@@ -201,7 +201,7 @@ class OneHot:
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """Rows of several copies one after the other, of which data says how many each has.
+    """Rows of several copies, one copy after the other. How many each has is data.
 
     Attributes:
       array: `[rows, d]`.

@@ -130,15 +130,15 @@ class Operator(Linear):
 
     def trace(self) -> jax.Array:
         """The sum of the eigenvalues, a scalar."""
-        return self._sum(lambda values: values)
+        return jnp.sum(self._values())
 
     def logdet(self) -> jax.Array:
         """The logarithm of the determinant, a scalar."""
-        return self._sum(jnp.log)
+        return jnp.sum(jnp.log(self._values()))
 
     def eigvalsh(self) -> jax.Array:
         """All eigenvalues, in growing order, `[size]`."""
-        return jnp.sort(jnp.concatenate([_eigenvalues(x, self.blocks[x.name]) for x in self._layers()]))
+        return jnp.sort(self._values())
 
     @property
     def size(self) -> int:
@@ -180,28 +180,22 @@ class Operator(Linear):
     def like(self) -> Any:
         """A tree of the shapes and dtypes of the parameters."""
         dtype = jnp.result_type(*(block.values for block in self.blocks.values()))
-        shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape in self._shapes().values()]
-        return jax.tree.unflatten(self.layers.structure, shapes)
+        shapes = {path: shape for layer in self.layers for path, shape in zip(layer.params, layer.shapes, strict=True)}
+        leaves = [jax.ShapeDtypeStruct(shapes[path], dtype) for path in self.layers.paths]
+        return jax.tree.unflatten(self.layers.structure, leaves)
 
     def _layers(self) -> list[Layer]:
         return [layer for layer in self.layers if layer.name in self.blocks]
 
-    def _sum(self, fn: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        sums = (jnp.sum(fn(_eigenvalues(layer, self.blocks[layer.name]))) for layer in self._layers())
-        return sum(sums, jnp.zeros(()))
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        shapes = {path: shape for layer in self.layers for path, shape in zip(layer.params, layer.shapes, strict=True)}
-        return {path: shapes[path] for path in self.layers.paths}
+    def _values(self) -> jax.Array:
+        return jnp.concatenate([_eigenvalues(layer, self.blocks[layer.name]) for layer in self._layers()])
 
     def _tree(self, matrices: dict[str, jax.Array]) -> Any:
         """The tree of parameters with the matrices of its layers."""
         leaves: dict[str, jax.Array] = {}
         for layer in self._layers():
             leaves |= _leaves(layer, matrices[layer.name])
-        dtype = jnp.result_type(*leaves.values())
-        whole = [leaves.get(path, jnp.zeros(shape, dtype)) for path, shape in self._shapes().items()]
-        return jax.tree.unflatten(self.layers.structure, whole)
+        return map_by_path(lambda path, x: leaves.get(path, jnp.zeros(x.shape, x.dtype)), self.like())
 
 
 def _leaves(layer: Layer, matrix: jax.Array) -> dict[str, jax.Array]:
@@ -277,10 +271,8 @@ def operator(
         amount = damping_of_blocks(group.kind(inverse), stacks[group.name], amounts[group.owned])
         spectrum = functools.partial(_spectrum, group.kind(inverse))
         spectra = in_portions(spectrum, group.size, inverses.get(group.name), stacks[group.name], amount)
-        if spectra.values.ndim > 3:  # the channels of a unit-wise layer are a stack of their own
-            blocks |= {layer.name: jax.tree.map(lambda x: x[0], part) for layer, part in group.split(spectra)}
-        else:
-            blocks |= {layer.name: part for layer, part in group.split(spectra)}
+        for layer, part in group.split(spectra):  # the channels of a unit-wise layer are a stack of their own
+            blocks[layer.name] = jax.tree.map(lambda x: x[0], part) if part.values.ndim > 3 else part
     return Operator({layer.name: blocks[layer.name] for layer in layers if layer.name in blocks}, layers)
 
 

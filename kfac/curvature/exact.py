@@ -7,9 +7,8 @@ i_out`. Blocks of stacked layers carry a leading axis of copies.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kfac._capture.find_layers import layers_of
-from kfac._capture.outputs import Mark, Marks, find_marks, roots_of
+from kfac._capture.outputs import Marks, find_marks
 from kfac._capture.plan import check_same
 from kfac._capture.replay import replay
 from kfac._capture.taps import Key, Plan
@@ -50,8 +49,8 @@ def fisher_blocks(
     Both are exact also where examples interact: `J_r` then runs through the whole batch. With `num_examples=n` and more
     rows than that, an example is `rows / n` rows in succession.
 
-    It takes a backward pass over the whole batch for every row and feature of the output, and memory for the square of
-    the largest layer: meant for small models and few examples.
+    It takes a pass over the whole batch for every parameter, and memory for as many outputs: meant for small models and
+    few examples.
 
     Args:
       loss_fn: the mean loss, as for `value_and_grad`.
@@ -73,112 +72,100 @@ def fisher_blocks(
     if fisher not in ("true", "empirical"):
         raise ValueError(f"fisher must be 'true' or 'empirical', but is {fisher!r}")
     valid = [layer.name for layer in layers.with_blocks]
-    chosen, sizes = valid if names is None else list(names), {}
+    chosen = valid if names is None else list(names)
     for name in chosen:
         if name not in valid:
             raise ValueError(f"names: no layer with statistics is called {name!r}; there are {', '.join(valid)}")
-        sizes[name] = layers[name].d_in * layers[name].d_out
 
     def blocks(params, *args, **kwargs):
         traced = trace(loss_fn, has_aux, params, args, kwargs, *batch_of(layers, args, kwargs))
-        paths, marks = traced.names, find_marks(traced)
-        skipped = {path for layer in layers if layer.kind == "skipped" for path in layer.params}
-        marks.require("the exact Fisher matrix", paths, skipped)
+        marks, skipped = find_marks(traced), {path for layer in layers if not layer.block for path in layer.params}
+        marks.require("the exact Fisher matrix", traced.names, skipped)
         found = layers_of(traced, layers, marks, num_examples)
         check_same(layers, found.layers)
         n = found.num_examples
         if n is None:
             raise ValueError(found.unclear)
-        flat, _ = jax.tree.flatten(params)
-        outputs, pull, slopes = _outputs(traced, marks, flat)
+        leaves = dict(zip(traced.names, jax.tree.leaves(params), strict=True))
+        outputs, push, slopes = _outputs(traced, marks, leaves)
+        rows_of = _true(marks, outputs, n) if fisher == "true" else _empirical(marks, slopes, n)
+        dtype = accumulator(jnp.result_type(*leaves.values()))
 
-        def add(total, cotangents):
-            """Adds the moments of the pulled back cotangents `[k, ...]`, as rows `[k, copies, p]` of each layer."""
-            by_path = dict(zip(paths, jax.vmap(pull)(cotangents), strict=True))
-            leaves = {name: [by_path[path] for path in layers[name].params] for name in chosen}
-            rows = {name: jax.vmap(functools.partial(_vector, layers[name]))(leaves[name]) for name in chosen}
-            moments = {name: jnp.einsum("kcp,kcq->cpq", x, x, precision="highest") for name, x in rows.items()}
-            return {name: total[name] + moments[name] for name in chosen}, None
+        def block(layer):
+            def rows(unit):
+                moved = dict(zip(layer.params, layer.from_rows(unit), strict=True))
+                moved = {path: moved.get(path, jnp.zeros_like(x)).astype(x.dtype) for path, x in leaves.items()}
+                return jnp.concatenate([x.astype(dtype).ravel() for x in rows_of(push(moved))])
 
-        dtype = accumulator(jnp.result_type(*flat))
-        total = {name: jnp.zeros((layers[name].copies, *2 * [sizes[name]]), dtype) for name in chosen}
-        if fisher == "true":
-            for mark in marks.marks:
-                total = _expected(mark, outputs, total, add)
-            scale = 1 / n
-        else:
-            total, scale = _observed(marks, slopes, n, total, add), n
-        return {name: (scale * (m if layers[name].stacked else m[0])) for name, m in total.items()}
+            size = layer.d_in * layer.d_out
+            units = jnp.eye(layer.copies * size, dtype=dtype).reshape(-1, layer.copies, layer.d_in, layer.d_out)
+            factor = lax.map(rows, units, batch_size=256).reshape(layer.copies, size, -1)
+            matrices = jnp.einsum("cpr,cqr->cpq", factor, factor, precision="highest")
+            return matrices if layer.stacked else matrices[0]
+
+        return {name: block(layers[name]) for name in chosen}
 
     return blocks
 
 
-def _vector(layer: Layer, leaves: Sequence[jax.Array]) -> jax.Array:
-    """`[copies, p]`: the columns of the layer's matrix one after the other, in float32 or better."""
-    rows = layer.to_rows(leaves).reshape(layer.copies, -1)
-    return rows.astype(accumulator(rows.dtype))
+ByMark = dict[Key, jax.Array]
 
 
 def _outputs(
-    traced: Trace, marks: Marks, flat: list[jax.Array]
-) -> tuple[dict[Key, jax.Array], Callable[[Any], list[jax.Array]], dict[Key, jax.Array]]:
-    """The marked outputs, their vector-Jacobian product, and the gradient of the loss with respect to them."""
+    traced: Trace, marks: Marks, leaves: dict[str, jax.Array]
+) -> tuple[ByMark, Callable[[dict[str, jax.Array]], ByMark], ByMark]:
+    """The marked outputs, the product with their Jacobian, and the gradient of the loss with respect to them."""
     plan = Plan()
     marks.place(plan, lambda mark: lambda x, offset: (x + offset.astype(x.dtype), x))
 
-    def evaluate(flat, offsets):
-        outs, outputs = replay(traced.program, [*flat, *traced.arrays], plan, offsets)
+    def evaluate(leaves, offsets):
+        outs, outputs = replay(traced.program, [*leaves.values(), *traced.arrays], plan, offsets)
         return outs[0], outputs
 
-    dtypes = jnp.result_type(*flat)
-    shaped = {mark.key: jnp.zeros((*mark.scans, *mark.shape), dtypes) for mark in marks.marks}
-    offsets = jax.tree.map(lambda x, y: jnp.zeros(x.shape, y.dtype), shaped, jax.eval_shape(evaluate, flat, shaped)[1])
-    slopes = jax.grad(lambda offsets: evaluate(flat, offsets)[0])(offsets)
-    outputs, pull = jax.vjp(lambda flat: evaluate(flat, offsets)[1], flat)
-    return outputs, lambda cotangent: pull(cotangent)[0], slopes
+    dtype = jnp.result_type(*leaves.values())
+    offsets = {mark.key: jnp.zeros((*mark.scans, *mark.shape), dtype) for mark in marks.marks}
+    shapes = jax.eval_shape(evaluate, leaves, offsets)[1]
+    offsets = jax.tree.map(lambda x, like: x.astype(like.dtype), offsets, shapes)
+    slopes = jax.grad(lambda offsets: evaluate(leaves, offsets)[0])(offsets)
+    outputs, pull = jax.vjp(lambda leaves: evaluate(leaves, offsets)[1], leaves)
+    # Not by a forward-mode derivative, which a `jax.custom_vjp` has not.
+    push = jax.linear_transpose(lambda cotangents: pull(cotangents)[0], outputs)
+    return outputs, lambda moved: push(moved)[0], slopes
 
 
-def _expected(mark: Mark, outputs: Mapping[Key, jax.Array], total: Any, add: Callable) -> Any:
-    """Adds `sum_r J_r^T H_r J_r` over the rows of a mark, one row at a time."""
-    features = mark.shape[-1]
-    rows = outputs[mark.key].reshape(-1, features)
+def _true(marks: Marks, outputs: ByMark, n: int) -> Callable[[ByMark], list[jax.Array]]:
+    """From changes of the outputs to `S_r` times those of each row, over the root of `n`, with `H_r = S_r^T S_r`."""
 
-    def row(total, index):
-        units = jnp.eye(features, dtype=rows.dtype)
-        columns = jax.vmap(lambda unit: mark.likelihood.times_root(rows[index], unit, "the exact Fisher matrix"))(units)
-        root = math.sqrt(mark.weight) * columns.T.astype(rows.dtype)
-        cotangent = jnp.zeros((features, *rows.shape), rows.dtype).at[:, index].set(root)
-        cotangents = {k: jnp.zeros((features, *z.shape), z.dtype) for k, z in outputs.items()}
-        return add(total, {**cotangents, mark.key: cotangent.reshape(features, *outputs[mark.key].shape)})
+    def rows(moved):
+        what = "the exact Fisher matrix"
+        pairs = [(mark, mark.likelihood.times_root(outputs[mark.key], moved[mark.key], what)) for mark in marks.marks]
+        return [math.sqrt(mark.weight / n) * x for mark, x in pairs]
 
-    return lax.scan(row, total, jnp.arange(len(rows)))[0]
+    return rows
 
 
-def _observed(marks: Marks, slopes: Mapping[Key, jax.Array], n: int, total: Any, add: Callable) -> Any:
-    """Adds `sum_i g_i g_i^T` over examples, one at a time; `g_i / sqrt(w)` for what a mark of weight `w` brings."""
-    slopes = {key: slopes[key] * root for key, root in roots_of(marks, -0.5, within_scans=False).items()}
-    batches = {mark.key: mark.rows for mark in marks.marks if mark.rows % n and marks.weighted}
-    together = [mark for mark in marks.marks if mark.key not in batches]
+def _empirical(marks: Marks, slopes: ByMark, n: int) -> Callable[[ByMark], list[jax.Array]]:
+    """From changes of the outputs to those of the loss of each example, times the root of `n`.
+
+    What a mark of weight `w` brings is over the root of `w`. The rows of a batch of its own are examples of their own.
+    """
+    apart = [mark for mark in marks.marks if mark.rows % n and marks.weighted]
+    together = [mark for mark in marks.marks if mark not in apart]
     for mark in together:
         if mark.scans and (mark.rows != n or len(together) > 1):
-            rows = f"its {mark.rows} rows cannot be shared out among {n} examples"
-            raise ValueError(f"the output is marked inside a scan, where {rows}: mark it outside")
+            which = f"its {mark.rows} rows cannot be shared out among {n} examples"
+            raise ValueError(f"the output is marked inside a scan, where {which}: mark it outside")
         if mark.rows % n:
             raise ValueError(f"num_examples={n} does not divide the {mark.rows} rows of the marked output")
 
-    def example(keys, count, total, index):
-        def only(key, slope):
-            if key not in keys:
-                return jnp.zeros((1, *slope.shape), slope.dtype)
-            grouped = slope.reshape(count, -1)
-            return jnp.zeros_like(grouped).at[index].set(grouped[index]).reshape(1, *slope.shape)
+    def examples(moved, mark, count):
+        return math.sqrt(n / mark.weight) * jnp.sum((slopes[mark.key] * moved[mark.key]).reshape(count, -1), axis=1)
 
-        return add(total, {key: only(key, slope) for key, slope in slopes.items()})
+    def rows(moved):
+        alone = [examples(moved, mark, mark.rows) for mark in apart]
+        return alone + [sum(examples(moved, mark, n) for mark in together)] * bool(together)
 
-    # The rows of a batch of its own are examples of their own.
-    for keys, count in [(slopes.keys() - batches.keys(), n), *(({key}, rows) for key, rows in batches.items())]:
-        total = lax.scan(functools.partial(example, keys, count), total, jnp.arange(count))[0] if keys else total
-    return total
+    return rows
 
 
 class Error(NamedTuple):

@@ -18,11 +18,11 @@ from kfac._checks import check, check_layers
 from kfac._curvature.blocks import Group, group_layers
 from kfac._curvature.inverse import Inverse, check_inverse, count_bytes
 from kfac._curvature.soap import Soap
-from kfac._distributed.distribution import Distribution, check_distribution
 from kfac._distributed.owners import Cost, Shard, group_costs, make_shards
 from kfac._distributed.segments import BUCKETS, make_buckets, make_segments
+from kfac._distributed.ways import Way
 from kfac._factors import Block
-from kfac._layers import Layers, format_bytes
+from kfac._layers import Layers
 from kfac._optimizer.moves import Moves
 from kfac._optimizer.over_mesh import init_over_mesh
 from kfac._optimizer.state import Config
@@ -42,7 +42,6 @@ class Assignment:
       layers: the layers.
       devices: number of devices.
       inverse: how blocks are inverted, as given to the optimizer. None: as `kfac.kfac` does by default.
-      distribution: how devices are used, likewise.
       gradients: how they get to the owners. `"averaged"` on all devices, as by `lax.pmean`, or by XLA for parameters
         that all devices have; `"local"`: as they are inside `jax.shard_map`, averaged at the owners alone; `"split"`:
         to the owners alone, of parameters that are split over the devices.
@@ -52,7 +51,6 @@ class Assignment:
     layers: Layers
     devices: int = 1
     inverse: Inverse | None = None
-    distribution: Distribution | None = None
     gradients: str = "averaged"
     communication_dtype: str = "float32"
 
@@ -60,7 +58,6 @@ class Assignment:
         """Checks the arguments."""
         check_layers(self.layers)
         check(devices=self.devices, gradients=self.gradients, communication_dtype=self.communication_dtype)
-        check_distribution(self.distribution)
         check_inverse(self.kind)
 
     @property
@@ -86,23 +83,21 @@ class Assignment:
     @functools.cached_property
     def cost_per_device(self) -> list[int]:
         """Work of a refresh on each device, in `n^3`; the largest is the critical path."""
-        work = np.zeros(self.devices)
-        for cost in self.costs:
-            work += cost.work * np.sum(self.shards[cost.name].held, axis=1)
-        return [int(total) for total in work]
+        shares = [cost.work * np.sum(self.shards[cost.name].held, axis=1) for cost in self.costs]
+        return sum(shares, np.zeros(self.devices, int)).tolist()
 
     @property
     def memory_per_device(self) -> int:
         """Bytes of running averages, inverses and momentum that every device holds."""
-        mesh = AbstractMesh((self.devices,), ("devices",))
-        config = Config(self.layers, self.groups, self.kind, Distribution(mesh=mesh), True, Moves(momentum=0.9))
+        mesh, way = AbstractMesh((self.devices,), ("devices",)), Way(("devices",), ("devices",))
+        config = Config(self.layers, self.groups, self.kind, way, True, Moves(momentum=0.9))
         state = jax.eval_shape(lambda: init_over_mesh(config, mesh, {}))
 
         def held(owned):
             return count_bytes([(x.factors, x.inverse, x.motion) for x in owned])
 
-        own = held(x.blocks for x in state.owned.values()) + count_bytes(state.segment)
-        return own // self.devices + held(state.shared.values()) + count_bytes(state.bases)
+        dealt = held(x.blocks for x in state.owned.values()) + count_bytes(state.segment)
+        return dealt // self.devices + held(state.shared.values()) + count_bytes(state.bases)
 
     def as_matrices(self, group: Group) -> Group:
         """A group as its gradients lie on a device."""
@@ -117,26 +112,19 @@ class Assignment:
         """
         wire = self.communication_dtype
         if self.gradients == "split" and self.devices > 1:
-            rest = sum(g.size * count_bytes(self._statistics(g)) for g in self._captured if not g.owned)
-            groups = [group for group in self._captured if group.owned]
-            sizes = [count_bytes(jax.eval_shape(functools.partial(self._packed, group))) for group in groups]
-            owned = sum(self.shards[g.name].positions * size for g, size in zip(groups, sizes, strict=True))
+            captured = [group for group in self.groups if group.captured]
+            rest = sum(g.size * count_bytes(self._statistics(g)) for g in captured if not g.owned)
+            sizes = {g.name: count_bytes(jax.eval_shape(lambda g=g: self._packed(g))) for g in captured if g.owned}
+            owned = sum(self.shards[name].positions * size for name, size in sizes.items())
             narrow = jnp.dtype(wire).itemsize * self.packed_elements
             return {"reduce-scatter": narrow, "all-to-all": owned, "all-reduce": rest}
 
-        def captured(group):
-            return self._packed(group, wire) if group.captured else None
-
-        return self._messages(captured, "reduce-scatter", BUCKETS)
-
-    @property
-    def _captured(self) -> list[Group]:
-        return [group for group in self.groups if group.captured]
+        return self._messages(lambda g: self._packed(g, wire) if g.captured else None, "reduce-scatter", BUCKETS)
 
     @property
     def packed_elements(self) -> int:
         """Number of elements of the packed statistics of all Kronecker layers."""
-        layers = [layer for group in self._captured if group.owned for layer in group.layers]
+        layers = [layer for group in self.groups if group.captured and group.owned for layer in group.layers]
         return sum(layer.copies * math.prod(room(shape)) for layer in layers for shape in layer.side_shapes.values())
 
     def _packed(self, group: Group, dtype: Any = jnp.float32) -> Any:
@@ -166,8 +154,8 @@ class Assignment:
         """As `statistics_messages`, of the preconditioned gradients that are gathered in each step, or split again."""
         if self.gradients != "split":
             return self._messages(self._gradient, "all-gather", matrices=True)
-        gathered = (self.as_matrices(group) for group in self.groups if group.owned)
-        blocks = sum(self.shards[group.name].positions * group.d_out * group.d_in for group in gathered)
+        pieces = [self.as_matrices(group) for group in self.groups if group.owned]
+        blocks = sum(self.shards[piece.name].positions * piece.d_out * piece.d_in for piece in pieces)
         return {"all-to-all": 4 * blocks} if self.devices > 1 else {}
 
     @property
@@ -198,12 +186,12 @@ class Assignment:
 
     def _gradient(self, group: Group) -> Any:
         """One block's, or of a piece that a device has of it."""
-        here = self.as_matrices(group)
-        return jnp.zeros((1, here.d_out * here.d_in)) if group.owned else None
+        piece = self.as_matrices(group)
+        return jnp.zeros((1, piece.d_out * piece.d_in)) if group.owned else None
 
     def _statistics(self, group: Group, dtype: Any = jnp.float32) -> Block:
         """One block's."""
-        return group.zeros(1, dtype, moments=group.kind(self.kind).takes_moments)
+        return group.zeros(1, dtype, group.moments(self.kind))
 
     def _basis(self, group: Group) -> Any:
         """What all devices get of the inverse of one block."""
@@ -212,14 +200,12 @@ class Assignment:
 
     def owners(self) -> list[tuple[str, int, int]]:
         """Owner of every Kronecker block: `(layer name, copy or piece, device)`."""
-        rows = []
-        for group in self.groups:
-            if group.owned:
-                counts = zip(group.layers, group.counts, strict=True)
-                copies = [(layer.name, copy) for layer, count in counts for copy in range(count)]
-                shard = self.shards[group.name]
-                rows += [(*copy, shard.location(block)[0]) for block, copy in enumerate(copies)]
-        return rows
+        return [
+            (layer.name, copy, self.shards[group.name].location(start + copy)[0])
+            for group in self.groups if group.owned
+            for layer, count, start in zip(group.layers, group.counts, group.starts, strict=True)
+            for copy in range(count)
+        ]  # fmt: skip
 
     def __repr__(self) -> str:
         return _table(self)
@@ -240,17 +226,8 @@ def _table(plan: Assignment) -> str:
     if len(shown) < plan.devices:
         idle = sum(cost == 0 for cost in costs)
         lines.append(f"   ... {plan.devices - len(shown)} more devices; {idle} devices own nothing")
-    lines += [
+    lines.append(
         f"one refresh: {total:.3g} n^3 in all; busiest device {worst:.3g}, "
-        f"{worst * plan.devices / total if total else 1:.2f} times the mean",
-        f"memory per device (averages, inverses, momentum): {format_bytes(plan.memory_per_device)}",
-        f"reduced per device, each time there are statistics: {by_kind(plan.statistics_messages)}",
-        f"gathered per step: {by_kind(plan.results_messages)}",
-        f"gathered per step with a refresh: {by_kind(plan.fetched_messages)}",
-    ]
+        f"{worst * plan.devices / total if total else 1:.2f} times the mean"
+    )
     return "\n".join(lines)
-
-
-def by_kind(messages: dict[str, int]) -> str:
-    """Bytes by kind of message, in words."""
-    return ", ".join(f"{kind} {format_bytes(size)}" for kind, size in messages.items()) or "nothing"

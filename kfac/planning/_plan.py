@@ -7,13 +7,12 @@ import itertools
 import math
 from typing import Any
 
-from kfac._checks import check, check_positive_int
+from kfac._checks import check, check_given
 from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import Inverse
-from kfac._distributed.distribution import Distribution
 from kfac._distributed.intervals import products_of, statistics_of
 from kfac._layers import Layers, format_bytes
-from kfac.planning._assignment import Assignment, by_kind
+from kfac.planning._assignment import Assignment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +103,6 @@ def plan(
     hardware: str | Hardware = "h100",
     overhead: float = 0.05,
     inverse: Inverse | None = None,
-    distribution: Distribution | None = None,
     gradients: str = "averaged",
     communication_dtype: str = "float32",
     inverse_every: int | None = None,
@@ -125,7 +123,6 @@ def plan(
       overhead: by what share of the time of a first-order step the mean step may be longer. The shortest intervals for
         which that is so are picked: first one for both, then statistics as often as the rest allows.
       inverse: how blocks are inverted, as given to the optimizer. None: as `kfac.kfac` does by default.
-      distribution: how devices are used, likewise.
       gradients: as of `Assignment`.
       communication_dtype: likewise.
       inverse_every: the interval between refreshes, if it is not to be picked.
@@ -136,18 +133,12 @@ def plan(
       A `Plan`.
 
     Raises:
-      ValueError: an argument is out of range, `distribution` has `owners`, or a layer was found without positions.
+      ValueError: an argument is out of range, or a layer was found without positions.
     """
     machine = _machine(hardware, rates)
-    if distribution is not None and set(distribution.way().axes) - set(distribution.way().owners):
-        have = f"distribution has owners={distribution.owners!r}"
-        raise ValueError(f"{have}, but the plan is of one group of owners: give it one without, for such a group")
     check(batch=batch, overhead=overhead)
-    for name, every in (("inverse_every", inverse_every), ("statistics_every", statistics_every)):
-        if every is not None:
-            check_positive_int(name, every)
-
-    one = Assignment(layers, devices, inverse, distribution, gradients, communication_dtype)
+    check_given(inverse_every=inverse_every, statistics_every=statistics_every)
+    one = Assignment(layers, devices, inverse, gradients, communication_dtype)
     flops, messages, seconds = _costs(one, batch, machine)
     budget = overhead * (seconds["model"] + seconds["gradients"]) - seconds["preconditioning"] - seconds["results"]
     statistics_every, inverse_every = _intervals(seconds, budget, statistics_every, inverse_every)
@@ -258,8 +249,13 @@ def _intervals(seconds, budget: float, statistics_every, inverse_every) -> tuple
 def _applied(group: Group, assignment: Assignment) -> float:
     """FLOPs of `G^-1 V A^-1` for the blocks of a group that a device preconditions."""
     sides = sum(shape[0] if len(shape) > 1 else 1 for shape in group.shapes.values())
-    here = assignment.as_matrices(group)
-    return 2.0 * assignment.shards[group.name].positions * here.d_out * here.d_in * sides
+    piece = assignment.as_matrices(group)
+    return 2.0 * assignment.shards[group.name].positions * piece.d_out * piece.d_in * sides
+
+
+def _by_kind(messages: dict[str, int]) -> str:
+    """Bytes by kind of message, in words."""
+    return ", ".join(f"{kind} {format_bytes(size)}" for kind, size in messages.items()) or "nothing"
 
 
 def _text(plan: Plan) -> str:
@@ -275,7 +271,7 @@ def _text(plan: Plan) -> str:
         seconds = sum(plan.seconds.get(part, 0.0) for part in {name, _SENT.get(name, name)})
         if name in plan.flops or kinds:
             flops = f"{plan.flops[name]:.3g}" if name in plan.flops else ""
-            lines.append(f"{name:<22}{flops:>18}{1e3 * seconds:>14.3f}  {by_kind(kinds) if kinds else ''}".rstrip())
+            lines.append(f"{name:<22}{flops:>18}{1e3 * seconds:>14.3f}  {_by_kind(kinds) if kinds else ''}".rstrip())
     name, share = plan.largest
     path = max(one.cost_per_device)
     lines += [

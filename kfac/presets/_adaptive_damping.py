@@ -11,7 +11,7 @@ import optax
 from jax import lax
 
 from kfac._capture.outputs import marked
-from kfac._checks import check_given, check_range
+from kfac._checks import check_given, check_number
 from kfac._optimizer.state import AdaptiveDampingState, KfacState, find_nodes, has_masked
 from kfac._varying import as_varying, device_axes, varying_axes
 
@@ -89,9 +89,7 @@ def adaptive_damping(
     numbers = dict(minimum=minimum, maximum=maximum, initial=initial, decay=decay, high=high, low=low)
     intervals = "(0, inf)", f"[{minimum}, inf)", f"[{minimum}, {maximum}]", "(0, 1)", "(0, 1)", f"(0, {high})"
     for (name, value), interval in zip(numbers.items(), intervals, strict=True):
-        if callable(value):
-            raise ValueError(f"{name} must be a number, but is a function, {value!r}")
-        check_range(name, value, interval)
+        check_number(name, value, interval)
     check_given(every=every, num_examples=num_examples)
 
     def inner(damping: jax.Array) -> optax.GradientTransformationExtraArgs:
