@@ -178,3 +178,78 @@ def test_weights_are_of_all_that_the_loss_has():
     layers = kfac.find_layers(loss, params, batch)
     with pytest.raises(ValueError, match=r"weight= of kfac\.output: the loss depends on 'large', but no marked output"):
         jax.eval_shape(kfac.value_and_grad(loss, layers, num_examples=LARGE), params, batch)
+
+
+def same_heads(params, batch):
+    """Both terms read the same kernels; the second has no mark."""
+    first, second = batch["large"], (batch["small"][0], batch["large"][1][:SMALL])
+    return term(params, "large", first) + WEIGHT * term(params, "large", second, False)
+
+
+def second_marked(params, batch):
+    z = jnp.tanh(batch["small"][0] @ params["trunk"]) @ params["small"]
+    squares = jnp.sum((kfac.output(z, "gaussian") - batch["small"][1]) ** 2, axis=-1)
+    return term(params, "large", batch["large"], False) + 0.5 * WEIGHT * squares.mean()
+
+
+@pytest.mark.parametrize("loss", [functools.partial(loss_fn, marked=False), second_marked, same_heads])
+def test_a_closure_of_two_batches_is_not_counted_as_one(loss):
+    """With `num_examples=`, or that of the one marked output."""
+    params, batch = problem()
+    closed, given = lambda p: loss(p, batch), None if loss is second_marked else LARGE
+    layers = kfac.find_layers(closed, params)
+    with pytest.raises(ValueError, match=r"maybe of a second batch.*Mark|other terms of the loss no mark"):
+        jax.eval_shape(kfac.value_and_grad(closed, layers, num_examples=given), params)
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_constant_batch_beside_the_data(marked):
+    """Marked, its rows count; without a mark what reads it has the gradient's own factors."""
+    params, batch = problem()
+    loss = lambda p, large: loss_fn(p, {**batch, "large": large}, marked=marked)  # noqa: E731
+    layers = kfac.find_layers(loss, params, batch["large"])
+    assert {layer.kind for layer in layers if layer.name != "large"} == {"dense" if marked else "gradient"}
+    found = kfac.value_and_grad(loss, layers, num_examples=LARGE)(params, batch["large"])[2]
+    whole = functools.partial(loss_fn, marked=True)
+    expected = kfac.value_and_grad(whole, kfac.find_layers(whole, params, batch), num_examples=LARGE)(params, batch)[2]
+    for name in params if marked else ["large"]:
+        np.testing.assert_allclose(found[name].A, expected[name].A, rtol=1e-10)
+        np.testing.assert_allclose(found[name].G, expected[name].G, rtol=1e-10)
+
+
+@pytest.mark.parametrize("loss", [second_marked, same_heads])
+def test_a_mark_on_one_of_two_terms(loss):
+    """Of another batch it does not say how many examples the loss is the mean of; what it does not reach is no part."""
+    params, batch = problem()
+    apart = lambda p, large, small: loss(p, {"large": large, "small": small})  # noqa: E731
+    args = batch["large"], batch["small"]
+    layers = kfac.find_layers(apart, params, *args)
+    exact = {"large"} if loss is second_marked else set()
+    assert {layer.name for layer in layers if layer.kind == "dense"} == exact
+    factors = kfac.value_and_grad(apart, layers)(params, *args)[2]
+    a = jnp.tanh(batch["large"][0] @ params["trunk"])
+    for name in exact:
+        np.testing.assert_allclose(factors[name].A, a.T @ a / LARGE, rtol=1e-10)
+
+
+@pytest.mark.parametrize("way", ["none", "number", "mark"])
+def test_rows_of_the_batch_joined_with_others(way):
+    params, batch = problem()
+    x, y = batch["large"][0], batch["small"][0]
+
+    def loss(params, x, y):
+        z = jnp.tanh(jnp.concatenate([x, y]) @ params["trunk"]) @ params["large"]
+        z = kfac.output(z, "residual") if way == "mark" else z
+        return 0.5 * jnp.mean(jnp.sum(z**2, axis=-1))
+
+    layers = kfac.find_layers(loss, params, x, y)
+    measure = kfac.value_and_grad(loss, layers, num_examples=LARGE + SMALL if way == "number" else None)
+    if way == "none":
+        with pytest.raises(ValueError, match=r"reads rows of the batch joined with others\. Pass num_examples="):
+            jax.eval_shape(measure, params, x, y)
+        return
+    factors = measure(params, x, y)[2]
+    a = jnp.tanh(jnp.concatenate([x, y]) @ params["trunk"])
+    g = a @ params["large"]
+    np.testing.assert_allclose(factors["large"].A, a.T @ a / len(a), rtol=1e-10)
+    np.testing.assert_allclose(factors["large"].G, g.T @ g / len(a), rtol=1e-10)

@@ -59,6 +59,7 @@ def _walk(program: Program, n: int | None, hidden: bool) -> None:
                 value.axes = _checked(value, said, n)
                 value.rows = any(value.grown) or any(v.rows for v in op.inputs)
                 value.given = any(v.given for v in op.inputs)
+                value.joined = any(v.joined for v in op.inputs) or _joins(op, n)
 
 
 def _placed(op: Op, makers: dict[Value, Op]) -> list[Axes] | None:
@@ -77,6 +78,14 @@ def _placed(op: Op, makers: dict[Value, Op]) -> list[Axes] | None:
     return primitives.placed(op.eqn, axes)
 
 
+def _joins(op: Op, n: int | None) -> bool:
+    """Whether an op puts the rows of `n` examples beside others, as those of a second batch or of a constant."""
+    if op.name != "concatenate" or n is None or all(any(value.grown) for value in op.inputs):
+        return False
+    sizes = zip(op.outputs[0].shape, op.outputs[0].grown, *(value.shape for value in op.inputs), strict=True)
+    return any(longer and size % n > 0 and {size} != set(parts) for size, longer, *parts in sizes)
+
+
 def _is_fresh(indices: Value, column: int, makers: dict[Value, Op]) -> bool:
     """Whether a component of indices does not depend on data, as the first in `x[jnp.arange(n), k]`."""
     maker = makers.get(indices)
@@ -90,7 +99,7 @@ def _is_fresh(indices: Value, column: int, makers: dict[Value, Op]) -> bool:
 
 
 def _copy(value: Value, other: Value) -> None:
-    value.axes, value.rows, value.given = other.axes, other.rows, other.given
+    value.axes, value.rows, value.given, value.joined = other.axes, other.rows, other.given, other.joined
 
 
 def _scan(op: Op, n: int | None, hidden: bool) -> None:

@@ -108,7 +108,7 @@ def _unsupported(names: Sequence[str], inexact: dict[int, Inexact]) -> Unsupport
 
 
 class Analysis(NamedTuple):
-    """The layers of a loss, and what they are known from.
+    """The layers of a loss, and how its program uses their parameters.
 
     Attributes:
       layers: the layers.
@@ -138,8 +138,7 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
     empty = {leaf for leaf, shape in enumerate(shapes) if 0 in shape}
     skipped = _matching("skip", options.skip, names) | empty
     reduced = _matching("reduce", options.reduce, names)
-    all_marked = marks.loss_leaves <= frozenset().union(*(mark.leaves for mark in marks.marks))
-    reads = Reads(traced, skipped, all_marked)
+    reads = Reads(traced, skipped)
     by_leaf: dict[int, list[Use]] = collections.defaultdict(list)
     for use in reads.uses:
         if not use.dropped:
@@ -148,6 +147,8 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
     chosen = _matching("gradient", options.gradient, names)
     products = {leaf for leaf, uses in by_leaf.items() if any(use.read.op in KRONECKER_KINDS for use in uses)}
 
+    # Leaves without exact rows leave `by_leaf`: those that the walk has noted, that the user has chosen, and of which
+    # `why` gives a reason.
     def leave_inexact(leaves: set[int], why: Callable[[list[Use]], tuple[str, Layout | None] | None]) -> None:
         for leaf in leaves - reads.inexact.keys():
             if reason := why(by_leaf[leaf]):
@@ -163,12 +164,13 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
     biases = {companions[leaf] for leaf in kernels & companions.keys()}
     leave_inexact(by_leaf.keys() - kernels - biases, lambda uses: _no_examples(uses, batch.num_examples))
     companions = {leaf: other for leaf, other in companions.items() if {leaf, other} <= by_leaf.keys()}
-    rows = {leaf: sum(use.rows for use in by_leaf[leaf] if not use.late) for leaf in kernels}
     for pattern in options.reduce:
         if not _matching("reduce", (pattern,), names) & kernels:
             raise ValueError(f"reduce: {pattern!r} matches no kernel of a product with exact rows, so it has no effect")
-    n, unclear = marks.num_examples(num_examples, batch, {names[leaf]: count for leaf, count in rows.items()})
+    kernel_uses = {names[leaf]: [use for use in by_leaf[leaf] if not use.late] for leaf in kernels}
+    n, unclear = marks.num_examples(num_examples, batch, kernel_uses, reads.unmarked, reads.joined)
 
+    # A layer of each leaf, or of a kernel with its bias, a scale with its shift.
     drafts: list[tuple[Layer, list[int]]] = []
     for leaf, name in enumerate(names):
         if leaf in companions.values():
@@ -185,6 +187,7 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
             layer = _gradient_layer(leaf, traced, reads.inexact.get(leaf), leaf in chosen)
         drafts.append((layer, leaves))
 
+    # A layer has the name of the module around it, if it is the only one there; else that of its first leaf.
     parents = collections.Counter(_parent(layer.params[0]) for layer, _ in drafts)
     blocks, uses_of = [], {}
     for layer, leaves in drafts:

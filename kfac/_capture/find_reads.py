@@ -42,19 +42,27 @@ class Inexact(NamedTuple):
 class Reads:
     """How the program of a loss uses its parameters.
 
+    `_visit` gives the states of an op's results from those of its inputs. In this order it asks: does the op reach the
+    loss; are there rows that all examples share (`_with_shared`); is there a program inside (`_scan`, `_walk`); are all
+    inputs data (`_through_data`); is it a product (`_product`); is one input a view (`_of_one`). Else parameters are
+    mixed in a way without exact rows (`_derive`). Each of these returns states, and may record a `Use` or an `Inexact`.
+
     Attributes:
       uses: every read, in program order.
       inexact: leaves that meet data in a way without exact rows.
+      unmarked: whether one meets data on a way to the loss without a marked output.
+      joined: an operation that reads rows of the batch joined with others; empty without one.
       plan: what a replay has to know beside the taps. `multipliers`: which operand is the view, of operations that
         produce a scaled one. `merges`: the axis of the examples, where rows that all of them share meet them. Plans of
         programs inside also where these hand such rows in, or a scaled view out.
     """
 
-    def __init__(self, traced: Trace, skipped: set[int], all_marked: bool = False):
-        self.shapes, self.n, self.all_marked = traced.shapes, traced.batch.num_examples, all_marked
+    def __init__(self, traced: Trace, skipped: set[int]):
+        self.shapes, self.n = traced.shapes, traced.batch.num_examples
         self.hidden = self.n is None and bool(traced.arrays)
         self.uses: list[Use] = []
         self.inexact: dict[int, Inexact] = {}
+        self.unmarked, self.joined = False, ""
         self.plan = Plan()
         self._merged: set[int] = set()  # late uses whose rows have met the examples
         self._leaked: dict[int, bool] = {}  # and those that reach the loss by themselves
@@ -78,6 +86,9 @@ class Reads:
         return list(map(_unbranched, results, program.branched))
 
     def _visit(self, op: Op, states: list[State], path: Path, scans) -> Sequence[State]:
+        if op.unmarked and not op.inner and any(isinstance(s, View) for s in states):
+            pairs = zip(op.inputs, states, strict=True)
+            self.unmarked |= any(value.rows for value, s in pairs if isinstance(s, Data))
         if not op.alive:
             return [Data()] * len(op.outputs)
         if any(s.shared for s in states):
@@ -223,15 +234,18 @@ class Reads:
         weight in the loss; or constants, as a penalty does, and does not count (`dropped`). Where the loss hides its
         examples they may be these constants: then it counts as any use. A bias follows its kernel.
         """
+        with_rows = {use.leaf for use in self.uses if not use.late}
         for k, use in enumerate(self.uses):
             if use.late and k in self._merged and k in self._leaked:
                 self._note(use.leaf, use.read.name, "it reads rows that examples share, and the loss by itself", use)
-            elif use.late and k not in self._merged and self.n and use.of_arguments and not self.all_marked:
-                why = "it reads rows of another batch, without kfac.output(..., weight=)"
-                self._note(use.leaf, use.read.name, why, use)
             elif use.late and k not in self._merged:
                 # A loss that hides its examples may have them in constants.
-                self.uses[k] = dataclasses.replace(use, late=False, dropped=bool(self.n) and not use.of_arguments)
+                apart = self.n is not None and (self.unmarked or use.unmarked)
+                if apart and (use.of_arguments or use.leaf in with_rows):
+                    why = "it reads rows of another batch, without kfac.output(..., weight=)"
+                    self._note(use.leaf, use.read.name, why, use)
+                else:
+                    self.uses[k] = dataclasses.replace(use, late=False, dropped=apart)
             kernel = self.uses[use.joined[0]] if use.joined else use  # that comes before it
             if use.joined and kernel.dropped:
                 self.uses[k] = dataclasses.replace(use, dropped=True)
@@ -264,7 +278,11 @@ class Reads:
             if not rows and meaning.op != "dense":
                 continue
             self._meets(other, op, "it is broadcast to the examples, which then see it as an activation")
-            use = Use(meaning, view.leaf, view, path, scans, self._picks(view), late=not rows, of_arguments=value.given)
+            use = Use(
+                meaning, view.leaf, view, path, scans, self._picks(view),
+                late=not rows, of_arguments=value.given, unmarked=op.unmarked,
+            )  # fmt: skip
+            self.joined = self.joined or (op.describe() if value.joined else "")
             if not self._exact(view, use, op, self.hidden and not value.given):
                 return Data()
             result = self._add(use)

@@ -17,7 +17,7 @@ from kfac._capture import equations
 from kfac._capture.likelihoods import Likelihood, name_of, named
 from kfac._capture.program import Op, Path, Program
 from kfac._capture.replay import replay
-from kfac._capture.states import NONE, Leaves
+from kfac._capture.states import NONE, Leaves, Use
 from kfac._capture.taps import AtMark, Key, Plan
 from kfac._capture.trace import Batch, Trace, is_key, trace
 from kfac._checks import check
@@ -128,27 +128,43 @@ class Marks:
     def weighted(self) -> bool:
         return any(mark.weight != 1 for mark in self.marks)
 
-    def num_examples(self, asked: int | None, batch: Batch, read: Mapping[str, int]) -> tuple[int | None, str]:
+    def num_examples(
+        self,
+        asked: int | None,
+        batch: Batch,
+        kernels: Mapping[str, list[Use]],
+        unmarked: bool = False,
+        joined: str = "",
+    ) -> tuple[int | None, str]:
         """How many examples the loss is the mean of; None where it is not clear, and why.
 
         Args:
           asked: the number, if the user said it.
           batch: what is known of the batch.
-          read: at how many positions each kernel is read.
+          kernels: the uses of each kernel.
+          unmarked: whether the loss has terms without a mark.
+          joined: what reads rows of the batch joined with others; empty if nothing does.
 
         Raises:
-          ValueError: `asked` is no positive int, or larger than the number of all positions.
+          ValueError: `asked` is no positive int, or larger than the number of positions at which kernels are read.
         """
         rows = {mark.rows: mark for mark in self.marks}
+        hidden = batch.num_examples is None
+        # The rows of terms without a mark. Of a loss that hides its examples they may be those of a second batch.
+        beside = {use.rows: name for name, uses in kernels.items() for use in uses if hidden and use.unmarked}
         apart = " Mark the output of each batch, kfac.output(..., weight=), for the loss to have a scale of each"
         if asked is not None:
             check(num_examples=asked)
             if batch.several and not rows:
                 raise ValueError(f"num_examples={asked} says nothing of a second batch, but {batch.hidden}.{apart}")
-            most = max(read, key=lambda name: read[name], default="")
-            if any(read.values()) and asked > read[most]:
+            read = {name: sum(use.rows for use in uses) for name, uses in kernels.items() if uses}
+            most, few = max(read, key=lambda name: read[name], default=""), min(beside, default=asked)
+            if read and asked > read[most]:
                 places = f"the {read[most]} position(s) at which {most!r} is read, the most of all kernels"
                 raise ValueError(f"num_examples={asked} is more than {places}")
+            if asked > few:
+                places = f"the {few} position(s) at which {beside[few]!r} is read, maybe of a second batch"
+                raise ValueError(f"num_examples={asked} is more than {places}.{apart}")
             return asked, ""
         for mark in rows.values():
             if mark.op.outputs[0].grown[-1]:
@@ -156,14 +172,18 @@ class Marks:
                     "the marked output has one axis, which is that of its features, but it holds the examples: give "
                     "the features an axis of their own, kfac.output(x[:, None], ...)"
                 )
-        if len(rows) == 1:
+        # A mark on another batch than the arguments' says nothing of terms without one.
+        of_batch = hidden or not unmarked or any(mark.op.outputs[0].rows for mark in self.marks)
+        if len(rows) == 1 and of_batch and beside.keys() <= rows.keys():
             return next(iter(rows)), ""
-        if batch.num_examples is not None and not batch.several:
+        if not (hidden or batch.several or (joined and not rows)):
             return batch.num_examples, ""
         why = batch.hidden or "a weight counts in units of one of them"
         if rows:
             seen = " and ".join(f"{count} ({list(mark.shape)})" for count, mark in rows.items())
-            why = f"the marked outputs have {seen} rows, and {why}"
+            why = f"the marked outputs have {seen} rows,{' other terms of the loss no mark,' * bool(beside)} and {why}"
+        elif joined:
+            why = f"{joined} reads rows of the batch joined with others"
         elif batch.several:
             why += f".{apart}"
         return None, (
@@ -204,18 +224,18 @@ def find_marks(traced: Trace) -> Marks:
         """The leaves that each result depends on, given those of the arguments."""
 
         def visit(index: int, op: Op, entering: list[Leaves]) -> list[Leaves]:
-            here = (*path, index)
+            place = (*path, index)
             if op.scan and op.inner:
                 first, last = op.scan.consts, op.scan.last
                 while True:  # what the carry depends on can grow from iteration to iteration
-                    leaving = walk(op.inner, entering, here, (*scans, op.scan.length), (*around, len(path)))
+                    leaving = walk(op.inner, entering, place, (*scans, op.scan.length), (*around, len(path)))
                     carried = map(frozenset.union, entering[first:last], leaving)
                     grown = [*entering[:first], *carried, *entering[last:]]
                     if grown == entering:
                         return leaving
                     entering = grown
             if op.inner:
-                return walk(op.inner, entering, here, scans, around)
+                return walk(op.inner, entering, place, scans, around)
             likelihood = equations.is_named(op.eqn, equations.MARK)
             if not likelihood and equations.contains(op.eqn, lambda e: bool(equations.is_named(e, equations.MARK))):
                 raise ValueError(f"kfac.output cannot be followed inside {op.name}: mark what comes out of it")
@@ -223,8 +243,8 @@ def find_marks(traced: Trace) -> Marks:
             if likelihood and op.alive:
                 name, weight = likelihood.split("/")
                 shape = op.outputs[0].shape
-                key = marks[here].key if here in marks else ("", len(marks))
-                marks[here] = Mark(key, op, here, named(name), float(weight), shape, scans, together, around)
+                key = marks[place].key if place in marks else ("", len(marks))
+                marks[place] = Mark(key, op, place, named(name), float(weight), shape, scans, together, around)
             return [together] * len(op.outputs)
 
         return program.run(states, lambda _: NONE, visit)
@@ -340,9 +360,10 @@ class Marked:
         triples = zip(self.marks, outputs, vectors, strict=True)
         return [(m.weight / self.n) ** 0.5 * m.likelihood.times_root(z, v, self.what) for m, z, v in triples]
 
-    def transposed(self, outputs: list[jax.Array], vectors: list[jax.Array]) -> list[jax.Array]:
-        """`S^T v` for each mark."""
-        return jax.linear_transpose(lambda v: self.times_root(outputs, v), outputs)(vectors)[0]
+    def root(self, params: Any) -> tuple[jax.Array, Callable[[Any], list[jax.Array]]]:
+        """The loss, and `R v` of a tree `v` like the parameters, for each mark, with `F = R^T R`."""
+        (loss, outputs), push = jax.linearize(self.evaluate, params)
+        return loss, lambda tree: self.times_root(outputs, push(tree)[1])
 
 
 def marked(value_fn: Callable[[Any], Any], params: Any, num_examples: int | None, what: str) -> Marked:

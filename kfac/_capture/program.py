@@ -41,6 +41,7 @@ class Value:
       axes: its axes in atoms, with those that hold examples marked (`examples.py`).
       rows: whether it depends on the batch, or holds examples.
       given: whether it depends on array arguments of the loss.
+      joined: whether it depends on rows of the batch that are joined with others.
     """
 
     shape: tuple[int, ...]
@@ -50,6 +51,7 @@ class Value:
     axes: Axes = ()
     rows: bool = False
     given: bool = False
+    joined: bool = False
 
     @property
     def size(self) -> int:
@@ -77,6 +79,7 @@ class Op:
       live: whether each result reaches the loss by a way that carries a gradient.
       alive: whether one does, or something inside.
       summed: whether they reach it by sums and factors alone, as the terms of a penalty do.
+      unmarked: whether one reaches it by a way without a marked output.
       branched: whether each input is an array that something else live reads as well.
     """
 
@@ -91,6 +94,7 @@ class Op:
     live: tuple[bool, ...] = ()
     alive: bool = False
     summed: bool = False
+    unmarked: bool = False
     branched: tuple[bool, ...] = ()
 
     @property
@@ -285,10 +289,11 @@ def _constrained(program: Program, values: list[Value], shardings: Sequence[Any]
 
 
 class Reached(NamedTuple):
-    """How an array reaches the loss: whether a gradient comes back, and whether by sums and numbers alone."""
+    """How an array reaches the loss: whether a gradient comes back, by sums and numbers alone, past marked outputs."""
 
     live: bool
-    summed: bool
+    summed: bool = False
+    unmarked: bool = False
 
 
 def mark_live(program: Program, results: Sequence[Reached], roots: Collection[Op] = ()) -> list[Reached]:
@@ -306,25 +311,30 @@ def mark_live(program: Program, results: Sequence[Reached], roots: Collection[Op
     """
     readers: collections.Counter[Value] = collections.Counter()
     bent: set[Value] = set()  # of these arrays, what does not reach the loss by sums and numbers alone
+    bare: set[Value] = set()  # and what reaches it by a way without a marked output
 
     def reach(value: Value, how: Reached) -> None:
         if how.live and value.number is None and jnp.issubdtype(value.dtype, jnp.inexact):
             readers[value] += 1
             if not how.summed:
                 bent.add(value)
+            if how.unmarked:
+                bare.add(value)
 
     def reached(value: Value) -> Reached:
-        return Reached(readers[value] > 0, readers[value] > 0 and value not in bent)
+        return Reached(readers[value] > 0, readers[value] > 0 and value not in bent, value in bare)
 
     for value, how in zip(program.outputs, results, strict=True):
         reach(value, how)
     for op in reversed(program.ops):
         ways = [reached(value) for value in op.outputs]
         if op in roots:
-            ways = [Reached(True, False)] * len(ways)
+            ways = [Reached(True)] * len(ways)
         if equations.stops_gradient(op.eqn):
-            ways = [Reached(False, False)] * len(ways)
+            ways = [Reached(False)] * len(ways)
         inputs = _inputs_of(op, ways, roots)
+        if not roots:
+            op.unmarked = any(way.unmarked for way in ways)
         op.live = tuple(way.live for way in ways)
         op.alive = any(op.live) or (op.inner is not None and any(inner.alive for inner in op.inner.ops))
         op.summed = all(way.summed for way in ways if way.live)
@@ -343,14 +353,15 @@ def _inputs_of(op: Op, ways: Sequence[Reached], roots: Collection[Op]) -> list[R
     if op.inner and not op.scan:
         return mark_live(op.inner, ways, roots)
     if op.inner and op.scan:
-        scan, ways = op.scan, [Reached(way.live, False) for way in ways]
+        scan, ways = op.scan, [way._replace(summed=False) for way in ways]
         while True:  # a carry also reaches it by way of a later iteration
-            inputs = mark_live(op.inner, ways, roots)
-            carried = [way.live for way in inputs[scan.consts : scan.last]]
-            grown = [Reached(a.live or b, False) for a, b in zip(ways, carried, strict=False)] + ways[scan.carried :]
+            inputs = [way._replace(summed=False) for way in mark_live(op.inner, ways, roots)]
+            carried = zip(ways, inputs[scan.consts : scan.last], strict=False)
+            grown = [Reached(*map(max, a, b)) for a, b in carried] + ways[scan.carried :]
             if grown == ways:
-                return [Reached(way.live, False) for way in inputs]
+                return inputs
             ways = grown
     alive = any(way.live for way in ways)
     summed = alive and all(way.summed for way in ways if way.live) and equations.sums(op.eqn)
-    return [Reached(alive, summed)] * len(op.inputs)
+    unmarked = any(way.unmarked for way in ways) and not equations.is_named(op.eqn, equations.MARK)
+    return [Reached(alive, summed, unmarked)] * len(op.inputs)

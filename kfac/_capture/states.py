@@ -91,6 +91,7 @@ class Use:
       late: whether it reads rows that all examples share. Its result gets an axis of examples, which come in later.
       of_arguments: whether its data depends on arguments of the loss.
       dropped: whether it does not count: a penalty by constants.
+      unmarked: whether it reaches the loss by a way without a marked output.
     """
 
     read: Read
@@ -103,6 +104,7 @@ class Use:
     late: bool = False
     of_arguments: bool = True
     dropped: bool = False
+    unmarked: bool = False
 
     @property
     def picked(self) -> tuple[Atom, ...]:

@@ -171,22 +171,22 @@ def trace(
             return program
         return f"nothing that the loss depends on grows with {batch.where}"
 
-    found: list[tuple[Batch, Program]] = []
+    doubles: list[tuple[Batch, Program]] = []
     hidden: list[str] = []
     for batches in _candidates(args, kwargs, batch_argnums, shared):
         tried = [(batch, doubled(batch)) for batch in batches]
-        found = [(batch, program) for batch, program in tried if isinstance(program, Program)]
+        doubles = [(batch, program) for batch, program in tried if isinstance(program, Program)]
         hidden += [program for _, program in tried if isinstance(program, str)]
-        if found:
+        if doubles:
             break
-    together = _together(found) if len(found) > 1 else None
+    together = _together(doubles) if len(doubles) > 1 else None
     if together and isinstance(joined := doubled(together), Program):
-        found = [(together, joined)]
-    if len(found) == 1:
-        ((batch, program),) = found
+        doubles = [(together, joined)]
+    if len(doubles) == 1:
+        ((batch, program),) = doubles
         batch = dataclasses.replace(batch, lies=_lies(arrays[k] for k in batch.leaves or ()))
     else:
-        program, several = flat(closed), [batch for batch, _ in found]
+        program, several = flat(closed), [batch for batch, _ in doubles]
         batch = dataclasses.replace(
             _joined(several), num_examples=None, leaves=None, hidden=_why_hidden(several, hidden)
         )
@@ -207,15 +207,15 @@ def _arrays_of(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     return [leaf for leaf in leaves if is_array(leaf)], filled
 
 
-def _together(found: Sequence[tuple[Batch, Program]]) -> Batch | None:
+def _together(doubles: Sequence[tuple[Batch, Program]]) -> Batch | None:
     """The batches of a loss as one, with the length of the largest; None unless each has marked outputs of its own.
 
     What examples share, as a table of anchors, makes no marked output longer, or those of a batch.
     """
-    marked = [[op for op in p.walk() if op.alive and equations.is_named(op.eqn, equations.MARK)] for _, p in found]
+    marked = [[op for op in p.walk() if op.alive and equations.is_named(op.eqn, equations.MARK)] for _, p in doubles]
     longer = [[any(op.outputs[0].grown[:-1]) for op in ops] for ops in marked]
-    own = [batch for (batch, _), each in zip(found, longer, strict=True) if any(each)]
-    return _joined(own) if own and all(sum(each) <= 1 for each in zip(*longer, strict=True)) else None
+    batches = [batch for (batch, _), each in zip(doubles, longer, strict=True) if any(each)]
+    return _joined(batches) if batches and all(sum(each) <= 1 for each in zip(*longer, strict=True)) else None
 
 
 def _joined(batches: Sequence[Batch]) -> Batch:
@@ -239,7 +239,7 @@ def _lies(leaves: Iterable[Any]) -> AxisName | None:
 
 
 def _mark(program: Program) -> None:
-    mark_live(program, [Reached(True, True), *[Reached(False, False)] * (len(program.outputs) - 1)])
+    mark_live(program, [Reached(True, True, True), *[Reached(False)] * (len(program.outputs) - 1)])
 
 
 def _checked(out: Any, has_aux: bool) -> tuple[Any, Any]:
@@ -294,7 +294,7 @@ def _candidates(args: tuple, kwargs: dict, batch_argnums: Argnums, shared: Colle
         of_keys = [leaf for leaf in leaves if leaf.argument in keys and leaf.length]
         lengths = dict.fromkeys(leaf.length for leaf in of_keys)
         alike = [[leaf for leaf in of_keys if leaf.length == length] for length in lengths]
-        whole = (own for own in alike if named is not None or {leaf.argument for leaf in own} == set(keys))
+        whole = (group for group in alike if named is not None or {leaf.argument for leaf in group} == set(keys))
         return sorted(whole, key=len, reverse=True)
 
     named = None if batch_argnums is None else named_arguments(batch_argnums, arguments, len(args))
@@ -335,4 +335,4 @@ def batch_of(layers: Layers, args: tuple, kwargs: dict) -> tuple[Argnums, Collec
 
 def aim_at(traced: Trace, roots: Collection[Op]) -> None:
     """Notes what reaches the results of some ops, instead of what reaches the loss."""
-    mark_live(traced.program, [Reached(False, False)] * len(traced.program.outputs), roots)
+    mark_live(traced.program, [Reached(False)] * len(traced.program.outputs), roots)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kfac._capture.outputs import Marked, marked
+from kfac._capture.outputs import marked
 from kfac._checks import check_given, check_type
 from kfac.curvature._matrix import Linear, Matrix
 from kfac.curvature._operator import Operator
@@ -32,32 +32,26 @@ class GaussNewton(Linear):
 
     def matvec(self, tree: Any) -> Any:
         tangents = jax.tree.map(lambda p, t: jnp.asarray(t).astype(p.dtype), self.params, tree)
-
-        def curved(loss, outputs, push, index):
-            return loss.transposed(outputs, loss.times_root(outputs, push(tangents)))
-
-        total = self._sum(curved)
+        total = self._sum(lambda root, index: root(tangents))
         return jax.tree.map(lambda x, t: (x / self.batches).astype(jnp.result_type(t)), total, tree)
 
     def sample(self, key: jax.Array) -> Any:
-        """`J^T S^T` times white noise."""
+        """`R^T` times white noise."""
 
-        def white(loss, outputs, push, index):
-            roots = jax.eval_shape(loss.times_root, outputs, outputs)
+        def white(root, index):
+            roots = jax.eval_shape(root, self.params)
             keys = jax.random.split(jax.random.fold_in(key, index), len(roots))
-            noise = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, roots, strict=True)]
-            return loss.transposed(outputs, noise)
+            return [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, roots, strict=True)]
 
         return jax.tree.map(lambda x: x / self.batches**0.5, self._sum(white))
 
-    def _sum(self, cotangents: Callable[[Marked, Any, Any, jax.Array], Any]) -> Any:
-        """The sum over batches of `J^T` times what `cotangents` makes of the outputs and of `J`."""
+    def _sum(self, rows: Callable[[Callable[[Any], Any], jax.Array], Any]) -> Any:
+        """The sum over batches of `R^T` times what `rows` makes of `R`, and of which batch it is, with `F = R^T R`."""
 
         def of_batch(data, index):
             loss = marked(lambda p: self.loss_fn(p, *data), self.params, self.num_examples, "gauss_newton")
-            outputs, push = jax.linearize(lambda p: loss.evaluate(p)[1], self.params)
-            pulled = jax.linear_transpose(push, self.params)(cotangents(loss, outputs, push, index))
-            return pulled[0]
+            _, root = loss.root(self.params)
+            return jax.linear_transpose(root, self.params)(rows(root, index))[0]
 
         if self.batches == 1:
             return of_batch(self.data, jnp.zeros((), jnp.int32))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,22 @@ from kfac._optimizer.state import AdaptiveDampingState, KfacState, find_nodes, h
 from kfac._varying import as_varying, device_axes, varying_axes
 
 WORSE = 3.0  # by so much the damping grows when a step is taken back
+
+
+class Predicted(NamedTuple):
+    """State of an optimizer that has a quadratic model of its own.
+
+    Attributes:
+      blocks: of the preconditioner.
+      step: the last one, a tree like the parameters.
+      loss: before it.
+      change: of the loss, as the model predicts it without the damping.
+    """
+
+    blocks: Any
+    step: Any
+    loss: jax.Array
+    change: jax.Array
 
 
 def adaptive_damping(
@@ -120,7 +136,9 @@ def adaptive_damping(
         due = count % every == 0
 
         def measured():
-            ratio, worse = _reduction_ratio(value_fn, params, changes, num_examples)
+            has_model = isinstance(inner_state, Predicted)
+            model = inner_state[-2:] if has_model else _along(value_fn, params, changes, num_examples)
+            ratio, worse = _reduction_ratio(value_fn, params, changes, model)
             factor = jnp.where(ratio > high, decay**every, jnp.where(ratio < low, decay**-every, 1.0))
             factor = jnp.where(worse, WORSE, jnp.where(due, factor, 1.0))
             # Without a ratio there is nothing to learn from the step.
@@ -148,7 +166,7 @@ def _checked(inner_state: Any) -> Any:
 
 
 def _reduction_ratio(
-    value_fn: Callable[[Any], Any], params: Any, changes: Any, num_examples: int | None
+    value_fn: Callable[[Any], Any], params: Any, changes: Any, model: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """Actual over predicted change of the loss, and whether it is larger after the step or not finite.
 
@@ -159,9 +177,8 @@ def _reduction_ratio(
         axes = device_axes()  # here the loss is that of a device's own examples
         return lax.pmean(as_varying(x, varying_axes(lax.axis_index(axes))), axes) if axes else x
 
-    before, slope, curvature = jax.tree.map(averaged, _along(value_fn, params, changes, num_examples))
+    before, predicted = jax.tree.map(averaged, model)
     after = averaged(value_fn(optax.apply_updates(params, changes)))
-    predicted = slope + curvature / 2
     rounding = 8 * jnp.finfo(before.dtype).eps * jnp.abs(before)
     moved = (optax.tree.norm(changes, squared=True) > 0) & jnp.isfinite(before)
     worse = moved & ~(after <= before + rounding)
@@ -172,8 +189,8 @@ def _reduction_ratio(
 
 def _along(
     value_fn: Callable[[Any], Any], params: Any, direction: Any, num_examples: int | None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The loss at `params`, its slope along `direction`, and `<direction, F direction>`, in one forward pass.
+) -> tuple[jax.Array, jax.Array]:
+    """The loss at `params`, and `<grad h, d> + <d, F d> / 2` for the direction `d`, in one forward pass.
 
     `F = (1/n) sum_r J_r^T H_r J_r` over the `n` rows of the marked outputs, so the product is the mean over rows of
     `<J_r d, H_r J_r d>` with the Hessian `H` of `-log p` (Martens 2020, section 9.2).
@@ -184,4 +201,4 @@ def _along(
     tangents = jax.tree.map(lambda p, d: d.astype(p.dtype), params, direction)
     (loss, outputs), (slope, moved) = jax.jvp(loss_fn.evaluate, (params,), (tangents,))
     squares = [jnp.sum(jnp.square(root)) for root in loss_fn.times_root(outputs, moved)]
-    return loss, slope, sum(squares, jnp.zeros_like(loss))
+    return loss, slope + sum(squares, jnp.zeros_like(loss)) / 2

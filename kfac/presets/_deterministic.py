@@ -1,0 +1,124 @@
+"""Whole batches without a rate to choose: the step that a quadratic model of the loss likes best."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.flatten_util import ravel_pytree
+
+from kfac._capture.outputs import marked
+from kfac._curvature.eigh import Eigh
+from kfac._layers import Layers
+from kfac._optimizer.scale_by_kfac import scale_by_kfac
+from kfac._varying import device_axes
+from kfac.presets._adaptive_damping import Predicted, adaptive_damping
+
+STEPS = 6  # of conjugate gradients
+
+
+def deterministic(layers: Layers, *, num_examples: int | None = None) -> optax.GradientTransformationExtraArgs:
+    """K-FAC for whole batches, as of a differential equation: no rate, momentum or damping to choose.
+
+    The step `s` makes the quadratic model small that has the *whole* Gauss-Newton matrix `F` of the batch,
+
+        h + <grad h, s> + <s, (F + l I) s> / 2
+
+    First comes the best combination of K-FAC's direction and the last step (Martens & Grosse 2015, section 7), then
+    six steps of conjugate gradients, preconditioned by K-FAC's inverse (Martens 2010). A product with `F` is a
+    forward-mode derivative and a backward pass. The damping `l`, which blocks have as well, is a multiple of the loss,
+    as Levenberg and Marquardt have it; the multiple begins at 1 and follows `adaptive_damping`, never below 0.1. A step
+    after which the loss is larger is taken back.
+
+    It takes the same batch in every step, a loss whose minimum is near zero, and statistics of the whole matrix::
+
+        measure = kfac.value_and_grad(loss_fn, layers, fisher="expected")
+        loss, grads, factors = measure(params, batch, fisher_key=key)
+        value_fn = lambda params: loss_fn(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params, factors=factors, value_fn=value_fn)
+
+    With minibatches the loss of each has a minimum of its own: use `kfac.kfac`.
+
+    Args:
+      layers: what `find_layers` returned.
+      num_examples: how many examples the loss is the mean of, as for `value_and_grad`.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs`; `kfac.diagnostics` reports `damping`, `reduction_ratio`, `taken_back`.
+
+    Raises:
+      ValueError: in `update`: as of `adaptive_damping`, or this is inside of `shard_map` or `pmap`. Several devices are
+        used by placing parameters and batch on a mesh.
+
+    References:
+      Martens and Grosse, "Optimizing Neural Networks with Kronecker-factored Approximate Curvature", 2015,
+      https://arxiv.org/abs/1503.05671; Martens, "Deep learning via Hessian-free optimization", ICML 2010
+    """
+    step = functools.partial(_quadratic_step, layers, num_examples)
+    return adaptive_damping(step, 1.0, every=1, decay=0.5, minimum=0.1, maximum=1e6, num_examples=num_examples)
+
+
+def _quadratic_step(
+    layers: Layers, num_examples: int | None, multiple: jax.Array
+) -> optax.GradientTransformationExtraArgs:
+    """The step with a damping that is this multiple of the loss."""
+
+    def preconditioner(damping, **options):
+        return scale_by_kfac(layers, damping=damping, factor_decay=0.0, inverse=Eigh(), **options)
+
+    def init(params):
+        zero = jnp.zeros((), jnp.result_type(jnp.float32, *jax.tree.leaves(params)))
+        return Predicted(preconditioner(1.0).init(params), optax.tree.zeros_like(params), zero, zero)
+
+    def update(updates, state, params, *, value_fn, factors=None, **extra):
+        del extra
+        if device_axes():
+            raise ValueError("deterministic measures the loss of the whole batch: use jax.jit on a mesh, not shard_map")
+        value, root_of_tree = marked(value_fn, params, num_examples, "deterministic").root(params)
+        flat, unravel = ravel_pytree(params)
+        gradient, last = (ravel_pytree(tree)[0] for tree in (updates, state.step))
+
+        def root(v):  # `R v`, of `F = R^T R`
+            return ravel_pytree(root_of_tree(unravel(v)))[0]
+
+        pull = jax.linear_transpose(root, flat)
+        # A loss that is negative up to a constant, or zero, has no scale of its own.
+        damping = multiple * jnp.maximum(value, jnp.finfo(value.dtype).tiny)
+        direction, blocks = preconditioner(damping).update(updates, state.blocks, params, factors=factors)
+        step, rows = _combined(jnp.stack([ravel_pytree(direction)[0], last]), root, gradient, damping)
+        again = preconditioner(damping, inverse_every=None)  # the inverses as they are
+
+        def conjugate(_, state):
+            step, rows, along, size = state
+            rest = -(gradient + pull(rows)[0] + damping * step)
+            near = ravel_pytree(again.update(unravel(rest), blocks, params, factors=None)[0])[0]
+            new = jnp.vdot(rest, near)
+            along = near + jnp.where(size > 0, new / size, 0) * along
+            moved = root(along)
+            curvature = jnp.vdot(moved, moved) + damping * jnp.vdot(along, along)
+            rate = jnp.where(curvature > 0, new / curvature, 0)
+            return step + rate * along, rows + rate * moved, along, new
+
+        step, rows, *_ = lax.fori_loop(0, STEPS, conjugate, (step, rows, 0 * step, 0 * damping))
+        predicted = jnp.vdot(gradient, step) + jnp.vdot(rows, rows) / 2
+        known = (x.astype(state.loss.dtype) for x in (value, predicted))
+        return unravel(step), Predicted(blocks, unravel(step), *known)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _combined(pair: jax.Array, root: Any, gradient: jax.Array, damping: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The combination of two vectors at which the model is least, and `R` times it."""
+    norms = jnp.linalg.norm(pair, axis=1, keepdims=True)  # which differ by orders of magnitude
+    pair = pair / jnp.where(norms > 0, norms, 1)
+    rows = jnp.stack([root(v) for v in pair])
+    model = jnp.matmul(rows, rows.T, precision="highest") + damping * jnp.matmul(pair, pair.T, precision="highest")
+    # The first step has no last one, and the direction may be that of the last step.
+    sizes = jnp.diag(model)
+    model += jnp.diag(16 * jnp.finfo(model.dtype).eps * sizes + (sizes == 0))
+    weights = -jnp.linalg.solve(model, jnp.matmul(pair, gradient, precision="highest"))
+    return weights @ pair, weights @ rows
