@@ -106,11 +106,11 @@ def main():
                 lambda spec: NamedSharding(mesh, spec), tree, is_leaf=lambda s: isinstance(s, PartitionSpec)
             )
 
-        def messages(update):
+        def program(update):
             mapped = jax.shard_map(update, mesh=mesh, in_specs=(same, specs, split), out_specs=(same, specs))
             place = (shardings(same), shardings(specs), shardings(split))
-            text = jax.jit(mapped, in_shardings=place).lower(grads, state, stacked).compile().as_text()
-            return by_kind(messages_of(text, DEVICES))
+            jitted = jax.jit(mapped, in_shardings=place, donate_argnums=(0, 1))
+            return jitted.lower(grads, state, stacked).compile()
 
         held = (
             jax.jit(lambda s: s, in_shardings=(shardings(specs),), out_shardings=shardings(specs))
@@ -118,8 +118,10 @@ def main():
             .compile()
         )
         result["state_bytes"] = held.memory_analysis().argument_size_in_bytes
-        result["messages"] = messages(with_statistics)
-        result["messages_without_statistics"] = messages(without)
+        for name, update in (("", with_statistics), ("_without_statistics", without)):
+            compiled = program(update)
+            result[f"messages{name}"] = by_kind(messages_of(compiled.as_text(), DEVICES))
+            result[f"temporary_bytes{name}"] = compiled.memory_analysis().temp_size_in_bytes
         result["packed_bytes"] = 4 * sum(
             shape[-1] * (shape[-1] + 1) // 2 for layer in layers for shape in layer.factor_shapes.values()
         )

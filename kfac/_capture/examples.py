@@ -31,8 +31,8 @@ def place(program: Program, num_params: int, doubled: Collection[int] | None, n:
         if held and n:
             # A batch of another length has rows, which are not those of the examples.
             value.axes = (examples(n) if value.shape[0] == n else mixed(value.shape[0]), *value.axes[1:])
-        value.given = k >= num_params
-        value.rows = held or (value.given and doubled is None)
+        value.from_arguments = k >= num_params
+        value.rows = held or (value.from_arguments and doubled is None)
     _walk(program, n, hidden=doubled is None)
 
 
@@ -58,7 +58,7 @@ def _walk(program: Program, n: int | None, hidden: bool) -> None:
                 said = _suggested(value, op.inputs) if placed is None else placed[k]
                 value.axes = _checked(value, said, n)
                 value.rows = any(value.grown) or any(v.rows for v in op.inputs)
-                value.given = any(v.given for v in op.inputs)
+                value.from_arguments = any(v.from_arguments for v in op.inputs)
                 value.joined = any(v.joined for v in op.inputs) or _joins(op, n)
 
 
@@ -69,10 +69,10 @@ def _placed(op: Op, makers: dict[Value, Op]) -> list[Axes] | None:
         fresh = [_is_fresh(indices, k, makers) for k in range(indices.shape[-1])]
         return [primitives.indexed(op.eqn, [value.axes for value in op.inputs], fresh)]
     axes = [value.axes or tuple(map(foreign, value.shape)) for value in op.inputs]
-    if any(value.given and any(value.grown) for value in op.inputs):
+    if any(value.from_arguments and any(value.grown) for value in op.inputs):
         # Constants as long as the batch, as zeros, have whatever order the data have.
         for k, value in enumerate(op.inputs):
-            if not value.given:
+            if not value.from_arguments:
                 grown = zip(axes[k], value.shape, value.grown, strict=True)
                 axes[k] = tuple(foreign(size) if longer else axis for axis, size, longer in grown)
     return primitives.placed(op.eqn, axes)
@@ -89,17 +89,21 @@ def _joins(op: Op, n: int | None) -> bool:
 def _is_fresh(indices: Value, column: int, makers: dict[Value, Op]) -> bool:
     """Whether a component of indices does not depend on data, as the first in `x[jnp.arange(n), k]`."""
     maker = makers.get(indices)
-    if not indices.given or maker is None or maker.name != "concatenate":
-        return not indices.given
+    if not indices.from_arguments or maker is None or maker.name != "concatenate":
+        return not indices.from_arguments
     for value in maker.inputs:
         if column < value.shape[-1]:
-            return not value.given
+            return not value.from_arguments
         column -= value.shape[-1]
     return False
 
 
 def _copy(value: Value, other: Value) -> None:
-    value.axes, value.rows, value.given, value.joined = other.axes, other.rows, other.given, other.joined
+    value.axes, value.rows, value.from_arguments, value.joined = _facts(other)
+
+
+def _facts(value: Value) -> tuple[Axes, bool, bool, bool]:
+    return value.axes, value.rows, value.from_arguments, value.joined
 
 
 def _scan(op: Op, n: int | None, hidden: bool) -> None:
@@ -112,12 +116,14 @@ def _scan(op: Op, n: int | None, hidden: bool) -> None:
     carry = inside[scan.consts : scan.last]
     while True:  # a carry may come to depend on data, or lose its order, in a later iteration
         _walk(op.inner, n, hidden)
-        before = [(value.axes, value.rows, value.given) for value in carry]
+        before = list(map(_facts, carry))
         for start, end in zip(carry, op.inner.outputs, strict=False):
             pairs = zip(start.axes, end.axes, start.shape, strict=True)
             start.axes = tuple(a if a == b else mixed(size) for a, b, size in pairs)
-            start.rows, start.given = start.rows or end.rows, start.given or end.given
-        if before == [(value.axes, value.rows, value.given) for value in carry]:
+            start.rows |= end.rows
+            start.from_arguments |= end.from_arguments
+            start.joined |= end.joined
+        if before == list(map(_facts, carry)):
             break
     op.along = _along(op)
     for k, (value, end) in enumerate(zip(op.outputs, op.inner.outputs, strict=True)):

@@ -280,10 +280,10 @@ class Reads:
             self._meets(other, op, "it is broadcast to the examples, which then see it as an activation")
             use = Use(
                 meaning, view.leaf, view, path, scans, self._picks(view),
-                late=not rows, of_arguments=value.given, unmarked=op.unmarked,
+                late=not rows, of_arguments=value.from_arguments, unmarked=op.unmarked,
             )  # fmt: skip
             self.joined = self.joined or (op.describe() if value.joined else "")
-            if not self._exact(view, use, op, self.hidden and not value.given):
+            if not self._exact(view, use, op, self.hidden and not value.from_arguments):
                 return Data()
             result = self._add(use)
             return result if rows else dataclasses.replace(result, shared=other.shared | {len(self.uses) - 1})

@@ -40,7 +40,7 @@ class Value:
       number: what it is, of a number written into the program.
       axes: its axes in atoms, with those that hold examples marked (`examples.py`).
       rows: whether it depends on the batch, or holds examples.
-      given: whether it depends on array arguments of the loss.
+      from_arguments: whether it depends on array arguments of the loss.
       joined: whether it depends on rows of the batch that are joined with others.
     """
 
@@ -50,7 +50,7 @@ class Value:
     number: Any = None
     axes: Axes = ()
     rows: bool = False
-    given: bool = False
+    from_arguments: bool = False
     joined: bool = False
 
     @property

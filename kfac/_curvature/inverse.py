@@ -32,7 +32,7 @@ class Momentum(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """What makes sums over rows of blocks, on a device that has some, those over whole blocks.
+    """Turns sums over the rows of a block that a device has into sums over the whole block.
 
     Attributes:
       total: of sums `[..., k]`, over all rows.

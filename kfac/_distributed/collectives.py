@@ -113,7 +113,7 @@ def _by_device(flat: jax.Array, devices: int) -> jax.Array:
 
 
 def of_this_device(table: Mapping[int, int], otherwise: int, axis_name: AxisName) -> jax.Array:
-    """What a table by device has for this one; `otherwise`, which is not less than any of it, where it has nothing."""
+    """The entry of a table by device for this one; `otherwise`, not less than any entry, where there is none."""
     devices, values = (np.array(list(x), np.int32) for x in (table.keys(), table.values()))
     return jnp.min(jnp.where(lax.axis_index(axis_name) == devices, values, np.int32(otherwise)))
 

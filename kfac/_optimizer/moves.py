@@ -186,7 +186,7 @@ class Stack(NamedTuple):
 
 
 def lengthened(stacks: Mapping[str, Stack], coefficient: jax.Array | None) -> dict[str, jax.Array]:
-    """Steps of which each block's has a length of its own, whatever its curvature and its gradient are.
+    """Rescales the step of each block to a fixed length: curvature and gradient set only its direction.
 
     The norm `sqrt(d_out)` for the kernel and bias of a dense or convolutional layer together; a root mean square of 0.1
     for every other leaf with a block, over its elements that move at all. The norm `sqrt(d_out)` is that of an

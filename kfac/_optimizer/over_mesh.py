@@ -24,11 +24,13 @@ from kfac._curvature.inverse import finite
 from kfac._distributed.owners import Shard
 from kfac._factors import Factors, Statistics
 from kfac._layers import Layer, leaves_by_path, map_by_path
+from kfac._optimizer.averages import stack_packed
 from kfac._optimizer.moves import Now
+from kfac._optimizer.place import Config
 from kfac._optimizer.reshard import state_spec
 from kfac._optimizer.segment import closed
-from kfac._optimizer.state import Config, KfacState, Splits, init_state
-from kfac._optimizer.step import Gradients, preconditioned_step, stack_packed
+from kfac._optimizer.state import KfacState, Splits, init_state
+from kfac._optimizer.step import Gradients, preconditioned_step
 from kfac._varying import lying_as, replicated, whole
 
 
@@ -145,9 +147,10 @@ class OverMesh:
         return map_by_path(back, updates)
 
     def across(self, layer: Layer) -> tuple[Any, Any]:
-        """Returns how rows and columns are laid out on the way to owners: those of a cut kernel by its other side.
+        """How rows and columns of a kernel are laid out while it is cut into pieces for its owners.
 
-        As they are where each owner has as many rows as it would have of a leaf that is split by rows.
+        A kernel that is cut along one side is split along the other, so that a device cuts what it has. A table that is
+        cut into one piece a device stays as its leaf lies: that may be by rows already.
         """
         owners, free = self.config.way.owners, PartitionSpec.UNCONSTRAINED
         devices = math.prod(self.mesh.shape[name] for name in owners)

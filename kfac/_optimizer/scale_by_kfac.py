@@ -20,13 +20,14 @@ from kfac._distributed.ways import Way, check_alike
 from kfac._factors import Factors
 from kfac._layers import Layers
 from kfac._optimizer.arguments import fitted
+from kfac._optimizer.averages import refresh_inverses
 from kfac._optimizer.moves import Moves, ScalarOrSchedule, value_at
 from kfac._optimizer.options import Options, check_options
 from kfac._optimizer.over_mesh import OverMesh, init_over_mesh
+from kfac._optimizer.place import Config
 from kfac._optimizer.reshard import on_states, some_state, state_spec
 from kfac._optimizer.segment import closed
 from kfac._optimizer.state import (
-    Config,
     KfacState,
     check_devices,
     check_groups,
@@ -35,7 +36,7 @@ from kfac._optimizer.state import (
     match_leaves,
     shards_of,
 )
-from kfac._optimizer.step import Gradients, count_blocks, preconditioned_step, refresh_inverses
+from kfac._optimizer.step import Gradients, count_blocks, preconditioned_step
 from kfac._varying import axis_names, device_axes, on_mesh, varying_axes
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,10 +16,10 @@ from jax.sharding import PartitionSpec
 from kfac._curvature.blocks import Group, group_layers
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.owners import Shard, group_costs, make_shards
-from kfac._distributed.ways import Way
 from kfac._factors import Block
 from kfac._layers import Layers, leaves_by_path
-from kfac._optimizer.moves import Motion, Moves
+from kfac._optimizer.moves import Motion
+from kfac._optimizer.place import Config
 from kfac._varying import as_varying, axis_size, varying_axes
 
 
@@ -93,11 +92,11 @@ def form_of(blocks: BlockState) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Owned:
-    """Blocks of one group that this device owns, at its positions; seen from outside, those of all devices in a row.
+    """The blocks of one group that this device owns. From outside of `shard_map`, those of all devices in a row.
 
-    By rows each device has all blocks, but of momentum and moments, which have the form of gradients, its rows alone.
-    Of a group with fewer blocks than devices the parts that `Segment` has are there, and None here between steps; their
-    `form` tells how to open them.
+    Of a group that is dealt by rows each device has all blocks; of momentum and moments, which have the form of
+    gradients, it has its rows. Of a group with fewer blocks than devices the parts in `Segment` are None here, and
+    `form` has the shapes to open them with.
     """
 
     blocks: BlockState
@@ -207,43 +206,6 @@ def with_blocks(state: KfacState, blocks: dict[str, BlockState]) -> KfacState:
     """The state with other blocks."""
     owned = {name: dataclasses.replace(own, blocks=blocks[name]) for name, own in state.owned.items()}
     return state._replace(owned=owned, shared={name: blocks[name] for name in state.shared})
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """What is fixed for a step.
-
-    Attributes:
-      layers: the layers.
-      groups: their groups.
-      inverse: how blocks are inverted.
-      way: how blocks lie on devices here.
-      refreshes: whether a step may refresh inverses.
-      moves: what follows the preconditioner.
-      local: whether gradients are still to be averaged.
-    """
-
-    layers: Layers
-    groups: tuple[Group, ...]
-    inverse: Inverse
-    way: Way
-    refreshes: bool
-    moves: Moves
-    local: bool = False
-
-    @functools.cached_property
-    def paths_apart(self) -> frozenset[str]:
-        """The leaves that their owners alone precondition."""
-        return frozenset(path for group in self.owned for layer in group.layers for path in layer.params)
-
-    @functools.cached_property
-    def skipped(self) -> frozenset[str]:
-        return frozenset(path for layer in self.layers if layer.kind == "skipped" for path in layer.params)
-
-    @functools.cached_property
-    def owned(self) -> tuple[Group, ...]:
-        """The groups whose blocks have owners."""
-        return tuple(group for group in self.groups if group.owned)
 
 
 def init_state(config: Config, params: Any) -> KfacState:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,75 +13,31 @@ import optax
 from jax import lax
 
 from kfac._curvature.blocks import Group
-from kfac._curvature.inverse import ALL_ROWS, Inverse, Momentum, Whole, averaged, cosine, finite, per_block
-from kfac._curvature.refresh import once_if, refresh
+from kfac._curvature.inverse import ALL_ROWS, Inverse, Momentum, cosine, finite, per_block
 from kfac._distributed.owners import Shard
 from kfac._distributed.ways import Way
 from kfac._factors import Factors, Statistics
-from kfac._layers import Layer, leaves_by_path, map_by_path
+from kfac._layers import leaves_by_path, map_by_path
+from kfac._optimizer.averages import average_statistics, refresh_inverses, take_in
 from kfac._optimizer.moves import Kernels, Motion, Now, Stack, adapted, clip_scale, find_kernels, lengthened
+from kfac._optimizer.place import Config, Place, Vectors
 from kfac._optimizer.segment import part_of, with_parts
-from kfac._optimizer.state import Config, KfacMetrics, KfacState, check_state, shards_of, with_blocks
-from kfac._packing import filled, flatten, unflatten
-from kfac._varying import as_varying, varying_axes, within_devices
-
-Vectors = dict[str, jax.Array]  # for each group `[k]`, a number for each block
+from kfac._optimizer.state import KfacMetrics, KfacState, check_state, shards_of
 
 
 class Gradients(NamedTuple):
-    """Gradients, or what has become of them.
+    """Gradients, or the updates made of them.
 
     Attributes:
-      tree: in the form of the parameters, without what is in `stacks`; where these are split over a mesh, a skipped
-        leaf is a number that is finite if the leaf is.
-      stacks: of groups that owners alone precondition, where each got only its own: `[positions, d_in, d_out]`, in
-        parts of some rows each; seen from outside those of all devices in a row.
+      tree: in the form of the parameters, without the leaves in `stacks`. Where parameters are split over a mesh, a
+        number stands for a skipped leaf, finite if the leaf is.
+      stacks: empty, unless each owner got the gradients of its own blocks alone. Then for each group
+        `[positions, d_in, d_out]`, cut into kernels and biases. From outside of `shard_map`, those of all devices in a
+        row.
     """
 
     tree: Any
     stacks: dict[str, list[jax.Array]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a step is: what is fixed, the scalars, and which blocks this device holds.
-
-    Attributes:
-      config: what is fixed.
-      now: the scalars.
-      shards: how Kronecker groups are dealt to devices.
-    """
-
-    config: Config
-    now: Now
-    shards: dict[str, Shard]
-
-    @functools.cached_property
-    def owns(self) -> Vectors:
-        """Of each group, `[positions]`: whether the block there is a device's own; all have those without owners."""
-        of_owned = {name: self.config.way.owns(shard) for name, shard in self.shards.items()}
-        return {g.name: of_owned.get(g.name, jnp.ones(g.size, bool)) for g in self.config.groups}
-
-    @functools.cached_property
-    def apart(self) -> dict[str, Shard]:
-        """Of the groups that their owners alone precondition, how gradients lie."""
-        return {name: shard.matrices for name, shard in self.shards.items()}
-
-    @functools.cached_property
-    def groups(self) -> list[Group]:
-        """All groups, as gradients lie."""
-        return [self.shards[g.name].as_matrices(g) if g.name in self.shards else g for g in self.config.groups]
-
-    @functools.cached_property
-    def whole(self) -> dict[str, Whole]:
-        """What makes sums over the rows of groups that are here sums over their blocks, where devices share them."""
-        pairs, total = zip(self.groups, self.config.groups, strict=True), self.config.way.total
-        shares = {g.name: x.d_in * x.d_out / (g.d_in * g.d_out) for x, g in pairs if x is not g}
-        return {g.name: Whole(total, shares[g.name]) if g.name in shares else ALL_ROWS for g in self.groups}
-
-    def only_owned(self, name: str, stack: jax.Array) -> jax.Array:
-        """A stack of a group with zeros where the block is not this device's own."""
-        return jnp.where(per_block(self.owns[name], stack), stack, 0)
 
 
 def preconditioned_step(
@@ -193,127 +147,12 @@ def decide(place: Place, state: KfacState, usable: jax.Array, *, statistics: boo
     return last_change, usable & ((now.warmup & statistics) | in_turn)
 
 
-def average_statistics(place: Place, factors: Factors) -> dict[str, Statistics]:
-    """This step's statistics of the blocks that this device keeps, averaged over devices."""
-    config, way = place.config, place.config.way
-    if not way.alone:
-        return way.statistics(stack_packed(config, factors, way.mean), place.shards)
-    whole = Factors({name: block.combined() for name, block in factors.items()})
-    return {g.name: g.stack_factors(whole, g.moments(config.inverse)) for g in config.groups if g.captured}
-
-
-def stack_packed(config: Config, factors: Factors, mean: Callable[[Any], Any] | None = None) -> dict[str, Statistics]:
-    """The statistics of all blocks `[k, ...]`, packed.
-
-    Those that are no averages are formed from what is one, over all devices, as on one: by the `mean`.
-    """
-    # As the others, with which they share a message.
-    dtype = jnp.bfloat16 if any(block.wire == jnp.bfloat16 for block in factors.values()) else None
-    fill = (lambda flat: flat) if within_devices() else filled  # over a mesh all are
-
-    def to_send(group: Group, layer: Layer) -> Any:
-        packed = factors[layer.name].packed(tuple(layer.side_shapes.values()), mean, dtype)
-        return group.block.to_send(packed, fill)
-
-    stacks: dict[str, Any] = {}
-    for group in [group for group in config.groups if group.captured]:
-        moments = group.moments(config.inverse)
-        moments = None if moments is None else fill(jnp.zeros(math.prod(moments))).shape
-        stack = group.stack_factors(Factors({x.name: to_send(group, x) for x in group.layers}), moments)
-        stacks[group.name] = group.block.sent(group.shapes, stack)
-    return stacks
-
-
-def take_in(place: Place, state: KfacState, batch: dict[str, Any], usable: jax.Array) -> tuple[KfacState, Vectors]:
-    """Takes this step's statistics into the running averages; a block whose statistics are not finite leaves them out.
-
-    Args:
-      place: where the step is.
-      state: that before the step.
-      batch: the statistics of the step, averaged over devices, of the blocks that this device keeps: `[k, ...]`.
-      usable: whether the gradients are finite, on all devices.
-
-    Returns:
-      The state, and which blocks left theirs out.
-    """
-    config, way, left_out = place.config, place.config.way, {}
-    steps = jnp.where(state.measured < 0, 1, jnp.maximum(state.count - state.measured, 1))
-    decay = place.now.decay.astype(jnp.result_type(float)) ** steps
-    for group in config.groups:
-        name, block, statistics = group.name, state.blocks[group.name], batch[group.name]
-        # So large that squares are not finite, one batch would fill the average for hundreds of steps.
-        good = jnp.all(jnp.stack([finite(x * x) for x in jax.tree.leaves(statistics)]), axis=0)
-        taken, left_out[name] = good & place.owns[name] & usable, ~good & place.owns[name]
-        if statistics.moments is not None:
-            # Those before the first decomposition are in no basis that is kept.
-            corrected = way.take({name: jnp.asarray(group.corrected)}, place.shards)[name] & (block.condition > 0)
-            kept = part_of(state, way, name, "inverse")
-            inverse = config.inverse.absorb(kept, statistics.moments, decay, taken & corrected)
-            state = with_parts(state, way, name, inverse=inverse)
-            statistics = dataclasses.replace(statistics, moments=None)
-        old = group.scaled(part_of(state, way, name, "factors"), back=True)
-        average, weight = averaged(old, block.weight, statistics, decay, taken)
-        state = with_parts(state, way, name, factors=group.scaled(average), weight=weight)
-    return state, left_out
-
-
-def refresh_inverses(
-    way: Way, state: KfacState, dampings: tuple[jax.Array, jax.Array], needed: jax.Array | None = None
-) -> tuple[KfacState, Vectors]:
-    """Refreshes the inverses of a device's blocks that have statistics, and the bases that all have.
-
-    XLA changes stacks in their place, once all gradients are known.
-
-    Args:
-      way: how blocks lie on devices.
-      state: that before.
-      dampings: that of Kronecker blocks, and that of the others.
-      needed: whether to do anything, on which devices agree; None: do it.
-
-    Returns:
-      The state, and which blocks failed.
-    """
-    wanted = {name: block.weight > 0 for name, block in state.blocks.items()}
-    wanted |= {name: wanted[name] & way.owns(shard) for name, shard in shards_of(state).items()}
-    wanted = wanted if needed is None else {name: flags & needed for name, flags in wanted.items()}
-    none = {name: as_varying(jnp.zeros(flags.shape, bool), varying_axes(flags)) for name, flags in wanted.items()}
-
-    def carried(state, valid):
-        stacks = {name: (block.inverse, block.condition) for name, block in state.blocks.items()}
-        return stacks, state.segment.inverse, state.bases, valid
-
-    def restored(stacks, segment, bases, valid):
-        blocks = {n: state.blocks[n]._replace(inverse=inverse, condition=c) for n, (inverse, c) in stacks.items()}
-        return with_blocks(state, blocks)._replace(segment=state.segment._replace(inverse=segment), bases=bases), valid
-
-    def renewed(old):
-        new, valid = restored(*old)
-        for name in state.blocks:
-            kept, owned = part_of(new, way, name, "inverse"), state.owned.get(name)
-            kind, damping = (kept.inverse, dampings[1]) if owned is None else (owned.inverse, dampings[0])
-            result = refresh(kind, kept, part_of(state, way, name, "factors"), wanted[name], damping)
-            condition = jnp.where(result.valid, result.condition, new.blocks[name].condition)
-            new = with_parts(new, way, name, inverse=result.inverse, condition=condition)
-            valid = valid | {name: result.valid}
-        # What all devices have of the inverses, from their owners.
-        sent = {n: flatten(new.owned[n].inverse.basis(part_of(new, way, n, "inverse"))) for n in new.bases}
-        received = way.gather(sent, shards_of(state))
-        bases = {name: unflatten(flat, new.bases[name]) for name, flat in received.items()}
-        return carried(new._replace(bases=bases), valid)
-
-    start = carried(state, none)
-    state, valid = restored(*(renewed(start) if needed is None else once_if(needed, renewed, start)))
-    inverted = {
-        n: block._replace(inverted=jnp.where(valid[n], state.count, block.inverted))
-        for n, block in state.blocks.items()
-    }
-    return with_blocks(state, inverted), {name: wanted[name] & ~valid[name] for name in valid}
-
-
 def precondition(place: Place, state: KfacState, gradients: Vectors) -> tuple[Vectors, dict[str, Any], Vectors]:
-    """The gradients, preconditioned by their owner, or by every device; by rows those of a device's rows.
+    """Preconditions the gradients of the blocks, or rows, that this device has.
 
-    And of inverses that take in gradients what is kept of them from now on, and the angles to the step before.
+    Returns:
+      The preconditioned gradients. Of an inverse that takes in gradients, also what it keeps from now on, and the
+      cosines between gradients and the directions of the step before.
     """
     config, result, advanced, angles, damping = place.config, {}, {}, {}, place.now.damping
     for group in config.groups:
@@ -331,7 +170,7 @@ def precondition(place: Place, state: KfacState, gradients: Vectors) -> tuple[Ve
 
 
 def _apply(place: Place, group: Group, inverse: Inverse, kept: Any, matrices: jax.Array) -> jax.Array:
-    """What is kept of a group, applied to gradients; by rows, their part of it."""
+    """Applies the inverse of a group. Of one by rows, gradients and diagonal factor are those of this device's rows."""
     damping = place.now.damping
     if place.whole[group.name] is ALL_ROWS:
         return inverse.apply(kept, matrices, damping)
@@ -460,7 +299,7 @@ def measure(
     flagged: list[Vectors],
     usable: jax.Array,
 ) -> tuple[KfacMetrics, jax.Array]:
-    """The scalars of the step, with what devices have to tell each other of it, and whether all find it usable.
+    """Makes the metrics of the step. Devices exchange counts, norms and extremes, and whether the step is usable.
 
     Args:
       place: where the step is.
@@ -503,7 +342,7 @@ def measure(
 def commit(
     state: KfacState, way: Way, advanced: dict[str, Any], motions: dict[str, Motion], usable: jax.Array
 ) -> KfacState:
-    """The state with what blocks have taken in of the gradients, and how they move, if the step is `usable`."""
+    """Writes moments, momenta and rates into the state, if the step is `usable`."""
     for name, motion in motions.items():
         new = {"motion": motion} | ({"inverse": advanced[name]} if name in advanced else {})
         old = {part: part_of(state, way, name, part) for part in new}

@@ -25,7 +25,7 @@ from kfac._factors import Block
 from kfac._layers import Layers
 from kfac._optimizer.moves import Moves
 from kfac._optimizer.over_mesh import init_over_mesh
-from kfac._optimizer.state import Config
+from kfac._optimizer.place import Config
 from kfac._packing import room
 
 Messages = dict[str, int]

@@ -1,0 +1,97 @@
+"""What is fixed for a step, and what a device has of its blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from kfac._curvature.blocks import Group
+from kfac._curvature.inverse import ALL_ROWS, Inverse, Whole, per_block
+from kfac._distributed.owners import Shard
+from kfac._distributed.ways import Way
+from kfac._layers import Layers
+from kfac._optimizer.moves import Moves, Now
+
+Vectors = dict[str, jax.Array]  # for each group `[k]`, a number for each block
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What is fixed for a step.
+
+    Attributes:
+      layers: the layers.
+      groups: their groups.
+      inverse: how blocks are inverted.
+      way: how blocks lie on devices here.
+      refreshes: whether a step may refresh inverses.
+      moves: what follows the preconditioner.
+      local: whether gradients are still to be averaged.
+    """
+
+    layers: Layers
+    groups: tuple[Group, ...]
+    inverse: Inverse
+    way: Way
+    refreshes: bool
+    moves: Moves
+    local: bool = False
+
+    @functools.cached_property
+    def paths_apart(self) -> frozenset[str]:
+        """The leaves that their owners alone precondition."""
+        return frozenset(path for group in self.owned for layer in group.layers for path in layer.params)
+
+    @functools.cached_property
+    def skipped(self) -> frozenset[str]:
+        return frozenset(path for layer in self.layers if layer.kind == "skipped" for path in layer.params)
+
+    @functools.cached_property
+    def owned(self) -> tuple[Group, ...]:
+        """The groups whose blocks have owners."""
+        return tuple(group for group in self.groups if group.owned)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """One step on one device: what is fixed, the scalars, and which blocks the device holds.
+
+    Attributes:
+      config: what is fixed.
+      now: the scalars.
+      shards: how Kronecker groups are dealt to devices.
+    """
+
+    config: Config
+    now: Now
+    shards: dict[str, Shard]
+
+    @functools.cached_property
+    def owns(self) -> Vectors:
+        """Of each group, `[positions]`: whether the block there is a device's own; all have those without owners."""
+        of_owned = {name: self.config.way.owns(shard) for name, shard in self.shards.items()}
+        return {g.name: of_owned.get(g.name, jnp.ones(g.size, bool)) for g in self.config.groups}
+
+    @functools.cached_property
+    def apart(self) -> dict[str, Shard]:
+        """Of the groups that their owners alone precondition, how gradients lie."""
+        return {name: shard.matrices for name, shard in self.shards.items()}
+
+    @functools.cached_property
+    def groups(self) -> list[Group]:
+        """All groups, as gradients lie."""
+        return [self.shards[g.name].as_matrices(g) if g.name in self.shards else g for g in self.config.groups]
+
+    @functools.cached_property
+    def whole(self) -> dict[str, Whole]:
+        """For each group, what turns sums over this device's rows of a block into sums over the whole block."""
+        pairs, total = zip(self.groups, self.config.groups, strict=True), self.config.way.total
+        shares = {g.name: x.d_in * x.d_out / (g.d_in * g.d_out) for x, g in pairs if x is not g}
+        return {g.name: Whole(total, shares[g.name]) if g.name in shares else ALL_ROWS for g in self.groups}
+
+    def only_owned(self, name: str, stack: jax.Array) -> jax.Array:
+        """A stack of a group with zeros where the block is not this device's own."""
+        return jnp.where(per_block(self.owns[name], stack), stack, 0)
