@@ -229,7 +229,7 @@ def test_weights_are_scaled_down_only():
 # The numbers of parameters of the published networks; ResNet-20 with 1x1 convolutions in its two strided shortcuts, the
 # transformers with fixed positions and without a class token.
 SIZES = {
-    "resnet20": 272_474, "resnet18": 11_689_512, "resnet34": 21_797_672, "resnet50": 25_557_032,
+    "resnet8": 78_042, "resnet20": 272_474, "resnet18": 11_689_512, "resnet34": 21_797_672, "resnet50": 25_557_032,
     "resnet101": 44_549_160, "vit-b16": 86_567_656 - 197 * 768 - 768,
 }  # fmt: skip
 
@@ -239,7 +239,7 @@ ALIKE = "resnet34", "resnet101"  # but for their depth and width like others
 
 @pytest.mark.parametrize("arch", [pytest.param(a, marks=pytest.mark.slow if a in ALIKE else ()) for a in SIZES])
 def test_the_networks_are_the_real_ones(arch):
-    size, classes = (32, 10) if arch == "resnet20" else (224, 1000)
+    size, classes = (32, 10) if arch in ("resnet8", "resnet20") else (224, 1000)
     model = vit.vit_b16(classes, jnp.bfloat16) if arch == "vit-b16" else models.create(arch, classes, "bfloat16")
     image = jax.ShapeDtypeStruct((1, size, size, 3), jnp.float32)
     logits, variables = jax.eval_shape(lambda x: model.init_with_output(jax.random.key(0), x, train=True), image)

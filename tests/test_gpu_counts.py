@@ -87,12 +87,6 @@ def test_a_program():
     assert counts.bound == pytest.approx(sum(times) + 5 * turn + max(moved[3] / BANDWIDTH, 1000 / PEAK["bf16"]))
 
 
-def test_of_every_second_part_half_is_read():
-    half = count(PROGRAM.replace("sums_flops_1000_bf16", "every_2_sums_flops_1000_bf16"))
-    assert half.bound == pytest.approx(count(PROGRAM).bound - 64 * 32 / BANDWIDTH)
-    assert half.flops == count(PROGRAM).flops
-
-
 def test_a_factorisation():
     call = 'custom-call(%f), custom_call_target="cusolver_geqrf_ffi"'
     qr = count(PROGRAM.replace("all-reduce(%choice), replica_groups={}", call))

@@ -12,7 +12,8 @@ and Muon in turn, for as long as is left). Each is a process of its own with a s
 the others alone. Writes `gpu.json`, `gpu.md` and a log of each part to --output.
 
 A Python that has jax for CUDA needs nothing else, where the other wheels lie beside it:
-`pip download --dest wheels optax flax pillow`. Of these, what that Python has already is left alone.
+`pip download --dest wheels optax flax pillow pytest scikit-learn`, the last two for `tests`. Of these, what that Python
+has already is left alone.
 """
 
 import argparse

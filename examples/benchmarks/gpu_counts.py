@@ -197,8 +197,6 @@ def _moved(bodies: dict[str, dict[str, Line]], around: dict[str, Line], line: Li
         if body and one is not None and one.op == "dynamic-update-slice":
             written += _bytes(body[one.operands[1]].shapes[0]) - _bytes(one.shapes[0])
             updated.add(_through_views(body, body[one.operands[0]]).name)
-    # Kernels of our own say in their name if they take every so many-th part of their first operand.
-    every = re.search(r"every_(\d+)_sums_flops_", line.text) if line.op == "custom-call" else None
     read = 0
     parameters = {int(re.search(r"parameter\((\d+)\)", one.text)[1]): one for one in inner if one.op == "parameter"}  # type: ignore[index]
     seen: set[str] = set()
@@ -214,7 +212,7 @@ def _moved(bodies: dict[str, dict[str, Line]], around: dict[str, Line], line: Li
                 whole = 0
             elif parts := _parts(inner, parameters[position]):
                 whole = min(whole, WIDTH.get(around[operand].shapes[0][0], 4) * sum(parts.values()))
-        read += whole // int(every[1]) if every and position == 0 else whole
+        read += whole
     return written + read
 
 

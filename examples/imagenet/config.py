@@ -56,8 +56,8 @@ Table = list[tuple[str, Any, Any, str]]
 RUN: Table = [
     ("config", str, None, "A named configuration of recipe.py, such as bs128k; options given beside it come first."),
     # The network.
-    ("arch", one_of(*NETWORKS), None, "Network: digits for 8x8 images, resnet20 for 32x32, else for ImageNet."),
-    ("width", count, None, "Channels of the first stage: 32 for digits, 16 for resnet20, else 64."),
+    ("arch", one_of(*NETWORKS), None, "Network: digits, resnet8 and resnet20 for small images, else for ImageNet."),
+    ("width", count, None, "Channels of the first stage: 32 for digits, 16 for resnet8 and resnet20, else 64."),
     ("dtype", one_of("float32", "bfloat16", "float64"), None, "Of activations: float32, or for a --config on a GPU "
      "bfloat16, with parameters in float32; float64 is for both."),
     ("init", one_of("identity", "he"), None, "Initial weights: blocks as the identity; or all kernels He-normal by "

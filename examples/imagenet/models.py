@@ -116,6 +116,7 @@ class Block(nn.Module):
 
 NETWORKS: dict[str, dict[str, Any]] = {
     "digits": dict(stages=(1, 1), width=32, stem="small"),
+    "resnet8": dict(stages=(1, 1, 1), width=16, stem="small"),
     "resnet20": dict(stages=(3, 3, 3), width=16, stem="small"),
     "resnet18": dict(stages=(2, 2, 2, 2)),
     "resnet34": dict(stages=(3, 4, 6, 3)),

@@ -99,12 +99,12 @@ def _quadratic_step(
             new = jnp.vdot(rest, near)
             along = near + jnp.where(size > 0, new / size, 0) * along
             moved = root(along)
-            curvature = jnp.vdot(moved, moved) + damping * jnp.vdot(along, along)
+            curvature = jnp.sum(jnp.square(moved)) + damping * jnp.vdot(along, along)
             rate = jnp.where(curvature > 0, new / curvature, 0)
             return step + rate * along, rows + rate * moved, along, new
 
         step, rows, *_ = lax.fori_loop(0, STEPS, conjugate, (step, rows, 0 * step, 0 * damping))
-        predicted = jnp.vdot(gradient, step) + jnp.vdot(rows, rows) / 2
+        predicted = jnp.vdot(gradient, step) + jnp.sum(jnp.square(rows)) / 2
         known = (x.astype(state.loss.dtype) for x in (value, predicted))
         return unravel(step), Predicted(blocks, unravel(step), *known)
 
@@ -116,7 +116,8 @@ def _combined(pair: jax.Array, root: Any, gradient: jax.Array, damping: jax.Arra
     norms = jnp.linalg.norm(pair, axis=1, keepdims=True)  # which differ by orders of magnitude
     pair = pair / jnp.where(norms > 0, norms, 1)
     rows = jnp.stack([root(v) for v in pair])
-    model = jnp.matmul(rows, rows.T, precision="highest") + damping * jnp.matmul(pair, pair.T, precision="highest")
+    products = jnp.sum(rows[:, None] * rows, axis=-1)  # not matmul: a mesh with explicit axes splits rows
+    model = products + damping * jnp.matmul(pair, pair.T, precision="highest")
     # The first step has no last one, and the direction may be that of the last step.
     sizes = jnp.diag(model)
     model += jnp.diag(16 * jnp.finfo(model.dtype).eps * sizes + (sizes == 0))
