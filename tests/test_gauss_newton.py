@@ -158,6 +158,13 @@ def test_blocks_make_a_determinant_of_few_steps_good():
     assert near < 0.4 * alone
 
 
+def test_functions():
+    values, vectors = np.linalg.eigh(2 * dense() + SHIFT * np.eye(40))
+    flat = ravel_pytree(tree())[0]
+    close(of(shifted().sqrt(), tree()), vectors @ (np.sqrt(values) * (vectors.T @ flat)))
+    close(of(shifted().map(jnp.log), tree()), vectors @ (np.log(values) * (vectors.T @ flat)))
+
+
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize("batches", [1, 4])
 def test_samples_have_the_covariance(inverse, batches):

@@ -12,7 +12,7 @@
 (`--batch 10`), the schedule of the study for all. `--schedule average` keeps the rate after its warm-up, and scores the
 mean of the weights of the last quarter of the steps. A trial that is in --results is not run again. Of some
 there are results only: "kfac-soap-eigh", a `Soap` that decomposed its factors; "kfac-0.3.0", the default then;
-"kfac-whole", with `find_layers(max_dim=8192)`.
+"kfac-whole", with `find_layers(max_dim=8192)`; "kfac-before", the default between 0.3.0 and today's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import itertools
 import json
 import math
 import os
@@ -228,34 +227,37 @@ def muon(rate: Any, problem: Problem) -> optax.GradientTransformation:
     )  # fmt: skip
 
 
-def prepared(
-    problem: Problem, method: str, rate: Any, seed: int, steps: int, share: int | None = None
-) -> tuple[Any, Any, Iterator[Any]]:
-    """`step(carry, batch) -> (carry, loss)`, its first `carry` of parameters and states, and the batches.
+@functools.cache
+def programs(problem: Problem, method: str, share: int | None) -> tuple[Any, Any]:
+    """`init(params)`, and `either(carry, batch, statistics)`, one program for all rates, seeds and numbers of steps.
 
-    K-FAC takes statistics of every `share`-th example; None: with "cost" set of all, else about as `train_step` does.
+    A `carry` has parameters, their state, that of the optimizer, and the rate of every step.
     """
-    params, state = problem.init(jax.random.key(seed))
-    batches = problem.batches(seed, steps)
-    first = next(batches)
     layers: Any = None
+    settings: dict[str, Any] = {}
     if method in KFAC:
+        params, state = problem.init(jax.random.key(0))
+        first = next(problem.batches(0, 1))
         batch = range(2, 2 + len(first))
         layers = kfac.find_layers(problem.loss, params, state, *first, has_aux=True, batch_argnums=tuple(batch))
         # 0.3 with a quarter of the examples is 0.1.
         share = share or (4 if "cost" not in KFAC[method] and (layers.num_examples or 0) >= 64 else 1)
-        tx: Any = kfac.kfac(rate, layers, **({"cost": 0.3} if share > 1 else {}) | KFAC[method])
-    elif method == "soap":
-        tx = soap(rate, problem)
-    elif method == "muon":
-        tx = muon(rate, problem)
-    else:  # as in the study
-        settings = {"momentum": 0.9, "b2": 0.99, "weight_decay": 5e-4, "vectors": 3.0}
-        tx = methods.METHODS[method].make(rate, settings, None)
+        settings = ({"cost": 0.3} if share > 1 else {}) | KFAC[method]
+
+    def optimizer(rates: jax.Array) -> Any:
+        rate = rates.__getitem__
+        if layers is not None:
+            return kfac.kfac(rate, layers, **settings)
+        if method in ("soap", "muon"):
+            return {"soap": soap, "muon": muon}[method](rate, problem)
+        # as in the study
+        return methods.METHODS[method].make(
+            rate, {"momentum": 0.9, "b2": 0.99, "weight_decay": 5e-4, "vectors": 3.0}, None
+        )
 
     @functools.partial(jax.jit, donate_argnums=0, static_argnames="statistics")
     def either(carry: Any, batch: Any, statistics: bool) -> Any:
-        params, state, opt_state = carry
+        params, state, opt_state, rates = carry
         extra: dict[str, Any] = {}
         if layers is None:
             (loss, state), grads = jax.value_and_grad(problem.loss, has_aux=True)(params, state, *batch)
@@ -264,14 +266,29 @@ def prepared(
                 problem.loss, layers, has_aux=True, subsample=share or 1, statistics=statistics
             )
             (loss, state), grads, extra["factors"] = measure(params, state, *batch)
-        updates, opt_state = tx.update(grads, opt_state, params, **extra)
-        return (optax.apply_updates(params, updates), state, opt_state), loss
+        updates, opt_state = optimizer(rates).update(grads, opt_state, params, **extra)
+        return (optax.apply_updates(params, updates), state, opt_state, rates), loss
+
+    return jax.jit(lambda params: optimizer(jnp.zeros(1)).init(params)), either
+
+
+def prepared(
+    problem: Problem, method: str, rate: Any, seed: int, steps: int, share: int | None = None
+) -> tuple[Any, Any, Iterator[Any]]:
+    """`step(carry, batch) -> (carry, loss)`, its first `carry`, see `programs`, and the batches.
+
+    K-FAC takes statistics of every `share`-th example; None: with "cost" set of all, else about as `train_step` does.
+    """
+    init, either = programs(problem, method, share)
+    params, state = problem.init(jax.random.key(seed))
+    # Of one length for all, as the program depends on it; an index beyond the last finds the last.
+    rates = jnp.broadcast_to(jnp.asarray(rate(jnp.arange(1024)), jnp.float32), 1024)
 
     def step(carry: Any, batch: Any) -> Any:
-        return either(carry, batch, statistics=layers is not None and bool(kfac.due(carry[2])))
+        return either(carry, batch, statistics=method in KFAC and bool(kfac.due(carry[2])))
 
     step.program = either  # type: ignore[attr-defined]
-    return step, (params, state, jax.jit(tx.init)(params)), itertools.chain([first], batches)
+    return step, (params, state, init(params), rates), problem.batches(seed, steps)
 
 
 def run(problem: Problem, method: str, learning_rate: float, seed: int, steps: int, schedule: str) -> dict[str, Any]:
@@ -446,9 +463,9 @@ def main() -> None:
             compiled(name, PROBLEMS[name](options.data_dir, options.batch), options.methods)
         return
     done = {(r["network"], r["method"], r["rate"], r["seed"]) for r in records}
+    problems = {name: PROBLEMS[name](options.data_dir, options.batch) for name in options.networks}
     for seed in options.seeds:
-        for name in options.networks:
-            problem = PROBLEMS[name](options.data_dir, options.batch)
+        for name, problem in problems.items():
             for method in options.methods:
                 for rate in options.rates:
                     if (name, method, rate, seed) in done:

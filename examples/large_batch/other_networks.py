@@ -95,7 +95,7 @@ class Attention(nn.Module):
 
 
 class UNet(nn.Module):
-    width: int = 32
+    width: int = 16
 
     @nn.compact
     def __call__(self, x: jax.Array, level: jax.Array) -> jax.Array:

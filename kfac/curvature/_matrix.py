@@ -1,7 +1,7 @@
 """Symmetric matrices over trees of parameters that are known by their products.
 
-Solutions come from conjugate gradients, eigenvalues from Lanczos' method, traces and determinants from random vectors,
-with their errors.
+Solutions come from conjugate gradients, eigenvalues and functions of the matrix from Lanczos' method, traces and
+determinants from random vectors, with their errors.
 """
 
 from __future__ import annotations
@@ -157,6 +157,14 @@ class ByProducts(Linear):
         """The inverse, each product of which is a `solve` with these options."""
         return Inverted(self, tolerance, max_steps)
 
+    def map(self, fn: Callable[[jax.Array], jax.Array], steps: int = 64) -> Function:
+        """Applies `fn` to the eigenvalues of the matrix; each product takes `steps` steps of Lanczos' method."""
+        return Function(self, fn, steps)
+
+    def sqrt(self, steps: int = 64) -> Function:
+        """The symmetric square root."""
+        return self.map(jnp.sqrt, steps)
+
     def trace(self, key: jax.Array, probes: int = 32) -> Estimate:
         """The trace, from products with random signs (Hutchinson 1990); `key` is a PRNG key."""
         zeros, _ = self._raveled()
@@ -266,6 +274,26 @@ class Inverted(ByProducts):
         """Minus that of the matrix."""
         estimate = self.matrix.logdet(key, probes, steps)
         return Estimate(-estimate.value, estimate.error)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False)
+class Function(ByProducts):
+    """A function of a matrix: products are `|v| Q fn(T) e_1`, with the basis `Q` and matrix `T` of Lanczos' method."""
+
+    matrix: Any
+    fn: Callable[[jax.Array], jax.Array] = dataclasses.field(metadata={"static": True})
+    steps: int = dataclasses.field(metadata={"static": True})
+
+    def like(self) -> Any:
+        return self.matrix.like()
+
+    def matvec(self, tree: Any) -> Any:
+        flat, unravel = ravel_pytree(tree)
+        basis, tridiagonal, _ = lanczos(self.matrix._flat, flat, min(self.steps, flat.size))
+        values, rotation = jnp.linalg.eigh(tridiagonal)
+        weights = jnp.where(rotation[0] == 0, 0.0, rotation[0] * self.fn(values))
+        return unravel(jnp.linalg.norm(flat) * ((rotation @ weights) @ basis))
 
 
 def lanczos(product: Callable, start: jax.Array, steps: int) -> tuple[jax.Array, jax.Array, jax.Array]:
