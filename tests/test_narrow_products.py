@@ -9,6 +9,7 @@ from sklearn.datasets import load_digits
 import kfac
 from kfac._curvature import cholesky, orthonormal
 from kfac._curvature.cholesky import exact_product
+from kfac._statistics.offsets import Axis, _of_pairs, offset_moment
 
 
 def split(x, parts):
@@ -25,6 +26,15 @@ def product_of(precision, a, b):
         return a @ b
     (first, *rest), (other, *more) = (split(x, 2 if precision == "bfloat16_3x" else 1) for x in (a, b))
     return sum((first @ x for x in more), first @ other) + sum((x @ other for x in rest), 0)
+
+
+def test_moments_of_windows_in_half_precision():
+    """On a GPU they are products with shifted copies: those of the widened image, to the rounding of float32 sums."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 6, 5, 4)), jnp.bfloat16)
+    axes = Axis(6, 3, 1, 1, 6), Axis(5, 3, 2, 2, 5)  # size, window, dilation, padding, positions
+    wide = _of_pairs(x.astype(jnp.float32), axes)
+    np.testing.assert_allclose(_of_pairs(x, axes), wide, rtol=1e-5, atol=1e-5 * float(jnp.abs(wide).max()))
+    np.testing.assert_allclose(offset_moment(x, axes), wide, rtol=1e-6)
 
 
 def test_moments_turned_by_products_of_three_parts():

@@ -203,7 +203,7 @@ def move(
     full = (now.rate > 0) & (now.rate <= last) & (now.rate >= highest / 2)
     if now.limit is not None:
         products = {name: x * gradients[name] for name, x in steps.items()}
-        scale = clip_scale(now.limit, now.rate, sum_of_all(place, products)).astype(jnp.float32)
+        scale = clip_scale(now.limit, now.rate, sum_of_all(place, products))
         steps = {name: scale.astype(x.dtype) * x for name, x in steps.items()}
     if moves.rate_in_momentum:
         steps = {name: -now.rate.astype(x.dtype) * x for name, x in steps.items()}
@@ -332,7 +332,9 @@ def measure(
         skipped_statistics=metrics.skipped_statistics + counts[0],
         failed_inversions=metrics.failed_inversions + counts[1],
         skipped_steps=metrics.skipped_steps + ~usable,
-        kl_clip_scale=metrics.kl_clip_scale if scale is None else jnp.where(usable, scale, metrics.kl_clip_scale),
+        kl_clip_scale=metrics.kl_clip_scale
+        if scale is None
+        else jnp.where(usable, scale.astype(jnp.float32), metrics.kl_clip_scale),
         slowest=jnp.where(usable, 1 / extremes[3], metrics.slowest) if rates else jnp.ones((), jnp.float32),
         fastest=jnp.where(usable, extremes[2], metrics.fastest) if rates else jnp.ones((), jnp.float32),
     )

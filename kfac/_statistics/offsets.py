@@ -15,6 +15,7 @@ paddings.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -90,8 +91,15 @@ def offset_moment(x: jax.Array, axes: Sequence[Axis]) -> jax.Array:
     Returns:
       `[*window, channels, *window, channels]`, accumulated in float32 or better.
     """
-    # Narrow operands are convolved into float32 by no backend. Widened their products are the same.
-    x = x.astype(accumulator(x.dtype))
+    wide, of_pairs = accumulator(x.dtype), functools.partial(_of_pairs, axes=axes)
+    if x.dtype == wide:
+        return of_pairs(x)
+    # Narrow operands are convolved into float32 by no backend. Widened their products are the same, but on a GPU slow.
+    return lax.platform_dependent(x, cuda=of_pairs, default=lambda x: of_pairs(x.astype(wide)))
+
+
+def _of_pairs(x: jax.Array, axes: Sequence[Axis]) -> jax.Array:
+    """`offset_moment` from correlations for all offsets at once."""
     distinct = _by_pair(x, x, axes, 0)
     # [*window, *window]: the place among the distinct blocks of each pair of taps.
     rank = len(axes)
@@ -137,8 +145,10 @@ def _correlate(left: jax.Array, right: jax.Array, axes: Sequence[Axis]) -> jax.A
     if not any(axis.steps for axis in axes):
         # All there is to sum over, without the layouts that convolutions need.
         left, right = (part.reshape(-1, part.shape[-1]) for part in (left, right))
-        moment = jnp.einsum("ri,rj->ij", left, right)
+        moment = jnp.einsum("ri,rj->ij", left, right, preferred_element_type=accumulator(left.dtype))
         return moment.reshape((1,) * rank + moment.shape)
+    if left.dtype != accumulator(left.dtype):
+        return _products(left, right, axes)
     middle = tuple(range(1, rank + 1))
     # As in a kernel's gradient, channels take the place of the batch, and examples that of channels.
     spec = lax.ConvDimensionNumbers((rank + 1, 0, *middle), (rank + 1, 0, *middle), (rank + 1, rank, *range(rank)))
@@ -153,3 +163,17 @@ def _correlate(left: jax.Array, right: jax.Array, axes: Sequence[Axis]) -> jax.A
         return ahead
     behind = lax.rev(lax.slice_in_dim(ahead, 1, None, axis=half), range(rank)).mT
     return jnp.concatenate([behind, ahead], axis=half)
+
+
+def _products(left: jax.Array, right: jax.Array, axes: Sequence[Axis]) -> jax.Array:
+    """`_correlate` from a matrix product with shifted copies, which takes narrow operands into float32."""
+    reach = [axis.steps * axis.dilation for axis in axes]
+    padded = jnp.pad(right, [(0, 0), *((r, r) for r in reach), (0, 0)])
+    sizes = left.shape[1:-1]
+    starts = itertools.product(*(range(0, 2 * r + 1, a.dilation) for r, a in zip(reach, axes, strict=True)))
+    shifted = [
+        lax.slice(padded, (0, *at, 0), (len(left), *map(sum, zip(at, sizes, strict=True)), left.shape[-1]))
+        for at in starts
+    ]
+    moment = jnp.einsum("n...i,on...j->oij", left, jnp.stack(shifted), preferred_element_type=accumulator(left.dtype))
+    return moment.reshape(*(2 * axis.steps + 1 for axis in axes), *moment.shape[1:])
