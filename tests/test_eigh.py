@@ -119,13 +119,13 @@ def test_in_float32_and_with_eigenvectors_in_bfloat16(precision, tolerance):
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_plan_counts_the_bytes_of_the_state(precision):
     params, layers, _, _ = setting(jnp.float32)
-    inverse, distribution = kfac.Eigh(precision), kfac.Distribution()
-    tx = kfac.kfac(0.1, layers, inverse=inverse, distribution=distribution, trust_ratio=None)
+    inverse = kfac.Eigh(precision)
+    tx = kfac.kfac(0.1, layers, inverse=inverse, trust_ratio=None)
     state = state_of(jax.eval_shape(tx.init, params))
     kept = [(block.factors, block.inverse) for block in state.blocks.values()]
     kept = kept, state.bases, state.motions
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept))
-    plan = kfac.planning.Assignment(layers, inverse=inverse, distribution=distribution)
+    plan = kfac.planning.Assignment(layers, inverse=inverse)
     assert plan.memory_per_device == held
 
 
