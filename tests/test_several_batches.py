@@ -232,10 +232,12 @@ def test_a_mark_on_one_of_two_terms(loss):
         np.testing.assert_allclose(factors[name].A, a.T @ a / LARGE, rtol=1e-10)
 
 
+@pytest.mark.parametrize("others", [SMALL, LARGE, 2 * LARGE])
 @pytest.mark.parametrize("way", ["none", "number", "mark"])
-def test_rows_of_the_batch_joined_with_others(way):
+def test_rows_of_the_batch_joined_with_others(way, others):
     params, batch = problem()
-    x, y = batch["large"][0], batch["small"][0]
+    x = batch["large"][0]
+    y = jnp.resize(batch["small"][0], (others, x.shape[1]))
 
     def loss(params, x, y):
         z = jnp.tanh(jnp.concatenate([x, y]) @ params["trunk"]) @ params["large"]
@@ -243,7 +245,7 @@ def test_rows_of_the_batch_joined_with_others(way):
         return 0.5 * jnp.mean(jnp.sum(z**2, axis=-1))
 
     layers = kfac.find_layers(loss, params, x, y)
-    measure = kfac.value_and_grad(loss, layers, num_examples=LARGE + SMALL if way == "number" else None)
+    measure = kfac.value_and_grad(loss, layers, num_examples=LARGE + others if way == "number" else None)
     if way == "none":
         with pytest.raises(ValueError, match=r"reads rows of the batch joined with others\. Pass num_examples="):
             jax.eval_shape(measure, params, x, y)

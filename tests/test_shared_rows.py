@@ -172,3 +172,16 @@ def test_a_product_of_constants_alone_is_a_penalty():
 def test_what_such_rows_may_not_meet(meet):
     found = own_factors(lambda p, x: jnp.mean(jnp.tanh(meet(p, x)) ** 2), shapes(), jnp.ones((N, D)))
     assert found["w1"] == f"dot_general: {SHARED}"
+
+
+def test_a_number_made_of_such_rows_may_scale_the_examples(x64):
+    """As the spectral norm does, by power iteration from a constant: the kernel has the gradient's own factors."""
+
+    def loss(p, x):
+        return jnp.mean((x @ p["w"] * jnp.sum(jnp.ones(D) @ p["w"])) ** 2)
+
+    params, x = {"w": normal(0, D, H)}, normal(1, N, D)
+    layers = kfac.find_layers(loss, params, x)
+    assert layers["w"].kind == "gradient"
+    _, gradients, _ = kfac.value_and_grad(loss, layers)(params, x)
+    np.testing.assert_allclose(gradients["w"], jax.grad(loss)(params, x)["w"], rtol=1e-5)

@@ -59,7 +59,7 @@ def _walk(program: Program, n: int | None, hidden: bool) -> None:
                 value.axes = _checked(value, said, n)
                 value.rows = any(value.grown) or any(v.rows for v in op.inputs)
                 value.from_arguments = any(v.from_arguments for v in op.inputs)
-                value.joined = any(v.joined for v in op.inputs) or _joins(op, n)
+                value.joined = any(v.joined for v in op.inputs) or _joins(op)
 
 
 def _placed(op: Op, makers: dict[Value, Op]) -> list[Axes] | None:
@@ -78,12 +78,15 @@ def _placed(op: Op, makers: dict[Value, Op]) -> list[Axes] | None:
     return primitives.placed(op.eqn, axes)
 
 
-def _joins(op: Op, n: int | None) -> bool:
-    """Whether an op puts the rows of `n` examples beside others, as those of a second batch or of a constant."""
-    if op.name != "concatenate" or n is None or all(any(value.grown) for value in op.inputs):
-        return False
-    sizes = zip(op.outputs[0].shape, op.outputs[0].grown, *(value.shape for value in op.inputs), strict=True)
-    return any(longer and size % n > 0 and {size} != set(parts) for size, longer, *parts in sizes)
+def _joins(op: Op) -> bool:
+    """Whether an op puts rows of the batch beside others, as those of a second batch or of a constant.
+
+    What it makes has then neither as many rows with twice as many examples, nor twice as many.
+    """
+    result = op.outputs[0]
+    sizes = zip(result.shape, result.twice or result.shape, *(value.shape for value in op.inputs), strict=False)
+    changed = any(size != twice != 2 * size and {size} != set(parts) for size, twice, *parts in sizes)
+    return op.name == "concatenate" and changed
 
 
 def _is_fresh(indices: Value, column: int, makers: dict[Value, Op]) -> bool:

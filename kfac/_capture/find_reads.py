@@ -195,7 +195,7 @@ class Reads:
         shape, result = op.inputs[sharing[0]].shape, op.outputs[0]
         grown = [k for k, longer in enumerate(result.grown) if longer]
         elementwise = op.name == "broadcast_in_dim" or op.name in primitives.ELEMENTWISE
-        met = [k for k in grown if op.name == "broadcast_in_dim" or shape[k] == 1]
+        met = [k for k in grown if op.name == "broadcast_in_dim" or shape[k : k + 1] == (1,)]
         alike = elementwise and len({op.inputs[k].shape for k in sharing}) == 1
         if alike and len(met) == 1 and result.axes[met[0]] == axes_lib.examples(self.n or 1):
             self.plan.at(path).merges[path[-1]] = met[0]
