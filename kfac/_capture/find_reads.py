@@ -231,8 +231,9 @@ class Reads:
 
         One whose result meets the examples is exact, unless the result reaches the loss in another way as well. One
         whose result never does either reads rows of another batch, which are exact only where marks give that batch's
-        weight in the loss; or constants, as a penalty does, and does not count (`dropped`). Where the loss hides its
-        examples they may be these constants: then it counts as any use. A bias follows its kernel.
+        weight in the loss; or constants. These do not count (`dropped`) if nothing else reads the kernel, as in a
+        penalty; else they may be a batch, as one point of a boundary is, and have no exact rows without a mark. Where
+        the loss hides its examples they may be these constants: then it counts as any use. A bias follows its kernel.
         """
         with_rows = {use.leaf for use in self.uses if not use.late}
         for k, use in enumerate(self.uses):
