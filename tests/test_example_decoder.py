@@ -64,5 +64,6 @@ def test_what_is_reported(decoder, tmp_path, capsys):
     decoder.main(["report", "--results", str(results), "--figure", str(tmp_path / "curves.png")])
     assert "| 5M | 2,048 | 20 | muon | 0.1 | 5.000 | 10 | 3 |" in capsys.readouterr().out
     assert (tmp_path / "curves.png").is_file()
-    (found,) = decoder.curves(results).values()
-    assert decoder.reached(found, 5.5, "step") == 15 and decoder.reached(found, 4.0, "step") is None
+    (found,) = decoder.by_run(results).values()
+    there = decoder.curves.reached(found, "validation", 5.5, falls=True)
+    assert there["step"] == 15 and decoder.curves.reached(found, "validation", 4.0, falls=True) is None

@@ -14,9 +14,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
-import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -33,6 +30,7 @@ import optax  # noqa: E402
 from flax import linen as nn  # noqa: E402
 
 import cifar10  # noqa: E402
+import curves  # noqa: E402
 import kfac  # noqa: E402
 import methods  # noqa: E402
 import models  # noqa: E402
@@ -191,14 +189,9 @@ def run(options: argparse.Namespace) -> None:
     name = {key: getattr(options, key) for key in ("network", "width", "method", "rate", "batch", "horizon", "seed")}
     text = "-".join(map(str, name.values()))
     saved = options.output / f"{text}.npz"
-    options.output.mkdir(parents=True, exist_ok=True)
     programs = Programs(options, images.shape[1:])
-    carry, start, spent, wall = programs.first, 0, 0.0, 0.0
-    leaves, structure = jax.tree.flatten(carry)
-    if saved.is_file():
-        with np.load(saved) as found:
-            carry = jax.tree.unflatten(structure, [jnp.asarray(found[str(k)]) for k in range(len(leaves))])
-            start, spent, wall = int(found["step"]), float(found["spent"]), float(found["wall"])
+    carry, kept = curves.restore(saved, programs.first)
+    start, (spent, wall) = int(kept.get("step", 0)), (kept.get(clock, 0.0) for clock in ("spent", "wall"))
     losses: list[float] = []
     stop = options.stop or options.horizon
     plan = Plan(len(split), options.batch, np.arange(options.batch), options.seed, start, stop)
@@ -216,48 +209,28 @@ def run(options: argparse.Namespace) -> None:
             "processor_seconds": round(spent, 1), "wall_seconds": round(wall, 1),
             "compiling": round(programs.compiling, 1),
         }  # fmt: skip
-        print(json.dumps(row), flush=True)
-        with options.results.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        curves.add(options.results, row)
         if not finite:
             break
-        numbered: dict[str, Any] = {str(k): np.asarray(x) for k, x in enumerate(jax.tree.leaves(carry))}
-        partial = saved.with_suffix(".partial.npz")
-        np.savez(partial, **numbered, step=number, spent=spent, wall=wall)
-        os.replace(partial, saved)
+        curves.keep(saved, carry, step=number, spent=spent, wall=wall)
         losses, began = [], (time.process_time(), time.perf_counter())
 
 
-def curves(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """The rows of each run by its name, in order; of steps that were repeated after a stop the last."""
-    found: dict[str, dict[int, dict[str, Any]]] = {}
-    for row in map(json.loads, path.read_text().splitlines()):
-        name = f"{row['method']} {row['rate']}, {row['horizon']} steps, seed {row['seed']}"
-        found.setdefault(name, {})[row["step"]] = row
-    return {name: [rows[step] for step in sorted(rows)] for name, rows in found.items()}
-
-
-def reached(curve: list[dict[str, Any]], level: float) -> dict[str, float] | None:
-    """Steps and seconds at which a line through the points of a curve is first as high as `level`; None if not seen."""
-    keys = "step", "processor_seconds", "wall_seconds"
-    for before, row in itertools.pairwise(curve):
-        if before["accuracy"] < level <= row["accuracy"]:
-            part = (level - before["accuracy"]) / (row["accuracy"] - before["accuracy"])
-            return {key: before[key] + part * (row[key] - before[key]) for key in keys}
-    return None
+def name_of(row: curves.Row) -> str:
+    return f"{row['method']} {row['rate']}, {row['horizon']} steps, seed {row['seed']}"
 
 
 def report(options: argparse.Namespace) -> None:
     """Prints what each run took to each level, and draws the longest ones."""
-    found = curves(options.results)
+    found = curves.read(options.results, name_of)
     longest = max(curve[-1]["horizon"] for curve in found.values())
-    shown = [level for level in LEVELS if any(reached(curve, level) for curve in found.values())]
+    shown = [level for level in LEVELS if any(curves.reached(curve, "accuracy", level) for curve in found.values())]
     print("| run | accuracy at its end | " + " | ".join(f"{level:.0%}" for level in shown) + " |")
     print("|---" * (2 + len(shown)) + "|")
     for name, curve in found.items():
         cells = []
         for level in shown:
-            there = reached(curve, level)
+            there = curves.reached(curve, "accuracy", level)
             cells.append(f"{there['step']:.0f}, {there['processor_seconds']:.0f} s" if there else "")
         ended = f"{curve[-1]['accuracy']:.2%}" + (f" ({curve[-1]['step']} steps)" if curve[-1]["step"] != curve[-1][
             "horizon"] else "")  # fmt: skip

@@ -11,9 +11,6 @@ from there, for all. `--horizon` is the steps that the schedule is made for. The
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent / "benchmarks"), str(HERE)]
+sys.path[:0] = [str(HERE.parent / folder) for folder in ("benchmarks", "large_batch", "language_model")]
 
 import environment  # noqa: F401, E402, I001  before JAX is imported
 import jax  # noqa: E402
@@ -30,7 +27,9 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from flax import linen as nn  # noqa: E402
 
+import curves  # noqa: E402
 import kfac  # noqa: E402
+import methods  # noqa: E402
 import sources  # noqa: E402
 
 SIZES = {"1M": (128, 3), "5M": (256, 5), "toy": (16, 1)}  # width and blocks
@@ -75,10 +74,7 @@ def muon(rate: optax.Schedule) -> optax.GradientTransformation:
 
 
 def adamw(rate: optax.Schedule) -> optax.GradientTransformation:
-    def kernels(params: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
-
-    return optax.adamw(rate, b2=0.95, weight_decay=0.1, mask=kernels)
+    return optax.adamw(rate, b2=0.95, weight_decay=0.1, mask=methods.is_kernel)
 
 
 def first_order(loss_fn: Any, tx: optax.GradientTransformation) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -138,12 +134,8 @@ def run(options: argparse.Namespace) -> None:
     name = {key: getattr(options, key) for key in names} | {"text": text.checksum[:8]}
     saved = options.output / ("-".join(map(str, name.values())) + ".npz")
     params = jax.jit(lambda key: model.init(key, batch(0)[:, :-1])["params"])(jax.random.key(options.seed))
-    carry, start, seconds, losses = (params, init(params, batch(0))), 0, Seconds(0.0), list[float]()
-    leaves, structure = jax.tree.flatten(carry)
-    if saved.is_file():
-        with np.load(saved) as found:
-            carry = jax.tree.unflatten(structure, [jnp.asarray(found[str(k)]) for k in range(len(leaves))])
-            start, seconds = int(found["step"]), Seconds(float(found["spent"]))
+    carry, kept = curves.restore(saved, (params, init(params, batch(0))))
+    start, seconds, losses = int(kept.get("step", 0)), Seconds(kept.get("spent", 0.0)), list[float]()
     stop = options.stop or options.horizon
     for number in range(start + 1, stop + 1):
         tokens = batch(number)
@@ -158,40 +150,23 @@ def run(options: argparse.Namespace) -> None:
             "validation": round(float(evaluate(carry[0])), 4), "loss": round(float(np.mean(losses)), 4),
             "processor_seconds": round(seconds.spent, 1), "compiling": round(seconds.compiling, 1),
         }  # fmt: skip
-        print(json.dumps(row), flush=True)
-        with options.results.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        curves.add(options.results, row)
         if not np.isfinite(losses[-1]):
             break
-        options.output.mkdir(parents=True, exist_ok=True)
-        numbered: dict[str, Any] = {str(k): np.asarray(x) for k, x in enumerate(jax.tree.leaves(carry))}
-        partial = saved.with_suffix(".partial.npz")
-        np.savez(partial, **numbered, step=number, spent=seconds.spent)
-        os.replace(partial, saved)
+        curves.keep(saved, carry, step=number, spent=seconds.spent)
         losses = []
 
 
-def curves(path: Path) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
-    """The rows of each run, in order; of steps that were repeated after a stop the last."""
-    found: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
-    for row in map(json.loads, path.read_text().splitlines()):
-        key = row["size"], row["sequences"] * CONTEXT, row["horizon"], row["method"], row["rate"], row["seed"]
-        found.setdefault(key, {})[row["step"]] = row
-    return {key: [rows[step] for step in sorted(rows)] for key, rows in sorted(found.items())}
-
-
-def reached(curve: list[dict[str, Any]], level: float, what: str) -> float | None:
-    """Where a line through the points of a curve is first as low as `level`; None if not seen."""
-    for before, row in itertools.pairwise(curve):
-        if before["validation"] > level >= row["validation"]:
-            part = (before["validation"] - level) / (before["validation"] - row["validation"])
-            return before[what] + part * (row[what] - before[what])
-    return None
+def by_run(path: Path) -> dict[tuple[Any, ...], list[curves.Row]]:
+    """The rows of each run, by its size, tokens of a batch, steps, method, rate and seed."""
+    names = "horizon", "method", "rate", "seed"
+    rows = curves.read(path, lambda row: (row["size"], row["sequences"] * CONTEXT, *(row[name] for name in names)))
+    return dict(sorted(rows.items()))
 
 
 def report(options: argparse.Namespace) -> None:
     """Prints how each run ended, and draws those with the longest schedule of each network and batch."""
-    found = curves(options.results)
+    found = by_run(options.results)
     print("| network | tokens of a batch | steps | method | rate | validation loss | processor s | compiling s |")
     print("|---" * 8 + "|")
     for (size, tokens, horizon, method, rate, _), curve in found.items():

@@ -281,8 +281,8 @@ def prepared(
     """
     init, either = programs(problem, method, share)
     params, state = problem.init(jax.random.key(seed))
-    # Of one length for all, as the program depends on it; an index beyond the last finds the last.
-    rates = jnp.broadcast_to(jnp.asarray(rate(jnp.arange(1024)), jnp.float32), 1024)
+    length = max(1024, steps)  # one for all, as the program depends on it
+    rates = jnp.broadcast_to(jnp.asarray(rate(jnp.arange(length)), jnp.float32), length)
 
     def step(carry: Any, batch: Any) -> Any:
         return either(carry, batch, statistics=method in KFAC and bool(kfac.due(carry[2])))

@@ -21,6 +21,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "imagenet"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import environment  # noqa: F401, isort: skip; before JAX is imported
