@@ -83,10 +83,11 @@ def _joins(op: Op) -> bool:
 
     What it makes has then neither as many rows with twice as many examples, nor twice as many.
     """
-    result = op.outputs[0]
-    sizes = zip(result.shape, result.twice or result.shape, *(value.shape for value in op.inputs), strict=False)
-    changed = any(size != twice != 2 * size and {size} != set(parts) for size, twice, *parts in sizes)
-    return op.name == "concatenate" and changed
+    if op.name != "concatenate":
+        return False
+    (result,) = op.outputs
+    sizes = zip(result.shape, result.twice or result.shape, *(value.shape for value in op.inputs), strict=True)
+    return any(size != twice != 2 * size and {size} != set(parts) for size, twice, *parts in sizes)
 
 
 def _is_fresh(indices: Value, column: int, makers: dict[Value, Op]) -> bool:

@@ -129,12 +129,7 @@ class Marks:
         return any(mark.weight != 1 for mark in self.marks)
 
     def num_examples(
-        self,
-        asked: int | None,
-        batch: Batch,
-        kernels: Mapping[str, list[Use]],
-        unmarked: bool = False,
-        joined: str = "",
+        self, asked: int | None, batch: Batch, kernels: dict[str, list[Use]], unmarked: bool = False, joined: str = ""
     ) -> tuple[int | None, str]:
         """How many examples the loss is the mean of; None where it is not clear, and why.
 

@@ -323,6 +323,7 @@ def measure(
     # In one message: as float32, numbers of blocks are exact.
     *sums, apart = way.total(jnp.stack([*counts.astype(jnp.float32), apart]))
     counts, extremes = jnp.stack(sums).astype(jnp.int32), way.largest(extremes)
+    scale = metrics.kl_clip_scale if scale is None else scale.astype(jnp.float32)
     usable = counts[2] == 0  # agreed once more: the next step's decisions follow from it
     new = KfacMetrics(
         gradient_norm=jnp.sqrt(square).astype(jnp.float32),
@@ -332,9 +333,7 @@ def measure(
         skipped_statistics=metrics.skipped_statistics + counts[0],
         failed_inversions=metrics.failed_inversions + counts[1],
         skipped_steps=metrics.skipped_steps + ~usable,
-        kl_clip_scale=metrics.kl_clip_scale
-        if scale is None
-        else jnp.where(usable, scale.astype(jnp.float32), metrics.kl_clip_scale),
+        kl_clip_scale=jnp.where(usable, scale, metrics.kl_clip_scale),
         slowest=jnp.where(usable, 1 / extremes[3], metrics.slowest) if rates else jnp.ones((), jnp.float32),
         fastest=jnp.where(usable, extremes[2], metrics.fastest) if rates else jnp.ones((), jnp.float32),
     )

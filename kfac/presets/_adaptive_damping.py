@@ -136,8 +136,10 @@ def adaptive_damping(
         due = count % every == 0
 
         def measured():
-            has_model = isinstance(inner_state, Predicted)
-            model = inner_state[-2:] if has_model else _along(value_fn, params, changes, num_examples)
+            if isinstance(inner_state, Predicted):
+                model = inner_state.loss, inner_state.change
+            else:
+                model = _along(value_fn, params, changes, num_examples)
             ratio, worse = _reduction_ratio(value_fn, params, changes, model)
             factor = jnp.where(ratio > high, decay**every, jnp.where(ratio < low, decay**-every, 1.0))
             factor = jnp.where(worse, WORSE, jnp.where(due, factor, 1.0))
