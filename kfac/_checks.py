@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import reprlib
@@ -19,18 +20,18 @@ from kfac._layers import Layer, Layers
 from kfac._varying import AxisName, axis_names
 
 
-def check_range(name: str, value: Any, interval: str) -> None:
+def check_range(name: str, value: Any, interval: str, kind: str = "a number or a schedule") -> None:
     """Raises where a number is not in an interval such as `"[0, inf)"`; schedules and tracers are taken as given."""
-    if callable(value) or isinstance(value, jax.core.Tracer):
+    if isinstance(value, jax.core.Tracer) or (callable(value) and kind.endswith("schedule")):
         return
     low, high = map(float, interval[1:-1].split(","))
     try:
-        if isinstance(value, str | bool) or np.shape(value) != ():
+        if value is None or isinstance(value, str | bool) or np.shape(value) != ():
             raise TypeError
         # Rounded as the computation will: 1 - 1e-9 is 1.
         number = float(np.float32(value))
     except (TypeError, ValueError):
-        raise ValueError(f"{name} must be a number or a schedule, but is {value!r}") from None
+        raise ValueError(f"{name} must be {kind}, but is {'a function, ' * callable(value)}{value!r}") from None
     # Bounds are compared in float32, too.
     least = float(np.float32(low))
     above = number > least if interval[0] == "(" else number >= least
@@ -39,21 +40,17 @@ def check_range(name: str, value: Any, interval: str) -> None:
         raise ValueError(f"{name} must lie in {interval[0]}{low:g}, {high:g}{interval[-1]}, but is {value!r}")
 
 
-def check_number(name: str, value: Any, interval: str) -> None:
-    """Raises where a value is no number, which a schedule is not, or is not in an interval."""
-    if callable(value):
-        raise ValueError(f"{name} must be a number, but is a function, {value!r}")
-    check_range(name, value, interval)
+# As `check_range`, where no schedule will do.
+check_number = functools.partial(check_range, kind="a number")
 
 
-def check_count(name: str, value: Any, low: int) -> None:
+def check_count(name: str, value: Any, low: int, hint: str = "") -> None:
     """Raises where a value is no integer, or is below `low`; arrays and floats without a fraction will do."""
     if isinstance(value, jax.core.Tracer):
         return
     number = isinstance(value, (int, float, np.integer, np.ndarray, jax.Array)) and np.shape(value) == ()
     if not number or isinstance(value, bool) or not math.isfinite(value) or value != int(value) or value < low:
-        of_kfac = ", which only kfac.kfac takes" if isinstance(value, str) and value == "auto" else ""
-        raise ValueError(f"{name} must be an integer, at least {low}, but is {value!r}{of_kfac}")
+        raise ValueError(f"{name} must be an integer, at least {low}, but is {value!r}{hint}")
 
 
 def check_positive_int(name: str, value: Any) -> None:
@@ -106,7 +103,8 @@ OPTIONS: dict[str, Callable[[str, Any], None]] = {
     **_rules(check_number, "peak", "[0, inf)"),
     **_rules(check_range, "learning_rate weight_decay", "[0, inf)"),
     **_rules(check_range, "momentum factor_decay", "[0, 1)"),
-    **_rules(check_count, "statistics_every inverse_every every", 1),
+    **_rules(check_count, "statistics_every every", 1),
+    **_rules(check_count, "inverse_every", 1, "; kfac.kfac takes 'auto', too, and None for kfac.state.refresh"),
     **_rules(check_count, "refresh_warmup", 0),
     **_rules(check_positive_int, "max_dim subsample num_examples num_microbatches num_steps"),
     **_rules(check_positive_int, "batch batches devices num_devices k probes"),

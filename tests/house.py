@@ -14,7 +14,7 @@ from typing import NamedTuple
 PACKAGE = Path(__file__).parents[1] / "kfac"
 
 # The limits. Lines are those with code: no docstring, comment or blank line counts.
-LINES = 8227  # to be lowered with every part that gets simpler
+LINES = 8225  # to be lowered with every part that gets simpler
 FUNCTION = 70
 # The modules that may read equations.
 READERS = {f"_capture.{name}" for name in ("program", "equations", "primitives", "replay")}

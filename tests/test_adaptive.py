@@ -391,10 +391,9 @@ def test_what_update_needs():
     params, batch = initial(), examples()
     tx = kfac.presets.adaptive_damping(sgd, 0.5, every=1)
     state, loss = tx.init(params), loss_of()
-    with pytest.raises(ValueError, match="needs the parameters"):
-        tx.update(params, state, value_fn=lambda p: loss(p, batch))
-    with pytest.raises(ValueError, match="value_fn=lambda params"):
-        tx.update(params, state, params)
+    for given in ((None, lambda p: loss(p, batch)), (params, None)):
+        with pytest.raises(ValueError, match=r"needs the parameters and the loss: update\(.*, value_fn=lambda params"):
+            tx.update(params, state, given[0], value_fn=given[1])
     with pytest.raises(ValueError, match=r"adaptive_damping needs the output of the network: mark it"):
         tx.update(params, state, params, value_fn=lambda p: optax.tree.norm(p))
     first = next(iter(params))

@@ -123,6 +123,32 @@ MISTAKES = {
         lambda: optimizer(inverse="soap"),
         r"such as kfac\.Cholesky\(\), but is of type str: 'soap'",
     ),
+    "no rate": (lambda: kfac.kfac(None, layers()), r"learning_rate must be a number or a schedule, but is None"),
+    "no cost": (lambda: optimizer(cost=None), r"cost must be a number, but is None"),
+    "a cost that nothing goes by": (
+        lambda: optimizer(trust_ratio=None, cost=0.2),
+        r'cost=0\.2 is for trust_ratio="auto": without it every step has statistics, so leave cost out',
+    ),
+    "no refreshes in words": (
+        lambda: optimizer(inverse_every="never"),
+        r"inverse_every must be an integer.*'never'; kfac\.kfac takes 'auto', too, and None for kfac\.state\.refresh",
+    ),
+    "an option that train_step has not": (
+        lambda: kfac.train_step(loss_fn, RATE, foo=1),
+        r"^train_step\(\) got an unexpected keyword argument 'foo'",
+    ),
+    "parts of examples": (
+        lambda: kfac.train_step(loss_fn, RATE, num_microbatches=3).init(initial(), batch(0)),
+        r"num_microbatches=3 does not divide the 16 examples of the batch",
+    ),
+    "a loss in the place of the layers": (
+        lambda: kfac.presets.deterministic(loss_fn),
+        r"layers must be what kfac\.find_layers returns, but is function",
+    ),
+    "gradient of what skip leaves out": (
+        lambda: kfac.find_layers(loss_fn, initial(), batch(0), skip=["^out/"], gradient=["bias", "out/kernel"]),
+        r"gradient: 'out/kernel' matches no parameter left by skip=, so it has no effect",
+    ),
     "kl_clip beside auto": (lambda: optimizer(kl_clip=1e-3), r"kl_clip=0\.001 .*: pass trust_ratio=None with it"),
     "skip of one pattern": (
         lambda: kfac.find_layers(loss_fn, initial(), batch(0), skip="bias"),
@@ -174,6 +200,13 @@ def measure(loss_fn=loss_fn, **options):
     return kfac.value_and_grad(loss_fn, options.pop("layers", layers()), **options)
 
 
+def without(**keywords):
+    return kfac.value_and_grad(loss_fn, layers(), statistics=False)(initial(), batch(0), **keywords)
+
+
+train = functools.partial(kfac.train_step, loss_fn, RATE)
+
+
 @pytest.mark.parametrize(
     ("call", "wrong", "words"),
     [
@@ -184,7 +217,18 @@ def measure(loss_fn=loss_fn, **options):
         (measure, {"has_aux": "no"}, "has_aux must be True or False"),
         (measure, {"loss_fn": 3}, "loss_fn must be a function, but is 3"),
         (measure, {"layers": 3}, "layers must be what kfac.find_layers returns, but is int"),
-        (functools.partial(kfac.train_step, loss_fn, RATE), {"verbose": "no"}, "verbose must be True or False"),
+        (measure, {"num_examples": 0, "statistics": False}, "num_examples must be a positive int, but is 0"),
+        (without, {"basis": 3}, "basis is of type int: pass basis=kfac.curvature.eigenbasis"),
+        (train, {"verbose": "no"}, "verbose must be True or False"),
+        (train, {"fisher": "x"}, "fisher must be one of 'empirical'"),
+        (train, {"communication_dtype": "x"}, "communication_dtype must be one of 'float32'"),
+        (train, {"strict": 1}, "strict must be True or False"),
+        (train, {"max_dim": 0.5}, "max_dim must be a positive int"),
+        (train, {"damping": -1}, r"damping must lie in \(0, inf\), but is -1"),
+        (train, {"inverse": "soap"}, r"inverse must be a kind of inverse such as kfac\.Cholesky"),
+        (train, {"trust_ratio": None, "cost": 0.2}, r"cost=0\.2 is for trust_ratio"),
+        *((train, {name: 0}, f"{name} must be a positive int, but is 0") for name in ("num_microbatches", "subsample")),
+        *((train, {name: "w"}, f"{name} must be a sequence of regular") for name in ("skip", "reduce", "gradient")),
     ],
 )
 def test_a_wrong_option_is_not_taken_for_another(call, wrong, words):

@@ -112,8 +112,10 @@ def test_without_marks_the_message_says_to_mark(given, apart):
     args, named = ((batch["large"], batch["small"]), {"batch_argnums": (1, 2)}) if apart else ((batch,), {})
     joined = (lambda p, large, small: loss(p, {"large": large, "small": small})) if apart else loss
     layers = kfac.find_layers(joined, params, *args, **named)
-    with pytest.raises(ValueError, match=r"(?s)may be the 96 .* or the 32 .*Mark the output of each batch"):
+    with pytest.raises(ValueError, match=r"(?s)may be the 96 .* or the 32 .*Mark the output of each batch") as error:
         jax.eval_shape(kfac.value_and_grad(joined, layers, **given), params, *args)
+    assert ("belongs in an argument of its own" in str(error.value)) == (not apart)
+    assert "batch_argnums=" not in str(error.value)  # which is said already
 
 
 @pytest.mark.parametrize("first", ["large", "small"])
@@ -125,7 +127,39 @@ def test_a_second_batch_without_marks_has_no_rows(first):
         lambda p, a, b: loss_fn(p, {first: a, second: b}, marked=False), params, batch[first], batch[second]
     )
     assert {layer.name: layer.kind for layer in layers} == {first: "dense", second: "gradient", "trunk": "gradient"}
-    assert "rows of another batch, without kfac.output" in str(layers)
+    assert "rows of another batch, without kfac.output(..., weight=) or batch_argnums=(1, 2)" in str(layers)
+
+
+def test_two_batches_of_one_length_have_rows_where_both_are_named():
+    """As of a discriminator, which sees real examples and others."""
+    params, batch = problem()
+    x = batch["large"][0]
+
+    def loss(p, real, others):
+        scores = (jnp.tanh(z @ p["trunk"]) @ p["large"] for z in (real, others))
+        return sum(jax.nn.softplus(sign * s).mean() for sign, s in zip((-1, 1), scores, strict=True))
+
+    params = {name: params[name] for name in ("trunk", "large")}
+    layers = [kfac.find_layers(loss, params, x, x[::-1], batch_argnums=k) for k in (None, (1, 2))]
+    assert [[layer.kind for layer in found] for found in layers] == [["gradient"] * 2, ["dense"] * 2]
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_penalty_of_products_with_a_constant(marked):
+    """It is named where it takes a layer's rows, and has rows of its own where it is marked."""
+    params, batch = problem()
+
+    def loss(p, x):
+        z, r = jnp.tanh(x @ p["trunk"]) @ p["large"], jnp.ones((1, 6)) @ p["trunk"]
+        if marked:
+            z, r = kfac.output(z, "residual"), kfac.output(r, "residual", weight=0.2 * LARGE)
+        return 0.5 * jnp.mean(jnp.sum(z**2, -1)) + 0.1 * jnp.sum(r**2)
+
+    params = {name: params[name] for name in ("trunk", "large")}
+    layers = kfac.find_layers(loss, params, batch["large"][0])
+    assert layers["trunk"].kind == ("dense" if marked else "gradient")
+    why = "dot_general: it reads a constant [1, 6] too, as a penalty does, without kfac.output(..., weight=)"
+    assert (layers["trunk"].note == why) == (not marked)
 
 
 @pytest.mark.parametrize("laplacian", ["nested", "hessian", "jacfwd"])
@@ -198,7 +232,7 @@ def test_a_closure_of_two_batches_is_not_counted_as_one(loss):
     params, batch = problem()
     closed, given = lambda p: loss(p, batch), None if loss is second_marked else LARGE
     layers = kfac.find_layers(closed, params)
-    with pytest.raises(ValueError, match=r"maybe of a second batch.*Mark|other terms of the loss no mark"):
+    with pytest.raises(ValueError, match=r"maybe of a second batch.*Mark|no mark,.*, and mark the other terms too"):
         jax.eval_shape(kfac.value_and_grad(closed, layers, num_examples=given), params)
 
 

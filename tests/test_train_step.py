@@ -113,13 +113,8 @@ def test_equinox_with_sampled_targets():
 
 
 def test_unknown_options_are_errors():
-    step = kfac.train_step(lambda p, b: jnp.mean((b @ p) ** 2), 0.1, dampening=1.0)
-    with pytest.raises(TypeError, match="dampening"):
-        step.init(jnp.ones((5, 2)), x)
-    step = kfac.train_step(lambda p, b: jnp.mean((b @ p) ** 2), 0.1, inverse="soap")
-    for call in (step.init,):
-        with pytest.raises(ValueError, match=r"inverse must be a kind of inverse such as kfac\.Cholesky"):
-            call(jnp.ones((5, 2)), x)
+    with pytest.raises(TypeError, match=r"^train_step\(\) .* 'dampening'"):
+        kfac.train_step(lambda p, b: jnp.mean((b @ p) ** 2), 0.1, dampening=1.0)
 
 
 def perceptron():

@@ -153,9 +153,6 @@ def register_primitive(operation: Callable[..., Any] | Any, like: Callable[..., 
       like: a function of the same arrays, in the same order, that is a single operation of JAX: a product `x @ w`
         (`jnp.einsum`, `lax.dot_general`), a convolution, a change of form. None: look inside.
 
-    Returns:
-      Nothing.
-
     Raises:
       ValueError: `operation` is none of these, or `like` no function.
     """

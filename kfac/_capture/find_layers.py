@@ -81,8 +81,8 @@ def find_layers(
     Raises:
       UnsupportedLayerError: with `strict`, leaves have no exact rows; the message names them all, says why and how to
         go on.
-      ValueError: a pattern matches no leaf, or is no regular expression; `max_dim` is no positive int; `batch_argnums`
-        names no argument.
+      ValueError: a pattern matches no leaf, or none on which it has an effect, or is no regular expression; `max_dim`
+        is no positive int; `batch_argnums` names no argument.
       TypeError: `loss_fn` does not return a real scalar, or a parameter leaf is no real array.
     """
     check_function(loss_fn)
@@ -137,14 +137,13 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
     names, shapes, batch = traced.names, traced.shapes, traced.batch
     empty = {leaf for leaf, shape in enumerate(shapes) if 0 in shape}
     skipped = _matching("skip", options.skip, names) | empty
-    reduced = _matching("reduce", options.reduce, names)
     reads = Reads(traced, skipped)
     by_leaf: dict[int, list[Use]] = collections.defaultdict(list)
     for use in reads.uses:
         if not use.dropped:
             by_leaf[use.leaf].append(use)
     order = {leaf: place for place, leaf in enumerate(by_leaf)}  # uses come in the order of the program
-    chosen = _matching("gradient", options.gradient, names)
+    chosen = _matching("gradient", options.gradient, names, {*range(len(names))} - skipped, "parameter left by skip=")
     products = {leaf for leaf, uses in by_leaf.items() if any(use.read.op in KRONECKER_KINDS for use in uses)}
 
     # Leaves without exact rows leave `by_leaf`: those that the walk has noted, that the user has chosen, and of which
@@ -164,9 +163,7 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
     biases = {companions[leaf] for leaf in kernels & companions.keys()}
     leave_inexact(by_leaf.keys() - kernels - biases, lambda uses: _no_examples(uses, batch.num_examples))
     companions = {leaf: other for leaf, other in companions.items() if {leaf, other} <= by_leaf.keys()}
-    for pattern in options.reduce:
-        if not _matching("reduce", (pattern,), names) & kernels:
-            raise ValueError(f"reduce: {pattern!r} matches no kernel of a product with exact rows, so it has no effect")
+    reduced = _matching("reduce", options.reduce, names, kernels, "kernel of a product with exact rows")
     kernel_uses = {names[leaf]: [use for use in by_leaf[leaf] if not use.late] for leaf in kernels}
     n, unclear = marks.num_examples(num_examples, batch, kernel_uses, reads.unmarked, reads.joined)
 
@@ -232,7 +229,8 @@ def _bounded(layer: Layer, max_dim: int | None) -> Layer:
     return dataclasses.replace(layer, diagonal=diagonal, cut=(counts.get("A", 1), counts.get("G", 1)), note=note)
 
 
-def _matching(option: str, patterns: tuple[str, ...], names: Sequence[str]) -> set[int]:
+def _matching(option: str, patterns: Sequence[str], names: list[str], useful: Any = None, what: str = "") -> set[int]:
+    """The leaves that patterns name, each at least one that is `useful`."""
     matching = set()
     for pattern in patterns:
         try:
@@ -241,6 +239,8 @@ def _matching(option: str, patterns: tuple[str, ...], names: Sequence[str]) -> s
             raise ValueError(f"{option}: {pattern!r} is not a regular expression: {error}") from None
         if not leaves:
             raise ValueError(f"{option}: {pattern!r} matches no parameter; the parameters are {', '.join(names)}")
+        if useful is not None and not leaves & useful:
+            raise ValueError(f"{option}: {pattern!r} matches no {what}, so it has no effect")
         matching |= leaves
     return matching
 

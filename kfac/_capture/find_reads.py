@@ -243,8 +243,10 @@ class Reads:
                 # A loss that hides its examples may have them in constants.
                 apart = self.n is not None and (self.unmarked or use.unmarked)
                 if apart and (use.of_arguments or use.leaf in with_rows):
-                    why = "it reads rows of another batch, without kfac.output(..., weight=)"
-                    self._note(use.leaf, use.read.name, why, use)
+                    shape = [math.prod(atom.size for atom in axis) for axis in use.read.x_axes]
+                    what = "rows of another batch" if use.of_arguments else f"a constant {shape} too, as a penalty does"
+                    how = "kfac.output(..., weight=)" + " or batch_argnums=(1, 2)" * use.of_arguments
+                    self._note(use.leaf, use.read.name, f"it reads {what}, without {how}", use)
                 else:
                     self.uses[k] = dataclasses.replace(use, late=False, dropped=apart)
             kernel = self.uses[use.joined[0]] if use.joined else use  # that comes before it

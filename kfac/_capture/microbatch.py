@@ -92,9 +92,8 @@ def split_positions(
     positions = sorted(int(k) for k in named_arguments(argnums, range(1, len(args)), len(args) - 1))
     lengths = leading_lengths([args[k] for k in positions])
     if len(lengths) > 1:
-        raise ValueError(
-            f"arrays to split have different lengths {', '.join(map(str, lengths))}: pass what all parts share apart"
-        )
+        what = f"different lengths {', '.join(map(str, lengths))}"
+        raise ValueError(f"arrays to split have {what}: pass what all parts share apart")
     beside: list[tuple[int | str, Any]] = [(k, x) for k, x in enumerate(args) if k and k not in positions]
     for name, argument in [*beside, *kwargs.items()] if batch_argnums is None else ():
         arrays = [x for x in jax.tree.leaves(argument) if not is_key(x)]

@@ -173,18 +173,17 @@ class Marks:
             return next(iter(rows)), ""
         if not (hidden or batch.several or (joined and not rows)):
             return batch.num_examples, ""
-        why = batch.hidden or "a weight counts in units of one of them"
+        why, how = batch.hidden or "a weight counts in units of one of them", " Pass num_examples= to value_and_grad"
         if rows:
             seen = " and ".join(f"{count} ({list(mark.shape)})" for count, mark in rows.items())
             why = f"the marked outputs have {seen} rows,{' other terms of the loss no mark,' * bool(beside)} and {why}"
-        elif joined:
-            why = f"{joined} reads rows of the batch joined with others"
-        elif batch.several:
-            why += f".{apart}"
-        return None, (
-            f"the number of examples is not clear: {why}. Pass num_examples= to value_and_grad, or mark the output "
-            "with kfac.output; or pass the batch as an argument of loss_fn, and say batch_argnums= to find_layers"
-        )
+            how += ", and mark the other terms too, kfac.output(..., weight=)" * bool(beside)
+        elif batch.several and not joined:
+            how = f"{apart}, and pass num_examples= to value_and_grad"
+        else:
+            why = f"{joined} reads rows of the batch joined with others" if joined else why
+            how += ", or mark the output with kfac.output; or pass the batch as an argument, named by batch_argnums="
+        return None, f"the number of examples is not clear: {why}.{how}"
 
     def require(self, what: str, names: Sequence[str], skipped: Collection[str]) -> None:
         """Raises a `ValueError` unless every parameter of the loss acts on it through a marked output."""

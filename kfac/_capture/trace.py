@@ -228,7 +228,8 @@ def _joined(batches: Sequence[Batch]) -> Batch:
 def _why_hidden(several: Sequence[Batch], reasons: Sequence[str]) -> str:
     if several:
         each = " or ".join(f"the {batch.num_examples} of {batch.where}" for batch in several)
-        return f"the examples may be {each}: let the batch be arguments of its own, and say batch_argnums="
+        apart = len({batch.argnums for batch in several}) == len(several)
+        return f"the examples may be {each}{': what is no batch belongs in an argument of its own' * (not apart)}"
     return reasons[0] if reasons else "no argument of the loss has an array with a leading axis"
 
 

@@ -15,7 +15,7 @@ from kfac._capture.outputs import Draw, Marks, at_weight, find_marks, keys_of, r
 from kfac._capture.plan import Planned, plan_taps
 from kfac._capture.replay import replay
 from kfac._capture.trace import Trace, aim_at, batch_of, is_array, is_key, trace
-from kfac._checks import check, check_by_layer, check_function, check_layers
+from kfac._checks import check, check_by_layer, check_function, check_given, check_layers
 from kfac._factors import Factors
 from kfac._layers import Layers
 from kfac._varying import as_varying, device_key, lying_as, on_mesh, varying_axes, varying_in, within_devices, zeros_of
@@ -90,12 +90,15 @@ def value_and_grad(
     check_function(loss_fn)
     check(has_aux=has_aux, fisher=fisher, subsample=subsample, statistics=statistics)
     check(communication_dtype=communication_dtype)
+    check_given(num_examples=num_examples)
     drawn = fisher != "empirical"
 
     @on_mesh
     @functools.wraps(loss_fn)
     def with_factors(params, *args, **kwargs):
         key, basis = _fisher_key(kwargs, fisher), kwargs.pop("basis", None)
+        if basis is not None:
+            check_basis(basis, layers)
         # With replicated parameters, shard_map would sum gradients and statistics over devices inside autodiff.
         axes = varying_axes([x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array)])
         params = as_varying(params, axes | varying_axes(params))
@@ -113,10 +116,8 @@ def value_and_grad(
         moments = basis is not None
         planned = plan_taps(traced, layers, marks, num_examples, subsample, moments, communication_dtype)
         entries: dict[Any, Any] = {}
-        if basis is not None:
-            check_basis(basis, layers)
-            for name, sums in planned.sums.items():
-                entries |= sums.basis(basis[name]) if sums.basis else {}
+        for name, sums in planned.sums.items():
+            entries |= sums.basis(basis[name]) if sums.basis else {}
         if key is not None:
             marks.place(planned.plan, lambda mark: Draw(mark, planned.num_examples, fisher == "expected"))
             entries |= keys_of(marks, device_key(key, axes | varying_axes([*traced.program.consts.values()])))

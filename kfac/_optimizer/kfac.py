@@ -91,7 +91,8 @@ def kfac(
         of both: the shortest, 16 steps at most, at which their FLOPs are this share of those of the gradients of the
         batch that the layers were found with, where a FLOP of a refresh counts three times, as it takes on a CPU. The
         first ten steps have both. `due` says of a state whether the next step is one with statistics: `train_step`
-        goes by it. Without `trust_ratio="auto"` every step is, as nothing else holds the length of a stale step.
+        goes by it. Without `trust_ratio="auto"` every step is, as nothing else holds the length of a stale step: then
+        leave it out.
       inverse_every: steps between refreshes of the inverses; None leaves them to `refresh`. "auto": that of `cost`.
         `plan` counts for other machines.
       inverse: how Kronecker blocks are inverted: `Cholesky()`, `Eigh()`, `Ekfac()`, `Soap()` or one's own. With "auto"
@@ -111,14 +112,13 @@ def kfac(
     inverse, every = chosen(layers, trust_ratio, inverse, cost)
     damping = (inverse.relative_damping if auto else 1e-3) if damping is None else damping
     inverse = dataclasses.replace(inverse, relative=True) if auto else inverse
-    if isinstance(inverse_every, str) and inverse_every == "auto":
-        inverse_every = every
+    inverse_every = every if isinstance(inverse_every, str) and inverse_every == "auto" else inverse_every
     nesterov = momentum is not None if nesterov is None else nesterov
     layer_rates = (auto and momentum is not None) if layer_rates is None else layer_rates
     return assemble(
         layers, Moves(kl_clip, learning_rate, False, momentum, nesterov, trust_ratio, layer_rates),
         weight_decay=weight_decay, weight_decay_mask=weight_decay_mask, inverse=inverse, damping=damping,
-        statistics_every=every, inverse_every=inverse_every, distribution=distribution,
+        statistics_every=every, inverse_every=inverse_every, distribution=distribution, cost=cost,
     )  # fmt: skip
 
 
@@ -132,11 +132,11 @@ def chosen(layers: Layers, trust_ratio: Any, inverse: Inverse | None, cost: floa
 
 
 def assemble(
-    layers: Layers, moves: Moves, *, weight_decay: Any, weight_decay_mask: Any, **preconditioner: Any
+    layers: Layers, moves: Moves, *, weight_decay: Any, weight_decay_mask: Any, cost: float = 0.1, **preconditioner: Any
 ) -> Optimizer:
     """The preconditioner with what follows it, weight decay and the learning rate."""
     options = Options(**preconditioner)
-    check_options(options, moves, weight_decay, weight_decay_mask)
+    check_options(options, moves, weight_decay_mask, weight_decay=weight_decay, cost=cost)
     before = moves.learning_rate if moves.rate_in_momentum else None
 
     def build(layers):

@@ -17,13 +17,11 @@ from kfac._optimizer.moves import Moves, ScalarOrSchedule
 CONFLICTS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         lambda o: o.layer_rates and (o.trust_ratio != "auto" or o.momentum is None),
-        'layer_rates=True is for trust_ratio="auto" with momentum=, which tells the direction of the step before: pass '
-        "these, or layer_rates=False",
+        'layer_rates=True is for trust_ratio="auto" with momentum, the last direction: pass both, or layer_rates=False',
     ),
     (
         lambda o: o.kl_clip is not None and o.trust_ratio == "auto",
-        "kl_clip={kl_clip!r} bounds the length of a step, which trust_ratio='auto' then sets anew: pass "
-        "trust_ratio=None with it",
+        "kl_clip={kl_clip!r} bounds the length of a step, which trust_ratio='auto' sets: pass trust_ratio=None with it",
     ),
     (
         lambda o: o.rate_in_momentum and o.trust_ratio is not None,
@@ -41,9 +39,10 @@ CONFLICTS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "inverse_every=None leaves all refreshes to kfac.state.refresh, so refresh_warmup={refresh_warmup!r} has no "
         "place: leave it at None",
     ),
-    (
-        lambda o: o.weight_decay is None and o.weight_decay_mask is not None,
-        "weight_decay_mask needs weight_decay, but weight_decay is None",
+    (lambda o: o.weight_decay is None and o.weight_decay_mask is not None, "weight_decay_mask needs weight_decay"),
+    (  # 0.1 is the default
+        lambda o: o.trust_ratio != "auto" and not isinstance(o.cost, jax.core.Tracer) and o.cost != 0.1,
+        'cost={cost!r} is for trust_ratio="auto": without it every step has statistics, so leave cost out',
     ),
 )
 
@@ -65,7 +64,7 @@ class Options(NamedTuple):
     unitwise_damping: ScalarOrSchedule = 1.0
 
 
-def check_options(options: Options, moves: Moves, weight_decay: Any = None, weight_decay_mask: Any = None) -> None:
+def check_options(options: Options, moves: Moves, weight_decay_mask: Any = None, **more: Any) -> None:
     """Raises a `ValueError` where an option is out of range, or two do not go together."""
     mask, leaves = weight_decay_mask, jax.tree.leaves(weight_decay_mask)
     if isinstance(mask, bool | jax.Array) or not (callable(mask) or all(isinstance(x, bool) for x in leaves)):
@@ -76,7 +75,7 @@ def check_options(options: Options, moves: Moves, weight_decay: Any = None, weig
         )
     check_inverse(options.inverse)
     check_distribution(options.distribution)
-    values = {**vars(moves), **options._asdict(), "weight_decay": weight_decay, "weight_decay_mask": weight_decay_mask}
+    values = {"weight_decay": None, "cost": 0.1, **vars(moves), **options._asdict(), "weight_decay_mask": mask, **more}
     skipped = {name for name in LEFT_OUT if values[name] is None or (name == "trust_ratio" and values[name] == "auto")}
     check(**{name: value for name, value in values.items() if name in OPTIONS and name not in skipped})
     for holds, sentence in CONFLICTS:

@@ -133,19 +133,22 @@ def train_step(
       A `TrainStep`.
 
     Raises:
-      TypeError: `kfac.kfac` has no such option; when a step is traced.
-      ValueError: `loss_fn` is no function; when a step is traced, the batch of micro-batches is not among the
+      TypeError: `kfac.kfac` has no such option.
+      ValueError: an argument is out of range; when a step is traced, the batch of micro-batches is not among the
         positional arguments; and as of the functions that it calls.
     """
     check_function(loss_fn)
-    check(learning_rate=learning_rate, num_microbatches=num_microbatches, has_aux=has_aux, verbose=verbose)
+    check(has_aux=has_aux, fisher=fisher, communication_dtype=communication_dtype, num_microbatches=num_microbatches)
+    check(skip=skip, reduce=reduce, gradient=gradient, strict=strict, verbose=verbose)
+    check_given(num_examples=num_examples, subsample=subsample, batch_argnums=batch_argnums, max_dim=max_dim)
     if "layers" in options:
         raise TypeError("train_step finds the layers by itself: leave layers= out, and pass skip= and max_dim= here")
-    check_given(num_examples=num_examples, subsample=subsample, batch_argnums=batch_argnums)
+    try:
+        kfac(learning_rate, Layers((), ()), **options)  # which checks them, whatever the layers are
+    except TypeError as error:
+        raise TypeError(str(error).replace("kfac()", "train_step()")) from None
     if num_examples is not None and num_examples % num_microbatches:
-        raise ValueError(
-            f"num_microbatches={num_microbatches} does not divide num_examples={num_examples}, those of the batch"
-        )
+        raise ValueError(f"num_microbatches={num_microbatches} does not divide num_examples={num_examples}")
     cache: dict[Any, Layers] = {}  # of arguments of some shapes
     inverse = options.get("inverse")
     moments = isinstance(inverse, Inverse) and inverse.takes_moments
@@ -160,11 +163,12 @@ def train_step(
             loss_fn, params, *args, has_aux=has_aux, skip=skip, reduce=reduce, gradient=gradient, strict=strict,
             max_dim=bound, batch_argnums=batch_argnums, **kwargs
         )  # fmt: skip
+        if (count := cache[shapes].num_examples or 0) % num_microbatches:
+            raise ValueError(f"num_microbatches={num_microbatches} does not divide the {count} examples of the batch")
         # The interval of "auto" goes by examples; a last batch that has fewer must not change it.
         layers = dataclasses.replace(cache[shapes], num_examples=next(iter(cache.values())).num_examples)
-        many = [
-            (x.num_examples or 0) // num_microbatches >= 64 for x in (layers, cache[shapes])
-        ]  # fewer were not tried
+        # Fewer were not tried.
+        many = [(x.num_examples or 0) // num_microbatches >= 64 for x in (layers, cache[shapes])]
         full, quarter = (seldom_work(layers, Soap(), every) or 1 for every in (1, 4))
         cheaper = {"cost": options.get("cost", 0.1) * full / quarter} if thin and many[0] else {}
         return layers, subsample or (4 if thin and many[1] else 1), options | cheaper
@@ -183,10 +187,8 @@ def train_step(
         )  # fmt: skip
         if num_microbatches > 1:
             measure = microbatch(measure, num_microbatches, batch_argnums=_split(layers, batch_argnums))
-        keywords = kwargs if fisher_key is None else {**kwargs, "fisher_key": fisher_key}
-        if moments:
-            keywords = {**keywords, "basis": eigenbasis(opt_state, layers)}
-        value, grads, factors = measure(params, *args, **keywords)
+        basis = {"basis": eigenbasis(opt_state, layers)} if moments else {}
+        value, grads, factors = measure(params, *args, fisher_key=fisher_key, **basis, **kwargs)
         updates, opt_state = kfac(learning_rate, layers, **optional).update(grads, opt_state, params, factors=factors)
         return optax.apply_updates(params, updates), opt_state, value
 
@@ -242,8 +244,6 @@ def _split(layers: Layers, argnums: int | Sequence[int] | None) -> int | Sequenc
         return argnums
     named = [k for k in layers.batch_argnums if isinstance(k, str)]
     if named:
-        raise ValueError(
-            f"num_microbatches: the batch must be in positional arguments, but {', '.join(map(repr, named))} of it are "
-            "keyword arguments"
-        )
+        what = f"{', '.join(map(repr, named))} of it are keyword arguments"
+        raise ValueError(f"num_microbatches: the batch must be in positional arguments, but {what}")
     return [k for k in layers.batch_argnums if isinstance(k, int)]

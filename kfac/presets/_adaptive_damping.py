@@ -118,11 +118,9 @@ def adaptive_damping(
         return AdaptiveDampingState(none, damping, ratio, inner_state, none, jnp.zeros((), bool))
 
     def update(updates, state, params=None, *, value_fn=None, **extra):
-        if params is None:
-            raise ValueError("adaptive_damping needs the parameters: call update(grads, state, params, value_fn=...)")
-        if value_fn is None:
-            how = "value_fn=lambda params: loss_fn(params, batch)"
-            raise ValueError(f"adaptive_damping measures the loss after the step: call update(..., {how})")
+        if params is None or value_fn is None:
+            how = "update(grads, state, params, value_fn=lambda params: loss_fn(params, batch))"
+            raise ValueError(f"a damping that follows the loss after the step needs the parameters and the loss: {how}")
         if has_masked(params):
             raise ValueError(
                 "adaptive_damping measures the loss of all parameters, but optax.masked or optax.partition hides some: "

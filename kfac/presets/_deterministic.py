@@ -12,6 +12,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from kfac._capture.outputs import marked
+from kfac._checks import check_layers
 from kfac._curvature.eigh import Eigh
 from kfac._layers import Layers
 from kfac._optimizer.scale_by_kfac import scale_by_kfac
@@ -51,13 +52,14 @@ def deterministic(layers: Layers, *, num_examples: int | None = None) -> optax.G
       An `optax.GradientTransformationExtraArgs`; `kfac.diagnostics` reports `damping`, `reduction_ratio`, `taken_back`.
 
     Raises:
-      ValueError: in `update`: as of `adaptive_damping`, or this is inside of `shard_map` or `pmap`. Several devices are
-        used by placing parameters and batch on a mesh.
+      ValueError: `layers` are none; in `update`: as of `adaptive_damping`, or this is inside of `shard_map` or `pmap`.
+        Several devices are used by placing parameters and batch on a mesh.
 
     References:
       Martens and Grosse, "Optimizing Neural Networks with Kronecker-factored Approximate Curvature", 2015,
       https://arxiv.org/abs/1503.05671; Martens, "Deep learning via Hessian-free optimization", ICML 2010
     """
+    check_layers(layers)
     step = functools.partial(_quadratic_step, layers, num_examples)
     return adaptive_damping(step, 1.0, every=1, decay=0.5, minimum=0.1, maximum=1e6, num_examples=num_examples)
 
