@@ -151,11 +151,27 @@ def test_determinants_and_traces_with_their_errors(near):
 
 
 def test_blocks_make_a_determinant_of_few_steps_good():
-    """What the steps leave out is not in the error."""
+    """What the steps leave out is in the error."""
     matrices = [2 * whole(blocks=near) + 1e-3 for near in (blocks(), None)]
     exact = np.linalg.slogdet(2 * dense() + 1e-3 * np.eye(40))[1]
-    near, alone = (abs(matrix.logdet(jax.random.key(1), 64, steps=8).value - exact) for matrix in matrices)
-    assert near < 0.4 * alone
+    found = [matrix.logdet(jax.random.key(1), 64, steps=8) for matrix in matrices]
+    near, alone = (abs(estimate.value - exact) for estimate in found)
+    assert near < 0.4 * alone and near < 2 * found[0].error and alone < 2 * found[1].error
+    single = matrices[0].logdet(jax.random.key(1), probes=1)
+    assert np.isinf(single.error) and np.isfinite(single.value)
+
+
+@pytest.mark.parametrize("steps", [6, 40])
+@pytest.mark.parametrize("near", [False, True])
+@pytest.mark.parametrize("shift", [1e-4, 1.0])
+def test_determinants_lie_within_two_errors(shift, near, steps):
+    """Of 40 keys with 16 vectors each; where the steps are too few, the error says so."""
+    matrix, exact = 2 * whole(blocks=blocks() if near else None) + shift, 2 * dense() + shift * np.eye(40)
+    found = jax.jit(lambda keys: jax.lax.map(lambda key: tuple(matrix.logdet(key, 16, steps)), keys))
+    values, errors = found(jax.random.split(jax.random.key(0), 40))
+    assert np.mean(np.abs(values - np.linalg.slogdet(exact)[1]) < 2 * errors) >= 0.85  # 0.94 are expected
+    if steps == 40:
+        assert 0.7 < np.mean(errors) / np.std(values) < 1.4
 
 
 def test_functions():

@@ -20,7 +20,7 @@ from kfac._checks import check
 
 
 class Estimate(NamedTuple):
-    """A number from random vectors, and the standard error of their mean."""
+    """A number from random vectors, and its error: the standard error of their mean."""
 
     value: jax.Array
     error: jax.Array
@@ -183,7 +183,8 @@ class ByProducts(Linear):
         Args:
           key: a PRNG key.
           probes: random vectors.
-          steps: products with each. The error does not say whether they are enough; with blocks few are.
+          steps: products with each; with blocks few are enough. What more would change is in the error, as far as the
+            second half of them tells: their change is added to the standard error, in squares.
         """
         zeros, _ = self._raveled()
         root = None if self.near is None else self.near.inv_sqrt()._flat
@@ -191,18 +192,19 @@ class ByProducts(Linear):
         def of_one(key):
             start = jax.random.rademacher(key, zeros.shape, zeros.dtype)
             product = self._flat if root is None else lambda v: root(self._flat(root(v)))
-            values, rotation = jnp.linalg.eigh(lanczos(product, start, min(steps, zeros.size))[1])
-            weights = jnp.square(rotation[0])
-            return zeros.size * jnp.sum(jnp.where(weights > 0, weights * jnp.log(values), 0.0))
+            tridiagonal = lanczos(product, start, min(steps, zeros.size))[1]
+            parts = [tridiagonal[:k, :k] for k in (len(tridiagonal), -(-len(tridiagonal) // 2))]  # of half of the steps
+            return zeros.size * jnp.stack([first_column(jnp.log, part)[0] for part in parts])
 
-        estimate = _mean(of_one, key, probes)
-        return estimate if root is None else Estimate(estimate.value + self.near.logdet(), estimate.error)
+        (value, half), errors = _mean(of_one, key, probes)
+        return Estimate(value + (0 if root is None else self.near.logdet()), jnp.hypot(errors[0], value - half))
 
 
 def _mean(of_one: Callable[[jax.Array], jax.Array], key: jax.Array, probes: int) -> Estimate:
     check(probes=probes)
     values = lax.map(of_one, jax.random.split(key, probes))
-    return Estimate(jnp.mean(values), jnp.std(values, ddof=1) / probes**0.5 if probes > 1 else jnp.full((), jnp.inf))
+    error = jnp.std(values, 0, ddof=1) / probes**0.5 if probes > 1 else jnp.full(values.shape[1:], jnp.inf)
+    return Estimate(jnp.mean(values, 0), error)
 
 
 @jax.tree_util.register_dataclass
@@ -291,9 +293,13 @@ class Function(ByProducts):
     def matvec(self, tree: Any) -> Any:
         flat, unravel = ravel_pytree(tree)
         basis, tridiagonal, _ = lanczos(self.matrix._flat, flat, min(self.steps, flat.size))
-        values, rotation = jnp.linalg.eigh(tridiagonal)
-        weights = jnp.where(rotation[0] == 0, 0.0, rotation[0] * self.fn(values))
-        return unravel(jnp.linalg.norm(flat) * ((rotation @ weights) @ basis))
+        return unravel(jnp.linalg.norm(flat) * (first_column(self.fn, tridiagonal) @ basis))
+
+
+def first_column(fn: Callable[[jax.Array], jax.Array], matrix: jax.Array) -> jax.Array:
+    """`fn(T) e_1` of a small matrix `T`."""
+    values, rotation = jnp.linalg.eigh(matrix)
+    return jnp.matmul(rotation, jnp.where(rotation[0] == 0, 0.0, rotation[0] * fn(values)), precision="highest")
 
 
 def lanczos(product: Callable, start: jax.Array, steps: int) -> tuple[jax.Array, jax.Array, jax.Array]:
