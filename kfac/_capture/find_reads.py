@@ -245,7 +245,7 @@ class Reads:
                 if apart and (use.of_arguments or use.leaf in with_rows):
                     shape = [math.prod(atom.size for atom in axis) for axis in use.read.x_axes]
                     what = "rows of another batch" if use.of_arguments else f"a constant {shape} too, as a penalty does"
-                    how = "kfac.output(..., weight=)" + " or batch_argnums=(1, 2)" * use.of_arguments
+                    how = "kfac.output(..., weight=)" + ", or batch_argnums=(1, 2) if it is as long" * use.of_arguments
                     self._note(use.leaf, use.read.name, f"it reads {what}, without {how}", use)
                 else:
                     self.uses[k] = dataclasses.replace(use, late=False, dropped=apart)
