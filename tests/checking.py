@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 import kfac
-from kfac._factors import Kronecker
+from kfac.types import Kronecker
 from oracle import Truth, example_gradients, relative_error, second_moment
 
 FLOAT64 = 1e-6
@@ -133,16 +134,28 @@ def check_kronecker(layers: kfac.Layers, factors: kfac.Factors, truth: Truth, to
     assert seen == set(truth.uses)
 
 
+@functools.partial(jax.jit, static_argnums=0, compiler_options=FAST)
+def as_matrices(layers: Sequence[kfac.types.Layer], leaves: dict[str, Any]) -> dict[str, jax.Array]:
+    """Leaves by path as the matrices of layers, by name: in one program, since operations compile one by one."""
+    return {layer.name: layer.to_matrix([leaves[path] for path in layer.params]) for layer in layers}
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=FAST)
+def from_matrices(layers: Sequence[kfac.types.Layer], matrices: dict[str, jax.Array]) -> dict[str, list[jax.Array]]:
+    return {layer.name: layer.from_matrix(matrices[layer.name]) for layer in layers}
+
+
 def check_matrices(layers: kfac.Layers, grads: Any, truth: Truth, tolerance: float) -> None:
     """A layer's gradient as a matrix is the sum of `g a^T`: its rows and columns are in the order of the factors."""
-    by_path = dict(zip(layers.paths, map(np.asarray, jax.tree.leaves(grads)), strict=True))
-    for layer in kronecker(layers):
-        leaves = [by_path[path] for path in layer.params]
-        matrices = layer.to_matrix(leaves)
-        for matrix, name in zip(matrices, copies(layer), strict=True):
+    by_path = dict(zip(layers.paths, jax.tree.leaves(grads), strict=True))
+    own = tuple(kronecker(layers))
+    matrices = as_matrices(own, by_path)
+    restored = from_matrices(own, matrices)
+    for layer in own:
+        for matrix, name in zip(matrices[layer.name], copies(layer), strict=True):
             assert relative_error(matrix, truth.gradient(name)) <= tolerance
-        for leaf, restored in zip(leaves, layer.from_matrix(np.asarray(matrices)), strict=True):
-            np.testing.assert_array_equal(leaf, restored)
+        for path, leaf in zip(layer.params, restored[layer.name], strict=True):
+            np.testing.assert_array_equal(by_path[path], leaf)
 
 
 def check_vectors(
@@ -197,19 +210,20 @@ def rotations(layers, dtype=np.float64):
 
 def expected_moments(layers, gradients, basis):
     """`n sum_i (Q_G^T g_i Q_A)^2` of the shares `g_i` of examples in the gradient, in loops."""
-    leaves = dict(zip(layers.paths, map(np.asarray, jax.tree.leaves(gradients)), strict=True))
+    leaves = dict(zip(layers.paths, jax.tree.leaves(gradients), strict=True))
+    corrected = tuple(layer for layer in layers if layer.correctable)
+    examples = jax.vmap(functools.partial(as_matrices, corrected))(leaves)
     moments = {}
-    for layer in layers:
-        if layer.correctable:
-            n, total = len(leaves[layer.params[0]]), 0.0
-            for i in range(n):
-                matrices = np.asarray(layer.to_matrix([leaves[path][i] for path in layer.params]))
-                q_a, q_g = (
-                    np.asarray(q, np.float64).reshape(-1, *q.shape[-2:])
-                    for q in (basis[layer.name].A, basis[layer.name].G)
-                )
-                total = total + np.stack([(g.T @ m @ a) ** 2 for m, a, g in zip(matrices, q_a, q_g, strict=True)])
-            moments[layer.name] = n * total if layer.stacked else n * total[0]
+    for layer in corrected:
+        of_examples = np.asarray(examples[layer.name])
+        q_a, q_g = (
+            np.asarray(q, np.float64).reshape(-1, *q.shape[-2:]) for q in (basis[layer.name].A, basis[layer.name].G)
+        )
+        total = sum(
+            np.stack([(g.T @ m @ a) ** 2 for m, a, g in zip(matrices, q_a, q_g, strict=True)])
+            for matrices in of_examples
+        )
+        moments[layer.name] = len(of_examples) * (total if layer.stacked else total[0])
     return moments
 
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import kfac
 from checking import FAST, normal
-from kfac._optimizer.state import find_nodes
+from problem import state_of
 
 D, N, STEPS, DEVICES = 8, 16, 20, 4
 
@@ -133,8 +133,9 @@ PROGRAMS = {  # and whether blocks have owners
     "the batch alone on a mesh": (over_mesh, {"lies": False}, False),
     "the batch alone on explicit axes": (over_mesh, explicit | {"lies": False}, False),
 }
-USUAL = {"Soap": ("pmap", "explicit axes", "parameters that are split"), "Ekfac": ("shard_map",),
-         "Cholesky": ("gradients that are not averaged", "the batch alone on explicit axes")}  # fmt: skip
+# Of pmap tests/test_distributed.py shows the same, of gradients that are not averaged tests/test_layer_lengths.py.
+USUAL = {"Soap": ("explicit axes", "parameters that are split"), "Ekfac": ("shard_map",),
+         "Cholesky": ("the batch alone on explicit axes",)}  # fmt: skip
 
 
 def grid():
@@ -155,9 +156,7 @@ def test_the_same_four_lines(inverse, name, x64):
     run, options, dealt = PROGRAMS[name]
     expected = alone(inverse)
     found, state = run(inverse, **options)
-    assert {own.shard.devices for own in find_nodes(state, kfac.state.KfacState)[0].owned.values()} == {
-        DEVICES if dealt else 1
-    }
+    assert {own.shard.devices for own in state_of(state).owned.values()} == {DEVICES if dealt else 1}
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-9), found, expected)
 
 
@@ -171,7 +170,7 @@ def test_one_call_over_a_mesh(kind, x64):
     params = jax.tree.map(lambda x: jax.device_put(x, over if x.shape[0] % DEVICES == 0 else None), initial())
     place = functools.partial(jax.device_put, device=NamedSharding(mesh, P("data")))
     state = step.init(params, place(first))
-    node = find_nodes(state, kfac.state.KfacState)[0]
+    node = state_of(state)
     assert {own.shard.devices for own in node.owned.values()} == {DEVICES}
     assert bool(node.splits.specs) == (kind == AxisType.Auto)
     found = trained(step, params, state, place)

@@ -17,8 +17,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import kfac
-from kfac._optimizer.state import find_nodes
-from problem import plain_kfac
+from problem import plain_kfac, state_of
 
 AXIS = "batch"
 DEVICES = jax.device_count()
@@ -30,11 +29,17 @@ def make_params(widths, seed=0):
     """An MLP with a scale and shift behind each layer, and a layer that gets no gradient."""
     params, rng = {}, np.random.default_rng(seed)
     for k, (d_in, d_out) in enumerate(itertools.pairwise(widths)):
-        kernel = jnp.asarray(rng.normal(size=(d_in, d_out)) / d_in**0.5, jnp.float32)
-        params[f"dense{k}"] = {"kernel": kernel, "bias": jnp.zeros(d_out)}
-        params[f"norm{k}"] = {"scale": jnp.ones(d_out), "shift": jnp.zeros(d_out)}
+        copies = (4,) if (widths, k) == (MANY_LAYERS, 1) else ()
+        kernel = jnp.asarray(rng.normal(size=(*copies, d_in, d_out)) / d_in**0.5, jnp.float32)
+        params[f"dense{k}"] = {"kernel": kernel, "bias": jnp.zeros((*copies, d_out))}
+        params[f"norm{k}"] = {"scale": jnp.ones((*copies, d_out)), "shift": jnp.zeros((*copies, d_out))}
     params["idle"] = {"kernel": jnp.ones((widths[0], 3)), "bias": jnp.zeros(3)}
     return params
+
+
+def layer(x, params):
+    dense, norm = params
+    return jnp.tanh((x @ dense["kernel"] + dense["bias"]) * norm["scale"] + norm["shift"]), None
 
 
 def loss_fn(params, batch):
@@ -42,8 +47,8 @@ def loss_fn(params, batch):
     idle = x @ params["idle"]["kernel"] + params["idle"]["bias"]
     count = sum(name.startswith("dense") for name in params)
     for k in range(count):
-        x = x @ params[f"dense{k}"]["kernel"] + params[f"dense{k}"]["bias"]
-        x = jnp.tanh(x * params[f"norm{k}"]["scale"] + params[f"norm{k}"]["shift"])
+        dense, norm = params[f"dense{k}"], params[f"norm{k}"]
+        x = lax.scan(layer, x, (dense, norm))[0] if dense["kernel"].ndim > 2 else layer(x, (dense, norm))[0]
     return jnp.mean((x - y) ** 2) + 0 * jnp.sum(idle) / len(idle)
 
 
@@ -160,7 +165,7 @@ def train_mesh(params, data, layers, options, devices, state=None, first=0):
 
 
 STYLES = {"pmap": train_pmap, "shard_map": train_shard_map, "mesh": train_mesh}
-MANY_LAYERS = (5,) * 6  # five of one shape, which four devices do not divide
+MANY_LAYERS = (5, 5, 5)  # and four copies of the second in a scan: five of one shape, which four devices do not divide
 FEW_LAYERS = (6, 7, 4)  # more devices than layers
 
 
@@ -184,8 +189,17 @@ def assert_close(a, b, tolerance=1e-5):
 AT_ONCE = (("inverse_every", 3), ("refresh_warmup", 1), ("damping", 1e-2))
 
 
-@pytest.mark.parametrize("widths", [FEW_LAYERS, pytest.param(MANY_LAYERS, marks=pytest.mark.slow)], ids=["few", "many"])
-@pytest.mark.parametrize("style", list(STYLES))
+# The other styles with averaged gradients: tests/test_any_mesh.py, and over a mesh where a state moves, below.
+GRID = [
+    pytest.param(
+        style, widths, marks=() if (style, count) == ("pmap", "few") else pytest.mark.slow, id=f"{style}-{count}"
+    )
+    for style in STYLES
+    for count, widths in (("few", FEW_LAYERS), ("many", MANY_LAYERS))
+]
+
+
+@pytest.mark.parametrize(("style", "widths"), GRID)
 def test_several_devices_are_one(style, widths):
     """Nothing is said about devices."""
     options = {"inverse_every": 3, "refresh_warmup": 1, "damping": 1e-2}
@@ -206,8 +220,7 @@ def test_gradients_may_arrive_local(widths, inverse):
     assert inverse.takes_gradients or state[0].metrics.kl_clip_scale < 1
     found, sharded = train_shard_map(params, data, layers, options, DEVICES, average=False)
     assert_close(found, expected, 1e-4)
-    states = [next(n for n in find_nodes(s, kfac.state.KfacState)) for s in (state, sharded)]
-    np.testing.assert_allclose(*(s.metrics.gradient_norm for s in states), rtol=1e-4)
+    np.testing.assert_allclose(*(state_of(s).metrics.gradient_norm for s in (state, sharded)), rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from flax import nnx
 from jax import lax
 
 import kfac
-from checking import check_all, check_kronecker, check_vectors, kinds, kronecker, normal, run
+from checking import check_all, check_kronecker, check_vectors, kinds, kronecker, normal, run, slow
 from oracle import Geometry, Hook, explicit_padding, truth
 
 N, T = 3, 4
@@ -145,7 +145,8 @@ def test_linen(x64, model, x, expected, wrap):
             assert [path.rpartition("/")[2] for path in layer.params] in (["scale", "bias"], ["bias", "scale"])
 
 
-@pytest.mark.parametrize(("axis", "remat"), [(0, False), (1, True)])
+# The first axis: tests/test_factors.py, of `lax.scan`.
+@pytest.mark.parametrize(("axis", "remat"), [slow(0, False), (1, True)])
 def test_linen_scan_over_transformer_blocks(x64, axis, remat):
     class Body(nn.Module):
         @nn.compact
@@ -549,6 +550,7 @@ class Bottleneck(nn.Module):
 class ResNet50(nn.Module):
     remat: bool = False
     scan: bool = False
+    depths: tuple[int, ...] = (3, 4, 6, 3)
 
     @nn.compact
     def __call__(self, x):
@@ -556,7 +558,7 @@ class ResNet50(nn.Module):
         x = nn.Conv(64, (7, 7), 2, use_bias=False, dtype=jnp.bfloat16, name="stem")(x)
         x = nn.relu(nn.BatchNorm(use_running_average=False, dtype=jnp.bfloat16, name="stem_norm")(x))
         x = nn.max_pool(x, (3, 3), (2, 2), "SAME")
-        for stage, depth in enumerate((3, 4, 6, 3)):
+        for stage, depth in enumerate(self.depths):
             width, strides = 64 * 2**stage, 1 if stage == 0 else 2
             x, _ = block(width, strides, project=True, name=f"stage{stage}_first")(x)
             if self.scan:
@@ -567,6 +569,20 @@ class ResNet50(nn.Module):
             for k in range(1, depth):
                 x, _ = block(width, name=f"stage{stage}_{k}")(x)
         return nn.Dense(1000, dtype=jnp.bfloat16, name="head")(x.mean((1, 2)))
+
+
+def of_images(model, examples):
+    """Its loss, and the shapes of what that takes."""
+    images = jax.ShapeDtypeStruct((examples, 224, 224, 3), jnp.bfloat16)
+    labels = jax.ShapeDtypeStruct((examples,), jnp.int32)
+    variables = shapes_of(model, images)
+
+    def loss(params, stats, images, labels):
+        logits, stats = model.apply({"params": params, "batch_stats": stats}, images, mutable=["batch_stats"])
+        logits = jax.nn.log_softmax(logits.astype(jnp.float32))
+        return -jnp.mean(jnp.take_along_axis(logits, labels[:, None], axis=1)), stats
+
+    return loss, (variables["params"], variables["batch_stats"], images, labels)
 
 
 @pytest.mark.parametrize(
@@ -580,18 +596,8 @@ class ResNet50(nn.Module):
     ids=str,
 )
 def test_every_parameter_of_a_bf16_resnet50_has_a_kronecker_or_unitwise_block(options):
-    model = ResNet50(**options)
-    images = jax.ShapeDtypeStruct((32, 224, 224, 3), jnp.bfloat16)
-    labels = jax.ShapeDtypeStruct((32,), jnp.int32)
-    variables = shapes_of(model, images)
-
-    def loss(params, stats, images, labels):
-        logits, stats = model.apply({"params": params, "batch_stats": stats}, images, mutable=["batch_stats"])
-        logits = jax.nn.log_softmax(logits.astype(jnp.float32))
-        return -jnp.mean(jnp.take_along_axis(logits, labels[:, None], axis=1)), stats
-
-    batch = (variables["batch_stats"], images, labels)
-    layers = kfac.find_layers(loss, variables["params"], *batch, has_aux=True, max_dim=8192)
+    loss, arguments = of_images(ResNet50(**options), 32)
+    layers = kfac.find_layers(loss, *arguments, has_aux=True, max_dim=8192)
     assert sum(layer.copies for layer in kronecker(layers)) == 54
     assert len(kronecker(layers)) == (1 + 4 * 4 + 3 * 4 + 1 if options.get("scan") else 54)
     norms = [layer for layer in layers if layer.kind == "unitwise"]
@@ -603,10 +609,12 @@ def test_every_parameter_of_a_bf16_resnet50_has_a_kronecker_or_unitwise_block(op
     assert round(elements / 1e6, 1) == 153.9
     assert layers["head"].d_in == 2049
     assert layers["stem"].positions == 112**2
-    if not options:
-        assert layers == kfac.find_layers(jax.jit(loss), variables["params"], *batch, has_aux=True, max_dim=8192)
-        images = jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.bfloat16)
-        labels = jax.ShapeDtypeStruct((1,), jnp.int32)
-        other = kfac.find_layers(loss, variables["params"], batch[0], images, labels, has_aux=True, max_dim=8192)
-        assert layers == other
-        assert hash(layers) == hash(other)
+
+
+def test_layers_depend_neither_on_jit_nor_on_the_number_of_images():
+    model = ResNet50(depths=(2,))
+    (loss, arguments), (_, one) = of_images(model, 32), of_images(model, 1)
+    layers, other = (kfac.find_layers(loss, *shapes, has_aux=True) for shapes in (arguments, one))
+    assert len(kronecker(layers)) == 9
+    assert layers == other and hash(layers) == hash(other)
+    assert layers == kfac.find_layers(jax.jit(loss), *arguments, has_aux=True)

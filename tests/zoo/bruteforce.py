@@ -17,6 +17,7 @@ has no gradient, in no iteration, is dead.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import math
 from collections import defaultdict
@@ -187,6 +188,11 @@ class _Run:
         return None
 
 
+@functools.cache
+def _empty():
+    return jax.make_jaxpr(lambda: 0)().jaxpr
+
+
 def _bind(eqn, values):
     """The results of one equation."""
     inputs, order = [], []
@@ -194,7 +200,7 @@ def _bind(eqn, values):
         if not hasattr(var, "val") and var not in order:
             order.append(var)
             inputs.append(value)
-    jaxpr = jax.make_jaxpr(lambda: 0)().jaxpr.replace(invars=order, outvars=eqn.outvars, eqns=[eqn], constvars=())
+    jaxpr = _empty().replace(invars=order, outvars=eqn.outvars, eqns=[eqn], constvars=())
     return jax_core.jaxpr_as_fun(jax_core.ClosedJaxpr(jaxpr, ()))(*inputs)
 
 
@@ -438,9 +444,14 @@ def _convolution(meeting: Meeting, x, g):
 
 def truth(loss: Callable, params: Any, batch: Any, n: int) -> Truth:
     """The statistics of `loss(params, batch)`, the mean over `n` examples."""
+    return truths(loss, params, [batch], n)[0]
+
+
+def truths(loss: Callable, params: Any, batches: list[Any], n: int) -> list[Truth]:
+    """Those of several batches of one shape, for which there is one program."""
     flat, treedef = jax.tree.flatten(params)
-    closed = jax.make_jaxpr(loss)(params, batch)
-    arrays = jax.tree.leaves(batch)
+    closed = jax.make_jaxpr(loss)(params, batches[0])
+    shapes = jax.tree.leaves(batches[0])
     starts = np.cumsum([0, *(leaf.size for leaf in flat)])
     tags = [
         Numbered(np.arange(start, start + leaf.size).reshape(leaf.shape))
@@ -455,7 +466,7 @@ def truth(loss: Callable, params: Any, batch: Any, n: int) -> Truth:
         return value, state
 
     counted: list[_Run] = []
-    jax.eval_shape(lambda flat, arrays: counted.append(run(None, flat, arrays)[1]), flat, arrays)
+    jax.eval_shape(lambda flat, arrays: counted.append(run(None, flat, arrays)[1]), flat, shapes)
     meetings = counted[0].meetings
 
     def measure(flat, arrays):
@@ -467,9 +478,12 @@ def truth(loss: Callable, params: Any, batch: Any, n: int) -> Truth:
         (value, seen), (gs, grads) = jax.value_and_grad(value_of, (0, 1), has_aux=True)(zeros, flat)
         return value, grads, seen, gs
 
-    value, grads, seen, gs = jax.tree.map(np.asarray, jax.jit(measure, compiler_options=FAST)(flat, arrays))
-    alive = defaultdict(bool)
-    for meeting, g in zip(meetings, gs, strict=True):
-        alive[meeting.place] |= bool(np.any(g))
-    found = [entry for entry in zip(meetings, seen, gs, strict=True) if alive[entry[0].place]]
-    return Truth(value, jax.tree.unflatten(treedef, grads), found, n)
+    program, results = jax.jit(measure, compiler_options=FAST), []
+    for batch in batches:
+        value, grads, seen, gs = jax.tree.map(np.asarray, program(flat, jax.tree.leaves(batch)))
+        alive = defaultdict(bool)
+        for meeting, g in zip(meetings, gs, strict=True):
+            alive[meeting.place] |= bool(np.any(g))
+        found = [entry for entry in zip(meetings, seen, gs, strict=True) if alive[entry[0].place]]
+        results.append(Truth(value, jax.tree.unflatten(treedef, grads), found, n))
+    return results

@@ -355,7 +355,7 @@ def perceiver():
 def albert():
     def loss(p, b):
         x = p["table"][b["x"]] @ p["up"]
-        for _ in range(3):
+        for _ in range(2):
             q, k, v = jnp.split((x @ p["qkv"] + p["c"]).reshape(-1, T, 2, 12), 3, -1)
             x = rms(x + causal(q, k, v).reshape(-1, T, D) @ p["o"], p["norm"])
             x = x + jax.nn.gelu(x @ p["in"] + p["d"]) @ p["out"]
