@@ -1,4 +1,7 @@
-"""Who owns what and when it is inverted: arithmetic, and ResNet-50's figures counted from compiled programs."""
+"""Who owns what and when it is inverted: arithmetic, and ResNet-50's figures counted from compiled programs.
+
+Tests the inside of `_distributed`: owners, shards and segments are arithmetic on shapes.
+"""
 
 import functools
 import itertools
@@ -20,7 +23,6 @@ import problem
 import resnet50_step
 from kfac._distributed.owners import Cost, Shard, make_shards
 from kfac._distributed.segments import make_segments
-from kfac.planning._plan import in_all_reduces
 
 SCRIPT = pathlib.Path(__file__).parent / "resnet50_step.py"
 
@@ -97,8 +99,8 @@ def test_an_ordinary_step_sends_what_sgd_does(model, devices, most, resnet50_lay
     """Where gradients arrive local; bytes of a plan are those of compiled programs (`test_plan.py`)."""
     layers = resnet50_layers if model == "resnet50" else gpt_layers()
     plan = kfac.planning.Assignment(layers, devices=devices, inverse=kfac.Cholesky(), gradients="local")
-    sent = [in_all_reduces(part) for part in (plan.gradients_messages, plan.results_messages, plan.fetched_messages)]
-    assert sum(sent) <= most * 4 * sum(layer.num_params for layer in layers)
+    parts = plan.gradients_messages, plan.results_messages, plan.fetched_messages
+    assert sum(map(messages.in_all_reduces, parts)) <= most * 4 * sum(layer.num_params for layer in layers)
 
 
 # The most work of a device in a refresh, and the state of each device, its momentum included, of those of one alone;

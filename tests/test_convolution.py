@@ -1,4 +1,7 @@
-"""Factors of convolutions over a grid of geometries and layouts, against patches formed by explicit loops."""
+"""Factors of convolutions over a grid of geometries and layouts, against patches formed by explicit loops.
+
+Some tests set a threshold inside `_statistics.convolution`, so that small images take the way of large ones.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""On CPUs a micro-batch's convolutions have the layout XLA has fast code for, and the same values."""
+"""On CPUs a micro-batch's convolutions have the layout XLA has fast code for, and the same values.
+
+Tests the inside of `_capture`: what XLA makes of a loop is no result of a public function.
+"""
 
 import re
 

@@ -1,4 +1,7 @@
-"""Eigendecompositions in the place of inverses, against dense solves in NumPy."""
+"""Eigendecompositions in the place of inverses, against dense solves in NumPy.
+
+Some tests are of the inside of `_curvature`: the decomposition of a stack, and what a block that fails keeps.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +12,8 @@ import kfac
 from checking import FAST
 from kfac._curvature.eigh import decompose
 from kfac._curvature.refresh import refresh
-from kfac._factors import Eigen, Factors, Kronecker
+from kfac._factors import Eigen
+from kfac.types import Kronecker
 from problem import plain_kfac, state_of
 
 
@@ -48,7 +52,7 @@ def setting(dtype=jnp.float64):
 
     blocks = {layer.name: Kronecker(**{f: moment(s) for f, s in layer.factor_shapes.items()}) for layer in layers}
     gradients = jax.tree.map(lambda x: normal(*x.shape), params)
-    return params, layers, Factors(blocks), gradients
+    return params, layers, kfac.Factors(blocks), gradients
 
 
 def dense_solves(layers, factors, gradients, damping):

@@ -1,4 +1,7 @@
-"""EKFAC: second moments of per-example gradients in an eigenbasis, by brute force, and what they approximate."""
+"""EKFAC: second moments of per-example gradients in an eigenbasis, by brute force, and what they approximate.
+
+One test sets a threshold inside `_statistics.moments`, so that few examples take the way of many.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The optimizer with `inverse=kfac.Ekfac()`: what it keeps and applies, against NumPy; several devices; refusals."""
+"""The optimizer with `inverse=kfac.Ekfac()`: what it keeps and applies, against NumPy; several devices; refusals.
+
+One test uses the inside of `_curvature.ekfac`: how moments turn from basis to basis.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ import kfac
 import problem
 from checking import normal
 from kfac._curvature.ekfac import between_bases, squared_turn
-from kfac._factors import Eigen, Kronecker
+from kfac._factors import Eigen
+from kfac.types import Kronecker
 from problem import QUICKLY, assert_close, assert_equal, matrices, state_of
 
 LAYERS = problem.layers()

@@ -206,9 +206,7 @@ def test_where_the_kronecker_product_is_exact_the_error_is_nothing(x64):
     layers = kfac.find_layers(loss, params, x)
     (block,) = jax.jit(kfac.curvature.exact.fisher_blocks(loss, layers))(params, x).values()
     (factors,) = jax.jit(kfac.value_and_grad(loss, layers))(params, x)[2].values()
-    error = kfac.curvature.exact.error(
-        block, kfac.curvature.exact.dense(kfac._factors.Kronecker(factors.A, jnp.eye(OUT)))
-    )
+    error = kfac.curvature.exact.error(block, kfac.curvature.exact.dense(kfac.types.Kronecker(factors.A, jnp.eye(OUT))))
     assert error.relative < 1e-12
     np.testing.assert_allclose(error.cosine, 1, rtol=1e-12)
     twice = kfac.curvature.exact.error(block, 2 * block)
@@ -217,14 +215,14 @@ def test_where_the_kronecker_product_is_exact_the_error_is_nothing(x64):
 
 def test_dense_blocks_are_written_out(x64):
     a, g = normal(0, 3, 3), normal(1, 2, 2)
-    np.testing.assert_allclose(kfac.curvature.exact.dense(kfac._factors.Kronecker(a, g)), np.kron(a, g))
-    stacked = kfac.curvature.exact.dense(kfac._factors.Kronecker(jnp.stack([a, 2 * a]), jnp.stack([g, g])))
+    np.testing.assert_allclose(kfac.curvature.exact.dense(kfac.types.Kronecker(a, g)), np.kron(a, g))
+    stacked = kfac.curvature.exact.dense(kfac.types.Kronecker(jnp.stack([a, 2 * a]), jnp.stack([g, g])))
     np.testing.assert_allclose(stacked, np.stack([np.kron(a, g), 2 * np.kron(a, g)]))
     f = normal(2, 3, 2, 2)
     expected = np.zeros((6, 6))
     for c in range(3):
         expected[np.ix_([c, 3 + c], [c, 3 + c])] = f[c]
-    np.testing.assert_allclose(kfac.curvature.exact.dense(kfac._factors.Unitwise(f)), expected)
+    np.testing.assert_allclose(kfac.curvature.exact.dense(kfac.types.Unitwise(f)), expected)
     with pytest.raises(TypeError, match="must be Kronecker or Unitwise, but is"):
         kfac.curvature.exact.dense(a)
 
@@ -253,7 +251,7 @@ def test_the_nearest_kronecker_product(x64):
             assert (
                 best
                 < kfac.curvature.exact.error(
-                    blocks[name], kfac.curvature.exact.dense(kfac._factors.Kronecker(a, g))
+                    blocks[name], kfac.curvature.exact.dense(kfac.types.Kronecker(a, g))
                 ).relative
             )
         for factor in (nearest.A, nearest.G):

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import kfac
-from kfac._factors import Factors, Kronecker
+from kfac.types import Kronecker
 from problem import (
     QUICKLY,
     assert_close,
@@ -208,7 +208,7 @@ def float16_step(gradient, scale=1.0):
 
     found = kfac.find_layers(loss, params, jnp.ones((3, 2), jnp.float16), skip=["free"])
     tx = plain_kfac(1.0, found, damping=1e-3, momentum=0.5)
-    tiny = Factors({"kernel": Kronecker(1e-6 * jnp.eye(2), 1e-6 * jnp.eye(2))})
+    tiny = kfac.Factors({"kernel": Kronecker(1e-6 * jnp.eye(2), 1e-6 * jnp.eye(2))})
     grads = {"kernel": jnp.full((2, 2), scale, jnp.float16), "free": jnp.full(4096, gradient, jnp.float16)}
     updates, state = jax.jit(tx.update)(grads, tx.init(params), params, factors=tiny)
     return updates, kfac.diagnostics(state)["skipped_steps"]
@@ -241,7 +241,7 @@ def test_large_gradients_in_float64_are_taken(x64):
 
 def indefinite(factors, layer):
     block = factors[layer]
-    return Factors({**factors, layer: type(block)(*(-10 * jnp.abs(x) for x in jax.tree.leaves(block)))})
+    return kfac.Factors({**factors, layer: type(block)(*(-10 * jnp.abs(x) for x in jax.tree.leaves(block)))})
 
 
 @pytest.fixture(scope="module")
@@ -401,7 +401,7 @@ def test_factors_of_low_rank_or_none_are_inverted(forgetful, layer):
 
     for change in (jnp.zeros_like, rank_one):
         block = jax.tree.map(change, factors[layer])
-        _, after, updates = step(grads, state, initial(), Factors({**factors, layer: block}))
+        _, after, updates = step(grads, state, initial(), kfac.Factors({**factors, layer: block}))
         assert after.metrics.failed_inversions == 0
         group, k = STACKS[layer]
         assert differ(
@@ -462,7 +462,7 @@ def devices():
         first, out = (factors[name].combined() for name in ("first", "out"))  # whole, of this device
         out = dataclasses.replace(out, G=strike(STATISTIC, out.G, lambda x: x.at[0, 0].set(value)))
         first = dataclasses.replace(first, A=strike(INDEFINITE, first.A, lambda x: -1e3 * jnp.eye(x.shape[-1])))
-        factors = Factors({**factors, "first": first, "out": out})
+        factors = kfac.Factors({**factors, "first": first, "out": out})
         updates, state = tx.update(lax.pmean(grads, "devices"), state, params, factors=factors)
         return optax.apply_updates(params, updates), state
 

@@ -1,4 +1,7 @@
-"""Damped inverses against dense float64 solves in NumPy; what happens when a factorisation fails."""
+"""Damped inverses against dense float64 solves in NumPy; what happens when a factorisation fails.
+
+Tests the inside of `_curvature`: inverses of stacks, which an optimizer's steps show too late and not one by one.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +12,8 @@ import kfac
 import kfac._curvature.cholesky
 import kfac._curvature.refresh
 from kfac._curvature.cholesky import spd_inverse
-from kfac._curvature.refresh import RETRY
 from kfac._curvature.unitwise import ChannelInverse
-from kfac._factors import Kronecker, Unitwise
+from kfac.types import Kronecker, Unitwise
 
 FLOAT32_EPS = float(np.finfo(np.float32).eps)
 
@@ -141,7 +143,6 @@ def test_a_failed_factorisation_is_retried_with_ten_times_the_damping(x64):
     g = np.diag([1.0, 1.0, 1.0]) * np.trace(a) / 5
     factors = stack([good, (a, g), good], jnp.float64)
     result = refresh(factors, sevens(factors), jnp.float64(0.01))
-    assert RETRY == 10
     assert np.all(result.valid)
     for k, (block, damping) in enumerate([(good, 0.01), ((a, g), 0.1), (good, 0.01)]):
         for found, expected in zip((result.inverse.A[k], result.inverse.G[k]), truth(*block, damping), strict=True):

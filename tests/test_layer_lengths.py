@@ -1,4 +1,7 @@
-"""`trust_ratio="auto"`, the default of `kfac.kfac`: lengths of their own, and a damping in units of each block."""
+"""`trust_ratio="auto"`, the default of `kfac.kfac`: lengths of their own, and a damping in units of each block.
+
+Some tests are of the inside of `_optimizer.moves` and of damping: numbers that a step shows as products only.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 import kfac
 from checking import slow
 from kfac._curvature.inverse import damping_of_blocks
-from kfac._factors import Factors, Kronecker, Unitwise
 from kfac._optimizer.moves import Kernels, Stack, lengthened
+from kfac.types import Kronecker, Unitwise
 from problem import assert_close, differ, initial, layers, measured, plain_kfac, run, stepper
 
 INVERSES = [kfac.Cholesky(), kfac.Eigh()]
@@ -62,11 +65,11 @@ def test_nothing_depends_on_the_scale_of_the_loss(inverse):
         fields = Kronecker(block.A, 1e4 * block.G) if isinstance(block, Kronecker) else Unitwise(1e4 * block.F)
         scaled[name] = fields
     tx = kfac.kfac(0.1, layers(), inverse=inverse)
-    larger = one_update(tx, grads=jax.tree.map(lambda g: 100 * g, grads), factors=Factors(scaled))
+    larger = one_update(tx, grads=jax.tree.map(lambda g: 100 * g, grads), factors=kfac.Factors(scaled))
     skipped = {"temperature": larger["temperature"]}
     assert_close(larger, one_update(tx) | skipped, 1e-4)
     plain = plain_kfac(0.1, layers(), inverse=inverse)
-    assert differ(one_update(plain, grads=grads, factors=Factors(scaled)), one_update(plain))
+    assert differ(one_update(plain, grads=grads, factors=kfac.Factors(scaled)), one_update(plain))
 
 
 def test_each_copy_of_a_stacked_kernel_has_its_own_length():

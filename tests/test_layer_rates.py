@@ -1,4 +1,7 @@
-"""`layer_rates` of `kfac.kfac`: what each layer's rate follows, against NumPy."""
+"""`layer_rates` of `kfac.kfac`: what each layer's rate follows, against NumPy.
+
+Tests the inside of `_optimizer.moves`, too: the constants of its rule have no other place.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Factors above a bound are kept as diagonal blocks of the whole factors, in every kind of layer."""
+"""Factors above a bound are kept as diagonal blocks of the whole factors, in every kind of layer.
+
+One test sets a threshold inside `_capture.find_layers`, so that a small table is a vocabulary.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What devices send each other, counted from compiled programs."""
+"""What devices send each other, counted from compiled programs.
+
+Uses the inside of three rooms: groups and buckets by themselves, and thresholds under which patches are small.
+"""
 
 import functools
 import re

@@ -1,4 +1,7 @@
-"""Products of bfloat16 parts, as tensor cores compute them."""
+"""Products of bfloat16 parts, as tensor cores compute them.
+
+Tests the inside of `_curvature` and `_statistics`: products by themselves.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -2,6 +2,8 @@
 
 They are running averages of the averaged gradient `V` in steps with statistics, and so the same on any number of
 devices and of micro-batches.
+
+Uses the inside of `_optimizer.state`, to find averages by layer, and a threshold of `_capture.find_layers`.
 """
 
 import functools

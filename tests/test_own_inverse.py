@@ -1,4 +1,7 @@
-"""An inverse of one's own is one class: on one device, on several, and in the plan."""
+"""An inverse of one's own is one class: on one device, on several, and in the plan.
+
+One test is of the inside of `_layers`: its table of kinds of blocks.
+"""
 
 import dataclasses
 import functools
@@ -12,8 +15,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import kfac
 from kfac._curvature.unitwise import ChannelInverse
-from kfac._factors import Unitwise
 from kfac._layers import BLOCKS, BlockKind
+from kfac.types import Unitwise
 from problem import QUICKLY, assert_close, batch, initial, layers, loss_fn, measured, plain_kfac, state_of
 
 

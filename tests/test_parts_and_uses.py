@@ -1,4 +1,7 @@
-"""Parameters in several places, parts of one parameter, kernels read backwards, and numbers that cross a boundary."""
+"""Parameters in several places, parts of one parameter, kernels read backwards, and numbers that cross a boundary.
+
+Some tests set thresholds inside `_capture` and `_statistics`, so that small arrays take the way of large ones.
+"""
 
 from __future__ import annotations
 

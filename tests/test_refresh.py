@@ -1,4 +1,7 @@
-"""`kfac.state.refresh`: what a step does under its interval, as a call of its own."""
+"""`kfac.state.refresh`: what a step does under its interval, as a call of its own.
+
+One test is of the inside of `_curvature.refresh`: the portions of a stack.
+"""
 
 import functools
 
@@ -11,7 +14,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import kfac
 from kfac._curvature import refresh as refresh_module
-from kfac._factors import Kronecker
+from kfac.types import Kronecker
 from problem import QUICKLY, ages_of, assert_close, field_of, initial, layers, measured, plain_kfac, state_of, stepper
 
 STEPS, WITH_STATISTICS = 6, (1, 3)

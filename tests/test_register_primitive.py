@@ -1,4 +1,7 @@
-"""Operations of a user's own: one entry in the table says what they are."""
+"""Operations of a user's own: one entry in the table says what they are.
+
+Uses the inside of `_capture.equations`: its table is emptied after each test.
+"""
 
 import functools
 

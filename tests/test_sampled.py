@@ -13,7 +13,7 @@ from jax import lax
 
 import kfac
 from checking import FAST, check_vectors, normal
-from kfac._factors import Kronecker
+from kfac.types import Kronecker
 from oracle import Hook, relative_error, truth
 
 N, T, D, HIDDEN, OUT = 6, 3, 5, 4, 3

@@ -1,4 +1,7 @@
-"""`inverse=kfac.Soap()`: what it keeps and applies, against NumPy; devices; refusals."""
+"""`inverse=kfac.Soap()`: what it keeps and applies, against NumPy; devices; refusals.
+
+Tests the inside of `_curvature`, too: a basis that follows a matrix, and orthonormal columns by products.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from checking import slow
 from kfac._curvature.orthonormal import orthonormal_by_products
 from kfac._curvature.refresh import refresh
 from kfac._curvature.soap import follow
-from kfac._factors import Eigen, Kronecker
+from kfac._factors import Eigen
+from kfac.types import Kronecker
 from problem import QUICKLY, assert_close, assert_equal, history, matrices, measured, state_of
 
 LAYERS = problem.layers()

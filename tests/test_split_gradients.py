@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 import kfac
 import messages
 from checking import FAST, normal, slow
-from kfac._optimizer.over_mesh import find_splits
 from problem import tied_loss, tied_parameters
 
 D, N = 8, 12
@@ -147,7 +146,9 @@ def test_no_device_gets_all_of_a_gradient(kind):
             split = {n: messages.abstract(params[n], lies[n]) for n in params}
             states = jax.tree.map(lambda s: NamedSharding(mesh, s), kfac.state.state_specs(tx, params, "data"))
             state = messages.abstract(jax.eval_shape(tx.init, params), states)
-            state = state._replace(splits=find_splits(split)) if seen else state
+            if seen:  # by `init`, of arrays that lie so
+                zeros = {n: jnp.zeros(split[n].shape, device=lies[n]) for n in split}
+                state = state._replace(splits=tx.init(zeros).splits)
             program = (
                 jax.jit(functools.partial(tx.update, factors=None), out_shardings=(lies, states))
                 .lower(split, state)

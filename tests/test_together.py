@@ -1,4 +1,7 @@
-"""What puts statistics in order for XLA changes no number, and differentiates nothing that was not."""
+"""What puts statistics in order for XLA changes no number, and differentiates nothing that was not.
+
+Tests the inside of `_capture.taps`.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,7 @@
-"""`kfac.train_step` does what the four lines do, for every framework's way of holding parameters and state."""
+"""`kfac.train_step` does what the four lines do, for every framework's way of holding parameters and state.
+
+One test sets the clock inside `_optimizer.train_step`.
+"""
 
 from __future__ import annotations
 

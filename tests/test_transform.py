@@ -14,8 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import kfac
-from kfac._distributed.owners import Shard
-from kfac._factors import Factors, Kronecker, Unitwise
+from kfac.types import Kronecker, Unitwise
 from problem import (
     ages_of,
     assert_close,
@@ -581,7 +580,8 @@ def test_what_is_sent_between_devices(option):
     messages = r'"stablehlo\.(reduce_scatter|all_reduce|all_gather)".*?: \(tensor<(\w+)>\) ->'
     before, after = SMALL
     assert re.findall(messages, program, flags=re.DOTALL) == before + expected + after
-    assert state.owned["kronecker_4x4"].shard == Shard(blocks=2, devices=2)
+    shard = state.owned["kronecker_4x4"].shard
+    assert (shard.blocks, shard.devices, shard.owners, shard.by_rows) == (2, 2, (), False)
     assert not state.bases
 
 
@@ -713,11 +713,13 @@ def test_parameters_of_another_model_are_refused():
 
 def test_factors_of_other_layers_or_shapes_are_refused():
     factors = dict(measured(0)[1])
-    refuse("without layer 'norm'", factors=Factors({k: v for k, v in factors.items() if k != "norm"}))
-    refuse("with layer 'more'", factors=Factors({**factors, "more": factors["norm"]}))
+    refuse("without layer 'norm'", factors=kfac.Factors({k: v for k, v in factors.items() if k != "norm"}))
+    refuse("with layer 'more'", factors=kfac.Factors({**factors, "more": factors["norm"]}))
     other = Kronecker(jnp.zeros((4, 4)), jnp.zeros((3, 3)))
-    refuse(r"layer 'out': G must have shape \(4, 4\), but has \(3, 3\)", factors=Factors({**factors, "out": other}))
-    refuse("layer 'out': A must have shape", factors=Factors({**factors, "out": Unitwise(jnp.zeros((4, 1, 1)))}))
+    refuse(
+        r"layer 'out': G must have shape \(4, 4\), but has \(3, 3\)", factors=kfac.Factors({**factors, "out": other})
+    )
+    refuse("layer 'out': A must have shape", factors=kfac.Factors({**factors, "out": Unitwise(jnp.zeros((4, 1, 1)))}))
     stacked = jax.tree.map(lambda x: x[None], measured(0)[1])
     refuse(r"layer 'first': A must have shape \(4, 4\), but has \(1, 4, 4\)", factors=stacked)
     refuse("factors must be what kfac.value_and_grad returns, but is dict", factors=factors)
