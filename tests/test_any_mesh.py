@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kfac
-from checking import FAST, normal
+from checking import FAST, normal, slow
 from problem import state_of
 
 D, N, STEPS, DEVICES = 8, 16, 20, 4
@@ -209,7 +209,7 @@ def test_a_mesh_without_its_word():
         kfac.Distribution(mesh_of())
 
 
-@pytest.mark.parametrize("inverse", [None, kfac.Cholesky()])
+@pytest.mark.parametrize("inverse", [None, slow(kfac.Cholesky())])
 def test_an_owner_may_hold_single_blocks_of_several_shapes(inverse, x64):
     """Where each lies does not depend on the order of groups in a state, which `jit` sorts."""
     params = {"a": [{"w": normal(k, 8, 8) / 3, "b": jnp.zeros(8)} for k in range(3)]}

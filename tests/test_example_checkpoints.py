@@ -116,7 +116,7 @@ def arrays(tree):
             for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}  # fmt: skip
 
 
-@pytest.mark.parametrize(("optimizer", "flips"), [("sgd", 40), ("kfac", 20)])
+@pytest.mark.parametrize(("optimizer", "flips"), [pytest.param("sgd", 40, marks=pytest.mark.slow), ("kfac", 8)])
 def test_a_flipped_bit_is_never_restored(checkpoints, tmp_path, optimizer, flips, capsys):
     """Of runs of the script: one bit in the data files of their last checkpoint, at places drawn by chance."""
     here("--optimizer", optimizer, "--width", 4, "--steps", 10, "--checkpoint-every", 5, "--output", tmp_path / "run")

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -157,11 +158,23 @@ def test_going_on_growing_and_what_is_refused(tmp_path):
     assert "stopped by SIGINT" in finish(run, 130).stdout
 
 
-@pytest.mark.parametrize("damage", ["64 bytes", "manifest"])
-def test_a_damaged_checkpoint_is_one_line_and_the_run_goes_on_from_the_one_before(tmp_path, damage):
-    options = [*SGD, "--checkpoint-every", 2, "--stop-after"]
-    here(*options, 6, "--output", tmp_path / "whole")
-    here(*options, 4, "--output", tmp_path / "parts")
+EVERY_TWO = [*SGD, "--checkpoint-every", 2, "--stop-after"]
+
+
+@pytest.fixture(scope="module")
+def six(tmp_path_factory):
+    """A run of six steps, and the first four of them."""
+    folders = [tmp_path_factory.mktemp(f"{steps}") / "run" for steps in (6, 4)]
+    for steps, folder in zip((6, 4), folders, strict=True):
+        here(*EVERY_TWO, steps, "--output", folder)
+    return folders
+
+
+# Damage in other files: tests/test_example_checkpoints.py.
+@pytest.mark.parametrize("damage", ["64 bytes", pytest.param("manifest", marks=pytest.mark.slow)])
+def test_a_damaged_checkpoint_is_one_line_and_the_run_goes_on_from_the_one_before(six, tmp_path, damage):
+    whole, four = six
+    shutil.copytree(four, tmp_path / "parts")
     last = tmp_path / "parts" / "checkpoints" / "4" / "state"
     if damage == "manifest":
         path = last / "manifest.ocdbt"
@@ -171,22 +184,21 @@ def test_a_damaged_checkpoint_is_one_line_and_the_run_goes_on_from_the_one_befor
         middle, data = path.stat().st_size // 2, path.read_bytes()
         changed = data[:middle] + bytes(x ^ 255 for x in data[middle : middle + 64]) + data[middle + 64 :]
     path.write_bytes(changed)
-    done = train(*options, 6, "--output", tmp_path / "parts")
+    done = train(*EVERY_TWO, 6, "--output", tmp_path / "parts")
     assert not done.stderr and done.stdout.count("is damaged (state/") == 1
     assert f"resuming {tmp_path / 'parts'} at step 2" in done.stdout
-    assert records(tmp_path / "parts") == records(tmp_path / "whole")
-    same(state(tmp_path / "parts", 6), state(tmp_path / "whole", 6))
+    assert records(tmp_path / "parts") == records(whole)
+    same(state(tmp_path / "parts", 6), state(whole, 6))
 
 
-def test_metrics_after_the_last_checkpoint_are_made_again(tmp_path):
-    options = [*SGD, "--checkpoint-every", 2, "--stop-after"]
-    here(*options, 6, "--output", tmp_path / "a")
-    here(*options, 4, "--output", tmp_path / "b")
+def test_metrics_after_the_last_checkpoint_are_made_again(six, tmp_path):
+    whole, four = six
+    shutil.copytree(four, tmp_path / "b")
     # As if the run had been killed: steps after the checkpoint, and a line cut short.
     with (tmp_path / "b" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "loss": 1.0}\n{"step": 6, "lo')
-    assert "1 damaged line(s)" in here(*options, 6, "--output", tmp_path / "b")
-    assert records(tmp_path / "a") == records(tmp_path / "b")
+    assert "1 damaged line(s)" in here(*EVERY_TWO, 6, "--output", tmp_path / "b")
+    assert records(whole) == records(tmp_path / "b")
     assert (tmp_path / "b" / "metrics.damaged").read_text() == '{"step": 6, "lo\n'
 
 

@@ -1,5 +1,6 @@
 """`examples/imagenet/simple.py`, copied into an empty folder: trained, stopped, damaged and started again."""
 
+import importlib.util
 import re
 import shutil
 import signal
@@ -83,16 +84,37 @@ def test_digits_stopped_killed_and_damaged_go_on_bit_for_bit(folder):
     assert refused.returncode == 1 and "name a new --output" in refused.stderr
 
 
+def into_splits(photographs):
+    for path in [p for p in photographs.rglob("*.jpg") if p.name.startswith("1")]:
+        place = photographs / "val" / path.relative_to(photographs)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(place)
+    (photographs / "train").mkdir()
+    for name in ("red", "green", "blue"):
+        (photographs / name).rename(photographs / "train" / name)
+
+
 @pytest.mark.parametrize("layout", ["classes", "splits"])
+def test_photographs_are_found_in_both_layouts(folder, photographs, layout, capsys):
+    spec = importlib.util.spec_from_file_location("simple", folder / "simple.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if layout == "splits":
+        into_splits(photographs)
+    *parts, classes = module.photographs(photographs, 16)
+    assert classes == ["blue", "green", "red"]
+    # A tenth of the files of all, the broken one among them, or those that are named with a one first.
+    assert [len(labels) for _, labels in parts] == ([57, 33] if layout == "splits" else [81, 9])
+    for images, labels in parts:
+        assert images.shape == (len(labels), 18, 18, 3) and images.dtype == np.uint8
+        np.testing.assert_array_equal(images.mean((1, 2)).argmax(1), 2 - labels)  # as the name says
+    assert capsys.readouterr().err.count("broken.jpg: UnidentifiedImageError") == 1
+
+
+@pytest.mark.parametrize("layout", [pytest.param("classes", marks=pytest.mark.slow), "splits"])
 def test_photographs_on_several_devices(folder, photographs, layout):
     if layout == "splits":
-        for path in [p for p in photographs.rglob("*.jpg") if p.name.startswith("1")]:
-            place = photographs / "val" / path.relative_to(photographs)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            path.rename(place)
-        (photographs / "train").mkdir()
-        for name in ("red", "green", "blue"):
-            (photographs / name).rename(photographs / "train" / name)
+        into_splits(photographs)
     done = finish(simple(folder, photographs, *SMALL, "--size", 16, "--steps", 12, devices=2))
     assert re.search(r"^\d+ images of 3 classes", done.stdout)
     assert "broken.jpg: UnidentifiedImageError" in done.stderr and len(done.stderr.splitlines()) == 1

@@ -29,18 +29,19 @@ def stopped_after(line, signals, *args, to="process", **options):
     return end(run)
 
 
+# Those that are slow tests/test_example_runs.py has by default: it asks for the codes 0, 143 and 1, and kills a run.
 @pytest.mark.parametrize(
     ("code", "args", "line", "signals"),
     [
-        pytest.param(0, [*SGD, "--steps", 30], None, [], id="done"),
+        pytest.param(0, [*SGD, "--steps", 30], None, [], id="done", marks=pytest.mark.slow),
         pytest.param(0, [*LONG, "--stop-after", 3], None, [], id="stop-after"),
         pytest.param(0, [*LONG, "--target-accuracy", 0.05], None, [], id="target"),
-        pytest.param(143, LONG, r"step +3/", [signal.SIGTERM], id="SIGTERM"),
+        pytest.param(143, LONG, r"step +3/", [signal.SIGTERM], id="SIGTERM", marks=pytest.mark.slow),
         pytest.param(130, LONG, r"step +3/", [signal.SIGINT], id="Ctrl-C"),
         pytest.param(-2, LONG, r"digits", [signal.SIGINT], id="Ctrl-C as it starts"),
         pytest.param(-2, LONG, r"compiling", [signal.SIGINT], id="Ctrl-C as it compiles"),
-        pytest.param(-9, LONG, r"step +3/", [signal.SIGKILL], id="SIGKILL"),
-        pytest.param(1, [*LONG, "--learning-rate", 1e38], None, [], id="NaN"),
+        pytest.param(-9, LONG, r"step +3/", [signal.SIGKILL], id="SIGKILL", marks=pytest.mark.slow),
+        pytest.param(1, [*LONG, "--learning-rate", 1e38], None, [], id="NaN", marks=pytest.mark.slow),
     ],
 )
 def test_the_exit_code_tells_how_a_run_was_stopped(tmp_path, code, args, line, signals):

@@ -591,7 +591,7 @@ def of_images(model, examples):
         {},
         pytest.param({"remat": True}, marks=pytest.mark.slow),
         pytest.param({"scan": True}, marks=pytest.mark.slow),
-        {"remat": True, "scan": True},
+        pytest.param({"remat": True, "scan": True}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -618,3 +618,10 @@ def test_layers_depend_neither_on_jit_nor_on_the_number_of_images():
     assert len(kronecker(layers)) == 9
     assert layers == other and hash(layers) == hash(other)
     assert layers == kfac.find_layers(jax.jit(loss), *arguments, has_aux=True)
+
+
+def test_a_scan_over_blocks_under_remat_has_a_copy_for_each():
+    loss, arguments = of_images(ResNet50(remat=True, scan=True, depths=(3,)), 32)
+    layers = kfac.find_layers(loss, *arguments, has_aux=True)
+    assert sorted(layer.copies for layer in kronecker(layers)) == [1] * 6 + [2] * 3
+    assert [layer.kind for layer in layers].count("unitwise") == 8 and len(layers) == 17

@@ -572,26 +572,6 @@ def test_bad_statistics_on_one_device_leave_the_layer_out_on_all():
 # Other loops.
 
 
-def test_a_loop_in_the_style_of_flax_train_state():
-    train_state = pytest.importorskip("flax.training.train_state")
-
-    class State(train_state.TrainState):
-        def apply_gradients(self, *, grads, factors=None, **changes):
-            updates, opt_state = self.tx.update(grads, self.opt_state, self.params, factors=factors)
-            params = optax.apply_updates(self.params, updates)
-            return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **changes)
-
-    state = State.create(apply_fn=None, params=initial(), tx=plain_kfac(RATE, layers()))
-
-    @jax.jit
-    def step(state, grads, factors):
-        return state.apply_gradients(grads=grads, factors=factors)
-
-    for t in range(3):
-        state = step(state, *measured(t))
-    assert_close(state.params, plain()[0], 1e-6)
-
-
 def test_lists_and_named_tuples_of_parameters():
     """Paths are those of any pytree."""
     x, labels = batch(0)

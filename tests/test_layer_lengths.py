@@ -242,11 +242,11 @@ def words_loss(params, batch):
 
 def words_parameters():
     rng = np.random.default_rng(0)
-    kernels = [rng.normal(size=(6, 6)) / 2 for _ in range(7)]
+    kernels = [rng.normal(size=(6, 6)) / 2 for _ in range(6)]
     return {
         "table": rng.normal(size=(50, 6)),
-        "before": kernels[:5],
-        "after": [{"kernel": kernel, "bias": rng.normal(size=6)} for kernel in kernels[5:]],
+        "before": kernels[:4],
+        "after": [{"kernel": kernel, "bias": rng.normal(size=6)} for kernel in kernels[4:]],
         "scale": np.ones(6), "shift": rng.normal(size=6), "free": np.float64(1),
     }  # fmt: skip
 
