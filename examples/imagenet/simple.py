@@ -144,7 +144,8 @@ def main(args=None):
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("run"), help="folder of the checkpoints (run)")
     options = parser.parse_args(args)
-    jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "kfac-simple"))
+    cache = jax.config.jax_compilation_cache_dir or str(Path.home() / ".cache" / "kfac-simple")
+    jax.config.update("jax_compilation_cache_dir", cache)
     train, val, classes = photographs(options.folder, options.size) if options.folder else digits()
     size, devices, count = options.size if options.folder else 8, jax.device_count(), len(train[1])
     batch = options.batch or max(1, count // 10 // devices) * devices
@@ -156,8 +157,7 @@ def main(args=None):
     same, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("devices"))
     example = jax.device_put(next(batches(train, batch, size, 0, 1, options.seed)), split)
     model = ResNet(len(classes), options.width)
-    init = jax.jit(partial(model.init, train=False), out_shardings=same)
-    variables = init(jax.random.key(options.seed), example[0])
+    variables = jax.jit(partial(model.init, train=False), out_shardings=same)(jax.random.key(options.seed), example[0])
     params, stats = variables["params"], variables["batch_stats"]
     rate = kfac.schedules.rise_and_fall(options.rate, options.steps)
     step = kfac.train_step(partial(loss_fn, model), rate, has_aux=True, verbose=False)
