@@ -225,7 +225,8 @@ def test_statistics_and_refreshes_take_a_share_of_the_work_of_gradients(examples
     jax.tree.map(np.testing.assert_array_equal, final(), final(inverse_every=every, distribution=at_once))
     if every == 4:  # it matters after the ten steps of the warm-up
         assert not np.array_equal(final()[0]["w0"], final(inverse_every=1)[0]["w0"])
-        settings = {"trust_ratio": None, "inverse": kfac.Cholesky(), "cost": 0.1}  # nothing holds the length of a stale step
+        # Here nothing holds the length of a stale step.
+        settings = {"trust_ratio": None, "inverse": kfac.Cholesky(), "cost": 0.1}
         jax.tree.map(np.testing.assert_array_equal, final(**settings), final(inverse_every=1, **settings))
 
 
