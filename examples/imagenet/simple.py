@@ -144,7 +144,7 @@ def main(args=None):
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("run"), help="folder of the checkpoints (run)")
     options = parser.parse_args(args)
-    cache = jax.config.jax_compilation_cache_dir or str(Path.home() / ".cache" / "kfac-simple")
+    cache = jax.config.values["jax_compilation_cache_dir"] or str(Path.home() / ".cache" / "kfac-simple")
     jax.config.update("jax_compilation_cache_dir", cache)
     train, val, classes = photographs(options.folder, options.size) if options.folder else digits()
     size, devices, count = options.size if options.folder else 8, jax.device_count(), len(train[1])
