@@ -20,9 +20,9 @@ from kfac._layers import Layer, Layers
 from kfac._varying import AxisName, axis_names
 
 
-def check_range(name: str, value: Any, interval: str, kind: str = "a number or a schedule") -> None:
-    """Raises where a number is not in an interval such as `"[0, inf)"`; schedules and tracers are taken as given."""
-    if isinstance(value, jax.core.Tracer) or (callable(value) and kind.endswith("schedule")):
+def check_range(name: str, value: Any, interval: str, schedules: bool = True) -> None:
+    """Raises where a number is not in an interval such as `"[0, inf)"`; tracers and `schedules` are taken as given."""
+    if isinstance(value, jax.core.Tracer) or (schedules and callable(value)):
         return
     low, high = map(float, interval[1:-1].split(","))
     try:
@@ -31,7 +31,8 @@ def check_range(name: str, value: Any, interval: str, kind: str = "a number or a
         # Rounded as the computation will: 1 - 1e-9 is 1.
         number = float(np.float32(value))
     except (TypeError, ValueError):
-        raise ValueError(f"{name} must be {kind}, but is {'a function, ' * callable(value)}{value!r}") from None
+        kind, given = " or a schedule" * schedules, "a function, " * callable(value)
+        raise ValueError(f"{name} must be a number{kind}, but is {given}{value!r}") from None
     # Bounds are compared in float32, too.
     least = float(np.float32(low))
     above = number > least if interval[0] == "(" else number >= least
@@ -41,7 +42,7 @@ def check_range(name: str, value: Any, interval: str, kind: str = "a number or a
 
 
 # As `check_range`, where no schedule will do.
-check_number = functools.partial(check_range, kind="a number")
+check_number = functools.partial(check_range, schedules=False)
 
 
 def check_count(name: str, value: Any, low: int, hint: str = "") -> None:

@@ -113,8 +113,7 @@ def value_and_grad(
             skipped = {path for layer in layers if layer.kind == "skipped" for path in layer.params}
             marks.require(f"fisher={fisher!r}" if drawn else "weight= of kfac.output", traced.names, skipped)
             aim_at(traced, [mark.op for mark in marks.marks])
-        moments = basis is not None
-        planned = plan_taps(traced, layers, marks, num_examples, subsample, moments, communication_dtype)
+        planned = plan_taps(traced, layers, marks, num_examples, subsample, basis is not None, communication_dtype)
         entries: dict[Any, Any] = {}
         for name, sums in planned.sums.items():
             entries |= sums.basis(basis[name]) if sums.basis else {}
