@@ -104,8 +104,11 @@ def kinds(layers: kfac.Layers) -> dict[str, str]:
     return {layer.name: layer.kind for layer in layers}
 
 
+KRONECKER = "dense", "conv", "embedding"
+
+
 def kronecker(layers: kfac.Layers) -> list[kfac.types.Layer]:
-    return [layer for layer in layers if layer.kind in ("dense", "conv", "embedding")]
+    return [layer for layer in layers if layer.kind in KRONECKER]
 
 
 def copies(layer: kfac.types.Layer) -> list[str]:
@@ -134,10 +137,13 @@ def check_kronecker(layers: kfac.Layers, factors: kfac.Factors, truth: Truth, to
     assert seen == set(truth.uses)
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=FAST)
-def as_matrices(layers: Sequence[kfac.types.Layer], leaves: dict[str, Any]) -> dict[str, jax.Array]:
-    """Leaves by path as the matrices of layers, by name: in one program, since operations compile one by one."""
+def matrices_of(layers: Sequence[kfac.types.Layer], leaves: dict[str, Any]) -> dict[str, jax.Array]:
+    """Leaves by path as the matrices of layers, by name."""
     return {layer.name: layer.to_matrix([leaves[path] for path in layer.params]) for layer in layers}
+
+
+# In one program, since operations compile one by one.
+as_matrices = jax.jit(matrices_of, static_argnums=0, compiler_options=FAST)
 
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options=FAST)
@@ -237,7 +243,7 @@ def check_moments(loss, params, batch, *, tolerance=1e-10, gradients=None, find=
         gradients = example_gradients(loss, params, batch)
     expected = expected_moments(layers, gradients, basis)
     for layer in layers:
-        if layer.kind in ("dense", "conv", "embedding"):
+        if layer.kind in KRONECKER:
             assert (factors[layer.name].moments is None) == (layer.name not in expected)
     for name, moments in expected.items():
         error = relative_error(factors[name].moments, moments)

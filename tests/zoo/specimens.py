@@ -19,12 +19,11 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 import kfac
-from checking import check_layers
+from checking import KRONECKER, check_layers, matrices_of
 from oracle import relative_error
 from zoo.bruteforce import FAST, Truth, truth, truths
 
 N = 6  # examples, three thirds of two
-KRONECKER = "dense", "conv", "embedding"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,9 +268,8 @@ def _read(layers: kfac.Layers, grads: list[Any], factors: kfac.Factors) -> Any:
     def read(grads, factors):
         by_path = dict(zip(layers.paths, grads, strict=True))
         own = [layer for layer in layers if layer.kind in (*KRONECKER, "unitwise", "diagonal")]
-        matrices = {layer.name: layer.to_matrix([by_path[path] for path in layer.params]) for layer in own}
         blocks = {name: (b.F,) if isinstance(b, kfac.types.Unitwise) else (b.A, b.G) for name, b in factors.items()}
-        return matrices, blocks
+        return matrices_of(own, by_path), blocks
 
     return jax.tree.map(np.asarray, jax.jit(read, compiler_options=FAST)(grads, factors))
 
