@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from kfac._curvature.inverse import Inverse
 from kfac._layers import KRONECKER_KINDS, Layer, Layers
 
+COST = 0.1  # of `kfac.kfac` by default
 LONGEST = 16  # of the intervals that `affordable` gives: no longer one was tried on networks of many kinds
 
 

@@ -15,11 +15,11 @@ from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse, check_inverse
 from kfac._curvature.soap import Soap
 from kfac._distributed.distribution import Distribution
-from kfac._distributed.intervals import affordable
+from kfac._distributed.intervals import COST, affordable
 from kfac._layers import Layers
 from kfac._optimizer.arguments import fitted
 from kfac._optimizer.moves import Moves, ScalarOrSchedule, value_at
-from kfac._optimizer.options import Options, check_options
+from kfac._optimizer.options import Options, check_options, points_to_distribution
 from kfac._optimizer.parts import momentum_beside_blocks
 from kfac._optimizer.scale_by_kfac import precondition_and_move
 from kfac._optimizer.state import find_state
@@ -28,6 +28,7 @@ from kfac._varying import mesh_of, on_mesh, placed
 Optimizer: TypeAlias = optax.GradientTransformationExtraArgs
 
 
+@points_to_distribution
 def kfac(
     learning_rate: ScalarOrSchedule,
     layers: Layers,
@@ -40,7 +41,7 @@ def kfac(
     trust_ratio: ScalarOrSchedule | Literal["auto"] | None = "auto",
     layer_rates: bool | None = None,
     damping: ScalarOrSchedule | None = None,
-    cost: float = 0.1,
+    cost: float = COST,
     inverse_every: int | jax.Array | Literal["auto"] | None = "auto",
     inverse: Inverse | None = None,
     distribution: Distribution | None = None,
@@ -118,25 +119,28 @@ def kfac(
     return assemble(
         layers, Moves(kl_clip, learning_rate, False, momentum, nesterov, trust_ratio, layer_rates),
         weight_decay=weight_decay, weight_decay_mask=weight_decay_mask, inverse=inverse, damping=damping,
-        statistics_every=every, inverse_every=inverse_every, distribution=distribution, cost=cost,
+        statistics_every=every, inverse_every=inverse_every, distribution=distribution,
     )  # fmt: skip
 
 
-def chosen(layers: Layers, trust_ratio: Any, inverse: Inverse | None, cost: float) -> tuple[Inverse, Any]:
+def chosen(layers: Layers, trust_ratio: Any, inverse: Inverse | None, cost: Any) -> tuple[Inverse, Any]:
     """The inverse, and the steps between those that are to bring statistics."""
     auto = trust_ratio == "auto"
     inverse = (Soap() if auto else Cholesky()) if inverse is None else inverse
     check_inverse(inverse)
     check(cost=cost)
+    if not auto and not isinstance(cost, jax.core.Tracer) and cost != COST:
+        how = "without it every step has statistics, so leave cost out"
+        raise ValueError(f'cost={cost!r} is for trust_ratio="auto": {how}')
     return inverse, affordable(layers, inverse, cost) if auto else 1
 
 
 def assemble(
-    layers: Layers, moves: Moves, *, weight_decay: Any, weight_decay_mask: Any, cost: float = 0.1, **preconditioner: Any
+    layers: Layers, moves: Moves, *, weight_decay: Any, weight_decay_mask: Any, **preconditioner: Any
 ) -> Optimizer:
     """The preconditioner with what follows it, weight decay and the learning rate."""
     options = Options(**preconditioner)
-    check_options(options, moves, weight_decay_mask, weight_decay=weight_decay, cost=cost)
+    check_options(options, moves, weight_decay, weight_decay_mask)
     before = moves.learning_rate if moves.rate_in_momentum else None
 
     def build(layers):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 
@@ -12,6 +13,9 @@ from kfac._checks import OPTIONS, check
 from kfac._curvature.inverse import Inverse, check_inverse
 from kfac._distributed.distribution import Distribution, check_distribution
 from kfac._optimizer.moves import Moves, ScalarOrSchedule
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 # For each pair of options that do not go together: whether they are there, and what to say, with their values.
 CONFLICTS: tuple[tuple[Callable[[Any], bool], str], ...] = (
@@ -40,10 +44,6 @@ CONFLICTS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "place: leave it at None",
     ),
     (lambda o: o.weight_decay is None and o.weight_decay_mask is not None, "weight_decay_mask needs weight_decay"),
-    (  # 0.1 is the default
-        lambda o: o.trust_ratio != "auto" and not isinstance(o.cost, jax.core.Tracer) and o.cost != 0.1,
-        'cost={cost!r} is for trust_ratio="auto": without it every step has statistics, so leave cost out',
-    ),
 )
 
 
@@ -64,7 +64,20 @@ class Options(NamedTuple):
     unitwise_damping: ScalarOrSchedule = 1.0
 
 
-def check_options(options: Options, moves: Moves, weight_decay_mask: Any = None, **more: Any) -> None:
+def points_to_distribution(function: Callable[P, Result]) -> Callable[P, Result]:
+    """`function`, whose error for an option of `Distribution` says how to pass it."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> Result:
+        for name in {"axis_name", "mesh", "owners"}.intersection(kwargs):
+            how = f"a mesh and the axes of jax.shard_map are seen; else pass distribution=kfac.Distribution({name}=...)"
+            raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}: {how}")
+        return function(*args, **kwargs)
+
+    return called
+
+
+def check_options(options: Options, moves: Moves, weight_decay: Any = None, weight_decay_mask: Any = None) -> None:
     """Raises a `ValueError` where an option is out of range, or two do not go together."""
     mask, leaves = weight_decay_mask, jax.tree.leaves(weight_decay_mask)
     if isinstance(mask, bool | jax.Array) or not (callable(mask) or all(isinstance(x, bool) for x in leaves)):
@@ -75,7 +88,7 @@ def check_options(options: Options, moves: Moves, weight_decay_mask: Any = None,
         )
     check_inverse(options.inverse)
     check_distribution(options.distribution)
-    values = {"weight_decay": None, "cost": 0.1, **vars(moves), **options._asdict(), "weight_decay_mask": mask, **more}
+    values = {**vars(moves), **options._asdict(), "weight_decay": weight_decay, "weight_decay_mask": mask}
     skipped = {name for name in LEFT_OUT if values[name] is None or (name == "trust_ratio" and values[name] == "auto")}
     check(**{name: value for name, value in values.items() if name in OPTIONS and name not in skipped})
     for holds, sentence in CONFLICTS:

@@ -18,9 +18,8 @@ from kfac._capture.find_layers import find_layers
 from kfac._capture.microbatch import microbatch
 from kfac._capture.value_and_grad import value_and_grad
 from kfac._checks import check, check_function, check_given
-from kfac._curvature.inverse import Inverse
 from kfac._curvature.soap import Soap
-from kfac._distributed.intervals import seldom_work
+from kfac._distributed.intervals import COST, seldom_work
 from kfac._layers import MAX_DIM, Layers
 from kfac._optimizer.diagnostics import due, eigenbasis
 from kfac._optimizer.kfac import chosen, kfac
@@ -149,12 +148,12 @@ def train_step(
         raise TypeError(str(error).replace("kfac()", "train_step()")) from None
     if num_examples is not None and num_examples % num_microbatches:
         raise ValueError(f"num_microbatches={num_microbatches} does not divide num_examples={num_examples}")
+    options = {"trust_ratio": "auto", "cost": COST, "inverse": None, **options}
     cache: dict[Any, Layers] = {}  # of arguments of some shapes
-    inverse = options.get("inverse")
-    moments = isinstance(inverse, Inverse) and inverse.takes_moments
+    inverse, _ = chosen(Layers((), ()), options["trust_ratio"], options["inverse"], options["cost"])
     # `Soap` has a basis from statistics, and no more: few rows do, often.
-    thin = subsample is None and options.get("trust_ratio", "auto") == "auto" and isinstance(inverse or Soap(), Soap)
-    bound = MAX_DIM if moments and max_dim is None else max_dim  # there are moments of whole kernels only
+    thin = subsample is None and options["trust_ratio"] == "auto" and isinstance(inverse, Soap)
+    bound = MAX_DIM if inverse.takes_moments and max_dim is None else max_dim  # there are moments of whole kernels only
 
     def layers_of(params, args, kwargs):
         leaves, structure = jax.tree.flatten((params, args, kwargs))
@@ -170,7 +169,7 @@ def train_step(
         # Fewer were not tried.
         many = [(x.num_examples or 0) // num_microbatches >= 64 for x in (layers, cache[shapes])]
         full, quarter = (seldom_work(layers, Soap(), every) or 1 for every in (1, 4))
-        cheaper = {"cost": options.get("cost", 0.1) * full / quarter} if thin and many[0] else {}
+        cheaper = {"cost": options["cost"] * full / quarter} if thin and many[0] else {}
         return layers, subsample or (4 if thin and many[1] else 1), options | cheaper
 
     def init(params, *args, **kwargs):
@@ -187,7 +186,7 @@ def train_step(
         )  # fmt: skip
         if num_microbatches > 1:
             measure = microbatch(measure, num_microbatches, batch_argnums=_split(layers, batch_argnums))
-        basis = {"basis": eigenbasis(opt_state, layers)} if moments else {}
+        basis = {"basis": eigenbasis(opt_state, layers)} if inverse.takes_moments else {}
         value, grads, factors = measure(params, *args, fisher_key=fisher_key, **basis, **kwargs)
         updates, opt_state = kfac(learning_rate, layers, **optional).update(grads, opt_state, params, factors=factors)
         return optax.apply_updates(params, updates), opt_state, value
@@ -228,8 +227,7 @@ def _telling(function: Callable[..., Any], what: str, verbose: bool, **fixed: bo
 
 
 def _found(layers: Layers, subsample: int, options: dict[str, Any]) -> str:
-    trust_ratio, cost = options.get("trust_ratio", "auto"), options.get("cost", 0.1)
-    inverse, every = chosen(layers, trust_ratio, options.get("inverse"), cost)
+    inverse, every = chosen(layers, options["trust_ratio"], options["inverse"], options["cost"])
     number = sum(layer.num_params for layer in layers)
     size = f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:,}"
     part = f" of 1/{subsample} of the examples" if subsample > 1 else ""
