@@ -150,10 +150,9 @@ def factorise(stack: jax.Array) -> tuple[Lower, Lower]:
     return (first, corner, last), (inverse, below, inverse_of_last)
 
 
-def solve(b: jax.Array, factor: Lower, inverse: Lower) -> jax.Array:
-    """`B L^-T`, from the inverses of the diagonal blocks of `L` alone."""
-    if not isinstance(factor, tuple) or not isinstance(inverse, tuple):
-        assert not isinstance(factor, tuple) and not isinstance(inverse, tuple)
+def solve(b: jax.Array, factor: Lower, inverse: Any) -> jax.Array:
+    """`B L^-T`, from the inverses of the diagonal blocks of `L` alone, which are those of `inverse`."""
+    if not isinstance(factor, tuple):
         return exact_product(b, inverse.mT)
     first, corner, last = factor
     h = corner.shape[-1]

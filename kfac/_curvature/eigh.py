@@ -89,8 +89,11 @@ def eigenvalues(side: Eigen | jax.Array) -> jax.Array:
 
 
 def block_eigenvalues(inverse: Kronecker) -> jax.Array:
-    """`l_G l_A^T`, the eigenvalues of `A (x) G`, `[k, d_out, d_in]`."""
-    return eigenvalues(inverse.G)[:, :, None] * eigenvalues(inverse.A)[:, None, :]
+    """The eigenvalues of blocks, `[k, d_out, d_in]`: moments where there are some, else `l_G l_A^T`, of `A (x) G`."""
+    products = eigenvalues(inverse.G)[:, :, None] * eigenvalues(inverse.A)[:, None, :]
+    if inverse.moments is None:
+        return products
+    return jnp.where(inverse.moments.weight[:, None, None] > 0, inverse.moments.average, products)
 
 
 Ends = tuple[jax.Array, jax.Array]  # the smallest and the largest eigenvalue of `k` matrices, `[k]` each

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kfac._checks import check_shapes
-from kfac._curvature.eigh import Eigh, block_eigenvalues, condition_of, ends, solve_in_basis
+from kfac._curvature.eigh import Eigh, block_eigenvalues, condition_of, ends
 from kfac._curvature.inverse import averaged, product
 from kfac._factors import Eigen, Kronecker
 
@@ -72,12 +72,7 @@ class Ekfac(Eigh):
             return new, condition
         turned = between_bases(kept.moments.average, kept, new, squared_turn)
         new = dataclasses.replace(new, moments=kept.moments._replace(average=turned))
-        return new, condition_of(ends(corrected_eigenvalues(new).reshape(len(damping), -1)), (1.0, 1.0), damping)
-
-    def apply(self, kept, matrices, damping):
-        """A division by the corrected eigenvalues, in the eigenbasis."""
-        damping = self.damping_of_step(kept, damping)
-        return solve_in_basis(kept, corrected_eigenvalues(kept), matrices, damping, self.precision)
+        return new, condition_of(ends(block_eigenvalues(new).reshape(len(damping), -1)), (1.0, 1.0), damping)
 
     def spectrum(self, kept, factors, damping):
         """The eigenvectors are the kept ones; without moments the eigenvalues are what the factors have along them."""
@@ -89,7 +84,7 @@ class Ekfac(Eigh):
             return Eigen(q, jnp.einsum("kji,kjl,kli->ki", q, factor, q, precision=lax.Precision.HIGHEST))
 
         basis = Kronecker(along(kept.A, factors.A), along(kept.G, factors.G))
-        values = corrected_eigenvalues(dataclasses.replace(basis, moments=kept.moments))
+        values = block_eigenvalues(dataclasses.replace(basis, moments=kept.moments))
         return basis, values + damping[:, None, None]
 
     def absorb(self, kept, moments, decay, taken):
@@ -111,17 +106,6 @@ class Ekfac(Eigh):
             raise ValueError(f"factors of layer {layer.name!r} have no moments, which inverse={self!r} needs: {how}")
         shape = (*block.A.shape[:-2], layer.d_out, layer.d_in)
         check_shapes(f"factors of layer {layer.name!r}", block, {"moments": shape})
-
-
-def corrected_eigenvalues(inverse: Kronecker) -> jax.Array:
-    """The eigenvalues that a block is taken to have, `[k, d_out, d_in]`.
-
-    The moments where there are some; else the products of the eigenvalues of the factors.
-    """
-    products = block_eigenvalues(inverse)
-    if inverse.moments is None:
-        return products
-    return jnp.where(inverse.moments.weight[:, None, None] > 0, inverse.moments.average, products)
 
 
 def between_bases(matrices: jax.Array, old: Kronecker, new: Kronecker, of: Callable[..., jax.Array]) -> jax.Array:

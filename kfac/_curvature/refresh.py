@@ -78,6 +78,15 @@ def in_portions(fn: Callable[..., Any], width: int, *arguments: Any) -> Any:
     return lax.platform_dependent(*arguments, cpu=functools.partial(fn, 1), default=functools.partial(fn, width))
 
 
+def one_by_one(fn: Callable[..., Any], *stacks: Any) -> Any:
+    """Stacks of what `fn` returns of each member of `stacks`, in portions of all of them."""
+
+    def portion(width, *stacks):
+        return lax.map(lambda members: fn(*members), stacks, batch_size=width)
+
+    return in_portions(portion, len(jax.tree.leaves(stacks)[0]), *stacks)
+
+
 def _refresh(inverse: Inverse, width: int, kept: Any, factors: Any, wanted: jax.Array, damping: jax.Array) -> Refreshed:
     """`refresh`, in portions of `width` blocks."""
     k = len(wanted)

@@ -11,7 +11,7 @@ from jax import lax
 
 from kfac._checks import check_layers
 from kfac._curvature.blocks import check_factors, group_layers
-from kfac._curvature.refresh import in_portions
+from kfac._curvature.refresh import one_by_one
 from kfac._factors import Factors, Kronecker
 from kfac._layers import Layers
 from kfac._optimizer.state import AdaptiveDampingState, KfacState, check_groups, find_nodes, find_state
@@ -116,8 +116,5 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
 
 
 def _eigenvectors(factor: jax.Array) -> jax.Array:
-    def portions(width, stack):
-        return lax.map(lambda matrix: lax.linalg.eigh(matrix.mT, symmetrize_input=False)[0], stack, batch_size=width)
-
-    stack = factor.reshape(-1, *factor.shape[-2:])
-    return in_portions(portions, len(stack), stack).reshape(factor.shape)
+    matrices = factor.reshape(-1, *factor.shape[-2:])
+    return one_by_one(lambda x: lax.linalg.eigh(x.mT, symmetrize_input=False)[0], matrices).reshape(factor.shape)

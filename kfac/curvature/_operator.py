@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from kfac._capture.value_and_grad import check_basis
@@ -18,7 +17,7 @@ from kfac._curvature.blocks import Group, check_factors, group_layers
 from kfac._curvature.eigh import Eigh, rotate
 from kfac._curvature.ekfac import Ekfac, Moments
 from kfac._curvature.inverse import Inverse, check_inverse, damping_of_blocks
-from kfac._curvature.refresh import in_portions
+from kfac._curvature.refresh import one_by_one
 from kfac._factors import Eigen, Factors, Kronecker
 from kfac._layers import Layer, Layers, map_by_path
 from kfac._optimizer.state import KfacState, blocks_of, find_state, match_leaves
@@ -204,14 +203,8 @@ def _leaves(layer: Layer, matrix: jax.Array) -> dict[str, jax.Array]:
 
 
 def _eigenvalues(layer: Layer, block: Block) -> jax.Array:
-    """Returns all eigenvalues of a layer, without those of the zeros that fill up its last pieces."""
-    if layer.pieces == 1:
-        return block.values.ravel()
-    (a, g), (rows, columns) = layer.cut, block.values.shape[1:]
-    inside = [np.ones((count, size), bool) for count, size in ((g, rows), (a, columns))]
-    inside[0][-1, : g * rows - layer.d_out] = inside[1][-1, : a * columns - layer.d_in] = False
-    present = inside[0][:, None, :, None] & inside[1][None, :, None, :]
-    return block.values.reshape(-1, *present.shape)[:, present].ravel()
+    """Returns all eigenvalues of a layer, without those of the zeros that fill up its last pieces: the smallest."""
+    return layer.from_pieces(block.values[:, ::-1, ::-1]).ravel()
 
 
 def operator(
@@ -270,18 +263,15 @@ def operator(
     for group in groups:
         amount = damping_of_blocks(group.kind(inverse), stacks[group.name], amounts[group.owned])
         spectrum = functools.partial(_spectrum, group.kind(inverse))
-        spectra = in_portions(spectrum, group.size, inverses.get(group.name), stacks[group.name], amount)
+        spectra = one_by_one(spectrum, inverses.get(group.name), stacks[group.name], amount)
         for layer, part in group.split(spectra):  # the channels of a unit-wise layer are a stack of their own
             blocks[layer.name] = jax.tree.map(lambda x: x[0], part) if part.values.ndim > 3 else part
     return Operator({layer.name: blocks[layer.name] for layer in layers if layer.name in blocks}, layers)
 
 
-def _spectrum(inverse: Inverse, width: int, *stacks: Any) -> Block:
-    def one(block):
-        matrix = Block(*inverse.spectrum(*jax.tree.map(lambda x: x[None], block)))
-        return jax.tree.map(lambda x: x[0], matrix)
-
-    return lax.map(one, stacks, batch_size=width)
+def _spectrum(inverse: Inverse, *block: Any) -> Block:
+    stack_of_one = Block(*inverse.spectrum(*jax.tree.map(lambda x: x[None], block)))
+    return jax.tree.map(lambda x: x[0], stack_of_one)
 
 
 Source = tuple[Inverse, Sequence[Group], dict[str, Any], dict[str, Any]]  # stacks of statistics, and what is kept
