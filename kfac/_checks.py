@@ -14,10 +14,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
 
 from kfac._layers import Layer, Layers
-from kfac._varying import AxisName, axis_names
+from kfac._varying import axis_names
 
 
 def check_range(name: str, value: Any, interval: str, schedules: bool = True) -> None:
@@ -136,13 +135,6 @@ def check_axis_name(value: Any, name: str = "axis_name") -> None:
     if value == () or not all(isinstance(axis, str) for axis in names) or len(set(names)) < len(names):
         what = "the name of an axis, a tuple of different names or None"
         raise ValueError(f"{name} must be {what}, but is {value!r}: a mesh goes by name, mesh=, and need not be given")
-
-
-def check_mesh(mesh: Any, axis_name: AxisName | None) -> None:
-    """Raises where a value is no mesh, or one without some axis."""
-    check_type("mesh", mesh, Mesh | AbstractMesh, "a jax.sharding.Mesh")
-    if not set(axis_names(axis_name)) <= set(mesh.axis_names):
-        raise ValueError(f"axis_name must be among the axes of mesh, {mesh.axis_names}, but is {axis_name!r}")
 
 
 def check_type(name: str, value: Any, kind: Any, what: str) -> None:

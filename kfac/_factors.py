@@ -242,13 +242,13 @@ class Tied(Uncombined):
         above, below = jnp.sqrt(a) * jnp.sqrt(turned_g), jnp.sqrt(g) * jnp.sqrt(turned_a)
         positive = (above > 0) & (below > 0)
         scale = jnp.where(positive, above / jnp.where(positive, below, 1), 1)
+        direct, turned = self.direct, self.transposed
+        return Kronecker(direct.A + turned.A * _beside(scale, turned.A), direct.G + turned.G / _beside(scale, turned.G))
 
-        def joined(direct, turned, scale):
-            return direct + turned * scale.reshape(scale.shape + (1,) * (direct.ndim - scale.ndim))
 
-        return Kronecker(
-            joined(self.direct.A, self.transposed.A, scale), joined(self.direct.G, self.transposed.G, 1 / scale)
-        )
+def _beside(values: jax.Array, like: jax.Array) -> jax.Array:
+    """`[copies?]` in the shape `[copies?, 1, ...]`, to go with `like`."""
+    return values.reshape(values.shape + (1,) * (like.ndim - values.ndim))
 
 
 @jax.tree_util.register_dataclass
@@ -276,11 +276,9 @@ class Ragged(Statistics):
         """Returns the factors, from the `average` of the rows over what statistics are averaged over."""
         rows = average(self.rows) if average else self.rows
         share = jnp.where(rows > 0, 1 / jnp.where(rows > 0, rows, 1), 0)
-        return Kronecker(self.A, self.squares * share.reshape(share.shape + (1,) * (self.squares.ndim - share.ndim)))
+        return Kronecker(self.A, self.squares * _beside(share, self.squares))
 
-    @property
-    def G(self) -> jax.Array:
-        return self.combined().G
+    G = Uncombined.G
 
 
 Block = Kronecker | Unitwise

@@ -397,17 +397,13 @@ def leaf_paths(tree: Any) -> list[str]:
     for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_variable)[0]:
         inside = [inner for inner, _ in jax.tree_util.tree_flatten_with_path(node)[0]]
         for inner in [()] if _is_variable(node) and len(inside) == 1 else inside:
-            paths.append("/".join(map(_key_name, (*path, *inner))) or "params")
+            paths.append(jax.tree_util.keystr((*path, *inner), simple=True, separator="/") or "params")
     return paths
 
 
 def _is_variable(node: Any) -> bool:
     bases = (base for base in type(node).__mro__ if base.__module__.startswith("flax.nnx"))
     return any(base.__name__ in ("Variable", "VariableState") for base in bases)
-
-
-def _key_name(key: Any) -> str:
-    return str(next((getattr(key, name) for name in ("key", "name", "idx") if hasattr(key, name)), key))
 
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:

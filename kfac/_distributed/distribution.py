@@ -8,7 +8,7 @@ from typing import Any
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
-from kfac._checks import check_axis_name, check_mesh, check_type
+from kfac._checks import check_axis_name, check_type
 from kfac._distributed.ways import Way
 from kfac._varying import AxisName, axis_names, axis_size, device_axes, mesh_of, varying_axes
 
@@ -48,7 +48,10 @@ class Distribution:
         check_axis_name(self.axis_name)
         check_axis_name(self.owners, "owners")
         if self.mesh is not None:
-            check_mesh(self.mesh, self.axis_name)
+            check_type("mesh", self.mesh, Mesh | AbstractMesh, "a jax.sharding.Mesh")
+            axes = self.mesh.axis_names
+            if not set(axis_names(self.axis_name)) <= set(axes):
+                raise ValueError(f"axis_name must be among the axes of mesh, {axes}, but is {self.axis_name!r}")
         if self.axis is not None and not set(axis_names(self.owners)) <= set(axis_names(self.axis)):
             raise ValueError(
                 f"owners must be among the axes of devices, {axis_names(self.axis)}, but is {self.owners!r}: name all "

@@ -52,11 +52,6 @@ class Way:
             raise ValueError(f"axis_name={_name(self.axes)!r} is not bound: {where}")
         return lax.axis_size(self.owners)
 
-    @property
-    def first(self) -> jax.Array:
-        """Whether this device counts what all have, in a `total`."""
-        return jnp.asarray(lax.axis_index(self.owners) == 0)
-
     def owns(self, shard: Shard) -> jax.Array:
         """`[positions]`, whether this device has a block of its own at each."""
         return jnp.ones(shard.positions, bool) if shard.held.all() else self._row(shard.held)

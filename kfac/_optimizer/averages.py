@@ -18,7 +18,7 @@ from kfac._factors import Factors, Statistics
 from kfac._layers import Layer
 from kfac._optimizer.place import Config, Place, Vectors
 from kfac._optimizer.segment import part_of, with_parts
-from kfac._optimizer.state import KfacState, shards_of, with_blocks
+from kfac._optimizer.state import KfacState, shards_of
 from kfac._packing import filled, flatten, unflatten
 from kfac._varying import as_varying, varying_axes, within_devices
 
@@ -107,35 +107,22 @@ def refresh_inverses(
     wanted = {name: block.weight > 0 for name, block in state.blocks.items()}
     wanted |= {name: wanted[name] & way.owns(shard) for name, shard in shards_of(state).items()}
     wanted = wanted if needed is None else {name: flags & needed for name, flags in wanted.items()}
-    none = {name: as_varying(jnp.zeros(flags.shape, bool), varying_axes(flags)) for name, flags in wanted.items()}
+    nothing = {name: as_varying(jnp.zeros(flags.shape, bool), varying_axes(flags)) for name, flags in wanted.items()}
 
-    def carried(state, valid):
-        stacks = {name: (block.inverse, block.condition) for name, block in state.blocks.items()}
-        return stacks, state.segment.inverse, state.bases, valid
-
-    def restored(stacks, segment, bases, valid):
-        blocks = {n: state.blocks[n]._replace(inverse=inverse, condition=c) for n, (inverse, c) in stacks.items()}
-        return with_blocks(state, blocks)._replace(segment=state.segment._replace(inverse=segment), bases=bases), valid
-
-    def renewed(old):
-        new, valid = restored(*old)
-        for name in state.blocks:
+    def refreshed(old: tuple[KfacState, Vectors]) -> tuple[KfacState, Vectors]:
+        new, failed = old
+        for name, block in state.blocks.items():
             kept, owned = part_of(new, way, name, "inverse"), state.owned.get(name)
             kind, damping = (kept.inverse, dampings[1]) if owned is None else (owned.inverse, dampings[0])
-            result = refresh(kind, kept, part_of(state, way, name, "factors"), wanted[name], damping)
-            condition = jnp.where(result.valid, result.condition, new.blocks[name].condition)
-            new = with_parts(new, way, name, inverse=result.inverse, condition=condition)
-            valid = valid | {name: result.valid}
+            result = refresh(kind, kept, part_of(new, way, name, "factors"), wanted[name], damping)
+            condition = jnp.where(result.valid, result.condition, block.condition)
+            inverted = jnp.where(result.valid, state.count, block.inverted)
+            new = with_parts(new, way, name, inverse=result.inverse, condition=condition, inverted=inverted)
+            failed = failed | {name: wanted[name] & ~result.valid}
         # What all devices have of the inverses, from their owners.
         sent = {n: flatten(new.owned[n].inverse.basis(part_of(new, way, n, "inverse"))) for n in new.bases}
         received = way.gather(sent, shards_of(state))
         bases = {name: unflatten(flat, new.bases[name]) for name, flat in received.items()}
-        return carried(new._replace(bases=bases), valid)
+        return new._replace(bases=bases), failed
 
-    start = carried(state, none)
-    state, valid = restored(*(renewed(start) if needed is None else once_if(needed, renewed, start)))
-    inverted = {
-        n: block._replace(inverted=jnp.where(valid[n], state.count, block.inverted))
-        for n, block in state.blocks.items()
-    }
-    return with_blocks(state, inverted), {name: wanted[name] & ~valid[name] for name in valid}
+    return refreshed((state, nothing)) if needed is None else once_if(needed, refreshed, (state, nothing))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -196,15 +196,15 @@ def lengthened(stacks: Mapping[str, Stack], coefficient: jax.Array | None) -> di
     With a `coefficient`, the trust ratio, so many times its own norm for each kernel, as with
     `optax.scale_by_trust_ratio`, and nothing else. In either case what does not turn a kernel is left out.
     """
+    steps = {name: x.updates for name, x in stacks.items()}
     chosen = {name: x for name, x in stacks.items() if coefficient is None or x.params is not None}
     if not chosen:
-        return {name: x.updates for name, x in stacks.items()}
+        return steps
     totals = {name: _sums(x) for name, x in chosen.items()}
-    sizes = [len(x.square) for x in totals.values()]
+    sizes = [len(x[0]) for x in totals.values()]
     # The numbers of all groups are worked on as one vector: each operation is then one kernel.
-    ratio, radial = _lengths(Sums(*map(jnp.concatenate, zip(*totals.values(), strict=True))), coefficient)
+    ratio, radial = _lengths([jnp.concatenate(x) for x in zip(*totals.values(), strict=True)], coefficient)
     cut = [jnp.split(x, np.cumsum(sizes)[:-1]) for x in (ratio, radial)]
-    steps = {name: x.updates for name, x in stacks.items()}
     for (name, x), ratio, radial in zip(chosen.items(), *cut, strict=True):
         u = x.updates
         if x.params is not None:
@@ -214,31 +214,14 @@ def lengthened(stacks: Mapping[str, Stack], coefficient: jax.Array | None) -> di
     return steps
 
 
-class Sums(NamedTuple):
+def _sums(x: Stack) -> list[jax.Array]:
     """Sums over each block, or row, of updates `u`, parameters `w` and gradients `g`: vectors of one length.
 
-    Attributes:
-      square: `u^2`; of kernels those of `inside` alone, with `uw`, `ww`, `gw`, `gg`; zeros of what is no kernel.
-      beside: `u^2` outside of it, so of the bias.
-      moving: how many `u` are not zero.
-      reached: how many `g` are not zero.
-      size: elements of a kernel; 0 for what is none.
-      outputs: `d_out`.
+    Returns:
+      `u^2`, `u w`, `w^2`, `g w` and `g^2` of the entries `inside`, all but the first 0 of what is no kernel; `u^2` of
+      those outside, so of the bias; how many `u`, and `g`, are not zero; elements of a kernel, 0 of what is none; and
+      `d_out`.
     """
-
-    square: jax.Array
-    uw: jax.Array
-    ww: jax.Array
-    gw: jax.Array
-    gg: jax.Array
-    beside: jax.Array
-    moving: jax.Array
-    reached: jax.Array
-    size: jax.Array
-    outputs: jax.Array
-
-
-def _sums(x: Stack) -> Sums:
     u, g = x.updates, x.gradients
     products = [u * u, u != 0, g != 0]
     if x.params is not None:
@@ -250,25 +233,26 @@ def _sums(x: Stack) -> Sums:
     square, moving, reached, uw, ww, gw, gg, beside = totals if x.whole is None else x.whole(jnp.stack(totals))
     # Rows that are leaves of their own are alike.
     size, outputs = (jnp.zeros_like(square) + number for number in (x.kernels.size, x.kernels.outputs))
-    return Sums(square - beside, uw, ww, gw, gg, beside, moving, reached, size, outputs)
+    return [square - beside, uw, ww, gw, gg, beside, moving, reached, size, outputs]
 
 
-def _lengths(x: Sums, coefficient: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def _lengths(totals: Sequence[jax.Array], coefficient: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """Returns what each step is multiplied by, and how many times the kernel is subtracted from it before.
 
     The kernel in it is of no use where its scale does not matter to the loss: there its gradient is at a right angle.
     """
-    kernel = x.size > 0
+    square, uw, ww, gw, gg, beside, moving, reached, size, outputs = totals
+    kernel = size > 0
     # Root by root, as the product of the squares may leave the range of float32.
-    bound = RIGHT_ANGLE * jnp.sqrt(x.ww) * jnp.sqrt(x.gg) / jnp.sqrt(jnp.where(kernel, x.size, 1))
-    turns = kernel & (jnp.abs(x.gw) < bound) & (x.ww > 0)
-    radial = jnp.where(turns, x.uw / jnp.where(x.ww > 0, x.ww, 1), 0)
-    square = jnp.maximum(x.square - radial * x.uw, LEFT * x.square)
+    bound = RIGHT_ANGLE * jnp.sqrt(ww) * jnp.sqrt(gg) / jnp.sqrt(jnp.where(kernel, size, 1))
+    turns = kernel & (jnp.abs(gw) < bound) & (ww > 0)
+    radial = jnp.where(turns, uw / jnp.where(ww > 0, ww, 1), 0)
+    square = jnp.maximum(square - radial * uw, LEFT * square)
     if coefficient is not None:
-        moved = (x.ww > 0) & (square > 0)
-        return jnp.where(moved, _ratio(coefficient * jnp.sqrt(x.ww), square), 1), radial
-    length = jnp.where(kernel, jnp.sqrt(x.outputs), BESIDE_KERNELS * jnp.sqrt(x.moving))
-    return _ratio(jnp.where(x.reached > 0, length, 0), square + x.beside), radial
+        moved = (ww > 0) & (square > 0)
+        return jnp.where(moved, _ratio(coefficient * jnp.sqrt(ww), square), 1), radial
+    length = jnp.where(kernel, jnp.sqrt(outputs), BESIDE_KERNELS * jnp.sqrt(moving))
+    return _ratio(jnp.where(reached > 0, length, 0), square + beside), radial
 
 
 def _ratio(length: jax.typing.ArrayLike, square: jax.Array) -> jax.Array:

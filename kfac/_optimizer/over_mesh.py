@@ -61,13 +61,11 @@ class OverMesh:
         def laid_out(tree):
             return self.to_owners(tree) if split else Gradients(replicated(tree), {})
 
-        def on_device(updates, params, state, now, stacks):
-            return preconditioned_step(config, updates, params, state, now, stacks)
-
         gradients: Any = Gradients(same, over)  # type: ignore[arg-type]  # the specs of such
         apart = {g.name: over if g.owned else same for g in config.groups if g.captured}
         stacks = None if factors is None else whole(self.statistics_to_owners, apart)(factors)
         in_specs = gradients, same if params is None else gradients, states, same, None if factors is None else apart
+        on_device = functools.partial(preconditioned_step, config)
         step = jax.shard_map(on_device, mesh=self.mesh, in_specs=in_specs, out_specs=(gradients, states))
         new, state = step(laid_out(updates), None if params is None else laid_out(params), state, now, stacks)
         return self.from_owners(new, updates) if split else lying_as(new.tree, updates), state
@@ -92,12 +90,7 @@ class OverMesh:
     def statistics_to_owners(self, factors: Factors) -> dict[str, Statistics]:
         """Lays out packed statistics: blocks with owners at the positions of these, the others on all devices."""
         stacks = stack_packed(self.config, factors)
-        owned = {
-            n: jax.tree.map(lambda x, s=s: self.over_owners(x, s), stacks[n])
-            for n, s in self.shards.items()
-            if n in stacks
-        }
-        return stacks | owned
+        return stacks | {n: self.over_owners(stacks[n], s) for n, s in self.shards.items() if n in stacks}
 
     def to_owners(self, updates: Any) -> Gradients:
         """Lays out gradients: blocks with owners at the positions of these, the others on all devices."""
@@ -110,12 +103,15 @@ class OverMesh:
                 return jnp.where(finite(leaf, 0), 0.0, jnp.nan)
             return optax.MaskedNode() if path in apart else leaf
 
+        def before_cut(layer, matrix):
+            return self.lying(matrix, None, *self.across(layer))
+
         def stacked(apart):
             stacks = {}
             for group in self.groups:
                 shard = self.shards[group.name].matrices
                 parts = [(part, jnp.result_type(*(_dtypes(part, apart) or [jnp.float32]))) for part in group.by_leaf]
-                matrices = [part.stack_matrices(apart, dtype, self.cut_lying) for part, dtype in parts]
+                matrices = [part.stack_matrices(apart, dtype, before_cut) for part, dtype in parts]
                 stacks[group.name] = [self.over_owners(x, shard) for x in matrices]
             return stacks
 
@@ -162,12 +158,9 @@ class OverMesh:
             return owners, None
         return free, free
 
-    def cut_lying(self, layer: Layer, matrix: jax.Array) -> jax.Array:
-        return self.lying(matrix, None, *self.across(layer))
-
-    def over_owners(self, stack: jax.Array, shard: Shard) -> jax.Array:
+    def over_owners(self, stacks: Any, shard: Shard) -> Any:
         """Blocks `[k, ...]` at the positions of all devices in a row."""
-        return self.lying(_picked(stack, shard.order), self.config.way.owners)
+        return jax.tree.map(lambda x: self.lying(_picked(x, shard.order), self.config.way.owners), stacks)
 
     def lying(self, x: jax.Array, *spec: Any) -> jax.Array:
         """An array laid out over the mesh; as it is where nothing is known of one of its axes."""

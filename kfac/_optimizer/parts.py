@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from kfac._curvature.inverse import Momentum
 from kfac._layers import Layers, leaves_by_path, map_by_path
 from kfac._optimizer.moves import ScalarOrSchedule, value_at
 
@@ -28,15 +27,13 @@ def momentum_beside_blocks(
 
     def update(updates, state, params=None, *, count, **extra):
         del params, extra
-        momentum, factor = Momentum(value_at(decay, count), nesterov), 1 if rate is None else -value_at(rate, count)
+        factor = 1 if rate is None else -value_at(rate, count)
         leaves = {path: leaf for path, leaf in leaves_by_path(updates).items() if path in state.trace}
-        moved = {
-            path: momentum.moved(state.trace[path], (factor * leaf).astype(_wide(leaf)))
-            for path, leaf in leaves.items()
-        }
-        trace = {path: new for path, (new, _) in moved.items()}
-        new = map_by_path(lambda path, leaf: moved[path][1] if path in moved else leaf, updates)
-        return new, optax.TraceState(state.trace | trace)
+        leaves = {path: (factor * leaf).astype(_wide(leaf)) for path, leaf in leaves.items()}
+        present = optax.TraceState({path: state.trace[path] for path in leaves})
+        moved, present = optax.trace(value_at(decay, count), nesterov).update(leaves, present)
+        new = map_by_path(lambda path, leaf: moved.get(path, leaf), updates)
+        return new, optax.TraceState(state.trace | present.trace)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

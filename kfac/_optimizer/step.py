@@ -94,7 +94,9 @@ def take_gradients(
     """
     config, way = place.config, place.config.way
     if config.local:
-        updates = updates._replace(tree=_averaged_beside_blocks(config, updates.tree))
+        rest = {path: x for path, x in leaves_by_path(updates.tree).items() if path not in config.paths_apart}
+        averaged = way.mean(rest)  # of what all devices precondition, in one message
+        updates = updates._replace(tree=map_by_path(lambda path, leaf: averaged.get(path, leaf), updates.tree))
     leaves, matrices = leaves_by_path(updates.tree), stack_all(state, updates, place.groups)
     if updates.stacks:
         local, square = matrices, sum_of_all(place, {name: x * x for name, x in matrices.items()})
@@ -126,12 +128,6 @@ def sum_of_all(place: Place, matrices: Vectors) -> jax.Array:
     """Sums all entries of the matrices of all devices, each of which has those that it preconditions."""
     apart, rest = sums_of_shares(place, matrices)
     return rest + place.config.way.total(apart)
-
-
-def _averaged_beside_blocks(config: Config, updates: Any) -> Any:
-    """The updates, of which those that all devices precondition are averaged over them, in one message."""
-    averaged = config.way.mean({p: x for p, x in leaves_by_path(updates).items() if p not in config.paths_apart})
-    return map_by_path(lambda path, leaf: averaged.get(path, leaf), updates)
 
 
 def decide(place: Place, state: KfacState, usable: jax.Array, *, statistics: bool) -> tuple[jax.Array, jax.Array]:
@@ -380,7 +376,8 @@ def _join(vectors: Iterable[jax.Array]) -> jax.Array:
 def count_blocks(shards: Mapping[str, Shard], way: Way, flags: Vectors) -> jax.Array:
     """How many blocks are flagged, so that the sum over devices has each once: those that all have, on the first."""
     dealt = {name for name, shard in shards.items() if not shard.by_rows}
-    return jnp.sum(_join(x if name in dealt else x & way.first for name, x in flags.items()), dtype=jnp.int32)
+    first = jnp.asarray(lax.axis_index(way.owners) == 0)
+    return jnp.sum(_join(x if name in dealt else x & first for name, x in flags.items()), dtype=jnp.int32)
 
 
 def _sum(arrays: Iterable[jax.Array]) -> jax.Array:

@@ -253,11 +253,6 @@ def _applied(group: Group, assignment: Assignment) -> float:
     return 2.0 * assignment.shards[group.name].positions * piece.d_out * piece.d_in * sides
 
 
-def _by_kind(messages: dict[str, int]) -> str:
-    """Bytes by kind of message, in words."""
-    return ", ".join(f"{kind} {format_bytes(size)}" for kind, size in messages.items()) or "nothing"
-
-
 def _text(plan: Plan) -> str:
     one, at = plan.assignment, plan.hardware
     lines = [
@@ -271,7 +266,8 @@ def _text(plan: Plan) -> str:
         seconds = sum(plan.seconds.get(part, 0.0) for part in {name, _SENT.get(name, name)})
         if name in plan.flops or kinds:
             flops = f"{plan.flops[name]:.3g}" if name in plan.flops else ""
-            lines.append(f"{name:<22}{flops:>18}{1e3 * seconds:>14.3f}  {_by_kind(kinds) if kinds else ''}".rstrip())
+            sent = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds.items())
+            lines.append(f"{name:<22}{flops:>18}{1e3 * seconds:>14.3f}  {sent}".rstrip())
     name, share = plan.largest
     path = max(one.cost_per_device)
     lines += [
