@@ -61,16 +61,10 @@ from kfac._optimizer.train_step import train_step as train_step
 
 __version__ = "0.3.0"
 
-# What stood here in version 0.3.0 and before, by the module that has it now.
-_MOVED = {"curvature": "Likelihood Matrix Operator averaged_factors eigenbasis estimate exact gauss_newton operator",
-          "planning": "Assignment Hardware Plan plan", "presets": "adaptive_damping",
-          "state": "KfacState gather_state refresh scatter_state state_specs",
-          "types": "Kronecker Layer Packed TrainStep Unitwise"}  # fmt: skip
-
 
 def __getattr__(name: str) -> object:
-    for module, names in _MOVED.items():
-        if name in names.split():
-            raise AttributeError(f"kfac.{name} is now kfac.{module}.{name}")
+    for module in (curvature, planning, presets, state, types):  # whose names stood here in version 0.3.0 and before
+        if hasattr(module, name) and not name.startswith("_"):
+            raise AttributeError(f"kfac.{name} is now {module.__name__}.{name}")
     hint = ": kfac.value_and_grad does it by itself" if name in ("data_parallel", "Shares") else ""
     raise AttributeError(f"module 'kfac' has no attribute {name!r}{hint}")
