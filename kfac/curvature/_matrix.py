@@ -45,7 +45,7 @@ class Eigenpairs(NamedTuple):
 class Linear:
     """What all symmetric matrices over parameters have: one needs `matvec` and `like`."""
 
-    near: Any = None  # an `Operator` near the matrix
+    near: Any = None  # an `Operator` that is about the matrix, to precondition by
 
     def matvec(self, tree: Any) -> Any:
         """The product with a tree like the parameters."""
@@ -218,7 +218,7 @@ class Matrix(ByProducts):
       terms: the matrices.
       scales: their numbers.
       shift: that of the identity.
-      near: an `Operator` near the sum, with which conjugate gradients are preconditioned; or None.
+      near: an `Operator` that is about the sum: conjugate gradients are preconditioned with it. None without one.
     """
 
     terms: tuple[Any, ...]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from kfac._capture.value_and_grad import check_basis
 from kfac._checks import check_layers, check_range
@@ -53,8 +52,8 @@ class Block:
 
     def diagonal(self) -> jax.Array:
         """`[k, d_out, d_in]`."""
-        g, a = (_squares(side) for side in (self.basis.G, self.basis.A))
-        return jnp.einsum("kij,kjm,klm->kil", g, self.values, a, precision=lax.Precision.HIGHEST)
+        squares = jax.tree.map(jnp.square, self.basis)
+        return rotate(self.values, squares, "float32", back=True)
 
     def to_dense(self) -> jax.Array:
         """`[k, p, p]` with `p = d_in d_out`, in the order of `kron(A, G)`, that of `kfac.curvature.exact`."""
@@ -62,12 +61,6 @@ class Block:
         units = jnp.eye(d_out * d_in, dtype=self.values.dtype).reshape(-1, 1, d_in, d_out).swapaxes(-1, -2)
         columns = jax.vmap(self.__matmul__)(jnp.broadcast_to(units, (d_out * d_in, k, d_out, d_in)))
         return columns.swapaxes(-1, -2).reshape(d_out * d_in, k, d_out * d_in).transpose(1, 2, 0)
-
-
-def _squares(side: Eigen | jax.Array) -> jax.Array:
-    if isinstance(side, Eigen):
-        return jnp.square(side.vectors)
-    return jnp.broadcast_to(jnp.eye(side.shape[-1], dtype=side.dtype), (*side.shape, side.shape[-1]))
 
 
 @jax.tree_util.register_dataclass
@@ -187,7 +180,9 @@ class Operator(Linear):
         return [layer for layer in self.layers if layer.name in self.blocks]
 
     def _values(self) -> jax.Array:
-        return jnp.concatenate([_eigenvalues(layer, self.blocks[layer.name]) for layer in self._layers()])
+        # The smallest eigenvalues of the last pieces are those of the zeros that fill these up: they are cut off.
+        falling = {layer: self.blocks[layer.name].values[:, ::-1, ::-1] for layer in self._layers()}
+        return jnp.concatenate([layer.from_pieces(values).ravel() for layer, values in falling.items()])
 
     def _tree(self, matrices: dict[str, jax.Array]) -> Any:
         """The tree of parameters with the matrices of its layers."""
@@ -200,11 +195,6 @@ class Operator(Linear):
 def _leaves(layer: Layer, matrix: jax.Array) -> dict[str, jax.Array]:
     matrix = layer.from_pieces(matrix) if layer.pieces > 1 else matrix.reshape(-1, layer.d_out, layer.d_in)
     return dict(zip(layer.params, layer.from_matrix(matrix), strict=True))
-
-
-def _eigenvalues(layer: Layer, block: Block) -> jax.Array:
-    """Returns all eigenvalues of a layer, without those of the zeros that fill up its last pieces: the smallest."""
-    return layer.from_pieces(block.values[:, ::-1, ::-1]).ravel()
 
 
 def operator(
@@ -250,20 +240,19 @@ def operator(
     if inverse is not None:
         check_inverse(inverse)
     if isinstance(source, Factors):
-        inverse, groups, stacks, inverses = _from_factors(layers, source, inverse, basis)
+        inverse, stacks = _from_factors(layers, source, inverse, basis)
         amounts = dict.fromkeys((True, False), jnp.asarray(0.0 if damping is None else damping))
     else:
         if basis is not None:
             raise ValueError("basis is for factors: the state of an optimizer has its own")
         state = find_state(source, "source")
-        inverse, groups, stacks, inverses = _from_state(layers, state, inverse)
+        inverse, stacks = _from_state(layers, state, inverse)
         amounts = {True: state.damping, False: state.unitwise_damping}
         amounts = amounts if damping is None else dict.fromkeys(amounts, jnp.asarray(damping))
     blocks: dict[str, Block] = {}
-    for group in groups:
-        amount = damping_of_blocks(group.kind(inverse), stacks[group.name], amounts[group.owned])
-        spectrum = functools.partial(_spectrum, group.kind(inverse))
-        spectra = one_by_one(spectrum, inverses.get(group.name), stacks[group.name], amount)
+    for group, statistics, inverse_state in stacks:
+        amount = damping_of_blocks(group.kind(inverse), statistics, amounts[group.owned])
+        spectra = one_by_one(functools.partial(_spectrum, group.kind(inverse)), inverse_state, statistics, amount)
         for layer, part in group.split(spectra):  # the channels of a unit-wise layer are a stack of their own
             blocks[layer.name] = jax.tree.map(lambda x: x[0], part) if part.values.ndim > 3 else part
     return Operator({layer.name: blocks[layer.name] for layer in layers if layer.name in blocks}, layers)
@@ -274,47 +263,47 @@ def _spectrum(inverse: Inverse, *block: Any) -> Block:
     return jax.tree.map(lambda x: x[0], stack_of_one)
 
 
-Source = tuple[Inverse, Sequence[Group], dict[str, Any], dict[str, Any]]  # stacks of statistics, and what is kept
+# How blocks are inverted; and each group with stacks of its statistics, and of its inverse where that has moments.
+Source = tuple[Inverse, list[tuple[Group, Any, Any]]]
 
 
 def _from_factors(layers: Layers, factors: Any, inverse: Inverse | None, basis: Any) -> Source:
     check_factors(factors, layers)
-    blocks = {name: block.combined() for name, block in factors.items()}
+    factors = Factors({name: block.combined() for name, block in factors.items()})
     if basis is None:
-        if inverse is None and any(block.moments is not None for block in blocks.values()):
+        if inverse is None and any(block.moments is not None for block in factors.values()):
             raise ValueError("factors have moments: pass the basis= of these, or inverse=kfac.Eigh() to leave them out")
         inverse = inverse or Eigh()
         if inverse.takes_moments:
             raise ValueError(f"inverse={inverse!r} of factors needs the basis= that their moments were taken in")
-        alike = tuple(group for group in group_layers(layers) if group.captured)
-        return inverse, alike, {group.name: group.stack_factors(Factors(blocks)) for group in alike}, {}
+        groups = [group for group in group_layers(layers) if group.captured]
+        return inverse, [(group, group.stack_factors(factors), None) for group in groups]
     inverse = inverse or Ekfac()
     if not inverse.takes_moments:
         raise ValueError(f"inverse={inverse!r} has no use for basis=, which belongs to kfac.Ekfac()")
     check_basis(basis, layers)
-    groups = [Group(layer.name, (layer,)) for layer in layers.with_factors]
-    inverses: dict[str, Any] = {}
-    for layer in layers:
+    blocks: list[tuple[Group, Any, Any]] = []
+    for layer in layers.with_factors:
+        group = Group(layer.name, (layer,))
+        stack: Any = group.stack_factors(factors)
+        inverse_state: Any = None
         if layer.correctable:
-            inverse.check(layer, blocks[layer.name])
-            sides, moments = basis[layer.name], blocks[layer.name].moments
-            if not layer.stacked:
-                sides, moments = jax.tree.map(lambda x: x[None], (sides, moments))
-            sides = Kronecker(*(Eigen(q, jnp.zeros(q.shape[:2], q.dtype)) for q in (sides.A, sides.G)))
-            inverses[layer.name] = dataclasses.replace(sides, moments=Moments(moments, jnp.ones_like(moments[:, 0, 0])))
-    return inverse, groups, {group.name: group.stack_factors(Factors(blocks)) for group in groups}, inverses
+            inverse.check(layer, factors[layer.name])
+            vectors, moments = group.block.stack(layer, basis[layer.name]), stack.moments
+            a, g = (Eigen(q, jnp.zeros(q.shape[:2], q.dtype)) for q in (vectors.A, vectors.G))
+            inverse_state = Kronecker(a, g, Moments(moments, jnp.ones_like(moments[:, 0, 0])))
+        blocks.append((group, stack, inverse_state))
+    return inverse, blocks
 
 
 def _from_state(layers: Layers, state: KfacState, inverse: Inverse | None) -> Source:
-    have = next((owned.inverse for owned in state.owned.values()), inverse or Eigh())
+    of_state = next((owned.inverse for owned in state.owned.values()), inverse or Eigh())
     # The damping of the state is in the units that its inverse has.
-    inverse = dataclasses.replace(inverse, relative=have.relative) if inverse else have
-    if inverse.takes_moments and inverse != have:
-        raise ValueError(f"inverse={inverse!r}, but the state is that of an optimizer with inverse={have!r}")
-    pairs = list(blocks_of(state, layers, "source"))
-    stacks = {group.name: block.factors for group, block in pairs}
-    inverses = {group.name: block.inverse for group, block in pairs if group.kind(inverse).takes_moments}
-    return inverse, [group for group, _ in pairs], stacks, inverses
+    inverse = dataclasses.replace(inverse, relative=of_state.relative) if inverse else of_state
+    if inverse.takes_moments and inverse != of_state:
+        raise ValueError(f"inverse={inverse!r}, but the state is that of an optimizer with inverse={of_state!r}")
+    pairs = blocks_of(state, layers, "source")
+    return inverse, [(g, block.factors, block.inverse if g.kind(inverse).takes_moments else None) for g, block in pairs]
 
 
 def averaged_factors(opt_state: Any, layers: Layers) -> Factors:
