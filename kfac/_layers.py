@@ -276,6 +276,12 @@ class Layer:
         return f"{self.kind} layer {self.name!r} ({'; '.join(details)})"
 
 
+def leaf_alone(layer: Layer, k: int, d_in: int) -> Layer:
+    """The layer without its leaves but the `k`-th, whose matrix has `d_in` columns."""
+    fields = {name: getattr(layer, name)[k : k + 1] for name in ("params", "shapes", "layouts")}
+    return dataclasses.replace(layer, d_in=d_in, **fields)
+
+
 @jax.tree_util.register_static  # so that it may be an argument of a jitted function
 @dataclasses.dataclass(frozen=True, repr=False)
 class Layers(Sequence[Layer]):

@@ -107,6 +107,11 @@ def state_of(opt_state):
     return found
 
 
+def motions(opt_state):
+    """Momenta and rates of all groups of blocks."""
+    return {name: block.motion for name, block in state_of(opt_state).blocks.items()}
+
+
 def field_of(opt_state, field):
     """A field of every block that is kept, by group: `factors`, `weight`, `inverse`, `condition` or `inverted`."""
     return {name: getattr(block, field) for name, block in state_of(opt_state).blocks.items()}

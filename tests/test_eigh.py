@@ -127,7 +127,7 @@ def test_the_plan_counts_the_bytes_of_the_state(precision):
     tx = kfac.kfac(0.1, layers, inverse=inverse, trust_ratio=None)
     state = state_of(jax.eval_shape(tx.init, params))
     kept = [(block.factors, block.inverse) for block in state.blocks.values()]
-    kept = kept, state.bases, state.motions
+    kept = kept, state.bases, [block.motion for block in state.blocks.values()]
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept))
     plan = kfac.planning.Assignment(layers, inverse=inverse)
     assert plan.memory_per_device == held

@@ -14,7 +14,7 @@ import kfac
 import problem
 from kfac._curvature.inverse import cosine
 from kfac._optimizer.moves import AGREES, FASTEST, FOLLOWS, FULL, SLOWEST, TOO_FAR, adapted
-from problem import assert_equal, matrices, measured, state_of
+from problem import assert_equal, matrices, measured, motions, state_of
 
 LAYERS = problem.layers()
 WARMUP = 10  # steps in which bases turn
@@ -87,7 +87,7 @@ def test_a_step_that_is_refused_changes_no_rate():
     grads, factors = measured(0)
     bad = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.nan), grads)
     _, after = jax.jit(tx.update)(bad, state, problem.initial(), factors=factors)
-    assert_equal(state_of(after).motions, state_of(state).motions)
+    assert_equal(motions(after), motions(state))
 
 
 def test_rates_have_bounds_and_zero_gradients_tell_nothing():
@@ -119,7 +119,7 @@ def test_no_rate_rises_in_a_warm_up_or_late_in_a_schedule():
 def test_without_them_all_layers_go_by_the_one_rate():
     tx = kfac.kfac(0.05, LAYERS, layer_rates=False)
     *_, state = list(steps(tx, WARMUP + 2))[-1]
-    assert all(motion.rate is None for motion in state_of(state).motions.values())
+    assert all(motion.rate is None for motion in motions(state).values())
     told = kfac.diagnostics(state)
     assert told["slowest"] == told["fastest"] == 1
 

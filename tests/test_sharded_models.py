@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import kfac
 from checking import FAST, normal
-from problem import plain_kfac, state_of
+from problem import motions, plain_kfac
 
 # Two and three divide all sizes. Gradients of every layer have full rank: vectors of equal eigenvalues are any.
 N, T, D, HEADS, LAYERS, EXPERTS, CLASSES = 12, 9, 12, 6, 6, 6, 24
@@ -139,7 +139,7 @@ def trained(loss, layers, inverse, blind=False, place=lambda params, batch: (par
         _, batch = place(params, data[k % 3])
         params, state = jax.block_until_ready(step(params, state, batch, k % 3 != 1))
     kept = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), params, shardings)
-    return jax.device_get((params, state_of(jax.jit(kfac.state.gather_state)(state)).motions)), kept, state
+    return jax.device_get((params, motions(jax.jit(kfac.state.gather_state)(state)))), kept, state
 
 
 @functools.cache

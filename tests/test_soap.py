@@ -19,7 +19,7 @@ from kfac._curvature.refresh import refresh
 from kfac._curvature.soap import follow
 from kfac._factors import Eigen
 from kfac.types import Kronecker
-from problem import QUICKLY, assert_close, assert_equal, history, matrices, measured, state_of
+from problem import QUICKLY, assert_close, assert_equal, history, matrices, measured, motions, state_of
 
 LAYERS = problem.layers()
 DECAY = 0.8
@@ -290,7 +290,7 @@ def test_the_optimizer_preconditions_the_momentum_of_the_gradients():
     updates, after = jax.jit(tx.update)(bad, state, problem.initial(), factors=factors)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(updates))
     assert_equal(*({name: b.inverse for name, b in state_of(x).blocks.items()} for x in (after, state)))
-    assert_equal(state_of(after).motions, state_of(state).motions)
+    assert_equal(motions(after), motions(state))
 
 
 def test_owners_under_shard_map():

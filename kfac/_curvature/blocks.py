@@ -18,7 +18,7 @@ from kfac._curvature.inverse import Inverse
 from kfac._curvature.kronecker import KroneckerKind
 from kfac._curvature.unitwise import UnitwiseKind
 from kfac._factors import Block, Factors
-from kfac._layers import BLOCKS, KRONECKER_KINDS, UNITWISE_KINDS, BlockKind, Layer, Layers
+from kfac._layers import BLOCKS, KRONECKER_KINDS, UNITWISE_KINDS, BlockKind, Layer, Layers, leaf_alone
 
 Lying = Callable[[Layer, jax.Array], jax.Array]
 
@@ -148,14 +148,8 @@ class Group:
         if len(widths) > 1 or any(layer.pieces > 1 for layer in self.layers):
             return [self]
 
-        def only(layer, k, width):
-            fields = {name: getattr(layer, name)[k : k + 1] for name in ("params", "shapes", "layouts")}
-            return dataclasses.replace(layer, d_in=width, **fields)
-
-        return [
-            dataclasses.replace(self, layers=tuple(only(layer, k, width) for layer in self.layers))
-            for k, width in enumerate(widths.pop())
-        ]
+        by_leaf = [[leaf_alone(x, k, width) for x in self.layers] for k, width in enumerate(widths.pop())]
+        return [dataclasses.replace(self, layers=tuple(layers)) for layers in by_leaf]
 
     def stack_matrices(self, leaves: Mapping[str, jax.Array], dtype: Any, lying: Lying | None = None) -> jax.Array:
         """Gradients of the members as `[k, d_in, d_out]`; zeros for a member that `leaves` does not hold.

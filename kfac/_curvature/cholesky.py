@@ -197,6 +197,4 @@ def _symmetric(stack: jax.Array) -> jax.Array:
 
 
 def _one_norm(stack: jax.Array) -> jax.Array:
-    if is_diagonal(stack):
-        return jnp.max(jnp.abs(stack), axis=-1)
-    return jnp.max(jnp.sum(jnp.abs(stack), axis=-2), axis=-1)
+    return jnp.max(jnp.abs(stack) if is_diagonal(stack) else jnp.sum(jnp.abs(stack), axis=-2), axis=-1)

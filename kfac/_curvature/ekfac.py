@@ -89,9 +89,8 @@ class Ekfac(Eigh):
 
     def absorb(self, kept, moments, decay, taken):
         """Takes them into the running average of the moments."""
-        return dataclasses.replace(
-            kept, moments=Moments(*averaged(kept.moments.average, kept.moments.weight, moments, decay, taken))
-        )
+        average, weight = averaged(kept.moments.average, kept.moments.weight, moments, decay, taken)
+        return dataclasses.replace(kept, moments=Moments(average, weight))
 
     def basis(self, kept):
         """The eigenvectors of blocks that have moments."""

@@ -275,7 +275,7 @@ def finite(stack: jax.Array, dims: int = 1) -> jax.Array:
 def product(spec: str, precision: str, dtype: Any, wide: Any, *operands: jax.Array) -> jax.Array:
     """An `einsum` of two operands in the arithmetic that `precision` names, with sums and result in `wide`.
 
-    Operands are taken in `kept`, the dtype that inverses are kept in.
+    Operands are taken in `dtype`, that of inverses between steps.
     """
 
     def einsum(arithmetic, *operands):

@@ -104,12 +104,12 @@ def _refresh(inverse: Inverse, width: int, kept: Any, factors: Any, wanted: jax.
         # Cut before the branch, whose kernels are then the same for stacks of any length, and compiled once. Factors
         # are cut inside, where XLA needs no copy of them.
         old = rows(progress)
-        open_ = rows(wanted) & ~(old[1] > 0)
+        unfinished = rows(wanted) & ~(old[1] > 0)
 
         def attempt():
             averages = rows(factors)
             new, condition = inverse.refresh(old[0], averages, more * damping_of_blocks(inverse, averages, damping))
-            usable = open_ & (condition > 0)
+            usable = unfinished & (condition > 0)
             for leaf in jax.tree.leaves(new):
                 usable &= finite(leaf)
             new = new, condition.astype(old[1].dtype)
@@ -117,7 +117,7 @@ def _refresh(inverse: Inverse, width: int, kept: Any, factors: Any, wanted: jax.
                 return lax.cond(usable[0], lambda: new, lambda: old)
             return jax.tree.map(lambda new, old: jnp.where(per_block(usable, old), new, old), new, old)
 
-        new = lax.cond(jnp.any(open_), attempt, lambda: old)
+        new = lax.cond(jnp.any(unfinished), attempt, lambda: old)
         return jax.tree.map(lambda x, part: lax.dynamic_update_slice_in_dim(x, part, start, 0), progress, new), None
 
     none = jnp.zeros(k, jax.tree.leaves(factors)[0].dtype)

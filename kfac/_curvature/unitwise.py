@@ -29,9 +29,8 @@ class ChannelInverse(Inverse):
         blocks, amount = factors.F, damping.astype(factors.F.dtype)[:, None]
         inverse, condition, definite = (_inverse_1x1 if blocks.shape[-1] == 1 else _inverse_2x2)(blocks, amount)
         usable = jnp.all(definite & jnp.isfinite(condition), axis=1)
-        return dataclasses.replace(kept, F=inverse.astype(kept.F.dtype)), jnp.where(
-            usable, jnp.max(condition, axis=1), 0
-        )
+        worst = jnp.where(usable, jnp.max(condition, axis=1), 0)
+        return dataclasses.replace(kept, F=inverse.astype(kept.F.dtype)), worst
 
     def spectrum(self, kept, factors, damping):
         """A decomposition for each channel."""

@@ -49,13 +49,13 @@ def means_to_owners(
     flat = {name: x.reshape(len(x), -1) for name, x in stacks.items()}
     sums: dict[str, jax.Array] = {}
     for names in make_buckets({name: x.size for name, x in flat.items() if name in shards}, buckets):
-        own = _sums_to_owners({name: flat[name] for name in names}, shards, axis_name)
-        sums |= _fused(lambda x: lax.psum(x, beside), own) if beside else own
+        owned = _sums_to_owners({name: flat[name] for name in names}, shards, axis_name)
+        sums |= _fused(lambda x: lax.psum(x, beside), owned) if beside else owned
     everywhere = {name: x.reshape(-1) for name, x in flat.items() if name not in shards}
     axes = (*axis_names(axis_name), *beside)
     sums |= _fused(lambda x: lax.psum(x, axes), everywhere)
-    own = {name: sums[name].reshape(-1, *x.shape[1:]) for name, x in stacks.items()}
-    return {n: x.astype(jnp.promote_types(x.dtype, jnp.float32)) / lax.axis_size(axes) for n, x in own.items()}
+    owned = {name: sums[name].reshape(-1, *x.shape[1:]) for name, x in stacks.items()}
+    return {n: x.astype(jnp.promote_types(x.dtype, jnp.float32)) / lax.axis_size(axes) for n, x in owned.items()}
 
 
 REST = ""  # where groups have names, that of what is in segments
@@ -67,24 +67,24 @@ def _sums_to_owners(flat: Stacks, shards: Shards, axis_name: AxisName) -> dict[s
     whole = {name: shards[name].full * devices for name in flat}
     sent = {name: _by_device(flat[name][:count], devices) for name, count in whole.items() if count}
     rests = {name: flat[name][whole[name] :] for name in segments.starts}
-    own = _fused(lambda x: lax.psum_scatter(x, axis_name), sent | _in_segments(rests, segments))
+    owned = _fused(lambda x: lax.psum_scatter(x, axis_name), sent | _in_segments(rests, segments))
     if rests:
-        segment = _whole_segment(own.pop(REST), segments, axis_name)
+        segment = _whole_segment(owned.pop(REST), segments, axis_name)
     for name, starts in segments.starts.items():
         last = lax.dynamic_slice_in_dim(segment, of_this_device(starts, segments.room, axis_name), flat[name].shape[1])
-        own[name] = jnp.append(own[name], last) if name in own else last
-    return own
+        owned[name] = jnp.append(owned[name], last) if name in owned else last
+    return owned
 
 
-def gather_from_owners(own: Stacks, shards: Shards, axis_name: AxisName) -> dict[str, jax.Array]:
+def gather_from_owners(owned: Stacks, shards: Shards, axis_name: AxisName) -> dict[str, jax.Array]:
     """From each device's `[positions, ...]`, all blocks `[blocks, ...]` on all devices.
 
     One all-gather; where segments differ, an all-to-all before it cuts the rest of the longer ones in pieces.
     """
-    if not own:
+    if not owned:
         return {}
     devices = lax.axis_size(axis_name)
-    flat = {name: x.reshape(len(x), -1) for name, x in own.items()}
+    flat = {name: x.reshape(len(x), -1) for name, x in owned.items()}
     segments = make_segments(shards, {name: x.shape[1] for name, x in flat.items()})
     # Devices without a block of a group put what stands in its place behind the segment.
     longest, dtype = max(x.shape[1] for x in flat.values()), jnp.result_type(*flat.values())
@@ -104,7 +104,7 @@ def gather_from_owners(own: Stacks, shards: Shards, axis_name: AxisName) -> dict
         places = segments.starts.get(name, {}).items()
         blocks += [whole[device][start : start + x.shape[1]] for device, start in places]
         gathered[name] = jnp.concatenate([block.reshape(-1, x.shape[1]) for block in blocks])
-    return {name: gathered[name].reshape(-1, *x.shape[1:]) for name, x in own.items()}
+    return {name: gathered[name].reshape(-1, *x.shape[1:]) for name, x in owned.items()}
 
 
 def _by_device(flat: jax.Array, devices: int) -> jax.Array:
@@ -143,16 +143,16 @@ def _segments_in(rows: jax.Array, segments: Segments) -> dict[int, jax.Array]:
     return {device: jnp.concatenate([rows[device, :direct], x]) for device, x in whole.items()} if direct else whole
 
 
-def _whole_segment(own: jax.Array, segments: Segments, axis_name: AxisName) -> jax.Array:
+def _whole_segment(owned: jax.Array, segments: Segments, axis_name: AxisName) -> jax.Array:
     """This device's segment, from its direct part and its pieces of the rest of all."""
     devices, width = segments.devices, segments.exchanged
     if not width:
-        return own
-    pieces = cut(own[segments.direct :], segments.pieces.values())
+        return owned
+    pieces = cut(owned[segments.direct :], segments.pieces.values())
     begins = [device * width for device in segments.pieces]
     sent = laid_out(dict(zip(begins, pieces, strict=True)), devices * width)
     received = lax.all_to_all(sent, axis_name, 0, 0, tiled=True).reshape(devices, width).T
-    return jnp.concatenate([own[: segments.direct], received.reshape(-1)])
+    return jnp.concatenate([owned[: segments.direct], received.reshape(-1)])
 
 
 def _dealt_segment(segment: jax.Array, segments: Segments, axis_name: AxisName) -> jax.Array:

@@ -112,11 +112,11 @@ def block_cost(name: str, blocks: int, shapes: Mapping[str, tuple[int, ...]], by
 
 def group_costs(groups: Sequence[Group], inverse: Inverse) -> list[Cost]:
     """Of the groups whose blocks have owners."""
-    return [
-        block_cost(g.name, g.size, g.shapes, inverse.by_rows and g.captured and g.long_side is not None)
-        for g in groups
-        if g.owned
-    ]
+
+    def by_rows(group):
+        return inverse.by_rows and group.captured and group.long_side is not None
+
+    return [block_cost(group.name, group.size, group.shapes, by_rows(group)) for group in groups if group.owned]
 
 
 def make_shards(costs: Iterable[Cost], devices: int) -> dict[str, Shard]:

@@ -12,7 +12,7 @@ import optax
 
 from kfac._checks import check_layers
 from kfac._factors import Factors, Tied
-from kfac._layers import Layer, Layers, leaves_by_path
+from kfac._layers import Layer, Layers, leaf_alone, leaves_by_path
 from kfac._optimizer.state import has_masked, how_to_hide
 
 FORGOTTEN = (
@@ -62,10 +62,7 @@ def _without_hidden(layers: Layers, tree: Any) -> Layers:
         if not layer.has_bias or [path in leaves for path in layer.params] != [True, False]:
             return [layer]
         # Blocks stay where they are: the last one of `A` has zeros in the place of the 1.
-        d_in = layer.d_in - (layer.cut[0] == 1)
-        kernel = dataclasses.replace(
-            layer, params=layer.params[:1], shapes=layer.shapes[:1], layouts=layer.layouts[:1], d_in=d_in
-        )
+        kernel = leaf_alone(layer, 0, layer.d_in - (layer.cut[0] == 1))
         return [kernel, Layer(layer.params[1], "skipped", layer.params[1:], layer.shapes[1:])]
 
     blocks = [part for layer in layers for part in parts(layer)]

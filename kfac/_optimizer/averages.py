@@ -78,8 +78,8 @@ def take_in(place: Place, state: KfacState, batch: dict[str, Any], usable: jax.A
         if statistics.moments is not None:
             # Those before the first decomposition are in no basis that is kept.
             corrected = way.take({name: jnp.asarray(group.corrected)}, place.shards)[name] & (block.condition > 0)
-            kept = part_of(state, way, name, "inverse")
-            inverse = config.inverse.absorb(kept, statistics.moments, decay, taken & corrected)
+            inverse_state = part_of(state, way, name, "inverse")
+            inverse = config.inverse.absorb(inverse_state, statistics.moments, decay, taken & corrected)
             state = with_parts(state, way, name, inverse=inverse)
             statistics = dataclasses.replace(statistics, moments=None)
         old = group.scaled(part_of(state, way, name, "factors"), back=True)
@@ -112,9 +112,9 @@ def refresh_inverses(
     def refreshed(old: tuple[KfacState, Vectors]) -> tuple[KfacState, Vectors]:
         new, failed = old
         for name, block in state.blocks.items():
-            kept, owned = part_of(new, way, name, "inverse"), state.owned.get(name)
-            kind, damping = (kept.inverse, dampings[1]) if owned is None else (owned.inverse, dampings[0])
-            result = refresh(kind, kept, part_of(new, way, name, "factors"), wanted[name], damping)
+            inverse_state, owned = part_of(new, way, name, "inverse"), state.owned.get(name)
+            kind, damping = (inverse_state.inverse, dampings[1]) if owned is None else (owned.inverse, dampings[0])
+            result = refresh(kind, inverse_state, part_of(new, way, name, "factors"), wanted[name], damping)
             condition = jnp.where(result.valid, result.condition, block.condition)
             inverted = jnp.where(result.valid, state.count, block.inverted)
             new = with_parts(new, way, name, inverse=result.inverse, condition=condition, inverted=inverted)

@@ -109,9 +109,8 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
             raise ValueError(f"source must be a state with inverse=kfac.Ekfac(), but is one with {owned.inverse!r}")
         if vectors.A.shape[0] != group.size:
             raise ValueError("source has an axis of devices in front, as pmap returns it: call eigenbasis inside of it")
-        basis |= {
-            layer.name: group.block.unstack(layer, part) for layer, part in group.split(vectors) if layer.correctable
-        }
+        parts = [(layer, part) for layer, part in group.split(vectors) if layer.correctable]
+        basis |= {layer.name: group.block.unstack(layer, part) for layer, part in parts}
     return basis
 
 

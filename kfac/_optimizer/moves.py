@@ -82,7 +82,7 @@ class Now(NamedTuple):
       limit: the constraint of the KL clip.
       rate: the learning rate.
       momentum: its decay.
-      coefficient: the trust ratio, if it is a number.
+      coefficient: the trust ratio, if it is a number; None without one, and with "auto".
     """
 
     damping: jax.Array
@@ -124,15 +124,16 @@ def adapted(rate: jax.Array, angle: jax.Array, full: jax.Array) -> jax.Array:
     return jnp.clip(rate * jnp.exp(FOLLOWS * jnp.clip(beyond / FULL, -1, 1)), SLOWEST, FASTEST).astype(rate.dtype)
 
 
-# Of kernels whose scale matters, so few gradients are at such an angle by chance (Heo et al. 2021, arXiv:2006.08217).
+# A gradient is taken to be at a right angle to its kernel where the cosine is below this over the root of their size.
+# Where the scale of a kernel matters, one in twelve is so by chance (Heo et al. 2021, arXiv:2006.08217).
 RIGHT_ANGLE = 0.1
 
 # The root mean square of a step of what is no kernel, relative to the learning rate.
 BESIDE_KERNELS = 0.1
 
-# The square of what is left of an update without its part along the kernel is a difference of sums, which must not be
-# rounding alone. Below so much of the whole, a step is shorter than it should be.
-LEFT = 1e-4
+# The square of an update without its part along the kernel is a difference of sums. Less than this share of the whole
+# may be rounding alone, and counts as this share: the step is then shorter than it should be.
+LEAST_LEFT = 1e-4
 
 
 class Kernels(NamedTuple):
@@ -247,7 +248,7 @@ def _lengths(totals: Sequence[jax.Array], coefficient: jax.Array | None) -> tupl
     bound = RIGHT_ANGLE * jnp.sqrt(ww) * jnp.sqrt(gg) / jnp.sqrt(jnp.where(kernel, size, 1))
     turns = kernel & (jnp.abs(gw) < bound) & (ww > 0)
     radial = jnp.where(turns, uw / jnp.where(ww > 0, ww, 1), 0)
-    square = jnp.maximum(square - radial * uw, LEFT * square)
+    square = jnp.maximum(square - radial * uw, LEAST_LEFT * square)
     if coefficient is not None:
         moved = (ww > 0) & (square > 0)
         return jnp.where(moved, _ratio(coefficient * jnp.sqrt(ww), square), 1), radial

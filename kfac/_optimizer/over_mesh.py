@@ -55,19 +55,20 @@ class OverMesh:
     ) -> tuple[Any, KfacState]:
         """Runs `preconditioned_step` on the devices. On explicit axes the results are laid out as `updates`."""
         config, same, over = self.config, PartitionSpec(), PartitionSpec(self.config.way.owners)
-        states, leaves = state_spec(config.way.owners), self.apart(updates)
+        states, leaves = state_spec(config.way.owners), self.owned(updates)
         split = config.way.owners and self.is_split(leaves)
 
         def laid_out(tree):
             return self.to_owners(tree) if split else Gradients(replicated(tree), {})
 
         gradients: Any = Gradients(same, over)  # type: ignore[arg-type]  # the specs of such
-        apart = {g.name: over if g.owned else same for g in config.groups if g.captured}
-        stacks = None if factors is None else whole(self.statistics_to_owners, apart)(factors)
-        in_specs = gradients, same if params is None else gradients, states, same, None if factors is None else apart
+        by_owner = {g.name: over if g.owned else same for g in config.groups if g.captured}
+        stacks = None if factors is None else whole(self.statistics_to_owners, by_owner)(factors)
+        in_specs = gradients, gradients, states, same, None if stacks is None else by_owner
         on_device = functools.partial(preconditioned_step, config)
         step = jax.shard_map(on_device, mesh=self.mesh, in_specs=in_specs, out_specs=(gradients, states))
-        new, state = step(laid_out(updates), None if params is None else laid_out(params), state, now, stacks)
+        weights = Gradients(None, {}) if params is None else laid_out(params)
+        new, state = step(laid_out(updates), weights, state, now, stacks)
         return self.from_owners(new, updates) if split else lying_as(new.tree, updates), state
 
     @functools.cached_property
@@ -75,9 +76,9 @@ class OverMesh:
         """Those whose blocks have owners, as gradients lie."""
         return [self.shards[group.name].as_matrices(group) for group in self.config.owned]
 
-    def apart(self, updates: Any) -> dict[str, jax.Array]:
+    def owned(self, updates: Any) -> dict[str, jax.Array]:
         """The leaves that owners alone precondition, by path."""
-        return {path: leaf for path, leaf in leaves_by_path(updates).items() if path in self.config.paths_apart}
+        return {path: leaf for path, leaf in leaves_by_path(updates).items() if path in self.config.owned_paths}
 
     def is_split(self, leaves: dict[str, jax.Array]) -> bool:
         """Tells whether gradients go to owners alone: they are split, all owners' axes and dtypes of a stack alike."""
@@ -96,31 +97,31 @@ class OverMesh:
         """Lays out gradients: blocks with owners at the positions of these, the others on all devices."""
         # First as the parameters lie: XLA would add up each use of a leaf, and all turns of a scan, on every device.
         updates = map_by_path(lambda path, x: self.lying(x, *self.splits.get(path, [UNSEEN])), updates)
-        apart = self.apart(updates)
+        owned = self.owned(updates)
 
         def rest(path, leaf):
             if path in self.config.skipped:
                 return jnp.where(finite(leaf, 0), 0.0, jnp.nan)
-            return optax.MaskedNode() if path in apart else leaf
+            return optax.MaskedNode() if path in owned else leaf
 
         def before_cut(layer, matrix):
             return self.lying(matrix, None, *self.across(layer))
 
-        def stacked(apart):
+        def stacked(owned):
             stacks = {}
             for group in self.groups:
                 shard = self.shards[group.name].matrices
-                parts = [(part, jnp.result_type(*(_dtypes(part, apart) or [jnp.float32]))) for part in group.by_leaf]
-                matrices = [part.stack_matrices(apart, dtype, before_cut) for part, dtype in parts]
+                parts = [(part, jnp.result_type(*(_dtypes(part, owned) or [jnp.float32]))) for part in group.by_leaf]
+                matrices = [part.stack_matrices(owned, dtype, before_cut) for part, dtype in parts]
                 stacks[group.name] = [self.over_owners(x, shard) for x in matrices]
             return stacks
 
-        stacks = whole(stacked, PartitionSpec(self.config.way.owners))(apart)
+        stacks = whole(stacked, PartitionSpec(self.config.way.owners))(owned)
         return Gradients(replicated(map_by_path(rest, updates)), stacks)
 
     def from_owners(self, new: Gradients, updates: Any) -> Any:
         """What has become of `updates`, lying as they do; skipped leaves are as they were."""
-        apart = self.apart(updates)
+        owned = self.owned(updates)
 
         def split(stacks):
             leaves: dict[str, jax.Array] = {}
@@ -130,9 +131,9 @@ class OverMesh:
                     # Laid out as the leaves lie, which XLA knows, before it is cut.
                     starts = {start: jnp.int32(start) for start in part.starts}
                     leaves |= part.split_matrices(_picked(self.lying(stack, None, *across), places), starts)
-            return {path: leaves[path].astype(leaf.dtype) for path, leaf in apart.items()}
+            return {path: leaves[path].astype(leaf.dtype) for path, leaf in owned.items()}
 
-        dealt, rest = whole(split, apart)(new.stacks), leaves_by_path(new.tree)
+        dealt, rest = whole(split, owned)(new.stacks), leaves_by_path(new.tree)
 
         def back(path, leaf):
             if path in self.config.skipped:
@@ -167,12 +168,11 @@ class OverMesh:
         if UNSEEN in spec:
             return x
         around = jax.sharding.get_abstract_mesh()  # with explicit axes, the same mesh as if they were not
-        return lax.with_sharding_constraint(
-            x, NamedSharding(self.mesh if around.empty else around, PartitionSpec(*spec))
-        )
+        mesh = self.mesh if around.empty else around
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
-UNSEEN = "unseen"  # in the place of how an axis lies
+UNSEEN = "unseen"  # for an axis of which nothing is known
 
 
 def init_over_mesh(config: Config, mesh: Mesh | AbstractMesh, params: Any) -> KfacState:
@@ -193,11 +193,8 @@ def init_over_mesh(config: Config, mesh: Mesh | AbstractMesh, params: Any) -> Kf
 
 def find_splits(params: Any) -> Splits:
     """Returns how parameters are split over a mesh; under `jit` nothing is known of that."""
-    shardings = {
-        path: leaf.sharding
-        for path, leaf in leaves_by_path(params).items()
-        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and not isinstance(leaf, jax.core.Tracer)
-    }
+    arrays = {path: x for path, x in leaves_by_path(params).items() if not isinstance(x, jax.core.Tracer)}
+    shardings = {path: getattr(x, "sharding", None) for path, x in arrays.items()}
     named = {path: s.spec for path, s in shardings.items() if isinstance(s, NamedSharding)}
     return Splits(tuple(sorted(named.items())) if any(map(any, named.values())) else ())
 

@@ -41,7 +41,7 @@ class Config:
     local: bool = False
 
     @functools.cached_property
-    def paths_apart(self) -> frozenset[str]:
+    def owned_paths(self) -> frozenset[str]:
         """The leaves that their owners alone precondition."""
         return frozenset(path for group in self.owned for layer in group.layers for path in layer.params)
 
@@ -76,7 +76,7 @@ class Place:
         return {g.name: of_owned.get(g.name, jnp.ones(g.size, bool)) for g in self.config.groups}
 
     @functools.cached_property
-    def apart(self) -> dict[str, Shard]:
+    def gradient_shards(self) -> dict[str, Shard]:
         """Of the groups that their owners alone precondition, how gradients lie."""
         return {name: shard.matrices for name, shard in self.shards.items()}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -70,7 +71,7 @@ def gather_state(opt_state: Any) -> Any:
         for owned in node.owned.values():
             _check_row(owned)
         node = _each_device(opened, replicated(node))
-        owned = {name: _gather_owned(own) for name, own in node.owned.items()}
+        owned = {name: _gather_owned(owned) for name, owned in node.owned.items()}
         # Bases can be had from the blocks again.
         return node._replace(owned=owned, segment=Segment(), bases={}, splits=Splits())
 
@@ -98,17 +99,16 @@ def scatter_state(portable: Any, num_devices: int, *, pmap: bool = False) -> Any
     check(num_devices=num_devices)
     some_state(portable, "portable")
 
+    def cost(name, owned):
+        shapes = {side: getattr(owned.blocks.factors, side).shape[1:] for side in "AG"}
+        return block_cost(name, owned.shard.blocks, shapes, owned.shard.by_rows)
+
     def scatter(node):
         if devices_of(node) > 1:
             raise ValueError("portable must be what gather_state returns, but is a state for several devices")
-        blocks = {name: own.blocks.factors for name, own in node.owned.items()}
-        costs = [
-            block_cost(n, len(x.A), {"A": x.A.shape[1:], "G": x.G.shape[1:]}, node.owned[n].shard.by_rows)
-            for n, x in blocks.items()
-        ]
-        shards = make_shards(costs, num_devices)
-        bases = {name: own.inverse.basis(own.blocks.inverse) for name, own in node.owned.items()}
-        owned = {name: _scatter_owned(own, shards[name]) for name, own in node.owned.items()}
+        shards = make_shards(itertools.starmap(cost, node.owned.items()), num_devices)
+        bases = {name: owned.inverse.basis(owned.blocks.inverse) for name, owned in node.owned.items()}
+        owned = {name: _scatter_owned(owned, shards[name]) for name, owned in node.owned.items()}
         bases = {name: basis for name, basis in bases.items() if basis is not None and num_devices > 1}
         return _each_device(closed, node._replace(owned=owned, bases=bases))
 
@@ -131,7 +131,7 @@ def _by_device(devices: int, tree: Any) -> Any:
 
 def _each_device(fn: Callable[[KfacState, Way], KfacState], state: KfacState) -> KfacState:
     """`opened` or `closed` of the part of each device, from outside, where some groups are in segments."""
-    devices = next((own.shard.devices for own in state.owned.values() if own.form is not None), None)
+    devices = next((owned.shard.devices for owned in state.owned.values() if owned.form is not None), None)
     if devices is None:
         return state
 
@@ -165,14 +165,14 @@ on_states = functools.partial(on_nodes, KfacState)
 
 
 def _check_row(owned: Owned) -> None:
-    expected, found = owned.shard.devices * owned.shard.positions, owned.blocks.weight.shape
-    if found != (expected,):
-        rows = f"the {expected} blocks of all {owned.shard.devices} devices in a row, but has {found}"
+    expected, shape = owned.shard.devices * owned.shard.positions, owned.blocks.weight.shape
+    if shape != (expected,):
+        rows = f"the {expected} blocks of all {owned.shard.devices} devices in a row, but has {shape}"
         raise ValueError(f"opt_state must hold {rows}: gather outside of shard_map and pmap, from all processes")
 
 
 def _gather_owned(owned: Owned) -> Owned:
-    shard, one = owned.shard, dataclasses.replace(owned.shard, devices=1, owners=())
+    shard, whole = owned.shard, dataclasses.replace(owned.shard, devices=1, owners=())
 
     def in_order(path, x):
         if not _is_cut(shard, path, x):
@@ -181,7 +181,7 @@ def _gather_owned(owned: Owned) -> Owned:
         pieces = turn(x[shard.matrices.places])
         return turn(pieces.reshape(shard.blocks, -1, pieces.shape[2])[:, :length])
 
-    return dataclasses.replace(owned, blocks=jax.tree.map_with_path(in_order, owned.blocks), shard=one, form=None)
+    return dataclasses.replace(owned, blocks=jax.tree.map_with_path(in_order, owned.blocks), shard=whole, form=None)
 
 
 def _scatter_owned(owned: Owned, shard: Shard) -> Owned:

@@ -154,12 +154,12 @@ def precondition_and_move(layers: Layers, moves: Moves, options: Options) -> opt
         if params is not None:
             match_leaves(layers, params, "params")
         if mesh is None:
-            weights = None if params is None else Gradients(params, {})
-            (updates, _), state = preconditioned_step(config, Gradients(updates, {}), weights, state, now, factors)
+            gradients, weights = Gradients(updates, {}), Gradients(params, {})
+            (updates, _), state = preconditioned_step(config, gradients, weights, state, now, factors)
         else:
             check_devices(state, math.prod(mesh.shape[name] for name in way.owners))
-            told = all(kind == AxisType.Explicit for kind in mesh.axis_types)
-            meshed = OverMesh(config, mesh, shards_of(state), {} if told else dict(state.splits.specs))
+            types_tell = all(kind == AxisType.Explicit for kind in mesh.axis_types)
+            meshed = OverMesh(config, mesh, shards_of(state), {} if types_tell else dict(state.splits.specs))
             updates, state = meshed.step(updates, params, state, now, factors)
         soon = (state.count < jnp.asarray(warmup)) | (state.count % statistics_every == 0)
         return updates, state._replace(due=soon)

@@ -52,7 +52,8 @@ def _slots(part: str, groups: tuple[tuple[str, Any, Shard], ...]) -> dict[str, S
 
 def slots_of(state: KfacState, part: str) -> dict[str, Slot]:
     """The slots of all groups that have this part in a segment."""
-    return _slots(part, tuple((n, own.form, own.shard) for n, own in state.owned.items() if own.form is not None))
+    in_segments = {name: owned for name, owned in state.owned.items() if owned.form is not None}
+    return _slots(part, tuple((name, owned.form, owned.shard) for name, owned in in_segments.items()))
 
 
 def part_of(state: KfacState, way: Way, name: str, part: str) -> Any:

@@ -124,16 +124,16 @@ class KfacState(NamedTuple):
     Attributes:
       count: optimizer steps so far. One whose result is not finite is none: schedules and the interval of the refreshes
         stay where they are, as they do in the optax parts of `kfac`.
-      refused: whether the last update was such a one.
-      changed: the last step that brought statistics or another damping.
-      measured: the last step that brought statistics.
+      refused: whether the last step was none, as its result was not finite.
+      changed: the number of the last step that brought statistics or another damping; -1 before the first.
+      measured: the number of the last step that brought statistics; likewise.
       due: whether the next step is to bring statistics.
       damping: the damping of the last step.
       unitwise_damping: that of unit-wise and diagonal blocks.
       owned: Kronecker blocks, each device its own.
-      segment: what is not in these of groups with fewer blocks than devices.
+      segment: parts of `owned` that stand end to end, of groups with fewer blocks than devices.
       shared: unit-wise and diagonal blocks, the same on all devices.
-      bases: over an axis, with an inverse that takes moments, what all devices have of blocks with such.
+      bases: eigenvectors of blocks with moments, the same on all devices; only on several, with `Ekfac`.
       learning_rates: the last and the highest so far, which `layer_rates` go by.
       members: the number of blocks of each group, by the names of its layers, whose blocks they are in this order. So a
         checkpoint of layers of another name is one of another structure.
@@ -162,14 +162,10 @@ class KfacState(NamedTuple):
         """All blocks this device holds, its own and those that all devices share, in stacks of `k` of one shape.
 
         Each has the fields `factors` (running averages, a `Kronecker` or a `Unitwise` of arrays `[k, ...]`), `weight`
-        (`[k]`, 0 before the first statistics), `inverse`, `condition` (`[k]`) and `inverted` (`[k]`, the step).
+        (`[k]`, 0 before the first statistics), `inverse`, `condition` (`[k]`), `inverted` (`[k]`, the step) and
+        `motion` (momentum and rates).
         """
-        return {name: own.blocks for name, own in self.owned.items()} | self.shared
-
-    @property
-    def motions(self) -> dict[str, Motion]:
-        """Momenta and rates of all groups, of the blocks that a device preconditions."""
-        return {name: block.motion for name, block in self.blocks.items()}
+        return {name: owned.blocks for name, owned in self.owned.items()} | self.shared
 
 
 class AdaptiveDampingState(NamedTuple):
@@ -194,22 +190,22 @@ class AdaptiveDampingState(NamedTuple):
 
 def shards_of(state: KfacState) -> dict[str, Shard]:
     """How the groups whose blocks have owners are dealt to devices."""
-    return {name: own.shard for name, own in state.owned.items()}
+    return {name: owned.shard for name, owned in state.owned.items()}
 
 
 def devices_of(state: KfacState) -> int:
-    """How many devices these are; 1 where no group is dealt."""
+    """The number of devices that blocks are dealt to; 1 where no group is."""
     return max((shard.devices for shard in shards_of(state).values()), default=1)
 
 
 def with_blocks(state: KfacState, blocks: dict[str, BlockState]) -> KfacState:
     """The state with other blocks."""
-    owned = {name: dataclasses.replace(own, blocks=blocks[name]) for name, own in state.owned.items()}
+    owned = {name: dataclasses.replace(owned, blocks=blocks[name]) for name, owned in state.owned.items()}
     return state._replace(owned=owned, shared={name: blocks[name] for name in state.shared})
 
 
 def init_state(config: Config, params: Any) -> KfacState:
-    """The state before the first step, still to be closed."""
+    """The state before the first step, with all blocks in stacks: `closed` puts parts of them end to end."""
     # `optax.tree.map_params` asks for the state of a placeholder that has no leaves.
     leaves = match_leaves(config.layers, params, "params") if jax.tree.leaves(params) else {}
     # Statistics of a float64 model stay in float64; nothing else is ever wider than float32.
@@ -222,21 +218,22 @@ def init_state(config: Config, params: Any) -> KfacState:
 
     def blocks(group: Group, size: int, piece: Group) -> BlockState:
         weight, condition, inverted = jnp.zeros(size, dtype), jnp.zeros(size, dtype), jnp.zeros(size, jnp.int32)
-        kept, outside = inverses(group, size), not group.kind(config.inverse).takes_gradients
+        inverse_state = inverses(group, size)
         if piece is not group:
-            kept = dataclasses.replace(kept, moments=inverses(piece, size).moments)
-        has_momentum = config.moves.momentum is not None and outside
+            inverse_state = dataclasses.replace(inverse_state, moments=inverses(piece, size).moments)
+        has_momentum = config.moves.momentum is not None and not group.kind(config.inverse).takes_gradients
         momentum = jnp.zeros((size, piece.d_in, piece.d_out), dtype) if has_momentum else None
         motion = Motion(momentum, jnp.ones(size, dtype) if config.moves.layer_rates else None)
-        return BlockState(group.zeros(size, dtype), weight, kept, condition, inverted, motion)
+        return BlockState(group.zeros(size, dtype), weight, inverse_state, condition, inverted, motion)
 
-    def own(group: Group) -> Owned:
+    def owned(group: Group) -> Owned:
         shard = shards[group.name]
         stacks = blocks(group, shard.positions, shard.as_matrices(group))
-        held = Owned(stacks, shard, config.inverse, None if shard.full else form_of(stacks))
+        new = Owned(stacks, shard, config.inverse, None if shard.full else form_of(stacks))
         # A device's own blocks are marked as such, where `shard_map` checks that (`lax.axis_index` varies if it does).
-        return as_varying(held, varying_axes(lax.axis_index(owners))) if axis_size(owners) else held
+        return as_varying(new, varying_axes(lax.axis_index(owners))) if axis_size(owners) else new
 
+    with_bases = [group for group in config.groups if devices > 1 and group.moments(config.inverse)]
     return KfacState(
         count=jnp.zeros((), jnp.int32),
         refused=jnp.zeros((), bool),
@@ -245,14 +242,10 @@ def init_state(config: Config, params: Any) -> KfacState:
         due=jnp.ones((), bool),
         damping=jnp.zeros((), jnp.float32),
         unitwise_damping=jnp.zeros((), jnp.float32),
-        owned={group.name: own(group) for group in config.owned},
+        owned={group.name: owned(group) for group in config.owned},
         segment=Segment(),
         shared={group.name: blocks(group, group.size, group) for group in config.groups if not group.owned},
-        bases={
-            g.name: config.inverse.basis(inverses(g, g.size))
-            for g in config.groups
-            if devices > 1 and g.moments(config.inverse)
-        },
+        bases={g.name: config.inverse.basis(inverses(g, g.size)) for g in with_bases},
         learning_rates=jnp.zeros(2, jnp.float32),
         members={group.name: {group.members: jnp.full((), group.size, jnp.int32)} for group in config.groups},
         metrics=KfacMetrics(*(jnp.zeros((), dtype) for dtype in 6 * [jnp.float32] + 4 * [jnp.int32])),
@@ -311,9 +304,9 @@ def find_state(opt_state: Any, argument: str) -> KfacState:
     """The one `KfacState` in an optimizer state."""
     states = find_nodes(opt_state, KfacState)
     if len(states) != 1:
-        held = f"is of type {type(opt_state).__name__} and holds {len(states)}"
+        actual = f"is of type {type(opt_state).__name__} and holds {len(states)}"
         how = "; give the part of each" if states else ": it is what init of the optimizer has returned"
-        raise ValueError(f"{argument} must hold one state of scale_by_kfac, but {held}{how}")
+        raise ValueError(f"{argument} must hold one state of scale_by_kfac, but {actual}{how}")
     return states[0]
 
 
@@ -353,10 +346,10 @@ def check_groups(groups: Sequence[Group], state: KfacState) -> None:
     """Raises where a state is one for other layers."""
     sizes = {name: owned.shard.blocks for name, owned in state.owned.items()}
     sizes |= {name: blocks.weight.shape[-1] for name, blocks in state.shared.items()}
-    held = {name: f"{sizes[name]} of {next(iter(members))}" for name, members in state.members.items()}
+    actual = {name: f"{sizes[name]} of {next(iter(members))}" for name, members in state.members.items()}
     expected = {group.name: f"{group.size} of {group.members}" for group in groups}
-    for name in expected | held:
-        has, needs = held.get(name, "none"), expected.get(name, "none")
+    for name in expected | actual:
+        has, needs = actual.get(name, "none"), expected.get(name, "none")
         if has != needs:
             raise ValueError(
                 f"the optimizer state is not one for these layers: its blocks {name} are {has}; the layers need "

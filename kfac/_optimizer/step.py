@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -29,8 +30,8 @@ class Gradients(NamedTuple):
     """Gradients, or the updates made of them.
 
     Attributes:
-      tree: in the form of the parameters, without the leaves in `stacks`. Where parameters are split over a mesh, a
-        number stands for a skipped leaf, finite if the leaf is.
+      tree: in the form of the parameters, without the leaves in `stacks`. Where there are stacks, one number stands for
+        each skipped leaf: 0 if the leaf is finite, else NaN.
       stacks: empty, unless each owner got the gradients of its own blocks alone. Then for each group
         `[positions, d_in, d_out]`, cut into kernels and biases. From outside of `shard_map`, those of all devices in a
         row.
@@ -40,18 +41,14 @@ class Gradients(NamedTuple):
     stacks: dict[str, list[jax.Array]]
 
 
-def preconditioned_step(
-    config: Config,
-    updates: Gradients,
-    params: Gradients | None,
-    state: KfacState,
-    now: Now,
-    factors: Factors | dict[str, Statistics] | None,
-) -> tuple[Gradients, KfacState]:
-    """Makes one step on one device. Statistics are `Factors` still to be averaged, or stacks of this device's blocks.
+# Statistics still to be averaged; or averaged ones, as stacks of the blocks of this device; or none.
+BatchStatistics = Factors | dict[str, Statistics] | None
 
-    `params` are for the lengths of steps, if these depend on them.
-    """
+
+def preconditioned_step(
+    config: Config, updates: Gradients, params: Gradients, state: KfacState, now: Now, factors: BatchStatistics
+) -> tuple[Gradients, KfacState]:
+    """Makes one step on one device. `params` are for the lengths of steps: empty if these do not depend on them."""
     check_state(config, state, config.way.devices)
     config.way.check(updates.tree, factors if isinstance(factors, Factors) else None)
     place = Place(config, now, shards_of(state))
@@ -71,10 +68,10 @@ def preconditioned_step(
     if config.refreshes:
         state, failed = refresh_inverses(config.way, state, (now.damping, now.unitwise), due)
     measured = jnp.where(usable & (factors is not None), state.count, state.measured)
-    preconditioned, advanced, angles = precondition(place, state, gradients)
-    squares = sums_of_shares(place, {name: x * x for name, x in preconditioned.items()})
-    steps, motions, scale = move(place, state, preconditioned, angles, gradients, params)
-    to_all = {name: shard for name, shard in place.apart.items() if name not in updates.stacks}
+    directions, advanced, angles = precondition(place, state, gradients)
+    squares = sums_of_shares(place, {name: x * x for name, x in directions.items()})
+    steps, motions, scale = move(place, state, directions, angles, gradients, params)
+    to_all = {name: shard for name, shard in place.gradient_shards.items() if name not in updates.stacks}
     steps |= config.way.gather({name: steps[name] for name in to_all}, to_all)
     updates, usable = restore(place, updates, steps, usable & jnp.isfinite(sum(squares)))
     metrics, usable = measure(place, state, motions, square, squares, scale, [left_out, failed], usable)
@@ -94,18 +91,18 @@ def take_gradients(
     """
     config, way = place.config, place.config.way
     if config.local:
-        rest = {path: x for path, x in leaves_by_path(updates.tree).items() if path not in config.paths_apart}
+        rest = {path: x for path, x in leaves_by_path(updates.tree).items() if path not in config.owned_paths}
         averaged = way.mean(rest)  # of what all devices precondition, in one message
         updates = updates._replace(tree=map_by_path(lambda path, leaf: averaged.get(path, leaf), updates.tree))
     leaves, matrices = leaves_by_path(updates.tree), stack_all(state, updates, place.groups)
     if updates.stacks:
         local, square = matrices, sum_of_all(place, {name: x * x for name, x in matrices.items()})
     elif config.local:
-        local = matrices | way.means({name: matrices[name] for name in place.apart}, place.apart)
+        local = matrices | way.means({name: matrices[name] for name in place.gradient_shards}, place.gradient_shards)
         square = sum_of_all(place, {name: x * x for name, x in local.items()})
     else:
         square = _sum(x * x for x in matrices.values())
-        local = way.take(matrices, place.apart)
+        local = way.take(matrices, place.gradient_shards)
     usable = _all_finite(square, (leaf for path, leaf in leaves.items() if path in config.skipped))
     # The same decision everywhere, whatever one device has seen: what follows holds collectives.
     return updates, local, square, way.agree(usable)
@@ -120,14 +117,14 @@ def stack_all(state: KfacState, trees: Gradients, groups: Iterable[Group]) -> Ve
 
 def sums_of_shares(place: Place, matrices: Vectors) -> tuple[jax.Array, jax.Array]:
     """The sums of all entries of the matrices that this device alone preconditions, and of those that all do."""
-    apart = [place.only_owned(name, x) for name, x in matrices.items() if name in place.apart]
-    return _sum(apart), _sum(x for name, x in matrices.items() if name not in place.apart)
+    owned = [place.only_owned(name, x) for name, x in matrices.items() if name in place.gradient_shards]
+    return _sum(owned), _sum(x for name, x in matrices.items() if name not in place.gradient_shards)
 
 
 def sum_of_all(place: Place, matrices: Vectors) -> jax.Array:
     """Sums all entries of the matrices of all devices, each of which has those that it preconditions."""
-    apart, rest = sums_of_shares(place, matrices)
-    return rest + place.config.way.total(apart)
+    owned, shared = sums_of_shares(place, matrices)
+    return shared + place.config.way.total(owned)
 
 
 def decide(place: Place, state: KfacState, usable: jax.Array, *, statistics: bool) -> tuple[jax.Array, jax.Array]:
@@ -153,40 +150,34 @@ def precondition(place: Place, state: KfacState, gradients: Vectors) -> tuple[Ve
     config, result, advanced, angles, damping = place.config, {}, {}, {}, place.now.damping
     for group in config.groups:
         name, block, inverse = group.name, state.blocks[group.name], group.kind(config.inverse)
-        kept, ready = part_of(state, config.way, name, "inverse"), block.condition > 0
+        inverse_state, ready = part_of(state, config.way, name, "inverse"), block.condition > 0
         if inverse.takes_gradients:
             momentum = Momentum(place.now.momentum, config.moves.nesterov)
-            after = inverse.advance(kept, gradients[name], damping, momentum, ready, place.whole[name])
+            after = inverse.advance(inverse_state, gradients[name], damping, momentum, ready, place.whole[name])
             advanced[name], result[name], angles[name] = after
         else:
-            applied = _apply(place, group, inverse, kept, gradients[name].mT).mT
+            applied = _apply(place, group, inverse, inverse_state, gradients[name].mT).mT
             # Not before there is an inverse.
             result[name] = jnp.where(per_block(ready, applied), applied, gradients[name])
     return result, advanced, angles
 
 
-def _apply(place: Place, group: Group, inverse: Inverse, kept: Any, matrices: jax.Array) -> jax.Array:
+def _apply(place: Place, group: Group, inverse: Inverse, inverse_state: Any, matrices: jax.Array) -> jax.Array:
     """Applies the inverse of a group. Of one by rows, gradients and diagonal factor are those of this device's rows."""
     damping = place.now.damping
     if place.whole[group.name] is ALL_ROWS:
-        return inverse.apply(kept, matrices, damping)
+        return inverse.apply(inverse_state, matrices, damping)
     side = group.long_side or "A"
-    diagonal, length = getattr(kept, side), matrices.shape["GA".index(side) + 1]
+    diagonal, length = getattr(inverse_state, side), matrices.shape["GA".index(side) + 1]
     pieces = jnp.pad(diagonal, ((0, 0), (0, -diagonal.shape[1] % length))).reshape(-1, length)
-    rows = place.config.way.take({group.name: pieces}, place.apart)[group.name]
-    damping = inverse.damping_of_step(kept, damping)  # in which all rows have a say
-    return dataclasses.replace(inverse, relative=False).apply(
-        dataclasses.replace(kept, **{side: rows}), matrices, damping
-    )
+    rows = place.config.way.take({group.name: pieces}, place.gradient_shards)[group.name]
+    damping = inverse.damping_of_step(inverse_state, damping)  # in which all rows have a say
+    of_rows = dataclasses.replace(inverse_state, **{side: rows})
+    return dataclasses.replace(inverse, relative=False).apply(of_rows, matrices, damping)
 
 
 def move(
-    place: Place,
-    state: KfacState,
-    preconditioned: Vectors,
-    angles: Vectors,
-    gradients: Vectors,
-    params: Gradients | None,
+    place: Place, state: KfacState, directions: Vectors, angles: Vectors, gradients: Vectors, params: Gradients
 ) -> tuple[Vectors, dict[str, Motion], jax.Array | None]:
     """The steps that follow from the preconditioned gradients, but for weight decay and learning rate.
 
@@ -194,7 +185,7 @@ def move(
       The steps, the momenta and rates of all blocks, and the scale of the KL clip.
     """
     config, moves, now, scale = place.config, place.config.moves, place.now, None
-    steps, motions = dict(preconditioned), {}
+    steps, motions = dict(directions), {}
     last, highest = state.learning_rates
     full = (now.rate > 0) & (now.rate <= last) & (now.rate >= highest / 2)
     if now.limit is not None:
@@ -212,13 +203,12 @@ def move(
             trace, steps[name] = Momentum(now.momentum, moves.nesterov).moved(trace, steps[name])
         motions[name] = Motion(trace, rate)
     if moves.trust_ratio is not None:
-        chosen = [group for group in place.groups if moves.needs_params(group)]
-        weights = {} if params is None else stack_all(state, params, chosen)
-        if not (params is not None and params.stacks):
-            weights = config.way.take(weights, place.apart)
+        weights = stack_all(state, params, filter(moves.needs_params, place.groups))
+        if not params.stacks:
+            weights = config.way.take(weights, place.gradient_shards)
         stacks = {g.name: _stack(place, g, steps[g.name], weights.get(g.name), gradients[g.name]) for g in place.groups}
-        # What all devices have alike is kept from the numbers that differ between them.
-        alike = [] if config.way.alone else [name for name in stacks if name not in place.apart]
+        # Groups without owners are the same on all devices. To stay so they share no array with those that differ.
+        alike = [] if config.way.alone else [name for name in stacks if name not in place.gradient_shards]
         for names in (stacks.keys() - alike, alike):
             steps |= lengthened({name: x for name, x in stacks.items() if name in names}, now.coefficient)
     for name, (_, rate) in motions.items():
@@ -232,17 +222,16 @@ def _stack(place: Place, group: Group, steps: jax.Array, params: jax.Array | Non
     if all(np.all(x == x[0]) for x in table):
         kernels = Kernels(*(jnp.asarray(x[:1]) for x in table))
     else:
-        kernels = way.take({name: Kernels(*map(jnp.asarray, table))}, place.apart)[name]
+        kernels = way.take({name: Kernels(*map(jnp.asarray, table))}, place.gradient_shards)[name]
     pieces = np.concatenate([np.full(layer.copies, layer.pieces) for layer in group.layers])
     if np.all(pieces == 1):
         return Stack(steps, params, gradients, kernels, by_row=not group.block.kernel)
-    whose = way.take({name: jnp.asarray(np.repeat(np.arange(len(pieces)), pieces))}, place.apart)[name]
+    whose = way.take({name: jnp.asarray(np.repeat(np.arange(len(pieces)), pieces))}, place.gradient_shards)[name]
 
     def whole(sums):  # `[sums, k]`
-        of_kernels = (
-            jnp.zeros((len(sums), len(pieces)), sums.dtype).at[:, whose].add(jnp.where(place.owns[name], sums, 0))
-        )
-        return (way.total(of_kernels) if name in place.apart else of_kernels)[:, whose]
+        owned = jnp.where(place.owns[name], sums, 0)
+        of_kernels = jnp.zeros((len(sums), len(pieces)), sums.dtype).at[:, whose].add(owned)
+        return (way.total(of_kernels) if name in place.gradient_shards else of_kernels)[:, whose]
 
     return Stack(steps, params, gradients, kernels, whole=whole)
 
@@ -276,13 +265,8 @@ def _if_usable(usable: jax.Array, stacks: Vectors, starts: dict[int, jax.Array])
     On CPUs XLA would else compile what makes the lengths of steps anew for each leaf that is cut from a stack; and
     each cut, if it knew where.
     """
-    return lax.cond(
-        usable,
-        lambda *same: (jnp.array(True), *same),
-        lambda *same: (jnp.array(False), *jax.tree.map(jnp.zeros_like, same)),
-        stacks,
-        starts,
-    )
+    zeros = functools.partial(jax.tree.map, jnp.zeros_like)
+    return lax.cond(usable, lambda same: same, zeros, (usable, stacks, starts))
 
 
 def measure(
@@ -290,7 +274,7 @@ def measure(
     state: KfacState,
     motions: dict[str, Motion],
     square: jax.Array,
-    preconditioned: tuple[jax.Array, jax.Array],
+    squares: tuple[jax.Array, jax.Array],
     scale: jax.Array | None,
     flagged: list[Vectors],
     usable: jax.Array,
@@ -302,7 +286,7 @@ def measure(
       state: with what is kept from now on, and the metrics of the step before.
       motions: those after the step.
       square: the squared norm of the gradient.
-      preconditioned: that of the preconditioned one, of what devices precondition alone, and of what all do.
+      squares: those of the preconditioned gradient: of the blocks of this device alone, and of those that all have.
       scale: that of the KL clip, or None without one.
       flagged: the blocks that left statistics out, and those whose inversion failed.
       usable: whether this device finds it so.
@@ -315,15 +299,15 @@ def measure(
     rates = [[jnp.where(place.owns[name], x, 0) for x in (rate, 1 / rate)] for name, rate in adapted_rates.items()]
     parts = [[block.condition for block in blocks], ages, *zip(*rates, strict=True)]
     extremes = jnp.stack([jnp.max(_join(part)).astype(jnp.float32) for part in parts])
-    apart, rest = (x.astype(jnp.float32) for x in preconditioned)
+    owned, shared = (x.astype(jnp.float32) for x in squares)
     # In one message: as float32, numbers of blocks are exact.
-    *sums, apart = way.total(jnp.stack([*counts.astype(jnp.float32), apart]))
+    *sums, owned = way.total(jnp.stack([*counts.astype(jnp.float32), owned]))
     counts, extremes = jnp.stack(sums).astype(jnp.int32), way.largest(extremes)
     scale = metrics.kl_clip_scale if scale is None else scale.astype(jnp.float32)
     usable = counts[2] == 0  # agreed once more: the next step's decisions follow from it
     new = KfacMetrics(
         gradient_norm=jnp.sqrt(square).astype(jnp.float32),
-        preconditioned_norm=jnp.sqrt(apart + rest),
+        preconditioned_norm=jnp.sqrt(owned + shared),
         condition=extremes[0],
         inverse_age=jnp.maximum(extremes[1].astype(jnp.int32) - ~usable, 0),  # a step that is refused is none
         skipped_statistics=metrics.skipped_statistics + counts[0],

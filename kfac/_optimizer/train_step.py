@@ -36,9 +36,9 @@ class TrainStep:
     """
 
     def __init__(self, init: Callable[..., Any], step: Callable[..., Any], verbose: bool):
-        self._init = _telling(init, "the state", verbose)
+        self._init = _jit_with_notice(init, "the state", verbose)
         ways = ("without", False), ("with", True)
-        self._steps = [_telling(step, f"the step {how} statistics", verbose, statistics=k) for how, k in ways]
+        self._steps = [_jit_with_notice(step, f"the step {how} statistics", verbose, statistics=k) for how, k in ways]
 
     def init(self, params: Any, *args: Any, **kwargs: Any) -> Any:
         """The state of the optimizer, for parameters and arguments of `loss_fn` of the shapes that steps will get.
@@ -151,31 +151,32 @@ def train_step(
     options = {"trust_ratio": "auto", "cost": COST, "inverse": None, **options}
     cache: dict[Any, Layers] = {}  # of arguments of some shapes
     inverse, _ = chosen(Layers((), ()), options["trust_ratio"], options["inverse"], options["cost"])
-    # `Soap` has a basis from statistics, and no more: few rows do, often.
-    thin = subsample is None and options["trust_ratio"] == "auto" and isinstance(inverse, Soap)
-    bound = MAX_DIM if inverse.takes_moments and max_dim is None else max_dim  # there are moments of whole kernels only
+    # `Soap` takes a basis from statistics, and nothing else: those of a quarter of the examples will do, more often.
+    quarters = subsample is None and options["trust_ratio"] == "auto" and isinstance(inverse, Soap)
+    # There are moments of whole kernels only.
+    longest = MAX_DIM if inverse.takes_moments and max_dim is None else max_dim
 
     def layers_of(params, args, kwargs):
         leaves, structure = jax.tree.flatten((params, args, kwargs))
         shapes = structure, *map(jax.typeof, leaves)
         cache[shapes] = cache.get(shapes) or find_layers(
             loss_fn, params, *args, has_aux=has_aux, skip=skip, reduce=reduce, gradient=gradient, strict=strict,
-            max_dim=bound, batch_argnums=batch_argnums, **kwargs
+            max_dim=longest, batch_argnums=batch_argnums, **kwargs
         )  # fmt: skip
         if (count := cache[shapes].num_examples or 0) % num_microbatches:
             raise ValueError(f"num_microbatches={num_microbatches} does not divide the {count} examples of the batch")
         # The interval of "auto" goes by examples; a last batch that has fewer must not change it.
         layers = dataclasses.replace(cache[shapes], num_examples=next(iter(cache.values())).num_examples)
-        # Fewer were not tried.
-        many = [(x.num_examples or 0) // num_microbatches >= 64 for x in (layers, cache[shapes])]
+        # A quarter of fewer than 64 examples was not tried. The first batch decides on the cost, each on its own share.
+        first, this = (quarters and (x.num_examples or 0) // num_microbatches >= 64 for x in (layers, cache[shapes]))
         full, quarter = (seldom_work(layers, Soap(), every) or 1 for every in (1, 4))
-        cheaper = {"cost": options["cost"] * full / quarter} if thin and many[0] else {}
-        return layers, subsample or (4 if thin and many[1] else 1), options | cheaper
+        cheaper = {"cost": options["cost"] * full / quarter} if first else {}
+        return layers, subsample or (4 if this else 1), options | cheaper
 
     def init(params, *args, **kwargs):
         layers, part, optional = layers_of(params, args, kwargs)
         if verbose and jax.process_index() == 0:
-            print(_found(layers, part, optional))
+            print(_summary(layers, part, optional))
         return kfac(learning_rate, layers, **optional).init(params)
 
     def step(params, opt_state, *args, fisher_key, statistics, **kwargs):
@@ -185,7 +186,7 @@ def train_step(
             num_examples=num_examples and num_examples // num_microbatches, communication_dtype=communication_dtype,
         )  # fmt: skip
         if num_microbatches > 1:
-            measure = microbatch(measure, num_microbatches, batch_argnums=_split(layers, batch_argnums))
+            measure = microbatch(measure, num_microbatches, batch_argnums=_split_argnums(layers, batch_argnums))
         basis = {"basis": eigenbasis(opt_state, layers)} if inverse.takes_moments else {}
         value, grads, factors = measure(params, *args, fisher_key=fisher_key, **basis, **kwargs)
         updates, opt_state = kfac(learning_rate, layers, **optional).update(grads, opt_state, params, factors=factors)
@@ -194,7 +195,7 @@ def train_step(
     return TrainStep(init, functools.wraps(loss_fn)(step), verbose)
 
 
-def _telling(function: Callable[..., Any], what: str, verbose: bool, **fixed: bool) -> Callable[..., Any]:
+def _jit_with_notice(function: Callable[..., Any], what: str, verbose: bool, **fixed: bool) -> Callable[..., Any]:
     """`function` under `jax.jit`, which says on stderr that it compiles and for how long: after 5 s, 10 s, 20 s, ...
 
     A call that compiles comes back when that is done, so a thread says it. All it does is sleep and print; it ends with
@@ -226,7 +227,7 @@ def _telling(function: Callable[..., Any], what: str, verbose: bool, **fixed: bo
     return call
 
 
-def _found(layers: Layers, subsample: int, options: dict[str, Any]) -> str:
+def _summary(layers: Layers, subsample: int, options: dict[str, Any]) -> str:
     inverse, every = chosen(layers, options["trust_ratio"], options["inverse"], options["cost"])
     number = sum(layer.num_params for layer in layers)
     size = f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:,}"
@@ -236,7 +237,7 @@ def _found(layers: Layers, subsample: int, options: dict[str, Any]) -> str:
     return f"{count} layer{'s' * (count != 1)}, {size} parameters, {type(inverse).__name__}, statistics{part} {when}"
 
 
-def _split(layers: Layers, argnums: int | Sequence[int] | None) -> int | Sequence[int] | None:
+def _split_argnums(layers: Layers, argnums: int | Sequence[int] | None) -> int | Sequence[int] | None:
     """Returns the positions of the arguments that micro-batches split: those given, else as tracing found them."""
     if argnums is not None or not layers.batch_argnums:
         return argnums

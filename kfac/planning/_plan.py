@@ -138,16 +138,15 @@ def plan(
     machine = _machine(hardware, rates)
     check(batch=batch, overhead=overhead)
     check_given(inverse_every=inverse_every, statistics_every=statistics_every)
-    one = Assignment(layers, devices, inverse, gradients, communication_dtype)
-    flops, messages, seconds = _costs(one, batch, machine)
+    assignment = Assignment(layers, devices, inverse, gradients, communication_dtype)
+    flops, messages, seconds = _costs(assignment, batch, machine)
     budget = overhead * (seconds["model"] + seconds["gradients"]) - seconds["preconditioning"] - seconds["results"]
     statistics_every, inverse_every = _intervals(seconds, budget, statistics_every, inverse_every)
-    costs = {cost.name: cost.work for cost in one.costs}
-    name = max(costs, key=lambda name: costs[name], default="")
-    layer = next((group.layers[0].name for group in one.groups if group.name == name), "no layer")
-    share = costs.get(name, 0) / max(1, *one.cost_per_device)
-    return Plan(one, batch, machine, overhead, statistics_every, inverse_every, flops, messages, seconds,
-                _memory(one), (layer, share))  # fmt: skip
+    owned = [group.layers[0].name for group in assignment.groups if group.owned]
+    work, layer = max(zip((cost.work for cost in assignment.costs), owned, strict=True), default=(0, "no layer"))
+    share = work / max(1, *assignment.cost_per_device)
+    return Plan(assignment, batch, machine, overhead, statistics_every, inverse_every, flops, messages, seconds,
+                _memory(assignment), (layer, share))  # fmt: skip
 
 
 def _machine(hardware: str | Hardware, rates: dict[str, float]) -> Hardware:
@@ -183,43 +182,43 @@ def _costs(assignment: Assignment, batch: int, machine: Hardware) -> tuple[dict,
     return flops, messages, {name: flops[name] / rates[name] for name in flops} | sent
 
 
-def _memory(one: Assignment) -> dict[str, int]:
+def _memory(assignment: Assignment) -> dict[str, int]:
     """Bytes of one device, all in float32. Gradients that are split go to owners as stacks; so are parameters split."""
-    parameters = 4 * sum(layer.num_params for layer in one.layers)
-    share = -(-parameters // one.devices) if one.gradients == "split" else parameters
-    at_owners = one.results_messages.get("all-to-all", 0) if one.gradients == "split" else 0
+    parameters = 4 * sum(layer.num_params for layer in assignment.layers)
+    share = -(-parameters // assignment.devices) if assignment.gradients == "split" else parameters
+    at_owners = assignment.results_messages.get("all-to-all", 0) if assignment.gradients == "split" else 0
     memory = {"parameters": share, "gradients": share + at_owners}
-    return memory | {"state": one.memory_per_device, "statistics": _statistics_memory(one)}
+    return memory | {"state": assignment.memory_per_device, "statistics": _statistics_memory(assignment)}
 
 
-def _statistics_memory(one: Assignment) -> int:
+def _statistics_memory(assignment: Assignment) -> int:
     """Counts bytes of statistics on a device: whole on one, else packed, or a part if gradients are split.
 
     And then the own blocks and the largest layer unpacked.
     """
-    if one.devices == 1:
-        shapes = [shape for layer in one.layers.with_factors for shape in layer.factor_shapes.values()]
+    if assignment.devices == 1:
+        shapes = [shape for layer in assignment.layers.with_factors for shape in layer.factor_shapes.values()]
         return 4 * sum(map(math.prod, shapes))
-    if one.gradients != "split":
-        return 4 * one.packed_elements
-    groups = [group for group in one.groups if group.captured and group.owned]
-    owned = sum(one.shards[g.name].positions * sum(map(math.prod, g.shapes.values())) for g in groups)
+    if assignment.gradients != "split":
+        return 4 * assignment.packed_elements
+    groups = [group for group in assignment.groups if group.captured and group.owned]
+    owned = sum(assignment.shards[g.name].positions * sum(map(math.prod, g.shapes.values())) for g in groups)
     sides = [sum(map(math.prod, layer.side_shapes.values())) for g in groups for layer in g.layers]
-    return 4 * (one.packed_elements // one.devices + owned + max(sides, default=0))
+    return 4 * (assignment.packed_elements // assignment.devices + owned + max(sides, default=0))
 
 
 def _too_large(plan: Plan) -> list[str]:
     """What does not fit, and the option that makes it fit."""
     if plan.fits:
         return []
-    one, held = plan.assignment, format_bytes(sum(plan.memory.values()))
-    split = dataclasses.replace(one, gradients="split")
+    assignment, needed = plan.assignment, format_bytes(sum(plan.memory.values()))
+    split = dataclasses.replace(assignment, gradients="split")
     rest, most = sum(_memory(split).values()), max(plan.memory, key=lambda part: plan.memory[part])
-    if one.devices > 1 and one.gradients != "split" and rest <= plan.hardware.memory:
+    if assignment.devices > 1 and assignment.gradients != "split" and rest <= plan.hardware.memory:
         way = f"split the parameters over the devices, gradients='split' here: {format_bytes(rest)}"
     else:
         way = f"most of it: {most}. find_layers(max_dim=...) makes state and statistics smaller, more devices all else"
-    return [f"DOES NOT FIT: {held} without activations, but a device has {format_bytes(plan.hardware.memory)}. {way}"]
+    return [f"DOES NOT FIT: {needed} without activations, but a device has {format_bytes(plan.hardware.memory)}. {way}"]
 
 
 def in_all_reduces(messages: dict[str, int]) -> float:
@@ -254,11 +253,12 @@ def _applied(group: Group, assignment: Assignment) -> float:
 
 
 def _text(plan: Plan) -> str:
-    one, at = plan.assignment, plan.hardware
+    assignment, hardware = plan.assignment, plan.hardware
     lines = [
         *_too_large(plan),
-        f"{one.devices:,} device(s), batch {plan.batch:,}; ASSUMED of a device, in a second: {at.flops:.3g} FLOPs, "
-        f"{at.inversion_flops:.3g} in inversions, {format_bytes(at.bandwidth)} sent",
+        f"{assignment.devices:,} device(s), batch {plan.batch:,}; ASSUMED of a device, in a second: "
+        f"{hardware.flops:.3g} FLOPs, {hardware.inversion_flops:.3g} in inversions, "
+        f"{format_bytes(hardware.bandwidth)} sent",
         f"{'part':<22}{'FLOPs of a device':>18}{'predicted ms':>14}  messages",
     ]
     for name in ("model", "gradients", "statistics", "inversions", "preconditioning", "results", "inverses"):
@@ -269,11 +269,12 @@ def _text(plan: Plan) -> str:
             sent = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds.items())
             lines.append(f"{name:<22}{flops:>18}{1e3 * seconds:>14.3f}  {sent}".rstrip())
     name, share = plan.largest
-    path = max(one.cost_per_device)
+    costs = assignment.cost_per_device
+    busiest = max(costs) / max(1, sum(costs)) * assignment.devices
     lines += [
         f"critical path of a refresh: {plan.flops['inversions']:.3g} FLOPs, "
-        f"{1e3 * plan.seconds['inversions']:.3g} ms, {path / max(1, sum(one.cost_per_device)) * one.devices:.2f} times "
-        f"all work over all devices; {share:.0%} of it is a block of the shape of {name}"
+        f"{1e3 * plan.seconds['inversions']:.3g} ms, {busiest:.2f} times all work over all devices; {share:.0%} of it "
+        f"is a block of the shape of {name}"
         + (": find_layers(max_dim=...) cuts its factors into blocks" if share > 0.3 else ""),
         "memory of a device: " + ", ".join(f"{part} {format_bytes(size)}" for part, size in plan.memory.items()),
     ]
