@@ -57,15 +57,16 @@ def dense_step(matrix, near, gradient, last):
 def test_two_steps_are_those_of_dense_matrices():
     params, batch, layers, tx, step = problem()
     state, last = jax.jit(tx.init, compiler_options=FAST)(params), np.zeros(21)
+    unravel = ravel_pytree(params)[1]
+    jacobian = jax.jit(jax.jacobian(lambda w: residual(unravel(w), batch)), compiler_options=FAST)
+    inverted = jax.jit(lambda f, damping: kfac.curvature.operator(layers, f, damping=damping).inv().to_dense())
     for k in range(2):
         damping = float(state.next_damping)
         loss, grads, factors, updates, state = step(params, state, jax.random.key(k))
         damping *= float(loss)
-        flat, unravel = ravel_pytree(params)
-        j = np.asarray(jax.jacobian(lambda w, unravel=unravel: residual(unravel(w), batch))(flat))
-        matrix = j.T @ j / N + damping * np.eye(len(flat))
-        near = np.asarray(kfac.curvature.operator(layers, factors, damping=damping).inv().to_dense())
-        last = dense_step(matrix, near, np.asarray(ravel_pytree(grads)[0]), last)
+        j = np.asarray(jacobian(ravel_pytree(params)[0]))
+        matrix = j.T @ j / N + damping * np.eye(j.shape[1])
+        last = dense_step(matrix, np.asarray(inverted(factors, damping)), np.asarray(ravel_pytree(grads)[0]), last)
         np.testing.assert_allclose(ravel_pytree(updates)[0], last, rtol=1e-6, atol=1e-9)
         assert float(updates["scale"]) != 0
         params = optax.apply_updates(params, updates)

@@ -242,7 +242,7 @@ def test_every_kth_sequence_of_tokens(x64, positions):
     t = jax.nn.one_hot(jnp.arange(2 * N * T).reshape(N, 2 * T) % 3, 3, dtype=jnp.float64)
     layers = kfac.find_layers(tokens, params, x, t)
     basis = rotations(layers)
-    _, _, found = kfac.value_and_grad(tokens, layers, subsample=2)(params, x, t, basis=basis)
+    _, _, found = jax.jit(kfac.value_and_grad(tokens, layers, subsample=2))(params, x, t, basis=basis)
     _, _, expected = jax.jit(kfac.value_and_grad(tokens, layers))(params, x[::2], t[::2], basis=basis)
     for name in basis:
         for side in ("A", "G", "moments"):
@@ -288,9 +288,9 @@ def test_micro_batches_and_loss_scale(x64):
     layers = kfac.find_layers(loss, params, *batch)
     basis = rotations(layers)
     measure = kfac.value_and_grad(loss, layers)
-    _, _, whole = measure(params, *batch, basis=basis)
-    _, _, mean = kfac.microbatch(measure, 3, batch_argnums=(1, 2))(params, *batch, basis=basis)
-    scaled = kfac.value_and_grad(lambda *args: 1024 * loss(*args), layers)(params, *batch, basis=basis)[2]
+    _, _, whole = jax.jit(measure)(params, *batch, basis=basis)
+    _, _, mean = jax.jit(kfac.microbatch(measure, 3, batch_argnums=(1, 2)))(params, *batch, basis=basis)
+    scaled = jax.jit(kfac.value_and_grad(lambda *args: 1024 * loss(*args), layers))(params, *batch, basis=basis)[2]
     for found in (mean, scaled.unscale(1024.0)):
         assert relative_error(found["dense"].moments, np.asarray(whole["dense"].moments)) <= 1e-12
 

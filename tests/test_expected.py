@@ -149,10 +149,10 @@ def test_weights_and_a_variance_are_those_of_the_exact_matrix(border_rows):
 
     layers = kfac.find_layers(loss, params, x, edge, skip=["scale"])
     exact = jax.jit(kfac.curvature.exact.fisher_blocks(loss, layers, num_examples=N))(params, x, edge)
-    jacobian = jax.jacobian(plain)(params, x)
+    jacobian = jax.jit(jax.jacobian(plain))(params, x)
     j = jacobian["out"].reshape(-1, jacobian["out"].shape[-2] * jacobian["out"].shape[-1])
     assert relative_error(exact["out"], np.asarray(j.T @ j) / N) < 1e-9
-    measure = kfac.value_and_grad(loss, layers, fisher="expected", num_examples=N)
+    measure = jax.jit(kfac.value_and_grad(loss, layers, fisher="expected", num_examples=N))
     factors = measure(params, x, edge, fisher_key=KEY)[2]
     hook = j.reshape(-1, *jacobian["out"].shape[-2:])
     inputs = np.concatenate([np.asarray(hidden(params, v)) for v in (x, edge)])

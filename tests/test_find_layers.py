@@ -380,8 +380,9 @@ def test_a_gate_and_what_it_leaves_are_two_reads_of_a_scale(x64):
     x, t = inputs(T, 5)
     layers = kfac.find_layers(lambda p, *b: model(Hook(), p, *b), params, x, t)
     assert layers["g"].kind == "unitwise"
-    found = kfac.value_and_grad(lambda p, *b: model(Hook(), p, *b), layers)(params, x, t)[2]["g"].F
-    rows = jax.vmap(jax.grad(lambda p, x, t: model(Hook(), p, x[None], t[None])), (None, 0, 0))(params, x, t)["g"]
+    found = jax.jit(kfac.value_and_grad(lambda p, *b: model(Hook(), p, *b), layers))(params, x, t)[2]["g"].F
+    one = jax.grad(lambda p, x, t: model(Hook(), p, x[None], t[None]))
+    rows = jax.jit(jax.vmap(one, (None, 0, 0)))(params, x, t)["g"]
     np.testing.assert_allclose(found[:, 0, 0], jnp.mean(rows**2, 0), rtol=1e-10)
 
 

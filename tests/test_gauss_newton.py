@@ -44,12 +44,16 @@ def dense():
     """From Jacobians and Hessians row by row."""
     flat, unravel = ravel_pytree(parameters())
     x, _, edge = data()
-    with jax.enable_x64(True):
+
+    def written_out(flat, x, edge):
         j = jax.jacobian(lambda w: network(unravel(w), x))(flat)
-        p = jax.nn.softmax(network(parameters(), x))
+        p = jax.nn.softmax(network(unravel(flat), x))
         h = jax.vmap(jnp.diag)(p) - p[:, :, None] * p[:, None]
         k = jax.jacobian(lambda w: network(unravel(w), edge))(flat)
-        return np.asarray(jnp.einsum("rcp,rcd,rdq->pq", j, h, j) + 1.5 * jnp.einsum("rcp,rcq->pq", k, k)) / N
+        return (jnp.einsum("rcp,rcd,rdq->pq", j, h, j) + 1.5 * jnp.einsum("rcp,rcq->pq", k, k)) / N
+
+    with jax.enable_x64(True):
+        return np.asarray(jax.jit(written_out, compiler_options=FAST)(flat, x, edge))
 
 
 def whole(**options):
@@ -60,7 +64,12 @@ def whole(**options):
 def blocks():
     layers = kfac.find_layers(losses, parameters(), data())
     measure = kfac.value_and_grad(losses, layers, fisher="expected", num_examples=N)
-    return kfac.curvature.operator(layers, measure(parameters(), data(), fisher_key=jax.random.key(0))[2])
+
+    @functools.partial(jax.jit, compiler_options=FAST)
+    def measured(params, data):
+        return kfac.curvature.operator(layers, measure(params, data, fisher_key=jax.random.key(0))[2])
+
+    return measured(parameters(), data())
 
 
 def shifted(near=True):
@@ -82,12 +91,16 @@ close = functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-10)
 def test_products(batches):
     matrix = whole(batches=batches)
     flat = ravel_pytree(tree())[0]
-    close(of(matrix, tree()), dense() @ flat)
-    close(matrix @ flat, dense() @ flat)
-    close(matrix.to_dense(), dense())
-    close(
-        jax.jit(lambda m, t: of(2 * m + 0.3, t), compiler_options=FAST)(matrix, tree()), 2 * dense() @ flat + 0.3 * flat
-    )
+
+    @functools.partial(jax.jit, compiler_options=FAST)
+    def products(m, tree, flat):
+        return of(m, tree), m @ flat, m.to_dense(), of(2 * m + 0.3, tree)
+
+    of_tree, of_flat, written_out, of_sum = products(matrix, tree(), flat)
+    close(of_tree, dense() @ flat)
+    close(of_flat, dense() @ flat)
+    close(written_out, dense())
+    close(of_sum, 2 * dense() @ flat + 0.3 * flat)
     assert matrix.size == len(flat) == 40
 
 
@@ -119,9 +132,9 @@ def test_eigenpairs():
     values = np.linalg.eigvalsh(dense())[::-1]
     found = whole().eigsh(4, jax.random.key(0))
     close(found.values, values[:4])
-    for k in range(4):
-        vector = jax.tree.map(lambda x, k=k: x[k], found.vectors)
-        close(of(whole(), vector), values[k] * ravel_pytree(vector)[0], rtol=1e-6, atol=1e-7)
+    products = jax.jit(lambda m, vectors: jax.vmap(lambda v: (of(m, v), ravel_pytree(v)[0]))(vectors))
+    for value, product, vector in zip(values, *products(whole(), found.vectors), strict=False):
+        close(product, value * vector, rtol=1e-6, atol=1e-7)
     assert np.all(found.residuals < 1e-7)
     few = whole().eigsh(2, jax.random.key(0), steps=4)
     vector = ravel_pytree(jax.tree.map(lambda x: x[1], few.vectors))[0]
@@ -196,16 +209,23 @@ def test_samples_have_the_covariance(inverse, batches):
 
 
 def test_sums_of_operators():
-    a, b = blocks(), blocks().map(jnp.sqrt)
-    flat = ravel_pytree(tree())[0]
-    close((a + b) @ flat, (a.to_dense() + b.to_dense()) @ flat)
-    close((a - 2 * b + 0.5) @ flat, (a.to_dense() - 2 * b.to_dense() + 0.5 * np.eye(40)) @ flat)
-    close((whole() - a) @ flat, (dense() - a.to_dense()) @ flat)
-    close((1 - a) @ flat, flat - a.to_dense() @ flat)
-    close((a - 0.5).to_dense(), a.to_dense() - 0.5 * np.eye(40))
-    close((-a).to_dense(), -a.to_dense())
-    both = a + b + SHIFT
-    close(both @ both.inv(tolerance=1e-13).__matmul__(flat), flat, rtol=1e-7)
+    a, b = blocks(), jax.jit(lambda m: m.map(jnp.sqrt))(blocks())
+    flat, both = ravel_pytree(tree())[0], a + b + SHIFT
+
+    @functools.partial(jax.jit, compiler_options=FAST)
+    def values(a, b, whole, both, v):
+        of_vector = (a + b) @ v, (a - 2 * b + 0.5) @ v, (whole - a) @ v, (1 - a) @ v
+        inverted = both @ both.inv(tolerance=1e-13).__matmul__(v)
+        return of_vector, inverted, [m.to_dense() for m in (a, b, a - 0.5, -a)]
+
+    of_vector, inverted, matrices = jax.tree.map(np.asarray, values(a, b, whole(), both, flat))
+    of_a, of_b, less, minus = matrices
+    expected = of_a + of_b, of_a - 2 * of_b + 0.5 * np.eye(40), dense() - of_a, np.eye(40) - of_a
+    for found, matrix in zip(of_vector, expected, strict=True):
+        close(found, matrix @ flat)
+    close(less, of_a - 0.5 * np.eye(40))
+    close(minus, -of_a)
+    close(inverted, flat, rtol=1e-7)
     for matrix, name in ((a, "Operator"), (a + b, "Matrix"), (whole(), "Matrix"), (both.inv(), "Inverted")):
         assert repr(matrix) == f"{name}(40 parameters)"
     with pytest.raises(ValueError, match=r"a flat vector has shape \[3\], but there are 40 parameters"):
@@ -226,7 +246,8 @@ def test_four_devices_are_one():
 def test_refusals():
     layers = kfac.find_layers(losses, parameters(), data(), skip=["out"])
     measure = kfac.value_and_grad(losses, layers, num_examples=N)
-    partial = kfac.curvature.operator(layers, measure(parameters(), data())[2])
+    partial = jax.jit(lambda params, data: kfac.curvature.operator(layers, measure(params, data)[2]))
+    partial = partial(parameters(), data())
     cases = [
         (dict(batches=0), "batches must be"),
         (dict(batches=5), "batches=5 does not divide"),

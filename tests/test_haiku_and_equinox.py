@@ -27,8 +27,8 @@ def check_training(loss, params, batch, expected):
         updates, state = tx.update(grads, state, params, factors=factors)
         return optax.apply_updates(params, updates), state, value, grads, factors
 
-    state = tx.init(params)
-    _, expected_grads = jax.value_and_grad(loss)(params, *batch)
+    state = jax.jit(tx.init)(params)
+    expected_grads = jax.jit(jax.grad(loss))(params, *batch)
     new, state, first, grads, factors = step(params, state)
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
@@ -74,7 +74,7 @@ def haiku_transformer(ids):
 def test_haiku_transformer():
     model = hk.without_apply_rng(hk.transform(haiku_transformer))
     batch = text()
-    params = model.init(jax.random.key(0), batch[0])
+    params = jax.jit(model.init)(jax.random.key(0), batch[0])
 
     def loss(p, ids, t):
         return squared_error(model.apply(p, ids), t)
@@ -124,7 +124,7 @@ def test_haiku_convolutions():
 
     model = hk.without_apply_rng(hk.transform(network))
     batch = images()
-    params = model.init(jax.random.key(0), batch[0])
+    params = jax.jit(model.init)(jax.random.key(0), batch[0])
     layers, _ = check_training(
         lambda p, x, t: squared_error(model.apply(p, x), t),
         params,
@@ -168,7 +168,7 @@ class Transformer(eqx.Module):
 
 
 def test_equinox_transformer():
-    params, static = eqx.partition(Transformer(jax.random.key(0)), eqx.is_inexact_array)
+    params, static = eqx.partition(eqx.filter_jit(Transformer)(jax.random.key(0)), eqx.is_inexact_array)
     batch = text()
 
     def loss(p, ids, t):
@@ -203,19 +203,23 @@ def test_equinox_transformer():
 
 
 def test_equinox_convolutions():
-    keys = jax.random.split(jax.random.key(0), 4)
-    model = eqx.nn.Sequential(
-        [
-            eqx.nn.Conv2d(2, 4, 3, stride=2, key=keys[0]),
-            eqx.nn.Lambda(jnp.tanh),
-            eqx.nn.Conv2d(4, 8, 2, groups=4, key=keys[1]),
-            eqx.nn.GroupNorm(2, 8),
-            eqx.nn.Lambda(jnp.tanh),
-            eqx.nn.ConvTranspose2d(8, 3, 2, stride=2, key=keys[2]),
-            eqx.nn.Lambda(jnp.ravel),
-            eqx.nn.Linear(48, 3, key=keys[3]),
-        ]
-    )
+    @eqx.filter_jit
+    def made(key):
+        keys = jax.random.split(key, 4)
+        return eqx.nn.Sequential(
+            [
+                eqx.nn.Conv2d(2, 4, 3, stride=2, key=keys[0]),
+                eqx.nn.Lambda(jnp.tanh),
+                eqx.nn.Conv2d(4, 8, 2, groups=4, key=keys[1]),
+                eqx.nn.GroupNorm(2, 8),
+                eqx.nn.Lambda(jnp.tanh),
+                eqx.nn.ConvTranspose2d(8, 3, 2, stride=2, key=keys[2]),
+                eqx.nn.Lambda(jnp.ravel),
+                eqx.nn.Linear(48, 3, key=keys[3]),
+            ]
+        )
+
+    model = made(jax.random.key(0))
     params, static = eqx.partition(model, eqx.is_inexact_array)
     t = images()[1]
     batch = (normal(2, N, 7, 7, 2, dtype=jnp.float32).transpose(0, 3, 1, 2), t)

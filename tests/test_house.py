@@ -4,12 +4,15 @@ import pytest
 
 import house
 
-FOUND = house.modules()
+
+@pytest.fixture(scope="module")
+def found():
+    return house.modules()
 
 
-@pytest.mark.parametrize("limit", house.broken(FOUND))
-def test_the_package_is_within_its_limits(limit):
-    assert not house.broken(FOUND)[limit], house.table(FOUND)
+@pytest.mark.parametrize("limit", house.broken([]))
+def test_the_package_is_within_its_limits(found, limit):
+    assert not house.broken(found)[limit], house.table(found)
 
 
 SOURCE = '''"""A docstring

@@ -217,9 +217,9 @@ def test_moments_and_thinned_statistics_are_those_of_examples(model, length):
     layers = kfac.find_layers(loss, params, batch)
     assert all(layer.correctable for layer in layers if layer.kind == "dense")
     check_moments(loss, params, (batch,))
-    thinned = kfac.value_and_grad(loss, layers, subsample=2)(params, batch)[2]
+    thinned = jax.jit(kfac.value_and_grad(loss, layers, subsample=2))(params, batch)[2]
     half = jax.tree.map(lambda x: x[::2], batch)
-    alone = kfac.value_and_grad(loss, layers)(params, half)[2]
+    alone = jax.jit(kfac.value_and_grad(loss, layers))(params, half)[2]
     for layer in layers:
         if layer.kind == "dense":
             assert relative_error(thinned[layer.name].A, alone[layer.name].A) < 1e-12
@@ -279,7 +279,7 @@ def test_a_loss_with_a_batch_size_written_into_it_is_told_so():
     assert layers["scale"].kind == "gradient" and layers["w"].kind == "dense"
     with pytest.raises(ValueError, match=r"cannot be traced with 12 .*Pass num_examples= .*kfac.output"):
         kfac.value_and_grad(loss, layers)(weights(), normal(4, N, D))
-    found = kfac.value_and_grad(loss, layers, num_examples=N)(weights(), normal(4, N, D))[2]
+    found = jax.jit(kfac.value_and_grad(loss, layers, num_examples=N))(weights(), normal(4, N, D))[2]
     plain = lambda p, x: mean_square(network(p, x))  # noqa: E731
     expected = kfac.value_and_grad(plain, kfac.find_layers(plain, weights(), normal(4, N, D)))(
         weights(), normal(4, N, D)

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 import kfac
-from checking import FAST, blocks_on_the_diagonal, normal, pieces, run, slow
+from checking import FAST, as_matrices, blocks_on_the_diagonal, normal, pieces, run, slow
 from problem import tied_batch, tied_loss, tied_parameters
 
 N, T, V = 8, 3, 7
@@ -146,28 +146,34 @@ def test_preconditioning_is_a_dense_solve_for_each_piece(x64, inverse):
     params, batch = problem(jnp.float64)
     layers = kfac.find_layers(loss, params, *batch, max_dim=4)
     tx = kfac.scale_by_kfac(layers, damping=2.0**-5, inverse=inverse)
-    state = tx.init(params)
-    basis = {"basis": kfac.curvature.eigenbasis(state, layers)} if inverse.takes_moments else {}
-    _, grads, factors = jax.jit(kfac.value_and_grad(loss, layers))(params, *batch, **basis)
-    updates, state = jax.jit(tx.update)(grads, state, params, factors=factors)
+
+    @jax.jit
+    def step(params, batch):
+        state = tx.init(params)
+        basis = {"basis": kfac.curvature.eigenbasis(state, layers)} if inverse.takes_moments else {}
+        _, grads, factors = kfac.value_and_grad(loss, layers)(params, *batch, **basis)
+        return grads, factors, *tx.update(grads, state, params, factors=factors)
+
+    grads, factors, updates, state = step(params, batch)
     flat, new = (dict(zip(layers.paths, jax.tree.leaves(tree), strict=True)) for tree in (grads, updates))
-    cut = [layer for layer in layers if layer.pieces > 1]
+    cut = tuple(layer for layer in layers if layer.pieces > 1)
     assert {layer.name for layer in cut} == set(SHAPES)
+    of_gradient, of_update = (jax.tree.map(np.asarray, as_matrices(cut, leaves)) for leaves in (flat, new))
     for layer in cut:
-        gradient, found = (np.asarray(layer.to_matrix([leaves[p] for p in layer.params])) for leaves in (flat, new))
+        gradient, found = of_gradient[layer.name], of_update[layer.name]
         for k in range(layer.copies):
             for rows, columns, a, g, v in pieces(layer, factors[layer.name], k, gradient[k]):
                 expected = dense(inverse, a, g, v, 2.0**-5)[: rows.stop - rows.start, : columns.stop - columns.start]
                 np.testing.assert_allclose(found[k, rows, columns], expected, rtol=1e-7, atol=1e-10)
-    averages = kfac.curvature.averaged_factors(state, layers)
+    averages = jax.jit(lambda state: kfac.curvature.averaged_factors(state, layers))(state)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), averages, factors)
     if not inverse.takes_moments:
-        again = kfac.curvature.operator(layers, state).inv() @ grads
+        op = jax.jit(lambda state: kfac.curvature.operator(layers, state))(state)
+        values = jax.jit(lambda op: (op.inv() @ grads, op.to_dense(), op.eigvalsh(), op.logdet()))(op)
+        again, matrix, eigenvalues, logdet = jax.tree.map(np.asarray, values)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9), again, updates)
-        op = kfac.curvature.operator(layers, state)
-        matrix = np.asarray(op.to_dense())
-        np.testing.assert_allclose(op.eigvalsh(), np.linalg.eigvalsh(matrix), rtol=1e-7, atol=1e-10)
-        np.testing.assert_allclose(op.logdet(), np.linalg.slogdet(matrix)[1], rtol=1e-7)
+        np.testing.assert_allclose(eigenvalues, np.linalg.eigvalsh(matrix), rtol=1e-7, atol=1e-10)
+        np.testing.assert_allclose(logdet, np.linalg.slogdet(matrix)[1], rtol=1e-7)
         assert op.size == len(matrix)
 
 
@@ -185,11 +191,16 @@ def test_soap_on_blocks_is_soap_on_layers_of_their_own(x64):
     def trained(loss, params, **options):
         layers = kfac.find_layers(loss, params, x, **options)
         tx = kfac.scale_by_kfac(layers, inverse=kfac.Soap(relative=True), damping=1e-3)
-        state = tx.init(params)
+
+        @jax.jit
+        def step(params, state, x):
+            _, grads, factors = kfac.value_and_grad(loss, layers)(params, x)
+            updates, state = tx.update(grads, state, params, factors=factors)
+            return jax.tree.map(lambda p, u: p - 0.02 * u, params, updates), state
+
+        state = jax.jit(tx.init)(params)
         for k in range(4):
-            _, grads, factors = kfac.value_and_grad(loss, layers)(params, x + k)
-            updates, state = jax.jit(tx.update)(grads, state, params, factors=factors)
-            params = jax.tree.map(lambda p, u: p - 0.02 * u, params, updates)
+            params, state = step(params, state, x + k)
         return params
 
     found, expected = trained(of_one, w, max_dim=5), trained(of_two, halves)
@@ -212,11 +223,16 @@ def test_lengths_of_steps_are_those_of_whole_kernels(x64):
     params, batch = problem(jnp.float64)
     layers = kfac.find_layers(loss, params, *batch, max_dim=4)
     tx = kfac.kfac(0.1, layers)
-    _, grads, factors = kfac.value_and_grad(loss, layers)(params, *batch)
-    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params, factors=factors)
-    leaves = dict(zip(layers.paths, jax.tree.leaves(updates), strict=True))
+
+    @jax.jit
+    def step(params, batch):
+        _, grads, factors = kfac.value_and_grad(loss, layers)(params, *batch)
+        return tx.update(grads, tx.init(params), params, factors=factors)[0]
+
+    leaves = dict(zip(layers.paths, jax.tree.leaves(step(params, batch)), strict=True))
+    matrices = as_matrices(tuple(layers), leaves)
     for layer in layers:
-        for matrix in np.asarray(layer.to_matrix([leaves[path] for path in layer.params])):
+        for matrix in np.asarray(matrices[layer.name]):
             if layer.kind != "embedding":
                 np.testing.assert_allclose(np.linalg.norm(matrix), 0.1 * layer.d_out**0.5, rtol=1e-9)
 

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from sklearn.datasets import load_digits
 
 import kfac
 from kfac._curvature import cholesky, orthonormal
@@ -92,6 +91,8 @@ def damped(a, g, condition):
 
 def test_the_direction_of_an_update_at_condition_1e6():
     """Of a network on handwritten digits; what tensor cores compute, from products of bfloat16 parts in float64."""
+    from sklearn.datasets import load_digits  # takes two seconds, of each worker
+
     images, labels = load_digits(return_X_y=True)
     batch = jnp.asarray(images[:800] / 16, jnp.float32), jnp.asarray(labels[:800])
     rng = np.random.default_rng(0)

@@ -57,7 +57,7 @@ def layers():
 
 @functools.cache
 def measured(basis=False):
-    measure = kfac.value_and_grad(loss_fn, layers())
+    measure = jax.jit(kfac.value_and_grad(loss_fn, layers()))
     _, grads, factors = measure(parameters(), batch())
     if not basis:
         return grads, factors
@@ -109,9 +109,10 @@ def blocks_of(form, damping):
 def made(form, damping=DAMPING):
     if form == "ekfac":
         factors, basis = measured(basis=True)
-        return kfac.curvature.operator(layers(), factors, basis=basis, damping=damping)
+        return jax.jit(lambda *x: kfac.curvature.operator(layers(), x[0], basis=x[1], damping=damping))(factors, basis)
     inverse = {"cholesky": kfac.Cholesky(), "eigh": kfac.Eigh()}[form]
-    return kfac.curvature.operator(layers(), measured()[1], inverse=inverse, damping=damping)
+    made_of = jax.jit(lambda factors: kfac.curvature.operator(layers(), factors, inverse=inverse, damping=damping))
+    return made_of(measured()[1])
 
 
 def vectors_of(layer, tree):
@@ -162,19 +163,26 @@ def test_products_are_those_of_dense_matrices(form, function):
 @pytest.mark.parametrize("form", ["eigh", "cholesky", "ekfac"])
 def test_numbers_and_the_matrix_written_out(form):
     op, blocks = made(form), [m for own in blocks_of(form, DAMPING).values() for m in own]
-    close(op.trace(), sum(np.trace(m) for m in blocks))
-    close(op.logdet(), sum(np.linalg.slogdet(m)[1] for m in blocks))
-    close(op.eigvalsh(), np.sort(np.concatenate([np.linalg.eigvalsh(m) for m in blocks])))
+
+    @jax.jit
+    def everything(op):
+        own = {layer.name: op.block(layer.name).to_dense() for layer in layers().with_factors}
+        return (op.trace(), op.logdet(), op.eigvalsh()), op.diagonal(), op.to_dense(), own
+
+    (trace, logdet, eigenvalues), diagonal, dense, of_layers = everything(op)
+    close(trace, sum(np.trace(m) for m in blocks))
+    close(logdet, sum(np.linalg.slogdet(m)[1] for m in blocks))
+    close(eigenvalues, np.sort(np.concatenate([np.linalg.eigvalsh(m) for m in blocks])))
     assert op.size == sum(map(len, blocks)) == sum(p.size for p in jax.tree.leaves(parameters())) - 2
     for layer in layers().with_factors:
         own = blocks_of(form, DAMPING)[layer.name]
         if layer.kind in ("unitwise", "diagonal"):  # a channel at a time
             index = [[p * layer.d_out + c for p in range(layer.d_in)] for c in range(layer.d_out)]
             own = [own[0][np.ix_(i, i)] for i in index]
-        close(op.block(layer.name).to_dense(), np.stack(own))
-        for v, m in zip(vectors_of(layer, op.diagonal()), blocks_of(form, DAMPING)[layer.name], strict=True):
+        close(of_layers[layer.name], np.stack(own))
+        for v, m in zip(vectors_of(layer, diagonal), blocks_of(form, DAMPING)[layer.name], strict=True):
             close(v, np.diag(m))
-    dense, (flat, unravel) = op.to_dense(), ravel_pytree(jax.tree.map(lambda p: normal(p.size, *p.shape), parameters()))
+    flat, unravel = ravel_pytree(jax.tree.map(lambda p: normal(p.size, *p.shape), parameters()))
     close(dense @ flat, ravel_pytree(op @ unravel(flat))[0])
     close(dense, dense.T)
 
@@ -188,10 +196,10 @@ def test_the_undamped_matrix_is_that_of_exact_dense():
 
 def test_samples_have_the_covariance():
     op = made("eigh")
-    draws = jax.vmap(op.sample)(jax.random.split(jax.random.key(0), 20000))
+    draws = jax.jit(lambda op, keys: jax.vmap(op.sample)(keys))(op, jax.random.split(jax.random.key(0), 20000))
     flat = jax.vmap(lambda tree: ravel_pytree(tree)[0])(draws)
     assert jax.tree.structure(draws) == jax.tree.structure(parameters())
-    dense = np.asarray(op.to_dense())
+    dense = np.asarray(jax.jit(lambda op: op.to_dense())(op))
     covariance = np.asarray(flat.T @ flat) / len(flat)
     # The entries of a sample covariance have a deviation of at most sqrt(2 / draws) of the variances.
     bound = 5 * np.sqrt(2 / len(flat)) * np.sqrt(np.outer(np.diag(dense), np.diag(dense)))
@@ -226,8 +234,8 @@ def test_the_factors_of_a_state_are_its_averages():
         _, grads, factors = measure(parameters(), batch(seed))
         seen.append(factors)
         _, state = update(grads, state, factors=factors)
-    expected = jax.tree.map(lambda a, b: (a / 2 + b) / 1.5, *seen)  # weights 1/4 and 1/2, corrected
-    found = kfac.curvature.averaged_factors({"some": (state,)}, layers())
+    expected = jax.tree.map(lambda a, b: (np.asarray(a) / 2 + b) / 1.5, *seen)  # weights 1/4 and 1/2, corrected
+    found = jax.jit(lambda state: kfac.curvature.averaged_factors(state, layers()))({"some": (state,)})
     assert list(found) == list(expected)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), found, expected)
     with pytest.raises(ValueError, match="must hold one state"):

@@ -146,7 +146,7 @@ def test_they_are_averages_of_the_gradient(decay, parts):
     layers = found_layers()
     tx = kfac.scale_by_kfac(layers, factor_decay=decay)
     spread = functools.partial(kfac.microbatch, num_microbatches=parts)
-    check(run(step_of(layers, tx, spread), tx.init(parameters())), layers, decay)
+    check(run(step_of(layers, tx, spread), jax.jit(tx.init)(parameters())), layers, decay)
 
 
 def mesh_of(devices):
@@ -215,7 +215,7 @@ def test_a_large_side_is_cut_or_diagonal(max_dim, words, monkeypatch):
     diagonal, cut = (("A",) if max_dim == 5 else ("A", "G")), ((2, 1) if max_dim == 5 else (3, 2))
     assert (layers["cube"].diagonal, layers["cube"].cut) == ((diagonal, (1, 1)) if words == 3 else ((), cut))
     assert f"A has more than max_dim={max_dim} rows" in layers["cube"].note
-    check(run(step_of(layers, tx), tx.init(parameters())), layers)
+    check(run(step_of(layers, tx), jax.jit(tx.init)(parameters())), layers)
 
 
 def test_tables_are_diagonal_unless_it_is_said_otherwise():
@@ -233,8 +233,8 @@ def test_they_precondition_as_any_block_does():
     layers, damping = found_layers(), 2.0**-6
     tx = kfac.scale_by_kfac(layers, damping=damping, unitwise_damping=0.5)
     x = batches()[0]
-    _, grads, factors = kfac.value_and_grad(loss_fn, layers)(parameters(), x)
-    updates, _ = jax.jit(tx.update)(grads, tx.init(parameters()), parameters(), factors=factors)
+    _, grads, factors = jax.jit(kfac.value_and_grad(loss_fn, layers))(parameters(), x)
+    updates, _ = jax.jit(tx.update)(grads, jax.jit(tx.init)(parameters()), parameters(), factors=factors)
     for name, form in MATRICES.items():
         for v, update in zip(form(np.asarray(grads[name])), form(np.asarray(updates[name])), strict=True):
             root = np.linalg.norm(v) or 1.0
@@ -272,7 +272,7 @@ def test_every_inverse_trains_with_nothing_else(inverse):
         updates, state = tx.update(grads, state, params, factors=factors)
         return optax.apply_updates(params, updates), state, value
 
-    state, values = tx.init(params), []
+    state, values = jax.jit(tx.init)(params), []
     for _ in range(100):
         params, state, value = step(params, state)
         values.append(float(value))

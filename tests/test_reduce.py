@@ -288,7 +288,7 @@ def test_patterns_say_which_layers():
         "table": "expand",
     }
     assert layers != kfac.find_layers(loss, params, *batch)
-    kfac.value_and_grad(loss, layers)(params, *batch)
+    jax.jit(kfac.value_and_grad(loss, layers))(params, *batch)
     for bad, message in (
         (("third",), "reduce: 'third' matches no"),
         (("(",), "reduce: .*regular"),

@@ -287,7 +287,7 @@ def test_auxiliary_results_and_other_keywords():
         return value, {"twice": 2 * value}
 
     layers = kfac.find_layers(loss, params, x, scale=1.0, has_aux=True)
-    fn = kfac.value_and_grad(loss, layers, has_aux=True, fisher="sampled")
+    fn = jax.jit(kfac.value_and_grad(loss, layers, has_aux=True, fisher="sampled"))
     (value, aux), _, factors = fn(params, x, scale=3.0, fisher_key=jax.random.key(0))
     np.testing.assert_allclose(aux["twice"], 2 * value, rtol=1e-6)
     # What is drawn does not depend on the loss.
@@ -606,7 +606,7 @@ def test_a_key_of_the_loss_is_passed_on_with_empirical():
         return jnp.mean(_plain(p, x + jax.random.normal(key, x.shape)))
 
     layers = kfac.find_layers(noisy, params, x, key=jax.random.key(0))
-    value, _, _ = kfac.value_and_grad(noisy, layers)(params, x, key=jax.random.key(1))
+    value, _, _ = jax.jit(kfac.value_and_grad(noisy, layers))(params, x, key=jax.random.key(1))
     np.testing.assert_allclose(value, noisy(params, x, jax.random.key(1)), rtol=1e-5)
 
 

@@ -54,7 +54,8 @@ def truth(params, batch):
     blocks = {}
     for name, weight in (("large", 1.0), ("small", WEIGHT)):
         pairs = jax.tree.map(lambda x: x[:, None], batch[name])
-        grads = jax.vmap(jax.grad(lambda p, pair, name=name: term(p, name, pair, False)), (None, 0))(params, pairs)
+        of_one = jax.grad(lambda p, pair, name=name: term(p, name, pair, False))
+        grads = jax.tree.map(np.asarray, jax.jit(jax.vmap(of_one, (None, 0)))(params, pairs))
         for leaf, g in grads.items():
             rows = g.reshape(len(g), -1)  # in the order of kron(A, G), as kernels are [d_in, d_out]
             blocks[leaf] = blocks.get(leaf, 0) + weight * rows.T @ rows / len(rows)
@@ -68,7 +69,7 @@ def test_empirical_statistics(scanned):
     layers = kfac.find_layers(loss, params, batch)
     measure = jax.jit(kfac.value_and_grad(loss, layers, num_examples=LARGE), compiler_options=FAST)
     value, grads, factors = measure(params, batch)
-    expected = jax.value_and_grad(functools.partial(loss_fn, marked=False))(params, batch)
+    expected = jax.jit(jax.value_and_grad(functools.partial(loss_fn, marked=False)))(params, batch)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-10), (value, grads), expected)
     for name, weight in (("large", 1.0), ("small", WEIGHT)):
         x, y = batch[name]
@@ -82,7 +83,8 @@ def test_empirical_statistics(scanned):
 def test_exact_blocks():
     params, batch = problem()
     layers = kfac.find_layers(loss_fn, params, batch)
-    found = kfac.curvature.exact.fisher_blocks(loss_fn, layers, fisher="empirical", num_examples=LARGE)(params, batch)
+    measure = kfac.curvature.exact.fisher_blocks(loss_fn, layers, fisher="empirical", num_examples=LARGE)
+    found = jax.jit(measure, compiler_options=FAST)(params, batch)
     for name, block in truth(params, batch).items():
         np.testing.assert_allclose(found[name], block, rtol=1e-9, atol=1e-12)
 
@@ -244,9 +246,11 @@ def test_a_constant_batch_beside_the_data(marked):
     loss = lambda p, large: loss_fn(p, {**batch, "large": large}, marked=marked)  # noqa: E731
     layers = kfac.find_layers(loss, params, batch["large"])
     assert {layer.kind for layer in layers if layer.name != "large"} == {"dense" if marked else "gradient"}
-    found = kfac.value_and_grad(loss, layers, num_examples=LARGE)(params, batch["large"])[2]
+    found = jax.jit(kfac.value_and_grad(loss, layers, num_examples=LARGE))(params, batch["large"])[2]
     whole = functools.partial(loss_fn, marked=True)
-    expected = kfac.value_and_grad(whole, kfac.find_layers(whole, params, batch), num_examples=LARGE)(params, batch)[2]
+    expected = jax.jit(kfac.value_and_grad(whole, kfac.find_layers(whole, params, batch), num_examples=LARGE))(
+        params, batch
+    )[2]
     for name in params if marked else ["large"]:
         np.testing.assert_allclose(found[name].A, expected[name].A, rtol=1e-10)
         np.testing.assert_allclose(found[name].G, expected[name].G, rtol=1e-10)
@@ -261,7 +265,7 @@ def test_a_mark_on_one_of_two_terms(loss):
     layers = kfac.find_layers(apart, params, *args)
     exact = {"large"} if loss is second_marked else set()
     assert {layer.name for layer in layers if layer.kind == "dense"} == exact
-    factors = kfac.value_and_grad(apart, layers)(params, *args)[2]
+    factors = jax.jit(kfac.value_and_grad(apart, layers))(params, *args)[2]
     a = jnp.tanh(batch["large"][0] @ params["trunk"])
     for name in exact:
         np.testing.assert_allclose(factors[name].A, a.T @ a / LARGE, rtol=1e-10)

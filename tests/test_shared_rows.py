@@ -183,5 +183,5 @@ def test_a_number_made_of_such_rows_may_scale_the_examples(x64):
     params, x = {"w": normal(0, D, H)}, normal(1, N, D)
     layers = kfac.find_layers(loss, params, x)
     assert layers["w"].kind == "gradient"
-    _, gradients, _ = kfac.value_and_grad(loss, layers)(params, x)
+    _, gradients, _ = jax.jit(kfac.value_and_grad(loss, layers))(params, x)
     np.testing.assert_allclose(gradients["w"], jax.grad(loss)(params, x)["w"], rtol=1e-5)

@@ -112,7 +112,7 @@ def test_a_step_with_a_number_that_is_not_finite_changes_nothing(x64):
 def test_narrow_gradients_and_layers_that_are_masked(x64):
     params = parameters(jnp.bfloat16)
     layers = found(jnp.bfloat16)
-    _, grads, factors = kfac.value_and_grad(tied_loss, layers)(params, batch(0))
+    _, grads, factors = jax.jit(kfac.value_and_grad(tied_loss, layers))(params, batch(0))
     masked = dict(grads, dense1=jax.tree.map(lambda _: optax.MaskedNode(), grads["dense1"]))
     expected, _ = updates_of(kfac.scale_by_kfac(layers), masked, factors)
     mesh, specs = meshes(AxisType.Auto)
@@ -170,7 +170,7 @@ def test_what_overflows_a_narrow_dtype_is_no_step():
 
     x = normal(0, 8, 4, dtype=jnp.float32)
     layers = kfac.find_layers(loss, params, x)
-    _, grads, factors = kfac.value_and_grad(loss, layers)(params, x)
+    _, grads, factors = jax.jit(kfac.value_and_grad(loss, layers))(params, x)
     factors = jax.tree.map(lambda f: 1e-6 * f, factors)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     tx = kfac.scale_by_kfac(layers, damping=1e-9)

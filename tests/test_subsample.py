@@ -171,8 +171,8 @@ def test_it_is_examples_that_are_taken_where_they_do_not_come_first(x64, form):
     loss = functools.partial(sequences, form=form)
     p, (x, t) = {"w": normal(0, 5, 3)}, (normal(1, 4, 7, 5), normal(2, 4))
     layers = kfac.find_layers(loss, p, x, t)
-    expected = kfac.value_and_grad(loss, layers)(p, x[::2], t[::2])[2]
-    found = kfac.value_and_grad(loss, layers, subsample=2)(p, x, t)[2]
+    expected = jax.jit(kfac.value_and_grad(loss, layers))(p, x[::2], t[::2])[2]
+    found = jax.jit(kfac.value_and_grad(loss, layers, subsample=2))(p, x, t)[2]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), found, expected)
 
 
@@ -186,7 +186,7 @@ def test_without_an_axis_of_examples_every_other_row_is_taken(x64):
     p, (x, t) = {"w": normal(0, 5, 3)}, (normal(1, 4, 3, 5), normal(2, 4))
     layers = kfac.find_layers(in_their_own_order, p, x, t)
     assert layers["w"].kind == "dense" and not layers["w"].told_apart
-    found = kfac.value_and_grad(in_their_own_order, layers, subsample=2)(p, x, t)[2]["w"]
+    found = jax.jit(kfac.value_and_grad(in_their_own_order, layers, subsample=2))(p, x, t)[2]["w"]
     rows = x.reshape(-1, 5)
     rows = rows[jnp.argsort(rows[:, 0])][::2]
     g = jax.grad(lambda offset: in_their_own_order(p, x, t, offset))(jnp.zeros((12, 3)))[::2]
@@ -236,8 +236,8 @@ def test_lengths_that_agree_by_chance_do_not_matter(x64, loss, n, positions):
     rooted = jax.tree.map(lambda g: tokens**0.5 * g, gradients)
     _, factors = check_moments(loss, p, (x, t), gradients=rooted)
     check_vectors(layers, factors, dict(zip(layers.paths, jax.tree.leaves(rooted), strict=True)))
-    found = kfac.value_and_grad(loss, layers, subsample=2)(p, x, t)[2]
-    taken = kfac.value_and_grad(loss, layers)(p, x[::2], t[::2])[2]
+    found = jax.jit(kfac.value_and_grad(loss, layers, subsample=2))(p, x, t)[2]
+    taken = jax.jit(kfac.value_and_grad(loss, layers))(p, x[::2], t[::2])[2]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11), found, taken)
 
 
@@ -263,6 +263,6 @@ def test_an_output_marked_in_a_scan_over_tokens_has_sequences_too(x64):
     p = {"first": normal(0, 3, 4), "w": normal(1, 4, 4), "out": normal(2, 4, 2)}
     x, t = normal(3, 6, 5, 3), normal(4, 6, 5, 2)
     layers = kfac.find_layers(loss, p, x, t)
-    found = kfac.value_and_grad(loss, layers, subsample=5)(p, x, t)[2]
-    taken = kfac.value_and_grad(loss, layers)(p, x[::5], t[::5])[2]
+    found = jax.jit(kfac.value_and_grad(loss, layers, subsample=5))(p, x, t)[2]
+    taken = jax.jit(kfac.value_and_grad(loss, layers))(p, x[::5], t[::5])[2]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13), found, taken)

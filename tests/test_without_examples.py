@@ -133,7 +133,7 @@ def test_a_loss_without_arguments_has_its_examples_in_constants():
     assert layers["w"].kind == "dense" and words in layers.hidden and words in repr(layers)
     with pytest.raises(ValueError, match=f"the number of examples is not clear: {words}"):
         kfac.value_and_grad(loss, layers)(params)
-    factors = kfac.value_and_grad(loss, layers, num_examples=8)(params)[2]
+    factors = jax.jit(kfac.value_and_grad(loss, layers, num_examples=8))(params)[2]
     np.testing.assert_allclose(factors["w"].A, X.T @ X / 8, rtol=1e-4, atol=1e-4)
     g = 2 / 8 * (X @ params["w"] - Y)
     np.testing.assert_allclose(factors["w"].G, 8 * g.T @ g, rtol=1e-4, atol=1e-4)
