@@ -34,9 +34,10 @@ def packed_size(d: int) -> int:
     return math.prod(jax.eval_shape(pack, jax.ShapeDtypeStruct((1, d, d), jnp.float32)).shape)
 
 
-def unpack(packed: jax.Array, d: int) -> jax.Array:
-    """The inverse of `pack`, for matrices of dimension `d`."""
-    h = packed.shape[-2]
+def unpack(flat: jax.Array, d: int) -> jax.Array:
+    """Matrices `[k, d, d]` from vectors of what `pack` returned for them; what is behind is left out."""
+    h = (d + 1) // 2
+    packed = flat[..., : packed_size(d)].reshape(-1, h, 2 * h + 1)
     triangles, corner = packed[..., : h + 1], packed[..., h + 1 :]
     upper, lower = jnp.triu(triangles[..., 1:]), jnp.tril(triangles[..., :h])
     first = upper + jnp.triu(upper, 1).mT
@@ -73,9 +74,7 @@ def from_vectors(flat: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """The inverse of `as_vectors`; what is behind is left out."""
     if len(shape) == 1:
         return flat[..., 0, : shape[0]]
-    d, h = shape[-1], (shape[-1] + 1) // 2
-    triangles = flat[..., : packed_size(d)].reshape(-1, h, 2 * h + 1)
-    return unpack(triangles, d).reshape(*flat.shape[:-2], *shape)
+    return unpack(flat, shape[-1]).reshape(*flat.shape[:-2], *shape)
 
 
 def flatten(tree: Any) -> jax.Array:

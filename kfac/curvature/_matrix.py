@@ -326,11 +326,11 @@ def lanczos(product: Callable, start: jax.Array, steps: int) -> tuple[jax.Array,
         new = orthogonal(new, basis)
         beta = jnp.linalg.norm(new)
         largest = jnp.maximum(largest, jnp.abs(alpha) + beta)
-        over = beta <= 16 * epsilon * largest
-        fresh = jax.random.normal(jax.random.fold_in(jax.random.key(0), k), new.shape, new.dtype)
-        new = unit(orthogonal(unit(jnp.where(over, fresh, new)), basis))
+        exhausted = beta <= 16 * epsilon * largest
+        random_vector = jax.random.normal(jax.random.fold_in(jax.random.key(0), k), new.shape, new.dtype)
+        new = unit(orthogonal(unit(jnp.where(exhausted, random_vector, new)), basis))
         basis = basis.at[k + 1].set(new)
-        return basis, alphas.at[k].set(alpha), betas.at[k].set(jnp.where(over, 0, beta)), largest
+        return basis, alphas.at[k].set(alpha), betas.at[k].set(jnp.where(exhausted, 0, beta)), largest
 
     basis = jnp.zeros((steps + 1, start.size), start.dtype).at[0].set(unit(start))
     empty = jnp.zeros(steps, start.dtype)
