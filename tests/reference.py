@@ -198,11 +198,13 @@ class Reference:
         if statistics is not None or dampings != self.dampings:
             self.changed = t
         self.dampings = dampings
-        everything = statistics is not None and t < self.refresh_warmup
+        every, warmup = self.inverse_every, self.refresh_warmup
+        if warmup:
+            every = min(every, 1 if t < warmup else 2 ** (1 + int(np.log2(t // warmup))))
         # What happened a whole interval ago or before has reached every block.
-        news = t - self.changed < self.inverse_every
+        news = t - self.changed < every
         for name in self.factors:
-            if everything or (news and t % self.inverse_every == 0):
+            if news and t % every == 0:
                 self.refresh(name)
                 self.ages[name] = 0
             elif name in self.inverses:

@@ -195,8 +195,8 @@ def train(loss, layers, params, x, steps, **options):
 
 
 def interval(loss, layers, params, x, **options):
-    """Steps from refresh to refresh, after the warm-up of ten steps; the longest that there is has 16."""
-    return 1 + np.max(train(loss, layers, params, x, 33, **options)[1])
+    """Steps from refresh to refresh, once it no longer grows; the longest that there is has 16."""
+    return 1 + np.max(train(loss, layers, params, x, 97, **options)[1])
 
 
 # 3 products of 2 n d (d + 4) FLOPs each, 2 n (3 d^2 + 4^2) for the statistics, and 3 f (3 d^3 + 4^3) for the refreshes.

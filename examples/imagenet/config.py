@@ -103,7 +103,7 @@ RUN: Table = [
     ("factor_every", number(int, 1, math.inf, "auto"), None, "[kfac] Steps between statistics; auto: by `kfac.due`."),
     ("subsample", count, 1, "[kfac] Form statistics from every so many-th image only."),
     ("inverse", one_of("soap", "cholesky", "eigh"), None, "[kfac] How factors are inverted."),
-    ("inverse_every", count, None, "[kfac] Steps between inverses, after the first ten: as `kfac.kfac` has it."),
+    ("inverse_every", count, None, "[kfac] Steps between inverses, reached by doublings: as `kfac.kfac` has it."),
     ("ema", decay, 0.0, "Decay of a running average of the weights, which is then what is validated; 0 for none."),
     ("eval_every", count, None, "Steps between validations: one epoch."),
     ("seed", whole, 0, "Of the initial weights, the order of the images and their augmentation."),

@@ -90,10 +90,10 @@ def kfac(
         None: with "auto" 0.1, or 1e-4 for `Soap`; without, 1e-3.
       cost: what statistics and refreshes may take of the time of the gradients, in the mean step. It sets the interval
         of both: the shortest, 16 steps at most, at which their FLOPs are this share of those of the gradients of the
-        batch that the layers were found with, where a FLOP of a refresh counts three times, as it takes on a CPU. The
-        first ten steps have both. `due` says of a state whether the next step is one with statistics: `train_step`
-        goes by it. Without `trust_ratio="auto"` every step is, as nothing else holds the length of a stale step: then
-        leave it out.
+        batch that the layers were found with, where a FLOP of a refresh counts three times, as it takes on a CPU. It
+        is reached by doublings: the first ten steps have both (`refresh_warmup` of `scale_by_kfac`). `due` says of a
+        state whether the next step is one with statistics: `train_step` goes by it. Without `trust_ratio="auto"` every
+        step is, as nothing else holds the length of a stale step: then leave it out.
       inverse_every: steps between refreshes of the inverses; None leaves them to `refresh`. "auto": that of `cost`.
         `plan` counts for other machines.
       inverse: how Kronecker blocks are inverted: `Cholesky()`, `Eigh()`, `Ekfac()`, `Soap()` or one's own. With "auto"

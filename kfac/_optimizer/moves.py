@@ -78,7 +78,6 @@ class Now(NamedTuple):
       unitwise: that of unit-wise and diagonal ones.
       decay: that of the running averages.
       period: steps between refreshes; 0 for none.
-      warmup: whether all steps with statistics refresh.
       limit: the constraint of the KL clip.
       rate: the learning rate.
       momentum: its decay.
@@ -89,7 +88,6 @@ class Now(NamedTuple):
     unitwise: jax.Array
     decay: jax.Array
     period: jax.Array
-    warmup: jax.Array
     limit: jax.Array | None
     rate: jax.Array
     momentum: jax.Array

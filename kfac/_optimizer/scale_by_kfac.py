@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.sharding import AxisType
 
 from kfac._curvature.blocks import check_factors, group_layers
@@ -84,8 +85,8 @@ def scale_by_kfac(
         statistics it gets. Where all inverses are refreshed in the same steps, one without statistics has no refresh.
       inverse_every: all inverses are refreshed every so many steps, counted from the first. None: `update` refreshes
         nothing, and its program has no refresh; the training loop calls `refresh`.
-      refresh_warmup: during so many first steps, every step with statistics refreshes all inverses. None: 10. Not with
-        `inverse_every=None`.
+      refresh_warmup: in so many first steps both intervals are 1, until twice as many 2, until four times 4, and so on
+        up to their values. None: 10. Not with `inverse_every=None`.
       inverse: how Kronecker blocks are inverted and applied: `Cholesky()` as above, `Eigh()`, `Ekfac()`, or an
         `Inverse` of one's own.
       unitwise_damping: factor on `damping` for unit-wise and diagonal blocks. Scalar or schedule.
@@ -109,7 +110,7 @@ def precondition_and_move(layers: Layers, moves: Moves, options: Options) -> opt
     """`scale_by_kfac` with what follows the preconditioner in stacks of blocks."""
     damping, inverse, distribution, factor_decay, statistics_every, inverse_every, warmup, unitwise_damping = options
     warmup = 10 if warmup is None else warmup
-    period, warmup = (0, 0) if inverse_every is None else (inverse_every, warmup)  # zeros: `update` refreshes nothing
+    period = 0 if inverse_every is None else inverse_every  # with 0 `update` refreshes nothing
     uses = distribution or Distribution()
     general = Config(layers, group_layers(layers), inverse, Way(), inverse_every is not None, moves)
     constant = isinstance(inverse_every, int) and isinstance(statistics_every, int)
@@ -147,8 +148,7 @@ def precondition_and_move(layers: Layers, moves: Moves, options: Options) -> opt
             damping=value_at(damping, count),
             unitwise=value_at(damping, count) * value_at(unitwise_damping, count),
             decay=value_at(factor_decay, count),
-            period=jnp.asarray(period).astype(jnp.int32),
-            warmup=count < jnp.asarray(warmup).astype(jnp.int32),
+            period=interval_at(count, period, warmup),
         )
         match_leaves(layers, updates, "updates")
         if params is not None:
@@ -161,10 +161,20 @@ def precondition_and_move(layers: Layers, moves: Moves, options: Options) -> opt
             types_tell = all(kind == AxisType.Explicit for kind in mesh.axis_types)
             meshed = OverMesh(config, mesh, shards_of(state), {} if types_tell else dict(state.splits.specs))
             updates, state = meshed.step(updates, params, state, now, factors)
-        soon = (state.count < jnp.asarray(warmup)) | (state.count % statistics_every == 0)
-        return updates, state._replace(due=soon)
+        return updates, state._replace(due=state.count % interval_at(state.count, statistics_every, warmup) == 0)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def interval_at(count: jax.Array, every: int | jax.Array, warmup: int | jax.Array) -> jax.Array:
+    """The interval at step `count`: 1 in the warm-up, 2 until twice as many steps, 4 until four times, and so on.
+
+    At most it is `every`, and without a warm-up always. Factors change on the scale of the steps so far: fast at first,
+    then ever more slowly.
+    """
+    every, warmup = (jnp.asarray(x).astype(jnp.int32) for x in (every, warmup))
+    doublings = 32 - lax.clz(count // jnp.maximum(warmup, 1))
+    return jnp.where(warmup > 0, jnp.minimum(every, 1 << doublings), every)
 
 
 def is_dealt(uses: Distribution, state: KfacState) -> bool:

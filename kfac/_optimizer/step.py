@@ -128,7 +128,7 @@ def sum_of_all(place: Place, matrices: Vectors) -> jax.Array:
 
 
 def decide(place: Place, state: KfacState, usable: jax.Array, *, statistics: bool) -> tuple[jax.Array, jax.Array]:
-    """Decides whether blocks are refreshed: always in the warm-up, then at intervals, if anything has changed since.
+    """Decides whether blocks are refreshed: at intervals, if anything has changed since the last one.
 
     Returns:
       The last step that brought statistics or another damping, and whether this one refreshes.
@@ -137,7 +137,7 @@ def decide(place: Place, state: KfacState, usable: jax.Array, *, statistics: boo
     changed = (now.damping != state.damping) | (now.unitwise != state.unitwise_damping) | statistics
     last_change = jnp.where(usable & changed, step, state.changed)
     in_turn = (step % now.period == 0) & (step - last_change < now.period)
-    return last_change, usable & ((now.warmup & statistics) | in_turn)
+    return last_change, usable & in_turn
 
 
 def precondition(place: Place, state: KfacState, gradients: Vectors) -> tuple[Vectors, dict[str, Any], Vectors]:

@@ -100,8 +100,8 @@ def train_step(
         for batch in batches:
             params, opt_state, loss = step(params, opt_state, batch)
 
-    It does what the four lines of the README do, and takes statistics when they are `due`: in the first ten steps, and
-    then as often as `cost=` of `kfac.kfac` allows. With `inverse=kfac.Ekfac()` it takes the moments as well.
+    It does what the four lines of the README do, and takes statistics when they are `due`: in the first ten steps, then
+    ever less often, down to what `cost=` of `kfac.kfac` allows. With `inverse=kfac.Ekfac()` it takes the moments too.
     `print(kfac.find_layers(loss_fn, params, batch))` shows the layers. The first line keeps what was compiled, for the
     next start.
 

@@ -63,7 +63,7 @@ def large_batch(
       factor_decay: decay of the running averages of the factors.
       statistics_every: steps between those of which `due` says that they bring statistics.
       inverse_every: steps between refreshes of the inverses; None leaves them to `refresh`.
-      refresh_warmup: first steps in which every step with statistics refreshes.
+      refresh_warmup: first steps in which both intervals are 1; from there they double to their values.
       inverse: how Kronecker blocks are inverted.
       unitwise_damping: factor on `damping` for unit-wise and diagonal blocks. Their code multiplies by 16.
       distribution: how several devices are used.
