@@ -321,30 +321,35 @@ def run(problem: Problem, method: str, learning_rate: float, seed: int, steps: i
 
 
 def times(name: str, problem: Problem, chosen: list[str], repeats: int, steps: int) -> None:
-    """Milliseconds of a step of each method, medians of means of 16 steps: of the first 16, and of later ones.
+    """Milliseconds of a step of each method, medians: of the first `steps`, 45 as a rule, and of 16 from the 81st on.
 
-    Without compiling, and with the batches in memory. A run of K-FAC of 45 steps, `--steps`, is set beside one of Muon
-    of 60: of both the first 16 steps, and then as many later ones.
+    From there on K-FAC's interval no longer grows. Without compiling, and with the batches in memory. A run of K-FAC of
+    that many steps is set beside one of Muon of 60.
     """
     prepare = {method: prepared(problem, method, lambda count: 0.01, 0, 1) for method in chosen}
     batch = next(problem.batches(0, 1))
-    begin = {method: jax.device_get(carry) for method, (_, carry, _) in prepare.items()}
-    carries: dict[str, Any] = {}
 
-    def call(method: str, *, first: bool) -> None:
-        carry = jax.device_put(begin[method]) if first else carries[method]
-        for _ in range(16):
+    def after(method: str, carry: Any, count: int) -> Any:
+        for _ in range(count):
             carry, loss = prepare[method][0](carry, batch)
         loss.block_until_ready()
-        carries[method] = carry
+        return carry
 
-    phases = [(method, first) for method in chosen for first in (True, False)]
-    found = median_times({f"{m} {first}": functools.partial(call, m, first=first) for m, first in phases}, repeats)
-    early, late = ({m: found[f"{m} {first}"] / 16 for m in chosen} for first in (True, False))
-    cells = [f"{m} {1e3 * late[m]:.0f} ms ({1e3 * early[m]:.0f} in the first 16)" for m in chosen]
+    begin = {method: jax.device_get(carry) for method, (_, carry, _) in prepare.items()}
+    later = {method: jax.device_get(after(method, carry, 80)) for method, carry in begin.items()}
+    phases = {True: (begin, steps), False: (later, 16)}
+
+    def call(method: str, first: bool) -> None:
+        carries, count = phases[first]
+        after(method, jax.device_put(carries[method]), count)
+
+    calls = {f"{m} {first}": functools.partial(call, m, first) for m in chosen for first in phases}
+    found = median_times(calls, repeats)
+    early, late = ({m: found[f"{m} {first}"] / count for m in chosen} for first, (_, count) in phases.items())
+    cells = [f"{m} {1e3 * late[m]:.0f} ms ({1e3 * early[m]:.0f} in the first {steps})" for m in chosen]
     if {"kfac", "muon"} <= early.keys():
-        ours, theirs = (16 * early[m] + (n - 16) * late[m] for m, n in (("kfac", steps), ("muon", 60)))
-        cells.append(f"kfac over muon {late['kfac'] / late['muon']:.2f}, {steps} steps over 60: {ours / theirs:.2f}")
+        ratio = steps * early["kfac"] / (60 * late["muon"])
+        cells.append(f"kfac over muon {late['kfac'] / late['muon']:.2f}, {steps} steps over 60: {ratio:.2f}")
     print(f"{name}: {', '.join(cells)}", flush=True)
 
 
@@ -436,7 +441,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=10, metavar="SHARE", help="N over the examples of a batch")
     parser.add_argument("--schedule", default="falling", choices=("falling", "average"), help="of the rate, see above")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--repeats", type=int, default=5, help="of 16 steps each, for the times")
+    parser.add_argument("--repeats", type=int, default=5, help="of the times")
     options = parser.parse_args()
     if options.what == "first-step":
         print(first_step(options.networks[0], options.methods[0], options.data_dir))
