@@ -110,7 +110,6 @@ def precondition_and_move(layers: Layers, moves: Moves, options: Options) -> opt
     """`scale_by_kfac` with what follows the preconditioner in stacks of blocks."""
     damping, inverse, distribution, factor_decay, statistics_every, inverse_every, warmup, unitwise_damping = options
     warmup = 10 if warmup is None else warmup
-    period = 0 if inverse_every is None else inverse_every  # with 0 `update` refreshes nothing
     uses = distribution or Distribution()
     general = Config(layers, group_layers(layers), inverse, Way(), inverse_every is not None, moves)
     constant = isinstance(inverse_every, int) and isinstance(statistics_every, int)
@@ -125,7 +124,6 @@ def precondition_and_move(layers: Layers, moves: Moves, options: Options) -> opt
 
     @on_mesh
     def update(updates: Any, state: KfacState, params: Any = None, *, factors=None, **extra: Any):
-        del extra
         check_groups(general.groups, state)  # before stacks are laid out for its owners
         if reads_params and params is None:
             raise ValueError("trust_ratio needs the parameters: call update(grads, state, params, factors=factors)")
@@ -148,7 +146,7 @@ def precondition_and_move(layers: Layers, moves: Moves, options: Options) -> opt
             damping=value_at(damping, count),
             unitwise=value_at(damping, count) * value_at(unitwise_damping, count),
             decay=value_at(factor_decay, count),
-            period=interval_at(count, period, warmup),
+            period=interval_at(count, 0 if inverse_every is None else inverse_every, warmup),  # 0: no refresh
         )
         match_leaves(layers, updates, "updates")
         if params is not None:
