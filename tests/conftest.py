@@ -20,6 +20,13 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
 QUICKLY = os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"].lower() in ("1", "true", "yes", "on")
 
+# Where in a source file an operation stands takes time to find and to compile, and no test asks.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+# Compiling allocates and frees much. Workers and scripts, which start after this, keep what they have been given, and
+# no small pieces apart, which would be put together again and again.
+_MALLOC = {"mmap_threshold": 2**25, "trim_threshold": 2**30, "top_pad": 2**26, "mxfast": 0}
+os.environ.setdefault("GLIBC_TUNABLES", ":".join(f"glibc.malloc.{name}={value}" for name, value in _MALLOC.items()))
+
 # Flags count when the first backend starts, hence here. A flag that the caller has set stays.
 _XLA_FLAGS = {
     # Tests over a device axis run on four CPU devices.
@@ -58,7 +65,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return (collection_path.name.startswith("test_example") and "not examples" in config.option.markexpr) or None
 
 
-LONGEST = "zoo distributed sharded_models wrappers docs properties example_runs example_wavefunction".split()
+LONGEST = (
+    "zoo docs distributed interop sharded_models any_mesh wrappers properties repeated_owners transform "
+    "plan train_step example_simple example_runs example_wavefunction example_stops"
+).split()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -77,6 +87,7 @@ def pytest_collection_finish() -> None:
     """What was imported stays, and no collection of garbage needs to go through it."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # traces make so many objects that 700 are no reason to go through them
 
 
 @pytest.fixture(scope="module", autouse=True)

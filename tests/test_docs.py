@@ -210,7 +210,7 @@ def test_a_state_for_other_devices_goes_on_as_it_would_have(distributed, one_dev
     params = jax.device_get(names["global_params"])
     _assert_close(jax.jit(step)(params, names["small_state"], batch), expected)
     # The form of pmap holds the same numbers.
-    again = kfac.state.gather_state(names["small_stacked_state"])
+    again = jax.jit(kfac.state.gather_state)(names["small_stacked_state"])
     jax.tree.map(np.testing.assert_array_equal, again, names["portable"])
 
 

@@ -31,12 +31,16 @@ def test_calibration_error_of_known_predictions(laplace):
 def test_evidence_and_predictions_are_those_of_dense_matrices(laplace):
     batch, (x, _) = laplace.digits(0, 40, noise=0.5)
     params = laplace.fit(laplace.init(jax.random.key(0), (64, 4, 4, 10)), batch, 1.0, 50)
+    rows = jax.vmap(jax.vmap(lambda tree: ravel_pytree(tree)[0]))
+    of_logits = jax.jit(lambda p, x: rows(jax.jacobian(laplace.network)(p, x)))
     for skip in (("^[01]/",), ()):
         posterior, curve = laplace.laplace(params, batch, skip)
-        chosen = np.asarray(ravel_pytree((0 * posterior(0.0) + 1) @ jax.tree.map(jnp.ones_like, params))[0]) > 0
+        products = jax.jit(lambda m: ((0 * m + 1) @ jax.tree.map(jnp.ones_like, params), m.to_dense()))
+        ones, dense = products(posterior(0.0))
+        chosen = np.asarray(ravel_pytree(ones)[0]) > 0
         assert chosen.sum() == (50 if skip else 4 * 65 + 4 * 5 + 50)
         theta = np.asarray(ravel_pytree(params)[0], np.float64)[chosen]
-        dense = np.asarray(posterior(0.0).to_dense(), np.float64)[np.ix_(chosen, chosen)]
+        dense = np.asarray(dense, np.float64)[np.ix_(chosen, chosen)]
         k = 25
         tau = laplace.TAUS[k]
         expected = (
@@ -44,8 +48,7 @@ def test_evidence_and_predictions_are_those_of_dense_matrices(laplace):
         )
         expected -= 0.5 * np.linalg.slogdet(dense + tau * np.eye(len(dense)))[1]
         assert curve[k] == pytest.approx(expected, rel=1e-4)
-        jacobian = jax.vmap(jax.vmap(lambda tree: ravel_pytree(tree)[0]))(jax.jacobian(laplace.network)(params, x[:3]))
-        jacobian = np.asarray(jacobian, np.float64)[..., chosen]
+        jacobian = np.asarray(of_logits(params, x[:3]), np.float64)[..., chosen]
         variance = np.einsum("ncp,pq,ncq->nc", jacobian, np.linalg.inv(dense + tau * np.eye(len(dense))), jacobian)
         logits = np.asarray(laplace.network(params, x[:3])) / np.sqrt(1 + np.pi / 8 * variance)
         found = laplace.predict(params, posterior(float(tau)), x[:3], 4000)

@@ -82,7 +82,11 @@ esac
 
 @pytest.mark.parametrize(
     ("code", "env", "number"),
-    [(0, {}, None), (7, {"SECOND": "7", "TENTHS": "600"}, None), (143, {"TENTHS": "600"}, signal.SIGTERM)],
+    [
+        (0, {}, None),
+        (7, {"SECOND": "7", "TENTHS": "600", "PATIENCE": "1"}, None),
+        (143, {"TENTHS": "600"}, signal.SIGTERM),
+    ],
     ids=["done", "one fails", "SIGTERM"],
 )
 def test_several_processes_end_with_one_exit_code_and_without_a_word(tmp_path, code, env, number):

@@ -116,7 +116,7 @@ def test_blocks_alone_that_are_no_products_keep_what_their_damping_is_relative_t
 
     x = jnp.linspace(-1, 2, 15).reshape(5, 3)
     found = kfac.find_layers(loss_fn, params, x)
-    _, grads, factors = kfac.value_and_grad(loss_fn, found)(params, x)
+    _, grads, factors = jax.jit(kfac.value_and_grad(loss_fn, found))(params, x)
     # Without momentum, in which the first gradient would stay as it is.
     inside, apart = (kfac.kfac(0.1, found, momentum=None, inverse_every=every) for every in (1, None))
     updates, _ = inside.update(grads, inside.init(params), params, factors=factors)
@@ -136,7 +136,8 @@ def test_what_is_refused():
         kfac.state.refresh({"w": np.zeros(3)})
     with pytest.raises(ValueError, match=r"distribution must be a kfac.Distribution"):
         kfac.state.refresh(kfac.scale_by_kfac(layers()).init(initial()), distribution="devices")
-    many = kfac.state.scatter_state(kfac.scale_by_kfac(layers()).init(initial()), 2)
+    init = kfac.scale_by_kfac(layers()).init
+    many = jax.eval_shape(lambda params: kfac.state.scatter_state(init(params), 2), initial())
     with pytest.raises(ValueError, match=r"is one for 2 device\(s\), but this runs on 1.* with the same distribution="):
         kfac.state.refresh(many)
 

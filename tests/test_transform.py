@@ -537,7 +537,7 @@ def test_factors_are_averaged_over_a_named_axis(communication_dtype):
     updates, state = jax.jit(jax.vmap(update, axis_name="devices"))(sent)
     mean = jax.tree.map(lambda x: x.mean(0), pair)
     _, expected_state, expected = run(kfac.scale_by_kfac(layers()), steps=1, measured=lambda _: (grads, mean))
-    found = field_of(kfac.state.gather_state(state), "factors")
+    found = field_of(jax.jit(kfac.state.gather_state)(state), "factors")
     exact = communication_dtype == "float32"
     assert_close(found, field_of(expected_state, "factors"), 1e-6 if exact else 1e-2)
     assert differ(found, field_of(expected_state, "factors")) != exact

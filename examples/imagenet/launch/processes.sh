@@ -17,14 +17,15 @@ for ((i = 0; i < count; i++)); do
   "$python" "$here/../train.py" "$@" --processes "localhost:$port" "$count" "$i" &
   pids+=($!)
 done
-# Stopped by a signal they end together, after a checkpoint. One that fails leaves the others waiting, so they end too.
+# Stopped by a signal they end together, after a checkpoint. One that fails leaves the others waiting, so they end too,
+# after PATIENCE seconds.
 stopped=
 trap 'stopped=1; kill -TERM "${pids[@]}" 2>/dev/null' TERM
 trap 'stopped=1' INT # the terminal sends it to all of them
 
 for ((left = count; left > 0; left--)); do wait -n || break; done
 if [[ -z $stopped ]]; then
-  (sleep 10; kill -KILL "${pids[@]}") >/dev/null 2>&1 &
+  (sleep "${PATIENCE:-10}"; kill -KILL "${pids[@]}") >/dev/null 2>&1 &
   patience=$!
 fi
 status=0
