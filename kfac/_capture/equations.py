@@ -40,11 +40,10 @@ class Scan(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A program inside an equation: of `"call"`, `"remat"` or `"scan"`."""
+    """A program inside an equation, a closed jaxpr: of `"call"`, `"remat"` or `"scan"`."""
 
     kind: str
-    jaxpr: Any
-    consts: Sequence[Any]
+    closed: Any
     scan: Scan | None = None
 
 
@@ -55,10 +54,10 @@ def call(eqn: Any) -> Call | None:
     if kind is None and not ("call_jaxpr" in eqn.params and registered(eqn) is LOOK_INSIDE):
         return None
     inner = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
-    jaxpr, consts = (inner.jaxpr, inner.consts) if isinstance(inner, jex.ClosedJaxpr) else (inner, ())
+    closed = inner if isinstance(inner, jex.ClosedJaxpr) else jex.ClosedJaxpr(inner, ())
     if kind != "scan":
-        return Call(kind or "call", jaxpr, consts)
-    return Call(kind, jaxpr, consts, Scan(*(eqn.params[key] for key in ("num_consts", "num_carry", "length"))))
+        return Call(kind or "call", closed)
+    return Call(kind, closed, Scan(*(eqn.params[key] for key in ("num_consts", "num_carry", "length"))))
 
 
 def shardings(eqn: Any) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -92,18 +91,18 @@ def inside(eqn: Any) -> Iterator[Any]:
                 yield item
 
 
-def contains(eqn: Any, wanted: Callable[[Any], bool]) -> bool:
-    """Whether an equation, or one inside it, is wanted."""
-    return wanted(eqn) or any(contains(inner, wanted) for jaxpr in inside(eqn) for inner in jaxpr.eqns)
-
-
 MARK = "kfac.output/"  # how the name of a marked output begins
 
 
-def is_named(eqn: Any, prefix: str) -> str | None:
-    """Returns what follows `prefix` in the name of a `checkpoint_name`; None for other equations."""
+def mark(eqn: Any) -> str:
+    """What the name of a marked output says, `"likelihood/weight"`; empty for other equations."""
     name = eqn.params["name"] if eqn.primitive.name == "name" else ""
-    return name.removeprefix(prefix) if name.startswith(prefix) else None
+    return name.removeprefix(MARK) if name.startswith(MARK) else ""
+
+
+def holds_mark(eqn: Any) -> bool:
+    """Whether an output is marked in a program inside an equation."""
+    return any(mark(inner) or holds_mark(inner) for jaxpr in inside(eqn) for inner in jaxpr.eqns)
 
 
 def devices_summed(eqn: Any) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from kfac._capture.program import Op, Program, Value
 
 
 def place(program: Program, num_params: int, doubled: Collection[int] | None, n: int | None) -> None:
-    """Notes of every array of a program its axes, and whether it depends on arguments and on the batch.
+    """Notes of every array of a program its axes, and whether it depends on parameters, arguments and the batch.
 
     Args:
       program: the loss.
@@ -31,6 +31,7 @@ def place(program: Program, num_params: int, doubled: Collection[int] | None, n:
         if held and n:
             # A batch of another length has rows, which are not those of the examples.
             value.axes = (examples(n) if value.shape[0] == n else mixed(value.shape[0]), *value.axes[1:])
+        value.leaves = frozenset({k} if k < num_params else ())
         value.from_arguments = k >= num_params
         value.rows = held or (value.from_arguments and doubled is None)
     _walk(program, n, hidden=doubled is None)
@@ -60,6 +61,7 @@ def _walk(program: Program, n: int | None, hidden: bool) -> None:
                 value.rows = any(value.grown) or any(v.rows for v in op.inputs)
                 value.from_arguments = any(v.from_arguments for v in op.inputs)
                 value.joined = any(v.joined for v in op.inputs) or _joins(op)
+                value.leaves = frozenset[int]().union(*(v.leaves for v in op.inputs if op.alive))
 
 
 def _placed(op: Op, makers: dict[Value, Op]) -> list[Axes] | None:
@@ -103,11 +105,11 @@ def _is_fresh(indices: Value, column: int, makers: dict[Value, Op]) -> bool:
 
 
 def _copy(value: Value, other: Value) -> None:
-    value.axes, value.rows, value.from_arguments, value.joined = _facts(other)
+    value.axes, value.rows, value.from_arguments, value.joined, value.leaves = _facts(other)
 
 
-def _facts(value: Value) -> tuple[Axes, bool, bool, bool]:
-    return value.axes, value.rows, value.from_arguments, value.joined
+def _facts(value: Value) -> tuple[Axes, bool, bool, bool, frozenset[int]]:
+    return value.axes, value.rows, value.from_arguments, value.joined, value.leaves
 
 
 def _scan(op: Op, n: int | None, hidden: bool) -> None:
@@ -127,11 +129,13 @@ def _scan(op: Op, n: int | None, hidden: bool) -> None:
             start.rows |= end.rows
             start.from_arguments |= end.from_arguments
             start.joined |= end.joined
+            start.leaves |= end.leaves
         if before == list(map(_facts, carry)):
             break
     op.along = _along(op)
     for k, (value, end) in enumerate(zip(op.outputs, op.inner.outputs, strict=True)):
         _copy(value, end if k >= scan.carried else carry[k])
+        value.leaves = end.leaves
         if k >= scan.carried:
             value.axes = (op.along, *end.axes)
             value.rows |= op.longer

@@ -139,7 +139,7 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
     skipped = _matching("skip", options.skip, names) | empty
     reads = Reads(traced, skipped)
     by_leaf: dict[int, list[Use]] = collections.defaultdict(list)
-    for use in reads.uses:
+    for use in reads.uses.values():
         if not use.dropped:
             by_leaf[use.leaf].append(use)
     order = {leaf: place for place, leaf in enumerate(by_leaf)}  # uses come in the order of the program
@@ -282,7 +282,7 @@ def _example_orders(uses: list[Use], n: int) -> bool:
 
 def placed_rows(use: Use, n: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Returns which scans around a use, and which atoms of its result, hold the examples; None if some are missing."""
-    loops = tuple(loop.along for loop in use.scans)
+    loops = tuple(loop.along for loop in use.op.loops)
     positions = positions_of_examples((*loops, *use.for_all(n).read.y_axes), n)
     if positions is None:
         return None
@@ -310,7 +310,7 @@ def _companions(reads: Reads, by_leaf: dict[int, list[Use]], kernels: set[int]) 
         if leaf in kernels or not all(u.read.op == "add" and u.joined for u in uses):
             continue
         joined = [use.joined[0] for use in uses if use.joined]
-        partners = {reads.uses[k].leaf for k in joined}
+        partners = {reads.uses[op].leaf for op in joined}
         partner = partners.pop()
         if partners or partner in companions or partner not in by_leaf or len(set(joined)) < len(joined):
             continue
@@ -319,7 +319,7 @@ def _companions(reads: Reads, by_leaf: dict[int, list[Use]], kernels: set[int]) 
             # of one of the uses of a kernel and its transpose.
             fits = all(use.read.sign == 1 for use in uses) and len({use.layout for use in by_leaf[partner]}) == 1
         else:
-            fits = len(joined) == len(by_leaf[partner]) and all(reads.uses[k].read.op == "mul" for k in joined)
+            fits = len(joined) == len(by_leaf[partner]) and all(reads.uses[op].read.op == "mul" for op in joined)
         if fits:
             companions[partner] = leaf
     return companions
@@ -398,6 +398,6 @@ def _gradient_layer(leaf: int, traced: Trace, why: Inexact | None, chosen: bool)
     note = f"{why.operation}: {why.reason}" if why else "read without examples"
     if chosen:
         note = "chosen by the user"
-    elif not traced.program.live[leaf]:
+    elif leaf not in traced.program.outputs[0].leaves:
         note = "not used by the loss"
     return _layer(traced, [leaf], "gradient", [layout], note)

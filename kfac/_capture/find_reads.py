@@ -22,8 +22,8 @@ from kfac._capture import primitives
 from kfac._capture.axes import Atom, Axes
 from kfac._capture.equations import SUMS
 from kfac._capture.primitives import Follow, Read, broadcast_axes
-from kfac._capture.program import Op, Path, Program
-from kfac._capture.states import NONE, Data, Derived, Leaves, Loop, Output, State, Use, View, is_repeated
+from kfac._capture.program import Op, Program, Value
+from kfac._capture.states import NONE, Data, Derived, Output, State, Use, View, is_repeated
 from kfac._capture.taps import Plan
 from kfac._capture.trace import Trace
 from kfac._layers import KRONECKER_KINDS, Layout
@@ -48,7 +48,7 @@ class Reads:
     mixed in a way without exact rows (`_derive`). Each of these returns states, and may record a `Use` or an `Inexact`.
 
     Attributes:
-      uses: every read, in program order.
+      uses: the use of a parameter at each op that reads one, in program order.
       inexact: leaves that meet data in a way without exact rows.
       unmarked: whether one meets data on a way to the loss without a marked output.
       joined: an operation that reads rows of the batch joined with others; empty without one.
@@ -58,41 +58,39 @@ class Reads:
     """
 
     def __init__(self, traced: Trace, skipped: set[int]):
-        self.shapes, self.n = traced.shapes, traced.batch.num_examples
+        self.n = traced.batch.num_examples
         self.hidden = self.n is None and bool(traced.arrays)
-        self.uses: list[Use] = []
+        self.uses: dict[Op, Use] = {}
         self.inexact: dict[int, Inexact] = {}
         self.unmarked, self.joined = False, ""
         self.plan = Plan()
-        self._merged: set[int] = set()  # late uses whose rows have met the examples
-        self._leaked: dict[int, bool] = {}  # and those that reach the loss by themselves
+        self._merged: set[Op] = set()  # late uses whose rows have met the examples
+        self._leaked: set[Op] = set()  # and those that reach the loss by themselves
         states: list[State] = [
-            Data() if k in skipped else View(k, axes_lib.leaf_axes(shape), (0,) * len(shape))
-            for k, shape in enumerate(self.shapes)
+            Data() if k in skipped else View(k, shape, axes_lib.leaf_axes(shape), (0,) * len(shape))
+            for k, shape in enumerate(traced.shapes)
         ]
         states += [Data()] * len(traced.arrays)
-        loss, *_ = self._walk(traced.program, states, (), ())
-        self._leak(loss.shared)
+        loss, *_ = self._walk(traced.program, states)
+        self._leaked |= loss.shared
         self._settle()
 
     # -- walking -------------------------------------------------------------------------------------------------
 
-    def _walk(self, program: Program, states: Sequence[State], path: Path, scans) -> list[State]:
-        def visit(index: int, op: Op, states: list[State]) -> Sequence[State]:
-            # A gradient with respect to one branch alone is not that of a layer's output.
-            return self._visit(op, list(map(_unbranched, states, op.branched)), (*path, index), scans)
+    def _walk(self, program: Program, states: Sequence[State]) -> list[State]:
+        results = program.run(states, lambda _: Data(), self._visit)
+        return list(map(_unbranched, results, program.outputs))
 
-        results = program.run(states, lambda _: Data(), visit)
-        return list(map(_unbranched, results, program.branched))
-
-    def _visit(self, op: Op, states: list[State], path: Path, scans) -> Sequence[State]:
+    def _visit(self, op: Op, states: list[State]) -> Sequence[State]:
+        # A gradient with respect to one branch alone is not that of a layer's output.
+        states = list(map(_unbranched, states, op.inputs))
         if op.unmarked and not op.inner and any(isinstance(s, View) for s in states):
             pairs = zip(op.inputs, states, strict=True)
             self.unmarked |= any(value.rows for value, s in pairs if isinstance(s, Data))
         if not op.alive:
             return [Data()] * len(op.outputs)
         if any(s.shared for s in states):
-            results = self._with_shared(op, states, path)
+            results = self._with_shared(op, states)
             if results is not None:
                 return results
             if not self._shares(op, states):
@@ -103,23 +101,23 @@ class Reads:
             across = functools.partial(dataclasses.replace, inexact=f"it goes through a product, then {op.name}")
             return [across(s) if isinstance(s, View) and s.scaled else s for s in states]
         if op.inner:
-            leaving = self._scan(op, states, path, scans) if op.scan else self._walk(op.inner, states, path, scans)
+            leaving = self._scan(op, states) if op.scan else self._walk(op.inner, states)
             if any(isinstance(s, View) and s.scaled for s in leaving):
-                self.plan.at((*path, 0))
+                self.plan.look_inside(op)
             return leaving
         if not params:
             return [self._through_data(op, states)] * len(op.outputs)
         if op.product:
-            return [self._product(op, states, path, scans)]
+            return [self._product(op, states)]
         if len(params) == 1 and isinstance(params[0], View):
-            results = self._of_one(op, params[0], states, path, scans)
+            results = self._of_one(op, params[0], states)
             if results is not None:
                 return results
-        return [self._derive(op, states, path)] * len(op.outputs)
+        return [self._derive(op, states)] * len(op.outputs)
 
     def _through_data(self, op: Op, states: list[State]) -> Data:
         """Follows an operation of activations alone: they remain a layer's output while its axes can be followed."""
-        shared = NONE.union(*(s.shared for s in states))
+        shared = frozenset[Op]().union(*(s.shared for s in states))
         outputs = [k for k, s in enumerate(states) if isinstance(s, Data) and s.output]
         if len(outputs) != 1 or len(op.outputs) != 1:
             return Data(shared=shared)
@@ -140,9 +138,9 @@ class Reads:
             output = state.output
         return Data(output, shared)
 
-    def _scan(self, op: Op, states: list[State], path: Path, scans) -> list[State]:
+    def _scan(self, op: Op, states: list[State]) -> list[State]:
         assert op.inner and op.scan
-        first, last, length = op.scan.consts, op.scan.last, op.scan.length
+        first, last = op.scan.consts, op.scan.last
         entering: list[State] = []
         for k, state in enumerate(states):
             carried, sliced = first <= k < last, k >= last
@@ -160,7 +158,7 @@ class Reads:
                 axes = state.axes[1:] if sliced else state.axes
                 state = dataclasses.replace(state, axes=axes, stack=(*state.stack, atoms))
             entering.append(state)
-        leaving = self._walk(op.inner, entering, path, (*scans, Loop(len(path) - 1, length, op.along, op.longer)))
+        leaving = self._walk(op.inner, entering)
         results: list[State] = []
         for k, state in enumerate(leaving):
             if k < op.scan.carried and not isinstance(entering[first + k], Data):
@@ -177,20 +175,20 @@ class Reads:
 
     # -- rows that all examples share, as constant tangents --------------------------------------------------------
 
-    def _with_shared(self, op: Op, states: list[State], path: Path) -> Sequence[State] | None:
+    def _with_shared(self, op: Op, states: list[State]) -> Sequence[State] | None:
         """Results of an op with rows that all examples share; None where it is one like others.
 
         Where they meet the examples by way of a broadcast, each example has a gradient of its own with respect to them.
         """
         if op.inner and not op.scan:
-            self.plan.at((*path, 0))
+            self.plan.look_inside(op)
         if op.inner or any(not isinstance(s, Data) for s in states):
             return None
-        shared = NONE.union(*(s.shared for s in states))
+        shared = frozenset[Op]().union(*(s.shared for s in states))
         sharing = [k for k, s in enumerate(states) if s.shared]
         alone = not any(value.rows for k, value in enumerate(op.inputs) if k not in sharing)
         if not alone and op.summed and op.name in SUMS:
-            self._leak(shared)
+            self._leaked |= shared
             return [Data()]
         shape, result = op.inputs[sharing[0]].shape, op.outputs[0]
         grown = [k for k, longer in enumerate(result.grown) if longer]
@@ -198,7 +196,8 @@ class Reads:
         met = [k for k in grown if op.name == "broadcast_in_dim" or shape[k : k + 1] == (1,)]
         alike = elementwise and len({op.inputs[k].shape for k in sharing}) == 1
         if alike and len(met) == 1 and result.axes[met[0]] == axes_lib.examples(self.n or 1):
-            self.plan.at(path).merges[path[-1]] = met[0]
+            self.plan.merges[op] = met[0]
+            self.plan.look_inside(op)
             self._merged |= shared
             return [Data()]
         return None
@@ -218,13 +217,10 @@ class Reads:
         """Data that share no rows any more: those that read them have no rows for each example."""
         if not isinstance(state, Data) or not state.shared:
             return state
-        for k in state.shared:
-            use = self.uses[k]
-            self._note(use.leaf, use.read.name, "it reads rows that all examples share", use)
-        return dataclasses.replace(state, shared=NONE)
-
-    def _leak(self, shared: Leaves) -> None:
-        self._leaked.update(dict.fromkeys(shared, True))
+        for use in self.uses.values():
+            if use.op in state.shared:
+                self._note(use.leaf, use.read.name, "it reads rows that all examples share", use)
+        return dataclasses.replace(state, shared=frozenset())
 
     def _settle(self) -> None:
         """Decides what late uses count for, once the program has been walked.
@@ -235,37 +231,34 @@ class Reads:
         penalty; else they may be a batch, as one point of a boundary is, and have no exact rows without a mark. Where
         the loss hides its examples they may be these constants: then it counts as any use. A bias follows its kernel.
         """
-        with_rows = {use.leaf for use in self.uses if not use.late}
-        for k, use in enumerate(self.uses):
-            if use.late and k in self._merged and k in self._leaked:
+        with_rows = {use.leaf for use in self.uses.values() if not use.late}
+        for op, use in self.uses.items():
+            if use.late and op in self._merged & self._leaked:
                 self._note(use.leaf, use.read.name, "it reads rows that examples share, and the loss by itself", use)
-            elif use.late and k not in self._merged:
+            elif use.late and op not in self._merged:
                 # A loss that hides its examples may have them in constants.
-                apart = self.n is not None and (self.unmarked or use.unmarked)
-                if apart and (use.of_arguments or use.leaf in with_rows):
+                apart = self.n is not None and (self.unmarked or op.unmarked)
+                of_arguments = op.inputs[use.read.other].from_arguments
+                if apart and (of_arguments or use.leaf in with_rows):
                     shape = [math.prod(atom.size for atom in axis) for axis in use.read.x_axes]
-                    what = "rows of another batch" if use.of_arguments else f"a constant {shape} too, as a penalty does"
-                    how = "kfac.output(..., weight=)" + ", or batch_argnums=(1, 2) if it is as long" * use.of_arguments
+                    what = "rows of another batch" if of_arguments else f"a constant {shape} too, as a penalty does"
+                    how = "kfac.output(..., weight=)" + ", or batch_argnums=(1, 2) if it is as long" * of_arguments
                     self._note(use.leaf, use.read.name, f"it reads {what}, without {how}", use)
                 else:
-                    self.uses[k] = dataclasses.replace(use, late=False, dropped=apart)
+                    self.uses[op] = dataclasses.replace(use, late=False, dropped=apart)
             kernel = self.uses[use.joined[0]] if use.joined else use  # that comes before it
             if use.joined and kernel.dropped:
-                self.uses[k] = dataclasses.replace(use, dropped=True)
+                self.uses[op] = dataclasses.replace(use, dropped=True)
                 if kernel.leaf in self.inexact:
                     self._note(use.leaf, use.read.name, "it is added to rows that all examples share")
 
     # -- reads ---------------------------------------------------------------------------------------------------
 
     def _add(self, use: Use) -> Data:
-        self.uses.append(use)
-        return Data(Output(len(self.uses) - 1, use.read.y_axes))
+        self.uses[use.op] = use
+        return Data(Output(use.op, use.read.y_axes))
 
-    def _picks(self, view: View) -> tuple[tuple[Atom, int], ...] | None:
-        """Which part of its leaf a view is (`axes.picks`)."""
-        return axes_lib.picks(self.shapes[view.leaf], view.start, axes_lib.atoms_of((*view.stack, *view.axes)))
-
-    def _product(self, op: Op, states: list[State], path: Path, scans) -> State:
+    def _product(self, op: Op, states: list[State]) -> State:
         reason = ""
         views = [(k, state) for k, state in enumerate(states) if isinstance(state, View)]
         for k, view in sorted(views, key=lambda pair: is_repeated(pair[1], op.inputs[pair[0]])):
@@ -281,16 +274,13 @@ class Reads:
             if not rows and meaning.op != "dense":
                 continue
             self._meets(other, op, "it is broadcast to the examples, which then see it as an activation")
-            use = Use(
-                meaning, view.leaf, view, path, scans, self._picks(view),
-                late=not rows, of_arguments=value.from_arguments, unmarked=op.unmarked,
-            )  # fmt: skip
+            use = Use(meaning, view, op, late=not rows)
             self.joined = self.joined or (op.describe() if value.joined else "")
             if not self._exact(view, use, op, self.hidden and not value.from_arguments):
                 return Data()
             result = self._add(use)
-            return result if rows else dataclasses.replace(result, shared=other.shared | {len(self.uses) - 1})
-        return self._derive(op, states, path, reason)
+            return result if rows else dataclasses.replace(result, shared=other.shared | {op})
+        return self._derive(op, states, reason)
 
     def _exact(self, view: View, use: Use, op: Op, unknown: bool) -> bool:
         """Tells whether a read of a kernel has exact rows, else notes why. `unknown`: all examples may share them."""
@@ -299,7 +289,7 @@ class Reads:
         reasons = {
             view.inexact: True,
             "its values are multiplied by others before the product": not view.uniform,
-            "it reads a slice that is not one of several equal parts of the parameter": use.picks is None,
+            "it reads a slice that is not one of several equal parts of the parameter": view.picks is None,
             "it reads constants, which the examples that the loss hides may share": unknown,
         }
         reason = next((reason for reason, holds in reasons.items() if reason and holds), "")
@@ -307,14 +297,14 @@ class Reads:
             self._note(view.leaf, op.describe(), reason, use)
         return not reason
 
-    def _of_one(self, op: Op, view: View, states: list[State], path: Path, scans) -> list[State] | None:
+    def _of_one(self, op: Op, view: View, states: list[State]) -> list[State] | None:
         """What becomes of a single parameter view; None if it can no longer be followed."""
         operand = next(k for k, s in enumerate(states) if s is view)
         meaning = op.meaning(operand, view.axes)
         if isinstance(meaning, Follow):
             scaled = view.scaled or op.name == "neg"
             if scaled:
-                self.plan.at(path).multipliers[path[-1]] = operand
+                self._scale(op, operand)
             views: list[State] = []
             for axes, moves in zip(meaning.axes, meaning.moved, strict=True):
                 start = list(view.start)
@@ -323,21 +313,21 @@ class Reads:
                 views.append(dataclasses.replace(view, axes=axes, start=tuple(start), scaled=scaled))
             return views
         if op.name == "gather" and operand == 0:
-            state = self._lookup(op, meaning, view, states, path, scans)
+            state = self._lookup(op, meaning, view)
         elif isinstance(meaning, Read):
-            state = self._elementwise(op, meaning, view, states, path, scans)
+            state = self._elementwise(op, meaning, view, states)
         else:
             return None
         return None if state is None else [state]
 
-    def _elementwise(self, op: Op, read: Read, view: View, states: list[State], path: Path, scans) -> State | None:
+    def _elementwise(self, op: Op, read: Read, view: View, states: list[State]) -> State | None:
         """A sum or product of a view with an array that is no parameter."""
         other, value = states[read.other], op.inputs[read.other]
         assert isinstance(other, Data)
         axes = axes_lib.with_rows(read.y_axes, op.outputs[0].axes)
         read = dataclasses.replace(read, x_axes=axes, y_axes=axes)
         # A batch of one, or an iteration over examples, has none of them among the atoms; a hidden one may be of one.
-        one = self.n is None or any(loop.longer for loop in scans)
+        one = self.n is None or any(loop.longer for loop in op.loops)
         held = any(op.outputs[0].grown) or (one and value.rows)
         repeated, additive = axes_lib.is_broadcast(axes) or held, read.op == "add"
         if read.divides and read.operand == 1:
@@ -352,31 +342,36 @@ class Reads:
                 return None
             if other.shared and not (joined and self._is_kernel(Output(joined[0], ()))):
                 self._unshared(other)
-            result = self._add(Use(read, view.leaf, view, path, scans, self._picks(view), joined))
+            result = self._add(Use(read, view, op, joined))
             return dataclasses.replace(result, shared=other.shared)
         if other.shared:
             return None
         scaled = not additive or view.scaled or read.sign < 0  # of a sum the gradient is the same, or minus it
         if scaled:
-            self.plan.at(path).multipliers[path[-1]] = read.operand
+            self._scale(op, read.operand)
         uniform, mixed = view.uniform and (additive or value.size == 1), view.mixed or (not additive and value.rows)
         return dataclasses.replace(view, axes=axes, scaled=scaled, uniform=uniform, mixed=mixed)
 
-    def _lookup(self, op: Op, read: Any, view: View, states: list[State], path: Path, scans) -> State | None:
+    def _lookup(self, op: Op, read: Any, view: View) -> State | None:
         """Rows of a table. Each is known to meet data once for each index, unless the indices hold no examples."""
         if not op.inputs[1].rows:
             return None
-        use = Use(read, view.leaf, view, path, scans, self._picks(view)) if isinstance(read, Read) else None
         whole = sum(math.prod(a.size for a in axis) > 1 for axis in view.axes) <= 2
-        if use is None or not whole or not view.uniform or view.inexact or view.beside or use.picks is None:
+        exact = isinstance(read, Read) and view.uniform and not (view.inexact or view.beside)
+        if not (exact and whole) or view.picks is None:
             return self._meets(view, op, "it is not looked up row by row")
-        self.uses.append(use)
+        self.uses[op] = Use(read, view, op)
         return Data()
+
+    def _scale(self, op: Op, operand: int) -> None:
+        """Notes that an op makes a scaled view of its input number `operand`."""
+        self.plan.multipliers[op] = operand
+        self.plan.look_inside(op)
 
     def _is_kernel(self, output: Output) -> bool:
         return self.uses[output.use].read.op in KERNEL_OPS
 
-    def _join(self, view: View, y_axes: Axes, output: Output) -> tuple[int, tuple[tuple[Atom, Atom], ...]] | None:
+    def _join(self, view: View, y_axes: Axes, output: Output) -> tuple[Op, tuple[tuple[Atom, Atom], ...]] | None:
         """Pairs the elements of a vector with the features of the output of a use that it is added to.
 
         Args:
@@ -389,12 +384,12 @@ class Reads:
           unless the vector has one element for each feature of each copy, in the same order.
         """
         use = self.uses[output.use]
-        picks = self._picks(view)
-        if len(view.stack) != len(use.view.stack) or picks is None or use.picks is None:
+        picks, of_use = view.picks, use.view.picks
+        if len(view.stack) != len(use.view.stack) or picks is None or of_use is None:
             return None
-        if [(atom.size, index) for atom, index in picks] != [(atom.size, index) for atom, index in use.picks]:
+        if [(atom.size, index) for atom, index in picks] != [(atom.size, index) for atom, index in of_use]:
             return None
-        pairs = [(atom, partner) for (atom, _), (partner, _) in zip(picks, use.picks, strict=True)]
+        pairs = [(atom, partner) for (atom, _), (partner, _) in zip(picks, of_use, strict=True)]
         # Axis by axis: first those of the scans around, then those of the sum.
         atoms = axes_lib.atoms_of((*use.view.stack, *use.read.y_axes))
         theirs = (*use.view.stack, *(axes_lib.split_like(axis, atoms) for axis in output.axes))
@@ -415,7 +410,7 @@ class Reads:
 
     # -- everything else -----------------------------------------------------------------------------------------
 
-    def _derive(self, op: Op, states: list[State], path: Path, reason: str = "") -> State:
+    def _derive(self, op: Op, states: list[State], reason: str = "") -> State:
         """Parameters in an operation without exact rows: another array of parameters, or where they meet data."""
         params = [(value, s) for value, s in zip(op.inputs, states, strict=True) if not isinstance(s, Data)]
         leaves = NONE.union(*(s.leaves for _, s in params))
@@ -438,7 +433,7 @@ class Reads:
             numbers = all(value.size == 1 for value, s in zip(op.inputs, states, strict=True) if s is not view)
             if exact and (op.name != "mul" or numbers):
                 if op.name == "mul" or view.scaled:
-                    self.plan.at(path).multipliers[path[-1]] = next(k for k, s in enumerate(states) if s is view)
+                    self._scale(op, next(k for k, s in enumerate(states) if s is view))
                 scaled = view.scaled or op.name == "mul"
                 return dataclasses.replace(view, scaled=scaled, beside=view.beside | (leaves - {view.leaf}))
             why = view.inexact or f"it is multiplied by, or made into, something else by {op.name}"
@@ -454,12 +449,12 @@ class Reads:
         return Data()
 
     def _note(self, leaf: int, operation: str, reason: str, use: Use | None = None) -> None:
-        kernel = use is not None and use.read.op in KRONECKER_KINDS and use.picks is not None
+        kernel = use is not None and use.read.op in KRONECKER_KINDS and use.view.picks is not None
         layout = use.layout if use is not None and kernel else None
         noted = self.inexact.get(leaf)
         if noted is None or (noted.layout is None and layout is not None):
             self.inexact[leaf] = Inexact(*(noted[:2] if noted else (operation, reason)), layout)
 
 
-def _unbranched(state: State, branched: bool) -> State:
-    return dataclasses.replace(state, output=None) if branched and isinstance(state, Data) and state.output else state
+def _unbranched(state: State, value: Value) -> State:
+    return dataclasses.replace(state, output=None) if value.branched and isinstance(state, Data) else state

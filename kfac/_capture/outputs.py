@@ -15,9 +15,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from kfac._capture import equations
 from kfac._capture.likelihoods import Likelihood, name_of, named
-from kfac._capture.program import Op, Path, Program
+from kfac._capture.program import Op, Value
 from kfac._capture.replay import replay
-from kfac._capture.states import NONE, Leaves, Use
+from kfac._capture.states import Use
 from kfac._capture.taps import AtMark, Key, Plan
 from kfac._capture.trace import Batch, Trace, is_key, trace
 from kfac._checks import check
@@ -92,29 +92,29 @@ class Mark:
     Attributes:
       key: of its entry among the probes, `("", k)`, which no layer has.
       op: the operation.
-      path: where it is.
       likelihood: the distribution.
       weight: how many times the loss holds its `-log p`.
-      shape: `[..., features]`, with an axis of 1 among the others that `output` adds.
-      scans: lengths of the enclosing scans.
-      leaves: the parameter leaves it depends on.
-      around: which operations on the path are scans, by their position in it.
     """
 
     key: Key
     op: Op
-    path: Path
     likelihood: Likelihood
     weight: float
-    shape: tuple[int, ...]
-    scans: tuple[int, ...]
-    leaves: frozenset[int]
-    around: tuple[int, ...]
+
+    @property
+    def value(self) -> Value:
+        """The output, `[..., features]`, with an axis of 1 among the others that `output` adds."""
+        return self.op.outputs[0]
+
+    @property
+    def scans(self) -> tuple[int, ...]:
+        """Lengths of the enclosing scans."""
+        return tuple(loop.length for loop in self.op.loops)
 
     @property
     def rows(self) -> int:
         """How many predictions it holds, over all iterations of the scans around it."""
-        return math.prod(self.scans) * math.prod(self.shape[:-1])
+        return math.prod(self.scans) * math.prod(self.value.shape[:-1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +146,12 @@ class Marks:
         rows = {mark.rows: mark for mark in self.marks}
         hidden = batch.num_examples is None
         # The rows of terms without a mark. Of a loss that hides its examples they may be those of a second batch.
-        beside = {use.rows: name for name, uses in kernels.items() for use in uses if hidden and use.unmarked}
+        beside = {
+            use.rows: name
+            for name, uses in kernels.items()
+            for use in uses
+            if hidden and use.op.product and use.op.unmarked
+        }
         apart = " Mark the output of each batch, kfac.output(..., weight=), for the loss to have a scale of each"
         if asked is not None:
             check(num_examples=asked)
@@ -162,20 +167,20 @@ class Marks:
                 raise ValueError(f"num_examples={asked} is more than {places}.{apart}")
             return asked, ""
         for mark in rows.values():
-            if mark.op.outputs[0].grown[-1]:
+            if mark.value.grown[-1]:
                 return None, (
                     "the marked output has one axis, which is that of its features, but it holds the examples: give "
                     "the features an axis of their own, kfac.output(x[:, None], ...)"
                 )
         # A mark on another batch than the arguments' says nothing of terms without one.
-        of_batch = hidden or not unmarked or any(mark.op.outputs[0].rows for mark in self.marks)
+        of_batch = hidden or not unmarked or any(mark.value.rows for mark in self.marks)
         if len(rows) == 1 and of_batch and beside.keys() <= rows.keys():
             return next(iter(rows)), ""
         if not (hidden or batch.several or (joined and not rows)):
             return batch.num_examples, ""
         why, how = batch.hidden or "a weight counts in units of one of them", " Pass num_examples= to value_and_grad"
         if rows:
-            seen = " and ".join(f"{count} ({list(mark.shape)})" for count, mark in rows.items())
+            seen = " and ".join(f"{count} ({list(mark.value.shape)})" for count, mark in rows.items())
             why = f"the marked outputs have {seen} rows,{' other terms of the loss no mark,' * bool(beside)} and {why}"
             how += ", and mark the other terms too, kfac.output(..., weight=)" * bool(beside)
         elif batch.several and not joined:
@@ -190,7 +195,7 @@ class Marks:
         if not self.marks:
             how = "logits = kfac.output(logits, 'categorical')"
             raise ValueError(f"{what} needs the output of the network: mark it inside loss_fn, {how}")
-        reached = frozenset().union(*(mark.leaves for mark in self.marks))
+        reached = frozenset[int]().union(*(mark.value.leaves for mark in self.marks))
         missing = [names[leaf] for leaf in sorted(self.loss_leaves - reached) if names[leaf] not in skipped]
         if missing:
             raise ValueError(
@@ -201,9 +206,8 @@ class Marks:
     def place(self, plan: Plan, make: Callable[[Mark], AtMark]) -> None:
         """Puts `make(mark)` at every mark of `plan`."""
         for mark in self.marks:
-            plan.at(mark.path).marks[mark.path[-1]] = mark.key, make(mark)
-            for place in mark.around:
-                plan.at(mark.path[: place + 2]).iterated[mark.key] = True
+            plan.marks[mark.op] = mark.key, make(mark)
+            plan.look_inside(mark.op, [mark.key], mark.op.loops)
 
 
 def find_marks(traced: Trace) -> Marks:
@@ -212,40 +216,15 @@ def find_marks(traced: Trace) -> Marks:
     Raises:
       ValueError: one is inside `lax.while_loop`, `lax.cond` or another construct that cannot be followed.
     """
-    marks: dict[Path, Mark] = {}
-
-    def walk(program: Program, states: Sequence[Leaves], path: Path, scans: tuple, around: tuple) -> list[Leaves]:
-        """The leaves that each result depends on, given those of the arguments."""
-
-        def visit(index: int, op: Op, entering: list[Leaves]) -> list[Leaves]:
-            place = (*path, index)
-            if op.scan and op.inner:
-                first, last = op.scan.consts, op.scan.last
-                while True:  # what the carry depends on can grow from iteration to iteration
-                    leaving = walk(op.inner, entering, place, (*scans, op.scan.length), (*around, len(path)))
-                    carried = map(frozenset.union, entering[first:last], leaving)
-                    grown = [*entering[:first], *carried, *entering[last:]]
-                    if grown == entering:
-                        return leaving
-                    entering = grown
-            if op.inner:
-                return walk(op.inner, entering, place, scans, around)
-            likelihood = equations.is_named(op.eqn, equations.MARK)
-            if not likelihood and equations.contains(op.eqn, lambda e: bool(equations.is_named(e, equations.MARK))):
-                raise ValueError(f"kfac.output cannot be followed inside {op.name}: mark what comes out of it")
-            together = NONE.union(*entering) if op.alive else NONE
-            if likelihood and op.alive:
-                name, weight = likelihood.split("/")
-                shape = op.outputs[0].shape
-                key = marks[place].key if place in marks else ("", len(marks))
-                marks[place] = Mark(key, op, place, named(name), float(weight), shape, scans, together, around)
-            return [together] * len(op.outputs)
-
-        return program.run(states, lambda _: NONE, visit)
-
-    states = [frozenset({k}) for k in range(len(traced.names))] + [NONE] * len(traced.arrays)
-    loss, *_ = walk(traced.program, states, (), (), ())
-    return Marks(tuple(marks.values()), loss)
+    marks: list[Mark] = []
+    for op in traced.program.walk():
+        mark = equations.mark(op.eqn)
+        if mark and op.alive:
+            likelihood, weight = mark.split("/")
+            marks.append(Mark(("", len(marks)), op, named(likelihood), float(weight)))
+        if not op.inner and equations.holds_mark(op.eqn):
+            raise ValueError(f"kfac.output cannot be followed inside {op.name}: mark what comes out of it")
+    return Marks(tuple(marks), traced.program.outputs[0].leaves)
 
 
 # -- targets -----------------------------------------------------------------------------------------------------------

@@ -62,13 +62,10 @@ class Planned:
 
     def place(self, tap: Tap) -> None:
         """Puts a tap behind an op, and tells each scan around it whether the tap's probe is sliced there."""
-        path = tap.use.path
-        self.plan.at(path).taps.setdefault(path[-1], []).append(tap)
-        for loop, iterates in tap.use.levels(examples=isinstance(tap, ElementwiseTap)):
-            inside = self.plan.at(path[: loop.place + 2]).iterated
-            inside[tap.key] = iterates
-            if isinstance(tap, KroneckerTap) and tap.basis:
-                inside[tap.basis] = iterates
+        op, levels = tap.use.op, tap.use.levels(examples=isinstance(tap, ElementwiseTap))
+        keys = [tap.key, tap.basis] if isinstance(tap, KroneckerTap) and tap.basis else [tap.key]
+        self.plan.taps.setdefault(op, []).append(tap)
+        self.plan.look_inside(op, keys, [loop for loop, iterates in levels if iterates])
 
 
 def plan_taps(
@@ -100,7 +97,8 @@ def plan_taps(
     for layer in analysis.layers:
         uses = analysis.uses[layer.name]
         if layer.kind in KRONECKER_KINDS:
-            _plan_kronecker(planned, layer, uses[0], subsample, layer.name in corrected)
+            kernel, biases = uses[0], [use for of_bias in uses[1:] for use in of_bias]
+            _plan_kronecker(planned, layer, kernel, biases, subsample, layer.name in corrected)
         elif layer.kind in UNITWISE_KINDS:
             _plan_elementwise(planned, layer, uses, subsample)
     return planned
@@ -123,15 +121,15 @@ def check_same(expected: Layers, found: Layers) -> None:
 # -- Kronecker layers --------------------------------------------------------------------------------------------------
 
 
-def _plan_kronecker(planned: Planned, layer: Layer, uses: list[Use], subsample: int, moments: bool) -> None:
-    biases, paths = layer.params[1:], planned.analysis.layers.paths
-    with_bias = {use.joined[0] for use in planned.analysis.reads.uses if use.joined and paths[use.leaf] in biases}
+def _plan_kronecker(
+    planned: Planned, layer: Layer, uses: list[Use], biases: list[Use], subsample: int, moments: bool
+) -> None:
+    with_bias = {use.joined[0] for use in biases if use.joined}
     dtype = jnp.result_type(*{use.read.dtype for use in uses})
     taps = []
     for use in uses:
-        index = next(k for k, other in enumerate(planned.analysis.reads.uses) if other is use)
         if use.late:
-            planned.plan.at(use.path).late[use.path[-1]] = planned.batch or 1
+            planned.plan.late[use.op] = planned.batch or 1
         use = use.for_all(planned.batch or 1)
         read = use.read
         examples = _examples(planned, layer, use, subsample, moments)
@@ -145,7 +143,7 @@ def _plan_kronecker(planned: Planned, layer: Layer, uses: list[Use], subsample: 
             arrange_x=axes_lib.arrangement(read.x_axes, read.batched, *x_rows),
             arrange_g=axes_lib.arrangement(read.y_axes, read.batched, examples, rest),
             images=not examples or (read.op == "conv" and x_rows[0] == [0]),
-            homogeneous=1.0 if index in with_bias else 0.0 if layer.has_bias else None,
+            homogeneous=1.0 if use.op in with_bias else 0.0 if layer.has_bias else None,
             dtype=dtype,
             diagonal=tuple({"A": "G", "G": "A"}[side] for side in layer.diagonal) if turned else layer.diagonal,
             cut=layer.cut[::-1] if turned else layer.cut,
@@ -244,7 +242,7 @@ class Entries(NamedTuple):
 
 
 def _plan_elementwise(planned: Planned, layer: Layer, uses: list[list[Use]], subsample: int) -> None:
-    n, shapes = planned.batch, planned.analysis.reads.shapes
+    n = planned.batch
     assert n is not None, "where it is not known, vectors have the gradient's own diagonal"
     entries: dict[Key, Entries] = {}
     keys: dict[tuple, Key] = {}
@@ -259,7 +257,7 @@ def _plan_elementwise(planned: Planned, layer: Layer, uses: list[list[Use]], sub
             # Entries are put in their places as they are read.
             arrange = axes_lib.arrangement(use.read.y_axes, (), placed[1], rows)._replace(flips=())
             atoms = [*use.scanned, *(flat[p] for p in arrange.features)]
-            where = axes_lib.entries(shapes[use.leaf], use.view.start, atoms)
+            where = axes_lib.entries(use.view.shape, use.view.start, atoms)
             # Uses of the same entries are summed for each example before they are squared.
             iterated = [loop for loop, iterates in use.levels(examples=True) if iterates]
             lengths = tuple(loop.length for loop in iterated)

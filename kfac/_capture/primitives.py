@@ -420,8 +420,8 @@ def _single(eqn: Any, like: Callable[..., Any]) -> tuple[Any, list[Any]]:
     jaxpr = jax.make_jaxpr(like)(*avals).jaxpr
     order = list(jaxpr.invars)
     while len(jaxpr.eqns) == 1 and (called := call(jaxpr.eqns[0])) and called.kind in ("call", "remat"):
-        inside_of = dict(zip(jaxpr.eqns[0].invars, called.jaxpr.invars, strict=True))
-        jaxpr, order = called.jaxpr, [inside_of.get(var) for var in order]
+        inside_of = dict(zip(jaxpr.eqns[0].invars, called.closed.jaxpr.invars, strict=True))
+        jaxpr, order = called.closed.jaxpr, [inside_of.get(var) for var in order]
     shapes = [[tuple(var.aval.shape) for var in outvars] for outvars in (jaxpr.outvars, eqn.outvars)]
     if len(jaxpr.eqns) != 1 or shapes[0] != shapes[1]:
         result = f"a result of shape {', '.join(map(str, shapes[1]))}"

@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -21,7 +21,6 @@ from jax.extend import core as jex
 from kfac._capture import equations, primitives
 from kfac._capture.axes import Axes, Axis
 
-Path = tuple[int, ...]  # positions of ops, from the outermost program inwards
 State = TypeVar("State")
 
 
@@ -42,6 +41,8 @@ class Value:
       rows: whether it depends on the batch, or holds examples.
       from_arguments: whether it depends on array arguments of the loss.
       joined: whether it depends on rows of the batch that are joined with others.
+      leaves: the parameter leaves that it depends on by a way that carries a gradient.
+      branched: whether it reaches the loss by several ops, or by one and as a result.
     """
 
     shape: tuple[int, ...]
@@ -52,6 +53,8 @@ class Value:
     rows: bool = False
     from_arguments: bool = False
     joined: bool = False
+    leaves: frozenset[int] = frozenset()
+    branched: bool = False
 
     @property
     def size(self) -> int:
@@ -74,13 +77,12 @@ class Op:
       outputs: what it computes.
       call: what it calls, of a scan and a remat.
       inner: the program inside of these.
+      around: the scans and remats that it is inside of, from the outermost inwards.
       longer: of a scan, whether its length grows with the examples.
       along: and the axis that it goes along.
-      live: whether each result reaches the loss by a way that carries a gradient.
-      alive: whether one does, or something inside.
+      alive: whether a result reaches the loss by a way that carries a gradient, or something inside does.
       summed: whether they reach it by sums and factors alone, as the terms of a penalty do.
       unmarked: whether one reaches it by a way without a marked output.
-      branched: whether each input is an array that something else live reads as well.
     """
 
     eqn: Any
@@ -89,13 +91,12 @@ class Op:
     outputs: list[Value]
     call: equations.Call | None = None
     inner: Program | None = None
+    around: tuple[Op, ...] = ()
     longer: bool = False
     along: Axis = ()
-    live: tuple[bool, ...] = ()
     alive: bool = False
     summed: bool = False
     unmarked: bool = False
-    branched: tuple[bool, ...] = ()
 
     @property
     def name(self) -> str:
@@ -104,6 +105,16 @@ class Op:
     @property
     def scan(self) -> equations.Scan | None:
         return self.call.scan if self.call else None
+
+    @property
+    def length(self) -> int:
+        """How many iterations it has: one, if it is no scan."""
+        return self.scan.length if self.scan else 1
+
+    @property
+    def loops(self) -> tuple[Op, ...]:
+        """The scans that it is inside of."""
+        return tuple(op for op in self.around if op.scan)
 
     def meaning(self, operand: int, axes: Axes) -> primitives.Meaning:
         """What it does with a parameter that is its input number `operand` and has these axes."""
@@ -132,29 +143,27 @@ class Program:
       consts: constants, with their values.
       ops: the operations.
       outputs: the results.
-      branched: whether each result is also read by something live inside.
-      live: whether each argument reaches the loss by a way that carries a gradient.
+      around: the scans and remats that it is inside of, from the outermost inwards.
     """
 
     inputs: list[Value]
     consts: dict[Value, Any]
     ops: list[Op]
     outputs: list[Value]
-    branched: tuple[bool, ...] = ()
-    live: tuple[bool, ...] = ()
+    around: tuple[Op, ...] = ()
 
     def run(
         self,
         states: Sequence[State],
         constant: Callable[[Value], State],
-        visit: Callable[[int, Op, list[State]], Sequence[State]],
+        visit: Callable[[Op, list[State]], Sequence[State]],
     ) -> list[State]:
         """Computes the states of the results from those of the inputs, as the program computes arrays.
 
         Args:
           states: of the inputs.
           constant: of constants, and of numbers written into the program.
-          visit: gives the states of an op's results from its position, itself and the states of its inputs.
+          visit: gives the states of an op's results from itself and the states of its inputs.
         """
         env: dict[Value, State] = {const: constant(const) for const in self.consts}
         env.update(zip(self.inputs, states, strict=True))
@@ -162,23 +171,19 @@ class Program:
         def read(value: Value) -> State:
             return env[value] if value.number is None else constant(value)
 
-        for index, op in enumerate(self.ops):
-            env.update(zip(op.outputs, visit(index, op, list(map(read, op.inputs))), strict=True))
+        for op in self.ops:
+            env.update(zip(op.outputs, visit(op, list(map(read, op.inputs))), strict=True))
         return list(map(read, self.outputs))
 
-    def average_over_devices(self, num_params: int) -> tuple[str, ...]:
+    def average_over_devices(self) -> tuple[str, ...]:
         """Returns the axes of devices over which the loss, the first result, is summed or averaged."""
-        moved = set(self.inputs[:num_params])  # what depends on parameters
-        makers: dict[Value, Op] = {}
-        for op in self.ops:
-            makers.update(dict.fromkeys(op.outputs, op))
-            moved.update(op.outputs if moved.intersection(op.inputs) and op.alive else ())
+        makers = {value: op for op in self.ops for value in op.outputs}
         ahead, axes = [self.outputs[0]], list[str]()
         while ahead:
             maker = makers.get(ahead.pop())
             if maker is not None and all(value.shape == () for value in maker.outputs) and maker.inner is None:
                 axes += equations.devices_summed(maker.eqn)
-                ahead += [value for value in maker.inputs if value.shape == () and value in moved]
+                ahead += [value for value in maker.inputs if value.shape == () and value.leaves]
         return tuple(dict.fromkeys(axes))
 
     def walk(self) -> Iterator[Op]:
@@ -189,7 +194,7 @@ class Program:
                 yield from op.inner.walk()
 
 
-def flat(closed: Any, twin: Any = None, alike: bool = True) -> Program:
+def flat(closed: Any, twin: Any = None, alike: bool = True, around: tuple[Op, ...] = ()) -> Program:
     """The program of a jaxpr, with calls written out.
 
     Args:
@@ -197,16 +202,13 @@ def flat(closed: Any, twin: Any = None, alike: bool = True) -> Program:
       twin: that of the same loss with twice as many examples, if there is one.
       alike: whether the two must do the same operations. A batch of one may do some in another way, as a gather; what
         is between the same operations is then not compared.
+      around: the scans and remats that it is inside of.
 
     Raises:
       AnotherProgramError: the twin does not do the same operations.
     """
-    return _flat(closed.jaxpr, closed.consts, twin and twin.jaxpr, alike)
-
-
-def _flat(jaxpr: Any, consts: Sequence[Any], twin: Any, alike: bool) -> Program:
-    program = Program(_values(jaxpr.invars, twin and twin.invars), {}, [], [])
-    program.outputs = _inline(program, jaxpr, consts, program.inputs, twin, alike)
+    program = Program(_values(closed.jaxpr.invars, twin and twin.jaxpr.invars), {}, [], [], around)
+    program.outputs = _inline(program, closed, program.inputs, twin, alike)
     return program
 
 
@@ -239,15 +241,14 @@ def _pairs(eqns: Sequence[Any], twins: Sequence[Any], alike: bool) -> list[Any]:
     return result
 
 
-def _inline(
-    into: Program, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Value], twin: Any, alike: bool
-) -> list[Value]:
+def _inline(into: Program, closed: Any, inputs: Sequence[Value], twin_closed: Any, alike: bool) -> list[Value]:
     """Adds the operations of a jaxpr to a program; its results."""
+    jaxpr, twin = closed.jaxpr, twin_closed and twin_closed.jaxpr
     env: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
-    same = twin and len(twin.constvars) == len(jaxpr.constvars)
-    constants = _values(jaxpr.constvars, twin.constvars if same else None)
+    as_many = twin and len(twin.constvars) == len(jaxpr.constvars)
+    constants = _values(jaxpr.constvars, twin.constvars if as_many else None)
     env.update(zip(jaxpr.constvars, constants, strict=True))
-    into.consts.update(zip(constants, consts, strict=True))
+    into.consts.update(zip(constants, closed.consts, strict=True))
 
     def read(variables, twins) -> list[Value]:
         numbers = _values(variables, twins)
@@ -256,17 +257,19 @@ def _inline(
     others = _pairs(jaxpr.eqns, twin.eqns, alike) if twin else [None] * len(jaxpr.eqns)
     for eqn, other in zip(jaxpr.eqns, others, strict=True):
         inputs = read(eqn.invars, other and other.invars)
-        call, same = equations.call(eqn), equations.call(other) if other is not None else None
-        inner = same and same.jaxpr
+        call, other_call = equations.call(eqn), equations.call(other) if other is not None else None
+        inner_twin = other_call and other_call.closed
         if call and call.kind == "call":
             inputs = _constrained(into, inputs, equations.shardings(eqn)[0])
-            results = _inline(into, call.jaxpr, call.consts, inputs, inner, alike)
+            results = _inline(into, call.closed, inputs, inner_twin, alike)
             results = _constrained(into, results, equations.shardings(eqn)[1])
         else:
             results = _values(eqn.outvars, other and other.outvars)
-            program = _flat(call.jaxpr, call.consts, inner, alike) if call else None
-            longer = bool(call and call.scan and same and same.scan != call.scan)
-            into.ops.append(Op(eqn, jaxpr, inputs, results, call, program, longer))
+            op = Op(eqn, jaxpr, inputs, results, call, around=into.around)
+            if call:
+                op.inner = flat(call.closed, inner_twin, alike, (*into.around, op))
+                op.longer = other_call is not None and other_call.scan != call.scan
+            into.ops.append(op)
         env.update(zip(eqn.outvars, results, strict=True))
     return read(jaxpr.outvars, twin and twin.outvars)
 
@@ -279,7 +282,7 @@ def _constrained(program: Program, values: list[Value], shardings: Sequence[Any]
             put = functools.partial(jax.lax.with_sharding_constraint, shardings=sharding)
             closed = jax.make_jaxpr(put)(jax.ShapeDtypeStruct(value.shape, value.dtype))
             new = dataclasses.replace(value)
-            program.ops.append(Op(closed.jaxpr.eqns[0], closed.jaxpr, [value], [new]))
+            program.ops.append(Op(closed.jaxpr.eqns[0], closed.jaxpr, [value], [new], around=program.around))
             value = new
         result.append(value)
     return result
@@ -289,79 +292,78 @@ def _constrained(program: Program, values: list[Value], shardings: Sequence[Any]
 
 
 class Reached(NamedTuple):
-    """How an array reaches the loss: whether a gradient comes back, by sums and numbers alone, past marked outputs."""
+    """How an array reaches the loss.
 
-    live: bool
+    Attributes:
+      live: whether a gradient comes back to it.
+      summed: whether it gets there by sums and factors alone, as the terms of a penalty do.
+      unmarked: whether one of its ways has no marked output.
+    """
+
+    live: bool = False
     summed: bool = False
     unmarked: bool = False
 
 
-def mark_live(program: Program, results: Sequence[Reached], roots: Collection[Op] = ()) -> list[Reached]:
-    """Notes what reaches the loss.
+def _by_all(ways: Iterable[Reached]) -> Reached:
+    """How an array reaches the loss that does so in several ways."""
+    live = [way for way in ways if way.live]
+    return Reached(bool(live), bool(live) and all(way.summed for way in live), any(way.unmarked for way in live))
+
+
+def mark_live(program: Program, roots: Collection[Op] = ()) -> None:
+    """Notes what reaches the loss, the first result; with `roots`, what reaches the results of these ops instead.
 
     Integers and booleans carry no gradient, nor does what goes through `stop_gradient` and the like.
-
-    Args:
-      program: the program.
-      results: how its results do.
-      roots: ops whose results do, whoever reads them.
-
-    Returns:
-      How the arguments do.
     """
-    readers: collections.Counter[Value] = collections.Counter()
-    bent: set[Value] = set()  # of these arrays, what does not reach the loss by sums and numbers alone
-    bare: set[Value] = set()  # and what reaches it by a way without a marked output
+    loss = Reached() if roots else Reached(live=True, summed=True, unmarked=True)
+    _mark(program, [loss, *[Reached()] * (len(program.outputs) - 1)], roots)
 
-    def reach(value: Value, how: Reached) -> None:
-        if how.live and value.number is None and jnp.issubdtype(value.dtype, jnp.inexact):
-            readers[value] += 1
-            if not how.summed:
-                bent.add(value)
-            if how.unmarked:
-                bare.add(value)
+
+def _mark(program: Program, results: Sequence[Reached], roots: Collection[Op]) -> list[Reached]:
+    """Notes what reaches the loss, if the results of a program do so in these ways; returns how its arguments do."""
+    ways: dict[Value, list[Reached]] = collections.defaultdict(list)  # of each array, one for each live reader
+
+    def reach(value: Value, way: Reached) -> None:
+        if way.live and value.number is None and jnp.issubdtype(value.dtype, jnp.inexact):
+            ways[value].append(way)
 
     def reached(value: Value) -> Reached:
-        return Reached(readers[value] > 0, readers[value] > 0 and value not in bent, value in bare)
+        value.branched = len(ways[value]) > 1
+        return _by_all(ways[value])
 
-    for value, how in zip(program.outputs, results, strict=True):
-        reach(value, how)
+    for value, way in zip(program.outputs, results, strict=True):
+        reach(value, way)
     for op in reversed(program.ops):
-        ways = [reached(value) for value in op.outputs]
+        leaving = list(map(reached, op.outputs))
         if op in roots:
-            ways = [Reached(True)] * len(ways)
+            leaving = [Reached(live=True)] * len(leaving)
         if equations.stops_gradient(op.eqn):
-            ways = [Reached(False)] * len(ways)
-        inputs = _inputs_of(op, ways, roots)
+            leaving = [Reached()] * len(leaving)
+        entering = _inputs_of(op, leaving, roots)
+        together = _by_all(leaving)
+        op.alive = together.live or (op.inner is not None and any(inner.alive for inner in op.inner.ops))
+        op.summed = together.summed
         if not roots:
-            op.unmarked = any(way.unmarked for way in ways)
-        op.live = tuple(way.live for way in ways)
-        op.alive = any(op.live) or (op.inner is not None and any(inner.alive for inner in op.inner.ops))
-        op.summed = all(way.summed for way in ways if way.live)
-        for value, how in zip(op.inputs, inputs, strict=True):
-            reach(value, how)
-    for op in program.ops:
-        op.branched = tuple(readers[value] > 1 for value in op.inputs)
-    program.branched = tuple(readers[value] > 1 for value in program.outputs)
-    arguments = [reached(value) for value in program.inputs]
-    program.live = tuple(how.live for how in arguments)
-    return arguments
+            op.unmarked = together.unmarked
+        for value, way in zip(op.inputs, entering, strict=True):
+            reach(value, way)
+    return list(map(reached, program.inputs))
 
 
 def _inputs_of(op: Op, ways: Sequence[Reached], roots: Collection[Op]) -> list[Reached]:
     """How the inputs of an op reach the loss, if its results do in these ways."""
     if op.inner and not op.scan:
-        return mark_live(op.inner, ways, roots)
+        return _mark(op.inner, ways, roots)
     if op.inner and op.scan:
         scan, ways = op.scan, [way._replace(summed=False) for way in ways]
         while True:  # a carry also reaches it by way of a later iteration
-            inputs = [way._replace(summed=False) for way in mark_live(op.inner, ways, roots)]
+            inputs = [way._replace(summed=False) for way in _mark(op.inner, ways, roots)]
             carried = zip(ways, inputs[scan.consts : scan.last], strict=False)
-            grown = [Reached(*map(max, a, b)) for a, b in carried] + ways[scan.carried :]
+            grown = [*map(_by_all, carried), *ways[scan.carried :]]
             if grown == ways:
                 return inputs
             ways = grown
-    alive = any(way.live for way in ways)
-    summed = alive and all(way.summed for way in ways if way.live) and equations.sums(op.eqn)
-    unmarked = any(way.unmarked for way in ways) and not equations.is_named(op.eqn, equations.MARK)
-    return [Reached(alive, summed, unmarked)] * len(op.inputs)
+    live, summed, unmarked = _by_all(ways)
+    way = Reached(live, summed and equations.sums(op.eqn), unmarked and not equations.mark(op.eqn))
+    return [way] * len(op.inputs)

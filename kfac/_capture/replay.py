@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from kfac._capture import equations, primitives
-from kfac._capture.program import Op, Program, Value, flat
+from kfac._capture.program import Op, Program, flat
 from kfac._capture.taps import Key, KroneckerTap, Plan, Probes, tapped, together
 
 
@@ -30,74 +30,73 @@ def _is_shared(value: Any) -> bool:
     return isinstance(value, Shared)
 
 
+def _rows(value: Any) -> Any:
+    return value.rows if isinstance(value, Shared) else value
+
+
 def _alone(value: Any) -> Any:
     return value.rows[0] if isinstance(value, Shared) else value
 
 
-# What parameters have been multiplied by on the way to each array that is a scaled view.
-Multipliers = dict[int, jax.Array]  # by position among the arguments or results of an op
+class Replayed(NamedTuple):
+    """An array, and what a parameter has been multiplied by on the way to it, if it is a scaled view of one."""
+
+    value: Any
+    multiplier: Any = None
+
+
+Results = tuple[list[Replayed], dict[Key, Any]]  # of a program, and what its marks hand out
 
 
 def replay(program: Program, args: Sequence[Any], plan: Plan, probes: Probes) -> tuple[list[Any], dict[Key, Any]]:
     """Evaluates a program with the taps of `plan`: its results, and what marks hand out, stacked by scans."""
-    outs, _, handed = _replay(program, args, {}, plan, probes)
-    return list(map(_alone, outs)), handed
+    results, handed = _replay(program, list(map(Replayed, args)), plan, probes)
+    return [_alone(result.value) for result in results], handed
 
 
-def _replay(
-    program: Program, args: Sequence[Any], scaled: Multipliers, plan: Plan, probes: Probes
-) -> tuple[list[Any], Multipliers, dict[Key, Any]]:
-    env: dict[Value, Any] = dict(program.consts)
-    env.update(zip(program.inputs, args, strict=True))
-    multipliers: dict[Value, Any] = {program.inputs[k]: multiplier for k, multiplier in scaled.items()}
-    handed: dict[Key, Any] = {}
+def _replay(program: Program, arguments: Sequence[Replayed], plan: Plan, probes: Probes) -> Results:
+    probes, handed = dict(probes), dict[Key, Any]()
 
-    def read(value: Value) -> Any:
-        return env[value] if value.number is None else value.number
-
-    def multipliers_of(values: Sequence[Value]) -> Multipliers:
-        return {k: multipliers[value] for k, value in enumerate(values) if value in multipliers}
-
-    for index, op in enumerate(program.ops):
-        values, child = list(map(read, op.inputs)), plan.children.get(index)
+    def visit(op: Op, inputs: list[Replayed]) -> list[Replayed]:
         if not op.alive:
-            values = list(map(_alone, values))
-        if index in plan.late:
-            other = plan.taps[index][0].use.read.other
+            inputs = [Replayed(_alone(x.value), x.multiplier) for x in inputs]
+        if op in plan.inside:
+            results, handed_inside = (_scan if op.scan else _remat)(op, inputs, plan, probes)
+            handed.update(handed_inside)
+            return results
+        values = [x.value for x in inputs]
+        if op in plan.late:
+            other = plan.taps[op][0].use.read.other
             if not _is_shared(values[other]):
-                values[other] = Shared(jnp.broadcast_to(values[other], (plan.late[index], *values[other].shape)))
-        kronecker = [tap.key for tap in plan.taps.get(index, ()) if isinstance(tap, KroneckerTap) and not tap.use.scans]
+                values[other] = Shared(jnp.broadcast_to(values[other], (plan.late[op], *values[other].shape)))
+        taps = plan.taps.get(op, ())
+        kronecker = {tap.key: probes[tap.key] for tap in taps if isinstance(tap, KroneckerTap) and not op.loops}
         if kronecker and not any(map(_is_shared, values)):
-            values, joined = together((values, {key: probes[key] for key in kronecker}))
-            probes = {**probes, **joined}
-        if child is None:
-            outs = _evaluate(op, values, plan.merges.get(index))
-        else:
-            outs, leaving, inside = _inside(op, values, multipliers_of(op.inputs), child, probes)
-            multipliers.update((op.outputs[k], multiplier) for k, multiplier in leaving.items())
-            handed |= inside
-        if index in plan.multipliers:
-            operand = plan.multipliers[index]
-            so_far = multipliers.get(op.inputs[operand])
-            so_far = jnp.ones_like(values[operand]) if so_far is None else so_far
-            if op.name in equations.SUMS:  # what is added has no say in it
-                multipliers[op.outputs[0]] = -so_far if op.name == "sub" and operand == 1 else so_far
-            else:
-                values[operand] = so_far
-                results = equations.evaluate_multiplier(op.within, op.eqn, values)
-                multipliers.update(zip(op.outputs, results, strict=True))
-        for tap in plan.taps.get(index, ()):
-            rows = [value.rows if _is_shared(value) else value for value in values]
-            residuals = tap.residuals(rows, multipliers.get(op.inputs[tap.use.read.operand]), probes)
-            if index in plan.late:
-                outs = [Shared(tapped(tap, residuals, outs[0].rows, probes[tap.key]))]
-            else:
-                outs = [tapped(tap, residuals, outs[0], probes[tap.key])]
-        if index in plan.marks:
-            key, at_mark = plan.marks[index]
+            values, joined = together((values, kronecker))
+            probes.update(joined)
+        outs = _evaluate(op, values, plan.merges.get(op))
+        for tap in taps:
+            residuals = tap.residuals(list(map(_rows, values)), inputs[tap.use.read.operand].multiplier, probes)
+            y = tapped(tap, residuals, _rows(outs[0]), probes[tap.key])
+            outs = [Shared(y) if op in plan.late else y]
+        if op in plan.marks:
+            key, at_mark = plan.marks[op]
             outs[0], handed[key] = at_mark(outs[0], probes[key])
-        env.update(zip(op.outputs, outs, strict=True))
-    return list(map(read, program.outputs)), multipliers_of(program.outputs), handed
+        multipliers = _multipliers(op, plan.multipliers[op], inputs) if op in plan.multipliers else [None] * len(outs)
+        return list(map(Replayed, outs, multipliers))
+
+    results = program.run(arguments, lambda value: Replayed(program.consts.get(value, value.number)), visit)
+    return results, handed
+
+
+def _multipliers(op: Op, operand: int, inputs: Sequence[Replayed]) -> list[Any]:
+    """What the parameter that an op reads as its input number `operand` has been multiplied by in each result."""
+    value, so_far = inputs[operand]
+    so_far = jnp.ones_like(value) if so_far is None else so_far
+    if op.name in equations.SUMS:  # what is added has no say in it
+        return [-so_far if op.name == "sub" and operand == 1 else so_far]
+    values = [so_far if k == operand else x.value for k, x in enumerate(inputs)]
+    return equations.evaluate_multiplier(op.within, op.eqn, values)
 
 
 def _evaluate(op: Op, values: Sequence[Any], axis: int | None) -> list[Any]:
@@ -112,47 +111,39 @@ def _evaluate(op: Op, values: Sequence[Any], axis: int | None) -> list[Any]:
             return jnp.broadcast_to(value, op.outputs[0].shape)
 
         return [primitives.ELEMENTWISE[op.name](*map(whole, values))]
-    rows = [value.rows if _is_shared(value) else value for value in values]
     axes = [0 if _is_shared(value) else None for value in values]
-    outs = jax.vmap(lambda *values: op.compute(values), in_axes=axes)(*rows)
+    outs = jax.vmap(lambda *values: op.compute(values), in_axes=axes)(*map(_rows, values))
     if axis is None:
         return list(map(Shared, outs))
     return [jnp.moveaxis(jnp.take(outs[0], 0, axis=axis + 1), 0, axis)]
 
 
-def _inside(
-    op: Op, values: Sequence[Any], scaled: Multipliers, plan: Plan, probes: Probes
-) -> tuple[list[Any], Multipliers, dict[Key, Any]]:
-    """What `_replay` gives of the program inside an op, called as the op calls it."""
-    if op.scan:
-        return _scan(op, values, scaled, plan, probes)
-
-    def block(probes, values, scaled):
+def _remat(op: Op, inputs: Sequence[Replayed], plan: Plan, probes: Probes) -> Results:
+    def block(inputs, probes):
         assert op.inner
-        return _replay(op.inner, values, scaled, plan, probes)
+        return _replay(op.inner, inputs, plan, probes)
 
-    entries, params = {key: probes[key] for key in plan.keys()}, op.eqn.params
-    return jax.checkpoint(block, prevent_cse=params["prevent_cse"], policy=params["policy"])(entries, values, scaled)
+    options = {key: op.eqn.params[key] for key in ("prevent_cse", "policy")}
+    return jax.checkpoint(block, **options)(inputs, {key: probes[key] for key in plan.inside[op]})
 
 
-def _scan(
-    op: Op, values: Sequence[Any], scaled: Multipliers, plan: Plan, probes: Probes
-) -> tuple[list[Any], Multipliers, dict[Key, Any]]:
-    assert op.scan
+def _scan(op: Op, inputs: Sequence[Replayed], plan: Plan, probes: Probes) -> Results:
+    assert op.inner and op.scan
     first, last = op.scan.consts, op.scan.last
-    shared = {key: probes[key] for key, iterated in plan.iterated.items() if not iterated}
-    sliced_probes = {key: probes[key] for key, iterated in plan.iterated.items() if iterated}
+    shared = {key: probes[key] for key, iterated in plan.inside[op].items() if not iterated}
+    sliced = {key: probes[key] for key, iterated in plan.inside[op].items() if iterated}
+    multipliers = [x.multiplier for x in inputs]
+
+    def step(inner, values, slices):
+        sliced, of_slices = slices
+        arguments = list(map(Replayed, values, [*multipliers[:last], *of_slices]))
+        results, handed = _replay(inner, arguments, plan, {**shared, **sliced})
+        return [result.value for result in results], handed
+
+    outs, handed = _scan_by(step, op, [x.value for x in inputs], (sliced, multipliers[last:]))
     # A scaled view that is carried comes out as it went in.
-    same = {k: multiplier for k, multiplier in scaled.items() if k < last}
-    sliced = {k: multiplier for k, multiplier in scaled.items() if k >= last}
-
-    def step(inner, arguments, beside):
-        sliced_probes, sliced = beside
-        outs, _, handed = _replay(inner, arguments, {**same, **sliced}, plan, {**shared, **sliced_probes})
-        return outs, handed
-
-    outs, handed = _scan_by(step, op, values, (sliced_probes, sliced))
-    return outs, {k - first: multiplier for k, multiplier in same.items() if k >= first}, handed
+    carried = [*multipliers[first:last], *[None] * len(outs)]
+    return [Replayed(*pair) for pair in zip(outs, carried, strict=False)], handed
 
 
 def _scan_by(step: Callable[..., Any], op: Op, values: Sequence[Any], beside: Any) -> tuple[list[Any], Any]:
@@ -180,7 +171,7 @@ def rewrite(fn: Callable[..., Any], rules: Mapping[str, Callable[..., jax.Array]
     """
 
     def evaluated(program: Program, args: Sequence[Any]) -> list[Any]:
-        def visit(_, op, values):
+        def visit(op, values):
             if op.name in rules:
                 return [rules[op.name](op.eqn.params, *values)]
             if op.scan:

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from kfac._capture import axes as axes_lib
 from kfac._capture.axes import Atom, Axes
 from kfac._capture.primitives import Read
-from kfac._capture.program import Path, Value
+from kfac._capture.program import Op, Value
 from kfac._layers import Layout
 
 Leaves = frozenset[int]
@@ -32,24 +32,25 @@ NONE: Leaves = frozenset()
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """The result of use number `use`; axes that are not the parameter's are foreign."""
+    """The result of the use at the op `use`; axes that are not the parameter's are foreign."""
 
-    use: int
+    use: Op
     axes: Axes
 
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """An activation, with the late uses that it is made of: their rows are the same for all examples."""
+    """An activation, with the ops of the late uses that it is made of: their rows are the same for all examples."""
 
     output: Output | None = None
-    shared: frozenset[int] = frozenset()
+    shared: frozenset[Op] = frozenset()
     leaves: ClassVar[Leaves] = NONE
 
 
 @dataclasses.dataclass(frozen=True)
 class View:
     leaf: int
+    shape: tuple[int, ...]  # of the leaf
     axes: Axes
     start: tuple[int, ...]  # the first entry of each leaf axis that it holds: not zeros where it is a slice
     stack: tuple[axes_lib.Axis, ...] = ()  # for each enclosing scan, the atoms it iterates over (none: read each time)
@@ -58,11 +59,16 @@ class View:
     mixed: bool = False  # scaled by what depends on the batch
     inexact: str = ""  # why it has no exact rows
     beside: Leaves = NONE  # other leaves that it depends on, which have none
-    shared: ClassVar[frozenset[int]] = NONE
+    shared: ClassVar[frozenset[Op]] = frozenset()
 
     @property
     def leaves(self) -> Leaves:
         return self.beside | {self.leaf}
+
+    @property
+    def picks(self) -> tuple[tuple[Atom, int], ...] | None:
+        """Which of several equal parts of the leaf it is (`axes.picks`)."""
+        return axes_lib.picks(self.shape, self.start, axes_lib.atoms_of((*self.stack, *self.axes)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +76,7 @@ class Derived:
     leaves: Leaves
     how: str
     repeated: bool = False  # broadcast over examples or positions
-    shared: ClassVar[frozenset[int]] = NONE
+    shared: ClassVar[frozenset[Op]] = frozenset()
 
 
 State = Data | View | Derived
@@ -82,33 +88,27 @@ class Use:
 
     Attributes:
       read: what the operation does.
-      leaf: the parameter leaf.
-      view: in which form it is read.
-      path: the operation.
-      scans: of the enclosing scans, their places in `path`, lengths and axes.
-      picks: where a product reads one of several equal parts of the leaf, which (`axes.picks`).
-      joined: the use whose result this one (a bias or shift) is added to, with the atoms of both leaves in pairs.
+      view: the leaf, in the form in which it is read.
+      op: the operation.
+      joined: of a bias or shift, the op of the use whose result it is added to, and the atoms of both leaves in pairs.
       late: whether it reads rows that all examples share. Its result gets an axis of examples, which come in later.
-      of_arguments: whether its data depends on arguments of the loss.
       dropped: whether it does not count: a penalty by constants.
-      unmarked: whether it reaches the loss by a way without a marked output.
     """
 
     read: Read
-    leaf: int
     view: View
-    path: Path
-    scans: tuple[Loop, ...] = ()
-    picks: tuple[tuple[Atom, int], ...] | None = ()
-    joined: tuple[int, tuple[tuple[Atom, Atom], ...]] | None = None
+    op: Op
+    joined: tuple[Op, tuple[tuple[Atom, Atom], ...]] | None = None
     late: bool = False
-    of_arguments: bool = True
     dropped: bool = False
-    unmarked: bool = False
+
+    @property
+    def leaf(self) -> int:
+        return self.view.leaf
 
     @property
     def picked(self) -> tuple[Atom, ...]:
-        return tuple(atom for atom, _ in self.picks or ())
+        return tuple(atom for atom, _ in self.view.picks or ())
 
     @property
     def scanned(self) -> tuple[Atom, ...]:
@@ -119,9 +119,9 @@ class Use:
         """Atoms of the leaf that hold independent copies of a kernel."""
         return (*self.picked, *self.scanned, *self.read.batched)
 
-    def levels(self, examples: bool = False) -> list[tuple[Loop, bool]]:
+    def levels(self, examples: bool = False) -> list[tuple[Op, bool]]:
         """The scans around it, and whether each goes over the leaf, or with `examples` over these."""
-        pairs = zip(self.scans, self.view.stack, strict=True)
+        pairs = zip(self.op.loops, self.view.stack, strict=True)
         return [(loop, bool(atoms) or (examples and loop.longer)) for loop, atoms in pairs]
 
     @property
@@ -173,22 +173,9 @@ class Use:
     def part(self) -> int:
         """Which part of its leaf a product reads, in memory order."""
         index = 0
-        for atom, entry in self.picks or ():
+        for atom, entry in self.view.picks or ():
             index = index * atom.size + entry
         return index
-
-
-@dataclasses.dataclass(frozen=True)
-class Loop:
-    """An enclosing scan: its place in the path of a use, its length, and the axis that it goes along.
-
-    It is `longer` with more examples if it goes over these.
-    """
-
-    place: int
-    length: int
-    along: axes_lib.Axis
-    longer: bool
 
 
 def by_part(uses: Sequence[Use]) -> list[list[Use]]:

@@ -16,6 +16,7 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from kfac._capture.program import Op
 from kfac._capture.spread import Spread
 from kfac._capture.states import Use
 from kfac._factors import Kronecker, Ragged
@@ -78,7 +79,7 @@ class KroneckerTap:
             x = as_floats(x, self.dtype)
             x = x * number.astype(x.dtype)  # (c w) x = w (c x); what is appended to x for a bias is not scaled
         # XLA would make rows of images, and some of the rows, of what these are made of, and keep that beside them.
-        if not self.use.scans and (self.subsample > 1 or read.op == "conv"):
+        if not self.use.op.loops and (self.subsample > 1 or read.op == "conv"):
             x, g = lax.optimization_barrier((x, g)) if self.subsample > 1 else (lax.optimization_barrier(x), g)
         inputs: Any = read.geometry.form(x, self.arrange_x, self.homogeneous, self.images, self.dtype)
         outputs: Any = Rows(self.arrange_g(g))
@@ -184,36 +185,26 @@ AtMark = Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]]
 
 @dataclasses.dataclass
 class Plan:
-    """Where the taps of one program are, by the positions of its ops.
+    """What a replay does at the ops of a program, and of those inside it, beside computing them.
 
     Attributes:
       taps: taps behind ops.
       multipliers: ops whose result is a scaled view of a parameter, and the operand that is the view.
-      children: plans of the programs inside ops.
-      iterated: for a scan, whether the probe of a key has an entry for each iteration.
       late: taps of reads of rows that all examples share, and the number of these.
       merges: ops at which such rows meet the examples, and the axis of these.
       marks: what happens at marked outputs, with their keys.
+      inside: scans and remats that are looked into, with the keys of the probes used there, and whether each has an
+        entry for each iteration.
     """
 
-    taps: dict[int, list[Tap]] = dataclasses.field(default_factory=dict)
-    multipliers: dict[int, int] = dataclasses.field(default_factory=dict)
-    children: dict[int, Plan] = dataclasses.field(default_factory=dict)
-    iterated: dict[Key, bool] = dataclasses.field(default_factory=dict)
-    late: dict[int, int] = dataclasses.field(default_factory=dict)
-    merges: dict[int, int] = dataclasses.field(default_factory=dict)
-    marks: dict[int, tuple[Key, AtMark]] = dataclasses.field(default_factory=dict)
+    taps: dict[Op, list[Tap]] = dataclasses.field(default_factory=dict)
+    multipliers: dict[Op, int] = dataclasses.field(default_factory=dict)
+    late: dict[Op, int] = dataclasses.field(default_factory=dict)
+    merges: dict[Op, int] = dataclasses.field(default_factory=dict)
+    marks: dict[Op, tuple[Key, AtMark]] = dataclasses.field(default_factory=dict)
+    inside: dict[Op, dict[Key, bool]] = dataclasses.field(default_factory=dict)
 
-    def at(self, path: tuple[int, ...]) -> Plan:
-        """The plan of the program that holds op `path`."""
-        plan = self
-        for index in path[:-1]:
-            plan = plan.children.setdefault(index, Plan())
-        return plan
-
-    def keys(self) -> set[Key]:
-        """Returns the keys of all probes that are used here and inside."""
-        taps = [tap for behind in self.taps.values() for tap in behind]
-        used = {tap.key for tap in taps} | {key for key, _ in self.marks.values()}
-        used |= {tap.basis for tap in taps if isinstance(tap, KroneckerTap) and tap.basis}
-        return used.union(*(child.keys() for child in self.children.values()))
+    def look_inside(self, op: Op, keys: Sequence[Key] = (), iterated: Sequence[Op] = ()) -> None:
+        """Looks into the scans and remats around an op, and into itself if it is one, with probes that some iterate."""
+        for outer in (*op.around, *([op] if op.inner else [])):
+            self.inside.setdefault(outer, {}).update((key, outer in iterated) for key in keys)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from kfac._capture import equations
 from kfac._capture.examples import place
-from kfac._capture.program import AnotherProgramError, Op, Program, Reached, flat, mark_live
+from kfac._capture.program import AnotherProgramError, Program, flat, mark_live
 from kfac._checks import as_argnums
 from kfac._layers import Layers, leaf_paths
 from kfac._varying import AxisName
@@ -166,7 +166,7 @@ def trace(
         except Exception as error:  # whatever a model raises that has a batch size written into it
             reason, *_ = [*str(error).strip().splitlines(), ""]
             return f"the loss cannot be traced with {twice} ({type(error).__name__}: {reason})"
-        _mark(program)
+        mark_live(program)
         if any(op.longer or any(any(value.grown) for value in op.outputs) for op in program.walk() if op.alive):
             return program
         return f"nothing that the loss depends on grows with {batch.where}"
@@ -190,7 +190,7 @@ def trace(
         batch = dataclasses.replace(
             _joined(several), num_examples=None, leaves=None, hidden=_why_hidden(several, hidden)
         )
-        _mark(program)
+        mark_live(program)
     place(program, len(names), batch.leaves, batch.num_examples)
     return Trace(program, arrays, rebuild, names, shapes, batch, closed.out_avals[0])
 
@@ -212,7 +212,7 @@ def _together(doubles: Sequence[tuple[Batch, Program]]) -> Batch | None:
 
     What examples share, as a table of anchors, makes no marked output longer, or those of a batch.
     """
-    marked = [[op for op in p.walk() if op.alive and equations.is_named(op.eqn, equations.MARK)] for _, p in doubles]
+    marked = [[op for op in p.walk() if op.alive and equations.mark(op.eqn)] for _, p in doubles]
     longer = [[any(op.outputs[0].grown[:-1]) for op in ops] for ops in marked]
     batches = [batch for (batch, _), each in zip(doubles, longer, strict=True) if any(each)]
     return _joined(batches) if batches and all(sum(each) <= 1 for each in zip(*longer, strict=True)) else None
@@ -237,10 +237,6 @@ def _lies(leaves: Iterable[Any]) -> AxisName | None:
     """The axes of a mesh with explicit ones along which all these arrays are split."""
     specs = {jax.typeof(leaf).sharding.spec[0] for leaf in leaves if isinstance(leaf, jax.Array)}
     return specs.pop() if len(specs) == 1 else None
-
-
-def _mark(program: Program) -> None:
-    mark_live(program, [Reached(True, True, True), *[Reached(False)] * (len(program.outputs) - 1)])
 
 
 def _checked(out: Any, has_aux: bool) -> tuple[Any, Any]:
@@ -332,8 +328,3 @@ def batch_of(layers: Layers, args: tuple, kwargs: dict) -> tuple[Argnums, Collec
     """
     present = tuple(k for k in layers.batch_argnums if (k in kwargs if isinstance(k, str) else 0 < k <= len(args)))
     return (present, layers.shared) if present else (None, ())
-
-
-def aim_at(traced: Trace, roots: Collection[Op]) -> None:
-    """Notes what reaches the results of some ops, instead of what reaches the loss."""
-    mark_live(traced.program, [Reached(False)] * len(traced.program.outputs), roots)

@@ -13,8 +13,9 @@ from jax.flatten_util import ravel_pytree
 
 from kfac._capture.outputs import Draw, Marks, at_weight, find_marks, keys_of, roots_of
 from kfac._capture.plan import Planned, plan_taps
+from kfac._capture.program import mark_live
 from kfac._capture.replay import replay
-from kfac._capture.trace import Trace, aim_at, batch_of, is_array, is_key, trace
+from kfac._capture.trace import Trace, batch_of, is_array, is_key, trace
 from kfac._checks import check, check_by_layer, check_function, check_given, check_layers
 from kfac._factors import Factors
 from kfac._layers import Layers
@@ -112,7 +113,7 @@ def value_and_grad(
         if drawn or marks.weighted:
             skipped = {path for layer in layers if layer.kind == "skipped" for path in layer.params}
             marks.require(f"fisher={fisher!r}" if drawn else "weight= of kfac.output", traced.names, skipped)
-            aim_at(traced, [mark.op for mark in marks.marks])
+            mark_live(traced.program, [mark.op for mark in marks.marks])
         planned = plan_taps(traced, layers, marks, num_examples, subsample, basis is not None, communication_dtype)
         entries: dict[Any, Any] = {}
         for name, sums in planned.sums.items():
@@ -136,7 +137,7 @@ def value_and_grad(
 def _check_own(traced: Trace, differing: frozenset[str]) -> None:
     """Raises where the loss is an average over devices: it does not differ between them, or is made as such."""
     missing = sorted(differing - varying_in(traced.loss))
-    if axes := traced.program.average_over_devices(len(traced.names)) or missing:
+    if axes := traced.program.average_over_devices() or missing:
         how = "return the mean over this device's own examples, and average afterwards, jax.lax.pmean(loss, axes)"
         raise ValueError(f"loss_fn returns an average over the devices of {', '.join(map(repr, axes))}: {how}")
 

@@ -123,7 +123,7 @@ def _outputs(
         return outs[0], outputs
 
     dtype = jnp.result_type(*leaves.values())
-    offsets = {mark.key: jnp.zeros((*mark.scans, *mark.shape), dtype) for mark in marks.marks}
+    offsets = {mark.key: jnp.zeros((*mark.scans, *mark.value.shape), dtype) for mark in marks.marks}
     shapes = jax.eval_shape(evaluate, leaves, offsets)[1]
     offsets = jax.tree.map(lambda x, like: x.astype(like.dtype), offsets, shapes)
     slopes = jax.grad(lambda offsets: evaluate(leaves, offsets)[0])(offsets)
