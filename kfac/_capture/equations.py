@@ -39,25 +39,21 @@ class Scan(NamedTuple):
         return self.consts + self.carried
 
 
-class Call(NamedTuple):
-    """A program inside an equation, a closed jaxpr: of `"call"`, `"remat"` or `"scan"`."""
+def scan(eqn: Any) -> Scan | None:
+    """What a scan does with its inputs; None for another equation."""
+    if eqn.primitive.name != "scan":
+        return None
+    return Scan(*(eqn.params[key] for key in ("num_consts", "num_carry", "length")))
 
-    kind: str
-    closed: Any
-    scan: Scan | None = None
 
-
-def call(eqn: Any) -> Call | None:
-    """The program inside an equation, if it can be looked into."""
+def called(eqn: Any) -> tuple[str, Any] | None:
+    """What an equation is, `"call"`, `"remat"` or `"scan"`, and the closed jaxpr inside it; None for another one."""
     name = eqn.primitive.name
     kind = "call" if name in _CALLS else "remat" if name in _REMATS else "scan" if name == "scan" else None
     if kind is None and not ("call_jaxpr" in eqn.params and registered(eqn) is LOOK_INSIDE):
         return None
     inner = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
-    closed = inner if isinstance(inner, jex.ClosedJaxpr) else jex.ClosedJaxpr(inner, ())
-    if kind != "scan":
-        return Call(kind or "call", closed)
-    return Call(kind, closed, Scan(*(eqn.params[key] for key in ("num_consts", "num_carry", "length"))))
+    return kind or "call", inner if isinstance(inner, jex.ClosedJaxpr) else jex.ClosedJaxpr(inner, ())
 
 
 def shardings(eqn: Any) -> tuple[Sequence[Any], Sequence[Any]]:

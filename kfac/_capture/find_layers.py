@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 
 from kfac._capture import axes as axes_lib
-from kfac._capture.examples import positions_of_examples
 from kfac._capture.find_reads import Inexact, Reads
 from kfac._capture.outputs import Marks, find_marks
 from kfac._capture.states import Use, by_part
@@ -251,10 +250,10 @@ def _parent(path: str) -> str:
 
 def _no_examples(uses: list[Use], n: int | None) -> tuple[str, Layout | None] | None:
     """Why the uses of a vector make no exact block; None where they do."""
-    if n is None:
-        return "which examples it meets is not known", None
-    apart = _example_orders(uses, n)
-    return None if apart else ("the examples it meets are not told apart, or in another order", None)
+    if _told_apart(uses, n):
+        return None
+    what = "the examples it meets are not told apart, or in another order"
+    return "which examples it meets is not known" if n is None else what, None
 
 
 def _no_kernel(uses: list[Use]) -> tuple[str, Layout | None] | None:
@@ -275,22 +274,9 @@ def _no_kernel(uses: list[Use]) -> tuple[str, Layout | None] | None:
     return None
 
 
-def _example_orders(uses: list[Use], n: int) -> bool:
+def _told_apart(uses: list[Use], n: int | None) -> bool:
     """Whether all uses have a row for each example, in the same order."""
-    return all(placed_rows(use, n) is not None for use in uses)
-
-
-def placed_rows(use: Use, n: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Returns which scans around a use, and which atoms of its result, hold the examples; None if some are missing."""
-    loops = tuple(loop.along for loop in use.op.loops)
-    positions = positions_of_examples((*loops, *use.for_all(n).read.y_axes), n)
-    if positions is None:
-        return None
-    in_loops = len(axes_lib.flatten(loops))
-    places = [k for k, along in enumerate(loops) for _ in along]
-    if sorted(positions[: sum(p < in_loops for p in positions)]) != [p for p in positions if p < in_loops]:
-        return None  # a scan over what runs faster than what it holds
-    return tuple(places[p] for p in positions if p < in_loops), tuple(p - in_loops for p in positions if p >= in_loops)
+    return all(use.examples(n) is not None for use in uses)
 
 
 def main_use(uses: Sequence[Use]) -> Use:
@@ -348,7 +334,7 @@ def _kronecker_layer(leaves, reads: Reads, by_leaf, traced: Trace, n: int | None
         layouts.append(axes_lib.layout(pairs))
     by_parts, lookup, ragged = by_part(uses), main.read.op == "embedding", any(u.read.groups is not None for u in uses)
     rows = {sum(use.for_all(batch or n or 1).rows for use in part) for part in by_parts}
-    ordered = batch is not None and _example_orders(uses, batch)
+    ordered = _told_apart(uses, batch)
     parts = math.prod(atom.size for atom in uses[0].picked)
     summed = reduced and not lookup
     if summed and (ragged or len({use.layout for use in uses}) > 1 or not ordered):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -119,10 +119,9 @@ class Mark:
 
 @dataclasses.dataclass(frozen=True)
 class Marks:
-    """All marked outputs of a traced loss, in program order, and the leaves that the loss depends on."""
+    """All marked outputs of a traced loss, in program order."""
 
     marks: tuple[Mark, ...]
-    loss_leaves: frozenset[int]
 
     @property
     def weighted(self) -> bool:
@@ -190,14 +189,14 @@ class Marks:
             how += ", or mark the output with kfac.output; or pass the batch as an argument, named by batch_argnums="
         return None, f"the number of examples is not clear: {why}.{how}"
 
-    def require(self, what: str, names: Sequence[str], skipped: Collection[str]) -> None:
+    def require(self, what: str, traced: Trace, skipped: Collection[str]) -> None:
         """Raises a `ValueError` unless every parameter of the loss acts on it through a marked output."""
         if not self.marks:
             how = "logits = kfac.output(logits, 'categorical')"
             raise ValueError(f"{what} needs the output of the network: mark it inside loss_fn, {how}")
         reached = frozenset[int]().union(*(mark.value.leaves for mark in self.marks))
-        missing = [names[leaf] for leaf in sorted(self.loss_leaves - reached) if names[leaf] not in skipped]
-        if missing:
+        unreached = sorted(traced.program.outputs[0].leaves - reached)
+        if missing := [name for name in (traced.names[leaf] for leaf in unreached) if name not in skipped]:
             raise ValueError(
                 f"{what}: the loss depends on {', '.join(map(repr, missing[:5]))}, but no marked output does: mark "
                 "with kfac.output all that the loss compares with targets, or leave these parameters out with skip="
@@ -224,7 +223,7 @@ def find_marks(traced: Trace) -> Marks:
             marks.append(Mark(("", len(marks)), op, named(likelihood), float(weight)))
         if not op.inner and equations.holds_mark(op.eqn):
             raise ValueError(f"kfac.output cannot be followed inside {op.name}: mark what comes out of it")
-    return Marks(tuple(marks), traced.program.outputs[0].leaves)
+    return Marks(tuple(marks))
 
 
 # -- targets -----------------------------------------------------------------------------------------------------------
@@ -347,7 +346,7 @@ def marked(value_fn: Callable[[Any], Any], params: Any, num_examples: int | None
     """
     traced = trace(value_fn, False, params, (), {})
     marks = find_marks(traced)
-    marks.require(what, traced.names, ())
+    marks.require(what, traced, ())
     n, unclear = marks.num_examples(num_examples, traced.batch, {})
     if n is None:
         raise ValueError(unclear.replace("to value_and_grad", f"to {what}"))

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from kfac._capture import axes as axes_lib
-from kfac._capture.find_layers import Analysis, layers_of, placed_rows
+from kfac._capture.find_layers import layers_of
 from kfac._capture.finish import Sums, basis_key, finish_kronecker, probe_key
 from kfac._capture.outputs import Marks
 from kfac._capture.spread import Spread
@@ -32,7 +32,6 @@ class Planned:
     """All that `value_and_grad` needs to collect and finish the statistics of a loss.
 
     Attributes:
-      analysis: the layers, and the reads that they come from.
       num_examples: `n`, that of which the loss is the mean.
       batch: how many the batch has; None where that is not known.
       plan: where the taps are.
@@ -41,7 +40,6 @@ class Planned:
       sums: what the taps sum, by layer.
     """
 
-    analysis: Analysis
     num_examples: int
     batch: int | None
     plan: Plan
@@ -92,7 +90,7 @@ def plan_taps(
     if subsample > (batch or n or subsample):
         raise ValueError(f"subsample={subsample}, but the batch has {batch or n} example(s)")
     check_same(options, analysis.layers)
-    planned = Planned(analysis, n or 1, batch, analysis.reads.plan, traced.batch.lies, wire)
+    planned = Planned(n or 1, batch, analysis.reads.plan, traced.batch.lies, wire)
     corrected = {layer.name for layer in options if moments and layer.correctable}
     for layer in analysis.layers:
         uses = analysis.uses[layer.name]
@@ -182,10 +180,10 @@ def _spread_taps(planned: Planned, layer: Layer, taps: list[KroneckerTap]) -> li
 def _spread_tap(tap: KroneckerTap, batch: int | None, spread: Spread) -> KroneckerTap | None:
     """Makes a tap for one device's share of the examples; None unless these begin an axis of data and of gradient."""
     read, geometry = tap.use.read, tap.use.read.geometry
-    placed = placed_rows(tap.use, batch) if batch else None
-    if placed is None or not placed[1]:
+    examples = tap.use.examples(batch)
+    if not examples:
         return None
-    position, rows = placed[1][0], dict(read.rows)
+    position, rows = examples[0], dict(read.rows)
     size, g = axes_lib.flatten(read.y_axes)[position].size, axes_lib.begins(read.y_axes, position)
     if isinstance(geometry, Lookup):
         x = 0 if g == 0 else None  # the first axis of the indices
@@ -216,9 +214,9 @@ def _examples(planned: Planned, layer: Layer, use: Use, subsample: int, moments:
     """
     if use.read.groups is not None or not (moments or subsample > 1 or layer.weight_sharing == "reduce"):
         return ()
-    placed = placed_rows(use, planned.batch) if planned.batch else None
-    if placed is not None and (placed[1] or moments or layer.weight_sharing == "reduce"):
-        return placed[1]
+    examples = use.examples(planned.batch)
+    if examples is not None and (examples or moments or layer.weight_sharing == "reduce"):
+        return examples
     return tuple(p for p, _ in use.read.rows[:1])
 
 
@@ -250,18 +248,18 @@ def _plan_elementwise(planned: Planned, layer: Layer, uses: list[list[Use]], sub
     for column, uses_of_leaf in enumerate(uses):
         dtype = jnp.result_type(*{use.read.dtype for use in uses_of_leaf})
         for use in uses_of_leaf:
-            placed = placed_rows(use, n)
-            assert placed is not None, "without it the leaf has the gradient's own diagonal"
+            examples = use.examples(n)
+            assert examples is not None, "without them the leaf has the gradient's own diagonal"
             flat = axes_lib.flatten(use.read.y_axes)
-            rows = [p for p, atom in enumerate(flat) if not atom.of_leaf and p not in placed[1]]
+            rows = [p for p, atom in enumerate(flat) if not atom.of_leaf and p not in examples]
             # Entries are put in their places as they are read.
-            arrange = axes_lib.arrangement(use.read.y_axes, (), placed[1], rows)._replace(flips=())
+            arrange = axes_lib.arrangement(use.read.y_axes, (), examples, rows)._replace(flips=())
             atoms = [*use.scanned, *(flat[p] for p in arrange.features)]
             where = axes_lib.entries(use.view.shape, use.view.start, atoms)
             # Uses of the same entries are summed for each example before they are squared.
             iterated = [loop for loop, iterates in use.levels(examples=True) if iterates]
             lengths = tuple(loop.length for loop in iterated)
-            key = keys.setdefault((column, lengths, placed[1] == (), where.tobytes()), (layer.name, len(keys)))
+            key = keys.setdefault((column, lengths, examples == (), where.tobytes()), (layer.name, len(keys)))
             entries[key] = Entries(column, where, lengths, tuple(k for k, loop in enumerate(iterated) if loop.longer))
             taps.append(ElementwiseTap(key, use, arrange, dtype))
     # Every how many-th example, where they lie on one axis.

@@ -5,8 +5,8 @@
 
 Any other operation computes something derived from a parameter. That is harmless for a weight penalty; where it meets
 data, the parameter gets the gradient's own factors. A new entry is a function like `_product` and its name in `_TABLE`.
-Programs inside an equation are looked into before (`equations.call`). `register_primitive` adds operations of a user's
-own. What operations do with the axes of data is said here, too (`placed`, `indexed`).
+Programs inside an equation are looked into before (`equations.called`). `register_primitive` adds a user's operations.
+What operations do with the axes of data is said here, too (`placed`, `indexed`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jax.lax import GatherScatterMode
 
 from kfac._capture import axes as axes_lib
 from kfac._capture.axes import Atom, Axes, Axis, foreign, holds_examples, mixed
-from kfac._capture.equations import FORMS, IDENTITIES, SUMS, call, name_of, registered
+from kfac._capture.equations import FORMS, IDENTITIES, SUMS, called, name_of, registered
 from kfac._statistics.convolution import Convolution
 from kfac._statistics.rows import Dense, Geometry, Lookup, accumulator
 
@@ -60,7 +60,6 @@ class Read:
       other: which input the data is.
       x_axes: axes of the data in terms of the leaf (dense), of its patches (conv) or of the counts of rows (embedding).
       y_axes: axes of the result; what is not the leaf's is foreign.
-      shape: shape of the result.
       dtype: in which sums over rows are formed.
       batched: leaf atoms that are a batch axis of the operation: independent copies.
       rows: pairs of positions among all atoms of `y_axes` and of `x_axes`: the same examples and positions.
@@ -76,7 +75,6 @@ class Read:
     other: int
     x_axes: Axes
     y_axes: Axes
-    shape: tuple[int, ...]
     dtype: Any
     batched: tuple[Atom, ...] = ()
     rows: tuple[tuple[int, int], ...] = ()
@@ -399,8 +397,7 @@ def _lookup(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning
 def _read(eqn: Any, operand: int, op: str, x_axes: Sequence[Axis], y_axes: Sequence[Axis], **more: Any) -> Read:
     """Makes the read of an operation of two arrays. Sums over rows have the widest dtype of its inputs and results."""
     dtype = jnp.result_type(*{accumulator(var.aval.dtype) for var in (*eqn.invars[:2], *eqn.outvars)})
-    name, shape = eqn.primitive.name, tuple(eqn.outvars[0].aval.shape)
-    return Read(op, name, operand, 1 - operand, tuple(x_axes), tuple(y_axes), shape, dtype, **more)
+    return Read(op, eqn.primitive.name, operand, 1 - operand, tuple(x_axes), tuple(y_axes), dtype, **more)
 
 
 _TABLE: dict[str, Rule] = {
@@ -419,9 +416,9 @@ def _single(eqn: Any, like: Callable[..., Any]) -> tuple[Any, list[Any]]:
     avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars]
     jaxpr = jax.make_jaxpr(like)(*avals).jaxpr
     order = list(jaxpr.invars)
-    while len(jaxpr.eqns) == 1 and (called := call(jaxpr.eqns[0])) and called.kind in ("call", "remat"):
-        inside_of = dict(zip(jaxpr.eqns[0].invars, called.closed.jaxpr.invars, strict=True))
-        jaxpr, order = called.closed.jaxpr, [inside_of.get(var) for var in order]
+    while len(jaxpr.eqns) == 1 and (inner := called(jaxpr.eqns[0])) and inner[0] != "scan":
+        inside_of = dict(zip(jaxpr.eqns[0].invars, inner[1].jaxpr.invars, strict=True))
+        jaxpr, order = inner[1].jaxpr, [inside_of.get(var) for var in order]
     shapes = [[tuple(var.aval.shape) for var in outvars] for outvars in (jaxpr.outvars, eqn.outvars)]
     if len(jaxpr.eqns) != 1 or shapes[0] != shapes[1]:
         result = f"a result of shape {', '.join(map(str, shapes[1]))}"

@@ -24,10 +24,6 @@ from kfac._capture.axes import Axes, Axis
 State = TypeVar("State")
 
 
-class AnotherProgramError(Exception):
-    """With twice as many examples the loss is another program."""
-
-
 @dataclasses.dataclass(eq=False)
 class Value:
     """An array of a program.
@@ -35,8 +31,8 @@ class Value:
     Attributes:
       shape: its shape.
       dtype: its dtype.
-      twice: its shape where the loss is traced with twice as many examples; None where that is not known.
       number: what it is, of a number written into the program.
+      twice: its shape where the loss is traced with twice as many examples; None where that is not known.
       axes: its axes in atoms, with those that hold examples marked (`examples.py`).
       rows: whether it depends on the batch, or holds examples.
       from_arguments: whether it depends on array arguments of the loss.
@@ -47,8 +43,8 @@ class Value:
 
     shape: tuple[int, ...]
     dtype: Any
-    twice: tuple[int, ...] | None = None
     number: Any = None
+    twice: tuple[int, ...] | None = None
     axes: Axes = ()
     rows: bool = False
     from_arguments: bool = False
@@ -75,8 +71,8 @@ class Op:
       within: the jaxpr that it is one of.
       inputs: what it reads.
       outputs: what it computes.
-      call: what it calls, of a scan and a remat.
-      inner: the program inside of these.
+      scan: of a scan, what it does with its inputs.
+      inner: the program inside a scan and a remat.
       around: the scans and remats that it is inside of, from the outermost inwards.
       longer: of a scan, whether its length grows with the examples.
       along: and the axis that it goes along.
@@ -89,7 +85,7 @@ class Op:
     within: Any
     inputs: list[Value]
     outputs: list[Value]
-    call: equations.Call | None = None
+    scan: equations.Scan | None = None
     inner: Program | None = None
     around: tuple[Op, ...] = ()
     longer: bool = False
@@ -101,10 +97,6 @@ class Op:
     @property
     def name(self) -> str:
         return self.eqn.primitive.name
-
-    @property
-    def scan(self) -> equations.Scan | None:
-        return self.call.scan if self.call else None
 
     @property
     def length(self) -> int:
@@ -194,84 +186,41 @@ class Program:
                 yield from op.inner.walk()
 
 
-def flat(closed: Any, twin: Any = None, alike: bool = True, around: tuple[Op, ...] = ()) -> Program:
-    """The program of a jaxpr, with calls written out.
-
-    Args:
-      closed: the jaxpr, with its constants.
-      twin: that of the same loss with twice as many examples, if there is one.
-      alike: whether the two must do the same operations. A batch of one may do some in another way, as a gather; what
-        is between the same operations is then not compared.
-      around: the scans and remats that it is inside of.
-
-    Raises:
-      AnotherProgramError: the twin does not do the same operations.
-    """
-    program = Program(_values(closed.jaxpr.invars, twin and twin.jaxpr.invars), {}, [], [], around)
-    program.outputs = _inline(program, closed, program.inputs, twin, alike)
+def flat(closed: Any, around: tuple[Op, ...] = ()) -> Program:
+    """The program of a closed jaxpr, with calls written out, inside the scans and remats `around`."""
+    program = Program(list(map(_value, closed.jaxpr.invars)), {}, [], [], around)
+    program.outputs = _inline(program, closed, program.inputs)
     return program
 
 
-def _values(variables: Sequence[Any], twins: Sequence[Any] | None) -> list[Value]:
-    def value(var, twin):
-        shape, number = _shape(var), var.val if isinstance(var, jex.Literal) else None
-        return Value(shape, var.aval.dtype, None if twin is None else _shape(twin), number)
-
-    return [value(*pair) for pair in zip(variables, twins or [None] * len(variables), strict=True)]
+def _value(var: Any) -> Value:
+    number = var.val if isinstance(var, jex.Literal) else None
+    return Value(tuple(getattr(var.aval, "shape", ())), var.aval.dtype, number)
 
 
-def _shape(var: Any) -> tuple[int, ...]:
-    return tuple(getattr(var.aval, "shape", ()))
-
-
-def _pairs(eqns: Sequence[Any], twins: Sequence[Any], alike: bool) -> list[Any]:
-    """For each equation the one that does the same; None for one without."""
-
-    def form(eqn):
-        return eqn.primitive.name, *(len(_shape(var)) for var in (*eqn.invars, *eqn.outvars))
-
-    forms = [list(map(form, each)) for each in (eqns, twins)]
-    if forms[0] == forms[1]:
-        return list(twins)
-    if alike:
-        raise AnotherProgramError
-    result: list[Any] = [None] * len(eqns)
-    for one, other, size in difflib.SequenceMatcher(None, forms[0], forms[1], autojunk=False).get_matching_blocks():
-        result[one : one + size] = twins[other : other + size]
-    return result
-
-
-def _inline(into: Program, closed: Any, inputs: Sequence[Value], twin_closed: Any, alike: bool) -> list[Value]:
+def _inline(into: Program, closed: Any, inputs: Sequence[Value]) -> list[Value]:
     """Adds the operations of a jaxpr to a program; its results."""
-    jaxpr, twin = closed.jaxpr, twin_closed and twin_closed.jaxpr
-    env: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
-    as_many = twin and len(twin.constvars) == len(jaxpr.constvars)
-    constants = _values(jaxpr.constvars, twin.constvars if as_many else None)
-    env.update(zip(jaxpr.constvars, constants, strict=True))
+    jaxpr = closed.jaxpr
+    constants = list(map(_value, jaxpr.constvars))
     into.consts.update(zip(constants, closed.consts, strict=True))
+    env: dict[Any, Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *inputs), strict=True))
 
-    def read(variables, twins) -> list[Value]:
-        numbers = _values(variables, twins)
-        return [n if isinstance(var, jex.Literal) else env[var] for var, n in zip(variables, numbers, strict=True)]
+    def read(variables) -> list[Value]:
+        return [_value(var) if isinstance(var, jex.Literal) else env[var] for var in variables]
 
-    others = _pairs(jaxpr.eqns, twin.eqns, alike) if twin else [None] * len(jaxpr.eqns)
-    for eqn, other in zip(jaxpr.eqns, others, strict=True):
-        inputs = read(eqn.invars, other and other.invars)
-        call, other_call = equations.call(eqn), equations.call(other) if other is not None else None
-        inner_twin = other_call and other_call.closed
-        if call and call.kind == "call":
-            inputs = _constrained(into, inputs, equations.shardings(eqn)[0])
-            results = _inline(into, call.closed, inputs, inner_twin, alike)
-            results = _constrained(into, results, equations.shardings(eqn)[1])
+    for eqn in jaxpr.eqns:
+        inputs, (kind, inner) = read(eqn.invars), equations.called(eqn) or ("", None)
+        if kind == "call":
+            entering, leaving = equations.shardings(eqn)
+            results = _inline(into, inner, _constrained(into, inputs, entering))
+            results = _constrained(into, results, leaving)
         else:
-            results = _values(eqn.outvars, other and other.outvars)
-            op = Op(eqn, jaxpr, inputs, results, call, around=into.around)
-            if call:
-                op.inner = flat(call.closed, inner_twin, alike, (*into.around, op))
-                op.longer = other_call is not None and other_call.scan != call.scan
+            results = list(map(_value, eqn.outvars))
+            op = Op(eqn, jaxpr, inputs, results, equations.scan(eqn), around=into.around)
+            op.inner = flat(inner, (*into.around, op)) if inner else None
             into.ops.append(op)
         env.update(zip(eqn.outvars, results, strict=True))
-    return read(jaxpr.outvars, twin and twin.outvars)
+    return read(jaxpr.outvars)
 
 
 def _constrained(program: Program, values: list[Value], shardings: Sequence[Any]) -> list[Value]:
@@ -286,6 +235,48 @@ def _constrained(program: Program, values: list[Value], shardings: Sequence[Any]
             value = new
         result.append(value)
     return result
+
+
+# -- twice as many examples --------------------------------------------------------------------------------------------
+
+
+class AnotherProgramError(Exception):
+    """With twice as many examples the loss is another program."""
+
+
+def compare(program: Program, twin: Program, alike: bool) -> None:
+    """Notes what grows between a program and the twin that it is with twice as many examples.
+
+    Args:
+      program: the program.
+      twin: the other one.
+      alike: whether the two must do the same operations. A batch of one may do some in another way, as a gather; what
+        is between the same operations is then not compared.
+
+    Raises:
+      AnotherProgramError: the twin does not do the same operations.
+    """
+
+    def form(op):
+        return op.name, *(len(value.shape) for value in (*op.inputs, *op.outputs))
+
+    forms, other_forms = list(map(form, program.ops)), list(map(form, twin.ops))
+    blocks: Sequence[tuple[int, int, int]] = [(0, 0, len(forms))]
+    if forms != other_forms:
+        if alike:
+            raise AnotherProgramError
+        blocks = difflib.SequenceMatcher(None, forms, other_forms, autojunk=False).get_matching_blocks()
+    arrays = list(zip(program.inputs, twin.inputs, strict=True))
+    if len(program.consts) == len(twin.consts):
+        arrays += zip(program.consts, twin.consts, strict=True)
+    for start, other_start, count in blocks:
+        for op, other in zip(program.ops[start : start + count], twin.ops[other_start:], strict=False):
+            arrays += zip(op.outputs, other.outputs, strict=True)
+            if op.inner and other.inner:
+                compare(op.inner, other.inner, alike)
+                op.longer = op.length != other.length
+    for value, larger in arrays:
+        value.twice = larger.shape
 
 
 # -- what reaches the loss ---------------------------------------------------------------------------------------------

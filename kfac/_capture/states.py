@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 
 from kfac._capture import axes as axes_lib
 from kfac._capture.axes import Atom, Axes
+from kfac._capture.examples import positions_of_examples
 from kfac._capture.primitives import Read
 from kfac._capture.program import Op, Value
 from kfac._layers import Layout
@@ -154,9 +155,21 @@ class Use:
             x_axes=(axis, *read.x_axes),
             y_axes=(axis, *read.y_axes),
             rows=(*((0, 0) for _ in axis), *((y + len(axis), x + len(axis)) for y, x in read.rows)),
-            shape=(n, *read.shape),
         )
         return dataclasses.replace(self, read=read, late=False)
+
+    def examples(self, n: int | None) -> tuple[int, ...] | None:
+        """Which atoms of the result are the `n` examples, but for those that scans go over.
+
+        None where they are not all there, or not in their order.
+        """
+        along = [loop.along for loop in self.op.loops]
+        in_loops = len(axes_lib.flatten(along))
+        positions = None if n is None else positions_of_examples((*along, *self.for_all(n).read.y_axes), n)
+        slowest = [] if positions is None else sorted(p for p in positions if p < in_loops)
+        if positions is None or list(positions[: len(slowest)]) != slowest:
+            return None  # also where a scan goes over what runs faster than what it holds
+        return tuple(p - in_loops for p in positions[len(slowest) :])
 
     @property
     def roles(self) -> dict[Atom, str]:

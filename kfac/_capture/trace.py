@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from kfac._capture import equations
 from kfac._capture.examples import place
-from kfac._capture.program import AnotherProgramError, Program, flat, mark_live
+from kfac._capture.program import AnotherProgramError, Program, compare, flat, mark_live
 from kfac._checks import as_argnums
 from kfac._layers import Layers, leaf_paths
 from kfac._varying import AxisName
@@ -160,7 +160,8 @@ def trace(
         twice = f"{2 * n} examples in {batch.where}"
         try:
             twin, _ = traced([_twice(x) if k in leaves else x for k, x in enumerate(arrays)])
-            program = flat(closed, twin, alike=n > 1)
+            program = flat(closed)
+            compare(program, flat(twin), alike=n > 1)
         except AnotherProgramError:
             return f"with {twice} the loss is another program"
         except Exception as error:  # whatever a model raises that has a batch size written into it

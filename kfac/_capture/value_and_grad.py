@@ -112,7 +112,7 @@ def value_and_grad(
         marks = find_marks(traced)
         if drawn or marks.weighted:
             skipped = {path for layer in layers if layer.kind == "skipped" for path in layer.params}
-            marks.require(f"fisher={fisher!r}" if drawn else "weight= of kfac.output", traced.names, skipped)
+            marks.require(f"fisher={fisher!r}" if drawn else "weight= of kfac.output", traced, skipped)
             mark_live(traced.program, [mark.op for mark in marks.marks])
         planned = plan_taps(traced, layers, marks, num_examples, subsample, basis is not None, communication_dtype)
         entries: dict[Any, Any] = {}

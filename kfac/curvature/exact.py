@@ -80,7 +80,7 @@ def fisher_blocks(
     def blocks(params, *args, **kwargs):
         traced = trace(loss_fn, has_aux, params, args, kwargs, *batch_of(layers, args, kwargs))
         marks, skipped = find_marks(traced), {path for layer in layers if not layer.block for path in layer.params}
-        marks.require("the exact Fisher matrix", traced.names, skipped)
+        marks.require("the exact Fisher matrix", traced, skipped)
         found = layers_of(traced, layers, marks, num_examples)
         check_same(layers, found.layers)
         n = found.num_examples
