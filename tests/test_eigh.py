@@ -83,6 +83,7 @@ def test_preconditioning_is_a_solve_with_the_damped_kronecker_product(x64):
         inverse=kfac.Eigh(),
         damping=lambda t: jnp.where(t < 1, 0.25, 2.0),
         inverse_every=5,
+        refresh_warmup=0,
         distribution=kfac.Distribution(),
     )
     state = jax.jit(tx.init)(params)

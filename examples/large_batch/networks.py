@@ -12,7 +12,8 @@
 (`--batch 10`), the schedule of the study for all. `--schedule average` keeps the rate after its warm-up, and scores the
 mean of the weights of the last quarter of the steps. A trial that is in --results is not run again. Of some
 there are results only: "kfac-soap-eigh", a `Soap` that decomposed its factors; "kfac-0.3.0", the default then;
-"kfac-whole", with `find_layers(max_dim=8192)`; "kfac-before", the default between 0.3.0 and today's.
+"kfac-whole", with `find_layers(max_dim=8192)`; "kfac-before", the default between 0.3.0 and "kfac-at-once", whose
+intervals did not grow.
 """
 
 from __future__ import annotations
