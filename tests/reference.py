@@ -148,7 +148,7 @@ class Reference:
         self.weight = dict.fromkeys(BLOCKS, 0.0)
         self.inverses = {}
         self.dampings = None  # of the last step
-        self.changed = None  # the last step with statistics or another damping
+        self.stale = False  # statistics or another damping since the last refresh
         self.measured = -1  # the last with statistics
         self.trace = None
 
@@ -196,15 +196,15 @@ class Reference:
         if statistics is not None:
             self.accumulate(statistics)
         if statistics is not None or dampings != self.dampings:
-            self.changed = t
+            self.stale = True
         self.dampings = dampings
         every, warmup = self.inverse_every, self.refresh_warmup
         if warmup:
             every = min(every, 1 if t < warmup else 2 ** (1 + int(np.log2(t // warmup))))
-        # What happened a whole interval ago or before has reached every block.
-        news = t - self.changed < every
+        refreshes = self.stale and (t % every == 0 or t % self.inverse_every == 0)
+        self.stale = self.stale and not refreshes
         for name in self.factors:
-            if news and t % every == 0:
+            if refreshes:
                 self.refresh(name)
                 self.ages[name] = 0
             elif name in self.inverses:

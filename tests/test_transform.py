@@ -313,8 +313,9 @@ def test_when_the_inverses_are_refreshed():
     assert ages(3, 5, 8) == [0, 0, 0, 0, 0, 1, 0, 1]
     # In the first phase steps with statistics refresh, and no others but the regular ones.
     assert ages(3, 5, 8, without=(1, 2, 4)) == [0, 1, 2, 0, 1, 2, 0, 1]
-    # From there the interval doubles whenever the steps have, up to its value.
-    assert [t for t, age in enumerate(ages(9, 2, 28)) if age == 0] == [0, 1, 2, 4, 8, 18, 27]
+    # From there the interval doubles whenever the steps have, up to its value, whose multiples refresh all the same.
+    assert [t for t, age in enumerate(ages(9, 2, 28)) if age == 0] == [0, 1, 2, 4, 8, 9, 18, 27]
+    assert ages(9, 2, 11, without=(9, 10))[-3:] == [0, 1, 2]  # nothing is new at 9
 
 
 @pytest.mark.parametrize("option", ["damping", "unitwise_damping"])

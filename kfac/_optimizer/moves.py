@@ -77,7 +77,7 @@ class Now(NamedTuple):
       damping: that of Kronecker blocks.
       unitwise: that of unit-wise and diagonal ones.
       decay: that of the running averages.
-      period: steps between refreshes; 0 for none.
+      turn: whether this step refreshes inverses that are stale.
       limit: the constraint of the KL clip.
       rate: the learning rate.
       momentum: its decay.
@@ -87,7 +87,7 @@ class Now(NamedTuple):
     damping: jax.Array
     unitwise: jax.Array
     decay: jax.Array
-    period: jax.Array
+    turn: jax.Array
     limit: jax.Array | None
     rate: jax.Array
     momentum: jax.Array

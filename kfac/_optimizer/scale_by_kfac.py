@@ -81,12 +81,12 @@ def scale_by_kfac(
       damping: positive scalar or schedule of the step; takes effect at the next refresh, with `Eigh` at once.
       factor_decay: decay of the running averages in a step, in [0, 1); 0 uses the last statistics alone. Scalar or
         schedule.
-      statistics_every: every so many steps, and in all of the warm-up, `due` says yes. `update` takes in whatever
-        statistics it gets. Where all inverses are refreshed in the same steps, one without statistics has no refresh.
+      statistics_every: every so many steps, at first more often, `due` says yes. `update` takes in whatever statistics
+        it gets. Where all inverses are refreshed in the same steps, one without statistics has no refresh.
       inverse_every: all inverses are refreshed every so many steps, counted from the first. None: `update` refreshes
         nothing, and its program has no refresh; the training loop calls `refresh`.
       refresh_warmup: in so many first steps both intervals are 1, until twice as many 2, until four times 4, and so on
-        up to their values. None: 10. Not with `inverse_every=None`.
+        up to their values; multiples of `inverse_every` refresh, too. None: 10. Not with `inverse_every=None`.
       inverse: how Kronecker blocks are inverted and applied: `Cholesky()` as above, `Eigh()`, `Ekfac()`, or an
         `Inverse` of one's own.
       unitwise_damping: factor on `damping` for unit-wise and diagonal blocks. Scalar or schedule.
@@ -109,7 +109,7 @@ def scale_by_kfac(
 def precondition_and_move(layers: Layers, moves: Moves, options: Options) -> optax.GradientTransformationExtraArgs:
     """`scale_by_kfac` with what follows the preconditioner in stacks of blocks."""
     damping, inverse, distribution, factor_decay, statistics_every, inverse_every, warmup, unitwise_damping = options
-    warmup = 10 if warmup is None else warmup
+    warmup, period = 10 if warmup is None else warmup, 1 if inverse_every is None else inverse_every
     uses = distribution or Distribution()
     general = Config(layers, group_layers(layers), inverse, Way(), inverse_every is not None, moves)
     constant = isinstance(inverse_every, int) and isinstance(statistics_every, int)
@@ -146,7 +146,8 @@ def precondition_and_move(layers: Layers, moves: Moves, options: Options) -> opt
             damping=value_at(damping, count),
             unitwise=value_at(damping, count) * value_at(unitwise_damping, count),
             decay=value_at(factor_decay, count),
-            period=interval_at(count, 0 if inverse_every is None else inverse_every, warmup),  # 0: no refresh
+            # Also at multiples of the last interval, where loops that count by themselves bring statistics.
+            turn=refreshes & (in_turn(count, period, warmup) | in_turn(count, period, 0)),
         )
         match_leaves(layers, updates, "updates")
         if params is not None:
@@ -159,20 +160,20 @@ def precondition_and_move(layers: Layers, moves: Moves, options: Options) -> opt
             types_tell = all(kind == AxisType.Explicit for kind in mesh.axis_types)
             meshed = OverMesh(config, mesh, shards_of(state), {} if types_tell else dict(state.splits.specs))
             updates, state = meshed.step(updates, params, state, now, factors)
-        return updates, state._replace(due=state.count % interval_at(state.count, statistics_every, warmup) == 0)
+        return updates, state._replace(due=in_turn(state.count, statistics_every, warmup))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def interval_at(count: jax.Array, every: int | jax.Array, warmup: int | jax.Array) -> jax.Array:
-    """The interval at step `count`: 1 in the warm-up, 2 until twice as many steps, 4 until four times, and so on.
+def in_turn(count: jax.Array, every: int | jax.Array, warmup: int | jax.Array) -> jax.Array:
+    """Whether step `count` is a multiple of an interval: 1 in the warm-up, 2 until twice as many steps, 4, and so on.
 
     At most it is `every`, and without a warm-up always. Factors change on the scale of the steps so far: fast at first,
     then ever more slowly.
     """
     every, warmup = (jnp.asarray(x).astype(jnp.int32) for x in (every, warmup))
-    doublings = 32 - lax.clz(count // jnp.maximum(warmup, 1))
-    return jnp.where(warmup > 0, jnp.minimum(every, 1 << doublings), every)
+    doublings = jnp.minimum(32 - lax.clz(count // jnp.maximum(warmup, 1)), 30)
+    return count % jnp.where(warmup > 0, jnp.minimum(every, 1 << doublings), every) == 0
 
 
 def is_dealt(uses: Distribution, state: KfacState) -> bool:

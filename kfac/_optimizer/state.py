@@ -125,8 +125,8 @@ class KfacState(NamedTuple):
       count: optimizer steps so far. One whose result is not finite is none: schedules and the interval of the refreshes
         stay where they are, as they do in the optax parts of `kfac`.
       refused: whether the last step was none, as its result was not finite.
-      changed: the number of the last step that brought statistics or another damping; -1 before the first.
-      measured: the number of the last step that brought statistics; likewise.
+      stale: whether there were statistics or another damping since the last refresh.
+      measured: the number of the last step that brought statistics; -1 before the first.
       due: whether the next step is to bring statistics.
       damping: the damping of the last step.
       unitwise_damping: that of unit-wise and diagonal blocks.
@@ -143,7 +143,7 @@ class KfacState(NamedTuple):
 
     count: jax.Array  # type: ignore[assignment]  # optax's name for it
     refused: jax.Array
-    changed: jax.Array
+    stale: jax.Array
     measured: jax.Array
     due: jax.Array
     damping: jax.Array
@@ -237,7 +237,7 @@ def init_state(config: Config, params: Any) -> KfacState:
     return KfacState(
         count=jnp.zeros((), jnp.int32),
         refused=jnp.zeros((), bool),
-        changed=jnp.full((), -1, jnp.int32),
+        stale=jnp.zeros((), bool),
         measured=jnp.full((), -1, jnp.int32),
         due=jnp.ones((), bool),
         damping=jnp.zeros((), jnp.float32),

@@ -53,7 +53,7 @@ def preconditioned_step(
     config.way.check(updates.tree, factors if isinstance(factors, Factors) else None)
     place = Place(config, now, shards_of(state))
     updates, gradients, square, usable = take_gradients(place, state, updates)
-    changed, due = decide(place, state, usable, statistics=factors is not None)
+    stale, due = decide(place, state, usable, statistics=factors is not None)
     left_out: Vectors = {}
     if factors is not None:
         stacks = average_statistics(place, factors) if isinstance(factors, Factors) else factors
@@ -76,7 +76,7 @@ def preconditioned_step(
     updates, usable = restore(place, updates, steps, usable & jnp.isfinite(sum(squares)))
     metrics, usable = measure(place, state, motions, square, squares, scale, [left_out, failed], usable)
     state = commit(state, config.way, advanced, motions, usable)
-    state = count(state._replace(measured=measured), now, changed, metrics, usable)
+    state = count(state._replace(measured=measured, stale=stale), now, metrics, usable)
     return updates, state
 
 
@@ -128,16 +128,16 @@ def sum_of_all(place: Place, matrices: Vectors) -> jax.Array:
 
 
 def decide(place: Place, state: KfacState, usable: jax.Array, *, statistics: bool) -> tuple[jax.Array, jax.Array]:
-    """Decides whether blocks are refreshed: at intervals, if anything has changed since the last one.
+    """Decides whether blocks are refreshed: in turn, if anything has changed since the last refresh.
 
     Returns:
-      The last step that brought statistics or another damping, and whether this one refreshes.
+      Whether inverses are stale after the step, and whether it refreshes them.
     """
-    now, step = place.now, state.count
+    now = place.now
     changed = (now.damping != state.damping) | (now.unitwise != state.unitwise_damping) | statistics
-    last_change = jnp.where(usable & changed, step, state.changed)
-    in_turn = (step % now.period == 0) & (step - last_change < now.period)
-    return last_change, usable & in_turn
+    stale = state.stale | (usable & changed)
+    due = usable & now.turn & stale
+    return stale & ~due, due
 
 
 def precondition(place: Place, state: KfacState, gradients: Vectors) -> tuple[Vectors, dict[str, Any], Vectors]:
@@ -331,7 +331,7 @@ def commit(
     return state
 
 
-def count(state: KfacState, now: Now, changed: jax.Array, metrics: KfacMetrics, usable: jax.Array) -> KfacState:
+def count(state: KfacState, now: Now, metrics: KfacMetrics, usable: jax.Array) -> KfacState:
     """The state after the step."""
     rate, (_, highest) = now.rate, state.learning_rates
     rates = jnp.stack([rate, jnp.maximum(rate, highest)])
@@ -339,7 +339,6 @@ def count(state: KfacState, now: Now, changed: jax.Array, metrics: KfacMetrics, 
         learning_rates=jnp.where(usable, rates, state.learning_rates),
         count=jnp.where(usable, optax.safe_increment(state.count), state.count),
         refused=~usable,
-        changed=changed,
         damping=jnp.where(usable, now.damping, state.damping),
         unitwise_damping=jnp.where(usable, now.unitwise, state.unitwise_damping),
         metrics=metrics,
