@@ -105,7 +105,9 @@ def test_until_the_first_refresh_gradients_pass_through():
     grads, factors = measured(0)
     updates, state = jax.jit(tx.update)(grads, jax.jit(tx.init)(initial()), factors=factors)
     assert_close(updates, grads)
-    assert state_of(kfac.state.refresh(state)).shared["unitwise_4x2"].condition[0] > 0
+    refreshed = state_of(kfac.state.refresh(state))
+    assert refreshed.shared["unitwise_4x2"].condition[0] > 0
+    assert state_of(state).stale and not refreshed.stale
 
 
 def test_blocks_alone_that_are_no_products_keep_what_their_damping_is_relative_to():

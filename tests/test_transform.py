@@ -318,6 +318,16 @@ def test_when_the_inverses_are_refreshed():
     assert ages(9, 2, 11, without=(9, 10))[-3:] == [0, 1, 2]  # nothing is new at 9
 
 
+def test_intervals_of_a_short_warm_up_hold_after_as_many_steps_as_can_be_counted():
+    tx = kfac.scale_by_kfac(layers(), statistics_every=3, refresh_warmup=1)
+    state, step = jax.jit(tx.init)(initial())._replace(count=jnp.int32(2**30)), stepper(tx)
+    found = []
+    for _ in range(3):
+        _, state, _ = step(measured(0)[0], state, initial(), None)
+        found.append(bool(kfac.due(state)))
+    assert found == [False, True, False]  # 2**30 + 2 is a multiple of 3
+
+
 @pytest.mark.parametrize("option", ["damping", "unitwise_damping"])
 def test_a_changed_damping_takes_effect_at_the_next_refresh(option):
     schedule = lambda t: jnp.where(t < 2, 0.5, 2.0)  # noqa: E731

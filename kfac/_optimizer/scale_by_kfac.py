@@ -218,7 +218,7 @@ def refresh(opt_state: Any, *, distribution: Distribution | None = None) -> Any:
         state, failed = refresh_inverses(way, state, (state.damping, state.unitwise_damping))
         number = way.total(count_blocks(shards_of(state), way, failed))
         metrics = state.metrics._replace(failed_inversions=state.metrics.failed_inversions + number)
-        return state._replace(metrics=metrics)
+        return state._replace(metrics=metrics, stale=jnp.zeros((), bool))
 
     if mesh is not None and way.owners:
         spec = state_spec(way.owners)
