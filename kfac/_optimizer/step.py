@@ -135,7 +135,7 @@ def decide(place: Place, state: KfacState, usable: jax.Array, *, statistics: boo
     """
     now = place.now
     changed = (now.damping != state.damping) | (now.unitwise != state.unitwise_damping) | statistics
-    stale = state.stale | (usable & changed)
+    stale = state.stale.astype(bool) | (usable & changed)  # `optax.contrib.sam` makes integers of a state's flags
     due = usable & now.turn & stale
     return stale & ~due, due
 
