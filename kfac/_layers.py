@@ -149,6 +149,7 @@ class Layer:
       positions: positions per example that share the weight, at the shapes the layer was found with.
       uses: how many operations, or iterations of a loop, read the parameters (or each part of them); their positions
         add up.
+      overlap: how many windows of a convolution hold an input position, 9 of one of 3 x 3 with stride 1; else 1.
       order: of its first use in the program, among those of all layers; a backward pass comes to the layer in reverse.
     """
 
@@ -168,6 +169,7 @@ class Layer:
     note: str = dataclasses.field(default="", compare=False)
     positions: int | None = dataclasses.field(default=None, compare=False)
     uses: int = dataclasses.field(default=1, compare=False)
+    overlap: float = dataclasses.field(default=1.0, compare=False)
     order: int = dataclasses.field(default=0, compare=False)
 
     @property

@@ -140,12 +140,12 @@ class Kernels(NamedTuple):
     Attributes:
       size: the entries of the kernel that a block is, or is a piece of; 0 of what is no kernel.
       width: the rows of the block that are not the bias.
-      outputs: those of the kernel.
+      square: that of the norm of its step, at a learning rate of 1.
     """
 
     size: Any
     width: Any
-    outputs: Any
+    square: Any
 
 
 def find_kernels(group: Group, lengths: Lengths) -> Kernels:
@@ -155,7 +155,8 @@ def find_kernels(group: Group, lengths: Lengths) -> Kernels:
         kernel = group.block.kernel and not (lengths == "auto" and layer.kind == "embedding")
         each, rows = layer.block_shapes["A"][0], layer.layouts[0].size("in")
         width = np.resize(np.clip(rows - each * np.arange(layer.cut[0]), 0, each), count)
-        parts.append((np.full(count, rows * layer.d_out if kernel else 0), width, np.full(count, layer.d_out)))
+        size = rows * layer.d_out if kernel else 0
+        parts.append((np.full(count, size), width, np.full(count, layer.d_out * layer.overlap)))
     return Kernels(*map(np.concatenate, zip(*parts, strict=True)))
 
 
@@ -187,10 +188,12 @@ class Stack(NamedTuple):
 def lengthened(stacks: Mapping[str, Stack], coefficient: jax.Array | None) -> dict[str, jax.Array]:
     """Rescales the step of each block to a fixed length: curvature and gradient set only its direction.
 
-    The norm `sqrt(d_out)` for the kernel and bias of a dense or convolutional layer together; a root mean square of 0.1
-    for every other leaf with a block, over its elements that move at all. The norm `sqrt(d_out)` is that of an
-    orthogonal matrix with at least as many columns as rows: outputs change by as much in networks of any width. What
-    has no gradient in a step does not move in it: its momentum would be made as long as ever.
+    The norm `sqrt(d_out)` for the kernel and bias of a dense layer together, and `sqrt(o d_out)` of a convolution, of
+    whose windows `o` overlap; a root mean square of 0.1 for every other leaf with a block, over its elements that move
+    at all. The norm `sqrt(d_out)` is that of an orthogonal matrix with at least as many columns as rows: outputs change
+    by as much in networks of any width. What a window holds at each of its offsets has a matrix of its own, unless
+    windows are disjoint. What has no gradient in a step does not move in it: its momentum would be made as long as
+    ever.
 
     With a `coefficient`, the trust ratio, so many times its own norm for each kernel, as with
     `optax.scale_by_trust_ratio`, and nothing else. In either case what does not turn a kernel is left out.
@@ -219,7 +222,7 @@ def _sums(x: Stack) -> list[jax.Array]:
     Returns:
       `u^2`, `u w`, `w^2`, `g w` and `g^2` of the entries `inside`, all but the first 0 of what is no kernel; `u^2` of
       those outside, so of the bias; how many `u`, and `g`, are not zero; elements of a kernel, 0 of what is none; and
-      `d_out`.
+      the square of the norm of its step.
     """
     u, g = x.updates, x.gradients
     products = [u * u, u != 0, g != 0]
@@ -231,8 +234,8 @@ def _sums(x: Stack) -> list[jax.Array]:
     totals = [square, moving, reached, *(rest or 5 * [jnp.zeros_like(square)])]
     square, moving, reached, uw, ww, gw, gg, beside = totals if x.whole is None else x.whole(jnp.stack(totals))
     # Rows that are leaves of their own are alike.
-    size, outputs = (jnp.zeros_like(square) + number for number in (x.kernels.size, x.kernels.outputs))
-    return [square - beside, uw, ww, gw, gg, beside, moving, reached, size, outputs]
+    size, target = (jnp.zeros_like(square) + number for number in (x.kernels.size, x.kernels.square))
+    return [square - beside, uw, ww, gw, gg, beside, moving, reached, size, target]
 
 
 def _lengths(totals: Sequence[jax.Array], coefficient: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -240,7 +243,7 @@ def _lengths(totals: Sequence[jax.Array], coefficient: jax.Array | None) -> tupl
 
     The kernel in it is of no use where its scale does not matter to the loss: there its gradient is at a right angle.
     """
-    square, uw, ww, gw, gg, beside, moving, reached, size, outputs = totals
+    square, uw, ww, gw, gg, beside, moving, reached, size, target = totals
     kernel = size > 0
     # Root by root, as the product of the squares may leave the range of float32.
     bound = RIGHT_ANGLE * jnp.sqrt(ww) * jnp.sqrt(gg) / jnp.sqrt(jnp.where(kernel, size, 1))
@@ -250,7 +253,7 @@ def _lengths(totals: Sequence[jax.Array], coefficient: jax.Array | None) -> tupl
     if coefficient is not None:
         moved = (ww > 0) & (square > 0)
         return jnp.where(moved, _ratio(coefficient * jnp.sqrt(ww), square), 1), radial
-    length = jnp.where(kernel, jnp.sqrt(outputs), BESIDE_KERNELS * jnp.sqrt(moving))
+    length = jnp.where(kernel, jnp.sqrt(target), BESIDE_KERNELS * jnp.sqrt(moving))
     return _ratio(jnp.where(reached > 0, length, 0), square + beside), radial
 
 
