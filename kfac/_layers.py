@@ -149,7 +149,7 @@ class Layer:
       positions: positions per example that share the weight, at the shapes the layer was found with.
       uses: how many operations, or iterations of a loop, read the parameters (or each part of them); their positions
         add up.
-      overlap: how many windows of a convolution hold an input position, 9 of one of 3 x 3 with stride 1; else 1.
+      overlap: how many windows of a convolution hold an input position: 9 of one of 3 x 3, 2.25 with stride 2. Else 1.
       order: of its first use in the program, among those of all layers; a backward pass comes to the layer in reverse.
     """
 

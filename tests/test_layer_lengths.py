@@ -41,11 +41,50 @@ def test_a_kernel_with_its_bias_moves_by_the_norm_of_a_fresh_kernel():
     np.testing.assert_allclose(np.linalg.norm(whole), 0.5 * 2, rtol=1e-5)
 
 
+CONVOLUTIONS = {
+    "3 x 3": ((6, 6), (3, 3), {}, 9),
+    "with stride 2": ((6, 6), (3, 3), {"window_strides": (2, 2)}, 2.25),
+    "along one axis": ((6, 6), (1, 4), {"window_strides": (1, 3)}, 4 / 3),
+    "dilated": ((6, 6), (3, 3), {"rhs_dilation": (2, 2)}, 9),
+    "of channels by themselves": ((6, 6), (3, 3), {"feature_group_count": 4}, 9),
+    "transposed": ((3, 3), (4, 4), {"lhs_dilation": (2, 2), "padding": ((2, 2), (2, 2))}, 16),
+    "of disjoint patches": ((6, 6), (3, 3), {"window_strides": (3, 3)}, 1),
+    "of disjoint patches, transposed": ((3, 3), (2, 2), {"lhs_dilation": (2, 2), "padding": ((1, 1), (1, 1))}, 4),
+    "of the whole image": ((6, 6), (6, 6), {"padding": "VALID"}, 1),
+    "1 x 1 with stride 2": ((6, 6), (1, 1), {"window_strides": (2, 2)}, 1),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_a_convolution_moves_further_by_how_many_windows_hold_an_input(name):
+    size, window, options, overlap = CONVOLUTIONS[name]
+    groups = options.get("feature_group_count", 1)
+    options = {"window_strides": (1, 1), "padding": "SAME"} | options
+
+    def loss(params, images):
+        dimensions = ("NHWC", "HWIO", "NHWC")
+        out = jax.lax.conv_general_dilated(images, params["kernel"], dimension_numbers=dimensions, **options)
+        return jnp.mean(jnp.square(jnp.tanh(out) - 1))
+
+    rng = np.random.default_rng(0)
+    kernel = jnp.asarray(rng.normal(size=(*window, 4 // groups, 8)), jnp.float32)
+    images = jnp.asarray(rng.normal(size=(8, *size, 4)), jnp.float32)
+    found = kfac.find_layers(loss, {"kernel": kernel}, images)
+    assert found[0].overlap == overlap
+    assert kfac.find_layers(loss, {"kernel": kernel}, images, gradient=("kernel",))[0].overlap == 1
+    if name not in ("with stride 2", "of channels by themselves"):  # one alone, and one in copies
+        return
+    _, grads, factors = jax.jit(kfac.value_and_grad(loss, found))({"kernel": kernel}, images)
+    update = one_update(kfac.kfac(0.1, found, momentum=None), {"kernel": kernel}, grads, factors)["kernel"]
+    norms = np.linalg.norm(update.reshape(-1, groups, 8 // groups), axis=(0, 2))
+    np.testing.assert_allclose(norms, 0.1 * np.sqrt(overlap * 8 / groups), rtol=1e-5)
+
+
 def test_all_else_moves_by_a_root_mean_square():
     update = one_update(kfac.kfac(0.5, layers(), momentum=None))
     np.testing.assert_allclose(np.linalg.norm(update["out"]["kernel"]), 0.5 * 2, rtol=1e-5)
-    for leaf in (update["norm"]["scale"], update["norm"]["shift"], update["offset"]):
-        np.testing.assert_allclose(np.sqrt(np.mean(np.square(leaf))), 0.5 * 0.1, rtol=1e-5)
+    for leaf, length in ((update["norm"]["scale"], 0.3), (update["norm"]["shift"], 0.3), (update["offset"], 0.1)):
+        np.testing.assert_allclose(np.sqrt(np.mean(np.square(leaf))), 0.5 * length, rtol=1e-5)
     np.testing.assert_allclose(update["temperature"], -0.5 * measured(0)[0]["temperature"], rtol=1e-5)  # skipped
 
 

@@ -64,6 +64,7 @@ class Read:
       batched: leaf atoms that are a batch axis of the operation: independent copies.
       rows: pairs of positions among all atoms of `y_axes` and of `x_axes`: the same examples and positions.
       geometry: brings the data to the normal form.
+      overlap: how many windows of a convolution hold an input position, away from the edges.
       sign: -1 where the parameter is subtracted.
       divides: whether the data is divided by rather than multiplied with.
       groups: which input says how many rows each copy reads, one after the other, if that is data.
@@ -79,6 +80,7 @@ class Read:
     batched: tuple[Atom, ...] = ()
     rows: tuple[tuple[int, int], ...] = ()
     geometry: Geometry = DENSE
+    overlap: float = 1.0
     sign: int = 1
     divides: bool = False
     groups: int | None = None
@@ -354,15 +356,13 @@ def _convolution(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Me
     axis_of = dict(zip((numbers.out_spec[0], *numbers.out_spec[2:]), range(len(out)), strict=False))
     rows = _rows(tuple(y_axes), x_axes, [axis_of[k] for k in sorted(axis_of)])
     geometry = Convolution(
-        spec=tuple(numbers.lhs_spec),
-        window=tuple(kernel[k] for k in window),
-        strides=tuple(params["window_strides"]),
-        padding=tuple(tuple(pair) for pair in params["padding"]),
-        lhs_dilation=tuple(params["lhs_dilation"]),
-        rhs_dilation=tuple(params["rhs_dilation"]),
-        out=tuple(out[k] for k in numbers.out_spec[2:]),
-    )
-    return _read(eqn, operand, "conv", x_axes, y_axes, batched=group, rows=rows, geometry=geometry)
+        spec=tuple(numbers.lhs_spec), window=tuple(kernel[k] for k in window), strides=tuple(params["window_strides"]),
+        padding=tuple(tuple(pair) for pair in params["padding"]), lhs_dilation=tuple(params["lhs_dilation"]),
+        rhs_dilation=tuple(params["rhs_dilation"]), out=tuple(out[k] for k in numbers.out_spec[2:]),
+    )  # fmt: skip
+    reach = zip(geometry.window, geometry.strides, geometry.out, strict=True)
+    overlap = math.prod(max(1.0, min(size / stride, positions)) for size, stride, positions in reach)
+    return _read(eqn, operand, "conv", x_axes, y_axes, batched=group, rows=rows, geometry=geometry, overlap=overlap)
 
 
 def _lookup(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:

@@ -42,12 +42,6 @@ class Convolution:
     rhs_dilation: tuple[int, ...]
     out: tuple[int, ...]
 
-    @property
-    def overlap(self) -> float:
-        """How many windows hold an input position, away from the edges."""
-        reach = zip(self.window, self.strides, self.out, strict=True)
-        return math.prod(max(1.0, min(window / stride, out)) for window, stride, out in reach)
-
     def form(self, x, arrange, homogeneous, images, dtype) -> Patches:
         batch, channel, *spatial = self.spec
         return Patches(as_floats(x, dtype).transpose(batch, *spatial, channel), self, arrange, images, homogeneous)

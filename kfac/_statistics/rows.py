@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -49,10 +49,6 @@ class Arrangement(NamedTuple):
 
 class Geometry(Protocol):
     """What a read does with its data: how the data becomes rows. A kind of layer of its own has one of its own."""
-
-    @property
-    def overlap(self) -> float:
-        """How many rows hold an entry of the data, away from the edges."""
 
     def form(self, x: jax.Array, arrange: Arrangement, homogeneous: float | None, images: bool, dtype: Any) -> Any:
         """The rows of one read, a `Form`; of a lookup only its `diagonal` and `every`.
@@ -154,8 +150,6 @@ def as_floats(x: jax.Array, dtype: Any) -> jax.Array:
 class Dense:
     """A matrix product."""
 
-    overlap: ClassVar[float] = 1.0
-
     def form(self, x, arrange, homogeneous, images, dtype) -> Rows:
         return Rows(arrange(as_floats(x, dtype)), homogeneous)
 
@@ -173,7 +167,6 @@ class Lookup:
     rows: int
     column: int
     drop: bool
-    overlap: ClassVar[float] = 1.0
 
     def form(self, x, arrange, homogeneous, images, dtype) -> OneHot:
         return OneHot(x, self, arrange, dtype)
