@@ -149,8 +149,8 @@ class Layer:
       positions: positions per example that share the weight, at the shapes the layer was found with.
       uses: how many operations, or iterations of a loop, read the parameters (or each part of them); their positions
         add up.
-      overlap: how many windows of a convolution hold an input position: 9 of one of 3 x 3, 2.25 with stride 2. Else 1.
       order: of its first use in the program, among those of all layers; a backward pass comes to the layer in reverse.
+      overlap: how many windows of a convolution hold an input position: 9 of one of 3 x 3, 2.25 with stride 2. Else 1.
     """
 
     name: str
@@ -169,8 +169,8 @@ class Layer:
     note: str = dataclasses.field(default="", compare=False)
     positions: int | None = dataclasses.field(default=None, compare=False)
     uses: int = dataclasses.field(default=1, compare=False)
-    overlap: float = dataclasses.field(default=1.0, compare=False)
     order: int = dataclasses.field(default=0, compare=False)
+    overlap: float = dataclasses.field(default=1.0, compare=False)
 
     @property
     def kronecker(self) -> bool:

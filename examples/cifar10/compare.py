@@ -218,13 +218,13 @@ def run(options: argparse.Namespace) -> None:
 
 
 def name_of(row: curves.Row) -> str:
-    return f"{row['method']} {row['rate']}, {row['horizon']} steps, seed {row['seed']}"
+    batch = f", batch {row['batch']}" if row["batch"] != 5000 else ""
+    return f"{row['method']} {row['rate']}, {row['horizon']} steps{batch}, seed {row['seed']}"
 
 
 def report(options: argparse.Namespace) -> None:
-    """Prints what each run took to each level, and draws the longest ones."""
+    """Prints what each run took to each level, and draws those of this batch and horizon."""
     found = curves.read(options.results, name_of)
-    longest = max(curve[-1]["horizon"] for curve in found.values())
     shown = [level for level in LEVELS if any(curves.reached(curve, "accuracy", level) for curve in found.values())]
     print("| run | accuracy at its end | " + " | ".join(f"{level:.0%}" for level in shown) + " |")
     print("|---" * (2 + len(shown)) + "|")
@@ -244,7 +244,7 @@ def report(options: argparse.Namespace) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
     for axis, key, label in zip(axes, ("step", "processor_seconds"), ("steps", "processor seconds"), strict=True):
         for name, curve in found.items():
-            if curve[0]["horizon"] == longest:
+            if all(curve[0][key] == getattr(options, key) for key in ("batch", "horizon")):
                 axis.plot([row[key] for row in curve], [100 * row["accuracy"] for row in curve], ".-", label=name)
         axis.set_xlabel(label)
         axis.grid(alpha=0.3)
