@@ -42,7 +42,7 @@ def test_a_stopped_run_goes_on(compare, tmp_path):
 def test_what_is_reported(compare, tmp_path, capsys):
     results = tmp_path / "results.jsonl"
     curve = [(10, 0.4, 5.0), (20, 0.6, 10.0), (20, 0.7, 10.0)]  # step 20 was repeated after a stop
-    run = {"method": "muon", "rate": 0.1, "horizon": 30, "seed": 0, "wall_seconds": 1.0}
+    run = {"method": "muon", "rate": 0.1, "batch": 5000, "horizon": 30, "seed": 0, "wall_seconds": 1.0}
     lines = (run | {"step": step, "accuracy": high, "processor_seconds": s} for step, high, s in curve)
     results.write_text("".join(json.dumps(line) + "\n" for line in lines))
     compare.main(["report", "--results", str(results), "--figure", str(tmp_path / "curves.png")])
