@@ -150,7 +150,8 @@ class Layer:
       uses: how many operations, or iterations of a loop, read the parameters (or each part of them); their positions
         add up.
       order: of its first use in the program, among those of all layers; a backward pass comes to the layer in reverse.
-      overlap: how many windows of a convolution hold an input position: 9 of one of 3 x 3, 2.25 with stride 2. Else 1.
+      overlap: how many windows of a convolution hold an input position, away from the edges: 9 for 3 x 3, 2.25 for 3 x 3
+        with stride 2. The most, where several operations read the kernel; 1 for all other layers.
     """
 
     name: str
@@ -170,7 +171,7 @@ class Layer:
     positions: int | None = dataclasses.field(default=None, compare=False)
     uses: int = dataclasses.field(default=1, compare=False)
     order: int = dataclasses.field(default=0, compare=False)
-    overlap: float = dataclasses.field(default=1.0, compare=False)
+    overlap: float = 1.0
 
     @property
     def kronecker(self) -> bool:

@@ -45,7 +45,11 @@ def test_what_is_reported(compare, tmp_path, capsys):
     run = {"method": "muon", "rate": 0.1, "batch": 5000, "horizon": 30, "seed": 0, "wall_seconds": 1.0}
     lines = (run | {"step": step, "accuracy": high, "processor_seconds": s} for step, high, s in curve)
     results.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    compare.main(["report", "--results", str(results), "--figure", str(tmp_path / "curves.png")])
+    drawn = ["report", "--results", str(results), "--figure", str(tmp_path / "curves.png")]
+    with pytest.raises(SystemExit, match="no run"):
+        compare.main(drawn)
+    assert not (tmp_path / "curves.png").exists()
+    compare.main([*drawn, "--horizon", "30"])
     printed = capsys.readouterr().out
     assert "70.00% (20 steps)" in printed
     assert "| 13, 7 s | 17, 8 s |" in printed  # 50% and 60%, on the line from 40% to 70%

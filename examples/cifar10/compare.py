@@ -5,8 +5,8 @@
     python examples/cifar10/compare.py run --data-dir data/cifar10 --method muon --rate 0.1
     python examples/cifar10/compare.py report
 
-A residual network of nine convolutions with batch norm, 50,000 training and 10,000 test images. "kfac" is what
-`kfac.train_step` does with nothing set: statistics of a quarter of the examples, when they are due. The rate rises for
+A residual network of nine convolutions with batch norm, 50,000 training and 10,000 test images. "kfac" is about
+what `kfac.train_step` does with nothing set: statistics of a quarter of the examples, when they are due. The rate rises for
 a tenth of the steps and falls to zero from there. A run that was stopped goes on where it last wrote. `--horizon` is
 the steps that the schedule is made for.
 """
@@ -236,6 +236,12 @@ def report(options: argparse.Namespace) -> None:
         ended = f"{curve[-1]['accuracy']:.2%}" + (f" ({curve[-1]['step']} steps)" if curve[-1]["step"] != curve[-1][
             "horizon"] else "")  # fmt: skip
         print(f"| {name} | {ended} | " + " | ".join(cells) + " |")
+    drawn = {
+        name: curve for name, curve in found.items()
+        if all(curve[0][key] == getattr(options, key) for key in ("batch", "horizon"))
+    }  # fmt: skip
+    if not drawn:
+        raise SystemExit(f"no run of --batch {options.batch} and --horizon {options.horizon} to draw")
     import matplotlib
 
     matplotlib.use("Agg")
@@ -243,9 +249,8 @@ def report(options: argparse.Namespace) -> None:
 
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
     for axis, key, label in zip(axes, ("step", "processor_seconds"), ("steps", "processor seconds"), strict=True):
-        for name, curve in found.items():
-            if all(curve[0][key] == getattr(options, key) for key in ("batch", "horizon")):
-                axis.plot([row[key] for row in curve], [100 * row["accuracy"] for row in curve], ".-", label=name)
+        for name, curve in drawn.items():
+            axis.plot([row[key] for row in curve], [100 * row["accuracy"] for row in curve], ".-", label=name)
         axis.set_xlabel(label)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("test accuracy, %")

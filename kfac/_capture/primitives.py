@@ -361,7 +361,7 @@ def _convolution(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Me
         rhs_dilation=tuple(params["rhs_dilation"]), out=tuple(out[k] for k in numbers.out_spec[2:]),
     )  # fmt: skip
     reach = zip(geometry.window, geometry.strides, geometry.out, strict=True)
-    overlap = math.prod(max(1.0, min(size / stride, positions)) for size, stride, positions in reach)
+    overlap = math.prod(max(1.0, min(size / stride, float(places))) for size, stride, places in reach)
     return _read(eqn, operand, "conv", x_axes, y_axes, batched=group, rows=rows, geometry=geometry, overlap=overlap)
 
 

@@ -71,14 +71,14 @@ def kfac(
 
         "auto": the step of a dense kernel, its bias included, has the norm `sqrt(d_out)`, which is that of a kernel
         with entries of variance `1 / d_in`; every copy of a stacked kernel by itself. That of a convolution has the
-        norm `sqrt(overlap d_out)`: `overlap` windows hold an input position, 9 of 3 x 3 and 2.25 with stride 2, but one
-        where windows are disjoint, as those of patches, or where rows are not exact (`gradient=`). Where the scale
-        of a kernel does not matter to the loss, as before batch norm, the step first loses its part along the kernel,
-        which would use up length and turn nothing. Such kernels are known by `|cos(w, g)| < 0.1 / sqrt(d)`, with `d`
-        entries in the kernel `w` and its gradient `g`; of others one in twelve steps is at such an angle by chance (Heo
-        et al. 2021). The step of scales and shifts has the root mean square 0.3, of every other leaf with a block,
-        embeddings among them, 0.1, over the elements that move. Skipped parameters go by their gradients. What has no
-        gradient does not move.
+        norm `sqrt(overlap d_out)`: `Layer.overlap` is in how many windows an input position is, 9 for 3 x 3, 2.25 for 3
+        x 3 with stride 2, 1 for disjoint patches. Kernels with the gradient's own factors count as dense. Where the
+        scale of a kernel does not matter to the loss, as before batch norm, the step first loses its part along the
+        kernel, which would use up length and turn nothing. Such kernels are known by `|cos(w, g)| < 0.1 / sqrt(d)`,
+        with `d` entries in the kernel `w` and its gradient `g`; of others one in twelve steps is at such an angle by
+        chance (Heo et al. 2021). The step of every other leaf with a block, embeddings among them, has the root mean
+        square 0.1 over the elements that move. Skipped parameters go by their gradients. What has no gradient does not
+        move.
 
         A number or a schedule: only kernels and embeddings are scaled, to this times their norm, as LARS does with the
         gradient; without their part along the kernel as above. One stays as it is where one of the norms is zero.

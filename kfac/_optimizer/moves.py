@@ -125,9 +125,8 @@ def adapted(rate: jax.Array, angle: jax.Array, full: jax.Array) -> jax.Array:
 # Where the scale of a kernel matters, one in twelve is so by chance (Heo et al. 2021, arXiv:2006.08217).
 RIGHT_ANGLE = 0.1
 
-# The root mean squares of steps of what is no kernel, relative to the learning rate: of scales and shifts, which are
-# near 1, and of tables and other leaves.
-SCALES, TABLES = 0.3, 0.1
+# The root mean square of a step of what is no kernel, relative to the learning rate.
+BESIDE_KERNELS = 0.1
 
 # The square of an update without its part along the kernel is a difference of sums. Less than this share of the whole
 # may be rounding alone, and counts as this share: the step is then shorter than it should be.
@@ -140,7 +139,7 @@ class Kernels(NamedTuple):
     Attributes:
       size: the entries of the kernel that a block is, or is a piece of; 0 of what is no kernel.
       width: the rows of the block that are not the bias.
-      square: that of the norm of its step, at a learning rate of 1; of what is no kernel, of the root mean square.
+      square: the squared norm of the kernel's step at a learning rate of 1.
     """
 
     size: Any
@@ -155,8 +154,7 @@ def find_kernels(group: Group, lengths: Lengths) -> Kernels:
         kernel = group.block.kernel and not (lengths == "auto" and layer.kind == "embedding")
         each, rows = layer.block_shapes["A"][0], layer.layouts[0].size("in")
         width = np.resize(np.clip(rows - each * np.arange(layer.cut[0]), 0, each), count)
-        square = layer.d_out * layer.overlap if kernel else (SCALES if layer.kind == "unitwise" else TABLES) ** 2
-        parts.append((np.full(count, kernel * rows * layer.d_out), width, np.full(count, square)))
+        parts.append((np.full(count, kernel * rows * layer.d_out), width, np.full(count, layer.overlap * layer.d_out)))
     return Kernels(*map(np.concatenate, zip(*parts, strict=True)))
 
 
@@ -188,12 +186,11 @@ class Stack(NamedTuple):
 def lengthened(stacks: Mapping[str, Stack], coefficient: jax.Array | None) -> dict[str, jax.Array]:
     """Rescales the step of each block to a fixed length: curvature and gradient set only its direction.
 
-    The norm `sqrt(d_out)` for the kernel and bias of a dense layer together; a root mean square of 0.3 for scales and
-    shifts, and of 0.1 for every other leaf with a block, over its elements that move at all. The norm `sqrt(d_out)` is
-    that of an orthogonal matrix with at least as many columns as rows: outputs change by as much in networks of any
-    width. A convolution is such a matrix for each window that an input position is in, so that of `overlap` of them the
-    norm is `sqrt(overlap d_out)`. What has no gradient in a step does not move in it: its momentum would be made as
-    long as ever.
+    The norm `sqrt(d_out)` for the kernel and bias of a dense layer together; a root mean square of 0.1 for every other
+    leaf with a block, over its elements that move at all. The norm `sqrt(d_out)` is that of an orthogonal matrix with
+    at least as many columns as rows: outputs change by as much in networks of any width. A convolution applies one such
+    matrix for each window that holds a position; `overlap` of them together have the norm `sqrt(overlap d_out)`. What
+    has no gradient in a step does not move in it: its momentum would be made as long as ever.
 
     With a `coefficient`, the trust ratio, so many times its own norm for each kernel, as with
     `optax.scale_by_trust_ratio`, and nothing else. In either case what does not turn a kernel is left out.
@@ -253,7 +250,7 @@ def _lengths(totals: Sequence[jax.Array], coefficient: jax.Array | None) -> tupl
     if coefficient is not None:
         moved = (ww > 0) & (square > 0)
         return jnp.where(moved, _ratio(coefficient * jnp.sqrt(ww), square), 1), radial
-    length = jnp.sqrt(target) * jnp.where(kernel, 1, jnp.sqrt(moving))
+    length = jnp.where(kernel, jnp.sqrt(target), BESIDE_KERNELS * jnp.sqrt(moving))
     return _ratio(jnp.where(reached > 0, length, 0), square + beside), radial
 
 
