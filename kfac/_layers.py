@@ -150,8 +150,8 @@ class Layer:
       uses: how many operations, or iterations of a loop, read the parameters (or each part of them); their positions
         add up.
       order: of its first use in the program, among those of all layers; a backward pass comes to the layer in reverse.
-      overlap: how many windows of a convolution hold an input position, away from the edges: 9 for 3 x 3, 2.25 for 3 x 3
-        with stride 2. The most, where several operations read the kernel; 1 for all other layers.
+      overlap: how many windows of a convolution hold an input position, away from the edges: 9 for 3 x 3, 2.25 for 3 x
+        3 with stride 2. The most, where several operations read the kernel; 1 for all other layers.
     """
 
     name: str

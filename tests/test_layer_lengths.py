@@ -80,6 +80,23 @@ def test_a_convolution_moves_further_by_how_many_windows_hold_an_input(name):
     np.testing.assert_allclose(norms, 0.1 * np.sqrt(overlap * 8 / groups), rtol=1e-5)
 
 
+def test_layers_whose_windows_overlap_otherwise_are_others_but_images_of_another_size_are_taken():
+    def loss(params, images, stride=1):
+        dimensions = ("NHWC", "HWIO", "NHWC")
+        out = jax.lax.conv_general_dilated(
+            images, params["kernel"], (stride, stride), "SAME", dimension_numbers=dimensions
+        )
+        return jnp.mean(jnp.square(jnp.tanh(out) - 1))
+
+    params = {"kernel": jnp.ones((3, 3, 4, 8))}
+    large, small = jnp.ones((8, 6, 6, 4)), jnp.ones((8, 2, 2, 4))
+    found = kfac.find_layers(loss, params, large)
+    # A jitted function that gets layers must not take one network's lengths for another's.
+    assert found != kfac.find_layers(lambda params, images: loss(params, images, 2), params, large)
+    assert (found[0].overlap, kfac.find_layers(loss, params, small)[0].overlap) == (9, 4)
+    jax.eval_shape(kfac.value_and_grad(loss, found), params, small)
+
+
 def test_all_else_moves_by_a_root_mean_square():
     update = one_update(kfac.kfac(0.5, layers(), momentum=None))
     np.testing.assert_allclose(np.linalg.norm(update["out"]["kernel"]), 0.5 * 2, rtol=1e-5)

@@ -5,10 +5,10 @@
     python examples/cifar10/compare.py run --data-dir data/cifar10 --method muon --rate 0.1
     python examples/cifar10/compare.py report
 
-A residual network of nine convolutions with batch norm, 50,000 training and 10,000 test images. "kfac" is about
-what `kfac.train_step` does with nothing set: statistics of a quarter of the examples, when they are due. The rate rises for
+A residual network of nine convolutions with batch norm, 50,000 training and 10,000 test images. "kfac" is about what
+`kfac.train_step` does with nothing set: statistics of a quarter of the examples, when they are due. The rate rises for
 a tenth of the steps and falls to zero from there. A run that was stopped goes on where it last wrote. `--horizon` is
-the steps that the schedule is made for.
+the steps that the schedule is made for. `report` draws the runs of one `--batch` and `--horizon`.
 """
 
 from __future__ import annotations

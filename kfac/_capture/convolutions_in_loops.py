@@ -44,9 +44,8 @@ def _convolution(params: dict[str, Any], image: jax.Array, kernel: jax.Array) ->
     if math.prod(kernel.shape[:-2]) > math.prod(image.shape[1:-1]):
         # XLA would exchange image and kernel, and have no fast code for the result. Around an
         # image that is padded already it sees no gain in that; without the barrier it would undo the padding.
-        pads = [
-            (low, high, step - 1) for (low, high), step in zip(options["padding"], options["lhs_dilation"], strict=True)
-        ]
+        pairs = zip(options["padding"], options["lhs_dilation"], strict=True)
+        pads = [(low, high, step - 1) for (low, high), step in pairs]
         image = lax.pad(image, jnp.zeros((), image.dtype), [(0, 0, 0), *pads, (0, 0, 0)])
         image = lax.optimization_barrier(image)
         options |= {"padding": [(0, 0)] * len(pads), "lhs_dilation": [1] * len(pads)}

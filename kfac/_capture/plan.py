@@ -102,12 +102,13 @@ def plan_taps(
     return planned
 
 
+def _of_any_images(layers: Layers) -> Layers:
+    return dataclasses.replace(layers, blocks=tuple(dataclasses.replace(layer, overlap=1.0) for layer in layers))
+
+
 def check_same(expected: Layers, found: Layers) -> None:
     # Which windows overlap depends on the size of the images, which may be another one.
-    expected, found = (
-        dataclasses.replace(x, blocks=tuple(dataclasses.replace(layer, overlap=1.0) for layer in x))
-        for x in (expected, found)
-    )
+    expected, found = _of_any_images(expected), _of_any_images(found)
     if expected == found:
         return
     if expected.paths != found.paths:

@@ -231,8 +231,8 @@ def _sums(x: Stack) -> list[jax.Array]:
     totals = [square, moving, reached, *(rest or 5 * [jnp.zeros_like(square)])]
     square, moving, reached, uw, ww, gw, gg, beside = totals if x.whole is None else x.whole(jnp.stack(totals))
     # Rows that are leaves of their own are alike.
-    size, target = (jnp.zeros_like(square) + number for number in (x.kernels.size, x.kernels.square))
-    return [square - beside, uw, ww, gw, gg, beside, moving, reached, size, target]
+    alike = (jnp.zeros_like(square) + number for number in (x.kernels.size, x.kernels.square))
+    return [square - beside, uw, ww, gw, gg, beside, moving, reached, *alike]
 
 
 def _lengths(totals: Sequence[jax.Array], coefficient: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -248,8 +248,7 @@ def _lengths(totals: Sequence[jax.Array], coefficient: jax.Array | None) -> tupl
     radial = jnp.where(turns, uw / jnp.where(ww > 0, ww, 1), 0)
     square = jnp.maximum(square - radial * uw, LEAST_LEFT * square)
     if coefficient is not None:
-        moved = (ww > 0) & (square > 0)
-        return jnp.where(moved, _ratio(coefficient * jnp.sqrt(ww), square), 1), radial
+        return jnp.where((ww > 0) & (square > 0), _ratio(coefficient * jnp.sqrt(ww), square), 1), radial
     length = jnp.where(kernel, jnp.sqrt(target), BESIDE_KERNELS * jnp.sqrt(moving))
     return _ratio(jnp.where(reached > 0, length, 0), square + beside), radial
 
