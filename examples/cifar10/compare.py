@@ -249,8 +249,13 @@ def report(options: argparse.Namespace) -> None:
 
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
     for axis, key, label in zip(axes, ("step", "processor_seconds"), ("steps", "processor seconds"), strict=True):
-        for name, curve in drawn.items():
-            axis.plot([row[key] for row in curve], [100 * row["accuracy"] for row in curve], ".-", label=name)
+        colours: dict[str, str] = {}  # seeds of a method have one
+        for curve in drawn.values():
+            method = f"{curve[0]['method']} {curve[0]['rate']}"
+            named = None if method in colours else method
+            colour = colours.setdefault(method, f"C{len(colours)}")
+            accuracies = [100 * row["accuracy"] for row in curve]
+            axis.plot([row[key] for row in curve], accuracies, ".-", color=colour, label=named)
         axis.set_xlabel(label)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("test accuracy, %")
