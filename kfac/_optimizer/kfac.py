@@ -54,8 +54,8 @@ def kfac(
 
     Args:
       learning_rate: scalar or schedule of the step. By default, which is `trust_ratio="auto"`, it is how far a step
-        goes relative to a dense kernel as it is initialised, in networks of any width: 0.05 is a first guess, to which the
-        rate rises in the first tenth of the steps and from which it falls to zero.
+        goes relative to a dense kernel as it is initialised, in networks of any width: 0.05 is a first guess, to which
+        the rate rises in the first tenth of the steps and from which it falls to zero.
       layers: what `find_layers` returned.
       momentum: its decay, in [0, 1), as of `optax.trace`; kept in float32 or better, by the owner of a block. Scalar or
         schedule.
