@@ -234,7 +234,8 @@ def test_lengths_of_steps_are_those_of_whole_kernels(x64):
     for layer in layers:
         for matrix in np.asarray(matrices[layer.name]):
             if layer.kind != "embedding":
-                np.testing.assert_allclose(np.linalg.norm(matrix), 0.1 * (layer.overlap * layer.d_out) ** 0.5, rtol=1e-9)
+                length = 0.1 * (layer.overlap * layer.d_out) ** 0.5
+                np.testing.assert_allclose(np.linalg.norm(matrix), length, rtol=1e-9)
 
 
 @pytest.mark.parametrize("inverse", [kfac.Cholesky(), slow(kfac.Eigh())])
