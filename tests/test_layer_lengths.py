@@ -55,17 +55,23 @@ CONVOLUTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_a_convolution_moves_further_by_how_many_windows_hold_an_input(name):
-    size, window, options, overlap = CONVOLUTIONS[name]
-    groups = options.get("feature_group_count", 1)
-    options = {"window_strides": (1, 1), "padding": "SAME"} | options
+def convolved(window_strides=(1, 1), padding="SAME", **options):
+    """The loss of one convolution."""
 
     def loss(params, images):
         dimensions = ("NHWC", "HWIO", "NHWC")
-        out = jax.lax.conv_general_dilated(images, params["kernel"], dimension_numbers=dimensions, **options)
+        out = jax.lax.conv_general_dilated(
+            images, params["kernel"], window_strides, padding, dimension_numbers=dimensions, **options
+        )
         return jnp.mean(jnp.square(jnp.tanh(out) - 1))
 
+    return loss
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_a_convolution_moves_further_by_how_many_windows_hold_an_input(name):
+    size, window, options, overlap = CONVOLUTIONS[name]
+    groups, loss = options.get("feature_group_count", 1), convolved(**options)
     rng = np.random.default_rng(0)
     kernel = jnp.asarray(rng.normal(size=(*window, 4 // groups, 8)), jnp.float32)
     images = jnp.asarray(rng.normal(size=(8, *size, 4)), jnp.float32)
@@ -81,18 +87,12 @@ def test_a_convolution_moves_further_by_how_many_windows_hold_an_input(name):
 
 
 def test_layers_whose_windows_overlap_otherwise_are_others_but_images_of_another_size_are_taken():
-    def loss(params, images, stride=1):
-        dimensions = ("NHWC", "HWIO", "NHWC")
-        out = jax.lax.conv_general_dilated(
-            images, params["kernel"], (stride, stride), "SAME", dimension_numbers=dimensions
-        )
-        return jnp.mean(jnp.square(jnp.tanh(out) - 1))
-
+    loss = convolved()
     params = {"kernel": jnp.ones((3, 3, 4, 8))}
     large, small = jnp.ones((8, 6, 6, 4)), jnp.ones((8, 2, 2, 4))
     found = kfac.find_layers(loss, params, large)
     # A jitted function that gets layers must not take one network's lengths for another's.
-    assert found != kfac.find_layers(lambda params, images: loss(params, images, 2), params, large)
+    assert found != kfac.find_layers(convolved((2, 2)), params, large)
     assert (found[0].overlap, kfac.find_layers(loss, params, small)[0].overlap) == (9, 4)
     jax.eval_shape(kfac.value_and_grad(loss, found), params, small)
 

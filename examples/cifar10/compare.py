@@ -236,10 +236,8 @@ def report(options: argparse.Namespace) -> None:
         ended = f"{curve[-1]['accuracy']:.2%}" + (f" ({curve[-1]['step']} steps)" if curve[-1]["step"] != curve[-1][
             "horizon"] else "")  # fmt: skip
         print(f"| {name} | {ended} | " + " | ".join(cells) + " |")
-    drawn = {
-        name: curve for name, curve in found.items()
-        if all(curve[0][key] == getattr(options, key) for key in ("batch", "horizon"))
-    }  # fmt: skip
+    like_this = {"batch": options.batch, "horizon": options.horizon}
+    drawn = [curve for curve in found.values() if like_this.items() <= curve[0].items()]
     if not drawn:
         raise SystemExit(f"no run of --batch {options.batch} and --horizon {options.horizon} to draw")
     import matplotlib
@@ -250,7 +248,7 @@ def report(options: argparse.Namespace) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
     for axis, key, label in zip(axes, ("step", "processor_seconds"), ("steps", "processor seconds"), strict=True):
         colours: dict[str, str] = {}  # seeds of a method have one
-        for curve in drawn.values():
+        for curve in drawn:
             method = f"{curve[0]['method']} {curve[0]['rate']}"
             named = None if method in colours else method
             colour = colours.setdefault(method, f"C{len(colours)}")

@@ -13,7 +13,7 @@
 mean of the weights of the last quarter of the steps. A trial that is in --results is not run again. Of some
 there are results only: "kfac-soap-eigh", a `Soap` that decomposed its factors; "kfac-0.3.0", the default then;
 "kfac-whole", with `find_layers(max_dim=8192)`; "kfac-before", the default between 0.3.0 and "kfac-at-once", whose
-intervals did not grow; "kfac-alike", the next, whose convolutions moved as far as dense kernels, scales as tables.
+intervals did not grow; "kfac-alike", the default after that: convolutions moved as far as dense kernels.
 """
 
 from __future__ import annotations

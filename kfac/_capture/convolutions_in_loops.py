@@ -15,10 +15,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from kfac._capture.replay import rewrite
+from kfac._statistics.convolution import padded
 
 
 def fast_in_loops(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,10 +44,7 @@ def _convolution(params: dict[str, Any], image: jax.Array, kernel: jax.Array) ->
     if math.prod(kernel.shape[:-2]) > math.prod(image.shape[1:-1]):
         # XLA would exchange image and kernel, and have no fast code for the result. Around an
         # image that is padded already it sees no gain in that; without the barrier it would undo the padding.
-        pairs = zip(options["padding"], options["lhs_dilation"], strict=True)
-        pads = [(low, high, step - 1) for (low, high), step in pairs]
-        image = lax.pad(image, jnp.zeros((), image.dtype), [(0, 0, 0), *pads, (0, 0, 0)])
-        image = lax.optimization_barrier(image)
-        options |= {"padding": [(0, 0)] * len(pads), "lhs_dilation": [1] * len(pads)}
+        image = lax.optimization_barrier(padded(image, options["padding"], options["lhs_dilation"]))
+        options |= {"padding": [(0, 0)] * (rank - 2), "lhs_dilation": [1] * (rank - 2)}
     out = lax.conv_general_dilated(image, kernel, dimension_numbers=canonical, **options)
     return out.transpose([out_order.index(k) for k in range(rank)])

@@ -351,7 +351,8 @@ def _kronecker_layer(leaves, reads: Reads, by_leaf, traced: Trace, n: int | None
         traced, leaves, main.read.op, layouts, "; ".join(notes), uses=count,
         diagonal=("A",) if lookup else (), weight_sharing="reduce" if summed else "expand",
         positions=_positions(rows.pop(), batch or n) if len(rows) == 1 and not ragged else None,
-        told_apart=count == 1 and not ragged and ordered, overlap=max(use.read.overlap for use in uses),
+        told_apart=count == 1 and not ragged and ordered,
+        overlap=max((use.read.geometry.overlap for use in uses if use.read.op == "conv"), default=1.0),
     )  # fmt: skip
 
 

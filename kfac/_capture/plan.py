@@ -103,11 +103,11 @@ def plan_taps(
 
 
 def _of_any_images(layers: Layers) -> Layers:
+    """The layers without what depends on the size of the images: which windows overlap."""
     return dataclasses.replace(layers, blocks=tuple(dataclasses.replace(layer, overlap=1.0) for layer in layers))
 
 
 def check_same(expected: Layers, found: Layers) -> None:
-    # Which windows overlap depends on the size of the images, which may be another one.
     expected, found = _of_any_images(expected), _of_any_images(found)
     if expected == found:
         return

@@ -64,7 +64,6 @@ class Read:
       batched: leaf atoms that are a batch axis of the operation: independent copies.
       rows: pairs of positions among all atoms of `y_axes` and of `x_axes`: the same examples and positions.
       geometry: brings the data to the normal form.
-      overlap: how many windows of a convolution hold an input position, away from the edges.
       sign: -1 where the parameter is subtracted.
       divides: whether the data is divided by rather than multiplied with.
       groups: which input says how many rows each copy reads, one after the other, if that is data.
@@ -80,7 +79,6 @@ class Read:
     batched: tuple[Atom, ...] = ()
     rows: tuple[tuple[int, int], ...] = ()
     geometry: Geometry = DENSE
-    overlap: float = 1.0
     sign: int = 1
     divides: bool = False
     groups: int | None = None
@@ -360,9 +358,7 @@ def _convolution(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Me
         padding=tuple(tuple(pair) for pair in params["padding"]), lhs_dilation=tuple(params["lhs_dilation"]),
         rhs_dilation=tuple(params["rhs_dilation"]), out=tuple(out[k] for k in numbers.out_spec[2:]),
     )  # fmt: skip
-    reach = zip(geometry.window, geometry.strides, geometry.out, strict=True)
-    overlap = math.prod(max(1.0, min(size / stride, float(places))) for size, stride, places in reach)
-    return _read(eqn, operand, "conv", x_axes, y_axes, batched=group, rows=rows, geometry=geometry, overlap=overlap)
+    return _read(eqn, operand, "conv", x_axes, y_axes, batched=group, rows=rows, geometry=geometry)
 
 
 def _lookup(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:

@@ -231,8 +231,8 @@ def _sums(x: Stack) -> list[jax.Array]:
     totals = [square, moving, reached, *(rest or 5 * [jnp.zeros_like(square)])]
     square, moving, reached, uw, ww, gw, gg, beside = totals if x.whole is None else x.whole(jnp.stack(totals))
     # Rows that are leaves of their own are alike.
-    alike = (jnp.zeros_like(square) + number for number in (x.kernels.size, x.kernels.square))
-    return [square - beside, uw, ww, gw, gg, beside, moving, reached, *alike]
+    size, target = (jnp.zeros_like(square) + number for number in (x.kernels.size, x.kernels.square))
+    return [square - beside, uw, ww, gw, gg, beside, moving, reached, size, target]
 
 
 def _lengths(totals: Sequence[jax.Array], coefficient: jax.Array | None) -> tuple[jax.Array, jax.Array]:

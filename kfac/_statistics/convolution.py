@@ -42,9 +42,21 @@ class Convolution:
     rhs_dilation: tuple[int, ...]
     out: tuple[int, ...]
 
+    @property
+    def overlap(self) -> float:
+        """How many windows hold an input position, away from the edges."""
+        reach = zip(self.window, self.strides, self.out, strict=True)
+        return math.prod(max(1.0, min(size / stride, float(places))) for size, stride, places in reach)
+
     def form(self, x, arrange, homogeneous, images, dtype) -> Patches:
         batch, channel, *spatial = self.spec
         return Patches(as_floats(x, dtype).transpose(batch, *spatial, channel), self, arrange, images, homogeneous)
+
+
+def padded(x: jax.Array, padding: Sequence[tuple[int, int]], dilation: Sequence[int]) -> jax.Array:
+    """Images `[n, *spatial, channels]` with their padding, and zeros between their pixels where these are dilated."""
+    config = [(low, high, step - 1) for (low, high), step in zip(padding, dilation, strict=True)]
+    return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *config, (0, 0, 0)])
 
 
 def patches(x: jax.Array, conv: Convolution) -> jax.Array:
@@ -54,9 +66,7 @@ def patches(x: jax.Array, conv: Convolution) -> jax.Array:
       x: `[n, *spatial, channels]`, already transposed.
       conv: the geometry.
     """
-    config = [(low, high, step - 1) for (low, high), step in zip(conv.padding, conv.lhs_dilation, strict=True)]
-    out = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *config, (0, 0, 0)])
-    rank = len(conv.window)
+    out, rank = padded(x, conv.padding, conv.lhs_dilation), len(conv.window)
     # Each axis becomes two, positions and window, by one gather: a slice for every tap would be as many kernels.
     for k in reversed(range(rank)):
         size, window, stride = conv.out[k], conv.window[k], conv.strides[k]
