@@ -71,6 +71,14 @@ def check_switch(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be True or False, but is {value!r}")
 
 
+def check_rates(name: str, value: Any) -> None:
+    """Raises where a value is neither a `bool` nor a mapping of regular expressions to positive numbers."""
+    if not isinstance(value, Mapping) or not value:
+        return check_switch(name, value)
+    for pattern, rate in value.items():
+        check_number(f"{name}[{pattern!r}]", rate, "(0, inf)")
+
+
 def check_patterns(name: str, value: Any) -> None:
     """Raises where a value is no sequence of regular expressions."""
     several = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
@@ -108,7 +116,8 @@ OPTIONS: dict[str, Callable[[str, Any], None]] = {
     **_rules(check_count, "refresh_warmup", 0),
     **_rules(check_positive_int, "max_dim subsample num_examples num_microbatches num_steps"),
     **_rules(check_positive_int, "batch batches devices num_devices k probes"),
-    **_rules(check_switch, "relative statistics nesterov rate_in_momentum layer_rates has_aux strict verbose"),
+    **_rules(check_switch, "relative statistics nesterov rate_in_momentum has_aux strict verbose"),
+    **_rules(check_rates, "layer_rates"),
     **_rules(check_patterns, "skip reduce gradient"),
     **_rules(check_argnums, "batch_argnums"),
     **_rules(check_choice, "fisher", ("empirical", "sampled", "expected")),

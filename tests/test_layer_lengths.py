@@ -171,7 +171,7 @@ def test_an_update_along_a_kernel_that_may_only_turn_is_no_long_step():
     gradient = jnp.asarray(gradient - np.vdot(gradient, kernel) / np.vdot(kernel, kernel) * kernel)
     for left in (0, 1e-6, 0.1):
         update = kernel + left * gradient
-        stack = Stack(update, kernel, gradient, Kernels(jnp.array([1200]), jnp.array([40]), jnp.array([30])))
+        stack = Stack(update, kernel, gradient, Kernels(jnp.array([1200]), jnp.array([40]), jnp.array([30**0.5])))
         length = np.linalg.norm(lengthened({"": stack}, None)[""])
         assert length < 1.001 * 30**0.5
         if left == 0.1:

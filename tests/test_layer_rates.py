@@ -180,3 +180,67 @@ def test_several_devices_tell_the_same_rates(x64):
         told.append([float(kfac.diagnostics(state)[key]) for key in ("slowest", "fastest")])
     np.testing.assert_allclose(told[0], told[1], rtol=1e-5)
     assert told[0][1] != 1
+
+
+GIVEN = {"^out": 0.2, "norm|offset": 3.0, "out/kernel": 7.0}
+
+
+@pytest.mark.parametrize("devices", [None, 3])
+@pytest.mark.parametrize("inverse", [kfac.Soap(), kfac.Cholesky()])
+def test_given_rates_multiply_the_steps_of_layers(x64, devices, inverse):
+    """Of those that share a stack, too; the first that is found counts, and others stay as they are."""
+    mesh = devices and jax.make_mesh((devices,), ("devices",), devices=jax.devices()[:devices])
+    where = kfac.Distribution(mesh=mesh)
+    plain, given = (
+        [
+            updates
+            for _, _, updates, _ in steps(
+                kfac.kfac(0.05, LAYERS, layer_rates=x, inverse=inverse, distribution=where), 3
+            )
+        ]
+        for x in (None, GIVEN)
+    )
+    multiplied = {"first": 1, "out": 0.2, "norm": 3.0, "offset": 3.0, "temperature": 1}
+    for before, after in zip(plain, given, strict=True):
+        assert before.keys() == multiplied.keys()
+        for name, rate in multiplied.items():
+            expected = jax.tree.map(lambda x, rate=rate: rate * x, before[name])
+            jax.tree.map(lambda x, y: np.testing.assert_allclose(y, x, rtol=2e-6), expected, after[name])
+
+
+def test_rows_that_are_leaves_of_their_own_have_given_rates():
+    """Scales and shifts of several normalisations lie in one stack."""
+
+    def loss_fn(params, x):
+        for scale in params["scales"]:
+            x = x * scale["scale"] + scale["shift"]
+        return jnp.mean(jnp.sum(x**2, -1))
+
+    params = {"scales": [{"scale": jnp.ones(4), "shift": jnp.full(4, 0.1)} for _ in range(3)]}
+    x = jax.random.normal(jax.random.key(0), (16, 4))
+    layers = kfac.find_layers(loss_fn, params, x)
+    _, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, x)
+    plain, given = (
+        jax.jit(lambda state, tx=tx: tx.update(grads, state, params, factors=factors)[0])(tx.init(params))
+        for tx in (kfac.kfac(0.05, layers, layer_rates=rates) for rates in (True, {"1/shift": 0.5}))
+    )
+    for k, rate in enumerate((1, 0.5, 1)):
+        expected = jax.tree.map(lambda x, rate=rate: rate * x, plain["scales"][k])
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(y, x, rtol=1e-5), expected, given["scales"][k])
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        ({}, "layer_rates must be True or False, but is {}"),
+        ({3: 1.0}, "layer_rates: 3 is not a regular expression"),
+        ({"out": 0.0}, r"layer_rates\['out'\] must lie in \(0, inf\), but is 0.0"),
+        ({"out": "fast"}, r"layer_rates\['out'\] must be a number"),
+        ({"(": 1.0}, r"layer_rates: '\(' is not a regular expression"),
+        ({"head": 1.0}, "layer_rates: 'head' matches no parameter; the parameters are first/bias"),
+        ({"temperature": 1.0}, "layer_rates: 'temperature' matches no parameter with a block, so it has no effect"),
+    ],
+)
+def test_given_rates_that_say_nothing_are_refused(value, what):
+    with pytest.raises(ValueError, match=what):
+        kfac.kfac(0.05, LAYERS, layer_rates=value)

@@ -137,14 +137,6 @@ MISTAKES = {
         lambda: kfac.train_step(loss_fn, RATE, foo=1),
         r"^train_step\(\) got an unexpected keyword argument 'foo'",
     ),
-    "a mesh as an option of its own": (
-        lambda: optimizer(mesh=None),
-        r"^kfac\(\) got an unexpected keyword argument 'mesh': .*distribution=kfac\.Distribution\(mesh=\.\.\.\)",
-    ),
-    "an axis as an option of its own": (
-        lambda: kfac.train_step(loss_fn, RATE, axis_name="devices"),
-        r"^train_step\(\) got an unexpected .* 'axis_name': .*distribution=kfac\.Distribution\(axis_name=\.\.\.\)",
-    ),
     "parts of examples": (
         lambda: kfac.train_step(loss_fn, RATE, num_microbatches=3).init(initial(), batch(0)),
         r"num_microbatches=3 does not divide the 16 examples of the batch",

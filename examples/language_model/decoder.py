@@ -4,7 +4,8 @@
     python examples/language_model/decoder.py run --method muon --rate 0.06 --horizon 40
     python examples/language_model/decoder.py report
 
-"kfac" is `kfac.train_step(loss, schedule)` with nothing else. The rate rises for a tenth of the steps and falls to zero
+"kfac" is `kfac.train_step(loss, schedule)` with nothing else; `--hidden 0.2` is
+`layer_rates={"Dense_": 0.2}`, slower kernels of the blocks. The rate rises for a tenth of the steps and falls to zero
 from there, for all. `--horizon` is the steps that the schedule is made for. The text is that of `sources.py`.
 """
 
@@ -125,12 +126,13 @@ def run(options: argparse.Namespace) -> None:
     init: Any
     step: Any
     if options.method == "kfac":
-        step = kfac.train_step(loss_fn, rate)
+        given = {"Dense_": options.hidden} if options.hidden != 1 else None
+        step = kfac.train_step(loss_fn, rate, layer_rates=given)
         init = step.init
     else:
         init, step = first_order(loss_fn, {"muon": muon, "adamw": adamw}[options.method](rate))
 
-    names = "size", "method", "rate", "sequences", "horizon", "seed"
+    names = "size", "method", "rate", "hidden", "sequences", "horizon", "seed"
     name = {key: getattr(options, key) for key in names} | {"text": text.checksum[:8]}
     saved = options.output / ("-".join(map(str, name.values())) + ".npz")
     params = jax.jit(lambda key: model.init(key, batch(0)[:, :-1])["params"])(jax.random.key(options.seed))
@@ -158,22 +160,22 @@ def run(options: argparse.Namespace) -> None:
 
 
 def by_run(path: Path) -> dict[tuple[Any, ...], list[curves.Row]]:
-    """The rows of each run, by its size, tokens of a batch, steps, method, rate and seed."""
-    names = "horizon", "method", "rate", "seed"
-    rows = curves.read(path, lambda row: (row["size"], row["sequences"] * CONTEXT, *(row[name] for name in names)))
+    """The rows of each run, by its size, tokens of a batch, steps, method, rate, that of hidden kernels, and seed."""
+    rows = curves.read(path, lambda row: (row["size"], row["sequences"] * CONTEXT, row["horizon"], row["method"],
+                                          row["rate"], row.get("hidden", 1.0), row["seed"]))  # fmt: skip
     return dict(sorted(rows.items()))
 
 
 def report(options: argparse.Namespace) -> None:
     """Prints how each run ended, and draws those with the longest schedule of each network and batch."""
     found = by_run(options.results)
-    print("| network | tokens of a batch | steps | method | rate | validation loss | processor s | compiling s |")
-    print("|---" * 8 + "|")
-    for (size, tokens, horizon, method, rate, _), curve in found.items():
+    print("| network | tokens of a batch | steps | method | rate | hidden | loss | processor s | compiling s |")
+    print("|---" * 9 + "|")
+    for (size, tokens, horizon, method, rate, hidden, _), curve in found.items():
         last = curve[-1]
         loss = f"{last['validation']:.3f}" + f" (step {last['step']})" * (last["step"] != horizon)
-        print(f"| {size} | {tokens:,} | {horizon} | {method} | {rate} | {loss} | {last['processor_seconds']:.0f} "
-              f"| {last['compiling']:.0f} |")  # fmt: skip
+        seconds = f"{last['processor_seconds']:.0f} | {last['compiling']:.0f}"
+        print(f"| {size} | {tokens:,} | {horizon} | {method} | {rate} | {hidden} | {loss} | {seconds} |")
     longest = {key[:2]: max(k[2] for k in found if k[:2] == key[:2]) for key in found}
     import matplotlib
 
@@ -187,7 +189,12 @@ def report(options: argparse.Namespace) -> None:
             for key, curve in found.items():
                 if key[:3] == (*kind, horizon):
                     losses = [point["validation"] for point in curve]
-                    axis.plot([point[what] for point in curve], losses, ".-", label=f"{key[3]} {key[4]}")
+                    axis.plot(
+                        [point[what] for point in curve],
+                        losses,
+                        ".-",
+                        label=" ".join(map(str, key[3:6] if key[5] != 1 else key[3:5])),
+                    )
             axis.set_xlabel(what.replace("_", " "))
             axis.grid(alpha=0.3)
         row[0].set_ylabel("validation loss, nats per token")
@@ -201,6 +208,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("action", choices=["run", "report"])
     parser.add_argument("--method", choices=["kfac", "muon", "adamw"], default="kfac")
     parser.add_argument("--rate", type=float, default=0.05)
+    parser.add_argument("--hidden", type=float, default=1.0, help="kfac: times the rate, for kernels but the head's")
     parser.add_argument("--size", choices=SIZES, default="5M", help="of the network, in parameters")
     parser.add_argument("--sequences", type=int, default=16, help=f"of {CONTEXT} tokens, in a batch")
     parser.add_argument("--horizon", type=int, default=150)

@@ -135,14 +135,14 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
     """
     names, shapes, batch = traced.names, traced.shapes, traced.batch
     empty = {leaf for leaf, shape in enumerate(shapes) if 0 in shape}
-    skipped = _matching("skip", options.skip, names) | empty
+    skipped = matching("skip", options.skip, names) | empty
     reads = Reads(traced, skipped)
     by_leaf: dict[int, list[Use]] = collections.defaultdict(list)
     for use in reads.uses.values():
         if not use.dropped:
             by_leaf[use.leaf].append(use)
     order = {leaf: place for place, leaf in enumerate(by_leaf)}  # uses come in the order of the program
-    chosen = _matching("gradient", options.gradient, names, {*range(len(names))} - skipped, "parameter left by skip=")
+    chosen = matching("gradient", options.gradient, names, {*range(len(names))} - skipped, "parameter left by skip=")
     products = {leaf for leaf, uses in by_leaf.items() if any(use.read.op in KRONECKER_KINDS for use in uses)}
 
     # Leaves without exact rows leave `by_leaf`: those that the walk has noted, that the user has chosen, and of which
@@ -162,7 +162,7 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
     biases = {companions[leaf] for leaf in kernels & companions.keys()}
     leave_inexact(by_leaf.keys() - kernels - biases, lambda uses: _no_examples(uses, batch.num_examples))
     companions = {leaf: other for leaf, other in companions.items() if {leaf, other} <= by_leaf.keys()}
-    reduced = _matching("reduce", options.reduce, names, kernels, "kernel of a product with exact rows")
+    reduced = matching("reduce", options.reduce, names, kernels, "kernel of a product with exact rows")
     kernel_uses = {names[leaf]: [use for use in by_leaf[leaf] if not use.late] for leaf in kernels}
     n, unclear = marks.num_examples(num_examples, batch, kernel_uses, reads.unmarked, reads.joined)
 
@@ -228,7 +228,7 @@ def _bounded(layer: Layer, max_dim: int | None) -> Layer:
     return dataclasses.replace(layer, diagonal=diagonal, cut=(counts.get("A", 1), counts.get("G", 1)), note=note)
 
 
-def _matching(option: str, patterns: Sequence[str], names: list[str], useful: Any = None, what: str = "") -> set[int]:
+def matching(option: str, patterns: Sequence[str], names: list[str], useful: Any = None, what: str = "") -> set[int]:
     """The leaves that patterns name, each at least one that is `useful`."""
     matching = set()
     for pattern in patterns:

@@ -26,11 +26,7 @@ from kfac._varying import as_varying, varying_axes, whole
 
 
 def output(
-    x: jax.Array,
-    likelihood: str | Likelihood,
-    *,
-    weight: float = 1.0,
-    variance: jax.typing.ArrayLike | None = None,
+    x: jax.Array, likelihood: str | Likelihood, *, weight: float = 1.0, variance: jax.typing.ArrayLike | None = None
 ) -> jax.Array:
     """Marks the output of the network inside `loss_fn`, and the distribution of the targets that it predicts.
 
@@ -298,8 +294,7 @@ def at_weight(x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 at_weight.defvjp(
-    lambda x, scale: ((x, scale), scale),
-    lambda scale, g: ((g[0] * scale).astype(g[0].dtype), jnp.zeros_like(scale)),
+    lambda x, scale: ((x, scale), scale), lambda scale, g: ((g[0] * scale).astype(g[0].dtype), jnp.zeros_like(scale))
 )
 
 

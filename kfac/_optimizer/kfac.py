@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from kfac._capture.find_layers import matching
 from kfac._checks import check, check_layers
 from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse, check_inverse
@@ -19,7 +20,7 @@ from kfac._distributed.intervals import COST, affordable
 from kfac._layers import Layers
 from kfac._optimizer.arguments import fitted
 from kfac._optimizer.moves import Moves, ScalarOrSchedule, value_at
-from kfac._optimizer.options import Options, check_options, points_to_distribution
+from kfac._optimizer.options import Options, check_options
 from kfac._optimizer.parts import momentum_beside_blocks
 from kfac._optimizer.scale_by_kfac import precondition_and_move
 from kfac._optimizer.state import find_state
@@ -28,7 +29,6 @@ from kfac._varying import mesh_of, on_mesh, placed
 Optimizer: TypeAlias = optax.GradientTransformationExtraArgs
 
 
-@points_to_distribution
 def kfac(
     learning_rate: ScalarOrSchedule,
     layers: Layers,
@@ -39,7 +39,7 @@ def kfac(
     weight_decay_mask: Any | Callable[[Any], Any] | None = None,
     kl_clip: ScalarOrSchedule | None = None,
     trust_ratio: ScalarOrSchedule | Literal["auto"] | None = "auto",
-    layer_rates: bool | None = None,
+    layer_rates: bool | Mapping[str, float] | None = None,
     damping: ScalarOrSchedule | None = None,
     cost: float = COST,
     inverse_every: int | jax.Array | Literal["auto"] | None = "auto",
@@ -88,6 +88,9 @@ def kfac(
         of its highest. So one learning rate does for networks, and batches, that need different ones (for all layers
         together: Almeida et al. 1998, Baydin et al. 2018). Copies of a stacked kernel, and pieces of one that `max_dim`
         cuts, each have their own. None: with momentum and "auto".
+
+        A mapping: with rates of their own, and the steps of some layers multiplied by a number. Keys are regular
+        expressions, as of `skip=`: a layer goes by the first that is found in the path of one of its parameters.
       damping: see `scale_by_kfac`, also for the arguments that follow. With `trust_ratio="auto"` it is in units of the
         mean eigenvalue of each block, as with `Cholesky(relative=True)`: then nothing depends on the scale of the loss.
         None: with "auto" 0.1, or 1e-4 for `Soap`; without, 1e-3.
@@ -119,8 +122,12 @@ def kfac(
     inverse_every = every if isinstance(inverse_every, str) and inverse_every == "auto" else inverse_every
     nesterov = momentum is not None if nesterov is None else nesterov
     layer_rates = (auto and momentum is not None) if layer_rates is None else layer_rates
+    moves = Moves(kl_clip, learning_rate, False, momentum, nesterov, trust_ratio, layer_rates)
+    if isinstance(layer_rates, Mapping) and layers.paths:
+        with_block = {layers.paths.index(path) for x in layers if x.kind != "skipped" for path in x.params}
+        matching("layer_rates", [*layer_rates], [*layers.paths], with_block, "parameter with a block")
     return assemble(
-        layers, Moves(kl_clip, learning_rate, False, momentum, nesterov, trust_ratio, layer_rates),
+        layers, moves,
         weight_decay=weight_decay, weight_decay_mask=weight_decay_mask, inverse=inverse, damping=damping,
         statistics_every=every, inverse_every=inverse_every, distribution=distribution,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import per_block, sums
+from kfac._layers import Layer
 
 ScalarOrSchedule = float | jax.Array | Callable[[jax.Array], jax.typing.ArrayLike]
 Lengths = ScalarOrSchedule | Literal["auto"] | None
@@ -33,7 +35,7 @@ class Moves:
       momentum: its decay. An inverse that takes gradients has it before the preconditioner.
       nesterov: whether in Nesterov's form.
       trust_ratio: as of `kfac.kfac`.
-      layer_rates: whether each block has a rate of its own.
+      layer_rates: as of `kfac.kfac`, without None.
     """
 
     kl_clip: ScalarOrSchedule | None = None
@@ -42,7 +44,7 @@ class Moves:
     momentum: ScalarOrSchedule | None = None
     nesterov: bool = False
     trust_ratio: Lengths = None
-    layer_rates: bool = False
+    layer_rates: bool | Mapping[str, float] = False
 
     def at(self, count: jax.Array, **preconditioner: jax.Array) -> Now:
         """The scalars of step `count`, with those of the preconditioner."""
@@ -54,7 +56,13 @@ class Moves:
 
     def needs_params(self, group: Group) -> bool:
         """Whether the step of a group depends on its parameters."""
-        return self.trust_ratio is not None and bool(np.any(find_kernels(group, self.trust_ratio).size))
+        return self.trust_ratio is not None and bool(np.any(find_kernels(group, self).size))
+
+    def length(self, layer: Layer, kernel: bool) -> float:
+        """The norm of a kernel's step, or the root mean square of that of another leaf, at a learning rate of 1."""
+        given = self.layer_rates.items() if isinstance(self.layer_rates, Mapping) else ()
+        rate = next((rate for pattern, rate in given if any(re.search(pattern, x) for x in layer.params)), 1.0)
+        return rate * ((layer.overlap * layer.d_out) ** 0.5 if kernel else BESIDE_KERNELS)
 
 
 class Motion(NamedTuple):
@@ -139,22 +147,22 @@ class Kernels(NamedTuple):
     Attributes:
       size: the entries of the kernel that a block is, or is a piece of; 0 of what is no kernel.
       width: the rows of the block that are not the bias.
-      square: the squared norm of the kernel's step at a learning rate of 1.
+      length: of its step at a learning rate of 1: the norm of a kernel, the root mean square of what is none.
     """
 
     size: Any
     width: Any
-    square: Any
+    length: Any
 
 
-def find_kernels(group: Group, lengths: Lengths) -> Kernels:
+def find_kernels(group: Group, moves: Moves) -> Kernels:
     """Returns what the lengths of steps need to know of the blocks of a group."""
     parts = []
     for layer, count in zip(group.layers, group.counts, strict=True):
-        kernel = group.block.kernel and not (lengths == "auto" and layer.kind == "embedding")
+        kernel = group.block.kernel and not (moves.trust_ratio == "auto" and layer.kind == "embedding")
         each, rows = layer.block_shapes["A"][0], layer.layouts[0].size("in")
         width = np.resize(np.clip(rows - each * np.arange(layer.cut[0]), 0, each), count)
-        parts.append((np.full(count, kernel * rows * layer.d_out), width, np.full(count, layer.overlap * layer.d_out)))
+        parts.append((np.full(count, kernel * rows * layer.d_out), width, np.full(count, moves.length(layer, kernel))))
     return Kernels(*map(np.concatenate, zip(*parts, strict=True)))
 
 
@@ -219,7 +227,7 @@ def _sums(x: Stack) -> list[jax.Array]:
     Returns:
       `u^2`, `u w`, `w^2`, `g w` and `g^2` of the entries `inside`, all but the first 0 of what is no kernel; `u^2` of
       those outside, so of the bias; how many `u`, and `g`, are not zero; elements of a kernel, 0 of what is none; and
-      the square of the norm of its step.
+      the length of the step.
     """
     u, g = x.updates, x.gradients
     products = [u * u, u != 0, g != 0]
@@ -227,12 +235,12 @@ def _sums(x: Stack) -> list[jax.Array]:
         w = jnp.where(x.inside & per_block(x.kernels.size > 0, u), x.params, 0)
         products += [u * w, w * w, g * w, jnp.where(x.inside, g * g, 0), jnp.where(x.inside, 0, u * u)]
     totals = sums([product.astype(u.dtype) for product in products], 2 if x.by_row else 1)
-    square, moving, reached, *rest = (s.reshape(-1) for s in totals)
+    like, (square, moving, reached, *rest) = totals[0], (s.reshape(-1) for s in totals)
     totals = [square, moving, reached, *(rest or 5 * [jnp.zeros_like(square)])]
     square, moving, reached, uw, ww, gw, gg, beside = totals if x.whole is None else x.whole(jnp.stack(totals))
-    # Rows that are leaves of their own are alike.
-    size, target = (jnp.zeros_like(square) + number for number in (x.kernels.size, x.kernels.square))
-    return [square - beside, uw, ww, gw, gg, beside, moving, reached, size, target]
+    of_rows = [jnp.zeros_like(like) + per_block(x, like) for x in (x.kernels.size, x.kernels.length)]
+    size, length = (x.astype(u.dtype).reshape(-1) for x in of_rows)
+    return [square - beside, uw, ww, gw, gg, beside, moving, reached, size, length]
 
 
 def _lengths(totals: Sequence[jax.Array], coefficient: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -240,7 +248,7 @@ def _lengths(totals: Sequence[jax.Array], coefficient: jax.Array | None) -> tupl
 
     The kernel in it is of no use where its scale does not matter to the loss: there its gradient is at a right angle.
     """
-    square, uw, ww, gw, gg, beside, moving, reached, size, target = totals
+    square, uw, ww, gw, gg, beside, moving, reached, size, length = totals
     kernel = size > 0
     # Root by root, as the product of the squares may leave the range of float32.
     bound = RIGHT_ANGLE * jnp.sqrt(ww) * jnp.sqrt(gg) / jnp.sqrt(jnp.where(kernel, size, 1))
@@ -249,7 +257,7 @@ def _lengths(totals: Sequence[jax.Array], coefficient: jax.Array | None) -> tupl
     square = jnp.maximum(square - radial * uw, LEAST_LEFT * square)
     if coefficient is not None:
         return jnp.where((ww > 0) & (square > 0), _ratio(coefficient * jnp.sqrt(ww), square), 1), radial
-    length = jnp.where(kernel, jnp.sqrt(target), BESIDE_KERNELS * jnp.sqrt(moving))
+    length = length * jnp.where(kernel, 1, jnp.sqrt(moving))
     return _ratio(jnp.where(reached > 0, length, 0), square + beside), radial
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 
@@ -14,14 +13,11 @@ from kfac._curvature.inverse import Inverse, check_inverse
 from kfac._distributed.distribution import Distribution, check_distribution
 from kfac._optimizer.moves import Moves, ScalarOrSchedule
 
-P = ParamSpec("P")
-Result = TypeVar("Result")
-
 # For each pair of options that do not go together: whether they are there, and what to say, with their values.
 CONFLICTS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         lambda o: o.layer_rates and (o.trust_ratio != "auto" or o.momentum is None),
-        'layer_rates=True is for trust_ratio="auto" with momentum, the last direction: pass both, or layer_rates=False',
+        'layer_rates={layer_rates!r} is for trust_ratio="auto" with momentum, the last direction: pass both, or False',
     ),
     (
         lambda o: o.kl_clip is not None and o.trust_ratio == "auto",
@@ -62,19 +58,6 @@ class Options(NamedTuple):
     inverse_every: int | jax.Array | None = 1
     refresh_warmup: int | jax.Array | None = None
     unitwise_damping: ScalarOrSchedule = 1.0
-
-
-def points_to_distribution(function: Callable[P, Result]) -> Callable[P, Result]:
-    """`function`, whose error for an option of `Distribution` says how to pass it."""
-
-    @functools.wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> Result:
-        for name in {"axis_name", "mesh", "owners"}.intersection(kwargs):
-            how = f"a mesh and the axes of jax.shard_map are seen; else pass distribution=kfac.Distribution({name}=...)"
-            raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}: {how}")
-        return function(*args, **kwargs)
-
-    return called
 
 
 def check_options(options: Options, moves: Moves, weight_decay: Any = None, weight_decay_mask: Any = None) -> None:

@@ -23,7 +23,7 @@ from kfac._layers import Layers
 from kfac._optimizer.arguments import fitted
 from kfac._optimizer.averages import refresh_inverses
 from kfac._optimizer.moves import Moves, ScalarOrSchedule, value_at
-from kfac._optimizer.options import Options, check_options, points_to_distribution
+from kfac._optimizer.options import Options, check_options
 from kfac._optimizer.over_mesh import OverMesh, init_over_mesh
 from kfac._optimizer.place import Config
 from kfac._optimizer.reshard import on_states, some_state, state_spec
@@ -41,7 +41,6 @@ from kfac._optimizer.step import Gradients, count_blocks, preconditioned_step
 from kfac._varying import axis_names, device_axes, on_mesh, varying_axes
 
 
-@points_to_distribution
 def scale_by_kfac(
     layers: Layers,
     *,

@@ -326,7 +326,7 @@ def blocks_of(state: KfacState, layers: Layers, argument: str) -> Iterator[tuple
 def check_state(config: Config, state: KfacState, devices: int) -> None:
     """Raises where a state is that of other options or another number of devices."""
     check_devices(state, devices)
-    wanted = config.moves.momentum is not None and not config.inverse.takes_gradients, config.moves.layer_rates
+    wanted = config.moves.momentum is not None and not config.inverse.takes_gradients, bool(config.moves.layer_rates)
     for name, owned in state.owned.items():
         if owned.inverse != config.inverse:  # `kfac.kfac` may have chosen one by the layers
             named = f"inverse={config.inverse!r}, but the optimizer state is one for inverse={owned.inverse!r}"

@@ -218,7 +218,7 @@ def move(
 
 def _stack(place: Place, group: Group, steps: jax.Array, params: jax.Array | None, gradients: jax.Array) -> Stack:
     """A group for `lengthened`, which adds up the sums over the pieces of a kernel that is cut."""
-    table, name, way = find_kernels(group, place.config.moves.trust_ratio), group.name, place.config.way
+    table, name, way = find_kernels(group, place.config.moves), group.name, place.config.way
     if all(np.all(x == x[0]) for x in table):
         kernels = Kernels(*(jnp.asarray(x[:1]) for x in table))
     else:

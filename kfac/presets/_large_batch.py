@@ -15,10 +15,8 @@ from kfac._distributed.distribution import Distribution
 from kfac._layers import Layers
 from kfac._optimizer.kfac import assemble
 from kfac._optimizer.moves import Moves, ScalarOrSchedule
-from kfac._optimizer.options import points_to_distribution
 
 
-@points_to_distribution
 def large_batch(
     learning_rate: ScalarOrSchedule,
     layers: Layers,
