@@ -32,7 +32,7 @@ def _run(page, count, chosen=slice(None)):
 
 @pytest.fixture(scope="module")
 def names():
-    return _run("choosing.md", 8)
+    return _run("choosing.md", 9)
 
 
 @pytest.fixture(scope="module")

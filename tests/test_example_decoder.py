@@ -41,14 +41,14 @@ def test_the_most_frequent_pair_comes_first(decoder):
     np.testing.assert_array_equal(decoder.sources.encode([b"abc ab", b"xyx"], merges), [256, 99, 32, 256, 257, 120])
 
 
-@pytest.mark.parametrize("method", ["kfac", "muon"])
+@pytest.mark.parametrize("method", ["kfac --hidden 0.2", "muon"])
 def test_a_stopped_run_goes_on(decoder, tmp_path, method):
     small = ["--size", "toy", "--sequences", "4", "--horizon", "4", "--every", "2", "--tokens", str(decoder.kept)]
     found = {}
     for name, stops in (("whole", [[]]), ("parts", [["--stop", "2"], []])):
         own = ["--output", str(tmp_path / name), "--results", str(tmp_path / f"{name}.jsonl")]
         for stop in stops:
-            decoder.main(["run", "--method", method, *small, *own, *stop])
+            decoder.main(["run", "--method", *method.split(), *small, *own, *stop])
         found[name] = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
     for key in ("step", "validation", "loss"):
         assert [row[key] for row in found["whole"]] == [row[key] for row in found["parts"]]
@@ -62,7 +62,7 @@ def test_what_is_reported(decoder, tmp_path, capsys):
     results = tmp_path / "results.jsonl"
     results.write_text("".join(json.dumps(line) + "\n" for line in lines))
     decoder.main(["report", "--results", str(results), "--figure", str(tmp_path / "curves.png")])
-    assert "| 5M | 2,048 | 20 | muon | 0.1 | 5.000 | 10 | 3 |" in capsys.readouterr().out
+    assert "| 5M | 2,048 | 20 | muon | 0.1 | 1.0 | 5.000 | 10 | 3 |" in capsys.readouterr().out
     assert (tmp_path / "curves.png").is_file()
     (found,) = decoder.by_run(results).values()
     there = decoder.curves.reached(found, "validation", 5.5, falls=True)

@@ -193,7 +193,7 @@ def report(options: argparse.Namespace) -> None:
                         [point[what] for point in curve],
                         losses,
                         ".-",
-                        label=" ".join(map(str, key[3:6] if key[5] != 1 else key[3:5])),
+                        label=f"{key[3]} {key[4]}" + f", blocks by {key[5]}" * (key[5] != 1),
                     )
             axis.set_xlabel(what.replace("_", " "))
             axis.grid(alpha=0.3)
