@@ -73,9 +73,10 @@ def check_switch(name: str, value: Any) -> None:
 
 def check_rates(name: str, value: Any) -> None:
     """Raises where a value is neither a `bool` nor a mapping of regular expressions to positive numbers."""
-    if not isinstance(value, Mapping) or not value:
-        return check_switch(name, value)
-    for pattern, rate in value.items():
+    if not (isinstance(value, bool) or (isinstance(value, Mapping) and value)):
+        what = "True, False or a mapping of regular expressions to positive numbers"
+        raise ValueError(f"{name} must be {what}, but is {value!r}")
+    for pattern, rate in value.items() if isinstance(value, Mapping) else ():
         check_number(f"{name}[{pattern!r}]", rate, "(0, inf)")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import kfac
@@ -126,7 +127,7 @@ def test_without_them_all_layers_go_by_the_one_rate():
 
 @pytest.mark.parametrize("options", [{"trust_ratio": None}, {"momentum": None}, {"trust_ratio": 1.0}])
 def test_what_they_need_is_said(options):
-    with pytest.raises(ValueError, match="layer_rates=True is for trust_ratio="):
+    with pytest.raises(ValueError, match="layer_rates=True needs trust_ratio="):
         kfac.kfac(0.05, LAYERS, layer_rates=True, **options)
     kfac.kfac(0.05, LAYERS, **options)
     with pytest.raises(ValueError, match="layer_rates"):
@@ -182,7 +183,7 @@ def test_several_devices_tell_the_same_rates(x64):
     assert told[0][1] != 1
 
 
-GIVEN = {"^out": 0.2, "norm|offset": 3.0, "out/kernel": 7.0}
+GIVEN = {"^out/kernel": jnp.float32(0.2), "norm|offset": 3.0, "out|first/bias": np.float64(1.0)}
 
 
 @pytest.mark.parametrize("devices", [None, 3])
@@ -232,7 +233,8 @@ def test_rows_that_are_leaves_of_their_own_have_given_rates():
 @pytest.mark.parametrize(
     ("value", "what"),
     [
-        ({}, "layer_rates must be True or False, but is {}"),
+        ({}, "layer_rates must be True, False or a mapping of regular expressions to positive numbers, but is {}"),
+        ({"out": 0.2, "out/kernel": 0.5}, "layer_rates: 'out/kernel' has no effect, as keys before it have its layers"),
         ({3: 1.0}, "layer_rates: 3 is not a regular expression"),
         ({"out": 0.0}, r"layer_rates\['out'\] must lie in \(0, inf\), but is 0.0"),
         ({"out": "fast"}, r"layer_rates\['out'\] must be a number"),
@@ -244,3 +246,19 @@ def test_rows_that_are_leaves_of_their_own_have_given_rates():
 def test_given_rates_that_say_nothing_are_refused(value, what):
     with pytest.raises(ValueError, match=what):
         kfac.kfac(0.05, LAYERS, layer_rates=value)
+
+
+def test_a_given_rate_stays_with_a_kernel_whose_bias_is_hidden():
+    """As does a rate that its bias has brought; and what becomes of the mapping later does not matter."""
+    rates = {"first/bias": 0.2}
+    grads, factors = measured(0)
+    mask = jax.tree.map_with_path(lambda path, _: "bias" not in jax.tree_util.keystr(path), problem.initial())
+    lengths = []
+    for given in (True, rates):
+        tx = optax.masked(kfac.kfac(0.05, LAYERS, layer_rates=given), mask)
+        state = tx.init(problem.initial())
+        rates["first/bias"] = 7.0
+        updates, _ = jax.jit(tx.update)(grads, state, problem.initial(), factors=factors)
+        lengths.append(np.linalg.norm(updates["first"]["kernel"]))
+        rates["first/bias"] = 0.2
+    np.testing.assert_allclose(lengths[1], 0.2 * lengths[0], rtol=1e-5)

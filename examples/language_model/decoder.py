@@ -221,6 +221,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=HERE / "decoder.jsonl")
     parser.add_argument("--figure", type=Path, default=HERE / "decoder.png", help="what `report` draws")
     options = parser.parse_args(arguments)
+    if options.hidden != 1 and options.method != "kfac":
+        parser.error(f"--hidden {options.hidden} is for --method kfac")
     (run if options.action == "run" else report)(options)
 
 

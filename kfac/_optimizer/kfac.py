@@ -89,8 +89,9 @@ def kfac(
         together: Almeida et al. 1998, Baydin et al. 2018). Copies of a stacked kernel, and pieces of one that `max_dim`
         cuts, each have their own. None: with momentum and "auto".
 
-        A mapping: with rates of their own, and the steps of some layers multiplied by a number. Keys are regular
-        expressions, as of `skip=`: a layer goes by the first that is found in the path of one of its parameters.
+        A mapping does that, and multiplies the steps of some layers by a number. Keys are regular expressions, as of
+        `skip=`: a layer, the bias included, goes by the first key that is found in the path of one of its parameters.
+        Weight decay and skipped parameters are not multiplied.
       damping: see `scale_by_kfac`, also for the arguments that follow. With `trust_ratio="auto"` it is in units of the
         mean eigenvalue of each block, as with `Cholesky(relative=True)`: then nothing depends on the scale of the loss.
         None: with "auto" 0.1, or 1e-4 for `Soap`; without, 1e-3.
@@ -122,15 +123,28 @@ def kfac(
     inverse_every = every if isinstance(inverse_every, str) and inverse_every == "auto" else inverse_every
     nesterov = momentum is not None if nesterov is None else nesterov
     layer_rates = (auto and momentum is not None) if layer_rates is None else layer_rates
-    moves = Moves(kl_clip, learning_rate, False, momentum, nesterov, trust_ratio, layer_rates)
+    check(layer_rates=layer_rates)
     if isinstance(layer_rates, Mapping) and layers.paths:
-        with_block = {layers.paths.index(path) for x in layers if x.kind != "skipped" for path in x.params}
-        matching("layer_rates", [*layer_rates], [*layers.paths], with_block, "parameter with a block")
+        layer_rates = _by_layer(layer_rates, layers)
+    moves = Moves(kl_clip, learning_rate, False, momentum, nesterov, trust_ratio, layer_rates)
     return assemble(
         layers, moves,
         weight_decay=weight_decay, weight_decay_mask=weight_decay_mask, inverse=inverse, damping=damping,
         statistics_every=every, inverse_every=inverse_every, distribution=distribution,
     )  # fmt: skip
+
+
+def _by_layer(rates: Mapping[str, float], layers: Layers) -> dict[str, float]:
+    """The numbers of `layer_rates` by the first path of each layer, with or without the biases that a wrapper hides."""
+    found: dict[str, float] = {}
+    leaves = {path: x.params[0] for x in layers if x.kind != "skipped" for path in x.params}
+    with_block = set(map(layers.paths.index, leaves))
+    for pattern, rate in rates.items():
+        named = matching("layer_rates", [pattern], [*layers.paths], with_block, "parameter with a block") & with_block
+        if not (new := {leaves[layers.paths[k]] for k in named} - found.keys()):
+            raise ValueError(f"layer_rates: {pattern!r} has no effect, as keys before it have its layers: put it first")
+        found |= dict.fromkeys(new, float(rate))
+    return found
 
 
 def chosen(layers: Layers, trust_ratio: Any, inverse: Inverse | None, cost: Any) -> tuple[Inverse, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -35,7 +34,7 @@ class Moves:
       momentum: its decay. An inverse that takes gradients has it before the preconditioner.
       nesterov: whether in Nesterov's form.
       trust_ratio: as of `kfac.kfac`.
-      layer_rates: as of `kfac.kfac`, without None.
+      layer_rates: whether each block has a rate of its own; a mapping has further factors, by first paths of layers.
     """
 
     kl_clip: ScalarOrSchedule | None = None
@@ -60,8 +59,7 @@ class Moves:
 
     def length(self, layer: Layer, kernel: bool) -> float:
         """The norm of a kernel's step, or the root mean square of that of another leaf, at a learning rate of 1."""
-        given = self.layer_rates.items() if isinstance(self.layer_rates, Mapping) else ()
-        rate = next((rate for pattern, rate in given if any(re.search(pattern, x) for x in layer.params)), 1.0)
+        rate = self.layer_rates.get(layer.params[0], 1.0) if isinstance(self.layer_rates, Mapping) else 1.0
         return rate * ((layer.overlap * layer.d_out) ** 0.5 if kernel else BESIDE_KERNELS)
 
 

@@ -17,7 +17,7 @@ from kfac._optimizer.moves import Moves, ScalarOrSchedule
 CONFLICTS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         lambda o: o.layer_rates and (o.trust_ratio != "auto" or o.momentum is None),
-        'layer_rates={layer_rates!r} is for trust_ratio="auto" with momentum, the last direction: pass both, or False',
+        'layer_rates={layer_rates!r} needs trust_ratio="auto" and momentum: pass both, or layer_rates=False',
     ),
     (
         lambda o: o.kl_clip is not None and o.trust_ratio == "auto",

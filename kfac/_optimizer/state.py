@@ -336,10 +336,9 @@ def check_state(config: Config, state: KfacState, devices: int) -> None:
                 has = f"has {'none' if motion is None else 'some'} for blocks {name}"
                 raise ValueError(f"{option}= does not go with its state, which {has}: initialise it with the same")
         if owned.blocks.weight.shape[0] != owned.shard.positions:
-            raise ValueError(
-                f"this device must get {owned.shard.positions} of the state's {owned.shard.blocks} blocks of a shape, "
-                f"but gets {owned.blocks.weight.shape[0]}: use kfac.state.state_specs for its in_specs and out_specs"
-            )
+            needs = f"{owned.shard.positions} of the state's {owned.shard.blocks} blocks of a shape"
+            how = f"but gets {owned.blocks.weight.shape[0]}: use kfac.state.state_specs for its in_specs and out_specs"
+            raise ValueError(f"this device must get {needs}, {how}")
 
 
 def check_groups(groups: Sequence[Group], state: KfacState) -> None:
@@ -351,17 +350,13 @@ def check_groups(groups: Sequence[Group], state: KfacState) -> None:
     for name in expected | actual:
         has, needs = actual.get(name, "none"), expected.get(name, "none")
         if has != needs:
-            raise ValueError(
-                f"the optimizer state is not one for these layers: its blocks {name} are {has}; the layers need "
-                f"{needs}. Initialise it with the same layers, or restore the checkpoint of this model."
-            )
+            how = f"the layers need {needs}. Initialise it with the same, or restore the checkpoint of this model"
+            raise ValueError(f"the optimizer state is not one for these layers: its blocks {name} are {has}; {how}")
 
 
 def check_devices(state: KfacState, devices: int) -> None:
     """Raises where a state is one for another number of devices."""
     if state.owned and devices_of(state) != devices:
-        raise ValueError(
-            f"the optimizer state is one for {devices_of(state)} device(s), but this runs on {devices}: initialise it "
-            "where the axis is bound, with the same distribution= here as there; kfac.state.gather_state and "
-            "kfac.state.scatter_state bring a state to another number of devices"
-        )
+        how = "initialise it where the axis is bound, with the same distribution=; kfac.state.scatter_state moves one"
+        given = f"the optimizer state is one for {devices_of(state)} device(s), but this runs on {devices}"
+        raise ValueError(f"{given}: {how} from kfac.state.gather_state to another number of devices")

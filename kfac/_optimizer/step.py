@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -265,8 +264,7 @@ def _if_usable(usable: jax.Array, stacks: Vectors, starts: dict[int, jax.Array])
     On CPUs XLA would else compile what makes the lengths of steps anew for each leaf that is cut from a stack; and
     each cut, if it knew where.
     """
-    zeros = functools.partial(jax.tree.map, jnp.zeros_like)
-    return lax.cond(usable, lambda same: same, zeros, (usable, stacks, starts))
+    return lax.cond(usable, lambda x: x, lambda x: jax.tree.map(jnp.zeros_like, x), (usable, stacks, starts))
 
 
 def measure(
@@ -333,8 +331,7 @@ def commit(
 
 def count(state: KfacState, now: Now, metrics: KfacMetrics, usable: jax.Array) -> KfacState:
     """The state after the step."""
-    rate, (_, highest) = now.rate, state.learning_rates
-    rates = jnp.stack([rate, jnp.maximum(rate, highest)])
+    rates = jnp.stack([now.rate, jnp.maximum(now.rate, state.learning_rates[1])])
     return state._replace(
         learning_rates=jnp.where(usable, rates, state.learning_rates),
         count=jnp.where(usable, optax.safe_increment(state.count), state.count),
