@@ -41,7 +41,7 @@ def test_the_most_frequent_pair_comes_first(decoder):
     np.testing.assert_array_equal(decoder.sources.encode([b"abc ab", b"xyx"], merges), [256, 99, 32, 256, 257, 120])
 
 
-@pytest.mark.parametrize("method", ["kfac --hidden 0.2", "muon"])
+@pytest.mark.parametrize("method", ["kfac", "kfac --hidden 0.2 --rate 0.2", "muon"])
 def test_a_stopped_run_goes_on(decoder, tmp_path, method):
     small = ["--size", "toy", "--sequences", "4", "--horizon", "4", "--every", "2", "--tokens", str(decoder.kept)]
     found = {}
@@ -67,3 +67,9 @@ def test_what_is_reported(decoder, tmp_path, capsys):
     (found,) = decoder.by_run(results).values()
     there = decoder.curves.reached(found, "validation", 5.5, falls=True)
     assert there["step"] == 15 and decoder.curves.reached(found, "validation", 4.0, falls=True) is None
+
+
+def test_slower_blocks_are_for_kfac_alone(decoder, capsys):
+    with pytest.raises(SystemExit):
+        decoder.main(["run", "--method", "muon", "--hidden", "0.2"])
+    assert "--hidden 0.2 is for --method kfac" in capsys.readouterr().err

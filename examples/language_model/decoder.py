@@ -4,9 +4,9 @@
     python examples/language_model/decoder.py run --method muon --rate 0.06 --horizon 40
     python examples/language_model/decoder.py report
 
-"kfac" is `kfac.train_step(loss, schedule)` with nothing else; `--hidden 0.2` is
-`layer_rates={"Dense_": 0.2}`, slower kernels of the blocks. The rate rises for a tenth of the steps and falls to zero
-from there, for all. `--horizon` is the steps that the schedule is made for. The text is that of `sources.py`.
+"kfac" is `kfac.train_step(loss, schedule)` with nothing else; `--hidden 0.2` is `layer_rates={"Dense_": 0.2}`, slower
+kernels of the blocks. The rate rises for a tenth of the steps and falls to zero from there, for all. `--horizon` is the
+steps that the schedule is made for. The text is that of `sources.py`.
 """
 
 from __future__ import annotations
@@ -161,9 +161,13 @@ def run(options: argparse.Namespace) -> None:
 
 def by_run(path: Path) -> dict[tuple[Any, ...], list[curves.Row]]:
     """The rows of each run, by its size, tokens of a batch, steps, method, rate, that of hidden kernels, and seed."""
-    rows = curves.read(path, lambda row: (row["size"], row["sequences"] * CONTEXT, row["horizon"], row["method"],
-                                          row["rate"], row.get("hidden", 1.0), row["seed"]))  # fmt: skip
-    return dict(sorted(rows.items()))
+    names = "horizon", "method", "rate", "hidden", "seed"
+
+    def key(row: curves.Row) -> tuple[Any, ...]:
+        row = {"hidden": 1.0, **row}  # which older rows have not
+        return row["size"], row["sequences"] * CONTEXT, *(row[name] for name in names)
+
+    return dict(sorted(curves.read(path, key).items()))
 
 
 def report(options: argparse.Namespace) -> None:
@@ -189,12 +193,8 @@ def report(options: argparse.Namespace) -> None:
             for key, curve in found.items():
                 if key[:3] == (*kind, horizon):
                     losses = [point["validation"] for point in curve]
-                    axis.plot(
-                        [point[what] for point in curve],
-                        losses,
-                        ".-",
-                        label=f"{key[3]} {key[4]}" + f", blocks by {key[5]}" * (key[5] != 1),
-                    )
+                    label = f"{key[3]} {key[4]}" + f", blocks by {key[5]}" * (key[5] != 1)
+                    axis.plot([point[what] for point in curve], losses, ".-", label=label)
             axis.set_xlabel(what.replace("_", " "))
             axis.grid(alpha=0.3)
         row[0].set_ylabel("validation loss, nats per token")

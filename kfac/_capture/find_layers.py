@@ -230,7 +230,7 @@ def _bounded(layer: Layer, max_dim: int | None) -> Layer:
 
 def matching(option: str, patterns: Sequence[str], names: list[str], useful: Any = None, what: str = "") -> set[int]:
     """The leaves that patterns name, each at least one that is `useful`."""
-    matching = set()
+    found: set[int] = set()
     for pattern in patterns:
         try:
             leaves = {k for k, name in enumerate(names) if re.search(pattern, name)}
@@ -240,8 +240,8 @@ def matching(option: str, patterns: Sequence[str], names: list[str], useful: Any
             raise ValueError(f"{option}: {pattern!r} matches no parameter; the parameters are {', '.join(names)}")
         if useful is not None and not leaves & useful:
             raise ValueError(f"{option}: {pattern!r} matches no {what}, so it has no effect")
-        matching |= leaves
-    return matching
+        found |= leaves
+    return found
 
 
 def _parent(path: str) -> str:

@@ -236,8 +236,8 @@ def _sums(x: Stack) -> list[jax.Array]:
     like, (square, moving, reached, *rest) = totals[0], (s.reshape(-1) for s in totals)
     totals = [square, moving, reached, *(rest or 5 * [jnp.zeros_like(square)])]
     square, moving, reached, uw, ww, gw, gg, beside = totals if x.whole is None else x.whole(jnp.stack(totals))
-    of_rows = [jnp.zeros_like(like) + per_block(x, like) for x in (x.kernels.size, x.kernels.length)]
-    size, length = (x.astype(u.dtype).reshape(-1) for x in of_rows)
+    of_blocks = x.kernels.size, x.kernels.length
+    size, length = ((jnp.zeros_like(like) + per_block(y, like)).astype(u.dtype).reshape(-1) for y in of_blocks)
     return [square - beside, uw, ww, gw, gg, beside, moving, reached, size, length]
 
 
