@@ -125,9 +125,11 @@ class Programs:
         if options.method == "kfac":
             layers = kfac.find_layers(loss_fn, params, averages, *batch, has_aux=True, batch_argnums=(2, 3))
             # A quarter of the examples, as `kfac.train_step` has it, so that statistics may come more often.
-            tx = kfac.kfac(rate, layers, cost=0.3)
+            tx = kfac.kfac(rate, layers, cost=0.3, weight_decay=options.weight_decay)
         else:
             settings = {**SETTINGS, "vectors": VECTORS[options.method]}
+            if options.weight_decay is not None:
+                settings["weight_decay"] = options.weight_decay
             tx = methods.METHODS[options.method].make(rate, settings, None)
 
         def step(carry: Any, images: Any, labels: Any, statistics: bool) -> Any:
@@ -188,6 +190,8 @@ def run(options: argparse.Namespace) -> None:
     train, (images, labels) = toy() if options.toy else cifar10.read(options.data_dir)
     split = (Resident if options.resident else ArraySplit)(*train, shift=4, flip=True)
     name = {key: getattr(options, key) for key in ("network", "width", "method", "rate", "batch", "horizon", "seed")}
+    if options.weight_decay is not None:
+        name["weight_decay"] = options.weight_decay
     text = "-".join(map(str, name.values()))
     saved = options.output / f"{text}.npz"
     programs = Programs(options, images.shape[1:])
@@ -219,7 +223,9 @@ def run(options: argparse.Namespace) -> None:
 
 def name_of(row: curves.Row) -> str:
     batch = f", batch {row['batch']}" if row["batch"] != 5000 else ""
-    return f"{row['method']} {row['rate']}, {row['horizon']} steps{batch}, seed {row['seed']}"
+    decay = f", weight decay {row['weight_decay']}" if "weight_decay" in row else ""
+    width = f", width {row['width']}" if row["width"] != 24 else ""
+    return f"{row['method']} {row['rate']}, {row['horizon']} steps{batch}{width}{decay}, seed {row['seed']}"
 
 
 def report(options: argparse.Namespace) -> None:
@@ -267,6 +273,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--data-dir", type=Path, default=Path("data/cifar10"))
     parser.add_argument("--method", choices=["kfac", "muon", "lars", "sgd"], default="kfac")
     parser.add_argument("--rate", type=float, default=0.05)
+    parser.add_argument("--weight-decay", type=float, help="5e-4 by default, as the methods have it: of gradients for "
+                        "SGD and LARS, decoupled for Muon; none for K-FAC, whose is decoupled, too")  # fmt: skip
     parser.add_argument("--batch", type=int, default=5000)
     parser.add_argument("--parts", type=int, default=20, help="micro-batches of a batch, of which each has its own "
                         "batch-norm statistics")  # fmt: skip
