@@ -205,7 +205,10 @@ def test_several_devices_are_one(style, widths):
 
 
 @pytest.mark.parametrize("widths", [MANY_LAYERS, pytest.param(FEW_LAYERS, marks=pytest.mark.slow)], ids=["many", "few"])
-@pytest.mark.parametrize("inverse", [kfac.Cholesky(), kfac.Soap()], ids=lambda kind: type(kind).__name__)
+@pytest.mark.parametrize(
+    "inverse",
+    [pytest.param(kfac.Cholesky(), marks=pytest.mark.slow, id="Cholesky"), pytest.param(kfac.Soap(), id="Soap")],
+)
 def test_gradients_may_arrive_local(widths, inverse):
     """They are averaged at the owners, or everywhere, and so is what the norm constraint takes of them."""
     options = {"inverse_every": 3, "refresh_warmup": 1, "damping": 1e-2, "inverse": inverse}

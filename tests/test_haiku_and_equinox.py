@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import kfac
 from checking import kinds, normal
@@ -71,6 +72,7 @@ def haiku_transformer(ids):
     return hk.Linear(3, name="head")(jnp.tanh(x).mean(1))
 
 
+@pytest.mark.slow  # test_zoo.py has others of its framework
 def test_haiku_transformer():
     model = hk.without_apply_rng(hk.transform(haiku_transformer))
     batch = text()
@@ -167,6 +169,7 @@ class Transformer(eqx.Module):
         return self.head(self.features(ids))
 
 
+@pytest.mark.slow  # test_zoo.py has others of its framework
 def test_equinox_transformer():
     params, static = eqx.partition(eqx.filter_jit(Transformer)(jax.random.key(0)), eqx.is_inexact_array)
     batch = text()

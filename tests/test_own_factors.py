@@ -157,7 +157,7 @@ def mesh_of(devices):
     "options",
     [
         {},
-        {"gradients": "local"},
+        slow({"gradients": "local"}),
     ],
     ids=str,
 )

@@ -101,7 +101,7 @@ def is_state(x):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        slow({}),
         {"gradients": "local", "trust_ratio": "auto", "damping": 0.1, "inverse": kfac.Cholesky()},
         slow({"inverse": kfac.Ekfac()}),
         slow({"inverse": kfac.Soap(), "trust_ratio": "auto", "damping": 1e-2}),

@@ -150,11 +150,8 @@ def alone(inverse, max_dim):
 
 
 def grid():
-    """All combinations. By default the one with most in it; docs/distributed.md, which a test runs, has others."""
-    usual = {
-        ("tensor", AxisType.Explicit, "Ekfac", 4, "seen", 8192),
-        ("tensor", AxisType.Auto, "Cholesky", 4, "seen", 20),
-    }
+    """All combinations. By default one; docs/distributed.md, which a test runs, and test_meshes.py have others."""
+    usual = {("tensor", AxisType.Auto, "Cholesky", 4, "seen", 20)}
     for form in SPLITS:
         for kind in (AxisType.Auto, AxisType.Explicit):
             for inverse, max_dim in (("Cholesky", 8192), ("Ekfac", 8192), ("Cholesky", 20)):
