@@ -66,5 +66,4 @@ def __getattr__(name: str) -> object:
     for module in (curvature, planning, presets, state, types):  # whose names stood here in version 0.3.0 and before
         if hasattr(module, name) and not name.startswith("_"):
             raise AttributeError(f"kfac.{name} is now {module.__name__}.{name}")
-    hint = ": kfac.value_and_grad does it by itself" if name in ("data_parallel", "Shares") else ""
-    raise AttributeError(f"module 'kfac' has no attribute {name!r}{hint}")
+    raise AttributeError(f"module 'kfac' has no attribute {name!r}")

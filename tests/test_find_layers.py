@@ -426,8 +426,8 @@ def test_a_learned_initial_state_of_a_scan_has_the_gradients_own_factors(x64):
 
 def test_an_unused_parameter(x64):
     model, params = dense_with(lambda p, x: x, unused=(3, 2))
-    layers = check_blocks(model, params, inputs(T, 5), unused="gradient")
-    assert layers["unused"].note == "not used by the loss"
+    layers = check_blocks(model, params, inputs(T, 5), unused="skipped")
+    assert layers["unused"].note == "no gradient reaches it"
 
 
 @pytest.mark.parametrize(
@@ -592,7 +592,7 @@ def test_strict_names_the_leaf_the_operation_the_reason_and_the_way_out(case):
     params = {"odd": {"w": jnp.ones(shape)}, "other": jnp.ones(2)}
     x = jnp.ones((N, 5, 5))
     layers = kfac.find_layers(loss, params, x)
-    assert kinds(layers) == {"odd": "gradient", "other": "gradient"}
+    assert kinds(layers) == {"odd": "gradient", "other": "skipped"}
     assert re.search(reason, layers["odd"].note), layers["odd"].note
     if case != "while loop":  # which jax itself cannot differentiate
         _, _, factors = jax.jit(kfac.value_and_grad(loss, layers))(params, x)
@@ -603,7 +603,7 @@ def test_strict_names_the_leaf_the_operation_the_reason_and_the_way_out(case):
     assert re.search(f"'odd/w' is read by {reason}", message), message
     pattern = re.search(r"skip=\('(.*?)',\)", message).group(1)
     layers = kfac.find_layers(loss, params, x, skip=(pattern,), strict=True)
-    assert kinds(layers) == {"odd": "skipped", "other": "gradient"}
+    assert kinds(layers) == {"odd": "skipped", "other": "skipped"}
 
 
 def test_strict_names_all_leaves_at_once():

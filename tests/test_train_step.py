@@ -170,6 +170,31 @@ def test_it_says_once_what_it_found_and_looks_once(capsys, options, words):
     assert printed.count("\n") == bool(words) and words in printed
 
 
+def test_it_says_how_many_parameters_are_left_out(capsys):
+    params, x, loss_fn = perceptron()
+    params |= {"frozen": jnp.ones((400, 300))}
+    kfac.train_step(loss_fn, 0.05).init(params, x)
+    assert capsys.readouterr().out.startswith("2 layers, 320 parameters (0.1 M more skipped), Soap, ")
+
+
+def test_a_parameter_with_a_weak_type_compiles_nothing_anew():
+    params, x, loss_fn = perceptron()
+    calls = []
+
+    def tempered(params, x):
+        calls.append(x.shape)
+        return loss_fn(params["network"], x) * jnp.exp(params["temperature"])
+
+    params = {"network": params, "temperature": jnp.log(0.5)}
+    assert jax.typeof(params["temperature"]).weak_type
+    step = kfac.train_step(tempered, 0.05, cost=10, verbose=False)
+    state = step.init(params, x)
+    params, state, _ = step(params, state, x)
+    traced = len(calls)
+    step(params, state, x)
+    assert len(calls) == traced
+
+
 def test_inside_of_a_loop_it_is_the_same():
     params, x, loss_fn = perceptron()
     step = kfac.train_step(loss_fn, 0.05, cost=0.6)

@@ -31,7 +31,7 @@ def own_factors(loss, params, *args, **options):
     found = {
         layer.params[0]: layer.note
         for layer in kfac.find_layers(loss, params, *args, **options)
-        if layer.kind == "gradient" and layer.note not in ("not used by the loss", "read without examples")
+        if layer.kind == "gradient" and layer.note != "read without examples"
     }
     with pytest.raises(kfac.UnsupportedLayerError) as error:
         kfac.find_layers(loss, params, *args, **options, strict=True)

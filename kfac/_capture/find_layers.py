@@ -172,8 +172,9 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
         if leaf in companions.values():
             continue
         leaves = [leaf, companions[leaf]] if leaf in companions else [leaf]
-        if leaf in skipped:
-            note = "has no elements" if leaf in empty else "skipped by the user"
+        if leaf in skipped or leaf not in traced.program.outputs[0].leaves | chosen:
+            by_user = "skipped by the user" if leaf in skipped else "no gradient reaches it"
+            note = "has no elements" if leaf in empty else by_user
             layer = Layer(name, "skipped", (name,), (shapes[leaf],), note=note)
         elif leaf in kernels:
             layer = _kronecker_layer(leaves, reads, by_leaf, traced, n, leaf in reduced)
@@ -382,9 +383,6 @@ def _gradient_layer(leaf: int, traced: Trace, why: Inexact | None, chosen: bool)
     elif len(sizes) > 1:
         cuts = [(math.prod(sizes[:k]), math.prod(sizes[k:])) for k in range(1, len(sizes))]
         layout = Layout(("in", "out"), min(cuts, key=lambda cut: (sum(size**2 for size in cut), cut)))
-    note = f"{why.operation}: {why.reason}" if why else "read without examples"
-    if chosen:
-        note = "chosen by the user"
-    elif leaf not in traced.program.outputs[0].leaves:
-        note = "not used by the loss"
+    found = f"{why.operation}: {why.reason}" if why else "read without examples"
+    note = "chosen by the user" if chosen else found
     return _layer(traced, [leaf], "gradient", [layout], note)

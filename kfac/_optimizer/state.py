@@ -32,7 +32,7 @@ class KfacMetrics(NamedTuple):
       condition: largest condition number of what is inverted, each as of its last inversion: of the damped factors in
         the 1-norm; of eigendecompositions, of the damped blocks in the 2-norm.
       inverse_age: steps since the oldest of the inverses in use was computed.
-      kl_clip_scale: what the KL clip multiplied the step by; 0 without one.
+      kl_clip_scale: what the KL clip multiplied the step by; 1 without one.
       slowest: the lowest of the layers' rates, by which the learning rate is multiplied; 0 before the first step.
       fastest: the highest.
       skipped_statistics: how many times a block left non-finite statistics out of its running average.

@@ -301,7 +301,7 @@ def measure(
     # In one message: as float32, numbers of blocks are exact.
     *sums, owned = way.total(jnp.stack([*counts.astype(jnp.float32), owned]))
     counts, extremes = jnp.stack(sums).astype(jnp.int32), way.largest(extremes)
-    scale = metrics.kl_clip_scale if scale is None else scale.astype(jnp.float32)
+    scale = jnp.ones((), jnp.float32) if scale is None else scale.astype(jnp.float32)
     usable = counts[2] == 0  # agreed once more: the next step's decisions follow from it
     new = KfacMetrics(
         gradient_norm=jnp.sqrt(square).astype(jnp.float32),

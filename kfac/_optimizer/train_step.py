@@ -195,6 +195,11 @@ def train_step(
     return TrainStep(init, functools.wraps(loss_fn)(step), verbose)
 
 
+def _strong(leaf: Any) -> Any:
+    """The leaf without a weak type: with one the first step would be another program than those after it."""
+    return lax.convert_element_type(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
+
+
 def _jit_with_notice(function: Callable[..., Any], what: str, verbose: bool, **fixed: bool) -> Callable[..., Any]:
     """`function` under `jax.jit`, which says on stderr that it compiles and for how long: after 5 s, 10 s, 20 s, ...
 
@@ -219,7 +224,7 @@ def _jit_with_notice(function: Callable[..., Any], what: str, verbose: bool, **f
 
     def call(*args, **kwargs):
         try:
-            return program(*args, **kwargs)
+            return program(*jax.tree.map(_strong, args), **kwargs)
         finally:
             while running:
                 running.pop().set()
@@ -229,20 +234,21 @@ def _jit_with_notice(function: Callable[..., Any], what: str, verbose: bool, **f
 
 def _summary(layers: Layers, subsample: int, options: dict[str, Any]) -> str:
     inverse, every = chosen(layers, options["trust_ratio"], options["inverse"], options["cost"])
-    number = sum(layer.num_params for layer in layers)
-    size = f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:,}"
+    numbers = [sum(layer.num_params for layer in layers if bool(layer.block) == there) for there in (True, False)]
+    size, skipped = (f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:,}" for number in numbers)
     part = f" of 1/{subsample} of the examples" if subsample > 1 else ""
     when = f"every {every} steps" if every > 1 else "in every step"
     count = len(layers.with_blocks)
-    return f"{count} layer{'s' * (count != 1)}, {size} parameters, {type(inverse).__name__}, statistics{part} {when}"
+    beside = f" ({skipped} more skipped)" * (skipped != "0")
+    kind = type(inverse).__name__
+    return f"{count} layer{'s' * (count != 1)}, {size} parameters{beside}, {kind}, statistics{part} {when}"
 
 
 def _split_argnums(layers: Layers, argnums: int | Sequence[int] | None) -> int | Sequence[int] | None:
     """Returns the positions of the arguments that micro-batches split: those given, else as tracing found them."""
     if argnums is not None or not layers.batch_argnums:
         return argnums
-    named = [k for k in layers.batch_argnums if isinstance(k, str)]
-    if named:
+    if named := [k for k in layers.batch_argnums if isinstance(k, str)]:
         what = f"{', '.join(map(repr, named))} of it are keyword arguments"
         raise ValueError(f"num_microbatches: the batch must be in positional arguments, but {what}")
     return [k for k in layers.batch_argnums if isinstance(k, int)]

@@ -198,7 +198,7 @@ def check(case: Specimen, dress: Callable = undressed) -> None:
     results = [jax.tree.map(lambda x, k=k: x[k], together) for k in range(len(parts))]
     found = jax.tree.map(lambda *leaves: np.mean(np.stack(leaves), 0), *((v[0], g, f) for v, g, f in results))
     compare(layers, *found, expected, case)
-    own = {layer.name for layer in layers if layer.kind == "gradient"}
+    own = {layer.name for layer in layers if layer.kind in ("gradient", "skipped")}
     assert own == set(case.gradient), f"the gradient's own factors: {sorted(own)}"
 
 
@@ -291,13 +291,13 @@ def as_it_is(case: Specimen) -> tuple[Callable, Any, Any, kfac.Layers]:
 def check_strict(case: Specimen) -> None:
     """With `strict` the error names every leaf without exact rows, and a way out: skipped, the rest trains."""
     loss, params, batch, layers = as_it_is(case)
-    if all(layer.note == "not used by the loss" for layer in layers if layer.kind == "gradient"):
+    if not any(layer.kind == "gradient" for layer in layers):
         assert kfac.find_layers(loss, params, batch, strict=True) == layers
         return
     with pytest.raises(kfac.UnsupportedLayerError) as raised:
         kfac.find_layers(loss, params, batch, strict=True)
     skip = re.findall(r"'(\^.*?\$)'", str(raised.value))
-    refused = [layer for layer in layers if layer.kind == "gradient" and layer.note != "not used by the loss"]
+    refused = [layer for layer in layers if layer.kind in ("gradient", "skipped")]
     found = kfac.find_layers(loss, params, batch, strict=True, skip=skip)
     skipped = {path for layer in found if layer.kind == "skipped" for path in layer.params}
     assert skipped == {path for layer in refused for path in layer.params}
@@ -309,12 +309,14 @@ KINDS = (("Kronecker", KRONECKER), ("unit-wise", ("unitwise",)), ("diagonal", ("
 
 
 def what_happens(case: Specimen) -> str:
-    """The blocks that a model gets, with the leaves that have the gradient's own factors."""
+    """The blocks that a model gets, and the leaves that have the gradient's own factors, or no gradient."""
     layers = as_it_is(case)[-1]
     counts = [f"{sum(layer.kind in kinds for layer in layers)} {name}" for name, kinds in KINDS]
     counted = ", ".join(count for count in counts if not count.startswith("0 "))
-    own = ", ".join(f"`{layer.name}`" for layer in layers if layer.kind == "gradient")
-    return f"{counted}; gradient: {own}" if own else counted
+    for kind, words in {"gradient": "gradient", "skipped": "no gradient reaches"}.items():
+        if names := ", ".join(f"`{layer.name}`" for layer in layers if layer.kind == kind):
+            counted += f"; {words}: {names}"
+    return counted
 
 
 def table(zoo: dict[str, Specimen], broken: dict[str, str]) -> str:
