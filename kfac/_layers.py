@@ -16,6 +16,7 @@ KRONECKER_KINDS = ("dense", "conv", "embedding")
 UNITWISE_KINDS = ("unitwise", "diagonal")
 MAX_DIM = 8192  # rows of a factor by default, and of a block of a larger one
 VOCABULARY = 30_000  # rows of a factor above the bound that is kept as its diagonal: tables of words have as many
+UNREACHED = "no gradient reaches it"  # the note of a skipped layer that is, as far as the loss goes, a constant
 
 
 class UnsupportedLayerError(ValueError):

@@ -428,6 +428,20 @@ def test_an_unused_parameter(x64):
     model, params = dense_with(lambda p, x: x, unused=(3, 2))
     layers = check_blocks(model, params, inputs(T, 5), unused="skipped")
     assert layers["unused"].note == "no gradient reaches it"
+    kept = jax.tree.leaves(kfac.kfac(0.1, layers).init(params))
+    assert (3, 2) not in [leaf.shape for leaf in kept], "a momentum"
+
+
+@pytest.mark.parametrize("derivative", ["vjp", "jvp"])
+def test_a_derivative_of_ones_own_reaches_what_is_stopped_inside(derivative, x64):
+    if derivative == "vjp":
+        rounded = jax.custom_vjp(lambda w: jnp.round(lax.stop_gradient(w)))
+        rounded.defvjp(lambda w: (rounded(w), None), lambda _, g: (g,))
+    else:
+        rounded = jax.custom_jvp(lambda w: jnp.round(lax.stop_gradient(w)))
+        rounded.defjvp(lambda w, t: (rounded(*w), *t))
+    layers = kfac.find_layers(lambda p, x: jnp.mean((x @ rounded(p["w"])) ** 2), tree(w=(5, C)), normal(0, N, 5))
+    assert kinds(layers) == {"w": "gradient"}
 
 
 @pytest.mark.parametrize(

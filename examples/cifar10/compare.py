@@ -224,7 +224,7 @@ def run(options: argparse.Namespace) -> None:
 def name_of(row: curves.Row) -> str:
     batch = f", batch {row['batch']}" if row["batch"] != 5000 else ""
     decay = f", weight decay {row['weight_decay']}" if "weight_decay" in row else ""
-    width = f", width {row['width']}" if row["width"] != 24 else ""
+    width = f", width {row['width']}" if row.get("width", 24) != 24 else ""
     return f"{row['method']} {row['rate']}, {row['horizon']} steps{batch}{width}{decay}, seed {row['seed']}"
 
 

@@ -17,7 +17,7 @@ from kfac._capture.outputs import Marks, find_marks
 from kfac._capture.states import Use, by_part
 from kfac._capture.trace import Argnums, Trace, trace
 from kfac._checks import check, check_function, check_given
-from kfac._layers import KRONECKER_KINDS, MAX_DIM, VOCABULARY, Layer, Layers, Layout, UnsupportedLayerError
+from kfac._layers import KRONECKER_KINDS, MAX_DIM, UNREACHED, VOCABULARY, Layer, Layers, Layout, UnsupportedLayerError
 from kfac._varying import on_mesh
 
 
@@ -173,8 +173,7 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
             continue
         leaves = [leaf, companions[leaf]] if leaf in companions else [leaf]
         if leaf in skipped or leaf not in traced.program.outputs[0].leaves | chosen:
-            by_user = "skipped by the user" if leaf in skipped else "no gradient reaches it"
-            note = "has no elements" if leaf in empty else by_user
+            note = "has no elements" if leaf in empty else "skipped by the user" if leaf in skipped else UNREACHED
             layer = Layer(name, "skipped", (name,), (shapes[leaf],), note=note)
         elif leaf in kernels:
             layer = _kronecker_layer(leaves, reads, by_leaf, traced, n, leaf in reduced)

@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from kfac._layers import Layers, leaves_by_path, map_by_path
+from kfac._layers import UNREACHED, Layers, leaves_by_path, map_by_path
 from kfac._optimizer.moves import ScalarOrSchedule, value_at
 
 
 def momentum_beside_blocks(
     layers: Layers, decay: ScalarOrSchedule, nesterov: bool, rate: ScalarOrSchedule | None
 ) -> optax.GradientTransformationExtraArgs:
-    """Momentum of skipped leaves, in float32 or better; with a `rate`, which comes before it."""
-    skipped = [layer for layer in layers if layer.kind == "skipped"]
+    """Momentum of skipped leaves that have a gradient, in float32 or better; with a `rate`, which comes before it."""
+    skipped = [layer for layer in layers if layer.kind == "skipped" and layer.note != UNREACHED]
     chosen = {path: shape for layer in skipped for path, shape in zip(layer.params, layer.shapes, strict=True)}
 
     def init(params):
