@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import kfac
+from checking import slow
 from problem import plain_kfac, state_of
 
 AXIS = "batch"
@@ -204,11 +205,8 @@ def test_several_devices_are_one(style, widths):
     assert_close(jax.jit(kfac.state.gather_state)(sharded_state)[0].owned, state[0].owned, 2e-4)
 
 
-@pytest.mark.parametrize("widths", [MANY_LAYERS, pytest.param(FEW_LAYERS, marks=pytest.mark.slow)], ids=["many", "few"])
-@pytest.mark.parametrize(
-    "inverse",
-    [pytest.param(kfac.Cholesky(), marks=pytest.mark.slow, id="Cholesky"), pytest.param(kfac.Soap(), id="Soap")],
-)
+@pytest.mark.parametrize("widths", [MANY_LAYERS, slow(FEW_LAYERS)], ids=["many", "few"])
+@pytest.mark.parametrize("inverse", [slow(kfac.Cholesky()), kfac.Soap()], ids=lambda kind: type(kind).__name__)
 def test_gradients_may_arrive_local(widths, inverse):
     """They are averaged at the owners, or everywhere, and so is what the norm constraint takes of them."""
     options = {"inverse_every": 3, "refresh_warmup": 1, "damping": 1e-2, "inverse": inverse}

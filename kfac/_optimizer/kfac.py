@@ -137,7 +137,7 @@ def kfac(
 def _by_layer(rates: Mapping[str, float], layers: Layers) -> dict[str, float]:
     """The numbers of `layer_rates` by the first path of each layer, with or without the biases that a wrapper hides."""
     found: dict[str, float] = {}
-    leaves = {path: x.params[0] for x in layers if x.kind != "skipped" for path in x.params}
+    leaves = {path: layer.params[0] for layer in layers.with_blocks for path in layer.params}
     with_block = set(map(layers.paths.index, leaves))
     for pattern, rate in rates.items():
         named = matching("layer_rates", [pattern], [*layers.paths], with_block, "parameter with a block") & with_block

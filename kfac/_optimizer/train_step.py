@@ -201,7 +201,7 @@ def _strong(leaf: Any) -> Any:
 
 
 def _jit_with_notice(function: Callable[..., Any], what: str, verbose: bool, **fixed: bool) -> Callable[..., Any]:
-    """`function` under `jax.jit`, which says on stderr that it compiles and for how long: after 5 s, 10 s, 20 s, ...
+    """`function` of `params` and more under `jax.jit`, which says on stderr for how long it compiles: at 5 s, 10 s, ...
 
     A call that compiles comes back when that is done, so a thread says it. All it does is sleep and print; it ends with
     the call, or with the process, and nothing waits for it.
@@ -222,9 +222,9 @@ def _jit_with_notice(function: Callable[..., Any], what: str, verbose: bool, **f
 
     program = jax.jit(traced)
 
-    def call(*args, **kwargs):
+    def call(params, *args, **kwargs):
         try:
-            return program(*jax.tree.map(_strong, args), **kwargs)
+            return program(jax.tree.map(_strong, params), *args, **kwargs)
         finally:
             while running:
                 running.pop().set()
@@ -234,14 +234,13 @@ def _jit_with_notice(function: Callable[..., Any], what: str, verbose: bool, **f
 
 def _summary(layers: Layers, subsample: int, options: dict[str, Any]) -> str:
     inverse, every = chosen(layers, options["trust_ratio"], options["inverse"], options["cost"])
-    numbers = [sum(layer.num_params for layer in layers if bool(layer.block) == there) for there in (True, False)]
-    size, skipped = (f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:,}" for number in numbers)
+    total, within = (sum(layer.num_params for layer in some) for some in (layers, layers.with_blocks))
+    size, left = (f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:,}" for number in (within, total - within))
     part = f" of 1/{subsample} of the examples" if subsample > 1 else ""
     when = f"every {every} steps" if every > 1 else "in every step"
     count = len(layers.with_blocks)
-    beside = f" ({skipped} more skipped)" * (skipped != "0")
-    kind = type(inverse).__name__
-    return f"{count} layer{'s' * (count != 1)}, {size} parameters{beside}, {kind}, statistics{part} {when}"
+    size += " parameters" + f" ({left} more skipped)" * (total > within)
+    return f"{count} layer{'s' * (count != 1)}, {size}, {type(inverse).__name__}, statistics{part} {when}"
 
 
 def _split_argnums(layers: Layers, argnums: int | Sequence[int] | None) -> int | Sequence[int] | None:

@@ -125,7 +125,7 @@ def diffusion():
 @specimen(
     "score matching",
     "the gradient of an energy with respect to its input, by `jax.grad` inside the loss",
-    gradient=("b2",),
+    unreached=("b2",),
     alone=True,
 )
 def score():

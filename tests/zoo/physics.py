@@ -18,7 +18,7 @@ def u(p, x):
     return mlp(p, x)[..., 0]
 
 
-@specimen("PINN by jacfwd of jacfwd", "`jax.vmap` of second derivatives in forward mode", alone=True, gradient=("b2",))
+@specimen("PINN by jacfwd of jacfwd", "`jax.vmap` of second derivatives in forward mode", alone=True, unreached=("b2",))
 def pinn_forward():
     def loss(p, b):
         def residual(x, f):
@@ -39,7 +39,7 @@ def pinn_jvp():
     return loss, tree(**layers(2, 8, 1)), points()
 
 
-@specimen("PINN by nested jvp", "second derivatives along one axis, nothing else used", alone=True, gradient=("b2",))
+@specimen("PINN by nested jvp", "second derivatives along one axis, nothing else used", alone=True, unreached=("b2",))
 def pinn_nested():
     def loss(p, b):
         def second(x):
@@ -51,7 +51,7 @@ def pinn_nested():
     return loss, tree(**layers(2, 8, 1)), points()
 
 
-@specimen("PINN by hessian", "`jax.vmap(jax.hessian)`: forward over reverse", gradient=("b2",), alone=True)
+@specimen("PINN by hessian", "`jax.vmap(jax.hessian)`: forward over reverse", unreached=("b2",), alone=True)
 def pinn_hessian():
     def loss(p, b):
         laplacian = jax.vmap(lambda x: jnp.trace(jax.hessian(lambda x: u(p, x))(x)))(b["x"])
@@ -60,7 +60,7 @@ def pinn_hessian():
     return loss, tree(**layers(2, 8, 1)), points()
 
 
-@specimen("PINN by grad of grad", "`jax.vmap(jax.grad(jax.grad(u)))`", gradient=("b2",), alone=True)
+@specimen("PINN by grad of grad", "`jax.vmap(jax.grad(jax.grad(u)))`", unreached=("b2",), alone=True)
 def pinn_reverse():
     def loss(p, b):
         def scalar(t):
@@ -90,7 +90,7 @@ def linearised():
     return loss, tree(**layers(2, 8, 1)), points() | {"v": data(2, 2)}
 
 
-@specimen("Hamiltonian network", "equations of motion by `jax.grad` of an energy", gradient=("b2",), alone=True)
+@specimen("Hamiltonian network", "equations of motion by `jax.grad` of an energy", unreached=("b2",), alone=True)
 def hamiltonian():
     def loss(p, b):
         slope = jax.vmap(jax.grad(lambda x: u(p, x)))(b["x"])

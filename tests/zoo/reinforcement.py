@@ -32,7 +32,7 @@ def dqn():
     return loss, tree(**layers(D, 8, ACTIONS)), transitions()
 
 
-@specimen("double DQN", "target parameters beside the online ones, best action by the online network", gradient=TARGET)
+@specimen("double DQN", "target parameters beside the online ones, best action by the online network", unreached=TARGET)
 def double_dqn():
     def loss(p, b):
         best = jnp.argmax(mlp(p["online"], b["next"]), -1)
@@ -159,7 +159,7 @@ def fixmatch():
     return loss, tree(**layers(D, 8, 3)), batch
 
 
-@specimen("BYOL", "a predictor on the online network, the target network under `lax.stop_gradient`", gradient=TARGET)
+@specimen("BYOL", "a predictor on the online network, the target network under `lax.stop_gradient`", unreached=TARGET)
 def byol():
     def loss(p, b):
         online = mlp(p["predictor"], mlp(p["online"], b["x"]))

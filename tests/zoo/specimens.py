@@ -37,6 +37,7 @@ class Specimen:
       interacting: whether examples act on each other, so that a batch is not the sum of its thirds.
       hidden: whether the loss hides its examples, so that `num_examples=` says how many they are.
       gradient: names of the layers that have the gradient's own factors.
+      unreached: names of the layers that no gradient reaches.
       tolerance: relative to the largest entry; larger where the model computes in float32.
       alone: whether arrays that all examples share take part, such as constant tangents: brute force then takes each
         example by itself, so that it has rows of its own.
@@ -50,6 +51,7 @@ class Specimen:
     interacting: bool = False
     hidden: bool = False
     gradient: tuple[str, ...] = ()
+    unreached: tuple[str, ...] = ()
     tolerance: float = 1e-7
     alone: bool = False
     ordered: bool = False
@@ -198,8 +200,9 @@ def check(case: Specimen, dress: Callable = undressed) -> None:
     results = [jax.tree.map(lambda x, k=k: x[k], together) for k in range(len(parts))]
     found = jax.tree.map(lambda *leaves: np.mean(np.stack(leaves), 0), *((v[0], g, f) for v, g, f in results))
     compare(layers, *found, expected, case)
-    own = {layer.name for layer in layers if layer.kind in ("gradient", "skipped")}
+    own, unreached = ({layer.name for layer in layers if layer.kind == kind} for kind in ("gradient", "skipped"))
     assert own == set(case.gradient), f"the gradient's own factors: {sorted(own)}"
+    assert unreached == set(case.unreached), f"no gradient reaches {sorted(unreached)}"
 
 
 def on_devices(fn: Callable, count: int) -> Callable:
@@ -297,10 +300,10 @@ def check_strict(case: Specimen) -> None:
     with pytest.raises(kfac.UnsupportedLayerError) as raised:
         kfac.find_layers(loss, params, batch, strict=True)
     skip = re.findall(r"'(\^.*?\$)'", str(raised.value))
-    refused = [layer for layer in layers if layer.kind in ("gradient", "skipped")]
+    left_out = [layer for layer in layers if layer.kind in ("gradient", "skipped")]  # the second by itself
     found = kfac.find_layers(loss, params, batch, strict=True, skip=skip)
     skipped = {path for layer in found if layer.kind == "skipped" for path in layer.params}
-    assert skipped == {path for layer in refused for path in layer.params}
+    assert skipped == {path for layer in left_out for path in layer.params}
 
 
 # -- the table in the documentation ------------------------------------------------------------------------------------

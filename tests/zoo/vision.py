@@ -227,7 +227,7 @@ def standardised():
 @specimen(
     "WaveNet in haiku",
     "dilated causal `hk.Conv1D`, gated by one another; the last residual is not used",
-    gradient=("conv1_d_8/b", "conv1_d_8/w"),
+    unreached=("conv1_d_8/b", "conv1_d_8/w"),
 )
 def wavenet():
     def network(x):
