@@ -233,7 +233,9 @@ class Tied(Uncombined):
 
         def trace(block, side):
             factor = getattr(block, side)
-            traces = jnp.sum(factor, -1) if side in self.diagonal else jnp.trace(factor, axis1=-2, axis2=-1)
+            if side in self.diagonal:
+                return jnp.sum(factor, -1)
+            traces = jnp.trace(factor, axis1=-2, axis2=-1)
             return jnp.sum(traces, -1) if self.cut["AG".index(side)] > 1 else traces
 
         traces = [trace(block, side) for block in (self.direct, self.transposed) for side in "AG"]

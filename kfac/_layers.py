@@ -111,7 +111,7 @@ class BlockKind(abc.ABC):
         """The statistics of a stack from running averages of what `of_gradients` returns; or `back` to these."""
         return factors
 
-    def to_send(self, packed: Any, fill: Callable[[Any], Any]) -> Any:
+    def to_send(self, layer: Layer, packed: Any, fill: Callable[[Any], Any]) -> Any:
         """Packed statistics of a layer for a stack that is sent: made as long as `fill` says."""
         return packed
 
@@ -228,9 +228,12 @@ class Layer:
 
     @property
     def side_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the factors of one copy, as `block_shapes`; of one that is cut `[blocks, d, d]`."""
-        counts = dict(zip("AG", self.cut, strict=True))
-        return {name: (*[c for c in [counts[name]] if c > 1], *shape) for name, shape in self.block_shapes.items()}
+        """Shapes of the factors of one copy: `[d, d]`, of one that is cut `[blocks, d, d]`, of a diagonal one `[d]`."""
+        counts, whole = dict(zip("AG", self.cut, strict=True)), {"A": self.d_in, "G": self.d_out}
+        return {
+            name: (whole[name],) if name in self.diagonal else (*[c for c in [counts[name]] if c > 1], *shape)
+            for name, shape in self.block_shapes.items()
+        }
 
     def to_pieces(self, matrix: jax.Array) -> jax.Array:
         """Cuts matrices `[copies, d_out, d_in]` into pieces `[copies pieces, rows, columns]`, filled up with zeros."""

@@ -90,7 +90,8 @@ def pieces(layer: kfac.types.Layer, block: Any, copy: int, matrix: np.ndarray):
     for name, count in zip("AG", layer.cut, strict=True):
         side = np.asarray(getattr(block, name))
         side = side[copy] if layer.stacked else side
-        side = np.diag(side) if name in layer.diagonal else side
+        if name in layer.diagonal:
+            side = blocks_on_the_diagonal(np.diag(side), count)
         sides.append(side if count > 1 else side[None])
     for j, a in enumerate(sides[0]):
         for i, g in enumerate(sides[1]):

@@ -56,7 +56,7 @@ def test_remainders_fill_up_the_devices():
     costs = [Cost("large", 1, 9, 700), Cost("middle", 3, 8, 100), Cost("small", 5, 7, 10), Cost("least", 23, 6, 3)]
     shards = make_shards(costs, 8)
     load = [0] * 8
-    for name, blocks, _, elements, _ in costs:
+    for name, blocks, _, elements in costs:
         assert len(set(shards[name].owners)) == blocks % 8
         for block in range(blocks):
             load[shards[name].location(block)[0]] += elements
@@ -71,7 +71,7 @@ def test_segments_hold_every_block_once():
         shards = make_shards(costs, devices)
         segments = make_segments(shards, {cost.name: cost.elements for cost in costs})
         used = {device: np.zeros(length, int) for device, length in segments.lengths.items()}
-        for name, _, _, elements, _ in costs:
+        for name, _, _, elements in costs:
             assert tuple(segments.starts.get(name, ())) == shards[name].owners
             for device, start in segments.starts.get(name, {}).items():
                 used[device][start : start + elements] += 1

@@ -134,6 +134,9 @@ BUILT = {
         "what concatenate makes of it has no known rows",
     ),
     "rolled": (lambda p, x: x @ jnp.roll(p["w"], 1, 0), {"w": (D, 2)}, JOINED),
+    "twice": (lambda p, x: x @ (p["w"] + p["w"]), {"w": (D, 2)}, "made into, something else by add"),
+    "squared": (lambda p, x: x @ (p["w"] * p["w"]), {"w": (D, 2)}, "made into, something else by mul"),
+    "squared scale": (lambda p, x: x * (p["s"] * p["s"]), {"s": (D,)}, "made into, something else by mul"),
     "stacked": (
         lambda p, x: jnp.einsum("ntd,kdo->ntko", x, jnp.stack([p["a"], p["b"]])),
         {"a": (D, 2), "b": (D, 2)},

@@ -1,6 +1,6 @@
 """Factors above a bound are kept as diagonal blocks of the whole factors, in every kind of layer.
 
-One test sets a threshold inside `_capture.find_layers`, so that a small table is a vocabulary.
+Some tests set a threshold inside `_capture.find_layers`, so that a small table is a vocabulary.
 """
 
 from __future__ import annotations
@@ -140,9 +140,10 @@ def dense(kind, a, g, v, damping):
     return np.linalg.solve(np.kron(a, g) + damping * np.eye(v.size), v.T.reshape(-1)).reshape(v.T.shape).T
 
 
-@pytest.mark.parametrize("inverse", [kfac.Cholesky(), slow(kfac.Eigh()), kfac.Ekfac()])
-def test_preconditioning_is_a_dense_solve_for_each_piece(x64, inverse):
-    """Each piece of a kernel has one block of `A` and one of `G`, and its own `pi`."""
+@pytest.mark.parametrize(("inverse", "rows"), [(kfac.Cholesky(), 3), slow(kfac.Eigh(), 3), (kfac.Ekfac(), 8192)])
+def test_preconditioning_is_a_dense_solve_for_each_piece(x64, inverse, rows, monkeypatch):
+    """Each piece of a kernel has one block of `A` and one of `G`, and its own `pi`: `rows` of one along a diagonal."""
+    monkeypatch.setattr("kfac._capture.find_layers.MAX_DIM", rows)
     params, batch = problem(jnp.float64)
     layers = kfac.find_layers(loss, params, *batch, max_dim=4)
     tx = kfac.scale_by_kfac(layers, damping=2.0**-5, inverse=inverse)
@@ -157,7 +158,7 @@ def test_preconditioning_is_a_dense_solve_for_each_piece(x64, inverse):
     grads, factors, updates, state = step(params, batch)
     flat, new = (dict(zip(layers.paths, jax.tree.leaves(tree), strict=True)) for tree in (grads, updates))
     cut = tuple(layer for layer in layers if layer.pieces > 1)
-    assert {layer.name for layer in cut} == set(SHAPES)
+    assert {layer.name for layer in cut} == set(SHAPES) and layers["table"].cut == ((4, 2) if rows == 3 else (1, 2))
     of_gradient, of_update = (jax.tree.map(np.asarray, as_matrices(cut, leaves)) for leaves in (flat, new))
     for layer in cut:
         gradient, found = of_gradient[layer.name], of_update[layer.name]
@@ -207,14 +208,15 @@ def test_soap_on_blocks_is_soap_on_layers_of_their_own(x64):
     np.testing.assert_allclose(found["w"], np.concatenate([expected["a"], expected["b"]]), rtol=1e-8)
 
 
-def test_a_table_that_is_the_head_too(x64):
+def test_a_table_that_is_the_head_too(x64, monkeypatch):
     """Its two uses are brought together as those of whole factors are, before they are cut."""
+    monkeypatch.setattr("kfac._capture.find_layers.MAX_DIM", 3)
     params, batch = tied_parameters(1, 6, 9, 4), tied_batch(0)
     whole = run(tied_loss, params, (batch,))[2]
     layers, _, found = run(tied_loss, params, (batch,), max_dim=4)
     for layer in layers:
         for name, count in zip("AG", layer.cut, strict=True):
-            if layer.kronecker and count > 1:
+            if layer.kronecker and count > 1 and name not in layer.diagonal:
                 expected = blocks_on_the_diagonal(np.asarray(getattr(whole[layer.name], name)), count)
                 np.testing.assert_allclose(getattr(found[layer.name], name), expected, rtol=1e-9, atol=1e-12)
 
@@ -238,8 +240,9 @@ def test_lengths_of_steps_are_those_of_whole_kernels(x64):
                 np.testing.assert_allclose(np.linalg.norm(matrix), length, rtol=1e-9)
 
 
-@pytest.mark.parametrize("inverse", [kfac.Cholesky(), slow(kfac.Eigh())])
-def test_several_devices_are_one(x64, inverse):
+@pytest.mark.parametrize(("inverse", "rows"), [(kfac.Cholesky(), 3), slow(kfac.Eigh(), 8192)])
+def test_several_devices_are_one(x64, inverse, rows, monkeypatch):
+    monkeypatch.setattr("kfac._capture.find_layers.MAX_DIM", rows)
     params, batch = problem(jnp.float64)
     layers = kfac.find_layers(loss, params, *batch, max_dim=5)
     mesh = Mesh(np.array(jax.devices()[:4]), ("d",))
@@ -265,9 +268,11 @@ def test_bad_bounds(value):
 
 
 @pytest.mark.parametrize("kind", [kfac.Cholesky(), kfac.Eigh(), kfac.Soap()], ids=lambda kind: type(kind).__name__)
-@pytest.mark.parametrize("size", [7, 8])
-def test_a_bias_that_is_hidden_leaves_the_last_block(x64, kind, size):
-    """Blocks of the kernel stay where they are, with zeros in the place of the 1."""
+@pytest.mark.parametrize(("size", "words"), [(7, 100), (8, 100), (7, 6)])
+def test_a_bias_that_is_hidden_leaves_the_last_block(x64, kind, size, words, monkeypatch):
+    """Blocks of the kernel stay where they are, with zeros in the place of the 1; a diagonal is cut, too."""
+    monkeypatch.setattr("kfac._capture.find_layers.VOCABULARY", words)
+    monkeypatch.setattr("kfac._capture.find_layers.MAX_DIM", 4)
 
     def loss(p, x):
         return jnp.mean(jnp.sum(jnp.sin(x @ p["w"] + p["b"]), axis=1))
@@ -289,8 +294,10 @@ def test_a_bias_that_is_hidden_leaves_the_last_block(x64, kind, size):
     block, v = factors[layer.name], np.zeros((3, rows * count))
     v[:, :size] = grads["w"].T
     whole = np.zeros((rows * count, rows * count))
-    for k in range(count):
+    for k in range(count if words > size else 0):
         whole[k * rows : (k + 1) * rows, k * rows : (k + 1) * rows] = block.A[k]
+    if layer.diagonal:
+        np.fill_diagonal(whole, np.append(block.A, np.zeros(len(whole) - len(block.A))))
     whole[size], whole[:, size] = 0, 0
     found = [
         dense(kind, whole[cut, cut], np.asarray(block.G), v[:, cut], 2.0**-7)

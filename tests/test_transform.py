@@ -594,7 +594,7 @@ def test_what_is_sent_between_devices(option):
     before, after = SMALL
     assert re.findall(messages, program, flags=re.DOTALL) == before + expected + after
     shard = state.owned["kronecker_4x4"].shard
-    assert (shard.blocks, shard.devices, shard.owners, shard.by_rows) == (2, 2, (), False)
+    assert (shard.blocks, shard.devices, shard.owners) == (2, 2, ())
     assert not state.bases
 
 

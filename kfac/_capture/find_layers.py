@@ -216,7 +216,6 @@ def _bounded(layer: Layer, max_dim: int | None) -> Layer:
     counts = {name: -(-size // (max_dim or MAX_DIM)) for name, size in sizes.items()}
     reasons = [f"{name} has more than max_dim={max_dim or MAX_DIM} rows" for name in sizes if counts[name] > 1]
     words = {name for name in sizes if counts[name] > 1 and sizes[name] >= VOCABULARY}
-    counts |= dict.fromkeys(words, 1)
     if max_dim is None and layer.kind == "dense" and len(sizes) == 2 and not words:
         short, long = sorted(sizes, key=sizes.__getitem__)
         times = round(sizes[long] / sizes[short])
@@ -224,6 +223,8 @@ def _bounded(layer: Layer, max_dim: int | None) -> Layer:
             counts[long] = times
             reasons.append(f"{long} has {times} times the rows of {short}; max_dim={MAX_DIM} keeps it whole")
     diagonal = tuple(name for name in "AG" if name in {*layer.diagonal, *words})
+    # Rows of a diagonal need nothing of each other: in pieces, as many as a power of two, devices can share the kernel.
+    counts |= {name: 1 << (-(-layer.block_shapes[name][0] // MAX_DIM) - 1).bit_length() for name in diagonal}
     note = "; ".join(filter(None, [layer.note, " and ".join(reasons)]))
     return dataclasses.replace(layer, diagonal=diagonal, cut=(counts.get("A", 1), counts.get("G", 1)), note=note)
 

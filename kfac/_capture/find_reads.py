@@ -428,16 +428,18 @@ class Reads:
         followed = [s for value, s in params if isinstance(s, View) and value.shape == result.shape]
         if followed and not more and not op.product:
             view = followed[0]
-            others = NONE.union(*(s.leaves for _, s in params if s is not view))
-            exact = len(params) > 1 and view.leaf not in others and op.name in ("add", "add_any", "mul")
-            numbers = all(value.size == 1 for value, s in zip(op.inputs, states, strict=True) if s is not view)
-            if exact and (op.name != "mul" or numbers):
-                if op.name == "mul" or view.scaled:
-                    self._scale(op, next(k for k, s in enumerate(states) if s is view))
-                scaled = view.scaled or op.name == "mul"
-                return dataclasses.replace(view, scaled=scaled, beside=view.beside | (leaves - {view.leaf}))
+            operand = next(k for k, s in enumerate(states) if s is view)
+            # By place, as `w * w` reads one view twice.
+            others = [(op.inputs[k], s) for k, s in enumerate(states) if k != operand]
+            beside = NONE.union(*(s.leaves for _, s in others))
+            by_number = op.name == "mul" and all(value.size == 1 for value, _ in others)
+            # The base of a sum, and what a learned number multiplies, keep exact rows; other leaves in it have none.
+            if beside and view.leaf not in beside and (op.name in ("add", "add_any") or by_number):
+                if by_number or view.scaled:
+                    self._scale(op, operand)
+                return dataclasses.replace(view, scaled=view.scaled or by_number, beside=view.beside | beside)
             why = view.inexact or f"it is multiplied by, or made into, something else by {op.name}"
-            return dataclasses.replace(view, inexact=why, beside=view.beside | (leaves - {view.leaf}))
+            return dataclasses.replace(view, inexact=why, beside=view.beside | (beside - {view.leaf}))
         grew = op.name == "broadcast_in_dim" and (any(result.grown) or self.n is None)
         return Derived(leaves, how, repeated=all(is_repeated(s, value) for value, s in params) or grew)
 

@@ -97,23 +97,6 @@ class Group:
         """`[k]`: of which blocks."""
         return np.repeat([layer.correctable for layer in self.layers], self.counts)
 
-    @property
-    def long_side(self) -> str | None:
-        """The diagonal factor that is longer than the other, if one is: what is as long can be dealt by rows."""
-        (a, g), diagonal = self.shapes.values(), self.layers[0].diagonal
-        if "A" in diagonal and a[0] > g[0]:
-            return "A"
-        # Pieces stand in the order of those of `G`: of a kernel that is cut along `A`, too, a device's are apart.
-        return "G" if "G" in diagonal and g[0] > a[0] and all(layer.cut[0] == 1 for layer in self.layers) else None
-
-    def in_pieces(self, number: int) -> Group:
-        """With kernels cut along the long side, into so many pieces each: as matrices of a group by rows lie."""
-        if number == 1:
-            return self
-        cut = [(number, x.cut[1]) if self.long_side == "A" else (x.cut[0], number) for x in self.layers]
-        layers = (dataclasses.replace(x, cut=c) for x, c in zip(self.layers, cut, strict=True))
-        return dataclasses.replace(self, layers=tuple(layers))
-
     def kind(self, inverse: Inverse) -> Inverse:
         """What inverts these blocks: `inverse`, or for small ones the closed form."""
         return self.block.inverse(inverse)

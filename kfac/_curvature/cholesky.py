@@ -41,8 +41,6 @@ class Cholesky(Inverse):
       https://arxiv.org/abs/1503.05671
     """
 
-    by_rows = True
-
     def init(self, factors):
         """Identities, `A` and `G` shaped like the factors."""
         dtype = self.kept_dtype(factors.A.dtype)

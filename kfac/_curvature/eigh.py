@@ -35,7 +35,6 @@ class Eigh(Inverse):
     """
 
     damped = False
-    by_rows = True
     flops = 9.0  # Golub & Van Loan 2013, section 8.3
 
     def init(self, factors):
@@ -57,12 +56,8 @@ class Eigh(Inverse):
 
     def apply(self, kept, matrices, damping):
         """A division in the eigenbasis."""
-        damping = self.damping_of_step(kept, damping)
+        damping = damping_of_blocks(self, Kronecker(eigenvalues(kept.A), eigenvalues(kept.G)), damping)
         return solve_in_basis(kept, block_eigenvalues(kept), matrices, damping, self.precision)
-
-    def damping_of_step(self, kept, damping):
-        """The damping `[k]` of the kept blocks."""
-        return damping_of_blocks(self, Kronecker(eigenvalues(kept.A), eigenvalues(kept.G)), damping)
 
 
 def unturned(stack: jax.Array, dtype: Any) -> Eigen | jax.Array:

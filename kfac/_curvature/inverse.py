@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -29,24 +29,6 @@ class Momentum(NamedTuple):
         decay = self.decay.astype(trace.dtype)
         trace = decay * trace + new.astype(trace.dtype)
         return trace, decay * trace + new if self.nesterov else trace
-
-
-class Whole(NamedTuple):
-    """Turns sums over the rows of a block that a device has into sums over the whole block.
-
-    Attributes:
-      total: of sums `[..., k]`, over all rows.
-      share: of the entries of a matrix here in those of a block; there may be rows of zeros behind.
-    """
-
-    total: Callable[[jax.Array], jax.Array] = lambda sums: sums
-    share: float = 1.0
-
-    def __repr__(self) -> str:
-        return f"Whole(share={self.share})"  # a function has an address, which no signature should show
-
-
-ALL_ROWS = Whole()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +70,6 @@ class Inverse(abc.ABC):
         more.
       takes_moments: whether statistics bring the second moments of per-example gradients in `basis`, which `absorb`
         takes in. What is applied then changes with all statistics.
-      by_rows: whether a block with a diagonal factor can be applied to some of the rows along it: of what is kept, the
-        diagonals `[k, d]` are then cut, and `moments` are those of the rows. So several devices share such a block.
       takes_gradients: whether `advance` takes in the gradient of each step, in the place of `apply`, and preconditions
         the momentum of the gradients. Otherwise `kfac.kfac` takes the momentum of what `apply` returns.
       relative_damping: the damping by default where it is relative.
@@ -105,7 +85,6 @@ class Inverse(abc.ABC):
 
     damped: ClassVar[bool] = True
     takes_moments: ClassVar[bool] = False
-    by_rows: ClassVar[bool] = False
     takes_gradients: ClassVar[bool] = False
     relative_damping: ClassVar[float] = 0.1
     flops: ClassVar[float] = 10 / 3
@@ -181,7 +160,6 @@ class Inverse(abc.ABC):
         damping: jax.Array,
         momentum: Momentum,
         ready: jax.Array,
-        whole: Whole = ALL_ROWS,
     ) -> tuple[Any, jax.Array, jax.Array]:
         """With `takes_gradients`: a step with the gradients.
 
@@ -191,7 +169,6 @@ class Inverse(abc.ABC):
           damping: as for `apply`.
           momentum: that of the step; its decay is 0 where there is none.
           ready: `[k]`, which blocks have been refreshed. The momentum of others comes back as it is.
-          whole: makes sums over these matrices sums over blocks, of which this device may have some rows.
 
         Returns:
           What is kept from now on; the preconditioned momentum, like `matrices`; and `[k]`, the cosine between the
@@ -203,11 +180,6 @@ class Inverse(abc.ABC):
         """With `takes_moments`: the vectors in which moments are due, a `Kronecker`, or None where there are none."""
         del kept
         return None
-
-    def damping_of_step(self, kept: Any, damping: jax.Array) -> jax.Array:
-        """What `apply` takes for the damping of each block, of the kept ones: `[k]`, or a scalar for all."""
-        del kept
-        return damping
 
     def check(self, layer: Layer, block: Any) -> None:
         """Raises `ValueError` where the statistics `block` of a layer are not those that this inverse needs."""
@@ -249,9 +221,9 @@ def sums(stacks: Sequence[jax.Array], first: int = 1) -> Sequence[jax.Array]:
     return lax.reduce(stacks, zeros, lambda a, b: jax.tree.map(jnp.add, a, b), tuple(range(first, stacks[0].ndim)))
 
 
-def cosine(a: jax.Array, b: jax.Array, total: Callable[[jax.Array], jax.Array] = lambda sums: sums) -> jax.Array:
-    """`[k]`, between the members of two stacks; 0 where one is zero. `total` is as of `Whole`."""
-    ab, aa, bb = total(jnp.stack(sums([a * b, a * a, b * b])))
+def cosine(a: jax.Array, b: jax.Array) -> jax.Array:
+    """`[k]`, between the members of two stacks; 0 where one is zero."""
+    ab, aa, bb = sums([a * b, a * a, b * b])
     norms = jnp.sqrt(aa) * jnp.sqrt(bb)
     return jnp.where(norms > 0, ab / jnp.where(norms > 0, norms, 1), 0)
 

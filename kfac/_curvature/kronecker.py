@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from kfac._curvature.inverse import per_block
 from kfac._factors import Kronecker, Packed, diagonals
-from kfac._layers import BlockKind
+from kfac._layers import BlockKind, Layer
 
 
 class KroneckerKind(BlockKind):
@@ -34,8 +36,8 @@ class KroneckerKind(BlockKind):
 
     def cells(self, layer):
         def cell(side, size, cut):
-            remark = " (diagonal)" if side in layer.diagonal else f" ({cut} blocks)" if cut > 1 else ""
-            return f"{size}{remark}"
+            remarks = ["diagonal"] * (side in layer.diagonal) + [f"{cut} blocks"] * (cut > 1)
+            return f"{size} ({', '.join(remarks)})" if remarks else f"{size}"
 
         return cell("A", layer.d_in, layer.cut[0]), cell("G", layer.d_out, layer.cut[1])
 
@@ -47,15 +49,14 @@ class KroneckerKind(BlockKind):
         block = block if layer.stacked else jax.tree.map(lambda x: x[None], block)
         if layer.pieces == 1:
             return block
-        a, g = (x if count > 1 else x[:, None] for x, count in zip((block.A, block.G), layer.cut, strict=True))
+        a, g = (_with_pieces(layer, side, getattr(block, side)) for side in "AG")
         a, g = jnp.repeat(a[:, None], layer.cut[1], axis=1), jnp.repeat(g[:, :, None], layer.cut[0], axis=2)
         return Kronecker(*(x.reshape(-1, *x.shape[3:]) for x in (a, g)))
 
     def unstack(self, layer, stack):
         if layer.pieces > 1:
             a, g = (x.reshape(layer.copies, *layer.cut[::-1], *x.shape[1:]) for x in (stack.A, stack.G))
-            sides = zip((a[:, 0], g[:, :, 0]), layer.cut, strict=True)
-            stack = Kronecker(*(x if count > 1 else x[:, 0] for x, count in sides))
+            stack = Kronecker(_without_pieces(layer, "A", a[:, 0]), _without_pieces(layer, "G", g[:, :, 0]))
         return stack if layer.stacked else jax.tree.map(lambda x: x[0], stack)
 
     def of_gradients(self, shapes, gradients):
@@ -76,10 +77,35 @@ class KroneckerKind(BlockKind):
         scale = trace if back else lax.rsqrt(jnp.where(trace > 0, trace, 1))
         return jax.tree.map(lambda x: x * per_block(scale, x), factors)
 
-    def to_send(self, packed, fill):
-        flat, lead = jax.tree.map(fill, packed.flat), packed.flat.A.shape[:-2]
+    def to_send(self, layer, packed, fill):
+        lead, cut = packed.flat.A.shape[:-2], {}
+        for side, count in zip("AG", layer.cut, strict=True):
+            if side in layer.diagonal and count > 1:
+                cut[side] = _pieces_of_diagonal(layer, side, getattr(packed.flat, side)[..., 0, :])
+        flat = jax.tree.map(fill, dataclasses.replace(packed.flat, **cut))
         # What is not cut has no pieces.
         return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[-2 if x.shape[-2] > 1 else -1 :]), flat)
 
     def sent(self, shapes, stack):
         return Packed(jax.tree.map(lambda x: x[:, None], stack), tuple(shapes.values()))
+
+
+def _with_pieces(layer: Layer, side: str, x: jax.Array) -> jax.Array:
+    """One side of a layer `[copies, ...]`, whole or packed, with an axis of its pieces behind the copies."""
+    if layer.cut["AG".index(side)] == 1:
+        return x[:, None]
+    return _pieces_of_diagonal(layer, side, x) if x.ndim == 2 else x
+
+
+def _without_pieces(layer: Layer, side: str, x: jax.Array) -> jax.Array:
+    """The inverse of `_with_pieces`, of what is whole."""
+    (size, *_) = shape = layer.side_shapes[side]
+    return x.reshape(len(x), -1)[:, :size] if side in layer.diagonal else x.reshape(len(x), *shape)
+
+
+def _pieces_of_diagonal(layer: Layer, side: str, diagonal: jax.Array) -> jax.Array:
+    """Cuts a diagonal `[..., d]` into pieces `[..., pieces, rows]`, the last filled up with zeros."""
+    (rows,), (size,), count = layer.block_shapes[side], layer.side_shapes[side], layer.cut["AG".index(side)]
+    lead = diagonal.shape[:-1]
+    filled = jnp.pad(diagonal[..., :size], [(0, 0)] * len(lead) + [(0, count * rows - size)])
+    return filled.reshape(*lead, count, rows)

@@ -13,7 +13,7 @@ from kfac._checks import check_range
 from kfac._curvature.cholesky import exact_product
 from kfac._curvature.eigh import Ends, condition_of, ends, rotate
 from kfac._curvature.ekfac import between_bases, turn
-from kfac._curvature.inverse import ALL_ROWS, Inverse, averaged, cosine, identities, per_block
+from kfac._curvature.inverse import Inverse, averaged, cosine, identities, per_block
 from kfac._curvature.orthonormal import orthonormal
 from kfac._factors import Eigen, Kronecker, is_diagonal
 
@@ -63,7 +63,6 @@ class Soap(Inverse):
     decay: float = 0.95
 
     damped: ClassVar[bool] = False
-    by_rows: ClassVar[bool] = True
     takes_gradients: ClassVar[bool] = True
     relative_damping: ClassVar[float] = 1e-4
     flops: ClassVar[float] = 14 / 3  # a product, and a QR factorisation (Golub & Van Loan 2013, section 5.2)
@@ -90,14 +89,14 @@ class Soap(Inverse):
         moments = kept.moments._replace(average=average, trace=trace)
         return dataclasses.replace(new, moments=moments), condition_of(a.ends, g.ends, damping)
 
-    def advance(self, kept, matrices, damping, momentum, ready, whole=ALL_ROWS):
+    def advance(self, kept, matrices, damping, momentum, ready):
         """Takes in squares and momentum of gradients, in the eigenbasis; divides momentum by the root of squares."""
         new, old = self._turned(kept, matrices, back=False), kept.moments
         average, weight = averaged(old.average, old.weight, jnp.square(new), jnp.asarray(self.decay), ready)
         trace, ahead = momentum.moved(old.trace, new)
-        scaled = jnp.where(per_block(ready, ahead), self._scaled(average, ahead, damping, whole), ahead)
+        scaled = jnp.where(per_block(ready, ahead), self._scaled(average, ahead, damping), ahead)
         moved = self._turned(kept, scaled.astype(matrices.dtype), back=True)
-        angle = cosine(self._scaled(old.average, old.trace, damping, whole), new, whole.total)
+        angle = cosine(self._scaled(old.average, old.trace, damping), new)
         return dataclasses.replace(kept, moments=Adam(average, weight, trace)), moved, angle
 
     def apply(self, kept, matrices, damping):
@@ -105,9 +104,9 @@ class Soap(Inverse):
         scaled = self._scaled(kept.moments.average, self._turned(kept, matrices.mT, back=False), damping)
         return self._turned(kept, scaled.astype(matrices.dtype), back=True).mT
 
-    def _scaled(self, average, matrices, damping, whole=ALL_ROWS):
+    def _scaled(self, average, matrices, damping):
         least = jnp.finfo(average.dtype).tiny  # for a block that has had no gradient for long, or none so far
-        mean = per_block(whole.share * whole.total(jnp.mean(average, axis=(1, 2))), average) if self.relative else 1
+        mean = jnp.mean(average, axis=(1, 2), keepdims=True) if self.relative else 1
         damping = jnp.where(damping > 0, jnp.maximum(damping * mean, least), jnp.nan).astype(average.dtype)
         return matrices / jnp.sqrt(average + damping)
 

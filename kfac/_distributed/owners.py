@@ -5,9 +5,6 @@ positions `p = 0 ... full - 1`, `full = K // D`. What is left of a group, its *r
 block each at position `full`: to those whose remainders so far have the fewest elements of gradients, as these go back
 and forth in every step. The most expensive groups are dealt first. No table has an entry for each device, only for each
 block of a remainder.
-
-Kernels with a long diagonal factor, such as tables of words, are dealt *by rows*: rows need nothing of each other but
-the other factor, which is small. Every device has all blocks of such a group, and of gradients and momentum its rows.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 
 from kfac._curvature.blocks import Group
-from kfac._curvature.inverse import Inverse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,18 +27,16 @@ class Shard:
       blocks: `K`.
       devices: `D`.
       owners: of the blocks of the remainder, in their order.
-      by_rows: whether devices share the rows of blocks, which all of them have.
     """
 
     blocks: int
     devices: int
     owners: tuple[int, ...] = ()
-    by_rows: bool = False
 
     @property
     def full(self) -> int:
         """Blocks that every device owns."""
-        return self.blocks if self.by_rows else self.blocks // self.devices
+        return self.blocks // self.devices
 
     @property
     def positions(self) -> int:
@@ -50,9 +44,7 @@ class Shard:
         return self.full + bool(self.owners)
 
     def location(self, block: int) -> tuple[int, int]:
-        """Device and position of a block; of one that all have, the first."""
-        if self.by_rows:
-            return 0, block
+        """Device and position of a block."""
         position, device = divmod(block, self.devices)
         return (device if position < self.full else self.owners[device]), position
 
@@ -65,8 +57,6 @@ class Shard:
     @property
     def order(self) -> np.ndarray:
         """Which block stands at each place in that row; where there is none, the first."""
-        if self.by_rows:
-            return np.tile(np.arange(self.blocks, dtype=np.int32), self.devices)
         order = np.zeros(self.devices * self.positions, np.int32)
         order[self.places] = np.arange(self.blocks)
         return order
@@ -74,16 +64,7 @@ class Shard:
     @property
     def held(self) -> np.ndarray:
         """`[devices, positions]`, whether there is a block at each place."""
-        return (np.isin(np.arange(self.devices * self.positions), self.places) | self.by_rows).reshape(self.devices, -1)
-
-    def as_matrices(self, group: Group) -> Group:
-        """A group whose blocks are the matrices that lie as `matrices` says."""
-        return group.in_pieces(self.devices) if self.by_rows else group
-
-    @property
-    def matrices(self) -> Shard:
-        """How gradients and momentum lie: by rows, each device has a piece of each."""
-        return Shard(self.blocks * self.devices, self.devices) if self.by_rows else self
+        return np.isin(np.arange(self.devices * self.positions), self.places).reshape(self.devices, -1)
 
 
 class Cost(NamedTuple):
@@ -94,38 +75,29 @@ class Cost(NamedTuple):
       blocks: how many.
       work: to invert one, in `n^3`; of a diagonal factor `n`.
       elements: of the gradient of one.
-      by_rows: whether they are dealt by rows.
     """
 
     name: str
     blocks: int
     work: int
     elements: int
-    by_rows: bool = False
 
 
-def block_cost(name: str, blocks: int, shapes: Mapping[str, tuple[int, ...]], by_rows: bool) -> Cost:
+def block_cost(name: str, blocks: int, shapes: Mapping[str, tuple[int, ...]]) -> Cost:
     """Of Kronecker blocks with factors of such shapes."""
     work = sum(shape[0] if len(shape) == 1 else shape[0] ** 3 for shape in shapes.values())
-    return Cost(name, blocks, work, math.prod(shape[0] for shape in shapes.values()), by_rows)
+    return Cost(name, blocks, work, math.prod(shape[0] for shape in shapes.values()))
 
 
-def group_costs(groups: Sequence[Group], inverse: Inverse) -> list[Cost]:
+def group_costs(groups: Sequence[Group]) -> list[Cost]:
     """Of the groups whose blocks have owners."""
-
-    def by_rows(group):
-        return inverse.by_rows and group.captured and group.long_side is not None
-
-    return [block_cost(group.name, group.size, group.shapes, by_rows(group)) for group in groups if group.owned]
+    return [block_cost(group.name, group.size, group.shapes) for group in groups if group.owned]
 
 
 def make_shards(costs: Iterable[Cost], devices: int) -> dict[str, Shard]:
     """Spreads every group over the devices."""
     shards, load = {}, np.zeros(devices, int)
     for cost in sorted(costs, key=lambda cost: (-cost.work, cost.name)):
-        if cost.by_rows:
-            shards[cost.name] = Shard(cost.blocks, devices, by_rows=True)
-            continue
         least = np.sort(np.argsort(load, kind="stable")[: cost.blocks % devices])
         load[least] += cost.elements
         shards[cost.name] = Shard(cost.blocks, devices, tuple(least.tolist()))

@@ -88,8 +88,7 @@ class Way:
 
     def statistics(self, stacks: Mapping[str, Statistics], shards: Shards) -> dict[str, Statistics]:
         """As `means`, of statistics."""
-        owned = {name: shard for name, shard in shards.items() if not shard.by_rows}
-        received = self.means({name: flatten(stack) for name, stack in stacks.items()}, owned, BUCKETS)
+        received = self.means({name: flatten(stack) for name, stack in stacks.items()}, shards, BUCKETS)
         wide = {n: jax.tree.map(lambda x, d=received[n].dtype: x.astype(d), stack) for n, stack in stacks.items()}
         return {name: unflatten(received[name], like) for name, like in wide.items()}
 

@@ -84,10 +84,12 @@ def _without_rows(factors: Factors, layers: Layers, visible: Layers) -> Any:
         if isinstance(block, Tied) or block.moments is not None:
             what = f"bias {layer.params[1]!r} is masked and its kernel is not, which its statistics do not allow"
             raise ValueError(f"{what}: {how_to_hide(layer.params[1:])}")
-        if layer.cut[0] > 1:
+        if "A" in layer.diagonal:
+            A = block.A.at[..., -1].set(0)[..., :d_in]
+        elif layer.cut[0] > 1:
             last = layer.d_in - 1 - (layer.cut[0] - 1) * block.A.shape[-1]  # where the 1 is in the last block
             A = block.A.at[..., -1, last, :].set(0).at[..., -1, :, last].set(0)
         else:
-            A = block.A[..., :d_in] if "A" in layer.diagonal else block.A[..., :d_in, :d_in]
+            A = block.A[..., :d_in, :d_in]
         blocks[layer.name] = dataclasses.replace(block, A=A)
     return Factors(blocks)

@@ -44,7 +44,7 @@ def stack_packed(config: Config, factors: Factors, mean: Callable[[Any], Any] | 
 
     def to_send(group: Group, layer: Layer) -> Any:
         packed = factors[layer.name].packed(tuple(layer.side_shapes.values()), mean, dtype)
-        return group.block.to_send(packed, fill)
+        return group.block.to_send(layer, packed, fill)
 
     stacks: dict[str, Any] = {}
     for group in [group for group in config.groups if group.captured]:

@@ -71,11 +71,6 @@ class OverMesh:
         new, state = step(laid_out(updates), weights, state, now, stacks)
         return self.from_owners(new, updates) if split else lying_as(new.tree, updates), state
 
-    @functools.cached_property
-    def groups(self) -> list[Group]:
-        """Those whose blocks have owners, as gradients lie."""
-        return [self.shards[group.name].as_matrices(group) for group in self.config.owned]
-
     def owned(self, updates: Any) -> dict[str, jax.Array]:
         """The leaves that owners alone precondition, by path."""
         return {path: leaf for path, leaf in leaves_by_path(updates).items() if path in self.config.owned_paths}
@@ -83,7 +78,7 @@ class OverMesh:
     def is_split(self, leaves: dict[str, jax.Array]) -> bool:
         """Tells whether gradients go to owners alone: they are split, all owners' axes and dtypes of a stack alike."""
         kinds = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
-        dtypes = [_dtypes(part, leaves) for group in self.groups for part in group.by_leaf]
+        dtypes = [_dtypes(part, leaves) for group in self.config.owned for part in group.by_leaf]
         if len({kinds[name] for name in self.config.way.owners}) > 1 or any(len(alike) > 1 for alike in dtypes):
             return False
         return any(any(self.splits.get(path, jax.typeof(x).sharding.spec)) for path, x in leaves.items())
@@ -109,8 +104,8 @@ class OverMesh:
 
         def stacked(owned):
             stacks = {}
-            for group in self.groups:
-                shard = self.shards[group.name].matrices
+            for group in self.config.owned:
+                shard = self.shards[group.name]
                 parts = [(part, jnp.result_type(*(_dtypes(part, owned) or [jnp.float32]))) for part in group.by_leaf]
                 matrices = [part.stack_matrices(owned, dtype, before_cut) for part, dtype in parts]
                 stacks[group.name] = [self.over_owners(x, shard) for x in matrices]
@@ -125,8 +120,8 @@ class OverMesh:
 
         def split(stacks):
             leaves: dict[str, jax.Array] = {}
-            for group in self.groups:
-                across, places = self.across(group.layers[0])[::-1], self.shards[group.name].matrices.places
+            for group in self.config.owned:
+                across, places = self.across(group.layers[0])[::-1], self.shards[group.name].places
                 for part, stack in zip(group.by_leaf, stacks[group.name], strict=True):
                     # Laid out as the leaves lie, which XLA knows, before it is cut.
                     starts = {start: jnp.int32(start) for start in part.starts}
@@ -146,13 +141,10 @@ class OverMesh:
     def across(self, layer: Layer) -> tuple[Any, Any]:
         """How rows and columns of a kernel are laid out while it is cut into pieces for its owners.
 
-        A kernel that is cut along one side is split along the other, so that a device cuts what it has. A table that is
-        cut into one piece a device stays as its leaf lies: that may be by rows already.
+        A kernel that is cut along one side is split along the other, so that a device cuts what it has.
         """
         owners, free = self.config.way.owners, PartitionSpec.UNCONSTRAINED
         devices = math.prod(self.mesh.shape[name] for name in owners)
-        if layer.diagonal and layer.cut == (devices, 1) and layer.d_in % devices == 0:
-            return UNSEEN, UNSEEN
         if layer.cut[0] == 1 < layer.cut[1] and layer.d_in % devices == 0:
             return None, owners
         if layer.cut[1] == 1 < layer.cut[0] and layer.d_out % devices == 0:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from kfac._curvature.blocks import Group
-from kfac._curvature.inverse import ALL_ROWS, Inverse, Whole, per_block
+from kfac._curvature.inverse import Inverse, per_block
 from kfac._distributed.owners import Shard
 from kfac._distributed.ways import Way
 from kfac._layers import Layers
@@ -74,23 +74,6 @@ class Place:
         """Of each group, `[positions]`: whether the block there is a device's own; all have those without owners."""
         of_owned = {name: self.config.way.owns(shard) for name, shard in self.shards.items()}
         return {g.name: of_owned.get(g.name, jnp.ones(g.size, bool)) for g in self.config.groups}
-
-    @functools.cached_property
-    def gradient_shards(self) -> dict[str, Shard]:
-        """Of the groups that their owners alone precondition, how gradients lie."""
-        return {name: shard.matrices for name, shard in self.shards.items()}
-
-    @functools.cached_property
-    def groups(self) -> list[Group]:
-        """All groups, as gradients lie."""
-        return [self.shards[g.name].as_matrices(g) if g.name in self.shards else g for g in self.config.groups]
-
-    @functools.cached_property
-    def whole(self) -> dict[str, Whole]:
-        """For each group, what turns sums over this device's rows of a block into sums over the whole block."""
-        pairs, total = zip(self.groups, self.config.groups, strict=True), self.config.way.total
-        shares = {g.name: x.d_in * x.d_out / (g.d_in * g.d_out) for x, g in pairs if x is not g}
-        return {g.name: Whole(total, shares[g.name]) if g.name in shares else ALL_ROWS for g in self.groups}
 
     def only_owned(self, name: str, stack: jax.Array) -> jax.Array:
         """A stack of a group with zeros where the block is not this device's own."""

@@ -101,7 +101,7 @@ def scatter_state(portable: Any, num_devices: int, *, pmap: bool = False) -> Any
 
     def cost(name, owned):
         shapes = {side: getattr(owned.blocks.factors, side).shape[1:] for side in "AG"}
-        return block_cost(name, owned.shard.blocks, shapes, owned.shard.by_rows)
+        return block_cost(name, owned.shard.blocks, shapes)
 
     def scatter(node):
         if devices_of(node) > 1:
@@ -173,37 +173,13 @@ def _check_row(owned: Owned) -> None:
 
 def _gather_owned(owned: Owned) -> Owned:
     shard, whole = owned.shard, dataclasses.replace(owned.shard, devices=1, owners=())
-
-    def in_order(path, x):
-        if not _is_cut(shard, path, x):
-            return x[shard.places]
-        turn, length = _long_side(owned)
-        pieces = turn(x[shard.matrices.places])
-        return turn(pieces.reshape(shard.blocks, -1, pieces.shape[2])[:, :length])
-
-    return dataclasses.replace(owned, blocks=jax.tree.map_with_path(in_order, owned.blocks), shard=whole, form=None)
+    blocks = jax.tree.map(lambda x: x[shard.places], owned.blocks)
+    return dataclasses.replace(owned, blocks=blocks, shard=whole, form=None)
 
 
 def _scatter_owned(owned: Owned, shard: Shard) -> Owned:
-    def spread(path, x):
-        if not _is_cut(shard, path, x):
-            return jnp.where(per_block(jnp.asarray(shard.held.reshape(-1)), x[shard.order]), x[shard.order], 0)
-        turn, length = _long_side(owned)
-        filled = jnp.pad(turn(x), ((0, 0), (0, -length % shard.devices), (0, 0)))
-        return turn(filled.reshape(shard.matrices.blocks, -1, filled.shape[2]))[shard.matrices.order]
+    def spread(x):
+        return jnp.where(per_block(jnp.asarray(shard.held.reshape(-1)), x[shard.order]), x[shard.order], 0)
 
     form = None if shard.full else form_of(owned.blocks)
-    return dataclasses.replace(owned, blocks=jax.tree.map_with_path(spread, owned.blocks), shard=shard, form=form)
-
-
-def _is_cut(shard: Shard, path: tuple[Any, ...], x: jax.Array) -> bool:
-    """Whether an array of a group has the form of gradients, of which devices share the rows."""
-    names = {getattr(key, "name", "") for key in path}
-    return shard.by_rows and x.ndim == 3 and not names.isdisjoint({"momentum", "moments"})
-
-
-def _long_side(owned: Owned) -> tuple[Callable[[jax.Array], jax.Array], int]:
-    """What makes matrices of a group by rows such that are cut along their rows, and back; and how many rows."""
-    block: Any = owned.blocks.factors
-    a, g = block.A, block.G
-    return (lambda x: x, a.shape[1]) if a.ndim == 2 and a.shape[1] > g.shape[1] else (lambda x: x.mT, g.shape[1])
+    return dataclasses.replace(owned, blocks=jax.tree.map(spread, owned.blocks), shard=shard, form=form)

@@ -94,9 +94,8 @@ def form_of(blocks: BlockState) -> Any:
 class Owned:
     """The blocks of one group that this device owns. From outside of `shard_map`, those of all devices in a row.
 
-    Of a group that is dealt by rows each device has all blocks; of momentum and moments, which have the form of
-    gradients, it has its rows. Of a group with fewer blocks than devices the parts in `Segment` are None here, and
-    `form` has the shapes to open them with.
+    Of a group with fewer blocks than devices the parts in `Segment` are None here, and `form` has the shapes to open
+    them with.
     """
 
     blocks: BlockState
@@ -211,24 +210,21 @@ def init_state(config: Config, params: Any) -> KfacState:
     # Statistics of a float64 model stay in float64; nothing else is ever wider than float32.
     dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in leaves.values()))
     devices, owners = axis_size(config.way.owners) or 1, config.way.owners
-    shards = make_shards(group_costs(config.groups, config.inverse), devices)
+    shards = make_shards(group_costs(config.groups), devices)
 
     def inverses(group: Group, size: int) -> Any:
         return group.kind(config.inverse).init(group.zeros(size, dtype, group.moments(config.inverse)))
 
-    def blocks(group: Group, size: int, piece: Group) -> BlockState:
+    def blocks(group: Group, size: int) -> BlockState:
         weight, condition, inverted = jnp.zeros(size, dtype), jnp.zeros(size, dtype), jnp.zeros(size, jnp.int32)
-        inverse_state = inverses(group, size)
-        if piece is not group:
-            inverse_state = dataclasses.replace(inverse_state, moments=inverses(piece, size).moments)
         has_momentum = config.moves.momentum is not None and not group.kind(config.inverse).takes_gradients
-        momentum = jnp.zeros((size, piece.d_in, piece.d_out), dtype) if has_momentum else None
+        momentum = jnp.zeros((size, group.d_in, group.d_out), dtype) if has_momentum else None
         motion = Motion(momentum, jnp.ones(size, dtype) if config.moves.layer_rates else None)
-        return BlockState(group.zeros(size, dtype), weight, inverse_state, condition, inverted, motion)
+        return BlockState(group.zeros(size, dtype), weight, inverses(group, size), condition, inverted, motion)
 
     def owned(group: Group) -> Owned:
         shard = shards[group.name]
-        stacks = blocks(group, shard.positions, shard.as_matrices(group))
+        stacks = blocks(group, shard.positions)
         new = Owned(stacks, shard, config.inverse, None if shard.full else form_of(stacks))
         # A device's own blocks are marked as such, where `shard_map` checks that (`lax.axis_index` varies if it does).
         return as_varying(new, varying_axes(lax.axis_index(owners))) if axis_size(owners) else new
@@ -244,7 +240,7 @@ def init_state(config: Config, params: Any) -> KfacState:
         unitwise_damping=jnp.zeros((), jnp.float32),
         owned={group.name: owned(group) for group in config.owned},
         segment=Segment(),
-        shared={group.name: blocks(group, group.size, group) for group in config.groups if not group.owned},
+        shared={group.name: blocks(group, group.size) for group in config.groups if not group.owned},
         bases={g.name: config.inverse.basis(inverses(g, g.size)) for g in with_bases},
         learning_rates=jnp.zeros(2, jnp.float32),
         members={group.name: {group.members: jnp.full((), group.size, jnp.int32)} for group in config.groups},

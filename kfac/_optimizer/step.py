@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ import optax
 from jax import lax
 
 from kfac._curvature.blocks import Group
-from kfac._curvature.inverse import ALL_ROWS, Inverse, Momentum, cosine, finite, per_block
+from kfac._curvature.inverse import Momentum, cosine, finite, per_block
 from kfac._distributed.owners import Shard
 from kfac._distributed.ways import Way
 from kfac._factors import Factors, Statistics
@@ -70,7 +69,7 @@ def preconditioned_step(
     directions, advanced, angles = precondition(place, state, gradients)
     squares = sums_of_shares(place, {name: x * x for name, x in directions.items()})
     steps, motions, scale = move(place, state, directions, angles, gradients, params)
-    to_all = {name: shard for name, shard in place.gradient_shards.items() if name not in updates.stacks}
+    to_all = {name: shard for name, shard in place.shards.items() if name not in updates.stacks}
     steps |= config.way.gather({name: steps[name] for name in to_all}, to_all)
     updates, usable = restore(place, updates, steps, usable & jnp.isfinite(sum(squares)))
     metrics, usable = measure(place, state, motions, square, squares, scale, [left_out, failed], usable)
@@ -93,15 +92,15 @@ def take_gradients(
         rest = {path: x for path, x in leaves_by_path(updates.tree).items() if path not in config.owned_paths}
         averaged = way.mean(rest)  # of what all devices precondition, in one message
         updates = updates._replace(tree=map_by_path(lambda path, leaf: averaged.get(path, leaf), updates.tree))
-    leaves, matrices = leaves_by_path(updates.tree), stack_all(state, updates, place.groups)
+    leaves, matrices = leaves_by_path(updates.tree), stack_all(state, updates, place.config.groups)
     if updates.stacks:
         local, square = matrices, sum_of_all(place, {name: x * x for name, x in matrices.items()})
     elif config.local:
-        local = matrices | way.means({name: matrices[name] for name in place.gradient_shards}, place.gradient_shards)
+        local = matrices | way.means({name: matrices[name] for name in place.shards}, place.shards)
         square = sum_of_all(place, {name: x * x for name, x in local.items()})
     else:
         square = _sum(x * x for x in matrices.values())
-        local = way.take(matrices, place.gradient_shards)
+        local = way.take(matrices, place.shards)
     usable = _all_finite(square, (leaf for path, leaf in leaves.items() if path in config.skipped))
     # The same decision everywhere, whatever one device has seen: what follows holds collectives.
     return updates, local, square, way.agree(usable)
@@ -116,8 +115,8 @@ def stack_all(state: KfacState, trees: Gradients, groups: Iterable[Group]) -> Ve
 
 def sums_of_shares(place: Place, matrices: Vectors) -> tuple[jax.Array, jax.Array]:
     """The sums of all entries of the matrices that this device alone preconditions, and of those that all do."""
-    owned = [place.only_owned(name, x) for name, x in matrices.items() if name in place.gradient_shards]
-    return _sum(owned), _sum(x for name, x in matrices.items() if name not in place.gradient_shards)
+    owned = [place.only_owned(name, x) for name, x in matrices.items() if name in place.shards]
+    return _sum(owned), _sum(x for name, x in matrices.items() if name not in place.shards)
 
 
 def sum_of_all(place: Place, matrices: Vectors) -> jax.Array:
@@ -140,7 +139,7 @@ def decide(place: Place, state: KfacState, usable: jax.Array, *, statistics: boo
 
 
 def precondition(place: Place, state: KfacState, gradients: Vectors) -> tuple[Vectors, dict[str, Any], Vectors]:
-    """Preconditions the gradients of the blocks, or rows, that this device has.
+    """Preconditions the gradients of the blocks that this device has.
 
     Returns:
       The preconditioned gradients. Of an inverse that takes in gradients, also what it keeps from now on, and the
@@ -152,27 +151,13 @@ def precondition(place: Place, state: KfacState, gradients: Vectors) -> tuple[Ve
         inverse_state, ready = part_of(state, config.way, name, "inverse"), block.condition > 0
         if inverse.takes_gradients:
             momentum = Momentum(place.now.momentum, config.moves.nesterov)
-            after = inverse.advance(inverse_state, gradients[name], damping, momentum, ready, place.whole[name])
+            after = inverse.advance(inverse_state, gradients[name], damping, momentum, ready)
             advanced[name], result[name], angles[name] = after
         else:
-            applied = _apply(place, group, inverse, inverse_state, gradients[name].mT).mT
+            applied = inverse.apply(inverse_state, gradients[name].mT, damping).mT
             # Not before there is an inverse.
             result[name] = jnp.where(per_block(ready, applied), applied, gradients[name])
     return result, advanced, angles
-
-
-def _apply(place: Place, group: Group, inverse: Inverse, inverse_state: Any, matrices: jax.Array) -> jax.Array:
-    """Applies the inverse of a group. Of one by rows, gradients and diagonal factor are those of this device's rows."""
-    damping = place.now.damping
-    if place.whole[group.name] is ALL_ROWS:
-        return inverse.apply(inverse_state, matrices, damping)
-    side = group.long_side or "A"
-    diagonal, length = getattr(inverse_state, side), matrices.shape["GA".index(side) + 1]
-    pieces = jnp.pad(diagonal, ((0, 0), (0, -diagonal.shape[1] % length))).reshape(-1, length)
-    rows = place.config.way.take({group.name: pieces}, place.gradient_shards)[group.name]
-    damping = inverse.damping_of_step(inverse_state, damping)  # in which all rows have a say
-    of_rows = dataclasses.replace(inverse_state, **{side: rows})
-    return dataclasses.replace(inverse, relative=False).apply(of_rows, matrices, damping)
 
 
 def move(
@@ -196,18 +181,19 @@ def move(
     for name in state.blocks:
         trace, rate = part_of(state, config.way, name, "motion")
         if rate is not None:
-            angle = angles[name] if trace is None else cosine(trace, gradients[name], place.whole[name].total)
+            angle = angles[name] if trace is None else cosine(trace, gradients[name])
             rate = adapted(rate, angle, full)
         if trace is not None:
             trace, steps[name] = Momentum(now.momentum, moves.nesterov).moved(trace, steps[name])
         motions[name] = Motion(trace, rate)
     if moves.trust_ratio is not None:
-        weights = stack_all(state, params, filter(moves.needs_params, place.groups))
+        weights = stack_all(state, params, filter(moves.needs_params, place.config.groups))
         if not params.stacks:
-            weights = config.way.take(weights, place.gradient_shards)
-        stacks = {g.name: _stack(place, g, steps[g.name], weights.get(g.name), gradients[g.name]) for g in place.groups}
+            weights = config.way.take(weights, place.shards)
+        groups = config.groups
+        stacks = {g.name: _stack(place, g, steps[g.name], weights.get(g.name), gradients[g.name]) for g in groups}
         # Groups without owners are the same on all devices. To stay so they share no array with those that differ.
-        alike = [] if config.way.alone else [name for name in stacks if name not in place.gradient_shards]
+        alike = [] if config.way.alone else [name for name in stacks if name not in place.shards]
         for names in (stacks.keys() - alike, alike):
             steps |= lengthened({name: x for name, x in stacks.items() if name in names}, now.coefficient)
     for name, (_, rate) in motions.items():
@@ -221,16 +207,16 @@ def _stack(place: Place, group: Group, steps: jax.Array, params: jax.Array | Non
     if all(np.all(x == x[0]) for x in table):
         kernels = Kernels(*(jnp.asarray(x[:1]) for x in table))
     else:
-        kernels = way.take({name: Kernels(*map(jnp.asarray, table))}, place.gradient_shards)[name]
+        kernels = way.take({name: Kernels(*map(jnp.asarray, table))}, place.shards)[name]
     pieces = np.concatenate([np.full(layer.copies, layer.pieces) for layer in group.layers])
     if np.all(pieces == 1):
         return Stack(steps, params, gradients, kernels, by_row=not group.block.kernel)
-    whose = way.take({name: jnp.asarray(np.repeat(np.arange(len(pieces)), pieces))}, place.gradient_shards)[name]
+    whose = way.take({name: jnp.asarray(np.repeat(np.arange(len(pieces)), pieces))}, place.shards)[name]
 
     def whole(sums):  # `[sums, k]`
         owned = jnp.where(place.owns[name], sums, 0)
         of_kernels = jnp.zeros((len(sums), len(pieces)), sums.dtype).at[:, whose].add(owned)
-        return (way.total(of_kernels) if name in place.gradient_shards else of_kernels)[:, whose]
+        return (way.total(of_kernels) if name in place.shards else of_kernels)[:, whose]
 
     return Stack(steps, params, gradients, kernels, whole=whole)
 
@@ -239,11 +225,11 @@ def restore(place: Place, updates: Gradients, steps: Vectors, usable: jax.Array)
     """The steps in the form of `updates`, and whether all are finite."""
     new: dict[str, jax.Array] = {}
     whole = {name: x for name, x in steps.items() if name not in updates.stacks}
-    starts = {start: jnp.int32(start) for group in place.groups for start in group.starts}
+    starts = {start: jnp.int32(start) for group in place.config.groups for start in group.starts}
     if place.config.way.alone and place.config.moves.trust_ratio is not None:
         arguments = usable, whole, starts
         usable, whole, starts = lax.platform_dependent(*arguments, cpu=_if_usable, default=lambda *same: same)
-    for group in place.groups:
+    for group in place.config.groups:
         if group.name in whole:
             new.update(group.split_matrices(whole[group.name], starts))
     tree = map_by_path(lambda path, leaf: new[path].astype(leaf.dtype) if path in new else leaf, updates.tree)
@@ -355,9 +341,8 @@ def _join(vectors: Iterable[jax.Array]) -> jax.Array:
 
 def count_blocks(shards: Mapping[str, Shard], way: Way, flags: Vectors) -> jax.Array:
     """How many blocks are flagged, so that the sum over devices has each once: those that all have, on the first."""
-    dealt = {name for name, shard in shards.items() if not shard.by_rows}
     first = jnp.asarray(lax.axis_index(way.owners) == 0)
-    return jnp.sum(_join(x if name in dealt else x & first for name, x in flags.items()), dtype=jnp.int32)
+    return jnp.sum(_join(x if name in shards else x & first for name, x in flags.items()), dtype=jnp.int32)
 
 
 def _sum(arrays: Iterable[jax.Array]) -> jax.Array:

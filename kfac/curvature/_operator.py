@@ -180,9 +180,13 @@ class Operator(Linear):
         return [layer for layer in self.layers if layer.name in self.blocks]
 
     def _values(self) -> jax.Array:
-        # The smallest eigenvalues of the last pieces are those of the zeros that fill these up: they are cut off.
-        falling = {layer: self.blocks[layer.name].values[:, ::-1, ::-1] for layer in self._layers()}
-        return jnp.concatenate([layer.from_pieces(values).ravel() for layer, values in falling.items()])
+        # The smallest eigenvalues of the last pieces are those of the zeros that fill these up: they are cut off. Those
+        # of a diagonal stand in the order of its rows, with these zeros behind.
+        def falling(layer):
+            turned = [axis for axis, side in ((1, "G"), (2, "A")) if side not in layer.diagonal]
+            return jnp.flip(self.blocks[layer.name].values, turned)
+
+        return jnp.concatenate([layer.from_pieces(falling(layer)).ravel() for layer in self._layers()])
 
     def _tree(self, matrices: dict[str, jax.Array]) -> Any:
         """The tree of parameters with the matrices of its layers."""

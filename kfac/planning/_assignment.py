@@ -78,7 +78,7 @@ class Assignment:
     @property
     def costs(self) -> list[Cost]:
         """What there is to do for the blocks of each Kronecker group."""
-        return group_costs(self.groups, self.kind)
+        return group_costs(self.groups)
 
     @functools.cached_property
     def cost_per_device(self) -> list[int]:
@@ -98,10 +98,6 @@ class Assignment:
 
         dealt = held(x.blocks for x in state.owned.values()) + count_bytes(state.segment)
         return dealt // self.devices + held(state.shared.values()) + count_bytes(state.bases)
-
-    def as_matrices(self, group: Group) -> Group:
-        """A group as its gradients lie on a device."""
-        return self.shards[group.name].as_matrices(group) if group.owned else group
 
     @property
     def statistics_messages(self) -> dict[str, int]:
@@ -146,16 +142,15 @@ class Assignment:
             return {"reduce-scatter": whole, "all-gather": everywhere} | self.results_messages
         to_owners = gathered if self.gradients == "local" else []
         averaged = 4 * sum(layer.num_params for layer in self.layers if layer not in to_owners)
-        sent = self._messages(self._gradient, "reduce-scatter", matrices=True) if to_owners else {}
+        sent = self._messages(self._gradient, "reduce-scatter") if to_owners else {}
         return sent | {"all-reduce": averaged}
 
     @property
     def results_messages(self) -> dict[str, int]:
         """As `statistics_messages`, of the preconditioned gradients that are gathered in each step, or split again."""
         if self.gradients != "split":
-            return self._messages(self._gradient, "all-gather", matrices=True)
-        pieces = [self.as_matrices(group) for group in self.groups if group.owned]
-        blocks = sum(self.shards[piece.name].positions * piece.d_out * piece.d_in for piece in pieces)
+            return self._messages(self._gradient, "all-gather")
+        blocks = sum(self.shards[g.name].positions * g.d_out * g.d_in for g in self.groups if g.owned)
         return {"all-to-all": 4 * blocks} if self.devices > 1 else {}
 
     @property
@@ -163,16 +158,16 @@ class Assignment:
         """As `results_messages`, of the bases that all devices get in a step with a refresh, with `Ekfac`."""
         return self._messages(self._basis, "all-gather")
 
-    def _messages(self, block: Callable[[Group], Any], kind: str, number: int = 1, matrices: bool = False) -> Messages:
+    def _messages(self, block: Callable[[Group], Any], kind: str, number: int = 1) -> Messages:
         """Bytes by kind of message, from what there is of one block of a group: as `collectives` sends it."""
-        shards = {name: shard.matrices if matrices else shard for name, shard in self.shards.items()}
+        shards = self.shards
         arrays = {g: jax.tree.leaves(jax.eval_shape(functools.partial(block, g))) for g in self.groups}
         itemsize = max((x.dtype.itemsize for leaves in arrays.values() for x in leaves), default=0)
         sizes = {}
         total: collections.Counter[str] = collections.Counter()
         for group, leaves in arrays.items():
             size = count_bytes(leaves) // itemsize if leaves else 0
-            if group.owned and not (kind == "reduce-scatter" and shards[group.name].by_rows):
+            if group.owned:
                 sizes[group.name] = size
             elif kind == "reduce-scatter":
                 total["all-reduce"] += group.size * size * itemsize
@@ -185,9 +180,8 @@ class Assignment:
         return {kind: size for kind, size in total.items() if size and self.devices > 1}
 
     def _gradient(self, group: Group) -> Any:
-        """One block's, or of a piece that a device has of it."""
-        piece = self.as_matrices(group)
-        return jnp.zeros((1, piece.d_out * piece.d_in)) if group.owned else None
+        """One block's."""
+        return jnp.zeros((1, group.d_out * group.d_in)) if group.owned else None
 
     def _statistics(self, group: Group, dtype: Any = jnp.float32) -> Block:
         """One block's."""

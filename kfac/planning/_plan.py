@@ -248,8 +248,7 @@ def _intervals(seconds, budget: float, statistics_every, inverse_every) -> tuple
 def _applied(group: Group, assignment: Assignment) -> float:
     """FLOPs of `G^-1 V A^-1` for the blocks of a group that a device preconditions."""
     sides = sum(shape[0] if len(shape) > 1 else 1 for shape in group.shapes.values())
-    piece = assignment.as_matrices(group)
-    return 2.0 * assignment.shards[group.name].positions * piece.d_out * piece.d_in * sides
+    return 2.0 * assignment.shards[group.name].positions * group.d_out * group.d_in * sides
 
 
 def _text(plan: Plan) -> str:
