@@ -244,12 +244,12 @@ class Tied(Uncombined):
         above, below = jnp.sqrt(a) * jnp.sqrt(turned_g), jnp.sqrt(g) * jnp.sqrt(turned_a)
         positive = (above > 0) & (below > 0)
         scale = jnp.where(positive, above / jnp.where(positive, below, 1), 1)
-        direct, turned = self.direct, self.transposed
-        return Kronecker(direct.A + turned.A * _beside(scale, turned.A), direct.G + turned.G / _beside(scale, turned.G))
+        direct, (a, g) = self.direct, (self.transposed.A, self.transposed.G)
+        return Kronecker(direct.A + a * per_block(scale, a), direct.G + g / per_block(scale, g))
 
 
-def _beside(values: jax.Array, like: jax.Array) -> jax.Array:
-    """`[copies?]` in the shape `[copies?, 1, ...]`, to go with `like`."""
+def per_block(values: jax.Array, like: jax.Array) -> jax.Array:
+    """Numbers of blocks, `[k]`, or of one, in the shape `[k, 1, ...]`, to go with `like`."""
     return values.reshape(values.shape + (1,) * (like.ndim - values.ndim))
 
 
@@ -278,7 +278,7 @@ class Ragged(Statistics):
         """Returns the factors, from the `average` of the rows over what statistics are averaged over."""
         rows = average(self.rows) if average else self.rows
         share = jnp.where(rows > 0, 1 / jnp.where(rows > 0, rows, 1), 0)
-        return Kronecker(self.A, self.squares * _beside(share, self.squares))
+        return Kronecker(self.A, self.squares * per_block(share, self.squares))
 
     G = Uncombined.G
 

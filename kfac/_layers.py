@@ -112,11 +112,11 @@ class BlockKind(abc.ABC):
         return factors
 
     def to_send(self, layer: Layer, packed: Any, fill: Callable[[Any], Any]) -> Any:
-        """Packed statistics of a layer for a stack that is sent: made as long as `fill` says."""
+        """What a layer puts into the message of its group: its packed vectors, each filled up by `fill`."""
         return packed
 
     def sent(self, shapes: dict[str, tuple[int, ...]], stack: Any) -> Any:
-        """A stack of what `to_send` returned, which devices `unpack`."""
+        """The statistics that a stack of these is where it arrives, still to be `unpacked`."""
         return stack
 
 
@@ -153,6 +153,9 @@ class Layer:
       order: of its first use in the program, among those of all layers; a backward pass comes to the layer in reverse.
       overlap: how many windows of a convolution hold an input position, away from the edges: 9 for 3 x 3, 2.25 for 3 x
         3 with stride 2. The most, where several operations read the kernel; 1 for all other layers.
+
+    Shapes of a factor `A` of three stacked kernels with 10,000 inputs, and `cut=(2, 1)`: `block_shapes` has
+    `(5000, 5000)`, `side_shapes` `(2, 5000, 5000)`, `factor_shapes` `(3, 2, 5000, 5000)`.
     """
 
     name: str
@@ -229,10 +232,10 @@ class Layer:
     @property
     def side_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the factors of one copy: `[d, d]`, of one that is cut `[blocks, d, d]`, of a diagonal one `[d]`."""
-        counts, whole = dict(zip("AG", self.cut, strict=True)), {"A": self.d_in, "G": self.d_out}
+        sides = zip(self.block_shapes.items(), self.cut, (self.d_in, self.d_out), strict=True)
         return {
-            name: (whole[name],) if name in self.diagonal else (*[c for c in [counts[name]] if c > 1], *shape)
-            for name, shape in self.block_shapes.items()
+            name: (size,) if name in self.diagonal else (count, *shape) if count > 1 else shape
+            for (name, shape), count, size in sides
         }
 
     def to_pieces(self, matrix: jax.Array) -> jax.Array:
@@ -353,6 +356,11 @@ class Layers(Sequence[Layer]):
     def with_blocks(self) -> tuple[Layer, ...]:
         """The layers that are preconditioned, which are all but those skipped."""
         return tuple(layer for layer in self.blocks if layer.block)
+
+    @property
+    def skipped_paths(self) -> frozenset[str]:
+        """Paths of the leaves that are not preconditioned."""
+        return frozenset(path for layer in self.blocks if not layer.block for path in layer.params)
 
     def __repr__(self) -> str:
         return _table(self)

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ from kfac._capture.states import Use, by_part
 from kfac._capture.trace import Argnums, Trace, trace
 from kfac._checks import check, check_function, check_given
 from kfac._layers import KRONECKER_KINDS, MAX_DIM, UNREACHED, VOCABULARY, Layer, Layers, Layout, UnsupportedLayerError
+from kfac._statistics.convolution import Convolution
 from kfac._varying import on_mesh
 
 
@@ -147,11 +148,11 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
 
     # Leaves without exact rows leave `by_leaf`: those that the walk has noted, that the user has chosen, and of which
     # `why` gives a reason.
-    def leave_inexact(leaves: set[int], why: Callable[[list[Use]], tuple[str, Layout | None] | None]) -> None:
+    def leave_inexact(leaves: set[int], why: Callable[[list[Use]], Reason]) -> None:
         for leaf in leaves - reads.inexact.keys():
             if reason := why(by_leaf[leaf]):
-                names = sorted({use.read.name for use in by_leaf[leaf]})
-                reads.inexact[leaf] = Inexact(" and ".join(names), *reason)
+                read_by = sorted({use.read.name for use in by_leaf[leaf]})
+                reads.inexact[leaf] = Inexact(" and ".join(read_by), *reason)
         for leaf in (reads.inexact.keys() | chosen) & by_leaf.keys():
             del by_leaf[leaf]
 
@@ -161,6 +162,7 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
     # The bias of a kernel is a column of its matrix: it need not be known which examples it meets.
     biases = {companions[leaf] for leaf in kernels & companions.keys()}
     leave_inexact(by_leaf.keys() - kernels - biases, lambda uses: _no_examples(uses, batch.num_examples))
+    # Without the pairs of which one has just left.
     companions = {leaf: other for leaf, other in companions.items() if {leaf, other} <= by_leaf.keys()}
     reduced = matching("reduce", options.reduce, names, kernels, "kernel of a product with exact rows")
     kernel_uses = {names[leaf]: [use for use in by_leaf[leaf] if not use.late] for leaf in kernels}
@@ -203,8 +205,8 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
     return Analysis(layers, reads, uses_of, n, unclear)
 
 
-# The longer side of a dense kernel is cut into blocks as long as the shorter one where it has so many rows: with fewer
-# it costs little. And where it has no more than so many times its rows, unlike that of a head with few outputs.
+# The longer side of a dense kernel is cut into blocks as long as the shorter one from `LONG` rows on: with fewer it
+# costs little. A kernel that is more oblong than `OBLONG` is a head with few outputs, and stays whole.
 LONG, OBLONG = 256, 8
 
 
@@ -229,8 +231,10 @@ def _bounded(layer: Layer, max_dim: int | None) -> Layer:
     return dataclasses.replace(layer, diagonal=diagonal, cut=(counts.get("A", 1), counts.get("G", 1)), note=note)
 
 
-def matching(option: str, patterns: Sequence[str], names: list[str], useful: Any = None, what: str = "") -> set[int]:
-    """The leaves that patterns name, each at least one that is `useful`."""
+def matching(
+    option: str, patterns: Sequence[str], names: list[str], useful: Collection[int] | None = None, what: str = ""
+) -> set[int]:
+    """The numbers of the leaves in whose names a pattern is found: each in one at least that is `useful`, a `what`."""
     found: set[int] = set()
     for pattern in patterns:
         try:
@@ -239,7 +243,7 @@ def matching(option: str, patterns: Sequence[str], names: list[str], useful: Any
             raise ValueError(f"{option}: {pattern!r} is not a regular expression: {error}") from None
         if not leaves:
             raise ValueError(f"{option}: {pattern!r} matches no parameter; the parameters are {', '.join(names)}")
-        if useful is not None and not leaves & useful:
+        if useful is not None and leaves.isdisjoint(useful):
             raise ValueError(f"{option}: {pattern!r} matches no {what}, so it has no effect")
         found |= leaves
     return found
@@ -249,15 +253,19 @@ def _parent(path: str) -> str:
     return path.rpartition("/")[0]
 
 
-def _no_examples(uses: list[Use], n: int | None) -> tuple[str, Layout | None] | None:
+# Why uses make no exact block, and how the leaf becomes matrices, if that is known; None where they make one.
+Reason = tuple[str, Layout | None] | None
+
+
+def _no_examples(uses: list[Use], n: int | None) -> Reason:
     """Why the uses of a vector make no exact block; None where they do."""
     if _told_apart(uses, n):
         return None
-    what = "the examples it meets are not told apart, or in another order"
-    return "which examples it meets is not known" if n is None else what, None
+    known = "the examples it meets are not told apart, or in another order"
+    return ("which examples it meets is not known" if n is None else known), None
 
 
-def _no_kernel(uses: list[Use]) -> tuple[str, Layout | None] | None:
+def _no_kernel(uses: list[Use]) -> Reason:
     """Says why the uses of a kernel make no exact block, and how it becomes matrices, if known; None if they do."""
     products = [use for use in uses if use.read.op in KRONECKER_KINDS]
     main = main_use(products)
@@ -322,7 +330,10 @@ def _layer(traced: Trace, leaves: Sequence[int], kind: str, layouts: Sequence[La
     )  # fmt: skip
 
 
-def _kronecker_layer(leaves, reads: Reads, by_leaf, traced: Trace, n: int | None, reduced: bool) -> Layer:
+def _kronecker_layer(
+    leaves: list[int], reads: Reads, by_leaf: dict[int, list[Use]], traced: Trace, n: int | None, reduced: bool
+) -> Layer:
+    """Makes the layer of `leaves`, a kernel and its bias if it has one; `reduced`: in the setting "reduce"."""
     uses, batch = by_leaf[leaves[0]], traced.batch.num_examples
     main = main_use(uses)
     kernel = main.layout
@@ -347,13 +358,13 @@ def _kronecker_layer(leaves, reads: Reads, by_leaf, traced: Trace, n: int | None
     notes = ["A holds the counts of the rows looked up"] * lookup
     notes += ["read as its transpose as well"] * any(use.layout != kernel for use in uses)
     notes += [f"{len(by_parts)} of its {parts} parts read"] * (len(by_parts) < parts)
-    count = max(sum(use.reads for use in part) for part in by_parts)
+    count, geometries = max(sum(use.reads for use in part) for part in by_parts), [use.read.geometry for use in uses]
     return _layer(
         traced, leaves, main.read.op, layouts, "; ".join(notes), uses=count,
         diagonal=("A",) if lookup else (), weight_sharing="reduce" if summed else "expand",
         positions=_positions(rows.pop(), batch or n) if len(rows) == 1 and not ragged else None,
         told_apart=count == 1 and not ragged and ordered,
-        overlap=max((use.read.geometry.overlap for use in uses if use.read.op == "conv"), default=1.0),
+        overlap=max((x.overlap for x in geometries if isinstance(x, Convolution)), default=1.0),
     )  # fmt: skip
 
 

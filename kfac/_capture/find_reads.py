@@ -53,8 +53,10 @@ class Reads:
       unmarked: whether one meets data on a way to the loss without a marked output.
       joined: an operation that reads rows of the batch joined with others; empty without one.
       plan: what a replay has to know beside the taps. `multipliers`: which operand is the view, of operations that
-        produce a scaled one. `merges`: the axis of the examples, where rows that all of them share meet them. Plans of
-        programs inside also where these hand such rows in, or a scaled view out.
+        produce a scaled one. `merges`: the axis of the examples, where rows that all of them share meet them. `inside`:
+        scans and remats that such rows go into, or a scaled view comes out of.
+      n: the number of examples of the batch; None where it is not known.
+      hidden: whether the loss has arguments, and hides its examples.
     """
 
     def __init__(self, traced: Trace, skipped: set[int]):
@@ -93,7 +95,7 @@ class Reads:
             results = self._with_shared(op, states)
             if results is not None:
                 return results
-            if not self._shares(op, states):
+            if not self._stay_shared(op, states):
                 states = list(map(self._unshared, states))
         params = [s for s in states if not isinstance(s, Data)]
         if op.name == "optimization_barrier":
@@ -186,24 +188,24 @@ class Reads:
             return None
         shared = frozenset[Op]().union(*(s.shared for s in states))
         sharing = [k for k, s in enumerate(states) if s.shared]
-        alone = not any(value.rows for k, value in enumerate(op.inputs) if k not in sharing)
-        if not alone and op.summed and op.name in SUMS:
+        beside_examples = any(value.rows for k, value in enumerate(op.inputs) if k not in sharing)
+        if beside_examples and op.summed and op.name in SUMS:
             self._leaked |= shared
             return [Data()]
         shape, result = op.inputs[sharing[0]].shape, op.outputs[0]
         grown = [k for k, longer in enumerate(result.grown) if longer]
         elementwise = op.name == "broadcast_in_dim" or op.name in primitives.ELEMENTWISE
         met = [k for k in grown if op.name == "broadcast_in_dim" or shape[k : k + 1] == (1,)]
-        alike = elementwise and len({op.inputs[k].shape for k in sharing}) == 1
-        if alike and len(met) == 1 and result.axes[met[0]] == axes_lib.examples(self.n or 1):
+        of_one_shape = len({op.inputs[k].shape for k in sharing}) == 1
+        if elementwise and of_one_shape and len(met) == 1 and result.axes[met[0]] == axes_lib.examples(self.n or 1):
             self.plan.merges[op] = met[0]
             self.plan.look_inside(op)
             self._merged |= shared
             return [Data()]
         return None
 
-    def _shares(self, op: Op, states: list[State]) -> bool:
-        """Whether rows that all examples share are the same for all of them behind an op, too."""
+    def _stay_shared(self, op: Op, states: list[State]) -> bool:
+        """Whether the result of an op that reads rows that all examples share is shared by all of them, too."""
         if op.inner:
             return not op.scan
         params = [s for s in states if not isinstance(s, Data)]
@@ -225,11 +227,13 @@ class Reads:
     def _settle(self) -> None:
         """Decides what late uses count for, once the program has been walked.
 
-        One whose result meets the examples is exact, unless the result reaches the loss in another way as well. One
-        whose result never does either reads rows of another batch, which are exact only where marks give that batch's
-        weight in the loss; or constants. These do not count (`dropped`) if nothing else reads the kernel, as in a
-        penalty; else they may be a batch, as one point of a boundary is, and have no exact rows without a mark. Where
-        the loss hides its examples they may be these constants: then it counts as any use. A bias follows its kernel.
+        - Its result meets the examples: it is exact, unless the result reaches the loss in another way as well.
+        - It never does, and the rows are of an argument: another batch, exact only where marks give its weight.
+        - It never does, and the rows are constants: if nothing else reads the kernel, a penalty, which does not count
+          (`dropped`); else maybe a batch, as one point of a boundary is, which a mark has to say.
+        - The loss hides its examples: they may be these constants, and it counts as any use.
+
+        A bias follows its kernel.
         """
         with_rows = {use.leaf for use in self.uses.values() if not use.late}
         for op, use in self.uses.items():
@@ -246,10 +250,9 @@ class Reads:
                     self._note(use.leaf, use.read.name, f"it reads {what}, without {how}", use)
                 else:
                     self.uses[op] = dataclasses.replace(use, late=False, dropped=apart)
-            kernel = self.uses[use.joined[0]] if use.joined else use  # that comes before it
-            if use.joined and kernel.dropped:
+            if use.joined and self.uses[use.joined[0]].dropped:  # the kernel's, which comes before
                 self.uses[op] = dataclasses.replace(use, dropped=True)
-                if kernel.leaf in self.inexact:
+                if self.uses[use.joined[0]].leaf in self.inexact:
                     self._note(use.leaf, use.read.name, "it is added to rows that all examples share")
 
     # -- reads ---------------------------------------------------------------------------------------------------
@@ -259,13 +262,13 @@ class Reads:
         return Data(Output(use.op, use.read.y_axes))
 
     def _product(self, op: Op, states: list[State]) -> State:
-        reason = ""
+        problem = ""
         views = [(k, state) for k, state in enumerate(states) if isinstance(state, View)]
         for k, view in sorted(views, key=lambda pair: is_repeated(pair[1], op.inputs[pair[0]])):
             meaning = op.meaning(k, view.axes)
             if not isinstance(meaning, Read) or is_repeated(view, op.inputs[k]):
-                said = meaning if isinstance(meaning, str) else "its entries are repeated before the product"
-                reason = reason or said
+                repeated = "its entries are repeated before the product"
+                problem = problem or (meaning if isinstance(meaning, str) else repeated)
                 continue
             other, value = states[meaning.other], op.inputs[meaning.other]
             if not (isinstance(other, Data) or is_repeated(other, value)):
@@ -276,25 +279,26 @@ class Reads:
             self._meets(other, op, "it is broadcast to the examples, which then see it as an activation")
             use = Use(meaning, view, op, late=not rows)
             self.joined = self.joined or (op.describe() if value.joined else "")
-            if not self._exact(view, use, op, self.hidden and not value.from_arguments):
+            if not self._exact(use, constants=self.hidden and not value.from_arguments):
                 return Data()
             result = self._add(use)
             return result if rows else dataclasses.replace(result, shared=other.shared | {op})
-        return self._derive(op, states, reason)
+        return self._derive(op, states, problem)
 
-    def _exact(self, view: View, use: Use, op: Op, unknown: bool) -> bool:
-        """Tells whether a read of a kernel has exact rows, else notes why. `unknown`: all examples may share them."""
+    def _exact(self, use: Use, constants: bool) -> bool:
+        """Tells whether a read of a kernel has exact rows, else notes why. `constants`: it reads some, maybe shared."""
+        view, operation = use.view, use.op.describe()
         for leaf in view.beside:
-            self._note(leaf, op.describe(), "the kernel is a different array, computed from it")
-        reasons = {
-            view.inexact: True,
-            "its values are multiplied by others before the product": not view.uniform,
-            "it reads a slice that is not one of several equal parts of the parameter": view.picks is None,
-            "it reads constants, which the examples that the loss hides may share": unknown,
-        }
-        reason = next((reason for reason, holds in reasons.items() if reason and holds), "")
+            self._note(leaf, operation, "the kernel is a different array, computed from it")
+        reasons = [
+            view.inexact,
+            "its values are multiplied by others before the product" * (not view.uniform),
+            "it reads a slice that is not one of several equal parts of the parameter" * (view.picks is None),
+            "it reads constants, which the examples that the loss hides may share" * constants,
+        ]
+        reason = next(filter(None, reasons), "")
         if reason:
-            self._note(view.leaf, op.describe(), reason, use)
+            self._note(view.leaf, operation, reason, use)
         return not reason
 
     def _of_one(self, op: Op, view: View, states: list[State]) -> list[State] | None:
@@ -335,12 +339,12 @@ class Reads:
         joined = None
         # From `b - y` a kernel would get gradients of the other sign than its bias.
         opposite = op.name == "sub" and read.operand == 0
-        if additive and other.output and not view.scaled and not (opposite and self._is_kernel(other.output)):
+        if additive and other.output and not view.scaled and not (opposite and self._is_kernel(other.output.use)):
             joined = self._join(view, axes, other.output)
         if joined or (repeated and value.rows and not other.shared):
             if view.inexact or view.beside:
                 return None
-            if other.shared and not (joined and self._is_kernel(Output(joined[0], ()))):
+            if other.shared and not (joined and self._is_kernel(joined[0])):
                 self._unshared(other)
             result = self._add(Use(read, view, op, joined))
             return dataclasses.replace(result, shared=other.shared)
@@ -356,20 +360,20 @@ class Reads:
         """Rows of a table. Each is known to meet data once for each index, unless the indices hold no examples."""
         if not op.inputs[1].rows:
             return None
-        whole = sum(math.prod(a.size for a in axis) > 1 for axis in view.axes) <= 2
+        whole = sum(math.prod(a.size for a in axis) > 1 for axis in view.axes) <= 2  # a table of more axes is no matrix
         exact = isinstance(read, Read) and view.uniform and not (view.inexact or view.beside)
         if not (exact and whole) or view.picks is None:
             return self._meets(view, op, "it is not looked up row by row")
         self.uses[op] = Use(read, view, op)
-        return Data()
+        return Data()  # to which no bias is joined
 
     def _scale(self, op: Op, operand: int) -> None:
         """Notes that an op makes a scaled view of its input number `operand`."""
         self.plan.multipliers[op] = operand
         self.plan.look_inside(op)
 
-    def _is_kernel(self, output: Output) -> bool:
-        return self.uses[output.use].read.op in KERNEL_OPS
+    def _is_kernel(self, op: Op) -> bool:
+        return self.uses[op].read.op in KERNEL_OPS
 
     def _join(self, view: View, y_axes: Axes, output: Output) -> tuple[Op, tuple[tuple[Atom, Atom], ...]] | None:
         """Pairs the elements of a vector with the features of the output of a use that it is added to.

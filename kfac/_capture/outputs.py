@@ -112,6 +112,10 @@ class Mark:
         """How many predictions it holds, over all iterations of the scans around it."""
         return math.prod(self.scans) * math.prod(self.value.shape[:-1])
 
+    def times_root(self, x: jax.Array, v: jax.Array, n: int, what: str) -> jax.Array:
+        """`S v`, with `S^T S` the Hessian of its share in a loss that is the mean over `n`; `what` needs it."""
+        return (self.weight / n) ** 0.5 * self.likelihood.times_root(x, v, what)
+
 
 @dataclasses.dataclass(frozen=True)
 class Marks:
@@ -257,6 +261,7 @@ class Draw:
 
     def __call__(self, x: jax.Array, entry: jax.Array) -> tuple[jax.Array, jax.Array]:
         shape = x.shape[-1:] if self.expected else ()
+        # Which lie and vary as `x` does.
         zeros = lax.stop_gradient(jnp.sum(x, axis=tuple(range(x.ndim - len(shape)))) * 0)
         return x, _pull(self._expected if self.expected else self._sampled, x, entry, zeros)
 
@@ -298,7 +303,7 @@ at_weight.defvjp(
 )
 
 
-def roots_of(marks: Marks, power: float) -> dict[Key, jax.Array]:
+def weights_to(marks: Marks, power: float) -> dict[Key, jax.Array]:
     """The weight of each mark to a power, for each iteration of the scans around it."""
     return {mark.key: jnp.full(mark.scans, mark.weight**power) for mark in marks.marks}
 
@@ -325,7 +330,7 @@ class Marked:
     def times_root(self, outputs: list[jax.Array], vectors: list[jax.Array]) -> list[jax.Array]:
         """`S v` for each mark, with `S^T S` the Hessian of its share in the loss."""
         triples = zip(self.marks, outputs, vectors, strict=True)
-        return [(m.weight / self.n) ** 0.5 * m.likelihood.times_root(z, v, self.what) for m, z, v in triples]
+        return [mark.times_root(x, v, self.n, self.what) for mark, x, v in triples]
 
     def root(self, params: Any) -> tuple[jax.Array, Callable[[Any], list[jax.Array]]]:
         """The loss, and `R v` of a tree `v` like the parameters, for each mark, with `F = R^T R`."""

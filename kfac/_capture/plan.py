@@ -67,13 +67,13 @@ class Planned:
 
 
 def plan_taps(
-    traced: Trace, options: Layers, marks: Marks, num_examples: int | None, subsample: int, moments: bool, wire: str
+    traced: Trace, layers: Layers, marks: Marks, num_examples: int | None, subsample: int, moments: bool, wire: str
 ) -> Planned:
     """Finds the layers of a traced loss and plans their taps.
 
     Args:
       traced: the traced loss.
-      options: what holds the options of `find_layers`.
+      layers: what `find_layers` returned: its options, and the layers that must be found again.
       marks: its marked outputs.
       num_examples: the number of examples, if the user gave it.
       subsample: statistics come from every `subsample`-th example.
@@ -81,17 +81,17 @@ def plan_taps(
       wire: dtype of sums between devices.
 
     Raises:
-      ValueError: the number of examples is not clear, or below `subsample`; the layers are not those of `options`.
+      ValueError: the number of examples is not clear, or below `subsample`; the layers are not those.
     """
-    analysis = layers_of(traced, options, marks, num_examples)
+    analysis = layers_of(traced, layers, marks, num_examples)
     n, batch = analysis.num_examples, traced.batch.num_examples
     if n is None and analysis.layers.with_factors:
         raise ValueError(analysis.unclear)
     if subsample > (batch or n or subsample):
         raise ValueError(f"subsample={subsample}, but the batch has {batch or n} example(s)")
-    check_same(options, analysis.layers)
+    check_same(layers, analysis.layers)
     planned = Planned(n or 1, batch, analysis.reads.plan, traced.batch.lies, wire)
-    corrected = {layer.name for layer in options if moments and layer.correctable}
+    corrected = {layer.name for layer in layers if moments and layer.correctable}
     for layer in analysis.layers:
         uses = analysis.uses[layer.name]
         if layer.kind in KRONECKER_KINDS:
@@ -108,6 +108,7 @@ def _of_any_images(layers: Layers) -> Layers:
 
 
 def check_same(expected: Layers, found: Layers) -> None:
+    """Raises where a loss has other layers than `expected`."""
     expected, found = _of_any_images(expected), _of_any_images(found)
     if expected == found:
         return
@@ -128,13 +129,18 @@ def check_same(expected: Layers, found: Layers) -> None:
 def _plan_kronecker(
     planned: Planned, layer: Layer, uses: list[Use], biases: list[Use], subsample: int, moments: bool
 ) -> None:
+    """Puts taps behind all uses of a kernel, a probe for each part of it, and says how their sums become factors.
+
+    `biases` are the uses of its bias.
+    """
+    batch = planned.batch or 1
     with_bias = {use.joined[0] for use in biases if use.joined}
     dtype = jnp.result_type(*{use.read.dtype for use in uses})
     taps = []
     for use in uses:
         if use.late:
-            planned.plan.late[use.op] = planned.batch or 1
-        use = use.for_all(planned.batch or 1)
+            planned.plan.late[use.op] = batch
+        use = use.for_all(batch)
         read = use.read
         examples = _examples(planned, layer, use, subsample, moments)
         rest = [p for p, atom in enumerate(axes_lib.flatten(read.y_axes)) if not atom.of_leaf and p not in examples]
@@ -160,7 +166,6 @@ def _plan_kronecker(
     for tap in spread or taps:
         planned.place(tap)
     over = spread[0].spread if spread else None
-    batch = planned.batch or 1
     planned.sums[layer.name] = finish_kronecker(layer, uses, planned.num_examples, batch, dtype, moments, over)
 
 
@@ -194,7 +199,7 @@ def _spread_tap(tap: KroneckerTap, batch: int | None, spread: Spread) -> Kroneck
     if isinstance(geometry, Lookup):
         x = 0 if g == 0 else None  # the first axis of the indices
     elif isinstance(geometry, Convolution):
-        x = geometry.spec[0] if rows.get(position) == 0 else None
+        x = geometry.spec[0] if rows.get(position) == 0 else None  # the images are the first of the patches' atoms
     else:
         x = axes_lib.begins(read.x_axes, rows[position]) if isinstance(geometry, Dense) and position in rows else None
     axes = dividing_axes(size)
@@ -246,6 +251,7 @@ class Entries(NamedTuple):
 
 
 def _plan_elementwise(planned: Planned, layer: Layer, uses: list[list[Use]], subsample: int) -> None:
+    """Puts taps behind all uses of vectors: those that read the same entries share a probe, example by example."""
     n = planned.batch
     assert n is not None, "where it is not known, vectors have the gradient's own diagonal"
     entries: dict[Key, Entries] = {}
@@ -268,7 +274,7 @@ def _plan_elementwise(planned: Planned, layer: Layer, uses: list[list[Use]], sub
             key = keys.setdefault((column, lengths, examples == (), where.tobytes()), (layer.name, len(keys)))
             entries[key] = Entries(column, where, lengths, tuple(k for k, loop in enumerate(iterated) if loop.longer))
             taps.append(ElementwiseTap(key, use, arrange, dtype))
-    # Every how many-th example, where they lie on one axis.
+    # Thinned only where all examples lie on one axis of each array.
     alone = all(len(tap.arrange.examples) == 1 and not entries[tap.key].loops for tap in taps)
     every, probes = subsample if alone else 1, dict[Key, jax.ShapeDtypeStruct]()
     for tap in taps:
@@ -286,6 +292,7 @@ def _plan_elementwise(planned: Planned, layer: Layer, uses: list[list[Use]], sub
 
 
 def _of_gradients(layer: Layer, n: float, entries: list[Entries], sums: list[jax.Array]) -> Unitwise:
+    """The block of an elementwise layer, from what each probe has of per-example gradients."""
     columns: list[list[jax.Array]] = [[] for _ in layer.params]
     for (column, where, _, loops), g in zip(entries, sums, strict=True):
         g = jnp.moveaxis(g, (*loops, -2), range(len(loops) + 1))
@@ -293,6 +300,6 @@ def _of_gradients(layer: Layer, n: float, entries: list[Entries], sums: list[jax
         if not np.array_equal(where, np.arange(layer.d_out)):
             g = jnp.zeros((len(g), layer.d_out), g.dtype).at[:, where].set(g)
         columns[column].append(g)
-    each = [sum(parts[1:], parts[0]) for parts in columns]
-    moments = [[jnp.sum(a * b, axis=0) for b in each] for a in each]
+    of_leaves = [sum(parts[1:], parts[0]) for parts in columns]
+    moments = [[jnp.sum(a * b, axis=0) for b in of_leaves] for a in of_leaves]
     return Unitwise(n * jnp.stack([jnp.stack(row, axis=-1) for row in moments], axis=-2))

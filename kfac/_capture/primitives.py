@@ -4,9 +4,10 @@
 - `Read`: a parameter meets data, in a way whose per-example gradient is known.
 
 Any other operation computes something derived from a parameter. That is harmless for a weight penalty; where it meets
-data, the parameter gets the gradient's own factors. A new entry is a function like `_product` and its name in `_TABLE`.
-Programs inside an equation are looked into before (`equations.called`). `register_primitive` adds a user's operations.
-What operations do with the axes of data is said here, too (`placed`, `indexed`).
+data, the parameter gets the gradient's own factors. A new entry is a function like `_product` and its name in `_TABLE`;
+the name of a product stands in `PRODUCTS`, too, and that of a change of form in `_WHOLE` and `_MOVES`. Programs inside
+an equation are looked into before (`equations.called`). `register_primitive` adds a user's operations. What operations
+do with the axes of data is said here, too (`placed`, `indexed`).
 """
 
 from __future__ import annotations
@@ -268,9 +269,7 @@ def broadcast_axes(axes: Sequence[Axis], shape: Sequence[int], total: Sequence[i
 
 
 def _elementwise(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
-    """Reads a sum or a product of two arrays, element by element; follows a minus."""
-    if len(eqn.invars) != 2:
-        return Follow((axes,))  # minus: a scale of -1
+    """Reads a sum or a product of two arrays, element by element."""
     name, out = eqn.primitive.name, eqn.outvars[0].aval.shape
     y_axes = broadcast_axes(axes, eqn.invars[operand].aval.shape, out)
     sign = -1 if name == "sub" and operand == 1 else 1
@@ -327,7 +326,7 @@ def _rows(y_axes: Axes, x_axes: Axes, order: Sequence[int]) -> tuple[tuple[int, 
 
 
 def _convolution(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
-    """Groups of channels are independent copies: the first reads the first channels, and its are the first outputs."""
+    """Groups of channels are independent copies: each reads its part of the input channels, and writes its outputs."""
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     if operand == 0:
         return "it is the image of a convolution, not its kernel"
@@ -399,7 +398,8 @@ def _read(eqn: Any, operand: int, op: str, x_axes: Sequence[Axis], y_axes: Seque
 _TABLE: dict[str, Rule] = {
     **dict.fromkeys(_WHOLE, _whole),
     **dict.fromkeys(("slice", "split", "unstack"), _parts),
-    **dict.fromkeys(("add", "add_any", "sub", "mul", "div", "neg"), _elementwise),
+    **dict.fromkeys(("add", "add_any", "sub", "mul", "div"), _elementwise),
+    "neg": lambda eqn, operand, axes, data: Follow((axes,)),  # a scale of -1
     "dot_general": _product,
     "conv_general_dilated": _convolution,
     "gather": _lookup,

@@ -28,6 +28,9 @@ State = TypeVar("State")
 class Value:
     """An array of a program.
 
+    Passes over the program note facts of it, in this order: `compare` `twice`; `mark_live` `branched`; `examples.place`
+    `axes`, `rows`, `from_arguments`, `joined` and `leaves`.
+
     Attributes:
       shape: its shape.
       dtype: its dtype.
@@ -65,6 +68,9 @@ class Value:
 @dataclasses.dataclass(eq=False)
 class Op:
     """One equation of a program.
+
+    Passes note facts of it as of a `Value`: `compare` `longer`; `mark_live` `alive`, `summed` and `unmarked`;
+    `examples.place` `along`.
 
     Attributes:
       eqn: the equation itself.
@@ -167,7 +173,7 @@ class Program:
             env.update(zip(op.outputs, visit(op, list(map(read, op.inputs))), strict=True))
         return list(map(read, self.outputs))
 
-    def average_over_devices(self) -> tuple[str, ...]:
+    def axes_averaged_over(self) -> tuple[str, ...]:
         """Returns the axes of devices over which the loss, the first result, is summed or averaged."""
         makers = {value: op for op in self.ops for value in op.outputs}
         ahead, axes = [self.outputs[0]], list[str]()
@@ -308,10 +314,10 @@ def mark_live(program: Program, roots: Collection[Op] = ()) -> None:
     Integers and booleans carry no gradient, nor does what goes through `stop_gradient` and the like.
     """
     loss = Reached() if roots else Reached(live=True, summed=True, unmarked=True)
-    _mark(program, [loss, *[Reached()] * (len(program.outputs) - 1)], roots)
+    _note_reached(program, [loss, *[Reached()] * (len(program.outputs) - 1)], roots)
 
 
-def _mark(program: Program, results: Sequence[Reached], roots: Collection[Op]) -> list[Reached]:
+def _note_reached(program: Program, results: Sequence[Reached], roots: Collection[Op]) -> list[Reached]:
     """Notes what reaches the loss, if the results of a program do so in these ways; returns how its arguments do."""
     ways: dict[Value, list[Reached]] = collections.defaultdict(list)  # of each array, one for each live reader
 
@@ -335,7 +341,7 @@ def _mark(program: Program, results: Sequence[Reached], roots: Collection[Op]) -
         together = _by_all(leaving)
         op.alive = together.live or (op.inner is not None and any(inner.alive for inner in op.inner.ops))
         op.summed = together.summed
-        if not roots:
+        if not roots:  # of the loss, whatever the roots are
             op.unmarked = together.unmarked
         for value, way in zip(op.inputs, entering, strict=True):
             reach(value, way)
@@ -345,16 +351,17 @@ def _mark(program: Program, results: Sequence[Reached], roots: Collection[Op]) -
 def _inputs_of(op: Op, ways: Sequence[Reached], roots: Collection[Op]) -> list[Reached]:
     """How the inputs of an op reach the loss, if its results do in these ways."""
     if op.inner and not op.scan:
-        return _mark(op.inner, ways, roots)
+        return _note_reached(op.inner, ways, roots)
     if op.inner and op.scan:
         scan, ways = op.scan, [way._replace(summed=False) for way in ways]
         while True:  # a carry also reaches it by way of a later iteration
-            inputs = [way._replace(summed=False) for way in _mark(op.inner, ways, roots)]
+            # An iteration may do anything with what it gets.
+            inputs = [way._replace(summed=False) for way in _note_reached(op.inner, ways, roots)]
             carried = zip(ways, inputs[scan.consts : scan.last], strict=False)
-            grown = [*map(_by_all, carried), *ways[scan.carried :]]
-            if grown == ways:
+            more = [*map(_by_all, carried), *ways[scan.carried :]]
+            if more == ways:
                 return inputs
-            ways = grown
+            ways = more
     live, summed, unmarked = _by_all(ways)
     way = Reached(live, summed and equations.sums(op.eqn), unmarked and not equations.mark(op.eqn))
     return [way] * len(op.inputs)

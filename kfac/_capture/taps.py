@@ -24,7 +24,9 @@ from kfac._statistics.moments import example_gradients, squares_in_basis
 from kfac._statistics.rows import Arrangement, Groups, Lookup, OneHot, Rows, as_floats
 from kfac._varying import whole
 
-Key = tuple[Any, ...]  # layer name, and which of its parameters (0 for a Kronecker layer); longer for its eigenvectors
+# Of a probe of a Kronecker layer its name and `Use.part`, and "transposed" where that reads the transpose; of another
+# layer its name and a number; of a mark "" and a number; of eigenvectors the layer's name, the part and "eigenvectors".
+Key = tuple[Any, ...]
 Probes = Mapping[Key, Any]
 
 

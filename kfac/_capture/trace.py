@@ -22,7 +22,7 @@ from kfac._checks import as_argnums
 from kfac._layers import Layers, leaf_paths
 from kfac._varying import AxisName
 
-FEW = 8  # Arrays of one length, of which one may be left out. Each is a trace: running averages of a network have more.
+FEW = 8  # Leaving out one of more arrays is not tried: each try is a trace, and running averages of a network are many.
 
 Argnums = int | str | Sequence[int | str] | None
 
@@ -139,7 +139,7 @@ def trace(
     flat_params, params_tree = jax.tree.flatten(params)
 
     def traced(arrays):
-        filled_aux: list[Callable] = []
+        filled_aux: list[Callable] = []  # set while `flat_loss` is traced
 
         def flat_loss(flat_params, arrays):
             call_args, call_kwargs = filled(arrays)
@@ -172,6 +172,8 @@ def trace(
             return program
         return f"nothing that the loss depends on grows with {batch.where}"
 
+    # The first stage with a batch that can be doubled decides; if several can, all are tried as one. Where one is left,
+    # that is the batch. Where none is, or several are, the loss hides its examples.
     doubles: list[tuple[Batch, Program]] = []
     hidden: list[str] = []
     for batches in _candidates(args, kwargs, batch_argnums, shared):
@@ -189,7 +191,7 @@ def trace(
     else:
         program, several = flat(closed), [batch for batch, _ in doubles]
         batch = dataclasses.replace(
-            _joined(several), num_examples=None, leaves=None, hidden=_why_hidden(several, hidden)
+            _merged(several), num_examples=None, leaves=None, hidden=_why_hidden(several, hidden)
         )
         mark_live(program)
     place(program, len(names), batch.leaves, batch.num_examples)
@@ -216,10 +218,10 @@ def _together(doubles: Sequence[tuple[Batch, Program]]) -> Batch | None:
     marked = [[op for op in p.walk() if op.alive and equations.mark(op.eqn)] for _, p in doubles]
     longer = [[any(op.outputs[0].grown[:-1]) for op in ops] for ops in marked]
     batches = [batch for (batch, _), each in zip(doubles, longer, strict=True) if any(each)]
-    return _joined(batches) if batches and all(sum(each) <= 1 for each in zip(*longer, strict=True)) else None
+    return _merged(batches) if batches and all(sum(each) <= 1 for each in zip(*longer, strict=True)) else None
 
 
-def _joined(batches: Sequence[Batch]) -> Batch:
+def _merged(batches: Sequence[Batch]) -> Batch:
     lengths = {batch.num_examples or 0 for batch in batches}
     argnums = tuple(dict.fromkeys(k for batch in batches for k in batch.argnums))
     leaves = frozenset[int]().union(*(batch.leaves or () for batch in batches))
@@ -288,7 +290,10 @@ def _candidates(args: tuple, kwargs: dict, batch_argnums: Argnums, shared: Colle
         return Batch(chosen[0].length, argnums, shared, leaves=frozenset(leaf.position for leaf in chosen))
 
     def of_lengths(keys: Collection[int | str]) -> list[list[Leaf]]:
-        """Groups the leaves of these arguments by length, the most first; of each length every argument has one."""
+        """Groups the leaves of these arguments by length, the largest group first.
+
+        Where no arguments were named, of lengths that all of these have.
+        """
         of_keys = [leaf for leaf in leaves if leaf.argument in keys and leaf.length]
         lengths = dict.fromkeys(leaf.length for leaf in of_keys)
         alike = [[leaf for leaf in of_keys if leaf.length == length] for length in lengths]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
-from kfac._capture.outputs import Draw, Marks, at_weight, find_marks, keys_of, roots_of
+from kfac._capture.outputs import Draw, Marks, at_weight, find_marks, keys_of, weights_to
 from kfac._capture.plan import Planned, plan_taps
 from kfac._capture.program import mark_live
 from kfac._capture.replay import replay
@@ -111,8 +111,7 @@ def value_and_grad(
         _check_own(traced, axes)
         marks = find_marks(traced)
         if drawn or marks.weighted:
-            skipped = {path for layer in layers if layer.kind == "skipped" for path in layer.params}
-            marks.require(f"fisher={fisher!r}" if drawn else "weight= of kfac.output", traced, skipped)
+            marks.require(f"fisher={fisher!r}" if drawn else "weight= of kfac.output", traced, layers.skipped_paths)
             mark_live(traced.program, [mark.op for mark in marks.marks])
         planned = plan_taps(traced, layers, marks, num_examples, subsample, basis is not None, communication_dtype)
         entries: dict[Any, Any] = {}
@@ -123,7 +122,7 @@ def value_and_grad(
             entries |= keys_of(marks, device_key(key, axes | varying_axes([*traced.program.consts.values()])))
         elif marks.weighted:
             marks.place(planned.plan, lambda mark: at_weight)
-            entries |= roots_of(marks, 0)
+            entries |= weights_to(marks, 0)
         flat, treedef = jax.tree.flatten(params)
         probes = jax.tree.map(lambda probe: lying_as(jnp.zeros(probe.shape, probe.dtype), probe), planned.probes)
         probes = as_varying(probes, axes | varying_axes(params))
@@ -137,7 +136,7 @@ def value_and_grad(
 def _check_own(traced: Trace, differing: frozenset[str]) -> None:
     """Raises where the loss is an average over devices: it does not differ between them, or is made as such."""
     missing = sorted(differing - varying_in(traced.loss))
-    if axes := traced.program.average_over_devices() or missing:
+    if axes := traced.program.axes_averaged_over() or missing:
         how = "return the mean over this device's own examples, and average afterwards, jax.lax.pmean(loss, axes)"
         raise ValueError(f"loss_fn returns an average over the devices of {', '.join(map(repr, axes))}: {how}")
 
@@ -159,7 +158,7 @@ def _differentiate(
     if fisher == "empirical":
         if marks.weighted:  # a term that counts `w` times has `w` times the curvature, but gradients `w` times as long
             _, pull_weighted = jax.vjp(
-                lambda probes: losses_of(flat, probes, entries | roots_of(marks, -0.5))[0][0], probes
+                lambda probes: losses_of(flat, probes, entries | weights_to(marks, -0.5))[0][0], probes
             )
             (sums,) = pull_weighted(jnp.ones_like(value))
         return outs, grads, planned.factors(sums)

@@ -97,13 +97,13 @@ class Group:
         """`[k]`: of which blocks."""
         return np.repeat([layer.correctable for layer in self.layers], self.counts)
 
-    def kind(self, inverse: Inverse) -> Inverse:
-        """What inverts these blocks: `inverse`, or for small ones the closed form."""
-        return self.block.inverse(inverse)
+    def inverse_of(self, choice: Inverse) -> Inverse:
+        """What inverts these blocks: the user's `choice`, or for small ones the closed form."""
+        return self.block.inverse(choice)
 
     def moments(self, inverse: Inverse) -> tuple[int, ...] | None:
         """The shape of one block's moments; None where `inverse` takes none, or no member has such."""
-        return (self.d_out, self.d_in) if self.correctable and self.kind(inverse).takes_moments else None
+        return (self.d_out, self.d_in) if self.correctable and self.inverse_of(inverse).takes_moments else None
 
     def zeros(self, size: int, dtype: Any, moments: tuple[int, ...] | None = None) -> Block:
         """Returns statistics of `size` blocks before any have arrived, with `moments` of that shape."""

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kfac._curvature.inverse import Inverse, damping_of_blocks, identities, per_block, product
-from kfac._factors import Eigen, Kronecker, is_diagonal
+from kfac._curvature.inverse import Inverse, damping_of_blocks, identities, product
+from kfac._factors import Eigen, Kronecker, is_diagonal, per_block
 
 
 @dataclasses.dataclass(frozen=True)

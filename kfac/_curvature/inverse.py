@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from kfac._checks import check, check_type
+from kfac._factors import per_block
 from kfac._layers import Layer
 
 
@@ -261,11 +262,6 @@ def product(spec: str, precision: str, dtype: Any, wide: Any, *operands: jax.Arr
         return high(*narrow)
     thrice = functools.partial(einsum, lax.DotAlgorithmPreset.BF16_BF16_F32_X3)
     return lax.platform_dependent(*narrow, cuda=thrice, default=high)
-
-
-def per_block(values: jax.Array, like: jax.Array) -> jax.Array:
-    """`[k]` in the shape `[k, 1, ...]`, to go with `like`."""
-    return values.reshape(-1, *(1,) * (like.ndim - 1))
 
 
 def identities(shape: tuple[int, ...], dtype: Any) -> jax.Array:

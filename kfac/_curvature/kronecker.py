@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kfac._curvature.inverse import per_block
-from kfac._factors import Kronecker, Packed, diagonals
+from kfac._factors import Kronecker, Packed, diagonals, per_block
 from kfac._layers import BlockKind, Layer
 
 

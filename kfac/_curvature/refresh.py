@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kfac._curvature.inverse import Inverse, damping_of_blocks, finite, per_block
+from kfac._curvature.inverse import Inverse, damping_of_blocks, finite
+from kfac._factors import per_block
 from kfac._varying import as_varying, varying_axes
 
 RETRY = 10.0  # a block that fails is tried once more with so many times the damping

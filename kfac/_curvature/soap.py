@@ -13,9 +13,9 @@ from kfac._checks import check_range
 from kfac._curvature.cholesky import exact_product
 from kfac._curvature.eigh import Ends, condition_of, ends, rotate
 from kfac._curvature.ekfac import between_bases, turn
-from kfac._curvature.inverse import Inverse, averaged, cosine, identities, per_block
+from kfac._curvature.inverse import Inverse, averaged, cosine, identities
 from kfac._curvature.orthonormal import orthonormal
-from kfac._factors import Eigen, Kronecker, is_diagonal
+from kfac._factors import Eigen, Kronecker, is_diagonal, per_block
 
 
 class Adam(NamedTuple):

@@ -58,7 +58,7 @@ def means_to_owners(
     return {n: x.astype(jnp.promote_types(x.dtype, jnp.float32)) / lax.axis_size(axes) for n, x in owned.items()}
 
 
-REST = ""  # where groups have names, that of what is in segments
+REST = ""  # the key, among the names of groups, of the vector that holds the segments of all
 
 
 def _sums_to_owners(flat: Stacks, shards: Shards, axis_name: AxisName) -> dict[str, jax.Array]:
@@ -128,7 +128,7 @@ def _in_segments(rests: Stacks, segments: Segments) -> dict[str, jax.Array]:
             blocks[device].append(block)
     direct, devices = segments.direct, segments.devices
     ends = list(itertools.accumulate(direct + devices * piece for piece in segments.pieces.values()))
-    flat = laid_out(dict(zip([0, *ends], map(jnp.concatenate, blocks.values()), strict=False)), ends[-1])
+    flat = _laid_out(dict(zip([0, *ends], map(jnp.concatenate, blocks.values()), strict=False)), ends[-1])
     if not direct:
         return {REST: flat.reshape(-1, devices).T}
     whole = jnp.split(flat, ends[:-1])
@@ -150,7 +150,7 @@ def _whole_segment(owned: jax.Array, segments: Segments, axis_name: AxisName) ->
         return owned
     pieces = cut(owned[segments.direct :], segments.pieces.values())
     begins = [device * width for device in segments.pieces]
-    sent = laid_out(dict(zip(begins, pieces, strict=True)), devices * width)
+    sent = _laid_out(dict(zip(begins, pieces, strict=True)), devices * width)
     received = lax.all_to_all(sent, axis_name, 0, 0, tiled=True).reshape(devices, width).T
     return jnp.concatenate([owned[: segments.direct], received.reshape(-1)])
 
@@ -165,7 +165,7 @@ def _dealt_segment(segment: jax.Array, segments: Segments, axis_name: AxisName) 
     return jnp.concatenate([segment[: segments.direct], *pieces])
 
 
-def laid_out(parts: Mapping[int, jax.Array], end: int) -> jax.Array:
+def _laid_out(parts: Mapping[int, jax.Array], end: int) -> jax.Array:
     """Vectors where each is said to begin, one behind the other, in one that ends at `end`; zeros in between."""
     arrays, until = list(parts.values()), [*list(parts)[1:], end]
     zero = jnp.zeros((), jnp.result_type(*arrays))

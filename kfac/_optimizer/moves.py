@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kfac._curvature.blocks import Group
-from kfac._curvature.inverse import per_block, sums
+from kfac._curvature.inverse import sums
+from kfac._factors import per_block
 from kfac._layers import Layer
 
 ScalarOrSchedule = float | jax.Array | Callable[[jax.Array], jax.typing.ArrayLike]

@@ -95,7 +95,7 @@ class OverMesh:
         owned = self.owned(updates)
 
         def rest(path, leaf):
-            if path in self.config.skipped:
+            if path in self.config.layers.skipped_paths:
                 return jnp.where(finite(leaf, 0), 0.0, jnp.nan)
             return optax.MaskedNode() if path in owned else leaf
 
@@ -131,7 +131,7 @@ class OverMesh:
         dealt, rest = whole(split, owned)(new.stacks), leaves_by_path(new.tree)
 
         def back(path, leaf):
-            if path in self.config.skipped:
+            if path in self.config.layers.skipped_paths:
                 return leaf
             leaf = dealt[path] if path in dealt else lying_as(rest[path], leaf)
             return self.lying(leaf, *self.splits.get(path, [UNSEEN]))

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from kfac._curvature.blocks import Group
-from kfac._curvature.inverse import Inverse, per_block
+from kfac._curvature.inverse import Inverse
 from kfac._distributed.owners import Shard
 from kfac._distributed.ways import Way
+from kfac._factors import per_block
 from kfac._layers import Layers
 from kfac._optimizer.moves import Moves, Now
 
@@ -44,10 +45,6 @@ class Config:
     def owned_paths(self) -> frozenset[str]:
         """The leaves that their owners alone precondition."""
         return frozenset(path for group in self.owned for layer in group.layers for path in layer.params)
-
-    @functools.cached_property
-    def skipped(self) -> frozenset[str]:
-        return frozenset(path for layer in self.layers if layer.kind == "skipped" for path in layer.params)
 
     @functools.cached_property
     def owned(self) -> tuple[Group, ...]:

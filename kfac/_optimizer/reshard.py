@@ -14,9 +14,9 @@ import optax
 from jax.sharding import PartitionSpec
 
 from kfac._checks import check
-from kfac._curvature.inverse import per_block
 from kfac._distributed.owners import Shard, block_cost, make_shards
 from kfac._distributed.ways import Way
+from kfac._factors import per_block
 from kfac._optimizer.segment import closed, opened
 from kfac._optimizer.state import KfacState, Owned, Segment, Splits, devices_of, find_nodes, form_of
 from kfac._varying import AxisName, replicated

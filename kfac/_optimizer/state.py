@@ -52,6 +52,10 @@ class KfacMetrics(NamedTuple):
     skipped_steps: jax.Array
 
 
+COUNTED = ("inverse_age", "skipped_statistics", "failed_inversions", "skipped_steps")
+METRICS = {name: jnp.int32 if name in COUNTED else jnp.float32 for name in KfacMetrics._fields}
+
+
 class BlockState(NamedTuple):
     """What is kept of `k` blocks of one shape.
 
@@ -75,7 +79,8 @@ class BlockState(NamedTuple):
 class Segment(NamedTuple):
     """What a device owns of groups with fewer blocks than devices, end to end: a vector for each part of their state.
 
-    Averages are triangles. Seen from outside, those of all devices in a row. None where there is nothing.
+    Averages stand as triangles, as in `Packed`. From outside of `shard_map`, the vectors of all devices one after the
+    other. None where there is nothing.
     """
 
     factors: jax.Array | None = None
@@ -168,7 +173,7 @@ class KfacState(NamedTuple):
 
 
 class AdaptiveDampingState(NamedTuple):
-    """State of `adaptive_damping`.
+    """State of `adaptive_damping`, here as `diagnostics` looks for it.
 
     Attributes:
       count: updates so far.
@@ -204,7 +209,7 @@ def with_blocks(state: KfacState, blocks: dict[str, BlockState]) -> KfacState:
 
 
 def init_state(config: Config, params: Any) -> KfacState:
-    """The state before the first step, with all blocks in stacks: `closed` puts parts of them end to end."""
+    """The state before the first step, with all blocks in stacks: `segment.closed` puts parts of them end to end."""
     # `optax.tree.map_params` asks for the state of a placeholder that has no leaves.
     leaves = match_leaves(config.layers, params, "params") if jax.tree.leaves(params) else {}
     # Statistics of a float64 model stay in float64; nothing else is ever wider than float32.
@@ -213,11 +218,11 @@ def init_state(config: Config, params: Any) -> KfacState:
     shards = make_shards(group_costs(config.groups), devices)
 
     def inverses(group: Group, size: int) -> Any:
-        return group.kind(config.inverse).init(group.zeros(size, dtype, group.moments(config.inverse)))
+        return group.inverse_of(config.inverse).init(group.zeros(size, dtype, group.moments(config.inverse)))
 
     def blocks(group: Group, size: int) -> BlockState:
         weight, condition, inverted = jnp.zeros(size, dtype), jnp.zeros(size, dtype), jnp.zeros(size, jnp.int32)
-        has_momentum = config.moves.momentum is not None and not group.kind(config.inverse).takes_gradients
+        has_momentum = config.moves.momentum is not None and not group.inverse_of(config.inverse).takes_gradients
         momentum = jnp.zeros((size, group.d_in, group.d_out), dtype) if has_momentum else None
         motion = Motion(momentum, jnp.ones(size, dtype) if config.moves.layer_rates else None)
         return BlockState(group.zeros(size, dtype), weight, inverses(group, size), condition, inverted, motion)
@@ -244,7 +249,7 @@ def init_state(config: Config, params: Any) -> KfacState:
         bases={g.name: config.inverse.basis(inverses(g, g.size)) for g in with_bases},
         learning_rates=jnp.zeros(2, jnp.float32),
         members={group.name: {group.members: jnp.full((), group.size, jnp.int32)} for group in config.groups},
-        metrics=KfacMetrics(*(jnp.zeros((), dtype) for dtype in 6 * [jnp.float32] + 4 * [jnp.int32])),
+        metrics=KfacMetrics(**{name: jnp.zeros((), dtype) for name, dtype in METRICS.items()}),
         splits=Splits(),
     )
 
@@ -252,8 +257,8 @@ def init_state(config: Config, params: Any) -> KfacState:
 def match_leaves(layers: Layers, tree: Any, what: str) -> dict[str, jax.Array]:
     """Leaves of parameters or gradients by path, checked against `layers`.
 
-    `optax.masked` replaces leaves by empty nodes: a layer may be missing as a whole, but not in part (`fitted` takes
-    away biases before).
+    `optax.masked` replaces leaves by empty nodes: a layer may be missing as a whole, but not in part
+    (`arguments.fitted` takes away biases before).
     """
     leaves = leaves_by_path(tree)
     unknown = [path for path in leaves if path not in layers.paths]
@@ -322,7 +327,8 @@ def blocks_of(state: KfacState, layers: Layers, argument: str) -> Iterator[tuple
 def check_state(config: Config, state: KfacState, devices: int) -> None:
     """Raises where a state is that of other options or another number of devices."""
     check_devices(state, devices)
-    wanted = config.moves.momentum is not None and not config.inverse.takes_gradients, bool(config.moves.layer_rates)
+    has_momentum = config.moves.momentum is not None and not config.inverse.takes_gradients
+    wanted = has_momentum, bool(config.moves.layer_rates)
     for name, owned in state.owned.items():
         if owned.inverse != config.inverse:  # `kfac.kfac` may have chosen one by the layers
             named = f"inverse={config.inverse!r}, but the optimizer state is one for inverse={owned.inverse!r}"

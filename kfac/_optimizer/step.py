@@ -12,10 +12,10 @@ import optax
 from jax import lax
 
 from kfac._curvature.blocks import Group
-from kfac._curvature.inverse import Momentum, cosine, finite, per_block
+from kfac._curvature.inverse import Momentum, cosine, finite
 from kfac._distributed.owners import Shard
 from kfac._distributed.ways import Way
-from kfac._factors import Factors, Statistics
+from kfac._factors import Factors, Statistics, per_block
 from kfac._layers import leaves_by_path, map_by_path
 from kfac._optimizer.averages import average_statistics, refresh_inverses, take_in
 from kfac._optimizer.moves import Kernels, Motion, Now, Stack, adapted, clip_scale, find_kernels, lengthened
@@ -101,7 +101,7 @@ def take_gradients(
     else:
         square = _sum(x * x for x in matrices.values())
         local = way.take(matrices, place.shards)
-    usable = _all_finite(square, (leaf for path, leaf in leaves.items() if path in config.skipped))
+    usable = _all_finite(square, (leaf for path, leaf in leaves.items() if path in config.layers.skipped_paths))
     # The same decision everywhere, whatever one device has seen: what follows holds collectives.
     return updates, local, square, way.agree(usable)
 
@@ -147,7 +147,7 @@ def precondition(place: Place, state: KfacState, gradients: Vectors) -> tuple[Ve
     """
     config, result, advanced, angles, damping = place.config, {}, {}, {}, place.now.damping
     for group in config.groups:
-        name, block, inverse = group.name, state.blocks[group.name], group.kind(config.inverse)
+        name, block, inverse = group.name, state.blocks[group.name], group.inverse_of(config.inverse)
         inverse_state, ready = part_of(state, config.way, name, "inverse"), block.condition > 0
         if inverse.takes_gradients:
             momentum = Momentum(place.now.momentum, config.moves.nesterov)

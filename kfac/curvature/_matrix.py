@@ -80,7 +80,7 @@ class Linear:
     def __mul__(self, scale: jax.typing.ArrayLike) -> Any:
         """The matrix times a number."""
         s = scalar(scale)
-        m = summed(self)
+        m = as_matrix(self)
         return Matrix(m.terms, tuple(s * x for x in m.scales), s * m.shift, None if m.near is None else m.near * s)
 
     __rmul__ = __mul__
@@ -91,10 +91,10 @@ class Linear:
 
     def __add__(self, other: Any) -> Any:
         """The matrix plus another, or plus a number times the identity, such as the precision of a prior."""
-        a = summed(self)
+        a = as_matrix(self)
         if isinstance(other, Linear):
-            b = summed(other)
-            near = b.near if a.near is None else a.near
+            b = as_matrix(other)
+            near = b.near if a.near is None else a.near  # a sum of two operators is none, so it cannot precondition
             return Matrix(a.terms + b.terms, a.scales + b.scales, a.shift + b.shift, near)
         near = None if a.near is None else a.near + other
         return dataclasses.replace(a, shift=a.shift + scalar(other), near=near)
@@ -183,8 +183,8 @@ class ByProducts(Linear):
         Args:
           key: a PRNG key.
           probes: random vectors.
-          steps: products with each; with blocks few are enough. What more would change is in the error, as far as the
-            second half of them tells: their change is added to the standard error, in squares.
+          steps: products with each; with blocks few are enough. The error holds, beside the standard error and added
+            to it in squares, what the second half of the steps has changed: a guess at what more would.
         """
         zeros, _ = self._raveled()
         root = None if self.near is None else self.near.inv_sqrt()._flat
@@ -249,7 +249,7 @@ class Matrix(ByProducts):
         return jax.tree.map(lambda w, *own: w + sum(r * x for r, x in zip(roots, own, strict=True)), white, *draws)
 
 
-def summed(matrix: Any) -> Matrix:
+def as_matrix(matrix: Any) -> Matrix:
     return matrix if isinstance(matrix, Matrix) else Matrix((matrix,), (1.0,), near=matrix.near)
 
 

@@ -33,7 +33,7 @@ class Block:
     layer.to_pieces(layer.to_matrix(leaves))` is one.
 
     Attributes:
-      basis: the eigenvectors `Q = Q_A (x) Q_G`, with an array `[k, d]` in the place of a side whose are the identity.
+      basis: the eigenvectors `Q = Q_A (x) Q_G`, with an array `[k, d]` for a side whose eigenvectors are the identity.
       values: the eigenvalues, `[k, d_out, d_in]`.
     """
 
@@ -243,20 +243,20 @@ def operator(
         check_range("damping", damping, "[0, inf)")
     if inverse is not None:
         check_inverse(inverse)
+    given = jnp.asarray(0.0 if damping is None else damping)
+    dampings = given, given  # of blocks with owners, and of the others
     if isinstance(source, Factors):
         inverse, stacks = _from_factors(layers, source, inverse, basis)
-        amounts = dict.fromkeys((True, False), jnp.asarray(0.0 if damping is None else damping))
     else:
         if basis is not None:
             raise ValueError("basis is for factors: the state of an optimizer has its own")
         state = find_state(source, "source")
         inverse, stacks = _from_state(layers, state, inverse)
-        amounts = {True: state.damping, False: state.unitwise_damping}
-        amounts = amounts if damping is None else dict.fromkeys(amounts, jnp.asarray(damping))
+        dampings = dampings if damping is not None else (state.damping, state.unitwise_damping)
     blocks: dict[str, Block] = {}
     for group, statistics, inverse_state in stacks:
-        amount = damping_of_blocks(group.kind(inverse), statistics, amounts[group.owned])
-        spectra = one_by_one(functools.partial(_spectrum, group.kind(inverse)), inverse_state, statistics, amount)
+        amount = damping_of_blocks(group.inverse_of(inverse), statistics, dampings[not group.owned])
+        spectra = one_by_one(functools.partial(_spectrum, group.inverse_of(inverse)), inverse_state, statistics, amount)
         for layer, part in group.split(spectra):  # the channels of a unit-wise layer are a stack of their own
             blocks[layer.name] = jax.tree.map(lambda x: x[0], part) if part.values.ndim > 3 else part
     return Operator({layer.name: blocks[layer.name] for layer in layers if layer.name in blocks}, layers)
@@ -307,7 +307,9 @@ def _from_state(layers: Layers, state: KfacState, inverse: Inverse | None) -> So
     if inverse.takes_moments and inverse != of_state:
         raise ValueError(f"inverse={inverse!r}, but the state is that of an optimizer with inverse={of_state!r}")
     pairs = blocks_of(state, layers, "source")
-    return inverse, [(g, block.factors, block.inverse if g.kind(inverse).takes_moments else None) for g, block in pairs]
+    return inverse, [
+        (g, block.factors, block.inverse if g.inverse_of(inverse).takes_moments else None) for g, block in pairs
+    ]
 
 
 def averaged_factors(opt_state: Any, layers: Layers) -> Factors:

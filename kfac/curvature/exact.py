@@ -79,8 +79,8 @@ def fisher_blocks(
 
     def blocks(params, *args, **kwargs):
         traced = trace(loss_fn, has_aux, params, args, kwargs, *batch_of(layers, args, kwargs))
-        marks, skipped = find_marks(traced), {path for layer in layers if not layer.block for path in layer.params}
-        marks.require("the exact Fisher matrix", traced, skipped)
+        marks = find_marks(traced)
+        marks.require("the exact Fisher matrix", traced, layers.skipped_paths)
         found = layers_of(traced, layers, marks, num_examples)
         check_same(layers, found.layers)
         n = found.num_examples
@@ -138,8 +138,7 @@ def _true(marks: Marks, outputs: ByMark, n: int) -> Callable[[ByMark], list[jax.
 
     def rows(moved):
         what = "the exact Fisher matrix"
-        pairs = [(mark, mark.likelihood.times_root(outputs[mark.key], moved[mark.key], what)) for mark in marks.marks]
-        return [math.sqrt(mark.weight / n) * x for mark, x in pairs]
+        return [mark.times_root(outputs[mark.key], moved[mark.key], n, what) for mark in marks.marks]
 
     return rows
 
