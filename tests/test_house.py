@@ -40,11 +40,17 @@ def test_it_counts_what_it_says():
     assert len(module.lines) == 7
     assert module.functions == {"outer:10": 5, "inner:13": 2}
     assert module.equations == ["eqn.params:14", "eqn.invars:14"]
+    assert module.refusals == 0
     assert module.imports == {"_layers", "_capture", "_capture.trace"}
     assert house.upward([module]) == [
         "_statistics.rows imports _capture",
         "_statistics.rows imports _capture.trace",
     ]
+
+
+def test_it_counts_refusals():
+    check, other = "def _check(x):\n    # why\n    return x\n", "def f(x):\n    raise ValueError(\n        x\n    )\n"
+    assert house.measure("_checks", check + other, set()).refusals == 5
 
 
 def test_it_finds_circles_and_rooms_without_a_place():

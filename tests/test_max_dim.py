@@ -143,7 +143,7 @@ def dense(kind, a, g, v, damping):
 @pytest.mark.parametrize(("inverse", "rows"), [(kfac.Cholesky(), 3), slow(kfac.Eigh(), 3), (kfac.Ekfac(), 8192)])
 def test_preconditioning_is_a_dense_solve_for_each_piece(x64, inverse, rows, monkeypatch):
     """Each piece of a kernel has one block of `A` and one of `G`, and its own `pi`: `rows` of one along a diagonal."""
-    monkeypatch.setattr("kfac._capture.find_layers.MAX_DIM", rows)
+    monkeypatch.setattr("kfac._capture.find_layers.ROWS", rows)
     params, batch = problem(jnp.float64)
     layers = kfac.find_layers(loss, params, *batch, max_dim=4)
     tx = kfac.scale_by_kfac(layers, damping=2.0**-5, inverse=inverse)
@@ -210,7 +210,7 @@ def test_soap_on_blocks_is_soap_on_layers_of_their_own(x64):
 
 def test_a_table_that_is_the_head_too(x64, monkeypatch):
     """Its two uses are brought together as those of whole factors are, before they are cut."""
-    monkeypatch.setattr("kfac._capture.find_layers.MAX_DIM", 3)
+    monkeypatch.setattr("kfac._capture.find_layers.ROWS", 3)
     params, batch = tied_parameters(1, 6, 9, 4), tied_batch(0)
     whole = run(tied_loss, params, (batch,))[2]
     layers, _, found = run(tied_loss, params, (batch,), max_dim=4)
@@ -242,7 +242,7 @@ def test_lengths_of_steps_are_those_of_whole_kernels(x64):
 
 @pytest.mark.parametrize(("inverse", "rows"), [(kfac.Cholesky(), 3), slow(kfac.Eigh(), 8192)])
 def test_several_devices_are_one(x64, inverse, rows, monkeypatch):
-    monkeypatch.setattr("kfac._capture.find_layers.MAX_DIM", rows)
+    monkeypatch.setattr("kfac._capture.find_layers.ROWS", rows)
     params, batch = problem(jnp.float64)
     layers = kfac.find_layers(loss, params, *batch, max_dim=5)
     mesh = Mesh(np.array(jax.devices()[:4]), ("d",))
@@ -272,7 +272,7 @@ def test_bad_bounds(value):
 def test_a_bias_that_is_hidden_leaves_the_last_block(x64, kind, size, words, monkeypatch):
     """Blocks of the kernel stay where they are, with zeros in the place of the 1; a diagonal is cut, too."""
     monkeypatch.setattr("kfac._capture.find_layers.VOCABULARY", words)
-    monkeypatch.setattr("kfac._capture.find_layers.MAX_DIM", 4)
+    monkeypatch.setattr("kfac._capture.find_layers.ROWS", 4)
 
     def loss(p, x):
         return jnp.mean(jnp.sum(jnp.sin(x @ p["w"] + p["b"]), axis=1))

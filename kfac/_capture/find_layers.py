@@ -208,6 +208,7 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
 # The longer side of a dense kernel is cut into blocks as long as the shorter one from `LONG` rows on: with fewer it
 # costs little. A kernel that is more oblong than `OBLONG` is a head with few outputs, and stays whole.
 LONG, OBLONG = 256, 8
+ROWS = 4096  # of a piece along a diagonal: with fewer the other factor, which every piece has, takes more memory
 
 
 def _bounded(layer: Layer, max_dim: int | None) -> Layer:
@@ -226,7 +227,7 @@ def _bounded(layer: Layer, max_dim: int | None) -> Layer:
             reasons.append(f"{long} has {times} times the rows of {short}; max_dim={MAX_DIM} keeps it whole")
     diagonal = tuple(name for name in "AG" if name in {*layer.diagonal, *words})
     # Rows of a diagonal need nothing of each other: in pieces, as many as a power of two, devices can share the kernel.
-    counts |= {name: 1 << (-(-layer.block_shapes[name][0] // MAX_DIM) - 1).bit_length() for name in diagonal}
+    counts |= {name: 1 << (-(-layer.block_shapes[name][0] // ROWS) - 1).bit_length() for name in diagonal}
     note = "; ".join(filter(None, [layer.note, " and ".join(reasons)]))
     return dataclasses.replace(layer, diagonal=diagonal, cut=(counts.get("A", 1), counts.get("G", 1)), note=note)
 
