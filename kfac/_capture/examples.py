@@ -33,34 +33,34 @@ def place(program: Program, num_params: int, doubled: Collection[int] | None, n:
             value.axes = (examples(n) if value.shape[0] == n else mixed(value.shape[0]), *value.axes[1:])
         value.leaves = frozenset({k} if k < num_params else ())
         value.from_arguments = k >= num_params
-        value.rows = held or (value.from_arguments and doubled is None)
-    _walk(program, n, hidden=doubled is None)
+        value.of_batch = held or (value.from_arguments and doubled is None)
+    _place_all(program, n, hidden=doubled is None)
 
 
-def _walk(program: Program, n: int | None, hidden: bool) -> None:
+def _place_all(program: Program, n: int | None, hidden: bool) -> None:
     for value in program.consts:
-        value.axes = _checked(value, tuple(map(foreign, value.shape)), n)
+        value.axes = _with_examples(value, tuple(map(foreign, value.shape)), n)
         # A loss that hides its examples may have them in any array.
-        value.rows = (hidden and value.size > 1) or any(value.grown)
+        value.of_batch = (hidden and value.size > 1) or any(value.grown)
     makers: dict[Value, Op] = {}
     for op in program.ops:
         makers.update(dict.fromkeys(op.outputs, op))
         if op.scan:
-            _scan(op, n, hidden)
+            _place_scan(op, n, hidden)
         elif op.inner:
             for inside, value in zip(op.inner.inputs, op.inputs, strict=True):
                 _copy(inside, value)
-            _walk(op.inner, n, hidden)
+            _place_all(op.inner, n, hidden)
             for value, inside in zip(op.outputs, op.inner.outputs, strict=True):
                 _copy(value, inside)
         else:
             placed = _placed(op, makers)
             for k, value in enumerate(op.outputs):
                 said = _suggested(value, op.inputs) if placed is None else placed[k]
-                value.axes = _checked(value, said, n)
-                value.rows = any(value.grown) or any(v.rows for v in op.inputs)
+                value.axes = _with_examples(value, said, n)
+                value.of_batch = any(value.grown) or any(v.of_batch for v in op.inputs)
                 value.from_arguments = any(v.from_arguments for v in op.inputs)
-                value.joined = any(v.joined for v in op.inputs) or _joins(op)
+                value.concatenated = any(v.concatenated for v in op.inputs) or _joins(op)
                 value.leaves = frozenset[int]().union(*(v.leaves for v in op.inputs if op.alive))
 
 
@@ -105,14 +105,14 @@ def _is_fresh(indices: Value, column: int, makers: dict[Value, Op]) -> bool:
 
 
 def _copy(value: Value, other: Value) -> None:
-    value.axes, value.rows, value.from_arguments, value.joined, value.leaves = _facts(other)
+    value.axes, value.of_batch, value.from_arguments, value.concatenated, value.leaves = _facts(other)
 
 
 def _facts(value: Value) -> tuple[Axes, bool, bool, bool, frozenset[int]]:
-    return value.axes, value.rows, value.from_arguments, value.joined, value.leaves
+    return value.axes, value.of_batch, value.from_arguments, value.concatenated, value.leaves
 
 
-def _scan(op: Op, n: int | None, hidden: bool) -> None:
+def _place_scan(op: Op, n: int | None, hidden: bool) -> None:
     """Places the axes inside a scan. Each iteration of one over examples sees some of them."""
     assert op.inner and op.scan
     scan, inside = op.scan, op.inner.inputs
@@ -121,14 +121,14 @@ def _scan(op: Op, n: int | None, hidden: bool) -> None:
         sliced.axes = value.axes[1:] if k >= scan.last else value.axes
     carry = inside[scan.consts : scan.last]
     while True:  # a carry may come to depend on data, or lose its order, in a later iteration
-        _walk(op.inner, n, hidden)
+        _place_all(op.inner, n, hidden)
         before = list(map(_facts, carry))
         for start, end in zip(carry, op.inner.outputs, strict=False):
             pairs = zip(start.axes, end.axes, start.shape, strict=True)
             start.axes = tuple(a if a == b else mixed(size) for a, b, size in pairs)
-            start.rows |= end.rows
+            start.of_batch |= end.of_batch
             start.from_arguments |= end.from_arguments
-            start.joined |= end.joined
+            start.concatenated |= end.concatenated
             start.leaves |= end.leaves
         if before == list(map(_facts, carry)):
             break
@@ -138,7 +138,7 @@ def _scan(op: Op, n: int | None, hidden: bool) -> None:
         value.leaves = end.leaves
         if k >= scan.carried:
             value.axes = (op.along, *end.axes)
-            value.rows |= op.longer
+            value.of_batch |= op.longer
 
 
 def _along(op: Op) -> Axis:
@@ -150,7 +150,7 @@ def _along(op: Op) -> Axis:
     return axes.pop() if len(axes) == 1 else mixed(op.scan.length)
 
 
-def _checked(value: Value, said: Axes, n: int | None) -> Axes:
+def _with_examples(value: Value, said: Axes, n: int | None) -> Axes:
     """Marks axes that grow, though no operand explains it, as examples: in order if there are `n`, else mixed."""
     result = list(said)
     for k, (size, twice) in enumerate(zip(value.shape, value.twice or value.shape, strict=True)):

@@ -166,7 +166,7 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
     companions = {leaf: other for leaf, other in companions.items() if {leaf, other} <= by_leaf.keys()}
     reduced = matching("reduce", options.reduce, names, kernels, "kernel of a product with exact rows")
     kernel_uses = {names[leaf]: [use for use in by_leaf[leaf] if not use.late] for leaf in kernels}
-    n, unclear = marks.num_examples(num_examples, batch, kernel_uses, reads.unmarked, reads.joined)
+    n, unclear = marks.num_examples(num_examples, batch, kernel_uses, reads.unmarked, reads.beside_others)
 
     # A layer of each leaf, or of a kernel with its bias, a scale with its shift.
     drafts: list[tuple[Layer, list[int]]] = []

@@ -51,7 +51,7 @@ class Reads:
       uses: the use of a parameter at each op that reads one, in program order.
       inexact: leaves that meet data in a way without exact rows.
       unmarked: whether one meets data on a way to the loss without a marked output.
-      joined: an operation that reads rows of the batch joined with others; empty without one.
+      beside_others: an operation that reads rows of the batch beside others in a concatenation; empty without one.
       plan: what a replay has to know beside the taps. `multipliers`: which operand is the view, of operations that
         produce a scaled one. `merges`: the axis of the examples, where rows that all of them share meet them. `inside`:
         scans and remats that such rows go into, or a scaled view comes out of.
@@ -64,7 +64,7 @@ class Reads:
         self.hidden = self.n is None and bool(traced.arrays)
         self.uses: dict[Op, Use] = {}
         self.inexact: dict[int, Inexact] = {}
-        self.unmarked, self.joined = False, ""
+        self.unmarked, self.beside_others = False, ""
         self.plan = Plan()
         self._merged: set[Op] = set()  # late uses whose rows have met the examples
         self._leaked: set[Op] = set()  # and those that reach the loss by themselves
@@ -88,7 +88,7 @@ class Reads:
         states = list(map(_unbranched, states, op.inputs))
         if op.unmarked and not op.inner and any(isinstance(s, View) for s in states):
             pairs = zip(op.inputs, states, strict=True)
-            self.unmarked |= any(value.rows for value, s in pairs if isinstance(s, Data))
+            self.unmarked |= any(value.of_batch for value, s in pairs if isinstance(s, Data))
         if not op.alive:
             return [Data()] * len(op.outputs)
         if any(s.shared for s in states):
@@ -188,7 +188,7 @@ class Reads:
             return None
         shared = frozenset[Op]().union(*(s.shared for s in states))
         sharing = [k for k, s in enumerate(states) if s.shared]
-        beside_examples = any(value.rows for k, value in enumerate(op.inputs) if k not in sharing)
+        beside_examples = any(value.of_batch for k, value in enumerate(op.inputs) if k not in sharing)
         if beside_examples and op.summed and op.name in SUMS:
             self._leaked |= shared
             return [Data()]
@@ -213,7 +213,7 @@ class Reads:
             one = len(params) == 1 and isinstance(params[0], View)
             return one and (op.product or op.name in ("add", "add_any"))
         others = [v for v, s in zip(op.inputs, states, strict=True) if not s.shared]
-        return len(op.outputs) == 1 and not any(op.outputs[0].grown) and not any(value.rows for value in others)
+        return len(op.outputs) == 1 and not any(op.outputs[0].grown) and not any(value.of_batch for value in others)
 
     def _unshared(self, state: State) -> State:
         """Data that share no rows any more: those that read them have no rows for each example."""
@@ -273,16 +273,16 @@ class Reads:
             other, value = states[meaning.other], op.inputs[meaning.other]
             if not (isinstance(other, Data) or is_repeated(other, value)):
                 continue
-            rows = not isinstance(other, Data) or (value.rows and not other.shared)
-            if not rows and meaning.op != "dense":
+            has_rows = not isinstance(other, Data) or (value.of_batch and not other.shared)
+            if not has_rows and meaning.op != "dense":
                 continue
             self._meets(other, op, "it is broadcast to the examples, which then see it as an activation")
-            use = Use(meaning, view, op, late=not rows)
-            self.joined = self.joined or (op.describe() if value.joined else "")
+            use = Use(meaning, view, op, late=not has_rows)
+            self.beside_others = self.beside_others or (op.describe() if value.concatenated else "")
             if not self._exact(use, constants=self.hidden and not value.from_arguments):
                 return Data()
             result = self._add(use)
-            return result if rows else dataclasses.replace(result, shared=other.shared | {op})
+            return result if has_rows else dataclasses.replace(result, shared=other.shared | {op})
         return self._derive(op, states, problem)
 
     def _exact(self, use: Use, constants: bool) -> bool:
@@ -332,7 +332,7 @@ class Reads:
         read = dataclasses.replace(read, x_axes=axes, y_axes=axes)
         # A batch of one, or an iteration over examples, has none of them among the atoms; a hidden one may be of one.
         one = self.n is None or any(loop.longer for loop in op.loops)
-        held = any(op.outputs[0].grown) or (one and value.rows)
+        held = any(op.outputs[0].grown) or (one and value.of_batch)
         repeated, additive = axes_lib.is_broadcast(axes) or held, read.op == "add"
         if read.divides and read.operand == 1:
             return None
@@ -341,7 +341,7 @@ class Reads:
         opposite = op.name == "sub" and read.operand == 0
         if additive and other.output and not view.scaled and not (opposite and self._is_kernel(other.output.use)):
             joined = self._join(view, axes, other.output)
-        if joined or (repeated and value.rows and not other.shared):
+        if joined or (repeated and value.of_batch and not other.shared):
             if view.inexact or view.beside:
                 return None
             if other.shared and not (joined and self._is_kernel(joined[0])):
@@ -353,12 +353,12 @@ class Reads:
         scaled = not additive or view.scaled or read.sign < 0  # of a sum the gradient is the same, or minus it
         if scaled:
             self._scale(op, read.operand)
-        uniform, mixed = view.uniform and (additive or value.size == 1), view.mixed or (not additive and value.rows)
+        uniform, mixed = view.uniform and (additive or value.size == 1), view.mixed or (not additive and value.of_batch)
         return dataclasses.replace(view, axes=axes, scaled=scaled, uniform=uniform, mixed=mixed)
 
     def _lookup(self, op: Op, read: Any, view: View) -> State | None:
         """Rows of a table. Each is known to meet data once for each index, unless the indices hold no examples."""
-        if not op.inputs[1].rows:
+        if not op.inputs[1].of_batch:
             return None
         whole = sum(math.prod(a.size for a in axis) > 1 for axis in view.axes) <= 2  # a table of more axes is no matrix
         exact = isinstance(read, Read) and view.uniform and not (view.inexact or view.beside)
@@ -421,7 +421,7 @@ class Reads:
         how = next((s.how for _, s in params if isinstance(s, Derived)), op.name)
         data = [value for value, s in zip(op.inputs, states, strict=True) if isinstance(s, Data)]
         mixed = any(isinstance(s, View) and s.mixed for _, s in params)
-        if mixed or any(value.rows for value in data) or any(s.shared for s in states):
+        if mixed or any(value.of_batch for value in data) or any(s.shared for s in states):
             if op.summed and op.name in SUMS and all(value.size == 1 for value, _ in params):
                 return Data()  # a penalty, added to the losses of the examples
             for _, s in params:

@@ -172,7 +172,7 @@ class Marks:
                     "the features an axis of their own, kfac.output(x[:, None], ...)"
                 )
         # A mark on another batch than the arguments' says nothing of terms without one.
-        of_batch = hidden or not unmarked or any(mark.value.rows for mark in self.marks)
+        of_batch = hidden or not unmarked or any(mark.value.of_batch for mark in self.marks)
         if len(rows) == 1 and of_batch and beside.keys() <= rows.keys():
             return next(iter(rows)), ""
         if not (hidden or batch.several or (joined and not rows)):

@@ -4,10 +4,10 @@
 - `Read`: a parameter meets data, in a way whose per-example gradient is known.
 
 Any other operation computes something derived from a parameter. That is harmless for a weight penalty; where it meets
-data, the parameter gets the gradient's own factors. A new entry is a function like `_product` and its name in `_TABLE`;
-the name of a product stands in `PRODUCTS`, too, and that of a change of form in `_WHOLE` and `_MOVES`. Programs inside
-an equation are looked into before (`equations.called`). `register_primitive` adds a user's operations. What operations
-do with the axes of data is said here, too (`placed`, `indexed`).
+data, the parameter gets the gradient's own factors. A new entry is a function like `_read_product` and its name in
+`_TABLE`; the name of a product stands in `PRODUCTS`, too, and that of a change of form in `_WHOLE` and `_MOVES`.
+Programs inside an equation are looked into before (`equations.called`). `register_primitive` adds a user's operations.
+What operations do with the axes of data is said here, too (`placed`, `indexed`).
 """
 
 from __future__ import annotations
@@ -231,13 +231,13 @@ _WHOLE: dict[str, Callable[[Any, Axes], Axes | None]] = {
 }
 
 
-def _whole(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
+def _follow_whole(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
     """Follows an operation that keeps all entries of its one array."""
     form = _WHOLE[eqn.primitive.name](eqn, axes)
     return None if form is None else Follow((form,))
 
 
-def _parts(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
+def _follow_parts(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
     """Follows slices at places that do not depend on data, each to the box of entries that is left."""
     name, params, shape = eqn.primitive.name, eqn.params, eqn.invars[0].aval.shape
     if name == "slice" and params["strides"] is not None and any(step != 1 for step in params["strides"]):
@@ -268,7 +268,7 @@ def broadcast_axes(axes: Sequence[Axis], shape: Sequence[int], total: Sequence[i
     return tuple(axis if n == size else foreign(size) for axis, n, size in zip(axes, shape, total, strict=True))
 
 
-def _elementwise(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
+def _read_elementwise(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
     """Reads a sum or a product of two arrays, element by element."""
     name, out = eqn.primitive.name, eqn.outvars[0].aval.shape
     y_axes = broadcast_axes(axes, eqn.invars[operand].aval.shape, out)
@@ -276,7 +276,7 @@ def _elementwise(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Me
     return _read(eqn, operand, "add" if name in SUMS else "mul", y_axes, y_axes, sign=sign, divides=name == "div")
 
 
-def _product(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
+def _read_product(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
     """Reads a product whose input number `operand` is a kernel; None for a broadcast one, which is an activation."""
     contract, batch = eqn.params["dimension_numbers"]
     x = eqn.invars[1 - operand].aval
@@ -301,7 +301,7 @@ def _product(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meanin
     return _read(eqn, operand, "dense", x_axes, y_axes, batched=batched, rows=rows)
 
 
-def _ragged_product(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
+def _read_ragged_product(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
     """A product of each group of rows with a kernel of its own, `lax.ragged_dot`."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     contract, batch = numbers.dot_dimension_numbers
@@ -325,7 +325,7 @@ def _rows(y_axes: Axes, x_axes: Axes, order: Sequence[int]) -> tuple[tuple[int, 
     return tuple(zip(in_y, in_x, strict=True))
 
 
-def _convolution(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
+def _read_convolution(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
     """Groups of channels are independent copies: each reads its part of the input channels, and writes its outputs."""
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     if operand == 0:
@@ -360,7 +360,7 @@ def _convolution(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Me
     return _read(eqn, operand, "conv", x_axes, y_axes, batched=group, rows=rows, geometry=geometry)
 
 
-def _lookup(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
+def _read_lookup(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
     """A gather that takes whole rows of a table, one for each index; None if it is another."""
     if operand != 0:
         return None
@@ -396,14 +396,14 @@ def _read(eqn: Any, operand: int, op: str, x_axes: Sequence[Axis], y_axes: Seque
 
 
 _TABLE: dict[str, Rule] = {
-    **dict.fromkeys(_WHOLE, _whole),
-    **dict.fromkeys(("slice", "split", "unstack"), _parts),
-    **dict.fromkeys(("add", "add_any", "sub", "mul", "div"), _elementwise),
+    **dict.fromkeys(_WHOLE, _follow_whole),
+    **dict.fromkeys(("slice", "split", "unstack"), _follow_parts),
+    **dict.fromkeys(("add", "add_any", "sub", "mul", "div"), _read_elementwise),
     "neg": lambda eqn, operand, axes, data: Follow((axes,)),  # a scale of -1
-    "dot_general": _product,
-    "conv_general_dilated": _convolution,
-    "gather": _lookup,
-    "ragged_dot_general": _ragged_product,
+    "dot_general": _read_product,
+    "conv_general_dilated": _read_convolution,
+    "gather": _read_lookup,
+    "ragged_dot_general": _read_ragged_product,
 }
 
 

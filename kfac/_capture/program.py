@@ -29,7 +29,7 @@ class Value:
     """An array of a program.
 
     Passes over the program note facts of it, in this order: `compare` `twice`; `mark_live` `branched`; `examples.place`
-    `axes`, `rows`, `from_arguments`, `joined` and `leaves`.
+    `axes`, `of_batch`, `from_arguments`, `concatenated` and `leaves`.
 
     Attributes:
       shape: its shape.
@@ -37,9 +37,9 @@ class Value:
       number: what it is, of a number written into the program.
       twice: its shape where the loss is traced with twice as many examples; None where that is not known.
       axes: its axes in atoms, with those that hold examples marked (`examples.py`).
-      rows: whether it depends on the batch, or holds examples.
+      of_batch: whether it depends on the batch, or holds examples.
       from_arguments: whether it depends on array arguments of the loss.
-      joined: whether it depends on rows of the batch that are joined with others.
+      concatenated: whether it depends on rows of the batch that stand beside others, as those of a second batch.
       leaves: the parameter leaves that it depends on by a way that carries a gradient.
       branched: whether it reaches the loss by several ops, or by one and as a result.
     """
@@ -49,9 +49,9 @@ class Value:
     number: Any = None
     twice: tuple[int, ...] | None = None
     axes: Axes = ()
-    rows: bool = False
+    of_batch: bool = False
     from_arguments: bool = False
-    joined: bool = False
+    concatenated: bool = False
     leaves: frozenset[int] = frozenset()
     branched: bool = False
 
