@@ -231,7 +231,7 @@ class Layer:
 
     @property
     def side_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the factors of one copy: `[d, d]`, of one that is cut `[blocks, d, d]`, of a diagonal one `[d]`."""
+        """Shapes of the factors of one copy, `[d, d]`; of one that is cut `[blocks, d, d]`, of a diagonal one `[d]`."""
         sides = zip(self.block_shapes.items(), self.cut, (self.d_in, self.d_out), strict=True)
         return {
             name: (size,) if name in self.diagonal else (count, *shape) if count > 1 else shape
