@@ -450,7 +450,11 @@ def loss_of_words(params, batch):
 
 
 @pytest.mark.parametrize(
-    ("inverse", "split"), [(kfac.Soap(relative=True), True), (kfac.Eigh(relative=True), False)], ids=["Soap", "Eigh"]
+    ("inverse", "split"),
+    [
+        pytest.param(kfac.Soap(relative=True), True, id="Soap"),
+        pytest.param(kfac.Eigh(relative=True), False, id="Eigh", marks=pytest.mark.slow),
+    ],
 )
 def test_devices_share_the_rows_of_a_table(inverse, split, x64):
     """In pieces, of which three devices have some each: with a momentum, rates of layers and lengths of steps."""
