@@ -135,12 +135,8 @@ def _outputs(
 
 def _true(marks: Marks, outputs: ByMark, n: int) -> Callable[[ByMark], list[jax.Array]]:
     """From changes of the outputs to `S_r` times those of each row, over the root of `n`, with `H_r = S_r^T S_r`."""
-
-    def rows(moved):
-        what = "the exact Fisher matrix"
-        return [mark.times_root(outputs[mark.key], moved[mark.key], n, what) for mark in marks.marks]
-
-    return rows
+    what = "the exact Fisher matrix"
+    return lambda moved: [mark.times_root(outputs[mark.key], moved[mark.key], n, what) for mark in marks.marks]
 
 
 def _empirical(marks: Marks, slopes: ByMark, n: int) -> Callable[[ByMark], list[jax.Array]]:
