@@ -9,7 +9,7 @@ import functools
 import math
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -82,7 +82,7 @@ def check_rates(name: str, value: Any) -> None:
 
 def check_patterns(name: str, value: Any) -> None:
     """Raises where a value is no sequence of regular expressions."""
-    several = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
+    several = isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping)  # an iterator ends here
     if not several or not all(isinstance(pattern, str | re.Pattern) for pattern in value):
         raise ValueError(f"{name} must be a sequence of regular expressions, but is {value!r}")
 
@@ -95,7 +95,8 @@ def as_argnums(value: Any) -> tuple[int | str, ...]:
 def check_argnums(name: str, value: Any) -> None:
     """Raises where a value does not say arguments: by positions, negative ones from the end, or names."""
     keys = as_argnums(value)
-    valid = keys and all(isinstance(k, int | str) and not isinstance(k, bool) for k in keys)
+    once = isinstance(value, Iterable) and not isinstance(value, Collection)
+    valid = keys and not once and all(isinstance(k, int | str) and not isinstance(k, bool) for k in keys)
     if not valid or len(set(keys)) < len(keys):
         raise ValueError(f"{name} must be the position of an argument, its name, or several of them, but is {value!r}")
 

@@ -79,9 +79,9 @@ class BlockKind(abc.ABC):
     def of_gradients(self, shapes: dict[str, tuple[int, ...]], gradients: jax.Array) -> Any:
         """The gradient's own statistics, of averaged gradients `[k, d_in, d_out]`, for factors with `shapes`."""
 
-    @abc.abstractmethod
     def inverse(self, inverse: Any) -> Any:
         """The `Inverse` of such blocks, where `inverse` is the user's choice."""
+        return inverse
 
     def layer_shapes(self, layer: Layer) -> dict[str, tuple[int, ...]]:
         """Shapes of the statistics of a layer, as they are captured."""
@@ -240,8 +240,6 @@ class Layer:
 
     def to_pieces(self, matrix: jax.Array) -> jax.Array:
         """Cuts matrices `[copies, d_out, d_in]` into pieces `[copies pieces, rows, columns]`, filled up with zeros."""
-        if self.pieces == 1:
-            return matrix
         (a, g), (columns, rows) = self.cut, (shape[0] for shape in self.block_shapes.values())
         # Without the last column where the bias is for another optimizer.
         filled = jnp.pad(matrix, ((0, 0), (0, g * rows - self.d_out), (0, a * columns - matrix.shape[2])))
@@ -249,8 +247,6 @@ class Layer:
 
     def from_pieces(self, pieces: jax.Array) -> jax.Array:
         """The inverse of `to_pieces`."""
-        if self.pieces == 1:
-            return pieces
         (a, g), (rows, columns) = self.cut, pieces.shape[1:]
         whole = pieces.reshape(-1, g, a, rows, columns).swapaxes(2, 3).reshape(-1, g * rows, a * columns)
         return whole[:, : self.d_out, : self.d_in]

@@ -92,3 +92,10 @@ def unflatten(flat: jax.Array, like: Any) -> Any:
 def cut(x: jax.Array, lengths: Iterable[int]) -> list[jax.Array]:
     """An array in parts of such lengths, along its last axis."""
     return jnp.split(x, list(itertools.accumulate(lengths))[:-1], axis=-1)
+
+
+def in_blocks(rows: jax.Array, count: int) -> jax.Array:
+    """Rows `[..., n, d]` as `[..., count, n, features]`, each with some neighbouring features of all."""
+    features = -(-rows.shape[-1] // count)
+    rows = jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, count * features - rows.shape[-1])])
+    return jnp.moveaxis(rows.reshape(*rows.shape[:-1], count, features), -2, -3)

@@ -35,11 +35,6 @@ def varying_axes(tree: Any) -> frozenset[str]:
     return frozenset().union(*(varying_in(jax.typeof(leaf)) for leaf in jax.tree.leaves(tree)))
 
 
-def within_devices() -> bool:
-    """Whether `shard_map` or `pmap` traces this code for each device."""
-    return bool(device_axes())
-
-
 def device_axes() -> tuple[str, ...]:
     """The mesh axes that `shard_map` or `pmap` has bound, over whose devices this code is traced for each."""
     return _axes_of(AxisType.Manual)
@@ -52,7 +47,7 @@ def _axes_of(kind: AxisType) -> tuple[str, ...]:
 
 def mesh_of(tree: Any) -> Mesh | AbstractMesh | None:
     """Returns the mesh that arrays lie on, or that is set; None for one device, or inside `shard_map` and `pmap`."""
-    if within_devices():
+    if device_axes():
         return None
     leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array | jax.ShapeDtypeStruct)]
     lying = [jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding for x in leaves]
@@ -123,10 +118,8 @@ def device_key(key: jax.Array, axes: frozenset[str]) -> jax.Array:
     return jax.random.fold_in(key, lax.axis_index(tuple(sorted(axes)))) if axes else key
 
 
-def axis_size(axis_name: AxisName | None) -> int | None:
+def axis_size(axis_name: AxisName) -> int | None:
     """The number of devices along a named axis; None where no such axis is bound."""
-    if axis_name is None:
-        return None
     try:
         return lax.axis_size(axis_name)
     except NameError:
@@ -143,28 +136,17 @@ def dividing_axes(length: int) -> tuple[str, ...]:
     return tuple(axes)
 
 
-def sum_of_examples(of: Callable[..., Any], *arrays: jax.Array) -> Any:
-    """Returns `of(*arrays)`, a sum over the examples on their leading axis. Devices of a mesh sum their own first.
-
-    How arrays lie on automatic axes is not known here. Left to XLA, a loop over parts of a batch that is spread over
-    devices has a message in every turn, or gathers the batch. So under `jax.set_mesh` every device takes its share of
-    the examples, which are where they were if the batch is spread over these axes, and sends one sum.
-    """
-    names = dividing_axes(arrays[0].shape[0])
-    if not names:
-        return of(*arrays)
-    sums = jax.shard_map(
-        lambda *shares: lax.psum(of(*shares), names), in_specs=PartitionSpec(names), out_specs=PartitionSpec(),
-        axis_names=set(names),
-    )  # fmt: skip
-    return sums(*arrays)
-
-
 def sum_of_parts(of: Callable[..., Any], limit: int, *arrays: jax.Array) -> Any:
     """The sum of a function of equal parts of the examples, of at most `limit` examples each, one part at a time.
 
     A part has every `count`-th example, so that where the examples are spread over devices, so are those of each part.
+    How arrays lie on automatic axes is not known here. Left to XLA, a loop over parts of a batch that is spread over
+    devices has a message in every turn, or gathers the batch. So under `jax.set_mesh` every device takes its share of
+    the examples, which are where they were if the batch is spread over these axes, and sends one sum.
     """
+    if limit >= arrays[0].shape[0]:
+        return of(*arrays)
+    names = dividing_axes(arrays[0].shape[0])
 
     def summed(*arrays):
         n = arrays[0].shape[0]
@@ -179,7 +161,13 @@ def sum_of_parts(of: Callable[..., Any], limit: int, *arrays: jax.Array) -> Any:
         start = zeros_of(lambda: of(*take(0)))
         return lax.scan(lambda total, k: (total + of(*take(k)), None), start, jnp.arange(count))[0]
 
-    return sum_of_examples(summed, *arrays) if limit < arrays[0].shape[0] else of(*arrays)
+    if not names:
+        return summed(*arrays)
+    sums = jax.shard_map(
+        lambda *shares: lax.psum(summed(*shares), names), in_specs=PartitionSpec(names), out_specs=PartitionSpec(),
+        axis_names=set(names),
+    )  # fmt: skip
+    return sums(*arrays)
 
 
 def explicit_axes() -> tuple[str, ...]:

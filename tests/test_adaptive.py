@@ -251,6 +251,9 @@ def test_losses_that_are_not_finite():
     _, before = tx.update(grads, tx.init(params), params, value_fn=lambda p: loss_of()(p, batch) * jnp.nan)
     assert math.isnan(float(before.reduction_ratio))
     assert float(before.next_damping) == np.float32(0.01)
+    nans = jax.tree.map(lambda g: g * jnp.nan, grads)
+    changes, back = tx.update(nans, tx.init(params), params, value_fn=lambda p: loss_of()(p, batch))
+    assert back.taken_back == 1 and not any(map(np.any, jax.tree.leaves(changes)))
 
 
 def kfac_of(loss, batch, **options):

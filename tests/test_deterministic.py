@@ -90,6 +90,18 @@ def test_it_finds_the_minimum_and_is_never_worse():
     assert 0.1 * losses[-1] <= found["damping"] and np.isfinite(found["reduction_ratio"])
 
 
+def test_there_is_no_step_from_a_gradient_that_is_not_finite():
+    params, batch, layers, tx, _ = problem()
+    measure = jax.jit(kfac.value_and_grad(loss_fn, layers, fisher="expected"), compiler_options=FAST)
+    _, grads, factors = measure(params, batch, fisher_key=jax.random.key(0))
+    nans, state = jax.tree.map(lambda g: g * jnp.nan, grads), jax.jit(tx.init, compiler_options=FAST)(params)
+    arguments = {"factors": factors, "value_fn": lambda p: loss_fn(p, batch)}
+    changes, state = tx.update(nans, state, params, **arguments)
+    assert not any(map(np.any, jax.tree.leaves(changes)))
+    changes, _ = tx.update(grads, state, params, **arguments)
+    assert all(map(np.any, jax.tree.leaves(changes)))
+
+
 def test_inside_of_shard_map_it_is_refused():
     params, batch, _, tx, _ = problem()
     mesh = Mesh(jax.devices()[:2], ("d",))

@@ -318,3 +318,10 @@ def test_a_bias_that_its_statistics_hold_fast():
     with pytest.raises(ValueError, match=words):
         update(GRADS, "params", factors=factors, tx=tx, wrap=lambda tx: optax.masked(tx, mask))
     assert differ(factors, jax.tree.map(jnp.zeros_like, factors))
+
+
+@pytest.mark.parametrize("option", ["skip", "reduce", "gradient", "batch_argnums"])
+def test_an_iterator_is_refused(option):
+    """It would have ended when it was checked, and nothing would have been skipped."""
+    with pytest.raises(ValueError, match=f"{option} must be .* but is <generator"):
+        kfac.train_step(loss_fn, RATE, **{option: (x for x in ["bias"])})

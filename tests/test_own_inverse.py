@@ -145,3 +145,21 @@ def test_a_kind_of_block_is_a_class_and_an_entry(monkeypatch):
     )
     np.testing.assert_allclose(updates["offset"], grads["offset"] / (jnp.mean(grads["offset"] ** 2) + 0.5), rtol=1e-5)
     assert kfac.planning.Assignment(found, 2, kfac.Cholesky()).memory_per_device > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant(Diagonal):
+    """Its condition numbers depend on nothing, so they are the same on all devices."""
+
+    def refresh(self, kept, factors, damping):
+        """As `Diagonal`."""
+        return super().refresh(kept, factors, damping)[0], jnp.ones(len(factors.A))
+
+
+def test_what_it_returns_need_not_differ_between_devices():
+    mesh = Mesh(np.array(jax.devices()[:3]), ("devices",), axis_types=(AxisType.Auto,))
+    tx, over = (
+        plain_kfac(0.01, layers(), damping=0.1, inverse=Constant(), distribution=given)
+        for given in (kfac.Distribution(), kfac.Distribution(mesh=mesh))
+    )
+    assert_close(steps(over, mesh)[0], steps(tx)[0], 1e-5)

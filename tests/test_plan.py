@@ -80,6 +80,15 @@ def test_its_bytes_are_those_of_compiled_programs(model, gradients, max_dim):
         assert found[name]["sent"] == pytest.approx(size, rel=0.05, abs=200), (name, found[name], plan.messages)
 
 
+def test_small_blocks_are_sent_in_float32_whatever_factors_are(resnet50):
+    wide, narrow = (
+        kfac.planning.Assignment(resnet50, 64, communication_dtype=dtype).statistics_messages
+        for dtype in ("float32", "bfloat16")
+    )
+    assert narrow["all-reduce"] == wide["all-reduce"] > 0
+    assert narrow["reduce-scatter"] == wide["reduce-scatter"] / 2
+
+
 @pytest.mark.parametrize(
     "inverse", [kfac.Soap(), kfac.Ekfac("bfloat16"), kfac.Cholesky()], ids=["Soap", "Ekfac", "Cholesky"]
 )

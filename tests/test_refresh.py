@@ -163,3 +163,23 @@ def test_portions_are_equal(monkeypatch, blocks, most):
     assert width * -(-blocks // width) - blocks < -(-blocks // width)
     assert new.valid.all()
     np.testing.assert_allclose(np.asarray(new.inverse.A), np.asarray(new.inverse.A)[:1].repeat(blocks, 0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("refused", [9, 10, 12])
+def test_a_loop_that_counts_by_itself_goes_on_refreshing_after_a_step_that_is_refused(refused):
+    """Its count runs ahead of that of the state: statistics never come at a multiple of the interval again."""
+    tx = kfac.scale_by_kfac(layers(), statistics_every=4, inverse_every=4, refresh_warmup=0)
+    (grads, factors), state = measured(0), tx.init(initial())
+    update = jax.jit(tx.update)
+    for k in range(24):
+        given = jax.tree.map(lambda x: x * jnp.nan, grads) if k == refused else grads
+        _, state = update(given, state, initial(), factors=factors if k % 4 == 0 else None)
+    found = kfac.diagnostics(state)
+    assert found["skipped_steps"] == 1 and found["inverse_age"] < 4 and found["statistics_age"] < 4
+
+
+def test_no_array_of_a_state_is_another():
+    """So that a step can be given all of it, donated."""
+    for tx in (kfac.kfac(0.1, layers()), kfac.kfac(0.1, layers(), inverse=kfac.Ekfac())):
+        arrays = [x for x in jax.tree.leaves(tx.init(initial())) if x.size]
+        assert len({x.unsafe_buffer_pointer() for x in arrays}) == len(arrays)

@@ -21,7 +21,7 @@ from kfac._capture.states import Use, by_part
 from kfac._capture.taps import Key
 from kfac._factors import Kronecker, Ragged, Statistics, Tied
 from kfac._layers import Layer
-from kfac._statistics.rows import in_blocks
+from kfac._packing import in_blocks
 
 
 class Sums(NamedTuple):

@@ -24,7 +24,7 @@ from kfac._factors import Factors, Unitwise
 from kfac._layers import KRONECKER_KINDS, UNITWISE_KINDS, Layer, Layers
 from kfac._statistics.convolution import Convolution
 from kfac._statistics.rows import Arrangement, Dense, Lookup
-from kfac._varying import AxisName, dividing_axes, split_along, whole, within_devices
+from kfac._varying import AxisName, device_axes, dividing_axes, split_along, whole
 
 
 @dataclasses.dataclass
@@ -179,7 +179,7 @@ def _spread_taps(planned: Planned, layer: Layer, taps: list[KroneckerTap]) -> li
     combined = any(len(key) > 2 for key in keys) or any(tap.use.read.groups is not None for tap in taps)
     if combined or layer.weight_sharing == "reduce":
         return None
-    if within_devices():
+    if device_axes():
         return [dataclasses.replace(tap, spread=Spread(shapes, planned.wire)) for tap in taps]
     alone = len(keys) == len(taps) and all(tap.use.times == 1 for tap in taps)
     taps_or_none = [_spread_tap(tap, planned.batch, Spread(shapes, planned.wire, at_once=alone)) for tap in taps]

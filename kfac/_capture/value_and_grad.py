@@ -19,7 +19,7 @@ from kfac._capture.trace import Trace, batch_of, is_array, is_key, trace
 from kfac._checks import check, check_by_layer, check_function, check_given, check_layers
 from kfac._factors import Factors
 from kfac._layers import Layers
-from kfac._varying import as_varying, device_key, lying_as, on_mesh, varying_axes, varying_in, within_devices, zeros_of
+from kfac._varying import as_varying, device_axes, device_key, lying_as, on_mesh, varying_axes, varying_in, zeros_of
 
 
 def value_and_grad(
@@ -104,7 +104,7 @@ def value_and_grad(
         axes = varying_axes([x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array)])
         params = as_varying(params, axes | varying_axes(params))
         if not statistics:
-            if within_devices():
+            if device_axes():
                 _check_own(trace(loss_fn, has_aux, params, args, kwargs, ()), axes)
             return *_without_statistics(loss_fn, has_aux, params, args, kwargs), None
         traced = trace(loss_fn, has_aux, params, args, kwargs, *batch_of(layers, args, kwargs))

@@ -26,8 +26,6 @@ Lying = Callable[[Layer, jax.Array], jax.Array]
 BLOCKS |= dict.fromkeys((*KRONECKER_KINDS, "gradient"), KroneckerKind())
 BLOCKS |= dict.fromkeys(UNITWISE_KINDS, UnitwiseKind())
 
-OF_GRADIENTS = "gradient_"  # how names of groups begin that have the gradient's own factors
-
 
 @dataclasses.dataclass(frozen=True)
 class Group:
@@ -182,7 +180,7 @@ def group_layers(layers: Layers) -> tuple[Group, ...]:
     for layer in layers.with_blocks:
         d_in, d_out = layer.block.sizes(layer)
         form = "".join(f"_diagonal_{factor}" for factor in layer.diagonal)
-        name = f"{'' if layer.captured else OF_GRADIENTS}{layer.block.name}_{d_out}x{d_in}{form}"
+        name = f"{'' if layer.captured else 'gradient_'}{layer.block.name}_{d_out}x{d_in}{form}"
         members.setdefault(name, []).append(layer)
     # By name, so that a state has its blocks in one order whatever that of the program.
     groups = [Group(name, tuple(sorted(alike, key=lambda layer: layer.name))) for name, alike in members.items()]

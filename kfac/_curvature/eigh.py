@@ -57,7 +57,10 @@ class Eigh(Inverse):
     def apply(self, kept, matrices, damping):
         """A division in the eigenbasis."""
         damping = damping_of_blocks(self, Kronecker(eigenvalues(kept.A), eigenvalues(kept.G)), damping)
-        return solve_in_basis(kept, block_eigenvalues(kept), matrices, damping, self.precision)
+        values = block_eigenvalues(kept)
+        damping = per_block(jnp.where(damping > 0, damping, jnp.nan).astype(values.dtype), values)
+        scaled = rotate(matrices, kept, self.precision, back=False) / (values + damping)
+        return rotate(scaled.astype(matrices.dtype), kept, self.precision, back=True)
 
 
 def unturned(stack: jax.Array, dtype: Any) -> Eigen | jax.Array:
@@ -106,25 +109,6 @@ def condition_of(a: Ends, g: Any, damping: jax.Array) -> jax.Array:
     damping = jnp.where(damping > 0, damping, 0).astype(a[0].dtype)
     low, high = (jnp.maximum(x, 0) * jnp.maximum(y, 0) + damping for x, y in zip(a, g, strict=True))
     return jnp.where(low <= 0, jnp.inf, high / jnp.where(low <= 0, 1, low))  # NaN stays
-
-
-def solve_in_basis(
-    inverse: Kronecker, values: jax.Array, matrices: jax.Array, damping: jax.Array, precision: str
-) -> jax.Array:
-    """`Q_G [(Q_G^T V Q_A) / (values + damping)] Q_A^T`; with `l_G l_A^T` for values it is `(A (x) G + damping I)^-1`.
-
-    Eigenvalues are in float32 or better. A damping that is not positive gives NaN.
-
-    Args:
-      inverse: stacks of `k` eigendecompositions, or of the eigenvalues of diagonal factors.
-      values: `[k, d_out, d_in]`, the eigenvalues of the blocks.
-      matrices: `[k, d_out, d_in]`.
-      damping: `[k]`.
-      precision: the arithmetic of the products.
-    """
-    out = rotate(matrices, inverse, precision, back=False)
-    damping = per_block(jnp.where(damping > 0, damping, jnp.nan).astype(values.dtype), values)
-    return rotate((out / (values + damping)).astype(matrices.dtype), inverse, precision, back=True)
 
 
 def rotate(matrices: jax.Array, inverse: Kronecker, precision: str, *, back: bool) -> jax.Array:

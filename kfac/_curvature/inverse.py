@@ -5,13 +5,11 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from kfac._checks import check, check_type
@@ -231,7 +229,7 @@ def cosine(a: jax.Array, b: jax.Array) -> jax.Array:
 
 def count_bytes(tree: Any) -> int:
     """Bytes of all arrays."""
-    return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def finite(stack: jax.Array, dims: int = 1) -> jax.Array:

@@ -10,6 +10,7 @@ from jax import lax
 
 from kfac._factors import Kronecker, Packed, diagonals, per_block
 from kfac._layers import BlockKind, Layer
+from kfac._packing import in_blocks
 
 
 class KroneckerKind(BlockKind):
@@ -39,9 +40,6 @@ class KroneckerKind(BlockKind):
             return f"{size} ({', '.join(remarks)})" if remarks else f"{size}"
 
         return cell("A", layer.d_in, layer.cut[0]), cell("G", layer.d_out, layer.cut[1])
-
-    def inverse(self, inverse):
-        return inverse
 
     def stack(self, layer, block):
         """Pieces in the order of `Layer.to_pieces`: those in the same columns share `A`, in the same rows `G`."""
@@ -104,7 +102,5 @@ def _without_pieces(layer: Layer, side: str, x: jax.Array) -> jax.Array:
 
 def _pieces_of_diagonal(layer: Layer, side: str, diagonal: jax.Array) -> jax.Array:
     """Cuts a diagonal `[..., d]` into pieces `[..., pieces, rows]`, the last filled up with zeros."""
-    (rows,), (size,), count = layer.block_shapes[side], layer.side_shapes[side], layer.cut["AG".index(side)]
-    lead = diagonal.shape[:-1]
-    filled = jnp.pad(diagonal[..., :size], [(0, 0)] * len(lead) + [(0, count * rows - size)])
-    return filled.reshape(*lead, count, rows)
+    (size,), count = layer.side_shapes[side], layer.cut["AG".index(side)]
+    return in_blocks(diagonal[..., None, :size], count)[..., 0, :]

@@ -109,7 +109,8 @@ def _refresh(inverse: Inverse, width: int, kept: Any, factors: Any, wanted: jax.
 
         def attempt():
             averages = rows(factors)
-            new, condition = inverse.refresh(old[0], averages, more * damping_of_blocks(inverse, averages, damping))
+            both = inverse.refresh(old[0], averages, more * damping_of_blocks(inverse, averages, damping))
+            new, condition = as_varying(both, varying_axes(old))
             usable = unfinished & (condition > 0)
             for leaf in jax.tree.leaves(new):
                 usable &= finite(leaf)

@@ -76,7 +76,8 @@ class Soap(Inverse):
         """Identities, and moments that are zero."""
         zeros = jnp.zeros((*factors.A.shape[:2], factors.G.shape[1]), factors.A.dtype)
         sides = [None if is_diagonal(x) else Eigen(identities(x.shape, x.dtype), None) for x in (factors.A, factors.G)]
-        return Kronecker(sides[0], sides[1], Adam(zeros, zeros[:, 0, 0], zeros))
+        # Arrays of their own, so that all can be donated.
+        return Kronecker(sides[0], sides[1], Adam(zeros, zeros[:, 0, 0], jnp.zeros_like(zeros)))
 
     def refresh(self, kept, factors, damping):
         """Both bases a step further, the squares in their order, and the momentum in the new ones."""

@@ -20,7 +20,7 @@ from kfac._optimizer.place import Config, Place, Vectors
 from kfac._optimizer.segment import part_of, with_parts
 from kfac._optimizer.state import KfacState, shards_of
 from kfac._packing import filled, flatten, unflatten
-from kfac._varying import as_varying, varying_axes, within_devices
+from kfac._varying import as_varying, device_axes, varying_axes
 
 
 def average_statistics(place: Place, factors: Factors) -> dict[str, Statistics]:
@@ -40,7 +40,7 @@ def stack_packed(config: Config, factors: Factors, mean: Callable[[Any], Any] | 
     """
     # As the others, with which they share a message.
     dtype = jnp.bfloat16 if any(block.wire == jnp.bfloat16 for block in factors.values()) else None
-    fill = (lambda flat: flat) if within_devices() else filled  # over a mesh all are
+    fill = (lambda flat: flat) if device_axes() else filled  # over a mesh all are
 
     def to_send(group: Group, layer: Layer) -> Any:
         packed = factors[layer.name].packed(tuple(layer.side_shapes.values()), mean, dtype)

@@ -39,7 +39,7 @@ def diagnostics(opt_state: Any) -> dict[str, jax.Array]:
     """
     state = find_state(opt_state, "opt_state")
     scalars = {"damping": state.damping, **state.metrics._asdict()}
-    scalars["statistics_age"] = state.count - 1 - state.measured
+    scalars["statistics_age"] = jnp.maximum(state.count - 1 - state.measured, 0)
     for adaptive in find_nodes(opt_state, AdaptiveDampingState):
         scalars["reduction_ratio"] = adaptive.reduction_ratio
         scalars["taken_back"] = adaptive.taken_back

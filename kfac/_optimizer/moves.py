@@ -16,7 +16,6 @@ from kfac._factors import per_block
 from kfac._layers import Layer
 
 ScalarOrSchedule = float | jax.Array | Callable[[jax.Array], jax.typing.ArrayLike]
-Lengths = ScalarOrSchedule | Literal["auto"] | None
 
 
 def value_at(scalar: ScalarOrSchedule, count: jax.Array) -> jax.Array:
@@ -43,13 +42,13 @@ class Moves:
     rate_in_momentum: bool = False
     momentum: ScalarOrSchedule | None = None
     nesterov: bool = False
-    trust_ratio: Lengths = None
+    trust_ratio: ScalarOrSchedule | Literal["auto"] | None = None
     layer_rates: bool | Mapping[str, float] = False
 
     def at(self, count: jax.Array, **preconditioner: jax.Array) -> Now:
         """The scalars of step `count`, with those of the preconditioner."""
-        lengths = None if self.trust_ratio is None or isinstance(self.trust_ratio, str) else self.trust_ratio
-        coefficient, limit = (None if x is None else value_at(x, count) for x in (lengths, self.kl_clip))
+        given = (self.trust_ratio, self.kl_clip)
+        coefficient, limit = (None if x is None or isinstance(x, str) else value_at(x, count) for x in given)
         decay = value_at(0.0 if self.momentum is None else self.momentum, count)
         return Now(limit=limit, rate=value_at(self.learning_rate, count), momentum=decay, coefficient=coefficient,
                    **preconditioner)  # fmt: skip

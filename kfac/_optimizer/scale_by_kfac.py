@@ -140,13 +140,16 @@ def precondition_and_move(layers: Layers, moves: Moves, options: Options) -> opt
             checked = functools.partial(check_factors, layers=layers, inverse=inverse)
             jax.eval_shape(checked, factors) if isinstance(factors, Factors) else checked(factors)
         count = state.count
+        # Also at multiples of the last interval, where loops that count by themselves bring statistics. The count of
+        # such a loop runs ahead by each refused step: then it is a turn if the last statistics are an interval old.
+        turn = in_turn(count, period, warmup) | in_turn(count, period, 0)
+        turn |= together & (count - state.measured >= period)
         now = moves.at(
             count,
             damping=value_at(damping, count),
             unitwise=value_at(damping, count) * value_at(unitwise_damping, count),
             decay=value_at(factor_decay, count),
-            # Also at multiples of the last interval, where loops that count by themselves bring statistics.
-            turn=refreshes & (in_turn(count, period, warmup) | in_turn(count, period, 0)),
+            turn=refreshes & turn,
         )
         match_leaves(layers, updates, "updates")
         if params is not None:

@@ -20,7 +20,7 @@ from kfac._distributed.owners import Shard
 from kfac._distributed.segments import lay_end_to_end
 from kfac._distributed.ways import Way
 from kfac._factors import Kronecker, Packed
-from kfac._optimizer.state import BlockState, KfacState, Segment, with_blocks
+from kfac._optimizer.state import KfacState, Segment, with_blocks
 from kfac._packing import flatten, unflatten
 from kfac._varying import as_varying, varying_axes
 
@@ -85,11 +85,8 @@ def with_parts(state: KfacState, way: Way, name: str, **parts: Any) -> KfacState
 
 def opened(state: KfacState, way: Way) -> KfacState:
     """A state in which all blocks stand in stacks."""
-
-    def in_stacks(name: str) -> BlockState:
-        return state.blocks[name]._replace(**{part: part_of(state, way, name, part) for part in Segment._fields})
-
-    return with_blocks(state, {name: in_stacks(name) for name in state.blocks})
+    parts = {n: {part: part_of(state, way, n, part) for part in Segment._fields} for n in state.blocks}
+    return with_blocks(state, {n: block._replace(**parts[n]) for n, block in state.blocks.items()})
 
 
 def closed(state: KfacState, way: Way) -> KfacState:

@@ -324,9 +324,9 @@ def blocks_of(state: KfacState, layers: Layers, argument: str) -> Iterator[tuple
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 
-def check_state(config: Config, state: KfacState, devices: int) -> None:
+def check_state(config: Config, state: KfacState) -> None:
     """Raises where a state is that of other options or another number of devices."""
-    check_devices(state, devices)
+    check_devices(state, config.way.devices)
     has_momentum = config.moves.momentum is not None and not config.inverse.takes_gradients
     wanted = has_momentum, bool(config.moves.layer_rates)
     for name, owned in state.owned.items():

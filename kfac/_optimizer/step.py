@@ -47,7 +47,7 @@ def preconditioned_step(
     config: Config, updates: Gradients, params: Gradients, state: KfacState, now: Now, factors: BatchStatistics
 ) -> tuple[Gradients, KfacState]:
     """Makes one step on one device. `params` are for the lengths of steps: empty if these do not depend on them."""
-    check_state(config, state, config.way.devices)
+    check_state(config, state)
     config.way.check(updates.tree, factors if isinstance(factors, Factors) else None)
     place = Place(config, now, shards_of(state))
     updates, gradients, square, usable = take_gradients(place, state, updates)
@@ -162,13 +162,13 @@ def precondition(place: Place, state: KfacState, gradients: Vectors) -> tuple[Ve
 
 def move(
     place: Place, state: KfacState, directions: Vectors, angles: Vectors, gradients: Vectors, params: Gradients
-) -> tuple[Vectors, dict[str, Motion], jax.Array | None]:
+) -> tuple[Vectors, dict[str, Motion], jax.Array]:
     """The steps that follow from the preconditioned gradients, but for weight decay and learning rate.
 
     Returns:
       The steps, the momenta and rates of all blocks, and the scale of the KL clip.
     """
-    config, moves, now, scale = place.config, place.config.moves, place.now, None
+    config, moves, now, scale = place.config, place.config.moves, place.now, jnp.ones((), jnp.float32)
     steps, motions = dict(directions), {}
     last, highest = state.learning_rates
     full = (now.rate > 0) & (now.rate <= last) & (now.rate >= highest / 2)
@@ -259,7 +259,7 @@ def measure(
     motions: dict[str, Motion],
     square: jax.Array,
     squares: tuple[jax.Array, jax.Array],
-    scale: jax.Array | None,
+    scale: jax.Array,
     flagged: list[Vectors],
     usable: jax.Array,
 ) -> tuple[KfacMetrics, jax.Array]:
@@ -287,7 +287,6 @@ def measure(
     # In one message: as float32, numbers of blocks are exact.
     *sums, owned = way.total(jnp.stack([*counts.astype(jnp.float32), owned]))
     counts, extremes = jnp.stack(sums).astype(jnp.int32), way.largest(extremes)
-    scale = jnp.ones((), jnp.float32) if scale is None else scale.astype(jnp.float32)
     usable = counts[2] == 0  # agreed once more: the next step's decisions follow from it
     new = KfacMetrics(
         gradient_norm=jnp.sqrt(square).astype(jnp.float32),
@@ -297,7 +296,7 @@ def measure(
         skipped_statistics=metrics.skipped_statistics + counts[0],
         failed_inversions=metrics.failed_inversions + counts[1],
         skipped_steps=metrics.skipped_steps + ~usable,
-        kl_clip_scale=jnp.where(usable, scale, metrics.kl_clip_scale),
+        kl_clip_scale=jnp.where(usable, scale.astype(jnp.float32), metrics.kl_clip_scale),
         slowest=jnp.where(usable, 1 / extremes[3], metrics.slowest) if rates else jnp.ones((), jnp.float32),
         fastest=jnp.where(usable, extremes[2], metrics.fastest) if rates else jnp.ones((), jnp.float32),
     )

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kfac._packing import in_blocks
+
 
 def accumulator(dtype: Any) -> Any:
     """The dtype in which products of `dtype` operands are summed: float32 at least."""
@@ -229,18 +231,9 @@ class Groups:
 
 def diagonal_blocks(moment: jax.Array, count: int) -> jax.Array:
     """Cuts `count` diagonal blocks `[..., count, rows, rows]` out of `[..., d, d]`, the last filled up with zeros."""
-    if count == 1:
-        return moment
     (*lead, d), rows, block = moment.shape[:-1], -(-moment.shape[-1] // count), np.arange(count)
     moment = jnp.pad(moment, [(0, 0)] * len(lead) + [(0, count * rows - d)] * 2)
     return jnp.moveaxis(moment.reshape(*lead, count, rows, count, rows)[..., block, :, block, :], 0, -3)
-
-
-def in_blocks(rows: jax.Array, count: int) -> jax.Array:
-    """Rows `[..., n, d]` as `[..., count, n, features]`, each with some neighbouring features of all."""
-    features = -(-rows.shape[-1] // count)
-    rows = jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, count * features - rows.shape[-1])])
-    return jnp.moveaxis(rows.reshape(*rows.shape[:-1], count, features), -2, -3)
 
 
 def thinned(x: jax.Array, k: int, axis: int) -> jax.Array:

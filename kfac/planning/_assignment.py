@@ -115,7 +115,10 @@ class Assignment:
             narrow = jnp.dtype(wire).itemsize * self.packed_elements
             return {"reduce-scatter": narrow, "all-to-all": owned, "all-reduce": rest}
 
-        return self._messages(lambda g: self._packed(g, wire) if g.captured else None, "reduce-scatter", BUCKETS)
+        def packed(group):  # small blocks are sent as they are
+            return self._packed(group, wire if group.owned else jnp.float32) if group.captured else None
+
+        return self._messages(packed, "reduce-scatter", BUCKETS)
 
     @property
     def packed_elements(self) -> int:
@@ -162,15 +165,14 @@ class Assignment:
         """Bytes by kind of message, from what there is of one block of a group: as `collectives` sends it."""
         shards = self.shards
         arrays = {g: jax.tree.leaves(jax.eval_shape(functools.partial(block, g))) for g in self.groups}
-        itemsize = max((x.dtype.itemsize for leaves in arrays.values() for x in leaves), default=0)
+        itemsize = max((x.dtype.itemsize for g, leaves in arrays.items() if g.owned for x in leaves), default=1)
         sizes = {}
         total: collections.Counter[str] = collections.Counter()
         for group, leaves in arrays.items():
-            size = count_bytes(leaves) // itemsize if leaves else 0
             if group.owned:
-                sizes[group.name] = size
+                sizes[group.name] = count_bytes(leaves) // itemsize
             elif kind == "reduce-scatter":
-                total["all-reduce"] += group.size * size * itemsize
+                total["all-reduce"] += group.size * count_bytes(leaves)
         buckets = make_buckets({name: shards[name].blocks * size for name, size in sizes.items() if size}, number)
         for names in buckets:
             segments = make_segments(shards, {name: sizes[name] for name in names})
@@ -189,8 +191,7 @@ class Assignment:
 
     def _basis(self, group: Group) -> Any:
         """What all devices get of the inverse of one block."""
-        several = group.correctable and self.devices > 1
-        return self.kind.basis(self.kind.init(self._statistics(group))) if several else None
+        return self.kind.basis(self.kind.init(self._statistics(group))) if group.owned else None
 
     def owners(self) -> list[tuple[str, int, int]]:
         """Owner of every Kronecker block: `(layer name, copy or piece, device)`."""

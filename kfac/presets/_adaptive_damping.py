@@ -113,9 +113,10 @@ def adaptive_damping(
 
     def init(params):
         damping, ratio = jnp.asarray(initial, jnp.float32), jnp.full((), jnp.nan, jnp.float32)
-        none = jnp.zeros((), jnp.int32)
         inner_state = _checked(inner(damping).init(params))
-        return AdaptiveDampingState(none, damping, ratio, inner_state, none, jnp.zeros((), bool))
+        # Arrays of their own, so that both can be donated.
+        count, taken_back = (jnp.zeros((), jnp.int32) for _ in range(2))
+        return AdaptiveDampingState(count, damping, ratio, inner_state, taken_back, jnp.zeros((), bool))
 
     def update(updates, state, params=None, *, value_fn=None, **extra):
         if params is None or value_fn is None:
@@ -156,8 +157,9 @@ def adaptive_damping(
 
 
 def _checked(inner_state: Any) -> Any:
-    owned = [blocks for state in find_nodes(inner_state, KfacState) for blocks in state.owned.values()]
-    if any(blocks.inverse.relative for blocks in owned):
+    states = find_nodes(inner_state, KfacState)
+    kinds = [x.inverse for s in states for x in (*s.owned.values(), *(blocks.inverse for blocks in s.shared.values()))]
+    if any(inverse.relative for inverse in kinds):
         raise ValueError(
             "adaptive_damping has a quadratic model with one damping for all layers, whose minimum the step is: pass "
             "trust_ratio=None to kfac.kfac, and no inverse that is relative=True"
@@ -180,7 +182,7 @@ def _reduction_ratio(
     before, predicted = jax.tree.map(averaged, model)
     after = averaged(value_fn(optax.apply_updates(params, changes)))
     rounding = 8 * jnp.finfo(before.dtype).eps * jnp.abs(before)
-    moved = (optax.tree.norm(changes, squared=True) > 0) & jnp.isfinite(before)
+    moved = ~(optax.tree.norm(changes, squared=True) <= 0) & jnp.isfinite(before)  # also by NaN
     worse = moved & ~(after <= before + rounding)
     bad = ~(predicted < 0) | ~jnp.isfinite(after)
     ratio = jnp.where(bad, -jnp.inf, (after - before) / jnp.where(bad, 1, predicted))

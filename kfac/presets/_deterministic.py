@@ -74,7 +74,7 @@ def _quadratic_step(
 
     def init(params):
         zero = jnp.zeros((), jnp.result_type(jnp.float32, *jax.tree.leaves(params)))
-        return Predicted(preconditioner(1.0).init(params), optax.tree.zeros_like(params), zero, zero)
+        return Predicted(preconditioner(1.0).init(params), optax.tree.zeros_like(params), zero, jnp.zeros_like(zero))
 
     def update(updates, state, params, *, value_fn, factors=None, **extra):
         del extra
@@ -107,6 +107,7 @@ def _quadratic_step(
 
         step, rows, *_ = lax.fori_loop(0, STEPS, conjugate, (step, rows, 0 * step, 0 * damping))
         predicted = jnp.vdot(gradient, step) + jnp.sum(jnp.square(rows)) / 2
+        step = jnp.where(jnp.isfinite(predicted), step, 0)  # of what is not finite there is no step
         known = (x.astype(state.loss.dtype) for x in (value, predicted))
         return unravel(step), Predicted(blocks, unravel(step), *known)
 
