@@ -58,10 +58,10 @@ def find_layers(
         passes through the preconditioner unchanged.
       max_dim: a Kronecker factor with more rows is kept as diagonal blocks of at most so many neighbouring rows, as few
         and as equal as can be, which the table says; one with 30,000 rows or more, as many as a vocabulary has, as its
-        diagonal. The inverse of a factor of `d` rows takes work of order `d^3` and memory of order `d^2`. A kernel is
-        cut into pieces, each with a block of its own, as in Distributed Shampoo (Shi et al. 2023). None: 8,192, and
-        the longer side of a dense kernel, where it has 256 rows or more and 1.5 to 8 times those of the shorter side,
-        in blocks about as long as that.
+        diagonal, along which the kernel is cut into 2, 4, 8, ... pieces of at most 4,096 rows. The inverse of a factor
+        of `d` rows takes work of order `d^3` and memory of order `d^2`. A kernel is cut into pieces, each with a block
+        of its own, as in Distributed Shampoo (Shi et al. 2023). None: 8,192, and the longer side of a dense kernel,
+        where it has 256 rows or more and 1.5 to 8 times those of the shorter side, in blocks about as long as that.
       reduce: regular expressions; a matrix product or convolution whose kernel has one in its path is treated in the
         setting "reduce" of Eschenhagen et al. 2023: inputs are averaged and output gradients summed over the positions
         of an example before products are formed. Elsewhere it is "expand". Lookups are in the setting "expand" always.

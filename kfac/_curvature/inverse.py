@@ -40,7 +40,7 @@ class Inverse(abc.ABC):
     attempt where one fails, and what several devices do, is not its business. All methods are traced by JAX.
 
     `factors` are stacks of statistics, with `A` `[k, d_in, d_in]` and `G` `[k, d_out, d_out]`, or `[k, d]` where a
-    factor is diagonal. What is kept may be any pytree of arrays whose leading axis is that of the blocks::
+    factor is diagonal. What is kept may be any pytree of floating arrays whose leading axis is that of the blocks::
 
         @dataclasses.dataclass(frozen=True)
         class Diagonal(kfac.Inverse):
