@@ -89,14 +89,13 @@ def check_patterns(name: str, value: Any) -> None:
 
 def as_argnums(value: Any) -> tuple[int | str, ...]:
     """One argument or several as a tuple."""
-    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+    return tuple(value) if isinstance(value, Collection) and not isinstance(value, str) else (value,)
 
 
 def check_argnums(name: str, value: Any) -> None:
     """Raises where a value does not say arguments: by positions, negative ones from the end, or names."""
     keys = as_argnums(value)
-    once = isinstance(value, Iterable) and not isinstance(value, Collection)
-    valid = keys and not once and all(isinstance(k, int | str) and not isinstance(k, bool) for k in keys)
+    valid = keys and all(isinstance(k, int | str) and not isinstance(k, bool) for k in keys)
     if not valid or len(set(keys)) < len(keys):
         raise ValueError(f"{name} must be the position of an argument, its name, or several of them, but is {value!r}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -353,7 +354,7 @@ class Layers(Sequence[Layer]):
         """The layers that are preconditioned, which are all but those skipped."""
         return tuple(layer for layer in self.blocks if layer.block)
 
-    @property
+    @functools.cached_property
     def skipped_paths(self) -> frozenset[str]:
         """Paths of the leaves that are not preconditioned."""
         return frozenset(path for layer in self.blocks if not layer.block for path in layer.params)

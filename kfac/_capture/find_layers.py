@@ -359,13 +359,14 @@ def _kronecker_layer(
     notes = ["A holds the counts of the rows looked up"] * lookup
     notes += ["read as its transpose as well"] * any(use.layout != kernel for use in uses)
     notes += [f"{len(by_parts)} of its {parts} parts read"] * (len(by_parts) < parts)
-    count, geometries = max(sum(use.reads for use in part) for part in by_parts), [use.read.geometry for use in uses]
+    count = max(sum(use.reads for use in part) for part in by_parts)
+    convolutions = [x for use in uses if isinstance(x := use.read.geometry, Convolution)]
     return _layer(
         traced, leaves, main.read.op, layouts, "; ".join(notes), uses=count,
         diagonal=("A",) if lookup else (), weight_sharing="reduce" if summed else "expand",
         positions=_positions(rows.pop(), batch or n) if len(rows) == 1 and not ragged else None,
         told_apart=count == 1 and not ragged and ordered,
-        overlap=max((x.overlap for x in geometries if isinstance(x, Convolution)), default=1.0),
+        overlap=max((x.overlap for x in convolutions), default=1.0),
     )  # fmt: skip
 
 

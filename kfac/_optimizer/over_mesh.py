@@ -92,12 +92,15 @@ class OverMesh:
         """Lays out gradients: blocks with owners at the positions of these, the others on all devices."""
         # First as the parameters lie: XLA would add up each use of a leaf, and all turns of a scan, on every device.
         updates = map_by_path(lambda path, x: self.lying(x, *self.splits.get(path, [UNSEEN])), updates)
-        owned, before_cut = self.owned(updates), lambda layer, matrix: self.lying(matrix, None, *self.across(layer))
+        owned = self.owned(updates)
 
         def rest(path, leaf):
             if path in self.config.layers.skipped_paths:
                 return jnp.where(finite(leaf, 0), 0.0, jnp.nan)
             return optax.MaskedNode() if path in owned else leaf
+
+        def before_cut(layer, matrix):
+            return self.lying(matrix, None, *self.across(layer))
 
         def stacked(owned):
             stacks = {}

@@ -53,7 +53,6 @@ class KfacMetrics(NamedTuple):
 
 
 COUNTED = ("inverse_age", "skipped_statistics", "failed_inversions", "skipped_steps")
-METRICS = {name: jnp.int32 if name in COUNTED else jnp.float32 for name in KfacMetrics._fields}
 
 
 class BlockState(NamedTuple):
@@ -249,7 +248,7 @@ def init_state(config: Config, params: Any) -> KfacState:
         bases={g.name: config.inverse.basis(inverses(g, g.size)) for g in with_bases},
         learning_rates=jnp.zeros(2, jnp.float32),
         members={group.name: {group.members: jnp.full((), group.size, jnp.int32)} for group in config.groups},
-        metrics=KfacMetrics(**{name: jnp.zeros((), dtype) for name, dtype in METRICS.items()}),
+        metrics=KfacMetrics(*(jnp.zeros((), jnp.int32 if x in COUNTED else jnp.float32) for x in KfacMetrics._fields)),
         splits=Splits(),
     )
 

@@ -28,8 +28,6 @@ from kfac._optimizer.over_mesh import init_over_mesh
 from kfac._optimizer.place import Config
 from kfac._packing import room
 
-Messages = dict[str, int]
-
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Assignment:
@@ -115,10 +113,7 @@ class Assignment:
             narrow = jnp.dtype(wire).itemsize * self.packed_elements
             return {"reduce-scatter": narrow, "all-to-all": owned, "all-reduce": rest}
 
-        def packed(group):  # small blocks are sent as they are
-            return self._packed(group, wire if group.owned else jnp.float32) if group.captured else None
-
-        return self._messages(packed, "reduce-scatter", BUCKETS)
+        return self._messages(lambda g: self._packed(g, wire) if g.captured else None, "reduce-scatter", BUCKETS)
 
     @property
     def packed_elements(self) -> int:
@@ -126,9 +121,9 @@ class Assignment:
         layers = [layer for group in self.groups if group.captured and group.owned for layer in group.layers]
         return sum(layer.copies * math.prod(room(shape)) for layer in layers for shape in layer.side_shapes.values())
 
-    def _packed(self, group: Group, dtype: Any = jnp.float32) -> Any:
+    def _packed(self, group: Group, dtype: Any = None) -> Any:
         """The statistics of one block, packed."""
-        return self._statistics(group, dtype).packed(tuple(group.shapes.values()))
+        return self._statistics(group).packed(tuple(group.shapes.values()), dtype=dtype)
 
     @property
     def gradients_messages(self) -> dict[str, int]:
@@ -161,9 +156,8 @@ class Assignment:
         """As `results_messages`, of the bases that all devices get in a step with a refresh, with `Ekfac`."""
         return self._messages(self._basis, "all-gather")
 
-    def _messages(self, block: Callable[[Group], Any], kind: str, number: int = 1) -> Messages:
+    def _messages(self, block: Callable[[Group], Any], kind: str, number: int = 1) -> dict[str, int]:
         """Bytes by kind of message, from what there is of one block of a group: as `collectives` sends it."""
-        shards = self.shards
         arrays = {g: jax.tree.leaves(jax.eval_shape(functools.partial(block, g))) for g in self.groups}
         itemsize = max((x.dtype.itemsize for g, leaves in arrays.items() if g.owned for x in leaves), default=1)
         sizes = {}
@@ -173,10 +167,10 @@ class Assignment:
                 sizes[group.name] = count_bytes(leaves) // itemsize
             elif kind == "reduce-scatter":
                 total["all-reduce"] += group.size * count_bytes(leaves)
-        buckets = make_buckets({name: shards[name].blocks * size for name, size in sizes.items() if size}, number)
+        buckets = make_buckets({name: self.shards[name].blocks * size for name, size in sizes.items() if size}, number)
         for names in buckets:
-            segments = make_segments(shards, {name: sizes[name] for name in names})
-            width = segments.width + sum(shards[name].full * sizes[name] for name in names)
+            segments = make_segments(self.shards, {name: sizes[name] for name in names})
+            width = segments.width + sum(self.shards[name].full * sizes[name] for name in names)
             total[kind] += self.devices * width * itemsize
             total["all-to-all"] += self.devices * segments.exchanged * itemsize
         return {kind: size for kind, size in total.items() if size and self.devices > 1}
@@ -185,9 +179,9 @@ class Assignment:
         """One block's."""
         return jnp.zeros((1, group.d_out * group.d_in)) if group.owned else None
 
-    def _statistics(self, group: Group, dtype: Any = jnp.float32) -> Block:
+    def _statistics(self, group: Group) -> Block:
         """One block's."""
-        return group.zeros(1, dtype, group.moments(self.kind))
+        return group.zeros(1, jnp.float32, group.moments(self.kind))
 
     def _basis(self, group: Group) -> Any:
         """What all devices get of the inverse of one block."""
