@@ -17,6 +17,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from kfac._capture.parameters import parameter
 from kfac._capture.replay import rewrite
 from kfac._statistics.convolution import padded
 
@@ -29,9 +30,9 @@ def fast_in_loops(fn: Callable[..., Any]) -> Callable[..., Any]:
     return rewrite(fn, {"conv_general_dilated": _convolution}) if jax.default_backend() == "cpu" else fn
 
 
-def _convolution(params: dict[str, Any], image: jax.Array, kernel: jax.Array) -> jax.Array:
+def _convolution(eqn: Any, image: jax.Array, kernel: jax.Array) -> jax.Array:
     """The convolution, by way of transposes, with batch first, channels last, and input before output channels."""
-    numbers = params["dimension_numbers"]
+    numbers = parameter(eqn, "dimension_numbers")
     image_order = (numbers.lhs_spec[0], *numbers.lhs_spec[2:], numbers.lhs_spec[1])
     kernel_order = (*numbers.rhs_spec[2:], numbers.rhs_spec[1], numbers.rhs_spec[0])
     out_order = (numbers.out_spec[0], *numbers.out_spec[2:], numbers.out_spec[1])
@@ -39,7 +40,7 @@ def _convolution(params: dict[str, Any], image: jax.Array, kernel: jax.Array) ->
     last = (0, rank - 1, *range(1, rank - 1))
     canonical = lax.ConvDimensionNumbers(last, (rank - 1, rank - 2, *range(rank - 2)), last)
     named = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "feature_group_count", "batch_group_count")
-    options = {key: params[key] for key in (*named, "precision", "preferred_element_type")}
+    options = {key: parameter(eqn, key) for key in (*named, "precision", "preferred_element_type")}
     image, kernel = image.transpose(image_order), kernel.transpose(kernel_order)
     if math.prod(kernel.shape[:-2]) > math.prod(image.shape[1:-1]):
         # XLA would exchange image and kernel, and have no fast code for the result. Around an

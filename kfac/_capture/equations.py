@@ -9,13 +9,20 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.extend import core as jex
 
+from kfac._capture.parameters import (
+    CALLS,
+    CUSTOM_DERIVATIVES,
+    DEVICE_SUMS,
+    REMATS,
+    inner_program,
+    parameter,
+)
+
 SUMS = frozenset({"add", "add_any", "sub"})
-_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"})
-_REMATS = frozenset({"checkpoint", "remat", "remat2"})
 IDENTITIES = frozenset(
     {"convert_element_type", "copy", "copy_p", "name", "reduce_precision", "sharding_constraint", "pvary", "pcast"}
     | {"reshard", "mesh_cast"}
@@ -26,39 +33,25 @@ _WITHOUT_GRADIENT = frozenset({"stop_gradient", "floor", "ceil", "round", "sign"
 _COMBINING = ("scatter", "reduce")
 
 
-class Scan(NamedTuple):
-    """Says how many inputs of a scan are the same in each iteration, how many are carried on, and its length."""
-
-    consts: int
-    carried: int
-    length: int
-
-    @property
-    def last(self) -> int:
-        """The first of the inputs that it slices."""
-        return self.consts + self.carried
-
-
-def scan(eqn: Any) -> Scan | None:
-    """What a scan does with its inputs; None for another equation."""
-    if eqn.primitive.name != "scan":
-        return None
-    return Scan(*(eqn.params[key] for key in ("num_consts", "num_carry", "length")))
-
-
 def called(eqn: Any) -> tuple[str, Any] | None:
     """What an equation is, `"call"`, `"remat"` or `"scan"`, and the closed jaxpr inside it; None for another one."""
     name = eqn.primitive.name
-    kind = "call" if name in _CALLS else "remat" if name in _REMATS else "scan" if name == "scan" else None
-    if kind is None and not ("call_jaxpr" in eqn.params and registered(eqn) is LOOK_INSIDE):
-        return None
-    inner = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
-    return kind or "call", inner if isinstance(inner, jex.ClosedJaxpr) else jex.ClosedJaxpr(inner, ())
+    if name in CALLS:
+        return "call", inner_program(eqn, "jaxpr")
+    if name in REMATS:
+        return "remat", inner_program(eqn, "jaxpr")
+    if name == "scan":
+        return "scan", inner_program(eqn, "jaxpr")
+    if name in CUSTOM_DERIVATIVES and registered(eqn) is LOOK_INSIDE:
+        return "call", inner_program(eqn, "call_jaxpr")
+    return None
 
 
 def shardings(eqn: Any) -> tuple[Sequence[Any], Sequence[Any]]:
     """Returns the shardings that a `jit` inside the loss gives its arguments and results; for none an object of JAX."""
-    return eqn.params.get("in_shardings", ()), eqn.params.get("out_shardings", ())
+    if "in_shardings" not in eqn.params:  # a call without shardings
+        return (), ()
+    return parameter(eqn, "in_shardings"), parameter(eqn, "out_shardings")
 
 
 def evaluate(within: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
@@ -92,7 +85,7 @@ MARK = "kfac.output/"  # how the name of a marked output begins
 
 def mark(eqn: Any) -> str:
     """What the name of a marked output says, `"likelihood/weight"`; empty for other equations."""
-    name = eqn.params["name"] if eqn.primitive.name == "name" else ""
+    name = parameter(eqn, "name") if eqn.primitive.name == "name" else ""
     return name.removeprefix(MARK) if name.startswith(MARK) else ""
 
 
@@ -103,7 +96,7 @@ def holds_mark(eqn: Any) -> bool:
 
 def devices_summed(eqn: Any) -> tuple[str, ...]:
     """The named axes of devices over which an equation sums."""
-    return tuple(eqn.params["axes"]) if eqn.primitive.name.startswith("psum") else ()
+    return tuple(parameter(eqn, "axes")) if eqn.primitive.name in DEVICE_SUMS else ()
 
 
 def stops_gradient(eqn: Any) -> bool:
@@ -179,12 +172,12 @@ def registered(eqn: Any) -> Callable[..., Any] | str | None:
     """What a user has said that an equation is like."""
     if not _REGISTERED:
         return None
-    keys: list[Any] = [eqn.primitive, eqn.params.get("target_name")]
+    keys: list[Any] = [eqn.primitive, _target(eqn)]
     inner = next(inside(eqn), None)
     if inner is not None and (info := inner.debug_info) is not None:
         place = info.func_filename, info.func_lineno
         keys.append((*place, info.func_name))
-        if eqn.params.get("name") == info.func_name:  # the own name of a pallas_call
+        if eqn.primitive.name == "pallas_call" and parameter(eqn, "name") == info.func_name:
             keys += [key for key in _REGISTERED if isinstance(key, tuple) and key[:2] == place]
     return next((_REGISTERED[key] for key in keys if key in _REGISTERED), None)
 
@@ -192,4 +185,9 @@ def registered(eqn: Any) -> Callable[..., Any] | str | None:
 def name_of(eqn: Any) -> str:
     """Names a registered operation, for messages."""
     inner = next(inside(eqn), None)
-    return eqn.params.get("target_name") or (inner.debug_info.func_name if inner is not None else eqn.primitive.name)
+    return _target(eqn) or (inner.debug_info.func_name if inner is not None else eqn.primitive.name)
+
+
+def _target(eqn: Any) -> str | None:
+    """Return the name of the foreign function that an equation calls."""
+    return parameter(eqn, "target_name") if eqn.primitive.name == "ffi_call" else None

@@ -25,6 +25,7 @@ from jax.lax import GatherScatterMode
 from kfac._capture import axes as axes_lib
 from kfac._capture.axes import Atom, Axes, Axis, foreign, holds_examples, mixed
 from kfac._capture.equations import FORMS, IDENTITIES, SUMS, called, name_of, registered
+from kfac._capture.parameters import REDUCTIONS, parameter
 from kfac._statistics.convolution import Convolution
 from kfac._statistics.rows import Dense, Geometry, Lookup, accumulator
 
@@ -118,7 +119,7 @@ def is_product(eqn: Any) -> bool:
 
 def placed(eqn: Any, data: Sequence[Axes]) -> list[Axes] | None:
     """The axes of each result of an equation of data; None where nothing is known but their lengths."""
-    name, params, shapes = eqn.primitive.name, eqn.params, [tuple(v.aval.shape) for v in eqn.invars]
+    name, shapes = eqn.primitive.name, [tuple(v.aval.shape) for v in eqn.invars]
     outs = [tuple(var.aval.shape) for var in eqn.outvars]
     if name in _MOVES and len(eqn.invars) == 1:
         meaning = _TABLE[name](eqn, 0, data[0], data)
@@ -126,22 +127,22 @@ def placed(eqn: Any, data: Sequence[Axes]) -> list[Axes] | None:
     if name in ("concatenate", "stack"):
         return [_side_by_side(eqn, data, outs[0])]
     if name == "dot_general":
-        contract, batch = params["dimension_numbers"]
+        contract, batch = parameter(eqn, "dimension_numbers")
         free = [[a for k, a in enumerate(data[i]) if k not in contract[i] and k not in batch[i]] for i in (0, 1)]
         return [(*(data[0][k] for k in batch[0]), *free[0], *free[1])]
-    if name == "conv_general_dilated" and params["batch_group_count"] == 1:
-        numbers = params["dimension_numbers"]
+    if name == "conv_general_dilated" and parameter(eqn, "batch_group_count") == 1:
+        numbers = parameter(eqn, "dimension_numbers")
         result = [foreign(size) for size in outs[0]]
         result[numbers.out_spec[0]] = data[0][numbers.lhs_spec[0]]
         return [tuple(result)]
     if name == "sort":
-        lost = params["dimension"]
+        lost = parameter(eqn, "dimension")
         return [
             tuple(mixed(outs[0][k]) if k == lost and holds_examples(a) else a for k, a in enumerate(axes))
             for axes in data
         ]
-    if "axes" in params and len(eqn.invars) == 1 and name.startswith(("reduce", "arg")):
-        return [tuple(axis for k, axis in enumerate(data[0]) if k not in params["axes"])]
+    if name in REDUCTIONS and len(eqn.invars) == 1:
+        return [tuple(axis for k, axis in enumerate(data[0]) if k not in parameter(eqn, "axes"))]
     if len(outs) == 1 and name != "dynamic_update_slice":
         alike = [axes for axes, shape in zip(data, shapes, strict=True) if _broadcasts(shape, outs[0])]
         if alike and math.prod(outs[0]) > 1:
@@ -154,12 +155,12 @@ def indexed(eqn: Any, data: Sequence[Axes], fresh: Sequence[bool]) -> Axes:
 
     What data choose along the axis of the examples is in no order that is known.
     """
-    numbers, out = eqn.params["dimension_numbers"], tuple(eqn.outvars[0].aval.shape)
+    numbers, out = parameter(eqn, "dimension_numbers"), tuple(eqn.outvars[0].aval.shape)
     if eqn.primitive.name != "gather":
         chosen = {k for k, fixed in zip(numbers.scatter_dims_to_operand_dims, fresh, strict=True) if not fixed}
         grown = zip(data[0], out, strict=True)
         return tuple(mixed(size) if k in chosen and holds_examples(a) else a for k, (a, size) in enumerate(grown))
-    table, sizes = tuple(eqn.invars[0].aval.shape), eqn.params["slice_sizes"]
+    table, sizes = tuple(eqn.invars[0].aval.shape), parameter(eqn, "slice_sizes")
     chosen = {k for k, fixed in zip(numbers.start_index_map, fresh, strict=True) if not fixed and sizes[k] < table[k]}
     lost = any(holds_examples(data[0][k]) for k in chosen)
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
@@ -187,7 +188,7 @@ def _agreed(axes: Sequence[Axis], size: int) -> Axis:
 
 def _side_by_side(eqn: Any, data: Sequence[Axes], out: tuple[int, ...]) -> Axes:
     stacked = eqn.primitive.name == "stack"
-    along = eqn.params["axis" if stacked else "dimension"]
+    along = parameter(eqn, "axis" if stacked else "dimension")
     parts = [(*axes[:along], (), *axes[along:]) if stacked else axes for axes in data]
     result = [_agreed(axis, size) for axis, size in zip(zip(*parts, strict=True), out, strict=True)]
     joined = {axes[along] for axes in parts}
@@ -203,11 +204,11 @@ def _cast(eqn: Any, axes: Axes) -> Axes | None:
 
 
 def _reversed(eqn: Any, axes: Axes) -> Axes:
-    return tuple(axes_lib.flip(a) if k in eqn.params["dimensions"] else a for k, a in enumerate(axes))
+    return tuple(axes_lib.flip(a) if k in parameter(eqn, "dimensions") else a for k, a in enumerate(axes))
 
 
 def _reshaped(eqn: Any, axes: Axes) -> Axes | None:
-    order = eqn.params.get("dimensions") if eqn.primitive.name == "reshape" else None
+    order = parameter(eqn, "dimensions") if eqn.primitive.name == "reshape" else None
     axes = axes if order is None else tuple(axes[k] for k in order)  # of the transposed array, if it says so
     return axes_lib.reshape(axes, eqn.outvars[0].aval.shape)
 
@@ -215,7 +216,7 @@ def _reshaped(eqn: Any, axes: Axes) -> Axes | None:
 def _broadcast(eqn: Any, axes: Axes) -> Axes:
     total = eqn.outvars[0].aval.shape
     operand = zip(axes, eqn.invars[0].aval.shape, strict=True)
-    source: dict[int, tuple[Axis, int]] = dict(zip(eqn.params["broadcast_dimensions"], operand, strict=True))
+    source: dict[int, tuple[Axis, int]] = dict(zip(parameter(eqn, "broadcast_dimensions"), operand, strict=True))
     pairs = [source.get(k, ((), 1)) for k in range(len(total))]
     return broadcast_axes([axis for axis, _ in pairs], [size for _, size in pairs], total)
 
@@ -225,9 +226,9 @@ _WHOLE: dict[str, Callable[[Any, Axes], Axes | None]] = {
     **dict.fromkeys(IDENTITIES, _cast),
     **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshaped),
     "broadcast_in_dim": _broadcast,
-    "transpose": lambda eqn, axes: tuple(axes[k] for k in eqn.params["permutation"]),
+    "transpose": lambda eqn, axes: tuple(axes[k] for k in parameter(eqn, "permutation")),
     "rev": _reversed,
-    "tile": lambda eqn, axes: tuple((*foreign(n), *a) for n, a in zip(eqn.params["reps"], axes, strict=True)),
+    "tile": lambda eqn, axes: tuple((*foreign(n), *a) for n, a in zip(parameter(eqn, "reps"), axes, strict=True)),
 }
 
 
@@ -239,23 +240,23 @@ def _follow_whole(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> M
 
 def _follow_parts(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
     """Follows slices at places that do not depend on data, each to the box of entries that is left."""
-    name, params, shape = eqn.primitive.name, eqn.params, eqn.invars[0].aval.shape
-    if name == "slice" and params["strides"] is not None and any(step != 1 for step in params["strides"]):
+    name, shape = eqn.primitive.name, eqn.invars[0].aval.shape
+    if name == "slice" and parameter(eqn, "strides") is not None and any(step != 1 for step in parameter(eqn, "strides")):
         return None
     results, moves = [], []
     for k, out in enumerate(eqn.outvars):
         first, sizes = [0] * len(shape), list(shape)
         if name == "slice":
-            first, sizes = list(params["start_indices"]), list(out.aval.shape)
+            first, sizes = list(parameter(eqn, "start_indices")), list(out.aval.shape)
         else:
-            axis, lengths = params["axis"], [1] * len(eqn.outvars) if name == "unstack" else params["sizes"]
+            axis, lengths = parameter(eqn, "axis"), [1] * len(eqn.outvars) if name == "unstack" else parameter(eqn, "sizes")
             first[axis], sizes[axis] = sum(map(int, lengths[:k])), int(lengths[k])
         cuts = [axes_lib.cut(*cut) for cut in zip(axes, first, sizes, strict=True)]
         if any(part is None for part in cuts):
             return None
         left = [part[0] for part in cuts if part]
         if name == "unstack":
-            del left[params["axis"]]
+            del left[parameter(eqn, "axis")]
         results.append(tuple(left))
         moves.append(tuple(move for part in cuts if part for move in part[1]))
     return Follow(tuple(results), tuple(moves))
@@ -278,7 +279,7 @@ def _read_elementwise(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) 
 
 def _read_product(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
     """Reads a product whose input number `operand` is a kernel; None for a broadcast one, which is an activation."""
-    contract, batch = eqn.params["dimension_numbers"]
+    contract, batch = parameter(eqn, "dimension_numbers")
     x = eqn.invars[1 - operand].aval
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return "it is multiplied with complex data, whose statistics are not implemented"
@@ -303,7 +304,7 @@ def _read_product(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> M
 
 def _read_ragged_product(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
     """A product of each group of rows with a kernel of its own, `lax.ragged_dot`."""
-    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    numbers = parameter(eqn, "ragged_dot_dimension_numbers")
     contract, batch = numbers.dot_dimension_numbers
     x, groups = eqn.invars[0].aval, axes[0] if axes else ()
     plain = tuple(map(tuple, contract)) == ((1,), (1,)) and not any(batch) and x.ndim == 2
@@ -327,14 +328,14 @@ def _rows(y_axes: Axes, x_axes: Axes, order: Sequence[int]) -> tuple[tuple[int, 
 
 def _read_convolution(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
     """Groups of channels are independent copies: each reads its part of the input channels, and writes its outputs."""
-    params, numbers = eqn.params, eqn.params["dimension_numbers"]
+    numbers = parameter(eqn, "dimension_numbers")
     if operand == 0:
         return "it is the image of a convolution, not its kernel"
     if axes_lib.is_broadcast(axes):
         return "a broadcast kernel"
-    if params["batch_group_count"] != 1:
-        return f"batch_group_count={params['batch_group_count']} is not supported"
-    groups = params["feature_group_count"]
+    if parameter(eqn, "batch_group_count") != 1:
+        return f"batch_group_count={parameter(eqn, 'batch_group_count')} is not supported"
+    groups = parameter(eqn, "feature_group_count")
     lhs, kernel, out = (tuple(var.aval.shape) for var in (*eqn.invars, *eqn.outvars))
     out_channel, in_channel, *window = numbers.rhs_spec
     channels = out[numbers.out_spec[1]]
@@ -353,9 +354,9 @@ def _read_convolution(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) 
     axis_of = dict(zip((numbers.out_spec[0], *numbers.out_spec[2:]), range(len(out)), strict=False))
     rows = _rows(tuple(y_axes), x_axes, [axis_of[k] for k in sorted(axis_of)])
     geometry = Convolution(
-        spec=tuple(numbers.lhs_spec), window=tuple(kernel[k] for k in window), strides=tuple(params["window_strides"]),
-        padding=tuple(tuple(pair) for pair in params["padding"]), lhs_dilation=tuple(params["lhs_dilation"]),
-        rhs_dilation=tuple(params["rhs_dilation"]), out=tuple(out[k] for k in numbers.out_spec[2:]),
+        spec=tuple(numbers.lhs_spec), window=tuple(kernel[k] for k in window), strides=tuple(parameter(eqn, "window_strides")),
+        padding=tuple(tuple(pair) for pair in parameter(eqn, "padding")), lhs_dilation=tuple(parameter(eqn, "lhs_dilation")),
+        rhs_dilation=tuple(parameter(eqn, "rhs_dilation")), out=tuple(out[k] for k in numbers.out_spec[2:]),
     )  # fmt: skip
     return _read(eqn, operand, "conv", x_axes, y_axes, batched=group, rows=rows, geometry=geometry)
 
@@ -364,7 +365,7 @@ def _read_lookup(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Me
     """A gather that takes whole rows of a table, one for each index; None if it is another."""
     if operand != 0:
         return None
-    numbers, mode, sizes = eqn.params["dimension_numbers"], eqn.params["mode"], eqn.params["slice_sizes"]
+    numbers, mode, sizes = parameter(eqn, "dimension_numbers"), parameter(eqn, "mode"), parameter(eqn, "slice_sizes")
     table, out = eqn.invars[0].aval.shape, tuple(eqn.outvars[0].aval.shape)
     taken = [k for k, size in enumerate(sizes) if size != table[k]] or list(numbers.collapsed_slice_dims)
     if len(taken) != 1 or taken[0] not in numbers.start_index_map or sizes[taken[0]] != 1:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from kfac._capture import equations, primitives
+from kfac._capture import equations, parameters, primitives
 from kfac._capture.axes import Axes, Axis
 
 State = TypeVar("State")
@@ -91,7 +91,7 @@ class Op:
     within: Any
     inputs: list[Value]
     outputs: list[Value]
-    scan: equations.Scan | None = None
+    scan: parameters.Scan | None = None
     inner: Program | None = None
     around: tuple[Op, ...] = ()
     longer: bool = False
@@ -222,7 +222,7 @@ def _inline(into: Program, closed: Any, inputs: Sequence[Value]) -> list[Value]:
             results = _constrained(into, results, leaving)
         else:
             results = list(map(_value, eqn.outvars))
-            op = Op(eqn, jaxpr, inputs, results, equations.scan(eqn), around=into.around)
+            op = Op(eqn, jaxpr, inputs, results, parameters.scan(eqn), around=into.around)
             op.inner = flat(inner, (*into.around, op)) if inner else None
             into.ops.append(op)
         env.update(zip(eqn.outvars, results, strict=True))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kfac._capture import equations, primitives
+from kfac._capture.parameters import parameter
 from kfac._capture.program import Op, Program, flat
 from kfac._capture.taps import Key, KroneckerTap, Plan, Probes, tapped, together
 
@@ -123,7 +124,7 @@ def _remat(op: Op, inputs: Sequence[Replayed], plan: Plan, probes: Probes) -> Re
         assert op.inner
         return _replay(op.inner, inputs, plan, probes)
 
-    options = {key: op.eqn.params[key] for key in ("prevent_cse", "policy")}
+    options = {key: parameter(op.eqn, key) for key in ("prevent_cse", "policy")}
     return jax.checkpoint(block, **options)(inputs, {key: probes[key] for key in plan.inside[op]})
 
 
@@ -156,7 +157,7 @@ def _scan_by(step: Callable[..., Any], op: Op, values: Sequence[Any], beside: An
         outs, handed = step(op.inner, [*values[:first], *carry, *xs], more)
         return outs[: last - first], (outs[last - first :], handed)
 
-    options = {key: op.eqn.params[key] for key in ("length", "reverse", "unroll")}
+    options = {key: parameter(op.eqn, key) for key in ("length", "reverse", "unroll")}
     carry, (ys, handed) = lax.scan(body, list(values[first:last]), (list(values[last:]), beside), **options)
     return [*carry, *ys], handed
 
@@ -165,7 +166,7 @@ def _scan_by(step: Callable[..., Any], op: Op, values: Sequence[Any], beside: An
 
 
 def rewrite(fn: Callable[..., Any], rules: Mapping[str, Callable[..., jax.Array]]) -> Callable[..., Any]:
-    """`fn` with other ways to compute some primitives, `rules[name](params, *operands)`, also in calls and scans.
+    """`fn` with other ways to compute some primitives, `rules[name](equation, *operands)`, also in calls and scans.
 
     What is inside a `custom_vjp` or `jax.checkpoint` is left as it is.
     """
@@ -173,7 +174,7 @@ def rewrite(fn: Callable[..., Any], rules: Mapping[str, Callable[..., jax.Array]
     def evaluated(program: Program, args: Sequence[Any]) -> list[Any]:
         def visit(op, values):
             if op.name in rules:
-                return [rules[op.name](op.eqn.params, *values)]
+                return [rules[op.name](op.eqn, *values)]
             if op.scan:
                 return _scan_by(lambda inner, arguments, _: (evaluated(inner, arguments), None), op, values, None)[0]
             return op.compute(values)

@@ -94,7 +94,7 @@ class _Run:
     def equation(self, eqn, inputs, place):
         name, params = eqn.primitive.name, eqn.params
         if name == "scan":
-            return self.scan(params, inputs, place)
+            return self.scan(eqn, inputs, place)
         for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
             if key in params and name not in ("while", "cond", "custom_vjp_call", "pallas_call"):
                 inner = params[key]
@@ -108,8 +108,13 @@ class _Run:
                 return found
         return [(out, None) for out in _bind(eqn, values)]
 
-    def scan(self, params, inputs, place):
-        closed, n_consts, n_carry = params["jaxpr"], params["num_consts"], params["num_carry"]
+    def scan(self, eqn, inputs, place):
+        params, closed = eqn.params, eqn.params["jaxpr"]
+        # An array of which the body gets a slice has one axis more than the body's argument.
+        pairs = zip((*eqn.invars, *eqn.outvars), (*closed.jaxpr.invars, *closed.jaxpr.outvars), strict=True)
+        sliced = [outer.aval.ndim > inner.aval.ndim for outer, inner in pairs]
+        n_carry = sliced[len(eqn.invars) :].count(False)
+        n_consts = sliced[: len(eqn.invars)].count(False) - n_carry
         consts, carry = inputs[:n_consts], inputs[n_consts : n_consts + n_carry]
         xs, collected = inputs[n_consts + n_carry :], []
         order = range(params["length"])

@@ -1,0 +1,154 @@
+"""Read the parameters of JAX's equations.
+
+A parameter's name and form may change with any JAX release, so no other module reads `eqn.params`.
+`tests/test_parameters.py` traces a program for each row of `PARAMETERS` and compares each parameter with the truth.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core as jex
+
+CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"})
+REMATS = frozenset({"checkpoint", "remat", "remat2"})
+CUSTOM_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+REDUCTIONS = frozenset(
+    {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"}
+    | {"argmax", "argmin"}
+)
+DEVICE_SUMS = frozenset({"psum", "psum2", "psum_invariant"})
+
+# The parameters that the package reads from each primitive.
+PARAMETERS: dict[str, tuple[str, ...]] = {
+    # programs inside an equation
+    **dict.fromkeys(CALLS, ("jaxpr", "in_shardings", "out_shardings")),
+    **dict.fromkeys(REMATS, ("jaxpr", "prevent_cse", "policy")),
+    **dict.fromkeys(CUSTOM_DERIVATIVES, ("call_jaxpr",)),
+    "scan": ("jaxpr", "length", "reverse", "unroll"),
+    # products
+    "dot_general": ("dimension_numbers",),
+    "conv_general_dilated": (
+        "dimension_numbers",
+        "window_strides",
+        "padding",
+        "lhs_dilation",
+        "rhs_dilation",
+        "feature_group_count",
+        "batch_group_count",
+        "precision",
+        "preferred_element_type",
+    ),
+    "ragged_dot_general": ("ragged_dot_dimension_numbers",),
+    # indexing
+    "gather": ("dimension_numbers", "slice_sizes", "mode"),
+    "scatter": ("dimension_numbers",),
+    # changes of form
+    "broadcast_in_dim": ("broadcast_dimensions",),
+    "concatenate": ("dimension",),
+    "reshape": ("dimensions",),
+    "rev": ("dimensions",),
+    "slice": ("start_indices", "strides"),
+    "split": ("axis", "sizes"),
+    "stack": ("axis",),
+    "tile": ("reps",),
+    "transpose": ("permutation",),
+    "unstack": ("axis",),
+    # the rest
+    **dict.fromkeys(REDUCTIONS, ("axes",)),
+    **dict.fromkeys(DEVICE_SUMS, ("axes",)),
+    "name": ("name",),
+    "sort": ("dimension",),
+    "ffi_call": ("target_name",),
+    "pallas_call": ("name",),
+}
+
+
+class UnknownEquationError(NotImplementedError):
+    """The installed JAX gives an equation a form that this version of the package does not know."""
+
+
+def parameter(eqn: Any, name: str) -> Any:
+    """Return a parameter of an equation.
+
+    Args:
+      eqn: an equation of a jaxpr whose primitive is in `PARAMETERS`.
+      name: one of the names in the primitive's row of `PARAMETERS`.
+
+    Raises:
+      UnknownEquationError: the equation has no such parameter in the installed JAX.
+    """
+    primitive = eqn.primitive.name
+    row = "scatter" if primitive.startswith("scatter") else primitive
+    if name not in PARAMETERS[row]:
+        raise ValueError(f"PARAMETERS has no {name!r} in the row of {row!r}")
+    if name not in eqn.params:
+        raise _unknown(eqn, f"no parameter {name!r}, but {', '.join(sorted(eqn.params)) or 'none at all'}")
+    return eqn.params[name]
+
+
+class Scan(NamedTuple):
+    """The roles of a scan's operands: constants come first, then the carry, then the sliced arrays.
+
+    Attributes:
+      consts: the number of operands that are the same in each iteration.
+      carried: the number of operands that are carried from one iteration to the next.
+      length: the number of iterations.
+    """
+
+    consts: int
+    carried: int
+    length: int
+
+    @property
+    def last(self) -> int:
+        """The position of the first sliced operand."""
+        return self.consts + self.carried
+
+
+def scan(eqn: Any) -> Scan | None:
+    """Return the roles of a scan's operands, or None for another equation.
+
+    The roles are counted rather than read, because JAX 0.11 changed the parameters that hold them. A sliced operand has
+    one axis more than the body's argument, and a stacked result one axis more than the body's result. The other results
+    are the carry.
+
+    Raises:
+      UnknownEquationError: the operands do not fit the scan's body.
+    """
+    if eqn.primitive.name != "scan":
+        return None
+    body = inner_program(eqn, "jaxpr").jaxpr
+    length = parameter(eqn, "length")
+    sliced = _sliced(eqn.invars, body.invars, length)
+    stacked = _sliced(eqn.outvars, body.outvars, length)
+    carried = len(eqn.outvars) - stacked
+    consts = len(eqn.invars) - sliced - carried
+    entering = [var.aval.shape for var in eqn.invars[consts : consts + carried]]
+    leaving = [var.aval.shape for var in eqn.outvars[:carried]]
+    if consts < 0 or entering != leaving:
+        raise _unknown(eqn, "operands that are not constants, carry and slices in this order")
+    return Scan(consts, carried, length)
+
+
+def _sliced(outer: list[Any], inner: list[Any], length: int) -> int:
+    """Count the arrays of which each iteration has a slice."""
+    return sum(a.aval.shape == (length, *b.aval.shape) for a, b in zip(outer, inner, strict=True))
+
+
+def inner_program(eqn: Any, name: str) -> Any:
+    """Return the closed jaxpr in the parameter `name`. JAX stores some of them without their constants."""
+    program = parameter(eqn, name)
+    if isinstance(program, jex.ClosedJaxpr):
+        return program
+    if isinstance(program, jex.Jaxpr):
+        return jex.ClosedJaxpr(program, ())
+    raise _unknown(eqn, f"a {type(program).__name__} in {name!r} where a jaxpr was expected")
+
+
+def _unknown(eqn: Any, found: str) -> UnknownEquationError:
+    return UnknownEquationError(
+        f"JAX {jax.__version__} gives the primitive {eqn.primitive.name!r} {found}: this version of kfac does not know "
+        "that form; install a JAX version that docs/comparison.md lists, or report it"
+    )
