@@ -1,0 +1,160 @@
+"""Keep the rows of a GPU programme on disk, as JSON and as a page."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import pathlib
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+Row = dict[str, Any]
+
+
+class Record:
+    """The rows that a programme has measured, saved after each one.
+
+    A row that fails or finds no time is listed under "to repeat", and the programme goes on with the next one. At the
+    time limit the process ends with code 3, whatever it is doing.
+
+    Args:
+      folder: where `<programme>.json` and `<programme>.md` are written.
+      programme: the programme's letter.
+      minutes: the time limit, counted from now.
+      have: a JSON file of an earlier call; rows that it holds are not measured again.
+      command: the command line, for the page.
+    """
+
+    def __init__(
+        self, folder: pathlib.Path, programme: str, minutes: float, have: pathlib.Path | None, command: str
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.path = folder / f"{programme}.json"
+        self.began = time.monotonic()
+        self.limit = 60 * minutes
+        self.found: dict[str, Any] = {
+            "programme": programme,
+            "command": command,
+            "date": datetime.date.today().isoformat(),
+            "about": {},
+            "tables": {},
+            "to repeat": {},
+        }
+        if have is not None:
+            earlier = json.loads(have.read_text())
+            self.found["tables"] = earlier["tables"]
+            self.found["about"] = earlier["about"]
+        self.doing = "the start"
+        self.lock = threading.Lock()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    @property
+    def left(self) -> float:
+        """Seconds until the limit."""
+        return self.limit - self.seconds
+
+    def say(self, text: str) -> None:
+        print(f"[{self.seconds:6.1f} s] {text}", flush=True)
+
+    def about(self, name: str, value: Any) -> None:
+        """Note a fact about the whole programme."""
+        self.say(f"{name}: {value}")
+        with self.lock:
+            self.found["about"][name] = value
+            self._save()
+
+    def has(self, table: str, name: str) -> bool:
+        return name in self.found["tables"].get(table, {})
+
+    def row(self, table: str, name: str) -> Row:
+        """Return a row that was measured."""
+        return self.found["tables"][table][name]
+
+    def add(self, table: str, name: str, row: Row) -> None:
+        self.say(f"{table} | {name} | {row}")
+        with self.lock:
+            self.found["tables"].setdefault(table, {})[name] = row
+            self._save()
+
+    def measure(self, table: str, name: str, function: Callable[[], Row], needs: float = 0.0) -> bool:
+        """Add the row that `function` returns; return whether the record has the row afterwards.
+
+        Args:
+          table: the row's table.
+          name: the row's first column.
+          function: measures the row.
+          needs: the seconds that must be left for the row to be tried.
+        """
+        if self.has(table, name):
+            return True
+        if self.left < needs:
+            self.repeat(table, name, f"needed {needs:.0f} s, {self.left:.0f} s were left")
+            return False
+        self.doing = f"{table}: {name}"
+        self.say(f"measuring {self.doing}")
+        try:
+            self.add(table, name, function())
+        except Exception as error:
+            traceback.print_exc()
+            self.repeat(table, name, f"{type(error).__name__}: {str(error)[:300]}")
+            return False
+        return True
+
+    def repeat(self, table: str, name: str, why: str) -> None:
+        """List a row that was not measured."""
+        self.say(f"NOT MEASURED {table} | {name}: {why}")
+        with self.lock:
+            self.found["to repeat"][f"{table}: {name}"] = why
+            self._save()
+
+    def end_at_limit(self) -> None:
+        """Start a thread that ends the process at the time limit."""
+
+        def watch() -> None:
+            time.sleep(max(0.0, self.left))
+            self.repeat(self.doing, "cut off", f"the limit of {self.limit:.0f} s was reached")
+            os._exit(3)
+
+        threading.Thread(target=watch, daemon=True).start()
+
+    def _save(self) -> None:
+        self.found["seconds"] = round(self.seconds, 1)
+        self.path.write_text(json.dumps(self.found, indent=2) + "\n")
+        self.path.with_suffix(".md").write_text(page(self.found))
+
+
+def page(found: dict[str, Any]) -> str:
+    """Return a record as Markdown."""
+    lines = [f"# GPU programme {found['programme']}", "", f"`{found['command']}`, {found['date']}", ""]
+    lines += [f"- {name}: {value}" for name, value in found["about"].items()]
+    lines += [f"- seconds: {found['seconds']}"]
+    for title, rows in found["tables"].items():
+        lines += ["", f"## {title}", "", table(rows)]
+    if found["to repeat"]:
+        lines += ["", "## To repeat", ""]
+        lines += [f"- {name}: {why}" for name, why in found["to repeat"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def table(rows: dict[str, Row]) -> str:
+    """Return rows as a Markdown table whose first column holds their names."""
+    columns = list(dict.fromkeys(name for row in rows.values() for name in row if not isinstance(row[name], list)))
+    lines = ["| | " + " | ".join(columns) + " |", "|" + "---|" * (len(columns) + 1)]
+    for name, row in rows.items():
+        cells = [name] + [_text(row.get(column)) for column in columns]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "/")

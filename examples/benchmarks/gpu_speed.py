@@ -1,0 +1,365 @@
+"""Time training steps on a GPU, compare them with a CPU's, and profile their kernels (programmes A and C)."""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import functools
+import math
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import environment  # noqa: F401, isort: skip; before JAX is imported
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import kfac
+import steps
+from gpu_counts import count
+from gpu_record import Record
+
+INVERSES = (kfac.Soap(), kfac.Cholesky(), kfac.Eigh(), kfac.Ekfac())
+# The rows of a speed table, the most informative first.
+ROWS = ("muon", "without", "statistics", "refresh", "sgd", "adamw")
+LOOP = "kfac.train_step"
+
+
+# -- do the preconditioners agree with a CPU's? ------------------------------------------------------------------------
+
+
+def three_steps(inverse: Any) -> list[np.ndarray]:
+    """Return the losses of three steps and the change of each parameter of a small network.
+
+    The network has two convolutions, a norm and two dense layers.
+    """
+    rng = np.random.default_rng(0)
+
+    def array(*shape: int) -> Any:
+        return jnp.asarray(rng.normal(size=shape) * math.prod(shape[:-1]) ** -0.5, jnp.float32)
+
+    params = {
+        "first": array(3, 3, 3, 32),
+        "conv": array(3, 3, 32, 32),
+        "scale": jnp.ones(32),
+        "up": array(32, 96),
+        "down": array(96, 10),
+    }
+    batch = jnp.asarray(rng.normal(size=(64, 8, 8, 3)), jnp.float32), jnp.asarray(rng.integers(0, 10, 64))
+
+    def convolution(x: Any, kernel: Any) -> Any:
+        return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        x = convolution(jnp.tanh(convolution(batch[0], params["first"])), params["conv"])
+        x = x - x.mean(-1, keepdims=True)
+        x = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * params["scale"]
+        x = jnp.tanh(x).mean((1, 2)) @ params["up"]
+        logits = jnp.tanh(x) @ params["down"]
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), batch[1][:, None], 1))
+
+    # Products in full float32, so that every difference is the package's.
+    with jax.default_matmul_precision("highest"):
+        step = kfac.train_step(loss_fn, 0.05, inverse=inverse, verbose=False)
+        now, state = params, step.init(params, batch)
+        losses = []
+        for _ in range(3):
+            now, state, loss = step(now, state, batch)
+            losses.append(float(loss))
+    changes = jax.tree.map(lambda after, before: np.asarray(after - before), now, params)
+    return [np.array(losses), *jax.tree.leaves(changes)]
+
+
+def start_reference(folder: pathlib.Path) -> subprocess.Popen[bytes]:
+    """Start a process that computes `three_steps` on a CPU and writes them to `reference.npz`."""
+    command = [sys.executable, __file__, "--reference", str(folder / "reference.npz")]
+    return subprocess.Popen(command, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+
+
+def write_reference(path: pathlib.Path) -> None:
+    found = {}
+    for inverse in INVERSES:
+        for k, array in enumerate(three_steps(inverse)):
+            found[f"{type(inverse).__name__}-{k}"] = array
+    np.savez(path, **found)
+
+
+def disagreement(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> dict[str, Any]:
+    """Return the relative errors in the 2-norm: of the losses, and the largest of a parameter's change."""
+    errors = [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(found, expected, strict=True)]
+    losses, changes = errors[0], max(errors[1:])
+    return {"error of losses": losses, "largest error of a change": changes, "agrees": losses < 1e-3 and changes < 0.02}
+
+
+def compare_with_cpu(record: Record, reference: subprocess.Popen[bytes]) -> None:
+    """Add a row for each preconditioner."""
+    title = "Three steps against a CPU"
+
+    def row(inverse: Any) -> dict[str, Any]:
+        found = three_steps(inverse)
+        if reference.wait(timeout=max(1.0, record.left)):
+            raise RuntimeError("the steps on the CPU failed")
+        with np.load(record.folder / "reference.npz") as truth:
+            expected = [truth[f"{type(inverse).__name__}-{k}"] for k in range(len(found))]
+        return disagreement(found, expected)
+
+    for inverse in INVERSES:
+        record.measure(title, type(inverse).__name__, functools.partial(row, inverse), needs=20)
+
+
+# -- milliseconds of a step --------------------------------------------------------------------------------------------
+
+
+class Program(NamedTuple):
+    """A compiled step.
+
+    Attributes:
+      compiled: takes and returns parameters and optimizer state, and takes a batch.
+      arguments: parameters, state and batch; a run replaces the first two.
+      tracing: seconds to trace.
+      compiling: seconds to compile.
+    """
+
+    compiled: Any
+    arguments: list[Any]
+    tracing: float
+    compiling: float
+
+    def run(self) -> Any:
+        """Run one step; return what has to be waited for."""
+        params, state, loss = self.compiled(*self.arguments)
+        self.arguments[:2] = params, state
+        return params, loss
+
+
+def filled(shapes: Any) -> Any:
+    """Return arrays of given shapes: kernels are scaled normal numbers, vectors are ones, integers are below 10."""
+    leaves, structure = jax.tree.flatten(shapes)
+
+    def one(k: int, x: Any) -> Any:
+        if jnp.issubdtype(x.dtype, jnp.integer):
+            return jax.random.randint(jax.random.key(k), x.shape, 0, 10, x.dtype)
+        if len(x.shape) < 2:
+            return jnp.ones(x.shape, x.dtype)
+        return jax.random.normal(jax.random.key(k), x.shape, x.dtype) * (x.size / x.shape[-1]) ** -0.5
+
+    make = jax.jit(lambda: [one(k, x) for k, x in enumerate(leaves)])
+    return jax.tree.unflatten(structure, make())
+
+
+def compile_row(row: str, task: steps.Task, options: argparse.Namespace) -> Program:
+    settings = argparse.Namespace(devices=1, inverse="default", refresh="apart", inverse_every=100)
+    step, tx = steps.make_step(row, task, settings)
+    params, batch = filled(task.params), filled(task.batch)
+    state = jax.jit(tx.init)(params)
+    began = time.perf_counter()
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, batch)
+    traced = time.perf_counter()
+    compiled = lowered.compile()
+    compiling = time.perf_counter() - traced
+    time.sleep(options.compile_seconds)  # a rehearsal's forecast
+    return Program(compiled, [params, state, batch], traced - began, compiling + options.compile_seconds)
+
+
+class Loop:
+    """The loop of `kfac.train_step` as a user writes it."""
+
+    def __init__(self, task: steps.Task, options: argparse.Namespace) -> None:
+        began = time.perf_counter()
+        self.step = kfac.train_step(task.loss_fn, 0.05, verbose=False)
+        self.params, self.batch = filled(task.params), filled(task.batch)
+        self.state = self.step.init(self.params, self.batch)
+        self.dues: list[bool] = []
+        while not (self.dues and not all(self.dues)):  # both programs are compiled
+            self.run()
+        jax.block_until_ready(self.params)
+        time.sleep(options.compile_seconds)
+        self.compiling = time.perf_counter() - began
+
+    def run(self) -> None:
+        self.dues.append(bool(kfac.due(self.state)))
+        self.params, self.state, _ = self.step(self.params, self.state, self.batch)
+
+    def milliseconds(self, number: int) -> dict[str, Any]:
+        """Time `number` steps without waiting, then each kind of step with waiting."""
+        while self.state_age() < 64:  # after the first steps the interval is what it will be
+            self.run()
+        jax.block_until_ready(self.params)
+        self.dues.clear()
+        began = time.perf_counter()
+        for _ in range(number):
+            self.run()
+        jax.block_until_ready(self.params)
+        mean = 1e3 * (time.perf_counter() - began) / number
+        kinds: dict[bool, list[float]] = {False: [], True: []}
+        for _ in range(number):
+            began = time.perf_counter()
+            self.run()
+            jax.block_until_ready(self.params)
+            kinds[self.dues[-1]].append(1e3 * (time.perf_counter() - began))
+        medians = {kind: statistics.median(times) if times else None for kind, times in kinds.items()}
+        return {
+            "ms": mean,
+            "ms of a plain step": medians[False],
+            "ms with statistics": medians[True],
+            "steps with statistics": f"{sum(self.dues[:number])} of {number}",
+            "compiling s": self.compiling,
+        }
+
+    def state_age(self) -> int:
+        return len(self.dues)
+
+
+def median_milliseconds(program: Program, number: int) -> float:
+    """Return the median of three means over `number` steps that do not wait for each other."""
+    jax.block_until_ready(program.run())
+    means = []
+    for _ in range(3):
+        began = time.perf_counter()
+        for _ in range(number):
+            last = program.run()
+        jax.block_until_ready(last)
+        means.append(1e3 * (time.perf_counter() - began) / number)
+    return statistics.median(means)
+
+
+def time_steps(record: Record, model: str, options: argparse.Namespace) -> dict[str, Program]:
+    """Add the speed table of a model; return its programs.
+
+    All programs compile in parallel threads. The table has a row for each of `ROWS`, one for the loop of
+    `kfac.train_step`, and one for the mean over an interval.
+    """
+    small = argparse.Namespace(small=options.rehearse, batch=None, image_size=224)
+    task = steps.task(model, small)
+    title = f"{model}, milliseconds"
+    wanted = [row for row in (LOOP, *ROWS) if not record.has(title, row)]
+    makers: dict[str, Callable[[], Any]] = {
+        row: functools.partial(compile_row, row, task, options) for row in wanted if row != LOOP
+    }
+    if LOOP in wanted:
+        makers[LOOP] = functools.partial(Loop, task, options)
+    record.doing = f"compiling {model}"
+    began = time.perf_counter()
+    with concurrent.futures.ThreadPoolExecutor(len(makers) or 1) as pool:
+        futures = {row: pool.submit(make) for row, make in makers.items()}
+        for row, future in futures.items():
+            if future.exception():
+                record.repeat(title, row, f"compiling failed: {str(future.exception())[:300]}")
+            else:
+                record.say(f"compiled {row}")
+    record.about(f"{model}: seconds to compile all programs in parallel", round(time.perf_counter() - began, 1))
+    made = {row: future.result() for row, future in futures.items() if not future.exception()}
+    number = 3 if options.rehearse else 20
+
+    def measured(row: str) -> dict[str, Any]:
+        program = made[row]
+        if row == "refresh" and "statistics" in made:
+            program.arguments[1] = made["statistics"].arguments[1]  # averages: a refresh of zeros says nothing
+            made["statistics"].arguments[1] = jax.tree.map(jnp.copy, program.arguments[1])
+        ms = median_milliseconds(program, number)
+        bound = 1e3 * count(program.compiled.as_text() or "", taken=row == "refresh").bound
+        memory = program.compiled.memory_analysis()
+        return {
+            "ms": ms,
+            "bound ms": bound,
+            "over the bound": ms / bound if bound else None,
+            "temporary GB": memory.temp_size_in_bytes / 1e9 if memory else None,
+            "tracing s": program.tracing,
+            "compiling s": program.compiling,
+        }
+
+    for row in wanted:
+        if row not in made:
+            continue
+        if row == LOOP:
+            record.measure(title, row, lambda: made[LOOP].milliseconds(32), needs=10)
+            del made[LOOP]
+        else:
+            record.measure(title, row, functools.partial(measured, row), needs=5)
+    if all(record.has(title, row) for row in (LOOP, "without", "statistics", "refresh")):
+        with_statistics = int(record.row(title, LOOP)["steps with statistics"].split()[0]) / 32
+        plain, full, refresh = (record.row(title, row)["ms"] for row in ("without", "statistics", "refresh"))
+        record.add(title, "mean of the programs", {"ms": plain + with_statistics * (full - plain + refresh)})
+    return made
+
+
+# -- the longest kernels -----------------------------------------------------------------------------------------------
+
+
+class Event(NamedTuple):
+    name: str
+    start: float  # milliseconds
+    duration: float
+
+
+def profile(record: Record, model: str, row: str, program: Program, number: int = 5) -> None:
+    """Add the ten longest kernels of a step, and the time in which no kernel runs."""
+    title = f"{model}, {row}: the ten longest kernels"
+    if title in record.found["tables"]:
+        return
+    jax.block_until_ready(program.run())
+    folder = record.folder / f"profile-{model}-{row}"
+    with jax.profiler.trace(str(folder)):
+        for _ in range(number):
+            last = program.run()
+        jax.block_until_ready(last)
+    events = device_events(max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime))
+    times: dict[str, list[float]] = {}
+    for event in events:
+        times.setdefault(event.name, []).append(event.duration)
+    busy = sum(map(sum, times.values()))
+    for name, values in sorted(times.items(), key=lambda item: -sum(item[1]))[:10]:
+        record.add(title, name[:70], {
+            "ms a step": sum(values) / number,
+            "launches a step": len(values) / number,
+            "share": sum(values) / busy if busy else None,
+        })  # fmt: skip
+    idle = gaps(events)
+    longest = sorted(idle, reverse=True)[:5]
+    record.add(f"{model}, {row}: busy and idle", "a step", {
+        "busy ms": busy / number,
+        "idle ms": sum(idle) / number,
+        "launches": len(events) / number,
+        "longest gaps ms": ", ".join(f"{gap:.3f}" for gap in longest),
+    })  # fmt: skip
+
+
+def device_events(path: pathlib.Path) -> list[Event]:
+    """Return the kernels on the streams of a GPU, or without a GPU the operations of XLA's threads."""
+    kernels: list[Event] = []
+    operations: list[Event] = []
+    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+        on_gpu = plane.name.startswith("/device:GPU")
+        for line in plane.lines:
+            if not line.name.startswith("Stream" if on_gpu else "tf_XLA"):
+                continue
+            for event in line.events:
+                found = Event(event.name, event.start_ns / 1e6, event.duration_ns / 1e6)
+                if on_gpu:
+                    kernels.append(found)
+                elif "::" not in found.name and not found.name.startswith("end: "):
+                    operations.append(found)
+    return kernels or operations
+
+
+def gaps(events: Sequence[Event]) -> list[float]:
+    """Return the milliseconds between the end of all earlier kernels and the start of the next."""
+    found = []
+    end = math.inf
+    for event in sorted(events, key=lambda event: event.start):
+        if event.start > end:
+            found.append(event.start - end)
+        end = event.start + event.duration if end == math.inf else max(end, event.start + event.duration)
+    return found
+
+
+if __name__ == "__main__":
+    write_reference(pathlib.Path(sys.argv[2]))

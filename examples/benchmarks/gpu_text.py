@@ -1,0 +1,108 @@
+"""Turn the Python sources on this machine into tokens for programme B of `gpu.py`.
+
+    python examples/benchmarks/gpu_text.py learn runs/gpu/vocabulary.npz     # beforehand, on any machine: minutes
+    python examples/benchmarks/gpu_text.py encode runs/gpu/vocabulary.npz runs/gpu/tokens.npz
+
+`learn` reads the installed packages and learns byte pairs (Sennrich et al. 2016). `encode` reads all packages of the
+Python that runs it, on all cores. One file in fifty, chosen by the checksum of its name, is for validation.
+"""
+
+import argparse
+import concurrent.futures
+import functools
+import hashlib
+import multiprocessing
+import os
+import pathlib
+import sys
+import sysconfig
+import zlib
+from collections import Counter
+
+import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "language_model"))
+
+import sources
+
+VOCABULARY = 16_384
+LEAST, MOST = 200, 400_000  # bytes of a file: shorter ones are empty, and longer ones are tables
+
+
+def files(folders: list[pathlib.Path]) -> dict[str, pathlib.Path]:
+    """Return the sources below some folders by name, without copies of the same content."""
+    found: dict[str, pathlib.Path] = {}
+    seen: set[bytes] = set()
+    for folder in folders:
+        for path in sorted(folder.rglob("*.py")):
+            if not path.is_file() or not LEAST <= path.stat().st_size <= MOST:
+                continue
+            digest = hashlib.sha256(path.read_bytes()).digest()
+            if digest not in seen:
+                seen.add(digest)
+                found[f"{folder.name}/{path.relative_to(folder).as_posix()}"] = path
+    return found
+
+
+def here() -> list[pathlib.Path]:
+    """Return the folders of this Python's library and packages."""
+    return [pathlib.Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")]
+
+
+def is_held_out(name: str) -> bool:
+    return zlib.crc32(name.encode()) % sources.ONE_IN == 0
+
+
+def learn(path: pathlib.Path, size: int) -> None:
+    words: Counter[bytes] = Counter()
+    for name, source in files(here()).items():
+        if not is_held_out(name):
+            words.update(sources.WORD.findall(source.read_bytes()))
+    merges = sources.learn(words, size)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(path, merges=np.array(list(merges), np.uint16))
+    print(f"{len(merges) + 256} tokens of {sum(words.values()):,} words")
+
+
+def _encode(vocabulary: pathlib.Path, paths: list[pathlib.Path]) -> np.ndarray:
+    with np.load(vocabulary) as found:
+        pairs = [(int(a), int(b)) for a, b in found["merges"]]
+    merges = {pair: 256 + k for k, pair in enumerate(pairs)}
+    return sources.encode((path.read_bytes() for path in paths), merges)
+
+
+def encode(vocabulary: pathlib.Path, output: pathlib.Path) -> None:
+    found = files(here())
+    workers = os.cpu_count() or 1
+    parts: dict[str, list[list[pathlib.Path]]] = {}
+    for kind, wanted in (("train", False), ("held_out", True)):
+        paths = [path for name, path in found.items() if is_held_out(name) is wanted]
+        parts[kind] = [paths[k :: 4 * workers] for k in range(4 * workers)]
+    context = multiprocessing.get_context("spawn")
+    tokens: dict[str, np.ndarray] = {}
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+        for kind, shares in parts.items():
+            encoded = pool.map(functools.partial(_encode, vocabulary), filter(None, shares))
+            tokens[kind] = np.concatenate(list(encoded))
+    np.savez(output, **tokens)
+    sizes = ", ".join(f"{len(array):,} tokens {kind}" for kind, array in tokens.items())
+    print(f"{len(found):,} files, {sizes}, sha256 of the tokens {hashlib.sha256(tokens['train']).hexdigest()[:16]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=("learn", "encode"))
+    parser.add_argument("vocabulary", type=pathlib.Path)
+    parser.add_argument("output", type=pathlib.Path, nargs="?")
+    parser.add_argument("--size", type=int, default=VOCABULARY, help="of the vocabulary that `learn` makes")
+    options = parser.parse_args()
+    if options.action == "learn":
+        learn(options.vocabulary, options.size)
+    elif options.output is None:
+        parser.error("encode needs a file for the tokens")
+    else:
+        encode(options.vocabulary, options.output)
+
+
+if __name__ == "__main__":
+    main()

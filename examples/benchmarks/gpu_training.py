@@ -1,0 +1,306 @@
+"""Train K-FAC and Muon in turn on a GPU (programmes B, C and D)."""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import functools
+import json
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import environment  # noqa: F401, isort: skip; before JAX is imported
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import kfac
+from gpu_record import Record
+
+FOLDER = pathlib.Path(__file__).resolve().parent
+EXAMPLES = FOLDER.parent
+sys.path[:0] = [str(EXAMPLES / folder) for folder in ("language_model", "cifar10")]
+
+from transformer import Transformer  # noqa: E402
+
+# Milliseconds of a step where programme A has not measured them: the bound of the program and a third.
+FORECAST = {"kfac": 50.0, "muon": 50.0}
+
+
+# -- B: a GPT on Python sources ----------------------------------------------------------------------------------------
+
+
+class Setting(NamedTuple):
+    """A method and its rate, as in `kfac:0.1`; `kfac/spectral:0.1` gives `step_norm="spectral"`."""
+
+    method: str
+    rate: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}, rate {self.rate:g}"
+
+
+def setting(text: str) -> Setting:
+    method, rate = text.split(":")
+    if method.split("/")[0] not in FORECAST:
+        raise argparse.ArgumentTypeError(f"the method must be kfac or muon, but is {method!r}")
+    return Setting(method, float(rate))
+
+
+def muon(rate: optax.Schedule) -> optax.GradientTransformation:
+    """Return Muon for a `Transformer`: stacked kernels one by one; tables and vectors by Adam at 0.3 of the rate."""
+
+    def dimensions(params: Any) -> Any:
+        def of(path: Any, leaf: Any) -> Any:
+            stacked = "blocks" in jax.tree_util.keystr(path)
+            if not stacked or leaf.ndim < 3:
+                return None
+            return optax.contrib.MuonDimensionNumbers(1, 2)
+
+        return jax.tree_util.tree_map_with_path(of, params)
+
+    def adam_rate(count: Any) -> Any:
+        return 0.3 * rate(count)
+
+    return optax.contrib.muon(
+        rate, adam_b2=0.95, adam_learning_rate=adam_rate, muon_weight_dimension_numbers=dimensions
+    )
+
+
+class Trained(NamedTuple):
+    """What a method needs to train: both functions are compiled."""
+
+    init: Callable[..., Any]
+    step: Callable[..., Any]
+
+
+def prepare(chosen: Setting, loss_fn: Any, params: Any, batch: Any, horizon: int) -> Trained:
+    """Return a method with a rate that rises for a tenth of `horizon` steps and falls to zero from there."""
+    rate = kfac.schedules.rise_and_fall(chosen.rate, horizon)
+    if chosen.method.startswith("kfac"):
+        _, _, kind = chosen.method.partition("/")
+        options = {"trust_ratio": kind} if kind else {}
+        step = kfac.train_step(loss_fn, rate, verbose=False, **options)
+        return Trained(step.init, step)
+    tx = muon(rate)
+
+    def plain(params: Any, state: Any, batch: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return Trained(jax.jit(lambda params, batch: tx.init(params)), jax.jit(plain))
+
+
+def compile_by_running(trained: Trained, params: Any, batch: Any, pretended: float) -> float:
+    """Run steps until each program has been compiled; return the seconds that this took."""
+    began = time.perf_counter()
+    state = trained.init(params, batch)
+    kinds = set()
+    needed = 2 if isinstance(trained.step, kfac.TrainStep) else 1
+    while len(kinds) < needed:
+        kinds.add(bool(kfac.due(state)) if needed == 2 else False)
+        params, state, loss = trained.step(params, state, batch)
+    jax.block_until_ready(loss)
+    time.sleep(pretended)
+    return time.perf_counter() - began
+
+
+def train_gpt(record: Record, options: argparse.Namespace) -> None:
+    """Add a row and a curve for each of `--runs`, which train in turn on the same batches."""
+    small = options.rehearse
+    model = Transformer(16_384, context=1024, width=768, layers=12, heads=12, tied=True)
+    sequences = 8
+    if small:
+        model, sequences = Transformer(16_384, context=64, width=32, layers=2, heads=2, tied=True), 4
+    text = options.output / "tokens.npz"
+    command = [sys.executable, str(FOLDER / "gpu_text.py"), "encode", str(options.vocabulary), str(text)]
+    encoding = None if text.is_file() else subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    def at_start(key: Any) -> Any:
+        params = model.init(key)
+        # The table is the head's kernel too, so its entries are small (Radford et al. 2019).
+        return params | {"tokens": 0.02 * params["tokens"], "positions": 0.2 * params["positions"]}
+
+    params = jax.jit(at_start)(jax.random.key(0))
+    batch = jnp.zeros((sequences, model.context + 1), jnp.int32)
+    horizons = {one: horizon_of(one, options) for one in options.runs}
+    methods = {one: prepare(one, model.loss, params, batch, horizons[one]) for one in options.runs}
+    record.about("parameters", sum(x.size for x in jax.tree.leaves(params)))
+    record.doing = "compiling"
+    evaluate = jax.jit(lambda params, parts: jax.lax.map(lambda part: model.loss(params, part), parts).mean())
+    with concurrent.futures.ThreadPoolExecutor(len(methods) + 1) as pool:
+        held = jnp.zeros((8, *batch.shape), jnp.int32)
+        looking = pool.submit(lambda: jax.block_until_ready(evaluate(params, held)))
+        compiling = {
+            one: pool.submit(compile_by_running, method, params, batch, options.compile_seconds)
+            for one, method in methods.items()
+        }
+    looking.result()
+    if encoding is not None:
+        said, _ = encoding.communicate()
+        if encoding.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed")
+        record.about("text", said.strip())
+    with np.load(text) as found:
+        tokens, held_out = found["train"], found["held_out"]
+    starts = np.linspace(0, len(held_out) - model.context - 1, 8 * sequences).astype(int)
+    held = jnp.asarray(_rows(held_out, starts, model.context).reshape(8, sequences, -1))
+    on_device = jnp.asarray(tokens)
+    cut = jax.jit(lambda tokens, starts: tokens[starts[:, None] + jnp.arange(model.context + 1)].astype(jnp.int32))
+
+    def batch_of(number: int) -> Any:
+        rng = np.random.default_rng((0, number))
+        return cut(on_device, rng.integers(0, len(tokens) - model.context - 1, sequences))
+
+    jax.block_until_ready(batch_of(0))
+    for one, method in methods.items():
+        run = functools.partial(
+            train_one, record, one, method, params, batch_of, lambda params: evaluate(params, held), horizons[one]
+        )
+        if compiling[one].exception():
+            record.repeat("Training", one.name, f"compiling failed: {str(compiling[one].exception())[:300]}")
+            continue
+        seconds = compiling[one].result()
+        needs = 1e-3 * horizons[one] * milliseconds_of(one, options)
+        record.measure("Training", one.name, lambda run=run, s=seconds: run() | {"compiling s": s}, needs=needs)
+
+
+def _rows(tokens: np.ndarray, starts: np.ndarray, context: int) -> np.ndarray:
+    return tokens[starts[:, None] + np.arange(context + 1)].astype(np.int32)
+
+
+def milliseconds_of(chosen: Setting, options: argparse.Namespace) -> float:
+    """Return the milliseconds of a step that programme A has measured, or a forecast."""
+    method = chosen.method.split("/")[0]
+    if options.speed is None:
+        return FORECAST[method]
+    rows = json.loads(options.speed.read_text())["tables"]["gpt-124m, milliseconds"]
+    return rows["kfac.train_step" if method == "kfac" else "muon"]["ms"]
+
+
+def horizon_of(chosen: Setting, options: argparse.Namespace) -> int:
+    """Return the steps that fit into `--seconds`."""
+    if options.rehearse:
+        return 20
+    return round(1e3 * options.seconds / milliseconds_of(chosen, options))
+
+
+def train_one(
+    record: Record,
+    chosen: Setting,
+    trained: Trained,
+    params: Any,
+    batch_of: Callable[[int], Any],
+    evaluate: Callable[[Any], Any],
+    horizon: int,
+) -> dict[str, Any]:
+    """Train for `horizon` steps; return the row. Seconds do not count the looks at the validation text."""
+    state = trained.init(params, batch_of(0))
+    looks = sorted({round(horizon * k / 12) for k in range(1, 13)})
+    seconds, done = 0.0, 0
+    curve = []
+    for look in looks:
+        began = time.perf_counter()
+        for number in range(done + 1, look + 1):
+            params, state, loss = trained.step(params, state, batch_of(number))
+        jax.block_until_ready(params)
+        seconds += time.perf_counter() - began
+        done = look
+        validation = float(evaluate(params))
+        curve.append([done, round(seconds, 2), round(validation, 4), round(float(loss), 4)])
+        record.say(f"{chosen.name}: step {done}, {seconds:.1f} s, validation {validation:.4f}")
+        if not np.isfinite(validation):
+            break
+    return {"steps": done, "seconds": seconds, "ms": 1e3 * seconds / done, "validation": curve[-1][2], "curve": curve}
+
+
+# -- C: ResNet-18 on CIFAR-10 ------------------------------------------------------------------------------------------
+
+
+def train_cifar10(record: Record, options: argparse.Namespace) -> None:
+    """Train K-FAC and Muon in turn for 10 epochs, then 20 and so on while there is time."""
+    import compare
+
+    data = options.data_dir
+    if not options.rehearse and not (data and data.is_dir()):
+        record.repeat("ResNet-18 on CIFAR-10", "all", "no --data-dir: sh examples/imagenet/get_cifar10.sh fetches it")
+        return
+    results = options.output / "cifar10.jsonl"
+    epochs = 10
+
+    def row(method: str, rate: float, epochs: int) -> dict[str, Any]:
+        settings = ["--data-dir", str(data), "--method", method, "--rate", str(rate), "--resident", "--parts", "1"]
+        settings += ["--output", str(options.output / "runs"), "--results", str(results)]
+        if options.rehearse:
+            settings += ["--network", "resnet8", "--width", "4", "--batch", "20", "--toy", "--horizon", "2"]
+        else:
+            settings += ["--network", "resnet18", "--width", "64", "--batch", "1000", "--horizon", str(50 * epochs)]
+        compare.main(["run", *settings, "--every", "2" if options.rehearse else "50"])
+        found = [json.loads(line) for line in results.read_text().splitlines()]
+        curve = [one for one in found if one["method"] == method and one["horizon"] == found[-1]["horizon"]]
+        there = [one for one in curve if one["accuracy"] >= 0.94]
+        last = curve[-1]
+        return {
+            "steps": last["step"],
+            "accuracy": last["accuracy"],
+            "seconds": last["wall_seconds"],
+            "compiling s": last["compiling"],
+            "steps to 94%": there[0]["step"] if there else None,
+            "seconds to 94%": there[0]["wall_seconds"] if there else None,
+        }
+
+    while record.left > 30 and epochs <= 80:
+        for method, rate in (("kfac", 0.05), ("muon", 0.1)):
+            name = f"{method}, {epochs} epochs"
+            record.measure("ResNet-18 on CIFAR-10", name, functools.partial(row, method, rate, epochs), needs=30)
+        if options.rehearse:
+            return
+        epochs *= 2
+
+
+# -- D: one step at a batch of 131,072 ---------------------------------------------------------------------------------
+
+
+def step_at_128k(record: Record, options: argparse.Namespace) -> None:
+    """Add the seconds and the memory of one step of the recipe on one device."""
+    table = "One step of ResNet-50 at a batch of 131,072"
+    if options.rehearse:
+        sizes = ["--global-batch", "64", "--local-batch", "32", "--image-size", "32"]
+    else:
+        sizes = ["--global-batch", "131072", "--local-batch", "256", "--image-size", "224", "--dtype", "bfloat16"]
+
+    def images_of_the_device() -> dict[str, Any]:
+        command = [sys.executable, str(FOLDER / "large_batch_step.py"), *sizes]
+        return json.loads(_output(command, record).splitlines()[-1])
+
+    def whole_example() -> dict[str, Any]:
+        command = [sys.executable, str(EXAMPLES / "imagenet" / "train.py"), "--config", "bs128k", "--data", "synthetic"]
+        command += ["--steps", "1", "--output", str(options.output / "bs128k")]
+        if options.rehearse:
+            command += ["--global-batch", "64", "--local-batch", "32", "--image-size", "32", "--arch", "resnet20"]
+            command += ["--synthetic-images", "64"]
+        else:
+            command += ["--local-batch", "256", "--synthetic-images", "131072"]
+        began = time.perf_counter()
+        said = _output(command, record)
+        return {"seconds with start and compiling": time.perf_counter() - began, "said": said.splitlines()[-1][:200]}
+
+    record.measure(table, "images made on the device", images_of_the_device, needs=120 if not options.rehearse else 0)
+    record.measure(table, "examples/imagenet/train.py", whole_example, needs=120 if not options.rehearse else 0)
+
+
+def _output(command: list[str], record: Record) -> str:
+    """Run a command; return what it printed. Its last lines are part of the error if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=max(10.0, record.left - 5))
+    print(done.stdout, done.stderr, flush=True)
+    if done.returncode:
+        raise RuntimeError(f"code {done.returncode}: {' '.join(done.stderr.splitlines()[-3:])}")
+    return done.stdout
