@@ -117,13 +117,14 @@ OPTIONS: dict[str, Callable[[str, Any], None]] = {
     **_rules(check_count, "refresh_warmup", 0),
     **_rules(check_positive_int, "max_dim subsample num_examples num_microbatches num_steps"),
     **_rules(check_positive_int, "batch batches devices num_devices k probes"),
-    **_rules(check_switch, "relative statistics nesterov rate_in_momentum has_aux strict verbose"),
+    **_rules(check_switch, "relative statistics nesterov rate_in_momentum has_aux strict verbose donate"),
     **_rules(check_rates, "layer_rates"),
     **_rules(check_patterns, "skip reduce gradient"),
     **_rules(check_argnums, "batch_argnums"),
     **_rules(check_choice, "fisher", ("empirical", "sampled", "expected")),
     **_rules(check_choice, "precision", ("float32", "bfloat16_3x", "tensorfloat32", "bfloat16")),
     **_rules(check_choice, "communication_dtype", ("float32", "bfloat16")),
+    **_rules(check_choice, "step_norm", ("frobenius", "spectral")),
     **_rules(check_choice, "gradients", ("averaged", "local", "split")),
 }
 

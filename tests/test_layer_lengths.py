@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import kfac
 from checking import slow
 from kfac._curvature.inverse import damping_of_blocks
-from kfac._optimizer.moves import Kernels, Stack, lengthened
+from kfac._optimizer.moves import Kernels, Stack, lengthened, spectral_norm
 from kfac.types import Kronecker, Unitwise
 from problem import assert_close, differ, initial, layers, measured, plain_kfac, run, stepper
 
@@ -345,3 +345,41 @@ def test_gradients_may_arrive_local(trust_ratio, devices, x64):
     assert differ(expected, params)
     assert_close(several, expected, 1e-10)
     assert jax.tree.structure(jax.eval_shape(kfac.state.gather_state, state)) == jax.tree.structure(alone)
+
+
+def test_spectral_norms_of_steps(x64):
+    """The largest singular value of a step, by an SVD, is what is promised or somewhat more."""
+    rng = np.random.default_rng(0)
+    shapes = {"wide": (6, 24), "b": (24,), "tall": (24, 5), "conv": (3, 3, 1, 4)}
+    params = {name: jnp.asarray(rng.normal(size=shape)) for name, shape in shapes.items()}
+    images = jnp.asarray(rng.normal(size=(16, 4, 4, 1)))
+
+    def loss_fn(params, images):
+        dims = ("NHWC", "HWIO", "NHWC")
+        y = jax.lax.conv_general_dilated(images, params["conv"], (1, 1), "SAME", dimension_numbers=dims)
+        x = jnp.tanh(y).mean((1, 2)) @ jnp.eye(4, 6)
+        return jnp.mean((jnp.tanh(x @ params["wide"] + params["b"]) @ params["tall"] - 1) ** 2)
+
+    promised = {"wide": 2.0, "tall": 1.0, "conv": 3.0}  # sqrt(overlap max(1, d_out / d_in)), with overlap 9
+    step = kfac.train_step(loss_fn, 0.1, step_norm="spectral", layer_rates=False, max_dim=64, verbose=False)
+    state = step.init(params, images)
+    for _ in range(3):
+        new, state, _ = step(params, state, images)
+        for name, length in promised.items():
+            change = np.asarray(new[name] - params[name]).reshape(-1, params[name].shape[-1])
+            found = np.linalg.svd(change, compute_uv=False)[0] / 0.1
+            assert length * (1 - 1e-9) <= found <= 1.1 * length, (name, found)
+        params = new
+
+
+def test_the_spectral_norm_of_zeros_of_equal_values_and_of_small_numbers(x64):
+    orthogonal = np.linalg.qr(np.random.default_rng(0).normal(size=(12, 12)))[0]
+    stack = jnp.stack([jnp.zeros((12, 12)), jnp.asarray(orthogonal), jnp.full((12, 12), 1e-30)])
+    np.testing.assert_allclose(spectral_norm(stack), [0, 1, 12e-30], rtol=1e-6, atol=1e-40)
+
+
+def test_step_norm_is_checked():
+    with pytest.raises(ValueError, match="step_norm must be one of"):
+        kfac.kfac(0.1, layers(), step_norm="nuclear")
+    with pytest.raises(ValueError, match='step_norm="spectral" needs trust_ratio="auto"'):
+        kfac.kfac(0.1, layers(), step_norm="spectral", trust_ratio=None)

@@ -24,6 +24,8 @@ import pathlib
 import sys
 
 PROGRAMMES = ("A", "B", "C", "D")
+# The rows of a speed table, the most informative first.
+ROWS = ("kfac.train_step", "muon", "without", "statistics", "refresh", "sgd", "adamw")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -35,6 +37,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rehearse", action="store_true", help="small networks on a CPU")
     parser.add_argument("--compile-seconds", type=float, default=0.0, help="rehearsal: wait so long for each program")
     parser.add_argument("--models", nargs="+", default=["gpt-124m"], help="A: of steps.py")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS, help="A and C: of the table of milliseconds")
     parser.add_argument("--vocabulary", type=pathlib.Path, help="B: made by `gpu_text.py learn`")
     parser.add_argument("--speed", type=pathlib.Path, help="B: JSON of programme A, for the steps that fit into a run")
     parser.add_argument("--seconds", type=float, default=120.0, help="B: of each run")

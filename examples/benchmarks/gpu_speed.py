@@ -28,8 +28,6 @@ from gpu_counts import count
 from gpu_record import Record
 
 INVERSES = (kfac.Soap(), kfac.Cholesky(), kfac.Eigh(), kfac.Ekfac())
-# The rows of a speed table, the most informative first.
-ROWS = ("muon", "without", "statistics", "refresh", "sgd", "adamw")
 LOOP = "kfac.train_step"
 
 
@@ -81,7 +79,9 @@ def three_steps(inverse: Any) -> list[np.ndarray]:
 def start_reference(folder: pathlib.Path) -> subprocess.Popen[bytes]:
     """Start a process that computes `three_steps` on a CPU and writes them to `reference.npz`."""
     command = [sys.executable, __file__, "--reference", str(folder / "reference.npz")]
-    return subprocess.Popen(command, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    paths = [str(pathlib.Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+    environment = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return subprocess.Popen(command, env=os.environ | environment)
 
 
 def write_reference(path: pathlib.Path) -> None:
@@ -111,8 +111,9 @@ def compare_with_cpu(record: Record, reference: subprocess.Popen[bytes]) -> None
             expected = [truth[f"{type(inverse).__name__}-{k}"] for k in range(len(found))]
         return disagreement(found, expected)
 
-    for inverse in INVERSES:
-        record.measure(title, type(inverse).__name__, functools.partial(row, inverse), needs=20)
+    with concurrent.futures.ThreadPoolExecutor(len(INVERSES)) as pool:
+        for inverse in INVERSES:
+            pool.submit(record.measure, title, type(inverse).__name__, functools.partial(row, inverse), 20)
 
 
 # -- milliseconds of a step --------------------------------------------------------------------------------------------
@@ -174,7 +175,7 @@ class Loop:
 
     def __init__(self, task: steps.Task, options: argparse.Namespace) -> None:
         began = time.perf_counter()
-        self.step = kfac.train_step(task.loss_fn, 0.05, verbose=False)
+        self.step = kfac.train_step(task.loss_fn, 0.05, verbose=False, donate=True)
         self.params, self.batch = filled(task.params), filled(task.batch)
         self.state = self.step.init(self.params, self.batch)
         self.dues: list[bool] = []
@@ -234,13 +235,13 @@ def median_milliseconds(program: Program, number: int) -> float:
 def time_steps(record: Record, model: str, options: argparse.Namespace) -> dict[str, Program]:
     """Add the speed table of a model; return its programs.
 
-    All programs compile in parallel threads. The table has a row for each of `ROWS`, one for the loop of
-    `kfac.train_step`, and one for the mean over an interval.
+    All programs compile in parallel threads. The table has a row for each of `--rows`, and one for the mean over an
+    interval. The loop of `kfac.train_step` is a row too.
     """
     small = argparse.Namespace(small=options.rehearse, batch=None, image_size=224)
     task = steps.task(model, small)
     title = f"{model}, milliseconds"
-    wanted = [row for row in (LOOP, *ROWS) if not record.has(title, row)]
+    wanted = [row for row in options.rows if not record.has(title, row)]
     makers: dict[str, Callable[[], Any]] = {
         row: functools.partial(compile_row, row, task, options) for row in wanted if row != LOOP
     }

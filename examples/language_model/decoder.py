@@ -127,13 +127,15 @@ def run(options: argparse.Namespace) -> None:
     step: Any
     if options.method == "kfac":
         given = {"Dense_": options.hidden} if options.hidden != 1 else None
-        step = kfac.train_step(loss_fn, rate, layer_rates=given)
+        step = kfac.train_step(loss_fn, rate, layer_rates=given, step_norm=options.step_norm)
         init = step.init
     else:
         init, step = first_order(loss_fn, {"muon": muon, "adamw": adamw}[options.method](rate))
 
     names = "size", "method", "rate", "hidden", "sequences", "horizon", "seed"
     name = {key: getattr(options, key) for key in names} | {"text": text.checksum[:8]}
+    if options.step_norm != "frobenius":
+        name["step_norm"] = options.step_norm
     saved = options.output / ("-".join(map(str, name.values())) + ".npz")
     params = jax.jit(lambda key: model.init(key, batch(0)[:, :-1])["params"])(jax.random.key(options.seed))
     carry, kept = curves.restore(saved, (params, init(params, batch(0))))
@@ -209,6 +211,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--method", choices=["kfac", "muon", "adamw"], default="kfac")
     parser.add_argument("--rate", type=float, default=0.05)
     parser.add_argument("--hidden", type=float, default=1.0, help="kfac: times the rate, for kernels but the head's")
+    parser.add_argument("--step-norm", choices=["frobenius", "spectral"], default="frobenius", help="kfac: see kfac.kfac")
     parser.add_argument("--size", choices=SIZES, default="5M", help="of the network, in parameters")
     parser.add_argument("--sequences", type=int, default=16, help=f"of {CONTEXT} tokens, in a batch")
     parser.add_argument("--horizon", type=int, default=150)

@@ -1,4 +1,4 @@
-"""Orthonormal columns that span what those of a matrix do, one after the other: the `Q` of a QR factorisation."""
+"""Compute the orthonormal factor `Q` of a QR factorisation by matrix products."""
 
 from __future__ import annotations
 
@@ -6,21 +6,27 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kfac._curvature.cholesky import add_diagonal, exact_product, factorise, solve
+from kfac._curvature.cholesky import add_diagonal, aligned, exact_product, factorise, solve
 from kfac._varying import as_varying, varying_axes
 
-# Where columns are as far from orthogonal as this, a Gram matrix needs a shift to have a Cholesky factor for sure.
+# The Frobenius norm of `X^T X - I` above which the Gram matrix needs a shift to have a Cholesky factor for sure.
 FAR = 0.5
 
-# More than were ever needed: columns that are all but parallel took seven in float32, those of a refresh take two.
+# The norm below which the first term of a series replaces the Cholesky factor: its error is the square of the norm.
+NEAR = 1e-2
+
+# Columns that are all but parallel took seven passes in float32, and the columns of a refresh take two.
 PASSES = 20
+
+# Half of a padded matrix is still a multiple of the 8 elements that `aligned` asks for.
+ALIGNMENT = 16
 
 
 def orthonormal(stack: jax.Array) -> jax.Array:
-    """The `Q` of `[k, d, d]`, but for the signs of its columns.
+    """Return the `Q` of a QR factorisation of `[k, d, d]`, up to the signs of its columns.
 
-    LAPACK's on CPUs. On CUDA a factorisation of a stack is a loop of single ones, each of many small kernels: there it
-    is made of matrix products.
+    LAPACK computes it on CPUs. On CUDA a factorisation of a stack is a loop over many small kernels, so matrix products
+    are used there.
     """
     return lax.platform_dependent(
         stack, cpu=lambda x: lax.linalg.qr(x, full_matrices=False)[0], default=orthonormal_by_products
@@ -28,12 +34,15 @@ def orthonormal(stack: jax.Array) -> jax.Array:
 
 
 def orthonormal_by_products(stack: jax.Array) -> jax.Array:
-    """`X L^-T` with `L L^T = X^T X`, again and again until it is orthonormal to rounding.
+    """Return `X L^-T` with `L L^T = X^T X`, repeated until the columns are orthonormal to rounding.
 
-    Columns get the norm 1 first. Where they are far from orthogonal, rounding can make their Gram matrix indefinite. It
-    gets a shift of rounding's size then, and the next pass begins closer (shifted Cholesky-QR, Fukaya et al. 2020,
-    https://arxiv.org/abs/1809.11085). Columns must differ by more than rounding, and their squares be finite: `follow`
-    divides by the mean eigenvalue, and adds `FLOOR`.
+    The columns are normalised first. If they are far from orthogonal, rounding can make their Gram matrix indefinite.
+    The Gram matrix then gets a shift of rounding's size, and the next pass begins closer (shifted Cholesky-QR, Fukaya
+    et al. 2020, https://arxiv.org/abs/1809.11085). If they are nearly orthonormal, with `X^T X = I + E`, the inverse of
+    the Cholesky factor is `I - U` to first order in `E`, where `U` is the part of `E` above the diagonal plus half of
+    the diagonal.
+
+    Columns must differ by more than rounding, and their squares must be finite.
     """
     d = stack.shape[-1]
     eps = jnp.finfo(stack.dtype).eps
@@ -41,17 +50,34 @@ def orthonormal_by_products(stack: jax.Array) -> jax.Array:
 
     def measured(x):
         gram = exact_product(x.mT, x)
-        beside = jnp.sum(jnp.square(add_diagonal(gram, -jnp.ones_like(gram[:, 0, 0]))), axis=(1, 2))
-        return x, gram, jnp.sqrt(beside)
+        error = add_diagonal(gram, -jnp.ones_like(gram[:, 0, 0]))
+        return x, error, jnp.sqrt(jnp.sum(jnp.square(error), axis=(1, 2)))
+
+    def by_factor(x, error, distance):
+        shift = jnp.where(distance > FAR, d * eps, 0)
+        return solve(x, *factorise(add_diagonal(error, (1 + shift).astype(x.dtype))))
+
+    def by_series(x, error, distance):
+        above = jnp.triu(error) - add_diagonal(jnp.zeros_like(error), 0.5 * jnp.ones_like(distance)) * error
+        return x - exact_product(x, above)
 
     def nearer(now):
-        count, (x, gram, distance) = now
-        shift = jnp.where(distance > FAR, d * eps, 0)
-        return count + 1, measured(solve(x, *factorise(add_diagonal(gram, shift.astype(x.dtype)))))
+        count, state = now
+        near = jnp.all(state[2] < NEAR)
+        return count + 1, measured(lax.cond(near, by_series, by_factor, *state))
 
     def unfinished(now):
         count, (_, _, distance) = now
         return jnp.any(distance > 16 * d**0.5 * eps) & (count < PASSES)
 
-    start = as_varying(jnp.int32(0), varying_axes(stack)), measured(stack / jnp.where(norms > 0, norms, 1))
-    return lax.while_loop(unfinished, nearer, start)[1][0]
+    start = _aligned(stack / jnp.where(norms > 0, norms, 1))
+    count = as_varying(jnp.int32(0), varying_axes(stack))
+    return lax.while_loop(unfinished, nearer, (count, measured(start)))[1][0][:, :d, :d]
+
+
+def _aligned(stack: jax.Array) -> jax.Array:
+    """Pad `[k, d, d]` with an identity to a multiple of `ALIGNMENT`, once for all products of the iteration."""
+    d = stack.shape[-1]
+    padded = aligned(stack, ALIGNMENT)
+    tail = jnp.arange(padded.shape[-1]) >= d
+    return padded + jnp.diag(tail.astype(stack.dtype))

@@ -20,7 +20,7 @@ RETRY = 10.0  # a block that fails is tried once more with so many times the dam
 
 # Blocks are worked on so many together that their factors have at most this many elements: a GPU is idle with single
 # matrices of a few hundred rows, and a GB or so of memory is there for the while.
-TOGETHER = 1 << 26
+TOGETHER = 1 << 27
 
 
 class Refreshed(NamedTuple):

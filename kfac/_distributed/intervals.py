@@ -11,13 +11,17 @@ from kfac._curvature.inverse import Inverse
 from kfac._layers import KRONECKER_KINDS, Layer, Layers
 
 COST = 0.1  # of `kfac.kfac` by default
+# The time of a refresh's FLOP over a FLOP of the gradient's. Measured on CPUs, and on an H200 with a GPT of 124 million
+# parameters: docs/evidence.md.
+REFRESH_PRICE_ON_CPUS = 3.0
+REFRESH_PRICE = 8.0
 LONGEST = 16  # of the intervals that `affordable` gives: no longer one was tried on networks of many kinds
 
 
 def affordable(layers: Layers, inverse: Inverse, cost: float | jax.Array) -> int | jax.Array:
     """The interval of "auto": the shortest at which statistics and refreshes take `cost` of the gradients' work.
 
-    On any number of devices, which share out refreshes like examples. A FLOP of a refresh takes three times as long.
+    The interval holds for any number of devices, which share out refreshes like examples.
     """
     gradients = 3 * (layers.num_examples or 0) * sum(products_of(x) for x in layers if x.positions is not None)
     interval = seldom_work(layers, inverse) / (gradients or math.inf) / cost
@@ -27,9 +31,10 @@ def affordable(layers: Layers, inverse: Inverse, cost: float | jax.Array) -> int
 
 
 def seldom_work(layers: Layers, inverse: Inverse, subsample: int = 1) -> float:
-    """FLOPs of statistics of every `subsample`-th example, and of refreshes, which count three times."""
+    """Return FLOPs of statistics of every `subsample`-th example, and of refreshes in FLOPs of the gradient's price."""
     counted = [layer for layer in layers if layer.positions is not None]
-    refreshes = 3 * inverse.flops * sum(layer.copies * layer.inversion for layer in counted)
+    price = REFRESH_PRICE_ON_CPUS if jax.default_backend() == "cpu" else REFRESH_PRICE
+    refreshes = price * inverse.flops * sum(layer.copies * layer.inversion for layer in counted)
     return (layers.num_examples or 0) / subsample * sum(map(statistics_of, counted)) + refreshes
 
 

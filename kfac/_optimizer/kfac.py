@@ -38,6 +38,7 @@ def kfac(
     weight_decay_mask: Any | Callable[[Any], Any] | None = None,
     kl_clip: ScalarOrSchedule | None = None,
     trust_ratio: ScalarOrSchedule | Literal["auto"] | None = "auto",
+    step_norm: Literal["frobenius", "spectral"] = "frobenius",
     layer_rates: bool | Mapping[str, float] | None = None,
     damping: ScalarOrSchedule | None = None,
     cost: float = COST,
@@ -81,6 +82,9 @@ def kfac(
 
         A number or a schedule: only kernels and embeddings are scaled, to this times their norm, as LARS does with the
         gradient; without their part along the kernel as above. One stays as it is where one of the norms is zero.
+      step_norm: which norm of a kernel's step `trust_ratio="auto"` sets. `"spectral"` sets the largest singular value,
+        to `sqrt(overlap max(1, d_out / d_in))`, which is that of an orthogonal matrix with the Frobenius norm
+        `sqrt(overlap d_out)` (Yang, Simon & Bernstein 2023, arXiv:2310.17813). The kernel's bias is scaled alike.
       layer_rates: whether each layer has a rate of its own, by which the learning rate is multiplied. It starts at 1,
         rises, up to 4, while the gradient agrees with the direction of the step before, and falls, down to 1/16, while
         that step has gone too far in the layer; upwards only where the learning rate does not rise and is at least half
@@ -122,10 +126,10 @@ def kfac(
     inverse_every = every if isinstance(inverse_every, str) and inverse_every == "auto" else inverse_every
     nesterov = momentum is not None if nesterov is None else nesterov
     layer_rates = (auto and momentum is not None) if layer_rates is None else layer_rates
-    check(layer_rates=layer_rates)
+    check(layer_rates=layer_rates, step_norm=step_norm)
     if isinstance(layer_rates, Mapping) and layers.paths:
         layer_rates = _by_layer(layer_rates, layers)
-    moves = Moves(kl_clip, learning_rate, False, momentum, nesterov, trust_ratio, layer_rates)
+    moves = Moves(kl_clip, learning_rate, False, momentum, nesterov, trust_ratio, layer_rates, step_norm)
     return assemble(
         layers, moves,
         weight_decay=weight_decay, weight_decay_mask=weight_decay_mask, inverse=inverse, damping=damping,

@@ -35,6 +35,7 @@ class Moves:
       nesterov: whether in Nesterov's form.
       trust_ratio: as of `kfac.kfac`.
       layer_rates: whether each block has a rate of its own; a mapping has further factors, by first paths of layers.
+      step_norm: as of `kfac.kfac`.
     """
 
     kl_clip: ScalarOrSchedule | None = None
@@ -44,6 +45,7 @@ class Moves:
     nesterov: bool = False
     trust_ratio: ScalarOrSchedule | Literal["auto"] | None = None
     layer_rates: bool | Mapping[str, float] = False
+    step_norm: Literal["frobenius", "spectral"] = "frobenius"
 
     def at(self, count: jax.Array, **preconditioner: jax.Array) -> Now:
         """The scalars of step `count`, with those of the preconditioner."""
@@ -58,9 +60,17 @@ class Moves:
         return self.trust_ratio is not None and bool(np.any(find_kernels(group, self).size))
 
     def length(self, layer: Layer, kernel: bool) -> float:
-        """The norm of a kernel's step, or the root mean square of that of another leaf, at a learning rate of 1."""
+        """Return the length of a step at a learning rate of 1.
+
+        For a kernel that is the Frobenius or the spectral norm; for another leaf, the root mean square.
+        """
         rate = self.layer_rates.get(layer.params[0], 1.0) if isinstance(self.layer_rates, Mapping) else 1.0
-        return rate * ((layer.overlap * layer.d_out) ** 0.5 if kernel else BESIDE_KERNELS)
+        if not kernel:
+            return rate * BESIDE_KERNELS
+        if self.step_norm == "frobenius":
+            return rate * (layer.overlap * layer.d_out) ** 0.5
+        d_in = layer.layouts[0].size("in")
+        return rate * (layer.overlap * max(1.0, layer.d_out / d_in)) ** 0.5
 
 
 class Motion(NamedTuple):
@@ -189,7 +199,9 @@ class Stack(NamedTuple):
         return jnp.arange(self.updates.shape[1])[:, None] < per_block(self.kernels.width, self.updates)
 
 
-def lengthened(stacks: Mapping[str, Stack], coefficient: jax.Array | None) -> dict[str, jax.Array]:
+def lengthened(
+    stacks: Mapping[str, Stack], coefficient: jax.Array | None, spectral: bool = False
+) -> dict[str, jax.Array]:
     """Rescales the step of each block to a fixed length: curvature and gradient set only its direction.
 
     The norm `sqrt(d_out)` for the kernel and bias of a dense layer together; a root mean square of 0.1 for every other
@@ -197,6 +209,9 @@ def lengthened(stacks: Mapping[str, Stack], coefficient: jax.Array | None) -> di
     at least as many columns as rows: outputs change by as much in networks of any width. A convolution applies one such
     matrix for each window that holds a position; `overlap` of them together have the norm `sqrt(overlap d_out)`. What
     has no gradient in a step does not move in it: its momentum would be made as long as ever.
+
+    If `spectral`, the largest singular value of a kernel's step is `sqrt(overlap max(1, d_out / d_in))` instead: that of
+    an orthogonal matrix with the same Frobenius norm (Yang, Simon & Bernstein 2023, arXiv:2310.17813).
 
     With a `coefficient`, the trust ratio, so many times its own norm for each kernel, as with
     `optax.scale_by_trust_ratio`, and nothing else. In either case what does not turn a kernel is left out.
@@ -214,6 +229,8 @@ def lengthened(stacks: Mapping[str, Stack], coefficient: jax.Array | None) -> di
         u = x.updates
         if x.params is not None:
             u = u - per_block(radial, u) * jnp.where(x.inside, x.params, 0)
+            if spectral:
+                ratio = jnp.where(ratio > 0, _spectral_ratio(x, u, ratio), 0)
         new = (ratio.reshape(len(u), -1, 1) if x.by_row else per_block(ratio, u)) * u
         steps[name] = new if coefficient is None else jnp.where(x.inside, new, x.updates)
     return steps
@@ -257,6 +274,39 @@ def _lengths(totals: Sequence[jax.Array], coefficient: jax.Array | None) -> tupl
         return jnp.where((ww > 0) & (square > 0), _ratio(coefficient * jnp.sqrt(ww), square), 1), radial
     length = length * jnp.where(kernel, 1, jnp.sqrt(moving))
     return _ratio(jnp.where(reached > 0, length, 0), square + beside), radial
+
+
+def _spectral_ratio(x: Stack, steps: jax.Array, ratio: jax.Array) -> jax.Array:
+    """Return the factors `[k]` that give kernels their spectral norm, and `ratio` for other blocks.
+
+    Pieces of a kernel share one factor, from the root of the sum of their squared spectral norms, which is at least the
+    kernel's norm.
+    """
+    square = jnp.square(spectral_norm(jnp.where(x.inside, steps, 0)))
+    if x.whole is not None:
+        [square] = x.whole(square[None])
+    return jnp.where(x.kernels.size > 0, _ratio(x.kernels.length, square), ratio).astype(ratio.dtype)
+
+
+POWER_ITERATIONS = 6
+
+
+def spectral_norm(stack: jax.Array) -> jax.Array:
+    """Estimate the largest singular values of `[k, m, n]` from below, by power iterations from a fixed vector."""
+    n = stack.shape[-1]
+    # No symmetry of a network makes this vector orthogonal to the largest singular vector.
+    vector = jnp.broadcast_to(jnp.cos(1.0 + jnp.arange(n, dtype=stack.dtype) ** 1.5), (len(stack), n))
+    norm = jnp.zeros(len(stack), stack.dtype)
+    for _ in range(POWER_ITERATIONS):
+        image = jnp.einsum("kmn,kn->km", stack, _normalised(vector))
+        vector = jnp.einsum("kmn,km->kn", stack, _normalised(image))
+        norm = jnp.linalg.norm(vector, axis=-1)
+    return norm
+
+
+def _normalised(vectors: jax.Array) -> jax.Array:
+    norm = jnp.linalg.norm(vectors, axis=-1, keepdims=True)
+    return vectors / jnp.where(norm > 0, norm, 1)
 
 
 def _ratio(length: jax.typing.ArrayLike, square: jax.Array) -> jax.Array:

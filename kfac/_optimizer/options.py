@@ -24,6 +24,10 @@ CONFLICTS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "kl_clip={kl_clip!r} bounds the length of a step, which trust_ratio='auto' sets: pass trust_ratio=None with it",
     ),
     (
+        lambda o: o.step_norm == "spectral" and o.trust_ratio != "auto",
+        'step_norm="spectral" needs trust_ratio="auto", but that is {trust_ratio!r}',
+    ),
+    (
         lambda o: o.rate_in_momentum and o.trust_ratio is not None,
         "rate_in_momentum=True has no effect with trust_ratio, which rescales what the momentum gives: pass False",
     ),

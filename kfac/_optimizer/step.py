@@ -195,7 +195,8 @@ def move(
         # Groups without owners are the same on all devices. To stay so they share no array with those that differ.
         alike = [] if config.way.alone else [name for name in stacks if name not in place.shards]
         for names in (stacks.keys() - alike, alike):
-            steps |= lengthened({name: x for name, x in stacks.items() if name in names}, now.coefficient)
+            chosen = {name: x for name, x in stacks.items() if name in names}
+            steps |= lengthened(chosen, now.coefficient, spectral=moves.step_norm == "spectral")
     for name, (_, rate) in motions.items():
         steps[name] = steps[name] if rate is None else steps[name] * per_block(rate, steps[name])
     return steps, motions, scale

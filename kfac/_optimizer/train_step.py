@@ -35,10 +35,13 @@ class TrainStep:
     Inside a `jit` or `scan` of one's own they are the branches of a `lax.cond`.
     """
 
-    def __init__(self, init: Callable[..., Any], step: Callable[..., Any], verbose: bool):
+    def __init__(self, init: Callable[..., Any], step: Callable[..., Any], verbose: bool, donate: bool):
         self._init = _jit_with_notice(init, "the state", verbose)
-        ways = ("without", False), ("with", True)
-        self._steps = [_jit_with_notice(step, f"the step {how} statistics", verbose, statistics=k) for how, k in ways]
+        donated = (0, 1) if donate else ()
+        self._steps = [
+            _jit_with_notice(step, f"the step {how} statistics", verbose, donated, statistics=statistics)
+            for how, statistics in (("without", False), ("with", True))
+        ]
 
     def init(self, params: Any, *args: Any, **kwargs: Any) -> Any:
         """The state of the optimizer, for parameters and arguments of `loss_fn` of the shapes that steps will get.
@@ -88,6 +91,7 @@ def train_step(
     strict: bool = False,
     max_dim: int | None = None,
     verbose: bool = True,
+    donate: bool = False,
     **options: Any,
 ) -> TrainStep:
     """A training step with K-FAC, in the place of an optimizer, its state and a step of one's own.
@@ -126,6 +130,8 @@ def train_step(
       max_dim: as for `find_layers`; but None keeps oblong kernels whole with `inverse=kfac.Ekfac()`.
       verbose: whether `init` prints a line about what it has found, and compiling for more than 5 s says on stderr that
         it does, and for how long.
+      donate: whether a step reuses the memory of the parameters and the state that it gets, which must then not be
+        used again. On an accelerator that saves a copy of both, and time.
       options: what else `kfac.kfac` takes: `damping=`, `trust_ratio=`, `distribution=` and so on.
 
     Returns:
@@ -138,7 +144,7 @@ def train_step(
     """
     check_function(loss_fn)
     check(has_aux=has_aux, fisher=fisher, communication_dtype=communication_dtype, num_microbatches=num_microbatches)
-    check(skip=skip, reduce=reduce, gradient=gradient, strict=strict, verbose=verbose)
+    check(skip=skip, reduce=reduce, gradient=gradient, strict=strict, verbose=verbose, donate=donate)
     check_given(num_examples=num_examples, subsample=subsample, batch_argnums=batch_argnums, max_dim=max_dim)
     if "layers" in options:
         raise TypeError("train_step finds the layers by itself: leave layers= out, and pass skip= and max_dim= here")
@@ -192,7 +198,7 @@ def train_step(
         updates, opt_state = kfac(learning_rate, layers, **optional).update(grads, opt_state, params, factors=factors)
         return optax.apply_updates(params, updates), opt_state, value
 
-    return TrainStep(init, functools.wraps(loss_fn)(step), verbose)
+    return TrainStep(init, functools.wraps(loss_fn)(step), verbose, donate)
 
 
 def _strong(leaf: Any) -> Any:
@@ -200,7 +206,9 @@ def _strong(leaf: Any) -> Any:
     return lax.convert_element_type(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
 
 
-def _jit_with_notice(function: Callable[..., Any], what: str, verbose: bool, **fixed: bool) -> Callable[..., Any]:
+def _jit_with_notice(
+    function: Callable[..., Any], what: str, verbose: bool, donated: tuple[int, ...] = (), **fixed: bool
+) -> Callable[..., Any]:
     """`function` of `params` and more under `jax.jit`, which says on stderr for how long it compiles: at 5 s, 10 s, ...
 
     A call that compiles comes back when that is done, so a thread says it. All it does is sleep and print; it ends with
@@ -220,7 +228,7 @@ def _jit_with_notice(function: Callable[..., Any], what: str, verbose: bool, **f
             threading.Thread(target=tell, args=running[-1:], daemon=True).start()
         return function(*args, **kwargs, **fixed)
 
-    program = jax.jit(traced)
+    program = jax.jit(traced, donate_argnums=donated)
 
     def call(params, *args, **kwargs):
         try:
