@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kfac._curvature.eigh import decompose, eigenvalues
-from kfac._curvature.inverse import Inverse, identities, product
+from kfac._curvature.inverse import Inverse, aligned, identities, product
 from kfac._factors import Kronecker, diagonals, is_diagonal
 
 LEAF = 600  # larger matrices are treated by halves; smaller leaves gain little, and cost time to compile
@@ -136,18 +136,6 @@ def _sixfold(a: jax.Array, b: jax.Array) -> jax.Array:
     rows, columns = a.shape[-2], b.shape[-1]
     product = jnp.matmul(aligned(a), aligned(b), precision="BF16_BF16_F32_X6")
     return product[..., :rows, :columns]
-
-
-def aligned(stack: jax.Array, multiple: int = 8) -> jax.Array:
-    """Pad the last two axes with zeros to a multiple.
-
-    Tensor cores load 16 bytes at a time. With a bias, a factor has an odd number of rows, and on an H200 its products
-    took up to three times as long as those of the next even size.
-    """
-    missing = [(0, -length % multiple) for length in stack.shape[-2:]]
-    if missing == [(0, 0), (0, 0)] or min(stack.shape[-2:]) < 64:
-        return stack
-    return jnp.pad(stack, [(0, 0)] * (stack.ndim - 2) + missing)
 
 
 def factorise(stack: jax.Array) -> tuple[Lower, Lower]:

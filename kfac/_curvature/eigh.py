@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kfac._curvature.inverse import Inverse, damping_of_blocks, identities, product
+from kfac._curvature.inverse import Inverse, aligned, damping_of_blocks, identities, product
 from kfac._factors import Eigen, Kronecker, is_diagonal, per_block
 
 
@@ -112,13 +112,21 @@ def condition_of(a: Ends, g: Any, damping: jax.Array) -> jax.Array:
 
 
 def rotate(matrices: jax.Array, inverse: Kronecker, precision: str, *, back: bool) -> jax.Array:
-    """`Q_G^T V Q_A`, or `Q_G V Q_A^T` to go `back`; the eigenvectors of a diagonal factor are the identity."""
-    if isinstance(inverse.G, Eigen):
-        q = inverse.G.vectors
-        left = "kab,kbc->kac" if back else "kba,kbc->kac"
-        matrices = product(left, precision, q.dtype, matrices.dtype, q, matrices)
-    if isinstance(inverse.A, Eigen):
-        q = inverse.A.vectors
-        right = "kac,kdc->kad" if back else "kac,kcd->kad"
-        matrices = product(right, precision, q.dtype, matrices.dtype, matrices, q)
-    return matrices
+    """Return `Q_G^T V Q_A`, or `Q_G V Q_A^T` to go `back`. The eigenvectors of a diagonal factor are the identity."""
+
+    def by_aligned_products(matrices, vectors):
+        rows, columns = matrices.shape[1:]
+        return by_products(aligned(matrices), jax.tree.map(aligned, vectors))[:, :rows, :columns]
+
+    def by_products(matrices, vectors):
+        g, a = vectors
+        if g is not None:
+            left = "kab,kbc->kac" if back else "kba,kbc->kac"
+            matrices = product(left, precision, g.dtype, matrices.dtype, g, matrices)
+        if a is not None:
+            right = "kac,kdc->kad" if back else "kac,kcd->kad"
+            matrices = product(right, precision, a.dtype, matrices.dtype, matrices, a)
+        return matrices
+
+    vectors = [side.vectors if isinstance(side, Eigen) else None for side in (inverse.G, inverse.A)]
+    return lax.platform_dependent(matrices, vectors, cuda=by_aligned_products, default=by_products)

@@ -262,6 +262,18 @@ def product(spec: str, precision: str, dtype: Any, wide: Any, *operands: jax.Arr
     return lax.platform_dependent(*narrow, cuda=thrice, default=high)
 
 
+def aligned(stack: jax.Array, multiple: int = 8) -> jax.Array:
+    """Pad the last two axes with zeros to a multiple, for products on tensor cores.
+
+    Tensor cores load 16 bytes at a time. With a bias, a factor has an odd number of rows, and on an H200 its products
+    took up to four times as long as those of the next even size. Axes shorter than 64 stay as they are.
+    """
+    missing = [-length % multiple if length >= 64 else 0 for length in stack.shape[-2:]]
+    if not any(missing):
+        return stack
+    return jnp.pad(stack, [(0, 0)] * (stack.ndim - 2) + [(0, length) for length in missing])
+
+
 def identities(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """A stack of identity matrices `[..., d, d]`; as diagonals, of ones, where `shape` is `[k, d]`."""
     if len(shape) == 2:

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kfac._curvature.cholesky import add_diagonal, aligned, exact_product, factorise, solve
+from kfac._curvature.cholesky import add_diagonal, exact_product, factorise, solve
+from kfac._curvature.inverse import aligned
 from kfac._varying import as_varying, varying_axes
 
 # The Frobenius norm of `X^T X - I` above which the Gram matrix needs a shift to have a Cholesky factor for sure.
