@@ -105,7 +105,7 @@ def compile_by_running(trained: Trained, params: Any, batch: Any, pretended: flo
     params = jax.tree.map(jnp.copy, params)  # steps donate them
     state = trained.init(params, batch)
     kinds = set()
-    needed = 2 if isinstance(trained.step, kfac.TrainStep) else 1
+    needed = 2 if isinstance(trained.step, kfac.types.TrainStep) else 1
     while len(kinds) < needed:
         kinds.add(bool(kfac.due(state)) if needed == 2 else False)
         params, state, loss = trained.step(params, state, batch)
