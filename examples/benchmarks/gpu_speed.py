@@ -141,13 +141,13 @@ class Program(NamedTuple):
         return params, loss
 
 
-def filled(shapes: Any) -> Any:
-    """Return arrays of given shapes: kernels are scaled normal numbers, vectors are ones, integers are below 10."""
+def filled(shapes: Any, classes: int = 10) -> Any:
+    """Return arrays of given shapes: scaled normal numbers for kernels, ones for vectors, integers below `classes`."""
     leaves, structure = jax.tree.flatten(shapes)
 
     def one(k: int, x: Any) -> Any:
         if jnp.issubdtype(x.dtype, jnp.integer):
-            return jax.random.randint(jax.random.key(k), x.shape, 0, 10, x.dtype)
+            return jax.random.randint(jax.random.key(k), x.shape, 0, classes, x.dtype)
         if len(x.shape) < 2:
             return jnp.ones(x.shape, x.dtype)
         return jax.random.normal(jax.random.key(k), x.shape, x.dtype) * (x.size / x.shape[-1]) ** -0.5
@@ -156,10 +156,17 @@ def filled(shapes: Any) -> Any:
     return jax.tree.unflatten(structure, make())
 
 
+def classes_of(task: steps.Task) -> int:
+    """Return the number of words or labels, so that statistics have the rank that they have in training."""
+    leaves = jax.tree_util.tree_leaves_with_path(task.params)
+    tables = [leaf.shape[0] for path, leaf in leaves if "tokens" in jax.tree_util.keystr(path)]
+    return tables[0] if tables else 10
+
+
 def compile_row(row: str, task: steps.Task, options: argparse.Namespace) -> Program:
     settings = argparse.Namespace(devices=1, inverse="default", refresh="apart", inverse_every=100)
     step, tx = steps.make_step(row, task, settings)
-    params, batch = filled(task.params), filled(task.batch)
+    params, batch = filled(task.params), filled(task.batch, classes_of(task))
     state = jax.jit(tx.init)(params)
     began = time.perf_counter()
     lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, batch)
@@ -176,7 +183,7 @@ class Loop:
     def __init__(self, task: steps.Task, options: argparse.Namespace) -> None:
         began = time.perf_counter()
         self.step = kfac.train_step(task.loss_fn, 0.05, verbose=False, donate=True)
-        self.params, self.batch = filled(task.params), filled(task.batch)
+        self.params, self.batch = filled(task.params), filled(task.batch, classes_of(task))
         self.state = self.step.init(self.params, self.batch)
         self.dues: list[bool] = []
         while not (self.dues and not all(self.dues)):  # both programs are compiled

@@ -14,6 +14,7 @@ import hashlib
 import multiprocessing
 import os
 import pathlib
+import re
 import sys
 import sysconfig
 import zlib
@@ -26,6 +27,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "language_m
 import sources
 
 VOCABULARY = 16_384
+# `sources.WORD` with at most 32 letters: the time to encode a word grows with the square of its length, and some sources
+# hold whole files as one string of letters.
+WORD = re.compile(rb" ?[A-Za-z]{1,32}| ?[0-9]{1,16}| ?[^\sA-Za-z0-9]{1,16}|\s{1,64}")
 LEAST, MOST = 200, 400_000  # bytes of a file: shorter ones are empty, and longer ones are tables
 
 
@@ -57,7 +61,7 @@ def learn(path: pathlib.Path, size: int) -> None:
     words: Counter[bytes] = Counter()
     for name, source in files(here()).items():
         if not is_held_out(name):
-            words.update(sources.WORD.findall(source.read_bytes()))
+            words.update(WORD.findall(source.read_bytes()))
     merges = sources.learn(words, size)
     path.parent.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(path, merges=np.array(list(merges), np.uint16))
@@ -68,7 +72,7 @@ def _encode(vocabulary: pathlib.Path, paths: list[pathlib.Path]) -> np.ndarray:
     with np.load(vocabulary) as found:
         pairs = [(int(a), int(b)) for a, b in found["merges"]]
     merges = {pair: 256 + k for k, pair in enumerate(pairs)}
-    return sources.encode((path.read_bytes() for path in paths), merges)
+    return sources.encode((path.read_bytes() for path in paths), merges, WORD)
 
 
 def encode(vocabulary: pathlib.Path, output: pathlib.Path) -> None:

@@ -146,9 +146,13 @@ def train_gpt(record: Record, options: argparse.Namespace) -> None:
             one: pool.submit(compile_by_running, method, params, batch, options.compile_seconds)
             for one, method in methods.items()
         }
+        for one, future in compiling.items():
+            future.add_done_callback(lambda _, name=one.name: record.say(f"compiled {name}"))
     looking.result()
     if encoding is not None:
-        said, _ = encoding.communicate()
+        record.doing = "encoding the text"
+        record.say("compiled; waiting for the text")
+        said, _ = encoding.communicate(timeout=max(1.0, record.left - 5))
         if encoding.returncode:
             raise RuntimeError(f"{' '.join(command)} failed")
         record.about("text", said.strip())

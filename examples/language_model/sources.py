@@ -88,19 +88,19 @@ def learn(words: Counter[bytes], size: int) -> dict[Pair, int]:
     return merges
 
 
-def encode(text: Iterable[bytes], merges: dict[Pair, int]) -> np.ndarray:
+def encode(text: Iterable[bytes], merges: dict[Pair, int], word: re.Pattern[bytes] = WORD) -> np.ndarray:
     known: dict[bytes, list[int]] = {}
     tokens: list[np.ndarray] = []
     for part in text:
         found: list[int] = []
-        for word in WORD.findall(part):
-            if word not in known:
-                spelled = list(word)
+        for piece in word.findall(part):
+            if piece not in known:
+                spelled = list(piece)
                 while pairs := [pair for pair in itertools.pairwise(spelled) if pair in merges]:
                     first = min(pairs, key=lambda pair: merges[pair])
                     spelled = merged(spelled, first, merges[first])
-                known[word] = spelled
-            found += known[word]
+                known[piece] = spelled
+            found += known[piece]
         tokens.append(np.array(found, np.uint16))
     return np.concatenate(tokens)
 
