@@ -27,7 +27,15 @@ import steps
 from gpu_counts import count
 from gpu_record import Record
 
-INVERSES = (kfac.Soap(), kfac.Cholesky(), kfac.Eigh(), kfac.Ekfac())
+# Each preconditioner, and the largest relative error of a parameter's change that counts as agreement. SOAP's default
+# rotates in TensorFloat-32. With these roundings simulated, three steps on a CPU differ by 0.052 (docs/evidence.md).
+INVERSES = {
+    "Soap": (kfac.Soap(), 0.1),
+    "Soap in float32": (kfac.Soap(precision="float32"), 0.02),
+    "Cholesky": (kfac.Cholesky(), 0.02),
+    "Eigh": (kfac.Eigh(), 0.02),
+    "Ekfac": (kfac.Ekfac(), 0.02),
+}
 LOOP = "kfac.train_step"
 
 
@@ -86,34 +94,35 @@ def start_reference(folder: pathlib.Path) -> subprocess.Popen[bytes]:
 
 def write_reference(path: pathlib.Path) -> None:
     found = {}
-    for inverse in INVERSES:
+    for name, (inverse, _) in INVERSES.items():
         for k, array in enumerate(three_steps(inverse)):
-            found[f"{type(inverse).__name__}-{k}"] = array
+            found[f"{name}-{k}"] = array
     np.savez(path, **found)
 
 
-def disagreement(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> dict[str, Any]:
+def disagreement(found: Sequence[np.ndarray], expected: Sequence[np.ndarray], limit: float) -> dict[str, Any]:
     """Return the relative errors in the 2-norm: of the losses, and the largest of a parameter's change."""
     errors = [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(found, expected, strict=True)]
     losses, changes = errors[0], max(errors[1:])
-    return {"error of losses": losses, "largest error of a change": changes, "agrees": losses < 1e-3 and changes < 0.02}
+    return {"error of losses": losses, "largest error of a change": changes, "agrees": losses < 1e-3 and changes < limit}
 
 
 def compare_with_cpu(record: Record, reference: subprocess.Popen[bytes]) -> None:
     """Add a row for each preconditioner."""
     title = "Three steps against a CPU"
 
-    def row(inverse: Any) -> dict[str, Any]:
+    def row(name: str) -> dict[str, Any]:
+        inverse, limit = INVERSES[name]
         found = three_steps(inverse)
         if reference.wait(timeout=max(1.0, record.left)):
             raise RuntimeError("the steps on the CPU failed")
         with np.load(record.folder / "reference.npz") as truth:
-            expected = [truth[f"{type(inverse).__name__}-{k}"] for k in range(len(found))]
-        return disagreement(found, expected)
+            expected = [truth[f"{name}-{k}"] for k in range(len(found))]
+        return disagreement(found, expected, limit)
 
     with concurrent.futures.ThreadPoolExecutor(len(INVERSES)) as pool:
-        for inverse in INVERSES:
-            pool.submit(record.measure, title, type(inverse).__name__, functools.partial(row, inverse), 20)
+        for name in INVERSES:
+            pool.submit(record.measure, title, name, functools.partial(row, name), 20)
 
 
 # -- milliseconds of a step --------------------------------------------------------------------------------------------
