@@ -417,7 +417,7 @@ _TABLE: dict[str, Rule] = {
 def _single(eqn: Any, like: Callable[..., Any]) -> tuple[Any, list[Any]]:
     """The single operation that `like` is, and which of its variables each input of `eqn` is."""
     avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars]
-    jaxpr = jax.make_jaxpr(like)(*avals).jaxpr
+    jaxpr: Any = jax.make_jaxpr(like)(*avals).jaxpr
     order = list(jaxpr.invars)
     while len(jaxpr.eqns) == 1 and (inner := called(jaxpr.eqns[0])) and inner[0] != "scan":
         inside_of = dict(zip(jaxpr.eqns[0].invars, inner[1].jaxpr.invars, strict=True))
