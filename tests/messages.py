@@ -35,6 +35,7 @@ if __name__ == "__main__":
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, NamedSharding
@@ -95,6 +96,48 @@ def messages(text, devices):
     return found
 
 
+def device_groups(text):
+    """Return the groups of devices in which the collectives of a compiled program send.
+
+    XLA writes groups as a list, `{{0,1},{2,3}}`, as an array of devices, `[2,2]<=[2,2]T(1,0)`, or, since JAX 0.11, as
+    axes of a mesh, `mesh['node'=2,'gpu'=2] {'gpu'}`.
+
+    Args:
+      text: the compiled program, as `compiled.as_text()` returns it.
+
+    Returns:
+      A dictionary from each kind of collective to a set. Each element is a frozenset of groups, which are tuples of
+      devices.
+
+    Raises:
+      ValueError: groups are written in another form.
+    """
+    found = {}
+    for kind, written in re.findall(rf"({KINDS})(?:-start)?\(.*?(?:replica_groups|source_target_pairs)=(.*)", text):
+        found.setdefault(kind, set()).add(_groups(written))
+    return found
+
+
+def _groups(written):
+    """Return the frozenset of groups at the beginning of a text."""
+    if listed := re.match(r"\{(\{[\d,]+\}(?:,\{[\d,]+\})*)\}", written):
+        groups = [[int(n) for n in group.split(",")] for group in re.findall(r"[\d,]*\d", listed[1])]
+    elif array := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", written):
+        shape, source = ([int(n) for n in sizes.split(",")] for sizes in array.groups()[:2])
+        order = [int(n) for n in array[3].split(",")] if array[3] else range(len(source))
+        groups = np.arange(math.prod(source)).reshape(source).transpose(order).reshape(shape).tolist()
+    elif named := re.match(r"mesh\[([^\]]*)\] \{([^}]*)\}", written):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        within = re.findall(r"'(\w+)'", named[2])
+        last = [list(sizes).index(name) for name in within]
+        first = [k for k in range(len(sizes)) if k not in last]
+        devices = np.arange(math.prod(sizes.values())).reshape(list(sizes.values())).transpose(first + last)
+        groups = devices.reshape(-1, math.prod(sizes[name] for name in within)).tolist()
+    else:
+        raise ValueError(f"a collective has groups in an unknown form: {written[:100]}")
+    return frozenset(tuple(sorted(group)) for group in groups)
+
+
 def by_kind(found):
     """Bytes of each kind, and `sent`: an all-reduce's whole, others' half."""
     total = {}
@@ -127,12 +170,12 @@ def independent_of_first(jaxpr, primitive):
 
 
 def flops(eqn):
-    """Of the matrix products and convolutions in an equation, those of loops as often as they are done."""
+    """Count the FLOPs of the matrix products and convolutions in an equation, with the iterations of its scans."""
+    times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
     total = 0
     for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-        inner = getattr(inner, "jaxpr", inner)
-        if hasattr(inner, "eqns"):
-            total += eqn.params.get("length", 1) * sum(map(flops, inner.eqns))
+        if hasattr(inner, "eqns"):  # a jaxpr, closed or not
+            total += times * sum(map(flops, inner.eqns))
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
         shape = eqn.invars[0].aval.shape

@@ -185,3 +185,25 @@ def test_messages_in_loops_count_as_often_as_they_are_sent():
     found = messages.by_kind(messages.messages(text, DEVICES))
     assert found["all-reduce"] == 5 * 3 * 4 and found["reduce-scatter"] == 8 * 4
     assert found["sent"] == 60 + (found.get("all-gather", 0) + 32) / 2
+
+
+@pytest.mark.parametrize(
+    ("written", "groups"),
+    [
+        ("{{0,1},{2,3}}", {(0, 1), (2, 3)}),
+        ("{{0,2,1,3}}", {(0, 1, 2, 3)}),
+        ("[2,2]<=[4]", {(0, 1), (2, 3)}),
+        ("[2,2]<=[2,2]T(1,0)", {(0, 2), (1, 3)}),
+        ("mesh['node'=2,'gpu'=2] {'gpu'}", {(0, 1), (2, 3)}),
+        ("mesh['node'=2,'gpu'=2] {'node'}", {(0, 2), (1, 3)}),
+        ("mesh['node'=2,'gpu'=2] {'gpu','node'}", {(0, 1, 2, 3)}),
+    ],
+)
+def test_groups_of_devices_are_read_in_each_form_of_xla(written, groups):
+    line = f"  %sum.1 = f32[6]{{0}} all-reduce(%x), channel_id=1, replica_groups={written}, to_apply=%add"
+    assert messages.device_groups(line) == {"all-reduce": {frozenset(groups)}}
+
+
+def test_groups_of_devices_in_another_form_are_refused():
+    with pytest.raises(ValueError, match="groups in an unknown form: nodes"):
+        messages.device_groups("  %sum.1 = f32[6]{0} all-reduce-start(%x), replica_groups=nodes{2}, to_apply=%add")

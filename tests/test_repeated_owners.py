@@ -1,7 +1,6 @@
 """`Distribution(owners=)`: owners on each node, and sums alone between nodes."""
 
 import functools
-import re
 
 import jax
 import numpy as np
@@ -12,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kfac
+import messages
 from checking import FAST, slow
 from problem import tied_batch, tied_loss, tied_parameters
 
@@ -142,18 +142,13 @@ def test_without_the_check_and_in_bfloat16(x64):
 
 def test_between_nodes_there_are_sums_only(x64):
     step, state = in_shard_map({"gradients": "local"})
-    compiled = jax.jit(step, static_argnums=3).lower(parameters(), state, tied_batch(0), True).compile().as_text()
-    groups = {}
-    for line in compiled.splitlines():
-        if found := re.search(
-            r" (all-[a-z]+|reduce-scatter)(?:-start)?\(.*replica_groups=(\{\{.*?\}\}|\[[\d,]+\]<=\[.*?\](?:T\(.*?\))?)",
-            line,
-        ):
-            groups.setdefault(found[1], set()).add(found[2])
-    inside = {"{{0,1},{2,3}}", "[2,2]<=[4]"}
-    assert groups["all-gather"] <= inside and groups["reduce-scatter"] <= inside, groups
-    assert groups["all-reduce"] - inside  # those between nodes
-    assert groups.get("all-to-all", inside) <= inside
+    compiled = jax.jit(step, static_argnums=3).lower(parameters(), state, tied_batch(0), True).compile()
+    groups = messages.device_groups(compiled.as_text())
+    inside = frozenset({(0, 1), (2, 3)})  # the devices of each node
+    assert groups["all-reduce"] - {inside}  # sums between nodes
+    others = {kind: found for kind, found in groups.items() if kind != "all-reduce"}
+    assert {"all-gather", "reduce-scatter"} <= others.keys()
+    assert all(found == {inside} for found in others.values()), others
 
 
 def test_owners_that_are_no_axes_are_refused():

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.extend import core as jex
 
 
 def count_flops(fn: Callable[..., Any], *args: Any) -> int:
@@ -31,15 +32,16 @@ def _equation(eqn: Any) -> int:
         return _convolution(eqn)
     if name == "while":
         return 0
-    inner = [_count(getattr(sub, "jaxpr", sub)) for value in eqn.params.values() for sub in _jaxprs(value)]
+    inner = [_count(program) for value in eqn.params.values() for program in _jaxprs(value)]
     if name == "cond":
         return max(inner, default=0)
     return sum(inner) * (eqn.params["length"] if name == "scan" else 1)
 
 
 def _jaxprs(value: Any) -> list[Any]:
+    """Return the programs in a parameter of an equation, which JAX stores closed or not."""
     values = value if isinstance(value, tuple | list) else [value]
-    return [v for v in values if hasattr(v, "eqns") or hasattr(getattr(v, "jaxpr", None), "eqns")]
+    return [v for v in values if isinstance(v, (jex.Jaxpr, jex.ClosedJaxpr))]
 
 
 def _convolution(eqn: Any) -> int:

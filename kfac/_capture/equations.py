@@ -13,14 +13,7 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from kfac._capture.parameters import (
-    CALLS,
-    CUSTOM_DERIVATIVES,
-    DEVICE_SUMS,
-    REMATS,
-    inner_program,
-    parameter,
-)
+from kfac._capture.parameters import CALLS, CUSTOM_DERIVATIVES, DEVICE_SUMS, inner_program, parameter
 
 SUMS = frozenset({"add", "add_any", "sub"})
 IDENTITIES = frozenset(
@@ -34,11 +27,14 @@ _COMBINING = ("scatter", "reduce")
 
 
 def called(eqn: Any) -> tuple[str, Any] | None:
-    """What an equation is, `"call"`, `"remat"` or `"scan"`, and the closed jaxpr inside it; None for another one."""
+    """Return the kind of an equation with a program inside, and this program as a closed jaxpr.
+
+    The kind is `"call"`, `"remat"` or `"scan"`. The result is None for any other equation.
+    """
     name = eqn.primitive.name
     if name in CALLS:
-        return "call", inner_program(eqn, "jaxpr")
-    if name in REMATS:
+        return "call", inner_program(eqn, CALLS[name])
+    if name == "remat2":
         return "remat", inner_program(eqn, "jaxpr")
     if name == "scan":
         return "scan", inner_program(eqn, "jaxpr")
@@ -48,8 +44,11 @@ def called(eqn: Any) -> tuple[str, Any] | None:
 
 
 def shardings(eqn: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Returns the shardings that a `jit` inside the loss gives its arguments and results; for none an object of JAX."""
-    if "in_shardings" not in eqn.params:  # a call without shardings
+    """Return the shardings that a `jit` inside the loss gives its arguments and results.
+
+    JAX has an object of its own for an array without a sharding. Calls other than `jit` have no shardings at all.
+    """
+    if eqn.primitive.name != "jit":
         return (), ()
     return parameter(eqn, "in_shardings"), parameter(eqn, "out_shardings")
 

@@ -1,6 +1,6 @@
 """Read the parameters of JAX's equations.
 
-A parameter's name and form may change with any JAX release, so no other module reads `eqn.params`.
+A parameter's name and form may change with any JAX release, so no other module reads a parameter by its name.
 `tests/test_parameters.py` traces a program for each row of `PARAMETERS` and compares each parameter with the truth.
 """
 
@@ -11,20 +11,22 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core as jex
 
-CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"})
-REMATS = frozenset({"checkpoint", "remat", "remat2"})
-CUSTOM_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+# The parameter that holds the program of a call. JAX 0.11 renamed `closed_call` to `eval_jaxpr`.
+CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "eval_jaxpr": "call_jaxpr"}
+CUSTOM_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 REDUCTIONS = frozenset(
     {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"}
     | {"argmax", "argmin"}
 )
-DEVICE_SUMS = frozenset({"psum", "psum2", "psum_invariant"})
+DEVICE_SUMS = frozenset({"psum", "psum_invariant"})
 
 # The parameters that the package reads from each primitive.
 PARAMETERS: dict[str, tuple[str, ...]] = {
     # programs inside an equation
-    **dict.fromkeys(CALLS, ("jaxpr", "in_shardings", "out_shardings")),
-    **dict.fromkeys(REMATS, ("jaxpr", "prevent_cse", "policy")),
+    "jit": ("jaxpr", "in_shardings", "out_shardings"),
+    "closed_call": ("call_jaxpr",),
+    "eval_jaxpr": ("call_jaxpr",),
+    "remat2": ("jaxpr", "prevent_cse", "policy"),
     **dict.fromkeys(CUSTOM_DERIVATIVES, ("call_jaxpr",)),
     "scan": ("jaxpr", "length", "reverse", "unroll"),
     # products
@@ -81,7 +83,7 @@ def parameter(eqn: Any, name: str) -> Any:
     """
     primitive = eqn.primitive.name
     row = "scatter" if primitive.startswith("scatter") else primitive
-    if name not in PARAMETERS[row]:
+    if name not in PARAMETERS.get(row, ()):
         raise ValueError(f"PARAMETERS has no {name!r} in the row of {row!r}")
     if name not in eqn.params:
         raise _unknown(eqn, f"no parameter {name!r}, but {', '.join(sorted(eqn.params)) or 'none at all'}")

@@ -241,7 +241,8 @@ def _follow_whole(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> M
 def _follow_parts(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
     """Follows slices at places that do not depend on data, each to the box of entries that is left."""
     name, shape = eqn.primitive.name, eqn.invars[0].aval.shape
-    if name == "slice" and parameter(eqn, "strides") is not None and any(step != 1 for step in parameter(eqn, "strides")):
+    strides = parameter(eqn, "strides") if name == "slice" else None
+    if strides is not None and any(step != 1 for step in strides):
         return None
     results, moves = [], []
     for k, out in enumerate(eqn.outvars):
@@ -249,7 +250,8 @@ def _follow_parts(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> M
         if name == "slice":
             first, sizes = list(parameter(eqn, "start_indices")), list(out.aval.shape)
         else:
-            axis, lengths = parameter(eqn, "axis"), [1] * len(eqn.outvars) if name == "unstack" else parameter(eqn, "sizes")
+            axis = parameter(eqn, "axis")
+            lengths = [1] * len(eqn.outvars) if name == "unstack" else parameter(eqn, "sizes")
             first[axis], sizes[axis] = sum(map(int, lengths[:k])), int(lengths[k])
         cuts = [axes_lib.cut(*cut) for cut in zip(axes, first, sizes, strict=True)]
         if any(part is None for part in cuts):
@@ -354,10 +356,14 @@ def _read_convolution(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) 
     axis_of = dict(zip((numbers.out_spec[0], *numbers.out_spec[2:]), range(len(out)), strict=False))
     rows = _rows(tuple(y_axes), x_axes, [axis_of[k] for k in sorted(axis_of)])
     geometry = Convolution(
-        spec=tuple(numbers.lhs_spec), window=tuple(kernel[k] for k in window), strides=tuple(parameter(eqn, "window_strides")),
-        padding=tuple(tuple(pair) for pair in parameter(eqn, "padding")), lhs_dilation=tuple(parameter(eqn, "lhs_dilation")),
-        rhs_dilation=tuple(parameter(eqn, "rhs_dilation")), out=tuple(out[k] for k in numbers.out_spec[2:]),
-    )  # fmt: skip
+        spec=tuple(numbers.lhs_spec),
+        window=tuple(kernel[k] for k in window),
+        strides=tuple(parameter(eqn, "window_strides")),
+        padding=tuple(map(tuple, parameter(eqn, "padding"))),
+        lhs_dilation=tuple(parameter(eqn, "lhs_dilation")),
+        rhs_dilation=tuple(parameter(eqn, "rhs_dilation")),
+        out=tuple(out[k] for k in numbers.out_spec[2:]),
+    )
     return _read(eqn, operand, "conv", x_axes, y_axes, batched=group, rows=rows, geometry=geometry)
 
 
@@ -411,7 +417,7 @@ _TABLE: dict[str, Rule] = {
 def _single(eqn: Any, like: Callable[..., Any]) -> tuple[Any, list[Any]]:
     """The single operation that `like` is, and which of its variables each input of `eqn` is."""
     avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars]
-    jaxpr = jax.make_jaxpr(like)(*avals).jaxpr
+    jaxpr: Any = jax.make_jaxpr(like)(*avals).jaxpr
     order = list(jaxpr.invars)
     while len(jaxpr.eqns) == 1 and (inner := called(jaxpr.eqns[0])) and inner[0] != "scan":
         inside_of = dict(zip(jaxpr.eqns[0].invars, inner[1].jaxpr.invars, strict=True))

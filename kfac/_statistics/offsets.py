@@ -103,7 +103,8 @@ def _of_pairs(x: jax.Array, axes: Sequence[Axis]) -> jax.Array:
     distinct = _by_pair(x, x, axes, 0)
     # [*window, *window]: the place among the distinct blocks of each pair of taps.
     rank = len(axes)
-    places = [np.expand_dims(a.places(), [j for j in range(2 * rank) if j % rank != k]) for k, a in enumerate(axes)]
+    others = [tuple(j for j in range(2 * rank) if j % rank != k) for k in range(rank)]
+    places = [np.expand_dims(axis.places(), other) for axis, other in zip(axes, others, strict=True)]
     index = np.ravel_multi_index(np.broadcast_arrays(*places), distinct.shape[:-2])
     taps, channels = math.prod(axis.window for axis in axes), x.shape[-1]
     # A gather writes the matrix once; slices put together, or corrections in place, take two to four times as long.
