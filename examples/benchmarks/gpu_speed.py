@@ -104,7 +104,11 @@ def disagreement(found: Sequence[np.ndarray], expected: Sequence[np.ndarray], li
     """Return the relative errors in the 2-norm: of the losses, and the largest of a parameter's change."""
     errors = [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(found, expected, strict=True)]
     losses, changes = errors[0], max(errors[1:])
-    return {"error of losses": losses, "largest error of a change": changes, "agrees": losses < 1e-3 and changes < limit}
+    return {
+        "error of losses": losses,
+        "largest error of a change": changes,
+        "agrees": losses < 1e-3 and changes < limit,
+    }
 
 
 def compare_with_cpu(record: Record, reference: subprocess.Popen[bytes]) -> None:

@@ -211,7 +211,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--method", choices=["kfac", "muon", "adamw"], default="kfac")
     parser.add_argument("--rate", type=float, default=0.05)
     parser.add_argument("--hidden", type=float, default=1.0, help="kfac: times the rate, for kernels but the head's")
-    parser.add_argument("--step-norm", choices=["frobenius", "spectral"], default="frobenius", help="kfac: see kfac.kfac")
+    parser.add_argument(
+        "--step-norm", choices=["frobenius", "spectral"], default="frobenius", help="kfac: see kfac.kfac"
+    )
     parser.add_argument("--size", choices=SIZES, default="5M", help="of the network, in parameters")
     parser.add_argument("--sequences", type=int, default=16, help=f"of {CONTEXT} tokens, in a batch")
     parser.add_argument("--horizon", type=int, default=150)
