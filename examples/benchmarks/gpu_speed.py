@@ -88,12 +88,12 @@ def start_reference(folder: pathlib.Path) -> subprocess.Popen[bytes]:
     """Start a process that computes `three_steps` on a CPU and writes them to `reference.npz`."""
     command = [sys.executable, __file__, "--reference", str(folder / "reference.npz")]
     paths = [str(pathlib.Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
-    environment = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    return subprocess.Popen(command, env=os.environ | environment)
+    variables = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return subprocess.Popen(command, env=os.environ | variables)
 
 
 def write_reference(path: pathlib.Path) -> None:
-    found = {}
+    found: dict[str, Any] = {}
     for name, (inverse, _) in INVERSES.items():
         for k, array in enumerate(three_steps(inverse)):
             found[f"{name}-{k}"] = array

@@ -27,8 +27,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "language_m
 import sources
 
 VOCABULARY = 16_384
-# `sources.WORD` with at most 32 letters: the time to encode a word grows with the square of its length, and some sources
-# hold whole files as one string of letters.
+# `sources.WORD` with at most 32 letters. The time to encode a word grows with the square of its length, and some
+# sources hold a whole file as one string of letters.
 WORD = re.compile(rb" ?[A-Za-z]{1,32}| ?[0-9]{1,16}| ?[^\sA-Za-z0-9]{1,16}|\s{1,64}")
 LEAST, MOST = 200, 400_000  # bytes of a file: shorter ones are empty, and longer ones are tables
 

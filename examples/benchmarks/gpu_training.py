@@ -86,7 +86,7 @@ def prepare(chosen: Setting, loss_fn: Any, params: Any, batch: Any, horizon: int
     rate = kfac.schedules.rise_and_fall(chosen.rate, horizon)
     if chosen.method.startswith("kfac"):
         _, _, kind = chosen.method.partition("/")
-        options = {"step_norm": kind} if kind else {}
+        options: dict[str, Any] = {"step_norm": kind} if kind else {}
         step = kfac.train_step(loss_fn, rate, verbose=False, donate=True, **options)
         return Trained(step.init, step)
     tx = muon(rate)
@@ -104,7 +104,7 @@ def compile_by_running(trained: Trained, params: Any, batch: Any, pretended: flo
     began = time.perf_counter()
     params = jax.tree.map(jnp.copy, params)  # steps donate them
     state = trained.init(params, batch)
-    kinds = set()
+    kinds: set[bool] = set()
     needed = 2 if isinstance(trained.step, kfac.types.TrainStep) else 1
     while len(kinds) < needed:
         kinds.add(bool(kfac.due(state)) if needed == 2 else False)
@@ -147,7 +147,7 @@ def train_gpt(record: Record, options: argparse.Namespace) -> None:
             for one, method in methods.items()
         }
         for one, future in compiling.items():
-            future.add_done_callback(lambda _, name=one.name: record.say(f"compiled {name}"))
+            future.add_done_callback(functools.partial(_say_compiled, record, one.name))
     looking.result()
     if encoding is not None:
         record.doing = "encoding the text"
@@ -169,15 +169,19 @@ def train_gpt(record: Record, options: argparse.Namespace) -> None:
 
     jax.block_until_ready(batch_of(0))
     for one, method in methods.items():
-        run = functools.partial(
-            train_one, record, one, method, params, batch_of, lambda params: evaluate(params, held), horizons[one]
-        )
         if compiling[one].exception():
             record.repeat("Training", one.name, f"compiling failed: {str(compiling[one].exception())[:300]}")
             continue
-        seconds = compiling[one].result()
         needs = 1e-3 * horizons[one] * milliseconds_of(one, options)
-        record.measure("Training", one.name, lambda run=run, s=seconds: run() | {"compiling s": s}, needs=needs)
+        look = functools.partial(evaluate, parts=held)
+        run = functools.partial(train_one, record, one, method, params, batch_of, look, horizons[one])
+        if record.measure("Training", one.name, run, needs=needs):
+            row = record.row("Training", one.name)
+            record.add("Training", one.name, row | {"compiling s": compiling[one].result()})
+
+
+def _say_compiled(record: Record, name: str, _: Any) -> None:
+    record.say(f"compiled {name}")
 
 
 def _rows(tokens: np.ndarray, starts: np.ndarray, context: int) -> np.ndarray:
