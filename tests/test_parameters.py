@@ -286,7 +286,7 @@ def assert_true(eqn, name, truth):
     assert found == truth
 
 
-@pytest.mark.parametrize("primitive", PARAMETERS)
+@pytest.mark.parametrize("primitive", sorted(PARAMETERS))
 def test_what_is_read_is_what_was_written(primitive):
     if not IN_THIS_JAX.get(primitive, True):
         pytest.skip(f"JAX {jax.__version__} has no {primitive}")

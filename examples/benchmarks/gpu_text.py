@@ -19,6 +19,7 @@ import sys
 import sysconfig
 import zlib
 from collections import Counter
+from typing import Any
 
 import numpy as np
 
@@ -83,7 +84,7 @@ def encode(vocabulary: pathlib.Path, output: pathlib.Path) -> None:
         paths = [path for name, path in found.items() if is_held_out(name) is wanted]
         parts[kind] = [paths[k :: 4 * workers] for k in range(4 * workers)]
     context = multiprocessing.get_context("spawn")
-    tokens: dict[str, np.ndarray] = {}
+    tokens: dict[str, Any] = {}
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
         for kind, shares in parts.items():
             encoded = pool.map(functools.partial(_encode, vocabulary), filter(None, shares))
