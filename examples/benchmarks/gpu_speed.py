@@ -37,6 +37,8 @@ INVERSES = {
     "Ekfac": (kfac.Ekfac(), 0.02),
 }
 LOOP = "kfac.train_step"
+# The interval of statistics grows by doublings, and is 16 steps at most from this step on.
+GROWN = 96
 
 
 # -- do the preconditioners agree with a CPU's? ------------------------------------------------------------------------
@@ -211,7 +213,7 @@ class Loop:
 
     def milliseconds(self, number: int) -> dict[str, Any]:
         """Time `number` steps without waiting, then each kind of step with waiting."""
-        while self.state_age() < 64:  # after the first steps the interval is what it will be
+        while len(self.dues) < GROWN:
             self.run()
         jax.block_until_ready(self.params)
         self.dues.clear()
@@ -234,9 +236,6 @@ class Loop:
             "steps with statistics": f"{sum(self.dues[:number])} of {number}",
             "compiling s": self.compiling,
         }
-
-    def state_age(self) -> int:
-        return len(self.dues)
 
 
 def median_milliseconds(program: Program, number: int) -> float:
