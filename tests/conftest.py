@@ -39,10 +39,11 @@ _XLA_FLAGS = {
     "--xla_cpu_enable_concurrency_optimized_scheduler": "false",
 }
 if QUICKLY and importlib.metadata.version("jaxlib").startswith("0.10."):
-    # The newer way to make code of fused operations goes through MLIR and takes three times as long. Later versions
-    # know no other way, and end the process at a flag that they do not know.
+    # XLA's newer code generator for fused operations needs two to four times as long as the older one. Only jaxlib 0.10
+    # has both, so the tests take half the processor time there. Newer versions abort at this flag.
     _XLA_FLAGS["--xla_cpu_use_fusion_emitters"] = "false"
-    # A program in one piece: cut into 32, for as many threads, it takes twice the processor's time.
+    # Compile a program in one piece. In 32 pieces, for as many threads, the older code generator takes twice the
+    # processor time. The newer one takes as long either way.
     _XLA_FLAGS["--xla_cpu_parallel_codegen_split_count"] = "1"
 os.environ["XLA_FLAGS"] = " ".join(
     [os.environ.get("XLA_FLAGS", "")]
