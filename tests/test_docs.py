@@ -116,7 +116,11 @@ def test_every_option_is_documented_with_its_default():
     assert preconditioner == _options(kfac.scale_by_kfac)
     assert {name: preconditioner[name] for name in ("inverse_every", "distribution")} | whole == _options(kfac.kfac)
     everything = _options(kfac.presets.large_batch)
-    assert everything.keys() == (preconditioner.keys() | whole.keys() | recipe.keys()) - {"cost", "layer_rates", "step_norm"}
+    assert everything.keys() == (preconditioner.keys() | whole.keys() | recipe.keys()) - {
+        "cost",
+        "layer_rates",
+        "step_norm",
+    }
     assert recipe == {name: everything[name] for name in recipe}
 
 

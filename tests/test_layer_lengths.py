@@ -383,3 +383,14 @@ def test_step_norm_is_checked():
         kfac.kfac(0.1, layers(), step_norm="nuclear")
     with pytest.raises(ValueError, match='step_norm="spectral" needs trust_ratio="auto"'):
         kfac.kfac(0.1, layers(), step_norm="spectral", trust_ratio=None)
+
+
+def test_a_spectral_step_that_may_be_rounding_is_short(x64):
+    """All of the update lies along the kernel, but for rounding, and the gradient is at a right angle to it."""
+    rng = np.random.default_rng(0)
+    w, g = rng.normal(size=(2, 1, 32, 32))
+    g -= w * np.sum(w * g) / np.sum(w * w)
+    found = Kernels(*(jnp.full(1, x) for x in (1024.0, 32, 1.0)))
+    stack = Stack(jnp.asarray(w + 1e-6 * g), jnp.asarray(w), jnp.asarray(g), found)
+    step = lengthened({"group": stack}, None, spectral=True)["group"]
+    assert np.linalg.svd(step[0], compute_uv=False)[0] < 1e-3

@@ -351,3 +351,33 @@ def test_a_loss_that_raises_leaves_no_thread():
     with pytest.raises(TypeError):
         step.init(params, x)
     none_is_left(before)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_donated_arguments_are_parameters_and_state_alone(named):
+    def loss_fn(params, batch, scale):
+        return scale * jnp.mean((batch @ params["w"] - 1) ** 2)
+
+    start = {"w": jnp.ones((4, 3))}
+    batch, scale = jnp.arange(32.0).reshape(8, 4) / 32, jnp.ones(())
+    given = ((), {"batch": batch, "scale": scale}) if named else ((batch, scale), {})
+    ends = []
+    for donate in (False, True):
+        step = kfac.train_step(loss_fn, 0.1, donate=donate, verbose=False)
+        params = first = jax.tree.map(jnp.copy, start)
+        state = step.init(params, *given[0], **given[1])
+        for _ in range(3):
+            params, state, _ = step(params, state, *given[0], **given[1])
+        assert first["w"].is_deleted() is donate
+        assert not batch.is_deleted() and not scale.is_deleted()
+        ends.append(np.asarray(params["w"]))
+    np.testing.assert_array_equal(*ends)
+
+
+def test_donation_with_a_loss_of_parameters_alone():
+    ends = []
+    for donate in (False, True):
+        step = kfac.train_step(lambda params: jnp.sum(params["w"] ** 2), 0.1, donate=donate, verbose=False)
+        params = {"w": jnp.ones((4, 3))}
+        ends.append(np.asarray(step(params, step.init(params))[0]["w"]))
+    np.testing.assert_array_equal(*ends)

@@ -58,7 +58,9 @@ def programme_a(record, options) -> None:
     for model in options.models:
         programs = gpu_speed.time_steps(record, model, options)
         for row in ("without", "statistics", "refresh", "muon"):
-            if row in programs and record.left > 20:
+            if row in programs and record.left < 20:
+                record.repeat(f"{model}, {row}", "profile", "no time was left")
+            elif row in programs:
                 try:
                     gpu_speed.profile(record, model, row, programs[row])
                 except Exception as error:

@@ -89,7 +89,9 @@ def encode(vocabulary: pathlib.Path, output: pathlib.Path) -> None:
         for kind, shares in parts.items():
             encoded = pool.map(functools.partial(_encode, vocabulary), filter(None, shares))
             tokens[kind] = np.concatenate(list(encoded))
-    np.savez(output, **tokens)
+    unfinished = output.with_suffix(f".{os.getpid()}.npz")
+    np.savez(unfinished, **tokens)
+    os.replace(unfinished, output)
     sizes = ", ".join(f"{len(array):,} tokens {kind}" for kind, array in tokens.items())
     print(f"{len(found):,} files, {sizes}, sha256 of the tokens {hashlib.sha256(tokens['train']).hexdigest()[:16]}")
 

@@ -10,6 +10,7 @@ import pathlib
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -106,7 +107,9 @@ def compile_by_running(trained: Trained, params: Any, batch: Any, pretended: flo
     state = trained.init(params, batch)
     kinds: set[bool] = set()
     needed = 2 if isinstance(trained.step, kfac.types.TrainStep) else 1
-    while len(kinds) < needed:
+    for _ in range(20):
+        if len(kinds) == needed:
+            break
         kinds.add(bool(kfac.due(state)) if needed == 2 else False)
         params, state, loss = trained.step(params, state, batch)
     jax.block_until_ready(loss)
@@ -123,7 +126,7 @@ def train_gpt(record: Record, options: argparse.Namespace) -> None:
     sequences = 8
     if small:
         model, sequences = Transformer(size, context=64, width=32, layers=2, heads=2, tied=True), 4
-    text = options.output / "tokens.npz"
+    text = options.output / f"tokens-{zlib.crc32(options.vocabulary.read_bytes()):08x}.npz"
     command = [sys.executable, str(FOLDER / "gpu_text.py"), "encode", str(options.vocabulary), str(text)]
     encoding = None if text.is_file() else subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 

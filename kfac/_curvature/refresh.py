@@ -19,7 +19,7 @@ from kfac._varying import as_varying, varying_axes
 RETRY = 10.0  # a block that fails is tried once more with so many times the damping
 
 # Blocks are worked on so many together that their factors have at most this many elements: a GPU is idle with single
-# matrices of a few hundred rows, and a GB or so of memory is there for the while.
+# matrices of a few hundred rows, and some GB of memory are there for the while.
 TOGETHER = 1 << 27
 
 

@@ -210,7 +210,7 @@ def lengthened(
     matrix for each window that holds a position; `overlap` of them together have the norm `sqrt(overlap d_out)`. What
     has no gradient in a step does not move in it: its momentum would be made as long as ever.
 
-    If `spectral`, the largest singular value of a kernel's step is `sqrt(overlap max(1, d_out / d_in))` instead, which
+    If `spectral`, the estimated largest singular value of a kernel's step is `sqrt(overlap max(1, d_out / d_in))` instead, which
     an orthogonal matrix with the same Frobenius norm has (Yang, Simon & Bernstein 2023, arXiv:2310.17813).
 
     With a `coefficient`, the trust ratio, so many times its own norm for each kernel, as with
@@ -230,7 +230,7 @@ def lengthened(
         if x.params is not None:
             u = u - per_block(radial, u) * jnp.where(x.inside, x.params, 0)
             if spectral:
-                ratio = jnp.where(ratio > 0, _spectral_ratio(x, u, ratio), 0)
+                ratio = _spectral_ratio(x, u, ratio)
         new = (ratio.reshape(len(u), -1, 1) if x.by_row else per_block(ratio, u)) * u
         steps[name] = new if coefficient is None else jnp.where(x.inside, new, x.updates)
     return steps
@@ -279,13 +279,15 @@ def _lengths(totals: Sequence[jax.Array], coefficient: jax.Array | None) -> tupl
 def _spectral_ratio(x: Stack, steps: jax.Array, ratio: jax.Array) -> jax.Array:
     """Return the factors `[k]` that give kernels their spectral norm, and `ratio` for other blocks.
 
-    Pieces of a kernel share one factor, from the root of the sum of their squared spectral norms, which is at least the
-    kernel's norm.
+    `ratio` gives the Frobenius norm the same length, and is smaller if the steps may be rounding alone. Pieces of a
+    kernel share one factor, from the root of the sum of their squared spectral norms, which is at least the kernel's
+    norm.
     """
-    square = jnp.square(spectral_norm(jnp.where(x.inside, steps, 0)))
-    if x.whole is not None:
-        [square] = x.whole(square[None])
-    return jnp.where(x.kernels.size > 0, _ratio(x.kernels.length, square), ratio).astype(ratio.dtype)
+    kernels = jnp.where(x.inside, steps, 0)
+    squares = jnp.stack([jnp.sum(jnp.square(steps), axis=(1, 2)), jnp.square(spectral_norm(kernels))])
+    frobenius, spectral = squares if x.whole is None else x.whole(squares)
+    longer = _ratio(jnp.sqrt(frobenius), spectral)
+    return jnp.where(x.kernels.size > 0, ratio * longer, ratio).astype(ratio.dtype)
 
 
 POWER_ITERATIONS = 6
@@ -293,9 +295,9 @@ POWER_ITERATIONS = 6
 
 def spectral_norm(stack: jax.Array) -> jax.Array:
     """Estimate the largest singular values of `[k, m, n]` from below, by power iterations from a fixed vector."""
-    n = stack.shape[-1]
     # No symmetry of a network makes this vector orthogonal to the largest singular vector.
-    vector = jnp.broadcast_to(jnp.cos(1.0 + jnp.arange(n, dtype=stack.dtype) ** 1.5), (len(stack), n))
+    start = np.cos(1.0 + np.arange(stack.shape[-1]) ** 1.5)
+    vector = jnp.broadcast_to(jnp.asarray(start, stack.dtype), (len(stack), len(start)))
     norm = jnp.zeros(len(stack), stack.dtype)
     for _ in range(POWER_ITERATIONS):
         image = jnp.einsum("kmn,kn->km", stack, _normalised(vector))

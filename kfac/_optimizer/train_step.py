@@ -228,6 +228,8 @@ def _jit_with_notice(
             threading.Thread(target=tell, args=running[-1:], daemon=True).start()
         return function(*args, **kwargs, **fixed)
 
+    if donated:
+        del traced.__wrapped__  # else JAX looks for the donated arguments in the signature of the loss
     program = jax.jit(traced, donate_argnums=donated)
 
     def call(params, *args, **kwargs):
