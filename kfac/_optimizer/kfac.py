@@ -82,9 +82,10 @@ def kfac(
 
         A number or a schedule: only kernels and embeddings are scaled, to this times their norm, as LARS does with the
         gradient; without their part along the kernel as above. One stays as it is where one of the norms is zero.
-      step_norm: which norm of a kernel's step `trust_ratio="auto"` sets. `"spectral"` sets the largest singular value
-        to `sqrt(overlap max(1, d_out / d_in))`, which is that of an orthogonal matrix with the Frobenius norm
-        `sqrt(overlap d_out)` (Yang, Simon & Bernstein 2023, arXiv:2310.17813). Six power iterations estimate it from below. The kernel's bias is scaled alike.
+      step_norm: which norm of a kernel's step `trust_ratio="auto"` sets. `"spectral"` sets the largest singular value,
+        as six power iterations estimate it from below, to `sqrt(overlap max(1, d_out / d_in))`. An orthogonal matrix
+        with the Frobenius norm `sqrt(overlap d_out)` has that value (Yang, Simon & Bernstein 2023, arXiv:2310.17813).
+        The kernel's bias is scaled alike.
       layer_rates: whether each layer has a rate of its own, by which the learning rate is multiplied. It starts at 1,
         rises, up to 4, while the gradient agrees with the direction of the step before, and falls, down to 1/16, while
         that step has gone too far in the layer; upwards only where the learning rate does not rise and is at least half

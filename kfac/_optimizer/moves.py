@@ -210,8 +210,8 @@ def lengthened(
     matrix for each window that holds a position; `overlap` of them together have the norm `sqrt(overlap d_out)`. What
     has no gradient in a step does not move in it: its momentum would be made as long as ever.
 
-    If `spectral`, the estimated largest singular value of a kernel's step is `sqrt(overlap max(1, d_out / d_in))` instead, which
-    an orthogonal matrix with the same Frobenius norm has (Yang, Simon & Bernstein 2023, arXiv:2310.17813).
+    If `spectral`, the largest singular value of a kernel's step, as estimated, is `sqrt(overlap max(1, d_out / d_in))`
+    instead, as of an orthogonal matrix with the same Frobenius norm (Yang, Simon & Bernstein 2023, arXiv:2310.17813).
 
     With a `coefficient`, the trust ratio, so many times its own norm for each kernel, as with
     `optax.scale_by_trust_ratio`, and nothing else. In either case what does not turn a kernel is left out.
