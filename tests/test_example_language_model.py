@@ -101,7 +101,9 @@ def test_both_optimizers_learn():
     task.compiler_options = FAST
     np.testing.assert_array_equal(task.batch(0, 3), task.batch(0, 3))
     assert task.batch(0, 3).shape == (16, 7) and (task.batch(0, 3) != task.batch(1, 3)).any()
+    # The text is the documentation of the Python in use, so no fixed loss holds for all versions.
+    untrained = task.evaluate(task.init(jax.random.key(0)))["validation"]
     for name, grid in char_transformer.GRIDS.items():
         settings = {key: values[-1] for key, values in grid.items()}
         curve = task.run(name, settings, 6, 0, 3)
-        assert curve[-1]["validation"] < curve[0]["validation"] < 5
+        assert curve[-1]["validation"] < curve[0]["validation"] < untrained
