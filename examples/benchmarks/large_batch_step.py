@@ -49,7 +49,7 @@ def main():
     layers = kfac.find_layers(loss_fn, params, keys[:1])
     tx = kfac.presets.large_batch(0.07, layers)
     state = jax.jit(tx.init)(params)
-    measure = kfac.microbatch(kfac.value_and_grad(loss_fn, layers), parts)
+    measure = kfac.microbatch(kfac.value_and_grad(loss_fn, layers, num_examples=options.local_batch), parts)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, keys):
