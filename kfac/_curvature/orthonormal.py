@@ -59,7 +59,7 @@ def orthonormal_by_products(stack: jax.Array) -> jax.Array:
         return solve(x, *factorise(add_diagonal(error, (1 + shift).astype(x.dtype))))
 
     def by_series(x, error, distance):
-        above = jnp.triu(error) - add_diagonal(jnp.zeros_like(error), 0.5 * jnp.ones_like(distance)) * error
+        above = (jnp.triu(error) + jnp.triu(error, 1)) / 2
         return x - exact_product(x, above)
 
     def nearer(now):
