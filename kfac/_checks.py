@@ -71,13 +71,12 @@ def check_switch(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be True or False, but is {value!r}")
 
 
-def check_rates(name: str, value: Any) -> None:
-    """Raises where a value is neither a `bool` nor a mapping of regular expressions to positive numbers."""
-    if not (isinstance(value, bool) or (isinstance(value, Mapping) and value)):
-        what = "True, False or a mapping of regular expressions to positive numbers"
-        raise ValueError(f"{name} must be {what}, but is {value!r}")
-    for pattern, rate in value.items() if isinstance(value, Mapping) else ():
-        check_number(f"{name}[{pattern!r}]", rate, "(0, inf)")
+def check_multipliers(name: str, value: Any) -> None:
+    """Raises where a value is no mapping of regular expressions to positive numbers."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} must be a mapping of regular expressions to positive numbers, but is {value!r}")
+    for pattern, factor in value.items():
+        check_number(f"{name}[{pattern!r}]", factor, "(0, inf)")
 
 
 def check_patterns(name: str, value: Any) -> None:
@@ -118,13 +117,14 @@ OPTIONS: dict[str, Callable[[str, Any], None]] = {
     **_rules(check_positive_int, "max_dim subsample num_examples num_microbatches num_steps"),
     **_rules(check_positive_int, "batch batches devices num_devices k probes"),
     **_rules(check_switch, "relative statistics nesterov rate_in_momentum has_aux strict verbose donate"),
-    **_rules(check_rates, "layer_rates"),
+    **_rules(check_switch, "adaptive_layer_rates"),
+    **_rules(check_multipliers, "layer_multipliers"),
     **_rules(check_patterns, "skip reduce gradient"),
     **_rules(check_argnums, "batch_argnums"),
     **_rules(check_choice, "fisher", ("empirical", "sampled", "expected")),
     **_rules(check_choice, "precision", ("float32", "bfloat16_3x", "tensorfloat32", "bfloat16")),
     **_rules(check_choice, "communication_dtype", ("float32", "bfloat16")),
-    **_rules(check_choice, "step_norm", ("frobenius", "spectral")),
+    **_rules(check_choice, "step_norm", ("spectral",)),
     **_rules(check_choice, "gradients", ("averaged", "local", "split")),
 }
 

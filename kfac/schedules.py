@@ -16,7 +16,7 @@ def rise_and_fall(peak: float, num_steps: int) -> optax.Schedule:
     """A learning rate that rises to its peak in the first tenth of the steps, and from there falls to zero: linearly.
 
     Args:
-      peak: the largest rate: 0.05 is a first guess.
+      peak: the largest rate; begin with 0.1.
       num_steps: of the whole training.
 
     Returns:

@@ -118,15 +118,16 @@ def test_every_option_is_documented_with_its_default():
     everything = _options(kfac.presets.large_batch)
     assert everything.keys() == (preconditioner.keys() | whole.keys() | recipe.keys()) - {
         "cost",
-        "layer_rates",
         "step_norm",
+        "adaptive_layer_rates",
+        "layer_multipliers",
     }
     assert recipe == {name: everything[name] for name in recipe}
 
 
 def test_every_diagnostic_is_documented(names):
     scalars = kfac.diagnostics(names["opt_state"])
-    clipped = kfac.kfac(0.1, names["layers"], trust_ratio=None, kl_clip=1.0)
+    clipped = kfac.kfac(0.1, names["layers"], step_norm=None, kl_clip=1.0)
     clipped = jax.eval_shape(lambda params: kfac.diagnostics(clipped.init(params)), names["params"])
     found = set(scalars) | set(kfac.diagnostics(names["adaptive_state"])) | set(clipped)
     assert set(_table("## What a run logs")) == found
@@ -170,7 +171,7 @@ def one_device(distributed):
     """The guides' optimizer on one device that has the whole batch: after each step its parameters and its state."""
     names = distributed
     params, batch, layers = names["params"], names["batch"], names["layers"]
-    tx = kfac.kfac(0.05, layers, inverse_every=3)
+    tx = kfac.kfac(0.1, layers, inverse_every=3)
     state = jax.jit(tx.init)(params)
 
     @jax.jit
@@ -202,7 +203,7 @@ def test_a_state_for_other_devices_goes_on_as_it_would_have(distributed, one_dev
     expected, _ = one_device[5]
     names, split = distributed, distributed["split"]
     mesh, batch = names["small_mesh"], names["batch"]
-    tx = kfac.kfac(0.05, names["layers"], inverse_every=3, distribution=kfac.Distribution("devices"))
+    tx = kfac.kfac(0.1, names["layers"], inverse_every=3, distribution=kfac.Distribution("devices"))
     specs = kfac.state.state_specs(tx, names["params"], "devices")
 
     def local_step(params, state, batch):
@@ -232,7 +233,7 @@ def test_a_loss_that_averages_over_devices_trains_like_one_device(distributed):
     assert layers == kfac.find_layers(global_loss, params, names["batch"])
 
     def step(params, batch, loss_fn, axis_name, average):
-        tx = kfac.kfac(0.05, layers, distribution=kfac.Distribution(axis_name))
+        tx = kfac.kfac(0.1, layers, distribution=kfac.Distribution(axis_name))
         loss, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)
         loss, grads = average((loss, grads))
         return loss, tx.update(grads, tx.init(params), params, factors=factors)[0]

@@ -125,7 +125,7 @@ def test_in_float32_and_with_eigenvectors_in_bfloat16(precision, tolerance):
 def test_the_plan_counts_the_bytes_of_the_state(precision):
     params, layers, _, _ = setting(jnp.float32)
     inverse = kfac.Eigh(precision)
-    tx = kfac.kfac(0.1, layers, inverse=inverse, trust_ratio=None)
+    tx = kfac.kfac(0.1, layers, inverse=inverse, step_norm=None)
     state = state_of(jax.eval_shape(tx.init, params))
     kept = [(block.factors, block.inverse) for block in state.blocks.values()]
     kept = kept, state.bases, [block.motion for block in state.blocks.values()]

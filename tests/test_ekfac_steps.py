@@ -214,7 +214,7 @@ def test_several_devices_are_one(style, inverse_every):
 
 
 def test_the_plan_counts_the_bytes_of_the_state():
-    tx = kfac.kfac(0.1, LAYERS, inverse=kfac.Ekfac(), trust_ratio=None)
+    tx = kfac.kfac(0.1, LAYERS, inverse=kfac.Ekfac(), step_norm=None)
     state = state_of(jax.eval_shape(tx.init, problem.initial()))
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves([block.motion for block in state.blocks.values()]))
     for block in state.blocks.values():

@@ -465,7 +465,7 @@ def test_devices_share_the_rows_of_a_table(inverse, split, x64):
     assert {layer.name: (layer.diagonal, layer.cut) for layer in layers} == {
         "head": (("G",), (1, 8)), "table": (("A",), (4, 1)),
     }  # fmt: skip
-    tx = kfac.kfac(0.05, layers, inverse_every=3, layer_rates=True, inverse=inverse)
+    tx = kfac.kfac(0.05, layers, inverse_every=3, inverse=inverse)
 
     def step(params, state, batch):
         _, grads, factors = kfac.value_and_grad(loss_of_words, layers)(params, batch)

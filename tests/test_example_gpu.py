@@ -102,7 +102,7 @@ def test_long_words_of_a_source_are_cut(tmp_path):
 
 
 def test_what_a_run_is_given():
-    assert gpu_training.setting("kfac/spectral:0.1") == ("kfac/spectral", 0.1)
+    assert gpu_training.setting("kfac:0.1") == ("kfac", 0.1)
     with pytest.raises(Exception, match="must be kfac or muon"):
         gpu_training.setting("sgd:0.1")
     with pytest.raises(SystemExit):

@@ -458,7 +458,8 @@ def devices():
 
         batch = strike(ACTIVATION, batch[0], lambda x: x.at[0, 0].set(value)), batch[1]
         _, grads, factors = kfac.value_and_grad(loss_fn, layers())(params, batch)
-        grads = strike(GRADIENT, grads, lambda x: x.at[(0,) * x.ndim].set(value))
+        # On JAX 0.11.2 the compiler crashes at `x.at[()].set(value)` in `shard_map`.
+        grads = strike(GRADIENT, grads, lambda x: x.at[(0,) * x.ndim].set(value) if x.ndim else value)
         first, out = (factors[name].combined() for name in ("first", "out"))  # whole, of this device
         out = dataclasses.replace(out, G=strike(STATISTIC, out.G, lambda x: x.at[0, 0].set(value)))
         first = dataclasses.replace(first, A=strike(INDEFINITE, first.A, lambda x: -1e3 * jnp.eye(x.shape[-1])))

@@ -143,7 +143,7 @@ def test_partition_leaves_some_parameters_to_adamw():
 
 
 def test_inject_hyperparams_with_all_defaults():
-    options = {"trust_ratio": None, "nesterov": False, "damping": 1e-3}  # those of `plain`
+    options = {"step_norm": None, "nesterov": False, "damping": 1e-3}  # those of `plain`
     tx = optax.inject_hyperparams(kfac.kfac)(learning_rate=RATE, layers=layers(), kl_clip=1e9, **options)
     params, state, _ = run(tx, steps=3)
     assert_close(params, plain()[0], 1e-5)

@@ -17,7 +17,7 @@ def names():
 
 def plain(loss_fn, layers, params, batch, tx=None, steps=15):
     """The loop of the README: parameters, state and the last loss."""
-    tx = tx or kfac.kfac(0.05, layers)
+    tx = tx or kfac.kfac(0.1, layers)
 
     @jax.jit
     def step(params, state):
@@ -53,7 +53,7 @@ def test_a_train_state_that_hands_factors_over_does_what_the_plain_loop_does(nam
     # What the page says of the plain one: a warning, and nothing is preconditioned.
     from flax.training.train_state import TrainState
 
-    state = TrainState.create(apply_fn=None, params=params, tx=kfac.kfac(0.05, names["layers"]))
+    state = TrainState.create(apply_fn=None, params=params, tx=kfac.kfac(0.1, names["layers"]))
     with pytest.warns(UserWarning, match=r"without factors.* TrainState\.apply_gradients of flax drops them"):
         state = state.apply_gradients(grads=params)
     for new, old in zip(jax.tree.leaves(state.params), jax.tree.leaves(params), strict=True):
@@ -78,7 +78,7 @@ def test_a_partition_gives_each_its_own(names):
     """Without `skip=` only what is computed differs: a bias that is AdamW's is no part of its kernel's block."""
     loss_fn, batch, params = names["word_loss"], names["word_batch"], names["word_params"]
     whole = kfac.find_layers(loss_fn, params, batch)
-    tx = optax.partition({"kfac": kfac.kfac(0.05, whole), "adamw": optax.adamw(3e-2)}, names["labels"])
+    tx = optax.partition({"kfac": kfac.kfac(0.1, whole), "adamw": optax.adamw(3e-2)}, names["labels"])
     assert_same(names["partitioned_params"], plain(loss_fn, whole, params, batch, tx)[0])
     # The first step of AdamW has the length of its rate.
     layers, partitioned = names["word_layers"], names["partitioned"]

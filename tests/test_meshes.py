@@ -140,11 +140,11 @@ def test_a_mesh_is_one_device(name, kind, form):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("convolution", {"trust_ratio": "auto", "inverse": kfac.Cholesky()}),
-        slow("dense", {"trust_ratio": 0.1, "kl_clip": None}),
-        ("dense", {"trust_ratio": None, "kl_clip": 1e-4}),
-        slow("scanned", {"trust_ratio": "auto", "inverse": kfac.Cholesky()}),
-        slow("convolution", {"trust_ratio": None, "kl_clip": 1e-4}),
+        ("convolution", {"inverse": kfac.Cholesky()}),
+        slow("dense", {"step_norm": None, "trust_ratio": 0.1}),
+        ("dense", {"step_norm": None, "kl_clip": 1e-4}),
+        slow("scanned", {"inverse": kfac.Cholesky()}),
+        slow("convolution", {"step_norm": None, "kl_clip": 1e-4}),
     ],
 )
 @pytest.mark.parametrize("last", [False, True], ids=["rows", "columns"])

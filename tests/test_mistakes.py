@@ -62,7 +62,7 @@ MISTAKES = {
     ),
     "no params": (
         lambda: update(GRADS, factors=STATS),
-        r"trust_ratio needs the parameters: call update\(grads, state, params, factors=factors\)",
+        r"update needs the parameters: call update\(grads, state, params, factors=factors\)",
     ),
     "state of another optimizer": (
         lambda: update(GRADS, "params", factors=STATS, state=optax.adam(RATE).init(initial())),
@@ -126,8 +126,8 @@ MISTAKES = {
     "no rate": (lambda: kfac.kfac(None, layers()), r"learning_rate must be a number or a schedule, but is None"),
     "no cost": (lambda: optimizer(cost=None), r"cost must be a number, but is None"),
     "a cost that nothing goes by": (
-        lambda: optimizer(trust_ratio=None, cost=0.2),
-        r'cost=0\.2 is for trust_ratio="auto": without it every step has statistics, so leave cost out',
+        lambda: optimizer(step_norm=None, cost=0.2),
+        r"cost=0\.2 has no effect: with step_norm=None every step has statistics. Leave cost out",
     ),
     "no refreshes in words": (
         lambda: optimizer(inverse_every="never"),
@@ -149,7 +149,15 @@ MISTAKES = {
         lambda: kfac.find_layers(loss_fn, initial(), batch(0), skip=["^out/"], gradient=["bias", "out/kernel"]),
         r"gradient: 'out/kernel' matches no parameter left by skip=, so it has no effect",
     ),
-    "kl_clip beside auto": (lambda: optimizer(kl_clip=1e-3), r"kl_clip=0\.001 .*: pass trust_ratio=None with it"),
+    "kl_clip beside step_norm": (lambda: optimizer(kl_clip=1e-3), r"kl_clip=0\.001 .*: pass step_norm=None with"),
+    "trust_ratio beside step_norm": (
+        lambda: optimizer(trust_ratio=1.0),
+        r"trust_ratio=1\.0 .*: pass step_norm=None with",
+    ),
+    "the old name of step_norm": (
+        lambda: optimizer(trust_ratio="auto"),
+        'has become step_norm="spectral", the default',
+    ),
     "skip of one pattern": (
         lambda: kfac.find_layers(loss_fn, initial(), batch(0), skip="bias"),
         r"skip must be a sequence of regular expressions, but is 'bias'",
@@ -226,7 +234,7 @@ train = functools.partial(kfac.train_step, loss_fn, RATE)
         (train, {"max_dim": 0.5}, "max_dim must be a positive int"),
         (train, {"damping": -1}, r"damping must lie in \(0, inf\), but is -1"),
         (train, {"inverse": "soap"}, r"inverse must be a kind of inverse such as kfac\.Cholesky"),
-        (train, {"trust_ratio": None, "cost": 0.2}, r"cost=0\.2 is for trust_ratio"),
+        (train, {"step_norm": None, "cost": 0.2}, r"cost=0\.2 has no effect"),
         *((train, {name: 0}, f"{name} must be a positive int, but is 0") for name in ("num_microbatches", "subsample")),
         *((train, {name: "w"}, f"{name} must be a sequence of regular") for name in ("skip", "reduce", "gradient")),
     ],

@@ -97,7 +97,7 @@ def test_its_memory_is_that_of_the_state(inverse, devices):
     """To the byte, but for a few numbers of each block: of groups dealt out, end to end, by rows and on all devices."""
     loss, params, batch, find = gpt(4)
     layers = kfac.find_layers(loss, params, batch, **find)
-    tx = kfac.kfac(0.1, layers, inverse=inverse, layer_rates=False)
+    tx = kfac.kfac(0.1, layers, inverse=inverse, adaptive_layer_rates=False)
     mesh = AbstractMesh((devices,), ("d",), axis_types=(AxisType.Auto,))
     specs = kfac.state.state_specs(tx, params, "d")
     init = jax.shard_map(tx.init, mesh=mesh, in_specs=PartitionSpec(), out_specs=specs)
@@ -235,7 +235,7 @@ def test_statistics_and_refreshes_take_a_share_of_the_work_of_gradients(examples
     if every == 4:  # it matters after the ten steps of the warm-up
         assert not np.array_equal(final()[0]["w0"], final(inverse_every=1)[0]["w0"])
         # Here nothing holds the length of a stale step.
-        settings = {"trust_ratio": None, "inverse": kfac.Cholesky(), "cost": 0.1}
+        settings = {"step_norm": None, "inverse": kfac.Cholesky(), "cost": 0.1}
         jax.tree.map(np.testing.assert_array_equal, final(**settings), final(inverse_every=1, **settings))
 
 

@@ -36,7 +36,7 @@ def stepped(tx, found, options, average):
 
 
 def optimizer(found, options, **where):
-    options = {"damping": 1e-2, "trust_ratio": None, "inverse_every": 2} | options
+    options = {"damping": 1e-2, "step_norm": None, "inverse_every": 2} | options
     options.pop("gradients", None)  # of the step
     options = {name: value for name, value in options.items() if name not in wire_of(options)}
     return kfac.kfac(0.05, found, **options, distribution=kfac.Distribution(**where) if where else None)
@@ -102,9 +102,9 @@ def is_state(x):
     "options",
     [
         slow({}),
-        {"gradients": "local", "trust_ratio": "auto", "damping": 0.1, "inverse": kfac.Cholesky()},
+        {"gradients": "local", "step_norm": "spectral", "damping": 0.1, "inverse": kfac.Cholesky()},
         slow({"inverse": kfac.Ekfac()}),
-        slow({"inverse": kfac.Soap(), "trust_ratio": "auto", "damping": 1e-2}),
+        slow({"inverse": kfac.Soap(), "step_norm": "spectral", "damping": 1e-2}),
         slow({"gradients": "local", "kl_clip": 1e-3}),
     ],
 )

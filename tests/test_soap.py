@@ -266,7 +266,7 @@ def test_the_optimizer_preconditions_the_momentum_of_the_gradients():
     rate, decay, damping = 0.1, 0.9, 1e-3
     inverse = kfac.Soap(decay=DECAY)
     tx = kfac.kfac(
-        rate, LAYERS, inverse=inverse, trust_ratio=None, damping=damping, momentum=decay, nesterov=True, inverse_every=3
+        rate, LAYERS, inverse=inverse, step_norm=None, damping=damping, momentum=decay, nesterov=True, inverse_every=3
     )
     alone = kfac.scale_by_kfac(LAYERS, inverse=inverse, damping=damping, inverse_every=3)
     state, kept = jax.jit(tx.init)(problem.initial()), jax.jit(alone.init)(problem.initial())
@@ -362,9 +362,9 @@ def found_inverse(layers, params, **options):
     ("options", "expected"),
     [
         ({}, kfac.Soap(relative=True)),
-        ({"trust_ratio": None}, kfac.Cholesky()),
-        ({"trust_ratio": 1.0}, kfac.Cholesky()),
-        ({"trust_ratio": None, "kl_clip": 1e-3}, kfac.Cholesky()),
+        ({"step_norm": None}, kfac.Cholesky()),
+        ({"step_norm": None, "trust_ratio": 1.0}, kfac.Cholesky()),
+        ({"step_norm": None, "kl_clip": 1e-3}, kfac.Cholesky()),
     ],
 )
 def test_the_default(options, expected):

@@ -262,7 +262,7 @@ def test_in_parts_num_examples_is_that_of_the_whole_batch(x64):
         return 0.5 * jnp.mean(jnp.sum((b[0] @ p["w"] - b[1]) ** 2, -1))
 
     def after(**options):
-        step = kfac.train_step(loss_fn, 0.1, inverse=kfac.Cholesky(), trust_ratio=None, **options)
+        step = kfac.train_step(loss_fn, 0.1, inverse=kfac.Cholesky(), step_norm=None, **options)
         return step(p, step.init(p, b), b)[0]["w"]
 
     expected = after()
@@ -284,7 +284,7 @@ def test_what_is_split_is_found_or_said(x64):
 
     def once(*args, batch_argnums=None, parts=4, loss_fn=loss_fn, **kwargs):
         step = kfac.train_step(
-            loss_fn, 0.1, inverse=kfac.Cholesky(), trust_ratio=None, num_microbatches=parts, batch_argnums=batch_argnums
+            loss_fn, 0.1, inverse=kfac.Cholesky(), step_norm=None, num_microbatches=parts, batch_argnums=batch_argnums
         )
         params, _, loss = step(p, step.init(p, *args, **kwargs), *args, **kwargs)
         return params["w"], loss

@@ -86,8 +86,8 @@ ELSEWHERE = {"layers", "statistics_every", "distribution"}
 
 def test_the_tables_of_options_are_complete():
     assert set(NUMBERS) | set(SWITCHES) | ELSEWHERE == set(ALL_OPTIONS)
-    assert set(KFAC_OPTIONS) - {"cost", "layer_rates", "step_norm"} < set(ALL_OPTIONS)
-    assert len(KFAC_OPTIONS) <= 15
+    assert set(KFAC_OPTIONS) - {"cost", "step_norm", "adaptive_layer_rates", "layer_multipliers"} < set(ALL_OPTIONS)
+    assert len(KFAC_OPTIONS) <= 16
     for value, fields in ((kfac.Distribution(), DEVICES | OTHER_FIELDS), *((i, INVERSE_FIELDS) for i in INVERSES)):
         assert {field.name for field in dataclasses.fields(value)} == fields
     assert set(SCALE_OPTIONS) <= set(ALL_OPTIONS)

@@ -25,7 +25,7 @@ WORDS = re.search(r"^\| wrapper .*(?:\n\|.*)*", PAGE, re.MULTILINE)[0]
 
 
 def optimizer(**options):
-    return kfac.kfac(RATE, layers(), trust_ratio=None, **options)
+    return kfac.kfac(RATE, layers(), step_norm=None, **options)
 
 
 @functools.cache

@@ -18,7 +18,7 @@ import kfac
 from algoperf import spec  # type: ignore[attr-defined]
 
 # The rate that the package recommends; the schedule ends before the baseline's, since fewer steps are needed.
-SELF_TUNING = {"learning_rate": 0.05, "weight_decay": 0.0, "label_smoothing": 0.0, "dropout_rate": 0.0, "steps": 0.75}
+SELF_TUNING = {"learning_rate": 0.1, "weight_decay": 0.0, "label_smoothing": 0.0, "dropout_rate": 0.0, "steps": 0.75}
 
 # The largest that the reference submissions use, and so known to fit in the memory of the benchmark's machine.
 BATCH_SIZES = {

@@ -82,7 +82,7 @@ def optimizer(name: str, rate: Any, numbers: dict[str, Any], layers: kfac.Layers
         case _:
             return kfac.kfac(
                 rate, layers, damping=numbers["damping"], momentum=numbers["momentum"], nesterov=True,
-                kl_clip=numbers["kl_clip"], trust_ratio=None,
+                kl_clip=numbers["kl_clip"], step_norm=None,
             )  # fmt: skip
 
 

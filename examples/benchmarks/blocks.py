@@ -57,7 +57,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--rate", type=float, default=0.05)
+    parser.add_argument("--rate", type=float, default=0.1)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--bounds", type=int, nargs="+", default=[1025, 513, 257, 129], help="with the bias's row")
     options = parser.parse_args()

@@ -64,7 +64,7 @@ def first_step(model: nn.Module, batch: tuple[jax.Array, jax.Array]) -> float:
     state = jax.jit(lambda key: model.init(key, batch[0][:1], train=False))(jax.random.key(0))
     params = jax.block_until_ready(state.pop("params"))
     began = time.process_time()
-    step = kfac.train_step(loss_of(model), 0.05, has_aux=True, verbose=False)
+    step = kfac.train_step(loss_of(model), 0.1, has_aux=True, verbose=False)
     opt_state = step.init(params, state, *batch)
     jax.block_until_ready(step(params, opt_state, state, *batch))
     return time.process_time() - began

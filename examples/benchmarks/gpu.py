@@ -41,7 +41,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=pathlib.Path, help="B: made by `gpu_text.py learn`")
     parser.add_argument("--speed", type=pathlib.Path, help="B: JSON of programme A, for the steps that fit into a run")
     parser.add_argument("--seconds", type=float, default=120.0, help="B: of each run")
-    parser.add_argument("--runs", nargs="+", default=["kfac:0.05", "muon:0.02"], help="B: method:rate, in this order")
+    parser.add_argument("--runs", nargs="+", default=["kfac:0.1", "muon:0.02"], help="B: method:rate, in this order")
     parser.add_argument("--data-dir", type=pathlib.Path, help="C: CIFAR-10, as get_cifar10.sh leaves it")
     options = parser.parse_args(arguments)
     if options.programme == "B" and (options.vocabulary is None or not options.vocabulary.is_file()):

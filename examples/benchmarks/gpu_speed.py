@@ -76,7 +76,7 @@ def three_steps(inverse: Any) -> list[np.ndarray]:
 
     # Products in full float32, so that every difference is the package's.
     with jax.default_matmul_precision("highest"):
-        step = kfac.train_step(loss_fn, 0.05, inverse=inverse, verbose=False)
+        step = kfac.train_step(loss_fn, 0.1, inverse=inverse, verbose=False)
         now, state = params, step.init(params, batch)
         losses = []
         for _ in range(3):
@@ -197,7 +197,7 @@ class Loop:
 
     def __init__(self, task: steps.Task, options: argparse.Namespace) -> None:
         began = time.perf_counter()
-        self.step = kfac.train_step(task.loss_fn, 0.05, verbose=False, donate=True)
+        self.step = kfac.train_step(task.loss_fn, 0.1, verbose=False, donate=True)
         self.params, self.batch = filled(task.params), filled(task.batch, classes_of(task))
         self.state = self.step.init(self.params, self.batch)
         self.dues: list[bool] = []

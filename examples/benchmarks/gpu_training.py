@@ -38,7 +38,7 @@ FORECAST = {"kfac": 50.0, "muon": 50.0}
 
 
 class Setting(NamedTuple):
-    """A method and its rate, as in `kfac:0.1`; `kfac/spectral:0.1` gives `step_norm="spectral"`."""
+    """A method and its rate, as in `kfac:0.1`."""
 
     method: str
     rate: float
@@ -50,7 +50,7 @@ class Setting(NamedTuple):
 
 def setting(text: str) -> Setting:
     method, rate = text.split(":")
-    if method.split("/")[0] not in FORECAST:
+    if method not in FORECAST:
         raise argparse.ArgumentTypeError(f"the method must be kfac or muon, but is {method!r}")
     return Setting(method, float(rate))
 
@@ -85,10 +85,8 @@ class Trained(NamedTuple):
 def prepare(chosen: Setting, loss_fn: Any, params: Any, batch: Any, horizon: int) -> Trained:
     """Return a method with a rate that rises for a tenth of `horizon` steps and falls to zero from there."""
     rate = kfac.schedules.rise_and_fall(chosen.rate, horizon)
-    if chosen.method.startswith("kfac"):
-        _, _, kind = chosen.method.partition("/")
-        options: dict[str, Any] = {"step_norm": kind} if kind else {}
-        step = kfac.train_step(loss_fn, rate, verbose=False, donate=True, **options)
+    if chosen.method == "kfac":
+        step = kfac.train_step(loss_fn, rate, verbose=False, donate=True)
         return Trained(step.init, step)
     tx = muon(rate)
 
@@ -193,7 +191,7 @@ def _rows(tokens: np.ndarray, starts: np.ndarray, context: int) -> np.ndarray:
 
 def milliseconds_of(chosen: Setting, options: argparse.Namespace) -> float:
     """Return the milliseconds of a step that programme A has measured, or a forecast."""
-    method = chosen.method.split("/")[0]
+    method = chosen.method
     tables = json.loads(options.speed.read_text())["tables"] if options.speed else {}
     measured = tables.get("gpt-124m, milliseconds", {}).get("kfac.train_step" if method == "kfac" else "muon")
     return measured["ms"] if measured else FORECAST[method]
@@ -272,7 +270,7 @@ def train_cifar10(record: Record, options: argparse.Namespace) -> None:
         }
 
     while record.left > 30 and epochs <= 80:
-        for method, rate in (("kfac", 0.05), ("muon", 0.1)):
+        for method, rate in (("kfac", 0.1), ("muon", 0.1)):
             name = f"{method}, {epochs} epochs"
             record.measure("ResNet-18 on CIFAR-10", name, functools.partial(row, method, rate, epochs), needs=30)
         if options.rehearse:

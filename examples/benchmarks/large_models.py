@@ -104,7 +104,7 @@ def compiled(loss, layers, params, batch, devices, which):
     def placed(tree, sharding):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(x)), tree)
 
-    tx = optax.sgd(0.1, 0.9) if which == "sgd" else kfac.kfac(0.05, layers)
+    tx = optax.sgd(0.1, 0.9) if which == "sgd" else kfac.kfac(0.1, layers)
     measure = kfac.value_and_grad(loss, layers, statistics=which == "full")
 
     def step(params, state, batch):

@@ -1,7 +1,7 @@
 """All of CIFAR-10: K-FAC as it comes beside tuned Muon, LARS and SGD, in steps and in seconds.
 
     sh examples/imagenet/get_cifar10.sh data/cifar10
-    python examples/cifar10/compare.py run --data-dir data/cifar10 --method kfac --rate 0.05
+    python examples/cifar10/compare.py run --data-dir data/cifar10 --method kfac --rate 0.1
     python examples/cifar10/compare.py run --data-dir data/cifar10 --method muon --rate 0.1
     python examples/cifar10/compare.py report
 
@@ -272,7 +272,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("action", choices=["run", "report"])
     parser.add_argument("--data-dir", type=Path, default=Path("data/cifar10"))
     parser.add_argument("--method", choices=["kfac", "muon", "lars", "sgd"], default="kfac")
-    parser.add_argument("--rate", type=float, default=0.05)
+    parser.add_argument("--rate", type=float, default=0.1)
     parser.add_argument("--weight-decay", type=float, help="5e-4 by default, as the methods have it: of gradients for "
                         "SGD and LARS, decoupled for Muon; none for K-FAC, whose is decoupled, too")  # fmt: skip
     parser.add_argument("--batch", type=int, default=5000)

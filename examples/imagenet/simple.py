@@ -140,7 +140,7 @@ def main(args=None):
     parser.add_argument("--width", type=int, default=16, help="channels of the first stage (16)")
     parser.add_argument("--batch", type=int, help="images in a step; by default a tenth of them all")
     parser.add_argument("--steps", type=int, default=100, help="length of the training (100)")
-    parser.add_argument("--rate", type=float, default=0.05, help="learning rate; try the half and the double (0.05)")
+    parser.add_argument("--rate", type=float, default=0.1, help="learning rate; try half and twice this (0.1)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("run"), help="folder of the checkpoints (run)")
     options = parser.parse_args(args)

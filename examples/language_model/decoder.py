@@ -1,12 +1,13 @@
 """A language model of 5 million parameters on Python sources: K-FAC as it comes beside tuned Muon and AdamW.
 
-    python examples/language_model/decoder.py run --method kfac --rate 0.05       # the same again goes on
+    python examples/language_model/decoder.py run --method kfac --rate 0.1        # the same again goes on
     python examples/language_model/decoder.py run --method muon --rate 0.06 --horizon 40
     python examples/language_model/decoder.py report
 
-"kfac" is `kfac.train_step(loss, schedule)` with nothing else; `--hidden 0.2` is `layer_rates={"Dense_": 0.2}`, slower
-kernels of the blocks. The rate rises for a tenth of the steps and falls to zero from there, for all. `--horizon` is the
-steps that the schedule is made for. The text is that of `sources.py`.
+"kfac" is `kfac.train_step(loss, schedule)` and nothing else. `--hidden 0.2` adds `layer_multipliers={"Dense_": 0.2}`,
+which slows the kernels of the blocks. Rows without `step_norm` are those of version 0.3. The rate rises for a tenth of
+the steps and falls to zero from there, for all. `--horizon` is the number of steps that the schedule is made for. The
+text is that of `sources.py`.
 """
 
 from __future__ import annotations
@@ -127,15 +128,15 @@ def run(options: argparse.Namespace) -> None:
     step: Any
     if options.method == "kfac":
         given = {"Dense_": options.hidden} if options.hidden != 1 else None
-        step = kfac.train_step(loss_fn, rate, layer_rates=given, step_norm=options.step_norm)
+        step = kfac.train_step(loss_fn, rate, layer_multipliers=given)
         init = step.init
     else:
         init, step = first_order(loss_fn, {"muon": muon, "adamw": adamw}[options.method](rate))
 
     names = "size", "method", "rate", "hidden", "sequences", "horizon", "seed"
     name = {key: getattr(options, key) for key in names} | {"text": text.checksum[:8]}
-    if options.step_norm != "frobenius":
-        name["step_norm"] = options.step_norm
+    if options.method == "kfac":
+        name["step_norm"] = "spectral"
     saved = options.output / ("-".join(map(str, name.values())) + ".npz")
     params = jax.jit(lambda key: model.init(key, batch(0)[:, :-1])["params"])(jax.random.key(options.seed))
     carry, kept = curves.restore(saved, (params, init(params, batch(0))))
@@ -209,11 +210,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["run", "report"])
     parser.add_argument("--method", choices=["kfac", "muon", "adamw"], default="kfac")
-    parser.add_argument("--rate", type=float, default=0.05)
+    parser.add_argument("--rate", type=float, default=0.1)
     parser.add_argument("--hidden", type=float, default=1.0, help="kfac: times the rate, for kernels but the head's")
-    parser.add_argument(
-        "--step-norm", choices=["frobenius", "spectral"], default="frobenius", help="kfac: see kfac.kfac"
-    )
     parser.add_argument("--size", choices=SIZES, default="5M", help="of the network, in parameters")
     parser.add_argument("--sequences", type=int, default=16, help=f"of {CONTEXT} tokens, in a batch")
     parser.add_argument("--horizon", type=int, default=150)

@@ -7,13 +7,14 @@
     python examples/large_batch/networks.py start                              # processor seconds to the first step
 
 "kfac" is what `kfac.train_step` does with nothing set: statistics of a quarter of the examples when `kfac.due` says so.
-"kfac-one-rate" has `layer_rates=False`, "kfac-every-step" all statistics in every step, as has "kfac-cholesky";
-"soap" is SOAP itself, with Shampoo's matrices. 60 steps at batch N/10
-(`--batch 10`), the schedule of the study for all. `--schedule average` keeps the rate after its warm-up, and scores the
+"kfac-one-rate" has `adaptive_layer_rates=False`. "kfac-every-step" and "kfac-cholesky" have all statistics in every
+step. "soap" is SOAP itself, with Shampoo's matrices. 60 steps at batch N/10 (`--batch 10`), the schedule of the study
+for all. `--schedule average` keeps the rate after its warm-up, and scores the
 mean of the weights of the last quarter of the steps. A trial that is in --results is not run again. Of some
 there are results only: "kfac-soap-eigh", a `Soap` that decomposed its factors; "kfac-0.3.0", the default then;
 "kfac-whole", with `find_layers(max_dim=8192)`; "kfac-before", the default between 0.3.0 and "kfac-at-once", whose
-intervals did not grow; "kfac-alike", the default after that: convolutions moved as far as dense kernels.
+intervals did not grow; "kfac-alike", the default after that: convolutions moved as far as dense kernels;
+"kfac-frobenius" and those that begin so, version 0.3, whose steps had a Frobenius norm.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ from vit import ViT  # noqa: E402
 
 EVERY = math.inf  # the `cost` of statistics and refreshes in every step
 KFAC: dict[str, dict[str, Any]] = {
-    "kfac": {}, "kfac-one-rate": {"layer_rates": False}, "kfac-every-step": {"cost": EVERY},
+    "kfac": {}, "kfac-one-rate": {"adaptive_layer_rates": False}, "kfac-every-step": {"cost": EVERY},
     "kfac-cholesky": {"cost": EVERY, "inverse": kfac.Cholesky()},
 }  # fmt: skip
 METHODS = (*KFAC, "soap", "muon", "adamw", "lars", "lamb", "sgd")
@@ -385,7 +386,7 @@ def first_step(name: str, method: str, data_dir: Path) -> float:
     params, state = problem.init(jax.random.key(0))
     batch = next(problem.batches(0, 1))
     began = time.process_time()
-    step: Any = maker(problem.loss, 0.05, has_aux=True, verbose=False)
+    step: Any = maker(problem.loss, 0.1, has_aux=True, verbose=False)
     opt_state = step.init(params, state, *batch)
     jax.block_until_ready(step(params, opt_state, state, *batch))
     return time.process_time() - began

@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, default=Path("data/cifar10"), help="folder with CIFAR-10")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--networks", nargs="+", choices=networks.PROBLEMS, default=NAMES, metavar="NAME")
-    parser.add_argument("--rate", type=float, default=0.05)
+    parser.add_argument("--rate", type=float, default=0.1)
     parser.add_argument("--steps", type=int, default=45)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     options = parser.parse_args()

@@ -171,7 +171,7 @@ class Inverse(abc.ABC):
 
         Returns:
           What is kept from now on; the preconditioned momentum, like `matrices`; and `[k]`, the cosine between the
-          gradient and the preconditioned momentum of the step before, for `layer_rates` of `kfac.kfac`.
+          gradient and the preconditioned momentum of the step before, for `adaptive_layer_rates` of `kfac.kfac`.
         """
         raise NotImplementedError(f"{type(self).__name__} takes gradients, but has no method `advance`")
 

@@ -41,7 +41,7 @@ class Soap(Inverse):
     refresh changes their order. `V` is the momentum of the gradients, which is kept in the eigenbasis and turned with
     it, so that a step takes four products. The factors are those of K-FAC, from gradients of examples, where SOAP
     itself has those of Shampoo, from gradients of batches. The curvature chooses the basis, and no length of a step:
-    that is from `trust_ratio`, or Adam's without one.
+    that comes from `step_norm` or `trust_ratio`, and is Adam's without either.
 
     There is no eigendecomposition. From the identity on, each refresh takes the basis one step of orthogonal iteration
     further, `Q <- qr(A Q)`, so that it follows the factors: the first ten steps, which all refresh, bring it close.

@@ -1,4 +1,4 @@
-"""`kfac`: the preconditioner and the parts around it: KL clip, momentum, trust ratio, weight decay."""
+"""`kfac`: the preconditioner and the parts around it: KL clip, momentum, lengths of steps, weight decay."""
 
 from __future__ import annotations
 
@@ -36,26 +36,27 @@ def kfac(
     nesterov: bool | None = None,
     weight_decay: ScalarOrSchedule | None = None,
     weight_decay_mask: Any | Callable[[Any], Any] | None = None,
+    step_norm: Literal["spectral"] | None = "spectral",
+    trust_ratio: ScalarOrSchedule | None = None,
     kl_clip: ScalarOrSchedule | None = None,
-    trust_ratio: ScalarOrSchedule | Literal["auto"] | None = "auto",
-    step_norm: Literal["frobenius", "spectral"] = "frobenius",
-    layer_rates: bool | Mapping[str, float] | None = None,
+    adaptive_layer_rates: bool | None = None,
+    layer_multipliers: Mapping[str, float] | None = None,
     damping: ScalarOrSchedule | None = None,
     cost: float = COST,
     inverse_every: int | jax.Array | Literal["auto"] | None = "auto",
     inverse: Inverse | None = None,
     distribution: Distribution | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """K-FAC as an optimizer: `scale_by_kfac`, KL clip, momentum, trust ratio, weight decay, learning rate.
+    """K-FAC as an optimizer: `scale_by_kfac`, KL clip, momentum, lengths of steps, weight decay, learning rate.
 
     Each part but the first and the last is left out when its argument is None. A step whose preconditioned gradient is
     not finite changes neither parameters nor momentum; `diagnostics` counts it. What else `scale_by_kfac` takes has its
     default here; `kfac.presets.large_batch` has all of it.
 
     Args:
-      learning_rate: scalar or schedule of the step. By default, which is `trust_ratio="auto"`, it is how far a step
-        goes relative to a dense kernel as it is initialised, in networks of any width: 0.05 is a first guess, to which
-        the rate rises in the first tenth of the steps and from which it falls to zero.
+      learning_rate: scalar or schedule. With `step_norm="spectral"` it is how far a kernel moves in a step relative to
+        a freshly initialised one, whatever the width of the network. Begin with 0.1: let the rate rise to it in the
+        first tenth of the steps, and then fall to zero.
       layers: what `find_layers` returned.
       momentum: its decay, in [0, 1), as of `optax.trace`; kept in float32 or better, by the owner of a block. Scalar or
         schedule.
@@ -63,54 +64,51 @@ def kfac(
       weight_decay: decoupled weight decay, times the learning rate. Scalar or schedule.
       weight_decay_mask: which parameters decay, as for `optax.add_decayed_weights`; by default all of them, those
         behind `stop_gradient` too, which a mask keeps as they are.
-      kl_clip: the KL clip `c`: the preconditioned gradient `v` is multiplied by
-        `min(1, sqrt(c / (learning_rate^2 <v, g>)))`, `g` the gradient, over all parameters with a curvature block
-        together (Ba, Grosse & Martens 2017). Not with `trust_ratio="auto"`, which sets all lengths. Scalar or schedule.
-      trust_ratio: what makes the length of a layer's step; the curvature makes its direction. None: the curvature makes
-        both, and the learning rate is that of natural gradient descent.
+      step_norm: `"spectral"` fixes the length of the step of each parameter with a block; the curvature sets only its
+        direction. The largest singular value of a kernel's step is `learning_rate * sqrt(overlap * max(1, d_out /
+        d_in))`, the spectral condition of Yang, Simon & Bernstein (2023, arXiv:2310.17813). `Layer.overlap` is the
+        number of windows of a convolution that contain an input position: 9 for 3 x 3, 2.25 for 3 x 3 with stride 2,
+        and 1 for a dense kernel. Six power iterations estimate the singular value from below. The bias is scaled like
+        its kernel, and each copy of a stacked kernel by itself. All other leaves with a block, embeddings among them,
+        move by a root mean square of `0.1 * learning_rate` over the elements that move. Skipped parameters take their
+        gradients as they are. A parameter whose gradient is zero does not move.
 
-        "auto": the step of a dense kernel, its bias included, has the norm `sqrt(d_out)`, which is that of a kernel
-        with entries of variance `1 / d_in`; every copy of a stacked kernel by itself. That of a convolution has the
-        norm `sqrt(overlap d_out)`: `Layer.overlap` is in how many windows an input position is, 9 for 3 x 3, 2.25 for 3
-        x 3 with stride 2, 1 for disjoint patches. Kernels with the gradient's own factors count as dense. Where the
-        scale of a kernel does not matter to the loss, as before batch norm, the step first loses its part along the
-        kernel, which would use up length and turn nothing. Such kernels are known by `|cos(w, g)| < 0.1 / sqrt(d)`,
-        with `d` entries in the kernel `w` and its gradient `g`; of others one in twelve steps is at such an angle by
-        chance (Heo et al. 2021). The step of every other leaf with a block, embeddings among them, has the root mean
-        square 0.1 over the elements that move. Skipped parameters go by their gradients. What has no gradient does not
-        move.
+        Before a normalisation, only the direction of a kernel matters to the loss. There the step first loses its
+        component along the kernel. Such kernels are recognised by `|cos(w, g)| < 0.1 / sqrt(n)`, with `n` elements in
+        the kernel `w` and its gradient `g` (Heo et al. 2021, arXiv:2006.08217). Of other kernels one in twelve steps
+        meets this by chance.
 
-        A number or a schedule: only kernels and embeddings are scaled, to this times their norm, as LARS does with the
-        gradient; without their part along the kernel as above. One stays as it is where one of the norms is zero.
-      step_norm: which norm of a kernel's step `trust_ratio="auto"` sets. `"spectral"` sets the largest singular value,
-        as six power iterations estimate it from below, to `sqrt(overlap max(1, d_out / d_in))`. An orthogonal matrix
-        with the Frobenius norm `sqrt(overlap d_out)` has that value (Yang, Simon & Bernstein 2023, arXiv:2310.17813).
-        The kernel's bias is scaled alike.
-      layer_rates: whether each layer has a rate of its own, by which the learning rate is multiplied. It starts at 1,
-        rises, up to 4, while the gradient agrees with the direction of the step before, and falls, down to 1/16, while
-        that step has gone too far in the layer; upwards only where the learning rate does not rise and is at least half
-        of its highest. So one learning rate does for networks, and batches, that need different ones (for all layers
-        together: Almeida et al. 1998, Baydin et al. 2018). Copies of a stacked kernel, and pieces of one that `max_dim`
-        cuts, each have their own. None: with momentum and "auto".
-
-        A mapping does that, and multiplies the steps of some layers by a number. Keys are regular expressions, as of
-        `skip=`: a layer, the bias included, goes by the first key that is found in the path of one of its parameters.
-        Weight decay and skipped parameters are not multiplied.
-      damping: see `scale_by_kfac`, also for the arguments that follow. With `trust_ratio="auto"` it is in units of the
-        mean eigenvalue of each block, as with `Cholesky(relative=True)`: then nothing depends on the scale of the loss.
-        None: with "auto" 0.1, or 1e-4 for `Soap`; without, 1e-3.
+        None: the curvature sets the length as well, as in natural gradient descent.
+      trust_ratio: the norm of a kernel's or an embedding's step, as a multiple of the norm of the parameter itself,
+        before the learning rate (LARS does this with gradients). Kernels lose the same component as above. A step stays
+        as it is where one of the two norms is zero. Needs `step_norm=None`. Scalar or schedule.
+      kl_clip: the constraint `c` of the KL clip, which multiplies the preconditioned gradient `v` by `min(1, sqrt(c /
+        (learning_rate^2 <v, g>)))`, with the gradient `g`, over all parameters with a block together (Ba, Grosse &
+        Martens 2017). Needs `step_norm=None`. Scalar or schedule.
+      adaptive_layer_rates: whether each kernel, with its bias, and each embedding multiplies the learning rate by a
+        number of its own. It starts at 1. It grows, up to 4, while the gradient agrees with the last step, and falls,
+        down to 1/16, while the last step went too far. In between it returns to 1 within some fifty steps. It grows
+        only while the learning rate does not rise and is at least half of its maximum so far (for one rate for all
+        layers: Almeida et al. 1998, Baydin et al. 2018). Copies of a stacked kernel and pieces of a kernel that
+        `max_dim` cuts have rates of their own. None: with momentum and `step_norm="spectral"`.
+      layer_multipliers: factors of the steps of some layers. Keys are regular expressions, as in `skip=`. A layer,
+        including its bias, takes the first key that is found in one of its paths. Weight decay and skipped parameters
+        are not multiplied. Needs `step_norm="spectral"`.
+      damping: see `scale_by_kfac`, also for the arguments that follow. With `step_norm="spectral"` it is in units of
+        the mean eigenvalue of each block, as with `Cholesky(relative=True)`, so nothing depends on the scale of the
+        loss. None: 1e-4 for `Soap` and 0.1 for the others with `step_norm="spectral"`, else 1e-3.
       cost: what statistics and refreshes may take of the time of the gradients, in the mean step. It sets the interval
         of both: the shortest, 16 steps at most, at which their FLOPs are this share of those of the gradients of the
         batch that the layers were found with, where a FLOP of a refresh counts three times, as it takes on a CPU. It
         is reached by doublings: the first ten steps have both (`refresh_warmup` of `scale_by_kfac`). `due` says of a
-        state whether the next step is one with statistics: `train_step` goes by it. Without `trust_ratio="auto"` every
-        step is, as nothing else holds the length of a stale step: then leave it out.
+        state whether the next step is one with statistics: `train_step` goes by it. With `step_norm=None` every step
+        has statistics, as nothing limits the length of a step by old inverses: then leave `cost` out.
       inverse_every: steps between refreshes of the inverses; None leaves them to `refresh`. "auto": that of `cost`.
         `plan` counts for other machines.
-      inverse: how Kronecker blocks are inverted: `Cholesky()`, `Eigh()`, `Ekfac()`, `Soap()` or one's own. With "auto"
-        it is made `relative`. With `Soap` the momentum is that of the gradients, and is preconditioned.
+      inverse: how Kronecker blocks are inverted: `Cholesky()`, `Eigh()`, `Ekfac()`, `Soap()` or one's own. With
+        `step_norm="spectral"` it is made `relative`. `Soap` preconditions the momentum of the gradients.
 
-        None: `Soap()`, and without "auto" `Cholesky()`.
+        None: `Soap()`, and with `step_norm=None` `Cholesky()`.
       distribution: how several devices are used; None: as `scale_by_kfac` sees them.
 
     Returns:
@@ -119,18 +117,21 @@ def kfac(
     Raises:
       ValueError: an argument is out of range.
     """
-    auto = trust_ratio == "auto"
+    spectral = step_norm is not None
     check_layers(layers)
-    inverse, every = chosen(layers, trust_ratio, inverse, cost)
-    damping = (inverse.relative_damping if auto else 1e-3) if damping is None else damping
-    inverse = dataclasses.replace(inverse, relative=True) if auto else inverse
+    inverse, every = chosen(layers, step_norm, inverse, cost)
+    damping = (inverse.relative_damping if spectral else 1e-3) if damping is None else damping
+    inverse = dataclasses.replace(inverse, relative=True) if spectral else inverse
     inverse_every = every if isinstance(inverse_every, str) and inverse_every == "auto" else inverse_every
     nesterov = momentum is not None if nesterov is None else nesterov
-    layer_rates = (auto and momentum is not None) if layer_rates is None else layer_rates
-    check(layer_rates=layer_rates, step_norm=step_norm)
-    if isinstance(layer_rates, Mapping) and layers.paths:
-        layer_rates = _by_layer(layer_rates, layers)
-    moves = Moves(kl_clip, learning_rate, False, momentum, nesterov, trust_ratio, layer_rates, step_norm)
+    if adaptive_layer_rates is None:
+        adaptive_layer_rates = spectral and momentum is not None
+    multipliers = {} if layer_multipliers is None else layer_multipliers
+    check(adaptive_layer_rates=adaptive_layer_rates, layer_multipliers=multipliers)
+    moves = Moves(
+        kl_clip, learning_rate, False, momentum, nesterov, step_norm, trust_ratio, adaptive_layer_rates,
+        _by_layer(multipliers, layers) if layers.paths else multipliers,
+    )  # fmt: skip
     return assemble(
         layers, moves,
         weight_decay=weight_decay, weight_decay_mask=weight_decay_mask, inverse=inverse, damping=damping,
@@ -138,29 +139,27 @@ def kfac(
     )  # fmt: skip
 
 
-def _by_layer(rates: Mapping[str, float], layers: Layers) -> dict[str, float]:
-    """The numbers of `layer_rates` by the first path of each layer, with or without the biases that a wrapper hides."""
+def _by_layer(multipliers: Mapping[str, float], layers: Layers) -> dict[str, float]:
+    """The multipliers by the first path of each layer, with or without the biases that a wrapper hides."""
     found: dict[str, float] = {}
     leaves = {path: layer.params[0] for layer in layers.with_blocks for path in layer.params}
     with_block = set(map(layers.paths.index, leaves))
-    for pattern, rate in rates.items():
-        named = matching("layer_rates", [pattern], [*layers.paths], with_block, "parameter with a block") & with_block
-        if not (new := {leaves[layers.paths[k]] for k in named} - found.keys()):
-            raise ValueError(f"layer_rates: {pattern!r} has no effect, as keys before it have its layers: put it first")
-        found |= dict.fromkeys(new, float(rate))
+    for pattern, factor in multipliers.items():
+        named = matching("layer_multipliers", [pattern], [*layers.paths], with_block, "parameter with a block")
+        if not (new := {leaves[layers.paths[k]] for k in named & with_block} - found.keys()):
+            raise ValueError(f"layer_multipliers: {pattern!r} has no effect: all its layers match keys before it")
+        found |= dict.fromkeys(new, float(factor))
     return found
 
 
-def chosen(layers: Layers, trust_ratio: Any, inverse: Inverse | None, cost: Any) -> tuple[Inverse, Any]:
-    """The inverse, and the steps between those that are to bring statistics."""
-    auto = trust_ratio == "auto"
-    inverse = (Soap() if auto else Cholesky()) if inverse is None else inverse
+def chosen(layers: Layers, step_norm: Any, inverse: Inverse | None, cost: Any) -> tuple[Inverse, Any]:
+    """The inverse, and the number of steps from one with statistics to the next."""
+    inverse = (Cholesky() if step_norm is None else Soap()) if inverse is None else inverse
     check_inverse(inverse)
     check(cost=cost)
-    if not auto and not isinstance(cost, jax.core.Tracer) and cost != COST:
-        how = "without it every step has statistics, so leave cost out"
-        raise ValueError(f'cost={cost!r} is for trust_ratio="auto": {how}')
-    return inverse, affordable(layers, inverse, cost) if auto else 1
+    if step_norm is None and not isinstance(cost, jax.core.Tracer) and cost != COST:
+        raise ValueError(f"cost={cost!r} has no effect: with step_norm=None every step has statistics. Leave cost out")
+    return inverse, 1 if step_norm is None else affordable(layers, inverse, cost)
 
 
 def assemble(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import sums
@@ -33,9 +34,10 @@ class Moves:
       rate_in_momentum: whether it does.
       momentum: its decay. An inverse that takes gradients has it before the preconditioner.
       nesterov: whether in Nesterov's form.
-      trust_ratio: as of `kfac.kfac`.
-      layer_rates: whether each block has a rate of its own; a mapping has further factors, by first paths of layers.
       step_norm: as of `kfac.kfac`.
+      trust_ratio: as of `kfac.kfac`.
+      adaptive_layer_rates: whether each Kronecker block adapts a rate of its own.
+      layer_multipliers: factors of the steps of some layers, by their first paths.
     """
 
     kl_clip: ScalarOrSchedule | None = None
@@ -43,34 +45,35 @@ class Moves:
     rate_in_momentum: bool = False
     momentum: ScalarOrSchedule | None = None
     nesterov: bool = False
-    trust_ratio: ScalarOrSchedule | Literal["auto"] | None = None
-    layer_rates: bool | Mapping[str, float] = False
-    step_norm: Literal["frobenius", "spectral"] = "frobenius"
+    step_norm: Literal["spectral"] | None = None
+    trust_ratio: ScalarOrSchedule | None = None
+    adaptive_layer_rates: bool = False
+    layer_multipliers: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def set_lengths(self) -> bool:
+        """Whether the lengths of steps do not follow from the curvature alone."""
+        return self.step_norm is not None or self.trust_ratio is not None
 
     def at(self, count: jax.Array, **preconditioner: jax.Array) -> Now:
         """The scalars of step `count`, with those of the preconditioner."""
         given = (self.trust_ratio, self.kl_clip)
-        coefficient, limit = (None if x is None or isinstance(x, str) else value_at(x, count) for x in given)
+        coefficient, limit = (None if x is None else value_at(x, count) for x in given)
         decay = value_at(0.0 if self.momentum is None else self.momentum, count)
         return Now(limit=limit, rate=value_at(self.learning_rate, count), momentum=decay, coefficient=coefficient,
                    **preconditioner)  # fmt: skip
 
     def needs_params(self, group: Group) -> bool:
         """Whether the step of a group depends on its parameters."""
-        return self.trust_ratio is not None and bool(np.any(find_kernels(group, self).size))
+        return self.set_lengths and bool(np.any(find_kernels(group, self).size))
 
     def length(self, layer: Layer, kernel: bool) -> float:
-        """Return the length of a step at a learning rate of 1.
-
-        For a kernel that is the Frobenius or the spectral norm; for another leaf, the root mean square.
-        """
-        rate = self.layer_rates.get(layer.params[0], 1.0) if isinstance(self.layer_rates, Mapping) else 1.0
+        """The length of a step at a learning rate of 1: the spectral norm of a kernel, else the root mean square."""
+        multiplier = self.layer_multipliers.get(layer.params[0], 1.0)
         if not kernel:
-            return rate * BESIDE_KERNELS
-        if self.step_norm == "frobenius":
-            return rate * (layer.overlap * layer.d_out) ** 0.5
+            return multiplier * BESIDE_KERNELS
         d_in = layer.layouts[0].size("in")
-        return rate * (layer.overlap * max(1.0, layer.d_out / d_in)) ** 0.5
+        return multiplier * (layer.overlap * max(1.0, layer.d_out / d_in)) ** 0.5
 
 
 class Motion(NamedTuple):
@@ -78,7 +81,7 @@ class Motion(NamedTuple):
 
     Attributes:
       momentum: `[k, d_in, d_out]`, that of the preconditioned gradients; None without, or where the inverse has one.
-      rate: `[k]`, by what the learning rate is multiplied; None where it is the same for all.
+      rate: `[k]`, factors of the learning rate; None for other than Kronecker blocks and without adaptive rates.
     """
 
     momentum: jax.Array | None
@@ -96,7 +99,7 @@ class Now(NamedTuple):
       limit: the constraint of the KL clip.
       rate: the learning rate.
       momentum: its decay.
-      coefficient: the trust ratio, if it is a number; None without one, and with "auto".
+      coefficient: the trust ratio; None without one.
     """
 
     damping: jax.Array
@@ -116,16 +119,19 @@ def clip_scale(limit: jax.Array, rate: jax.Array, product: jax.Array) -> jax.Arr
     return jnp.where(length > limit, jnp.sqrt(limit / jnp.where(length > 0, length, 1)), 1.0)
 
 
-# The rate of a block grows where the cosine between the last direction and the gradient is above AGREES, and falls
-# where it is below TOO_FAR: by the factor `exp(FOLLOWS)` in a step at most, which it is where the cosine is FULL
-# beyond. In between it stays: there are the cosines of small batches, which noise brings near zero, and those of rates
-# tuned for the whole network, at which steps go a little too far along the sharpest directions.
+# The rate of a block grows if the cosine between the last direction and the gradient is above AGREES, and falls if it
+# is below TOO_FAR: by the factor `exp(FOLLOWS)` per step at most, which it reaches at a cosine FULL beyond the limit.
+# In between lie the cosines of small batches, which noise brings near zero, and those of rates tuned for the whole
+# network, whose steps go a little too far along the sharpest directions. They say nothing about the rate.
 AGREES, TOO_FAR, FOLLOWS, FULL = 0.02, -0.1, 0.2, 0.1
+# What an early step has said expires: the logarithm of a rate loses this share per step. Otherwise rates that grow in
+# the first steps stay large. With small batches, the noise of late steps then costs more than the first ones gained.
+FORGETS = 0.02
 SLOWEST, FASTEST = 1 / 16, 4.0
 
 
 def adapted(rate: jax.Array, angle: jax.Array, full: jax.Array) -> jax.Array:
-    """The rates of blocks, higher where the last direction still goes down, lower where it has gone too far.
+    """The rates of blocks: higher if the last direction still goes down, lower if it has gone too far.
 
     Args:
       rate: `[k]`.
@@ -134,7 +140,8 @@ def adapted(rate: jax.Array, angle: jax.Array, full: jax.Array) -> jax.Array:
         half, short steps say nothing of what it multiplies.
     """
     beyond = jnp.minimum(angle - jnp.clip(angle, TOO_FAR, AGREES), jnp.where(full, jnp.inf, 0))
-    return jnp.clip(rate * jnp.exp(FOLLOWS * jnp.clip(beyond / FULL, -1, 1)), SLOWEST, FASTEST).astype(rate.dtype)
+    new = rate ** (1 - FORGETS) * jnp.exp(FOLLOWS * jnp.clip(beyond / FULL, -1, 1))
+    return jnp.clip(new, SLOWEST, FASTEST).astype(rate.dtype)
 
 
 # A gradient is taken to be at a right angle to its kernel where the cosine is below this over the root of their size.
@@ -144,8 +151,8 @@ RIGHT_ANGLE = 0.1
 # The root mean square of a step of what is no kernel, relative to the learning rate.
 BESIDE_KERNELS = 0.1
 
-# The square of an update without its part along the kernel is a difference of sums. Less than this share of the whole
-# may be rounding alone, and counts as this share: the step is then shorter than it should be.
+# If less than this share of the squares in an update is left without its component along the kernel, that may be
+# rounding alone. The step is then shorter than it should be.
 LEAST_LEFT = 1e-4
 
 
@@ -155,7 +162,7 @@ class Kernels(NamedTuple):
     Attributes:
       size: the entries of the kernel that a block is, or is a piece of; 0 of what is no kernel.
       width: the rows of the block that are not the bias.
-      length: of its step at a learning rate of 1: the norm of a kernel, the root mean square of what is none.
+      length: of its step, see `Moves.length`.
     """
 
     size: Any
@@ -167,7 +174,7 @@ def find_kernels(group: Group, moves: Moves) -> Kernels:
     """Returns what the lengths of steps need to know of the blocks of a group."""
     parts = []
     for layer, count in zip(group.layers, group.counts, strict=True):
-        kernel = group.block.kernel and not (moves.trust_ratio == "auto" and layer.kind == "embedding")
+        kernel = group.block.kernel and not (moves.step_norm is not None and layer.kind == "embedding")
         each, rows = layer.block_shapes["A"][0], layer.layouts[0].size("in")
         width = np.resize(np.clip(rows - each * np.arange(layer.cut[0]), 0, each), count)
         parts.append((np.full(count, kernel * rows * layer.d_out), width, np.full(count, moves.length(layer, kernel))))
@@ -199,95 +206,133 @@ class Stack(NamedTuple):
         return jnp.arange(self.updates.shape[1])[:, None] < per_block(self.kernels.width, self.updates)
 
 
-def lengthened(
-    stacks: Mapping[str, Stack], coefficient: jax.Array | None, spectral: bool = False
-) -> dict[str, jax.Array]:
-    """Rescales the step of each block to a fixed length: curvature and gradient set only its direction.
+def lengthened(stacks: Mapping[str, Stack], coefficient: jax.Array | None) -> dict[str, jax.Array]:
+    """Rescale the step of each block to a fixed length: curvature and gradient set only its direction.
 
-    The norm `sqrt(d_out)` for the kernel and bias of a dense layer together; a root mean square of 0.1 for every other
-    leaf with a block, over its elements that move at all. The norm `sqrt(d_out)` is that of an orthogonal matrix with
-    at least as many columns as rows: outputs change by as much in networks of any width. A convolution applies one such
-    matrix for each window that holds a position; `overlap` of them together have the norm `sqrt(overlap d_out)`. What
-    has no gradient in a step does not move in it: its momentum would be made as long as ever.
+    The largest singular value of a kernel's step becomes `sqrt(overlap max(1, d_out / d_in))`, so that outputs change
+    by as much in networks of any width (the spectral condition of Yang, Simon & Bernstein 2023, arXiv:2310.17813). A
+    convolution applies its kernel in each of the `overlap` windows that hold a position, hence its factor. The bias is
+    scaled like its kernel. The step of every other leaf with a block gets a root mean square of `BESIDE_KERNELS`, over
+    the elements that move. A block whose gradient is zero does not move: its momentum would be made as long as ever.
 
-    If `spectral`, the largest singular value of a kernel's step, as estimated, is `sqrt(overlap max(1, d_out / d_in))`
-    instead, as of an orthogonal matrix with the same Frobenius norm (Yang, Simon & Bernstein 2023, arXiv:2310.17813).
+    With a `coefficient`, the trust ratio, the step of each kernel gets that times the kernel's own norm, as with
+    `optax.scale_by_trust_ratio`, and nothing else changes.
 
-    With a `coefficient`, the trust ratio, so many times its own norm for each kernel, as with
-    `optax.scale_by_trust_ratio`, and nothing else. In either case what does not turn a kernel is left out.
+    In either case a kernel's step first loses its component along the kernel, if only the kernel's direction matters.
+
+    Args:
+      stacks: the groups, by name.
+      coefficient: the trust ratio, a scalar, or None.
+
+    Returns:
+      The steps, `[k, d_in, d_out]` for each group.
     """
     steps = {name: x.updates for name, x in stacks.items()}
     chosen = {name: x for name, x in stacks.items() if coefficient is None or x.params is not None}
     if not chosen:
         return steps
-    totals = {name: _sums(x) for name, x in chosen.items()}
-    sizes = [len(x[0]) for x in totals.values()]
+    sums = {name: _sums(x) for name, x in chosen.items()}
+    sizes = [len(x.uu) for x in sums.values()]
     # The numbers of all groups are worked on as one vector: each operation is then one kernel.
-    ratio, radial = _lengths([jnp.concatenate(x) for x in zip(*totals.values(), strict=True)], coefficient)
-    cut = [jnp.split(x, np.cumsum(sizes)[:-1]) for x in (ratio, radial)]
-    for (name, x), ratio, radial in zip(chosen.items(), *cut, strict=True):
+    joined = BlockSums(*map(jnp.concatenate, zip(*sums.values(), strict=True)))
+    parts = [jnp.split(x, np.cumsum(sizes)[:-1]) for x in (_radial(joined), _ratio_beside_kernels(joined))]
+    for (name, x), radial, ratio in zip(chosen.items(), *parts, strict=True):
         u = x.updates
-        if x.params is not None:
-            u = u - per_block(radial, u) * jnp.where(x.inside, x.params, 0)
-            if spectral:
-                ratio = _spectral_ratio(x, u, ratio)
-        new = (ratio.reshape(len(u), -1, 1) if x.by_row else per_block(ratio, u)) * u
-        steps[name] = new if coefficient is None else jnp.where(x.inside, new, x.updates)
+        if x.params is None:
+            steps[name] = u * (ratio.reshape(len(u), -1, 1) if x.by_row else per_block(ratio, u))
+            continue
+        u = u - per_block(radial, u) * jnp.where(x.inside, x.params, 0)
+        if coefficient is None:
+            ratio = jnp.where(x.kernels.size > 0, _spectral_ratio(x, u, sums[name]), ratio)
+            steps[name] = u * per_block(ratio, u)
+        else:
+            ratio = _trust_ratio(x, u, sums[name], coefficient)
+            steps[name] = jnp.where(x.inside, u * per_block(ratio, u), x.updates)
     return steps
 
 
-def _sums(x: Stack) -> list[jax.Array]:
-    """Sums over each block, or row, of updates `u`, parameters `w` and gradients `g`: vectors of one length.
+class BlockSums(NamedTuple):
+    """Sums over each block, or each row, of updates `u`, kernels `w` and gradients `g`: vectors of one length.
 
-    Returns:
-      `u^2`, `u w`, `w^2`, `g w` and `g^2` of the entries `inside`, all but the first 0 of what is no kernel; `u^2` of
-      those outside, so of the bias; how many `u`, and `g`, are not zero; elements of a kernel, 0 of what is none; and
-      the length of the step.
+    Attributes:
+      uu: the sum of `u^2`; without biases where there are kernels.
+      uw: of `u w`; like the next three 0 for other leaves.
+      ww: of `w^2`.
+      gw: of `g w`.
+      gg: of `g^2`.
+      moving: how many `u` are not zero.
+      reached: how many `g` are not zero.
+      size: the elements of the kernel; 0 for other leaves.
+      length: of the step, see `Moves.length`.
     """
+
+    uu: jax.Array
+    uw: jax.Array
+    ww: jax.Array
+    gw: jax.Array
+    gg: jax.Array
+    moving: jax.Array
+    reached: jax.Array
+    size: jax.Array
+    length: jax.Array
+
+
+def _sums(x: Stack) -> BlockSums:
     u, g = x.updates, x.gradients
-    products = [u * u, u != 0, g != 0]
-    if x.params is not None:
+    products = [u != 0, g != 0]
+    if x.params is None:
+        products = [u * u, *products]
+    else:
+        inner_u = jnp.where(x.inside, u, 0)
         w = jnp.where(x.inside & per_block(x.kernels.size > 0, u), x.params, 0)
-        products += [u * w, w * w, g * w, jnp.where(x.inside, g * g, 0), jnp.where(x.inside, 0, u * u)]
+        products = [inner_u * u, u * w, w * w, g * w, jnp.where(x.inside, g * g, 0), *products]
     totals = sums([product.astype(u.dtype) for product in products], 2 if x.by_row else 1)
-    like, (square, moving, reached, *rest) = totals[0], (s.reshape(-1) for s in totals)
-    totals = [square, moving, reached, *(rest or 5 * [jnp.zeros_like(square)])]
-    square, moving, reached, uw, ww, gw, gg, beside = totals if x.whole is None else x.whole(jnp.stack(totals))
+    like, flat = totals[0], [total.reshape(-1) for total in totals]
+    if x.params is None:
+        flat[1:1] = 4 * [jnp.zeros_like(flat[0])]
+    if x.whole is not None:
+        flat = list(x.whole(jnp.stack(flat)))
     of_blocks = x.kernels.size, x.kernels.length
     size, length = ((jnp.zeros_like(like) + per_block(y, like)).astype(u.dtype).reshape(-1) for y in of_blocks)
-    return [square - beside, uw, ww, gw, gg, beside, moving, reached, size, length]
+    return BlockSums(*flat, size, length)
 
 
-def _lengths(totals: Sequence[jax.Array], coefficient: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Returns what each step is multiplied by, and how many times the kernel is subtracted from it before.
+def _radial(s: BlockSums) -> jax.Array:
+    """How many times the kernel is in the step, if only its direction matters to the loss; else 0.
 
-    The kernel in it is of no use where its scale does not matter to the loss: there its gradient is at a right angle.
+    The gradient is then orthogonal to the kernel. The component of the step along it would change nothing but the
+    kernel's norm.
     """
-    square, uw, ww, gw, gg, beside, moving, reached, size, length = totals
-    kernel = size > 0
     # Root by root, as the product of the squares may leave the range of float32.
-    bound = RIGHT_ANGLE * jnp.sqrt(ww) * jnp.sqrt(gg) / jnp.sqrt(jnp.where(kernel, size, 1))
-    turns = kernel & (jnp.abs(gw) < bound) & (ww > 0)
-    radial = jnp.where(turns, uw / jnp.where(ww > 0, ww, 1), 0)
-    square = jnp.maximum(square - radial * uw, LEAST_LEFT * square)
-    if coefficient is not None:
-        return jnp.where((ww > 0) & (square > 0), _ratio(coefficient * jnp.sqrt(ww), square), 1), radial
-    length = length * jnp.where(kernel, 1, jnp.sqrt(moving))
-    return _ratio(jnp.where(reached > 0, length, 0), square + beside), radial
+    bound = RIGHT_ANGLE * jnp.sqrt(s.ww) * jnp.sqrt(s.gg) / jnp.sqrt(jnp.maximum(s.size, 1))
+    orthogonal = (s.size > 0) & (jnp.abs(s.gw) < bound) & (s.ww > 0)
+    return jnp.where(orthogonal, s.uw / jnp.where(s.ww > 0, s.ww, 1), 0)
 
 
-def _spectral_ratio(x: Stack, steps: jax.Array, ratio: jax.Array) -> jax.Array:
-    """Return the factors `[k]` that give kernels their spectral norm, and `ratio` for other blocks.
+def _ratio_beside_kernels(s: BlockSums) -> jax.Array:
+    """The factor that gives the elements that move their root mean square."""
+    return _ratio(jnp.where(s.reached > 0, s.length * jnp.sqrt(s.moving), 0), s.uu)
 
-    `ratio` gives the Frobenius norm the same length, and is smaller if the steps may be rounding alone. Pieces of a
-    kernel share one factor, from the root of the sum of their squared spectral norms, which is at least the kernel's
-    norm.
+
+def _spectral_ratio(x: Stack, steps: jax.Array, s: BlockSums) -> jax.Array:
+    """The factors `[k]` that give kernels their spectral norm.
+
+    Pieces of a kernel share one factor, from the root of the sum of their squared spectral norms. That is at least the
+    kernel's norm, so its step may be too short, by the root of the number of pieces at most.
     """
     kernels = jnp.where(x.inside, steps, 0)
-    squares = jnp.stack([jnp.sum(jnp.square(steps), axis=(1, 2)), jnp.square(spectral_norm(kernels))])
-    frobenius, spectral = squares if x.whole is None else x.whole(squares)
-    longer = _ratio(jnp.sqrt(frobenius), spectral)
-    return jnp.where(x.kernels.size > 0, ratio * longer, ratio).astype(ratio.dtype)
+    squares = jnp.stack([jnp.sum(jnp.square(kernels), axis=(1, 2)), jnp.square(spectral_norm(kernels))])
+    left, spectral = squares if x.whole is None else x.whole(squares)
+    ratio = _ratio(jnp.where(s.reached > 0, s.length, 0), spectral)
+    return (ratio * jnp.sqrt(jnp.minimum(_quotient(left, LEAST_LEFT * s.uu), 1))).astype(steps.dtype)
+
+
+def _trust_ratio(x: Stack, steps: jax.Array, s: BlockSums, coefficient: jax.Array) -> jax.Array:
+    """The factors `[k]` that give steps `coefficient` times the norm of their kernels; 1 where either norm is zero."""
+    left = jnp.sum(jnp.square(jnp.where(x.inside, steps, 0)), axis=(1, 2))[None]
+    (left,) = left if x.whole is None else x.whole(left)
+    ratio = _ratio(coefficient * jnp.sqrt(s.ww), jnp.maximum(left, LEAST_LEFT * s.uu))
+    return jnp.where((s.ww > 0) & (left > 0), ratio, 1).astype(steps.dtype)
 
 
 POWER_ITERATIONS = 6
@@ -295,15 +340,17 @@ POWER_ITERATIONS = 6
 
 def spectral_norm(stack: jax.Array) -> jax.Array:
     """Estimate the largest singular values of `[k, m, n]` from below, by power iterations from a fixed vector."""
+
+    def iterate(vector):
+        image = jnp.einsum("kmn,kn->km", stack, _normalised(vector))
+        return jnp.einsum("kmn,km->kn", stack, _normalised(image))
+
     # No symmetry of a network makes this vector orthogonal to the largest singular vector.
     start = np.cos(1.0 + np.arange(stack.shape[-1]) ** 1.5)
-    vector = jnp.broadcast_to(jnp.asarray(start, stack.dtype), (len(stack), len(start)))
-    norm = jnp.zeros(len(stack), stack.dtype)
-    for _ in range(POWER_ITERATIONS):
-        image = jnp.einsum("kmn,kn->km", stack, _normalised(vector))
-        vector = jnp.einsum("kmn,km->kn", stack, _normalised(image))
-        norm = jnp.linalg.norm(vector, axis=-1)
-    return norm
+    vector = iterate(jnp.broadcast_to(jnp.asarray(start, stack.dtype), (len(stack), len(start))))
+    # A loop compiles its body once. The first iteration has made the vector vary over devices like the stack.
+    vector = lax.fori_loop(1, POWER_ITERATIONS, lambda _, vector: iterate(vector), vector)
+    return jnp.linalg.norm(vector, axis=-1)
 
 
 def _normalised(vectors: jax.Array) -> jax.Array:
@@ -312,5 +359,10 @@ def _normalised(vectors: jax.Array) -> jax.Array:
 
 
 def _ratio(length: jax.typing.ArrayLike, square: jax.Array) -> jax.Array:
-    """Returns the factor that makes a norm, whose square is given, equal to `length`; 0 if it is zero."""
-    return jnp.where(square > 0, length / jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
+    """The factor that makes a norm, whose square is given, equal to `length`; 0 if it is zero."""
+    return _quotient(jnp.asarray(length), jnp.sqrt(square))
+
+
+def _quotient(a: jax.Array, b: jax.Array) -> jax.Array:
+    """`a / b`, or 0 where `b` is 0."""
+    return jnp.where(b > 0, a / jnp.where(b > 0, b, 1), 0)

@@ -16,16 +16,26 @@ from kfac._optimizer.moves import Moves, ScalarOrSchedule
 # For each pair of options that do not go together: whether they are there, and what to say, with their values.
 CONFLICTS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
-        lambda o: o.layer_rates and (o.trust_ratio != "auto" or o.momentum is None),
-        'layer_rates={layer_rates!r} needs trust_ratio="auto" and momentum: pass both, or layer_rates=False',
+        lambda o: isinstance(o.trust_ratio, str) and o.trust_ratio == "auto",
+        'trust_ratio="auto" has become step_norm="spectral", the default: leave it out',
     ),
     (
-        lambda o: o.kl_clip is not None and o.trust_ratio == "auto",
-        "kl_clip={kl_clip!r} bounds the length of a step, which trust_ratio='auto' sets: pass trust_ratio=None with it",
+        lambda o: o.step_norm is not None and o.trust_ratio is not None,
+        "trust_ratio={trust_ratio!r} and step_norm={step_norm!r} both set the length of a step: pass step_norm=None "
+        "with trust_ratio",
     ),
     (
-        lambda o: o.step_norm == "spectral" and o.trust_ratio != "auto",
-        'step_norm="spectral" needs trust_ratio="auto", but that is {trust_ratio!r}',
+        lambda o: o.step_norm is not None and o.kl_clip is not None,
+        "kl_clip={kl_clip!r} and step_norm={step_norm!r} both set the length of a step: pass step_norm=None with "
+        "kl_clip",
+    ),
+    (
+        lambda o: o.adaptive_layer_rates and (o.step_norm is None or o.momentum is None),
+        'adaptive_layer_rates=True needs step_norm="spectral" and momentum',
+    ),
+    (
+        lambda o: o.layer_multipliers and o.step_norm is None,
+        'layer_multipliers={layer_multipliers!r} needs step_norm="spectral"',
     ),
     (
         lambda o: o.rate_in_momentum and o.trust_ratio is not None,
@@ -48,7 +58,7 @@ CONFLICTS: tuple[tuple[Callable[[Any], bool], str], ...] = (
 
 
 # What may be None.
-LEFT_OUT = ("momentum", "kl_clip", "trust_ratio", "weight_decay", "inverse_every", "refresh_warmup")
+LEFT_OUT = ("momentum", "kl_clip", "step_norm", "trust_ratio", "weight_decay", "inverse_every", "refresh_warmup")
 
 
 class Options(NamedTuple):
@@ -76,8 +86,8 @@ def check_options(options: Options, moves: Moves, weight_decay: Any = None, weig
     check_inverse(options.inverse)
     check_distribution(options.distribution)
     values = {**vars(moves), **options._asdict(), "weight_decay": weight_decay, "weight_decay_mask": mask}
-    skipped = {name for name in LEFT_OUT if values[name] is None or (name == "trust_ratio" and values[name] == "auto")}
-    check(**{name: value for name, value in values.items() if name in OPTIONS and name not in skipped})
     for holds, sentence in CONFLICTS:
         if holds(types.SimpleNamespace(**values)):
             raise ValueError(sentence.format(**values))
+    skipped = {name for name in LEFT_OUT if values[name] is None}
+    check(**{name: value for name, value in values.items() if name in OPTIONS and name not in skipped})

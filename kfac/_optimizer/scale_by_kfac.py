@@ -125,7 +125,7 @@ def precondition_and_move(layers: Layers, moves: Moves, options: Options) -> opt
     def update(updates: Any, state: KfacState, params: Any = None, *, factors=None, **extra: Any):
         check_groups(general.groups, state)  # before stacks are laid out for its owners
         if reads_params and params is None:
-            raise ValueError("trust_ratio needs the parameters: call update(grads, state, params, factors=factors)")
+            raise ValueError("update needs the parameters: call update(grads, state, params, factors=factors)")
         way, mesh = uses.way(updates, is_dealt(uses, state))
         if mesh is not None and not way.owners and AxisType.Explicit not in mesh.axis_types:
             mesh = None  # XLA shares out what one device does

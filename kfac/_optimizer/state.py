@@ -137,7 +137,7 @@ class KfacState(NamedTuple):
       segment: parts of `owned` that stand end to end, of groups with fewer blocks than devices.
       shared: unit-wise and diagonal blocks, the same on all devices.
       bases: eigenvectors of blocks with moments, the same on all devices; only on several, with `Ekfac`.
-      learning_rates: the last and the highest so far, which `layer_rates` go by.
+      learning_rates: the last and the highest so far, which `adaptive_layer_rates` goes by.
       members: the number of blocks of each group, by the names of its layers, whose blocks they are in this order. So a
         checkpoint of layers of another name is one of another structure.
       metrics: scalars of the last step.
@@ -223,7 +223,8 @@ def init_state(config: Config, params: Any) -> KfacState:
         weight, condition, inverted = jnp.zeros(size, dtype), jnp.zeros(size, dtype), jnp.zeros(size, jnp.int32)
         has_momentum = config.moves.momentum is not None and not group.inverse_of(config.inverse).takes_gradients
         momentum = jnp.zeros((size, group.d_in, group.d_out), dtype) if has_momentum else None
-        motion = Motion(momentum, jnp.ones(size, dtype) if config.moves.layer_rates else None)
+        adapts = config.moves.adaptive_layer_rates and group.block.kernel
+        motion = Motion(momentum, jnp.ones(size, dtype) if adapts else None)
         return BlockState(group.zeros(size, dtype), weight, inverses(group, size), condition, inverted, motion)
 
     def owned(group: Group) -> Owned:
@@ -327,12 +328,13 @@ def check_state(config: Config, state: KfacState) -> None:
     """Raises where a state is that of other options or another number of devices."""
     check_devices(state, config.way.devices)
     has_momentum = config.moves.momentum is not None and not config.inverse.takes_gradients
-    wanted = has_momentum, bool(config.moves.layer_rates)
+    wanted = has_momentum, bool(config.moves.adaptive_layer_rates)
     for name, owned in state.owned.items():
         if owned.inverse != config.inverse:  # `kfac.kfac` may have chosen one by the layers
             named = f"inverse={config.inverse!r}, but the optimizer state is one for inverse={owned.inverse!r}"
             raise ValueError(f"{named}: name the one that it was initialised with")
-        for option, wants, motion in zip(("momentum", "layer_rates"), wanted, owned.shapes.motion, strict=True):
+        options = ("momentum", "adaptive_layer_rates")
+        for option, wants, motion in zip(options, wanted, owned.shapes.motion, strict=True):
             if wants != (motion is not None):
                 has = f"has {'none' if motion is None else 'some'} for blocks {name}"
                 raise ValueError(f"{option}= does not go with its state, which {has}: initialise it with the same")

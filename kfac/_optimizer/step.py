@@ -186,7 +186,7 @@ def move(
         if trace is not None:
             trace, steps[name] = Momentum(now.momentum, moves.nesterov).moved(trace, steps[name])
         motions[name] = Motion(trace, rate)
-    if moves.trust_ratio is not None:
+    if moves.set_lengths:
         weights = stack_all(state, params, filter(moves.needs_params, place.config.groups))
         if not params.stacks:
             weights = config.way.take(weights, place.shards)
@@ -196,7 +196,7 @@ def move(
         alike = [] if config.way.alone else [name for name in stacks if name not in place.shards]
         for names in (stacks.keys() - alike, alike):
             chosen = {name: x for name, x in stacks.items() if name in names}
-            steps |= lengthened(chosen, now.coefficient, spectral=moves.step_norm == "spectral")
+            steps |= lengthened(chosen, now.coefficient)
     for name, (_, rate) in motions.items():
         steps[name] = steps[name] if rate is None else steps[name] * per_block(rate, steps[name])
     return steps, motions, scale
@@ -227,7 +227,7 @@ def restore(place: Place, updates: Gradients, steps: Vectors, usable: jax.Array)
     new: dict[str, jax.Array] = {}
     whole = {name: x for name, x in steps.items() if name not in updates.stacks}
     starts = {start: jnp.int32(start) for group in place.config.groups for start in group.starts}
-    if place.config.way.alone and place.config.moves.trust_ratio is not None:
+    if place.config.way.alone and place.config.moves.set_lengths:
         arguments = usable, whole, starts
         usable, whole, starts = lax.platform_dependent(*arguments, cpu=_if_usable, default=lambda *same: same)
     for group in place.config.groups:

@@ -99,7 +99,7 @@ def train_step(
     ::
 
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser("~/.cache/jax"))
-        step = kfac.train_step(loss_fn, kfac.schedules.rise_and_fall(0.05, num_steps))
+        step = kfac.train_step(loss_fn, kfac.schedules.rise_and_fall(0.1, num_steps))
         opt_state = step.init(params, batch)
         for batch in batches:
             params, opt_state, loss = step(params, opt_state, batch)
@@ -116,8 +116,8 @@ def train_step(
       has_aux: whether `loss_fn` returns a pair.
       fisher: as for `value_and_grad`.
       num_examples: as for `value_and_grad`, of the whole batch that a step gets.
-      subsample: as for `value_and_grad`. None: with `Soap` and `trust_ratio="auto"` 4 where a part of the batch has 64
-        examples or more, so that `cost=` allows statistics more often; else 1.
+      subsample: as for `value_and_grad`. None: 4 with `Soap` and `step_norm="spectral"`, if a part of the batch has
+        64 examples or more, so that `cost=` allows statistics more often; else 1.
       communication_dtype: likewise.
       num_microbatches: in how many parts the batch is worked through. All parts get the other arguments whole: pass
         what is random by name, `step(params, opt_state, batch, key=key)`.
@@ -132,7 +132,7 @@ def train_step(
         it does, and for how long.
       donate: whether a step reuses the memory of the parameters and the state that it gets, which must then not be
         used again. On an accelerator that saves a copy of both, and time.
-      options: what else `kfac.kfac` takes: `damping=`, `trust_ratio=`, `distribution=` and so on.
+      options: what else `kfac.kfac` takes: `damping=`, `step_norm=`, `distribution=` and so on.
 
     Returns:
       A `TrainStep`.
@@ -154,11 +154,11 @@ def train_step(
         raise TypeError(str(error).replace("kfac()", "train_step()")) from None
     if num_examples is not None and num_examples % num_microbatches:
         raise ValueError(f"num_microbatches={num_microbatches} does not divide num_examples={num_examples}")
-    options = {"trust_ratio": "auto", "cost": COST, "inverse": None, **options}
+    options = {"step_norm": "spectral", "cost": COST, "inverse": None, **options}
     cache: dict[Any, Layers] = {}  # of arguments of some shapes
-    inverse, _ = chosen(Layers((), ()), options["trust_ratio"], options["inverse"], options["cost"])
+    inverse, _ = chosen(Layers((), ()), options["step_norm"], options["inverse"], options["cost"])
     # `Soap` takes a basis from statistics, and nothing else: those of a quarter of the examples will do, more often.
-    quarters = subsample is None and options["trust_ratio"] == "auto" and isinstance(inverse, Soap)
+    quarters = subsample is None and options["step_norm"] is not None and isinstance(inverse, Soap)
     # There are moments of whole kernels only.
     longest = MAX_DIM if inverse.takes_moments and max_dim is None else max_dim
 
@@ -243,7 +243,7 @@ def _jit_with_notice(
 
 
 def _summary(layers: Layers, subsample: int, options: dict[str, Any]) -> str:
-    inverse, every = chosen(layers, options["trust_ratio"], options["inverse"], options["cost"])
+    inverse, every = chosen(layers, options["step_norm"], options["inverse"], options["cost"])
     total, within = (sum(layer.num_params for layer in some) for some in (layers, layers.with_blocks))
     size, left = (f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:,}" for number in (within, total - within))
     part = f" of 1/{subsample} of the examples" if subsample > 1 else ""

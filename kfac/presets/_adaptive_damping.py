@@ -71,7 +71,7 @@ def adaptive_damping(
 
     Args:
       optimizer: makes the whole optimizer from a damping,
-        `lambda damping: kfac.kfac(rate, layers, damping=damping, trust_ratio=None)`. It is called in every update, and
+        `lambda damping: kfac.kfac(rate, layers, damping=damping, step_norm=None)`. It is called in every update, and
         must use the damping that it is given: one that `optax.inject_hyperparams` holds inside stays what it was at
         first (pass it past that). What changes the updates belongs inside, too: the ratio is that of the step that
         comes out here. `optax.inject_hyperparams` around it needs `static_args="optimizer"`.
@@ -100,7 +100,7 @@ def adaptive_damping(
     if not callable(optimizer):
         raise ValueError(
             "optimizer must be a function of the damping, lambda damping: kfac.kfac(rate, layers, damping=damping, "
-            f"trust_ratio=None), but is {optimizer!r}"
+            f"step_norm=None), but is {optimizer!r}"
         )
     numbers = dict(minimum=minimum, maximum=maximum, initial=initial, decay=decay, high=high, low=low)
     intervals = "(0, inf)", f"[{minimum}, inf)", f"[{minimum}, {maximum}]", "(0, 1)", "(0, 1)", f"(0, {high})"
@@ -162,7 +162,7 @@ def _checked(inner_state: Any) -> Any:
     if any(inverse.relative for inverse in kinds):
         raise ValueError(
             "adaptive_damping has a quadratic model with one damping for all layers, whose minimum the step is: pass "
-            "trust_ratio=None to kfac.kfac, and no inverse that is relative=True"
+            "step_norm=None to kfac.kfac, and no inverse that is relative=True"
         )
     return inner_state
 

@@ -56,7 +56,7 @@ def large_batch(
       weight_decay: as for `kfac`.
       weight_decay_mask: as for `kfac`.
       kl_clip: as for `kfac`.
-      trust_ratio: a number, a schedule or None as for `kfac`; with `rate_in_momentum=False` only.
+      trust_ratio: as for `kfac`. Needs `rate_in_momentum=False`.
       damping: as for `scale_by_kfac`, like the arguments that follow.
       factor_decay: decay of the running averages of the factors.
       statistics_every: steps between those of which `due` says that they bring statistics.
@@ -78,7 +78,7 @@ def large_batch(
     """
     check_given(trust_ratio=trust_ratio)
     return assemble(
-        layers, Moves(kl_clip, learning_rate, rate_in_momentum, momentum, nesterov, trust_ratio),
+        layers, Moves(kl_clip, learning_rate, rate_in_momentum, momentum, nesterov, trust_ratio=trust_ratio),
         weight_decay=weight_decay, weight_decay_mask=weight_decay_mask, inverse=inverse, damping=damping,
         factor_decay=factor_decay, statistics_every=statistics_every, inverse_every=inverse_every,
         refresh_warmup=refresh_warmup, unitwise_damping=unitwise_damping, distribution=distribution,
