@@ -46,6 +46,6 @@ def test_on_four_devices_all_three_ways_learn_the_same(adoptions):
 
 def test_the_results_are_those_of_the_table(adoptions):
     records = [json.loads(line) for line in adoptions.RESULTS.read_text().splitlines()]
-    found = {(r["adoption"], r["rate"], r["seed"]) for r in records}
-    rates = adoptions.RATE, *adoptions.RATES
-    assert found == {(name, rate, seed) for name in adoptions.ADOPTIONS for rate in rates for seed in range(3)}
+    found = {(r["adoption"], r["optimizer"], r["rate"], r["seed"]) for r in records}
+    methods = adoptions.OURS, *adoptions.THEIRS
+    assert found == {(name, *way, seed) for name in adoptions.ADOPTIONS for way in methods for seed in range(3)}

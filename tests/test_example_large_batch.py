@@ -131,4 +131,4 @@ def test_the_networks_are_trained_once_with_a_method_and_a_rate(tmp_path, monkey
     assert not printed("run", *args)
     assert re.search(methods[0] + r" \d+ ms", printed("times", *args))
     stored = printed("report")
-    assert re.search(r"\n  kfac-cholesky  .* 0.06: 0.4956 ", stored)
+    assert re.search(r"\n  kfac-frobenius-cholesky .* 0.06: 0.4956 ", stored)

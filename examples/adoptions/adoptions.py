@@ -46,6 +46,7 @@ import topics  # noqa: E402
 from transformer import Transformer  # noqa: E402
 
 RATE, RATES = 0.1, (0.003, 0.01, 0.03, 0.1)
+OURS, THEIRS = ("kfac", RATE), tuple(("adamw", rate) for rate in RATES)
 RESULTS = Path(__file__).parent / "results.jsonl"
 
 
@@ -354,18 +355,18 @@ def table(records: list[dict[str, Any]]) -> None:
     print(f"{'':24} {'held-out loss':25}   {'accuracy':13}   {'training loss':15}   seconds    AdamW's rate")
     columns = "held out", "accuracy", "training", "seconds"
     for name in ADOPTIONS:
-        found: dict[float, Any] = {rate: [] for rate in (RATE, *RATES)}
+        found: dict[tuple[str, float], Any] = {key: [] for key in (OURS, *THEIRS)}
         for record in records:
             if record["adoption"] == name:
-                found[record["rate"]].append([record[column] for column in columns])
+                found[record["optimizer"], record["rate"]].append([record[column] for column in columns])
         if all(found.values()):
-            found = {rate: np.array(rows, float) for rate, rows in found.items()}
-            best = min(RATES, key={rate: rows[:, 0].mean() for rate, rows in found.items()}.__getitem__)
-            ours, theirs = found[RATE].mean(0), found[best].mean(0)
+            found = {key: np.array(rows, float) for key, rows in found.items()}
+            best = min(THEIRS, key={key: rows[:, 0].mean() for key, rows in found.items()}.__getitem__)
+            ours, theirs = found[OURS].mean(0), found[best].mean(0)
             row = (
-                f"{ours[0]:7.4f} ± {found[RATE][:, 0].std():.4f} {theirs[0]:8.4f}   {ours[1]:6.1%} {theirs[1]:6.1%}   "
+                f"{ours[0]:7.4f} ± {found[OURS][:, 0].std():.4f} {theirs[0]:8.4f}   {ours[1]:6.1%} {theirs[1]:6.1%}   "
             )
-            row += f"{ours[2]:7.4f} {theirs[2]:7.4f}   {found[RATE][0, 3]:4.0f} {found[best][0, 3]:4.0f}   {best:g}"
+            row += f"{ours[2]:7.4f} {theirs[2]:7.4f}   {found[OURS][0, 3]:4.0f} {found[best][0, 3]:4.0f}   {best[1]:g}"
             print(f"{name:24} {row}".replace("nan%", "   -"))
 
 
@@ -378,7 +379,7 @@ def main() -> None:
     lines = options.results.read_text().splitlines() if options.results.exists() else []
     records = [json.loads(line) for line in lines]
     for name in options.only:
-        for optimizer, rate in [("kfac", RATE), *(("adamw", rate) for rate in RATES)]:
+        for optimizer, rate in (OURS, *THEIRS):
             done = {r["seed"] for r in records if (r["adoption"], r["optimizer"], r["rate"]) == (name, optimizer, rate)}
             for record in run(name, optimizer, rate, [seed for seed in options.seeds if seed not in done]):
                 records.append(record)

@@ -85,12 +85,12 @@ def kfac(
       kl_clip: the constraint `c` of the KL clip, which multiplies the preconditioned gradient `v` by `min(1, sqrt(c /
         (learning_rate^2 <v, g>)))`, with the gradient `g`, over all parameters with a block together (Ba, Grosse &
         Martens 2017). Needs `step_norm=None`. Scalar or schedule.
-      adaptive_layer_rates: whether each kernel, with its bias, and each embedding multiplies the learning rate by a
-        number of its own. It starts at 1. It grows, up to 4, while the gradient agrees with the last step, and falls,
-        down to 1/16, while the last step went too far. In between it returns to 1 within some fifty steps. It grows
-        only while the learning rate does not rise and is at least half of its maximum so far (for one rate for all
-        layers: Almeida et al. 1998, Baydin et al. 2018). Copies of a stacked kernel and pieces of a kernel that
-        `max_dim` cuts have rates of their own. None: with momentum and `step_norm="spectral"`.
+      adaptive_layer_rates: whether each layer multiplies the learning rate by a number of its own, from 1 to 4. It
+        grows while the gradient agrees with the last step. It falls if the last step went too far, and returns to 1
+        within some fifty steps otherwise. It grows only while the learning rate does not rise and is at least half of
+        its maximum so far (for one rate for all layers: Almeida et al. 1998, Baydin et al. 2018). Copies of a stacked
+        kernel and pieces of a kernel that `max_dim` cuts have rates of their own. None: with momentum and
+        `step_norm="spectral"`.
       layer_multipliers: factors of the steps of some layers. Keys are regular expressions, as in `skip=`. A layer,
         including its bias, takes the first key that is found in one of its paths. Weight decay and skipped parameters
         are not multiplied. Needs `step_norm="spectral"`.

@@ -36,7 +36,7 @@ class Moves:
       nesterov: whether in Nesterov's form.
       step_norm: as of `kfac.kfac`.
       trust_ratio: as of `kfac.kfac`.
-      adaptive_layer_rates: whether each Kronecker block adapts a rate of its own.
+      adaptive_layer_rates: whether each block adapts a rate of its own.
       layer_multipliers: factors of the steps of some layers, by their first paths.
     """
 
@@ -81,7 +81,7 @@ class Motion(NamedTuple):
 
     Attributes:
       momentum: `[k, d_in, d_out]`, that of the preconditioned gradients; None without, or where the inverse has one.
-      rate: `[k]`, factors of the learning rate; None for other than Kronecker blocks and without adaptive rates.
+      rate: `[k]`, factors of the learning rate; None without adaptive rates.
     """
 
     momentum: jax.Array | None
@@ -127,11 +127,11 @@ AGREES, TOO_FAR, FOLLOWS, FULL = 0.02, -0.1, 0.2, 0.1
 # What an early step has said expires: the logarithm of a rate loses this share per step. Otherwise rates that grow in
 # the first steps stay large. With small batches, the noise of late steps then costs more than the first ones gained.
 FORGETS = 0.02
-SLOWEST, FASTEST = 1 / 16, 4.0
+FASTEST = 4.0
 
 
 def adapted(rate: jax.Array, angle: jax.Array, full: jax.Array) -> jax.Array:
-    """The rates of blocks: higher if the last direction still goes down, lower if it has gone too far.
+    """The rates of blocks, 1 to `FASTEST`: higher if the last direction still goes down, lower if it has gone too far.
 
     Args:
       rate: `[k]`.
@@ -141,7 +141,7 @@ def adapted(rate: jax.Array, angle: jax.Array, full: jax.Array) -> jax.Array:
     """
     beyond = jnp.minimum(angle - jnp.clip(angle, TOO_FAR, AGREES), jnp.where(full, jnp.inf, 0))
     new = rate ** (1 - FORGETS) * jnp.exp(FOLLOWS * jnp.clip(beyond / FULL, -1, 1))
-    return jnp.clip(new, SLOWEST, FASTEST).astype(rate.dtype)
+    return jnp.clip(new, 1, FASTEST).astype(rate.dtype)
 
 
 # A gradient is taken to be at a right angle to its kernel where the cosine is below this over the root of their size.

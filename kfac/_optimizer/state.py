@@ -223,8 +223,7 @@ def init_state(config: Config, params: Any) -> KfacState:
         weight, condition, inverted = jnp.zeros(size, dtype), jnp.zeros(size, dtype), jnp.zeros(size, jnp.int32)
         has_momentum = config.moves.momentum is not None and not group.inverse_of(config.inverse).takes_gradients
         momentum = jnp.zeros((size, group.d_in, group.d_out), dtype) if has_momentum else None
-        adapts = config.moves.adaptive_layer_rates and group.block.kernel
-        motion = Motion(momentum, jnp.ones(size, dtype) if adapts else None)
+        motion = Motion(momentum, jnp.ones(size, dtype) if config.moves.adaptive_layer_rates else None)
         return BlockState(group.zeros(size, dtype), weight, inverses(group, size), condition, inverted, motion)
 
     def owned(group: Group) -> Owned:
