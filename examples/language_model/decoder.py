@@ -5,7 +5,7 @@
     python examples/language_model/decoder.py report
 
 "kfac" is `kfac.train_step(loss, schedule)` and nothing else. `--hidden 0.2` adds `layer_multipliers={"Dense_": 0.2}`,
-which slows the kernels of the blocks. Rows without `step_norm` are those of version 0.3. The rate rises for a tenth of
+which slows the kernels of the blocks. In the results, "kfac 0.3" is version 0.3. The rate rises for a tenth of
 the steps and falls to zero from there, for all. `--horizon` is the number of steps that the schedule is made for. The
 text is that of `sources.py`.
 """
@@ -135,8 +135,6 @@ def run(options: argparse.Namespace) -> None:
 
     names = "size", "method", "rate", "hidden", "sequences", "horizon", "seed"
     name = {key: getattr(options, key) for key in names} | {"text": text.checksum[:8]}
-    if options.method == "kfac":
-        name["step_norm"] = "spectral"
     saved = options.output / ("-".join(map(str, name.values())) + ".npz")
     params = jax.jit(lambda key: model.init(key, batch(0)[:, :-1])["params"])(jax.random.key(options.seed))
     carry, kept = curves.restore(saved, (params, init(params, batch(0))))

@@ -294,7 +294,7 @@ def _sums(x: Stack) -> BlockSums:
         flat = list(x.whole(jnp.stack(flat)))
     of_blocks = x.kernels.size, x.kernels.length
     size, length = ((jnp.zeros_like(like) + per_block(y, like)).astype(u.dtype).reshape(-1) for y in of_blocks)
-    return BlockSums(*flat, size, length)
+    return BlockSums(*[*flat, size, length])
 
 
 def _radial(s: BlockSums) -> jax.Array:
