@@ -72,8 +72,8 @@ def check_switch(name: str, value: Any) -> None:
 
 
 def check_multipliers(name: str, value: Any) -> None:
-    """Raises where a value is no mapping of regular expressions to positive numbers."""
-    if not isinstance(value, Mapping):
+    """Raise if a value is not a mapping of regular expressions to positive numbers, or is empty."""
+    if not isinstance(value, Mapping) or not value:
         raise ValueError(f"{name} must be a mapping of regular expressions to positive numbers, but is {value!r}")
     for pattern, factor in value.items():
         check_number(f"{name}[{pattern!r}]", factor, "(0, inf)")

@@ -418,3 +418,8 @@ def test_pieces_of_a_kernel_are_scaled_alike_and_no_further_than_the_kernel(x64)
     _, grads, factors = jax.jit(kfac.value_and_grad(loss, found))(params, x)
     length = singular(one_update(kfac.kfac(0.1, found, momentum=None), params, grads, factors)["kernel"])
     assert 0.1 / 2 < length < 0.1 * 1.1
+    inverse = kfac.Cholesky(relative=True)
+    options = ({}, {"step_norm": None, "damping": 0.1})
+    txs = (kfac.kfac(0.1, found, momentum=None, inverse=inverse, **more) for more in options)
+    step, direction = (one_update(tx, params, grads, factors)["kernel"] for tx in txs)
+    np.testing.assert_allclose(step, direction * (step[0, 0] / direction[0, 0]), rtol=1e-9)

@@ -235,6 +235,7 @@ def test_rows_that_are_leaves_of_their_own_have_multipliers():
 @pytest.mark.parametrize(
     ("value", "what"),
     [
+        ({}, "layer_multipliers must be a mapping of regular expressions to positive numbers, but is {}"),
         ("out", "layer_multipliers must be a mapping of regular expressions to positive numbers, but is 'out'"),
         (0.2, "layer_multipliers must be a mapping"),
         (

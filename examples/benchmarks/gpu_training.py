@@ -191,10 +191,9 @@ def _rows(tokens: np.ndarray, starts: np.ndarray, context: int) -> np.ndarray:
 
 def milliseconds_of(chosen: Setting, options: argparse.Namespace) -> float:
     """Return the milliseconds of a step that programme A has measured, or a forecast."""
-    method = chosen.method
     tables = json.loads(options.speed.read_text())["tables"] if options.speed else {}
-    measured = tables.get("gpt-124m, milliseconds", {}).get("kfac.train_step" if method == "kfac" else "muon")
-    return measured["ms"] if measured else FORECAST[method]
+    measured = tables.get("gpt-124m, milliseconds", {}).get("kfac.train_step" if chosen.method == "kfac" else "muon")
+    return measured["ms"] if measured else FORECAST[chosen.method]
 
 
 def horizon_of(chosen: Setting, options: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from kfac._capture.find_layers import matching
-from kfac._checks import check, check_layers
+from kfac._checks import check, check_given, check_layers
 from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse, check_inverse
 from kfac._curvature.soap import Soap
@@ -124,13 +124,14 @@ def kfac(
     inverse = dataclasses.replace(inverse, relative=True) if spectral else inverse
     inverse_every = every if isinstance(inverse_every, str) and inverse_every == "auto" else inverse_every
     nesterov = momentum is not None if nesterov is None else nesterov
-    if adaptive_layer_rates is None:
-        adaptive_layer_rates = spectral and momentum is not None
-    multipliers = {} if layer_multipliers is None else layer_multipliers
-    check(adaptive_layer_rates=adaptive_layer_rates, layer_multipliers=multipliers)
+    adaptive_layer_rates = (spectral and momentum is not None) if adaptive_layer_rates is None else adaptive_layer_rates
+    check(adaptive_layer_rates=adaptive_layer_rates)
+    check_given(layer_multipliers=layer_multipliers)
+    if layer_multipliers is not None and layers.paths:
+        layer_multipliers = _by_layer(layer_multipliers, layers)
     moves = Moves(
         kl_clip, learning_rate, False, momentum, nesterov, step_norm, trust_ratio, adaptive_layer_rates,
-        _by_layer(multipliers, layers) if layers.paths else multipliers,
+        layer_multipliers,
     )  # fmt: skip
     return assemble(
         layers, moves,

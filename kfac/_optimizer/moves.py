@@ -48,7 +48,7 @@ class Moves:
     step_norm: Literal["spectral"] | None = None
     trust_ratio: ScalarOrSchedule | None = None
     adaptive_layer_rates: bool = False
-    layer_multipliers: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    layer_multipliers: Mapping[str, float] | None = None
 
     @property
     def set_lengths(self) -> bool:
@@ -69,7 +69,7 @@ class Moves:
 
     def length(self, layer: Layer, kernel: bool) -> float:
         """The length of a step at a learning rate of 1: the spectral norm of a kernel, else the root mean square."""
-        multiplier = self.layer_multipliers.get(layer.params[0], 1.0)
+        multiplier = (self.layer_multipliers or {}).get(layer.params[0], 1.0)
         if not kernel:
             return multiplier * BESIDE_KERNELS
         d_in = layer.layouts[0].size("in")
@@ -148,7 +148,7 @@ def adapted(rate: jax.Array, angle: jax.Array, full: jax.Array) -> jax.Array:
 # Where the scale of a kernel matters, one in twelve is so by chance (Heo et al. 2021, arXiv:2006.08217).
 RIGHT_ANGLE = 0.1
 
-# The root mean square of a step of what is no kernel, relative to the learning rate.
+# The root mean square of the step of a parameter that is not a kernel, relative to the learning rate.
 BESIDE_KERNELS = 0.1
 
 # If less than this share of the squares in an update is left without its component along the kernel, that may be
@@ -261,9 +261,8 @@ class BlockSums(NamedTuple):
       gw: of `g w`.
       gg: of `g^2`.
       moving: how many `u` are not zero.
-      reached: how many `g` are not zero.
       size: the elements of the kernel; 0 for other leaves.
-      length: of the step, see `Moves.length`.
+      length: of the step, see `Moves.length`; 0 if all `g` are zero.
     """
 
     uu: jax.Array
@@ -272,7 +271,6 @@ class BlockSums(NamedTuple):
     gw: jax.Array
     gg: jax.Array
     moving: jax.Array
-    reached: jax.Array
     size: jax.Array
     length: jax.Array
 
@@ -292,9 +290,10 @@ def _sums(x: Stack) -> BlockSums:
         flat[1:1] = 4 * [jnp.zeros_like(flat[0])]
     if x.whole is not None:
         flat = list(x.whole(jnp.stack(flat)))
+    *flat, reached = flat
     of_blocks = x.kernels.size, x.kernels.length
     size, length = ((jnp.zeros_like(like) + per_block(y, like)).astype(u.dtype).reshape(-1) for y in of_blocks)
-    return BlockSums(*[*flat, size, length])
+    return BlockSums(*[*flat, size, jnp.where(reached > 0, length, 0)])
 
 
 def _radial(s: BlockSums) -> jax.Array:
@@ -311,7 +310,7 @@ def _radial(s: BlockSums) -> jax.Array:
 
 def _ratio_beside_kernels(s: BlockSums) -> jax.Array:
     """The factor that gives the elements that move their root mean square."""
-    return _ratio(jnp.where(s.reached > 0, s.length * jnp.sqrt(s.moving), 0), s.uu)
+    return _ratio(s.length * jnp.sqrt(s.moving), s.uu)
 
 
 def _spectral_ratio(x: Stack, steps: jax.Array, s: BlockSums) -> jax.Array:
@@ -323,7 +322,7 @@ def _spectral_ratio(x: Stack, steps: jax.Array, s: BlockSums) -> jax.Array:
     kernels = jnp.where(x.inside, steps, 0)
     squares = jnp.stack([jnp.sum(jnp.square(kernels), axis=(1, 2)), jnp.square(spectral_norm(kernels))])
     left, spectral = squares if x.whole is None else x.whole(squares)
-    ratio = _ratio(jnp.where(s.reached > 0, s.length, 0), spectral)
+    ratio = _ratio(s.length, spectral)
     return (ratio * jnp.sqrt(jnp.minimum(_quotient(left, LEAST_LEFT * s.uu), 1))).astype(steps.dtype)
 
 
@@ -358,9 +357,9 @@ def _normalised(vectors: jax.Array) -> jax.Array:
     return vectors / jnp.where(norm > 0, norm, 1)
 
 
-def _ratio(length: jax.typing.ArrayLike, square: jax.Array) -> jax.Array:
+def _ratio(length: jax.Array, square: jax.Array) -> jax.Array:
     """The factor that makes a norm, whose square is given, equal to `length`; 0 if it is zero."""
-    return _quotient(jnp.asarray(length), jnp.sqrt(square))
+    return _quotient(length, jnp.sqrt(square))
 
 
 def _quotient(a: jax.Array, b: jax.Array) -> jax.Array:

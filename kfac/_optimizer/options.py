@@ -34,7 +34,7 @@ CONFLICTS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         'adaptive_layer_rates=True needs step_norm="spectral" and momentum',
     ),
     (
-        lambda o: o.layer_multipliers and o.step_norm is None,
+        lambda o: o.layer_multipliers is not None and o.step_norm is None,
         'layer_multipliers={layer_multipliers!r} needs step_norm="spectral"',
     ),
     (
@@ -58,7 +58,10 @@ CONFLICTS: tuple[tuple[Callable[[Any], bool], str], ...] = (
 
 
 # What may be None.
-LEFT_OUT = ("momentum", "kl_clip", "step_norm", "trust_ratio", "weight_decay", "inverse_every", "refresh_warmup")
+LEFT_OUT = (
+    "momentum", "step_norm", "trust_ratio", "kl_clip", "layer_multipliers", "weight_decay", "inverse_every",
+    "refresh_warmup",
+)  # fmt: skip
 
 
 class Options(NamedTuple):

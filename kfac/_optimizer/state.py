@@ -327,7 +327,7 @@ def check_state(config: Config, state: KfacState) -> None:
     """Raises where a state is that of other options or another number of devices."""
     check_devices(state, config.way.devices)
     has_momentum = config.moves.momentum is not None and not config.inverse.takes_gradients
-    wanted = has_momentum, bool(config.moves.adaptive_layer_rates)
+    wanted = has_momentum, config.moves.adaptive_layer_rates
     for name, owned in state.owned.items():
         if owned.inverse != config.inverse:  # `kfac.kfac` may have chosen one by the layers
             named = f"inverse={config.inverse!r}, but the optimizer state is one for inverse={owned.inverse!r}"
