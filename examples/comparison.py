@@ -93,10 +93,10 @@ class Task:
             measure = kfac.value_and_grad(self.loss, self.layers, fisher=self.fisher)
             drawing = {"fisher_key": jax.random.fold_in(jax.random.key(0), count)} if self.fisher == "sampled" else {}
             loss, grads, factors = measure(params, batch, **drawing)
-            updates, state = tx.update(grads, state, params, factors=factors)
+            state = kfac.observe(state, factors)
         else:
             loss, grads = jax.value_and_grad(self.loss)(params, batch)
-            updates, state = tx.update(grads, state, params)
+        updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
     def run(self, name: str, settings: Settings, steps: int, seed: int, every: int) -> Curve:

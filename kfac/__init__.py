@@ -2,16 +2,17 @@
 
 Begin with:
 
-- `train_step`: all of it in one call.
-- `find_layers`, `kfac`, `value_and_grad`: the same in a loop of your own. `Layers`, `Factors`: what they pass on.
-- `schedules`: the course of learning rate, damping and momentum.
+- `train_step`: everything in one call.
+- `find_layers`, `kfac`: an optax optimizer for a loop of your own.
+- `statistics`, `observe`, `statistics_due`: the call that this loop adds every few steps.
+- `schedules`: schedules of the learning rate, the damping and the momentum.
 
 Change the loss and the loop:
 
-- `microbatch`: a batch in parts. `Distribution`: how devices are used.
-- `output`: marks the network's output, for the Fisher matrix proper.
-- `due`: whether the next step wants statistics. `diagnostics`: scalars to log.
-- `state`: optimizer states on other devices and in checkpoints, and refreshes of one's own.
+- `value_and_grad`: gradients and statistics in one backward pass. `Layers`, `Factors`: the types of results.
+- `microbatch`: splits a batch into parts. `Distribution`: how several devices are used.
+- `output`: marks the network's output, for the true Fisher matrix.
+- `diagnostics`: scalars to log. `state`: optimizer states on other devices and in checkpoints.
 
 Build an optimizer:
 
@@ -43,6 +44,7 @@ from kfac._capture.equations import register_primitive as register_primitive
 from kfac._capture.find_layers import find_layers as find_layers
 from kfac._capture.microbatch import microbatch as microbatch
 from kfac._capture.outputs import output as output
+from kfac._capture.value_and_grad import statistics as statistics
 from kfac._capture.value_and_grad import value_and_grad as value_and_grad
 from kfac._curvature.cholesky import Cholesky as Cholesky
 from kfac._curvature.eigh import Eigh as Eigh
@@ -54,15 +56,21 @@ from kfac._factors import Factors as Factors
 from kfac._layers import Layers as Layers
 from kfac._layers import UnsupportedLayerError as UnsupportedLayerError
 from kfac._optimizer.diagnostics import diagnostics as diagnostics
-from kfac._optimizer.diagnostics import due as due
+from kfac._optimizer.diagnostics import statistics_due as statistics_due
 from kfac._optimizer.kfac import kfac as kfac
+from kfac._optimizer.observe import observe as observe
 from kfac._optimizer.scale_by_kfac import scale_by_kfac as scale_by_kfac
 from kfac._optimizer.train_step import train_step as train_step
 
 __version__ = "0.3.0"
 
 
+RENAMED = {"due": "statistics_due"}
+
+
 def __getattr__(name: str) -> object:
+    if name in RENAMED:
+        raise AttributeError(f"kfac.{name} is now kfac.{RENAMED[name]}")
     for module in (curvature, planning, presets, state, types):  # whose names stood here in version 0.3.0 and before
         if hasattr(module, name) and not name.startswith("_"):
             raise AttributeError(f"kfac.{name} is now {module.__name__}.{name}")

@@ -103,6 +103,42 @@ def _rules(check: Callable[..., None], names: str, *arguments: Any) -> dict[str,
     return dict.fromkeys(names.split(), lambda name, value: check(name, value, *arguments))
 
 
+def check_fraction(name: str, value: float) -> int:
+    """Return `k` for a fraction `1 / k`; raise if a value is no such fraction."""
+    check_number(name, value, "(0, 1]")
+    k = round(1 / value)
+    if abs(k * value - 1) > 1e-6:
+        raise ValueError(f"{name} must be 1 over an integer, such as 1/{k}, but is {value!r}")
+    return k
+
+
+# Names that users of other optimizers try, and ours.
+HINTS = {
+    "lr": "learning_rate, the first argument",
+    "b1": "momentum=",
+    "b2": "inverse=kfac.Soap(decay=...)",
+    "decay": "weight_decay= or momentum=",
+    "eps": "damping=",
+    "mask": "weight_decay_mask=",
+    "clip_norm": 'no clipping with step_norm="spectral", which bounds every step; otherwise kl_clip=',
+    "layer_rates": "adaptive_layer_rates= (a bool) and layer_multipliers= (a mapping)",
+    "subsample": "statistics_fraction=, 1/4 for every fourth example",
+}
+
+
+def with_hints(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function so that a `TypeError` names the right option where a user tries another optimizer's name."""
+
+    @functools.wraps(function)
+    def checked(*args, **kwargs):
+        for name in kwargs:
+            if name in HINTS:
+                raise TypeError(f"{function.__name__}() has no option {name}=: use {HINTS[name]}")
+        return function(*args, **kwargs)
+
+    return checked
+
+
 # What an option may be, by its name. A number may be a schedule where its function takes one.
 OPTIONS: dict[str, Callable[[str, Any], None]] = {
     **_rules(check_range, "damping unitwise_damping kl_clip trust_ratio", "(0, inf)"),
@@ -112,11 +148,16 @@ OPTIONS: dict[str, Callable[[str, Any], None]] = {
     **_rules(check_range, "learning_rate weight_decay", "[0, inf)"),
     **_rules(check_range, "momentum factor_decay", "[0, 1)"),
     **_rules(check_count, "statistics_every every", 1),
-    **_rules(check_count, "inverse_every", 1, "; kfac.kfac takes 'auto', too, and None for kfac.state.refresh"),
+    **_rules(
+        check_count,
+        "inverse_every",
+        1,
+        "; kfac.kfac takes 'auto', too, and None, so that kfac.observe(opt_state) refreshes",
+    ),
     **_rules(check_count, "refresh_warmup", 0),
-    **_rules(check_positive_int, "max_dim subsample num_examples num_microbatches num_steps"),
+    **_rules(check_positive_int, "max_dim num_examples num_microbatches num_steps"),
     **_rules(check_positive_int, "batch batches devices num_devices k probes"),
-    **_rules(check_switch, "relative statistics nesterov rate_in_momentum has_aux strict verbose donate"),
+    **_rules(check_switch, "relative nesterov rate_in_momentum has_aux strict verbose donate"),
     **_rules(check_switch, "adaptive_layer_rates"),
     **_rules(check_multipliers, "layer_multipliers"),
     **_rules(check_patterns, "skip reduce gradient"),

@@ -292,11 +292,16 @@ class Factors(Mapping[str, Statistics]):
 
     Like gradients, factors can be added, averaged, `psum`-ed with `jax.tree.map` and passed through `jit`. The average
     of the factors of several batches is that of all of them together. `Packed`, `Tied` and `Ragged` blocks have
-    `A` and `G` as a `Kronecker` one has. Layers of the gradient's own factors are not in it: the optimizer forms these.
+    `A` and `G` as a `Kronecker` one has.
+
+    Attributes:
+      gradients: the mean gradients of the parameters with gradient factors, by path. The optimizer forms their factors
+        after the gradients are averaged over devices.
     """
 
-    def __init__(self, blocks: Mapping[str, Statistics]):
+    def __init__(self, blocks: Mapping[str, Statistics], gradients: Mapping[str, jax.Array] | None = None):
         self._blocks = dict(blocks)
+        self.gradients = dict(gradients or {})
 
     def __getitem__(self, name: str) -> Statistics:
         return self._blocks[name]
@@ -312,7 +317,8 @@ class Factors(Mapping[str, Statistics]):
 
     def whole(self) -> Factors:
         """Unpacks `Packed` blocks, which are spread over the devices of a mesh, to `Kronecker` ones on every device."""
-        return Factors({n: block.combined() if block.wire is not None else block for n, block in self.items()})
+        blocks = {n: block.combined() if block.wire is not None else block for n, block in self.items()}
+        return Factors(blocks, self.gradients)
 
     def unscale(self, loss_scale: jax.typing.ArrayLike) -> Factors:
         """The statistics of the loss itself, from those of `loss_scale` times the loss.
@@ -324,12 +330,18 @@ class Factors(Mapping[str, Statistics]):
           loss_scale: the scalar the loss was multiplied by.
         """
         # Two divisions: the square of a large scale is not finite in float32 where the result is.
-        return Factors({n: block.unscaled(lambda x: x / loss_scale / loss_scale) for n, block in self.items()})
+        blocks = {n: block.unscaled(lambda x: x / loss_scale / loss_scale) for n, block in self.items()}
+        return Factors(blocks, {path: x / loss_scale for path, x in self.gradients.items()})
 
     def tree_flatten_with_keys(self):
-        names = tuple(self._blocks)
-        return [(jax.tree_util.DictKey(name), self._blocks[name]) for name in names], names
+        children: list[Any] = [(jax.tree_util.DictKey(name), block) for name, block in self._blocks.items()]
+        if self.gradients:
+            children.append((jax.tree_util.GetAttrKey("gradients"), self.gradients))
+        return children, tuple(self._blocks)
 
     @classmethod
-    def tree_unflatten(cls, names, blocks):
-        return cls(dict(zip(names, blocks, strict=True)))
+    def tree_unflatten(cls, names, children):
+        factors = cls(dict(zip(names, children, strict=False)))
+        if len(children) > len(names):
+            factors.gradients = children[-1]
+        return factors

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 KRONECKER_KINDS = ("dense", "conv", "embedding")
 UNITWISE_KINDS = ("unitwise", "diagonal")
@@ -310,7 +311,9 @@ class Layers(Sequence[Layer]):
       batch_argnums: the arguments of the loss that hold the examples.
       shared: leaves of these that all examples share.
       hidden: why the examples are not known, if they are not.
+      unclear: the error of statistics whose number of examples is not clear; empty if it is.
       dtype: in which statistics are summed, of the widest parameter.
+      splits: path and `PartitionSpec` of each parameter, if some were split over a mesh. Not compared.
     """
 
     blocks: tuple[Layer, ...]
@@ -324,7 +327,9 @@ class Layers(Sequence[Layer]):
     batch_argnums: tuple[int | str, ...] = dataclasses.field(default=(), compare=False)
     shared: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     hidden: str = dataclasses.field(default="", compare=False)
+    unclear: str = dataclasses.field(default="", compare=False)
     dtype: str = dataclasses.field(default="float32", compare=False)
+    splits: tuple[tuple[str, PartitionSpec], ...] = dataclasses.field(default=(), compare=False)
 
     @overload
     def __getitem__(self, index: int | str) -> Layer: ...
@@ -348,6 +353,11 @@ class Layers(Sequence[Layer]):
     def with_factors(self) -> tuple[Layer, ...]:
         """The layers whose statistics are in a `Factors`: all but those skipped and of the gradient's own factors."""
         return tuple(layer for layer in self.blocks if layer.captured)
+
+    @property
+    def with_gradient_factors(self) -> tuple[Layer, ...]:
+        """The layers whose factors are formed from their averaged gradient."""
+        return tuple(layer for layer in self.with_blocks if not layer.captured)
 
     @property
     def with_blocks(self) -> tuple[Layer, ...]:
@@ -432,3 +442,11 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
 def map_by_path(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """`fn(path, leaf, *leaves of the others)` for each leaf of `tree`."""
     return jax.tree.map(fn, jax.tree.unflatten(jax.tree.structure(tree), leaf_paths(tree)), tree, *rest)
+
+
+def find_splits(params: Any) -> tuple[tuple[str, PartitionSpec], ...]:
+    """Return paths and specs of parameters if some are split over a mesh; nothing under `jit`, which hides that."""
+    arrays = {path: x for path, x in leaves_by_path(params).items() if not isinstance(x, jax.core.Tracer)}
+    shardings = {path: getattr(x, "sharding", None) for path, x in arrays.items()}
+    named = {path: s.spec for path, s in shardings.items() if isinstance(s, NamedSharding)}
+    return tuple(sorted(named.items())) if any(map(any, named.values())) else ()

@@ -50,7 +50,8 @@ def train(width, devices):
         @jax.jit
         def step(params, state, x, tx=tx):
             _, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, x)
-            updates, state = tx.update(grads, state, params, factors=factors)
+            state = kfac.observe(state, factors)
+            updates, state = tx.update(grads, state, params)
             return optax.apply_updates(params, updates), state
 
         at = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))

@@ -312,16 +312,17 @@ def programs(
         return moved(params, average(gradient(params, batch))), state
 
     def without(params, state, batch):
-        updates, state = tx.update(given(gradient(params, batch)), state, params, factors=None)
+        updates, state = tx.update(given(gradient(params, batch)), state, params)
         return moved(params, updates), state
 
     def full(params, state, batch):
         _, grads, factors = measured(params, batch)
-        updates, state = tx.update(given(grads), state, params, factors=factors)
+        state = kfac.observe(state, factors)
+        updates, state = tx.update(given(grads), state, params)
         return moved(params, updates), state
 
     def alone(params, state, batch):
-        return tx.update(given(params), state, factors=None)
+        return tx.update(given(params), state)
 
     whole = P() if parameters == "whole" else jax.tree.map(functools.partial(split_spec, devices), params)
     specs = kfac.state.state_specs(tx, params, "data")

@@ -70,10 +70,20 @@ def measured(seed):
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
+def observing(tx):
+    """Return `tx.update` with a further argument `factors`, which are observed before the step, or None."""
+
+    def update(grads, state, params=None, factors=None, **extra):
+        state = state if factors is None else kfac.observe(state, factors)
+        return tx.update(grads, state, params, **extra)
+
+    return update
+
+
 def stepper(tx, **jit_options):
     @functools.partial(jax.jit, compiler_options=QUICKLY, **jit_options)
     def step(grads, state, params, factors=None):
-        updates, state = tx.update(grads, state, params, factors=factors)
+        updates, state = observing(tx)(grads, state, params, factors)
         return optax.apply_updates(params, updates), state, updates
 
     return step

@@ -148,8 +148,8 @@ class Reference:
         self.weight = dict.fromkeys(BLOCKS, 0.0)
         self.inverses = {}
         self.dampings = None  # of the last step
-        self.stale = False  # statistics or another damping since the last refresh
-        self.measured = -1  # the last with statistics
+        self.measured = -1  # the last step with statistics
+        self.refreshed = -1  # the last step with new inverses
         self.trace = None
 
     @property
@@ -193,16 +193,16 @@ class Reference:
         """New parameters."""
         t = self.count
         dampings = (self.damping(t), self.damping(t) * self.unitwise_damping(t))
-        if statistics is not None:
-            self.accumulate(statistics)
-        if statistics is not None or dampings != self.dampings:
-            self.stale = True
         self.dampings = dampings
         every, warmup = self.inverse_every, self.refresh_warmup
         if warmup:
             every = min(every, 1 if t < warmup else 2 ** (1 + int(np.log2(t // warmup))))
-        refreshes = self.stale and (t % every == 0 or t % self.inverse_every == 0)
-        self.stale = self.stale and not refreshes
+        turn = t % every == 0 or t % self.inverse_every == 0 or t - self.refreshed >= self.inverse_every
+        refreshes = statistics is not None and turn
+        if statistics is not None:
+            self.accumulate(statistics)
+        if refreshes:
+            self.refreshed = t
         for name in self.factors:
             if refreshes:
                 self.refresh(name)

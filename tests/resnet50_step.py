@@ -79,7 +79,8 @@ def main():
 
     def local_step(params, state, images):
         grads, factors = statistics(params, images)
-        return tx.update(grads, state, params, factors=factors)
+        state = kfac.observe(state, factors)
+        return tx.update(grads, state, params)
 
     step = jax.shard_map(local_step, mesh=mesh, in_specs=(same, specs, split), out_specs=(same, specs))
     lowered = jax.jit(step).lower(params, state, images)
@@ -95,11 +96,12 @@ def main():
         stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((DEVICES, *x.shape), x.dtype), factors)
 
         def with_statistics(grads, state, factors):
-            return tx.update(grads, state, factors=jax.tree.map(lambda x: x[0], factors))
+            state = kfac.observe(state, jax.tree.map(lambda x: x[0], factors))
+            return tx.update(grads, state)
 
         def without(grads, state, factors):
             del factors
-            return tx.update(grads, state, factors=None)
+            return tx.update(grads, state)
 
         def shardings(tree):
             return jax.tree.map(

@@ -154,7 +154,7 @@ def train(output: Path, steps: int, faulty: bool, dtype: str, num_devices: int) 
                 x = struck(RANK_ONE, fault, x, rank_one)
                 x = struck(IN_A_ROW, fault, x, lambda x: -30 * num_devices * x)
                 block[key] = struck(INDEFINITE, fault, x, lambda x: -30 * num_devices * x) if name == conv else x
-        return Factors({name: type(factors[name])(**block) for name, block in blocks.items()})
+        return Factors({name: type(factors[name])(**block) for name, block in blocks.items()}, factors.gradients)
 
     key = jax.random.key(config.seed)
 
@@ -178,7 +178,7 @@ def train(output: Path, steps: int, faulty: bool, dtype: str, num_devices: int) 
         loss, stats = lax.pmean((loss, stats), AXIS)
         loss, grads = loss / scale, jax.tree.map(lambda g: g / scale, grads)
         factors = spoil_factors(factors.unscale(scale), fault)
-        updates, opt_state = tx.update(grads, state.opt_state, state.params, factors=factors)
+        updates, opt_state = tx.update(grads, kfac.observe(state.opt_state, factors), state.params)
         # The optimizer leaves a bad step out; averages of batch norm are not its own.
         whole = functools.reduce(jnp.logical_and, [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves((grads, stats))])
         stats = jax.tree.map(functools.partial(jnp.where, whole), stats, state.batch_stats)

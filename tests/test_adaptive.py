@@ -281,7 +281,8 @@ def test_kfac_with_it():
     @functools.partial(jax.jit, compiler_options=FAST)
     def step(params, state, batch):
         _, grads, factors = kfac.value_and_grad(loss, layers)(params, batch)
-        changes, state = tx.update(grads, state, params, factors=factors, value_fn=lambda p: loss(p, batch))
+        state = kfac.observe(state, factors)
+        changes, state = tx.update(grads, state, params, value_fn=lambda p: loss(p, batch))
         return optax.apply_updates(params, changes), state
 
     before, state = trajectory(step, tx, initial(), batch, steps=1)
@@ -291,7 +292,8 @@ def test_kfac_with_it():
     @functools.partial(jax.jit, compiler_options=FAST)
     def with_fixed_damping(params, state, batch):
         _, grads, factors = kfac.value_and_grad(loss, layers)(params, batch)
-        changes, _ = fixed.update(grads, state, params, factors=factors)
+        state = kfac.observe(state, factors)
+        changes, _ = fixed.update(grads, state, params)
         return optax.apply_updates(params, changes)
 
     expected = with_fixed_damping(before, state.inner, batch)
@@ -310,7 +312,8 @@ def on_one_device():
 
     def step(params, state, batch):
         _, grads, factors = kfac.value_and_grad(loss, layers)(params, batch)
-        changes, state = tx.update(grads, state, params, factors=factors, value_fn=lambda p: loss(p, batch))
+        state = kfac.observe(state, factors)
+        changes, state = tx.update(grads, state, params, value_fn=lambda p: loss(p, batch))
         return optax.apply_updates(params, changes), state
 
     return trajectory(jax.jit(step, compiler_options=FAST), tx, initial(), batch)
@@ -332,7 +335,8 @@ def test_devices(mapped):
         for _ in range(2):
             _, grads, factors = kfac.value_and_grad(loss, layers)(params, batch)
             grads = jax.lax.pmean(grads, "d")
-            changes, state = several.update(grads, state, params, factors=factors, value_fn=lambda p: loss(p, batch))
+            state = kfac.observe(state, factors)
+            changes, state = several.update(grads, state, params, value_fn=lambda p: loss(p, batch))
             params = optax.apply_updates(params, changes)
         return params, state.next_damping, state.reduction_ratio
 

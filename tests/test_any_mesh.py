@@ -48,7 +48,8 @@ def four_lines(inverse, average=lambda tree: tree, distribution=None):
         basis = {"basis": kfac.curvature.eigenbasis(opt_state, layers())} if inverse.takes_moments else {}
         loss, grads, factors = kfac.value_and_grad(loss_fn, layers())(params, batch, **basis)
         loss, grads = average((loss, grads))
-        updates, opt_state = tx.update(grads, opt_state, params, factors=factors)
+        opt_state = kfac.observe(opt_state, factors)
+        updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
     return tx, step
@@ -227,7 +228,8 @@ def test_an_owner_may_hold_single_blocks_of_several_shapes(inverse, x64):
     @jax.jit
     def step(p, state, x):
         _, grads, factors = kfac.value_and_grad(loss, found)(p, x)
-        updates, state = tx.update(grads, state, p, factors=factors)
+        state = kfac.observe(state, factors)
+        updates, state = tx.update(grads, state, p)
         return optax.apply_updates(p, updates), state
 
     def after_three(p, x):
@@ -260,7 +262,8 @@ def test_moments_where_a_piece_has_the_shape_of_a_whole_layer(x64):
     def step(p, state, x):
         basis = kfac.curvature.eigenbasis(state, found)
         _, grads, factors = kfac.value_and_grad(loss, found)(p, x, basis=basis)
-        updates, state = tx.update(grads, state, p, factors=factors)
+        state = kfac.observe(state, factors)
+        updates, state = tx.update(grads, state, p)
         return optax.apply_updates(p, updates), state
 
     mesh = mesh_of()

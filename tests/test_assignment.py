@@ -170,7 +170,10 @@ def test_the_program_does_not_grow_with_devices():
         mesh = AbstractMesh((devices,), ("devices",))
         state = jax.eval_shape(jax.shard_map(tx.init, mesh=mesh, in_specs=same, out_specs=specs), grads)
         step = jax.shard_map(
-            lambda g, s, f: tx.update(g, s, factors=f), mesh=mesh, in_specs=(same, specs, same), out_specs=(same, specs)
+            lambda g, s, f: tx.update(g, kfac.observe(s, f)),
+            mesh=mesh,
+            in_specs=(same, specs, same),
+            out_specs=(same, specs),
         )
         lowered = jax.jit(step).trace(grads, state, factors).lower(lowering_platforms=("cpu",))
         return lowered.as_text().count("\n")

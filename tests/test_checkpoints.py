@@ -155,7 +155,7 @@ def test_a_checkpoint_of_another_number_of_devices_is_refused_unless_it_is_gathe
     jax.tree.map(np.testing.assert_array_equal, restored, fresh)
 
 
-def test_a_checkpoint_of_the_averages_alone_gets_its_inverses_at_the_next_step(tmp_path):
+def test_a_checkpoint_of_the_averages_alone_gets_its_inverses_from_observe(tmp_path):
     """Half of the state: running averages and their weights, in a fresh state; without the momentum here."""
     tx = kfac.scale_by_kfac(layers())
     params, state, _ = run(tx, steps=2)
@@ -178,10 +178,11 @@ def test_a_checkpoint_of_the_averages_alone_gets_its_inverses_at_the_next_step(t
         },
         shared={name: with_averages(blocks, kept[name]) for name, blocks in fresh.shared.items()},
     )
-    step = stepper(tx)
-    for statistics in (measured(2)[1], None):
+    step, refresh = stepper(tx), jax.jit(kfac.observe)
+    for statistics in (measured(2)[1], None):  # with or without statistics `observe` makes the inverses
         _, expected, right = step(measured(2)[0], state, params, statistics)
-        _, found, updates = step(measured(2)[0], fresh, params, statistics)
+        start = fresh if statistics is not None else refresh(fresh)
+        _, found, updates = step(measured(2)[0], start, params, statistics)
         assert_close(updates, right, 1e-5)
         assert_close(field_of(found, "inverse"), field_of(expected, "inverse"), 1e-5)
         assert_equal(field_of(found, "factors"), field_of(expected, "factors"))

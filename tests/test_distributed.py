@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import kfac
 from checking import slow
-from problem import plain_kfac, state_of
+from problem import observing, plain_kfac, state_of
 
 AXIS = "batch"
 DEVICES = jax.device_count()
@@ -81,7 +81,7 @@ def train_one_device(params, data, layers, options):
     @functools.partial(jax.jit, static_argnums=3)
     def step(params, state, batch, statistics):
         _, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)
-        updates, state = tx.update(grads, state, params, factors=factors if statistics else None)
+        updates, state = observing(tx)(grads, state, params, factors=factors if statistics else None)
         return optax.apply_updates(params, updates), state
 
     for k, batch in enumerate(data):
@@ -97,7 +97,7 @@ def train_pmap(params, data, layers, options, devices, state=None, first=0):
 
     def step(params, state, batch, statistics):
         _, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)
-        updates, state = tx.update(lax.pmean(grads, AXIS), state, params, factors=factors if statistics else None)
+        updates, state = observing(tx)(lax.pmean(grads, AXIS), state, params, factors=factors if statistics else None)
         return optax.apply_updates(params, updates), state
 
     step = jax.pmap(step, axis_name=AXIS, static_broadcasted_argnums=3, devices=devices)
@@ -124,7 +124,7 @@ def train_shard_map(params, data, layers, options, devices, state=None, first=0,
         def local(params, state, batch):
             _, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)
             grads = lax.pmean(grads, AXIS) if average else grads
-            updates, state = tx.update(grads, state, params, factors=factors if statistics else None)
+            updates, state = observing(tx)(grads, state, params, factors=factors if statistics else None)
             return optax.apply_updates(params, updates), state
 
         return jax.shard_map(local, mesh=mesh, in_specs=(same, specs, split), out_specs=(same, specs))(
@@ -149,7 +149,7 @@ def train_mesh(params, data, layers, options, devices, state=None, first=0):
     @functools.partial(jax.jit, static_argnums=3)
     def step(params, state, batch, statistics):
         _, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)
-        updates, state = tx.update(grads, state, params, factors=factors if statistics else None)
+        updates, state = observing(tx)(grads, state, params, factors=factors if statistics else None)
         return optax.apply_updates(params, updates), state
 
     for k, batch in enumerate(data, first):
@@ -242,7 +242,8 @@ def test_a_state_moves_between_numbers_of_devices(style):
     params = jax.tree.map(np.asarray, params)
     alone = jax.eval_shape(plain_kfac(0.05, layers, **on_devices(MOVING)).init, params)
     assert jax.tree.structure(alone) == jax.tree.structure(portable)
-    restored = kfac.state.scatter_state(portable, 2, pmap=style == "pmap")
+    where = kfac.Distribution(AXIS) if style == "pmap" else None
+    restored = kfac.state.scatter_state(portable, 2, pmap=style == "pmap", distribution=where)
     params, _ = STYLES[style](params, data[3:], layers, MOVING, 2, restored, 3)
     assert_close(params, expected)
 
@@ -301,7 +302,8 @@ def test_a_device_that_sees_nan_hangs_nobody():
 
     def step(state, params, batch):
         _, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)
-        return tx.update(grads, state, factors=factors)[1]
+        state = kfac.observe(state, factors)
+        return tx.update(grads, state)[1]
 
     step = jax.pmap(step, axis_name=AXIS, devices=jax.devices()[:devices])
     batch = jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), as_float32(data[0]))
@@ -329,20 +331,21 @@ def test_what_would_be_quietly_wrong_is_refused():
 
 
 def test_what_shard_map_knows_to_be_wrong_is_said_by_name():
-    params, data, layers, _, state = one_device(FEW_LAYERS, AT_ONCE)
+    params, data, layers, _, _ = one_device(FEW_LAYERS, AT_ONCE)
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     same, split = PartitionSpec(), PartitionSpec(("data", "model"))
     tx = plain_kfac(0.05, layers, distribution=kfac.Distribution("data"))
 
-    def run(average, specs, state):
+    def run(average, specs, state, of_all=lambda factors: factors):
         def local(params, state, batch):
             _, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)
-            return tx.update(average(grads), state, params, factors=factors)[0]
+            return observing(tx)(average(grads), state, params, of_all(factors))[0]
 
         fn = jax.shard_map(local, mesh=mesh, in_specs=(same, specs, split), out_specs=same)
         return jax.eval_shape(fn, params, state, as_float32(data[0]))
 
-    scattered = jax.eval_shape(lambda s: kfac.state.scatter_state(s, 2), state)
+    where = kfac.Distribution("data")
+    scattered = jax.eval_shape(lambda params: kfac.state.scatter_state(tx.init(params), 2, distribution=where), params)
     specs = kfac.state.state_specs(tx, params, "data")
     with pytest.raises(ValueError, match=r"of \['model'\], which axis_name='data' does not name.* jax.jit with param"):
         run(lambda grads: grads, specs, scattered)
@@ -350,10 +353,10 @@ def test_what_shard_map_knows_to_be_wrong_is_said_by_name():
         ValueError, match=r"factors differ .*='data' does not name.* pass axis_name=\('data', 'model'\)"
     ):
         run(lambda grads: lax.pmean(grads, ("data", "model")), specs, scattered)
-    with pytest.raises(
-        ValueError, match=r"this device must get 1 of the state's 1 blocks .* but gets 2: use kfac.state.state_specs"
-    ):
-        run(lambda grads: lax.pmean(grads, ("data", "model")), same, scattered)
+    for of_all in (lambda factors: None, lambda factors: lax.pmean(factors, "model")):
+        words = r"this device must get 1 of the state's 1 blocks .* but gets 2: use kfac.state.state_specs"
+        with pytest.raises(ValueError, match=words):
+            run(lambda grads: lax.pmean(grads, ("data", "model")), same, scattered, of_all)
 
 
 def test_float64_stays_float64_between_devices(x64):
@@ -365,7 +368,7 @@ def test_float64_stays_float64_between_devices(x64):
     def step(tx, axis, params, batch):
         _, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)
         grads = lax.pmean(grads, axis) if axis else grads
-        return tx.update(grads, tx.init(params), factors=factors)[0]
+        return tx.update(grads, kfac.observe(tx.init(params), factors))[0]
 
     expected = jax.jit(functools.partial(step, kfac.scale_by_kfac(layers), None))(params, batch)
     mapped = functools.partial(step, kfac.scale_by_kfac(layers, distribution=kfac.Distribution(AXIS)), AXIS)

@@ -32,7 +32,7 @@ def _run(page, count, chosen=slice(None)):
 
 @pytest.fixture(scope="module")
 def names():
-    return _run("choosing.md", 9)
+    return _run("choosing.md", 10)
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +118,7 @@ def test_every_option_is_documented_with_its_default():
     everything = _options(kfac.presets.large_batch)
     assert everything.keys() == (preconditioner.keys() | whole.keys() | recipe.keys()) - {
         "cost",
+        "statistics_fraction",
         "step_norm",
         "adaptive_layer_rates",
         "layer_multipliers",
@@ -177,7 +178,7 @@ def one_device(distributed):
     @jax.jit
     def step(params, state):
         _, grads, factors = kfac.value_and_grad(names["loss_fn"], layers)(params, batch)
-        updates, state = tx.update(grads, state, params, factors=factors)
+        updates, state = tx.update(grads, kfac.observe(state, factors), params)
         return optax.apply_updates(params, updates), state
 
     found = [(params, state)]
@@ -208,7 +209,8 @@ def test_a_state_for_other_devices_goes_on_as_it_would_have(distributed, one_dev
 
     def local_step(params, state, batch):
         _, grads, factors = kfac.value_and_grad(names["loss_fn"], names["layers"])(params, batch)
-        updates, state = tx.update(jax.lax.pmean(grads, "devices"), state, params, factors=factors)
+        state = kfac.observe(state, factors)
+        updates, state = tx.update(jax.lax.pmean(grads, "devices"), state, params)
         return optax.apply_updates(params, updates)
 
     step = jax.shard_map(local_step, mesh=mesh, in_specs=(names["same"], specs, split), out_specs=names["same"])
@@ -236,7 +238,7 @@ def test_a_loss_that_averages_over_devices_trains_like_one_device(distributed):
         tx = kfac.kfac(0.1, layers, distribution=kfac.Distribution(axis_name))
         loss, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)
         loss, grads = average((loss, grads))
-        return loss, tx.update(grads, tx.init(params), params, factors=factors)[0]
+        return loss, tx.update(grads, kfac.observe(tx.init(params), factors), params)[0]
 
     average = functools.partial(jax.lax.pmean, axis_name="devices")
     local_step = functools.partial(step, loss_fn=names["synchronised_loss"], axis_name="devices", average=average)

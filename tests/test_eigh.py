@@ -14,7 +14,7 @@ from kfac._curvature.eigh import decompose
 from kfac._curvature.refresh import refresh
 from kfac._factors import Eigen
 from kfac.types import Kronecker
-from problem import plain_kfac, state_of
+from problem import observing, plain_kfac, state_of
 
 
 def loss_fn(params, x, rows):
@@ -87,9 +87,9 @@ def test_preconditioning_is_a_solve_with_the_damped_kronecker_product(x64):
         distribution=kfac.Distribution(),
     )
     state = jax.jit(tx.init)(params)
-    step = jax.jit(lambda g, s, f: tx.update(g, s, factors=f), compiler_options=FAST)
+    step = jax.jit(observing(tx), compiler_options=FAST)
     for damping, given in ((0.25, factors), (2.0, None)):
-        updates, state = step(gradients, state, given)
+        updates, state = step(gradients, state, factors=given)
         expected = dense_solves(layers, factors, gradients, damping)
         for found, solved in zip(jax.tree.leaves(updates), expected, strict=True):
             np.testing.assert_allclose(found, solved, rtol=0, atol=1e-9 * np.abs(solved).max())
@@ -112,7 +112,9 @@ def test_in_float32_and_with_eigenvectors_in_bfloat16(precision, tolerance):
     params, layers, factors, gradients = setting(jnp.float32)
     tx = kfac.scale_by_kfac(layers, inverse=kfac.Eigh(precision), damping=0.3)
     state = tx.init(params)
-    updates, state = jax.jit(lambda g, s: tx.update(g, s, factors=factors), compiler_options=FAST)(gradients, state)
+    updates, state = jax.jit(lambda g, s: tx.update(g, kfac.observe(s, factors)), compiler_options=FAST)(
+        gradients, state
+    )
     vectors = state.owned["kronecker_4x3"].blocks.inverse.A
     assert vectors.vectors.dtype == jnp.dtype(precision)
     assert vectors.values.dtype == jnp.float32
@@ -160,7 +162,8 @@ def test_a_damping_that_went_astray_is_a_skipped_step():
 
     def step(state, damping):
         tx = plain_kfac(0.1, layers, inverse=kfac.Eigh(), damping=lambda count: damping)
-        return tx.update(gradients, state, params, factors=factors)
+        state = kfac.observe(state, factors)
+        return tx.update(gradients, state, params)
 
     step = jax.jit(step, compiler_options=FAST)
     _, good = step(plain_kfac(0.1, layers, inverse=kfac.Eigh()).init(params), 1e-2)

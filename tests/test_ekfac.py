@@ -196,7 +196,7 @@ def test_a_few_examples_at_a_time(x64, monkeypatch, n):
 
 
 def test_every_kth_example(x64):
-    """The moments are those of the examples that are taken, with so much more weight."""
+    """The moments are those of the examples that are taken."""
     shapes = DENSE["positions"][2]
     conv = functools.partial(convolution, LAYOUTS[0], 1, CONVOLUTIONS["same"])
     for loss, params, x in (
@@ -206,12 +206,11 @@ def test_every_kth_example(x64):
         batch = x, normal(2, 5, 300)
         layers = kfac.find_layers(loss, params, *batch)
         basis = rotations(layers)
-        measure = kfac.value_and_grad(loss, layers, subsample=2)
-        _, _, factors = jax.jit(measure, compiler_options=FAST)(params, *batch, basis=basis)
-        gradients = jax.tree.map(lambda g: g[::2], example_gradients(loss, params, batch))
+        measure = kfac.statistics(loss, layers, fraction=1 / 2)
+        factors = jax.jit(measure, compiler_options=FAST)(params, *batch, basis=basis)
+        gradients = example_gradients(loss, params, [x[:4:2] for x in batch])
         for name, moments in expected_moments(layers, gradients, basis).items():
-            # `n` for the number of those taken, and again for the weight.
-            assert relative_error(factors[name].moments, moments * 5 / 3 * 5 / 3) <= 1e-10
+            assert relative_error(factors[name].moments, moments) <= 1e-10
 
 
 def tokens(p, x, t):
@@ -242,8 +241,9 @@ def test_every_kth_sequence_of_tokens(x64, positions):
     t = jax.nn.one_hot(jnp.arange(2 * N * T).reshape(N, 2 * T) % 3, 3, dtype=jnp.float64)
     layers = kfac.find_layers(tokens, params, x, t)
     basis = rotations(layers)
-    _, _, found = jax.jit(kfac.value_and_grad(tokens, layers, subsample=2))(params, x, t, basis=basis)
-    _, _, expected = jax.jit(kfac.value_and_grad(tokens, layers))(params, x[::2], t[::2], basis=basis)
+    found = jax.jit(kfac.statistics(tokens, layers, fraction=1 / 2))(params, x, t, basis=basis)
+    taken = slice(0, N // 2 * 2, 2)
+    _, _, expected = jax.jit(kfac.value_and_grad(tokens, layers))(params, x[taken], t[taken], basis=basis)
     for name in basis:
         for side in ("A", "G", "moments"):
             assert relative_error(getattr(found[name], side), np.asarray(getattr(expected[name], side))) <= 1e-12

@@ -20,7 +20,7 @@ from checking import normal
 from kfac._curvature.ekfac import between_bases, squared_turn
 from kfac._factors import Eigen
 from kfac.types import Kronecker
-from problem import QUICKLY, assert_close, assert_equal, matrices, state_of
+from problem import QUICKLY, assert_close, assert_equal, matrices, observing, state_of
 
 LAYERS = problem.layers()
 LAMBDA = 1e-2
@@ -36,7 +36,8 @@ def stepper(tx):
     def step(state, batch):
         basis = kfac.curvature.eigenbasis(state, LAYERS)
         _, grads, factors = measure()(problem.initial(), batch, basis=basis)
-        updates, state = tx.update(grads, state, factors=factors)
+        state = kfac.observe(state, factors)
+        updates, state = tx.update(grads, state)
         return grads, factors, updates, state
 
     return step
@@ -127,7 +128,7 @@ def test_statistics_that_are_not_finite_leave_moments_alone():
         grads, factors, _, state = step(state, problem.batch(t))
     first = dataclasses.replace(factors["first"], moments=factors["first"].moments.at[0, 0].set(jnp.inf))
     bad = kfac.Factors({**factors, "first": first})
-    _, after = jax.jit(tx.update)(grads, state, factors=bad)
+    _, after = jax.jit(observing(tx))(grads, state, factors=bad)
     assert kfac.diagnostics(after)["skipped_statistics"] == 1
     np.testing.assert_array_equal(kept(after)["first"]["s"], kept(state)["first"]["s"])
     assert not np.array_equal(kept(after)["out"]["s"], kept(state)["out"]["s"])
@@ -151,7 +152,8 @@ def whole(style, options, steps=4):
         _, grads, factors = measure()(params, batch, basis=basis)
         if axis:
             grads = jax.lax.pmean(grads, axis)
-        return tx.update(grads, state, factors=factors)
+        state = kfac.observe(state, factors)
+        return tx.update(grads, state)
 
     split, same = PartitionSpec("devices"), PartitionSpec()
     if style == "pmap":
@@ -242,7 +244,7 @@ def test_an_axis_of_one_device():
     scattered = kfac.state.scatter_state(state, 1)
     assert jax.tree.structure(scattered) == jax.tree.structure(state)
     for tx in (meshed, alone):
-        update = jax.jit(tx.update, compiler_options=QUICKLY)
+        update = jax.jit(observing(tx), compiler_options=QUICKLY)
         assert_close(update(grads, scattered, factors=factors)[0], expected)
 
 
@@ -259,13 +261,13 @@ def test_what_does_not_go_together_is_refused():
     with pytest.raises(
         ValueError, match=r"layer 'first' have no moments, which inverse=Ekfac.*basis=kfac.curvature.eigenbasis"
     ):
-        tx.update(grads, state, factors=plain)
+        kfac.observe(state, plain)
     with pytest.raises(ValueError, match=r"layer 'first' have moments.*no use: choose inverse=kfac.Ekfac"):
-        eigh.update(grads, other, factors=factors)
+        kfac.observe(other, factors)
     with pytest.raises(ValueError, match=r"inverse=Ekfac.*, but the optimizer state is one for inverse=Eigh"):
-        tx.update(grads, other, factors=factors)
+        tx.update(grads, other)
     with pytest.raises(ValueError, match=r"inverse=Eigh.*, but the optimizer state is one for inverse=Ekfac"):
-        eigh.update(grads, state, factors=plain)
+        eigh.update(grads, state)
     with pytest.raises(ValueError, match="basis without layer 'out'"):
         measure()(params, batch, basis={"first": basis["first"]})
     with pytest.raises(ValueError, match=r"basis of layer 'out': A must have shape \(4, 4\), but has \(3, 3\)"):

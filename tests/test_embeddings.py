@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import kfac
 from checking import check_all, check_kronecker, kinds, normal, run
 from oracle import truth
-from problem import plain_kfac
+from problem import observing, plain_kfac
 
 N, T, V, D = 3, 4, 7, 5
 
@@ -431,7 +431,7 @@ def test_preconditioning_is_that_of_the_dense_form(x64):
     assert kinds(layers) == {"other": "embedding", "out": "dense", "table": "embedding"}
     _, grads, factors = jax.jit(kfac.value_and_grad(loss_of_two, layers))(params, *batch)
     tx = kfac.scale_by_kfac(layers, damping=2**-7)
-    updates, state = jax.jit(tx.update)(grads, tx.init(params), params, factors=factors)
+    updates, state = jax.jit(observing(tx))(grads, tx.init(params), params, factors=factors)
     for name in ("table", "other"):
         a, g = np.diag(factors[name].A), np.asarray(factors[name].G)
         np.testing.assert_allclose(updates[name], dense_step(params, grads[name], a, g, 2**-7), rtol=1e-8)
@@ -469,7 +469,8 @@ def test_devices_share_the_rows_of_a_table(inverse, split, x64):
 
     def step(params, state, batch):
         _, grads, factors = kfac.value_and_grad(loss_of_words, layers)(params, batch)
-        updates, state = tx.update(grads, state, params, factors=factors)
+        state = kfac.observe(state, factors)
+        updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
     def trained(step, params, state, place=lambda batch: batch):
@@ -518,6 +519,6 @@ def test_a_large_vocabulary_needs_no_square():
     layers = kfac.find_layers(loss, params, *batch)
     _, grads, factors = jax.jit(kfac.value_and_grad(loss, layers))(params, *batch)
     tx = plain_kfac(0.1, layers)
-    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params, factors=factors)
+    updates, _ = jax.jit(observing(tx))(grads, tx.init(params), params, factors=factors)
     assert jnp.all(jnp.isfinite(updates["table"]))
     assert int(jnp.sum(jnp.any(updates["table"] != 0, axis=1))) == 6

@@ -50,11 +50,11 @@ def whole(tmp_path_factory):
 def test_what_a_run_leaves_and_says(whole):
     folder, out = whole
     lines = out.splitlines()
-    assert "compiled step, cheap step" in out and any("images/s" in x and "s/step" in x and "left" in x for x in lines)
+    assert "compiled step, statistics" in out and any("images/s" in x and "s/step" in x and "left" in x for x in lines)
     assert lines[-1].startswith("done: 24 steps") and "validation accuracy" in lines[-1]
     found = [r for r in records(folder) if "loss" in r]
     assert len(found) == 24 and all(np.isfinite(r["loss"]) for r in found)
-    assert [r["kfac/with_statistics"] for r in found] == [k < 10 or k % 2 == 0 for k in range(24)]
+    assert [r["kfac/statistics_age"] for r in found] == [0 if k < 10 or k % 2 == 0 else 1 for k in range(24)]
     rates = [r["learning_rate"] for r in found]
     assert rates[0] == rates[9] > rates[11] > rates[-1]
     last = next(r for r in reversed(records(folder)) if "val_accuracy" in r)

@@ -25,6 +25,7 @@ from problem import (
     layers,
     loss_fn,
     measured,
+    observing,
     plain_kfac,
     run,
     state_of,
@@ -47,9 +48,11 @@ def spoil(tree, *path, value=float("nan")):
 
 
 def without(state, *metrics):
-    """The state less some of its counters, and whether it comes from a refused step."""
+    """The state less some of its counters, whether it comes from a refused step, and what is due before the next."""
     return state._replace(
-        refused=jnp.array(False), metrics=state.metrics._replace(**dict.fromkeys(metrics, jnp.zeros(())))
+        refused=jnp.array(False),
+        due=jnp.array(False),
+        metrics=state.metrics._replace(**dict.fromkeys(metrics, jnp.zeros(()))),
     )
 
 
@@ -104,7 +107,7 @@ def test_bad_first_statistics_leave_their_layer_passing_through():
 def before_refresh():
     options = {"weight_decay": 0.1, "kl_clip": 1e-3, "inverse_every": 3, "refresh_warmup": 0}
     tx = plain_kfac(0.1, layers(), distribution=kfac.Distribution(), **options)
-    return stepper(tx), history(tx, steps=3)
+    return stepper(tx), jax.jit(kfac.observe, compiler_options=QUICKLY), history(tx, steps=3)
 
 
 @pytest.mark.parametrize("steps", [2, 3])
@@ -112,22 +115,23 @@ def before_refresh():
 @pytest.mark.parametrize("path", [("out", "kernel"), ("temperature",)])
 def test_a_bad_gradient_leaves_everything_as_it_was(before_refresh, path, value, steps):
     """Also one of a skipped parameter, and also where its step, the fourth, was the one to refresh."""
-    step, states = before_refresh
+    step, observe, states = before_refresh
     params, state, _ = states[steps - 1]
     grads, factors = measured(steps)
-    after, bad, updates = step(spoil(grads, *path, value=value), state, params, factors)
+    state = observe(state, factors)
+    after, bad, updates = step(spoil(grads, *path, value=value), state, params)
     assert_equal(after, params)
     assert all(not np.any(x) for x in jax.tree.leaves(updates))
     # Factors, inverses, momentum, counts: all but what is measured of the step and the counters of faults.
-    measures = ("gradient_norm", "preconditioned_norm", "skipped_steps")
+    measures = ("gradient_norm", "preconditioned_norm", "condition", "inverse_age", "skipped_steps")
     assert_equal(without(state_of(bad), *measures), without(state_of(state), *measures))
     assert_equal(bad[1], state[1])
     assert state_of(bad).refused and not state_of(state).refused
     assert kfac.diagnostics(bad)["skipped_steps"] == 1
     assert kfac.diagnostics(bad)["skipped_statistics"] == 0
     # The next good step is the one that this step should have been.
-    later, good, _ = step(grads, bad, params, factors)
-    expected, untouched, _ = step(grads, state, params, factors)
+    later, good, _ = step(grads, bad, params)
+    expected, untouched, _ = step(grads, state, params)
     assert_equal(later, expected)
     assert state_of(good).metrics.inverse_age == (0 if steps == 3 else 2)
     assert_equal(without(state_of(good), *measures), without(state_of(untouched), *measures))
@@ -148,7 +152,8 @@ def test_schedules_stay_together_when_a_step_is_skipped():
     bad = jax.tree.map(lambda x: x * jnp.nan, measured(0)[0])
     params, state = initial(), jax.jit(tx.init)(initial())
     for t, skipped in enumerate([True, False, True, True, False, False]):
-        params, state, _ = step(bad if skipped else measured(t)[0], state, params, measured(t)[1])
+        grads, factors = (bad, None) if skipped else measured(t)
+        params, state, _ = step(grads, state, params, factors)
 
     def good_only(k):
         return measured([1, 4, 5][k])
@@ -175,10 +180,10 @@ def test_a_preconditioned_gradient_that_overflows_is_a_skipped_step():
 def test_scale_by_kfac_alone_passes_a_bad_gradient_on_but_keeps_its_state():
     tx = kfac.scale_by_kfac(layers())
     _, state, _ = history(tx, steps=1)[-1]
-    grads = spoil(measured(1)[0], "out", "kernel")
-    _, bad, updates = stepper(tx)(grads, state, initial(), measured(1)[1])
+    state = jax.jit(kfac.observe)(state, measured(1)[1])
+    _, bad, updates = stepper(tx)(spoil(measured(1)[0], "out", "kernel"), state, initial())
     assert not np.all(np.isfinite(updates["out"]["kernel"]))
-    measures = ("gradient_norm", "preconditioned_norm", "skipped_steps")
+    measures = ("gradient_norm", "preconditioned_norm", "condition", "inverse_age", "skipped_steps")
     assert_equal(without(bad, *measures), without(state, *measures))
     assert kfac.diagnostics(bad)["skipped_steps"] == 1
 
@@ -210,7 +215,7 @@ def float16_step(gradient, scale=1.0):
     tx = plain_kfac(1.0, found, damping=1e-3, momentum=0.5)
     tiny = kfac.Factors({"kernel": Kronecker(1e-6 * jnp.eye(2), 1e-6 * jnp.eye(2))})
     grads = {"kernel": jnp.full((2, 2), scale, jnp.float16), "free": jnp.full(4096, gradient, jnp.float16)}
-    updates, state = jax.jit(tx.update)(grads, tx.init(params), params, factors=tiny)
+    updates, state = jax.jit(observing(tx))(grads, tx.init(params), params, factors=tiny)
     return updates, kfac.diagnostics(state)["skipped_steps"]
 
 
@@ -231,7 +236,7 @@ def test_large_gradients_in_float64_are_taken(x64):
     found = kfac.find_layers(loss_fn, initial(jnp.float64), batch(0, dtype=jnp.float64), skip=["temperature"])
     tx = kfac.scale_by_kfac(found)
     grads = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 1e25), initial(jnp.float64))
-    updates, state = jax.jit(tx.update)(grads, tx.init(initial(jnp.float64)), factors=None)
+    updates, state = jax.jit(tx.update)(grads, tx.init(initial(jnp.float64)))
     assert state.metrics.skipped_steps == 0 and state.count == 1
     assert_equal(updates, grads)  # no statistics so far
 
@@ -341,7 +346,8 @@ def test_loss_scaling_in_float16():
         scaled = lambda params, batch: scale * loss_fn(params, batch)  # noqa: E731
         loss, grads, factors = kfac.value_and_grad(scaled, found)(half, batch)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
-        updates, state = tx.update(grads, state, params, factors=factors.unscale(scale))
+        state = kfac.observe(state, factors.unscale(scale))
+        updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss / scale
 
     half_batch = batch(0, dtype=jnp.float16)
@@ -369,10 +375,14 @@ def test_bad_activations_leave_everything_as_it_was(clean, value):
     x, labels = batch(2)
     grads, factors = _gradients(params, (x.at[3, 1].set(value), labels))
     assert not all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(grads))
-    _, bad, _ = step(grads, state, params, factors)
-    measures = ("gradient_norm", "preconditioned_norm", "skipped_steps", "skipped_statistics")
-    assert_equal(without(bad, *measures), without(state, *measures))
-    assert bad.metrics.skipped_steps == 1
+    observed = jax.jit(kfac.observe)(state, factors)
+    for field in ("factors", "weight", "inverse", "condition"):
+        assert_equal(field_of(observed, field), field_of(state, field))
+    _, bad, _ = step(grads, observed, params)
+    measures = ("gradient_norm", "preconditioned_norm", "condition", "inverse_age")
+    measures += ("skipped_steps", "skipped_statistics")
+    assert_equal(without(bad, *measures), without(observed, *measures))
+    assert bad.metrics.skipped_steps == 1 and bad.metrics.skipped_statistics == len(STACKS)
     # The same step with good activations is the one that it would have been.
     _, after, updates = step(*_gradients(params, batch(2))[:1], bad, params, _gradients(params, batch(2))[1])
     _, expected, right = step(*_gradients(params, batch(2))[:1], state, params, _gradients(params, batch(2))[1])
@@ -464,7 +474,8 @@ def devices():
         out = dataclasses.replace(out, G=strike(STATISTIC, out.G, lambda x: x.at[0, 0].set(value)))
         first = dataclasses.replace(first, A=strike(INDEFINITE, first.A, lambda x: -1e3 * jnp.eye(x.shape[-1])))
         factors = kfac.Factors({**factors, "first": first, "out": out})
-        updates, state = tx.update(lax.pmean(grads, "devices"), state, params, factors=factors)
+        state = kfac.observe(state, factors)
+        updates, state = tx.update(lax.pmean(grads, "devices"), state, params)
         return optax.apply_updates(params, updates), state
 
     same, split = PartitionSpec(), PartitionSpec("devices")
@@ -487,16 +498,15 @@ def test_a_fault_on_one_device_of_four(devices, fault, value):
     """All devices take the same decision; what the fault does not touch goes on; the next step is a good one."""
     take, params, state = devices
     after, bad = take(params, state, 1, fault, value)
-    expected, _ = take(params, state, 1)
+    expected, good = take(params, state, 1)
     counts = kfac.diagnostics(bad)
     assert counts["skipped_steps"] == (fault in (ACTIVATION, GRADIENT))
-    # Activations that are not finite spoil every statistic of the step, but the step is left out as a whole.
-    if fault != ACTIVATION:
-        assert counts["skipped_statistics"] == (fault == STATISTIC)
+    # Activations that are not finite spoil every statistic, a gradient that is not finite spoils none.
+    assert counts["skipped_statistics"] == {STATISTIC: 1, ACTIVATION: len(STACKS)}.get(fault, 0)
     assert counts["failed_inversions"] == (fault == INDEFINITE)
     if fault in (ACTIVATION, GRADIENT):
         assert_equal(after, params)
-        assert_equal(field_of(bad, "inverse"), field_of(state, "inverse"))
+        assert_equal(field_of(bad, "inverse"), field_of(state if fault == ACTIVATION else good, "inverse"))
     else:
         spoilt, whole = ("out", "first") if fault == STATISTIC else ("first", "out")
         assert differ(after[spoilt], expected[spoilt])

@@ -13,6 +13,7 @@ from jax import lax
 import kfac
 from checking import check_all, kinds, normal, run
 from oracle import Hook, relative_error, second_moment, truth
+from problem import observing
 
 N, T, C = 4, 3, 6
 EPS = 1e-3
@@ -952,5 +953,5 @@ def test_a_leaf_without_elements_has_no_block_and_is_in_the_table(leaf, read):
     _, grads, factors = jax.jit(kfac.value_and_grad(loss, layers))(params, x)
     assert list(factors) == ["kernel"]
     tx = kfac.kfac(0.1, layers)
-    updates, _ = jax.jit(tx.update)(grads, jax.jit(tx.init)(params), params, factors=factors)
+    updates, _ = jax.jit(observing(tx))(grads, jax.jit(tx.init)(params), params, factors=factors)
     assert updates["none"].shape == leaf.shape and np.any(updates["kernel"])

@@ -25,7 +25,8 @@ def check_training(loss, params, batch, expected):
     @jax.jit
     def step(params, state):
         value, grads, factors = kfac.value_and_grad(loss, layers)(params, *batch)
-        updates, state = tx.update(grads, state, params, factors=factors)
+        state = kfac.observe(state, factors)
+        updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value, grads, factors
 
     state = jax.jit(tx.init)(params)

@@ -20,13 +20,19 @@ def plain(loss_fn, layers, params, batch, tx=None, steps=15):
     tx = tx or kfac.kfac(0.1, layers)
 
     @jax.jit
+    def observe(state, params):
+        return kfac.observe(state, kfac.statistics(loss_fn, layers)(params, batch))
+
+    @jax.jit
     def step(params, state):
-        loss, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)
-        updates, state = tx.update(grads, state, params, factors=factors)
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
     state = tx.init(params)
     for _ in range(steps):
+        if kfac.statistics_due(state):
+            state = observe(state, params)
         params, state, loss = step(params, state)
     return params, state, loss
 
@@ -42,32 +48,16 @@ def centred(params):
     return jax.tree.map(lambda x: x - x.mean(-1, keepdims=True) if x.shape[-1] == 3 else x, params)
 
 
-def test_a_train_state_that_hands_factors_over_does_what_the_plain_loop_does(names):
-    params = names["params"]
-    expected = plain(names["linen_loss"], names["layers"], params, names["batch"])
+def test_a_train_state_of_flax_does_what_the_plain_loop_does(names):
+    expected = plain(names["linen_loss"], names["layers"], names["params"], names["batch"])
     assert_same(names["state"].params, expected[0])
     assert names["state"].step == 15 and float(names["linen_last"]) == pytest.approx(float(expected[2]), rel=1e-4)
     assert kfac.diagnostics(names["state"].opt_state)["condition"] > 1
-    with pytest.raises(TypeError, match="'factors'"):
-        names["state"].apply_gradients(grads=params)
-    # What the page says of the plain one: a warning, and nothing is preconditioned.
-    from flax.training.train_state import TrainState
-
-    state = TrainState.create(apply_fn=None, params=params, tx=kfac.kfac(0.1, names["layers"]))
-    with pytest.warns(UserWarning, match=r"without factors.* TrainState\.apply_gradients of flax drops them"):
-        state = state.apply_gradients(grads=params)
-    for new, old in zip(jax.tree.leaves(state.params), jax.tree.leaves(params), strict=True):
-        moved = np.ravel(new - old)  # along the gradient, which are the parameters here
-        assert np.vdot(moved, old) == pytest.approx(-np.linalg.norm(moved) * np.linalg.norm(old), rel=1e-5)
-    scalars = kfac.diagnostics(state.opt_state)
-    assert scalars["condition"] == 0 and scalars["statistics_age"] == 1
 
 
 def test_the_optimizer_of_nnx_does_what_the_plain_loop_does(names):
     from flax import nnx
 
-    with pytest.raises(TypeError, match="'factors'"):
-        names["optimizer"].update(names["nnx_model"], None)
     initial = nnx.state(names["Network"](nnx.Rngs(0)), nnx.Param)  # those of the page have been trained since
     expected = plain(names["nnx_loss"], names["nnx_layers"], initial, names["batch"])
     assert_same(*map(centred, (nnx.state(names["nnx_model"], nnx.Param), expected[0])))

@@ -76,7 +76,7 @@ def test_the_change_is_that_of_the_statistics_against_their_average():
     tx = kfac.scale_by_kfac(layers(), factor_decay=0.5)
     state = jax.jit(tx.init)(initial())
     assert change_of(measured(0)[1], kfac.curvature.averaged_factors(state, layers())) == 1  # nothing to compare with
-    state = jax.jit(lambda grads, state, factors: tx.update(grads, state, factors=factors)[1])(
+    state = jax.jit(lambda grads, state, factors: tx.update(grads, kfac.observe(state, factors))[1])(
         measured(0)[0], state, measured(0)[1]
     )
     changes = [

@@ -217,8 +217,8 @@ def test_moments_and_thinned_statistics_are_those_of_examples(model, length):
     layers = kfac.find_layers(loss, params, batch)
     assert all(layer.correctable for layer in layers if layer.kind == "dense")
     check_moments(loss, params, (batch,))
-    thinned = jax.jit(kfac.value_and_grad(loss, layers, subsample=2))(params, batch)[2]
-    half = jax.tree.map(lambda x: x[::2], batch)
+    thinned = jax.jit(kfac.statistics(loss, layers, fraction=1 / 2))(params, batch)
+    half = jax.tree.map(lambda x: x[::2][: len(x) // 2], batch)
     alone = jax.jit(kfac.value_and_grad(loss, layers))(params, half)[2]
     for layer in layers:
         if layer.kind == "dense":

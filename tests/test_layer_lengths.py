@@ -279,7 +279,7 @@ def test_what_would_have_no_effect_with_it_is_refused():
         kfac.presets.large_batch(0.1, layers(), trust_ratio="auto", rate_in_momentum=False)
     with pytest.raises(ValueError, match="needs the parameters"):
         tx = kfac.kfac(0.1, layers())
-        tx.update(measured(0)[0], tx.init(initial()), factors=measured(0)[1])
+        tx.update(measured(0)[0], kfac.observe(tx.init(initial()), measured(0)[1]))
 
 
 def test_it_is_the_same_in_a_chain_and_under_masks():
@@ -335,7 +335,8 @@ def test_gradients_may_arrive_local(trust_ratio, devices, x64):
 
         def step(params, state, batch):
             _, grads, factors = kfac.value_and_grad(words_loss, found)(params, batch)
-            updates, state = tx.update(grads, state, params, factors=factors)
+            state = kfac.observe(state, factors)
+            updates, state = tx.update(grads, state, params)
             return optax.apply_updates(params, updates), state
 
         own = params

@@ -15,7 +15,7 @@ import kfac
 import problem
 from kfac._curvature.inverse import cosine
 from kfac._optimizer.moves import AGREES, FASTEST, FOLLOWS, FORGETS, FULL, TOO_FAR, adapted
-from problem import assert_equal, matrices, measured, motions, state_of
+from problem import assert_equal, matrices, measured, motions, observing, state_of
 
 LAYERS = problem.layers()
 WARMUP = 10  # steps in which bases turn
@@ -25,7 +25,7 @@ GROUP, MEMBERS = "kronecker_4x4", ("first", "out")
 def steps(tx, number, params=None):
     """The gradients, the state before, the updates and the state after of each step, at fixed parameters."""
     params = problem.initial() if params is None else params
-    state, update = jax.jit(tx.init)(params), jax.jit(tx.update)
+    state, update = jax.jit(tx.init)(params), jax.jit(observing(tx))
     for t in range(number):
         grads, factors = measured(t % 6)
         updates, new = update(grads, state, params, factors=factors)
@@ -88,7 +88,7 @@ def test_a_step_that_is_refused_changes_no_rate():
     *_, state = list(steps(tx, WARMUP + 2))[-1]
     grads, factors = measured(0)
     bad = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.nan), grads)
-    _, after = jax.jit(tx.update)(bad, state, problem.initial(), factors=factors)
+    _, after = jax.jit(observing(tx))(bad, state, problem.initial(), factors=factors)
     assert_equal(motions(after), motions(state))
 
 
@@ -109,7 +109,7 @@ def test_no_rate_rises_in_a_warm_up_or_late_in_a_schedule():
     top = 2 * WARMUP
     tx = kfac.kfac(lambda t: 1e-3 * jnp.minimum(t / top, jnp.where(t < top + 8, 1, 0.4)), LAYERS)
     grads, factors = measured(0)
-    state, update = jax.jit(tx.init)(problem.initial()), jax.jit(tx.update)
+    state, update = jax.jit(tx.init)(problem.initial()), jax.jit(observing(tx))
     found = []
     for _ in range(top + 11):  # the same gradient again and again
         _, state = update(grads, state, problem.initial(), factors=factors)
@@ -148,7 +148,7 @@ def test_a_refused_step_tells_the_rates_of_before(value):
     *_, state = list(steps(tx, WARMUP + 3))[-1]
     grads, factors = measured(0)
     bad = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(value), grads)
-    _, after = jax.jit(tx.update)(bad, state, problem.initial(), factors=factors)
+    _, after = jax.jit(observing(tx))(bad, state, problem.initial(), factors=factors)
     told, before = kfac.diagnostics(after), kfac.diagnostics(state)
     assert told["slowest"] == before["slowest"] and told["fastest"] == before["fastest"]
 
@@ -168,14 +168,14 @@ def test_a_state_of_other_options_is_refused(made, used):
     grads, factors = measured(0)
     tx = kfac.kfac(0.05, LAYERS, inverse=inverse, **used)
     with pytest.raises(ValueError, match="does not go with its state"):
-        tx.update(grads, state, problem.initial(), factors=factors)
+        tx.update(grads, kfac.observe(state, factors), problem.initial())
 
 
 def test_other_parameters_are_refused():
     tx = kfac.kfac(0.05, LAYERS)
     grads, factors = measured(0)
     with pytest.raises(ValueError, match="params have a leaf 'z'"):
-        tx.update(grads, tx.init(problem.initial()), {"z": jnp.ones(3)}, factors=factors)
+        tx.update(grads, kfac.observe(tx.init(problem.initial()), factors), {"z": jnp.ones(3)})
 
 
 def test_several_devices_tell_the_same_rates(x64):
@@ -224,7 +224,7 @@ def test_rows_that_are_leaves_of_their_own_have_multipliers():
     layers = kfac.find_layers(loss_fn, params, x)
     _, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, x)
     plain, given = (
-        jax.jit(lambda state, tx=tx: tx.update(grads, state, params, factors=factors)[0])(tx.init(params))
+        jax.jit(lambda state, tx=tx: tx.update(grads, kfac.observe(state, factors), params)[0])(tx.init(params))
         for tx in (kfac.kfac(0.05, layers, layer_multipliers=rates) for rates in (None, {"1/shift": 0.5}))
     )
     for k, rate in enumerate((1, 0.5, 1)):
@@ -267,6 +267,6 @@ def test_a_multiplier_stays_with_a_kernel_whose_bias_is_hidden():
         tx = optax.masked(kfac.kfac(0.05, LAYERS, layer_multipliers=rates), mask)
         state = tx.init(problem.initial())
         rates["first/bias"] = 7.0
-        updates, _ = jax.jit(tx.update)(grads, state, problem.initial(), factors=factors)
+        updates, _ = jax.jit(observing(tx))(grads, state, problem.initial(), factors=factors)
         lengths.append(np.linalg.norm(updates["first"]["kernel"]))
     np.testing.assert_allclose(lengths[1], 0.2 * lengths[0], rtol=1e-5)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import kfac
 from checking import FAST, as_matrices, blocks_on_the_diagonal, normal, pieces, run, slow
-from problem import tied_batch, tied_loss, tied_parameters
+from problem import observing, tied_batch, tied_loss, tied_parameters
 
 N, T, V = 8, 3, 7
 NUMBERS = ("NHWC", "HWIO", "NHWC")
@@ -107,6 +107,15 @@ def test_oblong_dense_kernels_are_cut_into_square_pieces_by_default(x64):
     assert alone.cut == (1, 1)  # nine times as long
 
 
+@pytest.mark.parametrize(("shape", "pieces"), [((2100, 64), 8), ((2100, 10), 1), ((64, 2100), 8), ((250, 16), 1)])
+def test_very_oblong_kernels_have_eight_pieces_but_heads_stay_whole(shape, pieces):
+    def loss(w, x):
+        return jnp.mean(jnp.square(x @ w))
+
+    found = kfac.find_layers(loss, jnp.ones(shape), jnp.ones((4, shape[0])))
+    assert found[0].pieces == pieces and max(found[0].cut) == pieces
+
+
 def test_as_many_rows_as_a_vocabulary_has_are_a_diagonal(x64, monkeypatch):
     monkeypatch.setattr("kfac._capture.find_layers.VOCABULARY", 8)
     params, batch = problem(jnp.float64)
@@ -153,7 +162,7 @@ def test_preconditioning_is_a_dense_solve_for_each_piece(x64, inverse, rows, mon
         state = tx.init(params)
         basis = {"basis": kfac.curvature.eigenbasis(state, layers)} if inverse.takes_moments else {}
         _, grads, factors = kfac.value_and_grad(loss, layers)(params, *batch, **basis)
-        return grads, factors, *tx.update(grads, state, params, factors=factors)
+        return grads, factors, *tx.update(grads, kfac.observe(state, factors), params)
 
     grads, factors, updates, state = step(params, batch)
     flat, new = (dict(zip(layers.paths, jax.tree.leaves(tree), strict=True)) for tree in (grads, updates))
@@ -196,7 +205,8 @@ def test_soap_on_blocks_is_soap_on_layers_of_their_own(x64):
         @jax.jit
         def step(params, state, x):
             _, grads, factors = kfac.value_and_grad(loss, layers)(params, x)
-            updates, state = tx.update(grads, state, params, factors=factors)
+            state = kfac.observe(state, factors)
+            updates, state = tx.update(grads, state, params)
             return jax.tree.map(lambda p, u: p - 0.02 * u, params, updates), state
 
         state = jax.jit(tx.init)(params)
@@ -230,7 +240,7 @@ def test_no_kernel_that_is_cut_goes_further_than_it_would_whole(x64):
     @jax.jit
     def step(params, batch):
         _, grads, factors = kfac.value_and_grad(loss, layers)(params, *batch)
-        return tx.update(grads, tx.init(params), params, factors=factors)[0]
+        return tx.update(grads, kfac.observe(tx.init(params), factors), params)[0]
 
     leaves = dict(zip(layers.paths, jax.tree.leaves(step(params, batch)), strict=True))
     matrices = as_matrices(tuple(layers), leaves)
@@ -253,7 +263,7 @@ def test_several_devices_are_one(x64, inverse, rows, monkeypatch):
 
     def step(tx, average, params, batch):
         _, grads, factors = kfac.value_and_grad(loss, layers)(params, *batch)
-        return tx.update(average(grads), tx.init(params), params, factors=factors)[0]
+        return tx.update(average(grads), kfac.observe(tx.init(params), factors), params)[0]
 
     alone = functools.partial(step, kfac.scale_by_kfac(layers, inverse=inverse), lambda g: g)
     expected = jax.jit(alone, compiler_options=FAST)(params, batch)
@@ -288,9 +298,9 @@ def test_a_bias_that_is_hidden_leaves_the_last_block(x64, kind, size, words, mon
     _, grads, factors = jax.jit(kfac.value_and_grad(loss, layers))(params, batch)
     own = kfac.scale_by_kfac(layers, inverse=kind, damping=2.0**-7, distribution=kfac.Distribution())
     tx = optax.partition({"kfac": own, "sgd": optax.sgd(1.0)}, {"w": "kfac", "b": "sgd"})
-    updates, state = jax.jit(tx.update)(grads, tx.init(params), params, factors=factors)
+    updates, state = jax.jit(observing(tx))(grads, tx.init(params), params, factors=factors)
     np.testing.assert_array_equal(updates["b"], -grads["b"])
-    updates, _ = jax.jit(tx.update)(grads, state, params, factors=factors)  # and once more
+    updates, _ = jax.jit(observing(tx))(grads, state, params, factors=factors)  # and once more
     if isinstance(kind, kfac.Soap):
         assert np.isfinite(updates["w"]).all() and np.abs(updates["w"] - grads["w"]).max() > 0.1
         return

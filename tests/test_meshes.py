@@ -73,7 +73,8 @@ def trained(name, fn, tx, put=lambda params, data: (params, data)):
     @jax.jit
     def step(params, state, batch):
         loss, grads, factors = fn(params, batch)
-        updates, state = tx.update(grads, state, params, factors=factors)
+        state = kfac.observe(state, factors)
+        updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
     for batch in batches():

@@ -98,7 +98,9 @@ def test_no_device_holds_the_sums_of_all_layers(scanned):
         layers = kfac.find_layers(loss, params, batch)
 
         def step(params, batch):
-            _, grads, factors = kfac.value_and_grad(loss, layers, statistics=statistics)(params, batch)
+            grads, factors = jax.grad(loss)(params, batch), None
+            if statistics:
+                _, grads, factors = kfac.value_and_grad(loss, layers)(params, batch)
             return jax.tree.map(lambda g: lax.with_sharding_constraint(g, lies), grads), factors
 
         with jax.set_mesh(mesh):
@@ -122,7 +124,7 @@ def test_statistics_are_sent_in_the_dtype_that_was_said(style, wire):
     def step(params, batch):
         _, grads, factors = measure(params, batch)
         grads = lax.pmean(grads, "data") if style == "shard_map" else grads
-        return tx.update(grads, tx.init(params), factors=factors)[0]
+        return tx.update(grads, kfac.observe(tx.init(params), factors))[0]
 
     if style == "shard_map":
         step = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
@@ -147,7 +149,8 @@ def test_most_of_the_backward_pass_goes_on_beside_the_first_message_of_statistic
     def local(params, state, batch):
         _, grads, factors = kfac.value_and_grad(loss, layers)(params, batch)
         grads = jax.tree.map(lambda g: lax.pmean(g, "data"), grads)
-        return tx.update(grads, state, params, factors=factors)
+        state = kfac.observe(state, factors)
+        return tx.update(grads, state, params)
 
     fn = jax.shard_map(local, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs))
     jaxpr = jax.make_jaxpr(fn)(params, jax.eval_shape(init, params), batch)

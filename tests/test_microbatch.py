@@ -212,7 +212,7 @@ def test_loss_gradients_and_factors_are_the_devices_own(mapped, count):
         assert_equal((*rest, factors.whole()), expected, 1e-5)
 
 
-@pytest.mark.parametrize("statistics", [True, False])
+@pytest.mark.parametrize("measure", [kfac.value_and_grad, kfac.statistics])
 @pytest.mark.parametrize(
     ("average", "refused"),
     [
@@ -223,20 +223,20 @@ def test_loss_gradients_and_factors_are_the_devices_own(mapped, count):
     ],
     ids=["mean", "sum", "metric", "statistics"],
 )
-def test_an_average_over_devices_is_no_loss(average, refused, statistics):
+def test_an_average_over_devices_is_no_loss(average, refused, measure):
     """It is not that of the device's own examples, and its gradient is added up once more."""
     params, x = {"w": normal(0, 5, 2, dtype=np.float32)}, normal(1, 4, 3, 5, dtype=np.float32)
     layers = kfac.find_layers(lambda p, x: jnp.mean((x @ p["w"]) ** 2), params, x[0])
-    fn = kfac.value_and_grad(lambda p, x: average((x @ p["w"]) ** 2), layers, statistics=statistics)
+    fn = measure(lambda p, x: average((x @ p["w"]) ** 2), layers)
     mapped = jax.pmap(fn, axis_name="devices", in_axes=(None, 0), devices=jax.devices()[:4])
     if not refused:
-        assert np.isfinite(mapped(params, x)[0]).all()
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(mapped(params, x)))
         return
     with pytest.raises(ValueError, match=r"loss_fn returns an average over the devices of 'devices'.*afterwards"):
         mapped(params, x)
 
 
-@pytest.mark.parametrize("statistics", [True, False])
+@pytest.mark.parametrize("measure", [kfac.value_and_grad, kfac.statistics])
 @pytest.mark.parametrize(
     "average",
     [
@@ -246,35 +246,35 @@ def test_an_average_over_devices_is_no_loss(average, refused, statistics):
     ],
     ids=["remat", "beside a metric", "of each example"],
 )
-def test_no_way_of_averaging_hides_it_from_shard_map(average, statistics):
+def test_no_way_of_averaging_hides_it_from_shard_map(average, measure):
     """There the loss says that it does not differ between devices."""
     params, x = {"w": normal(0, 5, 2, dtype=np.float32)}, normal(1, 8, 5, dtype=np.float32)
     layers = kfac.find_layers(lambda p, x: jnp.mean((x @ p["w"]) ** 2), params, x)
-    fn = kfac.value_and_grad(lambda p, x: average((x @ p["w"]) ** 2), layers, statistics=statistics)
+    fn = measure(lambda p, x: average((x @ p["w"]) ** 2), layers)
     spec, mesh = jax.sharding.PartitionSpec, jax.make_mesh((4,), ("d",), (jax.sharding.AxisType.Auto,))
-    mapped = jax.shard_map(lambda p, x: fn(p, x)[1], mesh=mesh, in_specs=(spec(), spec("d")), out_specs=spec("d"))
+    mapped = jax.shard_map(lambda p, x: fn(p, x), mesh=mesh, in_specs=(spec(), spec("d")), out_specs=spec("d"))
     with pytest.raises(ValueError, match=r"loss_fn returns an average over the devices of 'd'.*afterwards"):
         jax.eval_shape(mapped, params, x)
 
 
-def test_gradients_without_statistics_are_the_devices_own():
+def test_the_loss_of_a_training_step_is_the_devices_own():
+    """And its gradient is averaged once: parameters become those of one device with the whole batch."""
     params, x = {"w": normal(0, 5, 2, dtype=np.float32)}, normal(1, 8, 5, dtype=np.float32)
 
     def square(p, x):
         return jnp.mean((x @ p["w"]) ** 2)
 
-    fn = kfac.value_and_grad(square, kfac.find_layers(square, params, x), statistics=False)
+    step = kfac.train_step(square, 0.1, inverse=kfac.Cholesky(), verbose=False)
     spec, mesh = jax.sharding.PartitionSpec, jax.make_mesh((4,), ("d",), (jax.sharding.AxisType.Auto,))
 
     def local(params, x):
-        value, grads, factors = fn(params, x)
-        assert factors is None
-        return value[None], grads["w"][None]
+        new, _, value = step(params, step.init(params, x), x)
+        return new, value[None]
 
-    found = jax.shard_map(local, mesh=mesh, in_specs=(spec(), spec("d")), out_specs=spec("d"))(params, x)
-    expected = [jax.value_and_grad(square)(params, part) for part in x.reshape(4, 2, 5)]
-    np.testing.assert_allclose(found[0], [value for value, _ in expected], rtol=1e-5)
-    np.testing.assert_allclose(found[1], [grads["w"] for _, grads in expected], rtol=1e-5)
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(spec(), spec("d")), out_specs=(spec(), spec("d")))
+    new, values = jax.jit(mapped)(params, x)
+    np.testing.assert_allclose(values, [square(params, part) for part in x.reshape(4, 2, 5)], rtol=1e-5)
+    np.testing.assert_allclose(new["w"], step(params, step.init(params, x), x)[0]["w"], rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto])

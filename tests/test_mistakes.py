@@ -1,7 +1,6 @@
 """The mistakes of a first hour, and what each says: the argument, its value, and the line to write."""
 
 import functools
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import pytest
 from optax import contrib
 
 import kfac
-from problem import assert_close, batch, differ, initial, layers, loss_fn, measured
+from problem import assert_close, batch, differ, initial, layers, loss_fn, measured, observing
 
 RATE = 0.05
 GRADS, STATS = "the gradients", "the statistics"
@@ -20,8 +19,8 @@ def optimizer(**options):
     return kfac.kfac(RATE, layers(), **options)
 
 
-def update(*order, wrap=lambda tx: tx, state=None, tx=None, **named):
-    """`update` of an optimizer with arguments in some order; names stand for what was measured."""
+def update(*order, wrap=lambda tx: tx, state=None, tx=None, factors=None, **named):
+    """Update an optimizer with arguments in some order, after `factors` are observed; names stand for measurements."""
     tx = wrap(tx or optimizer())
     given = {GRADS: measured(0)[0], STATS: measured(0)[1], "params": initial()}
 
@@ -30,9 +29,16 @@ def update(*order, wrap=lambda tx: tx, state=None, tx=None, **named):
 
     state = jax.eval_shape(tx.init, initial()) if state is None else state
     first, *rest = map(value, order)
-    return jax.eval_shape(
-        lambda first, state: tx.update(first, state, *rest, **{key: value(x) for key, x in named.items()}), first, state
-    )
+
+    def step(first, state):
+        state = state if factors is None else kfac.observe(state, value(factors))
+        return tx.update(first, state, *rest, **{key: value(x) for key, x in named.items()})
+
+    return jax.eval_shape(step, first, state)
+
+
+def observe(state, *given):
+    return jax.eval_shape(kfac.observe, state, *given)
 
 
 def pair(params, batch):
@@ -50,27 +56,39 @@ def doubled(kernel, x):
 MISTAKES = {
     "factors by position": (
         lambda: update(GRADS, "params", STATS),
-        r"update takes factors by name: tx\.update\(grads, opt_state, params, factors=factors\)",
+        r"takes from 2 to 3 positional arguments but 4 were given",
+    ),
+    "factors by name": (
+        lambda: optimizer().update(measured(0)[0], optimizer().init(initial()), initial(), factors=measured(0)[1]),
+        r"update takes no factors: call opt_state = kfac\.observe\(opt_state, factors\) before it",
     ),
     "gradients and factors swapped": (
-        lambda: update(STATS, "params", factors=GRADS),
-        r"updates are statistics, where gradients belong: loss, grads, factors = kfac\.value_and_grad",
+        lambda: update(STATS, "params"),
+        r"updates are statistics, where gradients belong: opt_state = kfac\.observe\(opt_state, factors\)",
     ),
     "gradients as factors": (
         lambda: update(GRADS, "params", factors=GRADS),
-        r"factors must be what kfac\.value_and_grad returns, but is dict: write loss, grads, factors = kfac\.value_and",
+        r"factors must be what kfac\.statistics returns, but is dict: write factors = kfac\.statistics\(loss_fn, lay",
     ),
     "no params": (
         lambda: update(GRADS, factors=STATS),
-        r"update needs the parameters: call update\(grads, state, params, factors=factors\)",
+        r"update needs the parameters: call tx\.update\(grads, opt_state, params\)",
     ),
     "state of another optimizer": (
-        lambda: update(GRADS, "params", factors=STATS, state=optax.adam(RATE).init(initial())),
+        lambda: update(GRADS, "params", state=optax.adam(RATE).init(initial())),
         r"opt_state must hold one state of scale_by_kfac, but is of type tuple and holds 0: it is what init",
     ),
+    "statistics for another optimizer": (
+        lambda: observe(optax.adam(RATE).init(initial()), measured(0)[1]),
+        r"opt_state holds no state of kfac\.kfac, but is of type tuple: pass what tx\.init returned",
+    ),
+    "factors before the state": (
+        lambda: observe(measured(0)[1], optimizer().init(initial())),
+        r"opt_state holds no state of kfac\.kfac, but is of type Factors: pass what tx\.init returned",
+    ),
     "params where the state belongs": (
-        lambda: kfac.due(initial()),
-        r"opt_state must hold one state of scale_by_kfac, but is of type dict and holds 0: it is what init",
+        lambda: kfac.statistics_due(initial()),
+        r"there is no state of scale_by_kfac in opt_state, of type dict",
     ),
     "has_aux and a scalar": (
         lambda: kfac.find_layers(loss_fn, initial(), batch(0), has_aux=True),
@@ -131,7 +149,7 @@ MISTAKES = {
     ),
     "no refreshes in words": (
         lambda: optimizer(inverse_every="never"),
-        r"inverse_every must be an integer.*'never'; kfac\.kfac takes 'auto', too, and None for kfac\.state\.refresh",
+        r"inverse_every must be an integer.*'never'; kfac\.kfac takes 'auto', too, and None, so that kfac\.observe",
     ),
     "an option that train_step has not": (
         lambda: kfac.train_step(loss_fn, RATE, foo=1),
@@ -193,6 +211,45 @@ MISTAKES = {
 }
 
 
+def small_model(module):
+    def loss(module, x):
+        return jnp.mean(module(x) ** 2)
+
+    return kfac.train_step(loss, RATE).init(module, jnp.ones((8, 3)))
+
+
+def first_init(loss, *arguments):
+    return kfac.train_step(loss, RATE).init(initial(), *arguments)
+
+
+MISTAKES |= {
+    f"{name}= of another optimizer": (
+        lambda name=name: optimizer(**{name: 0.9}),
+        rf"kfac\(\) has no option {name}=: use",
+    )
+    for name in ("b1", "b2", "eps", "mask", "clip_norm")
+}
+MISTAKES |= {
+    "mask= of train_step": (lambda: kfac.train_step(loss_fn, RATE, mask=True), r"train_step\(\).*weight_decay_mask="),
+    "a batch on another axis": (
+        lambda: first_init(lambda params, x: loss_fn(params, (x.T, jnp.zeros(16, int))), batch(0)[0].T),
+        r"the number of examples is not clear.*num_examples= to train_step",
+    ),
+    "a size written into a reshape": (
+        lambda: first_init(lambda params, x: loss_fn(params, (x.reshape(16, 3), jnp.zeros(16, int))), batch(0)[0]),
+        r"cannot reshape.*num_examples= to train_step",
+    ),
+    "the batch before the parameters": (
+        lambda: kfac.train_step(lambda batch, params: loss_fn(params, batch), RATE).init(batch(0), initial()),
+        r"must be real. Parameters are the first argument",
+    ),
+    "a model as parameters": (
+        lambda: small_model(jax.tree_util.Partial(jnp.dot, jnp.tanh)),
+        r"must be an array, but is of type.*eqx.partition",
+    ),
+}
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_says_what_to_write(mistake):
     call, words = MISTAKES[mistake]
@@ -208,8 +265,9 @@ def measure(loss_fn=loss_fn, **options):
     return kfac.value_and_grad(loss_fn, options.pop("layers", layers()), **options)
 
 
-def without(**keywords):
-    return kfac.value_and_grad(loss_fn, layers(), statistics=False)(initial(), batch(0), **keywords)
+def statistics(**options):
+    keywords = {name: options.pop(name) for name in ("basis", "fisher_key") if name in options}
+    return kfac.statistics(loss_fn, layers(), **options)(initial(), batch(0), **keywords)
 
 
 train = functools.partial(kfac.train_step, loss_fn, RATE)
@@ -225,8 +283,10 @@ train = functools.partial(kfac.train_step, loss_fn, RATE)
         (measure, {"has_aux": "no"}, "has_aux must be True or False"),
         (measure, {"loss_fn": 3}, "loss_fn must be a function, but is 3"),
         (measure, {"layers": 3}, "layers must be what kfac.find_layers returns, but is int"),
-        (measure, {"num_examples": 0, "statistics": False}, "num_examples must be a positive int, but is 0"),
-        (without, {"basis": 3}, "basis is of type int: pass basis=kfac.curvature.eigenbasis"),
+        (measure, {"num_examples": 0}, "num_examples must be a positive int, but is 0"),
+        (statistics, {"num_examples": 0}, "num_examples must be a positive int, but is 0"),
+        (statistics, {"fraction": 4}, r"fraction must lie in \(0, 1\], but is 4"),
+        (statistics, {"basis": 3}, "basis is of type int: pass basis=kfac.curvature.eigenbasis"),
         (train, {"verbose": "no"}, "verbose must be True or False"),
         (train, {"fisher": "x"}, "fisher must be one of 'empirical'"),
         (train, {"communication_dtype": "x"}, "communication_dtype must be one of 'float32'"),
@@ -235,7 +295,8 @@ train = functools.partial(kfac.train_step, loss_fn, RATE)
         (train, {"damping": -1}, r"damping must lie in \(0, inf\), but is -1"),
         (train, {"inverse": "soap"}, r"inverse must be a kind of inverse such as kfac\.Cholesky"),
         (train, {"step_norm": None, "cost": 0.2}, r"cost=0\.2 has no effect"),
-        *((train, {name: 0}, f"{name} must be a positive int, but is 0") for name in ("num_microbatches", "subsample")),
+        (train, {"num_microbatches": 0}, "num_microbatches must be a positive int, but is 0"),
+        (train, {"statistics_fraction": 0.3}, "statistics_fraction must be 1 over an integer, such as 1/3, but is 0.3"),
         *((train, {name: "w"}, f"{name} must be a sequence of regular") for name in ("skip", "reduce", "gradient")),
     ],
 )
@@ -244,46 +305,9 @@ def test_a_wrong_option_is_not_taken_for_another(call, wrong, words):
         call(**wrong)
 
 
-FORGOTTEN = r"update was called without factors.* tx\.update\(grads, opt_state, params, factors=factors\)"
-
-
-def test_forgotten_factors_are_said_once():
-    tx = optimizer()
-    with pytest.warns(UserWarning, match=FORGOTTEN + r".*TrainState\.apply_gradients"):
-        update(GRADS, "params", tx=tx)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        update(GRADS, "params", tx=tx)
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
-        lambda tx: optax.inject_hyperparams(lambda r: optax.chain(tx, optax.scale(r)))(r=0.5),
-        lambda tx: optax.masked(tx, jax.tree.map(lambda leaf: leaf.ndim == 2, initial())),
-    ],
-)
-def test_forgotten_factors_are_seen_inside_of_wrappers(wrap):
-    with pytest.warns(UserWarning, match=FORGOTTEN):
-        update(GRADS, "params", wrap=wrap)
-
-
-def test_steps_that_mean_to_go_without_say_nothing():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        update(GRADS, "params", factors=None)
-        tx = optimizer()
-        update(GRADS, "params", factors=STATS, tx=tx)
-        update(GRADS, "params", tx=tx)
-        step = kfac.train_step(loss_fn, RATE, verbose=False)
-        state = step.init(initial(), batch(0))
-        jax.eval_shape(lambda state: step(initial(), state, batch(0)), state)  # both programs
-
-
 def test_the_age_of_the_statistics_counts_the_steps_without():
     tx, ages = optimizer(), []
-    state, advance = tx.init(initial()), jax.jit(tx.update)
+    state, advance = tx.init(initial()), jax.jit(observing(tx))
     for t in range(6):
         factors = measured(0)[1] if t in (2, 3) else None
         _, state = advance(measured(0)[0], state, initial(), factors=factors)
@@ -297,10 +321,10 @@ def test_multi_steps_of_one_step_that_skips_some():
 
     @jax.jit
     def once(grads):
-        return wrapped.update(grads, wrapped.init(initial()), initial(), factors=factors)[0]
+        return wrapped.update(grads, kfac.observe(wrapped.init(initial()), factors), initial())[0]
 
     tx = optimizer()
-    expected = jax.jit(tx.update)(grads, tx.init(initial()), initial(), factors=factors)[0]
+    expected = jax.jit(observing(tx))(grads, tx.init(initial()), initial(), factors=factors)[0]
     assert_close(once(grads), expected, 1e-5)
     assert not any(map(jnp.any, jax.tree.leaves(once(jax.tree.map(lambda g: g * jnp.nan, grads)))))
 

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import kfac
 from checking import normal
+from problem import observing
 
 pytestmark = pytest.mark.usefixtures("x64")
 N, WIDTH, DAMPING = 12, 3, 0.03
@@ -214,7 +215,8 @@ def test_the_inverse_of_a_state_is_what_its_optimizer_applies(inverse):
     def step(state, batch):
         basis = {"basis": kfac.curvature.eigenbasis(state, layers())} if inverse.takes_moments else {}
         _, grads, factors = measure(parameters(), batch, **basis)
-        updates, state = tx.update(grads, state, factors=factors)
+        state = kfac.observe(state, factors)
+        updates, state = tx.update(grads, state)
         return updates, grads, state
 
     state = jax.jit(tx.init)(parameters())
@@ -228,7 +230,7 @@ def test_the_inverse_of_a_state_is_what_its_optimizer_applies(inverse):
 
 def test_the_factors_of_a_state_are_its_averages():
     tx = kfac.scale_by_kfac(layers(), factor_decay=0.5)
-    measure, update = jax.jit(kfac.value_and_grad(loss_fn, layers())), jax.jit(tx.update)
+    measure, update = jax.jit(kfac.value_and_grad(loss_fn, layers())), jax.jit(observing(tx))
     state, seen = jax.jit(tx.init)(parameters()), []
     for seed in range(2):
         _, grads, factors = measure(parameters(), batch(seed))

@@ -21,6 +21,7 @@ import kfac
 from checking import FAST, normal, slow
 from kfac._optimizer.state import blocks_of
 from oracle import relative_error
+from problem import observing
 
 pytestmark = pytest.mark.usefixtures("x64")
 N, D, H = 12, 5, 4
@@ -125,7 +126,7 @@ def step_of(layers, tx, spread=lambda fn: fn, average=lambda grads: grads):
     def step(params, state, x, statistics):
         _, grads, factors = measure(params, x)
         assert factors is not None
-        return tx.update(average(grads), state, params, factors=factors if statistics else None)[1]
+        return observing(tx)(average(grads), state, params, factors=factors if statistics else None)[1]
 
     return step
 
@@ -234,7 +235,7 @@ def test_they_precondition_as_any_block_does():
     tx = kfac.scale_by_kfac(layers, damping=damping, unitwise_damping=0.5)
     x = batches()[0]
     _, grads, factors = jax.jit(kfac.value_and_grad(loss_fn, layers))(parameters(), x)
-    updates, _ = jax.jit(tx.update)(grads, jax.jit(tx.init)(parameters()), parameters(), factors=factors)
+    updates, _ = jax.jit(observing(tx))(grads, jax.jit(tx.init)(parameters()), parameters(), factors=factors)
     for name, form in MATRICES.items():
         for v, update in zip(form(np.asarray(grads[name])), form(np.asarray(updates[name])), strict=True):
             root = np.linalg.norm(v) or 1.0
@@ -269,7 +270,8 @@ def test_every_inverse_trains_with_nothing_else(inverse):
         basis = {"basis": kfac.curvature.eigenbasis(state, layers)} if inverse == kfac.Ekfac() else {}
         value, grads, factors = kfac.value_and_grad(loss, layers)(params, **basis)
         assert not factors
-        updates, state = tx.update(grads, state, params, factors=factors)
+        state = kfac.observe(state, factors)
+        updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
     state, values = jax.jit(tx.init)(params), []

@@ -46,7 +46,8 @@ def steps(tx, mesh=None, count=3):
     @functools.partial(jax.jit, compiler_options=QUICKLY)
     def step(params, state, batch):
         _, grads, factors = kfac.value_and_grad(loss_fn, layers())(params, batch)
-        updates, state = tx.update(grads, state, params, factors=factors)
+        state = kfac.observe(state, factors)
+        updates, state = tx.update(grads, state, params)
         return jax.tree.map(jnp.add, params, updates), state
 
     for t in range(count):
@@ -60,7 +61,7 @@ def steps(tx, mesh=None, count=3):
 def test_it_does_what_it_says():
     grads, factors = measured(0)
     tx = kfac.scale_by_kfac(layers(), inverse=Diagonal(), damping=0.25)
-    updates, state = jax.jit(lambda g, f: tx.update(g, tx.init(initial()), factors=f), compiler_options=QUICKLY)(
+    updates, state = jax.jit(lambda g, f: tx.update(g, kfac.observe(tx.init(initial()), f)), compiler_options=QUICKLY)(
         grads, factors
     )
     for layer in layers():
@@ -89,7 +90,7 @@ def test_one_that_fails_keeps_the_last():
     grads, factors = measured(0)
     negative = {n: b if layers()[n].kind != "dense" else dataclasses.replace(b, A=-b.A) for n, b in factors.items()}
     tx = kfac.scale_by_kfac(layers(), inverse=Diagonal(power=0.5), damping=1e-6)
-    _, state = jax.jit(lambda g, f: tx.update(g, tx.init(initial()), factors=f), compiler_options=QUICKLY)(
+    _, state = jax.jit(lambda g, f: tx.update(g, kfac.observe(tx.init(initial()), f)), compiler_options=QUICKLY)(
         grads, kfac.Factors(negative)
     )
     assert kfac.diagnostics(state)["failed_inversions"] == 2
@@ -135,9 +136,10 @@ def test_a_kind_of_block_is_a_class_and_an_entry(monkeypatch):
     found = dataclasses.replace(layers(), blocks=tuple(blocks))
     assert re.search("offset +scalar", repr(found))
     grads, factors = measured(0)
-    factors = kfac.Factors({layer.name: factors[layer.name] for layer in found.with_factors})
+    blocks = {layer.name: factors[layer.name] for layer in found.with_factors}
+    factors = kfac.Factors(blocks, {"offset": grads["offset"]})
     tx = kfac.scale_by_kfac(found, damping=0.25, unitwise_damping=2.0)
-    updates, state = jax.jit(lambda g, f: tx.update(g, tx.init(initial()), factors=f), compiler_options=QUICKLY)(
+    updates, state = jax.jit(lambda g, f: tx.update(g, kfac.observe(tx.init(initial()), f)), compiler_options=QUICKLY)(
         grads, factors
     )
     np.testing.assert_allclose(
@@ -163,3 +165,16 @@ def test_what_it_returns_need_not_differ_between_devices():
         for given in (kfac.Distribution(), kfac.Distribution(mesh=mesh))
     )
     assert_close(steps(over, mesh)[0], steps(tx)[0], 1e-5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Counting(Diagonal):
+    """Keeps an integer as well, which messages between devices would round."""
+
+    def init(self, factors):
+        return super().init(factors), jnp.zeros(len(factors.A), jnp.int32)
+
+
+def test_integers_are_refused():
+    with pytest.raises(ValueError, match=r"Counting.*keeps an array of int32: keep floating arrays only"):
+        kfac.scale_by_kfac(layers(), inverse=Counting()).init(initial())

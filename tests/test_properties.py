@@ -19,7 +19,7 @@ import kfac
 from checking import check_all, check_moments
 from networks import Conv, Dense, Loop, Network, networks
 from oracle import truth
-from problem import assert_equal, plain_kfac, state_of
+from problem import assert_equal, observing, plain_kfac, state_of
 
 # Compilation takes as long as it takes, and the first example longer than the others.
 USUAL = dict(deadline=None, suppress_health_check=list(HealthCheck))
@@ -136,12 +136,13 @@ def check_schedule(network, options, schedule, compute):
     @jax.jit
     def full(params, state, batch):
         _, grads, factors = kfac.value_and_grad(loss, layers)(params, *batch)
-        updates, state = tx.update(grads, state, params, factors=factors)
+        state = kfac.observe(state, factors)
+        updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
     @jax.jit
     def cheap(params, state, batch):
-        updates, state = tx.update(jax.grad(loss)(params, *batch), state, params, factors=None)
+        updates, state = tx.update(jax.grad(loss)(params, *batch), state, params)
         return optax.apply_updates(params, updates), state
 
     for k, statistics in enumerate(schedule):
@@ -207,7 +208,7 @@ def check_devices(network, options, schedule, count):
 
         def step(tx, average, statistics, params, state, batch):
             _, grads, factors = kfac.value_and_grad(network.loss, layers)(params, *batch)
-            updates, state = tx.update(average(grads), state, params, factors=factors if statistics else None)
+            updates, state = observing(tx)(average(grads), state, params, factors=factors if statistics else None)
             return optax.apply_updates(params, updates), state
 
         def mapped(statistics):

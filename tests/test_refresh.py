@@ -1,9 +1,7 @@
-"""`kfac.state.refresh`: what a step does under its interval, as a call of its own.
+"""`kfac.observe` without factors: what `observe` does under its interval, as a call of its own.
 
 One test is of the inside of `_curvature.refresh`: the portions of a stack.
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,50 +13,54 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 import kfac
 from kfac._curvature import refresh as refresh_module
 from kfac.types import Kronecker
-from problem import QUICKLY, ages_of, assert_close, field_of, initial, layers, measured, plain_kfac, state_of, stepper
+from problem import (
+    QUICKLY,
+    ages_of,
+    assert_close,
+    field_of,
+    initial,
+    layers,
+    measured,
+    observing,
+    plain_kfac,
+    state_of,
+)
 
-STEPS, WITH_STATISTICS = 6, (1, 3)
+STEPS, WITH_STATISTICS, WITH_REFRESH = 6, (0, 1, 3, 4), (0, 2, 4)
 CHOLESKY, AT_ONCE = kfac.Cholesky(), kfac.Distribution()
 
 
 def optimizer(inside, inverse, distribution):
-    """Refreshes at the even steps, which bring no statistics, or never."""
+    """Refreshes at the even steps, inside of `observe` with statistics, or never."""
     every = dict(inverse_every=2, refresh_warmup=0) if inside else dict(inverse_every=None)
     return plain_kfac(0.1, layers(), damping=0.3, inverse=inverse, distribution=distribution, **every)
 
 
 def trained(inside, inverse, distribution, mesh):
     """Parameters, state and ages after a few steps; inside of `shard_map` with a mesh."""
-    given = distribution
-    tx = optimizer(inside, inverse, given)
-    refresh = functools.partial(kfac.state.refresh, distribution=given)
-    init, update = tx.init, tx.update
+    tx = optimizer(inside, inverse, distribution)
+    init, update, refresh, observe = tx.init, tx.update, kfac.observe, kfac.observe
     if mesh is not None:
         same, own = PartitionSpec(), kfac.state.state_specs(tx, initial(), "devices")
-        refresh = jax.shard_map(refresh, mesh=mesh, in_specs=(own,), out_specs=own)
+        refresh = jax.shard_map(kfac.observe, mesh=mesh, in_specs=(own,), out_specs=own)
+        observe = jax.shard_map(kfac.observe, mesh=mesh, in_specs=(own, same), out_specs=own)
         init = jax.shard_map(init, mesh=mesh, in_specs=same, out_specs=own)
-        update = jax.shard_map(
-            lambda grads, state, params, factors: tx.update(grads, state, params, factors=factors),
-            mesh=mesh, in_specs=(same, own, same, same), out_specs=(same, own),
-        )  # fmt: skip
-
-    def update_of(grads, state, params, *, factors):
-        return update(grads, state, params, factors) if mesh else update(grads, state, params, factors=factors)
-
-    step, refresh = (
-        stepper(optax.GradientTransformationExtraArgs(init, update_of)),
-        jax.jit(refresh, compiler_options=QUICKLY),
-    )
+        update = jax.shard_map(update, mesh=mesh, in_specs=(same, own, same), out_specs=(same, own))
+    refresh, observe, update = (jax.jit(f, compiler_options=QUICKLY) for f in (refresh, observe, update))
     params, state = initial(), jax.jit(init)(initial())
     for t in range(STEPS):
-        if not inside and t % 2 == 0:
-            state = refresh(state)
         grads, factors = measured(t)
-        params, state, _ = step(grads, state, params, factors if t in WITH_STATISTICS else None)
+        if t in WITH_STATISTICS:
+            state = observe(state, factors)
+        if t in WITH_REFRESH and (not inside or t not in WITH_STATISTICS):
+            state = refresh(state)
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
     return params, state
 
 
 def check(inverse=CHOLESKY, distribution=AT_ONCE, mesh=None):
+    """Compare refreshes inside of `observe` with those of calls of their own. At step 2 there is no other."""
     params, state = trained(True, inverse, distribution, mesh)
     expected = jax.jit(kfac.state.gather_state)(state) if mesh is not None or distribution.axis else state
     found_params, state = trained(False, inverse, distribution, mesh)
@@ -72,7 +74,7 @@ def check(inverse=CHOLESKY, distribution=AT_ONCE, mesh=None):
 
 
 @pytest.mark.parametrize("inverse", [kfac.Cholesky(), kfac.Eigh()], ids=["cholesky", "eigh"])
-def test_a_refresh_apart_is_that_of_the_step(inverse):
+def test_a_refresh_apart_is_that_of_observe(inverse):
     check(inverse)
 
 
@@ -87,27 +89,29 @@ def test_under_jit_with_a_mesh():
     check(distribution=kfac.Distribution(mesh=mesh))
 
 
-def test_a_step_of_its_own_program_waits_for_nothing():
-    """Without an interval there is no loop and no branch in the optimizer but that of the momentum on CPUs."""
+def test_a_step_waits_for_nothing():
+    """There is no loop in a step, and no branch but that of the momentum on CPUs; in `observe` one with an interval."""
 
-    def primitives(tx):
-        grads, factors = measured(0)
-        jaxpr = jax.make_jaxpr(lambda state: tx.update(grads, state, factors=factors))(tx.init(initial()))
-        return {eqn.primitive.name for eqn in jaxpr.jaxpr.eqns}
+    def primitives(fn, *args):
+        return {eqn.primitive.name for eqn in jax.make_jaxpr(fn)(*args).jaxpr.eqns}
 
-    apart, inside = (optimizer(way, kfac.Cholesky(), None) for way in (False, True))
-    assert "while" in primitives(inside)
-    assert not primitives(apart) & {"while", "scan"}
+    grads, factors = measured(0)
+    for inside in (False, True):
+        tx = optimizer(inside, kfac.Cholesky(), None)
+        state = tx.init(initial())
+        assert not primitives(tx.update, grads, state, initial()) & {"while", "scan"}
+        found = primitives(lambda state: kfac.observe(state, factors), state)
+        assert found & {"while", "scan"} == ({"while"} if inside else set())
 
 
 def test_until_the_first_refresh_gradients_pass_through():
     tx = kfac.scale_by_kfac(layers(), inverse_every=None)
     grads, factors = measured(0)
-    updates, state = jax.jit(tx.update)(grads, jax.jit(tx.init)(initial()), factors=factors)
+    updates, state = jax.jit(observing(tx))(grads, jax.jit(tx.init)(initial()), factors=factors)
     assert_close(updates, grads)
-    refreshed = state_of(kfac.state.refresh(state))
+    refreshed = state_of(jax.jit(kfac.observe)(state))
     assert refreshed.shared["unitwise_4x2"].condition[0] > 0
-    assert state_of(state).stale and not refreshed.stale
+    assert state_of(state).refreshed == -1 and refreshed.refreshed == 1
 
 
 def test_blocks_alone_that_are_no_products_keep_what_their_damping_is_relative_to():
@@ -121,27 +125,24 @@ def test_blocks_alone_that_are_no_products_keep_what_their_damping_is_relative_t
     _, grads, factors = jax.jit(kfac.value_and_grad(loss_fn, found))(params, x)
     # Without momentum, in which the first gradient would stay as it is.
     inside, apart = (kfac.kfac(0.1, found, momentum=None, inverse_every=every) for every in (1, None))
-    updates, _ = inside.update(grads, inside.init(params), params, factors=factors)
-    _, state = apart.update(grads, apart.init(params), params, factors=factors)
-    again, _ = apart.update(grads, kfac.state.refresh(state), params)
-    state = inside.update(grads, inside.init(params), params, factors=factors)[1]
-    assert_close(again, inside.update(grads, state, params)[0])
-    assert updates["scale"].shape == (3,)
+    expected, _ = inside.update(grads, kfac.observe(inside.init(params), factors), params)
+    _, state = apart.update(grads, kfac.observe(apart.init(params), factors), params)
+    again, _ = apart.update(grads, kfac.observe(state), params)
+    assert_close(again, expected)
+    assert again["scale"].shape == (3,)
 
 
 def test_what_is_refused():
-    with pytest.raises(
-        ValueError, match=r"inverse_every=None leaves all refreshes to kfac\.state\.refresh, so refresh_warmup=3"
-    ):
+    with pytest.raises(ValueError, match=r"leaves all refreshes to .*observe.*, so refresh_warmup=3"):
         kfac.scale_by_kfac(layers(), inverse_every=None, refresh_warmup=3)
-    with pytest.raises(ValueError, match=r"no state of scale_by_kfac in opt_state"):
-        kfac.state.refresh({"w": np.zeros(3)})
-    with pytest.raises(ValueError, match=r"distribution must be a kfac.Distribution"):
-        kfac.state.refresh(kfac.scale_by_kfac(layers()).init(initial()), distribution="devices")
+    with pytest.raises(ValueError, match=r"opt_state holds no state of kfac\.kfac, but is of type dict"):
+        kfac.observe({"w": np.zeros(3)})
+    with pytest.raises(AttributeError, match=r"kfac\.state\.refresh\(opt_state\) is now kfac\.observe\(opt_state\)"):
+        kfac.state.refresh  # noqa: B018
     init = kfac.scale_by_kfac(layers()).init
     many = jax.eval_shape(lambda params: kfac.state.scatter_state(init(params), 2), initial())
     with pytest.raises(ValueError, match=r"is one for 2 device\(s\), but this runs on 1.* with the same distribution="):
-        kfac.state.refresh(many)
+        kfac.observe(many)
 
 
 @pytest.mark.parametrize(("blocks", "most"), [(12, 11), (7, 3), (4, 4), (5, 1)])
@@ -170,7 +171,7 @@ def test_a_loop_that_counts_by_itself_goes_on_refreshing_after_a_step_that_is_re
     """Its count runs ahead of that of the state: statistics never come at a multiple of the interval again."""
     tx = kfac.scale_by_kfac(layers(), statistics_every=4, inverse_every=4, refresh_warmup=0)
     (grads, factors), state = measured(0), tx.init(initial())
-    update = jax.jit(tx.update)
+    update = jax.jit(observing(tx))
     for k in range(24):
         given = jax.tree.map(lambda x: x * jnp.nan, grads) if k == refused else grads
         _, state = update(given, state, initial(), factors=factors if k % 4 == 0 else None)

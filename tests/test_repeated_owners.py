@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import kfac
 import messages
 from checking import FAST, slow
-from problem import tied_batch, tied_loss, tied_parameters
+from problem import observing, tied_batch, tied_loss, tied_parameters
 
 AXES, OWNERS = ("node", "gpu"), "gpu"
 STEPS = 8
@@ -29,7 +29,7 @@ def stepped(tx, found, options, average):
     def step(p, state, data, statistics):
         basis = {"basis": kfac.curvature.eigenbasis(state, found)} if options.get("inverse") == kfac.Ekfac() else {}
         _, grads, factors = kfac.value_and_grad(tied_loss, found, **wire_of(options))(p, data, **basis)
-        updates, state = tx.update(average(grads), state, p, factors=factors if statistics else None)
+        updates, state = observing(tx)(average(grads), state, p, factors=factors if statistics else None)
         return optax.apply_updates(p, updates), state
 
     return step
@@ -129,7 +129,7 @@ def test_over_a_mesh_it_is_one_device(x64):
         params = jax.device_put(parameters(), NamedSharding(mesh, P()))
         state = jax.jit(tx.init)(params)
         params, state = trained(stepped(tx, found, {}, lambda g: g), params, state, NamedSharding(mesh, P(AXES)))
-        state = jax.jit(lambda s: kfac.state.refresh(s, distribution=kfac.Distribution(owners=OWNERS)))(state)
+        state = jax.jit(kfac.observe)(state)
     close(params, on_one({})[0])
     assert all(own.shard.devices == 2 for own in state[0].owned.values())
 

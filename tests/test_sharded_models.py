@@ -132,7 +132,8 @@ def trained(loss, layers, inverse, blind=False, place=lambda params, batch: (par
             _, grads, factors = measure(params, batch, **basis)
         else:
             grads, factors = jax.grad(loss)(params, batch), None
-        updates, state = tx.update(grads, state, params, factors=factors)
+        state = kfac.observe(state, factors)
+        updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
     for k in range(STEPS):
@@ -185,3 +186,24 @@ def test_a_mesh_is_one_device(form, kind, inverse, devices, init, max_dim, x64):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-10 * max(1, np.abs(expected).max()))
 
     jax.tree.map(close, found, expected)
+
+
+def test_a_state_made_under_jit_with_its_shardings_is_that_made_outside():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    split = NamedSharding(mesh, P("data"))
+    params = {"w": jnp.ones((8, 12)), "v": jnp.ones((12, 4))}
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split), params)
+    batch = jnp.ones((16, 8))
+    layers = kfac.find_layers(lambda p, x: jnp.mean(jnp.tanh(x @ p["w"]) @ p["v"]), shapes, batch)
+    tx = kfac.kfac(0.1, layers)
+    params = jax.device_put(params, split)
+    outside = tx.init(params)
+    shardings = kfac.state.shardings(tx, shapes)
+    with jax.set_mesh(mesh):
+        inside = jax.jit(tx.init, out_shardings=shardings)(params)
+    assert jax.tree.structure(inside) == jax.tree.structure(outside) == jax.tree.structure(shardings)
+    for a, b, sharding in zip(*map(jax.tree.leaves, (inside, outside, shardings)), strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim) and a.sharding.is_equivalent_to(sharding, a.ndim)
+    with pytest.raises(ValueError, match="params must be on a mesh"):
+        kfac.state.shardings(tx, {"w": jnp.ones((8, 12)), "v": jnp.ones((12, 4))})

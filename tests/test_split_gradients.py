@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import kfac
 import messages
 from checking import FAST, normal, slow
-from problem import tied_loss, tied_parameters
+from problem import observing, tied_loss, tied_parameters
 
 D, N = 8, 12
 
@@ -48,7 +48,7 @@ def lying(mesh, spec, params):
 def updates_of(tx, grads, factors, steps=3):
     """Of some steps with the same gradients, of which the last brings no statistics."""
     state, found = tx.init(grads), []
-    update = jax.jit(tx.update, compiler_options=FAST)
+    update = jax.jit(observing(tx), compiler_options=FAST)
     for step in range(steps):
         new, state = update(grads, state, grads, factors=factors if step < steps - 1 else None)
         found.append(new)
@@ -105,7 +105,7 @@ def test_a_step_with_a_number_that_is_not_finite_changes_nothing(x64):
             split = lying(mesh, specs["fsdp"], grads)
             node = functools.reduce(lambda node, key: node[key], path[:-1], split)
             node[path[-1]] = node[path[-1]].at[3].set(jnp.nan)
-            _, state = jax.jit(tx.update)(split, tx.init(split), factors=factors)
+            _, state = jax.jit(observing(tx))(split, tx.init(split), factors=factors)
             assert (state.count, state.metrics.skipped_steps) == (0, 1), path
 
 
@@ -149,11 +149,7 @@ def test_no_device_gets_all_of_a_gradient(kind):
             if seen:  # by `init`, of arrays that lie so
                 zeros = {n: jnp.zeros(split[n].shape, device=lies[n]) for n in split}
                 state = state._replace(splits=tx.init(zeros).splits)
-            program = (
-                jax.jit(functools.partial(tx.update, factors=None), out_shardings=(lies, states))
-                .lower(split, state)
-                .compile()
-            )
+            program = jax.jit(tx.update, out_shardings=(lies, states)).lower(split, state).compile()
         sent = messages.by_kind(messages.messages(program.as_text(), devices))
         sizes[seen] = sent.get("all-gather", 0), program.memory_analysis().temp_size_in_bytes
     assert sizes[True][0] <= 16 * d
@@ -178,5 +174,5 @@ def test_what_overflows_a_narrow_dtype_is_no_step():
         lies = NamedSharding(mesh, spec)
         with jax.set_mesh(mesh):
             split, state = jax.device_put(grads, lies), tx.init(jax.device_put(params, lies))
-            state = jax.jit(tx.update)(split, state, factors=factors)[1]
+            state = jax.jit(observing(tx))(split, state, factors=factors)[1]
         assert (state.count, state.metrics.skipped_steps) == (0, 1), spec

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, PartitionSpec
 import kfac
 from checking import FAST, normal
 from oracle import relative_error
-from problem import plain_kfac
+from problem import observing, plain_kfac
 
 N, T, V, D = 6, 4, 7, 5
 
@@ -99,7 +99,8 @@ def test_a_tied_autoencoder_trains(x64):
     @jax.jit
     def step(params, state):
         loss, grads, factors = kfac.value_and_grad(autoencoder, layers)(params, x)
-        updates, state = tx.update(grads, state, params, factors=factors)
+        state = kfac.observe(state, factors)
+        updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
     losses = []
@@ -139,9 +140,9 @@ def test_devices_and_micro_batches_are_one(x64):
     measure = kfac.value_and_grad(embedding_loss, layers)
     tx = kfac.scale_by_kfac(layers, damping=1e-2)
     _, grads, factors = measure(params, batch)
-    expected, _ = jax.jit(tx.update)(grads, jax.jit(tx.init)(params), factors=factors)
+    expected, _ = jax.jit(observing(tx))(grads, jax.jit(tx.init)(params), factors=factors)
     _, grads, factors = kfac.microbatch(measure, 3)(params, batch)
-    found, _ = jax.jit(tx.update)(grads, jax.jit(tx.init)(params), factors=factors)
+    found, _ = jax.jit(observing(tx))(grads, jax.jit(tx.init)(params), factors=factors)
     assert relative_error(found["table"], np.asarray(expected["table"])) < 1e-6  # kept in float32 by the tests' machine
 
     mesh = jax.make_mesh((3,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
@@ -149,7 +150,7 @@ def test_devices_and_micro_batches_are_one(x64):
 
     def local(params, batch):
         _, grads, factors = measure(params, batch)
-        return tx.update(lax.pmean(grads, "data"), tx.init(params), factors=factors)[0]
+        return tx.update(lax.pmean(grads, "data"), kfac.observe(tx.init(params), factors))[0]
 
     same, split = PartitionSpec(), PartitionSpec("data")
     found = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(same, split), out_specs=same))(params, batch)

@@ -20,6 +20,7 @@ from flax import nnx
 
 import kfac
 from checking import normal, slow
+from problem import observing
 
 x, labels = normal(0, 24, 5, dtype=np.float32), jnp.arange(24) % 3
 
@@ -28,17 +29,18 @@ def cross_entropy(logits, labels):
     return optax.softmax_cross_entropy_with_integer_labels(kfac.output(logits, "categorical"), labels).mean()
 
 
-def by_hand(loss_fn, params, batch, steps, rate=0.1, has_aux=False, subsample=1, **options):
+def by_hand(loss_fn, params, batch, steps, rate=0.1, has_aux=False, **options):
     layers = kfac.find_layers(loss_fn, params, batch, has_aux=has_aux)
     tx = kfac.kfac(rate, layers, **options)
-    measure = kfac.value_and_grad(loss_fn, layers, has_aux=has_aux, subsample=subsample)
+    measure = kfac.statistics(loss_fn, layers, has_aux=has_aux, fraction=options.get("statistics_fraction", 1))
     state = tx.init(params)
 
     @jax.jit
     def step(params, state):
         basis = {"basis": kfac.curvature.eigenbasis(state, layers)} if options.get("inverse") == kfac.Ekfac() else {}
-        value, grads, factors = measure(params, batch, **basis)
-        updates, state = tx.update(grads, state, params, factors=factors)
+        value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(params, batch)
+        state = kfac.observe(state, measure(params, batch, **basis))
+        updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
     for _ in range(steps):
@@ -52,7 +54,11 @@ def close(found, expected):
 
 @pytest.mark.parametrize(
     "options",
-    [{"inverse": None}, slow({"subsample": 5}), {"inverse": kfac.Ekfac(), "damping": 1e-2, "nesterov": True}],
+    [
+        {"inverse": None},
+        slow({"statistics_fraction": 1 / 5}),
+        {"inverse": kfac.Ekfac(), "damping": 1e-2, "nesterov": True},
+    ],
 )
 def test_linen(x64, options):
     model = nn.Sequential([nn.Dense(8, param_dtype=jnp.float64), jnp.tanh, nn.Dense(3, param_dtype=jnp.float64)])
@@ -126,7 +132,7 @@ def perceptron():
 
 @pytest.mark.parametrize(
     ("cost", "every"),
-    [(0.1, 4), (10, 1), slow(0.05, 8), slow(0.3, 2)],
+    [(0.1, 6), (10, 1), slow(0.05, 11), slow(0.3, 2)],
 )
 def test_statistics_are_taken_when_they_are_due(cost, every):
     """In ten steps, then ever less often down to the cost that the first batch has, whatever a smaller one has."""
@@ -138,16 +144,16 @@ def test_statistics_are_taken_when_they_are_due(cost, every):
     step = kfac.train_step(loss_fn, 0.05, cost=cost)
     state, ages = step.init(params, x), []
     for count, size in enumerate([512] * 15 + [8, 8] + [512] * 4):
-        assert bool(kfac.due(state)) == (count % now(count) == 0)
+        assert bool(kfac.statistics_due(state)) == (count % now(count) == 0)
         params, state, _ = step(params, state, x[:size])
         ages.append(int(kfac.diagnostics(state)["inverse_age"]))
     assert ages == [count % now(count) for count in range(21)]
 
 
 @pytest.mark.parametrize(("options", "words"), [
-    ({}, "2 layers, 320 parameters, Soap, statistics of 1/4 of the examples every 4 steps"),
+    ({}, "2 layers, 320 parameters, Soap, statistics of 1/4 of the examples every 6 steps"),
     ({"cost": 10, "inverse": kfac.Eigh()}, "2 layers, 320 parameters, Eigh, statistics in every step"),
-    ({"subsample": 1, "cost": 0.3}, "Soap, statistics every 4 steps"),
+    ({"statistics_fraction": 1, "cost": 0.3}, "Soap, statistics every 6 steps"),
     ({"verbose": False}, ""),
 ])  # fmt: skip
 def test_it_says_once_what_it_found_and_looks_once(capsys, options, words):
@@ -219,7 +225,7 @@ def test_parts_of_a_batch_have_keys_of_their_own():
     layers = kfac.find_layers(loss_fn, params, batch, key=key)
     tx, measure = kfac.kfac(rate, layers), kfac.microbatch(kfac.value_and_grad(loss_fn, layers), 2)
     expected, grads, factors = jax.jit(measure)(params, batch, key=key)
-    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params, factors=factors)
+    updates, _ = jax.jit(observing(tx))(grads, tx.init(params), params, factors=factors)
     close((found, loss), (optax.apply_updates(params, updates), expected))
     parts = [loss_fn(params, (x, labels), key=jax.random.fold_in(key, k)) for k in range(2)]
     np.testing.assert_allclose(loss, sum(parts) / 2, rtol=1e-6)
@@ -234,7 +240,7 @@ def test_a_number_of_examples_that_the_loss_does_not_show():
     layers = kfac.find_layers(loss_fn, params, batch)
     updates = kfac.value_and_grad(loss_fn, layers, num_examples=6)(params, batch)
     tx = kfac.kfac(0.1, layers)
-    expected, _ = tx.update(updates[1], tx.init(params), params, factors=updates[2])
+    expected, _ = tx.update(updates[1], kfac.observe(tx.init(params), updates[2]), params)
     step = kfac.train_step(loss_fn, 0.1, num_examples=6)
     close(step(params, step.init(params, batch), batch)[0], optax.apply_updates(params, expected))
     with pytest.raises(ValueError, match=r"loss_fn must be a function, but is 0\.1"):
@@ -248,7 +254,7 @@ def test_the_state_of_another_network_is_refused_with_words():
     batch = jnp.asarray(x)
     step = kfac.train_step(loss_fn, 0.1)
     state = step.init({"w": jnp.ones((5, 3))}, batch)
-    with pytest.raises(ValueError, match="the optimizer state is not one for these layers"):
+    with pytest.raises(ValueError, match=r"factors of layer 'w': G must have shape \(3, 3\), but has \(4, 4\)"):
         step({"w": jnp.ones((5, 4))}, state, batch)
     layers = kfac.find_layers(loss_fn, {"w": jnp.ones((5, 3))}, batch)
     with pytest.raises(ValueError, match="updates"):
@@ -339,8 +345,10 @@ def said_in_a_slow_trace(capsys, monkeypatch, speed, **options):
 def test_it_says_for_how_long_it_has_been_compiling(capsys, monkeypatch):
     said = said_in_a_slow_trace(capsys, monkeypatch, speed=50)
     lines = said.err.splitlines()
-    assert lines and all(re.fullmatch(r"compiling the step with statistics: \d+ s so far", line) for line in lines)
-    assert said.out == "2 layers, 320 parameters, Soap, statistics of 1/4 of the examples every 4 steps\n"
+    assert {line.split()[2] for line in lines} == {"statistics:", "step:"}
+    assert all(re.fullmatch(r"compiling the (statistics|step): \d+ s so far", line) for line in lines)
+    assert said.out.startswith("2 layers, 320 parameters, Soap, statistics of 1/4 of the examples every 6 steps")
+    assert said.out.count("\n") == 1
     for options in ({"speed": 0.01}, {"speed": 50, "verbose": False}):
         assert said_in_a_slow_trace(capsys, monkeypatch, **options).err == ""
 
@@ -381,3 +389,21 @@ def test_donation_with_a_loss_of_parameters_alone():
         params = {"w": jnp.ones((4, 3))}
         ends.append(np.asarray(step(params, step.init(params))[0]["w"]))
     np.testing.assert_array_equal(*ends)
+
+
+def test_init_says_what_a_mean_step_costs(capsys):
+    def loss_fn(params, x):
+        return jnp.mean(jnp.square(jnp.tanh(x @ params["wide"]) @ params["head"]))
+
+    params = {"wide": jnp.ones((400, 300)) / 20, "head": jnp.ones((300, 2)) / 20}
+    kfac.train_step(loss_fn, 0.1, max_dim=8192).init(params, jnp.ones((64, 400)))
+    said = capsys.readouterr().out
+    price, alone = map(
+        float, re.search(r"in a mean step ([\d.]+) times the FLOPs.*, ([\d.]+) for wide alone", said).groups()
+    )
+    # Products of one example, forward pass and gradients: 3 x 2 x (400 x 300 + 300 x 2); refreshes by d^3.
+    gradients = 64 * 6 * (400 * 300 + 300 * 2)
+    seldom = 16 * (2 * (400**2 + 300**2) + 4 * 400 * 300) + 3 * 14 / 3 * (400**3 + 300**3)
+    applied = 2 * 2 * 400 * 300 * 700
+    np.testing.assert_allclose(alone, (seldom / 16 + applied) / gradients, atol=0.01)
+    assert price > alone and "max_dim=100 cuts" in said

@@ -119,8 +119,7 @@ def compare(state, reference, params, expected, tolerance, where):
     assert {**KRONECKER, **UNITWISE}.keys() == BLOCKS.keys()
     inner = state_of(state)
     assert int(inner.count) == reference.count
-    assert (float(inner.damping), float(inner.unitwise_damping)) == reference.dampings
-    assert bool(inner.stale) == reference.stale
+    assert float(kfac.diagnostics(state)["damping"]) == reference.dampings[0]
     assert int(inner.metrics.inverse_age) == max(reference.ages.values())
     for name, (group, k) in {**KRONECKER, **UNITWISE}.items():
         block = inner.blocks[group]
@@ -158,12 +157,13 @@ def run(configuration, dtype, tolerance):
     @functools.partial(jax.jit, compiler_options=QUICKLY)
     def full_step(params, state, images, labels):
         _, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, images, labels)
-        updates, state = tx.update(grads, state, params, factors=factors)
+        state = kfac.observe(state, factors)
+        updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
     @functools.partial(jax.jit, compiler_options=QUICKLY)
     def cheap_step(params, state, images, labels):
-        updates, state = tx.update(jax.grad(loss_fn)(params, images, labels), state, params, factors=None)
+        updates, state = tx.update(jax.grad(loss_fn)(params, images, labels), state, params)
         return optax.apply_updates(params, updates), state
 
     losses, scales, ages = [], [], []

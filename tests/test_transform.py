@@ -27,6 +27,7 @@ from problem import (
     layers,
     loss_fn,
     measured,
+    observing,
     plain_kfac,
     run,
     stepper,
@@ -86,8 +87,9 @@ ELSEWHERE = {"layers", "statistics_every", "distribution"}
 
 def test_the_tables_of_options_are_complete():
     assert set(NUMBERS) | set(SWITCHES) | ELSEWHERE == set(ALL_OPTIONS)
-    assert set(KFAC_OPTIONS) - {"cost", "step_norm", "adaptive_layer_rates", "layer_multipliers"} < set(ALL_OPTIONS)
-    assert len(KFAC_OPTIONS) <= 16
+    own = {"cost", "statistics_fraction", "step_norm", "adaptive_layer_rates", "layer_multipliers"}
+    assert set(KFAC_OPTIONS) - own < set(ALL_OPTIONS)
+    assert len(KFAC_OPTIONS) <= 17
     for value, fields in ((kfac.Distribution(), DEVICES | OTHER_FIELDS), *((i, INVERSE_FIELDS) for i in INVERSES)):
         assert {field.name for field in dataclasses.fields(value)} == fields
     assert set(SCALE_OPTIONS) <= set(ALL_OPTIONS)
@@ -106,7 +108,8 @@ def numbers_step(as_schedules):
             intervals = {k: options[k][0] for k in ("inverse_every", "refresh_warmup")}
             options = {k: lambda count, v=v: jnp.where(count < 2, v[0], v[1]) for k, v in options.items()} | intervals
         tx = plain_kfac(layers=layers(), **options)
-        updates, state = tx.update(grads, state, params, factors=factors)
+        state = kfac.observe(state, factors)
+        updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
     return step
@@ -231,7 +234,7 @@ def test_a_batch_twice_over_gives_the_same_update():
     @jax.jit
     def update(batch):
         _, grads, factors = kfac.value_and_grad(loss_fn, layers())(initial(), batch)
-        return tx.update(grads, tx.init(initial()), factors=factors)
+        return tx.update(grads, kfac.observe(tx.init(initial()), factors))
 
     once, state = update(batch(0))
     twice, state_twice = update(jax.tree.map(lambda x: jnp.concatenate([x, x]), batch(0)))
@@ -257,7 +260,7 @@ def test_odd_values_pass_bit_for_bit():
     """Denormal numbers and those that bfloat16 does not have."""
     odd = jax.tree.map(lambda x: jnp.full(x.shape, np.nextafter(np.float32(1), np.float32(2))) * 1e-30, initial())
     tx = kfac.scale_by_kfac(layers(), inverse=kfac.Cholesky("bfloat16"))
-    assert_equal(jax.jit(tx.update)(odd, tx.init(odd), factors=None)[0], odd)
+    assert_equal(jax.jit(tx.update)(odd, tx.init(odd))[0], odd)
 
 
 def test_skipped_parameters_always_pass():
@@ -307,9 +310,9 @@ def ages(*args, **kwargs):
 
 def test_when_the_inverses_are_refreshed():
     assert ages(3, 0, 7) == [0, 1, 2, 0, 1, 2, 0]
-    # Steps count from the first, whether or not they bring statistics; where nothing is new there is nothing to do.
-    # Before the first refresh, at 3, there is no inverse that could age.
-    assert ages(3, 0, 8, without=(0, 1, 4, 5, 6)) == [0, 0, 0, 0, 1, 2, 3, 4]
+    # Steps count from the first, whether or not they bring statistics. Those at 2 refresh, as nothing did before, and
+    # those at 7, as the last refresh, at 3, is older than the interval. Before the first there is no inverse to age.
+    assert ages(3, 0, 8, without=(0, 1, 4, 5, 6)) == [0, 0, 0, 0, 1, 2, 3, 0]
     assert ages(3, 5, 8) == [0, 0, 0, 0, 0, 1, 0, 1]
     # In the first phase steps with statistics refresh, and no others but the regular ones.
     assert ages(3, 5, 8, without=(1, 2, 4)) == [0, 1, 2, 0, 1, 2, 0, 1]
@@ -318,13 +321,18 @@ def test_when_the_inverses_are_refreshed():
     assert ages(9, 2, 11, without=(9, 10))[-3:] == [0, 1, 2]  # nothing is new at 9
 
 
+def test_a_refresh_that_is_overdue_comes_with_the_next_statistics():
+    assert ages(4, 0, 8, without=(1, 2, 3, 4)) == [0, 1, 2, 3, 4, 0, 1, 2]  # at 5, in the place of 4
+    assert ages(4, 0, 10, without=(1, 2, 3, 4))[-2:] == [0, 1]  # and at 8 the interval is back in step
+
+
 def test_intervals_of_a_short_warm_up_hold_after_as_many_steps_as_can_be_counted():
     tx = kfac.scale_by_kfac(layers(), statistics_every=3, refresh_warmup=1)
     state, step = jax.jit(tx.init)(initial())._replace(count=jnp.int32(2**30)), stepper(tx)
     found = []
     for _ in range(3):
         _, state, _ = step(measured(0)[0], state, initial(), None)
-        found.append(bool(kfac.due(state)))
+        found.append(bool(kfac.statistics_due(state)))
     assert found == [False, True, False]  # 2**30 + 2 is a multiple of 3
 
 
@@ -332,10 +340,10 @@ def test_intervals_of_a_short_warm_up_hold_after_as_many_steps_as_can_be_counted
 def test_a_changed_damping_takes_effect_at_the_next_refresh(option):
     schedule = lambda t: jnp.where(t < 2, 0.5, 2.0)  # noqa: E731
     tx = kfac.scale_by_kfac(layers(), inverse_every=4, refresh_warmup=0, **{option: schedule})
-    states = [state for _, state, _ in history(tx, steps=6, without=range(1, 6))]
+    states = [state for _, state, _ in history(tx, steps=6, without=(1, 2, 3, 5), measured=lambda t: measured(0))]
     for state in states[1:4]:
         assert_equal(field_of(state, "inverse"), field_of(states[0], "inverse"))
-    # At step 4, without statistics of its own: the averages so far, the damping of the step.
+    # At step 4, with the same statistics as at step 0, the averages are the same, and the damping is that of the step.
     fresh = kfac.scale_by_kfac(layers(), inverse_every=4, refresh_warmup=0, **{option: 2.0})
     assert differ(field_of(states[4], "inverse"), field_of(states[0], "inverse"))
     assert_close(field_of(states[4], "inverse"), field_of(run(fresh, steps=1)[1], "inverse"), 1e-6)
@@ -406,7 +414,7 @@ def test_the_trust_ratio_turns_kernels_whose_scale_does_not_matter():
 
     def update(**options):
         tx = plain_kfac(0.5, found, damping=0.01, momentum=None, **options)
-        return jax.jit(tx.update)(grads, tx.init(params), params, factors=factors)[0]
+        return jax.jit(observing(tx))(grads, tx.init(params), params, factors=factors)[0]
 
     turned, plain = update(trust_ratio=0.1), update()
     weight, step = params["free"], plain["free"]
@@ -449,7 +457,8 @@ def test_stacked_layers_train_like_separate_ones():
         @jax.jit
         def step(params, state):
             _, grads, factors = kfac.value_and_grad(loss_fn, found)(params, (x, y))
-            updates, state = tx.update(grads, state, params, factors=factors)
+            state = kfac.observe(state, factors)
+            updates, state = tx.update(grads, state, params)
             return optax.apply_updates(params, updates), state
 
         for _ in range(3):
@@ -515,7 +524,8 @@ def test_a_few_steps_get_further_than_gradient_descent_in_ten_times_as_many():
     @jax.jit
     def kfac_step(params, state):
         _, grads, factors = kfac.value_and_grad(classify, found)(params, (x, y))
-        updates, state = tx.update(grads, state, params, factors=factors)
+        state = kfac.observe(state, factors)
+        updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
     ours, state = params, tx.init(params)
@@ -544,7 +554,7 @@ def test_factors_are_averaged_over_a_named_axis(communication_dtype):
     pair = jax.tree.map(lambda *xs: jnp.stack(xs), *(measured(k)[1] for k in range(2)))
 
     def update(factors):
-        return tx.update(grads, tx.init(initial()), factors=factors)
+        return tx.update(grads, kfac.observe(tx.init(initial()), factors))
 
     sent = jax.tree.map(lambda x: x.astype(communication_dtype), pair)  # as value_and_grad has it there
     updates, state = jax.jit(jax.vmap(update, axis_name="devices"))(sent)
@@ -560,30 +570,31 @@ def test_factors_are_averaged_over_a_named_axis(communication_dtype):
 
 
 # Two blocks of 4x4 and 4x4, one on each device, whose triangles have 10 elements; unit-wise ones of 4x2x2 and 4x1x1.
-# Besides: whether all gradients are finite; the counts of faults, whether the result is finite and how much the
-# statistics changed; the worst condition and age.
+# Besides: the counts of faults of statistics and inversions; whether all gradients are finite; whether the result is
+# finite, and its norm; the worst condition and age.
 STATISTICS = [("reduce_scatter", "2x20xf32"), ("all_reduce", "20xf32")]
 DIRECTIONS = [("all_gather", "1x16xf32")]
-SMALL = [("all_reduce", "i32")], [("all_reduce", "4xf32"), ("all_reduce", "2xf32")]
+SMALL = [("all_reduce", "2xi32"), ("all_reduce", "i32")], [("all_reduce", "2xf32"), ("all_reduce", "2xf32")]
 
 SENT = {
-    "axis_name": ({}, STATISTICS + DIRECTIONS),
+    "axis_name": ({}, STATISTICS),
     # Statistics are those of the global batch already.
-    "mesh": ({"mesh": True}, DIRECTIONS),
+    "mesh": ({"mesh": True}, []),
 }
 assert set(SENT) == DEVICES
 
 
 @pytest.mark.parametrize("option", SENT)
 def test_what_is_sent_between_devices(option):
-    options, expected = SENT[option]
+    options, statistics = SENT[option]
     mesh = Mesh(jax.devices()[:2], ("devices",))
     options = options | ({"mesh": mesh} if "mesh" in options else {})
     tx = kfac.scale_by_kfac(layers(), distribution=kfac.Distribution("devices", **options))
     init, specs = tx.init, kfac.state.state_specs(tx, initial(), "devices")
 
     def update(grads, state, factors):
-        return tx.update(grads, state, factors=factors)
+        state = kfac.observe(state, factors)
+        return tx.update(grads, state)
 
     if "mesh" not in options:
         init = jax.shard_map(init, mesh=mesh, in_specs=P(), out_specs=specs)
@@ -592,7 +603,7 @@ def test_what_is_sent_between_devices(option):
     program = jax.jit(update).lower(measured(0)[0], state, measured(0)[1]).as_text()
     messages = r'"stablehlo\.(reduce_scatter|all_reduce|all_gather)".*?: \(tensor<(\w+)>\) ->'
     before, after = SMALL
-    assert re.findall(messages, program, flags=re.DOTALL) == before + expected + after
+    assert re.findall(messages, program, flags=re.DOTALL) == statistics + before + DIRECTIONS + after
     shard = state.owned["kronecker_4x4"].shard
     assert (shard.blocks, shard.devices, shard.owners) == (2, 2, ())
     assert not state.bases
@@ -601,7 +612,7 @@ def test_what_is_sent_between_devices(option):
 def test_without_an_axis_nothing_is_sent():
     tx = kfac.scale_by_kfac(layers())
     state = jax.eval_shape(tx.init, initial())
-    program = jax.jit(lambda g, s, f: tx.update(g, s, factors=f)).lower(measured(0)[0], state, measured(0)[1])
+    program = jax.jit(lambda g, s, f: tx.update(g, kfac.observe(s, f))).lower(measured(0)[0], state, measured(0)[1])
     assert not re.search("reduce_scatter|all_reduce|all_gather", program.as_text())
 
 
@@ -695,7 +706,7 @@ def refuse(match, grads=None, factors=None, params=None):
     state = tx.init(initial())
     with pytest.raises(ValueError, match=match):
         jax.eval_shape(
-            lambda g, f: tx.update(g, state, initial(), factors=f),
+            lambda g, f: tx.update(g, kfac.observe(state, f), initial()),
             good_grads if grads is None else grads,
             good_factors if factors is None else factors,
         )
@@ -735,7 +746,7 @@ def test_factors_of_other_layers_or_shapes_are_refused():
     refuse("layer 'out': A must have shape", factors=kfac.Factors({**factors, "out": Unitwise(jnp.zeros((4, 1, 1)))}))
     stacked = jax.tree.map(lambda x: x[None], measured(0)[1])
     refuse(r"layer 'first': A must have shape \(4, 4\), but has \(1, 4, 4\)", factors=stacked)
-    refuse("factors must be what kfac.value_and_grad returns, but is dict", factors=factors)
+    refuse("factors must be what kfac.statistics returns, but is dict", factors=factors)
     refuse("factors must be", factors=measured(0)[0])
 
 
@@ -784,7 +795,7 @@ def test_running_averages_are_written_in_the_place_of_the_old_ones():
     tx = kfac.scale_by_kfac(found, damping=1e-2)
     state = jax.eval_shape(tx.init, params)
     _, grads, factors = jax.eval_shape(kfac.value_and_grad(loss, found), params, x)
-    update = jax.jit(lambda g, s, f: tx.update(g, s, factors=f), donate_argnums=(0, 1))
+    update = jax.jit(lambda g, s, f: tx.update(g, kfac.observe(s, f)), donate_argnums=(0, 1))
     temporary = update.lower(grads, state, factors).compile().memory_analysis().temp_size_in_bytes
     held = sum(4 * leaf.size for leaf in jax.tree.leaves(factors))
     stacked = sum(4 * leaf.size for leaf in jax.tree.leaves(grads))

@@ -247,43 +247,54 @@ def in_one_call(script: Script, optimizer: str, rate: Any) -> Callable[[int], An
     return train
 
 
-def own_step(script: Script, optimizer: str, rate: Any, axis: Any = None, **options: Any) -> tuple[Any, Any, Any]:
-    """A step of one's own, with the four lines of the README; on several devices gradients are averaged before."""
+class OwnLoop(NamedTuple):
+    """The parts of a loop of one's own; `observe` and `layers` are None except for K-FAC."""
+
+    tx: Any
+    layers: Any
+    observe: Any
+    step: Any
+
+
+def own_loop(script: Script, optimizer: str, rate: Any, axis: Any = None, **options: Any) -> OwnLoop:
+    """The loop of the README; on several devices gradients are averaged before the update."""
 
     def loss_fn(params: Any, batch: Any) -> Any:
         return script.loss(params, None, None, batch)[0]
 
     params, _ = script.start(jax.random.key(0))
-    layers = kfac.find_layers(loss_fn, params, next(script.batches(0))) if optimizer == "kfac" else None
+    layers: Any = kfac.find_layers(loss_fn, params, next(script.batches(0))) if optimizer == "kfac" else None
     tx = optax.adamw(rate) if layers is None else kfac.kfac(rate, layers, **options)
 
+    def observe(opt_state: Any, params: Any, batch: Any) -> Any:
+        return kfac.observe(opt_state, kfac.statistics(loss_fn, layers, fraction=1 / 4)(params, batch))
+
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
-        extra = {}
-        if layers is None:
-            _, grads = jax.value_and_grad(loss_fn)(params, batch)
-        else:
-            _, grads, extra["factors"] = kfac.value_and_grad(loss_fn, layers)(params, batch)
+        own = params if axis is None else lax.pcast(params, axis, to="varying")
+        grads = jax.grad(loss_fn)(own, batch)
         grads = grads if axis is None else lax.pmean(grads, axis)
-        updates, opt_state = tx.update(grads, opt_state, params, **extra)
+        updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    return tx, layers, step
+    return OwnLoop(tx, layers, None if layers is None else observe, step)
 
 
-def loop(script: Script, init: Any, step: Any) -> Callable[[int], Any]:
+def loop(script: Script, init: Any, observe: Any, step: Any) -> Callable[[int], Any]:
     def train(seed: int) -> Any:
         params, _ = script.start(jax.random.key(seed))
         opt_state = init(params)
         for batch in script.batches(seed):
+            if observe is not None and kfac.statistics_due(opt_state):
+                opt_state = observe(opt_state, params, batch)
             params, opt_state = step(params, opt_state, batch)
         return params, None
 
     return train
 
 
-def by_four_lines(script: Script, optimizer: str, rate: Any) -> Callable[[int], Any]:
-    tx, _, step = own_step(script, optimizer, rate)
-    return loop(script, tx.init, jax.jit(step))
+def by_own_loop(script: Script, optimizer: str, rate: Any) -> Callable[[int], Any]:
+    tx, _, observe, step = own_loop(script, optimizer, rate)
+    return loop(script, tx.init, observe and jax.jit(observe), jax.jit(step))
 
 
 def over_a_mesh(script: Script, optimizer: str, rate: Any) -> Callable[[int], Any]:
@@ -299,32 +310,41 @@ def over_a_mesh(script: Script, optimizer: str, rate: Any) -> Callable[[int], An
 
 
 def in_shard_map(script: Script, optimizer: str, rate: Any) -> Callable[[int], Any]:
-    tx, layers, step = own_step(script, optimizer, rate, "devices")
+    tx, layers, observe, step = own_loop(script, optimizer, rate, "devices")
     mesh = jax.make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
     same, split = PartitionSpec(), PartitionSpec("devices")
     specs = same if layers is None else kfac.state.state_specs(tx, script.start(jax.random.key(0))[0], "devices")
-    init = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=same, out_specs=specs))
-    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(same, specs, split), out_specs=(same, specs)))
+
+    def mapped(function: Any, in_specs: Any, out_specs: Any) -> Any:
+        return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
+
+    init = mapped(tx.init, same, specs)
+    step = mapped(step, (same, specs, split), (same, specs))
+    observe = observe and mapped(observe, (specs, same, split), specs)
     everywhere = script._replace(start=lambda key: jax.device_put(script.start(key), NamedSharding(mesh, same)))
-    return loop(everywhere, init, step)
+    return loop(everywhere, init, observe, step)
 
 
 def in_pmap(script: Script, optimizer: str, rate: Any) -> Callable[[int], Any]:
-    tx, _, step = own_step(script, optimizer, rate, "devices", distribution=kfac.Distribution("devices"))
-    init, mapped = (jax.pmap(function, axis_name="devices") for function in (tx.init, step))
+    tx, layers, observe, step = own_loop(script, optimizer, rate, "devices", distribution=kfac.Distribution("devices"))
+    init, mapped_observe, mapped_step = (
+        jax.pmap(function, axis_name="devices") for function in (tx.init, observe or tx.init, step)
+    )
+
+    class Stacked(Script):
+        def batches(self, seed: int) -> Iterator[Any]:
+            parts = lambda x: x.reshape(4, -1, *x.shape[1:])  # noqa: E731
+            return (jax.tree.map(parts, batch) for batch in super().batches(seed))
 
     def stacked(key: jax.Array) -> Any:
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (4, *x.shape)), script.start(key))
 
-    def in_parts(params: Any, opt_state: Any, batch: Any) -> Any:
-        return mapped(params, opt_state, jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), batch))
-
-    train = loop(script._replace(start=stacked), init, in_parts)
+    train = loop(Stacked(*script._replace(start=stacked)), init, layers and mapped_observe, mapped_step)
     return lambda seed: jax.tree.map(lambda x: x[0], train(seed))
 
 
 ADOPTIONS: dict[str, tuple[Callable[[], Script], Callable[..., Callable[[int], Any]]]] = {
-    "linen": (linen, in_one_call), "nnx": (of_nnx, in_one_call), "equinox": (equinox, by_four_lines),
+    "linen": (linen, in_one_call), "nnx": (of_nnx, in_one_call), "equinox": (equinox, by_own_loop),
     "haiku": (haiku, in_one_call), "plain GPT": (gpt, in_one_call), "learned variance": (regression, in_one_call),
     "four devices, jit": (four_devices, over_a_mesh),
     "four devices, shard_map": (four_devices, in_shard_map),

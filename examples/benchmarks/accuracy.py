@@ -98,7 +98,8 @@ def update(precision: str, damping: float, dtype: Any) -> tuple[Any, float]:
     # The same numbers for all: what differs is how they are inverted and applied.
     with jax.default_matmul_precision("float32"):
         _, grads, statistics = jax.jit(kfac.value_and_grad(loss, layers))(params, batch)
-        updates, state = jax.jit(tx.update)(grads, jax.jit(tx.init)(params), params, factors=statistics)
+        state = jax.jit(kfac.observe)(jax.jit(tx.init)(params), statistics)
+        updates, state = jax.jit(tx.update)(grads, state, params)
     return jax.device_get(updates), float(kfac.diagnostics(state)["condition"])
 
 

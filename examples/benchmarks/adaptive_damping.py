@@ -35,7 +35,8 @@ def train(tx, layers, params, data):
     @jax.jit
     def step(params, state, batch, key):
         _, grads, factors = kfac.value_and_grad(loss_fn, layers, fisher="sampled")(params, batch, fisher_key=key)
-        updates, state = tx.update(grads, state, params, factors=factors, value_fn=lambda p: loss_fn(p, batch))
+        state = kfac.observe(state, factors)
+        updates, state = tx.update(grads, state, params, value_fn=lambda p: loss_fn(p, batch))
         return optax.apply_updates(params, updates), state
 
     state, rng = tx.init(params), np.random.default_rng(1)

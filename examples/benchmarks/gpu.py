@@ -25,7 +25,7 @@ import sys
 
 PROGRAMMES = ("A", "B", "C", "D")
 # The rows of a speed table, the most informative first.
-ROWS = ("kfac.train_step", "muon", "without", "statistics", "refresh", "sgd", "adamw")
+ROWS = ("kfac.train_step", "muon", "without", "observe", "refresh", "statistics", "sgd", "adamw")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -57,7 +57,7 @@ def programme_a(record, options) -> None:
     reference = gpu_speed.start_reference(record.folder)
     for model in options.models:
         programs = gpu_speed.time_steps(record, model, options)
-        for row in ("without", "statistics", "refresh", "muon"):
+        for row in ("without", "observe", "refresh", "muon"):
             if row in programs and record.left < 20:
                 record.repeat(f"{model}, {row}", "profile", "no time was left")
             elif row in programs:

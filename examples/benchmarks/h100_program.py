@@ -112,15 +112,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--rows",
         nargs="+",
         choices=ROWS,
-        default=("sgd", "muon", "without", "statistics", "subsample"),
-        help="`refresh` is kfac.state.refresh, a call of its own",
+        default=("sgd", "muon", "without", "statistics", "observe"),
+        help="`observe` takes statistics of a quarter of the examples, and `refresh` inverts; neither makes a step",
     )
     add("--batch", type=int, help="of each device; by default 256 images for ResNet-50, 128 for ViT, 8 sequences")
     add("--image-size", type=int, default=224)
     add("--devices", type=int, default=1, help="so many H100s, each with such a batch")
     add("--inverse", choices=INVERSES, default="default")
     add("--inverse-every", type=int, default=100)
-    add("--refresh", choices=("inside", "apart"), default="inside", help="apart: kfac.state.refresh is another program")
+    add("--refresh", choices=("inside", "apart"), default="inside", help="apart: only the row `refresh` inverts")
     add("--small", action="store_true", help="small networks, to try this out")
     add("--kinds", action="store_true", help="print the kinds of launches of each program")
     add("--output", type=pathlib.Path, help="folder for the programs' texts and table.json")

@@ -106,7 +106,7 @@ def ours(network, params, steps, rate, damping) -> tuple[Any, list[float], dict[
     @jax.jit
     def step(params, state, batch, key):
         _, grads, factors = measure(params, batch, fisher_key=key)
-        updates, state = tx.update(grads, state, params, factors=factors)
+        updates, state = tx.update(grads, kfac.observe(state, factors), params)
         return optax.apply_updates(params, updates), state
 
     state, seconds = tx.init(params), []

@@ -54,7 +54,7 @@ def main():
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, keys):
         loss, grads, factors = measure(params, keys)
-        updates, state = tx.update(grads, state, params, factors=factors)
+        updates, state = tx.update(grads, kfac.observe(state, factors), params)
         return optax.apply_updates(params, updates), state, loss
 
     began = time.perf_counter()

@@ -94,7 +94,7 @@ def seeing(state, params):
 
 
 def compiled(loss, layers, params, batch, devices, which):
-    """The memory of a device in one step of SGD, of K-FAC, or of K-FAC with statistics and a refresh."""
+    """Return the memory of a device in one step of SGD or K-FAC, without or with statistics and a refresh."""
     mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,))
 
     def split(leaf):
@@ -105,12 +105,14 @@ def compiled(loss, layers, params, batch, devices, which):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(x)), tree)
 
     tx = optax.sgd(0.1, 0.9) if which == "sgd" else kfac.kfac(0.1, layers)
-    measure = kfac.value_and_grad(loss, layers, statistics=which == "full")
 
     def step(params, state, batch):
-        value, grads, factors = measure(params, batch)
-        extra = {} if which == "sgd" else {"factors": factors}
-        updates, state = tx.update(grads, state, params, **extra)
+        if which == "full":
+            value, grads, factors = kfac.value_and_grad(loss, layers)(params, batch)
+            state = kfac.observe(state, factors)
+        else:
+            value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
     with jax.set_mesh(mesh):

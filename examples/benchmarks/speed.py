@@ -106,23 +106,19 @@ def whole_steps(options: argparse.Namespace, peak: float) -> dict[str, Any]:
         updates, state = first_order.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
-    def with_statistics(tx: Any, subsample: int = 1) -> Callable[..., Any]:
-        measure = kfac.value_and_grad(loss_fn, layers, subsample=subsample)
+    def with_statistics(params: Any, state: Any, batch: Any) -> Any:
+        loss, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)
+        updates, state = at_once.update(grads, kfac.observe(state, factors), params)
+        return optax.apply_updates(params, updates), state, loss
 
-        def step(params: Any, state: Any, batch: Any) -> Any:
-            loss, grads, factors = measure(params, batch)
-            updates, state = tx.update(grads, state, params, factors=factors)
-            return optax.apply_updates(params, updates), state, loss
+    def without(params: Any, state: Any, batch: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, state = at_once.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
 
-        return step
-
-    def without(tx: Any) -> Callable[..., Any]:
-        def step(params: Any, state: Any, batch: Any) -> Any:
-            loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-            updates, state = tx.update(grads, state, params, factors=None)
-            return optax.apply_updates(params, updates), state, loss
-
-        return step
+    def with_fewer(params: Any, state: Any, batch: Any) -> Any:
+        factors = kfac.statistics(loss_fn, layers, fraction=1 / 4)(params, batch)
+        return without(params, kfac.observe(state, factors), batch)
 
     def gradients(params: Any, state: Any, batch: Any) -> Any:
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
@@ -142,14 +138,14 @@ def whole_steps(options: argparse.Namespace, peak: float) -> dict[str, Any]:
     sgd_state, once_state = kept(first_order), kept(at_once)
     programs = {
         "sgd": Program(sgd, **sgd_state, batch=batch),
-        "without statistics": Program(without(at_once), **once_state, batch=batch),
-        "statistics": Program(with_statistics(at_once), **once_state, batch=batch),
+        "without statistics": Program(without, **once_state, batch=batch),
+        "statistics": Program(with_statistics, **once_state, batch=batch),
     }
     states = dict.fromkeys(programs, once_state) | {"sgd": sgd_state}
     if not options.quick:
         fewer = "statistics of every 4th example"
         states |= {fewer: once_state}
-        programs[fewer] = Program(with_statistics(at_once, 4), **once_state, batch=batch)
+        programs[fewer] = Program(with_fewer, **once_state, batch=batch)
 
     compiled = [
         {

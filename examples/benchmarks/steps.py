@@ -24,7 +24,9 @@ from vit import ViT, vit_b16
 
 AXIS = "devices"
 FIRST_ORDER = ("sgd", "adamw", "muon")
-ROWS = (*FIRST_ORDER, "without", "statistics", "subsample", "refresh")
+# K-FAC has a plain step, a step with statistics of the whole batch, and two programs without a step: statistics of a
+# quarter of the examples, and a refresh of all inverses.
+ROWS = (*FIRST_ORDER, "without", "statistics", "observe", "refresh")
 INVERSES = {"default": None, "cholesky": kfac.Cholesky(), "eigh": kfac.Eigh(), "soap": kfac.Soap()}
 
 
@@ -121,23 +123,27 @@ def make_step(row: str, task: Task, options: argparse.Namespace) -> tuple[Callab
     distribution = kfac.Distribution(axis_name=axis)
     every = options.inverse_every if options.refresh == "inside" and row != "refresh" else None
     tx = kfac.kfac(0.1, layers, distribution=distribution, inverse=INVERSES[options.inverse], inverse_every=every)
-    if row == "refresh":
-        return lambda params, state, _: (
-            params,
-            kfac.state.refresh(state, distribution=distribution),
-            jnp.zeros(()),
-        ), tx
-    measure = kfac.value_and_grad(task.loss_fn, layers, subsample=4 if row == "subsample" else 1)
 
-    def step(params: Any, state: Any, batch: Any) -> Any:
-        if row == "without":
-            (loss, grads), factors = jax.value_and_grad(task.loss_fn)(params, batch), None
-        else:
-            loss, grads, factors = measure(params, batch)
-        updates, state = tx.update(mean(grads), state, params, factors=factors)
+    def refresh(params: Any, state: Any, batch: Any) -> Any:
+        del batch
+        return params, kfac.observe(state), jnp.zeros(())
+
+    def observe(params: Any, state: Any, batch: Any) -> Any:
+        factors = kfac.statistics(task.loss_fn, layers, fraction=1 / 4)(params, batch)
+        return params, kfac.observe(state, factors), jnp.zeros(())
+
+    def without(params: Any, state: Any, batch: Any) -> Any:
+        loss, grads = jax.value_and_grad(task.loss_fn)(params, batch)
+        updates, state = tx.update(mean(grads), state, params)
         return optax.apply_updates(params, updates), state, mean(loss)
 
-    return step, tx
+    def with_statistics(params: Any, state: Any, batch: Any) -> Any:
+        loss, grads, factors = kfac.value_and_grad(task.loss_fn, layers)(params, batch)
+        updates, state = tx.update(mean(grads), kfac.observe(state, factors), params)
+        return optax.apply_updates(params, updates), state, mean(loss)
+
+    programs = {"without": without, "statistics": with_statistics, "observe": observe, "refresh": refresh}
+    return programs[row], tx
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -5,10 +5,11 @@
     python examples/cifar10/compare.py run --data-dir data/cifar10 --method muon --rate 0.1
     python examples/cifar10/compare.py report
 
-A residual network of nine convolutions with batch norm, 50,000 training and 10,000 test images. "kfac" is about what
-`kfac.train_step` does with nothing set: statistics of a quarter of the examples, when they are due. The rate rises for
-a tenth of the steps and falls to zero from there. A run that was stopped goes on where it last wrote. `--horizon` is
-the steps that the schedule is made for. `report` draws the runs of one `--batch` and `--horizon`.
+A residual network of nine convolutions with batch norm, 50,000 training and 10,000 test images. "kfac" is what
+`kfac.train_step` does with nothing set: when statistics are due, a program of its own takes them from a quarter of the
+examples. The rate rises for a tenth of the steps and falls to zero from there. A run that was stopped goes on where it
+last wrote. `--horizon` is the steps that the schedule is made for. `report` draws the runs of one `--batch` and
+`--horizon`.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from batches import AUGMENT, ArraySplit, Batch, Plan, prefetch  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 MOMENTUM = 0.9  # of the averages of batch norm, as in `models.ResNet`
+SHARE = 4  # statistics are those of every so many-th example
 LEVELS = (0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9)
 SETTINGS = {"momentum": 0.9, "weight_decay": 5e-4, "b2": 0.95}
 VECTORS = {"muon": 0.3, "lars": 3.0, "sgd": 1.0}  # the rate of biases and scales, of that of kernels
@@ -124,28 +126,28 @@ class Programs:
         tx: Any
         if options.method == "kfac":
             layers = kfac.find_layers(loss_fn, params, averages, *batch, has_aux=True, batch_argnums=(2, 3))
-            # A quarter of the examples, as `kfac.train_step` has it, so that statistics may come more often.
-            tx = kfac.kfac(rate, layers, cost=0.3, weight_decay=options.weight_decay)
+            tx = kfac.kfac(rate, layers, statistics_fraction=1 / SHARE, weight_decay=options.weight_decay)
         else:
             settings = {**SETTINGS, "vectors": VECTORS[options.method]}
             if options.weight_decay is not None:
                 settings["weight_decay"] = options.weight_decay
             tx = methods.METHODS[options.method].make(rate, settings, None)
 
-        def step(carry: Any, images: Any, labels: Any, statistics: bool) -> Any:
+        def in_parts(measure: Any, count: int) -> Any:
+            return measure if count == 1 else kfac.microbatch(measure, count, batch_argnums=(2, 3))
+
+        def observe(carry: Any, images: Any, labels: Any) -> Any:
             params, averages, opt_state = carry
-            extra: dict[str, Any] = {}
-            if layers is None:
-                # The batch in parts, as for K-FAC.
-                measure: Any = jax.value_and_grad(loss_fn, has_aux=True)
-            else:
-                measure = kfac.value_and_grad(loss_fn, layers, has_aux=True, subsample=4, statistics=statistics)
-            if parts > 1:
-                measure = kfac.microbatch(measure, parts, batch_argnums=(2, 3))
-            (loss, averages), grads, *factors = measure(params, averages, images, labels)
-            if factors:
-                extra["factors"] = factors[0]
-            updates, opt_state = tx.update(grads, opt_state, params, **extra)
+            # The parts are as large as those of a step.
+            measure = in_parts(kfac.statistics(loss_fn, layers, has_aux=True), -(-parts // SHARE))
+            factors = measure(params, averages, images[::SHARE], labels[::SHARE])
+            return params, averages, kfac.observe(opt_state, factors)
+
+        def step(carry: Any, images: Any, labels: Any) -> Any:
+            params, averages, opt_state = carry
+            measure = in_parts(jax.value_and_grad(loss_fn, has_aux=True), parts)
+            (loss, averages), grads = measure(params, averages, images, labels)
+            updates, opt_state = tx.update(grads, opt_state, params)
             return (optax.apply_updates(params, updates), averages, opt_state), loss
 
         def normalised(params: Any, images: Any) -> Any:
@@ -159,11 +161,12 @@ class Programs:
 
         self.first = params, averages, jax.jit(tx.init)(params)
         began = time.process_time()
-        program = jax.jit(step, static_argnames="statistics", donate_argnums=0)
-        self.ways = {
-            way: program.lower(self.first, *batch, statistics=way).compile()
-            for way in ((False, True) if layers is not None else (False,))
-        }
+
+        def compiled(program: Any) -> Any:
+            return jax.jit(program, donate_argnums=0).lower(self.first, *batch).compile()
+
+        self.observe = None if layers is None else compiled(observe)
+        self.update = compiled(step)
         self.compiling = time.process_time() - began
         self.normalised, self.right = jax.jit(normalised), jax.jit(right)
 
@@ -175,7 +178,9 @@ class Programs:
         return sum(int(self.right(carry[0], averages, images[k], labels[k])) for k in chunks) / len(labels)
 
     def step(self, carry: Any, images: Any, labels: Any) -> Any:
-        return self.ways[len(self.ways) > 1 and bool(kfac.due(carry[2]))](carry, images, labels)
+        if self.observe and kfac.statistics_due(carry[2]):
+            carry = self.observe(carry, images, labels)
+        return self.update(carry, images, labels)
 
 
 def toy() -> tuple[Any, Any]:

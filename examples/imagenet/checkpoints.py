@@ -41,7 +41,10 @@ def for_any_devices(mesh: Any, specs: Any, local_batch: int, has_kfac: bool) -> 
 
     def placed(state: Any) -> Any:
         mixed = jax.tree.map(lambda x: in_device_order(x, mesh.size, local_batch), state.mixed)
-        opt_state = kfac.state.scatter_state(state.opt_state, mesh.size) if has_kfac else state.opt_state
+        where = kfac.Distribution(mesh.axis_names[0])
+        opt_state = state.opt_state
+        if has_kfac:
+            opt_state = kfac.state.scatter_state(opt_state, mesh.size, distribution=where)
         return state._replace(mixed=mixed, opt_state=opt_state)
 
     lying = functools.partial(jax.tree.map, functools.partial(NamedSharding, mesh))

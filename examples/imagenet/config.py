@@ -100,8 +100,9 @@ RUN: Table = [
     ("momentum_coupling", one_of("none", "ratio", "proportional"), None, "[kfac] Momentum that falls with the rate: "
      "times rate over last rate, as in the code of Osawa et al.; or rate over peak rate, as in their paper."),
     ("rate_in_momentum", yes_no, None, "[kfac] Apply the rate before the momentum, v <- m v - lr p, not after it."),
-    ("factor_every", number(int, 1, math.inf, "auto"), None, "[kfac] Steps between statistics; auto: by `kfac.due`."),
-    ("subsample", count, 1, "[kfac] Form statistics from every so many-th image only."),
+    ("factor_every", number(int, 1, math.inf, "auto"), None,
+     "[kfac] Steps between statistics; auto: by `kfac.statistics_due`."),
+    ("subsample", count, 1, "[kfac] Take statistics of every so many-th image only."),
     ("inverse", one_of("soap", "cholesky", "eigh"), None, "[kfac] How factors are inverted."),
     ("inverse_every", count, None, "[kfac] Steps between inverses, reached by doublings: as `kfac.kfac` has it."),
     ("ema", decay, 0.0, "Decay of a running average of the weights, which is then what is validated; 0 for none."),

@@ -69,7 +69,7 @@ class State(NamedTuple):
 
 
 def transform(config: Any, rate: optax.Schedule, layers: Any) -> Any:
-    """The optimizer as an optax transform whose `update` takes `factors=`, None for first-order methods."""
+    """Return the optimizer, an optax transform."""
     c, decay = config, config.weight_decay
     if c.optimizer == "kfac":
         momentum, where = recipe.momentum(c, rate), kfac.Distribution(AXIS)
@@ -77,7 +77,7 @@ def transform(config: Any, rate: optax.Schedule, layers: Any) -> Any:
             return kfac.kfac(
                 rate, layers, momentum=momentum, nesterov=c.nesterov, damping=c.damping, weight_decay=decay or None,
                 weight_decay_mask=is_kernel if decay else None, inverse=INVERSES[c.inverse](),
-                inverse_every=c.inverse_every or "auto", distribution=where,
+                inverse_every=c.inverse_every or "auto", statistics_fraction=1 / c.subsample, distribution=where,
             )  # fmt: skip
         return kfac.presets.large_batch(
             rate, layers, damping=c.damping, momentum=momentum, nesterov=c.nesterov, weight_decay=decay,
@@ -94,7 +94,7 @@ def transform(config: Any, rate: optax.Schedule, layers: Any) -> Any:
                                    nesterov=c.nesterov),
         "adamw": lambda: optax.adamw(rate, b1=c.momentum, weight_decay=decay, mask=is_kernel, nesterov=c.nesterov),
     }  # fmt: skip
-    return optax.with_extra_args_support(first_order[c.optimizer]())
+    return first_order[c.optimizer]()
 
 
 def as_matrices(params: Any) -> Any:
@@ -129,12 +129,26 @@ def init(run: Run, variables: dict[str, Any]) -> State:
     return State(jnp.int32(0), params, batch_stats, ema, run.tx.init(params), mixed)
 
 
+def local_gradients(loss_fn: Callable[..., Any], params: Any, *args: Any) -> tuple[Any, Any]:
+    """The loss, its auxiliary output and the gradients of this device's own images."""
+    return jax.value_and_grad(loss_fn, has_aux=True)(lax.pcast(params, AXIS, to="varying"), *args)
+
+
+def observe(run: Run, statistics: Callable[..., Any], state: State, batch: Any) -> State:
+    """Take statistics of the images that the next step sees."""
+    seen, _ = recipe.augmented(run, state.step, batch, state.mixed)
+    factors = statistics(state.params, state.batch_stats, seen)
+    return state._replace(opt_state=kfac.observe(state.opt_state, factors))
+
+
 def train_step(run: Run, gradients: Callable[..., Any], state: State, batch: Any) -> tuple[State, Any, Any]:
-    config = run.config
+    config, opt_state = run.config, state.opt_state
     seen, mixed = recipe.augmented(run, state.step, batch, state.mixed)
-    (loss, aux), grads, factors = gradients(state.params, state.batch_stats, seen)
+    (loss, aux), grads, *factors = gradients(state.params, state.batch_stats, seen)
     loss, aux, grads = lax.pmean((loss, aux, grads), AXIS)
-    updates, opt_state = run.tx.update(grads, state.opt_state, state.params, factors=factors)
+    if factors:  # statistics in every step come with the gradients
+        opt_state = kfac.observe(opt_state, factors[0])
+    updates, opt_state = run.tx.update(grads, opt_state, state.params)
     params, batch_stats = optax.apply_updates(state.params, updates), aux["batch_stats"]
     params, ema = models.rescale(params) if config.rescale else params, state.ema
     if config.ema:  # in the first steps it forgets faster, so that it does not lag behind
@@ -146,7 +160,7 @@ def train_step(run: Run, gradients: Callable[..., Any], state: State, batch: Any
     metrics |= {f"{name}_norm": jnp.sqrt(jnp.sum(squares[name])) for name in ("gradient", "parameter")}
     if config.optimizer == "kfac":
         metrics |= {f"kfac/{name}": value for name, value in kfac.diagnostics(opt_state).items()}
-        metrics |= {"kfac/with_statistics": jnp.array(factors is not None), "kfac/due": kfac.due(opt_state)}
+        metrics |= {"kfac/due": kfac.statistics_due(opt_state)}
     return State(state.step + 1, params, batch_stats, ema, opt_state, mixed), metrics, squares
 
 
@@ -238,7 +252,7 @@ def main(args: list[str]) -> int:
         )
         return 0
 
-    # The optimizer. K-FAC traces the loss once to find the layers; the others take their gradients in the same way.
+    # The optimizer. K-FAC traces the loss once to find the layers.
     use_kfac, seen = config.optimizer == "kfac", jnp.dtype(config.dtype) if run.augmented else jnp.uint8
     example = Mixed(jax.ShapeDtypeStruct((local_batch, *dataset.shape), seen),
                     jax.ShapeDtypeStruct((local_batch, dataset.num_classes), run.wide))  # fmt: skip
@@ -264,25 +278,29 @@ def main(args: list[str]) -> int:
     variables = jax.jit(functools.partial(fresh, run), out_shardings=same)(jax.random.key(config.seed))
     state = jax.jit(on_devices(functools.partial(init, run), in_specs=SAME, out_specs=specs))(variables)
 
-    # The step, compiled here and not on the first call: it can be timed, and nothing can retrace later.
-    def compile_step(statistics: bool) -> Callable[..., Any]:
-        # `gradients(params, batch_stats, batch) -> ((loss, aux), grads, factors)`, of the images of a device. Without
-        # statistics the factors are None, and there is nothing of K-FAC in the backward pass. Over micro-batches
-        # everything is averaged, the batch-norm averages in `aux` too.
-        gradients = kfac.value_and_grad(functools.partial(loss_fn, run, model), layers, has_aux=True,
-                                        subsample=config.subsample, statistics=statistics)  # fmt: skip
+    # The programs, compiled here and not on the first call: they can be timed, and nothing can retrace later. Over
+    # micro-batches everything is averaged, the batch-norm averages in `aux` too.
+    loss_of = functools.partial(loss_fn, run, model)
+
+    def compile(program: Callable[..., Any], measure: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
         if micro_batches > 1:
-            gradients = kfac.microbatch(gradients, micro_batches, batch_argnums=2)
-        step = on_devices(functools.partial(train_step, run, gradients), in_specs=(specs, SPLIT),
-                          out_specs=(specs, SAME, SAME))  # fmt: skip
+            measure = kfac.microbatch(measure, micro_batches, batch_argnums=2)
+        program = on_devices(functools.partial(program, run, measure), in_specs=(specs, SPLIT), out_specs=out_specs)
         images = jax.ShapeDtypeStruct((batch, *dataset.shape), jnp.uint8, sharding=split)
         labels = jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=split)
-        return jax.jit(step, donate_argnums=0).lower(state, (images, labels)).compile()
+        return jax.jit(program, donate_argnums=0).lower(state, (images, labels)).compile()
 
-    full_step = compile_step(statistics=use_kfac)
-    cheap_step = compile_step(statistics=False) if use_kfac and config.factor_every != 1 else full_step
+    # Statistics have a program of their own. If every step takes them from all images, they come with the gradients.
+    gradients: Callable[..., Any] = functools.partial(local_gradients, loss_of)
+    take_statistics = None
+    if use_kfac and config.factor_every == config.subsample == 1:
+        gradients = kfac.value_and_grad(loss_of, layers, has_aux=True)
+    elif use_kfac:
+        statistics = kfac.statistics(loss_of, layers, fraction=1 / config.subsample, has_aux=True)
+        take_statistics = compile(observe, statistics, specs)
+    train = compile(train_step, gradients, (specs, SAME, SAME))
     compile_seconds = time.perf_counter() - compile_began
-    say(f"compiled {'step' if cheap_step is full_step else 'step, cheap step'} in {compile_seconds:.1f} s")
+    say(f"compiled {'step, statistics' if take_statistics else 'step'} in {compile_seconds:.1f} s")
 
     # Where it begins: at the beginning, or at the last checkpoint, which fits any number of devices.
     saved = checkpoints.Checkpoints(output / "checkpoints", config.keep_checkpoints,
@@ -310,8 +328,9 @@ def main(args: list[str]) -> int:
     for step, got in enumerate(train_batches(start, stop_at), start + 1):
         if config.factor_every != "auto" and use_kfac:
             due = (step - 1) % config.factor_every == 0
-        with_statistics = due or step <= FACTOR_WARMUP
-        state, values, squares = (full_step if with_statistics else cheap_step)(state, (got.images, got.labels))
+        if take_statistics and (due or step <= FACTOR_WARMUP):
+            state = take_statistics(state, (got.images, got.labels))
+        state, values, squares = train(state, (got.images, got.labels))
         broken.note(got.broken)
         if config.factor_every == "auto":
             due = bool(values["kfac/due"])  # waits for the device

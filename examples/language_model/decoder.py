@@ -142,7 +142,7 @@ def run(options: argparse.Namespace) -> None:
     stop = options.stop or options.horizon
     for number in range(start + 1, stop + 1):
         tokens = batch(number)
-        began, kind = time.process_time(), options.method == "kfac" and bool(kfac.due(carry[1]))
+        began, kind = time.process_time(), options.method == "kfac" and bool(kfac.statistics_due(carry[1]))
         *carry, loss = jax.block_until_ready(step(*carry, tokens))
         seconds.add(kind, time.process_time() - began)
         losses.append(float(loss))

@@ -52,7 +52,7 @@ def train(skip: tuple[str, ...], steps: int) -> list[float]:
     @jax.jit
     def step(params, state, batch, rate):
         _, grads, factors = kfac.value_and_grad(model.loss, layers)(params, batch)
-        updates, state = optimizer(rate).update(grads, state, params, factors=factors)
+        updates, state = optimizer(rate).update(grads, kfac.observe(state, factors), params)
         return jax.tree.map(jnp.add, params, updates), state
 
     evaluate, losses = jax.jit(task.evaluate), []

@@ -12,7 +12,7 @@ import kfac
 
 
 def change_of(factors: kfac.Factors, averages: kfac.Factors) -> jax.Array:
-    """By how much statistics differ from averages, those of `kfac.curvature.averaged_factors` before the step.
+    """Return by how much statistics differ from the averages that `kfac.curvature.averaged_factors` has before them.
 
     The Frobenius norm of the difference, relative to the average, as a mean over all Kronecker factors; 1 for those
     without an average so far.
@@ -28,17 +28,16 @@ def change_of(factors: kfac.Factors, averages: kfac.Factors) -> jax.Array:
 
 @dataclasses.dataclass
 class AdaptiveInterval:
-    """Lengthens the interval between steps with statistics while these stay alike, and shortens it when they do not.
+    """Lengthen the interval between statistics while they stay alike, and shorten it when they do not.
 
-    A training loop asks it before a step, and tells it the change after one with statistics::
+    A training loop asks it before a step, and tells it the change after taking statistics::
 
         interval = AdaptiveInterval()
         for step in range(steps):
             if interval.due(step):
-                params, opt_state, change = step_with_factors(params, opt_state, batch)  # by `change_of`
+                opt_state, change = observe(opt_state, params, batch)  # by `change_of`
                 interval.record(step, change)
-            else:
-                params, opt_state = step_without(params, opt_state, batch)
+            params, opt_state = train_step(params, opt_state, batch)
 
     The rule is that of SP-NGD (Osawa et al. 2020, arXiv:2002.06015): if new statistics are not similar to the ones
     before, the next interval is half the last one; if they are, it is as long as the last one; if those before
@@ -46,7 +45,7 @@ class AdaptiveInterval:
     to the older one's, is below `threshold`. Here one number stands for all layers, and with a running average
     (`factor_decay` above 0) new statistics are compared with that, so no older ones are kept.
 
-    It lives in Python, outside of the compiled steps: which of two programs runs is decided here. All fields are
+    It lives in Python, outside of the compiled programs. All fields are
     numbers; `dataclasses.asdict` saves them with a checkpoint, and `AdaptiveInterval(**saved)` goes on. Processes that
     train together see the same change, so they decide alike.
 

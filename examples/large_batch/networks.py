@@ -6,15 +6,16 @@
     python examples/large_batch/networks.py compile --methods sgd muon kfac    # processor seconds to compile one
     python examples/large_batch/networks.py start                              # processor seconds to the first step
 
-"kfac" is what `kfac.train_step` does with nothing set: statistics of a quarter of the examples when `kfac.due` says so.
-"kfac-one-rate" has `adaptive_layer_rates=False`. "kfac-every-step" and "kfac-cholesky" have all statistics in every
-step. "soap" is SOAP itself, with Shampoo's matrices. 60 steps at batch N/10 (`--batch 10`), the schedule of the study
-for all. `--schedule average` keeps the rate after its warm-up, and scores the
-mean of the weights of the last quarter of the steps. A trial that is in --results is not run again. Of some
-there are results only: "kfac-soap-eigh", a `Soap` that decomposed its factors; "kfac-0.3.0", the default then;
+"kfac" is what `kfac.train_step` does with nothing set: when `kfac.statistics_due` says so, a program of its own takes
+statistics of a quarter of the examples. "kfac-one-rate" has `adaptive_layer_rates=False`. "kfac-every-step" and
+"kfac-cholesky" take statistics of all examples in every step. "soap" is SOAP itself, with Shampoo's matrices. 60 steps
+at batch N/10 (`--batch 10`), the schedule of the study for all. `--schedule average` keeps the rate after its warm-up,
+and scores the mean of the weights of the last quarter of the steps. A trial that is in --results is not run again. Of
+some there are results only: "kfac-soap-eigh", a `Soap` that decomposed its factors; "kfac-0.3.0", the default then;
 "kfac-whole", with `find_layers(max_dim=8192)`; "kfac-before", the default between 0.3.0 and "kfac-at-once", whose
 intervals did not grow; "kfac-alike", the default after that: convolutions moved as far as dense kernels;
-"kfac-frobenius" and those that begin so, version 0.3, whose steps had a Frobenius norm.
+"kfac-frobenius" and those that begin so, version 0.3, whose steps had a Frobenius norm; "kfac-in-one-pass", the default
+with statistics in the backward pass of the gradient.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 EXAMPLES = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(EXAMPLES / folder) for folder in ("benchmarks", "imagenet", "language_model", "physics", ".")]
@@ -55,6 +56,7 @@ import tasks  # noqa: E402
 import topics  # noqa: E402
 from counting import count_distinct_kernels  # noqa: E402
 from data import Plan  # noqa: E402
+from fashion import FASHION  # noqa: E402
 from other_networks import OTHERS, Problem  # noqa: E402
 from speed import median_times  # noqa: E402
 from transformer import Transformer  # noqa: E402
@@ -62,9 +64,11 @@ from vit import ViT  # noqa: E402
 
 EVERY = math.inf  # the `cost` of statistics and refreshes in every step
 KFAC: dict[str, dict[str, Any]] = {
-    "kfac": {}, "kfac-one-rate": {"adaptive_layer_rates": False}, "kfac-every-step": {"cost": EVERY},
+    "kfac": {},
+    "kfac-one-rate": {"adaptive_layer_rates": False},
+    "kfac-every-step": {"cost": EVERY},
     "kfac-cholesky": {"cost": EVERY, "inverse": kfac.Cholesky()},
-}  # fmt: skip
+}
 METHODS = (*KFAC, "soap", "muon", "adamw", "lars", "lamb", "sgd")
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 RESULTS = Path(__file__).resolve().parent / "results" / "networks.jsonl"
@@ -105,9 +109,9 @@ class Mixer(nn.Module):
         return nn.Dense(10)(nn.LayerNorm()(x).mean(1))
 
 
-def images(model: nn.Module, data_dir: Path, share: int) -> Problem:
-    """Accuracy on the validation images of the study's part of CIFAR-10; N is 5,000."""
-    task = tasks.load("cifar", data_dir)
+def images(model: nn.Module, data_dir: Path, share: int, name: str = "cifar") -> Problem:
+    """Accuracy on validation images: of the study's part of CIFAR-10, N is 5,000; of Fashion-MNIST, N is 50,000."""
+    task = tasks.load(name, data_dir)
     mean, std = jnp.asarray(task.mean), jnp.asarray(task.std)
 
     def init(key: jax.Array) -> tuple[Any, Any]:
@@ -171,6 +175,8 @@ PROBLEMS: dict[str, Callable[[Path, int], Problem]] = {
     **OTHERS,
     "character transformer, width 256": functools.partial(text, width=256),
 }
+DEFAULT = tuple(PROBLEMS)  # Fashion-MNIST has a --data-dir of its own
+PROBLEMS |= {name: functools.partial(images, model, name="fashion") for name, model in FASHION.items()}
 
 
 def kernel_shape(path: Any, leaf: Any, problem: Problem) -> tuple[int, int, int] | None:
@@ -229,12 +235,25 @@ def muon(rate: Any, problem: Problem) -> optax.GradientTransformation:
     )  # fmt: skip
 
 
-@functools.cache
-def programs(problem: Problem, method: str, share: int | None) -> tuple[Any, Any]:
-    """`init(params)`, and `either(carry, batch, statistics)`, one program for all rates, seeds and numbers of steps.
+class Programs(NamedTuple):
+    """Compiled functions for all rates, seeds and numbers of steps.
 
-    A `carry` has parameters, their state, that of the optimizer, and the rate of every step.
+    A `carry` holds the parameters, the state that the model changes, the optimizer's state, and the rate of every step.
+
+    Attributes:
+      init: `init(params)` returns the optimizer's state.
+      observe: `observe(carry, batch)` takes statistics, and returns the new carry. None except for K-FAC.
+      step: `step(carry, batch)` returns the new carry and the loss.
     """
+
+    init: Any
+    observe: Any
+    step: Any
+
+
+@functools.cache
+def programs(problem: Problem, method: str, share: int | None) -> Programs:
+    """Return the programs of a method. For `share` see `prepared`."""
     layers: Any = None
     settings: dict[str, Any] = {}
     if method in KFAC:
@@ -242,9 +261,9 @@ def programs(problem: Problem, method: str, share: int | None) -> tuple[Any, Any
         first = next(problem.batches(0, 1))
         batch = range(2, 2 + len(first))
         layers = kfac.find_layers(problem.loss, params, state, *first, has_aux=True, batch_argnums=tuple(batch))
-        # 0.3 with a quarter of the examples is 0.1.
-        share = share or (4 if "cost" not in KFAC[method] and (layers.num_examples or 0) >= 64 else 1)
-        settings = ({"cost": 0.3} if share > 1 else {}) | KFAC[method]
+        quarter = "cost" not in KFAC[method] and (layers.num_examples or 0) >= 64
+        share = share or (4 if quarter else 1)
+        settings = {"statistics_fraction": 1 / share} | KFAC[method]
 
     def optimizer(rates: jax.Array) -> Any:
         rate = rates.__getitem__
@@ -257,39 +276,43 @@ def programs(problem: Problem, method: str, share: int | None) -> tuple[Any, Any
             rate, {"momentum": 0.9, "b2": 0.99, "weight_decay": 5e-4, "vectors": 3.0}, None
         )
 
-    @functools.partial(jax.jit, donate_argnums=0, static_argnames="statistics")
-    def either(carry: Any, batch: Any, statistics: bool) -> Any:
+    @functools.partial(jax.jit, donate_argnums=0)
+    def observe(carry: Any, batch: Any) -> Any:
         params, state, opt_state, rates = carry
-        extra: dict[str, Any] = {}
-        if layers is None:
-            (loss, state), grads = jax.value_and_grad(problem.loss, has_aux=True)(params, state, *batch)
-        else:
-            measure = kfac.value_and_grad(
-                problem.loss, layers, has_aux=True, subsample=share or 1, statistics=statistics
-            )
-            (loss, state), grads, extra["factors"] = measure(params, state, *batch)
-        updates, opt_state = optimizer(rates).update(grads, opt_state, params, **extra)
+        measure = kfac.statistics(problem.loss, layers, fraction=settings["statistics_fraction"], has_aux=True)
+        return params, state, kfac.observe(opt_state, measure(params, state, *batch)), rates
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(carry: Any, batch: Any) -> Any:
+        params, state, opt_state, rates = carry
+        (loss, state), grads = jax.value_and_grad(problem.loss, has_aux=True)(params, state, *batch)
+        updates, opt_state = optimizer(rates).update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), state, opt_state, rates), loss
 
-    return jax.jit(lambda params: optimizer(jnp.zeros(1)).init(params)), either
+    init = jax.jit(lambda params: optimizer(jnp.zeros(1)).init(params))
+    return Programs(init, observe if method in KFAC else None, step)
 
 
 def prepared(
     problem: Problem, method: str, rate: Any, seed: int, steps: int, share: int | None = None
 ) -> tuple[Any, Any, Iterator[Any]]:
-    """`step(carry, batch) -> (carry, loss)`, its first `carry`, see `programs`, and the batches.
+    """Return `step(carry, batch, due=None) -> (carry, loss)`, its first `carry` (see `Programs`), and the batches.
 
-    K-FAC takes statistics of every `share`-th example; None: with "cost" set of all, else about as `train_step` does.
+    K-FAC takes statistics before a step that is `due`, by default when `kfac.statistics_due` says so. They come from
+    every `share`-th example. None: from all with "cost" set, otherwise as `train_step` does.
     """
-    init, either = programs(problem, method, share)
+    init, observe, program = programs(problem, method, share)
     params, state = problem.init(jax.random.key(seed))
     length = max(1024, steps)  # one for all, as the program depends on it
     rates = jnp.broadcast_to(jnp.asarray(rate(jnp.arange(length)), jnp.float32), length)
 
-    def step(carry: Any, batch: Any) -> Any:
-        return either(carry, batch, statistics=method in KFAC and bool(kfac.due(carry[2])))
+    def step(carry: Any, batch: Any, due: bool | None = None) -> Any:
+        if due is None:
+            due = observe is not None and bool(kfac.statistics_due(carry[2]))
+        if due:
+            carry = observe(carry, batch)
+        return program(carry, batch)
 
-    step.program = either  # type: ignore[attr-defined]
     return step, (params, state, init(params), rates), problem.batches(seed, steps)
 
 
@@ -356,18 +379,21 @@ def times(name: str, problem: Problem, chosen: list[str], repeats: int, steps: i
 
 
 def compiled(name: str, problem: Problem, chosen: list[str]) -> None:
-    """Processor seconds from the trace of a step to its program, and of how many kernels this is."""
+    """Print the processor seconds from tracing a method's programs to having them compiled, and their kernels."""
     first = 0.0
     for method in chosen:
-        step, carry, batches = prepared(problem, method, lambda count: 0.01, 0, 1)
+        _, carry, batches = prepared(problem, method, lambda count: 0.01, 0, 1)
         batch = next(batches)
-        for statistics in (False, True) if method in KFAC else (False,):
+        made = programs(problem, method, None)
+        total, kernels = 0.0, []
+        for program in [made.step, made.observe] if made.observe else [made.step]:
             began = time.process_time()
-            program = step.program.lower(carry, batch, statistics=statistics).compile()
-            seconds = time.process_time() - began
-            first = first or seconds
-            kernels, what = count_distinct_kernels(program.as_text()), " with statistics and refresh" * statistics
-            print(f"{name}: {method}{what} {seconds:.1f} s, {seconds / first:.2f} of {chosen[0]}'s, {kernels} kernels")
+            text = program.lower(carry, batch).compile().as_text()
+            total += time.process_time() - began
+            kernels.append(count_distinct_kernels(text))
+        first = first or total
+        counts = f"{kernels[0]} kernels" + "".join(f" and {count} for statistics" for count in kernels[1:])
+        print(f"{name}: {method} {total:.1f} s, {total / first:.2f} of {chosen[0]}'s, {counts}")
 
 
 README = "the README's first command"  # two steps of it, with its evaluation and its checkpoint
@@ -451,7 +477,7 @@ def main() -> None:
     if options.what == "start":
         starts(options.networks or ["vision transformer", "character transformer", README], options.data_dir)
         return
-    options.networks = options.networks or list(PROBLEMS)
+    options.networks = options.networks or list(DEFAULT)
     same = {name: getattr(options, name) for name in ("steps", "batch", "schedule")}
     records = [record for record in read(options.results) if same.items() <= record.items()]
     if options.batch < 1 or options.steps < 1:

@@ -56,7 +56,10 @@ def searched(store: Store, task: str, chosen: tuple[str, ...]) -> tuple[dict[str
 
 
 def write_times(path: Path, task: Task, store: Store, chosen: tuple[str, ...]) -> None:
-    """Median seconds of the compiled step of every program of the study, each timed in turn, at batches of N/10."""
+    """Write the median seconds of a step of every program of the study, each timed in turn, at batches of N/10.
+
+    The seconds of K-FAC's "step" include statistics.
+    """
     batch = len(task.train) // 10
     trials: dict[str, Trial] = {}
     winners, _ = searched(store, task.name, chosen)
@@ -80,12 +83,14 @@ def write_times(path: Path, task: Task, store: Store, chosen: tuple[str, ...]) -
     seconds: dict[Any, dict[str, list[float]]] = {which: {"step": [], "without_statistics": []} for which in prepared}
     for _ in range(ROUNDS):
         for which, (compiled, numbers, state) in prepared.items():
-            for kind, program in (("step", compiled.step), ("without_statistics", compiled.cheap)):
+            for kind in ("step", "without_statistics") if compiled.observe else ("step",):
                 began = time.perf_counter()
-                state, _ = jax.block_until_ready(program(state, data.images, data.labels, key, numbers, np.float32(10)))
+                if compiled.observe and kind == "step":
+                    state, _ = compiled.observe(state, data.images, data.labels, key)
+                state, _ = jax.block_until_ready(
+                    compiled.step(state, data.images, data.labels, numbers, np.float32(10))
+                )
                 seconds[which][kind].append(time.perf_counter() - began)
-                if compiled.cheap is compiled.step:
-                    break
             prepared[which] = (compiled, numbers, state)
     found = {
         name: {kind: round(statistics.median(times), 4) for kind, times in seconds[which].items() if times}

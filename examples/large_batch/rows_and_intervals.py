@@ -38,7 +38,7 @@ def trials(problem: networks.Problem, share: int, rate: float, seed: int, steps:
     def score(interval: int) -> float:
         now = jax.device_put(begin)
         for count, batch in enumerate(data):
-            now, _ = step.program(now, batch, statistics=count < 10 or count % interval == 0)
+            now, _ = step(now, batch, due=count < 10 or count % interval == 0)
         return round(problem.score(*now[:2]), 4)
 
     return score

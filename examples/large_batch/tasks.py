@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gzip
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ class Task:
 
 
 def load(name: str, data_dir: Path) -> Task:
-    """The task of that name; `data_dir` is read by "cifar" only."""
+    """The task of that name; `data_dir` is read by "cifar" and "fashion"."""
     return TASKS[name](data_dir)
 
 
@@ -83,6 +84,28 @@ def _digits(data_dir: Path) -> Task:
     )  # fmt: skip
 
 
+@functools.lru_cache(maxsize=1)
+def _fashion(data_dir: Path) -> Task:
+    """50,000 images of Fashion-MNIST (28 x 28) to train on, 10,000 others to validate, 10,000 test images."""
+
+    def read(name: str, offset: int) -> np.ndarray:
+        path = data_dir / f"{name}.gz"
+        if not path.is_file():
+            raise UserError(f"--data-dir {data_dir} has no {path.name}; Debian's package dataset-fashion-mnist has it")
+        with gzip.open(path) as file:
+            return np.frombuffer(file.read(), np.uint8, offset=offset)
+
+    def part(name: str) -> tuple[np.ndarray, np.ndarray]:
+        images = read(f"{name}-images-idx3-ubyte", 16).reshape(-1, 28, 28, 1)
+        return images, read(f"{name}-labels-idx1-ubyte", 8).astype(np.int32)
+
+    (images, labels), test = part("train"), part("t10k")
+    return Task(
+        "fashion", ArraySplit(images[:50_000], labels[:50_000]), (images[50_000:], labels[50_000:]), test, (0.286,),
+        (0.353,), _resnet((1, 1), 16), smoothing=0.0,
+    )  # fmt: skip
+
+
 def _toy(data_dir: Path) -> Task:
     """64 dark and light images: for the tests of this study."""
     del data_dir
@@ -96,4 +119,4 @@ def _toy(data_dir: Path) -> Task:
     )  # fmt: skip
 
 
-TASKS: dict[str, Any] = {"cifar": _cifar, "digits": _digits, "toy": _toy}
+TASKS: dict[str, Any] = {"cifar": _cifar, "digits": _digits, "fashion": _fashion, "toy": _toy}

@@ -23,7 +23,7 @@ from tasks import Task
 # Settings that make another program; all others are numbers that the program takes as arguments.
 STATIC = (
     "nesterov", "rate_in_momentum", "precision", "fisher", "subsample", "statistics_dtype", "rescale", "turned",
-    "tangent", "batch_norm_blocks", "cheap_steps", "inverse",
+    "tangent", "batch_norm_blocks", "inverse",
     "momentum_first", "eigenbasis_adam", "adaptive_damping",
 )  # fmt: skip
 # When statistics are collected is decided outside of the programs.
@@ -57,11 +57,11 @@ class State(NamedTuple):
 
 
 class Programs(NamedTuple):
-    """The compiled parts of a trial; `cheap` is the step without statistics, where there is one."""
+    """The compiled parts of a trial; `observe`, which takes statistics, is None except for K-FAC."""
 
     init: Any
+    observe: Any
     step: Any
-    cheap: Any
     evaluate: Any
 
 
@@ -111,35 +111,32 @@ def programs(task: Task, method: str, static: tuple[tuple[str, Any], ...], names
         norms = jax.tree.map(lambda leaf: jnp.linalg.norm(leaf.ravel()), params)
         return State(params, variables["batch_stats"], transform(settings, steps).init(params), norms)
 
-    def step(with_statistics, state, images, labels, key, settings, steps):
-        if with_statistics:
-            ekfac = fixed.get("inverse") == "ekfac"
-            gradients = kfac.value_and_grad(
-                loss_fn, layers, has_aux=True, fisher=fixed.get("fisher", "empirical"),
-                subsample=fixed.get("subsample", 1),
-            )  # fmt: skip
-            extra = {"fisher_key": key} if fixed.get("fisher") == "sampled" else {}
-            if ekfac:
-                extra["basis"] = kfac.curvature.eigenbasis(state.opt_state, layers)
-            (loss, batch_stats), grads, factors = gradients(state.params, state.batch_stats, images, labels, **extra)
-            if rounded := fixed.get("statistics_dtype"):
-                factors = jax.tree.map(lambda x: x.astype(rounded).astype(x.dtype), factors)
-        else:
-            plain = jax.value_and_grad(loss_fn, has_aux=True)
-            (loss, batch_stats), grads = plain(state.params, state.batch_stats, images, labels)
-            factors = None
-        tx = transform(settings, steps)
-        value: dict[str, Any] = {"factors": factors}
+    def observe(state, images, labels, key):
+        """Return the state with new statistics, and by how much they differ from their running averages."""
+        measure = kfac.statistics(
+            loss_fn, layers, has_aux=True, fisher=fixed.get("fisher", "empirical"),
+            fraction=1 / fixed.get("subsample", 1),
+        )  # fmt: skip
+        extra: dict[str, Any] = {"fisher_key": key} if fixed.get("fisher") == "sampled" else {}
+        if fixed.get("inverse") == "ekfac":
+            extra["basis"] = kfac.curvature.eigenbasis(state.opt_state, layers)
+        factors = measure(state.params, state.batch_stats, images, labels, **extra)
+        if rounded := fixed.get("statistics_dtype"):
+            factors = jax.tree.map(lambda x: x.astype(rounded).astype(x.dtype), factors)
+        change = change_of(factors, kfac.curvature.averaged_factors(state.opt_state, layers))
+        return state._replace(opt_state=kfac.observe(state.opt_state, factors)), change
+
+    def step(state, images, labels, settings, steps):
+        plain = jax.value_and_grad(loss_fn, has_aux=True)
+        (loss, batch_stats), grads = plain(state.params, state.batch_stats, images, labels)
+        value: dict[str, Any] = {}
         if fixed.get("adaptive_damping"):
             value["value_fn"] = lambda params: loss_fn(params, state.batch_stats, images, labels)[0]
-        updates, opt_state = tx.update(grads, state.opt_state, state.params, **value)
+        updates, opt_state = transform(settings, steps).update(grads, state.opt_state, state.params, **value)
         params = optax.apply_updates(state.params, updates)
         if fixed.get("rescale"):
             params = methods.rescaled(params, state.kernel_norms)
-        change = jnp.zeros(())
-        if factors is not None:
-            change = change_of(factors, kfac.curvature.averaged_factors(state.opt_state, layers))
-        return State(params, batch_stats, opt_state, state.kernel_norms), (loss, change)
+        return State(params, batch_stats, opt_state, state.kernel_norms), loss
 
     def evaluate(params, batch_stats, images, labels):
         logits: Any = model.apply({"params": params, "batch_stats": batch_stats}, normalised(task, images), train=False)
@@ -150,21 +147,17 @@ def programs(task: Task, method: str, static: tuple[tuple[str, Any], ...], names
     key_like = jax.eval_shape(lambda: jax.random.key(0))
     init_program = jax.jit(init)
     state_like = jax.eval_shape(init, key_like, numbers, number)
-    arguments = (state_like, images_like, labels_like, key_like, numbers, number)
 
-    def compiled(with_statistics):
-        fn = functools.partial(step, with_statistics)
-        return jax.jit(fn, donate_argnums=0).lower(*arguments).compile()
+    def compiled(fn, *arguments):
+        return jax.jit(fn, donate_argnums=0).lower(state_like, images_like, labels_like, *arguments).compile()
 
-    full = compiled(use_kfac)
-    cheap = compiled(False) if use_kfac and fixed.get("cheap_steps") else full
-    return Programs(init_program, full, cheap, jax.jit(evaluate))
+    observe_program = compiled(observe, key_like) if use_kfac else None
+    return Programs(init_program, observe_program, compiled(step, numbers, number), jax.jit(evaluate))
 
 
 def split_settings(settings: dict[str, Any]) -> tuple[tuple[tuple[str, Any], ...], dict[str, Any]]:
     """What makes another program, and the numbers."""
-    cheap = {"cheap_steps": True} if settings.get("statistics_every", 1) != 1 else {}
-    static = tuple(sorted((name, value) for name, value in {**settings, **cheap}.items() if name in STATIC))
+    static = tuple(sorted((name, value) for name, value in settings.items() if name in STATIC))
     return static, {name: np.float32(value) for name, value in settings.items() if name not in (*STATIC, *OUTSIDE)}
 
 
@@ -193,13 +186,12 @@ def run(task: Task, trial: Trial) -> dict[str, Any]:
     for number, batch in enumerate(task.train.batches(plan)):
         due = interval.due(number) if every == "adaptive" else number % every == 0
         due |= number < STATISTICS_WARMUP
-        collected += due
-        program = compiled.step if due else compiled.cheap
-        state, (loss, change) = program(
-            state, batch.images, batch.labels, jax.random.fold_in(key, number), numbers, steps
-        )
-        if every == "adaptive" and due:
-            interval.record(number, float(change))
+        if compiled.observe and due:
+            collected += 1
+            state, change = compiled.observe(state, batch.images, batch.labels, jax.random.fold_in(key, number))
+            if every == "adaptive":
+                interval.record(number, float(change))
+        state, loss = compiled.step(state, batch.images, batch.labels, numbers, steps)
         losses.append(float(loss))
         if not math.isfinite(losses[-1]):
             break
@@ -218,7 +210,7 @@ def run(task: Task, trial: Trial) -> dict[str, Any]:
         "test_accuracy": round(accuracy(compiled, state, task.test), 4) if finite else 0.1,
         "losses": [round(loss, 4) for loss in losses if math.isfinite(loss)],
         "norm_growth": round(max(jax.tree.leaves(growth)), 3) if finite else None,
-        "steps_with_statistics": collected if trial.method == "kfac" else 0,
+        "steps_with_statistics": collected,
         "seconds": round(seconds, 2),
     }
 

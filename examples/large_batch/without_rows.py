@@ -210,12 +210,12 @@ def trained(init: Callable[..., Any], loss_fn: Callable[..., Any], make: Callabl
 
     @jax.jit
     def step(params: Any, state: Any, batch: Any) -> Any:
-        extra = {}
         if layers is None:
             loss, grads = jax.value_and_grad(loss_fn)(params, batch)
         else:
-            loss, grads, extra["factors"] = kfac.value_and_grad(loss_fn, layers)(params, batch)
-        updates, state = tx.update(grads, state, params, **extra)
+            loss, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)
+            state = kfac.observe(state, factors)
+        updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
     state, losses = tx.init(params), []

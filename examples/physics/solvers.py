@@ -71,7 +71,7 @@ def start(name: str, problem: Problem, batch: Any, params: Any, setting: float) 
 
     def kronecker(params, state, setting, fall, key):
         _, grads, factors = measure(params, batch, fisher_key=key)
-        updates, state = whole.update(grads, state, params, factors=factors, value_fn=loss)
+        updates, state = whole.update(grads, kfac.observe(state, factors), params, value_fn=loss)
         return optax.apply_updates(params, updates), state
 
     return whole.init(params), kronecker

@@ -99,7 +99,7 @@ def start(name: str, atom: Atom, params: Any, x: jax.Array, damping: float = 1e-
     def kronecker(params, state, x, rate, key):
         value, grads = jax.value_and_grad(energy)(params, x)
         _, mean, factors = measure(params, x, fisher_key=key)
-        direction, state = tx.update(grads, state, params, factors=factors)
+        direction, state = tx.update(grads, kfac.observe(state, factors), params)
         if name == "kfac, centred":
             direction = centred(direction, mean, tx.update(mean, state, params)[0])
         return value, bounded(direction, grads, rate), state

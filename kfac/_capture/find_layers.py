@@ -17,7 +17,17 @@ from kfac._capture.outputs import Marks, find_marks
 from kfac._capture.states import Use, by_part
 from kfac._capture.trace import Argnums, Trace, trace
 from kfac._checks import check, check_function, check_given
-from kfac._layers import KRONECKER_KINDS, MAX_DIM, UNREACHED, VOCABULARY, Layer, Layers, Layout, UnsupportedLayerError
+from kfac._layers import (
+    KRONECKER_KINDS,
+    MAX_DIM,
+    UNREACHED,
+    VOCABULARY,
+    Layer,
+    Layers,
+    Layout,
+    UnsupportedLayerError,
+    find_splits,
+)
 from kfac._statistics.convolution import Convolution
 from kfac._varying import on_mesh
 
@@ -60,8 +70,9 @@ def find_layers(
         and as equal as can be, which the table says; one with 30,000 rows or more, as many as a vocabulary has, as its
         diagonal, along which the kernel is cut into 2, 4, 8, ... pieces of at most 4,096 rows. The inverse of a factor
         of `d` rows takes work of order `d^3` and memory of order `d^2`. A kernel is cut into pieces, each with a block
-        of its own, as in Distributed Shampoo (Shi et al. 2023). None: 8,192, and the longer side of a dense kernel,
-        where it has 256 rows or more and 1.5 to 8 times those of the shorter side, in blocks about as long as that.
+        of its own, as in Distributed Shampoo (Shi et al. 2023). None: 8,192. In addition, the longer side of a dense
+        kernel is cut from 256 rows on, into blocks about as long as the shorter side, but into 8 at most. A kernel
+        that would need more and has fewer than 32 rows on the shorter side stays whole.
       reduce: regular expressions; a matrix product or convolution whose kernel has one in its path is treated in the
         setting "reduce" of Eschenhagen et al. 2023: inputs are averaged and output gradients summed over the positions
         of an example before products are formed. Elsewhere it is "expand". Lookups are in the setting "expand" always.
@@ -90,8 +101,9 @@ def find_layers(
     check_given(max_dim=max_dim, batch_argnums=batch_argnums)
     traced = trace(loss_fn, has_aux, params, args, kwargs, batch_argnums)
     options = Layers(
-        (), tuple(traced.names), tuple(skip), max_dim, tuple(reduce), tuple(gradient), jax.tree.structure(params)
-    )
+        (), tuple(traced.names), tuple(skip), max_dim, tuple(reduce), tuple(gradient), jax.tree.structure(params),
+        splits=find_splits(params),
+    )  # fmt: skip
     analysis = layers_of(traced, options, find_marks(traced))
     if strict and analysis.reads.inexact:
         raise _unsupported(traced.names, analysis.reads.inexact)
@@ -202,12 +214,14 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
         batch_argnums=batch.argnums, shared=batch.shared, hidden=batch.hidden,
         dtype="float64" if any(v.dtype == "float64" for v in traced.program.inputs[: len(names)]) else "float32",
     )  # fmt: skip
+    if n is None and layers.with_factors:
+        layers = dataclasses.replace(layers, unclear=unclear)
     return Analysis(layers, reads, uses_of, n, unclear)
 
 
-# The longer side of a dense kernel is cut into blocks as long as the shorter one from `LONG` rows on: with fewer it
-# costs little. A kernel that is more oblong than `OBLONG` is a head with few outputs, and stays whole.
-LONG, OBLONG = 256, 8
+# From `LONG` rows on, the longer side of a dense kernel is cut into blocks as long as the shorter one, but into at most
+# `PIECES`. With fewer rows it costs little. A kernel with fewer than `HEAD` outputs that would need more stays whole.
+LONG, PIECES, HEAD = 256, 8, 32
 ROWS = 4096  # of a piece along a diagonal: with fewer the other factor, which every piece has, takes more memory
 
 
@@ -222,8 +236,9 @@ def _bounded(layer: Layer, max_dim: int | None) -> Layer:
     if max_dim is None and layer.kind == "dense" and len(sizes) == 2 and not words:
         short, long = sorted(sizes, key=sizes.__getitem__)
         times = round(sizes[long] / sizes[short])
-        if sizes[long] >= LONG and counts[long] < times <= OBLONG:
-            counts[long] = times
+        pieces = times if times <= PIECES else PIECES if sizes[short] >= HEAD else 1
+        if sizes[long] >= LONG and counts[long] < pieces:
+            counts[long] = pieces
             reasons.append(f"{long} has {times} times the rows of {short}; max_dim={MAX_DIM} keeps it whole")
     diagonal = tuple(name for name in "AG" if name in {*layer.diagonal, *words})
     # Rows of a diagonal need nothing of each other: in pieces, as many as a power of two, devices can share the kernel.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,8 +13,9 @@ from jax import lax
 
 from kfac._capture.convolutions_in_loops import fast_in_loops
 from kfac._capture.outputs import with_own_key
-from kfac._capture.trace import is_key, named_arguments
+from kfac._capture.trace import is_array, is_key, named_arguments
 from kfac._checks import check, check_given
+from kfac._layers import Layers
 from kfac._varying import zeros_of
 
 
@@ -103,6 +105,43 @@ def split_positions(
                 "say batch_argnums=1 if it is not of the batch, else name all arguments that are, batch_argnums=(1, 2)"
             )
     return positions
+
+
+def parts_of_at_least(count: int, layers: Layers, args: Sequence[Any]) -> int:
+    """Return the smallest number of equal parts of a batch that is at least `count`."""
+    batch = [x for k, x in enumerate(args, 1) if k in layers.batch_argnums]
+    examples = math.gcd(*leading_lengths(batch))
+    return next((parts for parts in range(count, examples) if examples % parts == 0), max(1, examples))
+
+
+def every_example(layers: Layers, args: Sequence[Any], kwargs: dict[str, Any], every: int) -> tuple[Any, Any]:
+    """Return the arguments of a loss with every `every`-th example of the batch, or all if there are fewer.
+
+    Raises:
+      ValueError: the layers were found without a batch.
+    """
+    if not layers.batch_argnums:
+        raise ValueError(
+            "fraction= needs a batch whose examples are known: name its arguments, "
+            "kfac.find_layers(loss_fn, params, batch, batch_argnums=1)"
+        )
+
+    def thinned(key, argument):
+        def thin(path, leaf):
+            name = f"argument {key!r}{jax.tree_util.keystr(path)}"
+            if not is_array(leaf) or not leaf.shape or is_key(leaf) or name in layers.shared:
+                return leaf
+            count = leaf.shape[0] // every
+            if count == 0:
+                return leaf
+            # Neighbours lie on one device, so the result is spread over devices like the batch. Without the barrier
+            # XLA for GPUs (jaxlib 0.10.2) took such a slice into a matrix product and aborted.
+            return lax.optimization_barrier(leaf[: count * every].reshape(count, every, *leaf.shape[1:])[:, 0])
+
+        return jax.tree_util.tree_map_with_path(thin, argument)
+
+    positional = [thinned(k, x) if k in layers.batch_argnums else x for k, x in enumerate(args, 1)]
+    return positional, {k: thinned(k, x) if k in layers.batch_argnums else x for k, x in kwargs.items()}
 
 
 def leading_lengths(tree: Any) -> dict[int, None]:

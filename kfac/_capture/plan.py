@@ -67,7 +67,7 @@ class Planned:
 
 
 def plan_taps(
-    traced: Trace, layers: Layers, marks: Marks, num_examples: int | None, subsample: int, moments: bool, wire: str
+    traced: Trace, layers: Layers, marks: Marks, num_examples: int | None, moments: bool, wire: str
 ) -> Planned:
     """Finds the layers of a traced loss and plans their taps.
 
@@ -76,19 +76,16 @@ def plan_taps(
       layers: what `find_layers` returned: its options, and the layers that must be found again.
       marks: its marked outputs.
       num_examples: the number of examples, if the user gave it.
-      subsample: statistics come from every `subsample`-th example.
       moments: whether taps also sum squares of per-example gradients, in a basis.
       wire: dtype of sums between devices.
 
     Raises:
-      ValueError: the number of examples is not clear, or below `subsample`; the layers are not those.
+      ValueError: the number of examples is not clear; the layers are not those.
     """
     analysis = layers_of(traced, layers, marks, num_examples)
     n, batch = analysis.num_examples, traced.batch.num_examples
     if n is None and analysis.layers.with_factors:
         raise ValueError(analysis.unclear)
-    if subsample > (batch or n or subsample):
-        raise ValueError(f"subsample={subsample}, but the batch has {batch or n} example(s)")
     check_same(layers, analysis.layers)
     planned = Planned(n or 1, batch, analysis.reads.plan, traced.batch.lies, wire)
     corrected = {layer.name for layer in layers if moments and layer.correctable}
@@ -96,9 +93,9 @@ def plan_taps(
         uses = analysis.uses[layer.name]
         if layer.kind in KRONECKER_KINDS:
             kernel, biases = uses[0], [use for of_bias in uses[1:] for use in of_bias]
-            _plan_kronecker(planned, layer, kernel, biases, subsample, layer.name in corrected)
+            _plan_kronecker(planned, layer, kernel, biases, layer.name in corrected)
         elif layer.kind in UNITWISE_KINDS:
-            _plan_elementwise(planned, layer, uses, subsample)
+            _plan_elementwise(planned, layer, uses)
     return planned
 
 
@@ -126,9 +123,7 @@ def check_same(expected: Layers, found: Layers) -> None:
 # -- Kronecker layers --------------------------------------------------------------------------------------------------
 
 
-def _plan_kronecker(
-    planned: Planned, layer: Layer, uses: list[Use], biases: list[Use], subsample: int, moments: bool
-) -> None:
+def _plan_kronecker(planned: Planned, layer: Layer, uses: list[Use], biases: list[Use], moments: bool) -> None:
     """Puts taps behind all uses of a kernel, a probe for each part of it, and says how their sums become factors.
 
     `biases` are the uses of its bias.
@@ -142,7 +137,7 @@ def _plan_kronecker(
             planned.plan.late[use.op] = batch
         use = use.for_all(batch)
         read = use.read
-        examples = _examples(planned, layer, use, subsample, moments)
+        examples = _examples(planned, layer, use, moments)
         rest = [p for p, atom in enumerate(axes_lib.flatten(read.y_axes)) if not atom.of_leaf and p not in examples]
         in_x = dict(read.rows)
         x_rows = [[in_x[p] for p in part if p in in_x] for part in (examples, rest)]
@@ -158,7 +153,6 @@ def _plan_kronecker(
             diagonal=tuple({"A": "G", "G": "A"}[side] for side in layer.diagonal) if turned else layer.diagonal,
             cut=layer.cut[::-1] if turned else layer.cut,
             reduce=layer.weight_sharing == "reduce",
-            subsample=subsample,
             basis=basis_key(layer, use.part) if moments else None,
         )
         taps.append(tap)
@@ -206,8 +200,6 @@ def _spread_tap(tap: KroneckerTap, batch: int | None, spread: Spread) -> Kroneck
     devices = math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in axes)
     if x is None or g is None or not axes:
         return None
-    if tap.subsample > 1 and (tap.arrange_g.examples[:1] != (position,) or size // devices % tap.subsample):
-        return None  # a device's are not those that one would take
 
     def shared_out(arrange: Arrangement, position: int | None) -> Arrangement:
         split = (n // devices if k == position else n for k, n in enumerate(arrange.split))
@@ -218,17 +210,12 @@ def _spread_tap(tap: KroneckerTap, batch: int | None, spread: Spread) -> Kroneck
     return dataclasses.replace(tap, arrange_x=arrange_x, arrange_g=shared_out(tap.arrange_g, position), spread=spread)
 
 
-def _examples(planned: Planned, layer: Layer, use: Use, subsample: int, moments: bool) -> tuple[int, ...]:
-    """Returns which atoms of a result are the examples; none where no single examples are asked for, or there is one.
-
-    Where they are not told apart, `subsample` thins whatever rows there are, but not those of ragged products.
-    """
-    if use.read.groups is not None or not (moments or subsample > 1 or layer.weight_sharing == "reduce"):
+def _examples(planned: Planned, layer: Layer, use: Use, moments: bool) -> tuple[int, ...]:
+    """Return which atoms of a result are the examples; none if single examples are not needed, or there is one."""
+    if use.read.groups is not None or not (moments or layer.weight_sharing == "reduce"):
         return ()
     examples = use.examples(planned.batch)
-    if examples is not None and (examples or moments or layer.weight_sharing == "reduce"):
-        return examples
-    return tuple(p for p, _ in use.read.rows[:1])
+    return tuple(p for p, _ in use.read.rows[:1]) if examples is None else examples
 
 
 # -- elementwise layers ------------------------------------------------------------------------------------------------
@@ -250,7 +237,7 @@ class Entries(NamedTuple):
     loops: tuple[int, ...]
 
 
-def _plan_elementwise(planned: Planned, layer: Layer, uses: list[list[Use]], subsample: int) -> None:
+def _plan_elementwise(planned: Planned, layer: Layer, uses: list[list[Use]]) -> None:
     """Puts taps behind all uses of vectors: those that read the same entries share a probe, example by example."""
     n = planned.batch
     assert n is not None, "where it is not known, vectors have the gradient's own diagonal"
@@ -274,20 +261,15 @@ def _plan_elementwise(planned: Planned, layer: Layer, uses: list[list[Use]], sub
             key = keys.setdefault((column, lengths, examples == (), where.tobytes()), (layer.name, len(keys)))
             entries[key] = Entries(column, where, lengths, tuple(k for k, loop in enumerate(iterated) if loop.longer))
             taps.append(ElementwiseTap(key, use, arrange, dtype))
-    # Thinned only where all examples lie on one axis of each array.
-    alone = all(len(tap.arrange.examples) == 1 and not entries[tap.key].loops for tap in taps)
-    every, probes = subsample if alone else 1, dict[Key, jax.ShapeDtypeStruct]()
+    probes: dict[Key, jax.ShapeDtypeStruct] = {}
     for tap in taps:
         sizes = [[tap.arrange.split[p] for p in part] for part in (tap.arrange.examples, tap.arrange.features)]
-        shape = -(-math.prod(sizes[0]) // every), math.prod(sizes[1])
+        shape = math.prod(sizes[0]), math.prod(sizes[1])
         lengths = entries[tap.key].lengths
         lies = split_along(planned.lies if len(sizes[0]) == 1 else None, (*lengths, *shape), len(lengths))
         probes[tap.key] = jax.ShapeDtypeStruct((*lengths, *shape), tap.dtype, sharding=lies)
-        planned.place(
-            dataclasses.replace(tap, subsample=every, lies=None if lies is None else PartitionSpec(*lies.spec[-2:]))
-        )
-    weight = planned.num_examples * n / -(-n // every)
-    finish = functools.partial(_of_gradients, layer, weight, list(entries.values()))
+        planned.place(dataclasses.replace(tap, lies=None if lies is None else PartitionSpec(*lies.spec[-2:])))
+    finish = functools.partial(_of_gradients, layer, planned.num_examples, list(entries.values()))
     planned.sums[layer.name] = Sums(probes, whole(finish))
 
 

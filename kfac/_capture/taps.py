@@ -49,7 +49,6 @@ class KroneckerTap:
       diagonal: which of the two are kept as their diagonals.
       cut: in how many diagonal blocks each is kept.
       reduce: whether the setting is "reduce".
-      subsample: from every how many-th example, or row, factors are formed.
       basis: key of the layer's eigenvectors among the probes.
       spread: how its sums are formed over a mesh, with what arranges the examples of a device; None where that is
         left to XLA, or there is one device.
@@ -65,7 +64,6 @@ class KroneckerTap:
     diagonal: tuple[str, ...] = ()
     cut: tuple[int, int] = (1, 1)
     reduce: bool = False
-    subsample: int = 1
     basis: Key | None = None
     spread: Spread | None = None
 
@@ -80,19 +78,15 @@ class KroneckerTap:
         if number is not None and not isinstance(read.geometry, Lookup):
             x = as_floats(x, self.dtype)
             x = x * number.astype(x.dtype)  # (c w) x = w (c x); what is appended to x for a bias is not scaled
-        # XLA would make rows of images, and some of the rows, of what these are made of, and keep that beside them.
-        if not self.use.op.loops and (self.subsample > 1 or read.op == "conv"):
-            x, g = lax.optimization_barrier((x, g)) if self.subsample > 1 else (lax.optimization_barrier(x), g)
+        # XLA would form patches from the operands of the image, and keep these.
+        if not self.use.op.loops and read.op == "conv":
+            x = lax.optimization_barrier(x)
         inputs: Any = read.geometry.form(x, self.arrange_x, self.homogeneous, self.images, self.dtype)
         outputs: Any = Rows(self.arrange_g(g))
         if sizes is not None:
             inputs, outputs = (Groups(form.array[0, 0], sizes) for form in (inputs, outputs))
             return Ragged(self._side("A", inputs), self._side("G", outputs), sizes)
-        thin = self.subsample > 1
-        few, few_g = (form.every(self.subsample) if thin else form for form in (inputs, outputs))
-        moments = None if basis is None else squares_in_basis(few, few_g, basis, self.dtype)
-        if not self.reduce:  # sums are cheap: they are those of all examples
-            inputs, outputs = few, few_g
+        moments = None if basis is None else squares_in_basis(inputs, outputs, basis, self.dtype)
         a, g = self._side("A", inputs), self._side("G", outputs)
         counted = number is not None and isinstance(inputs, OneHot)
         return Kronecker(a * number**2 if counted else a, g, moments)
@@ -113,7 +107,6 @@ class ElementwiseTap:
       use: the operation.
       arrange: brings the gradient to the normal form.
       dtype: of the statistics.
-      subsample: from every how many-th example.
       lies: how the gradients lie over explicit axes of a mesh: as the examples do.
     """
 
@@ -121,7 +114,6 @@ class ElementwiseTap:
     use: Use
     arrange: Arrangement
     dtype: Any
-    subsample: int = 1
     lies: PartitionSpec | None = None
 
     @property
@@ -138,7 +130,7 @@ class ElementwiseTap:
         if other is not None:
             factor = 1 / other if read.divides else other
             coefficient = factor if coefficient is None else factor * coefficient
-        return read.sign * example_gradients(g, coefficient, self.arrange, self.subsample)
+        return read.sign * example_gradients(g, coefficient, self.arrange)
 
 
 Tap = KroneckerTap | ElementwiseTap

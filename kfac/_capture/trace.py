@@ -89,6 +89,12 @@ def is_key(x: Any) -> bool:
     return x.dtype == jnp.uint32 and x.shape in ((2,), (4,))
 
 
+HOW_TO_SPLIT = (
+    "split a flax nnx module with nnx.split(module, nnx.Param, ...), an equinox module with "
+    "eqx.partition(module, eqx.is_inexact_array)"
+)
+
+
 def check_params(params: Any) -> tuple[list[str], list[tuple[int, ...]]]:
     """Paths and shapes of the parameter leaves, in the order of `jax.tree.leaves`.
 
@@ -104,11 +110,12 @@ def check_params(params: Any) -> tuple[list[str], list[tuple[int, ...]]]:
         raise ValueError(f"two parameter leaves have the path {repeated[0]!r}; rename one")
     for name, leaf in zip(names, leaves, strict=True):
         if not is_array(leaf):
-            raise TypeError(f"parameter {name!r} must be an array, but is of type {type(leaf).__name__}")
+            kind = type(leaf).__name__
+            raise TypeError(f"parameter {name!r} must be an array, but is of type {kind}: {HOW_TO_SPLIT}")
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(
-                f"parameter {name!r} has dtype {leaf.dtype}, but must be real: pass other arrays as a further argument "
-                "of loss_fn, those of a flax nnx module by nnx.split(module, nnx.Param, ...)"
+                f"parameter {name!r} has dtype {leaf.dtype}, but must be real. Parameters are the first argument of "
+                f"loss_fn, before the batch; pass other arrays as further arguments: {HOW_TO_SPLIT}"
             )
     return names, [tuple(leaf.shape) for leaf in leaves]
 

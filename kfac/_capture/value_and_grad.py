@@ -1,4 +1,4 @@
-"""Loss, gradients and factors in one backward pass."""
+"""The statistics of a batch, with the gradients in one backward pass or without them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
+from kfac._capture.microbatch import every_example
 from kfac._capture.outputs import Draw, Marks, at_weight, find_marks, keys_of, weights_to
 from kfac._capture.plan import Planned, plan_taps
 from kfac._capture.program import mark_live
 from kfac._capture.replay import replay
 from kfac._capture.trace import Trace, batch_of, is_array, is_key, trace
-from kfac._checks import check, check_by_layer, check_function, check_given, check_layers
+from kfac._checks import check, check_by_layer, check_fraction, check_function, check_given, check_layers
 from kfac._factors import Factors
 from kfac._layers import Layers
 from kfac._varying import as_varying, device_axes, device_key, lying_as, on_mesh, varying_axes, varying_in, zeros_of
@@ -29,8 +30,6 @@ def value_and_grad(
     has_aux: bool = False,
     fisher: str = "empirical",
     num_examples: int | None = None,
-    subsample: int = 1,
-    statistics: bool = True,
     communication_dtype: str = "float32",
 ) -> Callable[..., tuple[Any, Any, Any]]:
     """`jax.value_and_grad`, with the statistics of every layer beside the gradients.
@@ -60,10 +59,6 @@ def value_and_grad(
         diagonal and EKFAC moments of examples with several rows.
       num_examples: how many examples the loss is the mean of, for a loss that hides them. By default the size of the
         marked output without its axis of features, and without one the examples of the batch.
-      subsample: factors come from every `subsample`-th example, or row of a layer's inputs, which costs so many times
-        less and is unbiased where their order means nothing. The gradients come from all of them, and so do the counts
-        of lookups, sums with `reduce=`, and statistics of `lax.ragged_dot`.
-      statistics: False for a step without: the gradients are the same, and `factors` is None.
       communication_dtype: dtype of Kronecker factors between several devices, `"float32"` (that in which they are
         summed, if wider) or `"bfloat16"`.
 
@@ -83,37 +78,103 @@ def value_and_grad(
 
     Raises:
       ValueError: an argument is out of range; when the function is traced: it has other layers than `layers`, the
-        number of examples is not clear, there are fewer than `subsample`, the loss is an average over devices, `basis`
+        number of examples is not clear, the loss is an average over devices, `basis`
         is no such one, `fisher_key` is missing, no key, or given where nothing is drawn, or with `"sampled"`,
         `"expected"` or weights the loss depends on a parameter but no marked output does.
     """
-    check_layers(layers)
-    check_function(loss_fn)
-    check(has_aux=has_aux, fisher=fisher, subsample=subsample, statistics=statistics)
-    check(communication_dtype=communication_dtype)
-    check_given(num_examples=num_examples)
-    drawn = fisher != "empirical"
+    check(has_aux=has_aux)
+    evaluate = _evaluator(loss_fn, layers, has_aux, fisher, num_examples, communication_dtype)
 
     @on_mesh
     @functools.wraps(loss_fn)
     def with_factors(params, *args, **kwargs):
+        (loss, aux), grads, factors = evaluate(params, args, kwargs, gradients=True)
+        return (loss, aux) if has_aux else loss, grads, factors
+
+    return with_factors
+
+
+def statistics(
+    loss_fn: Callable[..., Any],
+    layers: Layers,
+    *,
+    fraction: float = 1.0,
+    has_aux: bool = False,
+    fisher: str = "empirical",
+    num_examples: int | None = None,
+    communication_dtype: str = "float32",
+) -> Callable[..., Factors]:
+    """Return a function that computes the statistics of every layer, without gradients of the parameters.
+
+    For inputs `a` of shape `[n, s, d_in]` and gradients `g` of the mean loss `[n, s, d_out]`, `n` examples and `s`
+    positions that share the weight, the factors of a layer are `A = (1/n) sum a a^T` and `G = (n/s) sum g g^T`
+    (Grosse & Martens 2016; Osawa et al. 2019). Scales, shifts and other vectors get second moments of their per-example
+    gradients. `value_and_grad` says more, and has the same arguments.
+
+    Args:
+      loss_fn: `loss_fn(params, *args, **kwargs)` returns the mean loss over this device's own examples, a real scalar;
+        with `has_aux`, a pair `(loss, aux)`. Auxiliary outputs are dropped.
+      layers: the layers that `find_layers` returned for this function.
+      fraction: the share of the batch from which statistics are taken, `1 / k` with an integer `k`: every `k`-th
+        example, or all if the batch has fewer. A quarter is usually as good as all, at a quarter of the price.
+      has_aux: whether `loss_fn` returns a pair.
+      fisher: as for `value_and_grad`.
+      num_examples: as for `value_and_grad`, of the whole batch.
+      communication_dtype: as for `value_and_grad`.
+
+    Returns:
+      A function of the arguments of `loss_fn` that returns a `Factors`, for `kfac.observe`. Like that of
+      `value_and_grad` it takes the further keywords `fisher_key` and `basis`.
+
+    Raises:
+      ValueError: as for `value_and_grad`; also if `fraction` is no such number, or the layers were found without a
+        batch.
+    """
+    check(has_aux=has_aux)
+    every = check_fraction("fraction", fraction)
+    examples = num_examples and num_examples // every
+    evaluate = _evaluator(loss_fn, layers, has_aux, fisher, examples, communication_dtype)
+
+    @on_mesh
+    @functools.wraps(loss_fn)
+    def factors_of(params, *args, **kwargs):
+        if every > 1:
+            args, kwargs = every_example(layers, args, kwargs, every)
+        return evaluate(params, args, kwargs, gradients=False)[2]
+
+    return factors_of
+
+
+def _evaluator(
+    loss_fn: Callable[..., Any],
+    layers: Layers,
+    has_aux: bool,
+    fisher: str,
+    num_examples: int | None,
+    communication_dtype: str,
+) -> Callable[..., tuple[tuple[Any, Any], Any, Factors]]:
+    """Return a function of the parameters and arguments that gives loss and aux, gradients (or None), and factors."""
+    check_layers(layers)
+    check_function(loss_fn)
+    check(fisher=fisher, communication_dtype=communication_dtype)
+    check_given(num_examples=num_examples)
+    drawn = fisher != "empirical"
+    own_paths = {path for layer in layers.with_gradient_factors for path in layer.params}
+
+    def evaluate(params, args, kwargs, gradients):
         key, basis = _fisher_key(kwargs, fisher), kwargs.pop("basis", None)
         if basis is not None:
             check_basis(basis, layers)
         # With replicated parameters, shard_map would sum gradients and statistics over devices inside autodiff.
         axes = varying_axes([x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array)])
         params = as_varying(params, axes | varying_axes(params))
-        if not statistics:
-            if device_axes():
-                _check_own(trace(loss_fn, has_aux, params, args, kwargs, ()), axes)
-            return *_without_statistics(loss_fn, has_aux, params, args, kwargs), None
         traced = trace(loss_fn, has_aux, params, args, kwargs, *batch_of(layers, args, kwargs))
         _check_own(traced, axes)
         marks = find_marks(traced)
         if drawn or marks.weighted:
             marks.require(f"fisher={fisher!r}" if drawn else "weight= of kfac.output", traced, layers.skipped_paths)
             mark_live(traced.program, [mark.op for mark in marks.marks])
-        planned = plan_taps(traced, layers, marks, num_examples, subsample, basis is not None, communication_dtype)
+        planned = plan_taps(traced, layers, marks, num_examples, basis is not None, communication_dtype)
         entries: dict[Any, Any] = {}
         for name, sums in planned.sums.items():
             entries |= sums.basis(basis[name]) if sums.basis else {}
@@ -126,11 +187,13 @@ def value_and_grad(
         flat, treedef = jax.tree.flatten(params)
         probes = jax.tree.map(lambda probe: lying_as(jnp.zeros(probe.shape, probe.dtype), probe), planned.probes)
         probes = as_varying(probes, axes | varying_axes(params))
-        outs, grads, factors = _differentiate(traced, planned, flat, probes, entries, fisher, marks)
-        loss, aux = traced.rebuild(outs)
-        return (loss, aux) if has_aux else loss, jax.tree.unflatten(treedef, grads), factors
+        wanted = {k: leaf for k, leaf in enumerate(flat) if gradients or traced.names[k] in own_paths}
+        outs, found, factors = _differentiate(traced, planned, flat, wanted, probes, entries, fisher, marks)
+        own = {traced.names[k]: leaf for k, leaf in found.items() if traced.names[k] in own_paths}
+        grads = jax.tree.unflatten(treedef, list(found.values())) if gradients else None
+        return traced.rebuild(outs), grads, Factors(factors, own)
 
-    return with_factors
+    return evaluate
 
 
 def _check_own(traced: Trace, differing: frozenset[str]) -> None:
@@ -142,23 +205,45 @@ def _check_own(traced: Trace, differing: frozenset[str]) -> None:
 
 
 def _differentiate(
-    traced: Trace, planned: Planned, flat: list[Any], probes: Any, entries: Any, fisher: str, marks: Marks
-):
-    """One forward pass, a backward pass for the loss, and others for the likelihood."""
+    traced: Trace,
+    planned: Planned,
+    flat: list[Any],
+    wanted: dict[int, Any],
+    probes: Any,
+    entries: Any,
+    fisher: str,
+    marks: Marks,
+) -> tuple[Any, dict[int, Any], Factors]:
+    """Run one forward pass, a backward pass for the loss, and others for the likelihood.
 
-    def losses_of(flat, probes, entries=entries):
-        outs, drawn = replay(traced.program, [*flat, *traced.arrays], planned.plan, {**probes, **entries})
+    Args:
+      traced: the loss.
+      planned: the taps.
+      flat: the leaves of the parameters.
+      wanted: the leaves whose gradients are wanted, by their positions. Products for other gradients are not formed.
+      probes: zeros, whose cotangents are the statistics.
+      entries: further inputs of taps and marks.
+      fisher: as for `value_and_grad`.
+      marks: the marked outputs.
+
+    Returns:
+      The outputs of the loss, the wanted gradients by position, and the factors.
+    """
+
+    def losses_of(wanted, probes, entries=entries):
+        leaves = [wanted.get(k, leaf) for k, leaf in enumerate(flat)]
+        outs, drawn = replay(traced.program, [*leaves, *traced.arrays], planned.plan, {**probes, **entries})
         # The iterations of a scan around a mark have some each.
         dims = 1 if fisher == "expected" else 0
         zeros = [jnp.sum(x, axis=tuple(range(x.ndim - dims))) for x in drawn.values()]
         return (outs[0], zeros), outs
 
-    (value, zeros), pull_back, outs = jax.vjp(losses_of, flat, probes, has_aux=True)
+    (value, zeros), pull_back, outs = jax.vjp(losses_of, wanted, probes, has_aux=True)
     grads, sums = pull_back((jnp.ones_like(value), zeros))
     if fisher == "empirical":
         if marks.weighted:  # a term that counts `w` times has `w` times the curvature, but gradients `w` times as long
             _, pull_weighted = jax.vjp(
-                lambda probes: losses_of(flat, probes, entries | weights_to(marks, -0.5))[0][0], probes
+                lambda probes: losses_of(wanted, probes, entries | weights_to(marks, -0.5))[0][0], probes
             )
             (sums,) = pull_weighted(jnp.ones_like(value))
         return outs, grads, planned.factors(sums)
@@ -199,15 +284,26 @@ def _fisher_key(kwargs: dict[str, Any], fisher: str) -> jax.Array | None:
     return key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
 
 
-def _without_statistics(loss_fn: Callable[..., Any], has_aux: bool, params: Any, args: Any, kwargs: Any) -> Any:
-    """Calls `jax.value_and_grad` with copies of objects among the arguments, as those of flax nnx may change."""
-    leaves, structure = jax.tree.flatten((args, kwargs))
+def plain_value_and_grad(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., tuple[Any, Any]]:
+    """`jax.value_and_grad` of a loss, with gradients of this device's own examples inside `jax.shard_map`."""
 
-    def loss(params):
-        args, kwargs = jax.tree.unflatten(structure, leaves)
-        return loss_fn(params, *args, **kwargs)
+    @on_mesh
+    @functools.wraps(loss_fn)
+    def evaluate(params, *args, **kwargs):
+        # Copies of objects among the arguments, because those of flax nnx may change while the loss is traced.
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        if device_axes():
+            axes = varying_axes([x for x in leaves if isinstance(x, jax.Array)])
+            params = as_varying(params, axes | varying_axes(params))
+            _check_own(trace(loss_fn, has_aux, params, args, kwargs, ()), axes)
 
-    return jax.value_and_grad(loss, has_aux=has_aux)(params)
+        def loss(params):
+            args, kwargs = jax.tree.unflatten(structure, leaves)
+            return loss_fn(params, *args, **kwargs)
+
+        return jax.value_and_grad(loss, has_aux=has_aux)(params)
+
+    return evaluate
 
 
 def check_basis(basis: Any, layers: Layers) -> None:

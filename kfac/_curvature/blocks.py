@@ -190,10 +190,22 @@ def group_layers(layers: Layers) -> tuple[Group, ...]:
 def check_factors(factors: Any, layers: Layers, inverse: Inverse | None = None) -> None:
     """Raises where `factors` are not those of `layers`, or not what `inverse` needs."""
     if not isinstance(factors, Factors):
-        how = "loss, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)"
+        how = "factors = kfac.statistics(loss_fn, layers)(params, batch)"
         kind = type(factors).__name__
-        raise ValueError(f"factors must be what kfac.value_and_grad returns, but is {kind}: write {how}")
+        raise ValueError(f"factors must be what kfac.statistics returns, but is {kind}: write {how}")
     check_by_layer("factors", factors, layers.with_factors, "they must be of the layers of this optimizer")
+    own = {
+        path: shape
+        for layer in layers.with_gradient_factors
+        for path, shape in zip(layer.params, layer.shapes, strict=True)
+    }
+    shapes = {path: tuple(x.shape) for path, x in factors.gradients.items()}
+    if inverse is not None and own != shapes:
+        path = next(path for path in [*own, *shapes] if own.get(path) != shapes.get(path))
+        raise ValueError(
+            f"factors.gradients must hold the gradient of {path!r} with the shape {own.get(path)}, but has "
+            f"{shapes.get(path)}: take factors from kfac.statistics with the layers of this optimizer"
+        )
     for layer in layers.with_factors:
         if inverse is not None:
             inverse.check(layer, factors[layer.name])

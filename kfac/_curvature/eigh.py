@@ -35,6 +35,7 @@ class Eigh(Inverse):
     """
 
     damped = False
+    products = 2
     flops = 9.0  # Golub & Van Loan 2013, section 8.3
 
     def init(self, factors):

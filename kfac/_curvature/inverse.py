@@ -72,6 +72,7 @@ class Inverse(abc.ABC):
       takes_gradients: whether `advance` takes in the gradient of each step, in the place of `apply`, and preconditions
         the momentum of the gradients. Otherwise `kfac.kfac` takes the momentum of what `apply` returns.
       relative_damping: the damping by default where it is relative.
+      products: how many matrices of each side a gradient is multiplied by: 2 with eigenvectors, there and back.
       flops: of a refresh of an `n` x `n` factor, over `n^3`, for `plan` and `inverse_every="auto"`. By default those of
         a Cholesky factor, 1/3, its inverse by a triangular solve, 1, and the product of that with its transpose, 2.
 
@@ -87,6 +88,7 @@ class Inverse(abc.ABC):
     takes_gradients: ClassVar[bool] = False
     relative_damping: ClassVar[float] = 0.1
     flops: ClassVar[float] = 10 / 3
+    products: ClassVar[int] = 1
 
     def __post_init__(self):
         """Checks the arguments."""

@@ -65,6 +65,7 @@ class Soap(Inverse):
     damped: ClassVar[bool] = False
     takes_gradients: ClassVar[bool] = True
     relative_damping: ClassVar[float] = 1e-4
+    products: ClassVar[int] = 2
     flops: ClassVar[float] = 14 / 3  # a product, and a QR factorisation (Golub & Van Loan 2013, section 5.2)
 
     def __post_init__(self):

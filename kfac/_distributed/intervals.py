@@ -18,24 +18,50 @@ REFRESH_PRICE = 8.0
 LONGEST = 16  # of the intervals that `affordable` gives: no longer one was tried on networks of many kinds
 
 
-def affordable(layers: Layers, inverse: Inverse, cost: float | jax.Array) -> int | jax.Array:
-    """The interval of "auto": the shortest at which statistics and refreshes take `cost` of the gradients' work.
+def affordable(layers: Layers, inverse: Inverse, cost: float | jax.Array, share: int) -> int | jax.Array:
+    """Return the shortest interval at which statistics and refreshes take `cost` of the work of the gradients.
 
-    The interval holds for any number of devices, which share out refreshes like examples.
+    Statistics come from every `share`-th example. The interval holds for any number of devices, which share out
+    refreshes like examples.
     """
-    gradients = 3 * (layers.num_examples or 0) * sum(products_of(x) for x in layers if x.positions is not None)
-    interval = seldom_work(layers, inverse) / (gradients or math.inf) / cost
+    interval = sum(work_of_layers(layers, inverse, share).values()) / (work_of_gradients(layers) or math.inf) / cost
     if isinstance(cost, jax.Array):  # as `optax.inject_hyperparams` has it
         return jnp.clip(jnp.ceil(interval), 1, LONGEST).astype(jnp.int32)
     return min(LONGEST, max(1, math.ceil(interval)))
 
 
-def seldom_work(layers: Layers, inverse: Inverse, subsample: int = 1) -> float:
-    """Return FLOPs of statistics of every `subsample`-th example, and of refreshes in FLOPs of the gradient's price."""
-    counted = [layer for layer in layers if layer.positions is not None]
-    price = REFRESH_PRICE_ON_CPUS if jax.default_backend() == "cpu" else REFRESH_PRICE
-    refreshes = price * inverse.flops * sum(layer.copies * layer.inversion for layer in counted)
-    return (layers.num_examples or 0) / subsample * sum(map(statistics_of, counted)) + refreshes
+def prices_of_layers(layers: Layers, inverse: Inverse, every: int, share: int) -> dict[str, float]:
+    """Return the work for the curvature of each layer in a mean step, over that of all gradients."""
+    gradients = work_of_gradients(layers)
+    work = work_of_layers(layers, inverse, share)
+    return {name: (work[name] / every + applied(layers[name], inverse)) / gradients for name in work if gradients}
+
+
+def work_of_gradients(layers: Layers) -> float:
+    """Return FLOPs of the gradients of a batch: three products for each of the forward pass."""
+    return 3 * (layers.num_examples or 0) * sum(products_of(x) for x in layers if x.positions is not None)
+
+
+def work_of_layers(layers: Layers, inverse: Inverse, share: int) -> dict[str, float]:
+    """Return FLOPs of statistics and refreshes by layer, in FLOPs of the gradient's price.
+
+    Statistics of every `share`-th example need a forward pass, and a backward pass to the outputs of layers.
+    """
+    price = inverse.flops * (REFRESH_PRICE_ON_CPUS if jax.default_backend() == "cpu" else REFRESH_PRICE)
+    examples = (layers.num_examples or 0) / share
+    return {
+        layer.name: examples * (statistics_of(layer) + 2 * products_of(layer)) + price * layer.copies * layer.inversion
+        for layer in layers
+        if layer.positions is not None
+    }
+
+
+def applied(layer: Layer, inverse: Inverse) -> float:
+    """Return FLOPs of the products of a gradient with inverses, or with eigenvectors and back."""
+    if layer.kind not in KRONECKER_KINDS:
+        return 0.0
+    sides = sum(shape[0] for shape in layer.block_shapes.values() if len(shape) == 2)
+    return 2.0 * inverse.products * layer.copies * layer.d_in * layer.d_out * sides
 
 
 def products_of(layer: Layer) -> float:

@@ -48,7 +48,7 @@ class Way:
           ValueError: the axes are not bound.
         """
         if self.axes and axis_size(self.axes) is None:
-            where = "call update inside jax.pmap or jax.shard_map over that axis"
+            where = "call update and observe inside jax.pmap or jax.shard_map over that axis"
             raise ValueError(f"axis_name={_name(self.axes)!r} is not bound: {where}")
         return lax.axis_size(self.owners)
 

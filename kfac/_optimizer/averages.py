@@ -1,14 +1,15 @@
-"""The middle of a step: statistics go into running averages, and these into inverses."""
+"""`observe` on one device: statistics go into running averages, and these into inverses."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import averaged, finite
@@ -18,18 +19,70 @@ from kfac._factors import Factors, Statistics
 from kfac._layers import Layer
 from kfac._optimizer.place import Config, Place, Vectors
 from kfac._optimizer.segment import part_of, with_parts
-from kfac._optimizer.state import KfacState, shards_of
+from kfac._optimizer.state import KfacState, check_devices, check_positions, shards_of
 from kfac._packing import filled, flatten, unflatten
 from kfac._varying import as_varying, device_axes, varying_axes
 
 
-def average_statistics(place: Place, factors: Factors) -> dict[str, Statistics]:
-    """This step's statistics of the blocks that this device keeps, averaged over devices."""
+class Stacks(NamedTuple):
+    """The statistics of a batch, stacked by group.
+
+    Attributes:
+      statistics: of the groups with statistics of their own, `[k, ...]`.
+      gradients: of the groups with gradient factors, gradients as matrices `[k, d_in, d_out]`.
+    """
+
+    statistics: Mapping[str, Statistics]
+    gradients: Vectors
+
+
+def observe_here(config: Config, state: KfacState, statistics: Factors | Stacks | None) -> KfacState:
+    """Observe on one device, which holds its own blocks. `Stacks` are averaged over devices already."""
+    way = config.way
+    check_devices(state, way.devices)
+    for owned in state.owned.values():
+        check_positions(owned)
+    place = Place(config, shards_of(state))
+    if statistics is None:
+        state, failed = refresh_inverses(way, state)
+        state = state._replace(refreshed=state.count)
+        counts = jnp.stack([jnp.zeros((), jnp.int32), count_blocks(way, state, failed)])
+    else:
+        if isinstance(statistics, Factors):
+            way.check(None, statistics)
+            statistics = average_over_devices(place, state, statistics)
+        state, left_out = take_in(place, state, statistics)
+        counts = jnp.stack([count_blocks(way, state, left_out), jnp.zeros((), jnp.int32)])
+        if state.settings.refreshes:
+            due = state.refresh_due.astype(bool)  # `optax.contrib.sam` makes integers of the flags of a state
+            state, failed = refresh_inverses(way, state, due)
+            state = state._replace(refreshed=jnp.where(due, state.count, state.refreshed))
+            counts = counts.at[1].set(count_blocks(way, state, failed))
+        state = state._replace(measured=state.count, due=jnp.zeros((), bool))
+    skipped, failures = way.total(counts)
+    metrics = state.metrics._replace(
+        skipped_statistics=state.metrics.skipped_statistics + skipped,
+        failed_inversions=state.metrics.failed_inversions + failures,
+    )
+    return state._replace(metrics=metrics)
+
+
+def average_over_devices(place: Place, state: KfacState, factors: Factors) -> Stacks:
+    """Stack the statistics of the blocks that this device holds, averaged over devices."""
     config, way = place.config, place.config.way
+    gradients = stack_gradients(config, state, factors)
     if not way.alone:
-        return way.statistics(stack_packed(config, factors, way.mean), place.shards)
+        statistics = way.statistics(stack_packed(config, factors, way.mean), place.shards)
+        return Stacks(statistics, way.means(gradients, {n: x for n, x in place.shards.items() if n in gradients}))
     whole = Factors({name: block.combined() for name, block in factors.items()})
-    return {g.name: g.stack_factors(whole, g.moments(config.inverse)) for g in config.groups if g.captured}
+    stacks = {g.name: g.stack_factors(whole, g.moments(config.inverse)) for g in config.groups if g.captured}
+    return Stacks(stacks, gradients)
+
+
+def stack_gradients(config: Config, state: KfacState, factors: Factors) -> Vectors:
+    """Stack the gradients of all blocks with gradient factors, by group: `[k, d_in, d_out]`."""
+    groups = [group for group in config.groups if not group.captured]
+    return {g.name: g.stack_matrices(factors.gradients, state.blocks[g.name].weight.dtype) for g in groups}
 
 
 def stack_packed(config: Config, factors: Factors, mean: Callable[[Any], Any] | None = None) -> dict[str, Statistics]:
@@ -55,26 +108,29 @@ def stack_packed(config: Config, factors: Factors, mean: Callable[[Any], Any] | 
     return stacks
 
 
-def take_in(place: Place, state: KfacState, batch: dict[str, Any], usable: jax.Array) -> tuple[KfacState, Vectors]:
-    """Takes this step's statistics into the running averages; a block whose statistics are not finite leaves them out.
+def take_in(place: Place, state: KfacState, stacks: Stacks) -> tuple[KfacState, Vectors]:
+    """Take the statistics of a batch into the running averages. Blocks with non-finite statistics leave them out.
 
     Args:
-      place: where the step is.
-      state: that before the step.
-      batch: the statistics of the step, averaged over devices, of the blocks that this device keeps: `[k, ...]`.
-      usable: whether the gradients are finite, on all devices.
+      place: the blocks that this device holds.
+      state: the state before.
+      stacks: the statistics of these blocks, averaged over devices.
 
     Returns:
-      The state, and which blocks left theirs out.
+      The state, and which blocks left their statistics out.
     """
     config, way, left_out = place.config, place.config.way, {}
+    batch: dict[str, Any] = {name: stack.unpacked() for name, stack in stacks.statistics.items()}
+    for group in config.groups:
+        if not group.captured:
+            batch[group.name] = group.block.of_gradients(group.shapes, stacks.gradients[group.name])
     steps = jnp.where(state.measured < 0, 1, jnp.maximum(state.count - state.measured, 1))
-    decay = place.now.decay.astype(jnp.result_type(float)) ** steps
+    decay = state.factor_decay.astype(jnp.result_type(float)) ** steps
     for group in config.groups:
         name, block, statistics = group.name, state.blocks[group.name], batch[group.name]
         # So large that squares are not finite, one batch would fill the average for hundreds of steps.
         good = jnp.all(jnp.stack([finite(x * x) for x in jax.tree.leaves(statistics)]), axis=0)
-        taken, left_out[name] = good & place.owns[name] & usable, ~good & place.owns[name]
+        taken, left_out[name] = good & place.owns[name], ~good & place.owns[name]
         if statistics.moments is not None:
             # Those before the first decomposition are in no basis that is kept.
             corrected = way.take({name: jnp.asarray(group.corrected)}, place.shards)[name] & (block.condition > 0)
@@ -88,18 +144,15 @@ def take_in(place: Place, state: KfacState, batch: dict[str, Any], usable: jax.A
     return state, left_out
 
 
-def refresh_inverses(
-    way: Way, state: KfacState, dampings: tuple[jax.Array, jax.Array], needed: jax.Array | None = None
-) -> tuple[KfacState, Vectors]:
-    """Refreshes the inverses of a device's blocks that have statistics, and the bases that all have.
+def refresh_inverses(way: Way, state: KfacState, needed: jax.Array | None = None) -> tuple[KfacState, Vectors]:
+    """Refresh the inverses of this device's blocks that have statistics, and the bases that all devices have.
 
-    XLA changes stacks in their place, once all gradients are known.
+    XLA changes stacks in their place.
 
     Args:
       way: how blocks lie on devices.
-      state: that before.
-      dampings: that of Kronecker blocks, and that of the others.
-      needed: whether to do anything, on which devices agree; None: do it.
+      state: the state before.
+      needed: whether to do anything, on which devices agree. None means yes.
 
     Returns:
       The state, and which blocks failed.
@@ -113,16 +166,25 @@ def refresh_inverses(
         new, failed = old
         for name, block in state.blocks.items():
             inverse_state, owned = part_of(new, way, name, "inverse"), state.owned.get(name)
-            kind, damping = (inverse_state.inverse, dampings[1]) if owned is None else (owned.inverse, dampings[0])
+            kind = inverse_state.inverse if owned is None else owned.inverse
+            damping = state.observe_damping * (state.unitwise_damping if owned is None else 1)
             result = refresh(kind, inverse_state, part_of(new, way, name, "factors"), wanted[name], damping)
             condition = jnp.where(result.valid, result.condition, block.condition)
             inverted = jnp.where(result.valid, state.count, block.inverted)
             new = with_parts(new, way, name, inverse=result.inverse, condition=condition, inverted=inverted)
             failed = failed | {name: wanted[name] & ~result.valid}
-        # What all devices have of the inverses, from their owners.
+        # All devices get the bases from their owners.
         sent = {n: flatten(new.owned[n].inverse.basis(part_of(new, way, n, "inverse"))) for n in new.bases}
         received = way.gather(sent, shards_of(state))
         bases = {name: unflatten(flat, new.bases[name]) for name, flat in received.items()}
         return new._replace(bases=bases), failed
 
     return refreshed((state, nothing)) if needed is None else once_if(needed, refreshed, (state, nothing))
+
+
+def count_blocks(way: Way, state: KfacState, flags: Vectors) -> jax.Array:
+    """Count the flagged blocks of this device. Blocks that all devices have are counted on the first."""
+    first = jnp.asarray(lax.axis_index(way.owners) == 0)
+    counted = [x if name in state.owned else x & first for name, x in flags.items()]
+    # With a barrier XLA reduces all groups in one kernel.
+    return jnp.sum(lax.optimization_barrier(jnp.concatenate(counted)), dtype=jnp.int32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -14,7 +15,8 @@ from kfac._curvature.blocks import check_factors, group_layers
 from kfac._curvature.refresh import one_by_one
 from kfac._factors import Factors, Kronecker
 from kfac._layers import Layers
-from kfac._optimizer.state import AdaptiveDampingState, KfacState, check_groups, find_nodes, find_state
+from kfac._optimizer.reshard import some_state
+from kfac._optimizer.state import AdaptiveDampingState, KfacState, check_groups, find_nodes, find_state, pure
 
 
 def diagnostics(opt_state: Any) -> dict[str, jax.Array]:
@@ -38,7 +40,7 @@ def diagnostics(opt_state: Any) -> dict[str, jax.Array]:
       ValueError: there is no K-FAC state, or more than one, in `opt_state`.
     """
     state = find_state(opt_state, "opt_state")
-    scalars = {"damping": state.damping, **state.metrics._asdict()}
+    scalars = state.metrics._asdict()
     scalars["statistics_age"] = jnp.maximum(state.count - 1 - state.measured, 0)
     for adaptive in find_nodes(opt_state, AdaptiveDampingState):
         scalars["reduction_ratio"] = adaptive.reduction_ratio
@@ -50,26 +52,31 @@ def diagnostics(opt_state: Any) -> dict[str, jax.Array]:
     return scalars
 
 
-def due(opt_state: Any) -> jax.Array:
-    """Whether the next step is to bring statistics, by `cost=` of `kfac.kfac` or `statistics_every=`.
+def statistics_due(opt_state: Any) -> jax.Array:
+    """Tell whether `observe` should be called before the next step.
 
-    With two programs, as `train_step` has them::
+    `cost=` of `kfac.kfac` or `statistics_every=` says how often that is the case::
 
-        step = step_with_statistics if kfac.due(opt_state) else step_without
+        if kfac.statistics_due(opt_state):
+            opt_state = observe(opt_state, params, batch)
         params, opt_state = step(params, opt_state, batch)
 
-    or with `jax.lax.cond` in one. To ask waits for the step before; a loop that must not wait goes by its own count.
+    Reading the answer on the host waits for the step before. A loop that must not wait can count by itself.
 
     Args:
-      opt_state: an optimizer state; the preconditioner's part is looked for in it.
+      opt_state: any tree that holds the state of `kfac.kfac` or `kfac.scale_by_kfac`.
 
     Returns:
-      A bool, an array of no dimension; of several devices that of the first.
+      A bool, an array without axes. True if any of several states is due. A state of `jax.pmap` tells that of the first
+      device.
 
     Raises:
-      ValueError: there is no K-FAC state, or more than one, in `opt_state`.
+      ValueError: `opt_state` holds no such state.
     """
-    return jnp.ravel(find_state(opt_state, "opt_state").due)[0]
+    some_state(opt_state, "opt_state")
+    return functools.reduce(
+        jnp.logical_or, [jnp.ravel(state.due)[0].astype(bool) for state in pure(find_nodes(opt_state, KfacState))]
+    )
 
 
 def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from kfac._capture.find_layers import matching
-from kfac._checks import check, check_given, check_layers
+from kfac._checks import check, check_fraction, check_given, check_layers, with_hints
 from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.inverse import Inverse, check_inverse
 from kfac._curvature.soap import Soap
@@ -28,6 +28,7 @@ from kfac._varying import mesh_of, on_mesh, placed
 Optimizer: TypeAlias = optax.GradientTransformationExtraArgs
 
 
+@with_hints
 def kfac(
     learning_rate: ScalarOrSchedule,
     layers: Layers,
@@ -45,6 +46,7 @@ def kfac(
     cost: float = COST,
     inverse_every: int | jax.Array | Literal["auto"] | None = "auto",
     inverse: Inverse | None = None,
+    statistics_fraction: float | None = None,
     distribution: Distribution | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """K-FAC as an optimizer: `scale_by_kfac`, KL clip, momentum, lengths of steps, weight decay, learning rate.
@@ -99,27 +101,35 @@ def kfac(
         loss. None: 1e-4 for `Soap` and 0.1 for the others with `step_norm="spectral"`, else 1e-3.
       cost: what statistics and refreshes may take of the time of the gradients, in the mean step. It sets the interval
         of both: the shortest, 16 steps at most, at which their FLOPs are this share of those of the gradients of the
-        batch that the layers were found with, where a FLOP of a refresh counts three times, as it takes on a CPU. It
-        is reached by doublings: the first ten steps have both (`refresh_warmup` of `scale_by_kfac`). `due` says of a
-        state whether the next step is one with statistics: `train_step` goes by it. With `step_norm=None` every step
-        has statistics, as nothing limits the length of a step by old inverses: then leave `cost` out.
-      inverse_every: steps between refreshes of the inverses; None leaves them to `refresh`. "auto": that of `cost`.
+        batch that the layers were found with. Statistics include a forward and a backward pass of their own. A FLOP of
+        a refresh counts three times, as it takes on a CPU. The interval is reached by doublings: the first ten steps
+        have both (`refresh_warmup` of `scale_by_kfac`). `statistics_due` tells whether to observe before the next
+        step: `train_step` does. With `step_norm=None` statistics are due in every step, because nothing limits the
+        length of a step by old inverses: then leave `cost` out.
+      inverse_every: steps between refreshes of the inverses, which `observe` makes. None: it only takes averages, and
+        `observe(opt_state)` without factors refreshes. "auto": that of `cost`.
         `plan` counts for other machines.
       inverse: how Kronecker blocks are inverted: `Cholesky()`, `Eigh()`, `Ekfac()`, `Soap()` or one's own. With
         `step_norm="spectral"` it is made `relative`. `Soap` preconditions the momentum of the gradients.
 
         None: `Soap()`, and with `step_norm=None` `Cholesky()`.
+      statistics_fraction: the share of a batch that `observe` will get statistics of, `1 / k` with an integer `k`, for
+        the interval that follows from `cost`. `train_step` takes statistics of this share. None: a quarter with
+        `Soap()` and 64 examples or more, else 1.
       distribution: how several devices are used; None: as `scale_by_kfac` sees them.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs`; `update` takes the keyword `factors`.
+      An optimizer like those of optax. `update` needs the parameters. It knows the curvature from `kfac.observe`;
+      until that is called, gradients are not preconditioned.
 
     Raises:
       ValueError: an argument is out of range.
     """
     spectral = step_norm is not None
     check_layers(layers)
-    inverse, every = chosen(layers, step_norm, inverse, cost)
+    inverse, every, _ = chosen(
+        layers, step_norm=step_norm, inverse=inverse, cost=cost, statistics_fraction=statistics_fraction
+    )
     damping = (inverse.relative_damping if spectral else 1e-3) if damping is None else damping
     inverse = dataclasses.replace(inverse, relative=True) if spectral else inverse
     inverse_every = every if isinstance(inverse_every, str) and inverse_every == "auto" else inverse_every
@@ -153,14 +163,59 @@ def _by_layer(multipliers: Mapping[str, float], layers: Layers) -> dict[str, flo
     return found
 
 
-def chosen(layers: Layers, step_norm: Any, inverse: Inverse | None, cost: Any) -> tuple[Inverse, Any]:
-    """The inverse, and the number of steps from one with statistics to the next."""
-    inverse = (Cholesky() if step_norm is None else Soap()) if inverse is None else inverse
+INTERVAL_OPTIONS = ("step_norm", "inverse", "cost", "statistics_fraction")
+
+
+class Chosen(NamedTuple):
+    """The choices that follow from the layers.
+
+    Attributes:
+      inverse: the inverse.
+      every: the number of steps from one `observe` to the next.
+      share: `k`, if statistics come from every `k`-th example.
+    """
+
+    inverse: Inverse
+    every: Any
+    share: int
+
+
+def chosen(
+    layers: Layers,
+    *,
+    step_norm: Any = "spectral",
+    inverse: Inverse | None = None,
+    cost: Any = COST,
+    statistics_fraction: float | None = None,
+) -> Chosen:
+    """Choose the inverse and the interval of statistics; see `kfac` for the arguments."""
+    inverse = kind_of_inverse(step_norm, inverse)
     check_inverse(inverse)
     check(cost=cost)
-    if step_norm is None and not isinstance(cost, jax.core.Tracer) and cost != COST:
+    share = statistics_share(layers, inverse, statistics_fraction)
+    if step_norm is not None:
+        return Chosen(inverse, affordable(layers, inverse, cost, share), share)
+    if not isinstance(cost, jax.core.Tracer) and cost != COST:
         raise ValueError(f"cost={cost!r} has no effect: with step_norm=None every step has statistics. Leave cost out")
-    return inverse, 1 if step_norm is None else affordable(layers, inverse, cost)
+    return Chosen(inverse, 1, share)
+
+
+def kind_of_inverse(step_norm: Any, inverse: Inverse | None) -> Inverse:
+    """Return the inverse, or the default one."""
+    if inverse is not None:
+        return inverse
+    return Cholesky() if step_norm is None else Soap()
+
+
+def statistics_share(layers: Layers, inverse: Inverse, fraction: float | None) -> int:
+    """Return `k`, if statistics come from every `k`-th example.
+
+    By default 4 with `Soap`, which takes a basis from statistics and nothing else, and 64 examples or more.
+    """
+    if fraction is not None:
+        return check_fraction("statistics_fraction", fraction)
+    enough = layers.batch_argnums and (layers.num_examples or 0) >= 64
+    return 4 if isinstance(inverse, Soap) and enough else 1
 
 
 def assemble(

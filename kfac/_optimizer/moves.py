@@ -55,13 +55,12 @@ class Moves:
         """Whether the lengths of steps do not follow from the curvature alone."""
         return self.step_norm is not None or self.trust_ratio is not None
 
-    def at(self, count: jax.Array, **preconditioner: jax.Array) -> Now:
-        """The scalars of step `count`, with those of the preconditioner."""
+    def at(self, count: jax.Array, damping: jax.Array) -> Now:
+        """Return the scalars of step `count`."""
         given = (self.trust_ratio, self.kl_clip)
         coefficient, limit = (None if x is None else value_at(x, count) for x in given)
         decay = value_at(0.0 if self.momentum is None else self.momentum, count)
-        return Now(limit=limit, rate=value_at(self.learning_rate, count), momentum=decay, coefficient=coefficient,
-                   **preconditioner)  # fmt: skip
+        return Now(damping, limit, value_at(self.learning_rate, count), decay, coefficient)
 
     def needs_params(self, group: Group) -> bool:
         """Whether the step of a group depends on its parameters."""
@@ -92,10 +91,7 @@ class Now(NamedTuple):
     """The scalars of one step.
 
     Attributes:
-      damping: that of Kronecker blocks.
-      unitwise: that of unit-wise and diagonal ones.
-      decay: that of the running averages.
-      turn: whether this step refreshes inverses that are stale.
+      damping: the damping, for inverses that apply it at once.
       limit: the constraint of the KL clip.
       rate: the learning rate.
       momentum: its decay.
@@ -103,9 +99,6 @@ class Now(NamedTuple):
     """
 
     damping: jax.Array
-    unitwise: jax.Array
-    decay: jax.Array
-    turn: jax.Array
     limit: jax.Array | None
     rate: jax.Array
     momentum: jax.Array

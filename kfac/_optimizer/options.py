@@ -50,8 +50,8 @@ CONFLICTS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     ),
     (
         lambda o: o.inverse_every is None and o.refresh_warmup is not None,
-        "inverse_every=None leaves all refreshes to kfac.state.refresh, so refresh_warmup={refresh_warmup!r} has no "
-        "place: leave it at None",
+        "inverse_every=None leaves all refreshes to kfac.observe(opt_state), so refresh_warmup={refresh_warmup!r} has "
+        "no effect: leave it at None",
     ),
     (lambda o: o.weight_decay is None and o.weight_decay_mask is not None, "weight_decay_mask needs weight_decay"),
 )

@@ -17,19 +17,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import finite
+from kfac._distributed.distribution import Distribution
 from kfac._distributed.owners import Shard
-from kfac._factors import Factors, Statistics
-from kfac._layers import Layer, leaves_by_path, map_by_path
-from kfac._optimizer.averages import stack_packed
+from kfac._distributed.ways import Way
+from kfac._factors import Factors
+from kfac._layers import Layer, find_splits, leaves_by_path, map_by_path
+from kfac._optimizer.averages import Stacks, observe_here, stack_gradients, stack_packed
 from kfac._optimizer.moves import Now
 from kfac._optimizer.place import Config
 from kfac._optimizer.reshard import state_spec
 from kfac._optimizer.segment import closed
-from kfac._optimizer.state import KfacState, Splits, init_state
+from kfac._optimizer.state import KfacState, Settings, Splits, devices_of, init_state
 from kfac._optimizer.step import Gradients, preconditioned_step
 from kfac._varying import lying_as, replicated, whole
 
@@ -50,10 +52,8 @@ class OverMesh:
     shards: dict[str, Shard]
     splits: dict[str, PartitionSpec]
 
-    def step(
-        self, updates: Any, params: Any, state: KfacState, now: Now, factors: Factors | None
-    ) -> tuple[Any, KfacState]:
-        """Runs `preconditioned_step` on the devices. On explicit axes the results are laid out as `updates`."""
+    def step(self, updates: Any, params: Any, state: KfacState, now: Now) -> tuple[Any, KfacState]:
+        """Run `preconditioned_step` on the devices. On explicit axes the results are laid out as `updates`."""
         config, same, over = self.config, PartitionSpec(), PartitionSpec(self.config.way.owners)
         states, leaves = state_spec(config.way.owners), self.owned(updates)
         split = config.way.owners and self.is_split(leaves)
@@ -62,14 +62,29 @@ class OverMesh:
             return self.to_owners(tree) if split else Gradients(replicated(tree), {})
 
         gradients: Any = Gradients(same, over)  # type: ignore[arg-type]  # the specs of such
-        by_owner = {g.name: over if g.owned else same for g in config.groups if g.captured}
-        stacks = None if factors is None else whole(self.statistics_to_owners, by_owner)(factors)
-        in_specs = gradients, gradients, states, same, None if stacks is None else by_owner
+        in_specs = gradients, gradients, states, same
         on_device = functools.partial(preconditioned_step, config)
         step = jax.shard_map(on_device, mesh=self.mesh, in_specs=in_specs, out_specs=(gradients, states))
         weights = Gradients(None, {}) if params is None else laid_out(params)
-        new, state = step(laid_out(updates), weights, state, now, stacks)
+        new, state = step(laid_out(updates), weights, state, now)
         return self.from_owners(new, updates) if split else lying_as(new.tree, updates), state
+
+    def observe(self, state: KfacState, factors: Factors | None) -> KfacState:
+        """Run `observe_here` on the devices."""
+        config, states = self.config, state_spec(self.config.way.owners)
+        on_device, over = functools.partial(observe_here, config), PartitionSpec(config.way.owners)
+        if factors is None:
+            refresh = functools.partial(on_device, statistics=None)
+            return jax.shard_map(refresh, mesh=self.mesh, in_specs=(states,), out_specs=states)(state)
+        specs: tuple[dict[str, PartitionSpec], ...] = ({}, {})
+        for group in config.groups:
+            specs[0 if group.captured else 1][group.name] = over if group.owned else PartitionSpec()
+        stacks = whole(self.statistics_to_owners, specs)(state, factors)
+        observe = jax.shard_map(
+            lambda state, stacks: on_device(state, Stacks(*stacks)),
+            mesh=self.mesh, in_specs=(states, specs), out_specs=states,
+        )  # fmt: skip
+        return observe(state, stacks)
 
     def owned(self, updates: Any) -> dict[str, jax.Array]:
         """The leaves that owners alone precondition, by path."""
@@ -83,10 +98,15 @@ class OverMesh:
             return False
         return any(any(self.splits.get(path, jax.typeof(x).sharding.spec)) for path, x in leaves.items())
 
-    def statistics_to_owners(self, factors: Factors) -> dict[str, Statistics]:
-        """Lays out packed statistics: blocks with owners at the positions of these, the others on all devices."""
-        stacks = stack_packed(self.config, factors)
-        return stacks | {n: self.over_owners(stacks[n], s) for n, s in self.shards.items() if n in stacks}
+    def statistics_to_owners(self, state: KfacState, factors: Factors) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+        """Lay out packed statistics and gradients: blocks with owners at their slots, the others on all devices."""
+
+        def lay_out(stacks):
+            return {n: self.over_owners(x, self.shards[n]) if n in self.shards else x for n, x in stacks.items()}
+
+        leaves = {path: self.lying(x, *self.splits.get(path, [UNSEEN])) for path, x in factors.gradients.items()}
+        gradients = stack_gradients(self.config, state, Factors({}, leaves))
+        return lay_out(stack_packed(self.config, factors)), lay_out(gradients)
 
     def to_owners(self, updates: Any) -> Gradients:
         """Lays out gradients: blocks with owners at the positions of these, the others on all devices."""
@@ -167,28 +187,28 @@ class OverMesh:
 UNSEEN = "unseen"  # for an axis of which nothing is known
 
 
-def init_over_mesh(config: Config, mesh: Mesh | AbstractMesh, params: Any) -> KfacState:
+def mesh_to_open(uses: Distribution, state: KfacState, tree: Any) -> tuple[Way, Mesh | AbstractMesh | None]:
+    """Return how blocks lie on devices, and the mesh over which a `shard_map` is to be opened, if any."""
+    way, mesh = uses.way(tree, uses.axis is not None or devices_of(state) > 1)
+    if mesh is not None and not way.owners and AxisType.Explicit not in mesh.axis_types:
+        mesh = None  # XLA shares out what one device does
+    return way, mesh
+
+
+def init_over_mesh(config: Config, settings: Settings, mesh: Mesh | AbstractMesh, params: Any) -> KfacState:
     """The state before the first step, lying on a mesh."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     specs = state_spec(config.way.owners)
     init = jax.shard_map(
-        lambda: closed(init_state(config, shapes), config.way), mesh=mesh, in_specs=(), out_specs=specs
+        lambda: closed(init_state(config, settings, shapes), config.way), mesh=mesh, in_specs=(), out_specs=specs
     )
     state: KfacState = jax.jit(init)()
-    state = state._replace(splits=find_splits(params))
+    state = state._replace(splits=Splits(find_splits(params) or config.layers.splits))
     if not isinstance(mesh, AbstractMesh) or not jax.tree.leaves(params):
         return state
     # Under `jit` a state that depends on no argument would be one of no mesh.
     smallest = min(jax.tree.leaves(params), key=lambda leaf: leaf.size)
     return state._replace(count=state.count + 0 * jnp.any(jnp.isnan(smallest)))
-
-
-def find_splits(params: Any) -> Splits:
-    """Returns how parameters are split over a mesh; under `jit` nothing is known of that."""
-    arrays = {path: x for path, x in leaves_by_path(params).items() if not isinstance(x, jax.core.Tracer)}
-    shardings = {path: getattr(x, "sharding", None) for path, x in arrays.items()}
-    named = {path: s.spec for path, s in shardings.items() if isinstance(s, NamedSharding)}
-    return Splits(tuple(sorted(named.items())) if any(map(any, named.values())) else ())
 
 
 def _picked(stack: jax.Array, index: np.ndarray) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What is fixed for a step, and what a device has of its blocks."""
+"""The fixed settings of a step, and the blocks that one device holds."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from kfac._distributed.owners import Shard
 from kfac._distributed.ways import Way
 from kfac._factors import per_block
 from kfac._layers import Layers
-from kfac._optimizer.moves import Moves, Now
+from kfac._optimizer.moves import Moves
 
 Vectors = dict[str, jax.Array]  # for each group `[k]`, a number for each block
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What is fixed for a step.
+    """The fixed settings of a step.
 
     Attributes:
       layers: the layers.
       groups: their groups.
-      inverse: how blocks are inverted.
+      inverse: the inverse of Kronecker blocks.
       way: how blocks lie on devices here.
-      refreshes: whether a step may refresh inverses.
-      moves: what follows the preconditioner.
+      moves: the settings of everything after the preconditioner.
       local: whether gradients are still to be averaged.
     """
 
@@ -37,8 +36,7 @@ class Config:
     groups: tuple[Group, ...]
     inverse: Inverse
     way: Way
-    refreshes: bool
-    moves: Moves
+    moves: Moves = dataclasses.field(default_factory=Moves)
     local: bool = False
 
     @functools.cached_property
@@ -54,24 +52,22 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """One step on one device: what is fixed, the scalars, and which blocks the device holds.
+    """The blocks that one device holds.
 
     Attributes:
-      config: what is fixed.
-      now: the scalars.
+      config: the fixed settings.
       shards: how Kronecker groups are dealt to devices.
     """
 
     config: Config
-    now: Now
     shards: dict[str, Shard]
 
     @functools.cached_property
     def owns(self) -> Vectors:
-        """Of each group, `[positions]`: whether the block there is a device's own; all have those without owners."""
+        """For each group `[positions]`: whether the block there is this device's own. All own blocks without owners."""
         of_owned = {name: self.config.way.owns(shard) for name, shard in self.shards.items()}
         return {g.name: of_owned.get(g.name, jnp.ones(g.size, bool)) for g in self.config.groups}
 
     def only_owned(self, name: str, stack: jax.Array) -> jax.Array:
-        """A stack of a group with zeros where the block is not this device's own."""
+        """Set a stack to zero where the block is not this device's own."""
         return jnp.where(per_block(self.owns[name], stack), stack, 0)

@@ -11,15 +11,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from kfac._checks import check
+from kfac._distributed.distribution import Distribution, check_distribution
 from kfac._distributed.owners import Shard, block_cost, make_shards
 from kfac._distributed.ways import Way
 from kfac._factors import per_block
 from kfac._optimizer.segment import closed, opened
 from kfac._optimizer.state import KfacState, Owned, Segment, Splits, devices_of, find_nodes, form_of
-from kfac._varying import AxisName, replicated
+from kfac._varying import AxisName, axis_names, mesh_of, replicated
 
 
 def state_specs(tx: optax.GradientTransformation, params: Any, axis_name: AxisName) -> Any:
@@ -37,10 +38,53 @@ def state_specs(tx: optax.GradientTransformation, params: Any, axis_name: AxisNa
     Raises:
       ValueError: `tx` is no optimizer.
     """
-    if not hasattr(tx, "init"):
-        raise ValueError(f"tx must be an optimizer, tx = kfac.kfac(learning_rate, layers), but is {type(tx).__name__}")
+    _check_optimizer(tx)
     state = jax.eval_shape(tx.init, params)
     return on_states(lambda node: state_spec(axis_name), state, lambda leaf: PartitionSpec())
+
+
+def shardings(tx: optax.GradientTransformation, params: Any) -> Any:
+    """Return the shardings of an optimizer state over a mesh, from shapes and shardings alone.
+
+    ::
+
+        with jax.set_mesh(mesh):
+            opt_state = jax.jit(tx.init, out_shardings=kfac.state.shardings(tx, params))(params)
+
+    Kronecker blocks are split over the devices that own them. Everything else has a copy on every device.
+
+    Args:
+      tx: the optimizer: `kfac`, or any chain or wrapper around it.
+      params: the parameters on the mesh, arrays or `jax.ShapeDtypeStruct` with `sharding=`.
+
+    Returns:
+      A tree like the state, with a `NamedSharding` for each array.
+
+    Raises:
+      ValueError: `tx` is no optimizer, or `params` are not on a mesh.
+    """
+    _check_optimizer(tx)
+    mesh = mesh_of(params)
+    if mesh is None:
+        raise ValueError("params must be on a mesh of several devices: place them with jax.device_put, or set the mesh")
+    with jax.sharding.use_abstract_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh):
+        state = jax.eval_shape(tx.init, params)
+
+    def of_leaves(tree, spec):
+        return jax.tree.map(lambda leaf: NamedSharding(mesh, spec), tree)
+
+    def of_state(state):
+        owners = axis_names(state.settings.distribution.owners) or tuple(mesh.axis_names)
+        fields = {name: of_leaves(getattr(state, name), PartitionSpec()) for name in KfacState._fields}
+        fields |= {name: of_leaves(getattr(state, name), PartitionSpec(owners)) for name in ("owned", "segment")}
+        return KfacState(**fields)
+
+    return on_states(of_state, state, lambda leaf: NamedSharding(mesh, PartitionSpec()))
+
+
+def _check_optimizer(tx: Any) -> None:
+    if not hasattr(tx, "init"):
+        raise ValueError(f"tx must be an optimizer, tx = kfac.kfac(learning_rate, layers), but is {type(tx).__name__}")
 
 
 def state_spec(axis_name: AxisName) -> KfacState:
@@ -73,12 +117,15 @@ def gather_state(opt_state: Any) -> Any:
         node = _each_device(opened, replicated(node))
         owned = {name: _gather_owned(owned) for name, owned in node.owned.items()}
         # Bases can be had from the blocks again.
-        return node._replace(owned=owned, segment=Segment(), bases={}, splits=Splits())
+        settings = dataclasses.replace(node.settings, distribution=Distribution())
+        return node._replace(owned=owned, segment=Segment(), bases={}, splits=Splits(), settings=settings)
 
     return on_states(gather, opt_state)
 
 
-def scatter_state(portable: Any, num_devices: int, *, pmap: bool = False) -> Any:
+def scatter_state(
+    portable: Any, num_devices: int, *, pmap: bool = False, distribution: Distribution | None = None
+) -> Any:
     """A state from `gather_state`, for any number of devices.
 
     Jit-compatible. The result is the global form that `shard_map` and `jit` over a mesh take: place it with
@@ -89,6 +136,7 @@ def scatter_state(portable: Any, num_devices: int, *, pmap: bool = False) -> Any
       num_devices: length of the optimizer's axis, with `owners=` of those; without one `portable` is the state, as it
         is.
       pmap: return the form of `jax.pmap` instead, with a leading axis of devices on every array.
+      distribution: the `distribution=` of the optimizer, if it has one.
 
     Returns:
       The state. It holds the same numbers, so that training goes on as it would have.
@@ -97,6 +145,7 @@ def scatter_state(portable: Any, num_devices: int, *, pmap: bool = False) -> Any
       ValueError: `num_devices` is not a positive int, or `portable` is not what `gather_state` returns.
     """
     check(num_devices=num_devices)
+    check_distribution(distribution)
     some_state(portable, "portable")
 
     def cost(name, owned):
@@ -110,7 +159,8 @@ def scatter_state(portable: Any, num_devices: int, *, pmap: bool = False) -> Any
         bases = {name: owned.inverse.basis(owned.blocks.inverse) for name, owned in node.owned.items()}
         owned = {name: _scatter_owned(owned, shards[name]) for name, owned in node.owned.items()}
         bases = {name: basis for name, basis in bases.items() if basis is not None and num_devices > 1}
-        return _each_device(closed, node._replace(owned=owned, bases=bases))
+        settings = dataclasses.replace(node.settings, distribution=distribution or Distribution())
+        return _each_device(closed, node._replace(owned=owned, bases=bases, settings=settings))
 
     state = on_states(scatter, portable)
     if not pmap:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from kfac._curvature.blocks import Group, group_layers
 from kfac._curvature.inverse import Inverse
+from kfac._distributed.distribution import Distribution
 from kfac._distributed.owners import Shard, group_costs, make_shards
 from kfac._factors import Block
 from kfac._layers import Layers, leaves_by_path
@@ -27,6 +29,7 @@ class KfacMetrics(NamedTuple):
     """Scalars of the last step, for `diagnostics`.
 
     Attributes:
+      damping: the damping of the last step.
       gradient_norm: 2-norm of the gradient, over the parameters that have a curvature block.
       preconditioned_norm: the same of the preconditioned gradient.
       condition: largest condition number of what is inverted, each as of its last inversion: of the damped factors in
@@ -40,6 +43,7 @@ class KfacMetrics(NamedTuple):
       skipped_steps: how many times the gradient, or the preconditioned one, was not finite.
     """
 
+    damping: jax.Array
     gradient_norm: jax.Array
     preconditioned_norm: jax.Array
     condition: jax.Array
@@ -121,6 +125,34 @@ class Splits:
     specs: tuple[tuple[str, PartitionSpec], ...] = ()
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What `observe` must know of the optimizer. No array, and no schedule.
+
+    Attributes:
+      layers: the layers, without biases that `optax.masked` or `optax.partition` hides from the optimizer.
+      found: the layers as `find_layers` returned them.
+      inverse: the inverse of Kronecker blocks.
+      distribution: how several devices are used.
+      refreshes: whether `observe` refreshes inverses by itself.
+    """
+
+    layers: Layers
+    found: Layers
+    inverse: Inverse
+    distribution: Distribution
+    refreshes: bool
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        """The hash, which `jax.jit` asks for in each call."""
+        return hash((self.layers, self.found, self.inverse, self.distribution, self.refreshes))
+
+
 class KfacState(NamedTuple):
     """State of `scale_by_kfac`: arrays only. Dictionaries are keyed by the shape of the blocks they stack.
 
@@ -128,11 +160,13 @@ class KfacState(NamedTuple):
       count: optimizer steps so far. One whose result is not finite is none: schedules and the interval of the refreshes
         stay where they are, as they do in the optax parts of `kfac`.
       refused: whether the last step was none, as its result was not finite.
-      stale: whether there were statistics or another damping since the last refresh.
-      measured: the number of the last step that brought statistics; -1 before the first.
-      due: whether the next step is to bring statistics.
-      damping: the damping of the last step.
-      unitwise_damping: that of unit-wise and diagonal blocks.
+      measured: the count at the last `observe`; -1 before the first.
+      refreshed: the count at the last refresh of the inverses; -1 before the first.
+      due: whether `observe` should be called before the next step.
+      refresh_due: whether that call computes new inverses.
+      observe_damping: the damping for the next `observe`, like the next two the value at this count.
+      unitwise_damping: the factor on it for unit-wise and diagonal blocks.
+      factor_decay: the decay of the running averages in one step.
       owned: Kronecker blocks, each device its own.
       segment: parts of `owned` that stand end to end, of groups with fewer blocks than devices.
       shared: unit-wise and diagonal blocks, the same on all devices.
@@ -142,15 +176,18 @@ class KfacState(NamedTuple):
         checkpoint of layers of another name is one of another structure.
       metrics: scalars of the last step.
       splits: no array: how parameters are split over automatic axes of a mesh, which nothing else tells under `jit`.
+      settings: no array: what `observe` must know of the optimizer.
     """
 
     count: jax.Array  # type: ignore[assignment]  # optax's name for it
     refused: jax.Array
-    stale: jax.Array
     measured: jax.Array
+    refreshed: jax.Array
     due: jax.Array
-    damping: jax.Array
+    refresh_due: jax.Array
+    observe_damping: jax.Array
     unitwise_damping: jax.Array
+    factor_decay: jax.Array
     owned: dict[str, Owned]
     segment: Segment
     shared: dict[str, BlockState]
@@ -159,6 +196,7 @@ class KfacState(NamedTuple):
     members: dict[str, dict[str, jax.Array]]
     metrics: KfacMetrics
     splits: Splits
+    settings: Settings
 
     @property
     def blocks(self) -> dict[str, BlockState]:
@@ -207,7 +245,7 @@ def with_blocks(state: KfacState, blocks: dict[str, BlockState]) -> KfacState:
     return state._replace(owned=owned, shared={name: blocks[name] for name in state.shared})
 
 
-def init_state(config: Config, params: Any) -> KfacState:
+def init_state(config: Config, settings: Settings, params: Any) -> KfacState:
     """The state before the first step, with all blocks in stacks: `segment.closed` puts parts of them end to end."""
     # `optax.tree.map_params` asks for the state of a placeholder that has no leaves.
     leaves = match_leaves(config.layers, params, "params") if jax.tree.leaves(params) else {}
@@ -217,7 +255,12 @@ def init_state(config: Config, params: Any) -> KfacState:
     shards = make_shards(group_costs(config.groups), devices)
 
     def inverses(group: Group, size: int) -> Any:
-        return group.inverse_of(config.inverse).init(group.zeros(size, dtype, group.moments(config.inverse)))
+        inverse = group.inverse_of(config.inverse)
+        kept = inverse.init(group.zeros(size, dtype, group.moments(config.inverse)))
+        for leaf in jax.tree.leaves(kept):
+            if not jnp.issubdtype(leaf.dtype, jnp.floating):  # integers would be rounded on the way between devices
+                raise ValueError(f"inverse={inverse!r} keeps an array of {leaf.dtype}: keep floating arrays only")
+        return kept
 
     def blocks(group: Group, size: int) -> BlockState:
         weight, condition, inverted = jnp.zeros(size, dtype), jnp.zeros(size, dtype), jnp.zeros(size, jnp.int32)
@@ -237,11 +280,13 @@ def init_state(config: Config, params: Any) -> KfacState:
     return KfacState(
         count=jnp.zeros((), jnp.int32),
         refused=jnp.zeros((), bool),
-        stale=jnp.zeros((), bool),
         measured=jnp.full((), -1, jnp.int32),
+        refreshed=jnp.full((), -1, jnp.int32),
         due=jnp.ones((), bool),
-        damping=jnp.zeros((), jnp.float32),
+        refresh_due=jnp.ones((), bool),
+        observe_damping=jnp.zeros((), jnp.float32),
         unitwise_damping=jnp.zeros((), jnp.float32),
+        factor_decay=jnp.zeros((), jnp.float32),
         owned={group.name: owned(group) for group in config.owned},
         segment=Segment(),
         shared={group.name: blocks(group, group.size) for group in config.groups if not group.owned},
@@ -250,6 +295,7 @@ def init_state(config: Config, params: Any) -> KfacState:
         members={group.name: {group.members: jnp.full((), group.size, jnp.int32)} for group in config.groups},
         metrics=KfacMetrics(*(jnp.zeros((), jnp.int32 if x in COUNTED else jnp.float32) for x in KfacMetrics._fields)),
         splits=Splits(),
+        settings=settings,
     )
 
 
@@ -294,6 +340,16 @@ def has_masked(tree: Any) -> bool:
     return bool(find_nodes(tree, optax.MaskedNode))
 
 
+def is_variable(node: Any) -> bool:
+    """Whether a node of a tree is a mutable variable, like those in which flax nnx keeps an optimizer's state."""
+    return hasattr(node, "get_value") and hasattr(node, "set_value")
+
+
+def pure(tree: Any) -> Any:
+    """Replace mutable variables by their values."""
+    return jax.tree.map(lambda x: x.get_value() if is_variable(x) else x, tree, is_leaf=is_variable)
+
+
 def find_nodes(tree: Any, kind: Any) -> list[Any]:
     """The nodes of a type in a tree, also within one another."""
     outermost = [x for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind)) if isinstance(x, kind)]
@@ -302,7 +358,7 @@ def find_nodes(tree: Any, kind: Any) -> list[Any]:
 
 def find_state(opt_state: Any, argument: str) -> KfacState:
     """The one `KfacState` in an optimizer state."""
-    states = find_nodes(opt_state, KfacState)
+    states = pure(find_nodes(opt_state, KfacState))
     if len(states) != 1:
         actual = f"is of type {type(opt_state).__name__} and holds {len(states)}"
         how = "; give the part of each" if states else ": it is what init of the optimizer has returned"
@@ -324,23 +380,34 @@ def blocks_of(state: KfacState, layers: Layers, argument: str) -> Iterator[tuple
 
 
 def check_state(config: Config, state: KfacState) -> None:
-    """Raises where a state is that of other options or another number of devices."""
+    """Raise if a state is one for other options or another number of devices."""
     check_devices(state, config.way.devices)
-    has_momentum = config.moves.momentum is not None and not config.inverse.takes_gradients
-    wanted = has_momentum, config.moves.adaptive_layer_rates
-    for name, owned in state.owned.items():
-        if owned.inverse != config.inverse:  # `kfac.kfac` may have chosen one by the layers
-            named = f"inverse={config.inverse!r}, but the optimizer state is one for inverse={owned.inverse!r}"
-            raise ValueError(f"{named}: name the one that it was initialised with")
-        options = ("momentum", "adaptive_layer_rates")
-        for option, wants, motion in zip(options, wanted, owned.shapes.motion, strict=True):
-            if wants != (motion is not None):
-                has = f"has {'none' if motion is None else 'some'} for blocks {name}"
+    for group in config.groups:
+        owned = state.owned.get(group.name)
+        if owned is not None:
+            check_positions(owned)
+            _check_inverse(config, owned)
+        motion = state.shared[group.name].motion if owned is None else owned.shapes.motion
+        has_momentum = config.moves.momentum is not None and not group.inverse_of(config.inverse).takes_gradients
+        wanted = {"momentum": has_momentum, "adaptive_layer_rates": config.moves.adaptive_layer_rates}
+        for (option, wants), array in zip(wanted.items(), motion, strict=True):
+            if wants != (array is not None):
+                has = f"has {'none' if array is None else 'some'} for blocks {group.name}"
                 raise ValueError(f"{option}= does not go with its state, which {has}: initialise it with the same")
-        if owned.blocks.weight.shape[0] != owned.shard.positions:
-            needs = f"{owned.shard.positions} of the state's {owned.shard.blocks} blocks of a shape"
-            how = f"but gets {owned.blocks.weight.shape[0]}: use kfac.state.state_specs for its in_specs and out_specs"
-            raise ValueError(f"this device must get {needs}, {how}")
+
+
+def _check_inverse(config: Config, owned: Owned) -> None:
+    if owned.inverse != config.inverse:  # `kfac.kfac` may have chosen one by the layers
+        named = f"inverse={config.inverse!r}, but the optimizer state is one for inverse={owned.inverse!r}"
+        raise ValueError(f"{named}: name the one that it was initialised with")
+
+
+def check_positions(owned: Owned) -> None:
+    """Raise if a device does not get its own blocks of a group."""
+    if owned.blocks.weight.shape[0] != owned.shard.positions:
+        needs = f"{owned.shard.positions} of the state's {owned.shard.blocks} blocks of a shape"
+        how = f"but gets {owned.blocks.weight.shape[0]}: use kfac.state.state_specs for its in_specs and out_specs"
+        raise ValueError(f"this device must get {needs}, {how}")
 
 
 def check_groups(groups: Sequence[Group], state: KfacState) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,11 +13,9 @@ from jax import lax
 
 from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import Momentum, cosine, finite
-from kfac._distributed.owners import Shard
 from kfac._distributed.ways import Way
-from kfac._factors import Factors, Statistics, per_block
+from kfac._factors import per_block
 from kfac._layers import leaves_by_path, map_by_path
-from kfac._optimizer.averages import average_statistics, refresh_inverses, take_in
 from kfac._optimizer.moves import Kernels, Motion, Now, Stack, adapted, clip_scale, find_kernels, lengthened
 from kfac._optimizer.place import Config, Place, Vectors
 from kfac._optimizer.segment import part_of, with_parts
@@ -39,43 +37,31 @@ class Gradients(NamedTuple):
     stacks: dict[str, list[jax.Array]]
 
 
-# Statistics still to be averaged; or averaged ones, as stacks of the blocks of this device; or none.
-BatchStatistics = Factors | dict[str, Statistics] | None
-
-
 def preconditioned_step(
-    config: Config, updates: Gradients, params: Gradients, state: KfacState, now: Now, factors: BatchStatistics
+    config: Config, updates: Gradients, params: Gradients, state: KfacState, now: Now
 ) -> tuple[Gradients, KfacState]:
-    """Makes one step on one device. `params` are for the lengths of steps: empty if these do not depend on them."""
+    """Make one step on one device.
+
+    Args:
+      config: the fixed settings.
+      updates: the gradients.
+      params: the parameters, for the lengths of steps; empty if these do not depend on them.
+      state: the state before the step.
+      now: the scalars of the step.
+    """
     check_state(config, state)
-    config.way.check(updates.tree, factors if isinstance(factors, Factors) else None)
-    place = Place(config, now, shards_of(state))
+    config.way.check(updates.tree, None)
+    place = Place(config, shards_of(state))
     updates, gradients, square, usable = take_gradients(place, state, updates)
-    stale, due = decide(place, state, usable, statistics=factors is not None)
-    left_out: Vectors = {}
-    if factors is not None:
-        stacks = average_statistics(place, factors) if isinstance(factors, Factors) else factors
-        batch = {name: stack.unpacked() for name, stack in stacks.items()}
-        batch |= {g.name: g.block.of_gradients(g.shapes, gradients[g.name]) for g in config.groups if not g.captured}
-        state, left_out = take_in(place, state, batch, usable)
-        if config.way.alone:
-            # Statistics are gone before gradients are stacked; XLA would keep both until the end.
-            state, updates = lax.optimization_barrier((state, updates))
-            gradients = take_gradients(place, state, updates)[1]
-    failed: Vectors = {}
-    if config.refreshes:
-        state, failed = refresh_inverses(config.way, state, (now.damping, now.unitwise), due)
-    measured = jnp.where(usable & (factors is not None), state.count, state.measured)
-    directions, advanced, angles = precondition(place, state, gradients)
+    directions, advanced, angles = precondition(place, now, state, gradients)
     squares = sums_of_shares(place, {name: x * x for name, x in directions.items()})
-    steps, motions, scale = move(place, state, directions, angles, gradients, params)
+    steps, motions, scale = move(place, now, state, directions, angles, gradients, params)
     to_all = {name: shard for name, shard in place.shards.items() if name not in updates.stacks}
     steps |= config.way.gather({name: steps[name] for name in to_all}, to_all)
     updates, usable = restore(place, updates, steps, usable & jnp.isfinite(sum(squares)))
-    metrics, usable = measure(place, state, motions, square, squares, scale, [left_out, failed], usable)
+    metrics, usable = measure(place, now, state, motions, square, squares, scale, usable)
     state = commit(state, config.way, advanced, motions, usable)
-    state = count(state._replace(measured=measured, stale=stale), now, metrics, usable)
-    return updates, state
+    return updates, count(state, now, metrics, usable)
 
 
 def take_gradients(
@@ -125,50 +111,45 @@ def sum_of_all(place: Place, matrices: Vectors) -> jax.Array:
     return shared + place.config.way.total(owned)
 
 
-def decide(place: Place, state: KfacState, usable: jax.Array, *, statistics: bool) -> tuple[jax.Array, jax.Array]:
-    """Decides whether blocks are refreshed: in turn, if anything has changed since the last refresh.
-
-    Returns:
-      Whether inverses are stale after the step, and whether it refreshes them.
-    """
-    now = place.now
-    changed = (now.damping != state.damping) | (now.unitwise != state.unitwise_damping) | statistics
-    stale = state.stale.astype(bool) | (usable & changed)  # `optax.contrib.sam` makes integers of a state's flags
-    due = usable & now.turn & stale
-    return stale & ~due, due
-
-
-def precondition(place: Place, state: KfacState, gradients: Vectors) -> tuple[Vectors, dict[str, Any], Vectors]:
+def precondition(
+    place: Place, now: Now, state: KfacState, gradients: Vectors
+) -> tuple[Vectors, dict[str, Any], Vectors]:
     """Preconditions the gradients of the blocks that this device has.
 
     Returns:
       The preconditioned gradients. Of an inverse that takes in gradients, also what it keeps from now on, and the
       cosines between gradients and the directions of the step before.
     """
-    config, result, advanced, angles, damping = place.config, {}, {}, {}, place.now.damping
+    config, result, advanced, angles = place.config, {}, {}, {}
     for group in config.groups:
         name, block, inverse = group.name, state.blocks[group.name], group.inverse_of(config.inverse)
         inverse_state, ready = part_of(state, config.way, name, "inverse"), block.condition > 0
         if inverse.takes_gradients:
-            momentum = Momentum(place.now.momentum, config.moves.nesterov)
-            after = inverse.advance(inverse_state, gradients[name], damping, momentum, ready)
+            momentum = Momentum(now.momentum, config.moves.nesterov)
+            after = inverse.advance(inverse_state, gradients[name], now.damping, momentum, ready)
             advanced[name], result[name], angles[name] = after
         else:
-            applied = inverse.apply(inverse_state, gradients[name].mT, damping).mT
+            applied = inverse.apply(inverse_state, gradients[name].mT, now.damping).mT
             # Not before there is an inverse.
             result[name] = jnp.where(per_block(ready, applied), applied, gradients[name])
     return result, advanced, angles
 
 
 def move(
-    place: Place, state: KfacState, directions: Vectors, angles: Vectors, gradients: Vectors, params: Gradients
+    place: Place,
+    now: Now,
+    state: KfacState,
+    directions: Vectors,
+    angles: Vectors,
+    gradients: Vectors,
+    params: Gradients,
 ) -> tuple[Vectors, dict[str, Motion], jax.Array]:
     """The steps that follow from the preconditioned gradients, but for weight decay and learning rate.
 
     Returns:
       The steps, the momenta and rates of all blocks, and the scale of the KL clip.
     """
-    config, moves, now, scale = place.config, place.config.moves, place.now, jnp.ones((), jnp.float32)
+    config, moves, scale = place.config, place.config.moves, jnp.ones((), jnp.float32)
     steps, motions = dict(directions), {}
     last, highest = state.learning_rates
     full = (now.rate > 0) & (now.rate <= last) & (now.rate >= highest / 2)
@@ -256,28 +237,27 @@ def _if_usable(usable: jax.Array, stacks: Vectors, starts: dict[int, jax.Array])
 
 def measure(
     place: Place,
+    now: Now,
     state: KfacState,
     motions: dict[str, Motion],
     square: jax.Array,
     squares: tuple[jax.Array, jax.Array],
     scale: jax.Array,
-    flagged: list[Vectors],
     usable: jax.Array,
 ) -> tuple[KfacMetrics, jax.Array]:
     """Makes the metrics of the step. Devices exchange counts, norms and extremes, and whether the step is usable.
 
     Args:
-      place: where the step is.
-      state: with what is kept from now on, and the metrics of the step before.
+      place: the blocks that this device holds.
+      now: the scalars of the step.
+      state: the state before the step.
       motions: those after the step.
       square: the squared norm of the gradient.
       squares: those of the preconditioned gradient: of the blocks of this device alone, and of those that all have.
       scale: that of the KL clip, or None without one.
-      flagged: the blocks that left statistics out, and those whose inversion failed.
       usable: whether this device finds it so.
     """
     way, metrics = place.config.way, state.metrics
-    counts = jnp.stack([*(count_blocks(place.shards, way, flags) for flags in flagged), (~usable).astype(jnp.int32)])
     blocks = state.blocks.values()
     ages = [jnp.where(block.condition > 0, state.count - block.inverted, 0) for block in blocks]
     adapted_rates = {name: motion.rate for name, motion in motions.items() if motion.rate is not None}
@@ -285,17 +265,18 @@ def measure(
     parts = [[block.condition for block in blocks], ages, *zip(*rates, strict=True)]
     extremes = jnp.stack([jnp.max(_join(part)).astype(jnp.float32) for part in parts])
     owned, shared = (x.astype(jnp.float32) for x in squares)
-    # In one message: as float32, numbers of blocks are exact.
-    *sums, owned = way.total(jnp.stack([*counts.astype(jnp.float32), owned]))
-    counts, extremes = jnp.stack(sums).astype(jnp.int32), way.largest(extremes)
-    usable = counts[2] == 0  # agreed once more: the next step's decisions follow from it
+    # One message for both numbers.
+    refusals, owned = way.total(jnp.stack([(~usable).astype(jnp.float32), owned]))
+    extremes = way.largest(extremes)
+    usable = refusals == 0  # agreed once more: the next step's decisions follow from it
     new = KfacMetrics(
+        damping=jnp.where(usable, now.damping, metrics.damping),
         gradient_norm=jnp.sqrt(square).astype(jnp.float32),
         preconditioned_norm=jnp.sqrt(owned + shared),
         condition=extremes[0],
         inverse_age=jnp.maximum(extremes[1].astype(jnp.int32) - ~usable, 0),  # a step that is refused is none
-        skipped_statistics=metrics.skipped_statistics + counts[0],
-        failed_inversions=metrics.failed_inversions + counts[1],
+        skipped_statistics=metrics.skipped_statistics,
+        failed_inversions=metrics.failed_inversions,
         skipped_steps=metrics.skipped_steps + ~usable,
         kl_clip_scale=jnp.where(usable, scale.astype(jnp.float32), metrics.kl_clip_scale),
         slowest=jnp.where(usable, 1 / extremes[3], metrics.slowest) if rates else jnp.ones((), jnp.float32),
@@ -322,8 +303,6 @@ def count(state: KfacState, now: Now, metrics: KfacMetrics, usable: jax.Array) -
         learning_rates=jnp.where(usable, rates, state.learning_rates),
         count=jnp.where(usable, optax.safe_increment(state.count), state.count),
         refused=~usable,
-        damping=jnp.where(usable, now.damping, state.damping),
-        unitwise_damping=jnp.where(usable, now.unitwise, state.unitwise_damping),
         metrics=metrics,
     )
 
@@ -337,12 +316,6 @@ def _join(vectors: Iterable[jax.Array]) -> jax.Array:
     """A zero and the numbers of all groups: reduced together, they take one kernel instead of many."""
     # Without a barrier XLA reduces the parts one by one.
     return lax.optimization_barrier(jnp.concatenate([jnp.zeros(1, bool), *vectors]))
-
-
-def count_blocks(shards: Mapping[str, Shard], way: Way, flags: Vectors) -> jax.Array:
-    """How many blocks are flagged, so that the sum over devices has each once: those that all have, on the first."""
-    first = jnp.asarray(lax.axis_index(way.owners) == 0)
-    return jnp.sum(_join(x if name in shards else x & first for name, x in flags.items()), dtype=jnp.int32)
 
 
 def _sum(arrays: Iterable[jax.Array]) -> jax.Array:

@@ -1,4 +1,4 @@
-"""A whole training step in one call: `find_layers`, `value_and_grad`, `kfac` and their update."""
+"""A whole training step in one call: `find_layers`, `statistics`, `observe`, `kfac` and its update."""
 
 from __future__ import annotations
 
@@ -14,47 +14,67 @@ import jax
 import optax
 from jax import lax
 
-from kfac._capture.find_layers import find_layers
-from kfac._capture.microbatch import microbatch
-from kfac._capture.value_and_grad import value_and_grad
-from kfac._checks import check, check_function, check_given
-from kfac._curvature.soap import Soap
-from kfac._distributed.intervals import COST, seldom_work
+from kfac._capture.find_layers import LONG, find_layers
+from kfac._capture.microbatch import every_example, microbatch, parts_of_at_least
+from kfac._capture.value_and_grad import plain_value_and_grad, statistics
+from kfac._checks import check, check_function, check_given, with_hints
+from kfac._distributed.intervals import prices_of_layers
 from kfac._layers import MAX_DIM, Layers
-from kfac._optimizer.diagnostics import due, eigenbasis
-from kfac._optimizer.kfac import chosen, kfac
+from kfac._optimizer.diagnostics import eigenbasis, statistics_due
+from kfac._optimizer.kfac import INTERVAL_OPTIONS, Chosen, chosen, kfac, kind_of_inverse
 from kfac._optimizer.moves import ScalarOrSchedule
-from kfac._optimizer.over_mesh import find_splits
-from kfac._optimizer.reshard import on_states
+from kfac._optimizer.observe import observe
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class TrainStep:
-    """What `train_step` returns: `init` makes the state, and a call is one step.
+    """The result of `train_step`: `init` makes the state, and a call is one step.
 
-    There are two programs, compiled by `jax.jit` when they are first needed: one step with statistics, one without.
-    Inside a `jit` or `scan` of one's own they are the branches of a `lax.cond`.
+    Two programs are compiled by `jax.jit` when they are first needed: `observe`, which takes statistics, and the step.
+    Inside a `jit` or `scan` of your own, `observe` is a branch of a `lax.cond`.
+
+    Attributes:
+      loss_fn: the loss.
+      learning_rate: scalar or schedule.
+      has_aux: whether the loss returns a pair.
+      found: the options of `find_layers`.
+      measured: the options of `statistics`.
+      num_examples: how many examples the loss is the mean of, if that is given.
+      num_microbatches: the number of parts of a batch.
+      verbose: whether to print.
+      donate: whether a step reuses the memory of its arguments.
+      options: the options of `kfac`.
     """
 
-    def __init__(self, init: Callable[..., Any], step: Callable[..., Any], verbose: bool, donate: bool):
-        self._init = _jit_with_notice(init, "the state", verbose)
-        donated = (0, 1) if donate else ()
-        self._steps = [
-            _jit_with_notice(step, f"the step {how} statistics", verbose, donated, statistics=statistics)
-            for how, statistics in (("without", False), ("with", True))
-        ]
+    loss_fn: Callable[..., Any]
+    learning_rate: ScalarOrSchedule
+    has_aux: bool
+    found: dict[str, Any]
+    measured: dict[str, Any]
+    num_examples: int | None
+    num_microbatches: int
+    verbose: bool
+    donate: bool
+    options: dict[str, Any]
+    layers: dict[Any, Layers] = dataclasses.field(default_factory=dict, repr=False)
 
     def init(self, params: Any, *args: Any, **kwargs: Any) -> Any:
-        """The state of the optimizer, for parameters and arguments of `loss_fn` of the shapes that steps will get.
-
-        From the examples in the first arguments that it or a step gets comes the interval of `inverse_every="auto"`.
-        """
-        state, splits = self._init(params, *args, **kwargs), find_splits(params)  # which `jit` would hide
-        return on_states(lambda node: node._replace(splits=splits), state)
+        """Return the state of the optimizer, for parameters and arguments of `loss_fn` with the shapes of the steps."""
+        # Outside of `jit`, which hides how parameters are split over a mesh.
+        layers = self._find_layers(params, args, kwargs, anew=True)
+        if layers.unclear and self.num_examples is None:
+            raise ValueError(layers.unclear.replace("value_and_grad", "train_step"))
+        if (count := layers.num_examples or 0) % self.num_microbatches:
+            what = f"num_microbatches={self.num_microbatches} does not divide the {count} examples of the batch"
+            raise ValueError(what)
+        if self.verbose and jax.process_index() == 0:
+            print(_summary(layers, self.options))
+        return self._programs["init"](params)
 
     def __call__(
         self, params: Any, opt_state: Any, *args: Any, fisher_key: jax.Array | None = None, **kwargs: Any
     ) -> tuple[Any, Any, Any]:
-        """One step.
+        """Make one step, after taking statistics if they are due.
 
         Args:
           params: the parameters.
@@ -64,16 +84,69 @@ class TrainStep:
           kwargs: its keyword arguments. With `num_microbatches` every part gets a PRNG key `key=` of its own.
 
         Returns:
-          New parameters, the new state, and what `loss_fn` returned.
+          New parameters, the new state, and the result of `loss_fn`.
         """
-        now = due(opt_state)
-        if not isinstance(now, jax.core.Tracer):
-            return self._steps[bool(now)](params, opt_state, *args, fisher_key=fisher_key, **kwargs)
+        due, observe = statistics_due(opt_state), self._programs["observe"]
         arguments = (params, opt_state, *args), {"fisher_key": fisher_key, **kwargs}
-        without, full = (lambda packed, way=way: way(*packed[0], **packed[1]) for way in self._steps)
-        return lax.cond(now, full, without, arguments)
+        if isinstance(due, jax.core.Tracer):
+            opt_state = lax.cond(due, lambda x: observe(*x[0], **x[1]), lambda x: x[0][1], arguments)
+        elif due:
+            opt_state = observe(*arguments[0], **arguments[1])
+        return self._programs["step"](params, opt_state, *args, **kwargs)
+
+    @functools.cached_property
+    def _programs(self) -> dict[str, Callable[..., Any]]:
+        """The compiled programs, by name."""
+
+        def compiled(method, what, donated=()):
+            return _jit_with_notice(method, what, self.verbose, donated if self.donate else ())
+
+        return {
+            "init": compiled(lambda params: self._optimizer(params, (), {}).init(params), "the state"),
+            "observe": compiled(self._observe, "the statistics", (1,)),
+            "step": compiled(self._step, "the step", (0, 1)),
+        }
+
+    def _find_layers(self, params: Any, args: Any, kwargs: Any, anew: bool = False) -> Layers:
+        """Find the layers, once for parameters of the same shapes."""
+        leaves, structure = jax.tree.flatten(params)
+        shapes = structure, *(getattr(leaf, "shape", ()) for leaf in leaves)
+        if anew or shapes not in self.layers:
+            self.layers[shapes] = find_layers(self.loss_fn, params, *args, has_aux=self.has_aux, **self.found, **kwargs)
+        return self.layers[shapes]
+
+    def _optimizer(self, params: Any, args: Any, kwargs: Any) -> optax.GradientTransformationExtraArgs:
+        return kfac(self.learning_rate, self._find_layers(params, args, kwargs), **self.options)
+
+    def _in_parts(self, fn: Callable[..., Any], layers: Layers, parts: int) -> Callable[..., Any]:
+        if parts == 1:
+            return fn
+        return microbatch(fn, parts, batch_argnums=_split_argnums(layers, self.found["batch_argnums"]))
+
+    def _observe(self, params, opt_state, *args, fisher_key, **kwargs):
+        layers = self._find_layers(params, args, kwargs)
+        inverse, _, share = _chosen(layers, self.options)
+        parts, examples = self.num_microbatches, self.num_examples
+        if share > 1:
+            args, kwargs = every_example(layers, args, kwargs, share)
+            parts = parts_of_at_least(-(-parts // share), layers, args)
+            examples = examples and examples // share
+        measure = statistics(
+            self.loss_fn, layers, has_aux=self.has_aux, num_examples=examples and examples // parts, **self.measured
+        )
+        basis = {"basis": eigenbasis(opt_state, layers)} if inverse.takes_moments else {}
+        factors = self._in_parts(measure, layers, parts)(params, *args, fisher_key=fisher_key, **basis, **kwargs)
+        return observe(opt_state, factors)
+
+    def _step(self, params, opt_state, *args, **kwargs):
+        layers = self._find_layers(params, args, kwargs)
+        measure = plain_value_and_grad(self.loss_fn, self.has_aux)
+        value, grads = self._in_parts(measure, layers, self.num_microbatches)(params, *args, **kwargs)
+        updates, opt_state = self._optimizer(params, args, kwargs).update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
 
 
+@with_hints
 def train_step(
     loss_fn: Callable[..., Any],
     learning_rate: ScalarOrSchedule,
@@ -81,7 +154,6 @@ def train_step(
     has_aux: bool = False,
     fisher: str = "empirical",
     num_examples: int | None = None,
-    subsample: int | None = None,
     communication_dtype: str = "float32",
     num_microbatches: int = 1,
     batch_argnums: int | Sequence[int] | None = None,
@@ -104,10 +176,10 @@ def train_step(
         for batch in batches:
             params, opt_state, loss = step(params, opt_state, batch)
 
-    It does what the four lines of the README do, and takes statistics when they are `due`: in the first ten steps, then
+    It does what the loop of the README does: it takes statistics when they are due, in the first ten steps and then
     ever less often, down to what `cost=` of `kfac.kfac` allows. With `inverse=kfac.Ekfac()` it takes the moments too.
-    `print(kfac.find_layers(loss_fn, params, batch))` shows the layers. The first line keeps what was compiled, for the
-    next start.
+    `print(kfac.find_layers(loss_fn, params, batch))` shows the layers. The first line of the example keeps compiled
+    programs for the next start.
 
     Args:
       loss_fn: `loss_fn(params, *args, **kwargs)`, the mean loss; with `has_aux` a pair. A state that the model changes,
@@ -116,9 +188,7 @@ def train_step(
       has_aux: whether `loss_fn` returns a pair.
       fisher: as for `value_and_grad`.
       num_examples: as for `value_and_grad`, of the whole batch that a step gets.
-      subsample: as for `value_and_grad`. None: 4 with `Soap` and `step_norm="spectral"`, if a part of the batch has
-        64 examples or more, so that `cost=` allows statistics more often; else 1.
-      communication_dtype: likewise.
+      communication_dtype: as for `value_and_grad`.
       num_microbatches: in how many parts the batch is worked through. All parts get the other arguments whole: pass
         what is random by name, `step(params, opt_state, batch, key=key)`.
       batch_argnums: the positions of the batch, as `loss_fn` counts its arguments, with `params` as 0. None: as
@@ -132,7 +202,7 @@ def train_step(
         it does, and for how long.
       donate: whether a step reuses the memory of the parameters and the state that it gets, which must then not be
         used again. On an accelerator that saves a copy of both, and time.
-      options: what else `kfac.kfac` takes: `damping=`, `step_norm=`, `distribution=` and so on.
+      options: further options of `kfac.kfac`: `damping=`, `step_norm=`, `statistics_fraction=` and so on.
 
     Returns:
       A `TrainStep`.
@@ -145,7 +215,7 @@ def train_step(
     check_function(loss_fn)
     check(has_aux=has_aux, fisher=fisher, communication_dtype=communication_dtype, num_microbatches=num_microbatches)
     check(skip=skip, reduce=reduce, gradient=gradient, strict=strict, verbose=verbose, donate=donate)
-    check_given(num_examples=num_examples, subsample=subsample, batch_argnums=batch_argnums, max_dim=max_dim)
+    check_given(num_examples=num_examples, batch_argnums=batch_argnums, max_dim=max_dim)
     if "layers" in options:
         raise TypeError("train_step finds the layers by itself: leave layers= out, and pass skip= and max_dim= here")
     try:
@@ -154,51 +224,16 @@ def train_step(
         raise TypeError(str(error).replace("kfac()", "train_step()")) from None
     if num_examples is not None and num_examples % num_microbatches:
         raise ValueError(f"num_microbatches={num_microbatches} does not divide num_examples={num_examples}")
-    options = {"step_norm": "spectral", "cost": COST, "inverse": None, **options}
-    cache: dict[Any, Layers] = {}  # of arguments of some shapes
-    inverse, _ = chosen(Layers((), ()), options["step_norm"], options["inverse"], options["cost"])
-    # `Soap` takes a basis from statistics, and nothing else: those of a quarter of the examples will do, more often.
-    quarters = subsample is None and options["step_norm"] is not None and isinstance(inverse, Soap)
+    inverse = kind_of_inverse(options.get("step_norm", "spectral"), options.get("inverse"))
     # There are moments of whole kernels only.
     longest = MAX_DIM if inverse.takes_moments and max_dim is None else max_dim
-
-    def layers_of(params, args, kwargs):
-        leaves, structure = jax.tree.flatten((params, args, kwargs))
-        shapes = structure, *map(jax.typeof, leaves)
-        cache[shapes] = cache.get(shapes) or find_layers(
-            loss_fn, params, *args, has_aux=has_aux, skip=skip, reduce=reduce, gradient=gradient, strict=strict,
-            max_dim=longest, batch_argnums=batch_argnums, **kwargs
-        )  # fmt: skip
-        if (count := cache[shapes].num_examples or 0) % num_microbatches:
-            raise ValueError(f"num_microbatches={num_microbatches} does not divide the {count} examples of the batch")
-        # The interval of "auto" goes by examples; a last batch that has fewer must not change it.
-        layers = dataclasses.replace(cache[shapes], num_examples=next(iter(cache.values())).num_examples)
-        # A quarter of fewer than 64 examples was not tried. The first batch decides on the cost, each on its own share.
-        first, this = (quarters and (x.num_examples or 0) // num_microbatches >= 64 for x in (layers, cache[shapes]))
-        full, quarter = (seldom_work(layers, Soap(), every) or 1 for every in (1, 4))
-        cheaper = {"cost": options["cost"] * full / quarter} if first else {}
-        return layers, subsample or (4 if this else 1), options | cheaper
-
-    def init(params, *args, **kwargs):
-        layers, part, optional = layers_of(params, args, kwargs)
-        if verbose and jax.process_index() == 0:
-            print(_summary(layers, part, optional))
-        return kfac(learning_rate, layers, **optional).init(params)
-
-    def step(params, opt_state, *args, fisher_key, statistics, **kwargs):
-        layers, part, optional = layers_of(params, args, kwargs)
-        measure = value_and_grad(
-            loss_fn, layers, has_aux=has_aux, fisher=fisher, subsample=part, statistics=statistics,
-            num_examples=num_examples and num_examples // num_microbatches, communication_dtype=communication_dtype,
-        )  # fmt: skip
-        if num_microbatches > 1:
-            measure = microbatch(measure, num_microbatches, batch_argnums=_split_argnums(layers, batch_argnums))
-        basis = {"basis": eigenbasis(opt_state, layers)} if inverse.takes_moments else {}
-        value, grads, factors = measure(params, *args, fisher_key=fisher_key, **basis, **kwargs)
-        updates, opt_state = kfac(learning_rate, layers, **optional).update(grads, opt_state, params, factors=factors)
-        return optax.apply_updates(params, updates), opt_state, value
-
-    return TrainStep(init, functools.wraps(loss_fn)(step), verbose, donate)
+    found = dict(
+        skip=skip, reduce=reduce, gradient=gradient, strict=strict, max_dim=longest, batch_argnums=batch_argnums
+    )
+    return TrainStep(
+        loss_fn, learning_rate, has_aux, found, {"fisher": fisher, "communication_dtype": communication_dtype},
+        num_examples, num_microbatches, verbose, donate, options,
+    )  # fmt: skip
 
 
 def _strong(leaf: Any) -> Any:
@@ -207,7 +242,7 @@ def _strong(leaf: Any) -> Any:
 
 
 def _jit_with_notice(
-    function: Callable[..., Any], what: str, verbose: bool, donated: tuple[int, ...] = (), **fixed: bool
+    function: Callable[..., Any], what: str, verbose: bool, donated: tuple[int, ...] = ()
 ) -> Callable[..., Any]:
     """`function` of `params` and more under `jax.jit`, which says on stderr for how long it compiles: at 5 s, 10 s, ...
 
@@ -226,7 +261,7 @@ def _jit_with_notice(
         if verbose and jax.process_index() == 0:
             running.append(threading.Event())
             threading.Thread(target=tell, args=running[-1:], daemon=True).start()
-        return function(*args, **kwargs, **fixed)
+        return function(*args, **kwargs)
 
     if donated:
         del traced.__wrapped__  # else JAX looks for the donated arguments in the signature of the loss
@@ -242,15 +277,33 @@ def _jit_with_notice(
     return call
 
 
-def _summary(layers: Layers, subsample: int, options: dict[str, Any]) -> str:
-    inverse, every = chosen(layers, options["step_norm"], options["inverse"], options["cost"])
-    total, within = (sum(layer.num_params for layer in some) for some in (layers, layers.with_blocks))
+def _chosen(layers: Layers, options: dict[str, Any]) -> Chosen:
+    return chosen(layers, **{name: options[name] for name in INTERVAL_OPTIONS if name in options})
+
+
+def _summary(layers: Layers, options: dict[str, Any]) -> str:
+    """Return a line about the layers, how often statistics are taken, and the price of a mean step."""
+    inverse, every, share = _chosen(layers, options)
+    total = sum(layer.num_params for layer in layers)
+    within = sum(layer.num_params for layer in layers.with_blocks)
     size, left = (f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:,}" for number in (within, total - within))
-    part = f" of 1/{subsample} of the examples" if subsample > 1 else ""
+    part = f" of 1/{share} of the examples" if share > 1 else ""
     when = f"every {every} steps" if every > 1 else "in every step"
     count = len(layers.with_blocks)
     size += " parameters" + f" ({left} more skipped)" * (total > within)
-    return f"{count} layer{'s' * (count != 1)}, {size}, {type(inverse).__name__}, statistics{part} {when}"
+    line = f"{count} layer{'s' * (count != 1)}, {size}, {type(inverse).__name__}, statistics{part} {when}"
+    prices = prices_of_layers(layers, inverse, every, share)
+    if not prices:
+        return line
+    line += f"; in a mean step {sum(prices.values()):.2f} times the FLOPs of the gradient"
+    name = max(prices, key=prices.__getitem__)
+    rows = max(layers[name].d_in, layers[name].d_out)
+    if prices[name] < EXPENSIVE or rows < LONG:
+        return line
+    return f"{line}, {prices[name]:.2f} for {name} alone: max_dim={rows // 4} cuts its factors into smaller blocks"
+
+
+EXPENSIVE = 0.25  # the price of a layer, in gradients of all, from which the summary says so
 
 
 def _split_argnums(layers: Layers, argnums: int | Sequence[int] | None) -> int | Sequence[int] | None:

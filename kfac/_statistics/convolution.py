@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from kfac._statistics.offsets import Axis, offset_moment
-from kfac._statistics.rows import Arrangement, Rows, accumulator, append, as_floats, bordered, diagonal_blocks, thinned
+from kfac._statistics.rows import Arrangement, Rows, accumulator, append, as_floats, bordered, diagonal_blocks
 from kfac._varying import sum_of_parts
 
 # Patches are formed for so many elements at a time (16 MB in float32).
@@ -90,7 +90,6 @@ class Patches:
       images: whether the images are the examples, or there is a single example. Where neither is so, only `gram` and
         `diagonal` go without forming all patches.
       homogeneous: the last entry of every row; None without one.
-      weight: what sums over rows are multiplied by.
     """
 
     image: jax.Array
@@ -98,7 +97,6 @@ class Patches:
     arrange: Arrangement
     images: bool
     homogeneous: float | None = None
-    weight: float = 1.0
 
     @property
     def count(self) -> int:
@@ -114,24 +112,19 @@ class Patches:
         # Patches are linear in the image, so those of the summed image are the sums.
         summed = jnp.sum(self.image, axis=0, keepdims=True, dtype=moment.dtype)
         total = jnp.sum(self._arranged(1)(patches(summed, self.conv)), axis=(1, 2))
-        return self.weight * bordered(moment, total, self.homogeneous, self.count)
+        return bordered(moment, total, self.homogeneous, self.count)
 
     def blocks(self, count: int) -> jax.Array:
         return diagonal_blocks(self.gram(), count)
 
     def diagonal(self) -> jax.Array:
         squares = jnp.sum(self._sums_by_image(lambda x: jnp.square(x.astype(accumulator(x.dtype)))), axis=1)
-        return self.weight * append(squares, self.homogeneous, self.count)
+        return append(squares, self.homogeneous, self.count)
 
     def sums(self) -> jax.Array:
         total = self._sums_by_image(lambda x: x)
         total = total if self.arrange.examples else jnp.sum(total, axis=1, keepdims=True)
         return append(total, self.homogeneous, self.count // total.shape[1])
-
-    def every(self, k: int) -> Patches:
-        image = thinned(self.image, k, axis=0)
-        weight, arrange = self.weight * len(self.image) / len(image), self._arranged(len(image))
-        return dataclasses.replace(self, image=image, weight=weight, arrange=arrange)
 
     def by_example(self) -> jax.Array:
         return self.image if self.images else Rows(self.arrange(patches(self.image, self.conv))).by_example()

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from kfac._factors import Kronecker
 from kfac._statistics.convolution import PATCH_ELEMENTS
@@ -36,7 +35,7 @@ def squares_in_basis(x: Form, g: Rows, basis: Kronecker, dtype: Any) -> jax.Arra
     def squares(inputs, gradients):
         return _squares(x.part(inputs).astype(dtype), g.part(gradients).astype(dtype), basis)
 
-    return g.weight * sum_of_parts(squares, max(1, PATCH_ELEMENTS // elements), x.by_example(), g.by_example())
+    return sum_of_parts(squares, max(1, PATCH_ELEMENTS // elements), x.by_example(), g.by_example())
 
 
 def _squares(a: jax.Array, g: jax.Array, basis: Kronecker) -> jax.Array:
@@ -55,21 +54,18 @@ def _squares(a: jax.Array, g: jax.Array, basis: Kronecker) -> jax.Array:
     return jnp.sum(jnp.square(gradients), axis=0)
 
 
-def example_gradients(g: jax.Array, coefficient: jax.Array | None, arrange: Arrangement, every: int = 1) -> jax.Array:
+def example_gradients(g: jax.Array, coefficient: jax.Array | None, arrange: Arrangement) -> jax.Array:
     """Gradients of each example with respect to an elementwise parameter, summed over positions, `[n, units]`.
 
     Args:
       g: gradient with respect to the result of the sum or product.
       coefficient: what the parameter was multiplied by, broadcastable to `g`; None for a sum.
       arrange: brings `g` to `[1, n, s, units]`.
-      every: of every how many-th example, along the slowest of their axes.
     """
 
     def taken(x):
-        x = jnp.broadcast_to(x, g.shape).reshape(arrange.split)
-        return lax.slice_in_dim(x, 0, None, every, arrange.examples[0]) if every > 1 else x
+        return jnp.broadcast_to(x, g.shape).reshape(arrange.split)
 
-    every = every if arrange.examples else 1
     gradients = taken(g).astype(accumulator(g.dtype))
     if coefficient is not None:
         gradients = gradients * taken(coefficient).astype(gradients.dtype)

@@ -79,9 +79,6 @@ class Form(Protocol):
     def sums(self) -> jax.Array:
         """Sums over the positions of each example, `[copies, n, d]`."""
 
-    def every(self, k: int) -> Form:
-        """Every `k`-th example, with so much more weight in `gram` and `diagonal`."""
-
     def by_example(self) -> jax.Array:
         """`[n, ...]`: what `part` makes rows of, for some of the examples."""
 
@@ -97,12 +94,10 @@ class Rows:
       array: `[copies, n, s, d]`, in the compute dtype of the layer.
       homogeneous: the last entry of every row, which belongs to a bias: 1, or 0 in a use of the kernel without it. None
         for a layer without a bias.
-      weight: what sums over rows are multiplied by.
     """
 
     array: jax.Array
     homogeneous: float | None = None
-    weight: float = 1.0
 
     @property
     def count(self) -> int:
@@ -113,26 +108,22 @@ class Rows:
         rows = self.array.reshape(len(self.array), -1, self.array.shape[-1])
         moment = jnp.einsum("cri,crj->cij", rows, rows, preferred_element_type=accumulator(rows.dtype))
         total = jnp.sum(self.array, axis=(1, 2), dtype=moment.dtype)
-        return self.weight * bordered(moment, total, self.homogeneous, self.count)
+        return bordered(moment, total, self.homogeneous, self.count)
 
     def blocks(self, count: int) -> jax.Array:
         copies, n, s, _ = self.array.shape
         rows = append(self.array, self.homogeneous, 1).reshape(copies, n * s, -1)
         blocks = in_blocks(rows, count)
-        pieces = Rows(blocks.reshape(copies * count, n, s, -1), None, self.weight)
+        pieces = Rows(blocks.reshape(copies * count, n, s, -1))
         return pieces.gram().reshape(copies, count, *2 * blocks.shape[-1:])
 
     def diagonal(self) -> jax.Array:
         squares = jnp.sum(jnp.square(self.array.astype(accumulator(self.array.dtype))), axis=(1, 2))
-        return self.weight * append(squares, self.homogeneous, self.count)
+        return append(squares, self.homogeneous, self.count)
 
     def sums(self) -> jax.Array:
         total = jnp.sum(self.array, axis=2, dtype=accumulator(self.array.dtype))
         return append(total, self.homogeneous, self.array.shape[2])
-
-    def every(self, k: int) -> Rows:
-        array = thinned(self.array, k, axis=1)
-        return dataclasses.replace(self, array=array, weight=self.weight * self.array.shape[1] / array.shape[1])
 
     def by_example(self) -> jax.Array:
         return jnp.moveaxis(self.array, 0, 1)
@@ -197,9 +188,6 @@ class OneHot:
         counts = jax.ops.segment_sum(weight, inside, num_segments=self.lookup.rows)
         return self.arrange(counts)[:, 0, 0]
 
-    def every(self, k: int) -> OneHot:
-        return self  # Counts are cheap: they are those of all examples.
-
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
@@ -234,14 +222,6 @@ def diagonal_blocks(moment: jax.Array, count: int) -> jax.Array:
     (*lead, d), rows, block = moment.shape[:-1], -(-moment.shape[-1] // count), np.arange(count)
     moment = jnp.pad(moment, [(0, 0)] * len(lead) + [(0, count * rows - d)] * 2)
     return jnp.moveaxis(moment.reshape(*lead, count, rows, count, rows)[..., block, :, block, :], 0, -3)
-
-
-def thinned(x: jax.Array, k: int, axis: int) -> jax.Array:
-    """Takes every `k`-th entry along an axis, as an array of its own.
-
-    XLA for GPUs (jaxlib 0.10.2) would take the slice into a matrix product, and abort.
-    """
-    return lax.optimization_barrier(lax.slice_in_dim(x, 0, None, k, axis))
 
 
 def append(rows: jax.Array, homogeneous: float | None, count: int) -> jax.Array:

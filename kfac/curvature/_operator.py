@@ -252,7 +252,9 @@ def operator(
             raise ValueError("basis is for factors: the state of an optimizer has its own")
         state = find_state(source, "source")
         inverse, stacks = _from_state(layers, state, inverse)
-        dampings = dampings if damping is not None else (state.damping, state.unitwise_damping)
+        if damping is None:
+            last = state.metrics.damping
+            dampings = last, last * state.unitwise_damping
     blocks: dict[str, Block] = {}
     for group, statistics, inverse_state in stacks:
         amount = damping_of_blocks(group.inverse_of(inverse), statistics, dampings[not group.owned])

@@ -18,6 +18,7 @@ from kfac._checks import check, check_layers
 from kfac._curvature.blocks import Group, group_layers
 from kfac._curvature.inverse import Inverse, check_inverse, count_bytes
 from kfac._curvature.soap import Soap
+from kfac._distributed.distribution import Distribution
 from kfac._distributed.owners import Cost, Shard, group_costs, make_shards
 from kfac._distributed.segments import BUCKETS, make_buckets, make_segments
 from kfac._distributed.ways import Way
@@ -26,6 +27,7 @@ from kfac._layers import Layers
 from kfac._optimizer.moves import Moves
 from kfac._optimizer.over_mesh import init_over_mesh
 from kfac._optimizer.place import Config
+from kfac._optimizer.state import Settings
 from kfac._packing import room
 
 
@@ -88,8 +90,9 @@ class Assignment:
     def memory_per_device(self) -> int:
         """Bytes of running averages, inverses and momentum that every device holds."""
         mesh, way = AbstractMesh((self.devices,), ("devices",)), Way(("devices",), ("devices",))
-        config = Config(self.layers, self.groups, self.kind, way, True, Moves(momentum=0.9))
-        state = jax.eval_shape(lambda: init_over_mesh(config, mesh, {}))
+        config = Config(self.layers, self.groups, self.kind, way, Moves(momentum=0.9))
+        settings = Settings(self.layers, self.layers, self.kind, Distribution(), True)
+        state = jax.eval_shape(lambda: init_over_mesh(config, settings, mesh, {}))
 
         def held(owned):
             return count_bytes([(x.factors, x.inverse, x.motion) for x in owned])
@@ -113,7 +116,9 @@ class Assignment:
             narrow = jnp.dtype(wire).itemsize * self.packed_elements
             return {"reduce-scatter": narrow, "all-to-all": owned, "all-reduce": rest}
 
-        return self._messages(lambda g: self._packed(g, wire) if g.captured else None, "reduce-scatter", BUCKETS)
+        packed = self._messages(lambda g: self._packed(g, wire) if g.captured else None, "reduce-scatter", BUCKETS)
+        own = self._messages(lambda g: None if g.captured else self._gradient(g), "reduce-scatter")
+        return {kind: packed.get(kind, 0) + own.get(kind, 0) for kind in packed | own}
 
     @property
     def packed_elements(self) -> int:

@@ -12,6 +12,7 @@ from jax import lax
 
 from kfac._capture.outputs import marked
 from kfac._checks import check_given, check_number
+from kfac._optimizer.reshard import on_states
 from kfac._optimizer.state import AdaptiveDampingState, KfacState, find_nodes, has_masked
 from kfac._varying import as_varying, device_axes, varying_axes
 
@@ -64,7 +65,7 @@ def adaptive_damping(
     `every` steps, because that is when a damping is too small by orders of magnitude. With small batches
     choose a larger `every`: momentum can make the loss of a single batch larger while it makes that of all smaller.
 
-    `update(grads, state, params, *, value_fn, **extra)` needs the parameters and, as optax's line searches
+    `update(grads, state, params, *, value_fn)` needs the parameters and, as optax's line searches
     do, the loss as a function of them alone: `value_fn=lambda params: loss_fn(params, batch)`, the mean loss whose
     gradient `grads` is, with its output marked by `kfac.output`. What the loss draws at random must come from the same
     key whenever it is called. A step that measures costs about three more forward passes; the others cost nothing.
@@ -151,6 +152,9 @@ def adaptive_damping(
         next_damping, ratio, worse = lax.cond(due | (count <= every) | state.again, measured, lambda: unmeasured)
         # The momentum goes on: it may be what points uphill, and gradients at the same place turn it.
         changes = jax.tree.map(lambda change: jnp.where(worse, 0, change), changes)
+        # The next `observe` inverts with the new damping.
+        factor = next_damping / damping
+        inner_state = on_states(lambda x: x._replace(observe_damping=factor * x.observe_damping), inner_state)
         return changes, AdaptiveDampingState(count, next_damping, ratio, inner_state, state.taken_back + worse, worse)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -39,8 +39,9 @@ def deterministic(layers: Layers, *, num_examples: int | None = None) -> optax.G
 
         measure = kfac.value_and_grad(loss_fn, layers, fisher="expected")
         loss, grads, factors = measure(params, batch, fisher_key=key)
+        opt_state = kfac.observe(opt_state, factors)
         value_fn = lambda params: loss_fn(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params, factors=factors, value_fn=value_fn)
+        updates, opt_state = tx.update(grads, opt_state, params, value_fn=value_fn)
 
     With minibatches the loss of each has a minimum of its own: use `kfac.kfac`.
 
@@ -69,14 +70,14 @@ def _quadratic_step(
 ) -> optax.GradientTransformationExtraArgs:
     """The step with a damping that is this multiple of the loss."""
 
-    def preconditioner(damping, **options):
-        return scale_by_kfac(layers, damping=damping, factor_decay=0.0, inverse=Eigh(), **options)
+    def preconditioner(damping):
+        return scale_by_kfac(layers, damping=damping, factor_decay=0.0, inverse=Eigh())
 
     def init(params):
         zero = jnp.zeros((), jnp.result_type(jnp.float32, *jax.tree.leaves(params)))
         return Predicted(preconditioner(1.0).init(params), optax.tree.zeros_like(params), zero, jnp.zeros_like(zero))
 
-    def update(updates, state, params, *, value_fn, factors=None, **extra):
+    def update(updates, state, params, *, value_fn, **extra):
         del extra
         if device_axes():
             raise ValueError("deterministic measures the loss of the whole batch: use jax.jit on a mesh, not shard_map")
@@ -90,14 +91,14 @@ def _quadratic_step(
         pull = jax.linear_transpose(root, flat)
         # A loss that is negative up to a constant, or zero, has no scale of its own.
         damping = multiple * jnp.maximum(value, jnp.finfo(value.dtype).tiny)
-        direction, blocks = preconditioner(damping).update(updates, state.blocks, params, factors=factors)
+        tx = preconditioner(damping)
+        direction, blocks = tx.update(updates, state.blocks, params)
         step, rows = _combined(jnp.stack([ravel_pytree(direction)[0], last]), root, gradient, damping)
-        again = preconditioner(damping, inverse_every=None)  # the inverses as they are
 
         def conjugate(_, state):
             step, rows, along, size = state
             rest = -(gradient + pull(rows)[0] + damping * step)
-            near = ravel_pytree(again.update(unravel(rest), blocks, params, factors=None)[0])[0]
+            near = ravel_pytree(tx.update(unravel(rest), blocks, params)[0])[0]
             new = jnp.vdot(rest, near)
             along = near + jnp.where(size > 0, new / size, 0) * along
             moved = root(along)

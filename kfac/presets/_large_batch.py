@@ -59,15 +59,16 @@ def large_batch(
       trust_ratio: as for `kfac`. Needs `rate_in_momentum=False`.
       damping: as for `scale_by_kfac`, like the arguments that follow.
       factor_decay: decay of the running averages of the factors.
-      statistics_every: steps between those of which `due` says that they bring statistics.
-      inverse_every: steps between refreshes of the inverses; None leaves them to `refresh`.
+      statistics_every: steps between those before which `statistics_due` is true.
+      inverse_every: steps between refreshes of the inverses, which `observe` makes; None leaves them to
+        `observe(opt_state)` without factors.
       refresh_warmup: first steps in which both intervals are 1; from there they double to their values.
       inverse: how Kronecker blocks are inverted.
       unitwise_damping: factor on `damping` for unit-wise and diagonal blocks. Their code multiplies by 16.
       distribution: how several devices are used.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs`; `update` takes the keyword `factors`.
+      An optimizer like those of optax, for `kfac.observe` as well.
 
     Raises:
       ValueError: an argument is out of range.

@@ -1,0 +1,118 @@
+"""`observe`: the statistics of a batch go into the running averages of a state, and these into new inverses."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from kfac._curvature.blocks import check_factors, group_layers
+from kfac._factors import Factors, Tied
+from kfac._layers import Layers
+from kfac._optimizer.averages import observe_here
+from kfac._optimizer.over_mesh import OverMesh, mesh_to_open
+from kfac._optimizer.place import Config
+from kfac._optimizer.reshard import on_states
+from kfac._optimizer.state import KfacState, find_nodes, how_to_hide, is_variable, pure, shards_of
+from kfac._varying import on_mesh
+
+
+@on_mesh
+def observe(opt_state: Any, factors: Factors | None = None) -> Any:
+    """Take the statistics of a batch into the state of an optimizer, and refresh its inverses.
+
+    Call it before the step whenever `statistics_due` says so::
+
+        @jax.jit
+        def observe(opt_state, params, batch):
+            return kfac.observe(opt_state, kfac.statistics(loss_fn, layers)(params, batch))
+
+    The running averages become `F <- d F + (1 - d) F_batch`, bias-corrected, with `d = factor_decay^k` if the last
+    statistics are `k` steps old. Then the inverses are refreshed, if `inverse_every=` of the optimizer has come to an
+    end. A block with non-finite statistics leaves them out, and a block whose inversion fails keeps its last inverse;
+    `diagnostics` counts both.
+
+    On several devices, call it where `update` of the optimizer is called: inside the same `jax.shard_map` or
+    `jax.pmap` with the device's own factors, or under `jit` over a mesh with those of the whole batch.
+
+    Args:
+      opt_state: any tree that holds the state of `kfac.kfac` or `kfac.scale_by_kfac`: of a chain, a wrapper such as
+        `optax.MultiSteps`, a flax `TrainState`. If it holds several, each takes the factors of its own layers. A flax
+        `nnx.Optimizer` is changed in place.
+      factors: the statistics, from `kfac.statistics` or `kfac.value_and_grad`. None refreshes all inverses from the
+        running averages as they are, whatever `inverse_every=` is.
+
+    Returns:
+      `opt_state` with the new state in its place. Gradients, parameters and counts of steps are untouched.
+
+    Raises:
+      ValueError: `opt_state` holds no such state, `factors` are of other layers, or the state is one for another number
+        of devices.
+    """
+    states = pure(find_nodes(opt_state, KfacState))
+    if not states:
+        kind = type(opt_state).__name__
+        raise ValueError(f"opt_state holds no state of kfac.kfac, but is of type {kind}: pass what tx.init returned")
+    if factors is not None:
+        _check_names(states, factors)
+
+    def observed(state: KfacState) -> KfacState:
+        new = _observe(pure(state), factors)
+        places = jax.tree.leaves(state, is_leaf=is_variable)
+        if not any(map(is_variable, places)):
+            return new
+        for place, value in zip(places, jax.tree.leaves(new), strict=True):
+            place.set_value(value)
+        return state
+
+    return on_states(observed, opt_state)
+
+
+def _check_names(states: list[KfacState], factors: Any) -> None:
+    """Raise if the factors are not those of the layers of these states."""
+    if len(states) == 1 or not isinstance(factors, Factors):
+        check_factors(factors, states[0].settings.found)
+        return
+    wanted = {layer.name for state in states for layer in state.settings.found.with_factors}
+    unknown = sorted(set(factors) - wanted)
+    if unknown:
+        raise ValueError(f"factors hold a layer {unknown[0]!r}, which none of the {len(states)} states has")
+
+
+def _observe(state: KfacState, factors: Factors | None) -> KfacState:
+    """Observe with one state."""
+    layers, found = state.settings.layers, state.settings.found
+    if factors is not None:
+        names = {layer.name for layer in found.with_factors}
+        factors = Factors({name: x for name, x in factors.items() if name in names}, factors.gradients)
+        jax.eval_shape(lambda factors: check_factors(factors, found, state.settings.inverse), factors)
+        factors = factors if layers is found else without_hidden_rows(factors, found, layers)
+    way, mesh = mesh_to_open(state.settings.distribution, state, (state, factors))
+    config = Config(layers, group_layers(layers), state.settings.inverse, way)
+    if mesh is None:
+        return observe_here(config, state, factors)
+    return OverMesh(config, mesh, shards_of(state), dict(state.splits.specs or found.splits)).observe(state, factors)
+
+
+def without_hidden_rows(factors: Factors, found: Layers, layers: Layers) -> Factors:
+    """Remove the homogeneous 1, the last row and column of `A`, from the factors of layers whose bias is hidden."""
+    blocks = dict(factors)
+    for layer in found:
+        d_in = layers[layer.name].d_in
+        if layers[layer.name].params == layer.params or layer.name not in blocks:
+            continue
+        block: Any = blocks[layer.name]
+        block = block.combined() if block.wire is not None else block
+        if isinstance(block, Tied) or block.moments is not None:
+            what = f"bias {layer.params[1]!r} is masked and its kernel is not, which its statistics do not allow"
+            raise ValueError(f"{what}: {how_to_hide(layer.params[1:])}")
+        if "A" in layer.diagonal:
+            A = block.A.at[..., -1].set(0)[..., :d_in]
+        elif layer.cut[0] > 1:
+            last = layer.d_in - 1 - (layer.cut[0] - 1) * block.A.shape[-1]  # where the 1 is in the last block
+            A = block.A.at[..., -1, last, :].set(0).at[..., -1, :, last].set(0)
+        else:
+            A = block.A[..., :d_in, :d_in]
+        blocks[layer.name] = dataclasses.replace(block, A=A)
+    return Factors(blocks, factors.gradients)

@@ -1,0 +1,235 @@
+"""`kfac.observe`: statistics go into the state of an optimizer, in a program of their own or in that of the step."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import kfac
+from problem import (
+    QUICKLY,
+    assert_close,
+    assert_equal,
+    batch,
+    differ,
+    field_of,
+    initial,
+    layers,
+    loss_fn,
+    measured,
+    state_of,
+)
+
+compiled = functools.partial(jax.jit, compiler_options=QUICKLY)
+INVERSES = [kfac.Soap(), kfac.Cholesky(), kfac.Ekfac()]
+
+
+def basis_of(state, found, inverse):
+    return {"basis": kfac.curvature.eigenbasis(state, found)} if inverse.takes_moments else {}
+
+
+@pytest.mark.parametrize("inverse", INVERSES, ids=lambda inverse: type(inverse).__name__)
+def test_two_programs_are_one(inverse, x64):
+    """Twenty steps, of which some have statistics and some of these new inverses."""
+    params = initial(jnp.float64)
+    found = kfac.find_layers(loss_fn, params, batch(0, dtype=jnp.float64), gradient=["temperature"])
+    tx = kfac.kfac(0.05, found, inverse=inverse, cost=0.5, inverse_every=3)
+    together = kfac.value_and_grad(loss_fn, found)
+
+    @compiled
+    def in_one(params, state, batch, due):
+        _, grads, factors = together(params, batch, **basis_of(state, found, inverse))
+        state = jax.lax.cond(due, lambda state: kfac.observe(state, factors), lambda state: state, state)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    @compiled
+    def observe(params, state, batch):
+        return kfac.observe(state, kfac.statistics(loss_fn, found)(params, batch, **basis_of(state, found, inverse)))
+
+    @compiled
+    def step(params, state, batch):
+        updates, state = tx.update(jax.grad(loss_fn)(params, batch), state, params)
+        return optax.apply_updates(params, updates), state
+
+    one, two = (params, compiled(tx.init)(params)), (params, compiled(tx.init)(params))
+    taken = 0
+    for t in range(20):
+        data, due = batch(t, dtype=jnp.float64), kfac.statistics_due(two[1])
+        assert due == kfac.statistics_due(one[1])
+        taken += int(due)
+        one = in_one(*one, data, due)
+        two = step(two[0], observe(*two, data) if due else two[1], data)
+    assert 10 < taken < 20
+    assert_close(two, one, 1e-9)
+
+
+@pytest.mark.parametrize("inverse", INVERSES, ids=lambda inverse: type(inverse).__name__)
+def test_a_step_without_statistics_changes_no_average(inverse):
+    """And no inverse: what a step changes of the state is the momentum, its own moments and what it counts."""
+    tx = kfac.scale_by_kfac(layers(), inverse=inverse)
+    factors = measured(0)[1]
+    if inverse.takes_moments:
+        basis = kfac.curvature.eigenbasis(tx.init(initial()), layers())
+        factors = kfac.statistics(loss_fn, layers())(initial(), batch(0), basis=basis)
+    state = compiled(kfac.observe)(compiled(tx.init)(initial()), factors)
+    after = compiled(tx.update)(measured(1)[0], state)[1]
+    fields = ("factors", "weight", "condition", "inverted", *(() if inverse.takes_gradients else ("inverse",)))
+    for field in fields:
+        assert_equal(field_of(after, field), field_of(state, field))
+    assert after.count == 1 and after.measured == state.measured == 0 and after.refreshed == state.refreshed == 0
+
+
+def others(tree):
+    """The leaves of a tree that belong to no state of kfac."""
+    is_state = lambda node: isinstance(node, kfac.state.KfacState)  # noqa: E731
+    return [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_state) if not is_state(leaf)]
+
+
+def test_nothing_else_is_changed():
+    """In the state of a wrapper, and in what is no state of optax at all."""
+    tx = kfac.kfac(0.1, layers())
+    many, train = optax.MultiSteps(tx, 2), TrainState.create(apply_fn=None, params=initial(), tx=tx)
+    accumulated = compiled(many.update)(measured(0)[0], many.init(initial()), initial())[1]
+    for tree in (accumulated, train, {"deep": [tx.init(initial()), jnp.ones(3)]}):
+        after = compiled(kfac.observe)(tree, measured(0)[1])
+        assert_equal(others(after), others(tree))
+        assert jax.tree.structure(after) == jax.tree.structure(tree)
+        assert differ(field_of(after, "factors"), field_of(tree, "factors"))
+        assert state_of(after).count == state_of(tree).count == 0
+
+
+def test_they_are_due_until_they_are_taken_and_again_after_the_interval():
+    tx = kfac.scale_by_kfac(layers(), statistics_every=3, inverse_every=6, refresh_warmup=0)
+    state, observe, update = tx.init(initial()), compiled(kfac.observe), compiled(tx.update)
+    due, ages = [], []
+    for t in range(7):
+        due.append(bool(kfac.statistics_due(state)))
+        if due[-1]:
+            state = observe(state, measured(t)[1])
+            assert not kfac.statistics_due(state)
+        state = update(measured(t)[0], state)[1]
+        ages.append([int(kfac.diagnostics(state)[name]) for name in ("statistics_age", "inverse_age")])
+    assert due == [True, False, False, True, False, False, True]
+    assert ages == [[0, 0], [1, 1], [2, 2], [0, 3], [1, 4], [2, 5], [0, 0]]
+
+
+def test_two_observations_before_a_step_are_both_averaged():
+    """As of two batches between two steps."""
+    tx = kfac.scale_by_kfac(layers(), factor_decay=0.5)
+    state, observe = tx.init(initial()), compiled(kfac.observe)
+    for t in range(2):
+        state = observe(state, measured(t)[1])
+    found = kfac.curvature.averaged_factors(state, layers())
+    expected = jax.tree.map(lambda a, b: (a / 2 + b) / 1.5, *(measured(t)[1] for t in range(2)))
+    assert_close(dict(found), dict(expected), 1e-5)
+
+
+def test_without_factors_all_inverses_are_refreshed():
+    """Whatever the interval; averages and their age stay."""
+    tx = kfac.scale_by_kfac(layers(), damping=lambda t: 0.1 * (1 + t), inverse_every=5, refresh_warmup=0)
+    state = compiled(kfac.observe)(tx.init(initial()), measured(0)[1])
+    state = compiled(tx.update)(measured(0)[0], state)[1]
+    after = compiled(kfac.observe)(state)
+    fresh = kfac.scale_by_kfac(layers(), damping=0.2)
+    expected = compiled(kfac.observe)(fresh.init(initial()), measured(0)[1])
+    assert_close(field_of(after, "inverse"), field_of(expected, "inverse"), 1e-5)
+    assert differ(field_of(after, "inverse"), field_of(state, "inverse"))
+    assert_equal(field_of(after, "factors"), field_of(state, "factors"))
+    assert after.refreshed == 1 and after.measured == 0
+
+
+def test_several_states_take_the_factors_of_their_own_layers():
+    names = {"first": "one", "norm": "one", "offset": "two", "out": "two", "temperature": "two"}
+
+    def of(label):
+        skip = [f"^{name}" for name, other in names.items() if other != label or name == "temperature"]
+        return kfac.find_layers(loss_fn, initial(), batch(0), skip=skip)
+
+    tx = optax.partition({label: kfac.kfac(0.1, of(label)) for label in ("one", "two")}, names)
+    grads, factors = measured(0)
+    state = compiled(kfac.observe)(tx.init(initial()), factors)
+    for label, part in state.inner_states.items():
+        found = kfac.curvature.averaged_factors(part, of(label))
+        assert set(found) == {name for name in factors if names[name] == label}
+        assert_close({name: factors[name] for name in found}, dict(found), 1e-6)
+    updates, _ = compiled(tx.update)(grads, state, initial())
+    alone = kfac.kfac(0.1, layers())
+    expected, _ = compiled(alone.update)(grads, compiled(kfac.observe)(alone.init(initial()), factors), initial())
+    assert_close(updates, expected, 1e-4)
+
+
+def raising(call, words, kind=ValueError):
+    with pytest.raises(kind, match=words):
+        call()
+
+
+def test_mistakes_are_said():
+    tx = kfac.kfac(0.1, layers())
+    (grads, factors), state = measured(0), tx.init(initial())
+    adam = optax.adam(0.1).init(initial())
+    raising(lambda: kfac.observe(adam, factors), r"opt_state holds no state of kfac\.kfac, but is of type tuple")
+    raising(lambda: kfac.statistics_due(adam), r"no state of (kfac\.kfac|scale_by_kfac)")
+    raising(lambda: kfac.observe(state, grads), r"factors must be what kfac\.statistics returns, but is dict")
+    raising(
+        lambda: kfac.observe(state, (grads, factors)), r"factors must be what kfac\.statistics returns, but is tuple"
+    )
+
+    fewer = kfac.Factors({name: block for name, block in factors.items() if name != "norm"})
+    raising(lambda: kfac.observe(state, fewer), "without layer 'norm'")
+    more = kfac.Factors({**factors, "more": factors["norm"]})
+    raising(lambda: kfac.observe(state, more), "with layer 'more'")
+    raising(lambda: kfac.observe((state, state), more), "factors hold a layer 'more', which none of the 2 states has")
+    wider = jax.tree.map(lambda x: jnp.pad(x, [(0, 1)] * x.ndim), factors["first"])
+    other = kfac.Factors({**factors, "first": wider})
+    raising(lambda: kfac.observe(state, other), r"layer 'first': A must have shape \(4, 4\), but has \(5, 5\)")
+
+    words = r"update takes no factors: call opt_state = kfac\.observe\(opt_state, factors\) before it"
+    raising(lambda: tx.update(grads, state, initial(), factors=factors), words, TypeError)
+    words = r"updates are statistics, where gradients belong: opt_state = kfac\.observe\(opt_state, factors\)"
+    raising(lambda: tx.update(factors, state, initial()), words)
+    raising(lambda: kfac.due, r"kfac\.due is now kfac\.statistics_due", AttributeError)
+
+
+def test_forgotten_statistics_are_warned_of_once():
+    tx, grads = kfac.scale_by_kfac(layers(), statistics_every=2), measured(0)[0]
+    state = tx.init(initial())
+    with pytest.warns(UserWarning, match=r"no new statistics for more than two intervals.*kfac\.observe") as warned:
+        for _ in range(7):
+            state = tx.update(grads, state)[1]
+    assert len(warned) == 1
+
+
+def test_factors_without_the_gradient_that_a_layer_needs_are_refused():
+    found = kfac.find_layers(loss_fn, initial(), batch(0), gradient=["temperature"])
+    factors = kfac.statistics(loss_fn, found)(initial(), batch(0))
+    state = kfac.kfac(0.1, found).init(initial())
+    with pytest.raises(ValueError, match=r"factors.gradients must hold the gradient of 'temperature'"):
+        kfac.observe(state, kfac.Factors(dict(factors)))
+    after = compiled(kfac.observe)(state, factors)
+    own = factors.gradients["temperature"] ** 2
+    (found_average,) = [
+        block.factors.F for name, block in state_of(after).blocks.items() if name.startswith("gradient")
+    ]
+    np.testing.assert_allclose(found_average.ravel(), own, rtol=1e-5)
+
+
+def test_a_state_is_its_own_argument_in_a_loop():
+    """Structure and types stay, so `scan` and `cond` take it."""
+    tx = kfac.kfac(0.05, layers(), cost=0.5)
+    grads, factors = measured(0)
+
+    def step(carry, _):
+        params, state = carry
+        due = kfac.statistics_due(state)
+        state = jax.lax.cond(due, lambda state: kfac.observe(state, factors), lambda state: state, state)
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), due
+
+    (params, state), due = compiled(lambda carry: jax.lax.scan(step, carry, length=14))((initial(), tx.init(initial())))
+    assert due.sum() == 12 and state_of(state).count == 14
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(params))
