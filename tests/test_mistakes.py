@@ -243,6 +243,10 @@ MISTAKES |= {
         lambda: kfac.train_step(lambda batch, params: loss_fn(params, batch), RATE).init(batch(0), initial()),
         r"must be real. Parameters are the first argument",
     ),
+    "the state of scale_by_kfac": (
+        lambda: update(GRADS, "params", state=kfac.scale_by_kfac(layers()).init(initial())),
+        r"opt_state is of scale_by_kfac alone: pass what init of this optimizer returned",
+    ),
     "a model as parameters": (
         lambda: small_model(jax.tree_util.Partial(jnp.dot, jnp.tanh)),
         r"must be an array, but is of type.*eqx.partition",

@@ -192,3 +192,17 @@ def test_layers_without_a_batch_are_refused():
     layers = kfac.find_layers(loss, p)
     with pytest.raises(ValueError, match=r"fraction= needs a batch .* batch_argnums=1"):
         kfac.statistics(loss, layers, fraction=1 / 2)(p)
+
+
+def rows_of_ten(params, batch):
+    return jnp.mean(jnp.square(jnp.tanh(batch.reshape(-1, 3) @ params)))
+
+
+@pytest.mark.parametrize("rows", [3, 7, 8, 10])
+def test_a_given_number_of_examples_is_scaled_with_the_rows(rows):
+    params, batch = normal(0, 3, 2), normal(1, rows, 10, 3)
+    layers = kfac.find_layers(rows_of_ten, params, batch)
+    kept = batch[: rows // 4 * 4 : 4] if rows >= 4 else batch
+    found = kfac.statistics(rows_of_ten, layers, fraction=1 / 4, num_examples=10 * rows)(params, batch)
+    expected = kfac.statistics(rows_of_ten, layers, num_examples=10 * len(kept))(params, kept)
+    assert_close(found, expected)

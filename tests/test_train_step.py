@@ -407,3 +407,28 @@ def test_init_says_what_a_mean_step_costs(capsys):
     applied = 2 * 2 * 400 * 300 * 700
     np.testing.assert_allclose(alone, (seldom / 16 + applied) / gradients, atol=0.01)
     assert price > alone and "max_dim=100 cuts" in said
+
+
+def test_a_batch_with_arrays_that_examples_share_is_not_thinned(capsys):
+    def loss_fn(params, graph):
+        messages = jax.ops.segment_sum(graph["nodes"][graph["from"]] @ params, graph["to"], 20)
+        return jnp.mean(jnp.square(messages[graph["to"]]))
+
+    edges = jnp.arange(128) % 20
+    graph = {"nodes": jnp.ones((20, 3)), "from": edges, "to": edges}
+    kfac.train_step(loss_fn, 0.1).init(jnp.ones((3, 2)), graph)
+    assert "of the examples" not in capsys.readouterr().out
+
+
+def test_another_init_of_one_step_is_of_its_own_arguments():
+    step = kfac.train_step(lambda w, x: jnp.mean(jnp.square(x @ w)), 0.1, verbose=False)
+    states = [step.init(jnp.ones((3, 2)), jnp.ones((count, 3))) for count in (8, 256)]
+    assert [state[0].settings.layers.num_examples for state in states] == [8, 256]
+
+
+def test_parts_of_a_quarter_are_no_single_examples():
+    step = kfac.train_step(lambda w, x: jnp.mean(jnp.square(x @ w)), 0.1, num_microbatches=5, verbose=False)
+    params, batch = jnp.ones((3, 2)), jnp.ones((630, 3))
+    state = step.init(params, batch)
+    params, state, loss = step(params, state, batch)  # 157 of 630 are a prime
+    assert np.isfinite(loss) and state[0].measured == 0

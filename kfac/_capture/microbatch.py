@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -107,15 +106,37 @@ def split_positions(
     return positions
 
 
-def parts_of_at_least(count: int, layers: Layers, args: Sequence[Any]) -> int:
-    """Return the smallest number of equal parts of a batch that is at least `count`."""
-    batch = [x for k, x in enumerate(args, 1) if k in layers.batch_argnums]
-    examples = math.gcd(*leading_lengths(batch))
-    return next((parts for parts in range(count, examples) if examples % parts == 0), max(1, examples))
+class Thinned(NamedTuple):
+    """The arguments of a loss with a part of the batch.
+
+    Attributes:
+      args: the arguments by position.
+      kwargs: the arguments by name.
+      kept: how many of the examples are left.
+      rows: how many there were.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    kept: int
+    rows: int
+
+    def of(self, num_examples: int | None) -> int | None:
+        """Scale a number of examples that the user gave for the whole batch."""
+        return num_examples and num_examples * self.kept // self.rows
 
 
-def every_example(layers: Layers, args: Sequence[Any], kwargs: dict[str, Any], every: int) -> tuple[Any, Any]:
-    """Return the arguments of a loss with every `every`-th example of the batch, or all if there are fewer.
+def every_example(
+    layers: Layers, args: Sequence[Any], kwargs: dict[str, Any], every: int, multiple: int = 1
+) -> Thinned:
+    """Take every `every`-th example of a batch, or all if there are too few.
+
+    Args:
+      layers: the layers, which know the arguments with the batch.
+      args: the arguments of the loss by position.
+      kwargs: the arguments by name.
+      every: the distance of two examples.
+      multiple: a number that divides the number of examples that are left.
 
     Raises:
       ValueError: the layers were found without a batch.
@@ -125,14 +146,16 @@ def every_example(layers: Layers, args: Sequence[Any], kwargs: dict[str, Any], e
             "fraction= needs a batch whose examples are known: name its arguments, "
             "kfac.find_layers(loss_fn, params, batch, batch_argnums=1)"
         )
+    counts = {1: 1}  # the examples left, by the number before
 
     def thinned(key, argument):
         def thin(path, leaf):
             name = f"argument {key!r}{jax.tree_util.keystr(path)}"
             if not is_array(leaf) or not leaf.shape or is_key(leaf) or name in layers.shared:
                 return leaf
-            count = leaf.shape[0] // every
-            if count == 0:
+            rows = leaf.shape[0]
+            count = counts[rows] = rows // (every * multiple) * multiple or rows
+            if count == rows:
                 return leaf
             # Neighbours lie on one device, so the result is spread over devices like the batch. Without the barrier
             # XLA for GPUs (jaxlib 0.10.2) took such a slice into a matrix product and aborted.
@@ -140,8 +163,9 @@ def every_example(layers: Layers, args: Sequence[Any], kwargs: dict[str, Any], e
 
         return jax.tree_util.tree_map_with_path(thin, argument)
 
-    positional = [thinned(k, x) if k in layers.batch_argnums else x for k, x in enumerate(args, 1)]
-    return positional, {k: thinned(k, x) if k in layers.batch_argnums else x for k, x in kwargs.items()}
+    positional = tuple(thinned(k, x) if k in layers.batch_argnums else x for k, x in enumerate(args, 1))
+    named = {k: thinned(k, x) if k in layers.batch_argnums else x for k, x in kwargs.items()}
+    return Thinned(positional, named, counts[max(counts)], max(counts))
 
 
 def leading_lengths(tree: Any) -> dict[int, None]:

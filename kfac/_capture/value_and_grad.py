@@ -116,7 +116,8 @@ def statistics(
         with `has_aux`, a pair `(loss, aux)`. Auxiliary outputs are dropped.
       layers: the layers that `find_layers` returned for this function.
       fraction: the share of the batch from which statistics are taken, `1 / k` with an integer `k`: every `k`-th
-        example, or all if the batch has fewer. A quarter is usually as good as all, at a quarter of the price.
+        example, or all if the batch has fewer. A quarter is usually as good as all, at a quarter of the price. The
+        loss of such a part must make sense: keep 1 if examples refer to each other, as the edges of a graph do.
       has_aux: whether `loss_fn` returns a pair.
       fisher: as for `value_and_grad`.
       num_examples: as for `value_and_grad`, of the whole batch.
@@ -132,14 +133,17 @@ def statistics(
     """
     check(has_aux=has_aux)
     every = check_fraction("fraction", fraction)
-    examples = num_examples and num_examples // every
-    evaluate = _evaluator(loss_fn, layers, has_aux, fisher, examples, communication_dtype)
+    evaluator = functools.partial(_evaluator, loss_fn, layers, has_aux, fisher)
+    evaluator(num_examples, communication_dtype)  # which checks the arguments
 
     @on_mesh
     @functools.wraps(loss_fn)
     def factors_of(params, *args, **kwargs):
+        examples = num_examples
         if every > 1:
-            args, kwargs = every_example(layers, args, kwargs, every)
+            thinned = every_example(layers, args, kwargs, every)
+            args, kwargs, examples = thinned.args, thinned.kwargs, thinned.of(num_examples)
+        evaluate = evaluator(examples, communication_dtype)
         return evaluate(params, args, kwargs, gradients=False)[2]
 
     return factors_of

@@ -30,7 +30,7 @@ def diagnostics(opt_state: Any) -> dict[str, jax.Array]:
       curvature block), `condition` (largest condition number of what is inverted, each as of its last inversion: of the
       damped factors in the 1-norm, with `Eigh`, `Ekfac`, `Soap` of the damped blocks in the 2-norm), `inverse_age`
       (steps since the oldest inverse in use was computed), `statistics_age` (steps since the last that brought
-      statistics, or since the start: if it only grows, `factors` are forgotten), `skipped_statistics` and
+      statistics, or since the start: it only grows if the loop does not call `observe`), `skipped_statistics` and
       `failed_inversions` (blocks, since the start), `skipped_steps` (updates that were not finite, an
       `optax.apply_if_finite` around it included), `kl_clip_scale` (1 without a KL clip), `slowest` and `fastest` of the
       layers' rates, with `adaptive_damping` the last `reduction_ratio` (NaN before the first) and the steps

@@ -22,7 +22,7 @@ from kfac._optimizer.arguments import fitted
 from kfac._optimizer.moves import Moves, ScalarOrSchedule, value_at
 from kfac._optimizer.options import Options, check_options
 from kfac._optimizer.scale_by_kfac import precondition_and_move
-from kfac._optimizer.state import find_state
+from kfac._optimizer.state import KfacState, find_state
 from kfac._varying import mesh_of, on_mesh, placed
 
 Optimizer: TypeAlias = optax.GradientTransformationExtraArgs
@@ -115,7 +115,8 @@ def kfac(
         None: `Soap()`, and with `step_norm=None` `Cholesky()`.
       statistics_fraction: the share of a batch that `observe` will get statistics of, `1 / k` with an integer `k`, for
         the interval that follows from `cost`. `train_step` takes statistics of this share. None: a quarter with
-        `Soap()` and 64 examples or more, else 1.
+        `Soap()` and 64 examples or more, else 1. It is also 1 if the batch has arrays that all examples share. Pass 1
+        if the loss of every `k`-th example makes no sense.
       distribution: how several devices are used; None: as `scale_by_kfac` sees them.
 
     Returns:
@@ -210,11 +211,13 @@ def kind_of_inverse(step_norm: Any, inverse: Inverse | None) -> Inverse:
 def statistics_share(layers: Layers, inverse: Inverse, fraction: float | None) -> int:
     """Return `k`, if statistics come from every `k`-th example.
 
-    By default 4 with `Soap`, which takes a basis from statistics and nothing else, and 64 examples or more.
+    By default 4 with `Soap`, which takes a basis from statistics and nothing else, and 64 examples or more, unless the
+    batch also has arrays that all examples share.
     """
     if fraction is not None:
         return check_fraction("statistics_fraction", fraction)
-    enough = layers.batch_argnums and (layers.num_examples or 0) >= 64
+    # Arrays in the batch that are no examples may refer to the examples, as the nodes of a graph do.
+    enough = layers.batch_argnums and not layers.shared and (layers.num_examples or 0) >= 64
     return 4 if isinstance(inverse, Soap) and enough else 1
 
 
@@ -251,6 +254,8 @@ def _followed_by(tx: Optimizer, rest: Optimizer) -> Optimizer:
     @on_mesh
     def update(updates, state, params=None, **extra):
         extra["count"] = find_state(state, "opt_state").count
+        if isinstance(state, KfacState):
+            raise ValueError("opt_state is of scale_by_kfac alone: pass what init of this optimizer returned")
         preconditioned, first = tx.update(updates, state[0], params, **extra)
         moved, second = rest.update(preconditioned, state[1], params, **extra)
         # A refused step is none: the counts of schedules stay, like the momentum, and nothing is updated. Selected, as

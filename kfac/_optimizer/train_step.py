@@ -15,7 +15,7 @@ import optax
 from jax import lax
 
 from kfac._capture.find_layers import LONG, find_layers
-from kfac._capture.microbatch import every_example, microbatch, parts_of_at_least
+from kfac._capture.microbatch import every_example, microbatch
 from kfac._capture.value_and_grad import plain_value_and_grad, statistics
 from kfac._checks import check, check_function, check_given, with_hints
 from kfac._distributed.intervals import prices_of_layers
@@ -61,7 +61,10 @@ class TrainStep:
     def init(self, params: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the state of the optimizer, for parameters and arguments of `loss_fn` with the shapes of the steps."""
         # Outside of `jit`, which hides how parameters are split over a mesh.
+        before = {(x.splits, x.num_examples) for x in self.layers.values()}
         layers = self._find_layers(params, args, kwargs, anew=True)
+        if before - {(layers.splits, layers.num_examples)}:
+            self.__dict__.pop("_programs", None)  # compiled for other layers
         if layers.unclear and self.num_examples is None:
             raise ValueError(layers.unclear.replace("value_and_grad", "train_step"))
         if (count := layers.num_examples or 0) % self.num_microbatches:
@@ -128,9 +131,10 @@ class TrainStep:
         inverse, _, share = _chosen(layers, self.options)
         parts, examples = self.num_microbatches, self.num_examples
         if share > 1:
-            args, kwargs = every_example(layers, args, kwargs, share)
-            parts = parts_of_at_least(-(-parts // share), layers, args)
-            examples = examples and examples // share
+            fewer = -(-parts // share)
+            thinned = every_example(layers, args, kwargs, share, fewer)
+            args, kwargs, examples = thinned.args, thinned.kwargs, thinned.of(examples)
+            parts = fewer if thinned.kept < thinned.rows else parts
         measure = statistics(
             self.loss_fn, layers, has_aux=self.has_aux, num_examples=examples and examples // parts, **self.measured
         )
