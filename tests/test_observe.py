@@ -163,6 +163,18 @@ def test_several_states_take_the_factors_of_their_own_layers():
     assert_close(updates, expected, 1e-4)
 
 
+def test_several_states_take_the_gradients_of_their_own_layers():
+    everything = kfac.find_layers(loss_fn, initial(), batch(0), gradient=["offset", "temperature"])
+    factors = kfac.statistics(loss_fn, everything)(initial(), batch(0))
+    assert set(factors.gradients) == {"offset", "temperature"}
+    own = kfac.find_layers(loss_fn, initial(), batch(0), gradient=["offset"], skip=["temperature"])
+    states = [kfac.kfac(0.1, found).init(initial()) for found in (everything, own)]
+    together = kfac.observe(states, factors)
+    alone = kfac.observe(states[0], factors)
+    assert_equal(field_of(together[0], "factors"), field_of(alone, "factors"))
+    assert all(state_of(state).measured == 0 for state in together)
+
+
 def raising(call, words, kind=ValueError):
     with pytest.raises(kind, match=words):
         call()

@@ -355,8 +355,7 @@ def test_narrow_models_where_float64_is_allowed(x64, dtype, inverse):
 def found_inverse(layers, params, **options):
     """The inverse of `kfac.kfac` with these options."""
     state = jax.eval_shape(kfac.kfac(0.1, layers, **options).init, params)
-    (inverse,) = {owned.inverse for owned in state_of(state).owned.values()}
-    return inverse
+    return state_of(state).settings.inverse
 
 
 @pytest.mark.parametrize(

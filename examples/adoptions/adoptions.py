@@ -326,20 +326,17 @@ def in_shard_map(script: Script, optimizer: str, rate: Any) -> Callable[[int], A
 
 
 def in_pmap(script: Script, optimizer: str, rate: Any) -> Callable[[int], Any]:
-    tx, layers, observe, step = own_loop(script, optimizer, rate, "devices", distribution=kfac.Distribution("devices"))
-    init, mapped_observe, mapped_step = (
-        jax.pmap(function, axis_name="devices") for function in (tx.init, observe or tx.init, step)
-    )
+    tx, _, observe, step = own_loop(script, optimizer, rate, "devices", distribution=kfac.Distribution("devices"))
 
-    class Stacked(Script):
-        def batches(self, seed: int) -> Iterator[Any]:
-            parts = lambda x: x.reshape(4, -1, *x.shape[1:])  # noqa: E731
-            return (jax.tree.map(parts, batch) for batch in super().batches(seed))
+    def on_parts(function: Any) -> Any:
+        mapped = jax.pmap(function, axis_name="devices")
+        return lambda a, b, batch: mapped(a, b, jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), batch))
 
     def stacked(key: jax.Array) -> Any:
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (4, *x.shape)), script.start(key))
 
-    train = loop(Stacked(*script._replace(start=stacked)), init, layers and mapped_observe, mapped_step)
+    init = jax.pmap(tx.init, axis_name="devices")
+    train = loop(script._replace(start=stacked), init, observe and on_parts(observe), on_parts(step))
     return lambda seed: jax.tree.map(lambda x: x[0], train(seed))
 
 

@@ -214,8 +214,8 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
         batch_argnums=batch.argnums, shared=batch.shared, hidden=batch.hidden,
         dtype="float64" if any(v.dtype == "float64" for v in traced.program.inputs[: len(names)]) else "float32",
     )  # fmt: skip
-    if n is None and layers.with_factors:
-        layers = dataclasses.replace(layers, unclear=unclear)
+    # `options` may be layers that were found without `num_examples`.
+    layers = dataclasses.replace(layers, unclear=unclear if n is None and layers.with_factors else "")
     return Analysis(layers, reads, uses_of, n, unclear)
 
 

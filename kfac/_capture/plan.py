@@ -84,8 +84,8 @@ def plan_taps(
     """
     analysis = layers_of(traced, layers, marks, num_examples)
     n, batch = analysis.num_examples, traced.batch.num_examples
-    if n is None and analysis.layers.with_factors:
-        raise ValueError(analysis.unclear)
+    if analysis.layers.unclear:
+        raise ValueError(analysis.layers.unclear)
     check_same(layers, analysis.layers)
     planned = Planned(n or 1, batch, analysis.reads.plan, traced.batch.lies, wire)
     corrected = {layer.name for layer in layers if moments and layer.correctable}

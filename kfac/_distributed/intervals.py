@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +34,17 @@ def affordable(layers: Layers, inverse: Inverse, cost: float | jax.Array, share:
 def prices_of_layers(layers: Layers, inverse: Inverse, every: int, share: int) -> dict[str, float]:
     """Return the work for the curvature of each layer in a mean step, over that of all gradients."""
     gradients = work_of_gradients(layers)
-    work = work_of_layers(layers, inverse, share)
-    return {name: (work[name] / every + applied(layers[name], inverse)) / gradients for name in work if gradients}
+    if not gradients:
+        return {}
+    seldom = work_of_layers(layers, inverse, share)
+
+    def price(layer: Layer) -> float:
+        products = 0.0
+        if layer.kind in KRONECKER_KINDS:
+            products = inverse.products * layer.copies * layer.pieces * applied(layer.block_shapes)
+        return (seldom[layer.name] / every + products) / gradients
+
+    return {layer.name: price(layer) for layer in layers if layer.name in seldom}
 
 
 def work_of_gradients(layers: Layers) -> float:
@@ -56,12 +66,10 @@ def work_of_layers(layers: Layers, inverse: Inverse, share: int) -> dict[str, fl
     }
 
 
-def applied(layer: Layer, inverse: Inverse) -> float:
-    """Return FLOPs of the products of a gradient with inverses, or with eigenvectors and back."""
-    if layer.kind not in KRONECKER_KINDS:
-        return 0.0
-    sides = sum(shape[0] for shape in layer.block_shapes.values() if len(shape) == 2)
-    return 2.0 * inverse.products * layer.copies * layer.d_in * layer.d_out * sides
+def applied(shapes: Mapping[str, tuple[int, ...]]) -> float:
+    """Return FLOPs of the products of one block's gradient with a matrix, or a diagonal, on each side."""
+    sides = sum(shape[0] if len(shape) > 1 else 1 for shape in shapes.values())
+    return 2.0 * math.prod(shape[0] for shape in shapes.values()) * sides
 
 
 def products_of(layer: Layer) -> float:

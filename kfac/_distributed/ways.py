@@ -114,14 +114,13 @@ class Way:
     def _over_owners(self, reduce: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
         return reduce(as_varying(x, varying_axes(lax.axis_index(self.owners))), self.owners) if self.owners else x
 
-    def check(self, updates: Any, factors: Any) -> None:
-        """Raises where gradients or statistics differ along axes that are not named, as `shard_map` knows."""
+    def check(self, what: str, tree: Any) -> None:
+        """Raise if arrays differ along axes that are not named, as far as `shard_map` knows."""
         axes = self.axes
-        for what, tree in {"updates": updates, "factors": factors}.items():
-            if axes and (unnamed := sorted(varying_axes(tree).difference(axes))):
-                where = f"{what} differ between the devices of {unnamed}, which axis_name={_name(axes)!r} does not name"
-                names = f"pass axis_name={(*axes, *unnamed)!r}, or no Distribution"
-                raise ValueError(f"{where}. If these have the same parameters, {names}. If not, {SPLIT_BY_HAND}")
+        if axes and (unnamed := sorted(varying_axes(tree).difference(axes))):
+            where = f"{what} differ between the devices of {unnamed}, which axis_name={_name(axes)!r} does not name"
+            names = f"pass axis_name={(*axes, *unnamed)!r}, or no Distribution"
+            raise ValueError(f"{where}. If these have the same parameters, {names}. If not, {SPLIT_BY_HAND}")
 
 
 def check_alike(params: Any) -> None:

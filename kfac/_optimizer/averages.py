@@ -17,7 +17,7 @@ from kfac._curvature.refresh import once_if, refresh
 from kfac._distributed.ways import Way
 from kfac._factors import Factors, Statistics
 from kfac._layers import Layer
-from kfac._optimizer.place import Config, Place, Vectors
+from kfac._optimizer.place import Config, Place, Vectors, join
 from kfac._optimizer.segment import part_of, with_parts
 from kfac._optimizer.state import KfacState, check_devices, check_positions, shards_of
 from kfac._packing import filled, flatten, unflatten
@@ -43,23 +43,22 @@ def observe_here(config: Config, state: KfacState, statistics: Factors | Stacks 
     for owned in state.owned.values():
         check_positions(owned)
     place = Place(config, shards_of(state))
+    left_out: Vectors = {}
+    failed: Vectors = {}
     if statistics is None:
         state, failed = refresh_inverses(way, state)
         state = state._replace(refreshed=state.count)
-        counts = jnp.stack([jnp.zeros((), jnp.int32), count_blocks(way, state, failed)])
     else:
         if isinstance(statistics, Factors):
-            way.check(None, statistics)
+            way.check("factors", statistics)
             statistics = average_over_devices(place, state, statistics)
         state, left_out = take_in(place, state, statistics)
-        counts = jnp.stack([count_blocks(way, state, left_out), jnp.zeros((), jnp.int32)])
         if state.settings.refreshes:
             due = state.refresh_due.astype(bool)  # `optax.contrib.sam` makes integers of the flags of a state
             state, failed = refresh_inverses(way, state, due)
             state = state._replace(refreshed=jnp.where(due, state.count, state.refreshed))
-            counts = counts.at[1].set(count_blocks(way, state, failed))
         state = state._replace(measured=state.count, due=jnp.zeros((), bool))
-    skipped, failures = way.total(counts)
+    skipped, failures = way.total(jnp.stack([count_blocks(way, state, flags) for flags in (left_out, failed)]))
     metrics = state.metrics._replace(
         skipped_statistics=state.metrics.skipped_statistics + skipped,
         failed_inversions=state.metrics.failed_inversions + failures,
@@ -166,7 +165,7 @@ def refresh_inverses(way: Way, state: KfacState, needed: jax.Array | None = None
         new, failed = old
         for name, block in state.blocks.items():
             inverse_state, owned = part_of(new, way, name, "inverse"), state.owned.get(name)
-            kind = inverse_state.inverse if owned is None else owned.inverse
+            kind = inverse_state.inverse if owned is None else state.settings.inverse
             damping = state.observe_damping * (state.unitwise_damping if owned is None else 1)
             result = refresh(kind, inverse_state, part_of(new, way, name, "factors"), wanted[name], damping)
             condition = jnp.where(result.valid, result.condition, block.condition)
@@ -174,7 +173,7 @@ def refresh_inverses(way: Way, state: KfacState, needed: jax.Array | None = None
             new = with_parts(new, way, name, inverse=result.inverse, condition=condition, inverted=inverted)
             failed = failed | {name: wanted[name] & ~result.valid}
         # All devices get the bases from their owners.
-        sent = {n: flatten(new.owned[n].inverse.basis(part_of(new, way, n, "inverse"))) for n in new.bases}
+        sent = {n: flatten(state.settings.inverse.basis(part_of(new, way, n, "inverse"))) for n in new.bases}
         received = way.gather(sent, shards_of(state))
         bases = {name: unflatten(flat, new.bases[name]) for name, flat in received.items()}
         return new._replace(bases=bases), failed
@@ -185,6 +184,4 @@ def refresh_inverses(way: Way, state: KfacState, needed: jax.Array | None = None
 def count_blocks(way: Way, state: KfacState, flags: Vectors) -> jax.Array:
     """Count the flagged blocks of this device. Blocks that all devices have are counted on the first."""
     first = jnp.asarray(lax.axis_index(way.owners) == 0)
-    counted = [x if name in state.owned else x & first for name, x in flags.items()]
-    # With a barrier XLA reduces all groups in one kernel.
-    return jnp.sum(lax.optimization_barrier(jnp.concatenate(counted)), dtype=jnp.int32)
+    return jnp.sum(join(x if name in state.owned else x & first for name, x in flags.items()), dtype=jnp.int32)

@@ -15,7 +15,7 @@ from kfac._curvature.blocks import check_factors, group_layers
 from kfac._curvature.refresh import one_by_one
 from kfac._factors import Factors, Kronecker
 from kfac._layers import Layers
-from kfac._optimizer.reshard import some_state
+from kfac._optimizer.reshard import some_states
 from kfac._optimizer.state import AdaptiveDampingState, KfacState, check_groups, find_nodes, find_state, pure
 
 
@@ -73,10 +73,8 @@ def statistics_due(opt_state: Any) -> jax.Array:
     Raises:
       ValueError: `opt_state` holds no such state.
     """
-    some_state(opt_state, "opt_state")
-    return functools.reduce(
-        jnp.logical_or, [jnp.ravel(state.due)[0].astype(bool) for state in pure(find_nodes(opt_state, KfacState))]
-    )
+    flags = [jnp.ravel(pure(state.due))[0].astype(bool) for state in some_states(opt_state, "opt_state")]
+    return functools.reduce(jnp.logical_or, flags)
 
 
 def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
@@ -111,9 +109,10 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
     for group in [group for group in groups if group.correctable]:
         owned, vectors = state.owned[group.name], state.bases.get(group.name)
         if vectors is None and owned.blocks.inverse is not None:
-            vectors = owned.inverse.basis(owned.blocks.inverse)
+            vectors = state.settings.inverse.basis(owned.blocks.inverse)
         if vectors is None:
-            raise ValueError(f"source must be a state with inverse=kfac.Ekfac(), but is one with {owned.inverse!r}")
+            actual = state.settings.inverse
+            raise ValueError(f"source must be a state with inverse=kfac.Ekfac(), but is one with {actual!r}")
         if vectors.A.shape[0] != group.size:
             raise ValueError("source has an axis of devices in front, as pmap returns it: call eigenbasis inside of it")
         parts = [(layer, part) for layer, part in group.split(vectors) if layer.correctable]

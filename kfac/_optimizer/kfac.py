@@ -190,7 +190,7 @@ def chosen(
     statistics_fraction: float | None = None,
 ) -> Chosen:
     """Choose the inverse and the interval of statistics; see `kfac` for the arguments."""
-    inverse = kind_of_inverse(step_norm, inverse)
+    inverse = (Cholesky() if step_norm is None else Soap()) if inverse is None else inverse
     check_inverse(inverse)
     check(cost=cost)
     share = statistics_share(layers, inverse, statistics_fraction)
@@ -199,13 +199,6 @@ def chosen(
     if not isinstance(cost, jax.core.Tracer) and cost != COST:
         raise ValueError(f"cost={cost!r} has no effect: with step_norm=None every step has statistics. Leave cost out")
     return Chosen(inverse, 1, share)
-
-
-def kind_of_inverse(step_norm: Any, inverse: Inverse | None) -> Inverse:
-    """Return the inverse, or the default one."""
-    if inverse is not None:
-        return inverse
-    return Cholesky() if step_norm is None else Soap()
 
 
 def statistics_share(layers: Layers, inverse: Inverse, fraction: float | None) -> int:

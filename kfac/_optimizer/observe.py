@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from kfac._optimizer.averages import observe_here
 from kfac._optimizer.over_mesh import OverMesh, mesh_to_open
 from kfac._optimizer.place import Config
 from kfac._optimizer.reshard import on_states
-from kfac._optimizer.state import KfacState, find_nodes, how_to_hide, is_variable, pure, shards_of
+from kfac._optimizer.state import KfacState, find_nodes, how_to_hide, is_variable, pure, shards_of, splits_of
 from kfac._varying import on_mesh
 
 
@@ -50,15 +51,16 @@ def observe(opt_state: Any, factors: Factors | None = None) -> Any:
       ValueError: `opt_state` holds no such state, `factors` are of other layers, or the state is one for another number
         of devices.
     """
-    states = pure(find_nodes(opt_state, KfacState))
+    states = find_nodes(opt_state, KfacState)
     if not states:
         kind = type(opt_state).__name__
         raise ValueError(f"opt_state holds no state of kfac.kfac, but is of type {kind}: pass what tx.init returned")
-    if factors is not None:
+    if len(states) > 1 and isinstance(factors, Factors):
         _check_names(states, factors)
 
     def observed(state: KfacState) -> KfacState:
-        new = _observe(pure(state), factors)
+        own = _own(state, factors) if len(states) > 1 and isinstance(factors, Factors) else factors
+        new = _observe(pure(state), own)
         places = jax.tree.leaves(state, is_leaf=is_variable)
         if not any(map(is_variable, places)):
             return new
@@ -69,30 +71,35 @@ def observe(opt_state: Any, factors: Factors | None = None) -> Any:
     return on_states(observed, opt_state)
 
 
-def _check_names(states: list[KfacState], factors: Any) -> None:
-    """Raise if the factors are not those of the layers of these states."""
-    if len(states) == 1 or not isinstance(factors, Factors):
-        check_factors(factors, states[0].settings.found)
-        return
-    wanted = {layer.name for state in states for layer in state.settings.found.with_factors}
-    unknown = sorted(set(factors) - wanted)
+def _check_names(states: list[KfacState], factors: Factors) -> None:
+    """Raise if the factors hold a layer that no state has."""
+    unknown = sorted(set(factors) - {layer.name for state in states for layer in state.settings.found.with_factors})
     if unknown:
         raise ValueError(f"factors hold a layer {unknown[0]!r}, which none of the {len(states)} states has")
 
 
+def _own(state: KfacState, factors: Factors) -> Factors:
+    """Return the factors of one state's layers."""
+    found = state.settings.found
+    names = {layer.name for layer in found.with_factors}
+    paths = {path for layer in found.with_gradient_factors for path in layer.params}
+    blocks = {name: block for name, block in factors.items() if name in names}
+    return Factors(blocks, {path: x for path, x in factors.gradients.items() if path in paths})
+
+
 def _observe(state: KfacState, factors: Factors | None) -> KfacState:
-    """Observe with one state."""
-    layers, found = state.settings.layers, state.settings.found
+    """Observe with one state and the factors of its layers."""
+    settings = state.settings
     if factors is not None:
-        names = {layer.name for layer in found.with_factors}
-        factors = Factors({name: x for name, x in factors.items() if name in names}, factors.gradients)
-        jax.eval_shape(lambda factors: check_factors(factors, found, state.settings.inverse), factors)
-        factors = factors if layers is found else without_hidden_rows(factors, found, layers)
-    way, mesh = mesh_to_open(state.settings.distribution, state, (state, factors))
-    config = Config(layers, group_layers(layers), state.settings.inverse, way)
+        check = functools.partial(check_factors, layers=settings.found, inverse=settings.inverse)
+        jax.eval_shape(check, factors) if isinstance(factors, Factors) else check(factors)
+        if settings.layers is not settings.found:
+            factors = without_hidden_rows(factors, settings.found, settings.layers)
+    way, mesh = mesh_to_open(settings.distribution, state, (state, factors))
+    config = Config(settings.layers, group_layers(settings.layers), settings.inverse, way)
     if mesh is None:
         return observe_here(config, state, factors)
-    return OverMesh(config, mesh, shards_of(state), dict(state.splits.specs or found.splits)).observe(state, factors)
+    return OverMesh(config, mesh, shards_of(state), splits_of(state)).observe(state, factors)
 
 
 def without_hidden_rows(factors: Factors, found: Layers, layers: Layers) -> Factors:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import Inverse
@@ -17,6 +19,12 @@ from kfac._layers import Layers
 from kfac._optimizer.moves import Moves
 
 Vectors = dict[str, jax.Array]  # for each group `[k]`, a number for each block
+
+
+def join(vectors: Iterable[jax.Array]) -> jax.Array:
+    """Join a zero and the numbers of all groups: reduced together, they take one kernel instead of many."""
+    # Without a barrier XLA reduces the parts one by one.
+    return lax.optimization_barrier(jnp.concatenate([jnp.zeros(1, bool), *vectors]))
 
 
 @dataclasses.dataclass(frozen=True)

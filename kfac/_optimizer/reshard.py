@@ -75,9 +75,7 @@ def shardings(tx: optax.GradientTransformation, params: Any) -> Any:
 
     def of_state(state):
         owners = axis_names(state.settings.distribution.owners) or tuple(mesh.axis_names)
-        fields = {name: of_leaves(getattr(state, name), PartitionSpec()) for name in KfacState._fields}
-        fields |= {name: of_leaves(getattr(state, name), PartitionSpec(owners)) for name in ("owned", "segment")}
-        return KfacState(**fields)
+        return KfacState(*map(of_leaves, state, state_spec(owners)))
 
     return on_states(of_state, state, lambda leaf: NamedSharding(mesh, PartitionSpec()))
 
@@ -108,7 +106,7 @@ def gather_state(opt_state: Any) -> Any:
     Raises:
       ValueError: there is no state of `scale_by_kfac` in `opt_state`, or it is not that of all devices.
     """
-    if some_state(opt_state, "opt_state").count.ndim:  # of pmap
+    if some_states(opt_state, "opt_state")[0].count.ndim:  # of pmap
         opt_state = on_nodes((Owned, Segment), _in_a_row, opt_state, lambda x: x[0])
 
     def gather(node):
@@ -146,7 +144,7 @@ def scatter_state(
     """
     check(num_devices=num_devices)
     check_distribution(distribution)
-    some_state(portable, "portable")
+    some_states(portable, "portable")
 
     def cost(name, owned):
         shapes = {side: getattr(owned.blocks.factors, side).shape[1:] for side in "AG"}
@@ -156,7 +154,7 @@ def scatter_state(
         if devices_of(node) > 1:
             raise ValueError("portable must be what gather_state returns, but is a state for several devices")
         shards = make_shards(itertools.starmap(cost, node.owned.items()), num_devices)
-        bases = {name: owned.inverse.basis(owned.blocks.inverse) for name, owned in node.owned.items()}
+        bases = {name: node.settings.inverse.basis(owned.blocks.inverse) for name, owned in node.owned.items()}
         owned = {name: _scatter_owned(owned, shards[name]) for name, owned in node.owned.items()}
         bases = {name: basis for name, basis in bases.items() if basis is not None and num_devices > 1}
         settings = dataclasses.replace(node.settings, distribution=distribution or Distribution())
@@ -194,12 +192,12 @@ def _each_device(fn: Callable[[KfacState, Way], KfacState], state: KfacState) ->
     return state._replace(owned=owned, segment=segment)
 
 
-def some_state(opt_state: Any, argument: str) -> KfacState:
-    """The first of the K-FAC states, of which there may be several."""
+def some_states(opt_state: Any, argument: str) -> list[KfacState]:
+    """Return the K-FAC states in a tree; raise if there is none."""
     states = find_nodes(opt_state, KfacState)
     if not states:
         raise ValueError(f"there is no state of scale_by_kfac in {argument}, of type {type(opt_state).__name__}")
-    return states[0]
+    return states
 
 
 def on_nodes(kind: Any, fn: Callable, tree: Any, other: Callable[[Any], Any] = lambda leaf: leaf) -> Any:

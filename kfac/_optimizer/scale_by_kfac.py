@@ -34,6 +34,7 @@ from kfac._optimizer.state import (
     init_state,
     match_leaves,
     shards_of,
+    splits_of,
 )
 from kfac._optimizer.step import Gradients, preconditioned_step
 from kfac._varying import axis_names, device_axes, on_mesh, placed, varying_axes
@@ -155,7 +156,7 @@ def precondition_and_move(layers: Layers, moves: Moves, options: Options) -> opt
         else:
             check_devices(state, math.prod(mesh.shape[name] for name in way.owners))
             types_tell = all(kind == AxisType.Explicit for kind in mesh.axis_types)
-            splits = {} if types_tell else dict(state.splits.specs or layers.splits)
+            splits = {} if types_tell else splits_of(state)
             meshed = OverMesh(config, mesh, shards_of(state), splits)
             updates, state = meshed.step(updates, params, state, now)
         return updates, prepared(state)

@@ -108,7 +108,6 @@ class Owned:
 
     blocks: BlockState
     shard: Shard = dataclasses.field(metadata={"static": True})
-    inverse: Inverse = dataclasses.field(metadata={"static": True})
     form: Any = dataclasses.field(default=None, metadata={"static": True})
 
     @property
@@ -234,6 +233,11 @@ def shards_of(state: KfacState) -> dict[str, Shard]:
     return {name: owned.shard for name, owned in state.owned.items()}
 
 
+def splits_of(state: KfacState) -> dict[str, PartitionSpec]:
+    """How parameters are split over automatic axes of a mesh, as `init` saw it, or `find_layers`."""
+    return dict(state.splits.specs or state.settings.found.splits)
+
+
 def devices_of(state: KfacState) -> int:
     """The number of devices that blocks are dealt to; 1 where no group is."""
     return max((shard.devices for shard in shards_of(state).values()), default=1)
@@ -272,7 +276,7 @@ def init_state(config: Config, settings: Settings, params: Any) -> KfacState:
     def owned(group: Group) -> Owned:
         shard = shards[group.name]
         stacks = blocks(group, shard.positions)
-        new = Owned(stacks, shard, config.inverse, None if shard.full else form_of(stacks))
+        new = Owned(stacks, shard, None if shard.full else form_of(stacks))
         # A device's own blocks are marked as such, where `shard_map` checks that (`lax.axis_index` varies if it does).
         return as_varying(new, varying_axes(lax.axis_index(owners))) if axis_size(owners) else new
 
@@ -382,11 +386,14 @@ def blocks_of(state: KfacState, layers: Layers, argument: str) -> Iterator[tuple
 def check_state(config: Config, state: KfacState) -> None:
     """Raise if a state is one for other options or another number of devices."""
     check_devices(state, config.way.devices)
+    if state.owned and state.settings.inverse != config.inverse:  # `kfac.kfac` may have chosen one by the layers
+        actual = state.settings.inverse
+        named = f"inverse={config.inverse!r}, but the optimizer state is one for inverse={actual!r}"
+        raise ValueError(f"{named}: name the one that it was initialised with")
     for group in config.groups:
         owned = state.owned.get(group.name)
         if owned is not None:
             check_positions(owned)
-            _check_inverse(config, owned)
         motion = state.shared[group.name].motion if owned is None else owned.shapes.motion
         has_momentum = config.moves.momentum is not None and not group.inverse_of(config.inverse).takes_gradients
         wanted = {"momentum": has_momentum, "adaptive_layer_rates": config.moves.adaptive_layer_rates}
@@ -394,12 +401,6 @@ def check_state(config: Config, state: KfacState) -> None:
             if wants != (array is not None):
                 has = f"has {'none' if array is None else 'some'} for blocks {group.name}"
                 raise ValueError(f"{option}= does not go with its state, which {has}: initialise it with the same")
-
-
-def _check_inverse(config: Config, owned: Owned) -> None:
-    if owned.inverse != config.inverse:  # `kfac.kfac` may have chosen one by the layers
-        named = f"inverse={config.inverse!r}, but the optimizer state is one for inverse={owned.inverse!r}"
-        raise ValueError(f"{named}: name the one that it was initialised with")
 
 
 def check_positions(owned: Owned) -> None:

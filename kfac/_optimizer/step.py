@@ -17,7 +17,7 @@ from kfac._distributed.ways import Way
 from kfac._factors import per_block
 from kfac._layers import leaves_by_path, map_by_path
 from kfac._optimizer.moves import Kernels, Motion, Now, Stack, adapted, clip_scale, find_kernels, lengthened
-from kfac._optimizer.place import Config, Place, Vectors
+from kfac._optimizer.place import Config, Place, Vectors, join
 from kfac._optimizer.segment import part_of, with_parts
 from kfac._optimizer.state import KfacMetrics, KfacState, check_state, shards_of
 
@@ -50,7 +50,7 @@ def preconditioned_step(
       now: the scalars of the step.
     """
     check_state(config, state)
-    config.way.check(updates.tree, None)
+    config.way.check("updates", updates.tree)
     place = Place(config, shards_of(state))
     updates, gradients, square, usable = take_gradients(place, state, updates)
     directions, advanced, angles = precondition(place, now, state, gradients)
@@ -263,20 +263,18 @@ def measure(
     adapted_rates = {name: motion.rate for name, motion in motions.items() if motion.rate is not None}
     rates = [[jnp.where(place.owns[name], x, 0) for x in (rate, 1 / rate)] for name, rate in adapted_rates.items()]
     parts = [[block.condition for block in blocks], ages, *zip(*rates, strict=True)]
-    extremes = jnp.stack([jnp.max(_join(part)).astype(jnp.float32) for part in parts])
+    extremes = jnp.stack([jnp.max(join(part)).astype(jnp.float32) for part in parts])
     owned, shared = (x.astype(jnp.float32) for x in squares)
     # One message for both numbers.
     refusals, owned = way.total(jnp.stack([(~usable).astype(jnp.float32), owned]))
     extremes = way.largest(extremes)
     usable = refusals == 0  # agreed once more: the next step's decisions follow from it
-    new = KfacMetrics(
+    new = metrics._replace(
         damping=jnp.where(usable, now.damping, metrics.damping),
         gradient_norm=jnp.sqrt(square).astype(jnp.float32),
         preconditioned_norm=jnp.sqrt(owned + shared),
         condition=extremes[0],
         inverse_age=jnp.maximum(extremes[1].astype(jnp.int32) - ~usable, 0),  # a step that is refused is none
-        skipped_statistics=metrics.skipped_statistics,
-        failed_inversions=metrics.failed_inversions,
         skipped_steps=metrics.skipped_steps + ~usable,
         kl_clip_scale=jnp.where(usable, scale.astype(jnp.float32), metrics.kl_clip_scale),
         slowest=jnp.where(usable, 1 / extremes[3], metrics.slowest) if rates else jnp.ones((), jnp.float32),
@@ -310,12 +308,6 @@ def count(state: KfacState, now: Now, metrics: KfacMetrics, usable: jax.Array) -
 def _all_finite(square: jax.Array, leaves: Iterable[jax.Array]) -> jax.Array:
     """Whether a sum of squares and some leaves are finite."""
     return jnp.all(jnp.isfinite(square) & jnp.stack([jnp.array(True), *(finite(leaf, 0) for leaf in leaves)]))
-
-
-def _join(vectors: Iterable[jax.Array]) -> jax.Array:
-    """A zero and the numbers of all groups: reduced together, they take one kernel instead of many."""
-    # Without a barrier XLA reduces the parts one by one.
-    return lax.optimization_barrier(jnp.concatenate([jnp.zeros(1, bool), *vectors]))
 
 
 def _sum(arrays: Iterable[jax.Array]) -> jax.Array:

@@ -21,7 +21,7 @@ from kfac._checks import check, check_function, check_given, with_hints
 from kfac._distributed.intervals import prices_of_layers
 from kfac._layers import MAX_DIM, Layers
 from kfac._optimizer.diagnostics import eigenbasis, statistics_due
-from kfac._optimizer.kfac import INTERVAL_OPTIONS, Chosen, chosen, kfac, kind_of_inverse
+from kfac._optimizer.kfac import INTERVAL_OPTIONS, Chosen, chosen, kfac
 from kfac._optimizer.moves import ScalarOrSchedule
 from kfac._optimizer.observe import observe
 
@@ -105,7 +105,9 @@ class TrainStep:
             return _jit_with_notice(method, what, self.verbose, donated if self.donate else ())
 
         return {
-            "init": compiled(lambda params: self._optimizer(params, (), {}).init(params), "the state"),
+            "init": compiled(
+                lambda params: self._optimizer(self._find_layers(params, (), {})).init(params), "the state"
+            ),
             "observe": compiled(self._observe, "the statistics", (1,)),
             "step": compiled(self._step, "the step", (0, 1)),
         }
@@ -118,8 +120,8 @@ class TrainStep:
             self.layers[shapes] = find_layers(self.loss_fn, params, *args, has_aux=self.has_aux, **self.found, **kwargs)
         return self.layers[shapes]
 
-    def _optimizer(self, params: Any, args: Any, kwargs: Any) -> optax.GradientTransformationExtraArgs:
-        return kfac(self.learning_rate, self._find_layers(params, args, kwargs), **self.options)
+    def _optimizer(self, layers: Layers) -> optax.GradientTransformationExtraArgs:
+        return kfac(self.learning_rate, layers, **self.options)
 
     def _in_parts(self, fn: Callable[..., Any], layers: Layers, parts: int) -> Callable[..., Any]:
         if parts == 1:
@@ -146,7 +148,7 @@ class TrainStep:
         layers = self._find_layers(params, args, kwargs)
         measure = plain_value_and_grad(self.loss_fn, self.has_aux)
         value, grads = self._in_parts(measure, layers, self.num_microbatches)(params, *args, **kwargs)
-        updates, opt_state = self._optimizer(params, args, kwargs).update(grads, opt_state, params)
+        updates, opt_state = self._optimizer(layers).update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
 
@@ -228,7 +230,7 @@ def train_step(
         raise TypeError(str(error).replace("kfac()", "train_step()")) from None
     if num_examples is not None and num_examples % num_microbatches:
         raise ValueError(f"num_microbatches={num_microbatches} does not divide num_examples={num_examples}")
-    inverse = kind_of_inverse(options.get("step_norm", "spectral"), options.get("inverse"))
+    inverse = _chosen(Layers((), ()), options).inverse
     # There are moments of whole kernels only.
     longest = MAX_DIM if inverse.takes_moments and max_dim is None else max_dim
     found = dict(

@@ -303,7 +303,7 @@ def _from_factors(layers: Layers, factors: Any, inverse: Inverse | None, basis: 
 
 
 def _from_state(layers: Layers, state: KfacState, inverse: Inverse | None) -> Source:
-    of_state = next((owned.inverse for owned in state.owned.values()), inverse or Eigh())
+    of_state = state.settings.inverse if state.owned else inverse or Eigh()
     # The damping of the state is in the units that its inverse has.
     inverse = dataclasses.replace(inverse, relative=of_state.relative) if inverse else of_state
     if inverse.takes_moments and inverse != of_state:

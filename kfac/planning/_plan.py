@@ -8,9 +8,8 @@ import math
 from typing import Any
 
 from kfac._checks import check, check_given
-from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import Inverse
-from kfac._distributed.intervals import products_of, statistics_of
+from kfac._distributed.intervals import applied, products_of, statistics_of
 from kfac._layers import Layers, format_bytes
 from kfac.planning._assignment import Assignment
 
@@ -167,7 +166,9 @@ def _costs(assignment: Assignment, batch: int, machine: Hardware) -> tuple[dict,
     flops = {
         "model": 3 * local * sum(map(products_of, layers)),
         "statistics": local * sum(map(statistics_of, layers)),
-        "preconditioning": sum(_applied(group, assignment) for group in assignment.groups if group.owned),
+        "preconditioning": sum(
+            assignment.shards[g.name].positions * applied(g.shapes) for g in assignment.groups if g.owned
+        ),
         "inversions": max(assignment.cost_per_device) * assignment.kind.flops,
     }
     messages = {
@@ -243,12 +244,6 @@ def _intervals(seconds, budget: float, statistics_every, inverse_every) -> tuple
     if not statistics_every:
         statistics_every = next(n for n in range(1, both + 1) if _seldom(seconds, n, inverse_every) <= budget)
     return statistics_every, inverse_every
-
-
-def _applied(group: Group, assignment: Assignment) -> float:
-    """FLOPs of `G^-1 V A^-1` for the blocks of a group that a device preconditions."""
-    sides = sum(shape[0] if len(shape) > 1 else 1 for shape in group.shapes.values())
-    return 2.0 * assignment.shards[group.name].positions * group.d_out * group.d_in * sides
 
 
 def _text(plan: Plan) -> str:

@@ -162,7 +162,8 @@ def adaptive_damping(
 
 def _checked(inner_state: Any) -> Any:
     states = find_nodes(inner_state, KfacState)
-    kinds = [x.inverse for s in states for x in (*s.owned.values(), *(blocks.inverse for blocks in s.shared.values()))]
+    kinds = [state.settings.inverse for state in states if state.owned]
+    kinds += [blocks.inverse.inverse for state in states for blocks in state.shared.values()]
     if any(inverse.relative for inverse in kinds):
         raise ValueError(
             "adaptive_damping has a quadratic model with one damping for all layers, whose minimum the step is: pass "
